@@ -1,0 +1,1 @@
+"""Models: one plain file per model_type."""

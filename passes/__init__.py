@@ -1,0 +1,1 @@
+"""Graph changes: what each pass does, and the order they run in."""

@@ -1,0 +1,1 @@
+"""The serving runtime: from requests to tokens."""
