@@ -1,0 +1,51 @@
+# `make help` lists the targets. Needs Python 3.11 or newer, make and a package index (only the first time).
+
+PYTHON ?= python3
+VENV ?= .venv
+WORKERS ?= 2
+# For example PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu" to leave the CUDA packages out.
+PIP_ARGS ?=
+
+BIN := $(VENV)/bin
+# Two workers on two cores: one thread each, or they fight. PYTEST_ARGS="-k norm" selects tests.
+TEST_ENV := OMP_NUM_THREADS=1
+PYTEST_ARGS ?=
+# setuptools comes first, because building inside the environment lets nothing unpinned in by a side door.
+INSTALL = $(BIN)/python -m pip install --quiet $(PIP_ARGS) --constraint constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint test-gpu clean
+
+help: ## show this list
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+
+demo: $(VENV)/installed ## generate text from the embedded demo model
+	$(BIN)/atomc generate
+
+test: $(VENV)/installed-test lint ## set up, then lint and run all tests
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+
+lint: $(VENV)/installed-test ## ruff on the sources, strict mypy on the package
+	$(BIN)/ruff check $(wildcard atomc passes models runtime tests bench)
+	$(BIN)/mypy
+
+test-gpu: ## the tests that need a GPU, from the tree, with the Python that is there
+	$(PYTHON) -m pytest tests -m gpu $(PYTEST_ARGS)
+
+clean: ## remove the environment and what tools left behind
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"Python 3.11 or newer is needed, {sys.executable} is {sys.version.split()[0]}: set PYTHON=")'
+	$(PYTHON) -m venv $(VENV)
+
+# The stamps make a warm environment work offline: pip runs again only when what is asked for changes.
+$(VENV)/installed: pyproject.toml constraints.txt | $(BIN)/python
+	$(INSTALL) setuptools
+	$(INSTALL) --no-build-isolation --editable .
+	touch $@
+
+$(VENV)/installed-test: pyproject.toml constraints.txt | $(BIN)/python
+	$(INSTALL) setuptools
+	$(INSTALL) --no-build-isolation --editable '.[hf,test]'
+	touch $@ $(VENV)/installed

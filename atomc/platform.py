@@ -1,0 +1,279 @@
+"""What machine this is, probed once; or a machine that is not here, described by its data sheet."""
+
+import functools
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+
+TESTED_TORCH = ("2.11", "2.13")
+
+AVX512 = frozenset({"avx2", "avx512f", "avx512bw", "avx512dq", "avx512vl"})
+ZEN4 = AVX512 | {"avx512_vnni", "avx512_bf16"}
+AMX = frozenset({"amx_tile", "amx_bf16", "amx_int8"})
+ARM = frozenset({"asimd", "asimddp", "sve", "sve2", "bf16", "i8mm"})
+CPU_FLAGS = ZEN4 | AMX | ARM | {"avx_vnni", "avx512_fp16"}
+
+GB = 10**9
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Platform:
+    """One device and what kernels want to know about it.
+
+    kind        whose libraries run here
+    arch        "sm90", "gfx950", "x86_64", "aarch64"
+    name        as the vendor calls it
+    device      the torch device type: ROCm calls it "cuda" too
+    here        whether this process can run on it
+    memory      bytes
+    num_sms     multiprocessors, compute units or, on a CPU, cores
+    capability  of CUDA, else None
+    cpu_flags   those of CPU_FLAGS that the CPU has, spelled as Linux does
+    bandwidth   of the memory, bytes a second, and
+    flops       dense bf16 ones a second: as published, None if not
+    """
+
+    kind: Literal["cuda", "rocm", "cpu"]
+    arch: str
+    name: str
+    device: Literal["cuda", "cpu"]
+    here: bool = False
+    memory: int = 0
+    num_sms: int = 0
+    capability: tuple[int, int] | None = None
+    cpu_flags: frozenset[str] = frozenset()
+    vendor: str = ""
+    bandwidth: float | None = None
+    flops: float | None = None
+
+    @staticmethod
+    def detect(device_type: str | None = None) -> "Platform":
+        """This machine: its current GPU if it has one, else its CPU; "cpu" and "cuda" insist."""
+        if device_type is None:
+            device_type = "cuda" if torch.cuda.is_available() else "cpu"
+        if device_type == "cpu":
+            return _cpu_here()
+        if device_type != "cuda":
+            raise ValueError(f"no platform for device type {device_type!r}: expected 'cuda' or 'cpu'")
+        if not torch.cuda.is_available():
+            raise ValueError("device type 'cuda' was asked for, but torch sees no GPU here: use 'cpu'")
+        return _gpu_here(torch.cuda.current_device())
+
+    @staticmethod
+    def named(name: str) -> "Platform":
+        """A machine that need not be here, by its architecture or nickname."""
+        if name not in DESCRIBED:
+            raise ValueError(f"unknown platform {name!r}; known are {', '.join(DESCRIBED)}")
+        return DESCRIBED[name]
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.kind == "cuda"
+
+    @property
+    def is_rocm(self) -> bool:
+        return self.kind == "rocm"
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.kind == "cpu"
+
+    @property
+    def supports_bf16(self) -> bool:
+        """Whether it multiplies bf16 in hardware: any CPU can compute with bf16, but slower than with fp32."""
+        if self.is_cuda:
+            return self.capability is not None and self.capability >= (8, 0)
+        return self.is_rocm or any(self.has(flag) for flag in ("avx512_bf16", "amx_bf16", "bf16"))
+
+    def has(self, flag: str) -> bool:
+        """Whether the CPU has this instruction set."""
+        if flag not in CPU_FLAGS:
+            raise ValueError(f"unknown CPU flag {flag!r}; known are {', '.join(sorted(CPU_FLAGS))}")
+        return flag in self.cpu_flags
+
+
+def _nvidia(
+    arch: str, name: str, memory: int, num_sms: int, capability: tuple[int, int], bandwidth: float, flops: float
+) -> Platform:
+    return Platform(
+        "cuda", arch, name, "cuda", memory=memory, num_sms=num_sms, capability=capability, vendor="NVIDIA",
+        bandwidth=bandwidth, flops=flops,
+    )  # fmt: skip
+
+
+def _amd(arch: str, name: str, memory: int, num_sms: int, bandwidth: float, flops: float) -> Platform:
+    return Platform(
+        "rocm", arch, name, "cuda", memory=memory, num_sms=num_sms, vendor="AMD", bandwidth=bandwidth, flops=flops
+    )
+
+
+def _cpu(
+    arch: str, name: str, vendor: str, num_cores: int, flags: frozenset[str], bandwidth: float | None = None
+) -> Platform:
+    return Platform("cpu", arch, name, "cpu", num_sms=num_cores, cpu_flags=flags, vendor=vendor, bandwidth=bandwidth)
+
+
+# From the vendors' data sheets, the largest usual part of each architecture.
+DESCRIBED = {
+    "gfx942": _amd("gfx942", "AMD Instinct MI300X", 192 * GIB, 304, 5.3e12, 1.3074e15),
+    "gfx950": _amd("gfx950", "AMD Instinct MI355X", 288 * GIB, 256, 8.0e12, 2.5e15),
+    "sm80": _nvidia("sm80", "NVIDIA A100-SXM4-80GB", 80 * GIB, 108, (8, 0), 2.039e12, 312e12),
+    "sm89": _nvidia("sm89", "NVIDIA L40S", 48 * GIB, 142, (8, 9), 864e9, 362e12),
+    "sm90": _nvidia("sm90", "NVIDIA H100 80GB HBM3", 80 * GIB, 132, (9, 0), 3.35e12, 989e12),
+    "h200": _nvidia("sm90", "NVIDIA H200", 141 * GB, 132, (9, 0), 4.8e12, 989e12),
+    "sm100": _nvidia("sm100", "NVIDIA B200", 180 * GB, 148, (10, 0), 7.7e12, 2.25e15),
+    "cpu": _cpu("x86_64", "a CPU with AVX2", "", 8, frozenset({"avx2"})),
+    "cpu-zen3": _cpu("x86_64", "AMD EPYC 7763", "AuthenticAMD", 64, frozenset({"avx2"}), 204.8e9),
+    "cpu-zen4": _cpu("x86_64", "AMD EPYC 9654", "AuthenticAMD", 96, ZEN4, 460.8e9),
+    "cpu-zen5": _cpu("x86_64", "AMD EPYC 9755", "AuthenticAMD", 128, ZEN4 | {"avx_vnni"}, 614e9),
+    "cpu-cascadelake": _cpu("x86_64", "Intel Xeon 8280", "GenuineIntel", 28, AVX512 | {"avx512_vnni"}, 140.8e9),
+    "cpu-sapphirerapids": _cpu(
+        "x86_64", "Intel Xeon 8480+", "GenuineIntel", 56, ZEN4 | AMX | {"avx_vnni", "avx512_fp16"}, 307.2e9
+    ),
+    "cpu-neoverse-v2": _cpu("aarch64", "AWS Graviton4", "ARM", 96, ARM, 537.6e9),
+}
+
+
+@functools.cache
+def _gpu_here(index: int) -> Platform:
+    found = torch.cuda.get_device_properties(index)
+    sheet = next((p for p in DESCRIBED.values() if p.name == found.name), None)
+    here = Platform(
+        "cuda", "", found.name, "cuda", here=True, memory=found.total_memory, num_sms=found.multi_processor_count,
+        bandwidth=sheet.bandwidth if sheet else None, flops=sheet.flops if sheet else None,
+    )  # fmt: skip
+    if torch.version.hip:
+        # "gfx942:sramecc+:xnack-": the features behind the colon are compiler settings.
+        return replace(here, kind="rocm", arch=found.gcnArchName.split(":")[0], vendor="AMD")
+    return replace(here, arch=f"sm{found.major}{found.minor}", capability=(found.major, found.minor), vendor="NVIDIA")
+
+
+@functools.cache
+def _cpu_here() -> Platform:
+    path = Path("/proc/cpuinfo")
+    name, vendor, flags = cpu_info(path.read_text(errors="replace") if path.is_file() else "")
+    return Platform(
+        "cpu", platform.machine(), name or platform.processor() or "unknown CPU", "cpu", here=True,
+        memory=_memory_here(), num_sms=os.cpu_count() or 1, vendor=vendor,
+        cpu_flags=flags or _flags_known_to_torch(),
+    )  # fmt: skip
+
+
+def cpu_info(text: str) -> tuple[str, str, frozenset[str]]:
+    """Name, vendor and flags of the first CPU in the text of Linux' /proc/cpuinfo; empty where it does not say."""
+    fields: dict[str, str] = {}
+    for line in text.splitlines():
+        key, _, value = line.partition(":")
+        fields.setdefault(key.strip(), value.strip())
+    flags = fields.get("flags", fields.get("Features", "")).split()
+    vendor = fields.get("vendor_id", "ARM" if fields.get("CPU implementer") == "0x41" else "")
+    return fields.get("model name", ""), vendor, CPU_FLAGS.intersection(flags)
+
+
+def _flags_known_to_torch() -> frozenset[str]:
+    """Where the system does not list them: the coarse level that torch picks its own kernels by."""
+    return {"AVX2": frozenset({"avx2"}), "AVX512": AVX512}.get(torch.backends.cpu.get_cpu_capability(), frozenset())
+
+
+def _memory_here() -> int:
+    if not hasattr(os, "sysconf"):
+        return 0
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+class Provider(NamedTuple):
+    """Whether a library is there. `reason` says why not, in one sentence; a found one has none."""
+
+    found: bool
+    version: str | None = None
+    reason: str | None = None
+
+
+def provider_versions(cxx: str | None = None) -> dict[str, Provider]:
+    """What kernels and compilers can be had here, without importing any of them. Never raises.
+
+    `cxx` is the C++ compiler asked for (the value of CXX).
+    """
+    probes: dict[str, Callable[[], Provider]] = {
+        "cuda": lambda: _built_with("CUDA", torch.version.cuda),
+        "rocm": lambda: _built_with("ROCm", torch.version.hip),
+        "triton": lambda: _package("triton"),
+        "aiter": _aiter,
+        "zentorch": _zentorch,
+        "transformers": lambda: _package("transformers"),
+        "c++": lambda: _compiler(cxx),
+    }
+    return {name: _safely(name, probe) for name, probe in probes.items()}
+
+
+def torch_status() -> Literal["tested", "untested"]:
+    """Whether our tests run with the torch that is here."""
+    return "tested" if _series(torch.__version__) in TESTED_TORCH else "untested"
+
+
+def _series(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
+def _safely(name: str, probe: Callable[[], Provider]) -> Provider:
+    try:
+        return probe()
+    except Exception as error:  # a broken installation of one library must not hide the others
+        return Provider(False, reason=f"{name} could not be probed: {type(error).__name__}: {error}")
+
+
+def _built_with(name: str, version: str | None) -> Provider:
+    return Provider(True, version) if version else Provider(False, reason=f"this torch is built without {name}")
+
+
+def _package(name: str, distribution: str | None = None) -> Provider:
+    if importlib.util.find_spec(name) is None:
+        return Provider(False, reason=f"not installed: pip install {distribution or name}")
+    return Provider(True, _version(distribution or name))
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:  # a checkout on the path has no metadata
+        return None
+
+
+def _aiter() -> Provider:
+    spec = importlib.util.find_spec("aiter")
+    folders = [Path(folder) for folder in spec.submodule_search_locations or []] if spec else []
+    # Its files tell: importing it to look would start its compiler, and fails without ROCm.
+    if spec and not any((folder / "ops/enum.py").is_file() for folder in folders):
+        reason = "the `aiter` installed here is not AMD's but another project of that name: pip install amd-aiter"
+        return Provider(False, reason=reason)
+    return _package("aiter", "amd-aiter")
+
+
+def _zentorch() -> Provider:
+    found = _package("zentorch")
+    if found.version and _series(found.version) != _series(torch.__version__):
+        reason = f"zentorch {found.version} needs torch {_series(found.version)}, this is torch {torch.__version__}"
+        return Provider(False, found.version, reason)
+    return found
+
+
+def _compiler(cxx: str | None) -> Provider:
+    # CXX may carry a launcher or arguments: "ccache g++".
+    commands = [shlex.split(cxx)] if cxx else [["g++"], ["clang++"]]
+    command = next((command for command in commands if shutil.which(command[0])), None)
+    if command is None:
+        names = " or ".join(shlex.join(command) for command in commands)
+        return Provider(False, reason=f"{names} is not on the path, so Inductor cannot compile for the CPU")
+    shown = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=10, check=True).stdout
+    return Provider(True, shown.partition("\n")[0])
