@@ -1,0 +1,117 @@
+"""A request in plain Python: what is wanted, the tokens so far, and how many of them are in the cache."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from atomc.runtime.draw import Draw, uniform
+
+FinishReason = Literal["stop", "length", "abort"]
+MIN_TEMPERATURE = 1e-4
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to generate.
+
+    max_tokens       at most so many new tokens
+    temperature      0: greedy; otherwise logits are divided by it
+    top_k            0: all tokens; n: only the n most likely
+    top_p            only the most likely tokens that together have this probability, after top_k
+    seed             None: another one for each request; the same seed draws the same numbers whatever the batch
+    stop_token_ids   generation ends at any of these, as it does at the model's own end-of-sequence tokens
+    ignore_eos       the model's own end-of-sequence tokens do not end generation
+
+    Raises ValueError for values out of range.
+    """
+
+    max_tokens: int = 64
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens is {self.max_tokens}, it must be at least 1")
+        if self.temperature != 0 and not MIN_TEMPERATURE <= self.temperature < math.inf:
+            raise ValueError(f"temperature is {self.temperature}, it must be 0 (greedy) or at least {MIN_TEMPERATURE}")
+        if self.top_k < 0:
+            raise ValueError(f"top_k is {self.top_k}, it must be 0 (all tokens) or positive")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ValueError(f"top_p is {self.top_p}, it must be above 0 and at most 1")
+        if any(token < 0 for token in self.stop_token_ids):
+            raise ValueError(f"stop_token_ids is {self.stop_token_ids}, token ids are not negative")
+
+
+@dataclass(eq=False)
+class Request:
+    """One sequence on its way. `tokens` are the prompt, then what was generated; the first `computed` are in the cache.
+
+    eos_ids are the model's end-of-sequence tokens. seed is used where params.seed is None. Raises ValueError for an
+    empty prompt.
+    """
+
+    id: str
+    tokens: list[int]
+    params: SamplingParams = field(default_factory=SamplingParams)
+    eos_ids: frozenset[int] = frozenset()
+    seed: int = 0
+    computed: int = 0
+    finish_reason: FinishReason | None = None
+    num_prompt: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        if not self.tokens:
+            raise ValueError(f"request {self.id!r}: the prompt is empty, it needs at least one token")
+        self.tokens = list(self.tokens)
+        self.num_prompt = len(self.tokens)
+        if self.params.seed is not None:
+            self.seed = self.params.seed
+
+    @property
+    def pending(self) -> int:
+        """Tokens not in the cache yet: a whole prompt, the rest of one, or the one token that was drawn last."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def num_new(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def new_tokens(self) -> list[int]:
+        return self.tokens[self.num_prompt :]
+
+    def next_draw(self) -> Draw:
+        """How the token after the last one is drawn."""
+        if self.params.temperature == 0:
+            return Draw()
+        number = uniform(self.seed, self.num_new)
+        return Draw(self.params.temperature, self.params.top_k, self.params.top_p, number)
+
+    def accept(self, token: int, max_len: int) -> None:
+        """Append a drawn token; sets finish_reason if it is the last one, max_len tokens at the latest."""
+        self.tokens.append(token)
+        if token in self.params.stop_token_ids or (token in self.eos_ids and not self.params.ignore_eos):
+            self.finish_reason = "stop"
+        elif self.num_new == self.params.max_tokens or len(self.tokens) == max_len:
+            self.finish_reason = "length"
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What came of a prompt.
+
+    text               the new text, without the token that stopped it; "" if there is no tokenizer
+    token_ids          the new tokens, including the one that stopped it
+    finish_reason      "stop": a stop or end-of-sequence token came; "length": max_tokens or the longest sequence
+    prompt_token_ids   the prompt as the model saw it
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    prompt_token_ids: tuple[int, ...]

@@ -1,0 +1,69 @@
+"""The pool of cache blocks: one owner for each block, and nothing lost."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from atomc.runtime.blocks import BlockPool
+
+
+def test_a_table_grows_only_at_block_borders():
+    pool = BlockPool(num_blocks=4, block_size=16)
+    assert pool.reserve("a", 16)
+    assert len(pool.table("a")) == 1
+    first = pool.table("a")
+    assert pool.reserve("a", 17)
+    assert len(pool.table("a")) == 2 and pool.table("a")[:1] == first
+    assert pool.reserve("a", 5)
+    assert len(pool.table("a")) == 2
+
+
+def test_a_reservation_that_does_not_fit_changes_nothing():
+    pool = BlockPool(num_blocks=3, block_size=2)
+    assert pool.reserve("a", 4)
+    before = pool.table("a")
+    assert not pool.reserve("a", 7)
+    assert not pool.reserve("b", 3)
+    assert pool.table("a") == before and pool.table("b") == () and pool.num_free == 1
+    assert pool.owners == {"a"}
+    pool.check()
+
+
+def test_released_blocks_can_be_owned_again():
+    pool = BlockPool(num_blocks=2, block_size=1)
+    assert pool.reserve("a", 2) and not pool.reserve("b", 1)
+    pool.release("a")
+    assert pool.num_free == 2 and not pool.owners
+    assert pool.reserve("b", 2)
+    pool.check()
+
+
+def test_releasing_an_owner_of_nothing_is_fine():
+    pool = BlockPool(num_blocks=1, block_size=1)
+    pool.release("a")
+    pool.check()
+    assert pool.num_free == 1
+
+
+def test_an_empty_pool_is_refused():
+    with pytest.raises(ValueError, match="a pool of 0 blocks of 16 tokens is empty"):
+        BlockPool(num_blocks=0, block_size=16)
+
+
+@given(
+    num_blocks=st.integers(1, 12),
+    block_size=st.integers(1, 5),
+    moves=st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 40)), max_size=60),
+)
+def test_no_block_is_lost_or_shared_whatever_the_order(num_blocks, block_size, moves):
+    pool = BlockPool(num_blocks, block_size)
+    covered: dict[str, int] = {}
+    for owner, num_tokens in moves:
+        if num_tokens == 0:
+            pool.release(owner)
+            covered.pop(owner, None)
+        elif pool.reserve(owner, num_tokens):
+            covered[owner] = max(num_tokens, covered.get(owner, 0))
+        pool.check()
+        for name in "abcd":
+            assert len(pool.table(name)) == -(-covered.get(name, 0) // block_size)
