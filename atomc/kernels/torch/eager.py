@@ -1,0 +1,23 @@
+"""An op's meaning as a kernel of its own, for ops where a few torch calls in a row are good enough."""
+
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+from atomc.ops import Op
+
+
+def eager(op: Op, module: str, layout: str | None = None) -> Callable[..., Any]:
+    """The op's meaning, registered under the name that `module` gives it.
+
+    A copy of the function, because a lowered graph names its target by module and name, and under those of the meaning
+    lies the op itself.
+    """
+    meaning = op.reference
+    assert isinstance(meaning, FunctionType)
+    function = FunctionType(meaning.__code__, meaning.__globals__, op.name, meaning.__defaults__)
+    function.__kwdefaults__ = meaning.__kwdefaults__
+    function.__annotations__ = meaning.__annotations__
+    function.__doc__ = meaning.__doc__
+    function.__module__ = module
+    return op.kernel("torch", layout=layout)(function)

@@ -1,0 +1,7 @@
+"""Linear layers and embedding look-up, by the library that torch was built with."""
+
+from atomc import ops
+from atomc.kernels.torch.eager import eager
+
+linear = eager(ops.linear, __name__)
+embedding = eager(ops.embedding, __name__)

@@ -1,0 +1,9 @@
+"""Norms, run as torch calls: every rounding is that of the meaning, which Inductor does not promise."""
+
+from atomc import ops
+from atomc.kernels.torch.eager import eager
+
+rms_norm = eager(ops.rms_norm, __name__)
+add_rms_norm = eager(ops.add_rms_norm, __name__)
+layer_norm = eager(ops.layer_norm, __name__)
+add_layer_norm = eager(ops.add_layer_norm, __name__)
