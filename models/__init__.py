@@ -1,1 +1,58 @@
-"""Models: one plain file per model_type."""
+"""Language models in plain PyTorch, one file per model_type; other architectures run as their transformers class.
+
+Every model is called as `model(input_ids [T], positions [T], logits_rows=None) -> logits [T or R, V]`.
+"""
+
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import nn
+
+from atomc.models import stock
+from atomc.models.stock import wrap_stock
+
+__all__ = ["REGISTRY", "architectures_of", "build", "model_class", "wrap_stock"]
+
+# Name in config.json's `architectures` -> module:class, imported on use.
+REGISTRY = {
+    "LlamaForCausalLM": "atomc.models.llama:LlamaForCausalLM",
+    "MistralForCausalLM": "atomc.models.llama:LlamaForCausalLM",
+    "Qwen3ForCausalLM": "atomc.models.qwen3:Qwen3ForCausalLM",
+}
+
+
+def architectures_of(config: dict[str, Any]) -> list[str]:
+    """config.json's `architectures`; raises ValueError if there are none."""
+    architectures = config.get("architectures")
+    if not architectures or not all(isinstance(name, str) for name in architectures):
+        raise ValueError(f"config.json names no architecture (architectures: {architectures!r}); "
+                         f"expected a list such as {sorted(REGISTRY)[:1]}")
+    return list(architectures)
+
+
+def model_class(architectures: Sequence[str]) -> type[nn.Module] | None:
+    """Our class for the first architecture that has a file here; None if none has (stock.hf_class then finds one)."""
+    for name in architectures:
+        if name in REGISTRY:
+            module, _, attribute = REGISTRY[name].partition(":")
+            cls: type[nn.Module] = getattr(import_module(module), attribute)
+            return cls
+    return None
+
+
+def build(
+    config: dict[str, Any], dtype: torch.dtype | None = None, device: torch.device | str | None = None
+) -> nn.Module:
+    """The model of a config.json, with PyTorch's random weights, in fp32 unless a dtype is given.
+
+    On device "meta" it takes no memory. Raises ValueError for an unknown architecture or an unsupported config value.
+    """
+    architectures = architectures_of(config)
+    cls = model_class(architectures)
+    if cls is None:
+        return stock.build(stock.hf_class(architectures, sorted(REGISTRY)), config, dtype, device)
+    with torch.device(device or "cpu"):
+        model: nn.Module = cls.from_hf(config)  # type: ignore[attr-defined]
+    return model.to(dtype)

@@ -1,0 +1,61 @@
+"""Reading config.json: a field that is missing, of the wrong type or not supported is one sentence.
+
+`hf` is config.json as a dict. Each function takes and returns its values as Hugging Face writes them.
+"""
+
+from typing import Any
+
+
+def model_type(hf: dict[str, Any]) -> str:
+    return str(hf.get("model_type") or "model")
+
+
+def integer(hf: dict[str, Any], name: str, default: int | None = None) -> int:
+    """A positive integer; null counts as missing."""
+    value = hf.get(name)
+    if value is None:
+        if default is None:
+            raise ValueError(f"{model_type(hf)}: config.json lacks {name!r}, a positive integer")
+        return default
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{model_type(hf)}: {name} {value!r} is not a positive integer")
+    return value
+
+
+def number(hf: dict[str, Any], name: str, default: float) -> float:
+    value = hf.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or value <= 0:
+        raise ValueError(f"{model_type(hf)}: {name} {value!r} is not a positive number")
+    return float(value)
+
+
+def only(hf: dict[str, Any], name: str, *supported: object) -> None:
+    """Raises ValueError if the config sets `name` to anything but the supported values."""
+    value = hf.get(name)
+    if value is not None and value not in supported:
+        raise ValueError(f"{model_type(hf)}: {name} {value!r} is not supported, only "
+                         f"{' or '.join(map(repr, supported))}")
+
+
+def head_counts(hf: dict[str, Any]) -> tuple[int, int]:
+    """(num_attention_heads, num_key_value_heads); as many of each if config.json does not say."""
+    heads = integer(hf, "num_attention_heads")
+    kv_heads = integer(hf, "num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise ValueError(f"{model_type(hf)}: num_attention_heads {heads} is not a multiple of "
+                         f"num_key_value_heads {kv_heads}")
+    return heads, kv_heads
+
+
+def head_width(hf: dict[str, Any], default: int | None = None) -> int:
+    """head_dim, else the default, else hidden_size / num_attention_heads; even, since rotary positions pair columns."""
+    width, heads = integer(hf, "hidden_size"), integer(hf, "num_attention_heads")
+    if hf.get("head_dim") is None and default is None and width % heads:
+        raise ValueError(f"{model_type(hf)}: hidden_size {width} is not a multiple of num_attention_heads {heads}, "
+                         "and config.json has no head_dim")
+    head_dim = integer(hf, "head_dim", default or width // heads)
+    if head_dim % 2:
+        raise ValueError(f"{model_type(hf)}: head_dim {head_dim} is odd, rotary positions need pairs of columns")
+    return head_dim

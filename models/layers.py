@@ -1,0 +1,34 @@
+"""What the models share exactly: the norm and the gated MLP, written out as in Hugging Face."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps), rounded to x.dtype, times weight. x [..., D] -> [..., D]."""
+
+    def __init__(self, width: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        x_f32 = x.to(torch.float32)
+        variance = x_f32.pow(2).mean(-1, keepdim=True)
+        normed = x_f32 * torch.rsqrt(variance + self.eps)
+        return self.weight * normed.to(x.dtype)
+
+
+class MLP(nn.Module):
+    """down(silu(gate(x)) * up(x)) (Shazeer 2020, SwiGLU). x [..., D] -> [..., D]."""
+
+    def __init__(self, width: int, inner: int, bias: bool = False):
+        super().__init__()
+        self.gate_proj = nn.Linear(width, inner, bias=bias)
+        self.up_proj = nn.Linear(width, inner, bias=bias)
+        self.down_proj = nn.Linear(inner, width, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return y

@@ -1,0 +1,261 @@
+"""From a checkpoint directory to a model: build on meta, check every name and shape, then read.
+
+Everything is checked against the headers before the first weight is read; what fails raises, and no model is returned.
+"""
+
+import json
+import logging
+import re
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from atomc.models import REGISTRY, architectures_of, build, model_class, stock
+
+log = logging.getLogger("atomc")
+
+THREADS = 8
+TENSORS_A_JOB = 32
+LOAD_FORMATS = ("auto", "safetensors", "dummy")
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# Old Llama checkpoints store the rotary frequencies; heads for multi-token prediction are no part of the model.
+IGNORED = re.compile(r"rotary_emb\.inv_freq$|^(model\.)?mtp\.")
+
+
+class Stored(NamedTuple):
+    """A tensor in a file."""
+
+    file: Path
+    dtype: str  # as safetensors writes it: "BF16"
+    shape: tuple[int, ...]
+
+
+def load(
+    path: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    load_format: str = "auto",
+    mmap: bool = True,
+    progress: bool = True,
+) -> nn.Module:
+    """The model in directory `path`, ready for inference: eval mode, no gradients.
+
+    dtype        None: what config.json says, else what is stored
+    load_format  "auto" and "safetensors" read the weights; "dummy": small random ones, the same each time
+    mmap         weights are views of the mapped files where dtype and device allow; False: files are read into memory,
+                 faster from a network disk
+
+    Raises FileNotFoundError or ValueError if something is missing, damaged, or does not fit.
+    """
+    path = Path(path)
+    if load_format not in LOAD_FORMATS:
+        raise ValueError(f"load_format {load_format!r} is not one of {LOAD_FORMATS}")
+    config = load_config(path)
+    architectures = architectures_of(config)
+    stored = stored_tensors(path) if load_format != "dummy" else {}
+    dtype = dtype or config_dtype(config) or stored_dtype(stored)
+
+    if model_class(architectures) is None:
+        cls = stock.hf_class(architectures, sorted(REGISTRY))
+        if load_format != "dummy":
+            return ready(stock.load(cls, path, dtype, device))
+        model: nn.Module = stock.build(cls, config, dtype, device)
+        fill_randomly(model, device)
+        return ready(model)
+
+    if config.get("quantization_config"):
+        method = config["quantization_config"].get("quant_method")
+        raise ValueError(f"{path}: quantized weights ({method}) are not supported, only {', '.join(FLOATS)}")
+    model = build(config, dtype, "meta")
+    if load_format == "dummy":
+        allocate_buffers(model, device)
+        fill_randomly(model, device)
+        return ready(model)
+    sources = match_names(model, stored, path)
+    allocate_buffers(model, device)
+    total = sum(weight.nbytes for weight in model.parameters())
+    # disable=None: no bar where there is no terminal.
+    with tqdm(total=total, unit="B", unit_scale=True, desc="weights", disable=None if progress else True) as bar:
+        for names, weight in read(sources, stored, dtype, device, mmap):
+            assign(model, names, weight)
+            bar.update(weight.nbytes)
+    return ready(model)
+
+
+def ready(model: nn.Module) -> nn.Module:
+    return model.requires_grad_(False).eval()
+
+
+def load_config(path: str | Path) -> dict[str, Any]:
+    """config.json of a checkpoint directory."""
+    path = Path(path)
+    if not path.is_dir():
+        raise FileNotFoundError(f"{path} is not a directory; expected one with config.json and *.safetensors")
+    file = path / "config.json"
+    if not file.is_file():
+        raise FileNotFoundError(f"{path} has no config.json; is it a complete checkpoint?")
+    return read_json(file)
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON: {error}; download it again") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{file} holds a {type(value).__name__}, expected an object")
+    return value
+
+
+def config_dtype(config: dict[str, Any]) -> torch.dtype | None:
+    """The dtype config.json names (transformers 5: `dtype`, older: `torch_dtype`), None if it names none."""
+    name = config.get("dtype") or config.get("torch_dtype")
+    if name is None:
+        return None
+    dtype = getattr(torch, str(name).removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"config.json: dtype {name!r} is not a dtype of torch, such as 'bfloat16'")
+    return dtype
+
+
+def stored_tensors(path: Path) -> dict[str, Stored]:
+    """Every tensor of the checkpoint by name, from the headers alone. An index says which file a name is read from."""
+    index = path / "model.safetensors.index.json"
+    single = path / "model.safetensors"
+    if single.is_file():
+        return header(single)
+    if not index.is_file():
+        found = ", ".join(sorted(file.name for file in path.iterdir())) or "nothing"
+        raise FileNotFoundError(f"{path} has neither {single.name} nor {index.name}; it has {found}")
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{index} has no weight_map (name of tensor -> file); download it again")
+    headers = {}
+    for file_name in sorted(set(weight_map.values())):
+        if not (path / file_name).is_file():
+            raise FileNotFoundError(f"{path} lacks {file_name}, which {index.name} names; download it again")
+        headers[file_name] = header(path / file_name)
+    absent = sorted(name for name, file_name in weight_map.items() if name not in headers[file_name])
+    if absent:
+        raise ValueError(f"{index}: {some(absent)} not in the file it names ({weight_map[absent[0]]})")
+    return {name: headers[file_name][name] for name, file_name in weight_map.items()}
+
+
+def header(file: Path) -> dict[str, Stored]:
+    try:
+        with safetensors.safe_open(file, framework="pt") as opened:
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+            return {name: Stored(file, part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{file} is damaged or incomplete ({error}); download it again") from error
+
+
+def stored_dtype(stored: dict[str, Stored]) -> torch.dtype:
+    """The dtype of the first floating-point tensor; fp32 if there is none."""
+    return next((FLOATS[tensor.dtype] for tensor in stored.values() if tensor.dtype in FLOATS), torch.float32)
+
+
+def some(names: list[str]) -> str:
+    """The first few names, and how many more."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def parameter_names(model: nn.Module) -> list[tuple[str, ...]]:
+    """The names of each parameter; a tied one has several."""
+    names: dict[int, list[str]] = {}
+    for name, weight in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(weight), []).append(name)
+    return [tuple(group) for group in names.values()]
+
+
+def match_names(model: nn.Module, stored: dict[str, Stored], path: Path) -> dict[tuple[str, ...], str]:
+    """For the names of each parameter the stored name to read. Raises ValueError that lists all that does not fit."""
+    parameters = parameter_names(model)
+    expected = {name for names in parameters for name in names}
+    modules = {name for name, _ in model.named_modules()}
+    skipped: list[str] = []
+    unexpected: list[str] = []
+    for name in sorted(set(stored) - expected):
+        layer = re.match(r"(.*\blayers\.\d+)\.", name)
+        beyond = layer is not None and layer[1] not in modules
+        (skipped if beyond or IGNORED.search(name) else unexpected).append(name)
+
+    sources = {names: name for names in parameters for name in reversed(names) if name in stored}
+    missing = [names[0] for names in parameters if names not in sources]
+    misfits = []
+    for names, name in sources.items():
+        shape = tuple(model.get_parameter(names[0]).shape)
+        if stored[name].shape != shape:
+            misfits.append(f"{name} is {list(stored[name].shape)}, expected {list(shape)}")
+        elif stored[name].dtype not in FLOATS:
+            misfits.append(f"{name} is {stored[name].dtype}, expected {' or '.join(FLOATS)}")
+    problems = [
+        *([f"missing {some(missing)}"] if missing else []),
+        *([f"unexpected {some(unexpected)}"] if unexpected else []),
+        *([some(misfits)] if misfits else []),
+    ]
+    if problems:
+        raise ValueError(f"{path} does not fit {type(model).__name__}: {'; '.join(problems)}. "
+                         "Are config.json and the weights of the same checkpoint?")
+    if skipped:
+        log.info("%s: skipped %s, which are no part of %s", path, some(skipped), type(model).__name__)
+    return sources
+
+
+def read(
+    sources: dict[tuple[str, ...], str], stored: dict[str, Stored], dtype: torch.dtype, device: torch.device | str,
+    mmap: bool,
+) -> Iterator[tuple[tuple[str, ...], Tensor]]:  # fmt: skip
+    """The weights, in the order in which they arrive, read by several threads."""
+    by_file: dict[Path, list[tuple[str, ...]]] = {}
+    for names, name in sources.items():
+        by_file.setdefault(stored[name].file, []).append(names)
+
+    def part(file: Path, group: list[tuple[str, ...]]) -> list[tuple[tuple[str, ...], Tensor]]:
+        if not mmap:
+            tensors = safetensors.torch.load(file.read_bytes())
+            return [(names, tensors[sources[names]].to(device, dtype)) for names in group]
+        with safetensors.safe_open(file, framework="pt") as opened:
+            return [(names, opened.get_tensor(sources[names]).to(device, dtype)) for names in group]
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        jobs = []
+        for file, group in by_file.items():
+            # A mapped file is cheap to open again, so that several threads share it; one that is read is read once.
+            step = TENSORS_A_JOB if mmap else len(group)
+            jobs += [pool.submit(part, file, group[i : i + step]) for i in range(0, len(group), step)]
+        for job in as_completed(jobs):
+            yield from job.result()
+
+
+def assign(model: nn.Module, names: tuple[str, ...], weight: Tensor) -> None:
+    """Make weight the parameter of all these names."""
+    parameter = nn.Parameter(weight, requires_grad=False)
+    for name in names:
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, parameter)
+
+
+def allocate_buffers(model: nn.Module, device: torch.device | str) -> None:
+    """Buffers of a model built on meta: they are empty, or their module fills them when it is moved (Rotary)."""
+    for module in model.modules():
+        if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
+            module.to_empty(device=torch.device(device), recurse=False)
+
+
+def fill_randomly(model: nn.Module, device: torch.device | str) -> None:
+    """Small random weights and norms near 1; a parameter's values depend only on its name, shape, dtype and device."""
+    for names in parameter_names(model):
+        like = model.get_parameter(names[0])
+        generator = torch.Generator(device).manual_seed(zlib.crc32(names[0].encode()))
+        mean = 1.0 if "norm" in names[0] and names[0].endswith("weight") else 0.0
+        assign(model, names, torch.empty_like(like, device=device).normal_(mean, 0.02, generator=generator))

@@ -1,0 +1,164 @@
+"""Qwen3 (dense): Llama with a norm on each query and key head, and a window on some layers.
+
+T tokens, D model width, N query heads, K key/value heads, H head width, V vocabulary, R rows with logits.
+Tokens are flat, [T]; [B, T] works as well, every tensor then has a leading B.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from atomc import ops
+from atomc.models.config import head_counts, head_width, integer, model_type, number, only
+from atomc.models.layers import MLP, RMSNorm
+from atomc.models.rotary import Rotary, apply_rope, rope_parameters
+
+# column: by output features; row: by input features, the outputs are summed; vocab: by vocabulary entry, embeddings
+# are summed and logits gathered. What is not named (also q_norm and k_norm) is on every device.
+SHARD = {
+    "embed_tokens": "vocab",
+    "q_proj": "column",
+    "k_proj": "column",
+    "v_proj": "column",
+    "o_proj": "row",
+    "gate_proj": "column",
+    "up_proj": "column",
+    "down_proj": "row",
+    "lm_head": "vocab",
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope_parameters: dict[str, Any]
+    sliding_window: int | None
+    layer_types: tuple[str, ...]
+    attention_bias: bool
+    tie_word_embeddings: bool
+
+    @classmethod
+    def from_hf(cls, hf: dict[str, Any]) -> "Config":
+        """Raises ValueError for a missing field and for a value this file does not compute."""
+        only(hf, "hidden_act", "silu")
+        heads, kv_heads = head_counts(hf)
+        window = None
+        if hf.get("use_sliding_window") and hf.get("sliding_window", 4096) is not None:
+            window = integer(hf, "sliding_window", 4096)
+        return cls(
+            vocab_size=integer(hf, "vocab_size"),
+            hidden_size=integer(hf, "hidden_size"),
+            intermediate_size=integer(hf, "intermediate_size"),
+            num_hidden_layers=integer(hf, "num_hidden_layers"),
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            head_dim=head_width(hf, 128),
+            max_position_embeddings=integer(hf, "max_position_embeddings", 32768),
+            rms_norm_eps=number(hf, "rms_norm_eps", 1e-6),
+            rope_parameters=rope_parameters(hf),
+            sliding_window=window,
+            layer_types=layer_types(hf, window),
+            attention_bias=bool(hf.get("attention_bias")),
+            tie_word_embeddings=bool(hf.get("tie_word_embeddings")),
+        )
+
+
+def layer_types(hf: dict[str, Any], window: int | None) -> tuple[str, ...]:
+    """"full_attention" or "sliding_attention" per layer; older configs only say from which layer on."""
+    num_layers = integer(hf, "num_hidden_layers")
+    first = hf.get("max_window_layers", 28) if window else num_layers
+    kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(num_layers)]
+    types = hf.get("layer_types") or kinds
+    if len(types) != num_layers or set(types) - {"full_attention", "sliding_attention"}:
+        raise ValueError(f"{model_type(hf)}: layer_types {types} are not {num_layers} of 'full_attention' or "
+                         "'sliding_attention'")
+    return tuple(types)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: Config, window: int):
+        super().__init__()
+        width, bias = config.hidden_size, config.attention_bias
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.head_dim = config.head_dim
+        self.scale = config.head_dim**-0.5
+        self.window = window
+        self.q_proj = nn.Linear(width, heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(width, kv_heads * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(width, kv_heads * self.head_dim, bias=bias)
+        self.o_proj = nn.Linear(heads * self.head_dim, width, bias=bias)
+        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+        self.kv = ops.kv_state(kv_heads, self.head_dim)
+
+    def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        q_TNH = self.q_norm(self.q_proj(x_TD).unflatten(-1, (-1, self.head_dim)))
+        k_TKH = self.k_norm(self.k_proj(x_TD).unflatten(-1, (-1, self.head_dim)))
+        v_TKH = self.v_proj(x_TD).unflatten(-1, (-1, self.head_dim))
+        q_TNH, k_TKH = apply_rope(q_TNH, k_TKH, cos, sin)
+        out_TNH = ops.attention(q_TNH, k_TKH, v_TKH, self.kv, scale=self.scale, window=self.window)
+        out_TD: Tensor = self.o_proj(out_TNH.flatten(-2))
+        return out_TD
+
+
+class Layer(nn.Module):
+    def __init__(self, config: Config, window: int):
+        super().__init__()
+        self.self_attn = Attention(config, window)
+        self.mlp = MLP(config.hidden_size, config.intermediate_size)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), cos, sin)
+        x_TD = x_TD + self.mlp(self.post_attention_layernorm(x_TD))
+        return x_TD
+
+
+class Qwen3Model(nn.Module):
+    def __init__(self, config: Config):
+        super().__init__()
+        windows = {"full_attention": 0, "sliding_attention": config.sliding_window or 0}
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Layer(config, windows[kind]) for kind in config.layer_types)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rotary_emb = Rotary(config.rope_parameters, config.head_dim)
+
+    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        x_TD: Tensor = self.embed_tokens(input_ids)
+        cos, sin = self.rotary_emb(x_TD, positions)
+        for layer in self.layers:
+            x_TD = layer(x_TD, cos, sin)
+        x_TD = self.norm(x_TD)
+        return x_TD
+
+
+class Qwen3ForCausalLM(nn.Module):
+    def __init__(self, config: Config):
+        super().__init__()
+        self.config = config
+        self.model = Qwen3Model(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    @classmethod
+    def from_hf(cls, hf: dict[str, Any]) -> "Qwen3ForCausalLM":
+        return cls(Config.from_hf(hf))
+
+    def forward(self, input_ids: Tensor, positions: Tensor, logits_rows: Tensor | None = None) -> Tensor:
+        """input_ids and positions [T] i64 -> logits [T, V], or [R, V] of the tokens logits_rows [R] i64."""
+        x_TD = self.model(input_ids, positions)
+        if logits_rows is not None:
+            x_TD = x_TD.index_select(-2, logits_rows)
+        logits: Tensor = self.lm_head(x_TD)
+        return logits

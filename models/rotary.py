@@ -1,0 +1,151 @@
+"""Rotary positions (Su et al. 2021): frequencies from a config, tables from positions, and the rotation itself.
+
+T tokens, N heads, H head width. Scalings (linear, llama3, yarn) change only the H/2 frequencies and a factor on the
+tables; the formulas are Hugging Face's, operation by operation, so that the numbers are the same.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from atomc.models.config import integer, model_type, number
+
+NEEDED = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": (),
+}
+
+
+def rope_parameters(hf: dict[str, Any]) -> dict[str, Any]:
+    """The rope settings as transformers 5 writes them, also from `rope_theta` and `rope_scaling` of older configs.
+
+    Raises ValueError for a rope_type that is not one of NEEDED, or that lacks a number it needs.
+    """
+    rope = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
+    if any(isinstance(value, dict) for value in rope.values()):
+        raise ValueError(f"{model_type(hf)}: rope_parameters per layer type ({', '.join(rope)}) are not supported")
+    rope_type = rope.setdefault("rope_type", rope.get("type", "default"))
+    if rope_type not in NEEDED:
+        raise ValueError(f"{model_type(hf)}: rope_type {rope_type!r} is not supported, only {', '.join(NEEDED)}")
+    partial = rope.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0
+    if partial != 1.0:
+        raise ValueError(f"{model_type(hf)}: partial_rotary_factor {partial!r} is not supported, only 1.0")
+    rope["rope_theta"] = number(rope | {"model_type": model_type(hf)}, "rope_theta", number(hf, "rope_theta", 10000.0))
+    for name in NEEDED[rope_type]:
+        if not isinstance(rope.get(name), (int, float)):
+            raise ValueError(f"{model_type(hf)}: rope_type {rope_type!r} needs the number {name!r}, "
+                             f"rope_parameters has {rope}")
+    if rope_type in ("llama3", "yarn"):
+        longest = integer(hf, "max_position_embeddings")
+        # A top-level value wins, as in transformers.
+        original = hf.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
+        rope["original_max_position_embeddings"] = original or longest
+        if rope.get("factor") is None:
+            rope["factor"] = longest / rope["original_max_position_embeddings"]
+    return rope
+
+
+def _default(rope: dict[str, Any], head_dim: int) -> tuple[Tensor, float]:
+    # On the CPU also when the model is built on meta: the values must exist.
+    columns = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu")
+    return 1.0 / (rope["rope_theta"] ** (columns / head_dim)), 1.0
+
+
+def _linear(rope: dict[str, Any], head_dim: int) -> tuple[Tensor, float]:
+    inv_freq, scaling = _default(rope, head_dim)
+    return inv_freq / rope["factor"], scaling
+
+
+def _llama3(rope: dict[str, Any], head_dim: int) -> tuple[Tensor, float]:
+    """Long waves are stretched, short ones kept, those between interpolated (Llama 3.1)."""
+    inv_freq, scaling = _default(rope, head_dim)
+    factor, low, high = rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"]
+    length = rope["original_max_position_embeddings"]
+    wave = 2 * math.pi / inv_freq
+    stretched = torch.where(wave > length / low, inv_freq / factor, inv_freq)
+    smooth = (length / wave - low) / (high - low)
+    between = (1 - smooth) * stretched / factor + smooth * stretched
+    is_between = ~(wave < length / high) & ~(wave > length / low)
+    return torch.where(is_between, between, stretched), scaling
+
+
+def _yarn(rope: dict[str, Any], head_dim: int) -> tuple[Tensor, float]:
+    """YaRN (Peng et al. 2023): NTK by parts, and a temperature on the tables."""
+    base, factor, length = rope["rope_theta"], rope["factor"], rope["original_max_position_embeddings"]
+
+    def mscale(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    def column(rotations: float) -> float:
+        """Where a wave turns that often over the original length (their equation 17, solved for the column)."""
+        return head_dim * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(base))
+
+    scaling = rope.get("attention_factor")
+    if scaling is None and rope.get("mscale") and rope.get("mscale_all_dim"):
+        scaling = mscale(rope["mscale"]) / mscale(rope["mscale_all_dim"])
+    if scaling is None:
+        scaling = mscale(1.0)
+
+    low, high = column(rope.get("beta_fast") or 32), column(rope.get("beta_slow") or 1)
+    if rope.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001
+    ramp = torch.clamp((torch.arange(head_dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low), 0, 1)
+
+    columns = torch.arange(0, head_dim, 2, device="cpu").to(torch.float32)
+    waves = base ** (columns / head_dim)
+    kept = 1 - ramp
+    return 1.0 / (factor * waves) * (1 - kept) + 1.0 / waves * kept, float(scaling)
+
+
+FREQUENCIES: dict[str, Callable[[dict[str, Any], int], tuple[Tensor, float]]] = {
+    "default": _default,
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+}
+
+
+class Rotary(nn.Module):
+    """The cos and sin tables of the given positions. `rope` is what rope_parameters returns."""
+
+    inv_freq: Tensor
+
+    def __init__(self, rope: dict[str, Any], head_dim: int):
+        super().__init__()
+        self.frequencies, self.scaling = FREQUENCIES[rope["rope_type"]](rope, head_dim)
+        self.inv_freq = nn.Buffer(self.frequencies.to(torch.get_default_device()), persistent=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Rotary":
+        """Follow the model to its device, but stay fp32: rounded to bf16, distant positions are off by whole turns."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.inv_freq = self.frequencies.to(self.inv_freq.device)
+        return self
+
+    def forward(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """positions [..., T] -> cos and sin [..., T, 1, H] in x.dtype."""
+        freqs = positions[..., None].float() * self.inv_freq
+        angles = torch.cat((freqs, freqs), dim=-1)
+        cos = angles.cos() * self.scaling
+        sin = angles.sin() * self.scaling
+        return cos.to(x.dtype).unsqueeze(-2), sin.to(x.dtype).unsqueeze(-2)
+
+
+def rotate_half(x: Tensor) -> Tensor:
+    x1 = x[..., : x.shape[-1] // 2]
+    x2 = x[..., x.shape[-1] // 2 :]
+    return torch.cat((-x2, x1), dim=-1)
+
+
+def apply_rope(q_TNH: Tensor, k_TKH: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """q and k [..., T, heads, H] rotated by cos and sin [..., T, 1, H]."""
+    q_rotated = (q_TNH * cos) + (rotate_half(q_TNH) * sin)
+    k_rotated = (k_TKH * cos) + (rotate_half(k_TKH) * sin)
+    return q_rotated, k_rotated
