@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 TEST_ENV := OMP_NUM_THREADS=1
 PYTEST_ARGS ?=
 # setuptools comes first, because building inside the environment lets nothing unpinned in by a side door.
-INSTALL = $(BIN)/python -m pip install --quiet $(PIP_ARGS) --constraint constraints.txt
+INSTALL = $(BIN)/python -m pip install $(PIP_ARGS) --constraint constraints.txt
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint test-gpu clean
@@ -23,7 +23,7 @@ demo: $(VENV)/installed ## generate text from the embedded demo model
 	$(BIN)/atomc generate
 
 test: $(VENV)/installed-test lint ## set up, then lint and run all tests
-	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
 
 lint: $(VENV)/installed-test ## ruff on the sources, strict mypy on the package
 	$(BIN)/ruff check $(wildcard atomc passes models runtime tests bench)
