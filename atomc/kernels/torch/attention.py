@@ -17,12 +17,17 @@ kv_write = eager(ops.kv_write, __name__, layout="paged")
 
 
 def _sdpa_has_it(
-    platform: Platform, sinks: Tensor | None = None, softcap: float = 0.0, **_: object
+    platform: Platform, q: Tensor, mask: Tensor | None = None, sinks: Tensor | None = None, softcap: float = 0.0,
+    **_: object,
 ) -> str | None:  # fmt: skip
     if softcap:
         return "scaled_dot_product_attention has no softcap"
     if sinks is not None:
         return "scaled_dot_product_attention has no sinks"
+    # Rounding a wider mask would change which numbers outweigh every score.
+    mask_dtypes = (torch.bool, q.dtype, torch.float32) if platform.is_cpu else (torch.bool, q.dtype)
+    if mask is not None and mask.dtype not in mask_dtypes:
+        return f"scaled_dot_product_attention takes no {mask.dtype} mask with a {q.dtype} query here"
     return None
 
 
@@ -35,9 +40,6 @@ def attention(
         mask = mask if mask is None or mask.dim() == 2 else mask[None]
         out: Tensor = attention(q[None], k[None], v[None], None, mask, scale=scale, causal=causal, window=window)
         return out[0]
-    if mask is not None and mask.dtype != torch.bool:
-        # -inf would hide what the smallest number of a wider dtype only outweighs.
-        mask = mask.clamp(min=torch.finfo(q.dtype).min).to(q.dtype)
     if window or (causal and mask is not None):
         rows = torch.arange(q.shape[-3], device=q.device)[:, None]
         columns = torch.arange(k.shape[-3], device=q.device)[None, :]

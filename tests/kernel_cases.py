@@ -1,0 +1,497 @@
+"""Arguments to try each op with: one table for the meanings and for every kernel.
+
+A case is a function from `Draw` to the op's arguments; it makes the same numbers each time it is called.
+T tokens, N query heads, K key/value heads, D head width, R rotated width.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from atomc import ops
+from atomc.ops.norm import RMS_NORM_STYLES
+from atomc.ops.rope import ROPE_STYLES
+
+EPS = 1e-5
+# What lies in a cache where no key was written: large, so that reading it shows, and finite, so that masking it works.
+GARBAGE = 1e4
+
+
+@dataclass
+class Draw:
+    """Random inputs of one dtype on one device, and caches of one layout."""
+
+    dtype: torch.dtype
+    device: str = "cpu"
+    layout: str = "paged"
+    generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
+
+    def normal(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.randn(shape, generator=self.generator).to(dtype or self.dtype).to(self.device)
+
+    def below(self, high: int, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.randint(high, shape, generator=self.generator).to(dtype).to(self.device)
+
+    def packed(self, *shape: int) -> tuple[Tensor, Tensor]:
+        """Two tensors of this shape, neighbours in the last dimension of one storage."""
+        first, second = self.normal(*shape[:-1], 2 * shape[-1]).chunk(2, -1)
+        return first, second
+
+    def heads(self, tokens: int, *counts: int, width: int) -> tuple[Tensor, ...]:
+        """[T, count, D] each, cut from one projection's output, as merged q, k and v are."""
+        rows = self.normal(tokens, sum(counts) * width)
+        return tuple(part.unflatten(-1, (-1, width)) for part in rows.split([n * width for n in counts], -1))
+
+    def tables(self, *shape: int, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+        angle = 10 * torch.randn(shape, generator=self.generator)
+        return tuple(table.to(dtype or self.dtype).to(self.device) for table in (angle.cos(), angle.sin()))
+
+    def ints(self, values: list[int], dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=self.device)
+
+    def caches(
+        self, lengths: list[int], heads: int, width: int, dtype: torch.dtype | None = None
+    ) -> tuple[Tensor, Tensor, list[list[int]]]:
+        """Caches of garbage that have room for sequences of these lengths, and the blocks of each, in no order."""
+        longest = max(lengths, default=1)
+        block_size = ops.LAYOUTS[self.layout].block_size or longest + 3
+        per_sequence = -(-longest // block_size) or 1
+        count = 2 + per_sequence * len(lengths)
+        spec = ops.StateSpec("kv", "kv", (heads, width), dtype or self.dtype, layout=self.layout)
+        k_cache, v_cache = spec.allocate(count, block_size, self.device)
+        order = torch.randperm(count, generator=self.generator).tolist()
+        blocks = [order[s * per_sequence : (s + 1) * per_sequence] for s in range(len(lengths))]
+        return k_cache.fill_(GARBAGE), v_cache.fill_(GARBAGE), blocks
+
+
+Make = Callable[[Draw], dict[str, Any]]
+Cases = dict[str, Make]
+
+
+def slots_of(blocks: list[int], positions: range, block_size: int) -> list[int]:
+    return [blocks[p // block_size] * block_size + p % block_size for p in positions]
+
+
+# Norms and activations
+
+
+def row_inputs(draw: Draw, kind: str) -> tuple[Tensor, Tensor]:
+    """Two tensors [..., D] that lie in memory as `kind` says."""
+    match kind:
+        case "one row":
+            return draw.normal(1, 64), draw.normal(1, 64)
+        case "odd sizes":
+            return draw.normal(33, 80), draw.normal(33, 80)
+        case "narrow batch":
+            return draw.normal(2, 7, 8), draw.normal(2, 7, 8)
+        case "no rows":
+            return draw.normal(0, 64), draw.normal(0, 64)
+        case "one vector":
+            return draw.normal(128), draw.normal(128)
+        case "packed":
+            return draw.packed(7, 128)
+        case "heads of a packed projection":
+            return draw.heads(7, 4, 4, width=64)
+        case "transposed":
+            return draw.normal(5, 7, 64).transpose(0, 1), draw.normal(5, 7, 64).transpose(0, 1)
+        case "last dimension strided":
+            return draw.normal(64, 7).t(), draw.normal(64, 7).t()
+        case "wide":
+            return draw.normal(3, 5000), draw.normal(3, 5000)
+    raise AssertionError(kind)
+
+
+ROWS = ("one row", "odd sizes", "narrow batch", "no rows", "one vector", "packed", "heads of a packed projection",
+        "transposed", "last dimension strided", "wide")  # fmt: skip
+
+
+def gated(draw: Draw, kind: str, **attributes: Any) -> dict[str, Any]:
+    gate, up = row_inputs(draw, kind)
+    return {"gate": gate, "up": up, **attributes}
+
+
+def normed(
+    draw: Draw, kind: str, residual: bool, weight: torch.dtype | None = None, scale: float = 1.0, **attributes: Any
+) -> dict[str, Any]:
+    x, other = row_inputs(draw, kind)
+    arguments = {"x": x * scale, "weight": draw.normal(x.shape[-1], dtype=weight), "eps": EPS, **attributes}
+    return arguments | {"residual": other * scale} if residual else arguments
+
+
+def rms_norm_cases(residual: bool) -> Cases:
+    cases: Cases = {kind: partial(normed, kind=kind, residual=residual) for kind in ROWS}
+    for style in RMS_NORM_STYLES:
+        cases[style] = partial(normed, kind="odd sizes", residual=residual, style=style)
+        cases[f"{style}, fp32 weight"] = partial(
+            normed, kind="packed", residual=residual, style=style, weight=torch.float32
+        )
+    cases["large"] = partial(normed, kind="packed", residual=residual, scale=200.0)
+    cases["eps matters"] = partial(normed, kind="packed", residual=residual, scale=0.01)
+    return cases
+
+
+def layer_normed(draw: Draw, kind: str, residual: bool, weight: bool = True, bias: bool = True) -> dict[str, Any]:
+    arguments = normed(draw, kind, residual)
+    width = arguments["x"].shape[-1]
+    return arguments | {"weight": arguments["weight"] if weight else None, "bias": draw.normal(width) if bias else None}
+
+
+def layer_norm_cases(residual: bool) -> Cases:
+    return {kind: partial(layer_normed, kind=kind, residual=residual) for kind in ROWS} | {
+        "no bias": partial(layer_normed, kind="packed", residual=residual, bias=False),
+        "neither weight nor bias": partial(layer_normed, kind="packed", residual=residual, weight=False, bias=False),
+    }
+
+
+# Linear and embedding
+
+
+def linear(draw: Draw, *shape: int, out: int = 33, bias: bool = False) -> dict[str, Any]:
+    weight = draw.normal(out, shape[-1]) / shape[-1] ** 0.5
+    return {"x": draw.normal(*shape), "weight": weight, "bias": draw.normal(out) if bias else None}
+
+
+LINEAR: Cases = {
+    "one row": lambda draw: linear(draw, 1, 64),
+    "odd sizes": lambda draw: linear(draw, 7, 80, out=33),
+    "bias": lambda draw: linear(draw, 33, 64, bias=True),
+    "batch": lambda draw: linear(draw, 2, 7, 64, bias=True),
+    "one vector": lambda draw: linear(draw, 64),
+    "no rows": lambda draw: linear(draw, 0, 64),
+    "packed": lambda draw: linear(draw, 1, 64) | {"x": draw.packed(7, 64)[1]},
+    "transposed": lambda draw: linear(draw, 1, 64) | {"x": draw.normal(5, 7, 64).transpose(0, 1)},
+    "weight of a pack": lambda draw: linear(draw, 7, 64) | {"weight": draw.normal(66, 64)[33:]},
+}
+
+EMBEDDING: Cases = {
+    "one id": lambda draw: {"ids": draw.below(50, 1), "weight": draw.normal(50, 64)},
+    "batch": lambda draw: {"ids": draw.below(50, 2, 7), "weight": draw.normal(50, 80)},
+    "int32": lambda draw: {"ids": draw.below(50, 7, dtype=torch.int32), "weight": draw.normal(50, 64)},
+    "no ids": lambda draw: {"ids": draw.below(50, 0), "weight": draw.normal(50, 64)},
+    "every second id": lambda draw: {"ids": draw.below(50, 14)[::2], "weight": draw.normal(50, 64)},
+}
+
+
+# Rotary positions
+
+
+def rotary(
+    draw: Draw, tokens: int = 7, width: int = 64, rotated: int | None = None, style: str = "neox",
+    table: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    columns = (rotated or width) // (1 if style == "neox" else 2)
+    return draw.tables(tokens, 1, columns, dtype=table)
+
+
+def roped(
+    draw: Draw, heads: int = 6, tokens: int = 7, width: int = 64, style: str = "neox", **table: Any
+) -> dict[str, Any]:
+    cos, sin = rotary(draw, tokens, width, style=style, **table)
+    return {"x": draw.normal(tokens, heads, width), "cos": cos, "sin": sin, "style": style}
+
+
+def rope_cases() -> Cases:
+    cases: Cases = {}
+    for style in ROPE_STYLES:
+        cases[style] = partial(roped, style=style)
+        cases[f"{style}, partial"] = partial(roped, width=80, rotated=32, style=style)
+        cases[f"{style}, fp32 tables"] = partial(roped, style=style, table=torch.float32)
+        cases[f"{style}, packed"] = lambda draw, style=style: (
+            roped(draw, style=style) | {"x": draw.heads(7, 8, 6, width=64)[1]}
+        )
+        cases[f"{style}, heads before tokens"] = lambda draw, style=style: (
+            roped(draw, style=style) | {"x": draw.normal(6, 7, 64).transpose(0, 1)}
+        )
+    cases["one token"] = partial(roped, tokens=1)
+    cases["narrow"] = partial(roped, tokens=33, width=8, heads=1)
+    cases["no tokens"] = partial(roped, tokens=0)
+    cases["batch"] = lambda draw: roped(draw) | {"x": draw.normal(2, 7, 4, 64)}
+    cases["batch of heads"] = lambda draw: (
+        dict(zip(("cos", "sin"), draw.tables(2, 1, 7, 64), strict=True)) | {"x": draw.normal(2, 4, 7, 64)}
+    )
+    return cases
+
+
+def qk(draw: Draw, heads: tuple[int, int] = (8, 2), tokens: int = 7, width: int = 64) -> dict[str, Any]:
+    return {"q": draw.normal(tokens, heads[0], width), "k": draw.normal(tokens, heads[1], width)}
+
+
+def qk_weights(draw: Draw, width: int = 64, dtype: torch.dtype | None = None) -> dict[str, Any]:
+    return {"q_weight": draw.normal(width, dtype=dtype), "k_weight": draw.normal(width, dtype=dtype), "eps": EPS}
+
+
+def qk_normed(
+    draw: Draw, heads: tuple[int, int] = (8, 2), tokens: int = 7, width: int = 64, packed: bool = False,
+    norm_style: str = "after", rope_style: str = "neox", weight: torch.dtype | None = None, **table: Any,
+) -> dict[str, Any]:  # fmt: skip
+    cos, sin = rotary(draw, tokens, width, style=rope_style, **table)
+    arguments = qk(draw, heads, tokens, width) | qk_weights(draw, width, weight)
+    if packed:
+        arguments["q"], arguments["k"], _ = draw.heads(tokens, *heads, heads[1], width=width)
+    return arguments | {"cos": cos, "sin": sin, "norm_style": norm_style, "rope_style": rope_style}
+
+
+QK_NORM_ROPE: Cases = {
+    **{
+        f"{norm}, {rope}": partial(qk_normed, norm_style=norm, rope_style=rope)
+        for norm in RMS_NORM_STYLES
+        for rope in ROPE_STYLES
+    },
+    "packed": partial(qk_normed, packed=True),
+    "packed, partial": partial(qk_normed, packed=True, width=80, rotated=32, rope_style="half"),
+    "as many keys as queries": partial(qk_normed, heads=(4, 4), width=128),
+    "one key head, narrow": partial(qk_normed, heads=(6, 1), width=8, tokens=33),
+    "one token": partial(qk_normed, tokens=1),
+    "no tokens": partial(qk_normed, tokens=0),
+    "fp32 weight": partial(qk_normed, weight=torch.float32),
+    "fp32 weight, before": partial(qk_normed, weight=torch.float32, norm_style="before"),
+    "fp32 tables": partial(qk_normed, table=torch.float32),
+    "heads before tokens": lambda draw: (
+        qk_normed(draw) | {"q": draw.normal(8, 7, 64).transpose(0, 1), "k": draw.normal(2, 7, 64).transpose(0, 1)}
+    ),
+}
+
+
+# Attention over what is given
+
+
+def attended(
+    draw: Draw, tokens: int = 7, keys: int | None = None, heads: tuple[int, int] = (8, 2), width: int = 64,
+    batch: tuple[int, ...] = (), **attributes: Any,
+) -> dict[str, Any]:  # fmt: skip
+    keys = tokens if keys is None else keys
+    return {
+        "q": draw.normal(*batch, tokens, heads[0], width),
+        "k": draw.normal(*batch, keys, heads[1], width),
+        "v": draw.normal(*batch, keys, heads[1], width),
+        "scale": width**-0.5,
+        **attributes,
+    }
+
+
+def packed_attention(draw: Draw) -> dict[str, Any]:
+    q, k, v = draw.heads(33, 8, 2, 2, width=64)
+    return {"q": q, "k": k, "v": v, "scale": 0.125}
+
+
+def heads_before_tokens(draw: Draw) -> dict[str, Any]:
+    q, k, v = (draw.normal(2, heads, 7, 64).transpose(1, 2) for heads in (8, 2, 2))
+    return {"q": q, "k": k, "v": v, "scale": 0.125}
+
+
+def bool_mask(draw: Draw, *shape: int) -> Tensor:
+    """About a third hidden, and all of row 2."""
+    mask = draw.below(3, *shape) > 0
+    mask[..., 2, :] = False
+    return mask
+
+
+ATTENTION: Cases = {
+    "causal": attended,
+    "one token": lambda draw: attended(draw, 1),
+    "one token, batch": lambda draw: attended(draw, 1, 33, batch=(2,), causal=False),
+    "odd sizes": lambda draw: attended(draw, 33, width=80),
+    "several tiles": lambda draw: attended(draw, 200, heads=(4, 2)),
+    "as many keys as queries": lambda draw: attended(draw, heads=(4, 4), width=128),
+    "one key head, narrow": lambda draw: attended(draw, 33, heads=(6, 1), width=8),
+    "batch": lambda draw: attended(draw, batch=(2,)),
+    "no tokens": lambda draw: attended(draw, 0),
+    "not causal": lambda draw: attended(draw, 7, 33, causal=False),
+    "causal, more keys": lambda draw: attended(draw, 7, 33),
+    "window": lambda draw: attended(draw, 33, window=5),
+    "window longer than the keys": lambda draw: attended(draw, 7, window=64),
+    "window, not causal": lambda draw: attended(draw, 33, window=5, causal=False, batch=(2,)),
+    "softcap": lambda draw: attended(draw, 33, softcap=2.0),
+    "sinks": lambda draw: attended(draw, 33) | {"sinks": draw.normal(8)},
+    "sinks, softcap, window, batch": lambda draw: (
+        attended(draw, 33, window=5, softcap=2.0, batch=(2,)) | {"sinks": draw.normal(8)}
+    ),
+    "bool mask": lambda draw: attended(draw, 7, 33, causal=False) | {"mask": bool_mask(draw, 7, 33)},
+    "bool mask, causal": lambda draw: attended(draw, 7, batch=(2,)) | {"mask": bool_mask(draw, 2, 1, 7, 7)},
+    "bool mask of each head": lambda draw: attended(draw, 7) | {"mask": bool_mask(draw, 8, 7, 7)},
+    "bool mask, window": lambda draw: attended(draw, 33, window=5) | {"mask": bool_mask(draw, 1, 33, 33)},
+    "float mask": lambda draw: attended(draw, 7, 33, causal=False) | {"mask": draw.normal(7, 33)},
+    "float mask, causal": lambda draw: attended(draw, 7, batch=(2,)) | {"mask": draw.normal(2, 1, 7, 7)},
+    "fp32 mask": lambda draw: attended(draw, 7) | {"mask": draw.normal(1, 7, 7, dtype=torch.float32)},
+    "smallest number as mask": lambda draw: (
+        attended(draw, 7, causal=False)
+        | {"mask": torch.zeros(7, 7, device=draw.device).masked_fill(~bool_mask(draw, 7, 7), torch.finfo().min)}
+    ),
+    "values narrower than keys": lambda draw: attended(draw) | {"v": draw.normal(7, 2, 32)},
+    "packed": packed_attention,
+    "heads before tokens": heads_before_tokens,
+    "with a handle": lambda draw: attended(draw) | {"kv": draw.normal(0, 2, 64)},
+}
+
+
+# State: writes, and attention over a cache
+
+
+def written(
+    draw: Draw, positions: list[range], heads: int = 2, width: int = 64, skip: tuple[int, ...] = (),
+    cache: torch.dtype | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """New tokens at these positions of as many sequences; rows `skip` are written nowhere."""
+    k_cache, v_cache, blocks = draw.caches([p.stop for p in positions], heads, width, cache)
+    slots = [slot for own, p in zip(blocks, positions, strict=True) for slot in slots_of(own, p, k_cache.shape[1])]
+    slots = [-1 if t in skip else slot for t, slot in enumerate(slots)]
+    k, v = draw.normal(len(slots), heads, width), draw.normal(len(slots), heads, width)
+    return {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "slots": draw.ints(slots)}
+
+
+KV_WRITE: Cases = {
+    "one token": lambda draw: written(draw, [range(5, 6)]),
+    "a token each": lambda draw: written(draw, [range(4, 5), range(31, 32), range(16, 17)]),
+    "over block borders": lambda draw: written(draw, [range(9, 42), range(0, 17)]),
+    "some nowhere": lambda draw: written(draw, [range(9, 42), range(0, 3)], skip=(0, 7, 35)),
+    "all nowhere": lambda draw: written(draw, [range(0, 3)], skip=(0, 1, 2)),
+    "no tokens": lambda draw: written(draw, [range(3, 3)]),
+    "one head, narrow": lambda draw: written(draw, [range(0, 33)], heads=1, width=8),
+    "odd width": lambda draw: written(draw, [range(15, 18)], heads=4, width=80),
+    "packed": lambda draw: (
+        written(draw, [range(9, 16)]) | dict(zip(("k", "v"), draw.heads(7, 8, 2, 2, width=64)[1:], strict=True))
+    ),
+    "batch": lambda draw: (
+        written(draw, [range(9, 16), range(0, 7)]) | {"k": draw.normal(2, 7, 2, 64), "v": draw.normal(2, 7, 2, 64)}
+    ),
+    "wider than the cache": lambda draw: (
+        written(draw, [range(9, 16)]) | {"k": draw.normal(7, 2, 64, dtype=torch.float32)}
+    ),
+}
+
+
+def rope_written(
+    draw: Draw, tokens: int = 7, heads: tuple[int, int] = (8, 2), width: int = 64, skip: tuple[int, ...] = (),
+    packed: bool = False, rope_style: str = "neox", **table: Any,
+) -> dict[str, Any]:  # fmt: skip
+    arguments = written(draw, [range(12, 12 + tokens)], heads[1], width, skip)
+    arguments["q"] = draw.normal(tokens, heads[0], width)
+    if packed:
+        arguments |= zip(("q", "k", "v"), draw.heads(tokens, *heads, heads[1], width=width), strict=True)
+    cos, sin = rotary(draw, tokens, width, style=rope_style, **table)
+    return arguments | {"cos": cos, "sin": sin, "rope_style": rope_style}
+
+
+ROPE_KV_WRITE: Cases = {
+    **{style: partial(rope_written, rope_style=style) for style in ROPE_STYLES},
+    **{
+        f"{style}, packed, partial": partial(rope_written, packed=True, width=80, rotated=32, rope_style=style)
+        for style in ROPE_STYLES
+    },
+    "one token": partial(rope_written, tokens=1),
+    "no tokens": partial(rope_written, tokens=0),
+    "some nowhere": partial(rope_written, tokens=33, skip=(0, 4, 32)),
+    "as many keys as queries": partial(rope_written, heads=(4, 4), width=128),
+    "one key head, narrow": partial(rope_written, heads=(6, 1), width=8),
+    "fp32 tables": partial(rope_written, table=torch.float32),
+    "heads before tokens": lambda draw: rope_written(draw) | {"q": draw.normal(8, 7, 64).transpose(0, 1)},
+    "heads before tokens, partial": lambda draw: (
+        rope_written(draw, rotated=32) | {"q": draw.normal(8, 7, 64).transpose(0, 1)}
+    ),
+}
+
+
+def norm_rope_written(
+    draw: Draw, norm_style: str = "after", weight: torch.dtype | None = None, **rest: Any
+) -> dict[str, Any]:
+    arguments = rope_written(draw, **rest)
+    return arguments | qk_weights(draw, arguments["q"].shape[-1], weight) | {"norm_style": norm_style}
+
+
+QK_NORM_ROPE_KV_WRITE: Cases = {
+    **{
+        f"{norm}, {rope}": partial(norm_rope_written, norm_style=norm, rope_style=rope)
+        for norm in RMS_NORM_STYLES
+        for rope in ROPE_STYLES
+    },
+    "packed": partial(norm_rope_written, packed=True),
+    "packed, partial": partial(norm_rope_written, packed=True, width=80, rotated=32, rope_style="half"),
+    "one token": partial(norm_rope_written, tokens=1),
+    "no tokens": partial(norm_rope_written, tokens=0),
+    "some nowhere": partial(norm_rope_written, tokens=33, skip=(0, 4, 32)),
+    "as many keys as queries": partial(norm_rope_written, heads=(4, 4), width=128),
+    "one key head, narrow": partial(norm_rope_written, heads=(6, 1), width=8),
+    "fp32 weight": partial(norm_rope_written, weight=torch.float32),
+    "fp32 tables": partial(norm_rope_written, table=torch.float32),
+}
+
+
+def paged(
+    draw: Draw, sequences: list[tuple[int, int]], heads: tuple[int, int] = (8, 2), width: int = 64, padding: int = 0,
+    **attributes: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """Sequences of (new tokens, length) over caches that hold their keys, and rows of no sequence behind them."""
+    lengths = [length for _, length in sequences]
+    k_cache, v_cache, blocks = draw.caches(lengths, heads[1], width)
+    block_size = k_cache.shape[1]
+    for own, length in zip(blocks, lengths, strict=True):
+        slots = draw.ints(slots_of(own, range(length), block_size))
+        for cache in (k_cache, v_cache):
+            cache[slots // block_size, slots % block_size] = draw.normal(length, heads[1], width)
+    starts = torch.tensor([0] + [new for new, _ in sequences]).cumsum(0)
+    return {
+        "q": draw.normal(int(starts[-1]) + padding, heads[0], width),
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+        "query_start": starts.to(torch.int32).to(draw.device),
+        "seq_lens": draw.ints(lengths, torch.int32),
+        "block_tables": torch.tensor(blocks, dtype=torch.int32, device=draw.device),
+        "token": draw.normal(0),
+        "scale": width**-0.5,
+        **attributes,
+    }
+
+
+DECODE = [(1, 5), (1, 33), (1, 16), (1, 17), (1, 1)]
+PREFILL = [(7, 7), (33, 33), (1, 1)]
+CHUNKS = [(7, 20), (16, 33), (3, 4)]
+MIXED = [(1, 40), (0, 9), (33, 33), (4, 21), (0, 0)]
+
+PAGED_ATTENTION: Cases = {
+    "decode": lambda draw: paged(draw, DECODE),
+    "one sequence": lambda draw: paged(draw, [(1, 300)]),
+    "prefill": lambda draw: paged(draw, PREFILL),
+    "chunks": lambda draw: paged(draw, CHUNKS),
+    "drafts": lambda draw: paged(draw, [(4, 33), (4, 4), (4, 18)]),
+    "mixed, some without new tokens": lambda draw: paged(draw, MIXED),
+    "padding rows": lambda draw: paged(draw, MIXED, padding=3),
+    "padding rows only": lambda draw: paged(draw, [(0, 9)], padding=3),
+    "several tiles": lambda draw: paged(draw, [(70, 300), (1, 290), (150, 150)], heads=(4, 2)),
+    "as many keys as queries, decode": lambda draw: paged(draw, DECODE, heads=(4, 4), width=128),
+    "as many keys as queries": lambda draw: paged(draw, MIXED, heads=(4, 4), width=80),
+    "one key head, narrow": lambda draw: paged(draw, MIXED, heads=(6, 1), width=8),
+    "window, decode": lambda draw: paged(draw, DECODE, window=6),
+    "window": lambda draw: paged(draw, MIXED, window=6),
+    "window of whole blocks": lambda draw: paged(draw, MIXED, window=16),
+    "window longer than the keys": lambda draw: paged(draw, MIXED, window=64),
+    "softcap": lambda draw: paged(draw, MIXED, softcap=2.0),
+    "sinks, decode": lambda draw: paged(draw, DECODE) | {"sinks": draw.normal(8)},
+    "sinks": lambda draw: paged(draw, MIXED) | {"sinks": draw.normal(8)},
+    "sinks, softcap, window": lambda draw: paged(draw, MIXED, softcap=2.0, window=6) | {"sinks": draw.normal(8)},
+    "packed": lambda draw: paged(draw, CHUNKS) | {"q": draw.heads(26, 8, 2, 2, width=64)[0]},
+    "batch of one": lambda draw: paged(draw, CHUNKS) | {"q": draw.normal(1, 26, 8, 64)},
+}
+
+
+CASES: dict[str, Cases] = {
+    "silu_and_mul": {kind: partial(gated, kind=kind) for kind in ROWS},
+    "gelu_and_mul": {kind: partial(gated, kind=kind) for kind in ROWS}
+    | {"tanh": partial(gated, kind="packed", approximate="tanh")},
+    "rms_norm": rms_norm_cases(residual=False),
+    "add_rms_norm": rms_norm_cases(residual=True),
+    "layer_norm": layer_norm_cases(residual=False),
+    "add_layer_norm": layer_norm_cases(residual=True),
+    "linear": LINEAR,
+    "embedding": EMBEDDING,
+    "rope": rope_cases(),
+    "qk_norm_rope": QK_NORM_ROPE,
+    "attention": ATTENTION,
+    "kv_write": KV_WRITE,
+    "rope_kv_write": ROPE_KV_WRITE,
+    "qk_norm_rope_kv_write": QK_NORM_ROPE_KV_WRITE,
+    "paged_attention": PAGED_ATTENTION,
+}

@@ -1,0 +1,183 @@
+"""Every kernel of every op against the op's meaning, over the case table."""
+
+import importlib
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kernel_cases import CASES, Draw
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from atomc import kernels, ops
+from atomc.op import refusal
+from atomc.platform import Platform
+
+for provider in kernels.PROVIDERS:
+    kernels.load(provider)
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)] if torch.cuda.is_available() else ["cpu"]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# How far a kernel may be from the meaning, in roundings of its dtype.
+ROUNDINGS = {torch.float32: 32, torch.bfloat16: 4, torch.float16: 4}
+KERNELS = [kernel for op in ops.REGISTRY.values() for kernel in op.kernels]
+
+
+def name_of(kernel: ops.Kernel) -> str:
+    return "-".join(part for part in (kernel.op, kernel.provider, kernel.layout) if part)
+
+
+class PoisonedMemory(TorchDispatchMode):
+    """Memory that a kernel asks for without a value is NaN, so that what it leaves unwritten shows."""
+
+    UNINITIALIZED = frozenset({
+        torch.ops.aten.empty.memory_format,
+        torch.ops.aten.empty_like.default,
+        torch.ops.aten.empty_strided.default,
+        torch.ops.aten.new_empty.default,
+        torch.ops.aten.new_empty_strided.default,
+    })  # fmt: skip
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return out.fill_(float("nan")) if func in self.UNINITIALIZED and out.is_floating_point() else out
+
+
+def run(kernel: ops.Kernel, arguments: dict[str, Any]) -> Any:
+    """The kernel's result, as the compiler's output would call it."""
+    assert kernel.plan is None, f"{name_of(kernel)}: this test makes no plan yet"
+    workspace = {}
+    if kernel.workspace is not None:
+        device = next(value.device for value in arguments.values() if isinstance(value, Tensor))
+        workspace["workspace"] = torch.empty(kernel.workspace(**arguments), dtype=torch.uint8, device=device)
+    prepared = {name: prepare(arguments[name]).tensors for name, prepare in kernel.prepare.items()}
+    with PoisonedMemory():
+        return kernel.function(**arguments | prepared | workspace)
+
+
+def in_fp32(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
+            for name, value in arguments.items()}  # fmt: skip
+
+
+def tensors(result: Any) -> tuple[Tensor, ...]:
+    return result if isinstance(result, tuple) else (result,)
+
+
+def strides(tensor: Tensor) -> list[int]:
+    """The strides that matter: of dimensions with more than one element, of a tensor that has any."""
+    return [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1 and tensor.numel()]
+
+
+def assert_as_exact(actual: Tensor, meaning: Tensor, truth: Tensor, dtype: torch.dtype) -> None:
+    """`actual` is near `truth`, the meaning in fp32, and not much further than `meaning`, the one in `dtype`."""
+    assert (actual.dtype, actual.shape, actual.device) == (meaning.dtype, meaning.shape, meaning.device)
+    if actual.numel() == 0:
+        return
+    rounding = max(torch.finfo(dtype).eps, torch.finfo(actual.dtype).eps)
+    error, own_error = actual.float() - truth, meaning.float() - truth
+    size = truth.square().mean().sqrt()
+    assert (error.abs() <= ROUNDINGS[dtype] * rounding * (truth.abs() + size)).all(), (
+        f"off by {error.abs().max():.3g} where values are about {size:.3g}"
+    )
+    if dtype != torch.float32:
+        rms, own_rms = error.square().mean().sqrt(), own_error.square().mean().sqrt()
+        assert rms <= 1.5 * own_rms + 0.02 * rounding * size, f"error {rms:.3g}, the meaning has {own_rms:.3g}"
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+@pytest.mark.parametrize(
+    ("kernel", "case"),
+    [pytest.param(kernel, case, id=f"{name_of(kernel)}-{case}") for kernel in KERNELS for case in CASES[kernel.op]],
+)
+def test_a_kernel_computes_what_its_op_means(kernel: ops.Kernel, case: str, dtype: torch.dtype, device: str) -> None:
+    def arguments() -> dict[str, Any]:
+        return CASES[kernel.op][case](Draw(dtype, device, kernel.layout or "paged"))
+
+    given, for_meaning, before = arguments(), arguments(), arguments()
+    reason = refusal(kernel, Platform.detect(device), given)
+    if reason:
+        pytest.skip(reason)
+    op = ops.REGISTRY[kernel.op]
+    for_truth = in_fp32(for_meaning)
+    truth, meaning = tensors(op.reference(**for_truth)), tensors(op.reference(**for_meaning))
+    actual = tensors(run(kernel, given))
+
+    assert len(actual) == len(meaning)
+    for got, low, exact in zip(actual, meaning, truth, strict=True):
+        assert_as_exact(got, low, exact, dtype)
+        assert strides(got) == strides(low)
+    for name, value in before.items():
+        if name in op.mutates and value is not None:
+            written = for_meaning[name] != value
+            assert_as_exact(given[name], for_meaning[name], for_truth[name], dtype)
+            assert torch.equal(given[name][~written], value[~written]), f"{name} was written where it should not be"
+        elif isinstance(value, Tensor):
+            assert torch.equal(given[name], value), f"{name} was written, and the op says it is not"
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=name_of)
+def test_a_lowered_graph_can_name_the_kernel(kernel: ops.Kernel) -> None:
+    function = kernel.function
+    assert getattr(importlib.import_module(function.__module__), function.__name__) is function
+    assert function.__name__ == kernel.op
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=name_of)
+def test_a_kernel_takes_the_arguments_of_its_op(kernel: ops.Kernel) -> None:
+    extra = [name for name in ("plan", "workspace") if getattr(kernel, name) is not None]
+    parameters = {
+        name: (p.kind, p.default)
+        for name, p in inspect.signature(kernel.function).parameters.items()
+        if name not in extra
+    }
+    op = ops.REGISTRY[kernel.op]
+    assert parameters == {name: (p.kind, p.default) for name, p in op.signature.parameters.items()}
+
+
+@pytest.mark.parametrize("op", ["kv_write", "paged_attention", "rope_kv_write", "qk_norm_rope_kv_write"])
+@pytest.mark.parametrize("platform", ["sm90", "gfx942"])
+def test_every_platform_has_a_kernel_for_a_paged_cache_and_a_gpu_none_of_ours_for_a_contiguous_one(
+    op: str, platform: str
+) -> None:
+    arguments = next(iter(CASES[op].values()))(Draw(torch.bfloat16))
+    reasons = {
+        kernel.layout: refusal(kernel, Platform.named(platform), arguments)
+        for kernel in ops.REGISTRY[op].kernels
+        if kernel.provider == "torch"
+    }
+    assert reasons == {"paged": None, "contiguous": "written for the CPU"}
+
+
+def test_a_contiguous_cache_of_another_dtype_is_refused() -> None:
+    arguments = CASES["paged_attention"]["decode"](Draw(torch.float32))
+    arguments["q"] = arguments["q"].bfloat16()
+    [kernel] = [k for k in ops.paged_attention.kernels if k.provider == "torch" and k.layout == "contiguous"]
+    assert refusal(kernel, Platform.detect("cpu"), arguments) == (
+        "the cache is torch.float32, the query torch.bfloat16: nothing is converted"
+    )
+
+
+def test_an_unknown_provider_is_told_the_known_ones() -> None:
+    assert kernels.load("magic") == "provider 'magic' is not one of ours (aiter, triton, cuda, zentorch, torch)"
+
+
+def test_a_provider_without_a_folder_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "PROVIDERS", ("future",))
+    assert kernels.load("future") == "provider 'future' is not built in this version"
+
+
+def test_a_provider_whose_library_does_not_load_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "broken"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise OSError('libvendor.so: no such file')")
+    monkeypatch.setattr(kernels, "PROVIDERS", ("broken",))
+    monkeypatch.setattr(kernels, "__path__", [*kernels.__path__, str(tmp_path)])
+    assert kernels.load("broken") == "provider 'broken' cannot be imported: OSError: libvendor.so: no such file"
