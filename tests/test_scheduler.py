@@ -231,6 +231,8 @@ def test_a_preempted_request_draws_the_same_numbers():
 
     (wide, few), (tight, many) = numbers(16), numbers(4)
     assert wide == tight and few < many
+    # Four for each request, and the same four for both, since they share a seed.
+    assert len(wide) == 8 and len(set(wide.values())) == 4
 
 
 arrivals = st.lists(

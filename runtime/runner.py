@@ -1,0 +1,49 @@
+"""Runs steps: owns the caches, and keeps tensors from the scheduler."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from atomc.ops import StateSpec, Step
+from atomc.runtime.batch import step_tensors
+from atomc.runtime.sampler import sample
+from atomc.runtime.scheduler import ScheduledStep
+
+
+class Program(Protocol):
+    """A compiled model: state bound once, then one call a step."""
+
+    specs: tuple[StateSpec, ...]
+    device: torch.device
+
+    def bind(self, caches: Sequence[tuple[Tensor, Tensor]]) -> None: ...
+
+    def __call__(self, step: Step) -> Tensor: ...
+
+
+class Runner:
+    """Steps of a program over caches of num_blocks blocks of block_size tokens, which it allocates.
+
+    Raises ValueError if a layer keeps a kind of state that cannot be paged.
+    """
+
+    def __init__(self, program: Program, *, num_blocks: int, block_size: int) -> None:
+        for spec in program.specs:
+            if spec.kind != "kv":
+                raise ValueError(f"{spec.name} keeps state of kind {spec.kind!r}, the runtime has only 'kv'")
+        self.program = program
+        self.num_groups = max((spec.group for spec in program.specs), default=0) + 1
+        self.caches = [spec.allocate(num_blocks, block_size, program.device) for spec in program.specs]
+        program.bind(self.caches)
+
+    def logits(self, step: ScheduledStep, *, num_rows: int = 0) -> Tensor:
+        """Logits [R, V], one row for each of step.draws, on the device; num_rows as in step_tensors."""
+        tensors = step_tensors(step, num_groups=self.num_groups, device=self.program.device, num_rows=num_rows)
+        return self.program(tensors)
+
+    def run(self, step: ScheduledStep) -> list[int]:
+        """The drawn tokens, one for each of step.draws."""
+        logits = self.logits(step)
+        return sample(logits, step.draws).tolist() if step.draws else []
