@@ -137,7 +137,7 @@ def stored_tensors(path: Path) -> dict[str, Stored]:
         found = ", ".join(sorted(file.name for file in path.iterdir())) or "nothing"
         raise FileNotFoundError(f"{path} has neither {single.name} nor {index.name}; it has {found}")
     weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise ValueError(f"{index} has no weight_map (name of tensor -> file); download it again")
     headers = {}
     for file_name in sorted(set(weight_map.values())):
@@ -233,8 +233,11 @@ def read(
             # A mapped file is cheap to open again, so that several threads share it; one that is read is read once.
             step = TENSORS_A_JOB if mmap else len(group)
             jobs += [pool.submit(part, file, group[i : i + step]) for i in range(0, len(group), step)]
-        for job in as_completed(jobs):
-            yield from job.result()
+        try:
+            for job in as_completed(jobs):
+                yield from job.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def assign(model: nn.Module, names: tuple[str, ...], weight: Tensor) -> None:
@@ -253,7 +256,7 @@ def allocate_buffers(model: nn.Module, device: torch.device | str) -> None:
 
 
 def fill_randomly(model: nn.Module, device: torch.device | str) -> None:
-    """Small random weights and norms near 1; a parameter's values depend only on its name, shape, dtype and device."""
+    """Small weights, norms near 1. A parameter's values depend only on its name, shape, dtype and kind of device."""
     for names in parameter_names(model):
         like = model.get_parameter(names[0])
         generator = torch.Generator(device).manual_seed(zlib.crc32(names[0].encode()))

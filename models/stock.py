@@ -12,6 +12,9 @@ from atomc import ops
 
 log = logging.getLogger("atomc")
 
+# What ops.attention computes without a mask; transformers writes these in config.layer_types.
+LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+
 
 def hf_class(architectures: Sequence[str], ours: Sequence[str]) -> Any:
     """The transformers class of the first architecture it knows; `ours` are the names that need no transformers.
@@ -43,12 +46,12 @@ def build(
         return wrap_stock(cls._from_config(cls.config_class.from_dict(config), dtype=dtype or torch.float32))
 
 
-def load(cls: Any, path: Path, dtype: torch.dtype | None, device: torch.device | str) -> "StockModel":
+def load(cls: Any, path: Path, dtype: torch.dtype, device: torch.device | str) -> "StockModel":
     """cls with the weights in `path`, wrapped. transformers reads and converts them.
 
     Raises ValueError if it did not find every weight.
     """
-    model, info = cls.from_pretrained(path, dtype=dtype or "auto", local_files_only=True, output_loading_info=True)
+    model, info = cls.from_pretrained(path, dtype=dtype, local_files_only=True, output_loading_info=True)
     if info["missing_keys"]:
         names = sorted(info["missing_keys"])
         raise ValueError(f"{path}: {len(names)} tensors of {cls.__name__} are missing, such as {names[0]}; "
@@ -59,27 +62,38 @@ def load(cls: Any, path: Path, dtype: torch.dtype | None, device: torch.device |
 def wrap_stock(hf_model: Any) -> "StockModel":
     """hf_model behind our forward. Its attention implementation is changed in place, to one named "atom".
 
-    Raises ValueError if its attention cannot be replaced.
+    Raises ValueError if a layer keeps state or masks keys in a way that ops.attention does not know.
     """
     from transformers import AttentionInterface
 
     name = type(hf_model).__name__
+    kinds = set(getattr(hf_model.config.get_text_config(), "layer_types", None) or ()) - LAYER_TYPES
+    if kinds or getattr(hf_model, "_is_stateful", False):
+        raise ValueError(f"{name} has layers of kind {', '.join(sorted(kinds)) or 'recurrent'}, "
+                         f"only {' and '.join(sorted(LAYER_TYPES))} are supported")
+    layers = [module for module in hf_model.modules() if hasattr(module, "layer_idx") and _head_dim(module)]
+    if not layers:
+        raise ValueError(f"{name} has no attention layer with a layer_idx and a head_dim, "
+                         "so there is nothing whose keys and values we could keep")
     AttentionInterface.register("atom", _attention)
     hf_model.set_attn_implementation("atom")
-    layers = [module for module in hf_model.modules() if hasattr(module, "layer_idx") and hasattr(module, "head_dim")]
-    if hf_model.config._attn_implementation != "atom" or not layers:
-        raise ValueError(f"{name} does not let its attention be replaced (transformers' AttentionInterface), "
-                         "so it cannot keep its keys and values in our cache")
+    if hf_model.config._attn_implementation != "atom":
+        raise ValueError(f"{name} does not let its attention be replaced (transformers' AttentionInterface)")
     for module in layers:
-        module.kv = ops.kv_state(_num_kv_heads(module), module.head_dim)
+        module.kv = ops.kv_state(_num_kv_heads(module), _head_dim(module))
         module.kv = module.kv.to(hf_model.device, hf_model.dtype)
     return StockModel(hf_model)
 
 
-def _num_kv_heads(module: Any) -> int:
-    if hasattr(module, "k_proj"):
-        return int(module.k_proj.out_features // module.head_dim)
-    return int(getattr(module.config, "num_key_value_heads", None) or module.config.num_attention_heads)
+def _head_dim(attention: Any) -> int:
+    """0 if it is no attention layer."""
+    return int(getattr(attention, "head_dim", None) or getattr(attention, "head_size", None) or 0)
+
+
+def _num_kv_heads(attention: Any) -> int:
+    if hasattr(attention, "k_proj"):
+        return int(attention.k_proj.out_features // _head_dim(attention))
+    return int(getattr(attention.config, "num_key_value_heads", None) or attention.config.num_attention_heads)
 
 
 def _attention(
@@ -88,11 +102,14 @@ def _attention(
     is_causal: bool | None = None, **_: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """What transformers calls: query [B, N, T, H], key and value [B, K, T, H] -> [B, T, N, H]."""
+    kv = getattr(module, "kv", None)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if causal and not hasattr(module, "kv"):
-        raise ValueError(f"{type(module).__name__} has no state handle: wrap_stock saw no attention layer in it")
+    expected = None if kv is None else tuple(kv.shape[1:])
+    if causal and not expected == (key.shape[1], key.shape[3]) == (value.shape[1], value.shape[3]):
+        raise ValueError(f"{type(module).__name__}: keys {list(key.shape)} and values {list(value.shape)} do not fit "
+                         f"its state handle of (heads, width) {expected}")
     out = ops.attention(
-        query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), getattr(module, "kv", None), None, s_aux,
+        query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), kv, attention_mask, s_aux,
         scale=scaling, causal=causal, window=sliding_window or 0, softcap=softcap or 0.0,
     )  # fmt: skip
     return out, None

@@ -48,6 +48,7 @@ STOCK = {
                                        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
     "gemma2, softcap": ("gemma2", {"head_dim": 16, "attn_logit_softcapping": 2.0, "sliding_window": 5}),
     "gpt_oss, sinks": ("gpt_oss", {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "gpt_neox": ("gpt_neox", {"num_key_value_heads": 4}),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
 }  # fmt: skip
 IDS = torch.randint(0, 96, (33,), generator=torch.Generator().manual_seed(0))
@@ -170,12 +171,40 @@ def test_a_stock_model_built_in_bf16_keeps_its_rotary_frequencies_in_fp32() -> N
     assert {b.dtype for name, b in model.named_buffers() if name.endswith("inv_freq")} == {torch.float32}
 
 
-def test_a_model_without_replaceable_attention_is_refused() -> None:
-    model = transformers.AutoModelForCausalLM.from_config(
-        transformers.RwkvConfig(vocab_size=96, hidden_size=64, num_hidden_layers=2)
-    )
-    with pytest.raises(ValueError, match="RwkvForCausalLM does not let its attention be replaced"):
-        models.wrap_stock(model)
+@pytest.mark.parametrize(
+    ("model_type", "differs", "sentence"),
+    [
+        ("bloom", {}, "BloomForCausalLM does not let its attention be replaced"),
+        ("deepseek_v3", {"n_routed_experts": 2, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 1},
+         "DeepseekV3ForCausalLM has no attention layer with a layer_idx and a head_dim"),
+    ],
+)  # fmt: skip
+def test_attention_that_cannot_be_given_a_state_is_refused(
+    model_type: str, differs: dict[str, object], sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        models.wrap_stock(hf_model(model_type, **differs))
+
+
+def test_a_state_handle_that_does_not_fit_the_keys_is_refused() -> None:
+    model = models.wrap_stock(hf_model("gpt2", num_key_value_heads=2))
+    with pytest.raises(ValueError, match=r"GPT2Attention: keys \[1, 4, 33, 16\] .* do not fit its state handle"):
+        model(IDS, torch.arange(33))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "differs", "kind"),
+    [
+        ("llama4_text", {"intermediate_size_mlp": 96, "num_local_experts": 2}, "chunked_attention"),
+        ("qwen3_next", {"num_experts": 2, "moe_intermediate_size": 32}, "linear_attention"),
+        ("rwkv", {}, "recurrent"),
+    ],
+)
+def test_layers_whose_state_or_mask_we_do_not_know_are_refused(
+    model_type: str, differs: dict[str, object], kind: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"has layers of kind {kind}, only full_attention and sliding_attention are"):
+        models.wrap_stock(hf_model(model_type, **differs))
 
 
 HF = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]} | TINY
