@@ -156,6 +156,19 @@ def test_every_platform_has_a_kernel_for_a_paged_cache_and_a_gpu_none_of_ours_fo
     assert reasons == {"paged": None, "contiguous": "written for the CPU"}
 
 
+@pytest.mark.parametrize("op", ["kv_write", "paged_attention", "rope_kv_write", "qk_norm_rope_kv_write"])
+def test_where_both_serve_a_contiguous_cache_comes_before_a_paged_one(op: str) -> None:
+    layouts = [kernel.layout for kernel in ops.REGISTRY[op].kernels if kernel.provider == "torch"]
+    assert layouts == ["contiguous", "paged"]
+
+
+@pytest.mark.parametrize("kernel", [k for k in KERNELS if k.provider == "torch" and k.layout], ids=name_of)
+def test_a_cache_with_scales_is_refused(kernel: ops.Kernel) -> None:
+    arguments = next(iter(CASES[kernel.op].values()))(Draw(torch.float32, layout=kernel.layout))
+    scales = {"k_scale": torch.ones(1), "v_scale": torch.ones(1)}
+    assert refusal(kernel, Platform.detect("cpu"), arguments | scales) == "the cache has scales"
+
+
 def test_a_contiguous_cache_of_another_dtype_is_refused() -> None:
     arguments = CASES["paged_attention"]["decode"](Draw(torch.float32))
     arguments["q"] = arguments["q"].bfloat16()

@@ -1,5 +1,10 @@
-"""Ops run by stock PyTorch: the meanings called eagerly, and attention through scaled_dot_product_attention."""
+"""Ops run by stock PyTorch: the meanings called eagerly, and attention through scaled_dot_product_attention.
 
-from atomc.kernels.torch import activation, attention, contiguous, linear, norm, rope
+Of two kernels that serve, the one registered first is taken: the contiguous layout comes before the paged one.
+"""
+
+from atomc.kernels.torch import contiguous  # isort: split
+
+from atomc.kernels.torch import activation, attention, linear, norm, rope
 
 __all__ = ["activation", "attention", "contiguous", "linear", "norm", "rope"]

@@ -1,9 +1,4 @@
-"""Attention through scaled_dot_product_attention, without state and over a paged cache, on any device.
-
-T new tokens, S keys of a sequence, N query heads, K key/value heads, G = N / K, D head width.
-"""
-
-from collections.abc import Iterator
+"""Attention through scaled_dot_product_attention, without state and over a paged cache, on any device."""
 
 import torch
 import torch.nn.functional as F
@@ -11,9 +6,10 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.torch.eager import eager
+from atomc.kernels.torch.sequence import attend, no_scales, sequences
 from atomc.platform import Platform
 
-kv_write = eager(ops.kv_write, __name__, layout="paged")
+kv_write = eager(ops.kv_write, __name__, layout="paged", refuses=no_scales)
 
 
 def _sdpa_has_it(
@@ -54,78 +50,6 @@ def attention(
         q.transpose(-2, -3), k.transpose(-2, -3), v.transpose(-2, -3), mask, is_causal=causal and mask is None,
         scale=scale, enable_gqa=True)  # fmt: skip
     return out.transpose(-2, -3).contiguous()
-
-
-def no_scales(
-    platform: Platform, k_scale: Tensor | None = None, v_scale: Tensor | None = None, **_: object
-) -> str | None:  # fmt: skip
-    return None if k_scale is None and v_scale is None else "the cache has scales"
-
-
-def sequences(query_start: Tensor, seq_lens: Tensor, window: int) -> Iterator[tuple[int, slice, int, int]]:
-    """(sequence, its rows, first key that they see, number of keys), for each sequence with new tokens."""
-    bounds = query_start.tolist()
-    for s, length in enumerate(seq_lens.tolist()):
-        start, end = bounds[s], bounds[s + 1]
-        if start < end:
-            yield s, slice(start, end), max(0, length - (end - start) - window + 1) if window else 0, length
-
-
-def attend(
-    q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None, scale: float, window: int, softcap: float
-) -> Tensor:
-    """Causal attention of the last T tokens of a sequence. q [T, N, D], keys and values [S, K, D] -> [T, N, D].
-
-    The group is folded into the query length, [1, K, T * G, D], which reads a key once for G heads and lets one token
-    be a matrix product: Cascade Lake, 16 over 8 heads of 128, 1024 keys, bf16: 0.33 ms for 2.9 with enable_gqa.
-    """
-    num_new, num_heads, _ = q.shape
-    num_keys, kv_heads, _ = keys.shape
-    group = num_heads // kv_heads
-    keys, values = keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
-    plain = sinks is None and not softcap
-    if plain and num_new == num_keys > 1 and not 0 < window < num_keys:
-        # Half of the keys are skipped: same machine, 2048 tokens: 220 ms for 375 with a mask.
-        out = F.scaled_dot_product_attention(
-            q.transpose(0, 1)[None], keys, values, is_causal=True, scale=scale, enable_gqa=group > 1
-        )
-        return out[0].transpose(0, 1)
-
-    folded = q.view(num_new, kv_heads, group, -1).transpose(0, 1).reshape(1, kv_heads, num_new * group, -1)
-    seen = None
-    if num_new > 1:
-        position = torch.arange(num_keys - num_new, num_keys, device=q.device).repeat_interleave(group)[:, None]
-        columns = torch.arange(num_keys, device=q.device)[None, :]
-        seen = columns <= position
-        if window:
-            seen &= columns > position - window
-    if plain:
-        if folded.shape[2] == 1 and q.dtype != torch.float32:
-            # One row alone takes a slow matrix-vector path: same machine, 16 heads, 1024 keys: 0.66 ms for 3.04.
-            folded = folded.repeat(1, 1, 2, 1)
-        out = F.scaled_dot_product_attention(folded, keys, values, seen, scale=scale)[:, :, : num_new * group]
-    else:
-        out = _with_sinks_and_softcap(folded, keys, values, seen, sinks, scale, softcap)
-    return out.reshape(kv_heads, num_new, group, -1).transpose(0, 1).reshape(num_new, num_heads, -1)
-
-
-def _with_sinks_and_softcap(
-    q: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None, sinks: Tensor | None, scale: float, softcap: float
-) -> Tensor:
-    """What scaled_dot_product_attention has no argument for, in fp32. q [1, K, T * G, D], keys [1, K, S, D]."""
-    scores = q.to(torch.float32) @ keys.to(torch.float32).transpose(-1, -2) * scale
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    if seen is not None:
-        scores = scores.masked_fill(~seen, float("-inf"))
-    if sinks is None:
-        weights = scores.softmax(-1)
-    else:
-        _, kv_heads, rows, _ = scores.shape
-        sink = sinks.to(torch.float32).view(1, kv_heads, 1, -1)
-        sink = sink.expand(1, kv_heads, rows // sink.shape[-1], -1).reshape(1, kv_heads, rows, 1)
-        weights = torch.cat((scores, sink), -1).softmax(-1)[..., :-1]
-    return (weights @ values.to(torch.float32)).to(q.dtype)
 
 
 @ops.paged_attention.kernel("torch", layout="paged", refuses=no_scales)

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.torch.attention import attend, no_scales, sequences
+from atomc.kernels.torch.sequence import attend, no_scales, sequences
 from atomc.platform import Platform
 
 

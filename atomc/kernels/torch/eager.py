@@ -7,7 +7,9 @@ from typing import Any
 from atomc.ops import Op
 
 
-def eager(op: Op, module: str, layout: str | None = None) -> Callable[..., Any]:
+def eager(
+    op: Op, module: str, layout: str | None = None, refuses: Callable[..., str | None] | None = None
+) -> Callable[..., Any]:
     """The op's meaning, registered under the name that `module` gives it.
 
     A copy of the function, because a lowered graph names its target by module and name, and under those of the meaning
@@ -20,4 +22,4 @@ def eager(op: Op, module: str, layout: str | None = None) -> Callable[..., Any]:
     function.__annotations__ = meaning.__annotations__
     function.__doc__ = meaning.__doc__
     function.__module__ = module
-    return op.kernel("torch", layout=layout)(function)
+    return op.kernel("torch", layout=layout, refuses=refuses)(function)
