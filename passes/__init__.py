@@ -1,1 +1,42 @@
-"""Graph changes: what each pass does, and the order they run in."""
+"""The pipeline: every change that a graph goes through, in order."""
+
+from atomc.graph_pass import Pass, rewriting
+from atomc.passes import cleanup
+from atomc.passes.bind_state import bind_state
+from atomc.passes.fuse.add_norm import ADD_LAYER_NORM, ADD_RMS_NORM
+from atomc.passes.fuse.kv_write import QK_NORM_ROPE_KV_WRITE, ROPE_KV_WRITE
+from atomc.passes.fuse.qk_norm_rope import QK_NORM_ROPE
+from atomc.passes.lift import lift
+from atomc.passes.lower import lower
+from atomc.passes.recognize.gated import GELU_AND_MUL, SILU_AND_MUL
+from atomc.passes.recognize.repeat_kv import REPEAT_KV
+from atomc.passes.recognize.rms_norm import RMS_NORM
+from atomc.passes.recognize.rope import ROPE, ROPE_BEFORE_TRANSPOSE, ROPE_PARTIAL
+
+# On Dynamo's graph, where composite calls are still one node.
+LIFT = Pass("lift", lift)
+
+# On the functional ATen graph.
+PIPELINE: tuple[Pass, ...] = (
+    Pass("tidy", cleanup.tidy, cleanup=True),
+    # recognize
+    rewriting("rms_norm", RMS_NORM, after=["tidy"]),
+    rewriting("silu_and_mul", SILU_AND_MUL, after=["tidy"]),
+    rewriting("gelu_and_mul", GELU_AND_MUL, after=["tidy"]),
+    rewriting("rope", ROPE, after=["tidy"]),
+    rewriting("rope_partial", ROPE_PARTIAL, after=["rope"]),
+    rewriting("repeat_kv", REPEAT_KV),
+    rewriting("rope_before_transpose", ROPE_BEFORE_TRANSPOSE, after=["rope_partial", "repeat_kv"]),
+    Pass("tidy_transposes", cleanup.tidy, cleanup=True, after=("rope_before_transpose",)),
+    # fuse
+    rewriting("add_rms_norm", ADD_RMS_NORM, after=["rms_norm"]),
+    rewriting("add_layer_norm", ADD_LAYER_NORM),
+    rewriting("qk_norm_rope", QK_NORM_ROPE, after=["rms_norm", "rope", "tidy_transposes"]),
+    # state, for the runtime
+    Pass("bind_state", bind_state, paged=True, after=("qk_norm_rope",)),
+    rewriting("qk_norm_rope_kv_write", QK_NORM_ROPE_KV_WRITE, paged=True, after=["bind_state"]),
+    rewriting("rope_kv_write", ROPE_KV_WRITE, paged=True, after=["bind_state"]),
+)
+
+# Once per range of token counts.
+LOWER = Pass("lower", lower)

@@ -1,0 +1,39 @@
+"""atomc: a torch.compile backend that rewrites the graphs of language models to hand-tuned kernels."""
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+_PUBLIC = {
+    "ContractError": "atomc.errors",
+    "LLM": "atomc.runtime.llm",
+    "Options": "atomc.options",
+    "OptionsError": "atomc.errors",
+    "Report": "atomc.report",
+    "Rewrite": "atomc.rewrite",
+    "RunError": "atomc.errors",
+    "SamplingParams": "atomc.runtime.request",
+    "explain": "atomc.inspection",
+    "ops": "",
+    "prepare": "atomc.inspection",
+    "register_kernel": "atomc.op",
+    "register_pass": "atomc.pipeline",
+    "reports": "atomc.report",
+}
+
+__all__ = ["__version__", *_PUBLIC]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    """Resolve public names on first use, so that `import atomc` stays light (PEP 562)."""
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'atomc' has no attribute {name!r}")
+    module = _PUBLIC[name]
+    found = getattr(importlib.import_module(module), name) if module else importlib.import_module(f"atomc.{name}")
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_PUBLIC])

@@ -1,0 +1,68 @@
+"""What a pass is: a name, what it does to a graph, and what must run before it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.fx import GraphModule, Node
+
+from atomc.op import Kernel
+from atomc.ops.state import StateSpec
+from atomc.options import Options
+from atomc.platform import Platform
+from atomc.rewrite import Fired, Rewrite
+
+
+@dataclass(frozen=True)
+class Extra:
+    """A graph input that the traced program did not have; whoever calls the graph fills it.
+
+    kind      "prepared": function(weight) -> Prepared, once; "plan": function(step, spec), once a step
+    weight    the name of the placeholder of the weight to prepare
+    """
+
+    kind: str
+    name: str
+    function: Callable[..., Any]
+    weight: str = ""
+
+
+@dataclass
+class Context:
+    """What a pass may ask for, and where it leaves what is neither in the graph nor in the report.
+
+    paged   compiled for the runtime: attention gets a paged cache
+    choose  the kernel for an op's node, None for its meaning
+    state   one StateSpec per layer, once state is bound
+    extras  the inputs that lowering added, in order
+    """
+
+    options: Options
+    platform: Platform
+    paged: bool = False
+    choose: Callable[[Node], Kernel | None] | None = None
+    notes: list[str] = field(default_factory=list)
+    state: list[StateSpec] = field(default_factory=list)
+    extras: list[Extra] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One step of the pipeline: rewrites that make one name, or a function over the whole graph.
+
+    after     names of passes that must stand earlier; building the pipeline checks it
+    paged     True if it only has a meaning for the runtime
+    cleanup   True if it changes no meaning worth a line in the report
+    """
+
+    name: str
+    run: Callable[[GraphModule, Context], Sequence[Fired]] | None = None
+    rewrites: tuple[Rewrite, ...] = ()
+    after: tuple[str, ...] = ()
+    paged: bool = False
+    cleanup: bool = False
+
+
+def rewriting(name: str, rewrites: Sequence[Rewrite], *, after: Sequence[str] = (), paged: bool = False) -> Pass:
+    """A pass that applies the variants of one rewrite, most specific first."""
+    return Pass(name, rewrites=tuple(rewrites), after=tuple(after), paged=paged)

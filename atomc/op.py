@@ -1,0 +1,161 @@
+"""An op is its meaning in PyTorch: schema, shape rule and test truth are one function.
+
+`@op` registers the function as `torch.ops.atom.<name>`: the meaning is the reference kernel, the fake kernel (unless a
+cheaper shape rule is given) and, when gradients are wanted, what runs instead, so that autograd differentiates it.
+Kernels that compute the same thing faster are added with `@ops.<name>.kernel(provider, ...)`.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, overload
+
+import sympy
+import torch
+from torch import Tensor
+
+from atomc.platform import Platform
+
+_library = torch.library.Library("atom", "FRAGMENT")  # type: ignore[no-untyped-call]
+ALL_TOKENS = sympy.Interval(1, sympy.oo)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a kernel made of a weight, and whether the original may be freed."""
+
+    tensors: tuple[Tensor, ...]
+    frees_original: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Kernel:
+    """One way to run an op. `function` takes the op's arguments and returns what the meaning returns.
+
+    refuses:   (platform, *args) -> the sentence shown to the user, or None. The args are fake tensors and numbers.
+    tokens:    the numbers of tokens for which the kernel is meant.
+    layout:    the memory layout of the state it reads or writes (atomc.ops.state.LAYOUTS), None if it touches none.
+    prepare:   name of a parameter -> function(weight) -> Prepared; the kernel then receives the prepared tensors as a
+               tuple under that name. Runs once, after selection.
+    plan:      (step, spec) -> tuple of tensors, once a step into static buffers, before the layers run; the kernel
+               receives it as `plan=`.
+    workspace: (*args) -> bytes; the kernel receives a uint8 tensor of that size as `workspace=`.
+    rounds:    "as meaning", or "once" if it keeps fp32 where the meaning rounds in between.
+    """
+
+    op: str
+    provider: str
+    function: Callable[..., Any]
+    refuses: Callable[..., str | None] | None = None
+    tokens: sympy.Set = ALL_TOKENS
+    layout: str | None = None
+    prepare: dict[str, Callable[[Tensor], Prepared]] = field(default_factory=dict)
+    plan: Callable[..., tuple[Tensor, ...]] | None = None
+    workspace: Callable[..., int] | None = None
+    rounds: str = "as meaning"
+
+
+class Op:
+    """A registered op: call it like a function; `reference` is its meaning."""
+
+    def __init__(self, meaning: Callable[..., Any], mutates: Sequence[str], shape: Callable[..., Any] | None):
+        self.name = meaning.__name__
+        self.reference = meaning
+        self.mutates = tuple(mutates)
+        self.signature = inspect.signature(meaning)
+        self.kernels: list[Kernel] = []
+        self.__doc__ = meaning.__doc__
+        schema = torch.library.infer_schema(meaning, mutates_args=self.mutates)
+        _library.define(self.name + schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
+        _library.impl(self.name, meaning, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+        torch.library.register_fake(f"atom::{self.name}", shape or meaning, lib=_library)
+        self.overload: torch._ops.OpOverload = getattr(torch.ops.atom, self.name).default
+
+    def __repr__(self) -> str:
+        return f"<op {self.name}>"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            for value in (*args, *kwargs.values()):
+                if isinstance(value, Tensor) and value.requires_grad:
+                    return self.reference(*args, **kwargs)
+        return self.overload(*args, **kwargs)
+
+    def kernel(
+        self,
+        provider: str,
+        *,
+        refuses: Callable[..., str | None] | None = None,
+        tokens: sympy.Set = ALL_TOKENS,
+        layout: str | None = None,
+        prepare: dict[str, Callable[[Tensor], Prepared]] | None = None,
+        plan: Callable[..., tuple[Tensor, ...]] | None = None,
+        workspace: Callable[..., int] | None = None,
+        rounds: str = "as meaning",
+    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """Register the decorated function as a way to run this op (see Kernel for the arguments).
+
+        Raises ValueError if `prepare` names no parameter of the op or the same function is registered twice.
+        """
+        unknown = set(prepare or ()) - set(self.signature.parameters)
+        if unknown:
+            raise ValueError(f"kernel of {self.name}: prepare names {sorted(unknown)}, "
+                             f"the op has {list(self.signature.parameters)}")
+
+        def register(function: Callable[..., Any]) -> Callable[..., Any]:
+            if any(known.function is function for known in self.kernels):
+                raise ValueError(f"kernel {function.__module__}.{function.__qualname__} of {self.name} "
+                                 "is registered already")
+            self.kernels.append(Kernel(self.name, provider, function, refuses, tokens, layout, dict(prepare or {}),
+                                       plan, workspace, rounds))
+            return function
+
+        return register
+
+
+REGISTRY: dict[str, Op] = {}
+
+
+@overload
+def op(meaning: Callable[..., Any]) -> Op: ...
+@overload
+def op(
+    *, mutates: Sequence[str] = (), shape: Callable[..., Any] | None = None
+) -> Callable[[Callable[..., Any]], Op]: ...
+def op(
+    meaning: Callable[..., Any] | None = None,
+    *,
+    mutates: Sequence[str] = (),
+    shape: Callable[..., Any] | None = None,
+) -> Op | Callable[[Callable[..., Any]], Op]:
+    """Make an op of its meaning. `mutates` names the parameters written in place; `shape` replaces the meaning as the
+    fake kernel where the meaning depends on data or is slow to run on fake tensors."""
+
+    def register(function: Callable[..., Any]) -> Op:
+        made = Op(function, mutates, shape)
+        REGISTRY[made.name] = made
+        return made
+
+    return register(meaning) if meaning is not None else register
+
+
+def register_kernel(op_name: str, provider: str, **protocol: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Public way to add a kernel from outside: `@atomc.register_kernel("rms_norm", "mine", refuses=...)`.
+
+    Raises ValueError for an unknown op.
+    """
+    if op_name not in REGISTRY:
+        raise ValueError(f"no op {op_name!r}; ops are {sorted(REGISTRY)}")
+    return REGISTRY[op_name].kernel(provider, **protocol)
+
+
+def op_of(target: object) -> Op | None:
+    """The Op behind a graph node's target, or None."""
+    if isinstance(target, torch._ops.OpOverload) and target.namespace == "atom":
+        return REGISTRY.get(target._schema.name.removeprefix("atom::"))
+    return None
+
+
+def refusal(kernel: Kernel, platform: Platform, arguments: dict[str, Any]) -> str | None:
+    """Why this kernel cannot serve these arguments on this platform, or None."""
+    return kernel.refuses(platform, **arguments) if kernel.refuses else None

@@ -1,0 +1,18 @@
+"""Gated activations: act(gate) * up (Shazeer 2020, "GLU Variants Improve Transformer")."""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from atomc.op import op
+
+
+@op
+def silu_and_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """SwiGLU: silu(gate) * up. Both [..., I] -> [..., I]; the activation is rounded to gate.dtype in between."""
+    return F.silu(gate) * up
+
+
+@op
+def gelu_and_mul(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
+    """GeGLU: gelu(gate) * up. Both [..., I] -> [..., I]; approximate is "none" (erf) or "tanh" (Gemma)."""
+    return F.gelu(gate, approximate=approximate) * up

@@ -1,0 +1,121 @@
+"""Attention, without state and over a paged cache, and the write that precedes it.
+
+T new tokens, S keys or sequences, N query heads, K key/value heads (N a multiple of K), D head width.
+Caches are [blocks, block_size, K, D]; a layout (atomc.ops.state) only changes their strides.
+"""
+
+import torch
+from torch import Tensor
+
+from atomc.op import op
+
+
+def _scores(q: Tensor, k: Tensor, scale: float, softcap: float) -> Tensor:
+    """q [..., T, N, D] against k [..., S, K, D] in fp32 -> [..., N, T, S]."""
+    group = q.shape[-2] // k.shape[-2]
+    q_heads = q.to(torch.float32).transpose(-2, -3)
+    k_heads = k.to(torch.float32).repeat_interleave(group, -2).transpose(-2, -3)
+    scores = q_heads @ k_heads.transpose(-1, -2) * scale
+    return softcap * torch.tanh(scores / softcap) if softcap else scores
+
+
+def _weighted_values(scores: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+    """softmax(scores [..., N, T, S]) @ v [..., S, K, D] -> [..., T, N, D] in fp32; a row that sees no key is zero.
+
+    sinks [N] are logits of a key without value (GPT-OSS).
+    """
+    if sinks is not None:
+        sink = sinks.to(torch.float32)[:, None, None].expand(*scores.shape[:-1], 1)
+        weights = torch.cat((scores, sink), -1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
+    weights = weights.nan_to_num(0.0)
+    group = weights.shape[-3] // v.shape[-2]
+    values = v.to(torch.float32).repeat_interleave(group, -2).transpose(-2, -3)
+    return (weights @ values).transpose(-2, -3)
+
+
+def _attention_shape(q: Tensor, k: Tensor, v: Tensor, *_: object, **__: object) -> Tensor:
+    return q.new_empty((*q.shape[:-1], v.shape[-1]))
+
+
+@op(shape=_attention_shape)
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, kv: Tensor | None = None, mask: Tensor | None = None,
+    sinks: Tensor | None = None, *, scale: float, causal: bool = True, window: int = 0, softcap: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """softmax(scale * q k^T) v over what is given. q [..., T, N, D], k and v [..., S, K, D] -> [..., T, N, D].
+
+    kv       the layer's state handle (kv_state); only the runtime looks at it
+    mask     [..., N or 1, T, S], bool (True: may see) or float (added to the scores)
+    causal   query i sees keys 0..i;  window > 0: only the last `window` of these
+    softcap  > 0: scores become softcap * tanh(scores / softcap) (Gemma 2)
+    """
+    scores = _scores(q, k, scale, softcap)
+    rows = torch.arange(q.shape[-3], device=q.device)[:, None]
+    columns = torch.arange(k.shape[-3], device=q.device)[None, :]
+    if causal:
+        scores = scores.masked_fill(columns > rows, float("-inf"))
+    if window:
+        scores = scores.masked_fill(columns <= rows - window, float("-inf"))
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+    return _weighted_values(scores, v, sinks).to(q.dtype).contiguous()
+
+
+def _token(k: Tensor, *_: object, **__: object) -> Tensor:
+    return k.new_empty((0,))
+
+
+@op(mutates=("k_cache", "v_cache", "k_scale", "v_scale"), shape=_token)
+def kv_write(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor,
+    k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Write row t of k and v [..., K, D] (T rows in all) to slot slots[t] of the caches; slot -1 writes nothing.
+
+    slots [T] i64 = block * block_size + offset. Returns an empty token: whoever reads the caches takes it as an
+    operand, so that no pass can swap the two.
+    """
+    block_size = k_cache.shape[1]
+    rows = slots >= 0
+    block, offset = slots[rows] // block_size, slots[rows] % block_size
+    k_cache[block, offset] = k.reshape(-1, *k.shape[-2:])[rows].to(k_cache.dtype)
+    v_cache[block, offset] = v.reshape(-1, *v.shape[-2:])[rows].to(v_cache.dtype)
+    return k.new_empty((0,))
+
+
+def _paged_attention_shape(q: Tensor, k_cache: Tensor, v_cache: Tensor, *_: object, **__: object) -> Tensor:
+    return q.new_empty((*q.shape[:-1], v_cache.shape[-1]))
+
+
+@op(shape=_paged_attention_shape)
+def paged_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, query_start: Tensor, seq_lens: Tensor, block_tables: Tensor,
+    token: Tensor, sinks: Tensor | None = None, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+    *, scale: float, window: int = 0, softcap: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """Causal attention of ragged sequences over their cached keys. q [..., N, D] (T rows in all) -> the same shape.
+
+    Sequence s owns rows query_start[s]:query_start[s + 1] of q, the last of its seq_lens[s] tokens; its keys lie in
+    blocks block_tables[s]. Any number of new tokens, also none. Rows of no sequence (padding) are zero.
+    token is what the write returned. window, softcap and sinks as in `attention`.
+    """
+    rows = q.reshape(-1, *q.shape[-2:])
+    out = q.new_zeros((rows.shape[0], q.shape[-2], v_cache.shape[-1]))
+    bounds = query_start.tolist()
+    for s, length in enumerate(seq_lens.tolist()):
+        start, end = bounds[s], bounds[s + 1]
+        if start == end:
+            continue
+        blocks = block_tables[s, : -(-length // k_cache.shape[1])].long()
+        keys = k_cache[blocks].flatten(0, 1)[:length]
+        values = v_cache[blocks].flatten(0, 1)[:length]
+        position = torch.arange(length - (end - start), length, device=q.device)[:, None]
+        columns = torch.arange(length, device=q.device)[None, :]
+        hidden = columns > position
+        if window:
+            hidden = hidden | (columns <= position - window)
+        scores = _scores(rows[start:end], keys, scale, softcap).masked_fill(hidden, float("-inf"))
+        out[start:end] = _weighted_values(scores, values, sinks).to(q.dtype)
+    return out.view(*q.shape[:-1], v_cache.shape[-1])

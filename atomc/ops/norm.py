@@ -1,0 +1,56 @@
+"""RMSNorm and LayerNorm over the last dimension, alone and behind a residual add.
+
+Three RMSNorm styles cover the stock models; they differ in what is rounded when:
+after     round the normalised row to x.dtype, then multiply by the weight (Llama, Qwen3, Mistral, DeepSeek)
+before    multiply in fp32, round once (GPT-OSS, torch.nn.functional.rms_norm)
+one_plus  multiply by 1 + weight in fp32, round once (Gemma, Qwen3.5)
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from atomc.op import op
+
+RMS_NORM_STYLES = ("one_plus", "after", "before")
+
+
+@op
+def rms_norm(x: Tensor, weight: Tensor, eps: float, style: str = "after") -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight. x [..., D], weight [D] -> [..., D] (Zhang and Sennrich 2019, eq. 4).
+
+    In x.dtype, except that "after" with a wider weight promotes, as it does in Hugging Face.
+    """
+    x_f32 = x.to(torch.float32)
+    y = x_f32 * torch.rsqrt(x_f32.pow(2).mean(-1, keepdim=True) + eps)
+    if style == "after":
+        return weight * y.to(x.dtype)
+    if style == "before":
+        return (weight * y).to(x.dtype)
+    if style == "one_plus":
+        return (y * (1.0 + weight.to(torch.float32))).to(x.dtype)
+    raise ValueError(f"rms_norm: style {style!r} is not one of {RMS_NORM_STYLES}")
+
+
+@op
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, style: str = "after"
+) -> tuple[Tensor, Tensor]:
+    """rms_norm(x + residual), and the sum that the next layer adds to. Both [..., D]."""
+    total = x + residual
+    return rms_norm.reference(total, weight, eps, style), total
+
+
+@op
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """(x - mean) / sqrt(var + eps) * weight + bias over the last dimension (Ba et al. 2016). x [..., D] -> [..., D]."""
+    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+@op
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """layer_norm(x + residual), and the sum. Both [..., D]."""
+    total = x + residual
+    return layer_norm.reference(total, weight, bias, eps), total

@@ -1,0 +1,96 @@
+"""Rotary positions (Su et al. 2021), alone, behind the q/k norms, and with the write into the cache.
+
+D head width, R rotated width: cos and sin are R wide (neox) or R/2 wide (the other styles) and broadcast against x in
+all dimensions but the last. What lies beyond R passes through. Styles name which pairs rotate and where they go:
+neox           (x[i], x[i + R/2]), full-width tables (Llama, Qwen3: `rotate_half`)
+half           the same pairs, half-width tables (GPT-OSS)
+pairs_to_half  (x[2i], x[2i + 1]), written to i and i + R/2 (DeepSeek "interleaved")
+gptj           (x[2i], x[2i + 1]), written back in place
+Scalings (llama3, yarn, linear) live in the tables.
+"""
+
+import torch
+from torch import Tensor
+
+from atomc.op import op
+from atomc.ops.attention import kv_write
+from atomc.ops.norm import rms_norm
+
+ROPE_STYLES = ("neox", "half", "pairs_to_half", "gptj")
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
+    """x with all of its last dimension rotated."""
+    half = x.shape[-1] // 2
+    if style == "neox":
+        return x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin
+    if style == "half":
+        a, b = x[..., :half], x[..., half:]
+    elif style in ("pairs_to_half", "gptj"):
+        a, b = x[..., 0::2], x[..., 1::2]
+    else:
+        raise ValueError(f"rope: style {style!r} is not one of {ROPE_STYLES}")
+    first, second = a * cos - b * sin, b * cos + a * sin
+    if style == "gptj":
+        return torch.stack((first, second), -1).flatten(-2)
+    return torch.cat((first, second), -1)
+
+
+@op
+def rope(x: Tensor, cos: Tensor, sin: Tensor, style: str = "neox") -> Tensor:
+    """x with its first R columns rotated. x [..., D], cos and sin [..., R or R/2] -> [..., D]."""
+    width = cos.shape[-1] * (1 if style == "neox" else 2)
+    if width == x.shape[-1]:
+        return rotate(x, cos, sin, style)
+    return torch.cat((rotate(x[..., :width], cos, sin, style), x[..., width:]), -1)
+
+
+@op
+def qk_norm_rope(
+    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float,
+    norm_style: str = "after", rope_style: str = "neox",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """rope(rms_norm(q)) and rope(rms_norm(k)). q [..., N, D], k [..., K, D], weights [D]."""
+    q_normed = rms_norm.reference(q, q_weight, eps, norm_style)
+    k_normed = rms_norm.reference(k, k_weight, eps, norm_style)
+    return rope.reference(q_normed, cos, sin, rope_style), rope.reference(k_normed, cos, sin, rope_style)
+
+
+def _rope_kv_write_shape(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor,
+    k_scale: Tensor | None = None, v_scale: Tensor | None = None, rope_style: str = "neox",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    # The meaning, because wider tables promote and a partial rotation makes q contiguous.
+    q_rotated = rope.reference(q, cos, sin, rope_style)
+    return q_rotated, q_rotated.new_empty((0,))
+
+
+@op(mutates=("k_cache", "v_cache", "k_scale", "v_scale"), shape=_rope_kv_write_shape)
+def rope_kv_write(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor,
+    k_scale: Tensor | None = None, v_scale: Tensor | None = None, rope_style: str = "neox",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The rotated q, and the token of kv_write(rope(k), v). Shapes as in rope and kv_write."""
+    k_rotated = rope.reference(k, cos, sin, rope_style)
+    token = kv_write.reference(k_rotated, v, k_cache, v_cache, slots, k_scale, v_scale)
+    return rope.reference(q, cos, sin, rope_style), token
+
+
+def _qk_norm_rope_kv_write_shape(
+    q: Tensor, k: Tensor, v: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float,
+    k_cache: Tensor, v_cache: Tensor, slots: Tensor, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+    norm_style: str = "after", rope_style: str = "neox",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q_rotated, _ = qk_norm_rope.reference(q, k, q_weight, k_weight, cos, sin, eps, norm_style, rope_style)
+    return q_rotated, q_rotated.new_empty((0,))
+
+
+@op(mutates=("k_cache", "v_cache", "k_scale", "v_scale"), shape=_qk_norm_rope_kv_write_shape)
+def qk_norm_rope_kv_write(
+    q: Tensor, k: Tensor, v: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float,
+    k_cache: Tensor, v_cache: Tensor, slots: Tensor, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+    norm_style: str = "after", rope_style: str = "neox",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """qk_norm_rope, then kv_write of its k and of v: the q, and the token."""
+    q_rotated, k_rotated = qk_norm_rope.reference(q, k, q_weight, k_weight, cos, sin, eps, norm_style, rope_style)
+    return q_rotated, kv_write.reference(k_rotated, v, k_cache, v_cache, slots, k_scale, v_scale)

@@ -1,0 +1,87 @@
+"""Options: what a user may decide. This is the only reader of the environment."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, get_args
+
+from atomc.errors import OptionsError
+
+Rounding = Literal["fp32", "hf"]
+Glue = Literal["auto", "inductor", "eager"]
+Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of `torch.compile(model, backend="atom", options={...})`; every field may be a key of the dict.
+
+    strict     raise what goes wrong in atomc instead of handing the graph to Inductor       (ATOMC_STRICT=1)
+    disable    hand every graph to Inductor                                                   (ATOMC_DISABLE=1)
+    passes     {name: False} leaves a pass out, {name: True} insists on it, to bisect; names as in the report
+    rounding   "fp32": rewrites and kernels may keep fp32 where the model rounds in between; "hf": they may not
+    glue       what runs the ops without a kernel: "inductor", "eager", or "auto" (Inductor if it can compile here)
+    providers  kernels are preferred in this order, () for the order that suits the platform
+    inductor   handed on to Inductor, keys as in torch._inductor.config
+    dump       a folder for one runnable file per changing pass                               (ATOMC_DUMP=dir)
+    mode       what torch.compile(mode=...) gave
+    """
+
+    strict: bool = False
+    disable: bool = False
+    passes: Mapping[str, bool] = field(default_factory=dict)
+    rounding: Rounding = "fp32"
+    glue: Glue = "auto"
+    providers: tuple[str, ...] = ()
+    inductor: Mapping[str, Any] = field(default_factory=dict)
+    dump: str | None = None
+    mode: Mode = "default"
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("rounding", Rounding), ("glue", Glue), ("mode", Mode)):
+            if getattr(self, name) not in get_args(allowed):
+                raise OptionsError(f"option {name}={getattr(self, name)!r}: expected one of {list(get_args(allowed))}")
+        for name in ("strict", "disable"):
+            if not isinstance(getattr(self, name), bool):
+                raise OptionsError(f"option {name}={getattr(self, name)!r}: expected True or False")
+        for name in ("passes", "inductor"):
+            if not isinstance(getattr(self, name), Mapping):
+                raise OptionsError(f"option {name}={getattr(self, name)!r}: expected a dict")
+        wrong = {key: value for key, value in self.passes.items() if not isinstance(value, bool)}
+        if wrong:
+            raise OptionsError(f"option passes={wrong!r}: expected True or False for each pass")
+        if isinstance(self.providers, str) or not all(isinstance(name, str) for name in self.providers):
+            raise OptionsError(f"option providers={self.providers!r}: expected a list of provider names")
+        object.__setattr__(self, "providers", tuple(self.providers))
+
+    @classmethod
+    def of(cls, given: "Mapping[str, Any] | Options | None" = None, mode: str | None = None) -> "Options":
+        """The options of one compile: what the user gave, then the environment, then the defaults.
+
+        Raises OptionsError for an unknown key or value, with what exists.
+        """
+        if isinstance(given, Options):
+            return replace(given, mode=mode) if mode else given
+        if given is not None and not isinstance(given, Mapping):
+            raise OptionsError(f"options={given!r}: expected a dict or atomc.Options")
+        values = {**_environment(), **(given or {})}
+        if mode:
+            values["mode"] = mode
+        known = [f.name for f in fields(cls)]
+        unknown = sorted(set(values) - set(known))
+        if unknown:
+            raise OptionsError(f"unknown option {unknown[0]!r}; options are {known}")
+        return cls(**values)
+
+
+def _environment() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name in ("strict", "disable"):
+        text = os.environ.get(f"ATOMC_{name.upper()}")
+        if text in ("0", "1"):
+            found[name] = text == "1"
+        elif text:
+            raise OptionsError(f"environment ATOMC_{name.upper()}={text!r}: expected 0 or 1")
+    if os.environ.get("ATOMC_DUMP"):
+        found["dump"] = os.environ["ATOMC_DUMP"]
+    return found

@@ -1,0 +1,176 @@
+"""Runs passes in order; sorts, checks, counts, dumps and times: once, for all."""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from torch.fx import GraphModule, Node
+
+from atomc.canonical import GENERIC, call
+from atomc.errors import OptionsError
+from atomc.graph_pass import Context, Pass
+from atomc.match import Index
+from atomc.near_miss import NearMiss
+from atomc.op import op_of
+from atomc.provenance import describe, layer_of, module_path, source_line
+from atomc.report import Miss, Report, Site, Stage
+from atomc.rewrite import Fired, apply, misses, sort_topologically
+from atomc.torch_compat import fake_mode_of, num_guards
+
+log = logging.getLogger("atomc")
+
+Observer = Callable[[str, GraphModule], None]
+
+
+class PassError(RuntimeError):
+    """A pass failed; the message says which, where, and what ran before it."""
+
+
+def selected(pipeline: Sequence[Pass], context: Context) -> tuple[list[Pass], list[str]]:
+    """The passes to run, and the names of those left out by option.
+
+    Raises OptionsError for a switch of an unknown pass or one that cannot take effect, ValueError for a pipeline whose
+    order breaks an `after`.
+    """
+    check_order(pipeline)
+    switches = context.options.passes
+    names = [p.name for p in pipeline]
+    for name in switches:
+        if name not in names:
+            raise OptionsError(f"option passes: no pass {name!r}; passes are {sorted(names)}")
+    off = {name for name, on in switches.items() if not on}
+    for p in pipeline:
+        needs_off = sorted(off & set(p.after))
+        if switches.get(p.name) and needs_off and p.rewrites:
+            raise OptionsError(f"option passes: {p.name!r} cannot take effect, it needs {needs_off[0]!r}, which is off")
+        if switches.get(p.name) and p.paged and not context.paged:
+            raise OptionsError(f"option passes: {p.name!r} cannot take effect outside the runtime")
+    if context.paged and "bind_state" in off:
+        raise OptionsError("option passes: 'bind_state' cannot be left out, the runtime needs it")
+    return [p for p in pipeline if p.name not in off and (context.paged or not p.paged)], sorted(off)
+
+
+def check_order(pipeline: Sequence[Pass]) -> None:
+    """Raise ValueError if a pass stands before one that it needs, or names are not unique."""
+    seen: set[str] = set()
+    for p in pipeline:
+        late = set(p.after) - seen
+        if late:
+            raise ValueError(f"pass {p.name!r} must stand after {sorted(late)}")
+        if p.name in seen:
+            raise ValueError(f"two passes are named {p.name!r}")
+        seen.add(p.name)
+
+
+def run(
+    gm: GraphModule, passes: Sequence[Pass], context: Context, report: Report, observers: Sequence[Observer] = ()
+) -> None:
+    """Run the passes on the graph and write what happened into the report."""
+    explained: list[NearMiss] = []
+    consumed: dict[str, Counter[str]] = {}
+    done: list[str] = []
+    mode = fake_mode_of(gm.graph)
+    guards = num_guards(mode)
+    for p in passes:
+        try:
+            fired, near = _rewrite(gm, p, explained, report, consumed) if p.rewrites else (_call(gm, p, context), [])
+            if fired:
+                sort_topologically(gm.graph)
+                gm.graph.lint()
+                gm.recompile()
+        except Exception as error:  # whatever it is, say in which pass; the caller decides what to do about it
+            raise PassError(f"pass {p.name!r} failed (after {', '.join(done) or 'none'}): {error}") from error
+        if num_guards(mode) != guards:
+            raise PassError(f"pass {p.name!r} added a guard on the sizes of the inputs")
+        explained += near
+        for f in fired:
+            for op in f.consumed:
+                consumed.setdefault(op, Counter())[f.name] += 1
+        record(report, p, fired, gm)
+        report.near += [miss_of(miss) for miss in near]
+        done.append(p.name)
+        if fired:
+            for observer in observers:
+                observer(p.name, gm)
+    report.num_ops = dict(Counter(op.name for node in gm.graph.nodes if (op := op_of(node.target))))
+
+
+def _call(gm: GraphModule, p: Pass, context: Context) -> list[Fired]:
+    assert p.run is not None
+    return list(p.run(gm, context))
+
+
+def _rewrite(
+    gm: GraphModule, p: Pass, causes: list[NearMiss], report: Report, consumed: dict[str, Counter[str]]
+) -> tuple[list[Fired], list[NearMiss]]:
+    fired: list[Fired] = []
+    refused: list[NearMiss] = []
+    report.known.append(p.name)
+    report.requires[p.name] = list(p.after)
+    for rewrite in p.rewrites:
+        more_fired, more_refused = apply(gm.graph, rewrite)
+        fired += more_fired
+        refused += more_refused
+    gone = {node for f in fired for node in f.nodes}
+    near = _best(refused, gone)
+    shown = {node for miss in near for node in miss.nodes}
+    near += [miss for miss in misses(gm.graph, list(p.rewrites), causes)
+             if not (miss.nodes & shown) or miss.differences == []]  # fmt: skip
+    if not fired and not near:
+        _say_what_is_absent(gm, p, report, consumed)
+    return fired, near
+
+
+def _best(refused: list[NearMiss], gone: set[Node]) -> list[NearMiss]:
+    """One refusal per site: not where another variant fired."""
+    kept: list[NearMiss] = []
+    for miss in sorted(refused, key=lambda miss: len(miss.differences)):
+        if not (miss.nodes & gone) and not any(miss.nodes & other.nodes for other in kept):
+            kept.append(miss)
+    return kept
+
+
+def _say_what_is_absent(gm: GraphModule, p: Pass, report: Report, consumed: dict[str, Counter[str]]) -> None:
+    index = Index(gm.graph)
+    ops = {call(node).op for node in p.rewrites[0].traced().nodes}
+    telling = sorted((ops - GENERIC) or ops)
+    missing = [op for op in telling if not index[op]]
+    for op in missing:
+        if op in consumed:
+            winner, count = consumed[op].most_common(1)[0]
+            report.taken[p.name] = f"taken by {winner}, which used all {count} {op.removeprefix('atom::')} nodes"
+            return
+    shown = [op.removeprefix("atom::") for op in missing]
+    nearest = max((op for op in ops if index[op]), key=lambda op: -len(index[op]), default=None)
+    text = f"the graph has no {' and no '.join(shown)}" if shown else "its ops stand nowhere together"
+    if nearest is not None:
+        text += f"; the nearest op found is {describe(index[nearest][0])}"
+    report.absent[p.name] = text
+
+
+def record(report: Report, p: Pass, fired: Sequence[Fired], gm: GraphModule) -> None:
+    """Write sites and the changed graph into the report."""
+    if not fired:
+        return
+    report.stages.append(Stage(p.name, len(fired), graph_text(gm)))
+    log.debug("pass %s changed %d sites", p.name, len(fired))
+    if p.cleanup:
+        return
+    for f in fired:
+        path = module_path(f.node)
+        report.sites.append(Site(f.name, path, layer_of(path), source_line(f.node), dict(f.attrs)))
+        report.matches[f.name] += 1
+
+
+def miss_of(near: NearMiss) -> Miss:
+    """A near miss without the graph."""
+    first = near.first
+    node = first.node if first.node is not None else near.anchor
+    path = module_path(node) or module_path(near.anchor)
+    return Miss(near.rewrite, near.variant, path, layer_of(path), source_line(node) or source_line(near.anchor),
+                near.matched / near.total, first.kind, first.expected, first.found)  # fmt: skip
+
+
+def graph_text(gm: GraphModule) -> str:
+    """The graph as the Python that FX generates."""
+    return gm.code

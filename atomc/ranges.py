@@ -1,0 +1,80 @@
+"""Token ranges: kernels declare where they are meant to be used, and a graph is lowered once per range that results."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from atomc.canonical import value
+from atomc.op import op_of
+from atomc.sizes import expression
+
+ALL = sympy.Interval(1, sympy.oo)
+
+
+def token_expression(gm: GraphModule) -> sympy.Expr | None:
+    """The number of tokens the graph works on, in its symbols: the rows of its first norm or linear. None: none found."""
+    for node in gm.graph.nodes:
+        op = op_of(node.target)
+        if op is not None and op.name in ("linear", "rms_norm", "add_rms_norm", "layer_norm"):
+            return sympy.prod([expression(size) for size in value(node.args[0]).shape[:-1]])
+    return None
+
+
+def ranges_of(gm: GraphModule) -> list[sympy.Interval]:
+    """The ranges of token counts that the kernels of this graph's ops tell apart. A static graph has one."""
+    tokens = token_expression(gm)
+    kernels = [kernel for node in gm.graph.nodes if (op := op_of(node.target)) for kernel in op.kernels]
+    starts = {1}
+    for kernel in kernels:
+        interval = kernel.tokens
+        if isinstance(interval, sympy.Interval) and interval != ALL:
+            starts.add(int(interval.start))
+            if interval.end != sympy.oo:
+                starts.add(int(interval.end) + 1)
+    borders = sorted(starts)
+    found = [sympy.Interval(a, b - 1) for a, b in zip(borders, borders[1:], strict=False)]
+    found.append(sympy.Interval(borders[-1], sympy.oo))
+    if tokens is None:
+        return [ALL]
+    if tokens.is_number:
+        return [interval for interval in found if tokens in interval]
+    return found
+
+
+def dispatch(
+    gm: GraphModule, ranges: Sequence[sympy.Interval], callables: Sequence[Callable[..., Any]]
+) -> Callable[..., Any]:
+    """One callable that looks at the number of tokens and calls the one that was lowered for it."""
+    if len(callables) == 1:
+        return callables[0]
+    tokens = token_expression(gm)
+    assert tokens is not None
+    symbols = sorted(tokens.free_symbols, key=str)
+    where = [_where(gm, symbol) for symbol in symbols]
+    count = sympy.lambdify(symbols, tokens, "math")
+    starts = [int(interval.start) for interval in ranges]
+
+    def call(*args: Any) -> Any:
+        number = count(*[args[i] if dim is None else args[i].shape[dim] for i, dim in where])
+        chosen = max((k for k, start in enumerate(starts) if start <= number), default=0)
+        return callables[chosen](*args)
+
+    return call
+
+
+def _where(gm: GraphModule, symbol: sympy.Symbol) -> tuple[int, int | None]:
+    """The input that tells a symbol's value: (number, None) for a size, (number, dimension) for a tensor."""
+    inputs: list[Node] = gm.graph.find_nodes(op="placeholder")
+    for i, node in enumerate(inputs):
+        if isinstance(value(node), torch.SymInt) and expression(value(node)) == symbol:
+            return i, None
+    for i, node in enumerate(inputs):
+        if isinstance(value(node), Tensor):
+            for dim, size in enumerate(value(node).shape):
+                if isinstance(size, torch.SymInt) and expression(size) == symbol:
+                    return i, dim
+    raise ValueError(f"no input of the graph tells the size {symbol}")

@@ -1,0 +1,215 @@
+"""What the compiler did to one graph, as data. No tensors in it; `render` makes text of it."""
+
+import contextlib
+import json
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+MOST_REPORTS = 256
+
+
+@dataclass(frozen=True)
+class Site:
+    """One place where a rewrite fired. `source` is "file.py:12" of the user's program."""
+
+    rewrite: str
+    module_path: str
+    layer: int | None
+    source: str
+    attrs: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Miss:
+    """One place where a rewrite nearly fired. `depth` is the share of the pattern that is there."""
+
+    rewrite: str
+    variant: str
+    module_path: str
+    layer: int | None
+    source: str
+    depth: float
+    kind: str
+    expected: str
+    found: str
+
+    def text(self) -> str:
+        where = self.module_path or "the graph"
+        line = f" ({self.source})" if self.source else ""
+        return f"{self.rewrite} in {where}{line}, {self.depth:.0%} there: expected {self.expected}; found {self.found}"
+
+
+@dataclass(frozen=True)
+class KernelChoice:
+    """What runs one op for a range of token counts. refused: (provider, reason), in order of preference."""
+
+    op: str
+    module_path: str
+    tokens: str
+    chosen: str
+    refused: list[tuple[str, str]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One pass that changed the graph, and the graph after it."""
+
+    name: str
+    changed: int
+    text: str
+
+
+@dataclass(frozen=True)
+class GraphBreak:
+    """Where Dynamo ended a graph early, and why."""
+
+    source: str
+    code: str
+    reason: str
+
+
+@dataclass
+class Report:
+    """What happened to one graph that Dynamo gave us.
+
+    matches  rewrite -> number of sites where it fired, also if a later rewrite consumed the result
+    phases   seconds: lift, trace, passes, lower, glue
+    """
+
+    model: str
+    treated: bool = False
+    why_not: str = ""
+    matches: Counter[str] = field(default_factory=Counter)
+    sites: list[Site] = field(default_factory=list)
+    kernels: list[KernelChoice] = field(default_factory=list)
+    stages: list[Stage] = field(default_factory=list)
+    phases: dict[str, float] = field(default_factory=dict)
+    cuda_graphs: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    state: list[str] = field(default_factory=list)
+    graph_break: GraphBreak | None = None
+    recompile: str | None = None
+    near: list[Miss] = field(default_factory=list)
+    off: list[str] = field(default_factory=list)  # passes left out
+    known: list[str] = field(default_factory=list)  # every rewrite that could have fired
+    absent: dict[str, str] = field(default_factory=dict)  # rewrite -> which telling op is not in the graph
+    taken: dict[str, str] = field(default_factory=dict)  # rewrite -> which one took its ops
+    requires: dict[str, list[str]] = field(default_factory=dict)  # rewrite -> earlier ones whose ops it builds on
+    num_ops: dict[str, int] = field(default_factory=dict)  # ops left in the graph before lowering
+
+    def misses(self, rewrite: str) -> list[Miss]:
+        """Where this rewrite nearly fired. Raises ValueError for a rewrite that does not exist."""
+        self._check(rewrite)
+        return [miss for miss in self.near if miss.rewrite == rewrite]
+
+    def why(self, rewrite: str, module_path: str | None = None) -> str:
+        """Why the rewrite fired or did not, in the whole graph or below one module.
+
+        One of: pass off; graph not treated; no anchor; near miss; taken by another rewrite; broken here; fired, but a
+        kernel refused; fired. Raises ValueError for a rewrite that does not exist.
+        """
+        self._check(rewrite)
+        place = f" below {module_path}" if module_path else ""
+        if rewrite in self.off:
+            return f"{rewrite}: the pass is off (options={{'passes': {{{rewrite!r}: False}}}})"
+        if not self.treated:
+            return f"{rewrite}: the graph was not treated: {self.why_not}"
+        sites = [site for site in self.sites if site.rewrite == rewrite and _below(site.module_path, module_path)]
+        if sites:
+            return self._fired(rewrite, sites, place)
+        near = [miss for miss in self.misses(rewrite) if _below(miss.module_path, module_path)]
+        if near:
+            more = f" (and {len(near) - 1} more like it)" if len(near) > 1 else ""
+            if near[0].kind == "taken":
+                return f"{rewrite}{place}: {near[0].found}{more}"
+            return f"{rewrite}{place}: near miss{more}: {near[0].text()}"
+        if rewrite in self.taken:
+            return f"{rewrite}{place}: {self.taken[rewrite]}"
+        if self.graph_break is not None:
+            return (f"{rewrite}{place}: broken here: Dynamo ended the graph at {self.graph_break.source} "
+                    f"({self.graph_break.code}): {self.graph_break.reason}")  # fmt: skip
+        for earlier in self.requires.get(rewrite, []):
+            if not self.matches[earlier] and self.misses(earlier):
+                return f"{rewrite}{place}: needs {earlier}, which did not fire. {self.why(earlier)}"
+        return f"{rewrite}{place}: no anchor: {self.absent.get(rewrite, 'nothing like it is in this part of the graph')}"
+
+    def _fired(self, rewrite: str, sites: list[Site], place: str) -> str:
+        layers = _spans(site.layer for site in sites if site.layer is not None)
+        where = f" in layers {layers}" if layers else ""
+        text = f"{rewrite}{place}: fired at {len(sites)} site{'s' * (len(sites) > 1)}{where}"
+        refused = {(provider, reason) for choice in self.kernels if choice.op == rewrite
+                   for provider, reason in choice.refused}  # fmt: skip
+        chosen = Counter(choice.chosen for choice in self.kernels if choice.op == rewrite)
+        if chosen:
+            text += "; runs as " + ", ".join(f"{name} x{count}" for name, count in chosen.most_common())
+        if refused:
+            text += "; refused: " + "; ".join(f"{provider}: {reason}" for provider, reason in sorted(refused))
+        return text
+
+    def _check(self, rewrite: str) -> None:
+        if self.known and rewrite not in self.known and not self.matches[rewrite]:
+            raise ValueError(f"no rewrite {rewrite!r}; rewrites are {sorted(self.known)}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain data."""
+        return {"version": 1, **asdict(self), "matches": dict(self.matches)}
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=1, default=str)
+
+    def to_text(self) -> str:
+        """A table per question: rewrites by layer, near misses, kernels, phases."""
+        from atomc.render.text import report_text
+
+        return report_text(self)
+
+
+def _below(path: str, prefix: str | None) -> bool:
+    return prefix is None or path == prefix or path.startswith(prefix + ".") or f".{prefix}." in f".{path}."
+
+
+def _spans(numbers: Iterable[int]) -> str:
+    """0, 1, 2, 5 -> "0-2, 5"."""
+    spans: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return ", ".join(f"{a}-{b}" if a != b else str(a) for a, b in spans)
+
+
+class Reports(list[Report]):
+    """Reports, newest last."""
+
+    @property
+    def breaks(self) -> list[GraphBreak]:
+        """Graph breaks: the user's line and Dynamo's reason."""
+        return [report.graph_break for report in self if report.graph_break is not None]
+
+    @property
+    def recompiles(self) -> list[str]:
+        """The failed guard of each recompile."""
+        return [report.recompile for report in self if report.recompile is not None]
+
+
+_reports: deque[Report] = deque(maxlen=MOST_REPORTS)
+
+
+def reports() -> Reports:
+    """What happened to each graph of this process, newest last, at most 256."""
+    return Reports(_reports)
+
+
+def keep(report: Report) -> Report:
+    """Add a report to those that `reports()` lists."""
+    _reports.append(report)
+    return report
+
+
+def forget(report: Report) -> None:
+    """Take back a report of a compile that starts again."""
+    with contextlib.suppress(ValueError):
+        _reports.remove(report)

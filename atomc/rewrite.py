@@ -1,0 +1,216 @@
+"""A Rewrite is data: a pattern function, a replacement function, a guard, an example. `apply` makes one sweep with it."""
+
+import operator
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.fx.proxy import GraphAppendingTracer, Proxy
+
+from atomc.canonical import call, value
+from atomc.match import Difference, Index, Pattern, Site, matches, same_signature
+from atomc.near_miss import NearMiss, near_misses
+from atomc.provenance import inherited
+from atomc.sizes import same_shape
+from atomc.torch_compat import fake_mode_of, outside_of_tracing
+
+_tracing = threading.Lock()
+
+
+@dataclass(frozen=True, eq=False)
+class Rewrite:
+    """Replace what looks like `pattern` by `replacement`; both are plain functions of the same named arguments.
+
+    The pattern is traced, so it may use all of torch; the replacement is called once a site with graph nodes, so it uses
+    atomc.ops and torch.ops.aten.<name>.<overload>.
+
+    example        name -> fake-sized tensor or number; it specifies which sizes, ranks and dtypes are equal (Pattern)
+    guard          the arguments as fake tensors and numbers -> the sentence why not, or None
+    variant        which of several patterns of the same name this is
+    attrs          what a site of this variant is, shown in the report
+    sees_through   views that keep the last dimension may stand between the pattern's nodes
+    read_together  the pattern's outputs are operands of one node, in this order
+    rounding       True if the result is rounded differently than the pattern's (forbidden by rounding="hf")
+    """
+
+    name: str
+    pattern: Callable[..., Any]
+    replacement: Callable[..., Any]
+    example: Callable[[], Mapping[str, Any]]
+    guard: Callable[..., str | None] | None = None
+    variant: str = ""
+    attrs: Mapping[str, Any] = field(default_factory=dict)
+    sees_through: bool = False
+    read_together: bool = False
+    rounding: bool = False
+    _traced: list[Pattern] = field(default_factory=list, repr=False)
+
+    def __post_init__(self) -> None:
+        if not same_signature(self.pattern, self.replacement):
+            raise ValueError(f"rewrite {self.name!r}: pattern and replacement take different arguments")
+
+    def traced(self) -> Pattern:
+        """The pattern, traced on first use."""
+        with _tracing, outside_of_tracing():
+            if not self._traced:
+                self._traced.append(Pattern(self.pattern, self.example(), sees_through=self.sees_through,
+                                            read_together=self.read_together))  # fmt: skip
+        return self._traced[0]
+
+
+@dataclass
+class Fired:
+    """One place where a rewrite was applied. `node` is what was replaced; it still carries its metadata."""
+
+    name: str
+    node: Node
+    attrs: dict[str, Any]
+    nodes: set[Node] = field(default_factory=set)  # all that it replaced
+    made: list[Node] = field(default_factory=list)
+    consumed: tuple[str, ...] = ()  # the ops that it replaced
+
+
+def apply(graph: Graph, rewrite: Rewrite) -> tuple[list[Fired], list[NearMiss]]:
+    """One sweep: replace every site. Returns what fired, and the sites that fit but for a stated reason."""
+    pattern, index = rewrite.traced(), Index(graph)
+    if any(not index[call(p).op] for p in pattern.nodes if call(p).op not in ("cast", "slice")):
+        return [], []
+    sites: list[Site] = []
+    refused: list[NearMiss] = []
+    claimed: set[Node] = set()
+    for site, wrong in matches(pattern, index):
+        # Several readers may share an input view; only what disappears can be claimed twice.
+        if not wrong and (shared := sorted(claimed & set(site.matched.values()))):
+            wrong = [Difference("taken", f"{shared[0].name} still free", f"taken by {rewrite.name}", shared[0])]
+        if not wrong and rewrite.guard is not None:
+            arguments = {name: value(b) if isinstance(b, Node) else b for name, b in site.bound.items()}
+            reason = rewrite.guard(**arguments)
+            wrong = [Difference("guard", f"what {rewrite.name} asks for", reason, site.outputs()[0])] if reason else []
+        if wrong:
+            refused.append(NearMiss(rewrite.name, rewrite.variant, site.outputs()[0], len(pattern.nodes),
+                                    len(pattern.nodes), 0, wrong, site.nodes()))  # fmt: skip
+            continue
+        sites.append(site)
+        claimed |= set(site.matched.values())
+    renamed: dict[Node, Node] = {}
+    fired = [_replace(graph, rewrite, site, renamed) for site in sites]
+    if sites:
+        sort_topologically(graph)
+    return fired, refused
+
+
+def misses(graph: Graph, rewrites: list[Rewrite], causes: list[NearMiss]) -> list[NearMiss]:
+    """Explain what is left over for these rewrites; see near_miss.near_misses."""
+    patterns = [(rewrite.name, rewrite.variant, rewrite.traced()) for rewrite in rewrites]
+    return near_misses(patterns, Index(graph), causes)
+
+
+def _replace(graph: Graph, rewrite: Rewrite, site: Site, renamed: dict[Node, Node]) -> Fired:
+    # An earlier site of this sweep may have replaced an input of this one.
+    for name, bound in site.bound.items():
+        while isinstance(bound, Node) and bound in renamed:
+            bound = renamed[bound]
+        site.bound[name] = bound
+    outputs, matched = site.outputs(), site.nodes()
+    consumed = tuple(call(node).op for node in matched)
+    meta = inherited(site.matched.values(), outputs[0], rewrite.name)
+    last = max(site.nodes())
+    before = last.next
+    with graph.inserting_before(before):
+        tracer = GraphAppendingTracer(graph)
+        result = rewrite.replacement(**{name: Proxy(bound, tracer) if isinstance(bound, Node) else bound
+                                        for name, bound in site.bound.items()})  # fmt: skip
+        if len(outputs) == 1:
+            results = [result]
+        else:
+            results = list(result) if isinstance(result, tuple) else [result[i] for i in range(len(outputs))]
+    made = _between(last, before)
+    # Behind a view that was seen through the op sees another shape than the replaced nodes did.
+    replaced = [] if site.skipped else [value(output) for output in outputs]
+    _describe_new_nodes(graph, made, meta, replaced)
+    for output, proxy in zip(outputs, results, strict=True):
+        new = proxy.node
+        if not same_shape(value(output), value(new)):  # a view was seen through: give readers the shape they know
+            with graph.inserting_before(before):
+                view = next(node for node in site.skipped if call(node).op == "view")
+                new = graph.call_function(torch.ops.aten.view.default, (new, view.args[1]))
+                new.meta.update(meta, val=value(output))
+        output.replace_all_uses_with(new)
+        renamed[output] = new
+    for node in sorted(site.nodes(), reverse=True):
+        if not node.users:
+            graph.erase_node(node)
+    captured = {name: bound for name, bound in site.bound.items() if not isinstance(bound, Node)}
+    return Fired(rewrite.name, outputs[0], {**rewrite.attrs, **captured}, matched, made, consumed)
+
+
+def _between(first: Node, last: Node) -> list[Node]:
+    nodes, node = [], first.next
+    while node is not last:
+        nodes.append(node)
+        node = node.next
+    return nodes
+
+
+def _describe_new_nodes(graph: Graph, made: list[Node], meta: dict[str, Any], replaced: list[Any]) -> None:
+    """Give new nodes their metadata; the values are the replaced ones where one op stands for all, else traced."""
+    calls = [node for node in made if node.target is not operator.getitem]
+    for node in made:
+        if node.target is not operator.getitem and not isinstance(node.target, torch._ops.OpOverload):
+            raise TypeError(f"replacement of {meta['made_by']!r} makes {node.format_node()}: only ops of atomc.ops and "
+                            "torch.ops.aten.<name>.<overload> may stand in a replacement")  # fmt: skip
+        node.meta.update(meta)
+        if node.target is operator.getitem:
+            node.meta["val"] = value(node.args[0])[node.args[1]]  # type: ignore[arg-type,index]
+        elif len(calls) == 1 and _returns(node, len(replaced)):
+            node.meta["val"] = tuple(replaced) if len(replaced) > 1 else replaced[0]
+        else:
+            infer(graph, node)
+
+
+def _returns(node: Node, count: int) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and len(schema.returns) == count
+
+
+def infer(graph: Graph, node: Node) -> None:
+    """Compute a node's fake value by running it on its inputs' fake values."""
+    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), value)
+    mode = fake_mode_of(graph)
+    assert mode is not None and callable(node.target)
+    with mode, torch.no_grad():
+        node.meta["val"] = node.target(*args, **kwargs)
+
+
+def sort_topologically(graph: Graph) -> None:
+    """Stable: a node moves only if one of its inputs stands later."""
+    seen: set[Node] = set()
+    order: list[Node] = []
+    for root in list(graph.nodes):
+        stack = [root]
+        while stack:
+            node = stack[-1]
+            if node in seen:
+                stack.pop()
+                continue
+            waiting = [operand for operand in node.all_input_nodes if operand not in seen]
+            if waiting:
+                stack += waiting
+            else:
+                seen.add(node)
+                order.append(node)
+                stack.pop()
+    previous = None
+    for node in order:
+        if previous is not None and previous.next is not node:
+            previous.append(node)
+        previous = node
+
+
+def tensor_example(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """A tensor for an example: only its sizes and dtype count."""
+    return torch.empty(*shape, dtype=dtype)

@@ -1,0 +1,120 @@
+"""Picks the state layout and a kernel per op, and keeps the reason of every refusal."""
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from atomc import kernels
+from atomc.errors import OptionsError
+from atomc.op import REGISTRY, Kernel, Op, op_of, refusal
+from atomc.options import Options
+from atomc.platform import Platform
+from atomc.provenance import module_path
+from atomc.report import KernelChoice
+
+INLINE = "inline"
+
+
+class Selection:
+    """Kernel choice for the nodes of one graph and one range of token counts.
+
+    eager: the ops without a hand-written kernel run one by one; otherwise their meaning is left to the glue compiler.
+    """
+
+    def __init__(self, options: Options, platform: Platform, *, eager: bool, layout: str | None = None,
+                 tokens: Any = None):  # fmt: skip
+        self.options, self.platform, self.eager = options, platform, eager
+        self.layout, self.tokens = layout, tokens
+        self.choices: list[KernelChoice] = []
+        self.absent: dict[str, str] = {}
+        self.order: list[str] = []
+        for provider in options.providers or kernels.PROVIDERS:
+            if provider not in kernels.PROVIDERS and provider not in _all_providers():
+                raise OptionsError(f"option providers: no provider {provider!r}; providers are {list(kernels.PROVIDERS)}")
+            reason = kernels.load(provider) if provider in kernels.PROVIDERS else None
+            if reason:
+                self.absent[provider] = reason
+            else:
+                self.order.append(provider)
+        if not options.providers:
+            # A kernel that somebody registered from outside is preferred to ours.
+            self.order = [name for name in _all_providers() if name not in kernels.PROVIDERS] + self.order
+
+    def fix_layout(self, graph_nodes: list[Node]) -> str | None:
+        """Choose the first layout that every reader and writer of state in the graph can use."""
+        users = [node for node in graph_nodes if (op := op_of(node.target)) and any(k.layout for k in op.kernels)]
+        if not users:
+            return None
+        candidates = list(dict.fromkeys(kernel.layout for node in users for kernel in self._ranked(_op(node))
+                                        if kernel.layout))  # fmt: skip
+        for layout in candidates:
+            if all(any(kernel.layout == layout and self._refuses(kernel, node) is None
+                       for kernel in self._ranked(_op(node))) for node in users):  # fmt: skip
+                self.layout = layout
+                return layout
+        raise ValueError(f"no state layout of {candidates} has a reader and a writer on {self.platform.name}")
+
+    def choose(self, node: Node) -> Kernel | None:
+        """The kernel that runs this node, None for its meaning; the choice and all refusals are remembered."""
+        op = _op(node)
+        refused: list[tuple[str, str]] = [(name, reason) for name, reason in self.absent.items()]
+        for kernel in self._ranked(op):
+            reason = self._refuses(kernel, node)
+            if reason is None:
+                self._remember(op, node, kernel.provider, refused)
+                return kernel
+            refused.append((kernel.provider, reason))
+        if op.mutates:
+            raise ValueError(f"{op.name}: no kernel serves it on {self.platform.name}: {refused}")
+        self._remember(op, node, INLINE, refused)
+        return None
+
+    def _remember(self, op: Op, node: Node, chosen: str, refused: list[tuple[str, str]]) -> None:
+        tokens = "any" if self.tokens is None else str(self.tokens)
+        self.choices.append(KernelChoice(op.name, module_path(node), tokens, chosen, refused))
+
+    def _ranked(self, op: Op) -> list[Kernel]:
+        """The op's kernels in order of preference."""
+        return sorted((kernel for kernel in op.kernels if kernel.provider in self.order),
+                      key=lambda kernel: self.order.index(kernel.provider))
+
+    def _refuses(self, kernel: Kernel, node: Node) -> str | None:
+        if self.layout is not None and kernel.layout is not None and kernel.layout != self.layout:
+            return f"works on layout {kernel.layout!r}, the state is laid out {self.layout!r}"
+        if self.tokens is not None and not self.tokens.is_subset(kernel.tokens):
+            return f"is meant for {kernel.tokens} tokens"
+        arguments, nodes = _arguments(kernel, node)
+        for name in kernel.prepare:
+            if nodes[name].op != "placeholder":
+                return f"it prepares `{name}` once, but here that is computed in the graph"
+        if kernel.provider == "torch" and self._better_inlined(kernel, arguments):
+            return "its meaning is left to the glue compiler, which fuses it with its neighbours"
+        if self.options.rounding == "hf" and kernel.rounds == "once" and arguments.get("style", "after") == "after":
+            return "it rounds once, rounding='hf' asks for the model's own roundings"
+        return refusal(kernel, self.platform, arguments)
+
+    def _better_inlined(self, kernel: Kernel, arguments: dict[str, Any]) -> bool:
+        if self.eager or kernel.layout is not None or kernel.op == "attention":
+            return False
+        # Inductor may keep fp32 where the model rounds; a norm run on its own does not.
+        return not (self.options.rounding == "hf" and "norm" in kernel.op)
+
+
+def _op(node: Node) -> Op:
+    op = op_of(node.target)
+    assert op is not None
+    return op
+
+
+def _all_providers() -> list[str]:
+    return list(dict.fromkeys(kernel.provider for op in REGISTRY.values() for kernel in op.kernels))
+
+
+def _arguments(kernel: Kernel, node: Node) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The op's arguments by name: as fake tensors and numbers, and as nodes."""
+    bound = _op(node).signature.bind(*node.args, **node.kwargs)
+    bound.apply_defaults()
+    nodes = dict(bound.arguments)
+    fakes = {name: torch.fx.node.map_arg(given, lambda n: n.meta.get("val")) for name, given in nodes.items()}
+    return fakes, nodes

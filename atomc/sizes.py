@@ -1,0 +1,46 @@
+"""Comparing symbolic sizes without ever adding a guard."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import sympy
+import torch
+
+from atomc.torch_compat import statically_known_true
+
+Size = int | torch.SymInt
+
+
+def expression(size: Any) -> sympy.Expr:
+    """The sympy expression of a size."""
+    return size.node.expr if isinstance(size, torch.SymInt) else sympy.sympify(size)
+
+
+def known_equal(a: Any, b: Any) -> bool:
+    """True only if a == b for every value of their symbols. (`a == b` and guard_or_false would add a guard.)"""
+    if isinstance(a, Size) and isinstance(b, Size):
+        return bool(statically_known_true(a == b))
+    return bool(sympy.expand(expression(a) - expression(b)) == 0)
+
+
+def known_different(a: Any, b: Any) -> bool:
+    """True only if a != b for every value of their symbols."""
+    difference = sympy.expand(expression(a) - expression(b))
+    return bool(difference.is_number and difference != 0)
+
+
+def same_shape(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """True only if the two shapes are equal for every value of their symbols."""
+    return a.dim() == b.dim() and all(known_equal(m, n) for m, n in zip(a.shape, b.shape, strict=True))
+
+
+def substitute(size: Any, values: Mapping[sympy.Symbol, Any]) -> Any:
+    """The size with symbols replaced by other sizes, as an expression; an int stays an int."""
+    if not isinstance(size, torch.SymInt):
+        return size
+    return expression(size).subs({symbol: expression(value) for symbol, value in values.items()})
+
+
+def spell_shape(shape: Sequence[Any]) -> str:
+    """[2, s0, 8]"""
+    return "[" + ", ".join(str(size) for size in shape) + "]"

@@ -1,0 +1,187 @@
+"""Everything of torch that is not public, in one place. Tested with torch 2.11 and 2.13."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._dynamo.exc import ShortenTraceback
+from torch._dynamo.exc import TensorifyScalarRestartAnalysis as RestartAnalysis
+from torch._dynamo.utils import get_metrics_context
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, statically_known_true, sym_eq
+
+__all__ = [
+    "FakeTensor",
+    "FakeTensorMode",
+    "RestartAnalysis",
+    "ShapeEnv",
+    "ShortenTraceback",
+    "break_reason",
+    "fake_mode_of",
+    "functional_graph",
+    "inductor",
+    "inductor_option_names",
+    "lifted_floats",
+    "make_fx",
+    "mark_unbacked",
+    "mode_options",
+    "num_guards",
+    "outside_of_tracing",
+    "own_copy",
+    "recompile_reason",
+    "source_name",
+    "statically_known_true",
+    "sym_eq",
+    "traced_alone",
+    "tracing_context",
+]
+
+mark_unbacked = torch._dynamo.decorators.mark_unbacked
+INVOKE_SUBGRAPH = torch.ops.higher_order.invoke_subgraph
+
+
+def source_name(placeholder: Node) -> str | None:
+    """Where Dynamo found this input, as a Python expression over the frame's locals: "L['x']". None if unknown."""
+    source = getattr(placeholder, "_dynamo_source", None)
+    if source is None:
+        return None
+    name = source.name
+    return str(name() if callable(name) else name)
+
+
+def lifted_floats(graph: Graph) -> list[Node]:
+    """Placeholders that are Python floats which Dynamo made 0-d inputs of; it sets no guard on their values."""
+    return [node for node in graph.find_nodes(op="placeholder") if _is_lifted_float(node)]
+
+
+def _is_lifted_float(placeholder: Node) -> bool:
+    argument, fake = placeholder.meta.get("grapharg"), placeholder.meta.get("example_value")
+    passed_as_tensor = getattr(argument, "pass_arg_as_tensor", False)
+    return passed_as_tensor and isinstance(fake, Tensor) and fake.dim() == 0 and fake.dtype == torch.float64
+
+
+def break_reason(gm: GraphModule) -> tuple[str, list[tuple[str, int, str]]] | None:
+    """Why Dynamo ended this graph early: (reason, [(file, line, code)], innermost last); None if it did not."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return None
+    return reason.reason, [(f.filename, f.lineno or 0, f.line or "") for f in reason.user_stack]
+
+
+def recompile_reason() -> str | None:
+    """The guard whose failure caused the compile under way; None if this is a first compile."""
+    return get_metrics_context()._metrics.get("recompile_reason")
+
+
+def own_copy(gm: GraphModule) -> GraphModule:
+    """A copy that may be edited: Dynamo reads its own graph again after the backend has returned."""
+    graph = Graph()
+    copies: dict[Node, Node] = {}
+    graph.output(graph.graph_copy(gm.graph, copies))
+    for node, copied in copies.items():
+        if hasattr(node, "_dynamo_source"):
+            copied._dynamo_source = node._dynamo_source  # type: ignore[attr-defined]
+    old, new = gm.graph.output_node(), graph.output_node()
+    new.meta = dict(old.meta)
+    made = GraphModule(gm, graph)
+    made.meta = dict(gm.meta)
+    if hasattr(gm, "_param_name_to_source"):
+        made._param_name_to_source = gm._param_name_to_source
+    return made
+
+
+def fake_mode_of(graph: Graph) -> FakeTensorMode | None:
+    """The mode under which Dynamo or AOTAutograd traced this graph."""
+    context = TracingContext.try_get()
+    if context is not None and context.fake_mode is not None:
+        return context.fake_mode
+    for node in graph.nodes:
+        value = node.meta.get("val", node.meta.get("example_value"))
+        if isinstance(value, FakeTensor):
+            return value.fake_mode
+    return None
+
+
+def num_guards(mode: FakeTensorMode | None) -> int:
+    """How many guards the shape environment holds; a pass must not add any."""
+    return len(mode.shape_env.guards) if mode is not None and mode.shape_env is not None else 0
+
+
+@contextlib.contextmanager
+def tracing_context(mode: FakeTensorMode | None) -> Iterator[None]:
+    """A tracing context of its own, so that a nested compile leaves the caller's untouched."""
+    with tracing(TracingContext(mode)):
+        yield
+
+
+def functional_graph(
+    gm: GraphModule,
+    fakes: Sequence[Any],
+    compiler: Callable[[GraphModule, Sequence[Any]], Callable[..., Any]],
+) -> Callable[..., Any]:
+    """Run AOTAutograd for inference without decompositions and let `compiler` compile the functional ATen graph.
+
+    Input mutations stay in the graph. The result takes and returns what `gm` does.
+    """
+    from functorch.compile import make_boxed_func
+    from torch._functorch.aot_autograd import aot_module_simplified
+
+    def inference_compiler(functional: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        return make_boxed_func(compiler(functional, inputs))  # type: ignore[no-any-return]
+
+    with torch._dynamo.utils.preserve_rng_state():
+        return aot_module_simplified(  # type: ignore[no-any-return]
+            gm, list(fakes), fw_compiler=inference_compiler, inference_compiler=inference_compiler,
+            decompositions={}, keep_inference_input_mutations=True,
+        )  # fmt: skip
+
+
+def inductor(gm: GraphModule, inputs: Sequence[Any], patches: Mapping[str, Any] | None = None) -> Callable[..., Any]:
+    """Compile a graph with Inductor, as its own backend would; `patches` are keys of torch._inductor.config."""
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(gm, list(inputs), config_patches=dict(patches or {}))  # type: ignore[no-any-return]
+
+
+def mode_options(mode: str) -> dict[str, Any]:
+    """What torch.compile(mode=...) means to Inductor."""
+    import torch._inductor
+
+    return dict(torch._inductor.list_mode_options(mode)) if mode != "default" else {}
+
+
+def inductor_option_names() -> list[str]:
+    """The options that Inductor knows."""
+    import torch._inductor
+
+    return list(torch._inductor.list_options())
+
+
+def as_fake(mode: FakeTensorMode, value: Any) -> Any:
+    """A tensor as this mode's fake with static sizes; anything else as it is."""
+    return mode.from_tensor(value, static_shapes=True) if isinstance(value, Tensor) else value
+
+
+@contextlib.contextmanager
+def outside_of_tracing() -> Iterator[None]:
+    """Real tensors and no tracing context, whatever is being compiled around this call."""
+    with tracing(None), unset_fake_temporarily(), torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def traced_alone(function: Callable[..., Any], *args: Tensor) -> Graph:
+    """The graph of a function with symbolic sizes."""
+    with outside_of_tracing():
+        return make_fx(function, tracing_mode="symbolic")(*args).graph
+
+
+def fresh_size(mode: FakeTensorMode) -> torch.SymInt:
+    """A size about which nothing is known, for an input that the traced program did not have."""
+    assert mode.shape_env is not None
+    with mode.shape_env.ignore_fresh_unbacked_symbols():
+        return mode.shape_env.create_unbacked_symint()

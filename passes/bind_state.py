@@ -1,0 +1,106 @@
+"""For the runtime: each state handle becomes cache tensors, and attention a write and a paged read.
+
+    q, k, v, handle > attention
+ =>
+    token = kv_write(k, v, k_cache!, v_cache!, slots);  paged_attention(q, k_cache, v_cache, ..., token)
+
+The token is a data edge: nothing can swap write and read, and dead-code removal cannot drop the write. The caches and
+what a step carries become further graph inputs.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from atomc import ops
+from atomc.canonical import value
+from atomc.graph_pass import Context
+from atomc.ops.state import StateSpec
+from atomc.provenance import module_path
+from atomc.rewrite import Fired, infer
+from atomc.torch_compat import FakeTensorMode, fake_mode_of, fresh_size
+
+
+def bind_state(gm: GraphModule, context: Context) -> list[Fired]:
+    """Replace every attention that owns a handle. Fills context.state with one StateSpec per layer, in graph order.
+
+    Raises ValueError for an attention that a paged cache cannot serve.
+    """
+    graph = gm.graph
+    sites = [node for node in graph.nodes if node.target is ops.attention.overload and _argument(node, 3, "kv")]
+    if not sites:
+        return []
+    mode = fake_mode_of(graph)
+    assert mode is not None
+    inputs = _Inputs(graph, mode)
+    windows = sorted({node.kwargs.get("window", 0) for node in sites})  # type: ignore[type-var]
+    fired = []
+    for node in sites:
+        q, k, v = node.args[:3]
+        assert isinstance(q, Node) and isinstance(k, Node) and isinstance(v, Node)
+        path = module_path(node)
+        if _argument(node, 4, "mask") is not None or not node.kwargs.get("causal", True):
+            raise ValueError(f"attention in {path} has a mask or is not causal: a paged cache serves causal attention only")
+        if value(k).shape[-1] != value(v).shape[-1]:
+            raise ValueError(f"attention in {path}: keys are {value(k).shape[-1]} wide, values {value(v).shape[-1]}")
+        window = node.kwargs.get("window", 0)
+        group = windows.index(window)  # type: ignore[arg-type]
+        spec = StateSpec(path, "kv", tuple(value(k).shape[-2:]), value(k).dtype, window, group=group)  # type: ignore[arg-type]
+        caches = inputs.caches(len(context.state), spec)
+        context.state.append(spec)
+        rows = value(q).shape[:-2].numel()
+        slots = inputs.get(f"slots_{group}", lambda rows=rows: torch.empty(rows, dtype=torch.int64))
+        tables = inputs.get(f"block_tables_{group}", lambda: torch.empty(inputs.sequences, fresh_size(mode),
+                                                                        dtype=torch.int32))  # fmt: skip
+        starts = inputs.get("query_start", lambda: torch.empty(inputs.sequences + 1, dtype=torch.int32))
+        lengths = inputs.get("seq_lens", lambda: torch.empty(inputs.sequences, dtype=torch.int32))
+        meta = {key: node.meta[key] for key in ("nn_module_stack", "stack_trace", "origins") if key in node.meta}
+        with graph.inserting_before(node):
+            token = graph.call_function(ops.kv_write.overload, (k, v, *caches, slots))
+            token.meta.update(meta)
+            infer(graph, token)
+            read = graph.call_function(
+                ops.paged_attention.overload,
+                (q, *caches, starts, lengths, tables, token, _argument(node, 5, "sinks")),
+                {name: node.kwargs[name] for name in ("scale", "window", "softcap") if name in node.kwargs},
+            )
+            read.meta.update(meta, val=value(node))
+        node.replace_all_uses_with(read)
+        graph.erase_node(node)
+        fired.append(Fired("bind_state", node, {"window": window}, {node}, [token, read]))
+    return fired
+
+
+def _argument(node: Node, position: int, name: str) -> Any:
+    return node.args[position] if len(node.args) > position else node.kwargs.get(name)
+
+
+class _Inputs:
+    """Further placeholders of the graph, made on first use."""
+
+    def __init__(self, graph: Graph, mode: FakeTensorMode):
+        self.graph, self.mode = graph, mode
+        self.last = graph.find_nodes(op="placeholder")[-1]
+        self.made: dict[str, Node] = {}
+        self.sequences = fresh_size(mode)
+        self.device = next(value(node).device for node in graph.nodes if isinstance(value(node), Tensor))
+
+    def get(self, name: str, make: Callable[[], Tensor]) -> Node:
+        if name not in self.made:
+            with self.mode, self.device:
+                fake = make()
+            with self.graph.inserting_after(self.last):
+                self.last = self.made[name] = self.graph.placeholder(name)
+            self.last.meta["val"] = fake
+        return self.made[name]
+
+    def caches(self, layer: int, spec: StateSpec) -> tuple[Node, Node]:
+        """[blocks, block_size, heads, head_dim], twice."""
+
+        def make() -> Tensor:
+            return torch.empty(fresh_size(self.mode), fresh_size(self.mode), *spec.shape, dtype=spec.dtype)
+
+        return self.get(f"k_cache_{layer}", make), self.get(f"v_cache_{layer}", make)

@@ -1,0 +1,1 @@
+"""Chains of ops become one op."""

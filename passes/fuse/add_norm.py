@@ -1,0 +1,51 @@
+"""Fold a residual add into the norm that follows it.
+
+    x -+                              x -+
+       add -+- rms_norm -> y    =>       add_rms_norm -+-> y
+    r -+    +-> sum                   r -+             +-> sum
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from atomc import ops
+from atomc.rewrite import Rewrite, tensor_example
+
+
+def _rms_pattern(x: Tensor, residual: Tensor, weight: Tensor, eps: float, style: str) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return ops.rms_norm(total, weight, eps, style), total
+
+
+def _rms_replacement(x: Tensor, residual: Tensor, weight: Tensor, eps: float, style: str) -> Any:
+    return ops.add_rms_norm(x, residual, weight, eps, style)
+
+
+def _rms_example(weight_dtype: torch.dtype) -> dict[str, Any]:
+    return {"x": tensor_example(3, 10), "residual": tensor_example(3, 10),
+            "weight": tensor_example(10, dtype=weight_dtype), "eps": 1e-6, "style": "after"}  # fmt: skip
+
+
+def _layer_pattern(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return ops.layer_norm(total, weight, bias, eps), total
+
+
+def _layer_replacement(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Any:
+    return ops.add_layer_norm(x, residual, weight, bias, eps)
+
+
+def _layer_example() -> dict[str, Any]:
+    return {"x": tensor_example(3, 10), "residual": tensor_example(3, 10), "weight": tensor_example(10),
+            "bias": tensor_example(10), "eps": 1e-6}  # fmt: skip
+
+
+ADD_RMS_NORM = [
+    Rewrite("add_rms_norm", _rms_pattern, _rms_replacement, lambda: _rms_example(torch.bfloat16), sees_through=True,
+            attrs={"weight": "as x"}),
+    Rewrite("add_rms_norm", _rms_pattern, _rms_replacement, lambda: _rms_example(torch.float32), sees_through=True,
+            variant="fp32 weight", attrs={"weight": "fp32"}),
+]  # fmt: skip
+ADD_LAYER_NORM = [Rewrite("add_layer_norm", _layer_pattern, _layer_replacement, _layer_example, sees_through=True)]

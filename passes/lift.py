@@ -1,0 +1,156 @@
+"""Composite calls of Dynamo's graph become ops before AOTAutograd takes them apart.
+
+    F.linear, F.embedding, F.rms_norm, F.layer_norm    =>    the op of the same name
+    F.scaled_dot_product_attention                     =>    attention, heads behind tokens
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from atomc import ops
+from atomc.graph_pass import Context
+from atomc.rewrite import Fired
+from atomc.sizes import known_equal
+
+# torch.fx spells these functions in several ways; all mean the same.
+LINEAR = (F.linear, torch._C._nn.linear)
+RMS_NORM = (F.rms_norm, torch.rms_norm)
+LAYER_NORM = (F.layer_norm, torch.layer_norm)
+SDPA = (F.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention)
+
+
+def lift(gm: GraphModule, context: Context) -> list[Fired]:
+    """Lift every composite call; what cannot be lifted stays as it is, with a note."""
+    if _autocasts(gm.graph):
+        context.notes.append("autocast is active: composite calls are left to it")
+        return []
+    fired = []
+    for node in list(gm.graph.nodes):
+        lifter = _LIFTERS.get(node.target) if node.op == "call_function" else None
+        if lifter is None:
+            continue
+        outcome = lifter(gm.graph, node)
+        if isinstance(outcome, str):
+            context.notes.append(f"{node.name} ({node.target.__name__}) is not lifted: {outcome}")
+        elif outcome is not None:
+            new, attrs = outcome
+            fired.append(Fired(ops.op_of(new.target).name, node, attrs, {node}))  # type: ignore[union-attr]
+    gm.recompile()
+    return fired
+
+
+def _autocasts(graph: Graph) -> bool:
+    entered = any(node.target is torch.amp.autocast_mode._enter_autocast for node in graph.nodes)
+    return entered or any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
+
+
+def _fake(node: Any) -> Any:
+    return node.meta.get("example_value") if isinstance(node, Node) else node
+
+
+def _arguments(node: Node, names: tuple[str, ...], **defaults: Any) -> dict[str, Any]:
+    return {**defaults, **dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
+def _replace(node: Node, op: ops.Op, *args: Any, **kwargs: Any) -> Node:
+    """Turn the call into one of the op, in place, so that metadata and readers stay."""
+    node.target, node.args, node.kwargs = op.overload, args, kwargs
+    return node
+
+
+Lifted = tuple[Node, dict[str, Any]] | str | None
+
+
+def _linear(graph: Graph, node: Node) -> Lifted:
+    given = _arguments(node, ("input", "weight", "bias"), bias=None)
+    if _fake(given["weight"]).dim() != 2:
+        return "the weight is no matrix"
+    return _replace(node, ops.linear, given["input"], given["weight"], given["bias"]), {}
+
+
+def _embedding(graph: Graph, node: Node) -> Lifted:
+    names = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
+    given = _arguments(node, names, max_norm=None)
+    if given["max_norm"] is not None:
+        return "max_norm changes the weight"
+    return _replace(node, ops.embedding, given["input"], given["weight"]), {}
+
+
+def _rms_norm(graph: Graph, node: Node) -> Lifted:
+    given = _arguments(node, ("input", "normalized_shape", "weight", "eps"), weight=None, eps=None)
+    x, weight = _fake(given["input"]), _fake(given["weight"])
+    if len(given["normalized_shape"]) != 1:
+        return f"it normalises over {len(given['normalized_shape'])} dimensions, the op over the last one"
+    if weight is None:
+        return "it has no weight"
+    if weight.dtype != x.dtype or x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"x is {x.dtype}, the weight {weight.dtype}"
+    eps = torch.finfo(x.dtype).eps if given["eps"] is None else given["eps"]
+    if not isinstance(eps, float | int):
+        return "eps is not a constant"
+    return _replace(node, ops.rms_norm, given["input"], given["weight"], float(eps), "before"), {"style": "before"}
+
+
+def _layer_norm(graph: Graph, node: Node) -> Lifted:
+    names = ("input", "normalized_shape", "weight", "bias", "eps")
+    given = _arguments(node, names, weight=None, bias=None, eps=1e-5)
+    if len(given["normalized_shape"]) != 1:
+        return f"it normalises over {len(given['normalized_shape'])} dimensions, the op over the last one"
+    if not isinstance(given["eps"], float | int):
+        return "eps is not a constant"
+    return _replace(node, ops.layer_norm, given["input"], given["weight"], given["bias"], float(given["eps"])), {}
+
+
+def _sdpa(graph: Graph, node: Node) -> Lifted:
+    """[..., N, T, D] becomes [..., T, N, D]; the transposes usually meet their inverse."""
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+    given = _arguments(node, names, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None)
+    q, k = _fake(given["query"]), _fake(given["key"])
+    if given["dropout_p"]:
+        return "it drops out"
+    if q.dim() < 3:
+        return "it has no head dimension"
+    if given["is_causal"] and not known_equal(q.shape[-2], k.shape[-2]):
+        return f"causal with {q.shape[-2]} queries and {k.shape[-2]} keys"
+    scale = q.shape[-1] ** -0.5 if given["scale"] is None else given["scale"]
+    if not isinstance(scale, float | int):
+        return "its scale is not a constant"
+    with graph.inserting_before(node):
+        heads_last = [_transposed(graph, given[name], node) for name in ("query", "key", "value")]
+        out = graph.call_function(ops.attention.overload, (*heads_last, None, given["attn_mask"]),
+                                  {"scale": float(scale), "causal": bool(given["is_causal"])})  # fmt: skip
+        out.meta = {key: item for key, item in node.meta.items() if key != "example_value"}
+        back = _transposed(graph, out, node)
+    back.meta["example_value"] = _fake(node)
+    node.replace_all_uses_with(back)
+    graph.erase_node(node)
+    return out, {"causal": bool(given["is_causal"]), "mask": given["attn_mask"] is not None}
+
+
+def _transposed(graph: Graph, x: Node, like: Node) -> Node:
+    made = graph.call_function(torch.transpose, (x, -3, -2))
+    made.meta = {key: item for key, item in like.meta.items() if key != "example_value"}
+    if isinstance(_fake(x), Tensor):
+        made.meta["example_value"] = _fake(x).transpose(-3, -2)
+    return made
+
+
+def _already(op: ops.Op) -> Callable[[Graph, Node], Lifted]:
+    """An op that the model called itself counts as recognised."""
+    return lambda graph, node: (node, {})
+
+
+_LIFTERS: dict[Any, Callable[[Graph, Node], Lifted]] = {
+    **dict.fromkeys(LINEAR, _linear),
+    F.embedding: _embedding,
+    torch.embedding: _embedding,
+    **dict.fromkeys(RMS_NORM, _rms_norm),
+    **dict.fromkeys(LAYER_NORM, _layer_norm),
+    **dict.fromkeys(SDPA, _sdpa),
+    **{op.overload: _already(op) for op in ops.REGISTRY.values()},
+}

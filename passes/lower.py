@@ -1,0 +1,69 @@
+"""Every op gets what runs it: a provider's kernel, or its meaning for the glue compiler to fuse with its neighbours.
+
+The lowered node calls the Python function itself: a dump shows exactly what runs, and a call costs 0.1 us. What a kernel
+asks for besides the op's arguments (prepared weights, a plan, a workspace) is added here, once for all kernels.
+"""
+
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from atomc import ops
+from atomc.canonical import value
+from atomc.graph_pass import Context, Extra
+from atomc.rewrite import Fired
+
+
+def lower(gm: GraphModule, context: Context) -> list[Fired]:
+    """Replace the target of each op node by the function that `context.choose` picks."""
+    assert context.choose is not None
+    fired = []
+    extras: dict[Any, Node] = {}
+    for node in list(gm.graph.nodes):
+        op = ops.op_of(node.target)
+        if op is None:
+            continue
+        kernel = context.choose(node)
+        if kernel is None:
+            node.target = op.reference
+        else:
+            _call_kernel(gm.graph, node, op, kernel, context, extras)
+        node.meta["op"] = op.name
+        fired.append(Fired("lower", node, {"op": op.name}))
+    return fired
+
+
+def _call_kernel(
+    graph: Graph, node: Node, op: ops.Op, kernel: ops.Kernel, context: Context, extras: dict[Any, Node]
+) -> None:
+    arguments = op.signature.bind(*node.args, **node.kwargs).arguments
+    added: dict[str, Node] = {}
+    for name, prepare in kernel.prepare.items():
+        weight = arguments[name]
+        key = (weight, prepare)
+        if key not in extras:
+            extras[key] = _placeholder(graph, f"prepared_{len(extras)}")
+            context.extras.append(Extra("prepared", extras[key].name, prepare, weight.name))
+        added[name] = extras[key]
+    if kernel.plan is not None:
+        key = kernel.plan
+        if key not in extras:
+            extras[key] = _placeholder(graph, f"plan_{len(extras)}")
+            context.extras.append(Extra("plan", extras[key].name, kernel.plan))
+        added["plan"] = extras[key]
+    with graph.inserting_before(node):
+        if kernel.workspace is not None:
+            size = graph.call_function(kernel.workspace, node.args, dict(node.kwargs))
+            device = value(next(iter(node.all_input_nodes))).device
+            added["workspace"] = graph.call_function(torch.empty, (size,), {"dtype": torch.uint8, "device": device})
+            size.meta["kernel"] = added["workspace"].meta["kernel"] = kernel.provider
+    node.target = kernel.function
+    node.meta["kernel"] = kernel.provider
+    if added:
+        node.args, node.kwargs = (), {**arguments, **added}
+
+
+def _placeholder(graph: Graph, name: str) -> Node:
+    with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
+        return graph.placeholder(name)

@@ -1,0 +1,1 @@
+"""Idioms become ops: the graph is raised to what it means."""
