@@ -316,6 +316,10 @@ ATTENTION: Cases = {
     "bool mask, window": lambda draw: attended(draw, 33, window=5) | {"mask": bool_mask(draw, 1, 33, 33)},
     "float mask": lambda draw: attended(draw, 7, 33, causal=False) | {"mask": draw.normal(7, 33)},
     "float mask, causal": lambda draw: attended(draw, 7, batch=(2,)) | {"mask": draw.normal(2, 1, 7, 7)},
+    "float mask that hides a row": lambda draw: (
+        attended(draw, 7, 33, causal=False)
+        | {"mask": draw.normal(7, 33).masked_fill(~bool_mask(draw, 7, 33), float("-inf"))}
+    ),
     "fp32 mask": lambda draw: attended(draw, 7) | {"mask": draw.normal(1, 7, 7, dtype=torch.float32)},
     "smallest number as mask": lambda draw: (
         attended(draw, 7, causal=False)

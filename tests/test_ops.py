@@ -264,8 +264,9 @@ def test_attention_takes_the_masks_of_scaled_dot_product_attention(case: str) ->
     assert_close(ops.attention(**a), sdpa(a["q"], a["k"], a["v"], a["scale"], a["mask"]))
 
 
-def test_a_row_that_sees_no_key_is_zero() -> None:
-    a = CASES["attention"]["bool mask"](Draw(torch.float32))
+@pytest.mark.parametrize("case", ["bool mask", "float mask that hides a row"])
+def test_a_row_that_sees_no_key_is_zero(case: str) -> None:
+    a = CASES["attention"][case](Draw(torch.float32))
     assert not ops.attention(**a)[2].any()
 
 

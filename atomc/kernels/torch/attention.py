@@ -49,6 +49,10 @@ def attention(
     out = F.scaled_dot_product_attention(
         q.transpose(-2, -3), k.transpose(-2, -3), v.transpose(-2, -3), mask, is_causal=causal and mask is None,
         scale=scale, enable_gqa=True)  # fmt: skip
+    if mask is not None and q.is_cuda:
+        # There a row that sees no key becomes the mean of all values, in half precision (torch 2.11, H200).
+        blind = ~mask.any(-1) if mask.dtype == torch.bool else (mask == float("-inf")).all(-1)
+        out = out.masked_fill(blind[..., None], 0.0)
     return out.transpose(-2, -3).contiguous()
 
 
