@@ -8,6 +8,7 @@ The token is a data edge: nothing can swap write and read, and dead-code removal
 what a step carries become further graph inputs.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -51,7 +52,7 @@ def bind_state(gm: GraphModule, context: Context) -> list[Fired]:
         spec = StateSpec(path, "kv", tuple(value(k).shape[-2:]), value(k).dtype, window, group=group)  # type: ignore[arg-type]
         caches = inputs.caches(len(context.state), spec)
         context.state.append(spec)
-        rows = value(q).shape[:-2].numel()
+        rows = math.prod(value(q).shape[:-2])
         slots = inputs.get(f"slots_{group}", lambda rows=rows: torch.empty(rows, dtype=torch.int64))
         tables = inputs.get(f"block_tables_{group}", lambda: torch.empty(inputs.sequences, fresh_size(mode),
                                                                         dtype=torch.int32))  # fmt: skip
@@ -85,7 +86,8 @@ class _Inputs:
         self.graph, self.mode = graph, mode
         self.last = graph.find_nodes(op="placeholder")[-1]
         self.made: dict[str, Node] = {}
-        self.sequences = fresh_size(mode)
+        self.sequences, self.block_size = fresh_size(mode), fresh_size(mode)
+        self.blocks: dict[int, torch.SymInt] = {}
         self.device = next(value(node).device for node in graph.nodes if isinstance(value(node), Tensor))
 
     def get(self, name: str, make: Callable[[], Tensor]) -> Node:
@@ -98,9 +100,10 @@ class _Inputs:
         return self.made[name]
 
     def caches(self, layer: int, spec: StateSpec) -> tuple[Node, Node]:
-        """[blocks, block_size, heads, head_dim], twice."""
+        """[blocks, block_size, heads, head_dim], twice. The layers of a group have the same number of blocks."""
+        blocks = self.blocks.setdefault(spec.group, fresh_size(self.mode))
 
         def make() -> Tensor:
-            return torch.empty(fresh_size(self.mode), fresh_size(self.mode), *spec.shape, dtype=spec.dtype)
+            return torch.empty(blocks, self.block_size, *spec.shape, dtype=spec.dtype)
 
         return self.get(f"k_cache_{layer}", make), self.get(f"v_cache_{layer}", make)

@@ -1,0 +1,129 @@
+"""Looking at what the compiler does to a model, without running it."""
+
+import inspect
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+
+from atomc import capture
+from atomc.backend import lift_stage, new_report, stages, untreatable
+from atomc.dump import Dumper
+from atomc.graph_pass import Context
+from atomc.options import Options
+from atomc.platform import Platform
+from atomc.report import Report, keep
+from atomc.sizes import expression
+from atomc.torch_compat import ShortenTraceback, lifted_floats
+
+EXAMPLE_TOKENS = 12
+
+
+def explain(
+    model: Callable[..., Any], *args: Any, options: Mapping[str, Any] | Options | None = None,
+    platform: Platform | str | None = None, dynamic: bool | None = None, **kwargs: Any,
+) -> Report:  # fmt: skip
+    """What the compiler does to model(*args, **kwargs): compiles, does not run, and compiles nothing by Inductor or Triton.
+
+    platform  a Platform or the name of one that need not be here ("gfx950"); default: the one the model lies on
+    dynamic   as in torch.compile
+    Without args, token ids are made up for a language model. The model may lie on the meta device. Of several graphs
+    (graph breaks) the one with the most sites is returned; all are in `atomc.reports()`.
+    Raises TypeError if no inputs are given and none can be made up, OptionsError for wrong options.
+    """
+    chosen = Options.of(options)
+    if not args and not kwargs:
+        args, kwargs = example_inputs(model)
+    where = Platform.named(platform) if isinstance(platform, str) else platform
+    made: list[Report] = []
+
+    def backend(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        made.append(_inspect(gm, inputs, chosen, where))
+        return lambda *given: outputs_like(gm, given)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return model(*args, **kwargs)
+
+    # A code object of its own, so that Dynamo never takes an earlier compile for this one.
+    fresh = types.FunctionType(call.__code__.replace(), call.__globals__, "call", None, call.__closure__)
+    with torch.no_grad():
+        torch.compile(fresh, backend=backend, dynamic=dynamic)(*args, **kwargs)
+    if not made:
+        raise TypeError("explain: Dynamo found no graph in this call; is there a tensor operation in it?")
+    return max(made, key=lambda report: len(report.sites))
+
+
+def prepare(model: nn.Module) -> nn.Module:
+    """The model made ready to be compiled for inference: eval mode, no gradients wanted."""
+    return model.eval().requires_grad_(False)
+
+
+def example_inputs(model: Callable[..., Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Token ids for a language model: (args, kwargs). Raises TypeError for a model that takes something else."""
+    forward = model.forward if isinstance(model, nn.Module) else model
+    names = list(inspect.signature(forward).parameters)
+    device = next(model.parameters()).device if isinstance(model, nn.Module) else torch.device("cpu")
+    ids = torch.zeros(EXAMPLE_TOKENS, dtype=torch.int64, device=device)
+    positions = torch.arange(EXAMPLE_TOKENS, device=device)
+    if names[:2] == ["input_ids", "positions"]:
+        return (ids, positions), {}
+    if "input_ids" in names:
+        return (), {"input_ids": ids[None], **({"use_cache": False} if "use_cache" in names else {})}
+    raise TypeError(f"explain: give the inputs of {type(model).__name__}({', '.join(names)}) as in "
+                    "explain(model, x, ...)")  # fmt: skip
+
+
+def _inspect(gm: GraphModule, inputs: Sequence[Any], options: Options, platform: Platform | None) -> Report:
+    """All stages but the last: kernels are chosen, nothing is compiled."""
+    report = keep(new_report(gm))
+    reason = untreatable(inputs, options)
+    if reason:
+        report.why_not = reason
+        return report
+    device = next((x.device.type for x in inputs if isinstance(x, Tensor) and not x.is_meta), None)
+    context = Context(options, platform or Platform.detect(device))
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    floats = {i: float(inputs[i]) for node in lifted_floats(gm.graph) for i in [placeholders.index(node)]}
+
+    def compiler(functional: GraphModule, fakes: Sequence[Any]) -> Callable[..., Any]:
+        return stages(functional, context, report, Dumper(options.dump), glue=False).call
+
+    try:
+        capture.trace(gm, inputs, lambda dynamo: lift_stage(dynamo, context, report), compiler, floats)
+        report.treated = True
+    except ShortenTraceback:
+        raise
+    except Exception as error:  # the report is what was asked for, also of a failure
+        report.why_not = f"{type(error).__name__}: {error}"
+        if options.strict:
+            raise
+    return report
+
+
+def outputs_like(gm: GraphModule, given: Sequence[Any]) -> list[Any]:
+    """What the graph would return, as far as shapes and dtypes go: for code that continues behind a graph break."""
+    symbols: dict[sympy.Symbol, int] = {}
+    for node, actual in zip(gm.graph.find_nodes(op="placeholder"), given, strict=True):
+        fake = node.meta.get("example_value")
+        if isinstance(fake, torch.SymInt):
+            symbols[expression(fake)] = int(actual)
+        elif isinstance(fake, Tensor) and isinstance(actual, Tensor):
+            for size, number in zip(fake.shape, actual.shape, strict=True):
+                if isinstance(size, torch.SymInt):
+                    symbols[expression(size)] = int(number)
+
+    def number(size: Any) -> int:
+        return int(expression(size).subs(symbols))
+
+    def like(item: Any) -> Any:
+        fake = item.meta.get("example_value") if isinstance(item, Node) else item
+        if isinstance(fake, Tensor):
+            return torch.zeros([number(size) for size in fake.shape], dtype=fake.dtype, device=fake.device)
+        return number(fake) if isinstance(fake, torch.SymInt) else fake
+
+    returned = gm.graph.output_node().args[0]
+    return [like(item) for item in returned]  # type: ignore[union-attr]

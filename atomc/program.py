@@ -1,0 +1,182 @@
+"""A model compiled for the runtime: state bound to a paged cache, called directly past Dynamo's guards.
+
+The program binds the parameters that Dynamo found by their source, takes a Step per call, and checks itself what the
+guards would have checked: that the weights still lie where they lay.
+"""
+
+import re
+import time
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from atomc import capture
+from atomc.backend import Compiled, lift_stage, new_report, stages
+from atomc.dump import Dumper
+from atomc.errors import RunError
+from atomc.graph_pass import Context
+from atomc.ops.state import StateSpec, Step
+from atomc.options import Options
+from atomc.platform import Platform
+from atomc.report import Report, keep
+from atomc.torch_compat import mark_unbacked, source_name
+
+INPUTS = ("input_ids", "positions", "logits_rows")
+_INPUT = re.compile(r"^L\['(" + "|".join(INPUTS) + r")'\](?:\.size\(\)\[(\d+)\])?$")
+
+
+class Program:
+    """model(input_ids [T], positions [T], logits_rows [R]) -> logits [R, V], as one callable of a Step.
+
+    specs   one StateSpec per attention layer, in graph order
+    report  what the compiler did
+    """
+
+    def __init__(self, compiled: Compiled, sources: Sequence[str | None], inputs: Sequence[Any], report: Report,
+                 device: torch.device):  # fmt: skip
+        self.specs = tuple(compiled.state)
+        self.report, self.device = report, device
+        self._call = compiled.call
+        names = [node.name for node in compiled.graph.graph.find_nodes(op="placeholder")]
+        self._arguments: list[Any] = []
+        self._fill: list[tuple[int, Callable[[Step], Any]]] = []
+        for i, source in enumerate(sources):
+            found = _INPUT.match(source or "")
+            self._arguments.append(None if found else inputs[i])
+            if found:
+                self._fill.append((i, _from_step(found[1], found[2])))
+        self._weights = [(i, x.data_ptr()) for i, x in enumerate(self._arguments) if isinstance(x, nn.Parameter)]
+        for name in names[len(sources):len(names) - len(compiled.extras)]:
+            self._arguments.append(None)
+            if not name.startswith(("k_cache_", "v_cache_")):
+                self._fill.append((len(self._arguments) - 1, _from_step(name)))
+        self._first_cache = {name: i for i, name in enumerate(names) if name.startswith(("k_cache_", "v_cache_"))}
+        self._plans: list[tuple[int, Callable[..., Any]]] = []
+        for extra in compiled.extras:
+            self._arguments.append(None)
+            if extra.kind == "plan":
+                self._plans.append((len(self._arguments) - 1, extra.function))
+            else:
+                self._arguments[-1] = extra.function(inputs[names.index(extra.weight)]).tensors
+        self._bound = not self.specs
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the state, which is the model's."""
+        return self.specs[0].dtype if self.specs else torch.get_default_dtype()
+
+    def bind(self, caches: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Use these key and value caches, in the order of `specs`, from now on.
+
+        Raises ValueError if their number, shape or dtype is not what the specs say.
+        """
+        if len(caches) != len(self.specs):
+            raise ValueError(f"bind: {len(caches)} pairs of caches came, the program has {len(self.specs)} layers of state")
+        for layer, (spec, pair) in enumerate(zip(self.specs, caches, strict=True)):
+            for name, cache in zip(("k_cache", "v_cache"), pair, strict=True):
+                if tuple(cache.shape[2:]) != spec.shape or cache.dtype != spec.dtype:
+                    raise ValueError(f"bind: {name} of {spec.name} is {cache.dtype} {list(cache.shape)}, expected "
+                                     f"{spec.dtype} [blocks, block_size, {', '.join(map(str, spec.shape))}]")  # fmt: skip
+                self._arguments[self._first_cache[f"{name}_{layer}"]] = cache
+        self._bound = True
+
+    def __call__(self, step: Step) -> Tensor:
+        """Logits [R, V] of the rows step.logits_rows. Raises RunError before `bind`, or if weights have moved."""
+        if not self._bound:
+            raise RunError("the program has state but no caches: call bind() first")
+        arguments = list(self._arguments)
+        for i, read in self._fill:
+            arguments[i] = read(step)
+        for i, plan in self._plans:
+            arguments[i] = plan(step, self.specs)
+        out = self._call(*arguments)
+        logits: Tensor = out[0] if isinstance(out, list | tuple) else out
+        return logits
+
+    def check(self) -> None:
+        """Raise RunError if a parameter's storage was replaced since compiling: the program would read stale weights."""
+        for i, pointer in self._weights:
+            if self._arguments[i].data_ptr() != pointer:
+                raise RunError("a parameter was given new storage after compiling (.data =, .to()): compile again")
+
+
+def _from_step(name: str, dim: str | None = None) -> Callable[[Step], Any]:
+    """How to read a graph input from a Step: "input_ids", the size of its dimension, "slots_0", "seq_lens"."""
+    if dim is not None:
+        number = int(dim)
+        return lambda step: getattr(step, name).shape[number]
+    field, _, group = name.rpartition("_")
+    if field in ("slots", "block_tables", "state_slots"):
+        return lambda step: getattr(step.groups[int(group)], field)
+    return lambda step: getattr(step, name)
+
+
+class _Traced(Exception):
+    """Ends the call of a model that is only to be traced."""
+
+
+def compile_model(
+    model: nn.Module, options: Mapping[str, Any] | Options | None = None, platform: Platform | None = None
+) -> Program:
+    """Compile a model for the runtime.
+
+    model   forward(input_ids [T], positions [T], logits_rows [R]) -> logits [R, V], whose attention calls
+            ops.attention with a state handle (atomc.models; atomc.models.wrap_stock for a transformers model)
+    Raises OptionsError for wrong options, ValueError for a model whose attention a paged cache cannot serve.
+    """
+    chosen = Options.of(options)
+    device = next(model.parameters()).device
+    where = platform or Platform.detect("cpu" if device.type == "meta" else device.type)
+    made: list[Program] = []
+
+    def backend(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        made.append(_program(gm, inputs, chosen, where, device))
+
+        def stop(*args: Any) -> Any:
+            raise _Traced
+
+        return stop
+
+    def step(input_ids: Tensor, positions: Tensor, logits_rows: Tensor) -> Tensor:
+        logits: Tensor = model(input_ids, positions, logits_rows)
+        return logits
+
+    # A code object of its own, so that Dynamo never takes an earlier program for this one.
+    fresh = types.FunctionType(step.__code__.replace(), step.__globals__, "step", None, step.__closure__)
+    with torch.no_grad():
+        example = (torch.zeros(6, dtype=torch.int64, device=device), torch.arange(6, device=device),
+                   torch.arange(3, device=device))  # fmt: skip
+        for tensor in example:
+            mark_unbacked(tensor, 0)
+        start = time.perf_counter()
+        try:
+            torch.compile(fresh, backend=backend, fullgraph=True)(*example)
+        except _Traced:
+            pass
+        total = time.perf_counter() - start
+    program = made[-1]
+    program.report.phases["dynamo"] = max(0.0, total - sum(program.report.phases.values()))
+    return program
+
+
+def _program(
+    gm: GraphModule, inputs: Sequence[Any], options: Options, platform: Platform, device: torch.device
+) -> Program:
+    report = keep(new_report(gm))
+    context = Context(options, platform, paged=True)
+    found: list[Compiled] = []
+
+    def compiler(functional: GraphModule, fakes: Sequence[Any]) -> Callable[..., Any]:
+        found.append(stages(functional, context, report, Dumper(options.dump)))
+        return found[-1].call
+
+    start = time.perf_counter()
+    capture.trace(gm, inputs, lambda dynamo: lift_stage(dynamo, context, report), compiler, {})
+    report.phases["trace"] = time.perf_counter() - start - sum(report.phases.values())
+    report.treated = True
+    sources = [source_name(node) for node in gm.graph.find_nodes(op="placeholder")]
+    return Program(found[-1], sources, inputs, report, device)
