@@ -1,26 +1,12 @@
 """Runs steps: owns the caches, and keeps tensors from the scheduler."""
 
-from collections.abc import Sequence
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
-from atomc.ops import StateSpec, Step
+from atomc.program import Program
 from atomc.runtime.batch import step_tensors
 from atomc.runtime.sampler import sample
 from atomc.runtime.scheduler import ScheduledStep
-
-
-class Program(Protocol):
-    """A compiled model: state bound once, then one call a step."""
-
-    specs: tuple[StateSpec, ...]
-    device: torch.device
-
-    def bind(self, caches: Sequence[tuple[Tensor, Tensor]]) -> None: ...
-
-    def __call__(self, step: Step) -> Tensor: ...
 
 
 class Runner:
@@ -41,7 +27,9 @@ class Runner:
     def logits(self, step: ScheduledStep, *, num_rows: int = 0) -> Tensor:
         """Logits [R, V], one row for each of step.draws, on the device; num_rows as in step_tensors."""
         tensors = step_tensors(step, num_groups=self.num_groups, device=self.program.device, num_rows=num_rows)
-        return self.program(tensors)
+        # A module of somebody else may still want gradients.
+        with torch.no_grad():
+            return self.program(tensors)
 
     def run(self, step: ScheduledStep) -> list[int]:
         """The drawn tokens, one for each of step.draws."""

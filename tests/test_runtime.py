@@ -1,0 +1,424 @@
+"""Tiny random models through the paged runner: the same numbers as the plain model on each whole sequence alone."""
+
+import copy
+import json
+import random
+
+import pytest
+import torch
+
+from atomc.models import build, loader, wrap_stock
+from atomc.ops import LAYOUTS
+from atomc.platform import Platform
+from atomc.program import compile_model
+from atomc.runtime.batch import step_tensors
+from atomc.runtime.blocks import BlockPool
+from atomc.runtime.capacity import Capacity, capacity
+from atomc.runtime.detokenizer import Detokenizer
+from atomc.runtime.draw import Draw
+from atomc.runtime.llm import LLM
+from atomc.runtime.request import Request, SamplingParams
+from atomc.runtime.runner import Runner
+from atomc.runtime.scheduler import Chunk, ScheduledStep, Scheduler
+
+MAX_LEN = 64
+NUM_BLOCKS = 24
+VOCAB = 101
+TINY = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": MAX_LEN, "rms_norm_eps": 1e-5,
+    "hidden_act": "silu", "rope_theta": 10000.0, "dtype": "float32",
+}  # fmt: skip
+QWEN3 = {**TINY, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
+CONFIGS = {
+    "qwen3": QWEN3,
+    "llama": {**TINY, "model_type": "llama", "architectures": ["LlamaForCausalLM"]},
+    "windowed": {**QWEN3, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    "stock": QWEN3,
+}
+
+
+def tiny(name):
+    """The model to compile, and another with the same weights that stays plain."""
+    torch.manual_seed(0)
+    if name == "stock":
+        transformers = pytest.importorskip("transformers")
+        plain = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**CONFIGS[name])).eval()
+    else:
+        plain = build(CONFIGS[name])
+    for parameter in plain.parameters():
+        # Larger than usual, so that tokens differ and a wrong key shows.
+        parameter.data.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.3)
+    loader.ready(plain)
+    model = copy.deepcopy(plain)
+    return (wrap_stock(model) if name == "stock" else model), plain
+
+
+class Alone:
+    """The plain model on one whole sequence at a time; remembers what it computed."""
+
+    def __init__(self, model):
+        self.model = model
+        self.seen = {}
+
+    def logits(self, tokens):
+        """Logits [V] after the last token."""
+        key = tuple(tokens)
+        if key not in self.seen:
+            ids, positions = torch.tensor(tokens), torch.arange(len(tokens))
+            with torch.no_grad():
+                if hasattr(self.model, "set_attn_implementation"):
+                    out = self.model(input_ids=ids[None], position_ids=positions[None], use_cache=False).logits[0]
+                else:
+                    out = self.model(ids, positions)
+            self.seen[key] = out[-1]
+        return self.seen[key]
+
+    def greedy(self, prompt, count):
+        tokens = list(prompt)
+        while len(tokens) < len(prompt) + count:
+            tokens.append(int(self.logits(tokens).argmax()))
+        return tokens[len(prompt) :]
+
+
+def compiled(model, layout):
+    """The program with this layout of the state: "contiguous" is what a CPU gets, "paged" what a GPU gets."""
+    if layout == "contiguous":
+        program = compile_model(model, options={"strict": True})
+    else:
+        options = {"strict": True, "glue": "eager", "providers": ["torch"]}
+        program = compile_model(model, options=options, platform=Platform.named("sm90"))
+    assert {spec.layout for spec in program.specs} == {layout}
+    return program
+
+
+# All but one: Inductor takes long for the stock model.
+SERVED = [("qwen3", "contiguous"), ("qwen3", "paged"), ("llama", "contiguous"), ("llama", "paged"),
+          ("windowed", "contiguous"), ("windowed", "paged"), ("stock", "paged")]  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=SERVED, ids="-".join)
+def served(request):
+    """A runner, the size of its blocks, and the plain model that it must agree with."""
+    name, layout = request.param
+    model, plain = tiny(name)
+    block_size = LAYOUTS[layout].block_size or MAX_LEN
+    runner = Runner(compiled(model, layout), num_blocks=NUM_BLOCKS, block_size=block_size)
+    return runner, block_size, Alone(plain)
+
+
+def scheduler_for(block_size, num_blocks=NUM_BLOCKS, max_num_seqs=8, max_num_batched_tokens=64):
+    return Scheduler(
+        BlockPool(num_blocks, block_size),
+        max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, max_model_len=MAX_LEN,
+    )  # fmt: skip
+
+
+def prompts_of(*lengths, seed=0):
+    generator = random.Random(seed)
+    return [[generator.randrange(VOCAB) for _ in range(length)] for length in lengths]
+
+
+def assert_close(logits, expected):
+    assert (logits - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+def run_and_compare(runner, scheduler, alone, requests, arrivals=None, aborts=None, padding=0):
+    """Greedy steps until all requests ended; compares every row of logits. The number of steps."""
+    arrivals, aborts = arrivals or {}, aborts or {}
+    for now in range(2000):
+        for request in requests:
+            if arrivals.get(request.id, 0) == now:
+                scheduler.add(request)
+            if aborts.get(request.id) == now:
+                scheduler.abort(request.id)
+        scheduler.check()
+        step = scheduler.next_step()
+        scheduler.check()
+        if step is None:
+            if now >= max(arrivals.values(), default=0):
+                return now
+            continue
+        logits = runner.logits(step, num_rows=step.num_tokens + padding if padding else 0)
+        drawing = [chunk for chunk in step.chunks if chunk.draw is not None]
+        assert logits.shape == (len(drawing), VOCAB)
+        for row, chunk in zip(logits, drawing, strict=True):
+            assert_close(row, alone.logits(scheduler.requests[chunk.request_id].tokens))
+        scheduler.finish_step(step, logits.argmax(-1).tolist())
+        scheduler.check()
+    raise AssertionError("the requests do not end")
+
+
+def test_prefill_and_decode_give_the_logits_of_the_whole_sequence(served):
+    runner, block_size, alone = served
+    (prompt,) = prompts_of(19)
+    request = Request("a", prompt, SamplingParams(max_tokens=20))
+    assert run_and_compare(runner, scheduler_for(block_size), alone, [request]) == 20
+    assert request.new_tokens == alone.greedy(prompt, 20)
+
+
+def test_ragged_batches_give_the_logits_of_each_sequence_alone(served):
+    runner, block_size, alone = served
+    prompts = prompts_of(1, 17, 2, 31, 16, 5)
+    requests = [Request(str(i), prompt, SamplingParams(max_tokens=4 + i)) for i, prompt in enumerate(prompts)]
+    arrivals = {str(i): i // 2 for i in range(6)}
+    run_and_compare(runner, scheduler_for(block_size), alone, requests, arrivals)
+    for request, prompt in zip(requests, prompts, strict=True):
+        assert request.new_tokens == alone.greedy(prompt, request.params.max_tokens)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 7, 17])
+def test_chunks_of_any_size_give_the_logits_of_the_whole_prompt(served, chunk):
+    runner, block_size, alone = served
+    requests = [Request(str(i), p, SamplingParams(max_tokens=3)) for i, p in enumerate(prompts_of(23, 9))]
+    scheduler = scheduler_for(block_size, max_num_batched_tokens=chunk)
+    assert run_and_compare(runner, scheduler, alone, requests) > 23 // chunk
+
+
+def test_padding_rows_change_nothing(served):
+    runner, block_size, alone = served
+    requests = [Request(str(i), p, SamplingParams(max_tokens=4)) for i, p in enumerate(prompts_of(3, 20, 1))]
+    run_and_compare(runner, scheduler_for(block_size), alone, requests, padding=5)
+    for request in requests:
+        assert request.new_tokens == alone.greedy(request.tokens[: request.num_prompt], 4)
+
+
+def test_random_arrivals_lengths_and_aborts_in_a_small_pool_change_no_token(served):
+    runner, block_size, alone = served
+    generator = random.Random(1)
+    lengths = [generator.choice([1, 3, 14, 15, 16, 17, 30]) for _ in range(24)]
+    requests = [Request(str(i), prompt, SamplingParams(max_tokens=generator.randint(1, 20)))
+                for i, prompt in enumerate(prompts_of(*lengths, seed=2))]  # fmt: skip
+    arrivals = {request.id: generator.randrange(40) for request in requests}
+    aborts = {request.id: arrivals[request.id] + generator.randrange(12) for request in requests[::4]}
+    # As many blocks as the longest request may need: where a block is a part of a sequence, others must give way.
+    scheduler = scheduler_for(block_size, num_blocks=-(-MAX_LEN // block_size), max_num_batched_tokens=24)
+    run_and_compare(runner, scheduler, alone, requests, arrivals, aborts)
+    assert not scheduler.pool.owners
+    for request in requests:
+        assert request.finish_reason == "length" or request.id in aborts
+        assert request.new_tokens == alone.greedy(request.tokens[: request.num_prompt], request.num_new)
+
+
+def test_a_request_never_reads_what_the_last_owner_of_its_blocks_left(served):
+    runner, block_size, alone = served
+    for keys, values in runner.caches:
+        keys.fill_(1e4)
+        values.fill_(-1e4)
+    (prompt,) = prompts_of(18)
+    request = Request("a", prompt, SamplingParams(max_tokens=3))
+    run_and_compare(runner, scheduler_for(block_size), alone, [request])
+
+
+def test_drawn_tokens_do_not_depend_on_the_batch(served):
+    runner, block_size, _ = served
+    params = [SamplingParams(8, temperature=1.5, seed=1), SamplingParams(8, temperature=0.8, top_k=9, seed=2),
+              SamplingParams(8, temperature=1.2, top_p=0.9, seed=3), SamplingParams(8)]  # fmt: skip
+
+    def tokens(which, max_num_batched_tokens):
+        requests = [Request(str(i), prompts_of(5, 18, 2, 7)[i], params[i]) for i in which]
+        scheduler = scheduler_for(block_size, max_num_batched_tokens=max_num_batched_tokens)
+        for request in requests:
+            scheduler.add(request)
+        while (step := scheduler.next_step()) is not None:
+            scheduler.finish_step(step, runner.run(step))
+        return [request.new_tokens for request in requests]
+
+    together = tokens([0, 1, 2, 3], 64)
+    assert [tokens([i], 64)[0] for i in range(4)] == together
+    assert tokens([3, 2, 1, 0], 5) == together[::-1]
+
+
+def test_a_step_becomes_ragged_rows_with_padding_behind():
+    a, b = Chunk("a", (7, 8), 3, (5, 2), Draw()), Chunk("b", (9,), 0, (1,), None)
+    step = ScheduledStep((a, b, Chunk("c", (6,), 8, (0, 4, 3), Draw())), block_size=4)
+    tensors = step_tensors(step, num_groups=2, num_rows=6)
+    assert {name: value.tolist() for name, value in tensors._asdict().items() if name != "groups"} == {
+        "input_ids": [7, 8, 9, 6, 0, 0],
+        "positions": [3, 4, 0, 8, 0, 0],
+        "query_start": [0, 2, 3, 4],
+        "seq_lens": [5, 1, 9],
+        "logits_rows": [1, 3],
+    }
+    assert len(tensors.groups) == 2
+    assert tensors.groups[1].slots.tolist() == [23, 8, 4, 12, -1, -1]
+    assert tensors.groups[1].block_tables.tolist() == [[5, 2, 0], [1, 0, 0], [0, 4, 3]]
+    i64, i32 = torch.int64, torch.int32
+    assert [value.dtype for value in tensors[:5]] == [i64, i64, i32, i32, i64]
+    assert [value.dtype for value in tensors.groups[0]] == [i64, i32, i64]
+
+
+BYTES = 1000
+MODEL = {"bytes_per_token": BYTES, "block_size": 16, "max_num_seqs": 4, "longest": 1000}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        # As much as max_num_seqs sequences can use, if there is memory.
+        ({"available": 10**9}, Capacity(4 * 63, 16, 1000)),
+        ({"available": 500 * BYTES}, Capacity(31, 16, 496)),
+        ({"available": 500 * BYTES, "max_model_len": 300}, Capacity(31, 16, 300)),
+        ({"available": 1, "kv_bytes": 160 * BYTES}, Capacity(10, 16, 160)),
+        ({"available": 1, "num_blocks": 100}, Capacity(100, 16, 1000)),
+        ({"available": 10**9, "longest": None, "max_model_len": 20}, Capacity(8, 16, 20)),
+        # One block for each sequence.
+        ({"available": 10**9, "block_size": None}, Capacity(4, 1000, 1000)),
+        ({"available": 2500 * BYTES, "block_size": None, "max_model_len": 900}, Capacity(2, 900, 900)),
+        ({"available": 20000 * BYTES, "block_size": None, "longest": 9000}, Capacity(4, 5000, 5000)),
+        ({"available": 5000 * BYTES, "block_size": None, "longest": 9000}, Capacity(2, 2048, 2048)),
+        ({"available": 500 * BYTES, "block_size": None}, Capacity(1, 500, 500)),
+        ({"available": 1, "block_size": None, "num_blocks": 3, "max_model_len": 50}, Capacity(3, 50, 50)),
+    ],
+)
+def test_the_cache_takes_what_fits_and_what_can_be_used(given, expected):
+    assert capacity(**{**MODEL, **given}) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"max_model_len": 600}, "a sequence of 600 tokens does not fit into the cache, which holds 496"),
+        ({"block_size": None, "max_model_len": 600}, "a sequence of 600 tokens does not fit .* which holds 500"),
+        ({"kv_bytes": 10}, "does not fit into the cache, which holds 0"),
+        ({"longest": None}, "pass max_model_len"),
+        ({"num_blocks": 1, "kv_bytes": 1}, "give one of them"),
+        ({"num_blocks": 0}, "num_blocks is 0"),
+    ],
+)
+def test_a_cache_that_cannot_be_is_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        capacity(**{**MODEL, "available": 500 * BYTES, **given})
+
+
+def write_checkpoint(folder):
+    """A Qwen3 of random weights whose 256 + 2 tokens are bytes and two special ones."""
+    tokenizers = pytest.importorskip("tokenizers")
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({char: i for i, char in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<end>", "<pad>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "config.json").write_text(json.dumps({**QWEN3, "vocab_size": 258, "eos_token_id": 7}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [256, 257]}))
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoint")
+    write_checkpoint(folder)
+    return LLM(folder, load_format="dummy", kv_bytes=2**20, max_num_seqs=4, options={"strict": True}, progress=False)
+
+
+def test_an_llm_starts_from_a_folder_and_says_what_it_did(llm):
+    assert list(llm.phases) == ["load", "compile", "allocate", "warm up"]
+    assert llm.eos_ids == {256, 257}
+    assert llm.program.report is not None
+    assert llm.scheduler.next_step() is None and not llm.scheduler.pool.owners
+
+
+def test_generate_answers_texts_and_token_ids_in_order(llm):
+    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    first, second = llm.generate(["Once", [1, 2, 3]], params)
+    assert first == llm.generate("Once", params)[0]
+    assert list(first.prompt_token_ids) == llm.tokenizer.encode("Once").ids and second.prompt_token_ids == (1, 2, 3)
+    assert len(first.token_ids) == 6 and first.finish_reason == "length"
+    assert first.text == llm.tokenizer.decode(list(first.token_ids))
+    assert llm.tokens_per_second > 0 and not llm.scheduler.pool.owners
+
+
+def test_a_stop_token_ends_the_completion_and_is_not_text(llm):
+    params = SamplingParams(max_tokens=9, temperature=1.0, seed=5, ignore_eos=True)
+    whole = llm.generate("Once", params)[0]
+    stop = whole.token_ids[4]
+    first = whole.token_ids.index(stop)
+    stopped = llm.generate("Once", SamplingParams(9, 1.0, seed=5, ignore_eos=True, stop_token_ids=(stop,)))[0]
+    assert stopped.finish_reason == "stop" and stopped.token_ids == whole.token_ids[: first + 1]
+    assert stopped.text == llm.tokenizer.decode(list(whole.token_ids[:first]))
+
+
+def test_parameters_are_given_for_all_prompts_or_for_each(llm):
+    each = [SamplingParams(max_tokens=1, ignore_eos=True), SamplingParams(max_tokens=3, ignore_eos=True)]
+    assert [len(completion.token_ids) for completion in llm.generate([[1], [2]], each)] == [1, 3]
+    with pytest.raises(ValueError, match="2 sampling_params for 1 prompts"):
+        llm.generate([[1]], each)
+
+
+def test_requests_without_a_seed_draw_differently(llm):
+    params = SamplingParams(max_tokens=12, temperature=2.0, ignore_eos=True)
+    assert len({completion.token_ids for completion in llm.generate([[1]] * 8, params)}) > 1
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ([[1], []], "the prompt is empty"),
+        ([[1], [258]], "token id 258 is not in the vocabulary of 258 tokens"),
+        ([[1], [0] * MAX_LEN], "a prompt of 64 tokens does not fit, at most 63 do"),
+        ([1, 2], "expected a list of such lists"),
+    ],
+)
+def test_a_wrong_prompt_fails_before_any_is_computed(llm, prompts, message):
+    with pytest.raises(ValueError, match=message):
+        llm.generate(prompts)
+    assert not llm.scheduler.requests
+
+
+def test_pieces_are_whole_characters_and_make_the_text(llm):
+    text = "na\u00efve \u4e2d\u6587 \U0001f600!"
+    token_ids = llm.tokenizer.encode(text).ids
+    assert len(token_ids) > len(text)
+    detokenizer = Detokenizer(llm.tokenizer, prompt=[1, 2, 3])
+    pieces = [detokenizer.add([token]) for token in token_ids]
+    assert [piece for piece in pieces if piece] == list(text) and detokenizer.flush() == ""
+
+
+def test_half_a_character_at_the_end_is_shown_as_such(llm):
+    token_ids = llm.tokenizer.encode("ok\u4e2d").ids[:-1]
+    detokenizer = Detokenizer(llm.tokenizer, prompt=[])
+    assert [detokenizer.add(token_ids), detokenizer.flush()] == ["ok", "\ufffd"]
+
+
+def test_special_tokens_have_no_text(llm):
+    detokenizer = Detokenizer(llm.tokenizer, prompt=[256])
+    assert detokenizer.add([*llm.tokenizer.encode("a").ids, 257]) == "a" and detokenizer.flush() == ""
+
+
+def test_a_word_after_the_prompt_keeps_its_space():
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"\u2581once": 0, "\u2581upon": 1}, "\u2581once"))
+    tokenizer.decoder = tokenizers.decoders.Metaspace()
+    assert tokenizer.decode([1]) == "upon"
+    assert Detokenizer(tokenizer, prompt=[0]).add([1]) == " upon"
+
+
+def test_streaming_gives_the_text_of_generate(llm):
+    params = SamplingParams(max_tokens=30, temperature=1.0, seed=1)
+    assert "".join(llm.stream("Once", params)) == llm.generate("Once", params)[0].text
+
+
+def test_a_stream_goes_on_while_others_generate_and_ends_when_closed(llm):
+    params = SamplingParams(max_tokens=30, temperature=1.0, seed=1, ignore_eos=True)
+    expected = llm.generate("Once", params)[0].text
+    stream = llm.stream("Once", params)
+    start = next(stream)
+    llm.generate([[1, 2]] * 5, SamplingParams(max_tokens=10, ignore_eos=True))
+    assert start + "".join(stream) == expected
+    closed = llm.stream("Once", params)
+    next(closed)
+    assert llm.scheduler.requests
+    closed.close()
+    assert not llm.scheduler.requests and not llm.scheduler.pool.owners
+
+
+def test_a_module_generates_from_token_ids():
+    model, plain = tiny("llama")
+    llm = LLM(model, max_model_len=40, options={"strict": True}, progress=False)
+    (completion,) = llm.generate([[3, 1, 4, 1, 5]], SamplingParams(max_tokens=8))
+    assert list(completion.token_ids) == Alone(plain).greedy([3, 1, 4, 1, 5], 8) and completion.text == ""
+    with pytest.raises(ValueError, match="no tokenizer for the prompt 'Hello'"):
+        llm.generate("Hello")
+    with pytest.raises(ValueError, match="no tokenizer"):
+        llm.stream([1])
