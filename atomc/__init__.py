@@ -22,7 +22,7 @@ _PUBLIC = {
     "reports": "atomc.report",
 }
 
-__all__ = ["__version__", *_PUBLIC]  # noqa: PLE0604
+__all__ = ["__version__", *_PUBLIC]
 
 
 def __getattr__(name: str) -> Any:

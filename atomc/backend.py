@@ -31,6 +31,7 @@ from atomc.torch_compat import (
     RestartAnalysis,
     ShortenTraceback,
     break_reason,
+    compiled_function,
     fake_mode_of,
     inductor,
     inductor_option_names,
@@ -108,7 +109,10 @@ def new_report(gm: GraphModule) -> Report:
 
 
 def model_name(gm: GraphModule) -> str:
-    """The class of the outermost module in the graph."""
+    """The class whose forward Dynamo compiles, else the outermost module in the graph."""
+    owner, _, name = compiled_function().rpartition(".")
+    if name == "forward" and "<locals>" not in owner.rpartition(".")[2]:
+        return owner.rpartition(".")[2]
     for node in gm.graph.nodes:
         stack = node.meta.get("nn_module_stack")
         if stack:
@@ -244,7 +248,7 @@ def compile_for(
     floats: dict[int, float],
 ) -> Callable[..., Any]:  # fmt: skip
     """All stages for one graph with given floats; takes and returns what `gm` does."""
-    context = Context(options, platform)
+    context = Context(options, platform, notes=report.notes)
     dumper = Dumper(options.dump)
 
     def compiler(functional: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -42,7 +42,7 @@ def call(node: Node) -> Call:
     known = node.meta.get("canonical")
     if known is None or known[0] != key:
         known = node.meta["canonical"] = (key, _call(node))
-    return known[1]  # type: ignore[no-any-return]
+    return known[1]
 
 
 def _call(node: Node) -> Call:

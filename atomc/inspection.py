@@ -85,7 +85,7 @@ def _inspect(gm: GraphModule, inputs: Sequence[Any], options: Options, platform:
         report.why_not = reason
         return report
     device = next((x.device.type for x in inputs if isinstance(x, Tensor) and not x.is_meta), None)
-    context = Context(options, platform or Platform.detect(device))
+    context = Context(options, platform or Platform.detect(device), notes=report.notes)
     placeholders = gm.graph.find_nodes(op="placeholder")
     floats = {i: float(inputs[i]) for node in lifted_floats(gm.graph) for i in [placeholders.index(node)]}
 
@@ -116,14 +116,14 @@ def outputs_like(gm: GraphModule, given: Sequence[Any]) -> list[Any]:
                 if isinstance(size, torch.SymInt):
                     symbols[expression(size)] = int(number)
 
-    def number(size: Any) -> int:
+    def known(size: Any) -> int:
         return int(expression(size).subs(symbols))
 
     def like(item: Any) -> Any:
         fake = item.meta.get("example_value") if isinstance(item, Node) else item
         if isinstance(fake, Tensor):
-            return torch.zeros([number(size) for size in fake.shape], dtype=fake.dtype, device=fake.device)
-        return number(fake) if isinstance(fake, torch.SymInt) else fake
+            return torch.zeros([known(size) for size in fake.shape], dtype=fake.dtype, device=fake.device)
+        return known(fake) if isinstance(fake, torch.SymInt) else fake
 
     returned = gm.graph.output_node().args[0]
     return [like(item) for item in returned]  # type: ignore[union-attr]

@@ -9,7 +9,7 @@ import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import sympy
 import torch
@@ -76,7 +76,7 @@ class Pattern:
         placeholders = self.graph.find_nodes(op="placeholder")
         self.inputs = dict(zip(placeholders, tensors, strict=True))
         returned = self.graph.output_node().args[0]
-        self.outputs: list[Node] = list(returned) if isinstance(returned, list | tuple) else [returned]  # type: ignore[list-item]
+        self.outputs = cast("list[Node]", list(returned) if isinstance(returned, list | tuple) else [returned])
         self.nodes = [node for node in self.graph.nodes
                       if node.op == "call_function" and isinstance(value(node), Tensor | tuple | list)]
         self.position = {node: i for i, node in enumerate(self.graph.nodes)}
@@ -252,7 +252,7 @@ def _candidates(site: Site, output: Node) -> list[Node]:
     taken = set(site.matched.values())
     if site.pattern.read_together:
         first = next(node for node in site.outputs())
-        order = [site.pattern.outputs.index(o) for o in site.pattern.outputs if site.at(o) is first][0]
+        order = next(i for i, o in enumerate(site.pattern.outputs) if site.at(o) is first)
         wanted_later = site.pattern.outputs.index(output) > order
         together = []
         for reader in first.users:

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 from atomc.errors import OptionsError
 
@@ -61,7 +61,7 @@ class Options:
         Raises OptionsError for an unknown key or value, with what exists.
         """
         if isinstance(given, Options):
-            return replace(given, mode=mode) if mode else given
+            return replace(given, mode=cast(Mode, mode)) if mode else given
         if given is not None and not isinstance(given, Mapping):
             raise OptionsError(f"options={given!r}: expected a dict or atomc.Options")
         values = {**_environment(), **(given or {})}

@@ -39,26 +39,17 @@ def compile_glue(gm: GraphModule, patches: Mapping[str, Any]) -> tuple[Callable[
         with tracing_context(mode):
             return inductor(gm, _examples(gm), patches), 1
     number = _piece_numbers(gm)
-    whole = split_module(gm, gm, lambda node: number[node], keep_original_order=True)  # type: ignore[arg-type]
+    whole = split_module(gm, gm, lambda node: number[node], keep_original_order=True)
     compiled = 0
     for name, piece in list(whole.named_children()):
         if isinstance(piece, GraphModule) and worth_compiling(piece):
             with tracing_context(mode):
-                setattr(whole, name, _Compiled(inductor(piece, _examples(piece), patches)))
+                function = inductor(piece, _examples(piece), patches)
+            # In the place of the module: the generated code calls self.<name>, and a plain function costs no hooks.
+            del whole._modules[name]
+            whole.__dict__[name] = function
             compiled += 1
-    whole.recompile()
     return whole.forward, compiled
-
-
-class _Compiled:
-    """A compiled piece in the place of the module that it was made from."""
-
-    def __init__(self, function: Callable[..., Any]):
-        self.function = function
-
-    def __call__(self, *args: Any) -> Any:
-        out = self.function(*args)
-        return out[0] if isinstance(out, list | tuple) and len(out) == 1 else out
 
 
 def _piece_numbers(gm: GraphModule) -> dict[Node, int]:

@@ -1,5 +1,6 @@
 """Runs passes in order; sorts, checks, counts, dumps and times: once, for all."""
 
+import contextlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -8,13 +9,13 @@ from torch.fx import GraphModule, Node
 
 from atomc.canonical import GENERIC, call
 from atomc.errors import OptionsError
-from atomc.graph_pass import Context, Pass
+from atomc.graph_pass import Context, Pass, rewriting
 from atomc.match import Index
 from atomc.near_miss import NearMiss
 from atomc.op import op_of
 from atomc.provenance import describe, layer_of, module_path, source_line
 from atomc.report import Miss, Report, Site, Stage
-from atomc.rewrite import Fired, apply, misses, sort_topologically
+from atomc.rewrite import Fired, Rewrite, apply, misses, sort_topologically
 from atomc.torch_compat import fake_mode_of, num_guards
 
 log = logging.getLogger("atomc")
@@ -32,6 +33,7 @@ def selected(pipeline: Sequence[Pass], context: Context) -> tuple[list[Pass], li
     Raises OptionsError for a switch of an unknown pass or one that cannot take effect, ValueError for a pipeline whose
     order breaks an `after`.
     """
+    pipeline = with_registered(pipeline)
     check_order(pipeline)
     switches = context.options.passes
     names = [p.name for p in pipeline]
@@ -48,6 +50,49 @@ def selected(pipeline: Sequence[Pass], context: Context) -> tuple[list[Pass], li
     if context.paged and "bind_state" in off:
         raise OptionsError("option passes: 'bind_state' cannot be left out, the runtime needs it")
     return [p for p in pipeline if p.name not in off and (context.paged or not p.paged)], sorted(off)
+
+
+_registered: list[tuple[Pass, str | None]] = []
+
+
+class Registration:
+    """A pass added from outside; `remove()` takes it out again. Also a context manager."""
+
+    def __init__(self, entry: tuple[Pass, str | None]):
+        self._entry = entry
+
+    def remove(self) -> None:
+        with contextlib.suppress(ValueError):
+            _registered.remove(self._entry)
+
+    def __enter__(self) -> "Registration":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+
+def register_pass(added: Pass | Rewrite, *, before: str | None = None) -> Registration:
+    """Add a pass, or a rewrite as a pass of its own, at the end of the pipeline or before a named pass.
+
+    Raises ValueError if a pass of that name exists.
+    """
+    made = rewriting(added.name, [added]) if isinstance(added, Rewrite) else added
+    if any(known.name == made.name for known, _ in _registered):
+        raise ValueError(f"register_pass: there is a pass named {made.name!r} already")
+    _registered.append((made, before))
+    return Registration(_registered[-1])
+
+
+def with_registered(pipeline: Sequence[Pass]) -> list[Pass]:
+    """The pipeline with the passes added from outside in their places."""
+    whole = list(pipeline)
+    for added, before in _registered:
+        names = [p.name for p in whole]
+        if before is not None and before not in names:
+            raise ValueError(f"register_pass: {added.name!r} is to stand before {before!r}; passes are {names}")
+        whole.insert(len(whole) if before is None else names.index(before), added)
+    return whole
 
 
 def check_order(pipeline: Sequence[Pass]) -> None:
@@ -84,8 +129,8 @@ def run(
             raise PassError(f"pass {p.name!r} added a guard on the sizes of the inputs")
         explained += near
         for f in fired:
-            for op in f.consumed:
-                consumed.setdefault(op, Counter())[f.name] += 1
+            for name in f.consumed:
+                consumed.setdefault(name, Counter())[f.name] += 1
         record(report, p, fired, gm)
         report.near += [miss_of(miss) for miss in near]
         done.append(p.name)

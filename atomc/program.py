@@ -4,6 +4,7 @@ The program binds the parameters that Dynamo found by their source, takes a Step
 guards would have checked: that the weights still lie where they lay.
 """
 
+import contextlib
 import re
 import time
 import types
@@ -19,7 +20,7 @@ from atomc.backend import Compiled, lift_stage, new_report, stages
 from atomc.dump import Dumper
 from atomc.errors import RunError
 from atomc.graph_pass import Context
-from atomc.ops.state import StateSpec, Step
+from atomc.ops.state import Step
 from atomc.options import Options
 from atomc.platform import Platform
 from atomc.report import Report, keep
@@ -153,10 +154,8 @@ def compile_model(
         for tensor in example:
             mark_unbacked(tensor, 0)
         start = time.perf_counter()
-        try:
+        with contextlib.suppress(_Traced):
             torch.compile(fresh, backend=backend, fullgraph=True)(*example)
-        except _Traced:
-            pass
         total = time.perf_counter() - start
     program = made[-1]
     program.report.phases["dynamo"] = max(0.0, total - sum(program.report.phases.values()))
@@ -167,7 +166,7 @@ def _program(
     gm: GraphModule, inputs: Sequence[Any], options: Options, platform: Platform, device: torch.device
 ) -> Program:
     report = keep(new_report(gm))
-    context = Context(options, platform, paged=True)
+    context = Context(options, platform, paged=True, notes=report.notes)
     found: list[Compiled] = []
 
     def compiler(functional: GraphModule, fakes: Sequence[Any]) -> Callable[..., Any]:

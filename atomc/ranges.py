@@ -1,6 +1,7 @@
 """Token ranges: kernels declare where they are meant to be used, and a graph is lowered once per range that results."""
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import sympy
@@ -36,7 +37,7 @@ def ranges_of(gm: GraphModule) -> list[sympy.Interval]:
             if interval.end != sympy.oo:
                 starts.add(int(interval.end) + 1)
     borders = sorted(starts)
-    found = [sympy.Interval(a, b - 1) for a, b in zip(borders, borders[1:], strict=False)]
+    found = [sympy.Interval(a, b - 1) for a, b in pairwise(borders)]
     found.append(sympy.Interval(borders[-1], sympy.oo))
     if tokens is None:
         return [ALL]

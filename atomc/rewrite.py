@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 from torch.fx.proxy import GraphAppendingTracer, Proxy
 
 from atomc.canonical import call, value
-from atomc.match import Difference, Index, Pattern, Site, matches, same_signature
+from atomc.match import Difference, Index, Pattern, Site, matches, mutated, same_signature
 from atomc.near_miss import NearMiss, near_misses
 from atomc.provenance import inherited
 from atomc.sizes import same_shape
@@ -100,6 +100,7 @@ def apply(graph: Graph, rewrite: Rewrite) -> tuple[list[Fired], list[NearMiss]]:
     fired = [_replace(graph, rewrite, site, renamed) for site in sites]
     if sites:
         sort_topologically(graph)
+        remove_dead_nodes(graph)  # a split whose parts are gone would count as a reader
     return fired, refused
 
 
@@ -165,7 +166,7 @@ def _describe_new_nodes(graph: Graph, made: list[Node], meta: dict[str, Any], re
                             "torch.ops.aten.<name>.<overload> may stand in a replacement")  # fmt: skip
         node.meta.update(meta)
         if node.target is operator.getitem:
-            node.meta["val"] = value(node.args[0])[node.args[1]]  # type: ignore[arg-type,index]
+            node.meta["val"] = value(node.args[0])[node.args[1]]  # type: ignore[arg-type]
         elif len(calls) == 1 and _returns(node, len(replaced)):
             node.meta["val"] = tuple(replaced) if len(replaced) > 1 else replaced[0]
         else:
@@ -209,6 +210,13 @@ def sort_topologically(graph: Graph) -> None:
         if previous is not None and previous.next is not node:
             previous.append(node)
         previous = node
+
+
+def remove_dead_nodes(graph: Graph) -> None:
+    """Erase what nobody reads, but writes stay."""
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and not node.users and not mutated(node) and not node.is_impure():
+            graph.erase_node(node)
 
 
 def tensor_example(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:

@@ -1,6 +1,8 @@
 """Everything of torch that is not public, in one place. Tested with torch 2.11 and 2.13."""
 
 import contextlib
+import inspect
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +24,7 @@ __all__ = [
     "ShapeEnv",
     "ShortenTraceback",
     "break_reason",
+    "compiled_function",
     "fake_mode_of",
     "functional_graph",
     "inductor",
@@ -78,6 +81,17 @@ def recompile_reason() -> str | None:
     return get_metrics_context()._metrics.get("recompile_reason")
 
 
+def compiled_function() -> str:
+    """The qualified name of the function that Dynamo is compiling: "Block.forward"; "" outside of a compile."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "_compile" and frame.f_code.co_filename.endswith("convert_frame.py"):
+            code = frame.f_locals.get("code")
+            return code.co_qualname if isinstance(code, types.CodeType) else ""
+        frame = frame.f_back
+    return ""
+
+
 def own_copy(gm: GraphModule) -> GraphModule:
     """A copy that may be edited: Dynamo reads its own graph again after the backend has returned."""
     graph = Graph()
@@ -85,7 +99,7 @@ def own_copy(gm: GraphModule) -> GraphModule:
     graph.output(graph.graph_copy(gm.graph, copies))
     for node, copied in copies.items():
         if hasattr(node, "_dynamo_source"):
-            copied._dynamo_source = node._dynamo_source  # type: ignore[attr-defined]
+            copied._dynamo_source = node._dynamo_source
     old, new = gm.graph.output_node(), graph.output_node()
     new.meta = dict(old.meta)
     made = GraphModule(gm, graph)
@@ -128,15 +142,16 @@ def functional_graph(
 
     Input mutations stay in the graph. The result takes and returns what `gm` does.
     """
-    from functorch.compile import make_boxed_func
+    from torch._functorch._aot_autograd.utils import make_boxed_func
     from torch._functorch.aot_autograd import aot_module_simplified
 
-    def inference_compiler(functional: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        return make_boxed_func(compiler(functional, inputs))  # type: ignore[no-any-return]
+    def inference_compiler(functional: Any, inputs: Any) -> Any:
+        return make_boxed_func(compiler(functional, inputs))
 
     with torch._dynamo.utils.preserve_rng_state():
-        return aot_module_simplified(  # type: ignore[no-any-return]
-            gm, list(fakes), fw_compiler=inference_compiler, inference_compiler=inference_compiler,
+        compile_boxed: Any = inference_compiler
+        return aot_module_simplified(
+            gm, list(fakes), fw_compiler=compile_boxed, inference_compiler=compile_boxed,
             decompositions={}, keep_inference_input_mutations=True,
         )  # fmt: skip
 
@@ -145,7 +160,8 @@ def inductor(gm: GraphModule, inputs: Sequence[Any], patches: Mapping[str, Any] 
     """Compile a graph with Inductor, as its own backend would; `patches` are keys of torch._inductor.config."""
     from torch._inductor.compile_fx import compile_fx
 
-    return compile_fx(gm, list(inputs), config_patches=dict(patches or {}))  # type: ignore[no-any-return]
+    compiled: Any = compile_fx(gm, list(inputs), config_patches=dict(patches or {}))
+    return compiled  # type: ignore[no-any-return]
 
 
 def mode_options(mode: str) -> dict[str, Any]:
@@ -162,10 +178,6 @@ def inductor_option_names() -> list[str]:
     return list(torch._inductor.list_options())
 
 
-def as_fake(mode: FakeTensorMode, value: Any) -> Any:
-    """A tensor as this mode's fake with static sizes; anything else as it is."""
-    return mode.from_tensor(value, static_shapes=True) if isinstance(value, Tensor) else value
-
 
 @contextlib.contextmanager
 def outside_of_tracing() -> Iterator[None]:
@@ -175,9 +187,12 @@ def outside_of_tracing() -> Iterator[None]:
 
 
 def traced_alone(function: Callable[..., Any], *args: Tensor) -> Graph:
-    """The graph of a function with symbolic sizes."""
+    """The graph of a function with symbolic sizes, equal ones under one symbol."""
     with outside_of_tracing():
-        return make_fx(function, tracing_mode="symbolic")(*args).graph
+        mode = FakeTensorMode(shape_env=ShapeEnv())
+        mode.cache_enabled = False  # entries of symbolic sizes are dear to make, and none is used twice
+        fakes = [mode.from_tensor(given) for given in args]
+        return make_fx(function, tracing_mode="fake")(*fakes).graph
 
 
 def fresh_size(mode: FakeTensorMode) -> torch.SymInt:

@@ -10,6 +10,7 @@ what a step carries become further graph inputs.
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ def bind_state(gm: GraphModule, context: Context) -> list[Fired]:
     mode = fake_mode_of(graph)
     assert mode is not None
     inputs = _Inputs(graph, mode)
-    windows = sorted({node.kwargs.get("window", 0) for node in sites})  # type: ignore[type-var]
+    windows = sorted({node.kwargs.get("window", 0) for node in sites})
     fired = []
     for node in sites:
         q, k, v = node.args[:3]
@@ -48,12 +49,12 @@ def bind_state(gm: GraphModule, context: Context) -> list[Fired]:
         if value(k).shape[-1] != value(v).shape[-1]:
             raise ValueError(f"attention in {path}: keys are {value(k).shape[-1]} wide, values {value(v).shape[-1]}")
         window = node.kwargs.get("window", 0)
-        group = windows.index(window)  # type: ignore[arg-type]
-        spec = StateSpec(path, "kv", tuple(value(k).shape[-2:]), value(k).dtype, window, group=group)  # type: ignore[arg-type]
+        group = windows.index(window)
+        spec = StateSpec(path, "kv", tuple(value(k).shape[-2:]), value(k).dtype, window, group=group)
         caches = inputs.caches(len(context.state), spec)
         context.state.append(spec)
         rows = math.prod(value(q).shape[:-2])
-        slots = inputs.get(f"slots_{group}", lambda rows=rows: torch.empty(rows, dtype=torch.int64))
+        slots = inputs.get(f"slots_{group}", partial(torch.empty, rows, dtype=torch.int64))
         tables = inputs.get(f"block_tables_{group}", lambda: torch.empty(inputs.sequences, fresh_size(mode),
                                                                         dtype=torch.int32))  # fmt: skip
         starts = inputs.get("query_start", lambda: torch.empty(inputs.sequences + 1, dtype=torch.int32))

@@ -9,8 +9,8 @@ from torch.fx import Graph, GraphModule, Node
 from atomc.canonical import call, value
 from atomc.graph_pass import Context
 from atomc.match import mutated, same_attr
-from atomc.rewrite import Fired
-from atomc.sizes import same_shape
+from atomc.rewrite import Fired, remove_dead_nodes
+from atomc.sizes import known_equal, same_shape
 
 _WHOLE = {"start": 0, "end": None, "step": 1}
 _RANDOM = torch.Tag.nondeterministic_seeded
@@ -61,7 +61,7 @@ def _hashable(argument: Any) -> Any:
 
 
 def cancel_views(graph: Graph) -> list[Fired]:
-    """Transposes that undo each other, slices of everything, and views to the shape that is there already."""
+    """What gives back a tensor that is there: transposes that undo each other, slices of everything, and the like."""
     fired = []
     for node in list(graph.nodes):
         source = _same_as(node)
@@ -77,6 +77,10 @@ def _same_as(node: Node) -> Node | None:
     if node.op != "call_function":
         return None
     here = call(node)
+    if here.op == "alias":
+        return here.operands[0]
+    if here.op == "cat":
+        return _only_part(here.operands, here.attrs["dim"])
     if here.op == "view" and same_shape(value(node), value(here.operands[0])):
         return here.operands[0]
     if here.op == "slice" and all(same_attr(here.attrs[name], whole) for name, whole in _WHOLE.items()):
@@ -88,13 +92,13 @@ def _same_as(node: Node) -> Node | None:
     return None
 
 
+def _only_part(parts: list[Node], dim: int) -> Node | None:
+    """The one part that is not empty, if all have its dtype: partial rotary embedding passes on what may be nothing."""
+    full = [part for part in parts if value(part).dim() != -dim and not known_equal(value(part).shape[dim], 0)]
+    same = len({value(part).dtype for part in parts}) == 1
+    return full[0] if len(full) == 1 and len(parts) > 1 and same else None
+
+
 def _is_swap(dims: tuple[int, ...]) -> bool:
     """Whether a permutation undoes itself."""
     return all(dims[d] == i - len(dims) for i, d in enumerate(dims))
-
-
-def remove_dead_nodes(graph: Graph) -> None:
-    """Erase what nobody reads, but writes stay."""
-    for node in reversed(list(graph.nodes)):
-        if node.op == "call_function" and not node.users and not mutated(node) and not node.is_impure():
-            graph.erase_node(node)

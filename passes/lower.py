@@ -41,7 +41,7 @@ def _call_kernel(
     added: dict[str, Node] = {}
     for name, prepare in kernel.prepare.items():
         weight = arguments[name]
-        key = (weight, prepare)
+        key: Any = (weight, prepare)
         if key not in extras:
             extras[key] = _placeholder(graph, f"prepared_{len(extras)}")
             context.extras.append(Extra("prepared", extras[key].name, prepare, weight.name))

@@ -13,7 +13,6 @@ from torch import Tensor
 from atomc import ops
 from atomc.rewrite import Rewrite, tensor_example
 
-
 transpose = torch.ops.aten.transpose.int
 
 

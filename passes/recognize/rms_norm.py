@@ -3,7 +3,6 @@
     x > to fp32 > square > mean > + eps > rsqrt > * x > (styles: round, * weight)    =>    rms_norm(x, weight)
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch

@@ -17,7 +17,6 @@ from atomc.ops.rope import ROPE_STYLES, rotate
 from atomc.rewrite import Rewrite, tensor_example
 from atomc.sizes import known_equal, spell_shape
 
-
 transpose = torch.ops.aten.transpose.int
 
 
@@ -68,7 +67,7 @@ def _behind_transpose(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor
 
 
 def _before_transpose(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
-    return transpose(ops.rope(x, transpose(cos, 1, 2), transpose(sin, 1, 2), style), 1, 2)
+    return transpose(ops.rope(x, transpose(cos, 1, 2), transpose(sin, 1, 2), style), 1, 2)  # type: ignore[no-any-return]
 
 
 def _rank_four(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> str | None:
