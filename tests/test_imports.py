@@ -17,7 +17,7 @@ LAYERS = [
     {"platform", "options", "errors", "torch_compat"},
     {"op", "ops"},
     {"sizes", "canonical", "provenance", "match", "near_miss", "rewrite", "graph_pass",
-     "dump", "report", "render", "cost"},
+     "dump", "replay", "report", "render", "cost"},
     {"kernels", "passes"},
     {"select", "ranges", "capture", "pipeline", "pieces", "cache", "cudagraphs"},
     {"backend", "program", "explain"},
