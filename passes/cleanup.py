@@ -80,7 +80,7 @@ def _same_as(node: Node) -> Node | None:
     if here.op == "alias":
         return here.operands[0]
     if here.op == "cat":
-        return _only_part(here.operands, here.attrs["dim"])
+        return _only_part(node)
     if here.op == "view" and same_shape(value(node), value(here.operands[0])):
         return here.operands[0]
     if here.op == "slice" and all(same_attr(here.attrs[name], whole) for name, whole in _WHOLE.items()):
@@ -92,11 +92,11 @@ def _same_as(node: Node) -> Node | None:
     return None
 
 
-def _only_part(parts: list[Node], dim: int) -> Node | None:
-    """The one part that is not empty, if all have its dtype: partial rotary embedding passes on what may be nothing."""
-    full = [part for part in parts if value(part).dim() != -dim and not known_equal(value(part).shape[dim], 0)]
-    same = len({value(part).dtype for part in parts}) == 1
-    return full[0] if len(full) == 1 and len(parts) > 1 and same else None
+def _only_part(node: Node) -> Node | None:
+    """The one part of a cat that is not empty: partial rotary embedding passes on what may be nothing."""
+    parts = [part for part in call(node).operands if not known_equal(value(part).numel(), 0)]
+    alike = len(parts) == 1 and value(parts[0]).dtype == value(node).dtype and same_shape(value(parts[0]), value(node))
+    return parts[0] if alike else None
 
 
 def _is_swap(dims: tuple[int, ...]) -> bool:
