@@ -131,12 +131,12 @@ class Report:
             return (f"{rewrite}{place}: broken here: Dynamo ended the graph at {self.graph_break.source} "
                     f"({self.graph_break.code}): {self.graph_break.reason}")  # fmt: skip
         for earlier in self.requires.get(rewrite, []):
-            if not self.matches[earlier] and self.misses(earlier):
+            if earlier in self.known and not self.matches[earlier] and self.misses(earlier):
                 return f"{rewrite}{place}: needs {earlier}, which did not fire. {self.why(earlier)}"
         return f"{rewrite}{place}: no anchor: {self.absent.get(rewrite, 'nothing like it is in this part of the graph')}"
 
     def _fired(self, rewrite: str, sites: list[Site], place: str) -> str:
-        layers = _spans(site.layer for site in sites if site.layer is not None)
+        layers = spans(site.layer for site in sites if site.layer is not None)
         where = f" in layers {layers}" if layers else ""
         text = f"{rewrite}{place}: fired at {len(sites)} site{'s' * (len(sites) > 1)}{where}"
         refused = {(provider, reason) for choice in self.kernels if choice.op == rewrite
@@ -149,7 +149,7 @@ class Report:
         return text
 
     def _check(self, rewrite: str) -> None:
-        if self.known and rewrite not in self.known and not self.matches[rewrite]:
+        if self.known and rewrite not in (*self.known, *self.off) and not self.matches[rewrite]:
             raise ValueError(f"no rewrite {rewrite!r}; rewrites are {sorted(self.known)}")
 
     def to_dict(self) -> dict[str, Any]:
@@ -170,7 +170,7 @@ def _below(path: str, prefix: str | None) -> bool:
     return prefix is None or path == prefix or path.startswith(prefix + ".") or f".{prefix}." in f".{path}."
 
 
-def _spans(numbers: Iterable[int]) -> str:
+def spans(numbers: Iterable[int]) -> str:
     """0, 1, 2, 5 -> "0-2, 5"."""
     spans: list[list[int]] = []
     for number in sorted(set(numbers)):
