@@ -23,7 +23,7 @@ class Capacity:
 
 
 def capacity(
-    *, bytes_per_token: int, block_size: int | None, available: int, max_num_seqs: int, longest: int | None,
+    *, bytes_per_token: int, block_size: int | None, available: int, max_num_seqs: int, longest: int,
     max_model_len: int | None = None, num_blocks: int | None = None, kv_bytes: int | None = None,
 ) -> Capacity:  # fmt: skip
     """The caches' size as the user wants it; else what fits, and no more than max_num_seqs sequences can use.
@@ -31,22 +31,12 @@ def capacity(
     bytes_per_token  of all layers together
     block_size       tokens a block by the layout; None: one block holds the longest sequence
     available        bytes to use if neither num_blocks nor kv_bytes says it
-    longest          tokens of the longest sequence the model was made for, None if unknown
-    max_model_len    tokens of the longest sequence wanted; None: as long as the model and the memory allow
+    longest          tokens of the longest sequence that makes sense
+    max_model_len    tokens of the longest sequence that must fit; None: as long as there is room, up to longest
 
-    Raises ValueError for contradictions, if nothing says how long a sequence may be, and if the longest does not fit.
+    Raises ValueError if the longest sequence does not fit.
     """
-    given = {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len, "num_blocks": num_blocks,
-             "kv_bytes": kv_bytes}  # fmt: skip
-    for name, value in given.items():
-        if value is not None and value < 1:
-            raise ValueError(f"{name} is {value}, it must be at least 1")
-    if num_blocks is not None and kv_bytes is not None:
-        raise ValueError(f"num_blocks={num_blocks} and kv_bytes={kv_bytes} both size the cache: give one of them")
     length = max_model_len or longest
-    if length is None:
-        raise ValueError("the model does not say how long a sequence may be (max_position_embeddings in its config): "
-                         "pass max_model_len")  # fmt: skip
     room = (kv_bytes or available) // bytes_per_token  # tokens
 
     if block_size is None:

@@ -58,6 +58,10 @@ class LLM:
         options: Options | Mapping[str, Any] | None = None, num_blocks: int | None = None, kv_bytes: int | None = None,
         device: torch.device | str | None = None, load_format: str = "auto", progress: bool = True,
     ) -> None:  # fmt: skip
+        _check_sizes(
+            max_model_len=max_model_len, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
+            num_blocks=num_blocks, kv_bytes=kv_bytes,
+        )  # fmt: skip
         self.phases: dict[str, float] = {}
         self.tokens_per_second = 0.0
         self._ids = map(str, count())
@@ -66,16 +70,20 @@ class LLM:
         with tqdm(total=len(PHASES), unit="phase", leave=False, disable=None if progress else True) as bar:
             with self._phase("load", bar):
                 module = self._load(model, dtype, device, load_format, progress)
+                longest = _longest(module, max_model_len)
             with self._phase("compile", bar):
                 self.program = compile_model(module, options=options)
             with self._phase("allocate", bar):
                 specs = self.program.specs
+                if not specs:
+                    raise ValueError(f"{type(module).__name__} keeps no state: each of its attention layers must own a "
+                                     "handle (ops.kv_state) and pass it to ops.attention")  # fmt: skip
                 size = capacity(
                     bytes_per_token=sum(spec.bytes_per_token() for spec in specs),
                     block_size=LAYOUTS[specs[0].layout].block_size,
                     available=free_memory(self.program.device),
                     max_num_seqs=max_num_seqs,
-                    longest=_config_value(module, "max_position_embeddings"),
+                    longest=longest,
                     max_model_len=max_model_len,
                     num_blocks=num_blocks,
                     kv_bytes=kv_bytes,
@@ -231,6 +239,27 @@ class LLM:
         yield
         self.phases[name] = time.perf_counter() - started
         bar.update()
+
+
+def _check_sizes(**sizes: int | None) -> None:
+    for name, value in sizes.items():
+        if value is not None and value < 1:
+            raise ValueError(f"{name} is {value}, it must be at least 1")
+    if sizes["num_blocks"] is not None and sizes["kv_bytes"] is not None:
+        raise ValueError("num_blocks and kv_bytes both size the cache: give one of them")
+
+
+def _longest(module: nn.Module, max_model_len: int | None) -> int:
+    """Tokens of the longest sequence: max_model_len, else what the model was made for."""
+    made_for = _config_value(module, "max_position_embeddings")
+    longest = max_model_len if max_model_len is not None else made_for
+    if longest is None:
+        raise ValueError("the model does not say how long a sequence may be (max_position_embeddings in its config): "
+                         "pass max_model_len")  # fmt: skip
+    if made_for is not None and longest > made_for:
+        raise ValueError(f"max_model_len={longest} is longer than the {made_for} tokens that the model was made for "
+                         "(max_position_embeddings in its config)")  # fmt: skip
+    return longest
 
 
 def _text_tokens(request: Request) -> list[int]:

@@ -80,6 +80,14 @@ def test_a_row_draws_the_same_token_in_any_batch():
     assert sample(logits[order], [draws[i] for i in order]).tolist() == [together[i] for i in order]
 
 
+@pytest.mark.gpu
+def test_a_gpu_draws_the_tokens_of_a_cpu():
+    logits = torch.randn(64, 5000, generator=torch.Generator().manual_seed(0)) * 3
+    kinds = [Draw(), Draw(1.0), Draw(0.7, 20), Draw(0.9, 50, 0.95)]
+    draws = [Draw(k.temperature, k.top_k, k.top_p, uniform(7, i)) for i in range(16) for k in kinds]
+    assert sample(logits.cuda(), draws).tolist() == sample(logits, draws).tolist()
+
+
 def test_uniform_numbers_depend_on_seed_and_index_and_fill_the_interval():
     assert uniform(5, 3) == uniform(5, 3)
     assert len({uniform(seed, index) for seed in range(50) for index in range(50)}) == 2500
