@@ -172,13 +172,13 @@ def _below(path: str, prefix: str | None) -> bool:
 
 def spans(numbers: Iterable[int]) -> str:
     """0, 1, 2, 5 -> "0-2, 5"."""
-    spans: list[list[int]] = []
+    runs: list[list[int]] = []
     for number in sorted(set(numbers)):
-        if spans and number == spans[-1][1] + 1:
-            spans[-1][1] = number
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
         else:
-            spans.append([number, number])
-    return ", ".join(f"{a}-{b}" if a != b else str(a) for a, b in spans)
+            runs.append([number, number])
+    return ", ".join(f"{a}-{b}" if a != b else str(a) for a, b in runs)
 
 
 class Reports(list[Report]):

@@ -1,0 +1,147 @@
+"""A report as text for a terminal: plain tables, 100 columns, what repeats from layer to layer said once."""
+
+import re
+import textwrap
+from collections.abc import Iterable, Sequence
+
+from atomc.report import KernelChoice, Miss, Report, Site, spans
+
+WIDTH = 100
+MOST_MISSES = 20
+# Passes that every op goes through.
+NOT_REWRITES = ("lower",)
+
+Row = Sequence[str]
+
+
+def report_text(report: Report) -> str:
+    """What happened to one graph: rewrites by layer, what did not fire and why, kernels, state, phases."""
+    parts = [_title(report)]
+    if report.treated:
+        parts += [_rewrites(report), _not_fired(report), _near_misses(report.near), _kernels(report.kernels),
+                  _listed("state", _collapsed_lines(report.state))]  # fmt: skip
+    parts += [_ended(report), _listed("notes", report.notes), _phases(report)]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def table(header: Row, rows: Iterable[Row], numbers: Sequence[int] = ()) -> str:
+    """Aligned columns; `numbers` are aligned to the right, the last column is wrapped."""
+    rows = list(rows)
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header) - 1)]
+    lines = []
+    for row in [header, *rows]:
+        cells = [cell.rjust(width) if i in numbers else cell.ljust(width)
+                 for i, (cell, width) in enumerate(zip(row, widths, strict=False))]  # fmt: skip
+        start = "  ".join([*cells, ""])
+        lines.append(_wrapped(row[-1], start, " " * len(start)))
+    return "\n".join(lines)
+
+
+def collapsed(path: str) -> str:
+    """A module path with the number of its layer left out: "model.layers.*.mlp"."""
+    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path)
+
+
+def _wrapped(text: str, start: str, indent: str) -> str:
+    return textwrap.fill(text, WIDTH, initial_indent=start, subsequent_indent=indent, break_on_hyphens=False,
+                         break_long_words=False).rstrip() or start.rstrip()  # fmt: skip
+
+
+def _title(report: Report) -> str:
+    if report.treated:
+        return f"{report.model}: compiled"
+    return _wrapped(f"{report.model}: not treated: {report.why_not}", "", "  ")
+
+
+def _rewrites(report: Report) -> str:
+    sites: dict[str, list[Site]] = {}
+    for site in report.sites:
+        if site.rewrite not in NOT_REWRITES:
+            sites.setdefault(site.rewrite, []).append(site)
+    rows = [(name, str(len(found)), _layers(site.layer for site in found),
+             ", ".join(dict.fromkeys(collapsed(site.module_path) or "the graph" for site in found)))
+            for name, found in sites.items()]  # fmt: skip
+    return table(("rewrite", "sites", "layers", "in"), rows, numbers=[1]) if rows else "no rewrite fired"
+
+
+def _layers(layers: Iterable[int | None]) -> str:
+    return spans(layer for layer in layers if layer is not None) or "-"
+
+
+def _not_fired(report: Report) -> str:
+    missing = [name for name in [*report.known, *report.off] if not report.matches[name]]
+    near = {miss.rewrite for miss in report.near}
+    rows = [(name, "near misses, below" if name in near else report.why(name).partition(": ")[2])
+            for name in dict.fromkeys(missing)]  # fmt: skip
+    return table(("did not fire", "why"), rows) if rows else ""
+
+
+def _near_misses(near: Sequence[Miss]) -> str:
+    groups: dict[tuple[str, ...], list[Miss]] = {}
+    for miss in near:
+        key = (miss.rewrite, miss.variant, collapsed(miss.module_path), miss.kind, miss.source)
+        groups.setdefault(key, []).append(miss)
+    if not groups:
+        return ""
+    lines = ["near misses"]
+    for found in list(groups.values())[:MOST_MISSES]:
+        first = found[0]
+        variant = f" ({first.variant})" if first.variant else ""
+        layers = _layers(miss.layer for miss in found)
+        times = f" x{len(found)}, layers {layers}" if len(found) > 1 else ""
+        source = f", {first.source}" if first.source else ""
+        where = collapsed(first.module_path) if len(found) > 1 else first.module_path
+        head = f"{first.rewrite}{variant} in {where or 'the graph'}{times}{source}: {first.depth:.0%} of it is there"
+        lines += [_wrapped(head, "  ", "    "), _wrapped(first.expected, "    expected  ", 14 * " "),
+                  _wrapped(first.found, "    found     ", 14 * " ")]  # fmt: skip
+    if len(groups) > MOST_MISSES:
+        lines.append(f"  and {len(groups) - MOST_MISSES} more: Report.near has all")
+    return "\n".join(lines)
+
+
+def _kernels(choices: Sequence[KernelChoice]) -> str:
+    if not choices:
+        return ""
+    nodes: dict[tuple[str, str, str], list[KernelChoice]] = {}
+    refusals: dict[tuple[str, str], list[str]] = {}
+    for choice in choices:
+        nodes.setdefault((choice.op, choice.tokens, choice.chosen), []).append(choice)
+        for refusal in choice.refused:
+            refusals.setdefault(refusal, []).append(choice.op)
+    rows = [(op, str(len(found)), tokens, chosen) for (op, tokens, chosen), found in nodes.items()]
+    lines = [table(("op", "nodes", "tokens", "runs as"), rows, numbers=[1])]
+    for (provider, reason), refused in refusals.items():
+        whose = "all" if len(refused) == len(choices) else ", ".join(dict.fromkeys(refused))
+        lines.append(_wrapped(f"not {provider} for {whose}: {reason}", "", "  "))
+    return "\n".join(lines)
+
+
+def _collapsed_lines(lines: Iterable[str]) -> list[str]:
+    """Lines that differ by the layer in the path before their colon, once with how many they are."""
+    groups: dict[str, int] = {}
+    for line in lines:
+        path, colon, rest = line.partition(":")
+        key = collapsed(path) + colon + rest
+        groups[key] = groups.get(key, 0) + 1
+    return [f"{line} (x{count})" if count > 1 else line for line, count in groups.items()]
+
+
+def _listed(title: str, lines: Sequence[str]) -> str:
+    return "\n".join([title, *(_wrapped(line, "  ", "    ") for line in lines)]) if lines else ""
+
+
+def _ended(report: Report) -> str:
+    lines = []
+    if report.graph_break is not None:
+        code = f" ({report.graph_break.code})" if report.graph_break.code else ""
+        lines.append(_wrapped(f"graph break at {report.graph_break.source}{code}: {report.graph_break.reason}", "", "  "))
+    if report.recompile is not None:
+        lines.append(_wrapped(f"recompiled, because this guard failed: {report.recompile}", "", "  "))
+    return "\n".join(lines)
+
+
+def _phases(report: Report) -> str:
+    if not report.phases:
+        return ""
+    parts = [f"{name} {seconds:.2f}" for name, seconds in report.phases.items()]
+    return _wrapped(f"{', '.join(parts)}; together {sum(report.phases.values()):.2f}", "seconds: ", 9 * " ")

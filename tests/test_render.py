@@ -1,0 +1,125 @@
+"""Reports as text: what a person reads in a terminal."""
+
+from collections import Counter
+
+import pytest
+
+from atomc.render.text import WIDTH, collapsed, report_text, table
+from atomc.report import GraphBreak, KernelChoice, Miss, Report, Site
+
+
+def fired(rewrite, path, layer):
+    return Site(rewrite, path, layer, "model.py:12")
+
+
+def miss(layer, found="mul(other=2.0)", rewrite="add_norm", kind="op"):
+    path = f"model.layers.{layer}.mlp"
+    return Miss(rewrite, "", path, layer, "model.py:20", 0.75, kind, "add", found)
+
+
+REPORT = Report(
+    "Tiny",
+    treated=True,
+    matches=Counter({"norm": 3}),
+    sites=[fired("norm", "layers.0.norm", 0), fired("norm", "layers.1.norm", 1), fired("norm", "norm", None),
+           fired("lower", "norm", None)],
+    kernels=[KernelChoice("norm", f"layers.{i}", "any", "mine", [("theirs", "rows are too long")]) for i in range(2)]
+    + [KernelChoice("linear", "head", "any", "torch", [])],
+    phases={"trace": 0.5, "passes": 1.25},
+    notes=["glue: eager (as the option says)"],
+    state=["layers.0.attn: kv [2, 16]", "layers.1.attn: kv [2, 16]"],
+    near=[miss(0), miss(1)],
+    known=["norm", "add_norm", "gelu"],
+    absent={"gelu": "the graph has no gelu"},
+)  # fmt: skip
+
+
+def test_a_report_reads_like_this():
+    assert report_text(REPORT) == """\
+Tiny: compiled
+
+rewrite  sites  layers  in
+norm         3  0-1     layers.*.norm, norm
+
+did not fire  why
+add_norm      near misses, below
+gelu          no anchor: the graph has no gelu
+
+near misses
+  add_norm in model.layers.*.mlp x2, layers 0-1, model.py:20: 75% of it is there
+    expected  add
+    found     mul(other=2.0)
+
+op      nodes  tokens  runs as
+norm        2  any     mine
+linear      1  any     torch
+not theirs for norm: rows are too long
+
+state
+  layers.*.attn: kv [2, 16] (x2)
+
+notes
+  glue: eager (as the option says)
+
+seconds: trace 0.50, passes 1.25; together 1.75
+"""
+
+
+def test_to_text_is_the_same_text():
+    assert REPORT.to_text() == report_text(REPORT)
+
+
+def test_a_graph_that_was_not_treated_says_why_and_nothing_else():
+    assert report_text(Report("Tiny", why_not="gradients are wanted")) == "Tiny: not treated: gradients are wanted\n"
+
+
+def test_a_graph_break_and_a_failed_guard_are_shown():
+    report = Report("Tiny", treated=True, graph_break=GraphBreak("model.py:7", "print(x)", "print is not traced"),
+                    recompile="L['x'].size()[0] == 3")  # fmt: skip
+    lines = report_text(report).splitlines()
+    assert "graph break at model.py:7 (print(x)): print is not traced" in lines
+    assert "recompiled, because this guard failed: L['x'].size()[0] == 3" in lines
+
+
+def test_a_pass_that_is_off_is_listed_as_such():
+    text = report_text(Report("Tiny", treated=True, known=["norm"], off=["norm"]))
+    assert "norm          the pass is off (options={'passes': {'norm': False}})" in text.splitlines()
+
+
+def test_a_provider_that_serves_no_op_is_named_once():
+    refused = [("theirs", "not installed")]
+    report = Report("Tiny", treated=True, kernels=[KernelChoice(op, "", "any", "torch", refused) for op in ("a", "b")])
+    assert report_text(report).count("not theirs for all: not installed") == 1
+
+
+def test_misses_that_differ_are_listed_each():
+    report = Report("Tiny", treated=True, near=[miss(0), miss(0, rewrite="other")], known=["add_norm", "other"])
+    assert report_text(report).count("75% of it is there") == 2
+
+
+def test_of_very_many_misses_the_rest_is_counted():
+    report = Report("Tiny", treated=True, near=[miss(0, rewrite=f"r{i}") for i in range(25)])
+    assert "  and 5 more: Report.near has all" in report_text(report).splitlines()
+
+
+def test_no_line_is_wider_than_the_terminal():
+    long = "because " + "it does not fit " * 20
+    report = Report("Tiny", treated=True, sites=[fired("norm", f"model.part_{i}.norm", None) for i in range(20)],
+                    kernels=[KernelChoice("norm", "", "any", "torch", [("mine", long)])], notes=[long],
+                    near=[miss(0, found=long)])  # fmt: skip
+    assert max(map(len, report_text(report).splitlines())) <= WIDTH
+
+
+@pytest.mark.parametrize(
+    "path, expected",
+    [("model.layers.12.mlp", "model.layers.*.mlp"), ("0", "*"), ("layers.3.experts.5", "layers.*.experts.*"),
+     ("conv2d.weight", "conv2d.weight"), ("", "")],
+)  # fmt: skip
+def test_layer_numbers_are_left_out_of_a_path(path, expected):
+    assert collapsed(path) == expected
+
+
+def test_columns_are_aligned_and_numbers_end_in_one_column():
+    assert table(("name", "n", "why"), [("a", "10", "x"), ("long", "2", "y")], numbers=[1]) == (
+        "name   n  why\na     10  x\nlong   2  y"
+    )
