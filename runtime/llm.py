@@ -45,7 +45,7 @@ class LLM:
     progress                 bars on the terminal while it starts
 
     program.report says what the compiler did, phases how long each part of the start took (seconds), and
-    tokens_per_second how fast the last `generate` made new tokens, all its requests together.
+    tokens_per_second how fast the last `generate` or `stream` made new tokens, all its requests together.
 
     Raises ValueError for what does not fit together, OptionsError (a ValueError) for a wrong option, FileNotFoundError
     for an incomplete checkpoint, ImportError if a tokenizer needs a library that is not installed; generating raises
@@ -143,6 +143,7 @@ class LLM:
         detokenizer = Detokenizer(self.tokenizer, request.tokens)
         num_shown = 0
         self.program.check()
+        started = time.perf_counter()
         self.scheduler.add(request)
         try:
             while request.finish_reason is None:
@@ -154,6 +155,7 @@ class LLM:
                     yield piece
         finally:
             self.scheduler.abort(request.id)
+            self.tokens_per_second = request.num_new / (time.perf_counter() - started)
         rest = detokenizer.flush()
         if rest:
             yield rest
