@@ -30,7 +30,8 @@ lint: $(VENV)/installed-test ## ruff on the sources, strict mypy on the package
 	$(BIN)/mypy
 
 test-gpu: ## the tests that need a GPU, from the tree, with the Python that is there
-	$(PYTHON) -m pytest tests -m gpu $(PYTEST_ARGS)
+	$(PYTHON) -c 'from setuptools import setup; setup()' -q egg_info # the entry point, without an installation
+	PYTHONPATH=. $(PYTHON) -m pytest tests -m gpu $(PYTEST_ARGS)
 
 clean: ## remove the environment and what tools left behind
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info

@@ -17,9 +17,11 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from atomc import capture, passes, pipeline, ranges
+from atomc.cudagraphs import Graphed
 from atomc.dump import Dumper
 from atomc.errors import OptionsError, RunError
 from atomc.graph_pass import Context, Extra
+from atomc.match import mutated
 from atomc.ops.state import StateSpec
 from atomc.options import Options
 from atomc.pieces import compile_glue, glue_of, run_eagerly
@@ -250,8 +252,10 @@ def compile_for(
     """All stages for one graph with given floats; takes and returns what `gm` does."""
     context = Context(options, platform, notes=report.notes)
     dumper = Dumper(options.dump)
+    written: list[int] = []
 
     def compiler(functional: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        written.extend(written_inputs(functional))
         compiled = stages(functional, context, report, dumper)
         return with_extras(compiled, example_inputs)
 
@@ -263,7 +267,20 @@ def compile_for(
     report.phases["trace"] = time.perf_counter() - start - sum(
         report.phases.get(name, 0.0) for name in ("lift", "passes", "lower", "glue"))  # fmt: skip
     report.treated = True
+    if wants_cuda_graphs(options) and not platform.is_cpu:
+        return Graphed(made, written, report.notes, report.cuda_graphs)
     return made
+
+
+def wants_cuda_graphs(options: Options) -> bool:
+    """The modes of torch.compile that ask for CUDA graphs."""
+    return options.mode in ("reduce-overhead", "max-autotune")
+
+
+def written_inputs(gm: GraphModule) -> list[int]:
+    """The numbers of the inputs that the graph writes in place."""
+    targets = {target for node in gm.graph.nodes for target in mutated(node)}
+    return [i for i, node in enumerate(gm.graph.find_nodes(op="placeholder")) if node in targets]
 
 
 def lift_stage(dynamo: GraphModule, context: Context, report: Report) -> None:

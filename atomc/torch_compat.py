@@ -200,3 +200,8 @@ def fresh_size(mode: FakeTensorMode) -> torch.SymInt:
     assert mode.shape_env is not None
     with mode.shape_env.ignore_fresh_unbacked_symbols():
         return mode.shape_env.create_unbacked_symint()
+
+
+def is_static_input(x: Tensor) -> bool:
+    """Whether a graph input stays where it is: a parameter, a buffer, or what mark_static_address marked."""
+    return isinstance(x, torch.nn.Parameter) or getattr(x, "_dynamo_static_input_type", None) is not None

@@ -16,6 +16,10 @@ from atomc.program import Program, compile_model
 
 transformers = pytest.importorskip("transformers", reason="the reference is transformers")
 
+# On a machine with a GPU everything here runs there, as part of `make test-gpu`.
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
+
 TINY = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 256, "max_position_embeddings": 128}  # fmt: skip
 KINDS = {"llama": ("LlamaConfig", "LlamaForCausalLM", {}), "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {}),
@@ -42,6 +46,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 def reference(path: Path, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     """Hugging Face eager on the bf16 weights, computing in `dtype`: ids [T] -> logits [T, V] in fp32."""
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager").eval()
+    model.to(DEVICE)
 
     def logits(ids: Tensor) -> Tensor:
         with torch.inference_mode():
@@ -52,7 +57,7 @@ def reference(path: Path, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
 
 def stock(path: Path, dtype: torch.dtype, attention: str = "sdpa") -> nn.Module:
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=attention)
-    return model.eval().requires_grad_(False)
+    return model.eval().requires_grad_(False).to(DEVICE)
 
 
 def by_backend_stock(path: Path, dtype: torch.dtype, options: dict[str, Any]) -> Callable[[Tensor], Tensor]:
@@ -62,8 +67,8 @@ def by_backend_stock(path: Path, dtype: torch.dtype, options: dict[str, Any]) ->
 
 
 def by_backend_ours(path: Path, dtype: torch.dtype, options: dict[str, Any]) -> Callable[[Tensor], Tensor]:
-    compiled = torch.compile(load(path, dtype=dtype, progress=False), backend="atom", options=options)
-    return lambda ids: compiled(ids, torch.arange(len(ids))).float()
+    compiled = torch.compile(load(path, dtype=dtype, device=DEVICE, progress=False), backend="atom", options=options)
+    return lambda ids: compiled(ids, torch.arange(len(ids), device=DEVICE)).float()
 
 
 class Paged:
@@ -75,11 +80,11 @@ class Paged:
         self.block_size = 16 if layout == "paged" else 16 * blocks_each
         per_sequence = blocks_each if layout == "paged" else 1
         self.tables = torch.arange(sequences * per_sequence, dtype=torch.int32).view(sequences, per_sequence).flip(0)
-        program.bind([spec.allocate(sequences * per_sequence, self.block_size, "cpu") for spec in program.specs])
+        program.bind([spec.allocate(sequences * per_sequence, self.block_size, DEVICE) for spec in program.specs])
 
     def __call__(self, chunks: list[tuple[int, Tensor, int]], padding: int = 0) -> list[Tensor]:
         """chunks: (sequence, its new ids, how many it had before) -> logits [len(new ids), V] of each, in fp32."""
-        ids = torch.cat([new for _, new, _ in chunks] + [torch.zeros(padding, dtype=torch.int64)])
+        ids = torch.cat([new.cpu() for _, new, _ in chunks] + [torch.zeros(padding, dtype=torch.int64)])
         positions = [torch.arange(before, before + len(new)) for _, new, before in chunks]
         slots = [self.tables[s].long()[at // self.block_size] * self.block_size + at % self.block_size
                  for (s, _, _), at in zip(chunks, positions, strict=True)]  # fmt: skip
@@ -90,6 +95,7 @@ class Paged:
         step = Step(ids, torch.cat([*positions, torch.zeros(padding, dtype=torch.int64)]), counts.cumsum(0).int(),
                     torch.tensor([before + len(new) for _, new, before in chunks], dtype=torch.int32),
                     torch.arange(len(ids) - padding), (groups,) * num_groups)  # fmt: skip
+        step = Step(*(x.to(DEVICE) for x in step[:5]), tuple(GroupStep(*(x.to(DEVICE) for x in g)) for g in step.groups))
         with torch.inference_mode():
             return list(self.program(step).float().split([len(new) for _, new, _ in chunks]))
 
@@ -114,7 +120,7 @@ def by_program(model: nn.Module, ids: Tensor, options: dict[str, Any]) -> dict[s
 
 @pytest.fixture
 def ids() -> Tensor:
-    return torch.randint(0, TINY["vocab_size"], (LENGTH,), generator=torch.Generator().manual_seed(1))
+    return torch.randint(0, TINY["vocab_size"], (LENGTH,), generator=torch.Generator().manual_seed(1)).to(DEVICE)
 
 
 @pytest.mark.parametrize("compiled", [by_backend_stock, by_backend_ours])
@@ -139,8 +145,8 @@ def test_logits_over_the_paged_cache_in_fp32_are_those_of_transformers(
     checkpoint: Path, ids: Tensor, make: str
 ) -> None:
     expected = reference(checkpoint, torch.float32)(ids)
-    model = wrap_stock(stock(checkpoint, torch.float32)) if make == "stock" else load(checkpoint, dtype=torch.float32,
-                                                                                        progress=False)  # fmt: skip
+    model = wrap_stock(stock(checkpoint, torch.float32)) if make == "stock" else load(
+        checkpoint, dtype=torch.float32, device=DEVICE, progress=False)
     for way, ours in by_program(model.requires_grad_(False), ids, {"glue": "eager"}).items():
         assert (ours - expected).abs().max() <= 1e-4 * expected.abs().max(), way
 
@@ -169,7 +175,7 @@ def test_logits_over_the_paged_cache_in_bf16_are_as_good_as_those_of_transformer
     checkpoint: Path, ids: Tensor, make: str
 ) -> None:
     truth, theirs = reference(checkpoint, torch.float32)(ids), reference(checkpoint, torch.bfloat16)(ids)
-    model = wrap_stock(stock(checkpoint, torch.bfloat16)) if make == "stock" else load(checkpoint, progress=False)
+    model = wrap_stock(stock(checkpoint, torch.bfloat16)) if make == "stock" else load(checkpoint, device=DEVICE, progress=False)
     for ours in by_program(model.requires_grad_(False), ids, {"glue": "eager"}).values():
         assert_as_good_as_transformers_in_bf16(ours, theirs, truth)
 
@@ -189,7 +195,7 @@ def test_every_norm_of_a_model_is_bit_equal_when_the_models_roundings_are_asked_
         return out
 
     shapes = [(3, norm.weight.shape[0]) for norm in norms.values()]
-    inputs, residuals = ([torch.randn(shape, generator=generator).bfloat16() * 3 for shape in shapes] for _ in range(2))
+    inputs, residuals = ([torch.randn(shape, generator=generator).bfloat16().to(DEVICE) * 3 for shape in shapes] for _ in range(2))
     compiled = torch.compile(all_norms, backend="atom", options={"glue": glue, "rounding": "hf"})
     for ours, theirs in zip(compiled(inputs, residuals), all_norms(inputs, residuals), strict=True):
         assert torch.equal(ours, theirs)

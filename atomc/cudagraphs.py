@@ -1,0 +1,122 @@
+"""CUDA graphs: static inputs, one shared pool, capture, replay, bytes. The backend and the runtime both use this.
+
+A captured call reads its inputs where they lay during capture; HIP graphs on ROCm go through the same torch functions.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from atomc.torch_compat import is_static_input
+
+MOST_GRAPHS = 32
+_WARM_UPS = 2  # Triton compiles, cuBLAS allocates its workspace: neither may happen during capture
+
+
+@dataclass
+class Captured:
+    """One captured call. `output` is where each replay writes; bytes is what capturing added to the pool."""
+
+    graph: torch.cuda.CUDAGraph
+    output: Any
+    bytes: int
+
+    def replay(self) -> Any:
+        self.graph.replay()
+        return self.output
+
+
+class Pool:
+    """Captures calls one after another into one memory pool: graphs that never run at once share their temporaries."""
+
+    def __init__(self, device: torch.device | str = "cuda"):
+        self.device = torch.device(device)
+        self.handle = torch.cuda.graph_pool_handle()
+        self.stream = torch.cuda.Stream(self.device)
+        self.num_graphs = 0
+
+    def capture(self, call: Callable[[], Any]) -> Captured:
+        """Capture `call`, whose inputs must stay where they are. Raises what CUDA raises if it cannot be captured."""
+        with torch.cuda.device(self.device):
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
+                for _ in range(_WARM_UPS):
+                    call()
+            torch.cuda.current_stream().wait_stream(self.stream)
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_reserved(self.device)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self.handle, stream=self.stream):
+                output = call()
+            torch.cuda.synchronize()
+        self.num_graphs += 1
+        return Captured(graph, output, max(0, torch.cuda.memory_reserved(self.device) - before))
+
+
+class Graphed:
+    """A callable that replays a graph per set of input shapes; parameters and marked inputs stay where they are.
+
+    Other tensors are copied into static buffers before a replay, and results are copied out, so that the caller may keep
+    them. Whatever cannot be captured runs as it is, with a note.
+    """
+
+    def __init__(self, call: Callable[..., Any], written: Sequence[int], notes: list[str], graphs: list[dict[str, Any]]):
+        self.call, self.written, self.notes, self.graphs = call, set(written), notes, graphs
+        self.pool: Pool | None = None
+        self.captured: dict[Any, tuple[Captured, list[Any]] | None] = {}
+
+    def __call__(self, *args: Any) -> Any:
+        key = tuple(self._key(i, x) for i, x in enumerate(args))
+        if key not in self.captured:
+            self.captured[key] = self._capture(args)
+        found = self.captured[key]
+        if found is None:
+            return self.call(*args)
+        captured, static = found
+        for mine, theirs in zip(static, args, strict=True):
+            if isinstance(mine, Tensor) and mine is not theirs:
+                mine.copy_(theirs)
+        return _cloned(captured.replay())
+
+    def _key(self, i: int, x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        return x.data_ptr() if self._stays(i, x) else (x.shape, x.dtype, x.stride(), x.device)
+
+    def _stays(self, i: int, x: Tensor) -> bool:
+        return i in self.written or is_static_input(x)
+
+    def _capture(self, args: Sequence[Any]) -> tuple[Captured, list[Any]] | None:
+        devices = {x.device for x in args if isinstance(x, Tensor) and x.dim()}
+        if len(devices) != 1 or next(iter(devices)).type != "cuda":
+            return self._give_up(f"no CUDA graph: inputs on {', '.join(sorted(map(str, devices))) or 'no device'}")
+        if len(self.captured) >= MOST_GRAPHS:
+            return self._give_up(f"no CUDA graph: there are {MOST_GRAPHS} already")
+        static = [x.clone() if isinstance(x, Tensor) and not self._stays(i, x) else x for i, x in enumerate(args)]
+        saved = [x.clone() for i, x in enumerate(args) if i in self.written]  # warm-up runs write, too
+        try:
+            self.pool = self.pool or Pool(next(iter(devices)))
+            captured = self.pool.capture(lambda: self.call(*static))
+        except RuntimeError as error:
+            return self._give_up(f"no CUDA graph: {str(error).splitlines()[0]}")
+        finally:
+            for kept, i in zip(saved, sorted(self.written), strict=True):
+                args[i].copy_(kept)
+        shapes = [list(x.shape) for i, x in enumerate(args) if isinstance(x, Tensor) and not self._stays(i, x)]
+        self.graphs.append({"inputs": shapes, "bytes": captured.bytes})
+        return captured, static
+
+    def _give_up(self, note: str) -> None:
+        if note not in self.notes:
+            self.notes.append(note)
+
+
+def _cloned(output: Any) -> Any:
+    if isinstance(output, Tensor):
+        return output.clone()
+    if isinstance(output, list | tuple):
+        return type(output)(_cloned(item) for item in output)
+    return output
