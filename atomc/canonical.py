@@ -5,6 +5,7 @@ dimensions count from the end; defaults are filled in. The graph itself is not c
 """
 
 import operator
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,13 @@ VIEWS = frozenset({"view", "clone"})
 GENERIC = frozenset({"add", "mul", "sub", "div", "neg", "view", "permute", "slice", "cast", "to", "expand", "unsqueeze",
                      "getitem", "cat", "clone", "mean", "sum", "square", "pow", "stack"})  # fmt: skip
 _TO_THE_END = 2**62
+
+
+@dataclass(frozen=True)
+class Capture:
+    """Stands in a traced pattern for a number or string that the site decides."""
+
+    name: str
 
 
 @dataclass
@@ -38,7 +46,9 @@ def value(node: Node) -> Any:
 
 def call(node: Node) -> Call:
     """The canonical call of a node; remembered on the node until its target or arguments change."""
-    key = (node.target, node.args, dict(node.kwargs))
+    key: tuple[Any, ...] = (node.target, node.args, dict(node.kwargs))
+    if node.target is operator.getitem:  # a part of a split is a slice of what is split
+        key = (*key, node.args[0].args)  # type: ignore[union-attr]
     known = node.meta.get("canonical")
     if known is None or known[0] != key:
         known = node.meta["canonical"] = (key, _call(node))
@@ -133,7 +143,10 @@ def _getitem(node: Node) -> Call:
 def _cast(node: Node, operands: list[Node], attrs: dict[str, Any]) -> Call:
     same_place = value(node).device == value(operands[0]).device
     plain = attrs.get("memory_format") in (None, torch.preserve_format)
-    return Call("cast", operands, {"dtype": value(node).dtype}) if same_place and plain else Call("to", operands, attrs)
+    if same_place and plain:
+        return Call("cast", operands, {"dtype": value(node).dtype})
+    made = {"dtype": value(node).dtype, "device": value(node).device}
+    return Call("to", operands, made if plain else {**made, "memory_format": attrs["memory_format"]})
 
 
 def _permutation(op: str, attrs: dict[str, Any], rank: int) -> tuple[int, ...]:
@@ -166,15 +179,40 @@ def keeps_last_dim(node: Node) -> bool:
     return bool(source.dim() and value(node).dim() and known_equal(value(node).shape[-1], source.shape[-1]))
 
 
-def spell(node: object) -> str:
-    """A node in few words: `mean(dim=(-1,), keepdim=True)`."""
+def spell(node: object, of_pattern: bool = False) -> str:
+    """A node in few words, without defaults: `mean(dim=(-1,), keepdim=True)`. Of a pattern's node only what is constant."""
     if not isinstance(node, Node):
         return repr(node)
     if node.op != "call_function":
-        return f"input {node.name}"
+        return f"input {input_name(node)}"
     made = call(node)
-    attrs = ", ".join(f"{name}={_spell_attr(attr)}" for name, attr in made.attrs.items() if name != "given")
-    return f"{made.op.replace('atom::', '')}({attrs})" if attrs else made.op.replace("atom::", "")
+    if made.op == "getitem":
+        return f"result {made.attrs['index']} of {spell(made.operands[0], of_pattern)}"
+    schema = getattr(node.target, "_schema", None)
+    defaults = {a.name: a.default_value for a in schema.arguments if a.has_default_value()} if schema is not None else {}
+    attrs = {name: attr for name, attr in made.attrs.items()
+             if name != "given" and not (name in defaults and _is_default(attr, defaults[name]))}  # fmt: skip
+    if of_pattern:
+        attrs = {name: attr for name, attr in attrs.items() if not _decided_by_site(attr)}
+    op = made.op.replace("atom::", "")
+    return f"{op}({', '.join(f'{name}={_spell_attr(attr)}' for name, attr in attrs.items())})" if attrs else op
+
+
+def input_name(placeholder: Node) -> str:
+    """What the user calls an input: the argument's name, or the path of the parameter."""
+    source = placeholder.meta.get("source")
+    if not source:
+        return placeholder.name
+    keys = [key for key in re.findall(r"\w+", source) if key not in ("L", "G", "_modules", "_parameters", "_buffers")]
+    return ".".join(keys[1:] if len(keys) > 1 and keys[0] == "self" else keys)
+
+
+def _decided_by_site(attr: Any) -> bool:
+    return isinstance(attr, Capture | torch.SymInt) or (isinstance(attr, tuple) and any(map(_decided_by_site, attr)))
+
+
+def _is_default(attr: Any, default: Any) -> bool:
+    return type(attr) is type(default) and not isinstance(attr, torch.SymInt) and bool(attr == default)
 
 
 def _spell_attr(attr: Any) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from atomc.torch_compat import FakeTensor, fake_mode_of, functional_graph, own_copy
+from atomc.torch_compat import FakeTensor, fake_mode_of, functional_graph, own_copy, source_name
 
 Compiler = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
 
@@ -35,7 +35,14 @@ def trace(
     if mode is not None:
         fakes = [mode.from_tensor(x, static_shapes=True) if isinstance(x, Tensor) and not isinstance(x, FakeTensor) else x
                  for x in fakes]  # fmt: skip
-    return functional_graph(copy, fakes, compiler)
+    sources = [source_name(node) for node in placeholders]
+
+    def with_sources(functional: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        for node, source in zip(functional.graph.find_nodes(op="placeholder"), sources, strict=True):
+            node.meta["source"] = source
+        return compiler(functional, inputs)
+
+    return functional_graph(copy, fakes, with_sources)
 
 
 def put_back_floats(gm: GraphModule, floats: dict[int, float]) -> None:

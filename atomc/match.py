@@ -16,22 +16,20 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from atomc.canonical import COMMUTATIVE, VIEWS, call, keeps_last_dim, spell, value
+from atomc.canonical import COMMUTATIVE, VIEWS, Capture, call, keeps_last_dim, value
 from atomc.provenance import describe
 from atomc.sizes import Size, expression, known_different, known_equal, spell_shape, substitute
 from atomc.torch_compat import traced_alone
 
 
-@dataclass(frozen=True)
-class Capture:
-    """Stands in a traced pattern for a number or string that the site decides."""
-
-    name: str
-
-
 @dataclass
 class Difference:
-    """One thing that keeps a pattern from matching. `rank` orders the checks: upstream first."""
+    """One thing that keeps a pattern from matching. `rank` orders the checks: upstream first.
+
+    kind, of the structure: "extra op", "missing op", "missing cast", "other op", "operand order", "arguments",
+    "attribute", "scalar", "same value", "no reader", "not together"; of the values: "dtype", "size", "view", "device",
+    "extra user", "mutation", "cycle"; of rewriting: "guard", "taken".
+    """
 
     kind: str
     expected: str
@@ -167,8 +165,8 @@ def compare_attrs(site: Site, p: Node, g: Node, veto: Veto) -> bool:
                 return False
         elif isinstance(expected, torch.SymInt):
             site.deferred.append((p, g, name, expected, here))
-        elif not same_attr(expected, here) and not veto("attribute", f"{_bare(wanted.op)} with {name}={_bare(expected)}",
-                                           f"{name}={_bare(here)}"):  # fmt: skip
+        elif not same_attr(expected, here) and not veto("attribute", f"{bare(wanted.op)} with {name}={bare(expected)}",
+                                           f"{name}={bare(here)}"):  # fmt: skip
             return False
     return True
 
@@ -182,7 +180,8 @@ def same_attr(expected: Any, here: Any) -> bool:
     return bool(expected == here)
 
 
-def _bare(item: object) -> str:
+def bare(item: object) -> str:
+    """Without the namespace: float32, rms_norm."""
     return str(item).replace("atom::", "").replace("torch.", "")
 
 
@@ -332,7 +331,7 @@ def _input_problems(site: Site) -> Iterator[Difference]:
         wanted = site.dtype(value(p).dtype)
         if value(g).dtype != wanted:
             like = f" (the dtype of `{site.pattern.typical_input}`)" if value(p).dtype == site.pattern.model_dtype else ""
-            yield Difference("dtype", f"`{name}` in {_bare(wanted)}{like}", _bare(value(g).dtype), g, -1)
+            yield Difference("dtype", f"`{name}` in {bare(wanted)}{like}", bare(value(g).dtype), g, -1)
         for d, (size, actual) in enumerate(zip(reversed(value(p).shape), reversed(value(g).shape), strict=False)):
             expected = substitute(size, symbols)
             if not known_equal(expected, actual):
@@ -383,7 +382,11 @@ def _deferred_problems(site: Site) -> Iterator[Difference]:
         rank = site.pattern.position[p]
         if name == "dtype":
             if here != site.dtype(expected):
-                yield Difference("dtype", f"a cast to {_bare(site.dtype(expected))}", _bare(here), g, rank)
+                cast = f"a cast to {bare(site.dtype(expected))}"
+                if p in site.alias:
+                    yield Difference("missing cast", cast, f"{describe(g)} used as it is, in {bare(here)}", g, rank)
+                else:
+                    yield Difference("dtype", cast, f"one to {bare(here)}", g, rank)
         elif name == "shape":
             shape = [substitute(size, symbols) for size in expected]
             count = min(len(shape), len(here))
@@ -399,7 +402,7 @@ def _dtype_problems(site: Site) -> Iterator[Difference]:
         if call(p).op == call(g).op != "cast" and isinstance(value(g), Tensor):
             wanted = site.dtype(value(p).dtype)
             if value(g).dtype != wanted:
-                yield Difference("dtype", f"{_bare(call(p).op)} computed in {_bare(wanted)}", _bare(value(g).dtype), g,
+                yield Difference("dtype", f"{bare(call(p).op)} computed in {bare(wanted)}", bare(value(g).dtype), g,
                                  site.pattern.position[p])  # fmt: skip
 
 
@@ -411,7 +414,7 @@ def _escapes(site: Site) -> Iterator[Difference]:
         for reader in node.users:
             if reader not in inside:
                 who = "the graph returns it" if reader.op == "output" else f"{describe(reader)} reads it too"
-                yield Difference("extra user", f"nobody else reads the result of {spell(node)}", who, node,
+                yield Difference("extra user", f"no other reader of {describe(node)}", who, node,
                                  position.get(node, 0))  # fmt: skip
 
 
@@ -423,8 +426,8 @@ def _mutations_and_cycles(site: Site) -> Iterator[Difference]:
     for node in _span(inside):
         for written in mutated(node):
             if node not in own_writes and _storage(written) in read:
-                yield Difference("mutation", f"`{written.name}` unchanged while it is read", f"{describe(node)} writes it",
-                                 node, 10**6)  # fmt: skip
+                yield Difference("mutation", f"{describe(written)} unchanged while it is read",
+                                 f"{describe(node)} writes it", node, 10**6)  # fmt: skip
         if node not in inside and any(a in outputs or a in downstream for a in node.all_input_nodes):
             downstream.add(node)
     for node in inside:

@@ -5,18 +5,34 @@ steps over it. It decides nothing: match.py does. A site where it finds no diffe
 bug of ours.
 """
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 
-from atomc.canonical import COMMUTATIVE, GENERIC, VIEWS, Call, call, keeps_last_dim, spell, value
-from atomc.match import Capture, Difference, Index, Pattern, Site, compare_attrs, problems, same_attr, without_cast
+from atomc.canonical import COMMUTATIVE, GENERIC, VIEWS, Call, Capture, call, keeps_last_dim, spell, value
+from atomc.match import (
+    Difference,
+    Index,
+    Pattern,
+    Site,
+    bare,
+    compare_attrs,
+    problems,
+    same_attr,
+    without_cast,
+)
 from atomc.provenance import describe
 from atomc.sizes import expression, known_equal, substitute
+
+# Ops that only change how a value lies, looks or is kept: several in a row are one difference.
+LAYOUT = VIEWS | {"permute", "expand", "unsqueeze", "squeeze", "cast", "to"}
+LONGEST_CHAIN = 5
 
 
 @dataclass
@@ -32,19 +48,20 @@ class NearMiss:
     differences: list[Difference]
     nodes: set[Node] = field(default_factory=set)
     absent: tuple[str, ...] = ()  # telling ops of the pattern that are not here at all
+    missing: int = 0  # nodes of the pattern whose place is empty; they count as matched
     because: "NearMiss | None" = None  # the recognition miss that caused this one
 
     @property
-    def score(self) -> tuple[float, int]:
-        return (self.matched - self.edits) / self.total, -len(self.differences)
+    def score(self) -> tuple[float, int, int]:
+        return (self.matched - self.edits) / self.total, -self.missing, -len(self.differences)
 
     @property
     def near(self) -> bool:
         """Worth showing: all is there but for one edit, or most of a larger pattern is."""
         if not self.differences or self.absent:
             return False
-        if self.matched == self.total:
-            return self.total >= 2 and self.edits <= 1
+        if self.matched == self.total >= 2 and self.edits <= 1:
+            return True
         return self.matched >= 0.6 * self.total and self.edits <= 2 and self.matched - self.edits >= 3
 
     @property
@@ -96,9 +113,19 @@ def explain(pattern: Pattern, p: Node, g: Node, rewrite: str = "", variant: str 
     whole = all(site.at(node) is not None for node in pattern.nodes)
     differences = structural + problems(site, partial=bool(structural) or not whole)
     telling = {call(node).op for node in pattern.nodes} - GENERIC
-    here = {call(node).op for node in pattern.nodes if site.at(node) is not None}
-    return NearMiss(rewrite, variant, g, sum(site.at(node) is not None for node in pattern.nodes), len(pattern.nodes),
-                    len(structural), differences, site.nodes(), tuple(sorted(telling - here)))  # fmt: skip
+    placed = [node for node in pattern.nodes if site.at(node) is not None]
+    absent = tuple(sorted(telling - {call(node).op for node in placed}))
+    return NearMiss(rewrite, variant, g, len(placed), len(pattern.nodes), _num_edits(structural), differences,
+                    site.nodes(), absent, len(growth.missing))  # fmt: skip
+
+
+def _num_edits(structural: Sequence[Difference]) -> int:
+    """How many things are different: one dim given to several ops is one, so is one op put in between at several places."""
+
+    def what(d: Difference) -> Any:
+        return {"attribute": d.found, "extra op": spell(d.node)}.get(d.kind, id(d))
+
+    return len({(d.kind, what(d)) for d in structural})
 
 
 class _Growth:
@@ -110,6 +137,7 @@ class _Growth:
         self.todo: list[tuple[Node, Node]] = []
         self.late_casts: list[tuple[Node, Node]] = []  # (graph node, its reader): missing unless the dtype is right
         self.replaced: set[Node] = set()  # pattern nodes in whose place another op stands
+        self.missing: set[Node] = set()  # pattern nodes that are not there
         self.extra: set[Node] = set()  # graph nodes in between
         self.place(p, g)
 
@@ -131,19 +159,33 @@ class _Growth:
                 p, g = self.todo[done]
                 done += 1
                 self.compare_operands(p, g)
-            elif not any(self.follow_readers(p, g) for p, g in list({**self.site.alias, **self.site.matched}.items())):
+            elif not self.grow_upwards():
                 break
         for g, reader in self.late_casts:
             wanted = self.site.dtype(self.pattern.model_dtype or value(g).dtype)
             if value(g).dtype != wanted:
-                self.note("missing op", f"a cast to {str(wanted).removeprefix('torch.')}",
-                          f"{describe(g)} used as it is", reader)  # fmt: skip
+                self.note("missing cast", f"a cast to {bare(wanted)}",
+                          f"{describe(g)} used as it is, in {bare(value(g).dtype)}", reader)  # fmt: skip
         for p in self.pattern.nodes:
             here = self.site.at(p)
             for reader in p.users if here is not None else ():
                 if reader in self.pattern.nodes and self.site.at(reader) is None and reader not in self.replaced:
                     others = ", ".join(describe(user) for user in here.users if user.op != "output") or "nothing"  # type: ignore[union-attr]
-                    self.note("no reader", f"{spell(reader)} of {describe(here)}", f"only {others} reads it", here)  # type: ignore[arg-type]
+                    self.note("no reader", f"{_wanted(reader)} of {describe(here)}", f"only {others} reads it", here)  # type: ignore[arg-type]
+        if self.pattern.read_together and len(self.site.outputs()) == len(self.pattern.outputs):
+            self.note_if_apart(self.site.outputs())
+
+    def note_if_apart(self, outputs: list[Node]) -> None:
+        """The results are all there: is there a node that reads them, in this order?"""
+        for reader in outputs[0].users:
+            operands = call(reader).operands
+            places = [operands.index(output) for output in outputs if output in operands]
+            if len(places) == len(outputs) and places == sorted(places):
+                return
+        if not self.extra:
+            others = ", ".join(describe(user) for user in outputs[0].users) or "nothing"
+            self.note("not together", f"{' and '.join(map(spell, outputs))} read by one node, in this order",
+                      f"only {others} reads the first", outputs[0])  # fmt: skip
 
     def structural(self) -> list[Difference]:
         """Differences of structure, upstream first, one per kind and node."""
@@ -156,18 +198,19 @@ class _Growth:
         wanted, here = call(p), call(g)
         compare_attrs(self.site, p, g, lambda kind, expected, found: self.note(kind, expected, found, g))
         if len(wanted.operands) != len(here.operands):
-            self.note("arguments", f"{len(wanted.operands)} tensors into {spell(p)}", str(len(here.operands)), g)
+            self.note("arguments", f"{len(wanted.operands)} tensors into {_wanted(p)}", str(len(here.operands)), g)
             return
 
         def rate(order: list[Node]) -> float:
             return sum(self.similarity(q, h) for q, h in zip(wanted.operands, order, strict=True))
 
         order = max(_orders(wanted, here), key=rate)
-        backwards = here.operands[::-1]
-        if wanted.op not in COMMUTATIVE and len(backwards) == 2 and rate(backwards) > rate(here.operands) + 0.4:
-            names = ", ".join(self.pattern.inputs.get(q, spell(q)) for q in wanted.operands)
-            self.note("operand order", f"{wanted.op}({names})", "the operands the other way round", g)
-            order = backwards
+        swapped = max(_swaps(here.operands), key=rate, default=order)
+        if wanted.op not in COMMUTATIVE and rate(swapped) > rate(order) + 0.4:
+            a, b = (self.pattern.inputs.get(q, _wanted(q))
+                    for q, h, other in zip(wanted.operands, order, swapped, strict=True) if h is not other)  # fmt: skip
+            self.note("operand order", f"{a} before {b} in {bare(wanted.op)}", "the operands the other way round", g)
+            order = swapped
         pairs = sorted(zip(wanted.operands, order, strict=True), key=lambda pair: pair[0] in self.pattern.inputs)
         for q, h in pairs:
             self.settle(q, h, g)
@@ -183,10 +226,10 @@ class _Growth:
         if p in self.pattern.inputs:
             name = self.pattern.inputs[p]
             if site.bound.setdefault(name, g) is not g:
-                self.note("same value", f"`{name}` to be {site.bound[name].name} as elsewhere", describe(g), reader)
+                self.note("same value", f"`{name}` to be {describe(site.bound[name])} as elsewhere", describe(g), reader)
             return
         wanted, here = call(p), call(g)
-        if wanted.op == here.op and self.free(g):
+        if wanted.op == here.op and self.alike(p, g) and self.free(g):
             self.place(p, g)
         elif wanted.op == "cast" and value(g).dtype == wanted.attrs["dtype"] != self.pattern.model_dtype:
             without_cast(site, p, g)
@@ -200,11 +243,11 @@ class _Growth:
     def step_over(self, p: Node, g: Node, reader: Node) -> None:
         """g is not what p says: an op in between, an op missing, or another op."""
         wanted, here = call(p), call(g)
-        behind = [h for h in here.operands if call(h).op == wanted.op and self.free(h)]
-        if behind and wanted.op != "cast":
-            self.note("extra op", f"{spell(p)} read directly", f"{describe(g)} in between", g)
-            self.extra.add(g)
-            self.place(p, behind[0])
+        chain = self.chain_down(p, g)
+        if chain and wanted.op != "cast":
+            *between, found = chain
+            self.in_between(between[::-1], f"{describe(reader)} reading {_wanted(p)} directly")
+            self.place(p, found)
             return
         inner = [q for q in wanted.operands if q not in self.pattern.inputs and call(q).op == here.op]
         if not inner and wanted.op == "cast":
@@ -213,11 +256,12 @@ class _Growth:
             if wanted.op == "cast" and wanted.attrs["dtype"] == self.pattern.model_dtype:
                 self.late_casts.append((g, reader))
             else:
-                self.note("missing op", spell(p), f"{describe(g)} used as it is", reader)
+                self.note("missing op", _wanted(p), f"{describe(g)} used as it is", reader)
+                self.missing.add(p)
             self.site.alias[p] = g
             self.settle(inner[0], g, reader)
             return
-        self.note("other op", spell(p), describe(g), g)
+        self.note("other op", _wanted(p), describe(g), g)
         self.replaced.add(p)
         for q in wanted.operands:  # perhaps only this op differs: go on below it
             best = max(here.operands, key=lambda h: self.similarity(q, h), default=None)
@@ -225,6 +269,11 @@ class _Growth:
                 self.settle(q, best, g)
 
     # ---- upwards: who reads the nodes
+
+    def grow_upwards(self) -> bool:
+        """Place one more node that reads, or is read together with, what is placed. False if there is none."""
+        placed = {**self.site.alias, **self.site.matched}
+        return any(self.follow_readers(p, g) for p, g in placed.items()) or self.find_together()
 
     def follow_readers(self, p: Node, g: Node) -> bool:
         """Place one more reader of p among the readers of g. False if there is none to place."""
@@ -237,7 +286,7 @@ class _Growth:
 
     def follow(self, reader: Node, p: Node, g: Node) -> bool:
         op, users = call(reader).op, list(g.users)
-        direct = [user for user in users if call(user).op == op and self.free(user)]
+        direct = [user for user in users if call(user).op == op and self.alike(reader, user) and self.free(user)]
         if direct:
             self.place(reader, max(direct, key=lambda user: self.similarity(reader, user)))
             return True
@@ -251,26 +300,96 @@ class _Growth:
                         self.site.skipped.append(view)
                         self.place(reader, beyond[0])
                         return True
-        beyond_one = [(user, further) for user in users for further in user.users
-                      if call(further).op == op and self.free(further) and self.free(user)]
-        if beyond_one and op != "cast":
-            between, further = max(beyond_one, key=lambda pair: self.similarity(reader, pair[1]))
-            self.note("extra op", f"{spell(reader)} reading {describe(g)} directly", f"{describe(between)} in between",
-                      between)  # fmt: skip
-            self.extra.add(between)
-            self.place(reader, further)
+        chain = self.chain_up(reader, g)
+        if chain:
+            *between, found = chain
+            self.in_between(between, f"{_wanted(reader)} reading {describe(g)} directly")
+            self.place(reader, found)
             return True
         for after in reader.users:  # perhaps the reader is missing and what follows it reads g
             if after.op == "output" or self.site.at(after) is not None:
                 continue
             follower = next((u for u in users if call(u).op == call(after).op and self.free(u)), None)
             if follower is not None:
-                self.note("missing op", f"{spell(reader)} after {describe(g)}", f"{describe(follower)} reads it as it is",
+                self.note("missing op", f"{_wanted(reader)} after {describe(g)}", f"{describe(follower)} reads it as it is",
                           follower)  # fmt: skip
+                self.missing.add(reader)
                 self.site.alias[reader] = g
                 self.place(after, follower)
                 return True
         return False
+
+    # ---- several results that one node reads
+
+    def find_together(self) -> bool:
+        """Place one more result of the pattern among what is read together with one that is placed."""
+        outputs = self.pattern.outputs if self.pattern.read_together else []
+        placed = [(p, g) for p in outputs if (g := self.site.at(p)) is not None]
+        unplaced = [p for p in outputs if self.site.at(p) is None and p not in self.replaced]
+        for (mate, here), p in itertools.product(placed, unplaced):
+            later = outputs.index(p) > outputs.index(mate)
+            found = [(self.similarity_beyond(p, g), g, reader, between) for reader, between in self.readers_beyond(here)
+                     for g in _mates(reader, [here, *between][-1], later)]  # fmt: skip
+            rating, g, reader, between = max(found, key=lambda entry: entry[0], default=(0.0, here, here, []))
+            if rating > 1:
+                if between:
+                    self.in_between(between, f"{describe(here)} read together with {_wanted(p)}")
+                self.settle(p, g, reader)
+                return True
+        return False
+
+    def readers_beyond(self, g: Node) -> list[tuple[Node, list[Node]]]:
+        """Who reads g, directly or behind ops in between."""
+        found: list[tuple[Node, list[Node]]] = [(user, []) for user in g.users]
+        for user, between in found:
+            if len(between) < LONGEST_CHAIN and _num_real([*between, user]) <= 1:
+                found += [(further, [*between, user]) for further in user.users]
+        return found
+
+    def similarity_beyond(self, p: Node, g: Node) -> float:
+        """How much g, or what it is made of, looks like p."""
+        chain = self.chain_down(p, g)
+        return max([self.similarity(p, g)] + ([self.similarity(p, chain[-1]) - 0.5] if chain else []))
+
+    # ---- ops in between
+
+    def in_between(self, between: list[Node], expected: str) -> None:
+        """Note ops that the pattern does not have, first come first."""
+        found = " > ".join([*map(spell, between[:-1]), describe(between[-1])])
+        self.note("extra op", expected, f"{found} in between", between[0])
+        self.extra |= set(between)
+
+    def chain_down(self, p: Node, g: Node) -> list[Node]:
+        """[g, .., what p says]: the way down from g to an op like p, of which at most one op is not layout."""
+        chains = [[g]]
+        for chain in chains:
+            for h in call(chain[-1]).operands:
+                if self.like(p, h) and self.free(h):
+                    return [*chain, h]
+                if len(chain) < LONGEST_CHAIN and _num_real([*chain, h]) <= 1 and h.op == "call_function":
+                    chains.append([*chain, h])
+        return []
+
+    def chain_up(self, p: Node, g: Node) -> list[Node]:
+        """[.., what p says]: the way up from a reader of g to an op like p, of which at most one op is not layout."""
+        chains = [[user] for user in g.users if self.free(user)]
+        for chain in chains:
+            beyond = [user for user in chain[-1].users if self.like(p, user) and self.free(user)]
+            if beyond:
+                return [*chain, max(beyond, key=lambda user: self.similarity(p, user))]
+            if len(chain) < LONGEST_CHAIN:
+                chains += [[*chain, user] for user in chain[-1].users
+                           if _num_real([*chain, user]) <= 1 and self.free(user)]  # fmt: skip
+        return []
+
+    def like(self, p: Node, g: Node) -> bool:
+        wanted, here = call(p), call(g)
+        same_cast = wanted.op != "cast" or self.site.dtype(wanted.attrs["dtype"]) == here.attrs.get("dtype")
+        return wanted.op == here.op and same_cast and self.alike(p, g)
+
+    def alike(self, p: Node, g: Node) -> bool:
+        """Not one a product of two tensors and the other of a tensor and a number."""
+        return call(p).op not in COMMUTATIVE or len(call(p).operands) == len(call(g).operands)
 
     # ---- choosing between candidates
 
@@ -291,6 +410,36 @@ class _Growth:
             score += max(sum(self.similarity(q, h, depth - 1) for q, h in zip(wanted.operands, order, strict=False))
                          for order in _orders(wanted, here))  # fmt: skip
         return score
+
+
+def _swaps(operands: list[Node]) -> list[list[Node]]:
+    """The operands with two different ones exchanged, in every way."""
+    found = []
+    for i, j in itertools.combinations(range(len(operands)), 2):
+        if operands[i] is not operands[j]:
+            swapped = list(operands)
+            swapped[i], swapped[j] = operands[j], operands[i]
+            found.append(swapped)
+    return found
+
+
+def _wanted(p: Node) -> str:
+    """A pattern's node in few words."""
+    return spell(p, of_pattern=True)
+
+
+def _num_real(nodes: Iterable[Node]) -> int:
+    """How many of the nodes compute something."""
+    return sum(call(node).op not in LAYOUT for node in nodes)
+
+
+def _mates(reader: Node, read: Node, later: bool) -> list[Node]:
+    """What the reader takes after (or before) `read`."""
+    operands = call(reader).operands
+    if read not in operands:
+        return []
+    at = operands.index(read)
+    return operands[at + 1:] if later else operands[:at]
 
 
 def _orders(wanted: Call, here: Call) -> list[list[Node]]:

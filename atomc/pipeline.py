@@ -117,6 +117,7 @@ def run(
     mode = fake_mode_of(gm.graph)
     guards = num_guards(mode)
     for p in passes:
+        report.requires[p.name] = list(p.after)
         try:
             fired, near = _rewrite(gm, p, explained, report, consumed) if p.rewrites else (_call(gm, p, context), [])
             if fired:
@@ -151,7 +152,6 @@ def _rewrite(
     fired: list[Fired] = []
     refused: list[NearMiss] = []
     report.known.append(p.name)
-    report.requires[p.name] = list(p.after)
     for rewrite in p.rewrites:
         more_fired, more_refused = apply(gm.graph, rewrite)
         fired += more_fired

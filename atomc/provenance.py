@@ -2,12 +2,14 @@
 
 import re
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from torch.fx import Node
 
 from atomc.canonical import spell
 
+_OP_CALL = str(Path(__file__).with_name("op.py"))
 _SELF = re.compile(r"^L\['\w+'\]|^G\['\w+'\]")
 _KEY = re.compile(r"\['?([^'\]]+)'?\]")
 _FRAME = re.compile(r'File "([^"]*)", line (\d+), in (\S+)\n\s*(.*)')
@@ -33,8 +35,9 @@ def layer_of(path: str) -> int | None:
 
 
 def frames(node: Node) -> list[tuple[str, int, str, str]]:
-    """(file, line, function, code) of the user's stack, innermost last."""
-    return [(f, int(line), name, code) for f, line, name, code in _FRAME.findall(node.meta.get("stack_trace") or "")]
+    """(file, line, function, code) of the user's stack, innermost last; calling an op is no frame of the user's."""
+    found = _FRAME.findall(node.meta.get("stack_trace") or "")
+    return [(f, int(line), name, code) for f, line, name, code in found if f != _OP_CALL]
 
 
 def source_line(node: Node) -> str:

@@ -130,10 +130,18 @@ class Report:
         if self.graph_break is not None:
             return (f"{rewrite}{place}: broken here: Dynamo ended the graph at {self.graph_break.source} "
                     f"({self.graph_break.code}): {self.graph_break.reason}")  # fmt: skip
-        for earlier in self.requires.get(rewrite, []):
-            if earlier in self.known and not self.matches[earlier] and self.misses(earlier):
-                return f"{rewrite}{place}: needs {earlier}, which did not fire. {self.why(earlier)}"
+        for earlier in self._built_on(rewrite):
+            upstream = [miss for miss in self.near if miss.rewrite == earlier and _below(miss.module_path, module_path)]
+            if upstream:
+                return f"{rewrite}{place}: needs {earlier}, which did not fire everywhere. Near miss: {upstream[0].text()}"
         return f"{rewrite}{place}: no anchor: {self.absent.get(rewrite, 'nothing like it is in this part of the graph')}"
+
+    def _built_on(self, rewrite: str) -> list[str]:
+        """The passes that must run before this one, nearest first."""
+        found = [rewrite]
+        for name in found:
+            found += [earlier for earlier in self.requires.get(name, []) if earlier not in found]
+        return found[1:]
 
     def _fired(self, rewrite: str, sites: list[Site], place: str) -> str:
         layers = spans(site.layer for site in sites if site.layer is not None)

@@ -14,7 +14,7 @@ from torch.fx.proxy import GraphAppendingTracer, Proxy
 from atomc.canonical import call, value
 from atomc.match import Difference, Index, Pattern, Site, matches, mutated, same_signature
 from atomc.near_miss import NearMiss, near_misses
-from atomc.provenance import inherited
+from atomc.provenance import describe, inherited
 from atomc.sizes import same_shape
 from atomc.torch_compat import fake_mode_of, outside_of_tracing
 
@@ -85,7 +85,7 @@ def apply(graph: Graph, rewrite: Rewrite) -> tuple[list[Fired], list[NearMiss]]:
     for site, wrong in matches(pattern, index):
         # Several readers may share an input view; only what disappears can be claimed twice.
         if not wrong and (shared := sorted(claimed & set(site.matched.values()))):
-            wrong = [Difference("taken", f"{shared[0].name} still free", f"taken by {rewrite.name}", shared[0])]
+            wrong = [Difference("taken", f"{describe(shared[0])} for itself", f"taken by {rewrite.name}", shared[0])]
         if not wrong and rewrite.guard is not None:
             arguments = {name: value(b) if isinstance(b, Node) else b for name, b in site.bound.items()}
             reason = rewrite.guard(**arguments)

@@ -1,0 +1,187 @@
+"""Run passes on the graph of a plain function, traced as the backend traces it, and compare numbers before and after."""
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from atomc import capture, passes, pipeline
+from atomc.graph_pass import Context, Pass, rewriting
+from atomc.options import Options
+from atomc.platform import Platform
+from atomc.report import Report
+from atomc.rewrite import Rewrite
+from atomc.torch_compat import lifted_floats, source_name
+
+T = TypeVar("T")
+TIDY = passes.PIPELINE[0]
+
+
+@dataclass
+class Traced:
+    """What became of a function: the report of lifting and passes, the graph as text, and how often each pass fired."""
+
+    report: Report = field(default_factory=lambda: Report("function"))
+    text: str = ""
+    error: float = 0.0  # the largest difference to eager, in units of the largest value
+
+
+def rewritten(
+    what: Rewrite | Pass | Sequence[Rewrite | Pass], function: Callable[..., Any], *inputs: Tensor, matches: int = 1,
+    dynamic: bool | None = False, tolerance: float = 0.0,
+) -> str:  # fmt: skip
+    """The graph of function(*inputs) after `what`, as short text; `matches` counts the sites of its last rewrite.
+
+    The numbers must be those of eager: equal, or within `tolerance` of the largest.
+    """
+    chosen = _passes(what)
+    traced = after_passes(chosen, function, *inputs, dynamic=dynamic)
+    assert traced.error <= tolerance, f"off by {traced.error:.1e} of the largest value"
+    found = sum(stage.changed for stage in traced.report.stages if stage.name == chosen[-1].name)
+    assert found == matches, f"{found} sites instead of {matches} in\n{traced.text}"
+    return traced.text
+
+
+def explained(
+    function: Callable[..., Any], *inputs: Tensor, paged: bool = False, dynamic: bool | None = False,
+    tolerance: float = 0.0, off: Sequence[str] = (),
+) -> Report:  # fmt: skip
+    """The report of the whole pipeline on function(*inputs); paged as for the runtime. Numbers as in `rewritten`."""
+    context = _context(paged, off)
+    chosen, left_out = pipeline.selected(passes.PIPELINE, context)
+    traced = after_passes(chosen, function, *inputs, dynamic=dynamic, context=context)
+    assert traced.error <= tolerance, f"off by {traced.error:.1e} of the largest value"
+    traced.report.off, traced.report.treated = left_out, True
+    return traced.report
+
+
+def after_passes(
+    chosen: Sequence[Pass], function: Callable[..., Any], *inputs: Tensor, dynamic: bool | None = False,
+    context: Context | None = None,
+) -> Traced:  # fmt: skip
+    """Lift, trace, run the passes, run the result, and compare with eager. Inputs that are written are compared too."""
+    context = context or _context()
+    traced = Traced()
+
+    def change(gm: GraphModule, names: list[str]) -> Callable[..., Any]:
+        inputs_before = len(gm.graph.find_nodes(op="placeholder"))
+        pipeline.run(gm, chosen, context, traced.report)
+        traced.text = text_of(gm.graph, names)
+        added = gm.graph.find_nodes(op="placeholder")[inputs_before:]
+        return lambda *args: gm.forward(*args, *(_state_input(node, args) for node in added))
+
+    def lift(dynamo: GraphModule) -> None:
+        pipeline.run(dynamo, [passes.LIFT], context, traced.report)
+
+    written, expected_written = ([x.clone() for x in inputs] for _ in range(2))
+    with torch.no_grad():
+        result = _compiled(function, change, lift, dynamic)(*written)
+        expected = function(*expected_written)
+    traced.error = max([error(a, b) for a, b in zip(_flat(result), _flat(expected), strict=True)]
+                       + [error(a, b) for a, b in zip(written, expected_written, strict=True)])  # fmt: skip
+    return traced
+
+
+def functional_graph(function: Callable[..., Any], *inputs: Tensor, dynamic: bool | None = False) -> Graph:
+    """The functional ATen graph of a function, before any pass."""
+    graphs: list[Graph] = []
+
+    def keep(gm: GraphModule, names: list[str]) -> Callable[..., Any]:
+        graphs.append(gm.graph)
+        return gm.forward
+
+    with torch.no_grad():
+        _compiled(function, keep, lambda dynamo: None, dynamic)(*inputs)
+    return graphs[0]
+
+
+def error(actual: Any, expected: Any) -> float:
+    """The largest difference in units of the largest value; infinite if shape, dtype or kind differ."""
+    if not isinstance(expected, Tensor):
+        return 0.0 if actual == expected else float("inf")
+    if actual.shape != expected.shape or actual.dtype != expected.dtype or actual.device != expected.device:
+        return float("inf")
+    if expected.is_meta or not expected.numel() or torch.equal(actual, expected):
+        return 0.0
+    return float((actual.double() - expected.double()).abs().max() / expected.double().abs().max())
+
+
+def text_of(graph: Graph, names: Sequence[str]) -> str:
+    """The graph, one op a line: `%0 = add(x, r)`; result i of several is `%0.i`. names: of the first placeholders."""
+    placeholders = graph.find_nodes(op="placeholder")
+    spelled = {node: node.name for node in placeholders} | dict(zip(placeholders, names, strict=False))
+    lines: list[str] = []
+    for node in graph.nodes:
+        if node.op == "output":
+            lines.append("return " + ", ".join(_spell(part, spelled) for part in node.args[0]))
+        elif node.target is operator.getitem:
+            spelled[node] = f"{spelled[node.args[0]]}.{node.args[1]}"
+        elif node.op == "call_function":
+            spelled[node] = f"%{len(lines)}"
+            schema = getattr(node.target, "_schema", None)
+            name = schema.name.split("::")[1] if schema else node.target.__name__
+            given = [_spell(a, spelled) for a in node.args]
+            given += [f"{key}={_spell(a, spelled)}" for key, a in node.kwargs.items()]
+            lines.append(f"{spelled[node]} = {name}({', '.join(given)})")
+    return "\n".join(lines)
+
+
+def _spell(argument: Any, spelled: dict[Node, str]) -> str:
+    if isinstance(argument, Node):
+        return spelled[argument]
+    if isinstance(argument, list | tuple):
+        return "[" + ", ".join(_spell(part, spelled) for part in argument) + "]"
+    return str(argument).removeprefix("torch.") if isinstance(argument, torch.dtype) else repr(argument)
+
+
+def _passes(what: Rewrite | Pass | Sequence[Rewrite | Pass]) -> list[Pass]:
+    parts = [what] if isinstance(what, Rewrite | Pass) else list(what)
+    rewrites = [part for part in parts if isinstance(part, Rewrite)]
+    return [TIDY, rewriting(rewrites[0].name, rewrites)] if rewrites else [p for p in parts if isinstance(p, Pass)]
+
+
+def _context(paged: bool = False, off: Sequence[str] = ()) -> Context:
+    return Context(Options(passes=dict.fromkeys(off, False)), Platform.detect("cpu"), paged=paged)
+
+
+def _compiled(
+    function: Callable[..., Any], change: Callable[[GraphModule, list[str]], Callable[..., Any]],
+    lift: Callable[[GraphModule], None], dynamic: bool | None,
+) -> Callable[..., Any]:  # fmt: skip
+    def backend(gm: GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        names = [_name(source_name(node)) for node in placeholders]
+        floats = {placeholders.index(node): float(examples[placeholders.index(node)])
+                  for node in lifted_floats(gm.graph)}  # fmt: skip
+        return capture.trace(gm, examples, lift, lambda functional, fakes: change(functional, names), floats)
+
+    torch._dynamo.reset()
+    return torch.compile(function, backend=backend, fullgraph=True, dynamic=dynamic)
+
+
+def _name(source: str | None) -> str:
+    """L['x'] -> x, L['x'].size()[0] -> x.size(0)"""
+    return (source or "?").removeprefix("L['").replace("']", "", 1).replace("()[", "(").replace("]", ")")
+
+
+def _flat(result: Any) -> list[Any]:
+    return list(result) if isinstance(result, list | tuple) else [result]
+
+
+def _state_input(node: Node, args: Sequence[Any]) -> Tensor:
+    """What a step of one sequence, from its first token on, gives an input that binding the state has added."""
+    fake = node.meta["val"]
+    tokens = next(a.shape[0] for a in args if isinstance(a, Tensor) and a.dim() == 3)
+    if node.name.startswith("slots"):
+        return torch.arange(tokens)
+    if node.name.startswith("block_tables"):
+        return torch.arange(2, dtype=torch.int32)[None]
+    if node.name == "query_start":
+        return torch.tensor([0, tokens], dtype=torch.int32)
+    if node.name == "seq_lens":
+        return torch.tensor([tokens], dtype=torch.int32)
+    return torch.zeros(2, 16, *fake.shape[2:], dtype=fake.dtype)
