@@ -47,7 +47,7 @@ class Selection:
         if not users:
             return None
         candidates = list(dict.fromkeys(kernel.layout for node in users for kernel in self._ranked(_op(node))
-                                        if kernel.layout))  # fmt: skip
+                                        if kernel.layout and self._refuses(kernel, node) is None))  # fmt: skip
         for layout in candidates:
             if all(any(kernel.layout == layout and self._refuses(kernel, node) is None
                        for kernel in self._ranked(_op(node))) for node in users):  # fmt: skip

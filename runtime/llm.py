@@ -42,6 +42,7 @@ class LLM:
     max_num_batched_tokens   tokens of one step, at most; longer prompts are computed in chunks
     num_blocks, kv_bytes     size of the cache in blocks or in bytes; None: a share of the free memory
     options                  of the compiler, see atomc.Options
+    enforce_eager            no CUDA graphs of the decode step
     progress                 bars on the terminal while it starts
 
     program.report says what the compiler did, phases how long each part of the start took (seconds), and
@@ -56,7 +57,8 @@ class LLM:
         self, model: str | Path | nn.Module | None = None, *, dtype: torch.dtype | None = None,
         max_model_len: int | None = None, max_num_seqs: int = 64, max_num_batched_tokens: int = 2048,
         options: Options | Mapping[str, Any] | None = None, num_blocks: int | None = None, kv_bytes: int | None = None,
-        device: torch.device | str | None = None, load_format: str = "auto", progress: bool = True,
+        device: torch.device | str | None = None, load_format: str = "auto", enforce_eager: bool = False,
+        progress: bool = True,
     ) -> None:  # fmt: skip
         _check_sizes(
             max_model_len=max_model_len, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
@@ -96,6 +98,9 @@ class LLM:
                 )
                 self.runner = Runner(self.program, num_blocks=size.num_blocks, block_size=size.block_size)
             with self._phase("warm up", bar):
+                if not enforce_eager:
+                    longest_blocks = -(-size.max_model_len // size.block_size)
+                    self.runner.capture(max_num_seqs=max_num_seqs, max_blocks=longest_blocks, progress=progress)
                 prompt = [0] * min(WARM_UP_TOKENS, self.scheduler.max_len - 1)
                 self._finish([self._request(prompt, SamplingParams(max_tokens=2, ignore_eos=True))])
 

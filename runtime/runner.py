@@ -5,6 +5,7 @@ from torch import Tensor
 
 from atomc.program import Program
 from atomc.runtime.batch import step_tensors
+from atomc.runtime.graphs import DecodeGraphs, default_sizes
 from atomc.runtime.sampler import sample
 from atomc.runtime.scheduler import ScheduledStep
 
@@ -23,12 +24,24 @@ class Runner:
         self.num_groups = max((spec.group for spec in program.specs), default=0) + 1
         self.caches = [spec.allocate(num_blocks, block_size, program.device) for spec in program.specs]
         program.bind(self.caches)
+        self.graphs: DecodeGraphs | None = None
+        self.steps = {"graph": 0, "eager": 0}
+
+    def capture(self, *, max_num_seqs: int, max_blocks: int, progress: bool = True) -> None:
+        """Capture CUDA graphs of the decode step for batches up to max_num_seqs, on a GPU."""
+        if self.program.device.type == "cuda":
+            self.graphs = DecodeGraphs(self.program, default_sizes(max_num_seqs), max_blocks=max_blocks,
+                                       num_groups=self.num_groups, progress=progress)  # fmt: skip
 
     def logits(self, step: ScheduledStep, *, num_rows: int = 0) -> Tensor:
         """Logits [R, V], one row for each of step.draws, on the device; num_rows as in step_tensors."""
         tensors = step_tensors(step, num_groups=self.num_groups, device=self.program.device, num_rows=num_rows)
         # A module of somebody else may still want gradients.
         with torch.no_grad():
+            if self.graphs is not None and self.graphs.fits(tensors):
+                self.steps["graph"] += 1
+                return self.graphs(tensors)
+            self.steps["eager"] += 1
             return self.program(tensors)
 
     def run(self, step: ScheduledStep) -> list[int]:

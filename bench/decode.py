@@ -1,0 +1,171 @@
+"""Time of one decode step: the runtime's step under a CUDA graph beside transformers, on random weights.
+
+    python bench/decode.py --model 0.6b --batches 1,8,64 --json bench/results/decode-h200.json
+    python bench/decode.py --model 0.6b --profile          # the kernels of one step, by time
+
+A step is one replay of the captured model and the argmax of its logits, each sequence at --context tokens, in
+milliseconds, median of --steps steps timed with device events. Prefill is one sequence of --context tokens.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from atomc.models.loader import load
+from atomc.ops import GroupStep, Step
+from atomc.program import compile_model
+from atomc.runtime.graphs import DecodeGraphs
+from atomc.runtime.runner import Runner
+
+QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False, "head_dim": 128,
+         "hidden_act": "silu", "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0,
+         "vocab_size": 151936, "num_key_value_heads": 8}  # fmt: skip
+MODELS = {
+    "0.6b": {**QWEN3, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+             "num_attention_heads": 16, "tie_word_embeddings": True},
+    "8b": {**QWEN3, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
+           "num_attention_heads": 32, "tie_word_embeddings": False},
+    "tiny": {**QWEN3, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "vocab_size": 1024, "tie_word_embeddings": True},
+}  # fmt: skip
+BLOCK = 16
+
+
+def milliseconds(call: Callable[[], Any], steps: int) -> float:
+    """Median device time of a call."""
+    for _ in range(3):
+        call()
+    times = []
+    for _ in range(steps):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times)
+
+
+def step_of(lengths: list[int], new: list[int], blocks: int) -> Step:
+    """A step in which sequence s gets its last new[s] of lengths[s] tokens; its blocks lie scattered."""
+    count = len(lengths)
+    tables = torch.randperm(count * blocks, generator=torch.Generator().manual_seed(0)).view(count, blocks)
+    positions = [torch.arange(length - n, length) for length, n in zip(lengths, new, strict=True)]
+    slots = [tables[s][at // BLOCK] * BLOCK + at % BLOCK for s, at in enumerate(positions)]
+    starts = torch.tensor([0, *new]).cumsum(0)
+    group = GroupStep(torch.cat(slots).cuda(), tables.int().cuda(), torch.zeros(count, dtype=torch.int64).cuda())
+    return Step(torch.randint(0, 1000, (sum(new),)).cuda(), torch.cat(positions).cuda(), starts.int().cuda(),
+                torch.tensor(lengths, dtype=torch.int32).cuda(), (starts[1:] - 1).cuda(), (group,))  # fmt: skip
+
+
+def ours(args: argparse.Namespace, config: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(config))
+        model = load(folder, dtype=torch.bfloat16, device="cuda", load_format="dummy", progress=False)
+    program = compile_model(model, {"glue": args.glue})
+    compiled = time.perf_counter() - start
+    blocks = -(-(args.context + 64) // BLOCK)
+    batches = args.batches
+    runner = Runner(program, num_blocks=max(batches) * blocks, block_size=BLOCK)
+    for cache in runner.caches:
+        cache[0].normal_()
+        cache[1].normal_()
+    graphs = DecodeGraphs(program, batches, max_blocks=blocks, progress=False)
+    if args.report:
+        print(program.report.to_text(), file=sys.stderr)
+    for batch in batches:
+        step = step_of([args.context + 1] * batch, [1] * batch, blocks)
+        graphs(step)
+        captured = graphs.captured[batch]
+        if args.profile:
+            profile(captured.replay)
+        yield {"what": "atomc", "batch": batch, "tpot_ms": milliseconds(lambda c=captured: c.replay().argmax(-1), args.steps),
+               "graph_bytes": captured.bytes, "compile_s": round(compiled, 1)}  # fmt: skip
+    step = step_of([args.context], [args.context], blocks)
+    with torch.inference_mode():
+        if args.profile:
+            profile(lambda: program(step))
+        yield {"what": "atomc prefill", "batch": 1, "prefill_ms": milliseconds(lambda: program(step), 10)}
+
+
+def profile(call: Callable[[], Any]) -> None:
+    """Print the kernels of one call by total device time."""
+    call()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+        call()
+        torch.cuda.synchronize()
+    print(found.key_averages().table(sort_by="self_cuda_time_total", row_limit=25, max_name_column_width=60,
+                                     top_level_events_only=False), file=sys.stderr)  # fmt: skip
+
+
+def transformers(args: argparse.Namespace, config: dict[str, Any], mode: str) -> Iterator[dict[str, Any]]:
+    """Stock transformers with a static cache: eager, Inductor's reduce-overhead, or our backend in the same mode."""
+    from transformers import AutoModelForCausalLM, Qwen3Config, StaticCache
+
+    hf_config = Qwen3Config(**{name: value for name, value in config.items() if name != "architectures"})
+    torch.set_default_device("cuda")
+    model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
+    for batch in args.batches:
+        torch._dynamo.reset()
+        cache = StaticCache(config=hf_config, max_cache_len=args.context + 256)
+        backend = {"backend": "atom"} if mode == "atom" else {}
+        forward = model.forward if mode == "eager" else torch.compile(model.forward, mode="reduce-overhead", **backend)
+        with torch.inference_mode():
+            ids = torch.randint(0, 1000, (batch, args.context))
+            model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            token, positions = torch.randint(0, 1000, (batch, 1)), torch.full((batch, 1), args.context)
+
+            def step(forward: Any = forward, token: Any = token, cache: Any = cache, positions: Any = positions) -> Any:
+                torch.compiler.cudagraph_mark_step_begin()
+                return forward(input_ids=token, past_key_values=cache, use_cache=True, position_ids=positions)
+
+            start = time.perf_counter()
+            for _ in range(4):
+                step()
+            torch.cuda.synchronize()
+            yield {"what": f"transformers {mode}", "batch": batch, "tpot_ms": milliseconds(step, args.steps),
+                   "compile_s": round(time.perf_counter() - start, 1)}  # fmt: skip
+    torch.set_default_device("cpu")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="0.6b", choices=sorted(MODELS))
+    parser.add_argument("--batches", default="1,8,64", type=lambda text: [int(b) for b in text.split(",")])
+    parser.add_argument("--context", default=1024, type=int)
+    parser.add_argument("--steps", default=50, type=int)
+    parser.add_argument("--glue", default="eager", choices=["eager", "inductor", "auto"])
+    parser.add_argument("--beside", default="", help="also time transformers: eager,inductor,atom")
+    parser.add_argument("--profile", action="store_true", help="print the kernels of a step")
+    parser.add_argument("--report", action="store_true", help="print what the compiler did")
+    parser.add_argument("--json", help="append the figures to this file, one a line")
+    args = parser.parse_args()
+    config = MODELS[args.model]
+    figures = []
+    sources = [ours(args, config)]
+    sources += [transformers(args, config, mode) for mode in args.beside.split(",") if mode]
+    for source in sources:
+        for figure in source:
+            figure = {"model": args.model, "context": args.context, **figure}
+            figures.append(figure)
+            print("  ".join(f"{name}={value:.3f}" if isinstance(value, float) else f"{name}={value}"
+                            for name, value in figure.items()), flush=True)  # fmt: skip
+    if args.json:
+        with open(args.json, "a") as file:
+            for figure in figures:
+                file.write(json.dumps({**figure, "device": torch.cuda.get_device_name(), "torch": torch.__version__,
+                                       "command": " ".join(["python", *sys.argv])}) + "\n")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
