@@ -81,6 +81,13 @@ def test_a_graph_break_and_a_failed_guard_are_shown():
     assert "recompiled, because this guard failed: L['x'].size()[0] == 3" in lines
 
 
+def test_a_reason_that_holds_for_several_rewrites_is_said_once():
+    report = Report("Tiny", treated=True, known=["norm", "gelu"], graph_break=GraphBreak("model.py:7", "", "a reason"))
+    lines = report_text(report).splitlines()
+    assert "norm          broken here: Dynamo ended the graph at model.py:7 (): a reason" in lines
+    assert "gelu          as norm" in lines
+
+
 def test_a_pass_that_is_off_is_listed_as_such():
     text = report_text(Report("Tiny", treated=True, known=["norm"], off=["norm"]))
     assert "norm          the pass is off (options={'passes': {'norm': False}})" in text.splitlines()

@@ -71,9 +71,12 @@ def _layers(layers: Iterable[int | None]) -> str:
 def _not_fired(report: Report) -> str:
     missing = [name for name in [*report.known, *report.off] if not report.matches[name]]
     near = {miss.rewrite for miss in report.near}
-    rows = [(name, "near misses, below" if name in near else report.why(name).partition(": ")[2])
-            for name in dict.fromkeys(missing)]  # fmt: skip
-    return table(("did not fire", "why"), rows) if rows else ""
+    rows: dict[str, str] = {}
+    for name in dict.fromkeys(missing):
+        reason = "near misses, below" if name in near else report.why(name).partition(": ")[2]
+        same = next((other for other, why in rows.items() if why == reason and name not in near), None)
+        rows[name] = f"as {same}" if same else reason
+    return table(("did not fire", "why"), list(rows.items())) if rows else ""
 
 
 def _near_misses(near: Sequence[Miss]) -> str:
@@ -145,3 +148,21 @@ def _phases(report: Report) -> str:
         return ""
     parts = [f"{name} {seconds:.2f}" for name, seconds in report.phases.items()]
     return _wrapped(f"{', '.join(parts)}; together {sum(report.phases.values()):.2f}", "seconds: ", 9 * " ")
+
+
+def summary(report: Report) -> str:
+    """Three lines: what was rewritten, what runs it, and what was nearly rewritten."""
+    if not report.treated:
+        return f"not compiled: {report.why_not}"
+    layers = len({site.layer for site in report.sites if site.layer is not None})
+    rewrites = [f"{report.matches[name]} {name}" for name in report.known if report.matches[name]]
+    runs: dict[str, dict[str, int]] = {}
+    for choice in report.kernels:
+        ops = runs.setdefault(choice.chosen, {})
+        ops[choice.op] = ops.get(choice.op, 0) + 1
+    kernels = [f"{chosen} runs {', '.join(f'{count} {op}' for op, count in ops.items())}" for chosen, ops in runs.items()]
+    near = [f"{miss.rewrite} in {miss.module_path or 'the graph'}" for miss in report.near]
+    missed = f"{len(near)} near misses, such as {near[0]}" if near else "nothing nearly fused"
+    lines = [f"{layers} layers: {', '.join(rewrites) or 'no rewrite'} fired", "; ".join(kernels) or "no kernels",
+             "; ".join([missed, *report.notes])]  # fmt: skip
+    return "\n".join(_wrapped(line, "", "  ") for line in lines)

@@ -1,0 +1,242 @@
+"""The command line, called in this process: what it prints, and one line with exit code 2 for what a user gets wrong."""
+
+import contextlib
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from atomc import cli
+from atomc.cli import main
+from atomc.demo import PATH
+from atomc.platform import Platform
+
+
+def run(*argv):
+    """What a successful command prints."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        assert main([str(part) for part in argv]) == 0
+    return out.getvalue()
+
+
+@pytest.fixture
+def wrong(capsys):
+    """The one line that a failing command prints."""
+
+    def line(*argv):
+        with contextlib.suppress(SystemExit):
+            assert main([str(part) for part in argv]) == 2
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        (line,) = printed.err.splitlines()
+        return line
+
+    return line
+
+
+@pytest.fixture(scope="module")
+def generated():
+    pytest.importorskip("tokenizers")
+    return run("generate", "--max-tokens", 8)
+
+
+@pytest.fixture(scope="module")
+def explained():
+    return run("explain")
+
+
+def figures(table):
+    """The sites by rewrite, of the first table."""
+    return {name: int(sites) for name, sites in re.findall(r"^(\w+) +(\d+) ", table.partition("\nop ")[0], re.MULTILINE)}
+
+
+def test_generate_writes_the_prompt_and_goes_on(generated):
+    assert generated.startswith(cli.DEMO_PROMPT + ', "I am sure')
+
+
+def test_generate_says_how_fast_it_was_and_what_the_compiler_did(generated):
+    assert re.search(r"^\d+\.\d tokens/s$", generated, re.MULTILINE)
+    assert re.search(r"^seconds to start: load \d.*, compile \d.*, warm up \d", generated, re.MULTILINE)
+    words = " ".join(generated.split())
+    assert "3 layers: 13 rms_norm, 3 silu_and_mul, 6 rope, 6 add_rms_norm, 3 qk_norm_rope" in words
+    assert "3 paged_attention" in words and "glue: eager" in words
+
+
+def test_the_demo_writes_the_same_text_each_time_and_another_with_another_seed(generated):
+    quiet = ("generate", "--quiet", "--max-tokens", 8)
+    again = run(*quiet)
+    assert again == generated.partition("\n")[0] + "\n"
+    assert run(*quiet, "--seed", 11) != again
+
+
+def test_several_prompts_are_each_continued():
+    pytest.importorskip("tokenizers")
+    out = run("generate", "-p", "He said", "-p", "She said", "--max-tokens", 4, "--temperature", 0, "-q")
+    first, second = out.strip().split("\n\n")
+    assert first.startswith("He said") and second.startswith("She said")
+    assert len(first) > 10 and len(second) > 11
+
+
+def sampling(folder, *flags):
+    arguments = cli._parser().parse_args(["generate", str(folder), "-p", "x", *flags])
+    params = cli._sampling(arguments, folder)
+    return params.temperature, params.top_p, params.top_k
+
+
+def test_sampling_follows_the_model_unless_a_flag_says_otherwise(tmp_path):
+    assert sampling(PATH) == (0.8, 0.95, 0)
+    assert sampling(PATH, "--temperature", "0.5", "--top-k", "7") == (0.5, 0.95, 7)
+    assert sampling(tmp_path) == (0.0, 1.0, 0)
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.6, "do_sample": false}')
+    assert sampling(tmp_path) == (0.0, 1.0, 0)
+
+
+def test_explain_counts_the_rewrites_of_the_demo_model(explained):
+    found = figures(explained)
+    expected = {"rms_norm": 13, "add_rms_norm": 6, "silu_and_mul": 3, "qk_norm_rope": 3, "rope": 6, "linear": 22}
+    assert {name: found[name] for name in expected} == expected
+
+
+def test_explain_says_what_runs_each_op_and_what_did_not_fire(explained):
+    assert re.search(r"^op +nodes +tokens +runs as$", explained, re.MULTILINE)
+    assert re.search(r"^gelu_and_mul +no anchor: the graph has no gelu", explained, re.MULTILINE)
+    assert re.search(r"^seconds: .*passes \d", explained, re.MULTILINE)
+
+
+def test_explain_of_the_runtime_shows_the_cache():
+    out = run("explain", "--runtime", "--layers", 1)
+    assert figures(out)["qk_norm_rope_kv_write"] == 1
+    assert re.search(r"^state\n  model\.layers\.\*\.self_attn: kv \[4, 64\]", out, re.MULTILINE)
+
+
+def test_explain_knows_machines_that_are_not_here():
+    assert "not torch for" not in run("explain", "--layers", 1, "--platform", "gfx950", "--why", "rms_norm")
+
+
+def test_why_answers_for_one_module():
+    why = ("explain", "--layers", 1, "--why")
+    assert run(*why, "rms_norm", "--module-path", "layers.0.self_attn").startswith(
+        "rms_norm below layers.0.self_attn: fired at 2 sites in layers 0"
+    )
+    assert run(*why, "gelu_and_mul").startswith("gelu_and_mul: no anchor: the graph has no gelu")
+
+
+def test_explain_as_json_is_a_list_of_reports():
+    (report,) = json.loads(run("explain", "--layers", 1, "--json", "--dtype", "float32"))
+    assert report["model"] == "Qwen3ForCausalLM" and report["matches"]["add_rms_norm"] == 2
+
+
+def test_explain_dumps_runnable_files(tmp_path):
+    run("explain", "--layers", 1, "--dump", tmp_path)
+    names = sorted(file.name for file in (tmp_path / "graph_0").iterdir())
+    assert names[0] == "00_captured.py" and names[-1].endswith("_lower.py")
+
+
+MODEL = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.RMSNorm(8)
+
+    def forward(self, x, scale=1.0):
+        x = self.norm(x)
+        print("in the model")
+        return self.norm(x * scale)
+
+def with_inputs():
+    return Net(), (torch.ones(2, 8),), {"scale": 2.0}
+
+def alone():
+    return Net()
+
+def number():
+    return 3
+"""
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A folder with a module of the user's, that we are in."""
+    (tmp_path / "users_net.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    yield
+    sys.modules.pop("users_net", None)
+
+
+def test_explain_a_model_of_the_users_shows_each_graph_and_the_break(here):
+    out = run("explain", "users_net:with_inputs")
+    assert "graph 0: Net: compiled" in out and "graph 1: RMSNorm: compiled" in out
+    assert re.search(r"graph break at users_net\.py:12 .*print", out)
+    assert "in the model" not in out.splitlines()
+
+
+@pytest.mark.parametrize(
+    "argv, part",
+    [
+        (["generate", "/nowhere", "-p", "x"], "/nowhere is not a directory"),
+        (["generate", PATH.parent], "give a prompt for this model: -p"),
+        (["generate", "--temperature", "-1"], "temperature is -1.0, it must be 0 (greedy) or at least"),
+        (["generate", "--glue", "best"], "argument --glue: invalid choice: 'best'"),
+        (["generate", "--max-model-len", "100000"], "2048"),
+        (["explain", "/nowhere"], "/nowhere is not a directory"),
+        (["explain", "--layers", "4"], "--layers 4: the model has 3"),
+        (["explain", "--layers", "1", "--why", "nothing"], "no rewrite 'nothing'; rewrites are ['add_layer_norm'"),
+        (["explain", "--module-path", "layers.0"], "--module-path narrows --why: give both"),
+        (["explain", "--platform", "abacus"], "unknown platform 'abacus'; known are gfx942"),
+        (["explain", "no_such_module:build"], "no_such_module:build: there is no module 'no_such_module'"),
+        (["explain", "users_net:nothing"], "users_net has no function 'nothing'; it has Net, with_inputs, alone, number"),
+        (["explain", "users_net:number"], "users_net:number returned int, expected a module, (module, args)"),
+        (["explain", "users_net:alone"], "give the inputs of Net(x, scale)"),
+        (["explain", "--fast"], "unrecognized arguments: --fast"),
+        (["serve"], "invalid choice: 'serve' (choose from 'generate', 'explain', 'doctor')"),
+        ([], "the following arguments are required"),
+    ],
+)
+def test_a_users_mistake_is_one_line(argv, part, here, wrong):
+    line = wrong(*argv)
+    assert line.startswith("atomc: ") and part in line, line
+
+
+def test_a_missing_extra_says_which(monkeypatch, wrong):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    assert "pip install 'atomc[hf]'" in wrong("generate", "--max-tokens", 2)
+
+
+def test_a_folder_without_weights_can_be_explained(tmp_path):
+    shutil.copy(PATH / "config.json", tmp_path)
+    assert figures(run("explain", tmp_path, "--layers", 1))["add_rms_norm"] == 2
+
+
+def test_doctor_names_machine_libraries_and_kernels():
+    out = run("doctor")
+    assert Platform.detect().name in out
+    assert re.search(r"^torch +\d+$", out, re.MULTILINE) and re.search(r"^transformers ", out, re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", ["generate", "explain", "doctor"])
+def test_help_shows_an_example(command, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main([command, "--help"])
+    assert f"examples:\n  atomc {command}" in capsys.readouterr().out
+
+
+def test_help_and_version_need_not_import_torch():
+    code = "import sys, atomc.cli\ntry: atomc.cli.main(['--version'])\nexcept SystemExit: print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert re.fullmatch(r"atomc \d+\.\d+\.\d+\nFalse\n", done.stdout)
+
+
+def test_a_reader_that_stops_reading_is_no_error():
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([sys.executable, "-m", "atomc", "doctor"], stdout=write, stderr=subprocess.PIPE, text=True)
+    assert done.stderr == ""
