@@ -421,11 +421,11 @@ def _escapes(site: Site) -> Iterator[Difference]:
 def _mutations_and_cycles(site: Site) -> Iterator[Difference]:
     inside, outputs = site.nodes(), set(site.outputs())
     own_writes = {node for node in inside if mutated(node)}
-    read = {_storage(node) for node in inside} | {_storage(b) for b in site.bound.values() if isinstance(b, Node)}
+    read = {storage(node) for node in inside} | {storage(b) for b in site.bound.values() if isinstance(b, Node)}
     downstream: set[Node] = set()
     for node in _span(inside):
         for written in mutated(node):
-            if node not in own_writes and _storage(written) in read:
+            if node not in own_writes and storage(written) in read:
                 yield Difference("mutation", f"{describe(written)} unchanged while it is read",
                                  f"{describe(node)} writes it", node, 10**6)  # fmt: skip
         if node not in inside and any(a in outputs or a in downstream for a in node.all_input_nodes):
@@ -446,7 +446,7 @@ def _span(nodes: set[Node]) -> Iterator[Node]:
         node = node.next
 
 
-def _storage(node: Node) -> Node:
+def storage(node: Node) -> Node:
     """The node whose memory a view looks at."""
     while node.op == "call_function":
         schema = getattr(node.target, "_schema", None)

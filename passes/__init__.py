@@ -12,6 +12,7 @@ from atomc.passes.recognize.gated import GELU_AND_MUL, SILU_AND_MUL
 from atomc.passes.recognize.repeat_kv import REPEAT_KV
 from atomc.passes.recognize.rms_norm import RMS_NORM
 from atomc.passes.recognize.rope import ROPE, ROPE_BEFORE_TRANSPOSE, ROPE_PARTIAL
+from atomc.passes.reinplace import reinplace
 
 # On Dynamo's graph, where composite calls are still one node.
 LIFT = Pass("lift", lift)
@@ -36,6 +37,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass("bind_state", bind_state, paged=True, after=("qk_norm_rope",)),
     rewriting("qk_norm_rope_kv_write", QK_NORM_ROPE_KV_WRITE, paged=True, after=["bind_state"]),
     rewriting("rope_kv_write", ROPE_KV_WRITE, paged=True, after=["bind_state"]),
+    Pass("reinplace", reinplace),
 )
 
 # Once per range of token counts.

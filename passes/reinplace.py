@@ -1,0 +1,74 @@
+"""Inputs that the program writes are written in place; no copy of a whole cache is left.
+
+    v = index_copy(P, ...);  ... v ...;  copy_(P, v)    =>    index_copy_(P, ...);  ... P ...
+
+P is a graph input. Allowed where nothing reads P, or a view of it, behind v, and P is no other operand of v.
+"""
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from atomc.canonical import value
+from atomc.graph_pass import Context
+from atomc.match import storage
+from atomc.rewrite import Fired
+from atomc.sizes import same_shape
+
+aten = torch.ops.aten
+IN_PLACE = {
+    aten.index_copy.default: aten.index_copy_.default,
+    aten.index_put.default: aten.index_put_.default,
+    aten.index_add.default: aten.index_add_.default,
+    aten.scatter.src: aten.scatter_.src,
+    aten.scatter.value: aten.scatter_.value,
+    aten.add.Tensor: aten.add_.Tensor,
+    aten.mul.Tensor: aten.mul_.Tensor,
+}
+
+
+def reinplace(gm: GraphModule, context: Context) -> list[Fired]:
+    """Turn every copy back into an input into the in-place form of what computed it, where that is right."""
+    graph = gm.graph
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    fired = []
+    for copy in [node for node in graph.nodes if node.target is aten.copy_.default]:
+        target, new = copy.args
+        if target.op != "placeholder" or not isinstance(new, Node) or copy.users:
+            continue
+        if not (_same_kind(value(target), value(new)) and _last_reader(graph, target, {copy}, position) <= position[new]):
+            continue
+        if new.target in IN_PLACE and new.args[0] is target and target not in new.args[1:]:
+            new.target = IN_PLACE[new.target]
+            new.meta["val"] = value(target)
+        elif new.target is aten.slice_scatter.default and new.args[0] is target and new.args[1] is not target:
+            _write_slice(graph, new, target)
+        else:
+            continue
+        new.replace_all_uses_with(target)
+        graph.erase_node(copy)
+        fired.append(Fired("reinplace", new, {"input": target.name}))
+    return fired
+
+
+def _same_kind(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and a.device == b.device and same_shape(a, b)
+
+
+def _last_reader(graph: Graph, target: Node, but: set[Node], position: dict[Node, int]) -> int:
+    """The position of the last node that reads the input or a view of it."""
+    last = -1
+    for node in graph.nodes:
+        if node not in but and any(storage(operand) is target for operand in node.all_input_nodes):
+            last = max(last, position[node])
+    return last
+
+
+def _write_slice(graph: Graph, node: Node, target: Node) -> None:
+    """slice_scatter(P, part, dim, start, end, step) becomes copy_(slice(P, dim, ...), part)."""
+    part, where = node.args[1], (*node.args[2:], *node.kwargs.values())
+    with graph.inserting_before(node):
+        view = graph.call_function(aten.slice.Tensor, (target, *where))
+        view.meta.update(node.meta, val=value(part))  # type: ignore[arg-type]
+    node.target, node.args, node.kwargs = aten.copy_.default, (view, part), {}
+    node.meta["val"] = value(part)  # type: ignore[arg-type]

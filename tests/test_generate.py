@@ -1,0 +1,63 @@
+"""transformers' own generate with a static cache, through the backend."""
+
+import pytest
+import torch
+from torch import Tensor
+
+import atomc
+
+transformers = pytest.importorskip("transformers", reason="generate is transformers'")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
+TINY = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 256, "eos_token_id": None, "pad_token_id": 0}  # fmt: skip
+NEW_TOKENS = 12
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    made = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**TINY)).eval().requires_grad_(False)
+    for parameter in made.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.2)
+    return made.to(DEVICE)
+
+
+@pytest.fixture
+def ids() -> Tensor:
+    return torch.randint(1, 256, (2, 9), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+
+
+def generated(model, ids, **kwargs):
+    return model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False, cache_implementation="static", **kwargs)
+
+
+def test_generate_with_a_compiled_forward_gives_the_tokens_of_eager(model, ids) -> None:
+    expected = generated(model, ids, disable_compile=True)
+    before = len(atomc.reports())
+    model.forward = torch.compile(model.forward, backend="atom", options={"glue": "eager"})
+    assert torch.equal(generated(model, ids, disable_compile=True), expected)
+    reports = atomc.reports()[before:]
+    assert all(report.treated for report in reports)
+    assert len(reports) <= 3, "a graph for the prompt and one for a token, not one per token"
+
+
+def test_the_cache_is_written_in_place_and_never_copied(model, ids) -> None:
+    model.forward = torch.compile(model.forward, backend="atom", options={"glue": "eager"})
+    generated(model, ids, disable_compile=True)
+    decode = atomc.reports()[-1]
+    written = decode.matches["reinplace"]
+    assert written >= 2 * TINY["num_hidden_layers"]  # keys and values of each layer
+    final = decode.stages[-1].text
+    assert final.count("index_copy_.default") == 2 * TINY["num_hidden_layers"]
+    assert "aten.copy_" not in final
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="transformers compiles generate by itself on a GPU only")
+def test_generate_with_a_compile_config_gives_the_tokens_of_eager(model, ids) -> None:
+    expected = generated(model, ids, disable_compile=True)
+    config = transformers.CompileConfig(backend="atom", mode="reduce-overhead")
+    assert torch.equal(generated(model, ids, compile_config=config), expected)
+    assert any(report.cuda_graphs for report in atomc.reports())
