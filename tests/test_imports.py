@@ -20,7 +20,7 @@ LAYERS = [
      "dump", "replay", "report", "render", "cost"},
     {"kernels", "passes"},
     {"select", "ranges", "capture", "pipeline", "pieces", "cache", "cudagraphs"},
-    {"backend", "program", "explain"},
+    {"backend", "program", "inspection"},
     {"quantization", "models"},
     {"runtime"},
     {"cli"},
