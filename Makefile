@@ -43,7 +43,7 @@ $(BIN)/python:
 # The stamps make a warm environment work offline: pip runs again only when what is asked for changes.
 $(VENV)/installed: pyproject.toml constraints.txt | $(BIN)/python
 	$(INSTALL) setuptools
-	$(INSTALL) --no-build-isolation --editable .
+	$(INSTALL) --no-build-isolation --editable '.[hf]' # for the tokenizer
 	touch $@
 
 $(VENV)/installed-test: pyproject.toml constraints.txt | $(BIN)/python

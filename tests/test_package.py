@@ -68,6 +68,10 @@ def test_nothing_is_installed_without_the_constraints(tmp_path, target):
     assert "--no-build-isolation" in installs[1]
 
 
+def test_the_demo_has_its_tokenizer_installed(tmp_path):
+    assert any("--editable '.[hf]'" in line for line in dry_run(tmp_path, "demo"))
+
+
 def test_warm_environment_asks_no_index(tmp_path):
     (tmp_path / ".venv/bin").mkdir(parents=True)
     (tmp_path / ".venv/bin/python").touch()

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from atomc.render.text import WIDTH, collapsed, report_text, table
+from atomc.render.text import WIDTH, collapsed, report_text, summary, table
 from atomc.report import GraphBreak, KernelChoice, Miss, Report, Site
 
 
@@ -130,3 +130,14 @@ def test_columns_are_aligned_and_numbers_end_in_one_column():
     assert table(("name", "n", "why"), [("a", "10", "x"), ("long", "2", "y")], numbers=[1]) == (
         "name   n  why\na     10  x\nlong   2  y"
     )
+
+
+def test_a_summary_is_three_lines():
+    assert summary(REPORT) == """\
+2 layers: 3 norm fired
+mine runs 2 norm; torch runs 1 linear
+2 near misses, such as add_norm in model.layers.0.mlp; glue: eager (as the option says)"""
+
+
+def test_a_summary_of_what_was_not_compiled_says_why():
+    assert summary(Report("Tiny", why_not="gradients are wanted")) == "not compiled: gradients are wanted"

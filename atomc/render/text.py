@@ -165,4 +165,4 @@ def summary(report: Report) -> str:
     missed = f"{len(near)} near misses, such as {near[0]}" if near else "nothing nearly fused"
     lines = [f"{layers} layers: {', '.join(rewrites) or 'no rewrite'} fired", "; ".join(kernels) or "no kernels",
              "; ".join([missed, *report.notes])]  # fmt: skip
-    return "\n".join(_wrapped(line, "", "  ") for line in lines)
+    return "\n".join(lines)
