@@ -71,6 +71,7 @@ class Compiled:
     graph: GraphModule
     state: list[StateSpec] = field(default_factory=list)
     extras: list[Extra] = field(default_factory=list)
+    syncing: list[str] = field(default_factory=list)  # kernels that no CUDA graph can hold
 
 
 def compile_graph(
@@ -263,7 +264,7 @@ def compile_for(
         lift_stage(dynamo, context, report)
 
     start = time.perf_counter()
-    made = capture.trace(gm, example_inputs, lift, compiler, floats)
+    made = capture.trace(gm, example_inputs, lift, compiler, floats, report.notes)
     report.phases["trace"] = time.perf_counter() - start - sum(
         report.phases.get(name, 0.0) for name in ("lift", "passes", "lower", "glue"))  # fmt: skip
     report.treated = True
@@ -284,9 +285,15 @@ def written_inputs(gm: GraphModule) -> list[int]:
 
 
 def lift_stage(dynamo: GraphModule, context: Context, report: Report) -> None:
-    """Lift composite calls of Dynamo's graph, in place."""
+    """Lift composite calls of Dynamo's graph, in place: of a region once, in the report for each of its calls."""
     with timed(report, "lift"):
         pipeline.run(dynamo, [passes.LIFT], context, report)
+        for name, calls in regions_of(dynamo).items():
+            once = Report(report.model)
+            lift_stage(region(dynamo, name), context, once)
+            report.stages += once.stages
+            for call in calls:
+                report.add(once, lambda path, call=call: renamed(path, stack_of(calls[0]), stack_of(call)))
 
 
 def stages(
@@ -302,6 +309,7 @@ def stages(
     callables, layout = [], None
     found = ranges.ranges_of(gm)
     extras: list[Extra] = []
+    syncing: list[str] = []
     for interval in found:
         with timed(report, "lower"):
             lowered = copy_graph(gm) if len(found) > 1 else gm
@@ -312,6 +320,7 @@ def stages(
             for_range.choose, for_range.extras = selection.choose, []
             pipeline.run(lowered, [passes.LOWER], for_range, report, [lambda name, graph: dumper(graph, name)])
             report.kernels += selection.choices
+            syncing += selection.syncing
         with timed(report, "glue"):
             call = _glue(lowered, how, context.options, report) if glue else gm.forward
             offset = len(lowered.graph.find_nodes(op="placeholder")) - len(for_range.extras)
@@ -321,7 +330,7 @@ def stages(
 
     state = [replace(spec, layout=layout or spec.layout) for spec in context.state]
     report.state = [f"{spec.name}: {spec.kind} {list(spec.shape)} {spec.dtype} layout {spec.layout}" for spec in state]
-    return Compiled(ranges.dispatch(gm, found, callables), gm, state, extras)
+    return Compiled(ranges.dispatch(gm, found, callables), gm, state, extras, syncing)
 
 
 def _taking(call: Callable[..., Any], inputs: int, start: int, count: int) -> Callable[..., Any]:

@@ -41,6 +41,7 @@ class Kernel:
                receives it as `plan=`.
     workspace: (*args) -> bytes; the kernel receives a uint8 tensor of that size as `workspace=`.
     rounds:    "as meaning", or "once" if it keeps fp32 where the meaning rounds in between.
+    syncs:     the host waits for the device inside, so that no CUDA graph can hold it.
     """
 
     op: str
@@ -53,6 +54,7 @@ class Kernel:
     plan: Callable[..., tuple[Tensor, ...]] | None = None
     workspace: Callable[..., int] | None = None
     rounds: str = "as meaning"
+    syncs: bool = False
 
 
 class Op:
@@ -92,6 +94,7 @@ class Op:
         plan: Callable[..., tuple[Tensor, ...]] | None = None,
         workspace: Callable[..., int] | None = None,
         rounds: str = "as meaning",
+        syncs: bool = False,
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Register the decorated function as a way to run this op (see Kernel for the arguments).
 
@@ -107,7 +110,7 @@ class Op:
                 raise ValueError(f"kernel {function.__module__}.{function.__qualname__} of {self.name} "
                                  "is registered already")
             self.kernels.append(Kernel(self.name, provider, function, refuses, tokens, layout, dict(prepare or {}),
-                                       plan, workspace, rounds))
+                                       plan, workspace, rounds, syncs))
             return function
 
         return register

@@ -35,12 +35,14 @@ class Program:
 
     specs   one StateSpec per attention layer, in graph order
     report  what the compiler did
+    syncing kernels in it that no CUDA graph can hold
     """
 
     def __init__(self, compiled: Compiled, sources: Sequence[str | None], inputs: Sequence[Any], report: Report,
                  device: torch.device):  # fmt: skip
         self.specs = tuple(compiled.state)
         self.report, self.device = report, device
+        self.syncing = tuple(dict.fromkeys(compiled.syncing))
         self._call = compiled.call
         names = [node.name for node in compiled.graph.graph.find_nodes(op="placeholder")]
         self._arguments: list[Any] = []
@@ -174,7 +176,7 @@ def _program(
         return found[-1].call
 
     start = time.perf_counter()
-    capture.trace(gm, inputs, lambda dynamo: lift_stage(dynamo, context, report), compiler, {})
+    capture.trace(gm, inputs, lambda dynamo: lift_stage(dynamo, context, report), compiler, {}, report.notes)
     report.phases["trace"] = time.perf_counter() - start - sum(report.phases.values())
     report.treated = True
     sources = [source_name(node) for node in gm.graph.find_nodes(op="placeholder")]

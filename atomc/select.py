@@ -27,6 +27,7 @@ class Selection:
         self.options, self.platform, self.eager = options, platform, eager
         self.layout, self.tokens = layout, tokens
         self.choices: list[KernelChoice] = []
+        self.syncing: list[str] = []  # kernels that no CUDA graph can hold
         self.absent: dict[str, str] = {}
         self.order: list[str] = []
         for provider in options.providers or kernels.PROVIDERS:
@@ -63,6 +64,8 @@ class Selection:
             reason = self._refuses(kernel, node)
             if reason is None:
                 self._remember(op, node, kernel.provider, refused)
+                if kernel.syncs:
+                    self.syncing.append(f"{kernel.provider} {op.name}")
                 return kernel
             refused.append((kernel.provider, reason))
         if op.mutates:

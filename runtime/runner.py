@@ -28,8 +28,12 @@ class Runner:
         self.steps = {"graph": 0, "eager": 0}
 
     def capture(self, *, max_num_seqs: int, max_blocks: int, progress: bool = True) -> None:
-        """Capture CUDA graphs of the decode step for batches up to max_num_seqs, on a GPU."""
-        if self.program.device.type == "cuda":
+        """Capture CUDA graphs of the decode step for batches up to max_num_seqs, on a GPU, where that can be done."""
+        if self.program.device.type != "cuda":
+            return
+        if self.program.syncing:
+            self.program.report.notes.append(f"no CUDA graphs: {', '.join(self.program.syncing)} wait for the device")
+        else:
             self.graphs = DecodeGraphs(self.program, default_sizes(max_num_seqs), max_blocks=max_blocks,
                                        num_groups=self.num_groups, progress=progress)  # fmt: skip
 

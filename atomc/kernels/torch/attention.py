@@ -56,7 +56,7 @@ def attention(
     return out.transpose(-2, -3).contiguous()
 
 
-@ops.paged_attention.kernel("torch", layout="paged", refuses=no_scales)
+@ops.paged_attention.kernel("torch", layout="paged", refuses=no_scales, syncs=True)
 def paged_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, query_start: Tensor, seq_lens: Tensor, block_tables: Tensor,
     token: Tensor, sinks: Tensor | None = None, k_scale: Tensor | None = None, v_scale: Tensor | None = None,

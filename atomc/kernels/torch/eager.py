@@ -22,4 +22,5 @@ def eager(
     function.__annotations__ = meaning.__annotations__
     function.__doc__ = meaning.__doc__
     function.__module__ = module
-    return op.kernel("torch", layout=layout, refuses=refuses)(function)
+    # The meanings that touch a cache look at the numbers of slots and lengths.
+    return op.kernel("torch", layout=layout, refuses=refuses, syncs=layout is not None)(function)
