@@ -36,7 +36,15 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
     return torch.cat((first, second), -1)
 
 
-@op
+def _rope_shape(x: Tensor, cos: Tensor, sin: Tensor, style: str = "neox") -> Tensor:
+    """The meaning's result without its ten fake calls: products keep x's strides, cat and stack are contiguous."""
+    dtype = torch.result_type(x, cos)
+    if style == "neox" and cos.shape[-1] == x.shape[-1]:
+        return torch.empty_like(x, dtype=dtype)
+    return x.new_empty(x.shape, dtype=dtype)
+
+
+@op(shape=_rope_shape)
 def rope(x: Tensor, cos: Tensor, sin: Tensor, style: str = "neox") -> Tensor:
     """x with its first R columns rotated. x [..., D], cos and sin [..., R or R/2] -> [..., D]."""
     width = cos.shape[-1] * (1 if style == "neox" else 2)
@@ -45,7 +53,19 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, style: str = "neox") -> Tensor:
     return torch.cat((rotate(x[..., :width], cos, sin, style), x[..., width:]), -1)
 
 
-@op
+def _normed_shape(x: Tensor, weight: Tensor, norm_style: str) -> Tensor:
+    return torch.empty_like(x, dtype=torch.result_type(x, weight) if norm_style == "after" else x.dtype)
+
+
+def _qk_norm_rope_shape(
+    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float,
+    norm_style: str = "after", rope_style: str = "neox",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return (_rope_shape(_normed_shape(q, q_weight, norm_style), cos, sin, rope_style),
+            _rope_shape(_normed_shape(k, k_weight, norm_style), cos, sin, rope_style))  # fmt: skip
+
+
+@op(shape=_qk_norm_rope_shape)
 def qk_norm_rope(
     q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float,
     norm_style: str = "after", rope_style: str = "neox",
@@ -60,8 +80,7 @@ def _rope_kv_write_shape(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor,
     k_scale: Tensor | None = None, v_scale: Tensor | None = None, rope_style: str = "neox",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    # The meaning, because wider tables promote and a partial rotation makes q contiguous.
-    q_rotated = rope.reference(q, cos, sin, rope_style)
+    q_rotated = _rope_shape(q, cos, sin, rope_style)
     return q_rotated, q_rotated.new_empty((0,))
 
 
@@ -81,7 +100,7 @@ def _qk_norm_rope_kv_write_shape(
     k_cache: Tensor, v_cache: Tensor, slots: Tensor, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
     norm_style: str = "after", rope_style: str = "neox",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    q_rotated, _ = qk_norm_rope.reference(q, k, q_weight, k_weight, cos, sin, eps, norm_style, rope_style)
+    q_rotated = _rope_shape(_normed_shape(q, q_weight, norm_style), cos, sin, rope_style)
     return q_rotated, q_rotated.new_empty((0,))
 
 
