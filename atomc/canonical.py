@@ -192,6 +192,8 @@ def spell(node: object, of_pattern: bool = False) -> str:
     defaults = {a.name: a.default_value for a in schema.arguments if a.has_default_value()} if schema is not None else {}
     attrs = {name: attr for name, attr in made.attrs.items()
              if name != "given" and not (name in defaults and _is_default(attr, defaults[name]))}  # fmt: skip
+    if made.op == "slice":  # to the end, and every column
+        attrs = {name: attr for name, attr in attrs.items() if (name, attr) not in (("end", None), ("step", 1))}
     if of_pattern:
         attrs = {name: attr for name, attr in attrs.items() if not _decided_by_site(attr)}
     op = made.op.replace("atom::", "")

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
+from atomc.near_miss import NearMiss
 from atomc.op import Kernel
 from atomc.ops.state import StateSpec
 from atomc.options import Options
@@ -35,6 +36,8 @@ class Context:
     choose  the kernel for an op's node, None for its meaning
     state   one StateSpec per layer, once state is bound
     extras  the inputs that lowering added, in order
+    inputs  what the graph's first placeholders are fed: the parameters among them may be packed
+    near    the sites that a pass has just left alone, with the reason; the runner takes them
     """
 
     options: Options
@@ -44,6 +47,8 @@ class Context:
     notes: list[str] = field(default_factory=list)
     state: list[StateSpec] = field(default_factory=list)
     extras: list[Extra] = field(default_factory=list)
+    inputs: Sequence[Any] = ()
+    near: list[NearMiss] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,7 @@ class Pass:
 
     after     names of passes that must stand earlier; building the pipeline checks it
     paged     True if it only has a meaning for the runtime
-    cleanup   True if it changes no meaning worth a line in the report
+    cleanup   True if it changes no meaning worth a line in the report; where it does not apply is not explained
     """
 
     name: str
@@ -63,6 +68,8 @@ class Pass:
     cleanup: bool = False
 
 
-def rewriting(name: str, rewrites: Sequence[Rewrite], *, after: Sequence[str] = (), paged: bool = False) -> Pass:
+def rewriting(
+    name: str, rewrites: Sequence[Rewrite], *, after: Sequence[str] = (), paged: bool = False, cleanup: bool = False
+) -> Pass:
     """A pass that applies the variants of one rewrite, most specific first."""
-    return Pass(name, rewrites=tuple(rewrites), after=tuple(after), paged=paged)
+    return Pass(name, rewrites=tuple(rewrites), after=tuple(after), paged=paged, cleanup=cleanup)

@@ -65,6 +65,11 @@ class NearMiss:
         return self.matched >= 0.6 * self.total and self.edits <= 2 and self.matched - self.edits >= 3
 
     @property
+    def complete(self) -> bool:
+        """Nothing differs: where the search refused such a site, one of the two is wrong."""
+        return not self.differences and self.matched == self.total and not self.missing
+
+    @property
     def first(self) -> Difference:
         """The first cause: of the recognition miss behind this one, if there is one."""
         return self.because.first if self.because else self.differences[0]
@@ -72,8 +77,8 @@ class NearMiss:
 
 def near_misses(
     patterns: Iterable[tuple[str, str, Pattern]], index: Index, causes: Sequence[NearMiss] = ()
-) -> list[NearMiss]:
-    """The best explanation per site for every (rewrite, variant, pattern), in graph order.
+) -> tuple[list[NearMiss], list[NearMiss]]:
+    """The best explanation per site for every (rewrite, variant, pattern), in graph order; and those without a reason.
 
     causes: near misses of earlier rewrites; a miss that lacks what one of these would have made points to it.
     """
@@ -88,7 +93,7 @@ def near_misses(
             miss.because = _caused(miss, causes)
             shown.append(miss)
             taken[miss.rewrite].append(miss.nodes)
-    return sorted(shown, key=lambda miss: miss.anchor)
+    return sorted(shown, key=lambda miss: miss.anchor), [miss for miss in found if miss.complete]
 
 
 def _caused(miss: NearMiss, causes: Sequence[NearMiss]) -> NearMiss | None:

@@ -126,6 +126,8 @@ def run(
                 gm.recompile()
         except Exception as error:  # whatever it is, say in which pass; the caller decides what to do about it
             raise PassError(f"pass {p.name!r} failed (after {', '.join(done) or 'none'}): {error}") from error
+        if report.bugs and context.options.strict:
+            raise PassError(f"pass {p.name!r}: {report.bugs[0]}")
         if num_guards(mode) != guards:
             raise PassError(f"pass {p.name!r} added a guard on the sizes of the inputs")
         explained += near
@@ -151,16 +153,20 @@ def _rewrite(
 ) -> tuple[list[Fired], list[NearMiss]]:
     fired: list[Fired] = []
     refused: list[NearMiss] = []
-    report.known.append(p.name)
     for rewrite in p.rewrites:
         more_fired, more_refused = apply(gm.graph, rewrite)
         fired += more_fired
         refused += more_refused
+    if p.cleanup:
+        return fired, []
+    report.known.append(p.name)
     gone = {node for f in fired for node in f.nodes}
     near = _best(refused, gone)
     shown = {node for miss in near for node in miss.nodes}
-    near += [miss for miss in misses(gm.graph, list(p.rewrites), causes)
-             if not (miss.nodes & shown) or miss.differences == []]  # fmt: skip
+    explained, unexplained = misses(gm.graph, list(p.rewrites), causes)
+    near += [miss for miss in explained if not (miss.nodes & shown)]
+    for miss in _best(unexplained, {node for other in refused for node in other.nodes}):
+        report.bugs.append(f"{p.name} at {describe(miss.anchor)}: the matcher refused it, but nothing differs")
     if not fired and not near:
         _say_what_is_absent(gm, p, report, consumed)
     return fired, near

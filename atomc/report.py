@@ -98,6 +98,7 @@ class Report:
     taken: dict[str, str] = field(default_factory=dict)  # rewrite -> which one took its ops
     requires: dict[str, list[str]] = field(default_factory=dict)  # rewrite -> earlier ones whose ops it builds on
     num_ops: dict[str, int] = field(default_factory=dict)  # ops left in the graph before lowering
+    bugs: list[str] = field(default_factory=list)  # sites refused without a reason: a bug of the matcher
 
     def misses(self, rewrite: str) -> list[Miss]:
         """Where this rewrite nearly fired. Raises ValueError for a rewrite that does not exist."""

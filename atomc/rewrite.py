@@ -104,7 +104,9 @@ def apply(graph: Graph, rewrite: Rewrite) -> tuple[list[Fired], list[NearMiss]]:
     return fired, refused
 
 
-def misses(graph: Graph, rewrites: list[Rewrite], causes: list[NearMiss]) -> list[NearMiss]:
+def misses(
+    graph: Graph, rewrites: list[Rewrite], causes: list[NearMiss]
+) -> tuple[list[NearMiss], list[NearMiss]]:
     """Explain what is left over for these rewrites; see near_miss.near_misses."""
     patterns = [(rewrite.name, rewrite.variant, rewrite.traced()) for rewrite in rewrites]
     return near_misses(patterns, Index(graph), causes)

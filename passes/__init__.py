@@ -11,7 +11,8 @@ from atomc.passes.lower import lower
 from atomc.passes.recognize.gated import GELU_AND_MUL, SILU_AND_MUL
 from atomc.passes.recognize.repeat_kv import REPEAT_KV
 from atomc.passes.recognize.rms_norm import RMS_NORM
-from atomc.passes.recognize.rope import ROPE, ROPE_BEFORE_TRANSPOSE, ROPE_PARTIAL
+from atomc.passes.recognize.rope import ROPE, ROPE_PARTIAL
+from atomc.passes.recognize.rope_before_transpose import ROPE_BEFORE_TRANSPOSE
 from atomc.passes.reinplace import reinplace
 
 # On Dynamo's graph, where composite calls are still one node.
@@ -27,7 +28,8 @@ PIPELINE: tuple[Pass, ...] = (
     rewriting("rope", ROPE, after=["tidy"]),
     rewriting("rope_partial", ROPE_PARTIAL, after=["rope"]),
     rewriting("repeat_kv", REPEAT_KV),
-    rewriting("rope_before_transpose", ROPE_BEFORE_TRANSPOSE, after=["rope_partial", "repeat_kv"]),
+    rewriting("rope_before_transpose", ROPE_BEFORE_TRANSPOSE, after=["rms_norm", "rope_partial", "repeat_kv"],
+              cleanup=True),
     Pass("tidy_transposes", cleanup.tidy, cleanup=True, after=("rope_before_transpose",)),
     # fuse
     rewriting("add_rms_norm", ADD_RMS_NORM, after=["rms_norm"]),

@@ -145,7 +145,7 @@ def _passes(what: Rewrite | Pass | Sequence[Rewrite | Pass]) -> list[Pass]:
 
 
 def _context(paged: bool = False, off: Sequence[str] = ()) -> Context:
-    return Context(Options(passes=dict.fromkeys(off, False)), Platform.detect("cpu"), paged=paged)
+    return Context(Options(strict=True, passes=dict.fromkeys(off, False)), Platform.detect("cpu"), paged=paged)
 
 
 def _compiled(
@@ -157,7 +157,7 @@ def _compiled(
         names = [_name(source_name(node)) for node in placeholders]
         floats = {placeholders.index(node): float(examples[placeholders.index(node)])
                   for node in lifted_floats(gm.graph)}  # fmt: skip
-        return capture.trace(gm, examples, lift, lambda functional, fakes: change(functional, names), floats)
+        return capture.trace(gm, examples, lift, lambda functional, fakes: change(functional, names), floats, [])
 
     torch._dynamo.reset()
     return torch.compile(function, backend=backend, fullgraph=True, dynamic=dynamic)

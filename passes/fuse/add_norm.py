@@ -23,9 +23,9 @@ def _rms_replacement(x: Tensor, residual: Tensor, weight: Tensor, eps: float, st
     return ops.add_rms_norm(x, residual, weight, eps, style)
 
 
-def _rms_example(weight_dtype: torch.dtype) -> dict[str, Any]:
+def _rms_example(weight_dtype: torch.dtype, style: str = "after") -> dict[str, Any]:
     return {"x": tensor_example(3, 10), "residual": tensor_example(3, 10),
-            "weight": tensor_example(10, dtype=weight_dtype), "eps": 1e-6, "style": "after"}  # fmt: skip
+            "weight": tensor_example(10, dtype=weight_dtype), "eps": 1e-6, "style": style}  # fmt: skip
 
 
 def _layer_pattern(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -47,5 +47,8 @@ ADD_RMS_NORM = [
             attrs={"weight": "as x"}),
     Rewrite("add_rms_norm", _rms_pattern, _rms_replacement, lambda: _rms_example(torch.float32), sees_through=True,
             variant="fp32 weight", attrs={"weight": "fp32"}),
+    # The style is captured, whichever it is; this example's result has the dtype of x, as with "one_plus".
+    Rewrite("add_rms_norm", _rms_pattern, _rms_replacement, lambda: _rms_example(torch.float32, "before"),
+            sees_through=True, variant="fp32 weight, rounded", attrs={"weight": "fp32"}),
 ]  # fmt: skip
 ADD_LAYER_NORM = [Rewrite("add_layer_norm", _layer_pattern, _layer_replacement, _layer_example, sees_through=True)]

@@ -2,9 +2,6 @@
 
     x * cos + cat(-x[half:], x[:half]) * sin           =>    rope(x, cos, sin, "neox"), and the other styles
     cat(rope(x[:r], cos, sin), x[r:])                  =>    rope(x, cos, sin), partial
-    rope(x.transpose(1, 2), cos, sin)                  =>    rope(x, cos.T, sin.T).transpose(1, 2)
-
-The last brings stock models ([B, heads, T, D]) to the order of ours ([.., T, heads, D]); the transposes then cancel.
 """
 
 from typing import Any
@@ -16,8 +13,6 @@ from atomc import ops
 from atomc.ops.rope import ROPE_STYLES, rotate
 from atomc.rewrite import Rewrite, tensor_example
 from atomc.sizes import known_equal, spell_shape
-
-transpose = torch.ops.aten.transpose.int
 
 
 def tables_broadcast(x: Tensor, cos: Tensor, sin: Tensor, **_: object) -> str | None:
@@ -62,23 +57,5 @@ def _partial(style: str) -> Rewrite:
     return Rewrite("rope_partial", pattern, replacement, example, variant=style, attrs={"style": style})
 
 
-def _behind_transpose(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
-    return ops.rope(x.transpose(1, 2), cos, sin, style)  # type: ignore[no-any-return]
-
-
-def _before_transpose(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
-    return transpose(ops.rope(x, transpose(cos, 1, 2), transpose(sin, 1, 2), style), 1, 2)  # type: ignore[no-any-return]
-
-
-def _rank_four(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> str | None:
-    return None if cos.dim() == x.dim() == 4 else f"cos has {cos.dim()} dimensions, x {x.dim()}"
-
-
-def _transpose_example() -> dict[str, Any]:
-    return {"x": tensor_example(2, 5, 3, 22), "cos": tensor_example(12), "sin": tensor_example(12), "style": "neox"}
-
-
 ROPE = [_rotation(style) for style in ROPE_STYLES]
 ROPE_PARTIAL = [_partial(style) for style in ROPE_STYLES]
-ROPE_BEFORE_TRANSPOSE = [Rewrite("rope_before_transpose", _behind_transpose, _before_transpose, _transpose_example,
-                                 guard=_rank_four)]  # fmt: skip

@@ -1,0 +1,56 @@
+"""Norms and rotations of heads change places with the transpose before them.
+
+    rms_norm(x.transpose(1, 2), weight)    =>    rms_norm(x, weight).transpose(1, 2)
+    rope(x.transpose(1, 2), cos, sin)      =>    rope(x, cos.T, sin.T).transpose(1, 2)
+
+This brings stock models ([B, heads, T, D]) to the order of ours ([.., T, heads, D]); the transposes then cancel.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from atomc import ops
+from atomc.rewrite import Rewrite, tensor_example
+
+transpose = torch.ops.aten.transpose.int
+
+
+def _norm_pattern(x: Tensor, weight: Tensor, eps: float, style: str) -> Tensor:
+    return ops.rms_norm(x.transpose(1, 2), weight, eps, style)  # type: ignore[no-any-return]
+
+
+def _norm_replacement(x: Tensor, weight: Tensor, eps: float, style: str) -> Tensor:
+    return transpose(ops.rms_norm(x, weight, eps, style), 1, 2)  # type: ignore[no-any-return]
+
+
+def _norm_guard(x: Tensor, **_: object) -> str | None:
+    return None if x.dim() == 4 else f"x has {x.dim()} dimensions"
+
+
+def _norm_example() -> dict[str, Any]:
+    return {"x": tensor_example(2, 5, 3, 22), "weight": tensor_example(22), "eps": 1e-6, "style": "after"}
+
+
+def _rope_pattern(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
+    return ops.rope(x.transpose(1, 2), cos, sin, style)  # type: ignore[no-any-return]
+
+
+def _rope_replacement(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
+    return transpose(ops.rope(x, transpose(cos, 1, 2), transpose(sin, 1, 2), style), 1, 2)  # type: ignore[no-any-return]
+
+
+def _rope_guard(x: Tensor, cos: Tensor, **_: object) -> str | None:
+    return None if cos.dim() == x.dim() == 4 else f"cos has {cos.dim()} dimensions, x {x.dim()}"
+
+
+def _rope_example() -> dict[str, Any]:
+    return {"x": tensor_example(2, 5, 3, 22), "cos": tensor_example(12), "sin": tensor_example(12), "style": "neox"}
+
+
+# The norm first: a rotation behind it then sees the transpose.
+ROPE_BEFORE_TRANSPOSE = [
+    Rewrite("rope_before_transpose", _norm_pattern, _norm_replacement, _norm_example, _norm_guard, variant="rms_norm"),
+    Rewrite("rope_before_transpose", _rope_pattern, _rope_replacement, _rope_example, _rope_guard),
+]
