@@ -161,8 +161,8 @@ def _print_texts(llm: "LLM", prompts: Sequence[str], params: "SamplingParams") -
             print(piece, end="", flush=True)
         print()
         return
-    for prompt, completion in zip(prompts, llm.generate(list(prompts), params), strict=True):
-        print(f"{prompt}{completion.text}\n")
+    completions = llm.generate(list(prompts), params)
+    print("\n\n".join(prompt + completion.text for prompt, completion in zip(prompts, completions, strict=True)))
 
 
 def _print_figures(llm: "LLM") -> None:
