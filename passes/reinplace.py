@@ -34,7 +34,7 @@ def reinplace(gm: GraphModule, context: Context) -> list[Fired]:
     fired = []
     for copy in [node for node in graph.nodes if node.target is aten.copy_.default]:
         target, new = copy.args
-        if target.op != "placeholder" or not isinstance(new, Node) or copy.users:
+        if not isinstance(target, Node) or target.op != "placeholder" or not isinstance(new, Node) or copy.users:
             continue
         if not (_same_kind(value(target), value(new)) and _last_reader(graph, target, {copy}, position) <= position[new]):
             continue

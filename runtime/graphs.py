@@ -4,6 +4,7 @@ S sequences of one new token each, B blocks a sequence.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -31,17 +32,17 @@ class DecodeGraphs:
                  progress: bool = True):  # fmt: skip
         most, device = max(sizes), program.device
         self.program, self.sizes = program, sorted(sizes)
-        zeros = {"device": device, "dtype": torch.int64}
+        zeros = partial(torch.zeros, device=device, dtype=torch.int64)
         self.step = Step(
-            input_ids=torch.zeros(most, **zeros),
-            positions=torch.zeros(most, **zeros),
+            input_ids=zeros(most),
+            positions=zeros(most),
             query_start=torch.arange(most + 1, device=device, dtype=torch.int32),
             seq_lens=torch.ones(most, device=device, dtype=torch.int32),
             logits_rows=torch.arange(most, device=device),
             groups=tuple(
-                GroupStep(torch.full((most,), -1, **zeros),
+                GroupStep(zeros(most) - 1,
                           torch.zeros(most, max_blocks, device=device, dtype=torch.int32),
-                          torch.zeros(most, **zeros))
+                          zeros(most))
                 for _ in range(num_groups)
             ),
         )  # fmt: skip
@@ -51,7 +52,7 @@ class DecodeGraphs:
         for size in tqdm(self.sizes[::-1], desc="capturing", unit="graph", disable=None if progress else True):
             view = self.view(size)
             with torch.no_grad():
-                self.captured[size] = pool.capture(lambda view=view: program(view))
+                self.captured[size] = pool.capture(partial(program, view))
             program.report.cuda_graphs.append({"tokens": size, "bytes": self.captured[size].bytes})
 
     def view(self, size: int) -> Step:
