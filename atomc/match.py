@@ -259,7 +259,8 @@ def _candidates(site: Site, output: Node) -> list[Node]:
             if first in operands:
                 at = operands.index(first)
                 together += operands[at + 1:] if wanted_later else operands[:at]
-        return [node for node in dict.fromkeys(together) if call(node).op == op and node not in taken]
+        found = [node for operand in together for node in _through_cache(operand, op)]
+        return [node for node in dict.fromkeys(found) if node not in taken]
 
     def readers(node: Node) -> Iterator[Node]:
         for user in node.users:
@@ -278,6 +279,16 @@ def _candidates(site: Site, output: Node) -> list[Node]:
                 if call(user).op == call(p).op and user not in taken]
 
     return list(dict.fromkeys(reached(output)))
+
+
+def _through_cache(node: Node, op: str, depth: int = 4) -> Iterator[Node]:
+    """The node itself if it is a call of `op`, else what of that kind was written to the cache that it is a view of."""
+    here = call(node)
+    if here.op == op:
+        yield node
+    elif depth and here.op in ("permute", "view", "slice", "index_copy"):
+        for operand in here.operands:
+            yield from _through_cache(operand, op, depth - 1)
 
 
 def _complete(site: Site) -> Iterator[Site]:

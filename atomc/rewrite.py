@@ -33,7 +33,7 @@ class Rewrite:
     variant        which of several patterns of the same name this is
     attrs          what a site of this variant is, shown in the report
     sees_through   views that keep the last dimension may stand between the pattern's nodes
-    read_together  the pattern's outputs are operands of one node, in this order
+    read_together  the pattern's outputs are operands of one node, in this order; a static cache may lie in between
     rounding       True if the result is rounded differently than the pattern's (forbidden by rounding="hf")
     """
 
