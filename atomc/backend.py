@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,11 +24,13 @@ from atomc.graph_pass import Context, Extra
 from atomc.match import mutated
 from atomc.ops.state import StateSpec
 from atomc.options import Options
+from atomc.packs import Packs
 from atomc.pieces import compile_glue, glue_of, run_eagerly
 from atomc.platform import Platform
-from atomc.provenance import clean_path
+from atomc.provenance import clean_path, layer_of
 from atomc.report import GraphBreak, Report, forget, keep
 from atomc.select import Selection
+from atomc.stamp import inline, region, regions_of, renamed, stack_of
 from atomc.torch_compat import (
     RestartAnalysis,
     ShortenTraceback,
@@ -40,6 +42,7 @@ from atomc.torch_compat import (
     lifted_floats,
     mode_options,
     num_guards,
+    own_copy,
     recompile_reason,
     tracing_context,
 )
@@ -65,10 +68,16 @@ def atom(
 
 @dataclass
 class Compiled:
-    """One graph after all stages. `call` takes the graph's inputs, then the state inputs, then `extras`."""
+    """One graph after all stages. `call` takes the graph's inputs, then `packed`, then the state inputs, then `extras`.
+
+    inputs   the names of all of these but the extras
+    packed   name -> the names of the parameters that the caller packs
+    """
 
     call: Callable[..., Any]
     graph: GraphModule
+    inputs: list[str]
+    packed: dict[str, tuple[str, ...]]
     state: list[StateSpec] = field(default_factory=list)
     extras: list[Extra] = field(default_factory=list)
     syncing: list[str] = field(default_factory=list)  # kernels that no CUDA graph can hold
@@ -151,8 +160,18 @@ def to_inductor(
 ) -> Callable[..., Any]:
     """Hand Dynamo's graph to Inductor as its own backend would."""
     report.treated, report.why_not = False, reason
+    if lifted_floats(gm.graph):
+        gm = runnable(gm)
     with timed(report, "inductor"):
         return inductor(gm, example_inputs, inductor_patches(options))
+
+
+def runnable(gm: GraphModule) -> GraphModule:
+    """Dynamo's graph with its regions in place: a region refuses the Python floats that `dynamic=True` hands it."""
+    copy = own_copy(gm)
+    inline(copy)
+    copy.recompile()
+    return copy
 
 
 def inductor_patches(options: Options) -> dict[str, Any]:
@@ -198,18 +217,17 @@ class _Specialized:
 
     def first(self) -> Callable[..., Any]:
         values = self.values(self.inputs)
-        self.compiled[values] = self.compile(values)
+        self.compiled[values] = self.compile(values, self.inputs)
         if not self.floats:
             return self.compiled[values]
-        self.inputs = []  # later values compile on the fakes of the graph
+        self.inputs = []  # they are the caller's to free
         return self
 
     def values(self, args: Sequence[Any]) -> tuple[float, ...]:
         return tuple(float(args[i]) for i in self.floats)
 
-    def compile(self, values: tuple[float, ...]) -> Callable[..., Any]:
+    def compile(self, values: tuple[float, ...], inputs: Sequence[Any]) -> Callable[..., Any]:
         floats = dict(zip(self.floats, values, strict=True))
-        inputs = self.inputs or [node.meta["example_value"] for node in self.gm.graph.find_nodes(op="placeholder")]
         return compile_for(self.gm, inputs, self.options, self.platform, self.report, floats)
 
     def __call__(self, *args: Any) -> Any:
@@ -217,26 +235,26 @@ class _Specialized:
         if values not in self.compiled:
             with self.lock:
                 if values not in self.compiled:
-                    self.compiled[values] = self.recompile(values)
+                    self.compiled[values] = self.recompile(values, args)
         return self.compiled[values](*args)
 
-    def recompile(self, values: tuple[float, ...]) -> Callable[..., Any]:
+    def recompile(self, values: tuple[float, ...], args: Sequence[Any]) -> Callable[..., Any]:
         """Compile for further values, outside of Dynamo: sizes may not be guarded any more, so a guard undoes it."""
         if len(self.compiled) >= MOST_FLOAT_VALUES:
             self.report.notes.append(f"a Python float took more than {MOST_FLOAT_VALUES} values: those run uncompiled")
-            return self.gm.forward
+            return runnable(self.gm).forward
         guards = num_guards(self.mode)
         try:
             with tracing_context(self.mode):
-                made = self.compile(values)
+                made = self.compile(values, args)
         except Exception as error:  # the graph itself always runs
             if self.options.strict:
                 raise
             self.report.notes.append(f"floats {values} run uncompiled: {error}")
-            return self.gm.forward
+            return runnable(self.gm).forward
         if num_guards(self.mode) != guards:
             self.report.notes.append(f"floats {values} run uncompiled: compiling for them needs a new guard")
-            return self.gm.forward
+            return runnable(self.gm).forward
         self.report.notes.append(f"compiled again for floats {values}")
         return made
 
@@ -251,14 +269,14 @@ def compile_for(
     floats: dict[int, float],
 ) -> Callable[..., Any]:  # fmt: skip
     """All stages for one graph with given floats; takes and returns what `gm` does."""
-    context = Context(options, platform, notes=report.notes)
+    context = Context(options, platform, notes=report.notes, inputs=example_inputs)
     dumper = Dumper(options.dump)
     written: list[int] = []
 
     def compiler(functional: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         written.extend(written_inputs(functional))
         compiled = stages(functional, context, report, dumper)
-        return with_extras(compiled, example_inputs)
+        return with_extras(compiled, example_inputs, report.notes)
 
     def lift(dynamo: GraphModule) -> None:
         lift_stage(dynamo, context, report)
@@ -293,7 +311,10 @@ def lift_stage(dynamo: GraphModule, context: Context, report: Report) -> None:
             lift_stage(region(dynamo, name), context, once)
             report.stages += once.stages
             for call in calls:
-                report.add(once, lambda path, call=call: renamed(path, stack_of(calls[0]), stack_of(call)))
+                report.matches += once.matches
+                for site in once.sites:
+                    path = renamed(site.module_path, stack_of(calls[0]), stack_of(call))
+                    report.sites.append(replace(site, module_path=path, layer=layer_of(path)))
 
 
 def stages(
@@ -304,9 +325,13 @@ def stages(
     with timed(report, "passes"):
         dumper(gm, "captured")
         pipeline.run(gm, chosen, context, report, [lambda name, graph: dumper(graph, name)])
+    inputs = gm.graph.find_nodes(op="placeholder")
+    packed = {node.name: node.meta["packed"] for node in inputs if "packed" in node.meta}
+    names = [node.name for node in inputs]
     how, why = glue_of(context.options, context.platform)
     report.notes.append(f"glue: {how} ({why})")
     callables, layout = [], None
+    selection = Selection(context.options, context.platform, eager=how == "eager")  # loads the kernels
     found = ranges.ranges_of(gm)
     extras: list[Extra] = []
     syncing: list[str] = []
@@ -314,7 +339,7 @@ def stages(
         with timed(report, "lower"):
             lowered = copy_graph(gm) if len(found) > 1 else gm
             selection = Selection(context.options, context.platform, eager=how == "eager", layout=layout,
-                                  tokens=interval if len(found) > 1 else None)  # fmt: skip
+                                  tokens=interval)  # fmt: skip
             layout = layout or selection.fix_layout(list(lowered.graph.nodes))
             for_range = copy.copy(context)
             for_range.choose, for_range.extras = selection.choose, []
@@ -326,11 +351,9 @@ def stages(
             offset = len(lowered.graph.find_nodes(op="placeholder")) - len(for_range.extras)
             callables.append(_taking(call, offset, len(extras), len(for_range.extras)) if len(found) > 1 else call)
             extras += for_range.extras
-    from dataclasses import replace
-
     state = [replace(spec, layout=layout or spec.layout) for spec in context.state]
     report.state = [f"{spec.name}: {spec.kind} {list(spec.shape)} {spec.dtype} layout {spec.layout}" for spec in state]
-    return Compiled(ranges.dispatch(gm, found, callables), gm, state, extras, syncing)
+    return Compiled(ranges.dispatch(gm, found, callables), gm, names, packed, state, extras, syncing)
 
 
 def _taking(call: Callable[..., Any], inputs: int, start: int, count: int) -> Callable[..., Any]:
@@ -353,20 +376,25 @@ def copy_graph(gm: GraphModule) -> GraphModule:
     return GraphModule(gm, graph)
 
 
-def with_extras(compiled: Compiled, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-    """Append what kernels prepared of the weights to each call."""
-    if not compiled.extras:
+def with_extras(compiled: Compiled, example_inputs: Sequence[Any], notes: list[str]) -> Callable[..., Any]:
+    """Append the packs, and what kernels prepared of the weights, to each call."""
+    if not compiled.packed and not compiled.extras:
         return compiled.call
-    appended = prepared(compiled, example_inputs)
-    return lambda *args: compiled.call(*args, *appended)
+    packs = packs_of(compiled, notes)
+    appended = prepared(compiled, [*example_inputs, *packs(example_inputs)])
+    return lambda *args: compiled.call(*args, *packs(args), *appended)
 
 
-def prepared(compiled: Compiled, example_inputs: Sequence[Any]) -> list[tuple[Tensor, ...]]:
-    """The prepared weights, in the order of the extras."""
-    names = [node.name for node in compiled.graph.graph.find_nodes(op="placeholder")]
+def packs_of(compiled: Compiled, notes: list[str]) -> Packs:
+    """The packs that the graph reads, found among its inputs."""
+    return Packs([[compiled.inputs.index(part) for part in parts] for parts in compiled.packed.values()], notes)
+
+
+def prepared(compiled: Compiled, weights: Sequence[Any]) -> list[tuple[Tensor, ...]]:
+    """What kernels made of the weights, which are inputs or packs, in the order of the extras."""
     made = []
     for extra in compiled.extras:
         if extra.kind != "prepared":
             raise ValueError(f"a kernel's {extra.kind} exists in the runtime only")
-        made.append(extra.function(example_inputs[names.index(extra.weight)]).tensors)
+        made.append(extra.function(weights[compiled.inputs.index(extra.weight)]).tensors)
     return made

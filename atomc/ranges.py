@@ -10,10 +10,8 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from atomc.canonical import value
-from atomc.op import op_of
+from atomc.op import ALL_TOKENS, op_of
 from atomc.sizes import expression
-
-ALL = sympy.Interval(1, sympy.oo)
 
 
 def token_expression(gm: GraphModule) -> sympy.Expr | None:
@@ -32,7 +30,7 @@ def ranges_of(gm: GraphModule) -> list[sympy.Interval]:
     starts = {1}
     for kernel in kernels:
         interval = kernel.tokens
-        if isinstance(interval, sympy.Interval) and interval != ALL:
+        if isinstance(interval, sympy.Interval) and interval != ALL_TOKENS:
             starts.add(int(interval.start))
             if interval.end != sympy.oo:
                 starts.add(int(interval.end) + 1)
@@ -40,7 +38,7 @@ def ranges_of(gm: GraphModule) -> list[sympy.Interval]:
     found = [sympy.Interval(a, b - 1) for a, b in pairwise(borders)]
     found.append(sympy.Interval(borders[-1], sympy.oo))
     if tokens is None:
-        return [ALL]
+        return [ALL_TOKENS]
     if tokens.is_number:
         return [interval for interval in found if tokens in interval]
     return found

@@ -2,12 +2,13 @@
 
 from typing import Any
 
+import sympy
 import torch
 from torch.fx import Node
 
 from atomc import kernels
 from atomc.errors import OptionsError
-from atomc.op import REGISTRY, Kernel, Op, op_of, refusal
+from atomc.op import ALL_TOKENS, REGISTRY, Kernel, Op, op_of, refusal
 from atomc.options import Options
 from atomc.platform import Platform
 from atomc.provenance import module_path
@@ -23,7 +24,7 @@ class Selection:
     """
 
     def __init__(self, options: Options, platform: Platform, *, eager: bool, layout: str | None = None,
-                 tokens: Any = None):  # fmt: skip
+                 tokens: sympy.Set = ALL_TOKENS):  # fmt: skip
         self.options, self.platform, self.eager = options, platform, eager
         self.layout, self.tokens = layout, tokens
         self.choices: list[KernelChoice] = []
@@ -74,7 +75,7 @@ class Selection:
         return None
 
     def _remember(self, op: Op, node: Node, chosen: str, refused: list[tuple[str, str]]) -> None:
-        tokens = "any" if self.tokens is None else str(self.tokens)
+        tokens = "any" if self.tokens == ALL_TOKENS else spell_range(self.tokens)
         self.choices.append(KernelChoice(op.name, module_path(node), tokens, chosen, refused))
 
     def _ranked(self, op: Op) -> list[Kernel]:
@@ -85,8 +86,8 @@ class Selection:
     def _refuses(self, kernel: Kernel, node: Node) -> str | None:
         if self.layout is not None and kernel.layout is not None and kernel.layout != self.layout:
             return f"works on layout {kernel.layout!r}, the state is laid out {self.layout!r}"
-        if self.tokens is not None and not self.tokens.is_subset(kernel.tokens):
-            return f"is meant for {kernel.tokens} tokens"
+        if not self.tokens.is_subset(kernel.tokens):
+            return f"is meant for {spell_range(kernel.tokens)} tokens"
         arguments, nodes = _arguments(kernel, node)
         for name in kernel.prepare:
             if nodes[name].op != "placeholder":
@@ -102,6 +103,13 @@ class Selection:
             return False
         # Inductor may keep fp32 where the model rounds; a norm run on its own does not.
         return not (self.options.rounding == "hf" and "norm" in kernel.op)
+
+
+def spell_range(tokens: sympy.Set) -> str:
+    """"1 to 8", "9 and more"."""
+    if not isinstance(tokens, sympy.Interval):
+        return str(tokens)
+    return f"{tokens.start} and more" if tokens.end == sympy.oo else f"{tokens.start} to {tokens.end}"
 
 
 def _op(node: Node) -> Op:

@@ -105,6 +105,9 @@ class _Inputs:
         blocks = self.blocks.setdefault(spec.group, fresh_size(self.mode))
 
         def make() -> Tensor:
-            return torch.empty(blocks, self.block_size, *spec.shape, dtype=spec.dtype)
+            row = math.prod(spec.shape)
+            sizes, strides = (blocks, self.block_size, *spec.shape), (self.block_size * row, row, spec.shape[-1], 1)
+            # torch.empty would make the first stride Max(1, block_size) * row, equal to nothing.
+            return torch.empty_strided(sizes, strides, dtype=spec.dtype)
 
         return self.get(f"k_cache_{layer}", make), self.get(f"v_cache_{layer}", make)
