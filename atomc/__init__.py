@@ -16,7 +16,7 @@ _PUBLIC = {
     "SamplingParams": "atomc.runtime.request",
     "explain": "atomc.inspection",
     "ops": "",
-    "prepare": "atomc.inspection",
+    "prepare": "atomc.regions",
     "register_kernel": "atomc.op",
     "register_pass": "atomc.pipeline",
     "reports": "atomc.report",

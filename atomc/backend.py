@@ -20,6 +20,7 @@ from atomc import capture, passes, pipeline, ranges
 from atomc.cudagraphs import Graphed
 from atomc.dump import Dumper
 from atomc.errors import OptionsError, RunError
+from atomc.floats import inline_floats
 from atomc.graph_pass import Context, Extra
 from atomc.match import mutated
 from atomc.ops.state import StateSpec
@@ -30,7 +31,7 @@ from atomc.platform import Platform
 from atomc.provenance import clean_path, layer_of
 from atomc.report import GraphBreak, Report, forget, keep
 from atomc.select import Selection
-from atomc.stamp import inline, region, regions_of, renamed, stack_of
+from atomc.stamp import region, regions_of, renamed, stack_of
 from atomc.torch_compat import (
     RestartAnalysis,
     ShortenTraceback,
@@ -160,17 +161,18 @@ def to_inductor(
 ) -> Callable[..., Any]:
     """Hand Dynamo's graph to Inductor as its own backend would."""
     report.treated, report.why_not = False, reason
-    if lifted_floats(gm.graph):
-        gm = runnable(gm)
+    gm = runnable(gm)
     with timed(report, "inductor"):
         return inductor(gm, example_inputs, inductor_patches(options))
 
 
 def runnable(gm: GraphModule) -> GraphModule:
-    """Dynamo's graph with its regions in place: a region refuses the Python floats that `dynamic=True` hands it."""
+    """Dynamo's graph, without regions if `dynamic=True` hands them Python floats, which they refuse."""
+    operands = [x for calls in regions_of(gm).values() for call in calls for x in call.args[2:]]
+    if not operands or not (lifted_floats(gm.graph) or any(isinstance(x, float) for x in operands)):
+        return gm
     copy = own_copy(gm)
-    inline(copy)
-    copy.recompile()
+    inline_floats(copy)
     return copy
 
 

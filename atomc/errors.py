@@ -18,3 +18,7 @@ class ContractError(_Shown, ValueError):
 
 class RunError(_Shown, RuntimeError):
     """A compiled model was called in a way that it cannot serve."""
+
+
+class SharingError(RunError):
+    """Dynamo took one prepared layer for another."""

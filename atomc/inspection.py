@@ -16,7 +16,8 @@ from atomc.dump import Dumper
 from atomc.graph_pass import Context
 from atomc.options import Options
 from atomc.platform import Platform
-from atomc.report import Report, keep
+from atomc.regions import every_layer, trace_once
+from atomc.report import Report, forget, keep
 from atomc.sizes import expression
 from atomc.torch_compat import ShortenTraceback, lifted_floats
 
@@ -48,18 +49,24 @@ def explain(
     def call(*args: Any, **kwargs: Any) -> Any:
         return model(*args, **kwargs)
 
-    # A code object of its own, so that Dynamo never takes an earlier compile for this one.
-    fresh = types.FunctionType(call.__code__.replace(), call.__globals__, "call", None, call.__closure__)
-    with torch.no_grad():
+    def trace() -> None:
+        # A code object of its own, so that Dynamo never takes an earlier compile for this one.
+        fresh = types.FunctionType(call.__code__.replace(), call.__globals__, "call", None, call.__closure__)
         torch.compile(fresh, backend=backend, dynamic=dynamic)(*args, **kwargs)
+
+    notes: list[str] = []
+
+    def undo(why: Exception) -> None:
+        notes.append(every_layer(why))
+        while made:
+            forget(made.pop())
+
+    with torch.no_grad():
+        trace_once(model, trace, undo)
     if not made:
         raise TypeError("explain: Dynamo found no graph in this call; is there a tensor operation in it?")
+    made[0].notes += notes
     return max(made, key=lambda report: len(report.sites))
-
-
-def prepare(model: nn.Module) -> nn.Module:
-    """The model made ready to be compiled for inference: eval mode, no gradients wanted."""
-    return model.eval().requires_grad_(False)
 
 
 def example_inputs(model: Callable[..., Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -85,7 +92,7 @@ def _inspect(gm: GraphModule, inputs: Sequence[Any], options: Options, platform:
         report.why_not = reason
         return report
     device = next((x.device.type for x in inputs if isinstance(x, Tensor) and not x.is_meta), None)
-    context = Context(options, platform or Platform.detect(device), notes=report.notes)
+    context = Context(options, platform or Platform.detect(device), notes=report.notes, inputs=inputs)
     placeholders = gm.graph.find_nodes(op="placeholder")
     floats = {i: float(inputs[i]) for node in lifted_floats(gm.graph) for i in [placeholders.index(node)]}
 
@@ -93,7 +100,8 @@ def _inspect(gm: GraphModule, inputs: Sequence[Any], options: Options, platform:
         return stages(functional, context, report, Dumper(options.dump), glue=False).call
 
     try:
-        capture.trace(gm, inputs, lambda dynamo: lift_stage(dynamo, context, report), compiler, floats)
+        capture.trace(gm, inputs, lambda dynamo: lift_stage(dynamo, context, report), compiler, floats,
+                      report.notes)
         report.treated = True
     except ShortenTraceback:
         raise

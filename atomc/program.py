@@ -16,15 +16,16 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from atomc import capture
-from atomc.backend import Compiled, lift_stage, new_report, stages
+from atomc.backend import Compiled, lift_stage, new_report, packs_of, stages
 from atomc.dump import Dumper
 from atomc.errors import RunError
 from atomc.graph_pass import Context
 from atomc.ops.state import Step
 from atomc.options import Options
 from atomc.platform import Platform
-from atomc.report import Report, keep
-from atomc.torch_compat import mark_unbacked, source_name
+from atomc.regions import every_layer, trace_once
+from atomc.report import Report, forget, keep
+from atomc.torch_compat import ShortenTraceback, mark_unbacked, source_name
 
 INPUTS = ("input_ids", "positions", "logits_rows")
 _INPUT = re.compile(r"^L\['(" + "|".join(INPUTS) + r")'\](?:\.size\(\)\[(\d+)\])?$")
@@ -44,7 +45,8 @@ class Program:
         self.report, self.device = report, device
         self.syncing = tuple(dict.fromkeys(compiled.syncing))
         self._call = compiled.call
-        names = [node.name for node in compiled.graph.graph.find_nodes(op="placeholder")]
+        names = compiled.inputs
+        weights = [*inputs, *packs_of(compiled, report.notes)(inputs)]
         self._arguments: list[Any] = []
         self._fill: list[tuple[int, Callable[[Step], Any]]] = []
         for i, source in enumerate(sources):
@@ -53,7 +55,8 @@ class Program:
             if found:
                 self._fill.append((i, _from_step(found[1], found[2])))
         self._weights = [(i, x.data_ptr()) for i, x in enumerate(self._arguments) if isinstance(x, nn.Parameter)]
-        for name in names[len(sources):len(names) - len(compiled.extras)]:
+        self._arguments += weights[len(sources):]
+        for name in names[len(weights):]:
             self._arguments.append(None)
             if not name.startswith(("k_cache_", "v_cache_")):
                 self._fill.append((len(self._arguments) - 1, _from_step(name)))
@@ -64,7 +67,7 @@ class Program:
             if extra.kind == "plan":
                 self._plans.append((len(self._arguments) - 1, extra.function))
             else:
-                self._arguments[-1] = extra.function(inputs[names.index(extra.weight)]).tensors
+                self._arguments[-1] = extra.function(weights[names.index(extra.weight)]).tensors
         self._bound = not self.specs
 
     @property
@@ -118,8 +121,11 @@ def _from_step(name: str, dim: str | None = None) -> Callable[[Step], Any]:
     return lambda step: getattr(step, name)
 
 
-class _Traced(Exception):
-    """Ends the call of a model that is only to be traced."""
+class _Traced(ShortenTraceback):
+    """Ends the call of a model that is only to be traced, before Dynamo makes guards that nobody will check."""
+
+    def __init__(self) -> None:
+        super().__init__(first_useful_frame=None)
 
 
 def compile_model(
@@ -135,40 +141,49 @@ def compile_model(
     device = next(model.parameters()).device
     where = platform or Platform.detect("cpu" if device.type == "meta" else device.type)
     made: list[Program] = []
+    reports: list[Report] = []
 
     def backend(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        made.append(_program(gm, inputs, chosen, where, device))
-
-        def stop(*args: Any) -> Any:
-            raise _Traced
-
-        return stop
+        reports.append(keep(new_report(gm)))
+        made.append(_program(gm, inputs, chosen, where, device, reports[-1]))
+        raise _Traced
 
     def step(input_ids: Tensor, positions: Tensor, logits_rows: Tensor) -> Tensor:
         logits: Tensor = model(input_ids, positions, logits_rows)
         return logits
 
-    # A code object of its own, so that Dynamo never takes an earlier program for this one.
-    fresh = types.FunctionType(step.__code__.replace(), step.__globals__, "step", None, step.__closure__)
+    def trace() -> None:
+        # A code object of its own, so that Dynamo never takes an earlier program for this one.
+        fresh = types.FunctionType(step.__code__.replace(), step.__globals__, "step", None, step.__closure__)
+        with contextlib.suppress(_Traced):
+            torch.compile(fresh, backend=backend, fullgraph=True)(*example)
+
+    notes: list[str] = []
+
+    def undo(why: Exception) -> None:
+        notes.append(every_layer(why))
+        while reports:
+            forget(reports.pop())
+
     with torch.no_grad():
         example = (torch.zeros(6, dtype=torch.int64, device=device), torch.arange(6, device=device),
                    torch.arange(3, device=device))  # fmt: skip
         for tensor in example:
             mark_unbacked(tensor, 0)
         start = time.perf_counter()
-        with contextlib.suppress(_Traced):
-            torch.compile(fresh, backend=backend, fullgraph=True)(*example)
+        trace_once(model, trace, undo)
         total = time.perf_counter() - start
     program = made[-1]
+    program.report.notes += notes
     program.report.phases["dynamo"] = max(0.0, total - sum(program.report.phases.values()))
     return program
 
 
 def _program(
-    gm: GraphModule, inputs: Sequence[Any], options: Options, platform: Platform, device: torch.device
-) -> Program:
-    report = keep(new_report(gm))
-    context = Context(options, platform, paged=True, notes=report.notes)
+    gm: GraphModule, inputs: Sequence[Any], options: Options, platform: Platform, device: torch.device,
+    report: Report,
+) -> Program:  # fmt: skip
+    context = Context(options, platform, paged=True, notes=report.notes, inputs=inputs)
     found: list[Compiled] = []
 
     def compiler(functional: GraphModule, fakes: Sequence[Any]) -> Callable[..., Any]:

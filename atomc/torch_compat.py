@@ -10,22 +10,28 @@ import torch
 from torch import Tensor
 from torch._dynamo.exc import ShortenTraceback
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis as RestartAnalysis
+from torch._dynamo.exc import TorchDynamoException as TracingError
 from torch._dynamo.utils import get_metrics_context
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, statically_known_true, sym_eq
+from torch.utils.weak import TensorWeakRef as WeakTensor
 
 __all__ = [
+    "INVOKE_SUBGRAPH",
     "FakeTensor",
     "FakeTensorMode",
     "RestartAnalysis",
     "ShapeEnv",
     "ShortenTraceback",
+    "TracingError",
+    "WeakTensor",
     "break_reason",
     "compiled_function",
     "fake_mode_of",
+    "forget_region",
     "functional_graph",
     "inductor",
     "inductor_option_names",
@@ -33,7 +39,9 @@ __all__ = [
     "make_fx",
     "mark_unbacked",
     "mode_options",
+    "nested_compile_region",
     "num_guards",
+    "num_owners",
     "outside_of_tracing",
     "own_copy",
     "recompile_reason",
@@ -42,6 +50,7 @@ __all__ = [
     "sym_eq",
     "traced_alone",
     "tracing_context",
+    "without_new_guards",
 ]
 
 mark_unbacked = torch._dynamo.decorators.mark_unbacked
@@ -106,6 +115,9 @@ def own_copy(gm: GraphModule) -> GraphModule:
     made.meta = dict(gm.meta)
     if hasattr(gm, "_param_name_to_source"):
         made._param_name_to_source = gm._param_name_to_source
+    for name, child in gm.named_children():
+        if isinstance(child, GraphModule) and hasattr(made, name):  # a region
+            setattr(made, name, own_copy(child))
     return made
 
 
@@ -127,10 +139,36 @@ def num_guards(mode: FakeTensorMode | None) -> int:
 
 
 @contextlib.contextmanager
+def without_new_guards(mode: FakeTensorMode) -> Iterator[None]:
+    """What is asked about sizes here is answered from the example's and remembered by no guard."""
+    with mode.shape_env.suppress_guards() if mode.shape_env is not None else contextlib.nullcontext():
+        yield
+
+
+def num_owners(tensor: Tensor) -> int:
+    """How many tensors share this tensor's storage."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) - 1  # one is the storage just asked for
+
+
+@contextlib.contextmanager
 def tracing_context(mode: FakeTensorMode | None) -> Iterator[None]:
     """A tracing context of its own, so that a nested compile leaves the caller's untouched."""
     with tracing(TracingContext(mode)):
         yield
+
+
+def nested_compile_region(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function as a region that Dynamo traces once for all calls alike."""
+    limit = "max_reuse_entries"  # since 2.12; beyond it Dynamo raises, so let it be more than the layers of any model
+    many = {limit: 1024} if limit in inspect.signature(torch.compiler.nested_compile_region).parameters else {}
+    made: Callable[..., Any] = torch.compiler.nested_compile_region(function, **many)  # type: ignore[arg-type]
+    return made
+
+
+def forget_region(function: Callable[..., Any]) -> None:
+    """Take away what `nested_compile_region` wrote on the function."""
+    for name in [name for name in vars(function) if name.startswith("__marked_compile_region")]:
+        delattr(function, name)
 
 
 def functional_graph(

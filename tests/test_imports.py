@@ -14,12 +14,12 @@ PACKAGE = ROOT / "atomc"
 # that holds all it imports.
 LAYERS = [
     {"demo"},
-    {"platform", "options", "errors", "torch_compat"},
+    {"platform", "options", "errors", "packs", "torch_compat"},
     {"op", "ops"},
     {"sizes", "canonical", "provenance", "match", "near_miss", "rewrite", "graph_pass",
      "dump", "replay", "report", "render", "cost"},
     {"kernels", "passes"},
-    {"select", "ranges", "capture", "pipeline", "pieces", "cache", "cudagraphs"},
+    {"select", "ranges", "regions", "stamp", "floats", "capture", "pipeline", "pieces", "cache", "cudagraphs"},
     {"backend", "program", "inspection"},
     {"quantization", "models"},
     {"runtime"},
