@@ -27,7 +27,7 @@ class Difference:
     """One thing that keeps a pattern from matching. `rank` orders the checks: upstream first.
 
     kind, of the structure: "extra op", "missing op", "missing cast", "other op", "operand order", "arguments",
-    "attribute", "scalar", "same value", "no reader", "not together"; of the values: "dtype", "size", "view", "device",
+    "attribute", "scalar", "same value", "no reader"; of the values: "dtype", "size", "view", "device",
     "extra user", "mutation", "cycle"; of rewriting: "guard", "taken".
     """
 

@@ -60,7 +60,7 @@ class NearMiss:
         """Worth showing: all is there but for one edit, or most of a larger pattern is."""
         if not self.differences or self.absent:
             return False
-        if self.matched == self.total >= 2 and self.edits <= 1:
+        if self.edits <= 1 and (self.matched == self.total >= 2 or self.differences[0].kind == "taken"):
             return True
         return self.matched >= 0.6 * self.total and self.edits <= 2 and self.matched - self.edits >= 3
 
@@ -177,20 +177,6 @@ class _Growth:
                 if reader in self.pattern.nodes and self.site.at(reader) is None and reader not in self.replaced:
                     others = ", ".join(describe(user) for user in here.users if user.op != "output") or "nothing"  # type: ignore[union-attr]
                     self.note("no reader", f"{_wanted(reader)} of {describe(here)}", f"only {others} reads it", here)  # type: ignore[arg-type]
-        if self.pattern.read_together and len(self.site.outputs()) == len(self.pattern.outputs):
-            self.note_if_apart(self.site.outputs())
-
-    def note_if_apart(self, outputs: list[Node]) -> None:
-        """The results are all there: is there a node that reads them, in this order?"""
-        for reader in outputs[0].users:
-            operands = call(reader).operands
-            places = [operands.index(output) for output in outputs if output in operands]
-            if len(places) == len(outputs) and places == sorted(places):
-                return
-        if not self.extra:
-            others = ", ".join(describe(user) for user in outputs[0].users) or "nothing"
-            self.note("not together", f"{' and '.join(map(spell, outputs))} read by one node, in this order",
-                      f"only {others} reads the first", outputs[0])  # fmt: skip
 
     def structural(self) -> list[Difference]:
         """Differences of structure, upstream first, one per kind and node."""
@@ -266,8 +252,12 @@ class _Growth:
             self.site.alias[p] = g
             self.settle(inner[0], g, reader)
             return
-        self.note("other op", _wanted(p), describe(g), g)
         self.replaced.add(p)
+        maker = here.operands[0] if here.op == "getitem" else g
+        if wanted.op in maker.meta.get("consumed", ()):
+            self.note("taken", f"{_wanted(p)} for itself", f"taken by {maker.meta['made_by']}", g)
+            return
+        self.note("other op", _wanted(p), describe(g), g)
         for q in wanted.operands:  # perhaps only this op differs: go on below it
             best = max(here.operands, key=lambda h: self.similarity(q, h), default=None)
             if best is not None and q not in self.pattern.inputs and self.similarity(q, best) >= 1.5:

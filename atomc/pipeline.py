@@ -176,7 +176,7 @@ def _best(refused: list[NearMiss], gone: set[Node]) -> list[NearMiss]:
     """One refusal per site: not where another variant fired."""
     kept: list[NearMiss] = []
     for miss in sorted(refused, key=lambda miss: len(miss.differences)):
-        if not (miss.nodes & gone) and not any(miss.nodes & other.nodes for other in kept):
+        if miss.anchor not in gone and not any(miss.nodes & other.nodes for other in kept):
             kept.append(miss)
     return kept
 

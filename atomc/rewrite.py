@@ -120,7 +120,7 @@ def _replace(graph: Graph, rewrite: Rewrite, site: Site, renamed: dict[Node, Nod
         site.bound[name] = bound
     outputs, matched = site.outputs(), site.nodes()
     consumed = tuple(call(node).op for node in matched)
-    meta = inherited(site.matched.values(), outputs[0], rewrite.name)
+    meta = {**inherited(site.matched.values(), outputs[0], rewrite.name), "consumed": consumed}
     last = max(site.nodes())
     before = last.next
     with graph.inserting_before(before):

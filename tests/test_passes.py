@@ -1,0 +1,468 @@
+"""Each pass fires on every spelling of its idea and leaves alone what only looks like it; numbers agree each time."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from rewriting import TIDY, after_passes, explained, rewritten
+from torch import nn
+
+from atomc import ops, passes, pipeline
+from atomc.graph_pass import Context
+from atomc.options import Options
+from atomc.passes.fuse.add_norm import ADD_LAYER_NORM, ADD_RMS_NORM
+from atomc.passes.fuse.qk_norm_rope import QK_NORM_ROPE
+from atomc.passes.recognize.gated import GELU_AND_MUL, SILU_AND_MUL
+from atomc.passes.recognize.rms_norm import RMS_NORM
+from atomc.passes.recognize.rope import ROPE
+from atomc.passes.recognize.rope_before_transpose import ROPE_BEFORE_TRANSPOSE
+from atomc.platform import Platform
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+T, N, K, D = 5, 4, 2, 16
+X, R, W, B = torch.randn(3, D), torch.randn(3, D), torch.randn(D), torch.randn(D)
+GATE, UP, PACKED = torch.randn(3, 24), torch.randn(3, 24), torch.randn(3, 48)
+Q, KEYS, COS, SIN = torch.randn(T, N, D), torch.randn(T, K, D), torch.randn(T, 1, D), torch.randn(T, 1, D)
+
+
+def cast(dtype, *tensors):
+    return [tensor.to(dtype) for tensor in tensors]
+
+
+# ---- rms_norm
+
+
+def after(x, w, eps=1e-6):
+    x_f32 = x.to(torch.float32)
+    return w * (x_f32 * torch.rsqrt(x_f32.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def after_with_weight_behind(x, w):
+    x_f32 = x.float()
+    return (x_f32 * torch.rsqrt(x_f32.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype) * w
+
+
+def after_with_x_times_x(x, w):
+    x_f32 = x.float()
+    return w * (torch.rsqrt((x_f32 * x_f32).mean(-1, keepdim=True) + 1e-6) * x_f32).type_as(x)
+
+
+def after_with_eps_first(x, w):
+    x_f32 = x.float()
+    return w * (x_f32 * torch.rsqrt(1e-6 + torch.mean(torch.square(x_f32), dim=1, keepdim=True))).to(x.dtype)
+
+
+def before(x, w):
+    x_f32 = x.float()
+    return (w * (x_f32 * torch.rsqrt(x_f32.pow(2).mean(-1, keepdim=True) + 1e-6))).to(x.dtype)
+
+
+def one_plus(x, w):
+    x_f32 = x.float()
+    return (x_f32 * torch.rsqrt(x_f32.pow(2).mean(-1, keepdim=True) + 1e-6) * (1.0 + w.float())).type_as(x)
+
+
+SPELLINGS = {after: "after", after_with_weight_behind: "after", after_with_x_times_x: "after",
+             after_with_eps_first: "after", before: "before", one_plus: "one_plus"}  # fmt: skip
+
+
+@pytest.mark.parametrize("function", SPELLINGS)
+def test_every_spelling_of_a_norm_becomes_one_op(function):
+    assert rewritten(RMS_NORM, function, *cast(torch.bfloat16, X, W)) == f"""\
+%0 = rms_norm(x, w, 1e-06, '{SPELLINGS[function]}')
+return %0"""
+
+
+@pytest.mark.parametrize("function", SPELLINGS)
+def test_in_fp32_the_same_norms_are_recognised_though_no_cast_is_left(function):
+    # Without roundings "before" and "after" are the same.
+    style = "one_plus" if function is one_plus else "after"
+    assert f"rms_norm(x, w, 1e-06, '{style}')" in rewritten(RMS_NORM, function, X, W)
+
+
+@pytest.mark.parametrize(("function", "style"), [(after, "after"), (before, "before"), (one_plus, "one_plus")])
+def test_an_fp32_weight_of_a_bf16_row_is_an_attribute(function, style):
+    report = explained(function, X.bfloat16(), W)
+    assert [site.attrs for site in report.sites] == [{"style": style, "weight": "fp32", "eps": 1e-6}]
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(3, D), (2, 3, D), (1, 2, 3, D)])
+def test_a_norm_of_any_rank_is_recognised(shape, dtype):
+    rewritten(RMS_NORM, after, *cast(dtype, torch.randn(shape), W))
+
+
+@DTYPES
+def test_f_rms_norm_and_the_module_are_lifted_whole(dtype):
+    module = nn.RMSNorm(D, eps=1e-5).to(dtype)
+
+    def both(x, w):
+        return module(F.rms_norm(x, (D,), w, 1e-6))
+
+    report = explained(both, *cast(dtype, X, W), tolerance=1e-2 if dtype == torch.bfloat16 else 1e-6)
+    assert report.matches["rms_norm"] == 2
+    assert {site.attrs["style"] for site in report.sites} == {"before"}
+
+
+@pytest.mark.parametrize("shape", [(3, D), (3,)])
+def test_f_rms_norm_over_two_dimensions_or_without_a_weight_is_not_lifted(shape):
+    def function(x):
+        return F.rms_norm(x, shape if len(shape) == 2 else (D,), None, 1e-6)
+
+    assert not explained(function, X).matches["rms_norm"]
+
+
+def test_of_two_norms_of_one_sum_the_first_takes_the_add():
+    def function(x, r, w, b):
+        total = x + r
+        return ops.rms_norm(total, w, 1e-6), ops.rms_norm(total, b, 1e-6)
+
+    report = explained(function, X, R, W, B)
+    assert report.matches["add_rms_norm"] == 1 and report.num_ops == {"add_rms_norm": 1, "rms_norm": 1}
+    [miss] = report.misses("add_rms_norm")
+    assert (miss.kind, miss.found) == ("taken", "taken by add_rms_norm")
+
+
+# ---- gated activations
+
+
+def chunked(gate_up):
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def split(gate_up):
+    gate, up = torch.split(gate_up, [24, 24], dim=-1)
+    return F.silu(gate) * up
+
+
+def sliced(gate_up):
+    return gate_up[..., 24:] * F.silu(gate_up[..., :24])
+
+
+def up_comes_first(gate_up):
+    up, gate = gate_up.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+@DTYPES
+@pytest.mark.parametrize("function", [lambda g, u: F.silu(g) * u, lambda g, u: u * F.silu(g)], ids=["gate*up", "up*gate"])
+def test_silu_times_up_is_one_op_in_either_order(function, dtype):
+    assert "= silu_and_mul(g, u)" in rewritten(SILU_AND_MUL, function, *cast(dtype, GATE, UP))
+
+
+@pytest.mark.parametrize("function", [chunked, split, sliced, up_comes_first])
+def test_a_packed_projection_may_be_taken_apart_in_any_way(function):
+    rewritten(SILU_AND_MUL, function, PACKED)
+
+
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_both_gelus_are_recognised_and_kept_apart(approximate):
+    text = rewritten(GELU_AND_MUL, lambda g, u: F.gelu(g, approximate=approximate) * u, GATE, UP)
+    assert f"gelu_and_mul(g, u, '{approximate}')" in text
+
+
+def test_an_activation_that_is_written_after_it_was_read_is_still_fused():
+    # The trace is functional: the write makes another value.
+    def function(gate, up):
+        gate = gate.clone()
+        act = F.silu(gate)
+        gate.add_(1)
+        return act * up, gate
+
+    rewritten(SILU_AND_MUL, function, GATE, UP)
+
+
+def test_other_activations_and_other_products_are_left_alone():
+    rewritten(SILU_AND_MUL, lambda g, u: torch.sigmoid(g) * u, GATE, UP, matches=0)
+    rewritten(SILU_AND_MUL, lambda g, u: F.silu(g) / u, GATE, UP, matches=0)
+    rewritten(SILU_AND_MUL, lambda g, u: F.silu(g) * u[0], GATE, UP, matches=0)
+
+
+# ---- rope
+
+
+def neox(x, cos, sin):
+    half = x.shape[-1] // 2
+    return x * cos + torch.cat((-x[..., half:], x[..., :half]), dim=-1) * sin
+
+
+def half(x, cos, sin):
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+def pairs_to_half(x, cos, sin):
+    a, b = x[..., 0::2], x[..., 1::2]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+def gptj(x, cos, sin):
+    a, b = x[..., ::2], x[..., 1::2]
+    return torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
+
+
+@DTYPES
+@pytest.mark.parametrize("function", [neox, half, pairs_to_half, gptj])
+def test_every_style_of_rotation_becomes_one_op(function, dtype):
+    width = D if function is neox else D // 2
+    text = rewritten(ROPE, function, *cast(dtype, Q, COS[..., :width], SIN[..., :width]))
+    assert text == f"%0 = rope(x, cos, sin, '{function.__name__}')\nreturn %0"
+
+
+@pytest.mark.parametrize("function", [neox, half])
+def test_a_partial_rotation_passes_on_what_it_does_not_rotate(function):
+    def partial(x, cos, sin):
+        return torch.cat((function(x[..., :8], cos, sin), x[..., 8:]), dim=-1)
+
+    width = 8 if function is neox else 4
+    text = rewritten([TIDY, *passes_named("rope", "rope_partial")], partial, Q, COS[..., :width], SIN[..., :width])
+    assert text == f"%0 = rope(x, cos, sin, '{function.__name__}')\nreturn %0"
+
+
+def test_a_rotation_of_everything_written_as_partial_is_whole():
+    def partial(x, cos, sin):
+        return torch.cat((neox(x[..., :D], cos, sin), x[..., D:]), dim=-1)
+
+    assert rewritten([TIDY, *passes_named("rope")], partial, Q, COS, SIN) == "%0 = rope(x, cos, sin, 'neox')\nreturn %0"
+
+
+def test_halves_of_unequal_width_are_no_rotation():
+    def uneven(x, cos, sin):
+        return x * cos + torch.cat((-x[..., 6:], x[..., :6]), dim=-1) * sin
+
+    rewritten(ROPE, uneven, Q, COS, SIN, matches=0)
+
+
+def test_tables_that_do_not_broadcast_to_the_rows_are_refused_with_their_shapes():
+    def wider(x, cos, sin):
+        return neox(x, cos, sin)
+
+    report = explained(wider, Q[:, :1], COS.expand(T, N, D), SIN.expand(T, N, D))
+    assert not report.matches["rope"]
+    assert (report.misses("rope")[0].kind, report.misses("rope")[0].found) == (
+        "guard", "cos [5, 4, 16] is not broadcast to x [5, 1, 16]")  # fmt: skip
+
+
+def test_what_stands_behind_a_transpose_moves_before_it():
+    def function(x, w, cos, sin):
+        return ops.rope(ops.rms_norm(x.transpose(1, 2), w, 1e-6), cos, sin)
+
+    text = rewritten(ROPE_BEFORE_TRANSPOSE, function, Q[None], W, COS[None, :, 0][:, None], SIN[None, :, 0][:, None],
+                     matches=2)  # fmt: skip
+    assert text == """\
+%0 = rms_norm(x, w, 1e-06, 'after')
+%1 = transpose(cos, 1, 2)
+%2 = transpose(sin, 1, 2)
+%3 = rope(%0, %1, %2, 'neox')
+%4 = transpose(%3, 1, 2)
+return %4"""
+
+
+# ---- attention
+
+
+def repeat(x, group):
+    batch, heads, tokens, width = x.shape
+    return x[:, :, None].expand(batch, heads, group, tokens, width).reshape(batch, heads * group, tokens, width)
+
+
+MASKS = {
+    "none": None,
+    "bool": torch.ones(T, T, dtype=torch.bool).tril(),
+    "float": torch.zeros(T, T).masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), float("-inf")),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("grouped", ["repeated", "enable_gqa"])
+@DTYPES
+def test_grouped_attention_reads_keys_and_values_by_group(grouped, mask, dtype):
+    given = MASKS[mask]
+
+    def function(q, k, v):
+        if grouped == "repeated":
+            k, v = repeat(k, N // K), repeat(v, N // K)
+        return F.scaled_dot_product_attention(q, k, v, given, is_causal=given is None, enable_gqa=grouped != "repeated")
+
+    given = given.to(dtype) if mask == "float" else given
+    inputs = cast(dtype, torch.randn(2, N, T, D), torch.randn(2, K, T, D), torch.randn(2, K, T, D))
+    report = explained(function, *inputs, tolerance=1e-6 if dtype == torch.float32 else 2e-2)
+    assert report.matches["attention"] == 1
+    assert report.matches["repeat_kv"] == (grouped == "repeated")
+    assert report.num_ops == {"attention": 1} and not report.near
+
+
+def test_sdpa_with_dropout_or_a_bottom_right_mask_stays_with_torch():
+    keys = torch.randn(1, N, T + 2, D)
+    report = explained(lambda q, k: F.scaled_dot_product_attention(q, k, k, is_causal=True), torch.randn(1, N, T, D), keys,
+                       tolerance=1e-6)  # fmt: skip
+    assert not report.matches["attention"]
+
+
+# ---- fusions
+
+
+@DTYPES
+@pytest.mark.parametrize("function", [lambda x, r, w: (after(x + r, w), x + r), lambda x, r, w: (after(r + x, w), r + x)],
+                         ids=["x+r", "r+x"])  # fmt: skip
+def test_add_then_norm_becomes_one_op(function, dtype):
+    text = rewritten(passes_named("tidy", "rms_norm", "add_rms_norm"), function, *cast(dtype, X, R, W))
+    assert text.endswith("return %0.0, %0.1") and text.startswith("%0 = add_rms_norm(")
+
+
+def test_a_reshape_between_add_and_norm_changes_nothing_but_shapes():
+    def function(x, r, w):
+        total = x + r
+        return ops.rms_norm(total.view(2, 6, D), w, 1e-6), total
+
+    assert rewritten(ADD_RMS_NORM, function, torch.randn(12, D), torch.randn(12, D), W) == """\
+%0 = add_rms_norm(x, r, w, 1e-06, 'after')
+%1 = view(%0.0, [2, 6, 16])
+return %1, %0.1"""
+
+
+def test_a_sum_that_nobody_else_reads_is_fused_as_well():
+    text = rewritten(ADD_RMS_NORM, lambda x, r, w: ops.rms_norm(x + r, w, 1e-6), X, R, W)
+    assert text == "%0 = add_rms_norm(x, r, w, 1e-06, 'after')\nreturn %0.0"
+
+
+@pytest.mark.parametrize("style", ["after", "before", "one_plus"])
+def test_an_fp32_weight_does_not_keep_a_bf16_sum_from_its_norm(style):
+    text = rewritten(ADD_RMS_NORM, lambda x, r, w: ops.rms_norm(x + r, w, 1e-6, style), X.bfloat16(), R.bfloat16(), W)
+    assert f"add_rms_norm(x, r, w, 1e-06, '{style}')" in text
+
+
+def test_a_broadcast_residual_is_left_alone():
+    rewritten(ADD_RMS_NORM, lambda x, r, w: ops.rms_norm(x + r, w, 1e-6), X, R[0], W, matches=0)
+    rewritten(ADD_RMS_NORM, lambda x, r, w: ops.rms_norm(x + 1.0, w, 1e-6), X, R, W, matches=0)
+
+
+def test_a_scaled_residual_is_left_alone():
+    rewritten(ADD_RMS_NORM, lambda x, r, w: ops.rms_norm(torch.add(x, r, alpha=2), w, 1e-6), X, R, W, matches=0)
+
+
+@DTYPES
+def test_layer_norm_is_lifted_and_folds_the_add_before_it(dtype):
+    def function(x, r, w, b):
+        total = x + r
+        return F.layer_norm(total, (D,), w, b, 1e-5), total
+
+    assert rewritten(ADD_LAYER_NORM, function, *cast(dtype, X, R, W, B)) == """\
+%0 = add_layer_norm(x, r, w, b, 1e-05)
+return %0.0, %0.1"""
+
+
+def test_layer_norm_of_a_module_and_without_parameters_is_lifted():
+    module = nn.LayerNorm(D)
+    assert explained(lambda x: module(x), X).matches["layer_norm"] == 1
+    assert explained(lambda x: F.layer_norm(x, (D,)), X).matches["layer_norm"] == 1
+
+
+def normed_and_rotated(x, w, cos, sin, eps=1e-6):
+    return ops.rope(ops.rms_norm(x, w, eps), cos, sin)
+
+
+def test_q_and_k_that_one_attention_reads_are_normed_and_rotated_by_one_op():
+    def function(q, k, v, qw, kw, cos, sin):
+        return ops.attention(normed_and_rotated(q, qw, cos, sin), normed_and_rotated(k, kw, cos, sin), v, scale=0.25)
+
+    assert rewritten(QK_NORM_ROPE, function, Q, KEYS, KEYS, W, B, COS, SIN) == """\
+%0 = qk_norm_rope(q, k, qw, kw, cos, sin, 1e-06, 'after', 'neox')
+%1 = attention(%0.0, %0.1, v, scale=0.25)
+return %1"""
+
+
+def test_q_and_k_that_nothing_reads_together_are_not_a_pair():
+    def function(q, k, qw, kw, cos, sin):
+        return normed_and_rotated(q, qw, cos, sin) * 2, normed_and_rotated(k, kw, cos, sin) * 2
+
+    rewritten(QK_NORM_ROPE, function, Q, KEYS, W, B, COS, SIN, matches=0)
+
+
+def test_two_layers_that_share_their_tables_are_paired_by_layer():
+    def function(q, k, q2, k2, w, cos, sin):
+        first = ops.attention(normed_and_rotated(q, w, cos, sin), normed_and_rotated(k, w, cos, sin), k, scale=0.25)
+        q2 = q2 + first
+        return ops.attention(normed_and_rotated(q2, w, cos, sin), normed_and_rotated(k2, w, cos, sin), k2, scale=0.25)
+
+    assert rewritten(QK_NORM_ROPE, function, Q, KEYS, Q + 1, KEYS + 1, W, COS, SIN, matches=2) == """\
+%0 = qk_norm_rope(q, k, w, w, cos, sin, 1e-06, 'after', 'neox')
+%1 = attention(%0.0, %0.1, k, scale=0.25)
+%2 = add(q2, %1)
+%3 = qk_norm_rope(%2, k2, w, w, cos, sin, 1e-06, 'after', 'neox')
+%4 = attention(%3.0, %3.1, k2, scale=0.25)
+return %4"""
+
+
+# ---- the runtime's forms
+
+
+def test_in_the_runtime_norms_rotation_and_the_write_of_keys_are_one_op():
+    def function(q, k, v, qw, kw, cos, sin, kv):
+        q, k = neox(after(q, qw), cos, sin), neox(after(k, kw), cos, sin)
+        return ops.attention(q, k, v, kv, scale=0.25)
+
+    assert paged(function, Q, KEYS, KEYS + 1, W, B, COS, SIN, ops.kv_state(K, D)) == """\
+%0 = qk_norm_rope_kv_write(q, k, v, qw, kw, cos, sin, 1e-06, k_cache_0, v_cache_0, slots_0, norm_style='after', rope_style='neox')
+%1 = paged_attention(%0.0, k_cache_0, v_cache_0, query_start, seq_lens, block_tables_0, %0.1, None, scale=0.25)
+return %1"""  # noqa: E501
+
+
+def test_in_the_runtime_the_rotation_and_the_write_of_keys_are_one_op():
+    def function(q, k, v, cos, sin, kv):
+        return ops.attention(half(q, cos, sin), half(k, cos, sin), v, kv, scale=0.25, window=3)
+
+    inputs = Q, KEYS, KEYS + 1, COS[..., : D // 2], SIN[..., : D // 2], ops.kv_state(K, D)
+    assert paged(function, *inputs) == """\
+%0 = rope_kv_write(q, k, v, cos, sin, k_cache_0, v_cache_0, slots_0, rope_style='half')
+%1 = paged_attention(%0.0, k_cache_0, v_cache_0, query_start, seq_lens, block_tables_0, %0.1, None, scale=0.25, window=3)
+return %1"""
+
+
+def test_without_a_rotation_keys_are_written_as_they_are():
+    text = paged(lambda q, k, kv: ops.attention(q, k, k, kv, scale=0.25), Q, KEYS, ops.kv_state(K, D))
+    assert text.startswith("%0 = kv_write(k, k, k_cache_0, v_cache_0, slots_0)\n%1 = paged_attention(q, ")
+
+
+def paged(function, *inputs):
+    """The graph of a function after all passes of the runtime; attention over a fresh cache gives the same numbers."""
+    context = Context(Options(strict=True), Platform.detect("cpu"), paged=True)
+    traced = after_passes(pipeline.selected(passes.PIPELINE, context)[0], function, *inputs, context=context)
+    assert traced.error < 1e-6
+    return traced.text
+
+
+# ---- tidying
+
+
+def tidied(function, *inputs, **options):
+    return after_passes([TIDY], function, *inputs, **options).text
+
+
+def test_equal_nodes_become_one_but_random_ones_do_not():
+    assert tidied(lambda x: x.exp() + x.exp(), X) == "%0 = exp(x)\n%1 = add(%0, %0)\nreturn %1"
+    assert tidied(lambda x: (torch.rand_like(x) != torch.rand_like(x)).all(), X).count("rand_like") == 2
+
+
+def test_numbers_that_are_equal_but_of_another_type_keep_their_nodes_apart():
+    assert tidied(lambda x: (x.long() + 1) * (x.long() + 1.0), X).count("add") == 2
+
+
+@pytest.mark.parametrize("function", [
+    lambda x: x.transpose(0, 1).transpose(0, 1).exp(),
+    lambda x: x[:, :D].exp(),
+    lambda x: x.view(3, D).exp(),
+    lambda x: torch.cat((x, x[:, D:]), -1).exp(),
+])  # fmt: skip
+def test_views_that_give_back_what_is_there_go(function):
+    assert tidied(function, X) == "%0 = exp(x)\nreturn %0"
+
+
+def test_views_that_change_something_stay():
+    assert "transpose" in tidied(lambda x: x.view(3, 4, 4).transpose(0, 1).transpose(1, 2).exp(), X)
+    assert "slice" in tidied(lambda x: x[:, : D - 1].exp(), X)
+    assert "cat" in tidied(lambda x: torch.cat((x.bfloat16(), x[:, D:]), -1).exp(), X)
+
+
+def passes_named(*names):
+    return [p for p in passes.PIPELINE if p.name in names]
