@@ -64,54 +64,66 @@ class Graphed:
     """
 
     def __init__(self, call: Callable[..., Any], written: Sequence[int], notes: list[str], graphs: list[dict[str, Any]]):
-        self.call, self.written, self.notes, self.graphs = call, set(written), notes, graphs
+        self.call, self.written, self.notes, self.graphs = call, sorted(written), notes, graphs
         self.pool: Pool | None = None
-        self.captured: dict[Any, tuple[Captured, list[Any]] | None] = {}
+        self.staying: list[int] | None = None  # the inputs that must not move; known from the first call on
+        self.moving: list[int] = []
+        self.captured: dict[Any, _Entry | None] = {}
 
     def __call__(self, *args: Any) -> Any:
-        key = tuple(self._key(i, x) for i, x in enumerate(args))
-        if key not in self.captured:
-            self.captured[key] = self._capture(args)
-        found = self.captured[key]
-        if found is None:
+        if self.staying is None:
+            stays = [isinstance(x, Tensor) and (i in self.written or is_static_input(x)) for i, x in enumerate(args)]
+            self.staying = [i for i, fixed in enumerate(stays) if fixed]
+            self.moving = [i for i, fixed in enumerate(stays) if not fixed]
+        key = tuple([_kind(args[i]) for i in self.moving])
+        entry = self.captured.get(key)
+        pointers = [args[i].data_ptr() for i in self.staying]
+        if (entry is None and key not in self.captured) or (entry is not None and entry.pointers != pointers):
+            entry = self.captured[key] = self._capture(args, pointers)
+        if entry is None:
             return self.call(*args)
-        captured, static = found
-        for mine, theirs in zip(static, args, strict=True):
-            if isinstance(mine, Tensor) and mine is not theirs:
-                mine.copy_(theirs)
-        return _cloned(captured.replay())
+        for mine, i in entry.copied:
+            mine.copy_(args[i])
+        return _cloned(entry.graph.replay())
 
-    def _key(self, i: int, x: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return x
-        return x.data_ptr() if self._stays(i, x) else (x.shape, x.dtype, x.stride(), x.device)
-
-    def _stays(self, i: int, x: Tensor) -> bool:
-        return i in self.written or is_static_input(x)
-
-    def _capture(self, args: Sequence[Any]) -> tuple[Captured, list[Any]] | None:
+    def _capture(self, args: Sequence[Any], pointers: list[int]) -> "_Entry | None":
         devices = {x.device for x in args if isinstance(x, Tensor) and x.dim()}
         if len(devices) != 1 or next(iter(devices)).type != "cuda":
             return self._give_up(f"no CUDA graph: inputs on {', '.join(sorted(map(str, devices))) or 'no device'}")
         if len(self.captured) >= MOST_GRAPHS:
             return self._give_up(f"no CUDA graph: there are {MOST_GRAPHS} already")
-        static = [x.clone() if isinstance(x, Tensor) and not self._stays(i, x) else x for i, x in enumerate(args)]
-        saved = [x.clone() for i, x in enumerate(args) if i in self.written]  # warm-up runs write, too
+        static = list(args)
+        for i in self.moving:
+            static[i] = args[i].clone() if isinstance(args[i], Tensor) else args[i]
+        saved = [args[i].clone() for i in self.written]  # warm-up runs write, too
         try:
             self.pool = self.pool or Pool(next(iter(devices)))
             captured = self.pool.capture(lambda: self.call(*static))
         except RuntimeError as error:
             return self._give_up(f"no CUDA graph: {str(error).splitlines()[0]}")
         finally:
-            for kept, i in zip(saved, sorted(self.written), strict=True):
+            for kept, i in zip(saved, self.written, strict=True):
                 args[i].copy_(kept)
-        shapes = [list(x.shape) for i, x in enumerate(args) if isinstance(x, Tensor) and not self._stays(i, x)]
-        self.graphs.append({"inputs": shapes, "bytes": captured.bytes})
-        return captured, static
+        copied = [(static[i], i) for i in self.moving if isinstance(args[i], Tensor)]
+        self.graphs.append({"inputs": [list(mine.shape) for mine, _ in copied], "bytes": captured.bytes})
+        return _Entry(captured, copied, pointers)
 
     def _give_up(self, note: str) -> None:
         if note not in self.notes:
             self.notes.append(note)
+
+
+@dataclass
+class _Entry:
+    """A captured call, the buffers that inputs are copied into, and where the other inputs lay."""
+
+    graph: Captured
+    copied: list[tuple[Tensor, int]]
+    pointers: list[int]
+
+
+def _kind(x: Any) -> Any:
+    return (x.shape, x.dtype, x.stride(), x.device) if isinstance(x, Tensor) else x
 
 
 def _cloned(output: Any) -> Any:

@@ -1,6 +1,7 @@
-"""CUDA graphs of the decode step: one per batch size, on static buffers of the largest.
+"""CUDA graphs of whole steps: one per number of rows, on static buffers of the largest.
 
-S sequences of one new token each, B blocks a sequence.
+A decode step has one row a sequence; other steps (a prompt, chunks of prompts, both mixed with decode) are padded to the
+next captured number of rows, with room for all sequences. T rows, S sequences, R rows of which logits are wanted.
 """
 
 from collections.abc import Sequence
@@ -14,73 +15,88 @@ from atomc.cudagraphs import Captured, Pool
 from atomc.ops import GroupStep, Step
 from atomc.program import Program
 
+Shape = tuple[int, int]  # rows, sequences
+MOST_PREFILL_ROWS = 2048  # beyond, the device is busy long enough for the host to keep up
 
-def default_sizes(max_num_seqs: int) -> list[int]:
+
+def decode_sizes(max_num_seqs: int) -> list[int]:
     """1, 2, 4, 8, then multiples of 8 up to 64, of 16 up to 256, of 64 beyond."""
     sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(320, max_num_seqs + 64, 64)]
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
 
 
-class DecodeGraphs:
-    """The decode step of a program for batches up to max(sizes), captured once per size.
+def step_shapes(max_num_seqs: int, max_num_rows: int) -> list[Shape]:
+    """Decode steps of every size, and mixed steps up to the token budget."""
+    most = min(max_num_rows, MOST_PREFILL_ROWS)
+    mixed = [rows for rows in (64, 128, *range(256, MOST_PREFILL_ROWS + 1, 256)) if rows < most] + [most]
+    return [(size, size) for size in decode_sizes(max_num_seqs)] + [(rows, max_num_seqs) for rows in mixed]
+
+
+class StepGraphs:
+    """The steps of a program, captured once per shape.
 
     max_blocks   block-table columns: the blocks of the longest sequence
-    A padding sequence has no row: query_start stays at the number of rows, its slot is -1.
+    A padding row has slot -1 and belongs to no sequence: query_start stays at the number of real rows. A padding
+    sequence has no row and no token.
     """
 
-    def __init__(self, program: Program, sizes: Sequence[int], *, max_blocks: int, num_groups: int = 1,
+    def __init__(self, program: Program, shapes: Sequence[Shape], *, max_blocks: int, num_groups: int = 1,
                  progress: bool = True):  # fmt: skip
-        most, device = max(sizes), program.device
-        self.program, self.sizes = program, sorted(sizes)
+        device = program.device
+        rows, sequences = max(rows for rows, _ in shapes), max(sequences for _, sequences in shapes)
+        self.shapes = sorted(shapes)
         zeros = partial(torch.zeros, device=device, dtype=torch.int64)
+        counts = partial(torch.zeros, device=device, dtype=torch.int32)
         self.step = Step(
-            input_ids=zeros(most),
-            positions=zeros(most),
-            query_start=torch.arange(most + 1, device=device, dtype=torch.int32),
-            seq_lens=torch.ones(most, device=device, dtype=torch.int32),
-            logits_rows=torch.arange(most, device=device),
-            groups=tuple(
-                GroupStep(zeros(most) - 1,
-                          torch.zeros(most, max_blocks, device=device, dtype=torch.int32),
-                          zeros(most))
-                for _ in range(num_groups)
-            ),
+            input_ids=zeros(rows),
+            positions=zeros(rows),
+            query_start=counts(sequences + 1),
+            seq_lens=counts(sequences),
+            logits_rows=zeros(sequences),
+            groups=tuple(GroupStep(zeros(rows) - 1, counts(sequences, max_blocks), zeros(sequences))
+                         for _ in range(num_groups)),
         )  # fmt: skip
-        self.captured: dict[int, Captured] = {}
+        self.captured: dict[Shape, Captured] = {}
         pool = Pool(device)
         # The largest first: the smaller ones then fit into the memory it took.
-        for size in tqdm(self.sizes[::-1], desc="capturing", unit="graph", disable=None if progress else True):
-            view = self.view(size)
+        for shape in tqdm(self.shapes[::-1], desc="capturing", unit="graph", disable=None if progress else True):
             with torch.no_grad():
-                self.captured[size] = pool.capture(partial(program, view))
-            program.report.cuda_graphs.append({"tokens": size, "bytes": self.captured[size].bytes})
+                self.captured[shape] = pool.capture(partial(program, self.view(shape)))
+            program.report.cuda_graphs.append({"rows": shape[0], "sequences": shape[1],
+                                               "bytes": self.captured[shape].bytes})  # fmt: skip
 
-    def view(self, size: int) -> Step:
-        """The first `size` sequences of the static buffers."""
+    def view(self, shape: Shape) -> Step:
+        """The first rows and sequences of the static buffers."""
+        rows, sequences = shape
         s = self.step
-        groups = tuple(GroupStep(g.slots[:size], g.block_tables[:size], g.state_slots[:size]) for g in s.groups)
-        return Step(s.input_ids[:size], s.positions[:size], s.query_start[:size + 1], s.seq_lens[:size],
-                    s.logits_rows[:size], groups)  # fmt: skip
+        groups = tuple(GroupStep(g.slots[:rows], g.block_tables[:sequences], g.state_slots[:sequences])
+                       for g in s.groups)  # fmt: skip
+        return Step(s.input_ids[:rows], s.positions[:rows], s.query_start[: sequences + 1], s.seq_lens[:sequences],
+                    s.logits_rows[:sequences], groups)  # fmt: skip
 
-    def fits(self, step: Step) -> bool:
-        """Whether a graph serves this step: one new token for every sequence, and not too many."""
-        count = len(step.seq_lens)
-        narrow = all(g.block_tables.shape[1] <= self.step.groups[0].block_tables.shape[1] for g in step.groups)
-        return len(step.input_ids) == count == len(step.logits_rows) and count <= self.sizes[-1] and narrow
+    def shape_for(self, step: Step) -> Shape | None:
+        """The smallest captured shape that holds this step, or None."""
+        rows, sequences = len(step.input_ids), len(step.seq_lens)
+        room = self.step.groups[0].block_tables.shape[1]
+        if any(group.block_tables.shape[1] > room for group in step.groups):
+            return None
+        decode = rows == sequences == len(step.logits_rows)
+        return next((shape for shape in self.shapes if shape[0] >= rows and shape[1] >= sequences
+                     and (shape[0] > shape[1] or decode)), None)  # fmt: skip
 
-    def __call__(self, step: Step) -> Tensor:
-        """Logits [S, V]; they are overwritten by the next call."""
-        count = len(step.seq_lens)
-        size = next(size for size in self.sizes if size >= count)
-        mine = self.view(size)
-        for name in ("input_ids", "positions", "seq_lens"):
-            getattr(mine, name)[:count].copy_(getattr(step, name), non_blocking=True)
-        mine.query_start[:count + 1].copy_(step.query_start, non_blocking=True)
-        mine.query_start[count + 1:].fill_(count)
-        mine.seq_lens[count:].zero_()
-        for group, given in zip(mine.groups, step.groups, strict=True):
-            group.slots[:count].copy_(given.slots, non_blocking=True)
-            group.slots[count:].fill_(-1)
-            group.block_tables[:count, : given.block_tables.shape[1]].copy_(given.block_tables, non_blocking=True)
-        logits: Tensor = self.captured[size].replay()
-        return logits[:count]
+    def __call__(self, step: Step, shape: Shape) -> Tensor:
+        """Logits [R, V] of the step; they are overwritten by the next call."""
+        mine = self.view(shape)
+        rows, sequences, wanted = len(step.input_ids), len(step.seq_lens), len(step.logits_rows)
+        for buffer, given in ((mine.input_ids, step.input_ids), (mine.positions, step.positions),
+                              (mine.seq_lens, step.seq_lens), (mine.query_start, step.query_start),
+                              (mine.logits_rows, step.logits_rows)):  # fmt: skip
+            buffer[: len(given)].copy_(given, non_blocking=True)
+        mine.query_start[sequences + 1 :].fill_(rows)
+        mine.seq_lens[sequences:].zero_()
+        for group, new in zip(mine.groups, step.groups, strict=True):
+            group.slots[:rows].copy_(new.slots, non_blocking=True)
+            group.slots[rows:].fill_(-1)
+            group.block_tables[:sequences, : new.block_tables.shape[1]].copy_(new.block_tables, non_blocking=True)
+        logits: Tensor = self.captured[shape].replay()
+        return logits[:wanted]

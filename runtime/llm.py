@@ -42,7 +42,7 @@ class LLM:
     max_num_batched_tokens   tokens of one step, at most; longer prompts are computed in chunks
     num_blocks, kv_bytes     size of the cache in blocks or in bytes; None: a share of the free memory
     options                  of the compiler, see atomc.Options
-    enforce_eager            no CUDA graphs of the decode step
+    enforce_eager            no CUDA graphs
     progress                 bars on the terminal while it starts
 
     program.report says what the compiler did, phases how long each part of the start took (seconds), and
@@ -100,7 +100,8 @@ class LLM:
             with self._phase("warm up", bar):
                 if not enforce_eager:
                     longest_blocks = -(-size.max_model_len // size.block_size)
-                    self.runner.capture(max_num_seqs=max_num_seqs, max_blocks=longest_blocks, progress=progress)
+                    self.runner.capture(max_num_seqs=max_num_seqs, max_num_rows=max_num_batched_tokens,
+                                        max_blocks=longest_blocks, progress=progress)  # fmt: skip
                 prompt = [0] * min(WARM_UP_TOKENS, self.scheduler.max_len - 1)
                 self._finish([self._request(prompt, SamplingParams(max_tokens=2, ignore_eos=True))])
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 import atomc
 from atomc.models import build
 from atomc.models.loader import fill_randomly, ready
-from atomc.runtime.graphs import default_sizes
+from atomc.runtime.graphs import decode_sizes, step_shapes
 from atomc.runtime.llm import LLM
 from atomc.runtime.request import SamplingParams
 
@@ -19,10 +19,15 @@ TINY = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_siz
 
 
 def test_the_sizes_to_capture_grow_with_the_batch_and_end_at_its_bound() -> None:
-    assert default_sizes(1) == [1]
-    assert default_sizes(6) == [1, 2, 4, 6]
-    sizes = default_sizes(300)
+    assert decode_sizes(1) == [1]
+    assert decode_sizes(6) == [1, 2, 4, 6]
+    sizes = decode_sizes(300)
     assert sizes == sorted(set(sizes)) and sizes[-1] == 300 and 64 in sizes and 256 in sizes
+
+
+def test_mixed_steps_are_captured_up_to_the_token_budget() -> None:
+    assert step_shapes(4, 100) == [(1, 1), (2, 2), (4, 4), (64, 4), (100, 4)]
+    assert step_shapes(1, 10_000)[-1] == (2048, 1)
 
 
 class Mlp(nn.Module):
