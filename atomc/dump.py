@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from atomc.canonical import input_name
 from atomc.op import REGISTRY
-from atomc.provenance import clean_path, module_path
+from atomc.provenance import module_path
 from atomc.sizes import expression
 
 # For a size about which nothing is known.
@@ -67,8 +68,10 @@ def _file_text(gm: GraphModule, title: str, inputs: dict[str, str]) -> str:
     notes = {node.name: _comment(node) for node in gm.graph.find_nodes(op="placeholder")}
     lines = [f'"""{title}."""', ""]
     lines += [f"import {module}" for module in sorted(code.modules | {"atomc.ops", "torch"})]
-    needs = "Input, make, run" if code.constants else "Input, run"
-    lines += ["", f"from atomc.replay import {needs}", "", "# The same name gives the same numbers in every file."]
+    needs = ["Input"]
+    needs += ["Packed"] * any(inputs[name].startswith("Packed(") for name in names) + ["make"] * bool(code.constants)
+    lines += ["", f"from atomc.replay import {', '.join(needs)}, run"]
+    lines += ["", "# The same name gives the same numbers in every file."]
     lines += ["INPUTS = {", *(f'    "{name}": {inputs[name]},{notes[name]}' for name in names), "}"]
     if code.constants:
         lines += ["", "CONSTANTS = make({", *(f'    "{name}": {text},' for name, text in code.constants.items()), "})"]
@@ -210,6 +213,8 @@ class _Inputs:
 
     def _recipe(self, node: Node) -> str:
         value = node.meta.get("val")
+        if "packed" in node.meta:
+            return f"Packed({node.meta['packed']})"
         if isinstance(value, torch.SymInt):
             return str(_concrete(value))
         if not isinstance(value, Tensor):
@@ -264,9 +269,9 @@ def _rows(table: Any, dim: Any) -> int:
 
 
 def _comment(node: Node) -> str:
-    """dtype[shape] and the module it belongs to, behind two spaces."""
-    source = clean_path(node.meta.get("source") or "")
-    parts = [_spell_value(node.meta.get("val")), module_path(node) or source]
+    """dtype[shape] and the module it belongs to, or the user's name of an input, behind two spaces."""
+    where = input_name(node) if node.op == "placeholder" else module_path(node)
+    parts = [_spell_value(node.meta.get("val")), where if where != node.name else ""]
     text = "  ".join(part for part in parts if part)
     return f"  # {text}" if text else ""
 

@@ -48,9 +48,25 @@ class Input:
         return counted.contiguous().view(self.shape)
 
 
+@dataclass(frozen=True)
+class Packed:
+    """The tensors of these names, row behind row."""
+
+    names: tuple[str, ...]
+
+
 def make(recipes: Mapping[str, Any]) -> dict[str, Any]:
-    """The inputs by name; whatever is no Input stands for itself."""
-    return {name: given.make(name) if isinstance(given, Input) else given for name, given in recipes.items()}
+    """The inputs by name; whatever is neither Input nor Packed stands for itself."""
+    made: dict[str, Any] = {}
+    for name, given in recipes.items():
+        match given:
+            case Input():
+                made[name] = given.make(name)
+            case Packed():
+                made[name] = torch.cat([made[part] for part in given.names])
+            case _:
+                made[name] = given
+    return made
 
 
 def run(forward: Callable[..., Any], inputs: Mapping[str, Any]) -> None:

@@ -67,7 +67,8 @@ def test_pages_are_ascii(page):
 def test_every_rewrite_has_its_place():
     text = (ROOT / "docs/rewrites.md").read_text()
     titles = {name for line in re.findall("^### (.*)$", text, re.MULTILINE) for name in line.split(", ")}
-    assert titles == {p.name for p in passes.PIPELINE if p.rewrites}
+    names = {p.name for p in passes.PIPELINE}
+    assert {p.name for p in passes.PIPELINE if p.rewrites} <= titles <= names
 
 
 def test_every_option_is_in_the_table():

@@ -14,7 +14,7 @@ from atomc import models, ops
 from atomc.inspection import explain
 from atomc.op import Kernel
 from atomc.program import compile_model
-from atomc.replay import Input
+from atomc.replay import make
 
 WIDTHS = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
               vocab_size=256, head_dim=16, max_position_embeddings=64)  # fmt: skip
@@ -44,6 +44,11 @@ def dump_runtime(folder):
     compile_model(own(), options={"dump": str(folder), "glue": "eager"})
 
 
+def last_graph(folder):
+    """The files of the graph dumped last, in order; earlier ones may be attempts that were given up."""
+    return sorted(max(folder.glob("graph_*"), key=lambda graph: int(graph.name.removeprefix("graph_"))).iterdir())
+
+
 @pytest.fixture(scope="module")
 def dumped(tmp_path_factory):
     """The files of a graph, in order; each is dumped once."""
@@ -53,7 +58,7 @@ def dumped(tmp_path_factory):
         if dump not in made:
             made[dump] = tmp_path_factory.mktemp(dump.__name__)
             dump(made[dump])
-        return sorted((made[dump] / "graph_0").iterdir())
+        return last_graph(made[dump])
 
     return files
 
@@ -61,9 +66,8 @@ def dumped(tmp_path_factory):
 def outputs(file):
     """What a dumped file computes."""
     found = runpy.run_path(str(file))
-    recipes = {name: given.make(name) if isinstance(given, Input) else given for name, given in found["INPUTS"].items()}
     with torch.inference_mode():
-        return found["forward"](**recipes)
+        return found["forward"](**make(found["INPUTS"]))
 
 
 @pytest.mark.parametrize("dump", [dump_stock, dump_own, dump_runtime])
@@ -76,10 +80,11 @@ def test_every_stage_of_a_graph_computes_the_same(dump, dumped):
 
 
 def test_stages_are_numbered_and_named_by_the_pass(dumped):
-    assert [file.name for file in dumped(dump_runtime)] == [
-        "00_captured.py", "01_rms_norm.py", "02_silu_and_mul.py", "03_rope.py", "04_add_rms_norm.py",
-        "05_qk_norm_rope.py", "06_bind_state.py", "07_qk_norm_rope_kv_write.py", "08_lower.py",
-    ]  # fmt: skip
+    numbers, names = zip(*(file.stem.split("_", 1) for file in dumped(dump_runtime)), strict=True)
+    assert numbers == tuple(f"{i:02}" for i in range(len(names)))
+    assert names[0] == "captured" and names[-1] == "lower"
+    rewrites = [name for name in names if name in ("rms_norm", "add_rms_norm", "bind_state", "qk_norm_rope_kv_write")]
+    assert rewrites == ["rms_norm", "add_rms_norm", "bind_state", "qk_norm_rope_kv_write"]
 
 
 RUN_ALL = """
@@ -116,10 +121,8 @@ test_dump.dump_runtime(sys.argv[2])
 def test_another_process_writes_the_same_bytes(dumped, tmp_path):
     arguments = [str(Path(__file__).parent), str(tmp_path)]
     subprocess.run([sys.executable, "-c", DUMP_AGAIN, *arguments], check=True, env={"PYTHONHASHSEED": "7"})
-    again = sorted((tmp_path / "graph_0").iterdir())
-    assert [(file.name, file.read_bytes()) for file in again] == [
-        (file.name, file.read_bytes()) for file in dumped(dump_runtime)
-    ]
+    written = [[(file.name, file.read_bytes()) for file in files] for files in (dumped(dump_runtime), last_graph(tmp_path))]
+    assert written[0] == written[1]
 
 
 @pytest.mark.parametrize("dump", [dump_stock, dump_own, dump_runtime])
@@ -134,6 +137,17 @@ def test_each_line_says_dtype_shape_and_module(dumped):
     assert re.search(r"  # float32\[s\d+, 64\]  model\.layers\.0\.input_layernorm$", first), first
     body = [line for line in lines if line.startswith("    ") and " = " in line]
     assert len(body) > 40 and [line for line in body if "  # " not in line] == []
+
+
+def test_inputs_are_named_as_the_user_knows_them(dumped):
+    text = dumped(dump_runtime)[0].read_text()
+    assert re.search(r"^    .*  # float32\[64\]  \S*layers\.1\.input_layernorm\.weight$", text, re.MULTILINE)
+    assert re.search(r"^    .*  # int64\[u\d+\]  input_ids$", text, re.MULTILINE)
+
+
+def test_packed_weights_are_made_of_their_parts(dumped):
+    text = dumped(dump_runtime)[-1].read_text()
+    assert re.search(r'^    "packed_0": Packed\(\(\'\w+\', \'\w+\', \'\w+\'\)\),  # float32\[128, 64\]', text, re.MULTILINE)
 
 
 def test_a_lowered_file_calls_the_kernels_by_name(dumped):

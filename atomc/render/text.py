@@ -8,8 +8,8 @@ from atomc.report import KernelChoice, Miss, Report, Site, spans
 
 WIDTH = 100
 MOST_MISSES = 20
-# Passes that every op goes through.
-NOT_REWRITES = ("lower",)
+# Passes that are steps on the way, and no answer to what was recognised or fused.
+NOT_REWRITES = ("lift", "bind_state", "reinplace", "lower")
 
 Row = Sequence[str]
 
@@ -69,7 +69,7 @@ def _layers(layers: Iterable[int | None]) -> str:
 
 
 def _not_fired(report: Report) -> str:
-    missing = [name for name in [*report.known, *report.off] if not report.matches[name]]
+    missing = [name for name in [*report.known, *report.off] if not report.matches[name] and name not in NOT_REWRITES]
     near = {miss.rewrite for miss in report.near}
     rows: dict[str, str] = {}
     for name in dict.fromkeys(missing):
@@ -155,7 +155,8 @@ def summary(report: Report) -> str:
     if not report.treated:
         return f"not compiled: {report.why_not}"
     layers = len({site.layer for site in report.sites if site.layer is not None})
-    rewrites = [f"{report.matches[name]} {name}" for name in report.known if report.matches[name]]
+    rewrites = [f"{report.matches[name]} {name}" for name in dict.fromkeys(report.known)
+                if report.matches[name] and name not in NOT_REWRITES]  # fmt: skip
     runs: dict[str, dict[str, int]] = {}
     for choice in report.kernels:
         ops = runs.setdefault(choice.chosen, {})
