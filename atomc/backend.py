@@ -43,6 +43,7 @@ from atomc.torch_compat import (
     lifted_floats,
     mode_options,
     num_guards,
+    outside_of_tracing,
     own_copy,
     recompile_reason,
     tracing_context,
@@ -334,7 +335,7 @@ def stages(
     report.notes.append(f"glue: {how} ({why})")
     callables, layout = [], None
     selection = Selection(context.options, context.platform, eager=how == "eager")  # loads the kernels
-    found = ranges.ranges_of(gm)
+    found = ranges.ranges_of(gm, selection.could_serve)
     extras: list[Extra] = []
     syncing: list[str] = []
     for interval in found:
@@ -398,5 +399,6 @@ def prepared(compiled: Compiled, weights: Sequence[Any]) -> list[tuple[Tensor, .
     for extra in compiled.extras:
         if extra.kind != "prepared":
             raise ValueError(f"a kernel's {extra.kind} exists in the runtime only")
-        made.append(extra.function(weights[compiled.inputs.index(extra.weight)]).tensors)
+        with outside_of_tracing():
+            made.append(extra.function(weights[compiled.inputs.index(extra.weight)]).tensors)
     return made

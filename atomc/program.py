@@ -25,7 +25,7 @@ from atomc.options import Options
 from atomc.platform import Platform
 from atomc.regions import every_layer, trace_once
 from atomc.report import Report, forget, keep
-from atomc.torch_compat import ShortenTraceback, mark_unbacked, source_name
+from atomc.torch_compat import ShortenTraceback, mark_unbacked, outside_of_tracing, source_name
 
 INPUTS = ("input_ids", "positions", "logits_rows")
 _INPUT = re.compile(r"^L\['(" + "|".join(INPUTS) + r")'\](?:\.size\(\)\[(\d+)\])?$")
@@ -67,7 +67,8 @@ class Program:
             if extra.kind == "plan":
                 self._plans.append((len(self._arguments) - 1, extra.function))
             else:
-                self._arguments[-1] = extra.function(weights[names.index(extra.weight)]).tensors
+                with outside_of_tracing():
+                    self._arguments[-1] = extra.function(weights[names.index(extra.weight)]).tensors
         self._bound = not self.specs
 
     @property

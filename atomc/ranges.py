@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from atomc.canonical import value
-from atomc.op import ALL_TOKENS, op_of
+from atomc.op import ALL_TOKENS, Kernel, op_of
 from atomc.sizes import expression
 
 
@@ -23,10 +23,10 @@ def token_expression(gm: GraphModule) -> sympy.Expr | None:
     return None
 
 
-def ranges_of(gm: GraphModule) -> list[sympy.Interval]:
-    """The ranges of token counts that the kernels of this graph's ops tell apart. A static graph has one."""
+def ranges_of(gm: GraphModule, could_serve: Callable[[Node], Sequence[Kernel]]) -> list[sympy.Interval]:
+    """The ranges of token counts that the kernels which could serve tell apart. A static graph has one."""
     tokens = token_expression(gm)
-    kernels = [kernel for node in gm.graph.nodes if (op := op_of(node.target)) for kernel in op.kernels]
+    kernels = [kernel for node in gm.graph.nodes if op_of(node.target) for kernel in could_serve(node)]
     starts = {1}
     for kernel in kernels:
         interval = kernel.tokens

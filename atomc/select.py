@@ -48,6 +48,7 @@ class Selection:
         users = [node for node in graph_nodes if (op := op_of(node.target)) and any(k.layout for k in op.kernels)]
         if not users:
             return None
+        users.sort(key=lambda node: bool(_op(node).mutates))  # readers first: they take the time
         candidates = list(dict.fromkeys(kernel.layout for node in users for kernel in self._ranked(_op(node))
                                         if kernel.layout and self._refuses(kernel, node) is None))  # fmt: skip
         for layout in candidates:
@@ -83,10 +84,14 @@ class Selection:
         return sorted((kernel for kernel in op.kernels if kernel.provider in self.order),
                       key=lambda kernel: self.order.index(kernel.provider))
 
-    def _refuses(self, kernel: Kernel, node: Node) -> str | None:
+    def could_serve(self, node: Node) -> list[Kernel]:
+        """The kernels that nothing but the number of tokens could keep from this node."""
+        return [kernel for kernel in self._ranked(_op(node)) if self._refuses(kernel, node, any_tokens=True) is None]
+
+    def _refuses(self, kernel: Kernel, node: Node, any_tokens: bool = False) -> str | None:
         if self.layout is not None and kernel.layout is not None and kernel.layout != self.layout:
             return f"works on layout {kernel.layout!r}, the state is laid out {self.layout!r}"
-        if not self.tokens.is_subset(kernel.tokens):
+        if not any_tokens and not self.tokens.is_subset(kernel.tokens):
             return f"is meant for {spell_range(kernel.tokens)} tokens"
         arguments, nodes = _arguments(kernel, node)
         for name in kernel.prepare:

@@ -1,0 +1,248 @@
+"""The kernel protocol as the compiler uses it: refusals, token ranges, prepared weights, plans, workspaces, layouts."""
+
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import sympy
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import atomc
+from atomc import kernels, ops
+from atomc.graph_pass import Context
+from atomc.models import build
+from atomc.models.loader import fill_randomly, ready
+from atomc.ops import GroupStep, Prepared, Step
+from atomc.options import Options
+from atomc.platform import Platform
+from atomc.program import compile_model
+from atomc.select import Selection
+
+kernels.load("torch")
+EAGER = {"glue": "eager"}
+
+
+@contextmanager
+def registered(op: ops.Op, provider: str, function: Any, **protocol: Any):
+    """A kernel that exists for one test."""
+    op.kernel(provider, **protocol)(function)
+    try:
+        yield
+    finally:
+        op.kernels[:] = [kernel for kernel in op.kernels if kernel.function is not function]
+
+
+def chosen_for(op: str) -> list[tuple[str, str]]:
+    return [(choice.tokens, choice.chosen) for choice in atomc.reports()[-1].kernels if choice.op == op]
+
+
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
+def test_a_kernel_from_outside_is_preferred_and_its_refusal_is_reported() -> None:
+    def twice(gate: Tensor, up: Tensor) -> Tensor:
+        return 2 * gated(gate, up)
+
+    def only_eights(platform: Platform, gate: Tensor, up: Tensor) -> str | None:
+        return None if gate.shape[-1] == 8 else f"rows of {gate.shape[-1]}, written for 8"
+
+    with registered(ops.silu_and_mul, "mine", twice, refuses=only_eights):
+        compiled = torch.compile(gated, backend="atom", dynamic=False, options=EAGER)
+        x = torch.randn(3, 8)
+        torch.testing.assert_close(compiled(x, x), 2 * gated(x, x))
+        assert chosen_for("silu_and_mul") == [("any", "mine")]
+        y = torch.randn(3, 6)
+        torch.testing.assert_close(compiled(y, y), gated(y, y))
+        (choice,) = [choice for choice in atomc.reports()[-1].kernels if choice.op == "silu_and_mul"]
+        assert choice.chosen == "torch" and ("mine", "rows of 6, written for 8") in choice.refused
+        assert "mine: rows of 6, written for 8" in atomc.reports()[-1].why("silu_and_mul")
+
+
+def test_registering_the_same_function_twice_is_an_error() -> None:
+    with registered(ops.silu_and_mul, "mine", gated), pytest.raises(ValueError, match="is registered already"):
+        ops.silu_and_mul.kernel("mine")(gated)
+
+
+def test_an_unknown_op_or_parameter_is_an_error_that_lists_what_exists() -> None:
+    with pytest.raises(ValueError, match=r"no op 'rms'; ops are .*'rms_norm'"):
+        atomc.register_kernel("rms", "mine")
+    with pytest.raises(ValueError, match=r"prepare names \['wight'\], the op has \['x', 'weight', 'bias'\]"):
+        ops.linear.kernel("mine", prepare={"wight": lambda w: Prepared((w,))})
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 10), nn.Linear(10, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.up(x)))
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_each_range_of_tokens_gets_its_own_kernel_and_the_borders_are_right(dynamic: bool) -> None:
+    seen: list[tuple[str, int]] = []
+
+    def few(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        seen.append(("few", x.shape[:-1].numel()))
+        return F.linear(x, weight, bias)
+
+    def many(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        seen.append(("many", x.shape[:-1].numel()))
+        return F.linear(x, weight, bias)
+
+    model = Mlp().eval().requires_grad_(False)
+    with registered(ops.linear, "few", few, tokens=sympy.Interval(1, 8)), \
+            registered(ops.linear, "many", many, tokens=sympy.Interval(256, sympy.oo)):  # fmt: skip
+        compiled = torch.compile(model, backend="atom", dynamic=dynamic, options=EAGER)
+        for shape in ((1, 1), (1, 7), (2, 4), (1, 9), (5, 51), (2, 128), (1, 257)):
+            seen.clear()
+            x = torch.randn(*shape, 6)
+            torch.testing.assert_close(compiled(x), model(x))
+            count = shape[0] * shape[1]
+            assert seen == ([("few", count)] * 2 if count <= 8 else [("many", count)] * 2 if count >= 256 else [])
+            if not dynamic:
+                expected = "1 to 8" if count <= 8 else "256 and more" if count >= 256 else "9 to 255"
+                assert {tokens for tokens, _ in chosen_for("linear")} == {expected}
+    if dynamic:
+        assert any({tokens for tokens, _ in [(c.tokens, c.chosen) for c in report.kernels]}
+                   == {"1 to 8", "9 to 255", "256 and more"} for report in atomc.reports())  # fmt: skip
+
+
+def test_a_weight_is_prepared_once_and_the_kernel_receives_what_was_made() -> None:
+    prepared: list[int] = []
+
+    def transposed(weight: Tensor) -> Prepared:
+        prepared.append(weight.data_ptr())
+        return Prepared((weight.t().contiguous(),))
+
+    def product(x: Tensor, weight: tuple[Tensor], bias: Tensor | None = None) -> Tensor:
+        out = x @ weight[0]
+        return out if bias is None else out + bias
+
+    model = Mlp().eval().requires_grad_(False)
+    x = torch.randn(3, 6)
+    with registered(ops.linear, "mine", product, prepare={"weight": transposed}):
+        compiled = torch.compile(model, backend="atom", options=EAGER)
+        for _ in range(3):
+            torch.testing.assert_close(compiled(x), model(x))
+    assert prepared == [model.up.weight.data_ptr(), model.down.weight.data_ptr()]
+
+
+def test_a_weight_that_is_computed_in_the_graph_cannot_be_prepared() -> None:
+    def product(x: Tensor, weight: tuple[Tensor], bias: Tensor | None = None) -> Tensor:
+        raise AssertionError("must not run")
+
+    def scaled(x: Tensor, w: Tensor) -> Tensor:
+        return F.linear(x, w * 2)
+
+    x, w = torch.randn(3, 6), torch.randn(4, 6)
+    with registered(ops.linear, "mine", product, prepare={"weight": lambda weight: Prepared((weight,))}):
+        torch.testing.assert_close(torch.compile(scaled, backend="atom", options=EAGER)(x, w), scaled(x, w))
+    assert "it prepares `weight` once, but here that is computed in the graph" in str(atomc.reports()[-1].kernels)
+
+
+def test_a_workspace_has_the_size_that_the_kernel_asks_for() -> None:
+    sizes: list[int] = []
+
+    def with_scratch(gate: Tensor, up: Tensor, workspace: Tensor) -> Tensor:
+        sizes.append(workspace.numel())
+        assert workspace.dtype == torch.uint8 and workspace.device == gate.device
+        return gated(gate, up)
+
+    def bytes_for(gate: Tensor, up: Tensor) -> int:
+        return 4 * gate.numel()
+
+    with registered(ops.silu_and_mul, "mine", with_scratch, workspace=bytes_for):
+        compiled = torch.compile(gated, backend="atom", dynamic=True, options=EAGER)
+        for rows in (3, 5):
+            x = torch.randn(rows, 8)
+            torch.testing.assert_close(compiled(x, x), gated(x, x))
+    assert sizes == [4 * 24, 4 * 40]
+
+
+TINY = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 64, "hidden_size": 32,
+        "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 8, "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "hidden_act": "silu",
+        "rope_theta": 10000.0, "tie_word_embeddings": True}  # fmt: skip
+
+
+@pytest.fixture
+def tiny() -> nn.Module:
+    model = build(TINY, dtype=torch.float32)
+    fill_randomly(model, "cpu")
+    return ready(model)
+
+
+def test_a_plan_is_made_once_a_step_for_all_layers(tiny: nn.Module) -> None:
+    plans: list[int] = []
+
+    def plan(step: Step, specs: Any) -> tuple[Tensor, ...]:
+        plans.append(len(specs))
+        return (step.seq_lens * 2,)
+
+    def planned(*args: Any, plan: tuple[Tensor, ...], **kwargs: Any) -> Tensor:
+        assert torch.equal(plan[0], torch.tensor([10], dtype=torch.int32))
+        return ops.paged_attention.reference(*args, **kwargs)
+
+    def attend(
+        q: Tensor, k_cache: Tensor, v_cache: Tensor, query_start: Tensor, seq_lens: Tensor, block_tables: Tensor,
+        token: Tensor, sinks: Any = None, k_scale: Any = None, v_scale: Any = None, *, scale: float, window: int = 0,
+        softcap: float = 0.0, plan: tuple[Tensor, ...],
+    ) -> Tensor:  # fmt: skip
+        return planned(q, k_cache, v_cache, query_start, seq_lens, block_tables, token, sinks, scale=scale, plan=plan)
+
+    ids, positions = torch.arange(5), torch.arange(5)
+    with registered(ops.paged_attention, "mine", attend, layout="paged", plan=plan):
+        program = compile_model(tiny, EAGER)
+        assert {spec.layout for spec in program.specs} == {"paged"}
+        program.bind([spec.allocate(2, 16, "cpu") for spec in program.specs])
+        group = GroupStep(torch.arange(5) + 16, torch.tensor([[1]], dtype=torch.int32), torch.zeros(1, dtype=torch.int64))
+        step = Step(ids, positions, torch.tensor([0, 5], dtype=torch.int32), torch.tensor([5], dtype=torch.int32),
+                    torch.arange(5), (group,))  # fmt: skip
+        with torch.no_grad():
+            torch.testing.assert_close(program(step), tiny(ids, positions))
+    assert plans == [2]
+
+
+def test_a_layout_without_a_writer_is_not_chosen(tiny: nn.Module) -> None:
+    with registered(ops.paged_attention, "mine", ops.paged_attention.reference, layout="swizzled"):
+        program = compile_model(tiny, EAGER)
+    assert {spec.layout for spec in program.specs} == {"contiguous"}
+    (refusal, *_) = [reason for choice in program.report.kernels if choice.op == "paged_attention"
+                     for provider, reason in choice.refused if provider == "mine"]  # fmt: skip
+    assert refusal == "works on layout 'swizzled', the state is laid out 'contiguous'"
+
+
+def test_kernels_of_a_machine_that_is_not_here_can_be_asked_for(tiny: nn.Module) -> None:
+    report = atomc.explain(tiny, platform="h200", options=EAGER)
+    served = {choice.op: choice.chosen for choice in report.kernels}
+    assert served["rms_norm"] == served["qk_norm_rope"] == "triton"
+    here = atomc.explain(tiny, options=EAGER)
+    (reason,) = {reason for choice in here.kernels if choice.op == "rms_norm"
+                 for provider, reason in choice.refused if provider == "triton"}  # fmt: skip
+    assert reason == "Triton kernels run on a GPU"
+
+
+def test_a_norm_that_rounds_once_is_refused_where_the_models_roundings_are_asked_for() -> None:
+    def once(x: Tensor, weight: Tensor, eps: float, style: str = "after") -> Tensor:
+        raise AssertionError("must not run")
+
+    def norm(x: Tensor, weight: Tensor) -> Tensor:
+        x32 = x.float()
+        return weight * (x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+    x, weight = torch.randn(3, 8).bfloat16(), torch.randn(8).bfloat16()
+    with registered(ops.rms_norm, "mine", once, rounds="once"):
+        compiled = torch.compile(norm, backend="atom", options={**EAGER, "rounding": "hf"})
+        assert torch.equal(compiled(x, weight), norm(x, weight))
+    assert "it rounds once, rounding='hf' asks for the model's own roundings" in str(atomc.reports()[-1].kernels)
+
+
+def test_the_order_of_providers_is_the_users() -> None:
+    selection = Selection(Options(providers=("torch",)), Platform.detect("cpu"), eager=True)
+    assert selection.order == ["torch"]
+    assert Context(Options(), Platform.detect("cpu")).extras == []
