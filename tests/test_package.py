@@ -81,8 +81,9 @@ def test_warm_environment_asks_no_index(tmp_path):
 
 
 def test_gpu_tests_run_with_the_python_that_is_there(tmp_path):
-    (command,) = dry_run(tmp_path, "test-gpu")
-    assert command.split() == ["python3", "-m", "pytest", "tests", "-m", "gpu"]
+    entry_point, command = dry_run(tmp_path, "test-gpu")
+    assert "egg_info" in entry_point
+    assert command.split()[1:] == ["python3", "-m", "pytest", "tests", "-m", "gpu"] and command.startswith("PYTHONPATH=.")
 
 
 @pytest.fixture(scope="module")
