@@ -53,7 +53,7 @@ def last() -> atomc.Report:
     return atomc.reports()[-1]
 
 
-def close(actual: Tensor, expected: Tensor) -> None:
+def assert_close(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
 
 
@@ -68,7 +68,7 @@ def test_the_backend_is_found_by_name_in_a_program_that_never_imports_atomc() ->
 @pytest.mark.parametrize("glue", ["eager", "inductor"])
 def test_a_compiled_block_equals_eager_and_the_report_says_what_fired(block: Block, glue: str) -> None:
     x = torch.randn(5, 32)
-    close(torch.compile(block, backend="atom", options={"glue": glue})(x), block(x))
+    assert_close(torch.compile(block, backend="atom", options={"glue": glue})(x), block(x))
     report = last()
     assert report.treated and report.model == "Block"
     assert report.matches["rms_norm"] == report.matches["silu_and_mul"] == 1
@@ -80,7 +80,7 @@ def test_a_module_without_anything_to_recognise_equals_eager() -> None:
     model = nn.Sequential(nn.Conv1d(3, 4, 3), nn.BatchNorm1d(4), nn.ReLU(), nn.Flatten(), nn.Linear(24, 5)).eval()
     x = torch.randn(2, 3, 8)
     with torch.inference_mode():
-        close(torch.compile(model, backend="atom", options=EAGER)(x), model(x))
+        assert_close(torch.compile(model, backend="atom", options=EAGER)(x), model(x))
     assert last().treated
 
 
@@ -110,7 +110,7 @@ def test_a_wrong_option_is_one_clear_error_and_is_not_wrapped(block: Block, opti
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"])
 def test_the_modes_of_torch_compile_are_accepted(block: Block, mode: str) -> None:
     x = torch.randn(5, 32)
-    close(torch.compile(block, backend="atom", mode=mode)(x), block(x))
+    assert_close(torch.compile(block, backend="atom", mode=mode)(x), block(x))
 
 
 def test_another_mode_is_an_error_that_lists_the_modes(block: Block) -> None:
@@ -123,7 +123,7 @@ def test_another_mode_is_an_error_that_lists_the_modes(block: Block) -> None:
 def test_options_for_inductor_are_handed_on(block: Block) -> None:
     x = torch.randn(5, 32)
     compiled = torch.compile(block, backend="atom", options={"glue": "inductor", "inductor": {"max_autotune": False}})
-    close(compiled(x), block(x))
+    assert_close(compiled(x), block(x))
 
 
 def test_no_global_setting_of_dynamo_or_inductor_changes(block: Block) -> None:
@@ -145,7 +145,7 @@ def test_a_bug_of_ours_is_raised_when_strict_and_otherwise_the_graph_runs_throug
             torch.compile(block, backend="atom", options={"strict": True})(x)
         torch._dynamo.reset()
         with caplog.at_level(logging.WARNING, "atomc"):
-            close(torch.compile(block, backend="atom", options={"strict": False})(x), block(x))
+            assert_close(torch.compile(block, backend="atom", options={"strict": False})(x), block(x))
     assert "hands it to Inductor" in caplog.text
     assert not last().treated and "pass 'failing' failed" in last().why_not
     assert "the graph was not treated: PassError" in last().why("rms_norm")
@@ -166,7 +166,7 @@ def test_a_training_graph_gets_right_gradients_from_inductor_and_one_warning_a_p
     twin(x).square().sum().backward()
     for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         assert ours.grad is not None and theirs.grad is not None
-        close(ours.grad, theirs.grad)
+        assert_close(ours.grad, theirs.grad)
     assert [record.message for record in caplog.records].count(caplog.records[0].message) == 1
     assert "torch.inference_mode()" in caplog.text and "requires_grad_(False)" in caplog.text
     assert not last().treated and "training graph" in last().why_not
@@ -175,7 +175,7 @@ def test_a_training_graph_gets_right_gradients_from_inductor_and_one_warning_a_p
 def test_evaluation_without_inference_mode_is_right_and_says_why_it_was_not_treated() -> None:
     model = Block().eval()
     x = torch.randn(5, 32)
-    close(torch.compile(model, backend="atom")(x), model(x))
+    assert_close(torch.compile(model, backend="atom")(x), model(x))
     assert "gradients are enabled" in last().why("rms_norm")
 
 
@@ -184,7 +184,7 @@ def test_parameters_that_could_want_gradients_are_treated_when_none_are_recorded
     model = Block().eval()
     x = torch.randn(5, 32)
     with context():
-        close(torch.compile(model, backend="atom", options=EAGER)(x), model(x))
+        assert_close(torch.compile(model, backend="atom", options=EAGER)(x), model(x))
     assert last().treated
 
 
@@ -209,7 +209,7 @@ def test_an_eps_changed_after_the_first_call_is_seen(block: Block, dynamic: bool
     compiled = torch.compile(block.norm, backend="atom", dynamic=dynamic, options=EAGER)
     for eps in (1e-6, 1e-2, 1e-6, 0.5):
         block.norm.eps = eps
-        close(compiled(x), block.norm(x))
+        assert_close(compiled(x), block.norm(x))
     assert all(report.treated and report.matches["rms_norm"] == 1 for report in atomc.reports()[-1:])
 
 
@@ -227,7 +227,7 @@ def test_a_compiled_submodule_works_inside_an_eager_model(block: Block) -> None:
     x = torch.randn(5, 32)
     expected = block(x)
     block.norm = torch.compile(block.norm, backend="atom", options=EAGER)  # type: ignore[assignment]
-    close(block(x), expected)
+    assert_close(block(x), expected)
     assert last().matches["rms_norm"] == 1
 
 
@@ -237,11 +237,11 @@ def test_two_models_may_share_weights() -> None:
     two.gate.weight = one.gate.weight
     x = torch.randn(5, 32)
     first, second = (torch.compile(model, backend="atom", options=EAGER) for model in (one, two))
-    close(first(x), one(x))
-    close(second(x), two(x))
+    assert_close(first(x), one(x))
+    assert_close(second(x), two(x))
     one.gate.weight.mul_(2)
-    close(first(x), one(x))
-    close(second(x), two(x))
+    assert_close(first(x), one(x))
+    assert_close(second(x), two(x))
 
 
 @pytest.mark.gpu
@@ -251,7 +251,7 @@ def test_a_graph_over_two_devices_equals_eager() -> None:
 
     x = torch.randn(5, 32)
     for ours, theirs in zip(torch.compile(both, backend="atom")(x, x.cuda()), both(x, x.cuda()), strict=True):
-        close(ours, theirs)
+        assert_close(ours, theirs)
 
 
 def test_threads_that_compile_at_once_do_not_disturb_each_other() -> None:
@@ -261,7 +261,7 @@ def test_threads_that_compile_at_once_do_not_disturb_each_other() -> None:
 
     def work(model: Block, x: Tensor) -> None:
         try:
-            close(torch.compile(model, backend="atom", options=EAGER)(x), model(x))
+            assert_close(torch.compile(model, backend="atom", options=EAGER)(x), model(x))
         except BaseException as error:  # whatever happens in a thread must reach the test
             wrong.append(error)
 
@@ -288,14 +288,14 @@ class Lora(nn.Module):
 def test_linears_wrapped_by_lora_give_the_right_result(block: Block) -> None:
     block.gate = Lora(block.gate, 4).requires_grad_(False)  # type: ignore[assignment]
     x = torch.randn(5, 32)
-    close(torch.compile(block, backend="atom", options=EAGER)(x), block(x))
+    assert_close(torch.compile(block, backend="atom", options=EAGER)(x), block(x))
     assert last().matches["silu_and_mul"] == 1 and last().matches["linear"] == 5
 
 
 def test_the_environment_can_disable_atomc(block: Block, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATOMC_DISABLE", "1")
     x = torch.randn(5, 32)
-    close(torch.compile(block, backend="atom")(x), block(x))
+    assert_close(torch.compile(block, backend="atom")(x), block(x))
     assert not last().treated and "ATOMC_DISABLE" in last().why_not
 
 
@@ -308,7 +308,7 @@ def test_a_malformed_environment_variable_is_an_error(block: Block, monkeypatch:
 def test_passes_can_be_left_out_one_by_one(block: Block) -> None:
     x = torch.randn(5, 32)
     compiled = torch.compile(block, backend="atom", options={**EAGER, "passes": {"rms_norm": False}})
-    close(compiled(x), block(x))
+    assert_close(compiled(x), block(x))
     assert last().matches["rms_norm"] == 0 and last().matches["silu_and_mul"] == 1
 
 
@@ -342,7 +342,7 @@ def test_a_graph_break_names_the_users_line_and_dynamos_reason(block: Block) -> 
         return block.gate(y)
 
     x = torch.randn(5, 32)
-    close(torch.compile(broken, backend="atom", options=EAGER)(x), broken(x))
+    assert_close(torch.compile(broken, backend="atom", options=EAGER)(x), broken(x))
     (found,) = [report.graph_break for report in atomc.reports()[-2:] if report.graph_break]
     assert found.source.startswith("test_backend.py:") and "graph_break" in found.code
     assert found.reason
