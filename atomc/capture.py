@@ -70,7 +70,8 @@ def trace(
         with Regions(nested, lambda body, inputs: traced_region(body, inputs, mode)) as regions:
 
             def stamp_first(functional: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-                regions.stamp(functional)
+                count = regions.stamp(functional)
+                notes.append(f"{len(regions.bodies)} layers traced, {count} stamped")
                 stamped.append(functional)
                 return with_sources(functional, inputs)
 

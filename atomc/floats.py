@@ -33,19 +33,24 @@ def put_back_floats(gm: GraphModule, floats: dict[int, float]) -> None:
         for call in calls:
             kept = (x for x, value in zip(call.args[2:], values, strict=True) if value is None)
             call.args = (*call.args[:2], *kept)
-        body.recompile()
+        _read_once(body)
     for node, value in known.items():
         if node.op == "placeholder":
             _make_constant(node, value)
-    gm.recompile()
+    _read_once(gm)
 
 
 def inline_floats(gm: GraphModule) -> None:
-    """Inline all regions; what they read off a constant is the constant."""
+    """Inline all regions; a number that is read off a number is that number."""
     inline(gm)
+    _read_once(gm)
+
+
+def _read_once(gm: GraphModule) -> None:
     for node in gm.graph.find_nodes(op="call_method", target="item"):
-        if isinstance(node.args[0], float):
-            _replace(node, node.args[0])
+        number = node.args[0]
+        if isinstance(number, float) or _reads_number(number):
+            _replace(node, number)
             gm.graph.erase_node(node)
     gm.recompile()
 
@@ -75,13 +80,13 @@ def _make_constant(node: Node, value: float) -> None:
         _replace(node, value)
 
 
-def _replace(node: Node, value: float) -> None:
+def _replace(node: Node, value: Any) -> None:
     for reader in list(node.users):
         reader.args = _with(reader.args, node, value)
         reader.kwargs = _with(reader.kwargs, node, value)
 
 
-def _with(argument: Any, node: Node, value: float) -> Any:
+def _with(argument: Any, node: Node, value: Any) -> Any:
     if isinstance(argument, Node):
         return value if argument is node else argument
     if isinstance(argument, tuple | list):

@@ -89,8 +89,8 @@ class Regions:
         for number in self.bodies:
             _outputs.pop(number, None)
 
-    def stamp(self, gm: GraphModule) -> None:
-        """Replace every opaque call by the functional nodes. Values (`val`) are shared between the copies."""
+    def stamp(self, gm: GraphModule) -> int:
+        """Replace every opaque call by the functional nodes; how many there were. Copies share their values (`val`)."""
         calls = [node for node in gm.graph.nodes if node.target is _REGION]
         if _writes(gm.graph):
             raise CannotStamp("the graph writes in place")  # shared values know nothing of aliases in another layer
@@ -105,6 +105,7 @@ class Regions:
             _inline(gm.graph, self.bodies[number], call, self._operands(call), first.setdefault(number, stack_of(call)))
         gm.graph.lint()
         gm.recompile()
+        return len(calls)
 
     def _operands(self, call: Node) -> list[Any]:
         number, tensors, sizes = call.args
