@@ -1,15 +1,19 @@
 """What runs a lowered graph: kernels are called as they are, the glue between them goes to Inductor or runs eagerly."""
 
+import contextlib
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.passes.split_module import split_module
 
+from atomc.match import mutated
 from atomc.options import Options
 from atomc.platform import Platform
-from atomc.torch_compat import fake_mode_of, inductor, tracing_context
+from atomc.torch_compat import FakeTensorMode, fake_mode_of, inductor, tracing_context
 
 # Nothing to gain from compiling a piece of these only.
 _TRIVIAL = ("view", "_unsafe_view", "reshape", "transpose", "permute", "unsqueeze", "squeeze", "slice", "select", "t",
@@ -31,25 +35,73 @@ def run_eagerly(gm: GraphModule) -> Callable[..., Any]:
     return gm.forward
 
 
-def compile_glue(gm: GraphModule, patches: Mapping[str, Any]) -> tuple[Callable[..., Any], int]:
-    """Cut the graph at its kernels and compile what lies between; returns the callable and the number of pieces."""
+def compile_glue(gm: GraphModule, patches: Mapping[str, Any]) -> tuple[Callable[..., Any], str]:
+    """Cut the graph at its kernels and compile what lies between, equal pieces once; also says how many there were."""
     mode = fake_mode_of(gm.graph)
     kernels = [node for node in gm.graph.nodes if "kernel" in node.meta]
     if not kernels:
         with tracing_context(mode):
-            return inductor(gm, _examples(gm), patches), 1
+            return inductor(gm, _examples(gm), patches), "1 piece"
     number = _piece_numbers(gm)
     whole = split_module(gm, gm, lambda node: number[node], keep_original_order=True)
-    compiled = 0
+    compiled: dict[Hashable, Callable[..., Any]] = {}
+    count = 0
     for name, piece in list(whole.named_children()):
-        if isinstance(piece, GraphModule) and worth_compiling(piece):
-            with tracing_context(mode):
-                function = inductor(piece, _examples(piece), patches)
-            # In the place of the module: the generated code calls self.<name>, and a plain function costs no hooks.
-            del whole._modules[name]
-            whole.__dict__[name] = function
-            compiled += 1
-    return whole.forward, compiled
+        if not isinstance(piece, GraphModule):
+            continue
+        function: Callable[..., Any] = piece.forward
+        if worth_compiling(piece):
+            count += 1
+            # A piece that writes may be told from its equals by what its inputs alias.
+            key = name if _writes(piece) else likeness(piece)
+            if key not in compiled:
+                with tracing_context(mode):
+                    compiled[key] = inductor(piece, _examples(piece) if key == name else _fresh(piece, mode), patches)
+            function = compiled[key]
+        # In the place of the module: the generated code calls self.<name>, and a plain function costs no hooks.
+        del whole._modules[name]
+        whole.__dict__[name] = function
+    return whole.forward, f"{count} pieces, {len(compiled)} unique"
+
+
+def likeness(piece: GraphModule) -> Hashable:
+    """Equal for pieces that compute the same of inputs alike, whatever these are called.
+
+    Sizes are compared by their symbols: of two that look alike only one may be known to be, say, even.
+    """
+    numbers = {node: i for i, node in enumerate(piece.graph.nodes)}
+
+    def spelled(item: Any) -> Hashable:
+        if isinstance(item, Node):
+            return "node", numbers[item]
+        if isinstance(item, tuple | list):
+            return tuple(map(spelled, item))
+        if isinstance(item, dict):
+            return tuple((name, spelled(part)) for name, part in item.items())
+        if isinstance(item, slice):
+            return "slice", spelled((item.start, item.stop, item.step))
+        if isinstance(item, torch.SymInt | torch.SymFloat | torch.SymBool):
+            return "symbol", item.node.expr
+        if isinstance(item, Tensor):
+            return item.dtype, item.device, spelled(item.shape), spelled(item.stride())
+        return type(item), repr(item) if isinstance(item, float) else item  # 0.0 == -0.0, but they are not alike
+
+    return tuple(
+        (node.op, node.target if node.op == "call_function" else None,
+         id(getattr(piece, str(node.target))) if node.op == "get_attr" else None,
+         spelled(node.args if node.op != "placeholder" else ()), spelled(node.kwargs), spelled(node.meta.get("val")))
+        for node in piece.graph.nodes)  # fmt: skip
+
+
+def _writes(piece: GraphModule) -> bool:
+    return any(mutated(node) for node in piece.graph.nodes)
+
+
+def _fresh(piece: GraphModule, mode: FakeTensorMode | None) -> Sequence[Any]:
+    """Examples that share no storage: those of stamped layers do, and would be taken for one input."""
+    with mode or contextlib.nullcontext():
+        return [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) if isinstance(x, Tensor) else x
+                for x in _examples(piece)]  # fmt: skip
 
 
 def _piece_numbers(gm: GraphModule) -> dict[Node, int]:

@@ -1,0 +1,98 @@
+"""A graph is cut at its kernels; equal pieces between them are compiled once."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import atomc
+import atomc.pieces
+from atomc import ops, regions
+from atomc.pieces import likeness
+
+X = torch.randn(5, 16, generator=torch.Generator().manual_seed(0))
+
+
+class Layer(nn.Module):
+    """Glue, attention (which is a kernel on every platform), glue."""
+
+    def __init__(self, factor: float):
+        super().__init__()
+        self.weight, self.factor = nn.Parameter(torch.rand(16)), factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.sin(x * self.weight) * self.factor
+        heads = y.view(-1, 2, 8)
+        return x + torch.cos(ops.attention(heads, heads, heads, scale=0.3).view(-1, 16))
+
+
+class Stack(nn.Module):
+    def __init__(self, *factors: float):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(map(Layer, factors))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def compiled_pieces(model: nn.Module, monkeypatch: pytest.MonkeyPatch, prepare: bool = False) -> tuple[str, int]:
+    """What the report says of the pieces, and how often Inductor was called; the result is compared with eager."""
+    calls = []
+    inductor = atomc.pieces.inductor
+
+    def counted(*args: Any) -> Any:
+        calls.append(args)
+        return inductor(*args)
+
+    monkeypatch.setattr(atomc.pieces, "inductor", counted)
+    model = atomc.prepare(model)
+    if not prepare:
+        regions.unprepare(model)
+    compiled = torch.compile(model, backend="atom", options={"glue": "inductor"})
+    torch.testing.assert_close(compiled(X), model(X))
+    regions.unprepare(model)
+    (note,) = [note for note in atomc.reports()[-1].notes if "compiled by Inductor" in note]
+    return note, len(calls)
+
+
+@pytest.mark.parametrize("prepare", [False, True])
+def test_equal_layers_are_compiled_once(monkeypatch: pytest.MonkeyPatch, prepare: bool) -> None:
+    note, calls = compiled_pieces(Stack(*[2.0] * 6), monkeypatch, prepare)
+    assert (note, calls) == ("7 pieces, 3 unique, compiled by Inductor", 3)
+
+
+def test_layers_with_another_constant_are_compiled_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    note, calls = compiled_pieces(Stack(2.0, 2.0, 2.0, 3.0, 2.0), monkeypatch)
+    assert (note, calls) == ("6 pieces, 4 unique, compiled by Inductor", 4)
+
+
+def piece(function: Any, *inputs: Tensor) -> GraphModule:
+    return make_fx(function, tracing_mode="fake")(*inputs)
+
+
+def test_pieces_are_alike_whatever_their_inputs_are_called() -> None:
+    a, b = torch.randn(2, 3), torch.randn(2, 3)
+    one = likeness(piece(lambda x, y: (x - y).relu(), a, b))
+    assert one == likeness(piece(lambda left, right: (left - right).relu(), a, b))
+    different = [
+        likeness(piece(lambda x, y: (y - x).relu(), a, b)),
+        likeness(piece(lambda x, y: (x - y).relu(), a.double(), b.double())),
+        likeness(piece(lambda x, y: (x - y).relu(), torch.randn(3, 2), torch.randn(3, 2))),
+        likeness(piece(lambda x, y: (x - y).relu(), a, torch.randn(3, 2).t())),
+        likeness(piece(lambda x, y: (x - y).sigmoid(), a, b)),
+        likeness(piece(lambda x, y: (x - 2 * y).relu(), a, b)),
+    ]
+    assert one not in different and len(set(different)) == len(different)
+
+
+def test_zero_and_minus_zero_and_one_and_true_are_not_alike() -> None:
+    a = torch.randn(3)
+    made = [likeness(piece(partial(torch.full_like, fill_value=number), a)) for number in (0.0, -0.0, 1, True)]
+    assert len(set(made)) == 4
