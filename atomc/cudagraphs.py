@@ -35,7 +35,7 @@ class Pool:
     def __init__(self, device: torch.device | str = "cuda"):
         self.device = torch.device(device)
         self.handle = torch.cuda.graph_pool_handle()
-        self.stream = torch.cuda.Stream(self.device)
+        self.stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self.num_graphs = 0
 
     def capture(self, call: Callable[[], Any]) -> Captured:
@@ -89,9 +89,11 @@ class Graphed:
     def _capture(self, args: Sequence[Any], pointers: list[int]) -> "_Entry | None":
         devices = {x.device for x in args if isinstance(x, Tensor) and x.dim()}
         if len(devices) != 1 or next(iter(devices)).type != "cuda":
-            return self._give_up(f"no CUDA graph: inputs on {', '.join(sorted(map(str, devices))) or 'no device'}")
+            self._note(f"no CUDA graph: inputs on {', '.join(sorted(map(str, devices))) or 'no device'}")
+            return None
         if len(self.captured) >= MOST_GRAPHS:
-            return self._give_up(f"no CUDA graph: there are {MOST_GRAPHS} already")
+            self._note(f"no CUDA graph: there are {MOST_GRAPHS} already")
+            return None
         static = list(args)
         for i in self.moving:
             static[i] = args[i].clone() if isinstance(args[i], Tensor) else args[i]
@@ -100,7 +102,8 @@ class Graphed:
             self.pool = self.pool or Pool(next(iter(devices)))
             captured = self.pool.capture(lambda: self.call(*static))
         except RuntimeError as error:
-            return self._give_up(f"no CUDA graph: {str(error).splitlines()[0]}")
+            self._note(f"no CUDA graph: {str(error).splitlines()[0]}")
+            return None
         finally:
             for kept, i in zip(saved, self.written, strict=True):
                 args[i].copy_(kept)
@@ -108,7 +111,7 @@ class Graphed:
         self.graphs.append({"inputs": [list(mine.shape) for mine, _ in copied], "bytes": captured.bytes})
         return _Entry(captured, copied, pointers)
 
-    def _give_up(self, note: str) -> None:
+    def _note(self, note: str) -> None:
         if note not in self.notes:
             self.notes.append(note)
 

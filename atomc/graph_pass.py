@@ -36,6 +36,7 @@ class Context:
     choose  the kernel for an op's node, None for its meaning
     state   one StateSpec per layer, once state is bound
     extras  the inputs that lowering added, in order
+    keep_texts  the report gets the graph after each changing pass, not only the final one
     inputs  what the graph's first placeholders are fed: the parameters among them may be packed
     near    the sites that a pass has just left alone, with the reason; the runner takes them
     """
@@ -47,6 +48,7 @@ class Context:
     notes: list[str] = field(default_factory=list)
     state: list[StateSpec] = field(default_factory=list)
     extras: list[Extra] = field(default_factory=list)
+    keep_texts: bool = False
     inputs: Sequence[Any] = ()
     near: list[NearMiss] = field(default_factory=list)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from atomc import capture
-from atomc.backend import lift_stage, new_report, stages, untreatable
+from atomc.backend import new_report, untreatable
 from atomc.dump import Dumper
 from atomc.graph_pass import Context
 from atomc.options import Options
@@ -19,6 +19,7 @@ from atomc.platform import Platform
 from atomc.regions import every_layer, trace_once
 from atomc.report import Report, forget, keep
 from atomc.sizes import expression
+from atomc.stages import lift_stage, stages
 from atomc.torch_compat import ShortenTraceback, lifted_floats
 
 EXAMPLE_TOKENS = 12
@@ -92,7 +93,7 @@ def _inspect(gm: GraphModule, inputs: Sequence[Any], options: Options, platform:
         report.why_not = reason
         return report
     device = next((x.device.type for x in inputs if isinstance(x, Tensor) and not x.is_meta), None)
-    context = Context(options, platform or Platform.detect(device), notes=report.notes, inputs=inputs)
+    context = Context(options, platform or Platform.detect(device), notes=report.notes, inputs=inputs, keep_texts=True)
     placeholders = gm.graph.find_nodes(op="placeholder")
     floats = {i: float(inputs[i]) for node in lifted_floats(gm.graph) for i in [placeholders.index(node)]}
 

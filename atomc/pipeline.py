@@ -119,11 +119,10 @@ def run(
     for p in passes:
         report.requires[p.name] = list(p.after)
         try:
-            fired, near = _rewrite(gm, p, explained, report, consumed) if p.rewrites else (_call(gm, p, context), [])
+            fired, near = _rewrite(gm, p, explained, report, consumed) if p.rewrites else _call(gm, p, context, report)
             if fired:
                 sort_topologically(gm.graph)
                 gm.graph.lint()
-                gm.recompile()
         except Exception as error:  # whatever it is, say in which pass; the caller decides what to do about it
             raise PassError(f"pass {p.name!r} failed (after {', '.join(done) or 'none'}): {error}") from error
         if report.bugs and context.options.strict:
@@ -134,18 +133,23 @@ def run(
         for f in fired:
             for name in f.consumed:
                 consumed.setdefault(name, Counter())[f.name] += 1
-        record(report, p, fired, gm)
+        record(report, p, fired, gm, context)
         report.near += [miss_of(miss) for miss in near]
         done.append(p.name)
         if fired:
             for observer in observers:
                 observer(p.name, gm)
-    report.num_ops = dict(Counter(op.name for node in gm.graph.nodes if (op := op_of(node.target))))
+    if context.choose is None:  # lowering leaves none
+        report.num_ops = dict(Counter(op.name for node in gm.graph.nodes if (op := op_of(node.target))))
 
 
-def _call(gm: GraphModule, p: Pass, context: Context) -> list[Fired]:
+def _call(gm: GraphModule, p: Pass, context: Context, report: Report) -> tuple[list[Fired], list[NearMiss]]:
     assert p.run is not None
-    return list(p.run(gm, context))
+    if not p.cleanup:
+        report.known.append(p.name)
+    fired = list(p.run(gm, context))
+    near, context.near = context.near, []
+    return fired, near
 
 
 def _rewrite(
@@ -199,11 +203,12 @@ def _say_what_is_absent(gm: GraphModule, p: Pass, report: Report, consumed: dict
     report.absent[p.name] = text
 
 
-def record(report: Report, p: Pass, fired: Sequence[Fired], gm: GraphModule) -> None:
+def record(report: Report, p: Pass, fired: Sequence[Fired], gm: GraphModule, context: Context) -> None:
     """Write sites and the changed graph into the report."""
     if not fired:
         return
-    report.stages.append(Stage(p.name, len(fired), graph_text(gm)))
+    text = graph_text(gm) if context.keep_texts or context.choose is not None else ""
+    report.stages.append(Stage(p.name, len(fired), text))
     log.debug("pass %s changed %d sites", p.name, len(fired))
     if p.cleanup:
         return
@@ -224,4 +229,4 @@ def miss_of(near: NearMiss) -> Miss:
 
 def graph_text(gm: GraphModule) -> str:
     """The graph as the Python that FX generates."""
-    return gm.code
+    return gm.graph.python_code("self").src

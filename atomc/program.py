@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from atomc import capture
-from atomc.backend import Compiled, lift_stage, new_report, packs_of, stages
+from atomc.backend import new_report
 from atomc.dump import Dumper
 from atomc.errors import RunError
 from atomc.graph_pass import Context
@@ -25,6 +25,7 @@ from atomc.options import Options
 from atomc.platform import Platform
 from atomc.regions import every_layer, trace_once
 from atomc.report import Report, forget, keep
+from atomc.stages import Compiled, lift_stage, packs_of, stages
 from atomc.torch_compat import ShortenTraceback, mark_unbacked, outside_of_tracing, source_name
 
 INPUTS = ("input_ids", "positions", "logits_rows")

@@ -54,7 +54,7 @@ class KernelChoice:
 
 @dataclass(frozen=True)
 class Stage:
-    """One pass that changed the graph, and the graph after it."""
+    """One pass that changed the graph, and the graph after it: "" unless the report is of explain, or the last one."""
 
     name: str
     changed: int

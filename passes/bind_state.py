@@ -106,7 +106,8 @@ class _Inputs:
 
         def make() -> Tensor:
             row = math.prod(spec.shape)
-            sizes, strides = (blocks, self.block_size, *spec.shape), (self.block_size * row, row, spec.shape[-1], 1)
+            sizes: list[Any] = [blocks, self.block_size, *spec.shape]
+            strides: list[Any] = [self.block_size * row, row, spec.shape[-1], 1]
             # torch.empty would make the first stride Max(1, block_size) * row, equal to nothing.
             return torch.empty_strided(sizes, strides, dtype=spec.dtype)
 

@@ -44,8 +44,10 @@ def attention(
             seen &= columns > rows - window
         if mask is None:
             mask = seen
+        elif mask.dtype == torch.bool:
+            mask = mask & seen
         else:
-            mask = mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, float("-inf"))
+            mask = mask.masked_fill(~seen, float("-inf"))
     out = F.scaled_dot_product_attention(
         q.transpose(-2, -3), k.transpose(-2, -3), v.transpose(-2, -3), mask, is_causal=causal and mask is None,
         scale=scale, enable_gqa=True)  # fmt: skip

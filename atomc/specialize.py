@@ -1,0 +1,137 @@
+"""One graph, compiled once per tuple of the Python floats that Dynamo made inputs of without guarding their values."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.fx import GraphModule
+
+from atomc import capture
+from atomc.cudagraphs import Graphed
+from atomc.dump import Dumper
+from atomc.floats import inline_floats
+from atomc.graph_pass import Context
+from atomc.match import mutated
+from atomc.options import Options
+from atomc.platform import Platform
+from atomc.report import Report
+from atomc.stages import lift_stage, stages, with_extras
+from atomc.stamp import regions_of
+from atomc.torch_compat import fake_mode_of, lifted_floats, num_guards, own_copy, tracing_context
+
+# A float that takes more values than this is handed to Inductor as an input.
+MOST_FLOAT_VALUES = 8
+
+
+class Specialized:
+    """Compiles one graph, once per tuple of the Python floats that Dynamo made inputs of without guarding them."""
+
+    def __init__(
+        self, gm: GraphModule, example_inputs: Sequence[Any], options: Options, platform: Platform | None,
+        report: Report,
+    ):  # fmt: skip
+        self.gm, self.inputs, self.options, self.report = gm, list(example_inputs), options, report
+        self.platform = platform or Platform.detect(device_of(example_inputs))
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        self.floats = [placeholders.index(node) for node in lifted_floats(gm.graph)]
+        self.mode = fake_mode_of(gm.graph)
+        self.compiled: dict[tuple[float, ...], Callable[..., Any]] = {}
+        self.lock = threading.Lock()
+
+    def first(self) -> Callable[..., Any]:
+        values = self.values(self.inputs)
+        self.compiled[values] = self.compile(values, self.inputs)
+        if not self.floats:
+            return self.compiled[values]
+        self.inputs = []  # they are the caller's to free
+        return self
+
+    def values(self, args: Sequence[Any]) -> tuple[float, ...]:
+        return tuple(float(args[i]) for i in self.floats)
+
+    def compile(self, values: tuple[float, ...], inputs: Sequence[Any]) -> Callable[..., Any]:
+        floats = dict(zip(self.floats, values, strict=True))
+        return compile_for(self.gm, inputs, self.options, self.platform, self.report, floats)
+
+    def __call__(self, *args: Any) -> Any:
+        values = self.values(args)
+        if values not in self.compiled:
+            with self.lock:
+                if values not in self.compiled:
+                    self.compiled[values] = self.recompile(values, args)
+        return self.compiled[values](*args)
+
+    def recompile(self, values: tuple[float, ...], args: Sequence[Any]) -> Callable[..., Any]:
+        """Compile for further values, outside of Dynamo: sizes may not be guarded any more, so a guard undoes it."""
+        if len(self.compiled) >= MOST_FLOAT_VALUES:
+            self.report.notes.append(f"a Python float took more than {MOST_FLOAT_VALUES} values: those run uncompiled")
+            return runnable(self.gm).forward
+        guards = num_guards(self.mode)
+        try:
+            with tracing_context(self.mode):
+                made = self.compile(values, args)
+        except Exception as error:  # the graph itself always runs
+            if self.options.strict:
+                raise
+            self.report.notes.append(f"floats {values} run uncompiled: {error}")
+            return runnable(self.gm).forward
+        if num_guards(self.mode) != guards:
+            self.report.notes.append(f"floats {values} run uncompiled: compiling for them needs a new guard")
+            return runnable(self.gm).forward
+        self.report.notes.append(f"compiled again for floats {values}")
+        return made
+
+
+def device_of(inputs: Sequence[Any]) -> str | None:
+    """The device type of the first tensor."""
+    return next((x.device.type for x in inputs if isinstance(x, Tensor) and not x.is_meta and x.dim()), None)
+
+
+def compile_for(
+    gm: GraphModule, example_inputs: Sequence[Any], options: Options, platform: Platform, report: Report,
+    floats: dict[int, float],
+) -> Callable[..., Any]:  # fmt: skip
+    """All stages for one graph with given floats; takes and returns what `gm` does."""
+    context = Context(options, platform, notes=report.notes, inputs=example_inputs)
+    dumper = Dumper(options.dump)
+    written: list[int] = []
+
+    def compiler(functional: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        written.extend(written_inputs(functional))
+        compiled = stages(functional, context, report, dumper)
+        return with_extras(compiled, example_inputs, report.notes)
+
+    def lift(dynamo: GraphModule) -> None:
+        lift_stage(dynamo, context, report)
+
+    start = time.perf_counter()
+    made = capture.trace(gm, example_inputs, lift, compiler, floats, report.notes)
+    report.phases["trace"] = time.perf_counter() - start - sum(
+        report.phases.get(name, 0.0) for name in ("lift", "passes", "lower", "glue"))  # fmt: skip
+    report.treated = True
+    if wants_cuda_graphs(options) and not platform.is_cpu:
+        return Graphed(made, written, report.notes, report.cuda_graphs)
+    return made
+
+
+def wants_cuda_graphs(options: Options) -> bool:
+    """The modes of torch.compile that ask for CUDA graphs."""
+    return options.mode in ("reduce-overhead", "max-autotune")
+
+
+def written_inputs(gm: GraphModule) -> list[int]:
+    """The numbers of the inputs that the graph writes in place."""
+    targets = {target for node in gm.graph.nodes for target in mutated(node)}
+    return [i for i, node in enumerate(gm.graph.find_nodes(op="placeholder")) if node in targets]
+
+
+def runnable(gm: GraphModule) -> GraphModule:
+    """Dynamo's graph, without regions if `dynamic=True` hands them Python floats, which they refuse."""
+    operands = [x for calls in regions_of(gm).values() for call in calls for x in call.args[2:]]
+    if not operands or not (lifted_floats(gm.graph) or any(isinstance(x, float) for x in operands)):
+        return gm
+    copy = own_copy(gm)
+    inline_floats(copy)
+    return copy

@@ -1,0 +1,158 @@
+"""The stages of one graph: passes, lowering per range of token counts, glue; and what a caller appends to each call."""
+
+import copy
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from atomc import passes, pipeline, ranges
+from atomc.dump import Dumper
+from atomc.graph_pass import Context, Extra
+from atomc.ops.state import StateSpec
+from atomc.options import Options
+from atomc.packs import Packs
+from atomc.pieces import compile_glue, glue_of, run_eagerly
+from atomc.provenance import layer_of
+from atomc.report import Report
+from atomc.select import Selection
+from atomc.stamp import region, regions_of, renamed, stack_of
+from atomc.torch_compat import mode_options, outside_of_tracing
+
+
+@dataclass
+class Compiled:
+    """One graph after all stages. `call` takes the graph's inputs, then `packed`, then the state inputs, then `extras`.
+
+    inputs   the names of all of these but the extras
+    packed   name -> the names of the parameters that the caller packs
+    """
+
+    call: Callable[..., Any]
+    graph: GraphModule
+    inputs: list[str]
+    packed: dict[str, tuple[str, ...]]
+    state: list[StateSpec] = field(default_factory=list)
+    extras: list[Extra] = field(default_factory=list)
+    syncing: list[str] = field(default_factory=list)  # kernels that no CUDA graph can hold
+
+
+@contextmanager
+def timed(report: Report, phase: str) -> Iterator[None]:
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        report.phases[phase] = report.phases.get(phase, 0.0) + time.perf_counter() - start
+
+
+def inductor_patches(options: Options) -> dict[str, Any]:
+    """Inductor's configuration for these options."""
+    patches = {name: on for name, on in mode_options(options.mode).items() if "cudagraph" not in name}
+    if options.rounding == "hf":
+        patches["emulate_precision_casts"] = True
+    return {**patches, **options.inductor}
+
+
+def lift_stage(dynamo: GraphModule, context: Context, report: Report) -> None:
+    """Lift composite calls of Dynamo's graph, in place: of a region once, in the report for each of its calls."""
+    with timed(report, "lift"):
+        pipeline.run(dynamo, [passes.LIFT], context, report)
+        for name, calls in regions_of(dynamo).items():
+            once = Report(report.model)
+            lift_stage(region(dynamo, name), context, once)
+            report.stages += once.stages
+            for call in calls:
+                report.matches += once.matches
+                for site in once.sites:
+                    path = renamed(site.module_path, stack_of(calls[0]), stack_of(call))
+                    report.sites.append(replace(site, module_path=path, layer=layer_of(path)))
+
+
+def stages(
+    gm: GraphModule, context: Context, report: Report, dumper: Dumper, *, glue: bool = True
+) -> Compiled:
+    """Passes, lowering per range, and glue for a functional graph. Without glue, `call` is the original's forward."""
+    chosen, report.off = pipeline.selected(passes.PIPELINE, context)
+    with timed(report, "passes"):
+        dumper(gm, "captured")
+        pipeline.run(gm, chosen, context, report, [lambda name, graph: dumper(graph, name)])
+    inputs = gm.graph.find_nodes(op="placeholder")
+    packed = {node.name: node.meta["packed"] for node in inputs if "packed" in node.meta}
+    names = [node.name for node in inputs]
+    how, why = glue_of(context.options, context.platform)
+    report.notes.append(f"glue: {how} ({why})")
+    callables, layout = [], None
+    selection = Selection(context.options, context.platform, eager=how == "eager")  # loads the kernels
+    found = ranges.ranges_of(gm, selection.could_serve)
+    extras: list[Extra] = []
+    syncing: list[str] = []
+    for interval in found:
+        with timed(report, "lower"):
+            lowered = copy_graph(gm) if len(found) > 1 else gm
+            selection = Selection(context.options, context.platform, eager=how == "eager", layout=layout,
+                                  tokens=interval)  # fmt: skip
+            layout = layout or selection.fix_layout(list(lowered.graph.nodes))
+            for_range = copy.copy(context)
+            for_range.choose, for_range.extras = selection.choose, []
+            pipeline.run(lowered, [passes.LOWER], for_range, report, [lambda name, graph: dumper(graph, name)])
+            report.kernels += selection.choices
+            syncing += selection.syncing
+        with timed(report, "glue"):
+            call = _glue(lowered, how, context.options, report) if glue else gm.forward
+            offset = len(lowered.graph.find_nodes(op="placeholder")) - len(for_range.extras)
+            callables.append(_taking(call, offset, len(extras), len(for_range.extras)) if len(found) > 1 else call)
+            extras += for_range.extras
+    state = [replace(spec, layout=layout or spec.layout) for spec in context.state]
+    report.state = [f"{spec.name}: {spec.kind} {list(spec.shape)} {spec.dtype} layout {spec.layout}" for spec in state]
+    return Compiled(ranges.dispatch(gm, found, callables), gm, names, packed, state, extras, syncing)
+
+
+def _taking(call: Callable[..., Any], inputs: int, start: int, count: int) -> Callable[..., Any]:
+    """The callable of one range sees only its own extras."""
+    return lambda *args: call(*args[:inputs], *args[inputs + start:inputs + start + count])
+
+
+def _glue(gm: GraphModule, how: str, options: Options, report: Report) -> Callable[..., Any]:
+    if how == "eager":
+        return run_eagerly(gm)
+    call, pieces = compile_glue(gm, inductor_patches(options))
+    report.notes.append(f"{pieces}, compiled by Inductor")
+    return call
+
+
+def copy_graph(gm: GraphModule) -> GraphModule:
+    """The same graph again, to be lowered for another range; values and metadata are shared."""
+    graph = torch.fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    return GraphModule(gm, graph)
+
+
+def with_extras(compiled: Compiled, example_inputs: Sequence[Any], notes: list[str]) -> Callable[..., Any]:
+    """Append the packs, and what kernels prepared of the weights, to each call."""
+    if not compiled.packed and not compiled.extras:
+        return compiled.call
+    packs = packs_of(compiled, notes)
+    appended = prepared(compiled, [*example_inputs, *packs(example_inputs)])
+    return lambda *args: compiled.call(*args, *packs(args), *appended)
+
+
+def packs_of(compiled: Compiled, notes: list[str]) -> Packs:
+    """The packs that the graph reads, found among its inputs."""
+    return Packs([[compiled.inputs.index(part) for part in parts] for parts in compiled.packed.values()], notes)
+
+
+def prepared(compiled: Compiled, weights: Sequence[Any]) -> list[tuple[Tensor, ...]]:
+    """What kernels made of the weights, which are inputs or packs, in the order of the extras."""
+    made = []
+    for extra in compiled.extras:
+        if extra.kind != "prepared":
+            raise ValueError(f"a kernel's {extra.kind} exists in the runtime only")
+        with outside_of_tracing():
+            made.append(extra.function(weights[compiled.inputs.index(extra.weight)]).tensors)
+    return made
