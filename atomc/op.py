@@ -6,7 +6,7 @@ Kernels that compute the same thing faster are added with `@ops.<name>.kernel(pr
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, overload
 
@@ -57,10 +57,19 @@ class Kernel:
     syncs: bool = False
 
 
+# Several calls on one input, each as its arguments by name, with the same optional ones given -> which parameters to pack,
+# row behind row, so that one call returns all results side by side in the last dimension; or why that cannot be.
+Concat = Callable[[Sequence[Mapping[str, Any]]], tuple[str, ...] | str]
+
+
 class Op:
     """A registered op: call it like a function; `reference` is its meaning."""
 
-    def __init__(self, meaning: Callable[..., Any], mutates: Sequence[str], shape: Callable[..., Any] | None):
+    def __init__(
+        self, meaning: Callable[..., Any], mutates: Sequence[str], shape: Callable[..., Any] | None,
+        concat: Concat | None = None,
+    ):  # fmt: skip
+        self.concat = concat
         self.name = meaning.__name__
         self.reference = meaning
         self.mutates = tuple(mutates)
@@ -123,19 +132,21 @@ REGISTRY: dict[str, Op] = {}
 def op(meaning: Callable[..., Any]) -> Op: ...
 @overload
 def op(
-    *, mutates: Sequence[str] = (), shape: Callable[..., Any] | None = None
+    *, mutates: Sequence[str] = (), shape: Callable[..., Any] | None = None, concat: Concat | None = None
 ) -> Callable[[Callable[..., Any]], Op]: ...
 def op(
     meaning: Callable[..., Any] | None = None,
     *,
     mutates: Sequence[str] = (),
     shape: Callable[..., Any] | None = None,
+    concat: Concat | None = None,
 ) -> Op | Callable[[Callable[..., Any]], Op]:
     """Make an op of its meaning. `mutates` names the parameters written in place; `shape` replaces the meaning as the
-    fake kernel where the meaning depends on data or is slow to run on fake tensors."""
+    fake kernel where the meaning depends on data or is slow to run on fake tensors; `concat` says how several calls on
+    one input become one (see Concat)."""
 
     def register(function: Callable[..., Any]) -> Op:
-        made = Op(function, mutates, shape)
+        made = Op(function, mutates, shape, concat)
         REGISTRY[made.name] = made
         return made
 

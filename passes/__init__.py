@@ -8,6 +8,7 @@ from atomc.passes.fuse.kv_write import QK_NORM_ROPE_KV_WRITE, ROPE_KV_WRITE
 from atomc.passes.fuse.qk_norm_rope import QK_NORM_ROPE
 from atomc.passes.lift import lift
 from atomc.passes.lower import lower
+from atomc.passes.merge.linears import merge
 from atomc.passes.recognize.gated import GELU_AND_MUL, SILU_AND_MUL
 from atomc.passes.recognize.repeat_kv import REPEAT_KV
 from atomc.passes.recognize.rms_norm import RMS_NORM
@@ -31,6 +32,10 @@ PIPELINE: tuple[Pass, ...] = (
     rewriting("rope_before_transpose", ROPE_BEFORE_TRANSPOSE, after=["rms_norm", "rope_partial", "repeat_kv"],
               cleanup=True),
     Pass("tidy_transposes", cleanup.tidy, cleanup=True, after=("rope_before_transpose",)),
+    # merge
+    Pass("merge_qkv", merge("merge_qkv"), after=("tidy_transposes",)),
+    Pass("merge_gate_up", merge("merge_gate_up"), after=("silu_and_mul", "gelu_and_mul")),
+    Pass("merge_linears", merge("merge_linears"), after=("merge_qkv", "merge_gate_up")),
     # fuse
     rewriting("add_rms_norm", ADD_RMS_NORM, after=["rms_norm"]),
     rewriting("add_layer_norm", ADD_LAYER_NORM),

@@ -1,5 +1,8 @@
 """Linear layers and embedding look-up."""
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -10,7 +13,12 @@ def linear_shape(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-@op(shape=linear_shape)
+def stacked_rows(calls: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """Rows of weights are outputs: stacked, they are one linear layer."""
+    return ("weight",) if calls[0]["bias"] is None else ("weight", "bias")
+
+
+@op(shape=linear_shape, concat=stacked_rows)
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x @ weight.T + bias. x [..., K], weight [N, K], bias [N] -> [..., N]."""
     return F.linear(x, weight, bias)

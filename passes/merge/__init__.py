@@ -1,0 +1,1 @@
+"""What computes on the same input, at once."""

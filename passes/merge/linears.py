@@ -1,0 +1,227 @@
+"""Linear layers of one input become one: their parameters are packed, and its result is split.
+
+       +- linear(q_proj) -> q                                                  +-> q
+    x -+- linear(k_proj) -> k    =>    x - linear(packed) - split_with_sizes --+-> k
+       +- linear(v_proj) -> v                                                  +-> v
+
+The packed parameters are further inputs of the graph (node.meta["packed"] names the inputs they are made of; see
+atomc.packs). Any op whose `concat` allows it is merged, within a layer of the model. Equal but for the order in which a
+matrix product of another width adds up its terms.
+"""
+
+import operator
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from atomc import packs
+from atomc.canonical import VIEWS, call, input_name, value
+from atomc.graph_pass import Context
+from atomc.match import Difference
+from atomc.near_miss import NearMiss
+from atomc.op import Op, op_of
+from atomc.provenance import inherited, layer_of, module_path
+from atomc.rewrite import Fired, infer
+from atomc.strides import spread_strides
+from atomc.torch_compat import fake_mode_of
+
+aten = torch.ops.aten
+GATED = ("atom::silu_and_mul", "atom::gelu_and_mul")
+ATTENTION = ("atom::attention", "bmm", "baddbmm", "matmul")
+# What queries, keys and values go through on their way to attention.
+ON_THE_WAY = VIEWS | {"permute", "slice", "expand", "unsqueeze", "cat", "cast", "add", "mul", "neg", "getitem",
+                      "atom::rms_norm", "atom::layer_norm", "atom::rope"}  # fmt: skip
+
+Real = dict[Node, Any]  # what the graph's inputs are fed
+
+
+@dataclass(frozen=True)
+class _Linear:
+    """One call, with its arguments by name."""
+
+    op: Op
+    node: Node
+    arguments: dict[str, Any]
+
+
+Refused = tuple[Node, str]
+
+
+def merge(kind: str) -> Callable[[GraphModule, Context], list[Fired]]:
+    """The pass over all groups of a kind: "merge_qkv", "merge_gate_up", or "merge_linears" for the others."""
+
+    def run(gm: GraphModule, context: Context) -> list[Fired]:
+        real = dict(zip(gm.graph.find_nodes(op="placeholder"), context.inputs, strict=False))
+        fired = []
+        for group in _groups(gm.graph) if real else ():
+            if _kind([linear.node for linear in group]) == kind:
+                mergeable, refused = _mergeable(group, real)
+                fired += [_merge(gm.graph, part, names, kind) for part, names in mergeable]
+                context.near += [_miss(kind, group, node, reason) for node, reason in refused]
+        return fired
+
+    return run
+
+
+def _groups(graph: Graph) -> list[list[_Linear]]:
+    """Calls with the same input, in the same layer, with the same optional arguments given."""
+    found: dict[Any, list[_Linear]] = {}
+    for node in graph.nodes:
+        op = op_of(node.target)
+        if op is not None and op.concat is not None:
+            bound = op.signature.bind(*node.args, **node.kwargs)
+            bound.apply_defaults()
+            given = tuple(name for name, argument in bound.arguments.items() if argument is not None)
+            key = (op.name, next(iter(bound.arguments.values())), layer_of(module_path(node)), given)
+            found.setdefault(key, []).append(_Linear(op, node, bound.arguments))
+    return [_gate_first(group) for group in found.values() if len(group) > 1]
+
+
+def _gate_first(group: list[_Linear]) -> list[_Linear]:
+    """A gate before what it gates: the order in which kernels for both expect them."""
+    gated = _gated([linear.node for linear in group])
+    return sorted(group, key=lambda linear: gated.index(linear.node)) if len(gated) == len(group) else group
+
+
+def _kind(nodes: Sequence[Node]) -> str:
+    if len(nodes) == 2 and _gated(nodes):
+        return "merge_gate_up"
+    return "merge_qkv" if len(nodes) == 3 and all(map(_reaches_attention, nodes)) else "merge_linears"
+
+
+def _reaches_attention(node: Node) -> bool:
+    return any(call(reader).op in ATTENTION for reader in _readers(node, ON_THE_WAY))
+
+
+def _gated(nodes: Sequence[Node]) -> list[Node]:
+    """Gate and up, if two of the nodes are what a gated activation reads."""
+    for reader in _readers(nodes[0], VIEWS):
+        if call(reader).op in GATED:
+            pair = [_behind_views(operand) for operand in call(reader).operands]
+            if len(set(pair) & set(nodes)) == 2:
+                return pair
+    return []
+
+
+def _behind_views(node: Node) -> Node:
+    while call(node).op in VIEWS:
+        node = call(node).operands[0]
+    return node
+
+
+def _readers(node: Node, through: Collection[str]) -> Iterator[Node]:
+    """What reads a node, also behind ops of these names."""
+    waiting, seen = list(node.users), set(node.users)
+    while waiting:
+        reader = waiting.pop()
+        yield reader
+        if call(reader).op in through:
+            waiting += [further for further in reader.users if further not in seen]
+            seen |= set(reader.users)
+
+
+def _mergeable(group: list[_Linear], real: Real) -> tuple[list[tuple[list[_Linear], tuple[str, ...]]], list[Refused]]:
+    """The parts of a group to merge, each with the names of the arguments to pack; and what is left alone, and why."""
+    assert group[0].op.concat is not None
+    names = group[0].op.concat([linear.arguments for linear in group])
+    if isinstance(names, str):
+        return [], [(group[0].node, names)]
+    fit, refused = [], []
+    for linear in group:
+        reason = next((reason for name in names if (reason := _unfit(linear.arguments[name], real))), None)
+        if reason is None and not isinstance(value(linear.node).shape[-1], int):
+            reason = "its width is not constant"
+        if reason:
+            refused.append((linear.node, reason))
+        else:
+            fit.append(linear)
+    parts, elsewhere = _as_packed_before(fit, names[0], real)
+    refused += elsewhere
+    mergeable = []
+    for part in parts:
+        reason = _different(part, names, real)
+        if reason:
+            refused.append((part[0].node, reason))
+        else:
+            mergeable.append((part, names))
+    return mergeable, refused
+
+
+def _unfit(given: Any, real: Real) -> str | None:
+    """Why this argument of a call cannot be packed with any other, or None."""
+    if not isinstance(given, Node) or given.op != "placeholder" or given not in real:
+        return "its weight is computed in the graph"
+    if len(given.users) > 1:
+        return f"{input_name(given)} is read elsewhere, too"
+    reason = packs.unfit(real[given])
+    return f"{input_name(given)}: {reason}" if reason else None
+
+
+def _as_packed_before(group: list[_Linear], name: str, real: Real) -> tuple[list[list[_Linear]], list[Refused]]:
+    """What to merge with each other: as an earlier graph has packed the parameters, and all others together."""
+    found: list[list[_Linear]] = []
+    others: list[_Linear] = []
+    refused: list[Refused] = []
+    by_parameter = {id(real[linear.arguments[name]]): linear for linear in group}
+    for linear in group:
+        together = [by_parameter.get(id(parameter)) for parameter in packs.partners(real[linear.arguments[name]])]
+        here = [other for other in together if other is not None]
+        if not together:
+            others.append(linear)
+        elif len(here) < len(together):
+            refused.append((linear.node, f"{input_name(linear.arguments[name])} is packed with others for another graph"))
+        elif here not in found:
+            found.append(here)
+    return found + ([others] if len(others) > 1 else []), refused
+
+
+def _different(group: list[_Linear], names: tuple[str, ...], real: Real) -> str | None:
+    """Why these cannot be merged with each other, or None."""
+    rest = [[argument for name, argument in linear.arguments.items() if name not in names] for linear in group]
+    if any(arguments != rest[0] for arguments in rest):
+        return "they differ in other arguments"
+    reasons = (packs.refusal([real[linear.arguments[name]] for linear in group]) for name in names)
+    return next((reason for reason in reasons if reason), None)
+
+
+def _miss(kind: str, group: list[_Linear], node: Node, reason: str) -> NearMiss:
+    difference = Difference("guard", "parameters that can share one memory", reason, node)
+    return NearMiss(kind, "", node, len(group) - 1, len(group), 0, [difference], {linear.node for linear in group})
+
+
+def _merge(graph: Graph, group: list[_Linear], names: tuple[str, ...], kind: str) -> Fired:
+    nodes = [linear.node for linear in group]
+    first = min(nodes)
+    widths = [value(node).shape[-1] for node in nodes]
+    packed = {name: _packed_input(graph, [linear.arguments[name] for linear in group]) for name in names}
+    with graph.inserting_before(first):
+        whole = graph.call_function(group[0].op.overload, tuple({**group[0].arguments, **packed}.values()))
+        split = graph.call_function(aten.split_with_sizes.default, (whole, widths, -1))
+        parts = [graph.call_function(operator.getitem, (split, i)) for i in range(len(nodes))]
+    for made in (whole, split):
+        made.meta.update(inherited(nodes, first, kind))
+        infer(graph, made)
+    for i, (node, part) in enumerate(zip(nodes, parts, strict=True)):
+        part.meta.update({key: item for key, item in node.meta.items() if key != "canonical"}, val=value(split)[i])
+        node.replace_all_uses_with(part)
+        graph.erase_node(node)
+        spread_strides(graph, part, value(node))
+    return Fired(kind, nodes[0], {"widths": widths}, set(nodes), [whole, split, *parts])
+
+
+def _packed_input(graph: Graph, parts: list[Node]) -> Node:
+    """A further input: these parameters, row behind row."""
+    inputs = graph.find_nodes(op="placeholder")
+    number = sum("packed" in node.meta for node in inputs)
+    with graph.inserting_after(inputs[-1]):
+        made: Node = graph.placeholder(f"packed_{number}")
+    first, mode = value(parts[0]), fake_mode_of(graph)
+    assert mode is not None
+    with mode:
+        rows = sum(value(part).shape[0] for part in parts)
+        made.meta["val"] = torch.empty((rows, *first.shape[1:]), dtype=first.dtype, device=first.device)
+    made.meta["packed"] = tuple(part.name for part in parts)
+    return made
