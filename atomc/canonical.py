@@ -1,7 +1,7 @@
 """One spelling per idea: what an ATen node says, independent of how it was written.
 
 chunk, split and slice are one `slice`; `x * x` and `pow(x, 2)` one `square`; transpose, t and permute one `permute`;
-dimensions count from the end; defaults are filled in. The graph itself is not changed.
+reshape and unsqueeze one `view`; dimensions count from the end; defaults are filled in. The graph itself is not changed.
 """
 
 import operator
@@ -18,8 +18,8 @@ from atomc.sizes import expression, known_equal
 COMMUTATIVE = frozenset({"add", "mul", "maximum", "minimum", "eq", "ne", "bitwise_and", "bitwise_or"})
 VIEWS = frozenset({"view", "clone"})
 # Ops that many ideas share: a pattern is not looked for because of these alone.
-GENERIC = frozenset({"add", "mul", "sub", "div", "neg", "view", "permute", "slice", "cast", "to", "expand", "unsqueeze",
-                     "getitem", "cat", "clone", "mean", "sum", "square", "pow", "stack"})  # fmt: skip
+GENERIC = frozenset({"add", "mul", "sub", "div", "neg", "view", "permute", "slice", "cast", "to", "expand", "getitem",
+                     "cat", "clone", "mean", "sum", "square", "pow", "stack"})  # fmt: skip
 _TO_THE_END = 2**62
 
 
@@ -65,7 +65,7 @@ def _call(node: Node) -> Call:
         return Call(str(node.target), list(node.all_input_nodes), {})
     op, operands, attrs = _by_schema(node, schema)
     rank = _rank(operands)
-    if op in ("unsqueeze", "stack"):
+    if op == "stack":
         rank += 1
     for name in ("dim", "dims", "dim0", "dim1"):
         if name in attrs and op != "permute":
@@ -74,7 +74,7 @@ def _call(node: Node) -> Call:
                            else _from_end(dims, rank))
     if op in ("_to_copy", "prims::convert_element_type"):
         return _cast(node, operands, attrs)
-    if op in ("view", "_unsafe_view", "reshape", "expand"):
+    if op in ("view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "expand"):
         return Call("expand" if op == "expand" else "view", operands, {"shape": tuple(value(node).shape)})
     if op in ("transpose", "t", "permute"):
         return Call("permute", operands, {"dims": _permutation(op, attrs, rank)})

@@ -31,7 +31,7 @@ from atomc.provenance import describe
 from atomc.sizes import expression, known_equal, substitute
 
 # Ops that only change how a value lies, looks or is kept: several in a row are one difference.
-LAYOUT = VIEWS | {"permute", "expand", "unsqueeze", "squeeze", "cast", "to"}
+LAYOUT = VIEWS | {"permute", "expand", "cast", "to"}
 LONGEST_CHAIN = 5
 
 

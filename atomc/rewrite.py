@@ -140,7 +140,8 @@ def _replace(graph: Graph, rewrite: Rewrite, site: Site, renamed: dict[Node, Nod
         if not same_shape(value(output), value(new)):  # a view was seen through: give readers the shape they know
             with graph.inserting_before(before):
                 view = next(node for node in site.skipped if call(node).op == "view")
-                new = graph.call_function(torch.ops.aten.view.default, (new, view.args[1]))
+                assert callable(view.target)
+                new = graph.call_function(view.target, (new, *view.args[1:]), dict(view.kwargs))
                 new.meta.update(meta, val=value(output))
         output.replace_all_uses_with(new)
         renamed[output] = new

@@ -35,10 +35,13 @@ def same_shape(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def substitute(size: Any, values: Mapping[sympy.Symbol, Any]) -> Any:
-    """The size with symbols replaced by other sizes, as an expression; an int stays an int."""
+    """The size with symbols replaced by other sizes, as an expression; an int stays an int.
+
+    All at once: the symbols of a pattern and of a graph may have the same names.
+    """
     if not isinstance(size, torch.SymInt):
         return size
-    return expression(size).subs({symbol: expression(value) for symbol, value in values.items()})
+    return expression(size).xreplace({symbol: expression(value) for symbol, value in values.items()})
 
 
 def spell_shape(shape: Sequence[Any]) -> str:

@@ -337,8 +337,8 @@ TABLE: dict[str, dict[str, Cell | str]] = {
         "mutation": Cell(
             repeat_then_write, REPEAT, "extra op", "attention.* reading permute", r"mul\(other=2\).* in between"),
         "view that changes meaning": Cell(
-            lambda q, k, v: attend(q, repeated(k, dim=1), repeated(v)), REPEAT, "attribute", "unsqueeze with dim=-3",
-            "^dim=-4"),
+            lambda q, k, v: attend(q, repeated(k, dim=1), repeated(v)), REPEAT, "view",
+            r"shape \[1, 2, 1, 6, 16\]", r"\[1, 1, 2, 6, 16\]"),
         "device": Cell(
             lambda q, k, v: attend(q.to("meta"), repeated(k).to("meta"), repeated(v).to("meta")), REPEAT, "extra op",
             "attention.* reading permute", MOVED),

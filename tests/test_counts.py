@@ -1,0 +1,218 @@
+"""How often each rewrite fires on whole models, by formula, whatever the depth and however sizes are made dynamic."""
+
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import atomc
+from atomc import models, program
+from atomc.models import qwen3
+from atomc.report import Report
+from atomc.torch_compat import mark_unbacked
+
+transformers = pytest.importorskip("transformers")
+
+TINY = dict(vocab_size=96, hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2,
+            max_position_embeddings=128, head_dim=16, pad_token_id=0)  # fmt: skip
+OURS = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+STRICT = {"strict": True, "glue": "eager"}
+
+
+def formula(kind: str, layers: int) -> dict[str, int]:
+    norms_of_heads = 2 * layers if kind == "qwen3" else 0
+    return {
+        "rms_norm": 2 * layers + 1 + norms_of_heads,
+        "add_rms_norm": 2 * layers,
+        "silu_and_mul": layers,
+        "attention": layers,
+        "rope": 2 * layers,
+        "qk_norm_rope": layers if kind == "qwen3" else 0,
+    }
+
+
+def own(kind: str, layers: int, device: str = "meta", dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    config = {**TINY, "num_hidden_layers": layers, "architectures": [OURS[kind]], "model_type": kind}
+    return models.build(config, dtype=dtype, device=device).eval().requires_grad_(False)
+
+
+def stock(
+    kind: str, layers: int, device: str = "meta", dtype: torch.dtype = torch.bfloat16, **differs: object
+) -> nn.Module:
+    config = transformers.AutoConfig.for_model(kind, **(TINY | {"num_hidden_layers": layers, "eos_token_id": 0} | differs))
+    with torch.device(device):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype,
+                                                              attn_implementation="eager" if kind == "gpt_oss" else "sdpa")
+    return model.eval().requires_grad_(False)
+
+
+def counted(report: Report, names: dict[str, int]) -> dict[str, int]:
+    """How often the named rewrites fired. Nothing nearly fired, and nothing was refused without a reason."""
+    assert report.treated, report.why_not
+    assert [miss.text() for miss in report.near] == [] and report.bugs == []
+    return {name: report.matches[name] for name in names}
+
+
+# ---- the formulas
+
+
+@pytest.mark.parametrize(("layers", "dynamic"), [(1, None), (2, True), (4, None)])
+@pytest.mark.parametrize("make", [own, stock])
+@pytest.mark.parametrize("kind", OURS)
+def test_the_counts_follow_the_formula_at_any_depth(
+    kind: str, make: Callable[..., nn.Module], layers: int, dynamic: bool | None
+) -> None:
+    report = atomc.explain(make(kind, layers), dynamic=dynamic, options=STRICT)
+    assert counted(report, formula(kind, layers)) == formula(kind, layers)
+    # The first norm of the model has no add before it.
+    assert report.num_ops["rms_norm"] == 1
+
+
+@pytest.mark.parametrize(("kind", "make", "dynamic"), [
+    ("qwen3", stock, True), ("qwen3", own, None), ("llama", stock, None),
+])  # fmt: skip
+def test_the_counts_follow_the_formula_at_28_layers(
+    kind: str, make: Callable[..., nn.Module], dynamic: bool | None
+) -> None:
+    report = atomc.explain(make(kind, 28), dynamic=dynamic, options=STRICT)
+    assert counted(report, formula(kind, 28)) == formula(kind, 28)
+    assert report.num_ops["rms_norm"] == 1
+    assert {site.layer for site in report.sites if site.rewrite == "silu_and_mul"} == set(range(28))
+
+
+@pytest.mark.parametrize("make", [own, lambda kind, layers: models.wrap_stock(stock(kind, layers))], ids=["own", "stock"])
+@pytest.mark.parametrize(("kind", "layers"), [("qwen3", 3), ("llama", 2), ("mistral", 1)])
+def test_in_the_runtime_each_layer_writes_its_keys_in_one_op(
+    kind: str, make: Callable[..., nn.Module], layers: int
+) -> None:
+    normed = kind == "qwen3"
+    expected = {**formula(kind, layers), "qk_norm_rope_kv_write": normed * layers, "rope_kv_write": (not normed) * layers}
+
+    model = make(kind, layers)
+    report = program.compile_model(model, options=STRICT).report
+    assert counted(report, expected) == expected
+    assert {"rope", "kv_write", "qk_norm_rope", "attention"}.isdisjoint(report.num_ops)
+
+
+# ---- spellings of the layer that change nothing
+
+
+class SwappedAdds(qwen3.Layer):
+    def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x_TD = self.self_attn(self.input_layernorm(x_TD), cos, sin) + x_TD
+        x_TD = self.mlp(self.post_attention_layernorm(x_TD)) + x_TD
+        return x_TD
+
+
+class ReshapedNorms(qwen3.Layer):
+    def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD[None])[0], cos, sin)
+        x_TD = x_TD + self.mlp(self.post_attention_layernorm(x_TD.reshape(1, -1, 64)).reshape(x_TD.shape))
+        return x_TD
+
+
+@pytest.mark.parametrize("layer", [SwappedAdds, ReshapedNorms])
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_swapped_adds_and_a_reshape_before_the_norm_change_no_count(layer: type[nn.Module], dynamic: bool) -> None:
+    model = own("qwen3", 2, device="cpu", dtype=torch.float32)
+    for given in model.model.layers:
+        given.__class__ = layer
+    ids, positions = torch.arange(12) % 96, torch.arange(12)
+
+    compiled = torch.compile(model, backend="atom", dynamic=dynamic, options=STRICT)
+    with torch.inference_mode():
+        actual, expected = compiled(ids, positions), model(ids, positions)
+    assert (actual - expected).abs().max() <= 1e-5 * expected.abs().max()
+    report = atomc.reports()[-1]
+    assert counted(report, formula("qwen3", 2)) == formula("qwen3", 2)
+    assert report.num_ops["rms_norm"] == 1
+
+
+# ---- seven stock kinds, five ways to treat sizes
+
+KINDS = {
+    "qwen3": {},
+    "llama": {},
+    "mistral": {"sliding_window": 8},
+    "phi3": {"partial_rotary_factor": 1.0},
+    "gemma3_text": {"sliding_window": 8, "layer_types": ["full_attention"]},
+    "gpt_oss": {**EXPERTS, "layer_types": ["full_attention"]},
+    "mixtral": EXPERTS,
+}
+OF_ONE_LAYER = {
+    "qwen3": formula("qwen3", 1),
+    "llama": formula("llama", 1),
+    "mistral": formula("llama", 1),
+    "phi3": formula("llama", 1),
+    "gemma3_text": {"rms_norm": 7, "add_rms_norm": 2, "gelu_and_mul": 1, "attention": 1, "rope": 2, "qk_norm_rope": 1},
+    # Its attention is written out, and its experts are one op of transformers.
+    "gpt_oss": {"rms_norm": 3, "add_rms_norm": 2, "rope": 2},
+    "mixtral": {**formula("llama", 1), "silu_and_mul": 1},
+}
+
+
+@cache
+def one_layer(kind: str) -> Callable[[Tensor, Tensor], Tensor]:
+    model = stock(kind, 1, device="cpu", dtype=torch.float32, **KINDS[kind])
+    return lambda ids, positions: model(input_ids=ids, position_ids=positions, use_cache=False).logits
+
+
+def tokens(count: int, mark: Callable[[Tensor, int], object] = lambda x, dim: None) -> tuple[Tensor, Tensor]:
+    ids, positions = torch.arange(count)[None] % 96, torch.arange(count)[None]
+    mark(ids, 1), mark(positions, 1)
+    return ids, positions
+
+
+def check(forward: Callable[..., Tensor], expected: dict[str, int], *inputs: tuple[Tensor, Tensor],
+          dynamic: bool | None = None, graphs: int = 1) -> None:  # fmt: skip
+    """Compiled, it computes what eager does for each of the inputs, and each graph has the expected counts."""
+    before = len(atomc.reports())
+    compiled = torch.compile(forward, backend="atom", options=STRICT, dynamic=dynamic)
+    with torch.inference_mode():
+        for given in inputs:
+            actual, wanted = compiled(*given), forward(*given)
+            assert (actual - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+    made = atomc.reports()[before:]
+    assert [counted(report, expected) for report in made] == [expected] * graphs
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_is_recognised_when_the_token_count_is_marked_dynamic(kind: str) -> None:
+    mark = torch._dynamo.mark_dynamic
+    check(one_layer(kind), OF_ONE_LAYER[kind], tokens(12, mark), tokens(7))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_is_recognised_in_a_prompt_of_one_token(kind: str) -> None:
+    check(one_layer(kind), OF_ONE_LAYER[kind], tokens(1), dynamic=False)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3_text"])
+def test_the_same_is_recognised_when_everything_is_dynamic(kind: str) -> None:
+    check(one_layer(kind), OF_ONE_LAYER[kind], tokens(12), tokens(7), dynamic=True)
+
+
+def test_the_same_is_recognised_when_sizes_become_dynamic_by_themselves() -> None:
+    check(one_layer("qwen3"), OF_ONE_LAYER["qwen3"], tokens(12), tokens(7), tokens(9), graphs=2)
+
+
+@pytest.mark.parametrize("kind", OURS)
+def test_the_same_is_recognised_when_nothing_is_known_about_the_token_count(kind: str) -> None:
+    # One graph, also for a single token.
+    check(own(kind, 1, device="cpu", dtype=torch.float32), formula(kind, 1), tokens(12, mark_unbacked), tokens(1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("kind", OURS)
+def test_a_compiled_stock_model_computes_what_eager_does(kind: str, dtype: torch.dtype) -> None:
+    model = stock(kind, 2, device="cpu", dtype=dtype)
+    ids, positions = tokens(12)
+    compiled = torch.compile(model, backend="atom", options=STRICT)
+    with torch.inference_mode():
+        actual = compiled(input_ids=ids, position_ids=positions, use_cache=False).logits
+        expected = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+    assert (actual - expected).abs().max() <= (1e-4 if dtype == torch.float32 else 1e-2) * expected.abs().max()
+    assert counted(atomc.reports()[-1], formula(kind, 2)) == formula(kind, 2)
