@@ -1,0 +1,364 @@
+"""Attention over a paged cache in Triton: one kernel for any mix of sequences, and one that joins what it split.
+
+A program takes a tile of query rows against some of the keys of one key/value head. The rows of a tile are the G query
+heads that share this head, of consecutive new tokens of one sequence: each key is read once for all of them.
+
+Everything that the host decides comes from shapes, so that a step can be captured into a CUDA graph and replayed with
+other lengths. T rows of q, S sequences, N query heads, K key/value heads, G = N / K, D head width.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from atomc import ops
+from atomc.kernels.triton.launch import begin, overlap, unfit
+from atomc.platform import Platform
+from atomc.sizes import known_equal
+
+MAX_WIDTH, MAX_GROUP, MAX_SPLITS = 256, 128, 128
+# H200, 32 over 8 heads of 128, one sequence of 1,024 keys: 6.7 us, 6.9 with all 128 columns in one program.
+JOINED_COLUMNS = 64
+LOG2_E = math.log2(math.e)
+
+
+@triton.jit
+def _walk(
+    acc, total, peak, q, table, k_ptr, v_ptr, k_block, k_slot, v_block, v_slot, first, last, position, inner, unit,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, OFFSET: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Softmax so far (weighted values, sum of weights, highest score in base 2) after the keys first..last.
+
+    Without MASKED each row sees all of these keys, and there are whole tiles of them.
+    """
+    d = tl.arange(0, q.shape[1])
+    dv = tl.arange(0, acc.shape[1])
+    for n in range(first, last, BLOCK_N):
+        key = n + tl.arange(0, BLOCK_N)
+        slot = key % BLOCK_SIZE
+        if MASKED:
+            block = tl.load(table + key // BLOCK_SIZE, mask=key < last, other=0).to(OFFSET)
+        else:
+            block = tl.load(table + key // BLOCK_SIZE).to(OFFSET)
+        k_at = k_ptr + ((block * k_block + slot * k_slot)[:, None] + d[None, :])
+        v_at = v_ptr + ((block * v_block + slot * v_slot)[:, None] + dv[None, :])
+        if MASKED or q.shape[1] != D:
+            k = tl.load(k_at, mask=(key < last)[:, None] & (d < D)[None, :], other=0.0)
+        else:
+            k = tl.load(k_at)
+        if MASKED or acc.shape[1] != DV:
+            v = tl.load(v_at, mask=(key < last)[:, None] & (dv < DV)[None, :], other=0.0)
+        else:
+            v = tl.load(v_at)
+
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if SOFTCAP:
+            # cap * tanh(scores / cap): the sigmoid overflows for no score.
+            scores = 2.0 * tl.sigmoid(scores * inner) - 1.0
+        if MASKED:
+            seen = key[None, :] <= position[:, None]
+            if SPLIT:
+                seen = seen & (key < last)[None, :]
+            if WINDOW:
+                seen = seen & (key[None, :] > position[:, None] - WINDOW)
+            scores = tl.where(seen, scores, -float("inf"))
+        highest = tl.maximum(peak, tl.max(scores, 1) * unit)
+        shift = highest
+        if SPLIT or WINDOW:
+            # A row that has seen no key yet: -inf - -inf would be NaN.
+            shift = tl.where(highest == -float("inf"), 0.0, highest)
+        weights = tl.exp2(scores * unit - shift[:, None])
+        decay = tl.exp2(peak - shift)
+        total = total * decay + tl.sum(weights, 1)
+        acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+        peak = highest
+    return acc, total, peak
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_sequences", "table_row"])
+def _attend(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, query_start, seq_lens, block_tables, sinks, num_rows, num_sequences,
+    table_row, q_row, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head, inner, unit,
+    N: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    OFFSET: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, BY_SEQUENCE: tl.constexpr,
+    SPLIT: tl.constexpr, LOG2_E: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One tile, or with BY_SEQUENCE all of a sequence, over this program's split of the keys that a tile sees."""
+    BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
+    SEARCH: tl.constexpr = 128
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    # The rows behind the last sequence are one more, without keys.
+    if BY_SEQUENCE:
+        s = tl.program_id(0)
+        start = tl.load(query_start + s)
+        end = tl.load(query_start + s + 1, mask=s < num_sequences, other=num_rows)
+        length = tl.load(seq_lens + s, mask=s < num_sequences, other=0)
+        first_tile = 0
+        end_tile = end - start
+    else:
+        # Sequence s owns the tiles from query_start[s] // BLOCK_Q + s on: enough for its rows. The longest rows come
+        # last in a sequence; started first, they leave no long tail.
+        tile = tl.num_programs(0) - 1 - tl.program_id(0)
+        s, start, end, length = 0, 0, 0, 0
+        for lowest in range(0, num_sequences + 1, SEARCH):
+            each = lowest + tl.arange(0, SEARCH)
+            starts = tl.load(query_start + each, mask=each <= num_sequences, other=num_rows)
+            ends = tl.load(query_start + each + 1, mask=each < num_sequences, other=num_rows)
+            lengths = tl.load(seq_lens + each, mask=each < num_sequences, other=0)
+            # True for one of all. The sums pick its numbers without a second load that waits for the first.
+            owns = (starts // BLOCK_Q + each <= tile) & (tile <= ends // BLOCK_Q + each)
+            s += tl.sum(tl.where(owns, each, 0))
+            start += tl.sum(tl.where(owns, starts, 0))
+            end += tl.sum(tl.where(owns, ends, 0))
+            length += tl.sum(tl.where(owns, lengths, 0))
+        first_tile = (tile - start // BLOCK_Q - s) * BLOCK_Q
+        end_tile = first_tile + BLOCK_Q
+
+    num_new = end - start
+    table = block_tables + tl.cast(s, tl.int64) * table_row
+    k_ptr += kv_head * k_head
+    v_ptr += kv_head * v_head
+    m = tl.arange(0, BLOCK_M)
+    head = kv_head * GROUP + m % GROUP
+    d = tl.arange(0, BLOCK_D)
+    dv = tl.arange(0, BLOCK_DV)
+    for first_token in range(first_tile, end_tile, BLOCK_Q):
+        token = first_token + m // GROUP
+        valid = (m < BLOCK_Q * GROUP) & (token < num_new)
+        position = length - num_new + token
+
+        # The keys that some row sees, and of these the split.
+        lowest_position = length - num_new + first_token
+        first = 0
+        if WINDOW:
+            first = tl.maximum(lowest_position - WINDOW + 1, 0)
+        last = length - num_new + tl.minimum(first_token + BLOCK_Q, num_new)
+        if not BY_SEQUENCE:
+            last = tl.where(first_token < num_new, last, 0)
+        if SPLIT:
+            chunk = tl.maximum(tl.cdiv(tl.cdiv(last - first, tl.num_programs(2)), 16) * 16, BLOCK_N)
+            first += split * chunk
+            last = tl.minimum(last, first + chunk)
+        first_key = first
+
+        q_at = q_ptr + ((start + token).to(tl.int64) * q_row + head * q_head)[:, None] + d[None, :]
+        q = tl.load(q_at, mask=valid[:, None] & (d < D)[None, :], other=0.0)
+        peak = tl.full([BLOCK_M], -float("inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        if SINKS and split == 0:
+            # One more key without value, which only the first split counts.
+            peak = tl.load(sinks + head, mask=valid, other=0.0).to(tl.float32) * LOG2_E
+            total += 1.0
+        acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+        if not BY_SEQUENCE and not WINDOW:
+            # Most keys of a wide tile are seen by all of its rows.
+            whole = tl.maximum(tl.minimum(last, lowest_position + 1) - first, 0) // BLOCK_N * BLOCK_N
+            acc, total, peak = _walk(
+                acc, total, peak, q, table, k_ptr, v_ptr, k_block, k_slot, v_block, v_slot, first, first + whole,
+                position, inner, unit, D, DV, BLOCK_N, BLOCK_SIZE, OFFSET, WINDOW, SOFTCAP, SPLIT, False,
+            )  # fmt: skip
+            first += whole
+        acc, total, peak = _walk(
+            acc, total, peak, q, table, k_ptr, v_ptr, k_block, k_slot, v_block, v_slot, first, last,
+            position, inner, unit, D, DV, BLOCK_N, BLOCK_SIZE, OFFSET, WINDOW, SOFTCAP, SPLIT, True,
+        )  # fmt: skip
+
+        if PDL:
+            # Not earlier, or `join` takes room from what runs: H200, 8 x 1,024 keys, 8 splits: 14.4 us for 18.3.
+            tl.extra.cuda.gdc_launch_dependents()
+        # A row that sees no key is zero, and its peak is -inf.
+        total = tl.where(total == 0.0, 1.0, total)
+        acc = acc / total[:, None]
+        out_row = ((start + token).to(tl.int64) * N + head) * tl.num_programs(2) + split
+        if SPLIT:
+            lse = tl.where(first_key < last, peak + tl.log2(total), -float("inf"))
+            tl.store(lse_ptr + out_row, lse, mask=valid)
+            valid = valid & (first_key < last)
+        out_at = out_ptr + out_row[:, None] * DV + dv[None, :]
+        tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=valid[:, None] & (dv < DV)[None, :])
+
+
+@triton.jit(do_not_specialize=["num_splits"])
+def join(
+    partial_ptr, lse_ptr, out_ptr, num_splits,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SPLITS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Some columns of one head of one row: the splits' results, each with the weight of its keys."""
+    begin(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    split = tl.arange(0, BLOCK_SPLITS)
+    dv = tl.program_id(1) * BLOCK_DV + tl.arange(0, BLOCK_DV)
+    at = row * num_splits + split
+    lse = tl.load(lse_ptr + at, mask=split < num_splits, other=-float("inf"))
+    there = (split < num_splits)[:, None] & (dv < DV)[None, :]
+    partial = tl.load(partial_ptr + at[:, None] * DV + dv[None, :], mask=there, other=0.0)
+    peak = tl.max(lse, 0)
+    weights = tl.exp2(lse - tl.where(peak == -float("inf"), 0.0, peak))
+    total = tl.sum(weights, 0)
+    # A split without keys wrote no values: what lies there may be NaN.
+    partial = tl.where((lse == -float("inf"))[:, None], 0.0, partial)
+    out = tl.sum(weights[:, None] * partial, 0) / tl.where(total == 0.0, 1.0, total)
+    tl.store(out_ptr + row * DV + dv, out.to(out_ptr.dtype.element_ty), mask=dv < DV)
+
+
+class Tiling(NamedTuple):
+    """How the work is cut: tiles of `rows` x `keys`, and `splits` programs for the keys of one tile.
+
+    by_sequence: a program takes all tiles of its sequence, and need not search for it.
+    registers: the most that a thread may have, so that more programs run at once.
+    """
+
+    rows: int
+    keys: int
+    splits: int
+    warps: int
+    stages: int
+    by_sequence: bool = False
+    registers: int | None = None
+
+
+def tiling(
+    num_rows: int, num_sequences: int, group: int, kv_heads: int, width: int, itemsize: int, longest: int, num_sms: int
+) -> Tiling:
+    """What suits these shapes. `longest` is the room in the block tables, not the length of any sequence."""
+    even, odd = divmod(num_rows, max(num_sequences, 1))
+    per_sequence = (even + (odd > 0)) * group
+    least = max(16, triton.next_power_of_2(group))
+    by_sequence = not odd and per_sequence <= 64
+    # H200, bf16, heads of 128, medians of CUDA graph replays; bench/attention.py --sweep found the best of about ten.
+    if by_sequence:
+        rows = max(least, triton.next_power_of_2(per_sequence))
+        if num_sequences * kv_heads <= num_sms // 4:
+            # 1 x 1,024 keys over 8 heads: 6.8 us; 7.0 as below, and 8.7 if the tables have room for 40,960.
+            keys, warps, stages, registers, at_once = 128, 8, 5, None, 1
+        else:
+            # 64 x 1,024 keys over 8 heads: 67 us, 84 with the 155 registers it likes, 80 as above.
+            keys, warps, stages, registers, at_once = 64, 4, 3, 128, 4
+    else:
+        rows, keys, warps, stages, registers, at_once = 128, 64, 8, 2, 128, 2
+        tiles = num_rows // max(rows // group, 1) + min(num_sequences, num_rows)
+        if per_sequence <= 64 or tiles * kv_heads < at_once * num_sms:
+            # 63 decodes and a chunk of 512: 82 us, 129 with 128 rows; 1 x 1,024 tokens, 16 heads: 26 us for 36.
+            # But 16 x 1,024 tokens, 32 heads: 527 us for 402, or 486 with 128 rows and as many registers as it likes.
+            rows, keys, warps, stages, registers = max(least, 64), 64, 4, 5, None
+    if width * itemsize > 256:
+        keys, registers = keys // 2, None
+    if itemsize == 4:
+        rows, keys, warps, stages = max(least, min(rows, 32)), 16 if width > 128 else 32, 8, 2
+    tiles = num_sequences if by_sequence else num_rows // (rows // group) + min(num_sequences, num_rows)
+    splits = min(at_once * num_sms // max(tiles * kv_heads, 1), triton.cdiv(longest, keys), MAX_SPLITS)
+    return Tiling(rows, keys, max(splits, 1), warps, stages, by_sequence, registers)
+
+
+def attend(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, query_start: Tensor, seq_lens: Tensor, block_tables: Tensor,
+    sinks: Tensor | None, scale: float, window: int, softcap: float, cut: Tiling,
+) -> Tensor:  # fmt: skip
+    """paged_attention of q [T, N, D], cut as told."""
+    num_rows, num_heads, width = q.shape
+    _, block_size, kv_heads, value_width = v_cache.shape
+    num_sequences = seq_lens.shape[0]
+    group = num_heads // kv_heads
+    out = q.new_empty((num_rows, num_heads, value_width))
+    into, lse = out, None
+    if cut.splits > 1:
+        into = q.new_empty((num_rows, num_heads, cut.splits, value_width), dtype=torch.float32)
+        lse = q.new_empty((num_rows, num_heads, cut.splits), dtype=torch.float32)
+    limit = {} if cut.registers is None else {"maxnreg": cut.registers}
+    block_dv = max(16, triton.next_power_of_2(value_width))
+    tiles = num_sequences + 1 + (0 if cut.by_sequence else num_rows // (cut.rows // group))
+    _attend[(tiles, kv_heads, cut.splits)](
+        q, k_cache, v_cache, into, lse, query_start, seq_lens, block_tables, sinks, num_rows, num_sequences,
+        block_tables.stride(0), q.stride(0), q.stride(1), *k_cache.stride()[:3], *v_cache.stride()[:3],
+        2 * scale / softcap if softcap else 1.0, (softcap or scale) * LOG2_E,
+        N=num_heads, GROUP=group, D=width, DV=value_width, BLOCK_D=max(16, triton.next_power_of_2(width)),
+        BLOCK_DV=block_dv, BLOCK_M=cut.rows, BLOCK_N=cut.keys, BLOCK_SIZE=block_size,
+        OFFSET=tl.int32 if max(reach(k_cache), reach(v_cache)) < 2**31 else tl.int64, WINDOW=window,
+        SOFTCAP=softcap != 0.0, SINKS=sinks is not None, BY_SEQUENCE=cut.by_sequence, SPLIT=cut.splits > 1,
+        LOG2_E=LOG2_E, num_warps=cut.warps, num_stages=cut.stages, **limit, **overlap(q.device),
+    )  # fmt: skip
+    if lse is not None:
+        block_splits, columns = triton.next_power_of_2(cut.splits), min(block_dv, JOINED_COLUMNS)
+        join[(num_rows * num_heads, triton.cdiv(value_width, columns))](
+            into, lse, out, cut.splits, DV=value_width, BLOCK_DV=columns, BLOCK_SPLITS=block_splits,
+            num_warps=4 if block_splits <= 32 else 8, **overlap(q.device),
+        )  # fmt: skip
+    return out
+
+
+def reach(cache: Tensor) -> int:
+    """How many elements lie between the first and the last one."""
+    return sum((size - 1) * stride for size, stride in zip(cache.shape, cache.stride(), strict=True))
+
+
+@functools.cache
+def has_room(device: torch.device) -> bool:
+    """Whether a program may have the shared memory that `tiling` counts on: 141,824 bytes.
+
+    If not, smaller tiles and two stages do. These are compiled for sm89 and gfx942, and run on neither.
+    """
+    properties = torch.cuda.get_device_properties(device)
+    return getattr(properties, "shared_memory_per_block_optin", 0) >= 141_824  # a name that ROCm does not have
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    if device.type == "cpu":  # Triton's interpreter, which plays the machine of the tables
+        return Platform.named("h200").num_sms
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _out_of_reach(
+    platform: Platform, q: Tensor, k_cache: Tensor, v_cache: Tensor, query_start: Tensor, seq_lens: Tensor,
+    block_tables: Tensor, k_scale: Tensor | None = None, v_scale: Tensor | None = None, *, scale: float, **_: object,
+) -> str | None:  # fmt: skip
+    if reason := unfit(platform, q=q, k_cache=k_cache, v_cache=v_cache):
+        return reason
+    if k_scale is not None or v_scale is not None:
+        return "the cache has scales"
+    if q.dtype == torch.bfloat16 and not platform.supports_bf16:
+        return f"{platform.name} does not multiply bfloat16"
+    if {k_cache.dtype, v_cache.dtype} != {q.dtype}:
+        return f"the caches are {k_cache.dtype} and {v_cache.dtype}, the query {q.dtype}: nothing is converted"
+    for name, numbers in (("query_start", query_start), ("seq_lens", seq_lens), ("block_tables", block_tables)):
+        if numbers.dtype != torch.int32 or not known_equal(numbers.stride(-1), 1):
+            return f"{name} is not of int32, one beside the other"
+    if scale <= 0:
+        return f"a scale of {scale} would turn the highest score into the lowest"
+    width, group = max(k_cache.shape[-1], v_cache.shape[-1]), q.shape[-2] // k_cache.shape[-2]
+    if width > MAX_WIDTH:
+        return f"heads of {width} do not fit one program (at most {MAX_WIDTH})"
+    if group > MAX_GROUP:
+        return f"{group} query heads share a key/value head: more than {MAX_GROUP} do not fit one program"
+    return None
+
+
+@ops.paged_attention.kernel("triton", layout="paged", refuses=_out_of_reach)
+def paged_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, query_start: Tensor, seq_lens: Tensor, block_tables: Tensor,
+    token: Tensor, sinks: Tensor | None = None, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+    *, scale: float, window: int = 0, softcap: float = 0.0,
+) -> Tensor:  # fmt: skip
+    rows = q.reshape(-1, *q.shape[-2:])
+    if rows.shape[0] == 0:
+        return q.new_empty((*q.shape[:-1], v_cache.shape[-1]))
+    block_size, kv_heads = k_cache.shape[1:3]
+    cut = tiling(
+        rows.shape[0], seq_lens.shape[0], rows.shape[1] // kv_heads, kv_heads, max(rows.shape[2], v_cache.shape[-1]),
+        q.element_size(), block_tables.shape[1] * block_size, multiprocessors(q.device),
+    )  # fmt: skip
+    if q.is_cuda and not has_room(q.device):
+        keys = 4096 // triton.next_power_of_2(rows.shape[2])
+        cut = cut._replace(keys=max(16, min(cut.keys, keys)), stages=2, registers=None)
+    out = attend(rows, k_cache, v_cache, query_start, seq_lens, block_tables, sinks, scale, window, softcap, cut)
+    return out.view(*q.shape[:-1], v_cache.shape[-1])
