@@ -13,7 +13,7 @@ from torch.fx.passes.split_module import split_module
 from atomc.match import mutated
 from atomc.options import Options
 from atomc.platform import Platform
-from atomc.torch_compat import FakeTensorMode, fake_mode_of, inductor, tracing_context
+from atomc.torch_compat import FakeTensorMode, fake_mode_of, inductor, num_loaded, tracing_context
 
 # Nothing to gain from compiling a piece of these only.
 _TRIVIAL = ("view", "_unsafe_view", "reshape", "transpose", "permute", "unsqueeze", "squeeze", "slice", "select", "t",
@@ -36,12 +36,17 @@ def run_eagerly(gm: GraphModule) -> Callable[..., Any]:
 
 
 def compile_glue(gm: GraphModule, patches: Mapping[str, Any]) -> tuple[Callable[..., Any], str]:
-    """Cut the graph at its kernels and compile what lies between, equal pieces once; also says how many there were."""
-    mode = fake_mode_of(gm.graph)
+    """Cut the graph at its kernels and compile what lies between, equal pieces once; also says how many there were.
+
+    Inductor keeps what it compiles on disk, keyed by graph, options, versions and platform (TORCHINDUCTOR_CACHE_DIR); our
+    graphs are the same at each start, so that a second start compiles nothing.
+    """
+    mode, loaded = fake_mode_of(gm.graph), num_loaded()
     kernels = [node for node in gm.graph.nodes if "kernel" in node.meta]
     if not kernels:
         with tracing_context(mode):
-            return inductor(gm, _examples(gm), patches), "1 piece"
+            made = inductor(gm, _examples(gm), patches)
+        return made, f"1 piece, {num_loaded() - loaded} from Inductor's cache"
     number = _piece_numbers(gm)
     whole = split_module(gm, gm, lambda node: number[node], keep_original_order=True)
     compiled: dict[Hashable, Callable[..., Any]] = {}
@@ -61,7 +66,7 @@ def compile_glue(gm: GraphModule, patches: Mapping[str, Any]) -> tuple[Callable[
         # In the place of the module: the generated code calls self.<name>, and a plain function costs no hooks.
         del whole._modules[name]
         whole.__dict__[name] = function
-    return whole.forward, f"{count} pieces, {len(compiled)} unique"
+    return whole.forward, f"{count} pieces, {len(compiled)} unique, {num_loaded() - loaded} from Inductor's cache"
 
 
 def likeness(piece: GraphModule) -> Hashable:

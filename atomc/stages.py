@@ -122,7 +122,7 @@ def _glue(gm: GraphModule, how: str, options: Options, report: Report) -> Callab
     if how == "eager":
         return run_eagerly(gm)
     call, pieces = compile_glue(gm, inductor_patches(options))
-    report.notes.append(f"{pieces}, compiled by Inductor")
+    report.notes.append(f"glue: {pieces}")
     return call
 
 

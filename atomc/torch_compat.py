@@ -41,6 +41,7 @@ __all__ = [
     "mode_options",
     "nested_compile_region",
     "num_guards",
+    "num_loaded",
     "num_owners",
     "outside_of_tracing",
     "own_copy",
@@ -200,6 +201,11 @@ def inductor(gm: GraphModule, inputs: Sequence[Any], patches: Mapping[str, Any] 
 
     compiled: Any = compile_fx(gm, list(inputs), config_patches=dict(patches or {}))
     return compiled  # type: ignore[no-any-return]
+
+
+def num_loaded() -> int:
+    """How many graphs Inductor has loaded from its cache, instead of compiling them, since the process began."""
+    return int(torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"])
 
 
 def mode_options(mode: str) -> dict[str, Any]:

@@ -1,0 +1,134 @@
+"""Time the first call of a Qwen3 of small width and real depth, by phase: what compiling costs per layer.
+
+    python bench/compile_time.py --json bench/results/compile-time-cpu.json > bench/results/compile-time-cpu.txt
+
+Each case is a process of its own with empty caches. Ways:
+    program      atomc.program.compile_model, as the runtime compiles: traced once, no guards
+    prepared     torch.compile(atomc.prepare(model), backend="atom")
+    unprepared   torch.compile(model, backend="atom")
+    inductor     torch.compile(model, backend="inductor")
+The first three with `glue`: "eager" compiles no C++, "inductor" compiles each unique piece.
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+DEPTHS = (2, 28, 64)
+CASES = [("program", "eager"), ("prepared", "eager"), ("unprepared", "eager"), ("program", "inductor"),
+         ("prepared", "inductor"), ("unprepared", "inductor"), ("inductor", "")]  # fmt: skip
+PHASES = ("dynamo", "lift", "trace", "passes", "lower", "glue", "rest", "total")
+TINY = dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3", vocab_size=256, hidden_size=64, intermediate_size=128,
+            num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=512, rms_norm_eps=1e-6,
+            hidden_act="silu")  # fmt: skip
+
+
+def measure(way: str, glue: str, depth: int) -> dict[str, Any]:
+    """Seconds by phase, of one first call."""
+    import torch
+
+    import atomc
+    from atomc.backend import atom
+    from atomc.models import build
+    from atomc.models.loader import allocate_buffers, fill_randomly
+    from atomc.program import compile_model
+
+    model = build(TINY | {"num_hidden_layers": depth}, torch.float32, "meta")
+    allocate_buffers(model, "cpu")
+    fill_randomly(model, "cpu")
+    model.eval().requires_grad_(False)
+    if way == "program":
+        start = time.perf_counter()
+        program = compile_model(model, {"glue": glue, "strict": True})
+        total = time.perf_counter() - start
+        return finished(total, dict(program.report.phases), program.report)
+    if way == "prepared":
+        atomc.prepare(model)
+    called: list[float] = []
+
+    def timed(gm: Any, inputs: Any) -> Any:
+        called.append(time.perf_counter())
+        if way == "inductor":
+            from torch._inductor.compile_fx import compile_fx
+
+            made = compile_fx(gm, inputs)
+        else:
+            made = atom(gm, inputs, options={"glue": glue, "strict": True})
+        called.append(time.perf_counter())
+        return made
+
+    ids, positions = torch.arange(12), torch.arange(12)
+    torch._dynamo.mark_dynamic(ids, 0)
+    torch._dynamo.mark_dynamic(positions, 0)
+    with torch.inference_mode():
+        start = time.perf_counter()
+        torch.compile(model, backend=timed, fullgraph=True)(ids, positions)
+        total = time.perf_counter() - start
+    if way == "inductor":
+        return finished(total, {"dynamo": called[0] - start, "glue": called[1] - called[0]}, None)
+    report = atomc.reports()[-1]
+    return finished(total, {"dynamo": called[0] - start, **report.phases}, report)
+
+
+def finished(total: float, phases: dict[str, float], report: Any) -> dict[str, Any]:
+    notes = [note for note in report.notes if "traced" in note or "piece" in note] if report else []
+    return {**phases, "rest": total - sum(phases.values()), "total": total, "notes": notes}
+
+
+def in_a_process(way: str, glue: str, depth: int, limit: float) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
+        command = [sys.executable, __file__, "--one", way, glue, str(depth)]
+        try:
+            done = subprocess.run(command, env={**os.environ, **caches}, capture_output=True, text=True, timeout=limit)
+        except subprocess.TimeoutExpired:
+            return {"notes": [f"more than {limit:.0f} s"]}
+    if done.returncode:
+        return {"notes": [f"failed: {done.stderr.strip().splitlines()[-1]}"]}
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def row(way: str, glue: str, depth: int, found: dict[str, Any]) -> str:
+    cells = "".join(f"{found[name]:8.2f}" if name in found else f"{'':8}" for name in PHASES)
+    return f"{way:11}{glue:9}{depth:7}{cells}  {'; '.join(found['notes'])}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write the results here as well")
+    parser.add_argument("--depths", type=int, nargs="+", default=list(DEPTHS))
+    parser.add_argument("--ways", nargs="+", help="only these")
+    parser.add_argument("--glue", nargs="+", help="only these")
+    parser.add_argument("--limit", type=float, default=900.0, help="seconds after which a case is given up")
+    parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.one:
+        way, glue, depth = given.one
+        print(json.dumps(measure(way, glue, int(depth))))
+        return
+    import torch
+
+    machine = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, Python {platform.python_version()}"
+    print(f"{' '.join(['python', *sys.argv])}\n{machine}; seconds of the first call\n")
+    print(f"{'way':11}{'glue':9}{'layers':>7}" + "".join(f"{name:>8}" for name in PHASES))
+    results = []
+    for way, glue in CASES:
+        for depth in given.depths:
+            if (given.ways and way not in given.ways) or (given.glue and glue not in given.glue):
+                continue
+            found = in_a_process(way, glue, depth, given.limit)
+            results.append({"way": way, "glue": glue, "layers": depth, **found})
+            print(row(way, glue, depth, found), flush=True)
+            if given.json:
+                given.json.write_text(json.dumps({"machine": machine, "results": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
