@@ -102,6 +102,8 @@ def row_inputs(draw: Draw, kind: str) -> tuple[Tensor, Tensor]:
             return draw.normal(64, 7).t(), draw.normal(64, 7).t()
         case "wide":
             return draw.normal(3, 5000), draw.normal(3, 5000)
+        case "many":
+            return draw.normal(4100, 40), draw.normal(4100, 40)
     raise AssertionError(kind)
 
 
@@ -123,7 +125,7 @@ def normed(
 
 
 def rms_norm_cases(residual: bool) -> Cases:
-    cases: Cases = {kind: partial(normed, kind=kind, residual=residual) for kind in ROWS}
+    cases: Cases = {kind: partial(normed, kind=kind, residual=residual) for kind in (*ROWS, "many")}
     for style in RMS_NORM_STYLES:
         cases[style] = partial(normed, kind="odd sizes", residual=residual, style=style)
         cases[f"{style}, fp32 weight"] = partial(
@@ -164,6 +166,13 @@ LINEAR: Cases = {
     "no rows": lambda draw: linear(draw, 0, 64),
     "packed": lambda draw: linear(draw, 1, 64) | {"x": draw.packed(7, 64)[1]},
     "transposed": lambda draw: linear(draw, 1, 64) | {"x": draw.normal(5, 7, 64).transpose(0, 1)},
+    "two rows": lambda draw: linear(draw, 2, 64, bias=True),
+    "sixteen rows": lambda draw: linear(draw, 16, 80, bias=True),
+    "long": lambda draw: linear(draw, 3, 4104, out=17),
+    "long, one row": lambda draw: linear(draw, 1, 4104, out=17),
+    "wide, one row": lambda draw: linear(draw, 1, 64, out=2050),
+    "wide": lambda draw: linear(draw, 5, 64, out=2050),
+    "wide, sixteen rows": lambda draw: linear(draw, 16, 64, out=2050),
     "weight of a pack": lambda draw: linear(draw, 7, 64) | {"weight": draw.normal(66, 64)[33:]},
 }
 
@@ -347,6 +356,11 @@ def written(
     return {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "slots": draw.ints(slots)}
 
 
+def narrow_values(draw: Draw) -> tuple[Tensor, Tensor]:
+    """Values and a cache of them for seven tokens of two heads, 32 wide."""
+    return draw.normal(7, 2, 32), draw.caches([16], 2, 32)[1]
+
+
 KV_WRITE: Cases = {
     "one token": lambda draw: written(draw, [range(5, 6)]),
     "a token each": lambda draw: written(draw, [range(4, 5), range(31, 32), range(16, 17)]),
@@ -354,6 +368,10 @@ KV_WRITE: Cases = {
     "some nowhere": lambda draw: written(draw, [range(9, 42), range(0, 3)], skip=(0, 7, 35)),
     "all nowhere": lambda draw: written(draw, [range(0, 3)], skip=(0, 1, 2)),
     "no tokens": lambda draw: written(draw, [range(3, 3)]),
+    "many tokens": lambda draw: written(draw, [range(0, 2100)]),
+    "values narrower than keys": lambda draw: (
+        written(draw, [range(9, 16)]) | dict(zip(("v", "v_cache"), narrow_values(draw), strict=True))
+    ),
     "one head, narrow": lambda draw: written(draw, [range(0, 33)], heads=1, width=8),
     "odd width": lambda draw: written(draw, [range(15, 18)], heads=4, width=80),
     "packed": lambda draw: (
@@ -388,6 +406,7 @@ ROPE_KV_WRITE: Cases = {
     },
     "one token": partial(rope_written, tokens=1),
     "no tokens": partial(rope_written, tokens=0),
+    "many tokens": partial(rope_written, tokens=450),
     "some nowhere": partial(rope_written, tokens=33, skip=(0, 4, 32)),
     "as many keys as queries": partial(rope_written, heads=(4, 4), width=128),
     "one key head, narrow": partial(rope_written, heads=(6, 1), width=8),

@@ -45,6 +45,15 @@ class PoisonedMemory(TorchDispatchMode):
         return out.fill_(float("nan")) if func in self.UNINITIALIZED and out.is_floating_point() else out
 
 
+def interpreted(kernel: ops.Kernel, device: str) -> bool:
+    """Whether Triton's interpreter plays a GPU for this kernel: where there is none, as conftest has it."""
+    return kernel.provider == "triton" and device == "cpu" and not torch.cuda.is_available()
+
+
+def platform_of(kernel: ops.Kernel, device: str) -> Platform:
+    return Platform.named("h200") if interpreted(kernel, device) else Platform.detect(device)
+
+
 def run(kernel: ops.Kernel, arguments: dict[str, Any]) -> Any:
     """The kernel's result, as the compiler's output would call it."""
     assert kernel.plan is None, f"{name_of(kernel)}: this test makes no plan yet"
@@ -101,8 +110,10 @@ def test_a_kernel_computes_what_its_op_means(kernel: ops.Kernel, case: str, dtyp
     def arguments() -> dict[str, Any]:
         return CASES[kernel.op][case](Draw(dtype, device, kernel.layout or "paged"))
 
+    if interpreted(kernel, device) and dtype == torch.bfloat16:
+        pytest.skip("Triton's interpreter truncates where bf16 rounds")
     given, for_meaning, before = arguments(), arguments(), arguments()
-    reason = refusal(kernel, Platform.detect(device), given)
+    reason = refusal(kernel, platform_of(kernel, device), given)
     if reason:
         pytest.skip(reason)
     op = ops.REGISTRY[kernel.op]

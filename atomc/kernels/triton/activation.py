@@ -1,0 +1,68 @@
+"""Gated activations in Triton: gate and up are read where they lie, in one pass."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from atomc import ops
+from atomc.kernels.triton.launch import begin, inner_sizes, num_rows, overlap, row_offset, row_strides, unfit
+from atomc.platform import Platform
+from atomc.sizes import same_shape
+
+
+@triton.jit
+def _gated(
+    gate_ptr, up_ptr, out_ptr, d1, d2, g0, g1, g2, u0, u1, u2, o0, o1, o2,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    begin(PDL)
+    gate = tl.load(gate_ptr + row_offset(row, d1, d2, g0, g1, g2) + column, inside).to(tl.float32)
+    up = tl.load(up_ptr + row_offset(row, d1, d2, u0, u1, u2) + column, inside).to(tl.float32)
+    if ACTIVATION == "silu":
+        activated = gate * tl.sigmoid(gate)
+    elif ACTIVATION == "none":
+        activated = gate * 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476))
+    else:
+        # (1 + tanh(z)) / 2 is sigmoid(2 z).
+        activated = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+    out = activated.to(gate_ptr.dtype.element_ty).to(tl.float32) * up
+    tl.store(out_ptr + row_offset(row, d1, d2, o0, o1, o2) + column, out.to(out_ptr.dtype.element_ty), inside)
+
+
+def _alike(platform: Platform, gate: Tensor, up: Tensor, approximate: str = "none") -> str | None:
+    if reason := unfit(platform, gate=gate, up=up):
+        return reason
+    if gate.dtype != up.dtype:
+        return f"gate is {gate.dtype}, up is {up.dtype}"
+    if not same_shape(gate, up):
+        return "gate and up differ in shape"
+    if approximate not in ("none", "tanh"):
+        return f"approximate={approximate!r} is neither 'none' nor 'tanh'"
+    return None
+
+
+def _launch(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    out = torch.empty_like(gate)
+    if rows := num_rows(out):
+        # H200, silu_and_mul, us with 512 / 1024 / 2048 columns: 1 x 3072 0.73 / 0.73 / 0.80, 64 x 12288 2.8 / 2.4 / 2.6,
+        # 1024 x 3072 8.5 / 6.2 / 6.0, 8192 x 12288 238 / - / 143.
+        block = 2048 if rows >= 1024 else 1024
+        _gated[(rows, triton.cdiv(gate.shape[-1], block))](
+            gate, up, out, *inner_sizes(gate), *row_strides(gate), *row_strides(up), *row_strides(out),
+            WIDTH=gate.shape[-1], BLOCK=block, ACTIVATION=activation, num_warps=8, **overlap(gate.device),
+        )  # fmt: skip
+    return out
+
+
+@ops.silu_and_mul.kernel("triton", refuses=_alike)
+def silu_and_mul(gate: Tensor, up: Tensor) -> Tensor:
+    return _launch(gate, up, "silu")
+
+
+@ops.gelu_and_mul.kernel("triton", refuses=_alike)
+def gelu_and_mul(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
+    return _launch(gate, up, approximate)

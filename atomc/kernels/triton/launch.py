@@ -1,0 +1,95 @@
+"""What the Triton kernels share: where they run, how the rows of a tensor lie, and the start before the last one ends.
+
+A row is the last dimension of a tensor. The dimensions before it are told as three, (d0, d1, d2) with zero strides
+where a tensor has fewer, so that a kernel takes slices of a packed projection and transposed heads as they are.
+"""
+
+import functools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from atomc.platform import Platform
+from atomc.sizes import known_equal
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+MAX_DIMS = 4
+
+
+def unfit(platform: Platform, **tensors: Tensor | None) -> str | None:
+    """Why no kernel here can run there, or cannot read the rows of one of these tensors."""
+    if platform.is_cpu:
+        return "Triton kernels run on a GPU"
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if tensor.dtype not in FLOATS:
+            return f"{name} is {tensor.dtype}: only fp32, bf16 and fp16 are computed here"
+        if not 1 <= tensor.dim() <= MAX_DIMS:
+            return f"{name} has {tensor.dim()} dimensions: written for 1 to {MAX_DIMS}"
+        if not isinstance(tensor.shape[-1], int):
+            return f"the rows of {name} have no fixed width"
+        if tensor.shape[-1] > 1 and not known_equal(tensor.stride(-1), 1):
+            return f"the last dimension of {name} is not contiguous"
+    return None
+
+
+def num_rows(x: Tensor) -> int:
+    return x.numel() // x.shape[-1]
+
+
+def inner_sizes(x: Tensor) -> tuple[int, int]:
+    """d1 and d2 of the rows of x. d0 is left out: nothing is divided by it."""
+    return x.shape[1] if x.dim() > 3 else 1, x.shape[-2] if x.dim() > 2 else 1
+
+
+def row_strides(x: Tensor) -> tuple[int, int, int]:
+    """Strides of d0, d1 and d2."""
+    s = x.stride()
+    return s[0] if len(s) > 1 else 0, s[1] if len(s) > 3 else 0, s[-2] if len(s) > 2 else 0
+
+
+def heads_a_program(rows: int) -> int:
+    """How many rows as narrow as a head a program of four warps takes."""
+    # H200, qk_norm_rope_kv_write of 24 heads of 128, us with 1 / 4 / 8 / 16 / 32 rows: 1 token 1.1 / 1.0 / - / - / -,
+    # 64 tokens - / 2.2 / 2.5 / - / 5.0, 1,024 tokens 31 / - / 6.8 / 6.4 / 6.9, 8,192 tokens 238 / - / 39.5 / 37.6 / 38.0.
+    return 16 if rows > 4096 else 4
+
+
+@functools.cache
+def overlap(device: torch.device) -> dict[str, Any]:
+    """Launch arguments of a kernel that waits by itself: from Hopper on, it may start before the last one has ended."""
+    if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) < (9, 0):
+        return {"PDL": False}
+    return {"PDL": True, "launch_pdl": True}
+
+
+@triton.jit
+def wait_for_last(PDL: tl.constexpr):
+    """Wait until all that kernels before this one write is there. Stands before every load and every store."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def let_next_start(PDL: tl.constexpr):
+    """The next kernel may take its place on the device: it is launched when all programs are here, and then waits."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def begin(PDL: tl.constexpr):
+    """The start of a short kernel."""
+    let_next_start(PDL)
+    wait_for_last(PDL)
+
+
+@triton.jit
+def row_offset(row, d1, d2, s0, s1, s2):
+    """Where rows (numbers in an int32 tensor) begin."""
+    outer = row // d2
+    return (outer // d1).to(tl.int64) * s0 + (outer % d1).to(tl.int64) * s1 + (row % d2).to(tl.int64) * s2

@@ -1,0 +1,165 @@
+"""Linear layers of a few rows in Triton: all that counts is how fast the weight comes out of memory.
+
+A program owns some rows of the weight and sums over all of K, in parts that it adds in a fixed order at the end.
+M rows of x, N rows of the weight, K columns.
+"""
+
+import math
+from typing import NamedTuple
+
+import sympy
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from atomc import ops
+from atomc.kernels.triton.launch import (
+    inner_sizes,
+    let_next_start,
+    num_rows,
+    overlap,
+    row_offset,
+    row_strides,
+    unfit,
+    wait_for_last,
+)
+from atomc.platform import Platform
+from atomc.sizes import known_equal
+
+MAX_ROWS = 16
+
+
+@triton.jit(do_not_specialize=["M"])
+def _by_multiplying(
+    x_ptr, weight_ptr, bias_ptr, out_ptr, M, d1, d2, x0, x1, x2, N, K: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0) * BLOCK_N
+    # Three dimensions from the start: expanded later, one of the two would change its layout at each step.
+    m = (tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None, None]
+    n = (first + tl.arange(0, BLOCK_N))[None, :, None]
+    k = tl.arange(0, BLOCK_K)[None, None, :]
+    x_at = x_ptr + row_offset(m, d1, d2, x0, x1, x2) + k
+    weight_at = weight_ptr + n.to(tl.int64) * K + k
+    if EARLY:
+        let_next_start(PDL)
+    wait_for_last(PDL)
+    sums = tl.zeros((BLOCK_M, BLOCK_N, BLOCK_K), tl.float32)
+    for start in tl.static_range(0, K, BLOCK_K):
+        weight = tl.load(weight_at + start, (n < N) & (k < K - start), 0.0, cache_modifier=".cg")
+        x = tl.load(x_at + start, (m < M) & (k < K - start), 0.0)
+        sums += x.to(tl.float32) * weight.to(tl.float32)
+    if not EARLY:
+        let_next_start(PDL)
+    out = tl.sum(sums, 2)[:, :, None]
+    if bias_ptr is not None:
+        out += tl.load(bias_ptr + n, n < N, 0.0).to(tl.float32)
+    tl.store(out_ptr + m.to(tl.int64) * N + n, out.to(out_ptr.dtype.element_ty), (m < M) & (n < N))
+
+
+@triton.jit(do_not_specialize=["M"])
+def _by_tensor_core(
+    x_ptr, weight_ptr, bias_ptr, out_ptr, M, d1, d2, x0, x1, x2, N, K: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0) * BLOCK_N
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = first + tl.arange(0, BLOCK_N)
+    # K in PARTS, each of its own warps.
+    LENGTH: tl.constexpr = (K + PARTS * BLOCK_K - 1) // (PARTS * BLOCK_K) * BLOCK_K
+    k = tl.arange(0, PARTS)[:, None, None] * LENGTH + tl.arange(0, BLOCK_K)[None, None, :]
+    x_at = x_ptr + row_offset(m, d1, d2, x0, x1, x2)[None, :, None] + k
+    weight_at = weight_ptr + n.to(tl.int64)[None, :, None] * K + k
+    wait_for_last(PDL)
+    if BLOCK_M < 16:
+        sums = tl.zeros((PARTS, BLOCK_N, BLOCK_M), tl.float32)
+    else:
+        sums = tl.zeros((PARTS, BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, LENGTH, BLOCK_K):
+        weight = tl.load(weight_at + start, (n < N)[None, :, None] & (k < K - start), 0.0, cache_modifier=".cg")
+        x = tl.load(x_at + start, (m < M)[None, :, None] & (k < K - start), 0.0)
+        # The instruction takes 16 rows and 8 columns.
+        if BLOCK_M < 16:
+            sums = tl.dot(weight, tl.permute(x, (0, 2, 1)), sums)
+        else:
+            sums = tl.dot(x, tl.permute(weight, (0, 2, 1)), sums)
+    let_next_start(PDL)
+    out = tl.sum(sums, 0)
+    if BLOCK_M < 16:
+        out = tl.trans(out)
+    if bias_ptr is not None:
+        out += tl.load(bias_ptr + n, n < N, 0.0).to(tl.float32)[None, :]
+    tl.store(out_ptr + m.to(tl.int64)[:, None] * N + n[None, :], out.to(out_ptr.dtype.element_ty),
+             (m < M)[:, None] & (n < N)[None, :])  # fmt: skip
+
+
+class Tile(NamedTuple):
+    """What a program takes at a time: rows of x, rows and columns of the weight; parts of K, 0: no tensor core."""
+
+    rows: int
+    weight_rows: int
+    columns: int
+    parts: int
+    warps: int
+    stages: int = 1
+
+
+def tile_for(rows: int, n: int, k: int) -> Tile:
+    """What is fastest on an H200, of 40 tiles at ten shapes of Qwen3-0.6B and 8B. Numbers are us, ours / cuBLAS."""
+    narrow = n < 2048  # so that there are more programs than multiprocessors
+    if rows == 1:
+        # 1024->4096 3.7 / 4.9, 3072->1024 3.0 / 7.4, 4096->6144 13.0 / 15.6, 12288->4096 25 / 29, 4096->151936 273 / 299
+        return Tile(1, 2 if narrow else 4, min(2048, max(1024, triton.next_power_of_2(k))), 0, 4)
+    if rows == 2 and narrow:
+        # 2048->1024 2.8 / 8.3, 3072->1024 3.7 / 7.5; by tensor core 3.5, 4.3
+        return Tile(2, 2, 1024, 0, 4)
+    if rows <= 8:
+        # 8 rows: 2048->1024 3.5 / 5.8, 1024->4096 4.0 / 5.3, 4096->6144 14.4 / 15.4, 4096->24576 49.3 / 52.7
+        return Tile(8, 16, 64, 4, 4, 6 if narrow else 4) if k < 4096 else Tile(8, 16, 128, 4, 4, 3)
+    # 16 rows: 2048->1024 3.5 / 5.8, 1024->151936 80.8 / 81.3, 4096->6144 15.2 / 15.4, 4096->24576 52.5 / 50.9
+    if narrow:
+        return Tile(16, 8, 64, 4, 4, 6)
+    return Tile(16, 16, 256, 1, 1, 4) if k < 2048 and n > 8192 else Tile(16, 16, 256, 2, 2, 3)
+
+
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile) -> Tensor:
+    """x @ weight.T + bias, cut as told."""
+    n, k = weight.shape
+    out = x.new_empty((*x.shape[:-1], n))
+    if rows := num_rows(x):
+        # H200, us a layer without attention, the next kernel let in before / after the loop. One row: Qwen3-0.6B
+        # 17.6 / 17.1, 8B 96 / 104. Two rows: 0.6B 23.6 / 19.9. By tensor core, 8 rows: 0.6B 26.8 / 22.2, 8B 110 / 107.
+        # With the weight prefetched into the L2 cache before the wait, 8B took 109 at one row and 128 at eight.
+        early = {"EARLY": rows == 1 and k >= 4096}
+        kernel, more = (_by_tensor_core, {"PARTS": tile.parts}) if tile.parts else (_by_multiplying, early)
+        kernel[(triton.cdiv(n, tile.weight_rows), triton.cdiv(rows, tile.rows))](
+            x, weight, bias, out, rows, *inner_sizes(x), *row_strides(x), n, K=k, BLOCK_M=tile.rows,
+            BLOCK_N=tile.weight_rows, BLOCK_K=tile.columns, num_warps=tile.warps, num_stages=tile.stages, **more,
+            **overlap(x.device),
+        )  # fmt: skip
+    return out
+
+
+def _no_gain(platform: Platform, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> str | None:
+    if reason := unfit(platform, x=x, weight=weight, bias=bias):
+        return reason
+    if platform.is_rocm:
+        return "its tiles are cut for NVIDIA GPUs"
+    if weight.dtype not in (torch.bfloat16, torch.float16) or x.dtype != weight.dtype:
+        return f"x is {x.dtype}, the weight {weight.dtype}: written for 16-bit ones that are alike"
+    if bias is not None and bias.dtype != weight.dtype:
+        return f"the bias is {bias.dtype}, the weight {weight.dtype}"
+    n, k = weight.shape
+    if not isinstance(n, int):
+        return "the weight has no fixed number of rows"
+    if k % 8 or not known_equal(weight.stride(0), k):
+        return "the rows of the weight are not 16-byte units that follow each other"
+    if math.prod(size for size in x.shape[:-1] if isinstance(size, int)) > MAX_ROWS:
+        return f"x has more than {MAX_ROWS} rows, from which on cuBLAS is as fast"
+    return None
+
+
+@ops.linear.kernel("triton", tokens=sympy.Interval(1, MAX_ROWS), refuses=_no_gain)
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return multiply(x, weight, bias, tile_for(num_rows(x), *weight.shape))

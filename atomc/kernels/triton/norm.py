@@ -1,0 +1,181 @@
+"""Norms in Triton: a row is read once and stays in registers, and is rounded where the meaning rounds.
+
+A program takes one wide row or several narrow ones.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from atomc import ops
+from atomc.kernels.triton.launch import (
+    begin,
+    heads_a_program,
+    inner_sizes,
+    num_rows,
+    overlap,
+    row_offset,
+    row_strides,
+    unfit,
+)
+from atomc.ops.norm import RMS_NORM_STYLES
+from atomc.platform import Platform
+from atomc.sizes import same_shape
+
+MAX_COLUMNS = 65536
+MAX_WARPS = 16 if torch.version.hip else 32  # a program has at most 1,024 threads
+
+
+@triton.jit
+def _row_sum(x_ptr, residual_ptr, sum_ptr, x_at, residual_at, sum_at, inside, ADD: tl.constexpr):
+    """x, or x + residual rounded to their dtype and stored, in fp32."""
+    x = tl.load(x_ptr + x_at, inside, 0.0).to(tl.float32)
+    if ADD:
+        residual = tl.load(residual_ptr + residual_at, inside, 0.0).to(tl.float32)
+        total = (x + residual).to(sum_ptr.dtype.element_ty)
+        tl.store(sum_ptr + sum_at, total, inside)
+        x = total.to(tl.float32)
+    return x
+
+
+@triton.jit
+def weighted(y, weight, DTYPE: tl.constexpr, STYLE: tl.constexpr):
+    """The normalised y times the weight, both fp32, rounded as the style says; DTYPE is that of the norm's input."""
+    if STYLE == "after":
+        return weight * y.to(DTYPE).to(tl.float32)
+    elif STYLE == "one_plus":
+        return y * (1.0 + weight)
+    else:
+        return weight * y
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _rms_norm(
+    x_ptr, residual_ptr, weight_ptr, out_ptr, sum_ptr, rows, d1, d2, x0, x1, x2, r0, r1, r2, o0, o1, o2, s0, s1, s2,
+    eps, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STYLE: tl.constexpr, ADD: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = (row < rows) & (column < D)
+    begin(PDL)
+    weight = tl.load(weight_ptr + column, column < D, 0.0).to(tl.float32)
+    x = _row_sum(
+        x_ptr, residual_ptr, sum_ptr, row_offset(row, d1, d2, x0, x1, x2) + column,
+        row_offset(row, d1, d2, r0, r1, r2) + column, row_offset(row, d1, d2, s0, s1, s2) + column, inside, ADD,
+    )  # fmt: skip
+    y = x * tl.rsqrt(tl.sum(x * x, 1)[:, None] / D + eps)
+    y = weighted(y, weight, x_ptr.dtype.element_ty, STYLE)
+    tl.store(out_ptr + row_offset(row, d1, d2, o0, o1, o2) + column, y.to(out_ptr.dtype.element_ty), inside)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _layer_norm(
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, out_ptr, sum_ptr, rows, d1, d2, x0, x1, x2, r0, r1, r2, o0, o1, o2,
+    s0, s1, s2, eps, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, WEIGHT: tl.constexpr,
+    BIAS: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = (row < rows) & (column < D)
+    begin(PDL)
+    x = _row_sum(
+        x_ptr, residual_ptr, sum_ptr, row_offset(row, d1, d2, x0, x1, x2) + column,
+        row_offset(row, d1, d2, r0, r1, r2) + column, row_offset(row, d1, d2, s0, s1, s2) + column, inside, ADD,
+    )  # fmt: skip
+    centred = tl.where(column < D, x - tl.sum(x, 1)[:, None] / D, 0.0)
+    y = centred * tl.rsqrt(tl.sum(centred * centred, 1)[:, None] / D + eps)
+    if WEIGHT:
+        y *= tl.load(weight_ptr + column, column < D, 0.0).to(tl.float32)
+    if BIAS:
+        y += tl.load(bias_ptr + column, column < D, 0.0).to(tl.float32)
+    tl.store(out_ptr + row_offset(row, d1, d2, o0, o1, o2) + column, y.to(out_ptr.dtype.element_ty), inside)
+
+
+def _tile(rows: int, columns: int) -> dict[str, int]:
+    """The launch shape for so many rows of so many columns."""
+    block = triton.next_power_of_2(columns)
+    if block <= 256:
+        return {"BLOCK": block, "ROWS": heads_a_program(rows), "num_warps": 4}
+    # H200, add_rms_norm, us with 2 / 4 / 8 / 16 warps: 1 x 1024 0.89 / 0.87 / 0.88 / -, 8192 x 1024 18.4 / 18.1 / - / -,
+    # 1 x 4096 - / 1.18 / 1.18 / 1.21, 64 x 4096 - / 2.10 / 2.15 / 2.26, 8192 x 4096 - / 67.0 / 67.4 / 66.6.
+    return {"BLOCK": block, "ROWS": 1, "num_warps": min(MAX_WARPS, max(4, block // 1024))}
+
+
+def _normed_rows(
+    platform: Platform, x: Tensor, residual: Tensor | None = None, weight: Tensor | None = None,
+    bias: Tensor | None = None, **_: object,
+) -> str | None:  # fmt: skip
+    if reason := unfit(platform, x=x, residual=residual, weight=weight, bias=bias):
+        return reason
+    if x.shape[-1] > MAX_COLUMNS:
+        return f"rows of {x.shape[-1]} do not fit one program (at most {MAX_COLUMNS})"
+    if residual is not None and residual.dtype != x.dtype:
+        return f"x is {x.dtype}, the residual {residual.dtype}"
+    if residual is not None and not same_shape(x, residual):
+        return "x and the residual differ in shape"
+    return None
+
+
+def _styled_rows(platform: Platform, style: str = "after", **arguments: Tensor) -> str | None:
+    if style not in RMS_NORM_STYLES:
+        return f"style {style!r} is not one of {RMS_NORM_STYLES}"
+    return _normed_rows(platform, **arguments)
+
+
+@ops.rms_norm.kernel("triton", refuses=_styled_rows)
+def rms_norm(x: Tensor, weight: Tensor, eps: float, style: str = "after") -> Tensor:
+    out = torch.empty_like(x, dtype=torch.promote_types(x.dtype, weight.dtype) if style == "after" else x.dtype)
+    if rows := num_rows(out):
+        tile = _tile(rows, x.shape[-1])
+        _rms_norm[(triton.cdiv(rows, tile["ROWS"]),)](
+            x, None, weight, out, None, rows, *inner_sizes(x), *row_strides(x), 0, 0, 0, *row_strides(out), 0, 0, 0,
+            eps, D=x.shape[-1], STYLE=style, ADD=False, **tile, **overlap(x.device),
+        )  # fmt: skip
+    return out
+
+
+@ops.add_rms_norm.kernel("triton", refuses=_styled_rows)
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, style: str = "after"
+) -> tuple[Tensor, Tensor]:
+    total = torch.empty_like(x)
+    out = torch.empty_like(x, dtype=torch.promote_types(x.dtype, weight.dtype) if style == "after" else x.dtype)
+    if rows := num_rows(out):
+        tile = _tile(rows, x.shape[-1])
+        _rms_norm[(triton.cdiv(rows, tile["ROWS"]),)](
+            x, residual, weight, out, total, rows, *inner_sizes(x), *row_strides(x), *row_strides(residual),
+            *row_strides(out), *row_strides(total), eps, D=x.shape[-1], STYLE=style, ADD=True, **tile,
+            **overlap(x.device),
+        )  # fmt: skip
+    return out, total
+
+
+@ops.layer_norm.kernel("triton", refuses=_normed_rows)
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if rows := num_rows(out):
+        tile = _tile(rows, x.shape[-1])
+        _layer_norm[(triton.cdiv(rows, tile["ROWS"]),)](
+            x, None, weight, bias, out, None, rows, *inner_sizes(x), *row_strides(x), 0, 0, 0, *row_strides(out),
+            0, 0, 0, eps, D=x.shape[-1], WEIGHT=weight is not None, BIAS=bias is not None, ADD=False, **tile,
+            **overlap(x.device),
+        )  # fmt: skip
+    return out
+
+
+@ops.add_layer_norm.kernel("triton", refuses=_normed_rows)
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    total = torch.empty_like(x)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if rows := num_rows(out):
+        tile = _tile(rows, x.shape[-1])
+        _layer_norm[(triton.cdiv(rows, tile["ROWS"]),)](
+            x, residual, weight, bias, out, total, rows, *inner_sizes(x), *row_strides(x), *row_strides(residual),
+            *row_strides(out), *row_strides(total), eps, D=x.shape[-1], WEIGHT=weight is not None,
+            BIAS=bias is not None, ADD=True, **tile, **overlap(x.device),
+        )  # fmt: skip
+    return out, total

@@ -1,0 +1,324 @@
+"""Rotary positions in Triton, behind the q/k norms and with the write into a paged cache where the op says so.
+
+A program takes a few rows of q or of k, each one head of one token. A row is in three parts: the two that rotate into
+each other, R/2 wide, and the rest that passes through.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from atomc import ops
+from atomc.kernels.triton.kv_write import cache_offset, copy_rows, unwritable
+from atomc.kernels.triton.launch import (
+    begin,
+    heads_a_program,
+    inner_sizes,
+    num_rows,
+    overlap,
+    row_offset,
+    row_strides,
+    unfit,
+)
+from atomc.kernels.triton.norm import weighted
+from atomc.ops.norm import RMS_NORM_STYLES
+from atomc.ops.rope import ROPE_STYLES
+from atomc.platform import Platform
+from atomc.sizes import known_equal
+
+
+@triton.jit
+def _parts(ptr, at, inside, D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, BLOCK_REST: tl.constexpr,
+           STYLE: tl.constexpr):  # fmt: skip
+    """The two rotating parts and the rest of rows that begin at `at`, in fp32."""
+    i = tl.arange(0, BLOCK)[None, :]
+    first, second = i, i + HALF
+    if STYLE == "gptj" or STYLE == "pairs_to_half":
+        first, second = 2 * i, 2 * i + 1
+    a = tl.load(ptr + at + first, (i < HALF) & inside, 0.0).to(tl.float32)
+    b = tl.load(ptr + at + second, (i < HALF) & inside, 0.0).to(tl.float32)
+    rest = a
+    if D > 2 * HALF:
+        j = 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]
+        rest = tl.load(ptr + at + j, (j < D) & inside, 0.0).to(tl.float32)
+    return a, b, rest
+
+
+@triton.jit
+def _store(ptr, at, inside, a, b, rest, D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+           BLOCK_REST: tl.constexpr, STYLE: tl.constexpr):  # fmt: skip
+    DTYPE: tl.constexpr = ptr.dtype.element_ty
+    i = tl.arange(0, BLOCK)[None, :]
+    first, second = i, i + HALF
+    if STYLE == "gptj":
+        first, second = 2 * i, 2 * i + 1
+    tl.store(ptr + at + first, a.to(DTYPE), inside & (i < HALF))
+    tl.store(ptr + at + second, b.to(DTYPE), inside & (i < HALF))
+    if D > 2 * HALF:
+        j = 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]
+        tl.store(ptr + at + j, rest.to(DTYPE), inside & (j < D))
+
+
+@triton.jit
+def _rounded(x, DTYPE: tl.constexpr):
+    return x.to(DTYPE).to(tl.float32)
+
+
+@triton.jit
+def _rotated(
+    x_ptr, at, inside, weight_ptr, cos_ptr, sin_ptr, table_at, eps, NORMED: tl.constexpr, OUT: tl.constexpr,
+    D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, BLOCK_REST: tl.constexpr, NORM: tl.constexpr,
+    STYLE: tl.constexpr,
+):  # fmt: skip
+    """The parts of rows that begin at `at`, normed unless NORM is "" (rounded to NORMED) and rotated (to OUT)."""
+    a, b, rest = _parts(x_ptr, at, inside, D, HALF, BLOCK, BLOCK_REST, STYLE)
+    if NORM != "":
+        square = tl.sum(a * a, 1) + tl.sum(b * b, 1)
+        if D > 2 * HALF:
+            square += tl.sum(rest * rest, 1)
+        scale = tl.rsqrt(square / D + eps)[:, None]
+        a_weight, b_weight, rest_weight = _parts(weight_ptr, at * 0, inside, D, HALF, BLOCK, BLOCK_REST, STYLE)
+        DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+        a = _rounded(weighted(a * scale, a_weight, DTYPE, NORM), NORMED)
+        b = _rounded(weighted(b * scale, b_weight, DTYPE, NORM), NORMED)
+        rest = _rounded(weighted(rest * scale, rest_weight, DTYPE, NORM), NORMED)
+    i = tl.arange(0, BLOCK)[None, :]
+    column = inside & (i < HALF)
+    cos = tl.load(cos_ptr + table_at + i, column, 0.0).to(tl.float32)
+    sin = tl.load(sin_ptr + table_at + i, column, 0.0).to(tl.float32)
+    second_cos, second_sin = cos, sin
+    if STYLE == "neox":
+        second_cos = tl.load(cos_ptr + table_at + HALF + i, column, 0.0).to(tl.float32)
+        second_sin = tl.load(sin_ptr + table_at + HALF + i, column, 0.0).to(tl.float32)
+    first = _rounded(a * cos, OUT) - _rounded(b * sin, OUT)
+    second = _rounded(b * second_cos, OUT) + _rounded(a * second_sin, OUT)
+    return _rounded(first, OUT), _rounded(second, OUT), rest
+
+
+@triton.jit(do_not_specialize=["q_rows", "k_rows", "q_programs"])
+def _rope(
+    q_ptr, k_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr, q_rows, k_rows, q_programs,
+    q_d1, q_d2, k_d1, k_d2, q0, q1, q2, k0, k1, k2, t0, t1, t2, q_out0, q_out1, q_out2, k_out0, k_out1, k_out2, eps,
+    NORMED: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, BLOCK_REST: tl.constexpr,
+    ROWS: tl.constexpr, NORM: tl.constexpr, STYLE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    begin(PDL)
+    OUT: tl.constexpr = q_out_ptr.dtype.element_ty
+    if program < q_programs:
+        row = program * ROWS + tl.arange(0, ROWS)[:, None]
+        inside = row < q_rows
+        a, b, rest = _rotated(
+            q_ptr, row_offset(row, q_d1, q_d2, q0, q1, q2), inside, q_weight_ptr, cos_ptr, sin_ptr,
+            row_offset(row, q_d1, q_d2, t0, t1, t2), eps, NORMED, OUT, D, HALF, BLOCK, BLOCK_REST, NORM, STYLE,
+        )  # fmt: skip
+        _store(q_out_ptr, row_offset(row, q_d1, q_d2, q_out0, q_out1, q_out2), inside, a, b, rest, D, HALF, BLOCK,
+               BLOCK_REST, STYLE)  # fmt: skip
+    elif k_ptr is not None:
+        row = (program - q_programs) * ROWS + tl.arange(0, ROWS)[:, None]
+        inside = row < k_rows
+        a, b, rest = _rotated(
+            k_ptr, row_offset(row, k_d1, k_d2, k0, k1, k2), inside, k_weight_ptr, cos_ptr, sin_ptr,
+            row_offset(row, k_d1, k_d2, t0, t1, t2), eps, NORMED, OUT, D, HALF, BLOCK, BLOCK_REST, NORM, STYLE,
+        )  # fmt: skip
+        _store(k_out_ptr, row_offset(row, k_d1, k_d2, k_out0, k_out1, k_out2), inside, a, b, rest, D, HALF, BLOCK,
+               BLOCK_REST, STYLE)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["q_rows", "k_rows", "q_programs"])
+def _rope_kv_write(
+    q_ptr, k_ptr, v_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, q_out_ptr, k_cache_ptr, v_cache_ptr, slots_ptr,
+    q_rows, k_rows, q_programs, d1, q0, q1, q2, k0, k1, k2, v0, v1, v2, t0, t1, t2, q_out0, q_out1, q_out2,
+    k_token, k_head, v_token, v_head, eps, NORMED: tl.constexpr, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, BLOCK_REST: tl.constexpr,
+    BLOCK_DV: tl.constexpr, ROWS: tl.constexpr, NORM: tl.constexpr, STYLE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    begin(PDL)
+    OUT: tl.constexpr = q_out_ptr.dtype.element_ty
+    if program < q_programs:
+        row = program * ROWS + tl.arange(0, ROWS)[:, None]
+        inside = row < q_rows
+        a, b, rest = _rotated(
+            q_ptr, row_offset(row, d1, Q_HEADS, q0, q1, q2), inside, q_weight_ptr, cos_ptr, sin_ptr,
+            row_offset(row, d1, Q_HEADS, t0, t1, t2), eps, NORMED, OUT, D, HALF, BLOCK, BLOCK_REST, NORM, STYLE,
+        )  # fmt: skip
+        _store(q_out_ptr, row_offset(row, d1, Q_HEADS, q_out0, q_out1, q_out2), inside, a, b, rest, D, HALF, BLOCK,
+               BLOCK_REST, STYLE)  # fmt: skip
+    else:
+        row = (program - q_programs) * ROWS + tl.arange(0, ROWS)[:, None]
+        inside = row < k_rows
+        a, b, rest = _rotated(
+            k_ptr, row_offset(row, d1, K_HEADS, k0, k1, k2), inside, k_weight_ptr, cos_ptr, sin_ptr,
+            row_offset(row, d1, K_HEADS, t0, t1, t2), eps, NORMED, OUT, D, HALF, BLOCK, BLOCK_REST, NORM, STYLE,
+        )  # fmt: skip
+        k_at, inside = cache_offset(slots_ptr, row, inside, K_HEADS, k_token, k_head)
+        v_at, _ = cache_offset(slots_ptr, row, inside, K_HEADS, v_token, v_head)
+        _store(k_cache_ptr, k_at, inside, a, b, rest, D, HALF, BLOCK, BLOCK_REST, STYLE)
+        copy_rows(v_ptr, row_offset(row, d1, K_HEADS, v0, v1, v2), v_cache_ptr, v_at, inside, DV, BLOCK_DV)
+
+
+def _table_strides(table: Tensor, x: Tensor) -> tuple[int, int, int]:
+    """The strides by which a table follows the rows of x, zero where it is broadcast."""
+    strides = [0] * (x.dim() - table.dim())
+    strides += [0 if size == 1 else step for size, step in zip(table.shape[:-1], table.stride()[:-1], strict=True)]
+    last = strides[-1] if x.dim() > 2 else 0
+    return strides[0] if strides else 0, strides[1] if x.dim() > 3 else 0, last
+
+
+def _shape(x: Tensor, cos: Tensor, style: str) -> dict[str, int]:
+    """How a row of x is cut, as launch arguments."""
+    half = cos.shape[-1] // 2 if style == "neox" else cos.shape[-1]
+    rest = x.shape[-1] - 2 * half
+    return {
+        "D": x.shape[-1], "HALF": half, "BLOCK": triton.next_power_of_2(half),
+        "BLOCK_REST": triton.next_power_of_2(max(rest, 1)), "num_warps": 4,
+    }  # fmt: skip
+
+
+def _new_rows(x: Tensor, cos: Tensor, style: str, dtype: torch.dtype) -> Tensor:
+    """What the rotated x is written to. The meaning concatenates, unless it rotates whole rows by full-width tables."""
+    whole = style == "neox" and cos.shape[-1] == x.shape[-1]
+    return torch.empty_like(x, dtype=dtype, memory_format=torch.preserve_format if whole else torch.contiguous_format)
+
+
+def _normed_dtype(x: Tensor, weight: Tensor, style: str) -> torch.dtype:
+    return torch.promote_types(x.dtype, weight.dtype) if style == "after" else x.dtype
+
+
+def _triton_dtype(dtype: torch.dtype) -> tl.dtype:
+    return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype]
+
+
+def _unrotatable(platform: Platform, x: Tensor, cos: Tensor, sin: Tensor, style: str) -> str | None:
+    """Why these rows cannot be rotated by these tables here."""
+    if reason := unfit(platform, x=x, cos=cos, sin=sin):
+        return reason
+    if style not in ROPE_STYLES:
+        return f"style {style!r} is not one of {ROPE_STYLES}"
+    if cos.dtype != sin.dtype:
+        return f"cos is {cos.dtype}, sin is {sin.dtype}"
+    if cos.dim() > x.dim():
+        return "the tables have more dimensions than what they rotate"
+    for mine, size in zip(cos.shape[-2::-1], x.shape[-2::-1], strict=False):
+        if not known_equal(mine, 1) and not known_equal(mine, size):
+            return f"tables of {mine} rows along a dimension of {size}"
+    for size, a, b in zip(cos.shape, cos.stride(), sin.stride(), strict=True):
+        if not known_equal(size, 1) and not known_equal(a, b):
+            return "cos and sin lie differently in memory"
+    return None
+
+
+def _one(platform: Platform, x: Tensor, cos: Tensor, sin: Tensor, style: str = "neox") -> str | None:
+    return _unrotatable(platform, x, cos, sin, style)
+
+
+@ops.rope.kernel("triton", refuses=_one)
+def rope(x: Tensor, cos: Tensor, sin: Tensor, style: str = "neox") -> Tensor:
+    out = _new_rows(x, cos, style, torch.promote_types(x.dtype, cos.dtype))
+    if rows := num_rows(x):
+        rows_a_program = heads_a_program(rows)
+        programs = triton.cdiv(rows, rows_a_program)
+        _rope[(programs,)](
+            x, None, None, None, cos, sin, out, None, rows, 0, programs, *inner_sizes(x), 1, 1, *row_strides(x),
+            0, 0, 0, *_table_strides(cos, x), *row_strides(out), 0, 0, 0, 0.0, NORMED=None, NORM="", STYLE=style,
+            ROWS=rows_a_program, **_shape(x, cos, style), **overlap(x.device),
+        )  # fmt: skip
+    return out
+
+
+def _both(
+    platform: Platform, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None, norm_style: str = "after", rope_style: str = "neox",
+) -> str | None:  # fmt: skip
+    """Why q and k cannot be rotated by these tables in one launch here."""
+    if norm_style not in RMS_NORM_STYLES:
+        return f"style {norm_style!r} is not one of {RMS_NORM_STYLES}"
+    if reason := unfit(platform, q=q, k=k, q_weight=q_weight, k_weight=k_weight):
+        return reason
+    if q.dtype != k.dtype or q.dim() != k.dim() or q.shape[-1] != k.shape[-1]:
+        return "q and k differ in dtype, rank or width"
+    if q_weight is not None and k_weight is not None and q_weight.dtype != k_weight.dtype:
+        return f"the weight of q is {q_weight.dtype}, that of k {k_weight.dtype}"
+    return _unrotatable(platform, q, cos, sin, rope_style) or _unrotatable(platform, k, cos, sin, rope_style)
+
+
+def _normed_both(
+    platform: Platform, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor,
+    eps: float = 0.0, norm_style: str = "after", rope_style: str = "neox",
+) -> str | None:  # fmt: skip
+    return _both(platform, q, k, cos, sin, q_weight, k_weight, norm_style, rope_style)
+
+
+@ops.qk_norm_rope.kernel("triton", refuses=_normed_both)
+def qk_norm_rope(
+    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float,
+    norm_style: str = "after", rope_style: str = "neox",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    normed = _normed_dtype(q, q_weight, norm_style)
+    dtype = torch.promote_types(normed, cos.dtype)
+    q_out, k_out = _new_rows(q, cos, rope_style, dtype), _new_rows(k, cos, rope_style, dtype)
+    q_rows, k_rows = num_rows(q), num_rows(k)
+    if q_rows + k_rows:
+        rows_a_program = heads_a_program(q_rows + k_rows)
+        q_programs = triton.cdiv(q_rows, rows_a_program)
+        _rope[(q_programs + triton.cdiv(k_rows, rows_a_program),)](
+            q, k, q_weight, k_weight, cos, sin, q_out, k_out, q_rows, k_rows, q_programs, *inner_sizes(q),
+            *inner_sizes(k), *row_strides(q), *row_strides(k), *_table_strides(cos, q), *row_strides(q_out),
+            *row_strides(k_out), eps, NORMED=_triton_dtype(normed), NORM=norm_style, STYLE=rope_style,
+            ROWS=rows_a_program, **_shape(q, cos, rope_style), **overlap(q.device),
+        )  # fmt: skip
+    return q_out, k_out
+
+
+def _rotated_and_written(
+    platform: Platform, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor,
+    slots: Tensor, k_scale: Tensor | None = None, v_scale: Tensor | None = None, q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None, eps: float = 0.0, norm_style: str = "after", rope_style: str = "neox",
+) -> str | None:  # fmt: skip
+    reason = unwritable(platform, k, v, k_cache, v_cache, slots, k_scale, v_scale)
+    return reason or _both(platform, q, k, cos, sin, q_weight, k_weight, norm_style, rope_style)
+
+
+def _launch_with_write(
+    q: Tensor, k: Tensor, v: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor, sin: Tensor,
+    eps: float, k_cache: Tensor, v_cache: Tensor, slots: Tensor, norm: str, style: str, normed: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q_out = _new_rows(q, cos, style, torch.promote_types(normed, cos.dtype))
+    if k_rows := num_rows(k):
+        (d1, q_heads), (_, k_heads) = inner_sizes(q), inner_sizes(k)
+        q_rows = num_rows(q)
+        rows_a_program = heads_a_program(q_rows + k_rows)
+        q_programs = triton.cdiv(q_rows, rows_a_program)
+        _rope_kv_write[(q_programs + triton.cdiv(k_rows, rows_a_program),)](
+            q, k, v, q_weight, k_weight, cos, sin, q_out, k_cache, v_cache, slots, q_rows, k_rows, q_programs, d1,
+            *row_strides(q), *row_strides(k), *row_strides(v), *_table_strides(cos, q), *row_strides(q_out),
+            k_cache.stride(1), k_cache.stride(2), v_cache.stride(1), v_cache.stride(2), eps,
+            NORMED=_triton_dtype(normed), Q_HEADS=q_heads, K_HEADS=k_heads, DV=v.shape[-1],
+            BLOCK_DV=triton.next_power_of_2(v.shape[-1]), NORM=norm, STYLE=style, ROWS=rows_a_program,
+            **_shape(q, cos, style), **overlap(q.device),
+        )  # fmt: skip
+    return q_out, q_out.new_empty((0,))
+
+
+@ops.rope_kv_write.kernel("triton", layout="paged", refuses=_rotated_and_written)
+def rope_kv_write(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor,
+    k_scale: Tensor | None = None, v_scale: Tensor | None = None, rope_style: str = "neox",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return _launch_with_write(
+        q, k, v, None, None, cos, sin, 0.0, k_cache, v_cache, slots, "", rope_style, q.dtype
+    )  # fmt: skip
+
+
+@ops.qk_norm_rope_kv_write.kernel("triton", layout="paged", refuses=_rotated_and_written)
+def qk_norm_rope_kv_write(
+    q: Tensor, k: Tensor, v: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float,
+    k_cache: Tensor, v_cache: Tensor, slots: Tensor, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+    norm_style: str = "after", rope_style: str = "neox",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return _launch_with_write(
+        q, k, v, q_weight, k_weight, cos, sin, eps, k_cache, v_cache, slots, norm_style, rope_style,
+        _normed_dtype(q, q_weight, norm_style),
+    )  # fmt: skip
