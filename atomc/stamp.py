@@ -68,6 +68,7 @@ class Regions:
     def __init__(self, gm: GraphModule, functional: Callable[[GraphModule, Sequence[Any]], GraphModule]):
         self.gm, self.functional = gm, functional
         self.bodies: dict[int, GraphModule] = {}
+        self.traced: dict[int, Stack] = {}
 
     def __enter__(self) -> "Regions":
         for name, calls in regions_of(self.gm).items():
@@ -75,9 +76,10 @@ class Regions:
             inline(body)
             number = next(_numbers)
             inputs = [node.meta["example_value"] for node in body.graph.find_nodes(op="placeholder")]
-            self.bodies[number] = self.functional(body, inputs)
-            _check(self.bodies[number], len(inputs))
-            _outputs[number] = [_value(output) for output in body.graph.output_node().args[0]]  # type: ignore[union-attr]
+            num_outputs = len(_returned(body))
+            self.bodies[number], self.traced[number] = self.functional(body, inputs), stack_of(calls[0])
+            _check(self.bodies[number], len(inputs), num_outputs)
+            _outputs[number] = [_value(output) for output in _returned(self.bodies[number])]
             for call in calls:
                 _make_opaque(self.gm.graph, call, number)
             delattr(self.gm, name)
@@ -94,7 +96,6 @@ class Regions:
         calls = [node for node in gm.graph.nodes if node.target is _REGION]
         if _writes(gm.graph):
             raise CannotStamp("the graph writes in place")  # shared values know nothing of aliases in another layer
-        first: dict[int, Stack] = {}
         for call in calls:
             self._check_operands(call)
         for number, body in self.bodies.items():
@@ -102,7 +103,7 @@ class Regions:
         for call in calls:
             number = call.args[0]
             assert isinstance(number, int)
-            _inline(gm.graph, self.bodies[number], call, self._operands(call), first.setdefault(number, stack_of(call)))
+            _inline(gm.graph, self.bodies[number], call, self._operands(call), self.traced[number])
         gm.graph.lint()
         gm.recompile()
         return len(calls)
@@ -175,12 +176,18 @@ def _writes(graph: Graph) -> bool:
     return False
 
 
-def _check(body: GraphModule, num_inputs: int) -> None:
-    if len(body.graph.find_nodes(op="placeholder")) != num_inputs:
+def _returned(body: GraphModule) -> Sequence[Any]:
+    outputs = body.graph.output_node().args[0]
+    assert isinstance(outputs, tuple | list)
+    return outputs
+
+
+def _check(body: GraphModule, num_inputs: int, num_outputs: int) -> None:
+    if (len(body.graph.find_nodes(op="placeholder")), len(_returned(body))) != (num_inputs, num_outputs):
         raise CannotStamp("a region changes its signature")
     if _writes(body.graph):
         raise CannotStamp("a region writes in place")
-    if not all(isinstance(_value(output), Tensor) for output in body.graph.output_node().args[0]):  # type: ignore[union-attr]
+    if not all(isinstance(_value(output), Tensor) for output in _returned(body)):
         raise CannotStamp("a region returns something that is no tensor")
 
 
@@ -212,11 +219,9 @@ def _inline(graph: Graph, body: GraphModule, call: Node, operands: Sequence[Any]
             copies[node] = made = graph.node_copy(node, copies.__getitem__)
             if "nn_module_stack" in node.meta:
                 made.meta["nn_module_stack"] = moved(node.meta["nn_module_stack"])
-    outputs = body.graph.output_node().args[0]
-    assert isinstance(outputs, tuple | list)
     for reader in list(call.users):
         assert reader.target is operator.getitem
-        output: Any = outputs[reader.args[1]]  # type: ignore[index]
+        output = _returned(body)[reader.args[1]]  # type: ignore[index]
         reader.replace_all_uses_with(copies[output] if isinstance(output, Node) else output)
         graph.erase_node(reader)
     graph.erase_node(call)
