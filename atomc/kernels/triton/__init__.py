@@ -1,5 +1,5 @@
 """Ops run by Triton kernels, on NVIDIA and AMD GPUs."""
 
-from atomc.kernels.triton import activation, attention, kv_write, linear, norm, rope
+from atomc.kernels.triton import activation, attention, few_queries, kv_write, linear, norm, rope
 
-__all__ = ["activation", "attention", "kv_write", "linear", "norm", "rope"]
+__all__ = ["activation", "attention", "few_queries", "kv_write", "linear", "norm", "rope"]
