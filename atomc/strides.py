@@ -8,18 +8,48 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from atomc.canonical import value
-from atomc.sizes import known_equal
+from atomc.sizes import expression, known_equal
 from atomc.torch_compat import fake_mode_of, without_new_guards
 
 aten = torch.ops.aten
 
 
-def spread_strides(graph: Graph, node: Node, before: Tensor) -> None:
+class Values:
+    """Computes values of nodes on fake tensors. Layers of a model are alike: what they have in common is computed once."""
+
+    def __init__(self, graph: Graph):
+        mode = fake_mode_of(graph)
+        assert mode is not None
+        self.mode = mode
+        self.known: dict[Any, Any] = {}
+
+    def of(self, node: Node, changed: dict[Node, Any] | None = None) -> Any:
+        """What the node returns, given those of its inputs that have changed. Raises what its function raises."""
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: (changed or {}).get(n, value(n)))
+        key = (node.target, _key(args), _key(kwargs))
+        if key not in self.known:
+            with self.mode, torch.no_grad(), without_new_guards(self.mode):
+                self.known[key] = node.target(*args, **kwargs)  # type: ignore[operator]
+        return self.known[key]
+
+
+def _key(given: Any) -> Any:
+    """Equal for what looks equal to a fake kernel."""
+    if isinstance(given, Tensor):
+        return given.dtype, given.device, _key(given.shape), _key(given.stride()), _key(given.storage_offset())
+    if isinstance(given, list | tuple):
+        return tuple(map(_key, given))
+    if isinstance(given, dict):
+        return tuple((name, _key(part)) for name, part in given.items())
+    return expression(given) if isinstance(given, torch.SymInt) else (type(given), given)
+
+
+def spread_strides(graph: Graph, node: Node, before: Tensor, values: Values) -> None:
     """Recompute the values behind a node that has new strides. Where these would be seen outside of the graph, or a view
     cannot be had with them, readers get a contiguous copy, which is what the node's value was before."""
-    values = _behind(graph, node)
-    if values is not None:
-        for reader, new in values.items():
+    changed = _behind(node, values)
+    if changed is not None:
+        for reader, new in changed.items():
             reader.meta["val"] = new
         return
     with graph.inserting_after(node):
@@ -28,30 +58,26 @@ def spread_strides(graph: Graph, node: Node, before: Tensor) -> None:
     copy.meta.update({key: item for key, item in node.meta.items() if key != "canonical"}, val=before)
 
 
-def _behind(graph: Graph, start: Node) -> dict[Node, Any] | None:
+def _behind(start: Node, values: Values) -> dict[Node, Any] | None:
     """The values that change with the strides of a node; None if one of them is returned or cannot be like that."""
-    mode = fake_mode_of(graph)
-    assert mode is not None
-    values: dict[Node, Any] = {start: value(start)}
+    changed: dict[Node, Any] = {start: value(start)}
     waiting = list(start.users)
     heapq.heapify(waiting)
     while waiting:
         node = heapq.heappop(waiting)
-        if node in values:
+        if node in changed:
             continue
         if node.op != "call_function" or node.target is aten.as_strided.default:
             return None
-        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: values.get(n, value(n)))
         try:
-            with mode, torch.no_grad(), without_new_guards(mode):
-                new = node.target(*args, **kwargs)  # type: ignore[operator]
+            new = values.of(node, changed)
         except Exception:  # a view that this layout does not allow, or a size that decides and is not known
             return None
         if not _same_strides(new, value(node)):
-            values[node] = new
+            changed[node] = new
             for reader in node.users:
                 heapq.heappush(waiting, reader)
-    return values
+    return changed
 
 
 def _same_strides(a: Any, b: Any) -> bool:

@@ -24,9 +24,8 @@ from atomc.match import Difference
 from atomc.near_miss import NearMiss
 from atomc.op import Op, op_of
 from atomc.provenance import inherited, layer_of, module_path
-from atomc.rewrite import Fired, infer
-from atomc.strides import spread_strides
-from atomc.torch_compat import fake_mode_of
+from atomc.rewrite import Fired
+from atomc.strides import Values, spread_strides
 
 aten = torch.ops.aten
 GATED = ("atom::silu_and_mul", "atom::gelu_and_mul")
@@ -55,11 +54,13 @@ def merge(kind: str) -> Callable[[GraphModule, Context], list[Fired]]:
 
     def run(gm: GraphModule, context: Context) -> list[Fired]:
         real = dict(zip(gm.graph.find_nodes(op="placeholder"), context.inputs, strict=False))
-        fired = []
-        for group in _groups(gm.graph) if real else ():
+        if not real:
+            return []
+        fired, values = [], Values(gm.graph)
+        for group in _groups(gm.graph):
             if _kind([linear.node for linear in group]) == kind:
                 mergeable, refused = _mergeable(group, real)
-                fired += [_merge(gm.graph, part, names, kind) for part, names in mergeable]
+                fired += [_merge(gm.graph, part, names, kind, values) for part, names in mergeable]
                 context.near += [_miss(kind, group, node, reason) for node, reason in refused]
         return fired
 
@@ -192,36 +193,34 @@ def _miss(kind: str, group: list[_Linear], node: Node, reason: str) -> NearMiss:
     return NearMiss(kind, "", node, len(group) - 1, len(group), 0, [difference], {linear.node for linear in group})
 
 
-def _merge(graph: Graph, group: list[_Linear], names: tuple[str, ...], kind: str) -> Fired:
+def _merge(graph: Graph, group: list[_Linear], names: tuple[str, ...], kind: str, values: Values) -> Fired:
     nodes = [linear.node for linear in group]
     first = min(nodes)
     widths = [value(node).shape[-1] for node in nodes]
-    packed = {name: _packed_input(graph, [linear.arguments[name] for linear in group]) for name in names}
+    packed = {name: _packed_input(graph, [linear.arguments[name] for linear in group], values) for name in names}
     with graph.inserting_before(first):
         whole = graph.call_function(group[0].op.overload, tuple({**group[0].arguments, **packed}.values()))
         split = graph.call_function(aten.split_with_sizes.default, (whole, widths, -1))
         parts = [graph.call_function(operator.getitem, (split, i)) for i in range(len(nodes))]
     for made in (whole, split):
         made.meta.update(inherited(nodes, first, kind))
-        infer(graph, made)
+        made.meta["val"] = values.of(made)
     for i, (node, part) in enumerate(zip(nodes, parts, strict=True)):
         part.meta.update({key: item for key, item in node.meta.items() if key != "canonical"}, val=value(split)[i])
         node.replace_all_uses_with(part)
         graph.erase_node(node)
-        spread_strides(graph, part, value(node))
+        spread_strides(graph, part, value(node), values)
     return Fired(kind, nodes[0], {"widths": widths}, set(nodes), [whole, split, *parts])
 
 
-def _packed_input(graph: Graph, parts: list[Node]) -> Node:
+def _packed_input(graph: Graph, parts: list[Node], values: Values) -> Node:
     """A further input: these parameters, row behind row."""
     inputs = graph.find_nodes(op="placeholder")
     number = sum("packed" in node.meta for node in inputs)
     with graph.inserting_after(inputs[-1]):
         made: Node = graph.placeholder(f"packed_{number}")
-    first, mode = value(parts[0]), fake_mode_of(graph)
-    assert mode is not None
-    with mode:
-        rows = sum(value(part).shape[0] for part in parts)
-        made.meta["val"] = torch.empty((rows, *first.shape[1:]), dtype=first.dtype, device=first.device)
+    first = value(parts[0])
+    with values.mode:  # one of its own: equal inputs would be taken for one
+        made.meta["val"] = first.new_empty((sum(value(part).shape[0] for part in parts), *first.shape[1:]))
     made.meta["packed"] = tuple(part.name for part in parts)
     return made
