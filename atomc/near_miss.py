@@ -176,7 +176,7 @@ class _Growth:
             for reader in p.users if here is not None else ():
                 if reader in self.pattern.nodes and self.site.at(reader) is None and reader not in self.replaced:
                     others = ", ".join(describe(user) for user in here.users if user.op != "output") or "nothing"  # type: ignore[union-attr]
-                    self.note("no reader", f"{_wanted(reader)} of {describe(here)}", f"only {others} reads it", here)  # type: ignore[arg-type]
+                    self.note("no reader", f"{_wanted(reader)} reading {describe(here)}", f"only {others} reads it", here)  # type: ignore[arg-type]
 
     def structural(self) -> list[Difference]:
         """Differences of structure, upstream first, one per kind and node."""

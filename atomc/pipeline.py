@@ -193,7 +193,7 @@ def _say_what_is_absent(gm: GraphModule, p: Pass, report: Report, consumed: dict
     for op in missing:
         if op in consumed:
             winner, count = consumed[op].most_common(1)[0]
-            report.taken[p.name] = f"taken by {winner}, which used all {count} {op.removeprefix('atom::')} nodes"
+            report.taken[p.name] = f"taken by {winner}, which used every {op.removeprefix('atom::')} ({count})"
             return
     shown = [op.removeprefix("atom::") for op in missing]
     nearest = max((op for op in ops if index[op]), key=lambda op: -len(index[op]), default=None)
