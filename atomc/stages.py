@@ -110,7 +110,21 @@ def stages(
             extras += for_range.extras
     state = [replace(spec, layout=layout or spec.layout) for spec in context.state]
     report.state = [f"{spec.name}: {spec.kind} {list(spec.shape)} {spec.dtype} layout {spec.layout}" for spec in state]
-    return Compiled(ranges.dispatch(gm, found, callables), gm, names, packed, state, extras, syncing)
+    return Compiled(_on_its_device(gm, ranges.dispatch(gm, found, callables)), gm, names, packed, state, extras, syncing)
+
+
+def _on_its_device(gm: GraphModule, call: Callable[..., Any]) -> Callable[..., Any]:
+    """Triton launches on the current GPU: make it the one that the graph's tensors lie on."""
+    devices = [node.meta["val"].device for node in gm.graph.find_nodes(op="placeholder")
+               if isinstance(node.meta.get("val"), Tensor) and node.meta["val"].device.type == "cuda"]  # fmt: skip
+    if not devices or torch.cuda.device_count() < 2:
+        return call
+
+    def guarded(*args: Any) -> Any:
+        with torch.cuda.device(devices[0]):
+            return call(*args)
+
+    return guarded
 
 
 def _taking(call: Callable[..., Any], inputs: int, start: int, count: int) -> Callable[..., Any]:

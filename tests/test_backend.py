@@ -254,6 +254,16 @@ def test_a_graph_over_two_devices_equals_eager() -> None:
         assert_close(ours, theirs)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_model_on_the_second_gpu_runs_there_whatever_the_current_one_is(block: Block) -> None:
+    model, x = block.to("cuda:1"), torch.randn(5, 32, device="cuda:1")
+    assert torch.cuda.current_device() == 0
+    result = torch.compile(model, backend="atom", options=EAGER)(x)
+    assert result.device == x.device
+    assert_close(result, model(x))
+
+
 def test_threads_that_compile_at_once_do_not_disturb_each_other() -> None:
     models = [Block(width).eval().requires_grad_(False) for width in (16, 32, 48, 64)]
     inputs = [torch.randn(3, model.gate.in_features) for model in models]
