@@ -205,6 +205,17 @@ def test_the_same_is_recognised_when_nothing_is_known_about_the_token_count(kind
     check(own(kind, 1, device="cpu", dtype=torch.float32), formula(kind, 1), tokens(12, mark_unbacked), tokens(1))
 
 
+@pytest.mark.parametrize("kind", ["qwen3", "gpt_oss"])
+def test_a_stock_layer_is_recognised_whole_when_nothing_is_known_about_the_token_count(kind: str) -> None:
+    before = len(atomc.reports())
+    compiled = torch.compile(one_layer(kind), backend="atom", options=STRICT)
+    with torch.inference_mode():
+        compiled(*tokens(12, mark_unbacked))
+    # The mask code of transformers may break the graph at sizes it cannot know; not within the layers.
+    of_layers = [report for report in atomc.reports()[before:] if report.matches["rms_norm"]]
+    assert [counted(report, OF_ONE_LAYER[kind]) for report in of_layers] == [OF_ONE_LAYER[kind]]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("kind", OURS)
 def test_a_compiled_stock_model_computes_what_eager_does(kind: str, dtype: torch.dtype) -> None:
