@@ -85,6 +85,8 @@ def unfit(parameter: Any) -> str | None:
         return "it does not lie in rows, one behind the other"
     if parameter.is_meta:
         return None
+    if parameter.is_inference():
+        return "it was made in inference mode, where torch lets nobody move it"
     # Whoever else looks at this memory must go on seeing what happens to the parameter.
     if parameter.untyped_storage().nbytes() != parameter.nbytes:
         return "it is part of a larger storage"
