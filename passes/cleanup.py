@@ -1,4 +1,7 @@
-"""Tidying that changes no meaning: equal nodes become one, views that undo each other go."""
+"""Tidying that changes no meaning: equal nodes become one; views that undo each other and `x * 1` go.
+
+What is returned keeps its memory: two results that did not share one before must not do so after.
+"""
 
 import operator
 from typing import Any
@@ -8,25 +11,38 @@ from torch.fx import Graph, GraphModule, Node
 
 from atomc.canonical import call, value
 from atomc.graph_pass import Context
-from atomc.match import mutated, same_attr
+from atomc.match import mutated, same_attr, storage
 from atomc.rewrite import Fired, remove_dead_nodes
 from atomc.sizes import known_equal, same_shape
 
 _WHOLE = {"start": 0, "end": None, "step": 1}
 _RANDOM = torch.Tag.nondeterministic_seeded
+# Equal bit for bit. `x + 0` is so for integers only: of -0.0 it makes 0.0.
+_NEUTRAL = {"mul": {"other": 1}, "div": {"other": 1}, "pow": {"exponent": 1}, "sub": {"other": 0}, "add": {"other": 0}}
 
 
 def tidy(gm: GraphModule, context: Context) -> list[Fired]:
-    """Share equal nodes, drop views that do nothing, and drop what nobody reads."""
-    fired = share_equal_nodes(gm.graph) + cancel_views(gm.graph)
+    """Share equal nodes, drop what gives back its input, and drop what nobody reads."""
+    fired = share_equal_nodes(gm.graph) + cancel_no_ops(gm.graph)
     remove_dead_nodes(gm.graph)
     return fired
+
+
+def _returned(graph: Graph) -> set[Node]:
+    """The nodes whose memory the program returns, in whole or in part."""
+    found = {storage(node) for node in graph.output_node().all_input_nodes}
+    for node in list(found):
+        while node.target is operator.getitem:
+            node = storage(node.args[0])  # type: ignore[arg-type]
+            found.add(node)
+    return found
 
 
 def share_equal_nodes(graph: Graph) -> list[Fired]:
     """Common subexpressions: a later node that computes what an earlier one did is replaced by it."""
     known: dict[Any, Node] = {}
     fired = []
+    returned = _returned(graph)
     written = {id(target) for node in graph.nodes for target in mutated(node)}
     for node in list(graph.nodes):
         if node.op != "call_function" or not _pure(node) or any(id(a) in written for a in node.all_input_nodes):
@@ -36,10 +52,11 @@ def share_equal_nodes(graph: Graph) -> list[Fired]:
             first = known.setdefault(key, node)
         except TypeError:  # an argument that cannot be a key: leave the node alone
             continue
-        if first is not node:
+        if first is not node and not {first, node} <= returned:
             node.replace_all_uses_with(first)
             graph.erase_node(node)
             fired.append(Fired("tidy", node, {}))
+            returned |= {first} if node in returned else set()
     return fired
 
 
@@ -60,12 +77,17 @@ def _hashable(argument: Any) -> Any:
     return argument if isinstance(argument, Node) else (type(argument), argument)
 
 
-def cancel_views(graph: Graph) -> list[Fired]:
-    """What gives back a tensor that is there: transposes that undo each other, slices of everything, and the like."""
+def cancel_no_ops(graph: Graph) -> list[Fired]:
+    """What gives back a tensor that is there: transposes that undo each other, slices of everything, `x * 1`."""
     fired = []
+    returned = _returned(graph)
     for node in list(graph.nodes):
         source = _same_as(node)
-        if source is not None:
+        if source is None:
+            continue
+        memory = storage(source)
+        if storage(node) is memory or node not in returned or not (memory.op == "placeholder" or memory in returned):
+            returned |= {memory} if node in returned else set()
             node.replace_all_uses_with(source)
             graph.erase_node(node)
             fired.append(Fired("tidy", node, {}))
@@ -73,7 +95,7 @@ def cancel_views(graph: Graph) -> list[Fired]:
 
 
 def _same_as(node: Node) -> Node | None:
-    """The earlier node that a view gives back, or None."""
+    """The earlier node that a node gives back, or None."""
     if node.op != "call_function":
         return None
     here = call(node)
@@ -81,6 +103,8 @@ def _same_as(node: Node) -> Node | None:
         return here.operands[0]
     if here.op == "cat":
         return _only_part(node)
+    if here.op in _NEUTRAL:
+        return _neutral(node)
     if here.op == "view" and same_shape(value(node), value(here.operands[0])):
         return here.operands[0]
     if here.op == "slice" and all(same_attr(here.attrs[name], whole) for name, whole in _WHOLE.items()):
@@ -90,6 +114,17 @@ def _same_as(node: Node) -> Node | None:
         if inner.op == "permute" and inner.attrs["dims"] == here.attrs["dims"] and _is_swap(here.attrs["dims"]):
             return inner.operands[0]
     return None
+
+
+def _neutral(node: Node) -> Node | None:
+    """The tensor that arithmetic with a constant leaves as it is, if this is such."""
+    here = call(node)
+    constants = {name: attr for name, attr in here.attrs.items() if isinstance(attr, int | float) and name != "alpha"}
+    if len(here.operands) != 1 or constants != _NEUTRAL[here.op] or "rounding_mode" in here.attrs:
+        return None
+    source, made = value(here.operands[0]), value(node)
+    exact = here.op != "add" or not (made.is_floating_point() or made.is_complex())
+    return here.operands[0] if exact and source.dtype == made.dtype and same_shape(source, made) else None
 
 
 def _only_part(node: Node) -> Node | None:

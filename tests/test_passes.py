@@ -464,5 +464,42 @@ def test_views_that_change_something_stay():
     assert "cat" in tidied(lambda x: torch.cat((x.bfloat16(), x[:, D:]), -1).exp(), X)
 
 
+@pytest.mark.parametrize("function", [
+    lambda x: (x * 1.0).exp(),
+    lambda x: (1 * x).exp(),
+    lambda x: (x / 1).exp(),
+    lambda x: (x - 0.0).exp(),
+    lambda x: (x**1).exp(),
+])  # fmt: skip
+def test_arithmetic_that_changes_nothing_goes(function):
+    assert tidied(function, X) == "%0 = exp(x)\nreturn %0"
+
+
+def test_arithmetic_that_changes_a_bit_a_dtype_or_a_shape_stays():
+    for function in (lambda x: 1 / (x + 0.0), lambda x: (x * 2.0).exp(), lambda x: torch.add(x, 1, alpha=0).exp(),
+                     lambda x: torch.div(x, 1, rounding_mode="floor").exp(), lambda x: (1 - x).exp(),
+                     lambda x: (x.int() * 1.0).exp(), lambda x: 1 / (0.0 - x)):  # fmt: skip
+        text = tidied(function, torch.tensor([-0.0, 1.5, -2.5]))
+        assert any(f"= {op}(" in text for op in ("add", "mul", "div", "sub", "rsub"))
+    assert tidied(lambda x: (x + 0).exp(), torch.arange(3)) == "%0 = exp(x)\nreturn %0"
+
+
+@pytest.mark.parametrize("function", [
+    lambda x: (x + 1, x + 1),
+    lambda x: (x * 1.0, x),
+    lambda x: ((x * 1.0).view(-1), x),
+    lambda x: (torch.cat((x, x[:0])), x),
+    lambda x: ((y := x.exp()) * 1.0, y),
+    lambda x: (x.sort()[0], x.sort()[0]),
+    lambda x: (x.exp().split(8, 1)[0], x.exp()),
+])  # fmt: skip
+def test_results_that_share_no_memory_in_the_program_share_none_after(function):
+    x = X.clone()
+    first, second = torch.compile(function, backend="atom", options={"glue": "eager"})(x)
+    first.add_(1)
+    expected = function(X)
+    assert torch.equal(first, expected[0] + 1) and torch.equal(second, expected[1]) and torch.equal(x, X)
+
+
 def passes_named(*names):
     return [p for p in passes.PIPELINE if p.name in names]
