@@ -15,9 +15,10 @@ from atomc.floats import inline_floats
 from atomc.graph_pass import Context
 from atomc.match import mutated
 from atomc.options import Options
+from atomc.packs import Packs
 from atomc.platform import Platform
 from atomc.report import Report
-from atomc.stages import lift_stage, stages, with_extras
+from atomc.stages import lift_stage, packs_of, stages, with_extras
 from atomc.stamp import regions_of
 from atomc.torch_compat import fake_mode_of, lifted_floats, num_guards, own_copy, tracing_context
 
@@ -97,11 +98,13 @@ def compile_for(
     context = Context(options, platform, notes=report.notes, inputs=example_inputs)
     dumper = Dumper(options.dump)
     written: list[int] = []
+    packs: list[Packs] = []
 
     def compiler(functional: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         written.extend(written_inputs(functional))
         compiled = stages(functional, context, report, dumper)
-        return with_extras(compiled, example_inputs, report.notes)
+        packs.append(packs_of(compiled, report.notes))
+        return with_extras(compiled, packs[-1], example_inputs)
 
     def lift(dynamo: GraphModule) -> None:
         lift_stage(dynamo, context, report)
@@ -112,7 +115,13 @@ def compile_for(
         report.phases.get(name, 0.0) for name in ("lift", "passes", "lower", "glue"))  # fmt: skip
     report.treated = True
     if wants_cuda_graphs(options) and not platform.is_cpu:
-        return Graphed(made, written, report.notes, report.cuda_graphs)
+        graphed = Graphed(made, written, report.notes, report.cuda_graphs)
+
+        def call(*args: Any) -> Any:
+            packs[-1](args)  # may move weights, by whose addresses graphs are told apart: before, not during a capture
+            return graphed(*args)
+
+        return call
     return made
 
 

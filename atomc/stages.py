@@ -147,11 +147,10 @@ def copy_graph(gm: GraphModule) -> GraphModule:
     return GraphModule(gm, graph)
 
 
-def with_extras(compiled: Compiled, example_inputs: Sequence[Any], notes: list[str]) -> Callable[..., Any]:
+def with_extras(compiled: Compiled, packs: Packs, example_inputs: Sequence[Any]) -> Callable[..., Any]:
     """Append the packs, and what kernels prepared of the weights, to each call."""
     if not compiled.packed and not compiled.extras:
         return compiled.call
-    packs = packs_of(compiled, notes)
     appended = prepared(compiled, [*example_inputs, *packs(example_inputs)])
     return lambda *args: compiled.call(*args, *packs(args), *appended)
 

@@ -463,7 +463,7 @@ def test_a_compiled_model_can_be_freed(mlp: Gated) -> None:
 
 def in_place(model: Gated) -> None:
     model.gate.weight.mul_(2)
-    model.up.weight.copy_(torch.randn(48, 32))
+    model.up.weight.copy_(torch.randn_like(model.up.weight))
 
 
 def new_data(model: Gated) -> None:
@@ -647,3 +647,36 @@ def test_what_does_not_fit_together_is_refused_with_a_reason() -> None:
     assert isinstance(packs.packed([a, b]), Tensor)
     assert packs.packed([b, c]) == "it is packed with 1 other parameters already"
     assert packs.partners(c) == []
+
+
+# On a GPU
+
+
+@pytest.mark.gpu
+def test_captured_graphs_follow_weights_that_change_or_move() -> None:
+    torch.manual_seed(0)
+    model, x = ready(Gated()).cuda(), X.cuda()
+    run = torch.compile(model, backend="atom", mode="reduce-overhead")
+    for change in (in_place, new_data_on_gpu, assigned, in_place, new_data_on_gpu, assigned, there_and_back):
+        for _ in range(3):
+            torch.testing.assert_close(run(x), model(x), rtol=0, atol=1e-4)
+        change(model)  # type: ignore[operator]
+    torch.testing.assert_close(run(x), model(x), rtol=0, atol=1e-4)
+    assert packs.partners(model.gate.weight)  # type: ignore[arg-type]
+
+
+def new_data_on_gpu(model: Gated) -> None:
+    for linear in (model.gate, model.up):
+        linear.weight.data = torch.randn_like(linear.weight)
+
+
+@pytest.mark.gpu
+def test_memory_of_the_gpu_is_free_after_a_merged_model_has_left_it() -> None:
+    model, x = ready(Gated(1024)).cuda(), torch.randn(3, 1024, device="cuda")
+    model(x)  # cuBLAS keeps a workspace
+    before = torch.cuda.memory_allocated()
+    compiled(model)(x)
+    assert torch.cuda.memory_allocated() - before < 2**16
+    held = sum(weight.nbytes for weight in model.parameters())
+    model.cpu()
+    assert torch.cuda.memory_allocated() <= before - held + 2**16
