@@ -16,6 +16,7 @@ from atomc.match import Difference, Index, Pattern, Site, matches, mutated, same
 from atomc.near_miss import NearMiss, near_misses
 from atomc.provenance import describe, inherited
 from atomc.sizes import same_shape
+from atomc.strides import Values, same_strides, spread_strides
 from atomc.torch_compat import fake_mode_of, outside_of_tracing
 
 _tracing = threading.Lock()
@@ -97,9 +98,13 @@ def apply(graph: Graph, rewrite: Rewrite) -> tuple[list[Fired], list[NearMiss]]:
         sites.append(site)
         claimed |= set(site.matched.values())
     renamed: dict[Node, Node] = {}
-    fired = [_replace(graph, rewrite, site, renamed) for site in sites]
+    moved: list[tuple[Node, Any]] = []
+    fired = [_replace(graph, rewrite, site, renamed, moved) for site in sites]
     if sites:
         sort_topologically(graph)
+        values = Values(graph)
+        for node, before in moved:
+            spread_strides(graph, node, before, values)
         remove_dead_nodes(graph)  # a split whose parts are gone would count as a reader
     return fired, refused
 
@@ -112,7 +117,10 @@ def misses(
     return near_misses(patterns, Index(graph), causes)
 
 
-def _replace(graph: Graph, rewrite: Rewrite, site: Site, renamed: dict[Node, Node]) -> Fired:
+def _replace(
+    graph: Graph, rewrite: Rewrite, site: Site, renamed: dict[Node, Node], moved: list[tuple[Node, Any]]
+) -> Fired:
+    """Replace one site. Outputs that lie differently from then on are added to `moved`, with their values before."""
     # An earlier site of this sweep may have replaced an input of this one.
     for name, bound in site.bound.items():
         while isinstance(bound, Node) and bound in renamed:
@@ -145,6 +153,8 @@ def _replace(graph: Graph, rewrite: Rewrite, site: Site, renamed: dict[Node, Nod
                 new.meta.update(meta, val=value(output))
         output.replace_all_uses_with(new)
         renamed[output] = new
+        if not same_strides(value(new), value(output)):
+            moved.append((new, value(output)))
     for node in sorted(site.nodes(), reverse=True):
         if not node.users:
             graph.erase_node(node)

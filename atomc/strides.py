@@ -14,6 +14,9 @@ from atomc.torch_compat import fake_mode_of, without_new_guards
 aten = torch.ops.aten
 
 
+Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
+
+
 class Values:
     """Computes values of nodes on fake tensors. Layers of a model are alike: what they have in common is computed once."""
 
@@ -46,16 +49,32 @@ def _key(given: Any) -> Any:
 
 def spread_strides(graph: Graph, node: Node, before: Tensor, values: Values) -> None:
     """Recompute the values behind a node that has new strides. Where these would be seen outside of the graph, or a view
-    cannot be had with them, readers get a contiguous copy, which is what the node's value was before."""
+    cannot be had with them, readers get a copy that lies as the node's value did before."""
     changed = _behind(node, values)
     if changed is not None:
         for reader, new in changed.items():
             reader.meta["val"] = new
         return
-    with graph.inserting_after(node):
-        copy = graph.call_function(aten.clone.default, (node,), {"memory_format": torch.contiguous_format})
-    node.replace_all_uses_with(copy, delete_user_cb=lambda reader: reader is not copy)
-    copy.meta.update({key: item for key, item in node.meta.items() if key != "canonical"}, val=before)
+    readers, last = list(node.users), node
+    for target, args, kwargs in _copy_lying_like(before):
+        with graph.inserting_after(last):
+            last = graph.call_function(target, (last, *args), kwargs)
+        last.meta.update({key: item for key, item in node.meta.items() if key != "canonical"})
+        last.meta["val"] = values.of(last)
+    for reader in readers:
+        reader.replace_input_with(node, last)
+
+
+def _copy_lying_like(example: Tensor) -> list[Call]:
+    """The calls, one after the other, that make a dense copy with its dimensions in the order of the example's strides."""
+    dims = list(range(example.dim()))
+    strides = [expression(stride) for stride in example.stride()]
+    order = sorted(dims, key=lambda dim: -strides[dim].subs(dict.fromkeys(strides[dim].free_symbols, 8)))
+    clone: Call = (aten.clone.default, (), {"memory_format": torch.contiguous_format})
+    if order == dims:
+        return [clone]
+    back = [order.index(dim) for dim in dims]
+    return [(aten.permute.default, (order,), {}), clone, (aten.permute.default, (back,), {})]
 
 
 def _behind(start: Node, values: Values) -> dict[Node, Any] | None:
@@ -73,14 +92,15 @@ def _behind(start: Node, values: Values) -> dict[Node, Any] | None:
             new = values.of(node, changed)
         except Exception:  # a view that this layout does not allow, or a size that decides and is not known
             return None
-        if not _same_strides(new, value(node)):
+        if not same_strides(new, value(node)):
             changed[node] = new
             for reader in node.users:
                 heapq.heappush(waiting, reader)
     return changed
 
 
-def _same_strides(a: Any, b: Any) -> bool:
+def same_strides(a: Any, b: Any) -> bool:
+    """True only if two values of one shape are known to lie alike in memory."""
     if isinstance(a, list | tuple):
-        return all(map(_same_strides, a, b))
+        return all(map(same_strides, a, b))
     return not isinstance(a, Tensor) or all(known_equal(m, n) for m, n in zip(a.stride(), b.stride(), strict=True))

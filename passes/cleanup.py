@@ -14,6 +14,7 @@ from atomc.graph_pass import Context
 from atomc.match import mutated, same_attr, storage
 from atomc.rewrite import Fired, remove_dead_nodes
 from atomc.sizes import known_equal, same_shape
+from atomc.strides import Values, same_strides, spread_strides
 
 _WHOLE = {"start": 0, "end": None, "step": 1}
 _RANDOM = torch.Tag.nondeterministic_seeded
@@ -80,7 +81,7 @@ def _hashable(argument: Any) -> Any:
 def cancel_no_ops(graph: Graph) -> list[Fired]:
     """What gives back a tensor that is there: transposes that undo each other, slices of everything, `x * 1`."""
     fired = []
-    returned = _returned(graph)
+    returned, values = _returned(graph), Values(graph)
     for node in list(graph.nodes):
         source = _same_as(node)
         if source is None:
@@ -90,6 +91,8 @@ def cancel_no_ops(graph: Graph) -> list[Fired]:
             returned |= {memory} if node in returned else set()
             node.replace_all_uses_with(source)
             graph.erase_node(node)
+            if not same_strides(value(source), value(node)):
+                spread_strides(graph, source, value(node), values)
             fired.append(Fired("tidy", node, {}))
     return fired
 

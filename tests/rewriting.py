@@ -14,8 +14,8 @@ from atomc.graph_pass import Context, Pass, rewriting
 from atomc.options import Options
 from atomc.platform import Platform
 from atomc.report import Report
-from atomc.rewrite import Rewrite
-from atomc.torch_compat import lifted_floats, source_name
+from atomc.rewrite import Fired, Rewrite
+from atomc.torch_compat import lifted_floats, outside_of_tracing, source_name
 
 T = TypeVar("T")
 TIDY = passes.PIPELINE[0]
@@ -185,3 +185,21 @@ def _state_input(node: Node, args: Sequence[Any]) -> Tensor:
     if node.name == "seq_lens":
         return torch.tensor([tokens], dtype=torch.int32)
     return torch.zeros(2, 16, *fake.shape[2:], dtype=fake.dtype)
+
+
+def _strides_hold(gm: GraphModule, context: Context) -> list[Fired]:
+    class Compared(torch.fx.Interpreter):
+        def run_node(self, n: Node) -> Any:
+            made, known = super().run_node(n), n.meta.get("val")
+            if n.op == "call_function" and isinstance(known, Tensor):
+                assert (made.shape, made.stride()) == (known.shape, known.stride()), n.format_node()
+            return made
+
+    fakes = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
+    with outside_of_tracing():
+        Compared(gm).run(*(torch.zeros(fake.shape, dtype=fake.dtype) for fake in fakes))
+    return []
+
+
+# Fails if a value of a static graph has other strides than running the graph gives.
+STRIDES_HOLD = Pass("strides_hold", _strides_hold)
