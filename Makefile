@@ -48,5 +48,5 @@ $(VENV)/installed: pyproject.toml constraints.txt | $(BIN)/python
 
 $(VENV)/installed-test: pyproject.toml constraints.txt | $(BIN)/python
 	$(INSTALL) setuptools
-	$(INSTALL) --no-build-isolation --editable '.[hf,test]'
+	$(INSTALL) --no-build-isolation --editable '.[serve,bench,test]'
 	touch $@ $(VENV)/installed
