@@ -12,7 +12,7 @@ import sys
 import pytest
 
 from atomc import cli
-from atomc.cli import main
+from atomc.cli import generate, main
 from atomc.demo import PATH
 from atomc.platform import Platform
 
@@ -57,7 +57,7 @@ def figures(table):
 
 
 def test_generate_writes_the_prompt_and_goes_on(generated):
-    assert generated.startswith(cli.DEMO_PROMPT + ', "I am sure')
+    assert generated.startswith(generate.DEMO_PROMPT + ', "I am sure')
 
 
 def test_generate_says_how_fast_it_was_and_what_the_compiler_did(generated):
@@ -87,7 +87,7 @@ def test_several_prompts_are_each_continued():
 
 def sampling(folder, *flags):
     arguments = cli._parser().parse_args(["generate", str(folder), "-p", "x", *flags])
-    params = cli._sampling(arguments, folder)
+    params = generate._sampling(arguments, folder)
     return params.temperature, params.top_p, params.top_k
 
 

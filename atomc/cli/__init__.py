@@ -1,0 +1,65 @@
+"""The command line: `atomc generate`, `atomc explain`, `atomc doctor`.
+
+Nothing heavy is imported before a command runs. What a user can cause ends as one line on stderr, with exit code 2.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import NoReturn
+
+from atomc.cli import doctor, explain, generate
+
+COMMANDS = {"generate": generate, "explain": explain, "doctor": doctor}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code."""
+    arguments = _parser().parse_args(argv)
+    try:
+        arguments.run(arguments)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # as in `atomc explain | head`; Python flushes once more when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except Exception as error:  # only what a user can cause becomes one line, see _users_error
+        told = _users_error(error)
+        if told is None:
+            raise
+        print(f"atomc: {' '.join(str(told).split())}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _users_error(error: BaseException) -> BaseException | None:
+    """The error if a user can cause it; Dynamo wraps what is raised while it traces."""
+    from atomc.errors import RunError
+
+    inner = getattr(error, "inner_exception", None)
+    if inner is not None:
+        return _users_error(inner)
+    if isinstance(error.__cause__, ValueError) and type(error).__name__ == "PassError":
+        return error
+    return error if isinstance(error, ValueError | OSError | ImportError | RunError) else None
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        print(f"atomc: {message}; see {self.prog} --help", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def _parser() -> argparse.ArgumentParser:
+    version = import_module("atomc").__version__
+    parser = _Parser("atomc", description="A torch.compile backend for language models that explains what it does.")
+    parser.add_argument("--version", action="version", version=f"atomc {version}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar=" | ".join(COMMANDS))
+    for module in COMMANDS.values():
+        module.add(commands)
+    return parser

@@ -1,0 +1,33 @@
+"""What the commands share: how one is added, and arguments that several have."""
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+DTYPES = ("float32", "bfloat16", "float16")
+GLUES = ("eager", "inductor", "auto")
+
+
+def command(commands: Any, name: str, run: Any, text: str, examples: str) -> argparse.ArgumentParser:
+    """A parser for the command `name`; `run(arguments)` is called for it."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=text, description=text, epilog=f"examples:\n{examples}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.set_defaults(run=run)
+    return parser
+
+
+def dtype_named(name: str | None) -> "torch.dtype | None":
+    import torch
+
+    return getattr(torch, name) if name else None
+
+
+def default_glue(device: str | None) -> str:
+    """Eager on a CPU, so that nobody waits for a C++ compiler."""
+    import torch
+
+    return "auto" if device != "cpu" and torch.cuda.is_available() else "eager"

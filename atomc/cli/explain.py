@@ -1,0 +1,125 @@
+"""`atomc explain`: what the compiler does to a model, without its weights."""
+
+import argparse
+import contextlib
+import json
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from atomc.cli.arguments import DTYPES, command, dtype_named
+
+
+def add(commands: Any) -> None:
+    parser = command(
+        commands, "explain", run,
+        "Say what the compiler does to a model: rewrites, near misses, kernels. Loads no weights and runs nothing.",
+        "  atomc explain\n  atomc explain path/to/Qwen3-0.6B --runtime\n"
+        "  atomc explain path/to/Qwen3-0.6B --why qk_norm_rope --module-path layers.3\n"
+        "  atomc explain my_package.my_module:build_model --dump graphs",
+    )  # fmt: skip
+    parser.add_argument("model", nargs="?", help="a directory with config.json; or package.module:function, which "
+                        "returns a module, (module, args) or (module, args, kwargs); left out: the demo model")  # fmt: skip
+    parser.add_argument("--why", metavar="REWRITE", help="only say why this rewrite fired or did not")
+    parser.add_argument("--module-path", metavar="PATH", help="with --why: only below this module, such as layers.3.mlp")
+    parser.add_argument("--dump", metavar="DIR", help="write one runnable file per pass that changed the graph")
+    parser.add_argument("--layers", type=int, metavar="N", help="only the first N layers of a config.json")
+    parser.add_argument("--dtype", choices=DTYPES, help="of a config.json; default: what it says")
+    parser.add_argument("--platform", metavar="NAME", help="a machine that need not be here, such as gfx950 or sm90")
+    parser.add_argument("--dynamic", action="store_true", help="compile for any sizes, as torch.compile(dynamic=True)")
+    parser.add_argument("--runtime", action="store_true", help="as `atomc generate` compiles it: with a paged cache")
+    parser.add_argument("--json", action="store_true", help="everything as JSON, a list with one object per graph")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    from atomc.report import reports
+
+    if arguments.module_path and not arguments.why:
+        raise ValueError("--module-path narrows --why: give both")
+    earlier = {id(report) for report in reports()}
+    with contextlib.redirect_stdout(sys.stderr):  # what the model prints is no part of the report
+        _compile(arguments, *_model(arguments))
+    found = [report for report in reports() if id(report) not in earlier]
+    if arguments.why:
+        texts = [report.why(arguments.why, arguments.module_path) for report in found]
+    elif arguments.json:
+        texts = [json.dumps([report.to_dict() for report in found], indent=1, default=str)]
+    else:
+        texts = [report.to_text() for report in found]
+    many = len(texts) > 1
+    for number, text in enumerate(texts):
+        print(f"graph {number}: {text}" if many else text.rstrip())
+
+
+def _compile(arguments: argparse.Namespace, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    from atomc.inspection import explain
+    from atomc.platform import Platform
+    from atomc.program import compile_model
+
+    options = {"dump": arguments.dump} if arguments.dump else {}
+    platform: Platform | None = Platform.named(arguments.platform) if arguments.platform else None
+    if arguments.runtime:
+        # Nothing is to run here, so that nothing needs to be compiled by Inductor.
+        compile_model(model, options={**options, "glue": "eager"}, platform=platform)
+        return
+    try:
+        explain(model, *args, options=options, platform=platform, dynamic=arguments.dynamic or None, **kwargs)
+    except TypeError as error:
+        if not str(error).startswith("explain: "):
+            raise
+        raise ValueError(f"{error}; the function can return (module, args)") from error
+
+
+def _model(arguments: argparse.Namespace) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """The model to explain and what to call it with; nothing, if token ids can be made up."""
+    name = arguments.model
+    if name is not None and ":" in name and not Path(name).exists():
+        return _built_by(name)
+    from atomc.demo import PATH
+
+    return _on_meta(Path(name or PATH), arguments), (), {}
+
+
+def _on_meta(folder: Path, arguments: argparse.Namespace) -> Any:
+    """The model of a config.json without weights."""
+    from atomc import models
+    from atomc.models import loader
+
+    config = loader.load_config(folder)
+    if arguments.layers is not None:
+        if not 1 <= arguments.layers <= config.get("num_hidden_layers", arguments.layers):
+            raise ValueError(f"--layers {arguments.layers}: the model has {config['num_hidden_layers']}")
+        config["num_hidden_layers"] = arguments.layers
+        if "layer_types" in config:
+            config["layer_types"] = config["layer_types"][: arguments.layers]
+    dtype = dtype_named(arguments.dtype) or loader.config_dtype(config)
+    return loader.ready(models.build(config, dtype=dtype, device="meta"))
+
+
+def _built_by(name: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """Calls package.module:function. Raises ValueError if there is none, or if it returns something else."""
+    module_name, _, function_name = name.partition(":")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        module = import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise
+        raise ValueError(f"{name}: there is no module {error.name!r} here or on the path") from error
+    finally:
+        sys.path.pop(0)
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        named = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == module_name]
+        raise ValueError(f"{name}: {module_name} has no function {function_name!r}; it has {', '.join(named) or 'none'}")
+    match function():
+        case (model, tuple() | list() as args, dict() as kwargs) if callable(model):
+            return model, tuple(args), kwargs
+        case (model, tuple() | list() as args) if callable(model):
+            return model, tuple(args), {}
+        case model if callable(model):
+            return model, (), {}
+        case other:
+            raise ValueError(f"{name} returned {type(other).__name__}, expected a module, (module, args) or "
+                             "(module, args, kwargs)")  # fmt: skip

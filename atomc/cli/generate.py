@@ -1,0 +1,98 @@
+"""`atomc generate`: text from one model in this process."""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from atomc.cli.arguments import DTYPES, GLUES, command, default_glue, dtype_named
+
+if TYPE_CHECKING:
+    from atomc.runtime.llm import LLM
+    from atomc.runtime.sampling_params import SamplingParams
+
+DEMO_PROMPT = "She looked at him and said"
+# So that the demo writes the same text each time.
+DEMO_SEED = 4
+MAX_TOKENS = 96
+
+
+def add(commands: Any) -> None:
+    parser = command(
+        commands, "generate", run, "Generate text, and say how long each part took and what the compiler did.",
+        "  atomc generate\n  atomc generate path/to/Qwen3-0.6B -p 'The capital of France is' --max-tokens 32",
+    )  # fmt: skip
+    parser.add_argument("model", nargs="?", help="a checkpoint directory; left out: the small model that comes with atomc")
+    parser.add_argument("-p", "--prompt", action="append", help="may be given several times; the demo has one of its own")
+    parser.add_argument("--max-tokens", type=int, default=MAX_TOKENS, help="new tokens, at most (default: %(default)s)")
+    sampling = "default: as generation_config.json of the model says, else greedy"
+    parser.add_argument("--temperature", type=float, help=f"0 takes the likeliest token ({sampling})")
+    parser.add_argument("--top-p", type=float, help="draw from the likeliest tokens that have this probability together")
+    parser.add_argument("--top-k", type=int, help="draw from this many of the likeliest tokens")
+    parser.add_argument("--seed", type=int, help="the same seed draws the same tokens (default: a fixed one for the demo)")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: as the checkpoint says")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU if there is one")
+    parser.add_argument("--glue", choices=GLUES, help="what runs the ops without a kernel; default: eager on a CPU, so "
+                        "that nobody waits for a C++ compiler, else auto")  # fmt: skip
+    parser.add_argument("--max-model-len", type=int, metavar="N", help="tokens of the longest sequence")
+    parser.add_argument("-q", "--quiet", action="store_true", help="print the text only")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    from atomc.demo import PATH
+    from atomc.runtime.llm import LLM
+
+    if arguments.model is not None and not arguments.prompt:
+        raise ValueError("give a prompt for this model: -p 'The capital of France is'")
+    folder = Path(arguments.model or PATH)
+    params = _sampling(arguments, folder)
+    llm = LLM(
+        folder, dtype=dtype_named(arguments.dtype), device=arguments.device, max_model_len=arguments.max_model_len,
+        options={"glue": arguments.glue or default_glue(arguments.device)}, progress=not arguments.quiet,
+    )  # fmt: skip
+    prompts = arguments.prompt or [DEMO_PROMPT]
+    _print_texts(llm, prompts, params)
+    if not arguments.quiet:
+        _print_figures(llm)
+
+
+def _sampling(arguments: argparse.Namespace, folder: Path) -> "SamplingParams":
+    """What the flags say, else the model's generation_config.json."""
+    from atomc.models.loader import read_json
+    from atomc.runtime.sampling_params import SamplingParams
+
+    file = folder / "generation_config.json"
+    config = read_json(file) if file.is_file() else {}
+    given: dict[str, Any] = {"temperature": 0.0}
+    if config.get("do_sample"):
+        given = {"temperature": config.get("temperature", 1.0)}
+        given |= {name: config[name] for name in ("top_p", "top_k") if config.get(name) is not None}
+    flags = {name: getattr(arguments, name) for name in ("temperature", "top_p", "top_k")}
+    given |= {name: value for name, value in flags.items() if value is not None}
+    seed = DEMO_SEED if arguments.seed is None and arguments.model is None else arguments.seed
+    return SamplingParams(max_tokens=arguments.max_tokens, seed=seed, **given)
+
+
+def _print_texts(llm: "LLM", prompts: Sequence[str], params: "SamplingParams") -> None:
+    """One prompt as it streams; several are computed together and printed when all are done."""
+    if len(prompts) == 1:
+        pieces = llm.stream(prompts[0], params)
+        print(prompts[0], end="", flush=True)
+        for piece in pieces:
+            print(piece, end="", flush=True)
+        print()
+        return
+    completions = llm.generate(list(prompts), params)
+    print("\n\n".join(prompt + completion.text for prompt, completion in zip(prompts, completions, strict=True)))
+
+
+def _print_figures(llm: "LLM") -> None:
+    from atomc.render.text import summary
+
+    report = llm.program.report
+    print(f"\n{llm.tokens_per_second:.1f} tokens/s\nseconds to start: {_seconds(llm.phases)}")
+    print(f"of these to compile: {_seconds(report.phases)}\n{summary(report)}")
+
+
+def _seconds(phases: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {seconds:.2f}" for name, seconds in phases.items())
