@@ -1,0 +1,317 @@
+"""Bytes and flops of a graph as formulas of its sizes: what it must move and compute, whatever runs it.
+
+A node reads each operand once and writes each result once; views cost nothing. Pointwise nodes that meet are one kernel
+(the glue compiler fuses them), so that only what enters and leaves such a group counts.
+
+Symbols: T tokens of the step, R rows of which logits are wanted, S sequences, C tokens of context a sequence, the new
+ones included. Other sizes keep the names that they have in the graph.
+"""
+
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from atomc.canonical import input_name, value
+from atomc.op import op_of
+from atomc.provenance import layer_of, module_path, source_line
+from atomc.sizes import expression
+
+T, R, S, C = sympy.symbols("T R S C", positive=True, integer=True)
+# Ops that hand on memory, or only check.
+FREE = frozenset({
+    "view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "expand", "transpose", "t", "permute", "slice", "select",
+    "split", "split_with_sizes", "chunk", "unbind", "alias", "detach", "as_strided", "unflatten", "flatten",
+    "_assert_scalar", "sym_size", "sym_constrain_range_for_size", "lift_fresh_copy", "empty", "getitem",
+})  # fmt: skip
+NARROWING = frozenset({"slice", "select", "split", "split_with_sizes", "chunk", "unbind", "getitem"})
+PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "linear", "matmul"})
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Bytes moved and floating-point operations, in the module's symbols."""
+
+    bytes: sympy.Expr
+    flops: sympy.Expr
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(self.bytes + other.bytes, self.flops + other.flops)
+
+    def at(self, **sizes: int) -> tuple[float, float]:
+        """(bytes, flops) for these sizes: `cost.at(T=64, S=64, C=1024, R=64)`.
+
+        Raises ValueError naming the sizes that are missing.
+        """
+        values = {sympy.Symbol(name, positive=True, integer=True): size for name, size in sizes.items()}
+        found = self.bytes.subs(values), self.flops.subs(values)
+        missing = found[0].free_symbols | found[1].free_symbols
+        if missing:
+            raise ValueError(f"cost: sizes {sorted(map(str, missing))} are missing, given were {sorted(sizes)}")
+        return float(found[0]), float(found[1])
+
+
+NOTHING = Cost(sympy.Integer(0), sympy.Integer(0))
+
+
+@dataclass(frozen=True)
+class NodeCost:
+    """The cost of one kernel's worth of work. `op` is an op's name, an ATen name, or "glue" for a fused group."""
+
+    op: str
+    module_path: str
+    layer: int | None
+    source: str
+    cost: Cost
+
+
+def cost_of(node: Node, sizes: Mapping[sympy.Symbol, sympy.Expr] | None = None) -> Cost:
+    """What one node must move and compute; `sizes` renames the graph's symbols (see `symbols_of`)."""
+    if node.op != "call_function" or name_of(node) in FREE:
+        return NOTHING
+    rule = _RULES.get(name_of(node), _read_and_write)
+    found = rule(node)
+    renamed = sizes or {}
+    return Cost(_simple(found.bytes.xreplace(renamed)), _simple(found.flops.xreplace(renamed)))
+
+
+def graph_costs(gm: GraphModule) -> list[NodeCost]:
+    """The costs of a graph before lowering, in its order; pointwise nodes that meet are one entry "glue"."""
+    sizes = symbols_of(gm.graph)
+    found: list[NodeCost] = []
+    for group in _groups(gm.graph):
+        first = group[0]
+        if len(group) == 1:
+            name, cost = name_of(first), cost_of(first, sizes)
+        else:
+            name, cost = "glue", _together(group, sizes)
+        if cost != NOTHING:
+            path = module_path(first)
+            found.append(NodeCost(name, path, layer_of(path), source_line(first), cost))
+    return found
+
+
+def total(costs: Iterable[NodeCost]) -> Cost:
+    """The sum over a graph."""
+    found = list(costs)
+    return Cost(_simple(sympy.Add(*[c.cost.bytes for c in found])), _simple(sympy.Add(*[c.cost.flops for c in found])))
+
+
+def symbols_of(graph: Graph) -> dict[sympy.Symbol, sympy.Expr]:
+    """The graph's own symbols -> T, R and S, where its inputs tell which is which."""
+    found: dict[sympy.Symbol, sympy.Expr] = {}
+    for node in graph.find_nodes(op="placeholder"):
+        shape = list(value(node).shape) if isinstance(value(node), Tensor) else []
+        name = input_name(node)
+        if name in ("input_ids", "positions") and len(shape) == 1:
+            _name(found, shape[-1], T)
+        elif name == "input_ids" and len(shape) == 2:  # [batch, tokens]: a step has batch * tokens
+            _name(found, shape[0], S)
+        elif name == "logits_rows":
+            _name(found, shape[0], R)
+        elif name == "seq_lens":
+            _name(found, shape[0], S)
+        elif name.startswith("slots_"):
+            _name(found, shape[0], T)
+    return found
+
+
+def _name(found: dict[sympy.Symbol, sympy.Expr], size: Any, symbol: sympy.Symbol) -> None:
+    expr = expression(size)
+    if isinstance(expr, sympy.Symbol) and symbol not in found.values():
+        found.setdefault(expr, symbol)
+
+
+def name_of(node: Node) -> str:
+    """"rms_norm", "mm", "getitem"."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is not None:
+        return str(schema.name).partition("::")[2]
+    if node.target is operator.getitem:
+        return "getitem"
+    return str(node.meta.get("op") or getattr(node.target, "__name__", node.target))
+
+
+def _simple(found: sympy.Expr) -> sympy.Expr:
+    return sympy.expand(found) if not found.is_number else found
+
+
+def _numel(tensor: Tensor) -> sympy.Expr:
+    return sympy.prod([expression(size) for size in tensor.shape])
+
+
+def _bytes(given: Any) -> sympy.Expr:
+    """Of a tensor, or of all tensors of a tuple; a number has none."""
+    if isinstance(given, Tensor):
+        return _numel(given) * given.element_size()
+    if isinstance(given, tuple | list):
+        return sympy.Add(*[_bytes(item) for item in given])
+    return sympy.Integer(0)
+
+
+def _operands(node: Node) -> list[Tensor]:
+    """The tensors a node reads, each once, as large as they lie in memory."""
+    return [value(given) for given in map(_shown, node.all_input_nodes) if isinstance(value(given), Tensor)]
+
+
+def _results(node: Node) -> list[Tensor]:
+    found = value(node)
+    return [item for item in (found if isinstance(found, tuple | list) else [found]) if isinstance(item, Tensor)]
+
+
+def _read_and_write(node: Node) -> Cost:
+    out = _results(node)
+    moved = _bytes(_operands(node)) + _bytes(out)
+    return Cost(moved, sympy.Add(*[_numel(result) for result in out]))
+
+
+def _product(node: Node) -> Cost:
+    """A matrix product: the last dimension of its first matrix is summed over."""
+    matrices = [value(given) for given in node.all_input_nodes if value(given).dim() >= 2]
+    depth = expression(matrices[0].shape[-1])
+    return Cost(_read_and_write(node).bytes, 2 * depth * sympy.Add(*[_numel(out) for out in _results(node)]))
+
+
+def _lookup(node: Node) -> Cost:
+    """Reads the indices, and of the table only the rows that it writes."""
+    indices = [tensor for tensor in _operands(node) if not tensor.dtype.is_floating_point]
+    return Cost(_bytes(indices) + 2 * _bytes(_results(node)), sympy.Integer(0))
+
+
+def _argument(node: Node, name: str) -> Any:
+    op = op_of(node.target)
+    assert op is not None
+    bound = op.signature.bind(*node.args, **node.kwargs)
+    bound.apply_defaults()
+    given = bound.arguments[name]
+    return value(given) if isinstance(given, Node) else given
+
+
+def _attention(node: Node) -> Cost:
+    q, k, v = (_argument(node, name) for name in "qkv")
+    rows, keys = expression(q.shape[-3]), expression(k.shape[-3])
+    others = sympy.prod([expression(size) for size in q.shape[:-3]])
+    pairs = rows * keys
+    if _argument(node, "causal"):
+        pairs = rows * (keys - (rows - 1) / sympy.Integer(2))
+    window = _argument(node, "window")
+    if window:
+        pairs = sympy.Min(pairs, rows * window)
+    heads, width = expression(q.shape[-2]), expression(q.shape[-1]) + expression(v.shape[-1])
+    return Cost(_bytes([q, k, v]) + _bytes(_results(node)), 2 * others * pairs * heads * width)
+
+
+def _paged_attention(node: Node) -> Cost:
+    """Each sequence reads its context once, and each new token sees what lies before it."""
+    q, k_cache, v_cache = (_argument(node, name) for name in ("q", "k_cache", "v_cache"))
+    tokens = expression(q.shape[0])
+    sequences = expression(_argument(node, "seq_lens").shape[0])
+    context: sympy.Expr = C
+    before = C - (tokens / sequences - 1) / 2
+    window = _argument(node, "window")
+    if window:
+        context, before = sympy.Min(C, window + tokens / sequences), sympy.Min(before, window)
+    per_token = sympy.Add(*[expression(c.shape[2]) * expression(c.shape[3]) * c.element_size() for c in (k_cache, v_cache)])
+    heads, width = expression(q.shape[1]), expression(q.shape[2]) + expression(v_cache.shape[3])
+    moved = _bytes(q) + _bytes(_results(node)) + sequences * context * per_token
+    return Cost(moved, 2 * tokens * before * heads * width)
+
+
+def _state_write(node: Node) -> Cost:
+    """Reads its rows and writes as many into the caches, which are not read."""
+    op = op_of(node.target)
+    assert op is not None
+    rows = [value(given) for name, given in op.signature.bind(*node.args, **node.kwargs).arguments.items()
+            if isinstance(given, Node) and name not in op.mutates and isinstance(value(given), Tensor)]  # fmt: skip
+    slots = expression(_argument(node, "slots").shape[0])
+    caches = [_argument(node, name) for name in op.mutates]
+    written = [slots * sympy.prod([expression(size) for size in cache.shape[2:]]) * cache.element_size()
+               for cache in caches if isinstance(cache, Tensor) and cache.dim() >= 3]  # fmt: skip
+    out = _results(node)
+    return Cost(_bytes(rows) + _bytes(out) + sympy.Add(*written), sympy.Add(*[_numel(result) for result in out]))
+
+
+_RULES: dict[str, Callable[[Node], Cost]] = {
+    **dict.fromkeys(PRODUCTS, _product),
+    "embedding": _lookup,
+    "index_select": _lookup,
+    "attention": _attention,
+    "paged_attention": _paged_attention,
+    **dict.fromkeys(("kv_write", "rope_kv_write", "qk_norm_rope_kv_write"), _state_write),
+}
+
+
+def _pointwise(node: Node) -> bool:
+    """Whether the glue compiler fuses it with its neighbours."""
+    return _is_kernel(node) and op_of(node.target) is None and name_of(node) not in _RULES
+
+
+def _groups(graph: Graph) -> list[list[Node]]:
+    """The nodes that cost something, each alone or, if pointwise, with the pointwise ones that it is connected to.
+
+    A kernel between two pointwise nodes keeps them apart: they lie at different depths, counted in kernels.
+    """
+    group_of: dict[Node, list[Node]] = {}
+    groups: list[list[Node]] = []
+    depth: dict[Node, int] = {}
+    for node in graph.nodes:
+        given = node.all_input_nodes
+        depth[node] = max((depth[n] + (n not in group_of and _is_kernel(n)) for n in given), default=0)
+        near = [group_of[n] for n in given if n in group_of and depth[n] == depth[node]]
+        if _pointwise(node):
+            mine: list[Node] = near[0] if near else []
+            for other in near[1:]:
+                if other is not mine:
+                    mine += other
+                    groups.remove(other)
+                    group_of.update(dict.fromkeys(other, mine))
+            if not mine:
+                groups.append(mine)
+            mine.append(node)
+            group_of[node] = mine
+        elif _is_kernel(node):
+            groups.append([node])
+        elif near:  # a view belongs to the group of what it shows
+            group_of[node] = near[0]
+    return groups
+
+
+def _is_kernel(node: Node) -> bool:
+    return node.op == "call_function" and name_of(node) not in FREE and bool(_results(node))
+
+
+def _together(group: list[Node], sizes: Mapping[sympy.Symbol, sympy.Expr]) -> Cost:
+    """A fused group: what enters it is read once, what leaves it is written once."""
+    inside = set(group)
+    entering = {_shown(given) for node in group for given in node.all_input_nodes if _source(given) not in inside}
+    leaving = {node for node in group if any(user not in inside for user in _readers(node))}
+    moved = _bytes([value(node) for node in entering | leaving])
+    flops = sympy.Add(*[_numel(out) for node in group for out in _results(node)])
+    return Cost(_simple(moved.xreplace(dict(sizes))), _simple(flops.xreplace(dict(sizes))))
+
+
+def _shown(node: Node) -> Node:
+    """What a view shows: the node that made the memory, or the view that leaves a part of it out."""
+    while node.op == "call_function" and name_of(node) in FREE - NARROWING and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _source(node: Node) -> Node:
+    """The node that made the memory which a view shows."""
+    while node.op == "call_function" and name_of(node) in FREE and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _readers(node: Node) -> Iterable[Node]:
+    """Who reads a node, through views."""
+    for user in node.users:
+        if user.op == "call_function" and name_of(user) in FREE:
+            yield from _readers(user)
+        else:
+            yield user
