@@ -13,7 +13,7 @@ _PUBLIC = {
     "Report": "atomc.report",
     "Rewrite": "atomc.rewrite",
     "RunError": "atomc.errors",
-    "SamplingParams": "atomc.runtime.request",
+    "SamplingParams": "atomc.runtime.sampling_params",
     "explain": "atomc.inspection",
     "ops": "",
     "prepare": "atomc.regions",

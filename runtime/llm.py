@@ -18,8 +18,9 @@ from atomc.program import compile_model
 from atomc.runtime.blocks import BlockPool
 from atomc.runtime.capacity import capacity, free_memory
 from atomc.runtime.detokenizer import Detokenizer, load_tokenizer
-from atomc.runtime.request import Completion, Request, SamplingParams
+from atomc.runtime.request import Completion, Request
 from atomc.runtime.runner import Runner
+from atomc.runtime.sampling_params import SamplingParams
 from atomc.runtime.scheduler import Scheduler
 
 PHASES = ("load", "compile", "allocate", "warm up")

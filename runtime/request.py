@@ -1,50 +1,12 @@
 """A request in plain Python: what is wanted, the tokens so far, and how many of them are in the cache."""
 
-import math
 from dataclasses import dataclass, field
 from typing import Literal
 
 from atomc.runtime.draw import Draw, uniform
+from atomc.runtime.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort"]
-MIN_TEMPERATURE = 1e-4
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How to generate.
-
-    max_tokens       at most so many new tokens
-    temperature      0: greedy; otherwise logits are divided by it
-    top_k            0: all tokens; n: only the n most likely
-    top_p            only the most likely tokens that together have this probability, after top_k
-    seed             None: another one for each request; the same seed draws the same numbers whatever the batch
-    stop_token_ids   generation ends at any of these, as it does at the model's own end-of-sequence tokens
-    ignore_eos       the model's own end-of-sequence tokens do not end generation
-
-    Raises ValueError for values out of range.
-    """
-
-    max_tokens: int = 64
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int | None = None
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        if self.max_tokens < 1:
-            raise ValueError(f"max_tokens is {self.max_tokens}, it must be at least 1")
-        if self.temperature != 0 and not MIN_TEMPERATURE <= self.temperature < math.inf:
-            raise ValueError(f"temperature is {self.temperature}, it must be 0 (greedy) or at least {MIN_TEMPERATURE}")
-        if self.top_k < 0:
-            raise ValueError(f"top_k is {self.top_k}, it must be 0 (all tokens) or positive")
-        if not 0.0 < self.top_p <= 1.0:
-            raise ValueError(f"top_p is {self.top_p}, it must be above 0 and at most 1")
-        if any(token < 0 for token in self.stop_token_ids):
-            raise ValueError(f"stop_token_ids is {self.stop_token_ids}, token ids are not negative")
 
 
 @dataclass(eq=False)

@@ -18,8 +18,9 @@ from atomc.runtime.capacity import Capacity, capacity
 from atomc.runtime.detokenizer import Detokenizer
 from atomc.runtime.draw import Draw
 from atomc.runtime.llm import LLM
-from atomc.runtime.request import Request, SamplingParams
+from atomc.runtime.request import Request
 from atomc.runtime.runner import Runner
+from atomc.runtime.sampling_params import SamplingParams
 from atomc.runtime.scheduler import Chunk, ScheduledStep, Scheduler
 
 # Else each worker compiles all the models.

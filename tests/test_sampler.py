@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from atomc.runtime.draw import Draw, uniform
-from atomc.runtime.request import SamplingParams
 from atomc.runtime.sampler import sample
+from atomc.runtime.sampling_params import SamplingParams
 
 # Probabilities 0.5, 0.25, 0.15, 0.1 at ids 2, 0, 3, 1, and an impossible id 4.
 LOGITS = torch.tensor([0.25, 0.1, 0.5, 0.15, 0.0]).log()

@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from atomc.runtime.blocks import BlockPool
 from atomc.runtime.draw import Draw
-from atomc.runtime.request import Request, SamplingParams
+from atomc.runtime.request import Request
+from atomc.runtime.sampling_params import SamplingParams
 from atomc.runtime.scheduler import Chunk, ScheduledStep, Scheduler
 
 

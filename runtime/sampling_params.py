@@ -1,0 +1,122 @@
+"""How to generate: what a user asks for one request."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+MIN_TEMPERATURE = 1e-4
+
+
+@dataclass(frozen=True)
+class Structured:
+    """What the output must look like; exactly one of them.
+
+    json_schema   JSON that fulfils this schema, given as a mapping or as text; kept as text
+    json_object   any JSON object
+    regex         text that the regular expression matches as a whole
+    choice        one of these texts
+    grammar       text that this Lark grammar derives
+
+    Raises ValueError for none of them or several; that it can be compiled is known only to atomc.runtime.structured.
+    """
+
+    json_schema: Mapping[str, Any] | str | None = None
+    json_object: bool = False
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.json_schema, Mapping):
+            # Not sorted: properties come in the order in which the schema lists them.
+            object.__setattr__(self, "json_schema", json.dumps(self.json_schema))
+        if self.choice is not None:
+            object.__setattr__(self, "choice", tuple(self.choice))
+            if not self.choice or "" in self.choice:
+                raise ValueError(f"choice is {list(self.choice)}, expected at least one text, and none empty")
+        given = [name for name in ("json_schema", "regex", "choice", "grammar") if getattr(self, name) is not None]
+        given += ["json_object"] * self.json_object
+        if len(given) != 1:
+            raise ValueError(f"structured output has {' and '.join(given) or 'nothing'}, expected exactly one of "
+                             "json_schema, json_object, regex, choice and grammar")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to generate.
+
+    max_tokens           at most so many new tokens; None: as many as fit
+    temperature          0: greedy; otherwise logits are divided by it
+    top_k                0: all tokens; n: only the n most likely
+    top_p                only the most likely tokens that together have this probability, after top_k
+    min_p                only tokens at least this likely, relative to the most likely one
+    seed                 None: another one for each request; the same seed draws the same numbers whatever the batch
+    stop_token_ids       generation ends at any of these, as it does at the model's own end-of-sequence tokens
+    ignore_eos           the model's own end-of-sequence tokens do not end generation
+    n                    so many answers to one prompt
+    min_tokens           so many new tokens come before a stop or end-of-sequence token can
+    repetition_penalty   the logit of each token of prompt and output is divided by it, or multiplied if negative
+    presence_penalty     is taken from the logit of each token of the output
+    frequency_penalty    the same, once for each time that the token was drawn
+    logit_bias           is added to the logits of these token ids
+    stop                 generation ends where one of these texts appears
+    include_stop_str_in_output   the text that stopped it is part of the output
+    logprobs             log-probabilities of each new token, and of so many most likely ones
+    prompt_logprobs      the same for the tokens of the prompt
+    structured           what the output must look like
+    skip_special_tokens  special tokens have no text
+
+    Penalties and bias come first, then temperature, top_k, top_p and min_p. Log-probabilities are those of the model,
+    before all of these. Raises ValueError for values out of range.
+    """
+
+    max_tokens: int | None = 64
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    n: int = 1
+    min_tokens: int = 0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    stop: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    structured: Structured | None = None
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        expect = self._expect
+        expect("n", self.n >= 1, "at least 1")
+        expect("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1, or None (as many as fit)")
+        longest = math.inf if self.max_tokens is None else self.max_tokens
+        expect("min_tokens", 0 <= self.min_tokens <= longest, f"at least 0 and at most max_tokens={self.max_tokens}")
+        expect("temperature", self.temperature == 0 or MIN_TEMPERATURE <= self.temperature < math.inf,
+               f"0 (greedy) or at least {MIN_TEMPERATURE}")  # fmt: skip
+        expect("top_k", self.top_k >= 0, "0 (all tokens) or positive")
+        expect("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1")
+        expect("min_p", 0.0 <= self.min_p <= 1.0, "at least 0 and at most 1")
+        expect("repetition_penalty", 0.0 < self.repetition_penalty < math.inf, "above 0 (1: none)")
+        expect("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "at least -2 and at most 2 (0: none)")
+        expect("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "at least -2 and at most 2 (0: none)")
+        expect("seed", self.seed is None or -(2**63) <= self.seed < 2**64, "a number of 64 bits")
+        expect("logit_bias", all(token >= 0 and -100.0 <= bias <= 100.0 for token, bias in self.logit_bias.items()),
+               "token ids with numbers from -100 to 100")  # fmt: skip
+        expect("stop", "" not in self.stop, "texts that are not empty")
+        expect("stop_token_ids", all(token >= 0 for token in self.stop_token_ids), "token ids, which are not negative")
+        expect("logprobs", self.logprobs is None or self.logprobs >= 0, "at least 0, or None")
+        expect("prompt_logprobs", self.prompt_logprobs is None or self.prompt_logprobs >= 0, "at least 0, or None")
+
+    def _expect(self, name: str, holds: bool, expectation: str) -> None:
+        if not holds:
+            raise ValueError(f"{name} is {getattr(self, name)!r}, it must be {expectation}")
