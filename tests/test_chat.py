@@ -1,0 +1,403 @@
+"""Chat templates: the same text as transformers renders, and one clear error for what cannot be rendered."""
+
+import contextlib
+import json
+
+import pytest
+
+pytest.importorskip("jinja2")
+
+from atomc.demo import PATH
+from atomc.runtime.server.chat import ChatTemplate, encode_chat, load_chat_template
+
+# Templates in the manner of the published ones, each with what is peculiar to its family.
+LLAMA = """\
+{{- bos_token }}
+{%- if not date_string is defined %}{% set date_string = strftime_now("%d %b %Y") %}{% endif %}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system_message = messages[0]['content'] | trim %}
+    {%- set messages = messages[1:] %}
+{%- else %}
+    {%- set system_message = "" %}
+{%- endif %}
+{{- "<|start_header_id|>system<|end_header_id|>\\n\\n" }}
+{{- "Today Date: " + date_string + "\\n\\n" }}
+{%- if tools is not none %}
+    {{- "Answer with {\\"name\\": ..., \\"parameters\\": ...}.\\n" }}
+    {%- for t in tools %}{{- t | tojson(indent=4) }}{{- "\\n\\n" }}{%- endfor %}
+{%- endif %}
+{{- system_message + "<|eot_id|>" }}
+{%- for message in messages %}
+    {%- if 'tool_calls' in message %}
+        {%- if not message.tool_calls | length == 1 %}{{- raise_exception("Only single tool-calls at once!") }}{%- endif %}
+        {%- set tool_call = message.tool_calls[0].function %}
+        {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+        {{- '{"name": "' + tool_call.name + '", "parameters": ' }}{{- tool_call.arguments | tojson }}{{- "}<|eot_id|>" }}
+    {%- elif message.role in ("tool", "ipython") %}
+        {{- "<|start_header_id|>ipython<|end_header_id|>\\n\\n" }}
+        {%- if message.content is mapping or message.content is iterable %}{{- message.content | tojson }}
+        {%- else %}{{- message.content }}{%- endif %}{{- "<|eot_id|>" }}
+    {%- else %}
+        {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
+        {{- message['content'] | trim + '<|eot_id|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}
+"""
+QWEN = """\
+{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- if messages[0].role == 'system' %}{{- messages[0].content + '\\n\\n' }}{%- endif %}
+    {{- "# Tools\\n\\n<tools>" }}
+    {%- for tool in tools %}{{- "\\n" }}{{- tool | tojson }}{%- endfor %}
+    {{- "\\n</tools>\\n<tool_call>\\n{\\"name\\": <function-name>}\\n</tool_call><|im_end|>\\n" }}
+{%- elif messages[0].role == 'system' %}
+    {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
+{%- endif %}
+{%- set ns = namespace(multi_step_tool=true, last_query_index=messages|length - 1) %}
+{%- for message in messages[::-1] %}
+    {%- set index = (messages|length - 1) - loop.index0 %}
+    {%- if ns.multi_step_tool and message.role == "user" and message.content is string %}
+        {%- set ns.multi_step_tool = false %}
+        {%- set ns.last_query_index = index %}
+    {%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- set content = message.content if message.content is string else '' %}
+    {%- if message.role == "user" or (message.role == "system" and not loop.first) %}
+        {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>' + '\\n' }}
+    {%- elif message.role == "assistant" %}
+        {%- set reasoning_content = message.reasoning_content if message.reasoning_content is string else '' %}
+        {{- '<|im_start|>' + message.role + '\\n' }}
+        {%- if loop.index0 > ns.last_query_index %}
+            {{- '<think>\\n' + reasoning_content.strip('\\n') + '\\n</think>\\n\\n' + content.lstrip('\\n') }}
+        {%- else %}
+            {{- content }}
+        {%- endif %}
+        {%- if message.tool_calls %}
+            {%- for tool_call in message.tool_calls %}
+                {%- if (loop.first and content) or (not loop.first) %}{{- '\\n' }}{%- endif %}
+                {%- if tool_call.function %}{%- set tool_call = tool_call.function %}{%- endif %}
+                {{- '<tool_call>\\n{"name": "' }}{{- tool_call.name }}{{- '", "arguments": ' }}
+                {%- if tool_call.arguments is string %}{{- tool_call.arguments }}
+                {%- else %}{{- tool_call.arguments | tojson }}{%- endif %}
+                {{- '}\\n</tool_call>' }}
+            {%- endfor %}
+        {%- endif %}
+        {{- '<|im_end|>\\n' }}
+    {%- elif message.role == "tool" %}
+        {%- if loop.first or (messages[loop.index0 - 1].role != "tool") %}{{- '<|im_start|>user' }}{%- endif %}
+        {{- '\\n<tool_response>\\n' + content + '\\n</tool_response>' }}
+        {%- if loop.last or (messages[loop.index0 + 1].role != "tool") %}{{- '<|im_end|>\\n' }}{%- endif %}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
+{%- endif %}"""
+CHATML = """\
+{% for message in messages %}
+{% if message['role'] == 'assistant' %}
+<|im_start|>assistant
+{% generation %}{{ message['content'] }}<|im_end|>
+{% endgeneration %}
+{% else %}
+{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' }}
+{% endif %}
+{% endfor %}
+{% if add_generation_prompt %}
+<|im_start|>assistant
+{% endif %}
+"""
+GEMMA = """\
+{{ bos_token }}
+{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}
+{% for message in messages %}
+    {% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+        {{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}
+    {% endif %}
+    {% if loop.index > 99 %}{% break %}{% endif %}
+    {% set role = 'model' if message['role'] == 'assistant' else message['role'] %}
+{{ '<start_of_turn>' + role + '\\n' + message['content'] | trim + '<end_of_turn>\\n' }}
+{% endfor %}
+{% if add_generation_prompt %}{{'<start_of_turn>model\\n'}}{% endif %}"""
+GPT_OSS = """\
+{%- macro render_type(spec) -%}
+    {%- if spec.type == "array" -%}{{- render_type(spec['items']) + "[]" -}}
+    {%- elif spec.enum is defined -%}{{- '"' + spec.enum | join('" | "') + '"' -}}
+    {%- else -%}{{- {"string": "string", "integer": "number"}.get(spec.type, "any") -}}{%- endif -%}
+{%- endmacro -%}
+{{- "<|start|>system<|message|>Reasoning: " + (reasoning_effort or "medium") }}
+{{- "\\n\\n# Valid channels: analysis, commentary, final.<|end|>" }}
+{%- if messages[0].role in ("developer", "system") %}
+    {%- set developer_message = messages[0].content %}{%- set loop_messages = messages[1:] %}
+{%- else %}
+    {%- set developer_message = "" %}{%- set loop_messages = messages %}
+{%- endif %}
+{%- if developer_message or tools %}
+    {{- "<|start|>developer<|message|># Instructions\\n\\n" + developer_message }}
+    {%- for tool in tools or [] %}
+        {%- set function = tool.function %}
+        {{- "\\n// " + function.description + "\\ntype " + function.name + " = (_: {\\n" }}
+        {%- for name, spec in function.parameters.properties.items() %}
+            {{- name }}{%- if name not in (function.parameters.required or []) %}{{- "?" }}{%- endif %}
+            {{- ": " + render_type(spec) + ",\\n" }}
+        {%- endfor %}
+        {{- "}) => any;" }}
+    {%- endfor %}
+    {{- "<|end|>" }}
+{%- endif %}
+{%- set last = namespace(name=none) %}
+{%- for message in loop_messages %}
+    {%- if message.role == 'assistant' %}
+        {%- if message.thinking is defined %}
+            {{- "<|start|>assistant<|channel|>analysis<|message|>" + message.thinking + "<|end|>" }}
+        {%- endif %}
+        {%- if message.tool_calls %}
+            {%- set tool_call = message.tool_calls[0].function %}
+            {{- "<|start|>assistant to=functions." + tool_call.name + "<|channel|>commentary json<|message|>" }}
+            {{- tool_call.arguments | tojson }}{{- "<|call|>" }}
+            {%- set last.name = tool_call.name %}
+        {%- else %}
+            {{- "<|start|>assistant<|channel|>final<|message|>" + message.content + "<|end|>" }}
+        {%- endif %}
+    {%- elif message.role == 'tool' %}
+        {%- if last.name is none %}{{- raise_exception("A tool answered without a call!") }}{%- endif %}
+        {{- "<|start|>functions." + last.name + " to=assistant<|channel|>commentary<|message|>" }}
+        {{- message.content | tojson }}{{- "<|end|>" }}
+    {%- else %}
+        {{- "<|start|>user<|message|>" + message.content + "<|end|>" }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt -%}<|start|>assistant{%- endif -%}"""
+# As DeepSeek-V3's: the arguments are joined as a text.
+DEEPSEEK = """\
+{{ bos_token }}{% for message in messages %}{% if message['tool_calls'] %}{% for tool in message['tool_calls'] %}\
+{{ '<call>' + tool['function']['name'] + '\\n```json\\n' + tool['function']['arguments'] + '\\n```' }}{% endfor %}\
+{% else %}{{ message['role'] + ': ' + message['content'] }}{% endif %}{% endfor %}"""
+TEMPLATES = {"llama": LLAMA, "qwen": QWEN, "chatml": CHATML, "gemma": GEMMA, "gpt-oss": GPT_OSS}
+
+USER = {"role": "user", "content": " How warm is it in Malm\u00f6 & <Lund>? "}
+SYSTEM = {"role": "system", "content": "Answer briefly."}
+ASSISTANT = {"role": "assistant", "content": "Which month?"}
+THOUGHT = {"role": "assistant", "content": "20", "reasoning_content": "\nMay is mild.\n"}
+ARGUMENTS = {"city": "Malm\u00f6", "days": [1, 2], "exact": True}
+CALL = {"role": "assistant", "content": None, "tool_calls": [
+    {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": json.dumps(ARGUMENTS)}}]}  # fmt: skip
+ANSWER = {"role": "tool", "tool_call_id": "call_1", "content": '{"celsius": 20}'}
+TOOLS = [{"type": "function", "function": {"name": "weather", "description": "The weather's \"state\".", "parameters": {
+    "type": "object", "required": ["city"], "properties": {
+        "city": {"type": "string"}, "days": {"type": "array", "items": {"type": "integer"}},
+        "unit": {"type": "string", "enum": ["C", "F"]}}}}}]  # fmt: skip
+CONVERSATIONS = {
+    "one": ([USER], None, {}),
+    "more": ([USER, ASSISTANT, USER], None, {}),
+    "system": ([SYSTEM, USER], None, {}),
+    "prompt-off": ([USER, ASSISTANT], None, {"add_generation_prompt": False}),
+    "no-thinking": ([USER], None, {"enable_thinking": False, "reasoning_effort": "high"}),
+    "thought": ([USER, THOUGHT, USER], None, {}),
+    "tools": ([SYSTEM, USER], TOOLS, {}),
+    "called": ([USER, CALL, ANSWER], TOOLS, {}),
+    "called-without-tools": ([USER, CALL, ANSWER, USER], None, {}),
+}
+SPECIAL = {"bos_token": "<bos>", "eos_token": "<eos>"}
+
+
+@pytest.fixture(scope="module")
+def theirs():
+    """What transformers renders, or None if its template raises."""
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(PATH / "tokenizer.json"), **SPECIAL)
+
+    def rendered(template, messages, tools, kwargs):
+        try:
+            return tokenizer.apply_chat_template(
+                messages, tools, chat_template=template, tokenize=False, **{"add_generation_prompt": True} | kwargs
+            )
+        except Exception:
+            return None
+
+    return rendered
+
+
+def with_objects(message):
+    """The message with arguments as an object, which transformers asks of its callers."""
+    if "tool_calls" not in message:
+        return message
+    (call,) = message["tool_calls"]
+    return message | {"tool_calls": [call | {"function": call["function"] | {"arguments": ARGUMENTS}}]}
+
+
+@pytest.mark.parametrize("conversation", CONVERSATIONS)
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_a_template_renders_as_in_transformers(theirs, family, conversation):
+    messages, tools, kwargs = CONVERSATIONS[conversation]
+    expected = theirs(TEMPLATES[family], [with_objects(message) for message in messages], tools, kwargs)
+    template = ChatTemplate(TEMPLATES[family], SPECIAL)
+    if expected is None:
+        with pytest.raises(ValueError, match=r"the chat template (refused|failed on) the messages"):
+            template.render(messages, tools, **kwargs)
+    else:
+        assert template.render(messages, tools, **kwargs) == expected
+
+
+def test_most_of_these_conversations_are_rendered_and_not_refused(theirs):
+    texts = [theirs(template, [with_objects(message) for message in messages], tools, kwargs)
+             for template in TEMPLATES.values() for messages, tools, kwargs in CONVERSATIONS.values()]  # fmt: skip
+    assert sum(text is None for text in texts) <= 9
+
+
+def test_arguments_are_a_text_for_a_template_that_joins_them():
+    text = json.dumps(ARGUMENTS)
+    assert ChatTemplate(DEEPSEEK, SPECIAL).render([USER, CALL]).endswith(f"<call>weather\n```json\n{text}\n```")
+
+
+def test_arguments_that_are_not_json_stay_as_the_model_wrote_them():
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "weather", "arguments": '{"city": '}}]}
+    assert '"arguments": {"city": }\n</tool_call>' in ChatTemplate(QWEN).render([USER, call])
+
+
+def test_a_template_raising_is_an_error_with_its_words():
+    with pytest.raises(ValueError, match="refused the messages: System role not supported"):
+        ChatTemplate(GEMMA).render([SYSTEM, USER])
+
+
+def test_a_template_that_fails_is_an_error_with_the_reason():
+    with pytest.raises(ValueError, match="failed on the messages: TypeError: "):
+        ChatTemplate("{{ 1 + 'a' }}").render([USER])
+
+
+def test_text_parts_become_one_text():
+    parts = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
+    assert ChatTemplate(CHATML).render([parts]) == ChatTemplate(CHATML).render([{"role": "user", "content": "a\nb"}])
+
+
+def test_developer_is_system_for_a_template_that_does_not_know_it():
+    developer = SYSTEM | {"role": "developer"}
+    assert "<|im_start|>system\nAnswer briefly." in ChatTemplate(QWEN).render([developer, USER])
+    assert "# Instructions\n\nAnswer briefly." in ChatTemplate(GPT_OSS).render([developer, USER])
+
+
+@pytest.mark.parametrize(
+    "messages, kwargs, wrong",
+    [
+        ([], {}, "messages is empty"),
+        (["hello"], {}, "a message is 'hello', expected an object with a role"),
+        ([{"content": "x"}], {}, "expected an object with a role"),
+        ([{"role": "user", "content": 3}], {}, "the content of a message is a int, expected a text or a list of parts"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], {}, "a content part of type 'image_url' is not supported"),
+        ([USER], {"bos_token": "x"}, "'bos_token' cannot be set for the chat template"),
+        ([USER], {"messages": []}, "'messages' cannot be set for the chat template"),
+        ([USER], {"tools": []}, "'tools' cannot be set for the chat template"),
+        ([USER], {"value": object()}, "a object cannot be given to a chat template"),
+    ],
+)
+def test_wrong_messages_are_refused(messages, kwargs, wrong):
+    with pytest.raises(ValueError, match=wrong):
+        ChatTemplate(CHATML).render(messages, **kwargs)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages.append(1) }}",
+        "{{ ''.__class__.__mro__ }}",
+        "{{ namespace().__init__.__globals__ }}",
+        "{{ dict.__class__ }}",
+        "{{ dict.__call__.__globals__['json'] }}",
+        "{{ raise_exception.__globals__ }}",
+        "{{ '{0.__class__}'.format(messages) }}",
+        "{% set n = namespace(_x=1) %}",
+        "{% set n = namespace() %}{% set n._x = 1 %}",
+        "{% for i in range(100000000) %}{% endfor %}",
+    ],
+)
+def test_a_template_cannot_leave_the_sandbox(template):
+    seen = ""
+    with contextlib.suppress(ValueError):
+        seen = ChatTemplate(template).render([USER])
+    assert seen == ""
+    assert ChatTemplate("{{ messages | length }}").render([USER]) == "1"
+
+
+def test_a_namespace_may_have_a_name_called_self():
+    assert ChatTemplate("{% set n = namespace(self=1) %}{{ n.self }}").render([USER]) == "1"
+
+
+def test_a_template_that_is_not_jinja_is_told_with_its_line():
+    with pytest.raises(ValueError, match="the chat template 'default' is not Jinja: line 2: "):
+        ChatTemplate("a\n{% if %}")
+
+
+# Where templates come from
+
+
+def folder_with(path, config=None, **files):
+    (path / "tokenizer_config.json").write_text(json.dumps(config or {}))
+    for name, text in files.items():
+        file = path / name.replace("__", "/").replace("_jinja", ".jinja")
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text)
+    return path
+
+
+def test_the_text_in_tokenizer_config_is_found_with_special_tokens_of_both_spellings(tmp_path):
+    config = {"chat_template": "{{ bos_token + eos_token }}", "bos_token": "<s>", "eos_token": {"content": "</s>"}}
+    assert load_chat_template(folder_with(tmp_path, config)).render([USER]) == "<s></s>"
+
+
+def test_a_file_comes_before_tokenizer_config(tmp_path):
+    folder = folder_with(tmp_path, {"chat_template": "config"}, chat_template_jinja="file")
+    assert load_chat_template(folder).render([USER]) == "file"
+
+
+def test_the_file_of_the_user_comes_first(tmp_path):
+    folder = folder_with(tmp_path, {"chat_template": "config", "bos_token": "<s>"}, mine_jinja="mine {{ bos_token }}")
+    assert load_chat_template(folder, tmp_path / "mine.jinja").render([USER]) == "mine <s>"
+
+
+@pytest.mark.parametrize("where", ["config", "files"])
+def test_the_template_for_tools_is_taken_with_tools_only(tmp_path, where):
+    if where == "config":
+        named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
+        template = load_chat_template(folder_with(tmp_path, {"chat_template": named}))
+    else:
+        more = {"additional_chat_templates__tool_use_jinja": "tools"}
+        template = load_chat_template(folder_with(tmp_path, chat_template_jinja="plain", **more))
+    assert [template.render([USER]), template.render([USER], TOOLS)] == ["plain", "tools"]
+
+
+def test_a_folder_without_a_template_has_none(tmp_path):
+    assert load_chat_template(tmp_path) is None
+
+
+def test_a_file_that_is_not_there_is_told(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"--chat-template .*gone\.jinja: no such file"):
+        load_chat_template(tmp_path, tmp_path / "gone.jinja")
+
+
+def test_a_template_of_another_type_is_told(tmp_path):
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json: chat_template is a int"):
+        load_chat_template(folder_with(tmp_path, {"chat_template": 3}))
+
+
+def test_named_templates_without_a_default_are_told(tmp_path):
+    named = [{"name": "rag", "template": "x"}]
+    with pytest.raises(ValueError, match=r"chat templates are \['rag'\], and none is named 'default'"):
+        load_chat_template(folder_with(tmp_path, {"chat_template": named})).render([USER])
+
+
+def test_the_demo_can_be_talked_to():
+    text = load_chat_template(PATH).render([SYSTEM, USER | {"content": "She said"}, {"role": "assistant", "content": None}])
+    assert text == "Answer briefly.\n\nShe said\n\n\n\n"
+
+
+def test_the_bos_that_a_template_writes_is_the_only_one():
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = tokenizers.Tokenizer.from_file(str(PATH / "tokenizer.json"))
+    end = "<|endoftext|>"
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(single=f"{end} $A", special_tokens=[(end, 0)])
+    text = ChatTemplate(GEMMA, {"bos_token": end}).render([USER])
+    assert tokenizer.encode(text).ids[:2] == [0, 0]
+    assert encode_chat(tokenizer, text)[0] == 0
+    assert encode_chat(tokenizer, text).count(0) == 1
