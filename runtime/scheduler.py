@@ -42,6 +42,14 @@ class ScheduledStep:
         return tuple(chunk.draw for chunk in self.chunks if chunk.draw is not None)
 
 
+class QueueFull(Exception):
+    """Too many requests wait. Try again after retry_after seconds."""
+
+    def __init__(self, waiting: int, retry_after: float) -> None:
+        super().__init__(f"{waiting} requests wait already, the queue takes no more: try again in {retry_after:.0f} s")
+        self.retry_after = retry_after
+
+
 class Scheduler:
     """Continuous batching: first come, first served; prompts in chunks; the newest request gives way.
 
@@ -52,7 +60,8 @@ class Scheduler:
     """
 
     def __init__(
-        self, pool: BlockPool, *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int
+        self, pool: BlockPool, *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int,
+        max_queue: int = 1024,
     ) -> None:  # fmt: skip
         for name, value in (("max_num_seqs", max_num_seqs), ("max_num_batched_tokens", max_num_batched_tokens),
                             ("max_model_len", max_model_len)):  # fmt: skip
@@ -61,6 +70,7 @@ class Scheduler:
         self.pool = pool
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_queue = max_queue
         # Tokens of the longest request: it must be able to finish when it has the pool for itself.
         self.max_len = min(max_model_len, pool.num_tokens)
         self.requests: dict[str, Request] = {}
@@ -79,8 +89,10 @@ class Scheduler:
             raise ValueError(f"request id {request.id!r} is in use")
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises what `refuse` raises."""
+        """Queue a request. Raises what `refuse` raises, and QueueFull if too many wait."""
         self.refuse(request)
+        if len(self.waiting) >= self.max_queue:
+            raise QueueFull(len(self.waiting), retry_after=1.0)
         self.requests[request.id] = request
         self.waiting.append(request)
 

@@ -320,9 +320,9 @@ def llm(tmp_path_factory):
 
 def test_an_llm_starts_from_a_folder_and_says_what_it_did(llm):
     assert list(llm.phases) == ["load", "compile", "allocate", "warm up"]
-    assert llm.eos_ids == {256, 257}
+    assert llm.engine.eos_ids == {256, 257}
     assert llm.program.report is not None
-    assert llm.scheduler.next_step() is None and not llm.scheduler.pool.owners
+    assert llm.engine.scheduler.next_step() is None and not llm.engine.scheduler.pool.owners
 
 
 def test_generate_answers_texts_and_token_ids_in_order(llm):
@@ -332,7 +332,7 @@ def test_generate_answers_texts_and_token_ids_in_order(llm):
     assert list(first.prompt_token_ids) == llm.tokenizer.encode("Once").ids and second.prompt_token_ids == (1, 2, 3)
     assert len(first.token_ids) == 6 and first.finish_reason == "length"
     assert first.text == llm.tokenizer.decode(list(first.token_ids))
-    assert llm.tokens_per_second > 0 and not llm.scheduler.pool.owners
+    assert llm.tokens_per_second > 0 and not llm.engine.scheduler.pool.owners
 
 
 def test_a_stop_token_ends_the_completion_and_is_not_text(llm):
@@ -369,7 +369,7 @@ def test_requests_without_a_seed_draw_differently(llm):
 def test_a_wrong_prompt_fails_before_any_is_computed(llm, prompts, message):
     with pytest.raises(ValueError, match=message):
         llm.generate(prompts)
-    assert not llm.scheduler.requests
+    assert not llm.engine.scheduler.requests
 
 
 def test_pieces_are_whole_characters_and_make_the_text(llm):
@@ -414,9 +414,9 @@ def test_a_stream_goes_on_while_others_generate_and_ends_when_closed(llm):
     assert start + "".join(stream) == expected
     closed = llm.stream("Once", params)
     next(closed)
-    assert llm.scheduler.requests
+    assert llm.engine.scheduler.requests
     closed.close()
-    assert not llm.scheduler.requests and not llm.scheduler.pool.owners
+    assert not llm.engine.scheduler.requests and not llm.engine.scheduler.pool.owners
 
 
 def test_a_module_generates_from_token_ids():
@@ -468,7 +468,7 @@ def test_weights_replaced_after_compiling_are_noticed():
     model.lm_head.weight.data = model.lm_head.weight.data.clone()
     with pytest.raises(RunError, match="compile again"):
         llm.generate([[1, 2]])
-    assert not llm.scheduler.requests
+    assert not llm.engine.scheduler.requests
 
 
 def test_a_stock_transformers_model_generates_as_it_does_itself():
@@ -477,6 +477,6 @@ def test_a_stock_transformers_model_generates_as_it_does_itself():
     prompt = [5, 6, 7, 8]
     expected = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=12, eos_token_id=None)
     llm = LLM(model, options={"strict": True, "glue": "eager"}, progress=False)
-    assert (llm.eos_ids, llm.vocab_size, llm.scheduler.max_len) == ({3, 4}, VOCAB, MAX_LEN)
+    assert (llm.engine.eos_ids, llm.engine.vocab_size, llm.engine.scheduler.max_len) == ({3, 4}, VOCAB, MAX_LEN)
     (completion,) = llm.generate([prompt], SamplingParams(max_tokens=12, ignore_eos=True))
     assert [*prompt, *completion.token_ids] == expected[0].tolist()

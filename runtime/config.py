@@ -1,0 +1,56 @@
+"""EngineConfig: how one engine is set up. Flags of the command line are made from its fields."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from atomc.options import Options
+
+POLICIES = ("fcfs", "priority")
+
+
+def _option(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """One model on one device. Each field's metadata has a line of help. Raises ValueError for values out of range."""
+
+    model: str | None = _option(None, "a checkpoint directory; left out: the small model that comes with atomc")
+    dtype: str | None = _option(None, "of the weights, such as bfloat16; left out: what the checkpoint says")
+    device: str | None = _option(None, "cpu or cuda; left out: a GPU if there is one")
+    load_format: str = _option("auto", "auto or safetensors read the weights, dummy makes small random ones")
+    max_model_len: int | None = _option(None, "tokens of the longest sequence; left out: as model and memory allow")
+    max_num_seqs: int | None = _option(None, "sequences that run at once, at most; left out: 256 on a GPU, 64 on a CPU")
+    max_num_batched_tokens: int = _option(2048, "tokens of one step, at most; longer prompts are computed in chunks")
+    gpu_memory_utilization: float = _option(0.9, "share of the GPU's memory for weights, activations and cache together")
+    kv_bytes: int | None = _option(None, "size of the cache in bytes, instead of a share of the memory")
+    num_blocks: int | None = _option(None, "size of the cache in blocks, instead of a share of the memory")
+    enforce_eager: bool = _option(False, "no CUDA graphs")
+    enable_prefix_caching: bool = _option(True, "requests share the cache of a common beginning")
+    scheduling_policy: Literal["fcfs", "priority"] = _option("fcfs", "in order of arrival, or the lowest priority first")
+    max_queue: int = _option(1024, "requests that wait, at most; further ones are refused")
+    speculative_tokens: int = _option(0, "tokens drafted a step from earlier text, at most; 0: none")
+    ngram_min: int = _option(2, "the shortest run of tokens that is looked up for a draft")
+    ngram_max: int = _option(4, "the longest run of tokens that is looked up for a draft")
+    seed: int | None = _option(None, "makes drawing repeatable for requests that bring no seed")
+    trust_remote_code: bool = _option(False, "run Python code that comes with the checkpoint")
+    options: Options | Mapping[str, Any] = field(default_factory=dict, metadata={"help": "of the compiler"})
+
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_blocks", "kv_bytes", "max_queue",
+                     "ngram_min"):  # fmt: skip
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}, it must be at least 1")
+        if self.num_blocks is not None and self.kv_bytes is not None:
+            raise ValueError("num_blocks and kv_bytes both size the cache: give one of them")
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ValueError(f"gpu_memory_utilization is {self.gpu_memory_utilization}, it must be above 0 and at most 1")
+        if self.scheduling_policy not in POLICIES:
+            raise ValueError(f"scheduling_policy is {self.scheduling_policy!r}, expected one of {list(POLICIES)}")
+        if self.speculative_tokens < 0:
+            raise ValueError(f"speculative_tokens is {self.speculative_tokens}, it must be 0 (none) or positive")
+        if self.ngram_max < self.ngram_min:
+            raise ValueError(f"ngram_max is {self.ngram_max}, below ngram_min, {self.ngram_min}")

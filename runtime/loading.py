@@ -1,0 +1,109 @@
+"""From a config to a model that is ready to compile, with its tokenizer and what its config says."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from atomc.runtime.config import EngineConfig
+from atomc.runtime.detokenizer import load_tokenizer
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model, and what an engine needs to know of it. longest: tokens of the longest sequence that makes sense."""
+
+    module: nn.Module
+    tokenizer: Any | None
+    eos_ids: frozenset[int]
+    vocab_size: int | None
+    longest: int
+
+
+def load(config: EngineConfig, module: nn.Module | None = None, *, progress: bool = True) -> Loaded:
+    """The config's checkpoint, or the module that is given instead of one.
+
+    Raises ValueError for what does not fit together, FileNotFoundError for an incomplete checkpoint, ImportError if
+    the tokenizer needs a library that is not installed.
+    """
+    from atomc.models import loader, wrap_stock
+
+    if module is not None:
+        if config.model or config.dtype or config.device or config.load_format != "auto":
+            raise ValueError("model, dtype, device and load_format are for checkpoints; a module keeps what it has")
+        # A stock transformers model, told by the method that replaces its attention.
+        ready = wrap_stock(module) if hasattr(module, "set_attn_implementation") else module
+        return _loaded(ready, None, _eos_ids_of_module(ready), config)
+    folder = _demo() if config.model is None else Path(config.model)
+    ready = loader.load(
+        folder, dtype=dtype_of(config.dtype), device=config.device or ("cuda" if torch.cuda.is_available() else "cpu"),
+        load_format=config.load_format, progress=progress,
+    )  # fmt: skip
+    return _loaded(ready, load_tokenizer(folder), _eos_ids_of_checkpoint(folder), config)
+
+
+def dtype_of(name: str | None) -> torch.dtype | None:
+    """The dtype of this name. Raises ValueError if there is none."""
+    found = getattr(torch, name, None) if name else None
+    if name and not isinstance(found, torch.dtype):
+        raise ValueError(f"dtype {name!r} is not known, expected one such as 'bfloat16' or 'float32'")
+    return found
+
+
+def _loaded(module: nn.Module, tokenizer: Any | None, eos_ids: frozenset[int], config: EngineConfig) -> Loaded:
+    longest = _longest(module, config.max_model_len)
+    return Loaded(module, tokenizer, eos_ids, _config_value(module, "vocab_size"), longest)
+
+
+def _longest(module: nn.Module, max_model_len: int | None) -> int:
+    """Tokens of the longest sequence: max_model_len, else what the model was made for."""
+    made_for = _config_value(module, "max_position_embeddings")
+    longest = max_model_len if max_model_len is not None else made_for
+    if longest is None:
+        raise ValueError("the model does not say how long a sequence may be (max_position_embeddings in its config): "
+                         "pass max_model_len")  # fmt: skip
+    if made_for is not None and longest > made_for:
+        raise ValueError(f"max_model_len={longest} is longer than the {made_for} tokens that the model was made for "
+                         "(max_position_embeddings in its config)")  # fmt: skip
+    return longest
+
+
+def _demo() -> Path:
+    from atomc import demo
+
+    return Path(demo.PATH)
+
+
+def _config_value(module: nn.Module, name: str) -> int | None:
+    """A number of the module's config, or of the config of its text part; None if it has none."""
+    config = getattr(module, "config", None)
+    for part in (config, getattr(config, "text_config", None)):
+        if isinstance(getattr(part, name, None), int):
+            return int(getattr(part, name))
+    return None
+
+
+def _eos_ids_of_module(module: nn.Module) -> frozenset[int]:
+    inner = getattr(module, "hf_model", module)
+    for config in (getattr(inner, "generation_config", None), getattr(inner, "config", None)):
+        token_ids = getattr(config, "eos_token_id", None)
+        if token_ids is not None:
+            return _as_set(token_ids)
+    return frozenset()
+
+
+def _eos_ids_of_checkpoint(folder: Path) -> frozenset[int]:
+    from atomc.models.loader import read_json
+
+    for name in ("generation_config.json", "config.json"):
+        config = read_json(folder / name) if (folder / name).is_file() else {}
+        if config.get("eos_token_id") is not None:
+            return _as_set(config["eos_token_id"])
+    return frozenset()
+
+
+def _as_set(token_ids: int | Sequence[int]) -> frozenset[int]:
+    return frozenset([token_ids] if isinstance(token_ids, int) else token_ids)

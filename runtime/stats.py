@@ -1,0 +1,32 @@
+"""What an engine has done and what it is doing, as plain numbers."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Counters since the start, and gauges of this moment.
+
+    kv_blocks_used   blocks that requests own or share; cached ones that nobody uses count as free
+    prefix_queries   prompt tokens looked up in the prefix cache; prefix_hits of them were found
+    steps            how many steps ran how: "full graph", "piecewise", or "eager: " and the reason
+    host_ms          milliseconds of Python a step, mean of the last steps, waiting for the device left out
+    kv_tokens        tokens that the whole cache holds; max_len: tokens of the longest sequence
+    """
+
+    running: int
+    waiting: int
+    kv_blocks_used: int
+    kv_blocks_total: int
+    kv_tokens: int
+    max_len: int
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    steps: Mapping[str, int] = field(default_factory=dict)
+    host_ms: float = 0.0
+    drafted: int = 0
+    accepted: int = 0
