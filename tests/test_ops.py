@@ -13,6 +13,7 @@ from torch.testing import assert_close
 
 from atomc import ops
 from atomc.op import op_of, register_kernel
+from atomc.ops.formats import FP8
 
 EVERY_CASE = [pytest.param(name, case, id=f"{name}-{case}") for name, cases in CASES.items() for case in cases]
 FIRST_CASES = [pytest.param(name, next(iter(cases)), id=name) for name, cases in CASES.items()]
@@ -41,7 +42,9 @@ def test_the_schema_tells_what_is_written_and_the_shape_rule_what_comes_out(
     name: str, case: str, dtype: torch.dtype
 ) -> None:
     args, kwargs = bound(name, case, dtype)
-    checks = ("test_schema", "test_faketensor")
+    # The check of the schema multiplies each input, for which torch has nothing in fp8.
+    fp8 = any(isinstance(value, Tensor) and value.dtype in FP8 for value in (*args, *kwargs.values()))
+    checks = ("test_faketensor",) if fp8 else ("test_schema", "test_faketensor")
     torch.library.opcheck(ops.REGISTRY[name].overload, args, kwargs, test_utils=checks)
 
 
@@ -61,7 +64,7 @@ def test_a_call_is_one_node_of_a_traced_graph() -> None:
     assert op_of(node.target) is ops.rms_norm
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name != "kv_write"])
+@pytest.mark.parametrize("name", [name for name in CASES if name != "kv_write" and not name.startswith("quant_")])
 def test_a_call_with_gradients_has_those_of_the_meaning(name: str) -> None:
     op = ops.REGISTRY[name]
 

@@ -5,7 +5,15 @@ from atomc.ops.activation import gelu_and_mul, silu_and_mul
 from atomc.ops.attention import attention, kv_write, paged_attention
 from atomc.ops.linear import embedding, linear
 from atomc.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from atomc.ops.quant import quant_fp8_group, quant_fp8_per_token, quant_fp8_static, quant_int8_per_token, quant_mxfp4
 from atomc.ops.rope import qk_norm_rope, qk_norm_rope_kv_write, rope, rope_kv_write
+from atomc.ops.scaled_linear import (
+    linear_mxfp4,
+    linear_w4a16,
+    scaled_linear_fp8,
+    scaled_linear_fp8_block,
+    scaled_linear_int8,
+)
 from atomc.ops.state import LAYOUTS, GroupStep, Layout, StateSpec, Step, kv_state
 
 __all__ = [
@@ -27,12 +35,22 @@ __all__ = [
     "kv_write",
     "layer_norm",
     "linear",
+    "linear_mxfp4",
+    "linear_w4a16",
     "op_of",
     "paged_attention",
     "qk_norm_rope",
     "qk_norm_rope_kv_write",
+    "quant_fp8_group",
+    "quant_fp8_per_token",
+    "quant_fp8_static",
+    "quant_int8_per_token",
+    "quant_mxfp4",
     "rms_norm",
     "rope",
     "rope_kv_write",
+    "scaled_linear_fp8",
+    "scaled_linear_fp8_block",
+    "scaled_linear_int8",
     "silu_and_mul",
 ]

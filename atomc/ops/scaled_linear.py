@@ -1,0 +1,169 @@
+"""Linear layers whose operands are in few bits: x @ weight.T of what the bits mean, summed in fp32, rounded once.
+
+T rows, K inputs, N outputs. Scales multiply: a value is its code times its scale. The weight's parameters lie in rows of
+outputs, [N, ...], so that layers of one input can be stacked.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from atomc.op import op
+from atomc.ops.formats import e2m1_values, e8m0_values, in_groups, unpack_e2m1, unpack_int4
+
+
+def _finish(total: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    return (total if bias is None else total + bias.to(torch.float32)).to(out_dtype)
+
+
+def _with_bias(names: tuple[str, ...], calls: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    return names if calls[0]["bias"] is None else (*names, "bias")
+
+
+def _per_row(calls: Sequence[Mapping[str, Any]]) -> bool:
+    return bool(calls[0]["weight_scale"].dim() == 2)
+
+
+def _scaled_linear_shape(
+    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None = None, *,
+    out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype)
+
+
+def _stacked_fp8(calls: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """A scale per output is stacked with its row. One for a whole weight must be the same parameter everywhere."""
+    return _with_bias(("weight", "weight_scale") if _per_row(calls) else ("weight",), calls)
+
+
+@op(shape=_scaled_linear_shape, concat=_stacked_fp8)
+def scaled_linear_fp8(
+    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None = None, *,
+    out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """(x @ weight.T) * x_scale * weight_scale + bias. x [..., K] and weight [N, K] fp8 -> [..., N].
+
+    x_scale       [1], or [..., 1]: one a row
+    weight_scale  [1], or [N, 1]: one an output
+    """
+    total = F.linear(x.to(torch.float32), weight.to(torch.float32))
+    return _finish(total * x_scale * weight_scale.flatten(), bias, out_dtype)
+
+
+def _scaled_linear_fp8_block_shape(
+    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None = None, *,
+    out_dtype: torch.dtype, block: int = 128,
+) -> Tensor:  # fmt: skip
+    return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype)
+
+
+def _stacked_blocks(calls: Sequence[Mapping[str, Any]]) -> tuple[str, ...] | str:
+    block = calls[0]["block"]
+    for arguments in calls[:-1]:
+        rows = arguments["weight"].shape[0]
+        if rows % block:
+            return f"{rows} rows end inside a block of {block} that shares one scale"
+    return _with_bias(("weight", "weight_scale"), calls)
+
+
+@op(shape=_scaled_linear_fp8_block_shape, concat=_stacked_blocks)
+def scaled_linear_fp8_block(
+    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None = None, *,
+    out_dtype: torch.dtype, block: int = 128,
+) -> Tensor:  # fmt: skip
+    """x @ weight.T + bias of what the scales say. x [..., K] and weight [N, K] fp8 -> [..., N].
+
+    x_scale       [..., ceil(K / block)], as quant_fp8_group gives it
+    weight_scale  [ceil(N / block), ceil(K / block)]: one a square
+    """
+    rows, columns = weight.shape
+    by_row = x_scale.to(torch.float32).repeat_interleave(block, -1)[..., :columns]
+    squares = weight_scale.to(torch.float32).repeat_interleave(block, 0)[:rows]
+    squares = squares.repeat_interleave(block, 1)[:, :columns]
+    return _finish(F.linear(x.to(torch.float32) * by_row, weight.to(torch.float32) * squares), bias, out_dtype)
+
+
+def _stacked_int8(calls: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    return _with_bias(("weight", "weight_scale"), calls)
+
+
+@op(shape=_scaled_linear_shape, concat=_stacked_int8)
+def scaled_linear_int8(
+    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None = None, *,
+    out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """(x @ weight.T) * x_scale * weight_scale + bias; the sum of integers is exact.
+
+    x [..., K] and weight [N, K] int8, x_scale [..., 1], weight_scale [N, 1] -> [..., N].
+    """
+    # Products and sums of this size are exact in fp64, and every device has a matrix product for it.
+    total = F.linear(x.to(torch.float64), weight.to(torch.float64)).to(torch.float32)
+    return _finish(total * x_scale * weight_scale.flatten(), bias, out_dtype)
+
+
+def int4_weight(weight: Tensor, weight_scale: Tensor, zeros: Tensor | None, group: int) -> Tensor:
+    """fp32 [N, K] of the parameters of linear_w4a16."""
+    codes = in_groups(unpack_int4(weight).to(torch.float32), group)
+    offset = 8.0 if zeros is None else zeros.to(torch.float32).unsqueeze(-1)
+    return ((codes - offset) * weight_scale.to(torch.float32).unsqueeze(-1)).flatten(-2)
+
+
+def _linear_w4a16_shape(
+    x: Tensor, weight: Tensor, weight_scale: Tensor, zeros: Tensor | None = None, bias: Tensor | None = None, *,
+    group: int,
+) -> Tensor:  # fmt: skip
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+def _stacked_int4(calls: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    names = ("weight", "weight_scale")
+    return _with_bias(names if calls[0]["zeros"] is None else (*names, "zeros"), calls)
+
+
+@op(shape=_linear_w4a16_shape, concat=_stacked_int4)
+def linear_w4a16(
+    x: Tensor, weight: Tensor, weight_scale: Tensor, zeros: Tensor | None = None, bias: Tensor | None = None, *,
+    group: int,
+) -> Tensor:  # fmt: skip
+    """x @ ((code - zero) * weight_scale).T + bias, in x.dtype. x [..., K] -> [..., N].
+
+    weight        [N, K/8] int32, eight codes 0..15 a word (atomc.ops.formats)
+    weight_scale  [N, K/group]; K is a multiple of group
+    zeros         [N, K/group] uint8, 0..15; None: 8 everywhere, the symmetric -8..7
+    """
+    return _finish(F.linear(x.to(torch.float32), int4_weight(weight, weight_scale, zeros, group)), bias, x.dtype)
+
+
+def mxfp4_values(packed: Tensor, scale: Tensor) -> Tensor:
+    """fp32 [..., K] of packed e2m1 [..., K/2] and e8m0 scales [..., K/32]."""
+    values = in_groups(e2m1_values(unpack_e2m1(packed)), 32)
+    return (values * e8m0_values(scale).unsqueeze(-1)).flatten(-2)
+
+
+def _linear_mxfp4_shape(
+    x: Tensor, weight: Tensor, weight_scale: Tensor, x_scale: Tensor | None = None, bias: Tensor | None = None, *,
+    out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype)
+
+
+@op(shape=_linear_mxfp4_shape, concat=_stacked_int8)
+def linear_mxfp4(
+    x: Tensor, weight: Tensor, weight_scale: Tensor, x_scale: Tensor | None = None, bias: Tensor | None = None, *,
+    out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """x @ weight.T + bias with an MXFP4 weight -> [..., N].
+
+    weight        [N, K/2] uint8, two e2m1 codes a byte
+    weight_scale  [N, K/32] uint8, e8m0
+    x, x_scale    [..., K] of 16 bits or fp32, and None; or fp8 with [1] or [..., 1]; or MXFP4, [..., K/2] and [..., K/32]
+    """
+    if x.dtype == torch.uint8:
+        assert x_scale is not None
+        values = mxfp4_values(x, x_scale)
+    else:
+        values = x.to(torch.float32) if x_scale is None else x.to(torch.float32) * x_scale
+    return _finish(F.linear(values, mxfp4_values(weight, weight_scale)), bias, out_dtype)
