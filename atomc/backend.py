@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from atomc import capture
+from atomc import capture, contract
 from atomc.errors import OptionsError, RunError
 from atomc.options import Options
 from atomc.platform import Platform
@@ -43,6 +43,7 @@ def atom(
     """The backend. Raises OptionsError for wrong options; whatever else goes wrong, the graph runs through Inductor."""
     chosen = Options.of(options, mode)
     _check_inductor_options(chosen)
+    contract.check_formulas(chosen.expect)
     return compile_graph(gm, example_inputs, chosen)
 
 
@@ -123,6 +124,7 @@ def to_inductor(
 ) -> Callable[..., Any]:
     """Hand Dynamo's graph to Inductor as its own backend would."""
     report.treated, report.why_not = False, reason
+    contract.check(report, options)
     gm = runnable(gm)
     with timed(report, "inductor"):
         return inductor(gm, example_inputs, inductor_patches(options))

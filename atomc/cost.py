@@ -261,23 +261,22 @@ def _groups(graph: Graph) -> list[list[Node]]:
     for node in graph.nodes:
         given = node.all_input_nodes
         depth[node] = max((depth[n] + (n not in group_of and _is_kernel(n)) for n in given), default=0)
-        near = [group_of[n] for n in given if n in group_of and depth[n] == depth[node]]
+        # Asked of its first node, because the group of a view may have joined another since.
+        near = [group_of[group_of[n][0]] for n in given if n in group_of and depth[n] == depth[node]]
         if _pointwise(node):
             mine: list[Node] = near[0] if near else []
-            for other in near[1:]:
-                if other is not mine:
+            for other in near:
+                if group_of[other[0]] is not mine:
                     mine += other
-                    groups.remove(other)
                     group_of.update(dict.fromkeys(other, mine))
-            if not mine:
-                groups.append(mine)
             mine.append(node)
             group_of[node] = mine
+            groups += [mine] * (not near)
         elif _is_kernel(node):
             groups.append([node])
         elif near:  # a view belongs to the group of what it shows
             group_of[node] = near[0]
-    return groups
+    return [group for group in groups if group_of.get(group[0], group) is group]  # without those that joined another
 
 
 def _is_kernel(node: Node) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from atomc import capture
+from atomc import capture, contract
 from atomc.backend import new_report, untreatable
 from atomc.dump import Dumper
 from atomc.graph_pass import Context
@@ -91,6 +91,7 @@ def _inspect(gm: GraphModule, inputs: Sequence[Any], options: Options, platform:
     reason = untreatable(inputs, options)
     if reason:
         report.why_not = reason
+        contract.check(report, options)
         return report
     device = next((x.device.type for x in inputs if isinstance(x, Tensor) and not x.is_meta), None)
     context = Context(options, platform or Platform.detect(device), notes=report.notes, inputs=inputs, keep_texts=True)
@@ -110,6 +111,7 @@ def _inspect(gm: GraphModule, inputs: Sequence[Any], options: Options, platform:
         report.why_not = f"{type(error).__name__}: {error}"
         if options.strict:
             raise
+    contract.check(report, options)
     return report
 
 

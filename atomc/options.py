@@ -9,6 +9,7 @@ from atomc.errors import OptionsError
 
 Rounding = Literal["fp32", "hf"]
 Glue = Literal["auto", "inductor", "eager"]
+ExpectMode = Literal["error", "warn"]
 Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 
 
@@ -24,6 +25,8 @@ class Options:
     providers  kernels are preferred in this order, () for the order that suits the platform
     inductor   handed on to Inductor, keys as in torch._inductor.config
     dump       a folder for one runnable file per changing pass                               (ATOMC_DUMP=dir)
+    expect     {rewrite: how often it must fire}, a number or a formula such as "2*layers" or ">= layers"
+    expect_mode  "error": raise ContractError where that is not kept; "warn": log it
     mode       what torch.compile(mode=...) gave
     """
 
@@ -35,16 +38,18 @@ class Options:
     providers: tuple[str, ...] = ()
     inductor: Mapping[str, Any] = field(default_factory=dict)
     dump: str | None = None
+    expect: Mapping[str, int | str] = field(default_factory=dict)
+    expect_mode: ExpectMode = "error"
     mode: Mode = "default"
 
     def __post_init__(self) -> None:
-        for name, allowed in (("rounding", Rounding), ("glue", Glue), ("mode", Mode)):
+        for name, allowed in (("rounding", Rounding), ("glue", Glue), ("mode", Mode), ("expect_mode", ExpectMode)):
             if getattr(self, name) not in get_args(allowed):
                 raise OptionsError(f"option {name}={getattr(self, name)!r}: expected one of {list(get_args(allowed))}")
         for name in ("strict", "disable"):
             if not isinstance(getattr(self, name), bool):
                 raise OptionsError(f"option {name}={getattr(self, name)!r}: expected True or False")
-        for name in ("passes", "inductor"):
+        for name in ("passes", "inductor", "expect"):
             if not isinstance(getattr(self, name), Mapping):
                 raise OptionsError(f"option {name}={getattr(self, name)!r}: expected a dict")
         wrong = {key: value for key, value in self.passes.items() if not isinstance(value, bool)}

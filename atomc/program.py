@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from atomc import capture
+from atomc import capture, contract
 from atomc.backend import new_report
 from atomc.dump import Dumper
 from atomc.errors import RunError
@@ -196,5 +196,6 @@ def _program(
     capture.trace(gm, inputs, lambda dynamo: lift_stage(dynamo, context, report), compiler, {}, report.notes)
     report.phases["trace"] = time.perf_counter() - start - sum(report.phases.values())
     report.treated = True
+    contract.check(report, options)
     sources = [source_name(node) for node in gm.graph.find_nodes(op="placeholder")]
     return Program(found[-1], sources, inputs, report, device)

@@ -62,6 +62,18 @@ class Stage:
 
 
 @dataclass(frozen=True)
+class OpCost:
+    """What one kernel's worth of work must move and compute, as formulas of T, R, S and C (see atomc.cost)."""
+
+    op: str
+    module_path: str
+    layer: int | None
+    source: str
+    bytes: str
+    flops: str
+
+
+@dataclass(frozen=True)
 class GraphBreak:
     """Where Dynamo ended a graph early, and why."""
 
@@ -98,7 +110,17 @@ class Report:
     taken: dict[str, str] = field(default_factory=dict)  # rewrite -> which one took its ops
     requires: dict[str, list[str]] = field(default_factory=dict)  # rewrite -> earlier ones whose ops it builds on
     num_ops: dict[str, int] = field(default_factory=dict)  # ops left in the graph before lowering
+    costs: list[OpCost] = field(default_factory=list)  # of the graph before lowering, in its order
     bugs: list[str] = field(default_factory=list)  # sites refused without a reason: a bug of the matcher
+
+    @property
+    def layers(self) -> list[int]:
+        """The numbers of the repeated layers in the graph."""
+        return sorted({cost.layer for cost in self.costs if cost.layer is not None})
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
 
     def misses(self, rewrite: str) -> list[Miss]:
         """Where this rewrite nearly fired. Raises ValueError for a rewrite that does not exist."""
@@ -131,13 +153,13 @@ class Report:
         if self.graph_break is not None:
             return (f"{rewrite}{place}: broken here: Dynamo ended the graph at {self.graph_break.source} "
                     f"({self.graph_break.code}): {self.graph_break.reason}")  # fmt: skip
-        for earlier in self._built_on(rewrite):
+        for earlier in self.built_on(rewrite):
             upstream = [miss for miss in self.near if miss.rewrite == earlier and _below(miss.module_path, module_path)]
             if upstream:
                 return f"{rewrite}{place}: needs {earlier}, which did not fire everywhere. Near miss: {upstream[0].text()}"
         return f"{rewrite}{place}: no anchor: {self.absent.get(rewrite, 'nothing like it is in this part of the graph')}"
 
-    def _built_on(self, rewrite: str) -> list[str]:
+    def built_on(self, rewrite: str) -> list[str]:
         """The passes that must run before this one, nearest first."""
         found = [rewrite]
         for name in found:

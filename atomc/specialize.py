@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.fx import GraphModule
 
-from atomc import capture
+from atomc import capture, contract
 from atomc.cudagraphs import Graphed
 from atomc.dump import Dumper
 from atomc.floats import inline_floats
@@ -114,6 +114,7 @@ def compile_for(
     report.phases["trace"] = time.perf_counter() - start - sum(
         report.phases.get(name, 0.0) for name in ("lift", "passes", "lower", "glue"))  # fmt: skip
     report.treated = True
+    contract.check(report, options)
     if wants_cuda_graphs(options) and not platform.is_cpu:
         graphed = Graphed(made, written, report.notes, report.cuda_graphs)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from atomc import passes, pipeline, ranges
+from atomc import cost, passes, pipeline, ranges
 from atomc.dump import Dumper
 from atomc.graph_pass import Context, Extra
 from atomc.ops.state import StateSpec
@@ -19,7 +19,7 @@ from atomc.options import Options
 from atomc.packs import Packs
 from atomc.pieces import compile_glue, glue_of, run_eagerly
 from atomc.provenance import layer_of
-from atomc.report import Report
+from atomc.report import OpCost, Report
 from atomc.select import Selection
 from atomc.stamp import region, regions_of, renamed, stack_of
 from atomc.torch_compat import mode_options, outside_of_tracing
@@ -82,6 +82,8 @@ def stages(
     with timed(report, "passes"):
         dumper(gm, "captured")
         pipeline.run(gm, chosen, context, report, [lambda name, graph: dumper(graph, name)])
+        report.costs = [OpCost(c.op, c.module_path, c.layer, c.source, str(c.cost.bytes), str(c.cost.flops))
+                        for c in cost.graph_costs(gm)]  # fmt: skip
     inputs = gm.graph.find_nodes(op="placeholder")
     packed = {node.name: node.meta["packed"] for node in inputs if "packed" in node.meta}
     names = [node.name for node in inputs]

@@ -17,7 +17,7 @@ LAYERS = [
     {"platform", "options", "errors", "packs", "torch_compat"},
     {"op", "ops"},
     {"sizes", "canonical", "provenance", "match", "near_miss", "rewrite", "graph_pass", "strides",
-     "dump", "replay", "report", "render", "cost"},
+     "dump", "replay", "report", "render", "cost", "contract"},
     {"kernels", "passes"},
     {"select", "ranges", "regions", "stamp", "floats", "capture", "pipeline", "pieces", "cache", "cudagraphs"},
     {"stages", "specialize", "backend", "program", "inspection"},

@@ -19,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
     arguments = _parser().parse_args(argv)
     try:
-        arguments.run(arguments)
+        code: int | None = arguments.run(arguments)
         sys.stdout.flush()
     except KeyboardInterrupt:
         return 130
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"atomc: {' '.join(str(told).split())}", file=sys.stderr)
         return 2
-    return 0
+    return code or 0
 
 
 def _users_error(error: BaseException) -> BaseException | None:

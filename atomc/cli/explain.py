@@ -17,7 +17,9 @@ def add(commands: Any) -> None:
         "Say what the compiler does to a model: rewrites, near misses, kernels. Loads no weights and runs nothing.",
         "  atomc explain\n  atomc explain path/to/Qwen3-0.6B --runtime\n"
         "  atomc explain path/to/Qwen3-0.6B --why qk_norm_rope --module-path layers.3\n"
-        "  atomc explain my_package.my_module:build_model --dump graphs",
+        "  atomc explain my_package.my_module:build_model --dump graphs\n"
+        "  atomc explain path/to/Qwen3-0.6B --save base.json     # once, then in CI:\n"
+        "  atomc explain path/to/Qwen3-0.6B --check base.json    # exit code 1 if a rewrite or kernel changed",
     )  # fmt: skip
     parser.add_argument("model", nargs="?", help="a directory with config.json; or package.module:function, which "
                         "returns a module, (module, args) or (module, args, kwargs); left out: the demo model")  # fmt: skip
@@ -30,17 +32,28 @@ def add(commands: Any) -> None:
     parser.add_argument("--dynamic", action="store_true", help="compile for any sizes, as torch.compile(dynamic=True)")
     parser.add_argument("--runtime", action="store_true", help="as `atomc generate` compiles it: with a paged cache")
     parser.add_argument("--json", action="store_true", help="everything as JSON, a list with one object per graph")
+    parser.add_argument("--save", metavar="FILE", help="save how often each rewrite fires and what runs each op")
+    parser.add_argument("--check", metavar="FILE", help="compare with what was saved; exit code 1 and the differences, "
+                        "with reasons, if anything changed")  # fmt: skip
 
 
-def run(arguments: argparse.Namespace) -> None:
+def run(arguments: argparse.Namespace) -> int:
+    from atomc import contract
     from atomc.report import reports
 
     if arguments.module_path and not arguments.why:
         raise ValueError("--module-path narrows --why: give both")
+    saved = _read_baseline(arguments.check) if arguments.check else None
     earlier = {id(report) for report in reports()}
     with contextlib.redirect_stdout(sys.stderr):  # what the model prints is no part of the report
         _compile(arguments, *_model(arguments))
     found = [report for report in reports() if id(report) not in earlier]
+    if arguments.save:
+        Path(arguments.save).write_text(json.dumps(contract.baseline(found), indent=1) + "\n")
+    if saved is not None:
+        changes = contract.differences(saved, found)
+        print("\n".join(changes) if changes else f"as saved in {arguments.check}")
+        return 1 if changes else 0
     if arguments.why:
         texts = [report.why(arguments.why, arguments.module_path) for report in found]
     elif arguments.json:
@@ -50,6 +63,17 @@ def run(arguments: argparse.Namespace) -> None:
     many = len(texts) > 1
     for number, text in enumerate(texts):
         print(f"graph {number}: {text}" if many else text.rstrip())
+    return 0
+
+
+def _read_baseline(file: str) -> dict[str, Any]:
+    try:
+        saved = json.loads(Path(file).read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file} is no baseline: {error}") from error
+    if not isinstance(saved, dict):
+        raise ValueError(f"{file} is no baseline: expected what `atomc explain --save` writes")
+    return saved
 
 
 def _compile(arguments: argparse.Namespace, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -1,0 +1,163 @@
+"""What a user relies on: counts that must hold, and baselines that must not change."""
+
+import json
+import logging
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import atomc
+from atomc import contract
+from atomc.cli import main
+from atomc.models import wrap_stock
+from atomc.program import compile_model
+
+LAYERS = 3
+IDS = torch.zeros(1, 9, dtype=torch.int64)
+KEPT = {"add_rms_norm": "2*layers", "rope": ">= layers", "silu_and_mul": LAYERS, "rms_norm": "2*layers + 1"}
+
+
+class Rescaled(nn.Module):
+    """A norm that divides a sum instead of taking a mean, and is then scaled: no RMSNorm of ours."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.weight = norm.weight
+
+    def forward(self, x):
+        variance = x.pow(2).sum(-1, keepdim=True) / x.shape[-1]
+        return self.weight * (x * torch.rsqrt(variance + 1e-6))
+
+
+def llama(edited=None):
+    config = LlamaConfig(vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=LAYERS,
+                         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64)  # fmt: skip
+    model = LlamaForCausalLM(config).eval().requires_grad_(False)
+    if edited is not None:
+        layer = model.model.layers[edited]
+        layer.post_attention_layernorm = Rescaled(layer.post_attention_layernorm)
+    return model
+
+
+def explain(model, **options):
+    return atomc.explain(model, options={"strict": True, **options})
+
+
+def test_a_contract_that_is_kept_says_nothing():
+    report = explain(llama(), expect=KEPT)
+    assert not [note for note in report.notes if "contract" in note]
+
+
+def test_an_edit_that_breaks_a_fusion_in_one_layer_is_named_with_layer_rewrite_and_reason():
+    with pytest.raises(atomc.ContractError) as caught:
+        explain(llama(edited=1), expect=KEPT)
+    text = str(caught.value)
+    assert "add_rms_norm fired 5 times in 3 layers, expected 6 (2*layers); not in layers 1" in text
+    assert "rms_norm in model.layers.1.post_attention_layernorm (test_contract.py:" in text
+    assert "expected mean(" in text and "found div(" in text
+
+
+def test_the_backend_raises_it_out_of_the_users_call():
+    model = torch.compile(llama(edited=2), backend="atom", options={"expect": KEPT, "glue": "eager"})
+    with torch.inference_mode(), pytest.raises(atomc.ContractError, match="not in layers 2"):
+        model(IDS, use_cache=False)
+
+
+def test_in_mode_warn_the_program_goes_on(caplog):
+    options = {"expect": KEPT, "expect_mode": "warn", "glue": "eager"}
+    model = llama(edited=0)
+    with torch.inference_mode(), caplog.at_level(logging.WARNING, "atomc"):
+        got = torch.compile(model, backend="atom", options=options)(IDS, use_cache=False).logits
+        torch.testing.assert_close(got, model(IDS, use_cache=False).logits)
+    assert "breaks its contract" in caplog.text and "not in layers 0" in caplog.text
+
+
+def test_the_program_of_the_runtime_is_held_to_it_too():
+    model = wrap_stock(llama())
+    program = compile_model(model, options={"strict": True, "glue": "eager", "expect": {"rope_kv_write": "layers"}})
+    assert program.report.matches["rope_kv_write"] == LAYERS
+    with pytest.raises(atomc.ContractError, match="rope_kv_write fired 3 times in 3 layers, expected 9"):
+        compile_model(wrap_stock(llama()), options={"glue": "eager", "expect": {"rope_kv_write": "3*layers"}})
+
+
+def test_more_than_expected_breaks_it_unless_it_says_at_least():
+    with pytest.raises(atomc.ContractError, match=r"rope fired 6 times in 3 layers, expected 3 \(layers\)"):
+        explain(llama(), expect={"rope": "layers"})
+    explain(llama(), expect={"rope": ">= layers"})
+
+
+def test_a_pass_that_is_off_is_the_reason():
+    with pytest.raises(atomc.ContractError, match=r"none in layers 0-2\. silu_and_mul: the pass is off"):
+        explain(llama(), expect={"silu_and_mul": "layers"}, passes={"silu_and_mul": False})
+
+
+def test_a_graph_that_goes_to_inductor_keeps_no_contract():
+    model = llama().requires_grad_(True)
+    with pytest.raises(atomc.ContractError, match="not treated: gradients are enabled"):
+        torch.compile(model, backend="atom", options={"expect": KEPT})(IDS, use_cache=False)
+
+
+def test_a_graph_without_layers_promises_nothing():
+    report = atomc.explain(lambda x: x + 1, torch.zeros(3), options={"strict": True, "expect": KEPT})
+    assert report.treated
+
+
+@pytest.mark.parametrize("count", ["2*layer", "layers**2", "1.5", "", "print(1)", True, "layers //0"])
+def test_what_is_no_count_is_refused_before_anything_compiles(count):
+    with pytest.raises(atomc.OptionsError, match="option expect: 'rope' is to fire"):
+        torch.compile(lambda x: x + 1, backend="atom", options={"expect": {"rope": count}})(torch.zeros(3))
+
+
+def test_an_unknown_rewrite_is_refused_with_those_that_exist():
+    with pytest.raises(atomc.OptionsError, match=r"no rewrite 'add_rmsnorm'; rewrites are .*'add_rms_norm'"):
+        explain(llama(), expect={"add_rmsnorm": 1})
+
+
+def test_formulas_are_numbers_and_layers():
+    assert contract.expected("x", "2*layers + 1", 28) == (57, False)
+    assert contract.expected("x", ">= layers//2", 28) == (14, True)
+    assert contract.expected("x", 7, 28) == (7, False)
+
+
+def test_a_baseline_survives_the_round_trip_through_json():
+    report = explain(llama())
+    saved = json.loads(json.dumps(contract.baseline([report])))
+    assert contract.differences(saved, [explain(llama())]) == []
+
+
+def test_a_baseline_tells_what_changed_and_why():
+    saved = contract.baseline([explain(llama())])
+    found = contract.differences(saved, [explain(llama(edited=1))])
+    fired = next(line for line in found if line.startswith("add_rms_norm fired"))
+    assert "expected 6; not in layers 1. Near miss: rms_norm in model.layers.1" in fired
+    assert "add_rms_norm for any tokens: inline x6 became inline x5" in found
+
+
+def test_a_baseline_tells_a_number_of_graphs_that_changed():
+    report = explain(llama())
+    saved = contract.baseline([report, report])
+    assert contract.differences(saved, [report])[0] == "1 graphs instead of 2"
+
+
+def test_a_baseline_of_another_version_is_refused():
+    with pytest.raises(ValueError, match="the baseline is of version 0, expected 1: save it again"):
+        contract.differences({"version": 0, "graphs": []}, [])
+
+
+def test_the_command_saves_a_baseline_and_exits_with_1_when_it_no_longer_holds(tmp_path, capsys):
+    base = str(tmp_path / "base.json")
+    assert main(["explain", "--save", base]) == 0
+    assert main(["explain", "--check", base]) == 0
+    assert "as saved" in capsys.readouterr().out
+    saved = json.loads((tmp_path / "base.json").read_text())
+    saved["graphs"][0]["rewrites"]["add_rms_norm"] += 1
+    (tmp_path / "base.json").write_text(json.dumps(saved))
+    assert main(["explain", "--check", base]) == 1
+    assert "add_rms_norm fired" in capsys.readouterr().out
+
+
+def test_a_baseline_that_is_not_there_is_one_line_and_exit_code_2(tmp_path, capsys):
+    assert main(["explain", "--check", str(tmp_path / "none.json")]) == 2
+    assert "none.json" in capsys.readouterr().err
