@@ -1,0 +1,153 @@
+"""The harmony format of GPT-OSS: messages on channels, calls among them.
+
+    <|channel|>analysis<|message|>...<|end|>
+    <|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Paris"}<|call|>
+    <|start|>assistant<|channel|>final<|message|>...<|return|>
+
+without the line ends. The prompt ends with "<|start|>assistant", so the text begins inside a header. Format:
+cookbook.openai.com/articles/openai-harmony and the chat template of openai/gpt-oss-20b.
+"""
+
+import re
+from collections.abc import Callable
+from typing import ClassVar
+
+from atomc.runtime.server.markers import Text
+from atomc.runtime.server.pieces import Piece, Pieces, call_id
+from atomc.runtime.server.tools.json_call import SPACE, JsonText
+
+START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
+END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
+ENDS = (END, CALL, RETURN, START)
+# What a header can begin with, after the "<|start|>assistant" of the prompt.
+HEADERS = (START, CHANNEL, "to=")
+BETWEEN = "\n\n"  # messages of the same channel
+
+
+class Harmony:
+    """Reads all channels.
+
+    reasoning, tools  what is told apart; if not, such messages stay in the content as they came, so that a second
+                      parser can read them: of the reasoning parser's content the tool parser makes calls
+    """
+
+    markers: ClassVar[tuple[str, ...]] = (START, CHANNEL, CONSTRAIN, MESSAGE, END, CALL, RETURN)
+
+    def __init__(self, new_id: Callable[[], str] = call_id, *, reasoning: bool = False, tools: bool = True) -> None:
+        self._reasoning, self._tools = reasoning, tools
+        self._text = Text()
+        self._pieces = Pieces(new_id)
+        self._arguments = JsonText()
+        self._raw = ""  # what becomes content if no message follows, or if this is no call
+        self._name = ""
+        self._gaps = {"content": "", "reasoning": ""}
+        self._state = self._at_start
+
+    def feed(self, text: str) -> list[Piece]:
+        self._text.feed(text)
+        while self._state():
+            pass
+        return self._pieces.take()
+
+    def finish(self) -> list[Piece]:
+        rest = self._raw + self._text.rest
+        if self._state == self._in_reasoning:
+            self._pieces.reasoning(rest)
+        elif self._state != self._after_arguments:
+            self._pieces.content(rest)
+        self._pieces.finish()
+        return self._pieces.take()
+
+    def _at_start(self) -> bool:
+        rest = self._text.rest.lstrip(SPACE)
+        if not rest or any(header != rest and header.startswith(rest) for header in HEADERS):
+            return False
+        self._state = self._in_header if rest.startswith(HEADERS) else self._between
+        return True
+
+    def _between(self) -> bool:
+        """Outside of all messages: content, if there is any."""
+        text, marker = self._text.take_until(START)
+        self._pieces.content(text)
+        if marker:
+            self._raw, self._state = marker, self._in_header
+        return bool(marker)
+
+    def _in_header(self) -> bool:
+        text, marker = self._text.take_until(MESSAGE, END, CALL, RETURN)
+        self._raw += text + marker
+        if marker == MESSAGE:
+            self._begin(self._raw.removeprefix(START).removesuffix(MESSAGE))
+        elif marker:
+            self._pieces.content(self._raw)
+            self._raw, self._state = "", self._between
+        return bool(marker)
+
+    def _begin(self, header: str) -> None:
+        """The message of this header."""
+        channel = re.search(re.escape(CHANNEL) + r"\s*(\w+)", header)
+        function = re.search(r"(?:^|\s)to=functions\.([^\s<]+)", header)
+        analysis = channel is not None and channel[1] == "analysis"
+        if function and self._tools:
+            self._name, self._state = function[1], self._before_arguments
+        elif function or (analysis and not self._reasoning):
+            if not self._raw.startswith(START):
+                self._pieces.content(f"{START}assistant")
+            self._pieces.content(self._raw)
+            self._raw, self._state = "", self._as_it_came
+        else:
+            self._raw, self._state = "", self._in_reasoning if analysis else self._in_message
+
+    def _before_arguments(self) -> bool:
+        rest = self._text.rest.lstrip(SPACE)
+        if not rest:
+            return False
+        if rest.startswith("{"):
+            self._text.take(len(self._text.rest) - len(rest))
+            self._pieces.call(self._name)
+            self._raw, self._arguments, self._state = "", JsonText(), self._in_arguments
+        else:
+            self._pieces.content(self._raw)
+            self._raw, self._state = "", self._as_it_came
+        return True
+
+    def _in_arguments(self) -> bool:
+        self._pieces.arguments(self._text.take(self._arguments.feed(self._text.rest)))
+        ended = self._arguments.done or self._arguments.stopped
+        if ended:
+            self._state = self._after_arguments
+        return ended
+
+    def _after_arguments(self) -> bool:
+        return self._ended(self._text.take_until(*ENDS)[1])
+
+    def _in_reasoning(self) -> bool:
+        text, marker = self._text.take_until(*ENDS)
+        self._pieces.reasoning(self._parted("reasoning", text))
+        return self._ended(marker, "reasoning")
+
+    def _in_message(self) -> bool:
+        text, marker = self._text.take_until(*ENDS)
+        self._pieces.content(self._parted("content", text))
+        return self._ended(marker, "content")
+
+    def _as_it_came(self) -> bool:
+        text, marker = self._text.take_until(*ENDS)
+        self._pieces.content(text + (marker if marker != START else ""))
+        return self._ended(marker)
+
+    def _parted(self, channel: str, text: str) -> str:
+        """The text, after a gap if an earlier message of this channel had any."""
+        if not text:
+            return ""
+        gap, self._gaps[channel] = self._gaps[channel], ""
+        return gap + text
+
+    def _ended(self, marker: str, channel: str = "") -> bool:
+        if marker and channel:
+            self._gaps[channel] = BETWEEN
+        if marker == START:
+            self._raw, self._state = marker, self._in_header
+        elif marker:
+            self._raw, self._state = "", self._between
+        return bool(marker)

@@ -1,0 +1,75 @@
+"""Calls between tags, as Hermes 2 Pro, Qwen2.5 and Qwen3 write them.
+
+    <tool_call>
+    {"name": "weather", "arguments": {"city": "Paris"}}
+    </tool_call>
+
+Format: model cards of NousResearch/Hermes-2-Pro-Llama-3-8B (with github.com/NousResearch/Hermes-Function-Calling) and
+the chat template of Qwen/Qwen3-8B. Several calls are several pairs of tags.
+"""
+
+from collections.abc import Callable
+from typing import ClassVar
+
+from atomc.runtime.server.markers import Text
+from atomc.runtime.server.pieces import Piece, Pieces, call_id
+from atomc.runtime.server.tools.json_call import JsonCall
+
+BEGIN, END = "<tool_call>", "</tool_call>"
+
+
+class Hermes:
+    markers: ClassVar[tuple[str, ...]] = (BEGIN, END)
+
+    def __init__(self, new_id: Callable[[], str] = call_id) -> None:
+        self._text = Text()
+        self._pieces = Pieces(new_id)
+        self._call = JsonCall()
+        self._raw = ""  # what becomes content if this is no call
+        self._state = self._in_content
+
+    def feed(self, text: str) -> list[Piece]:
+        self._text.feed(text)
+        while self._state():
+            pass
+        return self._pieces.take()
+
+    def finish(self) -> list[Piece]:
+        if self._state != self._after_call:
+            self._pieces.content(self._raw + self._text.rest)
+        self._pieces.finish()
+        return self._pieces.take()
+
+    def _in_content(self) -> bool:
+        text, marker = self._text.take_until(BEGIN)
+        self._pieces.content(text)
+        if marker:
+            self._call, self._raw, self._state = JsonCall(), marker, self._in_call
+        return bool(marker)
+
+    def _in_call(self) -> bool:
+        call = self._call
+        was_started = call.started
+        read = self._text.take(call.feed(self._text.rest))
+        if not call.started:
+            self._raw += read
+            if call.broken:
+                self._pieces.content(self._raw)
+                self._raw, self._state = "", self._in_content
+            return call.broken
+        if not was_started:
+            self._pieces.call(call.name)
+            self._raw = ""
+        self._pieces.arguments(call.take())
+        if call.done or call.broken:
+            self._state = self._after_call
+        return call.done or call.broken
+
+    def _after_call(self) -> bool:
+        """To the closing tag, or to the next opening one where it was forgotten."""
+        _, marker = self._text.take_until(END, BEGIN)
+        if marker == BEGIN:
+            self._call, self._raw, self._state = JsonCall(), marker, self._in_call
+        elif marker == END:
+            self._state = self._in_content
+        return bool(marker)

@@ -1,0 +1,122 @@
+"""Reasoning: what a model thinks and what it says, from whole texts and in any pieces."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from atomc.runtime.server.pieces import Content, Reasoning, joined
+from atomc.runtime.server.reasoning import REASONING_PARSERS, detect_reasoning, reasoning_parser
+
+OPEN = "<|im_start|>assistant\n<think>\n"
+OFF = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+CALL = "<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>"
+
+
+def parsed(name, prompt, *parts):
+    """The pieces of the whole, neighbours joined."""
+    parser = reasoning_parser(name, prompt)
+    pieces = [piece for part in parts for piece in parser.feed(part)]
+    return joined(pieces + parser.finish())
+
+
+def answer(thought="", said=""):
+    return ([Reasoning(thought)] if thought else []) + ([Content(said)] if said else [])
+
+
+# name of the parser, prompt, text, pieces
+CASES = {
+    "think": ("think", "", "<think>\nHm.\n\nSo.\n</think>\n\nHello.\n", answer("Hm.\n\nSo.", "Hello.\n")),
+    "opened-by-the-prompt": ("think", OPEN, "Hm.\n</think>\n\nHello.", answer("Hm.", "Hello.")),
+    "opened-twice": ("think", OPEN, "<think>\nHm.</think>Hello.", answer("Hm.", "Hello.")),
+    "closed-by-the-prompt": ("think", OFF, "Hello.", answer("", "Hello.")),
+    "nothing-thought": ("think", "", "<think>\n\n</think>\n\nHello.", answer("", "Hello.")),
+    "not-thinking": ("think", "", " Hello <b>.\n", answer("", " Hello <b>.\n")),
+    "tags-later": ("think", "", "I write <think>x</think>.", answer("", "I write <think>x</think>.")),
+    "second-closing-tag": ("think", "", "<think>a</think>b</think>c", answer("a", "b</think>c")),
+    "cut-while-thinking": ("think", "", "<think>Hm. </thi", answer("Hm. </thi")),
+    "cut-at-once": ("think", OPEN, "\n", answer()),
+    "half-a-tag": ("think", "", "<thi", answer("", "<thi")),
+    "nothing": ("think", "", "", answer()),
+    "indented-answer": ("think", "", "<think>a</think>\n    code", answer("a", "    code")),
+    "gpt-oss": (
+        "gpt-oss", "", "<|channel|>analysis<|message|>Hm.\n<|end|><|start|>assistant<|channel|>final<|message|>Hello.",
+        answer("Hm.\n", "Hello."),
+    ),
+    "gpt-oss-twice": (
+        "gpt-oss", "", "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>analysis<|message|>b<|end|>",
+        answer("a\n\nb"),
+    ),
+    "gpt-oss-cut": ("gpt-oss", "", "<|channel|>analysis<|message|>Hm <|e", answer("Hm <|e")),
+    "gpt-oss-final-only": ("gpt-oss", "", "<|channel|>final<|message|>Hello.<|return|>", answer("", "Hello.")),
+    "gpt-oss-calls-stay": ("gpt-oss", "", f"<|channel|>analysis<|message|>a<|end|>{CALL}", answer("a", CALL)),
+    "gpt-oss-first-call-gets-its-start": ("gpt-oss", "", CALL.removeprefix("<|start|>assistant"), answer("", CALL)),
+    "gpt-oss-end-forgotten": (
+        "gpt-oss", "", "<|channel|>analysis<|message|>a<|start|>assistant<|channel|>final<|message|>b", answer("a", "b"),
+    ),
+    "gpt-oss-plain": ("gpt-oss", "", "Hello.", answer("", "Hello.")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_text_is_understood(case):
+    name, prompt, text, pieces = CASES[case]
+    assert parsed(name, prompt, text) == pieces
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_character_by_character_gives_the_same(case):
+    name, prompt, text, pieces = CASES[case]
+    assert parsed(name, prompt, *text) == pieces
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_any_two_parts_give_the_same(case):
+    name, prompt, text, pieces = CASES[case]
+    for at in range(len(text)):
+        assert parsed(name, prompt, text[:at], "", text[at:]) == pieces, at
+
+
+FRAGMENTS = {
+    "think": ["<think>", "</think>", "\n", " ", "<", "</", "think>", "x"],
+    "gpt-oss": ["<|start|>", "assistant", "<|channel|>", "analysis", "final", " to=functions.f", "<|message|>", "<|end|>",
+                "<|call|>", "\n", "<", "x", "to="],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FRAGMENTS)
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_any_text_in_any_parts_gives_the_same_as_at_once(name, data):
+    prompt = data.draw(st.sampled_from(["", OPEN]))
+    text = "".join(data.draw(st.lists(st.sampled_from(FRAGMENTS[name]), max_size=20)))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
+    parts = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    whole = parsed(name, prompt, text)
+    assert parsed(name, prompt, *parts) == whole
+    assert parsed(name, prompt, *text) == whole
+
+
+def test_thoughts_come_as_they_are_thought():
+    parser = reasoning_parser("think", OPEN)
+    assert parser.feed("Hm, ") == [Reasoning("Hm, ")]
+    assert parser.feed("well\n") == [Reasoning("well")]
+    assert parser.feed("so") == [Reasoning("\nso")]
+
+
+def test_a_parser_that_does_not_exist_is_told():
+    with pytest.raises(ValueError, match="no reasoning parser 'x'; there are think, qwen3, deepseek-r1, gpt-oss"):
+        reasoning_parser("x")
+
+
+@pytest.mark.parametrize(
+    "template, model_type, name",
+    [
+        ("{{ content.split('</think>')[-1] }}", "qwen3", "think"),
+        ("<|start|>assistant<|channel|>analysis", None, "gpt-oss"),
+        ("", "gpt_oss", "gpt-oss"),
+        ("<|im_start|>", "qwen2", None),
+    ],
+)
+def test_the_template_tells_the_parser(template, model_type, name):
+    assert detect_reasoning(template, model_type) == name
+    assert name is None or name in REASONING_PARSERS
