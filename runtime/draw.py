@@ -1,6 +1,9 @@
 """How a request's next token is drawn: its parameters, and one number that depends on seed and index alone."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from atomc.runtime.sampling_params import SamplingParams
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
@@ -8,23 +11,39 @@ _MASK = (1 << 64) - 1
 
 @dataclass(frozen=True)
 class Draw:
-    """temperature 0: the largest logit. Otherwise the token at `uniform` of the mass that top_k and top_p leave.
+    """One row of a step's logits: which request it is of, and how its next token is drawn.
 
-    top_k 0 and top_p 1.0 leave everything; uniform is in [0, 1).
+    index        new tokens before this one; some may still be on the device
+    num_prompt   tokens of the prompt
+    tokens       the request's own list: the prompt, then the new tokens that the host knows
+    eos_ids      tokens that end generation, unless params.ignore_eos
+    draft        the last of the new tokens before this one, where they are only guessed
     """
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    uniform: float = 0.0
+    request_id: str = ""
+    params: SamplingParams = field(default_factory=SamplingParams)
+    seed: int = 0
+    index: int = 0
+    num_prompt: int = 0
+    tokens: Sequence[int] = field(default=(), compare=False, repr=False)
+    eos_ids: frozenset[int] = frozenset()
+    draft: tuple[int, ...] = ()
 
     @property
-    def greedy(self) -> bool:
-        return self.temperature == 0.0
+    def length(self) -> int:
+        """Tokens before this one."""
+        return self.num_prompt + self.index
 
     @property
-    def filtered(self) -> bool:
-        return self.top_k > 0 or self.top_p < 1.0
+    def uniform(self) -> float:
+        return uniform(self.seed, self.index)
+
+    @property
+    def banned(self) -> frozenset[int]:
+        """Tokens that would end the request before min_tokens of them came."""
+        if self.index >= self.params.min_tokens:
+            return frozenset()
+        return (frozenset() if self.params.ignore_eos else self.eos_ids).union(self.params.stop_token_ids)
 
 
 def _mixed(value: int) -> int:

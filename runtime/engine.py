@@ -104,6 +104,8 @@ class Engine:
         for token in request.tokens:
             if token < 0 or (self.vocab_size is not None and token >= self.vocab_size):
                 raise ValueError(f"token id {token} is not in the vocabulary of {self.vocab_size} tokens")
+        if self.vocab_size is not None:
+            request.params.refuse_beyond(self.vocab_size)
         self.scheduler.refuse(request)
 
     def add(self, request: Request) -> None:
@@ -116,6 +118,7 @@ class Engine:
 
     def abort(self, request_id: str) -> bool:
         """Drop a request; False if there is none of this id (it may just have finished). No output of it follows."""
+        self.runner.sampler.forget(request_id)
         return self.scheduler.abort(request_id)
 
     @property
@@ -129,7 +132,8 @@ class Engine:
             return []
         drawing = [self.scheduler.requests[chunk.request_id] for chunk in step.chunks if chunk.draw is not None]
         before = [len(request.tokens) for request in drawing]
-        self.scheduler.finish_step(step, self.runner.run(step))
+        for request in self.scheduler.finish_step(step, self.runner.run(step)):
+            self.runner.sampler.forget(request.id)
         self._generated += len(drawing)
         self._prompted += step.num_tokens - sum(count > request.num_prompt
                                                 for request, count in zip(drawing, before, strict=True))  # fmt: skip

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from atomc.runtime.draw import Draw, uniform
+from atomc.runtime.draw import Draw
 from atomc.runtime.logprobs import TokenLogprobs
 from atomc.runtime.sampling_params import SamplingParams
 
@@ -60,10 +60,7 @@ class Request:
 
     def next_draw(self) -> Draw:
         """How the token after the last one is drawn."""
-        if self.params.temperature == 0:
-            return Draw()
-        number = uniform(self.seed, self.num_new)
-        return Draw(self.params.temperature, self.params.top_k, self.params.top_p, number)
+        return Draw(self.id, self.params, self.seed, self.num_new, self.num_prompt, self.tokens, self.eos_ids)
 
     def accept(self, token: int, max_len: int) -> None:
         """Append a drawn token; sets finish_reason if it is the last one, max_len tokens at the latest."""

@@ -6,7 +6,7 @@ from torch import Tensor
 from atomc.program import Program
 from atomc.runtime.batch import step_tensors
 from atomc.runtime.graphs import StepGraphs, step_shapes
-from atomc.runtime.sampler import sample
+from atomc.runtime.sampler import Sampler
 from atomc.runtime.scheduler import ScheduledStep
 
 
@@ -16,7 +16,7 @@ class Runner:
     Raises ValueError if a layer keeps a kind of state that cannot be paged.
     """
 
-    def __init__(self, program: Program, *, num_blocks: int, block_size: int) -> None:
+    def __init__(self, program: Program, *, num_blocks: int, block_size: int, max_num_seqs: int = 256) -> None:
         for spec in program.specs:
             if spec.kind != "kv":
                 raise ValueError(f"{spec.name} keeps state of kind {spec.kind!r}, the runtime has only 'kv'")
@@ -24,6 +24,7 @@ class Runner:
         self.num_groups = max((spec.group for spec in program.specs), default=0) + 1
         self.caches = [spec.allocate(num_blocks, block_size, program.device) for spec in program.specs]
         program.bind(self.caches)
+        self.sampler = Sampler(program.device, max_num_seqs)
         self.graphs: StepGraphs | None = None
         self.steps = {"graph": 0, "eager": 0}
 
@@ -52,4 +53,4 @@ class Runner:
     def run(self, step: ScheduledStep) -> list[int]:
         """The drawn tokens, one for each of step.draws."""
         logits = self.logits(step)
-        return sample(logits, step.draws).tolist() if step.draws else []
+        return self.sampler(logits, step.draws).tokens.tolist() if step.draws else []

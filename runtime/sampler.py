@@ -1,48 +1,108 @@
 """From logits to tokens, on the device of the logits.
 
-R rows, V vocabulary.
+R rows, V vocabulary, W = ceil(V / 32) words of a mask.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from atomc.runtime.columns import columns
 from atomc.runtime.draw import Draw
+from atomc.runtime.inverse_transform import inverse_transform
+from atomc.runtime.logprobs import Logprobs, TokenLogprobs, logprobs
+from atomc.runtime.token_counts import TokenCounts
 
 
-def sample(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """Token ids [R] i64: row i of logits [R, V] drawn as draws[i] says, whatever the other rows are.
+@dataclass(frozen=True)
+class Sampled:
+    """Drawn tokens [R] i64, on the device, and how likely those of `rows` were."""
 
-    Greedy rows are the exact argmax, the smallest id among equals.
+    tokens: Tensor
+    rows: tuple[int, ...] = ()
+    logprobs: Logprobs | None = None
+
+    def token_logprobs(self) -> list[TokenLogprobs | None]:
+        """One for each row, None where it was not asked for; waits for the device."""
+        found: list[TokenLogprobs | None] = [None] * len(self.tokens)
+        if self.logprobs is not None:
+            for row, value in zip(self.rows, self.logprobs.on_host(), strict=True):
+                found[row] = value
+        return found
+
+
+class Sampler:
+    """Draws tokens for up to max_num_seqs requests, and counts those of requests with penalties.
+
+    Whoever drops a request calls `forget`.
     """
-    tokens = logits.argmax(-1)
-    # Rows without a filter are not sorted: sorting is the larger cost, and would also draw another token.
-    for filtered in (False, True):
-        rows = [i for i, draw in enumerate(draws) if not draw.greedy and draw.filtered == filtered]
-        if rows:
-            index = torch.tensor(rows, device=logits.device)
-            tokens[index] = _drawn(logits[index], [draws[i] for i in rows], filtered)
-    return tokens
+
+    def __init__(self, device: torch.device, max_num_seqs: int) -> None:
+        self.counts = TokenCounts(device, max_num_seqs)
+
+    def __call__(self, logits: Tensor, draws: Sequence[Draw], *, mask: Tensor | None = None) -> Sampled:
+        """Row i of logits [R, V] drawn as draws[i] says, whatever the other rows are.
+
+        Greedy rows are the exact argmax, the smallest id among equals. Where bit t % 32 of mask[i, t // 32] is 0, row
+        i does not draw token t; mask [R, W] i32 may lie on the host.
+        """
+        tokens = self.draw(logits, draws, mask=mask)
+        penalized = [i for i, draw in enumerate(draws) if draw.params.penalized]
+        self.counts.add(penalized, [draws[i] for i in penalized], tokens)
+        return self.sampled(logits, draws, tokens)
+
+    def draw(self, logits: Tensor, draws: Sequence[Draw], *, mask: Tensor | None = None) -> Tensor:
+        """The tokens alone [R] i64; none of them is counted."""
+        changed = self._changed(logits, draws, mask)
+        random = [i for i, draw in enumerate(draws) if draw.params.temperature > 0]
+        if len(random) == len(draws):
+            return inverse_transform(changed, draws)
+        tokens = changed.argmax(-1)
+        if random:
+            rows = _index(random, logits.device)
+            tokens[rows] = inverse_transform(changed[rows], [draws[i] for i in random])
+        return tokens
+
+    def sampled(self, logits: Tensor, draws: Sequence[Draw], tokens: Tensor) -> Sampled:
+        """tokens [R] with the log-probabilities that draws ask for."""
+        asked = [i for i, draw in enumerate(draws) if draw.params.logprobs is not None]
+        if not asked:
+            return Sampled(tokens)
+        rows = _index(asked, logits.device)
+        found = logprobs(logits[rows], tokens[rows], [draws[i].params.logprobs or 0 for i in asked])
+        return Sampled(tokens, tuple(asked), found)
+
+    def forget(self, request_id: str) -> None:
+        self.counts.forget(request_id)
+
+    def _changed(self, logits: Tensor, draws: Sequence[Draw], mask: Tensor | None) -> Tensor:
+        """Logits after penalties, bias, bans and mask: the same tensor if there are none."""
+        penalized = [i for i, draw in enumerate(draws) if draw.params.penalized]
+        # A ban is a bias, too, and comes after that of the user.
+        biases = [(i, token, bias) for i, draw in enumerate(draws)
+                  for token, bias in {**draw.params.logit_bias, **dict.fromkeys(draw.banned, -torch.inf)}.items()
+                  if token < logits.shape[-1]]  # fmt: skip
+        if not (penalized or biases or mask is not None):
+            return logits
+        logits = logits.to(torch.float32, copy=True)
+        if penalized:
+            self.counts.penalize(logits, penalized, [draws[i] for i in penalized])
+        if biases:
+            row, token, bias = columns(logits.device, biases)[..., 0]
+            place = (row.long(), token.long())
+            logits[place] = logits[place] + bias.float()
+        if mask is not None:
+            logits.masked_fill_(~allowed(mask.to(logits.device, non_blocking=True), logits.shape[-1]), -torch.inf)
+        return logits
 
 
-def _drawn(logits: Tensor, draws: Sequence[Draw], filtered: bool) -> Tensor:
-    """Inverse-transform sampling: the token at which the cumulated probability passes `uniform` of what is left."""
-    V = logits.shape[-1]
+def allowed(mask: Tensor, V: int) -> Tensor:
+    """The bits of mask [R, W] i32 as bools [R, V]."""
+    bits = torch.arange(32, dtype=torch.int32, device=mask.device)
+    return ((mask[..., None] >> bits) & 1).flatten(-2)[:, :V].bool()
 
-    def column(values: Sequence[float], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=logits.device)[:, None]
 
-    logits = logits.to(torch.float32)
-    # Less the maximum before the division, or a small temperature overflows.
-    scaled = (logits - logits.amax(-1, keepdim=True)) / column([d.temperature for d in draws], torch.float32)
-    if filtered:
-        scaled, ids = scaled.sort(dim=-1, descending=True, stable=True)
-    mass = scaled.softmax(-1).cumsum(-1, dtype=torch.float64)
-    last = column([min(d.top_k or V, V) - 1 for d in draws], torch.int64)
-    limit = column([d.top_p for d in draws], torch.float64) * mass.gather(-1, last)
-    last = torch.minimum(last, torch.searchsorted(mass, limit))
-    target = column([d.uniform for d in draws], torch.float64) * mass.gather(-1, last)
-    # Right of equal masses: a token of probability 0 is never drawn.
-    chosen = torch.minimum(last, torch.searchsorted(mass, target, right=True))
-    return (ids.gather(-1, chosen) if filtered else chosen)[:, 0]
+def _index(rows: Sequence[int], device: torch.device) -> Tensor:
+    return columns(device, [(row,) for row in rows])[0, :, 0].long()

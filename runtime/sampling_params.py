@@ -116,6 +116,21 @@ class SamplingParams:
         expect("stop_token_ids", all(token >= 0 for token in self.stop_token_ids), "token ids, which are not negative")
         expect("logprobs", self.logprobs is None or self.logprobs >= 0, "at least 0, or None")
         expect("prompt_logprobs", self.prompt_logprobs is None or self.prompt_logprobs >= 0, "at least 0, or None")
+        expect("min_tokens", self.min_tokens == 0 or self.structured is None,
+               "0 with structured output, whose end is where the structure ends")  # fmt: skip
+
+    def refuse_beyond(self, vocab_size: int) -> None:
+        """Raise ValueError if a token is named, or so many are asked for, that the vocabulary does not have."""
+        for token in self.logit_bias:
+            if token >= vocab_size:
+                raise ValueError(f"logit_bias has token {token}, the vocabulary has {vocab_size} tokens")
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(self, name) or 0) > vocab_size:
+                raise ValueError(f"{name} is {getattr(self, name)}, the vocabulary has {vocab_size} tokens")
+
+    @property
+    def penalized(self) -> bool:
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
     def _expect(self, name: str, holds: bool, expectation: str) -> None:
         if not holds:

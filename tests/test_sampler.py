@@ -1,19 +1,49 @@
 """Tokens from logits: exact, distributed as promised, and independent of the batch."""
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from atomc.runtime.draw import Draw, uniform
-from atomc.runtime.sampler import sample
+from atomc.runtime.logprobs import logprobs
+from atomc.runtime.sampler import Sampler
 from atomc.runtime.sampling_params import SamplingParams
 
+CPU = torch.device("cpu")
 # Probabilities 0.5, 0.25, 0.15, 0.1 at ids 2, 0, 3, 1, and an impossible id 4.
 LOGITS = torch.tensor([0.25, 0.1, 0.5, 0.15, 0.0]).log()
+GRID = [(i + 0.5) / 1000 for i in range(1000)]
 
 
-def ids_at(uniforms, **params):
-    draws = [Draw(uniform=u, **{"temperature": 1.0, **params}) for u in uniforms]
-    return sample(LOGITS.expand(len(draws), -1), draws).tolist()
+class At(Draw):
+    """A draw at a number of the test's choice, which it takes in place of the seed."""
+
+    @property
+    def uniform(self):
+        return self.seed
+
+
+def sample(logits, draws, **given):
+    return Sampler(logits.device, len(draws))(logits, draws, **given).tokens
+
+
+def drawn(**params):
+    return Draw(params=SamplingParams(**params))
+
+
+def ids_at(numbers, logits=LOGITS, **params):
+    params = SamplingParams(**{"temperature": 1.0, **params})
+    return sample(logits.expand(len(numbers), -1), [At(params=params, seed=number) for number in numbers]).tolist()
+
+
+def after(prompt, output, index=None, name="a", **params):
+    """The draw that follows these tokens; with an index, the host does not know all of them yet."""
+    index = len(output) if index is None else index
+    return Draw(name, SamplingParams(**params), 0, index, len(prompt), [*prompt, *output])
 
 
 def test_greedy_is_the_first_of_the_largest():
@@ -31,10 +61,9 @@ def test_the_number_picks_a_token_by_its_share_of_the_mass():
 
 
 def test_temperature_sharpens_and_flattens():
-    grid = [(i + 0.5) / 1000 for i in range(1000)]
     for temperature in (0.5, 1.0, 2.0):
         expected = (LOGITS / temperature).softmax(-1)
-        counts = torch.tensor(ids_at(grid, temperature=temperature)).bincount(minlength=5) / 1000
+        counts = torch.tensor(ids_at(GRID, temperature=temperature)).bincount(minlength=5) / 1000
         assert torch.allclose(counts, expected, atol=2e-3)
 
 
@@ -43,49 +72,130 @@ def test_the_smallest_temperature_is_greedy():
 
 
 def test_top_k_leaves_the_most_likely_renormalised():
-    assert ids_at([0.0, 0.66, 0.67, 1 - 2**-53], top_k=2) == [2, 2, 0, 0]
+    assert ids_at([0.0, 0.3332, 0.3334, 1 - 2**-53], top_k=2) == [0, 0, 2, 2]
     assert ids_at([0.0, 0.5, 1 - 2**-53], top_k=1) == [2, 2, 2]
 
 
 def test_top_k_above_the_vocabulary_leaves_all():
-    grid = [(i + 0.5) / 100 for i in range(100)]
-    assert set(ids_at(grid, top_k=1000)) == {0, 1, 2, 3}
+    assert set(ids_at(GRID, top_k=1000)) == {0, 1, 2, 3}
 
 
 def test_top_p_leaves_the_fewest_that_reach_it():
-    assert set(ids_at([0.0, 0.3, 0.999], top_p=0.4)) == {2}
-    assert ids_at([0.0, 0.66, 0.67, 1 - 2**-53], top_p=0.6) == [2, 2, 0, 0]
-    assert set(ids_at([0.0, 0.3, 0.999], top_p=1e-9)) == {2}
+    assert set(ids_at(GRID, top_p=0.4)) == {2}
+    assert ids_at([0.0, 0.3332, 0.3334, 1 - 2**-53], top_p=0.6) == [0, 0, 2, 2]
+    assert set(ids_at(GRID, top_p=1e-9)) == {2}
 
 
 def test_top_p_counts_what_top_k_left():
     # Of the 0.75 that top_k=2 leaves, id 2 has two thirds.
-    assert set(ids_at([0.0, 0.999], top_k=2, top_p=0.6)) == {2}
-    assert set(ids_at([0.0, 0.999], top_k=2, top_p=0.7)) == {2, 0}
+    assert set(ids_at(GRID, top_k=2, top_p=0.6)) == {2}
+    assert set(ids_at(GRID, top_k=2, top_p=0.7)) == {2, 0}
+
+
+def test_min_p_leaves_what_is_likely_beside_the_most_likely():
+    assert set(ids_at(GRID, min_p=0.31)) == {2, 0}
+    assert set(ids_at(GRID, min_p=0.29)) == {2, 0, 3}
+    assert set(ids_at(GRID, min_p=1.0)) == {2}
+    # It does not change what top_p counts: 0.5 and 0.25 reach 0.7 only together.
+    assert set(ids_at(GRID, top_p=0.7, min_p=0.31)) == {2, 0}
+
+
+def test_equals_of_the_last_token_that_a_filter_leaves_stay():
+    logits = torch.tensor([0.4, 0.2, 0.2, 0.2]).log()
+    assert set(ids_at(GRID, logits, top_k=2)) == {0, 1, 2, 3}
+    assert set(ids_at(GRID, logits, top_p=0.5)) == {0, 1, 2, 3}
+    assert set(ids_at(GRID, logits, top_k=1)) == {0}
 
 
 def test_large_logits_do_not_overflow():
-    logits = torch.tensor([[1e30, -1e30, 1e30]])
-    assert {sample(logits, [Draw(0.01, uniform=u)]).item() for u in (0.1, 0.9)} == {0, 2}
+    logits = torch.tensor([[1e30, -1e30, 1e30]] * 2)
+    draws = [At(params=SamplingParams(temperature=0.01), seed=number) for number in (0.1, 0.9)]
+    assert sample(logits, draws).tolist() == [0, 2]
 
 
-def test_a_row_draws_the_same_token_in_any_batch():
+def left(logits, params):
+    """Probabilities after the filters, one token at a time: a dict of ids."""
+    values = [x / params.temperature for x in logits.tolist()]
+    weights = {i: math.exp(x - max(values)) for i, x in enumerate(values)}
+    order = sorted(weights, key=lambda i: -weights[i])
+    if params.top_k:
+        least = weights[order[min(params.top_k, len(order)) - 1]]
+        order = [i for i in order if weights[i] >= least]
+    mass, total = 0.0, sum(weights[i] for i in order)
+    for i in order:
+        mass += weights[i]
+        if mass >= params.top_p * total:
+            order = [j for j in order if weights[j] >= weights[i]]
+            break
+    kept = {i: weights[i] for i in order if weights[i] >= params.min_p}
+    return {i: weight / sum(kept.values()) for i, weight in kept.items()}
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.integers(0, 10**6), st.integers(2, 1500), st.floats(0.1, 3.0), st.integers(0, 40),
+    st.sampled_from([1.0, 0.999, 0.9, 0.5, 0.1]), st.sampled_from([0.0, 0.01, 0.3]), st.floats(0, 1, exclude_max=True),
+)  # fmt: skip
+def test_a_token_is_where_the_cumulated_probability_of_what_is_left_passes_the_number(
+    seed, V, temperature, top_k, top_p, min_p, number
+):  # fmt: skip
+    logits = torch.randn(V, generator=torch.Generator().manual_seed(seed)) * 3
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    kept = left(logits, params)
+    (token,) = sample(logits[None], [At(params=params, seed=number)]).tolist()
+    before = sum(weight for i, weight in kept.items() if i < token)
+    assert token in kept
+    assert before - 1e-5 <= number <= before + kept[token] + 1e-5
+
+
+def test_a_thousand_seeds_draw_the_distribution_of_the_filters():
+    logits = torch.randn(12, generator=torch.Generator().manual_seed(3))
+    params = SamplingParams(temperature=0.8, top_k=9, top_p=0.95, min_p=0.02)
+    expected = left(logits, params)
+    draws = [Draw(params=params, seed=seed) for seed in range(4000)]
+    counts = sample(logits.expand(len(draws), -1), draws).bincount(minlength=12).tolist()
+    assert {i for i, count in enumerate(counts) if count} == expected.keys()
+    chi_square = sum((counts[i] - 4000 * p) ** 2 / (4000 * p) for i, p in expected.items())
+    assert chi_square < 26.1  # 0.999 of at most 8 degrees of freedom
+
+
+KINDS = [
+    {}, {"temperature": 1.0}, {"temperature": 0.7, "top_k": 20}, {"temperature": 1.3, "top_p": 0.8},
+    {"temperature": 0.9, "top_k": 50, "top_p": 0.95}, {"temperature": 1.1, "min_p": 0.05},
+    {"temperature": 1.0, "repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.3},
+    {"logit_bias": {5: 3.0, 6: -100.0}, "min_tokens": 4, "stop_token_ids": (7,)},
+    {"temperature": 1.0, "top_p": 0.7, "frequency_penalty": -0.5, "logit_bias": {5: 3.0}},
+]  # fmt: skip
+
+
+def mixed_draws(count, V):
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, V, (count, 30), generator=generator).tolist()
+    return [Draw(str(i), SamplingParams(**KINDS[i % len(KINDS)], logprobs=3), i, 3, 27, tokens[i]) for i in range(count)]
+
+
+@pytest.mark.parametrize("V", [40, 3001])
+def test_a_row_draws_the_same_token_in_any_batch(V):
     generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(40, 3001, generator=generator) * 3
-    kinds = [Draw(), Draw(1.0), Draw(0.7, 20), Draw(1.3, 0, 0.8), Draw(0.9, 50, 0.95)]
-    draws = [Draw(k.temperature, k.top_k, k.top_p, uniform(7, i)) for i in range(8) for k in kinds]
-    together = sample(logits, draws).tolist()
-    assert [sample(logits[i : i + 1], draws[i : i + 1]).item() for i in range(40)] == together
-    order = torch.randperm(40, generator=generator)
-    assert sample(logits[order], [draws[i] for i in order]).tolist() == [together[i] for i in order]
+    logits = torch.randn(45, V, generator=generator) * 3
+    draws = mixed_draws(45, V)
+    together = Sampler(CPU, 45)(logits, draws)
+    alone = [Sampler(CPU, 1)(logits[i : i + 1], [draw]) for i, draw in enumerate(draws)]
+    assert [one.tokens.item() for one in alone] == together.tokens.tolist()
+    assert [one.token_logprobs()[0] for one in alone] == together.token_logprobs()
+    order = torch.randperm(45, generator=generator)
+    assert sample(logits[order], [draws[i] for i in order]).tolist() == together.tokens[order].tolist()
 
 
 @pytest.mark.gpu
-def test_a_gpu_draws_the_tokens_of_a_cpu():
-    logits = torch.randn(64, 5000, generator=torch.Generator().manual_seed(0)) * 3
-    kinds = [Draw(), Draw(1.0), Draw(0.7, 20), Draw(0.9, 50, 0.95)]
-    draws = [Draw(k.temperature, k.top_k, k.top_p, uniform(7, i)) for i in range(16) for k in kinds]
-    assert sample(logits.cuda(), draws).tolist() == sample(logits, draws).tolist()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gpu_draws_the_tokens_of_a_cpu(dtype):
+    logits = (torch.randn(90, 5000, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
+    draws = mixed_draws(90, 5000)
+    cpu, gpu = Sampler(CPU, 90)(logits, draws), Sampler(torch.device("cuda"), 90)(logits.cuda(), draws)
+    assert gpu.tokens.tolist() == cpu.tokens.tolist()
+    for a, b in zip(cpu.token_logprobs(), gpu.token_logprobs(), strict=True):
+        assert (a.token, a.rank) == (b.token, b.rank) and abs(a.logprob - b.logprob) < 1e-4
 
 
 def test_uniform_numbers_depend_on_seed_and_index_and_fill_the_interval():
@@ -104,19 +214,121 @@ def test_uniform_numbers_are_those_of_splitmix64():
     assert [uniform(0, i) for i in range(3)] == [(value >> 11) * 2.0**-53 for value in expected]
 
 
-@pytest.mark.parametrize(
-    ("params", "message"),
-    [
-        ({"temperature": -1.0}, "temperature is -1.0, it must be 0"),
-        ({"temperature": float("nan")}, "temperature is nan"),
-        ({"temperature": 1e-9}, "temperature is 1e-09"),
-        ({"top_k": -1}, "top_k is -1, it must be 0"),
-        ({"top_p": 0.0}, "top_p is 0.0"),
-        ({"top_p": 1.5}, "top_p is 1.5"),
-        ({"max_tokens": 0}, "max_tokens is 0"),
-        ({"stop_token_ids": (-1,)}, "stop_token_ids is"),
-    ],
-)
-def test_parameters_out_of_range_are_refused(params, message):
-    with pytest.raises(ValueError, match=message):
-        SamplingParams(**params)
+def penalized(logits, prompt, output, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0):
+    """The logits that penalties leave, one token at a time."""
+    changed = logits.tolist()
+    for i in {*prompt, *output}:
+        changed[i] = changed[i] / repetition_penalty if changed[i] > 0 else changed[i] * repetition_penalty
+    for i in set(output):
+        changed[i] -= presence_penalty + frequency_penalty * output.count(i)
+    return torch.tensor(changed)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.integers(0, 9), min_size=1, max_size=8), st.lists(st.integers(0, 9), max_size=8),
+    st.floats(0.2, 3.0), st.floats(-2, 2), st.floats(-2, 2), st.integers(0, 1000),
+)  # fmt: skip
+def test_penalties_change_the_logits_of_tokens_that_came(prompt, output, repetition, presence, frequency, seed):
+    given = dict(repetition_penalty=repetition, presence_penalty=presence, frequency_penalty=frequency)
+    logits = torch.randn(10, generator=torch.Generator().manual_seed(seed)) * 2
+    changed = Sampler(CPU, 1)._changed(logits[None], [after(prompt, output, **given)], None)[0]
+    assert torch.allclose(changed, penalized(logits, prompt, output, **given), atol=1e-5)
+
+
+def test_penalties_of_the_output_leave_the_prompt_alone():
+    logits = torch.tensor([[2.0, 1.5, 0.0]])
+    assert sample(logits, [after([0], [], presence_penalty=1.0)]).tolist() == [0]
+    assert sample(logits, [after([1], [0], presence_penalty=1.0)]).tolist() == [1]
+    assert sample(logits, [after([0], [], repetition_penalty=1.5)]).tolist() == [1]
+
+
+def test_the_sampler_counts_tokens_that_the_host_does_not_know_yet():
+    # Frequency 1: each token is drawn once before any is drawn twice.
+    logits, sampler = torch.tensor([[0.5, 0.4, 0.3, 0.2]]), Sampler(CPU, 4)
+    draws = [after([0], [], index, frequency_penalty=1.0) for index in range(6)]
+    assert [sampler(logits, [draw]).tokens.item() for draw in draws] == [0, 1, 2, 3, 0, 1]
+
+
+def test_counts_are_made_again_after_tokens_were_taken_back_or_computed_elsewhere():
+    logits, sampler = torch.tensor([[0.5, 0.4, 0.3, 0.2]]), Sampler(CPU, 4)
+    for index in range(3):
+        sampler(logits, [after([0], [0, 1, 2][:index], frequency_penalty=1.0)])
+    # One step back, and with another token than was drawn.
+    assert sampler(logits, [after([0], [0], frequency_penalty=1.0)]).tokens.tolist() == [1]
+    assert sampler(logits, [after([0], [0, 0, 0, 1, 2, 2, 3], frequency_penalty=1.0)]).tokens.tolist() == [1]
+    sampler.forget("a")
+    assert sampler(logits, [after([0], [0, 1], frequency_penalty=1.0)]).tokens.tolist() == [2]
+
+
+def test_more_requests_come_than_have_counts_at_a_time():
+    generator, sampler = torch.Generator().manual_seed(0), Sampler(CPU, 3)
+    tokens = {name: [name] for name in range(9)}
+    for step in range(200):
+        names = torch.randperm(9, generator=generator)[: 1 + step % 3].tolist()
+        draws = [after(tokens[name][:1], tokens[name][1:], name=str(name), frequency_penalty=0.5) for name in names]
+        logits = torch.randn(len(names), 9, generator=generator)
+        found = sampler(logits, draws).tokens.tolist()
+        assert found == [penalized(row, [], tokens[name][1:], frequency_penalty=0.5).argmax().item()
+                         for row, name in zip(logits, names, strict=True)]  # fmt: skip
+        for name, token in zip(names, found, strict=True):
+            tokens[name].append(token)
+
+
+def test_bias_is_added_after_penalties():
+    logits = torch.tensor([[2.0, 1.0, 0.0]])
+    assert sample(logits, [drawn(logit_bias={2: 2.5})]).tolist() == [2]
+    assert sample(logits, [drawn(logit_bias={0: -100.0, 1: -100.0})]).tolist() == [2]
+    # 2 / 2 + 0.5 is more than 1; (2 + 0.5) / 4 would not be.
+    assert sample(logits, [after([0], [], repetition_penalty=2.0, logit_bias={0: 0.5})]).tolist() == [0]
+
+
+def test_nothing_ends_a_request_before_min_tokens():
+    logits = torch.tensor([[1.0, 3.0, 2.0, 0.5]])
+    draw = Draw(params=SamplingParams(min_tokens=2, stop_token_ids=(2,)), eos_ids=frozenset({1}))
+    assert [sample(logits, [replace(draw, index=index)]).item() for index in range(3)] == [0, 0, 1]
+    ignoring = replace(draw.params, ignore_eos=True)
+    assert sample(logits, [replace(draw, params=ignoring)]).tolist() == [1]
+
+
+@pytest.mark.parametrize("V", [5, 32, 70])
+def test_a_masked_token_is_never_drawn(V):
+    generator = torch.Generator().manual_seed(0)
+    allowed = torch.rand(30, V, generator=generator) < 0.3
+    allowed[:, 0] |= ~allowed.any(-1)
+    words = torch.zeros(30, -(-V // 32) * 32, dtype=torch.int64)
+    words[:, :V] = allowed
+    mask = (words.view(30, -1, 32) << torch.arange(32)).sum(-1).to(torch.int32)
+    logits = torch.randn(30, V, generator=generator)
+    draws = [Draw(params=SamplingParams(temperature=(i % 2) * 2.0), seed=i) for i in range(30)]
+    tokens = sample(logits, draws, mask=mask)
+    assert allowed.gather(1, tokens[:, None]).all()
+    assert tokens[::2].tolist() == logits.masked_fill(~allowed, -math.inf)[::2].argmax(-1).tolist()
+
+
+def test_the_given_logits_stay_as_they_are():
+    logits = torch.randn(9, 50, generator=torch.Generator().manual_seed(0))
+    before = logits.clone()
+    sample(logits, mixed_draws(9, 50), mask=torch.full((9, 2), -1, dtype=torch.int32))
+    assert torch.equal(logits, before)
+
+
+def test_logprobs_are_those_of_the_model_whatever_the_filters_are():
+    sampled = Sampler(CPU, 2)(LOGITS.expand(2, -1), [drawn(logit_bias={1: 5.0}, logprobs=2), drawn()])
+    found, none = sampled.token_logprobs()
+    assert none is None and found.token == 1 and found.rank == 4
+    assert math.isclose(found.logprob, math.log(0.1), abs_tol=1e-6)
+    assert [token for token, _ in found.top] == [2, 0]
+    assert [round(math.exp(value), 5) for _, value in found.top] == [0.5, 0.25]
+
+
+def test_logprobs_of_many_rows_are_those_of_each():
+    logits = torch.randn(150, 40, generator=torch.Generator().manual_seed(0))
+    tokens = torch.arange(150) % 40
+    found = logprobs(logits, tokens, [i % 4 for i in range(150)]).on_host()
+    for i, one in enumerate(found):
+        values = logits[i].log_softmax(-1)
+        order = values.argsort(descending=True).tolist()
+        assert one.token == i % 40 and one.rank == order.index(i % 40) + 1
+        assert [token for token, _ in one.top] == order[: i % 4]
+        assert math.isclose(one.logprob, values[i % 40].item(), abs_tol=1e-5)

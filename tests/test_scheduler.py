@@ -41,15 +41,12 @@ def test_nothing_to_do_is_no_step():
 
 def test_a_step_is_a_value_that_carries_all_it_needs():
     s = scheduler()
+    random = SamplingParams(temperature=0.5, top_k=3, top_p=0.9, seed=1)
     s.add(Request("a", [7, 8, 9, 10, 11]))
-    s.add(Request("b", [5], SamplingParams(temperature=0.5, top_k=3, top_p=0.9, seed=1)))
+    s.add(Request("b", [5], random))
     step = s.next_step()
-    uniform = step.chunks[1].draw.uniform
-    assert 0.0 <= uniform < 1.0
-    assert step == ScheduledStep(
-        (Chunk("a", (7, 8, 9, 10, 11), 0, (0, 1), Draw()), Chunk("b", (5,), 0, (2,), Draw(0.5, 3, 0.9, uniform))),
-        block_size=4,
-    )
+    a, b = Draw("a", num_prompt=5), Draw("b", random, seed=1, num_prompt=1)
+    assert step == ScheduledStep((Chunk("a", (7, 8, 9, 10, 11), 0, (0, 1), a), Chunk("b", (5,), 0, (2,), b)), block_size=4)
     assert step.num_tokens == 6
 
 
