@@ -46,27 +46,13 @@ class Sampler:
         """Row i of logits [R, V] drawn as draws[i] says, whatever the other rows are.
 
         Greedy rows are the exact argmax, the smallest id among equals. Where bit t % 32 of mask[i, t // 32] is 0, row
-        i does not draw token t; mask [R, W] i32 may lie on the host.
+        i does not draw token t; mask [R, W] i32 may lie on the host. Rows of one request with a draft (see
+        atomc.runtime.speculative) lie behind each other.
         """
-        tokens = self.draw(logits, draws, mask=mask)
+        tokens = self._drawn(self._changed(logits, draws, mask), draws)
         penalized = [i for i, draw in enumerate(draws) if draw.params.penalized]
-        self.counts.add(penalized, [draws[i] for i in penalized], tokens)
-        return self.sampled(logits, draws, tokens)
-
-    def draw(self, logits: Tensor, draws: Sequence[Draw], *, mask: Tensor | None = None) -> Tensor:
-        """The tokens alone [R] i64; none of them is counted."""
-        changed = self._changed(logits, draws, mask)
-        random = [i for i, draw in enumerate(draws) if draw.params.temperature > 0]
-        if len(random) == len(draws):
-            return inverse_transform(changed, draws)
-        tokens = changed.argmax(-1)
-        if random:
-            rows = _index(random, logits.device)
-            tokens[rows] = inverse_transform(changed[rows], [draws[i] for i in random])
-        return tokens
-
-    def sampled(self, logits: Tensor, draws: Sequence[Draw], tokens: Tensor) -> Sampled:
-        """tokens [R] with the log-probabilities that draws ask for."""
+        guessed = any(draws[i].draft for i in penalized)
+        self.counts.add(penalized, [draws[i] for i in penalized], tokens, _right(draws, tokens) if guessed else None)
         asked = [i for i, draw in enumerate(draws) if draw.params.logprobs is not None]
         if not asked:
             return Sampled(tokens)
@@ -76,6 +62,16 @@ class Sampler:
 
     def forget(self, request_id: str) -> None:
         self.counts.forget(request_id)
+
+    def _drawn(self, logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+        random = [i for i, draw in enumerate(draws) if draw.params.temperature > 0]
+        if len(random) == len(draws):
+            return inverse_transform(logits, draws)
+        tokens = logits.argmax(-1)
+        if random:
+            rows = _index(random, logits.device)
+            tokens[rows] = inverse_transform(logits[rows], [draws[i] for i in random])
+        return tokens
 
     def _changed(self, logits: Tensor, draws: Sequence[Draw], mask: Tensor | None) -> Tensor:
         """Logits after penalties, bias, bans and mask: the same tensor if there are none."""
@@ -102,6 +98,16 @@ def allowed(mask: Tensor, V: int) -> Tensor:
     """The bits of mask [R, W] i32 as bools [R, V]."""
     bits = torch.arange(32, dtype=torch.int32, device=mask.device)
     return ((mask[..., None] >> bits) & 1).flatten(-2)[:, :V].bool()
+
+
+def _right(draws: Sequence[Draw], tokens: Tensor) -> Tensor:
+    """Which rows come after right guesses only, [R] bool."""
+    right = torch.ones_like(tokens, dtype=torch.bool)
+    for depth in range(1, 1 + max(len(draw.draft) for draw in draws)):
+        guesses = [(i, draw.draft[-1]) for i, draw in enumerate(draws) if len(draw.draft) == depth]
+        row, guess = columns(tokens.device, guesses)[..., 0].long()
+        right[row] = right[row - 1] & (tokens[row - 1] == guess)
+    return right
 
 
 def _index(rows: Sequence[int], device: torch.device) -> Tensor:

@@ -73,7 +73,7 @@ class TokenCounts:
         logits[index] = values
 
     def add(self, rows: Sequence[int], draws: Sequence[Draw], tokens: Tensor, accepted: Tensor | None = None) -> None:
-        """Count tokens[rows[i]], which draws[i] drew; of draws with a draft only where accepted [R] says so."""
+        """Count tokens[rows[i]], which draws[i] drew; only where accepted [R] says so, if it is given."""
         if not rows:
             return
         row, slot = columns(self.device, [(row, self.slots[d.request_id].row)

@@ -1,0 +1,162 @@
+"""Drafts from earlier text, and tokens that are those of a run without drafts."""
+
+import random
+import time
+
+import pytest
+import torch
+
+from atomc.runtime.draw import Draw
+from atomc.runtime.sampler import Sampler
+from atomc.runtime.sampling_params import SamplingParams
+from atomc.runtime.speculative import NGram, accepted
+
+V = 6
+CPU = torch.device("cpu")
+
+
+def test_what_followed_the_same_tokens_is_proposed():
+    assert NGram(2, 3).propose([1, 2, 3, 4, 5, 1, 2], 3) == [3, 4, 5]
+    assert NGram(2, 3).propose([1, 2, 3, 4, 5, 1, 2], 1) == [3]
+
+
+def test_the_longest_run_counts_and_then_the_last_one():
+    assert NGram(1, 3).propose([1, 2, 3, 7, 2, 3, 8, 1, 2, 3], 1) == [7]
+    assert NGram(2, 2).propose([1, 2, 3, 7, 2, 3, 8, 1, 2, 3], 1) == [8]
+
+
+def test_a_new_end_has_no_proposal():
+    assert NGram(2, 3).propose([1, 2, 3, 4], 3) == []
+    assert NGram(2, 3).propose([1], 3) == []
+    assert NGram(1, 3).propose([1, 2], 3) == []
+
+
+def test_a_repetition_goes_on():
+    assert NGram(1, 3).propose([9, 5, 5, 5], 4) == [5, 5, 5, 5]
+    assert NGram(2, 3).propose([1, 2, 3, 1, 2, 3, 1], 7) == [2, 3, 1, 2, 3, 1, 2]
+
+
+def test_sizes_that_are_no_range_are_refused():
+    with pytest.raises(ValueError, match="n-grams of 3 to 2 tokens"):
+        NGram(3, 2)
+
+
+def slow_proposal(tokens, count, shortest, longest):
+    for length in range(longest, shortest - 1, -1):
+        for end in range(len(tokens) - 1, length - 1, -1):
+            if tokens[end - length : end] == tokens[-length:]:
+                longer = tokens + [None] * count
+                for i in range(count):
+                    longer[len(tokens) + i] = longer[end + i]
+                return longer[len(tokens) :]
+    return []
+
+
+def test_proposals_are_those_of_a_search_through_everything():
+    generator = random.Random(0)
+    for _ in range(100):
+        shortest = generator.randint(1, 3)
+        drafter, longest, tokens = NGram(shortest, shortest + 2), shortest + 2, []
+        for _ in range(30):
+            tokens += [generator.randrange(3) for _ in range(generator.randint(1, 3))]
+            if generator.random() < 0.05:
+                del tokens[-5:]
+            if tokens:
+                assert drafter.propose(tokens, 4) == slow_proposal(tokens, 4, shortest, longest)
+
+
+def test_a_step_reads_only_what_is_new():
+    generator = random.Random(0)
+    tokens, drafter = [generator.randrange(1000) for _ in range(50_000)], NGram(2, 4)
+    drafter.propose(tokens, 4)
+    started = time.perf_counter()
+    for _ in range(1000):
+        tokens.append(generator.randrange(1000))
+        drafter.propose(tokens, 4)
+    assert time.perf_counter() - started < 0.5  # 500 us a step; reading everything would be 10 ms
+
+
+def test_tokens_up_to_the_first_wrong_guess_are_accepted():
+    def draws(*draft):
+        return [Draw(draft=draft[:i]) for i in range(len(draft) + 1)]
+
+    assert accepted(draws(4, 5), [4, 5, 6]) == [[4, 5, 6]]
+    assert accepted(draws(4, 5), [4, 7, 6]) == [[4, 7]]
+    # A right guess after a wrong one is right by chance.
+    assert accepted(draws(4, 5), [3, 5, 6]) == [[3]]
+    assert accepted([*draws(4), *draws(), *draws(1, 1)], [4, 9, 8, 1, 1, 2]) == [[4, 9], [8], [1, 1, 2]]
+    assert accepted([], []) == []
+
+
+def model(tokens):
+    """Logits after these tokens, of which the last three matter."""
+    seed = sum(token * V**i for i, token in enumerate(tokens[-3:]))
+    return torch.randn(V, generator=torch.Generator().manual_seed(seed)) * 1.5
+
+
+def run(params, draft, *, seed=0, name="a", sampler=None):
+    """The new tokens after [0, 1], with a draft of draft(tokens) at each step; and the number of steps."""
+    tokens, sampler, steps = [0, 1], sampler or Sampler(CPU, 2), 0
+    while len(tokens) < 40:
+        guesses = tuple(draft(tokens))
+        draws = [Draw(name, params, seed, len(tokens) - 2 + i, 2, tokens, draft=guesses[:i])
+                 for i in range(len(guesses) + 1)]  # fmt: skip
+        logits = torch.stack([model([*tokens, *guesses[:i]]) for i in range(len(guesses) + 1)])
+        (new,) = accepted(draws, sampler(logits, draws).tokens.tolist())
+        assert 1 <= len(new) <= len(guesses) + 1
+        tokens.extend(new)
+        steps += 1
+    return tokens[2:40], steps
+
+
+PARAMS = {
+    "greedy": {},
+    "temperature": {"temperature": 1.0},
+    "filters": {"temperature": 0.8, "top_k": 4, "top_p": 0.9, "min_p": 0.05},
+    "penalties": {"temperature": 1.0, "repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": 0.7},
+    "greedy penalties": {"frequency_penalty": 0.3, "presence_penalty": -0.2},
+    "bias": {"temperature": 1.0, "logit_bias": {2: 1.0}, "min_tokens": 9, "stop_token_ids": (3,)},
+}
+
+
+@pytest.mark.parametrize("kind", PARAMS)
+def test_tokens_are_those_of_a_run_without_drafts(kind):
+    params, generator = SamplingParams(**PARAMS[kind]), random.Random(1)
+    plain, steps = run(params, lambda tokens: [])
+    assert steps == len(plain)
+    for _ in range(10):
+        guessed, _ = run(params, lambda tokens: [generator.randrange(V) for _ in range(generator.randint(0, 4))])
+        assert guessed == plain
+    ngram = NGram(1, 2)
+    assert run(params, lambda tokens: ngram.propose(tokens, 3))[0] == plain
+    # Guesses that are all right: four tokens a step, with the one after the last guess.
+    oracle = [0, 1, *plain]
+    right, steps = run(params, lambda tokens: oracle[len(tokens) : len(tokens) + 3])
+    assert right == plain and steps == -(-len(plain) // 4)
+
+
+def test_a_guess_is_accepted_as_often_as_it_is_likely_and_else_another_is_drawn():
+    params = SamplingParams(temperature=0.9, top_k=5)
+    values, _ = (model([0, 1]) / 0.9).sort(descending=True)
+    probabilities = (model([0, 1]) / 0.9).masked_fill(model([0, 1]) / 0.9 < values[4], -torch.inf).softmax(-1)
+    count, guess = 4000, int(probabilities.argmax())
+    draws = [Draw("a", params, seed, i, 2, [0, 1], draft=(guess,)[:i]) for seed in range(count) for i in range(2)]
+    logits = torch.stack([model([0, 1]), model([0, 1, guess])]).repeat(count, 1)
+    found = accepted(draws, Sampler(CPU, 1)(logits, draws).tokens.tolist())
+    firsts = torch.tensor([new[0] for new in found]).bincount(minlength=V)
+    assert all(len(new) == (2 if new[0] == guess else 1) for new in found)
+    expected = probabilities * count
+    likely = expected > 0
+    assert firsts[~likely].sum() == 0
+    assert ((firsts - expected)[likely] ** 2 / expected[likely]).sum() < 18.5  # 0.999 of 4 degrees of freedom
+
+
+def test_counts_survive_drafts_going_back_and_other_requests():
+    params = SamplingParams(temperature=1.0, frequency_penalty=0.8)
+    expected = {name: run(params, lambda tokens: [], seed=int(name))[0] for name in "123"}
+    sampler, generator = Sampler(CPU, 2), random.Random(2)
+    for name in "123123":
+        # Without forgetting: the next run of the same name starts from the beginning.
+        found, _ = run(params, lambda tokens: [generator.randrange(V) for _ in range(2)], seed=int(name), name=name,
+                       sampler=sampler)  # fmt: skip
+        assert found == expected[name]
