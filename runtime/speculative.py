@@ -48,9 +48,9 @@ class NGram:
                     self.ends[tuple(tokens[end - length : end])] = end
         self.read = len(tokens)
         for length in self.lengths:
-            end = self.ends.get(tuple(tokens[-length:])) if length < len(tokens) else None
-            if end is not None:
-                return _continued(tokens, end, count)
+            start = self.ends.get(tuple(tokens[-length:])) if length < len(tokens) else None
+            if start is not None:
+                return _continued(tokens, start, count)
         return []
 
 
