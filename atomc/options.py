@@ -23,6 +23,7 @@ class Options:
     rounding   "fp32": rewrites and kernels may keep fp32 where the model rounds in between; "hf": they may not
     glue       what runs the ops without a kernel: "inductor", "eager", or "auto" (Inductor if it can compile here)
     providers  kernels are preferred in this order, () for the order that suits the platform
+    layout     how state lies in memory, "paged" or "contiguous"; None: as suits the machine
     inductor   handed on to Inductor, keys as in torch._inductor.config
     dump       a folder for one runnable file per changing pass                               (ATOMC_DUMP=dir)
     expect     {rewrite: how often it must fire}, a number or a formula such as "2*layers" or ">= layers"
@@ -36,6 +37,7 @@ class Options:
     rounding: Rounding = "fp32"
     glue: Glue = "auto"
     providers: tuple[str, ...] = ()
+    layout: str | None = None
     inductor: Mapping[str, Any] = field(default_factory=dict)
     dump: str | None = None
     expect: Mapping[str, int | str] = field(default_factory=dict)

@@ -52,10 +52,13 @@ class Selection:
         candidates = list(dict.fromkeys(kernel.layout for node in users for kernel in self._ranked(_op(node))
                                         if kernel.layout and self._refuses(kernel, node) is None))  # fmt: skip
         for layout in candidates:
-            if all(any(kernel.layout == layout and self._refuses(kernel, node) is None
+            if self.options.layout in (None, layout) and all(any(kernel.layout == layout and self._refuses(kernel, node) is None
                        for kernel in self._ranked(_op(node))) for node in users):  # fmt: skip
                 self.layout = layout
                 return layout
+        if self.options.layout is not None:
+            raise OptionsError(f"option layout={self.options.layout!r}: has no reader and writer on "
+                               f"{self.platform.name}; of the layouts {candidates} some have")  # fmt: skip
         raise ValueError(f"no state layout of {candidates} has a reader and a writer on {self.platform.name}")
 
     def choose(self, node: Node) -> Kernel | None:
