@@ -51,8 +51,8 @@ class Selection:
         users.sort(key=lambda node: bool(_op(node).mutates))  # readers first: they take the time
         candidates = list(dict.fromkeys(kernel.layout for node in users for kernel in self._ranked(_op(node))
                                         if kernel.layout and self._refuses(kernel, node) is None))  # fmt: skip
-        for layout in candidates:
-            if self.options.layout in (None, layout) and all(any(kernel.layout == layout and self._refuses(kernel, node) is None
+        for layout in [layout for layout in candidates if self.options.layout in (None, layout)]:
+            if all(any(kernel.layout == layout and self._refuses(kernel, node) is None
                        for kernel in self._ranked(_op(node))) for node in users):  # fmt: skip
                 self.layout = layout
                 return layout
