@@ -1,11 +1,14 @@
 """Text from tokens, as they come."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 # Tokens before the new ones that are decoded with them: whether a token starts with a space depends on its neighbours.
 CONTEXT = 5
 INCOMPLETE = "\ufffd"
+# Tokens that wait for the rest of a character; a character has at most four bytes, so that more are no character.
+MAX_HELD = 8
 
 
 def load_tokenizer(folder: Path) -> Any | None:
@@ -26,14 +29,16 @@ def load_tokenizer(folder: Path) -> Any | None:
 class Detokenizer:
     """Text of one sequence, piece by piece; the pieces together are the text whatever the tokens came with.
 
-    A piece is held back while it ends in the middle of a character. Special tokens have no text.
+    A piece is held back while it ends in the middle of a character. Special tokens have no text, unless they are kept.
     """
 
-    def __init__(self, tokenizer: Any, prompt: list[int]) -> None:
+    def __init__(self, tokenizer: Any, prompt: list[int], *, skip_special_tokens: bool = True) -> None:
         self.tokenizer = tokenizer
-        # The tokens decoded together: the text of the first `shown` is given out, that of the rest is not yet.
+        self.skip_special_tokens = skip_special_tokens
+        # The tokens decoded together: the text of the first `shown`, `before`, is given out, that of the rest is not yet.
         self.window = prompt[-CONTEXT:]
         self.shown = len(self.window)
+        self.before = self._decoded(self.window)
 
     def add(self, tokens: list[int]) -> str:
         """The text that these tokens complete, perhaps none."""
@@ -41,21 +46,54 @@ class Detokenizer:
 
     def flush(self) -> str:
         """What was held back, with U+FFFD for the half of a character; for the end."""
-        return self._rest()
+        return self._decoded(self.window)[len(self.before) :]
 
     def _added(self, token: int) -> str:
         self.window.append(token)
-        piece = self._rest()
-        if not piece or piece.endswith(INCOMPLETE):
+        piece = self.flush()
+        held = len(self.window) - self.shown
+        if not piece or (piece.endswith(INCOMPLETE) and held < MAX_HELD):
             return ""
         self.window = self.window[self.shown :]
         self.shown = len(self.window)
+        self.before = self._decoded(self.window)
         return piece
 
-    def _rest(self) -> str:
-        before = self._decoded(self.window[: self.shown])
-        return self._decoded(self.window)[len(before) :]
-
     def _decoded(self, tokens: list[int]) -> str:
-        text: str = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        text: str = self.tokenizer.decode(tokens, skip_special_tokens=self.skip_special_tokens)
         return text
+
+
+class TokenTexts:
+    """What single tokens stand for, special ones included; for lists of tokens and their probabilities."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        decoder = json.dumps(json.loads(tokenizer.to_str())["decoder"])
+        self._byte_of = _byte_of_character() if '"ByteLevel"' in decoder else {}
+        self._fallback = '"ByteFallback"' in decoder
+        self._special = {token for token, added in tokenizer.get_added_tokens_decoder().items()}
+
+    def text(self, token: int) -> str:
+        """The token's text, as it is after other text; U+FFFD for each part of a character."""
+        return self.bytes(token).decode(errors="replace")
+
+    def bytes(self, token: int) -> bytes:
+        """The bytes of UTF-8 that the token stands for, also if they are only a part of a character."""
+        piece: str | None = self.tokenizer.id_to_token(token)
+        if piece is None:
+            return b""
+        if token not in self._special:
+            if self._byte_of and all(character in self._byte_of for character in piece):
+                return bytes(self._byte_of[character] for character in piece)
+            if self._fallback and len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+                return bytes.fromhex(piece[3:5])
+            piece = piece.replace("\u2581", " ")
+        return piece.encode()
+
+
+def _byte_of_character() -> dict[str, int]:
+    """How byte-level tokens spell bytes: visible ones of Latin-1 as themselves, the others in order from U+0100 on."""
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in visible]
+    return {chr(byte): byte for byte in visible} | {chr(0x100 + i): byte for i, byte in enumerate(hidden)}

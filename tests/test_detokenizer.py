@@ -1,0 +1,83 @@
+"""Text from tokens, as they come, of byte-level tokenizers and of those that fall back to bytes."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from atomc import demo
+from atomc.runtime.detokenizer import Detokenizer, TokenTexts
+
+tokenizers = pytest.importorskip("tokenizers")
+DEMO = tokenizers.Tokenizer.from_file(str(demo.PATH / "tokenizer.json"))
+END = DEMO.token_to_id("<|endoftext|>")
+
+
+def falling_back():
+    """Words after U+2581, letters, and bytes for everything else, as SentencePiece has it."""
+    pieces = ["<unk>", "</s>", "\u2581", "\u2581a", "b", "\u2581\u2581", *(f"<0x{byte:02X}>" for byte in range(256))]
+    model = tokenizers.models.BPE({piece: i for i, piece in enumerate(pieces)}, [], unk_token="<unk>", byte_fallback=True)
+    tokenizer = tokenizers.Tokenizer(model)
+    parts = (tokenizers.decoders.Replace("\u2581", " "), tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse())
+    tokenizer.decoder = tokenizers.decoders.Sequence(list(parts))
+    tokenizer.add_special_tokens(["</s>"])
+    return tokenizer
+
+
+FALLING_BACK = falling_back()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.text(max_size=40), st.integers(0, 30))
+def test_pieces_are_whole_characters_and_make_the_text(text, split):
+    ids = DEMO.encode(text).ids
+    prompt, new = ids[:split], ids[split:]
+    detokenizer = Detokenizer(DEMO, prompt)
+    pieces = [detokenizer.add([token]) for token in new]
+    whole = DEMO.decode(ids)
+    # A prompt that ends in the middle of a character leaves its beginning behind.
+    before = DEMO.decode(prompt)
+    if not before.endswith("\ufffd") and "\ufffd" not in whole:
+        assert before + "".join(pieces) + detokenizer.flush() == whole
+        assert all("\ufffd" not in piece for piece in pieces)
+
+
+def test_bytes_that_fall_back_wait_for_the_rest_of_their_character():
+    ids = [FALLING_BACK.token_to_id(piece) for piece in ("\u2581a", "<0xE4>", "<0xB8>", "<0xAD>", "b", "\u2581\u2581", "b")]
+    detokenizer = Detokenizer(FALLING_BACK, [5])
+    assert [detokenizer.add([token]) for token in ids] == [" a", "", "", "\u4e2d", "b", "  ", "b"]
+
+
+@pytest.mark.parametrize("tokenizer", [DEMO, FALLING_BACK], ids=["byte level", "byte fallback"])
+def test_bytes_that_are_no_characters_do_not_wait_for_ever(tokenizer):
+    first = next(i for i in range(tokenizer.get_vocab_size()) if TokenTexts(tokenizer).bytes(i) == b"\x80")
+    detokenizer = Detokenizer(tokenizer, [])
+    pieces = [detokenizer.add([first]) for _ in range(100)]
+    assert len(detokenizer.window) < 30
+    assert "".join(pieces) + detokenizer.flush() == "\ufffd" * 100
+
+
+def test_special_tokens_are_skipped_or_kept():
+    ids = [*DEMO.encode("once").ids, END]
+    assert Detokenizer(DEMO, []).add(ids) == "once"
+    assert Detokenizer(DEMO, [], skip_special_tokens=False).add(ids) == "once<|endoftext|>"
+
+
+def test_each_token_has_a_text_and_bytes():
+    texts = TokenTexts(DEMO)
+    ids = DEMO.encode("Once, na\u00efve \u4e2d").ids
+    assert b"".join(texts.bytes(token) for token in ids) == "Once, na\u00efve \u4e2d".encode()
+    assert texts.text(END) == "<|endoftext|>"
+    assert texts.bytes(10**6) == b""
+    half = next(token for token in ids if b"\xe4" in texts.bytes(token))
+    assert "\ufffd" in texts.text(half)
+
+
+def test_tokens_that_fall_back_have_their_bytes():
+    texts = TokenTexts(FALLING_BACK)
+    ids = [FALLING_BACK.token_to_id(piece) for piece in ("\u2581a", "<0xE4>", "</s>")]
+    assert [texts.bytes(token) for token in ids] == [b" a", b"\xe4", b"</s>"]
+
+
+def test_every_byte_has_a_token_in_the_demo():
+    texts = TokenTexts(DEMO)
+    assert {texts.bytes(token) for token in range(DEMO.get_vocab_size())} >= {bytes([byte]) for byte in range(256)}
