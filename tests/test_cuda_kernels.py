@@ -1,0 +1,165 @@
+"""Provider `cuda`: what it refuses, where it is chosen, and that the library that it names is what runs."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from kernel_cases import Draw, attended
+from torch import Tensor, nn
+
+import atomc
+from atomc import kernels, ops
+from atomc.op import refusal
+from atomc.platform import Platform
+
+kernels.load("cuda")
+H200 = Platform.named("h200")
+
+
+def kernel_of(op: ops.Op) -> ops.Kernel:
+    [found] = [kernel for kernel in op.kernels if kernel.provider == "cuda"]
+    return found
+
+
+def refused(op: ops.Op, platform: Platform, arguments: dict[str, Any]) -> str | None:
+    return refusal(kernel_of(op), platform, arguments)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_cublas_takes_any_rows_of_any_float(dtype: torch.dtype) -> None:
+    draw = Draw(dtype)
+    given = {"x": draw.normal(2, 3, 7), "weight": draw.normal(5, 7), "bias": draw.normal(5)}
+    assert refused(ops.linear, H200, given) is None
+    assert refused(ops.linear, Platform.named("gfx942"), given) == "cuBLAS runs on NVIDIA GPUs"
+
+
+def test_cublas_converts_nothing() -> None:
+    given = {"x": torch.ones(2, 8), "weight": torch.ones(4, 8, dtype=torch.int8)}
+    assert refused(ops.linear, H200, given) == (
+        "x, weight and bias are torch.float32, torch.int8: cuBLAS takes floats that are alike"
+    )
+
+
+@pytest.mark.parametrize("width", [64, 80, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_cudnn_takes_prompts_of_16_bits(width: int, dtype: torch.dtype) -> None:
+    assert refused(ops.attention, H200, attended(Draw(dtype), 33, width=width)) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"mask": torch.ones(7, 7, dtype=torch.bool)}, "torch's entry to cuDNN's attention takes no mask"),
+        ({"sinks": torch.ones(8)}, "torch's entry to cuDNN's attention takes no sinks"),
+        ({"window": 5}, "torch's entry to cuDNN's attention takes no window"),
+        ({"softcap": 2.0}, "torch's entry to cuDNN's attention takes no softcap"),
+        ({"k": torch.ones(7, 2, 64)},
+         "q, k and v are torch.bfloat16, torch.float32 and torch.bfloat16: cuDNN takes 16-bit ones that are alike"),
+        ({"v": torch.ones(7, 2, 36, dtype=torch.bfloat16)},
+         "heads of 64 and 36: cuDNN takes multiples of 8 up to 256 on sm90"),
+        ({"k": torch.ones(7, 64, 2, dtype=torch.bfloat16).transpose(1, 2)},
+         "the last dimension of q, k or v is not contiguous"),
+        ({"q": torch.ones(1, 1, 7, 8, 64, dtype=torch.bfloat16)}, "q has 5 dimensions: written for 3 or 4"),
+    ],
+)  # fmt: skip
+def test_cudnn_says_what_it_does_not_take(given: dict[str, Any], reason: str) -> None:
+    assert refused(ops.attention, H200, attended(Draw(torch.bfloat16)) | given) == reason
+
+
+@pytest.mark.parametrize(
+    ("platform", "width", "reason"),
+    [
+        ("cpu", 64, "cuDNN's attention runs on NVIDIA GPUs from sm80 on"),
+        ("gfx950", 64, "cuDNN's attention runs on NVIDIA GPUs from sm80 on"),
+        ("sm80", 256, "heads of 256 and 256: cuDNN takes multiples of 8 up to 128 on sm80"),
+        ("sm100", 128, None),
+    ],
+)
+def test_cudnn_runs_on_nvidia_gpus_only(platform: str, width: int, reason: str | None) -> None:
+    given = attended(Draw(torch.bfloat16), 33, width=width)
+    assert refused(ops.attention, Platform.named(platform), given) == reason
+
+
+class Layer(nn.Module):
+    """A linear layer and causal attention of its outputs. x [T, D] -> [1, H, T, D / H]."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(1, x.shape[0], 3, -1, 64).transpose(1, 3).unbind(2)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def chosen(rows: int, options: dict[str, Any] | None = None, dtype: torch.dtype = torch.bfloat16,
+           dynamic: bool | None = None) -> dict[str, list[tuple[str, str]]]:  # fmt: skip
+    """Op -> (tokens, provider), of a layer compiled for an H200 that need not be here."""
+    torch._dynamo.reset()
+    layer = Layer(128).to(dtype).requires_grad_(False)
+    x = torch.randn(rows, 128, dtype=dtype)
+    if dynamic:
+        torch._dynamo.mark_dynamic(x, 0)
+    report = atomc.explain(layer, x, platform="h200", options=options)
+    found: dict[str, list[tuple[str, str]]] = {}
+    for choice in report.kernels:
+        found.setdefault(choice.op, []).append((choice.tokens, choice.chosen))
+    return found
+
+
+def test_few_rows_run_in_triton_and_more_in_cublas() -> None:
+    pytest.importorskip("triton")
+    assert chosen(300, dynamic=True)["linear"] == [("1 to 16", "triton"), ("17 and more", "cuda")]
+    assert [chosen(rows)["linear"] for rows in (1, 16, 17, 300)] == [
+        [("1 to 16", "triton")], [("1 to 16", "triton")], [("any", "cuda")], [("any", "cuda")]
+    ]  # fmt: skip
+    assert chosen(16, dtype=torch.float32)["linear"] == [("any", "cuda")]
+
+
+def test_prompts_of_a_fixed_length_run_in_cudnn_and_others_do_not() -> None:
+    assert chosen(300)["attention"] == [("any", "cuda")]
+    assert {provider for _, provider in chosen(300, dynamic=True)["attention"]} == {"torch"}
+
+
+def test_where_inductor_times_matrix_products_they_are_left_to_it() -> None:
+    autotuned = {"mode": "max-autotune", "glue": "inductor"}
+    assert chosen(300, autotuned)["linear"] == [("any", "inline")]
+    assert chosen(300, autotuned | {"glue": "eager"})["linear"] == [("any", "cuda")]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("heads", [(8, 8), (8, 2), (6, 1)])
+@pytest.mark.parametrize(
+    ("tokens", "keys", "causal"), [(513, 513, True), (129, 700, False), (1, 300, False), (77, 33, True)]
+)
+def test_cudnn_attends_as_the_meaning_does_in_a_graph_that_is_replayed(
+    dtype: torch.dtype, heads: tuple[int, int], tokens: int, keys: int, causal: bool
+) -> None:
+    given = attended(Draw(dtype, "cuda"), tokens, keys, heads, width=128, batch=(2,), causal=causal)
+    run = kernel_of(ops.attention).function
+    run(**given)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run(**given)
+    for x in (given["q"], given["k"], given["v"]):
+        x.normal_()
+    graph.replay()
+    exact = ops.attention.reference(**given | {name: given[name].float() for name in "qkv"})
+    assert (out.float() - exact).norm() <= 2 * torch.finfo(dtype).eps * exact.norm()
+
+
+@pytest.mark.gpu
+def test_without_keys_the_result_is_zero() -> None:
+    given = attended(Draw(torch.bfloat16, "cuda"), 5, 0, causal=False)
+    assert torch.equal(kernel_of(ops.attention).function(**given), torch.zeros_like(given["q"]))
+
+
+@pytest.mark.gpu
+def test_what_runs_is_cudnn() -> None:
+    given = attended(Draw(torch.bfloat16, "cuda"), 300, width=128)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        kernel_of(ops.attention).function(**given)
+        torch.cuda.synchronize()
+    assert any("cudnn" in event.key for event in profile.key_averages())
