@@ -102,9 +102,14 @@ class Selection:
                 return f"it prepares `{name}` once, but here that is computed in the graph"
         if kernel.provider == "torch" and self._better_inlined(kernel, arguments):
             return "its meaning is left to the glue compiler, which fuses it with its neighbours"
+        if kernel.provider == "cuda" and kernel.op == "linear" and self._tuned_by_inductor():
+            return f"mode={self.options.mode!r} asks Inductor to time matrix products"
         if self.options.rounding == "hf" and kernel.rounds == "once" and arguments.get("style", "after") == "after":
             return "it rounds once, rounding='hf' asks for the model's own roundings"
         return refusal(kernel, self.platform, arguments)
+
+    def _tuned_by_inductor(self) -> bool:
+        return not self.eager and self.options.mode.startswith("max-autotune")
 
     def _better_inlined(self, kernel: Kernel, arguments: dict[str, Any]) -> bool:
         if self.eager or kernel.layout is not None or kernel.op == "attention":
