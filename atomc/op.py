@@ -57,8 +57,9 @@ class Kernel:
     syncs: bool = False
 
 
-# Several calls on one input, each as its arguments by name, with the same optional ones given -> which parameters to pack,
-# row behind row, so that one call returns all results side by side in the last dimension; or why that cannot be.
+# Several calls on one input, each as its arguments by name (tensors are fake ones), with the same optional ones given ->
+# which parameters to pack, row behind row, so that one call returns all results side by side in the last dimension (the
+# other arguments must be the same in all calls); or why that cannot be.
 Concat = Callable[[Sequence[Mapping[str, Any]]], tuple[str, ...] | str]
 
 

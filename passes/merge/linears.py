@@ -127,7 +127,7 @@ def _readers(node: Node, through: Collection[str]) -> Iterator[Node]:
 def _mergeable(group: list[_Linear], real: Real) -> tuple[list[tuple[list[_Linear], tuple[str, ...]]], list[Refused]]:
     """The parts of a group to merge, each with the names of the arguments to pack; and what is left alone, and why."""
     assert group[0].op.concat is not None
-    names = group[0].op.concat([linear.arguments for linear in group])
+    names = group[0].op.concat([_values(linear) for linear in group])
     if isinstance(names, str):
         return [], [(group[0].node, names)]
     fit, refused = [], []
@@ -149,6 +149,10 @@ def _mergeable(group: list[_Linear], real: Real) -> tuple[list[tuple[list[_Linea
         else:
             mergeable.append((part, names))
     return mergeable, refused
+
+
+def _values(linear: _Linear) -> dict[str, Any]:
+    return {name: value(given) if isinstance(given, Node) else given for name, given in linear.arguments.items()}
 
 
 def _unfit(given: Any, real: Real) -> str | None:
@@ -181,9 +185,10 @@ def _as_packed_before(group: list[_Linear], name: str, real: Real) -> tuple[list
 
 def _different(group: list[_Linear], names: tuple[str, ...], real: Real) -> str | None:
     """Why these cannot be merged with each other, or None."""
-    rest = [[argument for name, argument in linear.arguments.items() if name not in names] for linear in group]
-    if any(arguments != rest[0] for arguments in rest):
-        return "they differ in other arguments"
+    rest = [name for name in group[0].arguments if name not in names]
+    differing = [name for name in rest if any(other.arguments[name] != group[0].arguments[name] for other in group)]
+    if differing:
+        return f"they differ in {', '.join(differing)}"
     reasons = (packs.refusal([real[linear.arguments[name]] for linear in group]) for name in names)
     return next((reason for reason in reasons if reason), None)
 
@@ -199,7 +204,8 @@ def _merge(graph: Graph, group: list[_Linear], names: tuple[str, ...], kind: str
     widths = [value(node).shape[-1] for node in nodes]
     packed = {name: _packed_input(graph, [linear.arguments[name] for linear in group], values) for name in names}
     with graph.inserting_before(first):
-        whole = graph.call_function(group[0].op.overload, tuple({**group[0].arguments, **packed}.values()))
+        bound = group[0].op.signature.bind(**{**group[0].arguments, **packed})
+        whole = graph.call_function(group[0].op.overload, bound.args, bound.kwargs)
         split = graph.call_function(aten.split_with_sizes.default, (whole, widths, -1))
         parts = [graph.call_function(operator.getitem, (split, i)) for i in range(len(nodes))]
     for made in (whole, split):

@@ -1,0 +1,12 @@
+"""Weights in few bits: the configs of checkpoints, the life of a linear layer's weights, and quantizing a model.
+
+    QuantizationConfig -> get_quant_method(layer, prefix) -> LinearMethod
+        create_weights, (load), process_weights_after_loading, apply
+"""
+
+from atomc.quantization.apply import quantize
+from atomc.quantization.config import QuantizationConfig, decide, parse
+from atomc.quantization.linear import LinearMethod, QuantizedLinear
+from atomc.quantization.scheme import ONLINE
+
+__all__ = ["ONLINE", "LinearMethod", "QuantizationConfig", "QuantizedLinear", "decide", "parse", "quantize"]

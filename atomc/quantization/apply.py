@@ -1,0 +1,160 @@
+"""From linear layers to quantized ones: for weights that are still to be loaded, or from weights that are there."""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from atomc.platform import Platform
+from atomc.quantization.config import QuantizationConfig, online
+from atomc.quantization.linear import LinearMethod, QuantizedLinear, share_scales, siblings_of
+from atomc.quantization.scheme import Fp8, Fp8Block, as_fnuz
+
+log = logging.getLogger("atomc")
+
+
+def linears(model: nn.Module, config: QuantizationConfig, strip: str = "") -> dict[str, LinearMethod]:
+    """The linear layers to quantize, by name, in the order of the model. `strip` is no part of a checkpoint's names.
+
+    A layer whose weight is tied to another parameter (a head to the embedding) is kept.
+    """
+    owners: dict[int, int] = {}
+    for _, weight in model.named_parameters(remove_duplicate=False):
+        owners[id(weight)] = owners.get(id(weight), 0) + 1
+    found = {}
+    for name, layer in model.named_modules():
+        if type(layer) is nn.Linear and owners.get(id(layer.weight)) == 1:
+            method = config.get_quant_method(layer, name.removeprefix(strip))
+            if method is not None:
+                found[name] = method
+    return found
+
+
+def replace(model: nn.Module, name: str, layer: nn.Module) -> None:
+    owner, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(owner), leaf, layer)
+
+
+def create_weights(model: nn.Module, methods: Mapping[str, LinearMethod], dtype: torch.dtype) -> None:
+    """Put quantized layers, on meta, in the place of linear ones."""
+    for name, method in methods.items():
+        old = model.get_submodule(name)
+        assert isinstance(old, nn.Linear)
+        layer = QuantizedLinear(old.in_features, old.out_features, old.bias, method)
+        method.create_weights(layer, dtype, "meta")
+        replace(model, name, layer)
+
+
+def quantized(model: nn.Module) -> Iterator[tuple[str, QuantizedLinear]]:
+    for name, layer in model.named_modules():
+        if isinstance(layer, QuantizedLinear):
+            yield name, layer
+
+
+def process_weights_after_loading(model: nn.Module) -> None:
+    """Convert every layer's stored tensors to those of its scheme, one layer at a time, and let siblings share scales.
+
+    Raises ValueError, which names the layer, for tensors that do not say what the config says.
+    """
+    for name, layer in quantized(model):
+        try:
+            layer.method.process_weights_after_loading(layer)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+        use_numbers_of(layer, layer_device(layer))
+    for group in groups(dict(quantized(model))):
+        share_scales([layer for _, layer in group])
+
+
+def groups(layers: Mapping[str, Any]) -> list[list[tuple[str, Any]]]:
+    """The layers, those with a common input together."""
+    found: dict[tuple[str, ...], list[tuple[str, Any]]] = {}
+    for name, layer in layers.items():
+        found.setdefault(siblings_of(name), []).append((name, layer))
+    return list(found.values())
+
+
+def layer_device(layer: nn.Module) -> torch.device:
+    return next(layer.parameters()).device
+
+
+def use_numbers_of(layer: Any, device: torch.device) -> None:
+    """On a GPU whose fp8 is e4m3fnuz (gfx942), have the weights in that."""
+    if isinstance(layer.method.scheme, Fp8 | Fp8Block) and fp8_dtype(device) != layer.weight.dtype:
+        weight, scale = as_fnuz(layer.weight.data, layer.weight_scale.data)
+        layer.set("weight", weight)
+        layer.set("weight_scale", scale)
+        if "input_scale" in layer._parameters:
+            layer.set("input_scale", layer.input_scale.data * 2.0)
+
+
+def fp8_dtype(device: torch.device) -> torch.dtype:
+    """The e4m3 that the device computes with."""
+    if device.type == "cuda" and torch.version.hip and Platform.detect("cuda").arch == "gfx942":
+        return torch.float8_e4m3fnuz
+    return torch.float8_e4m3fn
+
+
+def quantize_layers(
+    model: nn.Module, names: Sequence[str], methods: Mapping[str, LinearMethod],
+    weight_of: Callable[[str], Tensor | None] | None = None,
+) -> None:  # fmt: skip
+    """Replace these layers, which share an input and have one scheme, by quantized ones.
+
+    weight_of  gives the weight, if it is not the layer's own
+    """
+    old: list[Any] = [model.get_submodule(name) for name in names]
+    weights = [(weight_of(name) if weight_of else None) for name in names]
+    given = [layer.weight.data if weight is None else weight for layer, weight in zip(old, weights, strict=True)]
+    scheme = methods[names[0]].scheme
+    tensors = scheme.quantize(given)
+    shared: dict[int, nn.Parameter] = {}
+    for name, layer, made in zip(names, old, tensors, strict=True):
+        bias = layer.bias
+        if bias is not None:
+            bias.requires_grad_(False)
+        quantized_layer = QuantizedLinear(layer.in_features, layer.out_features, bias, methods[name])
+        quantized_layer.train(layer.training)
+        # One tensor for several layers becomes one parameter of several layers.
+        quantized_layer.give({
+            key: shared.setdefault(id(tensor), nn.Parameter(tensor, requires_grad=False)) for key, tensor in made.items()
+        })  # fmt: skip
+        use_numbers_of(quantized_layer, given[0].device)
+        replace(model, name, quantized_layer)
+    share_scales([layer for name in names if isinstance(layer := model.get_submodule(name), QuantizedLinear)])
+
+
+def quantize(model: nn.Module, scheme: str, ignore: Sequence[str] = ()) -> nn.Module:
+    """Quantize the linear layers of a model in place, and return it.
+
+    scheme  "fp8", "fp8_per_token", "fp8_block", "int8", "int4", "mxfp4" or "mxfp4_a16"
+    ignore  patterns of layers to keep, as in checkpoints: "down_proj", "model.layers.0", "re:.*self_attn.*"
+
+    Embeddings, what is tied to them, and lm_head are kept. Layers that are quantized already (by transformers or by us)
+    are kept, too, with a line in the log. Raises ValueError for an unknown scheme, a layer that the scheme cannot
+    store, and a model of which nothing is left to quantize.
+    """
+    config = online(scheme, ignore)
+    methods = linears(model, config, "hf_model." if hasattr(model, "hf_model") else "")
+    foreign = sorted({type(layer).__name__ for layer in model.modules() if is_quantized_elsewhere(layer)})
+    if foreign:
+        log.warning("quantize: layers of kind %s are quantized already and stay as they are", ", ".join(foreign))
+    if not methods:
+        raise ValueError(f"{type(model).__name__} has no linear layer to quantize to {scheme!r}"
+                         + (f": its layers are {', '.join(foreign)} already" if foreign else
+                            f"; ignored are {', '.join(config.ignore)}"))  # fmt: skip
+    for group in groups(methods):
+        quantize_layers(model, [name for name, _ in group], methods)
+    return model
+
+
+def is_quantized_elsewhere(layer: nn.Module) -> bool:
+    """Whether a library quantized this layer: its weight is of few bits, or it has none but packed ones."""
+    if isinstance(layer, QuantizedLinear):
+        return False
+    weight = layer._parameters.get("weight")
+    few = weight is not None and (weight.dtype.itemsize == 1 or type(weight) not in (nn.Parameter, Tensor))
+    own = {*layer._parameters, *layer._buffers}
+    return few or bool(own & {"weight_packed", "qweight", "weight_scale", "weight_scale_inv"})

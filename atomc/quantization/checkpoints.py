@@ -1,0 +1,263 @@
+"""The `quantization_config` of each kind of checkpoint, read and checked: what it says, or why it cannot be loaded.
+
+A parser takes the config as in config.json. It refuses what would be computed wrongly, in one sentence that names the
+field, its value and what would work.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from atomc.quantization.linear import Format
+from atomc.quantization.packing import AWQ, GPTQ, GPTQ_V2, MXFP4_PACK_QUANTIZED, PACK_QUANTIZED
+from atomc.quantization.scheme import Fp8, Fp8Block, Int4, Int8, Mxfp4, Scheme
+
+Config = Mapping[str, Any]
+LM_HEAD = ("lm_head",)
+UPGRADED = "activations have one dynamic scale a row, not one a tensor as the config says: closer, and one pass less"
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """As in QuantizationConfig; a rule is (targets, scheme, format)."""
+
+    rules: tuple[tuple[tuple[str, ...], Scheme, Format | None], ...]
+    ignore: tuple[str, ...] = LM_HEAD
+    rename: Mapping[str, str] = field(default_factory=dict)
+    kv_cache_dtype: str | None = None
+    notes: tuple[str, ...] = ()
+
+
+def only(method: str, config: Config, name: str, *supported: object, default: object = None) -> Any:
+    """The field, if it has a supported value (a field that is missing or null has the default)."""
+    value = config.get(name)
+    value = default if value is None else value
+    if value not in supported:
+        raise ValueError(f"{method}: {name} {value!r} is not supported, only {' or '.join(map(repr, supported))}")
+    return value
+
+
+def names(config: Config, *fields: str) -> tuple[str, ...]:
+    return tuple(name for one in fields for name in config.get(one) or ())
+
+
+# Hugging Face fp8, also as DeepSeek and AutoFP8 write it
+
+
+def fp8(config: Config) -> Parsed:
+    activation = only("fp8", config, "activation_scheme", "dynamic", "static", default="dynamic")
+    block = config.get("weight_block_size")
+    only("fp8", config, "scale_fmt", "float", "ue8m0", default="float")
+    only("fp8", config, "fmt", "e4m3", "float8_e4m3fn", default="e4m3")
+    scheme: Scheme
+    if block is None:
+        scheme = Fp8("tensor", "static" if activation == "static" else "token")
+    elif list(block) != [128, 128]:
+        raise ValueError(f"fp8: weight_block_size {list(block)} is not supported, only [128, 128] or none")
+    elif activation != "dynamic":
+        raise ValueError("fp8: activation_scheme 'static' with weight_block_size is not supported, only 'dynamic'")
+    else:
+        scheme = Fp8Block()
+    return Parsed(
+        ((("Linear",), scheme, None),),
+        LM_HEAD + names(config, "modules_to_not_convert", "ignored_layers", "ignore"),
+        {"weight_scale_inv": "weight_scale", "activation_scale": "input_scale"},
+        "fp8" if config.get("kv_cache_scheme") == "static" else None,
+        (UPGRADED,) if block is None and activation == "dynamic" else (),
+    )
+
+
+# compressed-tensors
+
+
+def compressed_tensors(config: Config) -> Parsed:
+    method = "compressed-tensors"
+    only(method, config, "quantization_status", "compressed", "frozen", default="compressed")
+    sparsity = (config.get("sparsity_config") or {}).get("format", "dense")
+    if sparsity != "dense":
+        raise ValueError(f"{method}: sparsity_config.format {sparsity!r} is not supported, only 'dense'")
+    groups = config.get("config_groups") or {}
+    if not groups:
+        raise ValueError(f"{method}: config_groups is empty, so no layer is quantized; remove quantization_config")
+    rules, notes = [], []
+    for name, group in groups.items():
+        where = f"{method}: config_groups.{name}"
+        scheme, form, note = _compressed_group(where, group, group.get("format") or config.get("format"))
+        rules.append((tuple(group.get("targets") or ("Linear",)), scheme, form))
+        notes += note
+    kv = config.get("kv_cache_scheme")
+    if kv is not None and (kv.get("num_bits"), kv.get("type"), kv.get("strategy", "tensor")) != (8, "float", "tensor"):
+        raise ValueError(f"{method}: kv_cache_scheme of {kv.get('num_bits')} bits, type {kv.get('type')!r}, strategy "
+                         f"{kv.get('strategy')!r} is not supported, only 8, 'float', 'tensor'")  # fmt: skip
+    return Parsed(tuple(rules), names(config, "ignore"), {}, "fp8" if kv else None, tuple(dict.fromkeys(notes)))
+
+
+# format -> what makes the scheme of a group
+_Group = tuple[Scheme, Format | None, list[str]]
+
+
+def _compressed_group(where: str, group: Config, form: str | None) -> _Group:
+    weights, inputs = group.get("weights"), group.get("input_activations")
+    if weights is None:
+        raise ValueError(f"{where} has no weights")
+    if group.get("output_activations"):
+        raise ValueError(f"{where}.output_activations are not supported, only null")
+    readers: dict[str | None, Callable[[str, Config, Config | None], _Group]] = {
+        "pack-quantized": _pack_quantized,
+        "int-quantized": _int_quantized,
+        "float-quantized": _float_quantized,
+        "naive-quantized": _float_quantized if weights.get("type") == "float" else _int_quantized,
+        "mxfp4-pack-quantized": _mxfp4_pack_quantized,
+    }
+    if form not in readers:
+        raise ValueError(f"{where}.format {form!r} is not supported, only {', '.join(map(str, readers))}")
+    return readers[form](where, weights, inputs)
+
+
+def _pack_quantized(where: str, weights: Config, inputs: Config | None) -> _Group:
+    at = f"{where}.weights"
+    if inputs is not None:
+        raise ValueError(f"{where}.input_activations are not supported with 'pack-quantized', only null")
+    only(at, weights, "num_bits", 4)
+    only(at, weights, "type", "int", default="int")
+    only(at, weights, "strategy", "group")
+    only(at, weights, "dynamic", False, default=False)
+    # "weight" and "static" order the weights before they are grouped, and store them in the order of the inputs.
+    only(at, weights, "actorder", False, "weight", "static", default=False)
+    group = only(at, weights, "group_size", *Int4.GROUPS)
+    return Int4(group, not weights.get("symmetric", True)), PACK_QUANTIZED, []
+
+
+def _int_quantized(where: str, weights: Config, inputs: Config | None) -> _Group:
+    at, x = f"{where}.weights", f"{where}.input_activations"
+    only(at, weights, "num_bits", 8)
+    only(at, weights, "type", "int", default="int")
+    only(at, weights, "strategy", "channel")
+    only(at, weights, "dynamic", False, default=False)
+    only(at, weights, "symmetric", True, default=True)
+    only(at, weights, "actorder", False, default=False)
+    if inputs is None:
+        raise ValueError(f"{x} is missing: int8 weights with 16-bit activations are not supported, only with int8 ones")
+    only(x, inputs, "num_bits", 8)
+    only(x, inputs, "type", "int", default="int")
+    only(x, inputs, "dynamic", True)
+    only(x, inputs, "symmetric", True, default=True)
+    strategy = only(x, inputs, "strategy", "token", "tensor")
+    return Int8(), None, [UPGRADED] if strategy == "tensor" else []
+
+
+def _float_quantized(where: str, weights: Config, inputs: Config | None) -> _Group:
+    at, x = f"{where}.weights", f"{where}.input_activations"
+    only(at, weights, "num_bits", 8)
+    only(at, weights, "type", "float")
+    only(at, weights, "dynamic", False, default=False)
+    only(at, weights, "symmetric", True, default=True)
+    strategy = only(at, weights, "strategy", "tensor", "channel", "block")
+    if inputs is None:
+        raise ValueError(f"{x} is missing: fp8 weights with 16-bit activations are not supported, only with fp8 ones")
+    only(x, inputs, "num_bits", 8)
+    only(x, inputs, "type", "float")
+    only(x, inputs, "symmetric", True, default=True)
+    if strategy == "block":
+        if list(weights.get("block_structure") or ()) != [128, 128]:
+            raise ValueError(f"{at}.block_structure {weights.get('block_structure')} is not supported, only [128, 128]")
+        only(x, inputs, "strategy", "group")
+        only(x, inputs, "group_size", 128)
+        only(x, inputs, "dynamic", True)
+        return Fp8Block(), None, []
+    if not only(x, inputs, "dynamic", True, False, default=False):
+        only(x, inputs, "strategy", "tensor")
+        return Fp8(strategy, "static"), None, []
+    inputs_strategy = only(x, inputs, "strategy", "token", "tensor")
+    return Fp8(strategy, "token"), None, [UPGRADED] if inputs_strategy == "tensor" else []
+
+
+def _mxfp4_pack_quantized(where: str, weights: Config, inputs: Config | None) -> _Group:
+    at, x = f"{where}.weights", f"{where}.input_activations"
+    only(at, weights, "num_bits", 4)
+    only(at, weights, "type", "float")
+    only(at, weights, "group_size", 32)
+    if inputs is None:
+        return Mxfp4("16-bit"), MXFP4_PACK_QUANTIZED, []
+    only(x, inputs, "num_bits", 4)
+    only(x, inputs, "type", "float")
+    only(x, inputs, "group_size", 32)
+    only(x, inputs, "dynamic", True)
+    return Mxfp4("mxfp4"), MXFP4_PACK_QUANTIZED, []
+
+
+# GPTQ and AWQ
+
+
+def _group_size(method: str, config: Config, *fields: str) -> int:
+    found = next((config[name] for name in fields if config.get(name) is not None), None)
+    if found not in Int4.GROUPS:
+        raise ValueError(f"{method}: group_size {found!r} is not supported, only {' or '.join(map(str, Int4.GROUPS))}")
+    return int(found)
+
+
+def gptq(config: Config) -> Parsed:
+    only("gptq", config, "bits", 4)
+    form = only("gptq", config, "checkpoint_format", "gptq", "gptq_v2", default="gptq")
+    if config.get("desc_act"):
+        raise ValueError("gptq: desc_act True (activation order) is not supported, only False: the weights of a group "
+                         "would lie apart")  # fmt: skip
+    if config.get("dynamic"):
+        raise ValueError("gptq: dynamic, settings per module, is not supported, only one setting for all")
+    only("gptq", config, "lm_head", False, default=False)
+    # Zero points are stored in any case, and asymmetric ones cost little.
+    scheme = Int4(_group_size("gptq", config, "group_size"), not config.get("sym", True))
+    return Parsed(((("Linear",), scheme, GPTQ if form == "gptq" else GPTQ_V2),),
+                  LM_HEAD + names(config, "modules_to_not_convert"))  # fmt: skip
+
+
+def awq(config: Config) -> Parsed:
+    bits = {"bits": config.get("bits", config.get("w_bit"))}
+    only("awq", bits, "bits", 4)
+    version = str(config.get("version") or config.get("format") or "gemm").lower()
+    only("awq", {"version": version}, "version", "gemm")
+    scheme = Int4(_group_size("awq", config, "group_size", "q_group_size"), bool(config.get("zero_point", True)))
+    return Parsed(((("Linear",), scheme, AWQ),), LM_HEAD + names(config, "modules_to_not_convert"))
+
+
+# MXFP4 of GPT-OSS and of Quark
+
+
+def mxfp4(config: Config) -> Parsed:
+    """Only the experts of GPT-OSS are stored so, in tensors of their own; every linear layer is kept."""
+    return Parsed((), names(config, "modules_to_not_convert"))
+
+
+def quark(config: Config) -> Parsed:
+    method = "quark"
+    for name in ("layer_quant_config", "layer_type_quant_config"):
+        if config.get(name):
+            raise ValueError(f"quark: {name} is not supported, only one setting for all (global_quant_config)")
+    setting = config.get("global_quant_config") or {}
+    weight, inputs = setting.get("weight"), setting.get("input_tensors")
+    if weight is None:
+        raise ValueError("quark: global_quant_config.weight is missing, so no layer is quantized")
+    if setting.get("output_tensors") or setting.get("bias"):
+        raise ValueError("quark: global_quant_config with output_tensors or bias is not supported, only null")
+    for at, part in (("weight", weight), ("input_tensors", inputs)):
+        if part is not None:
+            where = f"{method}: global_quant_config.{at}"
+            only(where, part, "dtype", "fp4")
+            only(where, part, "qscheme", "per_group")
+            only(where, part, "group_size", 32)
+            only(where, part, "scale_format", "e8m0")
+    if inputs is not None:
+        only("quark: global_quant_config.input_tensors", inputs, "is_dynamic", True)
+    kv = config.get("kv_cache_quant_config")
+    return Parsed(((("Linear",), Mxfp4("16-bit" if inputs is None else "mxfp4"), None),), names(config, "exclude"),
+                  kv_cache_dtype="fp8" if kv else None)  # fmt: skip
+
+
+PARSERS: dict[str, Callable[[Config], Parsed]] = {
+    "fp8": fp8,
+    "compressed-tensors": compressed_tensors,
+    "gptq": gptq,
+    "awq": awq,
+    "mxfp4": mxfp4,
+    "quark": quark,
+}

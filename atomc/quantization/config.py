@@ -1,0 +1,182 @@
+"""Which layers of a checkpoint are quantized and how: one table of rules, whatever format it was written in.
+
+Said by the command line, else by a quantization file beside the weights, else by config.json.
+"""
+
+import fnmatch
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from atomc.quantization import checkpoints
+from atomc.quantization.linear import LinearMethod
+from atomc.quantization.scheme import ONLINE
+
+# Beside the weights, in this order; the method that a file without `quant_method` is of.
+FILES = {"quantization_config.json": None, "quantize_config.json": "gptq", "quant_config.json": "awq"}
+# What vLLM and others call the layers of one input when they are one, and which they are.
+FUSED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
+}
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether a pattern of a config means the module of this name.
+
+    "re:..." is a regular expression that matches from the start, one with * or ? a glob; any other is a run of whole
+    parts of the name: "lm_head", "model.layers.3", "mlp.down_proj". Patterns that name a fused layer mean its parts.
+    """
+    return any(_matches(pattern, spelled) for spelled in _spellings(name))
+
+
+def _spellings(name: str) -> list[str]:
+    parent, _, leaf = name.rpartition(".")
+    fused = [whole for whole, parts in FUSED.items() if leaf in parts]
+    return [name, *(f"{parent}.{whole}" if parent else whole for whole in fused)]
+
+
+def _matches(pattern: str, name: str) -> bool:
+    if pattern.startswith("re:"):
+        return re.match(pattern.removeprefix("re:"), name) is not None
+    if any(sign in pattern for sign in "*?"):
+        return fnmatch.fnmatchcase(name, pattern)
+    return f".{pattern.strip('.')}." in f".{name}."
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Modules of these targets get this method. A target is a pattern, or the name of a class."""
+
+    targets: tuple[str, ...]
+    method: LinearMethod
+
+    def covers(self, layer: nn.Module, name: str) -> bool:
+        return any(target == type(layer).__name__ or matches(target, name) for target in self.targets)
+
+
+@dataclass(frozen=True)
+class QuantizationConfig:
+    """How a checkpoint is quantized, or how a model is to be.
+
+    method  as the checkpoint calls it, or a name in ONLINE
+    online  the weights are stored unquantized, and are quantized when they are read
+    rules   the first that covers a layer decides
+    ignore  patterns of layers that are kept as they are
+    rename  what a stored name ends in -> what ours ends in
+    kv_cache_dtype  "fp8" if the checkpoint asks for it
+    notes   what is done differently from what the config says, one sentence each
+    """
+
+    method: str
+    online: bool
+    rules: tuple[Rule, ...]
+    ignore: tuple[str, ...] = ()
+    rename: Mapping[str, str] = field(default_factory=dict)
+    kv_cache_dtype: str | None = None
+    notes: tuple[str, ...] = ()
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> LinearMethod | None:
+        """How the linear layer of this name is quantized, None if it is kept. Raises ValueError if it cannot be."""
+        if any(pattern == type(layer).__name__ or matches(pattern, prefix) for pattern in self.ignore):
+            return None
+        rule = next((rule for rule in self.rules if rule.covers(layer, prefix)), None)
+        if rule is None:
+            return None
+        reason = rule.method.scheme.refuses(int(layer.out_features), int(layer.in_features))  # type: ignore[arg-type]
+        if reason:
+            raise ValueError(f"{self.method}: {prefix} cannot be {rule.method.scheme.spelled}: {reason}; "
+                             "add it to `ignore` or choose another scheme")  # fmt: skip
+        return rule.method
+
+
+Parser = Callable[[Mapping[str, Any]], QuantizationConfig]
+
+
+def online(name: str, ignore: Sequence[str] = ()) -> QuantizationConfig:
+    """Quantize when loading. Raises ValueError for an unknown scheme."""
+    if name not in ONLINE:
+        raise ValueError(f"quantization {name!r} is not one of {', '.join(ONLINE)}, the schemes to quantize to")
+    for pattern in ignore:
+        check_pattern(pattern)
+    return QuantizationConfig(name, True, (Rule(("Linear",), LinearMethod(ONLINE[name])),), ("lm_head", *ignore))
+
+
+def check_pattern(pattern: str) -> None:
+    """Raise ValueError if a regular expression is none."""
+    if pattern.startswith("re:"):
+        try:
+            re.compile(pattern.removeprefix("re:"))
+        except re.error as error:
+            raise ValueError(f"ignore pattern {pattern!r} is no regular expression: {error}") from error
+
+
+def parse(config: Mapping[str, Any]) -> QuantizationConfig:
+    """A `quantization_config` as checkpoints have it. Raises ValueError for what is not supported, and says what is."""
+    method = config.get("quant_method")
+    if method not in checkpoints.PARSERS:
+        raise ValueError(f"quantized weights of quant_method {method!r} are not supported, only "
+                         f"{', '.join(checkpoints.PARSERS)}")  # fmt: skip
+    found = checkpoints.PARSERS[method](config)
+    rules = tuple(Rule(targets, LinearMethod(scheme, format)) for targets, scheme, format in found.rules)
+    for pattern in (*found.ignore, *(target for rule in rules for target in rule.targets)):
+        check_pattern(pattern)
+    return QuantizationConfig(method, False, rules, found.ignore, found.rename, found.kv_cache_dtype, found.notes)
+
+
+def stored_config(path: Path, config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The quantization_config of a checkpoint directory whose config.json is given; None if it is not quantized."""
+    for name, method in FILES.items():
+        if (path / name).is_file():
+            try:
+                found = json.loads((path / name).read_text(encoding="utf-8"))
+            except ValueError as error:
+                raise ValueError(f"{path / name} is not JSON: {error}; download it again") from error
+            if not isinstance(found, dict):
+                raise ValueError(f"{path / name} holds a {type(found).__name__}, expected an object")
+            return found if method is None else {"quant_method": method} | found
+    inside = config.get("quantization_config") or config.get("compression_config")
+    if inside is not None and not isinstance(inside, Mapping):
+        raise ValueError(f"config.json: quantization_config is a {type(inside).__name__}, expected an object")
+    return inside
+
+
+Request = str | Mapping[str, Any] | None
+
+
+def requested(wanted: Request) -> QuantizationConfig | None:
+    """What `quantization=` asks for: a scheme's name, {"scheme": name, "ignore": [patterns]}, or a quantization_config."""
+    if wanted is None:
+        return None
+    if isinstance(wanted, str):
+        return online(wanted)
+    if "quant_method" in wanted:
+        return parse(wanted)
+    unknown = sorted(set(wanted) - {"scheme", "ignore"})
+    if unknown or "scheme" not in wanted:
+        raise ValueError(f"quantization {dict(wanted)} is neither {{'scheme': name, 'ignore': [patterns]}} nor a "
+                         "quantization_config with its quant_method")  # fmt: skip
+    return online(wanted["scheme"], tuple(wanted.get("ignore", ())))
+
+
+def decide(wanted: Request, path: Path, config: Mapping[str, Any]) -> QuantizationConfig | None:
+    """How to load the checkpoint at `path`: what is asked for, else what a file there says, else config.json.
+
+    Raises ValueError if it is to be quantized and is quantized already.
+    """
+    stored = stored_config(path, config)
+    if isinstance(wanted, str) and stored is not None and wanted == stored.get("quant_method"):
+        return parse(stored)
+    asked = requested(wanted)
+    if asked is not None and asked.online and stored is not None:
+        raise ValueError(f"{path} is quantized already ({stored.get('quant_method')}), so it cannot be quantized to "
+                         f"{asked.method}: leave `quantization` out, or take the original checkpoint")  # fmt: skip
+    if asked is not None or stored is None:
+        return asked
+    return parse(stored)

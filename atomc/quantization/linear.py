@@ -1,0 +1,136 @@
+"""A linear layer in few bits, and the life of its weights: created, loaded, converted, applied."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from atomc.quantization.scheme import Fp8, Scheme, Shapes, Tensors
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a kind of checkpoint stores the tensors of a scheme, where it differs from the scheme's own.
+
+    stored    (scheme, out, in, dtype) -> name -> shape and dtype
+    convert   the stored tensors -> the scheme's
+    optional  names that a checkpoint may leave out
+    """
+
+    name: str
+    stored: Callable[[Any, int, int, torch.dtype], Shapes]
+    convert: Callable[[Any, Tensors], Tensors]
+    optional: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class LinearMethod:
+    """What the weights of a linear layer go through."""
+
+    scheme: Scheme
+    format: Format | None = None
+    notes: tuple[str, ...] = field(default=(), compare=False)
+
+    def create_weights(self, layer: "QuantizedLinear", dtype: torch.dtype, device: torch.device | str) -> None:
+        """Empty parameters, named and shaped as the checkpoint stores them."""
+        stored = self.format.stored if self.format else type(self.scheme).tensors
+        for name, (shape, kind) in stored(self.scheme, layer.out_features, layer.in_features, dtype).items():
+            layer.set(name, torch.empty(shape, dtype=kind, device=device))
+
+    def process_weights_after_loading(self, layer: "QuantizedLinear") -> None:
+        """Make what was loaded the scheme's own tensors. Raises ValueError if they say what the scheme cannot mean."""
+        if self.format is None:
+            return
+        found = {name: weight.data for name, weight in layer.named_parameters(recurse=False)
+                 if name != "bias" and not weight.is_meta}  # fmt: skip
+        converted = self.format.convert(self.scheme, found)
+        layer.give(converted)
+
+    def apply(self, layer: "QuantizedLinear", x: Tensor) -> Tensor:
+        return self.scheme.apply(layer, x)
+
+
+class QuantizedLinear(nn.Module):
+    """y = x @ weight.T + bias, in few bits. x [..., K] -> [..., N]. Its parameters take no gradients."""
+
+    def __init__(self, in_features: int, out_features: int, bias: nn.Parameter | None, method: LinearMethod):
+        super().__init__()
+        self.in_features, self.out_features, self.method = in_features, out_features, method
+        self.register_parameter("bias", bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.method.apply(self, x)
+
+    def set(self, name: str, tensor: Tensor) -> None:
+        self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+
+    def give(self, tensors: Mapping[str, Tensor]) -> None:
+        """Have these parameters, and none else but the bias."""
+        for name in [name for name in self._parameters if name != "bias"]:
+            del self._parameters[name]
+        for name, tensor in tensors.items():
+            if isinstance(tensor, nn.Parameter):
+                self.register_parameter(name, tensor)
+            else:
+                self.set(name, tensor)
+
+    def dequantized(self) -> Tensor:
+        """The weight that the codes mean, fp32 [N, K]."""
+        return self.method.scheme.dequantize(self)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {self.method.scheme.spelled}"
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "QuantizedLinear":
+        """`.to(dtype)`, `.half()` and so on move codes and scales, and never convert them."""
+
+        def moved(tensor: Tensor) -> Tensor:
+            made = fn(tensor)
+            return made if made.dtype == tensor.dtype or tensor is self.bias else tensor.to(made.device)
+
+        super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+
+# Layers that read the same input, by the names that models give them; what is one scale for all is shared among them.
+SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"), ("w1", "w3"))
+
+
+def siblings_of(name: str) -> tuple[str, ...]:
+    """The names of the layers that share an input with this one, itself among them."""
+    parent, _, leaf = name.rpartition(".")
+    group = next((group for group in SIBLINGS if leaf in group), (leaf,))
+    return tuple(f"{parent}.{other}" if parent else other for other in group)
+
+
+def share_scales(layers: Sequence[QuantizedLinear]) -> bool:
+    """Give fp8 layers of one input that have a scale each the largest of them, as one parameter; whether it was done.
+
+    Codes are rounded anew where the scale changes: values move by up to half a step of the larger scale.
+    """
+    scheme = layers[0].method.scheme
+    if len(layers) < 2 or not isinstance(scheme, Fp8) or any(layer.method.scheme != scheme for layer in layers):
+        return False
+    given: dict[str, nn.Parameter] = {}
+    for name in ("weight_scale", "input_scale"):
+        if (name == "weight_scale" and scheme.weight != "tensor") or name not in layers[0]._parameters:
+            continue
+        parts: list[Any] = [getattr(layer, name) for layer in layers]
+        if all(part is parts[0] for part in parts):
+            continue
+        given[name] = nn.Parameter(torch.stack([part.data for part in parts]).max(0).values, requires_grad=False)
+    for layer in layers:
+        if "weight_scale" in given:
+            _rescale(layer, given["weight_scale"].data)
+        for name, parameter in given.items():
+            layer.register_parameter(name, parameter)
+    return bool(given)
+
+
+def _rescale(layer: Any, scale: Tensor) -> None:
+    if not layer.weight_scale.equal(scale):
+        values = layer.weight.to(torch.float32) * (layer.weight_scale / scale)
+        largest = torch.finfo(layer.weight.dtype).max
+        layer.set("weight", values.clamp(-largest, largest).to(layer.weight.dtype))

@@ -1,0 +1,128 @@
+"""How checkpoints pack four bits where they differ from us, and the way to our order.
+
+N outputs, K inputs, G groups; words are int32, code i of a word at bits 4i.
+
+ours                weight [N, K/8]; weight_scale [N, G]; zeros uint8 [N, G]
+compressed-tensors  weight_packed [N, K/8]; weight_scale [N, G]; weight_zero_point [N/8, G], packed along N
+GPTQ                qweight [K/8, N], packed along K; scales [G, N]; qzeros [G, N/8], one less than meant; g_idx [K]
+AWQ                 qweight [K, N/8], packed along N, the codes of a word in the order 0 2 4 6 1 3 5 7; scales [G, N];
+                    qzeros [G, N/8] likewise
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from atomc.ops.formats import pack_int4, unpack_int4
+from atomc.quantization.linear import Format
+from atomc.quantization.scheme import Int4, Shapes, Tensors
+
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+def _zeros(scheme: Int4, zeros: Tensor, name: str) -> Tensors:
+    """The zero points, if the scheme has them; if not, all must be 8."""
+    if scheme.zeros:
+        return {"zeros": zeros.to(torch.uint8).contiguous()}
+    if not zeros.eq(8).all():
+        raise ValueError(f"{name} has zero points other than 8, and the config says symmetric")
+    return {}
+
+
+# compressed-tensors
+
+
+def _compressed(scheme: Int4, out_features: int, in_features: int, dtype: torch.dtype) -> Shapes:
+    groups = in_features // scheme.group
+    found: Shapes = {
+        "weight_packed": ((out_features, in_features // 8), torch.int32),
+        "weight_scale": ((out_features, groups), dtype),
+        "weight_shape": ((2,), torch.int64),
+    }
+    return found | ({"weight_zero_point": ((-(-out_features // 8), groups), torch.int32)} if scheme.zeros else {})
+
+
+def _from_compressed(scheme: Int4, stored: Tensors) -> Tensors:
+    packed, scale = stored["weight_packed"], stored["weight_scale"]
+    rows, columns = packed.shape[0], packed.shape[1] * 8
+    shape = stored["weight_shape"].tolist() if "weight_shape" in stored else [rows, columns]
+    if shape != [rows, columns]:
+        raise ValueError(f"weight_shape is {shape}, weight_packed holds {[rows, columns]}")
+    found = {"weight": packed, "weight_scale": scale}
+    if scheme.zeros:
+        found["zeros"] = unpack_int4(stored["weight_zero_point"].t()).t()[:rows].to(torch.uint8).contiguous()
+    return found
+
+
+PACK_QUANTIZED = Format("pack-quantized", _compressed, _from_compressed, frozenset({"weight_shape"}))
+
+
+def _packed_mxfp4(scheme: Any, out_features: int, in_features: int, dtype: torch.dtype) -> Shapes:
+    shapes: Shapes = scheme.tensors(out_features, in_features, dtype)
+    return {"weight_packed": shapes["weight"], "weight_scale": shapes["weight_scale"]}
+
+
+def _from_packed_mxfp4(scheme: Any, stored: Tensors) -> Tensors:
+    return {"weight": stored["weight_packed"], "weight_scale": stored["weight_scale"]}
+
+
+MXFP4_PACK_QUANTIZED = Format("mxfp4-pack-quantized", _packed_mxfp4, _from_packed_mxfp4)
+
+
+# GPTQ
+
+
+def _gptq(scheme: Int4, out_features: int, in_features: int, dtype: torch.dtype) -> Shapes:
+    groups = in_features // scheme.group
+    return {
+        "qweight": ((in_features // 8, out_features), torch.int32),
+        "qzeros": ((groups, out_features // 8), torch.int32),
+        "scales": ((groups, out_features), dtype),
+        "g_idx": ((in_features,), torch.int32),
+    }
+
+
+def _from_gptq(scheme: Int4, stored: Tensors, less: int) -> Tensors:
+    codes = unpack_int4(stored["qweight"].t())
+    if "g_idx" in stored:
+        ordered = torch.arange(codes.shape[1], device=codes.device, dtype=torch.int32) // scheme.group
+        if not stored["g_idx"].equal(ordered):
+            raise ValueError("g_idx does not count up: activation order (desc_act) is not supported, quantize with "
+                             "desc_act=False")  # fmt: skip
+    zeros = (unpack_int4(stored["qzeros"]) + less & 15).t()
+    return {
+        "weight": pack_int4(codes),
+        "weight_scale": stored["scales"].t().contiguous(),
+        **_zeros(scheme, zeros, "qzeros"),
+    }
+
+
+GPTQ = Format("gptq", _gptq, lambda scheme, stored: _from_gptq(scheme, stored, 1), frozenset({"g_idx"}))
+GPTQ_V2 = Format("gptq_v2", _gptq, lambda scheme, stored: _from_gptq(scheme, stored, 0), frozenset({"g_idx"}))
+
+
+# AWQ
+
+
+def _awq(scheme: Int4, out_features: int, in_features: int, dtype: torch.dtype) -> Shapes:
+    groups = in_features // scheme.group
+    found: Shapes = {
+        "qweight": ((in_features, out_features // 8), torch.int32),
+        "scales": ((groups, out_features), dtype),
+    }
+    return found | ({"qzeros": ((groups, out_features // 8), torch.int32)} if scheme.zeros else {})
+
+
+def _in_order(packed: Tensor) -> Tensor:
+    """Codes [..., N] of words [..., N/8] in AWQ's order."""
+    shifts = torch.tensor([4 * AWQ_ORDER.index(i) for i in range(8)], dtype=torch.int32, device=packed.device)
+    return ((packed.unsqueeze(-1) >> shifts) & 15).flatten(-2)
+
+
+def _from_awq(scheme: Int4, stored: Tensors) -> Tensors:
+    found = {"weight": pack_int4(_in_order(stored["qweight"]).t()), "weight_scale": stored["scales"].t().contiguous()}
+    return found | (_zeros(scheme, _in_order(stored["qzeros"]).t(), "qzeros") if scheme.zeros else {})
+
+
+AWQ = Format("awq", _awq, _from_awq)

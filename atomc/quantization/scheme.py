@@ -1,0 +1,273 @@
+"""Schemes: which numbers a linear layer keeps, how a weight becomes them, and which ops apply them.
+
+A scheme's tensors are the parameters of its op, by name and in rows of outputs:
+weight         [N, ...] codes
+weight_scale   what gives the values back: their product with the codes
+input_scale    [1] fp32, of a static scheme
+zeros          [N, G] uint8, of asymmetric int4
+N outputs, K inputs, G groups.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from atomc import ops
+from atomc.ops.formats import AMAX_FLOOR, in_groups, pack_int4
+from atomc.ops.quant import to_fp8
+from atomc.ops.scaled_linear import int4_weight, mxfp4_values
+
+Tensors = dict[str, Tensor]
+Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
+E4M3 = torch.float8_e4m3fn
+
+
+class Scheme(Protocol):
+    """What every scheme can do. `spelled` is how a report names it."""
+
+    @property
+    def spelled(self) -> str: ...
+
+    def refuses(self, out_features: int, in_features: int) -> str | None:
+        """Why a layer of this size cannot have this scheme, or None."""
+
+    def tensors(self, out_features: int, in_features: int, dtype: torch.dtype) -> Shapes:
+        """Shape and dtype of each tensor, in a model of that dtype."""
+
+    def quantize(self, weights: Sequence[Tensor]) -> list[Tensors]:
+        """The tensors of these weights [N, K], which share an input; what is one scale for all is the same tensor."""
+
+    def dequantize(self, layer: Any) -> Tensor:
+        """The weight that the layer's tensors mean, fp32 [N, K]."""
+
+    def apply(self, layer: Any, x: Tensor) -> Tensor:
+        """The linear layer, as ops that fusion can see. x [..., K] -> [..., N], in x.dtype."""
+
+
+@dataclass(frozen=True)
+class Fp8:
+    """e4m3 weights with a scale a tensor or an output; activations with a static scale or one a row.
+
+    weight      "tensor" or "channel"
+    activation  "static" or "token"
+    """
+
+    weight: str = "tensor"
+    activation: str = "token"
+    dtype: torch.dtype = E4M3
+
+    @property
+    def spelled(self) -> str:
+        return f"fp8 (weights per {self.weight}, activations {_per(self.activation)})"
+
+    def refuses(self, out_features: int, in_features: int) -> str | None:
+        return None
+
+    def tensors(self, out_features: int, in_features: int, dtype: torch.dtype) -> Shapes:
+        scale = (1,) if self.weight == "tensor" else (out_features, 1)
+        found: Shapes = {"weight": ((out_features, in_features), self.dtype), "weight_scale": (scale, torch.float32)}
+        return found | ({"input_scale": ((1,), torch.float32)} if self.activation == "static" else {})
+
+    def quantize(self, weights: Sequence[Tensor]) -> list[Tensors]:
+        if self.weight == "channel":
+            pairs = [ops.quant_fp8_per_token.reference(weight, self.dtype) for weight in weights]
+            return [{"weight": codes, "weight_scale": scale} for codes, scale in pairs]
+        amax = torch.stack([weight.abs().max().to(torch.float32) for weight in weights]).max().clamp(min=AMAX_FLOOR)
+        scale = (amax / torch.finfo(self.dtype).max).reshape(1)
+        return [{"weight": to_fp8(weight.to(torch.float32) * (1.0 / scale), self.dtype), "weight_scale": scale}
+                for weight in weights]  # fmt: skip
+
+    def dequantize(self, layer: Any) -> Tensor:
+        values: Tensor = layer.weight.to(torch.float32) * layer.weight_scale
+        return values
+
+    def apply(self, layer: Any, x: Tensor) -> Tensor:
+        if self.activation == "static":
+            q, scale = ops.quant_fp8_static(x, layer.input_scale, layer.weight.dtype), layer.input_scale
+        else:
+            q, scale = ops.quant_fp8_per_token(x, layer.weight.dtype)
+        out: Tensor = ops.scaled_linear_fp8(q, layer.weight, scale, layer.weight_scale, layer.bias, out_dtype=x.dtype)
+        return out
+
+
+@dataclass(frozen=True)
+class Fp8Block:
+    """e4m3 weights with a scale a square of 128 x 128, activations with one a run of 128 columns (DeepSeek-V3)."""
+
+    dtype: torch.dtype = E4M3
+    block: ClassVar[int] = 128
+    spelled: ClassVar[str] = "fp8 (weights per 128 x 128, activations per 1 x 128)"
+
+    def refuses(self, out_features: int, in_features: int) -> str | None:
+        return None
+
+    def tensors(self, out_features: int, in_features: int, dtype: torch.dtype) -> Shapes:
+        squares = -(-out_features // self.block), -(-in_features // self.block)
+        return {"weight": ((out_features, in_features), self.dtype), "weight_scale": (squares, torch.float32)}
+
+    def quantize(self, weights: Sequence[Tensor]) -> list[Tensors]:
+        return [self._quantize(weight.to(torch.float32)) for weight in weights]
+
+    def _quantize(self, weight: Tensor) -> Tensors:
+        (rows, columns), block = weight.shape, self.block
+        padded = torch.nn.functional.pad(weight, (0, -columns % block, 0, -rows % block))
+        squares = padded.view(-(-rows // block), block, -1, block)
+        scale = squares.abs().amax((1, 3), keepdim=True).clamp(min=AMAX_FLOOR) / torch.finfo(self.dtype).max
+        codes = to_fp8(squares * (1.0 / scale), self.dtype).view(padded.shape)[:rows, :columns]
+        return {"weight": codes.contiguous(), "weight_scale": scale[:, 0, :, 0].contiguous()}
+
+    def dequantize(self, layer: Any) -> Tensor:
+        scale = layer.weight_scale.repeat_interleave(self.block, 0).repeat_interleave(self.block, 1)
+        values: Tensor = layer.weight.to(torch.float32) * scale[: layer.weight.shape[0], : layer.weight.shape[1]]
+        return values
+
+    def apply(self, layer: Any, x: Tensor) -> Tensor:
+        q, scale = ops.quant_fp8_group(x, self.block, dtype=layer.weight.dtype)
+        out: Tensor = ops.scaled_linear_fp8_block(
+            q, layer.weight, scale, layer.weight_scale, layer.bias, out_dtype=x.dtype, block=self.block
+        )
+        return out
+
+
+@dataclass(frozen=True)
+class Int8:
+    """Symmetric int8 weights with a scale an output, activations with one a row."""
+
+    spelled: ClassVar[str] = "int8 (weights per channel, activations per token)"
+
+    def refuses(self, out_features: int, in_features: int) -> str | None:
+        return None
+
+    def tensors(self, out_features: int, in_features: int, dtype: torch.dtype) -> Shapes:
+        return {"weight": ((out_features, in_features), torch.int8), "weight_scale": ((out_features, 1), torch.float32)}
+
+    def quantize(self, weights: Sequence[Tensor]) -> list[Tensors]:
+        return [dict(zip(("weight", "weight_scale"), ops.quant_int8_per_token.reference(weight), strict=True))
+                for weight in weights]  # fmt: skip
+
+    def dequantize(self, layer: Any) -> Tensor:
+        values: Tensor = layer.weight.to(torch.float32) * layer.weight_scale
+        return values
+
+    def apply(self, layer: Any, x: Tensor) -> Tensor:
+        q, scale = ops.quant_int8_per_token(x)
+        out: Tensor = ops.scaled_linear_int8(q, layer.weight, scale, layer.weight_scale, layer.bias, out_dtype=x.dtype)
+        return out
+
+
+@dataclass(frozen=True)
+class Int4:
+    """Four-bit integers with a scale a group of inputs; activations stay as they are.
+
+    zeros  each group has a zero point; else codes mean -8..7
+    """
+
+    group: int = 32
+    zeros: bool = False
+    GROUPS: ClassVar[tuple[int, ...]] = (32, 64, 128)
+
+    @property
+    def spelled(self) -> str:
+        return f"int4 (groups of {self.group}{', zero points' if self.zeros else ''}, activations 16-bit)"
+
+    def refuses(self, out_features: int, in_features: int) -> str | None:
+        return f"{in_features} inputs are no multiple of the group size {self.group}" if in_features % self.group else None
+
+    def tensors(self, out_features: int, in_features: int, dtype: torch.dtype) -> Shapes:
+        groups = in_features // self.group
+        found: Shapes = {
+            "weight": ((out_features, in_features // 8), torch.int32),
+            "weight_scale": ((out_features, groups), dtype),
+        }
+        return found | ({"zeros": ((out_features, groups), torch.uint8)} if self.zeros else {})
+
+    def quantize(self, weights: Sequence[Tensor]) -> list[Tensors]:
+        return [self._quantize(weight) for weight in weights]
+
+    def _quantize(self, weight: Tensor) -> Tensors:
+        groups = in_groups(weight.to(torch.float32), self.group)
+        # The range -8..7 is 15 steps wide; the middle of it is nearest to all values.
+        scale = (groups.abs().amax(-1, keepdim=True).clamp(min=AMAX_FLOOR) / 7.5).to(weight.dtype)
+        codes = (groups / scale.to(torch.float32)).round().clamp(-8, 7) + 8
+        return {"weight": pack_int4(codes.flatten(-2)), "weight_scale": scale.squeeze(-1)}
+
+    def dequantize(self, layer: Any) -> Tensor:
+        return int4_weight(layer.weight, layer.weight_scale, layer.zeros if self.zeros else None, self.group)
+
+    def apply(self, layer: Any, x: Tensor) -> Tensor:
+        zeros = layer.zeros if self.zeros else None
+        out: Tensor = ops.linear_w4a16(x, layer.weight, layer.weight_scale, zeros, layer.bias, group=self.group)
+        return out
+
+
+@dataclass(frozen=True)
+class Mxfp4:
+    """e2m1 weights with a power of two a run of 32 inputs.
+
+    activation  "mxfp4", "fp8" (a scale a row) or "16-bit"
+    rounding    of the scales, see atomc.ops.quant_mxfp4
+    """
+
+    activation: str = "mxfp4"
+    rounding: str = "even"
+
+    @property
+    def spelled(self) -> str:
+        return f"mxfp4 (activations {self.activation})"
+
+    def refuses(self, out_features: int, in_features: int) -> str | None:
+        return f"{in_features} inputs are no multiple of 32, the group size of MXFP4" if in_features % 32 else None
+
+    def tensors(self, out_features: int, in_features: int, dtype: torch.dtype) -> Shapes:
+        return {
+            "weight": ((out_features, in_features // 2), torch.uint8),
+            "weight_scale": ((out_features, in_features // 32), torch.uint8),
+        }
+
+    def quantize(self, weights: Sequence[Tensor]) -> list[Tensors]:
+        pairs = [ops.quant_mxfp4.reference(weight, self.rounding) for weight in weights]
+        return [{"weight": codes, "weight_scale": scale} for codes, scale in pairs]
+
+    def dequantize(self, layer: Any) -> Tensor:
+        return mxfp4_values(layer.weight, layer.weight_scale)
+
+    def apply(self, layer: Any, x: Tensor) -> Tensor:
+        q, scale = x, None
+        if self.activation == "mxfp4":
+            q, scale = ops.quant_mxfp4(x, self.rounding)
+        elif self.activation == "fp8":
+            q, scale = ops.quant_fp8_per_token(x)
+        out: Tensor = ops.linear_mxfp4(q, layer.weight, layer.weight_scale, scale, layer.bias, out_dtype=x.dtype)
+        return out
+
+
+# What `quantization=` and atomc.quantize take.
+ONLINE: dict[str, Scheme] = {
+    "fp8": Fp8(),
+    "fp8_per_token": Fp8("channel"),
+    "fp8_block": Fp8Block(),
+    "int8": Int8(),
+    "int4": Int4(),
+    "mxfp4": Mxfp4(),
+    "mxfp4_a16": Mxfp4("16-bit"),
+}
+
+
+def _per(activation: str) -> str:
+    return "static" if activation == "static" else f"per {activation}"
+
+
+def as_fnuz(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """e4m3fn codes and their scale, as the e4m3fnuz codes and scale of the same values.
+
+    The same bits mean half as much in e4m3fnuz; negative zero, which is NaN there, becomes zero.
+    """
+    bits = codes.view(torch.uint8)
+    bits = torch.where(bits == 0x80, 0, bits)
+    doubled = torch.where(scale == 255, scale, scale + 1) if scale.dtype == torch.uint8 else scale * 2.0
+    return bits.view(torch.float8_e4m3fnuz), doubled
+
+
