@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from atomc.options import Options
+if TYPE_CHECKING:  # flags are made from this file, and --help is not to wait for torch
+    from atomc.options import Options
 
 POLICIES = ("fcfs", "priority")
 
@@ -36,7 +37,7 @@ class EngineConfig:
     ngram_max: int = _option(4, "the longest run of tokens that is looked up for a draft")
     seed: int | None = _option(None, "makes drawing repeatable for requests that bring no seed")
     trust_remote_code: bool = _option(False, "run Python code that comes with the checkpoint")
-    options: Options | Mapping[str, Any] = field(default_factory=dict, metadata={"help": "of the compiler"})
+    options: "Options | Mapping[str, Any]" = field(default_factory=dict, metadata={"help": "of the compiler"})
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_blocks", "kv_bytes", "max_queue",
