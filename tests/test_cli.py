@@ -199,7 +199,7 @@ def test_explain_a_model_of_the_users_shows_each_graph_and_the_break(here):
         (["explain", "users_net:number"], "users_net:number returned int, expected a module, (module, args)"),
         (["explain", "users_net:alone"], "give the inputs of Net(x, scale)"),
         (["explain", "--fast"], "unrecognized arguments: --fast"),
-        (["serve"], "invalid choice: 'serve' (choose from 'generate', 'explain', 'doctor')"),
+        (["fly"], "invalid choice: 'fly' (choose from 'generate', 'explain', 'serve', 'doctor')"),
         ([], "the following arguments are required"),
     ],
 )
@@ -224,7 +224,7 @@ def test_doctor_names_machine_libraries_and_kernels():
     assert re.search(r"^torch +\d+$", out, re.MULTILINE) and re.search(r"^transformers ", out, re.MULTILINE)
 
 
-@pytest.mark.parametrize("command", ["generate", "explain", "doctor"])
+@pytest.mark.parametrize("command", ["generate", "explain", "serve", "doctor"])
 def test_help_shows_an_example(command, capsys):
     with pytest.raises(SystemExit, match="0"):
         main([command, "--help"])

@@ -1,0 +1,54 @@
+"""`atomc serve`: an OpenAI-compatible server."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from atomc.cli.arguments import command
+
+# Where EngineConfig's fields are in --help.
+GROUPS = {
+    "dtype": "model", "device": "model", "load_format": "model", "trust_remote_code": "model", "options": "model",
+    "max_model_len": "memory and batching", "gpu_memory_utilization": "memory and batching",
+    "kv_bytes": "memory and batching", "num_blocks": "memory and batching", "max_num_seqs": "memory and batching",
+    "max_num_batched_tokens": "memory and batching", "max_queue": "memory and batching",
+    "enable_prefix_caching": "memory and batching", "scheduling_policy": "memory and batching",
+    "enforce_eager": "memory and batching",
+    "speculative_tokens": "generation", "ngram_min": "generation", "ngram_max": "generation", "seed": "generation",
+}  # fmt: skip
+POSITIONAL = ("model",)
+
+
+def add(commands: Any) -> None:
+    parser = command(
+        commands, "serve", run, "Serve a model over HTTP, with OpenAI's API.",
+        "  atomc serve\n  atomc serve Qwen/Qwen3-0.6B --port 8001 --max-model-len 8192\n"
+        "  atomc serve path/to/model --config server.toml --api-key-file keys",
+    )  # fmt: skip
+    parser.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS,
+                        help="a checkpoint directory, or a name on the Hugging Face hub; left out: the small model that "
+                        "comes with atomc")  # fmt: skip
+    parser.add_argument("--config", metavar="FILE", help="a TOML file; its keys are the names of the flags, which go "
+                        "before it")  # fmt: skip
+    parser.usage = "atomc serve [MODEL] [flags]"
+    from atomc.runtime.config import EngineConfig
+    from atomc.runtime.server.config import ServerConfig
+    from atomc.runtime.server.flags import add_flags
+
+    add_flags(parser, ServerConfig, {})
+    add_flags(parser, EngineConfig, GROUPS, leave_out=POSITIONAL)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    from atomc.runtime.config import EngineConfig
+    from atomc.runtime.server.config import ServerConfig
+    from atomc.runtime.server.flags import read_toml, values_of
+
+    from_file = read_toml(Path(arguments.config), ServerConfig, EngineConfig) if arguments.config else {}
+    server = ServerConfig(**values_of(arguments, from_file, ServerConfig))
+    engine = EngineConfig(**values_of(arguments, from_file, EngineConfig))
+    try:
+        from atomc.runtime.server.serve import serve
+    except ImportError as error:
+        raise ImportError(f"`atomc serve` needs {error.name}: pip install 'atomc[serve]'") from error
+    serve(server, engine)

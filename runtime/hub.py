@@ -1,0 +1,41 @@
+"""A model's folder: a directory, or what a name on the Hugging Face hub stands for."""
+
+import re
+from pathlib import Path
+
+# Weights as safetensors, configs, tokenizers and chat templates; nothing that can hold code or pickles.
+FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken")
+NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def model_folder(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Path:
+    """The directory `name`, or the local copy of the hub's model of that name, downloaded if it must be.
+
+    HF_HUB_OFFLINE=1 keeps huggingface_hub from the network, HF_HOME says where copies are. Raises ValueError for a name
+    that is neither, and for a model that cannot be had; ImportError without huggingface_hub.
+    """
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists() or not NAME.fullmatch(name):
+        raise ValueError(f"{name} is not a directory, and not a name on the hub such as Qwen/Qwen3-0.6B")
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+        from huggingface_hub.utils import logging
+    except ImportError as error:
+        raise ImportError(f"{name} is not a directory; to have it from the hub: pip install 'atomc[hf]'") from error
+    logging.set_verbosity_error()
+    try:
+        files = [*FILES, "*.py"] if trust_remote_code else list(FILES)
+        return Path(snapshot_download(name, revision=revision, allow_patterns=files))
+    except LocalEntryNotFoundError as error:
+        raise ValueError(f"{name} is not a directory, not among the models of this machine, and the hub cannot be reached "
+                         "(or HF_HUB_OFFLINE is set): give a directory, or download it first") from error  # fmt: skip
+    except HfHubHTTPError as error:
+        raise ValueError(f"{name} is not a directory, and the hub does not give it: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,150 @@
+"""The HTTP application: which path is served by what, and errors of the framework in OpenAI's form."""
+
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+
+from atomc.runtime.server import operations, protocol, status
+from atomc.runtime.server.chat_completions import chat_completions
+from atomc.runtime.server.client import EngineDead, RequestRefused
+from atomc.runtime.server.completions import completions
+from atomc.runtime.server.errors import APIError, told
+from atomc.runtime.server.http import Door, error_response
+from atomc.runtime.server.service import Service
+
+# The page at / holds nothing of this server; what it shows comes from /status, which needs a key.
+OPEN_PATHS = frozenset({"/", "/health", "/ready", "/metrics"})
+
+
+class ErrorBody(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(BaseModel):
+    """What every error looks like."""
+
+    error: ErrorBody
+
+
+def create_app(service: Service) -> Any:
+    """The ASGI application."""
+    answers: dict[int | str, dict[str, Any]] = {
+        code: {"model": ErrorAnswer, "description": HTTPStatus(code).phrase} for code in (400, 401, 404, 413, 500, 503)
+    }
+    app = FastAPI(title="atomc", docs_url=None, redoc_url=None, responses=answers)
+    _add_routes(app, service)
+    app.include_router(status.router(service.client, service.model.names[0]))
+    for kind in (APIError, EngineDead, RequestRefused):
+        app.add_exception_handler(kind, _told)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(HTTPException, _of_framework)
+    # Text that is no Unicode, such as half a surrogate; where it is found first depends on the field.
+    app.add_exception_handler(UnicodeError, _not_text)
+    door = Door(
+        app, keys=api_keys(service.config.api_key, service.config.api_key_file), open_paths=OPEN_PATHS,
+        max_body_bytes=service.config.max_body_bytes,
+        refused=lambda code: service.metrics.refused.labels(service.metrics.model, code).inc(),
+    )  # fmt: skip
+    if not service.config.allow_origin:
+        return door
+    return CORSMiddleware(door, allow_origins=service.config.allow_origin, allow_methods=["GET", "POST"],
+                          allow_headers=["*"], expose_headers=["X-Request-Id"])  # fmt: skip
+
+
+def api_keys(keys: tuple[str, ...], file: str | None) -> list[str]:
+    """All keys that clients may send. Raises OSError and ValueError for a file without any."""
+    if file is None:
+        return list(keys)
+    with open(file, encoding="utf-8") as lines:
+        found = [line.strip() for line in lines if line.strip()]
+    if not found:
+        raise ValueError(f"--api-key-file {file} has no key, expected one a line")
+    return [*keys, *found]
+
+
+def _add_routes(app: FastAPI, service: Service) -> None:
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return await operations.models(service)
+
+    @app.post("/v1/completions")
+    async def complete(body: protocol.CompletionRequest, request: Request) -> Response:
+        return await completions(service, body, request)
+
+    @app.post("/v1/chat/completions")
+    async def chat(body: protocol.ChatRequest, request: Request) -> Response:
+        return await chat_completions(service, body, request)
+
+    @app.post("/v1/embeddings")
+    async def embeddings(body: protocol.EmbeddingRequest) -> Response:
+        return await operations.embeddings(service, body)
+
+    @app.post("/tokenize")
+    async def tokenize(body: protocol.TokenizeRequest) -> Response:
+        return await operations.tokenize(service, body)
+
+    @app.post("/detokenize")
+    async def detokenize(body: protocol.DetokenizeRequest) -> Response:
+        return await operations.detokenize(service, body)
+
+    @app.get("/health")
+    async def health() -> Response:
+        return await operations.health(service)
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        return await operations.ready(service)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return await operations.metrics(service)
+
+    @app.get("/compiler")
+    async def compiler() -> Response:
+        return await operations.compiler(service)
+
+    @app.post("/start_profile")
+    async def start_profile() -> Response:
+        return await operations.profile(service, start=True)
+
+    @app.post("/stop_profile")
+    async def stop_profile() -> Response:
+        return await operations.profile(service, start=False)
+
+
+async def _told(request: Request, error: Exception) -> Response:
+    return error_response(told(error))
+
+
+async def _invalid(request: Request, error: Exception) -> Response:
+    """The first thing that is wrong with a body, and where."""
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    # "body" is where all of it is; of a union, the parts after the field name our types.
+    place = [str(part) for part in first["loc"] if part != "body"]
+    name = place[0] if place else None
+    if first["type"] == "json_invalid":
+        return error_response(APIError(400, f"the body is not JSON: {first['ctx']['error']}"))
+    if first["type"] == "extra_forbidden":
+        return error_response(APIError(400, f"{'.'.join(place)} is no field of this request", param=name))
+    return error_response(APIError(400, f"{'.'.join(place) or 'the body'}: {first['msg']}", param=name))
+
+
+async def _of_framework(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    kind = "invalid_request_error" if error.status_code < 500 else "server_error"
+    message = f"there is no {request.method} {request.url.path}" if error.status_code in (404, 405) else str(error.detail)
+    return error_response(APIError(error.status_code, message, kind, headers=error.headers))
+
+
+async def _not_text(request: Request, error: Exception) -> Response:
+    return error_response(APIError(400, "the body has text that is not Unicode, such as half a surrogate pair"))

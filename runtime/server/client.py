@@ -1,0 +1,329 @@
+"""The front process's side of the engine: requests in, outputs back, and what happens when the engine dies."""
+
+import asyncio
+import contextlib
+import shutil
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterable, Sequence
+from itertools import count
+from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from atomc.runtime.config import EngineConfig
+from atomc.runtime.logprobs import TokenLogprobs
+from atomc.runtime.request import FinishReason, Output
+from atomc.runtime.server import messages
+from atomc.runtime.server.messages import Call, Failed, Progress, Refused, Reply, Started, Submit
+from atomc.runtime.server.process import main
+from atomc.runtime.stats import Stats
+
+PING_SECONDS = 2.0
+STOP_SECONDS = 10.0
+
+
+class EngineDead(Exception):
+    """The engine's process is gone, or it is going."""
+
+
+class EngineFailed(Exception):
+    """The engine did not start. by_user: the message is what a user can put right."""
+
+    def __init__(self, message: str, by_user: bool) -> None:
+        super().__init__(message)
+        self.by_user = by_user
+
+
+class RequestRefused(Exception):
+    """The engine does not take a request; retry_after: seconds until it may, None: never."""
+
+    def __init__(self, refused: Refused) -> None:
+        super().__init__(refused.message)
+        self.retry_after = refused.retry_after
+
+
+class EngineProcess:
+    """A process with an engine that starts at once, before anything heavy is imported here. `close` ends it."""
+
+    def __init__(self, config: EngineConfig, *, progress: bool = True) -> None:
+        # A folder that only this user can enter.
+        self.config = config
+        self.folder = Path(tempfile.mkdtemp(prefix="atomc-"))
+        self.address = f"ipc://{self.folder / 'engine'}"
+        self.process: BaseProcess = get_context("spawn").Process(
+            target=main, args=(config, self.address, progress), name="atomc engine", daemon=True
+        )
+        self.process.start()
+
+    def close(self) -> None:
+        """Waits a little for the process to end, then kills it."""
+        self.process.join(STOP_SECONDS)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class EngineClient:
+    """Talks to an engine's process from one event loop. `await connect()` first, `await close()` last.
+
+    info    what the engine said of itself when it was ready
+    stats   its last figures, at most PING_SECONDS old while it answers; None before the first
+    """
+
+    info: Started
+
+    def __init__(self, engine: EngineProcess, *, patience: float = 60.0) -> None:
+        self.engine = engine
+        self.patience = patience
+        self.stats: Stats | None = None
+        self.dead: str | None = None
+        self._inboxes: dict[str, Inbox] = {}
+        self._calls: dict[int, asyncio.Future[str]] = {}
+        self._numbers, self._ids = count(), count()
+        self._asked: float | None = None
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(messages.Event).decode
+        self._tasks: list[asyncio.Task[None]] = []
+        self._started: asyncio.Future[Started] = asyncio.get_running_loop().create_future()
+        self._socket = zmq.asyncio.Context().socket(zmq.PAIR)
+        self._socket.set_hwm(0)
+        self._socket.linger = 0
+        self._socket.bind(engine.address)
+
+    async def connect(self) -> None:
+        """Returns when the engine is ready. Raises EngineFailed if it cannot start."""
+        asyncio.get_running_loop().add_reader(self.engine.process.sentinel, self._exited)
+        self._tasks.append(asyncio.create_task(self._receive()))
+        self.info = await self._started
+        self._tasks.append(asyncio.create_task(self._ping()))
+        await self.call("stats")
+
+    async def close(self) -> None:
+        """Ends the engine's process; requests under way fail."""
+        if self.dead is None:
+            self._send(messages.Stop())
+        self._die("the server is shutting down")
+        await asyncio.to_thread(self.engine.close)
+        for task in self._tasks:
+            task.cancel()
+        self._socket.close()
+        self._socket.context.term()
+
+    @property
+    def silent(self) -> float:
+        """Seconds that the engine has been asked something without an answer."""
+        return time.monotonic() - self._asked if self._asked is not None else 0.0
+
+    @property
+    def sick(self) -> str | None:
+        """Why the engine cannot serve, in a sentence; None if it can."""
+        if self.dead is not None:
+            return self.dead
+        return f"the engine has not answered for {self.silent:.0f} s" if self.silent > self.patience else None
+
+    def submit(self, requests: Sequence[Submit]) -> "Inbox":
+        """Hand the requests on; what comes back is in the inbox. Raises EngineDead."""
+        self._check()
+        inbox = Inbox(self, [request.id for request in requests])
+        for request in requests:
+            self._inboxes[request.id] = inbox
+            self._send(request)
+        return inbox
+
+    def next_id(self) -> str:
+        """An id that no other request of this engine has."""
+        return str(next(self._ids))
+
+    def abort(self, ids: Iterable[str]) -> None:
+        """Drop these requests; those that have finished are passed over."""
+        known = [request_id for request_id in ids if self._inboxes.pop(request_id, None) is not None]
+        if known and self.dead is None:
+            self._send(messages.Abort(known))
+
+    def abort_all(self, why: str) -> None:
+        """Drop all requests; whoever waits for one gets EngineDead with this sentence."""
+        inboxes = {id(inbox): inbox for inbox in self._inboxes.values()}.values()
+        self.abort(list(self._inboxes))
+        for inbox in inboxes:
+            inbox.fail(EngineDead(why))
+
+    async def call(self, name: Literal["stats", "report", "start_profile", "stop_profile"], folder: str = "") -> str:
+        """What the engine answers. Raises ValueError with the engine's sentence if it refuses, EngineDead."""
+        self._check()
+        number = next(self._numbers)
+        future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._calls[number] = future
+        self._send(Call(number, name, folder))
+        try:
+            return await future
+        finally:
+            self._calls.pop(number, None)
+
+    def _check(self) -> None:
+        if self.dead is not None:
+            raise EngineDead(self.dead)
+
+    def _send(self, command: messages.Command) -> None:
+        # The socket has no high-water mark, so the future is done at once.
+        self._socket.send(self._encode(command))
+
+    async def _receive(self) -> None:
+        while True:
+            self._take(self._decode(await self._socket.recv()))
+
+    def _take(self, event: messages.Event) -> None:
+        match event:
+            case Progress():
+                self._progress(event)
+            case Reply(number, value, error):
+                future = self._calls.get(number)
+                if future is not None and not future.done():
+                    if error is None:
+                        future.set_result(value)
+                    else:
+                        future.set_exception(ValueError(error))
+            case Started():
+                self._started.set_result(event)
+            case Failed(message, by_user):
+                if not self._started.done():
+                    self._started.set_exception(EngineFailed(message, by_user))
+                self._die(message)
+
+    def _progress(self, event: Progress) -> None:
+        self.stats = event.stats or self.stats
+        for request_id in event.accepted:
+            if (inbox := self._inboxes.get(request_id)) is not None:
+                inbox.accept(request_id)
+        for refused in event.refused:
+            if (inbox := self._inboxes.pop(refused.id, None)) is not None:
+                inbox.fail(RequestRefused(refused))
+        for output in event.outputs:
+            inbox = self._inboxes.get(output.request_id)
+            if inbox is None:
+                continue
+            if output.finish_reason is not None:
+                del self._inboxes[output.request_id]
+            inbox.put(output)
+
+    async def _ping(self) -> None:
+        with contextlib.suppress(EngineDead):
+            while True:
+                await asyncio.sleep(PING_SECONDS)
+                self._asked = time.monotonic()
+                await self.call("stats")
+                self._asked = None
+
+    def _exited(self) -> None:
+        asyncio.get_running_loop().remove_reader(self.engine.process.sentinel)
+        self.engine.process.join()
+        # Its last words may still be on the way.
+        asyncio.get_running_loop().call_later(0.1, self._lost, self.engine.process.exitcode)
+
+    def _lost(self, exitcode: int | None) -> None:
+        how = f"was killed by signal {-exitcode}" if exitcode and exitcode < 0 else f"ended with code {exitcode}"
+        if not self._started.done():
+            self._started.set_exception(EngineFailed(f"the engine's process {how} while it started", False))
+        self._die(f"the engine's process {how}")
+
+    def _die(self, why: str) -> None:
+        if self.dead is None:
+            self.dead = why
+            inboxes, self._inboxes = list(self._inboxes.values()), {}
+            for inbox in inboxes:
+                inbox.fail(EngineDead(why))
+            for future in self._calls.values():
+                if not future.done():
+                    future.set_exception(EngineDead(why))
+
+
+class Inbox:
+    """Outputs of some requests, for one reader. What the reader does not fetch is merged, so that it takes no more
+    room than the answers themselves; it never holds up the engine.
+    """
+
+    def __init__(self, client: EngineClient, ids: Sequence[str]) -> None:
+        self._client = client
+        self._open = set(ids)
+        self._unanswered = set(ids)
+        self._pending: dict[str, _Pending] = {}
+        self._answered, self._wake = asyncio.Event(), asyncio.Event()
+        self._error: Exception | None = None
+
+    async def accepted(self) -> None:
+        """Returns when the engine has taken all requests. Raises RequestRefused (then none is left), EngineDead."""
+        await self._answered.wait()
+        if self._error is not None:
+            raise self._error
+
+    async def __aiter__(self) -> AsyncIterator[Output]:
+        """What has come since the last, until all requests have finished. Raises EngineDead."""
+        while self._open:
+            await self._wait()
+            pending, self._pending = self._pending, {}
+            for request_id, part in pending.items():
+                # The reader may have closed it meanwhile.
+                if request_id in self._open:
+                    if part.finish_reason is not None:
+                        self._open.discard(request_id)
+                    yield part.output(request_id)
+
+    def close(self, request_id: str | None = None) -> None:
+        """End one request, or all that are left."""
+        ids = list(self._open) if request_id is None else [request_id]
+        self._open.difference_update(ids)
+        self._client.abort(ids)
+
+    def accept(self, request_id: str) -> None:
+        self._unanswered.discard(request_id)
+        if not self._unanswered:
+            self._answered.set()
+
+    def put(self, output: Output) -> None:
+        part = self._pending.get(output.request_id)
+        if part is None:
+            self._pending[output.request_id] = _Pending(output)
+        else:
+            part.add(output)
+        self._wake.set()
+
+    def fail(self, error: Exception) -> None:
+        self._error = self._error or error
+        self._client.abort(self._open)
+        self._answered.set()
+        self._wake.set()
+
+    async def _wait(self) -> None:
+        if not self._pending and self._error is None:
+            self._wake.clear()
+            await self._wake.wait()
+        if self._error is not None and not self._pending:
+            raise self._error
+
+
+class _Pending:
+    """Outputs of one request that follow each other, as one."""
+
+    def __init__(self, first: Output) -> None:
+        self.first = first
+        self.token_ids: list[int] = list(first.token_ids)
+        self.logprobs: list[TokenLogprobs] | None = None if first.logprobs is None else list(first.logprobs)
+        self.finish_reason: FinishReason | None = first.finish_reason
+        self.stop_reason = first.stop_reason
+
+    def add(self, output: Output) -> None:
+        self.token_ids += output.token_ids
+        if output.logprobs is not None:
+            self.logprobs = [*(self.logprobs or ()), *output.logprobs]
+        self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
+
+    def output(self, request_id: str) -> Output:
+        logprobs = None if self.logprobs is None else tuple(self.logprobs)
+        return Output(request_id, tuple(self.token_ids), logprobs, self.first.prompt_logprobs, self.finish_reason,
+                      self.stop_reason, self.first.num_cached)  # fmt: skip

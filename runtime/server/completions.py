@@ -1,0 +1,162 @@
+"""POST /v1/completions."""
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from atomc.runtime.logprobs import TokenLogprobs
+from atomc.runtime.output import TextDelta
+from atomc.runtime.server.errors import invalid
+from atomc.runtime.server.generation import Choice, Generation
+from atomc.runtime.server.http import DONE, EventStream, Json, event, request_id, while_connected
+from atomc.runtime.server.logprobs import completion_logprobs
+from atomc.runtime.server.protocol import CompletionRequest
+from atomc.runtime.server.sampling import check_fits, check_logprobs, sampling_params, structured_output
+from atomc.runtime.server.service import Service
+
+MAX_TOKENS = 16  # as OpenAI has it
+
+
+@dataclass
+class Part:
+    """What is new of one answer, in OpenAI's terms."""
+
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+async def completions(service: Service, body: CompletionRequest, request: Request) -> Response:
+    model = service.model
+    model.check_name(body.model)
+    if body.suffix:
+        raise invalid("suffix is not supported: a model here continues text, it does not fill in", "suffix")
+    if body.best_of not in (None, 1) and body.best_of != body.n:
+        raise invalid(f"best_of is {body.best_of}, and nothing here picks the best answers: ask for n of them", "best_of")
+    check_logprobs(body.logprobs, "logprobs", service.config)
+    check_logprobs(body.prompt_logprobs, "prompt_logprobs", service.config)
+    prompts = await _prompts(service, body)
+    max_tokens = MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    for prompt in prompts:
+        check_fits(len(prompt), max_tokens, model)
+    # To be told about the prompt only, as evaluations do, still takes a token.
+    only_prompt = max_tokens == 0 and body.echo
+    params = sampling_params(
+        body, model, max_tokens=1 if only_prompt else max_tokens, logprobs=body.logprobs,
+        prompt_logprobs=body.logprobs if body.echo and body.prompt_logprobs is None else body.prompt_logprobs,
+        structured=structured_output(body, body.response_format), skip_special_tokens=body.skip_special_tokens,
+    )  # fmt: skip
+    generation = service.generation(request_id(request), prompts, params, body)
+    await service.begin(generation, request)
+    answers = _Answers(service, body, request_id(request), generation, only_prompt)
+    if body.stream:
+        return EventStream(answers.stream())
+    return Json(await while_connected(request, answers.whole()))
+
+
+async def _prompts(service: Service, body: CompletionRequest) -> list[list[int]]:
+    """The tokens of each prompt. Raises a 400 for none at all, an empty one, and tokens that do not exist."""
+    given: Sequence[Any] = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+    if given and isinstance(given[0], int):
+        given = [given]
+    if not given or not all(given):
+        raise invalid("prompt is empty, it needs at least one token", "prompt")
+    if len(given) * body.n > service.max_requests:
+        raise invalid(f"{len(given)} prompts times n={body.n} are more answers than one request may ask for, "
+                      f"{service.max_requests}", "prompt")  # fmt: skip
+    prompts = [await service.model.encoded(one, body.add_special_tokens) if isinstance(one, str) else one for one in given]
+    for prompt in prompts:
+        service.model.check_tokens(prompt, "prompt")
+    return prompts
+
+
+class _Answers:
+    """The answers as one body, or as events."""
+
+    def __init__(
+        self, service: Service, body: CompletionRequest, name: str, generation: Generation, only_prompt: bool
+    ) -> None:
+        self.service, self.body, self.generation, self.only_prompt = service, body, generation, only_prompt
+        self.head = {"id": f"cmpl-{name}", "object": "text_completion", "created": int(time.time()),
+                     "model": service.model.names[0]}  # fmt: skip
+        self.offsets = dict.fromkeys((choice.index for choice in generation.choices.values()), 0)
+
+    async def whole(self) -> dict[str, Any]:
+        parts = {choice.index: Part() for choice in self.generation.choices.values()}
+        try:
+            async for choice, delta in self.generation:
+                part, new = parts[choice.index], self._part(choice, delta)
+                part.text += new.text
+                part.tokens += new.tokens
+                part.logprobs += new.logprobs
+                part.finish_reason, part.stop_reason = new.finish_reason, new.stop_reason
+        except Exception as error:
+            self.generation.close(type(error).__name__)
+            raise
+        finally:
+            self.generation.close()
+        choices = [self._choice(index, part) for index, part in sorted(parts.items())]
+        if self.body.prompt_logprobs is not None:
+            for choice in self.generation.choices.values():
+                choices[choice.index]["prompt_logprobs"] = _prompt_logprobs(choice)
+        return {**self.head, "choices": choices, "usage": self.generation.usage()}
+
+    async def stream(self) -> AsyncIterator[bytes]:
+        options = self.body.stream_options
+        try:
+            async for choice, delta in self.generation:
+                part = self._part(choice, delta)
+                if part.tokens or part.text or part.finish_reason:
+                    chunk = {**self.head, "choices": [self._choice(choice.index, part)]}
+                    if options is not None and options.continuous_usage_stats:
+                        chunk["usage"] = self.generation.usage()
+                    yield event(chunk)
+            if options is not None and options.include_usage:
+                yield event({**self.head, "choices": [], "usage": self.generation.usage()})
+            yield DONE
+        except Exception as error:
+            self.generation.close(type(error).__name__)
+            yield event(self.service.told(error).body())
+        finally:
+            self.generation.close()
+
+    def _part(self, choice: Choice, delta: TextDelta) -> Part:
+        """What is new, after the prompt if it is to be echoed."""
+        new = Part(delta.text, list(delta.token_ids), list(delta.logprobs or ()), delta.finish_reason, delta.stop_reason)
+        if self.only_prompt:
+            new = Part(finish_reason="length" if delta.finish_reason else None)
+        if self.body.echo and choice.num_new == len(delta.token_ids):
+            new.text = self._echoed(choice) + new.text
+            new.tokens = [*choice.prompt, *new.tokens]
+            new.logprobs = [*(choice.prompt_logprobs or ()), *new.logprobs]
+        return new
+
+    def _echoed(self, choice: Choice) -> str:
+        prompt = self.body.prompt
+        texts = [prompt] if isinstance(prompt, str) else prompt
+        text = texts[choice.index // self.generation.n]
+        return text if isinstance(text, str) else self.service.model.decoded(choice.prompt, skip_special_tokens=True)
+
+    def _choice(self, index: int, part: Part) -> dict[str, Any]:
+        logprobs = None
+        if self.body.logprobs is not None:
+            logprobs = completion_logprobs(self.service.model, part.tokens, part.logprobs, self.offsets[index])
+            self.offsets[index] += sum(map(len, logprobs["tokens"]))
+        return {"index": index, "text": part.text, "logprobs": logprobs, "finish_reason": part.finish_reason,
+                "stop_reason": part.stop_reason}  # fmt: skip
+
+
+def _prompt_logprobs(choice: Choice) -> list[dict[str, Any] | None]:
+    """As vLLM has it: for each token of the prompt, token id -> log-probability and rank."""
+    return [
+        None if each is None else
+        {str(token): {"logprob": logprob, "rank": rank + 1} for rank, (token, logprob) in enumerate(each.top)}
+        | {str(each.token): {"logprob": each.logprob, "rank": each.rank}}
+        for each in choice.prompt_logprobs or ()
+    ]  # fmt: skip

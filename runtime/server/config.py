@@ -1,0 +1,50 @@
+"""ServerConfig: how requests come in. Flags of `atomc serve` are made from its fields, as from EngineConfig's."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+def _option(default: Any, text: str, group: str = "server") -> Any:
+    return field(default=default, metadata={"help": text, "group": group})
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """One HTTP server. Each field's metadata has a line of help and its group. Raises ValueError for wrong values."""
+
+    host: str = _option("127.0.0.1", "the address to listen on; 0.0.0.0 lets other machines in")
+    port: int = _option(8000, "0 takes a free one")
+    served_model_name: tuple[str, ...] = _option((), "what clients call the model; may be given several times, the first "
+                                                 "is in answers; left out: MODEL as it is given")  # fmt: skip
+    generation_config: Literal["model", "none"] = _option("model", "where sampling defaults come from: "
+                                                          "generation_config.json of the model, or nowhere")  # fmt: skip
+    max_logprobs: int = _option(20, "logprobs that a request may ask for, at most")
+    drain_seconds: float = _option(30.0, "how long running requests may take to finish when the server is to end")
+    engine_patience: float = _option(60.0, "seconds without an answer of the engine after which /health fails")
+    log_requests: bool = _option(True, "one line for each request when it ends")
+    profile_dir: str | None = _option(None, "lets /start_profile and /stop_profile write profiles into this folder")
+    chat_template: str | None = _option(None, "a file with the Jinja template to use instead of the model's", "chat")
+    tool_call_parser: str | None = _option(None, "how the model writes tool calls; left out: told from its chat template",
+                                           "chat")  # fmt: skip
+    reasoning_parser: str | None = _option(None, "how the model marks what it thinks; left out: told from its chat "
+                                           "template; 'none': it is part of the answer", "chat")  # fmt: skip
+    api_key: tuple[str, ...] = _option((), "clients must send this key; may be given several times", "security")
+    api_key_file: str | None = _option(None, "a file with one key a line, which `ps` does not show", "security")
+    allow_origin: tuple[str, ...] = _option((), "web pages of this origin may call the server (CORS); may be given several "
+                                            "times, * means all", "security")  # fmt: skip
+    max_body_bytes: int = _option(16 * 2**20, "size of a request's body, at most", "security")
+    ssl_certfile: str | None = _option(None, "serve https with this certificate", "security")
+    ssl_keyfile: str | None = _option(None, "the certificate's key", "security")
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port < 2**16:
+            raise ValueError(f"port is {self.port}, expected 0 (any free one) to 65535")
+        for name, least in (("max_logprobs", 0), ("max_body_bytes", 1), ("drain_seconds", 0), ("engine_patience", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} is {getattr(self, name)}, it must be at least {least}")
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise ValueError("ssl_keyfile is the key of a certificate: give ssl_certfile too")
+        if "" in self.api_key:
+            raise ValueError("an api_key is empty")
+        if self.generation_config not in ("model", "none"):
+            raise ValueError(f"generation_config is {self.generation_config!r}, expected 'model' or 'none'")

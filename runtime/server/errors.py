@@ -1,0 +1,40 @@
+"""What a client is told when something goes wrong, in the form of OpenAI's API. Never a path, never a trace."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from atomc.runtime.server.client import EngineDead, RequestRefused
+
+
+class APIError(Exception):
+    """An answer with this status and {"error": {"message", "type", "param", "code"}}."""
+
+    def __init__(
+        self, status: int, message: str, kind: str = "invalid_request_error", *, param: str | None = None,
+        code: str | None = None, headers: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(message)
+        self.status, self.message, self.kind, self.param, self.code = status, message, kind, param, code
+        self.headers = dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+
+def invalid(message: str, param: str | None = None, code: str | None = None) -> APIError:
+    return APIError(400, message, param=param, code=code)
+
+
+def told(error: Exception) -> APIError:
+    """What a client may know of an error that ended its request."""
+    match error:
+        case APIError():
+            return error
+        case EngineDead():
+            return APIError(503, f"{error}; no request can be served", "service_unavailable", code="engine_dead")
+        case RequestRefused(retry_after=float() | int() as seconds):
+            later = {"Retry-After": str(max(1, round(seconds)))}
+            return APIError(503, str(error), "overloaded", code="queue_full", headers=later)
+        case RequestRefused():
+            return invalid(str(error))
+    return APIError(500, "the server failed on this request; its log says more", "server_error")

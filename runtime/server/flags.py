@@ -1,0 +1,116 @@
+"""Flags of the command line and keys of a TOML file, made from the fields of config classes."""
+
+import argparse
+import json
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, Field, fields
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin
+
+Values = dict[str, Any]
+
+
+def add_flags(
+    parser: argparse.ArgumentParser, config: type, groups: Mapping[str, str], *, leave_out: Iterable[str] = ()
+) -> None:
+    """A flag for each field, in the group that its metadata or `groups` says.
+
+    One that is not given does not appear in the namespace, so that a file can set it.
+    """
+    # argparse has no public way to find a group again, and several configs share some.
+    known = {group.title: group for group in parser._action_groups}
+    for each in fields(config):
+        if each.name in leave_out:
+            continue
+        title = each.metadata.get("group") or groups[each.name]
+        group = known.get(title) or known.setdefault(title, parser.add_argument_group(title))
+        group.add_argument(f"--{each.name.replace('_', '-')}", **_flag(each))
+
+
+def values_of(
+    arguments: argparse.Namespace, from_file: Mapping[str, Any], config: type, *, leave_out: Iterable[str] = ()
+) -> Values:
+    """What flags, or else the file, say of a config's fields. Raises ValueError for a wrong type in the file."""
+    values: Values = {}
+    for each in fields(config):
+        if each.name in from_file:
+            values[each.name] = _checked(each, from_file[each.name])
+        if each.name not in leave_out and hasattr(arguments, each.name):
+            given = getattr(arguments, each.name)
+            values[each.name] = dict(given) if _kind(each) is dict else tuple(given) if _kind(each) is tuple else given
+    return values
+
+
+def read_toml(file: Path, *configs: type) -> Values:
+    """The keys of the file, with _ for -. Raises ValueError for one that no config has, and for what is not TOML."""
+    try:
+        found = tomllib.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:  # not TOML, or not UTF-8
+        raise ValueError(f"--config {file} is not TOML: {error}") from error
+    names = [each.name for config in configs for each in fields(config)]
+    values = {key.replace("-", "_"): value for key, value in found.items()}
+    unknown = [key for key in found if key.replace("-", "_") not in names]
+    if unknown:
+        raise ValueError(f"--config {file} has {', '.join(map(repr, unknown))}; there is {', '.join(sorted(names))}")
+    return values
+
+
+def _kind(each: "Field[Any]") -> type:
+    """bool, int, float or str; tuple: of texts; dict: names with values."""
+    hint = each.type
+    if isinstance(hint, UnionType):
+        hint = next(part for part in get_args(hint) if part is not type(None))
+    if get_origin(hint) is Literal:
+        return str
+    origin = get_origin(hint) or hint
+    return origin if origin in (bool, int, float, str, tuple) else dict
+
+
+def _flag(each: "Field[Any]") -> dict[str, Any]:
+    kind = _kind(each)
+    shared: dict[str, Any] = {"dest": each.name, "default": argparse.SUPPRESS, "help": _help(each)}
+    if kind is bool:
+        return shared | {"action": argparse.BooleanOptionalAction}
+    if kind is tuple:
+        return shared | {"action": "append", "metavar": "X"}
+    if kind is dict:
+        return shared | {"action": "append", "metavar": "NAME=VALUE", "type": _named_value}
+    if get_origin(each.type) is Literal:
+        return shared | {"choices": get_args(each.type)}
+    return shared | {"type": kind, "metavar": {"int": "N", "float": "X"}.get(kind.__name__, "TEXT")}
+
+
+def _help(each: "Field[Any]") -> str:
+    text = str(each.metadata["help"])
+    plain = each.default is not MISSING and each.default is not None and each.default != ()
+    default = {True: "yes", False: "no"}.get(each.default, each.default) if isinstance(each.default, bool) else each.default
+    return (f"{text} (default: {default})" if plain else text).replace("%", "%%")
+
+
+def _named_value(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
+def _checked(each: "Field[Any]", value: Any) -> Any:
+    """The value of a key in a file. Raises ValueError if it is of another type than the field."""
+    kind = _kind(each)
+    if kind is tuple:
+        value = (value,) if isinstance(value, str) else value
+        fits = isinstance(value, list | tuple) and all(isinstance(part, str) for part in value)
+        value = tuple(value) if fits else value
+    elif kind is float:
+        fits = isinstance(value, int | float) and not isinstance(value, bool)
+    else:
+        fits = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+    if not fits:
+        expected = {"tuple": "a list of texts", "dict": "a table"}.get(kind.__name__, kind.__name__)
+        raise ValueError(f"{each.name} is {value!r} in the config file, expected {expected}")
+    return value

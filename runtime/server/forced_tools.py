@@ -1,0 +1,88 @@
+"""Calls that the client insists on (tool_choice "required", or a function by name), made certain by a JSON schema."""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from atomc.runtime.server.pieces import Piece, Pieces
+from atomc.runtime.server.protocol import Function
+from atomc.runtime.server.tools.json_call import JsonCall
+
+ANYTHING = {"type": "object"}
+DEFINITIONS = ("$defs", "definitions")
+
+
+def arguments_schema(function: Function) -> dict[str, Any]:
+    """What the arguments must look like; a function without parameters takes any object."""
+    return function.parameters or ANYTHING
+
+
+def calls_schema(functions: Sequence[Function], parallel: bool) -> dict[str, Any]:
+    """A list of calls of these functions, exactly one unless parallel: [{"name": "f", "parameters": {...}}].
+
+    Definitions move to the top, where references look for them. Raises ValueError if two functions define one name
+    differently.
+    """
+    definitions: dict[str, dict[str, Any]] = {}
+    calls = []
+    for function in functions:
+        parameters = dict(arguments_schema(function))
+        for key in DEFINITIONS:
+            for name, definition in parameters.pop(key, {}).items():
+                if definitions.setdefault(key, {}).setdefault(name, definition) != definition:
+                    raise ValueError(f"two tools define {name!r} in {key}, and not alike: rename one")
+        properties = {"name": {"const": function.name}, "parameters": parameters}
+        calls.append({"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False})
+    most = {} if parallel else {"maxItems": 1}
+    return {"type": "array", "items": {"anyOf": calls}, "minItems": 1, **most, **definitions}
+
+
+class NamedCall:
+    """The text is the arguments of one call of this function."""
+
+    markers: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._pieces = Pieces()
+
+    def feed(self, text: str) -> list[Piece]:
+        if text and not self._pieces.num_calls:
+            self._pieces.call(self._name)
+        if text:
+            self._pieces.arguments(text)
+        return self._pieces.take()
+
+    def finish(self) -> list[Piece]:
+        return []
+
+
+class ListedCalls:
+    """The text is a list of calls, as `calls_schema` has it."""
+
+    markers: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self) -> None:
+        self._pieces = Pieces()
+        self._call: JsonCall | None = None
+        self._begun = False
+
+    def feed(self, text: str) -> list[Piece]:
+        while text:
+            if self._call is None:
+                at = text.find("{")
+                if at < 0:
+                    break
+                text = text[at:]
+                self._call, self._begun = JsonCall(), False
+            text = text[self._call.feed(text) :]
+            if self._call.started:
+                if not self._begun:
+                    self._pieces.call(self._call.name)
+                    self._begun = True
+                self._pieces.arguments(self._call.take())
+            if self._call.done or self._call.broken:
+                self._call = None
+        return self._pieces.take()
+
+    def finish(self) -> list[Piece]:
+        return []

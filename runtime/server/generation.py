@@ -1,0 +1,124 @@
+"""The answers to one HTTP request: `n` for each of its prompts, as text, with what they used."""
+
+import logging
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, replace
+
+from atomc.runtime.logprobs import TokenLogprobs
+from atomc.runtime.output import TextDelta, TextStream
+from atomc.runtime.sampling_params import SamplingParams
+from atomc.runtime.server.client import EngineClient, Inbox
+from atomc.runtime.server.errors import APIError
+from atomc.runtime.server.messages import Submit
+from atomc.runtime.server.metrics import Metrics
+from atomc.runtime.server.served import Served
+
+log = logging.getLogger("atomc.requests")
+
+
+@dataclass
+class Choice:
+    """One answer on its way. `first` and `last`: when its first and last token came."""
+
+    index: int
+    prompt: Sequence[int]
+    stream: TextStream
+    num_new: int = 0
+    num_cached: int = 0
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    finish_reason: str | None = None
+    first: float = 0.0
+    last: float = 0.0
+
+
+class Generation:
+    """`await start()`, iterate, `close()` whatever happened. Choice i * n + j is answer j to prompt i."""
+
+    def __init__(
+        self, client: EngineClient, model: Served, metrics: Metrics, request_id: str, prompts: Sequence[Sequence[int]],
+        params: SamplingParams, *, n: int = 1, priority: int = 0, salt: str | None = None,
+        log_requests: bool = True,
+    ) -> None:  # fmt: skip
+        self._client, self._metrics = client, metrics
+        self._request_id, self._log_requests = request_id, log_requests
+        self.n, self.prompts = n, prompts
+        self.choices: dict[str, Choice] = {}
+        self._submits: list[Submit] = []
+        for number, prompt in enumerate(prompts):
+            group = client.next_id()
+            for sibling in range(n):
+                submit = Submit(f"{group}/{sibling}", list(prompt), _sibling(params, sibling), priority, salt)
+                self._submits.append(submit)
+                self.choices[submit.id] = Choice(number * n + sibling, prompt, TextStream(model.tokenizer, prompt, params))
+        self._inbox: Inbox | None = None
+        self.started = time.monotonic()
+        self._closed = False
+
+    async def start(self) -> None:
+        """Returns when the engine has taken all. Raises RequestRefused or EngineDead."""
+        self._inbox = self._client.submit(self._submits)
+        await self._inbox.accepted()
+
+    async def __aiter__(self) -> AsyncIterator[tuple[Choice, TextDelta]]:
+        """What is new of one answer, until all have ended. Raises EngineDead, and APIError if the engine gave one up."""
+        assert self._inbox is not None, "start() comes first"
+        async for output in self._inbox:
+            choice = self.choices[output.request_id]
+            choice.last = time.monotonic()
+            if not choice.num_new:
+                choice.first, choice.num_cached = choice.last, output.num_cached
+                choice.prompt_logprobs = output.prompt_logprobs
+                self._metrics.first_token.observe(choice.last - self.started)
+            if output.finish_reason in ("abort", "error"):
+                raise APIError(500, "the engine gave this request up", "server_error")
+            delta = choice.stream.add(output)
+            choice.num_new += len(delta.token_ids)
+            choice.finish_reason = delta.finish_reason
+            if delta.finish_reason is not None:
+                if output.finish_reason is None:  # a stop string: the engine does not know it
+                    self._inbox.close(output.request_id)
+                self._finished(choice)
+            yield choice, delta
+
+    def usage(self) -> dict[str, object]:
+        """Tokens in OpenAI's form; a prompt counts once, however many answers it has."""
+        prompt = sum(len(prompt) for prompt in self.prompts)
+        new = sum(choice.num_new for choice in self.choices.values())
+        return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new,
+                "prompt_tokens_details": {"cached_tokens": self._num_cached()}}  # fmt: skip
+
+    def close(self, error: str | None = None) -> None:
+        """Drops what is left, and writes the request's line."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._inbox is not None:
+            self._inbox.close()
+        if not self._log_requests:
+            return
+        choices = self.choices.values()
+        first = min((choice.first for choice in choices if choice.first), default=None)
+        reasons = sorted({choice.finish_reason or error or "disconnect" for choice in choices})
+        log.info(
+            "request %s: prompt %d, cached %d, new %d, ttft %s, seconds %.3f, finish %s", self._request_id,
+            sum(len(prompt) for prompt in self.prompts), self._num_cached(), sum(choice.num_new for choice in choices),
+            "-" if first is None else f"{first - self.started:.3f}", time.monotonic() - self.started, "+".join(reasons),
+        )  # fmt: skip
+
+    def _num_cached(self) -> int:
+        return sum(choice.num_cached for choice in self.choices.values() if choice.index % self.n == 0)
+
+    def _finished(self, choice: Choice) -> None:
+        metrics = self._metrics
+        metrics.whole.observe(choice.last - self.started)
+        metrics.prompt_tokens.observe(len(choice.prompt))
+        metrics.new_tokens.observe(choice.num_new)
+        metrics.finished.labels(metrics.model, choice.finish_reason).inc()
+        if choice.num_new > 1:
+            metrics.per_token.observe((choice.last - choice.first) / (choice.num_new - 1))
+
+
+def _sibling(params: SamplingParams, number: int) -> SamplingParams:
+    """With another seed than the first: with the same they would be the same answer."""
+    return params if params.seed is None or number == 0 else replace(params, seed=(params.seed + number) % 2**63)

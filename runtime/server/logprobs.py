@@ -1,0 +1,51 @@
+"""How likely tokens were, in the two forms of OpenAI's API."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from atomc.runtime.logprobs import TokenLogprobs
+from atomc.runtime.server.served import Served
+
+
+def chat_logprobs(model: Served, logprobs: Sequence[TokenLogprobs], top: int) -> dict[str, Any]:
+    """For chat completions: one entry a token, with the `top` most likely ones."""
+    return {"content": [
+        {**_entry(model, each.token, each.logprob),
+         "top_logprobs": [_entry(model, token, logprob) for token, logprob in each.top[:top]]}
+        for each in logprobs
+    ], "refusal": None}  # fmt: skip
+
+
+def _entry(model: Served, token: int, logprob: float) -> dict[str, Any]:
+    text, raw = model.token(token)
+    return {"token": text, "logprob": _finite(logprob), "bytes": raw}
+
+
+def completion_logprobs(
+    model: Served, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs | None], offset: int
+) -> dict[str, Any]:
+    """For completions: four lists as long as the tokens; `offset` is where the first token's text begins.
+
+    The first token of a prompt has no log-probability. The chosen token is among the top ones, as OpenAI has it.
+    """
+    texts = [model.token(token)[0] for token in tokens]
+    offsets = []
+    for text in texts:
+        offsets.append(offset)
+        offset += len(text)
+    return {
+        "tokens": texts,
+        "token_logprobs": [None if each is None else _finite(each.logprob) for each in logprobs],
+        "top_logprobs": [None if each is None else _top(model, each) for each in logprobs],
+        "text_offset": offsets,
+    }
+
+
+def _top(model: Served, each: TokenLogprobs) -> dict[str, float]:
+    found = {model.token(token)[0]: _finite(logprob) for token, logprob in each.top}
+    return found | {model.token(each.token)[0]: _finite(each.logprob)}
+
+
+def _finite(logprob: float) -> float:
+    """JSON has no minus infinity, which is what a token has that could not come; OpenAI writes -9999."""
+    return max(logprob, -9999.0)

@@ -1,0 +1,82 @@
+"""Figures for Prometheus. The names are vLLM's, with atomc for vllm, so that dashboards need one change."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from atomc.runtime.server.client import EngineClient
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
+PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
+WHOLE = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480)
+LENGTHS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+
+
+class Metrics:
+    """Counters and histograms of requests, and the engine's own figures at the time of asking."""
+
+    def __init__(self, client: EngineClient, model: str) -> None:
+        self.registry = CollectorRegistry()
+
+        def histogram(name: str, text: str, buckets: Iterable[float]) -> Any:
+            one = Histogram(f"atomc:{name}", text, ["model_name"], buckets=tuple(buckets), registry=self.registry)
+            return one.labels(model)
+
+        self.first_token = histogram("time_to_first_token_seconds", "Until the first token.", FIRST_TOKEN)
+        self.per_token = histogram("request_time_per_output_token_seconds", "Mean time of a token after the first.",
+                                   PER_TOKEN)  # fmt: skip
+        self.whole = histogram("e2e_request_latency_seconds", "From the request to the end of its answer.", WHOLE)
+        self.prompt_tokens = histogram("request_prompt_tokens", "Tokens of the prompt.", LENGTHS)
+        self.new_tokens = histogram("request_generation_tokens", "Tokens of the answer.", LENGTHS)
+        self.finished = Counter("atomc:request_success", "Answers by how they ended.", ["model_name", "finished_reason"],
+                                registry=self.registry)  # fmt: skip
+        self.refused = Counter("atomc:request_refused", "Requests answered with an error, by its status.",
+                               ["model_name", "status"], registry=self.registry)  # fmt: skip
+        self.model = model
+        self.registry.register(_OfEngine(client, model))
+
+    def text(self) -> bytes:
+        return generate_latest(self.registry)
+
+
+class _OfEngine:
+    """The engine's last figures."""
+
+    def __init__(self, client: EngineClient, model: str) -> None:
+        self.client = client
+        self.model = model
+
+    def collect(self) -> Iterable[Metric]:
+        stats = self.client.stats
+        yield self._gauge("up", "1 while the engine can serve.", 0.0 if self.client.sick else 1.0)
+        if stats is None:
+            return
+        used = stats.kv_blocks_used / max(stats.kv_blocks_total, 1)
+        yield self._gauge("num_requests_running", "Requests in the batch.", stats.running)
+        yield self._gauge("num_requests_waiting", "Requests in the queue.", stats.waiting)
+        yield self._gauge("kv_cache_usage_perc", "Share of the cache that is in use, 1 is all of it.", used)
+        yield self._gauge("host_step_milliseconds", "Time of the host a step.", stats.host_ms)
+        for name, text, value in (
+            ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_queries),
+            ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_hits),
+            ("num_preemptions", "Requests that gave way and were computed again.", stats.preemptions),
+            ("prompt_tokens", "Prompt tokens computed.", stats.prompt_tokens),
+            ("generation_tokens", "Tokens generated.", stats.generated_tokens),
+            ("spec_decode_num_draft_tokens", "Tokens drafted.", stats.drafted),
+            ("spec_decode_num_accepted_tokens", "Drafted tokens that were right.", stats.accepted),
+        ):
+            family = CounterMetricFamily(f"atomc:{name}", text, labels=["model_name"])
+            family.add_metric([self.model], value)
+            yield family
+        steps = CounterMetricFamily("atomc:steps", "Steps by how they ran.", labels=["model_name", "kind"])
+        for kind, number in stats.steps.items():
+            steps.add_metric([self.model, kind], number)
+        yield steps
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(f"atomc:{name}", text, labels=["model_name"])
+        family.add_metric([self.model], value)
+        return family

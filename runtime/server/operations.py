@@ -1,0 +1,87 @@
+"""What is there beside generation: the model, its tokens, how the server does, and what the compiler did."""
+
+import asyncio
+from contextlib import suppress
+
+from starlette.responses import Response
+
+from atomc.runtime.server.client import EngineDead
+from atomc.runtime.server.errors import APIError, invalid
+from atomc.runtime.server.http import Json
+from atomc.runtime.server.metrics import CONTENT_TYPE
+from atomc.runtime.server.protocol import DetokenizeRequest, EmbeddingRequest, TokenizeRequest
+from atomc.runtime.server.service import Service
+
+STATS_SECONDS = 2.0
+
+
+async def models(service: Service) -> Response:
+    model = service.model
+    data = [{"id": name, "object": "model", "created": model.created, "owned_by": "atomc", "root": model.names[0],
+             "parent": None, "max_model_len": model.max_len} for name in model.names]  # fmt: skip
+    return Json({"object": "list", "data": data})
+
+
+async def embeddings(service: Service, body: EmbeddingRequest) -> Response:
+    service.model.check_name(body.model)
+    raise invalid("this model is served for generation, it gives no embeddings", "model")
+
+
+async def tokenize(service: Service, body: TokenizeRequest) -> Response:
+    model = service.model
+    model.check_name(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise invalid("expected either prompt or messages", "prompt")
+    if body.prompt is not None:
+        tokens = await model.encoded(body.prompt, body.add_special_tokens)
+    else:
+        tools = [tool.model_dump(exclude_none=True) for tool in body.tools] if body.tools else None
+        text = await model.rendered(body.messages or [], tools, add_generation_prompt=body.add_generation_prompt,
+                                    **(body.chat_template_kwargs or {}))  # fmt: skip
+        tokens = await model.encoded_chat(text)
+    spelled = [model.token(token)[0] for token in tokens] if body.return_token_strs else None
+    return Json({"count": len(tokens), "max_model_len": model.max_len, "tokens": tokens, "token_strs": spelled})
+
+
+async def detokenize(service: Service, body: DetokenizeRequest) -> Response:
+    service.model.check_name(body.model)
+    service.model.check_tokens(body.tokens, "tokens")
+    return Json({"prompt": service.model.decoded(body.tokens)})
+
+
+async def health(service: Service) -> Response:
+    """Whether the engine's process lives and answers."""
+    sick = service.client.sick
+    if sick is not None:
+        raise APIError(503, sick, "service_unavailable", code="engine_dead")
+    return Json({"status": "ok"})
+
+
+async def ready(service: Service) -> Response:
+    await service.ready()
+    return Json({"status": "ready"})
+
+
+async def metrics(service: Service) -> Response:
+    """The engine's figures are of this moment if it answers in time, else its last ones."""
+    if service.client.dead is None:
+        # A slow or dying engine: its last figures are there, and `up` says how it is.
+        with suppress(TimeoutError, EngineDead):
+            await asyncio.wait_for(service.client.call("stats"), STATS_SECONDS)
+    return Response(service.metrics.text(), headers={"Content-Type": CONTENT_TYPE})
+
+
+async def compiler(service: Service) -> Response:
+    return Response(await service.client.call("report"), media_type="application/json")
+
+
+async def profile(service: Service, start: bool) -> Response:
+    folder = service.config.profile_dir
+    if folder is None:
+        raise invalid("profiling is off: start the server with --profile-dir DIR")
+    try:
+        value = await service.client.call("start_profile" if start else "stop_profile", folder)
+    except ValueError as error:
+        raise invalid(str(error)) from error
+    return Json({"status": "started"} if start else {"status": "stopped", "file": value})
+

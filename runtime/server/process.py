@@ -1,0 +1,207 @@
+"""The engine's process: takes commands, steps the engine, sends what came of it."""
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from multiprocessing import parent_process
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import zmq
+
+from atomc.runtime.config import EngineConfig
+from atomc.runtime.server import messages
+from atomc.runtime.server.messages import Call, Failed, Progress, Refused, Reply, Submit
+
+if TYPE_CHECKING:
+    from atomc.runtime.engine import Engine
+
+log = logging.getLogger("atomc.engine")
+LINGER_MS = 2000
+
+
+def main(config: EngineConfig, address: str, progress: bool) -> None:
+    """The life of the process: start an engine, serve the front process at `address`, end with it."""
+    # A Ctrl-C reaches all processes of the terminal, a service manager's SIGTERM all of the service: the front process
+    # decides what they mean.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    socket = zmq.Context().socket(zmq.PAIR)
+    # Nothing is dropped and nothing blocks: what is under way is bounded by the requests that were accepted.
+    socket.set_hwm(0)
+    socket.linger = LINGER_MS
+    socket.connect(address)
+    try:
+        failed = _serve(config, socket, progress)
+    finally:
+        socket.close()
+        socket.context.term()
+    if failed:
+        # Not by way of the interpreter's end, which a broken device can block.
+        os._exit(1)
+
+
+def _serve(config: EngineConfig, socket: "zmq.Socket[bytes]", progress: bool) -> bool:
+    """Run the loop until it is told to stop (False), or something broke (True, and the front process knows what)."""
+    try:
+        loop = Loop(started(config, progress), socket)
+        loop.run()
+    except Exception as error:  # whatever it is, the front process must hear of it
+        message = _users_error(error)
+        if message is None:
+            log.exception("the engine broke")
+        failed = Failed(message or f"the engine broke: {type(error).__name__}", by_user=message is not None)
+        socket.send(msgspec.msgpack.encode(failed))
+        return True
+    return False
+
+
+def _end_with_parent() -> None:
+    """Ends this process, also in the middle of a step, when the front process is gone."""
+    parent = parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
+
+
+def _users_error(error: BaseException) -> str | None:
+    """The sentence for an error that a user can put right; None for any other."""
+    import torch
+
+    from atomc.errors import RunError
+
+    inner = getattr(error, "inner_exception", None)
+    if inner is not None:
+        return _users_error(inner)
+    if isinstance(error, torch.OutOfMemoryError):
+        return ("out of memory on the device: lower --gpu-memory-utilization, --max-num-seqs, --max-num-batched-tokens or "
+                "--max-model-len")  # fmt: skip
+    known = isinstance(error, ValueError | OSError | ImportError | RunError)
+    return " ".join(str(error).split()) if known else None
+
+
+def started(config: EngineConfig, progress: bool) -> "Engine":
+    """The engine; on a CPU without a C++ compiler to wait for, unless the options say otherwise."""
+    from atomc.runtime.engine import Engine
+
+    if isinstance(config.options, dict) and "glue" not in config.options:
+        import torch
+
+        gpu = config.device != "cpu" and torch.cuda.is_available()
+        config = replace(config, options={**config.options, "glue": "auto" if gpu else "eager"})
+    return Engine(config, progress=progress)
+
+
+class Loop:
+    """Commands in, progress out, one step of the engine in between; sleeps while there is nothing to do."""
+
+    def __init__(self, engine: "Engine", socket: "zmq.Socket[bytes]") -> None:
+        self.engine = engine
+        self.socket = socket
+        self.profile: Any = None
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(messages.Command).decode
+        self._next = Progress()
+
+    def run(self) -> None:
+        """Until Stop comes."""
+        stats = self.engine.stats()
+        self._send(messages.Started(
+            model=self.engine.program.report.model, device=str(self.engine.program.device),
+            max_len=self.engine.max_len, vocab_size=self.engine.vocab_size, kv_tokens=stats.kv_tokens,
+            num_sequences=stats.kv_tokens // self.engine.max_len, phases=self.engine.phases,
+        ))  # fmt: skip
+        while True:
+            for command in self._commands():
+                if isinstance(command, messages.Stop):
+                    return
+                self._do(command)
+            if self.engine.has_work:
+                self._next.outputs += self.engine.step()
+            if self._next != Progress():
+                self._send(self._next)
+                self._next = Progress()
+
+    def _commands(self) -> Iterator[messages.Command]:
+        """What has come; if there is nothing to do, waits until something does."""
+        if not self.engine.has_work:
+            self.socket.poll()
+        while True:
+            try:
+                message = self.socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            yield self._decode(message)
+
+    def _do(self, command: messages.Command) -> None:
+        match command:
+            case Submit():
+                self._submit(command)
+            case messages.Abort(ids):
+                for request_id in ids:
+                    self.engine.abort(request_id)
+            case Call(number):
+                try:
+                    self._send(Reply(number, self._called(command)))
+                except Exception as error:  # one call failed; the requests go on
+                    log.exception("%s failed", command.name)
+                    self._send(Reply(number, error=_users_error(error) or f"{command.name} failed"))
+
+    def _submit(self, command: Submit) -> None:
+        from atomc.runtime.scheduler import QueueFull
+
+        try:
+            self.engine.add(self.engine.request(command.id, command.tokens, command.params, priority=command.priority,
+                                                salt=command.salt))  # fmt: skip
+        except ValueError as error:
+            self._next.refused.append(Refused(command.id, str(error)))
+        except QueueFull as error:
+            self._next.refused.append(Refused(command.id, str(error), error.retry_after))
+        else:
+            self._next.accepted.append(command.id)
+
+    def _called(self, call: Call) -> str:
+        match call.name:
+            case "stats":
+                self._send(Progress(stats=self.engine.stats()))
+                return ""
+            case "report":
+                return msgspec.json.encode(self.engine.program.report.to_dict(), enc_hook=str).decode()
+            case "start_profile":
+                return self._start_profile()
+            case "stop_profile":
+                return self._stop_profile(Path(call.folder))
+
+    def _start_profile(self) -> str:
+        import torch
+        from torch.profiler import ProfilerActivity
+
+        if self.profile is not None:
+            raise ValueError("a profile is being taken already: stop it first")
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+        self.profile = torch.profiler.profile(activities=activities)
+        self.profile.start()
+        return "started"
+
+    def _stop_profile(self, folder: Path) -> str:
+        if self.profile is None:
+            raise ValueError("no profile is being taken: start one first")
+        profile, self.profile = self.profile, None
+        profile.stop()
+        folder.mkdir(parents=True, exist_ok=True)
+        file = folder / f"engine-{time.strftime('%Y%m%d-%H%M%S')}.json.gz"
+        profile.export_chrome_trace(str(file))
+        return file.name
+
+    def _send(self, event: messages.Event) -> None:
+        self.socket.send(self._encode(event))
+
+

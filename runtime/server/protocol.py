@@ -1,0 +1,167 @@
+"""What clients send: OpenAI's requests, and the fields that vLLM added to them.
+
+A field that does not exist is refused by name. Fields that change nothing here are taken where they say something about
+the client or about OpenAI's own service.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Text = str
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Number = Annotated[float, Field(allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Messages = list[dict[str, Any]]
+
+
+class Body(BaseModel):
+    """A JSON object without fields of other names."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: bool | None = None  # OpenAI's padding against traffic analysis: not done
+
+
+class StructuredOutputs(Body):
+    """One of these, as in vLLM."""
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
+class JsonSchema(Body):
+    name: str
+    description: str | None = None
+    # As OpenAI's client writes it. Left out: any JSON object.
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class Function(Body):
+    name: str = Field(min_length=1, max_length=256)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Body):
+    name: str
+
+
+class NamedTool(Body):
+    type: Literal["function"] = "function"
+    function: NamedFunction
+
+
+class Generate(Body):
+    """What completions and chat completions have in common."""
+
+    model: str | None = None
+    max_tokens: Count | None = None
+    temperature: Number | None = None
+    top_p: Number | None = None
+    n: Annotated[int, Field(ge=1, le=128)] = 1
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    presence_penalty: Number | None = None
+    frequency_penalty: Number | None = None
+    logit_bias: dict[TokenId, Number] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    # beyond OpenAI
+    top_k: Count | None = None
+    min_p: Number | None = None
+    repetition_penalty: Number | None = None
+    min_tokens: Count = 0
+    ignore_eos: bool = False
+    stop_token_ids: list[TokenId] | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
+    cache_salt: str | None = None
+    # taken, and without effect
+    user: str | None = None
+
+
+class CompletionRequest(Generate):
+    prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
+    echo: bool = False
+    logprobs: Count | None = None
+    best_of: int | None = None
+    suffix: str | None = None
+    prompt_logprobs: Count | None = None
+    add_special_tokens: bool = True
+    response_format: ResponseFormat | None = None
+
+
+class ChatRequest(Generate):
+    messages: Messages
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Count | None = None
+    response_format: ResponseFormat | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool = True
+    reasoning_effort: str | None = None
+    # taken, and without effect
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    modalities: list[Literal["text"]] | None = None
+    verbosity: str | None = None
+
+
+class EmbeddingRequest(Body):
+    input: str | list[TokenId] | list[str] | list[list[TokenId]]
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+    pooling: Literal["mean", "last"] = "mean"
+    normalize: bool = True
+    user: str | None = None
+
+
+class TokenizeRequest(Body):
+    """Either prompt or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    add_special_tokens: bool = True
+    messages: Messages | None = None
+    tools: list[Tool] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(Body):
+    model: str | None = None
+    tokens: list[TokenId]

@@ -1,0 +1,88 @@
+"""From a client's request to SamplingParams."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from atomc.runtime.sampling_params import SamplingParams, Structured
+from atomc.runtime.server.config import ServerConfig
+from atomc.runtime.server.errors import invalid
+from atomc.runtime.server.protocol import Generate, ResponseFormat
+from atomc.runtime.server.served import Served
+
+OPENAI_TEMPERATURE = 1.0
+SAME = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+
+
+def sampling_params(
+    body: Generate, model: Served, *, max_tokens: int | None, logprobs: int | None = None,
+    prompt_logprobs: int | None = None, structured: Structured | None = None, skip_special_tokens: bool = True,
+) -> SamplingParams:  # fmt: skip
+    """What the request says, else the model's defaults, else OpenAI's. Raises a 400 for values out of range."""
+    stop_token_ids = tuple(body.stop_token_ids or ())
+    model.check_tokens(stop_token_ids, "stop_token_ids")
+    model.check_tokens(tuple(body.logit_bias or ()), "logit_bias")
+    given: dict[str, Any] = {"temperature": OPENAI_TEMPERATURE, **model.defaults}
+    given |= {name: value for name in SAME if (value := getattr(body, name)) is not None}
+    # -1 is how vLLM says "all tokens".
+    given["top_k"] = max(given.get("top_k", 0), 0) if given.get("top_k", 0) >= -1 else given["top_k"]
+    stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    try:
+        return SamplingParams(
+            max_tokens=max_tokens, min_tokens=body.min_tokens, seed=body.seed, stop=stop, stop_token_ids=stop_token_ids,
+            include_stop_str_in_output=body.include_stop_str_in_output, ignore_eos=body.ignore_eos,
+            logit_bias=body.logit_bias or {}, logprobs=logprobs, prompt_logprobs=prompt_logprobs, structured=structured,
+            skip_special_tokens=skip_special_tokens, **given,
+        )  # fmt: skip
+    except ValueError as error:
+        raise invalid(str(error), str(error).partition(" ")[0]) from error
+
+
+def check_fits(num_prompt: int, max_tokens: int | None, model: Served) -> None:
+    """Raises a 400, with the numbers, if prompt and answer together are longer than the longest sequence."""
+    room = model.max_len - num_prompt
+    wanted = 1 if max_tokens is None else max_tokens
+    if wanted > room:
+        least = "at least " if max_tokens is None else ""
+        raise invalid(f"this model's maximum context length is {model.max_len} tokens, and the request has {num_prompt} in "
+                      f"the prompt and asks for {least}{wanted} more: shorten the prompt, or ask for fewer tokens",
+                      "max_tokens" if num_prompt < model.max_len else "prompt", "context_length_exceeded")  # fmt: skip
+
+
+def structured_output(body: Generate, response_format: ResponseFormat | None) -> Structured | None:
+    """What the answer must look like, in whichever of its spellings it is asked for; None: anything."""
+    asked = list(_asked(body, response_format))
+    if not asked:
+        return None
+    try:
+        if len(asked) > 1:
+            raise ValueError("the request asks for structured output more than once: "
+                             f"{', '.join(sorted({key for one in asked for key in one}))}")  # fmt: skip
+        return Structured(**asked[0])
+    except (ValueError, TypeError) as error:
+        raise invalid(str(error), "response_format" if response_format else "structured_outputs") from error
+
+
+def _asked(body: Generate, response_format: ResponseFormat | None) -> list[Mapping[str, Any]]:
+    asked: list[dict[str, Any]] = []
+    if response_format is not None and response_format.type == "json_object":
+        asked.append({"json_object": True})
+    elif response_format is not None and response_format.type == "json_schema":
+        if response_format.json_schema is None:
+            raise invalid("response_format of type 'json_schema' needs json_schema, {name, schema}", "response_format")
+        schema = response_format.json_schema.schema_
+        asked.append({"json_object": True} if schema is None else {"json_schema": schema})
+    if (outputs := body.structured_outputs) is not None:
+        named = {"json_schema": outputs.json_, "regex": outputs.regex, "choice": outputs.choice,
+                 "grammar": outputs.grammar, "json_object": outputs.json_object or None}  # fmt: skip
+        asked.append({name: value for name, value in named.items() if value is not None})
+    for name, value in (("json_schema", body.guided_json), ("regex", body.guided_regex), ("choice", body.guided_choice),
+                        ("grammar", body.guided_grammar)):  # fmt: skip
+        if value is not None:
+            asked.append({name: value})
+    return list(asked)
+
+
+def check_logprobs(number: int | None, param: str, config: ServerConfig) -> None:
+    """Raises a 400 for more log-probabilities than the server gives."""
+    if number is not None and not 0 <= number <= config.max_logprobs:
+        raise invalid(f"{param} is {number}, it must be at least 0 and at most {config.max_logprobs}", param)

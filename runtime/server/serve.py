@@ -1,0 +1,125 @@
+"""`atomc serve`: starts the engine's process and the HTTP server, and ends both in order."""
+
+import asyncio
+import logging
+import signal
+import socket
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from atomc.runtime.config import EngineConfig
+from atomc.runtime.hub import model_folder
+from atomc.runtime.server.client import EngineClient, EngineFailed, EngineProcess
+from atomc.runtime.server.config import ServerConfig
+
+log = logging.getLogger("atomc.server")
+DEMO_NAME = "atomc-demo"
+KEEP_ALIVE_SECONDS = 30
+BACKLOG = 2048
+
+
+def serve(server: ServerConfig, engine: EngineConfig) -> None:
+    """Serve until SIGINT or SIGTERM. Raises ValueError, OSError or ImportError for what a user can put right."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    logging.getLogger("atomc").setLevel(logging.INFO)
+    folder, name = _folder(engine)
+    listener = _bound(server)
+    # A request to end that comes before the server listens ends everything at once.
+    signal.signal(signal.SIGTERM, _interrupt)
+    # Before the imports below, which take as long as its own first ones.
+    process = EngineProcess(replace(engine, model=str(folder)))
+    try:
+        asyncio.run(_run(server, process, listener, folder, name))
+    except EngineFailed as error:
+        if error.by_user:
+            raise ValueError(str(error)) from error
+        raise RuntimeError(str(error)) from error
+    finally:
+        listener.close()
+        process.close()
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _folder(engine: EngineConfig) -> tuple[Path, str]:
+    """The model's folder, and what clients call it if nothing else is said."""
+    if engine.model is None:
+        from atomc.demo import PATH
+
+        return Path(PATH), DEMO_NAME
+    folder = model_folder(engine.model, trust_remote_code=engine.trust_remote_code)
+    # A path on this machine is nobody's business.
+    return folder, folder.resolve().name if Path(engine.model).expanduser().is_dir() else engine.model
+
+
+def _bound(server: ServerConfig) -> socket.socket:
+    """The address is ours from now on; nobody can connect before the engine is ready. Raises OSError if it is taken."""
+    family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((server.host, server.port))
+    except OSError as error:
+        listener.close()
+        reason = error.strerror or str(error)
+        raise OSError(f"cannot listen on {server.host} port {server.port}: {reason}; choose another with --port") from error
+    return listener
+
+
+async def _run(
+    config: ServerConfig, process: EngineProcess, listener: socket.socket, folder: Path, name: str
+) -> None:
+    import uvicorn
+
+    from atomc.runtime.server.app import create_app
+    from atomc.runtime.server.metrics import Metrics
+    from atomc.runtime.server.served import load_served
+    from atomc.runtime.server.service import Service
+
+    client = EngineClient(process, patience=config.engine_patience)
+    try:
+        model = load_served(folder, name, config)
+        await client.connect()
+        model.max_len, model.vocab_size = client.info.max_len, client.info.vocab_size
+        service = Service(client, model, config, Metrics(client, model.names[0]), max_requests=process.config.max_queue)
+
+        class Server(uvicorn.Server):
+            """Ends what still runs when its time is over, so that clients are told."""
+
+            def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+                if self.should_exit:
+                    self.force_exit = True
+                self.should_exit = True
+                loop = asyncio.get_running_loop()
+                patience = 0.0 if self.force_exit else config.drain_seconds
+                loop.call_later(patience, client.abort_all, "the server is shutting down")
+
+        server = Server(uvicorn.Config(
+            create_app(service), log_config=None, access_log=False, server_header=False, lifespan="off", backlog=BACKLOG,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS, timeout_graceful_shutdown=int(config.drain_seconds) + 5,
+            ssl_certfile=config.ssl_certfile, ssl_keyfile=config.ssl_keyfile,
+        ))  # fmt: skip
+        _say_how(service, listener)
+        await server.serve(sockets=[listener])
+    finally:
+        await client.close()
+
+
+def _say_how(service: Any, listener: socket.socket) -> None:
+    """The summary: what is served, how much fits, and where."""
+    model, info, config = service.model, service.client.info, service.config
+    log.info("model %s: %s on %s", model.names[0], info.model, info.device)
+    log.info("cache: %d tokens, %d sequences of full length (%d)", info.kv_tokens, info.num_sequences, info.max_len)
+    log.info("chat template %s, tool calls %s, reasoning %s, defaults %s", "yes" if model.template else "none",
+             model.tools or "none", model.reasoning or "none", dict(model.defaults) or "none")  # fmt: skip
+    log.info("seconds to start: %s", ", ".join(f"{name} {seconds:.2f}" for name, seconds in info.phases.items()))
+    if not (config.api_key or config.api_key_file):
+        log.info("no --api-key: whoever reaches the port may use the model")
+    scheme = "https" if config.ssl_certfile else "http"
+    host, port = listener.getsockname()[:2]
+    log.info("listening on %s://%s:%d", scheme, f"[{host}]" if ":" in host else host, port)

@@ -1,0 +1,74 @@
+"""What all endpoints share: the engine's client, the model, the server's config, and its metrics."""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from starlette.requests import Request
+
+from atomc.runtime.sampling_params import SamplingParams
+from atomc.runtime.server.client import EngineClient, EngineDead
+from atomc.runtime.server.config import ServerConfig
+from atomc.runtime.server.errors import APIError, told
+from atomc.runtime.server.generation import Generation
+from atomc.runtime.server.http import while_connected
+from atomc.runtime.server.metrics import Metrics
+from atomc.runtime.server.protocol import Generate
+from atomc.runtime.server.served import Served
+
+log = logging.getLogger("atomc.server")
+READY_SECONDS = 30.0
+
+
+@dataclass
+class Service:
+    """max_requests: answers that one HTTP request may ask for."""
+
+    client: EngineClient
+    model: Served
+    config: ServerConfig
+    metrics: Metrics
+    max_requests: int
+    _probe: "asyncio.Task[None] | None" = field(default=None, init=False)
+
+    def generation(
+        self, name: str, prompts: Sequence[Sequence[int]], params: SamplingParams, body: Generate
+    ) -> Generation:
+        return Generation(self.client, self.model, self.metrics, name, prompts, params, n=body.n, priority=body.priority,
+                          salt=body.cache_salt, log_requests=self.config.log_requests)  # fmt: skip
+
+    async def begin(self, generation: Generation, request: Request) -> None:
+        """Returns when the engine has taken the request. Raises what the client is told if it does not."""
+        try:
+            await while_connected(request, generation.start())
+        except BaseException as error:
+            generation.close(type(error).__name__)
+            raise
+
+    def told(self, error: Exception) -> APIError:
+        """What the client is told in the middle of a stream; the log hears of what is nobody's fault but ours."""
+        found = told(error)
+        if found.status == 500 and not isinstance(error, APIError):
+            log.error("a stream failed", exc_info=error)
+        self.metrics.refused.labels(self.metrics.model, found.status).inc()
+        return found
+
+    async def ready(self) -> None:
+        """Generates one token. Probes at the same time share it. Raises what `told` understands."""
+        if self._probe is None or self._probe.done():
+            self._probe = asyncio.create_task(self._generate_one())
+        await asyncio.shield(self._probe)
+
+    async def _generate_one(self) -> None:
+        params = SamplingParams(max_tokens=1, ignore_eos=True)
+        generation = Generation(self.client, self.model, self.metrics, "ready", [[0]], params, log_requests=False)
+        try:
+            async with asyncio.timeout(READY_SECONDS):
+                await generation.start()
+                async for _ in generation:
+                    pass
+        except TimeoutError as error:
+            raise EngineDead(f"no token in {READY_SECONDS:.0f} s") from error
+        finally:
+            generation.close()
