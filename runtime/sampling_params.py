@@ -117,7 +117,9 @@ class SamplingParams:
         expect("logprobs", self.logprobs is None or self.logprobs >= 0, "at least 0, or None")
         expect("prompt_logprobs", self.prompt_logprobs is None or self.prompt_logprobs >= 0, "at least 0, or None")
         expect("min_tokens", self.min_tokens == 0 or self.structured is None,
-               "0 with structured output, whose end is where the structure ends")  # fmt: skip
+               "0 with structured output, which ends where the structure does")  # fmt: skip
+        expect("ignore_eos", not (self.ignore_eos and self.structured is not None),
+               "False with structured output, which ends where the structure does")  # fmt: skip
 
     def refuse_beyond(self, vocab_size: int) -> None:
         """Raise ValueError if a token is named, or so many are asked for, that the vocabulary does not have."""

@@ -32,6 +32,7 @@ from atomc.runtime.sampling_params import SamplingParams, Structured
         ({"logprobs": -1}, "logprobs is -1"),
         ({"prompt_logprobs": -1}, "prompt_logprobs is -1"),
         ({"structured": Structured(regex="a"), "min_tokens": 1}, "min_tokens is 1, it must be 0 with structured"),
+        ({"structured": Structured(regex="a"), "ignore_eos": True}, "ignore_eos is True, it must be False with structured"),
     ],
 )
 def test_parameters_out_of_range_are_refused(params, message):

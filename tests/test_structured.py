@@ -1,0 +1,226 @@
+"""Output of a given form: whatever is drawn under the mask, the result has it."""
+
+import json
+import random
+import re
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from atomc import demo
+from atomc.runtime.detokenizer import TokenTexts
+from atomc.runtime.draw import Draw
+from atomc.runtime.sampler import Sampler, allowed
+from atomc.runtime.sampling_params import SamplingParams, Structured
+from atomc.runtime.structured import Grammars
+
+pytest.importorskip("llguidance")
+tokenizers = pytest.importorskip("tokenizers")
+DEMO = tokenizers.Tokenizer.from_file(str(demo.PATH / "tokenizer.json"))
+TEXTS = TokenTexts(DEMO)
+END = DEMO.token_to_id("<|endoftext|>")
+# More tokens than the tokenizer has, as padded models have it.
+VOCAB = DEMO.get_vocab_size() + 50
+GRAMMARS = Grammars(DEMO, frozenset({END}), VOCAB)
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 3},
+        "more": {"anyOf": [{"type": "null"}, {"$ref": "#"}]},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+LIST = """
+start: "[" item ("," item)* "]"
+item: /[0-9]{1,3}/
+"""
+
+
+def may_follow(matcher):
+    mask = GRAMMARS.mask(1)
+    GRAMMARS.fill(mask, [(matcher, 0, ())])
+    return allowed(mask, VOCAB)[0].nonzero()[:, 0].tolist()
+
+
+def written(structured, generator, length=400):
+    """The bytes of an output drawn evenly from what is allowed, ending as soon as it likes to; None: it did not end."""
+    matcher, tokens = GRAMMARS.compile(structured).matcher(), []
+    for _ in range(length):
+        choices = may_follow(matcher)
+        assert choices and max(choices) < DEMO.get_vocab_size()
+        token = END if END in choices and generator.random() < 0.5 else generator.choice(choices)
+        assert matcher.accept(token)
+        if matcher.finished:
+            return b"".join(map(TEXTS.bytes, tokens))
+        tokens.append(token)
+    return None
+
+
+def is_person(value):
+    return (
+        value.keys() <= {"name", "age", "tags", "more"} and isinstance(value["name"], str) and len(value["name"]) <= 8
+        and value["age"] in range(151) and set(value.get("tags", [])) <= {"a", "b"} and len(value.get("tags", [])) <= 3
+        and (value.get("more") is None or is_person(value["more"]))
+    )  # fmt: skip
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**9))
+def test_any_draw_under_a_schema_is_json_that_fulfils_it(seed):
+    text = written(Structured(json_schema=PERSON), random.Random(seed))
+    assert text is None or is_person(json.loads(text))
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 10**9))
+def test_any_draw_of_a_json_object_is_one(seed):
+    text = written(Structured(json_object=True), random.Random(seed))
+    assert text is None or isinstance(json.loads(text), dict)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 10**9), st.sampled_from([r"[a-f]{2,5}(-\d+)?", r"(yes|no), \w{1,9}!", "\u4e2d+x", "^ab?$"]))
+def test_any_draw_under_a_regex_matches_it_as_a_whole(seed, regex):
+    text = written(Structured(regex=regex), random.Random(seed))
+    assert text is None or re.fullmatch(regex, text.decode())
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 10**9), st.lists(st.text(min_size=1, max_size=6), min_size=1, max_size=4))
+def test_any_draw_of_a_choice_is_one_of_its_texts(seed, texts):
+    assert written(Structured(choice=tuple(texts)), random.Random(seed)) in [text.encode() for text in texts]
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 10**9))
+def test_any_draw_under_a_grammar_is_derived_from_it(seed):
+    text = written(Structured(grammar=LIST), random.Random(seed))
+    assert text is None or re.fullmatch(rb"\[\d{1,3}(,\d{1,3})*\]", text)
+
+
+def test_the_ends_of_short_outputs_are_found():
+    # Else the tests above would pass with outputs that never end.
+    assert sum(written(Structured(regex="[a-c]{1,9}"), random.Random(seed)) is not None for seed in range(20)) == 20
+    assert sum(written(Structured(json_schema=PERSON), random.Random(seed)) is not None for seed in range(20)) >= 15
+
+
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [
+        ({"json_schema": "{"}, "json_schema is no JSON: Expecting property name"),
+        ({"json_schema": "[1]"}, r"json_schema is \[1\], expected an object"),
+        ({"json_schema": {"type": "nothing"}}, "json_schema: Invalid type: nothing"),
+        ({"json_schema": {"type": "object", "if": {}}}, "json_schema: Unimplemented keys: .*if"),
+        ({"regex": "(a"}, "regex: .*unclosed group"),
+        ({"regex": "a(?=b)"}, "regex: .*look-ahead"),
+        ({"grammar": "start: missing"}, 'grammar: .*unknown name: "missing"'),
+    ],
+)  # fmt: skip
+def test_a_form_that_cannot_be_compiled_is_refused(form, message):
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        GRAMMARS.compile(Structured(**form))
+
+
+def test_what_is_compiled_is_kept_and_the_oldest_is_dropped():
+    grammars = Grammars(DEMO, frozenset({END}), VOCAB, capacity=2)
+    a, b, c = (Structured(regex=letter) for letter in "abc")
+    first = grammars.compile(a)
+    assert grammars.compile(Structured(regex="a")) is first
+    grammars.compile(b)
+    assert grammars.compile(a) is first
+    grammars.compile(c)
+    assert grammars.compile(a) is first and grammars.compile.cache_info().currsize == 2
+
+
+def test_matchers_of_one_grammar_do_not_know_each_other():
+    grammar = GRAMMARS.compile(Structured(regex="abc|xyz"))
+    one, other = grammar.matcher(), grammar.matcher()
+    assert one.accept(DEMO.token_to_id("a"))
+    assert not one.accept(DEMO.token_to_id("x")) and other.accept(DEMO.token_to_id("x"))
+
+
+def test_a_token_that_may_not_come_changes_nothing():
+    matcher = GRAMMARS.compile(Structured(regex="abc")).matcher()
+    before = may_follow(matcher)
+    assert not matcher.accept(DEMO.token_to_id("x")) and not matcher.accept(END)
+    assert may_follow(matcher) == before and not matcher.error
+    for token in DEMO.encode("abc").ids:
+        assert not matcher.complete and matcher.accept(token)
+    assert matcher.complete and not matcher.finished and may_follow(matcher) == [END]
+    assert matcher.accept(END) and matcher.finished and not matcher.accept(END)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 10**9))
+def test_taking_tokens_back_is_as_if_they_had_not_come(seed):
+    generator = random.Random(seed)
+    grammar = GRAMMARS.compile(Structured(json_schema=PERSON))
+    matcher, tokens = grammar.matcher(), []
+    for _ in range(25):
+        if not matcher.finished:
+            token = generator.choice(may_follow(matcher))
+            assert matcher.accept(token)
+            tokens.append(token)
+        if generator.random() < 0.3 or matcher.finished:
+            count = generator.randint(0, len(tokens))
+            matcher.rollback(count)
+            del tokens[len(tokens) - count :]
+            again = grammar.matcher()
+            assert all(again.accept(token) for token in tokens)
+            assert may_follow(again) == may_follow(matcher) and again.finished == matcher.finished
+
+
+def test_more_tokens_than_came_cannot_be_taken_back():
+    with pytest.raises(ValueError, match="1 tokens to take back, more than were accepted"):
+        GRAMMARS.compile(Structured(regex="a")).matcher().rollback(1)
+
+
+def test_rows_behind_a_draft_are_as_if_its_tokens_had_come():
+    grammar = GRAMMARS.compile(Structured(json_schema=PERSON))
+    draft = DEMO.encode('{"name').ids
+    assert len(draft) > 2
+    mask, matcher = GRAMMARS.mask(len(draft) + 4), grammar.matcher()
+    GRAMMARS.fill(mask, [(matcher, 1, draft), (grammar.matcher(), len(draft) + 2, [DEMO.token_to_id("x")])])
+    step = grammar.matcher()
+    for row, token in enumerate([*draft, None], start=1):
+        assert allowed(mask, VOCAB)[row].nonzero()[:, 0].tolist() == may_follow(step)
+        assert token is None or step.accept(token)
+    # Nothing before, nothing behind the token that may not come, and the matcher is where it was.
+    assert allowed(mask, VOCAB)[[0, -1]].all() and not allowed(mask, VOCAB)[-2].all()
+    assert may_follow(matcher) == may_follow(grammar.matcher()) and not matcher.error
+
+
+def test_rows_without_a_form_may_draw_anything():
+    matcher, mask = GRAMMARS.compile(Structured(choice=("yes", "no"))).matcher(), GRAMMARS.mask(2)
+    GRAMMARS.fill(mask, [(matcher, 1, ())])
+    logits = torch.zeros(2, VOCAB)
+    logits[:, VOCAB - 1] = 5.0
+    tokens = Sampler(torch.device("cpu"), 2)(logits, [Draw(params=SamplingParams())] * 2, mask=mask).tokens.tolist()
+    assert tokens[0] == VOCAB - 1 and DEMO.id_to_token(tokens[1]) in {"y", "ye", "yes", "n", "no"}
+
+
+def test_a_tokenizer_of_transformers_will_do():
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=DEMO)
+    matcher = Grammars(tokenizer, frozenset({END}), VOCAB).compile(Structured(regex="once")).matcher()
+    assert all(matcher.accept(token) for token in DEMO.encode("once").ids) and matcher.complete
+
+
+def test_a_model_without_an_end_and_a_tokenizer_without_a_vocabulary_are_refused():
+    with pytest.raises(ValueError, match="needs an end-of-sequence token"):
+        Grammars(DEMO, frozenset(), VOCAB)
+    with pytest.raises(ValueError, match=r"needs a tokenizer with a tokenizer.json, not object"):
+        Grammars(object(), frozenset({END}), VOCAB)
+
+
+def test_a_missing_library_is_named_with_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(ImportError, match=r"llguidance.*pip install 'atomc\[serve\]'"):
+        Grammars(DEMO, frozenset({END}), VOCAB)
