@@ -1,0 +1,104 @@
+"""The status page at / and the figures it polls at /status."""
+
+import asyncio
+import base64
+import hashlib
+import json
+import re
+import time
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.responses import HTMLResponse
+
+from atomc.render.text import NOT_REWRITES
+from atomc.runtime.server.client import EngineClient, EngineDead
+
+PAGE = Path(__file__).with_name("status.html")
+# Pages that poll at the same time share one answer of the engine.
+FRESH_SECONDS = 0.4
+# An engine inside a long step answers after it; until then the page shows the last figures.
+ANSWER_SECONDS = 1.0
+
+
+def router(client: EngineClient, model_name: str) -> APIRouter:
+    """Two routes: the page, which holds nothing of this server, and its figures."""
+    routes = APIRouter(include_in_schema=False)
+    status = Status(client, model_name)
+    page = PAGE.read_text(encoding="utf-8")
+    headers = {"Content-Security-Policy": content_policy(page), "X-Content-Type-Options": "nosniff",
+               "Referrer-Policy": "no-referrer", "Cache-Control": "no-cache"}  # fmt: skip
+
+    @routes.get("/")
+    async def show() -> HTMLResponse:
+        return HTMLResponse(page, headers=headers)
+
+    @routes.get("/status")
+    async def figures() -> dict[str, Any]:
+        return await status.figures()
+
+    return routes
+
+
+class Status:
+    """What the page shows, as plain data."""
+
+    def __init__(self, client: EngineClient, model_name: str) -> None:
+        self._client = client
+        self._model_name = model_name
+        self._asked = -FRESH_SECONDS
+        self._compiled: dict[str, Any] | None = None
+
+    async def figures(self) -> dict[str, Any]:
+        """The model, the engine's figures, and what the compiler did; `sick` says why it cannot serve, or is None."""
+        client = self._client
+        await self._refresh()
+        found = {"model": self._model_name, "sick": client.sick, "stats": asdict(client.stats) if client.stats else None}
+        names = ("device", "max_len", "kv_tokens", "num_sequences", "phases")
+        found |= {"class": client.info.model, **{name: getattr(client.info, name) for name in names}}
+        return found | {"compiler": self._compiled}
+
+    async def _refresh(self) -> None:
+        if time.monotonic() - self._asked < FRESH_SECONDS or self._client.sick:
+            return
+        self._asked = time.monotonic()
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                await self._client.call("stats")
+                if self._compiled is None:
+                    self._compiled = compiled(json.loads(await self._client.call("report")))
+        except (TimeoutError, EngineDead):
+            pass
+
+
+def compiled(report: dict[str, Any]) -> dict[str, Any]:
+    """The parts of a compiler's report that fit on a page: rewrites with their sites, ops with what runs them."""
+    runs = Counter((choice["op"], choice["chosen"]) for choice in report["kernels"])
+    graphs = report["cuda_graphs"]
+    return {
+        "treated": report["treated"],
+        "why_not": report["why_not"],
+        "layers": len({site["layer"] for site in report["sites"] if site["layer"] is not None}),
+        "rewrites": {name: sites for name, sites in report["matches"].items() if sites and name not in NOT_REWRITES},
+        "kernels": [{"op": op, "runs_as": chosen, "nodes": nodes} for (op, chosen), nodes in runs.most_common()],
+        "near_misses": len(report["near"]),
+        "seconds": sum(report["phases"].values()),
+        "graphs": len(graphs),
+        "graph_bytes": sum(graph.get("bytes", 0) for graph in graphs),
+        "notes": report["notes"],
+    }
+
+
+def content_policy(page: str) -> str:
+    """Lets the page run its own style and script, told by their hashes, and talk to this server only."""
+    style, script = (re.search(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL) for tag in ("style", "script"))
+    assert style is not None and script is not None
+    return (f"default-src 'none'; style-src {_hash(style[1])}; script-src {_hash(script[1])}; connect-src 'self'; "
+            "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'")  # fmt: skip
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
