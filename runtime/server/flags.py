@@ -76,7 +76,7 @@ def _flag(each: "Field[Any]") -> dict[str, Any]:
     if kind is tuple:
         return shared | {"action": "append", "metavar": "X"}
     if kind is dict:
-        return shared | {"action": "append", "metavar": "NAME=VALUE", "type": _named_value}
+        return shared | {"action": "append", "metavar": "NAME=VALUE", "type": named_value}
     if get_origin(each.type) is Literal:
         return shared | {"choices": get_args(each.type)}
     return shared | {"type": kind, "metavar": {"int": "N", "float": "X"}.get(kind.__name__, "TEXT")}
@@ -89,7 +89,7 @@ def _help(each: "Field[Any]") -> str:
     return (f"{text} (default: {default})" if plain else text).replace("%", "%%")
 
 
-def _named_value(text: str) -> tuple[str, Any]:
+def named_value(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not name or not equals:
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
