@@ -124,7 +124,7 @@ def left(logits, params):
     mass, total = 0.0, sum(weights[i] for i in order)
     for i in order:
         mass += weights[i]
-        if mass >= params.top_p * total:
+        if params.top_p < 1.0 and mass >= params.top_p * total:
             order = [j for j in order if weights[j] >= weights[i]]
             break
     kept = {i: weights[i] for i in order if weights[i] >= params.min_p}
