@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from atomc.op import op_of
 from atomc.sizes import expression, known_equal
 
 COMMUTATIVE = frozenset({"add", "mul", "maximum", "minimum", "eq", "ne", "bitwise_and", "bitwise_or"})
@@ -93,9 +94,12 @@ def _by_schema(node: Node, schema: Any) -> tuple[str, list[Node], dict[str, Any]
     operands: list[Node] = []
     attrs: dict[str, Any] = {}
     given = []
+    ours = op_of(node.target)
     for i, argument in enumerate(schema.arguments):
+        # A schema knows the default of a dtype by its number only.
+        default = ours.signature.parameters[argument.name].default if ours else argument.default_value
         found = (node.args[i] if i < len(node.args) and not argument.kwarg_only
-                 else node.kwargs.get(argument.name, argument.default_value))
+                 else node.kwargs.get(argument.name, default))
         parts = found if isinstance(found, list | tuple) else [found]
         if any(isinstance(part, Node) and isinstance(value(part), Tensor | tuple | list) for part in parts):
             operands += [part for part in parts if isinstance(part, Node)]

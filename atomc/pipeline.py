@@ -157,7 +157,9 @@ def _rewrite(
 ) -> tuple[list[Fired], list[NearMiss]]:
     fired: list[Fired] = []
     refused: list[NearMiss] = []
-    for rewrite in p.rewrites:
+    index = Index(gm.graph)
+    possible = [rewrite for rewrite in p.rewrites if rewrite.possible(index)]
+    for rewrite in possible:
         more_fired, more_refused = apply(gm.graph, rewrite)
         fired += more_fired
         refused += more_refused
@@ -167,7 +169,7 @@ def _rewrite(
     gone = {node for f in fired for node in f.nodes}
     near = _best(refused, gone)
     shown = {node for miss in near for node in miss.nodes}
-    explained, unexplained = misses(gm.graph, list(p.rewrites), causes)
+    explained, unexplained = misses(gm.graph, possible, causes)
     near += [miss for miss in explained if not (miss.nodes & shown)]
     for miss in _best(unexplained, {node for other in refused for node in other.nodes}):
         report.bugs.append(f"{p.name} at {describe(miss.anchor)}: the matcher refused it, but nothing differs")
@@ -187,7 +189,12 @@ def _best(refused: list[NearMiss], gone: set[Node]) -> list[NearMiss]:
 
 def _say_what_is_absent(gm: GraphModule, p: Pass, report: Report, consumed: dict[str, Counter[str]]) -> None:
     index = Index(gm.graph)
-    ops = {call(node).op for node in p.rewrites[0].traced().nodes}
+    possible = [rewrite for rewrite in p.rewrites if rewrite.possible(index)]
+    needed = sorted({f"atom::{op}" for rewrite in p.rewrites for op in rewrite.needs})
+    if not possible and not any(op in consumed for op in needed):
+        report.absent[p.name] = _needed(needed, index)
+        return
+    ops = {call(node).op for node in possible[0].traced().nodes} if possible else set(needed)
     telling = sorted((ops - GENERIC) or ops)
     missing = [op for op in telling if not index[op]]
     for op in missing:
@@ -203,6 +210,14 @@ def _say_what_is_absent(gm: GraphModule, p: Pass, report: Report, consumed: dict
     report.absent[p.name] = text
 
 
+def _needed(ops: Sequence[str], index: Index) -> str:
+    """Which of the ops that a pass cannot do without the graph does not have, or not with attributes that it takes in."""
+    for op in ops:
+        for node in index[op]:
+            return f"it takes in no {op.removeprefix('atom::')} like {describe(node)}"
+    return f"the graph has no {' and no '.join(op.removeprefix('atom::') for op in ops)}"
+
+
 def record(report: Report, p: Pass, fired: Sequence[Fired], gm: GraphModule, context: Context) -> None:
     """Write sites and the changed graph into the report."""
     if not fired:
@@ -216,6 +231,8 @@ def record(report: Report, p: Pass, fired: Sequence[Fired], gm: GraphModule, con
         path = module_path(f.node)
         report.sites.append(Site(f.name, path, layer_of(path), source_line(f.node), dict(f.attrs)))
         report.matches[f.name] += 1
+        if "scheme" in f.attrs:
+            report.matches[f"{f.name}[{f.attrs['scheme']}]"] += 1
 
 
 def miss_of(near: NearMiss) -> Miss:

@@ -36,6 +36,7 @@ class Rewrite:
     sees_through   views that keep the last dimension may stand between the pattern's nodes
     read_together  the pattern's outputs are operands of one node, in this order; a static cache may lie in between
     rounding       True if the result is rounded differently than the pattern's (forbidden by rounding="hf")
+    needs          op -> attributes that one of its nodes must have; without such a node nothing is traced or explained
     """
 
     name: str
@@ -48,6 +49,7 @@ class Rewrite:
     sees_through: bool = False
     read_together: bool = False
     rounding: bool = False
+    needs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     _traced: list[Pattern] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
@@ -61,6 +63,12 @@ class Rewrite:
                 self._traced.append(Pattern(self.pattern, self.example(), sees_through=self.sees_through,
                                             read_together=self.read_together))  # fmt: skip
         return self._traced[0]
+
+
+    def possible(self, index: Index) -> bool:
+        """Whether the graph has the nodes that this rewrite needs."""
+        return all(any(attrs.items() <= call(node).attrs.items() for node in index[f"atom::{op}"])
+                   for op, attrs in self.needs.items())  # fmt: skip
 
 
 @dataclass

@@ -3,8 +3,10 @@
 from atomc.graph_pass import Pass, rewriting
 from atomc.passes import cleanup
 from atomc.passes.bind_state import bind_state
+from atomc.passes.fuse.activation_quant import SILU_AND_MUL_QUANT
 from atomc.passes.fuse.add_norm import ADD_LAYER_NORM, ADD_RMS_NORM
 from atomc.passes.fuse.kv_write import QK_NORM_ROPE_KV_WRITE, ROPE_KV_WRITE
+from atomc.passes.fuse.norm_quant import ADD_RMS_NORM_QUANT, RMS_NORM_QUANT
 from atomc.passes.fuse.qk_norm_rope import QK_NORM_ROPE
 from atomc.passes.lift import lift
 from atomc.passes.lower import lower
@@ -39,6 +41,9 @@ PIPELINE: tuple[Pass, ...] = (
     # fuse
     rewriting("add_rms_norm", ADD_RMS_NORM, after=["rms_norm"]),
     rewriting("add_layer_norm", ADD_LAYER_NORM),
+    rewriting("add_rms_norm_quant", ADD_RMS_NORM_QUANT, after=["add_rms_norm", "merge_linears"]),
+    rewriting("rms_norm_quant", RMS_NORM_QUANT, after=["add_rms_norm_quant"]),
+    rewriting("silu_and_mul_quant", SILU_AND_MUL_QUANT, after=["silu_and_mul", "merge_linears"]),
     rewriting("qk_norm_rope", QK_NORM_ROPE, after=["rms_norm", "rope", "tidy_transposes"]),
     # state, for the runtime
     Pass("bind_state", bind_state, paged=True, after=("qk_norm_rope",)),

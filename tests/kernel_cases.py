@@ -16,6 +16,7 @@ from atomc import ops
 from atomc.ops.formats import MX_ROUNDINGS, pack_int4
 from atomc.ops.norm import RMS_NORM_STYLES
 from atomc.ops.rope import ROPE_STYLES
+from atomc.ops.schemes import SCHEMES
 
 EPS = 1e-5
 # What lies in a cache where no key was written: large, so that reading it shows, and finite, so that masking it works.
@@ -662,6 +663,43 @@ def _linear_shape(
     return make(draw, *shape, **rest)
 
 
+# Norms and activations that quantize their result
+
+
+def quantizing(scheme: str, make: Make) -> Make:
+    """The case with a quantizer at its end."""
+
+    def made(draw: Draw) -> dict[str, Any]:
+        scale = torch.tensor([0.02], device=draw.device) if scheme == "fp8_static" else None
+        return make(draw) | {"scale": scale, "scheme": scheme}
+
+    return made
+
+
+def quantizing_cases(make: Callable[..., dict[str, Any]], **attributes: Any) -> Cases:
+    """`make(draw, kind=...)` under every scheme; attributes of one case each, by name."""
+    cases: Cases = {}
+    for scheme in SCHEMES:
+        kinds = MX_ROWS if scheme == "mxfp4" else (*ROWS, "many")
+        cases |= {f"{scheme}, {kind}": quantizing(scheme, partial(make, kind=kind)) for kind in kinds}
+        for name, more in attributes.items():
+            cases[f"{scheme}, {name}"] = quantizing(scheme, partial(make, kind="packed", **more))
+    one = partial(make, kind="packed")
+    for scheme in ("fp8_static", "fp8_per_token", "fp8_group"):
+        cases[f"{scheme}, fnuz"] = lambda draw, scheme=scheme: quantizing(scheme, one)(draw) | FNUZ
+    cases["fp8_group, column-major"] = lambda draw: quantizing("fp8_group", one)(draw) | {"column_major": True}
+    cases["fp8_group, groups of 64"] = lambda draw: quantizing("fp8_group", one)(draw) | {"group": 64}
+    cases["mxfp4, rounded up"] = lambda draw: quantizing("mxfp4", one)(draw) | {"rounding": "up"}
+    return cases
+
+
+def norm_quant_cases(residual: bool) -> Cases:
+    styles = {f"{style}, {dtype or 'model dtype'} weight": {"style": style, "weight": dtype}
+              for style in RMS_NORM_STYLES for dtype in (None, torch.float32)}  # fmt: skip
+    kept = {"kept": {"keep": True}, "kept, one_plus": {"keep": True, "style": "one_plus"}}
+    return quantizing_cases(partial(normed, residual=residual), **styles, **kept, large={"scale": 200.0})
+
+
 SCALED_LINEAR_FP8: Cases = {
     **linear_shapes(scaled_fp8),
     "per tensor": lambda draw: scaled_fp8(draw, 7, 128, per="tensor"),
@@ -710,6 +748,9 @@ CASES: dict[str, Cases] = {
     "layer_norm": layer_norm_cases(residual=False),
     "add_layer_norm": layer_norm_cases(residual=True),
     "linear": LINEAR,
+    "rms_norm_quant": norm_quant_cases(residual=False),
+    "add_rms_norm_quant": norm_quant_cases(residual=True),
+    "silu_and_mul_quant": quantizing_cases(gated),
     "quant_fp8_static": QUANT_FP8_STATIC,
     "quant_fp8_per_token": quant_cases((*ROWS, "many"), 128)
     | {"fnuz": lambda draw: {"x": draw.normal(5, 128), **FNUZ}},

@@ -68,6 +68,20 @@ def layer_normed(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
     return F.layer_norm(x, w.shape, w, b, 1e-6)
 
 
+def sum_normed(x: Tensor, r: Tensor, w: Tensor) -> Tensor:
+    return normed(x + r, w)
+
+
+def quantized(y: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+    codes, scales = ops.quant_fp8_per_token(y)
+    return codes.float(), scales, *others
+
+
+def gated_quant_with_a_reader(gate: Tensor, up: Tensor) -> tuple[Tensor, ...]:
+    y = F.silu(gate) * up
+    return quantized(y, y.abs())
+
+
 def rotate_half(x: Tensor, dim: int = -1) -> Tensor:
     a, b = x.chunk(2, dim)
     return torch.cat((-b, a), dim)
@@ -252,6 +266,9 @@ OTHER_DIM = "attribute", r"mean with dim=\(-1,\)", r"^dim=\(-2,\)"
 NO_CAST = "missing cast", "^a cast to bfloat16", "^mul .* used as it is, in float32"
 COMMUTES = "n/a: both operands of each of its ops may change places"
 CACHE_DEVICE = "n/a: the caches are made where the keys are"
+KEPT, ONE_OPERAND = "n/a: a norm that others read is written too", "n/a: a quantizer reads one tensor"
+QUANT_OF_NORM, QUANT_OF_ADD, QUANT_OF_GATED = (
+    f"quant_fp8_per_token.* reading .*{op}" for op in ("rms_norm", "add_rms_norm", "silu_and_mul"))
 NO_EPS, ONE_EPS, NO_CASTS = "n/a: it has no eps", "n/a: it has one eps", "n/a: it has no cast"
 
 TABLE: dict[str, dict[str, Cell | str]] = {
@@ -384,6 +401,56 @@ TABLE: dict[str, dict[str, Cell | str]] = {
         "dtype promotion": Cell(
             lambda x, r, w, b: layer_normed(x + r, w, b), (X, R.float(), W.float(), B.float()), "dtype",
             "`residual` in bfloat16 .*of `x`", "float32"),
+        "operand order": COMMUTES,
+        "missing cast": NO_CASTS,
+    },
+    "add_rms_norm_quant": {
+        "extra user": KEPT,
+        "mutation": Cell(
+            lambda x, r, w: quantized(doubled_in_place(sum_normed(x, r, w)), x + r), ADD_NORM, "extra op", QUANT_OF_ADD,
+            DOUBLED),
+        "view that changes meaning": Cell(
+            lambda x, r, w: quantized(sum_normed(x, r, w).view(T * 2, -1), x + r), ADD_NORM, "extra op", QUANT_OF_ADD,
+            "^view"),
+        "device": Cell(
+            lambda x, r, w: quantized(sum_normed(x, r, w).to("meta"), x + r), ADD_NORM, "extra op", QUANT_OF_ADD, MOVED),
+        "eps differs": ONE_EPS,
+        "not the last dim": Cell(
+            lambda x, r, w: quantized(normed(x + r, w, dim=0), x + r), ADD_NORM, *OTHER_DIM, of="rms_norm"),
+        "dtype promotion": Cell(
+            lambda x, r, w: quantized(sum_normed(x, r, w).float(), x + r), ADD_NORM, "extra op", QUANT_OF_ADD, "float32"),
+        "operand order": ONE_OPERAND,
+        "missing cast": Cell(
+            lambda x, r, w: quantized(normed(x + r, w, cast=False), x + r), ADD_NORM, *NO_CAST, of="rms_norm"),
+    },
+    "rms_norm_quant": {
+        "extra user": KEPT,
+        "mutation": Cell(
+            lambda x, w: quantized(doubled_in_place(normed(x, w))), NORM, "extra op", QUANT_OF_NORM, DOUBLED),
+        "view that changes meaning": Cell(
+            lambda x, w: quantized(normed(x, w).view(T * 2, -1)), NORM, "extra op", QUANT_OF_NORM, "^view"),
+        "device": Cell(lambda x, w: quantized(normed(x, w).to("meta")), NORM, "extra op", QUANT_OF_NORM, MOVED),
+        "eps differs": ONE_EPS,
+        "not the last dim": Cell(lambda x, w: quantized(normed(x, w, dim=0)), NORM, *OTHER_DIM, of="rms_norm"),
+        "dtype promotion": Cell(
+            lambda x, w: quantized(normed(x, w).float()), NORM, "extra op", QUANT_OF_NORM, "float32"),
+        "operand order": ONE_OPERAND,
+        "missing cast": Cell(lambda x, w: quantized(normed(x, w, cast=False)), NORM, *NO_CAST, of="rms_norm"),
+    },
+    "silu_and_mul_quant": {
+        "extra user": Cell(gated_quant_with_a_reader, GATED, "extra user", "no other reader of silu_and_mul", READ_TOO),
+        "mutation": Cell(
+            lambda g, u: quantized(doubled_in_place(F.silu(g) * u)), GATED, "extra op", QUANT_OF_GATED, DOUBLED),
+        "view that changes meaning": Cell(
+            lambda g, u: quantized((F.silu(g) * u).view(T * 2, -1)), GATED, "extra op", QUANT_OF_GATED, "^view"),
+        "device": Cell(
+            lambda g, u: quantized((F.silu(g) * u).to("meta")), GATED, "extra op", QUANT_OF_GATED, MOVED),
+        "eps differs": NO_EPS,
+        "not the last dim": Cell(
+            lambda g, u: quantized((F.silu(g) * u).t()), GATED, "extra op", QUANT_OF_GATED, "^permute"),
+        "dtype promotion": Cell(
+            lambda g, u: quantized(F.silu(g) * u.float()), GATED, "dtype", "`up` in bfloat16 .*of `gate`", "float32",
+            of="silu_and_mul"),
         "operand order": COMMUTES,
         "missing cast": NO_CASTS,
     },

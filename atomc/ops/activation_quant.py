@@ -1,0 +1,25 @@
+"""Gated activations whose product is quantized before it is written (quantizers: atomc.ops.schemes)."""
+
+import torch
+from torch import Tensor
+
+from atomc.op import op
+from atomc.ops.activation import silu_and_mul
+from atomc.ops.schemes import quantized
+
+
+def _silu_and_mul_quant_shape(
+    gate: Tensor, up: Tensor, scale: Tensor | None = None, *, scheme: str, dtype: torch.dtype = torch.float8_e4m3fn,
+    group: int = 128, column_major: bool = False, rounding: str = "even",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    y = gate.new_empty(gate.shape, dtype=torch.result_type(gate, up))
+    return quantized(y, scale, scheme, dtype, group, column_major, rounding, shape_only=True)
+
+
+@op(shape=_silu_and_mul_quant_shape)
+def silu_and_mul_quant(
+    gate: Tensor, up: Tensor, scale: Tensor | None = None, *, scheme: str, dtype: torch.dtype = torch.float8_e4m3fn,
+    group: int = 128, column_major: bool = False, rounding: str = "even",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The codes and scales of silu(gate) * up. Both [..., I]; scale [1] if static. The product is rounded in between."""
+    return quantized(silu_and_mul.reference(gate, up), scale, scheme, dtype, group, column_major, rounding)
