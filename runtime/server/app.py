@@ -43,7 +43,7 @@ def create_app(service: Service) -> Any:
     app = FastAPI(title="atomc", docs_url=None, redoc_url=None, responses=answers)
     _add_routes(app, service)
     app.include_router(status.router(service.client, service.model.names[0]))
-    for kind in (APIError, EngineDead, RequestRefused):
+    for kind in (APIError, EngineDead, RequestRefused, Exception):
         app.add_exception_handler(kind, _told)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _of_framework)
@@ -141,6 +141,8 @@ async def _invalid(request: Request, error: Exception) -> Response:
 
 async def _of_framework(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    if isinstance(error.__cause__, APIError):  # the door's, while the framework read the body
+        return error_response(error.__cause__)
     kind = "invalid_request_error" if error.status_code < 500 else "server_error"
     message = f"there is no {request.method} {request.url.path}" if error.status_code in (404, 405) else str(error.detail)
     return error_response(APIError(error.status_code, message, kind, headers=error.headers))

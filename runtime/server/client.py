@@ -26,6 +26,7 @@ from atomc.runtime.stats import Stats
 
 PING_SECONDS = 2.0
 STOP_SECONDS = 10.0
+SHUTTING_DOWN = "the server is shutting down"
 
 
 class EngineDead(Exception):
@@ -61,9 +62,9 @@ class EngineProcess:
         )
         self.process.start()
 
-    def close(self) -> None:
-        """Waits a little for the process to end, then kills it."""
-        self.process.join(STOP_SECONDS)
+    def close(self, patience: float = 0.0) -> None:
+        """Waits so many seconds for the process to end, then kills it."""
+        self.process.join(patience)
         if self.process.is_alive():
             self.process.kill()
             self.process.join()
@@ -107,10 +108,12 @@ class EngineClient:
 
     async def close(self) -> None:
         """Ends the engine's process; requests under way fail."""
-        if self.dead is None:
+        serves = self.dead is None and hasattr(self, "info")
+        if serves:
             self._send(messages.Stop())
-        self._die("the server is shutting down")
-        await asyncio.to_thread(self.engine.close)
+        self._die(SHUTTING_DOWN)
+        # While it starts it hears nothing.
+        await asyncio.to_thread(self.engine.close, STOP_SECONDS if serves else 0.0)
         for task in self._tasks:
             task.cancel()
         self._socket.close()
@@ -147,12 +150,12 @@ class EngineClient:
         if known and self.dead is None:
             self._send(messages.Abort(known))
 
-    def abort_all(self, why: str) -> None:
-        """Drop all requests; whoever waits for one gets EngineDead with this sentence."""
+    def abort_all(self) -> None:
+        """Drop all requests, because the server is to end; whoever waits for one gets EngineDead."""
         inboxes = {id(inbox): inbox for inbox in self._inboxes.values()}.values()
         self.abort(list(self._inboxes))
         for inbox in inboxes:
-            inbox.fail(EngineDead(why))
+            inbox.fail(EngineDead(SHUTTING_DOWN))
 
     async def call(self, name: Literal["stats", "report", "start_profile", "stop_profile"], folder: str = "") -> str:
         """What the engine answers. Raises ValueError with the engine's sentence if it refuses, EngineDead."""

@@ -5,6 +5,8 @@ from typing import Any
 
 from atomc.runtime.server.client import EngineDead, RequestRefused
 
+MOST_CHARACTERS = 1000
+
 
 class APIError(Exception):
     """An answer with this status and {"error": {"message", "type", "param", "code"}}."""
@@ -13,8 +15,11 @@ class APIError(Exception):
         self, status: int, message: str, kind: str = "invalid_request_error", *, param: str | None = None,
         code: str | None = None, headers: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
+        # It may quote the client: at length, or with text that is not Unicode.
+        message = message[:MOST_CHARACTERS].encode(errors="backslashreplace").decode()
         super().__init__(message)
-        self.status, self.message, self.kind, self.param, self.code = status, message, kind, param, code
+        self.status, self.message, self.kind, self.code = status, message, kind, code
+        self.param = param and param.encode(errors="backslashreplace").decode()
         self.headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:

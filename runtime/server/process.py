@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import zmq
+from tqdm import tqdm
 
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.server import messages
@@ -32,6 +33,8 @@ def main(config: EngineConfig, address: str, progress: bool) -> None:
     # decides what they mean.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    # tqdm's own lock is a semaphore of the system, which a killed process leaves behind.
+    tqdm.set_lock(threading.RLock())
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
     threading.Thread(target=_end_with_parent, daemon=True).start()
     socket = zmq.Context().socket(zmq.PAIR)
@@ -151,9 +154,11 @@ class Loop:
             case Call(number):
                 try:
                     self._send(Reply(number, self._called(command)))
-                except Exception as error:  # one call failed; the requests go on
+                except ValueError as error:
+                    self._send(Reply(number, error=str(error)))
+                except Exception:  # one call failed; the requests go on
                     log.exception("%s failed", command.name)
-                    self._send(Reply(number, error=_users_error(error) or f"{command.name} failed"))
+                    self._send(Reply(number, error=f"{command.name} failed"))
 
     def _submit(self, command: Submit) -> None:
         from atomc.runtime.scheduler import QueueFull

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import signal
 import socket
 import sys
@@ -31,12 +32,15 @@ def serve(server: ServerConfig, engine: EngineConfig) -> None:
     signal.signal(signal.SIGTERM, _interrupt)
     # Before the imports below, which take as long as its own first ones.
     process = EngineProcess(replace(engine, model=str(folder)))
+    log.info("starting %s: server is process %d, engine %d", name, os.getpid(), process.process.pid)
     try:
         asyncio.run(_run(server, process, listener, folder, name))
     except EngineFailed as error:
         if error.by_user:
             raise ValueError(str(error)) from error
-        raise RuntimeError(str(error)) from error
+        # The engine has logged its trace.
+        log.error("%s", error)
+        raise SystemExit(1) from error
     finally:
         listener.close()
         process.close()
@@ -97,7 +101,7 @@ async def _run(
                 self.should_exit = True
                 loop = asyncio.get_running_loop()
                 patience = 0.0 if self.force_exit else config.drain_seconds
-                loop.call_later(patience, client.abort_all, "the server is shutting down")
+                loop.call_later(patience, client.abort_all)
 
         server = Server(uvicorn.Config(
             create_app(service), log_config=None, access_log=False, server_header=False, lifespan="off", backlog=BACKLOG,

@@ -60,6 +60,8 @@ class Served:
         if tokenizer is None:
             raise invalid("this model has no tokenizer: give the prompt as token ids", "prompt")
 
+        text.encode()  # tokenizers would call half a surrogate pair a wrong type
+
         def encode() -> list[int]:
             return list(tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
@@ -78,6 +80,8 @@ class Served:
             raise invalid(str(error), "messages") from error
 
     async def encoded_chat(self, text: str) -> list[int]:
+        """The tokens of a rendered conversation."""
+        text.encode()
         if len(text) < LONG_TEXT:
             return encode_chat(self.tokenizer, text)
         return await asyncio.to_thread(encode_chat, self.tokenizer, text)

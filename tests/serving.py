@@ -1,0 +1,65 @@
+"""`atomc serve` as a process, for tests of the server."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+
+START_SECONDS = 120
+STOP_SECONDS = 30
+
+
+@dataclass
+class Server:
+    """A running server: where it listens, what it logs, and its processes."""
+
+    process: subprocess.Popen
+    lines: list[str] = field(default_factory=list)
+    url: str = ""
+
+    @property
+    def engine_pid(self):
+        return int(self.wait_for(r"engine (\d+)")[1])
+
+    @property
+    def log(self):
+        return "\n".join(self.lines)
+
+    def wait_for(self, pattern, seconds=START_SECONDS):
+        """The match of a line that is logged within this time."""
+        until = time.monotonic() + seconds
+        while not (found := re.search(pattern, self.log)):
+            over = time.monotonic() > until or self.process.poll() is not None
+            assert not over, f"no {pattern!r} in {seconds} s: {self.log}"
+            time.sleep(0.02)
+        return found
+
+    def memory(self, pid):
+        """Resident bytes of a process."""
+        with open(f"/proc/{pid}/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+@contextlib.contextmanager
+def serving(*flags):
+    """A server on a free port, stopped at the end."""
+    command = [sys.executable, "-m", "atomc", "serve", "--port", "0", *map(str, flags)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
+                               env=os.environ | {"OMP_NUM_THREADS": "1"})  # fmt: skip
+    server = Server(process)
+    threading.Thread(target=lambda: server.lines.extend(map(str.rstrip, process.stderr)), daemon=True).start()
+    try:
+        server.url = server.wait_for(r"listening on (\S+)")[1]
+        yield server
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise

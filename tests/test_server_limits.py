@@ -1,0 +1,197 @@
+"""The server when things go wrong or get crowded: a dead engine, a full queue, slow readers, many clients, the end."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+pytest.importorskip("fastapi")
+pytest.importorskip("tokenizers")
+httpx = pytest.importorskip("httpx")
+from serving import Server, serving  # noqa: E402
+
+pytestmark = [pytest.mark.xdist_group("server limits"),
+              pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]  # fmt: skip
+LONG = {"prompt": "Once", "max_tokens": 2000, "ignore_eos": True, "temperature": 0}
+SHORT = {"prompt": "Once", "max_tokens": 4, "ignore_eos": True, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def small():
+    """Few run, few wait, and the engine is killed in the end."""
+    with serving("--max-num-seqs", 8, "--max-queue", 64) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def server(small):
+    """The same again, after the other is broken."""
+    with serving("--drain-seconds", 2) as found:
+        yield found
+
+
+def at_once(url, *jobs):
+    """What the coroutines give that the jobs make of one client, run together."""
+
+    async def run():
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=url, timeout=60, limits=limits) as client:
+            return await asyncio.gather(*(job(client) for job in jobs))
+
+    return asyncio.run(run())
+
+
+async def streamed(client, body, after_first=None):
+    """The data lines of a stream. after_first is called when its first has come."""
+    lines = []
+    async with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
+        async for line in answer.aiter_lines():
+            if line:
+                lines.append(line.removeprefix("data: "))
+                if after_first is not None and len(lines) == 1:
+                    await after_first()
+    return lines
+
+
+def alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(holds, seconds=10):
+    until = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < until, f"not in {seconds} s"
+        time.sleep(0.02)
+
+
+def test_a_full_queue_is_a_503_that_says_when_to_come_again(small):
+    async def post(client):
+        return await client.post("/v1/completions", json={**SHORT, "max_tokens": 30})
+
+    answers = at_once(small.url, *[post] * 120)
+    refused = [answer for answer in answers if answer.status_code == 503]
+    assert refused and {answer.status_code for answer in answers} == {200, 503}
+    assert len(answers) - len(refused) >= 64
+    for answer in refused:
+        assert int(answer.headers["retry-after"]) >= 1 and answer.json()["error"]["code"] == "queue_full"
+    assert httpx.post(f"{small.url}/v1/completions", json=SHORT).status_code == 200
+
+
+def test_killing_the_engine_ends_50_streams_with_an_error_and_turns_health_red(small):
+    begun = 0
+
+    async def kill():
+        nonlocal begun
+        begun += 1
+        if begun == 8:
+            os.kill(small.engine_pid, signal.SIGKILL)
+
+    async def stream(client):
+        return await streamed(client, LONG, after_first=kill)
+
+    found = at_once(small.url, *[stream] * 50)
+    for lines in found:
+        error = json.loads(lines[-1])["error"]
+        assert error["code"] == "engine_dead" and "killed by signal 9" in error["message"]
+    assert sum(len(lines) > 1 for lines in found) >= 8
+    for path in ("/health", "/ready"):
+        assert httpx.get(small.url + path).status_code == 503
+    answer = httpx.post(f"{small.url}/v1/completions", json=SHORT)
+    assert answer.status_code == 503 and answer.json()["error"]["code"] == "engine_dead"
+    assert 'atomc:up{model_name="atomc-demo"} 0.0' in httpx.get(f"{small.url}/metrics").text
+    assert "Traceback" not in small.log
+
+
+def test_a_restart_serves_again(server):
+    assert httpx.post(f"{server.url}/v1/completions", json=SHORT, timeout=60).json()["usage"]["completion_tokens"] == 4
+    assert httpx.get(f"{server.url}/health").status_code == 200
+
+
+def test_a_thousand_connections_are_served_in_bounded_memory(server):
+    before = [server.memory(pid) for pid in (server.process.pid, server.engine_pid)]
+
+    async def post(client):
+        answer = await client.post("/v1/completions", json=SHORT)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["choices"][0]["text"]
+
+    started = time.monotonic()
+    texts = at_once(server.url, *[post] * 1000)
+    assert set(texts) == {texts[0]} and time.monotonic() - started < 60
+    after = [server.memory(pid) for pid in (server.process.pid, server.engine_pid)]
+    assert after[0] - before[0] < 100 * 2**20 and after[1] - before[1] < 200 * 2**20
+
+
+def test_a_slow_reader_stalls_nobody_and_gets_everything_in_the_end(server):
+    body = json.dumps({**LONG, "max_tokens": 600, "n": 8, "logprobs": 20, "stream": True}).encode()
+    head = ["POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json", f"Content-Length: {len(body)}"]
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.socket() as reader:
+        reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        reader.connect((host, int(port)))
+        reader.sendall("\r\n".join([*head, "", ""]).encode() + body)
+        before = server.memory(server.process.pid)
+        wait_until(lambda: "atomc:num_requests_running" in httpx.get(f"{server.url}/metrics").text)
+        for _ in range(5):
+            assert httpx.post(f"{server.url}/v1/completions", json=SHORT, timeout=10).status_code == 200
+
+        def idle():
+            text = httpx.get(f"{server.url}/metrics").text
+            return 'atomc:num_requests_running{model_name="atomc-demo"} 0.0' in text
+
+        wait_until(idle, 40)  # the engine is through with it, and nobody has read a byte
+        assert server.memory(server.process.pid) - before < 100 * 2**20
+        reader.settimeout(30)
+        answer = b""
+        while not answer.endswith(b"0\r\n\r\n"):
+            answer += reader.recv(2**20)
+    assert answer.count(b'"finish_reason":"length"') == 8 and b"data: [DONE]" in answer
+
+
+def test_sigterm_lets_short_answers_finish_and_cuts_long_ones_with_an_error(server):
+    async def end():
+        server.process.send_signal(signal.SIGTERM)
+
+    async def short(client):
+        return await streamed(client, {**SHORT, "max_tokens": 40})
+
+    async def long(client):
+        return await streamed(client, {**LONG, "n": 32}, after_first=end)
+
+    async def late(client):
+        while server.process.poll() is None:
+            try:
+                async with asyncio.timeout(1):
+                    _, writer = await asyncio.open_connection(*server.url.removeprefix("http://").split(":"))
+                writer.close()
+            except OSError:
+                return "refused"
+            await asyncio.sleep(0.02)
+
+    engine_pid = server.engine_pid
+    finished, cut, refused = at_once(server.url, short, long, late)
+    assert finished[-1] == "[DONE]" and refused == "refused"
+    assert "shutting down" in json.loads(cut[-1])["error"]["message"]
+    assert server.process.wait(20) == 0
+    assert not alive(engine_pid) and "Traceback" not in server.log
+
+
+def test_an_engine_does_not_outlive_its_server():
+    server = Server(subprocess.Popen([sys.executable, "-m", "atomc", "serve", "--port", "0"], stderr=subprocess.PIPE,
+                                     text=True))  # fmt: skip
+    server.lines.append(server.process.stderr.readline())
+    engine_pid = server.engine_pid
+    assert alive(engine_pid)
+    server.process.kill()
+    server.process.wait()
+    wait_until(lambda: not alive(engine_pid))
