@@ -2,12 +2,12 @@
 
 import random
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from atomc.ops import LAYOUTS
@@ -15,18 +15,23 @@ from atomc.program import compile_model
 from atomc.runtime.blocks import BlockPool
 from atomc.runtime.capacity import capacity, free_memory
 from atomc.runtime.config import EngineConfig
+from atomc.runtime.drawing import Drawing, Drawn, Result
 from atomc.runtime.loading import load
-from atomc.runtime.request import Output, Request
-from atomc.runtime.runner import Runner
+from atomc.runtime.logprobs import TokenLogprobs
+from atomc.runtime.request import Output, Pooling, Request
+from atomc.runtime.runner import Runner, windows_of
 from atomc.runtime.sampling_params import SamplingParams
-from atomc.runtime.scheduler import QueueFull, Scheduler
+from atomc.runtime.scheduler import QueueFull, ScheduledStep, Scheduler
+from atomc.runtime.speculative import NGram
 from atomc.runtime.stats import Stats
+from atomc.runtime.structured import Grammars
 
 __all__ = ["PHASES", "Engine", "EngineConfig", "Output", "QueueFull", "Request", "SamplingParams", "Stats"]
 
 PHASES = ("load", "compile", "allocate", "warm up")
 WARM_UP_TOKENS = 8
-MAX_NUM_SEQS = {"cpu": 64}  # and 256 on a GPU
+MAX_NUM_SEQS = {"cpu": 64, "cuda": 256}
+MEMORY = 0.02  # weight of the last step in the mean host time
 
 
 class Engine:
@@ -36,6 +41,9 @@ class Engine:
                see wrap_stock), or any other that is called as
                `model(input_ids [T], positions [T], logits_rows [R]) -> logits [R, V]`
     progress   bars on the terminal while it starts
+
+    The host decides about a step and launches it while the device still runs the step before: a token that is drawn
+    stays on the device and is fed to the next step, and the host learns of it one step later.
 
     program.report says what the compiler did, phases how long each part of the start took (seconds), max_len how many
     tokens the longest sequence has.
@@ -47,8 +55,12 @@ class Engine:
     def __init__(self, config: EngineConfig, *, module: nn.Module | None = None, progress: bool = True) -> None:
         self.config = config
         self.phases: dict[str, float] = {}
+        self.host_ms = 0.0
         self._seeds = random.Random(config.seed)
-        self._generated = self._prompted = 0
+        self._flight: Drawn | None = None
+        self._scores: dict[str, list[TokenLogprobs]] = {}
+        self._drafters: dict[str, NGram] = {}
+        self._speculates = config.speculative_tokens > 0
         # disable=None: no bar where there is no terminal.
         with tqdm(total=len(PHASES), unit="phase", leave=False, disable=None if progress else True) as bar:
             with self._phase("load", bar):
@@ -57,50 +69,66 @@ class Engine:
             with self._phase("compile", bar):
                 self.program = compile_model(loaded.module, options=config.options)
             with self._phase("allocate", bar):
-                specs, device = self.program.specs, self.program.device
-                if not specs:
-                    raise ValueError(f"{type(loaded.module).__name__} keeps no state: each of its attention layers must "
-                                     "own a handle (ops.kv_state) and pass it to ops.attention")  # fmt: skip
-                max_num_seqs = config.max_num_seqs or MAX_NUM_SEQS.get(device.type, 256)
-                size = capacity(
-                    bytes_per_token=sum(spec.bytes_per_token() for spec in specs),
-                    block_size=LAYOUTS[specs[0].layout].block_size,
-                    available=free_memory(device),
-                    max_num_seqs=max_num_seqs,
-                    longest=loaded.longest,
-                    max_model_len=config.max_model_len,
-                    num_blocks=config.num_blocks,
-                    kv_bytes=config.kv_bytes,
-                )
-                self.scheduler = Scheduler(
-                    BlockPool(size.num_blocks, size.block_size),
-                    max_num_seqs=max_num_seqs,
-                    max_num_batched_tokens=config.max_num_batched_tokens,
-                    max_model_len=size.max_model_len,
-                    max_queue=config.max_queue,
-                )
-                self.max_len = self.scheduler.max_len
-                self.runner = Runner(self.program, num_blocks=size.num_blocks, block_size=size.block_size)
+                self._allocate(type(loaded.module).__name__, loaded.longest)
             with self._phase("warm up", bar):
                 if not config.enforce_eager:
-                    longest_blocks = -(-size.max_model_len // size.block_size)
-                    self.runner.capture(max_num_seqs=max_num_seqs, max_num_rows=config.max_num_batched_tokens,
-                                        max_blocks=longest_blocks, progress=progress)  # fmt: skip
+                    self.runner.capture(drafts=config.speculative_tokens, progress=progress)
                 self._warm_up()
+
+    def _allocate(self, name: str, longest: int) -> None:
+        """Size the cache, and make what works on it."""
+        config, specs, device = self.config, self.program.specs, self.program.device
+        if not specs:
+            raise ValueError(f"{name} keeps no state: each of its attention layers must own a handle (ops.kv_state) and "
+                             "pass it to ops.attention")  # fmt: skip
+        max_num_seqs = config.max_num_seqs or MAX_NUM_SEQS.get(device.type, 256)
+        block_size = LAYOUTS[specs[0].layout].block_size
+        size = capacity(
+            bytes_per_token=sum(spec.bytes_per_token() for spec in specs),
+            block_size=block_size,
+            available=free_memory(device),
+            max_num_seqs=max_num_seqs,
+            longest=longest,
+            max_model_len=config.max_model_len,
+            num_blocks=config.num_blocks,
+            kv_bytes=config.kv_bytes,
+        )
+        if config.enable_prefix_caching and block_size is None:
+            self.program.report.notes.append(
+                f"no prefix cache: in layout {specs[0].layout!r} a block holds a whole sequence, so none can be shared; "
+                "options={'layout': 'paged'} has one"
+            )
+        self.scheduler = Scheduler(
+            BlockPool(size.num_blocks, size.block_size, windows_of(self.program),
+                      shares=config.enable_prefix_caching and block_size is not None),
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=size.max_model_len,
+            max_queue=config.max_queue,
+            policy=config.scheduling_policy,
+        )  # fmt: skip
+        self.max_len = self.scheduler.max_len
+        self.runner = Runner(
+            self.program, num_blocks=size.num_blocks, block_size=size.block_size, max_num_seqs=max_num_seqs,
+            max_num_rows=config.max_num_batched_tokens, max_columns=-(-size.max_model_len // size.block_size),
+        )  # fmt: skip
+        self.drawing = Drawing(device, max_num_seqs, self._grammars)
 
     def request(
         self, request_id: str, tokens: Sequence[int], params: SamplingParams | None = None, *, priority: int = 0,
-        salt: str | None = None,
+        salt: str | None = None, pooling: Pooling | None = None,
     ) -> Request:  # fmt: skip
         """A request for this model: with its end-of-sequence tokens, and a seed if params has none.
 
-        Raises ValueError for an empty prompt.
+        `siblings` makes one for each answer of it. Raises ValueError for an empty prompt.
         """
         return Request(request_id, list(tokens), params or SamplingParams(), self.eos_ids,
-                       seed=self._seeds.getrandbits(64), priority=priority, salt=salt)  # fmt: skip
+                       seed=self._seeds.getrandbits(64), priority=priority, salt=salt, pooling=pooling)  # fmt: skip
 
     def refuse(self, request: Request) -> None:
         """Raise ValueError for a request that can never run: too long, its id in use, a token that does not exist."""
+        if request.params.structured is not None and request.params.min_tokens:
+            raise ValueError("min_tokens does not go together with structured output, which may have to end earlier")
         for token in request.tokens:
             if token < 0 or (self.vocab_size is not None and token >= self.vocab_size):
                 raise ValueError(f"token id {token} is not in the vocabulary of {self.vocab_size} tokens")
@@ -113,35 +141,118 @@ class Engine:
         self.refuse(request)
         if not self.has_work:
             self.program.check()  # raises RunError if a module's weights were replaced
-        self.scheduler.add(request)
+        self.drawing.begin(request)
+        try:
+            self.scheduler.add(request)
+        except QueueFull:
+            self._forget(request.id)
+            raise
         request.arrival = time.time()
 
     def abort(self, request_id: str) -> bool:
         """Drop a request; False if there is none of this id (it may just have finished). No output of it follows."""
-        self.runner.sampler.forget(request_id)
-        return self.scheduler.abort(request_id)
+        found = self.scheduler.abort(request_id)
+        if found:
+            self._forget(request_id)
+        return found
 
     @property
     def has_work(self) -> bool:
-        return bool(self.scheduler.requests)
+        return bool(self.scheduler.requests) or self._flight is not None
 
     def step(self) -> list[Output]:
-        """Advance by one step. What came of it: the new tokens of each request that got any; [] is no end."""
+        """Decide about a step and launch it, then take what came of the step before.
+
+        What is new of each request; [] does not mean that nothing is to come, see has_work. If a step fails, what it
+        raised comes through, and the requests are as they were before it.
+        """
+        began, self._waited = time.perf_counter(), 0.0
+        outputs: list[Output] = []
+        if self._speculates:
+            outputs += self._collect()  # a draft is made of known tokens
+            self._draft()
         step = self.scheduler.next_step()
-        if step is None:
+        launched = None
+        if step is not None:
+            try:
+                logits = self.runner.logits(step)
+                if self.drawing.needs_tokens(step):
+                    outputs += self._collect()
+                launched = self._draw(step, logits)
+            except BaseException:
+                self.scheduler.undo_step(step)
+                raise
+        outputs += self._collect()
+        self._flight = launched
+        if step is not None:
+            milliseconds = 1e3 * (time.perf_counter() - began - self._waited)
+            self.host_ms += MEMORY * (milliseconds - self.host_ms) if self.host_ms else milliseconds
+        return outputs
+
+    def _draw(self, step: ScheduledStep, logits: Tensor) -> Drawn:
+        drawn, tokens = self.drawing.draw(step, logits, self.scheduler.last_requests)
+        if tokens is not None and not self._speculates:
+            self.runner.staging.keep(tokens)
+        return drawn
+
+    def _draft(self) -> None:
+        """Guess what follows the tokens of requests that have only their last one to compute."""
+        config = self.config
+        for request in self.scheduler.running:
+            if request.pending == 1 and request.num_new and not request.pooling:
+                drafter = self._drafters.setdefault(request.id, NGram(config.ngram_min, config.ngram_max))
+                count = min(config.speculative_tokens, request.room(self.max_len) - 1)
+                request.draft = tuple(drafter.propose(request.tokens, count)) if count > 0 else ()
+
+    def _collect(self) -> list[Output]:
+        """What came of the step in flight, if there is one."""
+        flight, self._flight = self._flight, None
+        if flight is None:
             return []
-        drawing = [self.scheduler.requests[chunk.request_id] for chunk in step.chunks if chunk.draw is not None]
-        before = [len(request.tokens) for request in drawing]
-        for request in self.scheduler.finish_step(step, self.runner.run(step)):
-            self.runner.sampler.forget(request.id)
-        self._generated += len(drawing)
-        self._prompted += step.num_tokens - sum(count > request.num_prompt
-                                                for request, count in zip(drawing, before, strict=True))  # fmt: skip
-        return [request.output(count) for request, count in zip(drawing, before, strict=True)]
+        began = time.perf_counter()
+        results = flight.results()
+        self._waited += time.perf_counter() - began
+        requests = self.scheduler.first_requests
+        outputs = self.scheduler.finish_step(flight.step, [
+            result.tokens for result, chunk in zip(results, flight.step.chunks, strict=True) if chunk.draws
+        ])  # fmt: skip
+        found = {request.id: result for request, result in zip(requests, results, strict=True)
+                 if request.finish_reason != "abort"}  # fmt: skip
+        for name, result in found.items():
+            if result.scores:
+                self._scores.setdefault(name, []).extend(result.scores)
+        return [self._told(output, found[output.request_id]) for output in outputs]
+
+    def _told(self, output: Output, result: Result) -> Output:
+        """The output with what the scheduler does not know."""
+        if not self.drawing.fits(output.request_id, output.token_ids):
+            self.scheduler.abort(output.request_id)
+            output = replace(output, finish_reason="error")
+        scores = self._scores.pop(output.request_id, None) if output.token_ids else None
+        if output.finish_reason is not None:
+            self._forget(output.request_id)
+        if scores is None and result.logprobs is None and result.embedding is None:
+            return output
+        return replace(
+            output,
+            logprobs=result.logprobs and result.logprobs[: len(output.token_ids)],
+            prompt_logprobs=None if scores is None else (None, *scores),
+            embedding=result.embedding,
+        )
+
+    def _forget(self, request_id: str) -> None:
+        self.drawing.forget(request_id)
+        self._scores.pop(request_id, None)
+        self._drafters.pop(request_id, None)
+
+    def _grammars(self) -> Grammars:
+        if self.tokenizer is None or self.vocab_size is None:
+            raise ValueError("structured output needs the model's tokenizer, and there is none")
+        return Grammars(self.tokenizer, self.eos_ids, self.vocab_size)
 
     def stats(self) -> Stats:
         """What it has done and what it is doing."""
-        pool = self.scheduler.pool
+        pool, done = self.scheduler.pool, self.scheduler.counters
         return Stats(
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
@@ -149,20 +260,24 @@ class Engine:
             kv_blocks_total=pool.num_blocks,
             kv_tokens=pool.num_tokens,
             max_len=self.max_len,
-            prompt_tokens=self._prompted,
-            generated_tokens=self._generated,
-            steps=Counter(self.runner.steps),
+            steps=dict(self.runner.steps),
+            host_ms=self.host_ms,
+            **vars(done),
         )
 
     def check(self) -> None:
         """Assert what holds between two calls."""
         self.scheduler.check()
+        assert self.scheduler.num_flights == (self._flight is not None), "a step is lost"
 
     def _warm_up(self) -> None:
+        """Generate, so that nothing is compiled when it matters, and forget what was counted."""
         prompt = [0] * min(WARM_UP_TOKENS, self.max_len - 1)
         self.add(self.request("warm up", prompt, SamplingParams(max_tokens=2, ignore_eos=True)))
         while self.has_work:
             self.step()
+        self.scheduler.forget_counts()
+        self.runner.steps.clear()
 
     @contextmanager
     def _phase(self, name: str, bar: "tqdm[Any]") -> Iterator[None]:

@@ -1,6 +1,6 @@
 """A request in plain Python: what is wanted, the tokens so far, and how many of them are in the cache."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from atomc.runtime.draw import Draw
@@ -8,6 +8,7 @@ from atomc.runtime.logprobs import TokenLogprobs
 from atomc.runtime.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+Pooling = Literal["mean", "last"]
 
 
 @dataclass(eq=False)
@@ -19,7 +20,16 @@ class Request:
     priority      the lowest runs first and gives way last, if the scheduler goes by it
     arrival       when it was queued, in seconds since the epoch
     salt          only requests of the same salt share cached prefixes
+    pooling       instead of new tokens, the mean of the prompt's hidden states, or the last of them, is wanted
+    draft         tokens that may follow `tokens`: computed with the next step, and kept as far as they are right
+    drawing       tokens that steps in flight draw: they count as computed or pending, and are not in `tokens` yet
+    scored        rows of the prompt whose log-probabilities are known or on their way
+    num_cached    tokens of the prompt that came from the prefix cache
+    keys          of the full blocks of `tokens` (atomc.runtime.prefix_cache); the first num_named of them can be found
+    slot          its row while it runs, else None
+    number, admitted   the scheduler's: its place in the order of arrival, and how often it was admitted
     finish_reason, stop_reason   as in Output, once it has finished
+
     Raises ValueError for an empty prompt.
     """
 
@@ -31,8 +41,17 @@ class Request:
     priority: int = 0
     arrival: float = 0.0
     salt: str | None = None
+    pooling: Pooling | None = None
+    draft: tuple[int, ...] = ()
     computed: int = 0
+    drawing: int = 0
+    scored: int = 0
     num_cached: int = 0
+    keys: list[bytes] = field(default_factory=list)
+    num_named: int = 0
+    slot: int | None = None
+    number: int = 0
+    admitted: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
     num_prompt: int = field(init=False)
@@ -46,9 +65,14 @@ class Request:
             self.seed = self.params.seed
 
     @property
+    def length(self) -> int:
+        """Tokens, with those that steps in flight draw."""
+        return len(self.tokens) + self.drawing
+
+    @property
     def pending(self) -> int:
         """Tokens not in the cache yet: a whole prompt, the rest of one, or the one token that was drawn last."""
-        return len(self.tokens) - self.computed
+        return len(self.tokens) + self.drawing - self.computed
 
     @property
     def num_new(self) -> int:
@@ -58,14 +82,26 @@ class Request:
     def new_tokens(self) -> list[int]:
         return self.tokens[self.num_prompt :]
 
-    def next_draw(self) -> Draw:
-        """How the token after the last one is drawn."""
-        return Draw(self.id, self.params, self.seed, self.num_new, self.num_prompt, self.tokens, self.eos_ids)
+    def draws(self) -> tuple[Draw, ...]:
+        """How the token after the last one is drawn, and the one after each token of the draft."""
+        index = self.length - self.num_prompt
+        return tuple([
+            Draw(self.id, self.params, self.seed, index + i, self.num_prompt, self.tokens, self.eos_ids, self.draft[:i])
+            for i in range(len(self.draft) + 1)
+        ])
+
+    def room(self, max_len: int) -> int:
+        """So many new tokens may still come after those in flight; a sequence has at most max_len."""
+        room = max_len - self.length
+        if self.params.max_tokens is None:
+            return room
+        return min(room, self.params.max_tokens - (self.length - self.num_prompt))
 
     def accept(self, token: int, max_len: int) -> None:
         """Append a drawn token; sets finish_reason if it is the last one, max_len tokens at the latest."""
         self.tokens.append(token)
-        if token in self.eos_ids and not self.params.ignore_eos:
+        # Nothing fits a form of output that has come to its end.
+        if token in self.eos_ids and (not self.params.ignore_eos or self.params.structured is not None):
             self.finish_reason = "stop"
         elif token in self.params.stop_token_ids:
             self.finish_reason, self.stop_reason = "stop", token
@@ -76,6 +112,15 @@ class Request:
         """What is new since there were `start` tokens."""
         return Output(self.id, tuple(self.tokens[start:]), finish_reason=self.finish_reason,
                       stop_reason=self.stop_reason, num_cached=self.num_cached)  # fmt: skip
+
+
+def siblings(request: Request) -> list[Request]:
+    """params.n requests of the same prompt, with the ids "id/0", "id/1" and so on, and seeds that follow each other."""
+    if request.params.n == 1:
+        return [request]
+    params = replace(request.params, n=1, seed=None)
+    return [replace(request, id=f"{request.id}/{i}", params=params, seed=request.seed + i, tokens=list(request.tokens),
+                    keys=[]) for i in range(request.params.n)]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -89,6 +134,7 @@ class Output:
                       "abort", "error"; None: it goes on
     stop_reason       the stop token; None for the model's own end-of-sequence tokens
     num_cached        tokens of the prompt that came from the prefix cache
+    embedding         the pooled hidden state, of a request with `pooling`
     """
 
     request_id: str
@@ -98,6 +144,7 @@ class Output:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     num_cached: int = 0
+    embedding: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True)

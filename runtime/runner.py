@@ -1,56 +1,107 @@
 """Runs steps: owns the caches, and keeps tensors from the scheduler."""
 
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from atomc.program import Program
-from atomc.runtime.batch import step_tensors
+from atomc.runtime.batch import Shape, Staging
 from atomc.runtime.graphs import StepGraphs, step_shapes
-from atomc.runtime.sampler import Sampler
 from atomc.runtime.scheduler import ScheduledStep
+
+SPARE_SEQUENCES = 8  # for the shapes of mixed steps, see graphs.step_shapes
 
 
 class Runner:
-    """Steps of a program over caches of num_blocks blocks of block_size tokens, which it allocates.
+    """Steps of a program over caches of blocks of block_size tokens, which it allocates.
+
+    num_blocks       for each group of the program's state, or the same for all
+    max_num_seqs, max_num_rows, max_columns   sequences, tokens and blocks of a sequence in the largest step
+
+    steps counts how they ran: "full graph", or "eager: " and the reason. rows and padding count the rows of graphs.
 
     Raises ValueError if a layer keeps a kind of state that cannot be paged.
     """
 
-    def __init__(self, program: Program, *, num_blocks: int, block_size: int, max_num_seqs: int = 256) -> None:
+    def __init__(
+        self, program: Program, *, num_blocks: int | Sequence[int], block_size: int, max_num_seqs: int,
+        max_num_rows: int, max_columns: int,
+    ) -> None:  # fmt: skip
         for spec in program.specs:
             if spec.kind != "kv":
                 raise ValueError(f"{spec.name} keeps state of kind {spec.kind!r}, the runtime has only 'kv'")
         self.program = program
-        self.num_groups = max((spec.group for spec in program.specs), default=0) + 1
-        self.caches = [spec.allocate(num_blocks, block_size, program.device) for spec in program.specs]
+        num_groups = num_groups_of(program)
+        counts = [num_blocks] * num_groups if isinstance(num_blocks, int) else list(num_blocks)
+        self.caches = [spec.allocate(counts[spec.group], block_size, program.device) for spec in program.specs]
         program.bind(self.caches)
-        self.sampler = Sampler(program.device, max_num_seqs)
+        self.staging = Staging(
+            rows=max_num_rows, sequences=max_num_seqs + SPARE_SEQUENCES, columns=max_columns, block_size=block_size,
+            num_groups=num_groups, device=program.device,
+        )  # fmt: skip
+        self.max_num_seqs = max_num_seqs
         self.graphs: StepGraphs | None = None
-        self.steps = {"graph": 0, "eager": 0}
+        self.why_eager = "on a CPU" if program.device.type != "cuda" else "not captured"
+        self.steps: Counter[str] = Counter()
+        self.rows = self.padding = 0
 
-    def capture(self, *, max_num_seqs: int, max_num_rows: int, max_blocks: int, progress: bool = True) -> None:
-        """Capture CUDA graphs of steps of so many sequences and rows, on a GPU, where that can be done."""
+    def capture(self, *, drafts: int = 0, budget: int | None = None, progress: bool = True) -> None:
+        """Capture CUDA graphs of steps, on a GPU, where that can be done. drafts, budget: as in graphs."""
         if self.program.device.type != "cuda":
             return
         if self.program.syncing:
-            self.program.report.notes.append(f"no CUDA graphs: {', '.join(self.program.syncing)} wait for the device")
-        else:
-            self.graphs = StepGraphs(self.program, step_shapes(max_num_seqs, max_num_rows), max_blocks=max_blocks,
-                                     num_groups=self.num_groups, progress=progress)  # fmt: skip
+            self.why_eager = f"{', '.join(self.program.syncing)} wait for the device"
+            self.program.report.notes.append(f"no CUDA graphs: {self.why_eager}")
+            return
+        shapes = step_shapes(self.max_num_seqs, self.staging.rows, self.staging.columns, drafts)
+        self.staging.write(None, shapes[0]._replace(rows=self.staging.rows, sequences=self.staging.sequences))
+        self.graphs = StepGraphs(partial(self._run, self.program), shapes, self.program.report, self.program.device,
+                                 budget=budget, progress=progress)  # fmt: skip
 
     def logits(self, step: ScheduledStep, *, num_rows: int = 0) -> Tensor:
-        """Logits [R, V], one row for each of step.draws, on the device; num_rows as in step_tensors."""
-        tensors = step_tensors(step, num_groups=self.num_groups, device=self.program.device, num_rows=num_rows)
+        """Logits [R, V] of the rows that the step's chunks want, on the device; the next call may overwrite them.
+
+        num_rows > the step's tokens pads to so many, which changes no result.
+        """
+        rows, sequences = step.num_tokens, len(step.chunks)
+        wanted = sum(chunk.num_wanted for chunk in step.chunks)
+        if self.graphs is not None:
+            longest = max(chunk.num_tokens for chunk in step.chunks)
+            shape = self.graphs.shape_for(rows, sequences, wanted, longest)
+            if shape is not None:
+                self.staging.write(step, shape)
+                self.steps["full graph"] += 1
+                self.rows += shape.rows
+                self.padding += shape.rows - rows
+                return self.graphs(shape)[:wanted]
+            reason = f"{rows} rows, {wanted} of them wanted" if wanted > sequences else "more rows than any graph"
+        else:
+            reason = self.why_eager
+        self.steps[f"eager: {reason}"] += 1
+        return self._eager(self.program, step, num_rows)
+
+    def hidden(self, program: Program, step: ScheduledStep) -> Tensor:
+        """Hidden states [R, D] of the rows that the step's chunks want, by a program that returns them."""
+        self.steps["eager: hidden states"] += 1
+        return self._eager(program, step)
+
+    def _eager(self, program: Program, step: ScheduledStep, num_rows: int = 0) -> Tensor:
+        return self._run(program, self.staging.write(step, num_rows=num_rows))
+
+    def _run(self, program: Program, shape: Shape) -> Tensor:
         # A module of somebody else may still want gradients.
         with torch.no_grad():
-            shape = self.graphs.shape_for(tensors) if self.graphs is not None else None
-            if self.graphs is not None and shape is not None:
-                self.steps["graph"] += 1
-                return self.graphs(tensors, shape)
-            self.steps["eager"] += 1
-            return self.program(tensors)
+            return program(self.staging.step(shape))
 
-    def run(self, step: ScheduledStep) -> list[int]:
-        """The drawn tokens, one for each of step.draws."""
-        logits = self.logits(step)
-        return self.sampler(logits, step.draws).tokens.tolist() if step.draws else []
+
+def num_groups_of(program: Program) -> int:
+    return max((spec.group for spec in program.specs), default=0) + 1
+
+
+def windows_of(program: Program) -> list[int]:
+    """For each group of the program's state, how many of the last tokens are read; 0: all."""
+    windows = {spec.group: spec.window for spec in program.specs}
+    return [windows[group] for group in range(num_groups_of(program))]

@@ -1,45 +1,64 @@
 """Which requests compute how many of their tokens in the next step."""
 
+from bisect import insort
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from atomc.runtime.blocks import BlockPool
+from atomc.runtime.blocks import BlockPool, NewBlocks
 from atomc.runtime.draw import Draw
-from atomc.runtime.request import Request
+from atomc.runtime.prefix_cache import extend_keys
+from atomc.runtime.request import Output, Request
+
+# Log-probabilities of prompts take a row of the vocabulary in fp32 for each token.
+MOST_SCORED_ROWS = 128
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """The tokens of one request that a step computes: a prompt, a part of one, or the last drawn token.
+    """The tokens of one request that a step computes: a prompt, a part of one, or the last drawn token and a draft.
 
-    start   position of the first; all tokens before it are in the cache
-    blocks  the block table, which covers these tokens and all before
-    draw    how the token after the last is drawn; None if the request has more tokens to compute first
+    slot        the row of block tables and of per-sequence state that is the request's while it runs
+    start       position of the first token; all before it are in the cache
+    fed         one more token comes behind `tokens`: the one that the step before draws for this slot
+    blocks      for each group, the blocks that its table has more than in the chunk before
+    draws       how the tokens after the last len(draws) rows are drawn; () if the request has more to compute first
+    num_wanted  of so many last rows, logits are wanted
     """
 
     request_id: str
+    slot: int
     tokens: tuple[int, ...]
     start: int
-    blocks: tuple[int, ...]
-    draw: Draw | None
+    blocks: tuple[NewBlocks, ...]
+    fed: bool = False
+    draws: tuple[Draw, ...] = ()
+    num_wanted: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens) + self.fed
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_tokens
 
 
 @dataclass(frozen=True)
 class ScheduledStep:
-    """The decision about one step; at least one chunk."""
+    """The decision about one step; at least one chunk. pooled: hidden states are wanted, not logits."""
 
     chunks: tuple[Chunk, ...]
-    block_size: int
+    pooled: bool = False
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(chunk.tokens) for chunk in self.chunks)
+        return sum(chunk.num_tokens for chunk in self.chunks)
 
     @property
     def draws(self) -> tuple[Draw, ...]:
-        """One for each token that the step yields, in the order of the chunks."""
-        return tuple(chunk.draw for chunk in self.chunks if chunk.draw is not None)
+        """One for each token that the step draws, in the order of the chunks."""
+        return tuple([draw for chunk in self.chunks for draw in chunk.draws])
 
 
 class QueueFull(Exception):
@@ -50,18 +69,47 @@ class QueueFull(Exception):
         self.retry_after = retry_after
 
 
-class Scheduler:
-    """Continuous batching: first come, first served; prompts in chunks; the newest request gives way.
+@dataclass
+class Counters:
+    """What a scheduler has done since it was made; see Stats."""
 
-    `running` requests own blocks and `waiting` ones do not; both are in the order of arrival, and whoever runs came
-    before whoever waits. A request that gives way waits at the front and computes all its tokens again.
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+
+@dataclass
+class _Flight:
+    """A step that was decided and is not finished, its requests, and which admission of them it belongs to."""
+
+    step: ScheduledStep
+    requests: list[Request]
+    admissions: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.admissions = [request.admitted for request in self.requests]
+
+
+class Scheduler:
+    """Continuous batching: prompts in chunks; whoever comes last in the order gives way when blocks run out.
+
+    The order is that of arrival; with policy "priority" the lowest priority comes first, and those of equal priority
+    in the order of arrival. `running` requests own blocks and `waiting` ones do not; both are in order. Who gives way
+    waits, and computes all its tokens again that the prefix cache has lost.
+
+    Several steps may be decided before the first of them is finished; they are finished in the same order. Whatever is
+    released may be used by the next step at once: the device runs one step after the other.
 
     Raises ValueError for limits below 1.
     """
 
     def __init__(
         self, pool: BlockPool, *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int,
-        max_queue: int = 1024,
+        max_queue: int = 1024, policy: str = "fcfs",
     ) -> None:  # fmt: skip
         for name, value in (("max_num_seqs", max_num_seqs), ("max_num_batched_tokens", max_num_batched_tokens),
                             ("max_model_len", max_model_len)):  # fmt: skip
@@ -71,19 +119,49 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_queue = max_queue
+        self.by_priority = policy == "priority"
         # Tokens of the longest request: it must be able to finish when it has the pool for itself.
-        self.max_len = min(max_model_len, pool.num_tokens)
+        self.max_len = min(max_model_len, pool.longest(2 * max_num_batched_tokens))
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []
-        self.waiting: deque[Request] = deque()
+        self.waiting: list[Request] = []
+        self.counters = Counters()
+        self._flights: deque[_Flight] = deque()
+        self._free_slots = list(reversed(range(max_num_seqs)))
+        # Keys of blocks that running requests are about to fill, and who.
+        self._computing: dict[bytes, Request] = {}
+        self._num_added = 0
+        self._num_pooled = 0
+        self._pooled_last = False
+
+    @property
+    def num_flights(self) -> int:
+        """Steps that were decided and are not finished."""
+        return len(self._flights)
+
+    @property
+    def last_requests(self) -> Sequence[Request]:
+        """The requests of the step decided last, one for each chunk."""
+        return self._flights[-1].requests
+
+    @property
+    def first_requests(self) -> Sequence[Request]:
+        """Those of the step that is finished next."""
+        return self._flights[0].requests
+
+    def forget_counts(self) -> None:
+        """As if nothing had been done yet; there are no requests."""
+        assert not self.requests and self.pool.drop_cached(), "requests are running"
+        self.counters = Counters()
 
     def refuse(self, request: Request) -> None:
         """Raise ValueError if the request's prompt can never fit, or its id is in use."""
-        if request.num_prompt >= self.max_len:
+        longest = self.max_len if request.pooling else self.max_len - 1
+        if request.num_prompt > longest:
             raise ValueError(
-                f"request {request.id!r}: a prompt of {request.num_prompt} tokens does not fit, at most "
-                f"{self.max_len - 1} do (one token is to follow, and a sequence has at most {self.max_len}); shorten "
-                "it, or raise max_model_len or the size of the cache"
+                f"request {request.id!r}: a prompt of {request.num_prompt} tokens does not fit, at most {longest} do"
+                + ("" if request.pooling else f" (one token is to follow, and a sequence has at most {self.max_len})")
+                + "; shorten it, or raise max_model_len or the size of the cache"
             )
         if request.id in self.requests:
             raise ValueError(f"request id {request.id!r} is in use")
@@ -93,67 +171,76 @@ class Scheduler:
         self.refuse(request)
         if len(self.waiting) >= self.max_queue:
             raise QueueFull(len(self.waiting), retry_after=1.0)
+        request.number = self._num_added
+        self._num_added += 1
+        self._num_pooled += request.pooling is not None
         self.requests[request.id] = request
-        self.waiting.append(request)
+        insort(self.waiting, request, key=self._rank)
 
     def next_step(self) -> ScheduledStep | None:
-        """Running requests first, oldest first; then admit new ones while tokens, sequences and blocks last.
+        """Running requests first, in order; then admit new ones while tokens, sequences and blocks last.
 
-        None if there is no request. The step counts only when it is finished: if running it failed, ask again.
+        None if there is nothing to do, or not before a step in flight is finished. Steps of hidden states take turns
+        with the others.
         """
-        budget = self.max_num_batched_tokens
-        chunks: list[Chunk] = []
-        while len(chunks) < len(self.running) and budget:
-            request = self.running[len(chunks)]
-            count = min(request.pending, budget)
-            if not self._make_room(request, request.computed + count):
-                break
-            chunks.append(self._chunk(request, count))
-            budget -= count
-        while self.waiting and budget and len(self.running) < self.max_num_seqs:
-            request = self.waiting[0]
-            # Blocks for all its tokens, also if they take several steps: it is not to give way halfway.
-            if not self.pool.reserve(request.id, len(request.tokens)):
-                break
-            self.running.append(self.waiting.popleft())
-            count = min(request.pending, budget)
-            chunks.append(self._chunk(request, count))
-            budget -= count
-        assert chunks or not (self.running or self.waiting), "requests, and none of them fits"
-        return ScheduledStep(tuple(chunks), self.pool.block_size) if chunks else None
+        kinds = (not self._pooled_last, self._pooled_last) if self._num_pooled else (False,)
+        for pooled in kinds:
+            flight = self._decided(pooled)
+            if flight is not None:
+                self._pooled_last = pooled
+                self._flights.append(flight)
+                return flight.step
+        assert self._flights or not self.requests, "requests, and none of them fits"
+        return None
 
-    def finish_step(self, step: ScheduledStep, tokens: Sequence[int]) -> list[Request]:
-        """Take the drawn tokens, one for each of step.draws, and return the requests that finished.
+    def finish_step(self, step: ScheduledStep, tokens: Sequence[Sequence[int]]) -> list[Output]:
+        """Take the drawn tokens, some for each chunk that draws, and return what is new of each request.
 
-        A request aborted while the step ran is passed over.
+        A chunk with a draft gets the tokens of it that are right and one more. A request aborted, or finished, while
+        the step ran is passed over.
         """
+        flight = self._flights.popleft()
+        assert flight.step is step, "steps are finished in the order in which they were decided"
         drawn = iter(tokens)
-        finished = []
-        for chunk in step.chunks:
-            token = next(drawn) if chunk.draw is not None else None
-            request = self.requests.get(chunk.request_id)
-            if request is None:
-                continue
-            assert request.computed == chunk.start, f"step of another time: {chunk} for {request}"
-            request.computed += len(chunk.tokens)
-            if token is not None:
-                request.accept(token, self.max_len)
+        outputs = []
+        for chunk, request, admission in zip(step.chunks, flight.requests, flight.admissions, strict=True):
+            new = next(drawn) if chunk.draws else ()
             if request.finish_reason is not None:
-                finished.append(request)
-        assert next(drawn, None) is None, f"{len(tokens)} tokens for {len(step.draws)} draws"
-        for request in finished:
-            self.running.remove(request)
-            self._forget(request)
-        return finished
+                continue
+            known = len(request.tokens)
+            if chunk.draws:
+                self._accept(request, chunk, new)
+            if request.slot is not None and request.admitted == admission:
+                computed = min(chunk.end, request.computed)  # less after a wrong draft, more if the next step runs
+                self._name_blocks(request, computed)
+                self.pool.trim(request.id, computed)
+            if request.pooling and chunk.end == request.num_prompt:
+                request.finish_reason = "stop"
+            if request.finish_reason is not None:
+                self._leave(request)
+            if len(request.tokens) > known or request.finish_reason is not None:
+                outputs.append(request.output(known))
+        assert next(drawn, None) is None, f"{len(tokens)} lots of tokens for a step that draws fewer"
+        return outputs
+
+    def undo_step(self, step: ScheduledStep) -> None:
+        """Forget the decision made last: the step could not be run."""
+        flight = self._flights.pop()
+        assert flight.step is step, "only the last step can be undone"
+        for chunk, request, admission in zip(step.chunks, flight.requests, flight.admissions, strict=True):
+            request.drawing -= bool(chunk.draws)
+            if request.slot is not None and request.admitted == admission:
+                request.computed = chunk.start
+                request.scored = min(request.scored, chunk.start)
+                self.pool.forget_told(request.id)
 
     def abort(self, request_id: str) -> bool:
         """Drop a request and its blocks; False if there is none of this id (it may just have finished)."""
         request = self.requests.get(request_id)
         if request is None:
             return False
-        (self.running if request in self.running else self.waiting).remove(request)
-        self._forget(request)
         request.finish_reason = "abort"
+        self._leave(request)
         return True
 
     def check(self) -> None:
@@ -163,31 +250,211 @@ class Scheduler:
         assert sorted(self.requests) == sorted(request.id for request in requests), "a request is lost, or is twice"
         assert len(self.running) <= self.max_num_seqs, "more sequences than allowed"
         assert self.pool.owners == {request.id for request in self.running}, "who runs and who owns blocks differ"
+        slots = [request.slot for request in self.running if request.slot is not None]
+        assert sorted(slots + self._free_slots) == list(range(self.max_num_seqs)), "a slot is lost, or has two owners"
+        for queue in (self.running, self.waiting):
+            assert queue == sorted(queue, key=self._rank), "a queue is out of order"
         for request in requests:
-            assert request.finish_reason is None and request.pending > 0, f"nothing to compute for {request}"
-            assert len(request.tokens) < self.max_len, f"too long: {request}"
+            assert request.finish_reason is None, f"finished, and still here: {request}"
+            pending = request.pending + (len(request.draft) if request.drawing else 0)
+            assert pending > 0 or (request.pooling and pending == 0), f"nothing to compute for {request}"
+            assert request.length <= self.max_len, f"too long: {request}"
         for request in self.running:
-            held = len(self.pool.table(request.id)) * self.pool.block_size
-            assert request.computed <= held, f"{request.computed} tokens in blocks for {held}"
+            assert request.num_named * self.pool.block_size <= request.computed, f"named before computed: {request}"
         for request in self.waiting:
             assert request.computed == 0, f"{request.id} waits and has {request.computed} tokens in no block"
+        assert {request.id for request in self._computing.values()} <= self.pool.owners, "keys of who does not run"
+        expected = sum(bool(chunk.draws) for flight in self._flights
+                       for chunk, request in zip(flight.step.chunks, flight.requests, strict=True)
+                       if request.finish_reason is None)  # fmt: skip
+        assert expected == sum(request.drawing for request in requests), "tokens in flight are counted wrong"
+
+    def _decided(self, pooled: bool) -> _Flight | None:
+        """The next step of this kind."""
+        budget = self.max_num_batched_tokens
+        chunks: list[Chunk] = []
+        requests: list[Request] = []
+
+        def take(request: Request, count: int) -> None:
+            nonlocal budget
+            chunks.append(self._chunk(request, count))
+            requests.append(request)
+            budget -= count
+
+        if self.by_priority:
+            self._make_way(pooled)
+        preempted = self.counters.preemptions
+        for request in self.running.copy():
+            if not budget or request.slot is None:  # it, and all behind it, gave way
+                break
+            count = self._wanted(request, budget) if (request.pooling is not None) == pooled else 0
+            if count and self._make_room(request, request.computed + count):
+                take(request, count)
+        if preempted == self.counters.preemptions:
+            for request in self.waiting.copy():
+                if not budget or not self._free_slots:
+                    break
+                if request.drawing or (request.pooling is not None) != pooled or self._awaits_others(request):
+                    continue
+                if not self._admit(request, budget):
+                    break
+                take(request, self._wanted(request, budget))
+        return _Flight(ScheduledStep(tuple(chunks), pooled), requests) if chunks else None
+
+    def _wanted(self, request: Request, budget: int) -> int:
+        """So many tokens of the request can be computed now; none while the device decides about a draft."""
+        if request.drawing and request.draft:
+            return 0
+        if request.pending + len(request.draft) == 1:
+            # The common case. No token may follow the last one that fits.
+            return 0 if request.drawing and not request.room(self.max_len) else 1
+        count = min(request.pending + len(request.draft), budget)
+        if request.params.prompt_logprobs is not None and request.scored < request.num_prompt - 1:
+            count = min(count, MOST_SCORED_ROWS)
+        if count < request.pending + len(request.draft):
+            request.draft = request.draft[: max(count - request.pending, 0)]
+        return count
+
+    def _admit(self, request: Request, budget: int) -> bool:
+        """Give a waiting request a slot, what the cache has of it, and blocks for all its tokens, also if they take
+        several steps: it is not to give way halfway. False if there are not enough."""
+        found = self._found(request)
+        computed = found * self.pool.block_size
+        now = computed + min(len(request.tokens) - computed, budget)
+        if not self.pool.admit(request.id, request.keys[:found], now, len(request.tokens)):
+            return False
+        if not request.admitted:
+            request.num_cached = computed
+            self.counters.prefix_queries += len(request.tokens) if self.pool.shares else 0
+            self.counters.prefix_hits += computed
+        self.waiting.remove(request)
+        insort(self.running, request, key=self._rank)
+        request.slot = self._free_slots.pop()
+        request.admitted += 1
+        request.computed = computed
+        request.num_named = found
+        for key in request.keys[found:]:
+            self._computing.setdefault(key, request)
+        return True
+
+    def _found(self, request: Request) -> int:
+        """Leading blocks that are cached; at least one token is left to compute, all if each one's output is wanted."""
+        if not self.pool.shares or request.pooling == "mean" or self._scores(request):
+            return 0
+        extend_keys(request.keys, request.tokens, self.pool.block_size, request.salt)
+        return self.pool.match(request.keys[: (len(request.tokens) - 1) // self.pool.block_size])
+
+    def _awaits_others(self, request: Request) -> bool:
+        """Whether a running request is about to compute the next block that this one needs."""
+        if not self._computing:
+            return False
+        found = self._found(request)
+        return found < (len(request.tokens) - 1) // self.pool.block_size and bool(request.keys) and (
+            request.keys[found] in self._computing)  # fmt: skip
+
+    def _make_way(self, pooled: bool) -> None:
+        """Whoever runs gives way to whoever waits and is more urgent."""
+        for request in self.waiting.copy():
+            if request.drawing or (request.pooling is not None) != pooled or self._awaits_others(request):
+                continue
+            while self.running and self.running[-1].priority > request.priority and not self._fits(request):
+                self._preempt(self.running[-1])
+            if not self._fits(request):
+                return
+
+    def _fits(self, request: Request) -> bool:
+        if not self._free_slots:
+            return False
+        found = self._found(request)
+        now = found * self.pool.block_size + self.max_num_batched_tokens
+        return self.pool.has_room(request.keys[:found], min(now, len(request.tokens)), len(request.tokens))
 
     def _make_room(self, request: Request, num_tokens: int) -> bool:
-        """Reserve blocks for num_tokens, the newest requests giving way. False if this was the newest and gave way."""
+        """Reserve blocks for num_tokens, the last in the order giving way. False if this was the last and gave way."""
         while not self.pool.reserve(request.id, num_tokens):
-            newest = self.running.pop()
-            self.pool.release(newest.id)
-            newest.computed = 0
-            self.waiting.appendleft(newest)
-            if newest is request:
+            last = self.running[-1]
+            self._preempt(last)
+            if last is request:
                 return False
         return True
 
-    def _forget(self, request: Request) -> None:
-        self.pool.release(request.id)
+    def _preempt(self, request: Request) -> None:
+        self._stop_running(request)
+        request.computed = 0
+        request.draft = ()
+        insort(self.waiting, request, key=self._rank)
+        self.counters.preemptions += 1
+
+    def _leave(self, request: Request) -> None:
+        """For good."""
+        if request.slot is None:
+            self.waiting.remove(request)
+        else:
+            self._stop_running(request)
+        self._num_pooled -= request.pooling is not None
         del self.requests[request.id]
 
+    def _stop_running(self, request: Request) -> None:
+        assert request.slot is not None
+        self.running.remove(request)
+        self.pool.release(request.id)
+        self._free_slots.append(request.slot)
+        request.slot = None
+        for key in request.keys[request.num_named :]:
+            if self._computing.get(key) is request:
+                del self._computing[key]
+
     def _chunk(self, request: Request, count: int) -> Chunk:
+        """The next `count` tokens of a running request, which count as computed from now on."""
+        assert request.slot is not None
         start, end = request.computed, request.computed + count
-        draw = request.next_draw() if end == len(request.tokens) else None
-        return Chunk(request.id, tuple(request.tokens[start:end]), start, self.pool.table(request.id), draw)
+        known = len(request.tokens)
+        tokens = request.tokens[start:end] if start < known else []
+        last = end == request.length + len(request.draft)
+        draws = request.draws() if last and not request.pooling else ()
+        wanted = len(draws)
+        if request.pooling:
+            wanted = count if request.pooling == "mean" else int(last)
+        elif self._scores(request) and request.scored < min(end, request.num_prompt - 1):
+            wanted = end - max(start, request.scored)
+            request.scored = min(end, request.num_prompt - 1)
+        fed = request.drawing > 0 and end > known
+        request.computed = end
+        request.drawing += bool(draws)
+        return Chunk(request.id, request.slot, (*tokens, *request.draft) if last else tuple(tokens), start,
+                     self.pool.news(request.id), fed, draws, wanted)  # fmt: skip
+
+    def _accept(self, request: Request, chunk: Chunk, tokens: Sequence[int]) -> None:
+        """Append drawn tokens up to one that ends the request, and roll back what was computed of a wrong draft."""
+        request.drawing -= 1
+        drafted = len(chunk.draws) - 1
+        if drafted:
+            self.counters.drafted += drafted
+            self.counters.accepted += len(tokens) - 1
+            request.computed -= drafted + 1 - len(tokens)
+            request.draft = ()
+        for token in tokens:
+            request.accept(token, self.max_len)
+            self.counters.generated_tokens += 1
+            if request.finish_reason is not None:
+                break
+        if chunk.end - drafted == request.num_prompt:
+            self.counters.prompt_tokens += request.num_prompt
+
+    def _name_blocks(self, request: Request, computed: int) -> None:
+        """Let others find the blocks that are full of tokens which have been computed."""
+        full = min(computed, len(request.tokens)) // self.pool.block_size
+        if request.num_named >= full or not self.pool.shares:
+            return
+        extend_keys(request.keys, request.tokens, self.pool.block_size, request.salt)
+        for place in range(request.num_named, full):
+            self.pool.name(request.id, place, request.keys[place])
+            if self._computing.get(request.keys[place]) is request:
+                del self._computing[request.keys[place]]
+        request.num_named = full
+
+    def _scores(self, request: Request) -> bool:
+        return request.params.prompt_logprobs is not None
+
+    def _rank(self, request: Request) -> tuple[int, int]:
+        return (request.priority if self.by_priority else 0, request.number)

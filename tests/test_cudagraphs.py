@@ -26,8 +26,9 @@ def test_the_sizes_to_capture_grow_with_the_batch_and_end_at_its_bound() -> None
 
 
 def test_mixed_steps_are_captured_up_to_the_token_budget() -> None:
-    assert step_shapes(4, 100) == [(1, 1), (2, 2), (4, 4), (64, 4), (100, 4)]
-    assert step_shapes(1, 10_000)[-1] == (2048, 1)
+    assert [shape[:3] for shape in step_shapes(4, 100, 9)] == [(4, 4, 4), (2, 2, 2), (1, 1, 1), (100, 6, 4), (64, 5, 4)]
+    assert step_shapes(1, 10_000, 9)[1] == (2048, 3, 1, 9)
+    assert (8, 2, 8, 9) in step_shapes(4, 100, 9, drafts=3)
 
 
 class Mlp(nn.Module):
@@ -85,6 +86,6 @@ def test_the_runtime_generates_the_same_tokens_with_and_without_graphs(dtype: to
         llm = LLM(model, max_num_seqs=8, max_model_len=96, num_blocks=64, enforce_eager=eager, progress=False,
                   options={"glue": "eager"})  # fmt: skip
         found[eager] = [completion.token_ids for completion in llm.generate(prompts, params)]
-        assert (llm.engine.runner.steps["graph"] > 0) is not eager
+        assert (llm.engine.runner.steps["full graph"] > 0) is not eager
         assert bool(llm.program.report.cuda_graphs) is not eager
     assert found[False] == found[True]

@@ -12,14 +12,15 @@ from atomc.models import build, loader, wrap_stock
 from atomc.ops import LAYOUTS
 from atomc.platform import Platform
 from atomc.program import compile_model
-from atomc.runtime.batch import step_tensors
+from atomc.runtime.batch import Shape, Staging
 from atomc.runtime.blocks import BlockPool
 from atomc.runtime.capacity import Capacity, capacity
 from atomc.runtime.detokenizer import Detokenizer
 from atomc.runtime.draw import Draw
 from atomc.runtime.llm import LLM
 from atomc.runtime.request import Request
-from atomc.runtime.runner import Runner
+from atomc.runtime.runner import Runner, windows_of
+from atomc.runtime.sampler import Sampler
 from atomc.runtime.sampling_params import SamplingParams
 from atomc.runtime.scheduler import Chunk, ScheduledStep, Scheduler
 
@@ -108,13 +109,14 @@ def served(request):
     name, layout = request.param
     model, plain = tiny(name)
     block_size = LAYOUTS[layout].block_size or MAX_LEN
-    runner = Runner(compiled(model, layout), num_blocks=NUM_BLOCKS, block_size=block_size)
+    runner = Runner(compiled(model, layout), num_blocks=NUM_BLOCKS, block_size=block_size, max_num_seqs=8,
+                    max_num_rows=80, max_columns=-(-MAX_LEN // block_size))  # fmt: skip
     return runner, block_size, Alone(plain)
 
 
-def scheduler_for(block_size, num_blocks=NUM_BLOCKS, max_num_seqs=8, max_num_batched_tokens=64):
+def scheduler_for(runner, block_size, num_blocks=NUM_BLOCKS, max_num_seqs=8, max_num_batched_tokens=64):
     return Scheduler(
-        BlockPool(num_blocks, block_size),
+        BlockPool(num_blocks, block_size, windows_of(runner.program)),
         max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, max_model_len=MAX_LEN,
     )  # fmt: skip
 
@@ -146,11 +148,11 @@ def run_and_compare(runner, scheduler, alone, requests, arrivals=None, aborts=No
                 return now, gave_way
             continue
         logits = runner.logits(step, num_rows=step.num_tokens + padding if padding else 0)
-        drawing = [chunk for chunk in step.chunks if chunk.draw is not None]
+        drawing = [chunk for chunk in step.chunks if chunk.draws]
         assert logits.shape == (len(drawing), VOCAB)
         for row, chunk in zip(logits, drawing, strict=True):
             assert_close(row, alone.logits(scheduler.requests[chunk.request_id].tokens))
-        scheduler.finish_step(step, logits.argmax(-1).tolist())
+        scheduler.finish_step(step, [[token] for token in logits.argmax(-1).tolist()])
         scheduler.check()
     raise AssertionError("the requests do not end")
 
@@ -159,7 +161,7 @@ def test_prefill_and_decode_give_the_logits_of_the_whole_sequence(served):
     runner, block_size, alone = served
     (prompt,) = prompts_of(19)
     request = Request("a", prompt, SamplingParams(max_tokens=20))
-    assert run_and_compare(runner, scheduler_for(block_size), alone, [request]) == (20, set())
+    assert run_and_compare(runner, scheduler_for(runner, block_size), alone, [request]) == (20, set())
     assert request.new_tokens == alone.greedy(prompt, 20)
 
 
@@ -168,7 +170,7 @@ def test_ragged_batches_give_the_logits_of_each_sequence_alone(served):
     prompts = prompts_of(1, 17, 2, 31, 16, 5)
     requests = [Request(str(i), prompt, SamplingParams(max_tokens=4 + i)) for i, prompt in enumerate(prompts)]
     arrivals = {str(i): i // 2 for i in range(6)}
-    run_and_compare(runner, scheduler_for(block_size), alone, requests, arrivals)
+    run_and_compare(runner, scheduler_for(runner, block_size), alone, requests, arrivals)
     for request, prompt in zip(requests, prompts, strict=True):
         assert request.new_tokens == alone.greedy(prompt, request.params.max_tokens)
 
@@ -177,7 +179,7 @@ def test_ragged_batches_give_the_logits_of_each_sequence_alone(served):
 def test_chunks_of_any_size_give_the_logits_of_the_whole_prompt(served, chunk):
     runner, block_size, alone = served
     requests = [Request(str(i), p, SamplingParams(max_tokens=3)) for i, p in enumerate(prompts_of(23, 9))]
-    scheduler = scheduler_for(block_size, max_num_batched_tokens=chunk)
+    scheduler = scheduler_for(runner, block_size, max_num_batched_tokens=chunk)
     steps, _ = run_and_compare(runner, scheduler, alone, requests)
     assert steps > 23 // chunk
 
@@ -185,7 +187,7 @@ def test_chunks_of_any_size_give_the_logits_of_the_whole_prompt(served, chunk):
 def test_padding_rows_change_nothing(served):
     runner, block_size, alone = served
     requests = [Request(str(i), p, SamplingParams(max_tokens=4)) for i, p in enumerate(prompts_of(3, 20, 1))]
-    run_and_compare(runner, scheduler_for(block_size), alone, requests, padding=5)
+    run_and_compare(runner, scheduler_for(runner, block_size), alone, requests, padding=5)
     for request in requests:
         assert request.new_tokens == alone.greedy(request.tokens[: request.num_prompt], 4)
 
@@ -199,7 +201,7 @@ def test_random_arrivals_lengths_and_aborts_in_a_small_pool_change_no_token(serv
     arrivals = {request.id: generator.randrange(40) for request in requests}
     aborts = {request.id: arrivals[request.id] + generator.randrange(12) for request in requests[::4]}
     # As many blocks as the longest request may need.
-    scheduler = scheduler_for(block_size, num_blocks=-(-MAX_LEN // block_size), max_num_batched_tokens=24)
+    scheduler = scheduler_for(runner, block_size, num_blocks=-(-MAX_LEN // block_size), max_num_batched_tokens=24)
     _, gave_way = run_and_compare(runner, scheduler, alone, requests, arrivals, aborts)
     # Nobody has to where one block holds a whole sequence.
     assert len(gave_way) > 2 or block_size == MAX_LEN
@@ -216,7 +218,7 @@ def test_a_request_never_reads_what_the_last_owner_of_its_blocks_left(served):
         values.fill_(-1e4)
     (prompt,) = prompts_of(18)
     request = Request("a", prompt, SamplingParams(max_tokens=3))
-    run_and_compare(runner, scheduler_for(block_size), alone, [request])
+    run_and_compare(runner, scheduler_for(runner, block_size), alone, [request])
 
 
 def test_drawn_tokens_do_not_depend_on_the_batch(served):
@@ -226,11 +228,13 @@ def test_drawn_tokens_do_not_depend_on_the_batch(served):
 
     def tokens(which, max_num_batched_tokens):
         requests = [Request(str(i), prompts_of(5, 18, 2, 7)[i], params[i]) for i in which]
-        scheduler = scheduler_for(block_size, max_num_batched_tokens=max_num_batched_tokens)
+        scheduler = scheduler_for(runner, block_size, max_num_batched_tokens=max_num_batched_tokens)
+        sampler = Sampler(torch.device("cpu"), 8)
         for request in requests:
             scheduler.add(request)
         while (step := scheduler.next_step()) is not None:
-            scheduler.finish_step(step, runner.run(step))
+            tokens = sampler(runner.logits(step), step.draws).tokens.tolist() if step.draws else []
+            scheduler.finish_step(step, [[token] for token in tokens])
         return [request.new_tokens for request in requests]
 
     together = tokens([0, 1, 2, 3], 64)
@@ -239,9 +243,15 @@ def test_drawn_tokens_do_not_depend_on_the_batch(served):
 
 
 def test_a_step_becomes_ragged_rows_with_padding_behind():
-    a, b = Chunk("a", (7, 8), 3, (5, 2), Draw()), Chunk("b", (9,), 0, (1,), None)
-    step = ScheduledStep((a, b, Chunk("c", (6,), 8, (0, 4, 3), Draw())), block_size=4)
-    tensors = step_tensors(step, num_groups=2, num_rows=6)
+    def chunk(name, slot, tokens, start, blocks, drawing=True, **more):
+        draws = (Draw(name),) * drawing
+        return Chunk(name, slot, tokens, start, ((0, blocks),) * 2, draws=draws, num_wanted=len(draws), **more)
+
+    staging = Staging(rows=8, sequences=4, columns=5, block_size=4, num_groups=2)
+    a, b = chunk("a", 2, (7, 8), 3, (5, 2)), chunk("b", 0, (9,), 0, (1,), drawing=False)
+    step = ScheduledStep((a, b, chunk("c", 3, (6,), 8, (0, 4, 3))))
+    shape = staging.write(step, num_rows=6)
+    tensors = staging.step(shape)
     assert {name: value.tolist() for name, value in tensors._asdict().items() if name != "groups"} == {
         "input_ids": [7, 8, 9, 6, 0, 0],
         "positions": [3, 4, 0, 8, 0, 0],
@@ -252,9 +262,26 @@ def test_a_step_becomes_ragged_rows_with_padding_behind():
     assert len(tensors.groups) == 2
     assert tensors.groups[1].slots.tolist() == [23, 8, 4, 12, -1, -1]
     assert tensors.groups[1].block_tables.tolist() == [[5, 2, 0], [1, 0, 0], [0, 4, 3]]
+    assert tensors.groups[1].state_slots.tolist() == [2, 0, 3]
     i64, i32 = torch.int64, torch.int32
     assert [value.dtype for value in tensors[:5]] == [i64, i64, i32, i32, i64]
     assert [value.dtype for value in tensors.groups[0]] == [i64, i32, i64]
+
+    # The next step is fed what this one drew, and knows the blocks that it was told of.
+    staging.keep(torch.tensor([70, 60]))
+    step = ScheduledStep((chunk("c", 3, (), 9, (), fed=True), chunk("a", 2, (), 5, (), fed=True)))
+    tensors = staging.step(staging.write(step, Shape(4, 3, 3, 5)))
+    assert tensors.input_ids.tolist() == [60, 70, 0, 0]
+    assert tensors.query_start.tolist() == [0, 1, 2, 2] and tensors.seq_lens.tolist() == [10, 6, 0]
+    assert tensors.groups[0].slots.tolist() == [13, 9, -1, -1]
+    assert tensors.groups[0].block_tables.tolist() == [[0, 4, 3, 0, 0], [5, 2, 0, 0, 0], [0, 0, 0, 0, 0]]
+
+
+def test_more_new_blocks_than_a_step_has_room_for_arrive_all_the_same():
+    staging = Staging(rows=2, sequences=1, columns=40, block_size=1)
+    chunk = Chunk("a", 0, (5,), 39, ((0, tuple(range(40, 80))),))
+    assert staging.num_updates < 40
+    assert staging.step(staging.write(ScheduledStep((chunk,)))).groups[0].block_tables.tolist() == [[*range(40, 80)]]
 
 
 BYTES = 1000

@@ -1,20 +1,26 @@
 """What the scheduler decides, as values, and what holds under random arrivals, lengths and aborts."""
 
+import random
+
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from atomc.runtime.blocks import BlockPool
 from atomc.runtime.draw import Draw
-from atomc.runtime.request import Request
+from atomc.runtime.prefix_cache import first_read
+from atomc.runtime.request import Request, siblings
 from atomc.runtime.sampling_params import SamplingParams
-from atomc.runtime.scheduler import Chunk, ScheduledStep, Scheduler
+from atomc.runtime.scheduler import Chunk, QueueFull, ScheduledStep, Scheduler
 
 
-def scheduler(num_blocks=16, block_size=4, max_num_seqs=8, max_num_batched_tokens=64, max_model_len=64):
+def scheduler(
+    num_blocks=16, block_size=4, max_num_seqs=8, max_num_batched_tokens=64, max_model_len=64, shares=False, **more
+):  # fmt: skip
     return Scheduler(
-        BlockPool(num_blocks, block_size),
-        max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, max_model_len=max_model_len,
+        BlockPool(num_blocks, block_size, shares=shares), max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens, max_model_len=max_model_len, **more,
     )  # fmt: skip
 
 
@@ -24,15 +30,19 @@ def request(name, num_prompt, **params):
 
 def shares(step):
     """What each request computes: (id, start, number of tokens, whether a token is drawn)."""
-    return [(chunk.request_id, chunk.start, len(chunk.tokens), chunk.draw is not None) for chunk in step.chunks]
+    return [(chunk.request_id, chunk.start, chunk.num_tokens, bool(chunk.draws)) for chunk in step.chunks]
+
+
+def finished(outputs):
+    return [output.request_id for output in outputs if output.finish_reason is not None]
 
 
 def advance(s, token=100):
     """One step in which every draw gives `token`; what it computed, and who finished."""
     step = s.next_step()
-    finished = s.finish_step(step, [token] * len(step.draws))
+    outputs = s.finish_step(step, [[token]] * len(step.draws))
     s.check()
-    return shares(step), [request.id for request in finished]
+    return shares(step), finished(outputs)
 
 
 def test_nothing_to_do_is_no_step():
@@ -41,12 +51,15 @@ def test_nothing_to_do_is_no_step():
 
 def test_a_step_is_a_value_that_carries_all_it_needs():
     s = scheduler()
-    random = SamplingParams(temperature=0.5, top_k=3, top_p=0.9, seed=1)
+    params = SamplingParams(temperature=0.5, top_k=3, top_p=0.9, seed=1)
     s.add(Request("a", [7, 8, 9, 10, 11]))
-    s.add(Request("b", [5], random))
+    s.add(Request("b", [5], params))
     step = s.next_step()
-    a, b = Draw("a", num_prompt=5), Draw("b", random, seed=1, num_prompt=1)
-    assert step == ScheduledStep((Chunk("a", (7, 8, 9, 10, 11), 0, (0, 1), a), Chunk("b", (5,), 0, (2,), b)), block_size=4)
+    greedy, random = Draw("a", num_prompt=5), Draw("b", params, seed=1, num_prompt=1)
+    assert step == ScheduledStep((
+        Chunk("a", 0, (7, 8, 9, 10, 11), 0, ((0, (0, 1)),), draws=(greedy,), num_wanted=1),
+        Chunk("b", 1, (5,), 0, ((0, (2,)),), draws=(random,), num_wanted=1),
+    ))  # fmt: skip
     assert step.num_tokens == 6
 
 
@@ -201,16 +214,19 @@ def test_a_request_aborted_while_its_step_runs_gets_no_token():
     s.add(b)
     step = s.next_step()
     s.abort("a")
-    s.finish_step(step, [11, 12])
+    s.finish_step(step, [[11], [12]])
     s.check()
     assert a.new_tokens == [] and b.new_tokens == [12]
 
 
 def test_a_step_that_failed_is_decided_again():
-    s = scheduler()
+    s = scheduler(max_num_batched_tokens=4)
     s.add(request("a", 3))
-    assert s.next_step() == s.next_step()
+    s.add(request("b", 3))
+    step = s.next_step()
+    s.undo_step(step)
     s.check()
+    assert s.next_step() == step
 
 
 def test_a_preempted_request_draws_the_same_numbers():
@@ -221,9 +237,9 @@ def test_a_preempted_request_draws_the_same_numbers():
         seen, steps = {}, 0
         while (step := s.next_step()) is not None:
             for chunk in step.chunks:
-                if chunk.draw is not None:
-                    seen[chunk.request_id, chunk.start + len(chunk.tokens)] = chunk.draw.uniform
-            s.finish_step(step, [100] * len(step.draws))
+                for draw in chunk.draws:
+                    seen[chunk.request_id, chunk.end] = draw.uniform
+            s.finish_step(step, [[100]] * len(step.draws))
             steps += 1
         return seen, steps
 
@@ -233,73 +249,272 @@ def test_a_preempted_request_draws_the_same_numbers():
     assert len(wide) == 8 and len(set(wide.values())) == 4
 
 
-arrivals = st.lists(
-    st.tuples(
-        st.integers(0, 12),  # steps after the previous arrival
-        st.integers(1, 23),  # prompt
-        st.integers(1, 12),  # max_tokens
-        st.one_of(st.none(), st.integers(0, 12)),  # aborted after so many steps
-    ),
-    min_size=1,
-    max_size=12,
-)
+def test_the_next_step_is_decided_before_the_tokens_of_the_last_are_known():
+    s = scheduler()
+    a = request("a", 3, max_tokens=3)
+    s.add(a)
+    first, second = s.next_step(), s.next_step()
+    assert [(chunk.tokens, chunk.fed, chunk.start) for step in (first, second) for chunk in step.chunks] == [
+        ((0, 1, 2), False, 0), ((), True, 3)]  # fmt: skip
+    s.check()
+    assert finished(s.finish_step(first, [[7]])) == [] and a.tokens == [0, 1, 2, 7]
+    third = s.next_step()
+    assert s.next_step() is None  # no token follows the third
+    s.finish_step(second, [[8]])
+    assert finished(s.finish_step(third, [[9]])) == ["a"] and a.new_tokens == [7, 8, 9]
+    s.check()
 
 
-@settings(max_examples=200, deadline=None)
-@given(
-    arrivals=arrivals,
-    num_blocks=st.integers(6, 14),
-    block_size=st.sampled_from([4, 5, 24]),
-    max_num_seqs=st.integers(1, 6),
-    max_num_batched_tokens=st.integers(1, 40),
-)
-def test_every_request_ends_and_each_token_is_computed_at_its_place(
-    arrivals, num_blocks, block_size, max_num_seqs, max_num_batched_tokens
-):
-    """The token after position p is p + 1, so that a wrong place shows; the cache is a dict of slots."""
-    s = scheduler(num_blocks, block_size, max_num_seqs, max_num_batched_tokens, max_model_len=24)
-    requests, at, aborts = {}, 0, {}
-    for i, (gap, num_prompt, max_tokens, abort_after) in enumerate(arrivals):
-        at += gap
-        requests[f"r{i}"] = at, request(f"r{i}", num_prompt, max_tokens=max_tokens)
-        if abort_after is not None:
-            aborts[f"r{i}"] = at + abort_after
-    order = list(requests)
-    cache: dict[int, tuple[str, int]] = {}
-    for now in range(5000):
-        for arrival, r in requests.values():
-            if arrival == now:
-                s.add(r)
-        for name, moment in aborts.items():
-            if moment == now:
-                s.abort(name)
-        s.check()
-        step = s.next_step()
-        s.check()
-        if step is None:
-            if now >= at:
+def test_a_token_drawn_after_the_last_one_is_dropped():
+    s = scheduler()
+    a = Request("a", [5, 6], SamplingParams(max_tokens=9), eos_ids=frozenset({2}))
+    s.add(a)
+    first, second = s.next_step(), s.next_step()
+    assert finished(s.finish_step(first, [[2]])) == ["a"]
+    assert s.finish_step(second, [[7]]) == [] and a.new_tokens == [2]
+    s.check()
+    assert s.pool.num_free == 16
+
+
+def test_a_draft_is_kept_as_far_as_it_is_right():
+    s = scheduler()
+    a = request("a", 3, max_tokens=9)
+    s.add(a)
+    advance(s, token=3)
+    a.draft = (4, 5, 6)
+    step = s.next_step()
+    assert step.chunks[0].tokens == (3, 4, 5, 6) and [draw.draft for draw in step.draws] == [(), (4,), (4, 5), (4, 5, 6)]
+    s.finish_step(step, [[4, 5, 9]])
+    s.check()
+    assert a.tokens == [0, 1, 2, 3, 4, 5, 9] and (a.computed, a.pending) == (6, 1)
+    assert (s.counters.drafted, s.counters.accepted) == (3, 2)
+
+
+def test_a_prefix_that_was_computed_is_not_computed_again():
+    s = scheduler(shares=True)
+    s.add(request("a", 10, max_tokens=1))
+    assert advance(s) == ([("a", 0, 10, True)], ["a"])
+    s.add(request("b", 10, max_tokens=1))
+    assert advance(s)[0] == [("b", 8, 2, True)]
+    s.add(Request("c", list(range(10)), SamplingParams(max_tokens=1), salt="other"))
+    assert advance(s)[0] == [("c", 0, 10, True)]
+    assert (s.counters.prefix_queries, s.counters.prefix_hits) == (30, 8)
+
+
+def test_a_whole_cached_prompt_leaves_one_block_to_compute():
+    s = scheduler(shares=True)
+    for name in "ab":
+        s.add(request(name, 8, max_tokens=1))
+        step = advance(s)[0]
+    assert step == [("b", 4, 4, True)]
+
+
+def test_who_needs_what_another_is_computing_waits_for_it():
+    s = scheduler(max_num_batched_tokens=6, shares=True)
+    for name in "ab":
+        s.add(request(name, 10, max_tokens=2))
+    s.add(Request("c", [50], SamplingParams(max_tokens=9)))
+    assert advance(s)[0] == [("a", 0, 6, False)]
+    assert advance(s)[0] == [("a", 6, 4, True), ("c", 0, 1, True)]
+    assert advance(s)[0] == [("a", 10, 1, True), ("c", 1, 1, True), ("b", 8, 2, True)]
+
+
+def test_answers_to_one_prompt_share_its_blocks():
+    s = scheduler(shares=True)
+    for one in siblings(request("a", 9, max_tokens=2, n=3, seed=7)):
+        s.add(one)
+    assert [(r.id, r.seed) for r in s.requests.values()] == [("a/0", 7), ("a/1", 8), ("a/2", 9)]
+    assert advance(s)[0] == [("a/0", 0, 9, True)]
+    assert advance(s)[0] == [("a/0", 9, 1, True), ("a/1", 8, 1, True), ("a/2", 8, 1, True)]
+    assert s.pool.table("a/1")[:2] == s.pool.table("a/2")[:2]
+
+
+def test_blocks_behind_a_window_are_let_go():
+    s = Scheduler(BlockPool([8, 5], 4, [0, 4]), max_num_seqs=1, max_num_batched_tokens=4, max_model_len=32)
+    s.add(request("a", 20, max_tokens=4))
+    while s.requests:
+        advance(s)
+        if s.running:
+            assert len(s.pool.table("a", 1)) <= 3
+    assert s.pool.num_free == 13
+
+
+def test_the_urgent_come_first_and_others_give_way():
+    s = scheduler(num_blocks=4, max_num_seqs=2, max_model_len=16, policy="priority")
+    for name, priority in (("a", 5), ("b", 5), ("c", 1)):
+        s.add(Request(name, [ord(name)] * 6, SamplingParams(max_tokens=3), priority=priority))
+    assert advance(s)[0] == [("c", 0, 6, True), ("a", 0, 6, True)]
+    s.add(Request("d", [9] * 6, SamplingParams(max_tokens=3), priority=0))
+    assert advance(s)[0] == [("c", 6, 1, True), ("d", 0, 6, True)]
+    assert [r.id for r in s.waiting] == ["a", "b"] and s.counters.preemptions == 1
+
+
+def test_a_full_queue_says_when_to_try_again():
+    s = scheduler(max_queue=1)
+    s.add(request("a", 2))
+    with pytest.raises(QueueFull, match="1 requests wait already") as error:
+        s.add(request("b", 2))
+    assert error.value.retry_after > 0
+    s.check()
+
+
+V = 7
+PREFIXES = [tuple(random.Random(i).choices(range(V), k=14)) for i in range(3)]
+
+
+def history(before, token):
+    """What a cache holds of a token: it depends on all tokens before."""
+    return hash((before, token))
+
+
+def alone(prompt, salt, max_tokens, max_len):
+    """The tokens that a request gets if it has the device for itself."""
+    state, tokens = hash(salt), list(prompt)
+    for token in prompt:
+        state = history(state, token)
+    while True:
+        tokens.append(state % V)
+        state = history(state, tokens[-1])
+        if tokens[-1] == EOS or len(tokens) == min(len(prompt) + max_tokens, max_len):
+            return tokens
+
+
+EOS = 0
+
+
+class Machine(RuleBasedStateMachine):
+    """A scheduler, and a device whose cache holds histories: what it draws shows whether it read the right ones."""
+
+    @initialize(
+        num_blocks=st.integers(8, 16), block_size=st.sampled_from([2, 3, 4]), max_num_seqs=st.integers(1, 4),
+        budget=st.integers(1, 20), window=st.sampled_from([0, 3, 6]), shares=st.booleans(),
+        policy=st.sampled_from(["fcfs", "priority"]),
+    )  # fmt: skip
+    def start(self, num_blocks, block_size, max_num_seqs, budget, window, shares, policy):
+        windows = [0, window] if window else [0]
+        self.pool = BlockPool(num_blocks, block_size, windows, shares=shares)
+        self.s = Scheduler(self.pool, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, max_model_len=28,
+                           policy=policy, max_queue=12)  # fmt: skip
+        self.caches = [{} for _ in windows]
+        self.tables = [{} for _ in windows]
+        self.last = {}
+        self.flights = []
+        self.all = []
+
+    @rule(prefix=st.sampled_from(PREFIXES), cut=st.integers(0, 14), rest=st.lists(st.integers(0, V - 1), max_size=4),
+          max_tokens=st.integers(1, 9), salt=st.sampled_from([None, None, "x"]), priority=st.integers(0, 2))  # fmt: skip
+    def add(self, prefix, cut, rest, max_tokens, salt, priority):
+        prompt = [*prefix[:cut], *rest] or [1]
+        params = SamplingParams(max_tokens=max_tokens)
+        r = Request(f"r{len(self.all)}", prompt, params, frozenset({EOS}), priority=priority, salt=salt)
+        if len(prompt) < self.s.max_len and len(self.s.waiting) < self.s.max_queue:
+            self.s.add(r)
+            self.all.append(r)
+
+    @rule(which=st.integers(0, 40))
+    def abort(self, which):
+        if self.all:
+            self.s.abort(self.all[which % len(self.all)].id)
+
+    @rule(which=st.integers(0, 40), right=st.integers(0, 3), wrong=st.integers(0, 2))
+    def draft(self, which, right, wrong):
+        running = [r for r in self.s.running if r.pending == 1 and not r.drawing]
+        if not running:
+            return
+        r = running[which % len(running)]
+        true = alone(r.tokens[: r.num_prompt], r.salt, 99, 99)[len(r.tokens) :]
+        guess = [*true[:right], *[(token + 1) % V for token in true[right : right + wrong]]]
+        r.draft = tuple(guess[: max(r.room(self.s.max_len) - 1, 0)])
+
+    @precondition(lambda self: len(self.flights) < 2)
+    @rule()
+    def launch(self):
+        step = self.s.next_step()
+        if step is not None:
+            self.flights.append((self.device(step), step))
+
+    @precondition(lambda self: self.flights)
+    @rule()
+    def collect(self):
+        tokens, step = self.flights.pop(0)
+        self.s.finish_step(step, tokens)
+
+    @rule(count=st.integers(1, 8))
+    def go_on(self, count):
+        for _ in range(count):
+            self.collect_all()
+            self.launch()
+
+    @precondition(lambda self: len(self.flights) == 1)
+    @rule()
+    def fail(self):
+        """A step that is decided and cannot be run."""
+        step = self.s.next_step()
+        if step is not None:
+            self.s.undo_step(step)
+
+    def collect_all(self):
+        while self.flights:
+            self.collect()
+
+    def device(self, step):
+        assert 0 < step.num_tokens <= self.s.max_num_batched_tokens
+        drawn, now = [], []
+        for chunk, r in zip(step.chunks, self.s.last_requests, strict=True):
+            for g, (start, blocks) in enumerate(chunk.blocks):
+                table = self.tables[g].setdefault(chunk.slot, {})
+                table.update(enumerate(blocks, start))
+            tokens = [*chunk.tokens, *([self.last[chunk.slot]] if chunk.fed else [])]
+            state = hash(r.salt) if chunk.start == 0 else self.caches[0][self.place(0, chunk, chunk.start - 1)]
+            after = []
+            for position, token in enumerate(tokens, chunk.start):
+                state = history(state, token)
+                for g in range(len(self.caches)):
+                    self.caches[g][self.place(g, chunk, position)] = state
+                after.append(state)
+            now.append((chunk, r, tokens, after))
+        for chunk, r, tokens, after in now:
+            truth, states = hash(r.salt), []
+            for token in [*r.tokens[: chunk.start], *tokens]:
+                truth = history(truth, token)
+                states.append(truth)
+            # A fed token may be the only one that the host does not know, and is the last: all before it are compared.
+            for g, group in enumerate(self.pool.groups):
+                for position in range(first_read(chunk.start, group.window), chunk.end):
+                    assert self.caches[g][self.place(g, chunk, position)] == states[position], "read what is another's"
+            if chunk.draws:
+                new = []
+                for i, state in enumerate(after[-len(chunk.draws) :]):
+                    new.append(state % V)
+                    if i < len(chunk.draws) - 1 and chunk.draws[-1].draft[i] != new[-1]:
+                        break
+                drawn.append(new)
+                self.last[chunk.slot] = new[-1]
+        return drawn
+
+    def place(self, g, chunk, position):
+        block, offset = divmod(position, self.pool.block_size)
+        return self.tables[g][chunk.slot][block] * self.pool.block_size + offset
+
+    @invariant()
+    def holds(self):
+        if hasattr(self, "s"):
+            self.s.check()
+
+    def teardown(self):
+        if not hasattr(self, "s"):
+            return
+        for _ in range(2000):
+            self.collect_all()
+            self.launch()
+            self.s.check()
+            if not self.s.requests:
                 break
-            continue
-        assert 0 < step.num_tokens <= max_num_batched_tokens
-        running, waiting = [r.id for r in s.running], [r.id for r in s.waiting]
-        assert running + waiting == sorted(running + waiting, key=order.index), "out of the order of arrival"
-        assert [chunk.request_id for chunk in step.chunks] == running[: len(step.chunks)]
-        drawn = []
-        for chunk in step.chunks:
-            for position, token in enumerate(chunk.tokens, chunk.start):
-                assert token == position
-                block, offset = divmod(position, block_size)
-                cache[chunk.blocks[block] * block_size + offset] = chunk.request_id, position
-            end = chunk.start + len(chunk.tokens)
-            for position in range(end):
-                block, offset = divmod(position, block_size)
-                assert cache[chunk.blocks[block] * block_size + offset] == (chunk.request_id, position)
-            if chunk.draw is not None:
-                drawn.append(end)
-        for r in s.finish_step(step, drawn):
-            assert r.finish_reason == "length" and r.tokens == list(range(len(r.tokens)))
-            assert r.num_new == r.params.max_tokens or len(r.tokens) == s.max_len
-        s.check()
-    assert s.pool.num_free == num_blocks
-    for name, (_, r) in requests.items():
-        assert r.finish_reason == "length" or (r.finish_reason == "abort" and name in aborts)
+        assert not self.s.requests and not self.pool.owners and self.pool.num_free == self.pool.num_blocks
+        for r in self.all:
+            expected = alone(r.tokens[: r.num_prompt], r.salt, r.params.max_tokens, self.s.max_len)
+            assert r.tokens == (expected[: len(r.tokens)] if r.finish_reason == "abort" else expected)
+
+
+TestMachine = Machine.TestCase
+TestMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

@@ -1,0 +1,45 @@
+"""Names of full blocks by what they hold, so that requests find what others have computed.
+
+The key of a block is a digest of its tokens and of the key before it; the first one's parent is the salt. Equal keys
+mean equal tokens from the beginning, under one salt.
+"""
+
+import hashlib
+from array import array
+from collections.abc import Callable, Sequence
+
+DIGEST = 16  # bytes: two different beginnings never meet by chance, nor can anybody make them
+
+
+def extend_keys(keys: list[bytes], tokens: Sequence[int], block_size: int, salt: str | None) -> None:
+    """Append the keys of the full blocks of `tokens` that are still missing."""
+    for i in range(len(keys), len(tokens) // block_size):
+        parent = keys[-1] if keys else _digest(b"" if salt is None else b"salt " + salt.encode())
+        keys.append(_digest(parent + array("q", tokens[i * block_size : (i + 1) * block_size]).tobytes()))
+
+
+def first_read(position: int, window: int) -> int:
+    """The first position that the token at `position`, or any after it, reads."""
+    return max(0, position - window + 1) if window else 0
+
+
+def longest_match(
+    keys: Sequence[bytes], block_size: int, windows: Sequence[int], cached: Sequence[Callable[[bytes], bool]]
+) -> int:
+    """So many leading blocks can be taken from the cache: each group has those that later tokens read.
+
+    cached   for each group, whether it has a block of this key
+    """
+    count = len(keys)
+    for window, has in zip(windows, cached, strict=True):
+        if not window:
+            count = next((i for i in range(count) if not has(keys[i])), count)
+    windowed = [(window, has) for window, has in zip(windows, cached, strict=True) if window]
+    while count and not all(has(keys[i]) for window, has in windowed
+                            for i in range(first_read(count * block_size, window) // block_size, count)):  # fmt: skip
+        count -= 1
+    return count
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=DIGEST).digest()
