@@ -17,6 +17,7 @@ _PUBLIC = {
     "explain": "atomc.inspection",
     "ops": "",
     "prepare": "atomc.regions",
+    "quantize": "atomc.quantization",
     "register_kernel": "atomc.op",
     "register_pass": "atomc.pipeline",
     "reports": "atomc.report",

@@ -7,7 +7,7 @@ import json
 import logging
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +19,9 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from atomc.models import REGISTRY, architectures_of, build, model_class, stock
+from atomc.quantization import apply, checkpoints
+from atomc.quantization.config import QuantizationConfig, Request, decide, stored_config
+from atomc.quantization.linear import LinearMethod
 
 log = logging.getLogger("atomc")
 
@@ -26,6 +29,14 @@ THREADS = 8
 TENSORS_A_JOB = 32
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# Of quantized weights; these are never converted.
+CODES = {
+    torch.float8_e4m3fn: ("F8_E4M3",),
+    torch.int8: ("I8",),
+    torch.uint8: ("U8", "F8_E8M0"),
+    torch.int32: ("I32",),
+    torch.int64: ("I64",),
+}
 # Old Llama checkpoints store the rotary frequencies; heads for multi-token prediction are no part of the model.
 IGNORED = re.compile(r"rotary_emb\.inv_freq$|^(model\.)?mtp\.")
 
@@ -36,6 +47,7 @@ class Stored(NamedTuple):
     file: Path
     dtype: str  # as safetensors writes it: "BF16"
     shape: tuple[int, ...]
+    name: str
 
 
 def load(
@@ -44,6 +56,7 @@ def load(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     load_format: str = "auto",
+    quantization: Request = None,
     mmap: bool = True,
     progress: bool = True,
 ) -> nn.Module:
@@ -51,6 +64,8 @@ def load(
 
     dtype        None: what config.json says, else what is stored
     load_format  "auto" and "safetensors" read the weights; "dummy": small random ones, the same each time
+    quantization how to quantize the weights when they are read: a name in atomc.quantization.ONLINE, or {"scheme": name,
+                 "ignore": [patterns of layers to keep]}. None: as the checkpoint is. See docs/quantization.md
     mmap         weights are views of the mapped files where dtype and device allow; False: files are read into memory,
                  faster from a network disk
 
@@ -64,31 +79,85 @@ def load(
     stored = stored_tensors(path) if load_format != "dummy" else {}
     dtype = dtype or config_dtype(config) or stored_dtype(stored)
 
-    if model_class(architectures) is None:
+    how: QuantizationConfig | None
+    if model_class(architectures) is not None:
+        how = decide(quantization, path, config)
+        model = build(config, dtype, "meta")
+    else:
         cls = stock.hf_class(architectures, sorted(REGISTRY))
-        if load_format != "dummy":
+        how = _for_stock(quantization, path, config)
+        if load_format == "dummy" and how is None:
+            model = stock.build(cls, config, dtype, device)
+            fill_randomly(model, device)
+            return ready(model)
+        if how is None:
             return ready(stock.load(cls, path, dtype, device))
-        model: nn.Module = stock.build(cls, config, dtype, device)
-        fill_randomly(model, device)
-        return ready(model)
-
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method")
-        raise ValueError(f"{path}: quantized weights ({method}) are not supported, only {', '.join(FLOATS)}")
-    model = build(config, dtype, "meta")
+        model = stock.build_on_meta(cls, config, dtype)
+    for note in how.notes if how else ():
+        log.warning("%s: %s", path, note)
+    prefix = stock.PREFIX if isinstance(model, stock.StockModel) else ""
+    methods = apply.linears(model, how, prefix) if how else {}
     if load_format == "dummy":
         allocate_buffers(model, device)
         fill_randomly(model, device)
+        quantize_groups(model, methods, lambda name: None)
         return ready(model)
+
+    stored = {prefix + name: tensor for name, tensor in _renamed(stored, how).items()}
+    if how and not how.online:
+        apply.create_weights(model, methods, dtype)
+        apply.drop_optional(model, stored)
     sources = match_names(model, stored, path)
     allocate_buffers(model, device)
     total = sum(weight.nbytes for weight in model.parameters())
+    streamed = {(f"{name}.weight",) for name in methods} if how and how.online else set()
     # disable=None: no bar where there is no terminal.
     with tqdm(total=total, unit="B", unit_scale=True, desc="weights", disable=None if progress else True) as bar:
-        for names, weight in read(sources, stored, dtype, device, mmap):
+        at_once = {names: name for names, name in sources.items() if names not in streamed}
+        for names, weight in read(at_once, stored, model, device, mmap):
             assign(model, names, weight)
             bar.update(weight.nbytes)
+
+        def next_weight(name: str) -> Tensor:
+            weight = one(stored[f"{name}.weight"], dtype, device)
+            bar.update(weight.nbytes)
+            return weight
+
+        if streamed:
+            quantize_groups(model, methods, next_weight)
+    try:
+        apply.process_weights_after_loading(model)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
     return ready(model)
+
+
+def _for_stock(wanted: Request, path: Path, config: dict[str, Any]) -> QuantizationConfig | None:
+    """As decide(); None, with a line in the log, for what transformers has to load itself."""
+    stored = stored_config(path, config)
+    method = stored.get("quant_method") if stored else None
+    if stored and wanted is None and (method not in checkpoints.PARSERS or method == "mxfp4"):
+        log.warning("%s: weights of quant_method %r are loaded by transformers and run as its layers do", path, method)
+        return None
+    return decide(wanted, path, config)
+
+
+def _renamed(stored: dict[str, Stored], how: QuantizationConfig | None) -> dict[str, Stored]:
+    """The tensors under the names that our layers have."""
+
+    def own(name: str) -> str:
+        owner, dot, leaf = name.rpartition(".")
+        return owner + dot + how.rename.get(leaf, leaf) if how else name
+
+    return {own(name): tensor for name, tensor in stored.items()}
+
+
+def quantize_groups(
+    model: nn.Module, methods: Mapping[str, LinearMethod], weight_of: Callable[[str], Tensor | None]
+) -> None:
+    """Quantize these layers, those of one input together, so that no more weights are in memory than these have."""
+    for group in apply.groups(methods):
+        apply.quantize_layers(model, [name for name, _ in group], methods, weight_of)
 
 
 def ready(model: nn.Module) -> nn.Module:
@@ -154,7 +223,7 @@ def header(file: Path) -> dict[str, Stored]:
     try:
         with safetensors.safe_open(file, framework="pt") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-            return {name: Stored(file, part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
+            return {name: Stored(file, part.get_dtype(), tuple(part.get_shape()), name) for name, part in slices.items()}
     except safetensors.SafetensorError as error:
         raise ValueError(f"{file} is damaged or incomplete ({error}); download it again") from error
 
@@ -193,11 +262,13 @@ def match_names(model: nn.Module, stored: dict[str, Stored], path: Path) -> dict
     missing = [names[0] for names in parameters if names not in sources]
     misfits = []
     for names, name in sources.items():
-        shape = tuple(model.get_parameter(names[0]).shape)
-        if stored[name].shape != shape:
+        parameter = model.get_parameter(names[0])
+        shape, dtypes = tuple(parameter.shape), CODES.get(parameter.dtype, tuple(FLOATS))
+        # Scales come as [], [1], [N] or [N, 1].
+        if stored[name].shape != shape and (*stored[name].shape, 1) != shape:
             misfits.append(f"{name} is {list(stored[name].shape)}, expected {list(shape)}")
-        elif stored[name].dtype not in FLOATS:
-            misfits.append(f"{name} is {stored[name].dtype}, expected {' or '.join(FLOATS)}")
+        elif stored[name].dtype not in dtypes:
+            misfits.append(f"{name} is {stored[name].dtype}, expected {' or '.join(dtypes)}")
     problems = [
         *([f"missing {some(missing)}"] if missing else []),
         *([f"unexpected {some(unexpected)}"] if unexpected else []),
@@ -211,21 +282,33 @@ def match_names(model: nn.Module, stored: dict[str, Stored], path: Path) -> dict
     return sources
 
 
+def one(stored: Stored, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    with safetensors.safe_open(stored.file, framework="pt") as opened:
+        weight: Tensor = opened.get_tensor(stored.name)
+        return weight.to(device, dtype)
+
+
 def read(
-    sources: dict[tuple[str, ...], str], stored: dict[str, Stored], dtype: torch.dtype, device: torch.device | str,
+    sources: dict[tuple[str, ...], str], stored: dict[str, Stored], model: nn.Module, device: torch.device | str,
     mmap: bool,
 ) -> Iterator[tuple[tuple[str, ...], Tensor]]:  # fmt: skip
-    """The weights, in the order in which they arrive, read by several threads."""
+    """The weights, in the order in which they arrive, read by several threads; in shape and dtype as the model's."""
     by_file: dict[Path, list[tuple[str, ...]]] = {}
     for names, name in sources.items():
         by_file.setdefault(stored[name].file, []).append(names)
 
+    def fitted(names: tuple[str, ...], weight: Tensor) -> Tensor:
+        like = model.get_parameter(names[0])
+        if weight.dtype == torch.float8_e8m0fnu:
+            weight = weight.view(torch.uint8)
+        return weight.to(device, like.dtype).reshape(like.shape)
+
     def part(file: Path, group: list[tuple[str, ...]]) -> list[tuple[tuple[str, ...], Tensor]]:
         if not mmap:
             tensors = safetensors.torch.load(file.read_bytes())
-            return [(names, tensors[sources[names]].to(device, dtype)) for names in group]
+            return [(names, fitted(names, tensors[stored[sources[names]].name])) for names in group]
         with safetensors.safe_open(file, framework="pt") as opened:
-            return [(names, opened.get_tensor(sources[names]).to(device, dtype)) for names in group]
+            return [(names, fitted(names, opened.get_tensor(stored[sources[names]].name))) for names in group]
 
     with ThreadPoolExecutor(THREADS) as pool:
         jobs = []
@@ -253,6 +336,8 @@ def allocate_buffers(model: nn.Module, device: torch.device | str) -> None:
     for module in model.modules():
         if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
             module.to_empty(device=torch.device(device), recurse=False)
+        elif not module._parameters:
+            module._apply(lambda tensor: tensor.to(device), recurse=False)  # type: ignore[no-untyped-call]
 
 
 def fill_randomly(model: nn.Module, device: torch.device | str) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from atomc import ops
 
@@ -14,6 +15,8 @@ log = logging.getLogger("atomc")
 
 # What ops.attention computes without a mask; transformers writes these in config.layer_types.
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+# Of every parameter's name, before the name that a checkpoint has.
+PREFIX = "hf_model."
 
 
 def hf_class(architectures: Sequence[str], ours: Sequence[str]) -> Any:
@@ -44,6 +47,23 @@ def build(
     with torch.device(device or "cpu"):
         # Not .to(dtype) afterwards: that would round the rotary frequencies as well.
         return wrap_stock(cls._from_config(cls.config_class.from_dict(config), dtype=dtype or torch.float32))
+
+
+def build_on_meta(cls: Any, config: dict[str, Any], dtype: torch.dtype) -> "StockModel":
+    """cls, wrapped, whose parameters are on meta; buffers, such as rotary frequencies, have their values."""
+
+    def to_meta(_: nn.Module, __: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if parameter is None or parameter.is_meta:
+            return None
+        return nn.Parameter(parameter.to("meta"), requires_grad=False)
+
+    plain = {key: value for key, value in config.items() if key != "quantization_config"}
+    hook = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]
+    try:
+        model = cls._from_config(cls.config_class.from_dict(plain), dtype=dtype)
+    finally:
+        hook.remove()
+    return wrap_stock(model)
 
 
 def load(cls: Any, path: Path, dtype: torch.dtype, device: torch.device | str) -> "StockModel":

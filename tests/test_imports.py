@@ -18,16 +18,18 @@ LAYERS = [
     {"op", "ops"},
     {"sizes", "canonical", "provenance", "match", "near_miss", "rewrite", "graph_pass", "strides",
      "dump", "replay", "report", "render", "cost", "contract"},
-    {"kernels", "passes"},
-    {"select", "ranges", "regions", "stamp", "floats", "capture", "pipeline", "pieces", "cache", "cudagraphs"},
-    {"stages", "specialize", "backend", "program", "inspection"},
+    {"kernels", "passes", "artifact"},
+    {"select", "ranges", "regions", "stamp", "floats", "capture", "pipeline", "pieces",
+     "fingerprint", "cache", "cudagraphs"},
+    {"stages", "start", "specialize", "backend", "program", "inspection"},
     {"quantization", "models"},
     {"runtime"},
     {"cli"},
 ]
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
-# Passes ask `select` whether somebody serves an op; models are plain PyTorch and know ops only.
-HIDDEN = {"passes": {"kernels"}, "kernels": {"passes"}, "models": RANK.keys() - {"models", "ops"}}
+# Passes ask `select` whether somebody serves an op; models are plain PyTorch and know ops only (their
+# loader: quantization, too).
+HIDDEN = {"passes": {"kernels"}, "kernels": {"passes"}, "models": RANK.keys() - {"models", "ops", "quantization"}}
 # They hand out names of all layers, lazily.
 EXEMPT = {"__init__.py", "__main__.py"}
 

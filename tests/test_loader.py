@@ -242,8 +242,9 @@ def test_what_is_not_a_checkpoint_directory_is_refused(tmp_path: Path) -> None:
         ({"architectures": None}, "config.json names no architecture (architectures: None); "
                                   "expected a list such as ['LlamaForCausalLM']"),
         ({"dtype": "bf16"}, "config.json: dtype 'bf16' is not a dtype of torch, such as 'bfloat16'"),
-        ({"quantization_config": {"quant_method": "fp8"}},
-         "PATH: quantized weights (fp8) are not supported, only F64, F32, F16, BF16"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}},
+         "PATH: quantized weights of quant_method 'bitsandbytes' are not supported, only fp8, compressed-tensors, gptq, "
+         "awq, mxfp4, quark"),
     ],
 )  # fmt: skip
 def test_a_config_we_cannot_use_is_refused(tmp_path: Path, differs: dict[str, object], sentence: str) -> None:

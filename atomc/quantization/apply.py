@@ -1,7 +1,7 @@
 """From linear layers to quantized ones: for weights that are still to be loaded, or from weights that are there."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,6 +45,14 @@ def create_weights(model: nn.Module, methods: Mapping[str, LinearMethod], dtype:
         layer = QuantizedLinear(old.in_features, old.out_features, old.bias, method)
         method.create_weights(layer, dtype, "meta")
         replace(model, name, layer)
+
+
+def drop_optional(model: nn.Module, stored: Container[str]) -> None:
+    """Do not wait for what a checkpoint may leave out and this one does."""
+    for name, layer in quantized(model):
+        for optional in layer.method.format.optional if layer.method.format else ():
+            if f"{name}.{optional}" not in stored:
+                del layer._parameters[optional]
 
 
 def quantized(model: nn.Module) -> Iterator[tuple[str, QuantizedLinear]]:

@@ -172,11 +172,14 @@ def decide(wanted: Request, path: Path, config: Mapping[str, Any]) -> Quantizati
     """
     stored = stored_config(path, config)
     if isinstance(wanted, str) and stored is not None and wanted == stored.get("quant_method"):
-        return parse(stored)
+        wanted = None
     asked = requested(wanted)
     if asked is not None and asked.online and stored is not None:
         raise ValueError(f"{path} is quantized already ({stored.get('quant_method')}), so it cannot be quantized to "
                          f"{asked.method}: leave `quantization` out, or take the original checkpoint")  # fmt: skip
     if asked is not None or stored is None:
         return asked
-    return parse(stored)
+    try:
+        return parse(stored)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
