@@ -48,14 +48,32 @@ def attention(
             mask = mask & seen
         else:
             mask = mask.masked_fill(~seen, float("-inf"))
-    out = F.scaled_dot_product_attention(
-        q.transpose(-2, -3), k.transpose(-2, -3), v.transpose(-2, -3), mask, is_causal=causal and mask is None,
-        scale=scale, enable_gqa=True)  # fmt: skip
+    heads, keys, values = q.transpose(-2, -3), k.transpose(-2, -3), v.transpose(-2, -3)
+    causal = causal and mask is None
+    if q.is_cpu and q.dtype != torch.float32 and q.shape[-3] == 1 and not causal:
+        out = _one_token(heads, keys, values, mask, scale)
+    else:
+        out = F.scaled_dot_product_attention(heads, keys, values, mask, is_causal=causal, scale=scale, enable_gqa=True)
     if mask is not None and q.is_cuda:
         # There a row that sees no key becomes the mean of all values, in half precision (torch 2.11, H200).
         blind = ~mask.any(-1) if mask.dtype == torch.bool else (mask == float("-inf")).all(-1)
         out = out.masked_fill(blind[..., None], 0.0)
     return out.transpose(-2, -3).contiguous()
+
+
+def _one_token(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """q [..., N, 1, D] over k and v [..., K, S, D], the heads of a group as rows of one matrix product.
+
+    Zen 4, bf16, 16 over 8 heads of 64, 512 keys: 0.21 ms for 0.92 a row at a time, with enable_gqa; fp32 0.19 for 0.17.
+    """
+    folded = q.reshape(*k.shape[:-2], -1, q.shape[-1])
+    group = folded.shape[-2]
+    if mask is not None and mask.dim() > 2 and mask.shape[-3] > 1:  # a mask for each head
+        mask = mask.reshape(*mask.shape[:-3], -1, group, mask.shape[-1])
+    if group == 1:
+        folded = folded.expand(*folded.shape[:-2], 2, -1)  # a row alone is slow, two are not
+    out = F.scaled_dot_product_attention(folded, k, v, mask, scale=scale)[..., :group, :]
+    return out.reshape(*q.shape[:-1], v.shape[-1])
 
 
 @ops.paged_attention.kernel("torch", layout="paged", refuses=no_scales, syncs=True)
