@@ -25,8 +25,8 @@ from atomc.options import Options
 from atomc.platform import Platform
 from atomc.regions import every_layer, trace_once
 from atomc.report import Report, forget, keep
-from atomc.stages import Compiled, lift_stage, packs_of, stages
-from atomc.torch_compat import ShortenTraceback, mark_unbacked, outside_of_tracing, source_name
+from atomc.stages import Compiled, copies_of, lift_stage, packs_of, stages
+from atomc.torch_compat import ShortenTraceback, mark_unbacked, source_name
 
 INPUTS = ("input_ids", "positions", "logits_rows")
 _INPUT = re.compile(r"^L\['(" + "|".join(INPUTS) + r")'\](?:\.size\(\)\[(\d+)\])?$")
@@ -62,14 +62,18 @@ class Program:
             if not name.startswith(("k_cache_", "v_cache_")):
                 self._fill.append((len(self._arguments) - 1, _from_step(name)))
         self._first_cache = {name: i for i, name in enumerate(names) if name.startswith(("k_cache_", "v_cache_"))}
-        self._plans: list[tuple[int, Callable[..., Any]]] = []
+        self._plans: dict[Callable[..., Any], list[int]] = {}
+        self._copies, self._inputs = copies_of(compiled, report.notes), weights
+        self._prepared: list[int] = []
         for extra in compiled.extras:
             self._arguments.append(None)
             if extra.kind == "plan":
-                self._plans.append((len(self._arguments) - 1, extra.function))
+                self._plans.setdefault(extra.function, []).append(len(self._arguments) - 1)
             else:
-                with outside_of_tracing():
-                    self._arguments[-1] = extra.function(weights[names.index(extra.weight)]).tensors
+                self._prepared.append(len(self._arguments) - 1)
+        if self._prepared and self.device.type != "meta":
+            self._take_copies()
+            report.notes.append(self._copies.note())
         self._bound = not self.specs
 
     @property
@@ -99,17 +103,25 @@ class Program:
         arguments = list(self._arguments)
         for i, read in self._fill:
             arguments[i] = read(step)
-        for i, plan in self._plans:
-            arguments[i] = plan(step, self.specs)
+        for plan, numbers in self._plans.items():
+            made = plan(step, self.specs)
+            for i in numbers:
+                arguments[i] = made
         out = self._call(*arguments)
         logits: Tensor = out[0] if isinstance(out, list | tuple) else out
         return logits
 
     def check(self) -> None:
-        """Raise RunError if a parameter's storage was replaced since compiling: the program would read stale weights."""
+        """Follow what was written into the weights. Raise RunError if a parameter's storage was replaced since compiling:
+        the program would read stale weights."""
         for i, pointer in self._weights:
             if self._arguments[i].data_ptr() != pointer:
                 raise RunError("a parameter was given new storage after compiling (.data =, .to()): compile again")
+        self._take_copies()
+
+    def _take_copies(self) -> None:
+        for i, made in zip(self._prepared, self._copies(self._inputs), strict=True):
+            self._arguments[i] = made
 
 
 def _from_step(name: str, dim: str | None = None) -> Callable[[Step], Any]:

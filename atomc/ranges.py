@@ -55,7 +55,7 @@ def dispatch(
     symbols = sorted(tokens.free_symbols, key=str)
     where = [_where(gm, symbol) for symbol in symbols]
     count = sympy.lambdify(symbols, tokens, "math")
-    starts = [int(interval.start) for interval in ranges]
+    starts = [int(interval.inf) for interval in ranges]
 
     def call(*args: Any) -> Any:
         number = count(*[args[i] if dim is None else args[i].shape[dim] for i, dim in where])

@@ -1,5 +1,7 @@
 """Picks the state layout and a kernel per op, and keeps the reason of every refusal."""
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import sympy
@@ -15,18 +17,23 @@ from atomc.provenance import module_path
 from atomc.report import KernelChoice
 
 INLINE = "inline"
+# Of the machine's memory, for copies of weights that kernels want in a layout of their own.
+MOST_COPIED = 0.25
 
 
 class Selection:
     """Kernel choice for the nodes of one graph and one range of token counts.
 
-    eager: the ops without a hand-written kernel run one by one; otherwise their meaning is left to the glue compiler.
+    eager    the ops without a hand-written kernel run one by one; otherwise their meaning is left to the glue compiler
+    weights  the inputs of which a kernel may keep a copy in a layout of its own (None), and why not of others
     """
 
     def __init__(self, options: Options, platform: Platform, *, eager: bool, layout: str | None = None,
-                 tokens: sympy.Set = ALL_TOKENS):  # fmt: skip
+                 tokens: sympy.Set = ALL_TOKENS, weights: Mapping[str, str | None] | None = None):  # fmt: skip
         self.options, self.platform, self.eager = options, platform, eager
         self.layout, self.tokens = layout, tokens
+        self.weights = weights or {}
+        self.copied: dict[tuple[Node, Any], int] = {}
         self.choices: list[KernelChoice] = []
         self.syncing: list[str] = []  # kernels that no CUDA graph can hold
         self.absent: dict[str, str] = {}
@@ -69,6 +76,7 @@ class Selection:
             reason = self._refuses(kernel, node)
             if reason is None:
                 self._remember(op, node, kernel.provider, refused)
+                self._promise_copies(kernel, node)
                 if kernel.syncs:
                     self.syncing.append(f"{kernel.provider} {op.name}")
                 return kernel
@@ -94,8 +102,6 @@ class Selection:
     def _refuses(self, kernel: Kernel, node: Node, any_tokens: bool = False) -> str | None:
         if self.layout is not None and kernel.layout is not None and kernel.layout != self.layout:
             return f"works on layout {kernel.layout!r}, the state is laid out {self.layout!r}"
-        if not any_tokens and not self.tokens.is_subset(kernel.tokens):
-            return f"is meant for {spell_range(kernel.tokens)} tokens"
         arguments, nodes = _arguments(kernel, node)
         for name in kernel.prepare:
             if nodes[name].op != "placeholder":
@@ -106,7 +112,27 @@ class Selection:
             return f"mode={self.options.mode!r} asks Inductor to time matrix products"
         if self.options.rounding == "hf" and kernel.rounds == "once" and arguments.get("style", "after") == "after":
             return "it rounds once, rounding='hf' asks for the model's own roundings"
-        return refusal(kernel, self.platform, arguments)
+        if reason := refusal(kernel, self.platform, arguments) or self._no_copies(kernel, nodes):
+            return reason
+        if not any_tokens and not self.tokens.is_subset(kernel.tokens):
+            return f"is meant for {spell_range(kernel.tokens)} tokens"
+        return None
+
+    def _no_copies(self, kernel: Kernel, nodes: dict[str, Any]) -> str | None:
+        """Why the copies that this kernel wants of its weights cannot be kept, or None."""
+        together = self.copied.copy()
+        for name, prepare in kernel.prepare.items():
+            if reason := self.weights.get(nodes[name].name, "nobody says whether it stays the same"):
+                return f"it keeps a copy of `{name}`: {reason}"
+            together[nodes[name], prepare] = _nbytes(nodes[name])
+        if kernel.prepare and self.platform.memory and sum(together.values()) > MOST_COPIED * self.platform.memory:
+            return (f"copies of weights would take {sum(together.values()) / 1e9:.1f} GB, more than {MOST_COPIED:.0%} "
+                    "of this machine's memory")  # fmt: skip
+        return None
+
+    def _promise_copies(self, kernel: Kernel, node: Node) -> None:
+        _, nodes = _arguments(kernel, node)
+        self.copied |= {(nodes[name], prepare): _nbytes(nodes[name]) for name, prepare in kernel.prepare.items()}
 
     def _tuned_by_inductor(self) -> bool:
         return not self.eager and self.options.mode.startswith("max-autotune")
@@ -119,10 +145,15 @@ class Selection:
 
 
 def spell_range(tokens: sympy.Set) -> str:
-    """"1 to 8", "9 and more"."""
-    if not isinstance(tokens, sympy.Interval):
-        return str(tokens)
-    return f"{tokens.start} and more" if tokens.end == sympy.oo else f"{tokens.start} to {tokens.end}"
+    """"1", "2 to 8", "9 and more"."""
+    if tokens.inf == tokens.sup:
+        return str(tokens.inf)
+    return f"{tokens.inf} and more" if tokens.sup == sympy.oo else f"{tokens.inf} to {tokens.sup}"
+
+
+def _nbytes(weight: Node) -> int:
+    fake = weight.meta["val"]
+    return math.prod(size for size in fake.shape if isinstance(size, int)) * int(fake.element_size())
 
 
 def _op(node: Node) -> Op:

@@ -104,7 +104,7 @@ def compile_for(
         written.extend(written_inputs(functional))
         compiled = stages(functional, context, report, dumper)
         packs.append(packs_of(compiled, report.notes))
-        return with_extras(compiled, packs[-1], example_inputs)
+        return with_extras(compiled, packs[-1], example_inputs, report.notes)
 
     def lift(dynamo: GraphModule) -> None:
         lift_stage(dynamo, context, report)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from atomc import cost, passes, pipeline, ranges
+from atomc.copies import Copies, Wanted, unfit
 from atomc.dump import Dumper
 from atomc.graph_pass import Context, Extra
 from atomc.ops.state import StateSpec
@@ -22,7 +23,7 @@ from atomc.provenance import layer_of
 from atomc.report import OpCost, Report
 from atomc.select import Selection
 from atomc.stamp import region, regions_of, renamed, stack_of
-from atomc.torch_compat import mode_options, outside_of_tracing
+from atomc.torch_compat import mode_options
 
 
 @dataclass
@@ -87,10 +88,11 @@ def stages(
     inputs = gm.graph.find_nodes(op="placeholder")
     packed = {node.name: node.meta["packed"] for node in inputs if "packed" in node.meta}
     names = [node.name for node in inputs]
+    weights = {name: unfit(given) for name, given in zip(names, context.inputs, strict=False)} | dict.fromkeys(packed)
     how, why = glue_of(context.options, context.platform)
     report.notes.append(f"glue: {how} ({why})")
     callables, layout = [], None
-    selection = Selection(context.options, context.platform, eager=how == "eager")  # loads the kernels
+    selection = Selection(context.options, context.platform, eager=how == "eager", weights=weights)  # loads the kernels
     found = ranges.ranges_of(gm, selection.could_serve)
     extras: list[Extra] = []
     syncing: list[str] = []
@@ -98,7 +100,7 @@ def stages(
         with timed(report, "lower"):
             lowered = copy_graph(gm) if len(found) > 1 else gm
             selection = Selection(context.options, context.platform, eager=how == "eager", layout=layout,
-                                  tokens=interval)  # fmt: skip
+                                  tokens=interval, weights=weights)  # fmt: skip
             layout = layout or selection.fix_layout(list(lowered.graph.nodes))
             for_range = copy.copy(context)
             for_range.choose, for_range.extras = selection.choose, []
@@ -149,25 +151,34 @@ def copy_graph(gm: GraphModule) -> GraphModule:
     return GraphModule(gm, graph)
 
 
-def with_extras(compiled: Compiled, packs: Packs, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-    """Append the packs, and what kernels prepared of the weights, to each call."""
+def with_extras(compiled: Compiled, packs: Packs, example_inputs: Sequence[Any], notes: list[str]) -> Callable[..., Any]:
+    """Append the packs, and what kernels made of the weights, to each call."""
     if not compiled.packed and not compiled.extras:
         return compiled.call
-    appended = prepared(compiled, [*example_inputs, *packs(example_inputs)])
-    return lambda *args: compiled.call(*args, *packs(args), *appended)
+    plans = [extra for extra in compiled.extras if extra.kind != "prepared"]
+    if plans:
+        raise ValueError(f"a kernel's {plans[0].kind} exists in the runtime only")
+    if not compiled.extras:
+        return lambda *args: compiled.call(*args, *packs(args))
+    copies = copies_of(compiled, notes)
+    copies([*example_inputs, *packs(example_inputs)])
+    notes.append(copies.note())
+
+    def call(*args: Any) -> Any:
+        inputs = [*args, *packs(args)]
+        return compiled.call(*inputs, *copies(inputs))
+
+    return call
+
+
+def copies_of(compiled: Compiled, notes: list[str]) -> Copies:
+    """What kernels make of the weights that the graph reads, found among its inputs."""
+    number = {name: i for i, name in enumerate(compiled.inputs)}
+    wanted = [(extra.weight, extra.function) for extra in compiled.extras if extra.kind == "prepared"]
+    parts = {name: tuple(number[part] for part in compiled.packed.get(name, (name,))) for name, _ in wanted}
+    return Copies([Wanted(number[name], parts[name], prepare) for name, prepare in wanted], notes)
 
 
 def packs_of(compiled: Compiled, notes: list[str]) -> Packs:
     """The packs that the graph reads, found among its inputs."""
     return Packs([[compiled.inputs.index(part) for part in parts] for parts in compiled.packed.values()], notes)
-
-
-def prepared(compiled: Compiled, weights: Sequence[Any]) -> list[tuple[Tensor, ...]]:
-    """What kernels made of the weights, which are inputs or packs, in the order of the extras."""
-    made = []
-    for extra in compiled.extras:
-        if extra.kind != "prepared":
-            raise ValueError(f"a kernel's {extra.kind} exists in the runtime only")
-        with outside_of_tracing():
-            made.append(extra.function(weights[compiled.inputs.index(extra.weight)]).tensors)
-    return made

@@ -15,7 +15,7 @@ PACKAGE = ROOT / "atomc"
 LAYERS = [
     {"demo"},
     {"platform", "options", "errors", "packs", "torch_compat"},
-    {"op", "ops"},
+    {"op", "ops", "copies"},
     {"sizes", "canonical", "provenance", "match", "near_miss", "rewrite", "graph_pass", "strides",
      "dump", "replay", "report", "render", "cost", "contract"},
     {"kernels", "passes", "artifact"},

@@ -200,7 +200,7 @@ def test_a_contiguous_cache_of_another_dtype_is_refused() -> None:
 
 
 def test_an_unknown_provider_is_told_the_known_ones() -> None:
-    assert kernels.load("magic") == "provider 'magic' is not one of ours (aiter, triton, cuda, zentorch, torch)"
+    assert kernels.load("magic") == "provider 'magic' is not one of ours (aiter, triton, cuda, zentorch, onednn, torch)"
 
 
 def test_a_provider_without_a_folder_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ import functools
 import importlib
 import importlib.util
 
-PROVIDERS = ("aiter", "triton", "cuda", "zentorch", "torch")
+PROVIDERS = ("aiter", "triton", "cuda", "zentorch", "onednn", "torch")
 
 
 @functools.cache

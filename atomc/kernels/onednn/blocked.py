@@ -1,0 +1,34 @@
+"""Weights in the blocked layout that oneDNN multiplies by fastest: copies, which the caller must keep up to date."""
+
+import torch
+from torch import Tensor
+
+from atomc.op import Prepared
+from atomc.platform import Platform
+
+
+def blocked(weight: Tensor, rows: int) -> Prepared:
+    """A copy of the weight [N, K] in the layout that oneDNN picks for so many rows of x; it serves any number."""
+    return Prepared((torch.ops.mkldnn._reorder_linear_weight(weight.detach(), rows),))
+
+
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x @ weight.T + bias, with a weight made by `blocked`."""
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return out
+
+
+def unfit(platform: Platform, dtype: torch.dtype, x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
+    """Why oneDNN cannot, or should not, multiply these in `dtype`."""
+    if not platform.is_cpu:
+        return "oneDNN kernels run on a CPU"
+    if platform.arch != "x86_64":
+        return f"measured on x86 CPUs only, this is {platform.arch}"
+    given = [t.dtype for t in (x, weight, bias) if t is not None]
+    if any(found != dtype for found in given):
+        return f"arguments are {', '.join(str(found) for found in dict.fromkeys(given))}: written for {dtype}"
+    if weight.dim() != 2 or not all(isinstance(size, int) for size in weight.shape):
+        return "the weight is no matrix of constant size"
+    if not weight.is_contiguous():
+        return "the rows of the weight do not follow each other"
+    return None

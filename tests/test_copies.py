@@ -1,0 +1,237 @@
+"""Copies of weights that kernels keep in a layout of their own: shared, followed, counted, and never stale."""
+
+import gc
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import atomc
+from atomc import copies, kernels, ops
+from atomc.models import build
+from atomc.models.loader import fill_randomly, ready
+from atomc.op import refusal
+from atomc.platform import Platform
+from atomc.program import compile_model
+
+pytestmark = pytest.mark.skipif(kernels.load("onednn") is not None, reason=str(kernels.load("onednn")))
+FP32, BF16 = [kernel for kernel in ops.linear.kernels if kernel.provider == "onednn"] or (None, None)
+HERE = Platform.detect("cpu")
+EAGER = {"glue": "eager", "providers": ("onednn", "torch")}
+
+
+class Gated(nn.Module):
+    """Two linears that are packed, and one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(32, 48), nn.Linear(32, 48), nn.Linear(48, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+def model() -> Gated:
+    torch.manual_seed(0)
+    return Gated().eval().requires_grad_(False)
+
+
+def chosen() -> list[str]:
+    return [choice.chosen for choice in atomc.reports()[-1].kernels if choice.op == "linear"]
+
+
+X = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
+
+
+def write_in_place(module: Gated) -> None:
+    module.gate.weight.mul_(2)
+    module.down.weight[3] = 7
+
+
+def write_in_inference_mode(module: Gated) -> None:
+    with torch.inference_mode():
+        module.up.weight.zero_()
+
+
+def write_through_data(module: Gated) -> None:
+    module.up.weight.data += torch.randn(48, 32)
+    module.down.weight.data.mul_(-3)
+
+
+def replace_data(module: Gated) -> None:
+    module.gate.weight.data = torch.randn(48, 32)
+    module.down.weight.data = torch.randn(32, 48)
+
+
+def load_others(module: Gated) -> None:
+    torch.manual_seed(1)
+    module.load_state_dict(Gated().state_dict())
+
+
+def assign_others(module: Gated) -> None:
+    torch.manual_seed(1)
+    module.load_state_dict(Gated().state_dict(), assign=True)
+
+
+def step_of_an_optimizer(module: Gated) -> None:
+    with torch.enable_grad():
+        module.requires_grad_(True)
+        module(X).square().sum().backward()
+        torch.optim.SGD(module.parameters(), lr=0.5).step()
+        module.zero_grad()
+        module.requires_grad_(False)
+
+
+CHANGES = [write_in_place, write_in_inference_mode, write_through_data, replace_data, load_others, assign_others,
+           step_of_an_optimizer]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@torch.no_grad()
+def test_a_copy_follows_every_change_of_its_weight(change) -> None:
+    module = model()
+    compiled = torch.compile(module, backend="atom", options=EAGER)
+    for _ in range(2):
+        torch.testing.assert_close(compiled(X), module(X))
+    assert chosen() == ["onednn"] * 2
+    before = module(X)
+    change(module)
+    assert not torch.allclose(before, module(X), atol=1e-3)
+    for _ in range(2):
+        torch.testing.assert_close(compiled(X), module(X), rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_change_is_said_in_the_report() -> None:
+    module = model()
+    compiled = torch.compile(module, backend="atom", options=EAGER)
+    compiled(X)
+    report = atomc.reports()[-1]
+    note = "weights changed after compiling, and what kernels had made of them was made anew"
+    assert note not in report.notes
+    write_in_place(module)
+    compiled(X)
+    assert report.notes.count(note) == 1
+
+
+@torch.no_grad()
+def test_the_report_says_how_much_memory_copies_take() -> None:
+    torch.compile(model(), backend="atom", options=EAGER)(torch.cat([X] * 300))
+    size = (2 * 48 * 32 + 32 * 48) * 4 / 2**20
+    assert f"2 copies of weights for kernels take {size:.1f} MiB beside the originals" in atomc.reports()[-1].notes
+
+
+@torch.no_grad()
+def test_graphs_over_the_same_weights_share_their_copies_and_free_them_with_the_weights() -> None:
+    gc.collect()
+    known = len(copies._copies)
+    module = model()
+    compiled = torch.compile(module, backend="atom", options=EAGER, dynamic=False)
+    for rows in (4, 5):
+        x = torch.randn(rows, 32)
+        torch.testing.assert_close(compiled(x), module(x))
+    torch.testing.assert_close(torch.compile(module, backend="atom", options=EAGER, dynamic=True)(X), module(X))
+    assert len(copies._copies) == known + 2
+    del module, compiled
+    torch._dynamo.reset()
+    gc.collect()
+    assert len(copies._copies) == known
+
+
+@torch.no_grad()
+def test_one_graph_for_several_layers_keeps_a_copy_for_each() -> None:
+    layers = [model(), model(), model()]
+    for i, layer in enumerate(layers):
+        layer.down.weight.mul_(i + 1)
+    forward = torch.compile(Gated.forward, backend="atom", options=EAGER)
+    made = []
+    for _ in range(3):
+        for layer in layers:
+            torch.testing.assert_close(forward(layer, X), layer(X))
+        made.append([copies._copies[key].tensors for key in copies._copies
+                     if key[-1] in {id(layer.down.weight) for layer in layers}])  # fmt: skip
+    assert len(made[0]) == 3 and all(a is b for one, other in pairwise(made)
+                                     for a, b in zip(one, other, strict=True))  # fmt: skip
+
+
+def test_no_copy_is_kept_of_what_is_no_parameter_or_was_made_in_inference_mode() -> None:
+    def multiplied(x: Tensor, w: Tensor) -> Tensor:
+        return F.linear(x, w)
+
+    w = torch.randn(8, 32)
+    torch.testing.assert_close(torch.compile(multiplied, backend="atom", options=EAGER)(X, w), multiplied(X, w))
+    assert "it is no parameter, and may be another tensor at each call" in str(atomc.reports()[-1].kernels)
+    with torch.inference_mode():
+        module = nn.Linear(32, 8).requires_grad_(False)
+        torch.testing.assert_close(torch.compile(module, backend="atom", options=EAGER)(X), module(X))
+    assert "it was made in inference mode, where torch counts no writes" in str(atomc.reports()[-1].kernels)
+
+
+def test_copies_take_no_more_than_a_part_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("atomc.select.MOST_COPIED", 2.5 * 48 * 32 * 4 / HERE.memory)  # the pack fits, not both
+    module = model()
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(module, backend="atom", options=EAGER)(X), module(X))
+    assert chosen() == ["onednn", "torch"]
+    assert "of this machine's memory" in str(atomc.reports()[-1].kernels)
+
+
+@pytest.mark.parametrize("glue", ["eager", "inductor"])
+@torch.no_grad()
+def test_one_row_and_many_are_right_at_the_border_of_the_ranges(glue: str) -> None:
+    module = model()
+    compiled = torch.compile(module, backend="atom", options={**EAGER, "glue": glue}, dynamic=True)
+    for rows in (2, 1, 3, 8, 65):
+        x = torch.randn(rows, 32)
+        torch.testing.assert_close(compiled(x), module(x), rtol=1e-4, atol=1e-5)
+
+
+QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 64, "hidden_size": 32,
+         "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
+         "head_dim": 8, "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "hidden_act": "silu",
+         "rope_theta": 10000.0, "tie_word_embeddings": True}  # fmt: skip
+
+
+def test_a_program_takes_new_copies_when_it_is_asked_to_check() -> None:
+    made = build(QWEN3, dtype=torch.float32)
+    fill_randomly(made, "cpu")
+    program = compile_model(ready(made), EAGER)
+    assert {(c.tokens, c.chosen) for c in program.report.kernels if c.op == "linear"} == {
+        ("1", "torch"), ("2 and more", "onednn")}  # fmt: skip
+    assert any("copies of weights for kernels" in note for note in program.report.notes)
+    program.bind([spec.allocate(1, 16, "cpu") for spec in program.specs])
+    group = ops.GroupStep(torch.arange(5), torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, dtype=torch.int64))
+    step = ops.Step(torch.arange(5), torch.arange(5), torch.tensor([0, 5], dtype=torch.int32),
+                    torch.tensor([5], dtype=torch.int32), torch.arange(5), (group,))  # fmt: skip
+    with torch.no_grad():
+        torch.testing.assert_close(program(step), made(step.input_ids, step.positions))
+        made.model.layers[0].mlp.down_proj.weight.mul_(30)
+        program.check()
+        torch.testing.assert_close(program(step), made(step.input_ids, step.positions), rtol=1e-4, atol=1e-5)
+
+
+REFUSALS = [
+    (FP32, "sm90", {}, "oneDNN kernels run on a CPU"),
+    (FP32, "cpu-neoverse-v2", {}, "measured on x86 CPUs only, this is aarch64"),
+    (FP32, "cpu-zen4", {"x": torch.bfloat16, "weight": torch.bfloat16},
+     "arguments are torch.bfloat16: written for torch.float32"),
+    (FP32, "cpu-cascadelake", {}, None),
+    (BF16, "cpu-cascadelake", {"x": torch.bfloat16, "weight": torch.bfloat16},
+     "it gains nothing in bf16 on a CPU without avx512_bf16"),
+    (BF16, "cpu-zen4", {"x": torch.bfloat16, "weight": torch.bfloat16}, None),
+    (BF16, "cpu-zen4", {"x": torch.bfloat16},
+     "arguments are torch.bfloat16, torch.float32: written for torch.bfloat16"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kernel", "platform", "dtypes", "reason"), REFUSALS)
+def test_onednn_serves_fp32_and_where_the_cpu_multiplies_it_bf16(kernel, platform, dtypes, reason) -> None:
+    given = {name: torch.zeros(8, 8, dtype=dtypes.get(name, torch.float32)) for name in ("x", "weight")}
+    assert refusal(kernel, Platform.named(platform), given) == reason
+
+
+def test_a_strided_weight_is_refused() -> None:
+    given = {"x": torch.zeros(2, 8), "weight": torch.zeros(8, 16)[:, ::2]}
+    assert refusal(FP32, Platform.named("cpu-zen4"), given) == "the rows of the weight do not follow each other"
