@@ -91,6 +91,20 @@ def test_a_tile_holds_a_group_and_a_split_some_keys() -> None:
             assert (cut.splits - 1) * cut.keys < longest
 
 
+def test_only_steps_of_one_token_a_sequence_leave_a_sequence_to_one_program() -> None:
+    shapes = ((64, 64, 2), (64, 1, 8), (256, 256, 4))
+    assert all(kernel.tiling(rows, rows, group, 8, 128, 2, longest, 132).by_sequence for rows, longest, group in shapes)
+    for rows in (512, 1024, 2048):  # a prompt, captured with room for 256 sequences
+        assert not kernel.tiling(rows, 256, 2, 8, 128, 2, 40960, 132).by_sequence
+
+
+@pytest.mark.parametrize("sequences", [[(90, 90)], [(40, 75)]], ids=["a prompt", "a chunk"])
+def test_one_sequence_alone_is_cut_by_heads_first(sequences: list[tuple[int, int]]) -> None:
+    arguments = paged(Draw(torch.float32, DEVICE), sequences, heads=(6, 3), padding=5)
+    close(cut_as(kernel.Tiling(16, 32, 1, 4, 2), arguments), arguments)
+    close(cut_as(kernel.Tiling(16, 16, 2, 4, 2), arguments), arguments)
+
+
 def refusal(**changed: Any) -> str | None:
     arguments = paged(Draw(torch.float32), [(1, 5)]) | changed
     [found] = [k for k in ops.paged_attention.kernels if k.provider == "triton"]

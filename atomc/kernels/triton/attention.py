@@ -107,11 +107,15 @@ def _attend(
         end_tile = end - start
     else:
         # Sequence s owns the tiles from query_start[s] // BLOCK_Q + s on: enough for its rows. The longest rows come
-        # last in a sequence; started first, for all heads, they leave no long tail, and share no multiprocessor.
-        # H200: 1 x 1,024 tokens, 32 heads of 128: 32 us, 43 one head after the other; 1 x 8,192, 16 heads: 597 for 669.
-        program = tl.program_id(0) + tl.num_programs(0) * kv_head
-        tile = tl.num_programs(0) - 1 - program // tl.num_programs(1)
-        kv_head = program % tl.num_programs(1)
+        # last in a sequence; started first, they leave no long tail.
+        tile = tl.num_programs(0) - 1 - tl.program_id(0)
+        if num_sequences == 1:
+            # First those of all heads, so that the longest share no multiprocessor. H200, heads of 128: 1 x 1,024 tokens,
+            # 32 heads: 32 us for 43; 1 x 8,192, 16 heads: 597 for 669. But 63 decodes and a chunk of 512, of which one
+            # computes while the other reads: 93 for 81.
+            program = tl.program_id(0) + tl.num_programs(0) * kv_head
+            tile = tl.num_programs(0) - 1 - program // tl.num_programs(1)
+            kv_head = program % tl.num_programs(1)
         s, start, end, length = 0, 0, 0, 0
         for lowest in range(0, num_sequences + 1, SEARCH):
             each = lowest + tl.arange(0, SEARCH)
@@ -234,10 +238,10 @@ def tiling(
     num_rows: int, num_sequences: int, group: int, kv_heads: int, width: int, itemsize: int, longest: int, num_sms: int
 ) -> Tiling:
     """What suits these shapes. `longest` is the room in the block tables, not the length of any sequence."""
-    even, odd = divmod(num_rows, max(num_sequences, 1))
-    per_sequence = (even + (odd > 0)) * group
+    per_sequence = triton.cdiv(num_rows, max(num_sequences, 1)) * group
     least = max(16, triton.next_power_of_2(group))
-    by_sequence = not odd and per_sequence <= 64
+    # More rows than sequences may be drafts for all of them, or in a captured step a prompt beside padding sequences.
+    by_sequence = num_rows == num_sequences and group <= 64
     # H200, bf16, heads of 128, medians of CUDA graph replays; bench/attention.py --sweep found the best of about ten.
     if by_sequence:
         rows = max(least, triton.next_power_of_2(per_sequence))
