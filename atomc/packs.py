@@ -141,13 +141,14 @@ class Packs:
 
     def __init__(self, groups: Sequence[Sequence[int]], notes: list[str]):
         self.groups, self.notes = [list(group) for group in groups], notes
-        # (number of an argument, where it lay) for all parts, and the packs; None if a group has none.
-        self._known: tuple[list[tuple[int, int]], list[WeakTensor]] | None = None
+        self.parts = [i for group in self.groups for i in group]
+        # Where the parts lay, and the packs; None if a group has none.
+        self._known: tuple[list[int], list[WeakTensor]] | None = None
 
     def __call__(self, args: Sequence[Any]) -> list[Tensor]:
         """One tensor per group. As long as no argument has moved, this only compares pointers."""
         known = self._known
-        if known is not None and all(args[i].data_ptr() == pointer for i, pointer in known[0]):
+        if known is not None and [args[i].data_ptr() for i in self.parts] == known[0]:
             wholes = [whole for weak in known[1] if (whole := weak()) is not None]
             if len(wholes) == len(known[1]):
                 return wholes
@@ -166,6 +167,6 @@ class Packs:
                         self.notes.append(note)
                     whole = torch.cat(parts)
                 found.append(whole)
-                pointers += [(i, part.data_ptr()) for i, part in zip(group, parts, strict=True)]
+                pointers += [part.data_ptr() for part in parts]
         self._known = None if joined else (pointers, [WeakTensor(whole) for whole in found])
         return found
