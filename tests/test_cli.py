@@ -199,7 +199,7 @@ def test_explain_a_model_of_the_users_shows_each_graph_and_the_break(here):
         (["explain", "users_net:number"], "users_net:number returned int, expected a module, (module, args)"),
         (["explain", "users_net:alone"], "give the inputs of Net(x, scale)"),
         (["explain", "--fast"], "unrecognized arguments: --fast"),
-        (["fly"], "invalid choice: 'fly' (choose from 'generate', 'explain', 'serve', 'doctor')"),
+        (["fly"], "invalid choice: 'fly' (choose from 'generate', 'explain', 'serve', 'bench', 'doctor')"),
         ([], "the following arguments are required"),
     ],
 )

@@ -1,0 +1,288 @@
+"""`atomc bench`: load for a server, and the speed of an engine in this process."""
+
+import argparse
+import asyncio
+import json
+import math
+import os
+import platform
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from atomc.cli.arguments import command, default_glue
+from atomc.cli.serve import GROUPS, POSITIONAL
+
+if TYPE_CHECKING:
+    from atomc.runtime.bench.figures import Timed
+    from atomc.runtime.bench.prompts import Ask
+    from atomc.runtime.config import EngineConfig
+
+URL = "http://127.0.0.1:8000"
+NOT_WRITTEN = ("api_key", "command", "json", "plot", "quiet", "run")
+
+
+def add(commands: Any) -> None:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "bench", help="Measure a server or an engine.", description="Measure a server or an engine."
+    )
+    kinds = parser.add_subparsers(dest="bench", required=True, metavar="serve | latency | throughput | startup")
+    _add_serve(kinds)
+    _add_latency(kinds)
+    _add_throughput(kinds)
+    _add_startup(kinds)
+
+
+# serve
+
+
+def _add_serve(kinds: Any) -> None:
+    parser = command(
+        kinds, "serve", _serve, "Send requests to a server with OpenAI's API, and say how long the answers took. Times "
+        "are the client's: each request has a connection of its own, and opening it counts.",
+        "  atomc bench serve --num-prompts 64 --max-concurrency 8 --plot run.png\n"
+        "  atomc bench serve --base-url http://127.0.0.1:8001 --request-rate 4 --input-len 512 --output-len 128\n"
+        "  atomc bench serve --dataset prompts.jsonl --json run.json --extra temperature=0.7",
+    )  # fmt: skip
+    parser.add_argument("--base-url", default=URL, metavar="URL", help="with or without /v1 (default: %(default)s)")
+    parser.add_argument("--model", metavar="NAME", help="default: the first that the server lists")
+    parser.add_argument("--api-key", metavar="KEY", help="default: OPENAI_API_KEY, if that is set")
+    parser.add_argument("--request-rate", type=float, default=math.inf, metavar="X", help="requests a second, with random "
+                        "gaps (Poisson); inf: all at once (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--max-concurrency", type=_count, metavar="N", help="requests under way at once, at most")
+    parser.add_argument("--respect-eos", action="store_true",
+                        help="let answers end where the model ends them; else ignore_eos is sent, an addition of vLLM, "
+                        "SGLang and atomc to the API")  # fmt: skip
+    parser.add_argument("--extra", action="append", default=[], metavar="NAME=VALUE",
+                        help="a further field of every request; may be given several times")  # fmt: skip
+    _add_prompts(parser, num_prompts=64)
+    _add_output(parser, plot=True)
+
+
+def _serve(arguments: argparse.Namespace) -> None:
+    from atomc.runtime.bench import load
+    from atomc.runtime.bench.client import Server, first_model
+    from atomc.runtime.server.flags import named_value
+
+    asks = _asks(arguments)
+    key = arguments.api_key or os.environ.get("OPENAI_API_KEY")
+    extra = {"temperature": 0.0, **({} if arguments.respect_eos else {"ignore_eos": True})}
+    extra |= dict(named_value(text) for text in arguments.extra)
+
+    async def run() -> "tuple[str, list[Timed]]":
+        model = arguments.model or await first_model(arguments.base_url, key)
+        return model, await load.run(
+            Server(arguments.base_url, model, key, extra), asks, rate=arguments.request_rate,
+            max_concurrency=arguments.max_concurrency, seed=arguments.prompt_seed, progress=not arguments.quiet,
+        )  # fmt: skip
+
+    model, requests = asyncio.run(run())
+    limit = f"{arguments.max_concurrency} at a time" if arguments.max_concurrency else "all at once"
+    rate = limit if math.isinf(arguments.request_rate) else f"{arguments.request_rate:g} a second"
+    _told(arguments, requests, f"{model}: {len(requests)} requests, {rate}", machine={})
+
+
+# latency
+
+
+def _add_latency(kinds: Any) -> None:
+    parser = command(
+        kinds, "latency", _latency, "Run one batch after another in this process, without a server.",
+        "  atomc bench latency\n  atomc bench latency path/to/Qwen3-0.6B --batch-size 8 --input-len 1024 --output-len 128",
+    )  # fmt: skip
+    parser.add_argument("--batch-size", type=_count, default=1, metavar="N", help="prompts at once (default: %(default)s)")
+    parser.add_argument("--repeat", type=_count, default=5, metavar="N", help="batches (default: %(default)s)")
+    parser.add_argument("--warm-up", type=int, default=1, metavar="N", help="batches before these (default: %(default)s)")
+    _add_lengths(parser)
+    _add_output(parser, plot=True)
+    _add_engine(parser)
+
+
+def _latency(arguments: argparse.Namespace) -> None:
+    from atomc.runtime.bench import offline
+    from atomc.runtime.bench.prompts import random_asks
+
+    size = arguments.batch_size
+    # Never the same prompt twice: the prefix cache would have it.
+    asks = random_asks(size * (arguments.warm_up + arguments.repeat), arguments.input_len, arguments.output_len,
+                       prefix_len=arguments.prefix_len, spread=arguments.spread, seed=arguments.prompt_seed)  # fmt: skip
+    engine = _engine(arguments)
+    batches = [asks[at : at + size] for at in range(0, len(asks), size)]
+    for batch in batches[: arguments.warm_up]:
+        offline.run(engine, batch, 0.0, progress=False)
+    began = time.perf_counter()
+    requests: list[Timed] = []
+    for batch in batches[arguments.warm_up :]:
+        requests += offline.run(engine, batch, began, progress=False)
+    _told(arguments, requests, f"{arguments.repeat} batches of {size}", machine=_machine(engine.program.device))
+
+
+# throughput
+
+
+def _add_throughput(kinds: Any) -> None:
+    parser = command(
+        kinds, "throughput", _throughput, "Run many prompts in this process, all queued at once, without a server.",
+        "  atomc bench throughput\n"
+        "  atomc bench throughput path/to/Qwen3-0.6B --num-prompts 256 --input-len 512 --output-len 256",
+    )  # fmt: skip
+    _add_prompts(parser, num_prompts=64)
+    _add_output(parser, plot=True)
+    _add_engine(parser)
+
+
+def _throughput(arguments: argparse.Namespace) -> None:
+    from atomc.runtime.bench import offline
+
+    asks = _asks(arguments)
+    engine = _engine(arguments)
+    requests = offline.run(engine, asks, time.perf_counter(), progress=not arguments.quiet)
+    _told(arguments, requests, f"{len(asks)} prompts at once", machine=_machine(engine.program.device))
+
+
+# startup
+
+
+def _add_startup(kinds: Any) -> None:
+    parser = command(
+        kinds, "startup", _startup, "Start a process with empty caches, then again with full ones, each until its first "
+        "token.", "  atomc bench startup\n  atomc bench startup path/to/Qwen3-0.6B --server --repeat 3",
+    )  # fmt: skip
+    parser.add_argument("--server", action="store_true", help="start `atomc serve` until it is ready, not the engine alone")
+    parser.add_argument("--repeat", type=_count, default=1, metavar="N", help="warm starts (default: %(default)s)")
+    parser.add_argument("--limit", type=float, default=900.0, metavar="SECONDS",
+                        help="how long one start may take (default: %(default)s)")  # fmt: skip
+    _add_output(parser, plot=False)
+    _add_engine(parser)
+
+
+def _startup(arguments: argparse.Namespace) -> None:
+    from atomc.runtime.bench.startup import starts, text
+
+    flags = _serve_flags(arguments) if arguments.server else None
+    found = starts(_config(arguments), warm=arguments.repeat, limit=arguments.limit, flags=flags)
+    print(text(found))
+    _write(arguments, {"machine": _machine(found[0]["device"]), "starts": found})
+
+
+# What they share
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
+    return int(text)
+
+
+def _add_prompts(parser: argparse.ArgumentParser, num_prompts: int) -> None:
+    parser.add_argument("--num-prompts", type=_count, default=num_prompts, metavar="N", help="default: %(default)s")
+    parser.add_argument("--dataset", metavar="FILE", help="prompts instead of random tokens: .jsonl with prompt or "
+                        "messages (and perhaps max_tokens) in each line, or text with a prompt a line")  # fmt: skip
+    _add_lengths(parser)
+
+
+def _add_lengths(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("random prompts").add_argument
+    add("--input-len", type=_count, default=128, metavar="N", help="tokens of a prompt (default: %(default)s)")
+    add("--output-len", type=_count, default=64, metavar="N",
+        help="new tokens, also for a --dataset that does not say (default: %(default)s)")  # fmt: skip
+    add("--prefix-len", type=int, default=0, metavar="N",
+        help="further tokens that all prompts begin with (default: %(default)s)")  # fmt: skip
+    add("--spread", type=float, default=0.0, metavar="X",
+        help="0.5 draws lengths from half to one and a half of the given (default: %(default)s)")  # fmt: skip
+    add("--prompt-seed", type=int, default=0, metavar="N", help="default: %(default)s")
+
+
+def _add_output(parser: argparse.ArgumentParser, plot: bool) -> None:
+    parser.add_argument("--json", metavar="FILE", help="write settings and figures, and those of each request")
+    if plot:
+        parser.add_argument("--plot", metavar="FILE", help="draw the run as a .png, .svg or .pdf")
+    parser.add_argument("-q", "--quiet", action="store_true", help="no progress bar")
+
+
+def _add_engine(parser: argparse.ArgumentParser) -> None:
+    from atomc.runtime.config import EngineConfig
+    from atomc.runtime.server.flags import add_flags
+
+    parser.add_argument("model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL",
+                        help="a checkpoint directory; left out: the small model that comes with atomc")  # fmt: skip
+    add_flags(parser, EngineConfig, GROUPS, leave_out=POSITIONAL)
+
+
+def _asks(arguments: argparse.Namespace) -> "list[Ask]":
+    from atomc.runtime.bench.prompts import asks_of_file, random_asks
+
+    count, new = arguments.num_prompts, arguments.output_len
+    if arguments.dataset:
+        return asks_of_file(Path(arguments.dataset), count, new, seed=arguments.prompt_seed)
+    return random_asks(count, arguments.input_len, new, prefix_len=arguments.prefix_len, spread=arguments.spread,
+                       seed=arguments.prompt_seed)  # fmt: skip
+
+
+def _config(arguments: argparse.Namespace) -> "EngineConfig":
+    from atomc.runtime.config import EngineConfig
+    from atomc.runtime.server.flags import values_of
+
+    config = EngineConfig(**values_of(arguments, {}, EngineConfig))
+    assert isinstance(config.options, dict)
+    return replace(config, options={"glue": default_glue(config.device), **config.options})
+
+
+def _engine(arguments: argparse.Namespace) -> Any:
+    from atomc.runtime.engine import Engine
+
+    # All prompts are queued at once, however many.
+    return Engine(replace(_config(arguments), max_queue=2**62), progress=not arguments.quiet)
+
+
+def _serve_flags(arguments: argparse.Namespace) -> list[str]:
+    """The engine's flags that were given, for another command line."""
+    from atomc.runtime.config import EngineConfig
+    from atomc.runtime.server.flags import values_of
+
+    flags: list[str] = []
+    for name, value in values_of(arguments, {}, EngineConfig).items():
+        flag = f"--{name.replace('_', '-')}"
+        if name in POSITIONAL:
+            flags.insert(0, str(value))
+        elif isinstance(value, bool):
+            flags.append(flag if value else f"--no-{flag[2:]}")
+        elif isinstance(value, dict):
+            flags += [f"{flag}={key}={json.dumps(each)}" for key, each in value.items()]
+        else:
+            flags.append(f"{flag}={value}")
+    return flags
+
+
+def _told(arguments: argparse.Namespace, requests: "Sequence[Timed]", title: str, machine: dict[str, Any]) -> None:
+    """Print the figures, and write what was asked for."""
+    from atomc.runtime.bench.figures import figures, text
+    from atomc.runtime.bench.plot import plot
+
+    found = figures(requests)
+    print(f"{title}\n{text(found)}")
+    each = [{"start": one.start, "ttft": one.ttft, "e2e": one.e2e, "input_tokens": one.input_tokens,
+             "output_tokens": one.output_tokens, "error": one.error} for one in requests]  # fmt: skip
+    _write(arguments, {"title": title, "machine": machine, "figures": found, "requests": each})
+    if arguments.plot:
+        rate = f"{found['output_tokens_per_second']:,.0f} output tokens/s"
+        plot(requests, Path(arguments.plot), f"{title}: {rate}")
+
+
+def _write(arguments: argparse.Namespace, found: dict[str, Any]) -> None:
+    if arguments.json:
+        settings = {name: "inf" if value == math.inf else value  # which JSON cannot write
+                    for name, value in vars(arguments).items() if name not in NOT_WRITTEN}  # fmt: skip
+        said = {"version": import_module("atomc").__version__, "settings": settings}
+        Path(arguments.json).write_text(json.dumps(said | found, indent=1, default=str) + "\n", encoding="utf-8")
+
+
+def _machine(device: Any) -> dict[str, Any]:
+    import torch
+
+    gpu = torch.cuda.get_device_name() if str(device).startswith("cuda") else None
+    return {"device": gpu or platform.machine(), "cores": os.cpu_count(), "torch": torch.__version__,
+            "python": platform.python_version()}  # fmt: skip

@@ -1,0 +1,134 @@
+"""From starting a process to its first token, by parts: the engine alone, or the server until it says it is ready.
+
+A cold start has empty caches for compiled code; a warm one finds what the start before it left. The files of the
+model and of the libraries are in the memory of the operating system in both, unless it has dropped them.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from atomc.runtime.config import EngineConfig
+
+# What a process is told by its environment, each a folder of its own.
+CACHES = ("ATOMC_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH")
+PROMPT = [300, 301, 302, 303]
+POLL_SECONDS = 0.02
+
+Start = dict[str, Any]
+
+
+def starts(config: EngineConfig, *, warm: int, limit: float, flags: Sequence[str] | None = None) -> list[Start]:
+    """One cold start and then warm ones: {"way", "seconds", "phases", ...}.
+
+    limit  seconds that one may take
+    flags  of `atomc serve`, to start the server; None: the engine alone
+
+    Raises ValueError, with its last words, for a process that fails or takes too long.
+    """
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        caches = {name: str(Path(folder, name.lower())) for name in CACHES}
+        for number in range(1 + warm):
+            way = "cold" if number == 0 else "warm"
+            one = engine_start(config, caches, limit) if flags is None else server_start(flags, caches, limit)
+            found.append({"way": way, **one})
+    return found
+
+
+def engine_start(config: EngineConfig, environment: Mapping[str, str], limit: float) -> Start:
+    """Seconds from the start of a process with an engine to its first token."""
+    command = [sys.executable, "-m", "atomc.runtime.bench.startup", json.dumps(asdict(config)), str(time.time())]
+    try:
+        done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=limit)
+    except subprocess.TimeoutExpired as error:
+        raise ValueError(f"the engine was not ready after {limit:.0f} s") from error
+    if done.returncode:
+        raise ValueError(f"the engine did not start: {last_line(done.stderr)}")
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def server_start(flags: Sequence[str], environment: Mapping[str, str], limit: float) -> Start:
+    """Seconds from `atomc serve` to /ready, which generates a token."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "atomc", "serve", *flags, "--host", "127.0.0.1", "--port", str(port)]
+    with tempfile.TemporaryFile("w+") as log:
+        began = time.perf_counter()
+        process = subprocess.Popen(command, env={**os.environ, **environment}, stdout=log, stderr=log)
+        try:
+            while not answer(f"http://127.0.0.1:{port}/ready"):
+                if process.poll() is not None or time.perf_counter() - began > limit:
+                    log.seek(0)
+                    raise ValueError(f"the server was not ready after {time.perf_counter() - began:.0f} s: "
+                                     f"{last_line(log.read())}")  # fmt: skip
+                time.sleep(POLL_SECONDS)
+            seconds = time.perf_counter() - began
+            status = json.loads(answer(f"http://127.0.0.1:{port}/status") or b"{}")
+        finally:
+            process.terminate()
+            process.wait()
+    return together(seconds, dict(status.get("phases", {})), {"device": status.get("device", "")})
+
+
+def together(seconds: float, phases: dict[str, float], more: Mapping[str, Any]) -> Start:
+    return {"seconds": seconds, "phases": phases | {"rest": seconds - sum(phases.values())}, **more}
+
+
+def answer(url: str) -> bytes | None:
+    """The body, if the status is 200."""
+    try:
+        with urllib.request.urlopen(url, timeout=30) as response:
+            return bytes(response.read())
+    except (urllib.error.URLError, OSError):
+        return None
+
+
+def last_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else "it said nothing"
+
+
+def text(found: Sequence[Start]) -> str:
+    """A column for each start, a line for each part."""
+    names = list(dict.fromkeys(name for start in found for name in start["phases"]))
+    lines = [f"{'seconds':<14}" + "".join(f"{start['way']:>9}" for start in found)]
+    for name in names:
+        lines.append(f"{name:<14}" + "".join(f"{start['phases'].get(name, 0.0):>9.2f}" for start in found))
+    return "\n".join([*lines, f"{'together':<14}" + "".join(f"{start['seconds']:>9.2f}" for start in found)])
+
+
+def main(config: str, spawned: float) -> None:
+    """In the process that is measured: start, make a token, and print the seconds of each part as JSON."""
+    phases = {"python": time.time() - spawned}
+    mark = time.perf_counter()
+    from atomc.runtime.engine import Engine
+    from atomc.runtime.sampling_params import SamplingParams
+
+    phases["import"] = time.perf_counter() - mark
+    engine = Engine(EngineConfig(**json.loads(config)), progress=False)
+    mark = time.perf_counter()
+    engine.add(engine.request("0", PROMPT, SamplingParams(max_tokens=1, ignore_eos=True)))
+    while engine.has_work:
+        engine.step()
+    first = time.perf_counter() - mark
+    seconds = time.time() - spawned
+    report = engine.program.report
+    more = {"compile": dict(report.phases), "graphs": len(report.cuda_graphs), "notes": report.notes,
+            "device": str(engine.program.device)}  # fmt: skip
+    print(json.dumps(together(seconds, {**phases, **engine.phases, "first token": first}, more), default=str))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], float(sys.argv[2]))
