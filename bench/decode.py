@@ -20,10 +20,11 @@ from typing import Any
 import torch
 
 from atomc.models.loader import load
-from atomc.ops import GroupStep, Step
 from atomc.program import compile_model
-from atomc.runtime.graphs import StepGraphs
+from atomc.runtime.batch import Shape
+from atomc.runtime.draw import Draw
 from atomc.runtime.runner import Runner
+from atomc.runtime.scheduler import Chunk, ScheduledStep
 
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False, "head_dim": 128,
          "hidden_act": "silu", "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0,
@@ -54,16 +55,15 @@ def milliseconds(call: Callable[[], Any], steps: int) -> float:
     return statistics.median(times)
 
 
-def step_of(lengths: list[int], new: list[int], blocks: int) -> Step:
+def step_of(lengths: list[int], new: list[int], blocks: int) -> ScheduledStep:
     """A step in which sequence s gets its last new[s] of lengths[s] tokens; its blocks lie scattered."""
     count = len(lengths)
-    tables = torch.randperm(count * blocks, generator=torch.Generator().manual_seed(0)).view(count, blocks)
-    positions = [torch.arange(length - n, length) for length, n in zip(lengths, new, strict=True)]
-    slots = [tables[s][at // BLOCK] * BLOCK + at % BLOCK for s, at in enumerate(positions)]
-    starts = torch.tensor([0, *new]).cumsum(0)
-    group = GroupStep(torch.cat(slots).cuda(), tables.int().cuda(), torch.zeros(count, dtype=torch.int64).cuda())
-    return Step(torch.randint(0, 1000, (sum(new),)).cuda(), torch.cat(positions).cuda(), starts.int().cuda(),
-                torch.tensor(lengths, dtype=torch.int32).cuda(), (starts[1:] - 1).cuda(), (group,))  # fmt: skip
+    tables = torch.randperm(count * blocks, generator=torch.Generator().manual_seed(0)).view(count, blocks).tolist()
+    tokens = torch.randint(0, 1000, (sum(new),)).tolist()
+    return ScheduledStep(tuple(
+        Chunk(str(s), s, tuple(tokens[:n]), length - n, ((0, tuple(table)),), draws=(Draw(),), num_wanted=1)
+        for s, (length, n, table) in enumerate(zip(lengths, new, tables, strict=True))
+    ))  # fmt: skip
 
 
 def ours(args: argparse.Namespace, config: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -75,31 +75,31 @@ def ours(args: argparse.Namespace, config: dict[str, Any]) -> Iterator[dict[str,
     compiled = time.perf_counter() - start
     blocks = -(-(args.context + 64) // BLOCK)
     batches = args.batches
-    runner = Runner(program, num_blocks=max(batches) * blocks, block_size=BLOCK)
+    runner = Runner(program, num_blocks=max(batches) * blocks, block_size=BLOCK, max_num_seqs=max(batches),
+                    max_num_rows=max(args.context, *batches), max_columns=blocks)  # fmt: skip
     for cache in runner.caches:
         cache[0].normal_()
         cache[1].normal_()
-    shapes = [(batch, batch) for batch in batches] + [(args.context, 1)]
-    graphs = StepGraphs(program, shapes, max_blocks=blocks, progress=False)
+    prefill = Shape(args.context, 1, 1, blocks)
+    runner.capture([prefill, *(Shape(batch, batch, batch, blocks) for batch in batches)], progress=False)
     if args.report:
         print(program.report.to_text(), file=sys.stderr)
     for batch in batches:
-        step = step_of([args.context + 1] * batch, [1] * batch, blocks)
-        graphs(step, (batch, batch))
-        captured = graphs.captured[batch, batch]
+        runner.logits(step_of([args.context + 1] * batch, [1] * batch, blocks))
+        captured = runner.graphs.captured[Shape(batch, batch, batch, blocks)]
         if args.profile:
             profile(captured.replay)
         yield {"what": "atomc", "batch": batch, "graph_bytes": captured.bytes, "compile_s": round(compiled, 1),
                "tpot_ms": milliseconds(lambda c=captured: c.replay().argmax(-1), args.steps)}  # fmt: skip
-    step = step_of([args.context], [args.context], blocks)
-    graphs(step, (args.context, 1))
-    captured = graphs.captured[args.context, 1]
+    runner.logits(step_of([args.context], [args.context], blocks))
+    captured = runner.graphs.captured[prefill]
     if args.profile:
         profile(captured.replay)
     yield {"what": "atomc prefill", "batch": 1, "graph_bytes": captured.bytes,
            "prefill_ms": milliseconds(lambda: captured.replay().argmax(-1), args.steps)}  # fmt: skip
-    with torch.inference_mode():
-        yield {"what": "atomc prefill without a graph", "batch": 1, "prefill_ms": milliseconds(lambda: program(step), 10)}
+    runner.graphs = None
+    step = step_of([args.context], [args.context], blocks)
+    yield {"what": "atomc prefill without a graph", "batch": 1, "prefill_ms": milliseconds(lambda: runner.logits(step), 10)}
 
 
 def profile(call: Callable[[], Any]) -> None:

@@ -175,11 +175,11 @@ def _fill(to: Array, values: Array, size: int, padding: int) -> None:
 
 
 def _places(i32: dict[str, int], i64: dict[str, int]) -> dict[str, tuple[torch.dtype, int, int]]:
-    """For each field its dtype, and its first and last byte: one behind the other, the narrow ones first."""
+    """For each field its dtype, and its first and last byte: one behind the other, at addresses that kernels like."""
     fields, at = {}, 0
     for dtype, width, sizes in ((torch.int32, 4, i32), (torch.int64, 8, i64)):
-        at = -(-at // 8) * 8
         for name, size in sizes.items():
+            at = -(-at // 16) * 16
             fields[name] = dtype, at, at + width * size
             at += width * size
     return fields

@@ -1,13 +1,13 @@
 """How many blocks of which size the caches get."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-# What is left of the free memory is for activations, and on a CPU for everybody else.
-GPU_SHARE = 0.85
-CPU_SHARE = 0.25
+CPU_SHARE = 0.25  # of the free memory; the rest is for everybody else
+GRAPH_SHARE = 0.03  # of a GPU's memory, for CUDA graphs
 # Where a block holds a whole sequence, length costs memory before it is used: in little memory, fewer sequences of
 # this length rather than many short ones.
 MIN_LENGTH = 2048
@@ -15,20 +15,21 @@ MIN_LENGTH = 2048
 
 @dataclass(frozen=True)
 class Capacity:
-    """num_blocks blocks of block_size tokens, and the tokens of the longest sequence."""
+    """num_blocks blocks of block_size tokens in each group, and the tokens of the longest sequence."""
 
-    num_blocks: int
+    num_blocks: tuple[int, ...]
     block_size: int
     max_model_len: int
 
 
 def capacity(
-    *, bytes_per_token: int, block_size: int | None, available: int, max_num_seqs: int, longest: int,
-    max_model_len: int | None = None, num_blocks: int | None = None, kv_bytes: int | None = None,
+    *, groups: Sequence[tuple[int, int]], block_size: int | None, available: int, max_num_seqs: int, longest: int,
+    max_num_batched_tokens: int = 2048, max_model_len: int | None = None, num_blocks: int | None = None,
+    kv_bytes: int | None = None,
 ) -> Capacity:  # fmt: skip
     """The caches' size as the user wants it; else what fits, and no more than max_num_seqs sequences can use.
 
-    bytes_per_token  of all layers together
+    groups           for each group of layers, the bytes that a token takes in all of them together, and its window
     block_size       tokens a block by the layout; None: one block holds the longest sequence
     available        bytes to use if neither num_blocks nor kv_bytes says it
     longest          tokens of the longest sequence that makes sense
@@ -37,30 +38,60 @@ def capacity(
     Raises ValueError if the longest sequence does not fit.
     """
     length = max_model_len or longest
-    room = (kv_bytes or available) // bytes_per_token  # tokens
+    bytes_per_token = sum(size for size, _ in groups)
+    room = (kv_bytes or available) // bytes_per_token  # tokens, if each group had a block for all of them
 
     if block_size is None:
         if max_model_len is None:
             length = min(length, max(room // (num_blocks or max_num_seqs), min(room, MIN_LENGTH)))
         block_size = max(length, 1)
-        num_blocks = num_blocks or min(room // block_size, max_num_seqs)
+        counts = [num_blocks or min(room // block_size, max_num_seqs)] * len(groups)
+    elif num_blocks is not None:
+        counts = [num_blocks] * len(groups)
     else:
-        num_blocks = num_blocks or min(room // block_size, -(-length // block_size) * max_num_seqs)
-        room = num_blocks * block_size
-        if max_model_len is None:
-            length = min(length, room)
-    if num_blocks < 1 or length > num_blocks * block_size or length < 2:
+        # More than this many blocks a group cannot use: one with a window lets go of what is behind it.
+        most = [-(-length // block_size) * max_num_seqs if not window else
+                min(-(-length // block_size), -(-(window + 2 * max_num_batched_tokens) // block_size) + 2) * max_num_seqs
+                for _, window in groups]  # fmt: skip
+        blocks = (kv_bytes or available) // block_size
+        counts = _shared(blocks, [size for size, _ in groups], most)
+    whole = [count for count, (_, window) in zip(counts, groups, strict=True) if not window] or [max(counts)]
+    holds = min(whole) * block_size
+    if max_model_len is None:
+        length = min(length, holds)
+    if min(counts) < 1 or length > holds or length < 2:
         raise ValueError(
-            f"a sequence of {length} tokens does not fit into the cache, which holds {room} (a token takes "
-            f"{bytes_per_token} bytes): lower max_model_len, or raise kv_bytes or num_blocks"
+            f"a sequence of {length} tokens does not fit into the cache, which holds {holds or room} (a token takes "
+            f"{bytes_per_token} bytes): lower max_model_len, max_num_batched_tokens or max_num_seqs, or raise "
+            "gpu_memory_utilization, kv_bytes or num_blocks"
         )
-    return Capacity(num_blocks, block_size, length)
+    return Capacity(tuple(counts), block_size, length)
 
 
-def free_memory(device: torch.device) -> int:
-    """Bytes that the caches may take on the device if nobody says otherwise."""
+def _shared(room: int, sizes: Sequence[int], most: Sequence[int]) -> list[int]:
+    """Equally many blocks for each group, but not more than `most`; together they take at most `room` bytes a token."""
+    counts = [0] * len(sizes)
+    growing = list(range(len(sizes)))
+    while growing:
+        left = room - sum(size * count for size, count in zip(sizes, counts, strict=True))
+        more = min(left // sum(sizes[i] for i in growing), min(most[i] - counts[i] for i in growing))
+        if more <= 0:
+            break
+        for i in growing:
+            counts[i] += more
+        growing = [i for i in growing if counts[i] < most[i]]
+    return counts
+
+
+def free_memory(device: torch.device, utilization: float, activations: int) -> int:
+    """Bytes that the caches may take on the device if nobody says otherwise.
+
+    On a GPU, what is left of `utilization` of its memory after all that is there, activations and CUDA graphs.
+    """
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0] * GPU_SHARE)
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(device)
+        return max(int(free - total * (1 - utilization + GRAPH_SHARE)) - activations, 0)
     return int(_available_on_host() * CPU_SHARE)
 
 

@@ -1,5 +1,6 @@
 """The engine: one model in this process, tokens in and tokens out."""
 
+import logging
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -7,15 +8,18 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from atomc.ops import LAYOUTS
 from atomc.program import compile_model
 from atomc.runtime.blocks import BlockPool
-from atomc.runtime.capacity import capacity, free_memory
+from atomc.runtime.capacity import GRAPH_SHARE, capacity, free_memory
 from atomc.runtime.config import EngineConfig
+from atomc.runtime.draw import Draw
 from atomc.runtime.drawing import Drawing, Drawn, Result
+from atomc.runtime.graphs import step_shapes
 from atomc.runtime.loading import load
 from atomc.runtime.logprobs import TokenLogprobs
 from atomc.runtime.request import Output, Pooling, Request
@@ -27,6 +31,8 @@ from atomc.runtime.stats import Stats
 from atomc.runtime.structured import Grammars
 
 __all__ = ["PHASES", "Engine", "EngineConfig", "Output", "QueueFull", "Request", "SamplingParams", "Stats"]
+
+log = logging.getLogger("atomc")
 
 PHASES = ("load", "compile", "allocate", "warm up")
 WARM_UP_TOKENS = 8
@@ -68,12 +74,17 @@ class Engine:
                 self.tokenizer, self.eos_ids, self.vocab_size = loaded.tokenizer, loaded.eos_ids, loaded.vocab_size
             with self._phase("compile", bar):
                 self.program = compile_model(loaded.module, options=config.options)
-            with self._phase("allocate", bar):
-                self._allocate(type(loaded.module).__name__, loaded.longest)
-            with self._phase("warm up", bar):
-                if not config.enforce_eager:
-                    self.runner.capture(drafts=config.speculative_tokens, progress=progress)
-                self._warm_up()
+            try:
+                with self._phase("allocate", bar):
+                    self._allocate(type(loaded.module).__name__, loaded.longest)
+                with self._phase("warm up", bar):
+                    if not config.enforce_eager:
+                        self._capture(progress)
+                    self._warm_up()
+            except torch.OutOfMemoryError as error:
+                raise ValueError("out of memory on the device while starting: lower gpu_memory_utilization (now "
+                                 f"{config.gpu_memory_utilization}), max_num_batched_tokens, max_num_seqs or "
+                                 "max_model_len, or the bytes or blocks of the cache") from error  # fmt: skip
 
     def _allocate(self, name: str, longest: int) -> None:
         """Size the cache, and make what works on it."""
@@ -82,24 +93,30 @@ class Engine:
             raise ValueError(f"{name} keeps no state: each of its attention layers must own a handle (ops.kv_state) and "
                              "pass it to ops.attention")  # fmt: skip
         max_num_seqs = config.max_num_seqs or MAX_NUM_SEQS.get(device.type, 256)
+        self.drawing = Drawing(device, max_num_seqs, self._grammars)
         block_size = LAYOUTS[specs[0].layout].block_size
+        windows = windows_of(self.program)
+        sized = config.kv_bytes is not None or config.num_blocks is not None
         size = capacity(
-            bytes_per_token=sum(spec.bytes_per_token() for spec in specs),
+            groups=[(sum(spec.bytes_per_token() for spec in specs if spec.group == group), window)
+                    for group, window in enumerate(windows)],
             block_size=block_size,
-            available=free_memory(device),
+            available=0 if sized else free_memory(device, config.gpu_memory_utilization,
+                                                  self._activations(max_num_seqs, longest)),
             max_num_seqs=max_num_seqs,
             longest=longest,
+            max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=config.max_model_len,
             num_blocks=config.num_blocks,
             kv_bytes=config.kv_bytes,
-        )
+        )  # fmt: skip
         if config.enable_prefix_caching and block_size is None:
             self.program.report.notes.append(
                 f"no prefix cache: in layout {specs[0].layout!r} a block holds a whole sequence, so none can be shared; "
                 "options={'layout': 'paged'} has one"
             )
         self.scheduler = Scheduler(
-            BlockPool(size.num_blocks, size.block_size, windows_of(self.program),
+            BlockPool(size.num_blocks, size.block_size, windows,
                       shares=config.enable_prefix_caching and block_size is not None),
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
@@ -112,7 +129,25 @@ class Engine:
             self.program, num_blocks=size.num_blocks, block_size=size.block_size, max_num_seqs=max_num_seqs,
             max_num_rows=config.max_num_batched_tokens, max_columns=-(-size.max_model_len // size.block_size),
         )  # fmt: skip
-        self.drawing = Drawing(device, max_num_seqs, self._grammars)
+        log.info("the cache holds %d tokens, %.1f sequences of full length (%d tokens)", self.scheduler.pool.num_tokens,
+                 self.scheduler.pool.num_tokens / self.max_len, self.max_len)  # fmt: skip
+
+    def _activations(self, max_num_seqs: int, longest: int) -> int:
+        """Bytes that the largest step takes beside weights and cache on a GPU: measured, on a cache of one block."""
+        device, block_size = self.program.device, LAYOUTS[self.program.specs[0].layout].block_size
+        if device.type != "cuda" or block_size is None:
+            return 0
+        rows = self.config.max_num_batched_tokens
+        runner = Runner(self.program, num_blocks=1, block_size=block_size, max_num_seqs=max_num_seqs, max_num_rows=rows,
+                        max_columns=-(-longest // block_size))  # fmt: skip
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        logits = runner.padding_only(min(rows, max_num_seqs))
+        params = SamplingParams(temperature=1.0, top_p=0.9)
+        self.drawing.sampler(logits, [Draw("", params)] * len(logits))
+        torch.cuda.synchronize(device)
+        return int(torch.cuda.max_memory_allocated(device)) - before
 
     def request(
         self, request_id: str, tokens: Sequence[int], params: SamplingParams | None = None, *, priority: int = 0,
@@ -269,6 +304,13 @@ class Engine:
         """Assert what holds between two calls."""
         self.scheduler.check()
         assert self.scheduler.num_flights == (self._flight is not None), "a step is lost"
+
+    def _capture(self, progress: bool) -> None:
+        """CUDA graphs for the steps that come often, in their share of the memory."""
+        device, staging = self.program.device, self.runner.staging
+        shapes = step_shapes(self.scheduler.max_num_seqs, staging.rows, staging.columns, self.config.speculative_tokens)
+        budget = int(GRAPH_SHARE * torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else None
+        self.runner.capture(shapes, budget=budget, progress=progress)
 
     def _warm_up(self) -> None:
         """Generate, so that nothing is compiled when it matters, and forget what was counted."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from atomc.program import Program
 from atomc.runtime.batch import Shape, Staging
-from atomc.runtime.graphs import StepGraphs, step_shapes
+from atomc.runtime.graphs import StepGraphs
 from atomc.runtime.scheduler import ScheduledStep
 
 SPARE_SEQUENCES = 8  # for the shapes of mixed steps, see graphs.step_shapes
@@ -42,24 +42,28 @@ class Runner:
             rows=max_num_rows, sequences=max_num_seqs + SPARE_SEQUENCES, columns=max_columns, block_size=block_size,
             num_groups=num_groups, device=program.device,
         )  # fmt: skip
-        self.max_num_seqs = max_num_seqs
         self.graphs: StepGraphs | None = None
         self.why_eager = "on a CPU" if program.device.type != "cuda" else "not captured"
         self.steps: Counter[str] = Counter()
         self.rows = self.padding = 0
 
-    def capture(self, *, drafts: int = 0, budget: int | None = None, progress: bool = True) -> None:
-        """Capture CUDA graphs of steps, on a GPU, where that can be done. drafts, budget: as in graphs."""
+    def capture(self, shapes: Sequence[Shape], *, budget: int | None = None, progress: bool = True) -> None:
+        """Capture CUDA graphs of steps of these shapes, on a GPU, where that can be done. budget: as in StepGraphs."""
         if self.program.device.type != "cuda":
             return
         if self.program.syncing:
             self.why_eager = f"{', '.join(self.program.syncing)} wait for the device"
             self.program.report.notes.append(f"no CUDA graphs: {self.why_eager}")
             return
-        shapes = step_shapes(self.max_num_seqs, self.staging.rows, self.staging.columns, drafts)
         self.staging.write(None, shapes[0]._replace(rows=self.staging.rows, sequences=self.staging.sequences))
         self.graphs = StepGraphs(partial(self._run, self.program), shapes, self.program.report, self.program.device,
                                  budget=budget, progress=progress)  # fmt: skip
+
+    def padding_only(self, num_wanted: int) -> Tensor:
+        """Logits of a step as large as any, all padding."""
+        s = self.staging
+        shape = Shape(s.rows, s.sequences, num_wanted, s.columns)
+        return self._run(self.program, s.write(None, shape))
 
     def logits(self, step: ScheduledStep, *, num_rows: int = 0) -> Tensor:
         """Logits [R, V] of the rows that the step's chunks want, on the device; the next call may overwrite them.

@@ -285,30 +285,46 @@ def test_more_new_blocks_than_a_step_has_room_for_arrive_all_the_same():
 
 
 BYTES = 1000
-MODEL = {"bytes_per_token": BYTES, "block_size": 16, "max_num_seqs": 4, "longest": 1000}
+MODEL = {"groups": [(BYTES, 0)], "block_size": 16, "max_num_seqs": 4, "longest": 1000}
 
 
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
         # As much as max_num_seqs sequences can use, if there is memory.
-        ({"available": 10**9}, Capacity(4 * 63, 16, 1000)),
-        ({"available": 500 * BYTES}, Capacity(31, 16, 496)),
-        ({"available": 500 * BYTES, "max_model_len": 300}, Capacity(31, 16, 300)),
-        ({"available": 1, "kv_bytes": 160 * BYTES}, Capacity(10, 16, 160)),
-        ({"available": 1, "num_blocks": 100}, Capacity(100, 16, 1000)),
-        ({"available": 10**9, "max_model_len": 20}, Capacity(8, 16, 20)),
+        ({"available": 10**9}, Capacity((4 * 63,), 16, 1000)),
+        ({"available": 500 * BYTES}, Capacity((31,), 16, 496)),
+        ({"available": 500 * BYTES, "max_model_len": 300}, Capacity((31,), 16, 300)),
+        ({"available": 1, "kv_bytes": 160 * BYTES}, Capacity((10,), 16, 160)),
+        ({"available": 1, "num_blocks": 100}, Capacity((100,), 16, 1000)),
+        ({"available": 10**9, "max_model_len": 20}, Capacity((8,), 16, 20)),
         # One block for each sequence.
-        ({"available": 10**9, "block_size": None}, Capacity(4, 1000, 1000)),
-        ({"available": 2500 * BYTES, "block_size": None, "max_model_len": 900}, Capacity(2, 900, 900)),
-        ({"available": 20000 * BYTES, "block_size": None, "longest": 9000}, Capacity(4, 5000, 5000)),
-        ({"available": 5000 * BYTES, "block_size": None, "longest": 9000}, Capacity(2, 2048, 2048)),
-        ({"available": 500 * BYTES, "block_size": None}, Capacity(1, 500, 500)),
-        ({"available": 1, "block_size": None, "num_blocks": 3, "max_model_len": 50}, Capacity(3, 50, 50)),
+        ({"available": 10**9, "block_size": None}, Capacity((4,), 1000, 1000)),
+        ({"available": 2500 * BYTES, "block_size": None, "max_model_len": 900}, Capacity((2,), 900, 900)),
+        ({"available": 20000 * BYTES, "block_size": None, "longest": 9000}, Capacity((4,), 5000, 5000)),
+        ({"available": 5000 * BYTES, "block_size": None, "longest": 9000}, Capacity((2,), 2048, 2048)),
+        ({"available": 500 * BYTES, "block_size": None}, Capacity((1,), 500, 500)),
+        ({"available": 1, "block_size": None, "num_blocks": 3, "max_model_len": 50}, Capacity((3,), 50, 50)),
     ],
 )
 def test_the_cache_takes_what_fits_and_what_can_be_used(given, expected):
     assert capacity(**{**MODEL, **given}) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        # Four sequences need (40 + 2 * 20) / 16 + 2 blocks each behind their windows.
+        ({"available": 10**9}, (4 * 63, 4 * 7)),
+        ({"available": 1000 * BYTES}, (97, 28)),
+        ({"available": 500 * BYTES}, (34, 28)),
+        ({"available": 200 * BYTES}, (12, 12)),
+        ({"available": 10**9, "max_model_len": 32}, (8, 8)),
+    ],
+)
+def test_layers_with_a_window_get_what_they_can_use(given, expected):
+    size = {**MODEL, "groups": [(BYTES // 2, 0), (BYTES // 2, 40)], "max_num_batched_tokens": 20, **given}
+    assert capacity(**size).num_blocks == expected
 
 
 @pytest.mark.parametrize(
