@@ -10,6 +10,7 @@ from atomc.errors import OptionsError
 Rounding = Literal["fp32", "hf"]
 Glue = Literal["auto", "inductor", "eager"]
 ExpectMode = Literal["error", "warn"]
+KVCacheDtype = Literal["auto", "fp8"]
 Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 
 
@@ -23,6 +24,7 @@ class Options:
     rounding   "fp32": rewrites and kernels may keep fp32 where the model rounds in between; "hf": they may not
     glue       what runs the ops without a kernel: "inductor", "eager", or "auto" (Inductor if it can compile here)
     providers  kernels are preferred in this order, () for the order that suits the platform
+    kv_cache_dtype  "auto": keys and values are kept as they come; "fp8": in e4m3, half as large as in 16 bits
     layout     how state lies in memory, "paged" or "contiguous"; None: as suits the machine
     inductor   handed on to Inductor, keys as in torch._inductor.config
     dump       a folder for one runnable file per changing pass                               (ATOMC_DUMP=dir)
@@ -37,6 +39,7 @@ class Options:
     rounding: Rounding = "fp32"
     glue: Glue = "auto"
     providers: tuple[str, ...] = ()
+    kv_cache_dtype: KVCacheDtype = "auto"
     layout: str | None = None
     inductor: Mapping[str, Any] = field(default_factory=dict)
     dump: str | None = None
@@ -45,7 +48,8 @@ class Options:
     mode: Mode = "default"
 
     def __post_init__(self) -> None:
-        for name, allowed in (("rounding", Rounding), ("glue", Glue), ("mode", Mode), ("expect_mode", ExpectMode)):
+        for name, allowed in (("rounding", Rounding), ("glue", Glue), ("mode", Mode), ("expect_mode", ExpectMode),
+                              ("kv_cache_dtype", KVCacheDtype)):
             if getattr(self, name) not in get_args(allowed):
                 raise OptionsError(f"option {name}={getattr(self, name)!r}: expected one of {list(get_args(allowed))}")
         for name in ("strict", "disable"):

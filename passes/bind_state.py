@@ -21,6 +21,7 @@ from atomc import ops
 from atomc.canonical import value
 from atomc.graph_pass import Context
 from atomc.ops.state import StateSpec
+from atomc.platform import Platform
 from atomc.provenance import module_path
 from atomc.rewrite import Fired, infer
 from atomc.torch_compat import FakeTensorMode, fake_mode_of, fresh_size
@@ -50,7 +51,8 @@ def bind_state(gm: GraphModule, context: Context) -> list[Fired]:
             raise ValueError(f"attention in {path}: keys are {value(k).shape[-1]} wide, values {value(v).shape[-1]}")
         window = node.kwargs.get("window", 0)
         group = windows.index(window)
-        spec = StateSpec(path, "kv", tuple(value(k).shape[-2:]), value(k).dtype, window, group=group)
+        kept = value(k).dtype if context.options.kv_cache_dtype == "auto" else fp8_of(context.platform)
+        spec = StateSpec(path, "kv", tuple(value(k).shape[-2:]), kept, window, group=group)
         caches = inputs.caches(len(context.state), spec)
         context.state.append(spec)
         rows = math.prod(value(q).shape[:-2])
@@ -74,6 +76,11 @@ def bind_state(gm: GraphModule, context: Context) -> list[Fired]:
         graph.erase_node(node)
         fired.append(Fired("bind_state", node, {"window": window}, {node}, [token, read]))
     return fired
+
+
+def fp8_of(platform: Platform) -> torch.dtype:
+    """The e4m3 of the machine: MI300 has none with a negative zero."""
+    return torch.float8_e4m3fnuz if platform.arch == "gfx942" else torch.float8_e4m3fn
 
 
 def _argument(node: Node, position: int, name: str) -> Any:

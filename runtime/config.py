@@ -22,6 +22,10 @@ class EngineConfig:
     dtype: str | None = _option(None, "of the weights, such as bfloat16; left out: what the checkpoint says")
     device: str | None = _option(None, "cpu or cuda; left out: a GPU if there is one")
     load_format: str = _option("auto", "auto or safetensors read the weights, dummy makes small random ones")
+    quantization: str | None = _option(
+        None, "quantize the weights when they are read: fp8, fp8_per_token, fp8_block, int8, int4, mxfp4 or mxfp4_a16"
+    )
+    quantization_ignore: tuple[str, ...] = _option((), "layers to keep as they are, by name, part of a name or re:pattern")
     max_model_len: int | None = _option(None, "tokens of the longest sequence; left out: as model and memory allow")
     max_num_seqs: int | None = _option(None, "sequences that run at once, at most; left out: 256 on a GPU, 64 on a CPU")
     max_num_batched_tokens: int = _option(2048, "tokens of one step, at most; longer prompts are computed in chunks")
@@ -45,6 +49,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}, it must be at least 1")
+        if self.quantization_ignore and self.quantization is None:
+            raise ValueError("quantization_ignore names layers to keep, but nothing is quantized: give quantization, too")
         if self.num_blocks is not None and self.kv_bytes is not None:
             raise ValueError("num_blocks and kv_bytes both size the cache: give one of them")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:

@@ -32,17 +32,24 @@ def load(config: EngineConfig, module: nn.Module | None = None, *, progress: boo
     from atomc.models import loader, wrap_stock
 
     if module is not None:
-        if config.model or config.dtype or config.device or config.load_format != "auto":
-            raise ValueError("model, dtype, device and load_format are for checkpoints; a module keeps what it has")
+        if config.model or config.dtype or config.device or config.quantization or config.load_format != "auto":
+            raise ValueError("model, dtype, device, quantization and load_format are for checkpoints; "
+                             "a module keeps what it has")  # fmt: skip
         # A stock transformers model, told by the method that replaces its attention.
         ready = wrap_stock(module) if hasattr(module, "set_attn_implementation") else module
         return _loaded(ready, None, _eos_ids_of_module(ready), config)
     folder = _demo() if config.model is None else Path(config.model)
     ready = loader.load(
         folder, dtype=dtype_of(config.dtype), device=config.device or ("cuda" if torch.cuda.is_available() else "cpu"),
-        load_format=config.load_format, progress=progress,
+        load_format=config.load_format, quantization=_quantization(config), progress=progress,
     )  # fmt: skip
     return _loaded(ready, load_tokenizer(folder), _eos_ids_of_checkpoint(folder), config)
+
+
+def _quantization(config: EngineConfig) -> dict[str, Any] | str | None:
+    if config.quantization and config.quantization_ignore:
+        return {"scheme": config.quantization, "ignore": config.quantization_ignore}
+    return config.quantization
 
 
 def dtype_of(name: str | None) -> torch.dtype | None:

@@ -67,7 +67,8 @@ class Draw:
         k_cache, v_cache = spec.allocate(count, block_size, self.device)
         order = torch.randperm(count, generator=self.generator).tolist()
         blocks = [order[s * per_sequence : (s + 1) * per_sequence] for s in range(len(lengths))]
-        return k_cache.fill_(GARBAGE), v_cache.fill_(GARBAGE), blocks
+        garbage = min(GARBAGE, torch.finfo(spec.dtype).max)
+        return k_cache.fill_(garbage), v_cache.fill_(garbage), blocks
 
 
 Make = Callable[[Draw], dict[str, Any]]
@@ -76,6 +77,13 @@ Cases = dict[str, Make]
 
 def slots_of(blocks: list[int], positions: range, block_size: int) -> list[int]:
     return [blocks[p // block_size] * block_size + p % block_size for p in positions]
+
+
+E4M3 = torch.float8_e4m3fn
+
+
+def cache_scales(draw: Draw) -> dict[str, Any]:
+    return {name: (0.02 + draw.normal(1, dtype=torch.float32).abs() / 50) for name in ("k_scale", "v_scale")}
 
 
 # Norms and activations
@@ -384,6 +392,8 @@ KV_WRITE: Cases = {
     "batch": lambda draw: (
         written(draw, [range(9, 16), range(0, 7)]) | {"k": draw.normal(2, 7, 2, 64), "v": draw.normal(2, 7, 2, 64)}
     ),
+    "fp8": lambda draw: written(draw, [range(9, 42), range(0, 3)], skip=(0, 7), cache=E4M3),
+    "fp8 with scales": lambda draw: written(draw, [range(9, 42), range(0, 3)], skip=(2,), cache=E4M3) | cache_scales(draw),
     "wider than the cache": lambda draw: (
         written(draw, [range(9, 16)]) | {"k": draw.normal(7, 2, 64, dtype=torch.float32)}
     ),
@@ -392,9 +402,9 @@ KV_WRITE: Cases = {
 
 def rope_written(
     draw: Draw, tokens: int = 7, heads: tuple[int, int] = (8, 2), width: int = 64, skip: tuple[int, ...] = (),
-    packed: bool = False, rope_style: str = "neox", **table: Any,
+    packed: bool = False, rope_style: str = "neox", cache: torch.dtype | None = None, **table: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    arguments = written(draw, [range(12, 12 + tokens)], heads[1], width, skip)
+    arguments = written(draw, [range(12, 12 + tokens)], heads[1], width, skip, cache)
     arguments["q"] = draw.normal(tokens, heads[0], width)
     if packed:
         arguments |= zip(("q", "k", "v"), draw.heads(tokens, *heads, heads[1], width=width), strict=True)
@@ -449,16 +459,16 @@ QK_NORM_ROPE_KV_WRITE: Cases = {
 
 def paged(
     draw: Draw, sequences: list[tuple[int, int]], heads: tuple[int, int] = (8, 2), width: int = 64, padding: int = 0,
-    **attributes: Any,
+    cache: torch.dtype | None = None, **attributes: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """Sequences of (new tokens, length) over caches that hold their keys, and rows of no sequence behind them."""
     lengths = [length for _, length in sequences]
-    k_cache, v_cache, blocks = draw.caches(lengths, heads[1], width)
+    k_cache, v_cache, blocks = draw.caches(lengths, heads[1], width, cache)
     block_size = k_cache.shape[1]
     for own, length in zip(blocks, lengths, strict=True):
         slots = draw.ints(slots_of(own, range(length), block_size))
-        for cache in (k_cache, v_cache):
-            cache[slots // block_size, slots % block_size] = draw.normal(length, heads[1], width)
+        for state in (k_cache, v_cache):
+            state[slots // block_size, slots % block_size] = draw.normal(length, heads[1], width).to(state.dtype)
     starts = torch.tensor([0] + [new for new, _ in sequences]).cumsum(0)
     return {
         "q": draw.normal(int(starts[-1]) + padding, heads[0], width),
@@ -499,6 +509,9 @@ PAGED_ATTENTION: Cases = {
     "sinks, decode": lambda draw: paged(draw, DECODE) | {"sinks": draw.normal(8)},
     "sinks": lambda draw: paged(draw, MIXED) | {"sinks": draw.normal(8)},
     "sinks, softcap, window": lambda draw: paged(draw, MIXED, softcap=2.0, window=6) | {"sinks": draw.normal(8)},
+    "fp8": lambda draw: paged(draw, MIXED, cache=E4M3),
+    "fp8 with scales, decode": lambda draw: paged(draw, DECODE, cache=E4M3) | cache_scales(draw),
+    "fp8 with scales": lambda draw: paged(draw, MIXED, cache=E4M3, window=6) | cache_scales(draw),
     "packed": lambda draw: paged(draw, CHUNKS) | {"q": draw.heads(26, 8, 2, 2, width=64)[0]},
     "batch of one": lambda draw: paged(draw, CHUNKS) | {"q": draw.normal(1, 26, 8, 64)},
 }

@@ -311,7 +311,8 @@ def test_kv_write_writes_each_row_to_its_slot_and_nothing_else(case: str, layout
     for name, cache in expected.items():
         for row, slot in zip(a[name].reshape(-1, *a[name].shape[-2:]), a["slots"].tolist(), strict=True):
             if slot >= 0:
-                cache[slot // cache.shape[1], slot % cache.shape[1]] = row
+                scale = a.get(f"{name}_scale", torch.ones(1))
+                cache[slot // cache.shape[1], slot % cache.shape[1]] = (row * (1 / scale)).clamp(-448, 448)
     token = ops.kv_write(**a)
     assert token.shape == (0,)
     for name, cache in expected.items():
@@ -343,12 +344,13 @@ def test_the_joined_writes_are_their_parts(norm: bool) -> None:
 def test_paged_attention_is_attention_of_each_sequence_over_its_keys(case: str, layout: str) -> None:
     a = CASES["paged_attention"][case](Draw(torch.float32, layout=layout))
     out, q = (x.reshape(-1, *x.shape[-2:]) for x in (ops.paged_attention(**a), a["q"]))
+    caches = [a[f"{name}_cache"].float() * a.get(f"{name}_scale", torch.ones(1)) for name in "kv"]
     bounds, block_size = a["query_start"].tolist(), a["k_cache"].shape[1]
     for s, length in enumerate(a["seq_lens"].tolist()):
         rows = slice(bounds[s], bounds[s + 1])
         slots = [int(a["block_tables"][s, p // block_size]) * block_size + p % block_size for p in range(length)]
         k, v = (torch.stack([cache[slot // block_size, slot % block_size] for slot in slots])
-                if slots else cache[0, :0] for cache in (a["k_cache"], a["v_cache"]))  # fmt: skip
+                if slots else cache[0, :0] for cache in caches)  # fmt: skip
         new = rows.stop - rows.start
         seen = torch.ones(new, length, dtype=torch.bool).tril(length - new)
         if a.get("window"):

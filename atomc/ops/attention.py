@@ -1,13 +1,16 @@
 """Attention, without state and over a paged cache, and the write that precedes it.
 
 T new tokens, S keys or sequences, N query heads, K key/value heads (N a multiple of K), D head width.
-Caches are [blocks, block_size, K, D]; a layout (atomc.ops.state) only changes their strides.
+Caches are [blocks, block_size, K, D]; a layout (atomc.ops.state) only changes their strides. In an fp8 cache a number is
+its code times k_scale or v_scale, [1] fp32 (None: 1).
 """
 
 import torch
 from torch import Tensor
 
 from atomc.op import op
+from atomc.ops.formats import FP8
+from atomc.ops.quant import to_fp8
 
 
 def _scores(q: Tensor, k: Tensor, scale: float, softcap: float) -> Tensor:
@@ -63,6 +66,18 @@ def attention(
     return _weighted_values(scores, v, sinks).to(q.dtype).contiguous()
 
 
+def as_cached(x: Tensor, cache: Tensor, scale: Tensor | None) -> Tensor:
+    """What the cache holds for x: fp8 codes are cut off at the largest number and rounded once."""
+    if scale is not None:
+        x = x.to(torch.float32) * (1.0 / scale)
+    return to_fp8(x.to(torch.float32), cache.dtype) if cache.dtype in FP8 else x.to(cache.dtype)
+
+
+def from_cache(cached: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The numbers that were cached, in `dtype`."""
+    return cached.to(dtype) if scale is None else (cached.to(torch.float32) * scale).to(dtype)
+
+
 def _token(k: Tensor, *_: object, **__: object) -> Tensor:
     return k.new_empty((0,))
 
@@ -80,8 +95,8 @@ def kv_write(
     block_size = k_cache.shape[1]
     rows = slots >= 0
     block, offset = slots[rows] // block_size, slots[rows] % block_size
-    k_cache[block, offset] = k.reshape(-1, *k.shape[-2:])[rows].to(k_cache.dtype)
-    v_cache[block, offset] = v.reshape(-1, *v.shape[-2:])[rows].to(v_cache.dtype)
+    k_cache[block, offset] = as_cached(k.reshape(-1, *k.shape[-2:])[rows], k_cache, k_scale)
+    v_cache[block, offset] = as_cached(v.reshape(-1, *v.shape[-2:])[rows], v_cache, v_scale)
     return k.new_empty((0,))
 
 
@@ -109,8 +124,8 @@ def paged_attention(
         if start == end:
             continue
         blocks = block_tables[s, : -(-length // k_cache.shape[1])].long()
-        keys = k_cache[blocks].flatten(0, 1)[:length]
-        values = v_cache[blocks].flatten(0, 1)[:length]
+        keys = from_cache(k_cache[blocks].flatten(0, 1)[:length], k_scale, torch.float32)
+        values = from_cache(v_cache[blocks].flatten(0, 1)[:length], v_scale, torch.float32)
         position = torch.arange(length - (end - start), length, device=q.device)[:, None]
         columns = torch.arange(length, device=q.device)[None, :]
         hidden = columns > position

@@ -2,9 +2,8 @@
 
 from atomc import ops
 from atomc.kernels.torch.eager import eager
-from atomc.kernels.torch.sequence import no_scales
 
 rope = eager(ops.rope, __name__)
 qk_norm_rope = eager(ops.qk_norm_rope, __name__)
-rope_kv_write = eager(ops.rope_kv_write, __name__, layout="paged", refuses=no_scales)
-qk_norm_rope_kv_write = eager(ops.qk_norm_rope_kv_write, __name__, layout="paged", refuses=no_scales)
+rope_kv_write = eager(ops.rope_kv_write, __name__, layout="paged")
+qk_norm_rope_kv_write = eager(ops.qk_norm_rope_kv_write, __name__, layout="paged")
