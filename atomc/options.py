@@ -1,8 +1,10 @@
 """Options: what a user may decide. This is the only reader of the environment."""
 
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from atomc.errors import OptionsError
@@ -10,7 +12,6 @@ from atomc.errors import OptionsError
 Rounding = Literal["fp32", "hf"]
 Glue = Literal["auto", "inductor", "eager"]
 ExpectMode = Literal["error", "warn"]
-KVCacheDtype = Literal["auto", "fp8"]
 Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 
 
@@ -24,10 +25,12 @@ class Options:
     rounding   "fp32": rewrites and kernels may keep fp32 where the model rounds in between; "hf": they may not
     glue       what runs the ops without a kernel: "inductor", "eager", or "auto" (Inductor if it can compile here)
     providers  kernels are preferred in this order, () for the order that suits the platform
-    kv_cache_dtype  "auto": keys and values are kept as they come; "fp8": in e4m3, half as large as in 16 bits
     layout     how state lies in memory, "paged" or "contiguous"; None: as suits the machine
     inductor   handed on to Inductor, keys as in torch._inductor.config
     dump       a folder for one runnable file per changing pass                               (ATOMC_DUMP=dir)
+    cache      keep compiled graphs on disk, so that a second start compiles nothing           (ATOMC_CACHE=1)
+    cache_dir  where; None for the user's cache folder, ~/.cache/atomc on Linux                (ATOMC_CACHE_DIR=dir)
+    cache_size bytes; what was not used for longest goes first                                 (ATOMC_CACHE_SIZE=10G)
     expect     {rewrite: how often it must fire}, a number or a formula such as "2*layers" or ">= layers"
     expect_mode  "error": raise ContractError where that is not kept; "warn": log it
     mode       what torch.compile(mode=...) gave
@@ -39,10 +42,12 @@ class Options:
     rounding: Rounding = "fp32"
     glue: Glue = "auto"
     providers: tuple[str, ...] = ()
-    kv_cache_dtype: KVCacheDtype = "auto"
     layout: str | None = None
     inductor: Mapping[str, Any] = field(default_factory=dict)
     dump: str | None = None
+    cache: bool = True
+    cache_dir: str | None = None
+    cache_size: int = 10 * 2**30
     expect: Mapping[str, int | str] = field(default_factory=dict)
     expect_mode: ExpectMode = "error"
     mode: Mode = "default"
@@ -52,7 +57,7 @@ class Options:
                               ("kv_cache_dtype", KVCacheDtype)):
             if getattr(self, name) not in get_args(allowed):
                 raise OptionsError(f"option {name}={getattr(self, name)!r}: expected one of {list(get_args(allowed))}")
-        for name in ("strict", "disable"):
+        for name in ("strict", "disable", "cache"):
             if not isinstance(getattr(self, name), bool):
                 raise OptionsError(f"option {name}={getattr(self, name)!r}: expected True or False")
         for name in ("passes", "inductor", "expect"):
@@ -61,9 +66,16 @@ class Options:
         wrong = {key: value for key, value in self.passes.items() if not isinstance(value, bool)}
         if wrong:
             raise OptionsError(f"option passes={wrong!r}: expected True or False for each pass")
+        if not isinstance(self.cache_size, int) or self.cache_size < 0:
+            raise OptionsError(f"option cache_size={self.cache_size!r}: expected a number of bytes")
         if isinstance(self.providers, str) or not all(isinstance(name, str) for name in self.providers):
             raise OptionsError(f"option providers={self.providers!r}: expected a list of provider names")
         object.__setattr__(self, "providers", tuple(self.providers))
+
+    @property
+    def cache_folder(self) -> Path:
+        """Where compiled graphs are kept."""
+        return Path(self.cache_dir).expanduser() if self.cache_dir else _user_caches() / "atomc"
 
     @classmethod
     def of(cls, given: "Mapping[str, Any] | Options | None" = None, mode: str | None = None) -> "Options":
@@ -87,7 +99,7 @@ class Options:
 
 def _environment() -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for name in ("strict", "disable"):
+    for name in ("strict", "disable", "cache"):
         text = os.environ.get(f"ATOMC_{name.upper()}")
         if text in ("0", "1"):
             found[name] = text == "1"
@@ -95,4 +107,26 @@ def _environment() -> dict[str, Any]:
             raise OptionsError(f"environment ATOMC_{name.upper()}={text!r}: expected 0 or 1")
     if os.environ.get("ATOMC_DUMP"):
         found["dump"] = os.environ["ATOMC_DUMP"]
+    if os.environ.get("ATOMC_CACHE_DIR"):
+        found["cache_dir"] = os.environ["ATOMC_CACHE_DIR"]
+    if os.environ.get("ATOMC_CACHE_SIZE"):
+        found["cache_size"] = _bytes(os.environ["ATOMC_CACHE_SIZE"])
     return found
+
+
+def _bytes(text: str) -> int:
+    """"500M", "10G" or a plain number of bytes."""
+    units = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+    number, unit = (text[:-1], units[text[-1].upper()]) if text[-1].upper() in units else (text, 1)
+    if not number.isdecimal():
+        raise OptionsError(f"environment ATOMC_CACHE_SIZE={text!r}: expected a size such as 500M or 10G")
+    return int(number) * unit
+
+
+def _user_caches() -> Path:
+    """The folder that this system keeps caches of a user in."""
+    if os.environ.get("XDG_CACHE_HOME"):
+        return Path(os.environ["XDG_CACHE_HOME"])
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local"))
+    return Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache")

@@ -2,7 +2,7 @@
 
 import contextlib
 import shutil
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,10 +10,11 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.passes.split_module import split_module
 
+from atomc.artifact import Function, of_graph, of_inductor, of_pieces
 from atomc.match import mutated
 from atomc.options import Options
 from atomc.platform import Platform
-from atomc.torch_compat import FakeTensorMode, fake_mode_of, inductor, num_loaded, tracing_context
+from atomc.torch_compat import FakeTensorMode, fake_mode_of, inductor_code, num_loaded, tracing_context
 
 # Nothing to gain from compiling a piece of these only.
 _TRIVIAL = ("view", "_unsafe_view", "reshape", "transpose", "permute", "unsqueeze", "squeeze", "slice", "select", "t",
@@ -29,44 +30,47 @@ def glue_of(options: Options, platform: Platform) -> tuple[str, str]:
     return "inductor", "the default"
 
 
-def run_eagerly(gm: GraphModule) -> Callable[..., Any]:
-    """The Python that FX generates: nothing to compile."""
-    gm.recompile()
-    return gm.forward
-
-
-def compile_glue(gm: GraphModule, patches: Mapping[str, Any]) -> tuple[Callable[..., Any], str]:
+def compile_glue(gm: GraphModule, patches: Mapping[str, Any]) -> tuple[Function, str]:
     """Cut the graph at its kernels and compile what lies between, equal pieces once; also says how many there were.
 
-    Inductor keeps what it compiles on disk, keyed by graph, options, versions and platform (TORCHINDUCTOR_CACHE_DIR); our
-    graphs are the same at each start, so that a second start compiles nothing.
+    Inductor keeps what it compiles on disk, keyed by graph, options, versions and platform (TORCHINDUCTOR_CACHE_DIR).
     """
     mode, loaded = fake_mode_of(gm.graph), num_loaded()
     kernels = [node for node in gm.graph.nodes if "kernel" in node.meta]
     if not kernels:
-        with tracing_context(mode):
-            made = inductor(gm, _examples(gm), patches)
-        return made, f"1 piece, {num_loaded() - loaded} from Inductor's cache"
+        return _by_inductor(gm, _examples(gm), mode, patches), "1 piece" + _known(loaded)
     number = _piece_numbers(gm)
     whole = split_module(gm, gm, lambda node: number[node], keep_original_order=True)
-    compiled: dict[Hashable, Callable[..., Any]] = {}
+    compiled: dict[Hashable, Function] = {}
+    functions: dict[str, Function] = {}
     count = 0
     for name, piece in list(whole.named_children()):
         if not isinstance(piece, GraphModule):
             continue
-        function: Callable[..., Any] = piece.forward
-        if worth_compiling(piece):
-            count += 1
-            # A piece that writes may be told from its equals by what its inputs alias.
-            key = name if _writes(piece) else likeness(piece)
-            if key not in compiled:
-                with tracing_context(mode):
-                    compiled[key] = inductor(piece, _examples(piece) if key == name else _fresh(piece, mode), patches)
-            function = compiled[key]
-        # In the place of the module: the generated code calls self.<name>, and a plain function costs no hooks.
-        del whole._modules[name]
-        whole.__dict__[name] = function
-    return whole.forward, f"{count} pieces, {len(compiled)} unique, {num_loaded() - loaded} from Inductor's cache"
+        if not worth_compiling(piece):
+            functions[name] = of_graph(piece)
+            continue
+        count += 1
+        # A piece that writes may be told from its equals by what its inputs alias.
+        key = name if _writes(piece) else likeness(piece)
+        if key not in compiled:
+            compiled[key] = _by_inductor(piece, _examples(piece) if key == name else _fresh(piece, mode), mode, patches)
+        functions[name] = compiled[key]
+    return of_pieces(whole, functions), f"{count} pieces, {len(compiled)} unique" + _known(loaded)
+
+
+def _by_inductor(
+    gm: GraphModule, examples: Sequence[Any], mode: FakeTensorMode | None, patches: Mapping[str, Any]
+) -> Function:
+    returns_tuple = isinstance(gm.graph.output_node().args[0], tuple | list)
+    with tracing_context(mode):
+        call, code = inductor_code(gm, examples, patches)
+    return of_inductor(call, code, returns_tuple, patches)
+
+
+def _known(before: int) -> str:
+    count = num_loaded() - before
+    return f", {count} from Inductor's cache" if count else ""
 
 
 def likeness(piece: GraphModule) -> Hashable:

@@ -26,7 +26,8 @@ from atomc.platform import Platform
 from atomc.regions import every_layer, trace_once
 from atomc.report import Report, forget, keep
 from atomc.stages import Compiled, copies_of, lift_stage, packs_of, stages
-from atomc.torch_compat import ShortenTraceback, mark_unbacked, source_name
+from atomc.start import Start
+from atomc.torch_compat import ShortenTraceback, added_by_aot, mark_unbacked, source_name
 
 INPUTS = ("input_ids", "positions", "logits_rows")
 _INPUT = re.compile(r"^L\['(" + "|".join(INPUTS) + r")'\](?:\.size\(\)\[(\d+)\])?$")
@@ -198,16 +199,23 @@ def _program(
     report: Report,
 ) -> Program:  # fmt: skip
     context = Context(options, platform, paged=True, notes=report.notes, inputs=inputs)
-    found: list[Compiled] = []
+    before = Start(gm, inputs, context, report, {})
+    made: list[Compiled] = []
 
     def compiler(functional: GraphModule, fakes: Sequence[Any]) -> Callable[..., Any]:
-        found.append(stages(functional, context, report, Dumper(options.dump)))
-        return found[-1].call
+        around = added_by_aot(functional, len(inputs))
+        made.append(stages(functional, context, report, Dumper(options.dump)))
+        before.keep(made[-1], [], around)
+        return made[-1].call
 
-    start = time.perf_counter()
-    capture.trace(gm, inputs, lambda dynamo: lift_stage(dynamo, context, report), compiler, {}, report.notes)
-    report.phases["trace"] = time.perf_counter() - start - sum(report.phases.values())
+    found = before.found()
+    if found is not None:
+        made.append(found[0])
+    else:
+        start = time.perf_counter()
+        capture.trace(gm, inputs, lambda dynamo: lift_stage(dynamo, context, report), compiler, {}, report.notes)
+        report.phases["trace"] = time.perf_counter() - start - sum(report.phases.values())
     report.treated = True
     contract.check(report, options)
     sources = [source_name(node) for node in gm.graph.find_nodes(op="placeholder")]
-    return Program(found[-1], sources, inputs, report, device)
+    return Program(made[-1], sources, inputs, report, device)

@@ -1,6 +1,7 @@
 """Token ranges: kernels declare where they are meant to be used, and a graph is lowered once per range that results."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -44,25 +45,40 @@ def ranges_of(gm: GraphModule, could_serve: Callable[[Node], Sequence[Kernel]]) 
     return found
 
 
-def dispatch(
-    gm: GraphModule, ranges: Sequence[sympy.Interval], callables: Sequence[Callable[..., Any]]
-) -> Callable[..., Any]:
-    """One callable that looks at the number of tokens and calls the one that was lowered for it."""
-    if len(callables) == 1:
-        return callables[0]
+@dataclass(frozen=True)
+class Dispatch:
+    """How a call's number of tokens is told from its arguments, and where each range begins.
+
+    where   per symbol: the number of an argument, and the dimension of it; None for the argument itself
+    count   the number of tokens, as a Python expression of the symbols
+    """
+
+    starts: tuple[int, ...]
+    symbols: tuple[str, ...]
+    where: tuple[tuple[int, int | None], ...]
+    count: str
+
+    def over(self, callables: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
+        """One callable that looks at the number of tokens and calls the one that was lowered for it."""
+        count = eval(f"lambda {', '.join(self.symbols)}: {self.count}", {"__builtins__": {}})
+
+        def call(*args: Any) -> Any:
+            number = count(*[args[i] if dim is None else args[i].shape[dim] for i, dim in self.where])
+            chosen = max((k for k, start in enumerate(self.starts) if start <= number), default=0)
+            return callables[chosen](*args)
+
+        return call
+
+
+def dispatch(gm: GraphModule, ranges: Sequence[sympy.Interval]) -> Dispatch | None:
+    """How to choose among these ranges; None if there is but one."""
+    if len(ranges) == 1:
+        return None
     tokens = token_expression(gm)
     assert tokens is not None
     symbols = sorted(tokens.free_symbols, key=str)
-    where = [_where(gm, symbol) for symbol in symbols]
-    count = sympy.lambdify(symbols, tokens, "math")
-    starts = [int(interval.inf) for interval in ranges]
-
-    def call(*args: Any) -> Any:
-        number = count(*[args[i] if dim is None else args[i].shape[dim] for i, dim in where])
-        chosen = max((k for k, start in enumerate(starts) if start <= number), default=0)
-        return callables[chosen](*args)
-
-    return call
+    starts = tuple(int(interval.inf) for interval in ranges)  # sympy makes a FiniteSet of 1 to 1
+    return Dispatch(starts, tuple(map(str, symbols)), tuple(_where(gm, symbol) for symbol in symbols), sympy.pycode(tokens))
 
 
 def _where(gm: GraphModule, symbol: sympy.Symbol) -> tuple[int, int | None]:

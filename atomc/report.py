@@ -99,6 +99,7 @@ class Report:
     stages: list[Stage] = field(default_factory=list)
     phases: dict[str, float] = field(default_factory=dict)
     cuda_graphs: list[dict[str, Any]] = field(default_factory=list)
+    cache: str = ""  # "hit", or why not
     notes: list[str] = field(default_factory=list)
     state: list[str] = field(default_factory=list)
     graph_break: GraphBreak | None = None

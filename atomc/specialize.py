@@ -18,9 +18,10 @@ from atomc.options import Options
 from atomc.packs import Packs
 from atomc.platform import Platform
 from atomc.report import Report
-from atomc.stages import lift_stage, packs_of, stages, with_extras
+from atomc.stages import Compiled, lift_stage, packs_of, stages, with_extras
 from atomc.stamp import regions_of
-from atomc.torch_compat import fake_mode_of, lifted_floats, num_guards, own_copy, tracing_context
+from atomc.start import Start
+from atomc.torch_compat import added_by_aot, fake_mode_of, lifted_floats, num_guards, own_copy, tracing_context
 
 # A float that takes more values than this is handed to Inductor as an input.
 MOST_FLOAT_VALUES = 8
@@ -97,22 +98,37 @@ def compile_for(
     """All stages for one graph with given floats; takes and returns what `gm` does."""
     context = Context(options, platform, notes=report.notes, inputs=example_inputs)
     dumper = Dumper(options.dump)
+    before = Start(gm, example_inputs, context, report, floats)
     written: list[int] = []
     packs: list[Packs] = []
+    whole: list[Callable[..., Any]] = []  # what runs, if AOTAutograd adds nothing to it
+
+    def complete(compiled: Compiled) -> Callable[..., Any]:
+        packs.append(packs_of(compiled, report.notes))
+        return with_extras(compiled, packs[-1], example_inputs, report.notes)
 
     def compiler(functional: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         written.extend(written_inputs(functional))
+        around = added_by_aot(functional, len(example_inputs))
         compiled = stages(functional, context, report, dumper)
-        packs.append(packs_of(compiled, report.notes))
-        return with_extras(compiled, packs[-1], example_inputs, report.notes)
+        before.keep(compiled, written, around)
+        made = complete(compiled)
+        whole.extend([made] * (around is None))
+        return made
 
     def lift(dynamo: GraphModule) -> None:
         lift_stage(dynamo, context, report)
 
-    start = time.perf_counter()
-    made = capture.trace(gm, example_inputs, lift, compiler, floats, report.notes)
-    report.phases["trace"] = time.perf_counter() - start - sum(
-        report.phases.get(name, 0.0) for name in ("lift", "passes", "lower", "glue"))  # fmt: skip
+    found = before.found()
+    if found is not None:
+        made = complete(found[0])
+        written.extend(found[1])
+    else:
+        start = time.perf_counter()
+        made = capture.trace(gm, example_inputs, lift, compiler, floats, report.notes)
+        made = whole[-1] if whole else made
+        report.phases["trace"] = time.perf_counter() - start - sum(
+            report.phases.get(name, 0.0) for name in ("lift", "passes", "lower", "glue"))  # fmt: skip
     report.treated = True
     contract.check(report, options)
     if wants_cuda_graphs(options) and not platform.is_cpu:

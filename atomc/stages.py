@@ -4,7 +4,7 @@ import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,13 +12,14 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from atomc import cost, passes, pipeline, ranges
+from atomc.artifact import Function, Plain, made_of, of_graph, reference, resolved
 from atomc.copies import Copies, Wanted, unfit
 from atomc.dump import Dumper
 from atomc.graph_pass import Context, Extra
 from atomc.ops.state import StateSpec
 from atomc.options import Options
 from atomc.packs import Packs
-from atomc.pieces import compile_glue, glue_of, run_eagerly
+from atomc.pieces import compile_glue, glue_of
 from atomc.provenance import layer_of
 from atomc.report import OpCost, Report
 from atomc.select import Selection
@@ -32,15 +33,16 @@ class Compiled:
 
     inputs   the names of all of these but the extras
     packed   name -> the names of the parameters that the caller packs
+    plain    how to make plain data of it
     """
 
     call: Callable[..., Any]
-    graph: GraphModule
     inputs: list[str]
     packed: dict[str, tuple[str, ...]]
     state: list[StateSpec] = field(default_factory=list)
     extras: list[Extra] = field(default_factory=list)
     syncing: list[str] = field(default_factory=list)  # kernels that no CUDA graph can hold
+    plain: Callable[[], Plain] | None = None
 
 
 @contextmanager
@@ -91,10 +93,12 @@ def stages(
     weights = {name: unfit(given) for name, given in zip(names, context.inputs, strict=False)} | dict.fromkeys(packed)
     how, why = glue_of(context.options, context.platform)
     report.notes.append(f"glue: {how} ({why})")
-    callables, layout = [], None
+    functions: list[Function] = []
+    layout = None
     selection = Selection(context.options, context.platform, eager=how == "eager", weights=weights)  # loads the kernels
     found = ranges.ranges_of(gm, selection.could_serve)
     extras: list[Extra] = []
+    extras_of: list[tuple[int, int, int]] = []
     syncing: list[str] = []
     for interval in found:
         with timed(report, "lower"):
@@ -108,24 +112,59 @@ def stages(
             report.kernels += selection.choices
             syncing += selection.syncing
         with timed(report, "glue"):
-            call = _glue(lowered, how, context.options, report) if glue else gm.forward
+            functions.append(_glue(lowered, how, context.options, report) if glue else of_graph(gm))
             offset = len(lowered.graph.find_nodes(op="placeholder")) - len(for_range.extras)
-            callables.append(_taking(call, offset, len(extras), len(for_range.extras)) if len(found) > 1 else call)
+            extras_of.append((offset, len(extras), len(for_range.extras)))
             extras += for_range.extras
     state = [replace(spec, layout=layout or spec.layout) for spec in context.state]
     report.state = [f"{spec.name}: {spec.kind} {list(spec.shape)} {spec.dtype} layout {spec.layout}" for spec in state]
-    return Compiled(_on_its_device(gm, ranges.dispatch(gm, found, callables)), gm, names, packed, state, extras, syncing)
+    chosen_by, device = ranges.dispatch(gm, found), _device(gm)
+    call = assembled([function.call for function in functions], extras_of, chosen_by, device)
+
+    def plain() -> Plain:
+        return {
+            "inputs": names, "packed": packed, "state": [asdict(spec) for spec in state], "syncing": syncing,
+            "extras": [{**vars(extra), "function": reference(extra.function)} for extra in extras],
+            "functions": [function.plain() for function in functions], "extras_of": extras_of,
+            "dispatch": asdict(chosen_by) if chosen_by else None, "device": device,
+        }  # fmt: skip
+
+    return Compiled(call, names, packed, state, extras, syncing, plain)
 
 
-def _on_its_device(gm: GraphModule, call: Callable[..., Any]) -> Callable[..., Any]:
+def restored(plain: Plain) -> Compiled:
+    """A graph that was made plain data, after all stages again."""
+    chosen_by = ranges.Dispatch(**plain["dispatch"]) if plain["dispatch"] else None
+    call = assembled([made_of(part) for part in plain["functions"]], plain["extras_of"], chosen_by, plain["device"])
+    extras = [Extra(**{**extra, "function": resolved(extra["function"])}) for extra in plain["extras"]]
+    state = [StateSpec(**spec) for spec in plain["state"]]
+    return Compiled(call, plain["inputs"], plain["packed"], state, extras, plain["syncing"])
+
+
+def assembled(
+    calls: Sequence[Callable[..., Any]], extras_of: Sequence[tuple[int, int, int]], chosen_by: ranges.Dispatch | None,
+    device: str | None,
+) -> Callable[..., Any]:  # fmt: skip
+    """One callable of those for each range, run on the device. extras_of: (number of inputs, first extra, number)."""
+    if chosen_by is not None:
+        calls = [_taking(call, *where) for call, where in zip(calls, extras_of, strict=True)]
+    call = chosen_by.over(calls) if chosen_by is not None else calls[0]
+    return _on_its_device(device, call)
+
+
+def _device(gm: GraphModule) -> str | None:
+    """The GPU that the graph's tensors lie on."""
+    values = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
+    return next((str(x.device) for x in values if isinstance(x, Tensor) and x.device.type == "cuda"), None)
+
+
+def _on_its_device(device: str | None, call: Callable[..., Any]) -> Callable[..., Any]:
     """Triton launches on the current GPU: make it the one that the graph's tensors lie on."""
-    devices = [node.meta["val"].device for node in gm.graph.find_nodes(op="placeholder")
-               if isinstance(node.meta.get("val"), Tensor) and node.meta["val"].device.type == "cuda"]  # fmt: skip
-    if not devices or torch.cuda.device_count() < 2:
+    if device is None or torch.cuda.device_count() < 2:
         return call
 
     def guarded(*args: Any) -> Any:
-        with torch.cuda.device(devices[0]):
+        with torch.cuda.device(device):
             return call(*args)
 
     return guarded
@@ -136,12 +175,12 @@ def _taking(call: Callable[..., Any], inputs: int, start: int, count: int) -> Ca
     return lambda *args: call(*args[:inputs], *args[inputs + start:inputs + start + count])
 
 
-def _glue(gm: GraphModule, how: str, options: Options, report: Report) -> Callable[..., Any]:
+def _glue(gm: GraphModule, how: str, options: Options, report: Report) -> Function:
     if how == "eager":
-        return run_eagerly(gm)
-    call, pieces = compile_glue(gm, inductor_patches(options))
+        return of_graph(gm)
+    function, pieces = compile_glue(gm, inductor_patches(options))
     report.notes.append(f"glue: {pieces}")
-    return call
+    return function
 
 
 def copy_graph(gm: GraphModule) -> GraphModule:

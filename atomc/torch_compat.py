@@ -4,6 +4,7 @@ import contextlib
 import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,13 +29,19 @@ __all__ = [
     "ShortenTraceback",
     "TracingError",
     "WeakTensor",
+    "added_by_aot",
     "break_reason",
     "compiled_function",
     "fake_mode_of",
     "forget_region",
+    "from_code",
     "functional_graph",
+    "guards_hold",
+    "guards_of",
     "inductor",
+    "inductor_code",
     "inductor_option_names",
+    "inductor_settings",
     "lifted_floats",
     "make_fx",
     "mark_unbacked",
@@ -46,6 +53,7 @@ __all__ = [
     "outside_of_tracing",
     "own_copy",
     "recompile_reason",
+    "size_facts",
     "source_name",
     "statically_known_true",
     "sym_eq",
@@ -201,6 +209,143 @@ def inductor(gm: GraphModule, inputs: Sequence[Any], patches: Mapping[str, Any] 
 
     compiled: Any = compile_fx(gm, list(inputs), config_patches=dict(patches or {}))
     return compiled  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class InductorCode:
+    """What Inductor made of a graph: a Python module with `call(inputs: list) -> outputs`.
+
+    constants  attributes of the module
+    checked    numbers of the inputs that are copied if they do not lie aligned; `written` of those written in place
+    """
+
+    source: str
+    constants: dict[str, Tensor]
+    checked: list[int]
+    written: list[int]
+
+
+def inductor_code(
+    gm: GraphModule, inputs: Sequence[Any], patches: Mapping[str, Any]
+) -> tuple[Callable[..., Any], InductorCode | str]:
+    """As `inductor`, for a graph without gradients; also the code, or why the code is not all that runs."""
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    made: list[tuple[Any, InductorCode | str]] = []
+    returns_tuple = isinstance(gm.graph.output_node().args[0], tuple | list)  # Inductor makes it one
+
+    def remembering(inner: GraphModule, examples: Sequence[Any], **kwargs: Any) -> Any:
+        reason = added_by_aot(inner, len(inputs))
+        out = compile_fx_inner(inner, examples, **kwargs)
+        made.append((out, reason or _code_of(out)))
+        return out
+
+    compiled: Any
+    # A graph from AOTAutograd's own cache would come without its code.
+    with torch._functorch.config.patch(enable_autograd_cache=False):
+        compiled = compile_fx(gm, list(inputs), inner_compile=remembering, config_patches=dict(patches))
+    if len(made) != 1:
+        return compiled, f"Inductor made {len(made)} functions of one graph"
+    out, code = made[0]
+    if isinstance(code, str):
+        return compiled, code
+    return _unboxed(out, returns_tuple), code
+
+
+def _code_of(compiled: Any) -> InductorCode | str:
+    from torch._inductor.output_code import CompiledFxGraph
+
+    if type(compiled) is not CompiledFxGraph:
+        return f"Inductor made a {type(compiled).__name__}"
+    if compiled.cudagraph_info is not None or compiled.frozen_param_names or compiled.torchbind_constants:
+        return "Inductor's own CUDA graphs, frozen parameters or script objects are in it"
+    if torch._inductor.config.cpp_wrapper:
+        return "Inductor's cpp_wrapper is on"
+    written = list(compiled.mutated_input_idxs)
+    checked = list(compiled.inputs_to_check)
+    if getattr(compiled, "_defers_input_alignment", False):  # since 2.13 the code sees to the others
+        checked = [i for i in checked if i in written]
+    return InductorCode(compiled.source_code, dict(compiled.constants or {}), checked, written)
+
+
+def from_code(code: InductorCode, returns_tuple: bool, patches: Mapping[str, Any]) -> Callable[..., Any]:
+    """The function that `inductor_code` returned with this code, in another process."""
+    from torch._inductor.codecache import PyCodeCache
+    from torch._inductor.utils import align_inputs_from_check_idxs
+    from torch.utils._ordered_set import OrderedSet
+
+    with torch._inductor.config.patch(dict(patches)):
+        key, path = PyCodeCache.write(code.source)
+        call = PyCodeCache.load_by_key_path(key, path, attrs=code.constants).call
+    return _unboxed(align_inputs_from_check_idxs(call, code.checked, OrderedSet(code.written)), returns_tuple)
+
+
+def _unboxed(call: Callable[[list[Any]], Any], returns_tuple: bool) -> Callable[..., Any]:
+    if returns_tuple:
+        return lambda *args: call(list(args))
+    return lambda *args: call(list(args))[0]
+
+
+def added_by_aot(functional: GraphModule, num_inputs: int) -> str | None:
+    """What AOTAutograd will do around the functional graph that it hands to its compiler; None if only call it."""
+    context = TracingContext.try_get()
+    meta = context.fw_metadata if context is not None else None
+    if meta is None:
+        return "AOTAutograd does not say what it adds to the graph"
+    if torch._C._is_any_autocast_enabled():
+        return "autocast is on"
+    if meta.mutated_inp_runtime_indices or any(info.mutates_metadata for info in meta.input_info):
+        return "an input is changed behind the graph"
+    if meta.num_intermediate_bases or meta.tokens or meta.is_rng_op_functionalized:
+        return "outputs are made behind the graph"
+    if any(type(info).__name__ != "PlainTensorMeta" for info in meta.subclass_inp_meta):
+        return "an input is a tensor subclass"
+    num_outputs = len(functional.graph.output_node().args[0])  # type: ignore[arg-type]
+    if len(functional.graph.find_nodes(op="placeholder")) != num_inputs or num_outputs != len(meta.output_info):
+        return "inputs or outputs are rearranged around the graph"
+    return None
+
+
+def guards_of(mode: FakeTensorMode | None, inputs: Sequence[Any]) -> str | None:
+    """What compiling has found out about the sizes among the inputs so far, as an expression; None if nothing."""
+    sizes = _backed_sizes(inputs)
+    if mode is None or mode.shape_env is None or not sizes:
+        return None
+    return mode.shape_env.produce_guards_expression(placeholders=sizes)
+
+
+def guards_hold(mode: FakeTensorMode | None, inputs: Sequence[Any], guards: str | None) -> bool:
+    """Whether an expression of `guards_of` holds for these sizes; if so, it is a guard from now on."""
+    if guards is None:
+        return True
+    sizes = _backed_sizes(inputs)
+    if mode is None or mode.shape_env is None or not sizes:
+        return False
+    hints = [size.node.hint for size in sizes]
+    if not mode.shape_env.evaluate_guards_expression(guards, hints):
+        return False
+    return bool(mode.shape_env.evaluate_guards_expression(guards, sizes))
+
+
+def _backed_sizes(inputs: Sequence[Any]) -> list[torch.SymInt]:
+    return [x for x in inputs if isinstance(x, torch.SymInt) and x.node.has_hint()]
+
+
+def size_facts(graph: Graph) -> list[str]:
+    """What is known about the sizes in a graph of Dynamo's: the ranges of its symbols, and guards."""
+    mode = fake_mode_of(graph)
+    if mode is None or mode.shape_env is None:
+        return []
+    env = mode.shape_env
+    ranges = [f"{symbol}: {found}" for symbol, found in env.var_to_range.items()]
+    return sorted([*ranges, *(str(guard.expr) for guard in env.guards)])
+
+
+def inductor_settings() -> str:
+    """Inductor's configuration of this process, in a form that can be compared."""
+    import torch._inductor.config
+
+    return repr(sorted(torch._inductor.config.save_config_portable().items(), key=str))
 
 
 def num_loaded() -> int:

@@ -45,13 +45,13 @@ class Stack(nn.Module):
 def compiled_pieces(model: nn.Module, monkeypatch: pytest.MonkeyPatch, prepare: bool = False) -> tuple[list[str], int]:
     """What the report says of the pieces, and how often Inductor was called; the result is compared with eager."""
     calls = []
-    inductor = atomc.pieces.inductor
+    inductor_code = atomc.pieces.inductor_code
 
     def counted(*args: Any) -> Any:
         calls.append(args)
-        return inductor(*args)
+        return inductor_code(*args)
 
-    monkeypatch.setattr(atomc.pieces, "inductor", counted)
+    monkeypatch.setattr(atomc.pieces, "inductor_code", counted)
     model = atomc.prepare(model)
     if not prepare:
         regions.unprepare(model)

@@ -49,7 +49,8 @@ def _wrapped(text: str, start: str, indent: str) -> str:
 
 def _title(report: Report) -> str:
     if report.treated:
-        return f"{report.model}: compiled"
+        cache = f"; cache: {report.cache}" if report.cache not in ("", "off") else ""
+        return _wrapped(f"{report.model}: compiled{cache}", "", "  ")
     return _wrapped(f"{report.model}: not treated: {report.why_not}", "", "  ")
 
 
