@@ -49,7 +49,7 @@ class Sampler:
         i does not draw token t; mask [R, W] i32 may lie on the host. Rows of one request with a draft (see
         atomc.runtime.speculative) lie behind each other.
         """
-        tokens = self._drawn(self._changed(logits, draws, mask), draws)
+        tokens = inverse_transform(self._changed(logits, draws, mask), draws)
         penalized = [i for i, draw in enumerate(draws) if draw.params.penalized]
         guessed = any(draws[i].draft for i in penalized)
         self.counts.add(penalized, [draws[i] for i in penalized], tokens, _right(draws, tokens) if guessed else None)
@@ -62,16 +62,6 @@ class Sampler:
 
     def forget(self, request_id: str) -> None:
         self.counts.forget(request_id)
-
-    def _drawn(self, logits: Tensor, draws: Sequence[Draw]) -> Tensor:
-        random = [i for i, draw in enumerate(draws) if draw.params.temperature > 0]
-        if len(random) == len(draws):
-            return inverse_transform(logits, draws)
-        tokens = logits.argmax(-1)
-        if random:
-            rows = _index(random, logits.device)
-            tokens[rows] = inverse_transform(logits[rows], [draws[i] for i in random])
-        return tokens
 
     def _changed(self, logits: Tensor, draws: Sequence[Draw], mask: Tensor | None) -> Tensor:
         """Logits after penalties, bias, bans and mask: the same tensor if there are none."""

@@ -134,6 +134,10 @@ class SamplingParams:
     def penalized(self) -> bool:
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
+    @property
+    def filtered(self) -> bool:
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
     def _expect(self, name: str, holds: bool, expectation: str) -> None:
         if not holds:
             raise ValueError(f"{name} is {getattr(self, name)!r}, it must be {expectation}")

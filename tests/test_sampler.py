@@ -187,6 +187,24 @@ def test_a_row_draws_the_same_token_in_any_batch(V):
     assert sample(logits[order], [draws[i] for i in order]).tolist() == together.tokens[order].tolist()
 
 
+def test_the_kernel_draws_the_same_tokens(monkeypatch):
+    pytest.importorskip("triton")
+    from atomc.kernels.triton import inverse_transform as kernel
+
+    # Rows of several blocks and of less than one, top_k within the parts and beyond.
+    monkeypatch.setattr(kernel, "BLOCK", 64)
+    monkeypatch.setattr(kernel, "PARTS", 16)
+    kinds = [(0.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.0), (0.8, 5, 1.0, 0.0), (1.5, 30, 0.9, 0.0), (1.2, 0, 0.9, 0.05),
+             (1.0, 0, 1.0, 0.2)]  # fmt: skip
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for V, seed in ((130, 0), (50, 1)):
+        logits = (torch.randn(len(kinds), V, generator=torch.Generator().manual_seed(seed)) * 3).bfloat16()
+        draws = [Draw(params=SamplingParams(temperature=t, top_k=k, top_p=p, min_p=m), seed=seed) for t, k, p, m in kinds]
+        columns = torch.tensor([[t, min(k or V, V), p, m, d.uniform] for (t, k, p, m), d in zip(kinds, draws, strict=True)])
+        found = kernel.inverse_transform(logits.to(device), columns.double().T.contiguous().to(device), filtered=True)
+        assert found.tolist() == sample(logits, draws).tolist()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_gpu_draws_the_tokens_of_a_cpu(dtype):

@@ -1,0 +1,179 @@
+"""Drawing tokens in Triton, as atomc.runtime.inverse_transform does it: one launch, and nobody waits.
+
+A program takes one row and reads it a few times: the largest logit, the mass, what the filters may keep (compacted,
+so that the search for the last token kept reads little), and the token at which the mass passes the number. Mass is
+counted in whole numbers: a row's token does not depend on the order of adding.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# H200, 64 rows of 151,936 bf16 logits: see bench/results/sampler-h200.txt.
+BLOCK = 4096
+NUM_WARPS = 16
+# So many largest weights of parts of the row are sorted for a bound of top_k.
+PARTS = 1024
+ONE = 0x3F800000  # the bits of 1.0, which is the largest weight
+
+
+@triton.jit
+def _weights(row_ptr, at, V, top, temperature):
+    """exp of the logits relative to the largest, 1 at most; 0 beyond the row."""
+    x = tl.load(row_ptr + at, at < V, -float("inf")).to(tl.float32)
+    return tl.exp((x - top) / temperature)
+
+
+@triton.jit
+def _mass(weights, scale):
+    return (weights * scale).to(tl.int64)
+
+
+@triton.jit
+def _row_mass(row_ptr, V, top, temperature, least, scale, BLOCK: tl.constexpr):
+    """The mass of the weights whose bits are at least `least`."""
+    lane = tl.arange(0, BLOCK)
+    mass = tl.zeros([BLOCK], tl.int64)
+    for start in range(0, V, BLOCK):
+        weights = _weights(row_ptr, start + lane, V, top, temperature)
+        mass += tl.where(weights.to(tl.int32, bitcast=True) >= least, _mass(weights, scale), 0)
+    return tl.sum(mass)
+
+
+@triton.jit
+def _found(found_ptr, num_found, least, scale, BLOCK: tl.constexpr):
+    """How many of the weights found, given by their bits, are at least `least`, and their mass."""
+    lane = tl.arange(0, BLOCK)
+    count = tl.zeros([BLOCK], tl.int32)
+    mass = tl.zeros([BLOCK], tl.int64)
+    for start in range(0, num_found, BLOCK):
+        bits = tl.load(found_ptr + start + lane, start + lane < num_found, 0)
+        inside = (bits >= least) & (start + lane < num_found)
+        count += inside.to(tl.int32)
+        mass += tl.where(inside, _mass(bits.to(tl.float32, bitcast=True), scale), 0)
+    return tl.sum(count), tl.sum(mass)
+
+
+@triton.jit
+def _least(
+    row_ptr, found_ptr, V, top, temperature, largest, top_k, top_p, scale, BLOCK: tl.constexpr,
+    PARTS: tl.constexpr, ONE: tl.constexpr,
+):  # fmt: skip
+    """The bits of the smallest weight that top_k and then top_p leave."""
+    lane = tl.arange(0, BLOCK)
+    bound = tl.full([], 0, tl.int32)
+    total = tl.full([], 0, tl.int64)
+    if top_k >= V:
+        total = _row_mass(row_ptr, V, top, temperature, 0, scale, BLOCK)
+        # V weights below this make less than 1 - top_p together; half of it, to be safe from rounding.
+        negligible = (1.0 - top_p) * total.to(tl.float64) / (2.0 * V * scale)
+        bound = negligible.to(tl.float32).to(tl.int32, bitcast=True)
+    elif top_k <= PARTS:
+        # As many parts of the row as top_k have a weight of at least this, so that the top_k do, too.
+        parts = tl.max(tl.reshape(largest, [PARTS, BLOCK // PARTS]), 1)
+        weights = tl.sort(tl.exp((parts - top) / temperature), descending=True)
+        bound = tl.max(tl.where(tl.arange(0, PARTS) == top_k - 1, weights.to(tl.int32, bitcast=True), 0), 0)
+    num_found = tl.full([], 0, tl.int32)
+    for start in range(0, V, BLOCK):
+        bits = _weights(row_ptr, start + lane, V, top, temperature).to(tl.int32, bitcast=True)
+        inside = ((bits >= bound) & (start + lane < V)).to(tl.int32)
+        tl.store(found_ptr + num_found + tl.cumsum(inside, 0) - 1, bits, inside > 0)
+        num_found += tl.sum(inside)
+    tl.debug_barrier()
+    # The largest `low` of which there are top_k weights at least as large, and then the mass of top_p of these.
+    low = tl.full([], 0, tl.int32)
+    if top_k < V:
+        high = tl.full([], ONE + 1, tl.int32)
+        while high - low > 1:
+            middle = (low + high) // 2
+            count, mass = _found(found_ptr, num_found, middle, scale, BLOCK)
+            enough = count >= top_k
+            low = tl.where(enough, middle, low)
+            high = tl.where(enough, high, middle)
+        count, total = _found(found_ptr, num_found, low, scale, BLOCK)
+    if top_p < 1.0:
+        wanted = top_p * total.to(tl.float64)
+        limit = wanted.to(tl.int64)
+        limit = tl.minimum(limit + (limit.to(tl.float64) < wanted).to(tl.int64), total)
+        high = tl.full([], ONE + 1, tl.int32)
+        while high - low > 1:
+            middle = (low + high) // 2
+            count, mass = _found(found_ptr, num_found, middle, scale, BLOCK)
+            enough = mass >= limit
+            low = tl.where(enough, middle, low)
+            high = tl.where(enough, high, middle)
+    return low
+
+
+@triton.jit
+def _token(row_ptr, V, top, temperature, least, number, scale, BLOCK: tl.constexpr):
+    """Where the mass of the weights whose bits are at least `least` passes the number."""
+    lane = tl.arange(0, BLOCK)
+    total = _row_mass(row_ptr, V, top, temperature, least, scale, BLOCK)
+    target = tl.minimum((number * total.to(tl.float64)).to(tl.int64), total - 1)
+    start = tl.full([], 0, tl.int32)
+    passed = tl.full([], 0, tl.int64)
+    token = tl.full([], 0, tl.int32)
+    while start < V:
+        weights = _weights(row_ptr, start + lane, V, top, temperature)
+        mass = tl.where(weights.to(tl.int32, bitcast=True) >= least, _mass(weights, scale), 0)
+        inside = tl.sum(mass)
+        if passed + inside > target:
+            token = start + tl.sum((tl.cumsum(mass, 0) + passed <= target).to(tl.int32))
+            start += V
+        passed += inside
+        start += BLOCK
+    return tl.minimum(token, V - 1)
+
+
+@triton.jit
+def _inverse_transform(
+    logits_ptr, stride, columns_ptr, found_ptr, tokens_ptr, V, scale, FILTERED: tl.constexpr, BLOCK: tl.constexpr,
+    PARTS: tl.constexpr, ONE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    R = tl.num_programs(0)
+    row_ptr = logits_ptr + row * stride
+    temperature = tl.load(columns_ptr + row).to(tl.float32)
+    lane = tl.arange(0, BLOCK)
+
+    # The largest logit of each lane, and where it came first.
+    largest = tl.full([BLOCK], -float("inf"), tl.float32)
+    first = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, V, BLOCK):
+        x = tl.load(row_ptr + start + lane, start + lane < V, -float("inf")).to(tl.float32)
+        first = tl.where(x > largest, start + lane, first)
+        largest = tl.maximum(largest, x)
+    top = tl.max(largest, 0)
+    token = tl.min(tl.where(largest == top, first, V - 1), 0)
+    if temperature > 0.0:
+        top_p = tl.load(columns_ptr + 2 * R + row)
+        least = tl.load(columns_ptr + 3 * R + row).to(tl.float32).to(tl.int32, bitcast=True)
+        number = tl.load(columns_ptr + 4 * R + row)
+        if FILTERED:
+            top_k = tl.load(columns_ptr + R + row).to(tl.int32)
+            if (top_k < V) | (top_p < 1.0):
+                least = tl.maximum(least, _least(row_ptr, found_ptr + row * V, V, top, temperature, largest, top_k, top_p,
+                                                 scale, BLOCK, PARTS, ONE))  # fmt: skip
+        token = _token(row_ptr, V, top, temperature, least, number, scale, BLOCK)
+    tl.store(tokens_ptr + row, token.to(tl.int64))
+
+
+def inverse_transform(logits: Tensor, columns: Tensor, *, filtered: bool) -> Tensor:
+    """Token ids [R] i64 of logits [R, V].
+
+    columns [5, R] f64 are temperature (0: greedy), top_k (V: all), top_p, min_p and the number in [0, 1) of each row;
+    filtered: some row has top_k or top_p.
+    """
+    R, V = logits.shape
+    logits = logits if logits.stride(-1) == 1 else logits.contiguous()
+    tokens = torch.empty(R, dtype=torch.int64, device=logits.device)
+    # Bits of weights that may stay.
+    found = torch.empty((R, V) if filtered else (R, 0), dtype=torch.int32, device=logits.device)
+    scale = 2.0 ** (62 - V.bit_length())
+    _inverse_transform[(R,)](
+        logits, logits.stride(0), columns, found, tokens, V, scale, FILTERED=filtered, BLOCK=BLOCK,
+        PARTS=PARTS, ONE=ONE, num_warps=NUM_WARPS,
+    )  # fmt: skip
+    return tokens
