@@ -117,6 +117,13 @@ def test_a_restart_serves_again(server):
     assert httpx.get(f"{server.url}/health").status_code == 200
 
 
+def test_tools_of_a_model_whose_way_is_not_known_are_refused_with_what_to_do(server):
+    function = {"name": "weather", "parameters": {"type": "object"}}
+    body = {"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function", "function": function}]}
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body)
+    assert answer.status_code == 400 and "--tool-call-parser, one of hermes" in answer.json()["error"]["message"]
+
+
 def test_a_thousand_connections_are_served_in_bounded_memory(server):
     before = [server.memory(pid) for pid in (server.process.pid, server.engine_pid)]
 

@@ -14,6 +14,7 @@ from atomc.runtime.server import operations, protocol, status
 from atomc.runtime.server.chat_completions import chat_completions
 from atomc.runtime.server.client import EngineDead, RequestRefused
 from atomc.runtime.server.completions import completions
+from atomc.runtime.server.embeddings import embeddings
 from atomc.runtime.server.errors import APIError, told
 from atomc.runtime.server.http import Door, error_response
 from atomc.runtime.server.service import Service
@@ -85,8 +86,8 @@ def _add_routes(app: FastAPI, service: Service) -> None:
         return await chat_completions(service, body, request)
 
     @app.post("/v1/embeddings")
-    async def embeddings(body: protocol.EmbeddingRequest) -> Response:
-        return await operations.embeddings(service, body)
+    async def embed(body: protocol.EmbeddingRequest, request: Request) -> Response:
+        return await embeddings(service, body, request)
 
     @app.post("/tokenize")
     async def tokenize(body: protocol.TokenizeRequest) -> Response:

@@ -18,6 +18,7 @@ from atomc.runtime.server.generation import Generation
 from atomc.runtime.server.http import DONE, EventStream, Json, event, request_id, while_connected
 from atomc.runtime.server.logprobs import chat_logprobs
 from atomc.runtime.server.pieces import Content, Parser, Piece, Reasoning, ToolArguments, ToolStart
+from atomc.runtime.server.prompts import check_number
 from atomc.runtime.server.protocol import ChatRequest, Function, NamedTool
 from atomc.runtime.server.reasoning import reasoning_parser
 from atomc.runtime.server.sampling import check_fits, check_logprobs, sampling_params, structured_output
@@ -28,8 +29,7 @@ from atomc.runtime.server.tools import TOOL_PARSERS, tool_parser
 async def chat_completions(service: Service, body: ChatRequest, request: Request) -> Response:
     model = service.model
     model.check_name(body.model)
-    if body.n > service.max_requests:
-        raise invalid(f"n is {body.n}, more than the queue holds, {service.max_requests}", "n")
+    check_number(service, body.n, "n")
     if body.top_logprobs is not None and not body.logprobs:
         raise invalid("top_logprobs needs logprobs=true", "top_logprobs")
     check_logprobs(body.top_logprobs, "top_logprobs", service.config)
@@ -48,9 +48,9 @@ async def chat_completions(service: Service, body: ChatRequest, request: Request
     if structured is not None and calls.structured is not None:
         raise invalid("tool_choice asks for a call, and response_format for something else", "tool_choice")
     structured = structured or calls.structured
-    # With a grammar nothing is thought aloud: it holds from the first token on.
-    thinks = model.reasoning if structured is None else None
-    parsers = [calls.parser(), reasoning_parser(thinks, text) if thinks else None]
+    # A form of output holds from the first token on, also where the template has begun to think.
+    opening = text if structured is None else ""
+    parsers = [calls.parser(), _reasoning(model.reasoning, opening)]
     shown = not body.skip_special_tokens or hides_markers(model.tokenizer, *parsers)
     params = sampling_params(
         body, model, max_tokens=max_tokens, logprobs=(body.top_logprobs or 0) if body.logprobs else None,
@@ -58,7 +58,7 @@ async def chat_completions(service: Service, body: ChatRequest, request: Request
     )  # fmt: skip
     generation = service.generation(request_id(request), [prompt], params, body)
     await service.begin(generation, request)
-    answers = _Answers(service, body, request_id(request), generation, calls, thinks, text)
+    answers = _Answers(service, body, request_id(request), generation, calls, opening)
     if body.stream:
         return EventStream(answers.stream())
     return Json(await while_connected(request, answers.whole()))
@@ -144,12 +144,11 @@ class _Answers:
     """The answers as one body, or as events."""
 
     def __init__(
-        self, service: Service, body: ChatRequest, name: str, generation: Generation, calls: _Calls, thinks: str | None,
-        prompt: str,
-    ) -> None:  # fmt: skip
+        self, service: Service, body: ChatRequest, name: str, generation: Generation, calls: _Calls, opening: str
+    ) -> None:
         self.service, self.body, self.generation, self.calls = service, body, generation, calls
         self.head = {"id": f"chatcmpl-{name}", "created": int(time.time()), "model": service.model.names[0]}
-        self.ones = [_One(Answer(_reasoning(thinks, prompt), calls.parser())) for _ in range(body.n)]
+        self.ones = [_One(Answer(_reasoning(service.model.reasoning, opening), calls.parser())) for _ in range(body.n)]
 
     async def whole(self) -> dict[str, Any]:
         try:

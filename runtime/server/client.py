@@ -329,4 +329,4 @@ class _Pending:
     def output(self, request_id: str) -> Output:
         logprobs = None if self.logprobs is None else tuple(self.logprobs)
         return Output(request_id, tuple(self.token_ids), logprobs, self.first.prompt_logprobs, self.finish_reason,
-                      self.stop_reason, self.first.num_cached)  # fmt: skip
+                      self.stop_reason, self.first.num_cached, self.first.embedding)  # fmt: skip

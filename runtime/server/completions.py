@@ -1,7 +1,7 @@
 """POST /v1/completions."""
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ from atomc.runtime.server.errors import invalid
 from atomc.runtime.server.generation import Choice, Generation
 from atomc.runtime.server.http import DONE, EventStream, Json, event, request_id, while_connected
 from atomc.runtime.server.logprobs import completion_logprobs
+from atomc.runtime.server.prompts import check_number, prompt_tokens
 from atomc.runtime.server.protocol import CompletionRequest
 from atomc.runtime.server.sampling import check_fits, check_logprobs, sampling_params, structured_output
 from atomc.runtime.server.service import Service
@@ -41,7 +42,8 @@ async def completions(service: Service, body: CompletionRequest, request: Reques
         raise invalid(f"best_of is {body.best_of}, and nothing here picks the best answers: ask for n of them", "best_of")
     check_logprobs(body.logprobs, "logprobs", service.config)
     check_logprobs(body.prompt_logprobs, "prompt_logprobs", service.config)
-    prompts = await _prompts(service, body)
+    prompts = await prompt_tokens(service, body.prompt, "prompt", body.add_special_tokens)
+    check_number(service, len(prompts) * body.n, "prompt")
     max_tokens = MAX_TOKENS if body.max_tokens is None else body.max_tokens
     for prompt in prompts:
         check_fits(len(prompt), max_tokens, model)
@@ -58,22 +60,6 @@ async def completions(service: Service, body: CompletionRequest, request: Reques
     if body.stream:
         return EventStream(answers.stream())
     return Json(await while_connected(request, answers.whole()))
-
-
-async def _prompts(service: Service, body: CompletionRequest) -> list[list[int]]:
-    """The tokens of each prompt. Raises a 400 for none at all, an empty one, and tokens that do not exist."""
-    given: Sequence[Any] = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-    if given and isinstance(given[0], int):
-        given = [given]
-    if not given or not all(given):
-        raise invalid("prompt is empty, it needs at least one token", "prompt")
-    if len(given) * body.n > service.max_requests:
-        raise invalid(f"{len(given)} prompts times n={body.n} are more answers than one request may ask for, "
-                      f"{service.max_requests}", "prompt")  # fmt: skip
-    prompts = [await service.model.encoded(one, body.add_special_tokens) if isinstance(one, str) else one for one in given]
-    for prompt in prompts:
-        service.model.check_tokens(prompt, "prompt")
-    return prompts
 
 
 class _Answers:

@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-from atomc.runtime.request import Output
+from atomc.runtime.request import Output, Pooling
 from atomc.runtime.sampling_params import SamplingParams
 from atomc.runtime.stats import Stats
 
@@ -12,13 +12,17 @@ from atomc.runtime.stats import Stats
 
 
 class Submit(msgspec.Struct, tag=True):
-    """Generate from these tokens. Answered by one of Progress.accepted and Progress.refused, then by outputs."""
+    """Generate from these tokens, or pool their hidden states.
+
+    Answered by one of Progress.accepted and Progress.refused, then by outputs.
+    """
 
     id: str
     tokens: list[int]
     params: SamplingParams
     priority: int = 0
     salt: str | None = None
+    pooling: Pooling | None = None
 
 
 class Abort(msgspec.Struct, tag=True):

@@ -9,7 +9,7 @@ from atomc.runtime.server.client import EngineDead
 from atomc.runtime.server.errors import APIError, invalid
 from atomc.runtime.server.http import Json
 from atomc.runtime.server.metrics import CONTENT_TYPE
-from atomc.runtime.server.protocol import DetokenizeRequest, EmbeddingRequest, TokenizeRequest
+from atomc.runtime.server.protocol import DetokenizeRequest, TokenizeRequest
 from atomc.runtime.server.service import Service
 
 STATS_SECONDS = 2.0
@@ -20,11 +20,6 @@ async def models(service: Service) -> Response:
     data = [{"id": name, "object": "model", "created": model.created, "owned_by": "atomc", "root": model.names[0],
              "parent": None, "max_model_len": model.max_len} for name in model.names]  # fmt: skip
     return Json({"object": "list", "data": data})
-
-
-async def embeddings(service: Service, body: EmbeddingRequest) -> Response:
-    service.model.check_name(body.model)
-    raise invalid("this model is served for generation, it gives no embeddings", "model")
 
 
 async def tokenize(service: Service, body: TokenizeRequest) -> Response:

@@ -165,7 +165,7 @@ class Loop:
 
         try:
             self.engine.add(self.engine.request(command.id, command.tokens, command.params, priority=command.priority,
-                                                salt=command.salt))  # fmt: skip
+                                                salt=command.salt, pooling=command.pooling))  # fmt: skip
         except ValueError as error:
             self._next.refused.append(Refused(command.id, str(error)))
         except QueueFull as error:

@@ -1,0 +1,68 @@
+"""POST /v1/embeddings."""
+
+import base64
+import math
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from atomc.runtime.sampling_params import SamplingParams
+from atomc.runtime.server.client import Inbox
+from atomc.runtime.server.errors import invalid
+from atomc.runtime.server.http import Json, while_connected
+from atomc.runtime.server.messages import Submit
+from atomc.runtime.server.prompts import check_number, prompt_tokens
+from atomc.runtime.server.protocol import EmbeddingRequest
+from atomc.runtime.server.service import Service
+
+
+async def embeddings(service: Service, body: EmbeddingRequest, request: Request) -> Response:
+    model = service.model
+    model.check_name(body.model)
+    prompts = await prompt_tokens(service, body.input, "input")
+    check_number(service, len(prompts), "input")
+    for prompt in prompts:
+        if len(prompt) > model.max_len:
+            raise invalid(f"this model's maximum context length is {model.max_len} tokens, and an input has {len(prompt)}",
+                          "input", "context_length_exceeded")  # fmt: skip
+    params = SamplingParams(max_tokens=1)
+    submits = [Submit(service.client.next_id(), prompt, params, pooling=body.pooling) for prompt in prompts]
+    inbox = service.client.submit(submits)
+    try:
+        found = await while_connected(request, _pooled(inbox))
+    finally:
+        inbox.close()
+    vectors = [found[submit.id] for submit in submits]
+    if body.dimensions not in (None, len(vectors[0])):
+        raise invalid(f"dimensions is {body.dimensions}, and this model's embeddings have {len(vectors[0])}", "dimensions")
+    if body.normalize:
+        vectors = [_normalized(vector) for vector in vectors]
+    shown: list[Any] = [_base64(vector) for vector in vectors] if body.encoding_format == "base64" else vectors
+    data = [{"object": "embedding", "index": index, "embedding": one} for index, one in enumerate(shown)]
+    total = sum(map(len, prompts))
+    return Json({"object": "list", "data": data, "model": model.names[0],
+                 "usage": {"prompt_tokens": total, "total_tokens": total}})  # fmt: skip
+
+
+async def _pooled(inbox: Inbox) -> dict[str, Sequence[float]]:
+    """The vector of each request."""
+    await inbox.accepted()
+    found = {}
+    async for output in inbox:
+        if output.embedding is None:
+            raise invalid("this model is served for generation, it gives no embeddings", "model")
+        found[output.request_id] = output.embedding
+    return found
+
+
+def _normalized(vector: Sequence[float]) -> list[float]:
+    length = math.sqrt(sum(value * value for value in vector)) or 1.0
+    return [value / length for value in vector]
+
+
+def _base64(vector: Sequence[float]) -> str:
+    """As OpenAI has it: 32-bit floats, little end first."""
+    return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
