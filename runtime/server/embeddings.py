@@ -50,7 +50,7 @@ async def embeddings(service: Service, body: EmbeddingRequest, request: Request)
 async def _pooled(inbox: Inbox) -> dict[str, Sequence[float]]:
     """The vector of each request."""
     await inbox.accepted()
-    found = {}
+    found: dict[str, Sequence[float]] = {}
     async for output in inbox:
         if output.embedding is None:
             raise invalid("this model is served for generation, it gives no embeddings", "model")
