@@ -252,6 +252,8 @@ def _serve_flags(arguments: argparse.Namespace) -> list[str]:
             flags.append(flag if value else f"--no-{flag[2:]}")
         elif isinstance(value, dict):
             flags += [f"{flag}={key}={json.dumps(each)}" for key, each in value.items()]
+        elif isinstance(value, tuple):
+            flags += [f"{flag}={each}" for each in value]
         else:
             flags.append(f"{flag}={value}")
     return flags

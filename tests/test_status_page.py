@@ -1,0 +1,216 @@
+"""The status page in a browser: live figures, nothing from elsewhere, light and dark, large and small."""
+
+import json
+import re
+import shutil
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("fastapi")
+
+from serving import serving
+
+from atomc.runtime.server.status import PAGE, compiled, content_policy
+
+KEY = "a-key"
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serving("--api-key", KEY) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def browser():
+    playwright = pytest.importorskip("playwright.sync_api")
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
+    if chromium is None:
+        pytest.skip("there is no Chromium on the path")
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser, server):
+    """An empty page; what it says on the console, and where it asks for what, is in page.said and page.asked."""
+    context = browser.new_context(viewport={"width": 1280, "height": 900})
+    page = context.new_page()
+    page.said, page.asked = [], []
+    page.on("console", lambda message: page.said.append(message.text))
+    page.on("pageerror", lambda error: page.said.append(str(error)))
+    page.on("request", lambda request: page.asked.append(request.url))
+    yield page
+    context.close()
+
+
+def until(page, seen, seconds=60):
+    """Waits until the condition holds. The page's own policy forbids what wait_for_function does."""
+    for _ in range(20 * seconds):
+        if seen():
+            return
+        page.wait_for_timeout(50)
+    raise AssertionError(f"not in {seconds} s: {page.inner_text('main')}")
+
+
+def says(page, name, text):
+    until(page, lambda: page.text_content(f"#{name}") == text)
+
+
+def opened(page, server, key=KEY):
+    """The page with the key, serving."""
+    page.add_init_script(f"sessionStorage.setItem('atomc-key', {json.dumps(key)})")
+    page.goto(server.url)
+    says(page, "state", "serving")
+    return page
+
+
+def request(server, path, body=None):
+    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+    data = None if body is None else json.dumps(body).encode()
+    with urllib.request.urlopen(urllib.request.Request(server.url + path, data, headers), timeout=120) as response:
+        return response.read()
+
+
+def generate(server, tokens):
+    return request(server, "/v1/completions", {"model": "atomc-demo", "prompt": "She looked at him and said " * 20,
+                                               "max_tokens": tokens, "ignore_eos": True})  # fmt: skip
+
+
+def number(page, name):
+    return float(page.text_content(f"#{name}").replace(",", "").replace("\u2013", "nan"))
+
+
+def test_figures_change_while_requests_run(page, server):
+    opened(page, server)
+    says(page, "speed", "0")
+    assert number(page, "running") == 0
+    with ThreadPoolExecutor(4) as pool:
+        answers = [pool.submit(generate, server, 400) for _ in range(4)]
+        until(page, lambda: number(page, "running") >= 1 and number(page, "speed") > 0 and number(page, "kv") > 0)
+        assert page.get_attribute("#line", "d").startswith("M")
+        for answer in answers:
+            answer.result()
+    says(page, "running", "0")
+    made = int(page.text_content("#engine tr:first-child td.num").replace(",", ""))
+    assert made >= 1600
+    assert page.said == []
+
+
+def test_nothing_is_asked_of_another_host_and_nothing_is_wrong(page, server):
+    opened(page, server)
+    page.wait_for_timeout(1500)
+    assert page.said == []
+    assert {re.sub(r"^(https?://[^/]+|data:).*", r"\1", url) for url in page.asked} <= {server.url, "data:"}
+    assert sum(url.endswith("/status") for url in page.asked) >= 2
+
+
+def test_what_the_compiler_did_is_shown_with_a_link_to_all_of_it(page, server):
+    opened(page, server)
+    page.wait_for_selector("#rewrites tr")
+    report = json.loads(request(server, "/compiler"))
+    shown = dict(row.split("\t") for row in page.inner_text("#rewrites").splitlines())
+    assert shown and all(int(sites) == report["matches"][name] for name, sites in shown.items())
+    assert "together" in page.inner_text("#phases")
+    assert page.get_attribute("a:has-text('whole report')", "href") == "compiler"
+
+
+def test_without_the_key_the_page_asks_for_it(page, server):
+    page.goto(server.url)
+    page.wait_for_selector("#door:not([hidden])")
+    assert page.text_content("#state") == "locked"
+    page.fill("#key", KEY)
+    page.keyboard.press("Enter")
+    says(page, "state", "serving")
+    assert page.is_hidden("#door")
+
+
+def test_it_is_used_by_keyboard(page, server):
+    opened(page, server)
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.id") == "pause"
+    page.keyboard.press("Enter")
+    assert page.get_attribute("#pause", "aria-pressed") == "true"
+    polls = len(page.asked)
+    page.wait_for_timeout(1500)
+    assert len(page.asked) == polls
+    page.keyboard.press("Enter")
+    says(page, "state", "serving")
+
+
+@pytest.mark.parametrize("width", [1280, 768, 390, 320])
+def test_it_fits_its_width(page, server, width):
+    page.set_viewport_size({"width": width, "height": 800})
+    opened(page, server)
+    page.wait_for_selector("#kernels tr")
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+CONTRAST = """() => {
+  const seen = [], light = color => {
+    const part = value => (value /= 255) <= .03928 ? value / 12.92 : ((value + .055) / 1.055) ** 2.4;
+    const [r, g, b] = color.match(/[\\d.]+/g).map(Number);
+    return .2126 * part(r) + .7152 * part(g) + .0722 * part(b);
+  };
+  for (const element of document.querySelectorAll("h1,h2,p,td,th,caption,a,button,.badge,.unit")) {
+    if (!element.textContent.trim() || !element.checkVisibility()) continue;
+    let behind = element;
+    while (behind && getComputedStyle(behind).backgroundColor === "rgba(0, 0, 0, 0)") behind = behind.parentElement;
+    const both = [light(getComputedStyle(element).color), light(getComputedStyle(behind).backgroundColor)];
+    seen.push((Math.max(...both) + .05) / (Math.min(...both) + .05));
+  }
+  return [seen.length, Math.min(...seen)];
+}"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_stands_out_from_what_is_behind_it(page, server, scheme):
+    page.emulate_media(color_scheme=scheme)
+    opened(page, server)
+    page.wait_for_selector("#kernels tr")
+    texts, least = page.evaluate(CONTRAST)
+    assert texts > 20
+    assert least >= 4.5  # WCAG AA
+    ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (int(re.findall(r"\d+", ground)[0]) < 128) == (scheme == "dark")
+
+
+def test_the_page_is_open_and_its_figures_need_the_key(server):
+    with urllib.request.urlopen(server.url, timeout=30) as response:
+        assert response.headers["Content-Security-Policy"] == content_policy(response.read().decode())
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        urllib.request.urlopen(f"{server.url}/status", timeout=30)
+    status = json.loads(request(server, "/status"))
+    assert (status["model"], status["sick"]) == ("atomc-demo", None)
+    assert status["stats"]["kv_blocks_total"] > 0
+    assert sum(kernel["nodes"] for kernel in status["compiler"]["kernels"]) > 0
+
+
+def test_the_policy_allows_this_page_only():
+    page = PAGE.read_text()
+    policy = content_policy(page)
+    assert policy.startswith("default-src 'none';") and "unsafe" not in policy
+    assert content_policy(page.replace("tick();", "evil();")) != policy
+    assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", page)
+    assert " style=" not in page and "onclick" not in page
+
+
+def test_a_report_is_summed_up():
+    report = {
+        "treated": True, "why_not": "", "near": [1], "notes": ["n"], "phases": {"trace": 1.0, "passes": 0.5},
+        "matches": {"rms_norm": 4, "rope": 0, "lower": 9},
+        "sites": [{"layer": 0}, {"layer": 1}, {"layer": 1}, {"layer": None}],
+        "kernels": [{"op": "rms_norm", "chosen": "triton"}] * 2 + [{"op": "linear", "chosen": "torch"}],
+        "cuda_graphs": [{"rows": 1, "bytes": 3}, {"rows": 2, "bytes": 4}],
+    }  # fmt: skip
+    found = compiled(report)
+    assert found["rewrites"] == {"rms_norm": 4}
+    assert found["kernels"] == [{"op": "rms_norm", "runs_as": "triton", "nodes": 2},
+                                {"op": "linear", "runs_as": "torch", "nodes": 1}]  # fmt: skip
+    assert (found["layers"], found["graphs"], found["graph_bytes"], found["seconds"]) == (2, 2, 7, 1.5)
+    assert Path(PAGE).is_file()
