@@ -84,13 +84,21 @@ class Pattern:
         for node in self.nodes:
             attrs = call(node).attrs
             for name, attr in attrs.items():
-                if isinstance(attr, int | float | str) and (type(attr), attr) in captured:
-                    attrs[name] = Capture(captured[type(attr), attr])
+                attrs[name] = _captured(attr, captured)
 
     @property
     def typical_input(self) -> str:
         """The first input in the model's dtype."""
         return next((name for p, name in self.inputs.items() if value(p).dtype == self.model_dtype), "x")
+
+
+def _captured(attr: Any, names: Mapping[tuple[type, Any], str]) -> Any:
+    """The attribute, or the number of a tuple, as a Capture if an argument of the pattern decides it."""
+    if isinstance(attr, tuple):
+        return tuple(_captured(item, names) for item in attr)
+    if isinstance(attr, int | float | str) and (type(attr), attr) in names:
+        return Capture(names[type(attr), attr])
+    return attr
 
 
 @dataclass
@@ -156,19 +164,37 @@ def compare_attrs(site: Site, p: Node, g: Node, veto: Veto) -> bool:
         if wanted.op in ("view", "expand", "cast") and name in ("shape", "dtype"):
             site.deferred.append((p, g, name, expected, here))
         elif isinstance(expected, Capture):
-            if here is None or isinstance(here, Node | torch.SymInt | torch.SymFloat):
-                if not veto("scalar", f"a constant for `{expected.name}`", str(here)):
-                    return False
-            elif site.bound.setdefault(expected.name, here) != here and not veto(
-                "scalar", f"one `{expected.name}` everywhere (first {site.bound[expected.name]})", str(here)
-            ):
+            if not _bind(site, expected, here, veto):
                 return False
+        elif _holds_capture(expected) and _as_long(expected, here):
+            for item, found_item in zip(cast("tuple[Any, ...]", expected), cast("tuple[Any, ...]", here), strict=True):
+                if isinstance(item, Capture):
+                    if not _bind(site, item, found_item, veto):
+                        return False
+                elif not same_attr(item, found_item) and not veto("attribute", f"{name}={bare(item)}", bare(found_item)):
+                    return False
         elif isinstance(expected, torch.SymInt):
             site.deferred.append((p, g, name, expected, here))
         elif not same_attr(expected, here) and not veto("attribute", f"{bare(wanted.op)} with {name}={bare(expected)}",
                                            f"{name}={bare(here)}"):  # fmt: skip
             return False
     return True
+
+
+def _holds_capture(attr: Any) -> bool:
+    return isinstance(attr, tuple) and any(isinstance(item, Capture) for item in attr)
+
+
+def _as_long(expected: Any, here: Any) -> bool:
+    return isinstance(here, tuple) and len(here) == len(expected)
+
+
+def _bind(site: Site, capture: Capture, here: Any, veto: Veto) -> bool:
+    """The argument is what stands here, and the same everywhere; a size that varies is no constant."""
+    if here is None or isinstance(here, Node | torch.SymInt | torch.SymFloat):
+        return veto("scalar", f"a constant for `{capture.name}`", str(here))
+    first = site.bound.setdefault(capture.name, here)
+    return bool(first == here) or veto("scalar", f"one `{capture.name}` everywhere (first {first})", str(here))
 
 
 def same_attr(expected: Any, here: Any) -> bool:
@@ -181,7 +207,11 @@ def same_attr(expected: Any, here: Any) -> bool:
 
 
 def bare(item: object) -> str:
-    """Without the namespace: float32, rms_norm."""
+    """Without the namespace: float32, rms_norm; of what the site decides, its name."""
+    if isinstance(item, Capture):
+        return item.name
+    if isinstance(item, tuple):
+        return f"({', '.join(map(bare, item))}{',' * (len(item) == 1)})"
     return str(item).replace("atom::", "").replace("torch.", "")
 
 

@@ -5,12 +5,15 @@ from atomc.passes import cleanup
 from atomc.passes.bind_state import bind_state
 from atomc.passes.fuse.activation_quant import SILU_AND_MUL_QUANT
 from atomc.passes.fuse.add_norm import ADD_LAYER_NORM, ADD_RMS_NORM
+from atomc.passes.fuse.allreduce_norm import ALLREDUCE_ADD_RMS_NORM, ALLREDUCE_RMS_NORM
 from atomc.passes.fuse.kv_write import QK_NORM_ROPE_KV_WRITE, ROPE_KV_WRITE
+from atomc.passes.fuse.norm_pad import ADD_RMS_NORM_PAD
 from atomc.passes.fuse.norm_quant import ADD_RMS_NORM_QUANT, RMS_NORM_QUANT
 from atomc.passes.fuse.qk_norm_rope import QK_NORM_ROPE
 from atomc.passes.lift import lift
 from atomc.passes.lower import lower
 from atomc.passes.merge.linears import merge
+from atomc.passes.recognize.all_reduce import ALL_REDUCE
 from atomc.passes.recognize.gated import GELU_AND_MUL, SILU_AND_MUL
 from atomc.passes.recognize.repeat_kv import REPEAT_KV
 from atomc.passes.recognize.rms_norm import RMS_NORM
@@ -31,6 +34,7 @@ PIPELINE: tuple[Pass, ...] = (
     rewriting("rope", ROPE, after=["tidy"]),
     rewriting("rope_partial", ROPE_PARTIAL, after=["rope"]),
     rewriting("repeat_kv", REPEAT_KV),
+    rewriting("all_reduce", ALL_REDUCE),
     rewriting("rope_before_transpose", ROPE_BEFORE_TRANSPOSE, after=["rms_norm", "rope_partial", "repeat_kv"],
               cleanup=True),
     Pass("tidy_transposes", cleanup.tidy, cleanup=True, after=("rope_before_transpose",)),
@@ -41,6 +45,9 @@ PIPELINE: tuple[Pass, ...] = (
     # fuse
     rewriting("add_rms_norm", ADD_RMS_NORM, after=["rms_norm"]),
     rewriting("add_layer_norm", ADD_LAYER_NORM),
+    rewriting("add_rms_norm_pad", ADD_RMS_NORM_PAD, after=["add_rms_norm"]),
+    rewriting("allreduce_add_rms_norm", ALLREDUCE_ADD_RMS_NORM, after=["add_rms_norm", "all_reduce"]),
+    rewriting("allreduce_rms_norm", ALLREDUCE_RMS_NORM, after=["allreduce_add_rms_norm"]),
     rewriting("add_rms_norm_quant", ADD_RMS_NORM_QUANT, after=["add_rms_norm", "merge_linears"]),
     rewriting("rms_norm_quant", RMS_NORM_QUANT, after=["add_rms_norm_quant"]),
     rewriting("silu_and_mul_quant", SILU_AND_MUL_QUANT, after=["silu_and_mul", "merge_linears"]),

@@ -79,7 +79,7 @@ def _hashable(argument: Any) -> Any:
 
 
 def cancel_no_ops(graph: Graph) -> list[Fired]:
-    """What gives back a tensor that is there: transposes that undo each other, slices of everything, `x * 1`."""
+    """What gives back a tensor that is there: transposes that undo each other, slices and copies of all of it, `x * 1`."""
     fired = []
     returned, values = _returned(graph), Values(graph)
     for node in list(graph.nodes):
@@ -106,6 +106,10 @@ def _same_as(node: Node) -> Node | None:
         return here.operands[0]
     if here.op == "cat":
         return _only_part(node)
+    if here.op == "copy":  # what a write in place of the whole tensor becomes
+        _, written = here.operands
+        alike = value(written).dtype == value(node).dtype and same_shape(value(written), value(node))
+        return written if alike else None
     if here.op in _NEUTRAL:
         return _neutral(node)
     if here.op == "view" and same_shape(value(node), value(here.operands[0])):

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 from atomc import ops
 from atomc.ops.formats import MX_ROUNDINGS, pack_int4
@@ -156,6 +156,31 @@ def layer_norm_cases(residual: bool) -> Cases:
     return {kind: partial(layer_normed, kind=kind, residual=residual) for kind in ROWS} | {
         "no bias": partial(layer_normed, kind="packed", residual=residual, bias=False),
         "neither weight nor bias": partial(layer_normed, kind="packed", residual=residual, weight=False, bias=False),
+    }
+
+
+def one_process_group() -> str:
+    """The name of a group of this process alone."""
+    if not distributed.is_initialized():
+        distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    assert distributed.group.WORLD is not None
+    return distributed.group.WORLD.group_name
+
+
+def reducing(make: Make) -> Make:
+    return lambda draw: make(draw) | {"group": one_process_group()}
+
+
+def reducing_norm_cases(residual: bool) -> Cases:
+    return {name: reducing(make) for name, make in rms_norm_cases(residual).items()}
+
+
+def padding_cases() -> Cases:
+    kinds = {kind: partial(normed, kind=kind, residual=True, columns=64) for kind in (*ROWS, "many")}
+    return kinds | {
+        "one column": partial(normed, kind="odd sizes", residual=True, columns=1),
+        "before, fp32 weight": partial(normed, kind="packed", residual=True, columns=17, style="before",
+                                       weight=torch.float32),
     }
 
 
@@ -761,6 +786,10 @@ CASES: dict[str, Cases] = {
     "layer_norm": layer_norm_cases(residual=False),
     "add_layer_norm": layer_norm_cases(residual=True),
     "linear": LINEAR,
+    "add_rms_norm_pad": padding_cases(),
+    "all_reduce": {kind: reducing(lambda draw, kind=kind: {"x": row_inputs(draw, kind)[0]}) for kind in ROWS},
+    "allreduce_rms_norm": reducing_norm_cases(residual=False),
+    "allreduce_add_rms_norm": reducing_norm_cases(residual=True),
     "rms_norm_quant": norm_quant_cases(residual=False),
     "add_rms_norm_quant": norm_quant_cases(residual=True),
     "silu_and_mul_quant": quantizing_cases(gated),

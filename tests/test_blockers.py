@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from kernel_cases import one_process_group
 from rewriting import explained
 from torch import Tensor
 
 from atomc import ops, passes
 
+functional, GROUP = torch.ops._c10d_functional, one_process_group()
 # T tokens, N query heads, K key/value heads, D row width, I inner width, H rotated columns of a partial rotation.
 T, N, K, D, I, H = 6, 4, 2, 16, 24, 8  # noqa: E741
 RANDOM = torch.Generator().manual_seed(0)
@@ -80,6 +82,19 @@ def quantized(y: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
 def gated_quant_with_a_reader(gate: Tensor, up: Tensor) -> tuple[Tensor, ...]:
     y = F.silu(gate) * up
     return quantized(y, y.abs())
+
+
+def padded(y: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+    return torch.constant_pad_nd(y, (0, 8)), *others
+
+
+def both_normed(x: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    total = x + r
+    return normed(total, w), total
+
+
+def summed(x: Tensor) -> Tensor:
+    return functional.wait_tensor(functional.all_reduce(x, "sum", GROUP))
 
 
 def rotate_half(x: Tensor, dim: int = -1) -> Tensor:
@@ -267,6 +282,7 @@ NO_CAST = "missing cast", "^a cast to bfloat16", "^mul .* used as it is, in floa
 COMMUTES = "n/a: both operands of each of its ops may change places"
 CACHE_DEVICE = "n/a: the caches are made where the keys are"
 KEPT, ONE_OPERAND = "n/a: a norm that others read is written too", "n/a: a quantizer reads one tensor"
+PAD_OF_ADD, NORM_OF_SUM = "constant_pad_nd.* reading .*add_rms_norm", "rms_norm.* reading all_reduce"
 QUANT_OF_NORM, QUANT_OF_ADD, QUANT_OF_GATED = (
     f"quant_fp8_per_token.* reading .*{op}" for op in ("rms_norm", "add_rms_norm", "silu_and_mul"))
 NO_EPS, ONE_EPS, NO_CASTS = "n/a: it has no eps", "n/a: it has one eps", "n/a: it has no cast"
@@ -403,6 +419,81 @@ TABLE: dict[str, dict[str, Cell | str]] = {
             "`residual` in bfloat16 .*of `x`", "float32"),
         "operand order": COMMUTES,
         "missing cast": NO_CASTS,
+    },
+    "all_reduce": {
+        "extra user": Cell(
+            lambda x: (functional.wait_tensor(reduced := functional.all_reduce(x, "sum", GROUP)), reduced.abs()),
+            (X,), "extra user", "no other reader of .*all_reduce", READ_TOO),
+        "mutation": "n/a: what is not waited for cannot be written",
+        "view that changes meaning": Cell(
+            lambda x: functional.wait_tensor(functional.all_reduce(x, "sum", GROUP).t()), (X,), "extra op",
+            "wait_tensor reading .*all_reduce", "^permute"),
+        "device": "n/a: what is not waited for cannot be moved",
+        "eps differs": NO_EPS,
+        "not the last dim": "n/a: a sum over processes has no dimension",
+        "dtype promotion": Cell(
+            lambda x: functional.wait_tensor(functional.all_reduce(x, "sum", GROUP).float()), (X,), "extra op",
+            "wait_tensor reading .*all_reduce", "float32"),
+        "operand order": "n/a: a sum over processes reads one tensor",
+        "missing cast": Cell(
+            lambda x: functional.wait_tensor(functional.all_reduce(x, "max", GROUP)), (X,), "attribute",
+            "all_reduce with reduce_op=sum", "reduce_op=max"),
+    },
+    "add_rms_norm_pad": {
+        "extra user": Cell(
+            lambda x, r, w: (*padded(y := sum_normed(x, r, w), x + r), y.abs()), ADD_NORM, "extra user",
+            "no other reader of result 0 of add_rms_norm", READ_TOO),
+        "mutation": Cell(
+            lambda x, r, w: padded(doubled_in_place(sum_normed(x, r, w)), x + r), ADD_NORM, "extra op", PAD_OF_ADD,
+            DOUBLED),
+        "view that changes meaning": Cell(
+            lambda x, r, w: padded(sum_normed(x, r, w).view(T * 2, -1), x + r), ADD_NORM, "extra op", PAD_OF_ADD, "^view"),
+        "device": Cell(
+            lambda x, r, w: padded(sum_normed(x, r, w).to("meta"), x + r), ADD_NORM, "extra op", PAD_OF_ADD, MOVED),
+        "eps differs": ONE_EPS,
+        "not the last dim": Cell(
+            lambda x, r, w: (torch.constant_pad_nd(sum_normed(x, r, w), (0, 0, 0, 2)), x + r), ADD_NORM, "attribute",
+            r"constant_pad_nd with pad=\(0, columns\)", r"pad=\(0, 0, 0, 2\)"),
+        "dtype promotion": Cell(
+            lambda x, r, w: padded(sum_normed(x, r, w).float(), x + r), ADD_NORM, "extra op", PAD_OF_ADD, "float32"),
+        "operand order": COMMUTES,
+        "missing cast": Cell(
+            lambda x, r, w: padded(normed(x + r, w, cast=False), x + r), ADD_NORM, *NO_CAST, of="rms_norm"),
+    },
+    "allreduce_add_rms_norm": {
+        "extra user": Cell(
+            lambda x, r, w: (*both_normed(y := summed(x), r, w), y.abs()), ADD_NORM, "extra user",
+            "no other reader of all_reduce", READ_TOO),
+        "mutation": Cell(
+            lambda x, r, w: both_normed(doubled_in_place(summed(x)), r, w), ADD_NORM, "extra op", NORM_OF_SUM, DOUBLED),
+        "view that changes meaning": Cell(
+            lambda x, r, w: both_normed(heads_mixed(summed(x)), r, w), ADD_NORM, "extra op", NORM_OF_SUM, "^permute"),
+        "device": Cell(
+            lambda x, r, w: both_normed(summed(x).to("meta"), r.to("meta"), w.to("meta")), ADD_NORM, "extra op",
+            NORM_OF_SUM, MOVED),
+        "eps differs": ONE_EPS,
+        "not the last dim": Cell(lambda x, r, w: normed(summed(x) + r, w, dim=0), ADD_NORM, *OTHER_DIM, of="rms_norm"),
+        "dtype promotion": Cell(
+            lambda x, r, w: both_normed(summed(x).float(), r.float(), w.float()), ADD_NORM, "extra op", NORM_OF_SUM,
+            "float32"),
+        "operand order": COMMUTES,
+        "missing cast": Cell(lambda x, r, w: normed(summed(x) + r, w, cast=False), ADD_NORM, *NO_CAST, of="rms_norm"),
+    },
+    "allreduce_rms_norm": {
+        "extra user": Cell(
+            lambda x, w: (normed(y := summed(x), w), y.abs()), NORM, "extra user", "no other reader of all_reduce",
+            READ_TOO),
+        "mutation": Cell(
+            lambda x, w: normed(doubled_in_place(summed(x)), w), NORM, "extra op", NORM_OF_SUM, DOUBLED),
+        "view that changes meaning": Cell(
+            lambda x, w: normed(heads_mixed(summed(x)), w), NORM, "extra op", NORM_OF_SUM, "^permute"),
+        "device": Cell(
+            lambda x, w: normed(summed(x).to("meta"), w.to("meta")), NORM, "extra op", NORM_OF_SUM, MOVED),
+        "eps differs": ONE_EPS,
+        "not the last dim": Cell(lambda x, w: normed(summed(x), w, dim=0), NORM, *OTHER_DIM, of="rms_norm"),
+        "dtype promotion": "n/a: the norm reads the sum in whichever dtype it has",
+        "operand order": "n/a: a norm reads one tensor",
+        "missing cast": Cell(lambda x, w: normed(summed(x), w, cast=False), NORM, *NO_CAST, of="rms_norm"),
     },
     "add_rms_norm_quant": {
         "extra user": KEPT,

@@ -1,0 +1,24 @@
+"""A norm that leaves room for the kernels of experts, which want rows of whole tiles."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from atomc.op import op
+from atomc.ops.norm import add_rms_norm
+
+
+def _add_rms_norm_pad_shape(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, columns: int, style: str = "after"
+) -> tuple[Tensor, Tensor]:
+    dtype = torch.result_type(x, weight) if style == "after" else x.dtype
+    return x.new_empty((*x.shape[:-1], x.shape[-1] + columns), dtype=dtype), torch.empty_like(x)
+
+
+@op(shape=_add_rms_norm_pad_shape)
+def add_rms_norm_pad(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, columns: int, style: str = "after"
+) -> tuple[Tensor, Tensor]:
+    """add_rms_norm with so many columns of zeros behind the norm: [..., D + columns], and the sum [..., D]."""
+    y, total = add_rms_norm.reference(x, residual, weight, eps, style)
+    return F.pad(y, (0, columns)), total

@@ -1,0 +1,99 @@
+"""Sums over processes and padding join the norms that they stand beside."""
+
+import pytest
+import torch
+import torch.distributed._functional_collectives as functional
+from kernel_cases import one_process_group
+from rewriting import after_passes, explained
+from torch import distributed
+
+from atomc import ops, passes
+
+NAMED = {p.name: p for p in passes.PIPELINE}
+X, R, W = torch.randn(3, 5, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+W = W[0]
+GROUP = one_process_group()
+
+
+def normed(x, w):
+    wide = x.float()
+    return w * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+def summed(x):
+    return functional.all_reduce(x, "sum", distributed.group.WORLD)
+
+
+def summed_in_place(x):
+    y = x * 2
+    distributed.all_reduce(y)
+    return y
+
+
+@pytest.mark.parametrize("reduce", [summed, summed_in_place])
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_sum_an_add_and_a_norm_are_one_op_whichever_way_they_are_added(reduce, swapped):
+    def function(x, r, w):
+        total = r + reduce(x) if swapped else reduce(x) + r
+        return normed(total, w), total
+
+    report = explained(function, X, R, W)
+    assert report.matches["allreduce_add_rms_norm"] == report.num_ops["allreduce_add_rms_norm"] == 1
+
+
+@pytest.mark.parametrize("reduce", [summed, summed_in_place])
+def test_a_sum_and_a_norm_are_one_op(reduce):
+    report = explained(lambda x, w: normed(reduce(x), w), X, W)
+    assert report.num_ops == {"allreduce_rms_norm": 1}
+
+
+@pytest.mark.parametrize("style", ["after", "before", "one_plus"])
+@pytest.mark.parametrize("weight", [torch.bfloat16, torch.float32], ids=str)
+def test_every_style_and_weight_fuses(style, weight):
+    def function(x, r, w):
+        return ops.add_rms_norm(ops.all_reduce(x, GROUP), r, w, 1e-6, style)
+
+    report = explained(function, X, R, W.to(weight))
+    assert report.num_ops == {"allreduce_add_rms_norm": 1}
+
+
+def test_a_sum_that_others_read_stays():
+    report = explained(lambda x, w: (normed(y := summed(x), w), y.abs()), X, W)
+    assert report.num_ops == {"all_reduce": 1, "rms_norm": 1}
+    assert "no other reader of all_reduce" in report.why("allreduce_rms_norm")
+
+
+def test_the_largest_of_all_processes_is_no_sum():
+    report = explained(lambda x, w: normed(functional.all_reduce(x, "max", distributed.group.WORLD), w), X, W)
+    assert not report.matches["all_reduce"]
+
+
+@pytest.mark.parametrize("columns", [1, 64, 192])
+def test_a_padded_norm_behind_an_add_is_one_op(columns):
+    def function(x, r, w):
+        total = x + r
+        return torch.nn.functional.pad(normed(total, w), (0, columns)), total
+
+    chosen = [NAMED[name] for name in ("tidy", "rms_norm", "add_rms_norm", "add_rms_norm_pad")]
+    traced = after_passes(chosen, function, X, R, W)
+    assert traced.error == 0
+    assert traced.text == f"%0 = add_rms_norm_pad(x, r, w, 1e-06, {columns}, 'after')\nreturn %0.0, %0.1"
+
+
+@pytest.mark.parametrize("pad", [(2, 0), (0, -3), (0, 0, 0, 2)])
+def test_columns_in_front_cut_off_or_rows_are_left_alone(pad):
+    def function(x, r, w):
+        total = x + r
+        return torch.constant_pad_nd(normed(total, w), pad), total
+
+    report = explained(function, X, R, W)
+    assert not report.matches["add_rms_norm_pad"] and report.misses("add_rms_norm_pad")
+
+
+def test_padding_with_something_else_than_zeros_is_left_alone():
+    def function(x, r, w):
+        total = x + r
+        return torch.nn.functional.pad(normed(total, w), (0, 8), value=1.0), total
+
+    report = explained(function, X, R, W)
+    assert "value=1.0" in report.why("add_rms_norm_pad")
