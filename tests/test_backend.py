@@ -382,7 +382,7 @@ def test_explaining_does_not_run_the_model_and_compiles_nothing(block: Block, mo
         raise AssertionError("Inductor was called")
 
     monkeypatch.setattr("atomc.backend.inductor", refuse)
-    monkeypatch.setattr("atomc.pieces.inductor", refuse)
+    monkeypatch.setattr("atomc.pieces.inductor_code", refuse)
     written = torch.zeros(5, 32)
 
     def writes(x: Tensor) -> Tensor:
