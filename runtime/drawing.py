@@ -39,8 +39,9 @@ class Drawn:
 
     def results(self) -> list[Result]:
         """One for each chunk; waits for the device."""
-        drawn = self.sent.wait()[0].tolist() if self.sent is not None else []
-        tokens = iter(accepted(self.step.draws, drawn))
+        arrived = self.sent.wait()[0].tolist() if self.sent is not None else []
+        pooled = dict(zip(self.pooled, arrived, strict=False))
+        tokens = iter(accepted(self.step.draws, [] if pooled else arrived))
         values = iter(self.sampled.token_logprobs() if self.sampled is not None and self.sampled.rows else ())
         results = []
         for i, chunk in enumerate(self.step.chunks):
@@ -49,7 +50,7 @@ class Drawn:
                 next(tokens) if chunk.draws else (),
                 tuple(told) if told else None,
                 self.scores[i].on_host() if i in self.scores else (),
-                tuple(self.pooled[i].tolist()) if i in self.pooled else None,
+                tuple(pooled[i]) if i in pooled else None,
             ))  # fmt: skip
         return results
 
@@ -117,6 +118,8 @@ class Drawing:
             else:
                 self._sums.pop(request.id, None)
                 drawn.pooled[i] = total / request.num_prompt if request.pooling == "mean" else total
+        if drawn.pooled:
+            drawn.sent = self.outbox.send(torch.stack([*drawn.pooled.values()]))
         return drawn
 
     def _mask(self, step: ScheduledStep) -> Tensor | None:

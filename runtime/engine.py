@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from atomc.ops import LAYOUTS
-from atomc.program import compile_model
+from atomc.program import Program, compile_model
 from atomc.runtime.blocks import BlockPool
 from atomc.runtime.capacity import GRAPH_SHARE, capacity, free_memory
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.draw import Draw
 from atomc.runtime.drawing import Drawing, Drawn, Result
 from atomc.runtime.graphs import step_shapes
+from atomc.runtime.hidden import hidden_model
 from atomc.runtime.loading import load
 from atomc.runtime.logprobs import TokenLogprobs
 from atomc.runtime.request import Output, Pooling, Request
@@ -64,14 +65,17 @@ class Engine:
         self.host_ms = 0.0
         self._seeds = random.Random(config.seed)
         self._flight: Drawn | None = None
+        self._others: list[Output] = []  # what `embed` learned of the requests of others
         self._scores: dict[str, list[TokenLogprobs]] = {}
         self._drafters: dict[str, NGram] = {}
+        self._hidden: Program | None = None
         self._speculates = config.speculative_tokens > 0
         # disable=None: no bar where there is no terminal.
         with tqdm(total=len(PHASES), unit="phase", leave=False, disable=None if progress else True) as bar:
             with self._phase("load", bar):
                 loaded = load(config, module, progress=progress)
-                self.tokenizer, self.eos_ids, self.vocab_size = loaded.tokenizer, loaded.eos_ids, loaded.vocab_size
+                self.module, self.tokenizer = loaded.module, loaded.tokenizer
+                self.eos_ids, self.vocab_size = loaded.eos_ids, loaded.vocab_size
             with self._phase("compile", bar):
                 self.program = compile_model(loaded.module, options=config.options)
             try:
@@ -176,6 +180,8 @@ class Engine:
         self.refuse(request)
         if not self.has_work:
             self.program.check()  # raises RunError if a module's weights were replaced
+        if request.pooling is not None:
+            self._hidden = self._hidden or self._compiled_hidden()
         self.drawing.begin(request)
         try:
             self.scheduler.add(request)
@@ -202,7 +208,7 @@ class Engine:
         raised comes through, and the requests are as they were before it.
         """
         began, self._waited = time.perf_counter(), 0.0
-        outputs: list[Output] = []
+        outputs, self._others = self._others, []
         if self._speculates:
             outputs += self._collect()  # a draft is made of known tokens
             self._draft()
@@ -210,10 +216,13 @@ class Engine:
         launched = None
         if step is not None:
             try:
-                logits = self.runner.logits(step)
-                if self.drawing.needs_tokens(step):
-                    outputs += self._collect()
-                launched = self._draw(step, logits)
+                if step.pooled:
+                    launched = self._pool(step)
+                else:
+                    logits = self.runner.logits(step)
+                    if self.drawing.needs_tokens(step):
+                        outputs += self._collect()
+                    launched = self._draw(step, logits)
             except BaseException:
                 self.scheduler.undo_step(step)
                 raise
@@ -224,11 +233,49 @@ class Engine:
             self.host_ms += MEMORY * (milliseconds - self.host_ms) if self.host_ms else milliseconds
         return outputs
 
+    def embed(self, prompts: Sequence[Sequence[int]], pooling: Pooling = "mean") -> list[list[float]]:
+        """For each prompt the mean of its tokens' hidden states, or the last one's; not normalized.
+
+        They are requests like others (`request(pooling=...)`, `Output.embedding`), and run together with them. The first
+        one compiles the model once more, without its head. Raises ValueError as `add` does, before anything is computed,
+        and for a model whose head is not known.
+        """
+        requests = [self.request(f"embed {i}", prompt, pooling=pooling) for i, prompt in enumerate(prompts)]
+        for request in requests:
+            self.refuse(request)
+        found: dict[str, list[float]] = {}
+        waiting = requests.copy()
+        try:
+            while len(found) < len(requests):
+                while waiting and len(self.scheduler.waiting) < self.config.max_queue:
+                    self.add(waiting.pop(0))
+                others = []
+                for output in self.step():
+                    if output.embedding is None:
+                        others.append(output)
+                    else:
+                        found[output.request_id] = list(output.embedding)
+                self._others += others
+        finally:
+            for request in requests:
+                self.abort(request.id)
+        return [found[request.id] for request in requests]
+
     def _draw(self, step: ScheduledStep, logits: Tensor) -> Drawn:
         drawn, tokens = self.drawing.draw(step, logits, self.scheduler.last_requests)
         if tokens is not None and not self._speculates:
             self.runner.staging.keep(tokens)
         return drawn
+
+    def _pool(self, step: ScheduledStep) -> Drawn:
+        assert self._hidden is not None, "a request for hidden states, and no program for them"
+        return self.drawing.pool(step, self.runner.hidden(self._hidden, step), self.scheduler.last_requests)
+
+    def _compiled_hidden(self) -> Program:
+        """The model once more, over the same weights and caches, without its head."""
+        program = compile_model(hidden_model(self.module), options=self.config.options)
+        program.bind(self.runner.caches)
+        return program
 
     def _draft(self) -> None:
         """Guess what follows the tokens of requests that have only their last one to compute."""

@@ -32,7 +32,8 @@ def step_shapes(max_num_seqs: int, max_num_rows: int, columns: int, drafts: int 
     decode = [Shape(size, size, size, columns) for size in sizes]
     drafted = [Shape(rows, size, rows, columns) for size in sizes
                if drafts and (rows := size * (1 + drafts)) <= max_num_rows]  # fmt: skip
-    others = [Shape(rows, _uneven(rows, max_num_seqs), min(rows, max_num_seqs), columns) for rows in mixed]
+    wanted = max_num_seqs * (1 + drafts)
+    others = [Shape(rows, _uneven(rows, max_num_seqs), min(rows, wanted), columns) for rows in mixed]
     # The largest of a kind first: the smaller ones then fit into the memory that it took.
     return [*decode[::-1], *drafted[::-1], *others[::-1]]
 
