@@ -3,22 +3,23 @@
 import re
 from pathlib import Path
 
-# Weights as safetensors, configs, tokenizers and chat templates; nothing that can hold code or pickles.
-FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken")
+# Configs, tokenizers and chat templates, and weights as safetensors; nothing that can hold code or pickles.
+FILES = ("*.json", "*.txt", "*.model", "*.jinja")
+WEIGHTS = ("*.safetensors",)
 NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-def model_folder(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Path:
+def model_folder(name: str, *, weights: bool = True) -> Path:
     """The directory `name`, or the local copy of the hub's model of that name, downloaded if it must be.
 
-    HF_HUB_OFFLINE=1 keeps huggingface_hub from the network, HF_HOME says where copies are. Raises ValueError for a name
-    that is neither, and for a model that cannot be had; ImportError without huggingface_hub.
+    HF_HUB_OFFLINE=1 keeps huggingface_hub from the network, HF_HOME says where copies are. Raises FileNotFoundError for
+    a name that is neither, ValueError for a model that cannot be had, ImportError without huggingface_hub.
     """
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
     if folder.exists() or not NAME.fullmatch(name):
-        raise ValueError(f"{name} is not a directory, and not a name on the hub such as Qwen/Qwen3-0.6B")
+        raise FileNotFoundError(f"{name} is not a directory, and not a name on the hub such as Qwen/Qwen3-0.6B")
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
@@ -27,8 +28,7 @@ def model_folder(name: str, *, revision: str | None = None, trust_remote_code: b
         raise ImportError(f"{name} is not a directory; to have it from the hub: pip install 'atomc[hf]'") from error
     logging.set_verbosity_error()
     try:
-        files = [*FILES, "*.py"] if trust_remote_code else list(FILES)
-        return Path(snapshot_download(name, revision=revision, allow_patterns=files))
+        return Path(snapshot_download(name, allow_patterns=[*FILES, *(WEIGHTS if weights else ())]))
     except LocalEntryNotFoundError as error:
         raise ValueError(f"{name} is not a directory, not among the models of this machine, and the hub cannot be reached "
                          "(or HF_HUB_OFFLINE is set): give a directory, or download it first") from error  # fmt: skip

@@ -10,6 +10,7 @@ from torch import nn
 
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.detokenizer import load_tokenizer
+from atomc.runtime.hub import model_folder
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ def load(config: EngineConfig, module: nn.Module | None = None, *, progress: boo
         # A stock transformers model, told by the method that replaces its attention.
         ready = wrap_stock(module) if hasattr(module, "set_attn_implementation") else module
         return _loaded(ready, None, _eos_ids_of_module(ready), config)
-    folder = _demo() if config.model is None else Path(config.model)
+    folder = _demo() if config.model is None else model_folder(config.model)
     ready = loader.load(
         folder, dtype=dtype_of(config.dtype), device=config.device or ("cuda" if torch.cuda.is_available() else "cpu"),
         load_format=config.load_format, quantization=_quantization(config), progress=progress,

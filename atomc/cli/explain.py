@@ -21,8 +21,9 @@ def add(commands: Any) -> None:
         "  atomc explain path/to/Qwen3-0.6B --save base.json     # once, then in CI:\n"
         "  atomc explain path/to/Qwen3-0.6B --check base.json    # exit code 1 if a rewrite or kernel changed",
     )  # fmt: skip
-    parser.add_argument("model", nargs="?", help="a directory with config.json; or package.module:function, which "
-                        "returns a module, (module, args) or (module, args, kwargs); left out: the demo model")  # fmt: skip
+    parser.add_argument("model", nargs="?", help="a directory with config.json, or a name on the Hugging Face hub; "
+                        "or package.module:function, which returns a module, (module, args) or (module, args, kwargs); "
+                        "left out: the demo model")  # fmt: skip
     parser.add_argument("--why", metavar="REWRITE", help="only say why this rewrite fired or did not")
     parser.add_argument("--module-path", metavar="PATH", help="with --why: only below this module, such as layers.3.mlp")
     parser.add_argument("--dump", metavar="DIR", help="write one runnable file per pass that changed the graph")
@@ -101,8 +102,9 @@ def _model(arguments: argparse.Namespace) -> tuple[Any, tuple[Any, ...], dict[st
     if name is not None and ":" in name and not Path(name).exists():
         return _built_by(name)
     from atomc.demo import PATH
+    from atomc.runtime.hub import model_folder
 
-    return _on_meta(Path(name or PATH), arguments), (), {}
+    return _on_meta(model_folder(str(name or PATH), weights=False), arguments), (), {}
 
 
 def _on_meta(folder: Path, arguments: argparse.Namespace) -> Any:

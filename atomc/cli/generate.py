@@ -22,7 +22,8 @@ def add(commands: Any) -> None:
         commands, "generate", run, "Generate text, and say how long each part took and what the compiler did.",
         "  atomc generate\n  atomc generate path/to/Qwen3-0.6B -p 'The capital of France is' --max-tokens 32",
     )  # fmt: skip
-    parser.add_argument("model", nargs="?", help="a checkpoint directory; left out: the small model that comes with atomc")
+    parser.add_argument("model", nargs="?", help="a checkpoint directory, or a name on the Hugging Face hub; left out: the "
+                        "small model that comes with atomc")  # fmt: skip
     parser.add_argument("-p", "--prompt", action="append", help="may be given several times; the demo has one of its own")
     parser.add_argument("--max-tokens", type=int, default=MAX_TOKENS, help="new tokens, at most (default: %(default)s)")
     sampling = "default: as generation_config.json of the model says, else greedy"
@@ -40,11 +41,12 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     from atomc.demo import PATH
+    from atomc.runtime.hub import model_folder
     from atomc.runtime.llm import LLM
 
     if arguments.model is not None and not arguments.prompt:
         raise ValueError("give a prompt for this model: -p 'The capital of France is'")
-    folder = Path(arguments.model or PATH)
+    folder = model_folder(str(arguments.model or PATH))
     params = _sampling(arguments, folder)
     llm = LLM(
         folder, dtype=dtype_named(arguments.dtype), device=arguments.device, max_model_len=arguments.max_model_len,

@@ -26,6 +26,9 @@ def serve(server: ServerConfig, engine: EngineConfig) -> None:
     """Serve until SIGINT or SIGTERM. Raises ValueError, OSError or ImportError for what a user can put right."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     logging.getLogger("atomc").setLevel(logging.INFO)
+    if engine.trust_remote_code:
+        raise ValueError("trust_remote_code: code that comes with a checkpoint is never run here; a model runs as one of "
+                         "atomc's or as its transformers class")  # fmt: skip
     folder, name = _folder(engine)
     listener = _bound(server)
     # A request to end that comes before the server listens ends everything at once.
@@ -56,7 +59,7 @@ def _folder(engine: EngineConfig) -> tuple[Path, str]:
         from atomc.demo import PATH
 
         return Path(PATH), DEMO_NAME
-    folder = model_folder(engine.model, trust_remote_code=engine.trust_remote_code)
+    folder = model_folder(engine.model)
     # A path on this machine is nobody's business.
     return folder, folder.resolve().name if Path(engine.model).expanduser().is_dir() else engine.model
 
