@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from atomc.runtime.draw import Draw
+from atomc.runtime.draw import Draw, uniform
 from atomc.runtime.sampler import Sampler
 from atomc.runtime.sampling_params import SamplingParams
 
@@ -69,7 +69,8 @@ def sorting(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     last = column([(d.params.top_k or V) - 1 for d in draws], torch.int64)
     limit = column([d.params.top_p for d in draws], torch.float64) * mass.gather(-1, last)
     last = torch.minimum(last, torch.searchsorted(mass, limit))
-    target = column([d.uniform for d in draws], torch.float64) * mass.gather(-1, last)
+    numbers = uniform([d.seed for d in draws], [d.index for d in draws])
+    target = column(numbers.tolist(), torch.float64) * mass.gather(-1, last)
     return ids.gather(-1, torch.minimum(last, torch.searchsorted(mass, target, right=True)))[:, 0]
 
 

@@ -1,11 +1,14 @@
-"""How a request's next token is drawn: its parameters, and one number that depends on seed and index alone."""
+"""How a request's next token is drawn: its parameters, and one number that depends on its seed and index alone."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
 from atomc.runtime.sampling_params import SamplingParams
 
-_GOLDEN = 0x9E3779B97F4A7C15
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MASK = (1 << 64) - 1
 
 
@@ -36,7 +39,8 @@ class Draw:
 
     @property
     def uniform(self) -> float:
-        return uniform(self.seed, self.index)
+        """The number in [0, 1) that picks the token."""
+        return float(uniform([self.seed], [self.index])[0])
 
     @property
     def banned(self) -> frozenset[int]:
@@ -46,14 +50,15 @@ class Draw:
         return (frozenset() if self.params.ignore_eos else self.eos_ids).union(self.params.stop_token_ids)
 
 
-def _mixed(value: int) -> int:
+def uniform(seeds: Sequence[int], indices: Sequence[int]) -> npt.NDArray[np.float64]:
+    """Number indices[i] of the stream seeds[i], in [0, 1): the same on every device, in every batch, after a preemption."""
+    state = _mixed(np.array([seed & _MASK for seed in seeds], np.uint64))
+    numbers = _mixed(state + (np.array(indices, np.uint64) + np.uint64(1)) * _GOLDEN)
+    return (numbers >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _mixed(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """The output function of SplitMix64 (Steele et al. 2014, "Fast Splittable Pseudorandom Number Generators")."""
-    value &= _MASK
-    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
-    value = (value ^ (value >> 27)) * 0x94D049BB133111EB & _MASK
-    return value ^ (value >> 31)
-
-
-def uniform(seed: int, index: int) -> float:
-    """Number `index` of the stream `seed`, in [0, 1): the same on every device, in every batch, after a preemption."""
-    return (_mixed(_mixed(seed) + (index + 1) * _GOLDEN) >> 11) * 2.0**-53
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))

@@ -6,11 +6,13 @@ token depends neither on the other rows nor on how a device adds.
 
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from atomc.runtime.columns import columns
-from atomc.runtime.draw import Draw
+from atomc.runtime.sampling_params import SamplingParams
 
 # A row is searched in two levels: the block in which the cumulated probability passes the number, then the token.
 BLOCK = 512
@@ -18,43 +20,43 @@ BLOCK = 512
 AT_ONCE = 2**20
 
 
-def inverse_transform(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """Token ids [R] i64 of logits [R, V], a row for each of draws.
+def inverse_transform(logits: Tensor, params: Sequence[SamplingParams], numbers: npt.NDArray[np.float64]) -> Tensor:
+    """Token ids [R] i64 of logits [R, V]; params and numbers, in [0, 1), are one for each row.
 
-    The token is the one, in order of ids, at which the cumulated probability passes draw.uniform of what the filters
-    leave. Tokens as likely as the last one that a filter leaves stay, too. Greedy rows are the exact argmax, the
-    smallest id among equals.
+    The token is the one, in order of ids, at which the cumulated probability passes the number's share of what the
+    filters leave. Tokens as likely as the last one that a filter leaves stay, too. Greedy rows are the exact argmax,
+    the smallest id among equals.
     """
-    random = [i for i, draw in enumerate(draws) if draw.params.temperature > 0]
+    random = [i for i, of in enumerate(params) if of.temperature > 0]
     if not random:
         return logits.argmax(-1)
     if logits.device.type == "cuda":
-        return _on_gpu(logits, draws)
-    tokens = logits.argmax(-1) if len(random) < len(draws) else logits.new_empty(len(draws), dtype=torch.int64)
+        return _on_gpu(logits, params, numbers)
+    tokens = logits.argmax(-1) if len(random) < len(params) else logits.new_empty(len(params), dtype=torch.int64)
     at_once = max(AT_ONCE // logits.shape[-1], 1)
     for start in range(0, len(random), at_once):
         rows = random[start : start + at_once]
-        tokens[rows] = _drawn(logits[rows], [draws[i] for i in rows])
+        tokens[rows] = _drawn(logits[rows], [params[i] for i in rows], numbers[rows])
     return tokens
 
 
-def _on_gpu(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+def _on_gpu(logits: Tensor, params: Sequence[SamplingParams], numbers: npt.NDArray[np.float64]) -> Tensor:
     """The same in one launch."""
     from atomc.kernels.triton import inverse_transform as kernel
 
     V = logits.shape[-1]
-    packed = columns(logits.device, [
-        (d.params.temperature, min(d.params.top_k or V, V), d.params.top_p, d.params.min_p, d.uniform) for d in draws
-    ])  # fmt: skip
-    filtered = any(0 < draw.params.top_k < V or draw.params.top_p < 1.0 for draw in draws)
+    packed = columns(logits.device, [(of.temperature, min(of.top_k or V, V), of.top_p, of.min_p, number)
+                                     for of, number in zip(params, numbers.tolist(), strict=True)])  # fmt: skip
+    filtered = any(of.top_p < 1.0 or 0 < of.top_k < V for of in params)
     return kernel.inverse_transform(logits, packed[..., 0], filtered=filtered)
 
 
-def _drawn(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """None of the draws is greedy. Waits for the device if a row has top_p."""
+def _drawn(logits: Tensor, params: Sequence[SamplingParams], numbers: npt.NDArray[np.float64]) -> Tensor:
+    """No row is greedy. Waits for the device if a row has top_p."""
     R, V = logits.shape
     num_blocks = -(-V // BLOCK)
-    temperature, min_p, number = columns(logits.device, [(d.params.temperature, d.params.min_p, d.uniform) for d in draws])
+    rows = [(of.temperature, of.min_p, number) for of, number in zip(params, numbers, strict=True)]
+    temperature, min_p, number = columns(logits.device, rows)
     weights = logits.new_zeros((R, num_blocks * BLOCK), dtype=torch.float32)
     scaled = weights[:, :V]
     scaled.copy_(logits)
@@ -63,8 +65,8 @@ def _drawn(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     # exp(-64) counts as 0; exp takes 80 times as long where its results underflow.
     scaled.clamp_(min=-64.0).exp_()
     counts = _whole(weights, V)
-    if any(draw.params.filtered for draw in draws):
-        least = torch.maximum(_least_counts(counts[:, :V], draws), _whole(min_p.float(), V))
+    if any(of.filtered for of in params):
+        least = torch.maximum(_least_counts(counts[:, :V], params), _whole(min_p.float(), V))
         counts.masked_fill_(counts < least, 0)
 
     counts = counts.view(R, num_blocks, BLOCK)
@@ -83,18 +85,18 @@ def _whole(weights: Tensor, V: int) -> Tensor:
     return weights.mul(2.0 ** (62 - V.bit_length())).long()
 
 
-def _least_counts(counts: Tensor, draws: Sequence[Draw]) -> Tensor:
+def _least_counts(counts: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """The smallest of counts [R, V] that top_k and then top_p leave in each row, [R, 1]."""
     V = counts.shape[-1]
-    least = counts.new_zeros((len(draws), 1))
-    top_k = [i for i, draw in enumerate(draws) if 0 < draw.params.top_k < V]
+    least = counts.new_zeros((len(params), 1))
+    top_k = [i for i, of in enumerate(params) if 0 < of.top_k < V]
     if top_k:
-        row, k = columns(counts.device, [(i, draws[i].params.top_k) for i in top_k]).long()
-        largest = counts[row[:, 0]].topk(max(draws[i].params.top_k for i in top_k)).values
+        row, k = columns(counts.device, [(i, params[i].top_k) for i in top_k]).long()
+        largest = counts[row[:, 0]].topk(max(params[i].top_k for i in top_k)).values
         least[row[:, 0]] = largest.gather(-1, k - 1)
-    top_p = [i for i, draw in enumerate(draws) if draw.params.top_p < 1.0]
+    top_p = [i for i, of in enumerate(params) if of.top_p < 1.0]
     if top_p:
-        index, p = columns(counts.device, [(i, draws[i].params.top_p) for i in top_p])
+        index, p = columns(counts.device, [(i, params[i].top_p) for i in top_p])
         rows = index[:, 0].long()
         kept = counts[rows]
         kept.masked_fill_(kept < least[rows], 0)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from atomc.runtime.columns import columns
-from atomc.runtime.draw import Draw
+from atomc.runtime.draw import Draw, uniform
 from atomc.runtime.inverse_transform import inverse_transform
 from atomc.runtime.logprobs import Logprobs, TokenLogprobs, logprobs
 from atomc.runtime.token_counts import TokenCounts
@@ -49,7 +49,8 @@ class Sampler:
         i does not draw token t; mask [R, W] i32 may lie on the host. Rows of one request with a draft (see
         atomc.runtime.speculative) lie behind each other.
         """
-        tokens = inverse_transform(self._changed(logits, draws, mask), draws)
+        numbers = uniform([draw.seed for draw in draws], [draw.index for draw in draws])
+        tokens = inverse_transform(self._changed(logits, draws, mask), [draw.params for draw in draws], numbers)
         penalized = [i for i, draw in enumerate(draws) if draw.params.penalized]
         guessed = any(draws[i].draft for i in penalized)
         self.counts.add(penalized, [draws[i] for i in penalized], tokens, _right(draws, tokens) if guessed else None)
@@ -67,7 +68,7 @@ class Sampler:
         """Logits after penalties, bias, bans and mask: the same tensor if there are none."""
         penalized = [i for i, draw in enumerate(draws) if draw.params.penalized]
         # A ban is a bias, too, and comes after that of the user.
-        biases = [(i, token, bias) for i, draw in enumerate(draws)
+        biases = [(i, token, bias) for i, draw in enumerate(draws) if draw.params.logit_bias or draw.params.min_tokens
                   for token, bias in {**draw.params.logit_bias, **dict.fromkeys(draw.banned, -torch.inf)}.items()
                   if token < logits.shape[-1]]  # fmt: skip
         if not (penalized or biases or mask is not None):

@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 MIN_TEMPERATURE = 1e-4
@@ -130,11 +131,11 @@ class SamplingParams:
             if (getattr(self, name) or 0) > vocab_size:
                 raise ValueError(f"{name} is {getattr(self, name)}, the vocabulary has {vocab_size} tokens")
 
-    @property
+    @cached_property
     def penalized(self) -> bool:
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
-    @property
+    @cached_property
     def filtered(self) -> bool:
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 

@@ -3,12 +3,14 @@
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atomc.runtime.draw import Draw, uniform
+from atomc.runtime.inverse_transform import inverse_transform
 from atomc.runtime.logprobs import logprobs
 from atomc.runtime.sampler import Sampler
 from atomc.runtime.sampling_params import SamplingParams
@@ -17,14 +19,6 @@ CPU = torch.device("cpu")
 # Probabilities 0.5, 0.25, 0.15, 0.1 at ids 2, 0, 3, 1, and an impossible id 4.
 LOGITS = torch.tensor([0.25, 0.1, 0.5, 0.15, 0.0]).log()
 GRID = [(i + 0.5) / 1000 for i in range(1000)]
-
-
-class At(Draw):
-    """A draw at a number of the test's choice, which it takes in place of the seed."""
-
-    @property
-    def uniform(self):
-        return self.seed
 
 
 def sample(logits, draws, **given):
@@ -37,7 +31,7 @@ def drawn(**params):
 
 def ids_at(numbers, logits=LOGITS, **params):
     params = SamplingParams(**{"temperature": 1.0, **params})
-    return sample(logits.expand(len(numbers), -1), [At(params=params, seed=number) for number in numbers]).tolist()
+    return inverse_transform(logits.expand(len(numbers), -1), [params] * len(numbers), np.array(numbers)).tolist()
 
 
 def after(prompt, output, index=None, name="a", **params):
@@ -108,9 +102,7 @@ def test_equals_of_the_last_token_that_a_filter_leaves_stay():
 
 
 def test_large_logits_do_not_overflow():
-    logits = torch.tensor([[1e30, -1e30, 1e30]] * 2)
-    draws = [At(params=SamplingParams(temperature=0.01), seed=number) for number in (0.1, 0.9)]
-    assert sample(logits, draws).tolist() == [0, 2]
+    assert ids_at([0.1, 0.9], torch.tensor([1e30, -1e30, 1e30]), temperature=0.01) == [0, 2]
 
 
 def left(logits, params):
@@ -142,7 +134,7 @@ def test_a_token_is_where_the_cumulated_probability_of_what_is_left_passes_the_n
     logits = torch.randn(V, generator=torch.Generator().manual_seed(seed)) * 3
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     kept = left(logits, params)
-    (token,) = sample(logits[None], [At(params=params, seed=number)]).tolist()
+    (token,) = inverse_transform(logits[None], [params], np.array([number])).tolist()
     before = sum(weight for i, weight in kept.items() if i < token)
     assert token in kept
     assert before - 1e-5 <= number <= before + kept[token] + 1e-5
@@ -200,8 +192,10 @@ def test_the_kernel_draws_the_same_tokens(monkeypatch):
     for V, seed in ((130, 0), (50, 1)):
         logits = (torch.randn(len(kinds), V, generator=torch.Generator().manual_seed(seed)) * 3).bfloat16()
         draws = [Draw(params=SamplingParams(temperature=t, top_k=k, top_p=p, min_p=m), seed=seed) for t, k, p, m in kinds]
-        columns = torch.tensor([[t, min(k or V, V), p, m, d.uniform] for (t, k, p, m), d in zip(kinds, draws, strict=True)])
-        found = kernel.inverse_transform(logits.to(device), columns.double().T.contiguous().to(device), filtered=True)
+        numbers = uniform([seed] * len(kinds), [0] * len(kinds))
+        rows = [(t, min(k or V, V), p, m, number) for (t, k, p, m), number in zip(kinds, numbers, strict=True)]
+        columns = torch.tensor(rows, dtype=torch.float64, device=device).T.contiguous()
+        found = kernel.inverse_transform(logits.to(device), columns, filtered=True)
         assert found.tolist() == sample(logits, draws).tolist()
 
 
@@ -217,19 +211,24 @@ def test_a_gpu_draws_the_tokens_of_a_cpu(dtype):
 
 
 def test_uniform_numbers_depend_on_seed_and_index_and_fill_the_interval():
-    assert uniform(5, 3) == uniform(5, 3)
-    assert len({uniform(seed, index) for seed in range(50) for index in range(50)}) == 2500
+    assert uniform([5], [3]) == uniform([4, 5], [3, 3])[1]
+    pairs = [(seed, index) for seed in range(50) for index in range(50)]
+    assert len(set(uniform(*zip(*pairs, strict=True)).tolist())) == 2500
     # The numbers of one stream, and the first numbers of seeds that users would take.
-    for numbers in ([uniform(0, i) for i in range(20000)], [uniform(seed, 0) for seed in range(20000)]):
-        assert all(0.0 <= number < 1.0 for number in numbers)
-        counts = torch.tensor(numbers).mul(10).long().bincount(minlength=10)
+    for numbers in (uniform([0] * 20000, range(20000)), uniform(range(20000), [0] * 20000)):
+        assert numbers.min() >= 0.0 and numbers.max() < 1.0
+        counts = np.histogram(numbers, 10, (0, 1))[0]
         assert counts.min() > 1800 and counts.max() < 2200
 
 
 def test_uniform_numbers_are_those_of_splitmix64():
     # The published stream of seed 0, whose state the seed's own mixing leaves at 0.
     expected = (0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F)
-    assert [uniform(0, i) for i in range(3)] == [(value >> 11) * 2.0**-53 for value in expected]
+    assert uniform([0] * 3, range(3)).tolist() == [(value >> 11) * 2.0**-53 for value in expected]
+
+
+def test_seeds_may_be_negative_or_of_64_bits():
+    assert uniform([-1], [0]) == uniform([2**64 - 1], [0]) != uniform([1], [0])
 
 
 def penalized(logits, prompt, output, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0):

@@ -76,5 +76,6 @@ def test_parameters_travel_between_processes():
         max_tokens=None, logit_bias={3: 1.5}, stop=("x", "y"), stop_token_ids=(4,), seed=2**63, logprobs=2,
         structured=Structured(json_schema={"type": "object"}),
     )  # fmt: skip
+    assert not params.penalized and not params.filtered
     data = msgspec.msgpack.encode(params)
     assert msgspec.msgpack.decode(data, type=SamplingParams) == params
