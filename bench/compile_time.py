@@ -2,12 +2,14 @@
 
     python bench/compile_time.py --glue eager --repeat 2 --json bench/results/compile-time-cpu.json
 
-Each case is a process of its own with empty caches. Ways:
+Each case is a process of its own: a cold start with empty caches, with --warm a second one, which finds what the first
+kept. Ways:
     program      atomc.program.compile_model, as the runtime compiles: traced once, no guards
     prepared     torch.compile(atomc.prepare(model), backend="atom")
     unprepared   torch.compile(model, backend="atom")
     inductor     torch.compile(model, backend="inductor")
-The first three with `glue`: "eager" compiles no C++, "inductor" compiles each unique piece. `cpu` is the processor time of
+The first three with `glue`: "eager" compiles no C++, "inductor" compiles each unique piece. `ours` is all that happens
+after Dynamo has handed over the graph. `cpu` is the processor time of
 the whole, which says more than `total` on a machine with other work; of --repeat runs that with the least is shown.
 """
 
@@ -25,7 +27,7 @@ from typing import Any
 DEPTHS = (2, 28, 64)
 CASES = [("program", "eager"), ("prepared", "eager"), ("unprepared", "eager"), ("program", "inductor"),
          ("prepared", "inductor"), ("unprepared", "inductor"), ("inductor", "")]  # fmt: skip
-PHASES = ("dynamo", "lift", "trace", "passes", "lower", "glue", "rest", "total", "cpu")
+PHASES = ("dynamo", "cache", "lift", "trace", "passes", "lower", "glue", "rest", "ours", "total", "cpu")
 TINY = dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3", vocab_size=256, hidden_size=64, intermediate_size=128,
             num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=512, rms_norm_eps=1e-6,
             hidden_act="silu")  # fmt: skip
@@ -76,23 +78,39 @@ def measure(way: str, glue: str, depth: int) -> dict[str, Any]:
     if way == "inductor":
         return finished(total, cpu, {"dynamo": called[0] - start, "glue": called[1] - called[0]}, None)
     report = atomc.reports()[-1]
-    return finished(total, cpu, {"dynamo": called[0] - start, **report.phases}, report)
+    found = finished(total, cpu, {"dynamo": called[0] - start, **report.phases}, report)
+    return {**found, "ours": called[1] - called[0]}
 
 
 def finished(total: float, cpu: float, phases: dict[str, float], report: Any) -> dict[str, Any]:
+    from torch._dynamo.utils import counters
+
     notes = [note for note in report.notes if "traced" in note or "piece" in note] if report else []
+    compiled = sum(counters["inductor"][f"fxgraph_cache_{kind}"] for kind in ("miss", "bypass"))
+    asked = counters["aot_autograd"]["total"]
+    if report:
+        notes.append(f"cache: {report.cache}")
+    notes.append(f"Inductor was asked {asked} times and compiled {compiled}")
     used = {"total": total, "cpu": time.process_time() - cpu}
-    return {**phases, "rest": total - sum(phases.values()), **used, "notes": notes}
+    return {**phases, "rest": total - sum(phases.values()), "ours": sum(phases.values()) - phases["dynamo"], **used,
+            "notes": notes}
 
 
-def in_a_process(way: str, glue: str, depth: int, limit: float) -> dict[str, Any]:
+def starts(way: str, glue: str, depth: int, limit: float, warm: bool) -> list[dict[str, Any]]:
+    """A cold start, and a warm one if asked for; "start" says which."""
     with tempfile.TemporaryDirectory() as folder:
-        caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
-        command = [sys.executable, __file__, "--one", way, glue, str(depth)]
-        try:
-            done = subprocess.run(command, env={**os.environ, **caches}, capture_output=True, text=True, timeout=limit)
-        except subprocess.TimeoutExpired:
-            return {"notes": [f"more than {limit:.0f} s"]}
+        caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton",
+                  "ATOMC_CACHE_DIR": f"{folder}/atomc", "ATOMC_CACHE": "1"}  # fmt: skip
+        return [{"start": start, **in_a_process(way, glue, depth, limit, caches)}
+                for start in ["cold"] + ["warm"] * warm]  # fmt: skip
+
+
+def in_a_process(way: str, glue: str, depth: int, limit: float, caches: dict[str, str]) -> dict[str, Any]:
+    command = [sys.executable, __file__, "--one", way, glue, str(depth)]
+    try:
+        done = subprocess.run(command, env={**os.environ, **caches}, capture_output=True, text=True, timeout=limit)
+    except subprocess.TimeoutExpired:
+        return {"notes": [f"more than {limit:.0f} s"]}
     if done.returncode:
         return {"notes": [f"failed: {done.stderr.strip().splitlines()[-1]}"]}
     return dict(json.loads(done.stdout.splitlines()[-1]))
@@ -100,7 +118,7 @@ def in_a_process(way: str, glue: str, depth: int, limit: float) -> dict[str, Any
 
 def row(way: str, glue: str, depth: int, found: dict[str, Any]) -> str:
     cells = "".join(f"{found[name]:8.2f}" if name in found else f"{'':8}" for name in PHASES)
-    return f"{way:11}{glue:9}{depth:7}{cells}  {'; '.join(found['notes'])}"
+    return f"{way:11}{glue:9}{found['start']:5}{depth:7}{cells}  {'; '.join(found['notes'])}"
 
 
 def main() -> None:
@@ -111,6 +129,7 @@ def main() -> None:
     parser.add_argument("--glue", nargs="+", help="only these")
     parser.add_argument("--limit", type=float, default=900.0, help="seconds after which a case is given up")
     parser.add_argument("--repeat", type=int, default=1, help="runs of each case")
+    parser.add_argument("--warm", action="store_true", help="a second start of each case, too")
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.one:
@@ -121,16 +140,17 @@ def main() -> None:
 
     machine = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, Python {platform.python_version()}"
     print(f"{' '.join(['python', *sys.argv])}\n{machine}; seconds of the first call\n")
-    print(f"{'way':11}{'glue':9}{'layers':>7}" + "".join(f"{name:>8}" for name in PHASES))
+    print(f"{'way':11}{'glue':9}{'start':5}{'layers':>7}" + "".join(f"{name:>8}" for name in PHASES))
     results = []
     for way, glue in CASES:
         for depth in given.depths:
             if (given.ways and way not in given.ways) or (given.glue and glue not in given.glue):
                 continue
-            runs = [in_a_process(way, glue, depth, given.limit) for _ in range(given.repeat)]
-            found = min(runs, key=lambda run: run.get("cpu", float("inf")))
-            results.append({"way": way, "glue": glue, "layers": depth, **found})
-            print(row(way, glue, depth, found), flush=True)
+            runs = [starts(way, glue, depth, given.limit, given.warm) for _ in range(given.repeat)]
+            for same in zip(*runs, strict=True):
+                found = min(same, key=lambda run: run.get("cpu", float("inf")))
+                results.append({"way": way, "glue": glue, "layers": depth, **found})
+                print(row(way, glue, depth, found), flush=True)
             if given.json:
                 given.json.write_text(json.dumps({"machine": machine, "results": results}, indent=1) + "\n")
 
