@@ -61,9 +61,13 @@ class Graphed:
 
     Other tensors are copied into static buffers before a replay, and results are copied out, so that the caller may keep
     them. Whatever cannot be captured runs as it is, with a note.
+
+    settle   called with the inputs before a capture: it may move those that stay, by whose addresses graphs are told apart
     """
 
-    def __init__(self, call: Callable[..., Any], written: Sequence[int], notes: list[str], graphs: list[dict[str, Any]]):
+    def __init__(self, call: Callable[..., Any], written: Sequence[int], notes: list[str], graphs: list[dict[str, Any]],
+                 settle: Callable[[Sequence[Any]], Any] = lambda args: None):  # fmt: skip
+        self.settle = settle
         self.call, self.written, self.notes, self.graphs = call, sorted(written), notes, graphs
         self.pool: Pool | None = None
         self.staying: list[int] | None = None  # the inputs that must not move; known from the first call on
@@ -77,14 +81,19 @@ class Graphed:
             self.moving = [i for i, fixed in enumerate(stays) if not fixed]
         key = tuple([_kind(args[i]) for i in self.moving])
         entry = self.captured.get(key)
-        pointers = [args[i].data_ptr() for i in self.staying]
-        if (entry is None and key not in self.captured) or (entry is not None and entry.pointers != pointers):
-            entry = self.captured[key] = self._capture(args, pointers)
+        if (entry is None and key not in self.captured) or (entry is not None and entry.pointers != self._pointers(args)):
+            self.settle(args)
+            pointers = self._pointers(args)
+            if entry is None or entry.pointers != pointers:
+                entry = self.captured[key] = self._capture(args, pointers)
         if entry is None:
             return self.call(*args)
         for mine, i in entry.copied:
             mine.copy_(args[i])
         return _cloned(entry.graph.replay())
+
+    def _pointers(self, args: Sequence[Any]) -> list[int]:
+        return [args[i].data_ptr() for i in self.staying or ()]
 
     def _capture(self, args: Sequence[Any], pointers: list[int]) -> "_Entry | None":
         devices = {x.device for x in args if isinstance(x, Tensor) and x.dim()}

@@ -132,13 +132,7 @@ def compile_for(
     report.treated = True
     contract.check(report, options)
     if wants_cuda_graphs(options) and not platform.is_cpu:
-        graphed = Graphed(made, written, report.notes, report.cuda_graphs)
-
-        def call(*args: Any) -> Any:
-            packs[-1](args)  # may move weights, by whose addresses graphs are told apart: before, not during a capture
-            return graphed(*args)
-
-        return call
+        return Graphed(made, written, report.notes, report.cuda_graphs, settle=packs[-1])
     return made
 
 
