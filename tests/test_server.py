@@ -1,6 +1,8 @@
 """The server's API over HTTP, on the demo model: OpenAI's own client, and requests that it would not send."""
 
 import json
+import math
+import operator
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -33,7 +35,9 @@ CLOCK = {"type": "function", "function": {"name": "clock", "parameters": {"$ref"
 def server(tmp_path_factory):
     profiles = tmp_path_factory.mktemp("profiles")
     with serving("--api-key", KEY, "--api-key", "second-key", "--max-body-bytes", 200_000, "--max-logprobs", 5,
-                 "--profile-dir", profiles, "--allow-origin", "https://page.example") as found:  # fmt: skip
+                 "--profile-dir", profiles, "--allow-origin", "https://page.example",
+                 "--tool-call-parser", "hermes", "--reasoning-parser", "think",
+                 "--options", "layout=paged") as found:  # fmt: skip
         found.profiles = profiles
         yield found
 
@@ -191,8 +195,9 @@ def test_a_json_schema_makes_json_of_that_schema(client):
     schema = {"type": "object", "properties": {"name": {"enum": ["Ann", "Bob"]}, "age": {"enum": [1, 2]}},
               "required": ["name", "age"], "additionalProperties": False}  # fmt: skip
     form = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema, "strict": True}}
+    asked = {"messages": HELLO, "response_format": form, **greedy(max_tokens=300)}
     for stream in (False, True):
-        found = client.chat.completions.create(messages=HELLO, response_format=form, stream=stream, **greedy(max_tokens=60))
+        found = client.chat.completions.create(**asked, stream=stream)
         text = (
             "".join(chunk.choices[0].delta.content or "" for chunk in found) if stream else found.choices[0].message.content
         )
@@ -220,7 +225,7 @@ def test_vllms_names_for_structured_output(client, extra, pattern):
 def test_a_function_by_name_is_called(client):
     choice = {"type": "function", "function": {"name": "weather"}}
     found = client.chat.completions.create(messages=HELLO, tools=[CLOCK, WEATHER], tool_choice=choice,
-                                           **greedy(max_tokens=40)).choices[0]  # fmt: skip
+                                           **greedy(max_tokens=300)).choices[0]  # fmt: skip
     (call,) = found.message.tool_calls
     assert call.function.name == "weather" and json.loads(call.function.arguments)["city"] in ("Paris", "Rome")
     assert found.message.content is None and call.id.startswith("call_")
@@ -229,24 +234,46 @@ def test_a_function_by_name_is_called(client):
 @pytest.mark.parametrize("tools", [[WEATHER], [CLOCK], [WEATHER, CLOCK]])
 def test_required_tools_are_called_whole_and_streamed(client, tools):
     asked = {"messages": HELLO, "tools": tools, "tool_choice": "required", "parallel_tool_calls": False}
-    whole = client.chat.completions.create(**asked, **greedy(max_tokens=80)).choices[0]
+    whole = client.chat.completions.create(**asked, **greedy(max_tokens=400)).choices[0]
     (call,) = whole.message.tool_calls
     assert whole.finish_reason == "tool_calls"
     assert call.function.name in [tool["function"]["name"] for tool in tools]
     arguments = json.loads(call.function.arguments)
     assert arguments.get("zone") == "UTC" or arguments.get("city") in ("Paris", "Rome")
-    chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**asked, stream=True, **greedy(max_tokens=80))]
+    chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**asked, stream=True, **greedy(max_tokens=400))]
     calls = [each for chunk in chunks for each in chunk.delta.tool_calls or []]
     assert calls[0].function.name == call.function.name and calls[0].id
     assert "".join(each.function.arguments for each in calls) == call.function.arguments
     assert chunks[-1].finish_reason == "tool_calls"
 
 
-def test_tools_of_a_model_whose_way_is_not_known_are_refused_with_what_to_do(client):
-    with pytest.raises(openai.BadRequestError, match="--tool-call-parser, one of hermes"):
-        client.chat.completions.create(messages=HELLO, tools=[WEATHER], **greedy())
-    found = client.chat.completions.create(messages=HELLO, tools=[WEATHER], tool_choice="none", **greedy())
-    assert found.choices[0].message.tool_calls is None
+WRITTEN = """<think>
+Paris it is.
+</think>
+
+One moment.
+<tool_call>
+{"name": "weather", "arguments": {"city": "Paris"}}
+</tool_call>"""
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_a_model_thinks_says_and_calls_is_told_apart(client, stream):
+    asked = {"messages": HELLO, "tools": [WEATHER], "extra_body": {"guided_choice": [WRITTEN]}}
+    found = client.chat.completions.create(**asked, stream=stream, **greedy(max_tokens=300))
+    parts = [chunk.choices[0].delta for chunk in found] if stream else [found.choices[0].message]
+    thought = "".join(getattr(part, "reasoning_content", None) or "" for part in parts)
+    assert (thought, "".join(part.content or "" for part in parts)) == ("Paris it is.", "One moment.")
+    calls = [call.function for part in parts for call in part.tool_calls or []]
+    assert calls[0].name == "weather" and "".join(call.arguments for call in calls) == '{"city": "Paris"}'
+    if not stream:
+        assert found.choices[0].finish_reason == "tool_calls"
+
+
+def test_without_a_choice_of_tools_none_is_called(client):
+    asked = {"messages": HELLO, "tools": [WEATHER], "tool_choice": "none", "extra_body": {"guided_choice": [WRITTEN]}}
+    message = client.chat.completions.create(**asked, **greedy(max_tokens=300)).choices[0].message
+    assert message.tool_calls is None and "<tool_call>" in message.content
 
 
 # Beside generation
@@ -288,9 +315,18 @@ def test_a_profile_is_written_into_the_folder_of_the_flag(server, http):
     assert (server.profiles / file).stat().st_size > 1000 and "/" not in file
 
 
-def test_embeddings_say_that_the_model_gives_none(client):
-    with pytest.raises(openai.BadRequestError, match="served for generation"):
-        client.embeddings.create(model="atomc-demo", input="text")
+def test_embeddings_are_of_length_one_alike_for_alike_texts_and_the_same_in_base64(client, http):
+    texts = ["She said nothing.", "She said nothing at all.", "1 2 3 4 5 6"]
+    found = client.embeddings.create(model="atomc-demo", input=texts)  # the client asks for base64
+    vectors = [each.embedding for each in found.data]
+    assert [len(vector) for vector in vectors] == [256] * 3 and found.usage.prompt_tokens > 10
+    assert all(math.isclose(math.hypot(*vector), 1, rel_tol=1e-3) for vector in vectors)
+    alike, other = (sum(map(operator.mul, vectors[0], vector)) for vector in vectors[1:])
+    assert alike > other
+    plain = http.post("/v1/embeddings", json={"input": texts[0], "encoding_format": "float"}).json()["data"]
+    assert plain[0]["embedding"] == pytest.approx(vectors[0], abs=1e-2)
+    last = http.post("/v1/embeddings", json={"input": texts[0], "pooling": "last"}).json()["data"]
+    assert last[0]["embedding"] != plain[0]["embedding"]
 
 
 # What a client gets wrong
@@ -317,7 +353,7 @@ def test_embeddings_say_that_the_model_gives_none(client):
         ("/v1/completions", {"prompt": "x", "stop_token_ids": [4000]}, 400, "token id 4000"),
         ("/v1/completions", {"prompt": "x", "guided_regex": "["}, 400, "regex"),
         ("/v1/completions", {"prompt": "x", "guided_regex": "a", "guided_choice": ["b"]}, 400, "more than once"),
-        ("/v1/completions", {"prompt": ["x"] * 100, "n": 20}, 400, "more answers than one request may ask for"),
+        ("/v1/completions", {"prompt": ["x"] * 100, "n": 20}, 400, "asks for 2000 answers, and 1024 is"),
         ("/v1/chat/completions", {"messages": []}, 400, "messages is empty"),
         ("/v1/chat/completions", {"messages": [{"content": "x"}]}, 400, "expected an object with a role"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "image_url"),
@@ -326,6 +362,8 @@ def test_embeddings_say_that_the_model_gives_none(client):
         ("/v1/chat/completions", {"messages": HELLO, "response_format": {"type": "json_schema"}}, 400, "needs json_schema"),
         ("/v1/chat/completions", {"messages": HELLO, "tools": [WEATHER],
                                   "tool_choice": {"type": "function", "function": {"name": "sun"}}}, 400, "'sun'"),
+        ("/v1/embeddings", {"input": "x", "dimensions": 7}, 400, "dimensions is 7, and this model's embeddings have 256"),
+        ("/v1/embeddings", {"input": [5] * 2049}, 400, "maximum context length is 2048 tokens, and an input has 2049"),
         ("/detokenize", {"tokens": [4000]}, 400, "token id 4000"),
         ("/tokenize", {}, 400, "either prompt or messages"),
         ("/v1/nothing", {}, 404, "there is no POST /v1/nothing"),
