@@ -163,7 +163,7 @@ def _startup(arguments: argparse.Namespace) -> None:
     from atomc.runtime.bench.startup import starts, text
 
     flags = _serve_flags(arguments) if arguments.server else None
-    found = starts(_config(arguments), warm=arguments.repeat, limit=arguments.limit, flags=flags)
+    found = list(starts(_config(arguments), warm=arguments.repeat, limit=arguments.limit, flags=flags))
     print(text(found))
     _write(arguments, {"machine": _machine(found[0]["device"]), "starts": found})
 

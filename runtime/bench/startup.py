@@ -13,7 +13,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,27 +23,26 @@ from atomc.runtime.config import EngineConfig
 # What a process is told by its environment, each a folder of its own.
 CACHES = ("ATOMC_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH")
 PROMPT = [300, 301, 302, 303]
+LARGE = ("torch._dynamo", "torch._inductor.compile_fx", "transformers", "triton.compiler")
 POLL_SECONDS = 0.02
 
 Start = dict[str, Any]
 
 
-def starts(config: EngineConfig, *, warm: int, limit: float, flags: Sequence[str] | None = None) -> list[Start]:
-    """One cold start and then warm ones: {"way", "seconds", "phases", ...}.
+def starts(config: EngineConfig, *, warm: int, limit: float, flags: Sequence[str] | None = None) -> Iterator[Start]:
+    """One cold start and then warm ones, as they end: {"way", "seconds", "phases", ...}.
 
     limit  seconds that one may take
     flags  of `atomc serve`, to start the server; None: the engine alone
 
     Raises ValueError, with its last words, for a process that fails or takes too long.
     """
-    found = []
     with tempfile.TemporaryDirectory() as folder:
         caches = {name: str(Path(folder, name.lower())) for name in CACHES}
         for number in range(1 + warm):
             way = "cold" if number == 0 else "warm"
             one = engine_start(config, caches, limit) if flags is None else server_start(flags, caches, limit)
-            found.append({"way": way, **one})
-    return found
+            yield {"way": way, **one}
 
 
 def engine_start(config: EngineConfig, environment: Mapping[str, str], limit: float) -> Start:
@@ -109,6 +108,33 @@ def text(found: Sequence[Start]) -> str:
     return "\n".join([*lines, f"{'together':<14}" + "".join(f"{start['seconds']:>9.2f}" for start in found)])
 
 
+def triton_kernels() -> dict[str, float]:
+    """Counts, from now on, of Triton kernels that this process compiles and that it finds on disk, and the seconds."""
+    counts = {"compiled": 0, "found": 0, "seconds": 0.0}
+    try:
+        from triton import knobs
+    except ImportError:  # no Triton, or one before 3.4
+        return counts
+
+    def add(*, times: Any, cache_hit: bool, **what: Any) -> None:
+        counts["found" if cache_hit else "compiled"] += 1
+        counts["seconds"] += times.total / 1e6
+
+    knobs.compilation.listener = add
+    return counts
+
+
+def details(start: Start) -> str:
+    """What took long: the parts of compiling, kernels that were compiled, libraries that need time to import."""
+    parts = sorted(start.get("compile", {}).items(), key=lambda part: -part[1])
+    kernels = start.get("triton", {})
+    lines = ["compile: " + ", ".join(f"{name} {seconds:.2f}" for name, seconds in parts),
+             "Triton: {compiled} kernels compiled, {found} found, {seconds:.2f} s".format(**kernels) if kernels else "",
+             f"CUDA graphs: {start.get('graphs', 0)}; imported {', '.join(start.get('imported', [])) or 'nothing large'}",
+             *start.get("notes", [])]  # fmt: skip
+    return "\n".join(f"  {line}" for line in lines if line)
+
+
 def main(config: str, spawned: float) -> None:
     """In the process that is measured: start, make a token, and print the seconds of each part as JSON."""
     phases = {"python": time.time() - spawned}
@@ -117,6 +143,7 @@ def main(config: str, spawned: float) -> None:
     from atomc.runtime.sampling_params import SamplingParams
 
     phases["import"] = time.perf_counter() - mark
+    kernels = triton_kernels()
     engine = Engine(EngineConfig(**json.loads(config)), progress=False)
     mark = time.perf_counter()
     engine.add(engine.request("0", PROMPT, SamplingParams(max_tokens=1, ignore_eos=True)))
@@ -126,6 +153,7 @@ def main(config: str, spawned: float) -> None:
     seconds = time.time() - spawned
     report = engine.program.report
     more = {"compile": dict(report.phases), "graphs": len(report.cuda_graphs), "notes": report.notes,
+            "triton": kernels, "imported": [name for name in LARGE if name in sys.modules],
             "device": str(engine.program.device)}  # fmt: skip
     print(json.dumps(together(seconds, {**phases, **engine.phases, "first token": first}, more), default=str))
 
