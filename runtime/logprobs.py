@@ -47,7 +47,8 @@ def logprobs(logits: Tensor, tokens: Tensor, counts: Sequence[int]) -> Logprobs:
     num_top = min(max(counts, default=0), logits.shape[-1])
     parts = [_logprobs(rows, ids, num_top) for rows, ids in
              zip(torch.split(logits, ROWS_AT_ONCE), torch.split(tokens, ROWS_AT_ONCE), strict=True)]  # fmt: skip
-    values, ranks, top_tokens, top_values = (torch.cat(part) for part in zip(*parts, strict=True))
+    whole = parts[0] if len(parts) == 1 else tuple(torch.cat(part) for part in zip(*parts, strict=True))
+    values, ranks, top_tokens, top_values = whole
     return Logprobs(tokens, values, ranks, top_tokens, top_values, tuple(min(count, num_top) for count in counts))
 
 

@@ -57,9 +57,11 @@ class Sampler:
         asked = [i for i, draw in enumerate(draws) if draw.params.logprobs is not None]
         if not asked:
             return Sampled(tokens)
-        rows = _index(asked, logits.device)
-        found = logprobs(logits[rows], tokens[rows], [draws[i].params.logprobs or 0 for i in asked])
-        return Sampled(tokens, tuple(asked), found)
+        counts = [draws[i].params.logprobs or 0 for i in asked]
+        if len(asked) == len(draws):
+            return Sampled(tokens, tuple(asked), logprobs(logits, tokens, counts))
+        rows = columns(logits.device, [(i,) for i in asked])[0, :, 0].long()
+        return Sampled(tokens, tuple(asked), logprobs(logits[rows], tokens[rows], counts))
 
     def forget(self, request_id: str) -> None:
         self.counts.forget(request_id)
@@ -68,20 +70,20 @@ class Sampler:
         """Logits after penalties, bias, bans and mask: the same tensor if there are none."""
         penalized = [i for i, draw in enumerate(draws) if draw.params.penalized]
         # A ban is a bias, too, and comes after that of the user.
-        biases = [(i, token, bias) for i, draw in enumerate(draws) if draw.params.logit_bias or draw.params.min_tokens
+        V = logits.shape[-1]
+        biases = [(i * V + token, bias) for i, draw in enumerate(draws) if draw.params.logit_bias or draw.params.min_tokens
                   for token, bias in {**draw.params.logit_bias, **dict.fromkeys(draw.banned, -torch.inf)}.items()
-                  if token < logits.shape[-1]]  # fmt: skip
+                  if token < V]  # fmt: skip
         if not (penalized or biases or mask is not None):
             return logits
-        logits = logits.to(torch.float32, copy=True)
+        logits = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         if penalized:
             self.counts.penalize(logits, penalized, [draws[i] for i in penalized])
         if biases:
-            row, token, bias = columns(logits.device, biases)[..., 0]
-            place = (row.long(), token.long())
-            logits[place] = logits[place] + bias.float()
+            place, bias = columns(logits.device, biases)[..., 0]
+            logits.view(-1).scatter_add_(0, place.long(), bias.float())
         if mask is not None:
-            logits.masked_fill_(~allowed(mask.to(logits.device, non_blocking=True), logits.shape[-1]), -torch.inf)
+            logits.masked_fill_(~allowed(mask.to(logits.device, non_blocking=True), V), -torch.inf)
         return logits
 
 
@@ -99,7 +101,3 @@ def _right(draws: Sequence[Draw], tokens: Tensor) -> Tensor:
         row, guess = columns(tokens.device, guesses)[..., 0].long()
         right[row] = right[row - 1] & (tokens[row - 1] == guess)
     return right
-
-
-def _index(rows: Sequence[int], device: torch.device) -> Tensor:
-    return columns(device, [(row,) for row in rows])[0, :, 0].long()

@@ -53,33 +53,36 @@ class TokenCounts:
         wanted = {draw.request_id for draw in draws}
         for draw in draws:
             self._fit(draw, wanted)
+        params = [draw.params for draw in draws]
         guesses = [(i, token) for i, draw in enumerate(draws) for token in draw.draft]
-        number, slot, repetition, presence, frequency = columns(self.device, [
-            (row, self.slots[d.request_id].row, d.params.repetition_penalty, d.params.presence_penalty,
-             d.params.frequency_penalty)
-            for row, d in zip(rows, draws, strict=True)
+        row, slot, repetition, presence, frequency = columns(self.device, [
+            (row, self.slots[draw.request_id].row, of.repetition_penalty, of.presence_penalty, of.frequency_penalty)
+            for row, draw, of in zip(rows, draws, params, strict=True)
         ])  # fmt: skip
-        index, slots = number[:, 0].long(), slot[:, 0].long()
+        index, slots = row[:, 0].long(), slot[:, 0].long()
         counts = self.output[slots]
         if guesses:
             i, token = columns(self.device, guesses)[..., 0].long()
-            counts.index_put_((i, token), torch.ones_like(token, dtype=torch.int32), accumulate=True)
-        came = counts > 0
-        values = logits[index]
-        factor = torch.where(came | self.prompt[slots], repetition.float(), 1.0)
-        values = torch.where(values > 0, values / factor, values * factor)
-        values -= frequency.float() * counts
-        values -= presence.float() * came
-        logits[index] = values
+            _count(counts, i, token)
+        # What no request asks for costs nothing; it would change nothing either.
+        values = logits if len(rows) == len(logits) else logits[index]
+        if any(of.repetition_penalty != 1.0 for of in params):
+            factor = torch.where((counts > 0) | self.prompt[slots], repetition.float(), 1.0)
+            values.copy_(torch.where(values > 0, values / factor, values * factor))
+        if any(of.frequency_penalty for of in params):
+            values -= frequency.float() * counts
+        if any(of.presence_penalty for of in params):
+            values -= presence.float() * (counts > 0)
+        if values is not logits:
+            logits[index] = values
 
     def add(self, rows: Sequence[int], draws: Sequence[Draw], tokens: Tensor, accepted: Tensor | None = None) -> None:
         """Count tokens[rows[i]], which draws[i] drew; only where accepted [R] says so, if it is given."""
         if not rows:
             return
-        row, slot = columns(self.device, [(row, self.slots[d.request_id].row)
-                                          for row, d in zip(rows, draws, strict=True)])[..., 0].long()  # fmt: skip
-        ones = torch.ones_like(row, dtype=torch.int32) if accepted is None else accepted[row].int()
-        self.output.index_put_((slot, tokens[row]), ones, accumulate=True)
+        row, slot = columns(self.device, [(row, self.slots[draw.request_id].row)
+                                          for row, draw in zip(rows, draws, strict=True)])[..., 0].long()  # fmt: skip
+        _count(self.output, slot, tokens[row], None if accepted is None else accepted[row])
         for draw in draws:
             slot_of = self.slots[draw.request_id]
             if not draw.draft:
@@ -93,18 +96,18 @@ class TokenCounts:
         slot = self.slots.pop(draw.request_id, None)
         if slot is None or not slot.holds(length):
             slot = slot or _Slot(self._free_row(wanted), 0)
-            self._count(slot.row, draw, length)
+            self._make(slot.row, draw, length)
         slot.length, slot.open = length, 0
         self.slots[draw.request_id] = slot
 
-    def _count(self, row: int, draw: Draw, length: int) -> None:
+    def _make(self, row: int, draw: Draw, length: int) -> None:
         assert len(draw.tokens) >= length, f"{draw}: {len(draw.tokens)} of {length} tokens are known, counts need all"
         tokens = torch.tensor(draw.tokens[:length], dtype=torch.int64).to(self.device)
         prompt, output = tokens[: draw.num_prompt], tokens[draw.num_prompt :]
         self.prompt[row] = False
         self.prompt[row, prompt] = True
         self.output[row] = 0
-        self.output[row].index_put_((output,), torch.ones_like(output, dtype=torch.int32), accumulate=True)
+        _count(self.output, torch.full_like(output, row), output)
 
     def _free_row(self, wanted: set[str]) -> int:
         """A row that no request of this step needs: more rows while few are made, then the one unused for longest."""
@@ -117,6 +120,12 @@ class TokenCounts:
         if not self.free:
             self.forget(next(name for name in self.slots if name not in wanted))
         return self.free.pop()
+
+
+def _count(counts: Tensor, rows: Tensor, tokens: Tensor, where: Tensor | None = None) -> None:
+    """Add 1 at counts[rows[i], tokens[i]], or only where it is true; a place may come several times."""
+    ones = torch.ones_like(tokens, dtype=torch.int32) if where is None else where.int()
+    counts.view(-1).scatter_add_(0, rows * counts.shape[-1] + tokens, ones)
 
 
 def _longer(values: Tensor, num_rows: int) -> Tensor:
