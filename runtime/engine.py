@@ -166,8 +166,6 @@ class Engine:
 
     def refuse(self, request: Request) -> None:
         """Raise ValueError for a request that can never run: too long, its id in use, a token that does not exist."""
-        if request.params.structured is not None and request.params.min_tokens:
-            raise ValueError("min_tokens does not go together with structured output, which may have to end earlier")
         for token in request.tokens:
             if token < 0 or (self.vocab_size is not None and token >= self.vocab_size):
                 raise ValueError(f"token id {token} is not in the vocabulary of {self.vocab_size} tokens")

@@ -12,9 +12,10 @@ from tqdm import tqdm
 
 from atomc.options import Options
 from atomc.runtime.config import EngineConfig
-from atomc.runtime.detokenizer import Detokenizer
 from atomc.runtime.engine import Engine
-from atomc.runtime.request import Completion, Request
+from atomc.runtime.logprobs import TokenLogprobs
+from atomc.runtime.output import TextStream
+from atomc.runtime.request import Completion, FinishReason, Output, Request, siblings
 from atomc.runtime.sampling_params import SamplingParams
 
 Prompt = str | Sequence[int]
@@ -54,12 +55,13 @@ class LLM:
         self.tokenizer = self.engine.tokenizer
         self.tokens_per_second = 0.0
         self._ids = map(str, count())
+        self._answers: dict[str, Answer] = {}
 
     def generate(
         self, prompts: str | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *, progress: bool = False,
     ) -> list[Completion]:  # fmt: skip
-        """One completion for each prompt, in the order of the prompts.
+        """One completion for each prompt, in the order of the prompts; params.n of them if it is not 1.
 
         prompts          a text, or a list of texts and lists of token ids
         sampling_params  for all prompts, or one for each; None: greedy
@@ -77,60 +79,78 @@ class LLM:
         if len(sampling_params) != len(prompts):
             raise ValueError(f"{len(sampling_params)} sampling_params for {len(prompts)} prompts: "
                              "pass one for all, or one for each")  # fmt: skip
-        requests = [self._request(prompt, params) for prompt, params in zip(prompts, sampling_params, strict=True)]
+        answers = [Answer(request, self.tokenizer) for prompt, params in zip(prompts, sampling_params, strict=True)
+                   for request in siblings(self._request(prompt, params))]  # fmt: skip
         started = time.perf_counter()
-        with tqdm(total=len(requests), unit="prompt", disable=None if progress else True) as bar:
-            self._finish(requests, bar)
+        with tqdm(total=len(answers), unit="answer", disable=None if progress else True) as bar:
+            self._finish(answers, bar)
         seconds = time.perf_counter() - started
-        self.tokens_per_second = sum(request.num_new for request in requests) / seconds
-        return [self._completion(request) for request in requests]
+        self.tokens_per_second = sum(len(answer.token_ids) for answer in answers) / seconds
+        return [answer.completion() for answer in answers]
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """The new text of one prompt, piece by piece; the pieces together are the text that `generate` returns.
 
         A piece is never half a character. Closing the iterator ends the request. Raises ValueError as `generate` does,
-        and if there is no tokenizer.
+        and if there is no tokenizer or params.n is not 1.
         """
         if self.tokenizer is None:
             raise ValueError("no tokenizer, so there is no text to stream: use generate, which returns token ids")
-        return self._pieces(self._request(prompt, sampling_params or SamplingParams()))
+        params = sampling_params or SamplingParams()
+        if params.n != 1:
+            raise ValueError(f"n is {params.n}: a stream is of one answer, use generate")
+        return self._pieces(Answer(self._request(prompt, params), self.tokenizer))
 
-    def _pieces(self, request: Request) -> Iterator[str]:
-        detokenizer = Detokenizer(self.tokenizer, request.tokens)
+    def _pieces(self, answer: "Answer") -> Iterator[str]:
         num_shown = 0
         started = time.perf_counter()
-        self.engine.add(request)
+        self._begin(answer)
         try:
-            while request.finish_reason is None:
-                self.engine.step()
-                text_tokens = _text_tokens(request)
-                piece = detokenizer.add(text_tokens[num_shown:])
-                num_shown = len(text_tokens)
+            # Text may also come, and the request may finish, while somebody else advances the engine.
+            while answer.finish_reason is None or len(answer.text) > num_shown:
+                piece = answer.text[num_shown:]
+                num_shown += len(piece)
                 if piece:
                     yield piece
+                elif answer.finish_reason is None:
+                    self._advance()
         finally:
-            self.engine.abort(request.id)
-            self.tokens_per_second = request.num_new / (time.perf_counter() - started)
-        rest = detokenizer.flush()
-        if rest:
-            yield rest
+            self._end(answer)
+            self.tokens_per_second = len(answer.token_ids) / (time.perf_counter() - started)
 
-    def _finish(self, requests: Sequence[Request], bar: "tqdm[Any]") -> None:
+    def _finish(self, answers: Sequence["Answer"], bar: "tqdm[Any]") -> None:
         """Queue the requests and run steps until all of them are finished; if that fails, none stays behind."""
-        unfinished = {request.id: request for request in requests}
+        unfinished = list(answers)
         try:
-            for request in requests:
-                self.engine.add(request)
+            for answer in answers:
+                self._begin(answer)
             while unfinished:
-                self.engine.step()
+                self._advance()
                 # Also what another caller's steps finished.
-                done = [name for name, request in unfinished.items() if request.finish_reason is not None]
-                for name in done:
-                    del unfinished[name]
-                bar.update(len(done))
+                left = [answer for answer in unfinished if answer.finish_reason is None]
+                bar.update(len(unfinished) - len(left))
+                unfinished = left
         finally:
-            for name in unfinished:
-                self.engine.abort(name)
+            for answer in answers:
+                self._end(answer)
+
+    def _begin(self, answer: "Answer") -> None:
+        self.engine.add(answer.request)
+        self._answers[answer.request.id] = answer
+
+    def _end(self, answer: "Answer") -> None:
+        self._answers.pop(answer.request.id, None)
+        self.engine.abort(answer.request.id)
+
+    def _advance(self) -> None:
+        """One step of the engine; what came of it goes to whoever asked."""
+        assert self.engine.has_work, "a request is unfinished and there is nothing to do"
+        for output in self.engine.step():
+            answer = self._answers.get(output.request_id)
+            if answer is not None:
+                answer.add(output)
+                if answer.finish_reason is not None and output.finish_reason is None:
+                    self.engine.abort(output.request_id)  # a stop string, of which the engine does not know
 
     def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
         """A request that fits; raises ValueError for one that does not."""
@@ -146,16 +166,33 @@ class LLM:
                              "directory with tokenizer.json")  # fmt: skip
         return list(self.tokenizer.encode(prompt).ids)
 
-    def _completion(self, request: Request) -> Completion:
-        text = ""
-        if self.tokenizer is not None:
-            detokenizer = Detokenizer(self.tokenizer, request.tokens[: request.num_prompt])
-            text = detokenizer.add(_text_tokens(request)) + detokenizer.flush()
-        assert request.finish_reason is not None
-        prompt_token_ids = tuple(request.tokens[: request.num_prompt])
-        return Completion(text, tuple(request.new_tokens), request.finish_reason, prompt_token_ids)
 
+class Answer:
+    """What has come of one request so far."""
 
-def _text_tokens(request: Request) -> list[int]:
-    """The new tokens that are text: all but the one that stopped the request."""
-    return request.new_tokens[:-1] if request.finish_reason == "stop" else request.new_tokens
+    def __init__(self, request: Request, tokenizer: Any | None) -> None:
+        self.request = request
+        self.text = ""
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.finish_reason: FinishReason | None = None
+        self._stream = TextStream(tokenizer, request.tokens, request.params)
+        self._first: Output | None = None
+        self._stop_reason: int | str | None = None
+
+    def add(self, output: Output) -> None:
+        self._first = self._first or output
+        delta = self._stream.add(output)
+        self.text += delta.text
+        self.token_ids += delta.token_ids
+        self.logprobs += delta.logprobs or ()
+        self.finish_reason, self._stop_reason = delta.finish_reason, delta.stop_reason
+
+    def completion(self) -> Completion:
+        assert self.finish_reason is not None and self._first is not None
+        request = self.request
+        return Completion(
+            self.text, tuple(self.token_ids), self.finish_reason, tuple(request.tokens[: request.num_prompt]),
+            logprobs=None if request.params.logprobs is None else tuple(self.logprobs),
+            prompt_logprobs=self._first.prompt_logprobs, stop_reason=self._stop_reason, num_cached=self._first.num_cached,
+        )  # fmt: skip

@@ -151,13 +151,19 @@ class Output:
 class Completion:
     """What came of a prompt.
 
-    text               the new text, without the token that stopped it; "" if there is no tokenizer
+    text               the new text, without the token or the text that stopped it; "" if there is no tokenizer
     token_ids          the new tokens, including the one that stopped it
-    finish_reason      "stop": a stop or end-of-sequence token came; "length": max_tokens or the longest sequence
+    finish_reason      "stop": a stop or end-of-sequence token, or a stop string, came; "length": max_tokens or the
+                       longest sequence; "error": no token fits the form of output that was asked for
     prompt_token_ids   the prompt as the model saw it
+    logprobs, prompt_logprobs, stop_reason, num_cached   as in Output
     """
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
     prompt_token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    stop_reason: int | str | None = None
+    num_cached: int = 0
