@@ -3,7 +3,6 @@
 Everything is checked against the headers before the first weight is read; what fails raises, and no model is returned.
 """
 
-import json
 import logging
 import re
 import zlib
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from atomc.json_file import read_json
 from atomc.models import REGISTRY, architectures_of, build, model_class, stock
 from atomc.quantization import apply, checkpoints
 from atomc.quantization.config import QuantizationConfig, Request, decide, stored_config
@@ -173,16 +173,6 @@ def load_config(path: str | Path) -> dict[str, Any]:
     if not file.is_file():
         raise FileNotFoundError(f"{path} has no config.json; is it a complete checkpoint?")
     return read_json(file)
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is not JSON: {error}; download it again") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{file} holds a {type(value).__name__}, expected an object")
-    return value
 
 
 def config_dtype(config: dict[str, Any]) -> torch.dtype | None:

@@ -104,7 +104,7 @@ def _eos_ids_of_module(module: nn.Module) -> frozenset[int]:
 
 
 def _eos_ids_of_checkpoint(folder: Path) -> frozenset[int]:
-    from atomc.models.loader import read_json
+    from atomc.json_file import read_json
 
     for name in ("generation_config.json", "config.json"):
         config = read_json(folder / name) if (folder / name).is_file() else {}

@@ -13,7 +13,7 @@ PACKAGE = ROOT / "atomc"
 # From the lowest. A name stands for atomc/<name>.py or for the whole folder. A new module goes into the lowest layer
 # that holds all it imports.
 LAYERS = [
-    {"demo"},
+    {"demo", "json_file"},
     {"platform", "options", "errors", "packs", "torch_compat"},
     {"op", "ops", "copies"},
     {"sizes", "canonical", "provenance", "match", "near_miss", "rewrite", "graph_pass", "strides",
@@ -28,8 +28,9 @@ LAYERS = [
 ]
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 # Passes ask `select` whether somebody serves an op; models are plain PyTorch and know ops only (their
-# loader: quantization, too).
-HIDDEN = {"passes": {"kernels"}, "kernels": {"passes"}, "models": RANK.keys() - {"models", "ops", "quantization"}}
+# loader: quantization and files, too).
+HIDDEN = {"passes": {"kernels"}, "kernels": {"passes"},
+          "models": RANK.keys() - {"models", "ops", "quantization", "json_file"}}  # fmt: skip
 # They hand out names of all layers, lazily.
 EXEMPT = {"__init__.py", "__main__.py"}
 

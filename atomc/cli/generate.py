@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _sampling(arguments: argparse.Namespace, folder: Path) -> "SamplingParams":
     """What the flags say, else the model's generation_config.json."""
-    from atomc.models.loader import read_json
+    from atomc.json_file import read_json
     from atomc.runtime.sampling_params import SamplingParams
 
     file = folder / "generation_config.json"

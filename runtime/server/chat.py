@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from atomc.models.loader import read_json
+from atomc.json_file import read_json
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # Names that clients and templates use for what a model thought; a template reads the first or the second.

@@ -101,7 +101,7 @@ class Served:
 
 def load_served(folder: Path, name: str, config: ServerConfig) -> Served:
     """What the files of a model's folder say. Raises ValueError and FileNotFoundError for what cannot be used."""
-    from atomc.models.loader import read_json
+    from atomc.json_file import read_json
 
     model_config = read_json(folder / "config.json")
     template = load_chat_template(folder, Path(config.chat_template) if config.chat_template else None)

@@ -1,0 +1,16 @@
+"""JSON files of checkpoints. Without torch, for processes that only read them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in the file. Raises ValueError if there is none."""
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON: {error}; download it again") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{file} holds a {type(value).__name__}, expected an object")
+    return value
