@@ -7,9 +7,10 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from atomc.runtime.logprobs import Logprobs, TokenLogprobs, logprobs
+from atomc.runtime.logprobs import TokenLogprobs
 from atomc.runtime.outbox import Outbox, Sent
 from atomc.runtime.request import Request
+from atomc.runtime.row_logprobs import Logprobs, logprobs
 from atomc.runtime.sampler import Sampled, Sampler
 from atomc.runtime.scheduler import Chunk, ScheduledStep
 from atomc.runtime.speculative import accepted

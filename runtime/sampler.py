@@ -12,7 +12,8 @@ from torch import Tensor
 from atomc.runtime.columns import columns
 from atomc.runtime.draw import Draw, uniform
 from atomc.runtime.inverse_transform import inverse_transform
-from atomc.runtime.logprobs import Logprobs, TokenLogprobs, logprobs
+from atomc.runtime.logprobs import TokenLogprobs
+from atomc.runtime.row_logprobs import Logprobs, logprobs
 from atomc.runtime.token_counts import TokenCounts
 
 

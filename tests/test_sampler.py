@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from atomc.runtime.draw import Draw, uniform
 from atomc.runtime.inverse_transform import inverse_transform
-from atomc.runtime.logprobs import logprobs
+from atomc.runtime.row_logprobs import logprobs
 from atomc.runtime.sampler import Sampler
 from atomc.runtime.sampling_params import SamplingParams
 
