@@ -2,6 +2,7 @@
 
 import os
 import socket
+import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -127,6 +128,12 @@ def test_a_missing_extra_says_which(monkeypatch, wrong):
     for name in [name for name in sys.modules if name.startswith("atomc.runtime.server")]:
         monkeypatch.delitem(sys.modules, name)
     assert "pip install 'atomc[serve]'" in wrong("--port", 0)
+
+
+def test_the_front_process_needs_no_torch_so_that_the_engine_starts_at_once():
+    pytest.importorskip("fastapi")
+    code = "import sys, atomc.runtime.server.serve, atomc.runtime.server.app; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
 
 
 def test_help_is_grouped_and_says_defaults(capsys):
