@@ -33,13 +33,9 @@ def matches(pattern: str, name: str) -> bool:
     "re:..." is a regular expression that matches from the start, one with * or ? a glob; any other is a run of whole
     parts of the name: "lm_head", "model.layers.3", "mlp.down_proj". Patterns that name a fused layer mean its parts.
     """
-    return any(_matches(pattern, spelled) for spelled in _spellings(name))
-
-
-def _spellings(name: str) -> list[str]:
     parent, _, leaf = name.rpartition(".")
-    fused = [whole for whole, parts in FUSED.items() if leaf in parts]
-    return [name, *(f"{parent}.{whole}" if parent else whole for whole in fused)]
+    fused = [whole for whole, parts in FUSED.items() if leaf in parts and whole in pattern]
+    return any(_matches(pattern, spelled) for spelled in (name, *(f"{parent}.{whole}".strip(".") for whole in fused)))
 
 
 def _matches(pattern: str, name: str) -> bool:
