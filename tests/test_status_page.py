@@ -83,7 +83,7 @@ def generate(server, tokens):
 
 
 def number(page, name):
-    return float(page.text_content(f"#{name}").replace(",", "").replace("\u2013", "nan"))
+    return float(page.text_content(f"#{name}").replace(",", "").replace("\u2013", "nan").rstrip("%"))
 
 
 def test_figures_change_while_requests_run(page, server):
