@@ -41,8 +41,7 @@ def add(commands: Any) -> None:
 
 def _add_serve(kinds: Any) -> None:
     parser = command(
-        kinds, "serve", _serve, "Send requests to a server with OpenAI's API, and say how long the answers took. Times "
-        "are the client's: each request has a connection of its own, and opening it counts.",
+        kinds, "serve", _serve, "Send requests to a server with OpenAI's API, and say how long the answers took.",
         "  atomc bench serve --num-prompts 64 --max-concurrency 8 --plot run.png\n"
         "  atomc bench serve --base-url http://127.0.0.1:8001 --request-rate 4 --input-len 512 --output-len 128\n"
         "  atomc bench serve --dataset prompts.jsonl --json run.json --extra temperature=0.7",
@@ -148,8 +147,8 @@ def _throughput(arguments: argparse.Namespace) -> None:
 
 def _add_startup(kinds: Any) -> None:
     parser = command(
-        kinds, "startup", _startup, "Start a process with empty caches, then again with full ones, each until its first "
-        "token.", "  atomc bench startup\n  atomc bench startup path/to/Qwen3-0.6B --server --repeat 3",
+        kinds, "startup", _startup, "Start a process until its first token: with empty caches, then with full ones.",
+        "  atomc bench startup\n  atomc bench startup path/to/Qwen3-0.6B --server --repeat 3",
     )  # fmt: skip
     parser.add_argument("--server", action="store_true", help="start `atomc serve` until it is ready, not the engine alone")
     parser.add_argument("--repeat", type=_count, default=1, metavar="N", help="warm starts (default: %(default)s)")

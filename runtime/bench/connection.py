@@ -1,7 +1,7 @@
 """HTTP for a load generator: one request a connection, and the body as it comes.
 
-A client library takes longer for a piece of an answer than a fast server for a token, and what is measured is the
-server.
+A client library takes twice as long for each piece of an answer, and what is measured is to be the server, at tens of
+thousands of pieces a second.
 """
 
 import asyncio
