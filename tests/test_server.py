@@ -69,6 +69,9 @@ def events(answer):
 def test_models_names_the_model_and_its_length(client):
     (model,) = client.models.list().data
     assert model.id == "atomc-demo" and model.max_model_len == 2048
+    assert client.models.retrieve("atomc-demo") == model
+    with pytest.raises(openai.NotFoundError, match="'gpt/4' does not exist"):
+        client.models.retrieve("gpt/4")
 
 
 def test_a_completion_is_the_text_that_llm_gives(client):
@@ -485,5 +488,6 @@ def test_no_request_that_fits_the_openapi_schema_breaks_the_server(server, http)
     assert paths >= 10
 
 
-def test_nothing_was_logged_as_an_error(server):
+def test_nothing_was_logged_or_counted_as_an_error_of_the_server(server, http):
+    assert 'status="5' not in http.get("/metrics").text
     assert [line for line in server.lines if " ERROR " in line or "Traceback" in line] == []

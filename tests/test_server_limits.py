@@ -25,7 +25,7 @@ SHORT = {"prompt": "Once", "max_tokens": 4, "ignore_eos": True, "temperature": 0
 @pytest.fixture(scope="module")
 def small():
     """Few run, few wait, and the engine is killed in the end."""
-    with serving("--max-num-seqs", 8, "--max-queue", 64) as server:
+    with serving("--max-num-seqs", 8, "--max-queue", 64, "--engine-patience", 1) as server:
         yield server
 
 
@@ -85,6 +85,18 @@ def test_a_full_queue_is_a_503_that_says_when_to_come_again(small):
     for answer in refused:
         assert int(answer.headers["retry-after"]) >= 1 and answer.json()["error"]["code"] == "queue_full"
     assert httpx.post(f"{small.url}/v1/completions", json=SHORT).status_code == 200
+
+
+def test_an_engine_that_does_not_answer_turns_health_red_until_it_does(small):
+    def health():
+        return httpx.get(f"{small.url}/health").status_code
+
+    os.kill(small.engine_pid, signal.SIGSTOP)
+    try:
+        wait_until(lambda: health() == 503)
+    finally:
+        os.kill(small.engine_pid, signal.SIGCONT)
+    wait_until(lambda: health() == 200)
 
 
 def test_killing_the_engine_ends_50_streams_with_an_error_and_turns_health_red(small):
@@ -188,7 +200,7 @@ def test_sigterm_lets_short_answers_finish_and_cuts_long_ones_with_an_error(serv
     engine_pid = server.engine_pid
     finished, cut, refused = at_once(server.url, short, long, late)
     assert finished[-1] == "[DONE]" and refused == "refused"
-    assert "shutting down" in json.loads(cut[-1])["error"]["message"]
+    assert json.loads(cut[-1])["error"]["code"] == "shutting_down"
     assert server.process.wait(20) == 0
     assert not alive(engine_pid) and "Traceback" not in server.log
 

@@ -8,6 +8,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from atomc.runtime.server import operations, protocol, status
@@ -46,6 +47,7 @@ def create_app(service: Service) -> Any:
     app.include_router(status.router(service.client, service.model.names[0]))
     for kind in (APIError, EngineDead, RequestRefused, Exception):
         app.add_exception_handler(kind, _told)
+    app.add_exception_handler(ClientDisconnect, _nobody)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _of_framework)
     # Text that is no Unicode, such as half a surrogate; where it is found first depends on the field.
@@ -76,6 +78,10 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models")
     async def models() -> Response:
         return await operations.models(service)
+
+    @app.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> Response:
+        return await operations.models(service, name)
 
     @app.post("/v1/completions")
     async def complete(body: protocol.CompletionRequest, request: Request) -> Response:
@@ -124,6 +130,11 @@ def _add_routes(app: FastAPI, service: Service) -> None:
 
 async def _told(request: Request, error: Exception) -> Response:
     return error_response(told(error))
+
+
+async def _nobody(request: Request, error: Exception) -> Response:
+    """The client is gone: the answer goes nowhere, and counts as no error."""
+    return Response()
 
 
 async def _invalid(request: Request, error: Exception) -> Response:

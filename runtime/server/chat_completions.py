@@ -156,11 +156,10 @@ class _Answers:
                 one = self.ones[choice.index]
                 one.pieces += self._pieces(one, delta)
                 one.logprobs += delta.logprobs or ()
-        except Exception as error:
-            self.generation.close(type(error).__name__)
+        except BaseException as error:
+            self.generation.close(error)
             raise
-        finally:
-            self.generation.close()
+        self.generation.close()
         choices = [
             {"index": index, "message": _message(one.pieces), "logprobs": self._logprobs(one.logprobs),
              "finish_reason": one.finish_reason, "stop_reason": one.stop_reason}
@@ -181,7 +180,7 @@ class _Answers:
                 yield event({**head, "choices": [], "usage": self.generation.usage()})
             yield DONE
         except Exception as error:
-            self.generation.close(type(error).__name__)
+            self.generation.close(error)
             yield event(self.service.told(error).body())
         finally:
             self.generation.close()

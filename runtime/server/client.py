@@ -26,11 +26,17 @@ from atomc.runtime.stats import Stats
 
 PING_SECONDS = 2.0
 STOP_SECONDS = 10.0
-SHUTTING_DOWN = "the server is shutting down"
 
 
 class EngineDead(Exception):
     """The engine's process is gone, or it is going."""
+
+
+class ShuttingDown(EngineDead):
+    """The server ends, in order."""
+
+    def __init__(self) -> None:
+        super().__init__("the server is shutting down")
 
 
 class EngineFailed(Exception):
@@ -84,7 +90,7 @@ class EngineClient:
         self.engine = engine
         self.patience = patience
         self.stats: Stats | None = None
-        self.dead: str | None = None
+        self.dead: EngineDead | None = None
         self._inboxes: dict[str, Inbox] = {}
         self._calls: dict[int, asyncio.Future[str]] = {}
         self._numbers, self._ids = count(), count()
@@ -111,7 +117,7 @@ class EngineClient:
         serves = self.dead is None and hasattr(self, "info")
         if serves:
             self._send(messages.Stop())
-        self._die(SHUTTING_DOWN)
+        self._die(ShuttingDown())
         # While it starts it hears nothing.
         await asyncio.to_thread(self.engine.close, STOP_SECONDS if serves else 0.0)
         for task in self._tasks:
@@ -128,7 +134,7 @@ class EngineClient:
     def sick(self) -> str | None:
         """Why the engine cannot serve, in a sentence; None if it can."""
         if self.dead is not None:
-            return self.dead
+            return str(self.dead)
         return f"the engine has not answered for {self.silent:.0f} s" if self.silent > self.patience else None
 
     def submit(self, requests: Sequence[Submit]) -> "Inbox":
@@ -155,7 +161,7 @@ class EngineClient:
         inboxes = {id(inbox): inbox for inbox in self._inboxes.values()}.values()
         self.abort(list(self._inboxes))
         for inbox in inboxes:
-            inbox.fail(EngineDead(SHUTTING_DOWN))
+            inbox.fail(ShuttingDown())
 
     async def call(self, name: Literal["stats", "report", "start_profile", "stop_profile"], folder: str = "") -> str:
         """What the engine answers. Raises ValueError with the engine's sentence if it refuses, EngineDead."""
@@ -171,7 +177,7 @@ class EngineClient:
 
     def _check(self) -> None:
         if self.dead is not None:
-            raise EngineDead(self.dead)
+            raise self.dead
 
     def _send(self, command: messages.Command) -> None:
         # The socket has no high-water mark, so the future is done at once.
@@ -197,7 +203,7 @@ class EngineClient:
             case Failed(message, by_user):
                 if not self._started.done():
                     self._started.set_exception(EngineFailed(message, by_user))
-                self._die(message)
+                self._die(EngineDead(message))
 
     def _progress(self, event: Progress) -> None:
         self.stats = event.stats or self.stats
@@ -233,17 +239,17 @@ class EngineClient:
         how = f"was killed by signal {-exitcode}" if exitcode and exitcode < 0 else f"ended with code {exitcode}"
         if not self._started.done():
             self._started.set_exception(EngineFailed(f"the engine's process {how} while it started", False))
-        self._die(f"the engine's process {how}")
+        self._die(EngineDead(f"the engine's process {how}"))
 
-    def _die(self, why: str) -> None:
+    def _die(self, why: EngineDead) -> None:
         if self.dead is None:
             self.dead = why
             inboxes, self._inboxes = list(self._inboxes.values()), {}
             for inbox in inboxes:
-                inbox.fail(EngineDead(why))
+                inbox.fail(why)
             for future in self._calls.values():
                 if not future.done():
-                    future.set_exception(EngineDead(why))
+                    future.set_exception(why)
 
 
 class Inbox:

@@ -82,11 +82,10 @@ class _Answers:
                 part.tokens += new.tokens
                 part.logprobs += new.logprobs
                 part.finish_reason, part.stop_reason = new.finish_reason, new.stop_reason
-        except Exception as error:
-            self.generation.close(type(error).__name__)
+        except BaseException as error:
+            self.generation.close(error)
             raise
-        finally:
-            self.generation.close()
+        self.generation.close()
         choices = [self._choice(index, part) for index, part in sorted(parts.items())]
         if self.body.prompt_logprobs is not None:
             for choice in self.generation.choices.values():
@@ -107,7 +106,7 @@ class _Answers:
                 yield event({**self.head, "choices": [], "usage": self.generation.usage()})
             yield DONE
         except Exception as error:
-            self.generation.close(type(error).__name__)
+            self.generation.close(error)
             yield event(self.service.told(error).body())
         finally:
             self.generation.close()

@@ -15,7 +15,7 @@ class ServerConfig:
     host: str = _option("127.0.0.1", "the address to listen on; 0.0.0.0 lets other machines in")
     port: int = _option(8000, "0 takes a free one")
     served_model_name: tuple[str, ...] = _option((), "what clients call the model; may be given several times, the first "
-                                                 "is in answers; left out: MODEL as it is given")  # fmt: skip
+                                                 "is in answers; left out: the directory's name, or the hub's")  # fmt: skip
     generation_config: Literal["model", "none"] = _option("model", "where sampling defaults come from: "
                                                           "generation_config.json of the model, or nowhere")  # fmt: skip
     max_logprobs: int = _option(20, "logprobs that a request may ask for, at most")

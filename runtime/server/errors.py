@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from atomc.runtime.server.client import EngineDead, RequestRefused
+from atomc.runtime.server.client import EngineDead, RequestRefused, ShuttingDown
 
 MOST_CHARACTERS = 1000
 
@@ -35,6 +35,8 @@ def told(error: Exception) -> APIError:
     match error:
         case APIError():
             return error
+        case ShuttingDown():
+            return APIError(503, str(error), "service_unavailable", code="shutting_down")
         case EngineDead():
             return APIError(503, f"{error}; no request can be served", "service_unavailable", code="engine_dead")
         case RequestRefused(retry_after=float() | int() as seconds):

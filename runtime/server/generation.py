@@ -9,7 +9,7 @@ from atomc.runtime.logprobs import TokenLogprobs
 from atomc.runtime.output import TextDelta, TextStream
 from atomc.runtime.sampling_params import SamplingParams
 from atomc.runtime.server.client import EngineClient, Inbox
-from atomc.runtime.server.errors import APIError
+from atomc.runtime.server.errors import APIError, told
 from atomc.runtime.server.messages import Submit
 from atomc.runtime.server.metrics import Metrics
 from atomc.runtime.server.served import Served
@@ -88,8 +88,8 @@ class Generation:
         return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new,
                 "prompt_tokens_details": {"cached_tokens": self._num_cached()}}  # fmt: skip
 
-    def close(self, error: str | None = None) -> None:
-        """Drops what is left, and writes the request's line."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Drops what is left, and writes the request's line: with the error, if one ended it."""
         if self._closed:
             return
         self._closed = True
@@ -99,7 +99,8 @@ class Generation:
             return
         choices = self.choices.values()
         first = min((choice.first for choice in choices if choice.first), default=None)
-        reasons = sorted({choice.finish_reason or error or "disconnect" for choice in choices})
+        ended = (told(error).code or "error") if isinstance(error, Exception) else "disconnect"
+        reasons = sorted({choice.finish_reason or ended for choice in choices})
         log.info(
             "request %s: prompt %d, cached %d, new %d, ttft %s, seconds %.3f, finish %s", self._request_id,
             sum(len(prompt) for prompt in self.prompts), self._num_cached(), sum(choice.num_new for choice in choices),

@@ -15,11 +15,13 @@ from atomc.runtime.server.service import Service
 STATS_SECONDS = 2.0
 
 
-async def models(service: Service) -> Response:
+async def models(service: Service, name: str | None = None) -> Response:
+    """All names of the model, or the one that is asked for."""
     model = service.model
+    model.check_name(name)
     data = [{"id": name, "object": "model", "created": model.created, "owned_by": "atomc", "root": model.names[0],
              "parent": None, "max_model_len": model.max_len} for name in model.names]  # fmt: skip
-    return Json({"object": "list", "data": data})
+    return Json({"object": "list", "data": data} if name is None else data[model.names.index(name)])
 
 
 async def tokenize(service: Service, body: TokenizeRequest) -> Response:

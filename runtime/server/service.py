@@ -5,14 +5,15 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from atomc.runtime.sampling_params import SamplingParams
-from atomc.runtime.server.client import EngineClient, EngineDead
+from atomc.runtime.server.client import EngineClient
 from atomc.runtime.server.config import ServerConfig
 from atomc.runtime.server.errors import APIError, told
 from atomc.runtime.server.generation import Generation
 from atomc.runtime.server.http import while_connected
+from atomc.runtime.server.messages import Submit
 from atomc.runtime.server.metrics import Metrics
 from atomc.runtime.server.protocol import Generate
 from atomc.runtime.server.served import Served
@@ -43,7 +44,7 @@ class Service:
         try:
             await while_connected(request, generation.start())
         except BaseException as error:
-            generation.close(type(error).__name__)
+            generation.close(None if isinstance(error, ClientDisconnect) else error)
             raise
 
     def told(self, error: Exception) -> APIError:
@@ -61,14 +62,13 @@ class Service:
         await asyncio.shield(self._probe)
 
     async def _generate_one(self) -> None:
-        params = SamplingParams(max_tokens=1, ignore_eos=True)
-        generation = Generation(self.client, self.model, self.metrics, "ready", [[0]], params, log_requests=False)
+        inbox = self.client.submit([Submit(self.client.next_id(), [0], SamplingParams(max_tokens=1, ignore_eos=True))])
         try:
             async with asyncio.timeout(READY_SECONDS):
-                await generation.start()
-                async for _ in generation:
+                await inbox.accepted()
+                async for _ in inbox:
                     pass
         except TimeoutError as error:
-            raise EngineDead(f"no token in {READY_SECONDS:.0f} s") from error
+            raise APIError(503, f"no token in {READY_SECONDS:.0f} s", "service_unavailable", code="not_ready") from error
         finally:
-            generation.close()
+            inbox.close()
