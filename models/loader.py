@@ -37,8 +37,9 @@ CODES = {
     torch.int32: ("I32",),
     torch.int64: ("I64",),
 }
-# Old Llama checkpoints store the rotary frequencies; heads for multi-token prediction are no part of the model.
-IGNORED = re.compile(r"rotary_emb\.inv_freq$|^(model\.)?mtp\.")
+# Old Llama checkpoints store the rotary frequencies; heads for multi-token prediction are no part of the model. Scales of
+# keys and values are for a cache in fp8; ours needs none.
+IGNORED = re.compile(r"rotary_emb\.inv_freq$|^(hf_model\.)?(model\.)?mtp\.|\.(q|k|v|kv)_scale$")
 
 
 class Stored(NamedTuple):

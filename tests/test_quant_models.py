@@ -245,6 +245,23 @@ def test_quantizing_twice_changes_nothing_more() -> None:
     assert torch.equal(out, model(IDS, POSITIONS))
 
 
+# Keys and values
+
+
+def test_keys_and_values_in_fp8_take_half_and_predict_alike() -> None:
+    pytest.importorskip("tokenizers")
+    found = {}
+    for kept in ("auto", "fp8"):
+        options = {"strict": True, "glue": "eager", "kv_cache_dtype": kept, "layout": "paged"}
+        llm = atomc.LLM(progress=False, max_num_seqs=1, max_model_len=64, options=options)
+        [done] = llm.generate(["The sea was"], atomc.SamplingParams(max_tokens=4, temperature=0.0))
+        found[kept] = (llm.program.specs, done.text)
+    (plain, text), (narrow, same) = found["auto"], found["fp8"]
+    assert {spec.dtype for spec in narrow} == {torch.float8_e4m3fn}
+    assert 2 * sum(spec.bytes_per_token() for spec in narrow) == sum(spec.bytes_per_token() for spec in plain)
+    assert text == same
+
+
 # How well they predict
 
 
