@@ -1,8 +1,9 @@
 """Activations in few bits, with the scales that give them back: x is about q * scale.
 
 T rows, K columns; a group is a run of columns that shares a scale. All is computed in fp32. A dynamic scale is
-amax / largest, with an amax of at least AMAX_FLOOR; values are multiplied by the reciprocal of the scale (one division a
-scale, not one a value), cut off at the largest number and rounded to nearest even. A group with an infinity or NaN
+amax * (1 / largest), with an amax of at least AMAX_FLOOR (a product, since torch divides by a number on a CPU and
+multiplies by its reciprocal on a GPU); values are multiplied by the reciprocal of the scale (one division a scale, not
+one a value), cut off at the largest number and rounded to nearest even. A group with an infinity or NaN
 comes back as NaN or infinity, never as finite numbers: its scale is not finite (a static scale saturates infinities).
 """
 
@@ -48,11 +49,11 @@ def _quant_fp8_per_token_shape(x: Tensor, dtype: torch.dtype = torch.float8_e4m3
 def quant_fp8_per_token(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[Tensor, Tensor]:
     """Each row in fp8 under a scale of its own. x [..., K] -> [..., K] fp8 and [..., 1] fp32."""
     x_f32 = x.to(torch.float32)
-    scale = x_f32.abs().amax(-1, keepdim=True).clamp(min=AMAX_FLOOR) / torch.finfo(dtype).max
+    scale = x_f32.abs().amax(-1, keepdim=True).clamp(min=AMAX_FLOOR) * (1.0 / torch.finfo(dtype).max)
     return to_fp8(x_f32 * (1.0 / scale), dtype).contiguous(), scale.contiguous()
 
 
-def _group_scales(x: Tensor, groups: int, column_major: bool) -> Tensor:
+def empty_group_scales(x: Tensor, groups: int, column_major: bool) -> Tensor:
     """An empty fp32 tensor [..., groups], its rows or its columns contiguous."""
     rows = math.prod(x.shape[:-1])
     if column_major:
@@ -64,7 +65,7 @@ def _quant_fp8_group_shape(
     x: Tensor, group: int = 128, column_major_scales: bool = False, dtype: torch.dtype = torch.float8_e4m3fn
 ) -> tuple[Tensor, Tensor]:
     groups = -(-x.shape[-1] // group)
-    return x.new_empty(x.shape, dtype=dtype), _group_scales(x, groups, column_major_scales)
+    return x.new_empty(x.shape, dtype=dtype), empty_group_scales(x, groups, column_major_scales)
 
 
 @op(shape=_quant_fp8_group_shape)
@@ -79,9 +80,9 @@ def quant_fp8_group(
     width = x.shape[-1]
     groups = -(-width // group)
     padded = in_groups(F.pad(x.to(torch.float32), (0, groups * group - width)), group)
-    scale = padded.abs().amax(-1, keepdim=True).clamp(min=AMAX_FLOOR) / torch.finfo(dtype).max
+    scale = padded.abs().amax(-1, keepdim=True).clamp(min=AMAX_FLOOR) * (1.0 / torch.finfo(dtype).max)
     q = to_fp8(padded * (1.0 / scale), dtype).flatten(-2)[..., :width].contiguous()
-    return q, _group_scales(x, groups, column_major_scales).copy_(scale.squeeze(-1))
+    return q, empty_group_scales(x, groups, column_major_scales).copy_(scale.squeeze(-1))
 
 
 def _quant_mxfp4_shape(x: Tensor, rounding: str = "even") -> tuple[Tensor, Tensor]:
@@ -115,6 +116,6 @@ def _quant_int8_per_token_shape(x: Tensor) -> tuple[Tensor, Tensor]:
 def quant_int8_per_token(x: Tensor) -> tuple[Tensor, Tensor]:
     """Each row in -127..127 under a scale of its own. x [..., K] -> [..., K] int8 and [..., 1] fp32."""
     x_f32 = x.to(torch.float32)
-    scale = x_f32.abs().amax(-1, keepdim=True).clamp(min=AMAX_FLOOR) / INT8_MAX
+    scale = x_f32.abs().amax(-1, keepdim=True).clamp(min=AMAX_FLOOR) * (1.0 / INT8_MAX)
     q = (x_f32 * (1.0 / scale)).round().clamp(-INT8_MAX, INT8_MAX)
     return q.to(torch.int8).contiguous(), scale.contiguous()
