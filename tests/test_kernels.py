@@ -22,6 +22,10 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)] if torch.cuda.is_
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # How far a kernel may be from the meaning, in roundings of its dtype.
 ROUNDINGS = {torch.float32: 32, torch.bfloat16: 4, torch.float16: 4}
+# Ops that quantize what they compute. There the order of a sum, or another exp, may move a value over the border between
+# two codes: so many of them may differ, each by one step. (A quantizer alone has to give the meaning's codes.)
+COMPUTED = {"rms_norm_quant", "add_rms_norm_quant", "silu_and_mul_quant"}
+MOVED = 0.01
 KERNELS = [kernel for op in ops.REGISTRY.values() for kernel in op.kernels]
 
 
@@ -77,6 +81,23 @@ def is_code(tensor: Tensor) -> bool:
     return tensor.dtype.itemsize == 1 and tensor.dtype != torch.bool
 
 
+def steps(codes: Tensor) -> Tensor:
+    """The numbers of codes in the order of what they mean: in uint8 two e2m1 a byte."""
+    number = codes.view(torch.uint8).int()
+    if codes.dtype == torch.int8:
+        return codes.int()
+    if codes.dtype == torch.uint8:
+        number = torch.stack((number & 15, number >> 4), -1)
+        return torch.where(number > 7, 8 - number, number)
+    return torch.where(number > 127, 128 - number, number)
+
+
+def assert_neighbours(actual: Tensor, meaning: Tensor) -> None:
+    apart = (steps(actual) - steps(meaning)).abs()
+    assert apart.max() <= 1, f"a code is {int(apart.max())} steps off"
+    assert apart.sum() <= max(2, MOVED * apart.numel()), f"{int(apart.sum())} of {apart.numel()} codes differ"
+
+
 def tensors(result: Any) -> tuple[Tensor, ...]:
     return result if isinstance(result, tuple) else (result,)
 
@@ -86,12 +107,17 @@ def strides(tensor: Tensor) -> list[int]:
     return [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1 and tensor.numel()]
 
 
-def assert_as_exact(actual: Tensor, meaning: Tensor, truth: Tensor, dtype: torch.dtype) -> None:
+def assert_as_exact(
+    actual: Tensor, meaning: Tensor, truth: Tensor, dtype: torch.dtype, computed: bool = False
+) -> None:
     """`actual` is near `truth`, the meaning in fp32, and not much further than `meaning`, the one in `dtype`."""
     assert (actual.dtype, actual.shape, actual.device) == (meaning.dtype, meaning.shape, meaning.device)
     if actual.numel() == 0:
         return
     if is_code(actual):
+        if computed:
+            assert_neighbours(actual, meaning)
+            return
         different = actual.view(torch.uint8) != meaning.view(torch.uint8)
         assert not different.any(), f"{int(different.sum())} of {different.numel()} codes differ"
         return
@@ -133,7 +159,7 @@ def test_a_kernel_computes_what_its_op_means(kernel: ops.Kernel, case: str, dtyp
 
     assert len(actual) == len(meaning)
     for got, low, exact in zip(actual, meaning, truth, strict=True):
-        assert_as_exact(got, low, exact, dtype)
+        assert_as_exact(got, low, exact, dtype, op.name in COMPUTED)
         assert strides(got) == strides(low)
     for name, value in before.items():
         if name in op.mutates and value is not None:

@@ -28,7 +28,7 @@ MAX_WARPS = 16 if torch.version.hip else 32  # a program has at most 1,024 threa
 
 
 @triton.jit
-def _row_sum(x_ptr, residual_ptr, sum_ptr, x_at, residual_at, sum_at, inside, ADD: tl.constexpr):
+def row_sum(x_ptr, residual_ptr, sum_ptr, x_at, residual_at, sum_at, inside, ADD: tl.constexpr):
     """x, or x + residual rounded to their dtype and stored, in fp32."""
     x = tl.load(x_ptr + x_at, inside, 0.0).to(tl.float32)
     if ADD:
@@ -53,21 +53,24 @@ def weighted(y, weight, DTYPE: tl.constexpr, STYLE: tl.constexpr):
 @triton.jit(do_not_specialize=["rows"])
 def _rms_norm(
     x_ptr, residual_ptr, weight_ptr, out_ptr, sum_ptr, rows, d1, d2, x0, x1, x2, r0, r1, r2, o0, o1, o2, s0, s1, s2,
-    eps, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STYLE: tl.constexpr, ADD: tl.constexpr,
-    PDL: tl.constexpr,
+    eps, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STYLE: tl.constexpr,
+    ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     inside = (row < rows) & (column < D)
     begin(PDL)
     weight = tl.load(weight_ptr + column, column < D, 0.0).to(tl.float32)
-    x = _row_sum(
+    x = row_sum(
         x_ptr, residual_ptr, sum_ptr, row_offset(row, d1, d2, x0, x1, x2) + column,
         row_offset(row, d1, d2, r0, r1, r2) + column, row_offset(row, d1, d2, s0, s1, s2) + column, inside, ADD,
     )  # fmt: skip
     y = x * tl.rsqrt(tl.sum(x * x, 1)[:, None] / D + eps)
     y = weighted(y, weight, x_ptr.dtype.element_ty, STYLE)
-    tl.store(out_ptr + row_offset(row, d1, d2, o0, o1, o2) + column, y.to(out_ptr.dtype.element_ty), inside)
+    if WIDTH > D:
+        y = tl.where(column < D, y, 0.0)
+    tl.store(out_ptr + row_offset(row, d1, d2, o0, o1, o2) + column, y.to(out_ptr.dtype.element_ty),
+             (row < rows) & (column < WIDTH))  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -80,7 +83,7 @@ def _layer_norm(
     column = tl.arange(0, BLOCK)[None, :]
     inside = (row < rows) & (column < D)
     begin(PDL)
-    x = _row_sum(
+    x = row_sum(
         x_ptr, residual_ptr, sum_ptr, row_offset(row, d1, d2, x0, x1, x2) + column,
         row_offset(row, d1, d2, r0, r1, r2) + column, row_offset(row, d1, d2, s0, s1, s2) + column, inside, ADD,
     )  # fmt: skip
@@ -93,7 +96,7 @@ def _layer_norm(
     tl.store(out_ptr + row_offset(row, d1, d2, o0, o1, o2) + column, y.to(out_ptr.dtype.element_ty), inside)
 
 
-def _tile(rows: int, columns: int) -> dict[str, int]:
+def tile(rows: int, columns: int) -> dict[str, int]:
     """The launch shape for so many rows of so many columns."""
     block = triton.next_power_of_2(columns)
     if block <= 256:
@@ -118,36 +121,61 @@ def _normed_rows(
     return None
 
 
-def _styled_rows(platform: Platform, style: str = "after", **arguments: Tensor) -> str | None:
+def styled_rows(platform: Platform, style: str = "after", **arguments: Tensor | None) -> str | None:
     if style not in RMS_NORM_STYLES:
         return f"style {style!r} is not one of {RMS_NORM_STYLES}"
     return _normed_rows(platform, **arguments)
 
 
-@ops.rms_norm.kernel("triton", refuses=_styled_rows)
+@ops.rms_norm.kernel("triton", refuses=styled_rows)
 def rms_norm(x: Tensor, weight: Tensor, eps: float, style: str = "after") -> Tensor:
     out = torch.empty_like(x, dtype=torch.promote_types(x.dtype, weight.dtype) if style == "after" else x.dtype)
     if rows := num_rows(out):
-        tile = _tile(rows, x.shape[-1])
-        _rms_norm[(triton.cdiv(rows, tile["ROWS"]),)](
+        cut = tile(rows, x.shape[-1])
+        _rms_norm[(triton.cdiv(rows, cut["ROWS"]),)](
             x, None, weight, out, None, rows, *inner_sizes(x), *row_strides(x), 0, 0, 0, *row_strides(out), 0, 0, 0,
-            eps, D=x.shape[-1], STYLE=style, ADD=False, **tile, **overlap(x.device),
+            eps, D=x.shape[-1], WIDTH=x.shape[-1], STYLE=style, ADD=False, **cut, **overlap(x.device),
         )  # fmt: skip
     return out
 
 
-@ops.add_rms_norm.kernel("triton", refuses=_styled_rows)
+@ops.add_rms_norm.kernel("triton", refuses=styled_rows)
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, style: str = "after"
 ) -> tuple[Tensor, Tensor]:
     total = torch.empty_like(x)
     out = torch.empty_like(x, dtype=torch.promote_types(x.dtype, weight.dtype) if style == "after" else x.dtype)
     if rows := num_rows(out):
-        tile = _tile(rows, x.shape[-1])
-        _rms_norm[(triton.cdiv(rows, tile["ROWS"]),)](
+        cut = tile(rows, x.shape[-1])
+        _rms_norm[(triton.cdiv(rows, cut["ROWS"]),)](
             x, residual, weight, out, total, rows, *inner_sizes(x), *row_strides(x), *row_strides(residual),
-            *row_strides(out), *row_strides(total), eps, D=x.shape[-1], STYLE=style, ADD=True, **tile,
-            **overlap(x.device),
+            *row_strides(out), *row_strides(total), eps, D=x.shape[-1], WIDTH=out.shape[-1], STYLE=style, ADD=True,
+            **cut, **overlap(x.device),
+        )  # fmt: skip
+    return out, total
+
+
+def _padded_rows(
+    platform: Platform, x: Tensor, residual: Tensor, weight: Tensor, eps: float, columns: int, style: str = "after"
+) -> str | None:
+    if x.shape[-1] + columns > MAX_COLUMNS:
+        return f"rows of {x.shape[-1]} and {columns} do not fit one program (at most {MAX_COLUMNS})"
+    return styled_rows(platform, style, x=x, residual=residual, weight=weight)
+
+
+@ops.add_rms_norm_pad.kernel("triton", refuses=_padded_rows)
+def add_rms_norm_pad(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, columns: int, style: str = "after"
+) -> tuple[Tensor, Tensor]:
+    total = torch.empty_like(x)
+    dtype = torch.promote_types(x.dtype, weight.dtype) if style == "after" else x.dtype
+    out = x.new_empty((*x.shape[:-1], x.shape[-1] + columns), dtype=dtype)
+    if rows := num_rows(out):
+        cut = tile(rows, out.shape[-1])
+        _rms_norm[(triton.cdiv(rows, cut["ROWS"]),)](
+            x, residual, weight, out, total, rows, *inner_sizes(x), *row_strides(x), *row_strides(residual),
+            *row_strides(out), *row_strides(total), eps, D=x.shape[-1], WIDTH=out.shape[-1], STYLE=style, ADD=True,
+            **cut, **overlap(x.device),
         )  # fmt: skip
     return out, total
 
@@ -156,10 +184,10 @@ def add_rms_norm(
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if rows := num_rows(out):
-        tile = _tile(rows, x.shape[-1])
-        _layer_norm[(triton.cdiv(rows, tile["ROWS"]),)](
+        cut = tile(rows, x.shape[-1])
+        _layer_norm[(triton.cdiv(rows, cut["ROWS"]),)](
             x, None, weight, bias, out, None, rows, *inner_sizes(x), *row_strides(x), 0, 0, 0, *row_strides(out),
-            0, 0, 0, eps, D=x.shape[-1], WEIGHT=weight is not None, BIAS=bias is not None, ADD=False, **tile,
+            0, 0, 0, eps, D=x.shape[-1], WEIGHT=weight is not None, BIAS=bias is not None, ADD=False, **cut,
             **overlap(x.device),
         )  # fmt: skip
     return out
@@ -172,10 +200,10 @@ def add_layer_norm(
     total = torch.empty_like(x)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if rows := num_rows(out):
-        tile = _tile(rows, x.shape[-1])
-        _layer_norm[(triton.cdiv(rows, tile["ROWS"]),)](
+        cut = tile(rows, x.shape[-1])
+        _layer_norm[(triton.cdiv(rows, cut["ROWS"]),)](
             x, residual, weight, bias, out, total, rows, *inner_sizes(x), *row_strides(x), *row_strides(residual),
             *row_strides(out), *row_strides(total), eps, D=x.shape[-1], WEIGHT=weight is not None,
-            BIAS=bias is not None, ADD=True, **tile, **overlap(x.device),
+            BIAS=bias is not None, ADD=True, **cut, **overlap(x.device),
         )  # fmt: skip
     return out, total

@@ -1,0 +1,62 @@
+"""SiLU(gate) * up that is written quantized, in Triton, in one pass.
+
+Codes may differ from the meaning's where exp is rounded otherwise: tests/test_kernels.py holds them to neighbours, and few.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from atomc import ops
+from atomc.kernels.triton.launch import begin, inner_sizes, num_rows, overlap, row_offset, row_strides, unfit
+from atomc.kernels.triton.quant import Quantized, store_quantized, unquantizable
+from atomc.platform import Platform
+from atomc.sizes import same_shape
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _gated_quant(
+    gate_ptr, up_ptr, codes_ptr, scales_ptr, static_ptr, rows, d1, d2, g0, g1, g2, u0, u1, u2, row_step, group_step,
+    D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, SCHEME: tl.constexpr, GROUP: tl.constexpr,
+    FNUZ: tl.constexpr, BY_BITS: tl.constexpr, MX_BIAS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    first = tl.program_id(1) * BLOCK
+    column = first + tl.arange(0, BLOCK)[None, :]
+    inside = (row < rows) & (column < D)
+    begin(PDL)
+    gate = tl.load(gate_ptr + row_offset(row, d1, d2, g0, g1, g2) + column, inside, 0.0).to(tl.float32)
+    up = tl.load(up_ptr + row_offset(row, d1, d2, u0, u1, u2) + column, inside, 0.0).to(tl.float32)
+    DTYPE: tl.constexpr = gate_ptr.dtype.element_ty
+    y = ((gate * tl.sigmoid(gate)).to(DTYPE).to(tl.float32) * up).to(DTYPE)
+    store_quantized(y.to(tl.float32), codes_ptr, scales_ptr, static_ptr, row, first, rows, D, row_step, group_step,
+                    ROWS, BLOCK, SCHEME, GROUP, FNUZ, BY_BITS, MX_BIAS)  # fmt: skip
+
+
+def _unfit(
+    platform: Platform, gate: Tensor, up: Tensor, scale: Tensor | None = None, *, scheme: str,
+    dtype: torch.dtype = torch.float8_e4m3fn, group: int = 128, column_major: bool = False, rounding: str = "even",
+) -> str | None:  # fmt: skip
+    if reason := unquantizable(platform, gate, scheme, dtype, group, rounding, "gate") or unfit(platform, up=up):
+        return reason
+    if gate.dtype != up.dtype:
+        return f"gate is {gate.dtype}, up is {up.dtype}"
+    if not same_shape(gate, up):
+        return "gate and up differ in shape"
+    return None
+
+
+@ops.silu_and_mul_quant.kernel("triton", refuses=_unfit)
+def silu_and_mul_quant(
+    gate: Tensor, up: Tensor, scale: Tensor | None = None, *, scheme: str, dtype: torch.dtype = torch.float8_e4m3fn,
+    group: int = 128, column_major: bool = False, rounding: str = "even",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    out = Quantized(gate, scale, scheme, dtype, group, column_major, rounding)
+    if rows := num_rows(gate):
+        tile = out.tile(rows, gate.shape[-1])
+        _gated_quant[(triton.cdiv(rows, tile["ROWS"]), triton.cdiv(gate.shape[-1], tile["BLOCK"]))](
+            gate, up, *out.pointers, rows, *inner_sizes(gate), *row_strides(gate), *row_strides(up), *out.steps,
+            D=gate.shape[-1], **out.constants, **tile, **overlap(gate.device),
+        )  # fmt: skip
+    return out.codes, out.scales

@@ -1,0 +1,282 @@
+"""Quantizers in Triton, and how a kernel that computed a row writes it quantized.
+
+Codes equal the meaning's bit for bit: the same operations, each rounded as there. A magnitude is compared by its bits, as
+a whole number, by which NaN is the largest.
+
+A tile is ROWS x BLOCK values in fp32, zero where there is none. SCHEME is one of atomc.ops.schemes.
+"""
+
+import functools
+import struct
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from atomc import ops
+from atomc.kernels.triton.launch import begin, inner_sizes, num_rows, overlap, row_offset, row_strides, unfit
+from atomc.ops.formats import AMAX_FLOOR, FP8, MX_ROUNDINGS
+from atomc.ops.quant import empty_group_scales
+from atomc.ops.schemes import SCHEMES
+from atomc.platform import Platform
+
+MAX_COLUMNS = 65536
+MAX_WARPS = 16 if torch.version.hip else 32  # a program has at most 1,024 threads
+FLOOR_BITS = tl.constexpr(struct.unpack("<i", struct.pack("<f", AMAX_FLOOR))[0])
+
+
+@triton.jit
+def _amax_bits(y, AXIS: tl.constexpr):
+    return tl.max(y.to(tl.int32, bitcast=True) & 0x7FFFFFFF, AXIS)
+
+
+@triton.jit
+def _scale(y, AXIS: tl.constexpr, LARGEST: tl.constexpr):
+    """The scale of the values along an axis."""
+    return tl.maximum(_amax_bits(y, AXIS), FLOOR_BITS).to(tl.float32, bitcast=True) * (1.0 / LARGEST)
+
+
+@triton.jit
+def _fp8(x, FNUZ: tl.constexpr, BY_BITS: tl.constexpr):
+    """x, fp32, cut off and rounded to a code in a byte; BY_BITS where the device has no instruction for it."""
+    LARGEST: tl.constexpr = 240.0 if FNUZ else 448.0
+    x = tl.where(x == x, tl.clamp(x, -LARGEST, LARGEST), x)
+    if BY_BITS:
+        size = tl.abs(x)
+        bits = size.to(tl.int32, bitcast=True)
+        # Three bits of mantissa stay; below the smallest normal number the steps are even, as those of 2^14 (2^13).
+        LEAST_BITS: tl.constexpr = 0x3C000000 if FNUZ else 0x3C800000
+        code = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - ((LEAST_BITS >> 20) - 8)
+        small = (size + (8192.0 if FNUZ else 16384.0)).to(tl.int32, bitcast=True) & 15
+        code = tl.where(bits < LEAST_BITS, small, code)
+        sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
+        if FNUZ:
+            return tl.where(x == x, tl.where(code == 0, 0, code | sign), 0x80).to(tl.uint8)
+        return tl.where(x == x, code | sign, 0x7F).to(tl.uint8)
+    elif FNUZ:
+        return x.to(tl.float8e4b8).to(tl.uint8, bitcast=True)
+    else:
+        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+
+
+@triton.jit
+def _int8(x):
+    """x, fp32, cut off and rounded to nearest even."""
+    # The steps of 1.5 * 2^23 are whole numbers.
+    return (tl.clamp(x, -127.0, 127.0) + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
+
+
+@triton.jit
+def _e2m1(x):
+    """The code, int32, of x, fp32."""
+    size = tl.where(x == x, tl.minimum(tl.abs(x), 6.0), 0.0)
+    bits = size.to(tl.int32, bitcast=True)
+    # One bit of mantissa stays from 1 on; below, the steps are even, as those of 2^22.
+    code = ((bits + 0x1FFFFF + ((bits >> 22) & 1)) >> 22) - 252
+    code = tl.where(size < 1.0, (size + 4194304.0).to(tl.int32, bitcast=True) & 7, code)
+    return code | ((x.to(tl.int32, bitcast=True) >> 28) & 8)
+
+
+@triton.jit
+def store_quantized(
+    y, codes_ptr, scales_ptr, static_ptr, row, first, rows, D, row_step, group_step,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, SCHEME: tl.constexpr, GROUP: tl.constexpr, FNUZ: tl.constexpr,
+    BY_BITS: tl.constexpr, MX_BIAS: tl.constexpr,
+):  # fmt: skip
+    """Write the codes of a tile, and its scales.
+
+    row [ROWS, 1], of `rows`; the columns are those of D from `first` on, all of them where a row has one scale.
+    row_step, group_step: from one scale to that of the next row, and of the next group.
+    """
+    row = row.to(tl.int64)
+    column = first + tl.arange(0, BLOCK)[None, :]
+    inside = (row < rows) & (column < D)
+    LARGEST: tl.constexpr = 240.0 if FNUZ else 448.0
+    if SCHEME == "fp8_static":
+        inverse = tl.div_rn(1.0, tl.load(static_ptr).to(tl.float32))
+        tl.store(codes_ptr + row * D + column, _fp8(y * inverse, FNUZ, BY_BITS), inside)
+    elif SCHEME == "fp8_per_token":
+        scale = _scale(y, 1, LARGEST)[:, None]
+        tl.store(scales_ptr + row, scale, row < rows)
+        tl.store(codes_ptr + row * D + column, _fp8(y * tl.div_rn(1.0, scale), FNUZ, BY_BITS), inside)
+    elif SCHEME == "int8_per_token":
+        scale = _scale(y, 1, 127.0)[:, None]
+        tl.store(scales_ptr + row, scale, row < rows)
+        tl.store(codes_ptr + row * D + column, _int8(y * tl.div_rn(1.0, scale)), inside)
+    else:
+        group = first // GROUP + tl.arange(0, BLOCK // GROUP)[None, :]
+        scale_at = scales_ptr + row * row_step + group * group_step
+        there = (row < rows) & (group < (D + GROUP - 1) // GROUP)
+        grouped = tl.reshape(y, (ROWS, BLOCK // GROUP, GROUP))
+        if SCHEME == "fp8_group":
+            scale = _scale(grouped, 2, LARGEST)
+            tl.store(scale_at, scale, there)
+            scaled = tl.reshape(grouped * tl.div_rn(1.0, scale)[:, :, None], (ROWS, BLOCK))
+            tl.store(codes_ptr + row * D + column, _fp8(scaled, FNUZ, BY_BITS), inside)
+        else:
+            amax = _amax_bits(grouped, 2)
+            code = tl.maximum(((amax + MX_BIAS) >> 23) - 2, 0)
+            code = tl.where(amax >= 0x7F800000, 255, code)
+            tl.store(scale_at, code.to(tl.uint8), there)
+            # 2^-127 is below the normal numbers.
+            exponent = tl.maximum(254 - code, 0)
+            inverse = tl.where(exponent == 0, 0x400000, exponent << 23).to(tl.float32, bitcast=True)
+            codes = _e2m1(tl.reshape(grouped * inverse[:, :, None], (ROWS, BLOCK // 2, 2)))
+            low, high = tl.split(codes)
+            pair = first // 2 + tl.arange(0, BLOCK // 2)[None, :]
+            tl.store(codes_ptr + row * (D // 2) + pair, (low | (high << 4)).to(tl.uint8),
+                     (row < rows) & (pair < D // 2))  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _quantize(
+    x_ptr, codes_ptr, scales_ptr, static_ptr, rows, d1, d2, x0, x1, x2, row_step, group_step, D: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, SCHEME: tl.constexpr, GROUP: tl.constexpr, FNUZ: tl.constexpr,
+    BY_BITS: tl.constexpr, MX_BIAS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    first = tl.program_id(1) * BLOCK
+    column = first + tl.arange(0, BLOCK)[None, :]
+    begin(PDL)
+    x = tl.load(x_ptr + row_offset(row, d1, d2, x0, x1, x2) + column, (row < rows) & (column < D), 0.0)
+    store_quantized(x.to(tl.float32), codes_ptr, scales_ptr, static_ptr, row, first, rows, D, row_step, group_step,
+                    ROWS, BLOCK, SCHEME, GROUP, FNUZ, BY_BITS, MX_BIAS)  # fmt: skip
+
+
+@functools.cache
+def _by_bits(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a device has no instruction that rounds to this fp8. (That of Triton's interpreter rounds some down.)"""
+    if device.type != "cuda":
+        return True
+    fnuz = dtype == torch.float8_e4m3fnuz
+    if torch.version.hip:
+        arch = torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
+        return arch != ("gfx942" if fnuz else "gfx950")
+    return fnuz or torch.cuda.get_device_capability(device) < (8, 9)
+
+
+class Quantized:
+    """Room for the codes and scales of rows shaped as x, and what store_quantized wants to know of them."""
+
+    def __init__(
+        self, x: Tensor, scale: Tensor | None, scheme: str, dtype: torch.dtype = torch.float8_e4m3fn,
+        group: int = 128, column_major: bool = False, rounding: str = "even",
+    ):  # fmt: skip
+        lead, width = x.shape[:-1], x.shape[-1]
+        self.steps = (1, 0)
+        self.static = scale
+        self.whole_rows = scheme.endswith("per_token")
+        self.group = 32 if scheme == "mxfp4" else group if scheme == "fp8_group" else 1
+        if scheme == "mxfp4":
+            self.codes = x.new_empty((*lead, width // 2), dtype=torch.uint8)
+            self.scales = x.new_empty((*lead, width // 32), dtype=torch.uint8)
+            self.steps = (width // 32, 1)
+        else:
+            self.codes = x.new_empty(x.shape, dtype=torch.int8 if scheme == "int8_per_token" else dtype)
+            self.scales = x.new_empty((*lead, 1) if self.whole_rows else 0, dtype=torch.float32)
+        if scheme == "fp8_group":
+            groups = triton.cdiv(width, group)
+            self.scales = empty_group_scales(x, groups, column_major)
+            self.steps = (1, num_rows(x)) if column_major else (groups, 1)
+        fp8 = scheme.startswith("fp8")
+        self.constants: dict[str, Any] = {
+            "SCHEME": scheme, "GROUP": self.group, "FNUZ": dtype == torch.float8_e4m3fnuz,
+            "BY_BITS": fp8 and _by_bits(dtype, x.device), "MX_BIAS": MX_ROUNDINGS[rounding],
+        }  # fmt: skip
+
+    @property
+    def pointers(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        codes = self.codes if self.codes.dtype == torch.int8 else self.codes.view(torch.uint8)
+        return codes, self.scales, self.static
+
+    def tile(self, rows: int, columns: int, most: int = 2048) -> dict[str, int]:
+        """The launch shape for so many rows of so many columns: whole rows, where a row has one scale."""
+        block = max(triton.next_power_of_2(columns), self.group)
+        if not self.whole_rows:
+            block = max(min(block, most), self.group)
+        tall = max(1, min(16 if rows > 4096 else 4, 1024 // block))
+        return {"BLOCK": block, "ROWS": tall, "num_warps": min(MAX_WARPS, max(4, block // 1024))}
+
+
+def unquantizable(
+    platform: Platform, x: Tensor, scheme: str, dtype: torch.dtype = torch.float8_e4m3fn, group: int = 128,
+    rounding: str = "even", name: str = "x",
+) -> str | None:  # fmt: skip
+    """Why no kernel here can quantize rows like those of x."""
+    if reason := unfit(platform, **{name: x}):
+        return reason
+    width = x.shape[-1]
+    if scheme not in SCHEMES:
+        return f"scheme {scheme!r} is not one of {SCHEMES}"
+    if scheme.startswith("fp8") and dtype not in FP8:
+        return f"fp8 dtype {dtype} is not one of {FP8}"
+    if scheme == "fp8_group" and (group < 16 or group & (group - 1)):
+        return f"groups of {group} columns: written for powers of 2 from 16 on"
+    if scheme == "mxfp4" and (width % 32 or rounding not in MX_ROUNDINGS):
+        return f"mxfp4 takes rows of a multiple of 32, here {width}, rounded as one of {tuple(MX_ROUNDINGS)}"
+    if width > MAX_COLUMNS:
+        return f"rows of {width} do not fit one program (at most {MAX_COLUMNS})"
+    return None
+
+
+def _launch(x: Tensor, out: Quantized) -> tuple[Tensor, Tensor]:
+    if rows := num_rows(x):
+        tile = out.tile(rows, x.shape[-1])
+        columns = triton.cdiv(x.shape[-1], tile["BLOCK"])
+        _quantize[(triton.cdiv(rows, tile["ROWS"]), columns)](
+            x, *out.pointers, rows, *inner_sizes(x), *row_strides(x), *out.steps, D=x.shape[-1], **out.constants,
+            **tile, **overlap(x.device),
+        )  # fmt: skip
+    return out.codes, out.scales
+
+
+def _static(platform: Platform, x: Tensor, scale: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> str | None:
+    return unquantizable(platform, x, "fp8_static", dtype)
+
+
+@ops.quant_fp8_static.kernel("triton", refuses=_static)
+def quant_fp8_static(x: Tensor, scale: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
+    return _launch(x, Quantized(x, scale, "fp8_static", dtype))[0]
+
+
+def _per_token(platform: Platform, x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> str | None:
+    return unquantizable(platform, x, "fp8_per_token", dtype)
+
+
+@ops.quant_fp8_per_token.kernel("triton", refuses=_per_token)
+def quant_fp8_per_token(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[Tensor, Tensor]:
+    return _launch(x, Quantized(x, None, "fp8_per_token", dtype))
+
+
+def _group(
+    platform: Platform, x: Tensor, group: int = 128, column_major_scales: bool = False,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+) -> str | None:  # fmt: skip
+    return unquantizable(platform, x, "fp8_group", dtype, group)
+
+
+@ops.quant_fp8_group.kernel("triton", refuses=_group)
+def quant_fp8_group(
+    x: Tensor, group: int = 128, column_major_scales: bool = False, dtype: torch.dtype = torch.float8_e4m3fn
+) -> tuple[Tensor, Tensor]:
+    return _launch(x, Quantized(x, None, "fp8_group", dtype, group, column_major_scales))
+
+
+def _mxfp4(platform: Platform, x: Tensor, rounding: str = "even") -> str | None:
+    return unquantizable(platform, x, "mxfp4", rounding=rounding)
+
+
+@ops.quant_mxfp4.kernel("triton", refuses=_mxfp4)
+def quant_mxfp4(x: Tensor, rounding: str = "even") -> tuple[Tensor, Tensor]:
+    return _launch(x, Quantized(x, None, "mxfp4", rounding=rounding))
+
+
+def _int8_rows(platform: Platform, x: Tensor) -> str | None:
+    return unquantizable(platform, x, "int8_per_token")
+
+
+@ops.quant_int8_per_token.kernel("triton", refuses=_int8_rows)
+def quant_int8_per_token(x: Tensor) -> tuple[Tensor, Tensor]:
+    return _launch(x, Quantized(x, None, "int8_per_token"))
