@@ -12,6 +12,7 @@ from atomc.errors import OptionsError
 Rounding = Literal["fp32", "hf"]
 Glue = Literal["auto", "inductor", "eager"]
 ExpectMode = Literal["error", "warn"]
+KVCacheDtype = Literal["auto", "fp8"]
 Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 
 
@@ -25,6 +26,8 @@ class Options:
     rounding   "fp32": rewrites and kernels may keep fp32 where the model rounds in between; "hf": they may not
     glue       what runs the ops without a kernel: "inductor", "eager", or "auto" (Inductor if it can compile here)
     providers  kernels are preferred in this order, () for the order that suits the platform
+    kv_cache_dtype  "auto": keys and values are kept as they come; "fp8": in e4m3, half as large as in 16 bits
+    batch_invariant  a request gets bit by bit what it gets alone, whatever runs beside it; slower, on a GPU only
     layout     how state lies in memory, "paged" or "contiguous"; None: as suits the machine
     inductor   handed on to Inductor, keys as in torch._inductor.config
     dump       a folder for one runnable file per changing pass                               (ATOMC_DUMP=dir)
@@ -42,6 +45,8 @@ class Options:
     rounding: Rounding = "fp32"
     glue: Glue = "auto"
     providers: tuple[str, ...] = ()
+    kv_cache_dtype: KVCacheDtype = "auto"
+    batch_invariant: bool = False
     layout: str | None = None
     inductor: Mapping[str, Any] = field(default_factory=dict)
     dump: str | None = None
@@ -71,6 +76,11 @@ class Options:
         if isinstance(self.providers, str) or not all(isinstance(name, str) for name in self.providers):
             raise OptionsError(f"option providers={self.providers!r}: expected a list of provider names")
         object.__setattr__(self, "providers", tuple(self.providers))
+        if self.batch_invariant and self.glue == "inductor":
+            raise OptionsError("option batch_invariant=True: Inductor sums differently for other numbers of rows; "
+                               "expected glue='eager' or 'auto'")  # fmt: skip
+        if self.batch_invariant:
+            object.__setattr__(self, "glue", "eager")
 
     @property
     def cache_folder(self) -> Path:

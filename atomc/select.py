@@ -38,17 +38,19 @@ class Selection:
         self.syncing: list[str] = []  # kernels that no CUDA graph can hold
         self.absent: dict[str, str] = {}
         self.order: list[str] = []
-        for provider in options.providers or kernels.PROVIDERS:
-            if provider not in kernels.PROVIDERS and provider not in _all_providers():
+        wanted = options.providers or kernels.PROVIDERS
+        for provider in (kernels.INVARIANT, *wanted) if options.batch_invariant else wanted:
+            if provider not in (*kernels.PROVIDERS, kernels.INVARIANT) and provider not in _all_providers():
                 raise OptionsError(f"option providers: no provider {provider!r}; providers are {list(kernels.PROVIDERS)}")
-            reason = kernels.load(provider) if provider in kernels.PROVIDERS else None
+            reason = kernels.load(provider) if provider in (*kernels.PROVIDERS, kernels.INVARIANT) else None
             if reason:
                 self.absent[provider] = reason
             else:
                 self.order.append(provider)
         if not options.providers:
             # A kernel that somebody registered from outside is preferred to ours.
-            self.order = [name for name in _all_providers() if name not in kernels.PROVIDERS] + self.order
+            ours = (*kernels.PROVIDERS, kernels.INVARIANT)
+            self.order = [name for name in _all_providers() if name not in ours] + self.order
 
     def fix_layout(self, graph_nodes: list[Node]) -> str | None:
         """Choose the first layout that every reader and writer of state in the graph can use."""
@@ -66,6 +68,9 @@ class Selection:
         if self.options.layout is not None:
             raise OptionsError(f"option layout={self.options.layout!r}: has no reader and writer on "
                                f"{self.platform.name}; of the layouts {candidates} some have")  # fmt: skip
+        if self.options.batch_invariant:
+            raise OptionsError("option batch_invariant=True: no such kernel reads and writes state on "
+                               f"{self.platform.name}")  # fmt: skip
         raise ValueError(f"no state layout of {candidates} has a reader and a writer on {self.platform.name}")
 
     def choose(self, node: Node) -> Kernel | None:
@@ -81,6 +86,9 @@ class Selection:
                     self.syncing.append(f"{kernel.provider} {op.name}")
                 return kernel
             refused.append((kernel.provider, reason))
+        if self.options.batch_invariant and _joins_rows(op.name):
+            raise OptionsError(f"option batch_invariant=True: no such kernel serves {op.name} on {self.platform.name}: "
+                               f"{refused}")  # fmt: skip
         if op.mutates:
             raise ValueError(f"{op.name}: no kernel serves it on {self.platform.name}: {refused}")
         self._remember(op, node, INLINE, refused)
@@ -102,6 +110,8 @@ class Selection:
     def _refuses(self, kernel: Kernel, node: Node, any_tokens: bool = False) -> str | None:
         if self.layout is not None and kernel.layout is not None and kernel.layout != self.layout:
             return f"works on layout {kernel.layout!r}, the state is laid out {self.layout!r}"
+        if self.options.batch_invariant and _joins_rows(kernel.op) and kernel.provider != kernels.INVARIANT:
+            return "what it computes for a row depends on how many there are, and batch_invariant=True forbids that"
         arguments, nodes = _arguments(kernel, node)
         for name in kernel.prepare:
             if nodes[name].op != "placeholder":
@@ -154,6 +164,11 @@ def spell_range(tokens: sympy.Set) -> str:
 def _nbytes(weight: Node) -> int:
     fake = weight.meta["val"]
     return math.prod(size for size in fake.shape if isinstance(size, int)) * int(fake.element_size())
+
+
+def _joins_rows(op: str) -> bool:
+    """Whether its kernels cut their work by the number of rows."""
+    return "linear" in op or "attention" in op
 
 
 def _op(node: Node) -> Op:

@@ -5,13 +5,14 @@ import importlib
 import importlib.util
 
 PROVIDERS = ("aiter", "triton", "cuda", "zentorch", "onednn", "torch")
+INVARIANT = "invariant"  # only where Options(batch_invariant=True) asks for it
 
 
 @functools.cache
 def load(provider: str) -> str | None:
     """Import a provider's kernels, once a process. Returns why it has none here, or None."""
     package = f"{__name__}.{provider}"
-    if provider not in PROVIDERS:
+    if provider not in (*PROVIDERS, INVARIANT):
         return f"provider {provider!r} is not one of ours ({', '.join(PROVIDERS)})"
     if importlib.util.find_spec(package) is None:
         return f"provider {provider!r} is not built in this version"

@@ -1,0 +1,39 @@
+"""Attention over a paged cache, never split, with one tile for all steps: the keys of a row are summed from the first."""
+
+import triton
+from torch import Tensor
+
+from atomc import ops
+from atomc.kernels.triton import attention as varying
+from atomc.platform import Platform
+
+
+def _unaligned(
+    platform: Platform, q: Tensor, k_cache: Tensor, v_cache: Tensor, query_start: Tensor, seq_lens: Tensor,
+    block_tables: Tensor, k_scale: Tensor | None = None, v_scale: Tensor | None = None, *, scale: float,
+    window: int = 0, **_: object,
+) -> str | None:  # fmt: skip
+    if window:
+        return f"with a window of {window} the first key of a tile depends on the tile's other rows"
+    return varying._out_of_reach(platform, q, k_cache, v_cache, query_start, seq_lens, block_tables, k_scale, v_scale,
+                                 scale=scale)  # fmt: skip
+
+
+@ops.paged_attention.kernel("invariant", layout="paged", refuses=_unaligned)
+def paged_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, query_start: Tensor, seq_lens: Tensor, block_tables: Tensor,
+    token: Tensor, sinks: Tensor | None = None, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+    *, scale: float, window: int = 0, softcap: float = 0.0,
+) -> Tensor:  # fmt: skip
+    rows = q.reshape(-1, *q.shape[-2:])
+    if rows.shape[0] == 0:
+        return q.new_empty((*q.shape[:-1], v_cache.shape[-1]))
+    group = rows.shape[1] // k_cache.shape[2]
+    width = max(rows.shape[2], v_cache.shape[-1])
+    least = max(16, triton.next_power_of_2(group))
+    if q.element_size() == 4:
+        cut = varying.Tiling(max(least, 32), 16 if width > 128 else 32, 1, 8, 2)
+    else:
+        cut = varying.Tiling(max(least, 64), 32 if width > 128 else 64, 1, 4, 2)
+    out = varying.attend(rows, k_cache, v_cache, query_start, seq_lens, block_tables, sinks, scale, window, softcap, cut)
+    return out.view(*q.shape[:-1], v_cache.shape[-1])
