@@ -1,6 +1,6 @@
 """From the logits of a step to what the host learns of it: tokens, log-probabilities, pooled hidden states."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
@@ -40,17 +40,20 @@ class Drawn:
 
     def results(self) -> list[Result]:
         """One for each chunk; waits for the device."""
-        arrived = self.sent.wait()[0].tolist() if self.sent is not None else []
-        pooled = dict(zip(self.pooled, arrived, strict=False))
-        tokens = iter(accepted(self.step.draws, [] if pooled else arrived))
-        values = iter(self.sampled.token_logprobs() if self.sampled is not None and self.sampled.rows else ())
+        arrived = iter(self.sent.wait() if self.sent is not None else ())
+        pooled = dict(zip(self.pooled, next(arrived).tolist(), strict=True)) if self.pooled else {}
+        tokens = iter(accepted(self.step.draws, next(arrived).tolist()) if self.sampled is not None else ())
+        values: Iterator[TokenLogprobs | None] = iter(())
+        if self.sampled is not None and self.sampled.logprobs is not None:
+            values = iter(self.sampled.token_logprobs(next(arrived)))
+        scores = {i: each.read(next(arrived)) for i, each in self.scores.items()}
         results = []
         for i, chunk in enumerate(self.step.chunks):
             told = [value for _ in chunk.draws if (value := next(values, None)) is not None]
             results.append(Result(
                 next(tokens) if chunk.draws else (),
                 tuple(told) if told else None,
-                self.scores[i].on_host() if i in self.scores else (),
+                scores.get(i, ()),
                 tuple(pooled[i]) if i in pooled else None,
             ))  # fmt: skip
         return results
@@ -97,12 +100,16 @@ class Drawing:
             if end - start > num_draws:
                 drawn.scores[i] = _scores(chunk, logits[start:end], requests[i])
             drawing.extend(range(end - num_draws, end))
+        tables = [scores.table for scores in drawn.scores.values()]
         if not drawing:
+            drawn.sent = self.outbox.send(*tables)
             return drawn, None
         if len(drawing) < len(logits):
             logits = logits[torch.tensor(drawing, device=logits.device)]
         drawn.sampled = self.sampler(logits, step.draws, mask=self._mask(step))
-        drawn.sent = self.outbox.send(drawn.sampled.tokens)
+        if drawn.sampled.logprobs is not None:
+            tables.insert(0, drawn.sampled.logprobs.table)
+        drawn.sent = self.outbox.send(drawn.sampled.tokens, *tables)
         return drawn, drawn.sampled.tokens
 
     def pool(self, step: ScheduledStep, hidden: Tensor, requests: Sequence[Request]) -> Drawn:

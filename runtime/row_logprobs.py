@@ -17,36 +17,34 @@ ROWS_AT_ONCE = 64
 
 @dataclass(frozen=True)
 class Logprobs:
-    """TokenLogprobs of several rows, on the device; `counts` says how many of the most likely each row asked for."""
+    """TokenLogprobs of several rows, on the device, in one tensor that can be copied to the host.
 
-    tokens: Tensor  # [L] i64
-    values: Tensor  # [L] f32
-    ranks: Tensor  # [L] i64
-    top_tokens: Tensor  # [L, N] i64
-    top_values: Tensor  # [L, N] f32
+    table    [L, 3 + 2 * N] f64: token, value, rank, the most likely tokens, their values
+    counts   how many of the most likely each row asked for
+    """
+
+    table: Tensor
     counts: tuple[int, ...]
 
-    def on_host(self) -> list[TokenLogprobs]:
-        """One for each row; waits for the device."""
-        columns = zip(self.tokens.tolist(), self.values.tolist(), self.ranks.tolist(), self.top_tokens.tolist(),
-                      self.top_values.tolist(), self.counts, strict=True)  # fmt: skip
-        return [TokenLogprobs(token, value, rank, tuple(zip(ids[:count], tops[:count], strict=True)))
-                for token, value, rank, ids, tops, count in columns]  # fmt: skip
+    def read(self, table: Tensor) -> list[TokenLogprobs]:
+        """One for each row, from a copy of the table; waits for the device if it lies there."""
+        N = (table.shape[1] - 3) // 2
+        return [TokenLogprobs(int(token), value, int(rank), tuple(zip(map(int, tops[:count]), tops[N:], strict=False)))
+                for (token, value, rank, *tops), count in zip(table.tolist(), self.counts, strict=True)]  # fmt: skip
 
 
 def logprobs(logits: Tensor, tokens: Tensor, counts: Sequence[int]) -> Logprobs:
     """Of tokens [L] i64 in the rows of logits [L, V], with the counts[i] most likely ones of row i."""
     num_top = min(max(counts, default=0), logits.shape[-1])
-    parts = [_logprobs(rows, ids, num_top) for rows, ids in
+    parts = [_table(rows, ids[:, None], num_top) for rows, ids in
              zip(torch.split(logits, ROWS_AT_ONCE), torch.split(tokens, ROWS_AT_ONCE), strict=True)]  # fmt: skip
-    whole = parts[0] if len(parts) == 1 else tuple(torch.cat(part) for part in zip(*parts, strict=True))
-    values, ranks, top_tokens, top_values = whole
-    return Logprobs(tokens, values, ranks, top_tokens, top_values, tuple(min(count, num_top) for count in counts))
+    table = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return Logprobs(table, tuple(min(count, num_top) for count in counts))
 
 
-def _logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _table(logits: Tensor, tokens: Tensor, num_top: int) -> Tensor:
     all_values = logits.float().log_softmax(-1)
-    values = all_values.gather(-1, tokens[:, None])
-    ranks = (all_values > values).sum(-1) + 1
+    values = all_values.gather(-1, tokens)
+    ranks = (all_values > values).sum(-1, keepdim=True) + 1
     top = all_values.topk(num_top, dim=-1)
-    return values[:, 0], ranks, top.indices, top.values
+    return torch.cat([part.double() for part in (tokens, values, ranks, top.indices, top.values)], -1)

@@ -25,11 +25,12 @@ class Sampled:
     rows: tuple[int, ...] = ()
     logprobs: Logprobs | None = None
 
-    def token_logprobs(self) -> list[TokenLogprobs | None]:
-        """One for each row, None where it was not asked for; waits for the device."""
+    def token_logprobs(self, table: Tensor | None = None) -> list[TokenLogprobs | None]:
+        """One for each row, None where it was not asked for; from a copy of logprobs.table, or waiting for the device."""
         found: list[TokenLogprobs | None] = [None] * len(self.tokens)
         if self.logprobs is not None:
-            for row, value in zip(self.rows, self.logprobs.on_host(), strict=True):
+            values = self.logprobs.read(self.logprobs.table if table is None else table)
+            for row, value in zip(self.rows, values, strict=True):
                 found[row] = value
         return found
 

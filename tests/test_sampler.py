@@ -342,8 +342,8 @@ def test_logprobs_are_those_of_the_model_whatever_the_filters_are():
 def test_logprobs_of_many_rows_are_those_of_each():
     logits = torch.randn(150, 40, generator=torch.Generator().manual_seed(0))
     tokens = torch.arange(150) % 40
-    found = logprobs(logits, tokens, [i % 4 for i in range(150)]).on_host()
-    for i, one in enumerate(found):
+    found = logprobs(logits, tokens, [i % 4 for i in range(150)])
+    for i, one in enumerate(found.read(found.table)):
         values = logits[i].log_softmax(-1)
         order = values.argsort(descending=True).tolist()
         assert one.token == i % 40 and one.rank == order.index(i % 40) + 1
