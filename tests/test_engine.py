@@ -197,7 +197,8 @@ def test_a_full_queue_refuses_and_says_when_to_come_again(plain, monkeypatch):
 
 @pytest.mark.parametrize(
     ("prompt", "message"),
-    [([5] * 600, "a prompt of 600 tokens does not fit, at most 511 do"), ([3072], "token id 3072 is not in the vocabulary")],
+    [([5] * 600, "a prompt of 600 tokens does not fit, at most 511 do"),
+     ([3072], "token id 3072 is not in the vocabulary")],
 )
 def test_what_can_never_run_is_refused(plain, prompt, message):
     with pytest.raises(ValueError, match=message):
@@ -236,8 +237,9 @@ def test_a_stop_string_ends_a_request_and_n_gives_as_many_answers():
 
 def test_a_config_that_cannot_be_is_refused():
     for given, message in (({"gpu_memory_utilization": 1.5}, "above 0 and at most 1"),
-                           ({"max_queue": 0}, "max_queue is 0"), ({"scheduling_policy": "random"}, "expected one of"), ({"ngram_max": 1}, "below ngram_min"),
-                           ({"speculative_tokens": -1}, "must be 0")):  # fmt: skip
+                           ({"max_queue": 0}, "max_queue is 0"),
+                           ({"scheduling_policy": "random"}, "expected one of"),
+                           ({"ngram_max": 1}, "below ngram_min"), ({"speculative_tokens": -1}, "must be 0")):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             EngineConfig(**given)
     with pytest.raises(ValueError, match="dtype 'float13' is not known"):
