@@ -3,6 +3,8 @@
 A program takes one wide row or several narrow ones.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -121,7 +123,7 @@ def _normed_rows(
     return None
 
 
-def styled_rows(platform: Platform, style: str = "after", **arguments: Tensor | None) -> str | None:
+def styled_rows(platform: Platform, style: str = "after", **arguments: Any) -> str | None:
     if style not in RMS_NORM_STYLES:
         return f"style {style!r} is not one of {RMS_NORM_STYLES}"
     return _normed_rows(platform, **arguments)
