@@ -99,6 +99,7 @@ class Report:
     stages: list[Stage] = field(default_factory=list)
     phases: dict[str, float] = field(default_factory=dict)
     cuda_graphs: list[dict[str, Any]] = field(default_factory=list)
+    machine: dict[str, Any] = field(default_factory=dict)  # name, arch, and bandwidth and flops if its data sheet says them
     cache: str = ""  # "hit", or why not
     notes: list[str] = field(default_factory=list)
     state: list[str] = field(default_factory=list)
@@ -190,6 +191,12 @@ class Report:
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=1, default=str)
+
+    def to_html(self) -> str:
+        """One page that needs no network: passes, layers, kernels, costs."""
+        from atomc.render.html import page
+
+        return page([self.to_dict()])
 
     def to_text(self) -> str:
         """A table per question: rewrites by layer, near misses, kernels, phases."""

@@ -85,6 +85,8 @@ def stages(
     with timed(report, "passes"):
         dumper(gm, "captured")
         pipeline.run(gm, chosen, context, report, [lambda name, graph: dumper(graph, name)])
+        where = context.platform
+        report.machine = {"name": where.name, "arch": where.arch, "bandwidth": where.bandwidth, "flops": where.flops}
         report.costs = [OpCost(c.op, c.module_path, c.layer, c.source, str(c.cost.bytes), str(c.cost.flops))
                         for c in cost.graph_costs(gm)]  # fmt: skip
     inputs = gm.graph.find_nodes(op="placeholder")

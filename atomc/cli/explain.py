@@ -33,6 +33,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--dynamic", action="store_true", help="compile for any sizes, as torch.compile(dynamic=True)")
     parser.add_argument("--runtime", action="store_true", help="as `atomc generate` compiles it: with a paged cache")
     parser.add_argument("--json", action="store_true", help="everything as JSON, a list with one object per graph")
+    parser.add_argument("--html", metavar="FILE", help="everything as one page for a browser, which needs no network")
     parser.add_argument("--save", metavar="FILE", help="save how often each rewrite fires and what runs each op")
     parser.add_argument("--check", metavar="FILE", help="compare with what was saved; exit code 1 and the differences, "
                         "with reasons, if anything changed")  # fmt: skip
@@ -51,6 +52,10 @@ def run(arguments: argparse.Namespace) -> int:
     found = [report for report in reports() if id(report) not in earlier]
     if arguments.save:
         Path(arguments.save).write_text(json.dumps(contract.baseline(found), indent=1) + "\n")
+    if arguments.html:
+        from atomc.render.html import page
+
+        Path(arguments.html).write_text(page([report.to_dict() for report in found]), encoding="utf-8")
     if saved is not None:
         changes = contract.differences(saved, found)
         print("\n".join(changes) if changes else f"as saved in {arguments.check}")
@@ -61,6 +66,8 @@ def run(arguments: argparse.Namespace) -> int:
         texts = [json.dumps([report.to_dict() for report in found], indent=1, default=str)]
     else:
         texts = [report.to_text() for report in found]
+    if arguments.html or arguments.save:
+        return 0
     many = len(texts) > 1
     for number, text in enumerate(texts):
         print(f"graph {number}: {text}" if many else text.rstrip())
