@@ -17,13 +17,14 @@ LAYERS = [
     {"platform", "options", "errors", "packs", "torch_compat"},
     {"op", "ops", "copies"},
     {"sizes", "canonical", "provenance", "match", "near_miss", "rewrite", "graph_pass", "strides",
-     "dump", "replay", "report", "render", "cost", "contract"},
+     "dump", "replay", "report", "render", "cost", "contract", "listing", "savings", "few_bits", "efficiency"},
     {"kernels", "passes", "artifact"},
     {"select", "ranges", "regions", "stamp", "floats", "capture", "pipeline", "pieces",
      "fingerprint", "cache", "cudagraphs"},
     {"stages", "start", "specialize", "backend", "program", "inspection"},
     {"quantization", "models"},
     {"runtime"},
+    {"plan", "plan_text", "measure"},
     {"cli"},
 ]
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}

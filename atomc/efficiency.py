@@ -1,0 +1,216 @@
+"""How long a kernel takes: launch floor + max(bytes / bandwidth, flops / peak) / efficiency.
+
+The efficiency is measured, per machine, op, kernel and range of tokens; `efficiency.json` holds the tables that ship, and
+`python bench/efficiency.py` makes one. Where there is none, the floor of any launch and an efficiency of 1 give a lower bound.
+"""
+
+import functools
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import sympy
+
+from atomc.op import REGISTRY
+from atomc.platform import Platform
+from atomc.report import OpCost, Report
+
+SHIPPED = Path(__file__).with_suffix(".json")
+VERSION = 1
+# NVIDIA H200, the least time of any kernel inside a CUDA graph: bench/results/kernels-h200.txt.
+LAUNCH = 0.75e-6
+# Products of few bits against the peak of bf16, alike on all machines that have them.
+RATES = {"scaled_linear_fp8": 2, "scaled_linear_fp8_block": 2, "scaled_linear_int8": 2, "linear_mxfp4": 4}
+GLUE = "glue"
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One measured call. work: seconds by the data sheet, max(bytes / bandwidth, flops / peak)."""
+
+    op: str
+    kernel: str
+    tokens: int
+    work: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was measured of one kernel for first to last tokens a step. points: how many calls that rests on."""
+
+    op: str
+    kernel: str
+    first: int
+    last: int | None
+    floor: float
+    efficiency: float
+    points: int
+
+    def seconds(self, work: float) -> float:
+        return self.floor + work / self.efficiency
+
+
+@dataclass(frozen=True)
+class Table:
+    """The rows of one machine. bandwidth and flops: the peaks that the efficiencies are shares of."""
+
+    machine: str
+    bandwidth: float
+    flops: float
+    source: str
+    rows: tuple[Row, ...]
+
+    def row(self, op: str, kernel: str, tokens: int) -> Row | None:
+        """The measured row, None if this kernel was not measured."""
+        found = [row for row in self.rows if (row.op, row.kernel) == (op, kernel)]
+        return next((row for row in found if row.first <= tokens and (row.last is None or tokens <= row.last)), None)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"version": VERSION, **asdict(self)}
+
+    @staticmethod
+    def of(data: Mapping[str, Any]) -> "Table":
+        """Raises ValueError for what is no table of this version."""
+        try:
+            if data["version"] != VERSION:
+                raise ValueError(f"the table is of version {data['version']!r}, expected {VERSION}: measure again")
+            rows = tuple(Row(**row) for row in data["rows"])
+            return Table(data["machine"], data["bandwidth"], data["flops"], data["source"], rows)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"no table of efficiencies: {error}; bench/efficiency.py writes one") from error
+
+
+@functools.cache
+def shipped() -> dict[str, Table]:
+    """The tables of the package, by the name of the machine."""
+    tables = [Table.of(table) for table in json.loads(SHIPPED.read_text())]
+    return {table.machine: table for table in tables}
+
+
+def table_for(platform: Platform) -> Table | None:
+    """The table that ships for this machine."""
+    return shipped().get(platform.name)
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """One kernel's worth of work in a step.
+
+    kernel    the provider that runs it; "inline" and "glue": the compiler of the glue, or eager PyTorch
+    bytes, flops  as numbers
+    seconds   None for a machine that says neither its bandwidth nor a table
+    measured  whether the table has this kernel; else seconds is a lower bound
+    """
+
+    op: str
+    kernel: str
+    module_path: str
+    layer: int | None
+    bytes: float
+    flops: float
+    seconds: float | None
+    measured: bool
+    nodes: tuple[str, ...] = ()
+
+
+def predict(
+    report: Report, platform: Platform, sizes: Mapping[str, int], table: Table | None = None
+) -> list[Predicted]:
+    """The time of each kernel in a step of these sizes: T tokens, R rows of logits, S sequences, C tokens of context.
+
+    Raises ValueError naming a size of the graph that is none of these.
+    """
+    kernels = _kernels_for(report, sizes["T"])
+    return [_predicted(cost, kernels, platform, sizes, table) for cost in report.costs]
+
+
+def _predicted(
+    cost: OpCost, kernels: Mapping[str, str], platform: Platform, sizes: Mapping[str, int], table: Table | None
+) -> Predicted:
+    moved, flops = (evaluated(formula, tuple(sorted(sizes.items()))) for formula in (cost.bytes, cost.flops))
+    kernel = next((kernels[node] for node in cost.nodes if node in kernels), GLUE)
+    least = work(platform, cost.op, moved, flops, table)
+    row = table.row(name_in_table(cost.op), kernel, sizes["T"]) if table else None
+    floor = LAUNCH if platform.device == "cuda" else 0.0
+    seconds = None if least is None else row.seconds(least) if row else floor + least
+    return Predicted(cost.op, kernel, cost.module_path, cost.layer, moved, flops, seconds, row is not None, tuple(cost.nodes))
+
+
+def name_in_table(op: str) -> str:
+    """ATen nodes and groups of them are one entry of the table."""
+    return op if op in REGISTRY else GLUE
+
+
+def work(platform: Platform, op: str, moved: float, flops: float, table: Table | None = None) -> float | None:
+    """Seconds that the machine's bandwidth and peak ask for; None if it says no bandwidth."""
+    bandwidth, peak = (table.bandwidth, table.flops) if table else (platform.bandwidth, platform.flops)
+    if bandwidth is None:
+        return None
+    return max(moved / bandwidth, flops / (peak * RATES.get(op, 1)) if peak else 0.0)
+
+
+def _kernels_for(report: Report, tokens: int) -> dict[str, str]:
+    """Node -> the provider chosen for this number of tokens."""
+    return {choice.node: choice.chosen for choice in report.kernels if serves(choice.tokens, tokens)}
+
+
+def serves(spelled: str, tokens: int) -> bool:
+    """Whether a range as a report spells it holds this number: "any", "1", "2 to 16", "17 and more"."""
+    if spelled == "any":
+        return True
+    first, _, rest = spelled.partition(" ")
+    if not rest:
+        return tokens == int(first)
+    return tokens >= int(first) and (rest == "and more" or tokens <= int(rest.removeprefix("to ")))
+
+
+@functools.lru_cache(maxsize=4096)
+def evaluated(formula: str, sizes: tuple[tuple[str, int], ...]) -> float:
+    """A formula of a report as a number. Raises ValueError naming the sizes that are missing."""
+    symbols = {name: sympy.Symbol(name) for name in "TRSC"}
+    found = sympy.sympify(formula, locals=symbols).subs({symbols[name]: size for name, size in sizes})
+    if found.free_symbols:
+        raise ValueError(f"the graph has sizes {sorted(map(str, found.free_symbols))} that a step does not say; "
+                         "a plan needs a model compiled for the runtime")  # fmt: skip
+    return float(found)
+
+
+def fit(timings: Iterable[Timing], machine: str, bandwidth: float, flops: float, source: str) -> Table:
+    """A row for each op, kernel and number of tokens measured; ranges meet in the geometric middle of two numbers."""
+    groups: dict[tuple[str, str], dict[int, list[Timing]]] = {}
+    for timing in timings:
+        groups.setdefault((timing.op, timing.kernel), {}).setdefault(timing.tokens, []).append(timing)
+    rows = []
+    for (op, kernel), by_tokens in sorted(groups.items()):
+        for (first, last), points in zip(_ranges(sorted(by_tokens)), (by_tokens[t] for t in sorted(by_tokens)), strict=True):
+            floor, efficiency = _line([(point.work, point.seconds) for point in points])
+            rows.append(Row(op, kernel, first, last, floor, efficiency, len(points)))
+    return Table(machine, bandwidth, flops, source, tuple(rows))
+
+
+def _ranges(tokens: Sequence[int]) -> list[tuple[int, int | None]]:
+    middles = [math.isqrt(a * b) for a, b in zip(tokens, tokens[1:], strict=False)]
+    return list(zip([1, *(middle + 1 for middle in middles)], [*middles, None], strict=True))
+
+
+def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """(floor, efficiency) with the least sum of squared relative errors of floor + work / efficiency.
+
+    No floor is below zero, and no efficiency above 1: a cache gives more than the memory's bandwidth, for a while.
+    """
+    n = sum(1 / t**2 for _, t in points)
+    w, ww = sum(w / t**2 for w, t in points), sum(w * w / t**2 for w, t in points)
+    t, wt = sum(1 / t for _, t in points), sum(w / t for w, t in points)
+    determinant = n * ww - w * w
+    # All of one size say nothing of a slope: then the floor is that of any launch.
+    alike = determinant <= 1e-9 * n * ww
+    slope = (n * wt - w * t) / determinant if not alike else (t - LAUNCH * n) / w if w else 1.0
+    slope = max(slope, 1.0)
+    floor = (t - slope * w) / n
+    if floor < 0:
+        floor, slope = 0.0, max(wt / ww, 1.0)
+    return floor, 1 / slope
