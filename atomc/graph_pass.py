@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any
 
 from torch.fx import GraphModule, Node
@@ -11,6 +12,7 @@ from atomc.op import Kernel
 from atomc.ops.state import StateSpec
 from atomc.options import Options
 from atomc.platform import Platform
+from atomc.provenance import module_path
 from atomc.rewrite import Fired, Rewrite
 
 
@@ -39,6 +41,7 @@ class Context:
     keep_texts  the report gets the graph after each changing pass, not only the final one
     inputs  what the graph's first placeholders are fed: the parameters among them may be packed
     near    the sites that a pass has just left alone, with the reason; the runner takes them
+    used    the pass and the pattern for which `off_here` found a module
     """
 
     options: Options
@@ -51,6 +54,17 @@ class Context:
     keep_texts: bool = False
     inputs: Sequence[Any] = ()
     near: list[NearMiss] = field(default_factory=list)
+    used: set[tuple[str, str]] = field(default_factory=set)
+
+    def off_here(self, name: str, node: Node) -> str | None:
+        """How the options leave this pass out in the module that made the node, or None."""
+        patterns = self.options.passes.get(name, False)
+        path = module_path(node)
+        for pattern in () if isinstance(patterns, bool) else patterns:
+            if fnmatchcase(path, pattern) or fnmatchcase(path, f"{pattern}.*"):
+                self.used.add((name, pattern))
+                return f"off here (options={{'passes': {{{name!r}: [{pattern!r}]}}}})"
+        return None
 
 
 @dataclass(frozen=True)
@@ -60,6 +74,7 @@ class Pass:
     after     names of passes that must stand earlier; building the pipeline checks it
     paged     True if it only has a meaning for the runtime
     cleanup   True if it changes no meaning worth a line in the report; where it does not apply is not explained
+    by_site   True if it asks `Context.off_here` at each site; the runner does so for rewrites
     """
 
     name: str
@@ -68,10 +83,11 @@ class Pass:
     after: tuple[str, ...] = ()
     paged: bool = False
     cleanup: bool = False
+    by_site: bool = False
 
 
 def rewriting(
     name: str, rewrites: Sequence[Rewrite], *, after: Sequence[str] = (), paged: bool = False, cleanup: bool = False
 ) -> Pass:
     """A pass that applies the variants of one rewrite, most specific first."""
-    return Pass(name, rewrites=tuple(rewrites), after=tuple(after), paged=paged, cleanup=cleanup)
+    return Pass(name, rewrites=tuple(rewrites), after=tuple(after), paged=paged, cleanup=cleanup, by_site=True)

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
@@ -22,7 +22,8 @@ class Options:
 
     strict     raise what goes wrong in atomc instead of handing the graph to Inductor       (ATOMC_STRICT=1)
     disable    hand every graph to Inductor                                                   (ATOMC_DISABLE=1)
-    passes     {name: False} leaves a pass out, {name: True} insists on it, to bisect; names as in the report
+    passes     {name: False} leaves a pass out, {name: True} insists on it, {name: ["model.layers.3.*"]} leaves it out in
+               and below these modules; names and modules as in the report
     rounding   "fp32": rewrites and kernels may keep fp32 where the model rounds in between; "hf": they may not
     glue       what runs the ops without a kernel: "inductor", "eager", or "auto" (Inductor if it can compile here)
     providers  kernels are preferred in this order, () for the order that suits the platform
@@ -41,7 +42,7 @@ class Options:
 
     strict: bool = False
     disable: bool = False
-    passes: Mapping[str, bool] = field(default_factory=dict)
+    passes: Mapping[str, bool | Sequence[str]] = field(default_factory=dict)
     rounding: Rounding = "fp32"
     glue: Glue = "auto"
     providers: tuple[str, ...] = ()
@@ -68,9 +69,10 @@ class Options:
         for name in ("passes", "inductor", "expect"):
             if not isinstance(getattr(self, name), Mapping):
                 raise OptionsError(f"option {name}={getattr(self, name)!r}: expected a dict")
-        wrong = {key: value for key, value in self.passes.items() if not isinstance(value, bool)}
+        wrong = {key: value for key, value in self.passes.items() if not isinstance(value, bool) and not _texts(value)}
         if wrong:
-            raise OptionsError(f"option passes={wrong!r}: expected True or False for each pass")
+            raise OptionsError(f"option passes={wrong!r}: expected True or False for each pass, or a list of the modules "
+                               "in which it is left out, such as ['model.layers.3.*']")  # fmt: skip
         if not isinstance(self.cache_size, int) or self.cache_size < 0:
             raise OptionsError(f"option cache_size={self.cache_size!r}: expected a number of bytes")
         if isinstance(self.providers, str) or not all(isinstance(name, str) for name in self.providers):
@@ -105,6 +107,11 @@ class Options:
         if unknown:
             raise OptionsError(f"unknown option {unknown[0]!r}; options are {known}")
         return cls(**values)
+
+
+def _texts(value: Any) -> bool:
+    """Whether it is a list of texts, and not empty."""
+    return isinstance(value, list | tuple) and bool(value) and all(isinstance(part, str) for part in value)
 
 
 def _environment() -> dict[str, Any]:

@@ -21,6 +21,8 @@ from atomc.torch_compat import fake_mode_of, num_guards
 log = logging.getLogger("atomc")
 
 Observer = Callable[[str, GraphModule], None]
+# The pass that stands before the pipeline, on Dynamo's graph.
+LIFT = "lift"
 
 
 class PassError(RuntimeError):
@@ -36,13 +38,15 @@ def selected(pipeline: Sequence[Pass], context: Context) -> tuple[list[Pass], li
     pipeline = with_registered(pipeline)
     check_order(pipeline)
     switches = context.options.passes
-    names = [p.name for p in pipeline]
+    names = [LIFT, *(p.name for p in pipeline)]
     for name in switches:
         if name not in names:
             raise OptionsError(f"option passes: no pass {name!r}; passes are {sorted(names)}")
-    off = {name for name, on in switches.items() if not on}
+    off = {name for name, on in switches.items() if on is False}
     for p in pipeline:
         needs_off = sorted(off & set(p.after))
+        if not isinstance(switches.get(p.name, False), bool) and not p.by_site:
+            raise OptionsError(f"option passes: {p.name!r} is left out as a whole or not at all, expected True or False")
         if switches.get(p.name) and needs_off and p.rewrites:
             raise OptionsError(f"option passes: {p.name!r} cannot take effect, it needs {needs_off[0]!r}, which is off")
         if switches.get(p.name) and p.paged and not context.paged:
@@ -119,7 +123,8 @@ def run(
     for p in passes:
         report.requires[p.name] = list(p.after)
         try:
-            fired, near = _rewrite(gm, p, explained, report, consumed) if p.rewrites else _call(gm, p, context, report)
+            fired, near = (_rewrite(gm, p, explained, context, report, consumed) if p.rewrites
+                           else _call(gm, p, context, report))  # fmt: skip
             if fired:
                 sort_topologically(gm.graph)
                 gm.graph.lint()
@@ -139,8 +144,18 @@ def run(
         if fired:
             for observer in observers:
                 observer(p.name, gm)
+    unused = [(p.name, pattern) for p in passes for pattern in _patterns(p, context)
+              if (p.name, pattern) not in context.used]  # fmt: skip
+    report.notes += [f"option passes: {name!r} is left out in {pattern!r}, where it would not fire anyway"
+                     for name, pattern in unused]  # fmt: skip
     if context.choose is None:  # lowering leaves none
         report.num_ops = dict(Counter(op.name for node in gm.graph.nodes if (op := op_of(node.target))))
+
+
+def _patterns(p: Pass, context: Context) -> Sequence[str]:
+    """The modules in which the options leave a pass out."""
+    patterns = context.options.passes.get(p.name, False)
+    return () if isinstance(patterns, bool) else patterns
 
 
 def _call(gm: GraphModule, p: Pass, context: Context, report: Report) -> tuple[list[Fired], list[NearMiss]]:
@@ -153,14 +168,15 @@ def _call(gm: GraphModule, p: Pass, context: Context, report: Report) -> tuple[l
 
 
 def _rewrite(
-    gm: GraphModule, p: Pass, causes: list[NearMiss], report: Report, consumed: dict[str, Counter[str]]
-) -> tuple[list[Fired], list[NearMiss]]:
+    gm: GraphModule, p: Pass, causes: list[NearMiss], context: Context, report: Report,
+    consumed: dict[str, Counter[str]],
+) -> tuple[list[Fired], list[NearMiss]]:  # fmt: skip
     fired: list[Fired] = []
     refused: list[NearMiss] = []
     index = Index(gm.graph)
     possible = [rewrite for rewrite in p.rewrites if rewrite.possible(index)]
     for rewrite in possible:
-        more_fired, more_refused = apply(gm.graph, rewrite)
+        more_fired, more_refused = apply(gm.graph, rewrite, context.off_here)
         fired += more_fired
         refused += more_refused
     if p.cleanup:
@@ -225,6 +241,9 @@ def record(report: Report, p: Pass, fired: Sequence[Fired], gm: GraphModule, con
     text = graph_text(gm) if context.keep_texts or context.choose is not None else ""
     report.stages.append(Stage(p.name, len(fired), text))
     log.debug("pass %s changed %d sites", p.name, len(fired))
+    for f in fired:
+        for made in f.made:
+            made.meta["site"] = (f.name, module_path(f.node))
     if p.cleanup:
         return
     for f in fired:

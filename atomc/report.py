@@ -143,11 +143,12 @@ class Report:
             return f"{rewrite}: the graph was not treated: {self.why_not}"
         sites = [site for site in self.sites if site.rewrite == rewrite and _below(site.module_path, module_path)]
         if sites:
-            return self._fired(rewrite, sites, place)
+            off = [miss for miss in self.misses(rewrite) if miss.kind == "off" and _below(miss.module_path, module_path)]
+            return self._fired(rewrite, sites, place) + (f"; {off[0].found} and at {len(off)} sites in all" if off else "")
         near = [miss for miss in self.misses(rewrite) if _below(miss.module_path, module_path)]
         if near:
             more = f" (and {len(near) - 1} more like it)" if len(near) > 1 else ""
-            if near[0].kind == "taken":
+            if near[0].kind in ("taken", "off"):
                 return f"{rewrite}{place}: {near[0].found}{more}"
             return f"{rewrite}{place}: near miss{more}: {near[0].text()}"
         if rewrite in self.taken:

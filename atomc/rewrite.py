@@ -83,8 +83,13 @@ class Fired:
     consumed: tuple[str, ...] = ()  # the ops that it replaced
 
 
-def apply(graph: Graph, rewrite: Rewrite) -> tuple[list[Fired], list[NearMiss]]:
-    """One sweep: replace every site. Returns what fired, and the sites that fit but for a stated reason."""
+def apply(
+    graph: Graph, rewrite: Rewrite, off_here: Callable[[str, Node], str | None] | None = None
+) -> tuple[list[Fired], list[NearMiss]]:
+    """One sweep: replace every site. Returns what fired, and the sites that fit but for a stated reason.
+
+    off_here  the rewrite's name, the first output of a site -> how the user left it out there, or None
+    """
     pattern, index = rewrite.traced(), Index(graph)
     if any(not index[call(p).op] for p in pattern.nodes if call(p).op not in ("cast", "slice")):
         return [], []
@@ -99,6 +104,8 @@ def apply(graph: Graph, rewrite: Rewrite) -> tuple[list[Fired], list[NearMiss]]:
             arguments = {name: value(b) if isinstance(b, Node) else b for name, b in site.bound.items()}
             reason = rewrite.guard(**arguments)
             wrong = [Difference("guard", f"what {rewrite.name} asks for", reason, site.outputs()[0])] if reason else []
+        if not wrong and off_here is not None and (off := off_here(rewrite.name, site.outputs()[0])):
+            wrong = [Difference("off", f"{rewrite.name} to be on", off, site.outputs()[0])]
         if wrong:
             refused.append(NearMiss(rewrite.name, rewrite.variant, site.outputs()[0], len(pattern.nodes),
                                     len(pattern.nodes), 0, wrong, site.nodes()))  # fmt: skip

@@ -23,7 +23,7 @@ from atomc.pieces import compile_glue, glue_of
 from atomc.provenance import layer_of
 from atomc.report import OpCost, Report
 from atomc.select import Selection
-from atomc.stamp import region, regions_of, renamed, stack_of
+from atomc.stamp import inline, region, regions_of, renamed, stack_of
 from atomc.torch_compat import mode_options
 
 
@@ -64,6 +64,11 @@ def inductor_patches(options: Options) -> dict[str, Any]:
 
 def lift_stage(dynamo: GraphModule, context: Context, report: Report) -> None:
     """Lift composite calls of Dynamo's graph, in place: of a region once, in the report for each of its calls."""
+    chosen = context.options.passes.get(pipeline.LIFT, True)
+    if chosen is False:
+        return
+    if chosen is not True:
+        inline(dynamo)  # layers that are lifted differently are no calls of one region
     with timed(report, "lift"):
         pipeline.run(dynamo, [passes.LIFT], context, report)
         for name, calls in regions_of(dynamo).items():

@@ -22,7 +22,7 @@ from atomc.passes.recognize.rope_before_transpose import ROPE_BEFORE_TRANSPOSE
 from atomc.passes.reinplace import reinplace
 
 # On Dynamo's graph, where composite calls are still one node.
-LIFT = Pass("lift", lift)
+LIFT = Pass("lift", lift, by_site=True)
 
 # On the functional ATen graph.
 PIPELINE: tuple[Pass, ...] = (
@@ -39,9 +39,9 @@ PIPELINE: tuple[Pass, ...] = (
               cleanup=True),
     Pass("tidy_transposes", cleanup.tidy, cleanup=True, after=("rope_before_transpose",)),
     # merge
-    Pass("merge_qkv", merge("merge_qkv"), after=("tidy_transposes",)),
-    Pass("merge_gate_up", merge("merge_gate_up"), after=("silu_and_mul", "gelu_and_mul")),
-    Pass("merge_linears", merge("merge_linears"), after=("merge_qkv", "merge_gate_up")),
+    Pass("merge_qkv", merge("merge_qkv"), after=("tidy_transposes",), by_site=True),
+    Pass("merge_gate_up", merge("merge_gate_up"), after=("silu_and_mul", "gelu_and_mul"), by_site=True),
+    Pass("merge_linears", merge("merge_linears"), after=("merge_qkv", "merge_gate_up"), by_site=True),
     # fuse
     rewriting("add_rms_norm", ADD_RMS_NORM, after=["rms_norm"]),
     rewriting("add_layer_norm", ADD_LAYER_NORM),

@@ -32,7 +32,7 @@ def lift(gm: GraphModule, context: Context) -> list[Fired]:
     fired = []
     for node in list(gm.graph.nodes):
         lifter = _LIFTERS.get(node.target) if node.op == "call_function" else None
-        if lifter is None:
+        if lifter is None or context.off_here("lift", node):
             continue
         outcome = lifter(gm.graph, node)
         if isinstance(outcome, str):

@@ -34,6 +34,7 @@ ATTENTION = ("atom::attention", "bmm", "baddbmm", "matmul")
 ON_THE_WAY = VIEWS | {"permute", "slice", "expand", "unsqueeze", "cat", "cast", "add", "mul", "neg", "getitem",
                       "atom::rms_norm", "atom::layer_norm", "atom::rope"}  # fmt: skip
 
+_SHARED = "parameters that can share one memory"
 Real = dict[Node, Any]  # what the graph's inputs are fed
 
 
@@ -60,8 +61,13 @@ def merge(kind: str) -> Callable[[GraphModule, Context], list[Fired]]:
         for group in _groups(gm.graph):
             if _kind([linear.node for linear in group]) == kind:
                 mergeable, refused = _mergeable(group, real)
-                fired += [_merge(gm.graph, part, names, kind, values) for part, names in mergeable]
-                context.near += [_miss(kind, group, node, reason) for node, reason in refused]
+                for part, names in mergeable:
+                    off = context.off_here(kind, part[0].node)
+                    if off is None:
+                        fired.append(_merge(gm.graph, part, names, kind, values))
+                    else:
+                        context.near.append(_miss(kind, part, Difference("off", f"{kind} to be on", off, part[0].node)))
+                context.near += [_miss(kind, group, Difference("guard", _SHARED, why, node)) for node, why in refused]
         return fired
 
     return run
@@ -193,8 +199,9 @@ def _different(group: list[_Linear], names: tuple[str, ...], real: Real) -> str 
     return next((reason for reason in reasons if reason), None)
 
 
-def _miss(kind: str, group: list[_Linear], node: Node, reason: str) -> NearMiss:
-    difference = Difference("guard", "parameters that can share one memory", reason, node)
+def _miss(kind: str, group: list[_Linear], difference: Difference) -> NearMiss:
+    node = difference.node
+    assert node is not None
     return NearMiss(kind, "", node, len(group) - 1, len(group), 0, [difference], {linear.node for linear in group})
 
 
