@@ -1,7 +1,8 @@
 """How long a kernel takes: launch floor + max(bytes / bandwidth, flops / peak) / efficiency.
 
 The efficiency is measured, per machine, op, kernel and range of tokens; `efficiency.json` holds the tables that ship, and
-`python bench/efficiency.py` makes one. Where there is none, the floor of any launch and an efficiency of 1 give a lower bound.
+`python bench/efficiency.py` makes one. Where there is none, the floor of any launch and an efficiency of 1 make a lower
+bound.
 """
 
 import functools
@@ -9,6 +10,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +139,8 @@ def _predicted(
     row = table.row(name_in_table(cost.op), kernel, sizes["T"]) if table else None
     floor = LAUNCH if platform.device == "cuda" else 0.0
     seconds = None if least is None else row.seconds(least) if row else floor + least
-    return Predicted(cost.op, kernel, cost.module_path, cost.layer, moved, flops, seconds, row is not None, tuple(cost.nodes))
+    return Predicted(cost.op, kernel, cost.module_path, cost.layer, moved, flops, seconds, row is not None,
+                     tuple(cost.nodes))  # fmt: skip
 
 
 def name_in_table(op: str) -> str:
@@ -186,14 +189,16 @@ def fit(timings: Iterable[Timing], machine: str, bandwidth: float, flops: float,
         groups.setdefault((timing.op, timing.kernel), {}).setdefault(timing.tokens, []).append(timing)
     rows = []
     for (op, kernel), by_tokens in sorted(groups.items()):
-        for (first, last), points in zip(_ranges(sorted(by_tokens)), (by_tokens[t] for t in sorted(by_tokens)), strict=True):
+        measured = sorted(by_tokens)
+        for (first, last), tokens in zip(_ranges(measured), measured, strict=True):
+            points = by_tokens[tokens]
             floor, efficiency = _line([(point.work, point.seconds) for point in points])
             rows.append(Row(op, kernel, first, last, floor, efficiency, len(points)))
     return Table(machine, bandwidth, flops, source, tuple(rows))
 
 
 def _ranges(tokens: Sequence[int]) -> list[tuple[int, int | None]]:
-    middles = [math.isqrt(a * b) for a, b in zip(tokens, tokens[1:], strict=False)]
+    middles = [math.isqrt(a * b) for a, b in pairwise(tokens)]
     return list(zip([1, *(middle + 1 for middle in middles)], [*middles, None], strict=True))
 
 

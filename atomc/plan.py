@@ -1,4 +1,4 @@
-"""A model on a machine, planned: kernels, bytes and time of a step, memory of a device; without weights and without the machine.
+"""A model on a machine, planned without weights and without the machine: kernels, bytes and time of a step, memory.
 
 The model is built on the meta device, of one device's share if it is cut over several, and compiled for the runtime as it
 would be there. Times are predictions (atomc.efficiency); collectives are counted in bytes, not in time.
@@ -196,7 +196,7 @@ def share(config: Mapping[str, Any], devices: int) -> dict[str, Any]:
     for name in DIVIDED:
         size = found.get(name)
         if isinstance(size, int) and size % devices:
-            raise ValueError(f"cannot cut this model over {devices} devices: {name} is {size}, which {devices} does not divide")
+            raise ValueError(f"cannot cut this model over {devices} devices: {name} is {size}, no multiple of {devices}")
         if isinstance(size, int):
             found[name] = size // devices
     found.setdefault("head_dim", config.get("head_dim") or config.get("hidden_size", 0) // heads)

@@ -59,8 +59,8 @@ def _sums(plan: Plan) -> str:
         moved, seconds, timed = (plan.total(what, layers_only=layers_only) for what in ("bytes", "seconds", "timed"))
         text = f"{name}: {size(moved or 0)}, {scaled(seconds, 1e3, 3)} ms"
         text += f", measured {scaled(timed, 1e3, 3)} ms" if timed is not None else ""
-        if layers_only and plan.layers and seconds is not None:
-            text += f" ({plan.layers} layers, {size((moved or 0) / plan.layers)} and {seconds / plan.layers * 1e6:.1f} us each)"
+        if layers_only and plan.layers and seconds is not None and moved is not None:
+            text += f" ({plan.layers}, each {size(moved / plan.layers)} and {seconds / plan.layers * 1e6:.1f} us)"
         lines.append(text)
     lines.append(plan.lower_bound or f"efficiencies: {plan.source}")
     return "\n".join(lines)
