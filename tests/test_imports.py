@@ -18,7 +18,7 @@ LAYERS = [
     {"op", "ops", "copies"},
     {"sizes", "canonical", "provenance", "match", "near_miss", "rewrite", "graph_pass", "strides",
      "dump", "replay", "report", "render", "cost", "contract", "listing", "savings", "few_bits", "efficiency"},
-    {"kernels", "passes", "artifact"},
+    {"kernels", "passes", "artifact", "trace"},
     {"select", "ranges", "regions", "stamp", "floats", "capture", "pipeline", "pieces",
      "fingerprint", "cache", "cudagraphs"},
     {"stages", "start", "specialize", "backend", "program", "inspection"},
