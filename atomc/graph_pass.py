@@ -41,6 +41,7 @@ class Context:
     keep_texts  the report gets the graph after each changing pass, not only the final one
     inputs  what the graph's first placeholders are fed: the parameters among them may be packed
     near    the sites that a pass has just left alone, with the reason; the runner takes them
+    observers  shown the captured graph, and the graph after each pass that changed it, each with its name
     used    the pass and the pattern for which `off_here` found a module
     """
 
@@ -54,6 +55,7 @@ class Context:
     keep_texts: bool = False
     inputs: Sequence[Any] = ()
     near: list[NearMiss] = field(default_factory=list)
+    observers: Sequence[Callable[[str, GraphModule], None]] = ()
     used: set[tuple[str, str]] = field(default_factory=set)
 
     def off_here(self, name: str, node: Node) -> str | None:

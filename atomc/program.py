@@ -82,6 +82,12 @@ class Program:
         """The dtype of the state, which is the model's."""
         return self.specs[0].dtype if self.specs else torch.get_default_dtype()
 
+    @property
+    def copied_bytes(self) -> int:
+        """Of the weights that kernels keep a copy of in a layout of their own."""
+        wanted = {(copy.prepare, copy.parts) for copy in self._copies.wanted}
+        return sum(self._inputs[i].nbytes for _, parts in wanted for i in parts)
+
     def bind(self, caches: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Use these key and value caches, in the order of `specs`, from now on.
 
@@ -144,12 +150,14 @@ class _Traced(ShortenTraceback):
 
 
 def compile_model(
-    model: nn.Module, options: Mapping[str, Any] | Options | None = None, platform: Platform | None = None
+    model: nn.Module, options: Mapping[str, Any] | Options | None = None, platform: Platform | None = None,
+    observers: Sequence[Callable[[str, GraphModule], None]] = (),
 ) -> Program:
     """Compile a model for the runtime.
 
     model   forward(input_ids [T], positions [T], logits_rows [R]) -> logits [R, V], whose attention calls
             ops.attention with a state handle (atomc.models; atomc.models.wrap_stock for a transformers model)
+    observers  shown the graph after each pass that changed it
     Raises OptionsError for wrong options, ValueError for a model whose attention a paged cache cannot serve.
     """
     chosen = Options.of(options)
@@ -160,7 +168,7 @@ def compile_model(
 
     def backend(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         reports.append(keep(new_report(gm)))
-        made.append(_program(gm, inputs, chosen, where, device, reports[-1]))
+        made.append(_program(gm, inputs, chosen, where, device, reports[-1], observers))
         raise _Traced
 
     def step(input_ids: Tensor, positions: Tensor, logits_rows: Tensor) -> Tensor:
@@ -196,15 +204,16 @@ def compile_model(
 
 def _program(
     gm: GraphModule, inputs: Sequence[Any], options: Options, platform: Platform, device: torch.device,
-    report: Report,
+    report: Report, observers: Sequence[Callable[[str, GraphModule], None]],
 ) -> Program:  # fmt: skip
-    context = Context(options, platform, paged=True, notes=report.notes, inputs=inputs)
+    context = Context(options, platform, paged=True, notes=report.notes, inputs=inputs, observers=observers)
     before = Start(gm, inputs, context, report, {})
     made: list[Compiled] = []
 
     def compiler(functional: GraphModule, fakes: Sequence[Any]) -> Callable[..., Any]:
         around = added_by_aot(functional, len(inputs))
-        made.append(stages(functional, context, report, Dumper(options.dump)))
+        # A model on meta is only looked at: nothing is built for it.
+        made.append(stages(functional, context, report, Dumper(options.dump), glue=device.type != "meta"))
         before.keep(made[-1], [], around)
         return made[-1].call
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from atomc import cost, passes, pipeline, ranges
+from atomc import cost, passes, pipeline, ranges, trace
 from atomc.artifact import Function, Plain, made_of, of_graph, reference, resolved
 from atomc.copies import Copies, Wanted, unfit
 from atomc.dump import Dumper
@@ -70,7 +70,7 @@ def lift_stage(dynamo: GraphModule, context: Context, report: Report) -> None:
     if chosen is not True:
         inline(dynamo)  # layers that are lifted differently are no calls of one region
     with timed(report, "lift"):
-        pipeline.run(dynamo, [passes.LIFT], context, report)
+        pipeline.run(dynamo, [passes.LIFT], context, report, trace.observers())
         for name, calls in regions_of(dynamo).items():
             once = Report(report.model)
             lift_stage(region(dynamo, name), context, once)
@@ -88,8 +88,10 @@ def stages(
     """Passes, lowering per range, and glue for a functional graph. Without glue, `call` is the original's forward."""
     chosen, report.off = pipeline.selected(passes.PIPELINE, context)
     with timed(report, "passes"):
-        dumper(gm, "captured")
-        pipeline.run(gm, chosen, context, report, [lambda name, graph: dumper(graph, name)])
+        observers = [lambda name, graph: dumper(graph, name), *trace.observers(), *context.observers]
+        for observer in observers:
+            observer("captured", gm)
+        pipeline.run(gm, chosen, context, report, observers)
         where = context.platform
         report.machine = {"name": where.name, "arch": where.arch, "bandwidth": where.bandwidth, "flops": where.flops}
         report.costs = [OpCost(c.op, c.module_path, c.layer, c.source, str(c.cost.bytes), str(c.cost.flops))
@@ -115,7 +117,8 @@ def stages(
             layout = layout or selection.fix_layout(list(lowered.graph.nodes))
             for_range = copy.copy(context)
             for_range.choose, for_range.extras = selection.choose, []
-            pipeline.run(lowered, [passes.LOWER], for_range, report, [lambda name, graph: dumper(graph, name)])
+            lowered.meta["tokens"] = interval
+            pipeline.run(lowered, [passes.LOWER], for_range, report, observers)
             report.kernels += selection.choices
             syncing += selection.syncing
         with timed(report, "glue"):
@@ -126,7 +129,10 @@ def stages(
     state = [replace(spec, layout=layout or spec.layout) for spec in context.state]
     report.state = [f"{spec.name}: {spec.kind} {list(spec.shape)} {spec.dtype} layout {spec.layout}" for spec in state]
     chosen_by, device = ranges.dispatch(gm, found), _device(gm)
-    call = assembled([function.call for function in functions], extras_of, chosen_by, device)
+    call = trace.profiled(
+        assembled([function.call for function in functions], extras_of, chosen_by, device),
+        lambda: assembled([function.named() for function in functions], extras_of, chosen_by, device),
+    )
 
     def plain() -> Plain:
         return {
@@ -142,7 +148,12 @@ def stages(
 def restored(plain: Plain) -> Compiled:
     """A graph that was made plain data, after all stages again."""
     chosen_by = ranges.Dispatch(**plain["dispatch"]) if plain["dispatch"] else None
-    call = assembled([made_of(part) for part in plain["functions"]], plain["extras_of"], chosen_by, plain["device"])
+
+    def made(named: bool) -> Callable[..., Any]:
+        parts = [made_of(part, named) for part in plain["functions"]]
+        return assembled(parts, plain["extras_of"], chosen_by, plain["device"])
+
+    call = trace.profiled(made(named=False), lambda: made(named=True))
     extras = [Extra(**{**extra, "function": resolved(extra["function"])}) for extra in plain["extras"]]
     state = [StateSpec(**spec) for spec in plain["state"]]
     return Compiled(call, plain["inputs"], plain["packed"], state, extras, plain["syncing"])

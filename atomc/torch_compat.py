@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._autograd import _profiler_enabled as profiler_is_on
 from torch._dynamo.exc import ShortenTraceback
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis as RestartAnalysis
 from torch._dynamo.exc import TorchDynamoException as TracingError
 from torch._dynamo.utils import get_metrics_context
 from torch._guards import TracingContext, tracing
+from torch._logging._internal import trace_log, trace_structured
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -52,12 +54,15 @@ __all__ = [
     "num_owners",
     "outside_of_tracing",
     "own_copy",
+    "profiler_is_on",
     "recompile_reason",
     "size_facts",
     "source_name",
     "statically_known_true",
+    "structured_trace",
     "sym_eq",
     "traced_alone",
+    "traces_structured",
     "tracing_context",
     "without_new_guards",
 ]
@@ -389,6 +394,17 @@ def fresh_size(mode: FakeTensorMode) -> torch.SymInt:
     assert mode.shape_env is not None
     with mode.shape_env.ignore_fresh_unbacked_symbols():
         return mode.shape_env.create_unbacked_symint()
+
+
+def traces_structured() -> bool:
+    """Whether somebody listens to torch's structured trace. (Its own handler leaves at the first line if nobody does.)"""
+    return bool(trace_log.handlers)
+
+
+def structured_trace(name: str, text: Callable[[], str]) -> None:
+    """Write a text to torch's structured trace, under the compile that is going on."""
+    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text,
+                     expect_trace_id=False)  # fmt: skip
 
 
 def is_static_input(x: Tensor) -> bool:
