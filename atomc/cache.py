@@ -28,7 +28,7 @@ import torch
 
 from atomc.fingerprint import Parts
 from atomc.options import Options
-from atomc.report import KernelChoice, Miss, OpCost, Report, Site, Stage
+from atomc.report import PARTS, Report
 
 log = logging.getLogger("atomc")
 
@@ -222,13 +222,12 @@ def _parts_in(path: Path) -> Parts:
 
 # What is known of a graph when its entry is read, and of this start only.
 _OF_THIS_START = ("model", "treated", "why_not", "phases", "graph_break", "recompile", "cuda_graphs", "cache")
-_KINDS: dict[str, Any] = {"sites": Site, "kernels": KernelChoice, "stages": Stage, "near": Miss, "costs": OpCost}
 
 
 def plain_report(report: Report) -> Plain:
     """What a report says of the compiled graph, as plain data."""
     data = {field.name: getattr(report, field.name) for field in fields(report) if field.name not in _OF_THIS_START}
-    for name in _KINDS:
+    for name in PARTS:
         data[name] = [asdict(item) for item in data[name]]
     return {**data, "matches": dict(report.matches)}
 
@@ -239,7 +238,7 @@ def fill_report(report: Report, data: Plain) -> None:
         if name == "matches":
             report.matches.update(value)
         elif isinstance(value, list):
-            kind = _KINDS.get(name)
+            kind = PARTS.get(name)
             getattr(report, name).extend(kind(**item) for item in value) if kind else getattr(report, name).extend(value)
         elif isinstance(value, dict):
             getattr(report, name).update(value)

@@ -30,6 +30,9 @@ FREE = frozenset({
 })  # fmt: skip
 NARROWING = frozenset({"slice", "select", "split", "split_with_sizes", "chunk", "unbind", "getitem"})
 PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "linear", "matmul"})
+SCALED_PRODUCTS = frozenset({
+    "scaled_linear_fp8", "scaled_linear_fp8_block", "scaled_linear_int8", "linear_w4a16", "linear_mxfp4",
+})  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -60,13 +63,19 @@ NOTHING = Cost(sympy.Integer(0), sympy.Integer(0))
 
 @dataclass(frozen=True)
 class NodeCost:
-    """The cost of one kernel's worth of work. `op` is an op's name, an ATen name, or "glue" for a fused group."""
+    """The cost of one kernel's worth of work. `op` is an op's name, an ATen name, or "glue" for a fused group.
+
+    nodes  those of the group, in the order of the graph
+    apart  the bytes if each of them ran alone
+    """
 
     op: str
     module_path: str
     layer: int | None
     source: str
     cost: Cost
+    nodes: tuple[Node, ...]
+    apart: sympy.Expr
 
 
 def cost_of(node: Node, sizes: Mapping[sympy.Symbol, sympy.Expr] | None = None) -> Cost:
@@ -76,29 +85,31 @@ def cost_of(node: Node, sizes: Mapping[sympy.Symbol, sympy.Expr] | None = None) 
     rule = _RULES.get(name_of(node), _read_and_write)
     found = rule(node)
     renamed = sizes or {}
-    return Cost(_simple(found.bytes.xreplace(renamed)), _simple(found.flops.xreplace(renamed)))
+    return Cost(simple(found.bytes.xreplace(renamed)), simple(found.flops.xreplace(renamed)))
 
 
 def graph_costs(gm: GraphModule) -> list[NodeCost]:
     """The costs of a graph before lowering, in its order; pointwise nodes that meet are one entry "glue"."""
     sizes = symbols_of(gm.graph)
     found: list[NodeCost] = []
-    for group in _groups(gm.graph):
+    for group in groups(gm.graph):
         first = group[0]
         if len(group) == 1:
             name, cost = name_of(first), cost_of(first, sizes)
+            apart = cost.bytes
         else:
             name, cost = "glue", _together(group, sizes)
+            apart = simple(sympy.Add(*[_read_and_write(node).bytes for node in group]).xreplace(sizes))
         if cost != NOTHING:
             path = module_path(first)
-            found.append(NodeCost(name, path, layer_of(path), source_line(first), cost))
+            found.append(NodeCost(name, path, layer_of(path), source_line(first), cost, tuple(group), apart))
     return found
 
 
 def total(costs: Iterable[NodeCost]) -> Cost:
     """The sum over a graph."""
     found = list(costs)
-    return Cost(_simple(sympy.Add(*[c.cost.bytes for c in found])), _simple(sympy.Add(*[c.cost.flops for c in found])))
+    return Cost(simple(sympy.Add(*[c.cost.bytes for c in found])), simple(sympy.Add(*[c.cost.flops for c in found])))
 
 
 def symbols_of(graph: Graph) -> dict[sympy.Symbol, sympy.Expr]:
@@ -111,6 +122,8 @@ def symbols_of(graph: Graph) -> dict[sympy.Symbol, sympy.Expr]:
             _name(found, shape[-1], T)
         elif name == "input_ids" and len(shape) == 2:  # [batch, tokens]: a step has batch * tokens
             _name(found, shape[0], S)
+            if isinstance(shape[0], int) and shape[0] == 1:
+                _name(found, shape[1], T)
         elif name == "logits_rows":
             _name(found, shape[0], R)
         elif name == "seq_lens":
@@ -136,7 +149,7 @@ def name_of(node: Node) -> str:
     return str(node.meta.get("op") or getattr(node.target, "__name__", node.target))
 
 
-def _simple(found: sympy.Expr) -> sympy.Expr:
+def simple(found: sympy.Expr) -> sympy.Expr:
     return sympy.expand(found) if not found.is_number else found
 
 
@@ -144,18 +157,18 @@ def _numel(tensor: Tensor) -> sympy.Expr:
     return sympy.prod([expression(size) for size in tensor.shape])
 
 
-def _bytes(given: Any) -> sympy.Expr:
+def bytes_of(given: Any) -> sympy.Expr:
     """Of a tensor, or of all tensors of a tuple; a number has none."""
     if isinstance(given, Tensor):
         return _numel(given) * given.element_size()
     if isinstance(given, tuple | list):
-        return sympy.Add(*[_bytes(item) for item in given])
+        return sympy.Add(*[bytes_of(item) for item in given])
     return sympy.Integer(0)
 
 
 def _operands(node: Node) -> list[Tensor]:
     """The tensors a node reads, each once, as large as they lie in memory."""
-    return [value(given) for given in map(_shown, node.all_input_nodes) if isinstance(value(given), Tensor)]
+    return [value(given) for given in map(shown, node.all_input_nodes) if isinstance(value(given), Tensor)]
 
 
 def _results(node: Node) -> list[Tensor]:
@@ -165,7 +178,7 @@ def _results(node: Node) -> list[Tensor]:
 
 def _read_and_write(node: Node) -> Cost:
     out = _results(node)
-    moved = _bytes(_operands(node)) + _bytes(out)
+    moved = bytes_of(_operands(node)) + bytes_of(out)
     return Cost(moved, sympy.Add(*[_numel(result) for result in out]))
 
 
@@ -176,10 +189,22 @@ def _product(node: Node) -> Cost:
     return Cost(_read_and_write(node).bytes, 2 * depth * sympy.Add(*[_numel(out) for out in _results(node)]))
 
 
+def _scaled_product(node: Node) -> Cost:
+    """A product with a weight in few bits: as many sums as inputs, of which a byte of mxfp4 holds two."""
+    depth = expression(_argument(node, "x").shape[-1])
+    if name_of(node) == "linear_mxfp4" and _argument(node, "x_scale") is not None and not _is_fp8(_argument(node, "x")):
+        depth *= 2
+    return Cost(_read_and_write(node).bytes, 2 * depth * sympy.Add(*[_numel(out) for out in _results(node)]))
+
+
+def _is_fp8(tensor: Tensor) -> bool:
+    return tensor.dtype.is_floating_point and tensor.element_size() == 1
+
+
 def _lookup(node: Node) -> Cost:
     """Reads the indices, and of the table only the rows that it writes."""
     indices = [tensor for tensor in _operands(node) if not tensor.dtype.is_floating_point]
-    return Cost(_bytes(indices) + 2 * _bytes(_results(node)), sympy.Integer(0))
+    return Cost(bytes_of(indices) + 2 * bytes_of(_results(node)), sympy.Integer(0))
 
 
 def _argument(node: Node, name: str) -> Any:
@@ -202,7 +227,7 @@ def _attention(node: Node) -> Cost:
     if window:
         pairs = sympy.Min(pairs, rows * window)
     heads, width = expression(q.shape[-2]), expression(q.shape[-1]) + expression(v.shape[-1])
-    return Cost(_bytes([q, k, v]) + _bytes(_results(node)), 2 * others * pairs * heads * width)
+    return Cost(bytes_of([q, k, v]) + bytes_of(_results(node)), 2 * others * pairs * heads * width)
 
 
 def _paged_attention(node: Node) -> Cost:
@@ -217,7 +242,7 @@ def _paged_attention(node: Node) -> Cost:
         context, before = sympy.Min(C, window + tokens / sequences), sympy.Min(before, window)
     per_token = sympy.Add(*[expression(c.shape[2]) * expression(c.shape[3]) * c.element_size() for c in (k_cache, v_cache)])
     heads, width = expression(q.shape[1]), expression(q.shape[2]) + expression(v_cache.shape[3])
-    moved = _bytes(q) + _bytes(_results(node)) + sequences * context * per_token
+    moved = bytes_of(q) + bytes_of(_results(node)) + sequences * context * per_token
     return Cost(moved, 2 * tokens * before * heads * width)
 
 
@@ -232,11 +257,12 @@ def _state_write(node: Node) -> Cost:
     written = [slots * sympy.prod([expression(size) for size in cache.shape[2:]]) * cache.element_size()
                for cache in caches if isinstance(cache, Tensor) and cache.dim() >= 3]  # fmt: skip
     out = _results(node)
-    return Cost(_bytes(rows) + _bytes(out) + sympy.Add(*written), sympy.Add(*[_numel(result) for result in out]))
+    return Cost(bytes_of(rows) + bytes_of(out) + sympy.Add(*written), sympy.Add(*[_numel(result) for result in out]))
 
 
 _RULES: dict[str, Callable[[Node], Cost]] = {
     **dict.fromkeys(PRODUCTS, _product),
+    **dict.fromkeys(SCALED_PRODUCTS, _scaled_product),
     "embedding": _lookup,
     "index_select": _lookup,
     "attention": _attention,
@@ -250,13 +276,13 @@ def _pointwise(node: Node) -> bool:
     return _is_kernel(node) and op_of(node.target) is None and name_of(node) not in _RULES
 
 
-def _groups(graph: Graph) -> list[list[Node]]:
+def groups(graph: Graph) -> list[list[Node]]:
     """The nodes that cost something, each alone or, if pointwise, with the pointwise ones that it is connected to.
 
     A kernel between two pointwise nodes keeps them apart: they lie at different depths, counted in kernels.
     """
     group_of: dict[Node, list[Node]] = {}
-    groups: list[list[Node]] = []
+    found: list[list[Node]] = []
     depth: dict[Node, int] = {}
     for node in graph.nodes:
         given = node.all_input_nodes
@@ -271,12 +297,12 @@ def _groups(graph: Graph) -> list[list[Node]]:
                     group_of.update(dict.fromkeys(other, mine))
             mine.append(node)
             group_of[node] = mine
-            groups += [mine] * (not near)
+            found += [mine] * (not near)
         elif _is_kernel(node):
-            groups.append([node])
+            found.append([node])
         elif near:  # a view belongs to the group of what it shows
             group_of[node] = near[0]
-    return [group for group in groups if group_of.get(group[0], group) is group]  # without those that joined another
+    return [group for group in found if group_of.get(group[0], group) is group]  # without those that joined another
 
 
 def _is_kernel(node: Node) -> bool:
@@ -286,21 +312,21 @@ def _is_kernel(node: Node) -> bool:
 def _together(group: list[Node], sizes: Mapping[sympy.Symbol, sympy.Expr]) -> Cost:
     """A fused group: what enters it is read once, what leaves it is written once."""
     inside = set(group)
-    entering = {_shown(given) for node in group for given in node.all_input_nodes if _source(given) not in inside}
+    entering = {shown(given) for node in group for given in node.all_input_nodes if source_of(given) not in inside}
     leaving = {node for node in group if any(user not in inside for user in _readers(node))}
-    moved = _bytes([value(node) for node in entering | leaving])
+    moved = bytes_of([value(node) for node in entering | leaving])
     flops = sympy.Add(*[_numel(out) for node in group for out in _results(node)])
-    return Cost(_simple(moved.xreplace(dict(sizes))), _simple(flops.xreplace(dict(sizes))))
+    return Cost(simple(moved.xreplace(dict(sizes))), simple(flops.xreplace(dict(sizes))))
 
 
-def _shown(node: Node) -> Node:
+def shown(node: Node) -> Node:
     """What a view shows: the node that made the memory, or the view that leaves a part of it out."""
     while node.op == "call_function" and name_of(node) in FREE - NARROWING and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
 
 
-def _source(node: Node) -> Node:
+def source_of(node: Node) -> Node:
     """The node that made the memory which a view shows."""
     while node.op == "call_function" and name_of(node) in FREE and node.all_input_nodes:
         node = node.all_input_nodes[0]

@@ -1,7 +1,9 @@
 """Runs passes in order; sorts, checks, counts, dumps and times: once, for all."""
 
 import contextlib
+import inspect
 import logging
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -10,6 +12,7 @@ from torch.fx import GraphModule, Node
 from atomc.canonical import GENERIC, call
 from atomc.errors import OptionsError
 from atomc.graph_pass import Context, Pass, rewriting
+from atomc.listing import listing
 from atomc.match import Index
 from atomc.near_miss import NearMiss
 from atomc.op import op_of
@@ -120,8 +123,13 @@ def run(
     done: list[str] = []
     mode = fake_mode_of(gm.graph)
     guards = num_guards(mode)
+    before = listing(gm) if context.keep_texts else ""
+    if report.stages and report.stages[-1].text == before:
+        before = ""
     for p in passes:
         report.requires[p.name] = list(p.after)
+        if not p.cleanup:
+            report.about[p.name] = about(p)
         try:
             fired, near = (_rewrite(gm, p, explained, context, report, consumed) if p.rewrites
                            else _call(gm, p, context, report))  # fmt: skip
@@ -138,7 +146,8 @@ def run(
         for f in fired:
             for name in f.consumed:
                 consumed.setdefault(name, Counter())[f.name] += 1
-        record(report, p, fired, gm, context)
+        record(report, p, fired, gm, context, before)
+        before = "" if fired else before
         report.near += [miss_of(miss) for miss in near]
         done.append(p.name)
         if fired:
@@ -234,12 +243,14 @@ def _needed(ops: Sequence[str], index: Index) -> str:
     return f"the graph has no {' and no '.join(op.removeprefix('atom::') for op in ops)}"
 
 
-def record(report: Report, p: Pass, fired: Sequence[Fired], gm: GraphModule, context: Context) -> None:
-    """Write sites and the changed graph into the report."""
+def record(
+    report: Report, p: Pass, fired: Sequence[Fired], gm: GraphModule, context: Context, before: str = ""
+) -> None:
+    """Write sites and the changed graph into the report. before: the graph before it, if no stage has it."""
     if not fired:
         return
-    text = graph_text(gm) if context.keep_texts or context.choose is not None else ""
-    report.stages.append(Stage(p.name, len(fired), text))
+    text = listing(gm) if context.keep_texts or context.choose is not None else ""
+    report.stages.append(Stage(p.name, len(fired), text, before))
     log.debug("pass %s changed %d sites", p.name, len(fired))
     for f in fired:
         for made in f.made:
@@ -260,9 +271,14 @@ def miss_of(near: NearMiss) -> Miss:
     node = first.node if first.node is not None else near.anchor
     path = module_path(node) or module_path(near.anchor)
     return Miss(near.rewrite, near.variant, path, layer_of(path), source_line(node) or source_line(near.anchor),
-                near.matched / near.total, first.kind, first.expected, first.found)  # fmt: skip
+                near.matched / near.total, first.kind, first.expected, first.found,
+                sorted(node.name for node in near.nodes))  # fmt: skip
 
 
-def graph_text(gm: GraphModule) -> str:
-    """The graph as the Python that FX generates."""
-    return gm.graph.python_code("self").src
+def about(p: Pass) -> str:
+    """What a pass does: the docstring of the file that it is written in; of one from outside, that of its function."""
+    made_by = p.rewrites[0].example if p.rewrites else p.run
+    module = sys.modules.get(getattr(made_by, "__module__", ""))
+    if module is not None and module.__name__.startswith("atomc."):
+        return inspect.cleandoc(module.__doc__ or "")
+    return inspect.getdoc(p.rewrites[0].pattern if p.rewrites else p.run) or ""

@@ -3,11 +3,12 @@
 import contextlib
 import json
 from collections import Counter, deque
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 MOST_REPORTS = 256
+VERSION = 1  # of the data
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Miss:
     kind: str
     expected: str
     found: str
+    nodes: list[str] = field(default_factory=list)
 
     def text(self) -> str:
         where = self.module_path or "the graph"
@@ -50,20 +52,31 @@ class KernelChoice:
     tokens: str
     chosen: str
     refused: list[tuple[str, str]] = field(default_factory=list)
+    node: str = ""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One pass that changed the graph, and the graph after it: "" unless the report is of explain, or the last one."""
+    """One pass that changed the graph, and the graph after it (atomc.listing).
+
+    text    "" unless the report is of explain or goes to a page, or the stage is the last one
+    before  the graph before it, where that is not the graph after the stage in front
+    """
 
     name: str
     changed: int
     text: str
+    before: str = ""
 
 
 @dataclass(frozen=True)
 class OpCost:
-    """What one kernel's worth of work must move and compute, as formulas of T, R, S and C (see atomc.cost)."""
+    """What one kernel's worth of work must move and compute, as formulas of T, R, S and C (see atomc.cost).
+
+    nodes    of the graph before lowering
+    made_of  the nodes of the captured graph that became these
+    apart    bytes if each of the nodes ran alone; "" where that is the same
+    """
 
     op: str
     module_path: str
@@ -71,6 +84,37 @@ class OpCost:
     source: str
     bytes: str
     flops: str
+    nodes: list[str] = field(default_factory=list)
+    made_of: list[str] = field(default_factory=list)
+    apart: str = ""
+
+
+@dataclass(frozen=True)
+class Saving:
+    """Bytes that need not move if kernels were one: where a rewrite nearly fired, and where neighbours could be fused.
+
+    kind  "near miss", what is the rewrite; "neighbours", what is the ops of the two; "glue", pointwise ops run one by one
+    """
+
+    kind: str
+    what: str
+    module_path: str
+    layer: int | None
+    source: str
+    bytes: str
+
+
+@dataclass(frozen=True)
+class FewBits:
+    """A linear whose weight is in few bits: bytes of it and its scales, and those of the weight in the output's dtype."""
+
+    op: str
+    scheme: str
+    module_path: str
+    layer: int | None
+    node: str
+    bytes: int
+    full_bytes: int
 
 
 @dataclass(frozen=True)
@@ -80,6 +124,11 @@ class GraphBreak:
     source: str
     code: str
     reason: str
+
+
+# What the lists of a report hold.
+PARTS: dict[str, Any] = {"sites": Site, "kernels": KernelChoice, "stages": Stage, "near": Miss, "costs": OpCost,
+                         "savings": Saving, "few_bits": FewBits}  # fmt: skip
 
 
 @dataclass
@@ -113,6 +162,10 @@ class Report:
     requires: dict[str, list[str]] = field(default_factory=dict)  # rewrite -> earlier ones whose ops it builds on
     num_ops: dict[str, int] = field(default_factory=dict)  # ops left in the graph before lowering
     costs: list[OpCost] = field(default_factory=list)  # of the graph before lowering, in its order
+    savings: list[Saving] = field(default_factory=list)
+    few_bits: list[FewBits] = field(default_factory=list)
+    about: dict[str, str] = field(default_factory=dict)  # rewrite -> what it does: the docstring of its file
+    audit: dict[str, Any] = field(default_factory=dict)  # of the first call, if one was asked for: see docs/audit.md
     bugs: list[str] = field(default_factory=list)  # sites refused without a reason: a bug of the matcher
 
     @property
@@ -188,16 +241,28 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain data."""
-        return {"version": 1, **asdict(self), "matches": dict(self.matches)}
+        return {"version": VERSION, **asdict(self), "matches": dict(self.matches)}
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=1, default=str)
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> "Report":
+        """The report that `to_dict` or its JSON came from. Raises ValueError for what is none."""
+        if not isinstance(data, Mapping) or data.get("version") != VERSION:
+            raise ValueError(f"no report of version {VERSION}: expected what `atomc explain --json` writes")
+        names = {f.name for f in fields(cls)} & set(data)
+        found = {name: [PARTS[name](**item) for item in data[name]] if name in PARTS else data[name] for name in names}
+        found["matches"] = Counter(found.get("matches", {}))
+        if found.get("graph_break"):
+            found["graph_break"] = GraphBreak(**found["graph_break"])
+        return cls(**found)
 
     def to_html(self) -> str:
         """One page that needs no network: passes, layers, kernels, costs."""
         from atomc.render.html import page
 
-        return page([self.to_dict()])
+        return page([self])
 
     def to_text(self) -> str:
         """A table per question: rewrites by layer, near misses, kernels, phases."""

@@ -96,7 +96,7 @@ class Selection:
 
     def _remember(self, op: Op, node: Node, chosen: str, refused: list[tuple[str, str]]) -> None:
         tokens = "any" if self.tokens == ALL_TOKENS else spell_range(self.tokens)
-        self.choices.append(KernelChoice(op.name, module_path(node), tokens, chosen, refused))
+        self.choices.append(KernelChoice(op.name, module_path(node), tokens, chosen, refused, node.name))
 
     def _ranked(self, op: Op) -> list[Kernel]:
         """The op's kernels in order of preference."""

@@ -15,6 +15,7 @@ from atomc import cost, passes, pipeline, ranges, trace
 from atomc.artifact import Function, Plain, made_of, of_graph, reference, resolved
 from atomc.copies import Copies, Wanted, unfit
 from atomc.dump import Dumper
+from atomc.few_bits import few_bits
 from atomc.graph_pass import Context, Extra
 from atomc.ops.state import StateSpec
 from atomc.options import Options
@@ -22,6 +23,7 @@ from atomc.packs import Packs
 from atomc.pieces import compile_glue, glue_of
 from atomc.provenance import layer_of
 from atomc.report import OpCost, Report
+from atomc.savings import savings
 from atomc.select import Selection
 from atomc.stamp import inline, region, regions_of, renamed, stack_of
 from atomc.torch_compat import mode_options
@@ -94,14 +96,16 @@ def stages(
         pipeline.run(gm, chosen, context, report, observers)
         where = context.platform
         report.machine = {"name": where.name, "arch": where.arch, "bandwidth": where.bandwidth, "flops": where.flops}
-        report.costs = [OpCost(c.op, c.module_path, c.layer, c.source, str(c.cost.bytes), str(c.cost.flops))
-                        for c in cost.graph_costs(gm)]  # fmt: skip
+        costs = cost.graph_costs(gm)
+        report.costs, report.few_bits = [_op_cost(c) for c in costs], few_bits(gm)
     inputs = gm.graph.find_nodes(op="placeholder")
     packed = {node.name: node.meta["packed"] for node in inputs if "packed" in node.meta}
     names = [node.name for node in inputs]
     weights = {name: unfit(given) for name, given in zip(names, context.inputs, strict=False)} | dict.fromkeys(packed)
     how, why = glue_of(context.options, context.platform)
     report.notes.append(f"glue: {how} ({why})")
+    if context.keep_texts:
+        report.savings = savings(gm, costs, report.near, glue_fuses=how != "eager")
     functions: list[Function] = []
     layout = None
     selection = Selection(context.options, context.platform, eager=how == "eager", weights=weights)  # loads the kernels
@@ -143,6 +147,14 @@ def stages(
         }  # fmt: skip
 
     return Compiled(call, names, packed, state, extras, syncing, plain)
+
+
+def _op_cost(found: cost.NodeCost) -> OpCost:
+    nodes = [node.name for node in found.nodes]
+    made_of = sorted(set[str]().union(*(node.meta.get("origins", {node.name}) for node in found.nodes)))
+    apart = str(found.apart) if found.apart != found.cost.bytes else ""
+    return OpCost(found.op, found.module_path, found.layer, found.source, str(found.cost.bytes), str(found.cost.flops),
+                  nodes, made_of, apart)  # fmt: skip
 
 
 def restored(plain: Plain) -> Compiled:

@@ -1,0 +1,108 @@
+"""A graph as text for people: a line a node, with what it is and where it comes from behind it.
+
+    add_1 = atom.add_rms_norm(linear_3, add, .weight, 1e-06)  # bf16[T, 1024]  model.layers.0.norm  model.py:12
+
+The three fields behind the "#" are the type, the module and the line of the user's program; "-" where there is none.
+Weights are called by their names below the module.
+"""
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from atomc.canonical import input_name
+from atomc.provenance import module_path, source_line
+
+MOST_ARGUMENTS = 400
+
+
+def listing(gm: GraphModule) -> str:
+    """The lines of a graph, its inputs first and what it returns last."""
+    return "\n".join(_line(node) for node in gm.graph.nodes)
+
+
+def _line(node: Node) -> str:
+    value = node.meta.get("val", node.meta.get("example_value"))
+    if node.op == "output":
+        return f"return {_spell(node.args[0], '')}"
+    path = "" if node.op == "placeholder" else module_path(node)
+    shown = input_name(node) if node.op == "placeholder" else node.name
+    note = "  ".join([type_of(value) or "-", path or "-", source_line(node) or "-"])
+    return f"{shown} = {_call(node, path)}  # {note}"
+
+
+def _call(node: Node, path: str) -> str:
+    if node.op == "placeholder":
+        return "input"
+    if node.op == "get_attr":
+        return f"attribute {node.target}"
+    if node.target is operator.getitem:
+        return f"{_spell(node.args[0], path)}[{_spell(node.args[1], path)}]"
+    given = [_spell(argument, path) for argument in node.args]
+    given += [f"{key}={_spell(argument, path)}" for key, argument in node.kwargs.items()]
+    text = ", ".join(given)
+    return f"{_name(node)}({text if len(text) <= MOST_ARGUMENTS else text[:MOST_ARGUMENTS] + ' ...'})"
+
+
+def _name(node: Node) -> str:
+    """"aten.mul", "atom.rms_norm", "triton.rms_norm" for a kernel, "inline.rms_norm" for a meaning left to the glue."""
+    if node.op == "call_method":
+        return f".{node.target}"
+    if isinstance(node.target, torch._ops.OpOverload):
+        return str(node.target.overloadpacket)
+    if "kernel" in node.meta and "op" in node.meta:
+        return f"{node.meta['kernel']}.{node.meta['op']}"
+    if "op" in node.meta:
+        return f"inline.{node.meta['op']}"
+    return str(getattr(node.target, "__name__", node.target))
+
+
+def _spell(argument: Any, path: str) -> str:
+    match argument:
+        case Node() if argument.op == "placeholder":
+            name = input_name(argument)
+            return name.removeprefix(path) if path and name.startswith(path + ".") else name
+        case Node():
+            return argument.name
+        case list() | tuple():
+            return f"[{', '.join(_spell(part, path) for part in argument)}]"
+        case dict():
+            return "{" + ", ".join(f"{key}: {_spell(part, path)}" for key, part in argument.items()) + "}"
+        case slice():
+            return ":".join("" if x is None else _spell(x, path) for x in (argument.start, argument.stop, argument.step))
+        case torch.dtype():
+            return short(argument)
+        case str() | torch.SymInt() | bool() | int() | float() | None:
+            return str(argument) if not isinstance(argument, str) else repr(argument)
+        case _ if hasattr(argument, "__name__"):
+            return str(argument.__name__)
+    return str(argument)
+
+
+def type_of(value: Any) -> str:
+    """bf16[T, 1024]; of several results each; of a size "int"."""
+    match value:
+        case Tensor():
+            return f"{short(value.dtype)}[{', '.join(map(str, value.shape))}]"
+        case tuple() | list():
+            return f"({', '.join(map(type_of, value))})"
+        case torch.SymInt() | int():
+            return f"int {value}"
+        case torch.SymFloat() | float():
+            return "float"
+    return ""
+
+
+_SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
+
+
+def short(dtype: torch.dtype) -> str:
+    """bf16, f32, i64, f8_e4m3fn."""
+    name = str(dtype).removeprefix("torch.")
+    for long, letter in sorted(_SHORT.items(), key=lambda item: -len(item[0])):
+        if name.startswith(long) and name[len(long):len(long) + 1].isdigit():
+            return letter + name[len(long):]
+    return name
