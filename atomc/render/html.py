@@ -1,169 +1,390 @@
-"""A report as one HTML file that needs no network: what the compiler did, pass by pass, layer by layer, op by op."""
+"""Reports as one HTML file that needs no network: what the compiler did, pass by pass, layer by layer, op by op.
 
-import difflib
+The file may be opened from disk. Its own policy forbids it to load anything, and to run any script but its own; names that
+a model brings are escaped.
+"""
+
+import base64
+import hashlib
+import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import sympy
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from sympy.printing.jscode import jscode
-
+from atomc.platform import DESCRIBED
+from atomc.render import formula
+from atomc.render.beside import Comparison
+from atomc.render.lines import Block, Hunk, Line, folded, hunks, parsed
 from atomc.render.text import NOT_REWRITES, collapsed
-from atomc.report import spans
+from atomc.report import KernelChoice, Miss, OpCost, Report, Site, spans
 
 HERE = Path(__file__).parent
-CONTEXT_LINES = 1
+# Refusals that say nothing about a place in the model.
+BY_DESIGN = ("is meant for", "its meaning is left to the glue compiler")
 
-Data = Mapping[str, Any]
+Said = tuple[str, str]  # a word that says what follows, and that
 
 
-def page(reports: Sequence[Data]) -> str:
-    """The HTML of reports as `Report.to_dict` gives them, one tab a graph. Escapes all names that models bring."""
+def page(reports: Sequence[Report], beside: Sequence[Report] = (), names: tuple[str, str] = ("first", "second")) -> str:
+    """The HTML of reports, a tab a graph; with `beside` also of those, and of what differs.
+
+    Raises ImportError without jinja2.
+    """
+    try:
+        from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    except ImportError as error:
+        raise ImportError("a report as HTML needs the library `jinja2`: pip install 'atomc[report]'") from error
     environment = Environment(loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined,
                               trim_blocks=True, lstrip_blocks=True)  # fmt: skip
-    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
+    style, script = (f"\n{(HERE / name).read_text()}" for name in ("report.css", "report.js"))
+    graphs = [Graph(i, report, names[0] if beside else "") for i, report in enumerate(reports)]
+    graphs += [Graph(len(reports) + i, report, names[1]) for i, report in enumerate(beside)]
+    compared = [Comparison(a, b, names) for a, b in zip(reports, beside, strict=False)]
+    data = {"graphs": [graph.data() for graph in graphs], "machines": _machines()}
+    environment.filters["spelled"] = spelled
+    title = f"{names[0]} beside {names[1]}" if compared else "What the compiler did"
+    if graphs and not compared:
+        title += f" to {reports[0].model}"
     return environment.get_template("report.html").render(
-        graphs=[_graph(number, report) for number, report in enumerate(reports)],
-        style=(HERE / "report.css").read_text(),
-        script=(HERE / "report.js").read_text(),
-    )
+        graphs=graphs, compared=compared, names=names, title=title, machines=data["machines"], spans=spans,
+        style=style, script=script, data=_embedded(data), policy=policy(style, script),
+    ).lstrip()  # fmt: skip
 
 
-def _graph(number: int, report: Data) -> dict[str, Any]:
+def policy(style: str, script: str) -> str:
+    """What a page may do: be styled by its own style, run its own script, and nothing else."""
+    return f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; base-uri 'none'; form-action 'none'"
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def _embedded(data: Any) -> str:
+    """JSON that may stand inside of a script element, whatever strings are in it."""
+    text = json.dumps(data, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def spelled(size: float) -> str:
+    """A number of bytes: "12.5 MB"."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(size) < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} TB"
+
+
+def _machines() -> list[tuple[str, float, float | None]]:
+    """(name, bytes a second, flops a second) of the machines whose data sheets are known."""
+    return [(p.name, p.bandwidth, p.flops) for p in DESCRIBED.values() if p.bandwidth]
+
+
+class Graph:
     """One graph as the template wants it."""
-    return {
-        "id": f"graph-{number}",
-        "title": report["model"],
-        "report": report,
-        "counts": _counts(report),
-        "grid": _grid(report),
-        "passes": _passes(report["stages"]),
-        "kernels": _kernels(report["kernels"]),
-        "cost": _cost(report),
-        "phases": _phases(report["phases"]),
-        "notes": list(report["notes"]),
-        "final": report["stages"][-1]["text"] if report["stages"] else "",
-    }
 
+    def __init__(self, number: int, report: Report, group: str = ""):
+        self.report, self.id = report, f"g{number}"
+        self.label = f"{group}: {report.model}" if group else report.model
+        self.tab = f"{number}: {self.label}"
+        self.captured, self.final = _captured(report), _final(report)
+        self.choices: dict[str, list[KernelChoice]] = {}
+        for choice in report.kernels:
+            self.choices.setdefault(choice.node, []).append(choice)
+        self.everywhere = _refused_everywhere(report.kernels)
+        self.ops = self._ops()
+        self.grid = Grid(report)
+        self.passes = _passes(report)
+        self.savings = self._savings()
+        self.second = self._second_choices()
+        self.few_bits = _few_bits(report, self.choices)
+        self.symbols = sorted({name for row in self.ops for tree in row["trees"] for name in formula.names_in(tree)})
 
-def _counts(report: Data) -> list[tuple[str, int]]:
-    names = [name for name in dict.fromkeys(report["known"]) if name not in NOT_REWRITES]
-    return [(name, report["matches"][name]) for name in names if report["matches"].get(name)]
+    @property
+    def counts(self) -> list[tuple[str, int]]:
+        names = [name for name in dict.fromkeys(self.report.known) if name not in NOT_REWRITES]
+        return [(name, self.report.matches[name]) for name in names if self.report.matches[name]]
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.report.phases.values())
+
+    @property
+    def phases(self) -> list[tuple[str, float]]:
+        return [(name, seconds) for name, seconds in self.report.phases.items() if seconds > 0]
+
+    @property
+    def captured_blocks(self) -> list[Block]:
+        return folded(self.captured)
+
+    @property
+    def final_blocks(self) -> list[Block]:
+        return folded(self.final)
+
+    @property
+    def cuda_graphs(self) -> list[tuple[str, int]]:
+        """What each CUDA graph is for, and its bytes."""
+        return [(", ".join(f"{name} {value}" for name, value in graph.items() if name != "bytes"), graph.get("bytes", 0))
+                for graph in self.report.cuda_graphs]  # fmt: skip
+
+    @property
+    def free(self) -> list[str]:
+        """Sizes other than those of a step, each with a slider of its own."""
+        return [name for name in self.symbols if name not in ("T", "R", "S", "C")]
+
+    @property
+    def has_glue(self) -> bool:
+        return any(row["kind"] == "glue" for row in self.savings)
+
+    @property
+    def about(self) -> list[tuple[str, str]]:
+        return [(name, text) for name, text in self.report.about.items() if text]
+
+    @property
+    def sections(self) -> list[tuple[str, str]]:
+        """(id, title) of what there is to show."""
+        found = [
+            ("rewrites", "Rewrites", self.grid.rows), ("costs", "Kernels and cost", self.ops),
+            ("left", "Left on the table", self.savings or self.second), ("bits", "Few bits", self.few_bits),
+            ("passes", "Passes", self.passes), ("graph", "Graph", self.captured or self.final),
+            ("start", "Start", True), ("about", "What rewrites do", self.about),
+        ]  # fmt: skip
+        return [(name, title) for name, title, there in found if there]
+
+    @property
+    def shown(self) -> set[str]:
+        return {name for name, _ in self.sections}
+
+    @property
+    def cache_words(self) -> str:
+        """What became of the question whether an earlier start had compiled this graph."""
+        cache = self.report.cache
+        if cache == "hit":
+            return "Hit: an earlier start compiled this graph. No pass ran; what is said of passes is what it said then."
+        if cache.startswith("miss: "):
+            return f"Miss, compiled anew: {cache.removeprefix('miss: ')}."
+        return f"Not asked ({cache.removeprefix('off: ')})." if cache else "Not asked: nothing was to run."
+
+    def data(self) -> dict[str, Any]:
+        """What the page computes with."""
+        return {
+            "id": self.id, "ops": [[row["count"], *row["trees"]] for row in self.ops],
+            "savings": [[row["count"], row["tree"]] for row in self.savings],
+            "machine": self.report.machine,
+            "phases": [seconds for _, seconds in self.phases], "reasons": self.grid.reasons,
+        }  # fmt: skip
+
+    def _ops(self) -> list[dict[str, Any]]:
+        """Kernels' worths of work that are alike, together: where, what runs them, formulas, and what they were made of."""
+        origin = {line.name: line for line in self.captured}
+        groups: dict[Any, dict[str, Any]] = {}
+        for cost in self.report.costs:
+            choices = [choice for node in cost.nodes for choice in self.choices.get(node, [])]
+            runs = list(dict.fromkeys((choice.tokens, choice.chosen) for choice in choices))
+            refused = list(dict.fromkeys((p, r) for choice in choices for p, r in choice.refused))
+            key = (cost.op, collapsed(cost.module_path), cost.bytes, cost.flops, tuple(runs), tuple(refused))
+            group = groups.setdefault(key, {
+                "op": cost.op, "path": collapsed(cost.module_path), "count": 0, "layers": set(), "runs": _runs(runs),
+                "refused": refused, "bytes": cost.bytes, "flops": cost.flops, "source": cost.source,
+                "trees": [formula.tree(cost.bytes), formula.tree(cost.flops)], "nodes": len(cost.nodes),
+                "origins": _origins(cost, origin), "made_by": cost.op if cost.op in self.report.about else "",
+            })  # fmt: skip
+            group["count"] += 1
+            group["layers"] |= {cost.layer} - {None}
+        return [{**group, "layers": spans(group["layers"])} for group in groups.values()]
+
+    def _savings(self) -> list[dict[str, Any]]:
+        groups: dict[Any, dict[str, Any]] = {}
+        for saving in self.report.savings:
+            key = (saving.kind, saving.what, collapsed(saving.module_path), saving.bytes)
+            group = groups.setdefault(key, {**asdict(saving), "path": key[2], "count": 0, "layers": set(),
+                                            "tree": formula.tree(saving.bytes)})  # fmt: skip
+            group["count"] += 1
+            group["layers"] |= {saving.layer} - {None}
+        return [{**group, "layers": spans(group["layers"])} for group in groups.values()]
+
+    def _second_choices(self) -> list[int]:
+        """The rows of `ops` for which a preferred kernel was refused because of what they are."""
+        found = []
+        for number, row in enumerate(self.ops):
+            row["rather"] = [(provider, reason) for provider, reason in row["refused"]
+                             if (provider, reason) not in self.everywhere and not reason.startswith(BY_DESIGN)]  # fmt: skip
+            if row["rather"]:
+                found.append(number)
+        return found
 
 
 # ---- layers x rewrites
 
 
-def _grid(report: Data) -> dict[str, Any]:
-    """A row per rewrite that fired or nearly did, a column per layer; -1 is what lies outside of layers."""
-    cells: dict[tuple[str, int], dict[str, Any]] = {}
+class Grid:
+    """A row a rewrite, a column a run of layers that look alike, the last one for what lies outside of layers.
 
-    def cell(rewrite: str, layer: int | None) -> dict[str, Any]:
-        return cells.setdefault((rewrite, -1 if layer is None else layer), {"fired": [], "near": []})
+    reasons  what to say about each cell; cells name theirs by number
+    """
 
-    for site in report["sites"]:
-        if site["rewrite"] not in NOT_REWRITES:
-            attributes = ", ".join(f"{name}={value}" for name, value in site["attrs"].items())
-            cell(site["rewrite"], site["layer"])["fired"].append([site["module_path"], site["source"], attributes])
-    for miss in report["near"]:
-        cell(miss["rewrite"], miss["layer"])["near"].append(
-            [miss["module_path"], miss["source"], f"{miss['depth']:.0%}", miss["expected"], miss["found"]])  # fmt: skip
-    layers = sorted({layer for _, layer in cells} | {cost["layer"] for cost in report["costs"] if cost["layer"] is not None})
-    order = {name: i for i, name in enumerate(dict.fromkeys([*report["known"], *report["matches"]]))}
-    rows = sorted({rewrite for rewrite, _ in cells}, key=lambda name: order.get(name, len(order)))
-    absent = {**report["absent"], **report["taken"], **dict.fromkeys(report["off"], "the pass is off")}
-    return {
-        "layers": layers,
-        "rows": [{"name": name, "cells": [cells.get((name, layer)) for layer in layers]} for name in rows],
-        "absent": [(name, why) for name, why in absent.items() if name not in rows and name not in NOT_REWRITES],
-    }
+    def __init__(self, report: Report):
+        self.report = report
+        self.reasons: list[list[Said]] = []
+        names = [name for name in dict.fromkeys([*report.known, *report.off, *report.matches])
+                 if name not in NOT_REWRITES and "[" not in name]  # fmt: skip
+        self.sites: dict[tuple[str, int | None], list[Site]] = {}
+        self.near: dict[tuple[str, int | None], list[Miss]] = {}
+        for site in report.sites:
+            self.sites.setdefault((site.rewrite, site.layer), []).append(site)
+        for miss in report.near:
+            self.near.setdefault((miss.rewrite, miss.layer), []).append(miss)
+        layers: list[int | None] = [*report.layers, None]
+        looks = {layer: tuple(self._look(name, layer) for name in names) for layer in layers}
+        self.columns = [list(run) for _, run in itertools.groupby(layers, key=lambda layer: (layer is None, looks[layer]))]
+        self.prefix = _layer_prefixes(report)
+        self.rows = [self._row(name) for name in names]
+        order = {"near": 0, "fired": 1}
+        self.rows.sort(key=lambda row: min(order.get(cell["state"], 2) for cell in row["cells"]))
+
+    def title(self, column: Sequence[int | None]) -> str:
+        return "elsewhere" if column[0] is None else spans(layer for layer in column if layer is not None)
+
+    def heading(self, number: int) -> str:
+        """The title of a column in a sentence."""
+        title = self.title(self.columns[number])
+        return "outside of the layers" if title == "elsewhere" else f"layer{'s' * (len(self.columns[number]) > 1)} {title}"
+
+    def _look(self, name: str, layer: int | None) -> tuple[int, int]:
+        return len(self.sites.get((name, layer), [])), len(self.near.get((name, layer), []))
+
+    def _row(self, name: str) -> dict[str, Any]:
+        about = self.report.about.get(name, "").partition("\n")[0]
+        return {"name": name, "about": about, "cells": [self._cell(name, column) for column in self.columns],
+                "total": self.report.matches[name]}  # fmt: skip
+
+    def _cell(self, name: str, column: list[int | None]) -> dict[str, Any]:
+        sites = [site for layer in column for site in self.sites.get((name, layer), [])]
+        near = [miss for layer in column for miss in self.near.get((name, layer), [])]
+        state = "near" if near else "fired" if sites else "off" if name in self.report.off else "absent"
+        lines = [*_near_lines(near), *_site_lines(sites)] or [("why not", self._why_not(name, column))]
+        if sites:
+            lines += self._kernel_lines(name)
+        self.reasons.append(lines)
+        number = len(near) or len(sites)
+        return {"state": state, "number": number, "reason": len(self.reasons) - 1}
+
+    def _why_not(self, name: str, column: list[int | None]) -> str:
+        prefix = self.prefix.get(column[0])
+        if self.report.treated and self.report.matches[name] and not prefix:
+            return "nothing like it is outside of the layers"
+        try:
+            text = self.report.why(name, prefix)
+        except ValueError as error:  # a report of a version that knew other rewrites
+            return str(error)
+        return text.partition(": ")[2]
+
+    def _kernel_lines(self, name: str) -> list[Said]:
+        choices = [choice for choice in self.report.kernels if choice.op == name]
+        chosen = Counter((choice.chosen, choice.tokens) for choice in choices)
+        refused = dict.fromkeys((p, r) for choice in choices for p, r in choice.refused)
+        return [*(("runs as", f"{kernel}{'' if tokens == 'any' else f' for {tokens} tokens'}, {_times(count)}")
+                  for (kernel, tokens), count in chosen.items()),
+                *((f"not {provider}", reason) for provider, reason in refused)]  # fmt: skip
+
+
+def _layer_prefixes(report: Report) -> dict[int | None, str]:
+    """The module path of each layer."""
+    found: dict[int | None, str] = {}
+    for cost in report.costs:
+        path = re.match(r"(?:.*?\.)?\d+(?=\.|$)", cost.module_path)
+        if cost.layer is not None and path:
+            found.setdefault(cost.layer, path[0])
+    return found
+
+
+def _site_lines(sites: Iterable[Site]) -> list[Said]:
+    found: Counter[str] = Counter()
+    for site in sites:
+        attributes = ", ".join(f"{name}={value}" for name, value in site.attrs.items())
+        found[_place(site.module_path, site.source) + (f": {attributes}" if attributes else "")] += 1
+    return [("fired", f"{_times(count)} {line}") for line, count in found.items()]
+
+
+def _near_lines(near: Iterable[Miss]) -> list[Said]:
+    found: dict[tuple[str, str, str], list[Miss]] = {}
+    for miss in near:
+        found.setdefault((_place(miss.module_path, miss.source), miss.expected, miss.found), []).append(miss)
+    return [said for (place, expected, what), misses in found.items()
+            for said in (("near miss", f"{_times(len(misses))} {place}: {misses[0].depth:.0%} of the pattern is there"),
+                         ("expected", expected), ("found", what))]  # fmt: skip
+
+
+def _place(path: str, source: str) -> str:
+    return f"in {collapsed(path) or 'the graph'}" + (f" ({source})" if source else "")
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
+
+
+# ---- kernels and where they come from
+
+
+def _runs(runs: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """(kernel, for how many tokens) without what is the same for all."""
+    return [(chosen, "" if tokens == "any" else f"{tokens} tokens") for tokens, chosen in runs]
+
+
+def _refused_everywhere(choices: Sequence[KernelChoice]) -> set[tuple[str, str]]:
+    """Providers that run nothing in this graph, with the one reason."""
+    reasons: dict[str, set[str]] = {}
+    for choice in choices:
+        for provider, reason in choice.refused:
+            reasons.setdefault(provider, set()).add(reason)
+    used = {choice.chosen for choice in choices}
+    return {(provider, next(iter(found))) for provider, found in reasons.items()
+            if provider not in used and len(found) == 1}  # fmt: skip
+
+
+def _origins(cost: OpCost, captured: Mapping[str, Line]) -> list[Line]:
+    return [captured[name] for name in cost.made_of if name in captured]
+
+
+def _few_bits(report: Report, choices: Mapping[str, Sequence[KernelChoice]]) -> list[dict[str, Any]]:
+    groups: dict[Any, dict[str, Any]] = {}
+    for found in report.few_bits:
+        runs = tuple(dict.fromkeys((choice.tokens, choice.chosen) for choice in choices.get(found.node, [])))
+        key = (found.op, found.scheme, collapsed(found.module_path), runs)
+        group = groups.setdefault(key, {"op": found.op, "scheme": found.scheme, "path": key[2], "runs": _runs(runs),
+                                        "count": 0, "bytes": 0, "saved": 0})  # fmt: skip
+        group["count"] += 1
+        group["bytes"] += found.bytes
+        group["saved"] += found.full_bytes - found.bytes
+    return [{**group, "share": group["saved"] / (group["saved"] + group["bytes"])} for group in groups.values()]
 
 
 # ---- passes
 
 
-def _passes(stages: Sequence[Data]) -> list[dict[str, Any]]:
-    """What each pass changed, side by side; hunks that differ by numbers only are shown once."""
-    found, before = [], ""
-    for stage in stages:
-        if not stage["text"]:
-            found.append({"name": stage["name"], "changed": stage["changed"], "hunks": []})
-            continue
-        hunks = _hunks(before.splitlines(), stage["text"].splitlines()) if before else []
-        found.append({"name": stage["name"], "changed": stage["changed"], "hunks": hunks})
-        before = stage["text"]
-    return found
+def _passes(report: Report) -> list[dict[str, Any]]:
+    """What each pass changed, side by side."""
+    found, last = [], ""
+    for stage in report.stages:
+        before = stage.before or last
+        changed: list[Hunk] = hunks(parsed(before), parsed(stage.text)) if before and stage.text else []
+        found.append({"name": stage.name, "changed": stage.changed, "hunks": changed, "kept": bool(before and stage.text),
+                      "about": report.about.get(stage.name, "").partition("\n")[0]})  # fmt: skip
+        last = stage.text or last
+    shown = (step for step in found if step["hunks"] and step["about"] and step["name"] != "lift")
+    first = next(shown, None)
+    return [{**step, "first": step is first} for step in found]
 
 
-def _hunks(before: list[str], after: list[str]) -> list[dict[str, Any]]:
-    matcher = difflib.SequenceMatcher(None, before, after, autojunk=False)
-    groups: dict[str, dict[str, Any]] = {}
-    for tag, a, b, c, d in matcher.get_opcodes():
-        if tag == "equal":
-            continue
-        key = re.sub(r"\d+", "#", "\n".join([*before[a:b], "->", *after[c:d]]))
-        hunk = groups.setdefault(key, {"count": 0, "layers": set(), "rows": _rows(before, after, a, b, c, d)})
-        hunk["count"] += 1
-        hunk["layers"] |= {int(number) for line in (*before[a:b], *after[c:d])
-                           for number in re.findall(r"\.(\d+)(?:\.|$)", line)}  # fmt: skip
-    return [{**hunk, "layers": spans(hunk["layers"])} for hunk in groups.values()]
+def _captured(report: Report) -> list[Line]:
+    """The functional graph before any pass: Dynamo's, where only lifting changed it, does not count."""
+    stages = [stage for stage in report.stages if stage.name != "lift"]
+    return parsed(next((stage.before for stage in stages if stage.before), ""))
 
 
-def _rows(before: list[str], after: list[str], a: int, b: int, c: int, d: int) -> list[tuple[str, str, str]]:
-    """(kind, left, right): what stands around is "same"."""
-    rows = [("same", line, line) for line in before[max(a - CONTEXT_LINES, 0):a]]
-    for i in range(max(b - a, d - c)):
-        left, right = (before[a + i] if a + i < b else ""), (after[c + i] if c + i < d else "")
-        rows.append(("changed" if left and right else "gone" if left else "made", left, right))
-    return rows + [("same", line, line) for line in before[b:b + CONTEXT_LINES]]
-
-
-# ---- kernels
-
-
-def _kernels(choices: Sequence[Data]) -> list[dict[str, Any]]:
-    """Ops that run alike, together: how many, where, what was refused and why."""
-    groups: dict[Any, dict[str, Any]] = {}
-    for choice in choices:
-        refused = tuple((provider, reason) for provider, reason in choice["refused"])
-        key = (choice["op"], choice["tokens"], choice["chosen"], refused)
-        group = groups.setdefault(key, {"op": choice["op"], "tokens": choice["tokens"], "chosen": choice["chosen"],
-                                        "refused": refused, "modules": Counter()})  # fmt: skip
-        group["modules"][collapsed(choice["module_path"]) or "the graph"] += 1
-    return [{**group, "count": sum(group["modules"].values())} for group in groups.values()]
-
-
-# ---- cost
-
-
-def _cost(report: Data) -> dict[str, Any]:
-    """Formulas for the browser, those of equal layers once: it evaluates them for the numbers on its sliders."""
-    groups: dict[Any, dict[str, Any]] = {}
-    for cost in report["costs"]:
-        key = (cost["op"], collapsed(cost["module_path"]), cost["bytes"], cost["flops"])
-        group = groups.setdefault(key, {"op": cost["op"], "path": collapsed(cost["module_path"]), "count": 0,
-                                        "bytes": cost["bytes"], "flops": cost["flops"]})  # fmt: skip
-        group["count"] += 1
-    rows = [{**group, "bytes_js": _js(group["bytes"]), "flops_js": _js(group["flops"])} for group in groups.values()]
-    symbols = sorted({symbol for row in rows for symbol in row["bytes_js"][1] | row["flops_js"][1]})
-    data = [[row["count"], row["bytes_js"][0], row["flops_js"][0]] for row in rows]
-    return {"rows": rows, "symbols": symbols, "is_step": "T" in symbols, "script": json.dumps(data),
-            "machine": dict(report["machine"])}  # fmt: skip
-
-
-def _js(formula: str) -> tuple[str, set[str]]:
-    """A formula of sympy as JavaScript, and the names in it. Only what sympy prints gets into the page."""
-    names = set(re.findall(r"[A-Za-z_]\w*", formula)) - {"Min", "Max"}
-    expr = sympy.sympify(formula, locals={name: sympy.Symbol(name) for name in names})
-    return str(jscode(expr)), names
-
-
-def _phases(phases: Mapping[str, float]) -> list[tuple[str, float, float]]:
-    whole = sum(phases.values()) or 1.0
-    return [(name, seconds, seconds / whole * 100) for name, seconds in phases.items()]
-
-
+def _final(report: Report) -> list[Line]:
+    return parsed(report.stages[-1].text) if report.stages and report.stages[-1].name != "lift" else []

@@ -1,0 +1,125 @@
+"""Two graphs side by side: two models, or one model compiled by two versions."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from atomc.render import formula
+from atomc.render.text import NOT_REWRITES, WIDTH, table
+from atomc.report import Report
+
+# What a step is compared at: tokens, sequences, rows and context.
+DECODE = {"T": 1, "S": 1, "R": 1, "C": 1024}
+PREFILL = {"T": 1024, "S": 1, "R": 1, "C": 1024}
+
+Row = tuple[str, str, str, str]
+
+
+class Comparison:
+    """What differs between two reports, as rows of (what, of the first, of the second, why)."""
+
+    def __init__(self, first: Report, second: Report, names: tuple[str, str] = ("first", "second")):
+        self.first, self.second, self.names = first, second, names
+
+    @property
+    def rewrites(self) -> list[Row]:
+        """How often each rewrite fired in both, and where the numbers differ why it did not fire in the one with fewer."""
+        rows = []
+        for name in dict.fromkeys([*self.first.known, *self.second.known]):
+            a, b = self.first.matches[name], self.second.matches[name]
+            if (a or b) and name not in NOT_REWRITES:
+                fewer = self.first if a < b else self.second
+                rows.append((name, str(a), str(b), "" if a == b else _why_fewer(fewer, name)))
+        return rows
+
+    @property
+    def kernels(self) -> list[Row]:
+        """What runs each op in both."""
+        runs = [_kernels(self.first), _kernels(self.second)]
+        return [(op, *(_spell(found.get(op, Counter())) for found in runs),
+                 "" if runs[0].get(op) == runs[1].get(op) else "differs")
+                for op in dict.fromkeys([*runs[0], *runs[1]])]  # type: ignore[misc]
+
+    @property
+    def near(self) -> list[Row]:
+        """Near misses in both."""
+        counts = [Counter(miss.rewrite for miss in report.near) for report in (self.first, self.second)]
+        return [(name, str(counts[0][name]), str(counts[1][name]), "") for name in dict.fromkeys([*counts[0], *counts[1]])]
+
+    @property
+    def facts(self) -> list[Row]:
+        """Sizes of both."""
+        def row(name: str, read: Callable[[Report], str]) -> Row:
+            return name, read(self.first), read(self.second), ""
+
+        return [
+            row("model", lambda r: r.model),
+            row("treated", lambda r: "yes" if r.treated else f"no: {r.why_not}"),
+            row("layers", lambda r: str(r.num_layers)),
+            row("kernels a call", lambda r: str(len(r.costs))),
+            row("bytes of a decode step", lambda r: _moved(r, DECODE)),
+            row("bytes of a prompt of 1024", lambda r: _moved(r, PREFILL)),
+            row("near misses", lambda r: str(len(r.near))),
+            row("seconds to compile", lambda r: f"{sum(r.phases.values()):.2f}"),
+            row("cache", lambda r: r.cache or "off"),
+        ]
+
+    def to_text(self) -> str:
+        """Tables for a terminal: what both have, with what differs marked by a star."""
+        header = ("", *self.names)
+        parts = []
+        for title, rows in (("", self.facts), ("rewrite", self.rewrites), ("near misses", self.near), ("op", self.kernels)):
+            lines = [(f"{'*' if a != b else ' '} {name}", _cut(a), b) for name, a, b, _ in rows]
+            if lines:
+                parts.append(table((f"  {title}", *header[1:]), lines))
+        why = [f"{name}: {reason}" for name, _, _, reason in self.rewrites if reason]
+        return "\n\n".join([*parts, *(["why fewer\n" + "\n".join(f"  {line}" for line in why)] if why else [])]) + "\n"
+
+
+def compared(first: Sequence[Report], second: Sequence[Report], names: tuple[str, str]) -> str:
+    """The text of each pair of graphs, in order."""
+    texts = [Comparison(a, b, names).to_text() for a, b in zip(first, second, strict=False)]
+    if len(first) != len(second):
+        texts.append(f"{names[0]} has {len(first)} graphs, {names[1]} has {len(second)}\n")
+    return "\n".join(f"graph {i}\n{text}" if len(texts) > 1 else text for i, text in enumerate(texts))
+
+
+def _cut(text: str) -> str:
+    most = WIDTH // 2 - 4
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def _why_fewer(report: Report, name: str) -> str:
+    known = name in (*report.known, *report.off)
+    return report.why(name).partition(": ")[2] if known and not report.matches[name] else _misses(report, name)
+
+
+def _misses(report: Report, name: str) -> str:
+    near = [miss for miss in report.near if miss.rewrite == name]
+    return near[0].text() if near else "its pattern is there less often"
+
+
+def _kernels(report: Report) -> dict[str, Counter[str]]:
+    found: dict[str, Counter[str]] = {}
+    for choice in report.kernels:
+        tokens = "" if choice.tokens == "any" else f" for {choice.tokens} tokens"
+        found.setdefault(choice.op, Counter())[choice.chosen + tokens] += 1
+    return found
+
+
+def _spell(runs: Counter[str]) -> str:
+    return ", ".join(f"{name} x{count}" for name, count in runs.items()) or "-"
+
+
+def _moved(report: Report, sizes: dict[str, int]) -> str:
+    """Bytes for these sizes; other sizes of the graph count as the tokens do."""
+    total = 0.0
+    for cost in report.costs:
+        tree = formula.tree(cost.bytes)
+        if tree is None:
+            return "unknown"
+        total += formula.evaluated(tree, dict.fromkeys(formula.names_in(tree), sizes["T"]) | sizes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if total < 1000 or unit == "GB":
+            return f"{total:.3g} {unit}"
+        total /= 1000
+    raise AssertionError

@@ -1,0 +1,61 @@
+"""Formulas of sizes as trees that a page can evaluate: sympy's text is parsed, and nothing of it is ever executed."""
+
+import ast
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+# A number, the name of a size, or [operation, operands ...]
+Tree = Any
+
+_BINARY: dict[type[ast.operator], str] = {
+    ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.FloorDiv: "//", ast.Mod: "%", ast.Pow: "**",
+}  # fmt: skip
+_CALLS = {"Min": "min", "Max": "max", "floor": "floor", "ceiling": "ceil", "Mod": "%", "PythonMod": "%",
+          "CeilToInt": "ceil", "FloorToInt": "floor", "TruncToInt": "floor", "FloorDiv": "//", "CleanDiv": "//",
+          "IntTrueDiv": "/", "FloatTrueDiv": "/", "ToFloat": "+"}  # fmt: skip
+_OPERATIONS: dict[str, Callable[..., float]] = {
+    "+": lambda *x: sum(x), "-": lambda a, b=None: -a if b is None else a - b, "*": lambda *x: math.prod(x),
+    "/": operator.truediv, "//": operator.floordiv, "%": operator.mod, "**": operator.pow, "min": min, "max": max,
+    "floor": math.floor, "ceil": math.ceil,
+}  # fmt: skip
+
+
+def tree(formula: str) -> Tree | None:
+    """["+", ["*", 2, "T"], 1] of "2*T + 1"; None for what is no formula of sizes."""
+    try:
+        return _tree(ast.parse(formula, mode="eval").body)
+    except (SyntaxError, ValueError, RecursionError):
+        return None
+
+
+def _tree(node: ast.expr) -> Tree:
+    match node:
+        case ast.Constant(value=int() | float() as number):
+            return number
+        case ast.Name(id=name):
+            return name
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return ["-", _tree(operand)]
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
+            return [_BINARY[type(op)], _tree(left), _tree(right)]
+        case ast.Call(func=ast.Name(id=name), args=args) if name in _CALLS:
+            return [_CALLS[name], *map(_tree, args)]
+    raise ValueError(f"{ast.unparse(node)!r} is no formula")
+
+
+def names_in(found: Tree | None) -> set[str]:
+    """The sizes that a formula depends on."""
+    if isinstance(found, str):
+        return {found}
+    return set[str]().union(*map(names_in, found[1:])) if isinstance(found, list) else set()
+
+
+def evaluated(found: Tree, sizes: Mapping[str, float]) -> float:
+    """The number for these sizes. Raises KeyError for a size that is missing."""
+    if isinstance(found, str):
+        return sizes[found]
+    if isinstance(found, Sequence):
+        return _OPERATIONS[found[0]](*(evaluated(part, sizes) for part in found[1:]))
+    return float(found)
