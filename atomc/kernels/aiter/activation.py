@@ -1,0 +1,45 @@
+"""Gated activations by AITER's HIP kernels: gate and up side by side in one tensor, computed in fp32, rounded once."""
+
+from torch import Tensor
+
+from atomc import ops
+from atomc.kernels.aiter.library import HALVES, Function, neighbours, scattered, side_by_side, unfit, unlike
+from atomc.platform import Platform
+
+aiter_silu_and_mul = Function("silu_and_mul", "aiter")
+aiter_gelu_and_mul = Function("gelu_and_mul", "aiter")
+aiter_gelu_tanh_and_mul = Function("gelu_tanh_and_mul", "aiter")
+
+
+def apart(gate: Tensor, up: Tensor) -> str | None:
+    """Why the two are not halves of one tensor's rows, or None."""
+    if not neighbours(gate, up):
+        return "gate and up do not lie side by side in one tensor, as a merged projection leaves them"
+    return scattered(gate=gate)
+
+
+def _refuse_silu_and_mul(platform: Platform, gate: Tensor, up: Tensor) -> str | None:
+    return unfit(platform, aiter_silu_and_mul) or unlike(HALVES, gate=gate, up=up) or apart(gate, up)
+
+
+@ops.silu_and_mul.kernel("aiter", refuses=_refuse_silu_and_mul, rounds="once")
+def silu_and_mul(gate: Tensor, up: Tensor) -> Tensor:
+    packed = side_by_side(gate, up)
+    out = gate.new_empty((packed.shape[0], gate.shape[-1]))
+    aiter_silu_and_mul(out, packed)
+    return out.view(gate.shape)
+
+
+def _refuse_gelu_and_mul(platform: Platform, gate: Tensor, up: Tensor, approximate: str = "none") -> str | None:
+    function = aiter_gelu_tanh_and_mul if approximate == "tanh" else aiter_gelu_and_mul
+    if approximate not in ("none", "tanh"):
+        return f"approximate={approximate!r} is neither 'none' nor 'tanh'"
+    return unfit(platform, function) or unlike(HALVES, gate=gate, up=up) or apart(gate, up)
+
+
+@ops.gelu_and_mul.kernel("aiter", refuses=_refuse_gelu_and_mul, rounds="once")
+def gelu_and_mul(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
+    packed = side_by_side(gate, up)
+    out = gate.new_empty((packed.shape[0], gate.shape[-1]))
+    (aiter_gelu_tanh_and_mul if approximate == "tanh" else aiter_gelu_and_mul)(out, packed)
+    return out.view(gate.shape)

@@ -1,0 +1,167 @@
+"""AITER as our kernels see it: which of its functions are there, and what all of its kernels ask of a machine.
+
+A version of AITER is known by its functions: each is looked for where versions have it, and must take the arguments that
+we give. A machine that is not here has the AITER that these kernels were written for.
+"""
+
+import functools
+import importlib
+import inspect
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from atomc.platform import Platform, provider_versions
+from atomc.sizes import known_equal
+
+log = logging.getLogger("atomc")
+
+# The fp8 that each architecture multiplies.
+FP8_OF = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}
+HALVES = (torch.bfloat16, torch.float16)
+FLOATS = (*HALVES, torch.float32)
+FUNCTIONS: list["Function"] = []
+
+
+@functools.cache
+def missing() -> str | None:
+    """Why AITER cannot be imported here, found out and logged once a process; or None."""
+    status = provider_versions()["aiter"]
+    reason = status.reason
+    if status.found:
+        try:
+            importlib.import_module("aiter")
+        # Without ROCm it raises RuntimeError, with a broken build OSError or AttributeError.
+        except Exception as error:
+            reason = f"AITER {status.version or ''} cannot be imported: {type(error).__name__}: {error}"
+    if reason:
+        log.warning("AITER's kernels are not used: %s", reason)
+    return reason
+
+
+class Function:
+    """A function of AITER, to be called as it is there.
+
+    modules  where versions of AITER have it, the newest first
+    takes    the arguments that we give besides those which every version has
+    """
+
+    def __init__(self, name: str, *modules: str, takes: Sequence[str] = ()):
+        self.name, self.modules, self.takes = name, modules, tuple(takes)
+        FUNCTIONS.append(self)
+
+    def __repr__(self) -> str:
+        return f"{self.modules[0]}.{self.name}"
+
+    @functools.cached_property
+    def found(self) -> Callable[..., Any] | str:
+        """The function, or why there is none."""
+        if reason := missing():
+            return reason
+        reasons = []
+        for module in self.modules:
+            try:
+                function = getattr(importlib.import_module(module), self.name)
+            # Modules of AITER compile and ask the device when they are imported, and fail as these do.
+            except Exception as error:
+                reasons.append(f"{type(error).__name__}: {error}")
+                continue
+            if lacking := _lacking(function, self.takes):
+                reasons.append(f"it takes no {' and no '.join(lacking)}")
+                continue
+            return function  # type: ignore[no-any-return]
+        return f"this AITER has no {self} that we can call ({'; '.join(dict.fromkeys(reasons))})"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(self.found, str):
+            raise RuntimeError(self.found)
+        return self.found(*args, **kwargs)
+
+
+def _lacking(function: Callable[..., Any], names: Sequence[str]) -> list[str]:
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # compiled: it does not say
+        return []
+    if any(p.kind == p.VAR_KEYWORD for p in parameters.values()):
+        return []
+    return [name for name in names if name not in parameters]
+
+
+def unfit(platform: Platform, *functions: Function) -> str | None:
+    """Why these functions cannot be called on this machine, or None."""
+    if not platform.is_rocm:
+        return "AITER runs on AMD GPUs"
+    if platform.arch not in FP8_OF:
+        return f"AITER's kernels are used on {' and '.join(FP8_OF)}, this is {platform.arch}"
+    if platform.here:
+        for function in functions:
+            if isinstance(function.found, str):
+                return function.found
+    return None
+
+
+def unlike(dtypes: Sequence[torch.dtype], **tensors: Tensor | None) -> str | None:
+    """Why these are not all of one of the dtypes, or None."""
+    given = {name: tensor.dtype for name, tensor in tensors.items() if tensor is not None}
+    if len(set(given.values())) > 1:
+        return "dtypes differ: " + ", ".join(f"{name} is {dtype}" for name, dtype in given.items())
+    for name, dtype in given.items():
+        if dtype not in dtypes:
+            return f"{name} is {dtype}: AITER has this for {', '.join(map(str, dtypes))}"
+    return None
+
+
+def foreign_fp8(platform: Platform, dtype: torch.dtype) -> str | None:
+    """Why codes of this dtype are none that the machine computes with."""
+    native = FP8_OF[platform.arch]
+    return None if dtype == native else f"{platform.arch} computes with {native}, the codes are {dtype}"
+
+
+def scattered(**tensors: Tensor | None) -> str | None:
+    """Why one of these cannot be seen as rows of one stride, or None."""
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if tensor.dim() == 0 or not isinstance(tensor.shape[-1], int):
+            return f"the rows of {name} have no fixed width"
+        if tensor.shape[-1] > 1 and not known_equal(tensor.stride(-1), 1):
+            return f"the last dimension of {name} is not contiguous"
+        for d in range(tensor.dim() - 2):
+            if not known_equal(tensor.stride(d), tensor.shape[d + 1] * tensor.stride(d + 1)):
+                return f"the rows of {name} do not follow each other"
+    return None
+
+
+def rows(x: Tensor) -> Tensor:
+    """x [..., D] as [rows, D]. A vector is one row."""
+    return x.reshape(-1, x.shape[-1])
+
+
+def dense_rows(x: Tensor) -> Tensor:
+    """x [..., D] as contiguous [rows, D]: compiled functions of AITER do not look at strides."""
+    return rows(x).contiguous()
+
+
+def neighbours(first: Tensor, second: Tensor) -> bool:
+    """Whether the two are the halves of one tensor's rows."""
+    return (
+        first.dtype == second.dtype
+        and first.untyped_storage()._cdata == second.untyped_storage()._cdata
+        and first.dim() == second.dim() >= 2
+        and all(known_equal(a, b) for a, b in zip(first.shape, second.shape, strict=True))
+        and all(known_equal(a, b) for a, b in zip(first.stride(), second.stride(), strict=True))
+        and known_equal(second.storage_offset(), first.storage_offset() + first.shape[-1])
+        and known_equal(first.stride(-2), 2 * first.shape[-1])
+    )
+
+
+def side_by_side(first: Tensor, second: Tensor) -> Tensor:
+    """The rows of both in one tensor [rows, 2 D], without a copy where they are neighbours."""
+    if neighbours(first, second) and scattered(first=first) is None:
+        width = 2 * first.shape[-1]
+        return first.as_strided((first.numel() // first.shape[-1], width), (width, 1))
+    return torch.cat((rows(first), rows(second)), -1)

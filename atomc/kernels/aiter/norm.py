@@ -1,0 +1,94 @@
+"""Norms by AITER's HIP and CK kernels, in fp32 from the sum that is normed to the product with the weight, rounded once."""
+
+import torch
+from torch import Tensor
+
+from atomc import ops
+from atomc.kernels.aiter.library import HALVES, Function, dense_rows, scattered, unfit, unlike
+from atomc.platform import Platform
+
+rmsnorm2d_fwd = Function("rmsnorm2d_fwd", "aiter")
+rmsnorm = Function("rmsnorm", "aiter", takes=["gemma_norm"])
+rmsnorm2d_fwd_with_add = Function("rmsnorm2d_fwd_with_add", "aiter", takes=["gemma_norm"])
+layernorm2d_fwd = Function("layernorm2d_fwd", "aiter")
+layernorm2d_fwd_with_add = Function("layernorm2d_fwd_with_add", "aiter")
+
+MAX_COLUMNS = 8192
+
+
+def _refuse_rms_norm(platform: Platform, x: Tensor, weight: Tensor, eps: float, style: str = "after") -> str | None:
+    if reason := unfit(platform, rmsnorm if style == "one_plus" else rmsnorm2d_fwd):
+        return reason
+    return _rows(x=x, weight=weight)
+
+
+def _refuse_add_rms_norm(
+    platform: Platform, x: Tensor, residual: Tensor, weight: Tensor, eps: float, style: str = "after"
+) -> str | None:
+    return unfit(platform, rmsnorm2d_fwd_with_add) or _rows(x=x, residual=residual, weight=weight)
+
+
+def _rows(x: Tensor, residual: Tensor | None = None, **parameters: Tensor | None) -> str | None:
+    """Why these are not rows of 16 bits that AITER's kernels have registers for."""
+    if reason := unlike(HALVES, x=x, residual=residual, **parameters) or scattered(x=x, residual=residual):
+        return reason
+    if x.shape[-1] > MAX_COLUMNS:
+        return f"rows of {x.shape[-1]}: AITER's fast kernel takes up to {MAX_COLUMNS}"
+    if residual is not None and x.dim() != residual.dim():
+        return "x and the residual differ in shape"
+    return None
+
+
+@ops.rms_norm.kernel("aiter", refuses=_refuse_rms_norm, rounds="once")
+def rms_norm(x: Tensor, weight: Tensor, eps: float, style: str = "after") -> Tensor:
+    flat = dense_rows(x)
+    if style == "one_plus":
+        out = torch.empty_like(flat)
+        rmsnorm(out, flat, weight, eps, gemma_norm=True)
+        return out.view(x.shape)
+    normed: Tensor = rmsnorm2d_fwd(flat, weight, eps)
+    return normed.view(x.shape)
+
+
+@ops.add_rms_norm.kernel("aiter", refuses=_refuse_add_rms_norm, rounds="once")
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, style: str = "after"
+) -> tuple[Tensor, Tensor]:
+    flat, other = dense_rows(x), dense_rows(residual)
+    out, total = torch.empty_like(flat), torch.empty_like(flat)
+    rmsnorm2d_fwd_with_add(out, flat, other, total, weight, eps, gemma_norm=style == "one_plus")
+    return out.view(x.shape), total.view(x.shape)
+
+
+def _refuse_layer_norm(
+    platform: Platform, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> str | None:
+    return unfit(platform, layernorm2d_fwd) or _affine(x, None, weight, bias)
+
+
+def _refuse_add_layer_norm(
+    platform: Platform, x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> str | None:
+    return unfit(platform, layernorm2d_fwd_with_add) or _affine(x, residual, weight, bias)
+
+
+def _affine(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None) -> str | None:
+    if weight is None or bias is None:
+        return "AITER's LayerNorm takes a weight and a bias"
+    return _rows(x, residual, weight=weight, bias=bias)
+
+
+@ops.layer_norm.kernel("aiter", refuses=_refuse_layer_norm)
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    normed: Tensor = layernorm2d_fwd(dense_rows(x), weight, bias, eps)
+    return normed.view(x.shape)
+
+
+@ops.add_layer_norm.kernel("aiter", refuses=_refuse_add_layer_norm, rounds="once")
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    flat, other = dense_rows(x), dense_rows(residual)
+    out, total = torch.empty_like(flat), torch.empty_like(flat)
+    layernorm2d_fwd_with_add(out, flat, other, total, weight, bias, eps)
+    return out.view(x.shape), total.view(x.shape)

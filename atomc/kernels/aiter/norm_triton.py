@@ -1,0 +1,120 @@
+"""Norms by AITER's Triton kernels: where its compiled ones are missing or refuse, and with columns of zeros behind."""
+
+import torch
+from torch import Tensor
+
+from atomc import ops
+from atomc.kernels.aiter.library import FLOATS, Function, rows, scattered, unfit, unlike
+from atomc.platform import Platform
+
+triton_rms_norm = Function("rms_norm", "aiter.ops.triton.normalization.rmsnorm", "aiter.ops.triton.rmsnorm")
+fused_add_rmsnorm_pad = Function(
+    "fused_add_rmsnorm_pad", "aiter.ops.triton.normalization.fused_add_rmsnorm_pad",
+    "aiter.ops.triton.fused_add_rmsnorm_pad",
+)  # fmt: skip
+triton_layer_norm = Function("layer_norm", "aiter.ops.triton.normalization.norm", "aiter.ops.triton.norm")
+triton_layer_norm_with_add = Function(
+    "layernorm2d_fwd_with_add", "aiter.ops.triton.normalization.norm", "aiter.ops.triton.norm"
+)
+
+MAX_COLUMNS = 65536
+
+
+def unreadable(
+    x: Tensor, residual: Tensor | None = None, weight: Tensor | None = None, style: str = "before"
+) -> str | None:
+    """Why AITER's Triton norms cannot be had of these rows, or None."""
+    if reason := unlike(FLOATS, x=x, residual=residual) or scattered(x=x, residual=residual):
+        return reason
+    if x.shape[-1] > MAX_COLUMNS:
+        return f"rows of {x.shape[-1]} do not fit one program (at most {MAX_COLUMNS})"
+    if residual is not None and x.dim() != residual.dim():
+        return "x and the residual differ in shape"
+    if style == "one_plus":
+        return "AITER's Triton norms multiply by the weight, not by 1 + weight"
+    if style == "after" and weight is not None and torch.promote_types(x.dtype, weight.dtype) != x.dtype:
+        return f"the weight is {weight.dtype}, and AITER's norm stays {x.dtype}"
+    return None
+
+
+def _refuse_rms_norm(platform: Platform, x: Tensor, weight: Tensor, eps: float, style: str = "after") -> str | None:
+    return unfit(platform, triton_rms_norm) or unreadable(x, None, weight, style)
+
+
+@ops.rms_norm.kernel("aiter", refuses=_refuse_rms_norm, rounds="once")
+def rms_norm(x: Tensor, weight: Tensor, eps: float, style: str = "after") -> Tensor:
+    if not x.numel():
+        return torch.empty_like(x)
+    normed: Tensor = triton_rms_norm(rows(x).contiguous(), weight, eps)
+    return normed.view(x.shape)
+
+
+def _refuse_add_rms_norm(
+    platform: Platform, x: Tensor, residual: Tensor, weight: Tensor, eps: float, style: str = "after"
+) -> str | None:
+    return unfit(platform, fused_add_rmsnorm_pad) or unreadable(x, residual, weight, style)
+
+
+@ops.add_rms_norm.kernel("aiter", refuses=_refuse_add_rms_norm, rounds="once")
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, style: str = "after"
+) -> tuple[Tensor, Tensor]:
+    if not x.numel():
+        return torch.empty_like(x), torch.empty_like(x)
+    out, total = fused_add_rmsnorm_pad(rows(x), weight, eps, rows(residual))
+    return out.view(x.shape), total.view(x.shape)
+
+
+def _refuse_add_rms_norm_pad(
+    platform: Platform, x: Tensor, residual: Tensor, weight: Tensor, eps: float, columns: int, style: str = "after"
+) -> str | None:
+    return unfit(platform, fused_add_rmsnorm_pad) or unreadable(x, residual, weight, style)
+
+
+@ops.add_rms_norm_pad.kernel("aiter", refuses=_refuse_add_rms_norm_pad, rounds="once")
+def add_rms_norm_pad(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, columns: int, style: str = "after"
+) -> tuple[Tensor, Tensor]:
+    width = x.shape[-1] + columns
+    if not x.numel():
+        return x.new_empty((*x.shape[:-1], width)), torch.empty_like(x)
+    # The next multiple of a number that is larger than the row is that number.
+    out, total = fused_add_rmsnorm_pad(rows(x), weight, eps, rows(residual), x_pad_to_multiple=width if columns else 0)
+    return out.view(*x.shape[:-1], width), total.view(x.shape)
+
+
+def _refuse_layer_norm(
+    platform: Platform, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> str | None:
+    return unfit(platform, triton_layer_norm) or _affine(x, None, weight, bias)
+
+
+def _refuse_add_layer_norm(
+    platform: Platform, x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> str | None:
+    return unfit(platform, triton_layer_norm_with_add) or _affine(x, residual, weight, bias)
+
+
+def _affine(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None) -> str | None:
+    if weight is None or bias is None:
+        return "AITER's LayerNorm takes a weight and a bias"
+    return unreadable(x, residual)
+
+
+@ops.layer_norm.kernel("aiter", refuses=_refuse_layer_norm)
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    if not x.numel():
+        return torch.empty_like(x)
+    normed: Tensor = triton_layer_norm(rows(x).contiguous(), weight, bias, eps)
+    return normed.view(x.shape)
+
+
+@ops.add_layer_norm.kernel("aiter", refuses=_refuse_add_layer_norm, rounds="once")
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    flat, other = rows(x).contiguous(), rows(residual).contiguous()
+    out, total = torch.empty_like(flat), torch.empty_like(flat)
+    if x.numel():
+        triton_layer_norm_with_add(out, flat, other, total, weight, bias, eps)
+    return out.view(x.shape), total.view(x.shape)

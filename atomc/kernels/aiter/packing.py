@@ -1,0 +1,55 @@
+"""How AITER wants weights and scales to lie, and the dtypes that it calls their bits."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from atomc.op import Prepared
+
+
+def as_e2m1(packed: Tensor) -> Tensor:
+    """uint8 of two codes each, under torch's name for that."""
+    return packed.view(torch.float4_e2m1fn_x2)
+
+
+def as_e8m0(scale: Tensor) -> Tensor:
+    """uint8 exponents under torch's name for them."""
+    return scale.view(torch.float8_e8m0fnu)
+
+
+def shuffled_weight(weight: Tensor) -> Tensor:
+    """[N, K] of bytes in tiles of 16 rows and 32 columns, each read by a wave as it lies; the same shape.
+
+    Raises ValueError if N is no multiple of 16 or K none of 32.
+    """
+    n, k = weight.shape
+    if n % 16 or k % 32:
+        raise ValueError(f"a weight of {n} x {k} bytes does not fill tiles of 16 x 32")
+    tiles = weight.detach().view(torch.uint8).view(n // 16, 16, k // 32, 2, 16)
+    return tiles.permute(0, 2, 3, 1, 4).contiguous().view(n, k).view(weight.dtype)
+
+
+def shuffled_scale(scale: Tensor) -> Tensor:
+    """e8m0 [N, K/32] in tiles of 32 rows and 8 columns, padded by ones to whole 256 rows and 8 columns."""
+    n, k = scale.shape
+    padded = F.pad(scale, (0, -k % 8, 0, -n % 256), value=127)
+    tiles = padded.view(padded.shape[0] // 32, 2, 16, padded.shape[1] // 8, 2, 4)
+    return tiles.permute(0, 3, 5, 2, 4, 1).contiguous().view(padded.shape)
+
+
+def relaid_weight(weight: Tensor) -> Prepared:
+    return Prepared((shuffled_weight(weight),))
+
+
+def relaid_scale(scale: Tensor) -> Prepared:
+    return Prepared((shuffled_scale(scale.detach()),))
+
+
+def untiled(weight: Tensor) -> str | None:
+    """Why shuffled_weight does not take this weight, or None."""
+    n, k = weight.shape
+    if not isinstance(n, int) or not isinstance(k, int) or n % 16 or k % 32:
+        return f"a weight of {n} x {k} bytes does not fill AITER's tiles of 16 x 32"
+    if weight.stride() != (k, 1):
+        return "the rows of the weight do not follow each other"
+    return None

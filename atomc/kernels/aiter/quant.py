@@ -1,0 +1,94 @@
+"""Quantizers by AITER's HIP kernels: everything but MXFP4 whose scales are rounded to even."""
+
+import torch
+from torch import Tensor
+
+from atomc import ops
+from atomc.kernels.aiter.library import HALVES, Function, dense_rows, foreign_fp8, unfit, unlike
+from atomc.kernels.aiter.packing import as_e2m1, as_e8m0
+from atomc.platform import Platform
+
+static_per_tensor_quant = Function("static_per_tensor_quant", "aiter")
+dynamic_per_token_scaled_quant = Function("dynamic_per_token_scaled_quant", "aiter", takes=["shuffle_scale"])
+dynamic_per_group_scaled_quant_fp4 = Function(
+    "dynamic_per_group_scaled_quant_fp4", "aiter", takes=["group_size", "shuffle_scale"]
+)
+
+
+def _rows_of_halves(x: Tensor) -> str | None:
+    return unlike(HALVES, x=x) or (None if isinstance(x.shape[-1], int) else "the rows of x have no fixed width")
+
+
+def _refuse_static(
+    platform: Platform, x: Tensor, scale: Tensor, dtype: torch.dtype = torch.float8_e4m3fn
+) -> str | None:
+    return unfit(platform, static_per_tensor_quant) or foreign_fp8(platform, dtype) or _rows_of_halves(x)
+
+
+@ops.quant_fp8_static.kernel("aiter", refuses=_refuse_static)
+def quant_fp8_static(x: Tensor, scale: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
+    flat = dense_rows(x)
+    codes = torch.empty_like(flat, dtype=dtype)
+    static_per_tensor_quant(codes, flat, scale)
+    return codes.view(x.shape)
+
+
+def _per_token(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    flat = dense_rows(x)
+    codes, scales = torch.empty_like(flat, dtype=dtype), flat.new_empty((flat.shape[0], 1), dtype=torch.float32)
+    dynamic_per_token_scaled_quant(codes, flat, scales)
+    return codes.view(x.shape), scales.view(*x.shape[:-1], 1)
+
+
+def _refuse_per_token(platform: Platform, x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> str | None:
+    return unfit(platform, dynamic_per_token_scaled_quant) or foreign_fp8(platform, dtype) or _rows_of_halves(x)
+
+
+@ops.quant_fp8_per_token.kernel("aiter", refuses=_refuse_per_token)
+def quant_fp8_per_token(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[Tensor, Tensor]:
+    return _per_token(x, dtype)
+
+
+def _refuse_int8(platform: Platform, x: Tensor) -> str | None:
+    return unfit(platform, dynamic_per_token_scaled_quant) or _rows_of_halves(x)
+
+
+@ops.quant_int8_per_token.kernel("aiter", refuses=_refuse_int8)
+def quant_int8_per_token(x: Tensor) -> tuple[Tensor, Tensor]:
+    return _per_token(x, torch.int8)
+
+
+def _refuse_group(
+    platform: Platform, x: Tensor, group: int = 128, column_major_scales: bool = False,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+) -> str | None:  # fmt: skip
+    if reason := unfit(platform, dynamic_per_token_scaled_quant) or foreign_fp8(platform, dtype) or _rows_of_halves(x):
+        return reason
+    if group not in (32, 64, 128) or x.shape[-1] % group:
+        return f"groups of {group} in rows of {x.shape[-1]}: AITER's kernel takes whole groups of 32, 64 or 128"
+    return "AITER's kernel writes the scales row by row" if column_major_scales else None
+
+
+@ops.quant_fp8_group.kernel("aiter", refuses=_refuse_group)
+def quant_fp8_group(
+    x: Tensor, group: int = 128, column_major_scales: bool = False, dtype: torch.dtype = torch.float8_e4m3fn
+) -> tuple[Tensor, Tensor]:
+    codes, scales = _per_token(x.reshape(-1, group), dtype)
+    return codes.view(x.shape), scales.view(*x.shape[:-1], x.shape[-1] // group)
+
+
+def _refuse_mxfp4(platform: Platform, x: Tensor, rounding: str = "even") -> str | None:
+    if reason := unfit(platform, dynamic_per_group_scaled_quant_fp4) or _rows_of_halves(x):
+        return reason
+    if x.shape[-1] % 32:
+        return f"rows of {x.shape[-1]} are no whole blocks of 32"
+    return None if rounding == "up" else f"AITER's compiled kernel rounds scales up, here rounding={rounding!r}"
+
+
+@ops.quant_mxfp4.kernel("aiter", refuses=_refuse_mxfp4)
+def quant_mxfp4(x: Tensor, rounding: str = "even") -> tuple[Tensor, Tensor]:
+    flat = dense_rows(x)
+    codes = flat.new_empty((flat.shape[0], flat.shape[1] // 2), dtype=torch.uint8)
+    scales = flat.new_empty((flat.shape[0], flat.shape[1] // 32), dtype=torch.uint8)
+    dynamic_per_group_scaled_quant_fp4(as_e2m1(codes), flat, as_e8m0(scales), group_size=32, shuffle_scale=False)
+    return codes.view(*x.shape[:-1], -1), scales.view(*x.shape[:-1], scales.shape[-1])

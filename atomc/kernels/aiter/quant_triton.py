@@ -1,0 +1,98 @@
+"""Quantizers by AITER's Triton kernels: where its compiled ones are missing or refuse."""
+
+import torch
+from torch import Tensor
+
+from atomc import ops
+from atomc.kernels.aiter.library import FLOATS, Function, foreign_fp8, rows, scattered, unfit, unlike
+from atomc.platform import Platform
+
+QUANT = ("aiter.ops.triton.quant.quant", "aiter.ops.triton.quant")
+static_per_tensor_quant_fp8_i8 = Function("static_per_tensor_quant_fp8_i8", *QUANT)
+dynamic_per_token_quant_fp8_i8 = Function("dynamic_per_token_quant_fp8_i8", *QUANT)
+dynamic_mxfp4_quant = Function("dynamic_mxfp4_quant", *QUANT)
+fused_flatten_fp8_group_quant = Function(
+    "fused_flatten_fp8_group_quant", "aiter.ops.triton.quant.fused_fp8_quant", "aiter.ops.triton.fused_fp8_quant",
+    takes=["dtype_quant"],
+)  # fmt: skip
+WIDEST = 65536
+
+
+def _refuse(platform: Platform, function: Function, x: Tensor, dtype: torch.dtype | None = None) -> str | None:
+    if reason := unfit(platform, function) or unlike(FLOATS, x=x) or scattered(x=x):
+        return reason
+    if x.shape[-1] > WIDEST:
+        return f"rows of {x.shape[-1]} do not fit one program (at most {WIDEST})"
+    return foreign_fp8(platform, dtype) if dtype is not None else None
+
+
+def _refuse_static(
+    platform: Platform, x: Tensor, scale: Tensor, dtype: torch.dtype = torch.float8_e4m3fn
+) -> str | None:
+    return _refuse(platform, static_per_tensor_quant_fp8_i8, x, dtype)
+
+
+@ops.quant_fp8_static.kernel("aiter", refuses=_refuse_static)
+def quant_fp8_static(x: Tensor, scale: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
+    flat = rows(x).contiguous()  # the codes are written with the strides of x
+    codes = torch.empty_like(flat, dtype=dtype)
+    if x.numel():
+        static_per_tensor_quant_fp8_i8(codes, flat, scale)
+    return codes.view(x.shape)
+
+
+def _per_token(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    flat = rows(x).contiguous()
+    codes, scales = torch.empty_like(flat, dtype=dtype), flat.new_empty(flat.shape[0], dtype=torch.float32)
+    if x.numel():
+        dynamic_per_token_quant_fp8_i8(codes, flat, scales)
+    return codes.view(x.shape), scales.view(*x.shape[:-1], 1)
+
+
+def _refuse_per_token(platform: Platform, x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> str | None:
+    return _refuse(platform, dynamic_per_token_quant_fp8_i8, x, dtype)
+
+
+@ops.quant_fp8_per_token.kernel("aiter", refuses=_refuse_per_token)
+def quant_fp8_per_token(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[Tensor, Tensor]:
+    return _per_token(x, dtype)
+
+
+def _refuse_group(
+    platform: Platform, x: Tensor, group: int = 128, column_major_scales: bool = False,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+) -> str | None:  # fmt: skip
+    if reason := _refuse(platform, fused_flatten_fp8_group_quant, x, dtype):
+        return reason
+    if group & (group - 1) or x.shape[-1] % group:
+        return f"groups of {group} in rows of {x.shape[-1]}: AITER's kernel takes whole groups, a power of two wide"
+    return None
+
+
+@ops.quant_fp8_group.kernel("aiter", refuses=_refuse_group)
+def quant_fp8_group(
+    x: Tensor, group: int = 128, column_major_scales: bool = False, dtype: torch.dtype = torch.float8_e4m3fn
+) -> tuple[Tensor, Tensor]:
+    if not x.numel():
+        return ops.quant_fp8_group.reference(x, group, column_major_scales, dtype)  # type: ignore[no-any-return]
+    codes, scales = fused_flatten_fp8_group_quant(rows(x).unsqueeze(1), group, dtype_quant=dtype)
+    if column_major_scales:
+        scales = scales.t().contiguous().t()
+    return codes.view(x.shape), scales.view(*x.shape[:-1], scales.shape[-1])
+
+
+def _refuse_mxfp4(platform: Platform, x: Tensor, rounding: str = "even") -> str | None:
+    if reason := _refuse(platform, dynamic_mxfp4_quant, x):
+        return reason
+    if x.shape[-1] % 32:
+        return f"rows of {x.shape[-1]} are no whole blocks of 32"
+    return None if rounding == "even" else f"AITER's Triton kernel rounds scales to even, here rounding={rounding!r}"
+
+
+@ops.quant_mxfp4.kernel("aiter", refuses=_refuse_mxfp4)
+def quant_mxfp4(x: Tensor, rounding: str = "even") -> tuple[Tensor, Tensor]:
+    if not x.numel():
+        return ops.quant_mxfp4.reference(x, rounding)  # type: ignore[no-any-return]
+    codes, scales = dynamic_mxfp4_quant(rows(x))
+    lead = x.shape[:-1]
+    return codes.view(*lead, codes.shape[-1]), scales.contiguous().view(*lead, scales.shape[-1])
