@@ -1,0 +1,49 @@
+"""Attention without state by AITER's kernels (CK, or assembly where it has one for the shape)."""
+
+import torch
+from torch import Tensor
+
+from atomc import ops
+from atomc.kernels.aiter.library import HALVES, Function, unfit, unlike
+from atomc.platform import Platform
+from atomc.sizes import known_equal
+
+flash_attn_func = Function("flash_attn_func", "aiter", takes=["softmax_scale", "causal", "window_size"])
+WIDEST = 256
+
+
+def _refuse(
+    platform: Platform, q: Tensor, k: Tensor, v: Tensor, kv: Tensor | None = None, mask: Tensor | None = None,
+    sinks: Tensor | None = None, *, scale: float, causal: bool = True, window: int = 0, softcap: float = 0.0,
+) -> str | None:  # fmt: skip
+    if reason := unfit(platform, flash_attn_func) or unlike(HALVES, q=q, k=k, v=v):
+        return reason
+    for name, given in (("mask", mask is not None), ("sinks", sinks is not None), ("softcap", softcap)):
+        if given:
+            return f"AITER's attention takes no {name} here"
+    if q.dim() not in (3, 4):
+        return f"q has {q.dim()} dimensions: written for 3 or 4"
+    if (causal or window) and not known_equal(q.shape[-3], k.shape[-3]):
+        return "AITER aligns a causal mask with the last key, and there may be more or fewer keys than queries"
+    if window and not causal:
+        return "AITER's window ends at the query, here later keys are seen"
+    if q.shape[-1] % 8 or v.shape[-1] % 8 or max(q.shape[-1], v.shape[-1]) > WIDEST:
+        return f"heads of {q.shape[-1]} and {v.shape[-1]}: AITER takes multiples of 8 up to {WIDEST}"
+    if not all(known_equal(x.stride(-1), 1) for x in (q, k, v)):
+        return "the last dimension of q, k or v is not contiguous"
+    return None
+
+
+@ops.attention.kernel("aiter", refuses=_refuse)
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, kv: Tensor | None = None, mask: Tensor | None = None,
+    sinks: Tensor | None = None, *, scale: float, causal: bool = True, window: int = 0, softcap: float = 0.0,
+) -> Tensor:  # fmt: skip
+    if not q.numel() or not k.numel():
+        return q.new_zeros((*q.shape[:-1], v.shape[-1]))
+    q4, k4, v4 = (x if x.dim() == 4 else x.unsqueeze(0) for x in (q, k, v))
+    # Its op is an autograd function, which wants to save what it is given.
+    seen = (window - 1 if window else -1, 0 if causal else -1, 0)
+    with torch.no_grad():
+        out: Tensor = flash_attn_func(q4, k4, v4, softmax_scale=scale, causal=causal, window_size=seen)
+    return out.contiguous().view(*q.shape[:-1], v.shape[-1])

@@ -1,0 +1,47 @@
+"""Sums over processes with the norm that follows, by AITER's kernel over the links between GPUs.
+
+AITER has one group of its own, made by its init_dist_env; only sums over the same processes can be its.
+"""
+
+from torch import Tensor
+
+from atomc import ops
+from atomc.kernels.aiter.library import HALVES, Function, scattered, unfit, unlike
+from atomc.platform import Platform
+
+get_tp_group = Function("get_tp_group", "aiter.dist.parallel_state")
+tensor_model_parallel_fused_allreduce_rmsnorm = Function(
+    "tensor_model_parallel_fused_allreduce_rmsnorm", "aiter.dist.communication_op", takes=["gemma_norm"]
+)
+
+
+def _foreign(platform: Platform, group: str) -> str | None:
+    """Why the group is none of AITER's."""
+    if not platform.here:
+        return None
+    try:
+        own = get_tp_group().device_group.group_name
+    except Exception:  # an assertion, or what its other versions raise before init_dist_env
+        return "AITER's group is not set up (aiter.init_dist_env)"
+    return None if own == group else f"the sum is over group {group!r}, AITER's is {own!r}"
+
+
+def _refuse(
+    platform: Platform, x: Tensor, residual: Tensor, weight: Tensor, eps: float, group: str, style: str = "after"
+) -> str | None:
+    return (
+        unfit(platform, get_tp_group, tensor_model_parallel_fused_allreduce_rmsnorm)
+        or unlike(HALVES, x=x, residual=residual, weight=weight)
+        or scattered(x=x, residual=residual)
+        or _foreign(platform, group)
+    )
+
+
+@ops.allreduce_add_rms_norm.kernel("aiter", refuses=_refuse, rounds="once")
+def allreduce_add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, group: str, style: str = "after"
+) -> tuple[Tensor, Tensor]:
+    out, total = tensor_model_parallel_fused_allreduce_rmsnorm(
+        x.contiguous(), residual.contiguous(), weight, eps, gemma_norm=style == "one_plus"
+    )
+    return out, total

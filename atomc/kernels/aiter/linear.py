@@ -1,0 +1,23 @@
+"""Linear layers in 16 bits by AITER's tuned products: hipBLASLt, assembly or skinny kernels, as its tables say."""
+
+from torch import Tensor
+
+from atomc import ops
+from atomc.kernels.aiter.library import HALVES, Function, rows, scattered, unfit, unlike
+from atomc.platform import Platform
+
+gemm_a16w16 = Function("gemm_a16w16", "aiter.tuned_gemm", takes=["bias"])
+
+
+def _refuse(platform: Platform, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> str | None:
+    if reason := unfit(platform, gemm_a16w16) or unlike(HALVES, x=x, weight=weight, bias=bias):
+        return reason
+    return scattered(x=x, weight=weight)
+
+
+@ops.linear.kernel("aiter", refuses=_refuse)
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if not x.numel():
+        return x.new_empty((*x.shape[:-1], weight.shape[0]))
+    out: Tensor = gemm_a16w16(rows(x), weight, bias=bias)
+    return out.view(*x.shape[:-1], weight.shape[0])

@@ -1,0 +1,83 @@
+"""Rotary positions by AITER's HIP kernel, in fp32, rounded once: each token has a row of the tables.
+
+S tokens, the one dimension in which the tables differ; B and H are the others of x.
+"""
+
+import torch
+from torch import Tensor
+
+from atomc import ops
+from atomc.kernels.aiter.library import HALVES, Function, unfit, unlike
+from atomc.platform import Platform
+from atomc.sizes import known_equal
+
+rope_cached_fwd_impl = Function("rope_cached_fwd_impl", "aiter")
+
+# AITER's numbers of the pairs that rotate: the halves of a row, or neighbours in it.
+ROTATIONS = {"neox": 0, "half": 0, "gptj": 1}
+
+
+def rotated_width(cos: Tensor, style: str) -> int:
+    """Columns of x that rotate."""
+    return cos.shape[-1] * (1 if style == "neox" else 2)
+
+
+def table_dimension(x: Tensor, cos: Tensor) -> int | None:
+    """The one dimension of x in which the tables are as long as x; None if there are more, or one is shorter."""
+    lead = (1,) * (x.dim() - cos.dim()) + tuple(cos.shape[:-1])
+    long = [d for d, size in enumerate(lead) if not known_equal(size, 1)]
+    if not long:
+        long = [d for d in range(x.dim() - 1) if known_equal(x.shape[d], 1)][:1]
+    if len(long) != 1 or not known_equal(lead[long[0]], x.shape[long[0]]):
+        return None
+    return long[0]
+
+
+def unrotatable(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> str | None:
+    """Why AITER cannot rotate x by these tables."""
+    if reason := unlike(HALVES, x=x, cos=cos, sin=sin):
+        return reason
+    if style not in ROTATIONS:
+        return f"AITER writes a pair back where it was, style={style!r} moves it"
+    if x.dim() not in (3, 4):
+        return f"x has {x.dim()} dimensions: AITER takes tokens, heads, columns, and a batch"
+    if table_dimension(x, cos) is None or table_dimension(x, sin) is None:
+        return "the tables differ in more than the tokens"
+    if not all(known_equal(tensor.stride(-1), 1) for tensor in (x, cos, sin)):
+        return "the last dimension of x or of the tables is not contiguous"
+    return None
+
+
+def by_token(x: Tensor, dimension: int) -> Tensor:
+    """x seen as [S, B, H, D]."""
+    front = x.movedim(dimension, 0)
+    return front if front.dim() == 4 else front.unsqueeze(1)
+
+
+def table_rows(table: Tensor) -> Tensor:
+    """A table as [S, 1, 1, columns], one row behind the other: AITER's compiled kernel does not look at its strides."""
+    return table.reshape(-1, 1, 1, table.shape[-1]).contiguous()
+
+
+def empty_rotated(x: Tensor, cos: Tensor, style: str) -> Tensor:
+    """Memory for the result that lies as the op says."""
+    if style == "neox" and cos.shape[-1] == x.shape[-1]:
+        return torch.empty_like(x)
+    return x.new_empty(x.shape)
+
+
+def _refuse(platform: Platform, x: Tensor, cos: Tensor, sin: Tensor, style: str = "neox") -> str | None:
+    return unfit(platform, rope_cached_fwd_impl) or unrotatable(x, cos, sin, style)
+
+
+@ops.rope.kernel("aiter", refuses=_refuse, rounds="once")
+def rope(x: Tensor, cos: Tensor, sin: Tensor, style: str = "neox") -> Tensor:
+    out = empty_rotated(x, cos, style)
+    if x.numel():
+        dimension = table_dimension(x, cos)
+        assert dimension is not None
+        rope_cached_fwd_impl(
+            by_token(out, dimension), by_token(x, dimension), table_rows(cos), table_rows(sin), ROTATIONS[style],
+            style != "neox", False,
+        )  # fmt: skip
+    return out
