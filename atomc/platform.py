@@ -252,9 +252,11 @@ def _version(distribution: str) -> str | None:
 
 def _aiter() -> Provider:
     spec = importlib.util.find_spec("aiter")
-    folders = [Path(folder) for folder in spec.submodule_search_locations or []] if spec else []
+    if spec is None or spec.origin is None:  # a folder without __init__.py, say the one with a checkout inside
+        return Provider(False, reason="not installed: pip install amd-aiter")
+    folders = [Path(folder) for folder in spec.submodule_search_locations or []]
     # Its files tell: importing it to look would start its compiler, and fails without ROCm.
-    if spec and not any((folder / "ops/enum.py").is_file() for folder in folders):
+    if not any((folder / "ops/enum.py").is_file() for folder in folders):
         reason = "the `aiter` installed here is not AMD's but another project of that name: pip install amd-aiter"
         return Provider(False, reason=reason)
     return _package("aiter", "amd-aiter")

@@ -144,6 +144,12 @@ def test_the_unrelated_aiter_is_not_taken_for_amds(tmp_path, monkeypatch):
     assert not found and "another project" in reason and "amd-aiter" in reason
 
 
+def test_a_mere_folder_named_aiter_is_nothing(tmp_path, monkeypatch):
+    install(tmp_path, {"aiter/notes.txt": ""})
+    monkeypatch.syspath_prepend(tmp_path)
+    assert provider_versions()["aiter"] == (False, None, "not installed: pip install amd-aiter")
+
+
 def test_amds_aiter_is_found_without_importing_it(tmp_path, monkeypatch):
     install(tmp_path, {
         "aiter/__init__.py": EXPLODES, "aiter/ops/enum.py": EXPLODES, "aiter/jit/core.py": EXPLODES,
