@@ -85,7 +85,8 @@ class Selection:
                 if kernel.syncs:
                     self.syncing.append(f"{kernel.provider} {op.name}")
                 return kernel
-            refused.append((kernel.provider, reason))
+            if (kernel.provider, reason) not in refused:
+                refused.append((kernel.provider, reason))
         if self.options.batch_invariant and _joins_rows(op.name):
             raise OptionsError(f"option batch_invariant=True: no such kernel serves {op.name} on {self.platform.name}: "
                                f"{refused}")  # fmt: skip
@@ -120,7 +121,7 @@ class Selection:
             return "its meaning is left to the glue compiler, which fuses it with its neighbours"
         if kernel.provider == "cuda" and kernel.op == "linear" and self._tuned_by_inductor():
             return f"mode={self.options.mode!r} asks Inductor to time matrix products"
-        if self.options.rounding == "hf" and kernel.rounds == "once" and arguments.get("style", "after") == "after":
+        if self.options.rounding == "hf" and kernel.rounds == "once" and arguments.get("style") not in ("before", "one_plus"):
             return "it rounds once, rounding='hf' asks for the model's own roundings"
         if reason := refusal(kernel, self.platform, arguments) or self._no_copies(kernel, nodes):
             return reason
