@@ -18,6 +18,7 @@ from atomc.options import Options
 from atomc.platform import Platform
 from atomc.provenance import clean_path
 from atomc.report import GraphBreak, Report, forget, keep
+from atomc.report_page import publish
 from atomc.specialize import Specialized, runnable
 from atomc.stages import inductor_patches, timed
 from atomc.torch_compat import (
@@ -58,7 +59,9 @@ def compile_graph(
     if any(isinstance(x, Tensor) and x.is_meta for x in example_inputs):
         raise RunError("the model is on the meta device and cannot run: load its weights, or use atomc.explain(model, ...)")
     try:
-        return Specialized(gm, example_inputs, options, platform, report).first()
+        made = Specialized(gm, example_inputs, options, platform, report).first()
+        publish(report, options)
+        return made
     except RestartAnalysis:  # Dynamo traces again with floats it now knows to be constants
         forget(report)
         raise
@@ -67,6 +70,7 @@ def compile_graph(
     except Exception as error:  # a compiler that fails must not break the program
         report.treated, report.why_not = False, f"{type(error).__name__}: {error}"
         if options.strict:
+            publish(report, options)
             raise
         log.warning("atomc could not compile a graph of %s and hands it to Inductor: %s", report.model, error)
         return to_inductor(gm, example_inputs, options, report, report.why_not)
@@ -127,7 +131,9 @@ def to_inductor(
     contract.check(report, options)
     gm = runnable(gm)
     with timed(report, "inductor"):
-        return inductor(gm, example_inputs, inductor_patches(options))
+        made = inductor(gm, example_inputs, inductor_patches(options))
+    publish(report, options)
+    return made
 
 
 def _check_inductor_options(options: Options) -> None:

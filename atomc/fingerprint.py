@@ -34,7 +34,7 @@ from atomc.torch_compat import inductor_settings, outside_of_tracing, size_facts
 Parts = dict[str, str]
 
 # What they say is in the report, and changes nothing of the compiled code.
-_SILENT_OPTIONS = ("strict", "disable", "dump", "expect", "expect_mode", "cache", "cache_dir", "cache_size")
+_SILENT_OPTIONS = ("strict", "disable", "dump", "report", "expect", "expect_mode", "cache", "cache_dir", "cache_size")
 # Folders and files of the package that have no say in what is compiled.
 _ASIDE = ("runtime", "models", "demo", "render", "cli", "kernels", "__main__.py", "__init__.py", "inspection.py",
           "contract.py")  # fmt: skip

@@ -18,6 +18,7 @@ from atomc.options import Options
 from atomc.platform import Platform
 from atomc.regions import every_layer, trace_once
 from atomc.report import Report, forget, keep
+from atomc.report_page import publish
 from atomc.sizes import expression
 from atomc.stages import lift_stage, stages
 from atomc.torch_compat import ShortenTraceback, lifted_floats
@@ -67,6 +68,8 @@ def explain(
     if not made:
         raise TypeError("explain: Dynamo found no graph in this call; is there a tensor operation in it?")
     made[0].notes += notes
+    for report in made:
+        publish(report, chosen)
     return max(made, key=lambda report: len(report.sites))
 
 

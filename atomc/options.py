@@ -32,6 +32,7 @@ class Options:
     layout     how state lies in memory, "paged" or "contiguous"; None: as suits the machine
     inductor   handed on to Inductor, keys as in torch._inductor.config
     dump       a folder for one runnable file per changing pass                               (ATOMC_DUMP=dir)
+    report     a file for one page that shows what became of every graph                      (ATOMC_REPORT=file.html)
     cache      keep compiled graphs on disk, so that a second start compiles nothing           (ATOMC_CACHE=1)
     cache_dir  where; None for the user's cache folder, ~/.cache/atomc on Linux                (ATOMC_CACHE_DIR=dir)
     cache_size bytes; what was not used for longest goes first                                 (ATOMC_CACHE_SIZE=10G)
@@ -51,6 +52,7 @@ class Options:
     layout: str | None = None
     inductor: Mapping[str, Any] = field(default_factory=dict)
     dump: str | None = None
+    report: str | None = None
     cache: bool = True
     cache_dir: str | None = None
     cache_size: int = 10 * 2**30
@@ -73,6 +75,8 @@ class Options:
         if wrong:
             raise OptionsError(f"option passes={wrong!r}: expected True or False for each pass, or a list of the modules "
                                "in which it is left out, such as ['model.layers.3.*']")  # fmt: skip
+        if not isinstance(self.report, str | None) or self.report == "":
+            raise OptionsError(f"option report={self.report!r}: expected the name of a file")
         if not isinstance(self.cache_size, int) or self.cache_size < 0:
             raise OptionsError(f"option cache_size={self.cache_size!r}: expected a number of bytes")
         if isinstance(self.providers, str) or not all(isinstance(name, str) for name in self.providers):
@@ -122,8 +126,9 @@ def _environment() -> dict[str, Any]:
             found[name] = text == "1"
         elif text:
             raise OptionsError(f"environment ATOMC_{name.upper()}={text!r}: expected 0 or 1")
-    if os.environ.get("ATOMC_DUMP"):
-        found["dump"] = os.environ["ATOMC_DUMP"]
+    for name in ("dump", "report"):
+        if os.environ.get(f"ATOMC_{name.upper()}"):
+            found[name] = os.environ[f"ATOMC_{name.upper()}"]
     if os.environ.get("ATOMC_CACHE_DIR"):
         found["cache_dir"] = os.environ["ATOMC_CACHE_DIR"]
     if os.environ.get("ATOMC_CACHE_SIZE"):

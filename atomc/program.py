@@ -25,6 +25,7 @@ from atomc.options import Options
 from atomc.platform import Platform
 from atomc.regions import every_layer, trace_once
 from atomc.report import Report, forget, keep
+from atomc.report_page import publish
 from atomc.stages import Compiled, copies_of, lift_stage, packs_of, stages
 from atomc.start import Start
 from atomc.torch_compat import ShortenTraceback, added_by_aot, mark_unbacked, source_name
@@ -199,6 +200,7 @@ def compile_model(
     program = made[-1]
     program.report.notes += notes
     program.report.phases["dynamo"] = max(0.0, total - sum(program.report.phases.values()))
+    publish(program.report, chosen)
     return program
 
 
@@ -206,7 +208,8 @@ def _program(
     gm: GraphModule, inputs: Sequence[Any], options: Options, platform: Platform, device: torch.device,
     report: Report, observers: Sequence[Callable[[str, GraphModule], None]],
 ) -> Program:  # fmt: skip
-    context = Context(options, platform, paged=True, notes=report.notes, inputs=inputs, observers=observers)
+    context = Context(options, platform, paged=True, notes=report.notes, inputs=inputs, observers=observers,
+                      keep_texts=options.report is not None)  # fmt: skip
     before = Start(gm, inputs, context, report, {})
     made: list[Compiled] = []
 

@@ -96,7 +96,7 @@ def compile_for(
     floats: dict[int, float],
 ) -> Callable[..., Any]:  # fmt: skip
     """All stages for one graph with given floats; takes and returns what `gm` does."""
-    context = Context(options, platform, notes=report.notes, inputs=example_inputs)
+    context = Context(options, platform, notes=report.notes, inputs=example_inputs, keep_texts=options.report is not None)
     dumper = Dumper(options.dump)
     before = Start(gm, example_inputs, context, report, floats)
     written: list[int] = []
