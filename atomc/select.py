@@ -121,7 +121,8 @@ class Selection:
             return "its meaning is left to the glue compiler, which fuses it with its neighbours"
         if kernel.provider == "cuda" and kernel.op == "linear" and self._tuned_by_inductor():
             return f"mode={self.options.mode!r} asks Inductor to time matrix products"
-        if self.options.rounding == "hf" and kernel.rounds == "once" and arguments.get("style") not in ("before", "one_plus"):
+        meant_once = arguments.get("style") in ("before", "one_plus")
+        if self.options.rounding == "hf" and kernel.rounds == "once" and not meant_once:
             return "it rounds once, rounding='hf' asks for the model's own roundings"
         if reason := refusal(kernel, self.platform, arguments) or self._no_copies(kernel, nodes):
             return reason
