@@ -21,7 +21,7 @@ from atomc.report import Report, forget, keep
 from atomc.report_page import publish
 from atomc.sizes import expression
 from atomc.stages import lift_stage, stages
-from atomc.torch_compat import ShortenTraceback, lifted_floats
+from atomc.torch_compat import RestartAnalysis, ShortenTraceback, lifted_floats
 
 EXAMPLE_TOKENS = 12
 
@@ -108,6 +108,9 @@ def _inspect(gm: GraphModule, inputs: Sequence[Any], options: Options, platform:
         capture.trace(gm, inputs, lambda dynamo: lift_stage(dynamo, context, report), compiler, floats,
                       report.notes)
         report.treated = True
+    except RestartAnalysis:  # Dynamo traces again with floats it now knows to be constants
+        forget(report)
+        raise
     except ShortenTraceback:
         raise
     except Exception as error:  # the report is what was asked for, also of a failure
