@@ -1,12 +1,16 @@
 """Everything of torch that is not public, in one place. Tested with torch 2.11 and 2.13."""
 
 import contextlib
+import functools
 import inspect
+import subprocess
+import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor
 from torch._C._autograd import _profiler_enabled as profiler_is_on
@@ -20,6 +24,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, statically_known_true, sym_eq
+from torch.utils._sympy.numbers import int_oo
+from torch.utils._sympy.value_ranges import bound_sympy
 from torch.utils.weak import TensorWeakRef as WeakTensor
 
 __all__ = [
@@ -32,6 +38,8 @@ __all__ = [
     "TracingError",
     "WeakTensor",
     "added_by_aot",
+    "autocast_is_on",
+    "bounds",
     "break_reason",
     "compiled_function",
     "fake_mode_of",
@@ -248,7 +256,7 @@ def inductor_code(
     compiled: Any
     # A graph from AOTAutograd's own cache would come without its code.
     with torch._functorch.config.patch(enable_autograd_cache=False):
-        compiled = compile_fx(gm, list(inputs), inner_compile=remembering, config_patches=dict(patches))
+        compiled = compile_fx(gm, list(inputs), inner_compile=remembering, config_patches=_spared(patches))
     if len(made) != 1:
         return compiled, f"Inductor made {len(made)} functions of one graph"
     out, code = made[0]
@@ -279,10 +287,30 @@ def from_code(code: InductorCode, returns_tuple: bool, patches: Mapping[str, Any
     from torch._inductor.utils import align_inputs_from_check_idxs
     from torch.utils._ordered_set import OrderedSet
 
-    with torch._inductor.config.patch(dict(patches)):
+    with torch._inductor.config.patch(_spared(patches)):
         key, path = PyCodeCache.write(code.source)
         call = PyCodeCache.load_by_key_path(key, path, attrs=code.constants).call
     return _unboxed(align_inputs_from_check_idxs(call, code.checked, OrderedSet(code.written)), returns_tuple)
+
+
+def _spared(patches: Mapping[str, Any]) -> dict[str, Any]:
+    """The patches, and what spares Inductor 8 s of building and loading a library for each vector extension."""
+    known = _vectors_work() and torch._inductor.config.cpp.vec_isa_ok is None
+    return {"cpp.vec_isa_ok": True, **patches} if known else dict(patches)
+
+
+@functools.cache
+def _vectors_work() -> bool:
+    """Whether torch was built for this CPU's vectors, and the compiler takes the flags of all that the CPU has."""
+    if not sys.platform.startswith("linux") or torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return False
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.cpu_vec_isa import supported_vec_isa_list, x86_isa_checker
+
+    has = set(x86_isa_checker())
+    flags = " ".join(isa.build_arch_flags() for isa in supported_vec_isa_list if {*str(isa).split()} <= has)
+    command = [get_cpp_compiler(), *flags.split(), "-fsyntax-only", "-x", "c++", "-"]
+    return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True).returncode == 0
 
 
 def _unboxed(call: Callable[[list[Any]], Any], returns_tuple: bool) -> Callable[..., Any]:
@@ -297,7 +325,7 @@ def added_by_aot(functional: GraphModule, num_inputs: int) -> str | None:
     meta = context.fw_metadata if context is not None else None
     if meta is None:
         return "AOTAutograd does not say what it adds to the graph"
-    if torch._C._is_any_autocast_enabled():
+    if autocast_is_on():
         return "autocast is on"
     if meta.mutated_inp_runtime_indices or any(info.mutates_metadata for info in meta.input_info):
         return "an input is changed behind the graph"
@@ -346,11 +374,26 @@ def size_facts(graph: Graph) -> list[str]:
     return sorted([*ranges, *(str(guard.expr) for guard in env.guards)])
 
 
+def bounds(graph: Graph, size: sympy.Expr) -> sympy.Interval:
+    """Between what numbers a size of a graph of Dynamo's lies, by the ranges of its symbols, which guards hold."""
+    mode = fake_mode_of(graph)
+    if mode is None or mode.shape_env is None:
+        return sympy.Interval(0, sympy.oo)
+    found = bound_sympy(size, mode.shape_env.var_to_range)
+    upper = sympy.oo if found.upper in (int_oo, sympy.oo) else found.upper
+    return sympy.Interval(max(found.lower, 0), upper)
+
+
 def inductor_settings() -> str:
     """Inductor's configuration of this process, in a form that can be compared."""
     import torch._inductor.config
 
     return repr(sorted(torch._inductor.config.save_config_portable().items(), key=str))
+
+
+def autocast_is_on() -> bool:
+    """Whether ops convert their arguments, on whatever device."""
+    return bool(torch._C._is_any_autocast_enabled())
 
 
 def num_loaded() -> int:

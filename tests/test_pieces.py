@@ -1,5 +1,6 @@
 """A graph is cut at its kernels; equal pieces between them are compiled once."""
 
+import sys
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import atomc
 import atomc.pieces
-from atomc import ops, regions
+from atomc import ops, regions, torch_compat
 from atomc.pieces import likeness
 
 X = torch.randn(5, 16, generator=torch.Generator().manual_seed(0))
@@ -96,3 +97,14 @@ def test_zero_and_minus_zero_and_one_and_true_are_not_alike() -> None:
     a = torch.randn(3)
     made = [likeness(piece(partial(torch.full_like, fill_value=number), a)) for number in (0.0, -0.0, 1, True)]
     assert len(set(made)) == 4
+
+
+def test_vectors_are_known_to_work_only_where_the_compiler_takes_their_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import cpp_builder
+
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    for compiler, expected in (("true", True), ("false", False)):
+        monkeypatch.setattr(cpp_builder, "get_cpp_compiler", lambda name=compiler: name)
+        assert torch_compat._vectors_work.__wrapped__() is (expected and sys.platform == "linux")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
+    assert not torch_compat._vectors_work.__wrapped__()
