@@ -13,6 +13,7 @@ from torch.fx import GraphModule, Node
 from atomc.canonical import value
 from atomc.op import ALL_TOKENS, Kernel, op_of
 from atomc.sizes import expression
+from atomc.torch_compat import bounds
 
 
 def token_expression(gm: GraphModule) -> sympy.Expr | None:
@@ -25,16 +26,18 @@ def token_expression(gm: GraphModule) -> sympy.Expr | None:
 
 
 def ranges_of(gm: GraphModule, could_serve: Callable[[Node], Sequence[Kernel]]) -> list[sympy.Interval]:
-    """The ranges of token counts that the kernels which could serve tell apart. A static graph has one."""
+    """The ranges of token counts that the kernels which could serve tell apart, and that a call can have.
+
+    A static graph has one. Dynamo's dynamic sizes are 2 at least: a size of 1 is a graph of its own.
+    """
     tokens = token_expression(gm)
     kernels = [kernel for node in gm.graph.nodes if op_of(node.target) for kernel in could_serve(node)]
     starts = {1}
     for kernel in kernels:
-        interval = kernel.tokens
-        if isinstance(interval, sympy.Interval) and interval != ALL_TOKENS:
-            starts.add(int(interval.start))
-            if interval.end != sympy.oo:
-                starts.add(int(interval.end) + 1)
+        if kernel.tokens != ALL_TOKENS:
+            starts.add(int(kernel.tokens.inf))
+            if kernel.tokens.sup != sympy.oo:
+                starts.add(int(kernel.tokens.sup) + 1)
     borders = sorted(starts)
     found = [sympy.Interval(a, b - 1) for a, b in pairwise(borders)]
     found.append(sympy.Interval(borders[-1], sympy.oo))
@@ -42,7 +45,8 @@ def ranges_of(gm: GraphModule, could_serve: Callable[[Node], Sequence[Kernel]]) 
         return [ALL_TOKENS]
     if tokens.is_number:
         return [interval for interval in found if tokens in interval]
-    return found
+    possible = bounds(gm.graph, tokens)
+    return [interval for interval in found if not interval.intersect(possible).is_empty]
 
 
 @dataclass(frozen=True)

@@ -113,6 +113,17 @@ def test_each_range_of_tokens_gets_its_own_kernel_and_the_borders_are_right(dyna
                    == {"1 to 8", "9 to 255", "256 and more"} for report in atomc.reports())  # fmt: skip
 
 
+def test_a_range_that_no_call_can_have_is_not_compiled() -> None:
+    """Dynamo's dynamic sizes are 2 at least."""
+    one = sympy.Interval(1, 1)
+    with registered(ops.linear, "one", F.linear, tokens=one):
+        options = {**EAGER, "providers": ("one", "torch")}
+        x = torch.randn(5, 6)
+        torch._dynamo.mark_dynamic(x, 0)
+        torch.compile(Mlp().eval().requires_grad_(False), backend="atom", options=options)(x)
+        assert {tokens for tokens, _ in chosen_for("linear")} == {"2 and more"}
+
+
 def test_a_weight_is_prepared_once_and_the_kernel_receives_what_was_made() -> None:
     prepared: list[int] = []
 
