@@ -44,7 +44,7 @@ def _rewrites(name: str, variant: str, pattern: Any, replacement: Any, **more: A
         example = {"x": tensor_example(3, 10), "weight": tensor_example(10, dtype=dtype), "eps": 1e-6,
                    "group": "a group", "style": style, **more}  # fmt: skip
         found.append(Rewrite(name, pattern, replacement, partial(dict, example),
-                             variant=f"{variant}{dtype} weight, {style}"))  # fmt: skip
+                             variant=f"{variant}{dtype} weight, {style}", needs={"all_reduce": {}}))  # fmt: skip
     return found
 
 
