@@ -1,13 +1,26 @@
-"""What a dumped file needs to run on its own: inputs from a seeded generator, and a checksum of the outputs."""
+"""What a dumped file needs to run on its own: inputs, recorded or from a seeded generator, and what to compare with."""
 
+import importlib
 import math
+import operator
+import runpy
+import sys
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+# Beside the files of a graph: inputs by name and outputs of one call.
+RECORDED = "recorded.pt"
+FIRST = "00_captured.py"
+# Of the largest value: how far outputs of this dtype may differ between two stages, which add up in other orders.
+TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+# Where there are codes of eight bits or less: another order of additions may pick the next code.
+CODES_TOLERANCE = 0.1
 
 
 @dataclass(frozen=True)
@@ -55,26 +68,51 @@ class Packed:
     names: tuple[str, ...]
 
 
-def make(recipes: Mapping[str, Any]) -> dict[str, Any]:
-    """The inputs by name; whatever is neither Input nor Packed stands for itself."""
+@dataclass(frozen=True)
+class Prepared:
+    """What a kernel makes of the weights of these names before the first step: the tensors that module.function returns."""
+
+    module: str
+    function: str
+    names: tuple[str | None, ...]
+
+    def make(self, made: Mapping[str, Any]) -> tuple[Tensor, ...]:
+        function = operator.attrgetter(self.function)(importlib.import_module(self.module))
+        tensors: tuple[Tensor, ...] = function(*[None if name is None else made[name] for name in self.names]).tensors
+        return tensors
+
+
+def make(recipes: Mapping[str, Any], recorded: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The inputs by name, recorded ones as copies; what is none of the kinds above stands for itself."""
     made: dict[str, Any] = {}
     for name, given in recipes.items():
+        if recorded is not None and name in recorded:
+            value = recorded[name]
+            made[name] = value.clone() if isinstance(value, Tensor) else value
+            continue
         match given:
             case Input():
                 made[name] = given.make(name)
             case Packed():
                 made[name] = torch.cat([made[part] for part in given.names])
+            case Prepared():
+                made[name] = given.make(made)
             case _:
                 made[name] = given
     return made
 
 
 def run(forward: Callable[..., Any], inputs: Mapping[str, Any]) -> None:
-    """Call forward on the inputs; print dtype, shape and mean magnitude of each output, and a checksum of all."""
-    with torch.inference_mode():
-        outputs = forward(**make(inputs))
+    """Call forward on the inputs; print each output, and whether it is what was recorded.
+
+    Where nothing was recorded, whether it is what the captured graph, 00_captured.py, gives for the same inputs. Ends the
+    program with exit code 1 if not.
+    """
+    file = Path(forward.__code__.co_filename)
+    recorded = torch.load(file.with_name(RECORDED), weights_only=True) if file.with_name(RECORDED).is_file() else None
+    outputs = _outputs(forward, inputs, recorded)
     checksum = 0.0
-    for number, output in enumerate(outputs if isinstance(outputs, tuple | list) else [outputs]):
+    for number, output in enumerate(outputs):
         if isinstance(output, Tensor):
             size = output.to(torch.float64).abs().mean().item() if output.numel() else 0.0
             checksum += size
@@ -83,3 +121,41 @@ def run(forward: Callable[..., Any], inputs: Mapping[str, Any]) -> None:
         else:
             print(f"output {number}: {output!r}")
     print(f"checksum: {checksum:.6g}")
+    if recorded is not None:
+        expected, name = recorded["outputs"], "the recorded outputs"
+    elif file.name != FIRST and file.with_name(FIRST).is_file():
+        first = runpy.run_path(str(file.with_name(FIRST)))
+        expected, name = _outputs(first["forward"], first["INPUTS"], None), f"the outputs of {FIRST}"
+    else:
+        return
+    codes = any(isinstance(x, Input) and x.dtype.itemsize == 1 and x.dtype != torch.bool for x in inputs.values())
+    far = [text for number, pair in enumerate(zip(outputs, expected, strict=True)) if (text := _far(number, *pair, codes))]
+    print("\n".join(far) or f"reproduces {name}")
+    if far:
+        print(f"does not reproduce {name}")
+        sys.exit(1)
+
+
+def _outputs(forward: Callable[..., Any], inputs: Mapping[str, Any], recorded: Mapping[str, Any] | None) -> Sequence[Any]:
+    with torch.inference_mode():
+        outputs = forward(**make(inputs, recorded and recorded["inputs"]))
+    return outputs if isinstance(outputs, tuple | list) else [outputs]
+
+
+def _far(number: int, found: Any, expected: Any, codes: bool) -> str:
+    """How an output differs from the expected one, "" if it does not."""
+    if not isinstance(found, Tensor) or not isinstance(expected, Tensor):
+        return "" if found == expected else f"output {number}: {found!r} instead of {expected!r}"
+    if (found.shape, found.dtype) != (expected.shape, expected.dtype):
+        return (f"output {number}: {found.dtype}{list(found.shape)} instead of "
+                f"{expected.dtype}{list(expected.shape)}")  # fmt: skip
+    a, b = (x.to(torch.float64) for x in (found, expected.to(found.device)))
+    same = (a == b) | (a.isnan() & b.isnan())
+    if bool(same.all()):
+        return ""
+    largest = float(torch.where(b.isfinite(), b, 0.0).abs().max())
+    difference = float(torch.where(same, 0.0, a - b).abs().max())
+    tolerance = CODES_TOLERANCE if codes else TOLERANCES.get(found.dtype, 0.0)
+    if difference <= tolerance * largest:
+        return ""
+    return f"output {number}: off by {difference:.3g}, the largest value is {largest:.3g}"
