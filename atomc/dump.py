@@ -1,14 +1,15 @@
 """One runnable Python file per pass that changed the graph, numbered in order: 00_captured.py, 01_rms_norm.py, ...
 
 Each graph of a process has a folder of its own, graph_0, graph_1, ... The files hold no weights: what they run on comes
-from a seeded generator, so that the same compile writes the same bytes, and all files of a graph compute the same.
+from a seeded generator, so that the same compile writes the same bytes, and all files of a graph compute the same. What
+really went in and came out may be kept beside them, in recorded.pt.
 """
 
 import itertools
 import math
 import operator
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.fx import Graph, GraphModule, Node
 from atomc.canonical import input_name
 from atomc.op import REGISTRY
 from atomc.provenance import module_path
+from atomc.replay import RECORDED
 from atomc.sizes import expression
 
 # For a size about which nothing is known.
@@ -50,15 +52,27 @@ class Dumper:
         text = _file_text(gm, f"{self.folder.name} after {name}", self.inputs)
         (self.folder / f"{number:02}_{name}.py").write_text(text)
 
+    def record(self, inputs: Mapping[str, Any], outputs: Sequence[Any]) -> None:
+        """Keep what one call was given and what came of it. What is made of other inputs is left out."""
+        assert self.folder is not None
+        made = tuple(name for name, recipe in self.inputs.items() if recipe.startswith(("Packed(", "Prepared(")))
+        given = {name: _plain(value) for name, value in inputs.items() if name not in made}
+        torch.save({"inputs": given, "outputs": [_plain(value) for value in outputs]}, self.folder / RECORDED)
+
 
 def _next_folder(parent: Path) -> Path:
     """graph_0, graph_1, ... in the order of this process, without the stages of an earlier one."""
     number = next(_numbers.setdefault(parent.resolve(), itertools.count()))
     folder = parent / f"graph_{number}"
     folder.mkdir(parents=True, exist_ok=True)
-    for stale in folder.glob("[0-9][0-9]_*.py"):
+    for stale in [*folder.glob("[0-9][0-9]_*.py"), *folder.glob(RECORDED)]:
         stale.unlink()
     return folder
+
+
+def _plain(value: Any) -> Any:
+    """A tensor as weights_only can load it; what it is a view of is not kept."""
+    return value.detach().as_subclass(Tensor).clone() if isinstance(value, Tensor) else value
 
 
 def _file_text(gm: GraphModule, title: str, inputs: dict[str, str]) -> str:
@@ -69,7 +83,8 @@ def _file_text(gm: GraphModule, title: str, inputs: dict[str, str]) -> str:
     lines = [f'"""{title}."""', ""]
     lines += [f"import {module}" for module in sorted(code.modules | {"atomc.ops", "torch"})]
     needs = ["Input"]
-    needs += ["Packed"] * any(inputs[name].startswith("Packed(") for name in names) + ["make"] * bool(code.constants)
+    needs += [kind for kind in ("Packed", "Prepared") if any(inputs[name].startswith(f"{kind}(") for name in names)]
+    needs += ["make"] * bool(code.constants)
     lines += ["", f"from atomc.replay import {', '.join(needs)}, run"]
     lines += ["", "# The same name gives the same numbers in every file."]
     lines += ["INPUTS = {", *(f'    "{name}": {inputs[name]},{notes[name]}' for name in names), "}"]
@@ -208,13 +223,17 @@ class _Inputs:
 
     def recipes(self, known: dict[str, str]) -> Iterator[tuple[str, str]]:
         for node in self.placeholders:
-            if node.name not in known:
+            # Each range of token counts prepares its own.
+            if node.name not in known or "extra" in node.meta:
                 yield node.name, self._recipe(node)
 
     def _recipe(self, node: Node) -> str:
         value = node.meta.get("val")
         if "packed" in node.meta:
             return f"Packed({node.meta['packed']})"
+        if "extra" in node.meta and node.meta["extra"].kind == "prepared":
+            extra = node.meta["extra"]
+            return f"Prepared({extra.function.__module__!r}, {extra.function.__qualname__!r}, {extra.weights})"
         if isinstance(value, torch.SymInt):
             return str(_concrete(value))
         if not isinstance(value, Tensor):

@@ -33,6 +33,9 @@ class Options:
     inductor   handed on to Inductor, keys as in torch._inductor.config
     dump       a folder for one runnable file per changing pass                               (ATOMC_DUMP=dir)
     report     a file for one page that shows what became of every graph                      (ATOMC_REPORT=file.html)
+    record     keep inputs and outputs of the first call beside the dump, weights too, so that its files run on them
+    audit      compare each place that was rewritten with the original in the first call, see docs/audit.md
+    audit_bound  how far results may be from fp32, of the largest; None: twice as far as those of the original
     cache      keep compiled graphs on disk, so that a second start compiles nothing           (ATOMC_CACHE=1)
     cache_dir  where; None for the user's cache folder, ~/.cache/atomc on Linux                (ATOMC_CACHE_DIR=dir)
     cache_size bytes; what was not used for longest goes first                                 (ATOMC_CACHE_SIZE=10G)
@@ -52,6 +55,9 @@ class Options:
     layout: str | None = None
     inductor: Mapping[str, Any] = field(default_factory=dict)
     dump: str | None = None
+    record: bool = False
+    audit: bool = False
+    audit_bound: float | None = None
     report: str | None = None
     cache: bool = True
     cache_dir: str | None = None
@@ -65,7 +71,7 @@ class Options:
                               ("kv_cache_dtype", KVCacheDtype)):
             if getattr(self, name) not in get_args(allowed):
                 raise OptionsError(f"option {name}={getattr(self, name)!r}: expected one of {list(get_args(allowed))}")
-        for name in ("strict", "disable", "cache"):
+        for name in ("strict", "disable", "cache", "record", "audit"):
             if not isinstance(getattr(self, name), bool):
                 raise OptionsError(f"option {name}={getattr(self, name)!r}: expected True or False")
         for name in ("passes", "inductor", "expect"):
@@ -77,6 +83,10 @@ class Options:
                                "in which it is left out, such as ['model.layers.3.*']")  # fmt: skip
         if not isinstance(self.report, str | None) or self.report == "":
             raise OptionsError(f"option report={self.report!r}: expected the name of a file")
+        if self.record and self.dump is None:
+            raise OptionsError("option record=True keeps inputs and outputs beside a dump: expected dump, too")
+        if self.audit_bound is not None and not (isinstance(self.audit_bound, int | float) and self.audit_bound > 0):
+            raise OptionsError(f"option audit_bound={self.audit_bound!r}: expected a number above 0, such as 0.01")
         if not isinstance(self.cache_size, int) or self.cache_size < 0:
             raise OptionsError(f"option cache_size={self.cache_size!r}: expected a number of bytes")
         if isinstance(self.providers, str) or not all(isinstance(name, str) for name in self.providers):

@@ -13,6 +13,7 @@ from torch.fx import GraphModule
 
 from atomc import cost, passes, pipeline, ranges, trace
 from atomc.artifact import Function, Plain, made_of, of_graph, reference, resolved
+from atomc.audit.watch import Watch
 from atomc.copies import Copies, Wanted, unfit
 from atomc.dump import Dumper
 from atomc.few_bits import few_bits
@@ -89,6 +90,8 @@ def stages(
 ) -> Compiled:
     """Passes, lowering per range, and glue for a functional graph. Without glue, `call` is the original's forward."""
     chosen, report.off = pipeline.selected(passes.PIPELINE, context)
+    looked_at = glue and (context.options.audit or context.options.record)
+    watch = Watch(gm, context.options, report, dumper) if looked_at else None
     with timed(report, "passes"):
         observers = [lambda name, graph: dumper(graph, name), *trace.observers(), *context.observers]
         for observer in observers:
@@ -98,6 +101,8 @@ def stages(
         report.machine = {"name": where.name, "arch": where.arch, "bandwidth": where.bandwidth, "flops": where.flops}
         costs = cost.graph_costs(gm)
         report.costs, report.few_bits = [_op_cost(c) for c in costs], few_bits(gm)
+    if watch:
+        watch.passes_done()
     inputs = gm.graph.find_nodes(op="placeholder")
     packed = {node.name: node.meta["packed"] for node in inputs if "packed" in node.meta}
     names = [node.name for node in inputs]
@@ -126,7 +131,9 @@ def stages(
             report.kernels += selection.choices
             syncing += selection.syncing
         with timed(report, "glue"):
-            functions.append(_glue(lowered, how, context.options, report) if glue else of_graph(gm))
+            seen = copy_graph(lowered) if watch else lowered
+            made = _glue(lowered, how, context.options, report) if glue else of_graph(gm)
+            functions.append(watch.over(seen, made) if watch else made)
             offset = len(lowered.graph.find_nodes(op="placeholder")) - len(for_range.extras)
             extras_of.append((offset, len(extras), len(for_range.extras)))
             extras += for_range.extras

@@ -29,8 +29,9 @@ class Start:
         self.sizes = [node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder")]
         self.entry: Entry | None = None
         options = context.options
-        if not options.cache or options.dump or report.treated:
-            report.cache = report.cache or ("off: a dump was asked for" if options.dump else "off")
+        asked = "a dump" if options.dump else "an audit" if options.audit else ""
+        if not options.cache or asked or report.treated:
+            report.cache = report.cache or (f"off: {asked} was asked for" if asked else "off")
             return
         try:
             parts = parts_of(gm, example_inputs, options, context.platform, floats, paged=context.paged)

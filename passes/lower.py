@@ -31,6 +31,9 @@ def lower(gm: GraphModule, context: Context) -> list[Fired]:
             _call_kernel(gm.graph, node, op, kernel, context, extras)
         node.meta["op"] = op.name
         fired.append(Fired("lower", node, {"op": op.name}))
+    inputs = {node.name: node for node in gm.graph.find_nodes(op="placeholder")}
+    for extra in context.extras:
+        inputs[extra.name].meta["extra"] = extra
     return fired
 
 

@@ -20,7 +20,7 @@ LAYERS = [
      "dump", "replay", "report", "render", "cost", "contract", "listing", "savings", "few_bits", "efficiency",
      "report_page"},
     {"kernels", "passes", "artifact", "trace"},
-    {"select", "ranges", "regions", "stamp", "floats", "capture", "pipeline", "pieces",
+    {"audit", "select", "ranges", "regions", "stamp", "floats", "capture", "pipeline", "pieces",
      "fingerprint", "cache", "cudagraphs"},
     {"stages", "start", "specialize", "backend", "program", "inspection"},
     {"quantization", "models"},
