@@ -117,7 +117,7 @@ def symbols_of(graph: Graph) -> dict[sympy.Symbol, sympy.Expr]:
     found: dict[sympy.Symbol, sympy.Expr] = {}
     for node in graph.find_nodes(op="placeholder"):
         shape = list(value(node).shape) if isinstance(value(node), Tensor) else []
-        name = input_name(node)
+        name = input_name(node).rpartition(".")[2]
         if name in ("input_ids", "positions") and len(shape) == 1:
             _name(found, shape[-1], T)
         elif name == "input_ids" and len(shape) == 2:  # [batch, tokens]: a step has batch * tokens

@@ -81,7 +81,7 @@ def example_inputs(model: Callable[..., Any]) -> tuple[tuple[Any, ...], dict[str
     ids = torch.zeros(EXAMPLE_TOKENS, dtype=torch.int64, device=device)
     positions = torch.arange(EXAMPLE_TOKENS, device=device)
     if names[:2] == ["input_ids", "positions"]:
-        return (ids, positions), {}
+        return (), {"input_ids": ids, "positions": positions}
     if "input_ids" in names:
         return (), {"input_ids": ids[None], **({"use_cache": False} if "use_cache" in names else {})}
     raise TypeError(f"explain: give the inputs of {type(model).__name__}({', '.join(names)}) as in "
