@@ -6,16 +6,18 @@ would be there. Times are predictions (atomc.efficiency); collectives are counte
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.fx import GraphModule
 
 from atomc import models
 from atomc.efficiency import Predicted, Table, predict, table_for
+from atomc.measure import Bench, Sizes, with_peaks
 from atomc.models import loader, stock
 from atomc.ops.state import LAYOUTS, StateSpec
 from atomc.platform import Platform
@@ -258,23 +260,64 @@ def plan(
     )  # fmt: skip
 
 
-def compiled(model: Model, platform: Platform, options: Mapping[str, Any] | None = None) -> Program:
+def compiled(
+    model: Model, platform: Platform, options: Mapping[str, Any] | None = None,
+    observers: Sequence[Callable[[str, GraphModule], None]] = (),
+) -> Program:  # fmt: skip
     """The model as the runtime would have it there; nothing is built, and the cache is not asked."""
     glue = "eager" if platform.is_cpu else "auto"
-    return compile_model(model.module, options={"glue": glue, **(options or {}), "cache": False}, platform=platform)
+    options = {"glue": glue, **(options or {}), "cache": False}
+    return compile_model(model.module, options=options, platform=platform, observers=observers)
+
+
+class Lowered:
+    """A model compiled for this machine, to be timed: its program, and its graph for each range of token counts."""
+
+    def __init__(self, model: Model, options: Mapping[str, Any] | None = None, platform: Platform | None = None):
+        self.model, self.platform = model, with_peaks(platform or Platform.detect(), model.dtype)
+        self.graphs: list[GraphModule] = []
+        self.program = compiled(model, self.platform, options, [self._take])
+        self.fuses = any(note.startswith("glue: inductor") for note in self.program.report.notes)
+
+    def _take(self, name: str, gm: GraphModule) -> None:
+        if name == "lower":
+            self.graphs.append(gm)
+
+    def time(self, load: Load, table: Table | None = None) -> tuple[list[Predicted], dict[int, float]]:
+        """Each kernel of a step of this load, and the seconds of it as measured, by its number."""
+        gm = next(gm for gm in self.graphs if load.tokens in gm.meta["tokens"])
+        bench = Bench(gm, self.program.specs, Sizes(**load.sizes), torch.device(self.platform.device))
+        predicted = predict(self.program.report, self.platform, load.sizes, table)
+        return predicted, {i: bench.seconds(p.nodes, self._inline if self.fuses else None) for i, p in enumerate(predicted)}
+
+    def _inline(self, piece: GraphModule) -> Callable[..., Any]:
+        found: Callable[..., Any] = torch.compile(piece, dynamic=False)
+        return found
+
+
+def measured(model: Model, load: Load, options: Mapping[str, Any] | None = None, table: Table | None = None) -> Plan:
+    """The plan of a step on this machine, with the time of each kernel as it is measured here."""
+    lowered = Lowered(model, options)
+    table = table or table_for(lowered.platform)
+    found = plan(model, lowered.platform, load, table=table, program=lowered.program)
+    predicted, timed = lowered.time(load, table)
+    return replace(found, lines=lines(predicted, found.layers, timed))
 
 
 def lines(predicted: Sequence[Predicted], layers: int, timed: Mapping[int, float] | None = None) -> list[Line]:
     """What is alike in all of so many layers is one line. timed: number of a prediction -> seconds measured."""
-    found: dict[tuple[Any, ...], Line] = {}
+    alike: dict[tuple[Any, ...], list[int]] = {}
     for i, p in enumerate(predicted):
-        seconds = (timed or {}).get(i)
-        key = (p.op, p.kernel, collapsed(p.module_path), p.bytes, p.flops, p.layer is not None, seconds)
-        line = found.get(key) or Line(p.op, p.kernel, key[2], 0, p.layer is not None, p.bytes, p.flops, p.seconds,
-                                      p.measured, seconds)  # fmt: skip
-        found[key] = replace(line, calls=line.calls + 1)
-    # What joins the end of a layer with the beginning of the next lies in neither.
-    return [replace(line, in_layers=line.in_layers or line.calls >= max(layers, 2)) for line in found.values()]
+        key = (p.op, p.kernel, collapsed(p.module_path), p.bytes, p.flops, p.layer is not None)
+        alike.setdefault(key, []).append(i)
+    found = []
+    for (op, kernel, path, moved, flops, inside), numbers in alike.items():
+        p = predicted[numbers[0]]
+        # What joins the end of a layer with the beginning of the next lies in neither.
+        inside = inside or len(numbers) >= max(layers, 2)
+        seconds = sum(timed[i] for i in numbers) / len(numbers) if timed else None
+        found.append(Line(op, kernel, path, len(numbers), inside, moved, flops, p.seconds, p.measured, seconds))
+    return found
 
 
 def _lower_bound(platform: Platform, table: Table | None, predicted: Sequence[Predicted]) -> str:

@@ -40,9 +40,13 @@ def _communication(plan: Plan) -> str:
 def _kernels(plan: Plan) -> str:
     step = plan.total("seconds")
     timed = any(line.timed is not None for line in plan.lines)
-    rows = [_row(line, step, timed) for line in sorted(plan.lines, key=lambda line: -(line.seconds or 0) * line.calls)]
+    rows = [_row(line, step, timed) for line in sorted(plan.lines, key=_longest_first)]
     header = ["kernel", "by", "calls", "MB", "us", *(["measured us"] if timed else []), "ms a step", "share", "in"]
     return table(header, rows, numbers=range(2, len(header) - 1))
+
+
+def _longest_first(line: Line) -> float:
+    return -(line.timed or line.seconds or line.bytes) * line.calls
 
 
 def _row(line: Line, step: float | None, timed: bool) -> list[str]:
