@@ -48,12 +48,14 @@ def _call_kernel(
         if key not in extras:
             extras[key] = _placeholder(graph, f"prepared_{len(extras)}")
             context.extras.append(Extra("prepared", extras[key].name, prepare, weight.name))
+            extras[key].meta["extra"] = context.extras[-1]
         added[name] = extras[key]
     if kernel.plan is not None:
         key = kernel.plan
         if key not in extras:
             extras[key] = _placeholder(graph, f"plan_{len(extras)}")
             context.extras.append(Extra("plan", extras[key].name, kernel.plan))
+            extras[key].meta["extra"] = context.extras[-1]
         added["plan"] = extras[key]
     with graph.inserting_before(node):
         if kernel.workspace is not None:
