@@ -102,7 +102,8 @@ def tile(rows: int, columns: int) -> dict[str, int]:
     """The launch shape for so many rows of so many columns."""
     block = triton.next_power_of_2(columns)
     if block <= 256:
-        return {"BLOCK": block, "ROWS": heads_a_program(rows), "num_warps": 4}
+        narrow = heads_a_program(rows)
+        return {"BLOCK": block, "ROWS": narrow, "num_warps": narrow}
     # H200, add_rms_norm, us with 2 / 4 / 8 / 16 warps: 1 x 1024 0.89 / 0.87 / 0.88 / -, 8192 x 1024 18.4 / 18.1 / - / -,
     # 1 x 4096 - / 1.18 / 1.18 / 1.21, 64 x 4096 - / 2.10 / 2.15 / 2.26, 8192 x 4096 - / 67.0 / 67.4 / 66.6.
     return {"BLOCK": block, "ROWS": 1, "num_warps": min(MAX_WARPS, max(4, block // 1024))}
