@@ -152,13 +152,14 @@ class _Traced(ShortenTraceback):
 
 def compile_model(
     model: nn.Module, options: Mapping[str, Any] | Options | None = None, platform: Platform | None = None,
-    observers: Sequence[Callable[[str, GraphModule], None]] = (),
-) -> Program:
+    observers: Sequence[Callable[[str, GraphModule], None]] = (), keep_texts: bool = False,
+) -> Program:  # fmt: skip
     """Compile a model for the runtime.
 
     model   forward(input_ids [T], positions [T], logits_rows [R]) -> logits [R, V], whose attention calls
             ops.attention with a state handle (atomc.models; atomc.models.wrap_stock for a transformers model)
     observers  shown the graph after each pass that changed it
+    keep_texts  the report gets the graph after each of these passes, as with options={"report": FILE}
     Raises OptionsError for wrong options, ValueError for a model whose attention a paged cache cannot serve.
     """
     chosen = Options.of(options)
@@ -169,7 +170,7 @@ def compile_model(
 
     def backend(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         reports.append(keep(new_report(gm)))
-        made.append(_program(gm, inputs, chosen, where, device, reports[-1], observers))
+        made.append(_program(gm, inputs, chosen, where, device, reports[-1], observers, keep_texts))
         raise _Traced
 
     def step(input_ids: Tensor, positions: Tensor, logits_rows: Tensor) -> Tensor:
@@ -206,10 +207,10 @@ def compile_model(
 
 def _program(
     gm: GraphModule, inputs: Sequence[Any], options: Options, platform: Platform, device: torch.device,
-    report: Report, observers: Sequence[Callable[[str, GraphModule], None]],
+    report: Report, observers: Sequence[Callable[[str, GraphModule], None]], keep_texts: bool,
 ) -> Program:  # fmt: skip
     context = Context(options, platform, paged=True, notes=report.notes, inputs=inputs, observers=observers,
-                      keep_texts=options.report is not None)  # fmt: skip
+                      keep_texts=keep_texts or options.report is not None)  # fmt: skip
     before = Start(gm, inputs, context, report, {})
     made: list[Compiled] = []
 

@@ -18,6 +18,8 @@ def add(commands: Any) -> None:
         "  atomc explain\n  atomc explain path/to/Qwen3-0.6B --runtime\n"
         "  atomc explain path/to/Qwen3-0.6B --why qk_norm_rope --module-path layers.3\n"
         "  atomc explain my_package.my_module:build_model --dump graphs\n"
+        "  atomc explain path/to/Qwen3-0.6B --html out.html\n"
+        "  atomc explain path/to/Qwen3-0.6B --beside path/to/Llama-3.2-1B\n"
         "  atomc explain path/to/Qwen3-0.6B --save base.json     # once, then in CI:\n"
         "  atomc explain path/to/Qwen3-0.6B --check base.json    # exit code 1 if a rewrite or kernel changed",
     )  # fmt: skip
@@ -33,7 +35,10 @@ def add(commands: Any) -> None:
     parser.add_argument("--dynamic", action="store_true", help="compile for any sizes, as torch.compile(dynamic=True)")
     parser.add_argument("--runtime", action="store_true", help="as `atomc generate` compiles it: with a paged cache")
     parser.add_argument("--json", action="store_true", help="everything as JSON, a list with one object per graph")
-    parser.add_argument("--html", metavar="FILE", help="everything as one page for a browser, which needs no network")
+    parser.add_argument("--html", metavar="FILE", help="everything as one page for a browser, which needs no network; "
+                        "compiled for any number of tokens, so that costs are formulas")  # fmt: skip
+    parser.add_argument("--beside", metavar="MODEL", help="what differs from another model, or from another version: a file "
+                        "that --json wrote there")  # fmt: skip
     parser.add_argument("--save", metavar="FILE", help="save how often each rewrite fires and what runs each op")
     parser.add_argument("--check", metavar="FILE", help="compare with what was saved; exit code 1 and the differences, "
                         "with reasons, if anything changed")  # fmt: skip
@@ -41,37 +46,80 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from atomc import contract
-    from atomc.report import reports
 
     if arguments.module_path and not arguments.why:
         raise ValueError("--module-path narrows --why: give both")
     saved = _read_baseline(arguments.check) if arguments.check else None
-    earlier = {id(report) for report in reports()}
-    with contextlib.redirect_stdout(sys.stderr):  # what the model prints is no part of the report
-        _compile(arguments, *_model(arguments))
-    found = [report for report in reports() if id(report) not in earlier]
+    other = _read_reports(arguments.beside) if _is_file_of_reports(arguments.beside) else None
+    found = _reports_of(arguments, arguments.model)
+    if arguments.beside and other is None:
+        other = _reports_of(arguments, arguments.beside)
     if arguments.save:
         Path(arguments.save).write_text(json.dumps(contract.baseline(found), indent=1) + "\n")
     if arguments.html:
-        from atomc.render.html import page
-
-        Path(arguments.html).write_text(page([report.to_dict() for report in found]), encoding="utf-8")
+        _write_page(arguments, found, other)
     if saved is not None:
         changes = contract.differences(saved, found)
         print("\n".join(changes) if changes else f"as saved in {arguments.check}")
         return 1 if changes else 0
+    if not arguments.html:
+        _print(arguments, found, other)
+    return 0
+
+
+def _reports_of(arguments: argparse.Namespace, model: str | None) -> list[Any]:
+    """The reports of one model, a graph each."""
+    from atomc.report import reports
+
+    earlier = {id(report) for report in reports()}
+    with contextlib.redirect_stdout(sys.stderr):  # what the model prints is no part of the report
+        _compile(arguments, *_model(arguments, model))
+    return [report for report in reports() if id(report) not in earlier]
+
+
+def _print(arguments: argparse.Namespace, found: list[Any], other: list[Any] | None) -> None:
     if arguments.why:
         texts = [report.why(arguments.why, arguments.module_path) for report in found]
     elif arguments.json:
         texts = [json.dumps([report.to_dict() for report in found], indent=1, default=str)]
+    elif other is not None:
+        from atomc.render.beside import compared
+
+        texts = [compared(found, other, _names(arguments))]
     else:
         texts = [report.to_text() for report in found]
-    if arguments.html or arguments.save:
-        return 0
     many = len(texts) > 1
     for number, text in enumerate(texts):
         print(f"graph {number}: {text}" if many else text.rstrip())
-    return 0
+
+
+def _write_page(arguments: argparse.Namespace, found: list[Any], other: list[Any] | None) -> None:
+    from atomc.render.html import page
+    from atomc.report_page import write_whole
+
+    text = page(found, other, _names(arguments)) if other is not None else page(found)
+    write_whole(Path(arguments.html), text)
+    print(f"{arguments.html}: {len(text) / 1e6:.1f} MB, open it in a browser", file=sys.stderr)
+
+
+def _names(arguments: argparse.Namespace) -> tuple[str, str]:
+    """What the two are called that stand side by side."""
+    first, second = (Path(str(name)).name for name in (arguments.model or "demo", arguments.beside))
+    return (first, second) if first != second else (str(arguments.model), str(arguments.beside))
+
+
+def _is_file_of_reports(name: str | None) -> bool:
+    return name is not None and name.endswith(".json") and Path(name).is_file()
+
+
+def _read_reports(file: str) -> list[Any]:
+    """What --json wrote. Raises ValueError for another file."""
+    from atomc.report import Report
+
+    try:
+        return [Report.of(data) for data in json.loads(Path(file).read_text())]
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"--beside {file}: {error}") from error
 
 
 def _read_baseline(file: str) -> dict[str, Any]:
@@ -93,19 +141,19 @@ def _compile(arguments: argparse.Namespace, model: Any, args: tuple[Any, ...], k
     platform: Platform | None = Platform.named(arguments.platform) if arguments.platform else None
     if arguments.runtime:
         # Nothing is to run here, so that nothing needs to be compiled by Inductor.
-        compile_model(model, options={**options, "glue": "eager"}, platform=platform)
+        compile_model(model, options={**options, "glue": "eager"}, platform=platform, keep_texts=bool(arguments.html))
         return
     try:
-        explain(model, *args, options=options, platform=platform, dynamic=arguments.dynamic or None, **kwargs)
+        dynamic = arguments.dynamic or bool(arguments.html) or None
+        explain(model, *args, options=options, platform=platform, dynamic=dynamic, **kwargs)
     except TypeError as error:
         if not str(error).startswith("explain: "):
             raise
         raise ValueError(f"{error}; the function can return (module, args)") from error
 
 
-def _model(arguments: argparse.Namespace) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+def _model(arguments: argparse.Namespace, name: str | None) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """The model to explain and what to call it with; nothing, if token ids can be made up."""
-    name = arguments.model
     if name is not None and ":" in name and not Path(name).exists():
         return _built_by(name)
     from atomc.demo import PATH
