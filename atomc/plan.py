@@ -295,11 +295,14 @@ class Lowered:
         return found
 
 
-def measured(model: Model, load: Load, options: Mapping[str, Any] | None = None, table: Table | None = None) -> Plan:
+def measured(
+    model: Model, load: Load, *, longest: int | None = None, options: Mapping[str, Any] | None = None,
+    table: Table | None = None,
+) -> Plan:  # fmt: skip
     """The plan of a step on this machine, with the time of each kernel as it is measured here."""
     lowered = Lowered(model, options)
     table = table or table_for(lowered.platform)
-    found = plan(model, lowered.platform, load, table=table, program=lowered.program)
+    found = plan(model, lowered.platform, load, longest=longest, table=table, program=lowered.program)
     predicted, timed = lowered.time(load, table)
     return replace(found, lines=lines(predicted, found.layers, timed))
 

@@ -1,0 +1,108 @@
+"""The part of `atomc explain` that plans a step: kernels, bytes, time, memory; on a machine that need not be here."""
+
+import argparse
+import contextlib
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from atomc.cli.arguments import DTYPES, dtype_named
+
+if TYPE_CHECKING:
+    from atomc.efficiency import Table
+    from atomc.plan import Load, Model, Plan
+
+# The names of atomc.quantization.ONLINE, which is not imported to parse arguments.
+SCHEMES = ("fp8", "fp8_per_token", "fp8_block", "int8", "int4", "mxfp4", "mxfp4_a16")
+# Any of these asks for a plan, and none of OTHERS goes with one.
+ASKING = ("plan", "measure", "tp", "tokens", "sequences", "context", "max_model_len", "kv_cache_dtype", "efficiency")
+OTHERS = ("why", "html", "beside", "save", "check", "dynamic")
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """The arguments of a plan."""
+    group = parser.add_argument_group("a plan of one step of a config.json; any of these asks for it")
+    group.add_argument("--plan", action="store_true", help="of a step that decodes one token after 1023")
+    group.add_argument("--measure", action="store_true", help="time each kernel on this machine, beside its prediction")
+    group.add_argument("--tp", type=int, metavar="N", help="cut over N devices, by heads, hidden units and vocabulary")
+    group.add_argument("--tokens", type=int, metavar="T", help="new tokens in the step; default: one a sequence")
+    group.add_argument("--sequences", type=int, metavar="S", help="sequences in the step; default: 1")
+    group.add_argument("--context", type=int, metavar="C", help="tokens of a sequence, with the new ones; default: 1024")
+    group.add_argument("--max-model-len", type=int, metavar="N", help="tokens of the longest sequence, to say how many fit; "
+                       "default: what the model was made for")  # fmt: skip
+    group.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), help="of keys and values in the cache")
+    group.add_argument("--efficiency", metavar="FILE", help="a table that bench/efficiency.py wrote; default: the one that "
+                       "comes with atomc for the machine, if there is one")  # fmt: skip
+
+
+def wanted(arguments: argparse.Namespace) -> bool:
+    return any(getattr(arguments, name) not in (None, False) for name in ASKING)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print what the compiler does and the plan. Raises ValueError for what cannot be planned or measured."""
+    from atomc.demo import PATH
+    from atomc.report import reports
+    from atomc.runtime.hub import model_folder
+
+    others = [f"--{name}" for name in OTHERS if getattr(arguments, name) not in (None, False)]
+    if others:
+        raise ValueError(f"a plan is printed, as text or with --json; it does not go with {', '.join(others)}")
+    name = str(arguments.model or PATH)
+    if ":" in name and not Path(name).exists():
+        raise ValueError(f"a plan is made of a config.json; {name} is a function")
+    with contextlib.redirect_stdout(sys.stderr):
+        plan = _made(model_folder(name, weights=False), arguments)
+    report = reports()[-1]
+    if arguments.json:
+        print(json.dumps([report.to_dict() | {"plan": plan.to_dict()}], indent=1, default=str))
+    else:
+        print(f"{report.to_text()}\n{plan.to_text()}".rstrip())
+    return 0
+
+
+def model_of(folder: Path, arguments: argparse.Namespace) -> "Model":
+    """The model of a config.json on meta, as --dtype, --layers and --tp say."""
+    from atomc.plan import built
+    from atomc.platform import Platform
+
+    scheme = arguments.dtype if arguments.dtype in SCHEMES else None
+    dtype = dtype_named(arguments.dtype) if arguments.dtype in DTYPES else None
+    return built(folder, dtype=dtype, quantization=scheme, devices=1 if arguments.tp is None else arguments.tp,
+                 layers=arguments.layers, platform=Platform.named(arguments.platform) if arguments.platform else None)  # fmt: skip
+
+
+def _made(folder: Path, arguments: argparse.Namespace) -> "Plan":
+    from atomc.plan import measured, plan
+    from atomc.platform import Platform
+
+    if arguments.measure and arguments.platform:
+        raise ValueError(f"--measure times this machine and no --platform {arguments.platform}: leave one of them out")
+    options: dict[str, Any] = {"dump": arguments.dump} if arguments.dump else {}
+    if arguments.kv_cache_dtype:
+        options["kv_cache_dtype"] = arguments.kv_cache_dtype
+    load, table, model = _load(arguments), _table(arguments.efficiency), model_of(folder, arguments)
+    if arguments.measure:
+        return measured(model, load, longest=arguments.max_model_len, options=options, table=table)
+    platform = Platform.named(arguments.platform) if arguments.platform else Platform.detect()
+    return plan(model, platform, load, longest=arguments.max_model_len, options=options, table=table)
+
+
+def _load(arguments: argparse.Namespace) -> "Load":
+    from atomc.plan import Load
+
+    sequences = 1 if arguments.sequences is None else arguments.sequences
+    return Load(sequences if arguments.tokens is None else arguments.tokens, sequences,
+                1024 if arguments.context is None else arguments.context)  # fmt: skip
+
+
+def _table(file: str | None) -> "Table | None":
+    from atomc.efficiency import Table
+
+    if file is None:
+        return None
+    try:
+        return Table.of(json.loads(Path(file).read_text()))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file} is no table of efficiencies: {error}") from error
