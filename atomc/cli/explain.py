@@ -8,7 +8,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from atomc.cli.arguments import DTYPES, command, dtype_named
+from atomc.cli import planning
+from atomc.cli.arguments import DTYPES, command
 
 
 def add(commands: Any) -> None:
@@ -17,6 +18,7 @@ def add(commands: Any) -> None:
         "Say what the compiler does to a model: rewrites, near misses, kernels. Loads no weights and runs nothing.",
         "  atomc explain\n  atomc explain path/to/Qwen3-0.6B --runtime\n"
         "  atomc explain path/to/Qwen3-0.6B --why qk_norm_rope --module-path layers.3\n"
+        "  atomc explain path/to/Qwen3-8B --platform gfx950 --dtype fp8 --tp 8 --sequences 64\n"
         "  atomc explain my_package.my_module:build_model --dump graphs\n"
         "  atomc explain path/to/Qwen3-0.6B --html out.html\n"
         "  atomc explain path/to/Qwen3-0.6B --beside path/to/Llama-3.2-1B\n"
@@ -30,7 +32,8 @@ def add(commands: Any) -> None:
     parser.add_argument("--module-path", metavar="PATH", help="with --why: only below this module, such as layers.3.mlp")
     parser.add_argument("--dump", metavar="DIR", help="write one runnable file per pass that changed the graph")
     parser.add_argument("--layers", type=int, metavar="N", help="only the first N layers of a config.json")
-    parser.add_argument("--dtype", choices=DTYPES, help="of a config.json; default: what it says")
+    parser.add_argument("--dtype", choices=(*DTYPES, *planning.SCHEMES), help="of the weights of a config.json, or what to "
+                        "quantize them to; default: what it says")  # fmt: skip
     parser.add_argument("--platform", metavar="NAME", help="a machine that need not be here, such as gfx950 or sm90")
     parser.add_argument("--dynamic", action="store_true", help="compile for any sizes, as torch.compile(dynamic=True)")
     parser.add_argument("--runtime", action="store_true", help="as `atomc generate` compiles it: with a paged cache")
@@ -42,6 +45,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--save", metavar="FILE", help="save how often each rewrite fires and what runs each op")
     parser.add_argument("--check", metavar="FILE", help="compare with what was saved; exit code 1 and the differences, "
                         "with reasons, if anything changed")  # fmt: skip
+    planning.add(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -49,6 +53,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.module_path and not arguments.why:
         raise ValueError("--module-path narrows --why: give both")
+    if planning.wanted(arguments):
+        return planning.run(arguments)
     saved = _read_baseline(arguments.check) if arguments.check else None
     other = _read_reports(arguments.beside) if _is_file_of_reports(arguments.beside) else None
     found = _reports_of(arguments, arguments.model)
@@ -159,23 +165,7 @@ def _model(arguments: argparse.Namespace, name: str | None) -> tuple[Any, tuple[
     from atomc.demo import PATH
     from atomc.runtime.hub import model_folder
 
-    return _on_meta(model_folder(str(name or PATH), weights=False), arguments), (), {}
-
-
-def _on_meta(folder: Path, arguments: argparse.Namespace) -> Any:
-    """The model of a config.json without weights."""
-    from atomc import models
-    from atomc.models import loader
-
-    config = loader.load_config(folder)
-    if arguments.layers is not None:
-        if not 1 <= arguments.layers <= config.get("num_hidden_layers", arguments.layers):
-            raise ValueError(f"--layers {arguments.layers}: the model has {config['num_hidden_layers']}")
-        config["num_hidden_layers"] = arguments.layers
-        if "layer_types" in config:
-            config["layer_types"] = config["layer_types"][: arguments.layers]
-    dtype = dtype_named(arguments.dtype) or loader.config_dtype(config)
-    return loader.ready(models.build(config, dtype=dtype, device="meta"))
+    return planning.model_of(model_folder(str(name or PATH), weights=False), arguments).module, (), {}
 
 
 def _built_by(name: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
