@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -141,9 +142,12 @@ class Engine:
         device, block_size = self.program.device, LAYOUTS[self.program.specs[0].layout].block_size
         if device.type != "cuda" or block_size is None:
             return 0
+        from atomc.kernels.triton.together import compile_together
+
         rows = self.config.max_num_batched_tokens
         runner = Runner(self.program, num_blocks=1, block_size=block_size, max_num_seqs=max_num_seqs, max_num_rows=rows,
                         max_columns=-(-longest // block_size))  # fmt: skip
+        compile_together(partial(self._launch_all, runner, max_num_seqs))
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
@@ -152,6 +156,14 @@ class Engine:
         self.drawing.sampler(logits, [Draw("", params)] * len(logits))
         torch.cuda.synchronize(device)
         return int(torch.cuda.max_memory_allocated(device)) - before
+
+    def _launch_all(self, runner: Runner, max_num_seqs: int) -> None:
+        """Launch steps of many sizes, so that each kernel is met that a step may need."""
+        logits = runner.padding_only(min(runner.staging.rows, max_num_seqs))
+        self.drawing.sampler(logits, [Draw("", SamplingParams(temperature=1.0))] * len(logits))
+        for shape in step_shapes(max_num_seqs, runner.staging.rows, runner.staging.columns):
+            if shape.rows & (shape.rows - 1) == 0:
+                runner.empty_step(shape)
 
     def request(
         self, request_id: str, tokens: Sequence[int], params: SamplingParams | None = None, *, priority: int = 0,

@@ -61,9 +61,11 @@ class Runner:
 
     def padding_only(self, num_wanted: int) -> Tensor:
         """Logits of a step as large as any, all padding."""
-        s = self.staging
-        shape = Shape(s.rows, s.sequences, num_wanted, s.columns)
-        return self._run(self.program, s.write(None, shape))
+        return self.empty_step(Shape(self.staging.rows, self.staging.sequences, num_wanted, self.staging.columns))
+
+    def empty_step(self, shape: Shape) -> Tensor:
+        """Logits of a step of this shape that is all padding."""
+        return self._run(self.program, self.staging.write(None, shape))
 
     def logits(self, step: ScheduledStep, *, num_rows: int = 0) -> Tensor:
         """Logits [R, V] of the rows that the step's chunks want, on the device; the next call may overwrite them.
