@@ -61,7 +61,8 @@ def bind_state(gm: GraphModule, context: Context) -> list[Fired]:
                                                                         dtype=torch.int32))  # fmt: skip
         starts = inputs.get("query_start", lambda: torch.empty(inputs.sequences + 1, dtype=torch.int32))
         lengths = inputs.get("seq_lens", lambda: torch.empty(inputs.sequences, dtype=torch.int32))
-        meta = {key: node.meta[key] for key in ("nn_module_stack", "stack_trace", "origins") if key in node.meta}
+        meta = {key: node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in node.meta}
+        meta |= {"origins": node.meta.get("origins", {node.name}), "made_by": "bind_state"}
         with graph.inserting_before(node):
             token = graph.call_function(ops.kv_write.overload, (k, v, *caches, slots))
             token.meta.update(meta)
