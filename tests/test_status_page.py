@@ -117,7 +117,17 @@ def test_what_the_compiler_did_is_shown_with_a_link_to_all_of_it(page, server):
     shown = dict(row.split("\t") for row in page.inner_text("#rewrites").splitlines())
     assert shown and all(int(sites) == report["matches"][name] for name, sites in shown.items())
     assert "together" in page.inner_text("#phases")
-    assert page.get_attribute("a:has-text('whole report')", "href") == "compiler"
+    assert page.get_attribute("a:has-text('as JSON')", "href") == "compiler"
+
+
+def test_the_whole_report_is_a_page_that_is_saved_with_the_key(page, server):
+    opened(page, server)
+    with page.expect_download() as saved:
+        page.click("#report")
+    text = Path(saved.value.path()).read_text()
+    assert saved.value.suggested_filename == "atomc-report.html" and "Kernels and what they cost" in text
+    assert request(server, "/compiler/report").decode() == text
+    assert page.said == []
 
 
 def test_without_the_key_the_page_asks_for_it(page, server):

@@ -119,6 +119,10 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     async def compiler() -> Response:
         return await operations.compiler(service)
 
+    @app.get("/compiler/report")
+    async def compiler_page() -> Response:
+        return await operations.compiler_page(service)
+
     @app.post("/start_profile")
     async def start_profile() -> Response:
         return await operations.profile(service, start=True)

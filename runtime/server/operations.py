@@ -1,10 +1,12 @@
 """What is there beside generation: the model, its tokens, how the server does, and what the compiler did."""
 
 import asyncio
+import json
 from contextlib import suppress
 
 from starlette.responses import Response
 
+from atomc.report import Report
 from atomc.runtime.server.client import EngineDead
 from atomc.runtime.server.errors import APIError, invalid
 from atomc.runtime.server.http import Json
@@ -70,6 +72,19 @@ async def metrics(service: Service) -> Response:
 
 async def compiler(service: Service) -> Response:
     return Response(await service.client.call("report"), media_type="application/json")
+
+
+async def compiler_page(service: Service) -> Response:
+    """The report as one page, which loads nothing and may be saved."""
+    try:
+        from atomc.render.html import page
+    except ImportError as error:
+        raise invalid(str(error)) from error
+    report = Report.of(json.loads(await service.client.call("report")))
+    text = await asyncio.to_thread(page, [report])
+    headers = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", "Cache-Control": "no-cache",
+               "Content-Security-Policy": "frame-ancestors 'none'"}  # fmt: skip
+    return Response(text, media_type="text/html", headers=headers)
 
 
 async def profile(service: Service, start: bool) -> Response:
