@@ -136,16 +136,16 @@ def _predicted(
     moved, flops = (evaluated(formula, tuple(sorted(sizes.items()))) for formula in (cost.bytes, cost.flops))
     kernel = next((kernels[node] for node in cost.nodes if node in kernels), GLUE)
     least = work(platform, cost.op, moved, flops, table)
-    row = table.row(name_in_table(cost.op), kernel, sizes["T"]) if table else None
+    row = table.row(*name_in_table(cost.op, kernel), sizes["T"]) if table else None
     floor = LAUNCH if platform.device == "cuda" else 0.0
     seconds = None if least is None else row.seconds(least) if row else floor + least
     return Predicted(cost.op, kernel, cost.module_path, cost.layer, moved, flops, seconds, row is not None,
                      tuple(cost.nodes))  # fmt: skip
 
 
-def name_in_table(op: str) -> str:
-    """ATen nodes and groups of them are one entry of the table."""
-    return op if op in REGISTRY else GLUE
+def name_in_table(op: str, kernel: str) -> tuple[str, str]:
+    """ATen nodes, groups of them, and ops without a kernel of their own are one entry of the table."""
+    return (op, kernel) if op in REGISTRY and kernel != "inline" else (GLUE, GLUE)
 
 
 def work(platform: Platform, op: str, moved: float, flops: float, table: Table | None = None) -> float | None:

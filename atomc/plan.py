@@ -285,10 +285,14 @@ class Lowered:
 
     def time(self, load: Load, table: Table | None = None) -> tuple[list[Predicted], dict[int, float]]:
         """Each kernel of a step of this load, and the seconds of it as measured, by its number."""
+        predicted = predict(self.program.report, self.platform, load.sizes, table)
+        return predicted, dict(enumerate(self.time_some(load, predicted)))
+
+    def time_some(self, load: Load, wanted: Sequence[Predicted]) -> list[float]:
+        """The seconds of these kernels in a step of this load."""
         gm = next(gm for gm in self.graphs if load.tokens in gm.meta["tokens"])
         bench = Bench(gm, self.program.specs, Sizes(**load.sizes), torch.device(self.platform.device))
-        predicted = predict(self.program.report, self.platform, load.sizes, table)
-        return predicted, {i: bench.seconds(p.nodes, self._inline if self.fuses else None) for i, p in enumerate(predicted)}
+        return [bench.seconds(p.nodes, self._inline if self.fuses else None) for p in wanted]
 
     def _inline(self, piece: GraphModule) -> Callable[..., Any]:
         found: Callable[..., Any] = torch.compile(piece, dynamic=False)

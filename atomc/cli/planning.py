@@ -29,8 +29,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--tokens", type=int, metavar="T", help="new tokens in the step; default: one a sequence")
     group.add_argument("--sequences", type=int, metavar="S", help="sequences in the step; default: 1")
     group.add_argument("--context", type=int, metavar="C", help="tokens of a sequence, with the new ones; default: 1024")
-    group.add_argument("--max-model-len", type=int, metavar="N", help="tokens of the longest sequence, to say how many fit; "
-                       "default: what the model was made for")  # fmt: skip
+    group.add_argument("--max-model-len", type=int, metavar="N", help="tokens of the longest sequence, to say how many "
+                       "fit; default: what the model was made for")  # fmt: skip
     group.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), help="of keys and values in the cache")
     group.add_argument("--efficiency", metavar="FILE", help="a table that bench/efficiency.py wrote; default: the one that "
                        "comes with atomc for the machine, if there is one")  # fmt: skip
@@ -69,8 +69,9 @@ def model_of(folder: Path, arguments: argparse.Namespace) -> "Model":
 
     scheme = arguments.dtype if arguments.dtype in SCHEMES else None
     dtype = dtype_named(arguments.dtype) if arguments.dtype in DTYPES else None
+    platform = Platform.named(arguments.platform) if arguments.platform else None
     return built(folder, dtype=dtype, quantization=scheme, devices=1 if arguments.tp is None else arguments.tp,
-                 layers=arguments.layers, platform=Platform.named(arguments.platform) if arguments.platform else None)  # fmt: skip
+                 layers=arguments.layers, platform=platform)  # fmt: skip
 
 
 def _made(folder: Path, arguments: argparse.Namespace) -> "Plan":

@@ -1,0 +1,126 @@
+"""Measure how near the kernels of Qwen3 come to what this machine could do: the table that predictions rest on.
+
+    python bench/efficiency.py --json bench/results/efficiency-h200.json --table atomc/efficiency.json
+    python bench/efficiency.py --models tiny --quick        # on any machine, a CPU too
+
+Each distinct kernel of one layer and of the ends of the model is timed as in `atomc explain --measure`. A row of the table
+is a line through what was measured of one kernel for one number of tokens: time = floor + work / efficiency, where work is
+the larger of bytes / bandwidth and flops / peak by the machine's data sheet. --limit ends the measuring after so many
+seconds; what comes first matters most. --decode compares whole steps with those that bench/decode.py measured.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from decode import MODELS
+
+from atomc.efficiency import Table, Timing, fit, name_in_table, predict, work
+from atomc.plan import Load, Lowered, Model, built, compiled
+from atomc.platform import Platform
+
+# In this order: decode, prompts, decode after long contexts (of which only attention is new), long prompts.
+LOADS = [Load(1, 1, 1024), Load(8, 8, 1024), Load(64, 64, 1024), Load(1024, 1, 1024), Load(1, 1, 8192), Load(8, 8, 8192),
+         Load(64, 64, 8192), Load(256, 1, 256), Load(8192, 8, 1024)]  # fmt: skip
+QUICK = [Load(1, 1, 128), Load(8, 8, 128)]
+
+
+def model_of(name: str, scheme: str | None, layers: int | None) -> Model:
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps({**MODELS[name], "dtype": "bfloat16"}))
+        return built(Path(folder), quantization=scheme, layers=layers, platform=Platform.detect())
+
+
+def timings(lowered: Lowered, load: Load, known: set[tuple[Any, ...]]) -> Iterator[Timing]:
+    """Of the kernels of a step that are not known for this number of tokens yet."""
+    found = predict(lowered.program.report, lowered.platform, load.sizes)
+    wanted: dict[tuple[Any, ...], int] = {}
+    for i, p in enumerate(found):
+        wanted.setdefault((p.op, p.kernel, load.tokens, p.bytes, p.flops), i)
+    new = {key: i for key, i in wanted.items() if key not in known}
+    known |= new.keys()
+    timed = lowered.time_some(load, [found[i] for i in new.values()])
+    for (op, kernel, tokens, moved, flops), seconds in zip(new, timed, strict=True):
+        least = work(lowered.platform, op, moved, flops)
+        assert least is not None
+        yield Timing(*name_in_table(op, kernel), tokens, least, seconds)
+
+
+def measured(args: argparse.Namespace) -> tuple[list[Timing], list[str], Platform]:
+    """The timings, and what --limit left out."""
+    start, found, left_out = time.perf_counter(), list[Timing](), list[str]()
+    runs = []
+    for scheme in args.schemes:
+        for name in args.models:
+            lowered = Lowered(model_of(name, scheme if scheme != "bf16" else None, layers=1), {"glue": "eager"})
+            runs.append((f"{name} {scheme}", lowered, set[tuple[Any, ...]]()))
+            print(f"{name} {scheme}: compiled after {time.perf_counter() - start:.1f} s", file=sys.stderr)
+    for load in QUICK if args.quick else LOADS:
+        for name, lowered, known in runs:
+            what = f"{name}, {load.tokens} tokens of {load.sequences} sequences of {load.context}"
+            if time.perf_counter() - start > args.limit:
+                left_out.append(what)
+                continue
+            for timing in timings(lowered, load, known):
+                found.append(timing)
+                print(f"{what}: {timing.op} by {timing.kernel} {timing.seconds * 1e6:.2f} us, "
+                      f"{timing.work / timing.seconds:.0%} of the peak", flush=True)  # fmt: skip
+    print(f"{len(found)} kernels in {time.perf_counter() - start:.1f} s; left out: {'; '.join(left_out) or 'nothing'}")
+    return found, left_out, runs[0][1].platform
+
+
+def compared(table: Table, platform: Platform, file: str) -> list[dict[str, Any]]:
+    """Steps as bench/decode.py measured them, beside what the table predicts."""
+    steps = {}
+    for line in Path(file).read_text().splitlines():
+        data = json.loads(line)
+        if data["what"] == "atomc":
+            steps[data["model"], data["batch"], data["context"]] = data["tpot_ms"]
+    lines = []
+    for name in sorted({model for model, _, _ in steps}):
+        program = compiled(model_of(name, None, None), platform, {"glue": "eager"})
+        for (model, batch, context), tpot in steps.items():
+            if model == name:
+                load = Load(batch, batch, context)
+                ms = 1e3 * sum(p.seconds or 0.0 for p in predict(program.report, platform, load.sizes, table))
+                lines.append({"model": name, "batch": batch, "context": context, "measured_ms": tpot, "predicted_ms": ms})
+                print(f"{name} decode {batch} x {context}: {tpot:.3f} ms, predicted {ms:.3f}, {ms / tpot - 1:+.0%}")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default="0.6b,8b", type=lambda text: text.split(","))
+    parser.add_argument("--schemes", default="bf16", type=lambda text: text.split(","), help="such as bf16,fp8")
+    parser.add_argument("--quick", action="store_true", help="two small steps only")
+    parser.add_argument("--limit", default=600.0, type=float, help="seconds after which no further step is measured")
+    parser.add_argument("--decode", help="what bench/decode.py wrote, such as bench/results/decode-h200.json")
+    parser.add_argument("--json", help="write all timings to this file")
+    parser.add_argument("--table", help="put the table into this file, in the place of the one of the same machine")
+    args = parser.parse_args()
+    command = " ".join(["python", *sys.argv])
+    found, left_out, platform = measured(args)
+    source = f"{command}, torch {torch.__version__}"
+    assert platform.bandwidth and platform.flops
+    table = fit(found, platform.name, platform.bandwidth, platform.flops, source)
+    lines = compared(table, platform, args.decode) if args.decode else []
+    if args.json:
+        data = {"command": command, "device": platform.name, "torch": torch.__version__, "left_out": left_out,
+                "steps": lines, "timings": [asdict(timing) for timing in found]}  # fmt: skip
+        Path(args.json).write_text(json.dumps(data, indent=1) + "\n")
+    if args.table:
+        file = Path(args.table)
+        others = json.loads(file.read_text()) if file.exists() else []
+        tables = [other for other in others if other["machine"] != table.machine] + [table.to_dict()]
+        file.write_text(json.dumps(tables, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
