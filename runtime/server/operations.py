@@ -1,12 +1,12 @@
 """What is there beside generation: the model, its tokens, how the server does, and what the compiler did."""
 
 import asyncio
-import json
+import sys
+from asyncio.subprocess import PIPE
 from contextlib import suppress
 
 from starlette.responses import Response
 
-from atomc.report import Report
 from atomc.runtime.server.client import EngineDead
 from atomc.runtime.server.errors import APIError, invalid
 from atomc.runtime.server.http import Json
@@ -15,6 +15,7 @@ from atomc.runtime.server.protocol import DetokenizeRequest, TokenizeRequest
 from atomc.runtime.server.service import Service
 
 STATS_SECONDS = 2.0
+_rendering = asyncio.Lock()
 
 
 async def models(service: Service, name: str | None = None) -> Response:
@@ -75,13 +76,16 @@ async def compiler(service: Service) -> Response:
 
 
 async def compiler_page(service: Service) -> Response:
-    """The report as one page, which loads nothing and may be saved."""
-    try:
-        from atomc.render.html import page
-    except ImportError as error:
-        raise invalid(str(error)) from error
-    report = Report.of(json.loads(await service.client.call("report")))
-    text = await asyncio.to_thread(page, [report])
+    """The report as one page, which loads nothing and may be saved; made by a process of its own, one at a time."""
+    report = await service.client.call("report")
+    async with _rendering:
+        renderer = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "atomc.render", stdin=PIPE, stdout=PIPE, stderr=PIPE
+        )
+        text, said = await renderer.communicate(report.encode())
+    if renderer.returncode:
+        last = said.decode(errors="replace").strip().rpartition("\n")[2]
+        raise APIError(500, f"the report could not be rendered: {last}", "server_error")
     headers = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", "Cache-Control": "no-cache",
                "Content-Security-Policy": "frame-ancestors 'none'"}  # fmt: skip
     return Response(text, media_type="text/html", headers=headers)
