@@ -7,6 +7,7 @@ Weights are called by their names below the module.
 """
 
 import operator
+import re
 from typing import Any
 
 import torch
@@ -14,24 +15,34 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from atomc.canonical import input_name
+from atomc.cost import symbols_of
 from atomc.provenance import module_path, source_line
 
 MOST_ARGUMENTS = 400
+TO_THE_END = 2**62
 
 
 def listing(gm: GraphModule) -> str:
-    """The lines of a graph, its inputs first and what it returns last."""
-    return "\n".join(_line(node) for node in gm.graph.nodes)
+    """The lines of a graph, its inputs first and what it returns last; sizes as in formulas of cost, T, S and R."""
+    lines = [_line(node) for node in gm.graph.nodes]
+    sizes = {str(size): str(name) for size, name in symbols_of(gm.graph).items()}
+    if sizes:
+        named = re.compile(rf"\b({'|'.join(map(re.escape, sizes))})\b")
+        lines = [named.sub(lambda found: sizes[found[0]], line) for line in lines]
+    return "\n".join(lines)
 
 
 def _line(node: Node) -> str:
-    value = node.meta.get("val", node.meta.get("example_value"))
     if node.op == "output":
         return f"return {_spell(node.args[0], '')}"
     path = "" if node.op == "placeholder" else module_path(node)
     shown = input_name(node) if node.op == "placeholder" else node.name
-    note = "  ".join([type_of(value) or "-", path or "-", source_line(node) or "-"])
+    note = "  ".join([type_of(_value(node)) or "-", path or "-", source_line(node) or "-"])
     return f"{shown} = {_call(node, path)}  # {note}"
+
+
+def _value(node: Node) -> Any:
+    return node.meta.get("val", node.meta.get("example_value"))
 
 
 def _call(node: Node, path: str) -> str:
@@ -62,9 +73,12 @@ def _name(node: Node) -> str:
 
 def _spell(argument: Any, path: str) -> str:
     match argument:
+        case Node() if isinstance(_value(argument), torch.SymInt):
+            return str(_value(argument))
         case Node() if argument.op == "placeholder":
             name = input_name(argument)
-            return name.removeprefix(path) if path and name.startswith(path + ".") else name
+            outside, found, below = name.partition(f"{path}.") if path else ("", "", "")
+            return f".{below}" if found and (not outside or outside.endswith(".")) else name
         case Node():
             return argument.name
         case list() | tuple():
@@ -75,8 +89,10 @@ def _spell(argument: Any, path: str) -> str:
             return ":".join("" if x is None else _spell(x, path) for x in (argument.start, argument.stop, argument.step))
         case torch.dtype():
             return short(argument)
-        case str() | torch.SymInt() | bool() | int() | float() | None:
-            return str(argument) if not isinstance(argument, str) else repr(argument)
+        case int() if argument >= TO_THE_END:
+            return "end"
+        case str():
+            return repr(argument)
         case _ if hasattr(argument, "__name__"):
             return str(argument.__name__)
     return str(argument)

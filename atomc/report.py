@@ -76,6 +76,7 @@ class OpCost:
     nodes    of the graph before lowering
     made_of  the nodes of the captured graph that became these
     apart    bytes if each of the nodes ran alone; "" where that is the same
+    made_by  the last rewrite that had a hand in it, "" for what the program wrote itself
     """
 
     op: str
@@ -87,6 +88,7 @@ class OpCost:
     nodes: list[str] = field(default_factory=list)
     made_of: list[str] = field(default_factory=list)
     apart: str = ""
+    made_by: str = ""
 
 
 @dataclass(frozen=True)
@@ -165,7 +167,6 @@ class Report:
     savings: list[Saving] = field(default_factory=list)
     few_bits: list[FewBits] = field(default_factory=list)
     about: dict[str, str] = field(default_factory=dict)  # rewrite -> what it does: the docstring of its file
-    audit: dict[str, Any] = field(default_factory=dict)  # of the first call, if one was asked for: see docs/audit.md
     audit: dict[str, Any] = field(default_factory=dict)  # of the first call, if one was asked for: see docs/audit.md
     bugs: list[str] = field(default_factory=list)  # sites refused without a reason: a bug of the matcher
 

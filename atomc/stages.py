@@ -161,7 +161,7 @@ def _op_cost(found: cost.NodeCost) -> OpCost:
     made_of = sorted(set[str]().union(*(node.meta.get("origins", {node.name}) for node in found.nodes)))
     apart = str(found.apart) if found.apart != found.cost.bytes else ""
     return OpCost(found.op, found.module_path, found.layer, found.source, str(found.cost.bytes), str(found.cost.flops),
-                  nodes, made_of, apart)  # fmt: skip
+                  nodes, made_of, apart, str(found.nodes[-1].meta.get("made_by", "")))  # fmt: skip
 
 
 def restored(plain: Plain) -> Compiled:

@@ -15,6 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from atomc.efficiency import LAUNCH, RATES, name_in_table, shipped
 from atomc.platform import DESCRIBED
 from atomc.render import formula
 from atomc.render.beside import Comparison
@@ -23,8 +24,8 @@ from atomc.render.text import NOT_REWRITES, collapsed
 from atomc.report import KernelChoice, Miss, OpCost, Report, Site, spans
 
 HERE = Path(__file__).parent
-# Refusals that say nothing about a place in the model.
-BY_DESIGN = ("is meant for", "its meaning is left to the glue compiler")
+# Refusals that say nothing about a place in the model: of the machine, and by design.
+_ELSEWHERE = re.compile(r"\bruns? on\b|not installed|^is meant for|^its meaning is left to the glue compiler")
 
 Said = tuple[str, str]  # a word that says what follows, and that
 
@@ -49,8 +50,9 @@ def page(reports: Sequence[Report], beside: Sequence[Report] = (), names: tuple[
     title = f"{names[0]} beside {names[1]}" if compared else "What the compiler did"
     if graphs and not compared:
         title += f" to {reports[0].model}"
+    many = len(graphs) > 1
     return environment.get_template("report.html").render(
-        graphs=graphs, compared=compared, names=names, title=title, machines=data["machines"], spans=spans,
+        graphs=graphs, many=many, compared=compared, names=names, title=title, machines=data["machines"], spans=spans,
         style=style, script=script, data=_embedded(data), policy=policy(style, script),
     ).lstrip()  # fmt: skip
 
@@ -79,9 +81,17 @@ def spelled(size: float) -> str:
     return f"{size:.3g} TB"
 
 
-def _machines() -> list[tuple[str, float, float | None]]:
-    """(name, bytes a second, flops a second) of the machines whose data sheets are known."""
-    return [(p.name, p.bandwidth, p.flops) for p in DESCRIBED.values() if p.bandwidth]
+def _machines() -> list[dict[str, Any]]:
+    """Those whose data sheets are known, with what was measured of kernels there."""
+    return [_machine(p.name, p.bandwidth, p.flops, p.device) for p in DESCRIBED.values() if p.bandwidth]
+
+
+def _machine(name: str, bandwidth: float | None, flops: float | None, device: str) -> dict[str, Any]:
+    """launch: the least seconds of any kernel; rows: (op, kernel, first, last, floor, efficiency) of atomc.efficiency."""
+    table = shipped().get(name)
+    rows = [(row.op, row.kernel, row.first, row.last, row.floor, row.efficiency) for row in table.rows] if table else []
+    return {"name": name, "bandwidth": table.bandwidth if table else bandwidth, "flops": table.flops if table else flops,
+            "launch": LAUNCH if device == "cuda" else 0.0, "rows": rows}  # fmt: skip
 
 
 class Graph:
@@ -103,6 +113,13 @@ class Graph:
         self.second = self._second_choices()
         self.few_bits = _few_bits(report, self.choices)
         self.symbols = sorted({name for row in self.ops for tree in row["trees"] for name in formula.names_in(tree)})
+
+    @property
+    def machine(self) -> dict[str, Any]:
+        """The one that was compiled for."""
+        own = self.report.machine
+        device = "cpu" if own.get("arch", "").startswith(("x86", "aarch", "arm")) else "cuda"
+        return _machine(own.get("name", ""), own.get("bandwidth"), own.get("flops"), device)
 
     @property
     def counts(self) -> list[tuple[str, int]]:
@@ -172,9 +189,9 @@ class Graph:
     def data(self) -> dict[str, Any]:
         """What the page computes with."""
         return {
-            "id": self.id, "ops": [[row["count"], *row["trees"]] for row in self.ops],
+            "id": self.id, "ops": [_computed(row) for row in self.ops],
             "savings": [[row["count"], row["tree"]] for row in self.savings],
-            "machine": self.report.machine,
+            "machine": self.machine,
             "phases": [seconds for _, seconds in self.phases], "reasons": self.grid.reasons,
         }  # fmt: skip
 
@@ -191,7 +208,7 @@ class Graph:
                 "op": cost.op, "path": collapsed(cost.module_path), "count": 0, "layers": set(), "runs": _runs(runs),
                 "refused": refused, "bytes": cost.bytes, "flops": cost.flops, "source": cost.source,
                 "trees": [formula.tree(cost.bytes), formula.tree(cost.flops)], "nodes": len(cost.nodes),
-                "origins": _origins(cost, origin), "made_by": cost.op if cost.op in self.report.about else "",
+                "origins": _origins(cost, origin), "made_by": cost.made_by,
             })  # fmt: skip
             group["count"] += 1
             group["layers"] |= {cost.layer} - {None}
@@ -212,7 +229,8 @@ class Graph:
         found = []
         for number, row in enumerate(self.ops):
             row["rather"] = [(provider, reason) for provider, reason in row["refused"]
-                             if (provider, reason) not in self.everywhere and not reason.startswith(BY_DESIGN)]  # fmt: skip
+                             if (provider, reason) not in self.everywhere and not _ELSEWHERE.search(reason)
+                             and provider not in [kernel for kernel, _ in row["runs"]]]  # fmt: skip
             if row["rather"]:
                 found.append(number)
         return found
@@ -285,10 +303,9 @@ class Grid:
 
     def _kernel_lines(self, name: str) -> list[Said]:
         choices = [choice for choice in self.report.kernels if choice.op == name]
-        chosen = Counter((choice.chosen, choice.tokens) for choice in choices)
+        runs = _runs(list(dict.fromkeys((choice.tokens, choice.chosen) for choice in choices))) if choices else []
         refused = dict.fromkeys((p, r) for choice in choices for p, r in choice.refused)
-        return [*(("runs as", f"{kernel}{'' if tokens == 'any' else f' for {tokens} tokens'}, {_times(count)}")
-                  for (kernel, tokens), count in chosen.items()),
+        return [*(("runs as", f"{kernel} for {tokens}" if tokens else kernel) for kernel, tokens in runs),
                 *((f"not {provider}", reason) for provider, reason in refused)]  # fmt: skip
 
 
@@ -330,8 +347,24 @@ def _times(count: int) -> str:
 # ---- kernels and where they come from
 
 
+def _computed(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What the page computes the time of an op from."""
+    ranges = [(*first_and_last(tokens.removesuffix(" tokens")), kernel) for kernel, tokens in row["runs"]]
+    return {"count": row["count"], "bytes": row["trees"][0], "flops": row["trees"][1], "runs": ranges,
+            "op": name_in_table(row["op"]), "rate": RATES.get(row["op"], 1)}  # fmt: skip
+
+
+def first_and_last(tokens: str) -> tuple[int, int | None]:
+    """A range as a report spells it: "", "1", "2 to 16", "17 and more"."""
+    numbers = [int(number) for number in re.findall(r"\d+", tokens)] or [1]
+    open_end = not tokens or tokens.endswith("and more")
+    return numbers[0], None if open_end else numbers[-1]
+
+
 def _runs(runs: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """(kernel, for how many tokens) without what is the same for all."""
+    """(kernel, for how many tokens), of one that runs all of them once."""
+    if len({chosen for _, chosen in runs}) == 1:
+        return [(runs[0][1], "")]
     return [(chosen, "" if tokens == "any" else f"{tokens} tokens") for tokens, chosen in runs]
 
 

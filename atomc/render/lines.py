@@ -10,7 +10,7 @@ from atomc.provenance import layer_of
 from atomc.render.text import collapsed
 
 CONTEXT = 1
-_NUMBERED = re.compile(r"\b([A-Za-z]\w*?)_\d+\b")
+_NUMBERED = re.compile(r"\b([A-Za-z_]\w*?)_\d+\b")
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,11 @@ class Line:
     @cached_property
     def layer(self) -> int | None:
         return layer_of(self.path or self.name) if self.path or self.call == "input" else None
+
+    @property
+    def place(self) -> str:
+        """The module below its layer; the whole path outside of layers."""
+        return re.sub(r"^(?:.*?\.)??\d+(?:\.|$)", "", self.path) if self.layer is not None else self.path
 
     @cached_property
     def key(self) -> tuple[str, ...]:
@@ -145,17 +150,14 @@ def _same(rows: Iterable[Row]) -> list[Row]:
 
 
 def _changes(rows: Sequence[Row]) -> Iterator[tuple[int, int]]:
-    """Stretches of rows that changed, within one layer; a single row between two that changed belongs to them."""
+    """Stretches of rows that changed, within one layer."""
     start: int | None = None
     layer: int | None = None
     for i, row in enumerate(rows):
         changed = row.kind != "same"
-        if start is not None:
-            between = not changed and i + 1 < len(rows) and rows[i + 1].kind != "same" and rows[i - 1].kind != "same"
-            leaves = changed and layer is not None and row.layer is not None and row.layer != layer
-            if leaves or not (changed or between):
-                yield start, i
-                start = None
+        if start is not None and (not changed or (None not in (layer, row.layer) and row.layer != layer)):
+            yield start, i
+            start = None
         if changed:
             start, layer = (i, row.layer) if start is None else (start, layer if layer is not None else row.layer)
     if start is not None:

@@ -98,50 +98,75 @@ function connectCosts(article, graph) {
     return sizes;
   }
 
+  // The machine that is chosen, as long as nobody wrote other numbers for it.
+  function machineNow() {
+    const known = machine.value === "own" ? graph.machine : DATA.machines[Number(machine.value)];
+    const speed = Number(bandwidth.value) * 1e9, most = Number(peak.value) * 1e12;
+    const same = Math.abs(speed - known.bandwidth) < 1e6 && Math.abs(most - (known.flops || 0)) < 1e9;
+    return { speed, most, launch: known.launch, rows: same ? known.rows : [] };
+  }
+
+  // Seconds of one call, what they are bound by, and whether the kernel was measured.
+  function seconds(op, moved, done, tokens, on) {
+    if (!(on.speed > 0)) return [NaN, "", false];
+    const most = on.most * op.rate, work = Math.max(moved / on.speed, most > 0 ? done / most : 0);
+    const within = ([first, last]) => first <= tokens && (last === null || tokens <= last);
+    const kernel = (op.runs.find(within) || [0, 0, "glue"])[2];
+    const row = on.rows.find(([name, by, first, last]) => name === op.op && by === kernel && within([first, last]));
+    const floor = row ? row[4] : on.launch, total = floor + work / (row ? row[5] : 1);
+    return [total, floor > total / 2 ? "launch" : most > 0 && done / most > moved / on.speed ? "compute" : "memory", Boolean(row)];
+  }
+
   function update() {
-    const sizes = sizesNow(), speed = Number(bandwidth.value) * 1e9, most = Number(peak.value) * 1e12;
-    const took = (moved, done) => (speed > 0 ? Math.max(moved / speed, most > 0 ? done / most : 0) : NaN);
-    const found = graph.ops.map(([count, moved, done]) => {
-      const [a, b] = [count * calc(moved, sizes), count * calc(done, sizes)];
-      return [a, b, took(a, b)];
+    const sizes = sizesNow(), on = machineNow(), speed = on.speed;
+    const tokens = sizes.T ?? Math.max(1, ...Object.values(sizes));
+    const found = graph.ops.map((op) => {
+      const moved = calc(op.bytes, sizes), done = calc(op.flops, sizes);
+      const [each, bound, measured] = seconds(op, moved, done, tokens, on);
+      return { bytes: op.count * moved, flops: op.count * done, time: op.count * each, bound, measured };
     });
-    const sums = [0, 1, 2].map((i) => found.reduce((sum, row) => sum + (Number.isFinite(row[i]) ? row[i] : 0), 0));
-    const by = speed > 0 ? 2 : 0;
+    const sum = (name) => found.reduce((all, op) => all + (Number.isFinite(op[name]) ? op[name] : 0), 0);
+    const by = speed > 0 ? "time" : "bytes", whole = sum(by), all = sum("time");
+    const timed = (op) => (Number.isFinite(op.time) ? `${op.measured ? "" : "\u2265\u00a0"}${time(op.time)}` : "\u2013");
+    const percent = (part) => (Number.isFinite(part) ? `${(100 * part).toFixed(1)}\u00a0%` : "\u2013");
     pairs.forEach(([row]) => {
-      const [moved, done, seconds] = found[Number(row.dataset.op)];
-      row.querySelector(".bytes").textContent = bytes(moved);
-      row.querySelector(".flops").textContent = flops(done);
-      row.querySelector(".time").textContent = speed > 0 ? time(seconds) : "\u2013";
-      row.querySelector(".bound").textContent = speed > 0 && most > 0 ? (done / most > moved / speed ? "compute" : "memory") : "";
-      row.querySelector(".bar").style.width = `${(100 * found[Number(row.dataset.op)][by]) / (sums[by] || 1)}%`;
+      const op = found[Number(row.dataset.op)];
+      row.querySelector(".bytes").textContent = bytes(op.bytes);
+      row.querySelector(".flops").textContent = flops(op.flops);
+      row.querySelector(".time").textContent = timed(op);
+      row.querySelector(".bound").textContent = op.bound;
+      row.querySelector(".bar").style.width = `${(100 * op[by]) / (whole || 1)}%`;
+      row.querySelector(".percent").textContent = percent(op[by] / whole);
     });
     pairs.sort(([a], [b]) => found[Number(b.dataset.op)][by] - found[Number(a.dataset.op)][by] || 0);
     body.append(...pairs.flat());
-    const told = { bytes: bytes(sums[0]), flops: flops(sums[1]), time: speed > 0 ? time(sums[2]) : "set a bandwidth" };
+    const measured = found.some((op) => op.measured) && found.reduce((part, op) => part + (op.measured ? op.time : 0), 0) / all;
+    const told = {
+      bytes: bytes(sum("bytes")), flops: flops(sum("flops")), time: speed > 0 ? time(all) : "set a bandwidth",
+      kind: measured ? `predicted; kernels measured for ${percent(measured)} of it` : "takes at least (lower bound)",
+    };
     for (const [name, text] of Object.entries(told)) section.querySelector(`.total [data-total=${name}]`).textContent = text;
 
-    if (left) rank(left, (row) => {
-      const [count, tree] = graph.savings[Number(row.dataset.saving)];
-      return count * calc(tree, sizes);
-    }, (moved) => moved / speed, sums[2]);
-    if (second) rank(second, (row) => found[Number(row.dataset.op)][0], (moved, row) => found[Number(row.dataset.op)][2], sums[2]);
+    const moved = (row) => graph.savings[Number(row.dataset.saving)][0] * calc(graph.savings[Number(row.dataset.saving)][1], sizes);
+    const of = (row) => found[Number(row.dataset.op)];
+    if (left) rank(left, (row) => ({ bytes: moved(row), time: speed > 0 ? moved(row) / speed : NaN, measured: false }));
+    if (second) rank(second, of);
 
-    function rank(table, amount, seconds, all) {
-      const rows = [...table.rows].map((row) => [row, amount(row)]);
-      for (const [row, moved] of rows) {
-        row.querySelector(".bytes").textContent = moved === 0 ? "none" : bytes(moved);
-        row.querySelector(".time").textContent = speed > 0 ? time(seconds(moved, row)) : "\u2013";
-        row.querySelector(".share").textContent = speed > 0 && all > 0 ? `${((100 * seconds(moved, row)) / all).toFixed(1)} %` : "\u2013";
+    function rank(table, cost) {
+      const rows = [...table.rows].map((row) => [row, cost(row)]);
+      for (const [row, found] of rows) {
+        row.querySelector(".bytes").textContent = found.bytes === 0 ? "none" : bytes(found.bytes);
+        row.querySelector(".time").textContent = found.bytes === 0 ? "\u2013" : timed(found);
+        row.querySelector(".share").textContent = percent(found.time / all);
       }
-      table.append(...rows.sort((a, b) => b[1] - a[1] || 0).map(([row]) => row));
+      table.append(...rows.sort((a, b) => b[1].bytes - a[1].bytes || 0).map(([row]) => row));
     }
   }
 
   machine.addEventListener("change", () => {
-    const [, speed, most] = machine.value === "own" ? ["", graph.machine.bandwidth, graph.machine.flops]
-      : DATA.machines[Number(machine.value)];
-    bandwidth.value = speed ? speed / 1e9 : "";
-    peak.value = most ? most / 1e12 : "";
+    const known = machine.value === "own" ? graph.machine : DATA.machines[Number(machine.value)];
+    bandwidth.value = known.bandwidth ? known.bandwidth / 1e9 : "";
+    peak.value = known.flops ? known.flops / 1e12 : "";
     update();
   });
   for (const input of inputs) if (input !== machine) input.addEventListener("input", update);
