@@ -1,0 +1,290 @@
+"""`atomc audit`: how far each place that was rewritten is from the original, and which one causes a difference."""
+
+import argparse
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from atomc.cli.arguments import DTYPES, GLUES, command, default_glue, dtype_named
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from atomc.report import Report
+
+TOKENS = 64
+PROMPT = ("She looked at him and said that it was a truth universally acknowledged. He answered: 17 times 3 is 51, "
+          "and no more of it. In the beginning was the word, and the word was long; so they went on, one by one.")
+ORDERS = ("sqnr", "max", "relative")
+
+
+def add(commands: Any) -> None:
+    parser = command(
+        commands, "audit", run,
+        "Run a model with everything that was rewritten beside the original nodes in fp32: rank the places by error, and "
+        "find the rewrite that makes a difference. Exit code 1 if the results are too far from fp32.",
+        "  atomc audit\n  atomc audit path/to/Qwen3-0.6B --prompts prompts.txt --dtype bfloat16\n"
+        "  atomc audit path/to/Qwen3-0.6B --runtime --bound 0.01 --write-options without.toml\n"
+        "  atomc audit my_package.my_module:build_model --options without.toml\n"
+        "  atomc audit --dump graphs --record",
+    )  # fmt: skip
+    parser.add_argument("model", nargs="?", help="a checkpoint directory, a name on the Hugging Face hub, or "
+                        "package.module:function, which returns a module, (module, args) or (module, args, kwargs); "
+                        "left out: the demo model")  # fmt: skip
+    parser.add_argument("-p", "--prompt", action="append", help="what to run on; may be given several times")
+    parser.add_argument("--prompts", metavar="FILE", help="the same from a text file")
+    parser.add_argument("--tokens", type=int, default=TOKENS, metavar="N", help="of it, at most (default: %(default)s)")
+    parser.add_argument("--runtime", action="store_true", help="as `atomc generate` compiles it: with a paged cache")
+    parser.add_argument("--bound", type=float, metavar="X", help="how far results may be from fp32, of the largest value; "
+                        "default: twice as far as those of the original")  # fmt: skip
+    parser.add_argument("--by", choices=ORDERS, default="sqnr", help="what ranks the places (default: %(default)s)")
+    parser.add_argument("--rows", type=int, default=20, metavar="N", help="places that are shown (default: %(default)s)")
+    parser.add_argument("--options", metavar="FILE", help="TOML with a table [options], for the compiler")
+    parser.add_argument("--write-options", metavar="FILE", help="leave out what causes the difference, see whether that "
+                        "suffices, and write options for --options, `atomc serve --config` and ATOMC_OPTIONS")  # fmt: skip
+    parser.add_argument("--dump", metavar="DIR", help="write one runnable file per pass that changed the graph")
+    parser.add_argument("--record", action="store_true", help="with --dump: keep inputs, weights and outputs, too")
+    parser.add_argument("--quantization", metavar="NAME", help="quantize a checkpoint when it is read, such as fp8")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: as the checkpoint says")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU if there is one")
+    parser.add_argument("--glue", choices=GLUES, help="what runs the ops without a kernel; default: eager on a CPU")
+    parser.add_argument("--json", action="store_true", help="everything as JSON")
+
+
+@dataclass(frozen=True)
+class Audited:
+    """One compile and one call. eager: how far it is from what the model gives without a compiler, of the largest value."""
+
+    reports: "list[Report]"
+    eager: float
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from atomc.options import Options, read_options
+
+    if arguments.tokens < 1:
+        raise ValueError(f"--tokens {arguments.tokens}: expected at least 1")
+    given = read_options(Path(arguments.options)) if arguments.options else {}
+    chosen: dict[str, Any] = {"glue": arguments.glue or given.get("glue") or default_glue(arguments.device),
+                              "audit": True, "audit_bound": arguments.bound}  # fmt: skip
+    if arguments.dump:
+        chosen |= {"dump": arguments.dump, "record": arguments.record}
+    elif arguments.record:
+        raise ValueError("--record keeps inputs and outputs beside a dump: give --dump DIR, too")
+    Options.of({**given, **chosen})
+    with contextlib.redirect_stdout(sys.stderr):  # what the model prints is no part of the report
+        model, args, kwargs = _model(arguments)
+        first = _audited(model, args, kwargs, {**given, **chosen}, runtime=arguments.runtime)
+        written = _without(first, given, lambda options: _audited(
+            model, args, kwargs, {**options, "glue": chosen["glue"], "audit": True, "audit_bound": arguments.bound},
+            runtime=arguments.runtime)) if arguments.write_options else None  # fmt: skip
+    if written is not None and written.options is not None:
+        from atomc.options import written_options
+
+        Path(arguments.write_options).write_text(written_options(written.options))
+    _print(arguments, first, written)
+    return int(any("blame" in report.audit for report in first.reports))
+
+
+# The model and what it is called with
+
+
+def _model(arguments: argparse.Namespace) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    name = arguments.model
+    if name is not None and ":" in name and not Path(name).exists():
+        return _with_inputs(name, arguments)
+    from atomc.demo import PATH
+    from atomc.models import loader
+    from atomc.runtime.detokenizer import load_tokenizer
+    from atomc.runtime.hub import model_folder
+
+    folder = model_folder(str(name or PATH))
+    device = arguments.device or _default_device()
+    model = loader.load(folder, dtype=dtype_named(arguments.dtype), device=device, quantization=arguments.quantization)
+    return model, _ids_and_positions(model, load_tokenizer(folder), arguments, device), {}
+
+
+def _with_inputs(name: str, arguments: argparse.Namespace) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """The model that a function builds; without inputs, those that `explain` makes up, with other token ids."""
+    import torch
+
+    from atomc.cli.explain import _built_by
+    from atomc.inspection import example_inputs
+
+    if arguments.prompt or arguments.prompts or arguments.quantization:
+        raise ValueError(f"--prompt, --prompts and --quantization are for checkpoints; let {name} return (module, args)")
+    model, args, kwargs = _built_by(name)
+    if isinstance(model, torch.nn.Module):
+        model.requires_grad_(False)
+    if args or kwargs:
+        return model, args, kwargs
+    try:
+        args, kwargs = example_inputs(model)
+    except TypeError as error:
+        raise ValueError(f"{str(error).replace('explain', 'audit', 1)}; the function can return (module, args)") from error
+    if "input_ids" in kwargs:
+        return model, args, {**kwargs, "input_ids": _random_ids(model, kwargs["input_ids"])}
+    return model, (_random_ids(model, args[0]), *args[1:]), kwargs
+
+
+def _ids_and_positions(model: Any, tokenizer: Any, arguments: argparse.Namespace, device: str) -> "tuple[Tensor, Tensor]":
+    import torch
+
+    prompts = list(arguments.prompt or [])
+    if arguments.prompts:
+        prompts.append(Path(arguments.prompts).read_text(encoding="utf-8"))
+    if prompts and tokenizer is None:
+        raise ValueError("the checkpoint has no tokenizer.json, so a prompt has no tokens: leave it out for random ones")
+    if tokenizer is None:
+        ids = _random_ids(model, torch.zeros(arguments.tokens, dtype=torch.int64, device=device))
+    else:
+        tokens = tokenizer.encode("\n".join(prompts or [PROMPT])).ids[: arguments.tokens]
+        ids = torch.tensor(tokens, device=device)
+    if not len(ids):
+        raise ValueError("the prompt is empty")
+    return ids, torch.arange(len(ids), device=device)
+
+
+def _random_ids(model: Any, like: "Tensor") -> "Tensor":
+    import torch
+
+    config = getattr(model, "config", None)
+    known = getattr(config, "vocab_size", None) or getattr(getattr(config, "text_config", None), "vocab_size", None)
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(int(known or 64), like.shape, generator=generator).to(like.device)
+
+
+def _default_device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+# One audit
+
+
+def _audited(
+    model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: dict[str, Any], *, runtime: bool
+) -> Audited:
+    """Compile, call once, and call the model itself."""
+    import torch
+
+    from atomc.audit.error import worst
+    from atomc.report import reports
+
+    earlier = {id(report) for report in reports()}
+    torch._dynamo.reset()
+    with torch.no_grad():
+        if runtime:
+            args = (*args[:2], torch.arange(len(args[0]), device=args[0].device))
+            out = _step(model, args, options)
+        else:
+            compiled: Any = torch.compile(model, backend="atom", options=options)
+            out = compiled(*args, **kwargs)
+        eager = model(*args, **kwargs)
+    leaves = [list(_tensors(y)) for y in (out, eager)]
+    found = [report for report in reports() if id(report) not in earlier]
+    untreated = [report.why_not for report in found if not report.treated]
+    if not any(report.audit for report in found):
+        raise ValueError(f"nothing was compiled by atomc: {untreated[0] if untreated else 'Dynamo found no graph'}")
+    return Audited(found, worst(*leaves).relative)
+
+
+def _step(model: Any, args: tuple[Any, ...], options: dict[str, Any]) -> "Tensor":
+    """One step of the runtime: one new sequence, and the logits of all its tokens."""
+    import torch
+
+    from atomc.ops.state import LAYOUTS, GroupStep, Step
+    from atomc.program import compile_model
+
+    program = compile_model(model, options=options)
+    if not program.specs:
+        raise ValueError("--runtime: the model keeps no state; its attention layers own no handle (ops.kv_state)")
+    ids, positions, rows = args
+    count, device = len(ids), ids.device
+    block_size = LAYOUTS[program.specs[0].layout].block_size or count
+    blocks = -(-count // block_size)
+    program.bind([spec.allocate(blocks, block_size, device) for spec in program.specs])
+    group = GroupStep(torch.arange(count, device=device), torch.arange(blocks, dtype=torch.int32, device=device)[None],
+                      torch.zeros(1, dtype=torch.int64, device=device))  # fmt: skip
+    starts, lengths = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, count], [count]))
+    groups = tuple(group for _ in range(1 + max(spec.group for spec in program.specs)))
+    return program(Step(ids, positions, starts, lengths, rows, groups))
+
+
+def _tensors(value: Any) -> "Iterator[Tensor]":
+    """The tensors in what a model returns."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(part)
+
+
+# Leaving out what is at fault
+
+
+@dataclass(frozen=True)
+class Without:
+    """options: None if nothing is to be left out, or no option can; text: what became of it."""
+
+    options: dict[str, Any] | None
+    text: str
+
+
+def _without(first: Audited, given: Mapping[str, Any], audited: Callable[[dict[str, Any]], Audited]) -> Without:
+    """The options that leave out the least that suffices: a rewrite in a place, or also those that it took in."""
+    report = next((report for report in first.reports if "blame" in report.audit), None)
+    if report is None:
+        return Without(None, "no options written: the results are within the bound")
+    blame, bound = report.audit["blame"], report.audit["outputs"]["bound"]
+    if not blame["passes"]:
+        return Without(None, f"no options written: none can leave out {blame['rewrite'] or 'what is no rewrite'}; "
+                             "providers = [...] chooses other kernels")  # fmt: skip
+    path = blame["module_path"]
+    site = next(site for site in report.audit["sites"]
+                if site["rewrite"] == blame["rewrite"] and path in (None, site["module_path"]))  # fmt: skip
+    off = False if path is None else [path]
+    tried = 0.0
+    for passes in (blame["passes"], dict.fromkeys(site["rewrites"], off)):
+        options = {**given, "passes": _merged(given.get("passes", {}), passes)}
+        again = audited(options)
+        tried = max(report.audit["outputs"]["compiled"] for report in again.reports if "outputs" in report.audit)
+        if tried <= bound:
+            return Without(options, f"without it: {tried:.2g} of the largest value away from fp32")
+    return Without(options, f"without it the results are still {tried:.2g} of the largest value away from fp32; "
+                            "audit again with these options")  # fmt: skip
+
+
+def _merged(before: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """What both leave out."""
+    merged = dict(before)
+    for name, off in more.items():
+        both = isinstance(off, list) and isinstance(merged.get(name), list | tuple)
+        merged[name] = [*merged[name], *off] if both else off if merged.get(name) is not False else False
+    return merged
+
+
+def _print(arguments: argparse.Namespace, first: Audited, written: Without | None) -> None:
+    from atomc.render.audit import audit_text
+
+    graphs = [report for report in first.reports if report.audit]
+    if arguments.json:
+        found: dict[str, Any] = {"graphs": [{"model": report.model, **report.audit} for report in graphs],
+                                 "eager": first.eager}  # fmt: skip
+        if written is not None:
+            found["without"] = {"options": written.options, "text": written.text}
+        print(json.dumps(found, indent=1))
+        return
+    for number, report in enumerate(graphs):
+        print(f"graph {number}, " * (len(graphs) > 1) + f"{report.model}: "
+              + audit_text(report.audit, by=arguments.by, rows=arguments.rows) + "\n")  # fmt: skip
+    print(f"the model without the compiler is {first.eager:.2g} of the largest value away from what was compiled")
+    if written is not None:
+        print(written.text + (f"; see {arguments.write_options}" if written.options is not None else ""))
