@@ -1,7 +1,9 @@
 """Options: what a user may decide. This is the only reader of the environment."""
 
+import json
 import os
 import sys
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -105,7 +107,7 @@ class Options:
 
     @classmethod
     def of(cls, given: "Mapping[str, Any] | Options | None" = None, mode: str | None = None) -> "Options":
-        """The options of one compile: what the user gave, then the environment, then the defaults.
+        """The options of one compile: what the user gave, then the environment (a file, ATOMC_OPTIONS), then the defaults.
 
         Raises OptionsError for an unknown key or value, with what exists.
         """
@@ -113,7 +115,8 @@ class Options:
             return replace(given, mode=cast(Mode, mode)) if mode else given
         if given is not None and not isinstance(given, Mapping):
             raise OptionsError(f"options={given!r}: expected a dict or atomc.Options")
-        values = {**_environment(), **(given or {})}
+        file = os.environ.get("ATOMC_OPTIONS")
+        values = {**(read_options(Path(file)) if file else {}), **_environment(), **(given or {})}
         if mode:
             values["mode"] = mode
         known = [f.name for f in fields(cls)]
@@ -121,6 +124,29 @@ class Options:
         if unknown:
             raise OptionsError(f"unknown option {unknown[0]!r}; options are {known}")
         return cls(**values)
+
+
+def read_options(file: Path) -> dict[str, Any]:
+    """The table `options` of a TOML file, for `options=`. Raises OptionsError for what is not TOML or has no such table."""
+    try:
+        found = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise OptionsError(f"options in {file}: {error}") from error
+    table = found.get("options")
+    if not isinstance(table, dict):
+        raise OptionsError(f"options in {file}: there is no table [options], only {sorted(found)}")
+    return table
+
+
+def written_options(options: Mapping[str, Any]) -> str:
+    """Options as TOML, which `read_options` and `atomc serve --config` read. Raises TypeError for what it cannot spell."""
+    tables = {name: value for name, value in options.items() if isinstance(value, Mapping)}
+    lines = ["[options]", *(f"{json.dumps(name)} = {json.dumps(value)}" for name, value in options.items()
+                            if name not in tables and value is not None)]  # fmt: skip
+    for name, table in tables.items():
+        lines += ["", f"[options.{json.dumps(name)}]"]
+        lines += [f"{json.dumps(key)} = {json.dumps(value)}" for key, value in table.items()]
+    return "\n".join(lines) + "\n"
 
 
 def _texts(value: Any) -> bool:

@@ -17,7 +17,7 @@ LAYERS = [
     {"platform", "options", "errors", "packs", "torch_compat"},
     {"op", "ops", "copies"},
     {"sizes", "canonical", "provenance", "match", "near_miss", "rewrite", "graph_pass", "strides",
-     "dump", "replay", "report", "render", "cost", "contract", "listing", "savings", "few_bits", "efficiency",
+     "dump", "diff", "replay", "report", "render", "cost", "contract", "listing", "savings", "few_bits", "efficiency",
      "report_page"},
     {"kernels", "passes", "artifact", "trace"},
     {"audit", "select", "ranges", "regions", "stamp", "floats", "capture", "pipeline", "pieces",

@@ -1,4 +1,4 @@
-"""The command line: `atomc generate`, `atomc explain`, `atomc serve`, `atomc bench`, `atomc doctor`.
+"""The command line: `atomc generate`, `atomc explain`, `atomc audit`, `atomc diff`, `atomc serve`, ...
 
 Nothing heavy is imported before a command runs. What a user can cause ends as one line on stderr, with exit code 2.
 """
@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import NoReturn
 
-from atomc.cli import bench, doctor, explain, generate, serve
+from atomc.cli import audit, bench, diff, doctor, explain, generate, serve
 
-COMMANDS = {"generate": generate, "explain": explain, "serve": serve, "bench": bench, "doctor": doctor}
+COMMANDS = {"generate": generate, "explain": explain, "audit": audit, "diff": diff, "serve": serve, "bench": bench,
+            "doctor": doctor}  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
