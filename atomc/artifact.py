@@ -183,8 +183,8 @@ def _parts_of(kernel: Any) -> Iterator[tuple[str, Callable[..., Any]]]:
         yield "workspace", kernel.workspace
     if kernel.plan is not None:
         yield "plan", kernel.plan
-    for name, prepare in kernel.prepare.items():
-        yield f"prepare {name}", prepare
+    for names, prepare in kernel.prepare.items():
+        yield f"prepare {', '.join(names)}", prepare
 
 
 def _full_name(function: Callable[..., Any]) -> str:

@@ -20,14 +20,14 @@ from atomc.rewrite import Fired, Rewrite
 class Extra:
     """A graph input that the traced program did not have; whoever calls the graph fills it.
 
-    kind      "prepared": function(weight) -> Prepared, once; "plan": function(step, spec), once a step
-    weight    the name of the placeholder of the weight to prepare
+    kind      "prepared": function(*weights) -> Prepared, once; "plan": function(step, spec), once a step
+    weights   the names of the placeholders of the weights to prepare, None where there is none
     """
 
     kind: str
     name: str
     function: Callable[..., Any]
-    weight: str = ""
+    weights: tuple[str | None, ...] = ()
 
 
 @dataclass

@@ -22,10 +22,9 @@ ALL_TOKENS = sympy.Interval(1, sympy.oo)
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a kernel made of a weight, and whether the original may be freed."""
+    """What a kernel made of weights, which stay: other kernels, a second program and whoever saves the model read them."""
 
     tensors: tuple[Tensor, ...]
-    frees_original: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,8 +34,8 @@ class Kernel:
     refuses:   (platform, *args) -> the sentence shown to the user, or None. The args are fake tensors and numbers.
     tokens:    the numbers of tokens for which the kernel is meant.
     layout:    the memory layout of the state it reads or writes (atomc.ops.state.LAYOUTS), None if it touches none.
-    prepare:   name of a parameter -> function(weight) -> Prepared; the kernel then receives the prepared tensors as a
-               tuple under that name. Runs once, after selection.
+    prepare:   names of parameters -> function(*weights) -> Prepared; the kernel then receives the prepared tensors as a
+               tuple under the first name. Runs once, after selection; not at all where the first parameter is None.
     plan:      (step, spec) -> tuple of tensors, once a step into static buffers, before the layers run; the kernel
                receives it as `plan=`.
     workspace: (*args) -> bytes; the kernel receives a uint8 tensor of that size as `workspace=`.
@@ -50,7 +49,7 @@ class Kernel:
     refuses: Callable[..., str | None] | None = None
     tokens: sympy.Set = ALL_TOKENS
     layout: str | None = None
-    prepare: dict[str, Callable[[Tensor], Prepared]] = field(default_factory=dict)
+    prepare: dict[tuple[str, ...], Callable[..., Prepared]] = field(default_factory=dict)
     plan: Callable[..., tuple[Tensor, ...]] | None = None
     workspace: Callable[..., int] | None = None
     rounds: str = "as meaning"
@@ -100,7 +99,7 @@ class Op:
         refuses: Callable[..., str | None] | None = None,
         tokens: sympy.Set = ALL_TOKENS,
         layout: str | None = None,
-        prepare: dict[str, Callable[[Tensor], Prepared]] | None = None,
+        prepare: Mapping[str | tuple[str, ...], Callable[..., Prepared]] | None = None,
         plan: Callable[..., tuple[Tensor, ...]] | None = None,
         workspace: Callable[..., int] | None = None,
         rounds: str = "as meaning",
@@ -110,7 +109,8 @@ class Op:
 
         Raises ValueError if `prepare` names no parameter of the op or the same function is registered twice.
         """
-        unknown = set(prepare or ()) - set(self.signature.parameters)
+        preparing = {(names,) if isinstance(names, str) else names: made for names, made in (prepare or {}).items()}
+        unknown = {name for names in preparing for name in names} - set(self.signature.parameters)
         if unknown:
             raise ValueError(f"kernel of {self.name}: prepare names {sorted(unknown)}, "
                              f"the op has {list(self.signature.parameters)}")
@@ -119,7 +119,7 @@ class Op:
             if any(known.function is function for known in self.kernels):
                 raise ValueError(f"kernel {function.__module__}.{function.__qualname__} of {self.name} "
                                  "is registered already")
-            self.kernels.append(Kernel(self.name, provider, function, refuses, tokens, layout, dict(prepare or {}),
+            self.kernels.append(Kernel(self.name, provider, function, refuses, tokens, layout, preparing,
                                        plan, workspace, rounds, syncs))
             return function
 

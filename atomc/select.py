@@ -114,7 +114,7 @@ class Selection:
         if self.options.batch_invariant and _joins_rows(kernel.op) and kernel.provider != kernels.INVARIANT:
             return "what it computes for a row depends on how many there are, and batch_invariant=True forbids that"
         arguments, nodes = _arguments(kernel, node)
-        for name in kernel.prepare:
+        for name in (name for names in kernel.prepare for name in names if nodes[name] is not None):
             if nodes[name].op != "placeholder":
                 return f"it prepares `{name}` once, but here that is computed in the graph"
         if kernel.provider == "torch" and self._better_inlined(kernel, arguments):
@@ -133,10 +133,11 @@ class Selection:
     def _no_copies(self, kernel: Kernel, nodes: dict[str, Any]) -> str | None:
         """Why the copies that this kernel wants of its weights cannot be kept, or None."""
         together = self.copied.copy()
-        for name, prepare in kernel.prepare.items():
-            if reason := self.weights.get(nodes[name].name, "nobody says whether it stays the same"):
-                return f"it keeps a copy of `{name}`: {reason}"
-            together[nodes[name], prepare] = _nbytes(nodes[name])
+        for names, prepare in kernel.prepare.items():
+            for name in (name for name in names if nodes[name] is not None):
+                if reason := self.weights.get(nodes[name].name, "nobody says whether it stays the same"):
+                    return f"it keeps a copy of `{name}`: {reason}"
+                together[nodes[name], prepare] = _nbytes(nodes[name])
         if kernel.prepare and self.platform.memory and sum(together.values()) > MOST_COPIED * self.platform.memory:
             return (f"copies of weights would take {sum(together.values()) / 1e9:.1f} GB, more than {MOST_COPIED:.0%} "
                     "of this machine's memory")  # fmt: skip
@@ -144,7 +145,8 @@ class Selection:
 
     def _promise_copies(self, kernel: Kernel, node: Node) -> None:
         _, nodes = _arguments(kernel, node)
-        self.copied |= {(nodes[name], prepare): _nbytes(nodes[name]) for name, prepare in kernel.prepare.items()}
+        self.copied |= {(nodes[name], prepare): _nbytes(nodes[name]) for names, prepare in kernel.prepare.items()
+                        for name in names if nodes[name] is not None}  # fmt: skip
 
     def _tuned_by_inductor(self) -> bool:
         return not self.eager and self.options.mode.startswith("max-autotune")

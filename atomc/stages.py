@@ -250,9 +250,13 @@ def with_extras(compiled: Compiled, packs: Packs, example_inputs: Sequence[Any],
 def copies_of(compiled: Compiled, notes: list[str]) -> Copies:
     """What kernels make of the weights that the graph reads, found among its inputs."""
     number = {name: i for i, name in enumerate(compiled.inputs)}
-    wanted = [(extra.weight, extra.function) for extra in compiled.extras if extra.kind == "prepared"]
-    parts = {name: tuple(number[part] for part in compiled.packed.get(name, (name,))) for name, _ in wanted}
-    return Copies([Wanted(number[name], parts[name], prepare) for name, prepare in wanted], notes)
+    wanted = []
+    for extra in (extra for extra in compiled.extras if extra.kind == "prepared"):
+        weights = tuple(None if name is None else number[name] for name in extra.weights)
+        given = [name for name in extra.weights if name is not None]
+        parts = tuple(number[part] for name in given for part in compiled.packed.get(name, (name,)))
+        wanted.append(Wanted(weights, parts, extra.function))
+    return Copies(wanted, notes)
 
 
 def packs_of(compiled: Compiled, notes: list[str]) -> Packs:

@@ -65,7 +65,8 @@ def run(kernel: ops.Kernel, arguments: dict[str, Any]) -> Any:
     if kernel.workspace is not None:
         device = next(value.device for value in arguments.values() if isinstance(value, Tensor))
         workspace["workspace"] = torch.empty(kernel.workspace(**arguments), dtype=torch.uint8, device=device)
-    prepared = {name: prepare(arguments[name]).tensors for name, prepare in kernel.prepare.items()}
+    prepared = {names[0]: prepare(*map(arguments.get, names)).tensors for names, prepare in kernel.prepare.items()
+                if arguments.get(names[0]) is not None}  # fmt: skip
     with PoisonedMemory():
         return kernel.function(**arguments | prepared | workspace)
 
