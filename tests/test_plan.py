@@ -1,0 +1,302 @@
+"""Plans: what a step costs on a machine that is not here, held against sums made by hand and steps that were measured."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from atomc.cli import main, planning
+from atomc.efficiency import Table, Timing, evaluated, fit, predict, serves, shipped
+from atomc.plan import Load, built, compiled, plan, share
+from atomc.platform import GIB, Platform
+from atomc.quantization import ONLINE
+
+ROOT = Path(__file__).parents[1]
+QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False, "head_dim": 128,
+         "hidden_act": "silu", "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+         "dtype": "bfloat16", "vocab_size": 151936, "num_key_value_heads": 8}  # fmt: skip
+SHAPES = {
+    "0.6b": {**QWEN3, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+             "num_attention_heads": 16, "tie_word_embeddings": True},
+    "8b": {**QWEN3, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
+           "num_attention_heads": 32, "tie_word_embeddings": False},
+}  # fmt: skip
+LAYERS, WIDTH, HEADS, KV_HEADS, HEAD, INNER, VOCABULARY = 2, 512, 8, 4, 64, 1024, 4096
+SMALL = {**QWEN3, "hidden_size": WIDTH, "intermediate_size": INNER, "num_hidden_layers": LAYERS, "head_dim": HEAD,
+         "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "vocab_size": VOCABULARY,
+         "tie_word_embeddings": False, "max_position_embeddings": 4096}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def programs():
+    """SMALL compiled for a machine and a number of devices, once each."""
+    made = {}
+
+    def program(model, platform):
+        key = platform.name, model.devices, model.how and model.how.method
+        made[key] = made.get(key) or compiled(model, platform)
+        return made[key]
+
+    return program
+
+
+@pytest.fixture
+def planned(folder, programs):
+    def found(platform, load=None, devices=1, quantization=None, config=None):
+        where = Platform.named(platform) if isinstance(platform, str) else platform
+        model = built(folder(config or SMALL), devices=devices, quantization=quantization, platform=where)
+        return plan(model, where, load or Load(), program=programs(model, where))
+
+    return found
+
+
+@pytest.fixture
+def folder(tmp_path):
+    def made(config):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return tmp_path
+
+    return made
+
+
+def lines_of(found, op):
+    return [line for line in found.lines if line.op == op]
+
+
+# Times
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_predicted_decode_steps_of_the_h200_are_within_a_quarter_of_the_measured_ones(folder, name):
+    figures = [json.loads(line) for line in (ROOT / "bench/results/decode-h200.json").read_text().splitlines()]
+    measured = {f["batch"]: f["tpot_ms"] for f in figures if (f["model"], f["what"], f["context"]) == (name, "atomc", 1024)}
+    h200 = Platform.named("h200")
+    model = built(folder(SHAPES[name]), layers=2)
+    program = compiled(model, h200)
+    assert set(measured) == {1, 8, 64}
+    for batch, tpot in measured.items():
+        found = plan(model, h200, Load(batch, batch, 1024), program=program)
+        layers = sum(line.seconds * line.calls / 2 for line in found.lines if line.in_layers and line.calls == 2)
+        rest = sum(line.seconds * line.calls for line in found.lines if not (line.in_layers and line.calls == 2))
+        assert (SHAPES[name]["num_hidden_layers"] * layers + rest) * 1e3 == pytest.approx(tpot, rel=0.25)
+
+
+def test_a_machine_on_which_nothing_was_measured_gets_a_lower_bound(planned):
+    b200, h200 = planned("sm100"), planned("h200")
+    assert b200.lower_bound == "lower bound: no kernel was measured on NVIDIA B200"
+    assert not any(line.measured for line in b200.lines)
+    assert all(line.measured for line in lines_of(h200, "linear"))
+    (head,) = [line for line in lines_of(b200, "linear") if line.module_path == "lm_head"]
+    assert head.bytes == 2 * (WIDTH + WIDTH * VOCABULARY + VOCABULARY)
+    assert head.seconds == pytest.approx(0.75e-6 + head.bytes / 7.7e12)
+
+
+def test_a_machine_of_which_nothing_is_known_gets_bytes_and_no_time(planned):
+    found = planned("cpu")
+    assert "nothing is known of the bandwidth" in found.lower_bound
+    assert found.total("seconds") is None and found.total("bytes") > 0
+
+
+def test_a_line_through_measurements_gives_floor_and_efficiency_back():
+    timings = [Timing("linear", "triton", tokens, work, 2e-6 + work / 0.8)
+               for tokens in (1, 16) for work in (1e-6, 5e-6, 4e-5)]  # fmt: skip
+    table = fit(timings, "machine", 1e12, 1e15, "made up")
+    few, many = table.rows
+    assert (few.first, few.last, many.first, many.last) == (1, 4, 5, None)
+    assert few.floor == pytest.approx(2e-6) and few.efficiency == pytest.approx(0.8)
+    assert table.row("linear", "triton", 3) is few and table.row("linear", "triton", 10**6) is many
+    assert table.row("linear", "cuda", 3) is None
+    assert Table.of(json.loads(json.dumps(table.to_dict()))) == table
+
+
+@pytest.mark.parametrize(
+    "points",
+    [[(1e-9, 1e-6)], [(1e-9, 1e-6), (2e-9, 0.9e-6)], [(1e-5, 1e-5), (1e-4, 1.1e-4)], [(1e-5, 0.9e-5), (2e-5, 1.9e-5)]],
+    ids=["one point", "less time for more work", "no floor", "faster than the data sheet"],
+)
+def test_no_floor_is_negative_and_no_efficiency_above_1(points):
+    (row,) = fit([Timing("rms_norm", "triton", 1, *point) for point in points], "machine", 1e12, 1e15, "made up").rows
+    assert row.floor >= 0 and 0 < row.efficiency <= 1
+    assert all(row.seconds(work) == pytest.approx(seconds, rel=0.12) for work, seconds in points)
+
+
+def test_a_table_that_is_none_is_refused():
+    with pytest.raises(ValueError, match=r"version 0, expected 1: measure again"):
+        Table.of({"version": 0})
+    with pytest.raises(ValueError, match=r"no table of efficiencies: 'machine'"):
+        Table.of({"version": 1, "rows": []})
+
+
+def test_the_shipped_table_says_where_it_is_from():
+    (table,) = shipped().values()
+    assert table.machine == Platform.named("h200").name and "bench/" in table.source
+    assert {"linear", "paged_attention", "add_rms_norm", "silu_and_mul"} <= {row.op for row in table.rows}
+
+
+def test_a_range_of_tokens_is_read_as_reports_spell_it():
+    assert [serves("2 to 16", t) for t in (1, 2, 16, 17)] == [False, True, True, False]
+    assert [serves("17 and more", t) for t in (16, 17)] == [False, True]
+    assert serves("any", 5) and serves("1", 1) and not serves("1", 2)
+
+
+def test_few_tokens_and_many_are_served_by_the_kernels_of_their_ranges(folder, programs):
+    h200 = Platform.named("h200")
+    report = programs(built(folder(SMALL)), h200).report
+    kernels = [{p.kernel for p in predict(report, h200, Load(t, t, 64).sizes) if p.op == "linear"} for t in (1, 64)]
+    assert kernels == [{"triton"}, {"cuda"}]
+
+
+def test_a_graph_whose_sizes_are_not_those_of_a_step_is_refused():
+    with pytest.raises(ValueError, match=r"sizes \['s0'\] that a step does not say"):
+        evaluated("2*T*s0", (("T", 3),))
+
+
+@pytest.mark.parametrize("load", [(0, 1, 8), (1, 2, 8), (17, 2, 8)])
+def test_a_step_that_cannot_be_is_refused(load):
+    with pytest.raises(ValueError, match="a step of"):
+        Load(*load)
+
+
+# Memory
+
+
+def weights_of(devices, size=2):
+    """Bytes of SMALL's weights on one of so many devices, `size` bytes a number in its linear layers."""
+    q, kv, inner = HEADS * HEAD // devices, KV_HEADS * HEAD // devices, INNER // devices
+    linears = LAYERS * (2 * q * WIDTH + 2 * kv * WIDTH + 3 * inner * WIDTH)
+    norms = LAYERS * (2 * WIDTH + 2 * HEAD) + WIDTH
+    return size * linears + 2 * (2 * VOCABULARY // devices * WIDTH + norms)
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_weights_and_cache_of_a_device_are_those_counted_by_hand(planned, devices):
+    memory = planned("h200", devices=devices).memory
+    assert 0 <= memory.weights - weights_of(devices) <= 1024  # rotary frequencies, too
+    assert memory.per_token == LAYERS * 2 * KV_HEADS // devices * HEAD * 2
+    assert memory.fits == memory.cache // (memory.per_token * memory.longest)
+    assert memory.cache < 0.9 * memory.total - memory.weights
+
+
+def test_weights_in_fp8_take_half_and_their_scales(planned):
+    memory = planned("gfx950", quantization="fp8").memory
+    assert 0 <= memory.weights - weights_of(1, size=1) <= 2048
+
+
+def test_a_sequence_that_fits_nowhere_is_said_to_be_too_long(planned):
+    tiny = dataclasses.replace(Platform.named("h200"), memory=GIB // 40)
+    memory = planned(tiny, config={**SMALL, "max_position_embeddings": 10**6}).memory
+    assert memory.fits == 0 and 0 < memory.longest_that_fits < 10**6
+
+
+# Cut over devices
+
+
+def test_a_device_gets_its_share_of_heads_hidden_units_and_vocabulary():
+    found = share(SMALL, 4)
+    assert [found[name] for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")] == [
+        2, 1, 256, 1024]  # fmt: skip
+    assert found["hidden_size"] == WIDTH and found["head_dim"] == HEAD
+    assert share({key: value for key, value in SMALL.items() if key != "head_dim"}, 2)["head_dim"] == WIDTH // HEADS
+
+
+@pytest.mark.parametrize(
+    "devices, why",
+    [(3, "num_attention_heads is 8, no multiple of 3"), (8, "num_key_value_heads is 4, no multiple of 8"),
+     (0, "0 devices: expected at least 1")],
+)  # fmt: skip
+def test_what_does_not_divide_is_refused(devices, why):
+    with pytest.raises(ValueError, match=why):
+        share(SMALL, devices)
+
+
+def test_each_device_sends_the_bytes_of_a_ring(planned):
+    found = planned("h200", Load(tokens=6, sequences=2, context=64), devices=4)
+    sent = found.communication
+    assert (sent.all_reduces, sent.gathers, sent.message) == (2 * LAYERS + 1, 1, 6 * WIDTH * 2)
+    assert sent.sent == sent.all_reduces * 2 * 3 * sent.message // 4 + 3 * 2 * VOCABULARY // 4 * 2
+    assert planned("h200").communication is None
+
+
+def test_a_layer_of_a_device_moves_its_share_of_the_weights(planned):
+    whole, cut = (planned("h200", Load(1, 1, 64), devices=n) for n in (1, 4))
+    (down,) = [line for line in cut.lines if line.module_path.endswith("down_proj")]
+    assert down.bytes == 2 * (INNER // 4 + INNER // 4 * WIDTH + WIDTH) and down.calls == LAYERS and down.in_layers
+    assert cut.total("bytes", layers_only=True) < whole.total("bytes", layers_only=True) / 3
+
+
+# Machines and numbers
+
+
+@pytest.mark.parametrize("platform, dtype", [("gfx942", torch.float8_e4m3fnuz), ("gfx950", torch.float8_e4m3fn)])
+def test_an_amd_gpu_gets_its_kernels_and_its_own_fp8(folder, programs, platform, dtype):
+    where = Platform.named(platform)
+    model = built(folder(SMALL), quantization="fp8", platform=where)
+    assert model.module.model.layers[0].mlp.down_proj.weight.dtype == dtype
+    found = plan(model, where, Load(), program=programs(model, where))
+    assert found.arch == platform and "aiter" in {line.kernel for line in found.lines}
+    # All but the first norm stand behind an addition, and the last one feeds the head, which is not quantized.
+    assert sum(line.calls for line in lines_of(found, "add_rms_norm_quant")) == 2 * LAYERS - 1
+
+
+@pytest.mark.parametrize("scheme", ONLINE)
+def test_weights_have_the_tensors_of_their_scheme_and_siblings_share_a_scale(folder, scheme):
+    attention = built(folder(SMALL), quantization=scheme, layers=1).module.model.layers[0].self_attn
+    tensors = ONLINE[scheme].tensors(KV_HEADS * HEAD, WIDTH, torch.bfloat16)
+    assert {name: (tuple(x.shape), x.dtype) for name, x in attention.k_proj.named_parameters()} == tensors
+    assert (attention.k_proj.weight_scale is attention.v_proj.weight_scale) == (scheme == "fp8")
+
+
+def test_a_quantized_checkpoint_is_planned_as_it_is(folder):
+    stored = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    model = built(folder({**SMALL, "quantization_config": stored}), layers=1)
+    assert model.module.model.layers[0].mlp.up_proj.weight_scale.shape == (INNER // 128, WIDTH // 128)
+    with pytest.raises(ValueError, match="quantized already"):
+        built(folder({**SMALL, "quantization_config": stored}), quantization="int4")
+
+
+# The command
+
+
+def test_the_names_of_the_command_line_are_those_of_the_schemes():
+    assert tuple(ONLINE) == planning.SCHEMES
+
+
+def test_the_command_prints_memory_kernels_and_sums(folder, capsys):
+    path = folder(SMALL)
+    asked = ["--layers", "1", "--platform", "gfx950", "--dtype", "fp8", "--tp", "4", "--sequences", "8"]
+    assert main(["explain", str(path), *asked]) == 0
+    out = capsys.readouterr().out
+    assert "plan: Qwen3ForCausalLM in fp8 on AMD Instinct MI355X (gfx950), cut over 4 devices" in out
+    assert "memory of a device" in out and "each device sends" in out
+    assert "lower bound: no kernel was measured on AMD Instinct MI355X" in out
+    assert "add_rms_norm_quant" in out.partition("plan: ")[0]  # the fusions stand before the plan
+
+
+def test_the_plan_is_in_the_json(folder, capsys):
+    assert main(["explain", str(folder(SMALL)), "--layers", "1", "--plan", "--platform", "h200", "--json"]) == 0
+    (report,) = json.loads(capsys.readouterr().out)
+    found = report["plan"]
+    assert found["load"] == {"tokens": 1, "sequences": 1, "context": 1024}
+    assert found["totals"]["bytes"]["step"] == sum(line["bytes"] * line["calls"] for line in found["lines"])
+
+
+@pytest.mark.parametrize(
+    "asked, why",
+    [(["--tp", "3"], "num_attention_heads is 8, no multiple of 3"),
+     (["--plan", "--why", "rms_norm"], "does not go with --why"),
+     (["--measure", "--platform", "h200"], "leave one of them out"),
+     (["--tokens", "5", "--sequences", "9"], "a step of 5 tokens"),
+     (["--plan", "--efficiency", "{path}/config.json"], "no table of efficiencies")],
+)  # fmt: skip
+def test_the_command_refuses_in_one_line(folder, capsys, asked, why):
+    path = folder(SMALL)
+    assert main(["explain", str(path), *(part.format(path=path) for part in asked)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert why in line
+
+
+def test_a_function_has_no_plan(capsys):
+    assert main(["explain", "some.module:build", "--plan"]) == 2
+    assert "a plan is made of a config.json; some.module:build is a function" in capsys.readouterr().err
