@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from atomc import kernels, packs
+from atomc import copies, kernels, packs
 from atomc.artifact import Unstorable
 from atomc.graph_pass import Pass
 from atomc.op import REGISTRY
@@ -29,7 +29,7 @@ from atomc.passes import PIPELINE
 from atomc.pipeline import with_registered
 from atomc.platform import Platform
 from atomc.provenance import module_path, source_line
-from atomc.torch_compat import inductor_settings, outside_of_tracing, size_facts, source_name
+from atomc.torch_compat import autocast_is_on, inductor_settings, outside_of_tracing, size_facts, source_name
 
 Parts = dict[str, str]
 
@@ -47,7 +47,7 @@ def parts_of(
     paged: bool,
 ) -> Parts:  # fmt: skip
     """The parts for one graph of Dynamo's. Raises Unstorable if something in it cannot be told from something else."""
-    if torch._C._is_any_autocast_enabled():
+    if autocast_is_on():
         raise Unstorable("autocast is on")
     lines: list[str] = []
     places: list[str] = []
@@ -245,7 +245,7 @@ def _value(fake: Any) -> str:
 
 
 def _given(given: Any, number: int) -> str:
-    """What else compiling may look at of a real input: what it is, and why it may not be packed.
+    """What else compiling may look at of a real input: what it is, and why no copy of it may be kept or it not be packed.
 
     number  of the first input that is the same object
     """
@@ -256,8 +256,10 @@ def _given(given: Any, number: int) -> str:
         raise Unstorable("the model is on the meta device")
     if type(given) not in _PLAIN_TENSORS and kind != "FakeTensor":
         raise Unstorable(f"an input is a {kind}")
-    made_in_inference = ", made in inference mode" * given.is_inference()
-    unfit = packs.unfit(given) if isinstance(given, nn.Parameter) else None
-    return f"{kind} {number}{made_in_inference}" + f", {unfit}" * bool(unfit)
+    if isinstance(given, nn.Parameter):
+        refused = {"no copy": copies.unfit(given), "no pack": packs.unfit(given)}
+    else:
+        refused = {"made in inference mode": given.is_inference() or None}
+    return ", ".join([f"{kind} {number}", *(f"{what}: {why}" for what, why in refused.items() if why is not None)])
 
 

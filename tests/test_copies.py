@@ -2,6 +2,7 @@
 
 import gc
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import atomc
 from atomc import copies, kernels, ops
 from atomc.models import build
 from atomc.models.loader import fill_randomly, ready
-from atomc.op import refusal
+from atomc.op import Prepared, refusal
 from atomc.platform import Platform
 from atomc.program import compile_model
 
@@ -156,6 +157,25 @@ def test_one_graph_for_several_layers_keeps_a_copy_for_each() -> None:
                                      for a, b in zip(one, other, strict=True))  # fmt: skip
 
 
+@pytest.mark.parametrize("written", ["weight", "bias"])
+@torch.no_grad()
+def test_a_copy_that_is_made_of_two_weights_follows_both(written: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def joined(weight: Tensor, bias: Tensor | None) -> Prepared:
+        return Prepared((torch.cat((weight, (weight.new_zeros(len(weight)) if bias is None else bias)[:, None]), 1),))
+
+    def linear(x: Tensor, weight: tuple[Tensor], bias: Tensor | None = None) -> Tensor:
+        return F.linear(F.pad(x, (0, 1), value=1.0), weight[0])
+
+    monkeypatch.setattr(ops.linear, "kernels", list(ops.linear.kernels))
+    ops.linear.kernel("mine", prepare={("weight", "bias"): joined})(linear)
+    module = nn.Sequential(nn.Linear(32, 8), nn.Linear(8, 5, bias=False)).requires_grad_(False)
+    compiled = torch.compile(module, backend="atom", options={"glue": "eager", "providers": ("mine", "torch")})
+    torch.testing.assert_close(compiled(X), module(X))
+    assert chosen() == ["mine", "mine"]
+    getattr(module[0], written).mul_(3)
+    torch.testing.assert_close(compiled(X), module(X))
+
+
 def test_no_copy_is_kept_of_what_is_no_parameter_or_was_made_in_inference_mode() -> None:
     def multiplied(x: Tensor, w: Tensor) -> Tensor:
         return F.linear(x, w)
@@ -167,6 +187,23 @@ def test_no_copy_is_kept_of_what_is_no_parameter_or_was_made_in_inference_mode()
         module = nn.Linear(32, 8).requires_grad_(False)
         torch.testing.assert_close(torch.compile(module, backend="atom", options=EAGER)(X), module(X))
     assert "it was made in inference mode, where torch counts no writes" in str(atomc.reports()[-1].kernels)
+
+
+def test_compiled_code_that_reads_copies_is_not_loaded_for_weights_that_have_none(tmp_path: Path) -> None:
+    def outcome(module: nn.Module) -> tuple[str | None, list[str]]:
+        torch._dynamo.reset()
+        with torch.inference_mode():
+            options = {**EAGER, "cache": True, "cache_dir": str(tmp_path)}
+            torch.testing.assert_close(torch.compile(module, backend="atom", options=options)(X), module(X))
+        return atomc.reports()[-1].cache, chosen()
+
+    with torch.inference_mode():
+        inside = nn.Linear(32, 8).requires_grad_(False)
+    outside = nn.Linear(32, 8).requires_grad_(False)
+    assert outcome(outside)[1] == ["onednn"]
+    assert outcome(outside) == ("hit", ["onednn"])
+    cache, kernels_of_inside = outcome(inside)
+    assert "no copy: it was made in inference mode" in str(cache) and kernels_of_inside == ["torch"]
 
 
 def test_copies_take_no_more_than_a_part_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
