@@ -42,14 +42,17 @@ def _call_kernel(
 ) -> None:
     arguments = op.signature.bind(*node.args, **node.kwargs).arguments
     added: dict[str, Node] = {}
-    for name, prepare in kernel.prepare.items():
-        weight = arguments[name]
-        key: Any = (weight, prepare)
+    for names, prepare in kernel.prepare.items():
+        weights = [arguments.get(name) for name in names]
+        if weights[0] is None:
+            continue
+        key: Any = (*weights, prepare)
         if key not in extras:
             extras[key] = _placeholder(graph, f"prepared_{len(extras)}")
-            context.extras.append(Extra("prepared", extras[key].name, prepare, weight.name))
+            inputs = tuple(weight.name if weight is not None else None for weight in weights)
+            context.extras.append(Extra("prepared", extras[key].name, prepare, inputs))
             extras[key].meta["extra"] = context.extras[-1]
-        added[name] = extras[key]
+        added[names[0]] = extras[key]
     if kernel.plan is not None:
         key = kernel.plan
         if key not in extras:
