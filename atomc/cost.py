@@ -260,6 +260,20 @@ def _state_write(node: Node) -> Cost:
     return Cost(bytes_of(rows) + bytes_of(out) + sympy.Add(*written), sympy.Add(*[_numel(result) for result in out]))
 
 
+def _product_in_few_bits(node: Node) -> Cost:
+    """A product of codes, two a byte where these are bytes: each row of x with each row of the weight."""
+    x, weight = _argument(node, "x"), _argument(node, "weight")
+    depth = expression(x.shape[-1]) * (2 if x.element_size() == 1 and not x.dtype.is_floating_point else 1)
+    rows = _numel(x) / expression(x.shape[-1])
+    return Cost(_read_and_write(node).bytes, 2 * rows * depth * expression(weight.shape[-2]))
+
+
+def _product_and_write(node: Node) -> Cost:
+    """Queries of each head by its weight, and a write into the state."""
+    latent = expression(_argument(node, "weight").shape[1])
+    return Cost(_state_write(node).bytes, 2 * _numel(_argument(node, "q_nope")) * latent)
+
+
 _RULES: dict[str, Callable[[Node], Cost]] = {
     **dict.fromkeys(PRODUCTS, _product),
     **dict.fromkeys(SCALED_PRODUCTS, _scaled_product),
@@ -267,7 +281,10 @@ _RULES: dict[str, Callable[[Node], Cost]] = {
     "index_select": _lookup,
     "attention": _attention,
     "paged_attention": _paged_attention,
-    **dict.fromkeys(("kv_write", "rope_kv_write", "qk_norm_rope_kv_write"), _state_write),
+    **dict.fromkeys(("kv_write", "rope_kv_write", "qk_norm_rope_kv_write", "mla_kv_write", "mla_rope_kv_write"),
+                    _state_write),
+    "bmm_rope_kv_write": _product_and_write,
+    **dict.fromkeys(("linear_split_cat", "scaled_bmm_fp8", "bmm_mxfp4"), _product_in_few_bits),
 }
 
 

@@ -45,6 +45,24 @@ def test_a_fused_norm_reads_two_rows_and_writes_two():
     assert found.cost.bytes == 4 * (4 * 3 * 8 + 8)
 
 
+def test_a_product_of_codes_reads_codes_and_scales_and_sums_over_its_inputs():
+    x, w = torch.zeros(5, 64, dtype=torch.int8), torch.zeros(40, 64, dtype=torch.int8)
+    by_row, by_output = torch.ones(5, 1), torch.ones(40, 1)
+    found = only(costs(lambda *given: ops.scaled_linear_int8(*given, out_dtype=torch.bfloat16), x, w, by_row, by_output))
+    assert found.cost.bytes == 5 * 64 + 40 * 64 + 4 * (5 + 40) + 2 * 5 * 40
+    assert found.cost.flops == 2 * 5 * 64 * 40
+
+
+@pytest.mark.parametrize("few", [True, False], ids=["of two activations a byte", "of 16 bits"])
+def test_a_product_of_mxfp4_sums_over_all_that_its_bytes_hold(few):
+    w, scales = torch.zeros(40, 32, dtype=torch.uint8), torch.zeros(40, 2, dtype=torch.uint8)
+    x = torch.zeros(5, 32, dtype=torch.uint8) if few else torch.randn(5, 64).bfloat16()
+    given = (x, w, scales, torch.zeros(5, 2, dtype=torch.uint8)) if few else (x, w, scales)
+    found = only(costs(lambda *given: ops.linear_mxfp4(*given, out_dtype=torch.bfloat16), *given))
+    assert found.cost.flops == 2 * 5 * 64 * 40
+    assert found.cost.bytes == sum(t.nbytes for t in given) + 2 * 5 * 40
+
+
 def test_an_embedding_reads_only_the_rows_that_it_returns():
     ids, table = torch.zeros(6, dtype=torch.int64), torch.randn(1000, 16)
     found = only(costs(lambda ids, table: ops.embedding(ids, table), ids, table))
