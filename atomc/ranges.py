@@ -28,7 +28,7 @@ def token_expression(gm: GraphModule) -> sympy.Expr | None:
     for node in gm.graph.nodes:
         op = op_of(node.target)
         if op is not None and op.name in ROWS_FIRST:
-            return sympy.prod([expression(size) for size in value(node.args[0]).shape[:-1]])
+            return sympy.Mul(*[expression(size) for size in value(node.args[0]).shape[:-1]])
     return None
 
 
