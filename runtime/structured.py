@@ -13,8 +13,9 @@ from torch import Tensor
 
 from atomc.runtime.sampling_params import Structured
 
-# Else a small model writes spaces until max_tokens, all of them valid.
-_JSON: Any = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,20}"}
+# No spaces between tokens of JSON, of which a small model else writes many. A schema may say it otherwise, under
+# "x-guidance".
+_JSON: Any = {"whitespace_flexible": False}
 
 
 class Grammars:
@@ -86,14 +87,14 @@ class Grammars:
         if structured.grammar is not None:
             return "grammar", of.grammar_from_lark(structured.grammar)
         if structured.json_object:
-            return "json_object", of.grammar_from_json_schema({"type": "object"}, overrides=_JSON)
+            return "json_object", of.grammar_from_json_schema({"type": "object"}, defaults=_JSON)
         try:
             schema = json.loads(str(structured.json_schema))
         except ValueError as error:
             raise ValueError(f"json_schema is no JSON: {error}") from error
         if not isinstance(schema, dict):
             raise ValueError(f"json_schema is {schema!r}, expected an object")
-        return "json_schema", of.grammar_from_json_schema(schema, overrides=_JSON)
+        return "json_schema", of.grammar_from_json_schema(schema, defaults=_JSON)
 
 
 class Grammar:

@@ -85,6 +85,19 @@ def test_any_draw_of_a_json_object_is_one(seed):
     assert text is None or isinstance(json.loads(text), dict)
 
 
+@pytest.mark.parametrize(
+    ("text", "more", "fits"),
+    [
+        ('{"name":"Ann","age":3,"tags":["a","b"]}', {}, True),
+        ('{"name": "Ann", "age": 3}', {}, False),
+        ('{"name": "Ann", "age": 3}', {"x-guidance": {"whitespace_flexible": True}}, True),
+    ],
+)
+def test_json_is_compact_unless_the_schema_says_otherwise(text, more, fits):
+    matcher = GRAMMARS.compile(Structured(json_schema={**PERSON, **more})).matcher()
+    assert all(matcher.accept(token) for token in DEMO.encode(text).ids) == fits
+
+
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 10**9), st.sampled_from([r"[a-f]{2,5}(-[0-9]+)?", r"(yes|no), [a-z]{1,9}!", "\u4e2d+x", "^ab?$"]))
 def test_any_draw_under_a_regex_matches_it_as_a_whole(seed, regex):
