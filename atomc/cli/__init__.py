@@ -8,9 +8,9 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import NoReturn
 
 from atomc.cli import audit, bench, diff, doctor, explain, generate, serve
+from atomc.cli.parser import Parser
 
 COMMANDS = {"generate": generate, "explain": explain, "audit": audit, "diff": diff, "serve": serve, "bench": bench,
             "doctor": doctor}  # fmt: skip
@@ -48,17 +48,9 @@ def _users_error(error: BaseException) -> BaseException | None:
     return error if isinstance(error, ValueError | OSError | ImportError | RunError) else None
 
 
-class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        print(f"atomc: {message}; see {self.prog} --help", file=sys.stderr)
-        raise SystemExit(2)
-
-
 def _parser() -> argparse.ArgumentParser:
     version = import_module("atomc").__version__
-    parser = _Parser("atomc", description="A torch.compile backend for language models that explains what it does.")
+    parser = Parser("atomc", description="A torch.compile backend for language models that explains what it does.")
     parser.add_argument("--version", action="version", version=f"atomc {version}")
     commands = parser.add_subparsers(dest="command", required=True, metavar=" | ".join(COMMANDS))
     for module in COMMANDS.values():
