@@ -1,7 +1,8 @@
 """Random mixes of requests through one engine: each request's tokens are those of running it alone.
 
-    python bench/equality.py --mixes 200 --dtype float64        # the demo model on a CPU, without any rounding that counts
-    python bench/equality.py --mixes 200 --bound 1e-4           # the same in fp32
+    python bench/equality.py --dtype float64                        # the demo model on a CPU; no rounding counts
+    python bench/equality.py --options '{"batch_invariant": true}'  # in fp32, which then is the same bits
+    python bench/equality.py --bound 1e-4                           # in fp32 as it is
     python bench/equality.py --mixes 40 --device cuda --dtype bfloat16 --options '{"batch_invariant": true}'
 
 A mix has prompts of 1 to --longest tokens that come at random times and share beginnings; some are aborted, some draw
@@ -9,16 +10,19 @@ at random, and pools are so small that requests give way. The engines differ in 
 speculation, order and CUDA graphs. `check()` holds after each step, and at the end nobody owns a block.
 
 With --bound, a first difference of greedy tokens is allowed where the lone run's two highest log-probabilities differ by
-less than that.
+less than that; one of random tokens too, because a number may fall on the border of two.
 """
 
 import argparse
 import json
+import platform
 import random
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
+
+import torch
 
 from atomc.runtime.engine import Engine, EngineConfig
 from atomc.runtime.request import Output, Request, siblings
@@ -143,6 +147,11 @@ def engine_of(setting: dict[str, Any], common: dict[str, Any], options: dict[str
     return Engine(EngineConfig(**{**sizes, "options": options, **common, **setting}), progress=False)
 
 
+def machine(device: str) -> str:
+    name = torch.cuda.get_device_name() if device != "cpu" else platform.processor() or platform.machine()
+    return f"{name}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mixes", type=int, default=200)
@@ -155,7 +164,9 @@ def main() -> None:
     parser.add_argument("--bound", type=float, default=0.0)
     args = parser.parse_args()
     common = {"device": args.device, "dtype": args.dtype, "model": args.model}
-    settings = [setting for setting in ENGINES if args.device == "cpu" or setting["layout"] == "paged"]
+    print(f"python {' '.join(sys.argv)}\n{machine(args.device)}", flush=True)
+    both = args.device == "cpu" and not args.options.get("batch_invariant")
+    settings = [setting for setting in ENGINES if both or setting["layout"] == "paged"]
     lone = {"layout": settings[-1]["layout"], "enable_prefix_caching": False, "max_num_batched_tokens": 2048}
     alone = Alone(engine_of(lone, common, args.options, args.longest))
     wrong: list[str] = []

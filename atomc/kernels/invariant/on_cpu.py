@@ -1,0 +1,63 @@
+"""On a CPU: the calls for a row have the same shapes in every step.
+
+A matrix product takes TILE rows, the last ones padded; attention takes one token, whose keys are the same in any step.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from atomc import ops
+from atomc.kernels.torch.sequence import attend, no_scales, sequences
+from atomc.platform import Platform
+
+# So many rows of a product cost little more than one, whose time goes into reading the weight.
+TILE = 8
+
+
+def _elsewhere(platform: Platform, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> str | None:
+    return None if platform.is_cpu else "written for the CPU"
+
+
+@ops.linear.kernel("invariant", refuses=_elsewhere)
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    rows = x.reshape(-1, x.shape[-1])
+    padded = F.pad(rows, (0, 0, 0, -len(rows) % TILE))
+    out = x.new_empty((len(padded), weight.shape[0]))
+    for start in range(0, len(padded), TILE):
+        tile = padded[start : start + TILE]
+        if bias is None:
+            torch.mm(tile, weight.T, out=out[start : start + TILE])
+        else:
+            torch.addmm(bias, tile, weight.T, out=out[start : start + TILE])
+    return out[: len(rows)].view(*x.shape[:-1], weight.shape[0])
+
+
+def _has_scales(
+    platform: Platform, q: Tensor, k_cache: Tensor, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+    **_: object,
+) -> str | None:  # fmt: skip
+    return no_scales(platform, k_scale, v_scale) if platform.is_cpu else "written for the CPU"
+
+
+@ops.paged_attention.kernel("invariant", layout="paged", refuses=_has_scales, syncs=True)
+def paged_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, query_start: Tensor, seq_lens: Tensor, block_tables: Tensor,
+    token: Tensor, sinks: Tensor | None = None, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+    *, scale: float, window: int = 0, softcap: float = 0.0,
+) -> Tensor:  # fmt: skip
+    rows = q.reshape(-1, *q.shape[-2:])
+    out = q.new_zeros((*rows.shape[:-1], v_cache.shape[-1]))
+    block_size = k_cache.shape[1]
+    for s, new, first, length in sequences(query_start, seq_lens, window):
+        first_block = first // block_size
+        blocks = block_tables[s, first_block : -(-length // block_size)]
+        keys = k_cache[blocks].flatten(0, 1).to(q.dtype)
+        values = v_cache[blocks].flatten(0, 1).to(q.dtype)
+        for row in range(new.start, new.stop):
+            end = length - (new.stop - row) + 1
+            start = max(0, end - window) if window else 0
+            seen = slice(start - first_block * block_size, end - first_block * block_size)
+            out[row] = attend(rows[row : row + 1], keys[seen], values[seen], sinks, scale, window, softcap)[0]
+    return out.view(*q.shape[:-1], v_cache.shape[-1])
+
