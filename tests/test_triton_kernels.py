@@ -57,7 +57,7 @@ def test_a_gpu_takes_the_first_example_of_each_op(kernel: ops.Kernel) -> None:
     ("rope", {"sin": normal(7, 1, 128)[..., :64]}, "cos and sin lie differently in memory"),
     ("qk_norm_rope", {"k": normal(7, 2, 64).float()}, "q and k differ in dtype, rank or width"),
     ("qk_norm_rope", {"k_weight": normal(64).float()}, "the weight of q is torch.bfloat16, that of k torch.float32"),
-    ("kv_write", {"k_scale": torch.ones(1)}, "the cache has scales"),
+    ("kv_write", {"k_scale": torch.ones(1)}, "k_scale came for a cache of torch.bfloat16: only one in fp8 has scales"),
     ("kv_write", {"k_cache": normal(16, 5, 2, 64).transpose(0, 1)}, "the blocks of the cache do not follow each other"),
     ("linear", {"x": normal(1, 64).float()}, "x is torch.float32, the weight torch.bfloat16: written for 16-bit ones "
      "that are alike"),
@@ -78,7 +78,7 @@ def test_few_rows_on_an_amd_gpu_are_left_to_its_library() -> None:
 def test_a_kernel_takes_any_number_of_tokens_without_a_guard(kernel: ops.Kernel) -> None:
     shapes = ShapeEnv()
     mode = FakeTensorMode(shape_env=shapes)
-    fixed = {"weight", "bias", "q_weight", "k_weight", "sinks", "token"}
+    fixed = {"weight", "bias", "q_weight", "k_weight", "sinks", "token", "weight_scale", "zeros"}
 
     def fake(name: str, value: Any) -> Any:
         if not isinstance(value, Tensor) or name in fixed:

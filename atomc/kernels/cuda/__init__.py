@@ -1,5 +1,5 @@
 """Ops run by NVIDIA's libraries, through torch: matrix products by cuBLAS, attention without state by cuDNN."""
 
-from atomc.kernels.cuda import attention, linear
+from atomc.kernels.cuda import attention, linear, scaled_linear
 
-__all__ = ["attention", "linear"]
+__all__ = ["attention", "linear", "scaled_linear"]

@@ -1,0 +1,47 @@
+"""Linear layers in fp8 by cuBLAS and CUTLASS, through torch._scaled_mm, with a scale a tensor or a scale a row."""
+
+import torch
+from torch import Tensor
+
+from atomc import ops
+from atomc.platform import Platform
+
+
+def _not_scaled(
+    platform: Platform, x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None = None, *,
+    out_dtype: torch.dtype,
+) -> str | None:  # fmt: skip
+    if not platform.is_cuda or platform.capability is None or platform.capability < (8, 9):
+        return "fp8 products of cuBLAS run on NVIDIA GPUs from sm89 on"
+    if x.dtype != torch.float8_e4m3fn or weight.dtype != torch.float8_e4m3fn:
+        return f"x is {x.dtype}, the weight {weight.dtype}: written for float8_e4m3fn"
+    n, k = weight.shape
+    if n % 16 or k % 16:
+        return f"a weight of {n} x {k}: cuBLAS takes multiples of 16"
+    if out_dtype not in (torch.bfloat16, torch.float16):
+        return f"the result is {out_dtype}: sums of fp8 products are exact enough for 16 bits"
+    by_row = x_scale.dim() > 1 or weight_scale.dim() > 1
+    if by_row and out_dtype != torch.bfloat16 and platform.capability != (9, 0):
+        return f"the result is {out_dtype}: with a scale a row, {platform.arch} has bfloat16 only"
+    if bias is not None and bias.dtype != out_dtype:
+        return f"the bias is {bias.dtype}, the result {out_dtype}: cuBLAS takes them alike"
+    if not (weight.stride(1) == 1 and weight.stride(0) == k):
+        return "the rows of the weight do not follow each other"
+    return None
+
+
+@ops.scaled_linear_fp8.kernel("cuda", refuses=_not_scaled)
+def scaled_linear_fp8(
+    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None = None, *,
+    out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    n, k = weight.shape
+    if not x.numel():
+        return x.new_empty((*x.shape[:-1], n), dtype=out_dtype)
+    rows = x.reshape(-1, k)
+    if x_scale.numel() > 1 or weight_scale.numel() > 1:
+        # Both have one a row, or both one for all.
+        x_scale = x_scale.reshape(-1, 1).expand(len(rows), 1).contiguous()
+        weight_scale = weight_scale.reshape(1, -1).expand(1, n).contiguous()
+    out = torch._scaled_mm(rows, weight.t(), x_scale, weight_scale, bias=bias, out_dtype=out_dtype)
+    return out.view(*x.shape[:-1], n)

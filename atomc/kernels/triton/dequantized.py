@@ -1,0 +1,91 @@
+"""Linear layers of many rows with weights of four bits: the weight is unpacked into 16 bits, once a call, and cuBLAS
+multiplies. Written and read again, that costs less from 65 rows on than unpacking each tile as often as it is read.
+
+A weight of int4 is rounded to 16 bits there; e2m1 with a power of two is exact in bf16.
+"""
+
+import sympy
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from atomc import ops
+from atomc.kernels.triton.four_bits import MAX_ROWS, as_words, scale_of, unfit, unpacked, zero_of
+from atomc.platform import Platform
+
+MANY = sympy.Interval(MAX_ROWS + 1, sympy.oo)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _unpack(
+    words_ptr, scale_ptr, zeros_ptr, out_ptr, rows, W: tl.constexpr, GROUP: tl.constexpr, INT4: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]).to(tl.int64)
+    word = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside = (row < rows) & (word < W)
+    words = tl.load(words_ptr + row * W + word, inside, 0)
+    at = row * (W * 8 // GROUP) + word // (GROUP // 8)
+    zero = zero_of(zeros_ptr, at, inside)
+    if zeros_ptr is not None:
+        zero = tl.expand_dims(zero, -1)
+    values = tl.reshape(unpacked(words, scale_of(scale_ptr, at, inside, INT4), zero, INT4), (ROWS, BLOCK * 8))
+    column = tl.program_id(1) * BLOCK * 8 + tl.arange(0, BLOCK * 8)[None, :]
+    tl.store(out_ptr + row * (W * 8) + column, values.to(out_ptr.dtype.element_ty), (row < rows) & (column < W * 8))
+
+
+def dequantized(words: Tensor, scale: Tensor, zeros: Tensor | None, group: int, dtype: torch.dtype) -> Tensor:
+    """What the codes mean: words int32 [..., K/8], scale [..., K/group] -> [..., K]."""
+    width = words.shape[-1]
+    out = words.new_empty((*words.shape[:-1], width * 8), dtype=dtype)
+    if rows := words.numel() // width:
+        _unpack[(triton.cdiv(rows, 4), triton.cdiv(width, 128))](
+            words, scale, zeros, out, rows, W=width, GROUP=group, INT4=scale.dtype != torch.uint8, ROWS=4, BLOCK=128
+        )
+    return out
+
+
+def _unfit_int4(
+    platform: Platform, x: Tensor, weight: Tensor, weight_scale: Tensor, zeros: Tensor | None = None,
+    bias: Tensor | None = None, *, group: int,
+) -> str | None:  # fmt: skip
+    if reason := unfit(platform, weight, weight_scale, bias):
+        return reason
+    if x.dtype not in (torch.bfloat16, torch.float16) or (bias is not None and bias.dtype != x.dtype):
+        return f"x is {x.dtype}, the bias {None if bias is None else bias.dtype}: written for 16 bits, the same in both"
+    if group not in (32, 64, 128):
+        return f"groups of {group}: written for 32, 64 and 128"
+    return None
+
+
+@ops.linear_w4a16.kernel("triton", tokens=MANY, refuses=_unfit_int4)
+def linear_w4a16(
+    x: Tensor, weight: Tensor, weight_scale: Tensor, zeros: Tensor | None = None, bias: Tensor | None = None, *,
+    group: int,
+) -> Tensor:  # fmt: skip
+    return F.linear(x, dequantized(weight, weight_scale, zeros, group, x.dtype), bias)
+
+
+def _unfit_mxfp4(
+    platform: Platform, x: Tensor, weight: Tensor, weight_scale: Tensor, x_scale: Tensor | None = None,
+    bias: Tensor | None = None, *, out_dtype: torch.dtype,
+) -> str | None:  # fmt: skip
+    if reason := unfit(platform, weight, weight_scale, bias):
+        return reason
+    if x.dtype not in (torch.bfloat16, torch.uint8) or out_dtype != torch.bfloat16:
+        return f"x is {x.dtype}, the result {out_dtype}: written for bfloat16 or packed e2m1, and a result in bfloat16"
+    if bias is not None and bias.dtype != out_dtype:
+        return f"the bias is {bias.dtype}, the result {out_dtype}"
+    return None
+
+
+@ops.linear_mxfp4.kernel("triton", tokens=MANY, refuses=_unfit_mxfp4)
+def linear_mxfp4(
+    x: Tensor, weight: Tensor, weight_scale: Tensor, x_scale: Tensor | None = None, bias: Tensor | None = None, *,
+    out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    if x_scale is not None:
+        x = dequantized(as_words(x), x_scale, None, 32, out_dtype)
+    return F.linear(x, dequantized(as_words(weight), weight_scale, None, 32, out_dtype), bias)

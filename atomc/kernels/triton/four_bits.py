@@ -1,0 +1,305 @@
+"""Linear layers with weights of four bits, in Triton: codes are unpacked in registers, behind a weight read once.
+
+int4 and e2m1 are packed alike, eight codes a word of 32 bits, code i at bits 4i; a group of columns shares a scale.
+M rows of x, N rows of the weight, K columns, G groups of columns.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from atomc import ops
+from atomc.kernels.triton.launch import FLOATS, let_next_start, num_rows, overlap, wait_for_last
+from atomc.platform import Platform
+from atomc.sizes import known_equal
+
+MAX_ROWS = 64
+TRITON_DTYPE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+@triton.jit
+def int4_of(words, NUMBER: tl.constexpr, zero):
+    """The code of each word with this number, less its zero, times 2^-2 or, if the number is even, 2^-6: exact, in fp32."""
+    # Codes 2j and 2j + 1 at bits 16 and 20 of an fp32 number that is not normal, where one is a unit of 2^-133 and 2^-129.
+    LEFT: tl.constexpr = 16 - NUMBER // 2 * 8
+    pair = words << LEFT if LEFT > 0 else words >> -LEFT
+    UNIT: tl.constexpr = 0.25 if NUMBER % 2 else 0.015625
+    bits = pair & (0xF00000 if NUMBER % 2 else 0xF0000)
+    return tl.fma(bits.to(tl.float32, bitcast=True), 1.7014118346046923e38, zero * -UNIT)
+
+
+@triton.jit
+def e2m1_on_top(words):
+    """The code in the highest four bits of each word, in fp32."""
+    # Its exponent and mantissa lie as those of fp32, below the normal numbers for half of it; the biases are 126 apart.
+    bits = ((words >> 6) & 0x1C00000) | (words & -0x80000000)
+    return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
+
+
+@triton.jit
+def e8m0(codes):
+    bits = codes.to(tl.int32)
+    bits = tl.where(bits == 0, 0x400000, tl.where(bits == 255, 0x7FC00000, bits << 23))
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def scale_of(scale_ptr, at, inside, INT4: tl.constexpr):
+    if INT4:
+        return tl.load(scale_ptr + at, inside, 0.0).to(tl.float32)
+    else:
+        return e8m0(tl.load(scale_ptr + at, inside, 0))
+
+
+@triton.jit
+def zero_of(zeros_ptr, at, inside):
+    if zeros_ptr is None:
+        return 8.0
+    else:
+        return tl.load(zeros_ptr + at, inside, 0).to(tl.float32)
+
+
+@triton.jit
+def one_of_four(values, NUMBER: tl.constexpr, SIXTEEN: tl.constexpr):
+    """The value with this number of the four of 16 bits in each int64, in fp32."""
+    half = (values >> NUMBER // 2 * 32).to(tl.int32)
+    if tl.bfloat16 == SIXTEEN:
+        bits = half & -0x10000 if NUMBER % 2 else half << 16
+        return bits.to(tl.float32, bitcast=True)
+    else:
+        return (half >> NUMBER % 2 * 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _row(
+    x_ptr, x_scale_ptr, words_ptr, scale_ptr, zeros_ptr, bias_ptr, out_ptr, N, x_row, K: tl.constexpr,
+    GROUP: tl.constexpr, INT4: tl.constexpr, CODED: tl.constexpr, SIXTEEN: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_G: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One row of x a program, all in fp32. SIXTEEN: the type of an x of 16 bits, which is read four at a time, or None."""
+    WORDS: tl.constexpr = GROUP // 8
+    GROUPS: tl.constexpr = K // GROUP
+    m = tl.program_id(1).to(tl.int64)
+    n = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N))[:, None, None]
+    groups = tl.arange(0, BLOCK_G)[None, :, None]
+    row = n.to(tl.int64)
+    let_next_start(PDL)
+    wait_for_last(PDL)
+    sums = tl.zeros((BLOCK_N, BLOCK_G, WORDS), tl.float32)
+    for start in tl.static_range(0, GROUPS, BLOCK_G):
+        group = start + groups
+        # A thread takes a word at a time and the values of x that meet it: several in a row, and x would have to go round
+        # through shared memory.
+        word = tl.max_contiguous(group * WORDS + tl.arange(0, WORDS)[None, None, :], (1, 1, 1))
+        there = group < GROUPS
+        inside = (n < N) & there
+        words = tl.load(words_ptr + row * (K // 8) + word, inside, 0, cache_modifier=".cg")
+        scale = scale_of(scale_ptr, row * GROUPS + group, inside, INT4)
+        zero = zero_of(zeros_ptr, row * GROUPS + group, inside)
+        if CODED:
+            codes = tl.load(x_ptr + m * (K // 8) + word, there, 0)
+            scale *= e8m0(tl.load(x_scale_ptr + m * GROUPS + group, there, 0))
+        elif SIXTEEN is not None:
+            low = tl.load(x_ptr + m * (K // 4) + word * 2, there, 0)
+            high = tl.load(x_ptr + m * (K // 4) + word * 2 + 1, there, 0)
+        part = tl.zeros((BLOCK_N, BLOCK_G, WORDS), tl.float32)
+        for i in tl.static_range(8):
+            if CODED:
+                x = e2m1_on_top(codes << (28 - 4 * i))
+            elif SIXTEEN is not None:
+                x = one_of_four(low if i < 4 else high, i % 4, SIXTEEN)
+            else:
+                x = tl.load(x_ptr + m * K + word * 8 + i, there, 0.0).to(tl.float32)
+            if INT4:
+                part += int4_of(words, i, zero) * (x * (4.0 if i % 2 else 64.0))
+            else:
+                part += e2m1_on_top(words << (28 - 4 * i)) * x
+        sums += part * scale
+    out = tl.sum(tl.sum(sums, 2), 1)[:, None, None]
+    if x_scale_ptr is not None and not CODED:
+        out *= tl.load(x_scale_ptr + m * x_row)
+    if bias_ptr is not None:
+        out += tl.load(bias_ptr + n, n < N, 0.0).to(tl.float32)
+    tl.store(out_ptr + m * N + n, out.to(out_ptr.dtype.element_ty), n < N)
+
+
+@triton.jit
+def unpacked(words, scale, zero, INT4: tl.constexpr):
+    """The values of eight codes a word, in one more dimension, in fp32."""
+    if INT4:
+        codes = (tl.expand_dims(words, -1) >> (tl.arange(0, 8) * 4)) & 15
+        # The mantissa's steps are 1.
+        values = (codes | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + zero)
+    else:
+        values = e2m1_on_top(tl.expand_dims(words, -1) << (28 - tl.arange(0, 8) * 4))
+    return values * tl.expand_dims(scale, -1)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _rows(
+    x_ptr, x_scale_ptr, words_ptr, scale_ptr, zeros_ptr, bias_ptr, out_ptr, M, N, x_row, K: tl.constexpr,
+    GROUP: tl.constexpr, INT4: tl.constexpr, CODED: tl.constexpr, NUMBER: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Several rows of x a program, on the tensor core, with values in NUMBER."""
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)[None, :, None]
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :, None]
+    # K in PARTS, each of its own warps.
+    LENGTH: tl.constexpr = (K + PARTS * BLOCK_K - 1) // (PARTS * BLOCK_K) * BLOCK_K
+    begin = tl.arange(0, PARTS)[:, None, None] * LENGTH
+    word = begin // 8 + tl.arange(0, BLOCK_K // 8)[None, None, :]
+    k = begin + tl.arange(0, BLOCK_K)[None, None, :]
+    # The instruction takes 16 rows and 8 columns.
+    SWAP: tl.constexpr = BLOCK_M < 16
+    wait_for_last(PDL)
+    sums = tl.zeros((PARTS, BLOCK_N if SWAP else BLOCK_M, BLOCK_M if SWAP else BLOCK_N), tl.float32)
+    for start in range(0, LENGTH, BLOCK_K):
+        word_now = word + start // 8
+        group = word_now // (GROUP // 8)
+        there = word_now < K // 8
+        inside = (n < N) & there
+        words = tl.load(words_ptr + n.to(tl.int64) * (K // 8) + word_now, inside, 0, cache_modifier=".cg")
+        scale = scale_of(scale_ptr, n.to(tl.int64) * (K // GROUP) + group, inside, INT4)
+        zero = zero_of(zeros_ptr, n.to(tl.int64) * (K // GROUP) + group, inside)
+        if zeros_ptr is not None:
+            zero = tl.expand_dims(zero, -1)
+        weight = tl.reshape(unpacked(words, scale, zero, INT4).to(NUMBER), (PARTS, BLOCK_N, BLOCK_K))
+        if CODED:
+            codes = tl.load(x_ptr + m.to(tl.int64) * (K // 8) + word_now, (m < M) & there, 0)
+            of_x = e8m0(tl.load(x_scale_ptr + m.to(tl.int64) * (K // GROUP) + group, (m < M) & there, 0))
+            x = tl.reshape(unpacked(codes, of_x, 0.0, False).to(NUMBER), (PARTS, BLOCK_M, BLOCK_K))
+        else:
+            x = tl.load(x_ptr + m.to(tl.int64) * K + start + k, (m < M) & (k < K - start), 0.0).to(NUMBER)
+        if SWAP:
+            sums = tl.dot(weight, tl.permute(x, (0, 2, 1)), sums, input_precision="ieee")
+        else:
+            sums = tl.dot(x, tl.permute(weight, (0, 2, 1)), sums, input_precision="ieee")
+    let_next_start(PDL)
+    out = tl.sum(sums, 0)
+    if SWAP:
+        out = tl.trans(out)
+    down = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    across = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    if x_scale_ptr is not None and not CODED:
+        out *= tl.load(x_scale_ptr + down * x_row, down < M, 0.0)
+    if bias_ptr is not None:
+        out += tl.load(bias_ptr + across, across < N, 0.0).to(tl.float32)
+    tl.store(out_ptr + down.to(tl.int64) * N + across, out.to(out_ptr.dtype.element_ty), (down < M) & (across < N))
+
+
+def tile_for(rows: int, n: int, k: int, group: int) -> dict[str, int]:
+    """The launch shape for so many rows of x and a weight [n, k]; without BLOCK_M: one row a program."""
+    if rows == 1:
+        return {"BLOCK_N": 4, "BLOCK_G": min(triton.next_power_of_2(k), 4096) // group, "num_warps": 4}
+    if rows <= 8:
+        return {"BLOCK_M": 8, "BLOCK_N": 16, "BLOCK_K": 128, "PARTS": 4, "num_warps": 4, "num_stages": 3}
+    if rows <= 16:
+        return {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 128, "PARTS": 4, "num_warps": 4, "num_stages": 3}
+    return {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 64, "PARTS": 1, "num_warps": 4, "num_stages": 3}
+
+
+def as_words(codes: Tensor) -> Tensor:
+    """Codes packed in bytes, [..., 4B], as words of 32 bits, [..., B]."""
+    return codes.contiguous().view(torch.int32)
+
+
+def multiply(
+    x: Tensor, words: Tensor, scale: Tensor, zeros: Tensor | None, x_scale: Tensor | None, bias: Tensor | None,
+    group: int, out_dtype: torch.dtype, tile: dict[str, int],
+) -> Tensor:  # fmt: skip
+    """The op, cut as told. words int32 [N, K/8]; of int4 if their scales are floats."""
+    n, k = words.shape[0], words.shape[1] * 8
+    out = x.new_empty((*x.shape[:-1], n), dtype=out_dtype)
+    if rows := num_rows(out):
+        coded = x.dtype == torch.uint8
+        by_row = (as_words(x) if coded else x).reshape(rows, -1)
+        x_row = int(x_scale is not None and x_scale.numel() > 1)
+        more = {"GROUP": group, "INT4": scale.dtype != torch.uint8, "CODED": coded}
+        cut = {"K": k, **more, **tile, **overlap(x.device)}
+        if "BLOCK_M" in tile:
+            _rows[(triton.cdiv(n, tile["BLOCK_N"]), triton.cdiv(rows, tile["BLOCK_M"]))](
+                by_row, x_scale, words, scale, zeros, bias, out, rows, n, x_row, NUMBER=_number(x), **cut
+            )
+        else:
+            sixteen = TRITON_DTYPE[x.dtype] if x.dtype in (torch.bfloat16, torch.float16) else None
+            _row[(triton.cdiv(n, tile["BLOCK_N"]), rows)](
+                by_row if sixteen is None else _by_fours(by_row), x_scale, words, scale, zeros, bias, out, n, x_row,
+                SIXTEEN=sixteen, **cut,
+            )  # fmt: skip
+    return out
+
+
+def _by_fours(x: Tensor) -> Tensor:
+    return (x.clone() if x.storage_offset() % 4 else x).view(torch.int64)
+
+
+def _number(x: Tensor) -> Any:
+    """In what products are computed: in that of x, and codes in bf16, which holds e4m3 and e2m1 with a power of two."""
+    # fp16 holds few powers of two; fp32 is for the interpreter, which does not multiply bf16.
+    if x.dtype in TRITON_DTYPE:
+        return TRITON_DTYPE[x.dtype]
+    return tl.bfloat16 if x.device.type == "cuda" else tl.float32
+
+
+def unfit(platform: Platform, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> str | None:
+    """Why no kernel here can read this weight."""
+    if platform.is_cpu:
+        return "Triton kernels run on a GPU"
+    if platform.is_rocm:
+        return "its tiles are cut for NVIDIA GPUs"
+    if bias is not None and bias.dtype not in FLOATS:
+        return f"the bias is {bias.dtype}: written for {FLOATS}"
+    for tensor in (weight, weight_scale):
+        n, width = tensor.shape
+        if not isinstance(n, int) or not isinstance(width, int) or not known_equal(tensor.stride(0), width):
+            return "the rows of the weight or its scales do not follow each other, or their number varies"
+    return None
+
+
+def _unfit_int4(
+    platform: Platform, x: Tensor, weight: Tensor, weight_scale: Tensor, zeros: Tensor | None = None,
+    bias: Tensor | None = None, *, group: int,
+) -> str | None:  # fmt: skip
+    if reason := unfit(platform, weight, weight_scale, bias):
+        return reason
+    if x.dtype not in FLOATS or weight_scale.dtype not in FLOATS:
+        return f"x is {x.dtype}, the scales are {weight_scale.dtype}: written for {FLOATS}"
+    if group not in (32, 64, 128):
+        return f"groups of {group}: written for 32, 64 and 128"
+    return None
+
+
+@ops.linear_w4a16.kernel("triton", refuses=_unfit_int4)
+def linear_w4a16(
+    x: Tensor, weight: Tensor, weight_scale: Tensor, zeros: Tensor | None = None, bias: Tensor | None = None, *,
+    group: int,
+) -> Tensor:  # fmt: skip
+    tile = tile_for(num_rows(x), weight.shape[0], weight.shape[1] * 8, group)
+    return multiply(x, weight, weight_scale, zeros, None, bias, group, x.dtype, tile)
+
+
+def _unfit_mxfp4(
+    platform: Platform, x: Tensor, weight: Tensor, weight_scale: Tensor, x_scale: Tensor | None = None,
+    bias: Tensor | None = None, *, out_dtype: torch.dtype,
+) -> str | None:  # fmt: skip
+    if reason := unfit(platform, weight, weight_scale, bias):
+        return reason
+    if x.dtype not in (*FLOATS, torch.float8_e4m3fn, torch.uint8) or out_dtype not in FLOATS:
+        return f"x is {x.dtype}, the result {out_dtype}: written for floats, e4m3fn and packed e2m1, and results in floats"
+    if x.dtype == torch.float16:
+        return "x is torch.float16, which does not hold all powers of two that scales are"
+    if x.dtype == torch.float8_e4m3fn and (platform.capability is None or platform.capability < (8, 9)):
+        return f"{platform.arch} has no instructions for fp8, which come with sm89"
+    return None
+
+
+@ops.linear_mxfp4.kernel("triton", refuses=_unfit_mxfp4)
+def linear_mxfp4(
+    x: Tensor, weight: Tensor, weight_scale: Tensor, x_scale: Tensor | None = None, bias: Tensor | None = None, *,
+    out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    tile = tile_for(num_rows(x), weight.shape[0], weight.shape[1] * 2, 32)
+    return multiply(x, as_words(weight), weight_scale, None, x_scale, bias, 32, out_dtype, tile)

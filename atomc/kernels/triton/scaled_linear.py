@@ -1,0 +1,222 @@
+"""Linear layers of a few rows whose operands are codes of 8 bits, in Triton: the weight is read once, as fast as it comes.
+
+A program owns some rows of the weight and sums over all of K. Scales of whole rows multiply the sum; those of blocks of
+columns multiply what each block adds to it. M rows of x, N rows of the weight, K columns, G blocks of columns.
+"""
+
+import math
+from typing import NamedTuple
+
+import sympy
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from atomc import ops
+from atomc.kernels.triton.launch import FLOATS, let_next_start, num_rows, overlap, wait_for_last
+from atomc.platform import Platform
+from atomc.sizes import known_equal
+
+MAX_ROWS = 16
+BLOCK = 128
+
+
+@triton.jit
+def finished(sums, x_scale_ptr, weight_scale_ptr, bias_ptr, m, n, M, N, x_row, weight_row, BLOCKS: tl.constexpr):
+    """Sums in fp32, with the scales of rows, unless blocks had theirs, and the bias. m and n as the dimensions of sums."""
+    out = sums.to(tl.float32)
+    if not BLOCKS:
+        out *= tl.load(x_scale_ptr + m * x_row, m < M, 0.0) * tl.load(weight_scale_ptr + n * weight_row, n < N, 0.0)
+    if bias_ptr is not None:
+        out += tl.load(bias_ptr + n, n < N, 0.0).to(tl.float32)
+    return out
+
+
+@triton.jit(do_not_specialize=["M"])
+def _by_multiplying(
+    x_ptr, weight_ptr, x_scale_ptr, weight_scale_ptr, bias_ptr, out_ptr, M, N, x_row, x_group, weight_row,
+    K: tl.constexpr, BLOCKS: tl.constexpr, WHOLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0) * BLOCK_N
+    m = (tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None, None]
+    n = (first + tl.arange(0, BLOCK_N))[None, :, None]
+    k = tl.arange(0, BLOCK_K)[None, None, :]
+    x_at = x_ptr + m.to(tl.int64) * K + k
+    weight_at = weight_ptr + n.to(tl.int64) * K + k
+    WIDE: tl.constexpr = tl.int32 if WHOLE else tl.float32
+    if EARLY:
+        let_next_start(PDL)
+    wait_for_last(PDL)
+    sums = tl.zeros((BLOCK_M, BLOCK_N, BLOCK_K), WIDE)
+    for start in tl.static_range(0, K, BLOCK_K):
+        inside = k < K - start
+        weight = tl.load(weight_at + start, (n < N) & inside, 0.0, cache_modifier=".cg").to(WIDE)
+        x = tl.load(x_at + start, (m < M) & inside, 0.0).to(WIDE)
+        if BLOCKS:
+            group = (start + k) // 128
+            factor = tl.load(weight_scale_ptr + (first // 128) * weight_row + group, inside, 0.0)
+            x *= factor * tl.load(x_scale_ptr + m * x_row + group * x_group, (m < M) & inside, 0.0)
+        sums += x * weight
+    if not EARLY:
+        let_next_start(PDL)
+    out = finished(tl.sum(sums, 2)[:, :, None], x_scale_ptr, weight_scale_ptr, bias_ptr, m, n, M, N, x_row, weight_row,
+                   BLOCKS)  # fmt: skip
+    tl.store(out_ptr + m.to(tl.int64) * N + n, out.to(out_ptr.dtype.element_ty), (m < M) & (n < N))
+
+
+@triton.jit(do_not_specialize=["M"])
+def _by_tensor_core(
+    x_ptr, weight_ptr, x_scale_ptr, weight_scale_ptr, bias_ptr, out_ptr, M, N, x_row, x_group, weight_row,
+    K: tl.constexpr, BLOCKS: tl.constexpr, WHOLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0) * BLOCK_N
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = first + tl.arange(0, BLOCK_N)
+    # K in PARTS, each of its own warps.
+    LENGTH: tl.constexpr = (K + PARTS * BLOCK_K - 1) // (PARTS * BLOCK_K) * BLOCK_K
+    part = tl.arange(0, PARTS)
+    k = part[:, None, None] * LENGTH + tl.arange(0, BLOCK_K)[None, None, :]
+    x_at = x_ptr + m.to(tl.int64)[None, :, None] * K + k
+    weight_at = weight_ptr + n.to(tl.int64)[None, :, None] * K + k
+    WIDE: tl.constexpr = tl.int32 if WHOLE else tl.float32
+    # The instruction takes 16 rows and 8 columns.
+    SWAP: tl.constexpr = BLOCK_M < 16
+    wait_for_last(PDL)
+    sums = tl.zeros((PARTS, BLOCK_N if SWAP else BLOCK_M, BLOCK_M if SWAP else BLOCK_N), WIDE)
+    for start in range(0, LENGTH, BLOCK_K):
+        weight = tl.load(weight_at + start, (n < N)[None, :, None] & (k < K - start), 0.0, cache_modifier=".cg")
+        x = tl.load(x_at + start, (m < M)[None, :, None] & (k < K - start), 0.0)
+        if BLOCKS:
+            group = part * (LENGTH // 128) + start // 128
+            there = group * 128 < K
+            of_weight = tl.load(weight_scale_ptr + (first // 128) * weight_row + group, there, 0.0)
+            of_x = tl.load(x_scale_ptr + m[None, :] * x_row + group[:, None] * x_group,
+                           (m < M)[None, :] & there[:, None], 0.0) * of_weight[:, None]  # fmt: skip
+            if SWAP:
+                sums += tl.dot(weight, tl.permute(x, (0, 2, 1)), out_dtype=WIDE) * of_x[:, None, :]
+            else:
+                sums += tl.dot(x, tl.permute(weight, (0, 2, 1)), out_dtype=WIDE) * of_x[:, :, None]
+        elif SWAP:
+            sums = tl.dot(weight, tl.permute(x, (0, 2, 1)), sums, out_dtype=WIDE)
+        else:
+            sums = tl.dot(x, tl.permute(weight, (0, 2, 1)), sums, out_dtype=WIDE)
+    let_next_start(PDL)
+    out = tl.sum(sums, 0)
+    if SWAP:
+        out = tl.trans(out)
+    out = finished(out, x_scale_ptr, weight_scale_ptr, bias_ptr, m[:, None], n[None, :], M, N, x_row, weight_row, BLOCKS)
+    tl.store(out_ptr + m.to(tl.int64)[:, None] * N + n[None, :], out.to(out_ptr.dtype.element_ty),
+             (m < M)[:, None] & (n < N)[None, :])  # fmt: skip
+
+
+class Tile(NamedTuple):
+    """What a program takes at a time: rows of x, rows and columns of the weight; parts of K, 0: no tensor core."""
+
+    rows: int
+    weight_rows: int
+    columns: int
+    parts: int
+    warps: int
+    stages: int = 1
+
+
+def tile_for(rows: int, n: int, k: int) -> Tile:
+    """The tile for so many rows of x and a weight [n, k]."""
+    if rows == 1:
+        return Tile(1, 4, min(2048, max(512, triton.next_power_of_2(k))), 0, 4)
+    if rows <= 8:
+        return Tile(8, 16, BLOCK, 4, 4, 4)
+    return Tile(16, 16, BLOCK, 4, 4, 3)
+
+
+def steps(x: Tensor, x_scale: Tensor, weight_scale: Tensor, blocks: bool) -> tuple[Tensor, int, int, int]:
+    """x_scale by rows, its steps to the next row and group, and that of weight_scale to the next row (of blocks)."""
+    if blocks:
+        by_row = x_scale.reshape(num_rows(x), -1)
+        return by_row, by_row.stride(0), by_row.stride(1), weight_scale.stride(0)
+    return x_scale.reshape(-1), int(x_scale.numel() > 1), 0, int(weight_scale.numel() > 1)
+
+
+def multiply(
+    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype,
+    tile: Tile, blocks: bool = False,
+) -> Tensor:  # fmt: skip
+    """The op, cut as told. `blocks`: scales are of blocks of 128."""
+    n, k = weight.shape
+    out = x.new_empty((*x.shape[:-1], n), dtype=out_dtype)
+    if rows := num_rows(out):
+        by_row, *strides = steps(x, x_scale, weight_scale, blocks)
+        kernel, more = (_by_tensor_core, {"PARTS": tile.parts}) if tile.parts else (_by_multiplying, {"EARLY": k >= 4096})
+        kernel[(triton.cdiv(n, tile.weight_rows), triton.cdiv(rows, tile.rows))](
+            x.reshape(rows, k), weight, by_row, weight_scale, bias, out, rows, n, *strides, K=k, BLOCKS=blocks,
+            WHOLE=x.dtype == torch.int8, BLOCK_M=tile.rows, BLOCK_N=tile.weight_rows, BLOCK_K=tile.columns,
+            num_warps=tile.warps, num_stages=tile.stages, **more, **overlap(x.device),
+        )  # fmt: skip
+    return out
+
+
+def unmultipliable(
+    platform: Platform, x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None = None, *,
+    out_dtype: torch.dtype, block: int = BLOCK,
+) -> str | None:  # fmt: skip
+    """Why no kernel here can multiply these codes."""
+    if platform.is_cpu:
+        return "Triton kernels run on a GPU"
+    if platform.is_rocm:
+        return "its tiles are cut for NVIDIA GPUs"
+    if x.dtype != weight.dtype or x.dtype not in (torch.float8_e4m3fn, torch.int8):
+        return f"x is {x.dtype}, the weight {weight.dtype}: written for float8_e4m3fn and int8 that are alike"
+    if x.dtype == torch.float8_e4m3fn:
+        if platform.capability is None or platform.capability < (8, 9):
+            return f"{platform.arch} has no instructions for fp8, which come with sm89"
+        if out_dtype not in (torch.bfloat16, torch.float16):
+            return f"the result is {out_dtype}: sums of fp8 products are exact enough for 16 bits"
+    if out_dtype not in FLOATS or (bias is not None and bias.dtype not in FLOATS):
+        return f"the result is {out_dtype}, the bias {bias.dtype if bias is not None else None}: written for {FLOATS}"
+    if block != BLOCK:
+        return f"blocks of {block}: written for {BLOCK}"
+    n, k = weight.shape
+    if not isinstance(n, int) or not isinstance(k, int) or not known_equal(weight.stride(0), k):
+        return "the rows of the weight do not follow each other, or their number varies"
+    return None
+
+
+def _few(
+    platform: Platform, x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None = None, *,
+    out_dtype: torch.dtype, block: int = BLOCK,
+) -> str | None:  # fmt: skip
+    reason = unmultipliable(platform, x, weight, x_scale, weight_scale, bias, out_dtype=out_dtype, block=block)
+    if reason is None and math.prod(size for size in x.shape[:-1] if isinstance(size, int)) > MAX_ROWS:
+        return f"x has more than {MAX_ROWS} rows, which are left to tiles of many"
+    return reason
+
+
+FEW = sympy.Interval(1, MAX_ROWS)
+
+
+@ops.scaled_linear_fp8.kernel("triton", tokens=FEW, refuses=_few)
+def scaled_linear_fp8(
+    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None = None, *,
+    out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    return multiply(x, weight, x_scale, weight_scale, bias, out_dtype, tile_for(num_rows(x), *weight.shape))
+
+
+@ops.scaled_linear_fp8_block.kernel("triton", tokens=FEW, refuses=_few)
+def scaled_linear_fp8_block(
+    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None = None, *,
+    out_dtype: torch.dtype, block: int = 128,
+) -> Tensor:  # fmt: skip
+    tile = tile_for(num_rows(x), *weight.shape)
+    return multiply(x, weight, x_scale, weight_scale, bias, out_dtype, tile, blocks=True)
+
+
+@ops.scaled_linear_int8.kernel("triton", tokens=FEW, refuses=_few)
+def scaled_linear_int8(
+    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None = None, *,
+    out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    return multiply(x, weight, x_scale, weight_scale, bias, out_dtype, tile_for(num_rows(x), *weight.shape))

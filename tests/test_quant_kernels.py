@@ -1,0 +1,216 @@
+"""Linear layers in few bits beyond the table of tests/test_kernels.py: every code, exact sums, refusals, who is chosen."""
+
+from typing import Any
+
+import pytest
+import torch
+from kernel_cases import Draw, fp8_operands, int4_operands, int8_operands, mxfp4_operands, scaled_blocks, scaled_fp8
+from torch import Tensor, nn
+
+import atomc
+from atomc import kernels, ops
+from atomc.op import refusal
+from atomc.ops.formats import pack_e2m1, pack_int4
+from atomc.platform import Platform
+
+pytest.importorskip("triton")
+assert kernels.load("triton") is None
+assert kernels.load("cuda") is None
+
+H200 = Platform.named("h200")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where it is a CPU, Triton's interpreter runs
+
+
+def kernel_of(op: str, module: str) -> ops.Kernel:
+    [found] = [kernel for kernel in ops.REGISTRY[op].kernels if kernel.function.__module__ == f"atomc.kernels.{module}"]
+    return found
+
+
+def one_hot(columns: int) -> Tensor:
+    return torch.eye(columns, device=DEVICE)
+
+
+@pytest.mark.parametrize("rows", [1, 32])
+@pytest.mark.parametrize("zeros", [False, True])
+def test_every_int4_code_at_every_place_of_a_word_is_read_exactly(rows: int, zeros: bool) -> None:
+    codes = torch.stack([(torch.arange(32) + shift) % 16 for shift in range(16)])
+    given = {"weight": pack_int4(codes), "weight_scale": torch.full((16, 1), 0.25),
+             "zeros": torch.arange(16, dtype=torch.uint8)[:, None] if zeros else None}  # fmt: skip
+    given = {name: value if value is None else value.to(DEVICE) for name, value in given.items()}
+    call = kernel_of("linear_w4a16", "triton.four_bits").function
+    out = torch.cat([call(x, **given, group=32) for x in one_hot(32).split(rows)])
+    offset = torch.arange(16)[:, None] if zeros else 8
+    assert torch.equal(out.cpu(), ((codes - offset) * 0.25).float().T)
+
+
+@pytest.mark.parametrize("rows", [1, 32])
+def test_every_e2m1_code_at_every_place_of_a_word_is_read_exactly_under_every_scale(rows: int) -> None:
+    codes = torch.stack([(torch.arange(32) + shift) % 16 for shift in range(16)]).to(torch.uint8)
+    magnitudes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    values = torch.cat([magnitudes, -magnitudes])[codes.long()]
+    call = kernel_of("linear_mxfp4", "triton.four_bits").function
+    for byte in (1, 100, 127, 200, 250):
+        scale = torch.full((16, 1), byte, dtype=torch.uint8, device=DEVICE)
+        out = torch.cat([call(x, pack_e2m1(codes).to(DEVICE), scale, out_dtype=torch.float32)
+                         for x in one_hot(32).split(rows)])  # fmt: skip
+        assert torch.equal(out.cpu(), values.T * 2.0 ** (byte - 127))
+
+
+def test_a_scale_that_is_not_finite_shows_in_the_outputs_it_belongs_to_and_in_no_others() -> None:
+    given = mxfp4_operands(Draw(torch.float32, DEVICE), 1, 64, out=4)
+    given["weight_scale"][2, 1] = 255
+    out = kernel_of("linear_mxfp4", "triton.four_bits").function(**given)
+    assert out.isnan().tolist() == [[False, False, True, False]]
+
+
+@pytest.mark.parametrize("module", ["triton.scaled_linear", "triton.scaled_linear_tiles"])
+@pytest.mark.parametrize("rows", [1, 5])
+def test_sums_of_int8_products_are_exact(module: str, rows: int) -> None:
+    draw = Draw(torch.float32, DEVICE)
+    given = int8_operands(draw, rows, 4224, out=24) | {"x_scale": torch.ones(rows, 1, device=DEVICE)}
+    given |= {"weight_scale": torch.ones(24, 1, device=DEVICE)}
+    given["x"][0], given["weight"][0] = 127, 127  # a sum beyond 2^24, where fp32 skips numbers
+    exact = given["x"].double() @ given["weight"].double().T
+    assert torch.equal(kernel_of("scaled_linear_int8", module).function(**given), exact.float())
+
+
+def few(op: str, **changed: Any) -> dict[str, Any]:
+    draw = Draw(torch.bfloat16)
+    make = {
+        "scaled_linear_fp8": lambda: scaled_fp8(draw, 3, 128, out=48),
+        "scaled_linear_fp8_block": lambda: scaled_blocks(draw, 3, 256, out=256),
+        "scaled_linear_int8": lambda: int8_operands(draw, 3, 128, out=48),
+        "linear_w4a16": lambda: int4_operands(draw, 3, 128),
+        "linear_mxfp4": lambda: mxfp4_operands(draw, 3, 128),
+    }[op]
+    return make() | changed
+
+
+E4M3 = torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize(("op", "module", "platform", "changed", "sentence"), [
+    ("scaled_linear_fp8", "triton.scaled_linear", "sm80", {}, "sm80 has no instructions for fp8, which come with sm89"),
+    ("scaled_linear_fp8", "triton.scaled_linear", "gfx942", {}, "its tiles are cut for NVIDIA GPUs"),
+    ("scaled_linear_fp8", "triton.scaled_linear", "h200", {"out_dtype": torch.float32},
+     "the result is torch.float32: sums of fp8 products are exact enough for 16 bits"),
+    ("scaled_linear_fp8", "triton.scaled_linear", "h200", {"x": torch.zeros(3, 128).to(torch.float8_e5m2)},
+     "x is torch.float8_e5m2, the weight torch.float8_e4m3fn: written for float8_e4m3fn and int8 that are alike"),
+    ("scaled_linear_fp8", "triton.scaled_linear", "h200", {"x": torch.zeros(17, 128).to(E4M3)},
+     "x has more than 16 rows, which are left to tiles of many"),
+    ("scaled_linear_fp8", "triton.scaled_linear", "h200", {"weight": torch.zeros(128, 48).to(E4M3).t()},
+     "the rows of the weight do not follow each other, or their number varies"),
+    ("scaled_linear_fp8", "triton.scaled_linear_tiles", "h200", {},
+     "rows and columns of the weight are multiples of 16, where cuBLAS is faster"),
+    ("scaled_linear_fp8", "cuda.scaled_linear", "sm80", {}, "fp8 products of cuBLAS run on NVIDIA GPUs from sm89 on"),
+    ("scaled_linear_fp8", "cuda.scaled_linear", "gfx942", {}, "fp8 products of cuBLAS run on NVIDIA GPUs from sm89 on"),
+    ("scaled_linear_fp8", "cuda.scaled_linear", "h200", {"weight": torch.zeros(40, 128).to(E4M3)},
+     "a weight of 40 x 128: cuBLAS takes multiples of 16"),
+    ("scaled_linear_fp8", "cuda.scaled_linear", "h200", {"x": torch.zeros(3, 128).to(torch.float8_e4m3fnuz)},
+     "x is torch.float8_e4m3fnuz, the weight torch.float8_e4m3fn: written for float8_e4m3fn"),
+    ("scaled_linear_fp8", "cuda.scaled_linear", "h200", {"bias": torch.zeros(48)},
+     "the bias is torch.float32, the result torch.bfloat16: cuBLAS takes them alike"),
+    ("scaled_linear_fp8", "cuda.scaled_linear", "h200", {"out_dtype": torch.float32},
+     "the result is torch.float32: sums of fp8 products are exact enough for 16 bits"),
+    ("scaled_linear_fp8", "cuda.scaled_linear", "sm100", {"out_dtype": torch.float16},
+     "the result is torch.float16: with a scale a row, sm100 has bfloat16 only"),
+    ("scaled_linear_fp8", "cuda.scaled_linear", "h200", {"weight": torch.zeros(128, 48).to(E4M3).t()},
+     "the rows of the weight do not follow each other"),
+    ("scaled_linear_fp8_block", "triton.scaled_linear_tiles", "h200", {"block": 64}, "blocks of 64: written for 128"),
+    ("linear_w4a16", "triton.four_bits", "h200", {"group": 16}, "groups of 16: written for 32, 64 and 128"),
+    ("linear_w4a16", "triton.dequantized", "h200", {"x": torch.zeros(3, 128)},
+     "x is torch.float32, the bias None: written for 16 bits, the same in both"),
+    ("linear_mxfp4", "triton.four_bits", "h200", {"x": torch.zeros(3, 128).half()},
+     "x is torch.float16, which does not hold all powers of two that scales are"),
+    ("linear_mxfp4", "triton.four_bits", "sm80", {"x": torch.zeros(3, 128).to(E4M3), "x_scale": torch.ones(1)},
+     "sm80 has no instructions for fp8, which come with sm89"),
+    ("linear_mxfp4", "triton.dequantized", "h200", {"x": torch.zeros(3, 128).to(E4M3), "x_scale": torch.ones(1)},
+     "x is torch.float8_e4m3fn, the result torch.bfloat16: written for bfloat16 or packed e2m1, and a result in bfloat16"),
+])  # fmt: skip
+def test_a_refusal_says_why(op: str, module: str, platform: str, changed: dict[str, Any], sentence: str) -> None:
+    assert refusal(kernel_of(op, module), Platform.named(platform), few(op, **changed)) == sentence
+
+
+FEW_AND_MANY = [("1 to 16", "triton"), ("17 and more", "triton")]
+
+
+@pytest.mark.parametrize(("scheme", "op", "expected"), [
+    ("fp8", "scaled_linear_fp8", [("1 to 16", "triton"), ("17 and more", "cuda")]),
+    ("fp8_per_token", "scaled_linear_fp8", [("1 to 16", "triton"), ("17 and more", "cuda")]),
+    ("fp8_block", "scaled_linear_fp8_block", FEW_AND_MANY),
+    ("int8", "scaled_linear_int8", FEW_AND_MANY),
+    ("int4", "linear_w4a16", [("1 to 64", "triton"), ("65 and more", "triton")]),
+    ("mxfp4", "linear_mxfp4", [("1 to 64", "triton"), ("65 and more", "triton")]),
+])  # fmt: skip
+def test_a_number_of_rows_decides_which_kernel_multiplies(
+    scheme: str, op: str, expected: list[tuple[str, str]]
+) -> None:
+    layer = nn.Sequential(nn.Linear(128, 256, bias=False)).bfloat16().requires_grad_(False)
+    x = torch.randn(300, 128, dtype=torch.bfloat16)
+    torch._dynamo.mark_dynamic(x, 0)
+    report = atomc.explain(atomc.quantize(layer, scheme), x, platform="h200")
+    assert [(choice.tokens, choice.chosen) for choice in report.kernels if choice.op == op] == expected
+
+
+def error(out: Tensor, exact: Tensor) -> float:
+    return float((out.double() - exact.double()).norm() / exact.double().norm())
+
+
+LARGE = {
+    "scaled_linear_fp8": [lambda draw, rows: scaled_fp8(draw, rows, 4096, out=6144, per="tensor"),
+                          lambda draw, rows: scaled_fp8(draw, rows, 12288, out=4096, bias=True),
+                          lambda draw, rows: scaled_fp8(draw, rows, 4096, out=4096, per="token")],
+    "scaled_linear_fp8_block": [lambda draw, rows: scaled_blocks(draw, rows, 4096, out=6144),
+                                lambda draw, rows: scaled_blocks(draw, rows, 12288, out=4096, bias=True)],
+    "scaled_linear_int8": [lambda draw, rows: int8_operands(draw, rows, 4096, out=6144)],
+    "linear_w4a16": [lambda draw, rows: int4_operands(draw, rows, 4096, out=4096),
+                     lambda draw, rows: int4_operands(draw, rows, 12288, out=4096, group=128, zeros=True)],
+    "linear_mxfp4": [lambda draw, rows: mxfp4_operands(draw, rows, 4096, out=4096),
+                     lambda draw, rows: mxfp4_operands(draw, rows, 4096, out=4096, activation="mxfp4"),
+                     lambda draw, rows: mxfp4_operands(draw, rows, 4096, out=4096, activation="fp8 per token")],
+}  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 2, 8, 16, 17, 64, 65, 300])
+@pytest.mark.parametrize("op", list(LARGE))
+def test_layers_of_a_real_size_are_as_exact_as_bf16_lets_them_be(op: str, rows: int) -> None:
+    for make in LARGE[op]:
+        given = make(Draw(torch.bfloat16, "cuda"), rows)
+        exact = ops.REGISTRY[op].reference(**given | ({"out_dtype": torch.float32} if "out_dtype" in given else
+                                                      {"x": given["x"].float()}))  # fmt: skip
+        for kernel in ops.REGISTRY[op].kernels:
+            if kernel.provider in ("triton", "cuda") and not refusal(kernel, Platform.detect("cuda"), given):
+                # Rounding to bf16 alone is 1.7e-3; a weight of int4 that is rounded, too, 2.4e-3.
+                assert error(kernel.function(**given), exact) < 2.6e-3, kernel.function.__module__
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 8, 40])
+def test_layers_read_what_the_quantizer_before_them_wrote_in_a_graph_that_is_replayed(rows: int) -> None:
+    draw = Draw(torch.bfloat16, "cuda")
+    layer = fp8_operands(draw, rows, 4096, out=4096)
+    scale = torch.full((1,), 2e-4, device="cuda")
+    x = draw.normal(rows, 4096)
+    quant = kernel_of("quant_fp8_per_token", "triton.quant").function
+    kernel = next(kernel for provider in ("triton", "cuda") for kernel in ops.scaled_linear_fp8.kernels
+                  if kernel.provider == provider and rows in kernel.tokens
+                  and not refusal(kernel, H200, few("scaled_linear_fp8")))  # fmt: skip
+
+    def step(after: Any = lambda: None) -> Tensor:
+        now = x
+        for _ in range(6):
+            codes, of_row = quant(now)
+            after()
+            now = kernel.function(codes, layer["weight"], of_row, scale, out_dtype=torch.bfloat16)
+            after()
+        return now
+
+    step(torch.cuda.synchronize)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for _ in range(5):
+        x.normal_()
+        graph.replay()
+        assert torch.equal(out, step(torch.cuda.synchronize))
