@@ -2,9 +2,11 @@
 
     python bench/decode.py --model 0.6b --batches 1,8,64 --json bench/results/decode-h200.json
     python bench/decode.py --model 0.6b --profile          # the kernels of one step, by time
+    python bench/decode.py --model 8b --quantization fp8 --batches 1 --prefill 64
 
 A step is one replay of the captured model and the argmax of its logits, each sequence at --context tokens, in
-milliseconds, median of --steps steps timed with device events. Prefill is one sequence of --context tokens.
+milliseconds, median of --steps steps timed with device events. Prefill is one sequence of --context tokens; with --prefill
+N, also N of them in one step. --quantization: the linear layers in few bits (docs/quantization.md).
 """
 
 import argparse
@@ -21,6 +23,7 @@ import torch
 
 from atomc.models.loader import load
 from atomc.program import compile_model
+from atomc.quantization.scheme import ONLINE
 from atomc.runtime.batch import Shape
 from atomc.runtime.draw import Draw
 from atomc.runtime.runner import Runner
@@ -70,13 +73,15 @@ def ours(args: argparse.Namespace, config: dict[str, Any]) -> Iterator[dict[str,
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(config))
-        model = load(folder, dtype=torch.bfloat16, device="cuda", load_format="dummy", progress=False)
+        model = load(folder, dtype=torch.bfloat16, device="cuda", load_format="dummy", quantization=args.quantization,
+                     progress=False)  # fmt: skip
     program = compile_model(model, {"glue": args.glue})
     compiled = time.perf_counter() - start
     blocks = -(-(args.context + 64) // BLOCK)
     batches = args.batches
-    runner = Runner(program, num_blocks=max(batches) * blocks, block_size=BLOCK, max_num_seqs=max(batches),
-                    max_num_rows=max(args.context, *batches), max_columns=blocks)  # fmt: skip
+    most = max(*batches, args.prefill)
+    runner = Runner(program, num_blocks=most * blocks, block_size=BLOCK, max_num_seqs=most,
+                    max_num_rows=max(args.context * max(1, args.prefill), *batches), max_columns=blocks)  # fmt: skip
     for cache in runner.caches:
         cache[0].normal_()
         cache[1].normal_()
@@ -100,6 +105,12 @@ def ours(args: argparse.Namespace, config: dict[str, Any]) -> Iterator[dict[str,
     runner.graphs = None
     step = step_of([args.context], [args.context], blocks)
     yield {"what": "atomc prefill without a graph", "batch": 1, "prefill_ms": milliseconds(lambda: runner.logits(step), 10)}
+    if args.prefill:
+        step = step_of([args.context] * args.prefill, [args.context] * args.prefill, blocks)
+        if args.profile:
+            profile(lambda: runner.logits(step))
+        yield {"what": "atomc prefill without a graph", "batch": args.prefill,
+               "prefill_ms": milliseconds(lambda: runner.logits(step), 5)}  # fmt: skip
 
 
 def profile(call: Callable[[], Any]) -> None:
@@ -150,6 +161,8 @@ def main() -> None:
     parser.add_argument("--context", default=1024, type=int)
     parser.add_argument("--steps", default=50, type=int)
     parser.add_argument("--glue", default="eager", choices=["eager", "inductor", "auto"])
+    parser.add_argument("--quantization", choices=sorted(ONLINE), help="how linear layers are quantized (not)")
+    parser.add_argument("--prefill", default=0, type=int, help="also so many sequences in one step (none)")
     parser.add_argument("--beside", default="", help="also time transformers: eager,inductor,atom")
     parser.add_argument("--profile", action="store_true", help="print the kernels of a step")
     parser.add_argument("--report", action="store_true", help="print what the compiler did")
@@ -162,6 +175,8 @@ def main() -> None:
     for source in sources:
         for figure in source:
             figure = {"model": args.model, "context": args.context, **figure}
+            if args.quantization:
+                figure["quantization"] = args.quantization
             figures.append(figure)
             print("  ".join(f"{name}={value:.3f}" if isinstance(value, float) else f"{name}={value}"
                             for name, value in figure.items()), flush=True)  # fmt: skip
