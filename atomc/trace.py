@@ -3,6 +3,7 @@
 import ast
 from collections.abc import Callable, Mapping
 
+import sympy
 from torch.fx import Graph, GraphModule, Node
 
 from atomc.cost import FREE, name_of
@@ -25,8 +26,10 @@ def _numbered() -> Observer:
 
     def write(name: str, gm: GraphModule) -> None:
         nonlocal number
-        tokens = gm.meta.get("tokens")
-        behind = f"_{tokens.inf}_to_{tokens.sup}" if name == "lower" and tokens not in (None, ALL_TOKENS) else ""
+        tokens = gm.meta.get("tokens", ALL_TOKENS)
+        behind = ""
+        if name == "lower" and tokens != ALL_TOKENS:
+            behind = f"_{tokens.inf}_and_more" if tokens.sup == sympy.oo else f"_{tokens.inf}_to_{tokens.sup}"
         structured_trace(f"atomc_{number:02d}_{name}{behind}", lambda: listing(gm))
         number += 1
 
