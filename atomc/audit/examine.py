@@ -114,16 +114,16 @@ class Examination:
         measured = Measured()
         fused = self.fused[place.node.name]
         written = mutated(fused)
-        with_meaning = not place.whole or bool(written)
-        before = self._copies(place, written, known) if with_meaning else None
+        by_nodes = place.whole and not place.cached
+        before = None if by_nodes and not written else self._copies(place, written, known)
         self._step(place.node, known)
         for node in place.between:
             self._step(node, known)
-        for part in place.slices:
+        for part in () if place.cached else place.slices:
             exact, against = self._exact(part, known)
             measured.add(known[part.output.name], self._slice(part, known), exact, against)
         if before is not None:
-            self._beside_meaning(place, fused, before, known, measured)
+            self._beside_meaning(place, fused, before, known, measured, returned=not by_nodes and not written)
         return measured
 
     def _copies(self, place: Place, written: Sequence[Node], known: Values) -> Values | None:
@@ -136,9 +136,9 @@ class Examination:
         return read | {node.name: known[node.name].clone() for node in written}
 
     def _beside_meaning(
-        self, place: Place, fused: Node, before: Values, known: Values, measured: Measured
+        self, place: Place, fused: Node, before: Values, known: Values, measured: Measured, *, returned: bool
     ) -> None:
-        """Compare outputs, and what was written, with those of the op's meaning."""
+        """Compare what was written, and what is returned if that is asked for, with those of the op's meaning."""
         op = op_of(fused.target)
         assert op is not None
         names = [node.name for node in mutated(fused)]
@@ -151,7 +151,7 @@ class Examination:
             out = op.reference(*args, **kwargs)
             made.append((out, [copies[name] for name in names]))
         (own, own_written), (exact_out, exact_written) = made
-        if not place.whole and not names:
+        if returned:
             measured.add(known[place.node.name], own, exact_out, "meaning")
         for name, a, b in zip(names, own_written, exact_written, strict=True):
             measured.add(known[name], a, b, "meaning")

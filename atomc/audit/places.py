@@ -39,6 +39,7 @@ class Place:
     rewrites  that, behind those whose results it took in
     slices    for each of its outputs that the captured graph has, too
     whole     whether these are all of its outputs
+    cached    whether it reads a cache: what was written there is the fault of the writer
     between   the nodes from it to these outputs
     """
 
@@ -52,6 +53,7 @@ class Place:
     source: str
     slices: tuple[Slice, ...]
     whole: bool
+    cached: bool
     between: tuple[Node, ...]
 
 
@@ -73,12 +75,13 @@ def places_of(lowered: GraphModule, trail: Trail, *, from_start: bool = True) ->
         outputs, between, whole = _outputs(node, stands_for)
         before = {a: b for a, b in found.items() if position[b] < position[node]}
         slices = [_slice(stands_for[output], output, before, captured_order) for output in outputs]
-        if not from_start and any(_cached(n) for part in slices for n in part.nodes):
-            slices, whole = [], False
+        cached = any(_cached(n) for part in slices for n in part.nodes)
+        if cached and not from_start:
+            slices = []
         rewrite, path = node.meta.get("site", ("lift", module_path(node)))
         places.append(Place(node, node.meta["op"], node.meta.get("kernel", "inline"), rewrite,
                             tuple(trail.rewrites_of(node)), path, layer_of(path), source_line(node),
-                            tuple(slices), whole, tuple(between)))  # fmt: skip
+                            tuple(slices), whole, cached, tuple(between)))  # fmt: skip
     return places
 
 
