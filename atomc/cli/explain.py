@@ -40,8 +40,8 @@ def add(commands: Any) -> None:
     parser.add_argument("--json", action="store_true", help="everything as JSON, a list with one object per graph")
     parser.add_argument("--html", metavar="FILE", help="everything as one page for a browser, which needs no network; "
                         "compiled for any number of tokens, so that costs are formulas")  # fmt: skip
-    parser.add_argument("--beside", metavar="MODEL", help="what differs from another model, or from another version: a file "
-                        "that --json wrote there")  # fmt: skip
+    parser.add_argument("--beside", metavar="MODEL", help="what differs from another model, or from another version: "
+                        "a file that --json wrote there")  # fmt: skip
     parser.add_argument("--save", metavar="FILE", help="save how often each rewrite fires and what runs each op")
     parser.add_argument("--check", metavar="FILE", help="compare with what was saved; exit code 1 and the differences, "
                         "with reasons, if anything changed")  # fmt: skip

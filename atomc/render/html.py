@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from atomc.efficiency import LAUNCH, RATES, name_in_table, shipped
+from atomc.efficiency import GLUE, LAUNCH, RATES, name_in_table, shipped
 from atomc.platform import DESCRIBED
 from atomc.render import formula
 from atomc.render.beside import Comparison
@@ -348,17 +348,17 @@ def _times(count: int) -> str:
 
 
 def _computed(row: Mapping[str, Any]) -> dict[str, Any]:
-    """What the page computes the time of an op from."""
-    ranges = [(*first_and_last(tokens.removesuffix(" tokens")), kernel) for kernel, tokens in row["runs"]]
+    """What the page computes the time of an op from. runs: first and last number of tokens, op and kernel in the table."""
+    runs = row["runs"] or [(GLUE, "")]
+    ranges = [(*first_and_last(tokens), *name_in_table(row["op"], kernel)) for kernel, tokens in runs]
     return {"count": row["count"], "bytes": row["trees"][0], "flops": row["trees"][1], "runs": ranges,
-            "op": name_in_table(row["op"]), "rate": RATES.get(row["op"], 1)}  # fmt: skip
+            "rate": RATES.get(row["op"], 1)}  # fmt: skip
 
 
 def first_and_last(tokens: str) -> tuple[int, int | None]:
-    """A range as a report spells it: "", "1", "2 to 16", "17 and more"."""
+    """A range as a page spells it: "", "1 tokens", "2 to 16 tokens", "17 and more tokens"."""
     numbers = [int(number) for number in re.findall(r"\d+", tokens)] or [1]
-    open_end = not tokens or tokens.endswith("and more")
-    return numbers[0], None if open_end else numbers[-1]
+    return numbers[0], None if not tokens or "and more" in tokens else numbers[-1]
 
 
 def _runs(runs: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
@@ -410,7 +410,7 @@ def _passes(report: Report) -> list[dict[str, Any]]:
         last = stage.text or last
     shown = (step for step in found if step["hunks"] and step["about"] and step["name"] != "lift")
     first = next(shown, None)
-    return [{**step, "first": step is first} for step in found]
+    return [{**step, "first": step is first, "number": number} for number, step in enumerate(found, start=1)]
 
 
 def _captured(report: Report) -> list[Line]:

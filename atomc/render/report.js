@@ -111,8 +111,8 @@ function connectCosts(article, graph) {
     if (!(on.speed > 0)) return [NaN, "", false];
     const most = on.most * op.rate, work = Math.max(moved / on.speed, most > 0 ? done / most : 0);
     const within = ([first, last]) => first <= tokens && (last === null || tokens <= last);
-    const kernel = (op.runs.find(within) || [0, 0, "glue"])[2];
-    const row = on.rows.find(([name, by, first, last]) => name === op.op && by === kernel && within([first, last]));
+    const [, , name, kernel] = op.runs.find(within) || [];
+    const row = on.rows.find(([of, by, first, last]) => of === name && by === kernel && within([first, last]));
     const floor = row ? row[4] : on.launch, total = floor + work / (row ? row[5] : 1);
     return [total, floor > total / 2 ? "launch" : most > 0 && done / most > moved / on.speed ? "compute" : "memory", Boolean(row)];
   }
