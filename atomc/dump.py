@@ -258,6 +258,8 @@ class _Inputs:
             return f"torch.tensor([{T}], dtype=torch.int32{on})"
         if name.startswith(("k_cache_", "v_cache_")):
             return f"torch.zeros({(1, -(-T // 16) * 16, *value.shape[2:])}, dtype={value.dtype}{on})"
+        if name.startswith(("k_scale_", "v_scale_")):
+            return f"torch.ones(1{on})"
         return None
 
 

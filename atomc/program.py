@@ -20,7 +20,7 @@ from atomc.backend import new_report
 from atomc.dump import Dumper
 from atomc.errors import RunError
 from atomc.graph_pass import Context
-from atomc.ops.state import Step
+from atomc.ops.state import StateSpec, Step
 from atomc.options import Options
 from atomc.platform import Platform
 from atomc.regions import every_layer, trace_once
@@ -43,7 +43,7 @@ class Program:
     """
 
     def __init__(self, compiled: Compiled, sources: Sequence[str | None], inputs: Sequence[Any], report: Report,
-                 device: torch.device):  # fmt: skip
+                 device: torch.device, model: nn.Module):  # fmt: skip
         self.specs = tuple(compiled.state)
         self.report, self.device = report, device
         self.syncing = tuple(dict.fromkeys(compiled.syncing))
@@ -60,8 +60,10 @@ class Program:
         self._weights = [(i, x.data_ptr()) for i, x in enumerate(self._arguments) if isinstance(x, nn.Parameter)]
         self._arguments += weights[len(sources):]
         for name in names[len(weights):]:
-            self._arguments.append(None)
-            if not name.startswith(("k_cache_", "v_cache_")):
+            kind, _, number = name.rpartition("_")
+            scales = kind in ("k_scale", "v_scale")
+            self._arguments.append(_scale(model, self.specs[int(number)], kind, device) if scales else None)
+            if not scales and kind not in ("k_cache", "v_cache"):
                 self._fill.append((len(self._arguments) - 1, _from_step(name)))
         self._first_cache = {name: i for i, name in enumerate(names) if name.startswith(("k_cache_", "v_cache_"))}
         self._plans: dict[Callable[..., Any], list[int]] = {}
@@ -132,6 +134,17 @@ class Program:
             self._arguments[i] = made
 
 
+def _scale(model: nn.Module, spec: StateSpec, name: str, device: torch.device) -> Tensor:
+    """What the layer's codes are multiplied by, [1] fp32: its own buffer of that name, 1 if it has none.
+
+    Scales are made for e4m3fn; the largest number of e4m3fnuz is about half as large.
+    """
+    given = model.get_submodule(spec.name)._buffers.get(name)
+    if given is None:
+        return torch.ones(1, device=device)
+    return given.to(device, torch.float32) * (2.0 if spec.dtype == torch.float8_e4m3fnuz else 1.0)
+
+
 def _from_step(name: str, dim: str | None = None) -> Callable[[Step], Any]:
     """How to read a graph input from a Step: "input_ids", the size of its dimension, "slots_0", "seq_lens"."""
     if dim is not None:
@@ -170,7 +183,7 @@ def compile_model(
 
     def backend(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         reports.append(keep(new_report(gm)))
-        made.append(_program(gm, inputs, chosen, where, device, reports[-1], observers, keep_texts))
+        made.append(_program(gm, inputs, chosen, where, device, reports[-1], model, observers, keep_texts))
         raise _Traced
 
     def step(input_ids: Tensor, positions: Tensor, logits_rows: Tensor) -> Tensor:
@@ -207,7 +220,7 @@ def compile_model(
 
 def _program(
     gm: GraphModule, inputs: Sequence[Any], options: Options, platform: Platform, device: torch.device,
-    report: Report, observers: Sequence[Callable[[str, GraphModule], None]], keep_texts: bool,
+    report: Report, model: nn.Module, observers: Sequence[Callable[[str, GraphModule], None]], keep_texts: bool,
 ) -> Program:  # fmt: skip
     context = Context(options, platform, paged=True, notes=report.notes, inputs=inputs, observers=observers,
                       keep_texts=keep_texts or options.report is not None)  # fmt: skip
@@ -231,4 +244,4 @@ def _program(
     report.treated = True
     contract.check(report, options)
     sources = [source_name(node) for node in gm.graph.find_nodes(op="placeholder")]
-    return Program(made[-1], sources, inputs, report, device)
+    return Program(made[-1], sources, inputs, report, device, model)

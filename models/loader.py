@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from atomc.json_file import read_json
 from atomc.models import REGISTRY, architectures_of, build, model_class, stock
+from atomc.models.cache_scales import cache_scales, give, keep_codes
 from atomc.quantization import apply, checkpoints
 from atomc.quantization.config import QuantizationConfig, Request, decide, stored_config
 from atomc.quantization.linear import LinearMethod
@@ -37,8 +38,8 @@ CODES = {
     torch.int32: ("I32",),
     torch.int64: ("I64",),
 }
-# Old Llama checkpoints store the rotary frequencies; heads for multi-token prediction are no part of the model. Scales of
-# keys and values are for a cache in fp8; ours needs none.
+# Old Llama checkpoints store the rotary frequencies; heads for multi-token prediction are no part of the model. Queries
+# are not kept in fp8, and what keeps no state needs no scales for it.
 IGNORED = re.compile(r"rotary_emb\.inv_freq$|^(hf_model\.)?(model\.)?mtp\.|\.(q|k|v|kv)_scale$")
 
 
@@ -98,6 +99,8 @@ def load(
         log.warning("%s: %s", path, note)
     prefix = stock.PREFIX if isinstance(model, stock.StockModel) else ""
     methods = apply.linears(model, how, prefix) if how else {}
+    if how and how.kv_cache_dtype == "fp8":
+        keep_codes(model)
     if load_format == "dummy":
         allocate_buffers(model, device)
         fill_randomly(model, device)
@@ -108,7 +111,8 @@ def load(
     if how and not how.online:
         apply.create_weights(model, methods, dtype)
         apply.drop_optional(model, stored)
-    sources = match_names(model, stored, path)
+    scales = cache_scales(model, stored)
+    sources = match_names(model, {name: tensor for name, tensor in stored.items() if name not in scales}, path)
     allocate_buffers(model, device)
     total = sum(weight.nbytes for weight in model.parameters())
     streamed = {(f"{name}.weight",) for name in methods} if how and how.online else set()
@@ -127,6 +131,8 @@ def load(
         if streamed:
             quantize_groups(model, methods, next_weight)
     try:
+        for name, scale in scales.items():
+            give(scale, name, one(stored[name], torch.float32, device))
         apply.process_weights_after_loading(model)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error

@@ -5,7 +5,8 @@
     token = kv_write(k, v, k_cache!, v_cache!, slots);  paged_attention(q, k_cache, v_cache, ..., token)
 
 The token is a data edge: nothing can swap write and read, and dead-code removal cannot drop the write. The caches and
-what a step carries become further graph inputs.
+what a step carries become further graph inputs. A cache is in fp8 if the options or the handle's dtype say so; then its
+scales are inputs, too, and an operand of both.
 """
 
 import math
@@ -20,6 +21,7 @@ from torch.fx import Graph, GraphModule, Node
 from atomc import ops
 from atomc.canonical import value
 from atomc.graph_pass import Context
+from atomc.ops.formats import FP8
 from atomc.ops.state import StateSpec
 from atomc.platform import Platform
 from atomc.provenance import module_path
@@ -42,7 +44,7 @@ def bind_state(gm: GraphModule, context: Context) -> list[Fired]:
     windows = sorted({node.kwargs.get("window", 0) for node in sites})
     fired = []
     for node in sites:
-        q, k, v = node.args[:3]
+        q, k, v, handle = node.args[0], node.args[1], node.args[2], _argument(node, 3, "kv")
         assert isinstance(q, Node) and isinstance(k, Node) and isinstance(v, Node)
         path = module_path(node)
         if _argument(node, 4, "mask") is not None or not node.kwargs.get("causal", True):
@@ -51,9 +53,11 @@ def bind_state(gm: GraphModule, context: Context) -> list[Fired]:
             raise ValueError(f"attention in {path}: keys are {value(k).shape[-1]} wide, values {value(v).shape[-1]}")
         window = node.kwargs.get("window", 0)
         group = windows.index(window)
-        kept = value(k).dtype if context.options.kv_cache_dtype == "auto" else fp8_of(context.platform)
+        codes = context.options.kv_cache_dtype == "fp8" or value(handle).dtype in FP8
+        kept = fp8_of(context.platform) if codes else value(k).dtype
         spec = StateSpec(path, "kv", tuple(value(k).shape[-2:]), kept, window, group=group)
         caches = inputs.caches(len(context.state), spec)
+        scales = inputs.scales(len(context.state)) if codes else ()
         context.state.append(spec)
         rows = math.prod(value(q).shape[:-2])
         slots = inputs.get(f"slots_{group}", partial(torch.empty, rows, dtype=torch.int64))
@@ -64,12 +68,12 @@ def bind_state(gm: GraphModule, context: Context) -> list[Fired]:
         meta = {key: node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in node.meta}
         meta |= {"origins": node.meta.get("origins", {node.name}), "made_by": "bind_state"}
         with graph.inserting_before(node):
-            token = graph.call_function(ops.kv_write.overload, (k, v, *caches, slots))
+            token = graph.call_function(ops.kv_write.overload, (k, v, *caches, slots, *scales))
             token.meta.update(meta)
             infer(graph, token)
             read = graph.call_function(
                 ops.paged_attention.overload,
-                (q, *caches, starts, lengths, tables, token, _argument(node, 5, "sinks")),
+                (q, *caches, starts, lengths, tables, token, _argument(node, 5, "sinks"), *scales),
                 {name: node.kwargs[name] for name in ("scale", "window", "softcap") if name in node.kwargs},
             )
             read.meta.update(meta, val=value(node))
@@ -120,3 +124,8 @@ class _Inputs:
             return torch.empty_strided(sizes, strides, dtype=spec.dtype)
 
         return self.get(f"k_cache_{layer}", make), self.get(f"v_cache_{layer}", make)
+
+    def scales(self, layer: int) -> tuple[Node, Node]:
+        """What the codes of a layer's two caches are multiplied by, [1] each."""
+        make = partial(torch.ones, 1, dtype=torch.float32)
+        return self.get(f"k_scale_{layer}", make), self.get(f"v_scale_{layer}", make)

@@ -114,7 +114,7 @@ def refusal(**changed: Any) -> str | None:
 
 def test_a_refusal_says_what_came() -> None:
     assert refusal() is None
-    assert refusal(k_scale=torch.ones(1)) == "the cache has scales"
+    assert refusal(k_scale=torch.ones(1)) == "k_scale came for a cache of torch.float32: only one in fp8 has scales"
     assert refusal(q=torch.ones(1, 8, 64, dtype=torch.bfloat16)) == (
         "the caches are torch.float32 and torch.float32, the query torch.bfloat16: nothing is converted"
     )

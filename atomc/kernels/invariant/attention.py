@@ -35,5 +35,6 @@ def paged_attention(
         cut = varying.Tiling(max(least, 32), 16 if width > 128 else 32, 1, 8, 2)
     else:
         cut = varying.Tiling(max(least, 64), 32 if width > 128 else 64, 1, 4, 2)
-    out = varying.attend(rows, k_cache, v_cache, query_start, seq_lens, block_tables, sinks, scale, window, softcap, cut)
+    out = varying.attend(rows, k_cache, v_cache, query_start, seq_lens, block_tables, sinks, scale, window, softcap, cut,
+                         k_scale, v_scale)  # fmt: skip
     return out.view(*q.shape[:-1], v_cache.shape[-1])

@@ -6,10 +6,11 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.torch.eager import eager
-from atomc.kernels.torch.sequence import attend, no_scales, sequences
+from atomc.kernels.torch.sequence import attend, sequences
+from atomc.ops.attention import from_cache
 from atomc.platform import Platform
 
-kv_write = eager(ops.kv_write, __name__, layout="paged", refuses=no_scales)
+kv_write = eager(ops.kv_write, __name__, layout="paged")
 
 
 def _sdpa_has_it(
@@ -76,7 +77,7 @@ def _one_token(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: floa
     return out.reshape(*q.shape[:-1], v.shape[-1])
 
 
-@ops.paged_attention.kernel("torch", layout="paged", refuses=no_scales, syncs=True)
+@ops.paged_attention.kernel("torch", layout="paged", syncs=True)
 def paged_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, query_start: Tensor, seq_lens: Tensor, block_tables: Tensor,
     token: Tensor, sinks: Tensor | None = None, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
@@ -85,11 +86,13 @@ def paged_attention(
     rows = q.reshape(-1, *q.shape[-2:])
     out = q.new_zeros((*rows.shape[:-1], v_cache.shape[-1]))
     block_size = k_cache.shape[1]
+    # Numbers times a scale are rounded in 16 bits.
+    wide = q.dtype if k_scale is None and v_scale is None else torch.float32
     for s, new, first, length in sequences(query_start, seq_lens, window):
         first_block, last_block = first // block_size, -(-length // block_size)
         blocks = block_tables[s, first_block:last_block]
         seen = slice(first - first_block * block_size, length - first_block * block_size)
-        keys = k_cache[blocks].flatten(0, 1)[seen].to(q.dtype)
-        values = v_cache[blocks].flatten(0, 1)[seen].to(q.dtype)
-        out[new] = attend(rows[new], keys, values, sinks, scale, window, softcap)
+        keys = from_cache(k_cache[blocks].flatten(0, 1)[seen], k_scale, wide)
+        values = from_cache(v_cache[blocks].flatten(0, 1)[seen], v_scale, wide)
+        out[new] = attend(rows[new].to(wide), keys, values, sinks, scale, window, softcap)
     return out.view(*q.shape[:-1], v_cache.shape[-1])

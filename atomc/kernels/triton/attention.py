@@ -4,7 +4,8 @@ A program takes a tile of query rows against some of the keys of one key/value h
 heads that share this head, of consecutive new tokens of one sequence: each key is read once for all of them.
 
 Everything that the host decides comes from shapes, so that a step can be captured into a CUDA graph and replayed with
-other lengths. T rows of q, S sequences, N query heads, K key/value heads, G = N / K, D head width.
+other lengths. A cache in fp8 is read as bytes; its scales join that of the scores and the division by the weights.
+T rows of q, S sequences, N query heads, K key/value heads, G = N / K, D head width.
 """
 
 import functools
@@ -17,7 +18,9 @@ import triton.language as tl
 from torch import Tensor
 
 from atomc import ops
+from atomc.kernels.triton.kv_write import as_numbers, codes_of, in_bytes, scale_of_numbers, uncachable
 from atomc.kernels.triton.launch import begin, overlap, unfit
+from atomc.ops.formats import FP8
 from atomc.platform import Platform
 from atomc.sizes import known_equal
 
@@ -31,7 +34,7 @@ LOG2_E = math.log2(math.e)
 def _walk(
     acc, total, peak, q, table, k_ptr, v_ptr, k_block, k_slot, v_block, v_slot, first, last, position, inner, unit,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, OFFSET: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr, MASKED: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr, MASKED: tl.constexpr, CODES: tl.constexpr,
 ):  # fmt: skip
     """Softmax so far (weighted values, sum of weights, highest score in base 2) after the keys first..last.
 
@@ -49,13 +52,15 @@ def _walk(
         k_at = k_ptr + ((block * k_block + slot * k_slot)[:, None] + d[None, :])
         v_at = v_ptr + ((block * v_block + slot * v_slot)[:, None] + dv[None, :])
         if MASKED or q.shape[1] != D:
-            k = tl.load(k_at, mask=(key < last)[:, None] & (d < D)[None, :], other=0.0)
+            k = tl.load(k_at, mask=(key < last)[:, None] & (d < D)[None, :], other=0)
         else:
             k = tl.load(k_at)
         if MASKED or acc.shape[1] != DV:
-            v = tl.load(v_at, mask=(key < last)[:, None] & (dv < DV)[None, :], other=0.0)
+            v = tl.load(v_at, mask=(key < last)[:, None] & (dv < DV)[None, :], other=0)
         else:
             v = tl.load(v_at)
+        k = as_numbers(k, q.dtype, CODES)
+        v = as_numbers(v, q.dtype, CODES)
 
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if SOFTCAP:
@@ -83,12 +88,12 @@ def _walk(
 
 @triton.jit(do_not_specialize=["num_rows", "num_sequences", "table_row"])
 def _attend(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, query_start, seq_lens, block_tables, sinks, num_rows, num_sequences,
-    table_row, q_row, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head, inner, unit,
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, query_start, seq_lens, block_tables, sinks, k_scale, v_scale, num_rows,
+    num_sequences, table_row, q_row, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head, inner, unit,
     N: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     OFFSET: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, BY_SEQUENCE: tl.constexpr,
-    SPLIT: tl.constexpr, LOG2_E: tl.constexpr, PDL: tl.constexpr,
+    SPLIT: tl.constexpr, LOG2_E: tl.constexpr, CODES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One tile, or with BY_SEQUENCE all of a sequence, over this program's split of the keys that a tile sees."""
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
@@ -131,6 +136,10 @@ def _attend(
         first_tile = (tile - start // BLOCK_Q - s) * BLOCK_Q
         end_tile = first_tile + BLOCK_Q
 
+    if SOFTCAP:
+        inner *= scale_of_numbers(k_scale, CODES)
+    else:
+        unit *= scale_of_numbers(k_scale, CODES)
     num_new = end - start
     table = block_tables + tl.cast(s, tl.int64) * table_row
     k_ptr += kv_head * k_head
@@ -172,12 +181,12 @@ def _attend(
             whole = tl.maximum(tl.minimum(last, lowest_position + 1) - first, 0) // BLOCK_N * BLOCK_N
             acc, total, peak = _walk(
                 acc, total, peak, q, table, k_ptr, v_ptr, k_block, k_slot, v_block, v_slot, first, first + whole,
-                position, inner, unit, D, DV, BLOCK_N, BLOCK_SIZE, OFFSET, WINDOW, SOFTCAP, SPLIT, False,
+                position, inner, unit, D, DV, BLOCK_N, BLOCK_SIZE, OFFSET, WINDOW, SOFTCAP, SPLIT, False, CODES,
             )  # fmt: skip
             first += whole
         acc, total, peak = _walk(
             acc, total, peak, q, table, k_ptr, v_ptr, k_block, k_slot, v_block, v_slot, first, last,
-            position, inner, unit, D, DV, BLOCK_N, BLOCK_SIZE, OFFSET, WINDOW, SOFTCAP, SPLIT, True,
+            position, inner, unit, D, DV, BLOCK_N, BLOCK_SIZE, OFFSET, WINDOW, SOFTCAP, SPLIT, True, CODES,
         )  # fmt: skip
 
         if PDL:
@@ -185,7 +194,7 @@ def _attend(
             tl.extra.cuda.gdc_launch_dependents()
         # A row that sees no key is zero, and its peak is -inf.
         total = tl.where(total == 0.0, 1.0, total)
-        acc = acc / total[:, None]
+        acc = acc / total[:, None] * scale_of_numbers(v_scale, CODES)
         out_row = ((start + token).to(tl.int64) * N + head) * tl.num_programs(2) + split
         if SPLIT:
             lse = tl.where(first_key < last, peak + tl.log2(total), -float("inf"))
@@ -269,7 +278,8 @@ def tiling(
 
 def attend(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, query_start: Tensor, seq_lens: Tensor, block_tables: Tensor,
-    sinks: Tensor | None, scale: float, window: int, softcap: float, cut: Tiling,
+    sinks: Tensor | None, scale: float, window: int, softcap: float, cut: Tiling, k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """paged_attention of q [T, N, D], cut as told."""
     num_rows, num_heads, width = q.shape
@@ -285,14 +295,15 @@ def attend(
     block_dv = max(16, triton.next_power_of_2(value_width))
     tiles = num_sequences + 1 + (0 if cut.by_sequence else num_rows // (cut.rows // group))
     _attend[(tiles, kv_heads, cut.splits)](
-        q, k_cache, v_cache, into, lse, query_start, seq_lens, block_tables, sinks, num_rows, num_sequences,
-        block_tables.stride(0), q.stride(0), q.stride(1), *k_cache.stride()[:3], *v_cache.stride()[:3],
-        2 * scale / softcap if softcap else 1.0, (softcap or scale) * LOG2_E,
+        q, in_bytes(k_cache), in_bytes(v_cache), into, lse, query_start, seq_lens, block_tables, sinks, k_scale, v_scale,
+        num_rows, num_sequences, block_tables.stride(0), q.stride(0), q.stride(1), *k_cache.stride()[:3],
+        *v_cache.stride()[:3], 2 * scale / softcap if softcap else 1.0, (softcap or scale) * LOG2_E,
         N=num_heads, GROUP=group, D=width, DV=value_width, BLOCK_D=max(16, triton.next_power_of_2(width)),
         BLOCK_DV=block_dv, BLOCK_M=cut.rows, BLOCK_N=cut.keys, BLOCK_SIZE=block_size,
         OFFSET=tl.int32 if max(reach(k_cache), reach(v_cache)) < 2**31 else tl.int64, WINDOW=window,
         SOFTCAP=softcap != 0.0, SINKS=sinks is not None, BY_SEQUENCE=cut.by_sequence, SPLIT=cut.splits > 1,
-        LOG2_E=LOG2_E, num_warps=cut.warps, num_stages=cut.stages, **limit, **overlap(q.device),
+        LOG2_E=LOG2_E, CODES=codes_of(k_cache)["CODES"], num_warps=cut.warps, num_stages=cut.stages, **limit,
+        **overlap(q.device),
     )  # fmt: skip
     if lse is not None:
         block_splits, columns = triton.next_power_of_2(cut.splits), min(block_dv, JOINED_COLUMNS)
@@ -329,13 +340,12 @@ def _out_of_reach(
     platform: Platform, q: Tensor, k_cache: Tensor, v_cache: Tensor, query_start: Tensor, seq_lens: Tensor,
     block_tables: Tensor, k_scale: Tensor | None = None, v_scale: Tensor | None = None, *, scale: float, **_: object,
 ) -> str | None:  # fmt: skip
-    if reason := unfit(platform, q=q, k_cache=k_cache, v_cache=v_cache):
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    if reason := unfit(platform, q=q) or uncachable(platform, scales, k_cache=k_cache, v_cache=v_cache):
         return reason
-    if k_scale is not None or v_scale is not None:
-        return "the cache has scales"
     if q.dtype == torch.bfloat16 and not platform.supports_bf16:
         return f"{platform.name} does not multiply bfloat16"
-    if {k_cache.dtype, v_cache.dtype} != {q.dtype}:
+    if k_cache.dtype not in (q.dtype, *FP8):
         return f"the caches are {k_cache.dtype} and {v_cache.dtype}, the query {q.dtype}: nothing is converted"
     for name, numbers in (("query_start", query_start), ("seq_lens", seq_lens), ("block_tables", block_tables)):
         if numbers.dtype != torch.int32 or not known_equal(numbers.stride(-1), 1):
@@ -367,5 +377,6 @@ def paged_attention(
     if q.is_cuda and not has_room(q.device):
         keys = 4096 // triton.next_power_of_2(rows.shape[2])
         cut = cut._replace(keys=max(16, min(cut.keys, keys)), stages=2, registers=None)
-    out = attend(rows, k_cache, v_cache, query_start, seq_lens, block_tables, sinks, scale, window, softcap, cut)
+    out = attend(rows, k_cache, v_cache, query_start, seq_lens, block_tables, sinks, scale, window, softcap, cut,
+                 k_scale, v_scale)  # fmt: skip
     return out.view(*q.shape[:-1], v_cache.shape[-1])

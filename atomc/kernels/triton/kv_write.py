@@ -1,5 +1,12 @@
-"""The write of new keys and values into a paged cache in Triton."""
+"""The write of new keys and values into a paged cache in Triton, in fp8 where the cache is.
 
+A cache in fp8 is seen as bytes (CODES "fn" or "fnuz", the kind of its codes; "" for any other cache), so that every
+device and the interpreter can take it; codes equal the meaning's bit for bit.
+"""
+
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -15,6 +22,8 @@ from atomc.kernels.triton.launch import (
     row_strides,
     unfit,
 )
+from atomc.kernels.triton.quant import _by_bits, _fp8
+from atomc.ops.formats import FP8
 from atomc.platform import Platform
 from atomc.sizes import known_equal
 
@@ -27,28 +36,107 @@ def cache_offset(slots_ptr, row, inside, HEADS: tl.constexpr, token_stride, head
 
 
 @triton.jit
-def copy_rows(from_ptr, from_at, to_ptr, to_at, inside, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """WIDTH columns from each offset to each other one; the three are columns of a block."""
+def inverse_scale(scale_ptr):
+    """What numbers are multiplied by before they are rounded to codes; 1 for a cache without scales."""
+    inverse = 1.0
+    if scale_ptr is not None:
+        inverse = tl.div_rn(1.0, tl.load(scale_ptr).to(tl.float32))
+    return inverse
+
+
+@triton.jit
+def as_cached(x, inverse, DTYPE: tl.constexpr, CODES: tl.constexpr, BY_BITS: tl.constexpr):
+    """What a cache holds for x: it in DTYPE, or a code."""
+    if CODES != "":
+        return _fp8(x.to(tl.float32) * inverse, CODES == "fnuz", BY_BITS)
+    else:
+        return x.to(tl.float32).to(DTYPE)
+
+
+@triton.jit
+def as_numbers(code, DTYPE: tl.constexpr, CODES: tl.constexpr):
+    """What was loaded from a cache, in DTYPE; of codes (bytes) the number / 256, or / 128 if they are "fnuz".
+
+    The bits of a code, moved to those of a half-precision number: exact, on every device.
+    """
+    if CODES == "":
+        return code
+    else:
+        bits = code.to(tl.int32)
+        nan = bits == 0x80 if CODES == "fnuz" else (bits & 0x7F) == 0x7F
+        half = tl.where(nan, 0x7E00, ((bits & 0x80) << 8) | ((bits & 0x7F) << 7))
+        return half.to(tl.int16).to(tl.float16, bitcast=True).to(DTYPE)
+
+
+@triton.jit
+def scale_of_numbers(scale_ptr, CODES: tl.constexpr):
+    """What gives the cached values back from `as_numbers`."""
+    scale = 1.0
+    if CODES != "":
+        scale = 128.0 if CODES == "fnuz" else 256.0
+        if scale_ptr is not None:
+            scale *= tl.load(scale_ptr).to(tl.float32)
+    return scale
+
+
+@triton.jit
+def copy_rows(from_ptr, from_at, to_ptr, to_at, inside, inverse, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+              CODES: tl.constexpr, BY_BITS: tl.constexpr):  # fmt: skip
+    """WIDTH columns from each offset to each other one, as cached; the three are columns of a block."""
     column = tl.arange(0, BLOCK)[None, :]
     inside = inside & (column < WIDTH)
-    value = tl.load(from_ptr + from_at + column, inside)
-    if from_ptr.dtype.element_ty != to_ptr.dtype.element_ty:
-        value = value.to(tl.float32).to(to_ptr.dtype.element_ty)
-    tl.store(to_ptr + to_at + column, value, inside)
+    value = tl.load(from_ptr + from_at + column, inside, 0.0)
+    tl.store(to_ptr + to_at + column, as_cached(value, inverse, to_ptr.dtype.element_ty, CODES, BY_BITS), inside)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _kv_write(
-    k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slots_ptr, rows, d1, k0, k1, k2, v0, v1, v2, k_token, k_head, v_token,
-    v_head, HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    ROWS: tl.constexpr, PDL: tl.constexpr,
+    k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slots_ptr, k_scale_ptr, v_scale_ptr, rows, d1, k0, k1, k2, v0, v1, v2,
+    k_token, k_head, v_token, v_head, HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, ROWS: tl.constexpr, CODES: tl.constexpr, BY_BITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     begin(PDL)
     k_at, inside = cache_offset(slots_ptr, row, row < rows, HEADS, k_token, k_head)
     v_at, _ = cache_offset(slots_ptr, row, row < rows, HEADS, v_token, v_head)
-    copy_rows(k_ptr, row_offset(row, d1, HEADS, k0, k1, k2), k_cache_ptr, k_at, inside, D, BLOCK_D)
-    copy_rows(v_ptr, row_offset(row, d1, HEADS, v0, v1, v2), v_cache_ptr, v_at, inside, DV, BLOCK_DV)
+    copy_rows(k_ptr, row_offset(row, d1, HEADS, k0, k1, k2), k_cache_ptr, k_at, inside, inverse_scale(k_scale_ptr), D,
+              BLOCK_D, CODES, BY_BITS)  # fmt: skip
+    copy_rows(v_ptr, row_offset(row, d1, HEADS, v0, v1, v2), v_cache_ptr, v_at, inside, inverse_scale(v_scale_ptr), DV,
+              BLOCK_DV, CODES, BY_BITS)  # fmt: skip
+
+
+def in_bytes(cache: Tensor) -> Tensor:
+    """The cache as kernels take it."""
+    return cache.view(torch.uint8) if cache.dtype in FP8 else cache
+
+
+def codes_of(cache: Tensor) -> dict[str, Any]:
+    """What a cache holds, as launch arguments of a kernel that writes it."""
+    if cache.dtype not in FP8:
+        return {"CODES": "", "BY_BITS": False}
+    codes = "fnuz" if cache.dtype == torch.float8_e4m3fnuz else "fn"
+    return {"CODES": codes, "BY_BITS": _by_bits(cache.dtype, cache.device)}
+
+
+def uncachable(platform: Platform, scales: dict[str, Tensor | None], **caches: Tensor) -> str | None:
+    """Why the rows of these caches, or the scales of their codes, cannot be read or written here."""
+    plain = {name: cache for name, cache in caches.items() if cache.dtype not in FP8}
+    codes = {name: cache for name, cache in caches.items() if cache.dtype in FP8}
+    if reason := unfit(platform, **plain):
+        return reason
+    if len({cache.dtype for cache in caches.values()}) > 1:
+        return f"the caches differ: {', '.join(f'{name} is {cache.dtype}' for name, cache in caches.items())}"
+    for name, cache in codes.items():
+        if not known_equal(cache.stride(-1), 1):
+            return f"the last dimension of {name} is not contiguous"
+    for name, scale in scales.items():
+        if scale is None:
+            continue
+        if plain:
+            return f"{name} came for a cache of {next(iter(plain.values())).dtype}: only one in fp8 has scales"
+        if scale.dtype != torch.float32 or not known_equal(scale.numel(), 1):
+            return f"{name} is {scale.dtype} {list(scale.shape)}: written for one number of fp32 a cache"
+    return None
 
 
 def unwritable(
@@ -56,10 +144,9 @@ def unwritable(
     k_scale: Tensor | None = None, v_scale: Tensor | None = None,
 ) -> str | None:  # fmt: skip
     """Why k and v cannot be written to these caches here."""
-    if reason := unfit(platform, k=k, v=v, k_cache=k_cache, v_cache=v_cache):
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    if reason := unfit(platform, k=k, v=v) or uncachable(platform, scales, k_cache=k_cache, v_cache=v_cache):
         return reason
-    if k_scale is not None or v_scale is not None:
-        return "the cache has scales"
     if k.dim() not in (3, 4) or v.dim() != k.dim():
         return "keys and values come as [T, K, D] or [B, T, K, D]"
     if slots.dim() != 1 or not known_equal(slots.stride(0), 1):
@@ -79,9 +166,10 @@ def kv_write(
         d1, heads = inner_sizes(k)
         rows_a_program = heads_a_program(rows)
         _kv_write[(triton.cdiv(rows, rows_a_program),)](
-            k, v, k_cache, v_cache, slots, rows, d1, *row_strides(k), *row_strides(v), k_cache.stride(1),
-            k_cache.stride(2), v_cache.stride(1), v_cache.stride(2), HEADS=heads, D=k.shape[-1], DV=v.shape[-1],
-            BLOCK_D=triton.next_power_of_2(k.shape[-1]), BLOCK_DV=triton.next_power_of_2(v.shape[-1]),
-            ROWS=rows_a_program, num_warps=4, **overlap(k.device),
+            k, v, in_bytes(k_cache), in_bytes(v_cache), slots, k_scale, v_scale, rows, d1, *row_strides(k),
+            *row_strides(v), k_cache.stride(1), k_cache.stride(2), v_cache.stride(1), v_cache.stride(2), HEADS=heads,
+            D=k.shape[-1], DV=v.shape[-1], BLOCK_D=triton.next_power_of_2(k.shape[-1]),
+            BLOCK_DV=triton.next_power_of_2(v.shape[-1]), ROWS=rows_a_program, num_warps=4, **codes_of(k_cache),
+            **overlap(k.device),
         )  # fmt: skip
     return k.new_empty((0,))

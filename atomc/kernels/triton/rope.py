@@ -10,7 +10,15 @@ import triton.language as tl
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.triton.kv_write import cache_offset, copy_rows, unwritable
+from atomc.kernels.triton.kv_write import (
+    as_cached,
+    cache_offset,
+    codes_of,
+    copy_rows,
+    in_bytes,
+    inverse_scale,
+    unwritable,
+)
 from atomc.kernels.triton.launch import (
     begin,
     heads_a_program,
@@ -46,18 +54,19 @@ def _parts(ptr, at, inside, D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.const
 
 
 @triton.jit
-def _store(ptr, at, inside, a, b, rest, D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
-           BLOCK_REST: tl.constexpr, STYLE: tl.constexpr):  # fmt: skip
+def store_parts(ptr, at, inside, a, b, rest, inverse, D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+                BLOCK_REST: tl.constexpr, STYLE: tl.constexpr, CODES: tl.constexpr, BY_BITS: tl.constexpr):  # fmt: skip
+    """Write the parts of rows that begin at `at`, as a cache holds them."""
     DTYPE: tl.constexpr = ptr.dtype.element_ty
     i = tl.arange(0, BLOCK)[None, :]
     first, second = i, i + HALF
     if STYLE == "gptj":
         first, second = 2 * i, 2 * i + 1
-    tl.store(ptr + at + first, a.to(DTYPE), inside & (i < HALF))
-    tl.store(ptr + at + second, b.to(DTYPE), inside & (i < HALF))
+    tl.store(ptr + at + first, as_cached(a, inverse, DTYPE, CODES, BY_BITS), inside & (i < HALF))
+    tl.store(ptr + at + second, as_cached(b, inverse, DTYPE, CODES, BY_BITS), inside & (i < HALF))
     if D > 2 * HALF:
         j = 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]
-        tl.store(ptr + at + j, rest.to(DTYPE), inside & (j < D))
+        tl.store(ptr + at + j, as_cached(rest, inverse, DTYPE, CODES, BY_BITS), inside & (j < D))
 
 
 @triton.jit
@@ -66,7 +75,7 @@ def _rounded(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _rotated(
+def rotated(
     x_ptr, at, inside, weight_ptr, cos_ptr, sin_ptr, table_at, eps, NORMED: tl.constexpr, OUT: tl.constexpr,
     D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, BLOCK_REST: tl.constexpr, NORM: tl.constexpr,
     STYLE: tl.constexpr,
@@ -109,30 +118,31 @@ def _rope(
     if program < q_programs:
         row = program * ROWS + tl.arange(0, ROWS)[:, None]
         inside = row < q_rows
-        a, b, rest = _rotated(
+        a, b, rest = rotated(
             q_ptr, row_offset(row, q_d1, q_d2, q0, q1, q2), inside, q_weight_ptr, cos_ptr, sin_ptr,
             row_offset(row, q_d1, q_d2, t0, t1, t2), eps, NORMED, OUT, D, HALF, BLOCK, BLOCK_REST, NORM, STYLE,
         )  # fmt: skip
-        _store(q_out_ptr, row_offset(row, q_d1, q_d2, q_out0, q_out1, q_out2), inside, a, b, rest, D, HALF, BLOCK,
-               BLOCK_REST, STYLE)  # fmt: skip
+        store_parts(q_out_ptr, row_offset(row, q_d1, q_d2, q_out0, q_out1, q_out2), inside, a, b, rest, 1.0, D, HALF,
+                    BLOCK, BLOCK_REST, STYLE, "", False)  # fmt: skip
     elif k_ptr is not None:
         row = (program - q_programs) * ROWS + tl.arange(0, ROWS)[:, None]
         inside = row < k_rows
-        a, b, rest = _rotated(
+        a, b, rest = rotated(
             k_ptr, row_offset(row, k_d1, k_d2, k0, k1, k2), inside, k_weight_ptr, cos_ptr, sin_ptr,
             row_offset(row, k_d1, k_d2, t0, t1, t2), eps, NORMED, OUT, D, HALF, BLOCK, BLOCK_REST, NORM, STYLE,
         )  # fmt: skip
-        _store(k_out_ptr, row_offset(row, k_d1, k_d2, k_out0, k_out1, k_out2), inside, a, b, rest, D, HALF, BLOCK,
-               BLOCK_REST, STYLE)  # fmt: skip
+        store_parts(k_out_ptr, row_offset(row, k_d1, k_d2, k_out0, k_out1, k_out2), inside, a, b, rest, 1.0, D, HALF,
+                    BLOCK, BLOCK_REST, STYLE, "", False)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["q_rows", "k_rows", "q_programs"])
 def _rope_kv_write(
     q_ptr, k_ptr, v_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, q_out_ptr, k_cache_ptr, v_cache_ptr, slots_ptr,
-    q_rows, k_rows, q_programs, d1, q0, q1, q2, k0, k1, k2, v0, v1, v2, t0, t1, t2, q_out0, q_out1, q_out2,
-    k_token, k_head, v_token, v_head, eps, NORMED: tl.constexpr, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, BLOCK_REST: tl.constexpr,
-    BLOCK_DV: tl.constexpr, ROWS: tl.constexpr, NORM: tl.constexpr, STYLE: tl.constexpr, PDL: tl.constexpr,
+    k_scale_ptr, v_scale_ptr, q_rows, k_rows, q_programs, d1, q0, q1, q2, k0, k1, k2, v0, v1, v2, t0, t1, t2, q_out0,
+    q_out1, q_out2, k_token, k_head, v_token, v_head, eps, NORMED: tl.constexpr, Q_HEADS: tl.constexpr,
+    K_HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_REST: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr, NORM: tl.constexpr, STYLE: tl.constexpr,
+    CODES: tl.constexpr, BY_BITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     begin(PDL)
@@ -140,26 +150,28 @@ def _rope_kv_write(
     if program < q_programs:
         row = program * ROWS + tl.arange(0, ROWS)[:, None]
         inside = row < q_rows
-        a, b, rest = _rotated(
+        a, b, rest = rotated(
             q_ptr, row_offset(row, d1, Q_HEADS, q0, q1, q2), inside, q_weight_ptr, cos_ptr, sin_ptr,
             row_offset(row, d1, Q_HEADS, t0, t1, t2), eps, NORMED, OUT, D, HALF, BLOCK, BLOCK_REST, NORM, STYLE,
         )  # fmt: skip
-        _store(q_out_ptr, row_offset(row, d1, Q_HEADS, q_out0, q_out1, q_out2), inside, a, b, rest, D, HALF, BLOCK,
-               BLOCK_REST, STYLE)  # fmt: skip
+        store_parts(q_out_ptr, row_offset(row, d1, Q_HEADS, q_out0, q_out1, q_out2), inside, a, b, rest, 1.0, D, HALF,
+                    BLOCK, BLOCK_REST, STYLE, "", False)  # fmt: skip
     else:
         row = (program - q_programs) * ROWS + tl.arange(0, ROWS)[:, None]
         inside = row < k_rows
-        a, b, rest = _rotated(
+        a, b, rest = rotated(
             k_ptr, row_offset(row, d1, K_HEADS, k0, k1, k2), inside, k_weight_ptr, cos_ptr, sin_ptr,
             row_offset(row, d1, K_HEADS, t0, t1, t2), eps, NORMED, OUT, D, HALF, BLOCK, BLOCK_REST, NORM, STYLE,
         )  # fmt: skip
         k_at, inside = cache_offset(slots_ptr, row, inside, K_HEADS, k_token, k_head)
         v_at, _ = cache_offset(slots_ptr, row, inside, K_HEADS, v_token, v_head)
-        _store(k_cache_ptr, k_at, inside, a, b, rest, D, HALF, BLOCK, BLOCK_REST, STYLE)
-        copy_rows(v_ptr, row_offset(row, d1, K_HEADS, v0, v1, v2), v_cache_ptr, v_at, inside, DV, BLOCK_DV)
+        store_parts(k_cache_ptr, k_at, inside, a, b, rest, inverse_scale(k_scale_ptr), D, HALF, BLOCK, BLOCK_REST, STYLE,
+                    CODES, BY_BITS)  # fmt: skip
+        copy_rows(v_ptr, row_offset(row, d1, K_HEADS, v0, v1, v2), v_cache_ptr, v_at, inside, inverse_scale(v_scale_ptr),
+                  DV, BLOCK_DV, CODES, BY_BITS)  # fmt: skip
 
 
-def _table_strides(table: Tensor, x: Tensor) -> tuple[int, int, int]:
+def table_strides(table: Tensor, x: Tensor) -> tuple[int, int, int]:
     """The strides by which a table follows the rows of x, zero where it is broadcast."""
     strides = [0] * (x.dim() - table.dim())
     strides += [0 if size == 1 else step for size, step in zip(table.shape[:-1], table.stride()[:-1], strict=True)]
@@ -167,13 +179,13 @@ def _table_strides(table: Tensor, x: Tensor) -> tuple[int, int, int]:
     return strides[0] if strides else 0, strides[1] if x.dim() > 3 else 0, last
 
 
-def _shape(x: Tensor, cos: Tensor, style: str) -> dict[str, int]:
+def cut_rows(x: Tensor, cos: Tensor, style: str) -> dict[str, int]:
     """How a row of x is cut, as launch arguments."""
     half = cos.shape[-1] // 2 if style == "neox" else cos.shape[-1]
     rest = x.shape[-1] - 2 * half
     return {
         "D": x.shape[-1], "HALF": half, "BLOCK": triton.next_power_of_2(half),
-        "BLOCK_REST": triton.next_power_of_2(max(rest, 1)), "num_warps": 4,
+        "BLOCK_REST": triton.next_power_of_2(max(rest, 1)),
     }  # fmt: skip
 
 
@@ -187,11 +199,11 @@ def _normed_dtype(x: Tensor, weight: Tensor, style: str) -> torch.dtype:
     return torch.promote_types(x.dtype, weight.dtype) if style == "after" else x.dtype
 
 
-def _triton_dtype(dtype: torch.dtype) -> tl.dtype:
+def triton_dtype(dtype: torch.dtype) -> tl.dtype:
     return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype]
 
 
-def _unrotatable(platform: Platform, x: Tensor, cos: Tensor, sin: Tensor, style: str) -> str | None:
+def unrotatable(platform: Platform, x: Tensor, cos: Tensor, sin: Tensor, style: str) -> str | None:
     """Why these rows cannot be rotated by these tables here."""
     if reason := unfit(platform, x=x, cos=cos, sin=sin):
         return reason
@@ -211,7 +223,7 @@ def _unrotatable(platform: Platform, x: Tensor, cos: Tensor, sin: Tensor, style:
 
 
 def _one(platform: Platform, x: Tensor, cos: Tensor, sin: Tensor, style: str = "neox") -> str | None:
-    return _unrotatable(platform, x, cos, sin, style)
+    return unrotatable(platform, x, cos, sin, style)
 
 
 @ops.rope.kernel("triton", refuses=_one)
@@ -222,8 +234,8 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, style: str = "neox") -> Tensor:
         programs = triton.cdiv(rows, rows_a_program)
         _rope[(programs,)](
             x, None, None, None, cos, sin, out, None, rows, 0, programs, *inner_sizes(x), 1, 1, *row_strides(x),
-            0, 0, 0, *_table_strides(cos, x), *row_strides(out), 0, 0, 0, 0.0, NORMED=None, NORM="", STYLE=style,
-            ROWS=rows_a_program, **_shape(x, cos, style), **overlap(x.device),
+            0, 0, 0, *table_strides(cos, x), *row_strides(out), 0, 0, 0, 0.0, NORMED=None, NORM="", STYLE=style,
+            ROWS=rows_a_program, num_warps=rows_a_program, **cut_rows(x, cos, style), **overlap(x.device),
         )  # fmt: skip
     return out
 
@@ -241,7 +253,7 @@ def _both(
         return "q and k differ in dtype, rank or width"
     if q_weight is not None and k_weight is not None and q_weight.dtype != k_weight.dtype:
         return f"the weight of q is {q_weight.dtype}, that of k {k_weight.dtype}"
-    return _unrotatable(platform, q, cos, sin, rope_style) or _unrotatable(platform, k, cos, sin, rope_style)
+    return unrotatable(platform, q, cos, sin, rope_style) or unrotatable(platform, k, cos, sin, rope_style)
 
 
 def _normed_both(
@@ -265,9 +277,9 @@ def qk_norm_rope(
         q_programs = triton.cdiv(q_rows, rows_a_program)
         _rope[(q_programs + triton.cdiv(k_rows, rows_a_program),)](
             q, k, q_weight, k_weight, cos, sin, q_out, k_out, q_rows, k_rows, q_programs, *inner_sizes(q),
-            *inner_sizes(k), *row_strides(q), *row_strides(k), *_table_strides(cos, q), *row_strides(q_out),
-            *row_strides(k_out), eps, NORMED=_triton_dtype(normed), NORM=norm_style, STYLE=rope_style,
-            ROWS=rows_a_program, **_shape(q, cos, rope_style), **overlap(q.device),
+            *inner_sizes(k), *row_strides(q), *row_strides(k), *table_strides(cos, q), *row_strides(q_out),
+            *row_strides(k_out), eps, NORMED=triton_dtype(normed), NORM=norm_style, STYLE=rope_style,
+            ROWS=rows_a_program, num_warps=rows_a_program, **cut_rows(q, cos, rope_style), **overlap(q.device),
         )  # fmt: skip
     return q_out, k_out
 
@@ -283,7 +295,8 @@ def _rotated_and_written(
 
 def _launch_with_write(
     q: Tensor, k: Tensor, v: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor, sin: Tensor,
-    eps: float, k_cache: Tensor, v_cache: Tensor, slots: Tensor, norm: str, style: str, normed: torch.dtype,
+    eps: float, k_cache: Tensor, v_cache: Tensor, slots: Tensor, k_scale: Tensor | None, v_scale: Tensor | None, norm: str,
+    style: str, normed: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     q_out = _new_rows(q, cos, style, torch.promote_types(normed, cos.dtype))
     if k_rows := num_rows(k):
@@ -292,12 +305,13 @@ def _launch_with_write(
         rows_a_program = heads_a_program(q_rows + k_rows)
         q_programs = triton.cdiv(q_rows, rows_a_program)
         _rope_kv_write[(q_programs + triton.cdiv(k_rows, rows_a_program),)](
-            q, k, v, q_weight, k_weight, cos, sin, q_out, k_cache, v_cache, slots, q_rows, k_rows, q_programs, d1,
-            *row_strides(q), *row_strides(k), *row_strides(v), *_table_strides(cos, q), *row_strides(q_out),
+            q, k, v, q_weight, k_weight, cos, sin, q_out, in_bytes(k_cache), in_bytes(v_cache), slots, k_scale, v_scale,
+            q_rows, k_rows, q_programs, d1, *row_strides(q), *row_strides(k), *row_strides(v), *table_strides(cos, q),
+            *row_strides(q_out),
             k_cache.stride(1), k_cache.stride(2), v_cache.stride(1), v_cache.stride(2), eps,
-            NORMED=_triton_dtype(normed), Q_HEADS=q_heads, K_HEADS=k_heads, DV=v.shape[-1],
+            NORMED=triton_dtype(normed), Q_HEADS=q_heads, K_HEADS=k_heads, DV=v.shape[-1],
             BLOCK_DV=triton.next_power_of_2(v.shape[-1]), NORM=norm, STYLE=style, ROWS=rows_a_program,
-            **_shape(q, cos, style), **overlap(q.device),
+            num_warps=rows_a_program, **cut_rows(q, cos, style), **codes_of(k_cache), **overlap(q.device),
         )  # fmt: skip
     return q_out, q_out.new_empty((0,))
 
@@ -308,7 +322,7 @@ def rope_kv_write(
     k_scale: Tensor | None = None, v_scale: Tensor | None = None, rope_style: str = "neox",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     return _launch_with_write(
-        q, k, v, None, None, cos, sin, 0.0, k_cache, v_cache, slots, "", rope_style, q.dtype
+        q, k, v, None, None, cos, sin, 0.0, k_cache, v_cache, slots, k_scale, v_scale, "", rope_style, q.dtype
     )  # fmt: skip
 
 
@@ -319,6 +333,6 @@ def qk_norm_rope_kv_write(
     norm_style: str = "after", rope_style: str = "neox",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     return _launch_with_write(
-        q, k, v, q_weight, k_weight, cos, sin, eps, k_cache, v_cache, slots, norm_style, rope_style,
+        q, k, v, q_weight, k_weight, cos, sin, eps, k_cache, v_cache, slots, k_scale, v_scale, norm_style, rope_style,
         _normed_dtype(q, q_weight, norm_style),
     )  # fmt: skip
