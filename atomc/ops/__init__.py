@@ -6,6 +6,7 @@ from atomc.ops.activation_quant import silu_and_mul_quant
 from atomc.ops.attention import attention, kv_write, paged_attention
 from atomc.ops.collective import all_reduce, allreduce_add_rms_norm, allreduce_rms_norm
 from atomc.ops.linear import embedding, linear
+from atomc.ops.mla import bmm_mxfp4, bmm_rope_kv_write, linear_split_cat, mla_kv_write, mla_rope_kv_write, scaled_bmm_fp8
 from atomc.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from atomc.ops.norm_pad import add_rms_norm_pad
 from atomc.ops.norm_quant import add_rms_norm_quant, rms_norm_quant
@@ -38,6 +39,8 @@ __all__ = [
     "allreduce_add_rms_norm",
     "allreduce_rms_norm",
     "attention",
+    "bmm_mxfp4",
+    "bmm_rope_kv_write",
     "embedding",
     "gelu_and_mul",
     "kv_state",
@@ -45,7 +48,10 @@ __all__ = [
     "layer_norm",
     "linear",
     "linear_mxfp4",
+    "linear_split_cat",
     "linear_w4a16",
+    "mla_kv_write",
+    "mla_rope_kv_write",
     "op_of",
     "paged_attention",
     "qk_norm_rope",
@@ -59,6 +65,7 @@ __all__ = [
     "rms_norm_quant",
     "rope",
     "rope_kv_write",
+    "scaled_bmm_fp8",
     "scaled_linear_fp8",
     "scaled_linear_fp8_block",
     "scaled_linear_int8",

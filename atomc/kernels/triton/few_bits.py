@@ -1,0 +1,30 @@
+"""Numbers of four bits and their scales, read in Triton: exact, by their bits, on every device."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def e8m0_numbers(code):
+    """2^(code - 127) in fp32; 255 is NaN."""
+    code = code.to(tl.int32)
+    # 2^-127 is below the normal numbers.
+    bits = tl.where(code == 0, 0x400000, code << 23)
+    return tl.where(code == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def e2m1_numbers(code):
+    """fp32 values of codes 0..15."""
+    code = code.to(tl.int32)
+    size = code & 7
+    normal = (((size >> 1) + 126) << 23) | ((size & 1) << 22)
+    value = tl.where(size < 2, size * 0.5, normal.to(tl.float32, bitcast=True))
+    return tl.where(code > 7, -value, value)
+
+
+@triton.jit
+def e2m1_rows(rows_ptr, column, inside):
+    """fp16 values of packed rows at these columns; rows_ptr points to where each row begins."""
+    packed = tl.load(rows_ptr + column // 2, inside, 0).to(tl.int32)
+    return e2m1_numbers((packed >> ((column % 2) * 4)) & 15).to(tl.float16)

@@ -1,0 +1,169 @@
+"""Multi-head latent attention (DeepSeek-V2, section 2.1): what stands around its attention.
+
+T tokens, H query heads, P and V what is not rotated of a key and a value of one head, L latent width, R rotated width.
+The cache [blocks, block_size, L + R] holds a token's normed latent and behind it its rotated key, one for all heads:
+attention over it is paged_attention with one key head, whose values are the first L columns. In an fp8 cache a number is
+its code times `scale`, [1] fp32 (None: 1).
+"""
+
+import torch
+from torch import Tensor
+
+from atomc.op import op
+from atomc.ops.attention import as_cached
+from atomc.ops.quant import quant_fp8_group, quant_mxfp4
+from atomc.ops.rope import rope
+from atomc.ops.scaled_linear import linear_mxfp4, mxfp4_values, scaled_linear_fp8, scaled_linear_fp8_block
+
+# Of a product's operands, by the names that online quantization has for them.
+SPLIT_CAT_SCHEMES = ("fp8", "fp8_block", "mxfp4")
+BMM_SCHEMES = ("fp8", "mxfp4")
+
+
+def _token(kv_c: Tensor, *_: object, **__: object) -> Tensor:
+    return kv_c.new_empty((0,))
+
+
+@op(mutates=("kv_cache",), shape=_token)
+def mla_kv_write(
+    kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slots: Tensor, scale: Tensor | None = None
+) -> Tensor:
+    """Write row t of kv_c [..., L] and, behind it, of k_pe [..., R] (T rows each) to slot slots[t]; -1 writes nothing.
+
+    Slots and the token that is returned as in kv_write.
+    """
+    rows = slots >= 0
+    block, offset = slots[rows] // kv_cache.shape[1], slots[rows] % kv_cache.shape[1]
+    parts = [as_cached(part.reshape(-1, part.shape[-1])[rows], kv_cache, scale) for part in (kv_c, k_pe)]
+    kv_cache[block, offset] = torch.cat(parts, -1)
+    return kv_c.new_empty((0,))
+
+
+def _joined(q_nope: Tensor, width: int, q_pe: Tensor, cos: Tensor) -> Tensor:
+    dtype = torch.promote_types(q_nope.dtype, torch.promote_types(q_pe.dtype, cos.dtype))
+    return q_nope.new_empty((*q_nope.shape[:-1], width + q_pe.shape[-1]), dtype=dtype)
+
+
+def _mla_rope_kv_write_shape(
+    q_nope: Tensor, q_pe: Tensor, kv_c: Tensor, k_pe: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, slots: Tensor,
+    scale: Tensor | None = None, rope_style: str = "neox",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return _joined(q_nope, q_nope.shape[-1], q_pe, cos), kv_c.new_empty((0,))
+
+
+@op(mutates=("kv_cache",), shape=_mla_rope_kv_write_shape)
+def mla_rope_kv_write(
+    q_nope: Tensor, q_pe: Tensor, kv_c: Tensor, k_pe: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, slots: Tensor,
+    scale: Tensor | None = None, rope_style: str = "neox",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Queries in the latent space beside their rotated part, [..., H, L + R], and the token of the write.
+
+    q_nope [..., H, L], q_pe [..., H, R], kv_c [..., L], k_pe [..., 1, R]; cos and sin as in rope.
+    """
+    token = mla_kv_write.reference(kv_c, rope.reference(k_pe, cos, sin, rope_style), kv_cache, slots, scale)
+    return torch.cat((q_nope, rope.reference(q_pe, cos, sin, rope_style)), -1), token
+
+
+def _scaled_bmm_fp8_shape(
+    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, *, out_dtype: torch.dtype, group: int = 128
+) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[1]), dtype=out_dtype)
+
+
+@op(shape=_scaled_bmm_fp8_shape)
+def scaled_bmm_fp8(
+    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, *, out_dtype: torch.dtype, group: int = 128
+) -> Tensor:
+    """Each head's x @ weight.T of what the scales say. x [..., H, P] and weight [H, L, P] fp8 -> [..., H, L].
+
+    x_scale       [..., H, ceil(P / group)], as quant_fp8_group gives it
+    weight_scale  [1]
+    """
+    by_row = x_scale.to(torch.float32).repeat_interleave(group, -1)[..., : x.shape[-1]]
+    return _by_head(x.to(torch.float32) * by_row, weight.to(torch.float32) * weight_scale).to(out_dtype)
+
+
+def _bmm_mxfp4_shape(
+    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, *, out_dtype: torch.dtype
+) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[1]), dtype=out_dtype)
+
+
+@op(shape=_bmm_mxfp4_shape)
+def bmm_mxfp4(
+    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, *, out_dtype: torch.dtype
+) -> Tensor:
+    """Each head's x @ weight.T, both in MXFP4 -> [..., H, L].
+
+    x [..., H, P/2] and weight [H, L, P/2] uint8, two e2m1 codes a byte; their scales [..., P/32] uint8, e8m0.
+    """
+    return _by_head(mxfp4_values(x, x_scale), mxfp4_values(weight, weight_scale)).to(out_dtype)
+
+
+def _by_head(x: Tensor, weight: Tensor) -> Tensor:
+    """x [..., H, P] and weight [H, L, P], fp32 -> [..., H, L]."""
+    return (x.unsqueeze(-2) @ weight.transpose(-1, -2)).squeeze(-2)
+
+
+def _bmm_rope_kv_write_shape(
+    q_nope: Tensor, weight: Tensor, weight_scale: Tensor, q_pe: Tensor, kv_c: Tensor, k_pe: Tensor, cos: Tensor,
+    sin: Tensor, kv_cache: Tensor, slots: Tensor, scale: Tensor | None = None, *, scheme: str, rope_style: str = "neox",
+    group: int = 128, dtype: torch.dtype = torch.float8_e4m3fn, rounding: str = "even",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return _joined(q_nope, weight.shape[1], q_pe, cos), kv_c.new_empty((0,))
+
+
+@op(mutates=("kv_cache",), shape=_bmm_rope_kv_write_shape)
+def bmm_rope_kv_write(
+    q_nope: Tensor, weight: Tensor, weight_scale: Tensor, q_pe: Tensor, kv_c: Tensor, k_pe: Tensor, cos: Tensor,
+    sin: Tensor, kv_cache: Tensor, slots: Tensor, scale: Tensor | None = None, *, scheme: str, rope_style: str = "neox",
+    group: int = 128, dtype: torch.dtype = torch.float8_e4m3fn, rounding: str = "even",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """mla_rope_kv_write of queries that are first quantized and brought to the latent space, in q_nope's dtype.
+
+    q_nope [..., H, P]; weight and weight_scale as in scaled_bmm_fp8 (scheme "fp8") or bmm_mxfp4 ("mxfp4"), and of
+    their quantizers group and dtype, or rounding.
+    """
+    if scheme == "fp8":
+        codes, scales = quant_fp8_group.reference(q_nope, group, False, dtype)
+        latent = scaled_bmm_fp8.reference(codes, weight, scales, weight_scale, out_dtype=q_nope.dtype, group=group)
+    elif scheme == "mxfp4":
+        codes, scales = quant_mxfp4.reference(q_nope, rounding)
+        latent = bmm_mxfp4.reference(codes, weight, scales, weight_scale, out_dtype=q_nope.dtype)
+    else:
+        raise ValueError(f"bmm_rope_kv_write: scheme {scheme!r} is not one of {BMM_SCHEMES}")
+    written = mla_rope_kv_write.reference(latent, q_pe, kv_c, k_pe, cos, sin, kv_cache, slots, scale, rope_style)
+    return written[0], written[1]
+
+
+def _linear_split_cat_shape(
+    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, k_pe: Tensor, *, nope: int, scheme: str,
+    out_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    *lead, heads, rotated = k_pe.shape
+    k = x.new_empty((*lead, heads, nope + rotated), dtype=torch.promote_types(out_dtype, k_pe.dtype))
+    return k, x.new_empty((*lead, heads, weight.shape[0] // heads - nope), dtype=out_dtype)
+
+
+@op(shape=_linear_split_cat_shape)
+def linear_split_cat(
+    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, k_pe: Tensor, *, nope: int, scheme: str,
+    out_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Keys and values of all heads from the latent: x @ weight.T, of each head P columns for the key, before its rotated
+    part, and V for the value. k_pe [..., H, R] -> [..., H, P + R] and [..., H, V].
+
+    nope          P
+    scheme, x, weight and their scales   as scaled_linear_fp8 ("fp8"), scaled_linear_fp8_block ("fp8_block") or
+                  linear_mxfp4 ("mxfp4") have them; weight [H * (P + V), ...]
+    """
+    if scheme == "fp8":
+        both = scaled_linear_fp8.reference(x, weight, x_scale, weight_scale, out_dtype=out_dtype)
+    elif scheme == "fp8_block":
+        both = scaled_linear_fp8_block.reference(x, weight, x_scale, weight_scale, out_dtype=out_dtype)
+    elif scheme == "mxfp4":
+        both = linear_mxfp4.reference(x, weight, weight_scale, x_scale, out_dtype=out_dtype)
+    else:
+        raise ValueError(f"linear_split_cat: scheme {scheme!r} is not one of {SPLIT_CAT_SCHEMES}")
+    heads = both.view(*k_pe.shape[:-1], weight.shape[0] // k_pe.shape[-2])
+    return torch.cat((heads[..., :nope], k_pe), -1), heads[..., nope:].clone(memory_format=torch.contiguous_format)
