@@ -1,6 +1,6 @@
 """Which rewrite makes the difference: the program with ever fewer of them, half of what is left at a time."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from atomc.audit.places import Place
@@ -27,13 +27,15 @@ class Blame:
 
 
 def blame(
-    run: Callable[[Sequence[Place]], float], ranked: Sequence[Place], order: Sequence[str], bound: float
-) -> Blame:
+    run: Callable[[Sequence[Place]], float], ranked: Sequence[Place], order: Sequence[str], bound: float,
+    known: Collection[str] = (),
+) -> Blame:  # fmt: skip
     """Find the first rewrite with which the difference passes the bound.
 
     run     the difference with these places left out; that with none left out is beyond the bound
     ranked  all places, the one with the largest error of its own first
     order   their rewrites, in the order in which they ran
+    known   the names of all passes
 
     Takes at most log2(len(order)) + 2 runs, of which the last tells whether the worst place alone is the cause.
     """
@@ -51,9 +53,13 @@ def blame(
     places = [place for place in ranked if place.rewrite == rewrite]
     alone = len(places) == 1 or run(places[:1]) <= bound
     path = places[0].module_path if alone else None
-    return Blame(rewrite, path, len(places), runs + (len(places) > 1), left_out([rewrite], path))
+    return Blame(rewrite, path, len(places), runs + (len(places) > 1), left_out(places[0], path, known))
 
 
-def left_out(rewrites: Iterable[str], path: str | None) -> dict[str, bool | list[str]]:
-    """The option `passes` without these, in one module or everywhere."""
-    return {name: False if path is None else [path] for name in rewrites if name not in FIXED}
+def left_out(place: Place, path: str | None, known: Collection[str]) -> dict[str, bool | list[str]]:
+    """The option `passes` without what made a place, in one module or everywhere; nothing if it cannot be left out."""
+    if place.rewrite in FIXED:
+        return {}
+    # What is not lifted is recognised again.
+    names = [place.rewrite, *([place.op] if place.rewrite == "lift" and place.op in known else [])]
+    return {name: False if path is None else [path] for name in names}

@@ -7,7 +7,7 @@ once. `options={"dump": DIR, "record": True}`: its inputs and outputs are kept b
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -108,9 +108,8 @@ class Audit:
     def end(self, outputs: Sequence[Any]) -> None:
         """Write what was found into the report, and log it."""
         start = time.perf_counter()
-        found: dict[str, Any] = {
-            "sites": [_site(place, self.measured[place.node]) for place in self.ranked], "notes": self.examined.notes,
-        }  # fmt: skip
+        sites = [_site(place, self.measured[place.node], self.report.requires) for place in self.ranked]
+        found: dict[str, Any] = {"sites": sites, "notes": self.examined.notes}
         if self.whole:
             found |= self._whole(outputs)
         else:
@@ -135,7 +134,7 @@ class Audit:
         def run(left_out: Sequence[Place]) -> float:
             return worst(self.examined.without(left_out), self.exact).relative
 
-        return blame(run, self.ranked, self.order, bound)
+        return blame(run, self.ranked, self.order, bound, self.report.requires)
 
     def _log(self) -> None:
         from atomc.render.audit import headline
@@ -144,13 +143,13 @@ class Audit:
         (log.warning if beyond else log.info)("atomc audit of %s: %s", self.report.model, headline(self.report.audit))
 
 
-def _site(place: Place, measured: Measured) -> dict[str, Any]:
+def _site(place: Place, measured: Measured, known: Collection[str]) -> dict[str, Any]:
     """One row: a place, the error of what runs there and of the original nodes, against fp32."""
     return {
         "rewrite": place.rewrite, "rewrites": list(place.rewrites), "op": place.op, "kernel": place.kernel,
         "module_path": place.module_path, "layer": place.layer, "source": place.source, "against": measured.against,
         **asdict(measured.error), "original": asdict(measured.original),
-        "passes": left_out([place.rewrite], place.module_path),
+        "passes": left_out(place, place.module_path, known),
     }  # fmt: skip
 
 

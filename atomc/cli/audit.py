@@ -252,7 +252,8 @@ def _without(first: Audited, given: Mapping[str, Any], audited: Callable[[dict[s
                 if site["rewrite"] == blame["rewrite"] and path in (None, site["module_path"]))  # fmt: skip
     off = False if path is None else [path]
     tried = 0.0
-    for passes in (blame["passes"], dict.fromkeys(site["rewrites"], off)):
+    whole = [dict.fromkeys(site["rewrites"], off)] if len(site["rewrites"]) > 1 else []
+    for passes in (blame["passes"], *whole):
         options = {**given, "passes": _merged(given.get("passes", {}), passes)}
         again = audited(options)
         tried = max(report.audit["outputs"]["compiled"] for report in again.reports if "outputs" in report.audit)
