@@ -36,6 +36,8 @@ Plain = dict[str, Any]
 _MAGIC = b"atomc-cache 1"
 _ENTRY = re.compile(r"[0-9a-f]{64}\.atomc")
 _UNFINISHED = re.compile(r"unfinished-.*\.tmp")
+# What became of the last starts, a line each, and the bytes at which it begins anew.
+_STARTS, _MOST_STARTS = "starts.jsonl", 2**16
 # An unfinished file this old, in seconds, has nobody who writes it.
 _ABANDONED = 3600.0
 # So many entries, the last used first, are compared to say what changed.
@@ -72,6 +74,37 @@ def clear(options: Options) -> Usage:
         with contextlib.suppress(OSError):
             path.unlink()
     return Usage(folder, count, freed)
+
+
+@dataclass(frozen=True)
+class Started:
+    """What the cache did for one graph of a process. at: seconds since 1970; said: as Report.cache."""
+
+    at: float
+    process: int
+    model: str
+    said: str
+
+
+def remember(options: Options, report: Report) -> None:
+    """Note what became of a graph, for `last_start`. A folder that is not there or cannot be written is left alone."""
+    path = options.cache_folder / _STARTS
+    line = json.dumps(asdict(Started(time.time(), os.getpid(), report.model, report.cache)))
+    with contextlib.suppress(OSError):
+        if path.exists() and path.stat().st_size > _MOST_STARTS:
+            path.unlink()
+        with open(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "a") as file:
+            file.write(f"{line}\n")
+
+
+def last_start(options: Options) -> list[Started]:
+    """The graphs of the last process that asked the cache, in order. What cannot be read is left out."""
+    found = []
+    with contextlib.suppress(OSError):
+        for line in (options.cache_folder / _STARTS).read_text(errors="replace").splitlines():
+            with contextlib.suppress(ValueError, TypeError):
+                found.append(Started(**json.loads(line)))
+    return [start for start in found if start.process == found[-1].process]
 
 
 class Entry:

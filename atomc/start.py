@@ -8,7 +8,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from atomc.artifact import Unstorable
-from atomc.cache import Damaged, Entry, check_plain, fill_report, plain_report
+from atomc.cache import Damaged, Entry, check_plain, fill_report, plain_report, remember
 from atomc.fingerprint import parts_of
 from atomc.graph_pass import Context
 from atomc.report import Report
@@ -28,7 +28,7 @@ class Start:
         self.mode = fake_mode_of(gm.graph)
         self.sizes = [node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder")]
         self.entry: Entry | None = None
-        options = context.options
+        self.options = options = context.options
         asked = "a dump" if options.dump else "an audit" if options.audit else ""
         if not options.cache or asked or report.treated:
             report.cache = report.cache or (f"off: {asked} was asked for" if asked else "off")
@@ -58,6 +58,7 @@ class Start:
         if made is not None:
             self.report.cache = "hit"
             self.report.phases["cache"] = time.perf_counter() - start
+            remember(self.options, self.report)
         return made
 
     def _read(self, entry: Entry) -> tuple[Compiled, list[int]] | None:
@@ -93,3 +94,4 @@ class Start:
                 self.entry.write(data)
         except (Unstorable, TypeError, OSError) as error:
             self.report.cache += f"; not kept: {error}"
+        remember(self.options, self.report)
