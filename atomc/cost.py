@@ -29,7 +29,7 @@ FREE = frozenset({
     "_assert_scalar", "sym_size", "sym_constrain_range_for_size", "lift_fresh_copy", "empty", "getitem",
 })  # fmt: skip
 NARROWING = frozenset({"slice", "select", "split", "split_with_sizes", "chunk", "unbind", "getitem"})
-PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "linear", "matmul"})
+PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "linear", "matmul", "_grouped_mm"})
 SCALED_PRODUCTS = frozenset({
     "scaled_linear_fp8", "scaled_linear_fp8_block", "scaled_linear_int8", "linear_w4a16", "linear_mxfp4",
 })  # fmt: skip

@@ -18,7 +18,7 @@ LAYERS = [
     {"op", "ops", "copies"},
     {"sizes", "canonical", "provenance", "match", "near_miss", "rewrite", "graph_pass", "strides",
      "dump", "diff", "replay", "report", "render", "cost", "contract", "listing", "savings", "few_bits", "efficiency",
-     "report_page"},
+     "report_page", "bandwidth"},
     {"examples", "kernels", "passes", "artifact", "trace"},
     {"audit", "select", "ranges", "regions", "stamp", "outline", "floats", "capture", "pipeline", "pieces",
      "fingerprint", "cache", "cudagraphs", "selftest"},

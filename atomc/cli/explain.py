@@ -103,9 +103,22 @@ def _write_page(arguments: argparse.Namespace, found: list[Any], other: list[Any
     from atomc.render.html import page
     from atomc.report_page import write_whole
 
+    if not arguments.platform:
+        _measure_bandwidth(found)
     text = page(found, other, _names(arguments)) if other is not None else page(found)
     write_whole(Path(arguments.html), text)
     print(f"{arguments.html}: {len(text) / 1e6:.1f} MB, open it in a browser", file=sys.stderr)
+
+
+def _measure_bandwidth(found: list[Any]) -> None:
+    """Of this machine, if its data sheet is not known, so that the page can say times."""
+    from atomc.bandwidth import measured_bandwidth
+
+    unknown = [report for report in found if report.machine and not report.machine["bandwidth"]]
+    if unknown:
+        speed = measured_bandwidth(unknown[0].machine["device"])
+        for report in unknown:
+            report.machine |= {"bandwidth": speed, "measured": True}
 
 
 def _names(arguments: argparse.Namespace) -> tuple[str, str]:

@@ -118,8 +118,7 @@ class Graph:
     def machine(self) -> dict[str, Any]:
         """The one that was compiled for."""
         own = self.report.machine
-        device = "cpu" if own.get("arch", "").startswith(("x86", "aarch", "arm")) else "cuda"
-        return _machine(own.get("name", ""), own.get("bandwidth"), own.get("flops"), device)
+        return _machine(own.get("name", ""), own.get("bandwidth"), own.get("flops"), own.get("device", "cpu"))
 
     @property
     def counts(self) -> list[tuple[str, int]]:
