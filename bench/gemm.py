@@ -136,9 +136,8 @@ def tiles(layer: str, rows: int, k: int) -> Iterator[tuple[str, Callable[..., An
         words = weight if weight.dtype == torch.int32 else four_bits.as_words(weight)
         return four_bits.multiply(x, words, weight_scale, None, x_scale, None, group, out_dtype, cut)
 
-    group = 128 if layer.endswith("128") else 32
     if rows == 1:
-        many = [{"BLOCK_N": n, "BLOCK_G": size // group, "num_warps": warps} for n in (2, 4, 8, 16)
+        many = [{"BLOCK_N": n, "BLOCK_W": size // 8, "num_warps": warps} for n in (2, 4, 8, 16)
                 for size in (2048, 4096) for warps in (4, 8)]  # fmt: skip
     else:
         tall = 8 if rows <= 8 else 16

@@ -77,48 +77,47 @@ def one_of_four(values, NUMBER: tl.constexpr, SIXTEEN: tl.constexpr):
 def _row(
     x_ptr, x_scale_ptr, words_ptr, scale_ptr, zeros_ptr, bias_ptr, out_ptr, N, x_row, K: tl.constexpr,
     GROUP: tl.constexpr, INT4: tl.constexpr, CODED: tl.constexpr, SIXTEEN: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_G: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_W: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row of x a program, all in fp32. SIXTEEN: the type of an x of 16 bits, which is read four at a time, or None."""
-    WORDS: tl.constexpr = GROUP // 8
+    WORDS: tl.constexpr = K // 8
     GROUPS: tl.constexpr = K // GROUP
     m = tl.program_id(1).to(tl.int64)
-    n = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N))[:, None, None]
-    groups = tl.arange(0, BLOCK_G)[None, :, None]
+    n = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
     row = n.to(tl.int64)
     let_next_start(PDL)
     wait_for_last(PDL)
-    sums = tl.zeros((BLOCK_N, BLOCK_G, WORDS), tl.float32)
-    for start in tl.static_range(0, GROUPS, BLOCK_G):
-        group = start + groups
-        # A thread takes a word at a time and the values of x that meet it: several in a row, and x would have to go round
-        # through shared memory.
-        word = tl.max_contiguous(group * WORDS + tl.arange(0, WORDS)[None, None, :], (1, 1, 1))
-        there = group < GROUPS
+    sums = tl.zeros((BLOCK_N, BLOCK_W), tl.float32)
+    for start in tl.static_range(0, WORDS, BLOCK_W):
+        word = start + tl.arange(0, BLOCK_W)[None, :]
+        there = word < WORDS
         inside = (n < N) & there
-        words = tl.load(words_ptr + row * (K // 8) + word, inside, 0, cache_modifier=".cg")
-        scale = scale_of(scale_ptr, row * GROUPS + group, inside, INT4)
-        zero = zero_of(zeros_ptr, row * GROUPS + group, inside)
+        # A thread takes a word at a time and the values of x that meet it: with several in a row, as it would read them
+        # by itself, x would have to go round through shared memory.
+        words = tl.load(words_ptr + tl.multiple_of(row * WORDS + word, (1, 1)), inside, 0, cache_modifier=".cg")
+        group = row * GROUPS + word // (GROUP // 8)
+        scale = scale_of(scale_ptr, group, inside, INT4)
+        zero = zero_of(zeros_ptr, group, inside)
         if CODED:
-            codes = tl.load(x_ptr + m * (K // 8) + word, there, 0)
-            scale *= e8m0(tl.load(x_scale_ptr + m * GROUPS + group, there, 0))
+            codes = tl.load(x_ptr + tl.multiple_of(m * WORDS + word, (1, 1)), there, 0)
+            scale *= e8m0(tl.load(x_scale_ptr + m * GROUPS + word // (GROUP // 8), there, 0))
         elif SIXTEEN is not None:
-            low = tl.load(x_ptr + m * (K // 4) + word * 2, there, 0)
-            high = tl.load(x_ptr + m * (K // 4) + word * 2 + 1, there, 0)
-        part = tl.zeros((BLOCK_N, BLOCK_G, WORDS), tl.float32)
+            low = tl.load(x_ptr + (m * WORDS + word) * 2, there, 0)
+            high = tl.load(x_ptr + (m * WORDS + word) * 2 + 1, there, 0)
+        part = tl.zeros((BLOCK_N, BLOCK_W), tl.float32)
         for i in tl.static_range(8):
             if CODED:
                 x = e2m1_on_top(codes << (28 - 4 * i))
             elif SIXTEEN is not None:
                 x = one_of_four(low if i < 4 else high, i % 4, SIXTEEN)
             else:
-                x = tl.load(x_ptr + m * K + word * 8 + i, there, 0.0).to(tl.float32)
+                x = tl.load(x_ptr + (m * WORDS + word) * 8 + i, there, 0.0).to(tl.float32)
             if INT4:
                 part += int4_of(words, i, zero) * (x * (4.0 if i % 2 else 64.0))
             else:
                 part += e2m1_on_top(words << (28 - 4 * i)) * x
         sums += part * scale
-    out = tl.sum(tl.sum(sums, 2), 1)[:, None, None]
+    out = tl.sum(sums, 1)[:, None]
     if x_scale_ptr is not None and not CODED:
         out *= tl.load(x_scale_ptr + m * x_row)
     if bias_ptr is not None:
@@ -190,10 +189,10 @@ def _rows(
     tl.store(out_ptr + down.to(tl.int64) * N + across, out.to(out_ptr.dtype.element_ty), (down < M) & (across < N))
 
 
-def tile_for(rows: int, n: int, k: int, group: int) -> dict[str, int]:
+def tile_for(rows: int, n: int, k: int) -> dict[str, int]:
     """The launch shape for so many rows of x and a weight [n, k]; without BLOCK_M: one row a program."""
     if rows == 1:
-        return {"BLOCK_N": 4, "BLOCK_G": min(triton.next_power_of_2(k), 4096) // group, "num_warps": 4}
+        return {"BLOCK_N": 4, "BLOCK_W": min(triton.next_power_of_2(k), 4096) // 8, "num_warps": 4}
     if rows <= 8:
         return {"BLOCK_M": 8, "BLOCK_N": 16, "BLOCK_K": 128, "PARTS": 4, "num_warps": 4, "num_stages": 3}
     if rows <= 16:
@@ -277,7 +276,7 @@ def linear_w4a16(
     x: Tensor, weight: Tensor, weight_scale: Tensor, zeros: Tensor | None = None, bias: Tensor | None = None, *,
     group: int,
 ) -> Tensor:  # fmt: skip
-    tile = tile_for(num_rows(x), weight.shape[0], weight.shape[1] * 8, group)
+    tile = tile_for(num_rows(x), weight.shape[0], weight.shape[1] * 8)
     return multiply(x, weight, weight_scale, zeros, None, bias, group, x.dtype, tile)
 
 
@@ -301,5 +300,5 @@ def linear_mxfp4(
     x: Tensor, weight: Tensor, weight_scale: Tensor, x_scale: Tensor | None = None, bias: Tensor | None = None, *,
     out_dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    tile = tile_for(num_rows(x), weight.shape[0], weight.shape[1] * 2, 32)
+    tile = tile_for(num_rows(x), weight.shape[0], weight.shape[1] * 2)
     return multiply(x, as_words(weight), weight_scale, None, x_scale, bias, 32, out_dtype, tile)
