@@ -70,7 +70,7 @@ def clear(options: Options) -> Usage:
         with contextlib.suppress(OSError):
             path.unlink()
             count, freed = count + 1, freed + size
-    for path in folder.glob("unfinished-*.tmp"):
+    for path in (*folder.glob("unfinished-*.tmp"), folder / _STARTS):
         with contextlib.suppress(OSError):
             path.unlink()
     return Usage(folder, count, freed)
