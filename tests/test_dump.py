@@ -1,4 +1,7 @@
-"""Dumps: every file runs on its own, all files of a graph compute the same, and the same compile writes the same bytes."""
+"""Dumps: every file runs on its own, all files of a graph compute the same, and the same compile writes the same bytes.
+
+With a record they run on what really went in, and say whether they give what really came out.
+"""
 
 import re
 import runpy
@@ -10,11 +13,15 @@ import pytest
 import torch
 from torch import nn
 
+import atomc
 from atomc import models, ops
+from atomc.demo import PATH
 from atomc.inspection import explain
-from atomc.op import Kernel
+from atomc.models.loader import load
+from atomc.op import Kernel, Prepared
+from atomc.ops.state import GroupStep, Step
 from atomc.program import compile_model
-from atomc.replay import make
+from atomc.replay import RECORDED, make
 
 WIDTHS = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
               vocab_size=256, head_dim=16, max_position_embeddings=64)  # fmt: skip
@@ -107,7 +114,125 @@ def test_a_file_runs_alone(dumped, tmp_path):
     lowered = dumped(dump_own)[-1]
     done = subprocess.run([sys.executable, "-I", lowered], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert re.fullmatch(r"output 0: float32\[12, 256\], mean magnitude \S+\nchecksum: \S+\n", done.stdout)
+    assert re.fullmatch(r"output 0: float32\[12, 256\], mean magnitude \S+\nchecksum: \S+\n"
+                        r"reproduces the outputs of 00_captured\.py\n", done.stdout)
+
+
+# ---- recorded
+
+
+T = 9
+IDS, POSITIONS = torch.arange(T) * 7 % 256, torch.arange(T)
+
+
+def recording(folder, **more):
+    return {"dump": str(folder), "record": True, "strict": True, "glue": "eager", **more}
+
+
+def run_once(model, options, *args, **kwargs):
+    with torch.no_grad():
+        torch.compile(model, backend="atom", options=options)(*args, **kwargs)
+
+
+def record_demo(folder):
+    run_once(load(PATH, progress=False), recording(folder), IDS, POSITIONS)
+
+
+def stock_on_cpu():
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**WIDTHS)).eval().requires_grad_(False)
+
+
+def record_stock(folder):
+    run_once(stock_on_cpu(), recording(folder), IDS[None], use_cache=False)
+
+
+def record_fp8(folder):
+    run_once(atomc.quantize(stock_on_cpu(), "fp8"), recording(folder), IDS[None], use_cache=False)
+
+
+def record_runtime(folder):
+    """The second part of a prompt: what the first left in the cache is recorded, too."""
+    program = compile_model(load(PATH, progress=False, dtype=torch.float32), recording(folder, layout="paged"))
+    caches = [spec.allocate(2, 16, "cpu") for spec in program.specs]
+    for cache in (cache for pair in caches for cache in pair):
+        cache[0, :4].normal_()
+    program.bind(caches)
+    group = GroupStep(torch.arange(4, 4 + T), torch.tensor([[0]], dtype=torch.int32), torch.zeros(1, dtype=torch.int64))
+    with torch.no_grad():
+        program(Step(IDS, POSITIONS + 4, *(torch.tensor(x, dtype=torch.int32) for x in ([0, T], [4 + T])), torch.arange(T),
+                     (group,)))  # fmt: skip
+
+
+def run_as_programs(files, folder):
+    return subprocess.run([sys.executable, "-c", RUN_ALL, *files], cwd=folder, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("record", [record_demo, record_stock, record_fp8])
+def test_every_stage_reproduces_what_was_recorded(record, dumped, tmp_path):
+    files = [file for file in dumped(record) if file.suffix == ".py"]
+    done = run_as_programs(files, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("\nreproduces the recorded outputs\n") == len(files) > 8
+
+
+def test_stages_of_the_runtime_reproduce_what_was_recorded_once_they_have_a_cache(dumped, tmp_path):
+    files = [file for file in dumped(record_runtime) if file.suffix == ".py"]
+    bound = next(i for i, file in enumerate(files) if file.stem.endswith("bind_state"))
+    done = run_as_programs(files[bound:], tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("\nreproduces the recorded outputs\n") == len(files) - bound > 2
+    # What is in the cache already is not in the captured graph.
+    assert subprocess.run([sys.executable, files[0]], cwd=tmp_path, capture_output=True).returncode == 1
+
+
+def test_outputs_that_are_not_reproduced_are_told_with_exit_code_1(dumped, tmp_path):
+    files = dumped(record_stock)
+    for file in files:
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    recorded = torch.load(tmp_path / RECORDED)
+    recorded["outputs"][0][0, 3, 5] += 1.0
+    torch.save(recorded, tmp_path / RECORDED)
+    done = subprocess.run([sys.executable, tmp_path / files[0].name], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert re.search(r"output 0: off by 1, the largest value is \S+\ndoes not reproduce the recorded outputs", done.stdout)
+
+
+def test_a_record_holds_weights_and_inputs_but_not_what_is_made_of_them(dumped):
+    files = dumped(record_stock)
+    recorded = torch.load(files[-1], weights_only=True)
+    assert files[-1].name == RECORDED and [x.shape for x in recorded["outputs"]] == [(1, T, 256)]
+    assert sum(x.numel() for x in recorded["inputs"].values() if x.dtype == torch.float32) > sum(
+        parameter.numel() for parameter in stock().parameters())  # the head's weights are the embedding's, twice
+    assert not [name for name in recorded["inputs"] if name.startswith(("packed", "prepared"))]
+
+
+def test_a_weight_that_a_kernel_prepares_is_prepared_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(ops.rms_norm, "kernels", [PREPARING])
+    run_once(nn.RMSNorm(8).requires_grad_(False), recording(tmp_path), torch.ones(2, 8))
+    lowered = max((tmp_path / "graph_0").glob("*.py"))
+    assert re.search(r'"prepared_\d": Prepared\(\'test_dump\', \'doubled\', \(\'\w+\',\)\),', lowered.read_text())
+    (out,) = outputs(lowered)
+    assert out.shape == (2, 8)
+
+
+def doubled(weight):
+    return Prepared((weight * 2,))
+
+
+def norm_of_doubled(x, weight, eps, style="after"):
+    return ops.rms_norm.reference(x, weight[0] / 2, eps, style)
+
+
+PREPARING = Kernel("rms_norm", "preparing", norm_of_doubled, prepare={("weight",): doubled})
+
+
+def test_another_dump_leaves_no_record_of_an_earlier_one(tmp_path):
+    (tmp_path / "graph_0").mkdir()
+    (tmp_path / "graph_0" / RECORDED).touch()
+    explain(torch.sin, torch.ones(3), options={"dump": str(tmp_path)})
+    assert not (tmp_path / "graph_0" / RECORDED).exists()
 
 
 DUMP_AGAIN = """
