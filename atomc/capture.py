@@ -13,6 +13,7 @@ from torch.fx import GraphModule, Node
 
 from atomc.errors import SharingError
 from atomc.floats import put_back_floats
+from atomc.outline import outline
 from atomc.provenance import module_path
 from atomc.regions import every_layer
 from atomc.stamp import Regions, inline, regions_of
@@ -45,6 +46,8 @@ def trace(
     if not means_the_same_alone(copy):
         inline(copy)
     put_back_floats(copy, floats)
+    if not regions_of(copy) and means_the_same_alone(copy):
+        outline(copy)
     lift(copy)
     placeholders = copy.graph.find_nodes(op="placeholder")
     for node in placeholders:
