@@ -25,7 +25,8 @@ from atomc.report import KernelChoice, Miss, OpCost, Report, Site, spans
 
 HERE = Path(__file__).parent
 # Refusals that say nothing about a place in the model: of the machine, and by design.
-_ELSEWHERE = re.compile(r"\bruns? on\b|not installed|^is meant for|^its meaning is left to the glue compiler")
+_OF_MACHINE = re.compile(r"\bruns? on\b|not installed")
+BY_DESIGN = ("is meant for", "its meaning is left to the glue compiler")
 
 Said = tuple[str, str]  # a word that says what follows, and that
 
@@ -105,7 +106,7 @@ class Graph:
         self.choices: dict[str, list[KernelChoice]] = {}
         for choice in report.kernels:
             self.choices.setdefault(choice.node, []).append(choice)
-        self.everywhere = _refused_everywhere(report.kernels)
+        self.not_here = _not_here(report.kernels)
         self.ops = self._ops()
         self.grid = Grid(report)
         self.passes = _passes(report)
@@ -228,8 +229,8 @@ class Graph:
         found = []
         for number, row in enumerate(self.ops):
             row["rather"] = [(provider, reason) for provider, reason in row["refused"]
-                             if (provider, reason) not in self.everywhere and not _ELSEWHERE.search(reason)
-                             and provider not in [kernel for kernel, _ in row["runs"]]]  # fmt: skip
+                             if provider not in (*self.not_here, *(kernel for kernel, _ in row["runs"]))
+                             and not _OF_MACHINE.search(reason) and not reason.startswith(BY_DESIGN)]  # fmt: skip
             if row["rather"]:
                 found.append(number)
         return found
@@ -367,15 +368,10 @@ def _runs(runs: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
     return [(chosen, "" if tokens == "any" else f"{tokens} tokens") for tokens, chosen in runs]
 
 
-def _refused_everywhere(choices: Sequence[KernelChoice]) -> set[tuple[str, str]]:
-    """Providers that run nothing in this graph, with the one reason."""
-    reasons: dict[str, set[str]] = {}
-    for choice in choices:
-        for provider, reason in choice.refused:
-            reasons.setdefault(provider, set()).add(reason)
-    used = {choice.chosen for choice in choices}
-    return {(provider, next(iter(found))) for provider, found in reasons.items()
-            if provider not in used and len(found) == 1}  # fmt: skip
+def _not_here(choices: Sequence[KernelChoice]) -> set[str]:
+    """Providers that run nothing in this graph, for a reason that is the machine's somewhere."""
+    missing = {provider for choice in choices for provider, reason in choice.refused if _OF_MACHINE.search(reason)}
+    return missing - {choice.chosen for choice in choices}
 
 
 def _origins(cost: OpCost, captured: Mapping[str, Line]) -> list[Line]:
