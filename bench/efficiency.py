@@ -1,12 +1,13 @@
 """Measure how near the kernels of Qwen3 come to what this machine could do: the table that predictions rest on.
 
     python bench/efficiency.py --json bench/results/efficiency-h200.json --table atomc/efficiency.json
-    python bench/efficiency.py --models tiny --quick        # on any machine, a CPU too
+    python bench/efficiency.py --compare bench/results/decode-h200.json --machine h200    # anywhere: measures nothing
+    python bench/efficiency.py --models tiny --quick                                      # on any machine, a CPU too
 
 Each distinct kernel of one layer and of the ends of the model is timed as in `atomc explain --measure`. A row of the table
 is a line through what was measured of one kernel for one number of tokens: time = floor + work / efficiency, where work is
 the larger of bytes / bandwidth and flops / peak by the machine's data sheet. --limit ends the measuring after so many
-seconds; what comes first matters most. --decode compares whole steps with those that bench/decode.py measured.
+seconds; what comes first matters most. --compare holds the table that ships to steps that bench/decode.py measured.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 from decode import MODELS
 
-from atomc.efficiency import Table, Timing, fit, name_in_table, predict, work
+from atomc.efficiency import Table, Timing, fit, name_in_table, predict, shipped, work
 from atomc.plan import Load, Lowered, Model, built, compiled
 from atomc.platform import Platform
 
@@ -40,17 +41,14 @@ def model_of(name: str, scheme: str | None, layers: int | None) -> Model:
 
 def timings(lowered: Lowered, load: Load, known: set[tuple[Any, ...]]) -> Iterator[Timing]:
     """Of the kernels of a step that are not known for this number of tokens yet."""
-    found = predict(lowered.program.report, lowered.platform, load.sizes)
-    wanted: dict[tuple[Any, ...], int] = {}
-    for i, p in enumerate(found):
-        wanted.setdefault((p.op, p.kernel, load.tokens, p.bytes, p.flops), i)
-    new = {key: i for key, i in wanted.items() if key not in known}
-    known |= new.keys()
-    timed = lowered.time_some(load, [found[i] for i in new.values()])
-    for (op, kernel, tokens, moved, flops), seconds in zip(new, timed, strict=True):
-        least = work(lowered.platform, op, moved, flops)
-        assert least is not None
-        yield Timing(*name_in_table(op, kernel), tokens, least, seconds)
+    for p in predict(lowered.program.report, lowered.platform, load.sizes):
+        key = p.op, p.kernel, load.tokens, p.bytes, p.flops
+        if key not in known:
+            known.add(key)
+            (seconds,) = lowered.time_some(load, [p])
+            least = work(lowered.platform, p.op, p.bytes, p.flops)
+            assert least is not None
+            yield Timing(*name_in_table(p.op, p.kernel), load.tokens, least, seconds)
 
 
 def measured(args: argparse.Namespace) -> tuple[list[Timing], list[str], Platform]:
@@ -72,27 +70,27 @@ def measured(args: argparse.Namespace) -> tuple[list[Timing], list[str], Platfor
                 found.append(timing)
                 print(f"{what}: {timing.op} by {timing.kernel} {timing.seconds * 1e6:.2f} us, "
                       f"{timing.work / timing.seconds:.0%} of the peak", flush=True)  # fmt: skip
+                if time.perf_counter() - start > args.limit:
+                    left_out.append(f"the rest of {what}")
+                    break
     print(f"{len(found)} kernels in {time.perf_counter() - start:.1f} s; left out: {'; '.join(left_out) or 'nothing'}")
     return found, left_out, runs[0][1].platform
 
 
-def compared(table: Table, platform: Platform, file: str) -> list[dict[str, Any]]:
-    """Steps as bench/decode.py measured them, beside what the table predicts."""
+def compare(table: Table, platform: Platform, file: str) -> None:
+    """Print steps as bench/decode.py measured them beside what the table predicts."""
     steps = {}
     for line in Path(file).read_text().splitlines():
         data = json.loads(line)
         if data["what"] == "atomc":
             steps[data["model"], data["batch"], data["context"]] = data["tpot_ms"]
-    lines = []
     for name in sorted({model for model, _, _ in steps}):
         program = compiled(model_of(name, None, None), platform, {"glue": "eager"})
         for (model, batch, context), tpot in steps.items():
             if model == name:
                 load = Load(batch, batch, context)
                 ms = 1e3 * sum(p.seconds or 0.0 for p in predict(program.report, platform, load.sizes, table))
-                lines.append({"model": name, "batch": batch, "context": context, "measured_ms": tpot, "predicted_ms": ms})
                 print(f"{name} decode {batch} x {context}: {tpot:.3f} ms, predicted {ms:.3f}, {ms / tpot - 1:+.0%}")
-    return lines
 
 
 def main() -> None:
@@ -101,19 +99,23 @@ def main() -> None:
     parser.add_argument("--schemes", default="bf16", type=lambda text: text.split(","), help="such as bf16,fp8")
     parser.add_argument("--quick", action="store_true", help="two small steps only")
     parser.add_argument("--limit", default=600.0, type=float, help="seconds after which no further step is measured")
-    parser.add_argument("--decode", help="what bench/decode.py wrote, such as bench/results/decode-h200.json")
+    parser.add_argument("--compare", metavar="FILE", help="what bench/decode.py wrote on --machine")
+    parser.add_argument("--machine", default="h200", help="with --compare: as in atomc explain --platform")
     parser.add_argument("--json", help="write all timings to this file")
     parser.add_argument("--table", help="put the table into this file, in the place of the one of the same machine")
     args = parser.parse_args()
+    if args.compare:
+        platform = Platform.named(args.machine)
+        compare(shipped()[platform.name], platform, args.compare)
+        return
     command = " ".join(["python", *sys.argv])
     found, left_out, platform = measured(args)
     source = f"{command}, torch {torch.__version__}"
     assert platform.bandwidth and platform.flops
     table = fit(found, platform.name, platform.bandwidth, platform.flops, source)
-    lines = compared(table, platform, args.decode) if args.decode else []
     if args.json:
         data = {"command": command, "device": platform.name, "torch": torch.__version__, "left_out": left_out,
-                "steps": lines, "timings": [asdict(timing) for timing in found]}  # fmt: skip
+                "timings": [asdict(timing) for timing in found]}  # fmt: skip
         Path(args.json).write_text(json.dumps(data, indent=1) + "\n")
     if args.table:
         file = Path(args.table)
