@@ -254,7 +254,9 @@ class Report:
         if not isinstance(data, Mapping) or data.get("version") != VERSION:
             raise ValueError(f"no report of version {VERSION}: expected what `atomc explain --json` writes")
         names = {f.name for f in fields(cls)} & set(data)
-        found = {name: [PARTS[name](**item) for item in data[name]] if name in PARTS else data[name] for name in names}
+        found: dict[str, Any] = {
+            name: [PARTS[name](**item) for item in data[name]] if name in PARTS else data[name] for name in names
+        }
         found["matches"] = Counter(found.get("matches", {}))
         if found.get("graph_break"):
             found["graph_break"] = GraphBreak(**found["graph_break"])

@@ -98,8 +98,8 @@ def stages(
             observer("captured", gm)
         pipeline.run(gm, chosen, context, report, observers)
         where = context.platform
-        names = ("name", "arch", "device", "bandwidth", "flops")
-        report.machine = {name: getattr(where, name) for name in names}
+        said = ("name", "arch", "device", "bandwidth", "flops")
+        report.machine = {name: getattr(where, name) for name in said}
         costs = cost.graph_costs(gm)
         report.costs, report.few_bits = [_op_cost(c) for c in costs], few_bits(gm)
     if watch:

@@ -34,10 +34,8 @@ class Comparison:
     @property
     def kernels(self) -> list[Row]:
         """What runs each op in both."""
-        runs = [_kernels(self.first), _kernels(self.second)]
-        return [(op, *(_spell(found.get(op, Counter())) for found in runs),
-                 "" if runs[0].get(op) == runs[1].get(op) else "differs")
-                for op in dict.fromkeys([*runs[0], *runs[1]])]  # type: ignore[misc]
+        a, b = _kernels(self.first), _kernels(self.second)
+        return [(op, _spell(a.get(op, Counter())), _spell(b.get(op, Counter())), "") for op in dict.fromkeys([*a, *b])]
 
     @property
     def near(self) -> list[Row]:
