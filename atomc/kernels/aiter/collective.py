@@ -1,4 +1,4 @@
-"""Sums over processes with the norm that follows, by AITER's kernel over the links between GPUs.
+"""Sums over processes, alone and with the norm that follows, by AITER's kernels over the links between GPUs.
 
 AITER has one group of its own, made by its init_dist_env; only sums over the same processes can be its.
 """
@@ -10,6 +10,7 @@ from atomc.kernels.aiter.library import HALVES, Function, scattered, unfit, unli
 from atomc.platform import Platform
 
 get_tp_group = Function("get_tp_group", "aiter.dist.parallel_state")
+tensor_model_parallel_all_reduce = Function("tensor_model_parallel_all_reduce", "aiter.dist.communication_op")
 tensor_model_parallel_fused_allreduce_rmsnorm = Function(
     "tensor_model_parallel_fused_allreduce_rmsnorm", "aiter.dist.communication_op", takes=["gemma_norm"]
 )
@@ -26,7 +27,21 @@ def _foreign(platform: Platform, group: str) -> str | None:
     return None if own == group else f"the sum is over group {group!r}, AITER's is {own!r}"
 
 
-def _refuse(
+def _refuse_all_reduce(platform: Platform, x: Tensor, group: str) -> str | None:
+    return (
+        unfit(platform, get_tp_group, tensor_model_parallel_all_reduce)
+        or unlike(HALVES, x=x)
+        or _foreign(platform, group)
+    )
+
+
+@ops.all_reduce.kernel("aiter", refuses=_refuse_all_reduce)
+def all_reduce(x: Tensor, group: str) -> Tensor:
+    out: Tensor = tensor_model_parallel_all_reduce(x.contiguous())
+    return out
+
+
+def _refuse_allreduce_add_rms_norm(
     platform: Platform, x: Tensor, residual: Tensor, weight: Tensor, eps: float, group: str, style: str = "after"
 ) -> str | None:
     return (
@@ -37,7 +52,7 @@ def _refuse(
     )
 
 
-@ops.allreduce_add_rms_norm.kernel("aiter", refuses=_refuse, rounds="once")
+@ops.allreduce_add_rms_norm.kernel("aiter", refuses=_refuse_allreduce_add_rms_norm, rounds="once")
 def allreduce_add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, group: str, style: str = "after"
 ) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,7 @@
-"""Quantizers by AITER's Triton kernels: where its compiled ones are missing or refuse."""
+"""Quantizers by AITER's Triton kernels: where its compiled ones are missing or refuse.
+
+Not the one by row, which makes NaN of a row of zeros.
+"""
 
 import torch
 from torch import Tensor
@@ -9,7 +12,6 @@ from atomc.platform import Platform
 
 QUANT = ("aiter.ops.triton.quant.quant", "aiter.ops.triton.quant")
 static_per_tensor_quant_fp8_i8 = Function("static_per_tensor_quant_fp8_i8", *QUANT)
-dynamic_per_token_quant_fp8_i8 = Function("dynamic_per_token_quant_fp8_i8", *QUANT)
 dynamic_mxfp4_quant = Function("dynamic_mxfp4_quant", *QUANT)
 fused_flatten_fp8_group_quant = Function(
     "fused_flatten_fp8_group_quant", "aiter.ops.triton.quant.fused_fp8_quant", "aiter.ops.triton.fused_fp8_quant",
@@ -39,23 +41,6 @@ def quant_fp8_static(x: Tensor, scale: Tensor, dtype: torch.dtype = torch.float8
     if x.numel():
         static_per_tensor_quant_fp8_i8(codes, flat, scale)
     return codes.view(x.shape)
-
-
-def _per_token(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    flat = rows(x).contiguous()
-    codes, scales = torch.empty_like(flat, dtype=dtype), flat.new_empty(flat.shape[0], dtype=torch.float32)
-    if x.numel():
-        dynamic_per_token_quant_fp8_i8(codes, flat, scales)
-    return codes.view(x.shape), scales.view(*x.shape[:-1], 1)
-
-
-def _refuse_per_token(platform: Platform, x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> str | None:
-    return _refuse(platform, dynamic_per_token_quant_fp8_i8, x, dtype)
-
-
-@ops.quant_fp8_per_token.kernel("aiter", refuses=_refuse_per_token)
-def quant_fp8_per_token(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[Tensor, Tensor]:
-    return _per_token(x, dtype)
 
 
 def _refuse_group(

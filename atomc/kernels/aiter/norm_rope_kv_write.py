@@ -1,0 +1,99 @@
+"""The norms of queries and keys, rotary positions and the write into a paged cache in one Triton kernel of AITER's.
+
+q, k and v are parts of one projection's rows. AITER multiplies by 1 + weight: it gets the weight less one, in fp32.
+"""
+
+import torch
+from torch import Tensor
+
+from atomc import ops
+from atomc.kernels.aiter.kv_write import odd_blocks, unpaged
+from atomc.kernels.aiter.library import HALVES, Function, unfit, unlike
+from atomc.kernels.aiter.rope import ROTATIONS, rotated_width, table_dimension
+from atomc.op import Prepared
+from atomc.platform import Platform
+from atomc.sizes import known_equal
+
+fused_qkv_split_qk_norm_rope_cache = Function(
+    "fused_qkv_split_qk_norm_rope_cache", "aiter.ops.triton.rope.fused_qkv_split_qk_norm_rope_cache",
+    takes=["reuse_freqs_front_part", "eps", "kv_cache_layout"],
+)  # fmt: skip
+
+
+def _less_one(weight: Tensor) -> Prepared:
+    """The weight as AITER wants it of norms that multiply by it, and of those that multiply by 1 + weight."""
+    return Prepared((weight.detach().to(torch.float32) - 1.0, weight.detach().clone()))
+
+
+def _in_one_row(*parts: Tensor) -> bool:
+    """Whether these [T, heads, D] follow each other in the rows of one tensor."""
+    first = parts[0]
+    at = first.storage_offset()
+    for part in parts:
+        if part.untyped_storage()._cdata != first.untyped_storage()._cdata or part.dtype != first.dtype:
+            return False
+        if not known_equal(part.storage_offset(), at) or not known_equal(part.stride(0), first.stride(0)):
+            return False
+        if not known_equal(part.stride(1), part.shape[2]) or not known_equal(part.stride(2), 1):
+            return False
+        at = at + part.shape[1] * part.shape[2]
+    return True
+
+
+def _rows_of(*parts: Tensor) -> Tensor:
+    """The rows [T, columns] that hold them, without a copy where there are such rows."""
+    if _in_one_row(*parts):
+        columns = sum(part.shape[1] * part.shape[2] for part in parts)
+        return parts[0].as_strided((parts[0].shape[0], columns), (parts[0].stride(0), 1))
+    return torch.cat([part.flatten(1) for part in parts], 1)
+
+
+def _refuse(
+    platform: Platform, q: Tensor, k: Tensor, v: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor,
+    eps: float, k_cache: Tensor, v_cache: Tensor, slots: Tensor, k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None, norm_style: str = "after", rope_style: str = "neox",
+) -> str | None:  # fmt: skip
+    if reason := unfit(platform, fused_qkv_split_qk_norm_rope_cache):
+        return reason
+    if reason := unlike(HALVES, q=q, k=k, v=v, cos=cos, sin=sin, k_cache=k_cache, v_cache=v_cache):
+        return reason
+    if norm_style == "after" and (q_weight.dtype != q.dtype or k_weight.dtype != q.dtype):
+        return f"the weights are {q_weight.dtype} and {k_weight.dtype}, and AITER's norm stays {q.dtype}"
+    if k_scale is not None or v_scale is not None:
+        return "the cache has scales, and AITER does not cut off what is too large for its codes"
+    if rope_style not in ROTATIONS:
+        return f"AITER writes a pair back where it was, rope_style={rope_style!r} moves it"
+    if q.dim() != 3 or k.dim() != 3 or v.dim() != 3:
+        return "queries, keys and values come as [T, heads, D]"
+    width = q.shape[-1]
+    if not width == k.shape[-1] == v.shape[-1] or width & (width - 1):
+        return f"heads of {width}, {k.shape[-1]} and {v.shape[-1]}: AITER takes one power of two"
+    if not _in_one_row(q, k, v):
+        return "q, k and v do not follow each other in one row, as a merged projection leaves them"
+    if rotated_width(cos, rope_style) > width:
+        return f"the tables rotate {rotated_width(cos, rope_style)} columns, a head has {width}"
+    if table_dimension(q, cos) != 0 or table_dimension(q, sin) != 0:
+        return "the tables do not have a row for each token"
+    if not all(known_equal(a, b) for a, b in zip(cos.stride(), sin.stride(), strict=True)):
+        return "the tables of cos and sin lie differently"
+    return odd_blocks(k_cache) or unpaged(k_cache, v_cache, slots)
+
+
+@ops.qk_norm_rope_kv_write.kernel(
+    "aiter", layout="paged", refuses=_refuse, rounds="once", prepare={"q_weight": _less_one, "k_weight": _less_one}
+)
+def qk_norm_rope_kv_write(
+    q: Tensor, k: Tensor, v: Tensor, q_weight: tuple[Tensor, Tensor], k_weight: tuple[Tensor, Tensor], cos: Tensor,
+    sin: Tensor, eps: float, k_cache: Tensor, v_cache: Tensor, slots: Tensor, k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None, norm_style: str = "after", rope_style: str = "neox",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    if not q.numel():
+        return q.new_empty(q.shape), q.new_empty((0,))
+    style = norm_style == "one_plus"
+    positions = torch.arange(q.shape[0], device=q.device)  # token t has row t of the tables
+    rotated, _, _ = fused_qkv_split_qk_norm_rope_cache(
+        _rows_of(q, k, v), q_weight[style], k_weight[style], cos.flatten(0, 1), sin.flatten(0, 1), positions, k_cache,
+        v_cache, slots, q.shape[1], k.shape[1], q.shape[2], rope_style != "gptj",
+        reuse_freqs_front_part=rope_style != "neox", eps=eps, kv_cache_layout="NHD",
+    )  # fmt: skip
+    return rotated, rotated.new_empty((0,))
