@@ -1,0 +1,149 @@
+"""Which kernels we have of AITER, what to try them with, and a process that does so with AITER's real code."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from kernel_cases import (
+    CASES,
+    DECODE,
+    Cases,
+    Draw,
+    int8_operands,
+    linear,
+    mxfp4_operands,
+    norm_rope_written,
+    paged,
+    rope_written,
+    scaled_blocks,
+    scaled_fp8,
+)
+
+from atomc import kernels, ops
+from atomc.op import Kernel
+from atomc.ops.norm import RMS_NORM_STYLES
+
+HERE = Path(__file__).parent
+ARCHS = ("gfx942", "gfx950")
+FP8_OF = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}
+assert kernels.load("aiter") is None
+KERNELS = {
+    f"{kernel.function.__module__.rpartition('.')[2]}.{kernel.op}": kernel
+    for op in ops.REGISTRY.values()
+    for kernel in op.kernels
+    if kernel.provider == "aiter"
+}
+IN_TRITON = sorted(
+    name for name in KERNELS if name.partition(".")[0].endswith("_triton")
+    or name.partition(".")[0] in ("activation_quant", "norm_rope_kv_write", "paged_attention", "rope_kv_write")
+)  # fmt: skip
+COMPILED = sorted(set(KERNELS) - set(IN_TRITON))
+
+
+def tables_in_bf16(draw: Draw, **rest: Any) -> dict[str, Any]:
+    return rope_written(draw, cache=torch.bfloat16, **rest)
+
+
+def of_whole_tiles(arch: str) -> dict[str, Cases]:
+    """More cases: sizes that AITER's products have tiles for, the fp8 of the architecture, a cache in bfloat16."""
+    fp8 = FP8_OF[arch]
+    return {
+        "linear": {"whole tiles": lambda draw: linear(draw, 33, 128, out=64)},
+        "scaled_linear_fp8": {
+            "whole tiles": lambda draw: scaled_fp8(draw, 33, 256, out=64, dtype=fp8),
+            "odd sizes, native": lambda draw: scaled_fp8(draw, 7, 80, out=33, dtype=fp8),
+            "bias, native": lambda draw: scaled_fp8(draw, 7, 80, out=33, bias=True, dtype=fp8),
+            "per tensor, native": lambda draw: scaled_fp8(draw, 33, 256, out=64, per="tensor", dtype=fp8),
+        },
+        "scaled_linear_fp8_block": {
+            "whole tiles": lambda draw: scaled_blocks(draw, 33, 256, out=64, dtype=fp8),
+            "odd sizes, native": lambda draw: scaled_blocks(draw, 7, 208, out=144, dtype=fp8),
+        },
+        "scaled_linear_int8": {"whole tiles": lambda draw: int8_operands(draw, 33, 128, out=64)},
+        "linear_mxfp4": {
+            "whole tiles": lambda draw: mxfp4_operands(draw, 33, 256, out=64, activation="mxfp4"),
+            "few rows": lambda draw: mxfp4_operands(draw, 5, 512, out=96, activation="mxfp4"),
+        },
+        "rope_kv_write": {
+            **{f"{style}, bf16 cache": partial(tables_in_bf16, rope_style=style) for style in ("neox", "half", "gptj")},
+            "some nowhere, bf16 cache": partial(tables_in_bf16, tokens=33, skip=(0, 4, 32)),
+            "packed, bf16 cache": partial(tables_in_bf16, packed=True, heads=(6, 2), width=128),
+            "no tokens, bf16 cache": partial(tables_in_bf16, tokens=0),
+        },
+        "qk_norm_rope_kv_write": {
+            **{
+                f"packed, {norm}, {rope}": partial(norm_rope_written, packed=True, norm_style=norm, rope_style=rope)
+                for norm in RMS_NORM_STYLES
+                for rope in ("neox", "half", "gptj")
+            },
+            "packed, some nowhere": partial(norm_rope_written, packed=True, tokens=33, skip=(0, 4, 32)),
+            "packed, half rotates": partial(norm_rope_written, packed=True, width=128, rotated=64, heads=(4, 4)),
+            "packed, half rotates, gptj": partial(norm_rope_written, packed=True, rotated=32, rope_style="gptj"),
+            "packed, fp32 weight": partial(norm_rope_written, packed=True, norm_style="before", weight=torch.float32),
+        },
+        "paged_attention": {
+            "long": lambda draw: paged(draw, [(1, 700), (1, 3), (1, 530)]),
+            "long, padding rows": lambda draw: paged(draw, [(1, 600), (0, 0), (5, 20)], padding=2),
+            "native fp8": lambda draw: paged(draw, DECODE, cache=fp8),
+        },
+    }
+
+
+def cases(kernel: Kernel, arch: str) -> Cases:
+    return CASES[kernel.op] | of_whole_tiles(arch).get(kernel.op, {})
+
+
+def prepared(kernel: Kernel, given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments as the kernel gets them."""
+    made = {names[0]: prepare(*map(given.get, names)).tensors for names, prepare in kernel.prepare.items()}
+    return given | made
+
+
+class Stage:
+    """A process in which AITER's real code stands: see child.py."""
+
+    def __init__(self, mode: str, arch: str, folder: Path):
+        environment = dict(os.environ, PYTHONPATH=os.pathsep.join(map(str, (HERE, HERE.parent, HERE.parents[1]))))
+        environment.pop("TRITON_INTERPRET", None)
+        self.process = subprocess.Popen(
+            [sys.executable, str(HERE / "child.py"), mode, arch, source(), str(folder)], env=environment, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+
+    def tell(self, **request: Any) -> dict[str, Any]:
+        """What the process answers. Raises RuntimeError with all that it printed if it ended instead."""
+        assert self.process.stdin and self.process.stdout
+        printed = []
+        try:
+            print(json.dumps(request), file=self.process.stdin, flush=True)
+            for line in self.process.stdout:
+                if line.startswith(ANSWER):
+                    return json.loads(line.removeprefix(ANSWER))
+                printed.append(line)
+        except BrokenPipeError:
+            printed += list(self.process.stdout)
+        raise RuntimeError(f"the process with AITER ended:\n{''.join(printed)}")
+
+    def close(self) -> None:
+        assert self.process.stdin
+        self.process.stdin.close()
+        self.process.wait(60)
+
+
+ANSWER = "answer: "
+
+
+def source() -> str:
+    return os.environ.get("ATOMC_AITER_SOURCE", "")
+
+
+def staged(mode: str, arch: str, folder: Path) -> Iterator[Stage]:
+    stage = Stage(mode, arch, folder)
+    yield stage
+    stage.close()

@@ -1,0 +1,40 @@
+"""A process in which AITER's real code stands without its GPU, and our kernels call it over the case table.
+
+    python child.py MODE ARCH SOURCE FOLDER
+
+MODE is one of
+interpret  Triton's interpreter runs the kernels; the results are compared with the meaning of the op
+compile    each launch compiles the kernel to an object for ARCH, and launches nothing
+fake       on fake tensors: shapes, dtypes and strides are compared with those of the op
+
+For each line of standard input, {"kernel": name, "dtype": name, "most": number of cases}, one line with {case: outcome}; an
+outcome begins with "passed", "refused" or "failed". {"lacking": ""} asks for the functions that this AITER has not,
+{"model": scheme} for a small model as a whole.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import stage
+
+
+def main(mode: str, arch: str, source: str, folder: str) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    if mode == "interpret":
+        os.environ["TRITON_INTERPRET"] = "1"
+    stage.set_up(Path(folder), source, arch)
+    compiled: list[str] = []
+    if mode == "interpret":
+        stage.interpret()
+    if mode == "compile":
+        stage.compile_only(compiled)
+    import trials  # which imports Triton and, when asked, AITER
+
+    for line in sys.stdin:
+        print(trials.ANSWER + json.dumps(trials.answer(mode, arch, compiled, json.loads(line))), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,146 @@
+"""What our kernels hand to AITER's functions fits their signatures, and kernels refuse what AITER does not take."""
+
+import contextlib
+import inspect
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from aiter_cases import ARCHS, KERNELS, cases, prepared
+from kernel_cases import Draw
+
+from atomc import ops
+from atomc.kernels.aiter import library
+from atomc.op import Kernel, refusal
+from atomc.platform import Platform
+
+API = Path(__file__).parents[3] / "shared/facts/aiter/api.json"
+# Not in the list of signatures; a stubbed import has them (test_aiter_proofs.py).
+UNLISTED = {"rope_cached_fwd_impl", "triton.rope_cached_fwd"}
+
+
+class Called(Exception):
+    """Ends a kernel at its call of AITER."""
+
+
+def short(function: library.Function) -> str:
+    return f"{'triton.' * ('triton' in function.modules[0])}{function.name}"
+
+
+@pytest.fixture(scope="module")
+def signatures() -> dict[str, inspect.Signature]:
+    if not API.is_file():
+        pytest.skip(f"the list of AITER's signatures is not there ({API})")
+    found = {}
+    for entry in json.loads(API.read_text())["functions"]:
+        if entry["object"] == "function":
+            found[f"{'triton.' * ('triton' in entry['current'])}{entry['name']}"] = inspect.Signature([
+                inspect.Parameter(
+                    given["name"], getattr(inspect.Parameter, given["kind"].upper()),
+                    default=inspect.Parameter.empty if given["required"] else given["default"],
+                )
+                for given in entry["params"]
+            ])  # fmt: skip
+    return found
+
+
+Call = tuple[library.Function, tuple[Any, ...], dict[str, Any]]
+
+
+def calls(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> list[Call]:
+    """What the kernel calls, over the cases that it takes on AITER's architectures."""
+    made = []
+
+    def note(function: library.Function, *args: Any, **kwargs: Any) -> None:
+        made.append((function, args, kwargs))
+        raise Called
+
+    monkeypatch.setattr(library.Function, "__call__", note)
+    for arch in ARCHS:
+        for name, make in cases(kernel, arch).items():
+            if name.startswith(("many", "wide")):
+                continue
+            given = make(Draw(torch.bfloat16, layout=kernel.layout or "paged"))
+            if refusal(kernel, Platform.named(arch), given) is None:
+                with contextlib.suppress(Called):
+                    kernel.function(**prepared(kernel, given))
+    return made
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_every_call_binds_to_the_signature_of_aiters_function(
+    name: str, signatures: dict[str, inspect.Signature], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = calls(KERNELS[name], monkeypatch)
+    assert made, "it refuses all cases, or calls nothing"
+    for function, args, kwargs in made:
+        if short(function) not in UNLISTED:
+            signatures[short(function)].bind(*args, **kwargs)
+            assert set(function.takes) <= signatures[short(function)].parameters.keys()
+
+
+def test_functions_without_a_listed_signature_are_known(signatures: dict[str, inspect.Signature]) -> None:
+    assert {short(function) for function in library.FUNCTIONS} - signatures.keys() == UNLISTED
+
+
+GATE, UP = torch.randn(5, 128, dtype=torch.bfloat16).chunk(2, -1)
+
+
+def reasons(op: ops.Op, platform: Platform, **given: Any) -> list[str | None]:
+    return [refusal(kernel, platform, given) for kernel in op.kernels if kernel.provider == "aiter"]
+
+
+def test_aiter_serves_amds_gpus_alone() -> None:
+    assert reasons(ops.silu_and_mul, Platform.named("gfx950"), gate=GATE, up=UP) == [None]
+    assert reasons(ops.silu_and_mul, Platform.named("sm90"), gate=GATE, up=UP) == ["AITER runs on AMD GPUs"]
+    gfx90a = replace(Platform.named("gfx942"), arch="gfx90a")
+    assert reasons(ops.silu_and_mul, gfx90a, gate=GATE, up=UP) == [
+        "AITER's kernels are used on gfx942 and gfx950, this is gfx90a"
+    ]
+
+
+def test_the_unrelated_aiter_is_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "aiter").mkdir()
+    (tmp_path / "aiter/__init__.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    forget(monkeypatch)
+    [reason] = reasons(ops.silu_and_mul, replace(Platform.named("gfx950"), here=True), gate=GATE, up=UP)
+    assert reason == "the `aiter` installed here is not AMD's but another project of that name: pip install amd-aiter"
+
+
+def test_an_installation_that_fails_in_its_own_way_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "aiter/ops").mkdir(parents=True)
+    (tmp_path / "aiter/ops/enum.py").write_text("")
+    (tmp_path / "aiter/__init__.py").write_text("raise RuntimeError('ROCm version file not found')")
+    monkeypatch.syspath_prepend(tmp_path)
+    forget(monkeypatch)
+    [reason] = reasons(ops.silu_and_mul, replace(Platform.named("gfx950"), here=True), gate=GATE, up=UP)
+    assert reason is not None and reason.endswith("cannot be imported: RuntimeError: ROCm version file not found")
+
+
+def test_a_function_that_this_version_lacks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "aiter/ops").mkdir(parents=True)
+    (tmp_path / "aiter/ops/enum.py").write_text("")
+    (tmp_path / "aiter/__init__.py").write_text("def rmsnorm2d_fwd_with_add(out, input, residual): ...")
+    monkeypatch.syspath_prepend(tmp_path)
+    forget(monkeypatch)
+    here = replace(Platform.named("gfx950"), here=True)
+    x = torch.randn(3, 64, dtype=torch.bfloat16)
+    [compiled, in_triton] = reasons(ops.add_rms_norm, here, x=x, residual=x, weight=x[0], eps=1e-5)
+    assert compiled == (
+        "this AITER has no aiter.rmsnorm2d_fwd_with_add that we can call (it takes no gemma_norm)"
+    )
+    assert in_triton is not None and "No module named 'aiter.ops.triton'" in in_triton
+
+
+def forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let AITER be looked for anew, and again after the test."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "aiter"]:
+        monkeypatch.delitem(sys.modules, name)
+    library.missing.cache_clear()
+    for function in library.FUNCTIONS:
+        monkeypatch.delitem(vars(function), "found", raising=False)

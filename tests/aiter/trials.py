@@ -1,0 +1,165 @@
+"""One kernel over the case table, on the stage that child.py has set up."""
+
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from aiter_cases import ANSWER, KERNELS, cases, prepared
+from kernel_cases import Draw
+from stage import answer_for_the_device, replace_device_functions
+from test_kernels import COMPUTED, assert_as_exact, in_fp32, run, strides, tensors
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
+
+import atomc
+from atomc import models
+from atomc.kernels.aiter import library
+from atomc.op import REGISTRY, Kernel, refusal
+from atomc.platform import Platform
+from atomc.quantization import quantize
+
+__all__ = ["ANSWER", "answer"]
+
+Make = Callable[[], dict[str, Any]]
+# Thousands of programs, one after another in Python.
+SLOW = ("many", "wide", "several tiles", "long, one row")
+
+
+def answer(mode: str, arch: str, compiled: list[str], request: dict[str, Any]) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    lacking = {repr(f): f.found for f in library.FUNCTIONS if isinstance(f.found, str)}  # which imports them all
+    answer_for_the_device()
+    if mode == "interpret":
+        replace_device_functions()
+    if "lacking" in request:
+        return lacking
+    if "model" in request:
+        return whole_model(arch, request["model"])
+    kernel, dtype = KERNELS[request["kernel"]], getattr(torch, request["dtype"])
+    here = replace(Platform.named(arch), here=True)
+    outcomes: dict[str, str] = {}
+    for name, make in cases(kernel, arch).items():
+        passed = sum(outcome.startswith("passed") for outcome in outcomes.values())
+        if passed >= request.get("most", 1000) or name.startswith(SLOW):
+            continue
+
+        def arguments(make: Any = make) -> dict[str, Any]:
+            return make(Draw(dtype, layout=kernel.layout or "paged"))
+
+        try:
+            if reason := refusal(kernel, here, arguments()):
+                outcomes[name] = f"refused: {reason}"
+            elif mode == "interpret":
+                compare(kernel, arguments, dtype)
+                outcomes[name] = "passed"
+            elif mode == "compile":
+                outcomes[name] = f"passed {' '.join(objects(kernel, arguments, compiled))}"
+            else:
+                outcomes[name] = f"passed {' '.join(called_on_fakes(kernel, arguments))}"
+        except Exception:
+            outcomes[name] = f"failed: {traceback.format_exc()}"
+    return outcomes
+
+
+def compare(kernel: Kernel, arguments: Make, dtype: torch.dtype) -> None:
+    """The kernel's result is the meaning's, up to rounding, and it writes what the op says."""
+    op = REGISTRY[kernel.op]
+    given, for_meaning, before = arguments(), arguments(), arguments()
+    for_truth = in_fp32(for_meaning)
+    truth, meaning = tensors(op.reference(**for_truth)), tensors(op.reference(**for_meaning))
+    actual = tensors(run(kernel, given))
+    assert len(actual) == len(meaning)
+    for got, low, exact in zip(actual, meaning, truth, strict=True):
+        # AITER's quantizers divide where the op multiplies by a reciprocal, or the other way round.
+        assert_as_exact(got, low, exact, dtype, op.name in COMPUTED or op.name.startswith("quant"))
+        assert strides(got) == strides(low)
+    for name, value in before.items():
+        if name in op.mutates and value is not None:
+            written = for_meaning[name] != value
+            assert_as_exact(given[name], for_meaning[name], for_truth[name], value.dtype)
+            assert torch.equal(given[name][~written], value[~written]), f"{name} was written where it should not be"
+        elif isinstance(value, Tensor):
+            assert torch.equal(given[name], value), f"{name} was written, and the op says it is not"
+
+
+def objects(kernel: Kernel, arguments: Make, compiled: list[str]) -> list[str]:
+    """The names of the Triton kernels that a call compiles."""
+    compiled.clear()
+    kernel.function(**prepared(kernel, arguments()))
+    return sorted(set(compiled))
+
+
+def called_on_fakes(kernel: Kernel, arguments: Make) -> list[str]:
+    """The functions of AITER that a call on fake tensors calls; the result is shaped as the op says."""
+    called: list[str] = []
+    found = {function: function.found for function in library.FUNCTIONS}
+
+    def noting(function: library.Function) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            called.append(repr(function))
+            return found[function](*args, **kwargs)
+
+        return call
+
+    for function in library.FUNCTIONS:
+        function.found = noting(function)
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+            given = tree_map_only(Tensor, mode.from_tensor, arguments())
+            wanted = tensors(REGISTRY[kernel.op].overload(**given))
+            actual = tensors(kernel.function(**prepared(kernel, given)))
+    finally:
+        for function in library.FUNCTIONS:
+            function.found = found[function]
+    assert [(x.shape, x.dtype) for x in actual] == [(x.shape, x.dtype) for x in wanted]
+    assert [strides(x) for x in actual] == [strides(x) for x in wanted]
+    return called
+
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 48, "hidden_size": 128,
+    "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 32, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "dtype": "float16",
+}  # fmt: skip
+PROMPT = [3, 1, 4, 1, 5, 9, 2]
+
+
+def whole_model(arch: str, scheme: str) -> dict[str, Any]:
+    """A small Llama in `scheme`, as a backend compiles it and as the runtime does, with all that AITER has in Triton.
+
+    kernels  op -> who serves it, of both programs
+    sqnr     of the compiled model's logits, by those of the model as written, in decibels
+    tokens   what the runtime generates with AITER, and with torch alone
+    """
+    for function in library.FUNCTIONS:
+        if "triton" not in function.modules[0]:
+            function.found = "there is nothing compiled on this stage"
+    platform = replace(Platform.named(arch), device="cpu", here=True)
+    Platform.detect = staticmethod(lambda device_type=None: platform)
+    ids, positions = torch.tensor(PROMPT), torch.arange(len(PROMPT))
+    options = {"glue": "eager", "strict": True, "cache": False}
+
+    def made() -> Any:
+        torch.manual_seed(0)
+        model = models.build(CONFIG, torch.float16).requires_grad_(False).eval()
+        return quantize(model, scheme) if scheme else model
+
+    with torch.inference_mode():
+        exact = made()(ids, positions)
+        got = torch.compile(made(), backend="atom", options=options)(ids, positions)
+    choices = list(atomc.reports()[-1].kernels)
+    generated = []
+    for providers in ((), ("torch",)):
+        llm = atomc.LLM(made(), max_model_len=64, options={**options, "providers": providers})
+        choices += [] if providers else atomc.reports()[-1].kernels
+        params = atomc.SamplingParams(max_tokens=4, temperature=0.0)
+        generated.append([list(answer.token_ids) for answer in llm.generate([PROMPT, PROMPT[:3]], params)])
+    noise = (exact.double() - got.double()).square().mean()
+    return {
+        "kernels": {op: sorted({c.chosen for c in choices if c.op == op}) for op in {c.op for c in choices}},
+        "sqnr": float(10 * torch.log10(exact.double().square().mean() / noise)),
+        "tokens": generated,
+    }
