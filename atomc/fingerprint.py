@@ -256,6 +256,7 @@ def _given(given: Any, number: int) -> str:
         raise Unstorable("the model is on the meta device")
     if type(given) not in _PLAIN_TENSORS and kind != "FakeTensor":
         raise Unstorable(f"an input is a {kind}")
+    refused: dict[str, str | bool | None]
     if isinstance(given, nn.Parameter):
         refused = {"no copy": copies.unfit(given), "no pack": packs.unfit(given)}
     else:

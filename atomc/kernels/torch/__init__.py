@@ -5,6 +5,6 @@ Of two kernels that serve, the one registered first is taken: the contiguous lay
 
 from atomc.kernels.torch import contiguous  # isort: split
 
-from atomc.kernels.torch import activation, attention, linear, mla, norm, rope
+from atomc.kernels.torch import activation, attention, linear, mla, norm, rope, scaled_linear_fp8
 
-__all__ = ["activation", "attention", "contiguous", "linear", "mla", "norm", "rope"]
+__all__ = ["activation", "attention", "contiguous", "linear", "mla", "norm", "rope", "scaled_linear_fp8"]

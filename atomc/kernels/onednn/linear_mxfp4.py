@@ -1,0 +1,40 @@
+"""Linear layers with MXFP4 weights on CPUs: both operands made fp32. T rows, N outputs, K inputs."""
+
+import torch
+from torch import Tensor
+
+from atomc import ops
+from atomc.kernels.cpu_linears import elsewhere, finish, scattered
+from atomc.kernels.dequantized import e2m1_pairs, fp8_values, multiply
+from atomc.ops.formats import e8m0_values, in_groups
+from atomc.platform import Platform
+
+
+def _unreadable(
+    platform: Platform, x: Tensor, weight: Tensor, weight_scale: Tensor, x_scale: Tensor | None = None,
+    bias: Tensor | None = None, *, out_dtype: torch.dtype,
+) -> str | None:  # fmt: skip
+    return elsewhere(platform) or scattered(weight)
+
+
+def _values(packed: Tensor, scale: Tensor) -> Tensor:
+    """fp32 [n, K] of codes [n, K/2] and scales [n, K/32]."""
+    return in_groups(e2m1_pairs(packed), 32).mul_(e8m0_values(scale).unsqueeze(-1)).flatten(-2)
+
+
+# Zen 4, 2560x2560, 1 row: 6 ms; what Inductor makes of the meaning takes 35, and the same layer in fp32 2.
+@ops.linear_mxfp4.kernel("onednn", refuses=_unreadable)
+def linear_mxfp4(
+    x: Tensor, weight: Tensor, weight_scale: Tensor, x_scale: Tensor | None = None, bias: Tensor | None = None, *,
+    out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    rows = x.reshape(-1, x.shape[-1])
+    if x.dtype == torch.uint8:
+        assert x_scale is not None
+        values = _values(rows, x_scale.reshape(-1, x_scale.shape[-1]))
+    else:
+        values = rows.to(torch.float32) if x.dtype.itemsize > 1 else fp8_values(rows)
+        if x_scale is not None:
+            values = values * x_scale.reshape(-1, 1)
+    total = multiply(values, weight.shape[0], lambda a, b: _values(weight[a:b], weight_scale[a:b]))
+    return finish(total, x, None, bias, out_dtype)

@@ -1,0 +1,17 @@
+"""Linear layers in int8 by oneDNN over the weight as it lies: for one row, and where no copy can be kept."""
+
+import torch
+from torch import Tensor
+
+from atomc import ops
+from atomc.kernels.cpu_linears import finish
+from atomc.kernels.onednn.scaled_linear_int8 import inexact
+
+
+@ops.scaled_linear_int8.kernel("onednn", refuses=inexact)
+def scaled_linear_int8(
+    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None = None, *,
+    out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    total = torch._int_mm(x.reshape(-1, x.shape[-1]), weight.t()).to(torch.float32).mul_(weight_scale.t())
+    return finish(total, x, x_scale, bias, out_dtype)

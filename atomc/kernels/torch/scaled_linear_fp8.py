@@ -1,0 +1,42 @@
+"""Linear layers in fp8 on CPUs, which multiply none, where no glue compiler makes loops of the meaning."""
+
+import torch
+from torch import Tensor
+
+from atomc import ops
+from atomc.kernels.cpu_linears import finish
+from atomc.kernels.dequantized import fp8_values, multiply
+from atomc.platform import Platform
+
+
+def _on_a_gpu(platform: Platform, *args: object, **_: object) -> str | None:
+    return None if platform.is_cpu else "written for the CPU"
+
+
+@ops.scaled_linear_fp8.kernel("torch", refuses=_on_a_gpu)
+def scaled_linear_fp8(
+    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None = None, *,
+    out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    rows = x.reshape(-1, x.shape[-1]).to(torch.float32)
+    total = multiply(rows, weight.shape[0], lambda a, b: fp8_values(weight[a:b]))
+    return finish(total.mul_(weight_scale.flatten()), x, x_scale, bias, out_dtype)
+
+
+@ops.scaled_linear_fp8_block.kernel("torch", refuses=_on_a_gpu)
+def scaled_linear_fp8_block(
+    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None = None, *,
+    out_dtype: torch.dtype, block: int = 128,
+) -> Tensor:  # fmt: skip
+    columns = weight.shape[1]
+    by_column = weight_scale.repeat_interleave(block, 1)[:, :columns]
+
+    def values(a: int, b: int) -> Tensor:
+        found = fp8_values(weight[a:b])
+        for first in range(a, b, block):
+            found[first - a : first - a + block] *= by_column[first // block]
+        return found
+
+    scale = x_scale.repeat_interleave(block, -1)[..., :columns]
+    rows = (x.to(torch.float32) * scale).reshape(-1, columns)
+    return finish(multiply(rows, weight.shape[0], values, block), x, None, bias, out_dtype)
