@@ -26,7 +26,8 @@ def _refuse_silu_and_mul(platform: Platform, gate: Tensor, up: Tensor) -> str | 
 def silu_and_mul(gate: Tensor, up: Tensor) -> Tensor:
     packed = side_by_side(gate, up)
     out = gate.new_empty((packed.shape[0], gate.shape[-1]))
-    aiter_silu_and_mul(out, packed)
+    if gate.numel():
+        aiter_silu_and_mul(out, packed)
     return out.view(gate.shape)
 
 
@@ -41,5 +42,6 @@ def _refuse_gelu_and_mul(platform: Platform, gate: Tensor, up: Tensor, approxima
 def gelu_and_mul(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
     packed = side_by_side(gate, up)
     out = gate.new_empty((packed.shape[0], gate.shape[-1]))
-    (aiter_gelu_tanh_and_mul if approximate == "tanh" else aiter_gelu_and_mul)(out, packed)
+    if gate.numel():
+        (aiter_gelu_tanh_and_mul if approximate == "tanh" else aiter_gelu_and_mul)(out, packed)
     return out.view(gate.shape)

@@ -41,6 +41,8 @@ def _rows(x: Tensor, residual: Tensor | None = None, **parameters: Tensor | None
 
 @ops.rms_norm.kernel("aiter", refuses=_refuse_rms_norm, rounds="once")
 def rms_norm(x: Tensor, weight: Tensor, eps: float, style: str = "after") -> Tensor:
+    if not x.numel():
+        return torch.empty_like(x)
     flat = dense_rows(x)
     if style == "one_plus":
         out = torch.empty_like(flat)
@@ -56,6 +58,8 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     flat, other = dense_rows(x), dense_rows(residual)
     out, total = torch.empty_like(flat), torch.empty_like(flat)
+    if not x.numel():
+        return out.view(x.shape), total.view(x.shape)
     rmsnorm2d_fwd_with_add(out, flat, other, total, weight, eps, gemma_norm=style == "one_plus")
     return out.view(x.shape), total.view(x.shape)
 
@@ -80,6 +84,8 @@ def _affine(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Ten
 
 @ops.layer_norm.kernel("aiter", refuses=_refuse_layer_norm)
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    if not x.numel():
+        return torch.empty_like(x)
     normed: Tensor = layernorm2d_fwd(dense_rows(x), weight, bias, eps)
     return normed.view(x.shape)
 
@@ -90,5 +96,6 @@ def add_layer_norm(
 ) -> tuple[Tensor, Tensor]:
     flat, other = dense_rows(x), dense_rows(residual)
     out, total = torch.empty_like(flat), torch.empty_like(flat)
-    layernorm2d_fwd_with_add(out, flat, other, total, weight, bias, eps)
+    if x.numel():
+        layernorm2d_fwd_with_add(out, flat, other, total, weight, bias, eps)
     return out.view(x.shape), total.view(x.shape)

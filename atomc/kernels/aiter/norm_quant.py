@@ -83,9 +83,12 @@ def rms_norm_quant(
     flat = dense_rows(x)
     codes, scales, size = _outputs(flat, scheme, dtype, group)
     out, found = _typed(codes, scales, scheme)
-    rmsnorm_quant(out, flat, found, weight, eps, group_size=size, shuffle_scale=False, gemma_norm=style == "one_plus")
+    if x.numel():
+        rmsnorm_quant(
+            out, flat, found, weight, eps, group_size=size, shuffle_scale=False, gemma_norm=style == "one_plus"
+        )
     lead = x.shape[:-1]
-    return codes.view(*lead, -1), scales.view(*lead, scales.shape[-1]), x.new_empty(0)
+    return codes.view(*lead, codes.shape[-1]), scales.view(*lead, scales.shape[-1]), x.new_empty(0)
 
 
 @ops.add_rms_norm_quant.kernel("aiter", refuses=_refuse_add_rms_norm_quant, rounds="once")
@@ -98,7 +101,12 @@ def add_rms_norm_quant(
     codes, scales, size = _outputs(flat, scheme, dtype, group)
     out, found = _typed(codes, scales, scheme)
     total = torch.empty_like(flat)
-    add_rmsnorm_quant(out, flat, other, total, found, weight, eps, group_size=size, shuffle_scale=False,
-                      gemma_norm=style == "one_plus")  # fmt: skip
+    if x.numel():
+        add_rmsnorm_quant(
+            out, flat, other, total, found, weight, eps, group_size=size, shuffle_scale=False,
+            gemma_norm=style == "one_plus",
+        )  # fmt: skip
     lead = x.shape[:-1]
-    return (codes.view(*lead, -1), scales.view(*lead, scales.shape[-1]), total.view(x.shape), x.new_empty(0))
+    return (
+        codes.view(*lead, codes.shape[-1]), scales.view(*lead, scales.shape[-1]), total.view(x.shape), x.new_empty(0)
+    )  # fmt: skip

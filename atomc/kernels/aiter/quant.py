@@ -29,14 +29,16 @@ def _refuse_static(
 def quant_fp8_static(x: Tensor, scale: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
     flat = dense_rows(x)
     codes = torch.empty_like(flat, dtype=dtype)
-    static_per_tensor_quant(codes, flat, scale)
+    if x.numel():
+        static_per_tensor_quant(codes, flat, scale)
     return codes.view(x.shape)
 
 
 def _per_token(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     flat = dense_rows(x)
     codes, scales = torch.empty_like(flat, dtype=dtype), flat.new_empty((flat.shape[0], 1), dtype=torch.float32)
-    dynamic_per_token_scaled_quant(codes, flat, scales)
+    if x.numel():
+        dynamic_per_token_scaled_quant(codes, flat, scales)
     return codes.view(x.shape), scales.view(*x.shape[:-1], 1)
 
 
@@ -90,5 +92,6 @@ def quant_mxfp4(x: Tensor, rounding: str = "even") -> tuple[Tensor, Tensor]:
     flat = dense_rows(x)
     codes = flat.new_empty((flat.shape[0], flat.shape[1] // 2), dtype=torch.uint8)
     scales = flat.new_empty((flat.shape[0], flat.shape[1] // 32), dtype=torch.uint8)
-    dynamic_per_group_scaled_quant_fp4(as_e2m1(codes), flat, as_e8m0(scales), group_size=32, shuffle_scale=False)
-    return codes.view(*x.shape[:-1], -1), scales.view(*x.shape[:-1], scales.shape[-1])
+    if x.numel():
+        dynamic_per_group_scaled_quant_fp4(as_e2m1(codes), flat, as_e8m0(scales), group_size=32, shuffle_scale=False)
+    return codes.view(*x.shape[:-1], codes.shape[-1]), scales.view(*x.shape[:-1], scales.shape[-1])
