@@ -106,9 +106,10 @@ def called_on_fakes(kernel: Kernel, arguments: Make) -> list[str]:
 
     for function in library.FUNCTIONS:
         function.found = noting(function)
+    real = arguments()
     try:
         with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
-            given = tree_map_only(Tensor, mode.from_tensor, arguments())
+            given = tree_map_only(Tensor, mode.from_tensor, real)
             wanted = tensors(REGISTRY[kernel.op].overload(**given))
             actual = tensors(kernel.function(**prepared(kernel, given)))
     finally:
