@@ -11,6 +11,8 @@ from atomc.report import Report
 DECODE = {"T": 1, "S": 1, "R": 1, "C": 1024}
 PREFILL = {"T": 1024, "S": 1, "R": 1, "C": 1024}
 
+LESS_OFTEN = "its pattern is there less often"
+
 Row = tuple[str, str, str, str]
 
 
@@ -69,7 +71,7 @@ class Comparison:
             lines = [(f"{'*' if a != b else ' '} {name}", _cut(a), b) for name, a, b, _ in rows]
             if lines:
                 parts.append(table((f"  {title}", *header[1:]), lines))
-        why = [f"{name}: {reason}" for name, _, _, reason in self.rewrites if reason]
+        why = [f"{name}: {reason}" for name, _, _, reason in self.rewrites if reason not in ("", LESS_OFTEN)]
         return "\n\n".join([*parts, *(["why fewer\n" + "\n".join(f"  {line}" for line in why)] if why else [])]) + "\n"
 
 
@@ -93,7 +95,7 @@ def _why_fewer(report: Report, name: str) -> str:
 
 def _misses(report: Report, name: str) -> str:
     near = [miss for miss in report.near if miss.rewrite == name]
-    return near[0].text() if near else "its pattern is there less often"
+    return near[0].text() if near else LESS_OFTEN
 
 
 def _kernels(report: Report) -> dict[str, Counter[str]]:
