@@ -86,11 +86,19 @@ class Table:
             raise ValueError(f"no table of efficiencies: {error}; bench/efficiency.py writes one") from error
 
 
+def tables(file: Path) -> dict[str, Table]:
+    """The tables in a file, by the name of the machine. Raises ValueError for a file that has none."""
+    try:
+        found = [Table.of(table) for table in json.loads(file.read_text())]
+    except (json.JSONDecodeError, TypeError) as error:
+        raise ValueError(f"{file} is no table of efficiencies: {error}") from error
+    return {table.machine: table for table in found}
+
+
 @functools.cache
 def shipped() -> dict[str, Table]:
-    """The tables of the package, by the name of the machine."""
-    tables = [Table.of(table) for table in json.loads(SHIPPED.read_text())]
-    return {table.machine: table for table in tables}
+    """The tables of the package."""
+    return tables(SHIPPED)
 
 
 def table_for(platform: Platform) -> Table | None:

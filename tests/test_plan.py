@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from atomc.cli import main, planning
-from atomc.efficiency import Table, Timing, evaluated, fit, predict, serves, shipped
+from atomc.efficiency import SHIPPED, Table, Timing, evaluated, fit, predict, serves, shipped
 from atomc.plan import Load, built, compiled, plan, share
 from atomc.platform import GIB, Platform
 from atomc.quantization import ONLINE
@@ -288,7 +288,8 @@ def test_the_plan_is_in_the_json(folder, capsys):
      (["--plan", "--why", "rms_norm"], "does not go with --why"),
      (["--measure", "--platform", "h200"], "leave one of them out"),
      (["--tokens", "5", "--sequences", "9"], "a step of 5 tokens"),
-     (["--plan", "--efficiency", "{path}/config.json"], "no table of efficiencies")],
+     (["--plan", "--efficiency", "{path}/config.json"], "no table of efficiencies"),
+     (["--platform", "sm80", "--plan", "--efficiency", str(SHIPPED)], "has tables of NVIDIA H200, none of NVIDIA A100")],
 )  # fmt: skip
 def test_the_command_refuses_in_one_line(folder, capsys, asked, why):
     path = folder(SMALL)

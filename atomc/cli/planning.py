@@ -83,10 +83,10 @@ def _made(folder: Path, arguments: argparse.Namespace) -> "Plan":
     options: dict[str, Any] = {"dump": arguments.dump} if arguments.dump else {}
     if arguments.kv_cache_dtype:
         options["kv_cache_dtype"] = arguments.kv_cache_dtype
-    load, table, model = _load(arguments), _table(arguments.efficiency), model_of(folder, arguments)
+    platform = Platform.named(arguments.platform) if arguments.platform else Platform.detect()
+    load, table, model = _load(arguments), _table(arguments.efficiency, platform.name), model_of(folder, arguments)
     if arguments.measure:
         return measured(model, load, longest=arguments.max_model_len, options=options, table=table)
-    platform = Platform.named(arguments.platform) if arguments.platform else Platform.detect()
     return plan(model, platform, load, longest=arguments.max_model_len, options=options, table=table)
 
 
@@ -98,12 +98,13 @@ def _load(arguments: argparse.Namespace) -> "Load":
                 1024 if arguments.context is None else arguments.context)  # fmt: skip
 
 
-def _table(file: str | None) -> "Table | None":
-    from atomc.efficiency import Table
+def _table(file: str | None, machine: str) -> "Table | None":
+    """The table of this machine in a file that bench/efficiency.py wrote."""
+    from atomc.efficiency import tables
 
     if file is None:
         return None
-    try:
-        return Table.of(json.loads(Path(file).read_text()))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{file} is no table of efficiencies: {error}") from error
+    found = tables(Path(file))
+    if machine not in found:
+        raise ValueError(f"--efficiency {file} has tables of {', '.join(found) or 'no machine'}, none of {machine}")
+    return found[machine]
