@@ -115,13 +115,13 @@ def figures(args: argparse.Namespace) -> Any:
     if args.requests:
         given = prompts(args.requests, args.prompt)
         engine.host_ms = 0.0
-        engine.runner.rows = engine.runner.padding = 0
-        engine.runner.steps.clear()
+        engine.runner.forget_counts()
         seconds = min(generate(engine, given, args.new) for _ in range(2))
         stats = engine.stats()
         yield {"what": "throughput", "requests": args.requests, "prompt": args.prompt, "new": args.new,
                "tokens_per_s": args.requests * args.new / seconds, "seconds": seconds, "host_ms": stats.host_ms,
-               "steps": dict(stats.steps), "padding": engine.runner.padding / max(engine.runner.rows, 1)}  # fmt: skip
+               "steps": dict(stats.steps),
+               "padding": stats.graph_padding / max(stats.graph_rows + stats.graph_padding, 1)}  # fmt: skip
 
 
 def main() -> None:

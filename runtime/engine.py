@@ -16,7 +16,7 @@ from tqdm import tqdm
 from atomc.ops import LAYOUTS
 from atomc.program import Program, compile_model
 from atomc.runtime.blocks import BlockPool
-from atomc.runtime.capacity import GRAPH_SHARE, capacity, free_memory
+from atomc.runtime.capacity import GRAPH_SHARE, capacity, free_memory, out_of_memory
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.draw import Draw
 from atomc.runtime.drawing import Drawing, Drawn, Result
@@ -73,23 +73,37 @@ class Engine:
         self._speculates = config.speculative_tokens > 0
         # disable=None: no bar where there is no terminal.
         with tqdm(total=len(PHASES), unit="phase", leave=False, disable=None if progress else True) as bar:
-            with self._phase("load", bar):
-                loaded = load(config, module, progress=progress)
-                self.module, self.tokenizer = loaded.module, loaded.tokenizer
-                self.eos_ids, self.vocab_size = loaded.eos_ids, loaded.vocab_size
-            with self._phase("compile", bar):
-                self.program = compile_model(loaded.module, options=config.options)
             try:
-                with self._phase("allocate", bar):
-                    self._allocate(type(loaded.module).__name__, loaded.longest)
-                with self._phase("warm up", bar):
-                    if not config.enforce_eager:
-                        self._capture(progress)
-                    self._warm_up()
-            except torch.OutOfMemoryError as error:
-                raise ValueError("out of memory on the device while starting: lower gpu_memory_utilization (now "
-                                 f"{config.gpu_memory_utilization}), max_num_batched_tokens, max_num_seqs or "
-                                 "max_model_len, or the bytes or blocks of the cache") from error  # fmt: skip
+                self._start(module, progress, bar)
+            except RuntimeError as error:
+                if not out_of_memory(error):
+                    raise
+                raise ValueError(self._too_large()) from error
+
+    def _start(self, module: nn.Module | None, progress: bool, bar: "tqdm[Any]") -> None:
+        config = self.config
+        with self._phase("load", bar):
+            loaded = load(config, module, progress=progress)
+            self.module, self.tokenizer = loaded.module, loaded.tokenizer
+            self.eos_ids, self.vocab_size = loaded.eos_ids, loaded.vocab_size
+        with self._phase("compile", bar):
+            self.program = compile_model(loaded.module, options=config.options)
+        with self._phase("allocate", bar):
+            self._allocate(type(loaded.module).__name__, loaded.longest)
+        with self._phase("warm up", bar):
+            if not config.enforce_eager:
+                self._capture(progress)
+            self._warm_up()
+
+    def _too_large(self) -> str:
+        """What to do when memory ran out while it started."""
+        if "compile" not in self.phases:
+            return ("out of memory while the weights were read: take a smaller model, or fewer bits for each weight (dtype "
+                    "bfloat16, or quantization)")  # fmt: skip
+        sized = next((name for name in ("kv_bytes", "num_blocks") if getattr(self.config, name) is not None),
+                     "gpu_memory_utilization")  # fmt: skip
+        return (f"out of memory while starting: lower {sized} (now {getattr(self.config, sized)}), max_num_batched_tokens, "
+                "max_num_seqs or max_model_len")  # fmt: skip
 
     def _allocate(self, name: str, longest: int) -> None:
         """Size the cache, and make what works on it."""
@@ -120,6 +134,11 @@ class Engine:
                 f"no prefix cache: in layout {specs[0].layout!r} a block holds a whole sequence, so none can be shared; "
                 "options={'layout': 'paged'} has one"
             )
+        # Before the pool, which keeps a list of the blocks: too many of them are refused at once.
+        self.runner = Runner(
+            self.program, num_blocks=size.num_blocks, block_size=size.block_size, max_num_seqs=max_num_seqs,
+            max_num_rows=config.max_num_batched_tokens, max_columns=-(-size.max_model_len // size.block_size),
+        )  # fmt: skip
         self.scheduler = Scheduler(
             BlockPool(size.num_blocks, size.block_size, windows,
                       shares=config.enable_prefix_caching and block_size is not None),
@@ -130,10 +149,6 @@ class Engine:
             policy=config.scheduling_policy,
         )  # fmt: skip
         self.max_len = self.scheduler.max_len
-        self.runner = Runner(
-            self.program, num_blocks=size.num_blocks, block_size=size.block_size, max_num_seqs=max_num_seqs,
-            max_num_rows=config.max_num_batched_tokens, max_columns=-(-size.max_model_len // size.block_size),
-        )  # fmt: skip
         log.info("the cache holds %d tokens, %.1f sequences of full length (%d tokens)", self.scheduler.pool.num_tokens,
                  self.scheduler.pool.num_tokens / self.max_len, self.max_len)  # fmt: skip
 
@@ -353,6 +368,8 @@ class Engine:
             kv_tokens=pool.num_tokens,
             max_len=self.max_len,
             steps=dict(self.runner.steps),
+            graph_rows=self.runner.rows,
+            graph_padding=self.runner.padding,
             host_ms=self.host_ms,
             **vars(done),
         )
@@ -376,7 +393,7 @@ class Engine:
         while self.has_work:
             self.step()
         self.scheduler.forget_counts()
-        self.runner.steps.clear()
+        self.runner.forget_counts()
 
     @contextmanager
     def _phase(self, name: str, bar: "tqdm[Any]") -> Iterator[None]:

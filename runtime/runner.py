@@ -21,7 +21,8 @@ class Runner:
     num_blocks       for each group of the program's state, or the same for all
     max_num_seqs, max_num_rows, max_columns   sequences, tokens and blocks of a sequence in the largest step
 
-    steps counts how they ran: "full graph", or "eager: " and the reason. rows and padding count the rows of graphs.
+    steps counts how they ran: "full graph", or "eager: " and the reason. rows counts the rows of those that ran as a graph,
+    padding the rows that were added to fit one.
 
     Raises ValueError if a layer keeps a kind of state that cannot be paged.
     """
@@ -80,7 +81,7 @@ class Runner:
             if shape is not None:
                 self.staging.write(step, shape)
                 self.steps["full graph"] += 1
-                self.rows += shape.rows
+                self.rows += rows
                 self.padding += shape.rows - rows
                 return self.graphs(shape)[:wanted]
             reason = f"{rows} rows, {wanted} of them wanted" if wanted > sequences else "more rows than any graph"
@@ -88,6 +89,10 @@ class Runner:
             reason = self.why_eager
         self.steps[f"eager: {reason}"] += 1
         return self._eager(self.program, step, num_rows)
+
+    def forget_counts(self) -> None:
+        self.steps.clear()
+        self.rows = self.padding = 0
 
     def hidden(self, program: Program, step: ScheduledStep) -> Tensor:
         """Hidden states [R, D] of the rows that the step's chunks want, by a program that returns them."""

@@ -11,6 +11,7 @@ class Stats:
     kv_blocks_used   blocks that requests own or share; cached ones that nobody uses count as free
     prefix_queries   prompt tokens looked up in the prefix cache; prefix_hits of them were found
     steps            how many steps ran how: "full graph", "piecewise", or "eager: " and the reason
+    graph_rows       rows of the steps that ran as a graph; graph_padding more were added to fit one
     host_ms          milliseconds of Python a step, mean of the last steps, waiting for the device left out
     kv_tokens        tokens that the whole cache holds; max_len: tokens of the longest sequence
     """
@@ -27,6 +28,8 @@ class Stats:
     prompt_tokens: int = 0
     generated_tokens: int = 0
     steps: Mapping[str, int] = field(default_factory=dict)
+    graph_rows: int = 0
+    graph_padding: int = 0
     host_ms: float = 0.0
     drafted: int = 0
     accepted: int = 0

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from atomc.models import loader
 from atomc.runtime.engine import Engine, EngineConfig, QueueFull
 from atomc.runtime.hidden import hidden_model
 from atomc.runtime.llm import LLM
@@ -244,6 +245,20 @@ def test_a_config_that_cannot_be_is_refused():
             EngineConfig(**given)
     with pytest.raises(ValueError, match="dtype 'float13' is not known"):
         load(EngineConfig(dtype="float13"))
+
+
+def test_a_cache_that_memory_cannot_hold_is_refused_with_what_to_lower():
+    with pytest.raises(ValueError, match=r"while starting: lower num_blocks \(now 1000000000000\), max_num_batched"):
+        engine(kv_bytes=None, num_blocks=10**12)
+
+
+def test_weights_that_memory_cannot_hold_are_refused_with_what_to_do(monkeypatch):
+    def full(*_, **__):
+        return torch.empty(2**60)
+
+    monkeypatch.setattr(loader, "load", full)
+    with pytest.raises(ValueError, match="out of memory while the weights were read: take a smaller model"):
+        engine()
 
 
 def test_requests_are_told_apart_from_those_that_had_their_id_before(plain):

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
@@ -26,6 +27,7 @@ from atomc.runtime.stats import Stats
 
 PING_SECONDS = 2.0
 STOP_SECONDS = 10.0
+LOWER = "--kv-bytes, --max-num-seqs or --max-model-len"
 
 
 class EngineDead(Exception):
@@ -238,7 +240,9 @@ class EngineClient:
     def _lost(self, exitcode: int | None) -> None:
         how = f"was killed by signal {-exitcode}" if exitcode and exitcode < 0 else f"ended with code {exitcode}"
         if not self._started.done():
-            self._started.set_exception(EngineFailed(f"the engine's process {how} while it started", False))
+            # So the system ends a process when memory runs out.
+            why = f", perhaps for lack of memory: lower {LOWER}" if exitcode == -signal.SIGKILL else ""
+            self._started.set_exception(EngineFailed(f"the engine's process {how} while it started{why}", False))
         self._die(EngineDead(f"the engine's process {how}"))
 
     def _die(self, why: EngineDead) -> None:

@@ -64,6 +64,8 @@ class _OfEngine:
             ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_hits),
             ("num_preemptions", "Requests that gave way and were computed again.", stats.preemptions),
             ("prompt_tokens", "Prompt tokens computed.", stats.prompt_tokens),
+            ("graph_rows", "Rows of steps that ran as a CUDA graph.", stats.graph_rows),
+            ("graph_padding_rows", "Rows that were added to these to fit a graph.", stats.graph_padding),
             ("generation_tokens", "Tokens generated.", stats.generated_tokens),
             ("spec_decode_num_draft_tokens", "Tokens drafted.", stats.drafted),
             ("spec_decode_num_accepted_tokens", "Drafted tokens that were right.", stats.accepted),

@@ -77,14 +77,13 @@ def _end_with_parent() -> None:
 
 def _users_error(error: BaseException) -> str | None:
     """The sentence for an error that a user can put right; None for any other."""
-    import torch
-
     from atomc.errors import RunError
+    from atomc.runtime.capacity import out_of_memory
 
     inner = getattr(error, "inner_exception", None)
     if inner is not None:
         return _users_error(inner)
-    if isinstance(error, torch.OutOfMemoryError):
+    if out_of_memory(error):
         return ("out of memory on the device: lower --gpu-memory-utilization, --max-num-seqs, --max-num-batched-tokens or "
                 "--max-model-len")  # fmt: skip
     known = isinstance(error, ValueError | OSError | ImportError | RunError)
@@ -179,7 +178,8 @@ class Loop:
                 self._send(Progress(stats=self.engine.stats()))
                 return ""
             case "report":
-                return msgspec.json.encode(self.engine.program.report.to_dict(), enc_hook=str).decode()
+                report = self.engine.program.report.to_dict() | {"steps": self.engine.runner.steps}
+                return msgspec.json.encode(report, enc_hook=str).decode()
             case "start_profile":
                 return self._start_profile()
             case "stop_profile":
