@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 
-START_SECONDS = 120
+START_SECONDS = 240
 STOP_SECONDS = 30
 
 
@@ -45,12 +46,18 @@ class Server:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
+def few_files():
+    """As a shell may start it: the server itself must allow for its connections."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, most))
+
+
 @contextlib.contextmanager
 def serving(*flags):
     """A server on a free port, stopped at the end."""
     command = [sys.executable, "-m", "atomc", "serve", "--port", "0", *map(str, flags)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
-                               env=os.environ | {"OMP_NUM_THREADS": "1"})  # fmt: skip
+                               preexec_fn=few_files, env=os.environ | {"OMP_NUM_THREADS": "1"})  # fmt: skip
     server = Server(process)
     threading.Thread(target=lambda: server.lines.extend(map(str.rstrip, process.stderr)), daemon=True).start()
     try:

@@ -471,6 +471,8 @@ def test_a_module_generates_from_token_ids():
         llm.generate("Hello")
     with pytest.raises(ValueError, match="no tokenizer"):
         llm.stream([1])
+    with pytest.raises(ValueError, match="no text to stop at: give stop_token_ids"):
+        llm.generate([[1]], SamplingParams(stop=(".",)))
 
 
 @pytest.mark.parametrize(

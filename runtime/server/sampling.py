@@ -26,6 +26,8 @@ def sampling_params(
     # -1 is how vLLM says "all tokens".
     given["top_k"] = max(given.get("top_k", 0), 0) if given.get("top_k", 0) >= -1 else given["top_k"]
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    if stop and model.tokenizer is None:
+        raise invalid("this model has no tokenizer, so there is no text to stop at: give stop_token_ids", "stop")
     try:
         return SamplingParams(
             max_tokens=max_tokens, min_tokens=body.min_tokens, seed=body.seed, stop=stop, stop_token_ids=stop_token_ids,

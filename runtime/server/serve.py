@@ -3,9 +3,12 @@
 import asyncio
 import logging
 import os
+import resource
 import signal
 import socket
+import ssl
 import sys
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -20,17 +23,17 @@ log = logging.getLogger("atomc.server")
 DEMO_NAME = "atomc-demo"
 KEEP_ALIVE_SECONDS = 30
 BACKLOG = 2048
+GOODBYE_SECONDS = 0.5
 
 
 def serve(server: ServerConfig, engine: EngineConfig) -> None:
     """Serve until SIGINT or SIGTERM. Raises ValueError, OSError or ImportError for what a user can put right."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     logging.getLogger("atomc").setLevel(logging.INFO)
-    if engine.trust_remote_code:
-        raise ValueError("trust_remote_code: code that comes with a checkpoint is never run here; a model runs as one of "
-                         "atomc's or as its transformers class")  # fmt: skip
+    _check_certificate(server)
     folder, name = _folder(engine)
     listener = _bound(server)
+    _allow_connections()
     # A request to end that comes before the server listens ends everything at once.
     signal.signal(signal.SIGTERM, _interrupt)
     # Before the imports below, which take as long as its own first ones.
@@ -62,6 +65,23 @@ def _folder(engine: EngineConfig) -> tuple[Path, str]:
     folder = model_folder(engine.model)
     # A path on this machine is nobody's business.
     return folder, folder.resolve().name if Path(engine.model).expanduser().is_dir() else engine.model
+
+
+def _check_certificate(server: ServerConfig) -> None:
+    """Before anything is loaded. Raises ValueError for files that are no certificate with its key."""
+    if server.ssl_certfile is None:
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(server.ssl_certfile, server.ssl_keyfile)
+    except OSError as error:  # also what the TLS library says of the content
+        files = " and ".join(file for file in (server.ssl_certfile, server.ssl_keyfile) if file)
+        raise ValueError(f"--ssl-certfile and --ssl-keyfile: no certificate with its key in {files}: {error}") from error
+
+
+def _allow_connections() -> None:
+    """Each connection is an open file, and shells start their programs with few."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _bound(server: ServerConfig) -> socket.socket:
@@ -106,6 +126,11 @@ async def _run(
                 patience = 0.0 if self.force_exit else config.drain_seconds
                 loop.call_later(patience, client.abort_all)
 
+            async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+                goodbyes = asyncio.create_task(_hang_up(self.server_state.connections))
+                await super().shutdown(sockets)
+                goodbyes.cancel()
+
         server = Server(uvicorn.Config(
             create_app(service), log_config=None, access_log=False, server_header=False, lifespan="off", backlog=BACKLOG,
             timeout_keep_alive=KEEP_ALIVE_SECONDS, timeout_graceful_shutdown=int(config.drain_seconds) + 5,
@@ -115,6 +140,15 @@ async def _run(
         await server.serve(sockets=[listener])
     finally:
         await client.close()
+
+
+async def _hang_up(connections: Collection[Any]) -> None:
+    """Ends connections that are closed on this side; over TLS they wait for a goodbye of the client, which may sleep."""
+    while True:
+        await asyncio.sleep(GOODBYE_SECONDS)
+        for connection in list(connections):
+            if connection.transport.is_closing():
+                connection.transport.abort()
 
 
 def _say_how(service: Any, listener: socket.socket) -> None:
