@@ -18,7 +18,9 @@ def _option(default: Any, text: str) -> Any:
 class EngineConfig:
     """One model on one device. Each field's metadata has a line of help. Raises ValueError for values out of range."""
 
-    model: str | None = _option(None, "a checkpoint directory; left out: the small model that comes with atomc")
+    model: str | None = _option(
+        None, "a checkpoint directory, or a name on the Hugging Face hub; left out: the small model that comes with atomc"
+    )
     dtype: str | None = _option(None, "of the weights, such as bfloat16; left out: what the checkpoint says")
     device: str | None = _option(None, "cpu or cuda; left out: a GPU if there is one")
     load_format: str = _option("auto", "auto or safetensors read the weights, dummy makes small random ones")
@@ -40,8 +42,9 @@ class EngineConfig:
     ngram_min: int = _option(2, "the shortest run of tokens that is looked up for a draft")
     ngram_max: int = _option(4, "the longest run of tokens that is looked up for a draft")
     seed: int | None = _option(None, "makes drawing repeatable for requests that bring no seed")
-    trust_remote_code: bool = _option(False, "run Python code that comes with the checkpoint")
-    options: "Options | Mapping[str, Any]" = field(default_factory=dict, metadata={"help": "of the compiler"})
+    options: "Options | Mapping[str, Any]" = field(default_factory=dict, metadata={"help": (
+        "an option of the compiler, such as glue=eager or batch_invariant=true; may be given several times"
+    )})  # fmt: skip
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_blocks", "kv_bytes", "max_queue",

@@ -1,6 +1,7 @@
 """Flags and config files of `atomc serve`, names of models, and what is refused before anything starts."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from atomc.cli import _parser, main
+from atomc.cli.elsewhere import ELSEWHERE
 from atomc.cli.serve import GROUPS
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.hub import model_folder
@@ -99,6 +101,8 @@ def test_a_wrong_file_is_refused(tmp_path, wrong, text, part):
         (["/nowhere"], "/nowhere is not a directory, and not a name on the hub such as Qwen/Qwen3-0.6B"),
         (["--config", "/nowhere.toml"], "/nowhere.toml"),
         (["--ssl-keyfile", "x"], "give ssl_certfile too"),
+        (["--ssl-certfile", __file__], f"no certificate with its key in {__file__}: "),
+        (["--ssl-certfile", "/nowhere.pem"], "/nowhere.pem: [Errno 2] No such file or directory"),
         (["--host", "256.1.1.1"], "cannot listen on 256.1.1.1 port 8000"),
         (["--api-key", ""], "an api_key is empty"),
         (["--max-num-seqs", "0"], "max_num_seqs is 0, it must be at least 1"),
@@ -107,6 +111,31 @@ def test_a_wrong_file_is_refused(tmp_path, wrong, text, part):
 def test_a_wrong_flag_is_one_line(wrong, argv, part):
     pytest.importorskip("zmq")
     assert part in wrong(*argv)
+
+
+@pytest.mark.parametrize(
+    "argv, part",
+    [
+        (["--max-num-sequences", "3"], "--max-num-sequences (did you mean --max-num-seqs?); see atomc serve --help"),
+        (["--max_model_length=9"], "--max_model_length=9 (did you mean --max-model-len?)"),
+        (["--tensor-parallel-size", "2"], "--tensor-parallel-size (a model runs on one device here)"),
+        (["--kv-cache-memory-bytes=1"], "--kv-cache-memory-bytes=1 (use --kv-bytes)"),
+        (["--xyz"], "--xyz; see"),
+        (["one", "two"], "unrecognized arguments: two; see"),
+    ],
+)
+def test_a_flag_that_does_not_exist_is_refused_with_the_one_that_does(capsys, argv, part):
+    with pytest.raises(SystemExit, match="2"):
+        main(["serve", *argv])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("atomc: unrecognized arguments: ") and part in line
+
+
+def test_flags_of_other_servers_lead_to_flags_that_exist():
+    serve = next(action for action in _parser()._actions if action.dest == "command").choices["serve"]
+    for flag, here in ELSEWHERE["atomc serve"].items():
+        assert flag not in serve._option_string_actions, f"{flag} is one of ours"
+        assert all(named in serve._option_string_actions for named in re.findall(r"--[\w-]+", here)), here
 
 
 def test_a_port_that_is_taken_is_told_before_anything_is_loaded(wrong):

@@ -207,8 +207,10 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     from atomc.runtime.server.flags import add_flags
 
     parser.add_argument("model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL",
-                        help="a checkpoint directory; left out: the small model that comes with atomc")  # fmt: skip
+                        help="a checkpoint directory, or a name on the Hugging Face hub; left out: the small model "
+                        "that comes with atomc")  # fmt: skip
     add_flags(parser, EngineConfig, GROUPS, leave_out=POSITIONAL)
+    parser.usage = f"{parser.prog} [MODEL] [flags]"
 
 
 def _asks(arguments: argparse.Namespace) -> "list[Ask]":

@@ -24,10 +24,11 @@ class ServerConfig:
     log_requests: bool = _option(True, "one line for each request when it ends")
     profile_dir: str | None = _option(None, "lets /start_profile and /stop_profile write profiles into this folder")
     chat_template: str | None = _option(None, "a file with the Jinja template to use instead of the model's", "chat")
-    tool_call_parser: str | None = _option(None, "how the model writes tool calls; left out: told from its chat template",
+    tool_call_parser: str | None = _option(None, "how the model writes tool calls: hermes (also qwen3), llama3, deepseek "
+                                           "or gpt-oss; left out: told from its chat template", "chat")  # fmt: skip
+    reasoning_parser: str | None = _option(None, "how the model marks what it thinks: think (also qwen3, deepseek-r1) or "
+                                           "gpt-oss; none: it is part of the answer; left out: told from its chat template",
                                            "chat")  # fmt: skip
-    reasoning_parser: str | None = _option(None, "how the model marks what it thinks; left out: told from its chat "
-                                           "template; 'none': it is part of the answer", "chat")  # fmt: skip
     api_key: tuple[str, ...] = _option((), "clients must send this key; may be given several times", "security")
     api_key_file: str | None = _option(None, "a file with one key a line, which `ps` does not show", "security")
     allow_origin: tuple[str, ...] = _option((), "web pages of this origin may call the server (CORS); may be given several "
