@@ -73,7 +73,7 @@ def test_a_step_reads_only_what_is_new():
     for _ in range(1000):
         tokens.append(generator.randrange(1000))
         drafter.propose(tokens, 4)
-    assert time.perf_counter() - started < 0.5  # 500 us a step; reading everything would be 10 ms
+    assert time.perf_counter() - started < 3  # it takes 0.02; reading everything 10
 
 
 def test_tokens_up_to_the_first_wrong_guess_are_accepted():
