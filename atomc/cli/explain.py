@@ -136,7 +136,8 @@ def _read_reports(file: str) -> list[Any]:
     from atomc.report import Report
 
     try:
-        return [Report.of(data) for data in json.loads(Path(file).read_text())]
+        found = json.loads(Path(file).read_text())
+        return [Report.of(data) for data in (found if isinstance(found, list) else [found])]
     except (TypeError, ValueError) as error:
         raise ValueError(f"--beside {file}: {error}") from error
 
