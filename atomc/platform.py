@@ -42,6 +42,7 @@ class Platform:
     cpu_flags   those of CPU_FLAGS that the CPU has, spelled as Linux does
     bandwidth   of the memory, bytes a second, and
     flops       dense bf16 ones a second: as published, None if not
+    asked       the providers that the user named: some run on machines that they are not made for, if they are asked for
     """
 
     kind: Literal["cuda", "rocm", "cpu"]
@@ -56,6 +57,7 @@ class Platform:
     vendor: str = ""
     bandwidth: float | None = None
     flops: float | None = None
+    asked: tuple[str, ...] = ()
 
     @staticmethod
     def detect(device_type: str | None = None) -> "Platform":

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import sympy
@@ -30,7 +31,7 @@ class Selection:
 
     def __init__(self, options: Options, platform: Platform, *, eager: bool, layout: str | None = None,
                  tokens: sympy.Set = ALL_TOKENS, weights: Mapping[str, str | None] | None = None):  # fmt: skip
-        self.options, self.platform, self.eager = options, platform, eager
+        self.options, self.platform, self.eager = options, replace(platform, asked=options.providers), eager
         self.layout, self.tokens = layout, tokens
         self.weights = weights or {}
         self.copied: dict[tuple[Node, Any], int] = {}
