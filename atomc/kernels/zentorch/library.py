@@ -1,0 +1,128 @@
+"""zentorch as our kernels see it: on which CPUs it may run, and whether it computes here what it should.
+
+Asked in this order: the CPU, the package, its ops, and real products in a process of their own. On a CPU without the
+instructions that it uses, zentorch kills the process or returns memory that nobody wrote: no exception says so.
+"""
+
+import functools
+import importlib
+import json
+import logging
+import math
+import subprocess
+import sys
+import time
+import weakref
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from atomc.op import Prepared
+from atomc.platform import AVX512, Platform, provider_versions
+
+log = logging.getLogger("atomc")
+
+AMD = "AuthenticAMD"
+# Worse than this the result is wrong, not rounded: bf16 results have 50 dB.
+LEAST_DECIBELS = 40.0
+PATIENCE = 120  # seconds for the check
+
+
+def unfit(platform: Platform, kind: str, *, needs_bf16: bool = True) -> str | None:
+    """Why zentorch cannot run this kind of linear (a key of self_check.CHECKS) on this x86 CPU, or None.
+
+    needs_bf16  it computes in bf16; what does not may be had on another maker's CPU, if it is asked for
+    """
+    needed = AVX512 | {"avx512_vnni"} | ({"avx512_bf16"} if needs_bf16 or platform.vendor == AMD else set())
+    lacking = sorted(flag for flag in needed if not platform.has(flag))
+    if lacking:
+        return f"zentorch needs {' and '.join(lacking)}, which this CPU has not"
+    if platform.vendor != AMD and ("zentorch" not in platform.asked or needs_bf16):
+        allowed = "its int8 layers for fp32 may be tried here: name zentorch in the option `providers`"
+        return f"zentorch is made for AMD's CPUs, this is one of {platform.vendor or 'an unknown maker'}; {allowed}"
+    if not platform.here:
+        return None
+    return missing() or unproven(kind)
+
+
+@functools.cache
+def missing() -> str | None:
+    """Why zentorch cannot be imported here, found out and logged once a process; or None."""
+    status = provider_versions()["zentorch"]
+    reason = status.reason
+    if status.found:
+        try:
+            importlib.import_module("zentorch")
+        # A library that does not load is an OSError, a version check an ImportError or RuntimeError.
+        except Exception as error:
+            reason = f"zentorch {status.version or ''} cannot be imported: {type(error).__name__}: {error}"
+    if reason:
+        log.warning("zentorch would run quantized linears on this CPU, and is not used: %s", reason)
+    return reason
+
+
+def unproven(kind: str) -> str | None:
+    """What the check found wrong with this kind of linear; None if it is right."""
+    found = checked()
+    if kind not in found.decibels:
+        return f"zentorch did not compute {kind} in a check: {found.ending}"
+    worst = min(found.decibels[kind], key=lambda value: -math.inf if math.isnan(value) else value)
+    if not worst >= LEAST_DECIBELS:
+        return f"zentorch computes {kind} wrong here: {worst:.0f} dB above the error, expected are {LEAST_DECIBELS:.0f}"
+    return None
+
+
+class Checked(NamedTuple):
+    """What the check found: decibels of signal over error per kind, for each number of rows; and how it ended."""
+
+    decibels: dict[str, list[float]]
+    ending: str
+    seconds: float
+
+
+@functools.cache
+def checked() -> Checked:
+    """Run the check in a process of its own, once; it takes as long as to import torch and zentorch."""
+    program = Path(__file__).with_name("self_check.py").read_text()
+    start = time.perf_counter()
+    try:
+        done = subprocess.run([sys.executable, "-c", program, json.dumps(sys.path)], stdin=subprocess.DEVNULL,
+                              capture_output=True, text=True, timeout=PATIENCE)  # fmt: skip
+        output, ending = done.stdout, _ending(done)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        output, ending = "", f"{type(error).__name__}: {error}"
+    seconds = time.perf_counter() - start
+    rows = [json.loads(line) for line in output.splitlines() if line.startswith('{"kind"')]
+    found = Checked({row["kind"]: row["decibels"] for row in rows}, ending, seconds)
+    spelled = ", ".join(f"{kind} {min(values):.0f} dB" for kind, values in found.decibels.items())
+    log.info("zentorch was checked in %.1f s: %s", seconds, spelled or ending)
+    return found
+
+
+def _ending(done: "subprocess.CompletedProcess[str]") -> str:
+    if done.returncode < 0:
+        return f"the process was killed by signal {-done.returncode}"
+    lines = done.stderr.strip().splitlines()
+    return f"the process ended with {done.returncode}{': ' + lines[-1] if lines else ''}"
+
+
+@functools.cache
+def function(name: str) -> Any:
+    """The op torch.ops.zentorch.<name>. Raises RuntimeError without zentorch."""
+    if reason := missing():
+        raise RuntimeError(reason)
+    return getattr(torch.ops.zentorch, name).default
+
+
+def forget_packed() -> None:
+    """Make zentorch forget what it has packed: it keeps that by address, and another weight may lie there now."""
+    function("zentorch_clear_weight_cache")()
+
+
+def as_it_lies(weight: torch.Tensor) -> Prepared:
+    """The weight where it lies: zentorch packs it and keeps that. Run again whenever the weight changed or moved."""
+    forget_packed()
+    kept = weight.detach()
+    weakref.finalize(kept, forget_packed).atexit = False
+    return Prepared((kept,))

@@ -1,0 +1,27 @@
+"""Few rows of linear layers with int4 weights by zentorch: where PyTorch's kernel, which is faster, is no choice."""
+
+from torch import Tensor
+
+from atomc import ops
+from atomc.kernels.cpu_linears import unlike_int4pack
+from atomc.kernels.zentorch import linear_w4a16 as for_many
+from atomc.platform import Platform
+
+
+def _slower(
+    platform: Platform, x: Tensor, weight: Tensor, weight_scale: Tensor, zeros: Tensor | None = None,
+    bias: Tensor | None = None, *, group: int,
+) -> str | None:  # fmt: skip
+    if reason := for_many.unfit_int4(platform, x, weight, weight_scale, zeros, bias, group=group):
+        return reason
+    if "zentorch" in platform.asked or unlike_int4pack(platform, x, weight, weight_scale, zeros, group):
+        return None
+    return f"PyTorch's own kernel is faster for fewer than {for_many.FEWEST_ROWS} rows"
+
+
+@ops.linear_w4a16.kernel("zentorch", refuses=_slower, prepare=for_many.PREPARE)
+def linear_w4a16(
+    x: Tensor, weight: tuple[Tensor], weight_scale: tuple[Tensor, Tensor], zeros: Tensor | None = None,
+    bias: Tensor | None = None, *, group: int,
+) -> Tensor:  # fmt: skip
+    return for_many.linear_w4a16(x, weight, weight_scale, zeros, bias, group=group)  # type: ignore[no-any-return]
