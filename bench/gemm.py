@@ -125,8 +125,9 @@ def tiles(layer: str, rows: int, k: int) -> Iterator[tuple[str, Callable[..., An
                    for warps in (4, 8) if columns <= k and n * columns <= 16384]  # fmt: skip
         else:
             tall = 8 if rows <= 8 else 16
-            cut = [scaled_linear.Tile(tall, n, columns, parts, 4, stages) for n in (16, 32)
-                   for columns in ((128,) if blocks else (128, 256)) for parts in (2, 4) for stages in (3, 5)]  # fmt: skip
+            widths = (128,) if blocks else (128, 256)
+            cut = [scaled_linear.Tile(tall, n, columns, parts, parts, stages) for n in (16, 32) for columns in widths
+                   for parts in (2, 4, 8) for stages in (3, 5)]  # fmt: skip
         for tile in cut:
             yield str(tuple(tile)), partial(eight_bits, tile)
         return
@@ -141,8 +142,9 @@ def tiles(layer: str, rows: int, k: int) -> Iterator[tuple[str, Callable[..., An
                 for size in (2048, 4096) for warps in (4, 8)]  # fmt: skip
     else:
         tall = 8 if rows <= 8 else 16
-        many = [{"BLOCK_M": tall, "BLOCK_N": n, "BLOCK_K": columns, "PARTS": parts, "num_warps": 4, "num_stages": stages}
-                for n in (16, 32) for columns in (128, 256) for parts in (2, 4) for stages in (2, 4)]  # fmt: skip
+        many = [{"BLOCK_M": tall, "BLOCK_N": n, "BLOCK_K": columns, "PARTS": parts, "num_warps": parts,
+                 "num_stages": stages}
+                for n in (16, 32) for columns in (128, 256) for parts in (2, 4, 8) for stages in (2, 4)]  # fmt: skip
     for shape in many:
         yield str(tuple(shape.values())), partial(four, shape)
 

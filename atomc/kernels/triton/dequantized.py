@@ -28,12 +28,10 @@ def _unpack(
     inside = (row < rows) & (word < W)
     words = tl.load(words_ptr + row * W + word, inside, 0)
     at = row * (W * 8 // GROUP) + word // (GROUP // 8)
-    zero = zero_of(zeros_ptr, at, inside)
-    if zeros_ptr is not None:
-        zero = tl.expand_dims(zero, -1)
-    values = tl.reshape(unpacked(words, scale_of(scale_ptr, at, inside, INT4), zero, INT4), (ROWS, BLOCK * 8))
+    scale, zero = scale_of(scale_ptr, at, inside, INT4), zero_of(zeros_ptr, at, inside)
+    values = tl.reshape(unpacked(words, scale, zero, INT4, out_ptr.dtype.element_ty), (ROWS, BLOCK * 8))
     column = tl.program_id(1) * BLOCK * 8 + tl.arange(0, BLOCK * 8)[None, :]
-    tl.store(out_ptr + row * (W * 8) + column, values.to(out_ptr.dtype.element_ty), (row < rows) & (column < W * 8))
+    tl.store(out_ptr + row * (W * 8) + column, values, (row < rows) & (column < W * 8))
 
 
 def dequantized(words: Tensor, scale: Tensor, zeros: Tensor | None, group: int, dtype: torch.dtype) -> Tensor:

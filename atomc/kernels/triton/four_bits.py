@@ -95,7 +95,8 @@ def _row(
         # A thread takes a word at a time and the values of x that meet it: with several in a row, as it would read them
         # by itself, x would have to go round through shared memory.
         words = tl.load(words_ptr + tl.multiple_of(row * WORDS + word, (1, 1)), inside, 0, cache_modifier=".cg")
-        group = row * GROUPS + word // (GROUP // 8)
+        # As if scales of neighbours lay in a row, which makes threads go along rows here, too.
+        group = tl.max_contiguous(tl.multiple_of(row * GROUPS + word // (GROUP // 8), (1, 1)), (1, BLOCK_W))
         scale = scale_of(scale_ptr, group, inside, INT4)
         zero = zero_of(zeros_ptr, group, inside)
         if CODED:
@@ -126,15 +127,21 @@ def _row(
 
 
 @triton.jit
-def unpacked(words, scale, zero, INT4: tl.constexpr):
-    """The values of eight codes a word, in one more dimension, in fp32."""
+def value_of(words, NUMBER: tl.constexpr, scale, zero, INT4: tl.constexpr, TYPE: tl.constexpr):
     if INT4:
-        codes = (tl.expand_dims(words, -1) >> (tl.arange(0, 8) * 4)) & 15
-        # The mantissa's steps are 1.
-        values = (codes | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + zero)
+        return (int4_of(words, NUMBER, zero) * (scale * (4.0 if NUMBER % 2 else 64.0))).to(TYPE)
     else:
-        values = e2m1_on_top(tl.expand_dims(words, -1) << (28 - tl.arange(0, 8) * 4))
-    return values * tl.expand_dims(scale, -1)
+        return (e2m1_on_top(words << (28 - 4 * NUMBER)) * scale).to(TYPE)
+
+
+@triton.jit
+def unpacked(words, scale, zero, INT4: tl.constexpr, TYPE: tl.constexpr):
+    """The values of eight codes a word, in three more dimensions of two; a thread that has a word has them all."""
+    v04 = tl.join(value_of(words, 0, scale, zero, INT4, TYPE), value_of(words, 4, scale, zero, INT4, TYPE))
+    v15 = tl.join(value_of(words, 1, scale, zero, INT4, TYPE), value_of(words, 5, scale, zero, INT4, TYPE))
+    v26 = tl.join(value_of(words, 2, scale, zero, INT4, TYPE), value_of(words, 6, scale, zero, INT4, TYPE))
+    v37 = tl.join(value_of(words, 3, scale, zero, INT4, TYPE), value_of(words, 7, scale, zero, INT4, TYPE))
+    return tl.join(tl.join(v04, v26), tl.join(v15, v37))
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -161,15 +168,17 @@ def _rows(
         there = word_now < K // 8
         inside = (n < N) & there
         words = tl.load(words_ptr + n.to(tl.int64) * (K // 8) + word_now, inside, 0, cache_modifier=".cg")
-        scale = scale_of(scale_ptr, n.to(tl.int64) * (K // GROUP) + group, inside, INT4)
-        zero = zero_of(zeros_ptr, n.to(tl.int64) * (K // GROUP) + group, inside)
-        if zeros_ptr is not None:
-            zero = tl.expand_dims(zero, -1)
-        weight = tl.reshape(unpacked(words, scale, zero, INT4).to(NUMBER), (PARTS, BLOCK_N, BLOCK_K))
+        # As if scales of neighbours lay in a row, but read one at a time: threads then go along rows, as for words.
+        group_at = tl.multiple_of(n.to(tl.int64) * (K // GROUP) + group, (1, 1, 1))
+        group_at = tl.max_contiguous(group_at, (1, 1, BLOCK_K // 8))
+        scale, zero = scale_of(scale_ptr, group_at, inside, INT4), zero_of(zeros_ptr, group_at, inside)
+        weight = tl.reshape(unpacked(words, scale, zero, INT4, NUMBER), (PARTS, BLOCK_N, BLOCK_K))
         if CODED:
             codes = tl.load(x_ptr + m.to(tl.int64) * (K // 8) + word_now, (m < M) & there, 0)
-            of_x = e8m0(tl.load(x_scale_ptr + m.to(tl.int64) * (K // GROUP) + group, (m < M) & there, 0))
-            x = tl.reshape(unpacked(codes, of_x, 0.0, False).to(NUMBER), (PARTS, BLOCK_M, BLOCK_K))
+            group_at = tl.multiple_of(m.to(tl.int64) * (K // GROUP) + group, (1, 1, 1))
+            group_at = tl.max_contiguous(group_at, (1, 1, BLOCK_K // 8))
+            of_x = e8m0(tl.load(x_scale_ptr + group_at, (m < M) & there, 0))
+            x = tl.reshape(unpacked(codes, of_x, 0.0, False, NUMBER), (PARTS, BLOCK_M, BLOCK_K))
         else:
             x = tl.load(x_ptr + m.to(tl.int64) * K + start + k, (m < M) & (k < K - start), 0.0).to(NUMBER)
         if SWAP:
@@ -190,14 +199,14 @@ def _rows(
 
 
 def tile_for(rows: int, n: int, k: int) -> dict[str, int]:
-    """The launch shape for so many rows of x and a weight [n, k]; without BLOCK_M: one row a program."""
+    """The launch shape for so many rows of x and a weight [n, k]; without BLOCK_M: one row a program. A warp a part."""
     if rows == 1:
         return {"BLOCK_N": 4, "BLOCK_W": min(triton.next_power_of_2(k), 4096) // 8, "num_warps": 4}
     if rows <= 8:
         return {"BLOCK_M": 8, "BLOCK_N": 16, "BLOCK_K": 128, "PARTS": 4, "num_warps": 4, "num_stages": 3}
     if rows <= 16:
         return {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 128, "PARTS": 4, "num_warps": 4, "num_stages": 3}
-    return {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 64, "PARTS": 1, "num_warps": 4, "num_stages": 3}
+    return {"BLOCK_M": 64, "BLOCK_N": 32, "BLOCK_K": 64, "PARTS": 4, "num_warps": 4, "num_stages": 2}
 
 
 def as_words(codes: Tensor) -> Tensor:
