@@ -212,10 +212,16 @@ def compile_model(
         trace_once(model, trace, undo)
         total = time.perf_counter() - start
     program = made[-1]
-    program.report.notes += notes
+    program.report.notes += [*notes, *_notes_of(model)]
     program.report.phases["dynamo"] = max(0.0, total - sum(program.report.phases.values()))
     publish(program.report, chosen)
     return program
+
+
+def _notes_of(model: nn.Module) -> list[str]:
+    """What its quantized layers do otherwise than their checkpoint says."""
+    methods = [getattr(layer, "method", None) for layer in model.modules()]
+    return list(dict.fromkeys(note for method in methods for note in getattr(method, "notes", ())))
 
 
 def _program(

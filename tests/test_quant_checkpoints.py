@@ -14,6 +14,7 @@ from atomc import models
 from atomc.models.loader import load
 from atomc.models.stock import StockModel
 from atomc.ops.formats import e2m1_values, e8m0_values, unpack_e2m1
+from atomc.program import compile_model
 from atomc.quantization import QuantizedLinear
 from atomc.quantization.scheme import ONLINE, Fp8, as_fnuz
 
@@ -213,8 +214,11 @@ def test_a_static_scale_is_read_and_shared_too(tmp_path: Path) -> None:
 
 
 def test_what_is_done_differently_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    load(checkpoint(tmp_path, FP8_TENSOR, fp8_tensor), progress=False)
-    assert "activations have one dynamic scale a row, not one a tensor as the config says" in caplog.text
+    model = load(checkpoint(tmp_path, FP8_TENSOR, fp8_tensor), progress=False)
+    said = "activations have one dynamic scale a row, not one a tensor as the config says"
+    assert said in caplog.text
+    notes = compile_model(model, {"glue": "eager"}).report.notes
+    assert len([note for note in notes if note.startswith(said)]) == 1
 
 
 def test_e4m3fnuz_means_the_same_values() -> None:

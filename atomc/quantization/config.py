@@ -120,7 +120,7 @@ def parse(config: Mapping[str, Any]) -> QuantizationConfig:
         raise ValueError(f"quantized weights of quant_method {method!r} are not supported, only "
                          f"{', '.join(checkpoints.PARSERS)}")  # fmt: skip
     found = checkpoints.PARSERS[method](config)
-    rules = tuple(Rule(targets, LinearMethod(scheme, format)) for targets, scheme, format in found.rules)
+    rules = tuple(Rule(targets, LinearMethod(scheme, format, found.notes)) for targets, scheme, format in found.rules)
     for pattern in (*found.ignore, *(target for rule in rules for target in rule.targets)):
         check_pattern(pattern)
     return QuantizationConfig(method, False, rules, found.ignore, found.rename, found.kv_cache_dtype, found.notes)
