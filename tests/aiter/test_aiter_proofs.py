@@ -61,7 +61,7 @@ def test_in_the_interpreter_a_kernel_computes_what_its_op_means(
 
 @pytest.mark.parametrize("name", IN_TRITON)
 def test_a_kernel_compiles_to_an_object(name: str, compiler: Stage) -> None:
-    outcomes = compiler.tell(kernel=name, dtype="bfloat16", most=3)
+    outcomes = compiler.tell(kernel=name, dtype="bfloat16", most=2)
     check(name, outcomes)
     assert any(len(outcome.split()) > 1 for outcome in outcomes.values()), "nothing was compiled"
 
@@ -73,16 +73,20 @@ def test_on_fake_tensors_a_kernel_gives_the_shapes_of_its_op(name: str, faker: S
     assert any(len(outcome.split()) > 1 for outcome in outcomes.values()), "AITER was not called"
 
 
-# Ops of the model, of its quantized forms, and of the runtime, that AITER serves in Triton.
+# Scheme -> ops of the model, and of the runtime, that AITER serves in Triton; decibels that its other roundings leave.
 SERVED = {
-    "": {"rms_norm", "add_rms_norm", "rope", "paged_attention"},
-    "fp8": {"add_rms_norm_quant", "silu_and_mul_quant", "quant_fp8_per_token", "scaled_linear_fp8"},
+    "": ({"rms_norm", "add_rms_norm", "rope", "paged_attention"}, 45),
+    "fp8_block": ({"add_rms_norm_quant", "silu_and_mul_quant", "quant_fp8_group", "scaled_linear_fp8_block"}, 30),
+    "mxfp4": ({"add_rms_norm_quant", "silu_and_mul_quant", "quant_mxfp4", "linear_mxfp4"}, 20),
 }
 
 
 @pytest.mark.parametrize("scheme", SERVED)
 def test_a_model_is_recognised_fused_lowered_and_run(scheme: str, interpreter: Stage, arch: str) -> None:
+    if arch == "gfx942" and scheme:
+        pytest.skip("a model is quantized for gfx942 on a machine that has it: its fp8 is another")
+    ops, decibels = SERVED[scheme]
     found = interpreter.tell(model=scheme)
-    assert {op for op in SERVED[scheme] if "aiter" in found["kernels"].get(op, ())} == SERVED[scheme], found["kernels"]
-    assert found["sqnr"] > (30 if scheme else 45)
+    assert {op for op in ops if "aiter" in found["kernels"].get(op, ())} == ops, found["kernels"]
+    assert found["sqnr"] > decibels
     assert found["tokens"][0] == found["tokens"][1]
