@@ -36,9 +36,14 @@ def _line(node: Node) -> str:
     if node.op == "output":
         return f"return {_spell(node.args[0], '')}"
     path = "" if node.op == "placeholder" else module_path(node)
-    shown = input_name(node) if node.op == "placeholder" else node.name
+    shown = _input(node) if node.op == "placeholder" else node.name
     note = "  ".join([type_of(_value(node)) or "-", path or "-", source_line(node) or "-"])
     return f"{shown} = {_call(node, path)}  # {note}"
+
+
+def _input(node: Node) -> str:
+    """What the user calls it, also where `atomc.explain` passed it on."""
+    return input_name(node).removeprefix("kwargs.")
 
 
 def _value(node: Node) -> Any:
@@ -76,7 +81,7 @@ def _spell(argument: Any, path: str) -> str:
         case Node() if isinstance(_value(argument), torch.SymInt):
             return str(_value(argument))
         case Node() if argument.op == "placeholder":
-            name = input_name(argument)
+            name = _input(argument)
             outside, found, below = name.partition(f"{path}.") if path else ("", "", "")
             return f".{below}" if found and (not outside or outside.endswith(".")) else name
         case Node():

@@ -145,14 +145,15 @@ def test_of_28_layers_those_that_look_alike_share_a_column(qwen3, opened):
     found = cells(page)
     assert sum(int(number) for number in found["rms_norm"] if number.isdecimal()) == qwen3.matches["rms_norm"] == 113
     assert found["gelu_and_mul"] == ["\u2013"] * 3
-    assert "layers 1-26, layer 1 shown" in page.text_content("[aria-label='The captured graph']")
+    assert "layers 1-27, layer 1 shown" in page.text_content("[aria-label='The captured graph']")
+    assert "layers 1-26, layer 1 shown" in page.text_content("[aria-label='The graph as it runs']")
 
 
 def test_a_cell_says_why_by_click_and_by_keyboard(qwen3, opened):
     page = opened(html_of([qwen3]))
     page.click(".grid tr:has-text('gelu_and_mul') .cell >> nth=0")
     assert "the graph has no gelu" in page.inner_text(".reason")
-    page.click(".grid tr:has(th:text-is('add_rms_norm')) .cell >> nth=1")
+    page.click(".grid tr:has(a:text-is('add_rms_norm')) .cell >> nth=1")
     assert "fired" in page.inner_text(".reason") and "modeling_qwen3.py:" in page.inner_text(".reason")
     before = page.inner_text(".reason")
     page.keyboard.press("ArrowUp")

@@ -25,7 +25,9 @@ class Line:
 
     @cached_property
     def layer(self) -> int | None:
-        return layer_of(self.path or self.name) if self.path or self.call == "input" else None
+        if self.call == "input":  # a parameter's path; a number at the end counts dimensions or items
+            return layer_of(self.name.rpartition(".")[0])
+        return layer_of(self.path)
 
     @property
     def place(self) -> str:
@@ -86,7 +88,7 @@ def folded(lines: Sequence[Line]) -> list[Block]:
 
 
 def _runs(lines: Sequence[Line]) -> Iterator[tuple[int | None, list[Line]]]:
-    """Lines in a row of one layer; what is of no layer inside of one belongs to it."""
+    """Lines in a row of one layer; what is of no layer inside of one, or between it and the next, belongs to it."""
     layers = [line.layer for line in lines]
     following: int | None = None
     after: list[int | None] = [None] * len(lines)
@@ -96,7 +98,9 @@ def _runs(lines: Sequence[Line]) -> Iterator[tuple[int | None, list[Line]]]:
     current: int | None = None
     start = 0
     for i, layer in enumerate(layers):
-        belongs = current if layer is None and after[i] == current else layer
+        follows = after[i]
+        inside = layer is None and current is not None and follows is not None and follows >= current
+        belongs = current if inside else layer
         if belongs != current and i > start:
             yield current, list(lines[start:i])
             start = i
