@@ -112,6 +112,7 @@ class Predicted:
 
     kernel    the provider that runs it; "inline" and "glue": the compiler of the glue, or eager PyTorch
     bytes, flops  as numbers
+    least     seconds by the data sheet, None if it says no bandwidth
     seconds   None for a machine that says neither its bandwidth nor a table
     measured  whether the table has this kernel; else seconds is a lower bound
     """
@@ -122,6 +123,7 @@ class Predicted:
     layer: int | None
     bytes: float
     flops: float
+    least: float | None
     seconds: float | None
     measured: bool
     nodes: tuple[str, ...] = ()
@@ -147,7 +149,7 @@ def _predicted(
     row = table.row(*name_in_table(cost.op, kernel), sizes["T"]) if table else None
     floor = LAUNCH if platform.device == "cuda" else 0.0
     seconds = None if least is None else row.seconds(least) if row else floor + least
-    return Predicted(cost.op, kernel, cost.module_path, cost.layer, moved, flops, seconds, row is not None,
+    return Predicted(cost.op, kernel, cost.module_path, cost.layer, moved, flops, least, seconds, row is not None,
                      tuple(cost.nodes))  # fmt: skip
 
 

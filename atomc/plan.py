@@ -64,7 +64,8 @@ class Load:
 class Line:
     """One kernel's worth of work, as often as it is there in a step. module_path: a star stands for all layers.
 
-    seconds   of one call; None for a machine of which nothing is known
+    least     seconds of one call by the data sheet, max(bytes / bandwidth, flops / peak), and
+    seconds   as predicted; None for a machine of which nothing is known
     measured  whether the prediction rests on a measurement; else it is a lower bound
     timed     seconds of one call as they were measured here, None if they were not
     """
@@ -76,6 +77,7 @@ class Line:
     in_layers: bool
     bytes: float
     flops: float
+    least: float | None
     seconds: float | None
     measured: bool
     timed: float | None = None
@@ -124,14 +126,14 @@ class Plan:
     notes: list[str] = field(default_factory=list)
 
     def total(self, what: str, *, layers_only: bool = False) -> float | None:
-        """Of "bytes", "flops", "seconds" or "timed": the sum over the step, None if a line has none."""
+        """Of "bytes", "flops", "least", "seconds" or "timed": the sum over the step, None if a line has none."""
         values = [(getattr(line, what), line.calls) for line in self.lines if line.in_layers or not layers_only]
         return None if any(value is None for value, _ in values) else float(sum(value * calls for value, calls in values))
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain data, with the sums."""
         totals = {what: {"step": self.total(what), "layers": self.total(what, layers_only=True)}
-                  for what in ("bytes", "flops", "seconds", "timed")}  # fmt: skip
+                  for what in ("bytes", "flops", "least", "seconds", "timed")}  # fmt: skip
         return {**asdict(self), "totals": totals}
 
     def to_text(self) -> str:
@@ -323,7 +325,7 @@ def lines(predicted: Sequence[Predicted], layers: int, timed: Mapping[int, float
         # What joins the end of a layer with the beginning of the next lies in neither.
         inside = inside or len(numbers) >= max(layers, 2)
         seconds = sum(timed[i] for i in numbers) / len(numbers) if timed else None
-        found.append(Line(op, kernel, path, len(numbers), inside, moved, flops, p.seconds, p.measured, seconds))
+        found.append(Line(op, kernel, path, len(numbers), inside, moved, flops, p.least, p.seconds, p.measured, seconds))
     return found
 
 

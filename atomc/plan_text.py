@@ -38,10 +38,11 @@ def _communication(plan: Plan) -> str:
 
 
 def _kernels(plan: Plan) -> str:
-    step = plan.total("seconds")
     timed = any(line.timed is not None for line in plan.lines)
+    step = plan.total("timed" if timed else "seconds")
     rows = [_row(line, step, timed) for line in sorted(plan.lines, key=_longest_first)]
-    header = ["kernel", "by", "calls", "MB", "us", *(["measured us"] if timed else []), "ms a step", "share", "in"]
+    header = ["kernel", "by", "calls", "MB", "least us", "us", "measured us", "ms a step", "share", "in"]
+    header = [name for name in header if timed or name != "measured us"]
     return table(header, rows, numbers=range(2, len(header) - 1))
 
 
@@ -50,8 +51,10 @@ def _longest_first(line: Line) -> float:
 
 
 def _row(line: Line, step: float | None, timed: bool) -> list[str]:
-    whole = None if line.seconds is None else line.seconds * line.calls
-    return [line.op, line.kernel, str(line.calls), f"{line.bytes / 1e6:.3f}", scaled(line.seconds, 1e6, 2),
+    one = line.timed if timed else line.seconds
+    whole = None if one is None else one * line.calls
+    return [line.op, line.kernel, str(line.calls), f"{line.bytes / 1e6:.3f}", scaled(line.least, 1e6, 2),
+            scaled(line.seconds, 1e6, 2),
             *([scaled(line.timed, 1e6, 2)] if timed else []), scaled(whole, 1e3, 3),
             "-" if whole is None or not step else f"{whole / step:.0%}", line.module_path or "-"]  # fmt: skip
 
@@ -60,8 +63,9 @@ def _sums(plan: Plan) -> str:
     """A layer, all layers and the step; then what the times rest on."""
     lines = []
     for name, layers_only in (("layers", True), ("step", False)):
-        moved, seconds, timed = (plan.total(what, layers_only=layers_only) for what in ("bytes", "seconds", "timed"))
-        text = f"{name}: {size(moved or 0)}, {scaled(seconds, 1e3, 3)} ms"
+        moved, least, seconds, timed = (plan.total(what, layers_only=layers_only)
+                                        for what in ("bytes", "least", "seconds", "timed"))  # fmt: skip
+        text = f"{name}: {size(moved or 0)}, at least {scaled(least, 1e3, 3)} ms, {scaled(seconds, 1e3, 3)} ms"
         text += f", measured {scaled(timed, 1e3, 3)} ms" if timed is not None else ""
         if layers_only and plan.layers and seconds is not None and moved is not None:
             text += f" ({plan.layers}, each {size(moved / plan.layers)} and {seconds / plan.layers * 1e6:.1f} us)"
