@@ -108,3 +108,10 @@ def test_vectors_are_known_to_work_only_where_the_compiler_takes_their_flags(mon
         assert torch_compat._vectors_work.__wrapped__() is (expected and sys.platform == "linux")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
     assert not torch_compat._vectors_work.__wrapped__()
+
+
+def test_code_of_inductors_is_kept_without_imports_that_it_does_not_use() -> None:
+    source = ("import torch\nfrom torch._inductor.hooks import run_intermediate_hooks\n"
+              "from torch._inductor.codegen.memory_planning import _align as align\n"
+              "from torch._inductor.async_compile import AsyncCompile\nasync_compile = AsyncCompile()\nx = align(3)\n")
+    assert torch_compat._needed(source) == source.replace("from torch._inductor.hooks import run_intermediate_hooks\n", "")
