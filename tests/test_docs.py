@@ -42,8 +42,8 @@ def test_python_blocks_run_one_after_another_and_print_what_they_say(page, tmp_p
 COMMANDS = [
     pytest.param(command, id=command.strip())
     for page in PAGES
-    for command in re.findall(r"(?:^|`)(atomc (?:generate|explain|audit|diff|serve|bench|doctor)[^`#\n]*)", page.read_text(),
-                              re.MULTILINE)
+    for command in re.findall(r"(?:^|`)(atomc (?:generate|explain|audit|diff|serve|bench|doctor)[^`#\n]*)",
+                              page.read_text(), re.MULTILINE)
 ]
 
 
