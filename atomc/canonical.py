@@ -21,6 +21,7 @@ VIEWS = frozenset({"view", "clone"})
 # Ops that many ideas share: a pattern is not looked for because of these alone.
 GENERIC = frozenset({"add", "mul", "sub", "div", "neg", "view", "permute", "slice", "cast", "to", "expand", "getitem",
                      "cat", "clone", "mean", "sum", "square", "pow", "stack"})  # fmt: skip
+_SPLITS = frozenset({"aten::split", "aten::split_with_sizes"})
 _TO_THE_END = 2**62
 
 
@@ -132,7 +133,7 @@ def _getitem(node: Node) -> Call:
     source, index = node.args[0], node.args[1]
     assert isinstance(source, Node) and isinstance(index, int)
     schema = getattr(source.target, "_schema", None)
-    if schema is None or schema.name not in ("aten::split", "aten::split_with_sizes"):
+    if schema is None or schema.name not in _SPLITS:
         return Call("getitem", [source], {"index": index})
     x, parts = source.args[0], value(source)
     assert isinstance(x, Node)
@@ -175,6 +176,15 @@ def _slice(x: Node, attrs: dict[str, Any], rank: int) -> dict[str, Any]:
     if isinstance(start, int) and start < 0 and not isinstance(size, torch.SymInt):
         start += size
     return {"dim": dim, "start": start, "end": end, "step": attrs.get("step", 1)}
+
+
+def readers(node: Node) -> list[Node]:
+    """Who reads a node. In the place of a split stand its parts, which are slices of what is split."""
+    found: list[Node] = []
+    for user in node.users:
+        split = getattr(getattr(user.target, "_schema", None), "name", "") in _SPLITS
+        found += user.users if split else [user]
+    return found
 
 
 def keeps_last_dim(node: Node) -> bool:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from atomc.canonical import COMMUTATIVE, VIEWS, Capture, call, keeps_last_dim, value
+from atomc.canonical import COMMUTATIVE, VIEWS, Capture, call, keeps_last_dim, readers, value
 from atomc.provenance import describe
 from atomc.sizes import Size, expression, known_different, known_equal, spell_shape, substitute
 from atomc.torch_compat import traced_alone
@@ -292,8 +292,8 @@ def _candidates(site: Site, output: Node) -> list[Node]:
         found = [node for operand in together for node in _through_cache(operand, op)]
         return [node for node in dict.fromkeys(found) if node not in taken]
 
-    def readers(node: Node) -> Iterator[Node]:
-        for user in node.users:
+    def reading(node: Node) -> Iterator[Node]:
+        for user in readers(node):
             yield user
             if site.pattern.sees_through and call(user).op in VIEWS and keeps_last_dim(user):
                 yield from user.users
@@ -305,7 +305,7 @@ def _candidates(site: Site, output: Node) -> list[Node]:
         if p in site.pattern.inputs:
             bound = site.bound.get(site.pattern.inputs[p])
             return [bound] if isinstance(bound, Node) else []
-        return [user for operand in call(p).operands for node in reached(operand) for user in readers(node)
+        return [user for operand in call(p).operands for node in reached(operand) for user in reading(node)
                 if call(user).op == call(p).op and user not in taken]
 
     return list(dict.fromkeys(reached(output)))
@@ -452,7 +452,7 @@ def _escapes(site: Site) -> Iterator[Difference]:
     inside, outputs = site.nodes(), set(site.outputs())
     position = {g: site.pattern.position[p] for p, g in site.matched.items()}
     for node in inside - outputs:
-        for reader in node.users:
+        for reader in readers(node):
             if reader not in inside:
                 who = "the graph returns it" if reader.op == "output" else f"{describe(reader)} reads it too"
                 yield Difference("extra user", f"no other reader of {describe(node)}", who, node,

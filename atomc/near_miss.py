@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from atomc.canonical import COMMUTATIVE, GENERIC, VIEWS, Call, Capture, call, keeps_last_dim, spell, value
+from atomc.canonical import COMMUTATIVE, GENERIC, VIEWS, Call, Capture, call, keeps_last_dim, readers, spell, value
 from atomc.match import (
     Difference,
     Index,
@@ -280,7 +280,7 @@ class _Growth:
         return False
 
     def follow(self, reader: Node, p: Node, g: Node) -> bool:
-        op, users = call(reader).op, list(g.users)
+        op, users = call(reader).op, readers(g)
         direct = [user for user in users if call(user).op == op and self.alike(reader, user) and self.free(user)]
         if direct:
             self.place(reader, max(direct, key=lambda user: self.similarity(reader, user)))
@@ -335,10 +335,10 @@ class _Growth:
 
     def readers_beyond(self, g: Node) -> list[tuple[Node, list[Node]]]:
         """Who reads g, directly or behind ops in between."""
-        found: list[tuple[Node, list[Node]]] = [(user, []) for user in g.users]
+        found: list[tuple[Node, list[Node]]] = [(user, []) for user in readers(g)]
         for user, between in found:
             if len(between) < LONGEST_CHAIN and _num_real([*between, user]) <= 1:
-                found += [(further, [*between, user]) for further in user.users]
+                found += [(further, [*between, user]) for further in readers(user)]
         return found
 
     def similarity_beyond(self, p: Node, g: Node) -> float:
@@ -367,13 +367,13 @@ class _Growth:
 
     def chain_up(self, p: Node, g: Node) -> list[Node]:
         """[.., what p says]: the way up from a reader of g to an op like p, of which at most one op is not layout."""
-        chains = [[user] for user in g.users if self.free(user)]
+        chains = [[user] for user in readers(g) if self.free(user)]
         for chain in chains:
-            beyond = [user for user in chain[-1].users if self.like(p, user) and self.free(user)]
+            beyond = [user for user in readers(chain[-1]) if self.like(p, user) and self.free(user)]
             if beyond:
                 return [*chain, max(beyond, key=lambda user: self.similarity(p, user))]
             if len(chain) < LONGEST_CHAIN:
-                chains += [[*chain, user] for user in chain[-1].users
+                chains += [[*chain, user] for user in readers(chain[-1])
                            if _num_real([*chain, user]) <= 1 and self.free(user)]  # fmt: skip
         return []
 
