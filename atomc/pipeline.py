@@ -183,7 +183,7 @@ def _rewrite(
     fired: list[Fired] = []
     refused: list[NearMiss] = []
     index = Index(gm.graph)
-    possible = [rewrite for rewrite in p.rewrites if rewrite.possible(index)]
+    possible = [rewrite for rewrite in p.rewrites if not rewrite.unmet(index)]
     for rewrite in possible:
         more_fired, more_refused = apply(gm.graph, rewrite, context.off_here)
         fired += more_fired
@@ -214,8 +214,10 @@ def _best(refused: list[NearMiss], gone: set[Node]) -> list[NearMiss]:
 
 def _say_what_is_absent(gm: GraphModule, p: Pass, report: Report, consumed: dict[str, Counter[str]]) -> None:
     index = Index(gm.graph)
-    possible = [rewrite for rewrite in p.rewrites if rewrite.possible(index)]
-    needed = sorted({f"atom::{op}" for rewrite in p.rewrites for op in rewrite.needs})
+    possible = [rewrite for rewrite in p.rewrites if not rewrite.unmet(index)]
+    unmet = [rewrite.unmet(index) for rewrite in p.rewrites]
+    least = min(map(len, unmet))
+    needed = sorted({op for ops in unmet if len(ops) == least for op in ops})
     if not possible and not any(op in consumed for op in needed):
         report.absent[p.name] = _needed(needed, index)
         return

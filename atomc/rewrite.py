@@ -36,7 +36,8 @@ class Rewrite:
     sees_through   views that keep the last dimension may stand between the pattern's nodes
     read_together  the pattern's outputs are operands of one node, in this order; a static cache may lie in between
     rounding       True if the result is rounded differently than the pattern's (forbidden by rounding="hf")
-    needs          op -> attributes that one of its nodes must have; without such a node nothing is traced or explained
+    needs          op of ours, or "aten::cat" -> attributes that one of its nodes must have; without such a node nothing is
+                   traced or explained
     """
 
     name: str
@@ -65,10 +66,11 @@ class Rewrite:
         return self._traced[0]
 
 
-    def possible(self, index: Index) -> bool:
-        """Whether the graph has the nodes that this rewrite needs."""
-        return all(any(attrs.items() <= call(node).attrs.items() for node in index[f"atom::{op}"])
-                   for op, attrs in self.needs.items())  # fmt: skip
+    def unmet(self, index: Index) -> list[str]:
+        """Canonical names of the ops that this rewrite needs and that the graph has not, or not with these attributes."""
+        needs = {op.removeprefix("aten::") if "::" in op else f"atom::{op}": attrs for op, attrs in self.needs.items()}
+        return [op for op, attrs in needs.items()
+                if not any(attrs.items() <= call(node).attrs.items() for node in index[op])]  # fmt: skip
 
 
 @dataclass

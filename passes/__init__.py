@@ -6,7 +6,10 @@ from atomc.passes.bind_state import bind_state
 from atomc.passes.fuse.activation_quant import SILU_AND_MUL_QUANT
 from atomc.passes.fuse.add_norm import ADD_LAYER_NORM, ADD_RMS_NORM
 from atomc.passes.fuse.allreduce_norm import ALLREDUCE_ADD_RMS_NORM, ALLREDUCE_RMS_NORM
+from atomc.passes.fuse.bmm_kv_write import BMM_ROPE_KV_WRITE
 from atomc.passes.fuse.kv_write import QK_NORM_ROPE_KV_WRITE, ROPE_KV_WRITE
+from atomc.passes.fuse.linear_split_cat import LINEAR_SPLIT_CAT
+from atomc.passes.fuse.mla_kv_write import MLA_ROPE_KV_WRITE
 from atomc.passes.fuse.norm_pad import ADD_RMS_NORM_PAD
 from atomc.passes.fuse.norm_quant import ADD_RMS_NORM_QUANT, RMS_NORM_QUANT
 from atomc.passes.fuse.qk_norm_rope import QK_NORM_ROPE
@@ -14,6 +17,7 @@ from atomc.passes.lift import lift
 from atomc.passes.lower import lower
 from atomc.passes.merge.linears import merge
 from atomc.passes.recognize.all_reduce import ALL_REDUCE
+from atomc.passes.recognize.cat_of_slices import cat_of_slices
 from atomc.passes.recognize.gated import GELU_AND_MUL, SILU_AND_MUL
 from atomc.passes.recognize.repeat_kv import REPEAT_KV
 from atomc.passes.recognize.rms_norm import RMS_NORM
@@ -28,6 +32,7 @@ LIFT = Pass("lift", lift, by_site=True)
 PIPELINE: tuple[Pass, ...] = (
     Pass("tidy", cleanup.tidy, cleanup=True),
     # recognize
+    Pass("cat_of_slices", cat_of_slices, cleanup=True, after=("tidy",)),
     rewriting("rms_norm", RMS_NORM, after=["tidy"]),
     rewriting("silu_and_mul", SILU_AND_MUL, after=["tidy"]),
     rewriting("gelu_and_mul", GELU_AND_MUL, after=["tidy"]),
@@ -52,6 +57,9 @@ PIPELINE: tuple[Pass, ...] = (
     rewriting("rms_norm_quant", RMS_NORM_QUANT, after=["add_rms_norm_quant"]),
     rewriting("silu_and_mul_quant", SILU_AND_MUL_QUANT, after=["silu_and_mul", "merge_linears"]),
     rewriting("qk_norm_rope", QK_NORM_ROPE, after=["rms_norm", "rope", "tidy_transposes"]),
+    rewriting("linear_split_cat", LINEAR_SPLIT_CAT, after=["cat_of_slices", "merge_linears"]),
+    rewriting("mla_rope_kv_write", MLA_ROPE_KV_WRITE, after=["rope", "tidy_transposes"]),
+    rewriting("bmm_rope_kv_write", BMM_ROPE_KV_WRITE, after=["mla_rope_kv_write"]),
     # state, for the runtime
     Pass("bind_state", bind_state, paged=True, after=("qk_norm_rope",)),
     rewriting("qk_norm_rope_kv_write", QK_NORM_ROPE_KV_WRITE, paged=True, after=["bind_state"]),

@@ -48,10 +48,10 @@ def rewritten(
 
 def explained(
     function: Callable[..., Any], *inputs: Tensor, paged: bool = False, dynamic: bool | None = False,
-    tolerance: float = 0.0, off: Sequence[str] = (),
+    tolerance: float = 0.0, off: Sequence[str] = (), **options: Any,
 ) -> Report:  # fmt: skip
     """The report of the whole pipeline on function(*inputs); paged as for the runtime. Numbers as in `rewritten`."""
-    context = _context(paged, off)
+    context = _context(paged, off, **options)
     chosen, left_out = pipeline.selected(passes.PIPELINE, context)
     traced = after_passes(chosen, function, *inputs, dynamic=dynamic, context=context)
     assert traced.error <= tolerance, f"off by {traced.error:.1e} of the largest value"
@@ -72,7 +72,7 @@ def after_passes(
         pipeline.run(gm, chosen, context, traced.report)
         traced.text = text_of(gm.graph, names)
         added = gm.graph.find_nodes(op="placeholder")[inputs_before:]
-        return lambda *args: gm.forward(*args, *(_state_input(node, args) for node in added))
+        return lambda *args: gm.forward(*args, *(_state_input(node, added) for node in added))
 
     def lift(dynamo: GraphModule) -> None:
         pipeline.run(dynamo, [passes.LIFT], context, traced.report)
@@ -144,8 +144,9 @@ def _passes(what: Rewrite | Pass | Sequence[Rewrite | Pass]) -> list[Pass]:
     return [TIDY, rewriting(rewrites[0].name, rewrites)] if rewrites else [p for p in parts if isinstance(p, Pass)]
 
 
-def _context(paged: bool = False, off: Sequence[str] = ()) -> Context:
-    return Context(Options(strict=True, passes=dict.fromkeys(off, False)), Platform.detect("cpu"), paged=paged)
+def _context(paged: bool = False, off: Sequence[str] = (), **options: Any) -> Context:
+    chosen = Options(strict=True, passes=dict.fromkeys(off, False), **options)
+    return Context(chosen, Platform.detect("cpu"), paged=paged)
 
 
 def _compiled(
@@ -172,10 +173,11 @@ def _flat(result: Any) -> list[Any]:
     return list(result) if isinstance(result, list | tuple) else [result]
 
 
-def _state_input(node: Node, args: Sequence[Any]) -> Tensor:
+def _state_input(node: Node, added: Sequence[Node]) -> Tensor:
     """What a step of one sequence, from its first token on, gives an input that binding the state has added."""
     fake = node.meta["val"]
-    tokens = next(a.shape[0] for a in args if isinstance(a, Tensor) and a.dim() == 3)
+    tokens = next(other.meta["val"].shape[0] for other in added if other.name.startswith("slots"))
+    tokens = tokens if isinstance(tokens, int) else tokens.node.hint
     if node.name.startswith("slots"):
         return torch.arange(tokens)
     if node.name.startswith("block_tables"):
@@ -184,6 +186,8 @@ def _state_input(node: Node, args: Sequence[Any]) -> Tensor:
         return torch.tensor([0, tokens], dtype=torch.int32)
     if node.name == "seq_lens":
         return torch.tensor([tokens], dtype=torch.int32)
+    if "_scale_" in node.name:
+        return torch.ones(1)
     return torch.zeros(2, 16, *fake.shape[2:], dtype=fake.dtype)
 
 

@@ -1,0 +1,117 @@
+"""Latent attention as a program writes it, its weights absorbed into the queries, and the pass that gives it a paged cache.
+
+Compiled for the runtime, attention over a handle is bound by passes/bind_state.py; of latent attention, whose keys are a
+latent and a rotated part for all heads, this does the same.
+"""
+
+import math
+from functools import partial
+
+import torch
+from rewriting import TIDY
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+
+from atomc import ops
+from atomc.canonical import call, value
+from atomc.graph_pass import Context, Pass
+from atomc.ops.formats import FP8
+from atomc.passes.bind_state import _Inputs
+from atomc.rewrite import Fired, infer
+from atomc.torch_compat import fake_mode_of, fresh_size
+
+aten = torch.ops.aten
+
+
+def bind_latent(gm: GraphModule, context: Context) -> list[Fired]:
+    """attention(q, cat(latent, k_pe), latent, handle) becomes a write into the latent cache and a paged read."""
+    graph, fired = gm.graph, []
+    mode = fake_mode_of(graph)
+    inputs = _Inputs(graph, mode)
+    for node in [node for node in graph.nodes if node.target is ops.attention.overload]:
+        q, k, v, handle = node.args[:4]
+        latent, k_pe = call(k).operands
+        assert latent is v and call(v).op == "view", "values are the latent, as one head"
+        width, fp8 = value(k).shape[-1], value(handle).dtype in FP8
+        layer = len(fired)
+        blocks = inputs.blocks.setdefault(0, fresh_size(mode))
+        sizes, strides = [blocks, inputs.block_size, width], [inputs.block_size * width, width, 1]
+        dtype = value(handle).dtype if fp8 else value(k).dtype
+        cache = inputs.get(f"kv_cache_{layer}", partial(torch.empty_strided, sizes, strides, dtype=dtype))
+        scales = (inputs.get(f"kv_scale_{layer}", lambda: torch.ones(1)),) if fp8 else ()
+        rows = math.prod(value(q).shape[:-2])
+        slots = inputs.get("slots_0", partial(torch.empty, rows, dtype=torch.int64))
+        tables = inputs.get("block_tables_0", lambda: torch.empty(inputs.sequences, fresh_size(mode), dtype=torch.int32))
+        starts = inputs.get("query_start", lambda: torch.empty(inputs.sequences + 1, dtype=torch.int32))
+        lengths = inputs.get("seq_lens", lambda: torch.empty(inputs.sequences, dtype=torch.int32))
+        with graph.inserting_before(node):
+            token = graph.call_function(ops.mla_kv_write.overload, (call(v).operands[0], k_pe, cache, slots, *scales))
+            keys = graph.call_function(aten.unsqueeze.default, (cache, 2))
+            values = graph.call_function(aten.slice.Tensor, (keys, 3, 0, value(v).shape[-1]))
+            read = graph.call_function(
+                ops.paged_attention.overload,
+                (q, keys, values, starts, lengths, tables, token, None, *scales, *scales), {"scale": node.kwargs["scale"]},
+            )  # fmt: skip
+            for made in (token, keys, values, read):
+                made.meta.update({key: node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in node.meta})
+                infer(graph, made)
+        node.replace_all_uses_with(read)
+        graph.erase_node(node)
+        fired.append(Fired("bind_latent", node, {}, {node}, [token, read]))
+    return fired + ([] if not fired else TIDY.run(gm, context))
+
+
+BIND_LATENT = Pass("bind_latent", bind_latent)
+
+
+def latent_handle(width: int, fp8: bool = False) -> Tensor:
+    """The state handle of a layer whose latent and rotated key are so wide."""
+    return ops.kv_state(1, width).to(torch.float8_e4m3fn if fp8 else torch.bfloat16)
+
+
+class Absorbed(nn.Module):
+    """The attention of a stock DeepSeek-V3 layer over tokens [T, D], the keys' half of kv_b_proj multiplied into its queries.
+
+    scheme  None, "fp8" or "mxfp4": of that product
+    """
+
+    def __init__(self, attention: nn.Module, scheme: str | None, fp8_cache: bool = False):
+        super().__init__()
+        self.stock, self.scheme = attention, scheme
+        heads = attention.kv_b_proj.weight.unflatten(0, (attention.num_heads, -1))
+        weight = heads[:, : attention.qk_nope_head_dim].transpose(1, 2).contiguous()  # [H, L, P]
+        self.values = nn.Parameter(heads[:, attention.qk_nope_head_dim :].contiguous(), requires_grad=False)
+        if scheme == "fp8":
+            scale = weight.abs().max().float().reshape(1) / 448
+            codes = ops.quant_fp8_static(weight, scale)
+            self.weight_scale = nn.Parameter(scale, requires_grad=False)
+        elif scheme == "mxfp4":
+            codes, scale = ops.quant_mxfp4(weight)
+            self.weight_scale = nn.Parameter(scale, requires_grad=False)
+        else:
+            codes = weight
+        self.weight = nn.Parameter(codes, requires_grad=False)
+        width = attention.kv_lora_rank + attention.qk_rope_head_dim
+        self.register_buffer("kv", latent_handle(width, fp8_cache), persistent=False)
+
+    def to_latent(self, q: Tensor) -> Tensor:
+        if self.scheme == "fp8":
+            codes, scales = ops.quant_fp8_group(q)
+            return ops.scaled_bmm_fp8(codes, self.weight, scales, self.weight_scale, out_dtype=q.dtype)
+        if self.scheme == "mxfp4":
+            codes, scales = ops.quant_mxfp4(q)
+            return ops.bmm_mxfp4(codes, self.weight, scales, self.weight_scale, out_dtype=q.dtype)
+        return torch.einsum("thp,hlp->thl", q, self.weight)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_pos_emb_interleave
+
+        s = self.stock
+        q = s.q_b_proj(s.q_a_layernorm(s.q_a_proj(x))).unflatten(-1, (-1, s.qk_head_dim))
+        q_nope, q_pe = q.split([s.qk_nope_head_dim, s.qk_rope_head_dim], -1)
+        latent, k_pe = s.kv_a_proj_with_mqa(x).split([s.kv_lora_rank, s.qk_rope_head_dim], -1)
+        latent = s.kv_a_layernorm(latent).unsqueeze(-2)
+        q_pe, k_pe = apply_rotary_pos_emb_interleave(q_pe, k_pe.unsqueeze(-2), cos, sin)
+        q = torch.cat((self.to_latent(q_nope), q_pe), -1)
+        out = ops.attention(q, torch.cat((latent, k_pe), -1), latent, self.kv, scale=s.scaling)
+        return x + s.o_proj(torch.einsum("thl,hvl->thv", out, self.values).flatten(-2))
