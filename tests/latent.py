@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from rewriting import TIDY
 from torch import Tensor, nn
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from atomc import ops
 from atomc.canonical import call, value
@@ -70,7 +70,7 @@ def latent_handle(width: int, fp8: bool = False) -> Tensor:
 
 
 class Absorbed(nn.Module):
-    """The attention of a stock DeepSeek-V3 layer over tokens [T, D], the keys' half of kv_b_proj multiplied into its queries.
+    """The attention of a stock DeepSeek-V3 layer over tokens [T, D]; its queries are multiplied by the keys' half of kv_b_proj.
 
     scheme  None, "fp8" or "mxfp4": of that product
     """
