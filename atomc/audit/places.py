@@ -75,7 +75,7 @@ def places_of(lowered: GraphModule, trail: Trail, *, from_start: bool = True) ->
         outputs, between, whole = _outputs(node, stands_for)
         before = {a: b for a, b in found.items() if position[b] < position[node]}
         slices = [_slice(stands_for[output], output, before, captured_order) for output in outputs]
-        cached = any(_cached(n) for part in slices for n in part.nodes)
+        cached = _reads_cache(node) and any(_cached(n) for part in slices for n in part.nodes)
         if cached and not from_start:
             slices = []
         rewrite, path = node.meta.get("site", ("lift", module_path(node)))
@@ -115,6 +115,11 @@ def _slice(root: Node, output: Node, before: dict[Node, Node], order: dict[Node,
                 nodes.add(operand)
                 waiting.append(operand)
     return Slice(output, tuple(sorted(nodes, key=lambda n: order[n])), given)
+
+
+def _reads_cache(node: Node) -> bool:
+    """Whether it reads the tensors that the runtime keeps keys and values in."""
+    return any(operand.name.startswith(("k_cache_", "v_cache_")) for operand in node.all_input_nodes)
 
 
 def _cached(node: Node) -> bool:
