@@ -174,7 +174,7 @@ def built(
         prefix = stock.PREFIX if isinstance(module, stock.StockModel) else ""
         _quantize(module, apply.linears(module, how, prefix), dtype, platform)
     if devices > 1:
-        _cut(module)
+        cut_of(module)
     return Model(loader.ready(module), config, how, dtype, devices)
 
 
@@ -228,11 +228,15 @@ def _quantize(
             apply.replace(module, name, layer)
 
 
-def _cut(module: nn.Module) -> dict[str, str]:
-    """How each kind of parameter is cut: by the table beside the model, or transformers' own plan."""
+def cut_of(module: nn.Module) -> dict[str, str]:
+    """How each kind of parameter is cut: by the table beside the model, or transformers' own plan.
+
+    Raises ValueError for a model that has neither.
+    """
     if isinstance(module, stock.StockModel):
         plan = getattr(module.config, "base_model_tp_plan", None) or {}
         found = {path.rpartition(".")[2]: how for path, how in plan.items()}
+        found |= {"embed_tokens": "vocab", "lm_head": "vocab"}  # which it leaves whole
     else:
         found = getattr(sys.modules[type(module).__module__], "SHARD", {})
     if not any(how in ROWS for how in found.values()):
@@ -255,7 +259,7 @@ def plan(
     predicted = predict(program.report, platform, load.sizes, table)
     weights = str(model.dtype).removeprefix("torch.") if model.how is None else model.how.method
     return Plan(
-        type(model.module).__name__, platform.name, platform.arch, model.devices, weights, load,
+        type(getattr(model.module, "hf_model", model.module)).__name__, platform.name, platform.arch, model.devices, weights, load,
         program.report.num_layers, lines(predicted, program.report.num_layers), _memory(model, program, platform, longest),
         _communication(model, load) if model.devices > 1 else None, _lower_bound(platform, table, predicted),
         table.source if table else "", _notes(program.report, model),
@@ -386,7 +390,7 @@ def _blocks_of_one(length: int, window: int, block_size: int) -> int:
 
 def _communication(model: Model, load: Load) -> Communication:
     """All-reduces behind what is cut by rows and behind the embedding; a gather of the logits."""
-    cut = _cut(model.module)
+    cut = cut_of(model.module)
     width, size = model.config["hidden_size"], model.dtype.itemsize
     paths = {re.sub(r"\.experts\.\d+(?=\.)", ".experts", name) for name, _ in model.module.named_modules()}
     leaves = [path.rpartition(".")[2] for path in paths]

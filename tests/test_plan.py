@@ -9,7 +9,7 @@ import torch
 
 from atomc.cli import main, planning
 from atomc.efficiency import SHIPPED, Table, Timing, evaluated, fit, predict, serves, shipped
-from atomc.plan import Load, built, compiled, plan, share
+from atomc.plan import Load, built, compiled, cut_of, plan, share
 from atomc.platform import GIB, Platform
 from atomc.quantization import ONLINE
 
@@ -224,6 +224,22 @@ def test_a_layer_of_a_device_moves_its_share_of_the_weights(planned):
     (down,) = [line for line in cut.lines if line.module_path.endswith("down_proj")]
     assert down.bytes == 2 * (INNER // 4 + INNER // 4 * WIDTH + WIDTH) and down.calls == LAYERS and down.in_layers
     assert cut.total("bytes", layers_only=True) < whole.total("bytes", layers_only=True) / 3
+
+
+def test_a_model_of_transformers_is_cut_by_its_own_plan(folder):
+    pytest.importorskip("transformers")
+    config = {**SMALL, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+    model = built(folder(config), devices=2, layers=1)
+    found = plan(model, Platform.named("h200"), Load())
+    assert found.model == "Qwen2ForCausalLM"
+    assert (found.communication.all_reduces, found.communication.gathers) == (3, 1)
+    whole = {name: x.shape for name, x in model.module.named_parameters() if "proj.weight" in name}
+    assert {tuple(shape) for name, shape in whole.items() if "down_proj" in name} == {(WIDTH, INNER // 2)}
+
+
+def test_a_model_that_does_not_say_how_it_is_cut_is_refused():
+    with pytest.raises(ValueError, match="Linear does not say how it is cut over devices"):
+        cut_of(torch.nn.Linear(2, 2))
 
 
 # Machines and numbers
