@@ -1,0 +1,49 @@
+"""Keys and values of all heads from the latent by AITER's Triton kernels: a product in fp8 by blocks or in MXFP4, whose
+result is split and joined to the rotated keys.
+"""
+
+import torch
+from torch import Tensor
+
+from atomc import ops
+from atomc.kernels.aiter.library import HALVES, Function, foreign_fp8, rows, unfit, unlike
+from atomc.platform import Platform
+
+FUSED = "aiter.ops.triton.gemm.fused."
+fused_gemm_a8w8_blockscale_split_cat = Function(
+    "fused_gemm_a8w8_blockscale_split_cat", f"{FUSED}fused_gemm_a8w8_blockscale_split_cat"
+)
+fused_gemm_afp4wfp4_split_cat = Function("fused_gemm_afp4wfp4_split_cat", f"{FUSED}fused_gemm_afp4wfp4_split_cat")
+FUNCTIONS = {"fp8_block": fused_gemm_a8w8_blockscale_split_cat, "mxfp4": fused_gemm_afp4wfp4_split_cat}
+
+
+def _refuse(
+    platform: Platform, x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, k_pe: Tensor, *, nope: int,
+    scheme: str, out_dtype: torch.dtype,
+) -> str | None:  # fmt: skip
+    if scheme not in FUNCTIONS:
+        return f"AITER splits no product in {scheme}"
+    if reason := unfit(platform, FUNCTIONS[scheme]) or unlike(HALVES, k_pe=k_pe):
+        return reason
+    if k_pe.dtype != out_dtype:
+        return f"the rotated keys are {k_pe.dtype}, the result {out_dtype}"
+    if scheme == "mxfp4":
+        return "gfx942 does not multiply MXFP4" if platform.arch == "gfx942" else None
+    if weight.shape[1] <= 64:
+        return f"rows of {weight.shape[1]}: AITER takes blocks of 128, and more than half of one"
+    return foreign_fp8(platform, weight.dtype) or foreign_fp8(platform, x.dtype)
+
+
+@ops.linear_split_cat.kernel("aiter", refuses=_refuse)
+def linear_split_cat(
+    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, k_pe: Tensor, *, nope: int, scheme: str,
+    out_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    *lead, heads, rotated = k_pe.shape
+    value = weight.shape[0] // heads - nope
+    if not x.numel():
+        return k_pe.new_empty((*lead, heads, nope + rotated)), k_pe.new_empty((*lead, heads, value))
+    k, v = FUNCTIONS[scheme](
+        rows(x), weight, k_pe.reshape(-1, heads, rotated), rows(x_scale), weight_scale, nope, value, dtype=out_dtype
+    )
+    return k.view(*lead, heads, nope + rotated), v.view(*lead, heads, value)

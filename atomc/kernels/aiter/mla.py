@@ -1,0 +1,120 @@
+"""What stands around latent attention, by AITER's Triton kernels: rotary positions and the write, behind a product by head
+in fp8 or MXFP4 where the op has one. The latent is a power of two wide.
+"""
+
+import torch
+from torch import Tensor
+
+from atomc import ops
+from atomc.kernels.aiter.library import HALVES, Function, foreign_fp8, unfit, unlike
+from atomc.kernels.aiter.rope import ROTATIONS, rotated_width, table_dimension
+from atomc.platform import Platform
+from atomc.sizes import known_equal
+
+fused_qk_rope_cat_and_cache_mla = Function(
+    "fused_qk_rope_cat_and_cache_mla", "aiter.ops.triton.fusions.fused_kv_cache", "aiter.ops.triton.fused_kv_cache",
+    takes=["apply_scale", "q_out"],
+)  # fmt: skip
+BMM = "aiter.ops.triton.fusions.fused_bmm_rope_kv_cache"
+fused_fp8_bmm_rope_cat_and_cache_mla = Function(
+    "fused_fp8_bmm_rope_cat_and_cache_mla", BMM, takes=["group_size", "is_neox", "q_out_dtype"]
+)
+fused_fp4_bmm_rope_cat_and_cache_mla = Function(
+    "fused_fp4_bmm_rope_cat_and_cache_mla", BMM, takes=["is_neox", "q_out_dtype"]
+)
+
+
+def _unwritable(
+    q_nope: Tensor, q_pe: Tensor, kv_c: Tensor, k_pe: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor,
+    scale: Tensor | None, rope_style: str,
+) -> str | None:  # fmt: skip
+    if reason := unlike(HALVES, q_nope=q_nope, q_pe=q_pe, kv_c=kv_c, k_pe=k_pe, cos=cos, sin=sin):
+        return reason
+    if scale is not None or kv_cache.dtype != torch.bfloat16:
+        return "the cache is not bfloat16: AITER does not cut off what is too large for codes, and has no other"
+    if rope_style not in ROTATIONS:
+        return f"AITER writes a pair back where it was, rope_style={rope_style!r} moves it"
+    if q_pe.dim() != 3 or kv_c.dim() != 2:
+        return "queries come as [T, heads, columns], the latent as [T, columns]"
+    latent, rotated = kv_c.shape[-1], q_pe.shape[-1]
+    if latent & (latent - 1) or rotated & (rotated - 1):
+        return f"a latent of {latent} and {rotated} rotated columns: AITER takes powers of two"
+    if rotated_width(cos, rope_style) != rotated:
+        return f"{rotated_width(cos, rope_style)} of {rotated} columns rotate: AITER's kernel rotates all"
+    if table_dimension(q_pe, cos) != 0 or table_dimension(q_pe, sin) != 0:
+        return "the tables do not have a row for each token"
+    if not all(known_equal(a, b) for a, b in zip(cos.stride(), sin.stride(), strict=True)):
+        return "the tables of cos and sin lie differently"
+    if not known_equal(kv_cache.stride(0), kv_cache.shape[1] * kv_cache.stride(1)) or kv_cache.stride(2) != 1:
+        return "the tokens of the cache do not follow each other"
+    return None
+
+
+def _by_token(kv_cache: Tensor) -> Tensor:
+    """[blocks, block_size, columns] as a page for each token, [tokens, 1, columns]."""
+    return kv_cache.flatten(0, 1).unsqueeze(1)
+
+
+def _refuse_mla_rope_kv_write(
+    platform: Platform, q_nope: Tensor, q_pe: Tensor, kv_c: Tensor, k_pe: Tensor, cos: Tensor, sin: Tensor,
+    kv_cache: Tensor, slots: Tensor, scale: Tensor | None = None, rope_style: str = "neox",
+) -> str | None:  # fmt: skip
+    return unfit(platform, fused_qk_rope_cat_and_cache_mla) or _unwritable(
+        q_nope, q_pe, kv_c, k_pe, cos, sin, kv_cache, scale, rope_style
+    )
+
+
+@ops.mla_rope_kv_write.kernel("aiter", layout="paged", refuses=_refuse_mla_rope_kv_write)
+def mla_rope_kv_write(
+    q_nope: Tensor, q_pe: Tensor, kv_c: Tensor, k_pe: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, slots: Tensor,
+    scale: Tensor | None = None, rope_style: str = "neox",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    out = q_nope.new_empty((*q_nope.shape[:-1], q_nope.shape[-1] + q_pe.shape[-1]))
+    if q_nope.numel():
+        rows = torch.arange(q_nope.shape[0], device=q_nope.device)  # token t has row t of the tables
+        fused_qk_rope_cat_and_cache_mla(
+            q_nope, q_pe, kv_c.unsqueeze(1), k_pe, _by_token(kv_cache), slots, rows, cos.flatten(0, 1), sin.flatten(0, 1),
+            None, rope_style != "gptj", apply_scale=False, q_out=out,
+        )  # fmt: skip
+    return out, kv_c.new_empty((0,))
+
+
+def _refuse_bmm_rope_kv_write(
+    platform: Platform, q_nope: Tensor, weight: Tensor, weight_scale: Tensor, q_pe: Tensor, kv_c: Tensor, k_pe: Tensor,
+    cos: Tensor, sin: Tensor, kv_cache: Tensor, slots: Tensor, scale: Tensor | None = None, *, scheme: str,
+    rope_style: str = "neox", group: int = 128, dtype: torch.dtype = torch.float8_e4m3fn, rounding: str = "even",
+) -> str | None:  # fmt: skip
+    if scheme not in ("fp8", "mxfp4"):
+        return f"AITER has no product by head in {scheme}"
+    function = fused_fp8_bmm_rope_cat_and_cache_mla if scheme == "fp8" else fused_fp4_bmm_rope_cat_and_cache_mla
+    if reason := unfit(platform, function):
+        return reason
+    if scheme == "fp8" and (reason := foreign_fp8(platform, weight.dtype) or foreign_fp8(platform, dtype)):
+        return reason
+    if scheme == "mxfp4" and (platform.arch == "gfx942" or rounding != "even"):
+        return "gfx942 does not multiply MXFP4" if rounding == "even" else "AITER's Triton kernels round scales to even"
+    if scheme == "fp8" and group & (group - 1):
+        return f"groups of {group} are no power of two"
+    return _unwritable(q_nope, q_pe, kv_c, k_pe, cos, sin, kv_cache, scale, rope_style)
+
+
+@ops.bmm_rope_kv_write.kernel("aiter", layout="paged", refuses=_refuse_bmm_rope_kv_write, rounds="once")
+def bmm_rope_kv_write(
+    q_nope: Tensor, weight: Tensor, weight_scale: Tensor, q_pe: Tensor, kv_c: Tensor, k_pe: Tensor, cos: Tensor,
+    sin: Tensor, kv_cache: Tensor, slots: Tensor, scale: Tensor | None = None, *, scheme: str, rope_style: str = "neox",
+    group: int = 128, dtype: torch.dtype = torch.float8_e4m3fn, rounding: str = "even",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    token = kv_c.new_empty((0,))
+    if not q_nope.numel():
+        return q_nope.new_empty((*q_nope.shape[:-1], weight.shape[1] + q_pe.shape[-1])), token
+    rows = torch.arange(q_nope.shape[0], device=q_nope.device)  # token t has row t of the tables
+    given = (
+        q_nope.transpose(0, 1), weight, weight_scale, q_pe, kv_c.unsqueeze(1), k_pe, _by_token(kv_cache), slots, rows,
+        cos.flatten(0, 1), sin.flatten(0, 1),
+    )  # fmt: skip
+    how = {"is_neox": rope_style != "gptj", "q_out_dtype": q_nope.dtype}
+    if scheme == "fp8":
+        out = fused_fp8_bmm_rope_cat_and_cache_mla(*given, group_size=group, **how)[0]
+    else:
+        out = fused_fp4_bmm_rope_cat_and_cache_mla(*given, **how)[0]
+    return out, token
