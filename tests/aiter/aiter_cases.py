@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,16 @@ from kernel_cases import (
     Cases,
     Draw,
     int8_operands,
+    latent_rope_written,
     linear,
+    multiplied_and_written,
     mxfp4_operands,
     norm_rope_written,
     paged,
     rope_written,
     scaled_blocks,
     scaled_fp8,
+    split_and_joined,
 )
 
 from atomc import kernels, ops
@@ -39,15 +42,21 @@ KERNELS = {
     for kernel in op.kernels
     if kernel.provider == "aiter"
 }
+PLAINLY_NAMED = ("activation_quant", "linear_split_cat", "mla", "norm_rope_kv_write", "paged_attention", "rope_kv_write")
 IN_TRITON = sorted(
     name for name in KERNELS if name.partition(".")[0].endswith("_triton")
-    or name.partition(".")[0] in ("activation_quant", "norm_rope_kv_write", "paged_attention", "rope_kv_write")
+    or name.partition(".")[0] in PLAINLY_NAMED
 )  # fmt: skip
 COMPILED = sorted(set(KERNELS) - set(IN_TRITON))
 
 
 def tables_in_bf16(draw: Draw, **rest: Any) -> dict[str, Any]:
     return rope_written(draw, cache=torch.bfloat16, **rest)
+
+
+def unscaled(draw: Draw, make: Callable[..., dict[str, Any]], **rest: Any) -> dict[str, Any]:
+    """With a cache in bfloat16, which needs no scale."""
+    return make(draw, cache=torch.bfloat16, **rest) | {"scale": None}
 
 
 def of_whole_tiles(arch: str) -> dict[str, Cases]:
@@ -75,6 +84,23 @@ def of_whole_tiles(arch: str) -> dict[str, Cases]:
             "some nowhere, bf16 cache": partial(tables_in_bf16, tokens=33, skip=(0, 4, 32)),
             "packed, bf16 cache": partial(tables_in_bf16, packed=True, heads=(6, 2), width=128),
             "no tokens, bf16 cache": partial(tables_in_bf16, tokens=0),
+        },
+        "mla_rope_kv_write": {
+            f"{style}, bf16 cache": partial(unscaled, make=latent_rope_written, rope_style=style, latent=64, skip=(2,))
+            for style in ("neox", "half", "gptj")
+        },
+        "bmm_rope_kv_write": {
+            **{
+                f"{scheme}, bf16 cache, {nope}": partial(
+                    unscaled, make=multiplied_and_written, scheme=scheme, nope=nope, latent=64, dtype=fp8, skip=(2,)
+                )
+                for scheme in ("fp8", "mxfp4")
+                for nope in (128, 256)
+            },
+        },
+        "linear_split_cat": {
+            "fp8_block, native": partial(split_and_joined, scheme="fp8_block", dtype=fp8, latent=256),
+            "mxfp4, whole tiles": partial(split_and_joined, scheme="mxfp4", latent=512, nope=32, values=32),
         },
         "qk_norm_rope_kv_write": {
             **{

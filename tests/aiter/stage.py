@@ -133,6 +133,17 @@ def interpret() -> None:
 
     interpreter._convert_float = converted
 
+    # It does not know the fp8 of gfx942 as a dtype of its own.
+    patch = interpreter._patch_lang_core
+
+    def patched(lang, scope):
+        patch(lang, scope)
+        known = lang.dtype.to_ir
+        fnuz = tl.float8e4b8
+        scope.set_attr(lang.dtype, "to_ir", lambda self, builder: fnuz if self == fnuz else known(self, builder))
+
+    interpreter._patch_lang_core = patched
+
     # A method of tensors that the interpreter does not know of.
     tl.tensor.floor = lambda self: tl.math.floor(self, _semantic=interpreter.interpreter_semantic)
 
