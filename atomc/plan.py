@@ -258,8 +258,9 @@ def plan(
     table = table or table_for(platform)
     predicted = predict(program.report, platform, load.sizes, table)
     weights = str(model.dtype).removeprefix("torch.") if model.how is None else model.how.method
+    name = type(getattr(model.module, "hf_model", model.module)).__name__
     return Plan(
-        type(getattr(model.module, "hf_model", model.module)).__name__, platform.name, platform.arch, model.devices, weights, load,
+        name, platform.name, platform.arch, model.devices, weights, load,
         program.report.num_layers, lines(predicted, program.report.num_layers), _memory(model, program, platform, longest),
         _communication(model, load) if model.devices > 1 else None, _lower_bound(platform, table, predicted),
         table.source if table else "", _notes(program.report, model),

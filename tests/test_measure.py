@@ -1,5 +1,7 @@
 """Timing kernels one by one: each distinct one once, on inputs of the step's sizes."""
 
+import json
+
 import pytest
 import torch
 from test_plan import KV_HEADS, SMALL
@@ -13,8 +15,6 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def lowered(tmp_path_factory):
-    import json
-
     folder = tmp_path_factory.mktemp("model")
     (folder / "config.json").write_text(json.dumps({**SMALL, "num_hidden_layers": 2, "vocab_size": 512}))
     return Lowered(built(folder), platform=Platform.detect("cpu"))
@@ -74,6 +74,15 @@ def test_a_plan_of_this_machine_shows_measured_beside_predicted(lowered):
     found = measured(lowered.model, Load(2, 2, 16), options={"glue": "eager"})
     assert found.total("timed") > 0 and "measured us" in found.to_text()
     assert found.machine == Platform.detect().name
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_kernels_are_timed_in_a_cuda_graph(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({**SMALL, "num_hidden_layers": 1, "vocab_size": 512}))
+    gpu = Lowered(built(tmp_path), {"glue": "eager"})
+    predicted, timed = gpu.time(Load(8, 8, 64))
+    assert "triton" in {p.kernel for p in predicted}
+    assert all(1e-7 < seconds < 1e-3 for seconds in timed.values())
 
 
 def test_a_machine_without_a_data_sheet_is_measured():
