@@ -15,7 +15,6 @@ from atomc.op import ALL_TOKENS, Kernel, op_of
 from atomc.sizes import expression
 from atomc.torch_compat import bounds
 
-
 # Norms and linear layers, which take the tokens as the rows of their first argument.
 ROWS_FIRST = frozenset({
     "linear", "scaled_linear_fp8", "scaled_linear_fp8_block", "scaled_linear_int8", "linear_w4a16", "linear_mxfp4",
