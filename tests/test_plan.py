@@ -9,9 +9,10 @@ import torch
 
 from atomc.cli import main, planning
 from atomc.efficiency import SHIPPED, Table, Timing, evaluated, fit, predict, serves, shipped
+from atomc.models import build
 from atomc.plan import Load, built, compiled, cut_of, plan, share
 from atomc.platform import GIB, Platform
-from atomc.quantization import ONLINE
+from atomc.quantization import ONLINE, quantize
 
 ROOT = Path(__file__).parents[1]
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False, "head_dim": 128,
@@ -59,6 +60,11 @@ def folder(tmp_path):
         return tmp_path
 
     return made
+
+
+def shapes(module):
+    """Of the parameters, each with the first of its names."""
+    return {name: (x.shape, x.dtype) for name, x in module.named_parameters()}
 
 
 def lines_of(found, op):
@@ -258,10 +264,13 @@ def test_an_amd_gpu_gets_its_kernels_and_its_own_fp8(folder, programs, platform,
 
 @pytest.mark.parametrize("scheme", ONLINE)
 def test_weights_have_the_tensors_of_their_scheme_and_siblings_share_a_scale(folder, scheme):
-    attention = built(folder(SMALL), quantization=scheme, layers=1).module.model.layers[0].self_attn
+    module = built(folder(SMALL), quantization=scheme, layers=1).module
+    attention = module.model.layers[0].self_attn
     tensors = ONLINE[scheme].tensors(KV_HEADS * HEAD, WIDTH, torch.bfloat16)
     assert {name: (tuple(x.shape), x.dtype) for name, x in attention.k_proj.named_parameters()} == tensors
     assert (attention.k_proj.weight_scale is attention.v_proj.weight_scale) == (scheme == "fp8")
+    quantized = quantize(build({**SMALL, "num_hidden_layers": 1}, torch.bfloat16, "meta"), scheme)
+    assert shapes(module) == shapes(quantized)
 
 
 def test_a_quantized_checkpoint_is_planned_as_it_is(folder):
