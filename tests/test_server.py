@@ -399,6 +399,13 @@ def test_a_body_that_is_no_request_is_a_400(http, content, part):
     assert answer.status_code == 400 and re.search(part, answer.json()["error"]["message"])
 
 
+def test_json_that_is_sent_as_something_else_is_told_so(http):
+    answer = http.post("/v1/completions", content=b'{"prompt": "x"}',
+                       headers={"Content-Type": "application/x-www-form-urlencoded"})  # fmt: skip
+    assert answer.status_code == 400
+    assert "sent as 'application/x-www-form-urlencoded': send JSON, with the header" in answer.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("header", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Basic {KEY}"}])
 def test_without_a_key_there_is_a_401(server, header):
     for path in ("/v1/models", "/compiler", "/status", "/openapi.json", "/nowhere"):

@@ -148,6 +148,10 @@ async def _invalid(request: Request, error: Exception) -> Response:
     # "body" is where all of it is; of a union, the parts after the field name our types.
     place = [str(part) for part in first["loc"] if part != "body"]
     name = place[0] if place else None
+    kind = request.headers.get("content-type", "")
+    if not place and "json" not in kind:
+        said = f"the body is sent as {kind!r}" if kind else "the body is sent without a Content-Type"
+        return error_response(APIError(400, f"{said}: send JSON, with the header 'Content-Type: application/json'"))
     if first["type"] == "json_invalid":
         return error_response(APIError(400, f"the body is not JSON: {first['ctx']['error']}"))
     if first["type"] == "extra_forbidden":
