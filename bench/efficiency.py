@@ -108,7 +108,7 @@ def main() -> None:
         platform = Platform.named(args.machine)
         compare(shipped()[platform.name], platform, args.compare)
         return
-    command = " ".join(["python", *sys.argv])
+    command = f"python bench/efficiency.py --models {','.join(args.models)} --schemes {','.join(args.schemes)}"
     found, left_out, platform = measured(args)
     source = f"{command}, torch {torch.__version__}"
     assert platform.bandwidth and platform.flops
