@@ -17,6 +17,7 @@ import argparse
 import json
 import platform
 import random
+import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -143,8 +144,10 @@ def differences(
 def engine_of(setting: dict[str, Any], common: dict[str, Any], options: dict[str, Any], longest: int) -> Engine:
     setting = dict(setting)
     options = {"strict": True, "glue": "eager", **options, "layout": setting.pop("layout")}
-    sizes = {"max_num_seqs": 6, "max_model_len": longest + LONGEST_ANSWER}
-    return Engine(EngineConfig(**{**sizes, "options": options, **common, **setting}), progress=False)
+    sizes = {"max_num_seqs": 6, "max_model_len": longest + LONGEST_ANSWER, **setting}
+    if "num_blocks" in sizes:  # of 16 tokens; little more than the longest request needs
+        sizes["num_blocks"] = max(sizes["num_blocks"], sizes["max_model_len"] // 16 + 3)
+    return Engine(EngineConfig(**{**sizes, "options": options, **common}), progress=False)
 
 
 def machine(device: str) -> str:
@@ -164,7 +167,7 @@ def main() -> None:
     parser.add_argument("--bound", type=float, default=0.0)
     args = parser.parse_args()
     common = {"device": args.device, "dtype": args.dtype, "model": args.model}
-    print(f"python {' '.join(sys.argv)}\n{machine(args.device)}", flush=True)
+    print(f"python {shlex.join(sys.argv)}\n{machine(args.device)}", flush=True)
     both = args.device == "cpu" and not args.options.get("batch_invariant")
     settings = [setting for setting in ENGINES if both or setting["layout"] == "paged"]
     lone = {"layout": settings[-1]["layout"], "enable_prefix_caching": False, "max_num_batched_tokens": 2048}
