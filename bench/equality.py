@@ -145,8 +145,8 @@ def engine_of(setting: dict[str, Any], common: dict[str, Any], options: dict[str
     setting = dict(setting)
     options = {"strict": True, "glue": "eager", **options, "layout": setting.pop("layout")}
     sizes = {"max_num_seqs": 6, "max_model_len": longest + LONGEST_ANSWER, **setting}
-    if "num_blocks" in sizes:  # of 16 tokens; little more than the longest request needs
-        sizes["num_blocks"] = max(sizes["num_blocks"], sizes["max_model_len"] // 16 + 3)
+    if "num_blocks" in sizes:  # of 16 tokens; at least what the longest request needs
+        sizes["num_blocks"] = max(sizes["num_blocks"], -(-sizes["max_model_len"] // 16))
     return Engine(EngineConfig(**{**sizes, "options": options, **common}), progress=False)
 
 
