@@ -9,6 +9,7 @@ import importlib
 import json
 import logging
 import math
+import os
 import subprocess
 import sys
 import time
@@ -52,6 +53,8 @@ def missing() -> str | None:
     status = provider_versions()["zentorch"]
     reason = status.reason
     if status.found:
+        # Of warnings it prints one about its own cache on stdout, where programs write their results.
+        os.environ.setdefault("ZENDNNL_API_LOG_LEVEL", "1")
         try:
             importlib.import_module("zentorch")
         # A library that does not load is an OSError, a version check an ImportError or RuntimeError.
