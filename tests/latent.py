@@ -70,7 +70,7 @@ def latent_handle(width: int, fp8: bool = False) -> Tensor:
 
 
 class Absorbed(nn.Module):
-    """The attention of a stock DeepSeek-V3 layer over tokens [T, D]; its queries are multiplied by the keys' half of kv_b_proj.
+    """The attention of a stock DeepSeek-V3 layer over tokens [T, D], the keys' half of kv_b_proj absorbed into its queries.
 
     scheme  None, "fp8" or "mxfp4": of that product
     """

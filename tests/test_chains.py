@@ -20,8 +20,8 @@ transformers = pytest.importorskip("transformers")
 
 STRICT = {"strict": True, "glue": "eager"}
 TINY = dict(vocab_size=96, hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=4,
-            q_lora_rank=32, kv_lora_rank=48, qk_nope_head_dim=32, qk_rope_head_dim=8, v_head_dim=24, n_routed_experts=4, n_group=1,
-            num_experts_per_tok=2, topk_group=1, max_position_embeddings=64, pad_token_id=0)  # fmt: skip
+            q_lora_rank=32, kv_lora_rank=48, qk_nope_head_dim=32, qk_rope_head_dim=8, v_head_dim=24, n_routed_experts=4,
+            n_group=1, num_experts_per_tok=2, topk_group=1, max_position_embeddings=64, pad_token_id=0)  # fmt: skip
 LATENT = ("linear_split_cat", "mla_rope_kv_write", "bmm_rope_kv_write")
 
 
