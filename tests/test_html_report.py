@@ -8,7 +8,6 @@ import stat
 import subprocess
 import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
@@ -123,7 +122,7 @@ def test_it_is_accessible_in_light_and_dark_and_asks_for_nothing(name, request, 
         page.emulate_media(color_scheme=scheme)
         ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
         assert (int(re.findall(r"\d+", ground)[0]) < 128) == (scheme == "dark")
-        found = axe.run(page, options=options)
+        found = axe.run(page, options=options | {"resultTypes": ["violations"]})
         assert found.violations_count == 0, found.generate_report()
         assert found.response["passes"]
         page.screenshot(path=tmp_path / f"{name}-{scheme}.png", full_page=True)
@@ -414,13 +413,13 @@ def test_the_command_writes_the_page(tmp_path, capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_without_jinja2_the_error_says_what_to_install(tmp_path):
-    code = "import sys; sys.modules['jinja2'] = None\nfrom atomc.report import Report\nReport('M').to_html()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "ImportError: a report as HTML needs the library `jinja2`: pip install 'atomc[report]'" in done.stderr
+def test_without_jinja2_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(ImportError, match=r"needs the library `jinja2`: pip install 'atomc\[report\]'"):
+        Report("M").to_html()
 
 
-def test_a_process_of_its_own_renders_json(tmp_path):
+def test_a_process_of_its_own_renders_json():
     data = json.dumps(Report("M", treated=True).to_dict())
     done = subprocess.run([sys.executable, "-m", "atomc.render"], input=data, capture_output=True, text=True)
     assert done.stdout == html_of([Report("M", treated=True)]), done.stderr
@@ -476,4 +475,4 @@ def test_the_command_compares_with_what_another_version_wrote(tmp_path, capsys):
 def test_a_report_is_read_back_from_its_json(qwen3):
     again = Report.of(json.loads(qwen3.to_json()))
     assert again.why("add_rms_norm") == qwen3.why("add_rms_norm")
-    assert Path(__file__).is_file() and again.num_layers == 28
+    assert again.num_layers == 28 and again.to_dict() == json.loads(qwen3.to_json())
