@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from atomc.op import Prepared
 from atomc.torch_compat import outside_of_tracing
 
-# Zen 4, the step of a model of 8 layers and 33 copies, 24 ms: comparing all samples takes 0.05 ms.
+# Zen 4, one thread, matrices of 512 x 512, a call where nothing changed: 33 copies take 0.03 ms, 197 take 0.20.
 SAMPLES = 64
 
 Prepare = Callable[..., Prepared]
