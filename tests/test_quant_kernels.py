@@ -1,5 +1,6 @@
 """Linear layers in few bits beyond the table of tests/test_kernels.py: every code, exact sums, refusals, who is chosen."""
 
+import importlib
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from atomc.platform import Platform
 pytest.importorskip("triton")
 assert kernels.load("triton") is None
 assert kernels.load("cuda") is None
+four_bits = importlib.import_module("atomc.kernels.triton.four_bits")  # only where there is Triton
 
 H200 = Platform.named("h200")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where it is a CPU, Triton's interpreter runs
@@ -30,30 +32,32 @@ def one_hot(columns: int) -> Tensor:
     return torch.eye(columns, device=DEVICE)
 
 
-@pytest.mark.parametrize("rows", [1, 32])
+# One program for all outputs: of one row of x, on the cores, and of several, on the tensor core.
+TILES = {"one row": {"BLOCK_N": 128, "BLOCK_W": 4, "num_warps": 4},
+         "rows": {"BLOCK_M": 32, "BLOCK_N": 128, "BLOCK_K": 32, "PARTS": 1, "num_warps": 1, "num_stages": 1}}  # fmt: skip
+
+
+@pytest.mark.parametrize("tile", list(TILES))
 @pytest.mark.parametrize("zeros", [False, True])
-def test_every_int4_code_at_every_place_of_a_word_is_read_exactly(rows: int, zeros: bool) -> None:
+def test_every_int4_code_at_every_place_of_a_word_is_read_exactly(tile: str, zeros: bool) -> None:
     codes = torch.stack([(torch.arange(32) + shift) % 16 for shift in range(16)])
-    given = {"weight": pack_int4(codes), "weight_scale": torch.full((16, 1), 0.25),
-             "zeros": torch.arange(16, dtype=torch.uint8)[:, None] if zeros else None}  # fmt: skip
-    given = {name: value if value is None else value.to(DEVICE) for name, value in given.items()}
-    call = kernel_of("linear_w4a16", "triton.four_bits").function
-    out = torch.cat([call(x, **given, group=32) for x in one_hot(32).split(rows)])
-    offset = torch.arange(16)[:, None] if zeros else 8
-    assert torch.equal(out.cpu(), ((codes - offset) * 0.25).float().T)
+    offset = torch.arange(16, dtype=torch.uint8)[:, None] if zeros else None
+    out = four_bits.multiply(
+        one_hot(32), pack_int4(codes).to(DEVICE), torch.full((16, 1), 0.25, device=DEVICE),
+        None if offset is None else offset.to(DEVICE), None, None, 32, torch.float32, TILES[tile],
+    )  # fmt: skip
+    assert torch.equal(out.cpu(), ((codes - (8 if offset is None else offset)) * 0.25).float().T)
 
 
-@pytest.mark.parametrize("rows", [1, 32])
-def test_every_e2m1_code_at_every_place_of_a_word_is_read_exactly_under_every_scale(rows: int) -> None:
-    codes = torch.stack([(torch.arange(32) + shift) % 16 for shift in range(16)]).to(torch.uint8)
+@pytest.mark.parametrize("tile", list(TILES))
+def test_every_e2m1_code_at_every_place_of_a_word_is_read_exactly_under_every_scale(tile: str) -> None:
+    codes = torch.stack([(torch.arange(32) + shift) % 16 for shift in range(16)] * 5).to(torch.uint8)
     magnitudes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-    values = torch.cat([magnitudes, -magnitudes])[codes.long()]
-    call = kernel_of("linear_mxfp4", "triton.four_bits").function
-    for byte in (1, 100, 127, 200, 250):
-        scale = torch.full((16, 1), byte, dtype=torch.uint8, device=DEVICE)
-        out = torch.cat([call(x, pack_e2m1(codes).to(DEVICE), scale, out_dtype=torch.float32)
-                         for x in one_hot(32).split(rows)])  # fmt: skip
-        assert torch.equal(out.cpu(), values.T * 2.0 ** (byte - 127))
+    scales = torch.tensor([1, 100, 127, 200, 250], dtype=torch.uint8).repeat_interleave(16)[:, None]
+    out = four_bits.multiply(one_hot(32), four_bits.as_words(pack_e2m1(codes)).to(DEVICE), scales.to(DEVICE), None, None,
+                             None, 32, torch.float32, TILES[tile])  # fmt: skip
+    values = torch.cat([magnitudes, -magnitudes])[codes.long()] * 2.0 ** (scales.int() - 127)
+    assert torch.equal(out.cpu(), values.T)
 
 
 def test_a_scale_that_is_not_finite_shows_in_the_outputs_it_belongs_to_and_in_no_others() -> None:
