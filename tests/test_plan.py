@@ -300,10 +300,12 @@ def test_the_command_prints_memory_kernels_and_sums(folder, capsys):
 
 
 def test_the_plan_is_in_the_json(folder, capsys):
-    assert main(["explain", str(folder(SMALL)), "--layers", "1", "--plan", "--platform", "h200", "--json"]) == 0
+    asked = ["--layers", "1", "--platform", "h200", "--kv-cache-dtype", "fp8", "--json"]
+    assert main(["explain", str(folder(SMALL)), *asked]) == 0
     (report,) = json.loads(capsys.readouterr().out)
     found = report["plan"]
     assert found["load"] == {"tokens": 1, "sequences": 1, "context": 1024}
+    assert found["memory"]["per_token"] == 2 * KV_HEADS * HEAD  # a byte each
     assert found["totals"]["bytes"]["step"] == sum(line["bytes"] * line["calls"] for line in found["lines"])
 
 
