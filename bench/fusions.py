@@ -205,8 +205,7 @@ def text(line: dict[str, Any]) -> str:
 
 def compile_first(jobs: int) -> None:
     """Run this command in so many processes, which only compile, so that the caches of Triton and Inductor are filled."""
-    arguments = [argument for argument in sys.argv if not argument.startswith("--json")]
-    command = [sys.executable, *arguments, "--jobs", "0", "--compile-only"]
+    command = [sys.executable, *sys.argv, "--jobs", "0", "--compile-only"]
     processes = [subprocess.Popen([*command, f"{i}/{jobs}"], stdout=subprocess.DEVNULL) for i in range(jobs)]
     for process in processes:
         process.wait()
