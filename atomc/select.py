@@ -106,8 +106,14 @@ class Selection:
                       key=lambda kernel: self.order.index(kernel.provider))
 
     def could_serve(self, node: Node) -> list[Kernel]:
-        """The kernels that nothing but the number of tokens could keep from this node."""
-        return [kernel for kernel in self._ranked(_op(node)) if self._refuses(kernel, node, any_tokens=True) is None]
+        """The kernels that nothing but the number of tokens could keep from this node, up to one that takes any number."""
+        found: list[Kernel] = []
+        for kernel in self._ranked(_op(node)):
+            if self._refuses(kernel, node, any_tokens=True) is None:
+                found.append(kernel)
+                if kernel.tokens == ALL_TOKENS:
+                    break
+        return found
 
     def _refuses(self, kernel: Kernel, node: Node, any_tokens: bool = False) -> str | None:
         if self.layout is not None and kernel.layout is not None and kernel.layout != self.layout:

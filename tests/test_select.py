@@ -124,6 +124,22 @@ def test_a_range_that_no_call_can_have_is_not_compiled() -> None:
         assert {tokens for tokens, _ in chosen_for("linear")} == {"2 and more"}
 
 
+def test_the_ranges_of_kernels_behind_one_for_any_number_of_tokens_split_nothing() -> None:
+    def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return F.linear(x, weight, bias)
+
+    def few(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return F.linear(x, weight, bias)
+
+    model = Mlp().eval().requires_grad_(False)
+    with registered(ops.linear, "few", few, tokens=sympy.Interval(2, 8)), registered(ops.linear, "any", product):
+        for providers, expected in ((("any", "few"), {"any"}), (("few", "any"), {"2 to 8", "9 and more"})):
+            compiled = torch.compile(model, backend="atom", dynamic=True, options={**EAGER, "providers": providers})
+            compiled(torch.randn(3, 6))
+            assert {tokens for tokens, _ in chosen_for("linear")} == expected
+            torch._dynamo.reset()
+
+
 def test_a_weight_is_prepared_once_and_the_kernel_receives_what_was_made() -> None:
     prepared: list[int] = []
 
