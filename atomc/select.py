@@ -27,14 +27,16 @@ class Selection:
 
     eager    the ops without a hand-written kernel run one by one; otherwise their meaning is left to the glue compiler
     weights  the inputs of which a kernel may keep a copy in a layout of its own (None), and why not of others
+    copied   the copies that kernels have been promised, of other ranges too: (weight, function) -> bytes
     """
 
     def __init__(self, options: Options, platform: Platform, *, eager: bool, layout: str | None = None,
-                 tokens: sympy.Set = ALL_TOKENS, weights: Mapping[str, str | None] | None = None):  # fmt: skip
+                 tokens: sympy.Set = ALL_TOKENS, weights: Mapping[str, str | None] | None = None,
+                 copied: dict[tuple[str, Any], int] | None = None):  # fmt: skip
         self.options, self.platform, self.eager = options, replace(platform, asked=options.providers), eager
         self.layout, self.tokens = layout, tokens
         self.weights = weights or {}
-        self.copied: dict[tuple[Node, Any], int] = {}
+        self.copied = {} if copied is None else copied
         self.choices: list[KernelChoice] = []
         self.syncing: list[str] = []  # kernels that no CUDA graph can hold
         self.absent: dict[str, str] = {}
@@ -144,7 +146,7 @@ class Selection:
             for name in (name for name in names if nodes[name] is not None):
                 if reason := self.weights.get(nodes[name].name, "nobody says whether it stays the same"):
                     return f"it keeps a copy of `{name}`: {reason}"
-                together[nodes[name], prepare] = _nbytes(nodes[name])
+                together[nodes[name].name, prepare] = _nbytes(nodes[name])
         if kernel.prepare and self.platform.memory and sum(together.values()) > MOST_COPIED * self.platform.memory:
             return (f"copies of weights would take {sum(together.values()) / 1e9:.1f} GB, more than {MOST_COPIED:.0%} "
                     "of this machine's memory")  # fmt: skip
@@ -152,7 +154,7 @@ class Selection:
 
     def _promise_copies(self, kernel: Kernel, node: Node) -> None:
         _, nodes = _arguments(kernel, node)
-        self.copied |= {(nodes[name], prepare): _nbytes(nodes[name]) for names, prepare in kernel.prepare.items()
+        self.copied |= {(nodes[name].name, prepare): _nbytes(nodes[name]) for names, prepare in kernel.prepare.items()
                         for name in names if nodes[name] is not None}  # fmt: skip
 
     def _tuned_by_inductor(self) -> bool:

@@ -5,6 +5,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import sympy
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -213,6 +214,23 @@ def test_copies_take_no_more_than_a_part_of_the_memory(monkeypatch: pytest.Monke
         torch.testing.assert_close(torch.compile(module, backend="atom", options=EAGER)(X), module(X))
     assert chosen() == ["onednn", "torch"]
     assert "of this machine's memory" in str(atomc.reports()[-1].kernels)
+
+
+@torch.no_grad()
+def test_copies_for_other_numbers_of_rows_count_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def transposed(weight: Tensor) -> Prepared:
+        return Prepared((weight.t().contiguous(),))
+
+    def linear(x: Tensor, weight: tuple[Tensor], bias: Tensor | None = None) -> Tensor:
+        return x @ weight[0] + (0 if bias is None else bias)
+
+    monkeypatch.setattr("atomc.select.MOST_COPIED", 1.5 * 48 * 32 * 4 / HERE.memory)
+    monkeypatch.setattr(ops.linear, "kernels", list(ops.linear.kernels))
+    ops.linear.kernel("mine", prepare={"weight": transposed}, tokens=sympy.Interval(1, 8))(linear)
+    module = nn.Linear(32, 48).requires_grad_(False)
+    options = {"glue": "eager", "providers": ("mine", "onednn", "torch")}
+    torch.testing.assert_close(torch.compile(module, backend="atom", options=options, dynamic=True)(X), module(X))
+    assert chosen() == ["mine", "torch"]
 
 
 @pytest.mark.parametrize("glue", ["eager", "inductor"])
