@@ -218,3 +218,15 @@ def test_layers_read_what_the_quantizer_before_them_wrote_in_a_graph_that_is_rep
         x.normal_()
         graph.replay()
         assert torch.equal(out, step(torch.cuda.synchronize))
+
+
+@pytest.mark.parametrize("scheme", ["fp8_per_token", "int8_per_token"])
+@pytest.mark.parametrize("rows", [2, 70])
+def test_wide_gated_rows_are_quantized_alike_in_one_launch_and_in_two(scheme: str, rows: int) -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    gate, up = torch.randn(2, rows, 8200, generator=torch.Generator().manual_seed(0)).to(device, torch.float16)
+    (kernel,) = (kernel.function for kernel in ops.silu_and_mul_quant.kernels if kernel.provider == "triton")
+    codes, scales = kernel(gate, up, scheme=scheme)
+    expected, expected_scales = ops.silu_and_mul_quant.reference(gate, up, scheme=scheme)
+    torch.testing.assert_close(scales, expected_scales)
+    assert (codes.float() != expected.float()).float().mean() < 1e-3
