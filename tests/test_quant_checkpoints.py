@@ -234,12 +234,6 @@ def test_layers_beyond_the_last_are_skipped(tmp_path: Path) -> None:
     assert len(layers(load(path, progress=False))) == 7
 
 
-def test_scales_of_a_cache_in_fp8_are_skipped(tmp_path: Path) -> None:
-    path = checkpoint(tmp_path, FP8_BLOCK, fp8_blocks)
-    with_tensor("model.layers.0.self_attn.k_scale", torch.ones(1))(path)
-    assert len(layers(load(path, progress=False))) == 13
-
-
 # GPTQ and AWQ, packed by hand
 
 
