@@ -68,6 +68,15 @@ def test_what_a_request_gets_is_what_it_gets_alone(alone, number):
         assert equality.differences(alone, requests, equality.run_mix(one, requests), bound=0.0) == []
 
 
+def test_in_fp32_too_where_products_do_not_depend_on_their_rows():
+    common, options = {"dtype": "float32", "device": "cpu"}, {"batch_invariant": True}
+    alone = equality.Alone(equality.engine_of(equality.ENGINES[2], common, options, LONGEST))
+    one = equality.engine_of({**equality.ENGINES[1], "num_blocks": 30}, common, options, LONGEST)
+    for seed in range(3):
+        requests = equality.mix(seed, one.vocab_size, LONGEST, 6)
+        assert equality.differences(alone, requests, equality.run_mix(one, requests), bound=0.0) == []
+
+
 def test_the_first_call_launches_and_the_next_one_tells(plain):
     plain.add(plain.request("a", [5, 6, 7], SamplingParams(max_tokens=2, ignore_eos=True)))
     assert plain.step() == [] and plain.has_work
