@@ -198,10 +198,12 @@ def _rows(
     tl.store(out_ptr + down.to(tl.int64) * N + across, out.to(out_ptr.dtype.element_ty), (down < M) & (across < N))
 
 
-def tile_for(rows: int, n: int, k: int) -> dict[str, int]:
-    """The launch shape for so many rows of x and a weight [n, k]; without BLOCK_M: one row a program. A warp a part."""
+def tile_for(rows: int, k: int, dtype: torch.dtype) -> dict[str, int]:
+    """The launch shape for so many rows [k] of this type; without BLOCK_M: one row a program. A warp a part."""
     if rows == 1:
         return {"BLOCK_N": 4, "BLOCK_W": min(triton.next_power_of_2(k), 4096) // 8, "num_warps": 4}
+    if dtype == torch.float32:  # not on the tensor core, and twice as large
+        return {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 32, "PARTS": 4, "num_warps": 4, "num_stages": 2}
     if rows <= 8:
         return {"BLOCK_M": 8, "BLOCK_N": 16, "BLOCK_K": 128, "PARTS": 4, "num_warps": 4, "num_stages": 3}
     if rows <= 16:
@@ -285,7 +287,7 @@ def linear_w4a16(
     x: Tensor, weight: Tensor, weight_scale: Tensor, zeros: Tensor | None = None, bias: Tensor | None = None, *,
     group: int,
 ) -> Tensor:  # fmt: skip
-    tile = tile_for(num_rows(x), weight.shape[0], weight.shape[1] * 8)
+    tile = tile_for(num_rows(x), weight.shape[1] * 8, x.dtype)
     return multiply(x, weight, weight_scale, zeros, None, bias, group, x.dtype, tile)
 
 
@@ -309,5 +311,5 @@ def linear_mxfp4(
     x: Tensor, weight: Tensor, weight_scale: Tensor, x_scale: Tensor | None = None, bias: Tensor | None = None, *,
     out_dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    tile = tile_for(num_rows(x), weight.shape[0], weight.shape[1] * 2)
+    tile = tile_for(num_rows(x), weight.shape[1] * 2, x.dtype)
     return multiply(x, as_words(weight), weight_scale, None, x_scale, bias, 32, out_dtype, tile)
