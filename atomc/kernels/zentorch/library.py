@@ -68,6 +68,8 @@ def missing() -> str | None:
 def unproven(kind: str) -> str | None:
     """What the check found wrong with this kind of linear; None if it is right."""
     found = checked()
+    if kind in found.errors:
+        return f"zentorch cannot compute {kind}: {found.errors[kind]}"
     if kind not in found.decibels:
         return f"zentorch did not compute {kind} in a check: {found.ending}"
     worst = min(found.decibels[kind], key=lambda value: -math.inf if math.isnan(value) else value)
@@ -77,9 +79,10 @@ def unproven(kind: str) -> str | None:
 
 
 class Checked(NamedTuple):
-    """What the check found: decibels of signal over error per kind, for each number of rows; and how it ended."""
+    """What the check found of each kind: decibels of signal over error for some numbers of rows, or an exception."""
 
     decibels: dict[str, list[float]]
+    errors: dict[str, str]
     ending: str
     seconds: float
 
@@ -97,9 +100,10 @@ def checked() -> Checked:
         output, ending = "", f"{type(error).__name__}: {error}"
     seconds = time.perf_counter() - start
     rows = [json.loads(line) for line in output.splitlines() if line.startswith('{"kind"')]
-    found = Checked({row["kind"]: row["decibels"] for row in rows}, ending, seconds)
+    decibels, errors = ({row["kind"]: row[key] for row in rows if key in row} for key in ("decibels", "error"))
+    found = Checked(decibels, errors, ending, seconds)
     spelled = ", ".join(f"{kind} {min(values):.0f} dB" for kind, values in found.decibels.items())
-    log.info("zentorch was checked in %.1f s: %s", seconds, spelled or ending)
+    log.info("zentorch was checked in %.1f s: %s", seconds, spelled or "; ".join(errors.values()) or ending)
     return found
 
 
