@@ -1,7 +1,8 @@
 """The page that `options={"report": "out.html"}` asks for: all graphs of the process, written anew after each compile.
 
-It is written once more when the process ends, since CUDA graphs and notes come later. A page that cannot be written is
-told once in the log, and never breaks the program.
+It is written once more when the process ends, since CUDA graphs and notes come later. Of very many graphs not every compile
+writes it, so that writing stays a small part of the time. A page that cannot be written is told once in the log, and never
+breaks the program.
 """
 
 import atexit
@@ -10,12 +11,17 @@ import logging
 import os
 import tempfile
 import threading
+import time
 from pathlib import Path
 
 from atomc.options import Options
 from atomc.report import Report
 
 log = logging.getLogger("atomc")
+
+# Seconds of writing, and the share of the time since the first compile, that a page may cost before the process ends.
+SECONDS = 5.0
+SHARE = 0.05
 
 
 class _Page:
@@ -25,21 +31,26 @@ class _Page:
         self.path = path
         self.reports: list[Report] = []
         self.failed = False
+        self.begun = time.monotonic()
+        self.spent = 0.0
 
     def add(self, report: Report) -> None:
         if not any(report is known for known in self.reports):
             self.reports.append(report)
-        self.write()
+        if self.spent <= SECONDS + SHARE * (time.monotonic() - self.begun):
+            self.write()
 
     def write(self) -> None:
-        from atomc.render.html import page
-
+        start = time.monotonic()
         try:
+            from atomc.render.html import page
+
             write_whole(self.path, page(self.reports))
         except Exception as error:  # a report must not break what it tells of
             if not self.failed:
                 log.warning("atomc could not write its report to %s: %s", self.path, error)
             self.failed = True
+        self.spent += time.monotonic() - start
 
 
 _pages: dict[Path, _Page] = {}

@@ -280,6 +280,25 @@ def test_64_layers_make_a_page_of_less_than_3_mb(qwen3):
     assert len(html_of([qwen3]).encode()) < MAX_BYTES / 2
 
 
+def test_the_start_is_told_in_words_seconds_and_bytes(opened):
+    report = Report("M", treated=True, cache="miss: option rounding changed from 'fp32' to 'hf'",
+                    phases={"trace": 0.5, "passes": 1.5},
+                    cuda_graphs=[{"rows": 1, "bytes": 2_000_000}, {"rows": 8, "bytes": 500_000}])  # fmt: skip
+    page = opened(html_of([report]))
+    text = page.inner_text("#g0-start")
+    assert "Miss, compiled anew: option rounding changed from 'fp32' to 'hf'." in text
+    assert "2 graphs, together 2.5 MB" in text and "rows 8" in text and "2.000" in text
+    widths = page.evaluate("[...document.querySelectorAll('.phases .bar')].map(bar => bar.style.width)")
+    assert widths[:2] == ["33.3333%", "100%"]
+
+
+def test_a_link_to_a_rewrite_opens_what_it_does(qwen3, opened):
+    page = opened(html_of([qwen3]))
+    page.click(".grid a:text-is('add_rms_norm')")
+    assert page.is_visible("#g0-about-add_rms_norm pre")
+    assert "Fold a residual add into the norm" in page.inner_text("#g0-about-add_rms_norm")
+
+
 # ---- what it is made of
 
 

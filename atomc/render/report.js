@@ -37,6 +37,7 @@ function choose() {
     if (shown && link.getAttribute("href") === `#${shown.id}`) link.setAttribute("aria-current", "true");
     else link.removeAttribute("aria-current");
   }
+  if (target && target.tagName === "DETAILS") target.open = true;
   if (target && target !== shown) target.scrollIntoView();
 }
 addEventListener("hashchange", choose);
