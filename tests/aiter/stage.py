@@ -127,8 +127,10 @@ def interpret() -> None:
         if given is None or wanted is None:
             return original(values, source, target, rounding)
         words = np.ascontiguousarray(values).view(bits[source.primitive_bitwidth])
-        # ROCm's conversion to fp8 has no infinity to give: AITER clamps before, or relies on NaN.
-        number = torch.from_numpy(words.copy()).view(given).to(torch.float32).to(wanted)
+        wide = torch.from_numpy(words.copy()).view(given).to(torch.float32)
+        if wanted == torch.float8_e4m3fn:  # torch cuts off, a GPU may not: who wants it says so
+            wide = wide.masked_fill(wide.abs() > 464, float("nan"))
+        number = wide.to(wanted)
         return number.view(getattr(torch, bits[target.primitive_bitwidth].__name__)).numpy().reshape(values.shape)
 
     interpreter._convert_float = converted

@@ -1,6 +1,6 @@
 """Quantizers by AITER's Triton kernels: where its compiled ones are missing or refuse.
 
-Not the one by row, which makes NaN of a row of zeros.
+Not the one by row, which makes NaN of a row of zeros, and not the static one, which cuts nothing off.
 """
 
 import torch
@@ -11,7 +11,6 @@ from atomc.kernels.aiter.library import FLOATS, Function, foreign_fp8, rows, sca
 from atomc.platform import Platform
 
 QUANT = ("aiter.ops.triton.quant.quant", "aiter.ops.triton.quant")
-static_per_tensor_quant_fp8_i8 = Function("static_per_tensor_quant_fp8_i8", *QUANT)
 dynamic_mxfp4_quant = Function("dynamic_mxfp4_quant", *QUANT)
 fused_flatten_fp8_group_quant = Function(
     "fused_flatten_fp8_group_quant", "aiter.ops.triton.quant.fused_fp8_quant", "aiter.ops.triton.fused_fp8_quant",
@@ -26,21 +25,6 @@ def _refuse(platform: Platform, function: Function, x: Tensor, dtype: torch.dtyp
     if x.shape[-1] > WIDEST:
         return f"rows of {x.shape[-1]} do not fit one program (at most {WIDEST})"
     return foreign_fp8(platform, dtype) if dtype is not None else None
-
-
-def _refuse_static(
-    platform: Platform, x: Tensor, scale: Tensor, dtype: torch.dtype = torch.float8_e4m3fn
-) -> str | None:
-    return _refuse(platform, static_per_tensor_quant_fp8_i8, x, dtype)
-
-
-@ops.quant_fp8_static.kernel("aiter", refuses=_refuse_static)
-def quant_fp8_static(x: Tensor, scale: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
-    flat = rows(x).contiguous()  # the codes are written with the strides of x
-    codes = torch.empty_like(flat, dtype=dtype)
-    if x.numel():
-        static_per_tensor_quant_fp8_i8(codes, flat, scale)
-    return codes.view(x.shape)
 
 
 def _refuse_group(
