@@ -27,11 +27,11 @@ from atomc.report import reports
 
 EAGER = {"strict": True, "glue": "eager"}
 CONFIG = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu", "rms_norm_eps": 1e-6,
-          "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
+          "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
           "num_key_value_heads": 2, "vocab_size": 256, "head_dim": 16, "max_position_embeddings": 64}  # fmt: skip
 T = 7
 IDS, POSITIONS = torch.arange(T) * 5 % 256, torch.arange(T)
-FAULTY = 2
+FAULTY = 1
 
 
 def own():
@@ -44,7 +44,7 @@ def own():
 
 def small():
     torch.manual_seed(0)
-    return Model(4).requires_grad_(False)
+    return Model(3).requires_grad_(False)
 
 
 @pytest.fixture
@@ -96,12 +96,12 @@ def step(count, sequences=1):
                 torch.arange(rows), (group,))  # fmt: skip
 
 
-def audited_step(model, sequences=1, **options):
-    program = compile_model(model, {**EAGER, "audit": True, "layout": "paged", **options})
-    program.bind([spec.allocate(2, 16, "cpu") for spec in program.specs])
+def audited_step(model):
+    program = compile_model(model, {**EAGER, "audit": True, "layout": "paged"})
+    program.bind([spec.allocate(1, 16, "cpu") for spec in program.specs])
     with torch.no_grad():
-        out = program(step(T, sequences))
-    return out, program.report.audit
+        program(step(T))
+    return program.report.audit
 
 
 # ---- a wrong kernel
@@ -136,14 +136,14 @@ def test_in_a_language_model_too(wrong_in, runs):
 def test_in_the_program_of_the_runtime_too(wrong_in, runs):
     model = own()
     wrong_in(model.model.layers[FAULTY].post_attention_layernorm.weight)
-    _, audit = audited_step(model)
+    audit = audited_step(model)
     found_first(audit, runs, f"model.layers.{FAULTY}.post_attention_layernorm")
 
 
 def test_in_a_stock_model_and_with_regions_too(wrong_in, runs):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=3,
+    config = transformers.LlamaConfig(vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
                                       num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64)  # fmt: skip
     model = atomc.prepare(transformers.LlamaForCausalLM(config).eval().requires_grad_(False))
     weight = model.model.layers[FAULTY].post_attention_layernorm.weight
@@ -159,7 +159,7 @@ def test_a_kernel_that_is_wrong_everywhere_is_left_out_everywhere(wrong_in):
     wrong_in(*(layer.norm.weight for layer in model.layers))
     _, audit = audited(model, X)
     found = audit["blame"]
-    assert (found["rewrite"], found["module_path"], found["places"]) == ("add_rms_norm", None, 4)
+    assert (found["rewrite"], found["module_path"], found["places"]) == ("add_rms_norm", None, 3)
     assert found["passes"] == {"add_rms_norm": False}
 
 
@@ -170,7 +170,7 @@ def test_what_is_written_to_a_cache_is_compared_too(monkeypatch):
     def qk_norm_rope_kv_write(q, k, v, *rest, **more):
         return ops.qk_norm_rope_kv_write.reference(q, k, v * 1.01, *rest, **more)
 
-    _, audit = audited_step(own())
+    audit = audited_step(own())
     first = audit["sites"][0]
     assert (first["rewrite"], first["against"]) == ("qk_norm_rope_kv_write", "meaning")
     assert first["sqnr"] == pytest.approx(40, abs=0.1)
@@ -234,15 +234,7 @@ def test_every_op_that_was_lowered_has_a_place():
     assert set(fused["rewrites"]) == {"rms_norm", "rope", "qk_norm_rope"} and fused["rewrites"][-1] == "qk_norm_rope"
 
 
-def test_a_step_of_several_sequences_is_compared_op_by_op():
-    out, audit = audited_step(own(), sequences=2)
-    assert "outputs" not in audit and "there are several" in audit["notes"][0]
-    attention = [site for site in audit["sites"] if site["op"] == "paged_attention"]
-    assert {site["against"] for site in attention} == {"meaning"} and len(attention) == 4
-    assert all(site["sqnr"] is None or site["sqnr"] > 100 for site in audit["sites"]) and out.shape == (2 * T, 256)
-
-
-def test_padding_is_not_what_is_audited():
+def test_padding_is_not_audited_and_a_step_of_several_sequences_op_by_op():
     program = compile_model(own(), {**EAGER, "audit": True, "layout": "paged"})
     program.bind([spec.allocate(2, 16, "cpu") for spec in program.specs])
     nowhere = step(T).groups[0]._replace(slots=torch.full((T,), -1))
@@ -251,8 +243,12 @@ def test_padding_is_not_what_is_audited():
     with torch.no_grad():
         program(empty)
         assert program.report.audit == {}
-        program(step(T))
-    assert program.report.audit["outputs"]["compiled"] < 1e-5
+        program(step(T, sequences=2))
+    audit = program.report.audit
+    assert "outputs" not in audit and "there are several" in audit["notes"][0]
+    attention = [site for site in audit["sites"] if site["op"] == "paged_attention"]
+    assert {site["against"] for site in attention} == {"meaning"} and len(attention) == 2
+    assert all(site["sqnr"] is None or site["sqnr"] > 100 for site in audit["sites"])
 
 
 def test_an_audit_that_fails_leaves_the_program_alone(monkeypatch, caplog):
@@ -344,12 +340,12 @@ def test_a_rewrite_can_be_left_out_in_some_modules():
 
 def test_merges_and_lifts_can_be_left_out_in_some_modules_also_where_layers_are_traced_once():
     model = atomc.prepare(own())
-    passes = {"merge_qkv": ["model.layers.0"], "merge_gate_up": ["*.layers.3.mlp"],
+    passes = {"merge_qkv": ["model.layers.0"], "merge_gate_up": ["*.layers.1.mlp"],
               "lift": ["model.layers.1.self_attn.o_proj"]}  # fmt: skip
     out, _ = audited(model, IDS, POSITIONS, passes=passes)
     report = reports()[-1]
-    assert report.matches["merge_qkv"] == 3 and report.matches["merge_gate_up"] == 3
-    assert report.matches["linear"] == 4 * 7 - 1 + 1  # all but one, and the head
+    assert report.matches["merge_qkv"] == 1 and report.matches["merge_gate_up"] == 1
+    assert report.matches["linear"] == 2 * 7 - 1 + 1  # all but one, and the head
     assert "off here" in report.why("merge_qkv", "layers.0")
     torch.testing.assert_close(out, own()(IDS, POSITIONS))
 
@@ -466,4 +462,4 @@ def test_what_the_command_cannot_do_is_one_line_and_exit_code_2(arguments, sente
 
 def test_a_model_without_inputs_gets_token_ids(capsys):
     assert main(["audit", "test_audit:own", "--json"]) == 0
-    assert len(json.loads(capsys.readouterr().out)["graphs"][0]["sites"]) > 30
+    assert len(json.loads(capsys.readouterr().out)["graphs"][0]["sites"]) > 15

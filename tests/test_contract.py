@@ -123,22 +123,26 @@ def test_formulas_are_numbers_and_layers():
     assert contract.expected("x", 7, 28) == (7, False)
 
 
-def test_a_baseline_survives_the_round_trip_through_json():
-    report = explain(llama())
+@pytest.fixture(scope="module")
+def report():
+    """Of the model as it is, made once."""
+    return explain(llama())
+
+
+def test_a_baseline_survives_the_round_trip_through_json(report):
     saved = json.loads(json.dumps(contract.baseline([report])))
     assert contract.differences(saved, [explain(llama())]) == []
 
 
-def test_a_baseline_tells_what_changed_and_why():
-    saved = contract.baseline([explain(llama())])
+def test_a_baseline_tells_what_changed_and_why(report):
+    saved = contract.baseline([report])
     found = contract.differences(saved, [explain(llama(edited=1))])
     fired = next(line for line in found if line.startswith("add_rms_norm fired"))
     assert "expected 6; not in layers 1. Near miss: rms_norm in model.layers.1" in fired
     assert any(re.fullmatch("add_rms_norm for .* tokens: inline x6 became inline x5", line) for line in found)
 
 
-def test_a_baseline_tells_a_number_of_graphs_that_changed():
-    report = explain(llama())
+def test_a_baseline_tells_a_number_of_graphs_that_changed(report):
     saved = contract.baseline([report, report])
     assert contract.differences(saved, [report])[0] == "1 graphs instead of 2"
 
@@ -184,18 +188,25 @@ def build():
 """
 
 
-@pytest.fixture
-def program(tmp_path, monkeypatch):
-    """A program whose model is edited by setting EDITED, and broken in two by setting BREAK; its baseline is saved."""
-    (tmp_path / "edited_program.py").write_text(EDITED)
-    monkeypatch.chdir(tmp_path)
-    assert main(["explain", "edited_program:build", "--save", "base.json"]) == 0
-    yield monkeypatch
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Holds a program whose model is edited by setting EDITED, and broken in two by setting BREAK; and its baseline."""
+    folder = tmp_path_factory.mktemp("ci")
+    (folder / "edited_program.py").write_text(EDITED)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.chdir(folder)
+        assert main(["explain", "edited_program:build", "--save", "base.json"]) == 0
+    yield folder
     sys.modules.pop("edited_program")
 
 
+@pytest.fixture
+def program(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    return monkeypatch
+
+
 def test_in_ci_an_edit_of_one_layer_fails_the_check_with_rewrite_layer_and_reason(program, capsys):
-    assert main(["explain", "edited_program:build", "--check", "base.json"]) == 0
     program.setenv("EDITED", "1")
     assert main(["explain", "edited_program:build", "--check", "base.json"]) == 1
     out = capsys.readouterr().out
@@ -218,8 +229,8 @@ def test_a_rewrite_that_is_left_out_in_one_module_breaks_it_with_that_reason():
     assert "not in layers 2" in str(caught.value) and "off here (options={'passes': " in str(caught.value)
 
 
-def test_other_kernels_break_a_baseline():
-    saved = contract.baseline([explain(llama())])
+def test_other_kernels_break_a_baseline(report):
+    saved = contract.baseline([report])
     found = contract.differences(saved, [explain(llama(), glue="eager")])
     assert any(re.fullmatch("silu_and_mul for .* tokens: inline x3 became torch x3", line) for line in found)
 
