@@ -20,7 +20,7 @@ def report_text(report: Report) -> str:
     if report.treated:
         parts += [_rewrites(report), _not_fired(report), _near_misses(report.near), _kernels(report.kernels),
                   _listed("state", _collapsed_lines(report.state))]  # fmt: skip
-    parts += [_ended(report), _listed("notes", report.notes), _phases(report)]
+    parts += [_ended(report), _audit(report), _listed("notes", report.notes), _phases(report)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -132,6 +132,14 @@ def _collapsed_lines(lines: Iterable[str]) -> list[str]:
 
 def _listed(title: str, lines: Sequence[str]) -> str:
     return "\n".join([title, *(_wrapped(line, "  ", "    ") for line in lines)]) if lines else ""
+
+
+def _audit(report: Report) -> str:
+    if not report.audit:
+        return ""
+    from atomc.render.audit import headline  # which makes tables with this file
+
+    return _wrapped(f"audit: {headline(report.audit)}", "", "  ")
 
 
 def _ended(report: Report) -> str:
