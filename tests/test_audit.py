@@ -324,6 +324,7 @@ def test_the_text_ranks_as_asked_and_says_what_is_left():
     largest = [site["max_abs"] for site in ranked_by(audit["sites"], "max")]
     assert largest == sorted(largest, reverse=True)
     assert json.loads(json.dumps(audit)) == audit
+    assert f"audit: {len(audit['sites'])} places; the worst is " in reports()[-1].to_text()
 
 
 # ---- leaving out
@@ -463,3 +464,24 @@ def test_what_the_command_cannot_do_is_one_line_and_exit_code_2(arguments, sente
 def test_a_model_without_inputs_gets_token_ids(capsys):
     assert main(["audit", "test_audit:own", "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["graphs"][0]["sites"]) > 15
+
+
+WRONG_ATTENTION = """
+from atomc import ops
+from test_audit import own
+
+@ops.attention.kernel("faulty")
+def attention(q, k, v, *rest, **more):
+    return ops.attention.reference(q, k, v, *rest, **more) * 1.01
+"""
+
+
+def test_what_the_model_calls_itself_cannot_be_left_out_and_that_is_said(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(ops.attention, "kernels", list(ops.attention.kernels))
+    (tmp_path / "attending.py").write_text(WRONG_ATTENTION)
+    monkeypatch.chdir(tmp_path)
+    assert main(["audit", "attending:own", "--write-options", "without.toml"]) == 1
+    out = capsys.readouterr().out
+    assert "The cause is lift" in out and "none can leave out lift there; providers = [...] chooses other kernels" in out
+    assert not (tmp_path / "without.toml").exists()
+    sys.modules.pop("attending")
