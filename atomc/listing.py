@@ -58,9 +58,14 @@ def _call(node: Node, path: str) -> str:
     if node.target is operator.getitem:
         return f"{_spell(node.args[0], path)}[{_spell(node.args[1], path)}]"
     given = [_spell(argument, path) for argument in node.args]
-    given += [f"{key}={_spell(argument, path)}" for key, argument in node.kwargs.items()]
+    given += [f"{key}={_spell(argument, path)}" for key, argument in node.kwargs.items() if not _is_noise(key, argument)]
     text = ", ".join(given)
     return f"{_name(node)}({text if len(text) <= MOST_ARGUMENTS else text[:MOST_ARGUMENTS] + ' ...'})"
+
+
+def _is_noise(key: str, argument: Any) -> bool:
+    """Where things lie that are on meta or lie as usual."""
+    return bool({"pin_memory": False, "layout": torch.strided, "device": torch.device("meta")}.get(key, ...) == argument)
 
 
 def _name(node: Node) -> str:

@@ -65,7 +65,8 @@ def silu_and_mul_quant(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     if scheme in PER_ROW and gate.shape[-1] > WIDE and num_rows(gate) <= FEW:
         y = silu_and_mul(gate, up)
-        return quant_int8_per_token(y) if scheme == "int8_per_token" else quant_fp8_per_token(y, dtype)
+        codes, scales = quant_int8_per_token(y) if scheme == "int8_per_token" else quant_fp8_per_token(y, dtype)
+        return codes, scales
     out = Quantized(gate, scale, scheme, dtype, group, column_major, rounding)
     if rows := num_rows(gate):
         tile = out.tile(rows, gate.shape[-1])
