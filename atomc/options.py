@@ -27,7 +27,8 @@ class Options:
     passes     {name: False} leaves a pass out, {name: True} insists on it, {name: ["model.layers.3.*"]} leaves it out in
                and below these modules; names and modules as in the report
     rounding   "fp32": rewrites and kernels may keep fp32 where the model rounds in between; "hf": they may not
-    glue       what runs the ops without a kernel: "inductor", "eager", or "auto" (Inductor if it can compile here)
+    glue       what runs the ops without a kernel: "inductor", "eager", or "auto" (Inductor, if it can compile here
+               and there is more than a handful)
     providers  kernels are preferred in this order, () for the order that suits the platform
     kv_cache_dtype  "auto": as the checkpoint says, else as keys and values come; "fp8": in e4m3, half of 16 bits
     batch_invariant  a request gets bit by bit what it gets alone, whatever runs beside it; slower
@@ -57,10 +58,10 @@ class Options:
     layout: str | None = None
     inductor: Mapping[str, Any] = field(default_factory=dict)
     dump: str | None = None
+    report: str | None = None
     record: bool = False
     audit: bool = False
     audit_bound: float | None = None
-    report: str | None = None
     cache: bool = True
     cache_dir: str | None = None
     cache_size: int = 10 * 2**30
@@ -83,12 +84,12 @@ class Options:
         if wrong:
             raise OptionsError(f"option passes={wrong!r}: expected True or False for each pass, or a list of the modules "
                                "in which it is left out, such as ['model.layers.3.*']")  # fmt: skip
-        if not isinstance(self.report, str | None) or self.report == "":
-            raise OptionsError(f"option report={self.report!r}: expected the name of a file")
         if self.record and self.dump is None:
             raise OptionsError("option record=True keeps inputs and outputs beside a dump: expected dump, too")
         if self.audit_bound is not None and not (isinstance(self.audit_bound, int | float) and self.audit_bound > 0):
             raise OptionsError(f"option audit_bound={self.audit_bound!r}: expected a number above 0, such as 0.01")
+        if not isinstance(self.report, str | None) or self.report == "":
+            raise OptionsError(f"option report={self.report!r}: expected the name of a file")
         if not isinstance(self.cache_size, int) or self.cache_size < 0:
             raise OptionsError(f"option cache_size={self.cache_size!r}: expected a number of bytes")
         if isinstance(self.providers, str) or not all(isinstance(name, str) for name in self.providers):

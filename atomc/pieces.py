@@ -2,6 +2,7 @@
 
 import contextlib
 import shutil
+import sys
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,11 @@ from atomc.torch_compat import FakeTensorMode, fake_mode_of, inductor_code, num_
 # Nothing to gain from compiling a piece of these only.
 _TRIVIAL = ("view", "_unsafe_view", "reshape", "transpose", "permute", "unsqueeze", "squeeze", "slice", "select", "t",
             "expand", "split", "split_with_sizes", "getitem", "sym_size", "alias", "detach")  # fmt: skip
+
+
+# Of a whole graph beside its kernels, as the embedding and the tables of positions are of a served model: their launches
+# take some us of a step, the start of Inductor 5 s.
+FEW_OPS = 16
 
 
 def glue_of(options: Options, platform: Platform) -> tuple[str, str]:
@@ -125,6 +131,16 @@ def _piece_numbers(gm: GraphModule) -> dict[Node, int]:
         in_kernels = kernel
         number[node] = current
     return number
+
+
+def left_for_glue(gm: GraphModule) -> int:
+    """How many ops between kernels compute tensors; the meaning of one of ours counts as four. Of a graph without kernels:
+    as many as can be."""
+    calls = [node for node in gm.graph.nodes if node.op == "call_function"]
+    if not any("kernel" in node.meta for node in calls):
+        return sys.maxsize
+    return sum(4 if "op" in node.meta else 1 for node in calls if "kernel" not in node.meta
+               and _name(node) not in _TRIVIAL and isinstance(node.meta.get("val"), Tensor))  # fmt: skip
 
 
 def worth_compiling(piece: GraphModule) -> bool:

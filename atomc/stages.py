@@ -21,7 +21,7 @@ from atomc.graph_pass import Context, Extra
 from atomc.ops.state import StateSpec
 from atomc.options import Options
 from atomc.packs import Packs
-from atomc.pieces import compile_glue, glue_of
+from atomc.pieces import FEW_OPS, compile_glue, glue_of, left_for_glue
 from atomc.provenance import layer_of
 from atomc.report import OpCost, Report
 from atomc.savings import savings
@@ -216,6 +216,9 @@ def _taking(call: Callable[..., Any], inputs: int, start: int, count: int) -> Ca
 
 def _glue(gm: GraphModule, how: str, options: Options, report: Report) -> Function:
     if how == "eager":
+        return of_graph(gm)
+    if options.glue == "auto" and (count := left_for_glue(gm)) <= FEW_OPS:
+        report.notes.append(f"glue: eager here: {count} ops stand between kernels, not worth starting Inductor")
         return of_graph(gm)
     function, pieces = compile_glue(gm, inductor_patches(options))
     report.notes.append(f"glue: {pieces}")

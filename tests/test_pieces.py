@@ -115,3 +115,11 @@ def test_code_of_inductors_is_kept_without_imports_that_it_does_not_use() -> Non
               "from torch._inductor.codegen.memory_planning import _align as align\n"
               "from torch._inductor.async_compile import AsyncCompile\nasync_compile = AsyncCompile()\nx = align(3)\n")
     assert torch_compat._needed(source) == source.replace("from torch._inductor.hooks import run_intermediate_hooks\n", "")
+
+
+def test_inductor_is_not_started_for_a_handful_of_ops() -> None:
+    model = Stack(2.0, 3.0).eval().requires_grad_(False)
+    compiled = torch.compile(model, backend="atom", options={"strict": True})
+    torch.testing.assert_close(compiled(X), model(X))
+    (note,) = (note for note in atomc.reports()[-1].notes if "between kernels" in note)
+    assert note.startswith("glue: eager here: ")
