@@ -119,7 +119,7 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     async def compiler() -> Response:
         return await operations.compiler(service)
 
-    @app.get("/compiler/report")
+    @app.get("/compiler/report", include_in_schema=False)
     async def compiler_page() -> Response:
         return await operations.compiler_page(service)
 
