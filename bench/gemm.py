@@ -111,7 +111,7 @@ def chosen(op: str, rows: int, arguments: Arguments) -> tuple[str, Callable[...,
 
 def tiles(layer: str, rows: int, k: int) -> Iterator[tuple[str, Callable[..., Any]]]:
     """The kernels for few rows under every tile worth a try."""
-    from atomc.kernels.triton import four_bits, scaled_linear
+    from atomc.kernels.triton import four_bits, scaled_linear, unpacking
 
     op = LAYERS[layer].op
     if op.startswith("scaled"):
@@ -134,7 +134,7 @@ def tiles(layer: str, rows: int, k: int) -> Iterator[tuple[str, Callable[..., An
 
     def four(cut: dict[str, int], x: Tensor, weight: Tensor, weight_scale: Tensor, group: int = 32,
              x_scale: Tensor | None = None, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:  # fmt: skip
-        words = weight if weight.dtype == torch.int32 else four_bits.as_words(weight)
+        words = weight if weight.dtype == torch.int32 else unpacking.as_words(weight)
         return four_bits.multiply(x, words, weight_scale, None, x_scale, None, group, out_dtype, cut)
 
     if rows == 1:

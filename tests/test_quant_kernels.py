@@ -17,7 +17,8 @@ from atomc.platform import Platform
 pytest.importorskip("triton")
 assert kernels.load("triton") is None
 assert kernels.load("cuda") is None
-four_bits = importlib.import_module("atomc.kernels.triton.four_bits")  # only where there is Triton
+# Only where there is Triton.
+four_bits, unpacking = (importlib.import_module(f"atomc.kernels.triton.{name}") for name in ("four_bits", "unpacking"))
 
 H200 = Platform.named("h200")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where it is a CPU, Triton's interpreter runs
@@ -54,7 +55,7 @@ def test_every_e2m1_code_at_every_place_of_a_word_is_read_exactly_under_every_sc
     codes = torch.stack([(torch.arange(32) + shift) % 16 for shift in range(16)] * 5).to(torch.uint8)
     magnitudes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     scales = torch.tensor([1, 100, 127, 200, 250], dtype=torch.uint8).repeat_interleave(16)[:, None]
-    out = four_bits.multiply(one_hot(32), four_bits.as_words(pack_e2m1(codes)).to(DEVICE), scales.to(DEVICE), None, None,
+    out = four_bits.multiply(one_hot(32), unpacking.as_words(pack_e2m1(codes)).to(DEVICE), scales.to(DEVICE), None, None,
                              None, 32, torch.float32, TILES[tile])  # fmt: skip
     values = torch.cat([magnitudes, -magnitudes])[codes.long()] * 2.0 ** (scales.int() - 127)
     assert torch.equal(out.cpu(), values.T)
@@ -154,6 +155,14 @@ def test_a_number_of_rows_decides_which_kernel_multiplies(
     torch._dynamo.mark_dynamic(x, 0)
     report = atomc.explain(atomc.quantize(layer, scheme), x, platform="h200")
     assert [(choice.tokens, choice.chosen) for choice in report.kernels if choice.op == op] == expected
+
+
+@pytest.mark.parametrize("op", ["linear_w4a16", "linear_mxfp4"])
+def test_many_rows_find_the_kernel_that_unpacks_once_before_the_one_that_takes_any_number(op: str) -> None:
+    triton = [kernel for kernel in ops.REGISTRY[op].kernels if kernel.provider == "triton"]
+    assert [(kernel.function.__module__.rpartition(".")[2], 64 in kernel.tokens) for kernel in triton] == [
+        ("dequantized", False), ("four_bits", True)
+    ]  # fmt: skip
 
 
 def error(out: Tensor, exact: Tensor) -> float:

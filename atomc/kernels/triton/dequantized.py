@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.triton.four_bits import MAX_ROWS, as_words, scale_of, unfit, unpacked, zero_of
+from atomc.kernels.triton.unpacking import MAX_ROWS, as_words, scale_of, unfit, unpacked, zero_of
 from atomc.platform import Platform
 
 MANY = sympy.Interval(MAX_ROWS + 1, sympy.oo)

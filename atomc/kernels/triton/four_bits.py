@@ -1,6 +1,5 @@
 """Linear layers with weights of four bits, in Triton: codes are unpacked in registers, behind a weight read once.
 
-int4 and e2m1 are packed alike, eight codes a word of 32 bits, code i at bits 4i; a group of columns shares a scale.
 M rows of x, N rows of the weight, K columns, G groups of columns.
 """
 
@@ -13,53 +12,10 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.triton.launch import FLOATS, let_next_start, num_rows, overlap, wait_for_last
+from atomc.kernels.triton.unpacking import as_words, e2m1_on_top, e8m0, int4_of, scale_of, unfit, unpacked, zero_of
 from atomc.platform import Platform
-from atomc.sizes import known_equal
 
-MAX_ROWS = 64
 TRITON_DTYPE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-
-
-@triton.jit
-def int4_of(words, NUMBER: tl.constexpr, zero):
-    """The code of each word with this number, less its zero, times 2^-2 or, if the number is even, 2^-6: exact, in fp32."""
-    # Codes 2j and 2j + 1 at bits 16 and 20 of an fp32 number that is not normal, where one is a unit of 2^-133 and 2^-129.
-    LEFT: tl.constexpr = 16 - NUMBER // 2 * 8
-    pair = words << LEFT if LEFT > 0 else words >> -LEFT
-    UNIT: tl.constexpr = 0.25 if NUMBER % 2 else 0.015625
-    bits = pair & (0xF00000 if NUMBER % 2 else 0xF0000)
-    return tl.fma(bits.to(tl.float32, bitcast=True), 1.7014118346046923e38, zero * -UNIT)
-
-
-@triton.jit
-def e2m1_on_top(words):
-    """The code in the highest four bits of each word, in fp32."""
-    # Its exponent and mantissa lie as those of fp32, below the normal numbers for half of it; the biases are 126 apart.
-    bits = ((words >> 6) & 0x1C00000) | (words & -0x80000000)
-    return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
-
-
-@triton.jit
-def e8m0(codes):
-    bits = codes.to(tl.int32)
-    bits = tl.where(bits == 0, 0x400000, tl.where(bits == 255, 0x7FC00000, bits << 23))
-    return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def scale_of(scale_ptr, at, inside, INT4: tl.constexpr):
-    if INT4:
-        return tl.load(scale_ptr + at, inside, 0.0).to(tl.float32)
-    else:
-        return e8m0(tl.load(scale_ptr + at, inside, 0))
-
-
-@triton.jit
-def zero_of(zeros_ptr, at, inside):
-    if zeros_ptr is None:
-        return 8.0
-    else:
-        return tl.load(zeros_ptr + at, inside, 0).to(tl.float32)
 
 
 @triton.jit
@@ -124,24 +80,6 @@ def _row(
     if bias_ptr is not None:
         out += tl.load(bias_ptr + n, n < N, 0.0).to(tl.float32)
     tl.store(out_ptr + m * N + n, out.to(out_ptr.dtype.element_ty), n < N)
-
-
-@triton.jit
-def value_of(words, NUMBER: tl.constexpr, scale, zero, INT4: tl.constexpr, TYPE: tl.constexpr):
-    if INT4:
-        return (int4_of(words, NUMBER, zero) * (scale * (4.0 if NUMBER % 2 else 64.0))).to(TYPE)
-    else:
-        return (e2m1_on_top(words << (28 - 4 * NUMBER)) * scale).to(TYPE)
-
-
-@triton.jit
-def unpacked(words, scale, zero, INT4: tl.constexpr, TYPE: tl.constexpr):
-    """The values of eight codes a word, in three more dimensions of two; a thread that has a word has them all."""
-    v04 = tl.join(value_of(words, 0, scale, zero, INT4, TYPE), value_of(words, 4, scale, zero, INT4, TYPE))
-    v15 = tl.join(value_of(words, 1, scale, zero, INT4, TYPE), value_of(words, 5, scale, zero, INT4, TYPE))
-    v26 = tl.join(value_of(words, 2, scale, zero, INT4, TYPE), value_of(words, 6, scale, zero, INT4, TYPE))
-    v37 = tl.join(value_of(words, 3, scale, zero, INT4, TYPE), value_of(words, 7, scale, zero, INT4, TYPE))
-    return tl.join(tl.join(v04, v26), tl.join(v15, v37))
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -211,11 +149,6 @@ def tile_for(rows: int, k: int, dtype: torch.dtype) -> dict[str, int]:
     return {"BLOCK_M": 64, "BLOCK_N": 32, "BLOCK_K": 64, "PARTS": 4, "num_warps": 4, "num_stages": 2}
 
 
-def as_words(codes: Tensor) -> Tensor:
-    """Codes packed in bytes, [..., 4B], as words of 32 bits, [..., B]."""
-    return codes.contiguous().view(torch.int32)
-
-
 def multiply(
     x: Tensor, words: Tensor, scale: Tensor, zeros: Tensor | None, x_scale: Tensor | None, bias: Tensor | None,
     group: int, out_dtype: torch.dtype, tile: dict[str, int],
@@ -252,21 +185,6 @@ def _number(x: Tensor) -> Any:
     if x.dtype in TRITON_DTYPE:
         return TRITON_DTYPE[x.dtype]
     return tl.bfloat16 if x.device.type == "cuda" else tl.float32
-
-
-def unfit(platform: Platform, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> str | None:
-    """Why no kernel here can read this weight."""
-    if platform.is_cpu:
-        return "Triton kernels run on a GPU"
-    if platform.is_rocm:
-        return "its tiles are cut for NVIDIA GPUs"
-    if bias is not None and bias.dtype not in FLOATS:
-        return f"the bias is {bias.dtype}: written for {FLOATS}"
-    for tensor in (weight, weight_scale):
-        n, width = tensor.shape
-        if not isinstance(n, int) or not isinstance(width, int) or not known_equal(tensor.stride(0), width):
-            return "the rows of the weight or its scales do not follow each other, or their number varies"
-    return None
 
 
 def _unfit_int4(
