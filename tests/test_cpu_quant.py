@@ -108,7 +108,7 @@ def operands(op: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("op", ["scaled_linear_int8", "linear_w4a16", "linear_mxfp4"])
 def test_other_machines_are_refused(op: str) -> None:
-    for kernel in kernels_of(op):
+    for kernel in kernels_of(op)[:2]:
         assert refusal(kernel, Platform.named("h200"), operands(op)) == "written for x86 CPUs, this is sm90"
         assert refusal(kernel, Platform.named("cpu-neoverse-v2"), operands(op)) == "written for x86 CPUs, this is aarch64"
         assert refusal(kernel, CASCADELAKE, operands(op)) is None
@@ -139,7 +139,7 @@ def test_what_a_kernel_would_misread_or_be_slow_at_is_refused(op: str, where: Pl
 
 
 PARTS = [("scaled_linear_fp8", "torch", scaled_fp8), ("scaled_linear_fp8_block", "torch", scaled_blocks),
-         ("linear_mxfp4", "onednn", mxfp4_operands)]  # fmt: skip
+         ("linear_mxfp4", "onednn", mxfp4_operands), ("scaled_linear_int8", "onednn", int8_operands)]  # fmt: skip
 
 
 @pytest.mark.parametrize(("op", "provider", "make"), PARTS)
@@ -147,7 +147,7 @@ PARTS = [("scaled_linear_fp8", "torch", scaled_fp8), ("scaled_linear_fp8_block",
 def test_a_weight_that_is_made_fp32_in_parts_has_no_seams(op, provider, make, outputs, columns, monkeypatch) -> None:
     monkeypatch.setattr(dequantized, "CHUNK", 4 * columns * 20)
     given = make(Draw(torch.float32), 3, columns, out=outputs)
-    [kernel] = kernels_of(op, provider)
+    kernel = kernels_of(op, provider)[-1]
     found, meaning = kernel.function(**given), ops.REGISTRY[op].reference(**given)
     torch.testing.assert_close(found, meaning, rtol=1e-5, atol=1e-5 * float(meaning.abs().max()))
 
@@ -159,7 +159,15 @@ def test_eight_bit_floats_have_no_kernel_where_inductor_makes_loops_of_the_meani
     assert {kernel for _, _, kernel in chosen()} == {"inline"}
 
 
-@pytest.mark.parametrize("kernel", kernels_of("scaled_linear_int8"), ids=["packed", "as it lies"])
+def test_int8_has_a_kernel_on_a_cpu_without_instructions_for_it() -> None:
+    given = operands("scaled_linear_int8")
+    for where in (ZEN3, Platform.named("cpu-neoverse-v2")):
+        packed, as_it_lies, in_fp32 = (refusal(kernel, where, given) for kernel in kernels_of("scaled_linear_int8"))
+        assert packed == as_it_lies is not None and in_fp32 is None
+    assert refusal(kernels_of("scaled_linear_int8")[2], Platform.named("h200"), given) == "written for the CPU"
+
+
+@pytest.mark.parametrize("kernel", kernels_of("scaled_linear_int8"), ids=["packed", "as it lies", "in fp32"])
 def test_a_row_with_nan_stays_nan_and_spoils_no_other(kernel: ops.Kernel) -> None:
     x = X[:3].clone()
     x[1, 5] = float("nan")
