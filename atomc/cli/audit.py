@@ -128,9 +128,7 @@ def _with_inputs(name: str, arguments: argparse.Namespace) -> tuple[Any, tuple[A
         args, kwargs = example_inputs(model)
     except TypeError as error:
         raise ValueError(f"{str(error).replace('explain', 'audit', 1)}; the function can return (module, args)") from error
-    if "input_ids" in kwargs:
-        return model, args, {**kwargs, "input_ids": _random_ids(model, kwargs["input_ids"])}
-    return model, (_random_ids(model, args[0]), *args[1:]), kwargs
+    return model, args, {**kwargs, "input_ids": _random_ids(model, kwargs["input_ids"])}
 
 
 def _ids_and_positions(model: Any, tokenizer: Any, arguments: argparse.Namespace, device: str) -> "tuple[Tensor, Tensor]":
@@ -182,7 +180,8 @@ def _audited(
     torch._dynamo.reset()
     with torch.no_grad():
         if runtime:
-            args = (*args[:2], torch.arange(len(args[0]), device=args[0].device))
+            ids = (args[0] if args else kwargs["input_ids"]).reshape(-1)
+            args, kwargs = (ids, *(torch.arange(len(ids), device=ids.device) for _ in range(2))), {}
             out = _step(model, args, options)
         else:
             compiled: Any = torch.compile(model, backend="atom", options=options)
@@ -246,8 +245,12 @@ def _without(first: Audited, given: Mapping[str, Any], audited: Callable[[dict[s
     if report is None:
         return Without(None, "no options written: the results are within the bound")
     blame, bound = report.audit["blame"], report.audit["outputs"]["bound"]
-    cannot = Without(None, f"no options written: none can leave out {blame['rewrite'] or 'what is no rewrite'} there; "
-                           "providers = [...] chooses other kernels")  # fmt: skip
+    if blame["rewrite"] == "glue":
+        return Without(None, "no options written: glue = 'eager' runs without Inductor")
+    if not blame["rewrite"]:
+        return Without(None, "no options written: no rewrite is the cause")
+    cannot = Without(None, f"no options written: none can leave out {blame['rewrite']} there; providers = [...] chooses "
+                           "other kernels")  # fmt: skip
     if not blame["passes"]:
         return cannot
     path = blame["module_path"]
