@@ -57,7 +57,7 @@ def figures(table):
 
 
 def test_generate_writes_the_prompt_and_goes_on(generated):
-    assert generated.startswith(generate.DEMO_PROMPT + ', "I am sure')
+    assert generated.startswith(generate.DEMO_PROMPT + ', "I have no one to tell')
 
 
 def test_generate_says_how_fast_it_was_and_what_the_compiler_did(generated):
@@ -199,7 +199,7 @@ def test_explain_a_model_of_the_users_shows_each_graph_and_the_break(here):
         (["explain", "users_net:number"], "users_net:number returned int, expected a module, (module, args)"),
         (["explain", "users_net:alone"], "give the inputs of Net(x, scale)"),
         (["explain", "--fast"], "unrecognized arguments: --fast"),
-        (["fly"], "invalid choice: 'fly' (choose from 'generate', 'explain', 'serve', 'bench', 'doctor')"),
+        (["fly"], "invalid choice: 'fly' (choose from 'generate', 'explain', 'audit', 'diff', 'serve', 'bench', 'doctor')"),
         ([], "the following arguments are required"),
     ],
 )
