@@ -137,6 +137,8 @@ def _throughput(arguments: argparse.Namespace) -> None:
     from atomc.runtime.bench import offline
 
     asks = _asks(arguments)
+    if any(ask.is_chat for ask in asks):  # told before an engine starts
+        raise ValueError("prompts with messages need a server, with its chat template: atomc bench serve")
     engine = _engine(arguments)
     requests = offline.run(engine, asks, time.perf_counter(), progress=not arguments.quiet)
     _told(arguments, requests, f"{len(asks)} prompts at once", machine=_machine(engine.program.device))

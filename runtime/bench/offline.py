@@ -43,8 +43,6 @@ def run(engine: Engine, asks: Sequence[Ask], began: float, *, progress: bool = T
 
 
 def tokens(engine: Engine, ask: Ask) -> list[int]:
-    if ask.is_chat:
-        raise ValueError("prompts with messages need a server, with its chat template: atomc bench serve")
     if not isinstance(ask.prompt, str):
         return [token for token in ask.prompt if isinstance(token, int)]
     if engine.tokenizer is None:
