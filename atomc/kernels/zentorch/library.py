@@ -122,14 +122,11 @@ def function(name: str) -> Any:
     return getattr(torch.ops.zentorch, name).default
 
 
-def forget_packed() -> None:
-    """Make zentorch forget what it has packed: it keeps that by address, and another weight may lie there now."""
-    function("zentorch_clear_weight_cache")()
-
-
 def as_it_lies(weight: torch.Tensor) -> Prepared:
     """The weight where it lies: zentorch packs it and keeps that. Run again whenever the weight changed or moved."""
-    forget_packed()
+    # It keeps packs by address, where another weight may have lain and may lie once this one is gone.
+    forget = function("zentorch_clear_weight_cache")
+    forget()
     kept = weight.detach()
-    weakref.finalize(kept, forget_packed).atexit = False
+    weakref.finalize(kept, forget).atexit = False
     return Prepared((kept,))
