@@ -36,7 +36,8 @@ def missing() -> str | None:
             importlib.import_module("aiter")
         # Without ROCm it raises RuntimeError, with a broken build OSError or AttributeError.
         except Exception as error:
-            reason = f"AITER {status.version or ''} cannot be imported: {type(error).__name__}: {error}"
+            version = f" {status.version}" if status.version else ""
+            reason = f"AITER{version} cannot be imported: {type(error).__name__}: {error}"
     if reason:
         log.warning("AITER's kernels are not used: %s", reason)
     return reason
@@ -86,9 +87,13 @@ def _lacking(function: Callable[..., Any], names: Sequence[str]) -> list[str]:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # compiled: it does not say
         return []
+    known = set(parameters)
     if any(p.kind == p.VAR_KEYWORD for p in parameters.values()):
-        return []
-    return [name for name in names if name not in parameters]
+        registered = getattr(torch.ops.aiter, getattr(function, "__name__", ""), None)
+        if registered is None:
+            return []
+        known = {argument.name for argument in registered.default._schema.arguments}  # what the wrapper hides
+    return [name for name in names if name not in known]
 
 
 def unfit(platform: Platform, *functions: Function) -> str | None:
