@@ -19,7 +19,10 @@ TOOLS = {
     "hipconfig": "#!/bin/sh\necho 7.0.0\n",
     "hipcc": "#!/bin/sh\necho 7.0.0\n",
 }
-TABLES = ("GEMM_BF16", "GEMM_A8W8", "GEMM_A8W8_BPRESHUFFLE", "GEMM_A8W8_BLOCKSCALE", "GEMM_A4W4")
+TABLES = (
+    "GEMM_BF16", "GEMM_A8W8", "GEMM_A8W8_BPRESHUFFLE", "GEMM_A8W8_BLOCKSCALE", "GEMM_A8W8_BLOCKSCALE_BPRESHUFFLE",
+    "GEMM_A4W4", "A8W8_BATCHED_GEMM", "BF16_BATCHED_GEMM", "FMOE",
+)  # fmt: skip
 UNITS = {"gfx942": 304, "gfx950": 256}
 # Of csrc/include/aiter_enum.h; AITER reads the enums of its compiled module while it is imported.
 ENUMS = {
@@ -46,13 +49,19 @@ def set_up(folder: Path, source: str, arch: str) -> None:
         **{f"AITER_CONFIG_{table}": str(folder / "no table") for table in TABLES},
     )  # fmt: skip
     (folder / "jit").mkdir(exist_ok=True)
-    sys.modules["module_aiter_core"] = _compiled_enums("module_aiter_core")
-    sys.modules["aiter.jit.module_aiter_core"] = _compiled_enums("aiter.jit.module_aiter_core")
+    for name in ("module_aiter_core", "module_aiter_enum"):  # of today's versions, of those before
+        sys.modules[name] = _compiled_enums(name)
+        sys.modules[f"aiter.jit.{name}"] = _compiled_enums(f"aiter.jit.{name}")
+    import torch
+
     importlib.import_module("torch._dynamo")  # it looks for pandas, too, and would take the stand-in for real
 
     if importlib.util.find_spec("pandas") is None:  # by which AITER reads its tables of tuned products
         sys.modules["pandas"] = stand_in = types.ModuleType("pandas")
         stand_in.DataFrame = dict
+    # Of whom versions ask the number of multiprocessors.
+    torch.cuda.current_device = lambda: 0
+    torch.cuda.get_device_properties = lambda device=None: types.SimpleNamespace(multi_processor_count=UNITS[arch])
     sys.path.insert(0, source)
     sys.dont_write_bytecode = True
     drive_triton_for(arch)

@@ -30,6 +30,8 @@ SLOW = ("many", "wide", "several tiles", "long, one row")
 
 def answer(mode: str, arch: str, compiled: list[str], request: dict[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(1)
+    if reason := library.missing():
+        raise RuntimeError(reason)
     lacking = {repr(f): f.found for f in library.FUNCTIONS if isinstance(f.found, str)}  # which imports them all
     answer_for_the_device()
     if mode == "interpret":
