@@ -70,7 +70,7 @@ class Function:
             except Exception as error:
                 reasons.append(f"{type(error).__name__}: {error}")
                 continue
-            if lacking := _lacking(function, self.takes):
+            if lacking := _lacking(function, self.name, self.takes):
                 reasons.append(f"it takes no {' and no '.join(lacking)}")
                 continue
             return function  # type: ignore[no-any-return]
@@ -82,18 +82,19 @@ class Function:
         return self.found(*args, **kwargs)
 
 
-def _lacking(function: Callable[..., Any], names: Sequence[str]) -> list[str]:
+def _lacking(function: Callable[..., Any], name: str, takes: Sequence[str]) -> list[str]:
+    """The arguments that AITER's function of this name does not take."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # compiled: it does not say
         return []
     known = set(parameters)
     if any(p.kind == p.VAR_KEYWORD for p in parameters.values()):
-        registered = getattr(torch.ops.aiter, getattr(function, "__name__", ""), None)
+        registered = getattr(torch.ops.aiter, name, None)
         if registered is None:
             return []
         known = {argument.name for argument in registered.default._schema.arguments}  # what the wrapper hides
-    return [name for name in names if name not in known]
+    return [argument for argument in takes if argument not in known]
 
 
 def unfit(platform: Platform, *functions: Function) -> str | None:
