@@ -73,11 +73,13 @@ def _linear_split_cat(
         tl.store(k_ptr + at * (P + R) + column, acc.to(k_ptr.dtype.element_ty), inside & (column < P))
         tl.store(v_ptr + at * V + column - P, acc, inside & (column >= P))
     else:
-        n = (tile - tiles) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-        at = row * HEADS + n // R
-        inside = (row < rows) & (n < HEADS * R)
-        rotated = tl.load(k_pe_ptr + row_offset(at, d1, HEADS, p0, p1, p2) + n % R, inside, 0.0)
-        tl.store(k_ptr + at.to(tl.int64) * (P + R) + P + n % R, rotated.to(tl.float32).to(k_ptr.dtype.element_ty), inside)
+        # A name has one type in both branches, so these are others.
+        turned = (tile - tiles) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        head = row * HEADS + turned // R
+        there = (row < rows) & (turned < HEADS * R)
+        rotated = tl.load(k_pe_ptr + row_offset(head, d1, HEADS, p0, p1, p2) + turned % R, there, 0.0)
+        tl.store(k_ptr + head.to(tl.int64) * (P + R) + P + turned % R, rotated.to(tl.float32).to(k_ptr.dtype.element_ty),
+                 there)  # fmt: skip
 
 
 def _unfit(
