@@ -4,6 +4,7 @@ import contextlib
 import inspect
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -103,44 +104,42 @@ def test_aiter_serves_amds_gpus_alone() -> None:
     ]
 
 
-def test_the_unrelated_aiter_is_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "aiter").mkdir()
-    (tmp_path / "aiter/__init__.py").write_text("")
+def forget() -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "aiter"]:
+        del sys.modules[name]
+    library.missing.cache_clear()
+    for function in library.FUNCTIONS:
+        vars(function).pop("found", None)
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder in which AITER is looked for anew, and no longer after the test."""
+    forget()
     monkeypatch.syspath_prepend(tmp_path)
-    forget(monkeypatch)
+    (tmp_path / "aiter/ops").mkdir(parents=True)
+    yield tmp_path / "aiter"
+    forget()
+
+
+def test_the_unrelated_aiter_is_the_reason(installed: Path) -> None:
+    (installed / "__init__.py").write_text("")
     [reason] = reasons(ops.silu_and_mul, replace(Platform.named("gfx950"), here=True), gate=GATE, up=UP)
     assert reason == "the `aiter` installed here is not AMD's but another project of that name: pip install amd-aiter"
 
 
-def test_an_installation_that_fails_in_its_own_way_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "aiter/ops").mkdir(parents=True)
-    (tmp_path / "aiter/ops/enum.py").write_text("")
-    (tmp_path / "aiter/__init__.py").write_text("raise RuntimeError('ROCm version file not found')")
-    monkeypatch.syspath_prepend(tmp_path)
-    forget(monkeypatch)
+def test_an_installation_that_fails_in_its_own_way_is_a_reason(installed: Path) -> None:
+    (installed / "ops/enum.py").write_text("")
+    (installed / "__init__.py").write_text("raise RuntimeError('ROCm version file not found')")
     [reason] = reasons(ops.silu_and_mul, replace(Platform.named("gfx950"), here=True), gate=GATE, up=UP)
     assert reason is not None and reason.endswith("cannot be imported: RuntimeError: ROCm version file not found")
 
 
-def test_a_function_that_this_version_lacks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "aiter/ops").mkdir(parents=True)
-    (tmp_path / "aiter/ops/enum.py").write_text("")
-    (tmp_path / "aiter/__init__.py").write_text("def rmsnorm2d_fwd_with_add(out, input, residual): ...")
-    monkeypatch.syspath_prepend(tmp_path)
-    forget(monkeypatch)
+def test_a_function_that_this_version_lacks_is_named(installed: Path) -> None:
+    (installed / "ops/enum.py").write_text("")
+    (installed / "__init__.py").write_text("def rmsnorm2d_fwd_with_add(out, input, residual): ...")
     here = replace(Platform.named("gfx950"), here=True)
     x = torch.randn(3, 64, dtype=torch.bfloat16)
     [compiled, in_triton] = reasons(ops.add_rms_norm, here, x=x, residual=x, weight=x[0], eps=1e-5)
-    assert compiled == (
-        "this AITER has no aiter.rmsnorm2d_fwd_with_add that we can call (it takes no gemma_norm)"
-    )
+    assert compiled == "this AITER has no aiter.rmsnorm2d_fwd_with_add that we can call (it takes no gemma_norm)"
     assert in_triton is not None and "No module named 'aiter.ops.triton'" in in_triton
-
-
-def forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let AITER be looked for anew, and again after the test."""
-    for name in [name for name in sys.modules if name.partition(".")[0] == "aiter"]:
-        monkeypatch.delitem(sys.modules, name)
-    library.missing.cache_clear()
-    for function in library.FUNCTIONS:
-        monkeypatch.delitem(vars(function), "found", raising=False)
