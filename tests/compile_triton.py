@@ -1,0 +1,66 @@
+"""Compile the Triton kernels that cases call, for a GPU that need not be here: python compile_triton.py sm90 op/case ...
+
+Triton's interpreter takes what its compiler does not, such as a name with two types in two branches. Prints a line for each
+kernel: its name, and "compiled" or the compiler's error.
+"""
+
+import os
+import sys
+from typing import Any
+
+os.environ.pop("TRITON_INTERPRET", None)
+
+import torch
+import triton
+from kernel_cases import CASES, Draw
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from atomc import kernels, ops
+
+TARGETS = {"sm90": GPUTarget("cuda", 90, 32), "gfx942": GPUTarget("hip", "gfx942", 64)}
+TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.uint8: "u8", torch.int8: "i8",
+         torch.int32: "i32", torch.int64: "i64"}  # fmt: skip
+OPTIONS = ("num_warps", "num_stages")
+
+
+def compiling(target: GPUTarget) -> Any:
+    """What stands in for the launch of a kernel: it is compiled for these arguments."""
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        given = dict(zip([p.name for p in self.params], args, strict=False)) | kwargs
+        signature, constants = {}, {}
+        for p in self.params:
+            value = given[p.name]
+            signature[p.name] = _type(value, p)
+            if signature[p.name] == "constexpr":
+                constants[(p.num,)] = value
+        options = {name: kwargs[name] for name in OPTIONS if name in kwargs}
+        try:
+            triton.compile(ASTSource(self, signature, constants), target=target, options=options)
+            print(self.__name__, "compiled")
+        except Exception as error:
+            print(self.__name__, type(error).__name__, str(error)[-500:])
+
+    return run
+
+
+def _type(value: Any, parameter: Any) -> str:
+    if parameter.is_constexpr or value is None:
+        return "constexpr"
+    if isinstance(value, Tensor):
+        return "*" + TYPES[value.dtype]
+    if isinstance(value, float):
+        return "fp32"
+    return "constexpr" if value == 1 and not parameter.do_not_specialize else "i32"
+
+
+if __name__ == "__main__":
+    JITFunction.run = compiling(TARGETS[sys.argv[1]])
+    assert kernels.load("triton") is None
+    for name in sys.argv[2:]:
+        op, case = name.split("/")
+        [kernel] = [kernel for kernel in ops.REGISTRY[op].kernels if kernel.provider == "triton"]
+        kernel.function(**CASES[op][case](Draw(torch.bfloat16)))
