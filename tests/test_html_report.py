@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -269,15 +270,22 @@ def test_reports_of_graphs_that_were_not_treated_or_are_empty_are_shown(opened):
     assert "No graph was compiled" in html_of([])
 
 
-def test_64_layers_make_a_page_of_less_than_3_mb(qwen3):
-    from atomc import models
-    from atomc.models.loader import ready
+def test_64_layers_make_a_page_of_less_than_3_mb_even_if_no_two_are_alike(qwen3):
+    def lines_of_layer_5(text):
+        return [line for line in text.splitlines() if "layers.5." in line.split(" = ")[0] + line.rpartition("  # ")[2]]
 
-    config = TINY | {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 64, "rms_norm_eps": 1e-5}
-    text = atomc.explain(ready(models.build(config, dtype=torch.bfloat16, device="meta"))).to_html()
-    assert "layers 1-63, layer 1 shown" in text
-    assert len(text.encode()) < MAX_BYTES
-    assert len(html_of([qwen3]).encode()) < MAX_BYTES / 2
+    def different(text):
+        """Layer 5 of the graph for 64 layers of different widths."""
+        return "\n".join(re.sub(r"\b(\w+_\d+)\b", rf"\g<1>{i:02}", line).replace("layers.5", f"layers.{i}")
+                         .replace("64]", f"{64 + i}]") for i in range(64) for line in lines_of_layer_5(text))  # fmt: skip
+
+    stages = [replace(stage, text=different(stage.text), before=different(stage.before)) for stage in qwen3.stages]
+    costs = [replace(cost, layer=i, module_path=cost.module_path.replace("layers.5", f"layers.{i}"), flops=f"{i}*T")
+             for i in range(64) for cost in qwen3.costs if cost.layer == 5]  # fmt: skip
+    text = html_of([replace(qwen3, stages=stages, costs=costs)])
+    assert text.count("shown</th>") == 0 and text.count('<tr class="block">') > 64
+    assert MAX_BYTES / 2 < len(text.encode()) < MAX_BYTES
+    assert len(html_of([qwen3]).encode()) < MAX_BYTES / 5
 
 
 def test_the_start_is_told_in_words_seconds_and_bytes(opened):

@@ -27,6 +27,8 @@ HERE = Path(__file__).parent
 # Refusals that say nothing about a place in the model: of the machine, and by design.
 _OF_MACHINE = re.compile(r"\bruns? on\b|not installed")
 BY_DESIGN = ("is meant for", "its meaning is left to the glue compiler")
+# Of one pass; a model whose layers all differ has thousands.
+MOST_HUNKS = 60
 
 Said = tuple[str, str]  # a word that says what follows, and that
 
@@ -52,10 +54,11 @@ def page(reports: Sequence[Report], beside: Sequence[Report] = (), names: tuple[
     if graphs and not compared:
         title += f" to {reports[0].model}"
     many = len(graphs) > 1
-    return environment.get_template("report.html").render(
+    text = environment.get_template("report.html").render(
         graphs=graphs, many=many, compared=compared, names=names, title=title, machines=data["machines"], spans=spans,
         style=style, script=script, data=_embedded(data), policy=policy(style, script),
-    ).lstrip()  # fmt: skip
+    )  # fmt: skip
+    return re.sub(r">\n\s*<", "><", text).lstrip()
 
 
 def policy(style: str, script: str) -> str:
@@ -400,7 +403,8 @@ def _passes(report: Report) -> list[dict[str, Any]]:
     for stage in report.stages:
         before = stage.before or last
         changed: list[Hunk] = hunks(parsed(before), parsed(stage.text)) if before and stage.text else []
-        found.append({"name": stage.name, "changed": stage.changed, "hunks": changed, "kept": bool(before and stage.text),
+        found.append({"name": stage.name, "changed": stage.changed, "hunks": changed[:MOST_HUNKS],
+                      "more": len(changed[MOST_HUNKS:]), "kept": bool(before and stage.text),
                       "about": report.about.get(stage.name, "").partition("\n")[0]})  # fmt: skip
         last = stage.text or last
     shown = (step for step in found if step["hunks"] and step["about"] and step["name"] != "lift")
