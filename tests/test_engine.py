@@ -72,7 +72,7 @@ def test_in_fp32_too_where_products_do_not_depend_on_their_rows():
     common, options = {"dtype": "float32", "device": "cpu"}, {"batch_invariant": True}
     alone = equality.Alone(equality.engine_of(equality.ENGINES[2], common, options, LONGEST))
     one = equality.engine_of({**equality.ENGINES[1], "num_blocks": 30}, common, options, LONGEST)
-    for seed in range(3):
+    for seed in range(2):
         requests = equality.mix(seed, one.vocab_size, LONGEST, 6)
         assert equality.differences(alone, requests, equality.run_mix(one, requests), bound=0.0) == []
 
