@@ -10,6 +10,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import sympy
 import torch
@@ -311,11 +312,26 @@ def _vectors_work() -> bool:
     """Whether torch was built for this CPU's vectors, and the compiler takes the flags of all that the CPU has."""
     if not sys.platform.startswith("linux") or torch.backends.cpu.get_cpu_capability() != "AVX512":
         return False
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.cpu_vec_isa import supported_vec_isa_list, x86_isa_checker
+    from torch._inductor import cpu_vec_isa
 
-    has = set(x86_isa_checker())
-    flags = " ".join(isa.build_arch_flags() for isa in supported_vec_isa_list if {*str(isa).split()} <= has)
+    has = set(cpu_vec_isa.x86_isa_checker())
+    flags = [isa.build_arch_flags() for isa in cpu_vec_isa.supported_vec_isa_list if {*str(isa).split()} <= has]
+    if not _takes(" ".join(flags)):
+        return False
+
+    def quickly(isa: Any, code: str) -> bool:
+        return _takes(isa.build_arch_flags())
+
+    # What is asked here is remembered.
+    with patch.object(cpu_vec_isa.VecISA, "check_build", quickly), torch._inductor.config.patch({"cpp.vec_isa_ok": True}):
+        cpu_vec_isa.valid_vec_isa_list()
+    return True
+
+
+def _takes(flags: str) -> bool:
+    """Whether the C++ compiler knows these flags, and with them their intrinsics."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
     command = [get_cpp_compiler(), *flags.split(), "-fsyntax-only", "-x", "c++", "-"]
     return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True).returncode == 0
 

@@ -50,8 +50,10 @@ def _masked_example(dtype: torch.dtype) -> dict[str, Any]:
 
 
 REPEAT_KV = [
-    Rewrite("repeat_kv", _pattern, _replacement, _example),
-    Rewrite("repeat_kv", _masked_pattern, _masked_replacement, lambda: _masked_example(torch.bool), variant="bool mask"),
-    Rewrite("repeat_kv", _masked_pattern, _masked_replacement, lambda: _masked_example(torch.bfloat16),
-            variant="float mask"),
-]  # fmt: skip
+    Rewrite("repeat_kv", pattern, replacement, example, variant=variant, needs={"aten::expand": {}})
+    for variant, pattern, replacement, example in (
+        ("", _pattern, _replacement, _example),
+        ("bool mask", _masked_pattern, _masked_replacement, lambda: _masked_example(torch.bool)),
+        ("float mask", _masked_pattern, _masked_replacement, lambda: _masked_example(torch.bfloat16)),
+    )
+]
