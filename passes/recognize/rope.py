@@ -54,7 +54,8 @@ def _partial(style: str) -> Rewrite:
     def example() -> dict[str, Any]:
         return {"x": tensor_example(3, 22), "cos": tensor_example(12 // factor), "sin": tensor_example(12 // factor)}
 
-    return Rewrite("rope_partial", pattern, replacement, example, variant=style, attrs={"style": style})
+    return Rewrite("rope_partial", pattern, replacement, example, variant=style, attrs={"style": style},
+                   needs={"aten::slice": {}})  # fmt: skip
 
 
 ROPE = [_rotation(style) for style in ROPE_STYLES]

@@ -51,6 +51,8 @@ def _rope_example() -> dict[str, Any]:
 
 # The norm first: a rotation behind it then sees the transpose.
 ROPE_BEFORE_TRANSPOSE = [
-    Rewrite("rope_before_transpose", _norm_pattern, _norm_replacement, _norm_example, _norm_guard, variant="rms_norm"),
-    Rewrite("rope_before_transpose", _rope_pattern, _rope_replacement, _rope_example, _rope_guard),
-]
+    Rewrite("rope_before_transpose", _norm_pattern, _norm_replacement, _norm_example, _norm_guard, variant="rms_norm",
+            needs={"aten::permute": {}}),
+    Rewrite("rope_before_transpose", _rope_pattern, _rope_replacement, _rope_example, _rope_guard,
+            needs={"aten::permute": {}}),
+]  # fmt: skip
