@@ -7,6 +7,7 @@ Symbols: T tokens of the step, R rows of which logits are wanted, S sequences, C
 ones included. Other sizes keep the names that they have in the graph.
 """
 
+import functools
 import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -149,6 +150,7 @@ def name_of(node: Node) -> str:
     return str(node.meta.get("op") or getattr(node.target, "__name__", node.target))
 
 
+@functools.lru_cache(4096)  # layers are alike
 def simple(found: sympy.Expr) -> sympy.Expr:
     return sympy.expand(found) if not found.is_number else found
 
