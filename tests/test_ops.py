@@ -334,7 +334,8 @@ def test_the_joined_writes_are_their_parts(norm: bool) -> None:
             q_part = ops.rms_norm(q_part, parts["q_weight"], parts["eps"], parts["norm_style"])
             k_part = ops.rms_norm(k_part, parts["k_weight"], parts["eps"], parts["norm_style"])
         q_part, k_part = (ops.rope(x, parts["cos"], parts["sin"], parts["rope_style"]) for x in (q_part, k_part))
-        ops.kv_write(k_part, parts["v"], parts["k_cache"], parts["v_cache"], parts["slots"])
+        scales = {scale: parts[scale] for scale in ("k_scale", "v_scale") if scale in parts}
+        ops.kv_write(k_part, parts["v"], parts["k_cache"], parts["v_cache"], parts["slots"], **scales)
         assert token.shape == (0,)
         assert torch.equal(q, q_part)
         assert torch.equal(a["k_cache"], parts["k_cache"])
