@@ -13,12 +13,17 @@ from atomc import capture, passes, pipeline
 from atomc.graph_pass import Context, Pass, rewriting
 from atomc.options import Options
 from atomc.platform import Platform
-from atomc.report import Report
+from atomc.report import Report, reports
 from atomc.rewrite import Fired, Rewrite
 from atomc.torch_compat import lifted_floats, outside_of_tracing, source_name
 
 T = TypeVar("T")
 TIDY = passes.PIPELINE[0]
+
+
+def since(before: Sequence[Report]) -> list[Report]:
+    """The reports that were added to these; only the last are kept, so their number tells nothing."""
+    return [report for report in reports() if not any(report is old for old in before)]
 
 
 @dataclass

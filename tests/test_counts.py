@@ -5,6 +5,7 @@ from functools import cache
 
 import pytest
 import torch
+from rewriting import since
 from torch import Tensor, nn
 
 import atomc
@@ -170,13 +171,13 @@ def tokens(count: int, mark: Callable[[Tensor, int], object] = lambda x, dim: No
 def check(forward: Callable[..., Tensor], expected: dict[str, int], *inputs: tuple[Tensor, Tensor],
           dynamic: bool | None = None, graphs: int = 1) -> None:  # fmt: skip
     """Compiled, it computes what eager does for each of the inputs, and each graph has the expected counts."""
-    before = len(atomc.reports())
+    before = atomc.reports()
     compiled = torch.compile(forward, backend="atom", options=STRICT, dynamic=dynamic)
     with torch.inference_mode():
         for given in inputs:
             actual, wanted = compiled(*given), forward(*given)
             assert (actual - wanted).abs().max() <= 1e-5 * wanted.abs().max()
-    made = atomc.reports()[before:]
+    made = since(before)
     assert [counted(report, expected) for report in made] == [expected] * graphs
 
 
@@ -208,12 +209,12 @@ def test_the_same_is_recognised_when_nothing_is_known_about_the_token_count(kind
 
 @pytest.mark.parametrize("kind", ["qwen3", "gpt_oss"])
 def test_a_stock_layer_is_recognised_whole_when_nothing_is_known_about_the_token_count(kind: str) -> None:
-    before = len(atomc.reports())
+    before = atomc.reports()
     compiled = torch.compile(one_layer(kind), backend="atom", options=STRICT)
     with torch.inference_mode():
         compiled(*tokens(12, mark_unbacked))
     # The mask code of transformers may break the graph at sizes it cannot know; not within the layers.
-    of_layers = [report for report in atomc.reports()[before:] if report.matches["rms_norm"]]
+    of_layers = [report for report in since(before) if report.matches["rms_norm"]]
     assert [counted(report, OF_ONE_LAYER[kind]) for report in of_layers] == [OF_ONE_LAYER[kind]]
 
 

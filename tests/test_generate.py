@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from rewriting import since
 from torch import Tensor
 
 import atomc
@@ -36,10 +37,10 @@ def generated(model, ids, **kwargs):
 
 def test_generate_with_a_compiled_forward_gives_the_tokens_of_eager(model, ids) -> None:
     expected = generated(model, ids, disable_compile=True)
-    before = len(atomc.reports())
+    before = atomc.reports()
     model.forward = torch.compile(model.forward, backend="atom", options={"glue": "eager"})
     assert torch.equal(generated(model, ids, disable_compile=True), expected)
-    reports = atomc.reports()[before:]
+    reports = since(before)
     assert all(report.treated for report in reports)
     assert len(reports) <= 3, "a graph for the prompt and one for a token, not one per token"
 

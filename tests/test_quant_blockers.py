@@ -13,7 +13,7 @@ import torch
 from kernel_cases import CASES, Draw, one_process_group
 from latent import BIND_LATENT
 from latent_blockers import KEYS, MULTIPLIED, ROTATED, H, L, P, R, T, V, latent_attention, multiplied, rand
-from rewriting import explained
+from rewriting import explained, since
 from test_counts import own
 from torch import Tensor
 
@@ -231,12 +231,12 @@ BLOCKED = {
 
 def reasons(rewrite: str, function: Callable[..., Any], *calls: tuple[Tensor, ...], **how: Any) -> list[str]:
     """What each graph that these calls compile says of the rewrite."""
-    before = len(atomc.reports())
+    before = atomc.reports()
     compiled = torch.compile(function, backend="atom", options=STRICT, **how)
     with torch.inference_mode():
         for inputs in calls:
             compiled(*inputs)
-    return [report.why(rewrite) for report in atomc.reports()[before:]]
+    return [report.why(rewrite) for report in since(before)]
 
 
 @pytest.mark.parametrize("rewrite", BLOCKED)
@@ -272,7 +272,6 @@ def test_a_chain_that_a_graph_break_cuts_says_where() -> None:
 
 
 def test_where_inductor_takes_over_it_says_why_the_graph_was_not_treated() -> None:
-    before = len(atomc.reports())
     compiled = torch.compile(normed(ops.quant_fp8_per_token), backend="atom", options={"glue": "eager"})
     compiled(X, W.clone().requires_grad_())
-    assert "the graph was not treated: gradients are enabled" in atomc.reports()[before].why("rms_norm_quant")
+    assert "the graph was not treated: gradients are enabled" in atomc.reports()[-1].why("rms_norm_quant")

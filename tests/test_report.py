@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from rewriting import explained
+from rewriting import explained, since
 from torch import nn
 
 import atomc
@@ -94,9 +94,9 @@ def test_a_graph_break_is_named_with_the_users_line():
         return layer.norm(total)
 
     line = broken.__code__.co_firstlineno + 2
-    before = len(reports())
+    before = reports()
     report_of(broken)
-    first, second = reports()[before:]
+    first, second = since(before)
     assert first.why("add_rms_norm").startswith(
         f"add_rms_norm: broken here: Dynamo ended the graph at test_report.py:{line} (torch._dynamo.graph_break())")
     assert second.matches["rms_norm"] == 1 and second.graph_break is None
