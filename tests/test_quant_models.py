@@ -118,7 +118,7 @@ def live_bytes() -> int:
     """What all tensors that Python knows take, without what is mapped from a file twice."""
     storages = {}
     for thing in gc.get_objects():
-        if type(thing) in (Tensor, nn.Parameter) and not thing.is_meta:
+        if type(thing) in (Tensor, nn.Parameter) and thing.layout == torch.strided and not thing.is_meta:
             storages[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
     return sum(storages.values())
 
