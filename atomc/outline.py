@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from atomc.likeness import spelled
 from atomc.provenance import clean_path
 from atomc.torch_compat import INVOKE_SUBGRAPH
 
@@ -116,27 +117,9 @@ def _symbols(value: Any) -> Iterator[Any]:
 def _likeness(layer: Layer) -> Hashable:
     """Equal for layers that compute the same of inputs alike."""
     numbers = {node: i for i, node in enumerate([*layer.inputs, *layer.nodes])}
-
-    def spelled(item: Any) -> Hashable:
-        if isinstance(item, Node):
-            return "node", numbers[item]
-        if isinstance(item, tuple | list):
-            return type(item), tuple(map(spelled, item))
-        if isinstance(item, dict):
-            return tuple((name, spelled(part)) for name, part in item.items())
-        if isinstance(item, slice):
-            return "slice", spelled((item.start, item.stop, item.step))
-        if isinstance(item, torch.SymInt | torch.SymFloat | torch.SymBool):
-            known = item.node.expr.is_number  # since a later layer asked for it
-            return (int, int(item.node.expr)) if known else ("symbol", item.node.expr)
-        if isinstance(item, Tensor):
-            return type(item), item.dtype, item.device, item.requires_grad, spelled((*item.shape, *item.stride()))
-        return type(item), repr(item) if isinstance(item, float) else item if isinstance(item, Hashable) else id(item)
-
     return (
-        tuple(spelled(_value(node)) for node in layer.inputs),
-        tuple((node.op, node.target, spelled(node.args), spelled(node.kwargs), spelled(_value(node)))
-              for node in layer.nodes),
+        tuple(spelled(_value(node), numbers) for node in layer.inputs),
+        tuple((node.op, node.target, spelled((node.args, node.kwargs, _value(node)), numbers)) for node in layer.nodes),
         tuple(numbers[node] for node in layer.outputs),
     )  # fmt: skip
 

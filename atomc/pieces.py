@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.passes.split_module import split_module
 
 from atomc.artifact import Function, of_graph, of_inductor, of_pieces
+from atomc.likeness import spelled
 from atomc.match import mutated
 from atomc.options import Options
 from atomc.platform import Platform
@@ -80,31 +81,12 @@ def _known(before: int) -> str:
 
 
 def likeness(piece: GraphModule) -> Hashable:
-    """Equal for pieces that compute the same of inputs alike, whatever these are called.
-
-    Sizes are compared by their symbols: of two that look alike only one may be known to be, say, even.
-    """
+    """Equal for pieces that compute the same of inputs alike, whatever these are called."""
     numbers = {node: i for i, node in enumerate(piece.graph.nodes)}
-
-    def spelled(item: Any) -> Hashable:
-        if isinstance(item, Node):
-            return "node", numbers[item]
-        if isinstance(item, tuple | list):
-            return tuple(map(spelled, item))
-        if isinstance(item, dict):
-            return tuple((name, spelled(part)) for name, part in item.items())
-        if isinstance(item, slice):
-            return "slice", spelled((item.start, item.stop, item.step))
-        if isinstance(item, torch.SymInt | torch.SymFloat | torch.SymBool):
-            return "symbol", item.node.expr
-        if isinstance(item, Tensor):
-            return item.dtype, item.device, spelled(item.shape), spelled(item.stride())
-        return type(item), repr(item) if isinstance(item, float) else item  # 0.0 == -0.0, but they are not alike
-
     return tuple(
         (node.op, node.target if node.op == "call_function" else None,
          id(getattr(piece, str(node.target))) if node.op == "get_attr" else None,
-         spelled(node.args if node.op != "placeholder" else ()), spelled(node.kwargs), spelled(node.meta.get("val")))
+         spelled((node.args if node.op != "placeholder" else (), node.kwargs, node.meta.get("val")), numbers))
         for node in piece.graph.nodes)  # fmt: skip
 
 

@@ -16,7 +16,7 @@ LAYERS = [
     {"demo", "json_file"},
     {"platform", "options", "errors", "packs", "torch_compat"},
     {"op", "ops", "copies"},
-    {"sizes", "canonical", "provenance", "match", "near_miss", "rewrite", "graph_pass", "strides",
+    {"sizes", "likeness", "canonical", "provenance", "match", "near_miss", "rewrite", "graph_pass", "strides",
      "dump", "diff", "replay", "report", "render", "cost", "contract", "listing", "savings", "few_bits", "efficiency",
      "report_page", "bandwidth"},
     {"examples", "kernels", "passes", "artifact", "trace"},
