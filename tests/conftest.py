@@ -1,6 +1,7 @@
 """What every test runs under: strict, one thread a worker, Triton in its interpreter where there is no GPU."""
 
 import os
+import shutil
 import sys
 
 # Read when torch, Triton and atomc are imported, so set before any of them is.
@@ -30,3 +31,16 @@ def forget_what_dynamo_compiled():
     yield
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """A headless Chromium."""
+    playwright = pytest.importorskip("playwright.sync_api")
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
+    if chromium is None:
+        pytest.skip("there is no Chromium on the path")
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield browser
+        browser.close()

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import stat
 import subprocess
 import sys
@@ -54,18 +53,6 @@ def fp8_llama():
 @pytest.fixture(scope="module")
 def mixtral():
     return stock("mixtral", 2, num_local_experts=4, num_experts_per_tok=2)
-
-
-@pytest.fixture(scope="module")
-def browser():
-    playwright = pytest.importorskip("playwright.sync_api")
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
-    if chromium is None:
-        pytest.skip("there is no Chromium on the path")
-    with playwright.sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 @pytest.fixture
