@@ -19,7 +19,8 @@ from torch.fx import GraphModule
 from torch.profiler import record_function
 
 from atomc.op import REGISTRY
-from atomc.torch_compat import FakeTensor, InductorCode, from_code
+from atomc.torch_compat import FakeTensor
+from atomc.torch_inductor import InductorCode, from_code
 from atomc.trace import label_of, labels_of, with_ranges
 
 Plain = dict[str, Any]

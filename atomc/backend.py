@@ -21,15 +21,8 @@ from atomc.report import GraphBreak, Report, forget, keep
 from atomc.report_page import publish
 from atomc.specialize import Specialized, runnable
 from atomc.stages import inductor_patches, timed
-from atomc.torch_compat import (
-    RestartAnalysis,
-    ShortenTraceback,
-    break_reason,
-    compiled_function,
-    inductor,
-    inductor_option_names,
-    recompile_reason,
-)
+from atomc.torch_inductor import inductor, inductor_option_names
+from atomc.torch_tracing import RestartAnalysis, ShortenTraceback, break_reason, compiled_function, recompile_reason
 
 log = logging.getLogger("atomc")
 

@@ -17,16 +17,8 @@ from atomc.outline import outline
 from atomc.provenance import module_path
 from atomc.regions import every_layer
 from atomc.stamp import Regions, inline, regions_of
-from atomc.torch_compat import (
-    FakeTensor,
-    FakeTensorMode,
-    RestartAnalysis,
-    fake_mode_of,
-    functional_graph,
-    own_copy,
-    source_name,
-    tracing_context,
-)
+from atomc.torch_compat import FakeTensor, FakeTensorMode
+from atomc.torch_tracing import RestartAnalysis, fake_mode_of, functional_graph, own_copy, source_name, tracing_context
 
 Compiler = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
 

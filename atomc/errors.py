@@ -1,6 +1,6 @@
 """The errors a caller may want to catch. Dynamo passes them on as they are, instead of wrapping them."""
 
-from atomc.torch_compat import ShortenTraceback
+from atomc.torch_tracing import ShortenTraceback
 
 
 class _Shown(ShortenTraceback):

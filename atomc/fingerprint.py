@@ -29,7 +29,9 @@ from atomc.passes import PIPELINE
 from atomc.pipeline import with_registered
 from atomc.platform import Platform
 from atomc.provenance import module_path, source_line
-from atomc.torch_compat import autocast_is_on, inductor_settings, outside_of_tracing, size_facts, source_name
+from atomc.torch_compat import autocast_is_on, outside_of_tracing
+from atomc.torch_inductor import inductor_settings
+from atomc.torch_tracing import size_facts, source_name
 
 Parts = dict[str, str]
 

@@ -21,7 +21,7 @@ from atomc.report import Report, forget, keep
 from atomc.report_page import publish
 from atomc.sizes import expression
 from atomc.stages import lift_stage, stages
-from atomc.torch_compat import RestartAnalysis, ShortenTraceback, lifted_floats
+from atomc.torch_tracing import RestartAnalysis, ShortenTraceback, lifted_floats
 
 EXAMPLE_TOKENS = 12
 

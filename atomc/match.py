@@ -19,7 +19,7 @@ from torch.fx import Graph, Node
 from atomc.canonical import COMMUTATIVE, VIEWS, Capture, call, keeps_last_dim, readers, value
 from atomc.provenance import describe
 from atomc.sizes import Size, expression, known_different, known_equal, spell_shape, substitute
-from atomc.torch_compat import traced_alone
+from atomc.torch_tracing import traced_alone
 
 
 @dataclass

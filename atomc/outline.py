@@ -19,7 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from atomc.likeness import spelled
 from atomc.provenance import clean_path
-from atomc.torch_compat import INVOKE_SUBGRAPH
+from atomc.torch_tracing import INVOKE_SUBGRAPH
 
 LEAST_LAYERS = 3  # two are traced as fast as one is traced and stamped twice
 LEAST_NODES = 8

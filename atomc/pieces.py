@@ -16,7 +16,9 @@ from atomc.likeness import spelled
 from atomc.match import mutated
 from atomc.options import Options
 from atomc.platform import Platform
-from atomc.torch_compat import FakeTensorMode, fake_mode_of, inductor_code, num_loaded, tracing_context
+from atomc.torch_compat import FakeTensorMode
+from atomc.torch_inductor import inductor_code, num_loaded
+from atomc.torch_tracing import fake_mode_of, tracing_context
 
 # Nothing to gain from compiling a piece of these only.
 _TRIVIAL = ("view", "_unsafe_view", "reshape", "transpose", "permute", "unsqueeze", "squeeze", "slice", "select", "t",

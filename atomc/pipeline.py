@@ -19,7 +19,7 @@ from atomc.op import op_of
 from atomc.provenance import describe, layer_of, module_path, source_line
 from atomc.report import Miss, Report, Site, Stage
 from atomc.rewrite import Fired, Rewrite, apply, misses, sort_topologically
-from atomc.torch_compat import fake_mode_of, num_guards
+from atomc.torch_tracing import fake_mode_of, num_guards
 
 log = logging.getLogger("atomc")
 

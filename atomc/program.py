@@ -28,7 +28,7 @@ from atomc.report import Report, forget, keep
 from atomc.report_page import publish
 from atomc.stages import Compiled, copies_of, lift_stage, packs_of, stages
 from atomc.start import Start
-from atomc.torch_compat import ShortenTraceback, added_by_aot, mark_unbacked, source_name
+from atomc.torch_tracing import ShortenTraceback, added_by_aot, mark_unbacked, source_name
 
 INPUTS = ("input_ids", "positions", "logits_rows")
 _INPUT = re.compile(r"^L\['(" + "|".join(INPUTS) + r")'\](?:\.size\(\)\[(\d+)\])?$")

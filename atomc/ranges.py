@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 from atomc.canonical import value
 from atomc.op import ALL_TOKENS, Kernel, op_of
 from atomc.sizes import expression
-from atomc.torch_compat import bounds
+from atomc.torch_tracing import bounds
 
 # Norms and linear layers, which take the tokens as the rows of their first argument.
 ROWS_FIRST = frozenset({

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from atomc.errors import SharingError
-from atomc.torch_compat import ShortenTraceback, TracingError, forget_region, nested_compile_region
+from atomc.torch_tracing import ShortenTraceback, TracingError, forget_region, nested_compile_region
 
 T = TypeVar("T")
 

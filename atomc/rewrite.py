@@ -17,7 +17,8 @@ from atomc.near_miss import NearMiss, near_misses
 from atomc.provenance import describe, inherited
 from atomc.sizes import same_shape
 from atomc.strides import Values, same_strides, spread_strides
-from atomc.torch_compat import fake_mode_of, outside_of_tracing
+from atomc.torch_compat import outside_of_tracing
+from atomc.torch_tracing import fake_mode_of
 
 _tracing = threading.Lock()
 

@@ -6,7 +6,7 @@ from typing import Any
 import sympy
 import torch
 
-from atomc.torch_compat import statically_known_true
+from atomc.torch_tracing import statically_known_true
 
 Size = int | torch.SymInt
 

@@ -21,7 +21,7 @@ from atomc.report import Report
 from atomc.stages import Compiled, lift_stage, packs_of, stages, with_extras
 from atomc.stamp import regions_of
 from atomc.start import Start
-from atomc.torch_compat import added_by_aot, fake_mode_of, lifted_floats, num_guards, own_copy, tracing_context
+from atomc.torch_tracing import added_by_aot, fake_mode_of, lifted_floats, num_guards, own_copy, tracing_context
 
 # A float that takes more values than this is handed to Inductor as an input.
 MOST_FLOAT_VALUES = 8

@@ -27,7 +27,7 @@ from atomc.report import OpCost, Report
 from atomc.savings import savings
 from atomc.select import Selection
 from atomc.stamp import inline, region, regions_of, renamed, stack_of
-from atomc.torch_compat import mode_options
+from atomc.torch_inductor import mode_options
 
 
 @dataclass

@@ -17,7 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from atomc.provenance import clean_path
 from atomc.sizes import known_equal
-from atomc.torch_compat import INVOKE_SUBGRAPH
+from atomc.torch_tracing import INVOKE_SUBGRAPH
 
 Stack = Mapping[str, Any]
 

@@ -13,7 +13,8 @@ from atomc.fingerprint import parts_of
 from atomc.graph_pass import Context
 from atomc.report import Report
 from atomc.stages import Compiled, restored
-from atomc.torch_compat import fake_mode_of, guards_hold, guards_of, outside_of_tracing
+from atomc.torch_compat import outside_of_tracing
+from atomc.torch_tracing import fake_mode_of, guards_hold, guards_of
 
 log = logging.getLogger("atomc")
 

@@ -9,7 +9,7 @@ from torch.fx import Graph, Node
 
 from atomc.canonical import value
 from atomc.sizes import expression, known_equal
-from atomc.torch_compat import fake_mode_of, without_new_guards
+from atomc.torch_tracing import fake_mode_of, without_new_guards
 
 aten = torch.ops.aten
 

@@ -26,7 +26,8 @@ from atomc.ops.state import StateSpec
 from atomc.platform import Platform
 from atomc.provenance import module_path
 from atomc.rewrite import Fired, infer
-from atomc.torch_compat import FakeTensorMode, fake_mode_of, fresh_size
+from atomc.torch_compat import FakeTensorMode
+from atomc.torch_tracing import fake_mode_of, fresh_size
 
 
 def bind_state(gm: GraphModule, context: Context) -> list[Fired]:

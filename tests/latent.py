@@ -18,7 +18,7 @@ from atomc.graph_pass import Context, Pass
 from atomc.ops.formats import FP8
 from atomc.passes.bind_state import _Inputs
 from atomc.rewrite import Fired, infer
-from atomc.torch_compat import fake_mode_of, fresh_size
+from atomc.torch_tracing import fake_mode_of, fresh_size
 
 aten = torch.ops.aten
 

@@ -15,7 +15,8 @@ from atomc.options import Options
 from atomc.platform import Platform
 from atomc.report import Report, reports
 from atomc.rewrite import Fired, Rewrite
-from atomc.torch_compat import lifted_floats, outside_of_tracing, source_name
+from atomc.torch_compat import outside_of_tracing
+from atomc.torch_tracing import lifted_floats, source_name
 
 T = TypeVar("T")
 TIDY = passes.PIPELINE[0]

@@ -14,7 +14,7 @@ from atomc.options import Options
 from atomc.pipeline import PassError, check_order, selected
 from atomc.platform import Platform
 from atomc.rewrite import Rewrite, apply, tensor_example
-from atomc.torch_compat import mark_unbacked
+from atomc.torch_tracing import mark_unbacked
 
 aten = torch.ops.aten
 X, Y, W = torch.randn(3, 8), torch.randn(3, 8), torch.randn(8)
