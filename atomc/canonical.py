@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from atomc.expressions import expression
 from atomc.op import op_of
-from atomc.sizes import expression, known_equal
+from atomc.sizes import known_equal
 
 COMMUTATIVE = frozenset({"add", "mul", "maximum", "minimum", "eq", "ne", "bitwise_and", "bitwise_or"})
 VIEWS = frozenset({"view", "clone"})

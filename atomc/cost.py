@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from atomc.canonical import input_name, value
+from atomc.expressions import expression
 from atomc.op import op_of
 from atomc.provenance import layer_of, module_path, source_line
-from atomc.sizes import expression
 
 T, R, S, C = sympy.symbols("T R S C", positive=True, integer=True)
 # Ops that hand on memory, or only check.

@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from atomc.canonical import input_name
+from atomc.expressions import expression
 from atomc.op import REGISTRY
 from atomc.provenance import module_path
 from atomc.replay import RECORDED
-from atomc.sizes import expression
 
 # For a size about which nothing is known.
 SIZE = 8

@@ -13,13 +13,13 @@ from torch.fx import GraphModule, Node
 from atomc import capture, contract
 from atomc.backend import new_report, untreatable
 from atomc.dump import Dumper
+from atomc.expressions import expression
 from atomc.graph_pass import Context
 from atomc.options import Options
 from atomc.platform import Platform
 from atomc.regions import every_layer, trace_once
 from atomc.report import Report, forget, keep
 from atomc.report_page import publish
-from atomc.sizes import expression
 from atomc.stages import lift_stage, stages
 from atomc.torch_tracing import RestartAnalysis, ShortenTraceback, lifted_floats
 

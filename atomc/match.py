@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from atomc.canonical import COMMUTATIVE, VIEWS, Capture, call, keeps_last_dim, readers, value
+from atomc.expressions import Size, expression, known_different, substitute
 from atomc.provenance import describe
-from atomc.sizes import Size, expression, known_different, known_equal, spell_shape, substitute
+from atomc.sizes import known_equal, spell_shape
 from atomc.torch_tracing import traced_alone
 
 

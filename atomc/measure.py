@@ -19,11 +19,11 @@ from torch.fx import Graph, GraphModule, Node
 
 from atomc import cost
 from atomc.canonical import input_name, value
+from atomc.expressions import expression
 from atomc.op import op_of
 from atomc.ops.state import LAYOUTS, GroupStep, StateSpec, Step
 from atomc.pieces import likeness
 from atomc.platform import Platform
-from atomc.sizes import expression
 
 # Several times the L2 of a GPU; a CPU's caches are smaller for one core.
 ROTATED = {"cuda": 160 * 10**6, "cpu": 64 * 10**6}

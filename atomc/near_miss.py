@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from atomc.canonical import COMMUTATIVE, GENERIC, VIEWS, Call, Capture, call, keeps_last_dim, readers, spell, value
+from atomc.expressions import expression, substitute
 from atomc.match import (
     Difference,
     Index,
@@ -28,7 +29,7 @@ from atomc.match import (
     without_cast,
 )
 from atomc.provenance import describe
-from atomc.sizes import expression, known_equal, substitute
+from atomc.sizes import known_equal
 
 # Ops that only change how a value lies, looks or is kept: several in a row are one difference.
 LAYOUT = VIEWS | {"permute", "expand", "cast", "to"}

@@ -10,14 +10,43 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, overload
 
-import sympy
 import torch
 from torch import Tensor
 
 from atomc.platform import Platform
 
 _library = torch.library.Library("atom", "FRAGMENT")  # type: ignore[no-untyped-call]
-ALL_TOKENS = sympy.Interval(1, sympy.oo)
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The numbers of tokens from first to last, both included; without a last one, all from the first.
+
+    Raises ValueError if there are no such numbers.
+    """
+
+    first: int = 1
+    last: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.first < 1 or (self.last is not None and self.last < self.first):
+            raise ValueError(f"no numbers of tokens from {self.first} to {self.last}: expected 1 <= first <= last")
+
+    def __contains__(self, number: int) -> bool:
+        return self.first <= number and (self.last is None or number <= self.last)
+
+    def __str__(self) -> str:
+        """"1", "2 to 8", "9 and more"."""
+        if self.first == self.last:
+            return str(self.first)
+        return f"{self.first} and more" if self.last is None else f"{self.first} to {self.last}"
+
+    def within(self, others: "Tokens") -> bool:
+        """Whether all of these are among the others."""
+        return self.first in others and (others.last is None if self.last is None else self.last in others)
+
+
+ALL_TOKENS = Tokens()
 
 
 @dataclass(frozen=True)
@@ -47,7 +76,7 @@ class Kernel:
     provider: str
     function: Callable[..., Any]
     refuses: Callable[..., str | None] | None = None
-    tokens: sympy.Set = ALL_TOKENS
+    tokens: Tokens = ALL_TOKENS
     layout: str | None = None
     prepare: dict[tuple[str, ...], Callable[..., Prepared]] = field(default_factory=dict)
     plan: Callable[..., tuple[Tensor, ...]] | None = None
@@ -97,7 +126,7 @@ class Op:
         provider: str,
         *,
         refuses: Callable[..., str | None] | None = None,
-        tokens: sympy.Set = ALL_TOKENS,
+        tokens: Tokens = ALL_TOKENS,
         layout: str | None = None,
         prepare: Mapping[str | tuple[str, ...], Callable[..., Prepared]] | None = None,
         plan: Callable[..., tuple[Tensor, ...]] | None = None,
@@ -107,8 +136,11 @@ class Op:
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Register the decorated function as a way to run this op (see Kernel for the arguments).
 
-        Raises ValueError if `prepare` names no parameter of the op or the same function is registered twice.
+        Raises ValueError if `prepare` names no parameter of the op or the same function is registered twice, TypeError if
+        `tokens` are no Tokens.
         """
+        if not isinstance(tokens, Tokens):
+            raise TypeError(f"kernel of {self.name}: tokens is {tokens!r}, expected atomc.ops.Tokens(1, 16) or the like")
         preparing = {(names,) if isinstance(names, str) else names: made for names, made in (prepare or {}).items()}
         unknown = {name for names in preparing for name in names} - set(self.signature.parameters)
         if unknown:

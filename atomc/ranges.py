@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from atomc.canonical import value
-from atomc.op import ALL_TOKENS, Kernel, op_of
-from atomc.sizes import expression
+from atomc.expressions import expression
+from atomc.op import ALL_TOKENS, Kernel, Tokens, op_of
 from atomc.torch_tracing import bounds
 
 # Norms and linear layers, which take the tokens as the rows of their first argument.
@@ -31,7 +31,7 @@ def token_expression(gm: GraphModule) -> sympy.Expr | None:
     return None
 
 
-def ranges_of(gm: GraphModule, could_serve: Callable[[Node], Sequence[Kernel]]) -> list[sympy.Interval]:
+def ranges_of(gm: GraphModule, could_serve: Callable[[Node], Sequence[Kernel]]) -> list[Tokens]:
     """The ranges of token counts that the kernels which could serve tell apart, and that a call can have.
 
     A static graph has one. Dynamo's dynamic sizes are 2 at least: a size of 1 is a graph of its own.
@@ -41,18 +41,17 @@ def ranges_of(gm: GraphModule, could_serve: Callable[[Node], Sequence[Kernel]]) 
     starts = {1}
     for kernel in kernels:
         if kernel.tokens != ALL_TOKENS:
-            starts.add(int(kernel.tokens.inf))
-            if kernel.tokens.sup != sympy.oo:
-                starts.add(int(kernel.tokens.sup) + 1)
+            starts.add(kernel.tokens.first)
+            if kernel.tokens.last is not None:
+                starts.add(kernel.tokens.last + 1)
     borders = sorted(starts)
-    found = [sympy.Interval(a, b - 1) for a, b in pairwise(borders)]
-    found.append(sympy.Interval(borders[-1], sympy.oo))
+    found = [*(Tokens(a, b - 1) for a, b in pairwise(borders)), Tokens(borders[-1])]
     if tokens is None:
         return [ALL_TOKENS]
     if tokens.is_number:
-        return [interval for interval in found if tokens in interval]
-    possible = bounds(gm.graph, tokens)
-    return [interval for interval in found if not interval.intersect(possible).is_empty]
+        return [span for span in found if int(tokens) in span]
+    least, most = bounds(gm.graph, tokens)
+    return [span for span in found if (span.last is None or least <= span.last) and (most is None or span.first <= most)]
 
 
 @dataclass(frozen=True)
@@ -80,14 +79,14 @@ class Dispatch:
         return call
 
 
-def dispatch(gm: GraphModule, ranges: Sequence[sympy.Interval]) -> Dispatch | None:
+def dispatch(gm: GraphModule, ranges: Sequence[Tokens]) -> Dispatch | None:
     """How to choose among these ranges; None if there is but one."""
     if len(ranges) == 1:
         return None
     tokens = token_expression(gm)
     assert tokens is not None
     symbols = sorted(tokens.free_symbols, key=str)
-    starts = tuple(int(interval.inf) for interval in ranges)  # sympy makes a FiniteSet of 1 to 1
+    starts = tuple(span.first for span in ranges)
     return Dispatch(starts, tuple(map(str, symbols)), tuple(_where(gm, symbol) for symbol in symbols), sympy.pycode(tokens))
 
 

@@ -5,13 +5,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import sympy
 import torch
 from torch.fx import Node
 
 from atomc import kernels
 from atomc.errors import OptionsError
-from atomc.op import ALL_TOKENS, REGISTRY, Kernel, Op, op_of, refusal
+from atomc.op import ALL_TOKENS, REGISTRY, Kernel, Op, Tokens, op_of, refusal
 from atomc.options import Options
 from atomc.platform import Platform
 from atomc.provenance import module_path
@@ -31,7 +30,7 @@ class Selection:
     """
 
     def __init__(self, options: Options, platform: Platform, *, eager: bool, layout: str | None = None,
-                 tokens: sympy.Set = ALL_TOKENS, weights: Mapping[str, str | None] | None = None,
+                 tokens: Tokens = ALL_TOKENS, weights: Mapping[str, str | None] | None = None,
                  copied: dict[tuple[str, Any], int] | None = None):  # fmt: skip
         self.options, self.platform, self.eager = options, replace(platform, asked=options.providers), eager
         self.layout, self.tokens = layout, tokens
@@ -99,7 +98,7 @@ class Selection:
         return None
 
     def _remember(self, op: Op, node: Node, chosen: str, refused: list[tuple[str, str]]) -> None:
-        tokens = "any" if self.tokens == ALL_TOKENS else spell_range(self.tokens)
+        tokens = "any" if self.tokens == ALL_TOKENS else str(self.tokens)
         self.choices.append(KernelChoice(op.name, module_path(node), tokens, chosen, refused, node.name))
 
     def _ranked(self, op: Op) -> list[Kernel]:
@@ -135,8 +134,8 @@ class Selection:
             return "it rounds once, rounding='hf' asks for the model's own roundings"
         if reason := refusal(kernel, self.platform, arguments) or self._no_copies(kernel, nodes):
             return reason
-        if not any_tokens and not self.tokens.is_subset(kernel.tokens):
-            return f"is meant for {spell_range(kernel.tokens)} tokens"
+        if not any_tokens and not self.tokens.within(kernel.tokens):
+            return f"is meant for {kernel.tokens} tokens"
         return None
 
     def _no_copies(self, kernel: Kernel, nodes: dict[str, Any]) -> str | None:
@@ -165,13 +164,6 @@ class Selection:
             return False
         # Inductor may keep fp32 where the model rounds; a norm run on its own does not.
         return not (self.options.rounding == "hf" and "norm" in kernel.op)
-
-
-def spell_range(tokens: sympy.Set) -> str:
-    """"1", "2 to 8", "9 and more"."""
-    if tokens.inf == tokens.sup:
-        return str(tokens.inf)
-    return f"{tokens.inf} and more" if tokens.sup == sympy.oo else f"{tokens.inf} to {tokens.sup}"
 
 
 def _nbytes(weight: Node) -> int:

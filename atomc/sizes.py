@@ -1,47 +1,23 @@
-"""Comparing symbolic sizes without ever adding a guard."""
+"""Comparing sizes without ever adding a guard, as kernels do. Those that are no numbers: atomc.expressions."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import sympy
 import torch
-
-from atomc.torch_tracing import statically_known_true
-
-Size = int | torch.SymInt
-
-
-def expression(size: Any) -> sympy.Expr:
-    """The sympy expression of a size."""
-    return size.node.expr if isinstance(size, torch.SymInt) else sympy.sympify(size)
 
 
 def known_equal(a: Any, b: Any) -> bool:
     """True only if a == b for every value of their symbols. (`a == b` and guard_or_false would add a guard.)"""
-    if isinstance(a, Size) and isinstance(b, Size):
-        return bool(statically_known_true(a == b))
-    return bool(sympy.expand(expression(a) - expression(b)) == 0)
+    if isinstance(a, int) and isinstance(b, int):
+        return a == b
+    from atomc.expressions import always_equal  # sympy is loaded where there are symbols
 
-
-def known_different(a: Any, b: Any) -> bool:
-    """True only if a != b for every value of their symbols."""
-    difference = sympy.expand(expression(a) - expression(b))
-    return bool(difference.is_number and difference != 0)
+    return always_equal(a, b)
 
 
 def same_shape(a: torch.Tensor, b: torch.Tensor) -> bool:
     """True only if the two shapes are equal for every value of their symbols."""
     return a.dim() == b.dim() and all(known_equal(m, n) for m, n in zip(a.shape, b.shape, strict=True))
-
-
-def substitute(size: Any, values: Mapping[sympy.Symbol, Any]) -> Any:
-    """The size with symbols replaced by other sizes, as an expression; an int stays an int.
-
-    All at once: the symbols of a pattern and of a graph may have the same names.
-    """
-    if not isinstance(size, torch.SymInt):
-        return size
-    return expression(size).xreplace({symbol: expression(value) for symbol, value in values.items()})
 
 
 def spell_shape(shape: Sequence[Any]) -> str:

@@ -120,15 +120,15 @@ def stages(
     extras_of: list[tuple[int, int, int]] = []
     syncing: list[str] = []
     copied: dict[tuple[str, Any], int] = {}
-    for interval in found:
+    for span in found:
         with timed(report, "lower"):
             lowered = copy_graph(gm) if len(found) > 1 else gm
             selection = Selection(context.options, context.platform, eager=how == "eager", layout=layout,
-                                  tokens=interval, weights=weights, copied=copied)  # fmt: skip
+                                  tokens=span, weights=weights, copied=copied)  # fmt: skip
             layout = layout or selection.fix_layout(list(lowered.graph.nodes))
             for_range = copy.copy(context)
             for_range.choose, for_range.extras = selection.choose, []
-            lowered.meta["tokens"] = interval
+            lowered.meta["tokens"] = span
             pipeline.run(lowered, [passes.LOWER], for_range, report, observers)
             report.kernels += selection.choices
             syncing += selection.syncing

@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from atomc.canonical import value
-from atomc.sizes import expression, known_equal
+from atomc.expressions import expression
+from atomc.sizes import known_equal
 from atomc.torch_tracing import fake_mode_of, without_new_guards
 
 aten = torch.ops.aten

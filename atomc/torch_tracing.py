@@ -245,14 +245,16 @@ def size_facts(graph: Graph) -> list[str]:
     return sorted([*ranges, *(str(guard.expr) for guard in env.guards)])
 
 
-def bounds(graph: Graph, size: sympy.Expr) -> sympy.Interval:
-    """Between what numbers a size of a graph of Dynamo's lies, by the ranges of its symbols, which guards hold."""
+def bounds(graph: Graph, size: sympy.Expr) -> tuple[int, int | None]:
+    """Between what numbers a size of a graph of Dynamo's lies, by the ranges of its symbols, which guards hold.
+
+    Both are possible; None: there is no largest one.
+    """
     mode = fake_mode_of(graph)
     if mode is None or mode.shape_env is None:
-        return sympy.Interval(0, sympy.oo)
+        return 0, None
     found = bound_sympy(size, mode.shape_env.var_to_range)
-    upper = sympy.oo if found.upper in (int_oo, sympy.oo) else found.upper
-    return sympy.Interval(max(found.lower, 0), upper)
+    return max(int(found.lower), 0), None if found.upper in (int_oo, sympy.oo) else int(found.upper)
 
 
 def traced_alone(function: Callable[..., Any], *args: Tensor) -> Graph:

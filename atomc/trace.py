@@ -3,7 +3,6 @@
 import ast
 from collections.abc import Callable, Mapping
 
-import sympy
 from torch.fx import Graph, GraphModule, Node
 
 from atomc.cost import FREE, name_of
@@ -29,7 +28,7 @@ def _numbered() -> Observer:
         tokens = gm.meta.get("tokens", ALL_TOKENS)
         behind = ""
         if name == "lower" and tokens != ALL_TOKENS:
-            behind = f"_{tokens.inf}_and_more" if tokens.sup == sympy.oo else f"_{tokens.inf}_to_{tokens.sup}"
+            behind = "_" + str(tokens).replace(" ", "_")
         structured_trace(f"atomc_{number:02d}_{name}{behind}", lambda: listing(gm))
         number += 1
 

@@ -5,7 +5,6 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-import sympy
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -226,7 +225,7 @@ def test_copies_for_other_numbers_of_rows_count_too(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr("atomc.select.MOST_COPIED", 1.5 * 48 * 32 * 4 / HERE.memory)
     monkeypatch.setattr(ops.linear, "kernels", list(ops.linear.kernels))
-    ops.linear.kernel("mine", prepare={"weight": transposed}, tokens=sympy.Interval(1, 8))(linear)
+    ops.linear.kernel("mine", prepare={"weight": transposed}, tokens=ops.Tokens(1, 8))(linear)
     module = nn.Linear(32, 48).requires_grad_(False)
     options = {"glue": "eager", "providers": ("mine", "onednn", "torch")}
     torch.testing.assert_close(torch.compile(module, backend="atom", options=options, dynamic=True)(X), module(X))

@@ -4,7 +4,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-import sympy
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -95,8 +94,8 @@ def test_each_range_of_tokens_gets_its_own_kernel_and_the_borders_are_right(dyna
         return F.linear(x, weight, bias)
 
     model = Mlp().eval().requires_grad_(False)
-    with registered(ops.linear, "few", few, tokens=sympy.Interval(1, 8)), \
-            registered(ops.linear, "many", many, tokens=sympy.Interval(256, sympy.oo)):  # fmt: skip
+    with registered(ops.linear, "few", few, tokens=ops.Tokens(1, 8)), \
+            registered(ops.linear, "many", many, tokens=ops.Tokens(256)):  # fmt: skip
         options = {**EAGER, "providers": ("few", "many", "torch")}
         compiled = torch.compile(model, backend="atom", dynamic=dynamic, options=options)
         for shape in ((1, 1), (1, 7), (2, 4), (1, 9), (5, 51), (2, 128), (1, 257)):
@@ -115,7 +114,7 @@ def test_each_range_of_tokens_gets_its_own_kernel_and_the_borders_are_right(dyna
 
 def test_a_range_that_no_call_can_have_is_not_compiled() -> None:
     """Dynamo's dynamic sizes are 2 at least."""
-    one = sympy.Interval(1, 1)
+    one = ops.Tokens(1, 1)
     with registered(ops.linear, "one", F.linear, tokens=one):
         options = {**EAGER, "providers": ("one", "torch")}
         x = torch.randn(5, 6)
@@ -132,7 +131,7 @@ def test_the_ranges_of_kernels_behind_one_for_any_number_of_tokens_split_nothing
         return F.linear(x, weight, bias)
 
     model = Mlp().eval().requires_grad_(False)
-    with registered(ops.linear, "few", few, tokens=sympy.Interval(2, 8)), registered(ops.linear, "any", product):
+    with registered(ops.linear, "few", few, tokens=ops.Tokens(2, 8)), registered(ops.linear, "any", product):
         for providers, expected in ((("any", "few"), {"any"}), (("few", "any"), {"2 to 8", "9 and more"})):
             compiled = torch.compile(model, backend="atom", dynamic=True, options={**EAGER, "providers": providers})
             compiled(torch.randn(3, 6))
@@ -274,3 +273,14 @@ def test_the_order_of_providers_is_the_users() -> None:
     selection = Selection(Options(providers=("torch",)), Platform.detect("cpu"), eager=True)
     assert selection.order == ["torch"]
     assert Context(Options(), Platform.detect("cpu")).extras == []
+
+
+def test_numbers_of_tokens_are_spelled_and_wrong_ones_refused() -> None:
+    assert [str(tokens) for tokens in (ops.Tokens(), ops.Tokens(2, 8), ops.Tokens(3, 3))] == ["1 and more", "2 to 8", "3"]
+    assert 8 in ops.Tokens(2, 8) and 9 not in ops.Tokens(2, 8) and 9 in ops.Tokens(9)
+    assert ops.Tokens(3, 8).within(ops.Tokens(2)) and not ops.Tokens(2).within(ops.Tokens(2, 8))
+    for first, last in ((0, 4), (5, 4)):
+        with pytest.raises(ValueError, match=f"no numbers of tokens from {first} to {last}"):
+            ops.Tokens(first, last)
+    with pytest.raises(TypeError, match=r"kernel of linear: tokens is \(1, 8\), expected atomc.ops.Tokens"):
+        ops.linear.kernel("mine", tokens=(1, 8))

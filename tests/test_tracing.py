@@ -8,12 +8,11 @@ import subprocess
 import sys
 
 import pytest
-import sympy
 import torch
 from torch import nn
 
 import atomc
-from atomc import pieces, trace
+from atomc import ops, pieces, trace
 
 TRACE = logging.getLogger("torch.__trace")
 
@@ -85,10 +84,10 @@ def test_the_graph_before_and_after_each_changing_pass_is_in_the_structured_trac
 def test_each_range_of_token_counts_has_a_lowered_graph_of_its_own(traced):
     gm = torch.fx.symbolic_trace(lambda x: x)
     (write,) = trace.observers()
-    gm.meta["tokens"] = sympy.Interval(2, 16)
+    gm.meta["tokens"] = ops.Tokens(2, 16)
     write("captured", gm)
     write("lower", gm)
-    gm.meta["tokens"] = sympy.Interval(17, sympy.oo)
+    gm.meta["tokens"] = ops.Tokens(17)
     write("lower", gm)
     assert [name for name, _, _ in ours(traced)] == [
         "atomc_00_captured", "atomc_01_lower_2_to_16", "atomc_02_lower_17_and_more"]  # fmt: skip

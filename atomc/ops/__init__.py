@@ -1,6 +1,6 @@
 """What operations mean. Each op is called like a function; `.reference` is its meaning, `.kernel` adds a way to run it."""
 
-from atomc.op import REGISTRY, Kernel, Op, Prepared, op_of
+from atomc.op import REGISTRY, Kernel, Op, Prepared, Tokens, op_of
 from atomc.ops.activation import gelu_and_mul, silu_and_mul
 from atomc.ops.activation_quant import silu_and_mul_quant
 from atomc.ops.attention import attention, kv_write, paged_attention
@@ -31,6 +31,7 @@ __all__ = [
     "Prepared",
     "StateSpec",
     "Step",
+    "Tokens",
     "add_layer_norm",
     "add_rms_norm",
     "add_rms_norm_pad",

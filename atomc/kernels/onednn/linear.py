@@ -1,6 +1,5 @@
 """Linear layers in fp32 of two rows and more: one row is as fast by the weight as it lies."""
 
-import sympy
 import torch
 from torch import Tensor
 
@@ -24,6 +23,6 @@ def _no_gain(platform: Platform, x: Tensor, weight: Tensor, bias: Tensor | None 
     return unfit(platform, torch.float32, x, weight, bias)
 
 
-@ops.linear.kernel("onednn", tokens=sympy.Interval(FEWEST_ROWS, sympy.oo), refuses=_no_gain, prepare={"weight": _relayout})
+@ops.linear.kernel("onednn", tokens=ops.Tokens(FEWEST_ROWS), refuses=_no_gain, prepare={"weight": _relayout})
 def linear(x: Tensor, weight: tuple[Tensor], bias: Tensor | None = None) -> Tensor:
     return multiply(x, weight[0], bias)

@@ -1,6 +1,5 @@
 """Linear layers with int4 weights and bf16 activations: PyTorch's kernel, over words in an order of its own."""
 
-import sympy
 import torch
 from torch import Tensor
 
@@ -36,7 +35,7 @@ def _unfit(
 
 
 @ops.linear_w4a16.kernel(
-    "onednn", tokens=sympy.Interval(1, MOST_ROWS), refuses=_unfit,
+    "onednn", tokens=ops.Tokens(1, MOST_ROWS), refuses=_unfit,
     prepare={"weight": _packed, ("weight_scale", "zeros"): _scales_and_zeros},
 )  # fmt: skip
 def linear_w4a16(

@@ -1,6 +1,5 @@
 """Linear layers in int8 by oneDNN: exact sums, scaled in fp32. T rows, K inputs, N outputs."""
 
-import sympy
 import torch
 from torch import Tensor
 
@@ -31,7 +30,7 @@ def _packed(weight: Tensor) -> Prepared:
 
 
 @ops.scaled_linear_int8.kernel(
-    "onednn", tokens=sympy.Interval(FEWEST_ROWS, sympy.oo), refuses=inexact, prepare={"weight": _packed}
+    "onednn", tokens=ops.Tokens(FEWEST_ROWS), refuses=inexact, prepare={"weight": _packed}
 )
 def scaled_linear_int8(
     x: Tensor, weight: tuple[Tensor, Tensor], x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None = None, *,

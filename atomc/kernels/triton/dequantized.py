@@ -4,7 +4,6 @@ multiplies. Written and read again, that costs less from 65 rows on than unpacki
 A weight of int4 is rounded to 16 bits there; e2m1 with a power of two is exact in bf16.
 """
 
-import sympy
 import torch
 import torch.nn.functional as F
 import triton
@@ -15,7 +14,7 @@ from atomc import ops
 from atomc.kernels.triton.unpacking import MAX_ROWS, as_words, scale_of, unfit, unpacked, zero_of
 from atomc.platform import Platform
 
-MANY = sympy.Interval(MAX_ROWS + 1, sympy.oo)
+MANY = ops.Tokens(MAX_ROWS + 1)
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -7,7 +7,6 @@ M rows of x, N rows of the weight, K columns.
 import math
 from typing import NamedTuple
 
-import sympy
 import torch
 import triton
 import triton.language as tl
@@ -160,6 +159,6 @@ def _no_gain(platform: Platform, x: Tensor, weight: Tensor, bias: Tensor | None 
     return None
 
 
-@ops.linear.kernel("triton", tokens=sympy.Interval(1, MAX_ROWS), refuses=_no_gain)
+@ops.linear.kernel("triton", tokens=ops.Tokens(1, MAX_ROWS), refuses=_no_gain)
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return multiply(x, weight, bias, tile_for(num_rows(x), *weight.shape))

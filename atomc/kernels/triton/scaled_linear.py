@@ -7,7 +7,6 @@ columns multiply what each block adds to it. M rows of x, N rows of the weight, 
 import math
 from typing import NamedTuple
 
-import sympy
 import torch
 import triton
 import triton.language as tl
@@ -194,7 +193,7 @@ def _few(
     return reason
 
 
-FEW = sympy.Interval(1, MAX_ROWS)
+FEW = ops.Tokens(1, MAX_ROWS)
 
 
 @ops.scaled_linear_fp8.kernel("triton", tokens=FEW, refuses=_few)

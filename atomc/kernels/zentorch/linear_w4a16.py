@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-import sympy
 import torch
 from torch import Tensor
 
@@ -39,7 +38,7 @@ PREPARE: dict[str | tuple[str, ...], Callable[..., Prepared]] = {"weight": as_it
 
 
 @ops.linear_w4a16.kernel(
-    "zentorch", tokens=sympy.Interval(FEWEST_ROWS, sympy.oo), refuses=unfit_int4, prepare=PREPARE
+    "zentorch", tokens=ops.Tokens(FEWEST_ROWS), refuses=unfit_int4, prepare=PREPARE
 )
 def linear_w4a16(
     x: Tensor, weight: tuple[Tensor], weight_scale: tuple[Tensor, Tensor], zeros: Tensor | None = None,
