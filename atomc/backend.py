@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from atomc import capture, contract
-from atomc.errors import OptionsError, RunError
+from atomc.errors import OURS, OptionsError, RunError
 from atomc.options import Options
 from atomc.platform import Platform
 from atomc.provenance import clean_path
@@ -22,7 +22,14 @@ from atomc.report_page import publish
 from atomc.specialize import Specialized, runnable
 from atomc.stages import inductor_patches, timed
 from atomc.torch_inductor import inductor, inductor_option_names
-from atomc.torch_tracing import RestartAnalysis, ShortenTraceback, break_reason, compiled_function, recompile_reason
+from atomc.torch_tracing import (
+    RestartAnalysis,
+    ShortenTraceback,
+    break_reason,
+    compiled_function,
+    passed_on,
+    recompile_reason,
+)
 
 log = logging.getLogger("atomc")
 
@@ -35,10 +42,11 @@ def atom(
     mode: str | None = None,
 ) -> Callable[..., Any]:
     """The backend. Raises OptionsError for wrong options; whatever else goes wrong, the graph runs through Inductor."""
-    chosen = Options.of(options, mode)
-    _check_inductor_options(chosen)
-    contract.check_formulas(chosen.expect)
-    return compile_graph(gm, example_inputs, chosen)
+    with passed_on():
+        chosen = Options.of(options, mode)
+        _check_inductor_options(chosen)
+        contract.check_formulas(chosen.expect)
+        return compile_graph(gm, example_inputs, chosen)
 
 
 def compile_graph(
@@ -58,7 +66,7 @@ def compile_graph(
     except RestartAnalysis:  # Dynamo traces again with floats it now knows to be constants
         forget(report)
         raise
-    except ShortenTraceback:
+    except (ShortenTraceback, *OURS):
         raise
     except Exception as error:  # a compiler that fails must not break the program
         report.treated, report.why_not = False, f"{type(error).__name__}: {error}"

@@ -13,7 +13,6 @@ from torch import Tensor
 from atomc.torch_compat import is_static_input
 
 MOST_GRAPHS = 32
-_WARM_UPS = 2  # Triton compiles, cuBLAS allocates its workspace: neither may happen during capture
 
 
 @dataclass
@@ -38,20 +37,27 @@ class Pool:
         self.stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self.num_graphs = 0
 
-    def capture(self, call: Callable[[], Any]) -> Captured:
-        """Capture `call`, whose inputs must stay where they are. Raises what CUDA raises if it cannot be captured."""
+    def capture(self, call: Callable[[], Any], *, warm_up: bool = True) -> Captured:
+        """Capture `call`, whose inputs must stay where they are. Raises what CUDA raises if it cannot be captured.
+
+        warm_up  call it once before: Triton compiles, Inductor measures, cuBLAS allocates its workspace. Not needed where
+                 an earlier capture was warmed up and all kernels have run: they are loaded as they come.
+        """
         with torch.cuda.device(self.device):
             self.stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self.stream):
-                for _ in range(_WARM_UPS):
-                    call()
-            torch.cuda.current_stream().wait_stream(self.stream)
-            torch.cuda.synchronize()
-            before = torch.cuda.memory_reserved(self.device)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self.handle, stream=self.stream):
-                output = call()
-            torch.cuda.synchronize()
+            # Not torch.cuda.graph(), which waits for the device and gives all free memory back before each capture.
+            with torch.cuda.stream(self.stream):
+                if warm_up:
+                    call()
+                before = torch.cuda.memory_reserved(self.device)
+                # "relaxed" lets a kernel be loaded during capture.
+                graph.capture_begin(pool=self.handle, capture_error_mode="global" if warm_up else "relaxed")
+                try:
+                    output = call()
+                finally:
+                    graph.capture_end()
+            torch.cuda.current_stream().wait_stream(self.stream)
         self.num_graphs += 1
         return Captured(graph, output, max(0, torch.cuda.memory_reserved(self.device) - before))
 

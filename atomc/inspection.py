@@ -13,6 +13,7 @@ from torch.fx import GraphModule, Node
 from atomc import capture, contract
 from atomc.backend import new_report, untreatable
 from atomc.dump import Dumper
+from atomc.errors import OURS
 from atomc.expressions import expression
 from atomc.graph_pass import Context
 from atomc.options import Options
@@ -21,7 +22,7 @@ from atomc.regions import every_layer, trace_once
 from atomc.report import Report, forget, keep
 from atomc.report_page import publish
 from atomc.stages import lift_stage, stages
-from atomc.torch_tracing import RestartAnalysis, ShortenTraceback, lifted_floats
+from atomc.torch_tracing import RestartAnalysis, ShortenTraceback, lifted_floats, passed_on
 
 EXAMPLE_TOKENS = 12
 
@@ -45,7 +46,8 @@ def explain(
     made: list[Report] = []
 
     def backend(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        made.append(_inspect(gm, inputs, chosen, where))
+        with passed_on():
+            made.append(_inspect(gm, inputs, chosen, where))
         return lambda *given: outputs_like(gm, given)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -111,7 +113,7 @@ def _inspect(gm: GraphModule, inputs: Sequence[Any], options: Options, platform:
     except RestartAnalysis:  # Dynamo traces again with floats it now knows to be constants
         forget(report)
         raise
-    except ShortenTraceback:
+    except (ShortenTraceback, *OURS):
         raise
     except Exception as error:  # the report is what was asked for, also of a failure
         report.why_not = f"{type(error).__name__}: {error}"

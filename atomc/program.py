@@ -28,7 +28,7 @@ from atomc.report import Report, forget, keep
 from atomc.report_page import publish
 from atomc.stages import Compiled, copies_of, lift_stage, packs_of, stages
 from atomc.start import Start
-from atomc.torch_tracing import ShortenTraceback, added_by_aot, mark_unbacked, source_name
+from atomc.torch_tracing import ShortenTraceback, added_by_aot, mark_unbacked, passed_on, source_name
 
 INPUTS = ("input_ids", "positions", "logits_rows")
 _INPUT = re.compile(r"^L\['(" + "|".join(INPUTS) + r")'\](?:\.size\(\)\[(\d+)\])?$")
@@ -183,7 +183,8 @@ def compile_model(
 
     def backend(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         reports.append(keep(new_report(gm)))
-        made.append(_program(gm, inputs, chosen, where, device, reports[-1], model, observers, keep_texts))
+        with passed_on():
+            made.append(_program(gm, inputs, chosen, where, device, reports[-1], model, observers, keep_texts))
         raise _Traced
 
     def step(input_ids: Tensor, positions: Tensor, logits_rows: Tensor) -> Tensor:

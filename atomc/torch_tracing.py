@@ -20,6 +20,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv, statically_known_tru
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import bound_sympy
 
+from atomc.errors import OURS
 from atomc.torch_compat import FakeTensor, FakeTensorMode, autocast_is_on, outside_of_tracing
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "nested_compile_region",
     "num_guards",
     "own_copy",
+    "passed_on",
     "recompile_reason",
     "size_facts",
     "source_name",
@@ -100,6 +102,20 @@ def compiled_function() -> str:
             return code.co_qualname if isinstance(code, types.CodeType) else ""
         frame = frame.f_back
     return ""
+
+
+@contextlib.contextmanager
+def passed_on() -> Iterator[None]:
+    """For a backend: errors of ours that it raises come out of torch.compile as they are. Dynamo wraps all others but those
+    of a class of its own, so that they become one."""
+    try:
+        yield
+    except OURS as error:
+        if isinstance(error, ShortenTraceback):
+            raise
+        kind = type(error)
+        both = type(kind.__name__, (ShortenTraceback, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
+        raise both(str(error), first_useful_frame=None).with_traceback(error.__traceback__) from error.__cause__
 
 
 def own_copy(gm: GraphModule) -> GraphModule:

@@ -8,21 +8,37 @@ from unittest.mock import patch
 import triton
 
 
-def compile_together(launches: Callable[[], object], *, threads: int = 16) -> bool:
-    """Call `launches`, compiling the kernels that it launches instead of running them. Returns whether that was possible.
+class _Loading(getattr(triton, "AsyncCompileMode", object)):  # since 3.4
+    """Compiles in threads and loads there, too: what launches a kernel is built by a C compiler.
 
-    What kernels would have written is not there: launches must not decide by it. A kernel that does not compile says so
-    where it is launched next.
+    A kernel is handed over once: launches that follow find that it is coming.
     """
-    mode = getattr(triton, "AsyncCompileMode", None)  # since 3.4
-    if mode is None or not hasattr(triton, "JITFunction") or triton.knobs.runtime.interpret:
+
+    def submit(self, key: Any, compile: Callable[[], Any], remember: Callable[[Any], None]) -> Any:
+        def loaded() -> Any:
+            kernel = compile()
+            kernel.run  # noqa: B018  reading it loads the kernel
+            return kernel
+
+        coming = super().submit(key, loaded, remember)
+        remember(coming)
+        return coming
+
+
+def compile_together(launches: Callable[[], object], *, threads: int = 16) -> bool:
+    """Call `launches`, compiling and loading the kernels that it launches instead of running them.
+
+    Returns whether that was possible. What kernels would have written is not there: launches must not decide by it. A
+    kernel that does not compile says so where it is launched next.
+    """
+    if not hasattr(triton, "AsyncCompileMode") or not hasattr(triton, "JITFunction") or triton.knobs.runtime.interpret:
         return False
-    run = triton.JITFunction.run
+    run, device = triton.JITFunction.run, triton.runtime.driver.active
 
     def compiled_only(kernel: Any, *args: Any, warmup: bool, **kwargs: Any) -> Any:
         return run(kernel, *args, warmup=True, **kwargs)
 
-    with (ThreadPoolExecutor(threads) as pool, mode(pool, ignore_errors=True),
-          patch.object(triton.JITFunction, "run", compiled_only)):  # fmt: skip
+    with (ThreadPoolExecutor(threads, initializer=device.set_current_device, initargs=(device.get_current_device(),)) as pool,
+          _Loading(pool, ignore_errors=True), patch.object(triton.JITFunction, "run", compiled_only)):  # fmt: skip
         launches()
     return True
