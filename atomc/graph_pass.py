@@ -8,26 +8,12 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from atomc.near_miss import NearMiss
-from atomc.op import Kernel
+from atomc.op import Extra, Kernel
 from atomc.ops.state import StateSpec
 from atomc.options import Options
 from atomc.platform import Platform
 from atomc.provenance import module_path
 from atomc.rewrite import Fired, Rewrite
-
-
-@dataclass(frozen=True)
-class Extra:
-    """A graph input that the traced program did not have; whoever calls the graph fills it.
-
-    kind      "prepared": function(*weights) -> Prepared, once; "plan": function(step, spec), once a step
-    weights   the names of the placeholders of the weights to prepare, None where there is none
-    """
-
-    kind: str
-    name: str
-    function: Callable[..., Any]
-    weights: tuple[str | None, ...] = ()
 
 
 @dataclass

@@ -85,6 +85,20 @@ class Kernel:
     syncs: bool = False
 
 
+@dataclass(frozen=True)
+class Extra:
+    """A graph input that the traced program did not have; whoever calls the graph fills it.
+
+    kind      "prepared": function(*weights) -> Prepared, once; "plan": function(step, spec), once a step
+    weights   the names of the placeholders of the weights to prepare, None where there is none
+    """
+
+    kind: str
+    name: str
+    function: Callable[..., Any]
+    weights: tuple[str | None, ...] = ()
+
+
 # Several calls on one input, each as its arguments by name (tensors are fake ones), with the same optional ones given ->
 # which parameters to pack, row behind row, so that one call returns all results side by side in the last dimension (the
 # other arguments must be the same in all calls); or why that cannot be.

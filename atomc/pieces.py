@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.passes.split_module import split_module
 
-from atomc.artifact import Function, of_graph, of_inductor, of_pieces
+from atomc.generated import Function, of_graph, of_inductor, of_pieces
 from atomc.likeness import spelled
 from atomc.match import mutated
 from atomc.options import Options

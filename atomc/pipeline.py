@@ -17,6 +17,7 @@ from atomc.match import Index
 from atomc.near_miss import NearMiss
 from atomc.op import op_of
 from atomc.provenance import describe, layer_of, module_path, source_line
+from atomc.registered import REGISTERED
 from atomc.report import Miss, Report, Site, Stage
 from atomc.rewrite import Fired, Rewrite, apply, misses, sort_topologically
 from atomc.torch_tracing import fake_mode_of, num_guards
@@ -38,7 +39,7 @@ def selected(pipeline: Sequence[Pass], context: Context) -> tuple[list[Pass], li
     Raises OptionsError for a switch of an unknown pass or one that cannot take effect, ValueError for a pipeline whose
     order breaks an `after`.
     """
-    pipeline = with_registered(pipeline)
+    pipeline = withREGISTERED(pipeline)
     check_order(pipeline)
     switches = context.options.passes
     names = [LIFT, *(p.name for p in pipeline)]
@@ -59,9 +60,6 @@ def selected(pipeline: Sequence[Pass], context: Context) -> tuple[list[Pass], li
     return [p for p in pipeline if p.name not in off and (context.paged or not p.paged)], sorted(off)
 
 
-_registered: list[tuple[Pass, str | None]] = []
-
-
 class Registration:
     """A pass added from outside; `remove()` takes it out again. Also a context manager."""
 
@@ -70,7 +68,7 @@ class Registration:
 
     def remove(self) -> None:
         with contextlib.suppress(ValueError):
-            _registered.remove(self._entry)
+            REGISTERED.remove(self._entry)
 
     def __enter__(self) -> "Registration":
         return self
@@ -85,16 +83,16 @@ def register_pass(added: Pass | Rewrite, *, before: str | None = None) -> Regist
     Raises ValueError if a pass of that name exists.
     """
     made = rewriting(added.name, [added]) if isinstance(added, Rewrite) else added
-    if any(known.name == made.name for known, _ in _registered):
+    if any(known.name == made.name for known, _ in REGISTERED):
         raise ValueError(f"register_pass: there is a pass named {made.name!r} already")
-    _registered.append((made, before))
-    return Registration(_registered[-1])
+    REGISTERED.append((made, before))
+    return Registration(REGISTERED[-1])
 
 
-def with_registered(pipeline: Sequence[Pass]) -> list[Pass]:
+def withREGISTERED(pipeline: Sequence[Pass]) -> list[Pass]:
     """The pipeline with the passes added from outside in their places."""
     whole = list(pipeline)
-    for added, before in _registered:
+    for added, before in REGISTERED:
         names = [p.name for p in whole]
         if before is not None and before not in names:
             raise ValueError(f"register_pass: {added.name!r} is to stand before {before!r}; passes are {names}")

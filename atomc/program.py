@@ -17,17 +17,18 @@ from torch.fx import GraphModule
 
 from atomc import capture, contract
 from atomc.backend import new_report
+from atomc.compiled import Compiled, copies_of, packs_of
 from atomc.dump import Dumper
 from atomc.errors import RunError
 from atomc.graph_pass import Context
+from atomc.graph_start import GraphStart
 from atomc.ops.state import StateSpec, Step
 from atomc.options import Options
 from atomc.platform import Platform
 from atomc.regions import every_layer, trace_once
 from atomc.report import Report, forget, keep
 from atomc.report_page import publish
-from atomc.stages import Compiled, copies_of, lift_stage, packs_of, stages
-from atomc.start import Start
+from atomc.stages import lift_stage, stages
 from atomc.torch_tracing import ShortenTraceback, added_by_aot, mark_unbacked, passed_on, source_name
 
 INPUTS = ("input_ids", "positions", "logits_rows")
@@ -231,7 +232,7 @@ def _program(
 ) -> Program:  # fmt: skip
     context = Context(options, platform, paged=True, notes=report.notes, inputs=inputs, observers=observers,
                       keep_texts=keep_texts or options.report is not None)  # fmt: skip
-    before = Start(gm, inputs, context, report, {})
+    before = GraphStart(gm, inputs, context, report, {})
     made: list[Compiled] = []
 
     def compiler(functional: GraphModule, fakes: Sequence[Any]) -> Callable[..., Any]:

@@ -1,9 +1,7 @@
 """Token ranges: kernels declare where they are meant to be used, and a graph is lowered once per range that results."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import sympy
 import torch
@@ -11,6 +9,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from atomc.canonical import value
+from atomc.compiled import Dispatch
 from atomc.expressions import expression
 from atomc.op import ALL_TOKENS, Kernel, Tokens, op_of
 from atomc.torch_tracing import bounds
@@ -52,31 +51,6 @@ def ranges_of(gm: GraphModule, could_serve: Callable[[Node], Sequence[Kernel]]) 
         return [span for span in found if int(tokens) in span]
     least, most = bounds(gm.graph, tokens)
     return [span for span in found if (span.last is None or least <= span.last) and (most is None or span.first <= most)]
-
-
-@dataclass(frozen=True)
-class Dispatch:
-    """How a call's number of tokens is told from its arguments, and where each range begins.
-
-    where   per symbol: the number of an argument, and the dimension of it; None for the argument itself
-    count   the number of tokens, as a Python expression of the symbols
-    """
-
-    starts: tuple[int, ...]
-    symbols: tuple[str, ...]
-    where: tuple[tuple[int, int | None], ...]
-    count: str
-
-    def over(self, callables: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
-        """One callable that looks at the number of tokens and calls the one that was lowered for it."""
-        count = eval(f"lambda {', '.join(self.symbols)}: {self.count}", {"__builtins__": {}})
-
-        def call(*args: Any) -> Any:
-            number = count(*[args[i] if dim is None else args[i].shape[dim] for i, dim in self.where])
-            chosen = max((k for k, start in enumerate(self.starts) if start <= number), default=0)
-            return callables[chosen](*args)
-
-        return call
 
 
 def dispatch(gm: GraphModule, ranges: Sequence[Tokens]) -> Dispatch | None:

@@ -9,18 +9,19 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from atomc import capture, contract
+from atomc.compiled import Compiled, packs_of, with_extras
 from atomc.cudagraphs import Graphed
 from atomc.dump import Dumper
 from atomc.floats import inline_floats
 from atomc.graph_pass import Context
+from atomc.graph_start import GraphStart
 from atomc.match import mutated
 from atomc.options import Options
 from atomc.packs import Packs
 from atomc.platform import Platform
 from atomc.report import Report
-from atomc.stages import Compiled, lift_stage, packs_of, stages, with_extras
+from atomc.stages import lift_stage, stages
 from atomc.stamp import regions_of
-from atomc.start import Start
 from atomc.torch_tracing import added_by_aot, fake_mode_of, lifted_floats, num_guards, own_copy, tracing_context
 
 # A float that takes more values than this is handed to Inductor as an input.
@@ -98,7 +99,7 @@ def compile_for(
     """All stages for one graph with given floats; takes and returns what `gm` does."""
     context = Context(options, platform, notes=report.notes, inputs=example_inputs, keep_texts=options.report is not None)
     dumper = Dumper(options.dump)
-    before = Start(gm, example_inputs, context, report, floats)
+    before = GraphStart(gm, example_inputs, context, report, floats)
     written: list[int] = []
     packs: list[Packs] = []
     whole: list[Callable[..., Any]] = []  # what runs, if AOTAutograd adds nothing to it

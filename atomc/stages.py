@@ -2,9 +2,9 @@
 
 import copy
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -12,15 +12,17 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from atomc import cost, passes, pipeline, ranges, trace
-from atomc.artifact import Function, Plain, made_of, of_graph, reference, resolved
+from atomc.artifact import Plain, reference
 from atomc.audit.watch import Watch
-from atomc.copies import Copies, Wanted, unfit
+from atomc.compiled import Compiled, assembled
+from atomc.copies import unfit
 from atomc.dump import Dumper
 from atomc.few_bits import few_bits
-from atomc.graph_pass import Context, Extra
-from atomc.ops.state import StateSpec
+from atomc.generated import Function, of_graph
+from atomc.graph_pass import Context
+from atomc.named_ranges import profiled
+from atomc.op import Extra
 from atomc.options import Options
-from atomc.packs import Packs
 from atomc.pieces import FEW_OPS, compile_glue, glue_of, left_for_glue
 from atomc.provenance import layer_of
 from atomc.report import OpCost, Report
@@ -28,24 +30,6 @@ from atomc.savings import savings
 from atomc.select import Selection
 from atomc.stamp import inline, region, regions_of, renamed, stack_of
 from atomc.torch_inductor import mode_options
-
-
-@dataclass
-class Compiled:
-    """One graph after all stages. `call` takes the graph's inputs, then `packed`, then the state inputs, then `extras`.
-
-    inputs   the names of all of these but the extras
-    packed   name -> the names of the parameters that the caller packs
-    plain    how to make plain data of it
-    """
-
-    call: Callable[..., Any]
-    inputs: list[str]
-    packed: dict[str, tuple[str, ...]]
-    state: list[StateSpec] = field(default_factory=list)
-    extras: list[Extra] = field(default_factory=list)
-    syncing: list[str] = field(default_factory=list)  # kernels that no CUDA graph can hold
-    plain: Callable[[], Plain] | None = None
 
 
 @contextmanager
@@ -142,7 +126,7 @@ def stages(
     state = [replace(spec, layout=layout or spec.layout) for spec in context.state]
     report.state = [f"{spec.name}: {spec.kind} {list(spec.shape)} {spec.dtype} layout {spec.layout}" for spec in state]
     chosen_by, device = ranges.dispatch(gm, found), _device(gm)
-    call = trace.profiled(
+    call = profiled(
         assembled([function.call for function in functions], extras_of, chosen_by, device),
         lambda: assembled([function.named() for function in functions], extras_of, chosen_by, device),
     )
@@ -166,52 +150,10 @@ def _op_cost(found: cost.NodeCost) -> OpCost:
                   nodes, made_of, apart, str(found.nodes[-1].meta.get("made_by", "")))  # fmt: skip
 
 
-def restored(plain: Plain) -> Compiled:
-    """A graph that was made plain data, after all stages again."""
-    chosen_by = ranges.Dispatch(**plain["dispatch"]) if plain["dispatch"] else None
-
-    def made(named: bool) -> Callable[..., Any]:
-        parts = [made_of(part, named) for part in plain["functions"]]
-        return assembled(parts, plain["extras_of"], chosen_by, plain["device"])
-
-    call = trace.profiled(made(named=False), lambda: made(named=True))
-    extras = [Extra(**{**extra, "function": resolved(extra["function"])}) for extra in plain["extras"]]
-    state = [StateSpec(**spec) for spec in plain["state"]]
-    return Compiled(call, plain["inputs"], plain["packed"], state, extras, plain["syncing"])
-
-
-def assembled(
-    calls: Sequence[Callable[..., Any]], extras_of: Sequence[tuple[int, int, int]], chosen_by: ranges.Dispatch | None,
-    device: str | None,
-) -> Callable[..., Any]:  # fmt: skip
-    """One callable of those for each range, run on the device. extras_of: (number of inputs, first extra, number)."""
-    if chosen_by is not None:
-        calls = [_taking(call, *where) for call, where in zip(calls, extras_of, strict=True)]
-    call = chosen_by.over(calls) if chosen_by is not None else calls[0]
-    return _on_its_device(device, call)
-
-
 def _device(gm: GraphModule) -> str | None:
     """The GPU that the graph's tensors lie on."""
     values = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
     return next((str(x.device) for x in values if isinstance(x, Tensor) and x.device.type == "cuda"), None)
-
-
-def _on_its_device(device: str | None, call: Callable[..., Any]) -> Callable[..., Any]:
-    """Triton launches on the current GPU: make it the one that the graph's tensors lie on."""
-    if device is None or torch.cuda.device_count() < 2:
-        return call
-
-    def guarded(*args: Any) -> Any:
-        with torch.cuda.device(device):
-            return call(*args)
-
-    return guarded
-
-
-def _taking(call: Callable[..., Any], inputs: int, start: int, count: int) -> Callable[..., Any]:
-    """The callable of one range sees only its own extras."""
-    return lambda *args: call(*args[:inputs], *args[inputs + start:inputs + start + count])
 
 
 def _glue(gm: GraphModule, how: str, options: Options, report: Report) -> Function:
@@ -230,40 +172,3 @@ def copy_graph(gm: GraphModule) -> GraphModule:
     graph = torch.fx.Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
     return GraphModule(gm, graph)
-
-
-def with_extras(compiled: Compiled, packs: Packs, example_inputs: Sequence[Any], notes: list[str]) -> Callable[..., Any]:
-    """Append the packs, and what kernels made of the weights, to each call."""
-    if not compiled.packed and not compiled.extras:
-        return compiled.call
-    plans = [extra for extra in compiled.extras if extra.kind != "prepared"]
-    if plans:
-        raise ValueError(f"a kernel's {plans[0].kind} exists in the runtime only")
-    if not compiled.extras:
-        return lambda *args: compiled.call(*args, *packs(args))
-    copies = copies_of(compiled, notes)
-    copies([*example_inputs, *packs(example_inputs)])
-    notes.append(copies.note())
-
-    def call(*args: Any) -> Any:
-        inputs = [*args, *packs(args)]
-        return compiled.call(*inputs, *copies(inputs))
-
-    return call
-
-
-def copies_of(compiled: Compiled, notes: list[str]) -> Copies:
-    """What kernels make of the weights that the graph reads, found among its inputs."""
-    number = {name: i for i, name in enumerate(compiled.inputs)}
-    wanted = []
-    for extra in (extra for extra in compiled.extras if extra.kind == "prepared"):
-        weights = tuple(None if name is None else number[name] for name in extra.weights)
-        given = [name for name in extra.weights if name is not None]
-        parts = tuple(number[part] for name in given for part in compiled.packed.get(name, (name,)))
-        wanted.append(Wanted(weights, parts, extra.function))
-    return Copies(wanted, notes)
-
-
-def packs_of(compiled: Compiled, notes: list[str]) -> Packs:
-    """The packs that the graph reads, found among its inputs."""
-    return Packs([[compiled.inputs.index(part) for part in parts] for parts in compiled.packed.values()], notes)

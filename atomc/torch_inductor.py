@@ -140,13 +140,6 @@ def _unboxed(call: Callable[[list[Any]], Any], returns_tuple: bool) -> Callable[
     return lambda *args: call(list(args))[0]
 
 
-def inductor_settings() -> str:
-    """Inductor's configuration of this process, in a form that can be compared."""
-    import torch._inductor.config
-
-    return repr(sorted(torch._inductor.config.save_config_portable().items(), key=str))
-
-
 def num_loaded() -> int:
     """How many graphs Inductor has loaded from its cache, instead of compiling them, since the process began."""
     return int(torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"])

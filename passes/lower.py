@@ -11,7 +11,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from atomc import ops
 from atomc.canonical import value
-from atomc.graph_pass import Context, Extra
+from atomc.graph_pass import Context
+from atomc.op import Extra
 from atomc.rewrite import Fired
 
 

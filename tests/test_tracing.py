@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import atomc
-from atomc import ops, pieces, trace
+from atomc import named_ranges, ops, pieces, trace
 
 TRACE = logging.getLogger("torch.__trace")
 
@@ -168,13 +168,13 @@ def test_pieces_for_inductor_are_named_by_the_module_that_they_begin_in(model, m
 
 def test_without_a_profiler_nothing_but_the_call_happens():
     calls = []
-    function = trace.profiled(lambda x: calls.append(x), lambda: pytest.fail("no profiler listens"))
+    function = named_ranges.profiled(lambda x: calls.append(x), lambda: pytest.fail("no profiler listens"))
     function(1)
     assert calls == [1]
 
 
 def test_ranges_lie_around_what_computes_and_not_around_what_frees():
     source = "def forward(self, x):\n    a = f(x);  x = None\n    b = a[0];  a = None\n    return (b,)"
-    text = ast.unparse(trace.with_ranges(source, {"a": "mlp: f", "x": "never"}))
+    text = ast.unparse(named_ranges.with_ranges(source, {"a": "mlp: f", "x": "never"}))
     assert text.splitlines()[1:] == ["    with record_function('mlp: f'):", "        a = f(x)", "    x = None",
                                      "    b = a[0]", "    a = None", "    return (b,)"]  # fmt: skip

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from tqdm import tqdm
 
-from atomc.artifact import Function
 from atomc.audit.blame import Blame, blame, left_out
 from atomc.audit.error import worst
 from atomc.audit.evaluate import flat, placeholders
@@ -24,6 +23,7 @@ from atomc.audit.examine import Examination, Measured
 from atomc.audit.places import Place, places_of, rewrites_in
 from atomc.audit.trail import Trail
 from atomc.dump import Dumper
+from atomc.generated import Function
 from atomc.options import Options
 from atomc.report import Report
 from atomc.torch_compat import outside_of_tracing
