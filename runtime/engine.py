@@ -20,12 +20,13 @@ from atomc.runtime.capacity import GRAPH_SHARE, capacity, free_memory, out_of_me
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.draw import Draw
 from atomc.runtime.drawing import Drawing, Drawn, Result
-from atomc.runtime.graphs import step_shapes
+from atomc.runtime.graphs import launched_shapes, step_shapes
 from atomc.runtime.hidden import hidden_model
 from atomc.runtime.loading import load
 from atomc.runtime.logprobs import TokenLogprobs
 from atomc.runtime.request import Output, Pooling, Request
 from atomc.runtime.runner import Runner, windows_of
+from atomc.runtime.sampler import Sampler
 from atomc.runtime.sampling_params import SamplingParams
 from atomc.runtime.scheduler import QueueFull, ScheduledStep, Scheduler
 from atomc.runtime.speculative import NGram
@@ -70,6 +71,7 @@ class Engine:
         self._scores: dict[str, list[TokenLogprobs]] = {}
         self._drafters: dict[str, NGram] = {}
         self._hidden: Program | None = None
+        self._met = False  # all kernels of steps are loaded
         self._speculates = config.speculative_tokens > 0
         # disable=None: no bar where there is no terminal.
         with tqdm(total=len(PHASES), unit="phase", leave=False, disable=None if progress else True) as bar:
@@ -139,6 +141,9 @@ class Engine:
             self.program, num_blocks=size.num_blocks, block_size=size.block_size, max_num_seqs=max_num_seqs,
             max_num_rows=config.max_num_batched_tokens, max_columns=-(-size.max_model_len // size.block_size),
         )  # fmt: skip
+        # Nothing was measured, or in a small cache: kernels count in 64 bits in one as large as this.
+        if block_size is not None and (sized or any(keys.numel() >= 2**31 for keys, _ in self.runner.caches)):
+            self._meet_kernels(self.runner, max_num_seqs)
         self.scheduler = Scheduler(
             BlockPool(size.num_blocks, size.block_size, windows,
                       shares=config.enable_prefix_caching and block_size is not None),
@@ -157,12 +162,10 @@ class Engine:
         device, block_size = self.program.device, LAYOUTS[self.program.specs[0].layout].block_size
         if device.type != "cuda" or block_size is None:
             return 0
-        from atomc.kernels.triton.together import compile_together
-
         rows = self.config.max_num_batched_tokens
         runner = Runner(self.program, num_blocks=1, block_size=block_size, max_num_seqs=max_num_seqs, max_num_rows=rows,
                         max_columns=-(-longest // block_size))  # fmt: skip
-        compile_together(partial(self._launch_all, runner, max_num_seqs))
+        self._meet_kernels(runner, max_num_seqs)
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
@@ -172,13 +175,21 @@ class Engine:
         torch.cuda.synchronize(device)
         return int(torch.cuda.max_memory_allocated(device)) - before
 
+    def _meet_kernels(self, runner: Runner, max_num_seqs: int) -> None:
+        """Compile and load, many at once, each Triton kernel that a step may need."""
+        if runner.program.device.type != "cuda" or self.program.syncing:
+            return
+        from atomc.kernels.triton.together import compile_together
+
+        # What HIP loads during a capture was not tried.
+        self._met = compile_together(partial(self._launch_all, runner, max_num_seqs)) and torch.version.hip is None
+
     def _launch_all(self, runner: Runner, max_num_seqs: int) -> None:
-        """Launch steps of many sizes, so that each kernel is met that a step may need."""
-        logits = runner.padding_only(min(runner.staging.rows, max_num_seqs))
-        self.drawing.sampler(logits, [Draw("", SamplingParams(temperature=1.0))] * len(logits))
-        for shape in step_shapes(max_num_seqs, runner.staging.rows, runner.staging.columns):
-            if shape.rows & (shape.rows - 1) == 0:
-                runner.empty_step(shape)
+        at = runner.staging
+        for shape in launched_shapes(max_num_seqs, at.rows, at.columns, self.config.speculative_tokens):
+            logits = runner.empty_step(shape)
+            if shape.rows == at.rows:
+                _draw_both_ways(self.drawing.sampler, logits)
 
     def request(
         self, request_id: str, tokens: Sequence[int], params: SamplingParams | None = None, *, priority: int = 0,
@@ -384,7 +395,7 @@ class Engine:
         device, staging = self.program.device, self.runner.staging
         shapes = step_shapes(self.scheduler.max_num_seqs, staging.rows, staging.columns, self.config.speculative_tokens)
         budget = int(GRAPH_SHARE * torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else None
-        self.runner.capture(shapes, budget=budget, progress=progress)
+        self.runner.capture(shapes, budget=budget, met=self._met, progress=progress)
 
     def _warm_up(self) -> None:
         """Generate, so that nothing is compiled when it matters, and forget what was counted."""
@@ -402,3 +413,9 @@ class Engine:
         yield
         self.phases[name] = time.perf_counter() - started
         bar.update()
+
+
+def _draw_both_ways(sampler: Sampler, logits: Tensor) -> None:
+    """With filters and without, which are two kernels."""
+    for params in (SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.9)):
+        sampler(logits, [Draw("", params)] * len(logits))

@@ -38,6 +38,23 @@ def step_shapes(max_num_seqs: int, max_num_rows: int, columns: int, drafts: int 
     return [*decode[::-1], *drafted[::-1], *others[::-1]]
 
 
+def launched_shapes(max_num_seqs: int, max_num_rows: int, columns: int, drafts: int = 0) -> list[Shape]:
+    """Shapes whose steps launch each kernel that a step may need, the largest first.
+
+    What is compiled changes at powers of two, so that one shape between two of them is enough; a long prompt that runs
+    alone is cut as no captured step is.
+    """
+    largest = Shape(max_num_rows, _uneven(max_num_rows, max_num_seqs), min(max_num_rows, max_num_seqs), columns)
+    return [largest, Shape(max_num_rows, 1, 1, columns), *[
+        shape for shape in step_shapes(max_num_seqs, max_num_rows, columns, drafts)
+        if _power_of_two(shape.rows) or _power_of_two(shape.sequences) or shape.sequences == max_num_seqs
+    ]]  # fmt: skip
+
+
+def _power_of_two(number: int) -> bool:
+    return number & (number - 1) == 0
+
+
 def _uneven(rows: int, sequences: int) -> int:
     """So many sequences, or some more, that their rows cannot be equally many: kernels tell decode steps by that."""
     while rows % sequences == 0 and rows > 1:
@@ -49,10 +66,11 @@ class StepGraphs:
     """Steps captured once for each shape; `call(shape)` runs the step that lies in the static places.
 
     budget   bytes that all graphs together may take; shapes that would take more are left out, with a note
+    met      every kernel of these steps is compiled and loaded: the first step alone is run before it is captured
     """
 
     def __init__(self, call: Callable[[Shape], Tensor], shapes: Sequence[Shape], report: Report, device: torch.device,
-                 *, budget: int | None = None, progress: bool = True):  # fmt: skip
+                 *, budget: int | None = None, met: bool = False, progress: bool = True):  # fmt: skip
         self.captured: dict[Shape, Captured] = {}
         self.bytes = 0
         pool = Pool(device)
@@ -62,7 +80,7 @@ class StepGraphs:
                 left_out.append(shape)
                 continue
             with torch.no_grad():
-                captured = self.captured[shape] = pool.capture(partial(call, shape))
+                captured = self.captured[shape] = pool.capture(partial(call, shape), warm_up=not (met and self.captured))
             self.bytes += captured.bytes
             report.cuda_graphs.append({"rows": shape.rows, "sequences": shape.sequences, "bytes": captured.bytes})
         if left_out:

@@ -48,8 +48,9 @@ class Runner:
         self.steps: Counter[str] = Counter()
         self.rows = self.padding = 0
 
-    def capture(self, shapes: Sequence[Shape], *, budget: int | None = None, progress: bool = True) -> None:
-        """Capture CUDA graphs of steps of these shapes, on a GPU, where that can be done. budget: as in StepGraphs."""
+    def capture(self, shapes: Sequence[Shape], *, budget: int | None = None, met: bool = False,
+                progress: bool = True) -> None:  # fmt: skip
+        """Capture CUDA graphs of steps of these shapes, on a GPU, where that can be done. budget, met: as in StepGraphs."""
         if self.program.device.type != "cuda":
             return
         if self.program.syncing:
@@ -58,7 +59,7 @@ class Runner:
             return
         self.staging.write(None, shapes[0]._replace(rows=self.staging.rows, sequences=self.staging.sequences))
         self.graphs = StepGraphs(partial(self._run, self.program), shapes, self.program.report, self.program.device,
-                                 budget=budget, progress=progress)  # fmt: skip
+                                 budget=budget, met=met, progress=progress)  # fmt: skip
 
     def padding_only(self, num_wanted: int) -> Tensor:
         """Logits of a step as large as any, all padding."""

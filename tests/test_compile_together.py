@@ -1,5 +1,10 @@
 """Triton kernels compiled at once, before a step needs them."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -9,6 +14,8 @@ from atomc.kernels.triton.together import compile_together
 
 assert load("triton") is None
 
+ROOT = Path(__file__).parents[1]
+
 
 def test_the_interpreter_has_nothing_to_compile_and_nothing_runs():
     if torch.cuda.is_available():
@@ -16,6 +23,81 @@ def test_the_interpreter_has_nothing_to_compile_and_nothing_runs():
     called = []
     assert not compile_together(lambda: called.append(1))
     assert not called
+
+
+# Triton compiles for a GPU that is not there. Of its driver, what launches: it writes down the thread and the device.
+ELSEWHERE = """
+import threading
+from types import SimpleNamespace
+
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+
+from atomc.kernels.triton.norm import _rms_norm
+from atomc.kernels.triton.together import compile_together
+
+
+@triton.jit
+def broken(x_ptr, SIZE: tl.constexpr):
+    tl.store(x_ptr, SIZE.nothing)
+
+
+class Pointer:
+    dtype = "bf16"
+    data_ptr = staticmethod(lambda: 0)
+
+
+loaded, compiled, here, launched = [], [], threading.local(), []
+here.device = 3
+
+
+def load_binary(name, *rest):
+    loaded.append((name, here.device, threading.current_thread() is threading.main_thread()))
+    return "module", "function", 32, 0, 1024
+
+
+triton.runtime.driver.set_active(SimpleNamespace(
+    get_current_device=lambda: here.device, set_current_device=lambda number: setattr(here, "device", number),
+    get_current_stream=lambda device: 0, get_current_target=lambda: GPUTarget("cuda", 90, 32),
+    launcher_cls=lambda source, metadata: lambda *args: launched.append(args),
+    utils=SimpleNamespace(load_binary=load_binary, get_device_properties=lambda device: {"max_shared_mem": 2**18}),
+))
+triton.knobs.compilation.listener = lambda *, src, cache_hit, **_: compiled.append((src.name, cache_hit))
+
+
+def launches(columns=(64, 128)):
+    x = Pointer()
+    for D in columns:
+        _rms_norm[(3,)](x, None, x, x, None, 3, 1, 1, 0, 0, D, 0, 0, 0, 0, 0, D, 0, 0, 0, 1e-6, D=D, WIDTH=D, STYLE="after",
+                        ADD=False, BLOCK=D, ROWS=4, num_warps=4, PDL=False)
+
+
+def everything():
+    for _ in range(3):
+        launches()
+    broken[(1,)](Pointer(), SIZE=1)
+
+
+assert compile_together(everything)
+assert compiled == 2 * [("_rms_norm", False)], compiled
+assert loaded == 2 * [("_rms_norm", 3, False)], loaded
+assert not launched
+launches()
+assert len(compiled) == len(loaded) == len(launched) == 2, "a launch compiles or loads once more"
+try:
+    broken[(1,)](Pointer(), SIZE=1)
+except triton.CompilationError:
+    print("told")
+"""
+
+
+def test_each_kernel_is_compiled_and_loaded_once_in_a_thread_and_does_not_run(tmp_path):
+    script = tmp_path / "elsewhere.py"  # Triton reads the source of kernels
+    script.write_text(ELSEWHERE)
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
+    assert done.stdout == "told\n", done.stderr
 
 
 @pytest.mark.gpu

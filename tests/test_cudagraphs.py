@@ -1,14 +1,24 @@
 """CUDA graphs of the backend and of the runtime's decode step."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
+import triton
 from torch import Tensor, nn
 
 import atomc
+from atomc import ops
+from atomc.cudagraphs import Pool
+from atomc.kernels import load
+from atomc.kernels.triton.attention import tiling
+from atomc.kernels.triton.launch import heads_a_program
+from atomc.kernels.triton.linear import MAX_ROWS, tile_for
 from atomc.models import build
 from atomc.models.loader import fill_randomly, ready
-from atomc.runtime.graphs import decode_sizes, step_shapes
+from atomc.runtime.batch import Shape
+from atomc.runtime.graphs import decode_sizes, launched_shapes, step_shapes
 from atomc.runtime.llm import LLM
 from atomc.runtime.sampling_params import SamplingParams
 
@@ -16,6 +26,9 @@ TINY = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_siz
         "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
         "head_dim": 64, "max_position_embeddings": 128, "rms_norm_eps": 1e-6, "hidden_act": "silu",
         "rope_theta": 10000.0, "tie_word_embeddings": True}  # fmt: skip
+
+
+GPU = ("triton", "cuda", "torch")
 
 
 def test_the_sizes_to_capture_grow_with_the_batch_and_end_at_its_bound() -> None:
@@ -29,6 +42,39 @@ def test_mixed_steps_are_captured_up_to_the_token_budget() -> None:
     assert [shape[:3] for shape in step_shapes(4, 100, 9)] == [(4, 4, 4), (2, 2, 2), (1, 1, 1), (100, 6, 4), (64, 5, 4)]
     assert step_shapes(1, 10_000, 9)[1] == (2048, 3, 1, 9)
     assert (8, 2, 8, 9) in step_shapes(4, 100, 9, drafts=3)
+
+
+def compiled_for(shape, group, kv_heads, width, block_size=16):
+    """What of a step's shape decides which attention kernels and which rows-of-a-program kernels are compiled."""
+    cut = tiling(shape.rows, shape.sequences, group, kv_heads, width, 2, shape.columns * block_size, 132)
+    joined = triton.next_power_of_2(cut.splits) if cut.splits > 1 else 0
+    linears = {tile_for(rows, n, 1024) for rows in (shape.rows, shape.wanted) if rows <= MAX_ROWS for n in (1024, 4096)}
+    return {cut._replace(splits=cut.splits > 1), ("join", joined), heads_a_program(shape.rows), *linears}
+
+
+@pytest.mark.parametrize("group, kv_heads, width", [(2, 8, 128), (4, 8, 128), (1, 16, 64), (7, 4, 128), (16, 2, 256)])
+@pytest.mark.parametrize("sequences, rows, columns, drafts",
+                         [(256, 8192, 256, 0), (256, 8192, 2560, 3), (17, 8192, 64, 0), (64, 2048, 256, 0)])  # fmt: skip
+def test_a_step_of_any_shape_takes_kernels_that_were_launched_at_the_start(
+    group, kv_heads, width, sequences, rows, columns, drafts
+) -> None:
+    met = set()
+    for shape in launched_shapes(sequences, rows, columns, drafts):
+        met |= compiled_for(shape, group, kv_heads, width)
+    graphs = step_shapes(sequences, rows, columns, drafts)
+    beyond = [Shape(many, some, some, columns) for many in range(2049, rows + 1, 487) for some in (1, 2, 5, 20, sequences)]
+    for shape in graphs + beyond:
+        assert compiled_for(shape, group, kv_heads, width) <= met, shape
+
+
+def test_a_step_of_every_range_that_kernels_tell_apart_is_launched_at_the_start() -> None:
+    assert [load(provider) for provider in ("triton", "cuda")] == [None, None]
+    starts = {1}
+    for tokens in [kernel.tokens for op in ops.REGISTRY.values() for kernel in op.kernels if kernel.provider in GPU]:
+        starts |= {tokens.first} if tokens.last is None else {tokens.first, tokens.last + 1}
+    rows = {shape.rows for shape in launched_shapes(256, 8192, 256)}
+    for first, end in itertools.pairwise([*sorted(starts), 8193]):
+        assert rows & set(range(first, end)), f"no step of {first} to {end - 1} tokens"
 
 
 class Mlp(nn.Module):
@@ -89,3 +135,33 @@ def test_the_runtime_generates_the_same_tokens_with_and_without_graphs(dtype: to
         assert (llm.engine.runner.steps["full graph"] > 0) is not eager
         assert bool(llm.program.report.cuda_graphs) is not eager
     assert found[False] == found[True]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_after_the_start_no_kernel_is_compiled_and_none_is_loaded(dtype, monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    model = build({**TINY, "max_position_embeddings": 4096}, dtype=dtype, device="cuda")
+    fill_randomly(model, "cuda")
+    ready(model)
+    late, captured = [], []
+    monkeypatch.setattr(triton.knobs.compilation, "listener", lambda *, src, **_: captured and late.append(src.name))
+    capture = Pool.capture
+    monkeypatch.setattr(Pool, "capture", lambda *args, **how: captured.append(how) or capture(*args, **how))
+    llm = LLM(model, max_num_seqs=24, max_model_len=4096, max_num_batched_tokens=4096, progress=False,
+              options={"glue": "eager"})  # fmt: skip
+    for lengths in ((1,), (3, 5), (40,) * 20, (4000,), (3000, 700, 2), range(1, 25)):
+        for params in (SamplingParams(max_tokens=3), SamplingParams(max_tokens=3, temperature=1.0, top_k=5)):
+            llm.generate([[token % 128 for token in range(length)] for length in lengths], params)
+    assert not late
+    assert [how["warm_up"] for how in captured[:3]] == [True, False, False]
+    assert len(captured) == len(llm.program.report.cuda_graphs)
+
+
+@pytest.mark.gpu
+def test_a_kernel_may_be_loaded_during_a_capture_that_is_not_warmed_up() -> None:
+    x, weight = torch.randn(3, 713, device="cuda"), torch.rand(713, device="cuda")
+    (kernel,) = (kernel.function for kernel in ops.rms_norm.kernels if kernel.provider == "triton")
+    captured = Pool().capture(lambda: kernel(x, weight, 1e-6), warm_up=False)
+    x.mul_(3)
+    torch.testing.assert_close(captured.replay(), ops.rms_norm.reference(x, weight, 1e-6))

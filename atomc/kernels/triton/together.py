@@ -8,7 +8,7 @@ from unittest.mock import patch
 import triton
 
 
-class _Loading(getattr(triton, "AsyncCompileMode", object)):  # since 3.4
+class _Loading(triton.AsyncCompileMode):  # type: ignore[misc]
     """Compiles in threads and loads there, too: what launches a kernel is built by a C compiler.
 
     A kernel is handed over once: launches that follow find that it is coming.
@@ -31,14 +31,14 @@ def compile_together(launches: Callable[[], object], *, threads: int = 16) -> bo
     Returns whether that was possible. What kernels would have written is not there: launches must not decide by it. A
     kernel that does not compile says so where it is launched next.
     """
-    if not hasattr(triton, "AsyncCompileMode") or not hasattr(triton, "JITFunction") or triton.knobs.runtime.interpret:
+    if triton.knobs.runtime.interpret:
         return False
-    run, device = triton.JITFunction.run, triton.runtime.driver.active
+    run, driver = triton.JITFunction.run, triton.runtime.driver.active
 
     def compiled_only(kernel: Any, *args: Any, warmup: bool, **kwargs: Any) -> Any:
         return run(kernel, *args, warmup=True, **kwargs)
 
-    with (ThreadPoolExecutor(threads, initializer=device.set_current_device, initargs=(device.get_current_device(),)) as pool,
-          _Loading(pool, ignore_errors=True), patch.object(triton.JITFunction, "run", compiled_only)):  # fmt: skip
+    pool = ThreadPoolExecutor(threads, initializer=driver.set_current_device, initargs=(driver.get_current_device(),))
+    with pool, _Loading(pool, ignore_errors=True), patch.object(triton.JITFunction, "run", compiled_only):
         launches()
     return True
