@@ -108,7 +108,7 @@ def last_start(options: Options) -> list[Started]:
 
 
 class Entry:
-    """The place of one graph in the cache."""
+    """The place of one program in the cache. Its part "graph", or "model", says what is to be compiled."""
 
     def __init__(self, parts: Parts, options: Options):
         self.parts, self.options = parts, options
@@ -163,18 +163,19 @@ class Entry:
 
     def why_missing(self) -> str:
         """What differs from the entry most like this one."""
+        what = "graph" if "graph" in self.parts else "model"
         nearest: tuple[tuple[bool, int], Parts] | None = None
         newest_first = sorted(_entries(self.folder), key=lambda entry: -entry[1])
         for path, _, _ in newest_first[:_COMPARED]:
             parts = _parts_in(path)
-            likeness = (parts.get("graph") == self.parts["graph"],
+            likeness = (parts.get(what) == self.parts[what],
                         sum(self.parts.get(name) == value for name, value in parts.items()))  # fmt: skip
             if parts and (nearest is None or likeness > nearest[0]):
                 nearest = likeness, parts
         if nearest is None:
             return "the cache is empty"
         if not nearest[0][0]:
-            return "no entry for this graph"
+            return f"no entry for this {what}"
         return "; ".join(differences(nearest[1], self.parts)) or "the entry is gone"
 
     def _evict(self) -> None:

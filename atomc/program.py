@@ -1,38 +1,37 @@
 """A model compiled for the runtime: state bound to a paged cache, called directly past Dynamo's guards.
 
-The program binds the parameters that Dynamo found by their source, takes a Step per call, and checks itself what the
-guards would have checked: that the weights still lie where they lay.
+The program binds the parameters that Dynamo found by their source, or the cache by their path, takes a Step per call, and
+checks itself what the guards would have checked: that the weights still lie where they lay. A model that the cache knows
+is not traced, and nothing that traces is imported.
 """
 
-import contextlib
 import re
-import time
-import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule
 
-from atomc import capture, contract
-from atomc.backend import new_report
+from atomc import contract
 from atomc.compiled import Compiled, copies_of, packs_of
-from atomc.dump import Dumper
 from atomc.errors import RunError
-from atomc.graph_pass import Context
-from atomc.graph_start import GraphStart
+from atomc.known import KnownStart
 from atomc.ops.state import StateSpec, Step
 from atomc.options import Options
 from atomc.platform import Platform
-from atomc.regions import every_layer, trace_once
-from atomc.report import Report, forget, keep
+from atomc.report import Report, keep
 from atomc.report_page import publish
-from atomc.stages import lift_stage, stages
-from atomc.torch_tracing import ShortenTraceback, added_by_aot, mark_unbacked, passed_on, source_name
+
+if TYPE_CHECKING:
+    from torch.fx import GraphModule
 
 INPUTS = ("input_ids", "positions", "logits_rows")
 _INPUT = re.compile(r"^L\['(" + "|".join(INPUTS) + r")'\](?:\.size\(\)\[(\d+)\])?$")
+
+
+def _is_of_step(source: str | None) -> bool:
+    """Whether Dynamo found an input, by its source, in the step and not in the model."""
+    return _INPUT.match(source or "") is not None
 
 
 class Program:
@@ -157,18 +156,11 @@ def _from_step(name: str, dim: str | None = None) -> Callable[[Step], Any]:
     return lambda step: getattr(step, name)
 
 
-class _Traced(ShortenTraceback):
-    """Ends the call of a model that is only to be traced, before Dynamo makes guards that nobody will check."""
-
-    def __init__(self) -> None:
-        super().__init__(first_useful_frame=None)
-
-
 def compile_model(
     model: nn.Module, options: Mapping[str, Any] | Options | None = None, platform: Platform | None = None,
-    observers: Sequence[Callable[[str, GraphModule], None]] = (), keep_texts: bool = False,
+    observers: "Sequence[Callable[[str, GraphModule], None]]" = (), keep_texts: bool = False,
 ) -> Program:  # fmt: skip
-    """Compile a model for the runtime.
+    """Compile a model for the runtime, or find it in the cache.
 
     model   forward(input_ids [T], positions [T], logits_rows [R]) -> logits [R, V], whose attention calls
             ops.attention with a state handle (atomc.models; atomc.models.wrap_stock for a transformers model)
@@ -179,44 +171,22 @@ def compile_model(
     chosen = Options.of(options)
     device = next(model.parameters()).device
     where = platform or Platform.detect("cpu" if device.type == "meta" else device.type)
-    made: list[Program] = []
-    reports: list[Report] = []
+    start = KnownStart(model, chosen, where, _is_of_step, looked_at=bool(observers) or keep_texts)
+    found = start.found()
+    if found is not None:
+        report = keep(found.report)
+        compiled, sources, inputs = found.compiled, found.sources, found.inputs
+    else:
+        from atomc.traced import traced  # and with it Dynamo
 
-    def backend(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        reports.append(keep(new_report(gm)))
-        with passed_on():
-            made.append(_program(gm, inputs, chosen, where, device, reports[-1], model, observers, keep_texts))
-        raise _Traced
-
-    def step(input_ids: Tensor, positions: Tensor, logits_rows: Tensor) -> Tensor:
-        logits: Tensor = model(input_ids, positions, logits_rows)
-        return logits
-
-    def trace() -> None:
-        # A code object of its own, so that Dynamo never takes an earlier program for this one.
-        fresh = types.FunctionType(step.__code__.replace(), step.__globals__, "step", None, step.__closure__)
-        with contextlib.suppress(_Traced):
-            torch.compile(fresh, backend=backend, fullgraph=True)(*example)
-
-    notes: list[str] = []
-
-    def undo(why: Exception) -> None:
-        notes.append(every_layer(why))
-        while reports:
-            forget(reports.pop())
-
+        compiled, sources, inputs, report, entry = traced(model, chosen, where, observers, keep_texts)
+        start.keep(report, entry, sources, inputs)
+    report.treated = True
+    contract.check(report, chosen)
     with torch.no_grad():
-        example = (torch.zeros(6, dtype=torch.int64, device=device), torch.arange(6, device=device),
-                   torch.arange(3, device=device))  # fmt: skip
-        for tensor in example:
-            mark_unbacked(tensor, 0)
-        start = time.perf_counter()
-        trace_once(model, trace, undo)
-        total = time.perf_counter() - start
-    program = made[-1]
-    program.report.notes += [*notes, *_notes_of(model)]
-    program.report.phases["dynamo"] = max(0.0, total - sum(program.report.phases.values()))
-    publish(program.report, chosen)
+        program = Program(compiled, sources, inputs, report, device, model)
+    report.notes += _notes_of(model)
+    publish(report, chosen)
     return program
 
 
@@ -224,32 +194,3 @@ def _notes_of(model: nn.Module) -> list[str]:
     """What its quantized layers do otherwise than their checkpoint says."""
     methods = [getattr(layer, "method", None) for layer in model.modules()]
     return list(dict.fromkeys(note for method in methods for note in getattr(method, "notes", ())))
-
-
-def _program(
-    gm: GraphModule, inputs: Sequence[Any], options: Options, platform: Platform, device: torch.device,
-    report: Report, model: nn.Module, observers: Sequence[Callable[[str, GraphModule], None]], keep_texts: bool,
-) -> Program:  # fmt: skip
-    context = Context(options, platform, paged=True, notes=report.notes, inputs=inputs, observers=observers,
-                      keep_texts=keep_texts or options.report is not None)  # fmt: skip
-    before = GraphStart(gm, inputs, context, report, {})
-    made: list[Compiled] = []
-
-    def compiler(functional: GraphModule, fakes: Sequence[Any]) -> Callable[..., Any]:
-        around = added_by_aot(functional, len(inputs))
-        # A model on meta is only looked at: nothing is built for it.
-        made.append(stages(functional, context, report, Dumper(options.dump), glue=device.type != "meta"))
-        before.keep(made[-1], [], around)
-        return made[-1].call
-
-    found = before.found()
-    if found is not None:
-        made.append(found[0])
-    else:
-        start = time.perf_counter()
-        capture.trace(gm, inputs, lambda dynamo: lift_stage(dynamo, context, report), compiler, {}, report.notes)
-        report.phases["trace"] = time.perf_counter() - start - sum(report.phases.values())
-    report.treated = True
-    contract.check(report, options)
-    sources = [source_name(node) for node in gm.graph.find_nodes(op="placeholder")]
-    return Program(made[-1], sources, inputs, report, device, model)

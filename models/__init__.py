@@ -4,11 +4,13 @@ Every model is called as `model(input_ids [T], positions [T], logits_rows=None) 
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from atomc.models import stock
 from atomc.models.stock import wrap_stock
@@ -53,6 +55,19 @@ def build(
     cls = model_class(architectures)
     if cls is None:
         return stock.build(stock.hf_class(architectures, sorted(REGISTRY)), config, dtype, device)
-    with torch.device(device or "cpu"):
+    where = torch.device(device or "cpu")
+    with where, _Unfilled() if where.type == "meta" else nullcontext():
         model: nn.Module = cls.from_hf(config)  # type: ignore[attr-defined]
     return model.to(dtype)
+
+
+class _Unfilled(TorchFunctionMode):
+    """Modules leave their weights as they are: to fill those on meta does nothing, but imports torch's compiler."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        if getattr(function, "__module__", None) == "torch.nn.init":
+            return args[0] if args else given["tensor"]
+        return function(*args, **given)

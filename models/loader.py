@@ -332,9 +332,14 @@ def allocate_buffers(model: nn.Module, device: torch.device | str) -> None:
     """Buffers of a model built on meta: they are empty, or their module fills them when it is moved (Rotary)."""
     for module in model.modules():
         if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
-            module.to_empty(device=torch.device(device), recurse=False)
+            module._apply(lambda tensor: empty(tensor, device), recurse=False)  # type: ignore[no-untyped-call]
         elif not module._parameters:
             module._apply(lambda tensor: tensor.to(device), recurse=False)  # type: ignore[no-untyped-call]
+
+
+def empty(like: Tensor, device: torch.device | str) -> Tensor:
+    """Memory for such a tensor. (torch.empty_like of one on meta imports what torch's compiler knows of sizes.)"""
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
 
 
 def fill_randomly(model: nn.Module, device: torch.device | str) -> None:
@@ -343,4 +348,4 @@ def fill_randomly(model: nn.Module, device: torch.device | str) -> None:
         like = model.get_parameter(names[0])
         generator = torch.Generator(device).manual_seed(zlib.crc32(names[0].encode()))
         mean = 1.0 if "norm" in names[0] and names[0].endswith("weight") else 0.0
-        assign(model, names, torch.empty_like(like, device=device).normal_(mean, 0.02, generator=generator))
+        assign(model, names, empty(like, device).normal_(mean, 0.02, generator=generator))

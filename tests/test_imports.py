@@ -22,7 +22,7 @@ LAYERS = [
     {"examples", "kernels", "passes", "artifact", "trace", "named_ranges", "generated", "compiled"},
     {"audit", "select", "ranges", "regions", "stamp", "outline", "floats", "capture", "pipeline", "pieces",
      "fingerprint", "graph_fingerprint", "cache", "cudagraphs", "selftest"},
-    {"stages", "start", "graph_start", "specialize", "backend", "program", "inspection"},
+    {"stages", "description", "known", "traced", "start", "graph_start", "specialize", "backend", "program", "inspection"},
     {"quantization", "models"},
     {"runtime"},
     {"plan", "plan_text", "measure"},
