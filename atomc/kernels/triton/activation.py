@@ -12,6 +12,13 @@ from atomc.sizes import same_shape
 
 
 @triton.jit
+def silu(x):
+    """x / (1 + exp(-x)) of x in fp32, to about 2^-21: a division takes six instructions more than a root."""
+    root = tl.rsqrt(1.0 + tl.exp(-x))
+    return x * root * root
+
+
+@triton.jit
 def _gated(
     gate_ptr, up_ptr, out_ptr, d1, d2, g0, g1, g2, u0, u1, u2, o0, o1, o2,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr,
@@ -23,7 +30,7 @@ def _gated(
     gate = tl.load(gate_ptr + row_offset(row, d1, d2, g0, g1, g2) + column, inside).to(tl.float32)
     up = tl.load(up_ptr + row_offset(row, d1, d2, u0, u1, u2) + column, inside).to(tl.float32)
     if ACTIVATION == "silu":
-        activated = gate * tl.sigmoid(gate)
+        activated = silu(gate)
     elif ACTIVATION == "none":
         activated = gate * 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476))
     else:

@@ -42,7 +42,7 @@ def _scale(y, AXIS: tl.constexpr, LARGEST: tl.constexpr):
 def _fp8(x, FNUZ: tl.constexpr, BY_BITS: tl.constexpr):
     """x, fp32, cut off and rounded to a code in a byte; BY_BITS where the device has no instruction for it."""
     LARGEST: tl.constexpr = 240.0 if FNUZ else 448.0
-    x = tl.where(x == x, tl.clamp(x, -LARGEST, LARGEST), x)
+    x = tl.clamp(x, -LARGEST, LARGEST, tl.PropagateNan.ALL)
     if BY_BITS:
         size = tl.abs(x)
         bits = size.to(tl.int32, bitcast=True)
