@@ -6,6 +6,11 @@ from torch import Tensor
 from atomc import ops
 from atomc.platform import Platform
 
+# From so many rows on, sums are kept in the tensor core's own precision. H200: the layers of Qwen3-8B take 7% less time for
+# 65,536 rows; a row of 12,288 is off by 3.1e-3 instead of the 1.7e-3 of the result's rounding, where rounding its values to
+# fp8 costs 2.6e-2.
+FAST_ROWS = 256
+
 
 def _not_scaled(
     platform: Platform, x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None = None, *,
@@ -43,5 +48,6 @@ def scaled_linear_fp8(
         # Both have one a row, or both one for all.
         x_scale = x_scale.reshape(-1, 1).expand(len(rows), 1).contiguous()
         weight_scale = weight_scale.reshape(1, -1).expand(1, n).contiguous()
-    out = torch._scaled_mm(rows, weight.t(), x_scale, weight_scale, bias=bias, out_dtype=out_dtype)
+    out = torch._scaled_mm(rows, weight.t(), x_scale, weight_scale, bias=bias, out_dtype=out_dtype,
+                           use_fast_accum=len(rows) >= FAST_ROWS)  # fmt: skip
     return out.view(*x.shape[:-1], n)
