@@ -11,7 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.triton.launch import FLOATS, let_next_start, num_rows, overlap, wait_for_last
+from atomc.kernels.triton import int4_pairs
+from atomc.kernels.triton.launch import FLOATS, by_fours, let_next_start, num_rows, overlap, wait_for_last
 from atomc.kernels.triton.unpacking import as_words, e2m1_on_top, e8m0, int4_of, scale_of, unfit, unpacked, zero_of
 from atomc.platform import Platform
 
@@ -169,14 +170,10 @@ def multiply(
         else:
             sixteen = TRITON_DTYPE[x.dtype] if x.dtype in (torch.bfloat16, torch.float16) else None
             _row[(triton.cdiv(n, tile["BLOCK_N"]), rows)](
-                by_row if sixteen is None else _by_fours(by_row), x_scale, words, scale, zeros, bias, out, n, x_row,
+                by_row if sixteen is None else by_fours(by_row), x_scale, words, scale, zeros, bias, out, n, x_row,
                 SIXTEEN=sixteen, **cut,
             )  # fmt: skip
     return out
-
-
-def _by_fours(x: Tensor) -> Tensor:
-    return (x.clone() if x.storage_offset() % 4 else x).view(torch.int64)
 
 
 def _number(x: Tensor) -> Any:
@@ -205,6 +202,8 @@ def linear_w4a16(
     x: Tensor, weight: Tensor, weight_scale: Tensor, zeros: Tensor | None = None, bias: Tensor | None = None, *,
     group: int,
 ) -> Tensor:  # fmt: skip
+    if int4_pairs.serves(x):
+        return int4_pairs.multiply(x, weight, weight_scale, zeros, bias, group)
     tile = tile_for(num_rows(x), weight.shape[1] * 8, x.dtype)
     return multiply(x, weight, weight_scale, zeros, None, bias, group, x.dtype, tile)
 

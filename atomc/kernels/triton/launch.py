@@ -41,6 +41,11 @@ def num_rows(x: Tensor) -> int:
     return x.numel() // x.shape[-1]
 
 
+def by_fours(x: Tensor) -> Tensor:
+    """Contiguous values of 16 bits, four at a time."""
+    return (x.clone() if x.storage_offset() % 4 else x).view(torch.int64)
+
+
 def inner_sizes(x: Tensor) -> tuple[int, int]:
     """d1 and d2 of the rows of x. d0 is left out: nothing is divided by it."""
     return x.shape[1] if x.dim() > 3 else 1, x.shape[-2] if x.dim() > 2 else 1
@@ -53,7 +58,7 @@ def row_strides(x: Tensor) -> tuple[int, int, int]:
 
 
 def heads_a_program(rows: int) -> int:
-    """How many rows as narrow as a head a program takes, with as many warps: a row is summed in the same order in both."""
+    """How many rows as narrow as a head a program takes. With warps in proportion, all are summed in the same order."""
     # H200, qk_norm_rope_kv_write of 24 heads of 128, us with 1 / 4 / 8 / 16 / 32 rows: 1 token 1.1 / 1.0 / - / - / -,
     # 64 tokens - / 2.2 / 2.5 / - / 5.0, 1,024 tokens 31 / - / 6.8 / 6.4 / 6.9, 8,192 tokens 238 / - / 39.5 / 37.6 / 38.0.
     return 16 if rows > 4096 else 4

@@ -1,0 +1,131 @@
+"""Linear layers of a row or two of bf16 with weights of int4, in Triton for NVIDIA GPUs: two products an instruction.
+
+Reading four bits takes so little time that the arithmetic is what counts. Products of one word, eight of them, are summed
+in bf16, words in fp32: the error is that of rounding the result to bf16 twice.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from atomc.kernels.triton.launch import by_fours, let_next_start, num_rows, overlap, wait_for_last
+
+MAX_ROWS = 2
+
+# Codes i and i + 4 of a word lie 16 bits apart: in the last bits of a bf16 that is 128 they count in units. $4 is the word,
+# $5 what is added, $0 to $3 are the pairs (0, 4), (1, 5), (2, 6) and (3, 7).
+UNPACK = tl.constexpr("""{
+.reg .b32 w1, w2, w3, one;
+mov.b32 one, 0x3F803F80;
+shr.b32 w1, $4, 4;
+shr.b32 w2, $4, 8;
+shr.b32 w3, $4, 12;
+lop3.b32 $0, $4, 0x000F000F, 0x43004300, 0xEA;
+lop3.b32 $1, w1, 0x000F000F, 0x43004300, 0xEA;
+lop3.b32 $2, w2, 0x000F000F, 0x43004300, 0xEA;
+lop3.b32 $3, w3, 0x000F000F, 0x43004300, 0xEA;
+fma.rn.bf16x2 $0, $0, one, $5;
+fma.rn.bf16x2 $1, $1, one, $5;
+fma.rn.bf16x2 $2, $2, one, $5;
+fma.rn.bf16x2 $3, $3, one, $5;
+}""")
+# The same pairs of eight values, which lie in $4 to $7.
+PAIR = tl.constexpr("""
+prmt.b32 $0, $4, $6, 0x5410;
+prmt.b32 $1, $4, $6, 0x7632;
+prmt.b32 $2, $5, $7, 0x5410;
+prmt.b32 $3, $5, $7, 0x7632;
+""")
+# The sum of the products of the pairs $1 to $4 and $5 to $8, in fp32.
+DOT = tl.constexpr("""{
+.reg .b32 sums, low, high;
+mov.b32 sums, 0x80008000;
+fma.rn.bf16x2 sums, $1, $5, sums;
+fma.rn.bf16x2 sums, $2, $6, sums;
+fma.rn.bf16x2 sums, $3, $7, sums;
+fma.rn.bf16x2 sums, $4, $8, sums;
+shl.b32 low, sums, 16;
+and.b32 high, sums, 0xFFFF0000;
+add.f32 $0, low, high;
+}""")
+
+
+@triton.jit
+def _chunk(words_ptr, scale_ptr, zeros_ptr, row, word, inside, WORDS: tl.constexpr, GROUPS: tl.constexpr,
+           GROUP: tl.constexpr, BLOCK_W: tl.constexpr):  # fmt: skip
+    """Words of some rows, their scales, and what 128 + code is to be lessened by, as two bf16."""
+    # A thread takes a word at a time, of rows that follow each other: see four_bits._row.
+    words = tl.load(words_ptr + tl.multiple_of(row * WORDS + word, (1, 1, 1)), inside, 0, cache_modifier=".cg")
+    group = tl.max_contiguous(tl.multiple_of(row * GROUPS + word // (GROUP // 8), (1, 1, 1)), (1, 1, BLOCK_W))
+    scale = tl.load(scale_ptr + group, inside, 0.0)
+    minus = tl.full((1, 1, 1), -0x3CF73CF8, tl.int32)  # -136 twice
+    if zeros_ptr is not None:
+        minus = tl.load(zeros_ptr + group, inside, 0).to(tl.int32) * 0x10001 - 0x3CFF3D00
+    return words, scale, minus
+
+
+@triton.jit
+def _few(
+    x_ptr, words_ptr, scale_ptr, zeros_ptr, bias_ptr, out_ptr, N, K: tl.constexpr, GROUP: tl.constexpr,
+    UNPACK: tl.constexpr, PAIR: tl.constexpr, DOT: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_W: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """x four values at a time, [ROWS, K/4] i64. A program takes all of K for BLOCK_N rows of the weight."""
+    WORDS: tl.constexpr = K // 8
+    GROUPS: tl.constexpr = K // GROUP
+    m = tl.arange(0, ROWS)[:, None, None]
+    n = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :, None]
+    row = n.to(tl.int64)
+    word = tl.arange(0, BLOCK_W)[None, None, :]
+    let_next_start(PDL)
+    # The weight is there before the kernel: no kernel that lets the next one start early writes words of int4.
+    next_words, next_scale, next_minus = _chunk(words_ptr, scale_ptr, zeros_ptr, row, word, (n < N) & (word < WORDS), WORDS,
+                                                GROUPS, GROUP, BLOCK_W)  # fmt: skip
+    wait_for_last(PDL)
+    sums = tl.zeros((ROWS, BLOCK_N, BLOCK_W), tl.float32)
+    for start in tl.static_range(0, WORDS, BLOCK_W):
+        words, scale, minus = next_words, next_scale, next_minus
+        here = start + word < WORDS
+        x = x_ptr + (m * WORDS + start + word) * 2
+        low, high = tl.load(x, here, 0), tl.load(x + 1, here, 0)
+        if start + BLOCK_W < WORDS:
+            following = start + BLOCK_W + word
+            inside = (n < N) & (following < WORDS)
+            next_words, next_scale, next_minus = _chunk(words_ptr, scale_ptr, zeros_ptr, row, following, inside, WORDS,
+                                                        GROUPS, GROUP, BLOCK_W)  # fmt: skip
+        x0, x1, x2, x3 = tl.inline_asm_elementwise(
+            PAIR, "=r,=r,=r,=r,r,r,r,r",
+            [low.to(tl.int32), (low >> 32).to(tl.int32), high.to(tl.int32), (high >> 32).to(tl.int32)],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
+        )  # fmt: skip
+        q0, q1, q2, q3 = tl.inline_asm_elementwise(
+            UNPACK, "=&r,=&r,=&r,=&r,r,r", [words, minus], dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True,
+            pack=1,
+        )  # fmt: skip
+        part = tl.inline_asm_elementwise(DOT, "=f,r,r,r,r,r,r,r,r", [q0, q1, q2, q3, x0, x1, x2, x3], dtype=tl.float32,
+                                         is_pure=True, pack=1)  # fmt: skip
+        sums += part * scale.to(tl.float32)
+    out = tl.sum(sums, 2)[:, :, None]
+    if bias_ptr is not None:
+        out += tl.load(bias_ptr + n, n < N, 0.0).to(tl.float32)
+    tl.store(out_ptr + m * N + n, out.to(out_ptr.dtype.element_ty), n < N)
+
+
+def serves(x: Tensor) -> bool:
+    """Whether x is a row or two of bf16 on a GPU that multiplies pairs of bf16 and starts kernels early."""
+    return x.dtype == torch.bfloat16 and 1 <= num_rows(x) <= MAX_ROWS and overlap(x.device)["PDL"]
+
+
+def multiply(x: Tensor, words: Tensor, scale: Tensor, zeros: Tensor | None, bias: Tensor | None, group: int) -> Tensor:
+    """The op linear_w4a16. words int32 [N, K/8]."""
+    n, k = words.shape[0], words.shape[1] * 8
+    out = x.new_empty((*x.shape[:-1], n))
+    rows = num_rows(x)
+    # H200, one row, us: 4096 -> 4096 4.9, 4096 -> 24576 18.2, 12288 -> 4096 11.0 (with 128 words 12.6).
+    block = min(triton.next_power_of_2(k // 8), 256 if k > 8192 else 128)
+    _few[(triton.cdiv(n, 4),)](
+        by_fours(x.reshape(rows, k)), words, scale, zeros, bias, out, n, K=k, GROUP=group, UNPACK=UNPACK, PAIR=PAIR,
+        DOT=DOT, ROWS=rows, BLOCK_N=4, BLOCK_W=block, num_warps=4, **overlap(x.device),
+    )  # fmt: skip
+    return out
