@@ -195,8 +195,8 @@ def test_layers_of_a_real_size_are_as_exact_as_bf16_lets_them_be(op: str, rows: 
                                                       {"x": given["x"].float()}))  # fmt: skip
         for kernel in ops.REGISTRY[op].kernels:
             if kernel.provider in ("triton", "cuda") and not refusal(kernel, Platform.detect("cuda"), given):
-                # Rounding to bf16 alone is 1.7e-3; a weight of int4 that is rounded, too, 2.4e-3; pairs of int4 in bf16, and
-                # many rows of fp8 that cuBLAS sums, 3.1e-3.
+                # Rounding to bf16 alone is 1.7e-3; a weight of int4 that is rounded, too, 2.4e-3; pairs of int4 in bf16,
+                # and many rows of fp8 that cuBLAS sums, 3.1e-3.
                 pairs = op == "linear_w4a16" and rows <= int4_pairs.MAX_ROWS
                 coarse = pairs or (kernel.provider == "cuda" and rows == 300)
                 assert error(kernel.function(**given), exact) < (3.5e-3 if coarse else 2.6e-3), kernel.function.__module__
