@@ -15,6 +15,7 @@ from torch._dynamo.exc import TorchDynamoException as TracingError
 from torch._dynamo.utils import get_metrics_context
 from torch._guards import TracingContext, tracing
 from torch.fx import Graph, GraphModule, Node
+from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, statically_known_true, sym_eq
 from torch.utils._sympy.numbers import int_oo
@@ -119,7 +120,10 @@ def passed_on() -> Iterator[None]:
 
 
 def own_copy(gm: GraphModule) -> GraphModule:
-    """A copy that may be edited: Dynamo reads its own graph again after the backend has returned."""
+    """A copy that may be edited: Dynamo reads its own graph again after the backend has returned.
+
+    It writes its Python code when it is called, not at each `recompile()`: what is only traced is called by no one.
+    """
     graph = Graph()
     copies: dict[Node, Node] = {}
     graph.output(graph.graph_copy(gm.graph, copies))
@@ -128,7 +132,7 @@ def own_copy(gm: GraphModule) -> GraphModule:
             copied._dynamo_source = node._dynamo_source
     old, new = gm.graph.output_node(), graph.output_node()
     new.meta = dict(old.meta)
-    made = GraphModule(gm, graph)
+    made = LazyGraphModule(gm, graph)
     made.meta = dict(gm.meta)
     if hasattr(gm, "_param_name_to_source"):
         made._param_name_to_source = gm._param_name_to_source
