@@ -16,9 +16,17 @@ from atomc.floats import put_back_floats
 from atomc.outline import outline
 from atomc.provenance import module_path
 from atomc.regions import every_layer
-from atomc.stamp import Regions, inline, regions_of
+from atomc.stamp import CannotStamp, Regions, inline, regions_of
 from atomc.torch_compat import FakeTensor, FakeTensorMode
-from atomc.torch_tracing import RestartAnalysis, fake_mode_of, functional_graph, own_copy, source_name, tracing_context
+from atomc.torch_tracing import (
+    RestartAnalysis,
+    added_by_aot,
+    fake_mode_of,
+    functional_graph,
+    own_copy,
+    source_name,
+    tracing_context,
+)
 
 Compiler = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
 
@@ -52,33 +60,45 @@ def trace(
                  for x in fakes]  # fmt: skip
     sources = [source_name(node) for node in placeholders]
 
+    reached: list[GraphModule] = []
+
     def with_sources(functional: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        reached.append(functional)
         for node, source in zip(functional.graph.find_nodes(op="placeholder"), sources, strict=True):
             node.meta["source"] = source
         return compiler(functional, inputs)
 
     if not regions_of(copy):
         return functional_graph(copy, fakes, with_sources)
-    stamped = []
-    nested = own_copy(copy)
     try:
-        with Regions(nested, lambda body, inputs: traced_region(body, inputs, mode)) as regions:
-
-            def stamp_first(functional: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-                count = regions.stamp(functional)
-                notes.append(f"{len(regions.bodies)} layers traced, {count} stamped")
-                stamped.append(functional)
-                return with_sources(functional, inputs)
-
-            return functional_graph(nested, fakes, stamp_first)
+        return by_regions(own_copy(copy), fakes, with_sources, notes)
     except RestartAnalysis:
         raise
     except Exception as error:  # whatever the tracer has against regions, it may have nothing against their nodes
-        if stamped:
+        if reached:
             raise
         notes.append(every_layer(error))
         inline(copy)
         return functional_graph(copy, fakes, with_sources)
+
+
+def by_regions(gm: GraphModule, fakes: Sequence[Any], compiler: Compiler, notes: list[str]) -> Callable[..., Any]:
+    """As `trace`, of a graph with regions, which are traced once and stamped; the graph is used up."""
+    made: list[Callable[..., Any]] = []
+    mode = fake_mode_of(gm.graph)
+    with Regions(gm, lambda body, inputs: traced_region(body, inputs, mode)) as regions:
+
+        def stamp_first(functional: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+            around = added_by_aot(functional, len(regions.kept))
+            if around is not None:  # what it returns takes the inputs that it has seen
+                raise CannotStamp(around)
+            count = regions.stamp(functional)
+            notes.append(f"{len(regions.bodies)} layers traced, {count} stamped")
+            made.append(compiler(functional, [node.meta["val"] for node in functional.graph.find_nodes(op="placeholder")]))
+            return made[0]
+
+        functional_graph(gm, [fakes[i] for i in regions.kept], stamp_first)
+    return made[0]
 
 
 def traced_region(body: GraphModule, inputs: Sequence[Any], mode: FakeTensorMode | None) -> GraphModule:

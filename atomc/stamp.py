@@ -2,14 +2,16 @@
 
     y = invoke_subgraph(region, x, weights of layer 3)    =>    the region's nodes, reading x and the weights of layer 3
 
-Between Dynamo's graph and the functional one a call is one opaque op, so that AOTAutograd sees each region once, by
-itself. Copies know the layer they stand for: their module path is the call's, not that of the layer that was traced.
+Between Dynamo's graph and the functional one calls that follow each other are one opaque op, and inputs that only they
+read are left out: AOTAutograd sees each region once, by itself, and what is around them without the layers' weights. Copies
+know the layer they stand for: their module path is the call's, not that of the layer that was traced.
 """
 
 import itertools
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,23 +19,24 @@ from torch.fx import Graph, GraphModule, Node
 
 from atomc.provenance import clean_path
 from atomc.sizes import known_equal
-from atomc.torch_tracing import INVOKE_SUBGRAPH
+from atomc.torch_compat import FakeTensor, FakeTensorMode, outside_of_tracing
+from atomc.torch_tracing import INVOKE_SUBGRAPH, fake_mode_of
 
 Stack = Mapping[str, Any]
 
 _LIBRARY = torch.library.Library("atom", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define(  # type: ignore[no-untyped-call]
-    "region(int number, Tensor[] tensors, SymInt[] sizes) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,))
-_REGION = torch.ops.atom.region.default
+    "regions(int number, Tensor[] tensors, SymInt[] sizes) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,))
+_REGIONS = torch.ops.atom.regions.default
 _numbers = itertools.count()
-_outputs: dict[int, list[Tensor]] = {}  # of the regions being traced
+_outputs: dict[int, list[Tensor]] = {}  # of the calls being traced
 
 
 def _like_traced(number: int, tensors: list[Tensor], sizes: list[int]) -> list[Tensor]:
     return [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in _outputs[number]]
 
 
-torch.library.register_fake("atom::region", _like_traced, lib=_LIBRARY)
+torch.library.register_fake("atom::regions", _like_traced, lib=_LIBRARY)
 
 
 class CannotStamp(Exception):
@@ -44,10 +47,15 @@ def regions_of(gm: GraphModule) -> dict[str, list[Node]]:
     """The calls of each region in Dynamo's graph, in order, by the region's name."""
     calls: dict[str, list[Node]] = {}
     for node in gm.graph.find_nodes(op="call_function", target=INVOKE_SUBGRAPH):
-        source = node.args[0]
-        assert isinstance(source, Node)
-        calls.setdefault(str(source.target), []).append(node)
+        calls.setdefault(str(_source(node).target), []).append(node)
     return calls
+
+
+def _source(call: Node) -> Node:
+    """What names the region of a call."""
+    source = call.args[0]
+    assert isinstance(source, Node)
+    return source
 
 
 def region(gm: GraphModule, name: str) -> GraphModule:
@@ -57,80 +65,175 @@ def region(gm: GraphModule, name: str) -> GraphModule:
     return found
 
 
+class Call(NamedTuple):
+    """A call of a region. results: the nodes that read its outputs, and the number of the output. stack: see `stack_of`."""
+
+    region: str
+    operands: tuple[Any, ...]
+    results: list[tuple[Node, int]]
+    stack: Stack
+
+
+@dataclass
+class Run:
+    """Calls that follow each other. operands: what they read of others, sizes last; outputs: results that others read."""
+
+    calls: list[Call]
+    operands: list[Node]
+    outputs: list[Node]
+
+
 class Regions:
     """The regions of one graph of Dynamo's, on their way to a functional graph.
 
     with Regions(gm, functional) as regions:      functional(body, inputs) -> the functional graph of one region
-        ...                                       gm is traced; its calls are opaque ops
-        regions.stamp(traced)                     and become nodes again
+        ...                                       gm is traced; its calls are opaque ops, its inputs those of `kept`
+        regions.stamp(traced)                     all inputs are there again, and nodes in the place of the calls
+
+    kept  the numbers of the inputs that gm has left
     """
 
     def __init__(self, gm: GraphModule, functional: Callable[[GraphModule, Sequence[Any]], GraphModule]):
         self.gm, self.functional = gm, functional
-        self.bodies: dict[int, GraphModule] = {}
-        self.traced: dict[int, Stack] = {}
+        self.inputs: list[Node] = list(gm.graph.find_nodes(op="placeholder"))
+        self.bodies: dict[str, GraphModule] = {}
+        self.traced: dict[str, Stack] = {}
+        self.runs: dict[int, Run] = {}
+        self.kept = [i for i, node in enumerate(self.inputs) if not _is_apart(node)]
 
     def __enter__(self) -> "Regions":
         for name, calls in regions_of(self.gm).items():
             body = region(self.gm, name)
             inline(body)
-            number = next(_numbers)
             inputs = [node.meta["example_value"] for node in body.graph.find_nodes(op="placeholder")]
             num_outputs = len(_returned(body))
-            self.bodies[number], self.traced[number] = self.functional(body, inputs), stack_of(calls[0])
-            _check(self.bodies[number], len(inputs), num_outputs)
-            _outputs[number] = [_value(output) for output in _returned(self.bodies[number])]
-            for call in calls:
-                _make_opaque(self.gm.graph, call, number)
+            self.bodies[name], self.traced[name] = self.functional(body, inputs), stack_of(calls[0])
+            _check(self.bodies[name], len(inputs), num_outputs)
+        apart = set(self.inputs) - {self.inputs[i] for i in self.kept}
+        for calls in list(_following(self.gm.graph)):
+            number = next(_numbers)
+            self.runs[number] = run = _run(calls, apart)
+            made = {reader: _returned(self.bodies[call.region])[i] for call in run.calls for reader, i in call.results}
+            _outputs[number] = [_value(made[output]) for output in run.outputs]
+            _make_opaque(self.gm.graph, calls, run, number)
+        for node in apart:
+            self.gm.graph.erase_node(node)
+        for name in self.bodies:
             delattr(self.gm, name)
         self.gm.graph.lint()
         self.gm.recompile()
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number in self.bodies:
+        for number in self.runs:
             _outputs.pop(number, None)
 
     def stamp(self, gm: GraphModule) -> int:
-        """Replace every opaque call by the functional nodes; how many there were. Copies share their values (`val`)."""
-        calls = [node for node in gm.graph.nodes if node.target is _REGION]
+        """Replace every opaque op by the functional nodes; how many calls there were. Copies share their values (`val`)."""
         if _writes(gm.graph):
             raise CannotStamp("the graph writes in place")  # shared values know nothing of aliases in another layer
-        for call in calls:
-            self._check_operands(call)
-        for number, body in self.bodies.items():
-            _hoist(gm, body, f"region_{number}")
-        for call in calls:
-            number = call.args[0]
-            assert isinstance(number, int)
-            _inline(gm.graph, self.bodies[number], call, self._operands(call), self.traced[number])
-        gm.graph.lint()
-        gm.recompile()
-        return len(calls)
+        graph, inputs = self._with_all_inputs(gm.graph)
+        for name, body in self.bodies.items():
+            _hoist(gm, body, name)
+        for node in [node for node in graph.nodes if node.target is _REGIONS]:
+            self._expand(graph, node, inputs)
+        gm.graph = graph
+        graph.lint()
+        return sum(len(run.calls) for run in self.runs.values())
 
-    def _operands(self, call: Node) -> list[Any]:
-        number, tensors, sizes = call.args
+    def _with_all_inputs(self, graph: Graph) -> tuple[Graph, dict[Node, Node]]:
+        """A copy of the functional graph; and its inputs, by those of Dynamo's graph."""
+        whole = Graph()
+        kept = dict(zip(self.kept, graph.find_nodes(op="placeholder"), strict=True))
+        inputs = {node: whole.placeholder(f"arg{i}_1") for i, node in enumerate(self.inputs)}
+        copies = {kept[i]: inputs[self.inputs[i]] for i in self.kept}
+        for node, made in copies.items():
+            made.meta = node.meta
+        mode = fake_mode_of(graph)
+        with outside_of_tracing():
+            for i in set(range(len(self.inputs))) - set(self.kept):
+                inputs[self.inputs[i]].meta["val"] = _fake_like(_value(self.inputs[i]), mode)
+        for node in graph.nodes:
+            if node not in copies:
+                copies[node] = whole.node_copy(node, copies.__getitem__)
+        return whole, inputs
+
+    def _expand(self, graph: Graph, node: Node, inputs: dict[Node, Node]) -> None:
+        number, tensors, sizes = node.args
         assert isinstance(number, int) and isinstance(tensors, list | tuple) and isinstance(sizes, list | tuple)
-        given = {True: iter(tensors), False: iter(sizes)}
-        return [next(given[isinstance(_value(node), Tensor)]) for node in self._placeholders(number)]
+        run = self.runs[number]
+        known: dict[Any, Any] = {**inputs, **dict(zip(run.operands, (*tensors, *sizes), strict=True))}
+        for call in run.calls:
+            body = self.bodies[call.region]
+            operands = [known[x] if isinstance(x, Node) else x for x in call.operands]
+            _check_operands(body, operands, call)
+            made = _copied(graph, body, node, operands, self.traced[call.region], call.stack)
+            known.update((reader, made[i]) for reader, i in call.results)
+        for reader in list(node.users):
+            reader.replace_all_uses_with(known[run.outputs[_index(reader)]])
+            graph.erase_node(reader)
+        graph.erase_node(node)
 
-    def _placeholders(self, number: Any) -> list[Node]:
-        return list(self.bodies[number].graph.find_nodes(op="placeholder"))
 
-    def _check_operands(self, call: Node) -> None:
-        for placeholder, operand in zip(self._placeholders(call.args[0]), self._operands(call), strict=True):
-            if isinstance(_value(placeholder), Tensor) and not _alike(_value(placeholder), _value(operand)):
-                raise CannotStamp(f"{call.name} reads {operand} in another shape, dtype or layout than the traced layer")
+def _is_apart(node: Node) -> bool:
+    """Whether AOTAutograd need not see this input: only regions read it, and it tells no size."""
+    value = _value(node)
+    static = type(value) is FakeTensor and all(type(size) is int for size in (*value.shape, *value.stride()))
+    return static and all(user.target is INVOKE_SUBGRAPH for user in node.users)
 
 
-def _make_opaque(graph: Graph, call: Node, number: int) -> None:
-    source, _, *operands = call.args
-    assert isinstance(source, Node)
-    tensors = [x for x in operands if isinstance(_value(x), Tensor)]
-    sizes = [x for x in operands if not isinstance(_value(x), Tensor)]
-    call.target, call.args = _REGION, (number, tensors, sizes)
-    if not source.users:
-        graph.erase_node(source)
+def _fake_like(x: Tensor, mode: FakeTensorMode | None) -> FakeTensor:
+    meta = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+    return FakeTensor(mode, meta, x.device)
+
+
+def _following(graph: Graph) -> Iterator[list[Node]]:
+    """Calls that follow each other, with nothing between them but what reads their results."""
+    calls: list[Node] = []
+    for node in graph.nodes:
+        if node.target is INVOKE_SUBGRAPH:
+            calls.append(node)
+        elif calls and node.op != "get_attr" and not (node.target is operator.getitem and node.args[0] in calls):
+            yield calls
+            calls = []
+
+
+def _run(calls: list[Node], apart: set[Node]) -> Run:
+    named = [Call(str(_source(call).target), call.args[2:], [(reader, _index(reader)) for reader in call.users],
+                  stack_of(call)) for call in calls]  # fmt: skip
+    results = [reader for call in named for reader, _ in call.results]
+    inside = {*calls, *results}
+    read = dict.fromkeys(x for call in named for x in call.operands if isinstance(x, Node) and x not in inside)
+    operands = [x for x in read if x not in apart]
+    operands.sort(key=lambda x: not isinstance(_value(x), Tensor))  # sizes last
+    return Run(named, operands, [reader for reader in results if not inside.issuperset(reader.users)])
+
+
+def _make_opaque(graph: Graph, calls: list[Node], run: Run, number: int) -> None:
+    num_tensors = sum(isinstance(_value(x), Tensor) for x in run.operands)
+    with graph.inserting_after(calls[-1]):
+        opaque = graph.call_function(_REGIONS, (number, run.operands[:num_tensors], run.operands[num_tensors:]))
+    before = opaque
+    for i, result in enumerate(run.outputs):
+        with graph.inserting_after(before):
+            before = graph.call_function(operator.getitem, (opaque, i))
+        before.meta.update(result.meta)
+        result.replace_all_uses_with(before)
+    sources = {_source(call) for call in calls}
+    for call in reversed(calls):
+        for reader in list(call.users):
+            graph.erase_node(reader)
+        graph.erase_node(call)
+    for source in sources:
+        if not source.users:
+            graph.erase_node(source)
+
+
+def _index(reader: Node) -> int:
+    """Which output of a call a node reads."""
+    number = reader.args[1]
+    assert reader.target is operator.getitem and isinstance(number, int)
+    return number
 
 
 def inline(gm: GraphModule) -> None:
@@ -140,11 +243,16 @@ def inline(gm: GraphModule) -> None:
         body = region(gm, name)
         inline(body)
         _hoist(gm, body, name)
-        sources = {call.args[0] for call in calls}
+        sources = {_source(call) for call in calls}
+        traced = stack_of(calls[0])
         for call in calls:
-            _inline(gm.graph, body, call, call.args[2:], stack_of(calls[0]))
+            made = _copied(gm.graph, body, call, call.args[2:], traced, stack_of(call))
+            for reader in list(call.users):
+                reader.replace_all_uses_with(made[_index(reader)])
+                gm.graph.erase_node(reader)
+            gm.graph.erase_node(call)
         for source in sources:
-            gm.graph.erase_node(source)  # type: ignore[arg-type]
+            gm.graph.erase_node(source)
         delattr(gm, name)
     if names:
         gm.graph.lint()
@@ -191,6 +299,13 @@ def _check(body: GraphModule, num_inputs: int, num_outputs: int) -> None:
         raise CannotStamp("a region returns something that is no tensor")
 
 
+def _check_operands(body: GraphModule, operands: Sequence[Any], call: Call) -> None:
+    for placeholder, operand in zip(body.graph.find_nodes(op="placeholder"), operands, strict=True):
+        if isinstance(_value(placeholder), Tensor) and not _alike(_value(placeholder), _value(operand)):
+            raise CannotStamp(f"{clean_path(_innermost(call.stack))} reads {operand} in another shape, dtype or layout "
+                              "than the traced layer")  # fmt: skip
+
+
 def _value(operand: object) -> Any:
     return operand.meta.get("val", operand.meta.get("example_value")) if isinstance(operand, Node) else operand
 
@@ -209,22 +324,20 @@ def _hoist(gm: GraphModule, body: GraphModule, name: str) -> None:
         setattr(gm, new, getattr(body, old))
 
 
-def _inline(graph: Graph, body: GraphModule, call: Node, operands: Sequence[Any], traced: Stack) -> None:
+def _copied(
+    graph: Graph, body: GraphModule, before: Node, operands: Sequence[Any], traced: Stack, actual: Stack
+) -> list[Any]:
+    """Copies of a region's nodes before a node of the graph; what the region returns."""
     copies: dict[Node, Any] = dict(zip(body.graph.find_nodes(op="placeholder"), operands, strict=True))
-    moved = _mover(_innermost(traced), _innermost(stack_of(call)))
-    with graph.inserting_before(call):
+    moved = _mover(_innermost(traced), _innermost(actual))
+    with graph.inserting_before(before):
         for node in body.graph.nodes:
             if node.op in ("placeholder", "output"):
                 continue
             copies[node] = made = graph.node_copy(node, copies.__getitem__)
             if "nn_module_stack" in node.meta:
                 made.meta["nn_module_stack"] = moved(node.meta["nn_module_stack"])
-    for reader in list(call.users):
-        assert reader.target is operator.getitem
-        output = _returned(body)[reader.args[1]]  # type: ignore[index]
-        reader.replace_all_uses_with(copies[output] if isinstance(output, Node) else output)
-        graph.erase_node(reader)
-    graph.erase_node(call)
+    return [copies[output] if isinstance(output, Node) else output for output in _returned(body)]
 
 
 def _mover(old: str, new: str) -> Callable[[Stack], Stack]:
