@@ -72,6 +72,12 @@ def overlap(device: torch.device) -> dict[str, Any]:
     return {"PDL": True, "launch_pdl": True}
 
 
+@functools.cache
+def at_most_64_registers(device: torch.device) -> dict[str, Any]:
+    """Launch arguments of a program of four warps of which eight are to fit a multiprocessor of NVIDIA's."""
+    return {"maxnreg": 64} if device.type == "cuda" and not torch.version.hip else {}
+
+
 @triton.jit
 def wait_for_last(PDL: tl.constexpr):
     """Wait until all that kernels before this one write is there. Stands before every load and every store."""

@@ -10,7 +10,15 @@ import triton.language as tl
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.triton.launch import begin, inner_sizes, num_rows, overlap, row_offset, row_strides
+from atomc.kernels.triton.launch import (
+    at_most_64_registers,
+    begin,
+    inner_sizes,
+    num_rows,
+    overlap,
+    row_offset,
+    row_strides,
+)
 from atomc.kernels.triton.norm import row_sum, styled_rows, tile, weighted
 from atomc.kernels.triton.quant import Quantized, store_quantized, unquantizable
 from atomc.platform import Platform
@@ -52,6 +60,7 @@ def _launch(
     total = None if residual is None else torch.empty_like(x)
     kept = torch.empty_like(x, dtype=normed) if keep else x.new_empty(0, dtype=normed)
     if rows := num_rows(x):
+        # H200, add_rms_norm_quant of 1,024 rows of 4,096 to fp8, us as it comes (72 registers) and with 64: 9.8 and 8.7.
         cut = tile(rows, x.shape[-1])
         cut["BLOCK"] = max(cut["BLOCK"], out.group)
         nowhere = (0, 0, 0)
@@ -60,6 +69,7 @@ def _launch(
             *(nowhere if residual is None else row_strides(residual)), *(nowhere if total is None else row_strides(total)),
             *(row_strides(kept) if keep else nowhere), *out.steps, eps, NORMED=TRITON_DTYPE[normed], D=x.shape[-1],
             STYLE=style, ADD=residual is not None, KEEP=keep, **out.constants, **cut, **overlap(x.device),
+            **at_most_64_registers(x.device),
         )  # fmt: skip
     return out.codes, out.scales, total, kept
 
