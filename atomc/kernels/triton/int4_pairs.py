@@ -56,10 +56,10 @@ def _chunk(words_ptr, scale_ptr, zeros_ptr, row, word, inside, WORDS: tl.constex
            GROUP: tl.constexpr, BLOCK_W: tl.constexpr):  # fmt: skip
     """Words of some rows, their scales, and what 128 + code is to be lessened by, as two bf16."""
     # A thread takes a word at a time, of rows that follow each other: see four_bits._row.
-    words = tl.load(words_ptr + tl.multiple_of(row * WORDS + word, (1, 1, 1)), inside, 0, cache_modifier=".cg")
-    group = tl.max_contiguous(tl.multiple_of(row * GROUPS + word // (GROUP // 8), (1, 1, 1)), (1, 1, BLOCK_W))
+    words = tl.load(words_ptr + tl.multiple_of(row * WORDS + word, (1, 1)), inside, 0, cache_modifier=".cg")
+    group = tl.max_contiguous(tl.multiple_of(row * GROUPS + word // (GROUP // 8), (1, 1)), (1, BLOCK_W))
     scale = tl.load(scale_ptr + group, inside, 0.0)
-    minus = tl.full((1, 1, 1), -0x3CF73CF8, tl.int32)  # -136 twice
+    minus = tl.full((1, 1), -0x3CF73CF8, tl.int32)  # -136 twice
     if zeros_ptr is not None:
         minus = tl.load(zeros_ptr + group, inside, 0).to(tl.int32) * 0x10001 - 0x3CFF3D00
     return words, scale, minus
@@ -68,22 +68,22 @@ def _chunk(words_ptr, scale_ptr, zeros_ptr, row, word, inside, WORDS: tl.constex
 @triton.jit
 def _few(
     x_ptr, words_ptr, scale_ptr, zeros_ptr, bias_ptr, out_ptr, N, K: tl.constexpr, GROUP: tl.constexpr,
-    UNPACK: tl.constexpr, PAIR: tl.constexpr, DOT: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_W: tl.constexpr, PDL: tl.constexpr,
+    UNPACK: tl.constexpr, PAIR: tl.constexpr, DOT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """x four values at a time, [ROWS, K/4] i64. A program takes all of K for BLOCK_N rows of the weight."""
+    """x four values at a time, [M, K/4] i64. A program takes a row of it, and BLOCK_N of the weight."""
     WORDS: tl.constexpr = K // 8
     GROUPS: tl.constexpr = K // GROUP
-    m = tl.arange(0, ROWS)[:, None, None]
-    n = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :, None]
+    m = tl.program_id(1)
+    n = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
     row = n.to(tl.int64)
-    word = tl.arange(0, BLOCK_W)[None, None, :]
+    word = tl.arange(0, BLOCK_W)[None, :]
     let_next_start(PDL)
     # The weight is there before the kernel: no kernel that lets the next one start early writes words of int4.
     next_words, next_scale, next_minus = _chunk(words_ptr, scale_ptr, zeros_ptr, row, word, (n < N) & (word < WORDS), WORDS,
                                                 GROUPS, GROUP, BLOCK_W)  # fmt: skip
     wait_for_last(PDL)
-    sums = tl.zeros((ROWS, BLOCK_N, BLOCK_W), tl.float32)
+    sums = tl.zeros((BLOCK_N, BLOCK_W), tl.float32)
     for start in tl.static_range(0, WORDS, BLOCK_W):
         words, scale, minus = next_words, next_scale, next_minus
         here = start + word < WORDS
@@ -106,7 +106,7 @@ def _few(
         part = tl.inline_asm_elementwise(DOT, "=f,r,r,r,r,r,r,r,r", [q0, q1, q2, q3, x0, x1, x2, x3], dtype=tl.float32,
                                          is_pure=True, pack=1)  # fmt: skip
         sums += part * scale.to(tl.float32)
-    out = tl.sum(sums, 2)[:, :, None]
+    out = tl.sum(sums, 1)[:, None]
     if bias_ptr is not None:
         out += tl.load(bias_ptr + n, n < N, 0.0).to(tl.float32)
     tl.store(out_ptr + m * N + n, out.to(out_ptr.dtype.element_ty), n < N)
@@ -124,8 +124,8 @@ def multiply(x: Tensor, words: Tensor, scale: Tensor, zeros: Tensor | None, bias
     rows = num_rows(x)
     # H200, one row, us: 4096 -> 4096 4.9, 4096 -> 24576 18.2, 12288 -> 4096 11.0 (with 128 words 12.6).
     block = min(triton.next_power_of_2(k // 8), 256 if k > 8192 else 128)
-    _few[(triton.cdiv(n, 4),)](
+    _few[(triton.cdiv(n, 4), rows)](
         by_fours(x.reshape(rows, k)), words, scale, zeros, bias, out, n, K=k, GROUP=group, UNPACK=UNPACK, PAIR=PAIR,
-        DOT=DOT, ROWS=rows, BLOCK_N=4, BLOCK_W=block, num_warps=4, **overlap(x.device),
+        DOT=DOT, BLOCK_N=4, BLOCK_W=block, num_warps=4, **overlap(x.device),
     )  # fmt: skip
     return out
