@@ -27,6 +27,9 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 _SETTINGS = ("torch._dynamo.config", "torch._functorch.config", "torch.fx.experimental._config")
 _SPELLED = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format,
             torch.Size)  # fmt: skip
+# What a call of a module of torch runs; Dynamo itself replaces others, such as __init__.
+_OF_A_CALL = frozenset({"forward", "__call__", "_wrapped_call_impl", "_call_impl", "__getattr__", "__getattribute__",
+                        "__iter__", "__len__", "__getitem__"})  # fmt: skip
 # A constant of a model is small; what is larger is a weight, and belongs into a buffer.
 _MOST_BYTES = 2**20
 
@@ -59,37 +62,41 @@ class _Tree:
 
     def __init__(self, model: nn.Module):
         self.paths = {id(module): path for path, module in model.named_modules()}
-        self.tensors: dict[int, int] = {}
-        self.storages: dict[int, int] = {}
-        for tensor, _ in tensors_of(model):
-            self.tensors.setdefault(id(tensor), len(self.tensors))
-            self.storages.setdefault(tensor.untyped_storage().data_ptr(), self.tensors[id(tensor)])
+        self.tensors: dict[int, str] = {}
+        self.memory: dict[int, str] = {}
+        for tensor, path in tensors_of(model):
+            self.tensors.setdefault(id(tensor), path)
+            if tensor.nbytes:
+                self.memory.setdefault(tensor.untyped_storage().data_ptr(), path)
         self.classes: dict[type, None] = {}
         self._within: list[int] = []
 
     def module(self, path: str, module: nn.Module) -> str:
         """One module: its class, what it is set to, its tensors, the names of its children."""
-        where = path or "the model"
+        where, within = path or "the model", f"{path}." if path else ""
         if hook := hooks_of(module):
             raise Unstorable(f"{where} has a hook ({hook})")
         self.classes[type(module)] = None
         if not _of_ours(type(module)) and not type(module).__module__.startswith("torch.nn."):
             raise Unstorable(f"{where} is a {_name(type(module))}, whose code may be anything")
         words = [_name(type(module))]
-        words += [f"{name}={self.value(value, f'{where}.{name}')}" for name, value in sorted(vars(module).items())
+        words += [f"{name}={self.value(value, within + name)}" for name, value in sorted(vars(module).items())
                   if name not in _OF_EVERY_MODULE]  # fmt: skip
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            words.append(f"{name}: {'none' if tensor is None else self.tensor(tensor)}")
+            words.append(f"{name}: {'none' if tensor is None else self.tensor(tensor, within + name)}")
         for name, child in module._modules.items():
             at = "" if child is None else self.paths[id(child)]
-            words.append(f"child {name}" + ("" if at == f"{path}.{name}".lstrip(".") else f" is {at or 'none'}"))
+            words.append(f"child {name}" + ("" if at == within + name else f" is {at or 'none'}"))
         return ", ".join(words)
 
-    def tensor(self, tensor: Tensor) -> str:
-        """A parameter or buffer: its number among those of the model, that of the first in the same memory, how it lies."""
-        memory = self.storages[tensor.untyped_storage().data_ptr()]
-        grad = " with gradient" * tensor.requires_grad
-        return f"{given(tensor, self.tensors[id(tensor)])} in {memory}+{tensor.storage_offset()} {lies(tensor)}{grad}"
+    def tensor(self, tensor: Tensor, path: str) -> str:
+        """A parameter or buffer: what it is, how it lies, and with which others it shares itself or its memory."""
+        first = self.tensors[id(tensor)]
+        memory = self.memory.get(tensor.untyped_storage().data_ptr(), path)
+        words = [given(tensor), lies(tensor)]
+        words += [f"is {first}"] * (first != path) + [f"in the memory of {memory}"] * (memory != path)
+        words += [f"from {tensor.storage_offset()}"] * bool(tensor.storage_offset())
+        return " ".join([*words, *["with gradient"] * tensor.requires_grad])
 
     def value(self, value: Any, where: str) -> str:
         """What an attribute is, equal for equal ones of two processes."""
@@ -166,6 +173,8 @@ class _Tree:
         """What a class consists of."""
         lines = [repr(_found(kind))]
         for name, item in sorted(vars(kind).items()):
+            if not _of_ours(kind) and name not in _OF_A_CALL:
+                continue
             where = f"{_name(kind)}.{name}"
             for function in _functions_in(item):
                 file = function.__code__.co_filename

@@ -174,14 +174,11 @@ def lies(tensor: Tensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)} strides {list(tensor.stride())} on {tensor.device}"
 
 
-def given(item: Any, number: int) -> str:
-    """What else compiling may look at of a real input: what it is, and why no copy of it may be kept or it not be packed.
-
-    number  of the first input that is the same object
-    """
-    if not isinstance(item, Tensor):
-        return type(item).__name__
+def given(item: Any) -> str:
+    """What else compiling may look at of a real input: its kind, and why no copy of it may be kept or it not be packed."""
     kind = type(item).__name__
+    if not isinstance(item, Tensor):
+        return kind
     if item.is_meta:
         raise Unstorable("the model is on the meta device")
     if type(item) not in PLAIN_TENSORS and kind != "FakeTensor":
@@ -191,4 +188,4 @@ def given(item: Any, number: int) -> str:
         refused = {"no copy": copies.unfit(item), "no pack": packs.unfit(item)}
     else:
         refused = {"made in inference mode": item.is_inference() or None}
-    return ", ".join([f"{kind} {number}", *(f"{what}: {why}" for what, why in refused.items() if why is not None)])
+    return ", ".join([kind, *(f"{what}: {why}" for what, why in refused.items() if why is not None)])

@@ -34,7 +34,7 @@ def parts_of(
     first: dict[int, int] = {}
     for i, each in enumerate(example_inputs):
         first.setdefault(id(each), i)
-    spelled = [f"{source_name(node)}: {_value(node.meta.get('example_value'))}, {given(each, first[id(each)])}"
+    spelled = [f"{source_name(node)}: {_value(node.meta.get('example_value'))}, first {first[id(each)]}, {given(each)}"
                for node, each in zip(placeholders, example_inputs, strict=True)]  # fmt: skip
     parts |= {f"input {i}": text for i, text in enumerate(spelled)}
     parts["sizes"] = "; ".join(size_facts(gm.graph))

@@ -1,0 +1,434 @@
+"""A model of ours that the cache knows is not traced: what it then computes, and what makes it another model."""
+
+import importlib.util
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import atomc
+from atomc import models
+from atomc.artifact import Unstorable
+from atomc.cache import differences
+from atomc.description import described
+from atomc.errors import RunError
+from atomc.models import layers, llama, loader, wrap_stock
+from atomc.op import REGISTRY
+from atomc.ops.state import GroupStep, Step
+from atomc.options import Options
+from atomc.platform import Platform
+from atomc.program import compile_model
+from atomc.quantization import quantize
+from atomc.runtime.hidden import hidden_model
+
+TINY = dict(architectures=["LlamaForCausalLM"], model_type="llama", vocab_size=48, hidden_size=128, intermediate_size=160,
+            num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=64,
+            rms_norm_eps=1e-5, hidden_act="silu")  # fmt: skip
+QWEN3 = {**TINY, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+MODELS = {
+    "untied": {},
+    "tied": {"tie_word_embeddings": True},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "window": {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 3},
+    "window of one layer": {**QWEN3, "use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1},
+    "fp8": {},
+    "int4": {},
+}
+IDS = torch.tensor([3, 1, 4, 1, 5])
+
+
+def model_of(name="untied", seed=0, **differs):
+    torch.manual_seed(seed)
+    model = models.build({**TINY, **MODELS[name], **differs}, torch.float32)
+    for weight in model.parameters():
+        # Larger than usual, so that a wrong weight shows.
+        weight.data.normal_(1.0 if weight.dim() == 1 else 0.0, 0.3)
+    return quantize(loader.ready(model), name) if name in ("fp8", "int4") else loader.ready(model)
+
+
+def started(model, folder, **options):
+    """The program of the model, as a process starts it that shares the cache in this folder with others."""
+    return compile_model(model, {"glue": "eager", "cache": True, "cache_dir": str(folder), **options})
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    """A folder in which the cache holds what a start of model_of() has left."""
+    folder = tmp_path_factory.mktemp("kept")
+    started(model_of(), folder)
+    return folder
+
+
+@pytest.fixture
+def start(kept, tmp_path):
+    """start(model, ...): the program of a model, where model_of() was started before."""
+    shutil.copytree(kept, tmp_path / "cache")
+
+    def run(model, folder=tmp_path / "cache", **options):
+        return started(model, folder, **options)
+
+    return run
+
+
+def step_of(program, ids=IDS):
+    """A step of one new sequence, on caches of its own."""
+    program.bind([spec.allocate(2, 64, "cpu") for spec in program.specs])
+    length = torch.tensor([len(ids)], dtype=torch.int32)
+    groups = 1 + max(spec.group for spec in program.specs)
+    block = torch.tensor([[1]], dtype=torch.int32)
+    group = GroupStep(torch.arange(len(ids)) + 64, block, torch.zeros(1, dtype=torch.int64))
+    first = torch.tensor([0, len(ids)], dtype=torch.int32)
+    return Step(ids, torch.arange(len(ids)), first, length, torch.arange(len(ids)), (group,) * groups)
+
+
+def logits(program):
+    return program(step_of(program)).clone()
+
+
+def plain(model):
+    with torch.no_grad():
+        return model(IDS, torch.arange(len(IDS)))
+
+
+def traced_since(program):
+    """Why the report says that the model had to be traced."""
+    return [note for note in program.report.notes if note.startswith("traced")]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_second_start_traces_nothing_and_computes_the_same(tmp_path, name):
+    cold, warm = started(model_of(name), tmp_path), started(model_of(name), tmp_path)
+    assert (cold.report.cache, warm.report.cache) == ("miss: the cache is empty", "hit")
+    assert "dynamo" in cold.report.phases and warm.report.phases.keys() == {"cache"}
+    assert traced_since(cold) == traced_since(warm) == [] and warm.specs == cold.specs
+    old, new = ({**vars(program.report), "phases": None, "cache": None} for program in (cold, warm))
+    assert new == old
+    assert torch.equal(logits(warm), logits(cold))
+    torch.testing.assert_close(logits(warm), plain(model_of(name)), rtol=1e-3, atol=1e-3)
+
+
+def test_code_of_inductor_is_loaded_again_without_a_trace(tmp_path):
+    outs = [logits(started(model_of(num_hidden_layers=1), tmp_path, glue="inductor")) for _ in range(2)]
+    assert atomc.reports()[-1].cache == "hit" and atomc.reports()[-1].phases.keys() == {"cache"}
+    assert any(note.startswith("glue: inductor") for note in atomc.reports()[-1].notes)
+    assert torch.equal(*outs)
+
+
+def test_a_warm_program_reads_the_weights_of_its_own_model(start):
+    other = model_of(seed=2)
+    expected = plain(other)
+    warm = start(other)
+    assert warm.report.cache == "hit"
+    torch.testing.assert_close(logits(warm), expected)
+
+
+def test_weights_that_are_loaded_after_a_warm_start_are_used(start):
+    model, other = model_of(), model_of(seed=3)
+    warm = start(model)
+    model.load_state_dict(other.state_dict())
+    warm.check()
+    torch.testing.assert_close(logits(warm), plain(other))
+
+
+def test_a_warm_program_notices_weights_that_have_moved(start):
+    model = model_of()
+    warm = start(model)
+    weight = model.get_parameter("model.layers.0.mlp.down_proj.weight")
+    weight.data = weight.data.clone()
+    with pytest.raises(RunError, match="new storage after compiling"):
+        warm.check()
+
+
+def test_the_model_without_its_head_is_known_too(start):
+    outs = [logits(start(hidden_model(model_of()))) for _ in range(2)]
+    assert atomc.reports()[-1].cache == "hit" and outs[1].shape == (5, 128)
+    assert torch.equal(*outs)
+
+
+def set_eps(model):
+    model.model.norm.eps = 1e-2
+
+
+def add_a_parameter(model):
+    model.model.norm.register_parameter("bias", nn.Parameter(torch.zeros(128), requires_grad=False))
+
+
+def tie(model):
+    model.lm_head.weight = model.model.embed_tokens.weight
+
+
+def share_a_layer(model):
+    model.model.layers[1] = model.model.layers[0]
+
+
+def transpose_a_weight(model):
+    linear = model.model.layers[0].mlp.down_proj
+    linear.weight = nn.Parameter(linear.weight.t().contiguous().t(), requires_grad=False)
+
+
+def described_now(model):
+    return described(model, Options.of({"glue": "eager"}), Platform.detect("cpu"))
+
+
+@pytest.mark.parametrize("change, said", [
+    (set_eps, "module model.norm changed from atomc.models.layers.RMSNorm, eps=1e-05, "),
+    (add_a_parameter, "bias: Parameter torch.float32 [128]"),
+    (tie, "module lm_head changed from "),
+    (share_a_layer, "module model.layers changed from "),
+    (transpose_a_weight, "module model.layers.0.mlp.down_proj changed"),
+])  # fmt: skip
+def test_a_change_of_a_model_is_seen(change, said):
+    model = model_of()
+    before = described_now(model)
+    assert before == described_now(model_of(seed=1))
+    change(model)
+    assert said in "; ".join(differences(before, described_now(model)))
+
+
+def test_a_changed_model_is_traced_and_the_change_is_named(start):
+    changed = model_of()
+    set_eps(changed)
+    expected = plain(changed)
+    program = start(changed)
+    assert program.report.cache.startswith("miss: module model.norm changed from atomc.models.layers.RMSNorm, eps=1e-05, ")
+    assert "dynamo" in program.report.phases
+    torch.testing.assert_close(logits(program), expected)
+
+
+def test_a_changed_option_is_named(start):
+    assert start(model_of(), rounding="hf").report.cache == "miss: option rounding changed from 'fp32' to 'hf'"
+
+
+class Doubled(layers.MLP):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def hook(model, patch):
+    model.model.layers[0].mlp.register_forward_hook(lambda module, args, out: 2 * out)
+    return "model.layers.0.mlp has a hook (forward_hooks)"
+
+
+def another_class(model, patch):
+    model.model.layers[0].mlp.__class__ = Doubled
+    return "model.layers.0.mlp is a test_known.Doubled, whose code may be anything"
+
+
+def forward_of_the_module(model, patch):
+    mlp = model.model.layers[0].mlp
+    mlp.forward = lambda x: 2 * layers.MLP.forward(mlp, x)
+    return "model.layers.0.mlp.forward is forward_of_the_module.<locals>.<lambda> of "
+
+
+def forward_of_the_class(model, patch):
+    own = layers.MLP.forward
+    patch.setattr(layers.MLP, "forward", lambda self, x: 2 * own(self, x))
+    return "atomc.models.layers.MLP.forward was replaced by forward_of_the_class.<locals>.<lambda> of "
+
+
+def a_function_beside_the_class(model, patch):
+    own = llama.apply_rope
+    patch.setattr(llama, "apply_rope", lambda q, k, cos, sin: (2 * own(q, k, cos, sin)[0], own(q, k, cos, sin)[1]))
+    return "atomc.models.llama.apply_rope is a_function_beside_the_class.<locals>.<lambda> of "
+
+
+def a_function_of_torch(model, patch):
+    own = nn.functional.silu
+    patch.setattr(nn.functional, "silu", lambda x, **more: 2 * own(x, **more))
+    return "torch.nn.functional.silu is a_function_of_torch.<locals>.<lambda> of "
+
+
+def an_attribute_without_a_text(model, patch):
+    model.model.norm.lock = object()
+    return "model.norm.lock is a builtins.object, which cannot be compared between processes"
+
+
+def an_attribute_that_contains_itself(model, patch):
+    model.model.norm.list = []
+    model.model.norm.list.append(model.model.norm.list)
+    return "model.norm.list contains itself"
+
+
+def prepared(model, patch):
+    atomc.prepare(model)
+    return "atomc.models.llama.Layer.forward was replaced by "
+
+
+REFUSED = [hook, another_class, forward_of_the_module, forward_of_the_class, a_function_beside_the_class,
+           a_function_of_torch, an_attribute_without_a_text, an_attribute_that_contains_itself, prepared]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", REFUSED, ids=lambda change: change.__name__)
+def test_what_cannot_be_described_is_not_known(monkeypatch, change):
+    model = model_of()
+    why = change(model, monkeypatch)
+    with pytest.raises(Unstorable) as error:
+        described_now(model)
+    assert str(error.value).startswith(why)
+    atomc.regions.unprepare(model)
+
+
+def test_under_a_mode_of_torch_or_with_a_hook_on_all_modules_no_model_is_known():
+    model = model_of()
+    with torch.device("cpu"), pytest.raises(Unstorable, match="a mode of torch is on"):
+        described_now(model)
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    with pytest.raises(Unstorable, match="a hook on all modules"):
+        described_now(model)
+    handle.remove()
+    described_now(model)
+
+
+def test_what_is_not_known_is_traced_at_each_start(start, monkeypatch):
+    for _ in range(2):
+        model = model_of()
+        why = hook(model, monkeypatch)
+        expected = plain(model)
+        program = start(model)
+        assert traced_since(program) == [f"traced at each start: {why}"]
+        torch.testing.assert_close(logits(program), expected)
+
+
+def test_who_wants_to_see_graphs_gets_them(start):
+    seen = []
+    program = compile_model(model_of(), {"glue": "eager", "cache": False}, observers=[lambda name, gm: seen.append(name)])
+    assert seen and traced_since(program) == []
+    (note,) = traced_since(start(model_of(), report=str(Path(os.devnull))))
+    assert note == "traced at each start: somebody looks at its graphs"
+
+
+def test_a_transformers_model_is_not_known():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(**{name: value for name, value in TINY.items() if name != "architectures"})
+    with pytest.raises(Unstorable, match="config is a transformers"):
+        described_now(wrap_stock(transformers.LlamaForCausalLM(config).eval().requires_grad_(False)))
+
+
+# Entries
+
+
+def entry_of_the_model(folder):
+    (path,) = [path for path in folder.glob("*.atomc") if b'"model": "atomc.models.llama' in path.read_bytes()]
+    return path
+
+
+@pytest.mark.parametrize("damage", ["a byte", "everything"])
+def test_a_damaged_entry_is_rebuilt_from_that_of_the_graph(start, tmp_path, damage, caplog):
+    entry = entry_of_the_model(tmp_path / "cache")
+    whole = entry.read_bytes()
+    middle = len(whole) // 2
+    entry.write_bytes({"a byte": whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1:],
+                       "everything": b""}[damage])  # fmt: skip
+    with caplog.at_level(logging.WARNING, "atomc"):
+        program = start(model_of())
+    assert program.report.cache == "hit" and "passes" not in program.report.phases
+    (note,) = traced_since(program)
+    assert note.startswith("traced, and then found in the cache: the entry was damaged and is rebuilt: ")
+    assert "rebuilds a damaged entry" in caplog.text
+    torch.testing.assert_close(logits(program), plain(model_of()))
+    assert start(model_of()).report.phases.keys() == {"cache"}
+
+
+def test_either_entry_may_have_been_evicted(start, tmp_path):
+    folder = tmp_path / "cache"
+    model = entry_of_the_model(folder)
+    (graph,) = set(folder.glob("*.atomc")) - {model}
+    graph.unlink()
+    assert start(model_of()).report.phases.keys() == {"cache"}
+    model.unlink()
+    assert start(model_of()).report.cache == "miss: the cache is empty"
+    model.unlink()
+    program = start(model_of())
+    assert program.report.cache == "hit" and "dynamo" in program.report.phases
+    assert traced_since(program) == ["traced, and then found in the cache: no entry for this model"]
+
+
+def test_a_folder_that_cannot_be_written_breaks_nothing(start, tmp_path):
+    (tmp_path / "file").write_text("")
+    program = start(model_of(), tmp_path / "file" / "cache")
+    assert "not kept: " in program.report.cache
+    torch.testing.assert_close(logits(program), plain(model_of()))
+
+
+def test_nothing_is_loaded_from_where_others_may_write(start, tmp_path):
+    folder = tmp_path / "cache"
+    folder.chmod(0o777)
+    program = start(model_of())
+    assert program.report.cache == f"off: {folder} may be written by other users"
+    assert "dynamo" in program.report.phases
+
+
+KERNEL = """
+import torch
+import atomc
+
+@atomc.register_kernel("rms_norm", "mine")
+def rms_norm(x, weight, eps, style="after"):
+    return torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps) * {factor}
+"""
+
+
+def test_a_changed_kernel_is_named_and_compiled_anew(start, tmp_path):
+    path = tmp_path / "kernel_of_mine.py"
+
+    def with_kernel(factor):
+        path.write_text(KERNEL.format(factor=factor))
+        spec = importlib.util.spec_from_file_location("kernel_of_mine", path)
+        sys.modules["kernel_of_mine"] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        try:
+            program = start(model_of())
+            return program.report.cache, logits(program)
+        finally:
+            REGISTRY["rms_norm"].kernels.pop()
+            del sys.modules["kernel_of_mine"]
+
+    with_kernel(1)
+    assert with_kernel(1)[0] == "hit"
+    said, doubled = with_kernel(2.0)
+    assert said == "miss: source of kernel mine rms_norm changed"
+    assert not torch.allclose(doubled, plain(model_of()))
+
+
+# Processes
+
+TOKENS = """
+import json, sys
+from atomc.runtime.llm import LLM
+from atomc.runtime.sampling_params import SamplingParams
+
+llm = LLM(device="cpu", options=json.loads(sys.argv[1]))
+(answer,) = llm.generate(["once upon a time"], SamplingParams(max_tokens=8, temperature=0))
+report = llm.engine.program.report
+print(json.dumps({"cache": report.cache, "tokens": list(answer.token_ids), "phases": list(report.phases),
+                  "loaded": [name for name in sys.argv[2:] if name in sys.modules]}))
+"""
+TRACING = ("torch._dynamo", "torch._inductor", "torch._functorch.aot_autograd", "torch.fx.experimental.symbolic_shapes",
+           "sympy", "transformers", "atomc.passes", "atomc.stages", "atomc.traced")  # fmt: skip
+
+
+def process(folder, **options):
+    environment = {**os.environ, "ATOMC_CACHE": "1", "ATOMC_CACHE_DIR": str(folder)}
+    return subprocess.Popen([sys.executable, "-c", TOKENS, json.dumps(options), *TRACING], env=environment, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
+
+
+def said(running):
+    out, error = running.communicate()
+    assert running.returncode == 0, error
+    return json.loads(out.splitlines()[-1])
+
+
+def test_a_new_process_serves_the_demo_without_importing_what_traces(tmp_path):
+    first, second = (process(tmp_path, glue="eager") for _ in range(2))  # at once
+    cold, other = said(first), said(second)
+    warm = said(process(tmp_path, glue="eager"))
+    assert cold["loaded"] and cold["tokens"] == other["tokens"] == warm["tokens"]
+    assert (warm["cache"], warm["phases"], warm["loaded"]) == ("hit", ["cache"], [])
