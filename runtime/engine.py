@@ -1,10 +1,11 @@
 """The engine: one model in this process, tokens in and tokens out."""
 
+import gc
 import logging
 import random
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from atomc import kernels
 from atomc.ops import LAYOUTS
 from atomc.program import Program, compile_model
 from atomc.runtime.blocks import BlockPool
@@ -71,6 +73,7 @@ class Engine:
         self._scores: dict[str, list[TokenLogprobs]] = {}
         self._drafters: dict[str, NGram] = {}
         self._hidden: Program | None = None
+        self._helper: Any = None  # compiles kernels while it starts
         self._met = False  # all kernels of steps are loaded
         self._speculates = config.speculative_tokens > 0
         # disable=None: no bar where there is no terminal.
@@ -81,6 +84,9 @@ class Engine:
                 if not out_of_memory(error):
                     raise
                 raise ValueError(self._too_large()) from error
+            finally:
+                if self._helper is not None:
+                    self._helper.end()
 
     def _start(self, module: nn.Module | None, progress: bool, bar: "tqdm[Any]") -> None:
         config = self.config
@@ -89,13 +95,27 @@ class Engine:
             self.module, self.tokenizer = loaded.module, loaded.tokenizer
             self.eos_ids, self.vocab_size = loaded.eos_ids, loaded.vocab_size
         with self._phase("compile", bar):
+            self._begin_kernels()
             self.program = compile_model(loaded.module, options=config.options)
-        with self._phase("allocate", bar):
+        with self._phase("allocate", bar), _uncollected():
             self._allocate(type(loaded.module).__name__, loaded.longest)
-        with self._phase("warm up", bar):
+        with self._phase("warm up", bar), _uncollected():
             if not config.enforce_eager:
                 self._capture(progress)
             self._warm_up()
+
+    def _begin_kernels(self) -> None:
+        """Where kernels are not in Triton's cache: a helper gets ready beside the tracing, and compiles those that draw."""
+        # What fails here, fails with its reason where kernels are launched.
+        with suppress(Exception):
+            weight = next(self.module.parameters())
+            if weight.is_cuda and kernels.load("triton") is None:
+                from atomc.kernels.triton.forked import helper_for
+
+                self._helper = helper_for(f"{self.config} {type(self.module).__qualname__}")
+                if self._helper is not None and self.vocab_size is not None:
+                    with self._helper.told(only=True):
+                        _draw_both_ways(Sampler(weight.device, 1), weight.new_zeros(1, self.vocab_size))
 
     def _too_large(self) -> str:
         """What to do when memory ran out while it started."""
@@ -181,8 +201,9 @@ class Engine:
             return
         from atomc.kernels.triton.together import compile_together
 
-        # What HIP loads during a capture was not tried.
-        self._met = compile_together(partial(self._launch_all, runner, max_num_seqs)) and torch.version.hip is None
+        helper, self._helper = self._helper, None
+        met = compile_together(partial(self._launch_all, runner, max_num_seqs), helper=helper)
+        self._met = met and torch.version.hip is None  # what HIP may load during a capture was not tried
 
     def _launch_all(self, runner: Runner, max_num_seqs: int) -> None:
         at = runner.staging
@@ -413,6 +434,18 @@ class Engine:
         yield
         self.phases[name] = time.perf_counter() - started
         bar.update()
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """No garbage collection inside: a look at all that compiling leaves takes 0.3 s, and a capture may free nothing."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _draw_both_ways(sampler: Sampler, logits: Tensor) -> None:

@@ -27,13 +27,16 @@ def test_the_interpreter_has_nothing_to_compile_and_nothing_runs():
 
 # Triton compiles for a GPU that is not there. Of its driver, what launches: it writes down the thread and the device.
 ELSEWHERE = """
+import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 
+from atomc.kernels.triton.forked import Helper
 from atomc.kernels.triton.norm import _rms_norm
 from atomc.kernels.triton.together import compile_together
 
@@ -79,8 +82,18 @@ def everything():
     broken[(1,)](Pointer(), SIZE=1)
 
 
-assert compile_together(everything)
-assert compiled == 2 * [("_rms_norm", False)], compiled
+helper, kind = None, sys.argv[1]
+left = Path(triton.knobs.cache.dir, "left")
+if kind != "alone":
+    helper = Helper(left)
+    with helper.told(only=True):
+        launches()
+    assert not compiled and not loaded
+if kind == "killed":
+    helper._process.kill()
+assert compile_together(everything, helper=helper)
+assert left.exists() == (kind == "helped")
+assert compiled == 2 * [("_rms_norm", kind == "helped")], compiled
 assert loaded == 2 * [("_rms_norm", 3, False)], loaded
 assert not launched
 launches()
@@ -92,11 +105,12 @@ except triton.CompilationError:
 """
 
 
-def test_each_kernel_is_compiled_and_loaded_once_in_a_thread_and_does_not_run(tmp_path):
+@pytest.mark.parametrize("kind", ["alone", "helped", "killed"])
+def test_each_kernel_is_compiled_and_loaded_once_in_a_thread_and_does_not_run(kind, tmp_path):
     script = tmp_path / "elsewhere.py"  # Triton reads the source of kernels
     script.write_text(ELSEWHERE)
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, script, kind], env=environment, capture_output=True, text=True)
     assert done.stdout == "told\n", done.stderr
 
 

@@ -1,11 +1,14 @@
 """Triton kernels compiled many at once, before they are needed: one after the other, 40 of them take 9 s."""
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest.mock import patch
 
 import triton
+
+from atomc.kernels.triton.forked import Helper
 
 
 class _Loading(triton.AsyncCompileMode):  # type: ignore[misc]
@@ -25,20 +28,34 @@ class _Loading(triton.AsyncCompileMode):  # type: ignore[misc]
         return coming
 
 
-def compile_together(launches: Callable[[], object], *, threads: int = 16) -> bool:
+def compile_together(launches: Callable[[], object], *, threads: int = 16, helper: Helper | None = None) -> bool:
     """Call `launches`, compiling and loading the kernels that it launches instead of running them.
 
     Returns whether that was possible. What kernels would have written is not there: launches must not decide by it. A
-    kernel that does not compile says so where it is launched next.
+    kernel that does not compile says so where it is launched next. helper: a process that compiles before the threads do.
     """
     if triton.knobs.runtime.interpret:
         return False
     run, driver = triton.JITFunction.run, triton.runtime.driver.active
+    device, compiled = driver.get_current_device(), threading.Event()
 
     def compiled_only(kernel: Any, *args: Any, warmup: bool, **kwargs: Any) -> Any:
         return run(kernel, *args, warmup=True, **kwargs)
 
-    pool = ThreadPoolExecutor(threads, initializer=driver.set_current_device, initargs=(driver.get_current_device(),))
+    def begin() -> None:
+        compiled.wait()
+        driver.set_current_device(device)
+
+    pool = ThreadPoolExecutor(threads, initializer=begin)
     with pool, _Loading(pool, ignore_errors=True), patch.object(triton.JITFunction, "run", compiled_only):
-        launches()
+        try:
+            if helper is None:
+                compiled.set()
+                launches()
+            else:
+                with helper.told():
+                    launches()
+                helper.finish()
+        finally:
+            compiled.set()
     return True
