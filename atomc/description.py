@@ -147,7 +147,7 @@ class _Tree:
     def _function(self, function: types.FunctionType, where: str) -> str:
         """A function by the place of its source, which is a part of its own, and what it has of the functions around it."""
         code = function.__code__
-        if not code.co_filename.startswith((_PACKAGE, _TORCH, _STANDARD)):
+        if not code.co_filename.startswith((_PACKAGE, _TORCH, _STANDARD, "<frozen ")):
             raise Unstorable(f"{where} is {function.__qualname__} of {code.co_filename}, which is no code of atomc's")
         held = [self.value(cell.cell_contents, where) for cell in function.__closure__ or ()]
         return f"{function.__module__}.{function.__qualname__}:{code.co_firstlineno}({', '.join(held)})"

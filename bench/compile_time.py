@@ -92,8 +92,8 @@ def finished(total: float, cpu: float, phases: dict[str, float], report: Any) ->
         notes.append(f"cache: {report.cache}")
     notes.append(f"Inductor was asked {asked} times and compiled {compiled}")
     used = {"total": total, "cpu": time.process_time() - cpu}
-    return {**phases, "rest": total - sum(phases.values()), "ours": sum(phases.values()) - phases["dynamo"], **used,
-            "notes": notes}
+    return {**phases, "rest": total - sum(phases.values()), "ours": sum(phases.values()) - phases.get("dynamo", 0.0),
+            **used, "notes": notes}
 
 
 def starts(way: str, glue: str, depth: int, limit: float, warm: bool) -> list[dict[str, Any]]:

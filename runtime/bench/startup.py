@@ -23,7 +23,7 @@ from atomc.runtime.config import EngineConfig
 # What a process is told by its environment, each a folder of its own.
 CACHES = ("ATOMC_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH")
 PROMPT = [300, 301, 302, 303]
-LARGE = ("torch._dynamo", "torch._inductor.compile_fx", "transformers", "triton.compiler")
+LARGE = ("torch._dynamo", "sympy", "torch._inductor.compile_fx", "transformers", "triton.compiler")
 POLL_SECONDS = 0.02
 
 Start = dict[str, Any]
