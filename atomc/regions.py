@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from atomc.errors import SharingError
+from atomc.torch_sources import share_links
 from atomc.torch_tracing import ShortenTraceback, TracingError, forget_region, nested_compile_region
 
 T = TypeVar("T")
@@ -104,6 +105,7 @@ def mark(layers: Iterable[nn.Module]) -> None:
                 kind.forward = _looking_for_the_flag(original)
             setattr(layer, FLAG, True)
             _marked.add(layer)
+        share_links(bool(_own_forwards))
 
 
 def unmark(layers: Iterable[nn.Module]) -> None:
@@ -120,6 +122,7 @@ def unmark(layers: Iterable[nn.Module]) -> None:
             else:
                 kind.forward = own
             forget_region(_own_forward(kind))
+        share_links(bool(_own_forwards))
 
 
 def _own_forward(kind: type[nn.Module]) -> Callable[..., Any]:

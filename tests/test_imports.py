@@ -14,7 +14,7 @@ PACKAGE = ROOT / "atomc"
 # that holds all it imports.
 LAYERS = [
     {"demo", "json_file"},
-    {"platform", "options", "errors", "packs", "torch_compat", "torch_tracing", "torch_inductor"},
+    {"platform", "options", "errors", "packs", "torch_compat", "torch_tracing", "torch_sources", "torch_inductor"},
     {"op", "ops", "copies"},
     {"sizes", "expressions", "likeness", "canonical", "provenance", "match", "near_miss", "rewrite", "graph_pass",
      "registered", "strides", "dump", "diff", "replay", "report", "render", "cost", "contract", "listing", "savings",

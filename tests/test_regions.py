@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.source import AttrSource, ConstDictKeySource, DictGetItemSource, LocalSource
+from torch._guards import ChainedSource
 
 import atomc
 from atomc import regions
@@ -278,16 +280,32 @@ def test_a_layer_whose_forward_was_replaced_is_not_marked() -> None:
     torch.testing.assert_close(torch.compile(model, backend="atom", options=EAGER)(X), model(X))
 
 
-def test_unmarking_leaves_the_class_and_its_forward_as_they_were() -> None:
-    before, forward = dict(vars(Layer)), dict(vars(Layer.forward))
+def test_unmarking_leaves_the_class_its_forward_and_dynamo_as_they_were() -> None:
+    before, forward, chained = dict(vars(Layer)), dict(vars(Layer.forward)), dict(vars(ChainedSource))
     one, two = stack(), stack()
     atomc.prepare(one)
     atomc.prepare(two)
     regions.unprepare(one)
     assert Layer.forward is not before["forward"]
     regions.unprepare(two)
-    assert dict(vars(Layer)) == before and dict(vars(Layer.forward)) == forward
+    assert (dict(vars(Layer)), dict(vars(Layer.forward)), dict(vars(ChainedSource))) == (before, forward, chained)
     assert not any(regions.FLAG in vars(layer) for layer in (*one.layers, *two.layers))
+
+
+def test_a_source_is_cloned_for_the_next_layer_as_torch_does_but_shares_what_stays() -> None:
+    own = vars(ChainedSource).get("clone")
+    if own is None:
+        pytest.skip("this torch traces every layer")
+    atomc.prepare(stack())
+    layers = AttrSource(LocalSource("self"), "layers")
+    first, second = DictGetItemSource(layers, "0"), DictGetItemSource(layers, "1")
+    weight = AttrSource(AttrSource(first, "gate"), "weight")
+    for source in (weight, DictGetItemSource(layers, ConstDictKeySource(first, 0)), AttrSource(layers, "training"), layers):
+        made = source.clone(lambda s: {first: second}.get(s, s))
+        expected = own(source, lambda s: {first: second}.get(s, s))
+        assert type(made) is type(expected) and made == expected and made.name == expected.name
+        assert (made is source) == (expected == source)
+    assert weight.clone(lambda s: {first: second}.get(s, s)).base.base.base is layers
 
 
 class Derived(Layer):
