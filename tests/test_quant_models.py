@@ -284,17 +284,17 @@ def perplexity(model: nn.Module, tokens: int = RECORDED["slice"]["tokens"]) -> f
     tokenizers = pytest.importorskip("tokenizers")
     ids = tokenizers.Tokenizer.from_file(str(PATH / "tokenizer.json")).encode((PATH / "held_out.txt").read_text()).ids
     ids, context, stride = ids[:tokens], RECORDED["context"], RECORDED["stride"]
-    losses = []
+    losses, device = [], next(model.parameters()).device
     for start in range(0, len(ids) - context + 1, stride):
-        window = torch.tensor(ids[start : start + context])
+        window = torch.tensor(ids[start : start + context], device=device)
         with torch.inference_mode():
-            logits = model(window, torch.arange(context))[:-1].float()
+            logits = model(window, torch.arange(context, device=device))[:-1].float()
         losses.append(F.cross_entropy(logits, window[1:], reduction="none")[-stride if start else 0 :])
     return math.exp(torch.cat(losses).mean())
 
 
-def demo(scheme: str, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
-    return load(PATH, quantization=scheme, dtype=dtype, progress=False)
+def demo(scheme: str, dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> nn.Module:
+    return load(PATH, quantization=scheme, dtype=dtype, device=device, progress=False)
 
 
 @pytest.mark.parametrize(
@@ -315,6 +315,16 @@ def test_four_bits_predict_as_their_reference_in_fp32(scheme: str) -> None:
         assert isinstance(layer, QuantizedLinear)
         apply.replace(exact, name, Reference(layer))
     assert reached == pytest.approx(perplexity(exact, 2048), rel=0.005)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scheme", ["fp8", "fp8_per_token", "fp8_block", "int8", "int4", "mxfp4", "mxfp4_a16"])
+def test_kernels_of_a_gpu_predict_as_the_meanings_on_a_cpu(scheme: str) -> None:
+    options = {"strict": True, "glue": "eager"}
+    compiled = torch.compile(demo(scheme, device="cuda"), backend="atom", options=options)
+    reached, meant = perplexity(compiled, 2048), perplexity(demo(scheme), 2048)
+    print(f"{scheme}: {reached:.3f} on a GPU, {meant:.3f} on a CPU")
+    assert reached == pytest.approx(meant, rel=0.005)
 
 
 def test_every_scheme_can_be_told_from_its_name() -> None:
