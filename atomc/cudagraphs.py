@@ -117,7 +117,6 @@ class Graphed:
             self.pool = self.pool or Pool(next(iter(devices)))
             captured = self.pool.capture(lambda: self.call(*static))
         except RuntimeError as error:
-            self.pool = None  # torch 2.11 takes it for one that is still captured into
             self._note(f"no CUDA graph: {str(error).splitlines()[0]}")
             return None
         finally:

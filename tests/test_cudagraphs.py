@@ -1,7 +1,6 @@
 """CUDA graphs of the backend and of the runtime's decode step."""
 
 import itertools
-from typing import Any
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 
 import atomc
 from atomc import ops
-from atomc.cudagraphs import Graphed, Pool
+from atomc.cudagraphs import Pool
 from atomc.kernels import load
 from atomc.kernels.triton.attention import tiling
 from atomc.kernels.triton.launch import heads_a_program
@@ -118,23 +117,6 @@ def test_what_cannot_be_captured_runs_as_it_is_with_a_note() -> None:
     compiled = torch.compile(mixed, backend="atom", mode="reduce-overhead")
     torch.testing.assert_close(compiled(x, y), mixed(x, y))
     assert any("no CUDA graph" in note for note in atomc.reports()[-1].notes)
-
-
-@pytest.mark.gpu
-def test_one_shape_that_cannot_be_captured_leaves_the_others_their_graphs() -> None:
-    def call(x: Tensor) -> Tensor:
-        if len(x) == 3:
-            torch.cuda.synchronize()
-        return x + 1
-
-    notes: list[str] = []
-    graphs: list[dict[str, Any]] = []
-    graphed = Graphed(call, [], notes, graphs)
-    for rows in (2, 3, 4, 2, 3, 4):
-        x = torch.randn(rows, 5, device="cuda")
-        torch.testing.assert_close(graphed(x), x + 1)
-    assert [graph["inputs"] for graph in graphs] == [[[2, 5]], [[4, 5]]]
-    assert len(notes) == 1
 
 
 @pytest.mark.gpu
