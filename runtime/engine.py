@@ -112,7 +112,8 @@ class Engine:
             if weight.is_cuda and kernels.load("triton") is None:
                 from atomc.kernels.triton.forked import helper_for
 
-                self._helper = helper_for(f"{self.config} {type(self.module).__qualname__}")
+                of = self.config
+                self._helper = helper_for(f"{type(self.module)} {of.model} {of.dtype} {of.quantization} {of.options}")
                 if self._helper is not None and self.vocab_size is not None:
                     with self._helper.told(only=True):
                         _draw_both_ways(Sampler(weight.device, 1), weight.new_zeros(1, self.vocab_size))

@@ -30,6 +30,7 @@ ELSEWHERE = """
 import os
 import sys
 import threading
+import time
 from types import SimpleNamespace
 
 import triton
@@ -91,6 +92,8 @@ if kind != "alone":
     assert not compiled and not loaded
 if kind == "killed":
     helper._process.kill()
+while kind in ("helped", "killed") and not helper.ready:
+    time.sleep(0.02)
 assert compile_together(everything, helper=helper)
 if helper:
     assert helper._process.poll() is not None, "it is still running"
@@ -109,7 +112,7 @@ except triton.CompilationError:
 """
 
 
-@pytest.mark.parametrize("kind", ["alone", "helped", "killed"])
+@pytest.mark.parametrize("kind", ["alone", "helped", "killed", "late"])
 def test_each_kernel_is_compiled_and_loaded_once_in_a_thread_and_does_not_run(kind, tmp_path):
     script = tmp_path / "elsewhere.py"  # Triton reads the source of kernels
     script.write_text(ELSEWHERE)

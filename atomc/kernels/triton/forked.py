@@ -11,6 +11,7 @@ import importlib
 import json
 import operator
 import os
+import select
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -45,7 +46,7 @@ class Helper:
         }  # fmt: skip
         self._process = subprocess.Popen(
             [sys.executable, "-m", __name__], env=environment, text=True, pipesize=2**20, stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
         )  # fmt: skip
 
     @contextlib.contextmanager
@@ -66,18 +67,28 @@ class Helper:
             with contextlib.suppress(OSError):  # it has ended
                 print(line, file=self._process.stdin, flush=True)
 
+    @property
+    def ready(self) -> bool:
+        """It has imported what it needs, or failed to."""
+        told = self._process.stdout
+        return told is not None and bool(select.select([told], [], [], 0.0)[0])
+
     def finish(self) -> None:
-        """Wait until all is compiled that it was told."""
-        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-            self._process.communicate(timeout=SECONDS)
-            if self._process.returncode == 0:
-                self.left.touch()
+        """Wait until all is compiled that it was told. A helper that is not ready yet is not waited for: threads are."""
+        if self.ready:
+            with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+                self._process.communicate(timeout=SECONDS)
+                if self._process.returncode == 0:
+                    self.left.touch()
         self.end()
 
     def end(self) -> None:
         self._process.kill()
-        with contextlib.suppress(OSError, ValueError):  # a line that nobody read; it has ended before
-            self._process.communicate()
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None:
+                with contextlib.suppress(OSError):  # a line that nobody read
+                    stream.close()
+        self._process.wait()
 
 
 def helper_for(start: str) -> Helper | None:
@@ -93,6 +104,7 @@ def main() -> None:
     driver = _driver()
     triton.runtime.driver.set_active(driver)
     triton_key()  # a part of the name of each kernel, for which Triton reads itself: once, and not in each process
+    print("ready", flush=True)
     for number, line in enumerate(sys.stdin):
         if number >= (os.cpu_count() or 1):
             os.wait()
