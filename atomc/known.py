@@ -37,9 +37,10 @@ class Found:
 
 
 class KnownStart:
-    """One start of one model. looked_at: somebody wants to see the graph, so that it must be traced.
+    """One start of one model.
 
-    of_step  whether a source, as Dynamo spells it, is an input of the step
+    of_step    whether a source, as Dynamo spells it, is an input of the step
+    looked_at  somebody wants to see the graphs: the model is traced, known or not
     """
 
     def __init__(
@@ -47,12 +48,15 @@ class KnownStart:
         looked_at: bool,
     ):  # fmt: skip
         self.model, self.options, self.of_step = model, options, of_step
+        self.looked_at = looked_at or options.report is not None or options.record
         start = time.perf_counter()
-        self.start = Start(options, lambda: described(model, options, platform, looked_at=looked_at))
+        self.start = Start(options, lambda: described(model, options, platform))
         self.seconds = time.perf_counter() - start
 
     def found(self) -> Found | None:
         """What an earlier start has kept of such a model, if anything."""
+        if self.looked_at:
+            return None
         inputs: list[Any] = []
 
         def misfit(data: Plain) -> str | None:
@@ -75,18 +79,21 @@ class KnownStart:
 
         entry  what the cache holds of its graph, None if nothing
         """
-        why = self.start.said.partition(": ")[2] or self.start.said
-        if self.start.entry is None:
-            report.notes += [f"traced at each start: {why}"] * (not report.cache.startswith("off"))
+        if self.looked_at or report.cache.startswith("off"):
             return
-        if report.cache.startswith("miss"):
-            report.cache = self.start.said + report.cache[len(report.cache.partition("; not kept")[0]):]
-        else:
+        why = self.start.said.partition(": ")[2]
+        if self.start.entry is None:
+            report.notes.append(f"traced at each start: {why}")
+            return
+        said, *unkept = report.cache.partition("; not kept: ")
+        if said == "hit":
             report.notes.append(f"traced, and then found in the cache: {why}")
+        else:
+            report.cache = "".join([self.start.said, *unkept])
         if entry is not None:
             self.start.keep(lambda: {**entry, "model": report.model, "places": self._places(entry, sources, inputs)})
-            unkept = self.start.said.partition("; not kept: ")[2]
-            report.notes += [f"traced at each start: {unkept}"] * bool(unkept)
+            unknown = self.start.said.partition("; not kept: ")[2]
+            report.notes += [f"traced at each start: {unknown}"] * bool(unknown)
 
     def _places(self, entry: Plain, sources: Sequence[str | None], inputs: Sequence[Any]) -> list[tuple[str | None, ...]]:
         """Where each input of the graph comes from: (source in the step, None) or (None, path in the model)."""

@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -300,8 +299,8 @@ def test_who_wants_to_see_graphs_gets_them(start):
     seen = []
     program = compile_model(model_of(), {"glue": "eager", "cache": False}, observers=[lambda name, gm: seen.append(name)])
     assert seen and traced_since(program) == []
-    (note,) = traced_since(start(model_of(), report=str(Path(os.devnull))))
-    assert note == "traced at each start: somebody looks at its graphs"
+    program = start(model_of(), report=os.devnull)
+    assert "dynamo" in program.report.phases and traced_since(program) == []
 
 
 def test_a_transformers_model_is_not_known():
