@@ -11,6 +11,7 @@ kept. Ways:
 The first three with `glue`: "eager" compiles no C++, "inductor" compiles each unique piece. `ours` is all that happens
 after Dynamo has handed over the graph. `cpu` is the processor time of
 the whole, which says more than `total` on a machine with other work; of --repeat runs that with the least is shown.
+Below the table: how many times as long Dynamo and capture (dynamo + lift + trace) take as with the fewest layers.
 """
 
 import argparse
@@ -121,6 +122,18 @@ def row(way: str, glue: str, depth: int, found: dict[str, Any]) -> str:
     return f"{way:11}{glue:9}{found['start']:5}{depth:7}{cells}  {'; '.join(found['notes'])}"
 
 
+def growth(results: list[dict[str, Any]]) -> list[str]:
+    """For each way, glue and start: Dynamo and capture at each depth, in units of what they take at the least."""
+    taken: dict[tuple[str, str, str], dict[int, float]] = {}
+    for found in results:
+        if "trace" in found:
+            seconds = sum(found[phase] for phase in ("dynamo", "lift", "trace"))
+            taken.setdefault((found["way"], found["glue option"], found["start"]), {})[found["layers"]] = seconds
+    return [f"{' '.join(which)}: Dynamo and capture "
+            + ", ".join(f"{layers} layers {seconds / by_depth[min(by_depth)]:.2f}x" for layers, seconds in by_depth.items())
+            for which, by_depth in taken.items() if len(by_depth) > 1]  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the results here as well")
@@ -149,10 +162,11 @@ def main() -> None:
             runs = [starts(way, glue, depth, given.limit, given.warm) for _ in range(given.repeat)]
             for same in zip(*runs, strict=True):
                 found = min(same, key=lambda run: run.get("cpu", float("inf")))
-                results.append({"way": way, "glue": glue, "layers": depth, **found})
+                results.append({"way": way, "glue option": glue, "layers": depth, **found})
                 print(row(way, glue, depth, found), flush=True)
             if given.json:
                 given.json.write_text(json.dumps({"machine": machine, "results": results}, indent=1) + "\n")
+    print("", *growth(results), sep="\n")
 
 
 if __name__ == "__main__":
