@@ -94,7 +94,7 @@ class Engine:
             loaded = load(config, module, progress=progress)
             self.module, self.tokenizer = loaded.module, loaded.tokenizer
             self.eos_ids, self.vocab_size = loaded.eos_ids, loaded.vocab_size
-        with self._phase("compile", bar):
+        with self._phase("compile", bar), _uncollected():
             self._begin_kernels()
             self.program = compile_model(loaded.module, options=config.options)
         with self._phase("allocate", bar), _uncollected():
@@ -439,7 +439,7 @@ class Engine:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """No garbage collection inside: a look at all that compiling leaves takes 0.3 s, and a capture may free nothing."""
+    """No garbage collection inside: while compiling it takes a second in all, and a capture may free nothing."""
     enabled = gc.isenabled()
     gc.disable()
     try:
