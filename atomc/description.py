@@ -1,5 +1,6 @@
 """A model in words: what tells one that computes something else, or on other tensors, from it; see atomc.known."""
 
+import contextlib
 import enum
 import functools
 import sys
@@ -50,9 +51,9 @@ def described(model: nn.Module, options: Options, platform: Platform) -> Parts:
 
 
 def tensors_of(model: nn.Module) -> list[tuple[Tensor, str]]:
-    """The parameters and buffers, each with its path; shared ones with all their paths."""
-    return [(tensor, path) for named in (model.named_parameters, model.named_buffers)
-            for path, tensor in named(remove_duplicate=False)]  # fmt: skip
+    """The parameters and buffers, each with its path; one that several modules share with all its paths."""
+    return [(tensor, f"{path}.{name}".removeprefix(".")) for path, module in model.named_modules()
+            for name, tensor in (*module._parameters.items(), *module._buffers.items()) if tensor is not None]  # fmt: skip
 
 
 class _Tree:
@@ -63,6 +64,8 @@ class _Tree:
         self.tensors: dict[int, str] = {}
         self.memory: dict[int, str] = {}
         for tensor, path in tensors_of(model):
+            if type(tensor) not in PLAIN_TENSORS or tensor.layout != torch.strided:
+                raise Unstorable(f"{path} is a {type(tensor).__name__} with layout {tensor.layout}")
             self.tensors.setdefault(id(tensor), path)
             if tensor.nbytes:
                 self.memory.setdefault(tensor.untyped_storage().data_ptr(), path)
@@ -147,7 +150,7 @@ class _Tree:
         code = function.__code__
         if not code.co_filename.startswith((_PACKAGE, _TORCH, _STANDARD, "<frozen ")):
             raise Unstorable(f"{where} is {function.__qualname__} of {code.co_filename}, which is no code of atomc's")
-        held = [self.value(cell.cell_contents, where) for cell in function.__closure__ or ()]
+        held = [self.value(value, where) for value in _held(function)]
         return f"{function.__module__}.{function.__qualname__}:{code.co_firstlineno}({', '.join(held)})"
 
     def code(self) -> Parts:
@@ -212,6 +215,13 @@ def _functions_in(item: Any) -> Iterator[types.FunctionType]:
     parts = [item.__func__] if isinstance(item, staticmethod | classmethod) else [item]
     parts = [item.fget, item.fset, item.fdel] if isinstance(item, property) else parts
     yield from (part for part in parts if isinstance(part, types.FunctionType))
+
+
+def _held(function: types.FunctionType) -> Iterator[Any]:
+    """What a function has of the functions around it."""
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # nothing was put into it yet
+            yield cell.cell_contents
 
 
 def _of_ours(kind: type) -> bool:

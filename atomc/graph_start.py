@@ -6,7 +6,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from atomc.artifact import Unstorable
-from atomc.cache import Plain, fill_report, plain_report, remember
+from atomc.cache import Plain, plain_report, remember
 from atomc.compiled import Compiled
 from atomc.graph_fingerprint import parts_of
 from atomc.graph_pass import Context
@@ -40,12 +40,11 @@ class GraphStart:
         """The compiled graph, and the numbers of the inputs that it writes, if an earlier start has kept them."""
         if self.start is None:
             return None
-        found = self.start.found(self._misfit)
+        found = self.start.found(self.report, self._misfit)
         self.report.cache = self.start.said
         if found is None:
             return None
         compiled, self.entry = found
-        fill_report(self.report, self.entry["report"])
         self.report.phases["cache"] = self.start.seconds
         remember(self.options, self.report)
         return compiled, list(self.entry["written"])

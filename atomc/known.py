@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from atomc.artifact import Unstorable
-from atomc.cache import Plain, fill_report, remember
+from atomc.cache import Plain, remember
 from atomc.compiled import Compiled
 from atomc.description import described, tensors_of
 from atomc.options import Options
@@ -64,12 +64,12 @@ class KnownStart:
             inputs.extend(None if path is None else tensors[path] for _, path in data["places"])
             return None
 
-        found = self.start.found(misfit)
+        report = Report(type(self.model).__name__)
+        found = self.start.found(report, misfit)
         if found is None:
             return None
         compiled, data = found
-        report = Report(data["model"], cache=self.start.said)
-        fill_report(report, data["report"])
+        report.model, report.cache = data["model"], self.start.said
         report.phases["cache"] = self.seconds + self.start.seconds
         remember(self.options, report)
         return Found(compiled, [source for source, _ in data["places"]], inputs, report)

@@ -5,10 +5,11 @@ import time
 from collections.abc import Callable
 
 from atomc.artifact import Unstorable
-from atomc.cache import Damaged, Entry, Plain, check_plain
+from atomc.cache import Damaged, Entry, Plain, check_plain, fill_report
 from atomc.compiled import Compiled, restored
 from atomc.fingerprint import Parts
 from atomc.options import Options
+from atomc.report import Report
 from atomc.torch_compat import outside_of_tracing
 
 log = logging.getLogger("atomc")
@@ -34,16 +35,17 @@ class Start:
         except Unstorable as error:
             self.said = f"off: {error}"
 
-    def found(self, misfit: Callable[[Plain], str | None] = lambda data: None) -> tuple[Compiled, Plain] | None:
+    def found(self, report: Report, misfit: Callable[[Plain], str | None]) -> tuple[Compiled, Plain] | None:
         """What an earlier start has kept, if anything: the compiled program, and all of its entry.
 
+        report  gets what was found out then
         misfit  says of an entry why it does not serve, or None
         """
         if self.entry is None:
             return None
         start = time.perf_counter()
         try:
-            return self._read(self.entry, misfit)
+            return self._read(self.entry, report, misfit)
         except OSError as error:
             self.entry, self.said = None, f"off: {error}"
         except Exception as error:  # however an entry is broken, it is compiled anew
@@ -54,7 +56,9 @@ class Start:
             self.seconds = time.perf_counter() - start
         return None
 
-    def _read(self, entry: Entry, misfit: Callable[[Plain], str | None]) -> tuple[Compiled, Plain] | None:
+    def _read(
+        self, entry: Entry, report: Report, misfit: Callable[[Plain], str | None]
+    ) -> tuple[Compiled, Plain] | None:
         with outside_of_tracing():
             data = entry.read()
         why = entry.why_missing() if data is None else misfit(data)
@@ -66,6 +70,7 @@ class Start:
                 compiled = restored(data["compiled"])
         except Exception as error:
             raise Damaged(f"{type(error).__name__}: {error}") from error
+        fill_report(report, data["report"])
         self.said = "hit"
         return compiled, data
 

@@ -191,6 +191,12 @@ def test_a_change_of_a_model_is_seen(change, said):
     assert said in "; ".join(differences(before, described_now(model)))
 
 
+def test_a_model_that_contains_itself_is_described():
+    model = model_of()
+    model.model.norm.owner = model
+    assert ", child owner is none" in described_now(model)["module model.norm"]
+
+
 def test_a_changed_model_is_traced_and_the_change_is_named(start):
     changed = model_of()
     set_eps(changed)
@@ -255,13 +261,20 @@ def an_attribute_that_contains_itself(model, patch):
     return "model.norm.list contains itself"
 
 
+def a_sparse_tensor(model, patch):
+    weight = model.model.norm.weight
+    model.model.norm.weight = nn.Parameter(weight.data.to_sparse(), requires_grad=False)
+    return "model.norm.weight is a Parameter with layout torch.sparse_coo"
+
+
 def prepared(model, patch):
     atomc.prepare(model)
     return "atomc.models.llama.Layer.forward was replaced by "
 
 
 REFUSED = [hook, another_class, forward_of_the_module, forward_of_the_class, a_function_beside_the_class,
-           a_function_of_torch, an_attribute_without_a_text, an_attribute_that_contains_itself, prepared]  # fmt: skip
+           a_function_of_torch, an_attribute_without_a_text, an_attribute_that_contains_itself, a_sparse_tensor,
+           prepared]  # fmt: skip
 
 
 @pytest.mark.parametrize("change", REFUSED, ids=lambda change: change.__name__)
