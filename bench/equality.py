@@ -158,6 +158,7 @@ def machine(device: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mixes", type=int, default=200)
+    parser.add_argument("--first", type=int, default=0, help="number of the first mix: several processes share the work")
     parser.add_argument("--requests", type=int, default=8, help="of a mix")
     parser.add_argument("--longest", type=int, default=1500, help="tokens of a prompt")
     parser.add_argument("--device", default="cpu")
@@ -177,7 +178,7 @@ def main() -> None:
     tokens = requests = 0
     for number, setting in enumerate(settings):
         engine = engine_of(setting, common, args.options, args.longest)
-        for seed in range(number, args.mixes, len(settings)):
+        for seed in range(args.first + number, args.first + args.mixes, len(settings)):
             made = mix(seed, engine.vocab_size or 40, engine.max_len - LONGEST_ANSWER, args.requests)
             got = run_mix(engine, made)
             requests += len(made)
