@@ -18,6 +18,7 @@ from atomc.artifact import Unstorable
 from atomc.cache import differences
 from atomc.description import described
 from atomc.errors import RunError
+from atomc.graph_pass import Pass
 from atomc.models import layers, llama, loader, wrap_stock
 from atomc.op import REGISTRY
 from atomc.ops.state import GroupStep, Step
@@ -189,6 +190,24 @@ def test_a_change_of_a_model_is_seen(change, said):
     assert before == described_now(model_of(seed=1))
     change(model)
     assert said in "; ".join(differences(before, described_now(model)))
+
+
+def test_settings_of_torchs_compilers_and_added_passes_are_part_of_what_it_depends_on(monkeypatch):
+    model = model_of()
+    before = described_now(model)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "elsewhere")
+    with torch._inductor.config.patch(max_fusion_size=7):
+        said = "setting Inductor's configuration changed from  to max_fusion_size=7"
+        assert differences(before, described_now(model)) == [said]
+    with torch._dynamo.config.patch(specialize_float=True):
+        said = "setting of torch._dynamo.config changed from  to specialize_float=True"
+        assert differences(before, described_now(model)) == [said]
+    with atomc.register_pass(Pass("mine", run=lambda gm, context: [])):
+        assert differences(before, described_now(model)) == ["source of pass mine is new"]
+    assert described_now(model) == before
+    monkeypatch.setenv("TORCHINDUCTOR_MAX_AUTOTUNE", "1")
+    said = "setting variables of torch's compilers changed from  to TORCHINDUCTOR_MAX_AUTOTUNE=1"
+    assert differences(before, described_now(model)) == [said]
 
 
 def test_a_model_that_contains_itself_is_described():
