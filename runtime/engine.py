@@ -5,16 +5,14 @@ import logging
 import random
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from atomc import kernels
 from atomc.ops import LAYOUTS
 from atomc.program import Program, compile_model
 from atomc.runtime.blocks import BlockPool
@@ -22,17 +20,17 @@ from atomc.runtime.capacity import GRAPH_SHARE, capacity, free_memory, out_of_me
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.draw import Draw
 from atomc.runtime.drawing import Drawing, Drawn, Result
-from atomc.runtime.graphs import launched_shapes, step_shapes
+from atomc.runtime.graphs import step_shapes
 from atomc.runtime.hidden import hidden_model
 from atomc.runtime.loading import load
 from atomc.runtime.logprobs import TokenLogprobs
 from atomc.runtime.request import Output, Pooling, Request
 from atomc.runtime.runner import Runner, windows_of
-from atomc.runtime.sampler import Sampler
 from atomc.runtime.sampling_params import SamplingParams
 from atomc.runtime.scheduler import QueueFull, ScheduledStep, Scheduler
 from atomc.runtime.speculative import NGram
 from atomc.runtime.stats import Stats
+from atomc.runtime.step_kernels import StepKernels
 from atomc.runtime.structured import Grammars
 
 __all__ = ["PHASES", "Engine", "EngineConfig", "Output", "QueueFull", "Request", "SamplingParams", "Stats"]
@@ -73,8 +71,7 @@ class Engine:
         self._scores: dict[str, list[TokenLogprobs]] = {}
         self._drafters: dict[str, NGram] = {}
         self._hidden: Program | None = None
-        self._helper: Any = None  # compiles kernels while it starts
-        self._met = False  # all kernels of steps are loaded
+        self._kernels = StepKernels(config)
         self._speculates = config.speculative_tokens > 0
         # disable=None: no bar where there is no terminal.
         with tqdm(total=len(PHASES), unit="phase", leave=False, disable=None if progress else True) as bar:
@@ -85,8 +82,7 @@ class Engine:
                     raise
                 raise ValueError(self._too_large()) from error
             finally:
-                if self._helper is not None:
-                    self._helper.end()
+                self._kernels.end()
 
     def _start(self, module: nn.Module | None, progress: bool, bar: "tqdm[Any]") -> None:
         config = self.config
@@ -95,7 +91,7 @@ class Engine:
             self.module, self.tokenizer = loaded.module, loaded.tokenizer
             self.eos_ids, self.vocab_size = loaded.eos_ids, loaded.vocab_size
         with self._phase("compile", bar), _uncollected():
-            self._begin_kernels()
+            self._kernels.begin(loaded.module, self.vocab_size)
             self.program = compile_model(loaded.module, options=config.options)
         with self._phase("allocate", bar), _uncollected():
             self._allocate(type(loaded.module).__name__, loaded.longest)
@@ -103,20 +99,6 @@ class Engine:
             if not config.enforce_eager:
                 self._capture(progress)
             self._warm_up()
-
-    def _begin_kernels(self) -> None:
-        """Where kernels are not in Triton's cache: a helper gets ready beside the tracing, and compiles those that draw."""
-        # What fails here, fails with its reason where kernels are launched.
-        with suppress(Exception):
-            weight = next(self.module.parameters())
-            if weight.is_cuda and kernels.load("triton") is None:
-                from atomc.kernels.triton.forked import helper_for
-
-                of = self.config
-                self._helper = helper_for(f"{type(self.module)} {of.model} {of.dtype} {of.quantization} {of.options}")
-                if self._helper is not None and self.vocab_size is not None:
-                    with self._helper.told(only=True):
-                        _draw_both_ways(Sampler(weight.device, 1), weight.new_zeros(1, self.vocab_size))
 
     def _too_large(self) -> str:
         """What to do when memory ran out while it started."""
@@ -164,7 +146,7 @@ class Engine:
         )  # fmt: skip
         # Nothing was measured, or in a small cache: kernels count in 64 bits in one as large as this.
         if block_size is not None and (sized or any(keys.numel() >= 2**31 for keys, _ in self.runner.caches)):
-            self._meet_kernels(self.runner, max_num_seqs)
+            self._kernels.meet(self.runner, self.drawing.sampler, max_num_seqs)
         self.scheduler = Scheduler(
             BlockPool(size.num_blocks, size.block_size, windows,
                       shares=config.enable_prefix_caching and block_size is not None),
@@ -186,7 +168,7 @@ class Engine:
         rows = self.config.max_num_batched_tokens
         runner = Runner(self.program, num_blocks=1, block_size=block_size, max_num_seqs=max_num_seqs, max_num_rows=rows,
                         max_columns=-(-longest // block_size))  # fmt: skip
-        self._meet_kernels(runner, max_num_seqs)
+        self._kernels.meet(runner, self.drawing.sampler, max_num_seqs)
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
@@ -195,23 +177,6 @@ class Engine:
         self.drawing.sampler(logits, [Draw("", params)] * len(logits))
         torch.cuda.synchronize(device)
         return int(torch.cuda.max_memory_allocated(device)) - before
-
-    def _meet_kernels(self, runner: Runner, max_num_seqs: int) -> None:
-        """Compile and load, many at once, each Triton kernel that a step may need."""
-        if runner.program.device.type != "cuda" or self.program.syncing:
-            return
-        from atomc.kernels.triton.together import compile_together
-
-        helper, self._helper = self._helper, None
-        met = compile_together(partial(self._launch_all, runner, max_num_seqs), helper=helper)
-        self._met = met and torch.version.hip is None  # what HIP may load during a capture was not tried
-
-    def _launch_all(self, runner: Runner, max_num_seqs: int) -> None:
-        at = runner.staging
-        for shape in launched_shapes(max_num_seqs, at.rows, at.columns, self.config.speculative_tokens):
-            logits = runner.empty_step(shape)
-            if shape.rows == at.rows:
-                _draw_both_ways(self.drawing.sampler, logits)
 
     def request(
         self, request_id: str, tokens: Sequence[int], params: SamplingParams | None = None, *, priority: int = 0,
@@ -417,7 +382,7 @@ class Engine:
         device, staging = self.program.device, self.runner.staging
         shapes = step_shapes(self.scheduler.max_num_seqs, staging.rows, staging.columns, self.config.speculative_tokens)
         budget = int(GRAPH_SHARE * torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else None
-        self.runner.capture(shapes, budget=budget, met=self._met, progress=progress)
+        self.runner.capture(shapes, budget=budget, met=self._kernels.met, progress=progress)
 
     def _warm_up(self) -> None:
         """Generate, so that nothing is compiled when it matters, and forget what was counted."""
@@ -447,9 +412,3 @@ def _uncollected() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-def _draw_both_ways(sampler: Sampler, logits: Tensor) -> None:
-    """With filters and without, which are two kernels."""
-    for params in (SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.9)):
-        sampler(logits, [Draw("", params)] * len(logits))
