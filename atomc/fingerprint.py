@@ -48,7 +48,7 @@ def surroundings(options: Options, platform: Platform) -> Parts:
     parts |= {f"version of {name}": version for name, version in _versions().items()}
     parts |= {f"platform {name}": value for name, value in _machine(platform)}
     parts |= {f"setting {name}": value for name, value in _settings().items()}
-    return parts | _sources()
+    return parts | _sources(options)
 
 
 def digest(text: str | bytes) -> str:
@@ -98,11 +98,15 @@ def _settings() -> dict[str, str]:
     }  # fmt: skip
 
 
-def _sources() -> Parts:
+def _sources(options: Options) -> Parts:
     """A digest per kernel, and per file of the package that has a say."""
-    parts = {f"provider {name}": kernels.load(name) or "loaded" for name in kernels.PROVIDERS}
+    invariant = options.batch_invariant or kernels.INVARIANT in options.providers
+    providers = (*kernels.PROVIDERS, kernels.INVARIANT) if invariant else kernels.PROVIDERS
+    parts = {f"provider {name}": kernels.load(name) or "loaded" for name in providers}
     for op in REGISTRY.values():
         for kernel in op.kernels:
+            if kernel.provider == kernels.INVARIANT and not invariant:
+                continue  # loaded for another program
             name = f"source of kernel {kernel.provider} {op.name}"
             parts[name] = digest(parts.get(name, "") + kernel.function.__qualname__ + source_of(kernel.function))
     for i, (added, before) in enumerate(REGISTERED):

@@ -173,8 +173,8 @@ def transpose_a_weight(model):
     linear.weight = nn.Parameter(linear.weight.t().contiguous().t(), requires_grad=False)
 
 
-def described_now(model):
-    return described(model, Options.of({"glue": "eager"}), Platform.detect("cpu"))
+def described_now(model, **options):
+    return described(model, Options.of({"glue": "eager", **options}), Platform.detect("cpu"))
 
 
 @pytest.mark.parametrize("change, said", [
@@ -208,6 +208,14 @@ def test_settings_of_torchs_compilers_and_added_passes_are_part_of_what_it_depen
     monkeypatch.setenv("TORCHINDUCTOR_MAX_AUTOTUNE", "1")
     said = "setting variables of torch's compilers changed from  to TORCHINDUCTOR_MAX_AUTOTUNE=1"
     assert differences(before, described_now(model)) == [said]
+
+
+def test_invariant_kernels_are_loaded_and_told_for_those_who_ask_for_them():
+    model = model_of()
+    before = described_now(model)
+    asked = described_now(model, batch_invariant=True)
+    assert asked["provider invariant"] == "loaded" and "source of kernel invariant linear" in asked
+    assert described_now(model) == before
 
 
 def test_a_model_that_contains_itself_is_described():
