@@ -183,7 +183,9 @@ def _rewrite(
     index = Index(gm.graph)
     possible = [rewrite for rewrite in p.rewrites if not rewrite.unmet(index)]
     for rewrite in possible:
-        more_fired, more_refused = apply(gm.graph, rewrite, context.off_here)
+        more_fired, more_refused = apply(gm.graph, rewrite, index, context.off_here)
+        if more_fired:
+            index = Index(gm.graph)
         fired += more_fired
         refused += more_refused
     if p.cleanup:
@@ -192,12 +194,12 @@ def _rewrite(
     gone = {node for f in fired for node in f.nodes}
     near = _best(refused, gone)
     shown = {node for miss in near for node in miss.nodes}
-    explained, unexplained = misses(gm.graph, possible, causes)
+    explained, unexplained = misses(index, possible, causes)
     near += [miss for miss in explained if not (miss.nodes & shown)]
     for miss in _best(unexplained, {node for other in refused for node in other.nodes}):
         report.bugs.append(f"{p.name} at {describe(miss.anchor)}: the matcher refused it, but nothing differs")
     if not fired and not near:
-        _say_what_is_absent(gm, p, report, consumed)
+        _say_what_is_absent(index, p, report, consumed)
     return fired, near
 
 
@@ -210,8 +212,7 @@ def _best(refused: list[NearMiss], gone: set[Node]) -> list[NearMiss]:
     return kept
 
 
-def _say_what_is_absent(gm: GraphModule, p: Pass, report: Report, consumed: dict[str, Counter[str]]) -> None:
-    index = Index(gm.graph)
+def _say_what_is_absent(index: Index, p: Pass, report: Report, consumed: dict[str, Counter[str]]) -> None:
     possible = [rewrite for rewrite in p.rewrites if not rewrite.unmet(index)]
     unmet = [rewrite.unmet(index) for rewrite in p.rewrites]
     least = min(map(len, unmet))

@@ -87,13 +87,14 @@ class Fired:
 
 
 def apply(
-    graph: Graph, rewrite: Rewrite, off_here: Callable[[str, Node], str | None] | None = None
+    graph: Graph, rewrite: Rewrite, index: Index, off_here: Callable[[str, Node], str | None] | None = None
 ) -> tuple[list[Fired], list[NearMiss]]:
     """One sweep: replace every site. Returns what fired, and the sites that fit but for a stated reason.
 
+    index     of the graph as it is; another one is due after something fired
     off_here  the rewrite's name, the first output of a site -> how the user left it out there, or None
     """
-    pattern, index = rewrite.traced(), Index(graph)
+    pattern = rewrite.traced()
     if any(not index[call(p).op] for p in pattern.nodes if call(p).op not in ("cast", "slice")):
         return [], []
     sites: list[Site] = []
@@ -128,11 +129,11 @@ def apply(
 
 
 def misses(
-    graph: Graph, rewrites: list[Rewrite], causes: list[NearMiss]
+    index: Index, rewrites: list[Rewrite], causes: list[NearMiss]
 ) -> tuple[list[NearMiss], list[NearMiss]]:
     """Explain what is left over for these rewrites; see near_miss.near_misses."""
     patterns = [(rewrite.name, rewrite.variant, rewrite.traced()) for rewrite in rewrites]
-    return near_misses(patterns, Index(graph), causes)
+    return near_misses(patterns, index, causes)
 
 
 def _replace(

@@ -100,7 +100,7 @@ def test_numbers_of_the_pattern_must_agree_and_captured_ones_are_told():
 
     made = rewrite(pattern, lambda x, eps, base: aten.mul.Tensor(x, eps + base), {"x": (3, 10), "eps": 0.5, "base": 7})
     graph = functional_graph(lambda x: torch.exp(x + 0.125) * 3, X)
-    fired, _ = apply(graph, made)
+    fired, _ = apply(graph, made, Index(graph))
     assert [f.attrs for f in fired] == [{"eps": 0.125, "base": 3}]
 
 
@@ -235,7 +235,7 @@ def test_a_sweep_replaces_sites_that_feed_each_other():
         return x
 
     graph = functional_graph(chain, X)
-    fired, refused = apply(graph, made)
+    fired, refused = apply(graph, made, Index(graph))
     graph.lint()
     assert len(fired) == 3 and not refused
     assert [call(node).op for node in graph.nodes if node.op == "call_function"] == ["cos"] * 3
@@ -244,7 +244,7 @@ def test_a_sweep_replaces_sites_that_feed_each_other():
 def test_overlapping_sites_do_not_both_fire():
     made = rewrite(lambda x: torch.sin(torch.sin(x)), lambda x: aten.cos.default(x), {"x": (3, 10)})
     graph = functional_graph(lambda x: torch.sin(torch.sin(torch.sin(x))), X)
-    fired, refused = apply(graph, made)
+    fired, refused = apply(graph, made, Index(graph))
     assert len(fired) == 1
     assert [miss.first.kind for miss in refused] == ["taken"] or refused[0].first.kind == "extra user"
 
@@ -254,7 +254,7 @@ def test_new_nodes_know_where_they_come_from():
         return scaled(x, y, w).neg()
 
     graph = functional_graph(function, X, Y, W)
-    [fired], _ = apply(graph, Rewrite("again", scaled, replaced, example))
+    [fired], _ = apply(graph, Rewrite("again", scaled, replaced, example), Index(graph))
     for node in fired.made:
         assert node.meta["made_by"] == "again" and "test_match.py" in node.meta["stack_trace"]
         assert node.meta["origins"] == {"exp", "mul", "add"} and node.meta["val"].shape == (3, 8)
