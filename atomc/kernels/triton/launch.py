@@ -78,6 +78,11 @@ def at_most_64_registers(device: torch.device) -> dict[str, Any]:
     return {"maxnreg": 64} if device.type == "cuda" and not torch.version.hip else {}
 
 
+# Launch argument: a product that is rounded stays so. Contracted with the sum that it goes into it would be nearer to the
+# truth, but where the two cancel each other a code may be several steps from that of the op's meaning.
+ROUND_PRODUCTS = {"enable_fp_fusion": False}
+
+
 @triton.jit
 def wait_for_last(PDL: tl.constexpr):
     """Wait until all that kernels before this one write is there. Stands before every load and every store."""
