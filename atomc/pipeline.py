@@ -39,7 +39,7 @@ def selected(pipeline: Sequence[Pass], context: Context) -> tuple[list[Pass], li
     Raises OptionsError for a switch of an unknown pass or one that cannot take effect, ValueError for a pipeline whose
     order breaks an `after`.
     """
-    pipeline = withREGISTERED(pipeline)
+    pipeline = with_registered(pipeline)
     check_order(pipeline)
     switches = context.options.passes
     names = [LIFT, *(p.name for p in pipeline)]
@@ -89,7 +89,7 @@ def register_pass(added: Pass | Rewrite, *, before: str | None = None) -> Regist
     return Registration(REGISTERED[-1])
 
 
-def withREGISTERED(pipeline: Sequence[Pass]) -> list[Pass]:
+def with_registered(pipeline: Sequence[Pass]) -> list[Pass]:
     """The pipeline with the passes added from outside in their places."""
     whole = list(pipeline)
     for added, before in REGISTERED:
