@@ -116,7 +116,11 @@ async def _run(
         service = Service(client, model, config, Metrics(client, model.names[0]), max_requests=process.config.max_queue)
 
         class Server(uvicorn.Server):
-            """Ends what still runs when its time is over, so that clients are told."""
+            """Says where it listens once it does; ends what still runs when its time is over, so that clients are told."""
+
+            async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+                await super().startup(sockets)
+                _say_how(service, listener)
 
             def handle_exit(self, sig: int, frame: FrameType | None) -> None:
                 if self.should_exit:
@@ -136,7 +140,6 @@ async def _run(
             timeout_keep_alive=KEEP_ALIVE_SECONDS, timeout_graceful_shutdown=int(config.drain_seconds) + 5,
             ssl_certfile=config.ssl_certfile, ssl_keyfile=config.ssl_keyfile,
         ))  # fmt: skip
-        _say_how(service, listener)
         await server.serve(sockets=[listener])
     finally:
         await client.close()
