@@ -3,6 +3,7 @@
 Most of it runs with a package of that name that we write here; what needs AMD's own is skipped where that is absent.
 """
 
+import gc
 import importlib
 import importlib.util
 import logging
@@ -248,6 +249,9 @@ def fake_zentorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
     yield
     module = sys.modules.pop("zentorch", None)
     if module is not None:
+        # Weights that go later would call an op which is no more.
+        torch._dynamo.reset()
+        gc.collect()
         module.library._destroy()
 
 
