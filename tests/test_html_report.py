@@ -467,10 +467,12 @@ def test_a_page_of_two_opens_on_what_differs(opened):
     first, second = two()
     page = opened(html_of([first], [second], ("old", "new")))
     assert "old beside new" in page.inner_text("h1")
-    assert page.is_visible("#beside") and page.is_hidden("#g0")
+    page.wait_for_selector("#beside", state="visible")
+    assert page.is_hidden("#g0")
     assert "differs" in page.inner_text("#beside tr:has(th:text-is('norm'))")
     page.click(".tabs >> text=new: B")
-    assert page.is_visible("#g1") and page.said == []
+    page.wait_for_selector("#g1", state="visible")
+    assert page.said == []
 
 
 def test_the_command_compares_with_what_another_version_wrote(tmp_path, capsys):
