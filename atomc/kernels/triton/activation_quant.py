@@ -40,7 +40,7 @@ def _gated_quant(
     gate = tl.load(gate_ptr + row_offset(row, d1, d2, g0, g1, g2) + column, inside, 0.0).to(tl.float32)
     up = tl.load(up_ptr + row_offset(row, d1, d2, u0, u1, u2) + column, inside, 0.0).to(tl.float32)
     DTYPE: tl.constexpr = gate_ptr.dtype.element_ty
-    y = (silu(gate).to(DTYPE).to(tl.float32) * up).to(DTYPE)
+    y = (silu(gate, DTYPE).to(DTYPE).to(tl.float32) * up).to(DTYPE)
     store_quantized(y.to(tl.float32), codes_ptr, scales_ptr, static_ptr, row, first, rows, D, row_step, group_step,
                     ROWS, BLOCK, SCHEME, GROUP, FNUZ, BY_BITS, MX_BIAS)  # fmt: skip
 
