@@ -111,11 +111,15 @@ def in_bytes(cache: Tensor) -> Tensor:
 
 
 def codes_of(cache: Tensor) -> dict[str, Any]:
-    """What a cache holds, as launch arguments of a kernel that writes it."""
+    """What a cache holds, as launch arguments of a kernel that writes it.
+
+    Before codes a product that is rounded stays so: contracted with the sum that it goes into it would be nearer to the
+    truth, but where the two cancel each other a code may be several steps from that of the op's meaning.
+    """
     if cache.dtype not in FP8:
         return {"CODES": "", "BY_BITS": False}
     codes = "fnuz" if cache.dtype == torch.float8_e4m3fnuz else "fn"
-    return {"CODES": codes, "BY_BITS": _by_bits(cache.dtype, cache.device)}
+    return {"CODES": codes, "BY_BITS": _by_bits(cache.dtype, cache.device), "enable_fp_fusion": False}
 
 
 def uncachable(platform: Platform, scales: dict[str, Tensor | None], **caches: Tensor) -> str | None:

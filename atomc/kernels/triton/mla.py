@@ -21,7 +21,6 @@ from atomc.kernels.triton.kv_write import (
     uncachable,
 )
 from atomc.kernels.triton.launch import (
-    ROUND_PRODUCTS,
     begin,
     heads_a_program,
     inner_sizes,
@@ -268,8 +267,7 @@ def mla_rope_kv_write(
             *inner_sizes(q_nope), *row_strides(q_nope), *row_strides(q_pe), *_latent_rows(kv_c), *inner_sizes(k_pe),
             *row_strides(k_pe), *table_strides(cos, q_pe), *table_strides(cos, k_pe), kv_cache.stride(1), L=latent,
             BLOCK_L=triton.next_power_of_2(latent), OUT=triton_dtype(turned), STYLE=rope_style, ROWS=rows_a_program,
-            **cut_rows(q_pe, cos, rope_style), **codes_of(kv_cache), **ROUND_PRODUCTS,
-            **overlap(kv_c.device),
+            **cut_rows(q_pe, cos, rope_style), **codes_of(kv_cache), **overlap(kv_c.device),
         )  # fmt: skip
     return out, kv_c.new_empty((0,))
 
@@ -314,7 +312,6 @@ def bmm_rope_kv_write(
             L=latent, WHOLE_L=whole, P=q_nope.shape[-1], BLOCK_P=group if fp8 else 32,
             BLOCK_M=BLOCK_M, BLOCK_L=BLOCK_L, SCHEME=scheme, W_CODES=codes_of(weight)["CODES"],
             Q_BY_BITS=fp8 and _by_bits(dtype, weight.device), MX_BIAS=MX_ROUNDINGS[rounding], OUT=triton_dtype(turned),
-            STYLE=rope_style, **cut_rows(q_pe, cos, rope_style), **codes_of(kv_cache), **ROUND_PRODUCTS,
-            **overlap(kv_c.device),
+            STYLE=rope_style, **cut_rows(q_pe, cos, rope_style), **codes_of(kv_cache), **overlap(kv_c.device),
         )  # fmt: skip
     return out, kv_c.new_empty((0,))

@@ -20,7 +20,6 @@ from atomc.kernels.triton.kv_write import (
     unwritable,
 )
 from atomc.kernels.triton.launch import (
-    ROUND_PRODUCTS,
     begin,
     heads_a_program,
     inner_sizes,
@@ -242,8 +241,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, style: str = "neox") -> Tensor:
         _rope[(programs,)](
             x, None, None, None, cos, sin, out, None, rows, 0, programs, *inner_sizes(x), 1, 1, *row_strides(x),
             0, 0, 0, *table_strides(cos, x), *row_strides(out), 0, 0, 0, 0.0, NORMED=None, NORM="", STYLE=style,
-            ROWS=rows_a_program, num_warps=_warps(rows_a_program), **cut_rows(x, cos, style), **ROUND_PRODUCTS,
-            **overlap(x.device),
+            ROWS=rows_a_program, num_warps=_warps(rows_a_program), **cut_rows(x, cos, style), **overlap(x.device),
         )  # fmt: skip
     return out
 
@@ -287,8 +285,7 @@ def qk_norm_rope(
             q, k, q_weight, k_weight, cos, sin, q_out, k_out, q_rows, k_rows, q_programs, *inner_sizes(q),
             *inner_sizes(k), *row_strides(q), *row_strides(k), *table_strides(cos, q), *row_strides(q_out),
             *row_strides(k_out), eps, NORMED=triton_dtype(normed), NORM=norm_style, STYLE=rope_style,
-            ROWS=rows_a_program, num_warps=_warps(rows_a_program), **cut_rows(q, cos, rope_style),
-            **ROUND_PRODUCTS, **overlap(q.device),
+            ROWS=rows_a_program, num_warps=_warps(rows_a_program), **cut_rows(q, cos, rope_style), **overlap(q.device),
         )  # fmt: skip
     return q_out, k_out
 
@@ -320,8 +317,7 @@ def _launch_with_write(
             k_cache.stride(1), k_cache.stride(2), v_cache.stride(1), v_cache.stride(2), eps,
             NORMED=triton_dtype(normed), Q_HEADS=q_heads, K_HEADS=k_heads, DV=v.shape[-1],
             BLOCK_DV=triton.next_power_of_2(v.shape[-1]), NORM=norm, STYLE=style, ROWS=rows_a_program,
-            num_warps=_warps(rows_a_program), **cut_rows(q, cos, style), **codes_of(k_cache), **ROUND_PRODUCTS,
-            **overlap(q.device),
+            num_warps=_warps(rows_a_program), **cut_rows(q, cos, style), **codes_of(k_cache), **overlap(q.device),
         )  # fmt: skip
     return q_out, q_out.new_empty((0,))
 
