@@ -1,7 +1,6 @@
 """Looking at what the compiler does to a model, without running it."""
 
 import inspect
-import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,7 +21,7 @@ from atomc.regions import every_layer, trace_once
 from atomc.report import Report, forget, keep
 from atomc.report_page import publish
 from atomc.stages import lift_stage, stages
-from atomc.torch_tracing import RestartAnalysis, ShortenTraceback, lifted_floats, passed_on
+from atomc.torch_tracing import RestartAnalysis, ShortenTraceback, afresh, lifted_floats, passed_on
 
 EXAMPLE_TOKENS = 12
 
@@ -54,9 +53,7 @@ def explain(
         return model(*args, **kwargs)
 
     def trace() -> None:
-        # A code object of its own, so that Dynamo never takes an earlier compile for this one.
-        fresh = types.FunctionType(call.__code__.replace(), call.__globals__, "call", None, call.__closure__)
-        torch.compile(fresh, backend=backend, dynamic=dynamic)(*args, **kwargs)
+        torch.compile(afresh(call), backend=backend, dynamic=dynamic)(*args, **kwargs)
 
     notes: list[str] = []
 

@@ -31,6 +31,7 @@ __all__ = [
     "ShortenTraceback",
     "TracingError",
     "added_by_aot",
+    "afresh",
     "bounds",
     "break_reason",
     "compiled_function",
@@ -171,6 +172,12 @@ def tracing_context(mode: FakeTensorMode | None) -> Iterator[None]:
     """A tracing context of its own, so that a nested compile leaves the caller's untouched."""
     with tracing(TracingContext(mode)):
         yield
+
+
+def afresh(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with a code object of its own, so that Dynamo never takes an earlier compile for this one."""
+    return types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__, None,
+                              function.__closure__)  # fmt: skip
 
 
 def nested_compile_region(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,7 +2,6 @@
 
 import contextlib
 import time
-import types
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -22,7 +21,7 @@ from atomc.platform import Platform
 from atomc.regions import every_layer, trace_once
 from atomc.report import Report, forget, keep
 from atomc.stages import lift_stage, stages
-from atomc.torch_tracing import ShortenTraceback, added_by_aot, mark_unbacked, passed_on, source_name
+from atomc.torch_tracing import ShortenTraceback, added_by_aot, afresh, mark_unbacked, passed_on, source_name
 
 
 class Traced(NamedTuple):
@@ -67,10 +66,8 @@ def traced(
         return logits
 
     def trace() -> None:
-        # A code object of its own, so that Dynamo never takes an earlier program for this one.
-        fresh = types.FunctionType(step.__code__.replace(), step.__globals__, "step", None, step.__closure__)
         with contextlib.suppress(_Done):
-            torch.compile(fresh, backend=backend, fullgraph=True)(*example)
+            torch.compile(afresh(step), backend=backend, fullgraph=True)(*example)
 
     notes: list[str] = []
 
