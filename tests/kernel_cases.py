@@ -607,8 +607,19 @@ def quant_fp8_group_cases() -> Cases:
     return cases
 
 
+def every_size(draw: Draw) -> dict[str, Any]:
+    """Groups whose scale is 1, of all numbers up to 6 of 16 bits; of fp32, those of fp16 and their neighbours."""
+    half = draw.dtype if draw.dtype.itemsize == 2 else torch.float16
+    numbers = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(half)
+    numbers = numbers[numbers.abs() <= 6].to(draw.dtype)
+    if draw.dtype == torch.float32:
+        numbers = torch.cat([numbers, *(numbers.nextafter(torch.full_like(numbers, end)) for end in (-6.0, 6.0))])
+    rows = torch.cat([numbers, numbers[: -len(numbers) % 31]]).view(-1, 31)
+    return {"x": torch.nn.functional.pad(rows, (1, 0), value=6.0).to(draw.device)}
+
+
 def quant_mxfp4_cases() -> Cases:
-    cases: Cases = {}
+    cases: Cases = {"every size": every_size}
     for rounding in MX_ROUNDINGS:
         for name, make in quant_cases(MX_ROWS, 96, rounding=rounding).items():
             cases[f"{name}, {rounding}"] = make

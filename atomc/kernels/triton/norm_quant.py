@@ -47,7 +47,7 @@ def _norm_quant(
     y = weighted(y, weight, x_ptr.dtype.element_ty, STYLE).to(NORMED)
     if KEEP:
         tl.store(kept_ptr + row_offset(row, d1, d2, k0, k1, k2) + column, y, inside)
-    store_quantized(y.to(tl.float32), codes_ptr, scales_ptr, static_ptr, row, 0, rows, D, row_step, group_step,
+    store_quantized(y, codes_ptr, scales_ptr, static_ptr, row, 0, rows, D, row_step, group_step,
                     ROWS, BLOCK, SCHEME, GROUP, FNUZ, BY_BITS, MX_BIAS)  # fmt: skip
 
 

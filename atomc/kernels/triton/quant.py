@@ -3,7 +3,7 @@
 Codes equal the meaning's bit for bit: the same operations, each rounded as there. A magnitude is compared by its bits, as
 a whole number, by which NaN is the largest.
 
-A tile is ROWS x BLOCK values in fp32, zero where there is none. SCHEME is one of atomc.ops.schemes.
+A tile is ROWS x BLOCK values, zero where there is none. SCHEME is one of atomc.ops.schemes.
 """
 
 import functools
@@ -69,14 +69,25 @@ def _int8(x):
 
 
 @triton.jit
+def _number(value: tl.constexpr, like):
+    return tl.full((), value, like.dtype)
+
+
+@triton.jit
 def _e2m1(x):
-    """The code, int32, of x, fp32."""
-    size = tl.where(x == x, tl.minimum(tl.abs(x), 6.0), 0.0)
-    bits = size.to(tl.int32, bitcast=True)
-    # One bit of mantissa stays from 1 on; below, the steps are even, as those of 2^22.
-    code = ((bits + 0x1FFFFF + ((bits >> 22) & 1)) >> 22) - 252
-    code = tl.where(size < 1.0, (size + 4194304.0).to(tl.int32, bitcast=True) & 7, code)
-    return code | ((x.to(tl.int32, bitcast=True) >> 28) & 8)
+    """The codes of x, fp32 or fp16, as whole numbers of its width: of 16 bits a device computes two at a time."""
+    SHORT: tl.constexpr = x.dtype == tl.float16
+    BITS: tl.constexpr = tl.int16 if SHORT else tl.int32
+    bits = x.to(BITS, bitcast=True)
+    size = tl.minimum(tl.maximum(tl.abs(x), _number(0.0, x)), _number(6.0, x))  # NaN becomes 0
+    # At this size a code's step is half of 1, 2 or 4; so is the last bit of 512 times that in fp16, of 2^22 times in fp32.
+    # The sum is rounded to steps, and its last four bits are the code if they begin at 0, 2 or 4, and 8 for the sign.
+    power = tl.maximum(size, _number(1.0, x)).to(BITS, bitcast=True) & _number(0x7C00 if SHORT else 0x7F800000, bits)
+    signed = (power | (bits & _number(-0x8000 if SHORT else -0x80000000, bits))).to(x.dtype, bitcast=True)
+    power = power.to(x.dtype, bitcast=True)
+    start = tl.maximum(power * _number(3.0, x) - _number(4.0, x), _number(0.0, x))
+    start += power * _number(514.0 if SHORT else 4194306.0, x) + signed * _number(-2.0, x)
+    return (start + size).to(BITS, bitcast=True) & _number(15, bits)
 
 
 @triton.jit
@@ -85,7 +96,7 @@ def store_quantized(
     ROWS: tl.constexpr, BLOCK: tl.constexpr, SCHEME: tl.constexpr, GROUP: tl.constexpr, FNUZ: tl.constexpr,
     BY_BITS: tl.constexpr, MX_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Write the codes of a tile, and its scales.
+    """Write the codes of a tile in a floating dtype, and its scales.
 
     row [ROWS, 1], of `rows`; the columns are those of D from `first` on, all of them where a row has one scale.
     row_step, group_step: from one scale to that of the next row, and of the next group.
@@ -94,6 +105,8 @@ def store_quantized(
     column = first + tl.arange(0, BLOCK)[None, :]
     inside = (row < rows) & (column < D)
     LARGEST: tl.constexpr = 240.0 if FNUZ else 448.0
+    DTYPE: tl.constexpr = y.dtype
+    y = y.to(tl.float32)
     if SCHEME == "fp8_static":
         inverse = tl.div_rn(1.0, tl.load(static_ptr).to(tl.float32))
         tl.store(codes_ptr + row * D + column, _fp8(y * inverse, FNUZ, BY_BITS), inside)
@@ -123,8 +136,9 @@ def store_quantized(
             # 2^-127 is below the normal numbers.
             exponent = tl.maximum(254 - code, 0)
             inverse = tl.where(exponent == 0, 0x400000, exponent << 23).to(tl.float32, bitcast=True)
-            codes = _e2m1(tl.reshape(grouped * inverse[:, :, None], (ROWS, BLOCK // 2, 2)))
-            low, high = tl.split(codes)
+            # Of what has 16 bits, what is at least 0.25 is exact in fp16, and less becomes 0 as it does in fp32.
+            scaled = (grouped * inverse[:, :, None]).to(tl.float32 if tl.float32 == DTYPE else tl.float16)
+            low, high = tl.split(_e2m1(tl.reshape(scaled, (ROWS, BLOCK // 2, 2))))
             pair = first // 2 + tl.arange(0, BLOCK // 2)[None, :]
             tl.store(codes_ptr + row * (D // 2) + pair, (low | (high << 4)).to(tl.uint8),
                      (row < rows) & (pair < D // 2))  # fmt: skip
@@ -141,7 +155,7 @@ def _quantize(
     column = first + tl.arange(0, BLOCK)[None, :]
     begin(PDL)
     x = tl.load(x_ptr + row_offset(row, d1, d2, x0, x1, x2) + column, (row < rows) & (column < D), 0.0)
-    store_quantized(x.to(tl.float32), codes_ptr, scales_ptr, static_ptr, row, first, rows, D, row_step, group_step,
+    store_quantized(x, codes_ptr, scales_ptr, static_ptr, row, first, rows, D, row_step, group_step,
                     ROWS, BLOCK, SCHEME, GROUP, FNUZ, BY_BITS, MX_BIAS)  # fmt: skip
 
 
