@@ -5,8 +5,9 @@
 
 Times are taken as in bench/kernels.py, whose bytes, rotated buffers and copy bandwidth these are, in bf16. Inductor
 compiles the chain's meaning in PyTorch with dynamic=True, as a server would have it: one program for all numbers of tokens
-but one. The last lines name the cases from 1,024 tokens on in which the fused kernel is less than 1.3 times as fast as the
-parts, and all in which it is over 5% slower than Inductor's.
+but one. "bytes" is how many times the fused kernel's bytes its parts move, what is between them written and read again: of
+large tensors, about what fusing can win. The last lines name the cases from 1,024 tokens on in which the fused kernel is
+less than 1.3 times as fast as the parts, and all in which it is over 5% slower than Inductor's.
 """
 
 import argparse
@@ -39,6 +40,7 @@ class Chain(NamedTuple):
     """A fused op at one width: its tensors for some tokens, our kernels of its parts, and its meaning for Inductor.
 
     attributes  the arguments of all three that say how
+    between     values of the activation that the parts write or read and the fused kernel does not, of some arguments
     """
 
     name: str
@@ -48,6 +50,12 @@ class Chain(NamedTuple):
     parts: Callable[..., Any]
     meaning: Callable[..., Any]
     attributes: Arguments
+    between: Callable[[Arguments], int]
+
+
+def sizes(*names: str) -> Callable[[Arguments], int]:
+    """How many values these arguments have together: each as often as it is named."""
+    return lambda arguments: sum(arguments[name].numel() for name in names)
 
 
 def kernel(op: str) -> Callable[..., Any]:
@@ -152,26 +160,26 @@ def chains(hidden: int) -> Iterator[Chain]:
         return make(tokens) | scale
 
     for scheme in SCHEMES:
-        for op, shape, make, parts in (
-            ("rms_norm_quant", hidden, normed, norm_then_quant),
-            ("add_rms_norm_quant", hidden, added, add_norm_then_quant),
-            ("silu_and_mul_quant", inner, gated, gate_then_quant),
+        for op, shape, make, parts, input in (
+            ("rms_norm_quant", hidden, normed, norm_then_quant, "x"),
+            ("add_rms_norm_quant", hidden, added, add_norm_then_quant, "x"),
+            ("silu_and_mul_quant", inner, gated, gate_then_quant, "gate"),
         ):
             yield Chain(f"{op}[{scheme}]", op, str(shape), partial(scaled, make, scheme), parts, ops.REGISTRY[op].reference,
-                        {"scheme": scheme})  # fmt: skip
+                        {"scheme": scheme}, sizes(input, input))  # fmt: skip
     for op, norm in (("add_rms_norm", "rms_norm"), ("add_layer_norm", "layer_norm")):
         biased = {"bias": normal(hidden)} if norm == "layer_norm" else {}
         yield Chain(op, op, str(hidden), lambda tokens, biased=biased: added(tokens) | biased, partial(add_then, norm),
-                    ops.REGISTRY[op].reference, {})  # fmt: skip
+                    ops.REGISTRY[op].reference, {}, sizes("x"))  # fmt: skip
     yield Chain("add_rms_norm_pad", "add_rms_norm_pad", f"{hidden}+192", added, add_norm_then_pad,
-                ops.add_rms_norm_pad.reference, {"columns": 192})  # fmt: skip
+                ops.add_rms_norm_pad.reference, {"columns": 192}, sizes("x", "x"))  # fmt: skip
     yield Chain("qk_norm_rope", "qk_norm_rope", heads, lambda tokens: roped(tokens) | weights(), norms_then_ropes,
-                ops.qk_norm_rope.reference, {})  # fmt: skip
+                ops.qk_norm_rope.reference, {}, sizes("q", "q", "k", "k"))  # fmt: skip
     yield Chain("rope_kv_write", "rope_kv_write", heads, lambda tokens: roped(tokens) | cached(tokens), ropes_then_write,
-                rope_kv_write, {})  # fmt: skip
+                rope_kv_write, {}, sizes("k", "k"))  # fmt: skip
     yield Chain("qk_norm_rope_kv_write", "qk_norm_rope_kv_write", heads,
                 lambda tokens: roped(tokens) | weights() | cached(tokens), norms_ropes_then_write,
-                qk_norm_rope_kv_write, {})  # fmt: skip
+                qk_norm_rope_kv_write, {}, sizes("q", "q", "k", "k", "k", "k"))  # fmt: skip
 
 
 def declared(chain: Chain, tokens: int, arguments: Arguments) -> bool:
@@ -187,6 +195,7 @@ def measure(chain: Chain, tokens: int, inductor: Callable[..., Any], bandwidth: 
     calls = 32 if tokens <= 128 else 8
     ways = {"us": fused, "parts_us": partial(chain.parts, **chain.attributes), "inductor_us": inductor}
     line: dict[str, Any] = {"chain": chain.name, "shape": chain.shape, "tokens": tokens, "bytes": num_bytes}
+    line["parts_bytes"] = num_bytes + chain.between(arguments) * torch.bfloat16.itemsize
     line |= {name: microseconds(call, sets, calls, replays) for name, call in ways.items()}
     line |= {"gbs": num_bytes / line["us"] / 1e3, "share": num_bytes / line["us"] * 1e6 / bandwidth}
     line |= {"over_parts": line["parts_us"] / line["us"], "over_inductor": line["inductor_us"] / line["us"]}
@@ -199,7 +208,8 @@ def compiled(chain: Chain) -> Callable[..., Any]:
 
 def text(line: dict[str, Any]) -> str:
     return (f"{line['chain']:36}{line['shape']:>12}{line['tokens']:7}{line['us']:9.2f}{line['gbs']:8.0f}"
-            f"{line['share']:7.2f}{line['parts_us']:10.2f}{line['over_parts']:7.2f}{line['inductor_us']:13.2f}{line['over_inductor']:7.2f}"
+            f"{line['share']:7.2f}{line['parts_us']:10.2f}{line['over_parts']:7.2f}"
+            f"{line['parts_bytes'] / line['bytes']:7.2f}{line['inductor_us']:13.2f}{line['over_inductor']:7.2f}"
             f"{'' if line['declared'] else '  not declared'}")  # fmt: skip
 
 
@@ -252,7 +262,7 @@ def main() -> None:
              "python": platform.python_version(), "copy_gbs": bandwidth / 1e9}  # fmt: skip
     print(f"$ {command}\n{about['device']}, torch {torch.__version__}, copy {bandwidth / 1e9:.0f} GB/s, bf16\n")
     print(f"{'chain':36}{'shape':>12}{'tokens':>7}{'us':>9}{'GB/s':>8}{'share':>7}{'parts us':>10}{'ratio':>7}"
-          f"{'inductor us':>13}{'ratio':>7}")  # fmt: skip
+          f"{'bytes':>7}{'inductor us':>13}{'ratio':>7}")  # fmt: skip
     lines = []
     for chain in found:
         torch._dynamo.reset()
