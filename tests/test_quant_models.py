@@ -320,12 +320,12 @@ def test_four_bits_predict_as_their_reference_in_fp32(scheme: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("scheme", ["fp8", "fp8_per_token", "fp8_block", "int8", "int4", "mxfp4", "mxfp4_a16"])
 def test_kernels_of_a_gpu_predict_as_those_of_a_cpu(scheme: str) -> None:
-    # Both compiled, so that they round at the same places: where activations are MXFP4, whose scales are powers of two,
-    # other roundings alone move it by 3%.
+    # Both compiled, so that they round at the same places. Activations of four bits carry any other rounding far: the mean
+    # over all tokens of what mxfp4 loses has a standard error of 0.3% between any two ways to run it, fp8's has 0.08%.
     options = {"strict": True, "glue": "eager"}
     models = (torch.compile(demo(scheme, device=device), backend="atom", options=options) for device in ("cuda", "cpu"))
-    reached, expected = (perplexity(model, 2048) for model in models)
-    assert reached == pytest.approx(expected, rel=0.005)
+    reached, expected = (perplexity(model, RECORDED["tokens"]) for model in models)
+    assert reached == pytest.approx(expected, rel=0.01 if scheme == "mxfp4" else 0.003)
 
 
 def test_every_scheme_can_be_told_from_its_name() -> None:
