@@ -186,7 +186,7 @@ LARGE = {
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 2, 8, 16, 17, 64, 65, 300])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 8, 16, 17, 64, 65, 300])
 @pytest.mark.parametrize("op", list(LARGE))
 def test_layers_of_a_real_size_are_as_exact_as_bf16_lets_them_be(op: str, rows: int) -> None:
     for make in LARGE[op]:
@@ -212,7 +212,7 @@ def test_every_int4_code_at_every_place_of_a_word_is_read_exactly_two_at_a_time(
     exact = (codes - (offset.repeat_interleave(32, 1) if zeros else 8)) * scale.repeat_interleave(32, 1)
     words, ones = pack_int4(codes).to(DEVICE), torch.eye(columns, device=DEVICE, dtype=torch.bfloat16)
     for first in [*range(32), columns - 3, columns - 2]:
-        for rows in (1, 2):
+        for rows in range(1, int4_pairs.MAX_ROWS + 1):
             out = int4_pairs.multiply(ones[first : first + rows], words, scale.to(DEVICE), offset.to(DEVICE, torch.uint8) if
                                       zeros else None, torch.ones(30, device=DEVICE), 32)  # fmt: skip
             assert torch.equal(out.cpu().float(), exact.T[first : first + rows] + 1)

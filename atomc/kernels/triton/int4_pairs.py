@@ -1,4 +1,4 @@
-"""Linear layers of a row or two of bf16 with weights of int4, in Triton for NVIDIA GPUs: two products an instruction.
+"""Linear layers of up to four rows of bf16 with weights of int4, in Triton for NVIDIA GPUs: two products an instruction.
 
 Reading four bits takes so little time that the arithmetic is what counts. Products of one word, eight of them, are summed
 in bf16, words in fp32: the error is that of rounding the result to bf16 twice.
@@ -11,7 +11,16 @@ from torch import Tensor
 
 from atomc.kernels.triton.launch import by_fours, let_next_start, num_rows, overlap, wait_for_last
 
-MAX_ROWS = 2
+MAX_ROWS = 4
+# Words of a row that a program reads at once, and its warps, by the number of rows of x; at most 64 registers, which also
+# changes the order of instructions. H200, us: 4096 -> 4096 4.4 / 5.9 / 8.0 / 9.9, 4096 -> 24576 19 / 27 / 36 / 46, 12288 ->
+# 4096 11.6 / 16.7 / 18.7 / 24.0. With the cut of one row three take 9.2, 40 and 24.6, four 12.6, 57 and 36.7.
+CUT: dict[int, dict[str, int]] = {
+    1: {"BLOCK_W": 128, "num_warps": 4, "maxnreg": 64},
+    2: {"BLOCK_W": 128, "num_warps": 4, "maxnreg": 64},
+    3: {"BLOCK_W": 64, "num_warps": 4, "maxnreg": 64},
+    4: {"BLOCK_W": 128, "num_warps": 2},
+}
 
 # Codes i and i + 4 of a word lie 16 bits apart: in the last bits of a bf16 that is 128 they count in units. $4 is the word,
 # $5 what is added, $0 to $3 are the pairs (0, 4), (1, 5), (2, 6) and (3, 7).
@@ -68,13 +77,12 @@ def _chunk(words_ptr, scale_ptr, zeros_ptr, row, word, inside, WORDS: tl.constex
 @triton.jit
 def _few(
     x_ptr, words_ptr, scale_ptr, zeros_ptr, bias_ptr, out_ptr, N, K: tl.constexpr, GROUP: tl.constexpr,
-    UNPACK: tl.constexpr, PAIR: tl.constexpr, DOT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr,
-    PDL: tl.constexpr,
+    UNPACK: tl.constexpr, PAIR: tl.constexpr, DOT: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_W: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """x four values at a time, [M, K/4] i64. A program takes a row of it, and BLOCK_N of the weight."""
+    """x four values at a time, [ROWS, K/4] i64. A program takes BLOCK_N rows of the weight, and unpacks a word once."""
     WORDS: tl.constexpr = K // 8
     GROUPS: tl.constexpr = K // GROUP
-    m = tl.program_id(1)
     n = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
     row = n.to(tl.int64)
     word = tl.arange(0, BLOCK_W)[None, :]
@@ -83,37 +91,39 @@ def _few(
     next_words, next_scale, next_minus = _chunk(words_ptr, scale_ptr, zeros_ptr, row, word, (n < N) & (word < WORDS), WORDS,
                                                 GROUPS, GROUP, BLOCK_W)  # fmt: skip
     wait_for_last(PDL)
-    sums = tl.zeros((BLOCK_N, BLOCK_W), tl.float32)
+    sums = (tl.zeros((BLOCK_N, BLOCK_W), tl.float32),) * ROWS
     for start in tl.static_range(0, WORDS, BLOCK_W):
         words, scale, minus = next_words, next_scale, next_minus
         here = start + word < WORDS
-        x = x_ptr + (m * WORDS + start + word) * 2
-        low, high = tl.load(x, here, 0), tl.load(x + 1, here, 0)
         if start + BLOCK_W < WORDS:
             following = start + BLOCK_W + word
             inside = (n < N) & (following < WORDS)
             next_words, next_scale, next_minus = _chunk(words_ptr, scale_ptr, zeros_ptr, row, following, inside, WORDS,
                                                         GROUPS, GROUP, BLOCK_W)  # fmt: skip
-        x0, x1, x2, x3 = tl.inline_asm_elementwise(
-            PAIR, "=r,=r,=r,=r,r,r,r,r",
-            [low.to(tl.int32), (low >> 32).to(tl.int32), high.to(tl.int32), (high >> 32).to(tl.int32)],
-            dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
-        )  # fmt: skip
         q0, q1, q2, q3 = tl.inline_asm_elementwise(
             UNPACK, "=&r,=&r,=&r,=&r,r,r", [words, minus], dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True,
             pack=1,
         )  # fmt: skip
-        part = tl.inline_asm_elementwise(DOT, "=f,r,r,r,r,r,r,r,r", [q0, q1, q2, q3, x0, x1, x2, x3], dtype=tl.float32,
-                                         is_pure=True, pack=1)  # fmt: skip
-        sums += part * scale.to(tl.float32)
-    out = tl.sum(sums, 1)[:, None]
-    if bias_ptr is not None:
-        out += tl.load(bias_ptr + n, n < N, 0.0).to(tl.float32)
-    tl.store(out_ptr + m * N + n, out.to(out_ptr.dtype.element_ty), n < N)
+        for m in tl.static_range(ROWS):
+            x = x_ptr + (m * WORDS + start + word) * 2
+            low, high = tl.load(x, here, 0), tl.load(x + 1, here, 0)
+            x0, x1, x2, x3 = tl.inline_asm_elementwise(
+                PAIR, "=r,=r,=r,=r,r,r,r,r",
+                [low.to(tl.int32), (low >> 32).to(tl.int32), high.to(tl.int32), (high >> 32).to(tl.int32)],
+                dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
+            )  # fmt: skip
+            part = tl.inline_asm_elementwise(DOT, "=f,r,r,r,r,r,r,r,r", [q0, q1, q2, q3, x0, x1, x2, x3],
+                                             dtype=tl.float32, is_pure=True, pack=1)  # fmt: skip
+            sums = sums[:m] + (sums[m] + part * scale.to(tl.float32),) + sums[m + 1 :]  # noqa: RUF005
+    for m in tl.static_range(ROWS):
+        out = tl.sum(sums[m], 1)[:, None]
+        if bias_ptr is not None:
+            out += tl.load(bias_ptr + n, n < N, 0.0).to(tl.float32)
+        tl.store(out_ptr + m * N + n, out.to(out_ptr.dtype.element_ty), n < N)
 
 
 def serves(x: Tensor) -> bool:
-    """Whether x is a row or two of bf16 on a GPU that multiplies pairs of bf16 and starts kernels early."""
+    """Whether x is a few rows of bf16 on a GPU that multiplies pairs of bf16 and starts kernels early."""
     return x.dtype == torch.bfloat16 and 1 <= num_rows(x) <= MAX_ROWS and overlap(x.device)["PDL"]
 
 
@@ -122,10 +132,9 @@ def multiply(x: Tensor, words: Tensor, scale: Tensor, zeros: Tensor | None, bias
     n, k = words.shape[0], words.shape[1] * 8
     out = x.new_empty((*x.shape[:-1], n))
     rows = num_rows(x)
-    # H200, one row, us: 4096 -> 4096 4.9, 4096 -> 24576 18.2, 12288 -> 4096 11.0 (with 128 words 12.6).
-    block = min(triton.next_power_of_2(k // 8), 256 if k > 8192 else 128)
-    _few[(triton.cdiv(n, 4), rows)](
+    cut = CUT[rows] | {"BLOCK_W": min(triton.next_power_of_2(k // 8), CUT[rows]["BLOCK_W"])}
+    _few[(triton.cdiv(n, 4),)](
         by_fours(x.reshape(rows, k)), words, scale, zeros, bias, out, n, K=k, GROUP=group, UNPACK=UNPACK, PAIR=PAIR,
-        DOT=DOT, BLOCK_N=4, BLOCK_W=block, num_warps=4, **overlap(x.device),
+        DOT=DOT, ROWS=rows, BLOCK_N=4, **cut, **overlap(x.device),
     )  # fmt: skip
     return out
