@@ -9,7 +9,7 @@ import functools
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -70,6 +70,12 @@ class Table:
         """The measured row, None if this kernel was not measured."""
         found = [row for row in self.rows if (row.op, row.kernel) == (op, kernel)]
         return next((row for row in found if row.first <= tokens and (row.last is None or tokens <= row.last)), None)
+
+    def over(self, older: "Table") -> "Table":
+        """With the older table's rows of kernels that this one lacks."""
+        known = {(row.op, row.kernel) for row in self.rows}
+        left = tuple(row for row in older.rows if (row.op, row.kernel) not in known)
+        return replace(self, rows=self.rows + left, source=f"{self.source}; rest: {older.source}") if left else self
 
     def to_dict(self) -> dict[str, Any]:
         return {"version": VERSION, **asdict(self)}

@@ -7,7 +7,8 @@
 Each distinct kernel of one layer and of the ends of the model is timed as in `atomc explain --measure`. A row of the table
 is a line through what was measured of one kernel for one number of tokens: time = floor + work / efficiency, where work is
 the larger of bytes / bandwidth and flops / peak by the machine's data sheet. --limit ends the measuring after so many
-seconds; what comes first matters most. --compare holds the table that ships to steps that bench/decode.py measured.
+seconds; what comes first matters most. Rows of kernels that were not met stay in the table of the machine. --compare holds
+the table that ships to steps that bench/decode.py measured.
 """
 
 import argparse
@@ -93,6 +94,13 @@ def compare(table: Table, platform: Platform, file: str) -> None:
                 print(f"{name} decode {batch} x {context}: {tpot:.3f} ms, predicted {ms:.3f}, {ms / tpot - 1:+.0%}")
 
 
+def write(table: Table, file: Path) -> None:
+    """Put the table among those of a file, over the one of its machine."""
+    tables = {old.machine: old for old in map(Table.of, json.loads(file.read_text()))} if file.exists() else {}
+    tables[table.machine] = table.over(tables[table.machine]) if table.machine in tables else table
+    file.write_text(json.dumps([table.to_dict() for table in tables.values()], indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="0.6b,8b", type=lambda text: text.split(","))
@@ -102,7 +110,7 @@ def main() -> None:
     parser.add_argument("--compare", metavar="FILE", help="what bench/decode.py wrote on --machine")
     parser.add_argument("--machine", default="h200", help="with --compare: as in atomc explain --platform")
     parser.add_argument("--json", help="write all timings to this file")
-    parser.add_argument("--table", help="put the table into this file, in the place of the one of the same machine")
+    parser.add_argument("--table", help="put the table into this file, over the rows of the same machine and kernels")
     args = parser.parse_args()
     if args.compare:
         platform = Platform.named(args.machine)
@@ -118,10 +126,7 @@ def main() -> None:
                 "timings": [asdict(timing) for timing in found]}  # fmt: skip
         Path(args.json).write_text(json.dumps(data, indent=1) + "\n")
     if args.table:
-        file = Path(args.table)
-        others = json.loads(file.read_text()) if file.exists() else []
-        tables = [other for other in others if other["machine"] != table.machine] + [table.to_dict()]
-        file.write_text(json.dumps(tables, indent=1) + "\n")
+        write(table, Path(args.table))
 
 
 if __name__ == "__main__":

@@ -128,6 +128,19 @@ def test_no_floor_is_negative_and_no_efficiency_above_1(points):
     assert all(row.seconds(work) == pytest.approx(seconds, rel=0.12) for work, seconds in points)
 
 
+def test_a_new_table_keeps_the_rows_of_kernels_that_it_did_not_meet():
+    def table(source, *rows):
+        timings = [Timing(*row, 1, 1e-6, seconds) for *row, seconds in rows]
+        return fit(timings, "machine", 1e12, 1e15, source)
+
+    old = table("old", ("linear", "triton", 2e-6), ("linear", "cuda", 3e-6))
+    new = table("new", ("linear", "triton", 5e-6), ("rope", "triton", 1e-6))
+    both = new.over(old)
+    assert both.rows[:2] == new.rows and both.rows[2:] == tuple(row for row in old.rows if row.kernel == "cuda")
+    assert both.source == "new; rest: old"
+    assert new.over(table("old", ("rope", "triton", 9e-6))) is new
+
+
 def test_a_table_that_is_none_is_refused():
     with pytest.raises(ValueError, match=r"version 0, expected 1: measure again"):
         Table.of({"version": 0})
