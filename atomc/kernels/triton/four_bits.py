@@ -143,11 +143,13 @@ def tile_for(rows: int, k: int, dtype: torch.dtype, int4: bool = False) -> dict[
         return {"BLOCK_N": 4, "BLOCK_W": min(triton.next_power_of_2(k), 4096) // 8, "num_warps": 4}
     if dtype == torch.float32:  # not on the tensor core, and twice as large
         return {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 32, "PARTS": 4, "num_warps": 4, "num_stages": 2}
-    if rows <= 16:
-        # H200, 8 and 16 rows, us with 128 columns in 3 stages / 256 in 2: int4 4096 -> 4096 12.4 14.6 / 12.4 13.3, 12288 ->
-        # 4096 31.9 37.2 / 31.0 33.1; mxfp4 4096 -> 4096 12.4 15.6 / 12.5 16.3, 4096 -> 24576 57 77 / 58 89.
+    if rows <= 8:
+        # H200, 8 rows, us with 128 columns in 3 stages / 256 in 2: int4 4096 -> 4096 12.4 / 12.4, 4096 -> 6144 17.7 / 16.4,
+        # 12288 -> 4096 31.9 / 31.0; mxfp4 4096 -> 4096 12.4 / 12.5, 4096 -> 24576 57 / 58. 16 rows lose: 20 / 25 in 6144.
         stages = {"BLOCK_K": 256, "num_stages": 2} if int4 else {"BLOCK_K": 128, "num_stages": 3}
-        return {"BLOCK_M": 8 if rows <= 8 else 16, "BLOCK_N": 16, "PARTS": 4, "num_warps": 4, **stages}
+        return {"BLOCK_M": 8, "BLOCK_N": 16, "PARTS": 4, "num_warps": 4, **stages}
+    if rows <= 16:
+        return {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 128, "PARTS": 4, "num_warps": 4, "num_stages": 3}
     return {"BLOCK_M": 64, "BLOCK_N": 32, "BLOCK_K": 64, "PARTS": 4, "num_warps": 4, "num_stages": 2}
 
 

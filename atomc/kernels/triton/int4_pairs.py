@@ -1,4 +1,4 @@
-"""Linear layers of up to four rows of bf16 with weights of int4, in Triton for NVIDIA GPUs: two products an instruction.
+"""Linear layers of a row or two of bf16 with weights of int4, in Triton for NVIDIA GPUs: two products an instruction.
 
 Reading four bits takes so little time that the arithmetic is what counts. Products of one word, eight of them, are summed
 in bf16, words in fp32: the error is that of rounding the result to bf16 twice.
@@ -11,16 +11,7 @@ from torch import Tensor
 
 from atomc.kernels.triton.launch import by_fours, let_next_start, num_rows, overlap, wait_for_last
 
-MAX_ROWS = 4
-# Words of a row that a program reads at once, and its warps, by the number of rows of x; at most 64 registers, which also
-# changes the order of instructions. H200, us: 4096 -> 4096 4.4 / 5.9 / 8.0 / 9.9, 4096 -> 24576 19 / 27 / 36 / 46, 12288 ->
-# 4096 11.6 / 16.7 / 18.7 / 24.0. With the cut of one row three take 9.2, 40 and 24.6, four 12.6, 57 and 36.7.
-CUT: dict[int, dict[str, int]] = {
-    1: {"BLOCK_W": 128, "num_warps": 4, "maxnreg": 64},
-    2: {"BLOCK_W": 128, "num_warps": 4, "maxnreg": 64},
-    3: {"BLOCK_W": 64, "num_warps": 4, "maxnreg": 64},
-    4: {"BLOCK_W": 128, "num_warps": 2},
-}
+MAX_ROWS = 2
 
 # Codes i and i + 4 of a word lie 16 bits apart: in the last bits of a bf16 that is 128 they count in units. $4 is the word,
 # $5 what is added, $0 to $3 are the pairs (0, 4), (1, 5), (2, 6) and (3, 7).
@@ -123,7 +114,7 @@ def _few(
 
 
 def serves(x: Tensor) -> bool:
-    """Whether x is a few rows of bf16 on a GPU that multiplies pairs of bf16 and starts kernels early."""
+    """Whether x is a row or two of bf16 on a GPU that multiplies pairs of bf16 and starts kernels early."""
     return x.dtype == torch.bfloat16 and 1 <= num_rows(x) <= MAX_ROWS and overlap(x.device)["PDL"]
 
 
@@ -132,9 +123,11 @@ def multiply(x: Tensor, words: Tensor, scale: Tensor, zeros: Tensor | None, bias
     n, k = words.shape[0], words.shape[1] * 8
     out = x.new_empty((*x.shape[:-1], n))
     rows = num_rows(x)
-    cut = CUT[rows] | {"BLOCK_W": min(triton.next_power_of_2(k // 8), CUT[rows]["BLOCK_W"])}
+    # H200, one and two rows, us: 4096 -> 4096 4.4 5.9, 4096 -> 24576 19 27, 12288 -> 4096 11.6 16.7. Without maxnreg, which
+    # makes the compiler order instructions otherwise, 4.8 7.2, 21 27, 11.4 25.
     _few[(triton.cdiv(n, 4),)](
         by_fours(x.reshape(rows, k)), words, scale, zeros, bias, out, n, K=k, GROUP=group, UNPACK=UNPACK, PAIR=PAIR,
-        DOT=DOT, ROWS=rows, BLOCK_N=4, **cut, **overlap(x.device),
+        DOT=DOT, ROWS=rows, BLOCK_N=4, BLOCK_W=min(triton.next_power_of_2(k // 8), 128), num_warps=4, maxnreg=64,
+        **overlap(x.device),
     )  # fmt: skip
     return out
