@@ -80,18 +80,16 @@ def measured(args: argparse.Namespace) -> tuple[list[Timing], list[str], Platfor
 
 def compare(table: Table, platform: Platform, file: str) -> None:
     """Print steps as bench/decode.py measured them beside what the table predicts."""
-    steps = {}
-    for line in Path(file).read_text().splitlines():
-        data = json.loads(line)
-        if data["what"] == "atomc":
-            steps[data["model"], data["batch"], data["context"]] = data["tpot_ms"]
-    for name in sorted({model for model, _, _ in steps}):
-        program = compiled(model_of(name, None, None), platform, {"glue": "eager"})
-        for (model, batch, context), tpot in steps.items():
-            if model == name:
-                load = Load(batch, batch, context)
-                ms = 1e3 * sum(p.seconds or 0.0 for p in predict(program.report, platform, load.sizes, table))
-                print(f"{name} decode {batch} x {context}: {tpot:.3f} ms, predicted {ms:.3f}, {ms / tpot - 1:+.0%}")
+    steps = [step for step in map(json.loads, Path(file).read_text().splitlines()) if step["what"] == "atomc"]
+    for name, scheme in dict.fromkeys((step["model"], step.get("quantization")) for step in steps):
+        program = compiled(model_of(name, scheme, None), platform, {"glue": "eager"})
+        for step in steps:
+            if (step["model"], step.get("quantization")) == (name, scheme):
+                batch, context, tpot = step["batch"], step["context"], step["tpot_ms"]
+                found = predict(program.report, platform, Load(batch, batch, context).sizes, table)
+                ms = 1e3 * sum(p.seconds or 0.0 for p in found)
+                print(f"{name} {scheme or 'bf16'} decode {batch} x {context}: {tpot:.3f} ms, predicted {ms:.3f}, "
+                      f"{ms / tpot - 1:+.0%}")  # fmt: skip
 
 
 def write(table: Table, file: Path) -> None:

@@ -74,14 +74,20 @@ def lines_of(found, op):
 # Times
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_predicted_decode_steps_of_the_h200_are_within_a_quarter_of_the_measured_ones(folder, name):
-    figures = [json.loads(line) for line in (ROOT / "bench/results/decode-h200.json").read_text().splitlines()]
-    measured = {f["batch"]: f["tpot_ms"] for f in figures if (f["model"], f["what"], f["context"]) == (name, "atomc", 1024)}
+@pytest.mark.parametrize(
+    ("name", "scheme", "batches"),
+    [*((name, None, {1, 8, 64}) for name in SHAPES),
+     *(("8b", scheme, {1}) for scheme in ("fp8", "fp8_per_token", "fp8_block", "int4"))],
+)  # fmt: skip
+def test_predicted_decode_steps_of_the_h200_are_within_a_quarter_of_the_measured_ones(folder, name, scheme, batches):
+    file = ROOT / f"bench/results/decode-{'quant-' if scheme else ''}h200.json"
+    figures = [json.loads(line) for line in file.read_text().splitlines()]
+    measured = {f["batch"]: f["tpot_ms"] for f in figures if (f["model"], f["what"], f["context"]) == (name, "atomc", 1024)
+                and f.get("quantization") == scheme}  # fmt: skip
     h200 = Platform.named("h200")
-    model = built(folder(SHAPES[name]), layers=2)
+    model = built(folder(SHAPES[name]), layers=2, quantization=scheme, platform=h200)
     program = compiled(model, h200)
-    assert set(measured) == {1, 8, 64}
+    assert set(measured) == batches
     for batch, tpot in measured.items():
         found = plan(model, h200, Load(batch, batch, 1024), program=program)
         layers = sum(line.seconds * line.calls / 2 for line in found.lines if line.in_layers and line.calls == 2)
