@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from atomc.cli import main, planning
+from atomc.cli import arguments, main
 from atomc.efficiency import SHIPPED, Table, Timing, evaluated, fit, predict, serves, shipped
 from atomc.models import build
 from atomc.plan import Load, built, compiled, cut_of, plan, share
@@ -304,7 +304,17 @@ def test_a_quantized_checkpoint_is_planned_as_it_is(folder):
 
 
 def test_the_names_of_the_command_line_are_those_of_the_schemes():
-    assert tuple(ONLINE) == planning.SCHEMES
+    assert tuple(ONLINE) == arguments.SCHEMES
+
+
+def test_a_quantized_plan_is_asked_for_by_either_name(folder, capsys):
+    path, texts = folder(SMALL), []
+    for asked in (["--dtype", "fp8"], ["--quantization", "fp8"], ["--quantization", "fp8", "--dtype", "bfloat16"]):
+        assert main(["explain", str(path), "--layers", "1", "--platform", "h200", "--plan", "--json", *asked]) == 0
+        (data,) = json.loads(capsys.readouterr().out)
+        texts.append([{key: line[key] for key in ("op", "kernel", "bytes")} for line in data["plan"]["lines"]])
+    assert texts[0] == texts[1] == texts[2]
+    assert "scaled_linear_fp8" in {line["op"] for line in texts[0]}
 
 
 def test_the_command_prints_memory_kernels_and_sums(folder, capsys):

@@ -8,6 +8,8 @@ if TYPE_CHECKING:
 
 DTYPES = ("float32", "bfloat16", "float16")
 GLUES = ("eager", "inductor", "auto")
+# The names of atomc.quantization.ONLINE, which is not imported to parse arguments.
+SCHEMES = ("fp8", "fp8_per_token", "fp8_block", "int8", "int4", "mxfp4", "mxfp4_a16")
 
 
 def command(commands: Any, name: str, run: Any, text: str, examples: str) -> argparse.ArgumentParser:
@@ -18,6 +20,10 @@ def command(commands: Any, name: str, run: Any, text: str, examples: str) -> arg
     )  # fmt: skip
     parser.set_defaults(run=run)
     return parser
+
+
+def add_quantization(parser: argparse.ArgumentParser, what: str) -> None:
+    parser.add_argument("--quantization", choices=SCHEMES, metavar="SCHEME", help=f"{what}: {', '.join(SCHEMES)}")
 
 
 def dtype_named(name: str | None) -> "torch.dtype | None":

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from atomc.cli.arguments import DTYPES, GLUES, command, default_glue, dtype_named
+from atomc.cli.arguments import DTYPES, GLUES, add_quantization, command, default_glue, dtype_named
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,7 +50,7 @@ def add(commands: Any) -> None:
                         "suffices, and write options for --options, `atomc serve --config` and ATOMC_OPTIONS")  # fmt: skip
     parser.add_argument("--dump", metavar="DIR", help="write one runnable file per pass that changed the graph")
     parser.add_argument("--record", action="store_true", help="with --dump: keep inputs, weights and outputs, too")
-    parser.add_argument("--quantization", metavar="NAME", help="quantize a checkpoint when it is read, such as fp8")
+    add_quantization(parser, "quantize a checkpoint when it is read")
     parser.add_argument("--dtype", choices=DTYPES, help="default: as the checkpoint says")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU if there is one")
     parser.add_argument("--glue", choices=GLUES, help="what runs the ops without a kernel; default: eager on a CPU")

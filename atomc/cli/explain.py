@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from atomc.cli import planning
-from atomc.cli.arguments import DTYPES, command
+from atomc.cli.arguments import DTYPES, SCHEMES, add_quantization, command
 
 
 def add(commands: Any) -> None:
@@ -18,7 +18,7 @@ def add(commands: Any) -> None:
         "Say what the compiler does to a model: rewrites, near misses, kernels. Loads no weights and runs nothing.",
         "  atomc explain\n  atomc explain path/to/Qwen3-0.6B --runtime\n"
         "  atomc explain path/to/Qwen3-0.6B --why qk_norm_rope --module-path layers.3\n"
-        "  atomc explain path/to/Qwen3-8B --platform gfx950 --dtype fp8 --tp 8 --sequences 64\n"
+        "  atomc explain path/to/Qwen3-8B --platform gfx950 --quantization fp8 --tp 8 --sequences 64\n"
         "  atomc explain my_package.my_module:build_model --dump graphs\n"
         "  atomc explain path/to/Qwen3-0.6B --html out.html\n"
         "  atomc explain path/to/Qwen3-0.6B --beside path/to/Llama-3.2-1B\n"
@@ -32,8 +32,9 @@ def add(commands: Any) -> None:
     parser.add_argument("--module-path", metavar="PATH", help="with --why: only below this module, such as layers.3.mlp")
     parser.add_argument("--dump", metavar="DIR", help="write one runnable file per pass that changed the graph")
     parser.add_argument("--layers", type=int, metavar="N", help="only the first N layers of a config.json")
-    parser.add_argument("--dtype", choices=(*DTYPES, *planning.SCHEMES), help="of the weights of a config.json, or what to "
-                        "quantize them to; default: what it says")  # fmt: skip
+    parser.add_argument("--dtype", choices=(*DTYPES, *SCHEMES), metavar="DTYPE", help="of the weights of a config.json: "
+                        f"{', '.join(DTYPES)}, or what to quantize them to; default: what it says")  # fmt: skip
+    add_quantization(parser, "quantize the weights of a config.json")
     parser.add_argument("--platform", metavar="NAME", help="a machine that need not be here, such as gfx950 or sm90")
     parser.add_argument("--dynamic", action="store_true", help="compile for any sizes, as torch.compile(dynamic=True)")
     parser.add_argument("--runtime", action="store_true", help="as `atomc generate` compiles it: with a paged cache")
@@ -175,6 +176,9 @@ def _compile(arguments: argparse.Namespace, model: Any, args: tuple[Any, ...], k
 def _model(arguments: argparse.Namespace, name: str | None) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """The model to explain and what to call it with; nothing, if token ids can be made up."""
     if name is not None and ":" in name and not Path(name).exists():
+        if arguments.quantization:
+            raise ValueError(f"--quantization is for a config.json; {name} can call atomc.quantize(model, "
+                             f"{arguments.quantization!r}) itself")  # fmt: skip
         return _built_by(name)
     from atomc.demo import PATH
     from atomc.runtime.hub import model_folder

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from atomc.cli.arguments import DTYPES, GLUES, command, default_glue, dtype_named
+from atomc.cli.arguments import DTYPES, GLUES, add_quantization, command, default_glue, dtype_named
 
 if TYPE_CHECKING:
     from atomc.runtime.llm import LLM
@@ -32,6 +32,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--top-k", type=int, help="draw from this many of the likeliest tokens")
     parser.add_argument("--seed", type=int, help="the same seed draws the same tokens (default: a fixed one for the demo)")
     parser.add_argument("--dtype", choices=DTYPES, help="default: as the checkpoint says")
+    add_quantization(parser, "quantize the weights when they are read")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU if there is one")
     parser.add_argument("--glue", choices=GLUES, help="what runs the ops without a kernel; default: eager on a CPU, so "
                         "that nobody waits for a C++ compiler, else auto")  # fmt: skip
@@ -49,7 +50,8 @@ def run(arguments: argparse.Namespace) -> None:
     folder = model_folder(str(arguments.model or PATH))
     params = _sampling(arguments, folder)
     llm = LLM(
-        folder, dtype=dtype_named(arguments.dtype), device=arguments.device, max_model_len=arguments.max_model_len,
+        folder, dtype=dtype_named(arguments.dtype), device=arguments.device, quantization=arguments.quantization,
+        max_model_len=arguments.max_model_len,
         options={"glue": arguments.glue or default_glue(arguments.device)}, progress=not arguments.quiet,
     )  # fmt: skip
     prompts = arguments.prompt or [DEMO_PROMPT]

@@ -7,14 +7,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from atomc.cli.arguments import DTYPES, dtype_named
+from atomc.cli.arguments import DTYPES, SCHEMES, dtype_named
 
 if TYPE_CHECKING:
     from atomc.efficiency import Table
     from atomc.plan import Load, Model, Plan
 
-# The names of atomc.quantization.ONLINE, which is not imported to parse arguments.
-SCHEMES = ("fp8", "fp8_per_token", "fp8_block", "int8", "int4", "mxfp4", "mxfp4_a16")
 # Any of these asks for a plan, and none of OTHERS goes with one.
 ASKING = ("plan", "measure", "tp", "tokens", "sequences", "context", "max_model_len", "kv_cache_dtype", "efficiency")
 OTHERS = ("why", "html", "beside", "save", "check", "dynamic")
@@ -63,11 +61,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def model_of(folder: Path, arguments: argparse.Namespace) -> "Model":
-    """The model of a config.json on meta, as --dtype, --layers and --tp say."""
+    """The model of a config.json on meta, as --dtype, --quantization, --layers and --tp say."""
     from atomc.plan import built
     from atomc.platform import Platform
 
-    scheme = arguments.dtype if arguments.dtype in SCHEMES else None
+    scheme = arguments.dtype if arguments.dtype in SCHEMES else arguments.quantization
+    if arguments.quantization and arguments.quantization != scheme:
+        raise ValueError(f"--dtype {scheme} quantizes, too, and not to {arguments.quantization}: leave one of them out")
     dtype = dtype_named(arguments.dtype) if arguments.dtype in DTYPES else None
     platform = Platform.named(arguments.platform) if arguments.platform else None
     return built(folder, dtype=dtype, quantization=scheme, devices=1 if arguments.tp is None else arguments.tp,
