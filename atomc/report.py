@@ -43,6 +43,10 @@ class Miss:
         return f"{self.rewrite} in {where}{line}, {self.depth:.0%} there: expected {self.expected}; found {self.found}"
 
 
+def another(provider: str) -> str:
+    return f"another {provider} kernel"
+
+
 @dataclass(frozen=True)
 class KernelChoice:
     """What runs one op for a range of token counts. refused: (provider, reason), in order of preference."""
@@ -53,6 +57,11 @@ class KernelChoice:
     chosen: str
     refused: list[tuple[str, str]] = field(default_factory=list)
     node: str = ""
+
+    @property
+    def others(self) -> list[tuple[str, str]]:
+        """`refused` as a reader wants it named: a provider whose kernel runs the op has refused with another one."""
+        return [(another(provider) if provider == self.chosen else provider, reason) for provider, reason in self.refused]
 
 
 @dataclass(frozen=True)

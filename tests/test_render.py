@@ -99,6 +99,11 @@ def test_a_provider_that_serves_no_op_is_named_once():
     assert report_text(report).count("not theirs for all: not installed") == 1
 
 
+def test_a_provider_that_runs_an_op_has_refused_with_another_of_its_kernels():
+    kernels = [KernelChoice("linear", "", "any", "ours", [("ours", "too narrow")])]
+    assert "not another ours kernel for all: too narrow" in report_text(Report("Tiny", treated=True, kernels=kernels))
+
+
 def test_misses_that_differ_are_listed_each():
     report = Report("Tiny", treated=True, near=[miss(0), miss(0, rewrite="other")], known=["add_norm", "other"])
     assert report_text(report).count("75% of it is there") == 2

@@ -21,7 +21,7 @@ from atomc.render import formula
 from atomc.render.beside import Comparison
 from atomc.render.lines import Block, Hunk, Line, folded, hunks, parsed
 from atomc.render.text import NOT_REWRITES, collapsed
-from atomc.report import KernelChoice, Miss, OpCost, Report, Site, spans
+from atomc.report import KernelChoice, Miss, OpCost, Report, Site, another, spans
 
 HERE = Path(__file__).parent
 # Refusals that say nothing about a place in the model: of the machine, and by design.
@@ -205,7 +205,7 @@ class Graph:
         for cost in self.report.costs:
             choices = [choice for node in cost.nodes for choice in self.choices.get(node, [])]
             runs = list(dict.fromkeys((choice.tokens, choice.chosen) for choice in choices))
-            refused = list(dict.fromkeys((p, r) for choice in choices for p, r in choice.refused))
+            refused = list(dict.fromkeys(other for choice in choices for other in choice.others))
             key = (cost.op, collapsed(cost.module_path), cost.bytes, cost.flops, tuple(runs), tuple(refused))
             group = groups.setdefault(key, {
                 "op": cost.op, "path": collapsed(cost.module_path), "count": 0, "layers": set(), "runs": _runs(runs),
@@ -231,8 +231,9 @@ class Graph:
         """The rows of `ops` for which a preferred kernel was refused because of what they are."""
         found = []
         for number, row in enumerate(self.ops):
+            ran = {name for kernel, _ in row["runs"] for name in (kernel, another(kernel))}
             row["rather"] = [(provider, reason) for provider, reason in row["refused"]
-                             if provider not in (*self.not_here, *(kernel for kernel, _ in row["runs"]))
+                             if provider not in {*self.not_here, *ran}
                              and not _OF_MACHINE.search(reason) and not reason.startswith(BY_DESIGN)]  # fmt: skip
             if row["rather"]:
                 found.append(number)
@@ -307,7 +308,7 @@ class Grid:
     def _kernel_lines(self, name: str) -> list[Said]:
         choices = [choice for choice in self.report.kernels if choice.op == name]
         runs = _runs(list(dict.fromkeys((choice.tokens, choice.chosen) for choice in choices))) if choices else []
-        refused = dict.fromkeys((p, r) for choice in choices for p, r in choice.refused)
+        refused = dict.fromkeys(other for choice in choices for other in choice.others)
         return [*(("runs as", f"{kernel} for {tokens}" if tokens else kernel) for kernel, tokens in runs),
                 *((f"not {provider}", reason) for provider, reason in refused)]  # fmt: skip
 

@@ -110,7 +110,7 @@ def _kernels(choices: Sequence[KernelChoice]) -> str:
     refusals: dict[tuple[str, str], list[str]] = {}
     for choice in choices:
         nodes.setdefault((choice.op, choice.tokens, choice.chosen), []).append(choice)
-        for refusal in choice.refused:
+        for refusal in choice.others:
             refusals.setdefault(refusal, []).append(choice.op)
     rows = [(op, str(len(found)), tokens, chosen) for (op, tokens, chosen), found in nodes.items()]
     lines = [table(("op", "nodes", "tokens", "runs as"), rows, numbers=[1])]
