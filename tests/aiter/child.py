@@ -5,6 +5,7 @@
 MODE is one of
 interpret  Triton's interpreter runs the kernels; the results are compared with the meaning of the op
 compile    each launch compiles the kernel to an object for ARCH, and launches nothing
+cuda       as interpret, but on a GPU of NVIDIA's, for which Triton compiles the kernels
 fake       on fake tensors: shapes, dtypes and strides are compared with those of the op
 
 For each line of standard input, {"kernel": name, "dtype": name, "most": number of cases}, one line with {case: outcome}; an
@@ -24,12 +25,15 @@ def main(mode: str, arch: str, source: str, folder: str) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     if mode == "interpret":
         os.environ["TRITON_INTERPRET"] = "1"
-    stage.set_up(Path(folder), source, arch)
+    stage.set_up(Path(folder), source, arch, on_cuda=mode == "cuda")
     compiled: list[str] = []
     if mode == "interpret":
         stage.interpret()
     if mode == "compile":
         stage.compile_only(compiled)
+    if mode == "cuda":
+        os.environ["TRITON_CACHE_DIR"] = str(Path(folder, "compiled"))  # another compiler than its users' by two rules
+        stage.leave_out_what_is_amds()
     import trials  # which imports Triton and, when asked, AITER
 
     for line in sys.stdin:

@@ -1,4 +1,4 @@
-"""A stage on which AITER's real code can be imported, interpreted and compiled without ROCm and without its GPU.
+"""A stage on which AITER's real code can be imported, interpreted, compiled and run without ROCm and without its GPU.
 
 Three things are played: the command-line tools of ROCm that AITER asks for the architecture, the one compiled module that
 it calls while it is imported, and the driver from which Triton learns what it compiles for.
@@ -24,6 +24,8 @@ TABLES = (
     "GEMM_A4W4", "A8W8_BATCHED_GEMM", "BF16_BATCHED_GEMM", "FMOE",
 )  # fmt: skip
 UNITS = {"gfx942": 304, "gfx950": 256}
+# What launches say to AMD's compiler, and NVIDIA's does not know.
+AMD_ONLY = ("waves_per_eu", "matrix_instr_nonkdim", "kpack", "schedule_hint")
 # Of csrc/include/aiter_enum.h; AITER reads the enums of its compiled module while it is imported.
 ENUMS = {
     "ActivationType": {"No": -1, "Silu": 0, "Gelu": 1, "Swiglu": 2, "Situv2": 3},
@@ -36,8 +38,11 @@ ENUMS = {
 }  # fmt: skip
 
 
-def set_up(folder: Path, source: str, arch: str) -> None:
-    """Let `import aiter` find the checkout at `source`, and believe in a GPU of this architecture, in this process."""
+def set_up(folder: Path, source: str, arch: str, on_cuda: bool = False) -> None:
+    """Let `import aiter` find the checkout at `source`, and believe in a GPU of this architecture, in this process.
+
+    on_cuda  there is a GPU of NVIDIA's, which is to stay what it is
+    """
     for name, text in TOOLS.items():
         tool = folder / "bin" / name
         tool.parent.mkdir(parents=True, exist_ok=True)
@@ -59,9 +64,9 @@ def set_up(folder: Path, source: str, arch: str) -> None:
     if importlib.util.find_spec("pandas") is None:  # by which AITER reads its tables of tuned products
         sys.modules["pandas"] = stand_in = types.ModuleType("pandas")
         stand_in.DataFrame = dict
-    # Of whom versions ask the number of multiprocessors.
-    torch.cuda.current_device = lambda: 0
-    torch.cuda.get_device_properties = lambda device=None: types.SimpleNamespace(multi_processor_count=UNITS[arch])
+    if not on_cuda:  # of whom versions ask the number of multiprocessors
+        torch.cuda.current_device = lambda: 0
+        torch.cuda.get_device_properties = lambda device=None: types.SimpleNamespace(multi_processor_count=UNITS[arch])
     sys.path.insert(0, source)
     sys.dont_write_bytecode = True
     drive_triton_for(arch)
@@ -234,6 +239,47 @@ def compile_only(compiled: list[str]) -> None:
 
     JITFunction.run = run
     _accept_unused_keys(first_only=True)
+
+
+def leave_out_what_is_amds() -> None:
+    """Let NVIDIA's compiler take AITER's launches. Call before AITER is imported."""
+    import triton.language as tl
+    from triton.language.semantic import TritonSemantic
+    from triton.runtime.autotuner import Autotuner
+    from triton.runtime.jit import JITFunction
+
+    # AITER writes exponents, negative ones too, as unsigned bytes: AMD's compiler goes by whole numbers with a sign, and
+    # they wrap around; NVIDIA's instruction makes them 0.
+    cast = TritonSemantic.cast
+
+    def casted(self, value, dtype, *args, **kwargs):
+        if value.dtype.is_floating() and dtype.scalar == tl.uint8:
+            value = cast(self, value, tl.int32)
+        return cast(self, value, dtype, *args, **kwargs)
+
+    TritonSemantic.cast = casted
+
+    run, init = JITFunction.run, Autotuner.__init__
+
+    def launched(self, *args, grid, warmup, **kwargs):
+        kwargs = {name: value for name, value in kwargs.items() if name not in AMD_ONLY or name in self.arg_names}
+        return run(self, *args, grid=grid, warmup=warmup, **kwargs)
+
+    def tuned(self, fn, arg_names, configs, *args, **kwargs):
+        for config in configs or ():
+            for name in set(AMD_ONLY) - set(arg_names):
+                config.kwargs.pop(name, None)
+        init(self, fn, arg_names, configs, *args, **kwargs)
+
+    JITFunction.run, Autotuner.__init__ = launched, tuned
+    _accept_unused_keys(first_only=True)
+
+
+def run_on_cuda() -> None:
+    """Give Triton its own driver back. Call after the import of AITER, which asks for the architecture but once."""
+    from triton.runtime import driver
+
+    driver.reset_active()
 
 
 def _accept_unused_keys(first_only: bool) -> None:

@@ -1,10 +1,11 @@
-"""Our kernels over AITER's real code, from a checkout: interpreted, compiled for its GPUs, and on fake tensors.
+"""Our kernels over AITER's real code, from a checkout: interpreted, compiled for its GPUs, run, and on fake tensors.
 
     ATOMC_AITER_SOURCE=~/aiter pytest tests/aiter       a checkout, or a folder into which pip put the wheel amd-aiter
 """
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from aiter_cases import ARCHS, COMPILED, IN_TRITON, Stage, source, staged
@@ -24,6 +25,11 @@ def arch(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def interpreter(arch: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     yield from staged("interpret", arch, tmp_path_factory.mktemp("stage"))
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    yield from staged("cuda", "gfx950", tmp_path_factory.mktemp("stage"))  # whose fp8 NVIDIA's GPUs have, too
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +65,13 @@ def test_in_the_interpreter_a_kernel_computes_what_its_op_means(
     check(name, interpreter.tell(kernel=name, dtype=dtype, most=most))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", IN_TRITON)
+def test_on_a_gpu_of_nvidias_a_kernel_computes_what_its_op_means(name: str, dtype: str, runner: Stage) -> None:
+    check(name, runner.tell(kernel=name, dtype=dtype))
+
+
 @pytest.mark.parametrize("name", IN_TRITON)
 def test_a_kernel_compiles_to_an_object(name: str, compiler: Stage) -> None:
     outcomes = compiler.tell(kernel=name, dtype="bfloat16", most=2)
@@ -81,12 +94,21 @@ SERVED = {
 }
 
 
+def check_model(scheme: str, found: dict[str, Any]) -> None:
+    ops, decibels = SERVED[scheme]
+    assert {op for op in ops if "aiter" in found["kernels"].get(op, ())} == ops, found["kernels"]
+    assert found["sqnr"] > decibels
+    assert found["tokens"][0] == found["tokens"][1]
+
+
 @pytest.mark.parametrize("scheme", SERVED)
 def test_a_model_is_recognised_fused_lowered_and_run(scheme: str, interpreter: Stage, arch: str) -> None:
     if arch == "gfx942" and scheme:
         pytest.skip("a model is quantized for gfx942 on a machine that has it: its fp8 is another")
-    ops, decibels = SERVED[scheme]
-    found = interpreter.tell(model=scheme)
-    assert {op for op in ops if "aiter" in found["kernels"].get(op, ())} == ops, found["kernels"]
-    assert found["sqnr"] > decibels
-    assert found["tokens"][0] == found["tokens"][1]
+    check_model(scheme, interpreter.tell(model=scheme))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scheme", SERVED)
+def test_a_model_is_recognised_fused_lowered_and_run_on_a_gpu_of_nvidias(scheme: str, runner: Stage) -> None:
+    check_model(scheme, runner.tell(model=scheme))
