@@ -12,7 +12,7 @@ pytest.importorskip("fastapi")
 
 from serving import serving
 
-from atomc.runtime.server.status import PAGE, compiled, content_policy
+from atomc.runtime.server.status import PAGE, compiled, content_policy, speeds
 
 KEY = "a-key"
 
@@ -80,12 +80,21 @@ def test_figures_change_while_requests_run(page, server):
     with ThreadPoolExecutor(4) as pool:
         answers = [pool.submit(generate, server, 400) for _ in range(4)]
         until(page, lambda: number(page, "running") >= 1 and number(page, "speed") > 0 and number(page, "kv") > 0)
-        assert page.get_attribute("#line", "d").startswith("M")
+        until(page, lambda: page.get_attribute("#line", "d").startswith("M"))
         for answer in answers:
             answer.result()
     says(page, "running", "0")
     made = int(page.text_content("#engine tr:first-child td.num").replace(",", ""))
     assert made >= 1600
+    assert page.said == []
+
+
+def test_a_page_that_is_opened_later_shows_what_was_generated_before(page, server):
+    generate(server, 200)
+    until(page, lambda: sum(json.loads(request(server, "/status"))["speeds"]) >= 200)
+    opened(page, server)
+    until(page, lambda: page.text_content("#peak").startswith("highest "))
+    assert float(page.text_content("#peak").split()[1].replace(",", "")) > 0
     assert page.said == []
 
 
@@ -195,6 +204,12 @@ def test_the_policy_allows_this_page_only():
     assert content_policy(page.replace("tick();", "evil();")) != policy
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", page)
     assert " style=" not in page and "onclick" not in page
+
+
+def test_speeds_of_past_seconds_add_up_to_what_was_generated():
+    assert speeds([], 10.0) == speeds([(10.0, 5)], 10.5) == []
+    assert speeds([(0.0, 100), (2.0, 140), (4.0, 140)], 4.0) == [20.0, 20.0, 0.0, 0.0]
+    assert speeds([(0.5, 0), (0.9, 8), (1.3, 8), (3.1, 44)], 4.2) == [18.0, 18.0, 0.0]
 
 
 def test_a_report_is_summed_up():

@@ -6,6 +6,7 @@ import shutil
 import signal
 import tempfile
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Iterable, Sequence
 from itertools import count
 from multiprocessing import get_context
@@ -26,6 +27,7 @@ from atomc.runtime.server.process import main
 from atomc.runtime.stats import Stats
 
 PING_SECONDS = 2.0
+PAST_SECONDS = 180.0
 STOP_SECONDS = 10.0
 LOWER = "--kv-bytes, --max-num-seqs or --max-model-len"
 
@@ -84,6 +86,7 @@ class EngineClient:
 
     info    what the engine said of itself when it was ready
     stats   its last figures, at most PING_SECONDS old while it answers; None before the first
+    past    when figures came in the last PAST_SECONDS (time.monotonic), and how many tokens had been generated
     """
 
     info: Started
@@ -92,6 +95,7 @@ class EngineClient:
         self.engine = engine
         self.patience = patience
         self.stats: Stats | None = None
+        self.past: deque[tuple[float, int]] = deque()
         self.dead: EngineDead | None = None
         self._inboxes: dict[str, Inbox] = {}
         self._calls: dict[int, asyncio.Future[str]] = {}
@@ -208,7 +212,8 @@ class EngineClient:
                 self._die(EngineDead(message))
 
     def _progress(self, event: Progress) -> None:
-        self.stats = event.stats or self.stats
+        if event.stats is not None:
+            self._remember(event.stats)
         for request_id in event.accepted:
             if (inbox := self._inboxes.get(request_id)) is not None:
                 inbox.accept(request_id)
@@ -222,6 +227,13 @@ class EngineClient:
             if output.finish_reason is not None:
                 del self._inboxes[output.request_id]
             inbox.put(output)
+
+    def _remember(self, stats: Stats) -> None:
+        now = time.monotonic()
+        self.stats = stats
+        self.past.append((now, stats.generated_tokens))
+        while self.past[0][0] < now - PAST_SECONDS:
+            self.past.popleft()
 
     async def _ping(self) -> None:
         with contextlib.suppress(EngineDead):

@@ -7,10 +7,12 @@ import json
 import re
 import time
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from fastapi import APIRouter
 from starlette.responses import HTMLResponse
 
@@ -59,7 +61,7 @@ class Status:
         found = {"model": self._model_name, "sick": client.sick, "stats": asdict(client.stats) if client.stats else None}
         names = ("device", "max_len", "kv_tokens", "num_sequences", "phases")
         found |= {"class": client.info.model, **{name: getattr(client.info, name) for name in names}}
-        return found | {"compiler": self._compiled}
+        return found | {"speeds": speeds(client.past, time.monotonic()), "compiler": self._compiled}
 
     async def _refresh(self) -> None:
         if time.monotonic() - self._asked < FRESH_SECONDS or self._client.sick:
@@ -72,6 +74,15 @@ class Status:
                     self._compiled = compiled(json.loads(await self._client.call("report")))
         except (TimeoutError, EngineDead):
             pass
+
+
+def speeds(past: Collection[tuple[float, int]], now: float) -> list[float]:
+    """Tokens generated in each of the last seconds, the earliest first; past: when how many had been generated in all."""
+    if not past:
+        return []
+    times, counts = zip(*past, strict=True)
+    borders = np.arange(-int(now - times[0]), 1) + now
+    return [round(float(speed), 2) for speed in np.diff(np.interp(borders, times, counts))]
 
 
 def compiled(report: dict[str, Any]) -> dict[str, Any]:
