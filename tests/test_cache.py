@@ -2,7 +2,6 @@
 
 import dataclasses
 import hashlib
-import importlib.util
 import json
 import logging
 import os
@@ -14,6 +13,7 @@ from pathlib import Path, PurePosixPath
 import pytest
 import torch
 import torch.nn.functional as F
+import users_kernel
 from torch import nn
 
 import atomc
@@ -201,29 +201,10 @@ def test_another_shape_is_named(start):
     assert "changed from L['x']: torch.float32 [1, 6, 32]" in report.cache
 
 
-KERNEL = """
-import torch
-import atomc
-
-@atomc.register_kernel("rms_norm", "mine")
-def rms_norm(x, weight, eps, style="after"):
-    return torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps) * {factor}
-"""
-
-
 def test_a_changed_kernel_is_named_and_compiled_anew(start, tmp_path):
-    folder, path = tmp_path / "cache", tmp_path / "kernel_of_mine.py"
-
     def with_kernel(factor):
-        path.write_text(KERNEL.format(factor=factor))
-        spec = importlib.util.spec_from_file_location("kernel_of_mine", path)
-        sys.modules["kernel_of_mine"] = module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        try:
-            return start(nn.RMSNorm(32).eval().requires_grad_(False), folder=folder)
-        finally:
-            REGISTRY["rms_norm"].kernels.pop()
-            del sys.modules["kernel_of_mine"]
+        with users_kernel.registered(tmp_path, factor):
+            return start(nn.RMSNorm(32).eval().requires_grad_(False), folder=tmp_path / "cache")
 
     first, _ = with_kernel(1)
     again, hit = with_kernel(1)

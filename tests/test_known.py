@@ -1,6 +1,5 @@
 """A model of ours that the cache knows is not traced: what it then computes, and what makes it another model."""
 
-import importlib.util
 import json
 import logging
 import os
@@ -10,6 +9,7 @@ import sys
 
 import pytest
 import torch
+import users_kernel
 from torch import nn
 
 import atomc
@@ -20,7 +20,6 @@ from atomc.description import described
 from atomc.errors import RunError
 from atomc.graph_pass import Pass
 from atomc.models import layers, llama, loader, wrap_stock
-from atomc.op import REGISTRY
 from atomc.ops.state import GroupStep, Step
 from atomc.options import Options
 from atomc.platform import Platform
@@ -404,30 +403,11 @@ def test_nothing_is_loaded_from_where_others_may_write(start, tmp_path):
     assert "dynamo" in program.report.phases
 
 
-KERNEL = """
-import torch
-import atomc
-
-@atomc.register_kernel("rms_norm", "mine")
-def rms_norm(x, weight, eps, style="after"):
-    return torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps) * {factor}
-"""
-
-
 def test_a_changed_kernel_is_named_and_compiled_anew(start, tmp_path):
-    path = tmp_path / "kernel_of_mine.py"
-
     def with_kernel(factor):
-        path.write_text(KERNEL.format(factor=factor))
-        spec = importlib.util.spec_from_file_location("kernel_of_mine", path)
-        sys.modules["kernel_of_mine"] = module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        try:
+        with users_kernel.registered(tmp_path, factor):
             program = start(model_of())
             return program.report.cache, logits(program)
-        finally:
-            REGISTRY["rms_norm"].kernels.pop()
-            del sys.modules["kernel_of_mine"]
 
     with_kernel(1)
     assert with_kernel(1)[0] == "hit"
