@@ -117,16 +117,16 @@ def tiles(layer: str, rows: int, k: int) -> Iterator[tuple[str, Callable[..., An
     if op.startswith("scaled"):
         blocks = op.endswith("block")
 
-        def eight_bits(tile: scaled_linear.Tile, **named: Any) -> Tensor:
+        def eight_bits(tile: Tile, **named: Any) -> Tensor:
             return scaled_linear.multiply(**{"bias": None} | named, tile=tile, blocks=blocks)
 
         if rows == 1:
-            cut = [scaled_linear.Tile(1, n, columns, 0, warps) for n in (2, 4, 8) for columns in (1024, 2048, 4096)
+            cut = [Tile(1, n, columns, 0, warps) for n in (2, 4, 8) for columns in (1024, 2048, 4096)
                    for warps in (4, 8) if columns <= k and n * columns <= 16384]  # fmt: skip
         else:
             tall = 8 if rows <= 8 else 16
             widths = (128,) if blocks else (128, 256)
-            cut = [scaled_linear.Tile(tall, n, columns, parts, parts, stages) for n in (16, 32) for columns in widths
+            cut = [Tile(tall, n, columns, parts, parts, stages) for n in (16, 32) for columns in widths
                    for parts in (2, 4, 8) for stages in (3, 5)]  # fmt: skip
         for tile in cut:
             yield str(tuple(tile)), partial(eight_bits, tile)

@@ -114,12 +114,12 @@ def _with_inputs(name: str, arguments: argparse.Namespace) -> tuple[Any, tuple[A
     """The model that a function builds; without inputs, those that `explain` makes up, with other token ids."""
     import torch
 
-    from atomc.cli.explain import _built_by
+    from atomc.cli.explain import built_by
     from atomc.inspection import example_inputs
 
     if arguments.prompt or arguments.prompts or arguments.quantization:
         raise ValueError(f"--prompt, --prompts and --quantization are for checkpoints; let {name} return (module, args)")
-    model, args, kwargs = _built_by(name)
+    model, args, kwargs = built_by(name)
     if isinstance(model, torch.nn.Module):
         model.requires_grad_(False)
     if args or kwargs:

@@ -179,14 +179,14 @@ def _model(arguments: argparse.Namespace, name: str | None) -> tuple[Any, tuple[
         if arguments.quantization:
             raise ValueError(f"--quantization is for a config.json; {name} can call atomc.quantize(model, "
                              f"{arguments.quantization!r}) itself")  # fmt: skip
-        return _built_by(name)
+        return built_by(name)
     from atomc.demo import PATH
     from atomc.runtime.hub import model_folder
 
     return planning.model_of(model_folder(str(name or PATH), weights=False), arguments).module, (), {}
 
 
-def _built_by(name: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+def built_by(name: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """Calls package.module:function. Raises ValueError if there is none, or if it returns something else."""
     module_name, _, function_name = name.partition(":")
     sys.path.insert(0, str(Path.cwd()))

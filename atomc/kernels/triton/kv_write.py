@@ -22,7 +22,7 @@ from atomc.kernels.triton.launch import (
     row_strides,
     unfit,
 )
-from atomc.kernels.triton.quant import _by_bits, _fp8
+from atomc.kernels.triton.quant import by_bits, fp8_codes
 from atomc.ops.formats import FP8
 from atomc.platform import Platform
 from atomc.sizes import known_equal
@@ -48,7 +48,7 @@ def inverse_scale(scale_ptr):
 def as_cached(x, inverse, DTYPE: tl.constexpr, CODES: tl.constexpr, BY_BITS: tl.constexpr):
     """What a cache holds for x: it in DTYPE, or a code."""
     if CODES != "":
-        return _fp8(x.to(tl.float32) * inverse, CODES == "fnuz", BY_BITS)
+        return fp8_codes(x.to(tl.float32) * inverse, CODES == "fnuz", BY_BITS)
     else:
         return x.to(tl.float32).to(DTYPE)
 
@@ -119,7 +119,7 @@ def codes_of(cache: Tensor) -> dict[str, Any]:
     if cache.dtype not in FP8:
         return {"CODES": "", "BY_BITS": False}
     codes = "fnuz" if cache.dtype == torch.float8_e4m3fnuz else "fn"
-    return {"CODES": codes, "BY_BITS": _by_bits(cache.dtype, cache.device), "enable_fp_fusion": False}
+    return {"CODES": codes, "BY_BITS": by_bits(cache.dtype, cache.device), "enable_fp_fusion": False}
 
 
 def uncachable(platform: Platform, scales: dict[str, Tensor | None], **caches: Tensor) -> str | None:

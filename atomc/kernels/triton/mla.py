@@ -30,7 +30,7 @@ from atomc.kernels.triton.launch import (
     row_strides,
     unfit,
 )
-from atomc.kernels.triton.quant import _amax_bits, _by_bits, _e2m1, _fp8, _scale
+from atomc.kernels.triton.quant import amax_bits, amax_scale, by_bits, e2m1_codes, fp8_codes
 from atomc.kernels.triton.rope import cut_rows, rotated, store_parts, table_strides, triton_dtype, unrotatable
 from atomc.ops.formats import FP8, MX_ROUNDINGS
 from atomc.ops.mla import BMM_SCHEMES
@@ -134,15 +134,15 @@ def _product(
         # A block is a group, which has a scale of its own.
         if SCHEME == "fp8":
             LARGEST: tl.constexpr = 240.0 if W_CODES == "fnuz" else 448.0
-            scale = _scale(q, 1, LARGEST)[:, None]
-            codes = _fp8(q * tl.div_rn(1.0, scale), W_CODES == "fnuz", Q_BY_BITS)
+            scale = amax_scale(q, 1, LARGEST)[:, None]
+            codes = fp8_codes(q * tl.div_rn(1.0, scale), W_CODES == "fnuz", Q_BY_BITS)
             weight = as_numbers(tl.load(weight_ptr + w_at + p[None, :], there, 0), tl.float16, W_CODES)
             acc += tl.dot(as_numbers(codes, tl.float16, W_CODES), tl.trans(weight)) * scale
         else:
-            amax = _amax_bits(q, 1)
+            amax = amax_bits(q, 1)
             code = tl.maximum(((amax + MX_BIAS) >> 23) - 2, 0)
             code = tl.where(amax >= 0x7F800000, 255, code)[:, None]
-            values = e2m1_numbers(_e2m1(q * e8m0_numbers(tl.maximum(254 - code, 0)))).to(tl.float16)
+            values = e2m1_numbers(e2m1_codes(q * e8m0_numbers(tl.maximum(254 - code, 0)))).to(tl.float16)
             weight = e2m1_rows(weight_ptr + w_at, p[None, :], there)
             s_at = head.to(tl.int64) * s_head + out.to(tl.int64) * s_row + start // 32
             w_scale = e8m0_numbers(tl.load(weight_scale_ptr + s_at, out < L, 127))
@@ -311,7 +311,7 @@ def bmm_rope_kv_write(
             *row_strides(k_pe), *table_strides(cos, q_pe), *table_strides(cos, k_pe), kv_cache.stride(1), HEADS=heads,
             L=latent, WHOLE_L=whole, P=q_nope.shape[-1], BLOCK_P=group if fp8 else 32,
             BLOCK_M=BLOCK_M, BLOCK_L=BLOCK_L, SCHEME=scheme, W_CODES=codes_of(weight)["CODES"],
-            Q_BY_BITS=fp8 and _by_bits(dtype, weight.device), MX_BIAS=MX_ROUNDINGS[rounding], OUT=triton_dtype(turned),
+            Q_BY_BITS=fp8 and by_bits(dtype, weight.device), MX_BIAS=MX_ROUNDINGS[rounding], OUT=triton_dtype(turned),
             STYLE=rope_style, **cut_rows(q_pe, cos, rope_style), **codes_of(kv_cache), **overlap(kv_c.device),
         )  # fmt: skip
     return out, kv_c.new_empty((0,))

@@ -28,18 +28,18 @@ FLOOR_BITS = tl.constexpr(struct.unpack("<i", struct.pack("<f", AMAX_FLOOR))[0])
 
 
 @triton.jit
-def _amax_bits(y, AXIS: tl.constexpr):
+def amax_bits(y, AXIS: tl.constexpr):
     return tl.max(y.to(tl.int32, bitcast=True) & 0x7FFFFFFF, AXIS)
 
 
 @triton.jit
-def _scale(y, AXIS: tl.constexpr, LARGEST: tl.constexpr):
+def amax_scale(y, AXIS: tl.constexpr, LARGEST: tl.constexpr):
     """The scale of the values along an axis."""
-    return tl.maximum(_amax_bits(y, AXIS), FLOOR_BITS).to(tl.float32, bitcast=True) * (1.0 / LARGEST)
+    return tl.maximum(amax_bits(y, AXIS), FLOOR_BITS).to(tl.float32, bitcast=True) * (1.0 / LARGEST)
 
 
 @triton.jit
-def _fp8(x, FNUZ: tl.constexpr, BY_BITS: tl.constexpr):
+def fp8_codes(x, FNUZ: tl.constexpr, BY_BITS: tl.constexpr):
     """x, fp32, cut off and rounded to a code in a byte; BY_BITS where the device has no instruction for it."""
     LARGEST: tl.constexpr = 240.0 if FNUZ else 448.0
     x = tl.clamp(x, -LARGEST, LARGEST, tl.PropagateNan.ALL)
@@ -74,7 +74,7 @@ def _number(value: tl.constexpr, like):
 
 
 @triton.jit
-def _e2m1(x):
+def e2m1_codes(x):
     """The codes of x, fp32 or fp16, as whole numbers of its width: of 16 bits a device computes two at a time."""
     SHORT: tl.constexpr = x.dtype == tl.float16
     BITS: tl.constexpr = tl.int16 if SHORT else tl.int32
@@ -109,13 +109,13 @@ def store_quantized(
     y = y.to(tl.float32)
     if SCHEME == "fp8_static":
         inverse = tl.div_rn(1.0, tl.load(static_ptr).to(tl.float32))
-        tl.store(codes_ptr + row * D + column, _fp8(y * inverse, FNUZ, BY_BITS), inside)
+        tl.store(codes_ptr + row * D + column, fp8_codes(y * inverse, FNUZ, BY_BITS), inside)
     elif SCHEME == "fp8_per_token":
-        scale = _scale(y, 1, LARGEST)[:, None]
+        scale = amax_scale(y, 1, LARGEST)[:, None]
         tl.store(scales_ptr + row, scale, row < rows)
-        tl.store(codes_ptr + row * D + column, _fp8(y * tl.div_rn(1.0, scale), FNUZ, BY_BITS), inside)
+        tl.store(codes_ptr + row * D + column, fp8_codes(y * tl.div_rn(1.0, scale), FNUZ, BY_BITS), inside)
     elif SCHEME == "int8_per_token":
-        scale = _scale(y, 1, 127.0)[:, None]
+        scale = amax_scale(y, 1, 127.0)[:, None]
         tl.store(scales_ptr + row, scale, row < rows)
         tl.store(codes_ptr + row * D + column, _int8(y * tl.div_rn(1.0, scale)), inside)
     else:
@@ -124,12 +124,12 @@ def store_quantized(
         there = (row < rows) & (group < (D + GROUP - 1) // GROUP)
         grouped = tl.reshape(y, (ROWS, BLOCK // GROUP, GROUP))
         if SCHEME == "fp8_group":
-            scale = _scale(grouped, 2, LARGEST)
+            scale = amax_scale(grouped, 2, LARGEST)
             tl.store(scale_at, scale, there)
             scaled = tl.reshape(grouped * tl.div_rn(1.0, scale)[:, :, None], (ROWS, BLOCK))
-            tl.store(codes_ptr + row * D + column, _fp8(scaled, FNUZ, BY_BITS), inside)
+            tl.store(codes_ptr + row * D + column, fp8_codes(scaled, FNUZ, BY_BITS), inside)
         else:
-            amax = _amax_bits(grouped, 2)
+            amax = amax_bits(grouped, 2)
             code = tl.maximum(((amax + MX_BIAS) >> 23) - 2, 0)
             code = tl.where(amax >= 0x7F800000, 255, code)
             tl.store(scale_at, code.to(tl.uint8), there)
@@ -138,7 +138,7 @@ def store_quantized(
             inverse = tl.where(exponent == 0, 0x400000, exponent << 23).to(tl.float32, bitcast=True)
             # Of what has 16 bits, what is at least 0.25 is exact in fp16, and less becomes 0 as it does in fp32.
             scaled = (grouped * inverse[:, :, None]).to(tl.float32 if tl.float32 == DTYPE else tl.float16)
-            low, high = tl.split(_e2m1(tl.reshape(scaled, (ROWS, BLOCK // 2, 2))))
+            low, high = tl.split(e2m1_codes(tl.reshape(scaled, (ROWS, BLOCK // 2, 2))))
             pair = first // 2 + tl.arange(0, BLOCK // 2)[None, :]
             tl.store(codes_ptr + row * (D // 2) + pair, (low | (high << 4)).to(tl.uint8),
                      (row < rows) & (pair < D // 2))  # fmt: skip
@@ -160,7 +160,7 @@ def _quantize(
 
 
 @functools.cache
-def _by_bits(dtype: torch.dtype, device: torch.device) -> bool:
+def by_bits(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether a device has no instruction that rounds to this fp8. (That of Triton's interpreter rounds some down.)"""
     if device.type != "cuda":
         return True
@@ -197,7 +197,7 @@ class Quantized:
         fp8 = scheme.startswith("fp8")
         self.constants: dict[str, Any] = {
             "SCHEME": scheme, "GROUP": self.group, "FNUZ": dtype == torch.float8_e4m3fnuz,
-            "BY_BITS": fp8 and _by_bits(dtype, x.device), "MX_BIAS": MX_ROUNDINGS[rounding],
+            "BY_BITS": fp8 and by_bits(dtype, x.device), "MX_BIAS": MX_ROUNDINGS[rounding],
         }  # fmt: skip
 
     @property

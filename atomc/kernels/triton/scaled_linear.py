@@ -5,7 +5,6 @@ columns multiply what each block adds to it. M rows of x, N rows of the weight, 
 """
 
 import math
-from typing import NamedTuple
 
 import torch
 import triton
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.triton.launch import FLOATS, let_next_start, num_rows, overlap, wait_for_last
+from atomc.kernels.triton.linear import Tile
 from atomc.platform import Platform
 from atomc.sizes import known_equal
 
@@ -109,17 +109,6 @@ def _by_tensor_core(
     out = finished(out, x_scale_ptr, weight_scale_ptr, bias_ptr, m[:, None], n[None, :], M, N, x_row, weight_row, BLOCKS)
     tl.store(out_ptr + m.to(tl.int64)[:, None] * N + n[None, :], out.to(out_ptr.dtype.element_ty),
              (m < M)[:, None] & (n < N)[None, :])  # fmt: skip
-
-
-class Tile(NamedTuple):
-    """What a program takes at a time: rows of x, rows and columns of the weight; parts of K, 0: no tensor core."""
-
-    rows: int
-    weight_rows: int
-    columns: int
-    parts: int
-    warps: int
-    stages: int = 1
 
 
 def tile_for(rows: int, n: int, k: int) -> Tile:
