@@ -112,6 +112,7 @@ def chosen(op: str, rows: int, arguments: Arguments) -> tuple[str, Callable[...,
 def tiles(layer: str, rows: int, k: int) -> Iterator[tuple[str, Callable[..., Any]]]:
     """The kernels for few rows under every tile worth a try."""
     from atomc.kernels.triton import four_bits, scaled_linear, unpacking
+    from atomc.kernels.triton.linear import Tile
 
     op = LAYERS[layer].op
     if op.startswith("scaled"):
