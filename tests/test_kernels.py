@@ -93,10 +93,10 @@ def steps(codes: Tensor) -> Tensor:
     return torch.where(number > 127, 128 - number, number)
 
 
-def assert_neighbours(actual: Tensor, meaning: Tensor) -> None:
+def assert_neighbours(actual: Tensor, meaning: Tensor, moved: float = MOVED) -> None:
     apart = (steps(actual) - steps(meaning)).abs()
     assert apart.max() <= 1, f"a code is {int(apart.max())} steps off"
-    assert apart.sum() <= max(2, MOVED * apart.numel()), f"{int(apart.sum())} of {apart.numel()} codes differ"
+    assert apart.sum() <= max(2, moved * apart.numel()), f"{int(apart.sum())} of {apart.numel()} codes differ"
 
 
 def tensors(result: Any) -> tuple[Tensor, ...]:

@@ -9,7 +9,7 @@ import torch
 from aiter_cases import ANSWER, KERNELS, cases, prepared
 from kernel_cases import Draw
 from stage import answer_for_the_device, replace_device_functions, run_on_cuda
-from test_kernels import COMPUTED, assert_as_exact, in_fp32, is_code, run, strides, tensors
+from test_kernels import COMPUTED, assert_as_exact, assert_neighbours, in_fp32, is_code, run, strides, tensors
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
@@ -81,10 +81,12 @@ def compare(kernel: Kernel, arguments: Make, dtype: torch.dtype) -> None:
     actual = tensors(run(kernel, given))
     assert len(actual) == len(meaning)
     for got, low, exact in zip(actual, meaning, truth, strict=True):
-        # AITER's quantizers divide where the op multiplies by a reciprocal, or the other way round. What they quantize they
-        # have in fp32, where the op rounds it: in bf16 that moves three codes in a hundred, and they are those of `truth`.
-        wanted = exact if is_code(got) and dtype == torch.bfloat16 and op.name in COMPUTED else low
-        assert_as_exact(got, wanted, exact, dtype, op.name in COMPUTED or op.name.startswith("quant"))
+        if got.numel() and is_code(got) and dtype == torch.bfloat16 and op.name in COMPUTED:
+            # What AITER quantizes it has in fp32, or rounds once where the op rounds twice.
+            assert_neighbours(got, exact, moved=0.04)
+        else:
+            # AITER's quantizers divide where the op multiplies by a reciprocal, or the other way round.
+            assert_as_exact(got, low, exact, dtype, op.name in COMPUTED or op.name.startswith("quant"))
         assert strides(got) == strides(low)
     for name, value in before.items():
         if name in op.mutates and value is not None:
