@@ -207,9 +207,10 @@ def test_the_policy_allows_this_page_only():
 
 
 def test_speeds_of_past_seconds_add_up_to_what_was_generated():
-    assert speeds([], 10.0) == speeds([(10.0, 5)], 10.5) == []
+    assert speeds([], 10.0) == []
+    assert speeds([(10.0, 5)], 10.5) == [0.0]
     assert speeds([(0.0, 100), (2.0, 140), (4.0, 140)], 4.0) == [20.0, 20.0, 0.0, 0.0]
-    assert speeds([(0.5, 0), (0.9, 8), (1.3, 8), (3.1, 44)], 4.2) == [18.0, 18.0, 0.0]
+    assert speeds([(0.5, 0), (0.9, 8), (1.3, 8), (3.1, 44)], 4.2) == [8.0, 18.0, 18.0, 0.0]
 
 
 def test_a_report_is_summed_up():

@@ -4,6 +4,7 @@ import asyncio
 import base64
 import hashlib
 import json
+import math
 import re
 import time
 from collections import Counter
@@ -81,7 +82,7 @@ def speeds(past: Collection[tuple[float, int]], now: float) -> list[float]:
     if not past:
         return []
     times, counts = zip(*past, strict=True)
-    borders = np.arange(-int(now - times[0]), 1) + now
+    borders = np.arange(-math.ceil(now - times[0]), 1) + now
     return [round(float(speed), 2) for speed in np.diff(np.interp(borders, times, counts))]
 
 
