@@ -428,7 +428,7 @@ def test_a_large_body_is_a_413_whether_or_not_it_says_its_size(http):
 def test_the_request_id_of_the_client_comes_back_and_is_logged(server, http):
     answer = http.post("/v1/completions", json=greedy(prompt="x"), headers={"X-Request-Id": "my-request-7"})
     assert answer.headers["x-request-id"] == "my-request-7" and answer.json()["id"] == "cmpl-my-request-7"
-    line = server.wait_for("request my-request-7: .*", 5)[0]
+    line = server.wait_for("request my-request-7: .*", 60)[0]
     assert re.search(r"prompt \d+, cached \d+, new 8, ttft \d\.\d+, seconds \d\.\d+, finish length$", line)
     answer = http.get("/health", headers={"X-Request-Id": "two words"})
     assert re.fullmatch("[0-9a-f]{32}", answer.headers["x-request-id"])
@@ -453,7 +453,7 @@ def test_a_client_that_goes_away_frees_its_place(http):
         assert running() == 1
     with pytest.raises(httpx.ReadTimeout):
         http.post("/v1/completions", json=body, timeout=0.3)
-    until = time.monotonic() + 5
+    until = time.monotonic() + 60
     while running() and time.monotonic() < until:
         time.sleep(0.05)
     assert running() == 0

@@ -80,7 +80,7 @@ def alive(pid):
         return False
 
 
-def wait_until(holds, seconds=10):
+def wait_until(holds, seconds=60):
     until = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < until, f"not in {seconds} s"
@@ -103,12 +103,12 @@ def test_a_full_queue_is_a_503_that_says_when_to_come_again(small):
         assert answer.status_code == 503 and answer.json()["error"]["code"] == "queue_full"
         assert int(answer.headers["retry-after"]) >= 1
     # All the others have gone away, and hold nothing.
-    assert httpx.post(f"{small.url}/v1/completions", json=SHORT, timeout=30).status_code == 200
+    assert httpx.post(f"{small.url}/v1/completions", json=SHORT, timeout=60).status_code == 200
 
 
 def test_an_engine_that_does_not_answer_turns_health_red_until_it_does(small):
     def health():
-        return httpx.get(f"{small.url}/health").status_code
+        return httpx.get(f"{small.url}/health", timeout=60).status_code
 
     os.kill(small.engine_pid, signal.SIGSTOP)
     try:
@@ -185,17 +185,17 @@ def test_a_slow_reader_stalls_nobody_and_gets_everything_in_the_end(server):
         reader.connect(address(server))
         reader.sendall("\r\n".join([*head, "", ""]).encode() + body)
         before = server.memory(server.process.pid)
-        wait_until(lambda: "atomc:num_requests_running" in httpx.get(f"{server.url}/metrics").text)
+        wait_until(lambda: "atomc:num_requests_running" in httpx.get(f"{server.url}/metrics", timeout=60).text)
         for _ in range(5):
-            assert httpx.post(f"{server.url}/v1/completions", json=SHORT, timeout=10).status_code == 200
+            assert httpx.post(f"{server.url}/v1/completions", json=SHORT, timeout=60).status_code == 200
 
         def idle():
-            text = httpx.get(f"{server.url}/metrics").text
+            text = httpx.get(f"{server.url}/metrics", timeout=60).text
             return 'atomc:num_requests_running{model_name="atomc-demo"} 0.0' in text
 
         wait_until(idle, 120)  # the engine is through with it, and nobody has read a byte
         assert server.memory(server.process.pid) - before < 100 * 2**20
-        reader.settimeout(30)
+        reader.settimeout(60)
         answer = b""
         while not answer.endswith(b"0\r\n\r\n"):
             answer += reader.recv(2**20)
