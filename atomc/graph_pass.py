@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from atomc.near_miss import NearMiss
+from atomc.matching.near_miss import NearMiss
 from atomc.op import Extra, Kernel
 from atomc.ops.state import StateSpec
 from atomc.options import Options

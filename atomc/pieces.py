@@ -13,7 +13,7 @@ from torch.fx.passes.split_module import split_module
 
 from atomc.generated import Function, of_graph, of_inductor, of_pieces
 from atomc.likeness import spelled
-from atomc.match import mutated
+from atomc.mutation import mutated
 from atomc.options import Options
 from atomc.platform import Platform
 from atomc.torch_compat import FakeTensorMode

@@ -13,8 +13,8 @@ from atomc.canonical import GENERIC, call
 from atomc.errors import OptionsError
 from atomc.graph_pass import Context, Pass, rewriting
 from atomc.listing import listing
-from atomc.match import Index
-from atomc.near_miss import NearMiss
+from atomc.matching.near_miss import NearMiss
+from atomc.matching.pattern import Index
 from atomc.op import op_of
 from atomc.provenance import describe, layer_of, module_path, source_line
 from atomc.registered import REGISTERED

@@ -4,6 +4,7 @@ import operator
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any
 
 import torch
@@ -12,8 +13,10 @@ from torch.fx import Graph, Node
 from torch.fx.proxy import GraphAppendingTracer, Proxy
 
 from atomc.canonical import call, value
-from atomc.match import Difference, Index, Pattern, Site, matches, mutated, same_signature
-from atomc.near_miss import NearMiss, near_misses
+from atomc.matching.near_miss import NearMiss, near_misses
+from atomc.matching.pattern import Difference, Index, Pattern, Site
+from atomc.matching.search import matches
+from atomc.mutation import mutated
 from atomc.provenance import describe, inherited
 from atomc.sizes import same_shape
 from atomc.strides import Values, same_strides, spread_strides
@@ -55,7 +58,7 @@ class Rewrite:
     _traced: list[Pattern] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
-        if not same_signature(self.pattern, self.replacement):
+        if signature(self.pattern).parameters.keys() != signature(self.replacement).parameters.keys():
             raise ValueError(f"rewrite {self.name!r}: pattern and replacement take different arguments")
 
     def traced(self) -> Pattern:

@@ -15,7 +15,7 @@ from atomc.dump import Dumper
 from atomc.floats import inline_floats
 from atomc.graph_pass import Context
 from atomc.graph_start import GraphStart
-from atomc.match import mutated
+from atomc.mutation import mutated
 from atomc.options import Options
 from atomc.packs import Packs
 from atomc.platform import Platform

@@ -11,7 +11,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from atomc.canonical import call, value
 from atomc.graph_pass import Context
-from atomc.match import mutated, same_attr, storage
+from atomc.matching.attributes import same_attr
+from atomc.mutation import mutated, storage
 from atomc.rewrite import Fired, remove_dead_nodes
 from atomc.sizes import known_equal, same_shape
 from atomc.strides import Values, same_strides, spread_strides

@@ -11,7 +11,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from atomc.canonical import value
 from atomc.graph_pass import Context
-from atomc.match import storage
+from atomc.mutation import storage
 from atomc.rewrite import Fired
 from atomc.sizes import same_shape
 

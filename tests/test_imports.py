@@ -16,7 +16,7 @@ LAYERS = [
     {"demo", "json_file"},
     {"platform", "options", "errors", "packs", "torch_compat", "torch_tracing", "torch_sources", "torch_inductor"},
     {"op", "ops", "copies"},
-    {"sizes", "expressions", "likeness", "canonical", "provenance", "match", "near_miss", "rewrite", "graph_pass",
+    {"sizes", "expressions", "likeness", "canonical", "provenance", "mutation", "matching", "rewrite", "graph_pass",
      "registered", "strides", "dump", "diff", "replay", "report", "render", "cost", "contract", "listing", "savings",
      "few_bits", "efficiency", "report_page", "bandwidth"},
     {"examples", "kernels", "passes", "artifact", "trace", "named_ranges", "generated", "compiled"},

@@ -9,7 +9,8 @@ from atomc import ops
 from atomc.canonical import call
 from atomc.errors import OptionsError
 from atomc.graph_pass import Context, Pass, rewriting
-from atomc.match import Index, Pattern, matches
+from atomc.matching.pattern import Index, Pattern
+from atomc.matching.search import matches
 from atomc.options import Options
 from atomc.pipeline import PassError, check_order, selected
 from atomc.platform import Platform

@@ -10,8 +10,8 @@ from torch import nn
 
 from atomc import ops
 from atomc.canonical import call
-from atomc.match import Index, Pattern
-from atomc.near_miss import anchors, explain, near_misses
+from atomc.matching.near_miss import anchors, explain, near_misses
+from atomc.matching.pattern import Index, Pattern
 from atomc.rewrite import tensor_example
 
 X, Y, W = torch.randn(3, 8), torch.randn(3, 8), torch.randn(8)

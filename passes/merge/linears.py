@@ -20,8 +20,8 @@ from torch.fx import Graph, GraphModule, Node
 from atomc import packs
 from atomc.canonical import VIEWS, call, input_name, value
 from atomc.graph_pass import Context
-from atomc.match import Difference
-from atomc.near_miss import NearMiss
+from atomc.matching.near_miss import NearMiss
+from atomc.matching.pattern import Difference
 from atomc.op import Op, op_of
 from atomc.provenance import inherited, layer_of, module_path
 from atomc.rewrite import Fired

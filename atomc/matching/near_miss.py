@@ -1,7 +1,7 @@
 """Why not here? A tolerant growth that explains where a pattern nearly matched.
 
 From a telling op (an anchor) it walks pattern and graph side by side in both directions, writes each difference down and
-steps over it. It decides nothing: match.py does. A site where it finds no difference although the search refused is a
+steps over it. It decides nothing: search.py does. A site where it finds no difference although the search refused is a
 bug of ours.
 """
 
@@ -17,17 +17,10 @@ from torch.fx import Node
 
 from atomc.canonical import COMMUTATIVE, GENERIC, VIEWS, Call, Capture, call, keeps_last_dim, readers, spell, value
 from atomc.expressions import expression, substitute
-from atomc.match import (
-    Difference,
-    Index,
-    Pattern,
-    Site,
-    bare,
-    compare_attrs,
-    problems,
-    same_attr,
-    without_cast,
-)
+from atomc.matching.attributes import bare, compare_attrs, same_attr
+from atomc.matching.conditions import problems
+from atomc.matching.pattern import Difference, Index, Pattern, Site
+from atomc.matching.search import without_cast
 from atomc.provenance import describe
 from atomc.sizes import known_equal
 

@@ -1,0 +1,73 @@
+"""Comparing two calls in everything but their tensors: numbers, strings, dtypes, shapes."""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch.fx import Node
+
+from atomc.canonical import Capture, call
+from atomc.expressions import Size
+from atomc.matching.pattern import Site
+from atomc.sizes import known_equal
+
+Veto = Callable[[str, str, str], bool]
+
+
+def compare_attrs(site: Site, p: Node, g: Node, veto: Veto) -> bool:
+    """Compare everything but tensors; `veto(kind, expected, found)` says whether to go on after a difference."""
+    wanted, found = call(p), call(g)
+    for name in wanted.attrs.keys() | found.attrs.keys():
+        expected, here = wanted.attrs.get(name), found.attrs.get(name)
+        if wanted.op in ("view", "expand", "cast") and name in ("shape", "dtype"):
+            site.deferred.append((p, g, name, expected, here))
+        elif isinstance(expected, Capture):
+            if not _bind(site, expected, here, veto):
+                return False
+        elif _holds_capture(expected) and _as_long(expected, here):
+            for item, found_item in zip(cast("tuple[Any, ...]", expected), cast("tuple[Any, ...]", here), strict=True):
+                if isinstance(item, Capture):
+                    if not _bind(site, item, found_item, veto):
+                        return False
+                elif not same_attr(item, found_item) and not veto("attribute", f"{name}={bare(item)}", bare(found_item)):
+                    return False
+        elif isinstance(expected, torch.SymInt):
+            site.deferred.append((p, g, name, expected, here))
+        elif not same_attr(expected, here) and not veto("attribute", f"{bare(wanted.op)} with {name}={bare(expected)}",
+                                           f"{name}={bare(here)}"):  # fmt: skip
+            return False
+    return True
+
+
+def _holds_capture(attr: Any) -> bool:
+    return isinstance(attr, tuple) and any(isinstance(item, Capture) for item in attr)
+
+
+def _as_long(expected: Any, here: Any) -> bool:
+    return isinstance(here, tuple) and len(here) == len(expected)
+
+
+def _bind(site: Site, capture: Capture, here: Any, veto: Veto) -> bool:
+    """The argument is what stands here, and the same everywhere; a size that varies is no constant."""
+    if here is None or isinstance(here, Node | torch.SymInt | torch.SymFloat):
+        return veto("scalar", f"a constant for `{capture.name}`", str(here))
+    first = site.bound.setdefault(capture.name, here)
+    return bool(first == here) or veto("scalar", f"one `{capture.name}` everywhere (first {first})", str(here))
+
+
+def same_attr(expected: Any, here: Any) -> bool:
+    """Equality that adds no guard where a size is symbolic."""
+    if isinstance(expected, tuple) and isinstance(here, tuple):
+        return len(expected) == len(here) and all(map(same_attr, expected, here))
+    if isinstance(expected, torch.SymInt) or isinstance(here, torch.SymInt):
+        return isinstance(expected, Size) and isinstance(here, Size) and known_equal(expected, here)
+    return bool(expected == here)
+
+
+def bare(item: object) -> str:
+    """Without the namespace: float32, rms_norm; of what the site decides, its name."""
+    if isinstance(item, Capture):
+        return item.name
+    if isinstance(item, tuple):
+        return f"({', '.join(map(bare, item))}{',' * (len(item) == 1)})"
+    return str(item).replace("atom::", "").replace("torch.", "")

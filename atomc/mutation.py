@@ -1,0 +1,28 @@
+"""Which tensors a call writes in place, and whose memory a view looks at."""
+
+from torch.fx import Node
+
+
+def storage(node: Node) -> Node:
+    """The node whose memory a view looks at."""
+    while node.op == "call_function":
+        schema = getattr(node.target, "_schema", None)
+        alias = schema.arguments[0].alias_info if schema is not None and schema.arguments else None
+        if alias is None or alias.is_write or not node.args or not isinstance(node.args[0], Node):
+            break
+        node = node.args[0]
+    return node
+
+
+def mutated(node: Node) -> list[Node]:
+    """The tensors that a node writes in place."""
+    schema = getattr(node.target, "_schema", None)
+    if node.op != "call_function" or schema is None or not schema.is_mutable:
+        return []
+    written = []
+    for i, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+            if isinstance(given, Node):
+                written.append(given)
+    return written
