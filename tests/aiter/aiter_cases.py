@@ -169,6 +169,11 @@ def source() -> str:
     return os.environ.get("ATOMC_AITER_SOURCE", "")
 
 
+def is_todays() -> bool:
+    """Whether it has the folders of today; before, it had fewer functions, and its MXFP4 rounded ties away from zero."""
+    return Path(source(), "aiter/ops/triton/quant").is_dir()
+
+
 def staged(mode: str, arch: str, folder: Path) -> Iterator[Stage]:
     stage = Stage(mode, arch, folder)
     yield stage

@@ -4,11 +4,10 @@
 """
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from aiter_cases import ARCHS, COMPILED, IN_TRITON, Stage, source, staged
+from aiter_cases import ARCHS, COMPILED, IN_TRITON, Stage, is_todays, source, staged
 
 pytestmark = [
     pytest.mark.skipif(not source(), reason="ATOMC_AITER_SOURCE names no checkout of AITER"),
@@ -50,7 +49,7 @@ def check(name: str, outcomes: dict[str, str]) -> None:
 
 
 def test_todays_aiter_has_every_function_that_we_call(faker: Stage) -> None:
-    if not (Path(source()) / "aiter/ops/triton/quant").is_dir():
+    if not is_todays():
         pytest.skip("this AITER is older than its present folders, and may lack functions")
     assert faker.tell(lacking="") == {}
 
@@ -96,7 +95,7 @@ SERVED = {
 
 def check_model(scheme: str, found: dict[str, Any]) -> None:
     ops, decibels = SERVED[scheme]
-    assert {op for op in ops if "aiter" in found["kernels"].get(op, ())} == ops, found["kernels"]
+    assert {op for op in ops if "aiter" in found["kernels"].get(op, ())} >= ops - set(found["lacking"]), found["kernels"]
     assert found["sqnr"] > decibels
     assert found["tokens"][0] == found["tokens"][1]
 

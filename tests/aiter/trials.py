@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from aiter_cases import ANSWER, KERNELS, cases, prepared
+from aiter_cases import ANSWER, KERNELS, cases, is_todays, prepared
 from kernel_cases import Draw
 from stage import answer_for_the_device, replace_device_functions, run_on_cuda
 from test_kernels import COMPUTED, assert_as_exact, assert_neighbours, in_fp32, is_code, run, strides, tensors
@@ -77,6 +77,8 @@ def compare(kernel: Kernel, arguments: Make, dtype: torch.dtype) -> None:
     op = REGISTRY[kernel.op]
     given, for_meaning, before = arguments(), arguments(), arguments()
     for_truth = in_fp32(for_meaning)
+    if op.name == "quant_mxfp4" and not is_todays():
+        for_meaning["x"] = for_truth["x"] * (1 + 2**-20)  # no tie is left: each goes away from zero
     truth, meaning = tensors(op.reference(**for_truth)), tensors(op.reference(**for_meaning))
     actual = tensors(run(kernel, given))
     assert len(actual) == len(meaning)
@@ -132,6 +134,7 @@ def called_on_fakes(kernel: Kernel, arguments: Make) -> list[str]:
     return called
 
 
+LACKS = "this AITER has no "
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 48, "hidden_size": 128,
     "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 32, "num_attention_heads": 4,
@@ -144,6 +147,7 @@ def whole_model(arch: str, scheme: str, device: str) -> dict[str, Any]:
     """A small Llama in `scheme`, as a backend compiles it and as the runtime does, with all that AITER has in Triton.
 
     kernels  op -> who serves it, of both programs
+    lacking  ops of which this AITER has not every function
     sqnr     of the compiled model's logits, by those of the model as written, in decibels
     tokens   what the runtime generates with AITER, and with torch alone
     """
@@ -173,6 +177,7 @@ def whole_model(arch: str, scheme: str, device: str) -> dict[str, Any]:
     noise = (exact.double() - got.double()).square().mean()
     return {
         "kernels": {op: sorted({c.chosen for c in choices if c.op == op}) for op in {c.op for c in choices}},
+        "lacking": sorted({c.op for c in choices for who, why in c.refused if who == "aiter" and why.startswith(LACKS)}),
         "sqnr": float(10 * torch.log10(exact.double().square().mean() / noise)),
         "tokens": generated,
     }

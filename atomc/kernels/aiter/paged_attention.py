@@ -12,10 +12,10 @@ from atomc.kernels.aiter.library import FP8_OF, HALVES, Function, unfit, unlike
 from atomc.platform import Platform
 from atomc.sizes import known_equal
 
-unified_attention = Function(
-    "unified_attention", "aiter.ops.triton.attention.unified_attention", "aiter.ops.triton.unified_attention",
-    takes=["sinks"],
-)  # fmt: skip
+PLACES = ("aiter.ops.triton.attention.unified_attention", "aiter.ops.triton.unified_attention")
+unified_attention = Function("unified_attention", *PLACES, takes=["sinks"])
+# Versions that read codes without a scale, too; older ones load the scale that is not there.
+unscaled_attention = Function("unified_attention", *PLACES, takes=["sinks", "q_scales"])
 # Up to so many keys AITER's kernel walks them in one program a tile. Beyond, it may split them, and its second kernel,
 # which joins the parts, writes to rows of no sequence what it finds in memory.
 UNSPLIT = 512
@@ -26,7 +26,10 @@ def _refuse(
     block_tables: Tensor, token: Tensor, sinks: Tensor | None = None, k_scale: Tensor | None = None,
     v_scale: Tensor | None = None, *, scale: float, window: int = 0, softcap: float = 0.0,
 ) -> str | None:  # fmt: skip
-    if reason := unfit(platform, unified_attention) or unlike(HALVES, q=q):
+    codes = k_cache.dtype.itemsize == 1
+    if reason := unfit(platform, unscaled_attention if codes and k_scale is None else unified_attention):
+        return reason
+    if reason := unlike(HALVES, q=q):
         return reason
     if k_cache.dtype not in (q.dtype, FP8_OF[platform.arch]) or v_cache.dtype != k_cache.dtype:
         return f"the cache is {k_cache.dtype}, the query {q.dtype}: AITER reads one like it, or {FP8_OF[platform.arch]}"

@@ -15,7 +15,7 @@ from atomc.platform import Platform
 gemm_a8w8 = Function("gemm_a8w8", "aiter")
 gemm_a8w8_bpreshuffle = Function("gemm_a8w8_bpreshuffle", "aiter")
 gemm_a8w8_blockscale = Function("gemm_a8w8_blockscale", "aiter")
-gemm_a4w4 = Function("gemm_a4w4", "aiter", takes=["bpreshuffle"])
+gemm_a4w4 = Function("gemm_a4w4", "aiter", takes=["dtype", "bpreshuffle"])
 
 
 def unmultiplied(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> str | None:
