@@ -7,6 +7,8 @@ WORKERS ?= 2
 PIP_ARGS ?=
 
 BIN := $(VENV)/bin
+# Not in the environment itself: atomc uses both wherever it finds them.
+LIBRARIES := $(abspath $(VENV)/libraries)
 # Two workers on two cores: one thread each, or they fight. PYTEST_ARGS="-k norm" selects tests.
 TEST_ENV := OMP_NUM_THREADS=1
 PYTEST_ARGS ?=
@@ -14,10 +16,10 @@ PYTEST_ARGS ?=
 INSTALL = $(BIN)/python -m pip install $(PIP_ARGS) --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint test-gpu clean
+.PHONY: help demo test lint test-gpu test-libraries clean
 
 help: ## show this list
-	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
 
 demo: $(VENV)/installed ## generate text from the embedded demo model
 	$(BIN)/atomc generate
@@ -32,6 +34,10 @@ lint: $(VENV)/installed-test ## ruff on the sources, strict mypy on the package
 test-gpu: ## the tests that need a GPU, from the tree, with the Python that is there
 	$(PYTHON) -c 'from setuptools import setup; setup()' -q egg_info # the entry point, without an installation
 	PYTHONPATH=. $(PYTHON) -m pytest tests -m gpu $(PYTEST_ARGS)
+
+test-libraries: $(VENV)/installed-test $(LIBRARIES)/installed ## the tests over AITER's Triton code and zentorch, from the package index
+	$(TEST_ENV) ATOMC_AITER_SOURCE=$(LIBRARIES)/aiter $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup tests/aiter $(PYTEST_ARGS)
+	$(TEST_ENV) PYTHONPATH=$(LIBRARIES)/zentorch $(BIN)/python -m pytest -n $(WORKERS) tests/test_zentorch.py tests/test_cpu_quant.py tests/test_kernels.py -k zentorch $(PYTEST_ARGS)
 
 clean: ## remove the environment and what tools left behind
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
@@ -50,3 +56,9 @@ $(VENV)/installed-test: pyproject.toml constraints.txt | $(BIN)/python
 	$(INSTALL) setuptools
 	$(INSTALL) --no-build-isolation --editable '.[serve,bench,test]'
 	touch $@ $(VENV)/installed
+
+$(LIBRARIES)/installed: constraints.txt | $(BIN)/python
+	rm -rf $(LIBRARIES)
+	$(INSTALL) --no-deps --target $(LIBRARIES)/aiter amd-aiter
+	$(INSTALL) --no-deps --target $(LIBRARIES)/zentorch zentorch deprecated wrapt
+	touch $@

@@ -59,13 +59,14 @@ def dry_run(folder, target):
     return output("make", "-n", target, cwd=folder, env=settings).splitlines()
 
 
-@pytest.mark.parametrize("target", ["demo", "test"])
+@pytest.mark.parametrize("target", ["demo", "test", "test-libraries"])
 def test_nothing_is_installed_without_the_constraints(tmp_path, target):
-    installs = [line for line in dry_run(tmp_path, target) if "pip install" in line]
-    assert len(installs) == 2
-    for line in installs:
+    setuptools, ours, *others = [line for line in dry_run(tmp_path, target) if "pip install" in line]
+    for line in (setuptools, ours, *others):
         assert "--constraint constraints.txt" in line
-    assert "--no-build-isolation" in installs[1]
+    assert "--no-build-isolation" in ours
+    assert len(others) == (2 if target == "test-libraries" else 0)
+    assert all(f"--no-deps --target {tmp_path}/.venv/libraries/" in line for line in others)
 
 
 def test_the_demo_has_its_tokenizer_installed(tmp_path):
