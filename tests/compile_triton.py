@@ -12,7 +12,8 @@ os.environ.pop("TRITON_INTERPRET", None)
 
 import torch
 import triton
-from kernel_cases import CASES, Draw
+from kernel_cases import CASES
+from kernel_cases.draw import Draw
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from kernel_cases import one_process_group
+from kernel_cases.rows import one_process_group
 from latent import BIND_LATENT
 from latent_blockers import ROWS
 from rewriting import explained

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_cases import Draw, paged
+from kernel_cases.attention import paged
+from kernel_cases.draw import Draw
 from rewriting import explained
 from safetensors.torch import save_file
 from test_blockers import QK_PAGED, ROPE_PAGED, qk_attention, rope_attention

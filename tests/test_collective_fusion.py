@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed._functional_collectives as functional
-from kernel_cases import one_process_group
+from kernel_cases.rows import one_process_group
 from rewriting import after_passes, explained
 from torch import distributed
 

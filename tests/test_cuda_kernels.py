@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from kernel_cases import Draw, attended
+from kernel_cases.attention import attended
+from kernel_cases.draw import Draw
 from torch import Tensor, nn
 
 import atomc

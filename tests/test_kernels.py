@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_cases import CASES, Draw
+from kernel_cases import CASES
+from kernel_cases.draw import Draw
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

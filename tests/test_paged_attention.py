@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_cases import MIXED, Draw, paged
+from kernel_cases.attention import MIXED, paged
+from kernel_cases.draw import Draw
 from torch import Tensor
 
 from atomc import ops

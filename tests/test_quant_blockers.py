@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_cases import CASES, Draw, one_process_group
+from kernel_cases import CASES
+from kernel_cases.draw import Draw
+from kernel_cases.rows import one_process_group
 from latent import BIND_LATENT
 from latent_blockers import KEYS, MULTIPLIED, ROTATED, H, L, P, R, T, V, latent_attention, multiplied, rand
 from rewriting import explained, since

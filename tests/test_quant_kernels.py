@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_cases import Draw, fp8_operands, int4_operands, int8_operands, mxfp4_operands, scaled_blocks, scaled_fp8
+from kernel_cases.draw import Draw
+from kernel_cases.scaled_linear import fp8_operands, int4_operands, int8_operands, mxfp4_operands, scaled_blocks, scaled_fp8
 from torch import Tensor, nn
 
 import atomc

@@ -307,7 +307,8 @@ def test_an_mxfp4_linear_is_the_product_of_what_its_codes_mean(activation: str) 
 
 
 def call_of(name: str, rows: int, **changed: Any) -> dict[str, Any]:
-    from kernel_cases import CASES, Draw
+    from kernel_cases import CASES
+    from kernel_cases.draw import Draw
 
     op = ops.REGISTRY[name]
     arguments = dict.fromkeys(op.signature.parameters) | {"block": 128}

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_cases import CASES, GARBAGE, Draw
+from kernel_cases import CASES
+from kernel_cases.draw import GARBAGE, Draw
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext

@@ -10,23 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kernel_cases import (
-    CASES,
-    DECODE,
-    Cases,
-    Draw,
-    int8_operands,
-    latent_rope_written,
-    linear,
-    multiplied_and_written,
-    mxfp4_operands,
-    norm_rope_written,
-    paged,
-    rope_written,
-    scaled_blocks,
-    scaled_fp8,
-    split_and_joined,
-)
+from kernel_cases import CASES
+from kernel_cases.attention import DECODE, paged
+from kernel_cases.draw import Cases, Draw
+from kernel_cases.linear import linear
+from kernel_cases.mla import latent_rope_written, multiplied_and_written, split_and_joined
+from kernel_cases.scaled_linear import int8_operands, mxfp4_operands, scaled_blocks, scaled_fp8
+from kernel_cases.state import norm_rope_written, rope_written
 
 from atomc import kernels, ops
 from atomc.op import Kernel

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from aiter_cases import ARCHS, KERNELS, cases, prepared
-from kernel_cases import Draw
+from kernel_cases.draw import Draw
 
 from atomc import ops
 from atomc.kernels.aiter import library

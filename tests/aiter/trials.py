@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from aiter_cases import ANSWER, KERNELS, cases, is_todays, prepared
-from kernel_cases import Draw
+from kernel_cases.draw import Draw
 from stage import answer_for_the_device, replace_device_functions, run_on_cuda
 from test_kernels import COMPUTED, assert_as_exact, assert_neighbours, in_fp32, is_code, run, strides, tensors
 from torch import Tensor

@@ -1,0 +1,81 @@
+"""Arguments to try each op with: one table for the meanings and for every kernel.
+
+A case is a function from `Draw` to the op's arguments; it makes the same numbers each time it is called.
+"""
+
+from functools import partial
+
+from kernel_cases.attention import ATTENTION, PAGED_ATTENTION
+from kernel_cases.draw import FNUZ, Cases
+from kernel_cases.linear import EMBEDDING, LINEAR
+from kernel_cases.mla import BMM_MXFP4, BMM_ROPE_KV_WRITE, LINEAR_SPLIT_CAT, MLA_KV_WRITE, MLA_ROPE_KV_WRITE, SCALED_BMM_FP8
+from kernel_cases.quant import (
+    QUANT_FP8_STATIC,
+    norm_quant_cases,
+    quant_cases,
+    quant_fp8_group_cases,
+    quant_mxfp4_cases,
+    quantizing_cases,
+)
+from kernel_cases.rope import QK_NORM_ROPE, rope_cases
+from kernel_cases.rows import (
+    ROWS,
+    gated,
+    layer_norm_cases,
+    padding_cases,
+    reducing,
+    reducing_norm_cases,
+    rms_norm_cases,
+    row_inputs,
+)
+from kernel_cases.scaled_linear import (
+    LINEAR_MXFP4,
+    LINEAR_W4A16,
+    SCALED_LINEAR_FP8,
+    SCALED_LINEAR_FP8_BLOCK,
+    SCALED_LINEAR_INT8,
+)
+from kernel_cases.state import KV_WRITE, QK_NORM_ROPE_KV_WRITE, ROPE_KV_WRITE
+
+CASES: dict[str, Cases] = {
+    "silu_and_mul": {kind: partial(gated, kind=kind) for kind in ROWS},
+    "gelu_and_mul": {kind: partial(gated, kind=kind) for kind in ROWS}
+    | {"tanh": partial(gated, kind="packed", approximate="tanh")},
+    "rms_norm": rms_norm_cases(residual=False),
+    "add_rms_norm": rms_norm_cases(residual=True),
+    "layer_norm": layer_norm_cases(residual=False),
+    "add_layer_norm": layer_norm_cases(residual=True),
+    "linear": LINEAR,
+    "add_rms_norm_pad": padding_cases(),
+    "all_reduce": {kind: reducing(lambda draw, kind=kind: {"x": row_inputs(draw, kind)[0]}) for kind in ROWS},
+    "allreduce_rms_norm": reducing_norm_cases(residual=False),
+    "allreduce_add_rms_norm": reducing_norm_cases(residual=True),
+    "rms_norm_quant": norm_quant_cases(residual=False),
+    "add_rms_norm_quant": norm_quant_cases(residual=True),
+    "silu_and_mul_quant": quantizing_cases(gated),
+    "quant_fp8_static": QUANT_FP8_STATIC,
+    "quant_fp8_per_token": quant_cases((*ROWS, "many"), 128)
+    | {"fnuz": lambda draw: {"x": draw.normal(5, 128), **FNUZ}},
+    "quant_fp8_group": quant_fp8_group_cases(),
+    "quant_int8_per_token": quant_cases((*ROWS, "many"), 128),
+    "quant_mxfp4": quant_mxfp4_cases(),
+    "scaled_linear_fp8": SCALED_LINEAR_FP8,
+    "scaled_linear_fp8_block": SCALED_LINEAR_FP8_BLOCK,
+    "scaled_linear_int8": SCALED_LINEAR_INT8,
+    "linear_w4a16": LINEAR_W4A16,
+    "linear_mxfp4": LINEAR_MXFP4,
+    "embedding": EMBEDDING,
+    "rope": rope_cases(),
+    "qk_norm_rope": QK_NORM_ROPE,
+    "attention": ATTENTION,
+    "kv_write": KV_WRITE,
+    "rope_kv_write": ROPE_KV_WRITE,
+    "qk_norm_rope_kv_write": QK_NORM_ROPE_KV_WRITE,
+    "paged_attention": PAGED_ATTENTION,
+    "mla_kv_write": MLA_KV_WRITE,
+    "mla_rope_kv_write": MLA_ROPE_KV_WRITE,
+    "scaled_bmm_fp8": SCALED_BMM_FP8,
+    "bmm_mxfp4": BMM_MXFP4,
+    "bmm_rope_kv_write": BMM_ROPE_KV_WRITE,
+    "linear_split_cat": LINEAR_SPLIT_CAT,
+}

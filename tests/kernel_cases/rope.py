@@ -1,0 +1,88 @@
+"""Rotary positions. T tokens, N query heads, K key heads, D head width, R rotated width."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from atomc.ops.norm import RMS_NORM_STYLES
+from atomc.ops.rope import ROPE_STYLES
+from kernel_cases.draw import EPS, Cases, Draw
+
+
+def rotary(
+    draw: Draw, tokens: int = 7, width: int = 64, rotated: int | None = None, style: str = "neox",
+    table: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    columns = (rotated or width) // (1 if style == "neox" else 2)
+    return draw.tables(tokens, 1, columns, dtype=table)
+
+
+def roped(
+    draw: Draw, heads: int = 6, tokens: int = 7, width: int = 64, style: str = "neox", **table: Any
+) -> dict[str, Any]:
+    cos, sin = rotary(draw, tokens, width, style=style, **table)
+    return {"x": draw.normal(tokens, heads, width), "cos": cos, "sin": sin, "style": style}
+
+
+def rope_cases() -> Cases:
+    cases: Cases = {}
+    for style in ROPE_STYLES:
+        cases[style] = partial(roped, style=style)
+        cases[f"{style}, partial"] = partial(roped, width=80, rotated=32, style=style)
+        cases[f"{style}, fp32 tables"] = partial(roped, style=style, table=torch.float32)
+        cases[f"{style}, packed"] = lambda draw, style=style: (
+            roped(draw, style=style) | {"x": draw.heads(7, 8, 6, width=64)[1]}
+        )
+        cases[f"{style}, heads before tokens"] = lambda draw, style=style: (
+            roped(draw, style=style) | {"x": draw.normal(6, 7, 64).transpose(0, 1)}
+        )
+    cases["one token"] = partial(roped, tokens=1)
+    cases["narrow"] = partial(roped, tokens=33, width=8, heads=1)
+    cases["no tokens"] = partial(roped, tokens=0)
+    cases["batch"] = lambda draw: roped(draw) | {"x": draw.normal(2, 7, 4, 64)}
+    cases["batch of heads"] = lambda draw: (
+        dict(zip(("cos", "sin"), draw.tables(2, 1, 7, 64), strict=True)) | {"x": draw.normal(2, 4, 7, 64)}
+    )
+    return cases
+
+
+def qk(draw: Draw, heads: tuple[int, int] = (8, 2), tokens: int = 7, width: int = 64) -> dict[str, Any]:
+    return {"q": draw.normal(tokens, heads[0], width), "k": draw.normal(tokens, heads[1], width)}
+
+
+def qk_weights(draw: Draw, width: int = 64, dtype: torch.dtype | None = None) -> dict[str, Any]:
+    return {"q_weight": draw.normal(width, dtype=dtype), "k_weight": draw.normal(width, dtype=dtype), "eps": EPS}
+
+
+def qk_normed(
+    draw: Draw, heads: tuple[int, int] = (8, 2), tokens: int = 7, width: int = 64, packed: bool = False,
+    norm_style: str = "after", rope_style: str = "neox", weight: torch.dtype | None = None, **table: Any,
+) -> dict[str, Any]:  # fmt: skip
+    cos, sin = rotary(draw, tokens, width, style=rope_style, **table)
+    arguments = qk(draw, heads, tokens, width) | qk_weights(draw, width, weight)
+    if packed:
+        arguments["q"], arguments["k"], _ = draw.heads(tokens, *heads, heads[1], width=width)
+    return arguments | {"cos": cos, "sin": sin, "norm_style": norm_style, "rope_style": rope_style}
+
+
+QK_NORM_ROPE: Cases = {
+    **{
+        f"{norm}, {rope}": partial(qk_normed, norm_style=norm, rope_style=rope)
+        for norm in RMS_NORM_STYLES
+        for rope in ROPE_STYLES
+    },
+    "packed": partial(qk_normed, packed=True),
+    "packed, partial": partial(qk_normed, packed=True, width=80, rotated=32, rope_style="half"),
+    "as many keys as queries": partial(qk_normed, heads=(4, 4), width=128),
+    "one key head, narrow": partial(qk_normed, heads=(6, 1), width=8, tokens=33),
+    "one token": partial(qk_normed, tokens=1),
+    "no tokens": partial(qk_normed, tokens=0),
+    "fp32 weight": partial(qk_normed, weight=torch.float32),
+    "fp32 weight, before": partial(qk_normed, weight=torch.float32, norm_style="before"),
+    "fp32 tables": partial(qk_normed, table=torch.float32),
+    "heads before tokens": lambda draw: (
+        qk_normed(draw) | {"q": draw.normal(8, 7, 64).transpose(0, 1), "k": draw.normal(2, 7, 64).transpose(0, 1)}
+    ),
+}

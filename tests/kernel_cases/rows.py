@@ -1,0 +1,105 @@
+"""Norms, gated activations, and sums over processes: rows [..., D], however they lie in memory."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+from atomc.ops.norm import RMS_NORM_STYLES
+from kernel_cases.draw import EPS, Cases, Draw, Make
+
+
+def row_inputs(draw: Draw, kind: str) -> tuple[Tensor, Tensor]:
+    """Two tensors [..., D] that lie in memory as `kind` says."""
+    match kind:
+        case "one row":
+            return draw.normal(1, 64), draw.normal(1, 64)
+        case "odd sizes":
+            return draw.normal(33, 80), draw.normal(33, 80)
+        case "narrow batch":
+            return draw.normal(2, 7, 8), draw.normal(2, 7, 8)
+        case "no rows":
+            return draw.normal(0, 64), draw.normal(0, 64)
+        case "one vector":
+            return draw.normal(128), draw.normal(128)
+        case "packed":
+            return draw.packed(7, 128)
+        case "heads of a packed projection":
+            return draw.heads(7, 4, 4, width=64)
+        case "transposed":
+            return draw.normal(5, 7, 64).transpose(0, 1), draw.normal(5, 7, 64).transpose(0, 1)
+        case "last dimension strided":
+            return draw.normal(64, 7).t(), draw.normal(64, 7).t()
+        case "wide":
+            return draw.normal(3, 5000), draw.normal(3, 5000)
+        case "many":
+            return draw.normal(4100, 40), draw.normal(4100, 40)
+    raise AssertionError(kind)
+
+
+ROWS = ("one row", "odd sizes", "narrow batch", "no rows", "one vector", "packed", "heads of a packed projection",
+        "transposed", "last dimension strided", "wide")  # fmt: skip
+
+
+def gated(draw: Draw, kind: str, **attributes: Any) -> dict[str, Any]:
+    gate, up = row_inputs(draw, kind)
+    return {"gate": gate, "up": up, **attributes}
+
+
+def normed(
+    draw: Draw, kind: str, residual: bool, weight: torch.dtype | None = None, scale: float = 1.0, **attributes: Any
+) -> dict[str, Any]:
+    x, other = row_inputs(draw, kind)
+    arguments = {"x": x * scale, "weight": draw.normal(x.shape[-1], dtype=weight), "eps": EPS, **attributes}
+    return arguments | {"residual": other * scale} if residual else arguments
+
+
+def rms_norm_cases(residual: bool) -> Cases:
+    cases: Cases = {kind: partial(normed, kind=kind, residual=residual) for kind in (*ROWS, "many")}
+    for style in RMS_NORM_STYLES:
+        cases[style] = partial(normed, kind="odd sizes", residual=residual, style=style)
+        cases[f"{style}, fp32 weight"] = partial(
+            normed, kind="packed", residual=residual, style=style, weight=torch.float32
+        )
+    cases["large"] = partial(normed, kind="packed", residual=residual, scale=200.0)
+    cases["eps matters"] = partial(normed, kind="packed", residual=residual, scale=0.01)
+    return cases
+
+
+def layer_normed(draw: Draw, kind: str, residual: bool, weight: bool = True, bias: bool = True) -> dict[str, Any]:
+    arguments = normed(draw, kind, residual)
+    width = arguments["x"].shape[-1]
+    return arguments | {"weight": arguments["weight"] if weight else None, "bias": draw.normal(width) if bias else None}
+
+
+def layer_norm_cases(residual: bool) -> Cases:
+    return {kind: partial(layer_normed, kind=kind, residual=residual) for kind in ROWS} | {
+        "no bias": partial(layer_normed, kind="packed", residual=residual, bias=False),
+        "neither weight nor bias": partial(layer_normed, kind="packed", residual=residual, weight=False, bias=False),
+    }
+
+
+def one_process_group() -> str:
+    """The name of a group of this process alone."""
+    if not distributed.is_initialized():
+        distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    assert distributed.group.WORLD is not None
+    return distributed.group.WORLD.group_name
+
+
+def reducing(make: Make) -> Make:
+    return lambda draw: make(draw) | {"group": one_process_group()}
+
+
+def reducing_norm_cases(residual: bool) -> Cases:
+    return {name: reducing(make) for name, make in rms_norm_cases(residual).items()}
+
+
+def padding_cases() -> Cases:
+    kinds = {kind: partial(normed, kind=kind, residual=True, columns=64) for kind in (*ROWS, "many")}
+    return kinds | {
+        "one column": partial(normed, kind="odd sizes", residual=True, columns=1),
+        "before, fp32 weight": partial(normed, kind="packed", residual=True, columns=17, style="before",
+                                       weight=torch.float32),
+    }
