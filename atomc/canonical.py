@@ -77,6 +77,8 @@ def _call(node: Node) -> Call:
                            else _from_end(dims, rank))
     if op in ("_to_copy", "prims::convert_element_type"):
         return _cast(node, operands, attrs)
+    if op == "view" and "dtype" in attrs:  # the same bytes read as other numbers
+        return Call("view_dtype", operands, {"dtype": value(node).dtype})
     if op in ("view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "expand"):
         return Call("expand" if op == "expand" else "view", operands, {"shape": tuple(value(node).shape)})
     if op in ("transpose", "t", "permute"):

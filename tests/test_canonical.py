@@ -46,6 +46,7 @@ DIFFERENT = {
     "another dtype": [lambda x: x.bfloat16().exp(), lambda x: x.half().exp()],
     "a scaled sum": [lambda x: torch.add(x, x.exp()), lambda x: torch.add(x, x.exp(), alpha=2)],
     "another approximation": [lambda x: F.gelu(x), lambda x: F.gelu(x, approximate="tanh")],
+    "another reading of the bytes": [lambda x: x.view(torch.int32).abs(), lambda x: x.view(2, 6, 8).abs()],
     "another shape": [lambda x: x.view(2, 2, 3, 8).exp(), lambda x: x.view(2, 3, 2, 8).exp()],
 }
 
