@@ -162,7 +162,7 @@ def _permutation(op: str, attrs: dict[str, Any], rank: int) -> tuple[int, ...]:
     order = list(range(-rank, 0))
     if op == "permute":
         order = [_from_end(d, rank) for d in attrs["dims"]]
-    else:
+    elif rank > 1:
         a, b = (attrs["dim0"], attrs["dim1"]) if op == "transpose" else (-2, -1)
         order[a], order[b] = order[b], order[a]
     while order and order[0] == -len(order):

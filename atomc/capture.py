@@ -64,6 +64,7 @@ def trace(
 
     def with_sources(functional: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         reached.append(functional)
+        check_effects(functional)
         for node, source in zip(functional.graph.find_nodes(op="placeholder"), sources, strict=True):
             node.meta["source"] = source
         return compiler(functional, inputs)
@@ -130,6 +131,13 @@ def check_sharing(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
             if weights and paths.setdefault(weights, path) != path:
                 raise SharingError(f"torch.compile gives {path} the weights of {paths[weights]}: it cannot tell the "
                                    "prepared layers apart; call atomc.regions.unprepare(model) first")  # fmt: skip
+
+
+def check_effects(functional: GraphModule) -> None:
+    """Raise NotImplementedError if ops have effects besides their results, which AOTAutograd orders by more inputs."""
+    effects = {str(node.args[1]) for node in functional.graph.nodes if node.target is torch.ops.higher_order.with_effects}
+    if effects:
+        raise NotImplementedError(f"{', '.join(sorted(effects))} does more than give a result: such are not ordered here")
 
 
 def means_the_same_alone(gm: GraphModule) -> bool:

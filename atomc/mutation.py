@@ -1,17 +1,25 @@
 """Which tensors a call writes in place, and whose memory a view looks at."""
 
+import operator
+
 from torch.fx import Node
 
 
 def storage(node: Node) -> Node:
     """The node whose memory a view looks at."""
-    while node.op == "call_function":
-        schema = getattr(node.target, "_schema", None)
-        alias = schema.arguments[0].alias_info if schema is not None and schema.arguments else None
-        if alias is None or alias.is_write or not node.args or not isinstance(node.args[0], Node):
-            break
-        node = node.args[0]
+    while (source := _viewed(node)) is not None:
+        node = source
     return node
+
+
+def _viewed(node: Node) -> Node | None:
+    """What a view, or one part of several, is a view of; None if it is no view."""
+    view = node.args[0] if node.target is operator.getitem else node
+    schema = getattr(view.target, "_schema", None) if isinstance(view, Node) else None
+    alias = schema.arguments[0].alias_info if schema is not None and schema.arguments else None
+    if alias is None or alias.is_write or not isinstance(view, Node) or not view.args:
+        return None
+    return view.args[0] if isinstance(view.args[0], Node) else None
 
 
 def mutated(node: Node) -> list[Node]:

@@ -48,7 +48,7 @@ def ranges_of(gm: GraphModule, could_serve: Callable[[Node], Sequence[Kernel]]) 
     if tokens is None:
         return [ALL_TOKENS]
     if tokens.is_number:
-        return [span for span in found if int(tokens) in span]
+        return [span for span in found if max(1, int(tokens)) in span]  # without tokens as with one
     least, most = bounds(gm.graph, tokens)
     return [span for span in found if (span.last is None or least <= span.last) and (most is None or span.first <= most)]
 

@@ -51,7 +51,7 @@ def _key(given: Any) -> Any:
 def spread_strides(graph: Graph, node: Node, before: Tensor, values: Values) -> None:
     """Recompute the values behind a node that has new strides. Where these would be seen outside of the graph, or a view
     cannot be had with them, readers get a copy that lies as the node's value did before."""
-    changed = _behind(node, values)
+    changed = values_behind(node, value(node), values)
     if changed is not None:
         for reader, new in changed.items():
             reader.meta["val"] = new
@@ -78,9 +78,12 @@ def _copy_lying_like(example: Tensor) -> list[Call]:
     return [(aten.permute.default, (order,), {}), clone, (aten.permute.default, (back,), {})]
 
 
-def _behind(start: Node, values: Values) -> dict[Node, Any] | None:
-    """The values that change with the strides of a node; None if one of them is returned or cannot be like that."""
-    changed: dict[Node, Any] = {start: value(start)}
+def values_behind(start: Node, now: Any, values: Values) -> dict[Node, Any] | None:
+    """The values that change when a node's strides are those of `now`; None if one is returned or cannot be like that."""
+    expanded = [size for size, stride in zip(now.shape, now.stride(), strict=True) if known_equal(stride, 0)]
+    if not all(known_equal(size, 1) for size in expanded):
+        return None  # fake kernels take views for possible here that are not (torch 2.13)
+    changed: dict[Node, Any] = {start: now}
     waiting = list(start.users)
     heapq.heapify(waiting)
     while waiting:

@@ -229,6 +229,10 @@ def added_by_aot(functional: GraphModule, num_inputs: int) -> str | None:
         return "an input is changed behind the graph"
     if meta.num_intermediate_bases or meta.tokens or meta.is_rng_op_functionalized:
         return "outputs are made behind the graph"
+    written = {i for i, info in enumerate(meta.input_info) if info.mutates_data}
+    kinds = ("alias_of_input", "is_input")
+    if any(info.base_idx in written for info in meta.output_info if info.output_type.name in kinds):
+        return "an output is a view of an input that the graph writes"
     if any(type(info).__name__ != "PlainTensorMeta" for info in meta.subclass_inp_meta):
         return "an input is a tensor subclass"
     num_outputs = len(functional.graph.output_node().args[0])  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from atomc.matching.attributes import same_attr
 from atomc.mutation import mutated, storage
 from atomc.rewrite import Fired, remove_dead_nodes
 from atomc.sizes import known_equal, same_shape
-from atomc.strides import Values, same_strides, spread_strides
+from atomc.strides import Values, same_strides, values_behind
 
 _WHOLE = {"start": 0, "end": None, "step": 1}
 _RANDOM = torch.Tag.nondeterministic_seeded
@@ -30,9 +30,10 @@ def tidy(gm: GraphModule, context: Context) -> list[Fired]:
     return fired
 
 
-def _returned(graph: Graph) -> set[Node]:
-    """The nodes whose memory the program returns, in whole or in part."""
+def _seen_outside(graph: Graph) -> set[Node]:
+    """The nodes whose memory the program returns, in whole or in part, or that may become an input's, written in place."""
     found = {storage(node) for node in graph.output_node().all_input_nodes}
+    found |= {storage(copy.args[1]) for copy in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)}
     for node in list(found):
         while node.target is operator.getitem:
             node = storage(node.args[0])  # type: ignore[arg-type]
@@ -44,7 +45,7 @@ def share_equal_nodes(graph: Graph) -> list[Fired]:
     """Common subexpressions: a later node that computes what an earlier one did is replaced by it."""
     known: dict[Any, Node] = {}
     fired = []
-    returned = _returned(graph)
+    seen = _seen_outside(graph)
     written = {id(target) for node in graph.nodes for target in mutated(node)}
     for node in list(graph.nodes):
         if node.op != "call_function" or not _pure(node) or any(id(a) in written for a in node.all_input_nodes):
@@ -54,11 +55,11 @@ def share_equal_nodes(graph: Graph) -> list[Fired]:
             first = known.setdefault(key, node)
         except TypeError:  # an argument that cannot be a key: leave the node alone
             continue
-        if first is not node and not {first, node} <= returned:
+        if first is not node and not {first, node} <= seen:
             node.replace_all_uses_with(first)
             graph.erase_node(node)
             fired.append(Fired("tidy", node, {}))
-            returned |= {first} if node in returned else set()
+            seen |= {first} if node in seen else set()
     return fired
 
 
@@ -82,18 +83,23 @@ def _hashable(argument: Any) -> Any:
 def cancel_no_ops(graph: Graph) -> list[Fired]:
     """What gives back a tensor that is there: transposes that undo each other, slices and copies of all of it, `x * 1`."""
     fired = []
-    returned, values = _returned(graph), Values(graph)
+    seen, values = _seen_outside(graph), Values(graph)
     for node in list(graph.nodes):
         source = _same_as(node)
         if source is None:
             continue
+        changed: dict[Node, Any] | None = {}
+        if not same_strides(value(source), value(node)):
+            changed = values_behind(node, value(source), values)
+        if changed is None:  # it is returned, or read by what wants it to lie as it does
+            continue
         memory = storage(source)
-        if storage(node) is memory or node not in returned or not (memory.op == "placeholder" or memory in returned):
-            returned |= {memory} if node in returned else set()
+        if storage(node) is memory or node not in seen or not (memory.op == "placeholder" or memory in seen):
+            seen |= {memory} if node in seen else set()
             node.replace_all_uses_with(source)
             graph.erase_node(node)
-            if not same_strides(value(source), value(node)):
-                spread_strides(graph, source, value(node), values)
+            for reader, new in changed.items():
+                reader.meta["val"] = new
             fired.append(Fired("tidy", node, {}))
     return fired
 

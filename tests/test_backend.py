@@ -345,6 +345,43 @@ def test_outputs_may_be_views_of_inputs_numbers_and_nothing() -> None:
     torch.testing.assert_close(product, F.silu(x) * x)
 
 
+@pytest.mark.parametrize("function", [
+    lambda x: (x.transpose(0, 1), x.mul_(2)),
+    lambda x: (x[None], x.zero_()),
+    lambda x: (x + 1, x.add_(1)),  # one of the two equal sums is the input
+    lambda x: (torch.cat((x.mul_(2), x[:0])),),
+])  # fmt: skip
+def test_outputs_share_the_memory_of_an_input_that_is_written_as_they_do_in_eager(function: Any) -> None:
+    theirs, ours = torch.ones(2, 3), torch.ones(2, 3)
+    with torch.inference_mode():
+        expected, found = function(theirs), torch.compile(function, backend="atom", options={"glue": "eager"})(ours)
+        theirs.add_(1)
+        ours.add_(1)
+    for got, wanted in zip([ours, *found], [theirs, *expected], strict=True):
+        assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("function, shape", [
+    (lambda x: x.t() * 2, (5,)),
+    (lambda x: x.transpose(0, -1) * 2, ()),
+    (lambda x: F.linear(x, torch.ones(4, 8)), (0, 8)),
+    (lambda x: F.layer_norm(x, (8,)), (0, 8)),
+    (lambda x: ((y := torch.sub(x, 1, alpha=2)), y.squeeze(0), x.reshape(-1)), (1,)),
+])  # fmt: skip
+def test_vectors_scalars_and_nothing_are_compiled(function: Any, shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape)
+    with torch.inference_mode():
+        torch.testing.assert_close(torch.compile(function, backend="atom", options={"glue": "eager"})(x), function(x))
+    assert last().treated
+
+
+def test_an_op_with_an_effect_besides_its_result_goes_to_inductor_by_name() -> None:
+    x = torch.eye(3) * 2
+    with torch.inference_mode():
+        assert_close(torch.compile(torch.linalg.inv, backend="atom", options={"strict": False})(x), x / 4)
+    assert "_linalg_check_errors.default does more than give a result" in last().why_not
+
+
 def test_a_graph_break_names_the_users_line_and_dynamos_reason(block: Block) -> None:
     def broken(x: Tensor) -> Tensor:
         y = block.norm(x)

@@ -462,6 +462,7 @@ def test_views_that_change_something_stay():
     assert "transpose" in tidied(lambda x: x.view(3, 4, 4).transpose(0, 1).transpose(1, 2).exp(), X)
     assert "slice" in tidied(lambda x: x[:, : D - 1].exp(), X)
     assert "cat" in tidied(lambda x: torch.cat((x.bfloat16(), x[:, D:]), -1).exp(), X)
+    assert "div" in tidied(lambda x: (y := x.amax(0, keepdim=True).expand_as(x), y / 1), X)  # which lie differently
     assert "view(x, int32)" in tidied(lambda x: x.view(torch.int32).abs(), X)
 
 

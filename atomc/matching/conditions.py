@@ -91,8 +91,7 @@ def _deferred_problems(site: Site) -> Iterator[Difference]:
                     yield Difference("dtype", cast, f"one to {bare(here)}", g, rank)
         elif name == "shape":
             shape = [substitute(size, symbols) for size in expected]
-            count = min(len(shape), len(here))
-            if not all(known_equal(a, b) for a, b in zip(shape[-count:], here[-count:], strict=True)):
+            if not all(known_equal(a, b) for a, b in zip(reversed(shape), reversed(here), strict=False)):
                 yield Difference("view", f"shape {spell_shape(shape)}", spell_shape(here), g, rank)
         elif here is None or not known_equal(substitute(expected, symbols), here):
             yield Difference("attribute", f"{call(p).op} with {name}={substitute(expected, symbols)}",
