@@ -14,6 +14,7 @@ _PUBLIC = {
     "Rewrite": "atomc.rewrite",
     "RunError": "atomc.errors",
     "SamplingParams": "atomc.runtime.sampling_params",
+    "adopt": "atomc.quantization",
     "explain": "atomc.inspection",
     "ops": "",
     "prepare": "atomc.regions",

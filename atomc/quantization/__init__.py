@@ -4,9 +4,10 @@
         create_weights, (load), process_weights_after_loading, apply
 """
 
+from atomc.quantization.adopt import adopt
 from atomc.quantization.apply import quantize
 from atomc.quantization.config import QuantizationConfig, decide, parse
 from atomc.quantization.linear import LinearMethod, QuantizedLinear
 from atomc.quantization.scheme import ONLINE
 
-__all__ = ["ONLINE", "LinearMethod", "QuantizationConfig", "QuantizedLinear", "decide", "parse", "quantize"]
+__all__ = ["ONLINE", "LinearMethod", "QuantizationConfig", "QuantizedLinear", "adopt", "decide", "parse", "quantize"]

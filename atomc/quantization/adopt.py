@@ -1,0 +1,80 @@
+"""Linear layers that transformers has quantized become ours, with the codes that they hold.
+
+What another library keeps in a layer is what the checkpoint had, under the same names; so it goes the way of a checkpoint.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from atomc.quantization import apply
+from atomc.quantization.config import QuantizationConfig, parse
+from atomc.quantization.linear import LinearMethod, QuantizedLinear
+
+EARLY = "before its first call, which unpacks what compressed-tensors holds"
+
+
+def adopt(model: nn.Module) -> nn.Module:
+    """Replace the linear layers that transformers quantized by ours, in place, and return the model.
+
+    Raises ValueError for a model that is not quantized, a format that is not supported, and a layer whose codes are gone
+    (compressed-tensors makes 16 bits of them in the first call).
+    """
+    given = getattr(getattr(model, "config", None), "quantization_config", None)
+    if given is None:
+        raise ValueError(f"{type(model).__name__} is not quantized: give the scheme to quantize it to")
+    settings = given if isinstance(given, dict) else given.to_dict()
+    if settings.get("quantization_status") == "decompressed":  # an enum that is a string
+        raise ValueError(f"the layers of {type(model).__name__} are unpacked already: take it over {EARLY}")
+    config = parse(settings)
+    dtype = next((x.dtype for x in model.parameters() if _is_float(x.dtype)), torch.bfloat16)
+    ours = {}
+    for name, layer in model.named_modules():
+        if not hasattr(layer, "in_features") or isinstance(layer, QuantizedLinear):
+            continue
+        plain = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
+        method = config.get_quant_method(plain, name)
+        if method is not None:
+            ours[name] = _ours(name, layer, method, config, dtype)
+    for name, made in ours.items():
+        apply.replace(model, name, made)
+    unpacking: Any = getattr(model, "ct_decompress_hook", None)  # of compressed-tensors, before the first call
+    if unpacking is not None:
+        unpacking.remove()
+    apply.process_weights_after_loading(model)
+    return model
+
+
+def _ours(name: str, layer: Any, method: LinearMethod, config: QuantizationConfig, dtype: torch.dtype) -> QuantizedLinear:
+    """Our layer with the tensors of theirs, as they are stored."""
+    if layer.bias is not None:
+        layer.bias.requires_grad_(False)
+    made = QuantizedLinear(layer.in_features, layer.out_features, layer.bias, method)
+    method.create_weights(made, dtype, "meta")
+    made.train(layer.training)
+    stored = {config.rename.get(key, key): x for key, x in (*layer._parameters.items(), *layer._buffers.items())}
+    optional = method.format.optional if method.format else frozenset()
+    for key, wanted in list(made.named_parameters(recurse=False)):
+        found = stored.get(key)
+        if key == "bias":
+            continue
+        if found is None and key in optional:
+            del made._parameters[key]
+        elif not isinstance(found, Tensor) or found.shape != wanted.shape or not _may_be(found.dtype, wanted.dtype):
+            here = f"{found.dtype} {list(found.shape)}" if isinstance(found, Tensor) else "not there"
+            raise ValueError(f"{name}.{key} is {here}, expected {wanted.dtype} {list(wanted.shape)}: "
+                             f"take the model over {EARLY}")  # fmt: skip
+        else:
+            made.set(key, found.data.to(wanted.dtype))
+    return made
+
+
+def _may_be(found: torch.dtype, wanted: torch.dtype) -> bool:
+    """Whether these are the same codes, or numbers that may be kept in another precision (scales)."""
+    return found == wanted or (_is_float(found) and _is_float(wanted))
+
+
+def _is_float(dtype: torch.dtype) -> bool:
+    """Whether it is a float of 16 bits or more, which are no codes."""
+    return dtype.is_floating_point and dtype.itemsize > 1
