@@ -80,9 +80,6 @@ def _copy_lying_like(example: Tensor) -> list[Call]:
 
 def values_behind(start: Node, now: Any, values: Values) -> dict[Node, Any] | None:
     """The values that change when a node's strides are those of `now`; None if one is returned or cannot be like that."""
-    expanded = [size for size, stride in zip(now.shape, now.stride(), strict=True) if known_equal(stride, 0)]
-    if not all(known_equal(size, 1) for size in expanded):
-        return None  # fake kernels take views for possible here that are not (torch 2.13)
     changed: dict[Node, Any] = {start: now}
     waiting = list(start.users)
     heapq.heapify(waiting)
@@ -92,6 +89,8 @@ def values_behind(start: Node, now: Any, values: Values) -> dict[Node, Any] | No
             continue
         if node.op != "call_function" or node.target is aten.as_strided.default:
             return None
+        if node.target is aten.view.default and _is_expanded(changed.get(node.args[0])):  # type: ignore[arg-type]
+            return None  # fake kernels take views for possible here that are not (torch 2.13)
         try:
             new = values.of(node, changed)
         except Exception:  # a view that this layout does not allow, or a size that decides and is not known
@@ -101,6 +100,13 @@ def values_behind(start: Node, now: Any, values: Values) -> dict[Node, Any] | No
             for reader in node.users:
                 heapq.heappush(waiting, reader)
     return changed
+
+
+def _is_expanded(x: Any) -> bool:
+    """Whether elements of a tensor may lie in one place."""
+    return isinstance(x, Tensor) and any(
+        known_equal(stride, 0) and not known_equal(size, 1) for size, stride in zip(x.shape, x.stride(), strict=True)
+    )
 
 
 def same_strides(a: Any, b: Any) -> bool:
