@@ -1,5 +1,6 @@
 """What every test runs under: strict, one thread a worker, Triton in its interpreter where there is no GPU."""
 
+import importlib.util
 import os
 import shutil
 import sys
@@ -16,6 +17,10 @@ HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 torch.set_num_threads(1)
+if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
+    from memory_bounds import check_bounds
+
+    check_bounds()
 
 
 def pytest_collection_modifyitems(items):

@@ -19,6 +19,7 @@ import sys
 from pathlib import Path
 
 import stage
+from memory_bounds import check_bounds
 
 
 def main(mode: str, arch: str, source: str, folder: str) -> None:
@@ -29,6 +30,7 @@ def main(mode: str, arch: str, source: str, folder: str) -> None:
     compiled: list[str] = []
     if mode == "interpret":
         stage.interpret()
+        check_bounds(poison=True)  # AITER reads tables by the tile, and drops what no row has
     if mode == "compile":
         stage.compile_only(compiled)
     if mode == "cuda":

@@ -13,6 +13,8 @@ import pytest
 import torch
 from aiter_cases import ARCHS, KERNELS, cases, prepared
 from kernel_cases.draw import Draw
+from kernel_cases.mla import split_and_joined
+from kernel_cases.scaled_linear import mxfp4_operands
 
 from atomc import ops
 from atomc.kernels.aiter import library
@@ -21,7 +23,7 @@ from atomc.platform import Platform
 
 API = Path(__file__).parents[3] / "shared/facts/aiter/api.json"
 # Not in the list of signatures; a stubbed import has them (test_aiter_proofs.py).
-UNLISTED = {"rope_cached_fwd_impl", "triton.rope_cached_fwd"}
+UNLISTED = {"rope_cached_fwd_impl", "triton.rope_cached_fwd", "triton._gemm_splitk_reduce_kernel"}
 
 
 class Called(Exception):
@@ -143,3 +145,33 @@ def test_a_function_that_this_version_lacks_is_named(installed: Path) -> None:
     [compiled, in_triton] = reasons(ops.add_rms_norm, here, x=x, residual=x, weight=x[0], eps=1e-5)
     assert compiled == "this AITER has no aiter.rmsnorm2d_fwd_with_add that we can call (it takes no gemma_norm)"
     assert in_triton is not None and "No module named 'aiter.ops.triton'" in in_triton
+
+
+def test_a_version_that_reads_scales_past_the_end_gets_rows_of_whole_blocks(installed: Path) -> None:
+    (installed / "ops/enum.py").write_text("")
+    (installed / "__init__.py").write_text("")
+    here = replace(Platform.named("gfx950"), here=True)
+    module = installed / "ops/triton/gemm_afp4wfp4.py"
+    module.parent.mkdir()
+    module.write_text("def gemm_afp4wfp4(x, w, x_scales, w_scales, dtype): ...")
+    given = {width: mxfp4_operands(Draw(torch.bfloat16), 3, width, activation="mxfp4") for width in (256, 288, 512)}
+    said = {
+        (platform.here, width): reasons(ops.linear_mxfp4, platform, **operands)[-1]
+        for platform in (here, Platform.named("gfx950"))
+        for width, operands in given.items()
+    }
+    assert said.pop((True, 288)) == "rows of 288: this AITER reads scales of 256 at a time, past the end of the last row"
+    assert set(said.values()) == {None}
+
+
+def test_the_latents_product_in_mxfp4_gets_rows_of_whole_blocks() -> None:
+    draw, platform = Draw(torch.bfloat16), Platform.named("gfx950")
+    widths = (128, 160, 512, 1536, 2048)
+    said = {
+        width: reasons(ops.linear_split_cat, platform, **split_and_joined(draw, "mxfp4", latent=width))[0]
+        for width in widths
+    }
+    assert said == dict.fromkeys(widths) | {
+        width: f"rows of {width}: AITER reads scales of 1024 at a time, past the end of the last row"
+        for width in (160, 1536)
+    }

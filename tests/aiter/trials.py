@@ -136,8 +136,8 @@ def called_on_fakes(kernel: Kernel, arguments: Make) -> list[str]:
 
 LACKS = "this AITER has no "
 CONFIG: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 48, "hidden_size": 128,
-    "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 32, "num_attention_heads": 4,
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 48, "hidden_size": 256,
+    "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 64, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 64, "dtype": "float16",
 }  # fmt: skip
 PROMPT = [3, 1, 4, 1, 5, 9, 2]

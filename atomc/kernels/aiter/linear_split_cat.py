@@ -14,6 +14,8 @@ fused_gemm_a8w8_blockscale_split_cat = Function(
     "fused_gemm_a8w8_blockscale_split_cat", f"{FUSED}fused_gemm_a8w8_blockscale_split_cat"
 )
 fused_gemm_afp4wfp4_split_cat = Function("fused_gemm_afp4wfp4_split_cat", f"{FUSED}fused_gemm_afp4wfp4_split_cat")
+# Scales of so many inputs at a time it reads in MXFP4, or of a smaller power of two; behind the last row may be a NaN.
+AT_ONCE = 1024
 FUNCTIONS = {"fp8_block": fused_gemm_a8w8_blockscale_split_cat, "mxfp4": fused_gemm_afp4wfp4_split_cat}
 
 
@@ -28,6 +30,9 @@ def _refuse(
     if k_pe.dtype != out_dtype:
         return f"the rotated keys are {k_pe.dtype}, the result {out_dtype}"
     if scheme == "mxfp4":
+        width = 2 * weight.shape[1]
+        if width % AT_ONCE and width & (width - 1):
+            return f"rows of {width}: AITER reads scales of {AT_ONCE} at a time, past the end of the last row"
         return "gfx942 does not multiply MXFP4" if platform.arch == "gfx942" else None
     if weight.shape[1] <= 64:
         return f"rows of {weight.shape[1]}: AITER takes blocks of 128, and more than half of one"

@@ -14,6 +14,10 @@ triton_gemm_a8w8_blockscale = Function(
 triton_gemm_afp4wfp4 = Function(
     "gemm_afp4wfp4", "aiter.ops.triton.gemm.basic.gemm_afp4wfp4", "aiter.ops.triton.gemm_afp4wfp4"
 )
+# It came after the loads of MXFP4's scales that end with a row. Before, 256 inputs at a time are read, and what lies
+# behind the last row may be a NaN.
+joins_splits = Function("_gemm_splitk_reduce_kernel", "aiter.ops.triton._triton_kernels.common.splitk_reduce")
+AT_ONCE = 256
 
 
 def _unmultiplied(x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> str | None:
@@ -108,6 +112,9 @@ def _refuse_mxfp4(
         return "gfx942 does not multiply MXFP4"
     if x.dtype != torch.uint8 or x_scale is None:
         return f"AITER's kernel multiplies MXFP4 by MXFP4, here x is {x.dtype}"
+    width = 2 * weight.shape[1]
+    if width % AT_ONCE and unfit(platform, joins_splits):
+        return f"rows of {width}: this AITER reads scales of {AT_ONCE} at a time, past the end of the last row"
     return "AITER's kernel adds no bias" if bias is not None else _unmultiplied(x, weight, out_dtype)
 
 
