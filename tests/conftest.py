@@ -18,7 +18,7 @@ if not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 torch.set_num_threads(1)
 if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
-    from memory_bounds import check_bounds
+    from memory import check_bounds
 
     check_bounds()
 

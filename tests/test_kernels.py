@@ -9,8 +9,8 @@ import pytest
 import torch
 from kernel_cases import CASES
 from kernel_cases.draw import Draw
+from memory import PoisonedMemory
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from atomc import kernels, ops
 from atomc.op import refusal
@@ -32,22 +32,6 @@ KERNELS = [kernel for op in ops.REGISTRY.values() for kernel in op.kernels]
 
 def name_of(kernel: ops.Kernel) -> str:
     return "-".join(part for part in (kernel.op, kernel.provider, kernel.layout) if part)
-
-
-class PoisonedMemory(TorchDispatchMode):
-    """Memory that a kernel asks for without a value is NaN, so that what it leaves unwritten shows."""
-
-    UNINITIALIZED = frozenset({
-        torch.ops.aten.empty.memory_format,
-        torch.ops.aten.empty_like.default,
-        torch.ops.aten.empty_strided.default,
-        torch.ops.aten.new_empty.default,
-        torch.ops.aten.new_empty_strided.default,
-    })  # fmt: skip
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        return out.fill_(float("nan")) if func in self.UNINITIALIZED and out.is_floating_point() else out
 
 
 def interpreted(kernel: ops.Kernel, device: str) -> bool:

@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 
 import stage
-from memory_bounds import check_bounds
+from memory import check_bounds
 
 
 def main(mode: str, arch: str, source: str, folder: str) -> None:

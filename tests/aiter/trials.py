@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from aiter_cases import ANSWER, KERNELS, cases, is_todays, prepared
 from kernel_cases.draw import Draw
+from memory import PoisonedMemory
 from stage import answer_for_the_device, replace_device_functions, run_on_cuda
 from test_kernels import COMPUTED, assert_as_exact, assert_neighbours, in_fp32, is_code, run, strides, tensors
 from torch import Tensor
@@ -173,7 +174,9 @@ def whole_model(arch: str, scheme: str, device: str) -> dict[str, Any]:
         llm = atomc.LLM(made(), max_model_len=64, enforce_eager=True, options={**options, "providers": providers})
         choices += [] if providers else atomc.reports()[-1].kernels
         params = atomc.SamplingParams(max_tokens=4, temperature=0.0)
-        generated.append([list(answer.token_ids) for answer in llm.generate([PROMPT, PROMPT[:3]], params)])
+        with PoisonedMemory():
+            answers = llm.generate([PROMPT, PROMPT[:3]], params)
+        generated.append([list(answer.token_ids) for answer in answers])
     noise = (exact.double() - got.double()).square().mean()
     return {
         "kernels": {op: sorted({c.chosen for c in choices if c.op == op}) for op in {c.op for c in choices}},

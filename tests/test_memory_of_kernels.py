@@ -4,7 +4,7 @@ import os
 
 import pytest
 import torch
-from memory_bounds import Memory, check_bounds
+from memory import Memory, check_bounds
 from torch import Tensor
 
 triton = pytest.importorskip("triton")

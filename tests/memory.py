@@ -1,13 +1,32 @@
-"""Interpreted Triton kernels may touch the tensors that they were given, and nothing else.
+"""Kernels may touch the tensors that they were given, and nothing else, and read what somebody wrote.
 
-The interpreter reads whatever lies at an address. What lies behind the end of a tensor is mostly harmless there, and
-mostly wrong or a fault on a GPU.
+The interpreter of Triton reads whatever lies at an address, and fresh memory is mostly zeros: what is harmless there is
+wrong or a fault on a GPU.
 """
 
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class PoisonedMemory(TorchDispatchMode):
+    """Memory that a kernel asks for without a value is NaN, or bytes of ones, so that what it leaves unwritten shows."""
+
+    UNINITIALIZED = frozenset({
+        torch.ops.aten.empty.memory_format,
+        torch.ops.aten.empty_like.default,
+        torch.ops.aten.empty_strided.default,
+        torch.ops.aten.new_empty.default,
+        torch.ops.aten.new_empty_strided.default,
+    })  # fmt: skip
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in self.UNINITIALIZED and out.numel():
+            out.fill_(float("nan") if out.is_floating_point() else 255 if out.dtype == torch.uint8 else -1)
+        return out
 
 
 class OutOfBounds(Exception):
