@@ -194,7 +194,11 @@ def _rewrite(
     gone = {node for f in fired for node in f.nodes}
     near = _best(refused, gone)
     shown = {node for miss in near for node in miss.nodes}
-    explained, unexplained = misses(index, possible, causes)
+    try:
+        explained, unexplained = misses(index, possible, causes)
+    except Exception as error:  # which costs the explanation, not the compilation
+        report.bugs.append(f"{p.name}: what nearly fired cannot be told: {type(error).__name__}: {error}")
+        return fired, near
     near += [miss for miss in explained if not (miss.nodes & shown)]
     for miss in _best(unexplained, {node for other in refused for node in other.nodes}):
         report.bugs.append(f"{p.name} at {describe(miss.anchor)}: the matcher refused it, but nothing differs")

@@ -84,8 +84,8 @@ def _embedding(graph: Graph, node: Node) -> Lifted:
 def _rms_norm(graph: Graph, node: Node) -> Lifted:
     given = _arguments(node, ("input", "normalized_shape", "weight", "eps"), weight=None, eps=None)
     x, weight = _fake(given["input"]), _fake(given["weight"])
-    if len(given["normalized_shape"]) != 1:
-        return f"it normalises over {len(given['normalized_shape'])} dimensions, the op over the last one"
+    if (dims := len(_fake(given["normalized_shape"]))) != 1:
+        return f"it normalises over {dims} dimensions, the op over the last one"
     if weight is None:
         return "it has no weight"
     if weight.dtype != x.dtype or x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -99,8 +99,8 @@ def _rms_norm(graph: Graph, node: Node) -> Lifted:
 def _layer_norm(graph: Graph, node: Node) -> Lifted:
     names = ("input", "normalized_shape", "weight", "bias", "eps")
     given = _arguments(node, names, weight=None, bias=None, eps=1e-5)
-    if len(given["normalized_shape"]) != 1:
-        return f"it normalises over {len(given['normalized_shape'])} dimensions, the op over the last one"
+    if (dims := len(_fake(given["normalized_shape"]))) != 1:
+        return f"it normalises over {dims} dimensions, the op over the last one"
     if not isinstance(given["eps"], float | int):
         return "eps is not a constant"
     return _replace(node, ops.layer_norm, given["input"], given["weight"], given["bias"], float(given["eps"])), {}

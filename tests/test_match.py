@@ -289,6 +289,20 @@ def test_a_rewrite_that_makes_what_it_looks_for_is_reported_as_a_bug():
     assert len(report.bugs) == 1
 
 
+def test_an_error_in_the_explanation_of_a_near_miss_costs_the_explanation_alone(monkeypatch):
+    def fails(*given):
+        raise IndexError("no such dimension")
+
+    made = Rewrite("adding", scaled, replaced, example)
+    monkeypatch.setattr("atomc.pipeline.misses", fails)
+    with pytest.raises(Exception, match=r"pass 'adding': .*cannot be told: IndexError: no such dimension"):
+        after_passes([rewriting("adding", [made])], scaled, X, Y, W)
+    context = Context(Options(), Platform.detect("cpu"))
+    report = after_passes([rewriting("adding", [made])], scaled, X, Y, W, context=context).report
+    assert report.matches["adding"] == 1
+    assert "bugs of atomc, please report\n  adding: what nearly fired" in report.to_text()
+
+
 def test_a_pass_that_breaks_the_graph_is_named_with_what_ran_before():
     def breaks(gm, context):
         raise KeyError("lost")

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from rewriting import TIDY, after_passes, explained, rewritten
 from torch import nn
 
+import atomc
 from atomc import ops, passes, pipeline
 from atomc.graph_pass import Context
 from atomc.options import Options
@@ -356,6 +357,18 @@ def test_layer_norm_of_a_module_and_without_parameters_is_lifted():
     module = nn.LayerNorm(D)
     assert explained(lambda x: module(x), X).matches["layer_norm"] == 1
     assert explained(lambda x: F.layer_norm(x, (D,)), X).matches["layer_norm"] == 1
+    assert explained(lambda x: F.layer_norm(x, x.shape[-1:]), X).matches["layer_norm"] == 1
+
+
+def test_layer_norm_over_a_last_dimension_of_any_size_is_lifted():
+    def norm(x):
+        return F.layer_norm(x, x.shape[-1:])
+
+    compiled = torch.compile(norm, backend="atom", options={"glue": "eager"}, dynamic=True)
+    for width in (8, 12):
+        x = torch.randn(3, width)
+        torch.testing.assert_close(compiled(x), norm(x))
+    assert atomc.reports()[-1].matches["layer_norm"] == 1
 
 
 def normed_and_rotated(x, w, cos, sin, eps=1e-6):

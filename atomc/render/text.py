@@ -20,7 +20,8 @@ def report_text(report: Report) -> str:
     if report.treated:
         parts += [_rewrites(report), _not_fired(report), _near_misses(report.near), _kernels(report.kernels),
                   _listed("state", _collapsed_lines(report.state))]  # fmt: skip
-    parts += [_ended(report), _audit(report), _listed("notes", report.notes), _phases(report)]
+    bugs = _listed("bugs of atomc, please report", report.bugs)
+    parts += [_ended(report), _audit(report), _listed("notes", report.notes), bugs, _phases(report)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
