@@ -17,11 +17,12 @@ _PUBLIC = {
     "adopt": "atomc.quantization",
     "explain": "atomc.inspection",
     "ops": "",
-    "prepare": "atomc.regions",
+    "prepare": "atomc.capture.regions",
     "quantize": "atomc.quantization",
     "register_kernel": "atomc.op",
     "register_pass": "atomc.pipeline",
     "reports": "atomc.report",
+    "unprepare": "atomc.capture.regions",
 }
 
 __all__ = ["__version__", *_PUBLIC]

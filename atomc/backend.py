@@ -12,17 +12,18 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from atomc import capture, contract
+from atomc import contract
+from atomc.capture.functional import wants_gradients
 from atomc.errors import OURS, OptionsError, RunError
+from atomc.graph.provenance import clean_path
 from atomc.options import Options
 from atomc.platform import Platform
-from atomc.provenance import clean_path
+from atomc.render.page import publish
 from atomc.report import GraphBreak, Report, forget, keep
-from atomc.report_page import publish
 from atomc.specialize import Specialized, runnable
 from atomc.stages import inductor_patches, timed
-from atomc.torch_inductor import inductor, inductor_option_names
-from atomc.torch_tracing import (
+from atomc.torch_compat.inductor import inductor, inductor_option_names
+from atomc.torch_compat.tracing import (
     RestartAnalysis,
     ShortenTraceback,
     break_reason,
@@ -107,7 +108,7 @@ def untreatable(example_inputs: Sequence[Any], options: Options) -> str | None:
     """Why this graph is Inductor's from the start."""
     if options.disable:
         return "atomc is disabled (ATOMC_DISABLE=1 or options={'disable': True})"
-    if torch.is_grad_enabled() and capture.wants_gradients(example_inputs):
+    if torch.is_grad_enabled() and wants_gradients(example_inputs):
         _warn_about_training()
         return ("gradients are enabled and a parameter or input requires them: this is a training graph; "
                 "run under torch.inference_mode() or call model.requires_grad_(False)")  # fmt: skip

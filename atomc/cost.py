@@ -17,10 +17,10 @@ import sympy
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from atomc.canonical import input_name, value
-from atomc.expressions import expression
+from atomc.graph.canonical import input_name, value
+from atomc.graph.expressions import expression
+from atomc.graph.provenance import layer_of, module_path, source_line
 from atomc.op import op_of
-from atomc.provenance import layer_of, module_path, source_line
 
 T, R, S, C = sympy.symbols("T R S C", positive=True, integer=True)
 # Ops that hand on memory, or only check.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from atomc.torch_compat import is_static_input
+from atomc.torch_compat.names import is_static_input
 
 MOST_GRAPHS = 32
 

@@ -5,9 +5,9 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from atomc.canonical import value
+from atomc.graph.canonical import value
+from atomc.graph.provenance import layer_of, module_path
 from atomc.op import op_of
-from atomc.provenance import layer_of, module_path
 from atomc.report import FewBits
 
 # op -> (what the weight is in, inputs a column of its storage holds)

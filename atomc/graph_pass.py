@@ -7,12 +7,12 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
+from atomc.graph.provenance import module_path
 from atomc.matching.near_miss import NearMiss
 from atomc.op import Extra, Kernel
 from atomc.ops.state import StateSpec
 from atomc.options import Options
 from atomc.platform import Platform
-from atomc.provenance import module_path
 from atomc.rewrite import Fired, Rewrite
 
 

@@ -9,19 +9,20 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from atomc import capture, contract
+from atomc import contract
 from atomc.backend import new_report, untreatable
-from atomc.dump import Dumper
+from atomc.capture.functional import trace
+from atomc.capture.regions import every_layer, trace_once
+from atomc.dumps.dump import Dumper
 from atomc.errors import OURS
-from atomc.expressions import expression
+from atomc.graph.expressions import expression
 from atomc.graph_pass import Context
 from atomc.options import Options
 from atomc.platform import Platform
-from atomc.regions import every_layer, trace_once
+from atomc.render.page import publish
 from atomc.report import Report, forget, keep
-from atomc.report_page import publish
 from atomc.stages import lift_stage, stages
-from atomc.torch_tracing import RestartAnalysis, ShortenTraceback, afresh, lifted_floats, passed_on
+from atomc.torch_compat.tracing import RestartAnalysis, ShortenTraceback, afresh, lifted_floats, passed_on
 
 EXAMPLE_TOKENS = 12
 
@@ -52,7 +53,7 @@ def explain(
     def call(*args: Any, **kwargs: Any) -> Any:
         return model(*args, **kwargs)
 
-    def trace() -> None:
+    def dynamo() -> None:
         torch.compile(afresh(call), backend=backend, dynamic=dynamic)(*args, **kwargs)
 
     notes: list[str] = []
@@ -63,7 +64,7 @@ def explain(
             forget(made.pop())
 
     with torch.no_grad():
-        trace_once(model, trace, undo)
+        trace_once(model, dynamo, undo)
     if not made:
         raise TypeError("explain: Dynamo found no graph in this call; is there a tensor operation in it?")
     made[0].notes += notes
@@ -104,7 +105,7 @@ def _inspect(gm: GraphModule, inputs: Sequence[Any], options: Options, platform:
         return stages(functional, context, report, Dumper(options.dump), glue=False).call
 
     try:
-        capture.trace(gm, inputs, lambda dynamo: lift_stage(dynamo, context, report), compiler, floats,
+        trace(gm, inputs, lambda dynamo: lift_stage(dynamo, context, report), compiler, floats,
                       report.notes)
         report.treated = True
     except RestartAnalysis:  # Dynamo traces again with floats it now knows to be constants

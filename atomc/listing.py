@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from atomc.canonical import input_name
 from atomc.cost import symbols_of
-from atomc.provenance import module_path, source_line
+from atomc.graph.canonical import input_name
+from atomc.graph.provenance import module_path, source_line
 
 MOST_ARGUMENTS = 400
 TO_THE_END = 2**62

@@ -17,7 +17,7 @@ import torch
 import torch.utils.dlpack
 from torch import Tensor, nn
 
-from atomc.torch_compat import WeakTensor, num_owners, outside_of_tracing
+from atomc.torch_compat.names import WeakTensor, num_owners, outside_of_tracing
 
 
 @dataclass

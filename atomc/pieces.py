@@ -11,14 +11,14 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.passes.split_module import split_module
 
-from atomc.generated import Function, of_graph, of_inductor, of_pieces
-from atomc.likeness import spelled
-from atomc.mutation import mutated
+from atomc.cache.generated import Function, of_graph, of_inductor, of_pieces
+from atomc.capture.likeness import spelled
+from atomc.graph.mutation import mutated
 from atomc.options import Options
 from atomc.platform import Platform
-from atomc.torch_compat import FakeTensorMode
-from atomc.torch_inductor import inductor_code, num_loaded
-from atomc.torch_tracing import fake_mode_of, tracing_context
+from atomc.torch_compat.inductor import inductor_code, num_loaded
+from atomc.torch_compat.names import FakeTensorMode
+from atomc.torch_compat.tracing import fake_mode_of, tracing_context
 
 # Nothing to gain from compiling a piece of these only.
 _TRIVIAL = ("view", "_unsafe_view", "reshape", "transpose", "permute", "unsqueeze", "squeeze", "slice", "select", "t",

@@ -9,18 +9,18 @@ from collections.abc import Callable, Sequence
 
 from torch.fx import GraphModule, Node
 
-from atomc.canonical import GENERIC, call
 from atomc.errors import OptionsError
+from atomc.graph.canonical import GENERIC, call
+from atomc.graph.provenance import describe, layer_of, module_path, source_line
 from atomc.graph_pass import Context, Pass, rewriting
 from atomc.listing import listing
 from atomc.matching.near_miss import NearMiss
 from atomc.matching.pattern import Index
 from atomc.op import op_of
-from atomc.provenance import describe, layer_of, module_path, source_line
 from atomc.registered import REGISTERED
 from atomc.report import Miss, Report, Site, Stage
 from atomc.rewrite import Fired, Rewrite, apply, misses, sort_topologically
-from atomc.torch_tracing import fake_mode_of, num_guards
+from atomc.torch_compat.tracing import fake_mode_of, num_guards
 
 log = logging.getLogger("atomc")
 

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from atomc import contract
-from atomc.compiled import Compiled, copies_of, packs_of
+from atomc.cache.compiled import Compiled, copies_of, packs_of
+from atomc.cache.known import KnownStart
 from atomc.errors import RunError
-from atomc.known import KnownStart
 from atomc.ops.state import StateSpec, Step
 from atomc.options import Options
 from atomc.platform import Platform
+from atomc.render.page import publish
 from atomc.report import Report, keep
-from atomc.report_page import publish
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule

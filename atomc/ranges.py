@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from atomc.canonical import value
-from atomc.compiled import Dispatch
-from atomc.expressions import expression
+from atomc.cache.compiled import Dispatch
+from atomc.graph.canonical import value
+from atomc.graph.expressions import expression
 from atomc.op import ALL_TOKENS, Kernel, Tokens, op_of
-from atomc.torch_tracing import bounds
+from atomc.torch_compat.tracing import bounds
 
 # Norms and linear layers, which take the tokens as the rows of their first argument.
 ROWS_FIRST = frozenset({

@@ -12,16 +12,16 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.proxy import GraphAppendingTracer, Proxy
 
-from atomc.canonical import call, value
+from atomc.graph.canonical import call, value
+from atomc.graph.mutation import mutated
+from atomc.graph.provenance import describe, inherited
+from atomc.graph.sizes import same_shape
+from atomc.graph.strides import Values, same_strides, spread_strides
 from atomc.matching.near_miss import NearMiss, near_misses
 from atomc.matching.pattern import Difference, Index, Pattern, Site
 from atomc.matching.search import matches
-from atomc.mutation import mutated
-from atomc.provenance import describe, inherited
-from atomc.sizes import same_shape
-from atomc.strides import Values, same_strides, spread_strides
-from atomc.torch_compat import outside_of_tracing
-from atomc.torch_tracing import fake_mode_of
+from atomc.torch_compat.names import outside_of_tracing
+from atomc.torch_compat.tracing import fake_mode_of
 
 _tracing = threading.Lock()
 

@@ -9,8 +9,8 @@ from collections.abc import Collection, Iterator, Sequence
 import sympy
 from torch.fx import Graph, GraphModule, Node
 
-from atomc.canonical import value
 from atomc.cost import PRODUCTS, NodeCost, bytes_of, shown, simple, source_of, symbols_of
+from atomc.graph.canonical import value
 from atomc.report import Miss, Saving
 
 # What a neighbour is not fused with for its bytes alone.

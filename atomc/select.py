@@ -10,10 +10,10 @@ from torch.fx import Node
 
 from atomc import kernels
 from atomc.errors import OptionsError
+from atomc.graph.provenance import module_path
 from atomc.op import ALL_TOKENS, REGISTRY, Kernel, Op, Tokens, op_of, refusal
 from atomc.options import Options
 from atomc.platform import Platform
-from atomc.provenance import module_path
 from atomc.report import KernelChoice
 
 INLINE = "inline"

@@ -8,21 +8,22 @@ from typing import Any
 from torch import Tensor
 from torch.fx import GraphModule
 
-from atomc import capture, contract
-from atomc.compiled import Compiled, packs_of, with_extras
+from atomc import contract
+from atomc.cache.compiled import Compiled, packs_of, with_extras
+from atomc.cache.graph_start import GraphStart
+from atomc.capture.floats import inline_floats
+from atomc.capture.functional import trace
+from atomc.capture.stamp import regions_of
 from atomc.cudagraphs import Graphed
-from atomc.dump import Dumper
-from atomc.floats import inline_floats
+from atomc.dumps.dump import Dumper
+from atomc.graph.mutation import mutated
 from atomc.graph_pass import Context
-from atomc.graph_start import GraphStart
-from atomc.mutation import mutated
 from atomc.options import Options
 from atomc.packs import Packs
 from atomc.platform import Platform
 from atomc.report import Report
 from atomc.stages import lift_stage, stages
-from atomc.stamp import regions_of
-from atomc.torch_tracing import added_by_aot, fake_mode_of, lifted_floats, num_guards, own_copy, tracing_context
+from atomc.torch_compat.tracing import added_by_aot, fake_mode_of, lifted_floats, num_guards, own_copy, tracing_context
 
 # A float that takes more values than this is handed to Inductor as an input.
 MOST_FLOAT_VALUES = 8
@@ -126,7 +127,7 @@ def compile_for(
         written.extend(found[1])
     else:
         start = time.perf_counter()
-        made = capture.trace(gm, example_inputs, lift, compiler, floats, report.notes)
+        made = trace(gm, example_inputs, lift, compiler, floats, report.notes)
         made = whole[-1] if whole else made
         report.phases["trace"] = time.perf_counter() - start - sum(
             report.phases.get(name, 0.0) for name in ("lift", "passes", "lower", "glue"))  # fmt: skip

@@ -12,24 +12,24 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from atomc import cost, passes, pipeline, ranges, trace
-from atomc.artifact import Plain, reference
 from atomc.audit.watch import Watch
-from atomc.compiled import Compiled, assembled
+from atomc.cache.artifact import Plain, reference
+from atomc.cache.compiled import Compiled, assembled
+from atomc.cache.generated import Function, of_graph
+from atomc.capture.stamp import inline, region, regions_of, renamed, stack_of
 from atomc.copies import unfit
-from atomc.dump import Dumper
+from atomc.dumps.dump import Dumper
 from atomc.few_bits import few_bits
-from atomc.generated import Function, of_graph
+from atomc.graph.provenance import layer_of
 from atomc.graph_pass import Context
 from atomc.named_ranges import profiled
 from atomc.op import Extra
 from atomc.options import Options
 from atomc.pieces import FEW_OPS, compile_glue, glue_of, left_for_glue
-from atomc.provenance import layer_of
 from atomc.report import OpCost, Report
 from atomc.savings import savings
 from atomc.select import Selection
-from atomc.stamp import inline, region, regions_of, renamed, stack_of
-from atomc.torch_inductor import mode_options
+from atomc.torch_compat.inductor import mode_options
 
 
 @contextmanager

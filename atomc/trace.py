@@ -5,10 +5,10 @@ from collections.abc import Callable
 from torch.fx import Graph, GraphModule, Node
 
 from atomc.cost import FREE, name_of
+from atomc.graph.provenance import module_path
 from atomc.listing import listing
 from atomc.op import ALL_TOKENS
-from atomc.provenance import module_path
-from atomc.torch_compat import structured_trace, traces_structured
+from atomc.torch_compat.names import structured_trace, traces_structured
 
 Observer = Callable[[str, GraphModule], None]
 

@@ -9,19 +9,19 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from atomc import capture
 from atomc.backend import new_report
-from atomc.cache import Plain
-from atomc.compiled import Compiled
-from atomc.dump import Dumper
+from atomc.cache.compiled import Compiled
+from atomc.cache.graph_start import GraphStart
+from atomc.cache.store import Plain
+from atomc.capture.functional import trace
+from atomc.capture.regions import every_layer, trace_once
+from atomc.dumps.dump import Dumper
 from atomc.graph_pass import Context
-from atomc.graph_start import GraphStart
 from atomc.options import Options
 from atomc.platform import Platform
-from atomc.regions import every_layer, trace_once
 from atomc.report import Report, forget, keep
 from atomc.stages import lift_stage, stages
-from atomc.torch_tracing import ShortenTraceback, added_by_aot, afresh, mark_unbacked, passed_on, source_name
+from atomc.torch_compat.tracing import ShortenTraceback, added_by_aot, afresh, mark_unbacked, passed_on, source_name
 
 
 class Traced(NamedTuple):
@@ -65,7 +65,7 @@ def traced(
         logits: Tensor = model(input_ids, positions, logits_rows)
         return logits
 
-    def trace() -> None:
+    def dynamo() -> None:
         with contextlib.suppress(_Done):
             torch.compile(afresh(step), backend=backend, fullgraph=True)(*example)
 
@@ -82,7 +82,7 @@ def traced(
         for tensor in example:
             mark_unbacked(tensor, 0)
         start = time.perf_counter()
-        trace_once(model, trace, undo)
+        trace_once(model, dynamo, undo)
         total = time.perf_counter() - start
     report = made[-1].report
     report.notes += notes
@@ -106,7 +106,7 @@ def _compiled(gm: GraphModule, inputs: Sequence[Any], context: Context, report: 
         made.append(found[0])
     else:
         start = time.perf_counter()
-        capture.trace(gm, inputs, lambda dynamo: lift_stage(dynamo, context, report), compiler, {}, report.notes)
+        trace(gm, inputs, lambda dynamo: lift_stage(dynamo, context, report), compiler, {}, report.notes)
         report.phases["trace"] = time.perf_counter() - start - sum(report.phases.values())
     sources = [source_name(node) for node in gm.graph.find_nodes(op="placeholder")]
     return Traced(made[-1], sources, list(inputs), report, before.entry)

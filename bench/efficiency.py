@@ -25,7 +25,7 @@ import torch
 from decode import MODELS
 
 from atomc.efficiency import Table, Timing, fit, name_in_table, predict, shipped, work
-from atomc.plan import Load, Lowered, Model, built, compiled
+from atomc.planning.plan import Load, Lowered, Model, built, compiled
 from atomc.platform import Platform
 
 # In this order: decode, prompts, decode after long contexts (of which only attention is new), long prompts.

@@ -19,15 +19,15 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from atomc import ops
-from atomc.canonical import value
+from atomc.graph.canonical import value
+from atomc.graph.provenance import module_path
 from atomc.graph_pass import Context
 from atomc.ops.formats import FP8
 from atomc.ops.state import StateSpec
 from atomc.platform import Platform
-from atomc.provenance import module_path
 from atomc.rewrite import Fired, infer
-from atomc.torch_compat import FakeTensorMode
-from atomc.torch_tracing import fake_mode_of, fresh_size
+from atomc.torch_compat.names import FakeTensorMode
+from atomc.torch_compat.tracing import fake_mode_of, fresh_size
 
 
 def bind_state(gm: GraphModule, context: Context) -> list[Fired]:

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from atomc.canonical import call, value
+from atomc.graph.canonical import call, value
+from atomc.graph.mutation import mutated, storage
+from atomc.graph.sizes import known_equal, same_shape
+from atomc.graph.strides import Values, same_strides, values_behind
 from atomc.graph_pass import Context
 from atomc.matching.attributes import same_attr
-from atomc.mutation import mutated, storage
 from atomc.rewrite import Fired, remove_dead_nodes
-from atomc.sizes import known_equal, same_shape
-from atomc.strides import Values, same_strides, values_behind
 
 _WHOLE = {"start": 0, "end": None, "step": 1}
 _RANDOM = torch.Tag.nondeterministic_seeded

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from atomc import ops
+from atomc.graph.sizes import known_equal
 from atomc.graph_pass import Context
 from atomc.rewrite import Fired
-from atomc.sizes import known_equal
 
 # torch.fx spells these functions in several ways; all mean the same.
 LINEAR = (F.linear, torch._C._nn.linear)

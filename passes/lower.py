@@ -10,7 +10,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from atomc import ops
-from atomc.canonical import value
+from atomc.graph.canonical import value
 from atomc.graph_pass import Context
 from atomc.op import Extra
 from atomc.rewrite import Fired

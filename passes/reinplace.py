@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from atomc.canonical import value
+from atomc.graph.canonical import value
+from atomc.graph.mutation import storage
+from atomc.graph.sizes import same_shape
 from atomc.graph_pass import Context
-from atomc.mutation import storage
 from atomc.rewrite import Fired
-from atomc.sizes import same_shape
 
 aten = torch.ops.aten
 IN_PLACE = {

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from atomc import ops
-from atomc.canonical import call, value
+from atomc.graph.canonical import call, value
 from atomc.graph_pass import Context, Pass
 from atomc.ops.formats import FP8
 from atomc.passes.bind_state import _Inputs
 from atomc.rewrite import Fired, infer
-from atomc.torch_tracing import fake_mode_of, fresh_size
+from atomc.torch_compat.tracing import fake_mode_of, fresh_size
 
 aten = torch.ops.aten
 

@@ -9,14 +9,15 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from atomc import capture, passes, pipeline
+from atomc import passes, pipeline
+from atomc.capture.functional import trace
 from atomc.graph_pass import Context, Pass, rewriting
 from atomc.options import Options
 from atomc.platform import Platform
 from atomc.report import Report, reports
 from atomc.rewrite import Fired, Rewrite
-from atomc.torch_compat import outside_of_tracing
-from atomc.torch_tracing import lifted_floats, source_name
+from atomc.torch_compat.names import outside_of_tracing
+from atomc.torch_compat.tracing import lifted_floats, source_name
 
 T = TypeVar("T")
 TIDY = passes.PIPELINE[0]
@@ -164,7 +165,7 @@ def _compiled(
         names = [_name(source_name(node)) for node in placeholders]
         floats = {placeholders.index(node): float(examples[placeholders.index(node)])
                   for node in lifted_floats(gm.graph)}  # fmt: skip
-        return capture.trace(gm, examples, lift, lambda functional, fakes: change(functional, names), floats, [])
+        return trace(gm, examples, lift, lambda functional, fakes: change(functional, names), floats, [])
 
     torch._dynamo.reset()
     return torch.compile(function, backend=backend, fullgraph=True, dynamic=dynamic)

@@ -17,7 +17,8 @@ import users_kernel
 from torch import nn
 
 import atomc
-from atomc import cache, fingerprint, models
+from atomc import models
+from atomc.cache import fingerprint, store
 from atomc.cli import main
 from atomc.op import REGISTRY
 from atomc.ops.state import GroupStep, Step
@@ -277,33 +278,33 @@ def options(folder, size=10**6):
 
 
 def test_beyond_the_cap_what_was_not_used_for_longest_goes(tmp_path):
-    many = [cache.Entry({"graph": str(i)}, options(tmp_path)) for i in range(3)]
+    many = [store.Entry({"graph": str(i)}, options(tmp_path)) for i in range(3)]
     for age, entry in enumerate(many):
         entry.write({"i": age, "bulk": "x" * 1000})
         os.utime(entry.path, (time.time() - 100 + age,) * 2)
     assert many[0].read()["i"] == 0  # now the last used
     size = many[0].path.stat().st_size
-    cache.Entry({"graph": "new"}, options(tmp_path, 3 * size + size // 2)).write({"i": 3, "bulk": "x" * 1000})
+    store.Entry({"graph": "new"}, options(tmp_path, 3 * size + size // 2)).write({"i": 3, "bulk": "x" * 1000})
     assert [entry.read() is not None for entry in many] == [True, False, True]
-    assert cache.usage(options(tmp_path)).entries == 3
+    assert store.usage(options(tmp_path)).entries == 3
 
 
 def test_an_entry_larger_than_the_cap_is_not_kept(tmp_path):
     with pytest.raises(OSError, match="the cache may have 10"):
-        cache.Entry({"graph": "a"}, options(tmp_path, 10)).write({})
+        store.Entry({"graph": "a"}, options(tmp_path, 10)).write({})
     assert entries(tmp_path) == []
 
 
 def test_only_plain_data_can_be_stored():
-    cache.check_plain({"a": [1, "b", (2.0, None, torch.float32)], "c": torch.ones(1)})
+    store.check_plain({"a": [1, "b", (2.0, None, torch.float32)], "c": torch.ones(1)})
     with pytest.raises(TypeError, match=r"entry\['a'\]\[0\] is a PurePosixPath"):
-        cache.check_plain({"a": [PurePosixPath("x")]})
+        store.check_plain({"a": [PurePosixPath("x")]})
 
 
 def test_doctor_shows_the_cache_and_empties_it_of_nothing_else(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("ATOMC_CACHE_DIR", str(tmp_path))
     (tmp_path / "notes.txt").write_text("mine")
-    cache.Entry({"graph": "a"}, options(tmp_path)).write({"bulk": "x" * 5000})
+    store.Entry({"graph": "a"}, options(tmp_path)).write({"bulk": "x" * 5000})
     assert main(["doctor"]) == 0
     shown = capsys.readouterr().out
     assert str(tmp_path) in shown and "1 entry" in shown and "of 10.0 GiB" in shown

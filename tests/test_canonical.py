@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from rewriting import functional_graph
 from torch.fx import Graph, Node
 
-from atomc.canonical import Call, call, keeps_last_dim, spell, value
+from atomc.graph.canonical import Call, call, keeps_last_dim, spell, value
 
 X = torch.randn(2, 6, 8)
 

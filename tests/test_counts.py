@@ -12,7 +12,7 @@ import atomc
 from atomc import models, program
 from atomc.models import qwen3
 from atomc.report import Report
-from atomc.torch_tracing import mark_unbacked
+from atomc.torch_compat.tracing import mark_unbacked
 
 transformers = pytest.importorskip("transformers")
 

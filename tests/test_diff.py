@@ -7,7 +7,7 @@ import torch
 from test_report import Model, X
 
 from atomc.cli import main
-from atomc.diff import differences
+from atomc.dumps.diff import differences
 from atomc.inspection import explain
 
 EAGER = {"strict": True, "glue": "eager"}

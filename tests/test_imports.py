@@ -14,18 +14,16 @@ PACKAGE = ROOT / "atomc"
 # that holds all it imports.
 LAYERS = [
     {"demo", "json_file"},
-    {"platform", "options", "errors", "packs", "torch_compat", "torch_tracing", "torch_sources", "torch_inductor"},
+    {"platform", "options", "errors", "packs", "torch_compat"},
     {"op", "ops", "copies"},
-    {"sizes", "expressions", "likeness", "canonical", "provenance", "mutation", "matching", "rewrite", "graph_pass",
-     "registered", "strides", "dump", "diff", "replay", "report", "render", "cost", "contract", "listing", "savings",
-     "few_bits", "efficiency", "report_page", "bandwidth"},
-    {"examples", "kernels", "passes", "artifact", "trace", "named_ranges", "generated", "compiled"},
-    {"audit", "select", "ranges", "regions", "stamp", "outline", "floats", "capture", "pipeline", "pieces",
-     "fingerprint", "graph_fingerprint", "cache", "cudagraphs", "selftest"},
-    {"stages", "description", "known", "traced", "start", "graph_start", "specialize", "backend", "program", "inspection"},
+    {"graph", "matching", "rewrite", "graph_pass", "registered", "dumps", "report", "render", "cost", "contract", "listing",
+     "savings", "few_bits", "efficiency", "bandwidth", "trace"},
+    {"examples", "kernels", "passes", "named_ranges"},
+    {"audit", "select", "capture", "pipeline", "pieces", "cache", "ranges", "cudagraphs", "selftest"},
+    {"stages", "traced", "specialize", "backend", "program", "inspection"},
     {"quantization", "models"},
     {"runtime"},
-    {"plan", "plan_text", "measure"},
+    {"planning"},
     {"cli"},
 ]
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}

@@ -14,9 +14,9 @@ from torch import nn
 
 import atomc
 from atomc import models
-from atomc.artifact import Unstorable
-from atomc.cache import differences
-from atomc.description import described
+from atomc.cache.artifact import Unstorable
+from atomc.cache.description import described
+from atomc.cache.store import differences
 from atomc.errors import RunError
 from atomc.graph_pass import Pass
 from atomc.models import layers, llama, loader, wrap_stock
@@ -310,7 +310,7 @@ def test_what_cannot_be_described_is_not_known(monkeypatch, change):
     with pytest.raises(Unstorable) as error:
         described_now(model)
     assert str(error.value).startswith(why)
-    atomc.regions.unprepare(model)
+    atomc.unprepare(model)
 
 
 def test_under_a_mode_of_torch_or_with_a_hook_on_all_modules_no_model_is_known():

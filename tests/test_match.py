@@ -6,8 +6,8 @@ from rewriting import TIDY, after_passes, explained, functional_graph, rewritten
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from atomc import ops
-from atomc.canonical import call
 from atomc.errors import OptionsError
+from atomc.graph.canonical import call
 from atomc.graph_pass import Context, Pass, rewriting
 from atomc.matching.pattern import Index, Pattern
 from atomc.matching.search import matches
@@ -15,7 +15,7 @@ from atomc.options import Options
 from atomc.pipeline import PassError, check_order, selected
 from atomc.platform import Platform
 from atomc.rewrite import Rewrite, apply, tensor_example
-from atomc.torch_tracing import mark_unbacked
+from atomc.torch_compat.tracing import mark_unbacked
 
 aten = torch.ops.aten
 X, Y, W = torch.randn(3, 8), torch.randn(3, 8), torch.randn(8)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from test_plan import KV_HEADS, SMALL
 
-from atomc.measure import Bench, Sizes, time_call, with_peaks
-from atomc.plan import Load, Lowered, built, measured
+from atomc.planning.measure import Bench, Sizes, time_call, with_peaks
+from atomc.planning.plan import Load, Lowered, built, measured
 from atomc.platform import Platform
 
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ from rewriting import explained, functional_graph
 from torch import nn
 
 from atomc import ops
-from atomc.canonical import call
+from atomc.graph.canonical import call
 from atomc.matching.near_miss import anchors, explain, near_misses
 from atomc.matching.pattern import Index, Pattern
 from atomc.rewrite import tensor_example

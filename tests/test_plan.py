@@ -10,7 +10,7 @@ import torch
 from atomc.cli import arguments, main
 from atomc.efficiency import SHIPPED, Table, Timing, evaluated, fit, predict, serves, shipped
 from atomc.models import build
-from atomc.plan import Load, built, compiled, cut_of, plan, share
+from atomc.planning.plan import Load, built, compiled, cut_of, plan, share
 from atomc.platform import GIB, Platform
 from atomc.quantization import ONLINE, quantize
 

@@ -15,7 +15,7 @@ from torch._dynamo.source import AttrSource, ConstDictKeySource, DictGetItemSour
 from torch._guards import ChainedSource
 
 import atomc
-from atomc import regions
+from atomc.capture import regions
 from atomc.models import build
 from atomc.models.loader import allocate_buffers, fill_randomly
 from atomc.models.stock import wrap_stock
@@ -231,7 +231,7 @@ def test_a_failure_to_trace_a_region_is_a_note_and_no_error(monkeypatch: pytest.
     def fail(*_: Any) -> Any:
         raise NotImplementedError("no regions today")
 
-    monkeypatch.setattr("atomc.capture.traced_region", fail)
+    monkeypatch.setattr("atomc.capture.functional.traced_region", fail)
     model = stack()
     report = atomc.explain(model, X)
     assert traced(report) == ["every layer was traced, since tracing one for all failed: NotImplementedError: no regions "

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from atomc import kernels, ops
-from atomc.cache import Started, last_start, remember
+from atomc.cache.store import Started, last_start, remember
 from atomc.cli import doctor, main
 from atomc.examples import EXAMPLES, OF_SEVERAL, Numbers
 from atomc.op import REGISTRY

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 import atomc
-from atomc import capture
+from atomc.capture import functional as capture
 
 EAGER: dict[str, Any] = {"glue": "eager", "strict": True}
 X = torch.randn(3, 16, generator=torch.Generator().manual_seed(0))

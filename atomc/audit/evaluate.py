@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from atomc.mutation import mutated
+from atomc.graph.mutation import mutated
 from atomc.op import op_of
 
 NARROW = (torch.bfloat16, torch.float16)

@@ -16,7 +16,7 @@ from atomc.audit.error import Error, worst
 from atomc.audit.evaluate import Values, computed, flat, forget, last_readers, outputs_of, widened
 from atomc.audit.places import Place, Slice
 from atomc.audit.trail import Trail
-from atomc.mutation import mutated
+from atomc.graph.mutation import mutated
 from atomc.op import op_of
 
 # Caches larger than this are not copied, to be compared.

@@ -12,8 +12,8 @@ from torch.fx import GraphModule, Node
 
 from atomc import ops
 from atomc.audit.trail import Trail
-from atomc.canonical import VIEWS, call
-from atomc.provenance import layer_of, module_path, source_line
+from atomc.graph.canonical import VIEWS, call
+from atomc.graph.provenance import layer_of, module_path, source_line
 
 # What may stand between an op and the values that a rewrite gives to its readers.
 _PARTS = VIEWS | {"getitem", "slice", "split_with_sizes", "permute"}

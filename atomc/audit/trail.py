@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from atomc.canonical import value
-from atomc.sizes import same_shape
+from atomc.graph.canonical import value
+from atomc.graph.sizes import same_shape
 
 
 def copied(gm: GraphModule) -> GraphModule:

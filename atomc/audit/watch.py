@@ -22,11 +22,11 @@ from atomc.audit.evaluate import flat, placeholders
 from atomc.audit.examine import Examination, Measured
 from atomc.audit.places import Place, places_of, rewrites_in
 from atomc.audit.trail import Trail
-from atomc.dump import Dumper
-from atomc.generated import Function
+from atomc.cache.generated import Function
+from atomc.dumps.dump import Dumper
 from atomc.options import Options
 from atomc.report import Report
-from atomc.torch_compat import outside_of_tracing
+from atomc.torch_compat.names import outside_of_tracing
 
 log = logging.getLogger("atomc")
 

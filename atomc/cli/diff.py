@@ -21,7 +21,7 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from atomc.diff import differences
+    from atomc.dumps.diff import differences
 
     for path in (arguments.first, arguments.second):
         if not path.exists():

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from atomc.cli.arguments import command
 
 if TYPE_CHECKING:
-    from atomc.cache import Started, Usage
+    from atomc.cache.store import Started, Usage
     from atomc.options import Options
     from atomc.platform import Platform, Provider
 
@@ -28,11 +28,11 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from atomc import cache
+    from atomc.cache import store
     from atomc.options import Options
 
     if arguments.clear:
-        gone = cache.clear(Options.of())
+        gone = store.clear(Options.of())
         print(f"{_entries(gone)} deleted from {gone.folder}, {_size(gone.bytes)} freed")
         return 0
     _print_machine()
@@ -89,14 +89,14 @@ def _version(provider: str, libraries: "dict[str, Provider]") -> str:
 
 
 def _cache(options: "Options") -> str:
-    from atomc import cache
+    from atomc.cache import store
     from atomc.render.text import table
 
-    usage = cache.usage(options)
+    usage = store.usage(options)
     held = f"{_entries(usage)}, {_size(usage.bytes)} of {_size(options.cache_size)}"
     rows = [("folder", str(usage.folder)), ("holds", held if options.cache else f"{held}; off")]
-    reason = cache.untrusted(usage.folder)
-    return table(("cache", ""), [*rows, *([("not used", reason)] if reason else []), *_started(cache.last_start(options))])
+    reason = store.untrusted(usage.folder)
+    return table(("cache", ""), [*rows, *([("not used", reason)] if reason else []), *_started(store.last_start(options))])
 
 
 def _started(graphs: "Sequence[Started]") -> list[tuple[str, str]]:

@@ -102,7 +102,7 @@ def _print(arguments: argparse.Namespace, found: list[Any], other: list[Any] | N
 
 def _write_page(arguments: argparse.Namespace, found: list[Any], other: list[Any] | None) -> None:
     from atomc.render.html import page
-    from atomc.report_page import write_whole
+    from atomc.render.page import write_whole
 
     if not arguments.platform:
         _measure_bandwidth(found)

@@ -11,7 +11,7 @@ from atomc.cli.arguments import DTYPES, SCHEMES, dtype_named
 
 if TYPE_CHECKING:
     from atomc.efficiency import Table
-    from atomc.plan import Load, Model, Plan
+    from atomc.planning.plan import Load, Model, Plan
 
 # Any of these asks for a plan, and none of OTHERS goes with one.
 ASKING = ("plan", "measure", "tp", "tokens", "sequences", "context", "max_model_len", "kv_cache_dtype", "efficiency")
@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def model_of(folder: Path, arguments: argparse.Namespace) -> "Model":
     """The model of a config.json on meta, as --dtype, --quantization, --layers and --tp say."""
-    from atomc.plan import built
+    from atomc.planning.plan import built
     from atomc.platform import Platform
 
     scheme = arguments.dtype if arguments.dtype in SCHEMES else arguments.quantization
@@ -75,7 +75,7 @@ def model_of(folder: Path, arguments: argparse.Namespace) -> "Model":
 
 
 def _made(folder: Path, arguments: argparse.Namespace) -> "Plan":
-    from atomc.plan import measured, plan
+    from atomc.planning.plan import measured, plan
     from atomc.platform import Platform
 
     if arguments.measure and arguments.platform:
@@ -91,7 +91,7 @@ def _made(folder: Path, arguments: argparse.Namespace) -> "Plan":
 
 
 def _load(arguments: argparse.Namespace) -> "Load":
-    from atomc.plan import Load
+    from atomc.planning.plan import Load
 
     sequences = 1 if arguments.sequences is None else arguments.sequences
     return Load(sequences if arguments.tokens is None else arguments.tokens, sequences,

@@ -6,8 +6,8 @@ The libraries look neither at strides nor at the number and dtype of scales: wha
 import torch
 from torch import Tensor
 
+from atomc.graph.sizes import known_equal
 from atomc.platform import Platform
-from atomc.sizes import known_equal
 
 INT4PACK_GROUPS = (32, 64, 128, 256)
 

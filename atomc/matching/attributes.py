@@ -6,10 +6,10 @@ from typing import Any, cast
 import torch
 from torch.fx import Node
 
-from atomc.canonical import Capture, call
-from atomc.expressions import Size
+from atomc.graph.canonical import Capture, call
+from atomc.graph.expressions import Size
+from atomc.graph.sizes import known_equal
 from atomc.matching.pattern import Site
-from atomc.sizes import known_equal
 
 Veto = Callable[[str, str, str], bool]
 

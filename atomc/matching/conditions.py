@@ -7,13 +7,13 @@ from typing import Any
 from torch import Tensor
 from torch.fx import Node
 
-from atomc.canonical import call, readers, value
-from atomc.expressions import expression, known_different, substitute
+from atomc.graph.canonical import call, readers, value
+from atomc.graph.expressions import expression, known_different, substitute
+from atomc.graph.mutation import mutated, storage
+from atomc.graph.provenance import describe
+from atomc.graph.sizes import known_equal, spell_shape
 from atomc.matching.attributes import bare
 from atomc.matching.pattern import Difference, Site
-from atomc.mutation import mutated, storage
-from atomc.provenance import describe
-from atomc.sizes import known_equal, spell_shape
 
 
 def problems(site: Site, partial: bool = False) -> list[Difference]:

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from atomc.canonical import COMMUTATIVE, GENERIC, VIEWS, Call, Capture, call, keeps_last_dim, readers, spell, value
-from atomc.expressions import expression, substitute
+from atomc.graph.canonical import COMMUTATIVE, GENERIC, VIEWS, Call, Capture, call, keeps_last_dim, readers, spell, value
+from atomc.graph.expressions import expression, substitute
+from atomc.graph.provenance import describe
+from atomc.graph.sizes import known_equal
 from atomc.matching.attributes import bare, compare_attrs, same_attr
 from atomc.matching.conditions import problems
 from atomc.matching.pattern import Difference, Index, Pattern, Site
 from atomc.matching.search import without_cast
-from atomc.provenance import describe
-from atomc.sizes import known_equal
 
 # Ops that only change how a value lies, looks or is kept: several in a row are one difference.
 LAYOUT = VIEWS | {"permute", "expand", "cast", "to"}

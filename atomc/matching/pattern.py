@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from atomc.canonical import Capture, call, value
-from atomc.expressions import expression
-from atomc.torch_tracing import traced_alone
+from atomc.graph.canonical import Capture, call, value
+from atomc.graph.expressions import expression
+from atomc.torch_compat.tracing import traced_alone
 
 
 class Index:

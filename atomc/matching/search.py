@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 from torch.fx import Node
 
-from atomc.canonical import COMMUTATIVE, VIEWS, call, keeps_last_dim, readers, value
+from atomc.graph.canonical import COMMUTATIVE, VIEWS, call, keeps_last_dim, readers, value
 from atomc.matching.attributes import compare_attrs
 from atomc.matching.conditions import problems
 from atomc.matching.pattern import Difference, Index, Pattern, Site

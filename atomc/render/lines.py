@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from atomc.provenance import layer_of
+from atomc.graph.provenance import layer_of
 from atomc.render.text import collapsed
 
 CONTEXT = 1

@@ -18,14 +18,14 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from atomc import packs
-from atomc.canonical import VIEWS, call, input_name, value
+from atomc.graph.canonical import VIEWS, call, input_name, value
+from atomc.graph.provenance import inherited, layer_of, module_path
+from atomc.graph.strides import Values, spread_strides
 from atomc.graph_pass import Context
 from atomc.matching.near_miss import NearMiss
 from atomc.matching.pattern import Difference
 from atomc.op import Op, op_of
-from atomc.provenance import inherited, layer_of, module_path
 from atomc.rewrite import Fired
-from atomc.strides import Values, spread_strides
 
 aten = torch.ops.aten
 GATED = ("atom::silu_and_mul", "atom::gelu_and_mul")

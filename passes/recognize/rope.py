@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from atomc import ops
+from atomc.graph.sizes import known_equal, spell_shape
 from atomc.ops.rope import ROPE_STYLES, rotate
 from atomc.rewrite import Rewrite, tensor_example
-from atomc.sizes import known_equal, spell_shape
 
 
 def tables_broadcast(x: Tensor, cos: Tensor, sin: Tensor, **_: object) -> str | None:

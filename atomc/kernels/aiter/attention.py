@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from atomc import ops
+from atomc.graph.sizes import known_equal
 from atomc.kernels.aiter.library import HALVES, Function, unfit, unlike
 from atomc.platform import Platform
-from atomc.sizes import known_equal
 
 flash_attn_func = Function("flash_attn_func", "aiter", takes=["softmax_scale", "causal", "window_size"])
 WIDEST = 256

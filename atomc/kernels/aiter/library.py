@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from atomc.graph.sizes import known_equal
 from atomc.platform import Platform, provider_versions
-from atomc.sizes import known_equal
 
 log = logging.getLogger("atomc")
 

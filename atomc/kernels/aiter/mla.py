@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from atomc import ops
+from atomc.graph.sizes import known_equal
 from atomc.kernels.aiter.library import HALVES, Function, foreign_fp8, unfit, unlike
 from atomc.kernels.aiter.rope import ROTATIONS, rotated_width, table_dimension
 from atomc.platform import Platform
-from atomc.sizes import known_equal
 
 fused_qk_rope_cat_and_cache_mla = Function(
     "fused_qk_rope_cat_and_cache_mla", "aiter.ops.triton.fusions.fused_kv_cache", "aiter.ops.triton.fused_kv_cache",

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from atomc import ops
+from atomc.graph.sizes import known_equal
 from atomc.kernels.aiter.kv_write import odd_blocks, unpaged
 from atomc.kernels.aiter.library import HALVES, Function, unfit, unlike
 from atomc.kernels.aiter.rope import ROTATIONS, rotated_width, table_dimension
 from atomc.op import Prepared
 from atomc.platform import Platform
-from atomc.sizes import known_equal
 
 fused_qkv_split_qk_norm_rope_cache = Function(
     "fused_qkv_split_qk_norm_rope_cache", "aiter.ops.triton.rope.fused_qkv_split_qk_norm_rope_cache",

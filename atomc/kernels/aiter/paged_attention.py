@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from atomc import ops
+from atomc.graph.sizes import known_equal
 from atomc.kernels.aiter.kv_write import odd_blocks
 from atomc.kernels.aiter.library import FP8_OF, HALVES, Function, unfit, unlike
 from atomc.platform import Platform
-from atomc.sizes import known_equal
 
 PLACES = ("aiter.ops.triton.attention.unified_attention", "aiter.ops.triton.unified_attention")
 unified_attention = Function("unified_attention", *PLACES, takes=["sinks"])

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from atomc import ops
+from atomc.graph.sizes import known_equal
 from atomc.kernels.aiter.library import HALVES, Function, unfit, unlike
 from atomc.platform import Platform
-from atomc.sizes import known_equal
 
 rope_cached_fwd_impl = Function("rope_cached_fwd_impl", "aiter")
 

@@ -4,11 +4,11 @@ import torch
 from torch import Tensor
 
 from atomc import ops
+from atomc.graph.sizes import known_equal
 from atomc.kernels.aiter.kv_write import odd_blocks, unpaged
 from atomc.kernels.aiter.library import HALVES, Function, unfit, unlike
 from atomc.kernels.aiter.rope import ROTATIONS, empty_rotated, rotated_width, table_dimension
 from atomc.platform import Platform
-from atomc.sizes import known_equal
 
 fused_qk_rope_reshape_and_cache = Function(
     "fused_qk_rope_reshape_and_cache", "aiter.ops.triton.fusions.fused_kv_cache", "aiter.ops.triton.fused_kv_cache",

@@ -6,9 +6,9 @@ import triton.language as tl
 from torch import Tensor
 
 from atomc import ops
+from atomc.graph.sizes import same_shape
 from atomc.kernels.triton.launch import begin, inner_sizes, num_rows, overlap, row_offset, row_strides, unfit
 from atomc.platform import Platform
-from atomc.sizes import same_shape
 
 
 @triton.jit

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from atomc import ops
+from atomc.graph.sizes import same_shape
 from atomc.kernels.triton.activation import silu, silu_and_mul
 from atomc.kernels.triton.launch import begin, inner_sizes, num_rows, overlap, row_offset, row_strides, unfit
 from atomc.kernels.triton.quant import (
@@ -19,7 +20,6 @@ from atomc.kernels.triton.quant import (
     unquantizable,
 )
 from atomc.platform import Platform
-from atomc.sizes import same_shape
 
 # One program has to see the whole row: few of them leave most of the device idle. H200, rows of 12,288 to fp8, us in one
 # pass and in two: 16 rows 3.7 and 3.1, 1,024 rows 25.1 and 32.0.

@@ -18,11 +18,11 @@ import triton.language as tl
 from torch import Tensor
 
 from atomc import ops
+from atomc.graph.sizes import known_equal
 from atomc.kernels.triton.kv_write import as_numbers, codes_of, in_bytes, scale_of_numbers, uncachable
 from atomc.kernels.triton.launch import begin, overlap, unfit
 from atomc.ops.formats import FP8
 from atomc.platform import Platform
-from atomc.sizes import known_equal
 
 MAX_WIDTH, MAX_GROUP, MAX_SPLITS = 256, 128, 128
 # H200, 32 over 8 heads of 128, one sequence of 1,024 keys: 6.7 us, 6.9 with all 128 columns in one program.

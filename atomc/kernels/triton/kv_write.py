@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from atomc import ops
+from atomc.graph.sizes import known_equal
 from atomc.kernels.triton.launch import (
     begin,
     heads_a_program,
@@ -25,7 +26,6 @@ from atomc.kernels.triton.launch import (
 from atomc.kernels.triton.quant import by_bits, fp8_codes
 from atomc.ops.formats import FP8
 from atomc.platform import Platform
-from atomc.sizes import known_equal
 
 
 @triton.jit

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from atomc.graph.sizes import known_equal
 from atomc.platform import Platform
-from atomc.sizes import known_equal
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 MAX_DIMS = 4

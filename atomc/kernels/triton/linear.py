@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from atomc import ops
+from atomc.graph.sizes import known_equal
 from atomc.kernels.triton.launch import (
     inner_sizes,
     let_next_start,
@@ -24,7 +25,6 @@ from atomc.kernels.triton.launch import (
     wait_for_last,
 )
 from atomc.platform import Platform
-from atomc.sizes import known_equal
 
 MAX_ROWS = 16
 

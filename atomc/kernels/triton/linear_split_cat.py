@@ -11,13 +11,13 @@ import triton.language as tl
 from torch import Tensor
 
 from atomc import ops
+from atomc.graph.sizes import known_equal
 from atomc.kernels.triton.few_bits import e2m1_rows, e8m0_numbers
 from atomc.kernels.triton.kv_write import as_numbers, codes_of, in_bytes
 from atomc.kernels.triton.launch import MAX_DIMS, begin, inner_sizes, num_rows, overlap, row_offset, row_strides, unfit
 from atomc.ops.formats import FP8
 from atomc.ops.mla import SPLIT_CAT_SCHEMES
 from atomc.platform import Platform
-from atomc.sizes import known_equal
 
 # Not timed yet.
 BLOCK_N, MOST_M = 64, 64

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from atomc import ops
+from atomc.graph.sizes import known_equal
 from atomc.kernels.triton.few_bits import e2m1_numbers, e2m1_rows, e8m0_numbers
 from atomc.kernels.triton.kv_write import (
     as_numbers,
@@ -35,7 +36,6 @@ from atomc.kernels.triton.rope import cut_rows, rotated, store_parts, table_stri
 from atomc.ops.formats import FP8, MX_ROUNDINGS
 from atomc.ops.mla import BMM_SCHEMES
 from atomc.platform import Platform
-from atomc.sizes import known_equal
 
 MAX_WIDTH = 2048
 # Of the product's tiles: tokens, and columns of the latent. Not timed yet.

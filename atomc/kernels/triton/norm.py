@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from atomc import ops
+from atomc.graph.sizes import same_shape
 from atomc.kernels.triton.launch import (
     begin,
     heads_a_program,
@@ -23,7 +24,6 @@ from atomc.kernels.triton.launch import (
 )
 from atomc.ops.norm import RMS_NORM_STYLES
 from atomc.platform import Platform
-from atomc.sizes import same_shape
 
 MAX_COLUMNS = 65536
 MAX_WARPS = 16 if torch.version.hip else 32  # a program has at most 1,024 threads

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from atomc import ops
+from atomc.graph.sizes import known_equal
 from atomc.kernels.triton.kv_write import (
     as_cached,
     cache_offset,
@@ -33,7 +34,6 @@ from atomc.kernels.triton.norm import weighted
 from atomc.ops.norm import RMS_NORM_STYLES
 from atomc.ops.rope import ROPE_STYLES
 from atomc.platform import Platform
-from atomc.sizes import known_equal
 
 
 @triton.jit

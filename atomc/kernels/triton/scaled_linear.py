@@ -12,10 +12,10 @@ import triton.language as tl
 from torch import Tensor
 
 from atomc import ops
+from atomc.graph.sizes import known_equal
 from atomc.kernels.triton.launch import FLOATS, let_next_start, num_rows, overlap, wait_for_last
 from atomc.kernels.triton.linear import Tile
 from atomc.platform import Platform
-from atomc.sizes import known_equal
 
 MAX_ROWS = 16
 BLOCK = 128

@@ -8,9 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from atomc.graph.sizes import known_equal
 from atomc.kernels.triton.launch import FLOATS
 from atomc.platform import Platform
-from atomc.sizes import known_equal
 
 # Up to so many rows of x, unpacking a tile as often as it is read costs less than writing and reading 16 bits.
 MAX_ROWS = 64

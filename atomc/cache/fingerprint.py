@@ -1,0 +1,195 @@
+"""What anything compiled depends on beside the program itself, as named parts: two compiles whose parts are equal make
+the same.
+
+The options, the versions, the machine, the settings of torch and its compilers, and the source of every kernel, op and
+pass. The program is the graph that Dynamo gives (atomc.cache.graph_fingerprint), or a model that need not be traced
+(atomc.cache.known).
+"""
+
+import dataclasses
+import functools
+import hashlib
+import importlib.metadata
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from atomc import copies, kernels, packs
+from atomc.cache.artifact import Unstorable
+from atomc.op import REGISTRY
+from atomc.options import Options
+from atomc.platform import Platform
+from atomc.registered import REGISTERED
+from atomc.torch_compat.names import autocast_is_on, changed_settings, compiler_variables, outside_of_tracing
+
+if TYPE_CHECKING:
+    from atomc.graph_pass import Pass
+
+Parts = dict[str, str]
+
+# What they say is in the report, and changes nothing of the compiled code.
+_SILENT_OPTIONS = ("strict", "disable", "dump", "report", "expect", "expect_mode", "cache", "cache_dir", "cache_size")
+# Folders and files of the package that have no say in what is compiled.
+_ASIDE = ("runtime", "models", "planning", "demo", "render", "cli", "kernels", "__main__.py", "__init__.py",
+          "inspection.py", "contract.py")  # fmt: skip
+PLAIN_TENSORS = (Tensor, nn.Parameter, nn.Buffer)
+
+
+def surroundings(options: Options, platform: Platform) -> Parts:
+    """The parts that are the same for every program. Raises Unstorable if a kernel or pass cannot be told from another."""
+    if autocast_is_on():
+        raise Unstorable("autocast is on")
+    parts = {f"option {name}": repr(value) for name, value in _options(options)}
+    parts |= {f"version of {name}": version for name, version in _versions().items()}
+    parts |= {f"platform {name}": value for name, value in _machine(platform)}
+    parts |= {f"setting {name}": value for name, value in _settings().items()}
+    return parts | _sources(options)
+
+
+def digest(text: str | bytes) -> str:
+    return hashlib.sha256(text.encode() if isinstance(text, str) else text).hexdigest()
+
+
+def _options(options: Options) -> Iterator[tuple[str, Any]]:
+    for field in dataclasses.fields(options):
+        if field.name not in _SILENT_OPTIONS:
+            value = getattr(options, field.name)
+            yield field.name, dict(sorted(value.items())) if isinstance(value, dict) else value
+
+
+def _machine(platform: Platform) -> Iterator[tuple[str, str]]:
+    for name, value in vars(platform).items():
+        if name == "memory":
+            yield name, f"{value >> 30} GiB"  # what the system keeps for itself differs from start to start
+        else:
+            yield name, " ".join(sorted(value)) if isinstance(value, frozenset) else str(value)
+
+
+@functools.cache
+def _versions() -> dict[str, str]:
+    found = {"torch": f"{torch.__version__} ({torch.version.git_version})", "Python": sys.version.split(" ")[0],
+             "CUDA": str(torch.version.cuda), "ROCm": str(torch.version.hip)}  # fmt: skip
+    for name in ("atomc", "triton", "amd-aiter", "zentorch"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "none"
+    return found
+
+
+def _settings() -> dict[str, str]:
+    """What can be set in torch and changes what is compiled."""
+    return {
+        "threads": str(torch.get_num_threads()),
+        "default dtype": str(torch.get_default_dtype()),
+        "matmul precision": torch.get_float32_matmul_precision(),
+        "fp16 and bf16 reductions": repr([getattr(torch.backends.cuda.matmul, name) for name in (
+            "allow_tf32", "allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")]),
+        "deterministic algorithms": str(torch.are_deterministic_algorithms_enabled()),
+        "inference mode": str(torch.is_inference_mode_enabled()),
+        "CPU capability": torch.backends.cpu.get_cpu_capability(),
+        "Inductor's configuration": ", ".join(changed_settings("torch._inductor.config")),
+        "variables of torch's compilers": ", ".join(compiler_variables()),
+    }  # fmt: skip
+
+
+def _sources(options: Options) -> Parts:
+    """A digest per kernel, and per file of the package that has a say."""
+    invariant = options.batch_invariant or kernels.INVARIANT in options.providers
+    providers = (*kernels.PROVIDERS, kernels.INVARIANT) if invariant else kernels.PROVIDERS
+    parts = {f"provider {name}": kernels.load(name) or "loaded" for name in providers}
+    for op in REGISTRY.values():
+        for kernel in op.kernels:
+            if kernel.provider == kernels.INVARIANT and not invariant:
+                continue  # loaded for another program
+            name = f"source of kernel {kernel.provider} {op.name}"
+            parts[name] = digest(parts.get(name, "") + kernel.function.__qualname__ + source_of(kernel.function))
+    for i, (added, before) in enumerate(REGISTERED):
+        sources = "".join(map(source_of, _functions(added)))
+        parts[f"source of pass {added.name}"] = f"{sources}, the {i}th, before {before}"
+    return parts | sources_in("kernels") | sources_in("")
+
+
+def sources_in(place: str) -> Parts:
+    """A digest per file of a folder of the package, or of one file; "": all that have a say but those of kernels."""
+    files = [place] if place.endswith(".py") else _package_files(place)
+    return {f"source of atomc/{path}": file_digest(PACKAGE / path) for path in files}
+
+
+PACKAGE = Path(__file__).parents[1]
+
+
+def _functions(added: "Pass") -> list[Callable[..., Any]]:
+    found = [item for rewrite in added.rewrites for item in vars(rewrite).values()]
+    return [item for item in [added.run, *found] if inspect.isfunction(item)]
+
+
+@functools.cache
+def _package_files(folder: str) -> tuple[str, ...]:
+    """The files of the package below a folder of it; "": all that have a say but those of kernels."""
+    found = []
+    waiting = [PACKAGE / folder]
+    while waiting:
+        for path in waiting.pop().iterdir():
+            name = path.relative_to(PACKAGE).as_posix()
+            if (not folder and name in _ASIDE) or path.name == "__pycache__":
+                continue
+            if path.is_dir():
+                waiting.append(path)
+            elif path.suffix == ".py":
+                found.append(name)
+    return tuple(sorted(found))
+
+
+def source_of(function: Callable[..., Any]) -> str:
+    """A digest of the file that defines a function. Raises Unstorable for one that depends on more than its file."""
+    function = inspect.unwrap(function)
+    if "<locals>" in function.__qualname__ and getattr(function, "__closure__", None):
+        raise Unstorable(f"{function.__qualname__} is defined inside another function, on whose variables it depends")
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return function.__module__ or ""
+    return file_digest(Path(code.co_filename)) if Path(code.co_filename).is_file() else digest(code.co_code)
+
+
+def file_digest(path: Path) -> str:
+    stat = path.stat()
+    return _digest_of_file(str(path), stat.st_mtime_ns, stat.st_size)
+
+
+@functools.cache
+def _digest_of_file(path: str, changed: int, size: int) -> str:
+    return digest(Path(path).read_bytes())
+
+
+def digest_of_values(tensor: Tensor) -> str:
+    with outside_of_tracing():
+        flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        return digest(flat.numpy().tobytes())
+
+
+def lies(tensor: Tensor) -> str:
+    """What a tensor is and how it lies in memory."""
+    return f"{tensor.dtype} {list(tensor.shape)} strides {list(tensor.stride())} on {tensor.device}"
+
+
+def given(item: Any) -> str:
+    """What else compiling may look at of a real input: its kind, and why no copy of it may be kept or it not be packed."""
+    kind = type(item).__name__
+    if not isinstance(item, Tensor):
+        return kind
+    if item.is_meta:
+        raise Unstorable("the model is on the meta device")
+    if type(item) not in PLAIN_TENSORS and kind != "FakeTensor":
+        raise Unstorable(f"an input is a {kind}")
+    refused: dict[str, str | bool | None]
+    if isinstance(item, nn.Parameter):
+        refused = {"no copy": copies.unfit(item), "no pack": packs.unfit(item)}
+    else:
+        refused = {"made in inference mode": item.is_inference() or None}
+    return ", ".join([kind, *(f"{what}: {why}" for what, why in refused.items() if why is not None)])

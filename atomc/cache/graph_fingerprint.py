@@ -1,0 +1,103 @@
+"""What a graph of Dynamo's depends on, as named parts: itself, its inputs, and what any graph depends on.
+
+Values of weights are no part: compiled code reads them at each call.
+"""
+
+import enum
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from atomc.cache.artifact import Unstorable
+from atomc.cache.fingerprint import PLAIN_TENSORS, Parts, digest, digest_of_values, given, lies, source_of, surroundings
+from atomc.graph.provenance import module_path, source_line
+from atomc.options import Options
+from atomc.platform import Platform
+from atomc.torch_compat.tracing import size_facts, source_name
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+
+def parts_of(
+    gm: GraphModule, example_inputs: Sequence[Any], options: Options, platform: Platform, floats: dict[int, float], *,
+    paged: bool,
+) -> Parts:  # fmt: skip
+    """The parts for one graph of Dynamo's. Raises Unstorable if something in it cannot be told from something else."""
+    lines: list[str] = []
+    places: list[str] = []
+    _describe(gm, lines, places)
+    parts = {"kind of program": "runtime" if paged else "torch.compile", **surroundings(options, platform)}
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    first: dict[int, int] = {}
+    for i, each in enumerate(example_inputs):
+        first.setdefault(id(each), i)
+    spelled = [f"{source_name(node)}: {_value(node.meta.get('example_value'))}, first {first[id(each)]}, {given(each)}"
+               for node, each in zip(placeholders, example_inputs, strict=True)]  # fmt: skip
+    parts |= {f"input {i}": text for i, text in enumerate(spelled)}
+    parts["sizes"] = "; ".join(size_facts(gm.graph))
+    parts["floats"] = repr(sorted(floats.items()))
+    parts["graph"] = digest("\n".join(lines))
+    parts["source lines"] = digest("\n".join(places))
+    return parts
+
+
+def _describe(gm: GraphModule, lines: list[str], places: list[str]) -> None:
+    """The graph and the graphs in it, a line a node; and where its nodes stand in the user's program."""
+    for node in gm.graph.nodes:
+        if node.op == "get_attr":
+            lines.append(f"{node.name} = {_attribute(gm, node, lines, places)}")
+        elif node.op != "placeholder":
+            target = _target(node.target)
+            lines.append(f"{node.name} = {node.op} {target} {_spell(node.args)} {_spell(node.kwargs)} {module_path(node)}")
+            places.append(source_line(node))
+        else:
+            lines.append(f"{node.name} = input")
+
+
+def _attribute(gm: GraphModule, node: Node, lines: list[str], places: list[str]) -> str:
+    found: Any = gm
+    for name in str(node.target).split("."):
+        found = getattr(found, name)
+    if isinstance(found, GraphModule):
+        lines.append("{")
+        _describe(found, lines, places)
+        return "}"
+    if type(found) in PLAIN_TENSORS and not found.is_meta:
+        return f"{lies(found)} {digest_of_values(found)}"
+    raise Unstorable(f"{node.target} in the graph is a {type(found).__name__}")
+
+
+def _target(target: Any) -> str:
+    if isinstance(target, str) or type(target).__module__ == "torch._ops":
+        return str(target)
+    name = f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', None) or target.__name__}"
+    known = (target.__module__ or "torch").partition(".")[0] in ("torch", "_operator", "builtins", "math", "einops")
+    return name if known else f"{name} {source_of(target)}"
+
+
+def _spell(item: Any) -> str:
+    """An argument, equal for equal arguments of two processes."""
+    match item:
+        case Node():
+            return item.name
+        case tuple() | list():
+            return f"{type(item).__name__}({', '.join(map(_spell, item))})"
+        case dict():
+            return "{" + ", ".join(f"{key!r}: {_spell(part)}" for key, part in item.items()) + "}"
+        case slice():
+            return f"slice{_spell((item.start, item.stop, item.step))}"
+        case Tensor():
+            return lies(item)
+        case enum.Enum():
+            return str(item)
+    text = repr(item)
+    if _ADDRESS.search(text):
+        raise Unstorable(f"a {type(item).__name__} in the graph cannot be compared between processes")
+    return f"{type(item).__name__} {text}"
+
+
+def _value(fake: Any) -> str:
+    return lies(fake) if isinstance(fake, Tensor) else _spell(fake)

@@ -1,0 +1,1 @@
+"""Dynamo's graph as a functional ATen graph (functional.py); repeated layers are traced once and stamped (regions.py)."""

@@ -1,0 +1,96 @@
+"""Python floats that Dynamo lifted to 0-d inputs (eps, under dynamic=True) become constants again, also in regions."""
+
+from typing import Any
+
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from atomc.capture.stamp import inline, region, regions_of
+
+
+def put_back_floats(gm: GraphModule, floats: dict[int, float]) -> None:
+    """Make constants of the inputs with these numbers. The (now unused) inputs stay.
+
+    torch 2.13 hands a region such a float in three ways, from call to call: as the input, as the number read off it, and
+    as a constant. Calls of one region that pass different values are inlined, together with all others.
+    """
+    known = _known(gm, floats)
+
+    def constant(operand: Any) -> float | None:
+        return operand if isinstance(operand, float) else known.get(operand)
+
+    everywhere = regions_of(gm)
+    if any(len(set(map(constant, same))) > 1 for calls in everywhere.values() for same in _operands(calls)):
+        inline_floats(gm)
+        known, everywhere = _known(gm, floats), {}
+    for name, calls in everywhere.items():
+        body = region(gm, name)
+        values = [constant(same[0]) for same in _operands(calls)]
+        for placeholder, value in zip(body.graph.find_nodes(op="placeholder"), values, strict=True):
+            if value is not None:
+                _make_constant(placeholder, value)
+                body.graph.erase_node(placeholder)
+        for call in calls:
+            kept = (x for x, value in zip(call.args[2:], values, strict=True) if value is None)
+            call.args = (*call.args[:2], *kept)
+        _read_once(body)
+    for node, value in known.items():
+        if node.op == "placeholder":
+            _make_constant(node, value)
+    _read_once(gm)
+
+
+def inline_floats(gm: GraphModule) -> None:
+    """Inline all regions; a number that is read off a number is that number."""
+    inline(gm)
+    _read_once(gm)
+
+
+def _read_once(gm: GraphModule) -> None:
+    for node in gm.graph.find_nodes(op="call_method", target="item"):
+        number = node.args[0]
+        if isinstance(number, float) or _reads_number(number):
+            _replace(node, number)
+            gm.graph.erase_node(node)
+    gm.recompile()
+
+
+def _operands(calls: list[Node]) -> list[tuple[Any, ...]]:
+    """What the calls pass, by position."""
+    return list(zip(*(call.args[2:] for call in calls), strict=True))
+
+
+def _known(gm: GraphModule, floats: dict[int, float]) -> dict[Any, float]:
+    """The inputs, and the nodes that read a Python number off them, with their values."""
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    known: dict[Any, float] = {placeholders[number]: value for number, value in floats.items()}
+    return known | {reader: value for node, value in known.items() for reader in node.users if _reads_number(reader)}
+
+
+def _reads_number(node: Node) -> bool:
+    return node.op == "call_method" and node.target == "item"
+
+
+def _make_constant(node: Node, value: float) -> None:
+    for reader in list(node.users):
+        if _reads_number(reader):
+            _replace(reader, value)
+            reader.graph.erase_node(reader)
+    if not isinstance(node.meta.get("example_value"), Tensor):
+        _replace(node, value)
+
+
+def _replace(node: Node, value: Any) -> None:
+    for reader in list(node.users):
+        reader.args = _with(reader.args, node, value)
+        reader.kwargs = _with(reader.kwargs, node, value)
+
+
+def _with(argument: Any, node: Node, value: Any) -> Any:
+    if isinstance(argument, Node):
+        return value if argument is node else argument
+    if isinstance(argument, tuple | list):
+        return type(argument)(_with(part, node, value) for part in argument)
+    if isinstance(argument, dict):
+        return {name: _with(part, node, value) for name, part in argument.items()}
+    return argument

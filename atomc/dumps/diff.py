@@ -1,0 +1,235 @@
+"""Compares dumps by what they compute: ops, attributes, shapes, modules and who reads what, not by the names of nodes.
+
+So two dumps of one model are equal whichever version, rank or machine wrote them, as long as the graphs are; symbols of
+sizes are compared by the order in which they appear.
+"""
+
+import ast
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from pathlib import Path
+
+from atomc.graph.provenance import layer_of
+from atomc.render.text import collapsed
+from atomc.report import spans
+
+_STAGE = re.compile(r"(\d+)_(\w+)\.py")
+_SYMBOL = re.compile(r"\b[su]\d+\b")
+_VALUE = re.compile(r"^(\w+\[.*?\]|\(.*\)|int .*)$")
+MOST_LINES = 40
+
+
+@dataclass(frozen=True)
+class Line:
+    """One node of a dumped graph. says: all of it but names; reads: the numbers of lines, and what inputs are called."""
+
+    op: str
+    says: str
+    path: str
+    reads: tuple[int | str, ...]
+
+    def text(self) -> str:
+        return f"{self.says}  {self.path}".rstrip()
+
+
+def differences(first: Path, second: Path, *, every_stage: bool = False) -> list[str]:
+    """What differs between two dumps, two graphs of dumps or two files, a line each; nothing if they compute the same.
+
+    every_stage  also the details of stages behind the first that differs
+    Raises ValueError for what is no dump.
+    """
+    if first.is_file() and second.is_file():
+        return _of_files(first, second)
+    a, b = _graphs(first), _graphs(second)
+    found = [f"{len(b)} graphs instead of {len(a)}"] if len(a) != len(b) else []
+    for number, (left, right) in enumerate(zip(a, b, strict=False)):
+        found += [f"graph {number}: {line}" if len(a) > 1 else line for line in _of_graphs(left, right, every_stage)]
+    return found
+
+
+def _graphs(folder: Path) -> list[dict[str, Path]]:
+    """The stages of each graph, by name; of one that ran several times also its number."""
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is no folder, or only one of the two is: give two dumps, two graphs or two files")
+    graphs = sorted((int(found[1]), sub) for sub in folder.iterdir() if (found := re.fullmatch(r"graph_(\d+)", sub.name)))
+    stages = [_stages(sub) for _, sub in graphs] or [_stages(folder)]
+    if not all(stages):
+        raise ValueError(f"{folder} holds no dump: expected graph_0/00_captured.py and so on")
+    return stages
+
+
+def _stages(folder: Path) -> dict[str, Path]:
+    found: dict[str, Path] = {}
+    for file in sorted(folder.iterdir()):
+        name = _STAGE.fullmatch(file.name)
+        if name:
+            times = sum(known.partition(" ")[0] == name[2] for known in found)
+            found[f"{name[2]} {times + 1}" if times else name[2]] = file
+    return found
+
+
+def _of_graphs(a: Mapping[str, Path], b: Mapping[str, Path], every_stage: bool) -> list[str]:
+    found = [f"{name} changed only the first" for name in a if name not in b]
+    found += [f"{name} changed only the second" for name in b if name not in a]
+    later: list[str] = []
+    shown = False
+    for name in a:
+        lines = _of_files(a[name], b[name]) if name in b else []
+        if lines and shown and not every_stage:
+            later.append(name)
+        elif lines:
+            shown = True
+            found += [f"after {name}:", *(f"  {line}" for line in lines)]
+    return found + ([f"the stages behind it differ, too: {', '.join(later)}"] if later else [])
+
+
+def _of_files(first: Path, second: Path) -> list[str]:
+    a, b = _read(first), _read(second)
+    found: list[str] = []
+    for name in [*a, *(name for name in b if name not in a)]:
+        lines = _of_lines(a.get(name, []), b.get(name, []))
+        found += lines if name in ("INPUTS", "forward") else [f"{name}: {line}" for line in lines]
+    return found
+
+
+# Reading a file
+
+
+def _read(file: Path) -> dict[str, list[Line]]:
+    """The inputs and the functions of a dumped file."""
+    text = file.read_text(encoding="utf-8")
+    try:
+        module = ast.parse(text)
+    except SyntaxError as error:
+        raise ValueError(f"{file} is no dump: {error}") from error
+    source = text.splitlines()
+    symbols: dict[str, str] = {}
+    tables = {target.id: node.value for node in module.body if isinstance(node, ast.Assign)
+              for target in node.targets if isinstance(target, ast.Name)}  # fmt: skip
+    functions = [node for node in module.body if isinstance(node, ast.FunctionDef)]
+    if "INPUTS" not in tables or not functions:
+        raise ValueError(f"{file} is no dump: it has no INPUTS and no forward")
+    constants = _entries(tables["CONSTANTS"].args[0]) if isinstance(tables.get("CONSTANTS"), ast.Call) else {}  # type: ignore[attr-defined]
+    inputs: dict[str, Line] = {}
+    for name, value in _entries(tables["INPUTS"]).items():
+        inputs[name] = _input(name, value, _comment(value, source, symbols), inputs)
+    found = {"INPUTS": sorted(inputs.values(), key=Line.text)}
+    names = {name: line.path for name, line in inputs.items()}
+    for function in functions:
+        found[function.name] = list(_lines(function, source, symbols, constants, names))
+    return found
+
+
+def _entries(table: ast.expr) -> dict[str, ast.expr]:
+    if not isinstance(table, ast.Dict):
+        return {}
+    return {key.value: value for key, value in zip(table.keys, table.values, strict=True)
+            if isinstance(key, ast.Constant) and isinstance(key.value, str)}  # fmt: skip
+
+
+def _input(name: str, value: ast.expr, comment: tuple[str, str], earlier: Mapping[str, Line]) -> Line:
+    """An input is told by what the user calls it; one that is made of others, by what these are called."""
+    shape, path = comment
+    text = ast.unparse(value)
+    if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id in ("Packed", "Prepared"):
+        *rest, parts = [ast.literal_eval(argument) for argument in value.args]
+        text = path = ", ".join([*rest, *(earlier[part].path for part in parts if part is not None)])
+    return Line("input", f"input {text}  {shape}".rstrip(), path or name, ())
+
+
+def _lines(
+    function: ast.FunctionDef, source: Sequence[str], symbols: dict[str, str], constants: Mapping[str, ast.expr],
+    inputs: Mapping[str, str],
+) -> Iterator[Line]:  # fmt: skip
+    known: dict[str, int | str] = {argument.arg: inputs.get(argument.arg, argument.arg) for argument in function.args.args}
+    for i, statement in enumerate(function.body):
+        shape, path = _comment(statement, source, symbols)
+        value = statement.value if isinstance(statement, ast.Assign | ast.Expr | ast.Return) else None
+        if value is None:
+            continue
+        anonymous = _Anonymous(known, constants)
+        text = ast.unparse(anonymous.visit(value))
+        if isinstance(statement, ast.Return):
+            text = f"return {text}"
+        op = text.partition("(")[0].removeprefix("torch.ops.").removesuffix(".default")
+        text = text.replace("torch.ops.", "").replace(".default(", "(")
+        yield Line(op, f"{text}  {shape}".rstrip(), path, tuple(anonymous.read))
+        if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
+            known[statement.targets[0].id] = i
+
+
+class _Anonymous(ast.NodeTransformer):
+    """Puts _ in the place of what earlier lines have made, and the numbers in that of constants."""
+
+    def __init__(self, known: Mapping[str, int | str], constants: Mapping[str, ast.expr]):
+        self.known, self.constants = known, constants
+        self.read: list[int | str] = []
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        if node.id not in self.known:
+            return node
+        self.read.append(self.known[node.id])
+        return ast.Name("_")
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
+        if isinstance(node.value, ast.Name) and node.value.id == "CONSTANTS" and isinstance(node.slice, ast.Constant):
+            return self.constants.get(str(node.slice.value), node)
+        self.generic_visit(node)
+        return node
+
+
+def _comment(node: ast.expr | ast.stmt, source: Sequence[str], symbols: dict[str, str]) -> tuple[str, str]:
+    """dtype and shape, and the module, that stand behind a line."""
+    line = source[(node.end_lineno or 1) - 1].encode()[node.end_col_offset or 0 :].decode().lstrip(",").strip()
+    parts = [part.strip() for part in line.removeprefix("#").split("  ") if part.strip()]
+    shape = parts.pop(0) if parts and _VALUE.match(parts[0]) else ""
+    shape = _SYMBOL.sub(lambda found: symbols.setdefault(found[0], f"s{len(symbols)}"), shape)
+    return shape, "  ".join(parts)
+
+
+# Comparing
+
+
+def _of_lines(a: Sequence[Line], b: Sequence[Line]) -> list[str]:
+    matcher = SequenceMatcher(None, [line.text() for line in a], [line.text() for line in b], autojunk=False)
+    removed: list[Line] = []
+    added: list[Line] = []
+    partner: dict[int, int] = {}
+    for kind, i, j, m, n in matcher.get_opcodes():
+        if kind == "equal":
+            partner |= dict(zip(range(i, j), range(m, n), strict=True))
+        else:
+            removed += a[i:j]
+            added += b[m:n]
+    found = [*_grouped("-", removed), *_grouped("+", added)]
+    for i, j in partner.items():
+        found += [f"{a[i].text()}: reads {_read_by(b, there)} instead of {_read_by(a, here)}"
+                  for here, there in zip(a[i].reads, b[j].reads, strict=True) if _differ(here, there, partner)]  # fmt: skip
+    more = len(found) - MOST_LINES
+    return [*found[:MOST_LINES], f"and {more} more lines"] if more > 0 else found
+
+
+def _differ(here: int | str, there: int | str, partner: Mapping[int, int]) -> bool:
+    """Whether two lines that are alike read different ones; not, where one of these has no partner and is told already."""
+    if isinstance(here, str) or isinstance(there, str):
+        return here != there
+    return here in partner and there in partner.values() and partner[here] != there
+
+
+def _read_by(lines: Sequence[Line], read: int | str) -> str:
+    return f"input {read}" if isinstance(read, str) else lines[read].text()
+
+
+def _grouped(sign: str, lines: Sequence[Line]) -> list[str]:
+    """Lines that differ by their layer only, once, with the layers."""
+    groups: dict[str, list[Line]] = {}
+    for line in lines:
+        groups.setdefault(f"{line.says}  {collapsed(line.path)}".rstrip(), []).append(line)
+    found = []
+    for text, same in groups.items():
+        layers = spans(layer for line in same if (layer := layer_of(line.path)) is not None)
+        many = f" (x{len(same)}" + (f", layers {layers})" if layers else ")")
+        found.append(f"{sign} {same[0].text() if len(same) == 1 else text + many}")
+    return found

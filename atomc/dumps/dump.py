@@ -1,0 +1,308 @@
+"""One runnable Python file per pass that changed the graph, numbered in order: 00_captured.py, 01_rms_norm.py, ...
+
+Each graph of a process has a folder of its own, graph_0, graph_1, ... The files hold no weights: what they run on comes
+from a seeded generator, so that the same compile writes the same bytes, and all files of a graph compute the same. What
+really went in and came out may be kept beside them, in recorded.pt.
+"""
+
+import itertools
+import math
+import operator
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from atomc.dumps.replay import RECORDED
+from atomc.graph.canonical import input_name
+from atomc.graph.expressions import expression
+from atomc.graph.provenance import module_path
+from atomc.op import REGISTRY
+
+# For a size about which nothing is known.
+SIZE = 8
+SMALL_CONSTANT = 64
+TAB = 4 * " "
+_numbers: dict[Path, Iterator[int]] = {}
+
+
+class Dumper:
+    """Writes one graph, stage by stage; does nothing without a folder."""
+
+    def __init__(self, folder: str | None):
+        self.parent = Path(folder) if folder is not None else None
+        self.folder: Path | None = None
+        self.stages = itertools.count()
+        self.inputs: dict[str, str] = {}
+
+    def __call__(self, gm: GraphModule, name: str) -> None:
+        """Write the graph as it is after pass `name`."""
+        if self.parent is None:
+            return
+        if self.folder is None:
+            self.folder = _next_folder(self.parent)
+        for placeholder, recipe in _Inputs(gm.graph).recipes(known=self.inputs):
+            self.inputs[placeholder] = recipe
+        number = next(self.stages)
+        text = _file_text(gm, f"{self.folder.name} after {name}", self.inputs)
+        (self.folder / f"{number:02}_{name}.py").write_text(text)
+
+    def record(self, inputs: Mapping[str, Any], outputs: Sequence[Any]) -> None:
+        """Keep what one call was given and what came of it. What is made of other inputs is left out."""
+        assert self.folder is not None
+        made = tuple(name for name, recipe in self.inputs.items() if recipe.startswith(("Packed(", "Prepared(")))
+        given = {name: _plain(value) for name, value in inputs.items() if name not in made}
+        torch.save({"inputs": given, "outputs": [_plain(value) for value in outputs]}, self.folder / RECORDED)
+
+
+def _next_folder(parent: Path) -> Path:
+    """graph_0, graph_1, ... in the order of this process, without the stages of an earlier one."""
+    number = next(_numbers.setdefault(parent.resolve(), itertools.count()))
+    folder = parent / f"graph_{number}"
+    folder.mkdir(parents=True, exist_ok=True)
+    for stale in [*folder.glob("[0-9][0-9]_*.py"), *folder.glob(RECORDED)]:
+        stale.unlink()
+    return folder
+
+
+def _plain(value: Any) -> Any:
+    """A tensor as weights_only can load it; what it is a view of is not kept."""
+    return value.detach().as_subclass(Tensor).clone() if isinstance(value, Tensor) else value
+
+
+def _file_text(gm: GraphModule, title: str, inputs: dict[str, str]) -> str:
+    code = _Code()
+    body = code.function("forward", gm)
+    names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
+    notes = {node.name: _comment(node) for node in gm.graph.find_nodes(op="placeholder")}
+    lines = [f'"""{title}."""', ""]
+    lines += [f"import {module}" for module in sorted(code.modules | {"atomc.ops", "torch"})]
+    needs = ["Input"]
+    needs += [kind for kind in ("Packed", "Prepared") if any(inputs[name].startswith(f"{kind}(") for name in names)]
+    needs += ["make"] * bool(code.constants)
+    lines += ["", f"from atomc.dumps.replay import {', '.join(needs)}, run"]
+    lines += ["", "# The same name gives the same numbers in every file."]
+    lines += ["INPUTS = {", *(f'    "{name}": {inputs[name]},{notes[name]}' for name in names), "}"]
+    if code.constants:
+        lines += ["", "CONSTANTS = make({", *(f'    "{name}": {text},' for name, text in code.constants.items()), "})"]
+    for function in [*code.functions, body]:
+        lines += ["", "", *function]
+    lines += ["", "", 'if __name__ == "__main__":', "    run(forward, INPUTS)", ""]
+    return "\n".join(lines)
+
+
+class _Code:
+    """Spells graphs as functions, and collects what these need around them."""
+
+    def __init__(self) -> None:
+        self.modules: set[str] = set()
+        self.constants: dict[str, str] = {}
+        self.functions: list[list[str]] = []
+
+    def function(self, name: str, gm: GraphModule) -> list[str]:
+        """The lines of a function that computes the graph, with dtype, shape and module on each."""
+        parameters = ", ".join(node.name for node in gm.graph.find_nodes(op="placeholder"))
+        lines = [f"def {name}(", *textwrap.wrap(parameters, 120, initial_indent=TAB, subsequent_indent=TAB), "):"]
+        for node in gm.graph.nodes:
+            if node.op == "output":
+                lines.append(f"    return {self.spell(node.args[0])}")
+            elif node.op == "get_attr":
+                lines.append(f"    {node.name} = {self._attribute(gm, node)}{_comment(node)}")
+            elif node.op == "call_function":
+                result = f"{node.name} = " if node.users else ""
+                lines.append(f"    {result}{self._call(node)}{_comment(node)}")
+        return lines
+
+    def spell(self, argument: Any) -> str:
+        """An argument as Python."""
+        match argument:
+            case Node():
+                return argument.name
+            case list():
+                return f"[{', '.join(map(self.spell, argument))}]"
+            case tuple():
+                return f"({', '.join(map(self.spell, argument))}{',' * (len(argument) == 1)})"
+            case dict():
+                return "{" + ", ".join(f"{key!r}: {self.spell(value)}" for key, value in argument.items()) + "}"
+            case slice():
+                return f"slice({self.spell(argument.start)}, {self.spell(argument.stop)}, {self.spell(argument.step)})"
+            case torch.device():
+                return f"torch.{argument!r}".replace("meta", "cpu")
+            case float() if not math.isfinite(argument):
+                return f"float('{argument}')"
+            case torch.SymInt():
+                return str(_concrete(argument))
+            case _ if callable(argument) and not isinstance(argument, torch.dtype):
+                return self._name(argument)
+        return repr(argument)
+
+    def _call(self, node: Node) -> str:
+        if node.target is operator.getitem:
+            return f"{self.spell(node.args[0])}[{self.spell(node.args[1])}]"
+        arguments = [self.spell(argument) for argument in node.args]
+        arguments += [f"{key}={self.spell(argument)}" for key, argument in node.kwargs.items()]
+        name = self._name(node.target)
+        if "<locals>" in name or name.startswith("__main__."):  # no other program can import it
+            name = f"torch.ops.atom.{node.meta.get('op', name)}"
+        return f"{name}({', '.join(arguments)})"
+
+    def _name(self, target: Any) -> str:
+        if isinstance(target, torch._ops.OpOverload):
+            return f"torch.ops.{target}"
+        if isinstance(target, torch._ops.HigherOrderOperator):
+            return f"torch.ops.higher_order.{target}"
+        name = target.__qualname__ if hasattr(target, "__qualname__") else target.__name__
+        if getattr(torch, name, None) is target:
+            return f"torch.{name}"
+        module = {"_operator": "operator"}.get(target.__module__, target.__module__)
+        if name in REGISTRY and REGISTRY[name].reference is target:  # under the name of a meaning lies the op
+            # Some modules of atomc.ops are hidden by an op of their name.
+            module, name = "atomc.ops" if module.startswith("atomc.ops.") else module, f"{name}.reference"
+        self.modules.add(module)
+        return f"{module}.{name}"
+
+    def _attribute(self, gm: GraphModule, node: Node) -> str:
+        name = str(node.target)
+        found = operator.attrgetter(name)(gm)
+        if isinstance(found, GraphModule):
+            self.functions.append(self.function(name, found))
+            return name
+        self.constants[name] = _constant(found)
+        return f'CONSTANTS["{name}"]'
+
+
+def _constant(found: Tensor) -> str:
+    plain = type(found) in (Tensor, torch.nn.Parameter, torch.nn.Buffer) and not found.is_meta
+    if plain and found.numel() <= SMALL_CONSTANT:
+        values = str(found.tolist()).replace("inf", "float('inf')").replace("nan", "float('nan')")
+        return f"torch.tensor({values}, dtype={found.dtype}{_on(found)})"
+    return _recipe(found)
+
+
+def _on(value: Tensor) -> str:
+    """A further argument for what does not lie on the CPU; a model on meta is written as one on the CPU."""
+    kind = value.device.type
+    return "" if kind in ("cpu", "meta") else f', device="{kind}"'
+
+
+def _recipe(value: Tensor, below: int | None = None) -> str:
+    shape = tuple(_concrete(size) for size in value.shape)
+    extra = (f", below={below}" if below is not None else "") + _on(value)
+    strides = tuple(_concrete(stride) for stride in value.stride())
+    dense = torch.empty(shape, device="meta")
+    if not all(size == 0 or size == 1 or a == b for size, a, b in zip(shape, strides, dense.stride(), strict=True)):
+        # Overlapping or spread out as it may be, a permutation of dense memory is all that a graph sees.
+        order = sorted(range(len(shape)), key=lambda dim: -strides[dim])
+        inverse = [order.index(dim) for dim in range(len(shape))]
+        extra += f", strides={dense.permute(order).contiguous().permute(inverse).stride()}"
+    return f"Input({value.dtype}, {shape}{extra})"
+
+
+def _concrete(size: Any) -> int:
+    """A size as a number: the one the graph was traced with, if that is known."""
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    hint = size.node.hint
+    return hint if isinstance(hint, int) else int(expression(size).subs(_sizes(size)))
+
+
+def _sizes(size: torch.SymInt) -> dict[sympy.Symbol, int]:
+    return dict.fromkeys(expression(size).free_symbols, SIZE)
+
+
+class _Inputs:
+    """Chooses what the placeholders of a graph are fed."""
+
+    def __init__(self, graph: Graph):
+        self.placeholders = graph.find_nodes(op="placeholder")
+
+    def recipes(self, known: dict[str, str]) -> Iterator[tuple[str, str]]:
+        for node in self.placeholders:
+            # Each range of token counts prepares its own.
+            if node.name not in known or "extra" in node.meta:
+                yield node.name, self._recipe(node)
+
+    def _recipe(self, node: Node) -> str:
+        value = node.meta.get("val")
+        if "packed" in node.meta:
+            return f"Packed({node.meta['packed']})"
+        if "extra" in node.meta and node.meta["extra"].kind == "prepared":
+            extra = node.meta["extra"]
+            return f"Prepared({extra.function.__module__!r}, {extra.function.__qualname__!r}, {extra.weights})"
+        if isinstance(value, torch.SymInt):
+            return str(_concrete(value))
+        if not isinstance(value, Tensor):
+            return repr(value) if isinstance(value, int | float | bool | str) else "None"
+        return self._of_a_step(node) or _recipe(value, _below(node) if not value.is_floating_point() else None)
+
+    def _of_a_step(self, node: Node) -> str | None:
+        """What the runtime passes, for one new sequence in one block; None for an input of the traced program."""
+        name, value = node.name, node.meta["val"]
+        slots = next((p.meta["val"] for p in self.placeholders if p.name.startswith("slots_")), None)
+        if slots is None:
+            return None
+        T = _concrete(slots.shape[0])
+        on = _on(value)
+        if name.startswith("slots_"):
+            return f"torch.arange({T}{on})"
+        if name.startswith("block_tables_"):
+            return f"torch.tensor([[0]], dtype=torch.int32{on})"
+        if name == "query_start":
+            return f"torch.tensor([0, {T}], dtype=torch.int32{on})"
+        if name == "seq_lens":
+            return f"torch.tensor([{T}], dtype=torch.int32{on})"
+        if name.startswith(("k_cache_", "v_cache_")):
+            return f"torch.zeros({(1, -(-T // 16) * 16, *value.shape[2:])}, dtype={value.dtype}{on})"
+        if name.startswith(("k_scale_", "v_scale_")):
+            return f"torch.ones(1{on})"
+        return None
+
+
+_VIEWS = ("view", "reshape", "unsqueeze", "squeeze", "slice", "select", "expand", "_to_copy", "alias", "clone")
+
+
+def _below(node: Node) -> int | None:
+    """How many rows the tables have that these integers index; None if they index none."""
+    found = []
+    for reader in node.users:
+        schema = getattr(reader.target, "_schema", None)
+        name = schema.name.partition("::")[2] if schema is not None else ""
+        args = reader.args
+        if name == "embedding":
+            table = args[1] if args[0] is node else args[0]
+            found.append(_rows(table, 0))
+        elif name in ("index_select", "gather"):
+            found.append(_rows(args[0], args[1]))
+        elif name == "index" and isinstance(args[1], list | tuple):
+            found += [_rows(args[0], dim) for dim, index in enumerate(args[1]) if index is node]
+        elif name in _VIEWS and (below := _below(reader)) is not None:
+            found.append(below)
+    return min(found, default=None)
+
+
+def _rows(table: Any, dim: Any) -> int:
+    return _concrete(table.meta["val"].shape[dim])
+
+
+def _comment(node: Node) -> str:
+    """dtype[shape] and the module it belongs to, or the user's name of an input, behind two spaces."""
+    where = input_name(node) if node.op == "placeholder" else module_path(node)
+    parts = [_spell_value(node.meta.get("val")), where if where != node.name else ""]
+    text = "  ".join(part for part in parts if part)
+    return f"  # {text}" if text else ""
+
+
+def _spell_value(value: Any) -> str:
+    match value:
+        case Tensor():
+            return f"{str(value.dtype).removeprefix('torch.')}[{', '.join(map(str, value.shape))}]"
+        case tuple() | list():
+            return f"({', '.join(map(_spell_value, value))})"
+        case torch.SymInt():
+            return f"int {value}"
+    return ""

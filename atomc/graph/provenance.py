@@ -1,0 +1,75 @@
+"""Where a node came from: module path, layer, source line; and how rewritten nodes inherit it."""
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from torch.fx import Node
+
+from atomc.graph.canonical import spell
+
+_OP_CALL = str(Path(__file__).parents[1] / "op.py")
+_SELF = re.compile(r"^L\['\w+'\]|^G\['\w+'\]")
+_KEY = re.compile(r"\['?([^'\]]+)'?\]")
+_FRAME = re.compile(r'File "([^"]*)", line (\d+), in (\S+)\n\s*(.*)')
+
+
+def module_path(node: Node) -> str:
+    """The path of the innermost module that made the node, as in `named_modules`: "model.layers.3.mlp"."""
+    stack = node.meta.get("nn_module_stack")
+    return clean_path(next(reversed(stack.values()))[0]) if stack else ""
+
+
+def clean_path(path: str) -> str:
+    """Dynamo's spelling of a module's place as a dotted path."""
+    path = _SELF.sub("", path).replace("_modules", "").replace(".slice(", ".(")
+    path = re.sub(r"\([^)]*\)", "", _KEY.sub(r".\1", path))
+    return re.sub(r"\.+", ".", path).strip(".")
+
+
+def layer_of(path: str) -> int | None:
+    """The number of the repeated layer a module path lies in; None outside of one."""
+    found = re.search(r"(?:^|\.)(\d+)(?:\.|$)", path)
+    return int(found[1]) if found else None
+
+
+def frames(node: Node) -> list[tuple[str, int, str, str]]:
+    """(file, line, function, code) of the user's stack, innermost last; calling an op is no frame of the user's."""
+    found = _FRAME.findall(node.meta.get("stack_trace") or "")
+    return [(f, int(line), name, code) for f, line, name, code in found if f != _OP_CALL]
+
+
+def source_line(node: Node) -> str:
+    """The line of the user's program the node was traced from, "file.py:12"; the file without its folder."""
+    found = frames(node)
+    return f"{found[-1][0].rsplit('/', 1)[-1]}:{found[-1][1]}" if found else ""
+
+
+def describe(node: Node) -> str:
+    """`mul(other=2.0) in model.layers.0.mlp (model.py:12)`."""
+    path, line = module_path(node), source_line(node)
+    return spell(node) + (f" in {path}" if path else "") + (f" ({line})" if line else "")
+
+
+def inherited(matched: Iterable[Node], first_output: Node, rewrite: str) -> dict[str, Any]:
+    """Metadata of the nodes that replace `matched`: common module, the first output's line, all origins."""
+    matched = list(matched)
+    origins: set[str] = set().union(*(node.meta.get("origins", {node.name}) for node in matched))
+    return {
+        "nn_module_stack": _common_stack(matched),
+        "stack_trace": first_output.meta.get("stack_trace"),
+        "origins": origins,
+        "made_by": rewrite,
+    }
+
+
+def _common_stack(nodes: Iterable[Node]) -> dict[str, Any]:
+    stacks = [list((node.meta.get("nn_module_stack") or {}).items()) for node in nodes]
+    stacks = [stack for stack in stacks if stack]
+    common = []
+    for level in zip(*stacks, strict=False):
+        if any(entry[1][0] != level[0][1][0] for entry in level):
+            break
+        common.append(level[0])
+    return dict(common)

@@ -1,0 +1,277 @@
+"""Times each distinct kernel of a step on this machine, without the model's weights: on made-up inputs of the same sizes.
+
+A kernel runs among many calls of itself over copies of its inputs that together exceed the caches: in a CUDA graph on a
+GPU, one by one on a CPU.
+"""
+
+import math
+import operator
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from atomc import cost
+from atomc.graph.canonical import input_name, value
+from atomc.graph.expressions import expression
+from atomc.op import op_of
+from atomc.ops.state import LAYOUTS, GroupStep, StateSpec, Step
+from atomc.pieces import likeness
+from atomc.platform import Platform
+
+# Several times the L2 of a GPU; a CPU's caches are smaller for one core.
+ROTATED = {"cuda": 160 * 10**6, "cpu": 64 * 10**6}
+MOST_COPIES = 64
+REPLAYS = 9
+CPU_SECONDS = 0.05  # for each kernel, at least
+PEAKS = 4  # times that a peak is looked for: other work on the machine hides it
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A step: T new tokens of S sequences, each with C tokens of context, the new ones included. R rows have logits."""
+
+    T: int
+    S: int
+    C: int
+    R: int
+
+    def new(self) -> list[int]:
+        """The new tokens of each sequence."""
+        return [self.T // self.S + (s < self.T % self.S) for s in range(self.S)]
+
+
+class Bench:
+    """Times pieces of one lowered graph, each kind once.
+
+    gm      the graph after lowering, for the range of token counts that the step lies in
+    specs   of the program's state
+    device  that of this machine; the graph may have been traced on meta
+    """
+
+    def __init__(self, gm: GraphModule, specs: Sequence[StateSpec], sizes: Sizes, device: torch.device):
+        self.gm, self.specs, self.sizes, self.device = gm, specs, sizes, device
+        self.nodes = {node.name: node for node in gm.graph.nodes}
+        self.known: dict[Any, float] = {}
+        self.block_size = LAYOUTS[specs[0].layout].block_size or sizes.C if specs else sizes.C
+        self.columns = -(-sizes.C // self.block_size)
+        self.symbols = self._symbols()
+        self.step = self._step()
+        self.generator = torch.Generator(device).manual_seed(0)
+
+    def seconds(self, names: Iterable[str], inline: Callable[[GraphModule], Callable[..., Any]] | None = None) -> float:
+        """The time of one call of these nodes together. inline: what compiles those that no kernel serves."""
+        group = [self.nodes[name] for name in names]
+        piece, inputs = self._piece(group)
+        key = likeness(piece)
+        if key not in self.known:
+            made = self._inputs(inputs)
+            call = inline(piece) if inline and not any("kernel" in node.meta for node in group) else piece.forward
+            sets = [made] + [self._inputs(inputs) for _ in range(self._copies(made) - 1)]
+            self.known[key] = time_call(call, sets, self.device, synced=self.sizes.T > 64)
+        return self.known[key]
+
+    def _copies(self, made: Sequence[Any]) -> int:
+        size = sum(x.nbytes for x in _tensors(made))
+        return min(MOST_COPIES, max(2, math.ceil(ROTATED[self.device.type] / max(size, 1))))
+
+    def _piece(self, group: Sequence[Node]) -> tuple[GraphModule, list[Node]]:
+        """The nodes as a graph of their own, and the nodes whose results it reads. Views come along with what they show."""
+        wanted = set(group)
+        for node in reversed(self.gm.graph.nodes):
+            if node in wanted:
+                wanted |= {given for given in node.all_input_nodes if _comes_along(given)}
+        graph, copies, inputs = Graph(), dict[Node, Node](), list[Node]()
+        for node in self.gm.graph.nodes:
+            if node not in wanted:
+                continue
+            for given in node.all_input_nodes:
+                if given not in copies:
+                    copies[given] = graph.placeholder(given.name)
+                    copies[given].meta = dict(given.meta)
+                    inputs.append(given)
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+            copies[node].args, copies[node].kwargs = self._moved((node.args, node.kwargs), copies)
+        graph.output(tuple(copies[node] for node in group))
+        return GraphModule(torch.nn.Module(), graph), inputs
+
+    def _moved(self, arguments: Any, copies: Mapping[Node, Node]) -> Any:
+        """Arguments of a copy, with this machine's device where the graph names another."""
+        match arguments:
+            case Node():
+                return copies[arguments]
+            case torch.device():
+                return self.device
+            case tuple() | list():
+                return type(arguments)(self._moved(item, copies) for item in arguments)
+            case dict():
+                return {name: self._moved(item, copies) for name, item in arguments.items()}
+        return arguments
+
+    # Made-up inputs
+
+    def _symbols(self) -> dict[sympy.Symbol, int]:
+        """The graph's symbols as numbers."""
+        named = {cost.T: self.sizes.T, cost.S: self.sizes.S, cost.R: self.sizes.R, cost.C: self.sizes.C}
+        found = {symbol: int(size.subs(named)) for symbol, size in cost.symbols_of(self.gm.graph).items()}
+        for node in self.gm.graph.find_nodes(op="placeholder"):
+            if node.name.startswith("block_tables_"):
+                found.setdefault(expression(value(node).shape[1]), self.columns)
+            elif node.name.startswith(("k_cache_", "v_cache_")):
+                for size, number in zip(value(node).shape, (self.sizes.S * self.columns, self.block_size), strict=False):
+                    if isinstance(size, torch.SymInt):
+                        found.setdefault(expression(size), number)
+        return found
+
+    def _number(self, size: Any) -> int:
+        found = expression(size).subs(self.symbols)
+        if found.free_symbols:
+            raise ValueError(f"nothing says how large {found} is in a step: only models compiled for the runtime are timed")
+        return int(found)
+
+    def _step(self) -> Step:
+        """Sequences at the end of their context, whose blocks lie scattered."""
+        new, S, C = self.sizes.new(), self.sizes.S, self.sizes.C
+        tables = torch.randperm(S * self.columns, generator=torch.Generator().manual_seed(0)).view(S, -1)
+        positions = [range(C - count, C) for count in new]
+        slots = [int(tables[s, p // self.block_size]) * self.block_size + p % self.block_size
+                 for s in range(S) for p in positions[s]]  # fmt: skip
+        starts = torch.tensor([0, *new]).cumsum(0)
+        group = GroupStep(torch.tensor(slots), tables.int(), torch.arange(S))
+        groups = tuple(self._here(group) for _ in {spec.group for spec in self.specs} or {0})
+        rows = (starts[1:] - 1).repeat(-(-self.sizes.R // S))[: self.sizes.R]
+        step = Step(torch.zeros(self.sizes.T, dtype=torch.int64), torch.tensor([p for run in positions for p in run]),
+                    starts.int(), torch.full((S,), C, dtype=torch.int32), rows, ())  # fmt: skip
+        here: Step = self._here(step)
+        return here._replace(groups=groups)
+
+    def _here(self, tensors: Any) -> Any:
+        return type(tensors)(*[x.to(self.device) if isinstance(x, Tensor) else x for x in tensors])
+
+    def _inputs(self, nodes: Sequence[Node]) -> list[Any]:
+        return [self._input(node) for node in nodes]
+
+    def _input(self, node: Node) -> Any:
+        if node.op == "placeholder" and (given := self._of_the_step(node)) is not None:
+            return given
+        if node.op == "get_attr":
+            constant = operator.attrgetter(str(node.target))(self.gm)
+            if not constant.is_meta:
+                return constant.to(self.device)
+            return self._random(constant)
+        return self._like(value(node))
+
+    def _of_the_step(self, node: Node) -> Any:
+        """What the runtime passes under this name; None for what the model computes, and for weights."""
+        name, (kind, _, number) = input_name(node), node.name.rpartition("_")
+        if kind in ("slots", "block_tables", "state_slots"):
+            return getattr(self.step.groups[int(number)], kind)
+        if kind in ("k_cache", "v_cache"):
+            made = self.specs[int(number)].allocate(self.sizes.S * self.columns, self.block_size, self.device)[0]
+            return made.copy_(self._random(made))
+        if name in Step._fields:
+            return getattr(self.step, name)
+        if "extra" in node.meta:
+            extra = node.meta["extra"]
+            if extra.kind == "plan":
+                return extra.function(self.step, self.specs)
+            weights = [None if weight is None else self._like(value(self.nodes[weight])) for weight in extra.weights]
+            return extra.function(*weights).tensors
+        return None
+
+    def _like(self, found: Any) -> Any:
+        if isinstance(found, tuple | list):
+            return type(found)(self._like(item) for item in found)
+        if isinstance(found, torch.SymInt):
+            return self._number(found)
+        if not isinstance(found, Tensor):
+            return found
+        return self._random(found)
+
+    def _random(self, like: Tensor) -> Tensor:
+        """Of the same shape, strides and dtype; integers are zeros, because they may index something."""
+        shape, strides = ([self._number(size) for size in sizes] for sizes in (like.shape, like.stride()))
+        made = torch.empty_strided(shape, strides, dtype=like.dtype, device=self.device)
+        if not like.dtype.is_floating_point:
+            return made.zero_()
+        if like.dtype.itemsize > 1:
+            return made.normal_(generator=self.generator)
+        return made.copy_(torch.empty(shape, device=self.device).normal_(generator=self.generator))
+
+
+def _comes_along(node: Node) -> bool:
+    """Views, and what lowering added for one node (a workspace, its size): they are no inputs worth the name."""
+    return node.op == "call_function" and ("val" not in node.meta or ("op" not in node.meta and _is_view(node)))
+
+
+def _is_view(node: Node) -> bool:
+    return op_of(node.target) is None and cost.name_of(node) in cost.FREE - {"empty", "lift_fresh_copy"}
+
+
+def _tensors(given: Any) -> Iterable[Tensor]:
+    if isinstance(given, Tensor):
+        yield given
+    elif isinstance(given, tuple | list):
+        for item in given:
+            yield from _tensors(item)
+
+
+def time_call(call: Callable[..., Any], sets: Sequence[Sequence[Any]], device: torch.device, synced: bool = False) -> float:
+    """Median seconds of one call, each on the next of the sets. synced: calls are long, so that few make a measurement."""
+    with torch.no_grad():
+        return _on_gpu(call, sets, 8 if synced else 32) if device.type == "cuda" else _on_cpu(call, sets)
+
+
+def _on_cpu(call: Callable[..., Any], sets: Sequence[Sequence[Any]]) -> float:
+    call(*sets[0])
+    times: list[float] = []
+    while len(times) < 3 or sum(times) < CPU_SECONDS:
+        given = sets[len(times) % len(sets)]
+        start = time.perf_counter()
+        call(*given)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def _on_gpu(call: Callable[..., Any], sets: Sequence[Sequence[Any]], calls: int) -> float:
+    rounds = -(-calls // len(sets))
+    stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call(*sets[0])
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for _ in range(rounds):
+                for given in sets:
+                    call(*given)
+        times = []
+        for _ in range(REPLAYS):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            start.record(stream)
+            graph.replay()
+            end.record(stream)
+            end.synchronize()
+            times.append(start.elapsed_time(end) / 1e3)
+    return float(statistics.median(times[1:])) / (rounds * len(sets))
+
+
+def with_peaks(platform: Platform, dtype: torch.dtype) -> Platform:
+    """The platform with a bandwidth and a peak, measured here if no data sheet says them."""
+    if platform.bandwidth and platform.flops:
+        return platform
+    device = torch.device(platform.device)
+    source = torch.empty(ROTATED[device.type] * 2, dtype=torch.uint8, device=device).random_()
+    target = torch.empty_like(source)
+    copy = min(time_call(target.copy_, [[source]], device, synced=True) for _ in range(PEAKS))
+    side = 4096 if device.type == "cuda" else 1024
+    factor = torch.randn(side, side, dtype=dtype, device=device)
+    product = min(time_call(torch.mm, [[factor, factor]], device, synced=True) for _ in range(PEAKS))
+    return replace(platform, bandwidth=platform.bandwidth or 2 * source.nbytes / copy,
+                   flops=platform.flops or 2 * side**3 / product)  # fmt: skip

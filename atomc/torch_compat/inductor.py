@@ -1,0 +1,159 @@
+"""What is not public of Inductor: its code as text, loading that again, its options."""
+
+import functools
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from atomc.torch_compat.tracing import added_by_aot
+
+
+def inductor(gm: GraphModule, inputs: Sequence[Any], patches: Mapping[str, Any] | None = None) -> Callable[..., Any]:
+    """Compile a graph with Inductor, as its own backend would; `patches` are keys of torch._inductor.config."""
+    from torch._inductor.compile_fx import compile_fx
+
+    compiled: Any = compile_fx(gm, list(inputs), config_patches=dict(patches or {}))
+    return compiled  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class InductorCode:
+    """What Inductor made of a graph: a Python module with `call(inputs: list) -> outputs`.
+
+    constants  attributes of the module
+    checked    numbers of the inputs that are copied if they do not lie aligned; `written` of those written in place
+    """
+
+    source: str
+    constants: dict[str, Tensor]
+    checked: list[int]
+    written: list[int]
+
+
+def inductor_code(
+    gm: GraphModule, inputs: Sequence[Any], patches: Mapping[str, Any]
+) -> tuple[Callable[..., Any], InductorCode | str]:
+    """As `inductor`, for a graph without gradients; also the code, or why the code is not all that runs."""
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    made: list[tuple[Any, InductorCode | str]] = []
+    returns_tuple = isinstance(gm.graph.output_node().args[0], tuple | list)  # Inductor makes it one
+
+    def remembering(inner: GraphModule, examples: Sequence[Any], **kwargs: Any) -> Any:
+        reason = added_by_aot(inner, len(inputs))
+        out = compile_fx_inner(inner, examples, **kwargs)
+        made.append((out, reason or _code_of(out)))
+        return out
+
+    compiled: Any
+    # A graph from AOTAutograd's own cache would come without its code.
+    with torch._functorch.config.patch(enable_autograd_cache=False):
+        compiled = compile_fx(gm, list(inputs), inner_compile=remembering, config_patches=_spared(patches))
+    if len(made) != 1:
+        return compiled, f"Inductor made {len(made)} functions of one graph"
+    out, code = made[0]
+    if isinstance(code, str):
+        return compiled, code
+    return _unboxed(out, returns_tuple), code
+
+
+def _code_of(compiled: Any) -> InductorCode | str:
+    from torch._inductor.output_code import CompiledFxGraph
+
+    if type(compiled) is not CompiledFxGraph:
+        return f"Inductor made a {type(compiled).__name__}"
+    if compiled.cudagraph_info is not None or compiled.frozen_param_names or compiled.torchbind_constants:
+        return "Inductor's own CUDA graphs, frozen parameters or script objects are in it"
+    if torch._inductor.config.cpp_wrapper:
+        return "Inductor's cpp_wrapper is on"
+    written = list(compiled.mutated_input_idxs)
+    checked = list(compiled.inputs_to_check)
+    if getattr(compiled, "_defers_input_alignment", False):  # since 2.13 the code sees to the others
+        checked = [i for i in checked if i in written]
+    return InductorCode(_needed(compiled.source_code), dict(compiled.constants or {}), checked, written)
+
+
+def _needed(source: str) -> str:
+    """Inductor's code without what it imports of Inductor and does not use: half of the time that loading it takes."""
+    imported = re.compile(r"^from torch\._inductor\.[\w.]+ import (?:\w+ as )?(\w+)\n", re.MULTILINE)
+    return imported.sub(lambda line: line[0] if len(re.findall(rf"\b{line[1]}\b", source)) > 1 else "", source)
+
+
+def from_code(code: InductorCode, returns_tuple: bool, patches: Mapping[str, Any]) -> Callable[..., Any]:
+    """The function that `inductor_code` returned with this code, in another process."""
+    from torch._inductor.codecache import PyCodeCache
+    from torch._inductor.utils import align_inputs_from_check_idxs
+    from torch.utils._ordered_set import OrderedSet
+
+    with torch._inductor.config.patch(_spared(patches)):
+        key, path = PyCodeCache.write(code.source)
+        call = PyCodeCache.load_by_key_path(key, path, attrs=code.constants).call
+    return _unboxed(align_inputs_from_check_idxs(call, code.checked, OrderedSet(code.written)), returns_tuple)
+
+
+def _spared(patches: Mapping[str, Any]) -> dict[str, Any]:
+    """The patches, and what spares Inductor 8 s of building and loading a library for each vector extension."""
+    known = _vectors_work() and torch._inductor.config.cpp.vec_isa_ok is None
+    return {"cpp.vec_isa_ok": True, **patches} if known else dict(patches)
+
+
+@functools.cache
+def _vectors_work() -> bool:
+    """Whether torch was built for this CPU's vectors, and the compiler takes the flags of all that the CPU has."""
+    if not sys.platform.startswith("linux") or torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return False
+    from torch._inductor import cpu_vec_isa
+
+    has = set(cpu_vec_isa.x86_isa_checker())
+    flags = [isa.build_arch_flags() for isa in cpu_vec_isa.supported_vec_isa_list if {*str(isa).split()} <= has]
+    if not _takes(" ".join(flags)):
+        return False
+
+    def quickly(isa: Any, code: str) -> bool:
+        return _takes(isa.build_arch_flags())
+
+    # What is asked here is remembered.
+    with patch.object(cpu_vec_isa.VecISA, "check_build", quickly), torch._inductor.config.patch({"cpp.vec_isa_ok": True}):
+        cpu_vec_isa.valid_vec_isa_list()
+    return True
+
+
+def _takes(flags: str) -> bool:
+    """Whether the C++ compiler knows these flags, and with them their intrinsics."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    command = [get_cpp_compiler(), *flags.split(), "-fsyntax-only", "-x", "c++", "-"]
+    return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True).returncode == 0
+
+
+def _unboxed(call: Callable[[list[Any]], Any], returns_tuple: bool) -> Callable[..., Any]:
+    if returns_tuple:
+        return lambda *args: call(list(args))
+    return lambda *args: call(list(args))[0]
+
+
+def num_loaded() -> int:
+    """How many graphs Inductor has loaded from its cache, instead of compiling them, since the process began."""
+    return int(torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"])
+
+
+def mode_options(mode: str) -> dict[str, Any]:
+    """What torch.compile(mode=...) means to Inductor."""
+    import torch._inductor
+
+    return dict(torch._inductor.list_mode_options(mode)) if mode != "default" else {}
+
+
+def inductor_option_names() -> list[str]:
+    """The options that Inductor knows."""
+    import torch._inductor
+
+    return list(torch._inductor.list_options())

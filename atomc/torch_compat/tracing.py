@@ -1,0 +1,304 @@
+"""What is not public of torch's tracing: of Dynamo, of AOTAutograd, and of symbolic sizes."""
+
+import contextlib
+import inspect
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor
+from torch._dynamo.exc import ShortenTraceback
+from torch._dynamo.exc import TensorifyScalarRestartAnalysis as RestartAnalysis
+from torch._dynamo.exc import TorchDynamoException as TracingError
+from torch._dynamo.utils import get_metrics_context
+from torch._guards import TracingContext, tracing
+from torch.fx import Graph, GraphModule, Node
+from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, statically_known_true, sym_eq
+from torch.utils._sympy.numbers import int_oo
+from torch.utils._sympy.value_ranges import bound_sympy
+
+from atomc.errors import OURS
+from atomc.torch_compat.names import FakeTensor, FakeTensorMode, autocast_is_on, outside_of_tracing
+
+__all__ = [
+    "INVOKE_SUBGRAPH",
+    "RestartAnalysis",
+    "ShapeEnv",
+    "ShortenTraceback",
+    "TracingError",
+    "added_by_aot",
+    "afresh",
+    "bounds",
+    "break_reason",
+    "compiled_function",
+    "fake_mode_of",
+    "forget_region",
+    "fresh_size",
+    "functional_graph",
+    "guards_hold",
+    "guards_of",
+    "lifted_floats",
+    "make_fx",
+    "mark_unbacked",
+    "nested_compile_region",
+    "num_guards",
+    "own_copy",
+    "passed_on",
+    "recompile_reason",
+    "size_facts",
+    "source_name",
+    "statically_known_true",
+    "sym_eq",
+    "traced_alone",
+    "tracing_context",
+    "without_new_guards",
+]
+
+mark_unbacked = torch._dynamo.decorators.mark_unbacked
+INVOKE_SUBGRAPH = torch.ops.higher_order.invoke_subgraph
+
+
+def source_name(placeholder: Node) -> str | None:
+    """Where Dynamo found this input, as a Python expression over the frame's locals: "L['x']". None if unknown."""
+    source = getattr(placeholder, "_dynamo_source", None)
+    if source is None:
+        return None
+    name = source.name
+    return str(name() if callable(name) else name)
+
+
+def lifted_floats(graph: Graph) -> list[Node]:
+    """Placeholders that are Python floats which Dynamo made 0-d inputs of; it sets no guard on their values."""
+    return [node for node in graph.find_nodes(op="placeholder") if _is_lifted_float(node)]
+
+
+def _is_lifted_float(placeholder: Node) -> bool:
+    argument, fake = placeholder.meta.get("grapharg"), placeholder.meta.get("example_value")
+    passed_as_tensor = getattr(argument, "pass_arg_as_tensor", False)
+    return passed_as_tensor and isinstance(fake, Tensor) and fake.dim() == 0 and fake.dtype == torch.float64
+
+
+def break_reason(gm: GraphModule) -> tuple[str, list[tuple[str, int, str]]] | None:
+    """Why Dynamo ended this graph early: (reason, [(file, line, code)], innermost last); None if it did not."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return None
+    return reason.reason, [(f.filename, f.lineno or 0, f.line or "") for f in reason.user_stack]
+
+
+def recompile_reason() -> str | None:
+    """The guard whose failure caused the compile under way; None if this is a first compile."""
+    return get_metrics_context()._metrics.get("recompile_reason")
+
+
+def compiled_function() -> str:
+    """The qualified name of the function that Dynamo is compiling: "Block.forward"; "" outside of a compile."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "_compile" and frame.f_code.co_filename.endswith("convert_frame.py"):
+            code = frame.f_locals.get("code")
+            return code.co_qualname if isinstance(code, types.CodeType) else ""
+        frame = frame.f_back
+    return ""
+
+
+@contextlib.contextmanager
+def passed_on() -> Iterator[None]:
+    """For a backend: errors of ours that it raises come out of torch.compile as they are. Dynamo wraps all others but those
+    of a class of its own, so that they become one."""
+    try:
+        yield
+    except OURS as error:
+        if isinstance(error, ShortenTraceback):
+            raise
+        kind = type(error)
+        both = type(kind.__name__, (ShortenTraceback, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
+        raise both(str(error), first_useful_frame=None).with_traceback(error.__traceback__) from error.__cause__
+
+
+def own_copy(gm: GraphModule) -> GraphModule:
+    """A copy that may be edited: Dynamo reads its own graph again after the backend has returned.
+
+    It writes its Python code when it is called, not at each `recompile()`: what is only traced is called by no one.
+    """
+    graph = Graph()
+    copies: dict[Node, Node] = {}
+    graph.output(graph.graph_copy(gm.graph, copies))
+    for node, copied in copies.items():
+        if hasattr(node, "_dynamo_source"):
+            copied._dynamo_source = node._dynamo_source
+    old, new = gm.graph.output_node(), graph.output_node()
+    new.meta = dict(old.meta)
+    made = LazyGraphModule(gm, graph)
+    made.meta = dict(gm.meta)
+    if hasattr(gm, "_param_name_to_source"):
+        made._param_name_to_source = gm._param_name_to_source
+    for name, child in gm.named_children():
+        if isinstance(child, GraphModule) and hasattr(made, name):  # a region
+            setattr(made, name, own_copy(child))
+    return made
+
+
+def fake_mode_of(graph: Graph) -> FakeTensorMode | None:
+    """The mode under which Dynamo or AOTAutograd traced this graph."""
+    context = TracingContext.try_get()
+    if context is not None and context.fake_mode is not None:
+        return context.fake_mode
+    for node in graph.nodes:
+        value = node.meta.get("val", node.meta.get("example_value"))
+        if isinstance(value, FakeTensor):
+            return value.fake_mode
+    return None
+
+
+def num_guards(mode: FakeTensorMode | None) -> int:
+    """How many guards the shape environment holds; a pass must not add any."""
+    return len(mode.shape_env.guards) if mode is not None and mode.shape_env is not None else 0
+
+
+@contextlib.contextmanager
+def without_new_guards(mode: FakeTensorMode) -> Iterator[None]:
+    """What is asked about sizes here is answered from the example's and remembered by no guard."""
+    with mode.shape_env.suppress_guards() if mode.shape_env is not None else contextlib.nullcontext():
+        yield
+
+
+@contextlib.contextmanager
+def tracing_context(mode: FakeTensorMode | None) -> Iterator[None]:
+    """A tracing context of its own, so that a nested compile leaves the caller's untouched."""
+    with tracing(TracingContext(mode)):
+        yield
+
+
+def afresh(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with a code object of its own, so that Dynamo never takes an earlier compile for this one."""
+    return types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__, None,
+                              function.__closure__)  # fmt: skip
+
+
+def nested_compile_region(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function as a region that Dynamo traces once for all calls alike."""
+    limit = "max_reuse_entries"  # since 2.12; beyond it Dynamo raises, so let it be more than the layers of any model
+    many = {limit: 1024} if limit in inspect.signature(torch.compiler.nested_compile_region).parameters else {}
+    made: Callable[..., Any] = torch.compiler.nested_compile_region(function, **many)  # type: ignore[arg-type]
+    return made
+
+
+def forget_region(function: Callable[..., Any]) -> None:
+    """Take away what `nested_compile_region` wrote on the function."""
+    for name in [name for name in vars(function) if name.startswith("__marked_compile_region")]:
+        delattr(function, name)
+
+
+def functional_graph(
+    gm: GraphModule,
+    fakes: Sequence[Any],
+    compiler: Callable[[GraphModule, Sequence[Any]], Callable[..., Any]],
+) -> Callable[..., Any]:
+    """Run AOTAutograd for inference without decompositions and let `compiler` compile the functional ATen graph.
+
+    Input mutations stay in the graph. The result takes and returns what `gm` does.
+    """
+    from torch._functorch._aot_autograd.utils import make_boxed_func
+    from torch._functorch.aot_autograd import aot_module_simplified
+
+    def inference_compiler(functional: Any, inputs: Any) -> Any:
+        return make_boxed_func(compiler(functional, inputs))
+
+    with torch._dynamo.utils.preserve_rng_state():
+        compile_boxed: Any = inference_compiler
+        return aot_module_simplified(
+            gm, list(fakes), fw_compiler=compile_boxed, inference_compiler=compile_boxed,
+            decompositions={}, keep_inference_input_mutations=True,
+        )  # fmt: skip
+
+
+def added_by_aot(functional: GraphModule, num_inputs: int) -> str | None:
+    """What AOTAutograd will do around the functional graph that it hands to its compiler; None if only call it."""
+    context = TracingContext.try_get()
+    meta = context.fw_metadata if context is not None else None
+    if meta is None:
+        return "AOTAutograd does not say what it adds to the graph"
+    if autocast_is_on():
+        return "autocast is on"
+    if meta.mutated_inp_runtime_indices or any(info.mutates_metadata for info in meta.input_info):
+        return "an input is changed behind the graph"
+    if meta.num_intermediate_bases or meta.tokens or meta.is_rng_op_functionalized:
+        return "outputs are made behind the graph"
+    written = {i for i, info in enumerate(meta.input_info) if info.mutates_data}
+    kinds = ("alias_of_input", "is_input")
+    if any(info.base_idx in written for info in meta.output_info if info.output_type.name in kinds):
+        return "an output is a view of an input that the graph writes"
+    if any(type(info).__name__ != "PlainTensorMeta" for info in meta.subclass_inp_meta):
+        return "an input is a tensor subclass"
+    num_outputs = len(functional.graph.output_node().args[0])  # type: ignore[arg-type]
+    if len(functional.graph.find_nodes(op="placeholder")) != num_inputs or num_outputs != len(meta.output_info):
+        return "inputs or outputs are rearranged around the graph"
+    return None
+
+
+def guards_of(mode: FakeTensorMode | None, inputs: Sequence[Any]) -> str | None:
+    """What compiling has found out about the sizes among the inputs so far, as an expression; None if nothing."""
+    sizes = _backed_sizes(inputs)
+    if mode is None or mode.shape_env is None or not sizes:
+        return None
+    return mode.shape_env.produce_guards_expression(placeholders=sizes)
+
+
+def guards_hold(mode: FakeTensorMode | None, inputs: Sequence[Any], guards: str | None) -> bool:
+    """Whether an expression of `guards_of` holds for these sizes; if so, it is a guard from now on."""
+    if guards is None:
+        return True
+    sizes = _backed_sizes(inputs)
+    if mode is None or mode.shape_env is None or not sizes:
+        return False
+    hints = [size.node.hint for size in sizes]
+    if not mode.shape_env.evaluate_guards_expression(guards, hints):
+        return False
+    return bool(mode.shape_env.evaluate_guards_expression(guards, sizes))
+
+
+def _backed_sizes(inputs: Sequence[Any]) -> list[torch.SymInt]:
+    return [x for x in inputs if isinstance(x, torch.SymInt) and x.node.has_hint()]
+
+
+def size_facts(graph: Graph) -> list[str]:
+    """What is known about the sizes in a graph of Dynamo's: the ranges of its symbols, and guards."""
+    mode = fake_mode_of(graph)
+    if mode is None or mode.shape_env is None:
+        return []
+    env = mode.shape_env
+    ranges = [f"{symbol}: {found}" for symbol, found in env.var_to_range.items()]
+    return sorted([*ranges, *(str(guard.expr) for guard in env.guards)])
+
+
+def bounds(graph: Graph, size: sympy.Expr) -> tuple[int, int | None]:
+    """Between what numbers a size of a graph of Dynamo's lies, by the ranges of its symbols, which guards hold.
+
+    Both are possible; None: there is no largest one.
+    """
+    mode = fake_mode_of(graph)
+    if mode is None or mode.shape_env is None:
+        return 0, None
+    found = bound_sympy(size, mode.shape_env.var_to_range)
+    return max(int(found.lower), 0), None if found.upper in (int_oo, sympy.oo) else int(found.upper)
+
+
+def traced_alone(function: Callable[..., Any], *args: Tensor) -> Graph:
+    """The graph of a function with symbolic sizes, equal ones under one symbol."""
+    with outside_of_tracing():
+        mode = FakeTensorMode(shape_env=ShapeEnv())
+        mode.cache_enabled = False  # entries of symbolic sizes are dear to make, and none is used twice
+        fakes = [mode.from_tensor(given) for given in args]
+        return make_fx(function, tracing_mode="fake")(*fakes).graph
+
+
+def fresh_size(mode: FakeTensorMode) -> torch.SymInt:
+    """A size about which nothing is known, for an input that the traced program did not have."""
+    assert mode.shape_env is not None
+    with mode.shape_env.ignore_fresh_unbacked_symbols():
+        return mode.shape_env.create_unbacked_symint()
