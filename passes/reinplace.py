@@ -2,8 +2,11 @@
 
     v = index_copy(P, ...);  ... v ...;  copy_(P, v)    =>    index_copy_(P, ...);  ... P ...
 
-P is a graph input. Allowed where nothing reads P, or a view of it, behind v, and P is no other operand of v.
+P is a graph input. Allowed where nothing reads P, or a view of it, behind v, and P is no other operand of v. Where P does
+not lie in memory as v does, what was traced as a view of v may have been a copy: then nothing that is returned may see v.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 from atomc.graph.canonical import value
 from atomc.graph.mutation import storage
 from atomc.graph.sizes import same_shape
+from atomc.graph.strides import Values, same_strides, values_behind
 from atomc.graph_pass import Context
 from atomc.rewrite import Fired
 
@@ -31,12 +35,18 @@ def reinplace(gm: GraphModule, context: Context) -> list[Fired]:
     """Turn every copy back into an input into the in-place form of what computed it, where that is right."""
     graph = gm.graph
     position = {node: i for i, node in enumerate(graph.nodes)}
-    fired = []
+    returned = {storage(node) for node in graph.output_node().all_input_nodes}
+    fired, values = [], Values(graph)
     for copy in [node for node in graph.nodes if node.target is aten.copy_.default]:
         target, new = copy.args
         if not isinstance(target, Node) or target.op != "placeholder" or not isinstance(new, Node) or copy.users:
             continue
         if not (_same_kind(value(target), value(new)) and _last_reader(graph, target, {copy}, position) <= position[new]):
+            continue
+        changed: dict[Node, Any] | None = {}
+        if not same_strides(value(target), value(new)):
+            changed = None if new in returned else values_behind(new, value(target), values)
+        if changed is None:
             continue
         if new.target in IN_PLACE and new.args[0] is target and target not in new.args[1:]:
             new.target = IN_PLACE[new.target]
@@ -45,6 +55,9 @@ def reinplace(gm: GraphModule, context: Context) -> list[Fired]:
             _write_slice(graph, new, target)
         else:
             continue
+        for reader, lying in changed.items():
+            if reader is not new:
+                reader.meta["val"] = lying
         new.replace_all_uses_with(target)
         graph.erase_node(copy)
         fired.append(Fired("reinplace", new, {"input": target.name}))

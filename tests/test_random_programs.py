@@ -103,3 +103,17 @@ def test_a_random_program_does_what_torchs_own_tracing_does(seed):
                                    atol=1e-3, msg=lambda told: f"{told}\n{program.text}")  # fmt: skip
         assert wanted.numel() < 2 or got.stride() == wanted.stride(), program.text
     assert sharing([*found, *ours]) == sharing([*expected, *theirs]), program.text
+
+
+@torch.no_grad()
+def test_a_copy_of_a_strided_input_that_is_written_stays_a_copy():
+    def program(x):
+        column = x.transpose(-1, -2).reshape(-1, 1)
+        x.mul_(2)
+        return column.transpose(-1, -2).contiguous()
+
+    theirs, ours = (torch.arange(12.0)[None, None, ::2] for _ in "ab")
+    expected = program(theirs)
+    found = torch.compile(program, backend="atom", options={"glue": "eager"})(ours)
+    assert torch.equal(found, expected) and torch.equal(ours, theirs)
+    assert found.stride() == expected.stride() and sharing([found, ours]) == sharing([expected, theirs])
