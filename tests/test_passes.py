@@ -7,8 +7,9 @@ from rewriting import TIDY, after_passes, explained, rewritten
 from torch import nn
 
 import atomc
-from atomc import ops, passes, pipeline
+from atomc import kernels, ops, passes, pipeline
 from atomc.graph_pass import Context
+from atomc.op import refusal
 from atomc.options import Options
 from atomc.passes.fuse.add_norm import ADD_LAYER_NORM, ADD_RMS_NORM
 from atomc.passes.fuse.qk_norm_rope import QK_NORM_ROPE
@@ -242,6 +243,16 @@ def test_tables_that_do_not_broadcast_to_the_rows_are_refused_with_their_shapes(
     assert not report.matches["rope"]
     assert (report.misses("rope")[0].kind, report.misses("rope")[0].found) == (
         "guard", "cos [5, 4, 16] is not broadcast to x [5, 1, 16]")  # fmt: skip
+
+
+def test_an_odd_number_of_columns_is_no_rotation():
+    report = explained(neox, Q[..., :9], COS[..., :9], SIN[..., :9])
+    assert not report.matches["rope"]
+    assert (report.misses("rope")[0].kind, report.misses("rope")[0].found) == ("guard", "9 columns are no pairs")
+    kernels.load("triton")
+    [kernel] = [kernel for kernel in ops.rope.kernels if kernel.provider == "triton"]
+    given = {"x": Q[..., :9], "cos": COS[..., :9], "sin": SIN[..., :9]}
+    assert refusal(kernel, Platform.named("h200"), given) == "9 columns are no pairs"
 
 
 def test_what_stands_behind_a_transpose_moves_before_it():

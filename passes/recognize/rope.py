@@ -15,8 +15,10 @@ from atomc.ops.rope import ROPE_STYLES, rotate
 from atomc.rewrite import Rewrite, tensor_example
 
 
-def tables_broadcast(x: Tensor, cos: Tensor, sin: Tensor, **_: object) -> str | None:
-    """The tables have one shape, and every dimension but the last is 1 or that of x."""
+def turns_pairs(x: Tensor, cos: Tensor, sin: Tensor, **_: object) -> str | None:
+    """x is made of pairs. The tables have one shape, and every dimension but the last is 1 or that of x."""
+    if isinstance(x.shape[-1], int) and x.shape[-1] % 2:
+        return f"{x.shape[-1]} columns are no pairs"
     if cos.dim() > x.dim() or len(cos.shape) != len(sin.shape):
         return f"cos {spell_shape(cos.shape)} and sin {spell_shape(sin.shape)} for x {spell_shape(x.shape)}"
     for size, of_x in zip(reversed(cos.shape[:-1]), reversed(x.shape[:-1]), strict=False):
@@ -37,7 +39,7 @@ def _rotation(style: str) -> Rewrite:
     def example() -> dict[str, Any]:
         return {"x": tensor_example(3, 12), "cos": tensor_example(width), "sin": tensor_example(width)}
 
-    return Rewrite("rope", pattern, replacement, example, guard=tables_broadcast, variant=style,
+    return Rewrite("rope", pattern, replacement, example, guard=turns_pairs, variant=style,
                    attrs={"style": style})  # fmt: skip
 
 

@@ -217,6 +217,8 @@ def unrotatable(platform: Platform, x: Tensor, cos: Tensor, sin: Tensor, style: 
         return f"style {style!r} is not one of {ROPE_STYLES}"
     if cos.dtype != sin.dtype:
         return f"cos is {cos.dtype}, sin is {sin.dtype}"
+    if style == "neox" and isinstance(cos.shape[-1], int) and cos.shape[-1] % 2:
+        return f"{cos.shape[-1]} columns are no pairs"
     if cos.dim() > x.dim():
         return "the tables have more dimensions than what they rotate"
     for mine, size in zip(cos.shape[-2::-1], x.shape[-2::-1], strict=False):
