@@ -111,6 +111,8 @@ def _same_as(node: Node) -> Node | None:
     here = call(node)
     if here.op == "alias":
         return here.operands[0]
+    if here.op == "clone" and call(here.operands[0]).op == "atom::rms_norm":  # of lift, where the input is no dense one
+        return here.operands[0]
     if here.op == "cat":
         return _only_part(node)
     if here.op == "copy":  # what a write in place of the whole tensor becomes

@@ -14,6 +14,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from atomc import ops
 from atomc.graph.sizes import known_equal
+from atomc.graph.strides import same_strides
 from atomc.graph_pass import Context
 from atomc.rewrite import Fired
 
@@ -93,7 +94,14 @@ def _rms_norm(graph: Graph, node: Node) -> Lifted:
     eps = torch.finfo(x.dtype).eps if given["eps"] is None else given["eps"]
     if not isinstance(eps, float | int):
         return "eps is not a constant"
-    return _replace(node, ops.rms_norm, given["input"], given["weight"], float(eps), "before"), {"style": "before"}
+    normed = _replace(node, ops.rms_norm, given["input"], given["weight"], float(eps), "before")
+    if not same_strides(x, dense := _fake(node)):  # torch's is contiguous, that of the op lies like x
+        normed.meta["example_value"] = torch.empty_like(x)
+        with graph.inserting_after(normed):
+            copy = graph.call_method("contiguous", (normed,))
+        copy.meta = {**normed.meta, "example_value": dense}
+        normed.replace_all_uses_with(copy, delete_user_cb=lambda reader: reader is not copy)
+    return normed, {"style": "before"}
 
 
 def _layer_norm(graph: Graph, node: Node) -> Lifted:

@@ -371,6 +371,26 @@ def test_layer_norm_of_a_module_and_without_parameters_is_lifted():
     assert explained(lambda x: F.layer_norm(x, x.shape[-1:]), X).matches["layer_norm"] == 1
 
 
+def test_rms_norm_of_a_transposed_tensor_lies_as_torchs_does_and_fuses_where_nobody_sees_it():
+    x, w = torch.randn(2, 4, T, D), torch.randn(D)
+    compiled = torch.compile(lambda x, w: F.rms_norm(x, (D,), w), backend="atom", options={"glue": "eager"})
+    expected = F.rms_norm(x.transpose(1, 2), (D,), w)
+    found = compiled(x.transpose(1, 2), w)
+    torch.testing.assert_close(found, expected)
+    assert found.stride() == expected.stride()
+
+    def heads(q, k, w, cos, sin):
+        v = k.transpose(1, 2)
+        q, k = (F.rms_norm(x.transpose(1, 2), (D,), w, 1e-6) for x in (q, k))
+        return F.scaled_dot_product_attention(neox(q, cos, sin), neox(k, cos, sin), v)
+
+    q, k = torch.randn(2, T, 4, D), torch.randn(2, T, 4, D)
+    tables = (COS[None, :, 0][:, None], SIN[None, :, 0][:, None])
+    attended = torch.compile(heads, backend="atom", options={"glue": "eager"})(q, k, w, *tables)
+    torch.testing.assert_close(attended, heads(q, k, w, *tables))
+    assert atomc.reports()[-1].matches["qk_norm_rope"] == 1
+
+
 def test_layer_norm_over_a_last_dimension_of_any_size_is_lifted():
     def norm(x):
         return F.layer_norm(x, x.shape[-1:])

@@ -38,7 +38,7 @@ def unfit(platform: Platform, **tensors: Tensor | None) -> str | None:
 
 
 def num_rows(x: Tensor) -> int:
-    return x.numel() // x.shape[-1]
+    return x.numel() // (x.shape[-1] or 1)
 
 
 def by_fours(x: Tensor) -> Tensor:
