@@ -105,8 +105,7 @@ def _inspect(gm: GraphModule, inputs: Sequence[Any], options: Options, platform:
         return stages(functional, context, report, Dumper(options.dump), glue=False).call
 
     try:
-        trace(gm, inputs, lambda dynamo: lift_stage(dynamo, context, report), compiler, floats,
-                      report.notes)
+        trace(gm, inputs, lambda dynamo: lift_stage(dynamo, context, report), compiler, floats, report.notes)
         report.treated = True
     except RestartAnalysis:  # Dynamo traces again with floats it now knows to be constants
         forget(report)

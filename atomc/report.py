@@ -177,7 +177,7 @@ class Report:
     few_bits: list[FewBits] = field(default_factory=list)
     about: dict[str, str] = field(default_factory=dict)  # rewrite -> what it does: the docstring of its file
     audit: dict[str, Any] = field(default_factory=dict)  # of the first call, if one was asked for: see docs/audit.md
-    bugs: list[str] = field(default_factory=list)  # of the matcher: what it refused without a reason
+    bugs: list[str] = field(default_factory=list)  # of the matcher: what it refused without a reason, or could not explain
 
     @property
     def layers(self) -> list[int]:

@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import atomc
 from atomc import models, packs
 
+Model = TypeVar("Model", bound=nn.Module)
 EAGER = {"glue": "eager"}
 UNMERGED = {**EAGER, "passes": dict.fromkeys(["merge_qkv", "merge_gate_up", "merge_linears"], False)}
 WIDTHS = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -53,6 +54,14 @@ class Layer(nn.Module):
 
 def ready(model: nn.Module) -> nn.Module:
     return model.eval().requires_grad_(False)
+
+
+def fresh(kind: type[Model]) -> Model:
+    """Such a model with the same weights each time."""
+    torch.manual_seed(0)
+    model = kind()
+    ready(model)
+    return model
 
 
 X = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(0))

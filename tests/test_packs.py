@@ -17,6 +17,7 @@ from merged_models import (
     X,
     close,
     compiled,
+    fresh,
     last,
     live_bytes,
     merges,
@@ -34,17 +35,13 @@ from atomc.program import compile_model
 
 
 @pytest.fixture
-def layer() -> nn.Module:
-    torch.manual_seed(0)
-    return ready(Layer())
+def layer() -> Layer:
+    return fresh(Layer)
 
 
 @pytest.fixture
 def mlp() -> Gated:
-    torch.manual_seed(0)
-    made = ready(Gated())
-    assert isinstance(made, Gated)
-    return made
+    return fresh(Gated)
 
 
 # Memory

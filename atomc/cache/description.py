@@ -24,7 +24,7 @@ from atomc.cache.fingerprint import (
     lies,
     sources_in,
     surroundings,
-)  # fmt: skip
+)
 from atomc.options import Options
 from atomc.platform import Platform
 from atomc.torch_compat.names import changed_settings, hooks_of, hooks_on_all_modules, modes_are_on
