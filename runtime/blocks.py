@@ -1,7 +1,7 @@
 """Who owns which blocks of the caches, in groups of layers that are paged alike."""
 
 from collections import OrderedDict
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from atomc.runtime.prefix_cache import first_read, longest_match
@@ -116,6 +116,14 @@ class BlockPool:
         """Tokens that a group holds which keeps all of them; where all have windows, the largest."""
         whole = [group.num_blocks for group in self.groups if not group.window]
         return min(whole or [max(group.num_blocks for group in self.groups)]) * self.block_size
+
+    def tokens_used(self, computed: Mapping[str, int]) -> int:
+        """Of what `num_tokens` counts, the tokens held for owners with so many computed; a shared one counts once."""
+        index = max(range(len(self.groups)), key=lambda i: (not self.groups[i].window, self.groups[i].num_blocks))
+        group, tables = self.groups[index], {owner: tables[index] for owner, tables in self._tables.items()}
+        held = sum(computed[owner] - table.first * self.block_size for owner, table in tables.items())
+        shared = sum(len(table.blocks) for table in tables.values()) - (group.num_blocks - len(group.free))
+        return held - shared * self.block_size
 
     def longest(self, most_new: int) -> int:
         """Tokens of the longest sequence that fits if it is alone; at most `most_new` of them wait to be read."""

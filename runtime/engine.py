@@ -364,6 +364,7 @@ class Engine:
             kv_blocks_used=pool.num_blocks - pool.num_free,
             kv_blocks_total=pool.num_blocks,
             kv_tokens=pool.num_tokens,
+            kv_tokens_used=pool.tokens_used({request.id: request.computed for request in self.scheduler.running}),
             max_len=self.max_len,
             steps=dict(self.runner.steps),
             graph_rows=self.runner.rows,

@@ -14,6 +14,8 @@ class Stats:
     graph_rows       rows of the steps that ran as a graph; graph_padding more were added to fit one
     host_ms          milliseconds of Python a step, mean of the last steps, waiting for the device left out
     kv_tokens        tokens that the whole cache holds; max_len: tokens of the longest sequence
+    kv_tokens_used   tokens that it holds for requests; a block of the contiguous layout is taken whole by a sequence,
+                     however few they are
     """
 
     running: int
@@ -22,6 +24,7 @@ class Stats:
     kv_blocks_total: int
     kv_tokens: int
     max_len: int
+    kv_tokens_used: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
     preemptions: int = 0

@@ -12,12 +12,14 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from atomc.runtime.server import operations, protocol, status
+from atomc.runtime.server.body_timeout import BodyTimeout
 from atomc.runtime.server.chat_completions import chat_completions
 from atomc.runtime.server.client import EngineDead, RequestRefused
 from atomc.runtime.server.completions import completions
 from atomc.runtime.server.embeddings import embeddings
 from atomc.runtime.server.errors import APIError, told
 from atomc.runtime.server.http import Door, error_response
+from atomc.runtime.server.keys import Keys
 from atomc.runtime.server.service import Service
 
 # The page at / holds nothing of this server; what it shows comes from /status, which needs a key.
@@ -44,7 +46,7 @@ def create_app(service: Service) -> Any:
     }
     app = FastAPI(title="atomc", docs_url=None, redoc_url=None, responses=answers)
     _add_routes(app, service)
-    app.include_router(status.router(service.client, service.model.names[0]))
+    app.include_router(status.router(service))
     for kind in (APIError, EngineDead, RequestRefused, Exception):
         app.add_exception_handler(kind, _told)
     app.add_exception_handler(ClientDisconnect, _nobody)
@@ -53,25 +55,14 @@ def create_app(service: Service) -> Any:
     # Text that is no Unicode, such as half a surrogate; where it is found first depends on the field.
     app.add_exception_handler(UnicodeError, _not_text)
     door = Door(
-        app, keys=api_keys(service.config.api_key, service.config.api_key_file), open_paths=OPEN_PATHS,
-        max_body_bytes=service.config.max_body_bytes,
+        app, keys=Keys(service.config.api_key), open_paths=OPEN_PATHS, max_body_bytes=service.config.max_body_bytes,
         refused=lambda code: service.metrics.refused.labels(service.metrics.model, code).inc(),
     )  # fmt: skip
+    timed = BodyTimeout(door, service.config.body_timeout)
     if not service.config.allow_origin:
-        return door
-    return CORSMiddleware(door, allow_origins=service.config.allow_origin, allow_methods=["GET", "POST"],
+        return timed
+    return CORSMiddleware(timed, allow_origins=service.config.allow_origin, allow_methods=["GET", "POST"],
                           allow_headers=["*"], expose_headers=["X-Request-Id"])  # fmt: skip
-
-
-def api_keys(keys: tuple[str, ...], file: str | None) -> list[str]:
-    """All keys that clients may send. Raises OSError and ValueError for a file without any."""
-    if file is None:
-        return list(keys)
-    with open(file, encoding="utf-8") as lines:
-        found = [line.strip() for line in lines if line.strip()]
-    if not found:
-        raise ValueError(f"--api-key-file {file} has no key, expected one a line")
-    return [*keys, *found]
 
 
 def _add_routes(app: FastAPI, service: Service) -> None:

@@ -7,7 +7,8 @@ import signal
 import tempfile
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
@@ -28,7 +29,7 @@ from atomc.runtime.stats import Stats
 
 PING_SECONDS = 2.0
 PAST_SECONDS = 180.0
-STOP_SECONDS = 10.0
+STOP_SECONDS = 2.0
 LOWER = "--kv-bytes, --max-num-seqs or --max-model-len"
 
 
@@ -41,6 +42,14 @@ class ShuttingDown(EngineDead):
 
     def __init__(self) -> None:
         super().__init__("the server is shutting down")
+
+
+class EngineRestarting(EngineDead):
+    """The engine's process is gone, and another one is about to replace it. retry_after: seconds until it may serve."""
+
+    def __init__(self, message: str, retry_after: float) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
 class EngineFailed(Exception):
@@ -75,34 +84,53 @@ class EngineProcess:
     def close(self, patience: float = 0.0) -> None:
         """Waits so many seconds for the process to end, then kills it."""
         self.process.join(patience)
-        if self.process.is_alive():
-            self.process.kill()
-            self.process.join()
+        self.kill()
+        self.process.join()
+
+    def kill(self) -> None:
+        """Kills the process if it has not ended, and waits for nothing."""
+        self.process.kill()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
 class EngineClient:
     """Talks to an engine's process from one event loop. `await connect()` first, `await close()` last.
 
-    info    what the engine said of itself when it was ready
-    stats   its last figures, at most PING_SECONDS old while it answers; None before the first
-    past    when figures came in the last PAST_SECONDS (time.monotonic), and how many tokens had been generated
+    info      what the engine said of itself when it was ready, start_seconds after it was waited for
+    stats     its last figures, at most PING_SECONDS old while it answers; None before the first
+    heard     when they came (time.monotonic)
+    past      when figures came in the last PAST_SECONDS, and how many tokens had been generated
+    dead      why there is no engine, None while there is one; `died` is set then
+    on_death  makes of the reason what requests get, such as EngineRestarting
     """
 
     info: Started
+    start_seconds: float
 
     def __init__(self, engine: EngineProcess, *, patience: float = 60.0) -> None:
-        self.engine = engine
         self.patience = patience
         self.stats: Stats | None = None
+        self.heard = time.monotonic()
         self.past: deque[tuple[float, int]] = deque()
         self.dead: EngineDead | None = None
+        self.died = asyncio.Event()
+        self.on_death: Callable[[EngineDead], EngineDead] = lambda why: why
+        self.writes_profile = False
+        self.restarts = 0
         self._inboxes: dict[str, Inbox] = {}
         self._calls: dict[int, asyncio.Future[str]] = {}
         self._numbers, self._ids = count(), count()
-        self._asked: float | None = None
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(messages.Event).decode
+        # A thread of its own: those that all share may be taken by chat templates that do not end.
+        self._closer = ThreadPoolExecutor(1)
+        self._attach(engine)
+
+    def _attach(self, engine: EngineProcess) -> None:
+        """Wait for this process to connect."""
+        self.engine = engine
+        self._attached = time.monotonic()
+        self._asked: float | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._started: asyncio.Future[Started] = asyncio.get_running_loop().create_future()
         self._socket = zmq.asyncio.Context().socket(zmq.PAIR)
@@ -112,11 +140,28 @@ class EngineClient:
 
     async def connect(self) -> None:
         """Returns when the engine is ready. Raises EngineFailed if it cannot start."""
-        asyncio.get_running_loop().add_reader(self.engine.process.sentinel, self._exited)
+        asyncio.get_running_loop().add_reader(self.engine.process.sentinel, self._exited, self.engine)
         self._tasks.append(asyncio.create_task(self._receive()))
         self.info = await self._started
+        self.start_seconds = time.monotonic() - self._attached
+        self.dead = None
+        self.died.clear()
+        self.past.clear()
         self._tasks.append(asyncio.create_task(self._ping()))
         await self.call("stats")
+
+    async def restart(self) -> None:
+        """A new process in place of one that died. Raises EngineFailed if it cannot start."""
+        assert self.dead is not None, "the engine lives"
+        await self._detach(0.0)
+        self._attach(EngineProcess(self.engine.config, progress=False))
+        await self.connect()
+        self.restarts += 1
+
+    def end(self, why: str) -> None:
+        """Kill the engine's process, as if it had died."""
+        self._die(EngineDead(why))
+        self.engine.kill()
 
     async def close(self) -> None:
         """Ends the engine's process; requests under way fail."""
@@ -125,7 +170,14 @@ class EngineClient:
             self._send(messages.Stop())
         self._die(ShuttingDown())
         # While it starts it hears nothing.
-        await asyncio.to_thread(self.engine.close, STOP_SECONDS if serves else 0.0)
+        await self._detach(STOP_SECONDS if serves else 0.0)
+        self._closer.shutdown()
+
+    async def _detach(self, patience: float) -> None:
+        """Ends the process, after so many seconds by force, and drops what belongs to it."""
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self.engine.process.sentinel)
+        await loop.run_in_executor(self._closer, self.engine.close, patience)
         for task in self._tasks:
             task.cancel()
         self._socket.close()
@@ -176,10 +228,12 @@ class EngineClient:
         future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._calls[number] = future
         self._send(Call(number, name, folder))
+        self.writes_profile |= name == "stop_profile"
         try:
             return await future
         finally:
             self._calls.pop(number, None)
+            self.writes_profile &= name != "stop_profile"
 
     def _check(self) -> None:
         if self.dead is not None:
@@ -229,7 +283,7 @@ class EngineClient:
             inbox.put(output)
 
     def _remember(self, stats: Stats) -> None:
-        now = time.monotonic()
+        self.heard = now = time.monotonic()
         self.stats = stats
         self.past.append((now, stats.generated_tokens))
         while self.past[0][0] < now - PAST_SECONDS:
@@ -243,13 +297,16 @@ class EngineClient:
                 await self.call("stats")
                 self._asked = None
 
-    def _exited(self) -> None:
-        asyncio.get_running_loop().remove_reader(self.engine.process.sentinel)
-        self.engine.process.join()
+    def _exited(self, engine: EngineProcess) -> None:
+        asyncio.get_running_loop().remove_reader(engine.process.sentinel)
+        engine.process.join()
         # Its last words may still be on the way.
-        asyncio.get_running_loop().call_later(0.1, self._lost, self.engine.process.exitcode)
+        asyncio.get_running_loop().call_later(0.1, self._lost, engine)
 
-    def _lost(self, exitcode: int | None) -> None:
+    def _lost(self, engine: EngineProcess) -> None:
+        if engine is not self.engine:  # it was replaced meanwhile
+            return
+        exitcode = engine.process.exitcode
         how = f"was killed by signal {-exitcode}" if exitcode and exitcode < 0 else f"ended with code {exitcode}"
         if not self._started.done():
             # So the system ends a process when memory runs out.
@@ -259,7 +316,8 @@ class EngineClient:
 
     def _die(self, why: EngineDead) -> None:
         if self.dead is None:
-            self.dead = why
+            self.dead = why = why if isinstance(why, ShuttingDown) else self.on_death(why)
+            self.died.set()
             inboxes, self._inboxes = list(self._inboxes.values()), {}
             for inbox in inboxes:
                 inbox.fail(why)

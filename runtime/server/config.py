@@ -1,7 +1,10 @@
 """ServerConfig: how requests come in. Flags of `atomc serve` are made from its fields, as from EngineConfig's."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from atomc.runtime.server.keys import check_key
 
 
 def _option(default: Any, text: str, group: str = "server") -> Any:
@@ -21,6 +24,12 @@ class ServerConfig:
     max_logprobs: int = _option(20, "logprobs that a request may ask for, at most")
     drain_seconds: float = _option(30.0, "how long running requests may take to finish when the server is to end")
     engine_patience: float = _option(60.0, "seconds without an answer of the engine after which /health fails")
+    engine_timeout: float = _option(600.0, "seconds without an answer after which the engine is killed, as if it had died; "
+                                    "0: never")  # fmt: skip
+    restart_engine: int = _option(0, "restarts of an engine that died, at most so many in a row, with growing pauses; "
+                                  "then, and with 0, the server ends")  # fmt: skip
+    header_timeout: float = _option(10.0, "seconds that a connection has to send the whole head of a request")
+    body_timeout: float = _option(30.0, "seconds that a request has to send its body, and one more for every 10 kB of it")
     log_requests: bool = _option(True, "one line for each request when it ends")
     profile_dir: str | None = _option(None, "lets /start_profile and /stop_profile write profiles into this folder")
     chat_template: str | None = _option(None, "a file with the Jinja template to use instead of the model's", "chat")
@@ -40,12 +49,18 @@ class ServerConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.port < 2**16:
             raise ValueError(f"port is {self.port}, expected 0 (any free one) to 65535")
-        for name, least in (("max_logprobs", 0), ("max_body_bytes", 1), ("drain_seconds", 0), ("engine_patience", 1)):
-            if getattr(self, name) < least:
+        for name, least in (("max_logprobs", 0), ("max_body_bytes", 1), ("drain_seconds", 0), ("engine_patience", 1),
+                            ("engine_timeout", 0), ("restart_engine", 0)):  # fmt: skip
+            if not getattr(self, name) >= least:  # nan is not, either
                 raise ValueError(f"{name} is {getattr(self, name)}, it must be at least {least}")
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise ValueError("ssl_keyfile is the key of a certificate: give ssl_certfile too")
-        if "" in self.api_key:
-            raise ValueError("an api_key is empty")
+        for name in ("header_timeout", "body_timeout"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)}, it must be above 0")
+        if not math.isfinite(self.drain_seconds):
+            raise ValueError(f"drain_seconds is {self.drain_seconds}, expected a number of seconds")
+        for key in self.api_key:
+            check_key(key, "api_key")
         if self.generation_config not in ("model", "none"):
             raise ValueError(f"generation_config is {self.generation_config!r}, expected 'model' or 'none'")

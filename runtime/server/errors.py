@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from atomc.runtime.server.client import EngineDead, RequestRefused, ShuttingDown
+from atomc.runtime.server.client import EngineDead, EngineRestarting, RequestRefused, ShuttingDown
 
 MOST_CHARACTERS = 1000
 
@@ -37,11 +37,16 @@ def told(error: Exception) -> APIError:
             return error
         case ShuttingDown():
             return APIError(503, str(error), "service_unavailable", code="shutting_down")
+        case EngineRestarting(retry_after=seconds):
+            return APIError(503, str(error), "service_unavailable", code="engine_restarting", headers=_later(seconds))
         case EngineDead():
             return APIError(503, f"{error}; no request can be served", "service_unavailable", code="engine_dead")
         case RequestRefused(retry_after=float() | int() as seconds):
-            later = {"Retry-After": str(max(1, round(seconds)))}
-            return APIError(503, str(error), "overloaded", code="queue_full", headers=later)
+            return APIError(503, str(error), "overloaded", code="queue_full", headers=_later(seconds))
         case RequestRefused():
             return invalid(str(error))
     return APIError(500, "the server failed on this request; its log says more", "server_error")
+
+
+def _later(seconds: float) -> dict[str, str]:
+    return {"Retry-After": str(max(1, round(seconds)))}

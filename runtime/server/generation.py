@@ -69,7 +69,7 @@ class Generation:
             if not choice.num_new:
                 choice.first, choice.num_cached = choice.last, output.num_cached
                 choice.prompt_logprobs = output.prompt_logprobs
-                self._metrics.first_token.observe(choice.last - self.started)
+                self._metrics.saw_first_token(choice.last - self.started)
             if output.finish_reason in ("abort", "error"):
                 raise APIError(500, "the engine gave this request up", "server_error")
             delta = choice.stream.add(output)

@@ -1,5 +1,6 @@
 """Figures for Prometheus. The names are vLLM's, with atomc for vllm, so that dashboards need one change."""
 
+from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,6 +13,8 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
 WHOLE = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480)
+# Requests whose times to the first token are kept for the status page.
+LATELY = 256
 LENGTHS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 
 
@@ -36,7 +39,17 @@ class Metrics:
         self.refused = Counter("atomc:request_refused", "Requests answered with an error, by its status.",
                                ["model_name", "status"], registry=self.registry)  # fmt: skip
         self.model = model
+        self.lately: deque[float] = deque(maxlen=LATELY)
         self.registry.register(_OfEngine(client, model))
+
+    def saw_first_token(self, seconds: float) -> None:
+        self.first_token.observe(seconds)
+        self.lately.append(seconds)
+
+    def errors(self) -> dict[str, int]:
+        """How many requests were answered with an error, by its status."""
+        return {sample.labels["status"]: int(sample.value) for metric in self.refused.collect() for sample in metric.samples
+                if sample.name.endswith("_total")}  # fmt: skip
 
     def text(self) -> bytes:
         return generate_latest(self.registry)
@@ -57,9 +70,11 @@ class _OfEngine:
         used = stats.kv_blocks_used / max(stats.kv_blocks_total, 1)
         yield self._gauge("num_requests_running", "Requests in the batch.", stats.running)
         yield self._gauge("num_requests_waiting", "Requests in the queue.", stats.waiting)
-        yield self._gauge("kv_cache_usage_perc", "Share of the cache that is in use, 1 is all of it.", used)
+        yield self._gauge("kv_cache_usage_perc", "Share of the cache's blocks that are taken, 1 is all of them.", used)
+        yield self._gauge("kv_cache_tokens", "Tokens in the cache.", stats.kv_tokens_used)
         yield self._gauge("host_step_milliseconds", "Time of the host a step.", stats.host_ms)
         for name, text, value in (
+            ("engine_restarts", "Engines that took the place of one that died.", self.client.restarts),
             ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_queries),
             ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_hits),
             ("num_preemptions", "Requests that gave way and were computed again.", stats.preemptions),

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from starlette.responses import Response
 
-from atomc.runtime.server.client import EngineDead
+from atomc.runtime.server.client import EngineDead, EngineRestarting
 from atomc.runtime.server.errors import APIError, invalid
 from atomc.runtime.server.http import Json
 from atomc.runtime.server.metrics import CONTENT_TYPE
@@ -51,6 +51,8 @@ async def detokenize(service: Service, body: DetokenizeRequest) -> Response:
 
 async def health(service: Service) -> Response:
     """Whether the engine's process lives and answers."""
+    if isinstance(service.client.dead, EngineRestarting):
+        raise service.client.dead
     sick = service.client.sick
     if sick is not None:
         raise APIError(503, sick, "service_unavailable", code="engine_dead")

@@ -8,29 +8,39 @@ import signal
 import socket
 import ssl
 import sys
-from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.hub import model_folder
 from atomc.runtime.server.client import EngineClient, EngineFailed, EngineProcess
 from atomc.runtime.server.config import ServerConfig
+from atomc.runtime.server.deadline import CLOSE_SECONDS, Deadline
+from atomc.runtime.server.keys import read_keys
+from atomc.runtime.server.supervisor import Supervisor
+
+if TYPE_CHECKING:
+    from atomc.runtime.server.web_server import WebServer
 
 log = logging.getLogger("atomc.server")
 DEMO_NAME = "atomc-demo"
 KEEP_ALIVE_SECONDS = 30
 BACKLOG = 2048
-GOODBYE_SECONDS = 0.5
+LAST_WORDS_SECONDS = 1.0
+# A client that is gone without a word, as with its power, is found out after two minutes.
+KEEP_ALIVE_PROBES = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}
 
 
 def serve(server: ServerConfig, engine: EngineConfig) -> None:
-    """Serve until SIGINT or SIGTERM. Raises ValueError, OSError or ImportError for what a user can put right."""
+    """Serve until SIGINT or SIGTERM. Raises ValueError, OSError or ImportError for what a user can put right, and
+    SystemExit(1) if the engine could not start for another reason, or died."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     logging.getLogger("atomc").setLevel(logging.INFO)
     _check_certificate(server)
+    if server.api_key_file is not None:
+        server = replace(server, api_key=(*server.api_key, *read_keys(server.api_key_file)), api_key_file=None)
     folder, name = _folder(engine)
     listener = _bound(server)
     _allow_connections()
@@ -40,7 +50,7 @@ def serve(server: ServerConfig, engine: EngineConfig) -> None:
     process = EngineProcess(replace(engine, model=str(folder)))
     log.info("starting %s: server is process %d, engine %d", name, os.getpid(), process.process.pid)
     try:
-        asyncio.run(_run(server, process, listener, folder, name))
+        status = asyncio.run(_run(server, process, listener, folder, name))
     except EngineFailed as error:
         if error.by_user:
             raise ValueError(str(error)) from error
@@ -50,6 +60,8 @@ def serve(server: ServerConfig, engine: EngineConfig) -> None:
     finally:
         listener.close()
         process.close()
+    if status:
+        raise SystemExit(status)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
@@ -89,6 +101,11 @@ def _bound(server: ServerConfig) -> socket.socket:
     family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # Connections inherit it: the system asks a client that is silent whether it is still there.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEP_ALIVE_PROBES.items():
+        if hasattr(socket, name):
+            listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     try:
         listener.bind((server.host, server.port))
     except OSError as error:
@@ -100,58 +117,54 @@ def _bound(server: ServerConfig) -> socket.socket:
 
 async def _run(
     config: ServerConfig, process: EngineProcess, listener: socket.socket, folder: Path, name: str
-) -> None:
+) -> int:
+    """The process's exit status."""
     import uvicorn
 
     from atomc.runtime.server.app import create_app
+    from atomc.runtime.server.connection import timed_protocol
+    from atomc.runtime.server.ending import Ending
     from atomc.runtime.server.metrics import Metrics
     from atomc.runtime.server.served import load_served
     from atomc.runtime.server.service import Service
+    from atomc.runtime.server.web_server import WebServer
 
     client = EngineClient(process, patience=config.engine_patience)
+
+    def take_sizes() -> None:
+        model.max_len, model.vocab_size = client.info.max_len, client.info.vocab_size
+
     try:
         model = load_served(folder, name, config)
         await client.connect()
-        model.max_len, model.vocab_size = client.info.max_len, client.info.vocab_size
+        take_sizes()
+        supervisor = Supervisor(client, restarts=config.restart_engine, timeout=config.engine_timeout, started=take_sizes)
         service = Service(client, model, config, Metrics(client, model.names[0]), max_requests=process.config.max_queue)
-
-        class Server(uvicorn.Server):
-            """Says where it listens once it does; ends what still runs when its time is over, so that clients are told."""
-
-            async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-                await super().startup(sockets)
-                _say_how(service, listener)
-
-            def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-                if self.should_exit:
-                    self.force_exit = True
-                self.should_exit = True
-                loop = asyncio.get_running_loop()
-                patience = 0.0 if self.force_exit else config.drain_seconds
-                loop.call_later(patience, client.abort_all)
-
-            async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-                goodbyes = asyncio.create_task(_hang_up(self.server_state.connections))
-                await super().shutdown(sockets)
-                goodbyes.cancel()
-
-        server = Server(uvicorn.Config(
-            create_app(service), log_config=None, access_log=False, server_header=False, lifespan="off", backlog=BACKLOG,
-            timeout_keep_alive=KEEP_ALIVE_SECONDS, timeout_graceful_shutdown=int(config.drain_seconds) + 5,
-            ssl_certfile=config.ssl_certfile, ssl_keyfile=config.ssl_keyfile,
-        ))  # fmt: skip
+        app = Ending(create_app(service))
+        deadline = Deadline(lambda: client.engine.kill())
+        server = WebServer(
+            uvicorn.Config(
+                app, log_config=None, access_log=False, server_header=False, lifespan="off", ws="none",
+                backlog=BACKLOG, timeout_keep_alive=KEEP_ALIVE_SECONDS, http=timed_protocol(config.header_timeout),
+                ssl_certfile=config.ssl_certfile, ssl_keyfile=config.ssl_keyfile,
+            ),
+            drain_seconds=config.drain_seconds, drained=client.abort_all, give_up=app.end,
+            deadline=deadline, listening=lambda: _say_how(service, listener),
+        )  # fmt: skip
+        watching = asyncio.create_task(_end_with_engine(server, supervisor))
         await server.serve(sockets=[listener])
+        watching.cancel()
+        return server.status
     finally:
         await client.close()
 
 
-async def _hang_up(connections: Collection[Any]) -> None:
-    """Ends connections that are closed on this side; over TLS they wait for a goodbye of the client, which may sleep."""
-    while True:
-        await asyncio.sleep(GOODBYE_SECONDS)
-        for connection in list(connections):
-            if connection.transport.is_closing():
-                connection.transport.abort()
+async def _end_with_engine(server: "WebServer", supervisor: Supervisor) -> None:
+    """Ends the server when the engine is gone for good; for a moment clients can still ask why."""
+    log.error("%s; the server ends", await supervisor.run())
+    server.end_within(LAST_WORDS_SECONDS + CLOSE_SECONDS, status=1)
+    await asyncio.sleep(LAST_WORDS_SECONDS)
+    server.end(0.0)
 
 
 def _say_how(service: Any, listener: socket.socket) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -20,6 +21,8 @@ from atomc.runtime.server.served import Served
 
 log = logging.getLogger("atomc.server")
 READY_SECONDS = 30.0
+# So many probes a second as may come, one token a second is generated for them.
+PROBE_SECONDS = 1.0
 
 
 @dataclass
@@ -31,7 +34,9 @@ class Service:
     config: ServerConfig
     metrics: Metrics
     max_requests: int
+    started: float = field(default_factory=time.monotonic, init=False)
     _probe: "asyncio.Task[None] | None" = field(default=None, init=False)
+    _probed: float = field(default=-PROBE_SECONDS, init=False)
 
     def generation(
         self, name: str, prompts: Sequence[Sequence[int]], params: SamplingParams, body: Generate
@@ -56,9 +61,10 @@ class Service:
         return found
 
     async def ready(self) -> None:
-        """Generates one token. Probes at the same time share it. Raises what `told` understands."""
-        if self._probe is None or self._probe.done():
-            self._probe = asyncio.create_task(self._generate_one())
+        """Generates one token, at most one a second: probes share its outcome. Raises what `told` understands."""
+        now = time.monotonic()
+        if self._probe is None or (self._probe.done() and now - self._probed > PROBE_SECONDS):
+            self._probe, self._probed = asyncio.create_task(self._generate_one()), now
         await asyncio.shield(self._probe)
 
     async def _generate_one(self) -> None:

@@ -18,7 +18,8 @@ from fastapi import APIRouter
 from starlette.responses import HTMLResponse
 
 from atomc.render.text import NOT_REWRITES
-from atomc.runtime.server.client import EngineClient, EngineDead
+from atomc.runtime.server.client import EngineDead
+from atomc.runtime.server.service import Service
 
 PAGE = Path(__file__).with_name("status.html")
 # Pages that poll at the same time share one answer of the engine.
@@ -27,10 +28,10 @@ FRESH_SECONDS = 0.4
 ANSWER_SECONDS = 1.0
 
 
-def router(client: EngineClient, model_name: str) -> APIRouter:
+def router(service: Service) -> APIRouter:
     """Two routes: the page, which holds nothing of this server, and its figures."""
     routes = APIRouter(include_in_schema=False)
-    status = Status(client, model_name)
+    status = Status(service)
     page = PAGE.read_text(encoding="utf-8")
     headers = {"Content-Security-Policy": content_policy(page), "X-Content-Type-Options": "nosniff",
                "Referrer-Policy": "no-referrer", "Cache-Control": "no-cache"}  # fmt: skip
@@ -49,20 +50,24 @@ def router(client: EngineClient, model_name: str) -> APIRouter:
 class Status:
     """What the page shows, as plain data."""
 
-    def __init__(self, client: EngineClient, model_name: str) -> None:
-        self._client = client
-        self._model_name = model_name
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._client = service.client
         self._asked = -FRESH_SECONDS
         self._compiled: dict[str, Any] | None = None
 
     async def figures(self) -> dict[str, Any]:
-        """The model, the engine's figures, and what the compiler did; `sick` says why it cannot serve, or is None."""
-        client = self._client
+        """The model, the engine's figures, and what the compiler did; `sick` says why it cannot serve, or is None, and
+        `age` how many seconds old the engine's figures are."""
+        client, metrics = self._client, self._service.metrics
         await self._refresh()
-        found = {"model": self._model_name, "sick": client.sick, "stats": asdict(client.stats) if client.stats else None}
+        now = time.monotonic()
+        found = {"model": metrics.model, "sick": client.sick, "stats": asdict(client.stats) if client.stats else None,
+                 "age": now - client.heard, "uptime": now - self._service.started, "restarts": client.restarts,
+                 "errors": metrics.errors(), "first_token": first_tokens(metrics.lately)}  # fmt: skip
         names = ("device", "max_len", "kv_tokens", "num_sequences", "phases")
         found |= {"class": client.info.model, **{name: getattr(client.info, name) for name in names}}
-        return found | {"speeds": speeds(client.past, time.monotonic()), "compiler": self._compiled}
+        return found | {"speeds": speeds(client.past, now), "compiler": self._compiled}
 
     async def _refresh(self) -> None:
         if time.monotonic() - self._asked < FRESH_SECONDS or self._client.sick:
@@ -75,6 +80,14 @@ class Status:
                     self._compiled = compiled(json.loads(await self._client.call("report")))
         except (TimeoutError, EngineDead):
             pass
+
+
+def first_tokens(seconds: Collection[float]) -> dict[str, float] | None:
+    """Of so many requests, the seconds to the first token that half of them and 95 of 100 did not exceed."""
+    if not seconds:
+        return None
+    median, most = np.quantile(list(seconds), (0.5, 0.95))
+    return {"requests": len(seconds), "median": float(median), "p95": float(most)}
 
 
 def speeds(past: Collection[tuple[float, int]], now: float) -> list[float]:

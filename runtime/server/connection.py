@@ -1,0 +1,60 @@
+"""A connection that sends the head of a request in time, or is closed."""
+
+import asyncio
+from typing import Any
+
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+from atomc.runtime.server.errors import APIError
+from atomc.runtime.server.http import error_response
+
+
+def timed_protocol(header_timeout: float) -> type[asyncio.Protocol]:
+    """uvicorn's protocol with a limit on the time from a connection's start, or from the first byte of a further request,
+    to the end of the request's head."""
+
+    class TimedProtocol(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            super().connection_made(transport)
+            self._begun = False
+            self._timer: asyncio.TimerHandle | None = None
+            self._expect_head()
+
+        def data_received(self, data: bytes) -> None:
+            self._begun = True
+            last: Any = self.cycle
+            super().data_received(data)
+            if self.cycle is not last or (last is not None and not last.response_complete):
+                self._stop()
+            else:
+                self._expect_head()
+
+        def connection_lost(self, error: Exception | None) -> None:
+            self._stop()
+            super().connection_lost(error)
+
+        def _expect_head(self) -> None:
+            if self._timer is None:
+                self._timer = asyncio.get_running_loop().call_later(header_timeout, self._too_late)
+
+        def _stop(self) -> None:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+
+        def _too_late(self) -> None:
+            # What comes late after an answer may be the rest of the body that was answered already.
+            if self._begun and self.cycle is None:
+                self.transport.write(TOO_LATE)
+            self.transport.close()
+
+    return TimedProtocol
+
+
+def _too_late() -> bytes:
+    error = error_response(APIError(408, "the head of the request did not come in time", code="header_timeout"))
+    head = b"".join(b"%s: %s\r\n" % header for header in error.raw_headers)
+    return b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\n" + head + b"\r\n" + bytes(error.body)
+
+
+TOO_LATE = _too_late()

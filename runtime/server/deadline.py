@@ -1,0 +1,49 @@
+"""A process ends in time, whatever its threads do."""
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+
+log = logging.getLogger("atomc.server")
+# What ending in order may take: telling clients, closing connections, ending the engine.
+CLOSE_SECONDS = 4.0
+ALARM_SECONDS = 0.5
+
+
+class Deadline:
+    """Ends this process when time is up, although a thread still runs (Python waits for all of them), such as one that
+    renders a chat template with an endless loop.
+
+    last  called before that, to end what would be left behind
+
+    A thread that holds the interpreter in one long call keeps also this from running. Then the system ends the process
+    ALARM_SECONDS later, by SIGALRM.
+    """
+
+    def __init__(self, last: Callable[[], None]) -> None:
+        self._last = last
+        # Its put may interrupt itself, as in a signal handler.
+        self._orders: SimpleQueue[tuple[float, int]] = SimpleQueue()
+        threading.Thread(target=self._watch, daemon=True, name="deadline").start()
+
+    def set(self, seconds: float, status: int) -> None:
+        """The process ends with this status after so many seconds, at the latest; the earliest deadline holds."""
+        self._orders.put((time.monotonic() + seconds, status))
+        left, _ = signal.getitimer(signal.ITIMER_REAL)
+        if not left or left > seconds + ALARM_SECONDS:
+            signal.setitimer(signal.ITIMER_REAL, seconds + ALARM_SECONDS)
+
+    def _watch(self) -> None:
+        order = self._orders.get()
+        while (left := order[0] - time.monotonic()) > 0:
+            try:
+                order = min(order, self._orders.get(timeout=left))
+            except Empty:
+                break
+        self._last()
+        log.error("something still runs after the time to end, such as a chat template: the process is cut off")
+        os._exit(order[1])

@@ -1,0 +1,40 @@
+"""ASGI middleware: requests that are still at work when the server ends get an answer that says so."""
+
+import asyncio
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from atomc.runtime.server.client import ShuttingDown
+from atomc.runtime.server.errors import told
+from atomc.runtime.server.http import error_response
+
+
+class Ending:
+    """`end()` gives up all requests; those that wait for a thread leave it behind."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+        self._requests: set[asyncio.Task[None]] = set()
+
+    def end(self) -> None:
+        for request in self._requests:
+            request.cancel()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = asyncio.current_task()
+        assert request is not None
+        begun = False
+
+        async def noted(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        self._requests.add(request)
+        try:
+            await self.app(scope, receive, noted)
+        except asyncio.CancelledError:
+            if not begun:
+                await error_response(told(ShuttingDown()))(scope, receive, send)
+        finally:
+            self._requests.discard(request)

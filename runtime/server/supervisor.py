@@ -1,0 +1,86 @@
+"""What happens to an engine that dies or falls silent: it is restarted some times, and then given up."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from atomc.runtime.server.client import EngineClient, EngineDead, EngineFailed, EngineRestarting
+
+log = logging.getLogger("atomc.server")
+# An engine that served for so long before it died is restarted as if it had never died before.
+STEADY_SECONDS = 600.0
+LONGEST_BACKOFF = 30.0
+CHECK_SECONDS = 0.5
+
+
+class Supervisor:
+    """Restarts the engine of a client that is connected.
+
+    restarts  restarts in a row, at most; 0: none
+    timeout   kills an engine that has not answered for so many seconds; 0: never
+    started   called when a new engine serves
+    """
+
+    def __init__(
+        self, client: EngineClient, *, restarts: int, timeout: float, started: Callable[[], None] = lambda: None
+    ) -> None:
+        self._client = client
+        self._restarts, self._timeout, self._started = restarts, timeout, started
+        self._attempt = 0
+        self._since = time.monotonic()
+        client.on_death = self._judge
+
+    async def run(self) -> EngineDead:
+        """Returns why, when the engine is gone for good."""
+        watch = asyncio.create_task(self._end_silent())
+        try:
+            while True:
+                await self._client.died.wait()
+                dead = self._client.dead
+                assert dead is not None
+                if not isinstance(dead, EngineRestarting):
+                    return dead
+                log.error("%s", dead)
+                await asyncio.sleep(backoff(self._attempt))
+                await self._restart()
+        finally:
+            watch.cancel()
+
+    async def _restart(self) -> None:
+        try:
+            await self._client.restart()
+        except EngineDead:  # it started and died, and is judged already
+            return
+        except (EngineFailed, OSError) as error:
+            self._client.dead = self._judge(EngineDead(str(error)))
+            return
+        self._since = time.monotonic()
+        self._started()
+        log.info("the engine serves again, as process %d", self._client.engine.process.pid)
+
+    def _judge(self, why: EngineDead) -> EngineDead:
+        """What requests get from now on: that it is being restarted, or why it is dead."""
+        if time.monotonic() - self._since > STEADY_SECONDS:
+            self._attempt = 0
+        if self._attempt == self._restarts:
+            given_up = f" ({self._restarts} restarts did not help)" if self._restarts else ""
+            return EngineDead(f"{why}{given_up}")
+        self._attempt += 1
+        seconds = backoff(self._attempt) + self._client.start_seconds
+        return EngineRestarting(
+            f"the engine is being restarted (attempt {self._attempt} of {self._restarts}): {why}", retry_after=seconds
+        )
+
+    async def _end_silent(self) -> None:
+        """A step or a compile is silent, too, but not for so long; a profile may be written for longer."""
+        client = self._client
+        while self._timeout:
+            await asyncio.sleep(CHECK_SECONDS)
+            if client.dead is None and client.silent > self._timeout and not client.writes_profile:
+                client.end(f"the engine did not answer for {client.silent:.0f} s (--engine-timeout) and was killed")
+
+
+def backoff(attempt: int) -> float:
+    """Seconds before this attempt: 1, 2, 4 ..."""
+    return float(min(2 ** (attempt - 1), LONGEST_BACKOFF))
