@@ -29,9 +29,7 @@ class Group:
     def take(self) -> int:
         """A free block, which holds nothing any more."""
         block, _ = self.free.popitem(last=False)
-        key = self.key_of.pop(block, None)
-        if key is not None:
-            del self.block_of[key]
+        self.unname(block)
         self.users[block] = 1
         return block
 
@@ -55,6 +53,12 @@ class Group:
         if key not in self.block_of and block not in self.key_of:
             self.block_of[key] = block
             self.key_of[block] = key
+
+    def unname(self, block: int) -> None:
+        """The block can no longer be found."""
+        key = self.key_of.pop(block, None)
+        if key is not None:
+            del self.block_of[key]
 
     def check(self, tables: Sequence["Table"]) -> None:
         users = [0] * self.num_blocks
@@ -201,6 +205,12 @@ class BlockPool:
             for group, table in zip(self.groups, self._tables[owner], strict=True):
                 if place >= table.first:
                     group.name(table.blocks[place - table.first], key)
+
+    def unname(self, owner: str) -> None:
+        """No block of the owner, shared ones included, is found by its key any more."""
+        for group, table in zip(self.groups, self._tables.get(owner, []), strict=False):
+            for block in table.blocks:
+                group.unname(block)
 
     def news(self, owner: str) -> tuple[NewBlocks, ...]:
         """For each group, the blocks that came since this was last asked."""

@@ -20,6 +20,7 @@ from atomc.runtime.capacity import GRAPH_SHARE, capacity, free_memory, out_of_me
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.draw import Draw
 from atomc.runtime.drawing import Drawing, Drawn, Result
+from atomc.runtime.fence import Fence, RequestError, RequestFailed, is_contained
 from atomc.runtime.graphs import step_shapes
 from atomc.runtime.hidden import hidden_model
 from atomc.runtime.loading import load
@@ -54,6 +55,10 @@ class Engine:
     The host decides about a step and launches it while the device still runs the step before: a token that is drawn
     stays on the device and is fed to the next step, and the host learns of it one step later.
 
+    What goes wrong for one request while it is admitted, scheduled, drawn, read or pooled ends that request, with an
+    Output that says why; the others continue, and get the tokens that they would have got without it. What goes wrong
+    for a step as a whole, or on the device, comes through.
+
     program.report says what the compiler did, phases how long each part of the start took (seconds), max_len how many
     tokens the longest sequence has.
 
@@ -67,6 +72,7 @@ class Engine:
         self.host_ms = 0.0
         self._seeds = random.Random(config.seed)
         self._flight: Drawn | None = None
+        self.fence = Fence()
         self._others: list[Output] = []  # what `embed` learned of the requests of others
         self._scores: dict[str, list[TokenLogprobs]] = {}
         self._drafters: dict[str, NGram] = {}
@@ -117,7 +123,7 @@ class Engine:
             raise ValueError(f"{name} keeps no state: each of its attention layers must own a handle (ops.kv_state) and "
                              "pass it to ops.attention")  # fmt: skip
         max_num_seqs = config.max_num_seqs or MAX_NUM_SEQS.get(device.type, 256)
-        self.drawing = Drawing(device, max_num_seqs, self._grammars)
+        self.drawing = Drawing(device, max_num_seqs, self._grammars, self.fence)
         block_size = LAYOUTS[specs[0].layout].block_size
         windows = windows_of(self.program)
         sized = config.kv_bytes is not None or config.num_blocks is not None
@@ -155,6 +161,7 @@ class Engine:
             max_model_len=size.max_model_len,
             max_queue=config.max_queue,
             policy=config.scheduling_policy,
+            fence=self.fence,
         )  # fmt: skip
         self.max_len = self.scheduler.max_len
         log.info("the cache holds %d tokens, %.1f sequences of full length (%d tokens)", self.scheduler.pool.num_tokens,
@@ -190,28 +197,41 @@ class Engine:
                        seed=self._seeds.getrandbits(64), priority=priority, salt=salt, pooling=pooling)  # fmt: skip
 
     def refuse(self, request: Request) -> None:
-        """Raise ValueError for a request that can never run: too long, its id in use, a token that does not exist."""
+        """Raise ValueError for a request that can never run: too long, its id in use, a token that does not exist, no token
+        that may come first."""
         for token in request.tokens:
             if token < 0 or (self.vocab_size is not None and token >= self.vocab_size):
                 raise ValueError(f"token id {token} is not in the vocabulary of {self.vocab_size} tokens")
         if self.vocab_size is not None:
             request.params.refuse_beyond(self.vocab_size)
+            if request.params.min_tokens and request.banned.issuperset(range(self.vocab_size)):
+                least = request.params.min_tokens
+                raise ValueError(f"min_tokens is {least}, and stop_token_ids and end-of-sequence tokens "
+                                 "are the whole vocabulary: no token may come first")  # fmt: skip
         self.scheduler.refuse(request)
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises what `refuse` raises, and QueueFull if too many wait."""
+        """Queue a request. Raises what `refuse` raises, QueueFull if too many wait, ValueError for a form of output that
+        cannot be compiled (ImportError without the library for it), and RequestFailed for any other error that concerns
+        this request alone."""
         self.refuse(request)
         if not self.has_work:
             self.program.check()  # raises RunError if a module's weights were replaced
+        try:
+            self._begin(request)
+        except BaseException as error:
+            self._forget(request.id)
+            if not is_contained(error) or isinstance(error, ValueError | ImportError | QueueFull):
+                raise
+            self.fence.fail(request.id, "admitting it", error)
+            raise RequestFailed(self.fence.failed.pop(request.id)) from error
+        request.arrival = time.time()
+
+    def _begin(self, request: Request) -> None:
         if request.pooling is not None:
             self._hidden = self._hidden or self._compiled_hidden()
         self.drawing.begin(request)
-        try:
-            self.scheduler.add(request)
-        except QueueFull:
-            self._forget(request.id)
-            raise
-        request.arrival = time.time()
+        self.scheduler.add(request)
 
     def abort(self, request_id: str) -> bool:
         """Drop a request; False if there is none of this id (it may just have finished). No output of it follows."""
@@ -227,8 +247,9 @@ class Engine:
     def step(self) -> list[Output]:
         """Decide about a step and launch it, then take what came of the step before.
 
-        What is new of each request; [] does not mean that nothing is to come, see has_work. If a step fails, what it
-        raised comes through, and the requests are as they were before it.
+        What is new of each request; [] does not mean that nothing is to come, see has_work. A request that failed has
+        an Output with the error. If a step fails as a whole, what it raised comes through, and the requests are as they
+        were before it.
         """
         began, self._waited = time.perf_counter(), 0.0
         outputs, self._others = self._others, []
@@ -251,6 +272,7 @@ class Engine:
                 raise
         outputs += self._collect()
         self._flight = launched
+        outputs += self._failed()
         if step is not None:
             milliseconds = 1e3 * (time.perf_counter() - began - self._waited)
             self.host_ms += MEMORY * (milliseconds - self.host_ms) if self.host_ms else milliseconds
@@ -261,24 +283,25 @@ class Engine:
 
         They are requests like others (`request(pooling=...)`, `Output.embedding`), and run together with them. The first
         one compiles the model once more, without its head. Raises ValueError as `add` does, before anything is computed,
-        and for a model whose head is not known.
+        and for a model whose head is not known, and RequestFailed if hidden states are NaN.
         """
         requests = [self.request(f"embed {i}", prompt, pooling=pooling) for i, prompt in enumerate(prompts)]
         for request in requests:
             self.refuse(request)
+        ids = {request.id for request in requests}
         found: dict[str, list[float]] = {}
         waiting = requests.copy()
         try:
             while len(found) < len(requests):
                 while waiting and len(self.scheduler.waiting) < self.config.max_queue:
                     self.add(waiting.pop(0))
-                others = []
-                for output in self.step():
-                    if output.embedding is None:
-                        others.append(output)
-                    else:
-                        found[output.request_id] = list(output.embedding)
-                self._others += others
+                outputs = self.step()
+                self._others += [output for output in outputs if output.request_id not in ids]
+                for output in outputs:
+                    if output.request_id in ids:
+                        if output.error is not None:
+                            raise RequestFailed(output.error)
+                        found[output.request_id] = list(output.embedding or ())
         finally:
             for request in requests:
                 self.abort(request.id)
@@ -302,37 +325,42 @@ class Engine:
 
     def _draft(self) -> None:
         """Guess what follows the tokens of requests that have only their last one to compute."""
-        config = self.config
         for request in self.scheduler.running:
             if request.pending == 1 and request.num_new and not request.pooling:
-                drafter = self._drafters.setdefault(request.id, NGram(config.ngram_min, config.ngram_max))
-                count = min(config.speculative_tokens, request.room(self.max_len) - 1)
-                request.draft = tuple(drafter.propose(request.tokens, count)) if count > 0 else ()
+                request.draft = self.fence.run(request.id, "guessing its next tokens", self._guess, request) or ()
+
+    def _guess(self, request: Request) -> tuple[int, ...]:
+        config = self.config
+        drafter = self._drafters.setdefault(request.id, NGram(config.ngram_min, config.ngram_max))
+        count = min(config.speculative_tokens, request.room(self.max_len) - 1)
+        return tuple(drafter.propose(request.tokens, count)) if count > 0 else ()
 
     def _collect(self) -> list[Output]:
         """What came of the step in flight, if there is one."""
         flight, self._flight = self._flight, None
         if flight is None:
             return []
-        began = time.perf_counter()
-        results = flight.results()
-        self._waited += time.perf_counter() - began
         requests = self.scheduler.first_requests
+        began = time.perf_counter()
+        results = flight.results(requests, self.fence)
+        self._waited += time.perf_counter() - began
+        failed = self._failed()
+        found = {request.id: result for request, result in zip(requests, results, strict=True)
+                 if request.finish_reason is None}  # fmt: skip
         outputs = self.scheduler.finish_step(flight.step, [
             result.tokens for result, chunk in zip(results, flight.step.chunks, strict=True) if chunk.draws
         ])  # fmt: skip
-        found = {request.id: result for request, result in zip(requests, results, strict=True)
-                 if request.finish_reason != "abort"}  # fmt: skip
         for name, result in found.items():
             if result.scores:
                 self._scores.setdefault(name, []).extend(result.scores)
-        return [self._told(output, found[output.request_id]) for output in outputs]
+        return failed + [self._told(output, found[output.request_id]) for output in outputs]
 
     def _told(self, output: Output, result: Result) -> Output:
         """The output with what the scheduler does not know."""
-        if not self.drawing.fits(output.request_id, output.token_ids):
-            self.scheduler.abort(output.request_id)
-            output = replace(output, finish_reason="error")
+        name = output.request_id
+        self.fence.run(name, "following its form of output", self.drawing.take, name, output.token_ids)
+        if name in self.fence.failed:
+            return self._end(name, self.fence.failed.pop(name))
         scores = self._scores.pop(output.request_id, None) if output.token_ids else None
         if output.finish_reason is not None:
             self._forget(output.request_id)
@@ -344,6 +372,19 @@ class Engine:
             prompt_logprobs=None if scores is None else (None, *scores),
             embedding=result.embedding,
         )
+
+    def _failed(self) -> list[Output]:
+        """The last outputs of the requests that failed since this was last asked, and are dropped now."""
+        return [self._end(name, error) for name, error in self.fence.take().items() if name in self.scheduler.requests]
+
+    def _end(self, request_id: str, error: RequestError) -> Output:
+        """Drop a request that failed, which the scheduler may have dropped already."""
+        if not error.by_client:
+            # If the cache holds NaN, so do the blocks that it shared.
+            self.scheduler.pool.unname(request_id)
+        self.scheduler.abort(request_id, "error")
+        self._forget(request_id)
+        return Output(request_id, (), finish_reason="error", error=error)
 
     def _forget(self, request_id: str) -> None:
         self.drawing.forget(request_id)

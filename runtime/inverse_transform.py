@@ -18,43 +18,57 @@ from atomc.runtime.sampling_params import SamplingParams
 BLOCK = 512
 # Numbers in a tensor, on a CPU: so large that calls cost little, so small that memory is used again and stays in a cache.
 AT_ONCE = 2**20
+# Logits divided by this are all the same; a temperature that is infinite in fp32 would make -inf / inf of a masked token.
+HOTTEST = 1e30
 
 
-def inverse_transform(logits: Tensor, params: Sequence[SamplingParams], numbers: npt.NDArray[np.float64]) -> Tensor:
-    """Token ids [R] i64 of logits [R, V]; params and numbers, in [0, 1), are one for each row.
+def inverse_transform(
+    logits: Tensor, params: Sequence[SamplingParams], numbers: npt.NDArray[np.float64]
+) -> tuple[Tensor, Tensor]:
+    """Token ids [R] i64 of logits [R, V], and the largest logit of each row [R]; params and numbers, in [0, 1), are one
+    for each row.
+
+    Where the largest logit is not finite (NaN if any logit of the row is), the token means nothing, but is in range.
 
     The token is the one, in order of ids, at which the cumulated probability passes the number's share of what the
     filters leave. Tokens as likely as the last one that a filter leaves stay, too. Greedy rows are the exact argmax,
     the smallest id among equals.
     """
     random = [i for i, of in enumerate(params) if of.temperature > 0]
-    if logits.device.type == "cuda":
-        return _on_gpu(logits, params, numbers) if random else logits.argmax(-1)
-    # As argmax, which takes ten times as long on a CPU.
-    tokens = logits.max(-1).indices
+    if logits.device.type == "cuda" and random:
+        return _on_gpu(logits, params, numbers)
+    # On a CPU argmax takes ten times as long.
+    largest, tokens = logits.max(-1)
+    if not random:
+        return tokens, largest
+    largest = largest.float()
+    finite = largest.isfinite().tolist()
+    random = [i for i in random if finite[i]]
     at_once = max(AT_ONCE // logits.shape[-1], 1)
     for start in range(0, len(random), at_once):
         rows = random[start : start + at_once]
         tokens[rows] = _drawn(logits[rows], [params[i] for i in rows], numbers[rows])
-    return tokens
+    return tokens, largest
 
 
-def _on_gpu(logits: Tensor, params: Sequence[SamplingParams], numbers: npt.NDArray[np.float64]) -> Tensor:
+def _on_gpu(
+    logits: Tensor, params: Sequence[SamplingParams], numbers: npt.NDArray[np.float64]
+) -> tuple[Tensor, Tensor]:
     """The same in one launch."""
     from atomc.kernels.triton import inverse_transform as kernel
 
     V = logits.shape[-1]
-    packed = columns(logits.device, [(of.temperature, min(of.top_k or V, V), of.top_p, of.min_p, number)
+    packed = columns(logits.device, [(min(of.temperature, HOTTEST), min(of.top_k or V, V), of.top_p, of.min_p, number)
                                      for of, number in zip(params, numbers.tolist(), strict=True)])  # fmt: skip
     filtered = any(of.top_p < 1.0 or 0 < of.top_k < V for of in params)
     return kernel.inverse_transform(logits, packed[..., 0], filtered=filtered)
 
 
 def _drawn(logits: Tensor, params: Sequence[SamplingParams], numbers: npt.NDArray[np.float64]) -> Tensor:
-    """No row is greedy. Waits for the device if a row has top_p."""
+    """No row is greedy, and the largest logit of each is finite. Waits for the device if a row has top_p."""
     R, V = logits.shape
     num_blocks = -(-V // BLOCK)
-    rows = [(of.temperature, of.min_p, number) for of, number in zip(params, numbers, strict=True)]
+    rows = [(min(of.temperature, HOTTEST), of.min_p, number) for of, number in zip(params, numbers, strict=True)]
     temperature, min_p, number = columns(logits.device, rows)
     weights = logits.new_zeros((R, num_blocks * BLOCK), dtype=torch.float32)
     scaled = weights[:, :V]

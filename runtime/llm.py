@@ -13,6 +13,7 @@ from tqdm import tqdm
 from atomc.options import Options
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.engine import Engine
+from atomc.runtime.fence import Fence, RequestError, RequestFailed
 from atomc.runtime.logprobs import TokenLogprobs
 from atomc.runtime.output import TextStream
 from atomc.runtime.request import Completion, FinishReason, Output, Request, siblings
@@ -56,6 +57,7 @@ class LLM:
         self.tokens_per_second = 0.0
         self._ids = map(str, count())
         self._answers: dict[str, Answer] = {}
+        self._fence = Fence()
 
     def generate(
         self, prompts: str | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
@@ -67,8 +69,9 @@ class LLM:
         sampling_params  for all prompts, or one for each; None: greedy
         progress         a bar that counts the finished prompts
 
-        Raises ValueError, before anything is computed, for a prompt that is empty, too long or not in the vocabulary,
-        and for a text if there is no tokenizer.
+        A request that fails while it is computed has finish_reason "error", and `error` says why; the others are
+        complete. Raises ValueError, before anything is computed, for a prompt that is empty, too long or not in the
+        vocabulary, for a form of output that cannot be compiled, and for a text if there is no tokenizer.
         """
         if isinstance(prompts, str):
             prompts = [prompts]
@@ -92,7 +95,7 @@ class LLM:
         """The new text of one prompt, piece by piece; the pieces together are the text that `generate` returns.
 
         A piece is never half a character. Closing the iterator ends the request. Raises ValueError as `generate` does,
-        and if there is no tokenizer or params.n is not 1.
+        and if there is no tokenizer or params.n is not 1; RequestFailed, after the text that came, if the request fails.
         """
         if self.tokenizer is None:
             raise ValueError("no tokenizer, so there is no text to stream: use generate, which returns token ids")
@@ -114,6 +117,8 @@ class LLM:
                     yield piece
                 elif answer.finish_reason is None:
                     self._advance()
+            if answer.error is not None:
+                raise RequestFailed(answer.error)
         finally:
             self._end(answer)
             self.tokens_per_second = len(answer.token_ids) / (time.perf_counter() - started)
@@ -125,18 +130,23 @@ class LLM:
             for answer in answers:
                 self._begin(answer)
             while unfinished:
-                self._advance()
                 # Also what another caller's steps finished.
                 left = [answer for answer in unfinished if answer.finish_reason is None]
                 bar.update(len(unfinished) - len(left))
                 unfinished = left
+                if left:
+                    self._advance()
         finally:
             for answer in answers:
                 self._end(answer)
 
     def _begin(self, answer: "Answer") -> None:
-        self.engine.add(answer.request)
-        self._answers[answer.request.id] = answer
+        try:
+            self.engine.add(answer.request)
+        except RequestFailed as failed:
+            answer.fail(failed.error)
+        else:
+            self._answers[answer.request.id] = answer
 
     def _end(self, answer: "Answer") -> None:
         self._answers.pop(answer.request.id, None)
@@ -148,7 +158,9 @@ class LLM:
         for output in self.engine.step():
             answer = self._answers.get(output.request_id)
             if answer is not None:
-                answer.add(output)
+                self._fence.run(output.request_id, "making its text", answer.add, output)
+                for error in self._fence.take().values():
+                    answer.fail(error)
                 if answer.finish_reason is not None and output.finish_reason is None:
                     self.engine.abort(output.request_id)  # a stop string, of which the engine does not know
 
@@ -178,6 +190,7 @@ class Answer:
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self.finish_reason: FinishReason | None = None
+        self.error: RequestError | None = None
         self._stream = TextStream(tokenizer, request.tokens, request.params)
         self._first: Output | None = None
         self._stop_reason: int | str | None = None
@@ -189,12 +202,17 @@ class Answer:
         self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs or ()
         self.finish_reason, self._stop_reason = delta.finish_reason, delta.stop_reason
+        self.error = output.error
+
+    def fail(self, error: RequestError) -> None:
+        self.finish_reason, self.error = "error", error
 
     def completion(self) -> Completion:
-        assert self.finish_reason is not None and self._first is not None
-        request = self.request
+        assert self.finish_reason is not None
+        request, first = self.request, self._first or Output(self.request.id, ())
         return Completion(
             self.text, tuple(self.token_ids), self.finish_reason, tuple(request.tokens[: request.num_prompt]),
             logprobs=None if request.params.logprobs is None else tuple(self.logprobs),
-            prompt_logprobs=self._first.prompt_logprobs, stop_reason=self._stop_reason, num_cached=self._first.num_cached,
+            prompt_logprobs=first.prompt_logprobs, stop_reason=self._stop_reason, num_cached=first.num_cached,
+            error=self.error,
         )  # fmt: skip

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from atomc.runtime.draw import Draw
+from atomc.runtime.fence import RequestError
 from atomc.runtime.logprobs import TokenLogprobs
 from atomc.runtime.sampling_params import SamplingParams
 
@@ -90,6 +91,11 @@ class Request:
             for i in range(len(self.draft) + 1)
         ])
 
+    @property
+    def banned(self) -> frozenset[int]:
+        """Tokens that cannot come first."""
+        return self.draws()[0].banned
+
     def room(self, max_len: int) -> int:
         """So many new tokens may still come after those in flight; a sequence has at most max_len."""
         room = max_len - self.length
@@ -131,10 +137,11 @@ class Output:
     logprobs          one for each of them; None if not asked for
     prompt_logprobs   one for each token of the prompt, the first None; comes once, with the first Output
     finish_reason     "stop": a stop or end-of-sequence token came; "length": max_tokens or the longest sequence;
-                      "abort", "error"; None: it goes on
+                      "abort"; "error": see error; None: it goes on
     stop_reason       the stop token; None for the model's own end-of-sequence tokens
     num_cached        tokens of the prompt that came from the prefix cache
     embedding         the pooled hidden state, of a request with `pooling`
+    error             why the request failed
     """
 
     request_id: str
@@ -145,6 +152,7 @@ class Output:
     stop_reason: int | str | None = None
     num_cached: int = 0
     embedding: tuple[float, ...] | None = None
+    error: RequestError | None = None
 
 
 @dataclass(frozen=True)
@@ -154,9 +162,9 @@ class Completion:
     text               the new text, without the token or the text that stopped it; "" if there is no tokenizer
     token_ids          the new tokens, including the one that stopped it
     finish_reason      "stop": a stop or end-of-sequence token, or a stop string, came; "length": max_tokens or the
-                       longest sequence; "error": no token fits the form of output that was asked for
+                       longest sequence; "error": the request failed, and text and token_ids are what came before
     prompt_token_ids   the prompt as the model saw it
-    logprobs, prompt_logprobs, stop_reason, num_cached   as in Output
+    logprobs, prompt_logprobs, stop_reason, num_cached, error   as in Output
     """
 
     text: str
@@ -167,3 +175,4 @@ class Completion:
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     stop_reason: int | str | None = None
     num_cached: int = 0
+    error: RequestError | None = None

@@ -26,11 +26,25 @@ class Logprobs:
     table: Tensor
     counts: tuple[int, ...]
 
-    def read(self, table: Tensor) -> list[TokenLogprobs]:
+    def rows(self, table: Tensor) -> "list[LogprobsRow]":
         """One for each row, from a copy of the table; waits for the device if it lies there."""
-        N = (table.shape[1] - 3) // 2
-        return [TokenLogprobs(int(token), value, int(rank), tuple(zip(map(int, tops[:count]), tops[N:], strict=False)))
-                for (token, value, rank, *tops), count in zip(table.tolist(), self.counts, strict=True)]  # fmt: skip
+        return [LogprobsRow(values, count) for values, count in zip(table.tolist(), self.counts, strict=True)]
+
+    def read(self, table: Tensor) -> list[TokenLogprobs]:
+        return [row.read() for row in self.rows(table)]
+
+
+@dataclass(frozen=True)
+class LogprobsRow:
+    """A row of the table, on the host."""
+
+    values: Sequence[float]
+    count: int
+
+    def read(self) -> TokenLogprobs:
+        token, value, rank, *tops = self.values
+        top = zip(map(int, tops[: self.count]), tops[len(tops) // 2 :], strict=False)
+        return TokenLogprobs(int(token), value, int(rank), tuple(top))
 
 
 def logprobs(logits: Tensor, tokens: Tensor, counts: Sequence[int]) -> Logprobs:

@@ -3,7 +3,7 @@
 R rows, V vocabulary, W = ceil(V / 32) words of a mask.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -19,9 +19,14 @@ from atomc.runtime.token_counts import TokenCounts
 
 @dataclass(frozen=True)
 class Sampled:
-    """Drawn tokens [R] i64, on the device, and how likely those of `rows` were."""
+    """Drawn tokens [R] i64, on the device, and how likely those of `rows` were.
+
+    tops   the largest logit of each row [R], after penalties, bias and mask; where it is not finite, nothing could be
+           drawn, and the token is any id
+    """
 
     tokens: Tensor
+    tops: Tensor
     rows: tuple[int, ...] = ()
     logprobs: Logprobs | None = None
 
@@ -51,24 +56,38 @@ class Sampler:
         i does not draw token t; mask [R, W] i32 may lie on the host. Rows of one request with a draft (see
         atomc.runtime.speculative) lie behind each other.
         """
-        numbers = uniform([draw.seed for draw in draws], [draw.index for draw in draws])
-        tokens = inverse_transform(self._changed(logits, draws, mask), [draw.params for draw in draws], numbers)
+        sampled = self.sample(logits, draws, mask=mask)
         penalized = [i for i, draw in enumerate(draws) if draw.params.penalized]
         guessed = any(draws[i].draft for i in penalized)
-        self.counts.add(penalized, [draws[i] for i in penalized], tokens, _right(draws, tokens) if guessed else None)
+        self.counts.add(penalized, [draws[i] for i in penalized], sampled.tokens,
+                        _right(draws, sampled.tokens) if guessed else None)  # fmt: skip
+        return sampled
+
+    def sample(
+        self, logits: Tensor, draws: Sequence[Draw], *, mask: Tensor | None = None, keep: Set[str] = frozenset()
+    ) -> Sampled:
+        """The same without counting the tokens, so that it may be repeated.
+
+        keep   other requests of the step, whose counts are needed, too
+        """
+        numbers = uniform([draw.seed for draw in draws], [draw.index for draw in draws])
+        changed = self._changed(logits, draws, mask, keep)
+        tokens, tops = inverse_transform(changed, [draw.params for draw in draws], numbers)
         asked = [i for i, draw in enumerate(draws) if draw.params.logprobs is not None]
         if not asked:
-            return Sampled(tokens)
+            return Sampled(tokens, tops)
         counts = [draws[i].params.logprobs or 0 for i in asked]
         if len(asked) == len(draws):
-            return Sampled(tokens, tuple(asked), logprobs(logits, tokens, counts))
+            return Sampled(tokens, tops, tuple(asked), logprobs(logits, tokens, counts))
         rows = columns(logits.device, [(i,) for i in asked])[0, :, 0].long()
-        return Sampled(tokens, tuple(asked), logprobs(logits[rows], tokens[rows], counts))
+        return Sampled(tokens, tops, tuple(asked), logprobs(logits[rows], tokens[rows], counts))
 
     def forget(self, request_id: str) -> None:
         self.counts.forget(request_id)
 
-    def _changed(self, logits: Tensor, draws: Sequence[Draw], mask: Tensor | None) -> Tensor:
+    def _changed(
+        self, logits: Tensor, draws: Sequence[Draw], mask: Tensor | None, keep: Set[str] = frozenset()
+    ) -> Tensor:
         """Logits after penalties, bias, bans and mask: the same tensor if there are none."""
         penalized = [i for i, draw in enumerate(draws) if draw.params.penalized]
         # A ban is a bias, too, and comes after that of the user.
@@ -80,7 +99,8 @@ class Sampler:
             return logits
         logits = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         if penalized:
-            self.counts.penalize(logits, penalized, [draws[i] for i in penalized])
+            keep = keep | {draw.request_id for draw in draws}
+            self.counts.penalize(logits, penalized, [draws[i] for i in penalized], keep)
         if biases:
             place, bias = columns(logits.device, biases)[..., 0]
             logits.view(-1).scatter_add_(0, place.long(), bias.float())

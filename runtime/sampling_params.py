@@ -8,6 +8,8 @@ from functools import cached_property
 from typing import Any
 
 MIN_TEMPERATURE = 1e-4
+# Of repetition_penalty. A logit that is divided by less, or multiplied by more, may not be finite.
+PENALTIES = (1e-6, 1e6)
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,9 @@ class SamplingParams:
         expect("top_k", self.top_k >= 0, "0 (all tokens) or positive")
         expect("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1")
         expect("min_p", 0.0 <= self.min_p <= 1.0, "at least 0 and at most 1")
-        expect("repetition_penalty", 0.0 < self.repetition_penalty < math.inf, "above 0 (1: none)")
+        least, most = PENALTIES
+        expect("repetition_penalty", least <= self.repetition_penalty <= most,
+               f"at least {least} and at most {most:.0f} (1: none)")  # fmt: skip
         expect("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "at least -2 and at most 2 (0: none)")
         expect("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "at least -2 and at most 2 (0: none)")
         expect("seed", self.seed is None or -(2**63) <= self.seed < 2**64, "a number of 64 bits")

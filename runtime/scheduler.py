@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 from atomc.runtime.blocks import BlockPool, NewBlocks
 from atomc.runtime.draw import Draw
+from atomc.runtime.fence import Fence
 from atomc.runtime.prefix_cache import extend_keys
-from atomc.runtime.request import Output, Request
+from atomc.runtime.request import FinishReason, Output, Request
 
 # Log-probabilities of prompts take a row of the vocabulary in fp32 for each token.
 MOST_SCORED_ROWS = 128
@@ -104,18 +105,21 @@ class Scheduler:
     Several steps may be decided before the first of them is finished; they are finished in the same order. Whatever is
     released may be used by the next step at once: the device runs one step after the other.
 
+    What raises for a single request is kept by the fence; until that request is aborted it may be in steps.
+
     Raises ValueError for limits below 1.
     """
 
     def __init__(
         self, pool: BlockPool, *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int,
-        max_queue: int = 1024, policy: str = "fcfs",
+        max_queue: int = 1024, policy: str = "fcfs", fence: Fence | None = None,
     ) -> None:  # fmt: skip
         for name, value in (("max_num_seqs", max_num_seqs), ("max_num_batched_tokens", max_num_batched_tokens),
                             ("max_model_len", max_model_len)):  # fmt: skip
             if value < 1:
                 raise ValueError(f"{name} is {value}, it must be at least 1")
         self.pool = pool
+        self.fence = fence or Fence()
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_queue = max_queue
@@ -190,7 +194,7 @@ class Scheduler:
                 self._pooled_last = pooled
                 self._flights.append(flight)
                 return flight.step
-        assert self._flights or not self.requests, "requests, and none of them fits"
+        assert self._flights or not self.requests or self.fence.failed, "requests, and none of them fits"
         return None
 
     def finish_step(self, step: ScheduledStep, tokens: Sequence[Sequence[int]]) -> list[Output]:
@@ -205,21 +209,9 @@ class Scheduler:
         outputs = []
         for chunk, request, admission in zip(step.chunks, flight.requests, flight.admissions, strict=True):
             new = next(drawn) if chunk.draws else ()
-            if request.finish_reason is not None:
-                continue
-            known = len(request.tokens)
-            if chunk.draws:
-                self._accept(request, chunk, new)
-            if request.slot is not None and request.admitted == admission:
-                computed = min(chunk.end, request.computed)  # less after a wrong draft, more if the next step runs
-                self._name_blocks(request, computed)
-                self.pool.trim(request.id, computed)
-            if request.pooling and chunk.end == request.num_prompt:
-                request.finish_reason = "stop"
-            if request.finish_reason is not None:
-                self._leave(request)
-            if len(request.tokens) > known or request.finish_reason is not None:
-                outputs.append(request.output(known))
+            if request.finish_reason is None:
+                output = self.fence.run(request.id, "taking its new tokens", self._finish, chunk, request, admission, new)
+                outputs += [output] if output is not None else []
         assert next(drawn, None) is None, f"{len(tokens)} lots of tokens for a step that draws fewer"
         return outputs
 
@@ -234,12 +226,12 @@ class Scheduler:
                 request.scored = min(request.scored, chunk.start)
                 self.pool.forget_told(request.id)
 
-    def abort(self, request_id: str) -> bool:
+    def abort(self, request_id: str, reason: FinishReason = "abort") -> bool:
         """Drop a request and its blocks; False if there is none of this id (it may just have finished)."""
         request = self.requests.get(request_id)
         if request is None:
             return False
-        request.finish_reason = "abort"
+        request.finish_reason = reason
         self._leave(request)
         return True
 
@@ -277,9 +269,11 @@ class Scheduler:
 
         def take(request: Request, count: int) -> None:
             nonlocal budget
-            chunks.append(self._chunk(request, count))
-            requests.append(request)
-            budget -= count
+            chunk = self.fence.run(request.id, "scheduling it", self._chunk, request, count)
+            if chunk is not None:
+                chunks.append(chunk)
+                requests.append(request)
+                budget -= count
 
         if self.by_priority:
             self._make_way(pooled)
@@ -341,6 +335,9 @@ class Scheduler:
         """Leading blocks that are cached; at least one token is left to compute, all if each one's output is wanted."""
         if not self.pool.shares or request.pooling == "mean" or self._scores(request):
             return 0
+        return self.fence.run(request.id, "looking for its prefix in the cache", self._match, request) or 0
+
+    def _match(self, request: Request) -> int:
         extend_keys(request.keys, request.tokens, self.pool.block_size, request.salt)
         return self.pool.match(request.keys[: (len(request.tokens) - 1) // self.pool.block_size])
 
@@ -423,6 +420,23 @@ class Scheduler:
         request.drawing += bool(draws)
         return Chunk(request.id, request.slot, (*tokens, *request.draft) if last else tuple(tokens), start,
                      self.pool.news(request.id), fed, draws, wanted)  # fmt: skip
+
+    def _finish(self, chunk: Chunk, request: Request, admission: int, new: Sequence[int]) -> Output | None:
+        """What is new of a request after its chunk, if anything is."""
+        known = len(request.tokens)
+        if chunk.draws:
+            self._accept(request, chunk, new)
+        if request.slot is not None and request.admitted == admission:
+            computed = min(chunk.end, request.computed)  # less after a wrong draft, more if the next step runs
+            self._name_blocks(request, computed)
+            self.pool.trim(request.id, computed)
+        if request.pooling and chunk.end == request.num_prompt:
+            request.finish_reason = "stop"
+        ended = request.finish_reason is not None
+        output = request.output(known) if ended or len(request.tokens) > known else None
+        if ended:
+            self._leave(request)
+        return output
 
     def _accept(self, request: Request, chunk: Chunk, tokens: Sequence[int]) -> None:
         """Append drawn tokens up to one that ends the request, and roll back what was computed of a wrong draft."""

@@ -3,7 +3,7 @@
 R rows, P requests with penalties, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,8 @@ from torch import Tensor
 
 from atomc.runtime.columns import columns
 from atomc.runtime.draw import Draw
+
+UNKNOWN = -1  # no number of tokens
 
 
 @dataclass
@@ -46,13 +48,15 @@ class TokenCounts:
         if slot is not None:
             self.free.append(slot.row)
 
-    def penalize(self, logits: Tensor, rows: Sequence[int], draws: Sequence[Draw]) -> None:
-        """Change logits [R, V] f32 in place: its row rows[i] is penalized as draws[i] says, after its own tokens."""
+    def penalize(self, logits: Tensor, rows: Sequence[int], draws: Sequence[Draw], keep: Set[str]) -> None:
+        """Change logits [R, V] f32 in place: its row rows[i] is penalized as draws[i] says, after its own tokens.
+
+        Counts of the requests in `keep`, which has those of draws, are not given up for others.
+        """
         if not len(self.output):
             self.output, self.prompt = (values.new_zeros((0, logits.shape[-1])) for values in (self.output, self.prompt))
-        wanted = {draw.request_id for draw in draws}
         for draw in draws:
-            self._fit(draw, wanted)
+            self._fit(draw, keep)
         params = [draw.params for draw in draws]
         guesses = [(i, token) for i, draw in enumerate(draws) for token in draw.draft]
         row, slot, repetition, presence, frequency = columns(self.device, [
@@ -90,15 +94,15 @@ class TokenCounts:
             else:
                 slot_of.open = max(slot_of.open, len(draw.draft))
 
-    def _fit(self, draw: Draw, wanted: set[str]) -> None:
+    def _fit(self, draw: Draw, keep: Set[str]) -> None:
         """Make the request's slot hold the tokens before this draw and its draft, also if it has none yet."""
         length = draw.length - len(draw.draft)
-        slot = self.slots.pop(draw.request_id, None)
-        if slot is None or not slot.holds(length):
-            slot = slot or _Slot(self._free_row(wanted), 0)
+        slot = self.slots.pop(draw.request_id, None) or _Slot(self._free_row(keep), UNKNOWN)
+        self.slots[draw.request_id] = slot
+        if not slot.holds(length):
+            slot.length, slot.open = UNKNOWN, 0  # should `_make` raise
             self._make(slot.row, draw, length)
         slot.length, slot.open = length, 0
-        self.slots[draw.request_id] = slot
 
     def _make(self, row: int, draw: Draw, length: int) -> None:
         assert len(draw.tokens) >= length, f"{draw}: {len(draw.tokens)} of {length} tokens are known, counts need all"
@@ -109,7 +113,7 @@ class TokenCounts:
         self.output[row] = 0
         _count(self.output, torch.full_like(output, row), output)
 
-    def _free_row(self, wanted: set[str]) -> int:
+    def _free_row(self, keep: Set[str]) -> int:
         """A row that no request of this step needs: more rows while few are made, then the one unused for longest."""
         if not self.free and len(self.output) < self.max_num_seqs:
             old = len(self.output)
@@ -118,7 +122,7 @@ class TokenCounts:
             self.prompt = _longer(self.prompt, new)
             self.free.extend(range(old, new))
         if not self.free:
-            self.forget(next(name for name in self.slots if name not in wanted))
+            self.forget(next(name for name in self.slots if name not in keep))
         return self.free.pop()
 
 

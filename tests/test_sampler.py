@@ -31,7 +31,7 @@ def drawn(**params):
 
 def ids_at(numbers, logits=LOGITS, **params):
     params = SamplingParams(**{"temperature": 1.0, **params})
-    return inverse_transform(logits.expand(len(numbers), -1), [params] * len(numbers), np.array(numbers)).tolist()
+    return inverse_transform(logits.expand(len(numbers), -1), [params] * len(numbers), np.array(numbers))[0].tolist()
 
 
 def after(prompt, output, index=None, name="a", **params):
@@ -134,7 +134,7 @@ def test_a_token_is_where_the_cumulated_probability_of_what_is_left_passes_the_n
     logits = torch.randn(V, generator=torch.Generator().manual_seed(seed)) * 3
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     kept = left(logits, params)
-    (token,) = inverse_transform(logits[None], [params], np.array([number])).tolist()
+    (token,) = inverse_transform(logits[None], [params], np.array([number]))[0].tolist()
     before = sum(weight for i, weight in kept.items() if i < token)
     assert token in kept
     assert before - 1e-5 <= number <= before + kept[token] + 1e-5
@@ -195,8 +195,9 @@ def test_the_kernel_draws_the_same_tokens(monkeypatch):
         numbers = uniform([seed] * len(kinds), [0] * len(kinds))
         rows = [(t, min(k or V, V), p, m, number) for (t, k, p, m), number in zip(kinds, numbers, strict=True)]
         columns = torch.tensor(rows, dtype=torch.float64, device=device).T.contiguous()
-        found = kernel.inverse_transform(logits.to(device), columns, filtered=True)
+        found, largest = kernel.inverse_transform(logits.to(device), columns, filtered=True)
         assert found.tolist() == sample(logits, draws).tolist()
+        assert largest.tolist() == logits.float().amax(-1).tolist()
 
 
 @pytest.mark.gpu

@@ -61,11 +61,11 @@ class EngineFailed(Exception):
 
 
 class RequestRefused(Exception):
-    """The engine does not take a request; retry_after: seconds until it may, None: never."""
+    """The engine does not take a request; retry_after: seconds until it may, None: never. by_client: as in Refused."""
 
     def __init__(self, refused: Refused) -> None:
         super().__init__(refused.message)
-        self.retry_after = refused.retry_after
+        self.retry_after, self.by_client = refused.retry_after, refused.by_client
 
 
 class EngineProcess:
@@ -398,15 +398,15 @@ class _Pending:
         self.token_ids: list[int] = list(first.token_ids)
         self.logprobs: list[TokenLogprobs] | None = None if first.logprobs is None else list(first.logprobs)
         self.finish_reason: FinishReason | None = first.finish_reason
-        self.stop_reason = first.stop_reason
+        self.stop_reason, self.error = first.stop_reason, first.error
 
     def add(self, output: Output) -> None:
         self.token_ids += output.token_ids
         if output.logprobs is not None:
             self.logprobs = [*(self.logprobs or ()), *output.logprobs]
-        self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
+        self.finish_reason, self.stop_reason, self.error = output.finish_reason, output.stop_reason, output.error
 
     def output(self, request_id: str) -> Output:
         logprobs = None if self.logprobs is None else tuple(self.logprobs)
         return Output(request_id, tuple(self.token_ids), logprobs, self.first.prompt_logprobs, self.finish_reason,
-                      self.stop_reason, self.first.num_cached, self.first.embedding)  # fmt: skip
+                      self.stop_reason, self.first.num_cached, self.first.embedding, self.error)  # fmt: skip

@@ -11,8 +11,8 @@ from starlette.responses import Response
 
 from atomc.runtime.sampling_params import SamplingParams
 from atomc.runtime.server.client import Inbox
-from atomc.runtime.server.errors import invalid
-from atomc.runtime.server.http import Json, while_connected
+from atomc.runtime.server.errors import failed, invalid
+from atomc.runtime.server.http import Json, request_id, while_connected
 from atomc.runtime.server.messages import Submit
 from atomc.runtime.server.prompts import check_number, prompt_tokens
 from atomc.runtime.server.protocol import EmbeddingRequest
@@ -32,7 +32,7 @@ async def embeddings(service: Service, body: EmbeddingRequest, request: Request)
     submits = [Submit(service.client.next_id(), prompt, params, pooling=body.pooling) for prompt in prompts]
     inbox = service.client.submit(submits)
     try:
-        found = await while_connected(request, _pooled(inbox))
+        found = await while_connected(request, _pooled(inbox, request_id(request)))
     finally:
         inbox.close()
     vectors = [found[submit.id] for submit in submits]
@@ -47,11 +47,13 @@ async def embeddings(service: Service, body: EmbeddingRequest, request: Request)
                  "usage": {"prompt_tokens": total, "total_tokens": total}})  # fmt: skip
 
 
-async def _pooled(inbox: Inbox) -> dict[str, Sequence[float]]:
+async def _pooled(inbox: Inbox, name: str) -> dict[str, Sequence[float]]:
     """The vector of each request."""
     await inbox.accepted()
     found: dict[str, Sequence[float]] = {}
     async for output in inbox:
+        if output.error is not None:
+            raise failed(output.error, name)
         if output.embedding is None:
             raise invalid("this model is served for generation, it gives no embeddings", "model")
         found[output.request_id] = output.embedding

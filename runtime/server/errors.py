@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from atomc.runtime.fence import RequestError
 from atomc.runtime.server.client import EngineDead, EngineRestarting, RequestRefused, ShuttingDown
 
 MOST_CHARACTERS = 1000
@@ -30,6 +31,13 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
     return APIError(400, message, param=param, code=code)
 
 
+def failed(error: RequestError, request_id: str) -> APIError:
+    """What the client of this request is told about its failure in the engine."""
+    if error.by_client:
+        return invalid(error.message)
+    return APIError(500, f"{error.message} (request {request_id})", "server_error")
+
+
 def told(error: Exception) -> APIError:
     """What a client may know of an error that ended its request."""
     match error:
@@ -43,6 +51,8 @@ def told(error: Exception) -> APIError:
             return APIError(503, f"{error}; no request can be served", "service_unavailable", code="engine_dead")
         case RequestRefused(retry_after=float() | int() as seconds):
             return APIError(503, str(error), "overloaded", code="queue_full", headers=_later(seconds))
+        case RequestRefused(by_client=False):
+            return APIError(500, str(error), "server_error")
         case RequestRefused():
             return invalid(str(error))
     return APIError(500, "the server failed on this request; its log says more", "server_error")

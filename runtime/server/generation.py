@@ -2,19 +2,23 @@
 
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import ParamSpec, TypeVar
 
+from atomc.runtime.fence import RequestError, is_contained
 from atomc.runtime.logprobs import TokenLogprobs
 from atomc.runtime.output import TextDelta, TextStream
 from atomc.runtime.sampling_params import SamplingParams
-from atomc.runtime.server.client import EngineClient, Inbox
-from atomc.runtime.server.errors import APIError, told
+from atomc.runtime.server.client import EngineClient, Inbox, RequestRefused
+from atomc.runtime.server.errors import APIError, failed, told
 from atomc.runtime.server.messages import Submit
 from atomc.runtime.server.metrics import Metrics
 from atomc.runtime.server.served import Served
 
 log = logging.getLogger("atomc.requests")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass
@@ -50,15 +54,21 @@ class Generation:
             for sibling in range(n):
                 submit = Submit(f"{group}/{sibling}", list(prompt), _sibling(params, sibling), priority, salt)
                 self._submits.append(submit)
-                self.choices[submit.id] = Choice(number * n + sibling, prompt, TextStream(model.tokenizer, prompt, params))
+                stream = self._contained(TextStream, model.tokenizer, prompt, params)
+                self.choices[submit.id] = Choice(number * n + sibling, prompt, stream)
         self._inbox: Inbox | None = None
         self.started = time.monotonic()
         self._closed = False
 
     async def start(self) -> None:
-        """Returns when the engine has taken all. Raises RequestRefused or EngineDead."""
+        """Returns when the engine has taken all. Raises RequestRefused, APIError if the engine failed, or EngineDead."""
         self._inbox = self._client.submit(self._submits)
-        await self._inbox.accepted()
+        try:
+            await self._inbox.accepted()
+        except RequestRefused as refused:
+            if refused.by_client:
+                raise
+            raise failed(RequestError(str(refused)), self._request_id) from refused
 
     async def __aiter__(self) -> AsyncIterator[tuple[Choice, TextDelta]]:
         """What is new of one answer, until all have ended. Raises EngineDead, and APIError if the engine gave one up."""
@@ -70,9 +80,11 @@ class Generation:
                 choice.first, choice.num_cached = choice.last, output.num_cached
                 choice.prompt_logprobs = output.prompt_logprobs
                 self._metrics.saw_first_token(choice.last - self.started)
-            if output.finish_reason in ("abort", "error"):
+            if output.error is not None:
+                raise failed(output.error, self._request_id)
+            if output.finish_reason == "abort":
                 raise APIError(500, "the engine gave this request up", "server_error")
-            delta = choice.stream.add(output)
+            delta = self._contained(choice.stream.add, output)
             choice.num_new += len(delta.token_ids)
             choice.finish_reason = delta.finish_reason
             if delta.finish_reason is not None:
@@ -109,6 +121,16 @@ class Generation:
 
     def _num_cached(self) -> int:
         return sum(choice.num_cached for choice in self.choices.values() if choice.index % self.n == 0)
+
+    def _contained(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """What `work` on the text returns. Raises APIError for what it raises, also a panic, which is no Exception."""
+        try:
+            return work(*args, **kwargs)
+        except BaseException as error:
+            if not is_contained(error):
+                raise
+            log.error("request %s failed while its text was made", self._request_id, exc_info=error)
+            raise failed(RequestError("the server failed while it made the text"), self._request_id) from error
 
     def _finished(self, choice: Choice) -> None:
         metrics = self._metrics

@@ -77,11 +77,13 @@ class Failed(msgspec.Struct, tag=True):
 
 
 class Refused(msgspec.Struct):
-    """A request that was not taken. retry_after: seconds until the queue may have room; None: never."""
+    """A request that was not taken. retry_after: seconds until the queue may have room; None: never. by_client: the
+    request is the cause, not the engine."""
 
     id: str
     message: str
     retry_after: float | None = None
+    by_client: bool = True
 
 
 class Progress(msgspec.Struct, tag=True, omit_defaults=True):

@@ -160,13 +160,16 @@ class Loop:
                     self._send(Reply(number, error=f"{command.name} failed"))
 
     def _submit(self, command: Submit) -> None:
+        from atomc.runtime.fence import RequestFailed
         from atomc.runtime.scheduler import QueueFull
 
         try:
             self.engine.add(self.engine.request(command.id, command.tokens, command.params, priority=command.priority,
                                                 salt=command.salt, pooling=command.pooling))  # fmt: skip
-        except ValueError as error:
+        except (ValueError, ImportError) as error:
             self._next.refused.append(Refused(command.id, str(error)))
+        except RequestFailed as error:
+            self._next.refused.append(Refused(command.id, str(error), by_client=error.error.by_client))
         except QueueFull as error:
             self._next.refused.append(Refused(command.id, str(error), error.retry_after))
         else:

@@ -72,8 +72,9 @@ class Service:
         try:
             async with asyncio.timeout(READY_SECONDS):
                 await inbox.accepted()
-                async for _ in inbox:
-                    pass
+                async for output in inbox:
+                    if output.error is not None:
+                        raise APIError(503, f"no token: {output.error.message}", "service_unavailable", code="not_ready")
         except TimeoutError as error:
             raise APIError(503, f"no token in {READY_SECONDS:.0f} s", "service_unavailable", code="not_ready") from error
         finally:

@@ -129,7 +129,7 @@ def _token(row_ptr, V, top, temperature, least, number, scale, BLOCK: tl.constex
 
 @triton.jit
 def _inverse_transform(
-    logits_ptr, stride, columns_ptr, found_ptr, tokens_ptr, V, scale, FILTERED: tl.constexpr, BLOCK: tl.constexpr,
+    logits_ptr, stride, columns_ptr, found_ptr, tokens_ptr, tops_ptr, V, scale, FILTERED: tl.constexpr, BLOCK: tl.constexpr,
     PARTS: tl.constexpr, ONE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -141,13 +141,18 @@ def _inverse_transform(
     # The largest logit of each lane, and where it came first.
     largest = tl.full([BLOCK], -float("inf"), tl.float32)
     first = tl.zeros([BLOCK], tl.int32)
+    nan = tl.zeros([BLOCK], tl.int32)
     for start in range(0, V, BLOCK):
         x = tl.load(row_ptr + start + lane, start + lane < V, -float("inf")).to(tl.float32)
         first = tl.where(x > largest, start + lane, first)
         largest = tl.maximum(largest, x)
+        nan |= (x != x).to(tl.int32)
     top = tl.max(largest, 0)
     token = tl.min(tl.where(largest == top, first, V - 1), 0)
-    if temperature > 0.0:
+    top = tl.where(tl.max(nan, 0) > 0, float("nan"), top)
+    tl.store(tops_ptr + row, top)
+    # Without a finite largest logit there are no probabilities; the token is some id.
+    if (temperature > 0.0) & (tl.abs(top) < float("inf")):
         top_p = tl.load(columns_ptr + 2 * R + row)
         least = tl.load(columns_ptr + 3 * R + row).to(tl.float32).to(tl.int32, bitcast=True)
         number = tl.load(columns_ptr + 4 * R + row)
@@ -160,8 +165,8 @@ def _inverse_transform(
     tl.store(tokens_ptr + row, token.to(tl.int64))
 
 
-def inverse_transform(logits: Tensor, columns: Tensor, *, filtered: bool) -> Tensor:
-    """Token ids [R] i64 of logits [R, V].
+def inverse_transform(logits: Tensor, columns: Tensor, *, filtered: bool) -> tuple[Tensor, Tensor]:
+    """Token ids [R] i64 of logits [R, V], and the largest logit of each row [R] f32, NaN if any of the row is.
 
     columns [5, R] f64 are temperature (0: greedy), top_k (V: all), top_p, min_p and the number in [0, 1) of each row;
     filtered: some row has top_k or top_p.
@@ -169,11 +174,12 @@ def inverse_transform(logits: Tensor, columns: Tensor, *, filtered: bool) -> Ten
     R, V = logits.shape
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
     tokens = torch.empty(R, dtype=torch.int64, device=logits.device)
+    tops = torch.empty(R, dtype=torch.float32, device=logits.device)
     # Bits of weights that may stay.
     found = torch.empty((R, V) if filtered else (R, 0), dtype=torch.int32, device=logits.device)
     scale = 2.0 ** (62 - V.bit_length())
     _inverse_transform[(R,)](
-        logits, logits.stride(0), columns, found, tokens, V, scale, FILTERED=filtered, BLOCK=BLOCK,
+        logits, logits.stride(0), columns, found, tokens, tops, V, scale, FILTERED=filtered, BLOCK=BLOCK,
         PARTS=PARTS, ONE=ONE, num_warps=NUM_WARPS,
     )  # fmt: skip
-    return tokens
+    return tokens, tops
