@@ -1,5 +1,6 @@
 """The report as a page, in a browser: it says the right things, is usable by keyboard, valid, and asks for nothing."""
 
+import argparse
 import json
 import os
 import re
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 
 import atomc
 from atomc.cli import main
+from atomc.cli.explain import _names
 from atomc.render import formula
 from atomc.render.beside import Comparison
 from atomc.render.html import page as html_of
@@ -79,7 +81,7 @@ def opened(browser, tmp_path):
 
 def cells(page):
     """rewrite -> the texts of its cells."""
-    rows = page.query_selector_all(".grid tbody tr")
+    rows = page.query_selector_all(".grid tbody tr:has(.cell)")
     return {row.query_selector("th").inner_text(): [cell.inner_text() for cell in row.query_selector_all(".cell")]
             for row in rows}  # fmt: skip
 
@@ -136,8 +138,21 @@ def test_of_28_layers_those_that_look_alike_share_a_column(qwen3, opened):
     assert "layers 1-26, layer 1 shown" in page.text_content("[aria-label='The graph as it runs']")
 
 
+def test_rewrites_that_cannot_apply_are_folded_away(qwen3, opened):
+    page = opened(html_of([qwen3]))
+    names = {name for name, numbers in cells(page).items() if set(numbers) == {"\u2013"}}
+    assert "gelu_and_mul" in names and "rms_norm" not in names
+    assert page.inner_text(".grid .more") == f"{len(names)} rewrites that cannot apply here"
+    assert page.is_hidden(".grid tr:has-text('gelu_and_mul')") and page.is_visible(".grid tr:has(a:text-is('rms_norm'))")
+    page.focus(".grid .more")
+    page.keyboard.press("Enter")
+    assert page.is_visible(".grid tr:has-text('gelu_and_mul')")
+    assert page.get_attribute(".grid .more", "aria-expanded") == "true"
+
+
 def test_a_cell_says_why_by_click_and_by_keyboard(qwen3, opened):
     page = opened(html_of([qwen3]))
+    page.click(".grid .more")
     page.click(".grid tr:has-text('gelu_and_mul') .cell >> nth=0")
     assert "the graph has no gelu" in page.inner_text(".reason")
     page.click(".grid tr:has(a:text-is('add_rms_norm')) .cell >> nth=1")
@@ -473,6 +488,17 @@ def test_a_page_of_two_opens_on_what_differs(opened):
     page.click(".tabs >> text=new: B")
     page.wait_for_selector("#g1", state="visible")
     assert page.said == []
+
+
+@pytest.mark.parametrize("model, other, names", [
+    (None, "some/demo", ("the demo model", "demo")),
+    (None, "demo", ("the demo model", "demo")),
+    ("one/model", "two/model", ("one/model", "two/model")),
+    ("org/model", "old.json", ("model", "old.json")),
+    ("/", ".", ("/", os.path.basename(os.getcwd()))),
+])  # fmt: skip
+def test_each_side_of_a_comparison_has_a_name(model, other, names):
+    assert _names(argparse.Namespace(model=model, beside=other)) == names
 
 
 def test_the_command_compares_with_what_another_version_wrote(tmp_path, capsys):

@@ -124,8 +124,10 @@ def _measure_bandwidth(found: list[Any]) -> None:
 
 def _names(arguments: argparse.Namespace) -> tuple[str, str]:
     """What the two are called that stand side by side."""
-    first, second = (Path(str(name)).name for name in (arguments.model or "demo", arguments.beside))
-    return (first, second) if first != second else (str(arguments.model), str(arguments.beside))
+    given = ("the demo model" if arguments.model is None else str(arguments.model), str(arguments.beside))
+    # "." has no name of its own.
+    first, second = (Path(name).name or Path(name).resolve().name or name for name in given)
+    return (first, second) if first != second else given
 
 
 def _is_file_of_reports(name: str | None) -> bool:

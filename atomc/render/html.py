@@ -247,6 +247,7 @@ class Grid:
     """A row a rewrite, a column a run of layers that look alike, the last one for what lies outside of layers.
 
     reasons  what to say about each cell; cells name theirs by number
+    absent   the rows of rewrites whose pattern is nowhere; there: all others
     """
 
     def __init__(self, report: Report):
@@ -267,6 +268,8 @@ class Grid:
         self.rows = [self._row(name) for name in names]
         order = {"near": 0, "fired": 1}
         self.rows.sort(key=lambda row: min(order.get(cell["state"], 2) for cell in row["cells"]))
+        self.absent = [row for row in self.rows if all(cell["state"] == "absent" for cell in row["cells"])]
+        self.there = [row for row in self.rows if row not in self.absent]
 
     def title(self, column: Sequence[int | None]) -> str:
         return "elsewhere" if column[0] is None else spans(layer for layer in column if layer is not None)

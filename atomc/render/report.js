@@ -46,7 +46,7 @@ choose();
 // ---- the reasons behind the cells of layers and rewrites
 
 function connectGrid(article, graph) {
-  const rows = [...article.querySelectorAll(".grid tbody tr")].map((row) => [...row.querySelectorAll(".cell")]);
+  const rows = [...article.querySelectorAll(".grid tbody tr:has(.cell)")].map((row) => [...row.querySelectorAll(".cell")]);
   const panel = article.querySelector(".reason");
   if (!rows.length) return;
   function show(button) {
@@ -63,11 +63,17 @@ function connectGrid(article, graph) {
     button.addEventListener("keydown", (event) => {
       const [down, right] = { ArrowDown: [1, 0], ArrowUp: [-1, 0], ArrowRight: [0, 1], ArrowLeft: [0, -1] }[event.key] || [0, 0];
       const next = rows[i + down] && rows[i + down][j + right];
-      if ((!down && !right) || !next) return;
+      if ((!down && !right) || !next || next.closest("[hidden]")) return;
       event.preventDefault();
       next.focus();
     });
   }));
+  const more = article.querySelector(".grid .more");
+  if (more) more.addEventListener("click", () => {
+    const folded = at(more.getAttribute("aria-controls"));
+    folded.hidden = !folded.hidden;
+    more.setAttribute("aria-expanded", String(!folded.hidden));
+  });
   const first = rows.flat().find((button) => button.classList.contains("near")) || rows[0][0];
   show(first);
 }
