@@ -38,6 +38,8 @@ class EngineConfig:
     enable_prefix_caching: bool = _option(True, "requests share the cache of a common beginning")
     scheduling_policy: Literal["fcfs", "priority"] = _option("fcfs", "in order of arrival, or the lowest priority first")
     max_queue: int = _option(1024, "requests that wait, at most; further ones are refused")
+    grammar_seconds: float = _option(5.0, "processor time to compile one form of structured output, at most")
+    grammar_cache_bytes: int = _option(2**29, "memory of compiled forms of structured output that are kept, at most")
     speculative_tokens: int = _option(0, "tokens drafted a step from earlier text, at most; 0: none")
     ngram_min: int = _option(2, "the shortest run of tokens that is looked up for a draft")
     ngram_max: int = _option(4, "the longest run of tokens that is looked up for a draft")
@@ -48,10 +50,12 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_blocks", "kv_bytes", "max_queue",
-                     "ngram_min"):  # fmt: skip
+                     "grammar_cache_bytes", "ngram_min"):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}, it must be at least 1")
+        if self.grammar_seconds <= 0:
+            raise ValueError(f"grammar_seconds is {self.grammar_seconds}, it must be positive")
         if self.quantization_ignore and self.quantization is None:
             raise ValueError("quantization_ignore names layers to keep, but nothing is quantized: give quantization, too")
         if self.num_blocks is not None and self.kv_bytes is not None:

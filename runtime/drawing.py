@@ -135,15 +135,19 @@ class Drawing:
         library for it."""
         if request.params.structured is None:
             return
-        self._grammars = self._grammars or self._make_grammars()
         try:
-            self._matchers[request.id] = self._grammars.compile(request.params.structured).matcher()
+            self._matchers[request.id] = self.grammars().compile(request.params.structured).matcher()
         except RecursionError as error:
             raise ValueError("structured output: its description is nested too deep to be compiled") from error
         except BaseException as error:
             if not is_panic(error):
                 raise
             raise ValueError(f"structured output: its description cannot be compiled: {_line(error)}") from error
+
+    def grammars(self) -> Grammars:
+        """What compiles forms of output. Raises as `begin` does."""
+        self._grammars = self._grammars or self._make_grammars()
+        return self._grammars
 
     def needs_tokens(self, step: ScheduledStep) -> bool:
         """Whether the host must know all tokens before this step's are drawn: some must fit a form."""

@@ -394,7 +394,8 @@ class Engine:
     def _grammars(self) -> Grammars:
         if self.tokenizer is None or self.vocab_size is None:
             raise ValueError("structured output needs the model's tokenizer, and there is none")
-        return Grammars(self.tokenizer, self.eos_ids, self.vocab_size)
+        return Grammars(self.tokenizer, self.eos_ids, self.vocab_size, seconds=self.config.grammar_seconds,
+                        cache_bytes=self.config.grammar_cache_bytes)  # fmt: skip
 
     def stats(self) -> Stats:
         """What it has done and what it is doing."""

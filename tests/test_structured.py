@@ -25,6 +25,7 @@ END = DEMO.token_to_id("<|endoftext|>")
 # More tokens than the tokenizer has, as padded models have it.
 VOCAB = DEMO.get_vocab_size() + 50
 GRAMMARS = Grammars(DEMO, frozenset({END}), VOCAB)
+SHORT_OF_TIME = Grammars(DEMO, frozenset({END}), VOCAB, seconds=0.3)
 
 PERSON = {
     "type": "object",
@@ -141,15 +142,78 @@ def test_a_form_that_cannot_be_compiled_is_refused(form, message):
         GRAMMARS.compile(Structured(**form))
 
 
-def test_what_is_compiled_is_kept_and_the_oldest_is_dropped():
-    grammars = Grammars(DEMO, frozenset({END}), VOCAB, capacity=2)
+def test_what_is_compiled_is_kept_within_its_bytes_and_the_oldest_is_dropped():
+    grammars = Grammars(DEMO, frozenset({END}), VOCAB)
     a, b, c = (Structured(regex=letter) for letter in "abc")
     first = grammars.compile(a)
-    assert grammars.compile(Structured(regex="a")) is first
-    grammars.compile(b)
-    assert grammars.compile(a) is first
-    grammars.compile(c)
-    assert grammars.compile(a) is first and grammars.compile.cache_info().currsize == 2
+    assert grammars.compile(Structured(regex="a")) is first and first.num_bytes > 0
+    del first
+    running = grammars.compile(b).matcher()
+    assert grammars.known(a) and grammars.known(b)
+    grammars.cache_bytes = 1
+    last = grammars.compile(c)
+    # What an output still needs is in memory, though it is not kept.
+    assert [grammars.known(each) for each in (a, b, c)] == [False, True, True]
+    assert grammars.num_bytes == running.grammar.num_bytes + last.num_bytes
+
+
+def chain(length):
+    return "".join(f'r{i}: r{i + 1} | "x{i}"\n' for i in range(length)) + f'r{length}: "y"\nstart: r0\n'
+
+
+def nested(depth):
+    schema = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [
+        ({"regex": "(a{1000}){1000}"}, "regex: it takes more than 0.3 s to compile"),
+        ({"json_schema": {"type": "string", "pattern": "^(a{1000}){1000}$"}}, "json_schema: it takes more than 0.3 s"),
+        ({"grammar": chain(50_000)}, "grammar: it (takes more than 0.3 s|needs more than 256 MiB)"),
+        ({"grammar": chain(2_000)}, "grammar: its rules are nested too deep"),
+        ({"json_schema": nested(200)}, "json_schema: recursion limit exceeded"),
+        ({"json_schema": "[" * 100_000}, "json_schema is nested too deep"),
+        ({"json_schema": '{"a":' * 500 + "1" + "}" * 500}, "json_schema: recursion limit exceeded"),
+        ({"regex": r"[^\s\S]"}, "regex: no text has this form"),
+        ({"json_schema": {"$ref": "#"}}, "json_schema: no text has this form"),
+        ({"regex": "a\ud800"}, "regex: it has text that is not Unicode"),
+        ({"choice": ("a", "\ud800")}, "choice: "),
+    ],
+)  # fmt: skip
+def test_a_form_that_takes_too_much_is_refused_and_hurts_nobody(form, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        SHORT_OF_TIME.compile(Structured(**form))
+    assert SHORT_OF_TIME.compile(Structured(regex="ab")).matcher().accept(DEMO.token_to_id("a"))
+
+
+def test_a_form_whose_masks_take_long_is_refused():
+    # It compiles in a second or two, and each step takes a fifth of one.
+    with pytest.raises(ValueError, match="regex: it is too complex: to find the tokens that may come next takes more than"):
+        GRAMMARS.compile(Structured(regex="(a{1000}){300}"))
+
+
+def test_an_output_whose_masks_turn_out_slow_ends_and_its_neighbour_goes_on(monkeypatch):
+    grammars = Grammars(DEMO, frozenset({END}), VOCAB)
+    slow, other = (grammars.compile(Structured(regex=regex)).matcher() for regex in ("[a-z]{9}", "[0-9]{9}"))
+    monkeypatch.setattr("atomc.runtime.structured.SLOW_SECONDS", 0.0)
+    mask = grammars.mask(1)
+    grammars.fill(mask, [(slow, 0, ())])
+    assert not slow.gave_up  # that one was slow is known, not yet which
+    grammars.fill(mask, [(slow, 0, ())])
+    assert "takes more than" in slow.error and not slow.accept(DEMO.token_to_id("a"))
+    assert other.accept(DEMO.token_to_id("1"))
+
+
+def test_the_process_for_trials_starts_again_if_it_was_killed():
+    grammars = Grammars(DEMO, frozenset({END}), VOCAB)
+    grammars.compile(Structured(regex="a"))
+    grammars._trial._worker.kill()
+    grammars._trial._worker.wait()
+    assert grammars.compile(Structured(regex="b")).matcher().accept(DEMO.token_to_id("b"))
 
 
 def test_matchers_of_one_grammar_do_not_know_each_other():

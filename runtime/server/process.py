@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.server import messages
+from atomc.runtime.server.compiling import Compiling, GrammarsBusy
 from atomc.runtime.server.messages import Call, Failed, Progress, Refused, Reply, Submit
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("atomc.engine")
 LINGER_MS = 2000
+# An idle engine asks so often whether a grammar is compiled.
+COMPILING_MS = 5
 
 
 def main(config: EngineConfig, address: str, progress: bool) -> None:
@@ -109,6 +112,7 @@ class Loop:
         self.engine = engine
         self.socket = socket
         self.profile: Any = None
+        self.compiling = Compiling(engine)
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(messages.Command).decode
         self._next = Progress()
@@ -126,6 +130,8 @@ class Loop:
                 if isinstance(command, messages.Stop):
                     return
                 self._do(command)
+            for submit, error in self.compiling.finished():
+                self._submit(submit, error)
             if self.engine.has_work:
                 self._next.outputs += self.engine.step()
             if self._next != Progress():
@@ -135,7 +141,7 @@ class Loop:
     def _commands(self) -> Iterator[messages.Command]:
         """What has come; if there is nothing to do, waits until something does."""
         if not self.engine.has_work:
-            self.socket.poll()
+            self.socket.poll(COMPILING_MS if self.compiling else None)
         while True:
             try:
                 message = self.socket.recv(zmq.NOBLOCK)
@@ -146,8 +152,10 @@ class Loop:
     def _do(self, command: messages.Command) -> None:
         match command:
             case Submit():
-                self._submit(command)
+                if not self.compiling.start(command):
+                    self._submit(command)
             case messages.Abort(ids):
+                self.compiling.drop(ids)
                 for request_id in ids:
                     self.engine.abort(request_id)
             case Call(number):
@@ -159,18 +167,21 @@ class Loop:
                     log.exception("%s failed", command.name)
                     self._send(Reply(number, error=f"{command.name} failed"))
 
-    def _submit(self, command: Submit) -> None:
+    def _submit(self, command: Submit, error: Exception | None = None) -> None:
+        """Queue a request, unless this went wrong before."""
         from atomc.runtime.fence import RequestFailed
         from atomc.runtime.scheduler import QueueFull
 
         try:
+            if error is not None:
+                raise error
             self.engine.add(self.engine.request(command.id, command.tokens, command.params, priority=command.priority,
                                                 salt=command.salt, pooling=command.pooling))  # fmt: skip
         except (ValueError, ImportError) as error:
             self._next.refused.append(Refused(command.id, str(error)))
         except RequestFailed as error:
             self._next.refused.append(Refused(command.id, str(error), by_client=error.error.by_client))
-        except QueueFull as error:
+        except (QueueFull, GrammarsBusy) as error:
             self._next.refused.append(Refused(command.id, str(error), error.retry_after))
         else:
             self._next.accepted.append(command.id)

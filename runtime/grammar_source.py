@@ -1,0 +1,46 @@
+"""Forms of output in the language of llguidance, and the limits under which it compiles and matches them."""
+
+import json
+from typing import Any
+
+from atomc.runtime.sampling_params import Structured
+
+# No spaces between tokens of JSON, of which a small model else writes many. A schema may say it otherwise, under
+# "x-guidance".
+_JSON: Any = {"whitespace_flexible": False}
+
+
+def parser_limits() -> Any:
+    """Of one step. The library's own are four to five times as high: a step may then take 200 ms, in which all others
+    wait. Ordinary schemas need a hundredth of these."""
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(step_lexer_fuel=50_000, step_max_items=10_000, max_lexer_states=50_000)
+
+
+def source(structured: Structured) -> tuple[str, str]:
+    """Which field is given, and the text that llguidance compiles. Raises ValueError for what is no schema."""
+    from llguidance import LLMatcher as of
+
+    if structured.regex is not None:
+        return "regex", of.grammar_from_regex(structured.regex)
+    if structured.choice is not None:
+        return "choice", of.grammar_from_regex("|".join(map(_literal, structured.choice)))
+    if structured.grammar is not None:
+        return "grammar", of.grammar_from_lark(structured.grammar)
+    if structured.json_object:
+        return "json_object", of.grammar_from_json_schema({"type": "object"}, defaults=_JSON)
+    try:
+        schema = json.loads(str(structured.json_schema))
+    except RecursionError as error:
+        raise ValueError("json_schema is nested too deep") from error
+    except ValueError as error:
+        raise ValueError(f"json_schema is no JSON: {error}") from error
+    if not isinstance(schema, dict):
+        raise ValueError(f"json_schema is {schema!r:.100}, expected an object")
+    return "json_schema", of.grammar_from_json_schema(schema, defaults=_JSON)
+
+
+def _literal(text: str) -> str:
+    """A regular expression that matches this text."""
+    return "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)

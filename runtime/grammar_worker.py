@@ -1,0 +1,167 @@
+"""A process that compiles grammars on trial, each in a fork of its own, under limits of time, memory and stack.
+
+A grammar is a program that a client wrote: to compile it can take minutes and gigabytes, or overflow the stack of the
+process. What passes here is compiled again by the engine.
+"""
+
+import json
+import os
+import random
+import resource
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from atomc.runtime.grammar_source import parser_limits, source
+from atomc.runtime.sampling_params import Structured
+
+# Of the trial. Threads that compute masks in the engine have twice as much or more.
+STACK_BYTES = 2**20
+# Tokens drawn on trial, and the processor time of a mask that only one of them may exceed.
+WALK_TOKENS = 64
+MASK_SECONDS = 0.05
+# Others go first.
+NICE = 10
+ENDED_BY: dict[int, str] = {
+    signal.SIGPROF: "it takes more than {seconds:g} s to compile",
+    signal.SIGABRT: "it needs more than {megabytes} MiB of memory to compile",
+    signal.SIGSEGV: "its rules are nested too deep",
+    signal.SIGBUS: "its rules are nested too deep",
+}
+
+
+def main() -> None:
+    """Serve the socket whose number is the argument until its other end is closed; stdin has the tokenizer."""
+    from llguidance import LLTokenizer
+
+    given = json.load(sys.stdin)
+    tokens = LLTokenizer(given["tokenizer"], n_vocab=given["vocab_size"], eos_token=given["eos_ids"])
+    listener = socket.socket(fileno=int(sys.argv[1]))
+    os.nice(NICE)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the supervisors
+    while True:
+        _, fds, _, _ = socket.recv_fds(listener, 1, 1)
+        if not fds:
+            return
+        if os.fork() == 0:
+            listener.close()
+            _supervise(tokens, given, socket.socket(fileno=fds[0]))
+            os._exit(0)
+        os.close(fds[0])
+
+
+def _supervise(tokens: Any, given: Mapping[str, Any], connection: socket.socket) -> None:
+    """Answer one request, by what a child found or by how it ended."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    with connection, connection.makefile("rb") as file:
+        fields = json.load(file)
+        child = os.fork()
+        if child == 0:
+            connection.sendall(json.dumps(_limited(tokens, given, fields)).encode())
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        if os.WIFSIGNALED(status):
+            number = os.WTERMSIG(status)
+            why = ENDED_BY.get(number, f"the compiler was ended by signal {number}")
+            said = why.format(seconds=given["seconds"], megabytes=given["memory"] >> 20)
+            connection.sendall(json.dumps({"error": f"{_name(fields)}: {said}"}).encode())
+
+
+def _limited(tokens: Any, given: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """What the trial gave; the process may end instead."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the library's last words
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    try:
+        structured = Structured(**fields)
+        _lower(resource.RLIMIT_STACK, STACK_BYTES)
+        _lower(resource.RLIMIT_AS, _address_space() + given["memory"])
+        signal.setitimer(signal.ITIMER_PROF, given["seconds"])
+        text = _tried(tokens, structured)
+    except MemoryError:
+        return {"error": f"{_name(fields)}: " + ENDED_BY[signal.SIGABRT].format(megabytes=given["memory"] >> 20)}
+    except UnicodeError:
+        return {"error": f"{_name(fields)}: it has text that is not Unicode, such as half a surrogate pair"}
+    except ValueError as error:
+        return {"error": str(error)}
+    except BaseException as error:  # a panic of the library is no Exception
+        return {"error": f"{_name(fields)}: the compiler failed on it: {str(error).partition(chr(10))[0]:.200}"}
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    return {"text": text, "num_bytes": 1024 * max(grown, 0)}
+
+
+def _tried(tokens: Any, structured: Structured) -> str:
+    """The grammar in the library's language, after it was compiled and some tokens were drawn under it."""
+    from llguidance import LLMatcher
+
+    name, text = source(structured)
+    limits = parser_limits()
+    failed, messages = LLMatcher.validate_grammar_with_warnings(text, tokens, limits=limits)
+    if failed:
+        raise ValueError(f"{name}: {_said(messages[0])}")
+    matcher = LLMatcher(tokens, text, log_level=0, limits=limits)
+    if matcher.is_error():
+        raise ValueError(f"{name}: {_said(matcher.get_error())}")
+    allowed = _ids(matcher.compute_bitmask())
+    error = matcher.get_error()
+    if not allowed or "NoExtension" in error:
+        raise ValueError(f"{name}: no text has this form")
+    if error:
+        raise ValueError(f"{name}: {_said(error)}")
+    _walk(matcher, allowed, name, set(tokens.eos_tokens))
+    return text
+
+
+def _walk(matcher: Any, allowed: list[int], name: str, eos_ids: set[int]) -> None:
+    """Draw tokens. Raises ValueError if masks take too long; an error on the way is that of one output."""
+    draw, slow = random.Random(0), 0
+    for _ in range(WALK_TOKENS):
+        choices = [token for token in allowed if token not in eos_ids]
+        if not choices or not matcher.try_consume_tokens([draw.choice(choices)]):
+            return
+        began = time.process_time()
+        mask = matcher.compute_bitmask()
+        slow += time.process_time() - began > MASK_SECONDS
+        if slow > 1:
+            raise ValueError(f"{name}: it is too complex: to find the tokens that may come next takes more than "
+                             f"{1000 * MASK_SECONDS:.0f} ms a step")  # fmt: skip
+        if matcher.is_error():
+            return
+        allowed = _ids(mask)
+
+
+def _ids(mask: bytes) -> list[int]:
+    return [8 * place + bit for place, byte in enumerate(mask) if byte for bit in range(8) if byte >> bit & 1]
+
+
+def _said(message: str) -> str:
+    """What the library says of a grammar, without its own state."""
+    return message.partition("\n<state>")[0].strip()
+
+
+def _name(fields: Mapping[str, Any]) -> str:
+    return next(iter(fields))
+
+
+def _lower(which: int, most: int) -> None:
+    """Set the soft limit, unless it is lower already."""
+    soft, hard = resource.getrlimit(which)
+    known = [limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY]
+    resource.setrlimit(which, (min([most, *known]), hard))
+
+
+def _address_space() -> int:
+    """Bytes of address space that the process has; on systems that do not say it, none is left to the grammar."""
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[0]) * os.sysconf("SC_PAGESIZE")
+    except FileNotFoundError:
+        return 2**40
+
+
+if __name__ == "__main__":
+    main()
