@@ -10,6 +10,7 @@ from torch import nn
 
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.detokenizer import load_tokenizer
+from atomc.runtime.generation_config import eos_token_ids
 from atomc.runtime.hub import model_folder
 
 
@@ -44,7 +45,7 @@ def load(config: EngineConfig, module: nn.Module | None = None, *, progress: boo
         folder, dtype=dtype_of(config.dtype), device=config.device or ("cuda" if torch.cuda.is_available() else "cpu"),
         load_format=config.load_format, quantization=_quantization(config), progress=progress,
     )  # fmt: skip
-    return _loaded(ready, load_tokenizer(folder), _eos_ids_of_checkpoint(folder), config)
+    return _loaded(ready, load_tokenizer(folder), eos_token_ids(folder, _config_value(ready, "vocab_size")), config)
 
 
 def _quantization(config: EngineConfig) -> dict[str, Any] | str | None:
@@ -100,16 +101,6 @@ def _eos_ids_of_module(module: nn.Module) -> frozenset[int]:
         token_ids = getattr(config, "eos_token_id", None)
         if token_ids is not None:
             return _as_set(token_ids)
-    return frozenset()
-
-
-def _eos_ids_of_checkpoint(folder: Path) -> frozenset[int]:
-    from atomc.json_file import read_json
-
-    for name in ("generation_config.json", "config.json"):
-        config = read_json(folder / name) if (folder / name).is_file() else {}
-        if config.get("eos_token_id") is not None:
-            return _as_set(config["eos_token_id"])
     return frozenset()
 
 

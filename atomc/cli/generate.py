@@ -62,15 +62,14 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _sampling(arguments: argparse.Namespace, folder: Path) -> "SamplingParams":
     """What the flags say, else the model's generation_config.json."""
-    from atomc.json_file import read_json
+    from atomc.runtime.generation_config import samples, sampling_defaults
     from atomc.runtime.sampling_params import SamplingParams
 
-    file = folder / "generation_config.json"
-    config = read_json(file) if file.is_file() else {}
+    defaults = sampling_defaults(folder)
     given: dict[str, Any] = {"temperature": 0.0}
-    if config.get("do_sample"):
-        given = {"temperature": config.get("temperature", 1.0)}
-        given |= {name: config[name] for name in ("top_p", "top_k") if config.get(name) is not None}
+    if samples(folder):
+        given = {"temperature": defaults.get("temperature", 1.0)}
+        given |= {name: defaults[name] for name in ("top_p", "top_k") if name in defaults}
     flags = {name: getattr(arguments, name) for name in ("temperature", "top_p", "top_k")}
     given |= {name: value for name, value in flags.items() if value is not None}
     seed = DEMO_SEED if arguments.seed is None and arguments.model is None else arguments.seed

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from atomc.runtime.detokenizer import TokenTexts, load_tokenizer
+from atomc.runtime.generation_config import sampling_defaults
 from atomc.runtime.server.chat import ChatTemplate, encode_chat, load_chat_template
 from atomc.runtime.server.config import ServerConfig
 from atomc.runtime.server.errors import APIError, invalid
 from atomc.runtime.server.reasoning import REASONING_PARSERS, detect_reasoning
 from atomc.runtime.server.tools import TOOL_PARSERS, detect
 
-DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 # A longer text is tokenized in a thread, so that nobody waits for it.
 LONG_TEXT = 8192
 
@@ -106,13 +106,11 @@ def load_served(folder: Path, name: str, config: ServerConfig) -> Served:
     model_config = read_json(folder / "config.json")
     template = load_chat_template(folder, Path(config.chat_template) if config.chat_template else None)
     source, model_type = template.source if template else "", model_config.get("model_type")
-    generation = folder / "generation_config.json"
-    said = read_json(generation) if generation.is_file() and config.generation_config == "model" else {}
     return Served(
         names=config.served_model_name or (name,),
         tokenizer=load_tokenizer(folder),
         template=template,
-        defaults={key: said[key] for key in DEFAULTS if said.get(key) is not None},
+        defaults=sampling_defaults(folder) if config.generation_config == "model" else {},
         tools=_parser(config.tool_call_parser, TOOL_PARSERS, "tool_call_parser") or detect(source, model_type),
         reasoning=_reasoning(config.reasoning_parser, source, model_type),
     )

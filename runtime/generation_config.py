@@ -1,0 +1,67 @@
+"""What a model's folder says of how to generate: generation_config.json, checked field by field.
+
+Ranges are those of SamplingParams. Raises ValueError that names file, field, value and what was expected.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from atomc.json_file import read_json
+from atomc.runtime.sampling_params import MIN_TEMPERATURE, SamplingParams
+
+FILE = "generation_config.json"
+NUMBERS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def sampling_defaults(folder: Path) -> dict[str, Any]:
+    """The numbers of generation_config.json that SamplingParams takes; none if there is no such file."""
+    config = _read(folder, FILE)
+    return {name: _number(name, config[name]) for name in NUMBERS if config.get(name) is not None}
+
+
+def samples(folder: Path) -> bool:
+    """Whether generation_config.json asks for sampling; greedy if it does not say."""
+    value = _read(folder, FILE).get("do_sample")
+    if not isinstance(value, bool | None):
+        raise ValueError(f"{FILE}: do_sample is {value!r}, it must be true or false")
+    return bool(value)
+
+
+def eos_token_ids(folder: Path, vocab_size: int | None) -> frozenset[int]:
+    """The tokens that end a text, of generation_config.json, else of config.json."""
+    for file in (FILE, "config.json"):
+        found = _read(folder, file).get("eos_token_id")
+        if found is not None:
+            return frozenset(_checked(file, found if isinstance(found, list) else [found], vocab_size))
+    return frozenset()
+
+
+def _read(folder: Path, file: str) -> dict[str, Any]:
+    return read_json(folder / file) if (folder / file).exists() else {}
+
+
+def _number(name: str, value: Any) -> float:
+    whole = name == "top_k"
+    if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
+        raise ValueError(f"{FILE}: {name} is {value!r:.40}, it must be a{' whole' if whole else ''} number")
+    if whole and value == -1:  # how vLLM says "all tokens"
+        return 0
+    if name == "temperature" and 0 < value < MIN_TEMPERATURE:  # how some checkpoints say "greedy"
+        return 0.0
+    given: dict[str, Any] = {name: value}
+    try:
+        SamplingParams(**given)
+    except ValueError as error:
+        raise ValueError(f"{FILE}: {error}") from error
+    return value if whole else float(value)
+
+
+def _checked(file: str, found: Sequence[Any], vocab_size: int | None) -> list[int]:
+    for token in found:
+        if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+            raise ValueError(f"{file}: eos_token_id has {token!r:.40}, it must be a token id or a list of token ids")
+        if vocab_size is not None and token >= vocab_size:
+            raise ValueError(f"{file}: eos_token_id has {token!r:.40}, it must be below {vocab_size}, the size of the "
+                             "vocabulary")  # fmt: skip
+    return list(found)
