@@ -28,8 +28,9 @@ REGISTRY = {
 def architectures_of(config: dict[str, Any]) -> list[str]:
     """config.json's `architectures`; raises ValueError if there are none."""
     architectures = config.get("architectures")
-    if not architectures or not all(isinstance(name, str) for name in architectures):
-        raise ValueError(f"config.json names no architecture (architectures: {architectures!r}); "
+    names = architectures if isinstance(architectures, list) else []
+    if not names or not all(isinstance(name, str) and name.isidentifier() and len(name) < 100 for name in names):
+        raise ValueError(f"config.json names no architecture (architectures: {architectures!r:.80}); "
                          f"expected a list such as {sorted(REGISTRY)[:1]}")
     return list(architectures)
 

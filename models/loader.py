@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import safetensors
 import safetensors.torch
@@ -20,6 +20,8 @@ from tqdm import tqdm
 from atomc.json_file import read_json
 from atomc.models import REGISTRY, architectures_of, build, model_class, stock
 from atomc.models.cache_scales import cache_scales, give, keep_codes
+from atomc.models.limits import Stored, check_layers, check_memory, check_sizes, check_stored
+from atomc.models.shard_paths import INDEX, shard_path
 from atomc.quantization import apply, checkpoints
 from atomc.quantization.config import QuantizationConfig, Request, decide, stored_config
 from atomc.quantization.linear import LinearMethod
@@ -41,15 +43,6 @@ CODES = {
 # Old Llama checkpoints store the rotary frequencies; heads for multi-token prediction are no part of the model. Queries
 # are not kept in fp8, and what keeps no state needs no scales for it.
 IGNORED = re.compile(r"rotary_emb\.inv_freq$|^(hf_model\.)?(model\.)?mtp\.|\.(q|k|v|kv)_scale$")
-
-
-class Stored(NamedTuple):
-    """A tensor in a file."""
-
-    file: Path
-    dtype: str  # as safetensors writes it: "BF16"
-    shape: tuple[int, ...]
-    name: str
 
 
 def load(
@@ -79,6 +72,8 @@ def load(
     config = load_config(path)
     architectures = architectures_of(config)
     stored = stored_tensors(path) if load_format != "dummy" else {}
+    if load_format != "dummy":
+        check_layers(config, len(stored))
     dtype = dtype or config_dtype(config) or stored_dtype(stored)
 
     how: QuantizationConfig | None
@@ -88,6 +83,11 @@ def load(
     else:
         cls = stock.hf_class(architectures, sorted(REGISTRY))
         how = _for_stock(quantization, path, config)
+        outline = stock.outline(cls, config, dtype)
+        if load_format == "dummy":
+            check_memory(outline, cls.__name__, device)
+        else:
+            check_stored(outline, cls.__name__, stored, quantized=stored_config(path, config) is not None)
         if load_format == "dummy" and how is None:
             model = stock.build(cls, config, dtype, device)
             fill_randomly(model, device)
@@ -102,6 +102,7 @@ def load(
     if how and how.kv_cache_dtype == "fp8":
         keep_codes(model)
     if load_format == "dummy":
+        check_memory(model, type(model).__name__, device)
         allocate_buffers(model, device)
         fill_randomly(model, device)
         quantize_groups(model, methods, lambda name: None)
@@ -179,7 +180,9 @@ def load_config(path: str | Path) -> dict[str, Any]:
     file = path / "config.json"
     if not file.is_file():
         raise FileNotFoundError(f"{path} has no config.json; is it a complete checkpoint?")
-    return read_json(file)
+    config = read_json(file)
+    check_sizes(config)
+    return config
 
 
 def config_dtype(config: dict[str, Any]) -> torch.dtype | None:
@@ -195,7 +198,7 @@ def config_dtype(config: dict[str, Any]) -> torch.dtype | None:
 
 def stored_tensors(path: Path) -> dict[str, Stored]:
     """Every tensor of the checkpoint by name, from the headers alone. An index says which file a name is read from."""
-    index = path / "model.safetensors.index.json"
+    index = path / INDEX
     single = path / "model.safetensors"
     if single.is_file():
         return header(single)
@@ -207,9 +210,10 @@ def stored_tensors(path: Path) -> dict[str, Stored]:
         raise ValueError(f"{index} has no weight_map (name of tensor -> file); download it again")
     headers = {}
     for file_name in sorted(set(weight_map.values())):
-        if not (path / file_name).is_file():
+        shard = shard_path(path, file_name)
+        if not shard.is_file():
             raise FileNotFoundError(f"{path} lacks {file_name}, which {index.name} names; download it again")
-        headers[file_name] = header(path / file_name)
+        headers[file_name] = header(shard)
     absent = sorted(name for name, file_name in weight_map.items() if name not in headers[file_name])
     if absent:
         raise ValueError(f"{index}: {some(absent)} not in the file it names ({weight_map[absent[0]]})")

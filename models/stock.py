@@ -1,7 +1,8 @@
 """A transformers model behind our forward: its attention layers get state handles and call ops.attention."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +45,37 @@ def build(
     cls: Any, config: dict[str, Any], dtype: torch.dtype | None, device: torch.device | str | None
 ) -> "StockModel":
     """cls with random weights, wrapped."""
-    with torch.device(device or "cpu"):
+    with torch.device(device or "cpu"), one_sentence(cls):
         # Not .to(dtype) afterwards: that would round the rotary frequencies as well.
-        return wrap_stock(cls._from_config(cls.config_class.from_dict(config), dtype=dtype or torch.float32))
+        model = cls._from_config(cls.config_class.from_dict(config), dtype=dtype or torch.float32)
+    return wrap_stock(model)
+
+
+def outline(cls: Any, config: dict[str, Any], dtype: torch.dtype) -> nn.Module:
+    """cls on meta, to be measured: in a fraction of a second also of the largest models."""
+    from transformers.initialization import no_init_weights
+
+    plain = {key: value for key, value in config.items() if key != "quantization_config"}
+    with torch.device("meta"), no_init_weights(), one_sentence(cls):
+        model: nn.Module = cls._from_config(cls.config_class.from_dict(plain), dtype=dtype)
+    return model
+
+
+@contextmanager
+def one_sentence(cls: Any) -> Iterator[None]:
+    """What transformers raises for a checkpoint is a ValueError: its classes raise anything for values they do not expect.
+
+    For calls into transformers alone, so that an error of ours keeps its traceback.
+    """
+    try:
+        yield
+    except (OSError, ImportError):
+        raise
+    except Exception as error:
+        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+            raise
+        raise ValueError(f"config.json: transformers cannot make a {cls.__name__} of it: {type(error).__name__}: "
+                         f"{' '.join(str(error).split())}") from error  # fmt: skip
 
 
 def build_on_meta(cls: Any, config: dict[str, Any], dtype: torch.dtype) -> "StockModel":
@@ -60,7 +89,8 @@ def build_on_meta(cls: Any, config: dict[str, Any], dtype: torch.dtype) -> "Stoc
     plain = {key: value for key, value in config.items() if key != "quantization_config"}
     hook = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]
     try:
-        model = cls._from_config(cls.config_class.from_dict(plain), dtype=dtype)
+        with one_sentence(cls):
+            model = cls._from_config(cls.config_class.from_dict(plain), dtype=dtype)
     finally:
         hook.remove()
     return wrap_stock(model)
@@ -69,14 +99,38 @@ def build_on_meta(cls: Any, config: dict[str, Any], dtype: torch.dtype) -> "Stoc
 def load(cls: Any, path: Path, dtype: torch.dtype, device: torch.device | str) -> "StockModel":
     """cls with the weights in `path`, wrapped. transformers reads and converts them.
 
-    Raises ValueError if it did not find every weight.
+    Raises ValueError if it did not find every weight, in the shape that config.json asks for.
     """
-    model, info = cls.from_pretrained(path, dtype=dtype, local_files_only=True, output_loading_info=True)
+    with one_sentence(cls), _quiet():
+        # Mismatched sizes are raised below, with the sizes.
+        model, info = cls.from_pretrained(path, dtype=dtype, local_files_only=True, output_loading_info=True,
+                                          ignore_mismatched_sizes=True)  # fmt: skip
+    if info["mismatched_keys"]:
+        name, *shapes = min(info["mismatched_keys"])
+        stored, expected = (list(shape) for shape in shapes)
+        raise ValueError(f"{path}: {len(info['mismatched_keys'])} tensors of {cls.__name__} have another shape, such as "
+                         f"{name}: {stored}, expected {expected}; is config.json of the same checkpoint?")
     if info["missing_keys"]:
         names = sorted(info["missing_keys"])
         raise ValueError(f"{path}: {len(names)} tensors of {cls.__name__} are missing, such as {names[0]}; "
                          "is config.json of the same checkpoint?")
+    if info["unexpected_keys"]:
+        names = sorted(info["unexpected_keys"])
+        log.warning("%s: %d tensors are no part of %s, such as %s", path, len(names), cls.__name__, names[0])
     return wrap_stock(model.to(device))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the table that transformers logs of what did not fit: the error has one line."""
+    from transformers.utils import logging as theirs
+
+    before = theirs.get_verbosity()
+    theirs.set_verbosity_error()
+    try:
+        yield
+    finally:
+        theirs.set_verbosity(before)
 
 
 def wrap_stock(hf_model: Any) -> "StockModel":

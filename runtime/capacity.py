@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
+
+from atomc.models.limits import free_on_host
 
 CPU_SHARE = 0.25  # of the free memory; the rest is for everybody else
 GRAPH_SHARE = 0.03  # of a GPU's memory, for CUDA graphs
@@ -97,13 +98,4 @@ def free_memory(device: torch.device, utilization: float, activations: int) -> i
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
         return max(int(free - total * (1 - utilization + GRAPH_SHARE)) - activations, 0)
-    return int(_available_on_host() * CPU_SHARE)
-
-
-def _available_on_host() -> int:
-    meminfo = Path("/proc/meminfo")
-    if meminfo.is_file():
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return 4 * 2**30  # not Linux: a guess that kv_bytes corrects
+    return int(free_on_host() * CPU_SHARE)

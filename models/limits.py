@@ -1,0 +1,100 @@
+"""Sizes of a config.json that cannot be right are refused before they cost memory or time.
+
+The largest models have about 130 layers and 1,000 experts: the limits leave room, and are for what would take hours to
+build. What a checkpoint holds is a closer limit.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+MAX_LAYERS = 1024
+MAX_EXPERTS = 4096
+MAX_SIZE = 2**31 - 1
+LAYERS = re.compile(r"(num|n)_(\w+_)?layers?|(encoder|decoder)_layers")
+EXPERTS = re.compile(r"\w*experts")
+SIZES = re.compile(r"(num|n|max|d)_\w+|\w+_(size|dim|heads|rank|positions|embeddings|head)")
+# Parameters for a stored number, at most: transformers converts some weights; an int32 holds 16 of two bits.
+SLACK, PACKED = 2, 16
+
+
+class Stored(NamedTuple):
+    """A tensor in a file."""
+
+    file: Path
+    dtype: str  # as safetensors writes it: "BF16"
+    shape: tuple[int, ...]
+    name: str
+
+
+def check_sizes(config: Mapping[str, Any], where: str = "") -> None:
+    """Raise ValueError for a size in config.json, or in a config inside it, beyond every model's."""
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            if name.endswith("_config"):
+                check_sizes(value, f"{where}{name}.")
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            most = _most(name)
+            if most is not None and not value <= most:
+                raise ValueError(f"config.json: {where}{name} is {_short(value)}, expected at most {most}; "
+                                 "download it again")  # fmt: skip
+
+
+def _most(name: str) -> int | None:
+    """The largest value of a field of this name; None: it is no size."""
+    for pattern, most in ((LAYERS, MAX_LAYERS), (EXPERTS, MAX_EXPERTS), (SIZES, MAX_SIZE)):
+        if pattern.fullmatch(name):
+            return most
+    return None
+
+
+def _short(value: float) -> str:
+    text = str(value)
+    return text if len(text) <= 24 else f"{text[:8]}... ({len(text)} digits)"
+
+
+def check_layers(config: Mapping[str, Any], stored: int) -> None:
+    """Raise ValueError if config.json has more layers than the checkpoint has tensors."""
+    for name, value in config.items():
+        if LAYERS.fullmatch(name) and isinstance(value, int) and value > stored:
+            raise ValueError(f"config.json: {name} is {value}, and the checkpoint has {stored} tensors; are config.json "
+                             "and the weights of the same checkpoint?")  # fmt: skip
+
+
+def check_stored(model: nn.Module, name: str, stored: Mapping[str, Stored], *, quantized: bool) -> None:
+    """Raise ValueError if a model on meta has far more parameters than the checkpoint has numbers."""
+    wanted = sum(weight.numel() for weight in model.parameters())
+    found = sum(math.prod(tensor.shape) for tensor in stored.values())
+    if wanted > found * (PACKED if quantized else SLACK):
+        raise ValueError(f"config.json describes a {name} of {wanted} parameters, and the checkpoint has {found} numbers; "
+                         "are config.json and the weights of the same checkpoint?")  # fmt: skip
+
+
+def check_memory(model: nn.Module, name: str, device: torch.device | str) -> None:
+    """Raise ValueError if the weights of a model on meta take more memory than the device has free."""
+    wanted, free = sum(weight.nbytes for weight in model.parameters()), free_bytes(torch.device(device))
+    if wanted > free:
+        raise ValueError(f"config.json describes a {name} whose weights take {wanted / 2**30:.1f} GiB, and {device} has "
+                         f"{free / 2**30:.1f} GiB free: take a smaller model, or fewer bits for each weight (dtype "
+                         "bfloat16, or quantization)")  # fmt: skip
+
+
+def free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return free_on_host()
+
+
+def free_on_host() -> int:
+    """Bytes that programs can still take."""
+    meminfo = Path("/proc/meminfo")
+    if meminfo.is_file():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return 4 * 2**30  # not Linux: a guess, which kv_bytes corrects for the cache

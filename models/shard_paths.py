@@ -1,0 +1,32 @@
+"""Where the files that model.safetensors.index.json names are: in the model's folder, and nowhere else."""
+
+import os
+from pathlib import Path, PurePosixPath, PureWindowsPath
+
+INDEX = "model.safetensors.index.json"
+
+
+def shard_path(folder: Path, name: str) -> Path:
+    """The file of this name in the folder. Raises ValueError for a name or a link that leaves the folder."""
+    written = PurePosixPath(name)
+    if (not name.isprintable() or PureWindowsPath(name).drive or written.is_absolute() or ".." in written.parts
+            or not written.parts):  # fmt: skip
+        raise ValueError(f"{INDEX} names {_short(name)}, expected a file in the model's folder such as "
+                         "model-00001-of-00002.safetensors")  # fmt: skip
+    file = folder / written
+    real = Path(os.path.realpath(file))
+    if not any(real.is_relative_to(os.path.realpath(root)) for root in _roots(folder)):
+        raise ValueError(f"{INDEX} names {_short(name)}, a link to {_short(str(real))}, which is not in the model's "
+                         "folder: move the file there")  # fmt: skip
+    return file
+
+
+def _roots(folder: Path) -> list[Path]:
+    """Where the folder's files may be: in it, or in the store to which the snapshots of the hub's cache link."""
+    absolute = Path(os.path.realpath(folder))
+    blobs = [parent.parent / "blobs" for parent in absolute.parents if parent.name == "snapshots"]
+    return [absolute, *blobs[:1]]
+
+
+def _short(name: str) -> str:
+    return repr(name) if len(name) <= 100 else f"{name[:100]!r}... ({len(name)} characters)"
