@@ -5,6 +5,8 @@
 
 from typing import Any
 
+LARGEST = 3.4e38  # of fp32, in which norms and rotary positions are computed
+
 
 def model_type(hf: dict[str, Any]) -> str:
     return str(hf.get("model_type") or "model")
@@ -18,7 +20,7 @@ def integer(hf: dict[str, Any], name: str, default: int | None = None) -> int:
             raise ValueError(f"{model_type(hf)}: config.json lacks {name!r}, a positive integer")
         return default
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{model_type(hf)}: {name} {value!r} is not a positive integer")
+        raise ValueError(f"{model_type(hf)}: {name} {value!r:.40} is not a positive integer")
     return value
 
 
@@ -26,16 +28,24 @@ def number(hf: dict[str, Any], name: str, default: float) -> float:
     value = hf.get(name)
     if value is None:
         return default
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or value <= 0:
-        raise ValueError(f"{model_type(hf)}: {name} {value!r} is not a positive number")
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value <= LARGEST:
+        raise ValueError(f"{model_type(hf)}: {name} {value!r:.40} is not a positive number of fp32")
     return float(value)
+
+
+def flag(hf: dict[str, Any], name: str) -> bool:
+    """true or false; null counts as missing, which is false."""
+    value = hf.get(name)
+    if not isinstance(value, bool | None):
+        raise ValueError(f"{model_type(hf)}: {name} {value!r:.40} is neither true nor false")
+    return bool(value)
 
 
 def only(hf: dict[str, Any], name: str, *supported: object) -> None:
     """Raises ValueError if the config sets `name` to anything but the supported values."""
     value = hf.get(name)
     if value is not None and value not in supported:
-        raise ValueError(f"{model_type(hf)}: {name} {value!r} is not supported, only "
+        raise ValueError(f"{model_type(hf)}: {name} {value!r:.60} is not supported, only "
                          f"{' or '.join(map(repr, supported))}")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from atomc import ops
-from atomc.models.config import head_counts, head_width, integer, number, only
+from atomc.models.config import flag, head_counts, head_width, integer, number, only
 from atomc.models.layers import MLP, RMSNorm
 from atomc.models.rotary import Rotary, apply_rope, rope_parameters
 
@@ -67,9 +67,9 @@ class Config:
             rms_norm_eps=number(hf, "rms_norm_eps", 1e-6),
             rope_parameters=rope_parameters(hf),
             sliding_window=window,
-            attention_bias=bool(hf.get("attention_bias")),
-            mlp_bias=bool(hf.get("mlp_bias")),
-            tie_word_embeddings=bool(hf.get("tie_word_embeddings")),
+            attention_bias=flag(hf, "attention_bias"),
+            mlp_bias=flag(hf, "mlp_bias"),
+            tie_word_embeddings=flag(hf, "tie_word_embeddings"),
         )
 
 

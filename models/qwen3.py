@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from atomc import ops
-from atomc.models.config import head_counts, head_width, integer, model_type, number, only
+from atomc.models.config import flag, head_counts, head_width, integer, model_type, number, only
 from atomc.models.layers import MLP, RMSNorm
 from atomc.models.rotary import Rotary, apply_rope, rope_parameters
 
@@ -52,7 +52,7 @@ class Config:
         only(hf, "hidden_act", "silu")
         heads, kv_heads = head_counts(hf)
         window = None
-        if hf.get("use_sliding_window") and hf.get("sliding_window", 4096) is not None:
+        if flag(hf, "use_sliding_window") and hf.get("sliding_window", 4096) is not None:
             window = integer(hf, "sliding_window", 4096)
         return cls(
             vocab_size=integer(hf, "vocab_size"),
@@ -67,19 +67,21 @@ class Config:
             rope_parameters=rope_parameters(hf),
             sliding_window=window,
             layer_types=layer_types(hf, window),
-            attention_bias=bool(hf.get("attention_bias")),
-            tie_word_embeddings=bool(hf.get("tie_word_embeddings")),
+            attention_bias=flag(hf, "attention_bias"),
+            tie_word_embeddings=flag(hf, "tie_word_embeddings"),
         )
 
 
 def layer_types(hf: dict[str, Any], window: int | None) -> tuple[str, ...]:
     """"full_attention" or "sliding_attention" per layer; older configs only say from which layer on."""
     num_layers = integer(hf, "num_hidden_layers")
-    first = hf.get("max_window_layers", 28) if window else num_layers
+    # 0: every layer has the window.
+    first = num_layers if not window else 0 if hf.get("max_window_layers") == 0 else integer(hf, "max_window_layers", 28)
     kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(num_layers)]
     types = hf.get("layer_types") or kinds
-    if len(types) != num_layers or set(types) - {"full_attention", "sliding_attention"}:
-        raise ValueError(f"{model_type(hf)}: layer_types {types} are not {num_layers} of 'full_attention' or "
+    known = ("full_attention", "sliding_attention")
+    if not isinstance(types, list) or len(types) != num_layers or any(kind not in known for kind in types):
+        raise ValueError(f"{model_type(hf)}: layer_types {types!r:.100} are not {num_layers} of 'full_attention' or "
                          "'sliding_attention'")
     return tuple(types)
 

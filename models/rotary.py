@@ -19,6 +19,10 @@ NEEDED = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": (),
 }
+# Positive if they are there.
+NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale",
+           "mscale_all_dim")  # fmt: skip
+ZERO_IS_NONE = ("mscale", "mscale_all_dim")
 
 
 def rope_parameters(hf: dict[str, Any]) -> dict[str, Any]:
@@ -26,28 +30,49 @@ def rope_parameters(hf: dict[str, Any]) -> dict[str, Any]:
 
     Raises ValueError for a rope_type that is not one of NEEDED, or that lacks a number it needs.
     """
-    rope = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
+    given = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    if not isinstance(given, dict):
+        raise ValueError(f"{model_type(hf)}: rope_parameters {given!r:.40} is not an object such as "
+                         "{'rope_type': 'default', 'rope_theta': 10000.0}")  # fmt: skip
+    rope = dict(given)
     if any(isinstance(value, dict) for value in rope.values()):
         raise ValueError(f"{model_type(hf)}: rope_parameters per layer type ({', '.join(rope)}) are not supported")
     rope_type = rope.setdefault("rope_type", rope.get("type", "default"))
-    if rope_type not in NEEDED:
+    if not isinstance(rope_type, str) or rope_type not in NEEDED:
         raise ValueError(f"{model_type(hf)}: rope_type {rope_type!r} is not supported, only {', '.join(NEEDED)}")
     partial = rope.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0
     if partial != 1.0:
         raise ValueError(f"{model_type(hf)}: partial_rotary_factor {partial!r} is not supported, only 1.0")
-    rope["rope_theta"] = number(rope | {"model_type": model_type(hf)}, "rope_theta", number(hf, "rope_theta", 10000.0))
+    rope["model_type"] = model_type(hf)  # for the errors
+    rope["rope_theta"] = number(rope, "rope_theta", number(hf, "rope_theta", 10000.0))
     for name in NEEDED[rope_type]:
-        if not isinstance(rope.get(name), (int, float)):
+        if rope.get(name) is None:
             raise ValueError(f"{model_type(hf)}: rope_type {rope_type!r} needs the number {name!r}, "
-                             f"rope_parameters has {rope}")
+                             f"rope_parameters has {given}")
+    for name in NUMBERS:
+        if rope.get(name) is not None and not (name in ZERO_IS_NONE and rope[name] == 0):
+            rope[name] = number(rope, name, 1.0)
     if rope_type in ("llama3", "yarn"):
         longest = integer(hf, "max_position_embeddings")
         # A top-level value wins, as in transformers.
-        original = hf.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
-        rope["original_max_position_embeddings"] = original or longest
-        if rope.get("factor") is None:
-            rope["factor"] = longest / rope["original_max_position_embeddings"]
+        original = integer(hf, "original_max_position_embeddings",
+                           integer(rope, "original_max_position_embeddings", longest))
+        rope["original_max_position_embeddings"] = original
+        rope.setdefault("factor", None)
+        rope["factor"] = number(rope, "factor", longest / original)
+    _check_pairs(rope, rope_type)
+    del rope["model_type"]
     return rope
+
+
+def _check_pairs(rope: dict[str, Any], rope_type: str) -> None:
+    """Raise ValueError for numbers between which the frequencies would have to be interpolated the wrong way round."""
+    what = f"{rope['model_type']}: rope_type {rope_type!r}"
+    if rope_type == "llama3" and rope["low_freq_factor"] >= rope["high_freq_factor"]:
+        raise ValueError(f"{what}: low_freq_factor {rope['low_freq_factor']} is not below high_freq_factor "
+                         f"{rope['high_freq_factor']}")  # fmt: skip
+    if rope_type == "yarn" and rope["rope_theta"] <= 1:
+        raise ValueError(f"{what}: rope_theta {rope['rope_theta']} is not above 1")
 
 
 def _default(rope: dict[str, Any], head_dim: int) -> tuple[Tensor, float]:

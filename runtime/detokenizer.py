@@ -14,7 +14,7 @@ MAX_HELD = 8
 def load_tokenizer(folder: Path) -> Any | None:
     """The `tokenizers.Tokenizer` of a model folder; None if it has no tokenizer.json.
 
-    Raises ImportError, naming the extra to install, if the library is missing.
+    Raises ValueError for a damaged file, and ImportError, naming the extra to install, if the library is missing.
     """
     path = folder / "tokenizer.json"
     if not path.is_file():
@@ -23,7 +23,13 @@ def load_tokenizer(folder: Path) -> Any | None:
         from tokenizers import Tokenizer
     except ImportError as error:
         raise ImportError(f"{path} needs the library `tokenizers`: pip install 'atomc[hf]'") from error
-    return Tokenizer.from_file(str(path))
+    try:
+        return Tokenizer.from_file(str(path))
+    except BaseException as error:  # the library has no type of its own, and a panic in Rust is no Exception
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"{path} is not a tokenizer that can be read: {' '.join(str(error).split())}; "
+                         "download it again") from error  # fmt: skip
 
 
 class Detokenizer:

@@ -86,6 +86,8 @@ def compressed_tensors(config: Config) -> Parsed:
         rules.append((tuple(group.get("targets") or ("Linear",)), scheme, form))
         notes += note
     kv = config.get("kv_cache_scheme")
+    if kv is not None and not isinstance(kv, Mapping):
+        raise ValueError(f"{method}: kv_cache_scheme is {kv!r}, expected an object")
     if kv is not None and (kv.get("num_bits"), kv.get("type"), kv.get("strategy", "tensor")) != (8, "float", "tensor"):
         raise ValueError(f"{method}: kv_cache_scheme of {kv.get('num_bits')} bits, type {kv.get('type')!r}, strategy "
                          f"{kv.get('strategy')!r} is not supported, only 8, 'float', 'tensor'")  # fmt: skip

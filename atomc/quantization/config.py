@@ -4,7 +4,6 @@ Said by the command line, else by a quantization file beside the weights, else b
 """
 
 import fnmatch
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +12,9 @@ from typing import Any
 
 from torch import nn
 
+from atomc.json_file import read_json
 from atomc.quantization import checkpoints
+from atomc.quantization.field_types import check_types
 from atomc.quantization.linear import LinearMethod
 from atomc.quantization.scheme import ONLINE
 
@@ -130,16 +131,13 @@ def stored_config(path: Path, config: Mapping[str, Any]) -> Mapping[str, Any] | 
     """The quantization_config of a checkpoint directory whose config.json is given; None if it is not quantized."""
     for name, method in FILES.items():
         if (path / name).is_file():
-            try:
-                found = json.loads((path / name).read_text(encoding="utf-8"))
-            except ValueError as error:
-                raise ValueError(f"{path / name} is not JSON: {error}; download it again") from error
-            if not isinstance(found, dict):
-                raise ValueError(f"{path / name} holds a {type(found).__name__}, expected an object")
+            found = read_json(path / name)
+            check_types(found, name)
             return found if method is None else {"quant_method": method} | found
     inside = config.get("quantization_config") or config.get("compression_config")
     if inside is not None and not isinstance(inside, Mapping):
         raise ValueError(f"config.json: quantization_config is a {type(inside).__name__}, expected an object")
+    check_types(inside or {}, "config.json: quantization_config")
     return inside
 
 

@@ -130,19 +130,30 @@ def _templates_in(config: Mapping[str, Any], file: Path) -> dict[str, str]:
             return {}
         case str(text):
             return {DEFAULT: text}
-        case [*entries] if all(isinstance(entry, dict) and {"name", "template"} <= entry.keys() for entry in entries):
-            return {str(entry["name"]): str(entry["template"]) for entry in entries}
+        case [*entries] if all(_is_named_template(entry) for entry in entries):
+            return {entry["name"]: entry["template"] for entry in entries}
         case other:
             raise ValueError(f"{file}: chat_template is a {type(other).__name__}, expected a text or a list of "
-                             "{name, template}")  # fmt: skip
+                             "{name, template}, both texts")  # fmt: skip
+
+
+def _is_named_template(entry: Any) -> bool:
+    return isinstance(entry, dict) and all(isinstance(entry.get(key), str) for key in ("name", "template"))
 
 
 def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Named special tokens; older checkpoints have them in a file of their own."""
     older = folder / "special_tokens_map.json"
     named = (read_json(older) if older.is_file() else {}) | {key: value for key, value in config.items() if value}
-    values = {name: named[name] for name in SPECIAL_TOKENS if named.get(name)}
-    return {name: value["content"] if isinstance(value, dict) else str(value) for name, value in values.items()}
+    return {name: _token_text(name, named[name]) for name in SPECIAL_TOKENS if named.get(name)}
+
+
+def _token_text(name: str, value: Any) -> str:
+    text = value.get("content") if isinstance(value, dict) else value
+    if not isinstance(text, str):
+        raise ValueError(f"tokenizer_config.json, special_tokens_map.json: {name} is {value!r:.60}, expected a text or an "
+                         "object with content, a text")  # fmt: skip
+    return text
 
 
 # What templates see
@@ -219,6 +230,8 @@ def _compiled(environment: Any, name: str, text: str) -> Any:
         return environment.from_string(text)
     except TemplateSyntaxError as error:
         raise ValueError(f"the chat template {name!r} is not Jinja: line {error.lineno}: {error}") from error
+    except (RecursionError, SyntaxError, MemoryError) as error:  # of Python, to which Jinja translates it
+        raise ValueError(f"the chat template {name!r} is nested too deeply: {error}") from error
 
 
 def _environment() -> Any:
