@@ -22,6 +22,7 @@ from atomc.platform import Platform
 from atomc.render.page import publish
 from atomc.report import Report, forget, keep
 from atomc.stages import lift_stage, stages
+from atomc.torch_compat.automatic_dynamic import compiled_alone
 from atomc.torch_compat.tracing import RestartAnalysis, ShortenTraceback, afresh, lifted_floats, passed_on
 
 EXAMPLE_TOKENS = 12
@@ -54,7 +55,8 @@ def explain(
         return model(*args, **kwargs)
 
     def dynamo() -> None:
-        torch.compile(afresh(call), backend=backend, dynamic=dynamic)(*args, **kwargs)
+        with compiled_alone():
+            torch.compile(afresh(call), backend=backend, dynamic=dynamic)(*args, **kwargs)
 
     notes: list[str] = []
 

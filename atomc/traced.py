@@ -21,6 +21,7 @@ from atomc.options import Options
 from atomc.platform import Platform
 from atomc.report import Report, forget, keep
 from atomc.stages import lift_stage, stages
+from atomc.torch_compat.automatic_dynamic import compiled_alone
 from atomc.torch_compat.tracing import ShortenTraceback, added_by_aot, afresh, mark_unbacked, passed_on, source_name
 
 
@@ -66,8 +67,8 @@ def traced(
         return logits
 
     def dynamo() -> None:
-        with contextlib.suppress(_Done):
-            torch.compile(afresh(step), backend=backend, fullgraph=True)(*example)
+        with contextlib.suppress(_Done), compiled_alone():
+            torch.compile(afresh(step), backend=backend, fullgraph=True, dynamic=False)(*example)
 
     notes: list[str] = []
 
