@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from atomc.static_buffer import StaticBuffer
 from atomc.torch_compat.names import is_static_input
 
 MOST_GRAPHS = 32
@@ -94,8 +95,8 @@ class Graphed:
                 entry = self.captured[key] = self._capture(args, pointers)
         if entry is None:
             return self.call(*args)
-        for mine, i in entry.copied:
-            mine.copy_(args[i])
+        for buffer, i in entry.copied:
+            buffer.fill(args[i])
         return _cloned(entry.graph.replay())
 
     def _pointers(self, args: Sequence[Any]) -> list[int]:
@@ -109,11 +110,12 @@ class Graphed:
         if len(self.captured) >= MOST_GRAPHS:
             self._note(f"no CUDA graph: there are {MOST_GRAPHS} already")
             return None
-        static = list(args)
-        for i in self.moving:
-            static[i] = args[i].clone() if isinstance(args[i], Tensor) else args[i]
         saved = [args[i].clone() for i in self.written]  # warm-up runs write, too
         try:
+            copied = [(StaticBuffer(args[i]), i) for i in self.moving if isinstance(args[i], Tensor)]
+            static = list(args)
+            for buffer, i in copied:
+                static[i] = buffer.tensor
             self.pool = self.pool or Pool(next(iter(devices)))
             captured = self.pool.capture(lambda: self.call(*static))
         except RuntimeError as error:
@@ -122,8 +124,7 @@ class Graphed:
         finally:
             for kept, i in zip(saved, self.written, strict=True):
                 args[i].copy_(kept)
-        copied = [(static[i], i) for i in self.moving if isinstance(args[i], Tensor)]
-        self.graphs.append({"inputs": [list(mine.shape) for mine, _ in copied], "bytes": captured.bytes})
+        self.graphs.append({"inputs": [list(args[i].shape) for _, i in copied], "bytes": captured.bytes})
         return _Entry(captured, copied, pointers)
 
     def _note(self, note: str) -> None:
@@ -136,12 +137,16 @@ class _Entry:
     """A captured call, the buffers that inputs are copied into, and where the other inputs lay."""
 
     graph: Captured
-    copied: list[tuple[Tensor, int]]
+    copied: list[tuple[StaticBuffer, int]]
     pointers: list[int]
 
 
 def _kind(x: Any) -> Any:
-    return (x.shape, x.dtype, x.stride(), x.device) if isinstance(x, Tensor) else x
+    if not isinstance(x, Tensor):
+        return x
+    # Kernels take a number on the host by value, and a graph keeps the one it was captured with.
+    number = repr(x.item()) if x.dim() == 0 and x.device.type == "cpu" else None
+    return x.shape, x.dtype, x.stride(), x.device, number
 
 
 def _cloned(output: Any) -> Any:
