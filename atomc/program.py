@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from atomc import contract
 from atomc.cache.compiled import Compiled, copies_of, packs_of
 from atomc.cache.known import KnownStart
-from atomc.errors import RunError
+from atomc.errors import OURS, RunError
 from atomc.ops.state import StateSpec, Step
 from atomc.options import Options
 from atomc.platform import Platform
@@ -24,6 +24,8 @@ from atomc.report import Report, keep
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
+
+    from atomc.traced import Traced
 
 INPUTS = ("input_ids", "positions", "logits_rows")
 _INPUT = re.compile(r"^L\['(" + "|".join(INPUTS) + r")'\](?:\.size\(\)\[(\d+)\])?$")
@@ -166,7 +168,8 @@ def compile_model(
             ops.attention with a state handle (atomc.models; atomc.models.wrap_stock for a transformers model)
     observers  shown the graph after each pass that changed it
     keep_texts  the report gets the graph after each of these passes, as with options={"report": FILE}
-    Raises OptionsError for wrong options, ValueError for a model whose attention a paged cache cannot serve.
+    Raises OptionsError for wrong options, ValueError for a model that cannot be served: it says why and in which line. With
+    ATOMC_STRICT the trace comes with it, else at log level debug.
     """
     chosen = Options.of(options)
     device = next(model.parameters()).device
@@ -177,9 +180,7 @@ def compile_model(
         report = keep(found.report)
         compiled, sources, inputs = found.compiled, found.sources, found.inputs
     else:
-        from atomc.traced import traced  # and with it Dynamo
-
-        compiled, sources, inputs, report, entry = traced(model, chosen, where, observers, keep_texts)
+        compiled, sources, inputs, report, entry = _traced(model, chosen, where, observers, keep_texts)
         start.keep(report, entry, sources, inputs)
     report.treated = True
     contract.check(report, chosen)
@@ -188,6 +189,22 @@ def compile_model(
     report.notes += _notes_of(model)
     publish(report, chosen)
     return program
+
+
+def _traced(
+    model: nn.Module, options: Options, platform: Platform, observers: "Sequence[Callable[[str, GraphModule], None]]",
+    keep_texts: bool,
+) -> "Traced":  # fmt: skip
+    from atomc.refusal import refusal
+    from atomc.torch_compat.tracing import TracingError
+    from atomc.traced import traced  # and with it Dynamo
+
+    try:
+        return traced(model, options, platform, observers, keep_texts)
+    except OURS:
+        raise
+    except TracingError as error:
+        raise refusal(model, error) from (error if options.strict else None)
 
 
 def _notes_of(model: nn.Module) -> list[str]:

@@ -20,7 +20,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from atomc import ops
 from atomc.graph.canonical import value
-from atomc.graph.provenance import module_path
+from atomc.graph.provenance import module_path, source_line
 from atomc.graph_pass import Context
 from atomc.ops.formats import FP8
 from atomc.ops.state import StateSpec
@@ -47,11 +47,12 @@ def bind_state(gm: GraphModule, context: Context) -> list[Fired]:
     for node in sites:
         q, k, v, handle = node.args[0], node.args[1], node.args[2], _argument(node, 3, "kv")
         assert isinstance(q, Node) and isinstance(k, Node) and isinstance(v, Node)
-        path = module_path(node)
+        path, line = module_path(node), source_line(node)
         if _argument(node, 4, "mask") is not None or not node.kwargs.get("causal", True):
-            raise ValueError(f"attention in {path} has a mask or is not causal: a paged cache serves causal attention only")
+            raise ValueError(f"attention in {path} ({line}) has a mask or is not causal, and a paged cache serves causal "
+                             "attention only")
         if value(k).shape[-1] != value(v).shape[-1]:
-            raise ValueError(f"attention in {path}: keys are {value(k).shape[-1]} wide, values {value(v).shape[-1]}")
+            raise ValueError(f"attention in {path} ({line}): keys are {value(k).shape[-1]} wide, values {value(v).shape[-1]}")
         window = node.kwargs.get("window", 0)
         group = windows.index(window)
         codes = context.options.kv_cache_dtype == "fp8" or value(handle).dtype in FP8

@@ -14,13 +14,13 @@ PACKAGE = ROOT / "atomc"
 # that holds all it imports.
 LAYERS = [
     {"demo", "json_file"},
-    {"platform", "options", "errors", "packs", "torch_compat"},
+    {"platform", "options", "errors", "packs", "static_buffer", "torch_compat"},
     {"op", "ops", "copies"},
     {"graph", "matching", "rewrite", "graph_pass", "registered", "dumps", "report", "render", "cost", "contract", "listing",
      "savings", "few_bits", "efficiency", "bandwidth", "trace"},
     {"examples", "kernels", "passes", "named_ranges"},
     {"audit", "select", "capture", "pipeline", "pieces", "cache", "ranges", "cudagraphs", "selftest"},
-    {"stages", "traced", "specialize", "backend", "program", "inspection"},
+    {"refusal", "stages", "traced", "specialize", "backend", "program", "inspection"},
     {"quantization", "models"},
     {"runtime"},
     {"planning"},

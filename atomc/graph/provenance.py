@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from atomc.graph.canonical import spell
 
-_OP_CALL = str(Path(__file__).parents[1] / "op.py")
+_BETWEEN = {str(Path(__file__).parents[1] / file) for file in ("op.py", "models/stock.py")}
 _SELF = re.compile(r"^L\['\w+'\]|^G\['\w+'\]")
 _KEY = re.compile(r"\['?([^'\]]+)'?\]")
 _FRAME = re.compile(r'File "([^"]*)", line (\d+), in (\S+)\n\s*(.*)')
@@ -35,9 +35,9 @@ def layer_of(path: str) -> int | None:
 
 
 def frames(node: Node) -> list[tuple[str, int, str, str]]:
-    """(file, line, function, code) of the user's stack, innermost last; calling an op is no frame of the user's."""
+    """(file, line, function, code) of the user's stack, innermost last; what calls an op for the user is no frame of it."""
     found = _FRAME.findall(node.meta.get("stack_trace") or "")
-    return [(f, int(line), name, code) for f, line, name, code in found if f != _OP_CALL]
+    return [(f, int(line), name, code) for f, line, name, code in found if f not in _BETWEEN]
 
 
 def source_line(node: Node) -> str:
