@@ -18,8 +18,10 @@ if not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 torch.set_num_threads(1)
 if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
+    from interpreted_floats import round_to_nearest
     from memory import check_bounds
 
+    round_to_nearest()
     check_bounds()
 
 

@@ -123,42 +123,13 @@ def interpret() -> None:
     import numpy as np
     import torch
     import triton.language as tl
+    from interpreted_floats import round_to_nearest
     from triton.runtime import interpreter
 
     # AITER assumes that strides are positive, and passes 0 for tensors that are absent.
     interpreter.InterpreterBuilder.create_assume = lambda self, condition: None
 
-    # The interpreter rounds to fp8 and bf16 wrongly.
-    dtypes = {
-        "fp8e4nv": torch.float8_e4m3fn, "fp8e4b8": torch.float8_e4m3fnuz, "fp8e5": torch.float8_e5m2,
-        "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64,
-    }  # fmt: skip
-    bits = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
-    original = interpreter._convert_float
-
-    def converted(values, source, target, rounding):
-        given, wanted = dtypes.get(str(source)), dtypes.get(str(target))
-        if given is None or wanted is None:
-            return original(values, source, target, rounding)
-        words = np.ascontiguousarray(values).view(bits[source.primitive_bitwidth])
-        wide = torch.from_numpy(words.copy()).view(given).to(torch.float32)
-        if wanted == torch.float8_e4m3fn:  # torch cuts off, a GPU may not: who wants it says so
-            wide = wide.masked_fill(wide.abs() > 464, float("nan"))
-        number = wide.to(wanted)
-        return number.view(getattr(torch, bits[target.primitive_bitwidth].__name__)).numpy().reshape(values.shape)
-
-    interpreter._convert_float = converted
-
-    # It does not know the fp8 of gfx942 as a dtype of its own.
-    patch = interpreter._patch_lang_core
-
-    def patched(lang, scope):
-        patch(lang, scope)
-        known = lang.dtype.to_ir
-        fnuz = tl.float8e4b8
-        scope.set_attr(lang.dtype, "to_ir", lambda self, builder: fnuz if self == fnuz else known(self, builder))
-
-    interpreter._patch_lang_core = patched
+    round_to_nearest()
 
     # A method of tensors that the interpreter does not know of.
     tl.tensor.floor = lambda self: tl.math.floor(self, _semantic=interpreter.interpreter_semantic)

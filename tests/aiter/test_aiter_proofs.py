@@ -54,13 +54,13 @@ def test_todays_aiter_has_every_function_that_we_call(faker: Stage) -> None:
     assert faker.tell(lacking="") == {}
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("name", IN_TRITON)
 def test_in_the_interpreter_a_kernel_computes_what_its_op_means(
     name: str, dtype: str, interpreter: Stage, arch: str
 ) -> None:
     # Architectures differ in their fp8 alone, and dtypes in rounding: a few cases of the others show that.
-    most = 1000 if (arch, dtype) == ("gfx950", "float16") else 4
+    most = 1000 if (arch, dtype) == ("gfx950", "bfloat16") else 4
     check(name, interpreter.tell(kernel=name, dtype=dtype, most=most))
 
 
