@@ -1,6 +1,6 @@
 """From the logits of a step to what the host learns of it: tokens, log-probabilities, pooled hidden states."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby, pairwise
 from math import isfinite, isnan
@@ -180,7 +180,7 @@ class Drawing:
             return drawn, None
         if len(drawing) < len(logits):
             logits = logits[torch.tensor(drawing, device=logits.device)]
-        drawn.sampled = self._sampled(logits, step.draws, self._mask(step))
+        drawn.sampled = self._sampled(logits, _of_unfinished(step.draws, requests), self._mask(step))
         if drawn.sampled.logprobs is not None:
             tables.insert(0, drawn.sampled.logprobs.table)
         drawn.sent = self.outbox.send(drawn.sampled.tokens, drawn.sampled.tops, *tables)
@@ -214,7 +214,7 @@ class Drawing:
             raise error
         for request_id, found in failed.items():
             self.fence.fail(request_id, "drawing its next token", found)
-        return [replace(draw, params=GREEDY) if draw.request_id in failed else draw for draw in draws]
+        return _greedy(draws, failed)
 
     def pool(self, step: ScheduledStep, hidden: Tensor, requests: Sequence[Request]) -> Drawn:
         """The results of a step with these hidden states [R, D]: the mean, or the last, of each prompt that ends."""
@@ -261,6 +261,17 @@ class Drawing:
         self._matchers.pop(request_id, None)
         self.sampler.forget(request_id)
         self._sums.pop(request_id, None)
+
+
+def _of_unfinished(draws: Sequence[Draw], requests: Sequence[Request]) -> Sequence[Draw]:
+    """The draws, greedy for requests that have ended while the step was computed: there is nothing to count for them."""
+    ended = {request.id for request in requests if request.finish_reason is not None}
+    return _greedy(draws, ended) if ended else draws
+
+
+def _greedy(draws: Sequence[Draw], ids: Container[str]) -> list[Draw]:
+    """The draws, greedy for these requests, whose tokens do not matter."""
+    return [replace(draw, params=GREEDY) if draw.request_id in ids else draw for draw in draws]
 
 
 def _line(text: object) -> str:

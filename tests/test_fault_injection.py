@@ -1,0 +1,406 @@
+"""Each step of the engine that belongs to one request raises in turn, under 20 others: the request fails with the reason,
+the others get the tokens of their lone runs, and nothing is left behind."""
+
+import random
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from atomc.runtime import drawing, scheduler
+from atomc.runtime.blocks import BlockPool
+from atomc.runtime.detokenizer import Detokenizer
+from atomc.runtime.draw import Draw
+from atomc.runtime.drawing import Drawing
+from atomc.runtime.engine import Engine, EngineConfig
+from atomc.runtime.fence import Fence, RequestFailed
+from atomc.runtime.llm import LLM
+from atomc.runtime.output import TextStream
+from atomc.runtime.request import Request
+from atomc.runtime.row_logprobs import LogprobsRow
+from atomc.runtime.sampling_params import SamplingParams, Structured
+from atomc.runtime.scheduler import Scheduler
+from atomc.runtime.speculative import NGram
+from atomc.runtime.structured import Grammars, Matcher
+from atomc.runtime.token_counts import TokenCounts
+
+pytestmark = pytest.mark.xdist_group("engine")
+
+# fp64, so that rounding decides about no token.
+CONFIG = {"dtype": "float64", "device": "cpu", "max_num_seqs": 24, "kv_bytes": 2**26, "max_model_len": 256,
+          "max_num_batched_tokens": 128, "seed": 0, "options": {"strict": True, "glue": "eager", "layout": "paged"}}  # fmt: skip
+PROMPT = [11, 12, 13, 14, 15] * 7  # more than two blocks; it repeats itself, so that drafts are made
+VICTIM_LOGPROBS = 7
+KINDS = [
+    {}, {"temperature": 0.9, "top_p": 0.9}, {"repetition_penalty": 1.3, "presence_penalty": 0.5}, {"logprobs": 2},
+    {"temperature": 0.8, "structured": Structured(regex="(the king |a queen ){3}"), "ignore_eos": False},
+    {"prompt_logprobs": 1}, {"temperature": 1.0, "top_k": 5, "logit_bias": {9: 2.0}, "min_tokens": 2},
+]  # fmt: skip
+
+
+class PanicException(BaseException):
+    """As pyo3's, which is no Exception either."""
+
+
+def others(engine):
+    """20 requests; some begin as the victim does."""
+    rng = random.Random(0)
+    for i in range(20):
+        prompt = PROMPT[: rng.choice([0, 0, 16, 33])] + rng.choices(range(1, 40), k=rng.randint(1, 40))
+        params = SamplingParams(**{"max_tokens": rng.randint(4, 12), "seed": i, "ignore_eos": True, **KINDS[i % len(KINDS)]})
+        yield engine.request(f"other {i}", prompt, params)
+
+
+def victim(engine, **given):
+    """A request that takes part in everything but pooling."""
+    params = SamplingParams(max_tokens=12, temperature=0.7, seed=5, repetition_penalty=1.1, logit_bias={9: 1.0},
+                            logprobs=VICTIM_LOGPROBS, structured=Structured(regex="(the king |a queen ){9}"))  # fmt: skip
+    salt = given.pop("salt", None)
+    pooling = given.pop("pooling", None)
+    return engine.request("victim", PROMPT, SamplingParams() if pooling else replace(params, **given), salt=salt,
+                          pooling=pooling)  # fmt: skip
+
+
+def run(engine, requests, late=()):
+    """The outputs of each request by its id; `late` come after two steps. What add raises stands for the output."""
+    found, steps, late = {}, 0, list(late)
+    for request in requests:
+        engine.add(request)
+    while engine.has_work or late:
+        if steps == 2:
+            for request in late:
+                try:
+                    engine.add(request)
+                except (RequestFailed, ValueError) as refused:
+                    found[request.id] = [refused]
+            late = []
+        for one in engine.step():
+            found.setdefault(one.request_id, []).append(one)
+        engine.check()
+        steps += 1
+    return found
+
+
+def tokens(outputs):
+    return [token for one in outputs for token in one.token_ids]
+
+
+def nothing_is_left(engine):
+    pool = engine.scheduler.pool
+    assert not pool.owners and pool.num_free == pool.num_blocks
+    assert not engine.scheduler.requests and not engine.fence.failed
+    of_drawing = (engine.drawing._matchers, engine.drawing._sums, engine.drawing.sampler.counts.slots)
+    assert not any([engine._scores, engine._drafters, *of_drawing])
+    counts = engine.drawing.sampler.counts
+    assert sorted(counts.free) == list(range(len(counts.output)))
+
+
+@pytest.fixture(scope="module", params=[0, 3], ids=["plain", "drafts"])
+def engine(request):
+    return Engine(EngineConfig(**CONFIG, speculative_tokens=request.param), progress=False)
+
+
+@pytest.fixture(autouse=True)
+def nobody_from_before(engine):
+    for name in list(engine.scheduler.requests):
+        engine.abort(name)
+    engine._flight = None
+    engine.scheduler._flights.clear()
+
+
+@pytest.fixture(scope="module")
+def alone(engine):
+    return {request.id: tokens(run(engine, [request])[request.id]) for request in others(engine)}
+
+
+GRAMMARS = "grammars"  # of the engine
+
+
+@dataclass
+class Hook:
+    """What the engine does for one request: an attribute of `owner`.
+
+    concerns    whether a call with these arguments is for the victim
+    at          from this call for the victim on it raises
+    given       of the victim
+    speculates  only an engine that makes drafts does it
+    """
+
+    owner: object
+    name: str
+    concerns: object
+    at: int = 1
+    given: tuple[tuple[str, object], ...] = ()
+    speculates: bool = False
+
+    def __str__(self):
+        return f"{getattr(self.owner, '__name__', self.owner).rpartition('.')[2]}.{self.name}"
+
+    def break_(self, engine, error, monkeypatch):
+        """From now on it raises; the list of what it raised."""
+        owner = engine.drawing._grammars if self.owner is GRAMMARS else self.owner
+        original, raised, calls = getattr(owner, self.name), [], 0
+
+        def broken(*args, **kwargs):
+            nonlocal calls
+            if self.concerns(engine, *args):
+                calls += 1
+                if calls >= self.at:
+                    raised.append(error)
+                    raise error
+            return (original.fget if isinstance(original, property) else original)(*args, **kwargs)
+
+        monkeypatch.setattr(owner, self.name, property(broken) if isinstance(original, property) else broken)
+        return raised
+
+
+def matcher_is_victims(engine, matcher):
+    return engine.drawing._matchers.get("victim") is matcher
+
+
+SCORED = (("prompt_logprobs", 1),)
+SALTED = (("salt", "victim"),)
+FREE = (("structured", None), ("temperature", 0.0), ("max_tokens", 40))
+HOOKS = [
+    # Admitted
+    Hook(Drawing, "begin", lambda engine, self, request: request.id == "victim"),
+    Hook(GRAMMARS, "compile", lambda engine, form: form.regex.endswith("{9}")),
+    Hook(Scheduler, "add", lambda engine, self, request: request.id == "victim"),
+    # Scheduled
+    Hook(scheduler, "extend_keys", lambda engine, keys, tokens, size, salt: salt == "victim", given=SALTED),
+    Hook(scheduler, "extend_keys", lambda engine, keys, tokens, size, salt: salt == "victim", at=2, given=SALTED),
+    Hook(Request, "draws", lambda engine, self: self.id == "victim"),
+    Hook(Request, "draws", lambda engine, self: self.id == "victim", at=3),
+    Hook(NGram, "propose", lambda engine, self, *_: engine._drafters.get("victim") is self, speculates=True),
+    # Constrained
+    Hook(Grammars, "fill", lambda engine, self, mask, rows: any(matcher_is_victims(engine, row[0]) for row in rows)),
+    Hook(Grammars, "fill", lambda engine, self, mask, rows: any(matcher_is_victims(engine, row[0]) for row in rows), at=4),
+    Hook(Matcher, "accept", lambda engine, self, token: matcher_is_victims(engine, self)),
+    Hook(Matcher, "accept", lambda engine, self, token: matcher_is_victims(engine, self), at=4),
+    # Sampled
+    Hook(Draw, "banned", lambda engine, self: self.request_id == "victim"),
+    Hook(Draw, "banned", lambda engine, self: self.request_id == "victim", at=3),
+    Hook(TokenCounts, "_make", lambda engine, self, row, draw, length: draw.request_id == "victim"),
+    # Read
+    Hook(LogprobsRow, "read", lambda engine, self: self.count == VICTIM_LOGPROBS),
+    Hook(LogprobsRow, "read", lambda engine, self: self.count == VICTIM_LOGPROBS, at=3),
+    Hook(drawing, "accepted", lambda engine, draws, tokens: draws[0].request_id == "victim", given=FREE, speculates=True),
+    Hook(Request, "accept", lambda engine, self, *_: self.id == "victim", at=2),
+    Hook(BlockPool, "name", lambda engine, self, owner, *_: owner == "victim", given=(("salt", "names"),)),
+    # Scored and pooled
+    Hook(drawing, "_scores", lambda engine, chunk, *_: chunk.request_id == "victim", given=SCORED),
+    Hook(Drawing, "_pooled", lambda engine, self, chunk, *_: chunk.request_id == "victim", given=(("pooling", "mean"),)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("error", [RuntimeError("broken"), PanicException("broken")], ids=["error", "panic"])
+@pytest.mark.parametrize("hook", HOOKS, ids=str)
+def test_what_raises_for_one_request_fails_it_and_changes_no_token_of_the_others(engine, alone, hook, error, monkeypatch):
+    if hook.speculates and not engine._speculates:
+        pytest.skip("this engine makes no drafts")
+    with monkeypatch.context() as patch:
+        raised = hook.break_(engine, error, patch)
+        found = run(engine, others(engine), late=[victim(engine, **dict(hook.given))])
+    assert raised
+    last = found.pop("victim")[-1]
+    assert isinstance(last, RequestFailed | ValueError) or (last.finish_reason == "error" and last.error.message)
+    assert {name: tokens(outputs) for name, outputs in found.items()} == alone
+    nothing_is_left(engine)
+    (again,) = run(engine, [victim(engine)]).values()
+    assert again[-1].finish_reason == "length"
+
+
+# What the model gives
+
+
+def poison(engine, monkeypatch, value, places=slice(None), first=1):
+    """Logits of the victim hold this value from its step `first` on."""
+    original, steps = engine.runner.logits, 0
+
+    def logits(step):
+        nonlocal steps
+        found, row = original(step).clone(), 0
+        for chunk in step.chunks:
+            if chunk.request_id == "victim":
+                steps += bool(chunk.draws)
+                if steps >= first:
+                    found[row : row + chunk.num_wanted, places] = value
+            row += chunk.num_wanted
+        return found
+
+    monkeypatch.setattr(engine.runner, "logits", logits)
+
+
+NAN, INF = float("nan"), float("inf")
+GREEDY = (*FREE, ("repetition_penalty", 1.0), ("logit_bias", {}))
+RANDOM = (("structured", None), ("top_p", 0.9))
+UNDEFINED = [
+    (NAN, slice(None), GREEDY, "NaN"), (NAN, 17, GREEDY, "NaN"), (INF, 17, GREEDY, "infinite"), (-INF, slice(None), GREEDY, "infinite"),
+    (NAN, slice(None), RANDOM, "NaN"), (NAN, 17, RANDOM, "NaN"), (INF, 17, RANDOM, "infinite"), (-INF, slice(None), RANDOM, "infinite"),
+    (NAN, slice(None), (), "NaN"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("value", "places", "given", "what"), UNDEFINED)
+def test_logits_of_which_no_token_can_be_drawn_are_an_error_of_the_model_at_that_step(
+    engine, alone, value, places, given, what, monkeypatch
+):
+    with monkeypatch.context() as patch:
+        poison(engine, patch, value, places)
+        found = run(engine, others(engine), late=[victim(engine, **dict(given))])
+    (last,) = found.pop("victim")
+    assert not last.error.by_client and last.token_ids == ()
+    assert f"the model produced logits that are {what} in step 1 of this request (position {len(PROMPT)})" in last.error.message
+    assert {name: tokens(outputs) for name, outputs in found.items()} == alone
+    nothing_is_left(engine)
+
+
+def test_what_a_request_with_undefined_logits_computed_is_not_shared(engine, monkeypatch):
+    def cached():
+        return run(engine, [victim(engine, salt="poisoned", **dict(GREEDY))])["victim"][0].num_cached
+
+    assert [cached(), cached()] == [0, 32]
+    with monkeypatch.context() as patch:
+        poison(engine, patch, NAN, first=3)
+        outputs = run(engine, [victim(engine, salt="poisoned", **dict(GREEDY))])["victim"]
+    assert len(tokens(outputs)) >= 2 and "NaN in step" in outputs[-1].error.message
+    assert [cached(), cached()] == [0, 32]
+
+
+def test_blocks_that_hold_nan_hurt_only_who_owns_them(engine, alone):
+    engine.add(victim(engine, salt="nan", **dict(GREEDY)))
+    for request in others(engine):
+        engine.add(request)
+    found = {}
+    for step in range(10**6):
+        if step == 3:
+            blocks = list(engine.scheduler.pool.table("victim"))
+            for keys, values in engine.runner.caches:
+                keys[blocks] = values[blocks] = NAN
+        for one in engine.step():
+            found.setdefault(one.request_id, []).append(one)
+        engine.check()
+        if not engine.has_work:
+            break
+    assert "NaN" in found.pop("victim")[-1].error.message
+    assert {name: tokens(outputs) for name, outputs in found.items()} == alone
+    # Their blocks are used again.
+    assert {name: tokens(outputs) for name, outputs in run(engine, others(engine)).items()} == alone
+    nothing_is_left(engine)
+
+
+def test_log_probabilities_of_a_prompt_that_are_nan_are_an_error(engine, alone, monkeypatch):
+    with monkeypatch.context() as patch:
+        original = engine.runner.logits
+
+        def logits(step):
+            found = original(step).clone()
+            if step.chunks[0].request_id == "victim":
+                found[0] = NAN
+            return found
+
+        patch.setattr(engine.runner, "logits", logits)
+        (last,) = run(engine, [victim(engine, prompt_logprobs=0, **dict(GREEDY))])["victim"]
+    assert "NaN for the prompt, at positions 0 to 34" in last.error.message and not last.error.by_client
+    nothing_is_left(engine)
+
+
+def test_hidden_states_that_are_nan_are_an_error(engine, monkeypatch):
+    assert run(engine, [victim(engine, pooling="last")])["victim"][-1].embedding is not None
+    with monkeypatch.context() as patch:
+        original = engine.runner.hidden
+        patch.setattr(engine.runner, "hidden", lambda *args: original(*args) * NAN)
+        (last,) = run(engine, [victim(engine, pooling="last")])["victim"]
+        assert "hidden states that are NaN" in last.error.message and last.embedding is None
+        with pytest.raises(RequestFailed, match="hidden states that are NaN"):
+            engine.embed([[5, 6], [7]])
+    nothing_is_left(engine)
+    assert len(engine.embed([[5, 6], [7]])) == 2
+
+
+def test_where_bits_do_not_depend_on_the_batch_a_row_of_nan_changes_none_either(monkeypatch):
+    options = {**CONFIG["options"], "batch_invariant": True}
+    one = Engine(EngineConfig(**{**CONFIG, "dtype": "float32", "options": options}), progress=False)
+    alone = {request.id: tokens(run(one, [request])[request.id]) for request in others(one)}
+    poison(one, monkeypatch, NAN)
+    found = run(one, others(one), late=[victim(one)])
+    assert "NaN" in found.pop("victim")[-1].error.message
+    assert {name: tokens(outputs) for name, outputs in found.items()} == alone
+
+
+# Who is to blame
+
+
+def test_a_form_without_a_next_token_is_the_clients_error(engine):
+    for regex in (r"[^\s\S]", "(a{1000}){500}"):
+        *_, last = run(engine, [victim(engine, structured=Structured(regex=regex))])["victim"]
+        assert last.error.by_client and "no token can continue the form of output" in last.error.message
+    nothing_is_left(engine)
+
+
+def test_a_schema_nested_too_deep_is_refused(engine):
+    form = Structured(json_schema='{"properties":{"a":' * 500 + "{}" + "}}" * 500)
+    with pytest.raises(ValueError, match="nested too deep"):
+        engine.add(victim(engine, structured=form))
+    nothing_is_left(engine)
+
+
+def test_min_tokens_that_leaves_no_token_is_refused(engine):
+    given = {"structured": None, "min_tokens": 2, "stop_token_ids": range(1, engine.vocab_size)}
+    with pytest.raises(ValueError, match="min_tokens is 2, .* whole vocabulary: no token may come first"):
+        engine.add(victim(engine, **given, logit_bias={}))
+    assert run(engine, [victim(engine, **{**given, "stop_token_ids": range(2, engine.vocab_size)})])
+
+
+def test_what_raises_for_all_rows_of_a_step_is_no_requests_fault(engine, monkeypatch):
+    def broken(*_):
+        raise RuntimeError("no kernel")
+
+    requests = list(others(engine))[:3]
+    for request in requests:
+        engine.add(request)
+    with monkeypatch.context() as patch:
+        patch.setattr("atomc.runtime.sampler.inverse_transform", broken)
+        with pytest.raises(RuntimeError, match="no kernel"):
+            for _ in range(2):
+                engine.step()
+    engine.check()
+    assert len(engine.scheduler.requests) == 3
+
+
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt(), SystemExit(), GeneratorExit(), torch.OutOfMemoryError("full"),
+              RuntimeError("CUDA error: device-side assert triggered")], ids=lambda error: type(error).__name__,
+)  # fmt: skip
+def test_what_stops_the_process_or_is_the_devices_is_not_contained(error):
+    def work():
+        raise error
+
+    with pytest.raises(type(error)):
+        Fence().run("a", "working", work)
+
+
+# Text
+
+
+@pytest.mark.parametrize("error", [RuntimeError("broken"), PanicException("broken")], ids=["error", "panic"])
+@pytest.mark.parametrize(
+    ("owner", "name", "concerns"),
+    [(Detokenizer, "flush", lambda self: not self.skip_special_tokens),
+     (TextStream, "_searched", lambda self, *_: self.params.stop == ("victim",))],
+)  # fmt: skip
+def test_text_that_cannot_be_made_fails_one_prompt_of_many(engine, owner, name, concerns, error, monkeypatch):
+    llm = LLM.__new__(LLM)
+    llm.__dict__ |= {"engine": engine, "tokenizer": engine.tokenizer, "_ids": map(str, range(100, 200)), "_answers": {},
+                     "_fence": Fence()}  # fmt: skip
+    requests = list(others(engine))
+    prompts, params = [request.tokens for request in requests], [request.params for request in requests]
+    expected = llm.generate(prompts, params)
+    of_victim = SamplingParams(max_tokens=12, skip_special_tokens=False, stop=("victim",))
+    with monkeypatch.context() as patch:
+        raised = Hook(owner, name, lambda engine, *args: concerns(*args), at=3).break_(engine, error, patch)
+        *found, last = llm.generate([*prompts, PROMPT], [*params, of_victim])
+    assert raised and found == expected
+    assert last.finish_reason == "error" and "failed while making its text" in last.error.message
+    assert all(one.error is None for one in found)
+    nothing_is_left(engine)
