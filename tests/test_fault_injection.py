@@ -27,8 +27,8 @@ from atomc.runtime.token_counts import TokenCounts
 pytestmark = pytest.mark.xdist_group("engine")
 
 # fp64, so that rounding decides about no token.
-CONFIG = {"dtype": "float64", "device": "cpu", "max_num_seqs": 24, "kv_bytes": 2**26, "max_model_len": 256,
-          "max_num_batched_tokens": 128, "seed": 0, "options": {"strict": True, "glue": "eager", "layout": "paged"}}  # fmt: skip
+CONFIG = {"dtype": "float64", "device": "cpu", "max_num_seqs": 24, "kv_bytes": 2**26, "max_model_len": 256, "seed": 0,
+          "max_num_batched_tokens": 128, "options": {"strict": True, "glue": "eager", "layout": "paged"}}  # fmt: skip
 PROMPT = [11, 12, 13, 14, 15] * 7  # more than two blocks; it repeats itself, so that drafts are made
 VICTIM_LOGPROBS = 7
 KINDS = [
@@ -47,8 +47,8 @@ def others(engine):
     rng = random.Random(0)
     for i in range(20):
         prompt = PROMPT[: rng.choice([0, 0, 16, 33])] + rng.choices(range(1, 40), k=rng.randint(1, 40))
-        params = SamplingParams(**{"max_tokens": rng.randint(4, 12), "seed": i, "ignore_eos": True, **KINDS[i % len(KINDS)]})
-        yield engine.request(f"other {i}", prompt, params)
+        params = {"max_tokens": rng.randint(4, 12), "seed": i, "ignore_eos": True, **KINDS[i % len(KINDS)]}
+        yield engine.request(f"other {i}", prompt, SamplingParams(**params))
 
 
 def victim(engine, **given):
@@ -96,21 +96,27 @@ def nothing_is_left(engine):
 
 
 @pytest.fixture(scope="module", params=[0, 3], ids=["plain", "drafts"])
-def engine(request):
+def started(request):
     return Engine(EngineConfig(**CONFIG, speculative_tokens=request.param), progress=False)
 
 
-@pytest.fixture(autouse=True)
-def nobody_from_before(engine):
-    for name in list(engine.scheduler.requests):
-        engine.abort(name)
-    engine._flight = None
-    engine.scheduler._flights.clear()
+@pytest.fixture
+def engine(started):
+    yield started
+    for name in list(started.scheduler.requests):
+        started.abort(name)
+    while started.has_work:
+        started.step()
 
 
 @pytest.fixture(scope="module")
-def alone(engine):
-    return {request.id: tokens(run(engine, [request])[request.id]) for request in others(engine)}
+def alone(started):
+    return {request.id: tokens(run(started, [request])[request.id]) for request in others(started)}
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return LLM(progress=False, **CONFIG)
 
 
 GRAMMARS = "grammars"  # of the engine
@@ -234,23 +240,24 @@ def poison(engine, monkeypatch, value, places=slice(None), first=1):
 NAN, INF = float("nan"), float("inf")
 GREEDY = (*FREE, ("repetition_penalty", 1.0), ("logit_bias", {}))
 RANDOM = (("structured", None), ("top_p", 0.9))
-UNDEFINED = [
-    (NAN, slice(None), GREEDY, "NaN"), (NAN, 17, GREEDY, "NaN"), (INF, 17, GREEDY, "infinite"), (-INF, slice(None), GREEDY, "infinite"),
-    (NAN, slice(None), RANDOM, "NaN"), (NAN, 17, RANDOM, "NaN"), (INF, 17, RANDOM, "infinite"), (-INF, slice(None), RANDOM, "infinite"),
-    (NAN, slice(None), (), "NaN"),
-]  # fmt: skip
+ALL = slice(None)
+UNDEFINED = [(NAN, ALL, "NaN"), (NAN, 17, "NaN"), (INF, 17, "infinite"), (-INF, ALL, "infinite")]
 
 
-@pytest.mark.parametrize(("value", "places", "given", "what"), UNDEFINED)
+@pytest.mark.parametrize(
+    ("value", "places", "what", "given"),
+    [*((*each, given) for each in UNDEFINED for given in (GREEDY, RANDOM)), (NAN, ALL, "NaN", ())],
+)
 def test_logits_of_which_no_token_can_be_drawn_are_an_error_of_the_model_at_that_step(
-    engine, alone, value, places, given, what, monkeypatch
+    engine, alone, value, places, what, given, monkeypatch
 ):
     with monkeypatch.context() as patch:
         poison(engine, patch, value, places)
         found = run(engine, others(engine), late=[victim(engine, **dict(given))])
     (last,) = found.pop("victim")
     assert not last.error.by_client and last.token_ids == ()
-    assert f"the model produced logits that are {what} in step 1 of this request (position {len(PROMPT)})" in last.error.message
+    place = f"in step 1 of this request (position {len(PROMPT)})"
+    assert f"the model produced logits that are {what} {place}" in last.error.message
     assert {name: tokens(outputs) for name, outputs in found.items()} == alone
     nothing_is_left(engine)
 
@@ -347,7 +354,7 @@ def test_a_schema_nested_too_deep_is_refused(engine):
 
 def test_min_tokens_that_leaves_no_token_is_refused(engine):
     given = {"structured": None, "min_tokens": 2, "stop_token_ids": range(1, engine.vocab_size)}
-    with pytest.raises(ValueError, match="min_tokens is 2, .* whole vocabulary: no token may come first"):
+    with pytest.raises(ValueError, match=r"min_tokens is 2, .* whole vocabulary: no token may come first"):
         engine.add(victim(engine, **given, logit_bias={}))
     assert run(engine, [victim(engine, **{**given, "stop_token_ids": range(2, engine.vocab_size)})])
 
@@ -389,18 +396,56 @@ def test_what_stops_the_process_or_is_the_devices_is_not_contained(error):
     [(Detokenizer, "flush", lambda self: not self.skip_special_tokens),
      (TextStream, "_searched", lambda self, *_: self.params.stop == ("victim",))],
 )  # fmt: skip
-def test_text_that_cannot_be_made_fails_one_prompt_of_many(engine, owner, name, concerns, error, monkeypatch):
-    llm = LLM.__new__(LLM)
-    llm.__dict__ |= {"engine": engine, "tokenizer": engine.tokenizer, "_ids": map(str, range(100, 200)), "_answers": {},
-                     "_fence": Fence()}  # fmt: skip
-    requests = list(others(engine))
+def test_text_that_cannot_be_made_fails_one_prompt_of_many(llm, owner, name, concerns, error, monkeypatch):
+    requests = list(others(llm.engine))
     prompts, params = [request.tokens for request in requests], [request.params for request in requests]
     expected = llm.generate(prompts, params)
     of_victim = SamplingParams(max_tokens=12, skip_special_tokens=False, stop=("victim",))
     with monkeypatch.context() as patch:
-        raised = Hook(owner, name, lambda engine, *args: concerns(*args), at=3).break_(engine, error, patch)
+        raised = Hook(owner, name, lambda engine, *args: concerns(*args), at=3).break_(llm.engine, error, patch)
         *found, last = llm.generate([*prompts, PROMPT], [*params, of_victim])
-    assert raised and found == expected
+    assert raised and [(one.text, one.token_ids) for one in found] == [(one.text, one.token_ids) for one in expected]
     assert last.finish_reason == "error" and "failed while making its text" in last.error.message
     assert all(one.error is None for one in found)
-    nothing_is_left(engine)
+    nothing_is_left(llm.engine)
+
+
+def test_a_prompt_that_fails_does_not_lose_the_others_and_a_stream_of_it_raises_after_its_text(llm, monkeypatch):
+    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    expected = llm.generate([[5], [6]], params)
+    original = llm.engine.runner.logits
+
+    def logits(step):
+        found = original(step).clone()
+        for row, draw in enumerate(step.draws):
+            if draw.tokens[0] == 7 and draw.index == 3:
+                found[row] = NAN
+        return found
+
+    monkeypatch.setattr(llm.engine.runner, "logits", logits)
+    first, last, second = llm.generate([[5], [7], [6]], params)
+    assert [first, second] == expected
+    assert last.finish_reason == "error" and "NaN in step 4" in last.error.message and len(last.token_ids) == 3
+    pieces = llm.stream([7], params)
+    with pytest.raises(RequestFailed, match="NaN in step 4"):
+        for piece in pieces:
+            assert last.text.startswith(piece)
+            last = replace(last, text=last.text.removeprefix(piece))
+    assert last.text == ""
+    nothing_is_left(llm.engine)
+
+
+def test_what_is_raised_when_a_prompt_is_added_fails_that_prompt(llm, monkeypatch):
+    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    (expected,) = llm.generate([[5]], params)
+    original = llm.engine.drawing.begin
+
+    def begin(request):
+        if request.tokens[0] == 7:
+            raise RuntimeError("broken")
+        original(request)
+
+    monkeypatch.setattr(llm.engine.drawing, "begin", begin)
+    last, first = llm.generate([[7], [5]], params)
+    assert first == expected and last.finish_reason == "error" and "failed while admitting it" in last.error.message
+    nothing_is_left(llm.engine)

@@ -68,6 +68,7 @@ class Generation:
         except RequestRefused as refused:
             if refused.by_client:
                 raise
+            log.error("request %s failed: %s", self._request_id, refused)
             raise failed(RequestError(str(refused)), self._request_id) from refused
 
     async def __aiter__(self) -> AsyncIterator[tuple[Choice, TextDelta]]:
@@ -81,6 +82,9 @@ class Generation:
                 choice.prompt_logprobs = output.prompt_logprobs
                 self._metrics.saw_first_token(choice.last - self.started)
             if output.error is not None:
+                if not output.error.by_client:
+                    log.error("request %s failed, %s in the engine: %s", self._request_id, output.request_id,
+                              output.error.message)  # fmt: skip
                 raise failed(output.error, self._request_id)
             if output.finish_reason == "abort":
                 raise APIError(500, "the engine gave this request up", "server_error")

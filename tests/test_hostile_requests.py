@@ -1,0 +1,140 @@
+"""Requests that ended the engine, through HTTP: each is refused or fails with the reason, and another stream goes on."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("fastapi")
+pytest.importorskip("tokenizers")
+httpx = pytest.importorskip("httpx")
+from safetensors.torch import load_file, save_file  # noqa: E402
+from serving import serving  # noqa: E402
+
+from atomc import demo  # noqa: E402
+
+pytestmark = pytest.mark.xdist_group("hostile")
+# Behind this token the model has NaN.
+POISON = 777
+DEEP = '{"properties":{"a":' * 500 + "{}" + "}}" * 500
+BYSTANDER = {"prompt": "She looked at him and said", "max_tokens": 60, "temperature": 0.8, "seed": 3, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """The demo model with an embedding that is NaN."""
+    folder = tmp_path_factory.mktemp("model")
+    shutil.copytree(demo.PATH, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__*"))
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    weights["model.embed_tokens.weight"][POISON] = float("nan")
+    save_file(weights, folder / "model.safetensors")
+    config = json.loads((Path(demo.PATH) / "config.json").read_text()) | {"tie_word_embeddings": False}
+    (folder / "config.json").write_text(json.dumps(config))
+    with serving(folder, "--served-model-name", "atomc-demo", "--options", "layout=paged") as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def http(server):
+    with httpx.Client(base_url=server.url, timeout=60) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def alone(http):
+    return text_of(http.post("/v1/completions", json=BYSTANDER | {"stream": True}).iter_lines())
+
+
+def text_of(lines):
+    events = [line.removeprefix("data: ") for line in lines if line]
+    assert events[-1] == "[DONE]"
+    return "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1])
+
+
+def asked(**body):
+    return {"prompt": [5, 6, 7], "max_tokens": 5, "temperature": 0, **body}
+
+
+REFUSED = [
+    (asked(guided_json=DEEP), "nested too deep"),
+    (asked(structured_outputs={"json": DEEP}), "nested too deep"),
+    (asked(repetition_penalty=1e-38, temperature=1), "repetition_penalty is 1e-38, it must be at least 1e-06"),
+    (asked(repetition_penalty=1e38), "repetition_penalty is 1e+38, it must be at least 1e-06 and at most 1000000"),
+    (asked(stop_token_ids=list(range(3072)), min_tokens=2), "no token may come first"),
+    (asked(stop_token_ids=list(range(3072)), min_tokens=2, temperature=1), "no token may come first"),
+]  # fmt: skip
+FAILED = [
+    (asked(prompt=[5, POISON]), 500, "the model produced logits that are NaN in step 1 of this request (position 2)"),
+    (asked(prompt=[5, POISON], temperature=1), 500, "NaN in step 1"),
+    (asked(prompt=[5, POISON], temperature=1, top_p=0.9, top_k=3, frequency_penalty=1, logprobs=2), 500, "NaN in step 1"),
+    (asked(prompt=[5, POISON], guided_regex="[a-z]{9}"), 500, "NaN in step 1"),
+    (asked(prompt=[5, POISON], n=3, temperature=1), 500, "NaN in step 1"),
+    (asked(prompt=[5, POISON, 6], echo=True, logprobs=1), 500, "NaN in step 1 of this request (position 3)"),
+    (asked(logit_bias={POISON: 100}), 500, "NaN in step 2 of this request (position 4)"),
+    (asked(guided_regex=r"[^\s\S]"), 400, "no token can continue the form of output"),
+    (asked(guided_regex="(a{1000}){500}", temperature=1), 400, "no token can continue the form of output"),
+    (asked(guided_json={"$ref": "#"}), 400, "no token can continue the form of output"),
+]  # fmt: skip
+
+
+@pytest.fixture
+def bystander(server, http, alone):
+    """A stream that begins before the test and is read after it."""
+    with http.stream("POST", "/v1/completions", json=BYSTANDER | {"stream": True}) as answer:
+        lines = answer.iter_lines()
+        first = next(lines)
+        yield
+        assert text_of([first, *lines]) == alone
+    assert http.get("/ready").status_code == 200
+
+
+@pytest.mark.parametrize(("body", "part"), REFUSED)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_the_client_caused_is_a_400(http, bystander, body, part, stream):
+    answer = http.post("/v1/completions", json=body | {"stream": stream})
+    assert answer.status_code == 400 and part in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(("body", "status", "part"), FAILED)
+def test_what_fails_while_it_is_computed_is_the_status_of_the_answer(http, bystander, body, status, part):
+    answer = http.post("/v1/completions", json=body, headers={"X-Request-Id": "hostile"})
+    assert answer.status_code == status
+    message = answer.json()["error"]["message"]
+    assert part in message and ("(request hostile)" in message) == (status == 500)
+
+
+@pytest.mark.parametrize(("body", "status", "part"), FAILED)
+def test_what_fails_in_a_stream_is_its_last_event(http, bystander, body, status, part):
+    answer = http.post("/v1/completions", json=body | {"stream": True})
+    *_, last = (line for line in answer.iter_lines() if line)
+    error = json.loads(last.removeprefix("data: "))["error"]
+    assert part in error["message"] and error["type"] == ("server_error" if status == 500 else "invalid_request_error")
+
+
+def test_a_chat_fails_in_the_same_way(http, bystander):
+    body = {"messages": [{"role": "user", "content": "She said"}], "max_tokens": 5, "logit_bias": {str(POISON): 100}}
+    answer = http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 500 and "NaN in step 2" in answer.json()["error"]["message"]
+    answer = http.post("/v1/chat/completions", json=body | {"stream": True})
+    *_, last = (line for line in answer.iter_lines() if line)
+    assert "NaN in step 2" in json.loads(last.removeprefix("data: "))["error"]["message"]
+
+
+def test_an_embedding_that_is_nan_is_a_500_and_another_is_not(http, bystander):
+    answer = http.post("/v1/embeddings", json={"input": [[5, 6], [5, POISON]]}, headers={"X-Request-Id": "hostile"})
+    message = answer.json()["error"]["message"]
+    assert answer.status_code == 500 and "hidden states that are NaN" in message and "(request hostile)" in message
+    assert http.post("/v1/embeddings", json={"input": [[5, 6]]}).status_code == 200
+
+
+def test_an_infinite_temperature_in_fp32_draws_any_token_that_a_form_allows(http, bystander):
+    answer = http.post("/v1/completions", json=asked(temperature=1e300, guided_regex="[ab]", max_tokens=9))
+    assert answer.status_code == 200 and answer.json()["choices"][0]["text"] in ("a", "b")
+
+
+def test_the_engine_is_the_one_that_was_started_and_the_log_names_the_requests(server, http):
+    assert http.get("/health").status_code == 200
+    assert len([line for line in server.lines if "engine" in line and "starting" in line]) == 1
+    assert any("request hostile failed" in line and "NaN" in line for line in server.lines)
