@@ -12,6 +12,8 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from atomc.runtime.server import operations, protocol, status
+from atomc.runtime.server.body import body_route
+from atomc.runtime.server.body_budget import BodyBudget
 from atomc.runtime.server.body_timeout import BodyTimeout
 from atomc.runtime.server.chat_completions import chat_completions
 from atomc.runtime.server.client import EngineDead, RequestRefused
@@ -42,9 +44,10 @@ class ErrorAnswer(BaseModel):
 def create_app(service: Service) -> Any:
     """The ASGI application."""
     answers: dict[int | str, dict[str, Any]] = {
-        code: {"model": ErrorAnswer, "description": HTTPStatus(code).phrase} for code in (400, 401, 404, 413, 500, 503)
+        code: {"model": ErrorAnswer, "description": HTTPStatus(code).phrase} for code in (400, 401, 404, 413, 429, 500, 503)
     }
     app = FastAPI(title="atomc", docs_url=None, redoc_url=None, responses=answers)
+    app.router.route_class = body_route(lambda: service.model.max_len)
     _add_routes(app, service)
     app.include_router(status.router(service))
     for kind in (APIError, EngineDead, RequestRefused, Exception):
@@ -55,7 +58,8 @@ def create_app(service: Service) -> Any:
     # Text that is no Unicode, such as half a surrogate; where it is found first depends on the field.
     app.add_exception_handler(UnicodeError, _not_text)
     door = Door(
-        app, keys=Keys(service.config.api_key), open_paths=OPEN_PATHS, max_body_bytes=service.config.max_body_bytes,
+        BodyBudget(app, service.config.max_bodies_bytes), keys=Keys(service.config.api_key), open_paths=OPEN_PATHS,
+        max_body_bytes=service.config.max_body_bytes,
         refused=lambda code: service.metrics.refused.labels(service.metrics.model, code).inc(),
     )  # fmt: skip
     timed = BodyTimeout(door, service.config.body_timeout)
@@ -147,7 +151,8 @@ async def _invalid(request: Request, error: Exception) -> Response:
         return error_response(APIError(400, f"the body is not JSON: {first['ctx']['error']}"))
     if first["type"] == "extra_forbidden":
         return error_response(APIError(400, f"{'.'.join(place)} is no field of this request", param=name))
-    return error_response(APIError(400, f"{'.'.join(place) or 'the body'}: {first['msg']}", param=name))
+    said = first["msg"].removeprefix("Value error, ")
+    return error_response(APIError(400, f"{'.'.join(place) or 'the body'}: {said}", param=name))
 
 
 async def _of_framework(request: Request, error: Exception) -> Response:

@@ -46,7 +46,7 @@ class ChatTemplate:
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None, /,
         add_generation_prompt: bool = True, **kwargs: Any,
     ) -> str:  # fmt: skip
-        """The prompt. It has the special tokens written out: tokenize it with `encode_chat`.
+        """The prompt. It has the special tokens written out: tokenize it without adding any.
 
         messages  as in OpenAI's API: role, content (a text, or parts of type text), tool_calls, tool_call_id ...
         tools     as in OpenAI's API: {"type": "function", "function": {...}}
@@ -72,12 +72,12 @@ class ChatTemplate:
 
         try:
             try:
-                return str(self._compiled[name].render(messages=[_objects(message) for message in messages], **given))
+                return str(self._compiled[name].render({**given, "messages": [_objects(message) for message in messages]}))
             except TypeError:
                 # Most templates want the arguments of a call as an object; DeepSeek's joins them as a text.
                 if not any("tool_calls" in message for message in messages):
                     raise
-                return str(self._compiled[name].render(messages=messages, **given))
+                return str(self._compiled[name].render({**given, "messages": messages}))
         except TemplateError as error:
             raise ValueError(f"the chat template refused the messages: {error}") from error
         except Exception as error:  # a template is a program of somebody else: it can raise anything
@@ -110,11 +110,6 @@ def load_chat_template(folder: Path, file: Path | None = None) -> ChatTemplate |
         found[DEFAULT] = _text(folder / "chat_template.jinja")
     found = found or _templates_in(config, config_file)
     return ChatTemplate(found, special) if found else None
-
-
-def encode_chat(tokenizer: Any, text: str) -> list[int]:
-    """The tokens of a rendered conversation: no BOS is added, the template has written the one it wants."""
-    return list(tokenizer.encode(text, add_special_tokens=False).ids)
 
 
 def _text(file: Path) -> str:
@@ -197,7 +192,7 @@ def _call(call: Any) -> Any:
         return call
     try:
         arguments = json.loads(text or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         return call  # as the model wrote it
     return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
 

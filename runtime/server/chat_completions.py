@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -16,12 +17,19 @@ from atomc.runtime.server.errors import invalid
 from atomc.runtime.server.forced_tools import ListedCalls, NamedCall, arguments_schema, calls_schema
 from atomc.runtime.server.generation import Generation
 from atomc.runtime.server.http import DONE, EventStream, Json, event, request_id, while_connected
-from atomc.runtime.server.logprobs import chat_logprobs
+from atomc.runtime.server.limits import TOOLS, at_most, check_answers
+from atomc.runtime.server.logprobs import chat_logprobs, encoded
 from atomc.runtime.server.pieces import Content, Parser, Piece, Reasoning, ToolArguments, ToolStart
 from atomc.runtime.server.prompts import check_number
 from atomc.runtime.server.protocol import ChatRequest, Function, NamedTool
 from atomc.runtime.server.reasoning import reasoning_parser
-from atomc.runtime.server.sampling import check_fits, check_logprobs, sampling_params, structured_output
+from atomc.runtime.server.sampling import (
+    check_fits,
+    check_logprobs,
+    checked_form,
+    sampling_params,
+    structured_output,
+)
 from atomc.runtime.server.service import Service
 from atomc.runtime.server.tools import TOOL_PARSERS, tool_parser
 
@@ -33,15 +41,17 @@ async def chat_completions(service: Service, body: ChatRequest, request: Request
     if body.top_logprobs is not None and not body.logprobs:
         raise invalid("top_logprobs needs logprobs=true", "top_logprobs")
     check_logprobs(body.top_logprobs, "top_logprobs", service.config)
+    check_answers(body.n, body.top_logprobs, 0, model.max_len, "messages")
+    at_most(TOOLS, body.tools, "tools", "tools")
     calls = _calls(service, body)
     kwargs = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         kwargs.setdefault("reasoning_effort", body.reasoning_effort)
-    kwargs["add_generation_prompt"] = body.add_generation_prompt
-    text = await model.rendered(body.messages, calls.for_template, **kwargs)
+    text = await model.rendered(body.messages, calls.for_template, body.add_generation_prompt, kwargs)
     prompt = await model.encoded_chat(text)
     if not prompt:
         raise invalid("the conversation has no text", "messages")
+    check_answers(body.n, body.top_logprobs, body.n * len(prompt), model.max_len, "messages")
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     check_fits(len(prompt), max_tokens, model)
     structured = structured_output(body, body.response_format)
@@ -112,11 +122,11 @@ def _calls(service: Service, body: ChatRequest) -> _Calls:
         if isinstance(choice, NamedTool):
             function = _named(functions, choice.function.name)
             schema = arguments_schema(function)
-            return _Calls(shown, named=function.name, structured=Structured(json_schema=schema))
+            return _Calls(shown, named=function.name, structured=checked_form(Structured(json_schema=schema)))
         schema = calls_schema(functions, body.parallel_tool_calls is not False)
     except ValueError as error:
         raise invalid(str(error), "tools") from error
-    return _Calls(shown, listed=True, structured=Structured(json_schema=schema))
+    return _Calls(shown, listed=True, structured=checked_form(Structured(json_schema=schema)))
 
 
 def _named(functions: Sequence[Function], name: str) -> Function:
@@ -135,7 +145,7 @@ class _One:
     begun: bool = False
     called: bool = False
     pieces: list[Piece] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    logprobs: list[msgspec.Raw] = field(default_factory=list)  # encoded as they come: all at once would take long
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -155,13 +165,14 @@ class _Answers:
             async for choice, delta in self.generation:
                 one = self.ones[choice.index]
                 one.pieces += self._pieces(one, delta)
-                one.logprobs += delta.logprobs or ()
+                if self.body.logprobs:
+                    one.logprobs += encoded(self._logprobs(delta.logprobs or ())["content"])
         except BaseException as error:
             self.generation.close(error)
             raise
         self.generation.close()
         choices = [
-            {"index": index, "message": _message(one.pieces), "logprobs": self._logprobs(one.logprobs),
+            {"index": index, "message": _message(one.pieces), "logprobs": self._whole_logprobs(one),
              "finish_reason": one.finish_reason, "stop_reason": one.stop_reason}
             for index, one in enumerate(self.ones)
         ]  # fmt: skip
@@ -192,7 +203,7 @@ class _Answers:
             one.begun = True
             deltas = deltas or [{"content": ""}]
             deltas[0] = {"role": "assistant", **deltas[0]}
-        logprobs = self._logprobs(delta.logprobs or ())
+        logprobs = self._logprobs(delta.logprobs or ()) if self.body.logprobs else None
         if logprobs is not None and delta.logprobs and not deltas:
             deltas = [{}]
         empty = {"index": index, "delta": {}, "logprobs": None, "finish_reason": None}
@@ -215,8 +226,11 @@ class _Answers:
             one.stop_reason = delta.stop_reason
         return pieces
 
-    def _logprobs(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
-        return chat_logprobs(self.service.model, logprobs, self.body.top_logprobs or 0) if self.body.logprobs else None
+    def _logprobs(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        return chat_logprobs(self.service.model, logprobs, self.body.top_logprobs or 0)
+
+    def _whole_logprobs(self, one: _One) -> dict[str, Any] | None:
+        return {"content": one.logprobs, "refusal": None} if self.body.logprobs else None
 
 
 def _reasoning(name: str | None, prompt: str) -> Parser | None:

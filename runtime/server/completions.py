@@ -1,10 +1,12 @@
 """POST /v1/completions."""
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -13,24 +15,26 @@ from atomc.runtime.output import TextDelta
 from atomc.runtime.server.errors import invalid
 from atomc.runtime.server.generation import Choice, Generation
 from atomc.runtime.server.http import DONE, EventStream, Json, event, request_id, while_connected
-from atomc.runtime.server.logprobs import completion_logprobs
-from atomc.runtime.server.prompts import check_number, prompt_tokens
+from atomc.runtime.server.logprobs import completion_logprobs, encoded
+from atomc.runtime.server.prompts import prompt_tokens
 from atomc.runtime.server.protocol import CompletionRequest
 from atomc.runtime.server.sampling import check_fits, check_logprobs, sampling_params, structured_output
 from atomc.runtime.server.service import Service
 
 MAX_TOKENS = 16  # as OpenAI has it
+MANY = 128
 
 
 @dataclass
 class Part:
-    """What is new of one answer, in OpenAI's terms."""
+    """What is new of one answer, in OpenAI's terms. told: the log-probabilities so far, in these terms."""
 
     text: str = ""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    told: dict[str, list[Any]] = field(default_factory=dict)
 
 
 async def completions(service: Service, body: CompletionRequest, request: Request) -> Response:
@@ -42,8 +46,8 @@ async def completions(service: Service, body: CompletionRequest, request: Reques
         raise invalid(f"best_of is {body.best_of}, and nothing here picks the best answers: ask for n of them", "best_of")
     check_logprobs(body.logprobs, "logprobs", service.config)
     check_logprobs(body.prompt_logprobs, "prompt_logprobs", service.config)
-    prompts = await prompt_tokens(service, body.prompt, "prompt", body.add_special_tokens)
-    check_number(service, len(prompts) * body.n, "prompt")
+    prompts = await prompt_tokens(service, body.prompt, "prompt", body.add_special_tokens, n=body.n,
+                                  logprobs=max(body.logprobs or 0, body.prompt_logprobs or 0))  # fmt: skip
     max_tokens = MAX_TOKENS if body.max_tokens is None else body.max_tokens
     for prompt in prompts:
         check_fits(len(prompt), max_tokens, model)
@@ -77,28 +81,34 @@ class _Answers:
         parts = {choice.index: Part() for choice in self.generation.choices.values()}
         try:
             async for choice, delta in self.generation:
-                part, new = parts[choice.index], self._part(choice, delta)
+                part, new = parts[choice.index], await self._part(choice, delta)
                 part.text += new.text
                 part.tokens += new.tokens
-                part.logprobs += new.logprobs
+                if self.body.logprobs is not None:
+                    # As they come: all at once would take long.
+                    logprobs = await self._logprobs(choice.index, new)
+                    logprobs["top_logprobs"] = encoded(logprobs["top_logprobs"])
+                    for name, values in logprobs.items():
+                        part.told.setdefault(name, []).extend(values)
                 part.finish_reason, part.stop_reason = new.finish_reason, new.stop_reason
         except BaseException as error:
             self.generation.close(error)
             raise
         self.generation.close()
-        choices = [self._choice(index, part) for index, part in sorted(parts.items())]
+        choices = [_choice(index, part, part.told or None) for index, part in sorted(parts.items())]
         if self.body.prompt_logprobs is not None:
             for choice in self.generation.choices.values():
-                choices[choice.index]["prompt_logprobs"] = _prompt_logprobs(choice)
+                choices[choice.index]["prompt_logprobs"] = await asyncio.to_thread(_prompt_logprobs, choice)
         return {**self.head, "choices": choices, "usage": self.generation.usage()}
 
     async def stream(self) -> AsyncIterator[bytes]:
         options = self.body.stream_options
         try:
             async for choice, delta in self.generation:
-                part = self._part(choice, delta)
+                part = await self._part(choice, delta)
                 if part.tokens or part.text or part.finish_reason:
-                    chunk = {**self.head, "choices": [self._choice(choice.index, part)]}
+                    logprobs = None if self.body.logprobs is None else await self._logprobs(choice.index, part)
+                    chunk = {**self.head, "choices": [_choice(choice.index, part, logprobs)]}
                     if options is not None and options.continuous_usage_stats:
                         chunk["usage"] = self.generation.usage()
                     yield event(chunk)
@@ -111,37 +121,42 @@ class _Answers:
         finally:
             self.generation.close()
 
-    def _part(self, choice: Choice, delta: TextDelta) -> Part:
+    async def _part(self, choice: Choice, delta: TextDelta) -> Part:
         """What is new, after the prompt if it is to be echoed."""
         new = Part(delta.text, list(delta.token_ids), list(delta.logprobs or ()), delta.finish_reason, delta.stop_reason)
         if self.only_prompt:
             new = Part(finish_reason="length" if delta.finish_reason else None)
         if self.body.echo and choice.num_new == len(delta.token_ids):
-            new.text = self._echoed(choice) + new.text
+            new.text = await self._echoed(choice) + new.text
             new.tokens = [*choice.prompt, *new.tokens]
             new.logprobs = [*(choice.prompt_logprobs or ()), *new.logprobs]
         return new
 
-    def _echoed(self, choice: Choice) -> str:
+    async def _echoed(self, choice: Choice) -> str:
         prompt = self.body.prompt
         texts = [prompt] if isinstance(prompt, str) else prompt
         text = texts[choice.index // self.generation.n]
-        return text if isinstance(text, str) else self.service.model.decoded(choice.prompt, skip_special_tokens=True)
+        return text if isinstance(text, str) else await self.service.model.decoded(choice.prompt, skip_special_tokens=True)
 
-    def _choice(self, index: int, part: Part) -> dict[str, Any]:
-        logprobs = None
-        if self.body.logprobs is not None:
-            logprobs = completion_logprobs(self.service.model, part.tokens, part.logprobs, self.offsets[index])
-            self.offsets[index] += sum(map(len, logprobs["tokens"]))
-        return {"index": index, "text": part.text, "logprobs": logprobs, "finish_reason": part.finish_reason,
-                "stop_reason": part.stop_reason}  # fmt: skip
+    async def _logprobs(self, index: int, part: Part) -> dict[str, list[Any]]:
+        """Those of the part; of a whole prompt in a thread, because they take long."""
+        given = (self.service.model, part.tokens, part.logprobs, self.offsets[index])
+        many = len(part.tokens) > MANY
+        logprobs = await asyncio.to_thread(completion_logprobs, *given) if many else completion_logprobs(*given)
+        self.offsets[index] += sum(map(len, logprobs["tokens"]))
+        return logprobs
 
 
-def _prompt_logprobs(choice: Choice) -> list[dict[str, Any] | None]:
+def _choice(index: int, part: Part, logprobs: dict[str, list[Any]] | None) -> dict[str, Any]:
+    return {"index": index, "text": part.text, "logprobs": logprobs, "finish_reason": part.finish_reason,
+            "stop_reason": part.stop_reason}  # fmt: skip
+
+
+def _prompt_logprobs(choice: Choice) -> list[msgspec.Raw]:
     """As vLLM has it: for each token of the prompt, token id -> log-probability and rank."""
-    return [
+    return encoded([
         None if each is None else
         {str(token): {"logprob": logprob, "rank": rank + 1} for rank, (token, logprob) in enumerate(each.top)}
         | {str(each.token): {"logprob": each.logprob, "rank": each.rank}}
         for each in choice.prompt_logprobs or ()
-    ]  # fmt: skip
+    ])  # fmt: skip

@@ -43,6 +43,7 @@ class ServerConfig:
     allow_origin: tuple[str, ...] = _option((), "web pages of this origin may call the server (CORS); may be given several "
                                             "times, * means all", "security")  # fmt: skip
     max_body_bytes: int = _option(16 * 2**20, "size of a request's body, at most", "security")
+    max_bodies_bytes: int = _option(256 * 2**20, "size of the bodies of all requests under way, at most", "security")
     ssl_certfile: str | None = _option(None, "serve https with this certificate", "security")
     ssl_keyfile: str | None = _option(None, "the certificate's key", "security")
 
@@ -53,6 +54,9 @@ class ServerConfig:
                             ("engine_timeout", 0), ("restart_engine", 0)):  # fmt: skip
             if not getattr(self, name) >= least:  # nan is not, either
                 raise ValueError(f"{name} is {getattr(self, name)}, it must be at least {least}")
+        if self.max_bodies_bytes < self.max_body_bytes:
+            raise ValueError(f"max_bodies_bytes is {self.max_bodies_bytes}, it must be at least "
+                             f"max_body_bytes={self.max_body_bytes}")  # fmt: skip
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise ValueError("ssl_keyfile is the key of a certificate: give ssl_certfile too")
         for name in ("header_timeout", "body_timeout"):

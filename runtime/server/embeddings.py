@@ -1,11 +1,12 @@
 """POST /v1/embeddings."""
 
+import asyncio
 import base64
 import math
 import struct
 from collections.abc import Sequence
-from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -14,7 +15,7 @@ from atomc.runtime.server.client import Inbox
 from atomc.runtime.server.errors import failed, invalid
 from atomc.runtime.server.http import Json, request_id, while_connected
 from atomc.runtime.server.messages import Submit
-from atomc.runtime.server.prompts import check_number, prompt_tokens
+from atomc.runtime.server.prompts import prompt_tokens
 from atomc.runtime.server.protocol import EmbeddingRequest
 from atomc.runtime.server.service import Service
 
@@ -23,7 +24,6 @@ async def embeddings(service: Service, body: EmbeddingRequest, request: Request)
     model = service.model
     model.check_name(body.model)
     prompts = await prompt_tokens(service, body.input, "input")
-    check_number(service, len(prompts), "input")
     for prompt in prompts:
         if len(prompt) > model.max_len:
             raise invalid(f"this model's maximum context length is {model.max_len} tokens, and an input has {len(prompt)}",
@@ -32,32 +32,34 @@ async def embeddings(service: Service, body: EmbeddingRequest, request: Request)
     submits = [Submit(service.client.next_id(), prompt, params, pooling=body.pooling) for prompt in prompts]
     inbox = service.client.submit(submits)
     try:
-        found = await while_connected(request, _pooled(inbox, request_id(request)))
+        found = await while_connected(request, _pooled(inbox, body, request_id(request)))
     finally:
         inbox.close()
-    vectors = [found[submit.id] for submit in submits]
-    if body.dimensions not in (None, len(vectors[0])):
-        raise invalid(f"dimensions is {body.dimensions}, and this model's embeddings have {len(vectors[0])}", "dimensions")
-    if body.normalize:
-        vectors = [_normalized(vector) for vector in vectors]
-    shown: list[Any] = [_base64(vector) for vector in vectors] if body.encoding_format == "base64" else vectors
-    data = [{"object": "embedding", "index": index, "embedding": one} for index, one in enumerate(shown)]
+    data = [{"object": "embedding", "index": index, "embedding": found[submit.id]} for index, submit in enumerate(submits)]
     total = sum(map(len, prompts))
     return Json({"object": "list", "data": data, "model": model.names[0],
                  "usage": {"prompt_tokens": total, "total_tokens": total}})  # fmt: skip
 
 
-async def _pooled(inbox: Inbox, name: str) -> dict[str, Sequence[float]]:
-    """The vector of each request."""
+async def _pooled(inbox: Inbox, body: EmbeddingRequest, name: str) -> dict[str, msgspec.Raw]:
+    """The vector of each request, encoded."""
     await inbox.accepted()
-    found: dict[str, Sequence[float]] = {}
+    found: dict[str, msgspec.Raw] = {}
     async for output in inbox:
         if output.error is not None:
             raise failed(output.error, name)
         if output.embedding is None:
             raise invalid("this model is served for generation, it gives no embeddings", "model")
-        found[output.request_id] = output.embedding
+        found[output.request_id] = _encoded(output.embedding, body)
+        await asyncio.sleep(0)  # a thousand of them may come at once
     return found
+
+
+def _encoded(vector: Sequence[float], body: EmbeddingRequest) -> msgspec.Raw:
+    if body.dimensions not in (None, len(vector)):
+        raise invalid(f"dimensions is {body.dimensions}, and this model's embeddings have {len(vector)}", "dimensions")
+    vector = _normalized(vector) if body.normalize else vector
+    return msgspec.Raw(msgspec.json.encode(_base64(vector) if body.encoding_format == "base64" else vector))
 
 
 def _normalized(vector: Sequence[float]) -> list[float]:

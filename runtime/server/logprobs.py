@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from atomc.runtime.logprobs import TokenLogprobs
 from atomc.runtime.server.served import Served
 
@@ -16,6 +18,11 @@ def chat_logprobs(model: Served, logprobs: Sequence[TokenLogprobs], top: int) ->
     ], "refusal": None}  # fmt: skip
 
 
+def encoded(values: Sequence[Any]) -> list[msgspec.Raw]:
+    """Each as JSON, which takes less memory, and no time at the end."""
+    return [msgspec.Raw(msgspec.json.encode(value)) for value in values]
+
+
 def _entry(model: Served, token: int, logprob: float) -> dict[str, Any]:
     text, raw = model.token(token)
     return {"token": text, "logprob": _finite(logprob), "bytes": raw}
@@ -23,7 +30,7 @@ def _entry(model: Served, token: int, logprob: float) -> dict[str, Any]:
 
 def completion_logprobs(
     model: Served, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs | None], offset: int
-) -> dict[str, Any]:
+) -> dict[str, list[Any]]:
     """For completions: four lists as long as the tokens; `offset` is where the first token's text begins.
 
     The first token of a prompt has no log-probability. The chosen token is among the top ones, as OpenAI has it.

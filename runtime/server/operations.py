@@ -3,6 +3,7 @@
 import asyncio
 import sys
 from asyncio.subprocess import PIPE
+from collections.abc import Sequence
 from contextlib import suppress
 
 from starlette.responses import Response
@@ -10,8 +11,10 @@ from starlette.responses import Response
 from atomc.runtime.server.client import EngineDead, EngineRestarting
 from atomc.runtime.server.errors import APIError, invalid
 from atomc.runtime.server.http import Json
+from atomc.runtime.server.limits import TOKENS, at_most
 from atomc.runtime.server.metrics import CONTENT_TYPE
 from atomc.runtime.server.protocol import DetokenizeRequest, TokenizeRequest
+from atomc.runtime.server.served import Served
 from atomc.runtime.server.service import Service
 
 STATS_SECONDS = 2.0
@@ -33,20 +36,24 @@ async def tokenize(service: Service, body: TokenizeRequest) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise invalid("expected either prompt or messages", "prompt")
     if body.prompt is not None:
-        tokens = await model.encoded(body.prompt, body.add_special_tokens)
+        (tokens,) = await model.encoded([body.prompt], body.add_special_tokens, most=max(TOKENS, model.max_len))
     else:
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools] if body.tools else None
-        text = await model.rendered(body.messages or [], tools, add_generation_prompt=body.add_generation_prompt,
-                                    **(body.chat_template_kwargs or {}))  # fmt: skip
+        text = await model.rendered(body.messages or [], tools, body.add_generation_prompt, body.chat_template_kwargs or {})
         tokens = await model.encoded_chat(text)
-    spelled = [model.token(token)[0] for token in tokens] if body.return_token_strs else None
+    spelled = await asyncio.to_thread(_spelled, model, tokens) if body.return_token_strs else None
     return Json({"count": len(tokens), "max_model_len": model.max_len, "tokens": tokens, "token_strs": spelled})
 
 
 async def detokenize(service: Service, body: DetokenizeRequest) -> Response:
     service.model.check_name(body.model)
     service.model.check_tokens(body.tokens, "tokens")
-    return Json({"prompt": service.model.decoded(body.tokens)})
+    at_most(max(TOKENS, service.model.max_len), body.tokens, "tokens", "tokens")
+    return Json({"prompt": await service.model.decoded(body.tokens)})
+
+
+def _spelled(model: Served, tokens: Sequence[int]) -> list[str]:
+    return [model.token(token)[0] for token in tokens]
 
 
 async def health(service: Service) -> Response:

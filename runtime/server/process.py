@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("atomc.engine")
 LINGER_MS = 2000
+COMMANDS_SECONDS = 0.005
 # An idle engine asks so often whether a grammar is compiled.
 COMPILING_MS = 5
 
@@ -142,7 +143,9 @@ class Loop:
         """What has come; if there is nothing to do, waits until something does."""
         if not self.engine.has_work:
             self.socket.poll(COMPILING_MS if self.compiling else None)
-        while True:
+        # Then a step, also if more has come: streams go on while a thousand requests are taken.
+        until = time.monotonic() + COMMANDS_SECONDS
+        while time.monotonic() < until:
             try:
                 message = self.socket.recv(zmq.NOBLOCK)
             except zmq.Again:

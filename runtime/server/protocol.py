@@ -4,21 +4,33 @@ A field that does not exist is refused by name. Fields that change nothing here 
 the client or about OpenAI's own service.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-Text = str
+from atomc.runtime.server.limits import BIASED_TOKENS, check_fields
+
+T = TypeVar("T")
+# The first wrong item is reported, not thousands.
+Several = Annotated[list[T], Field(fail_fast=True)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-Messages = list[dict[str, Any]]
+Messages = Several[dict[str, Any]]
+
+
+def _few(value: Any) -> Any:
+    if isinstance(value, dict) and len(value) > BIASED_TOKENS:
+        raise ValueError(f"it has {len(value)} tokens, and at most {BIASED_TOKENS} are allowed")
+    return value
 
 
 class Body(BaseModel):
     """A JSON object without fields of other names."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+    _fields = model_validator(mode="before")(check_fields)
 
 
 class StreamOptions(Body):
@@ -32,7 +44,7 @@ class StructuredOutputs(Body):
 
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Several[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
 
@@ -80,10 +92,10 @@ class Generate(Body):
     top_p: Number | None = None
     n: Annotated[int, Field(ge=1, le=128)] = 1
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | Several[str] | None = None
     presence_penalty: Number | None = None
     frequency_penalty: Number | None = None
-    logit_bias: dict[TokenId, Number] | None = None
+    logit_bias: Annotated[dict[TokenId, Number] | None, BeforeValidator(_few)] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     # beyond OpenAI
@@ -92,13 +104,13 @@ class Generate(Body):
     repetition_penalty: Number | None = None
     min_tokens: Count = 0
     ignore_eos: bool = False
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: Several[TokenId] | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Several[str] | None = None
     guided_grammar: str | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
     cache_salt: str | None = None
@@ -107,7 +119,7 @@ class Generate(Body):
 
 
 class CompletionRequest(Generate):
-    prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
+    prompt: str | Several[TokenId] | Several[str] | Several[Several[TokenId]]
     echo: bool = False
     logprobs: Count | None = None
     best_of: int | None = None
@@ -123,7 +135,7 @@ class ChatRequest(Generate):
     logprobs: bool | None = None
     top_logprobs: Count | None = None
     response_format: ResponseFormat | None = None
-    tools: list[Tool] | None = None
+    tools: Several[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -135,12 +147,12 @@ class ChatRequest(Generate):
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Several[Literal["text"]] | None = None
     verbosity: str | None = None
 
 
 class EmbeddingRequest(Body):
-    input: str | list[TokenId] | list[str] | list[list[TokenId]]
+    input: str | Several[TokenId] | Several[str] | Several[Several[TokenId]]
     model: str | None = None
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[int, Field(ge=1)] | None = None
@@ -156,7 +168,7 @@ class TokenizeRequest(Body):
     prompt: str | None = None
     add_special_tokens: bool = True
     messages: Messages | None = None
-    tools: list[Tool] | None = None
+    tools: Several[Tool] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True
     return_token_strs: bool = False
@@ -164,4 +176,4 @@ class TokenizeRequest(Body):
 
 class DetokenizeRequest(Body):
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: Several[TokenId]

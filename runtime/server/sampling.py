@@ -6,6 +6,7 @@ from typing import Any
 from atomc.runtime.sampling_params import SamplingParams, Structured
 from atomc.runtime.server.config import ServerConfig
 from atomc.runtime.server.errors import invalid
+from atomc.runtime.server.limits import CHOICES, STOP_TOKENS, STOPS, at_most, check_form, check_stops
 from atomc.runtime.server.protocol import Generate, ResponseFormat
 from atomc.runtime.server.served import Served
 
@@ -18,6 +19,7 @@ def sampling_params(
     prompt_logprobs: int | None = None, structured: Structured | None = None, skip_special_tokens: bool = True,
 ) -> SamplingParams:  # fmt: skip
     """What the request says, else the model's defaults, else OpenAI's. Raises a 400 for values out of range."""
+    at_most(STOP_TOKENS, body.stop_token_ids, "stop_token_ids", "tokens")
     stop_token_ids = tuple(body.stop_token_ids or ())
     model.check_tokens(stop_token_ids, "stop_token_ids")
     model.check_tokens(tuple(body.logit_bias or ()), "logit_bias")
@@ -26,6 +28,8 @@ def sampling_params(
     # -1 is how vLLM says "all tokens".
     given["top_k"] = max(given.get("top_k", 0), 0) if given.get("top_k", 0) >= -1 else given["top_k"]
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    at_most(STOPS, stop, "stop", "texts")
+    check_stops(stop)
     if stop and model.tokenizer is None:
         raise invalid("this model has no tokenizer, so there is no text to stop at: give stop_token_ids", "stop")
     try:
@@ -59,9 +63,18 @@ def structured_output(body: Generate, response_format: ResponseFormat | None) ->
         if len(asked) > 1:
             raise ValueError("the request asks for structured output more than once: "
                              f"{', '.join(sorted({key for one in asked for key in one}))}")  # fmt: skip
-        return Structured(**asked[0])
+        at_most(CHOICES, asked[0].get("choice"), "choice", "texts")
+        return checked_form(Structured(**asked[0]))
     except (ValueError, TypeError) as error:
         raise invalid(str(error), "response_format" if response_format else "structured_outputs") from error
+
+
+def checked_form(structured: Structured) -> Structured:
+    """The same. Raises a 400 if its description is too long."""
+    for name in ("json_schema", "regex", "choice", "grammar"):
+        value = getattr(structured, name)
+        check_form(str(value) if name == "json_schema" and value is not None else value, name)
+    return structured
 
 
 def _asked(body: Generate, response_format: ResponseFormat | None) -> list[Mapping[str, Any]]:

@@ -9,14 +9,19 @@ from typing import Any
 
 from atomc.runtime.detokenizer import TokenTexts, load_tokenizer
 from atomc.runtime.generation_config import sampling_defaults
-from atomc.runtime.server.chat import ChatTemplate, encode_chat, load_chat_template
+from atomc.runtime.server.chat import ChatTemplate, load_chat_template
 from atomc.runtime.server.config import ServerConfig
 from atomc.runtime.server.errors import APIError, invalid
+from atomc.runtime.server.limits import MESSAGES, TOOLS, at_most
+from atomc.runtime.server.patience import within
 from atomc.runtime.server.reasoning import REASONING_PARSERS, detect_reasoning
 from atomc.runtime.server.tools import TOOL_PARSERS, detect
 
-# A longer text is tokenized in a thread, so that nobody waits for it.
-LONG_TEXT = 8192
+# Longer texts are tokenized in a thread, so that nobody waits for them.
+LONG_TEXT = 1024
+# Characters, and tokens that such a part may have more than the same text inside another.
+PIECE, AT_BORDER = 2**16, 64
+RENDER_SECONDS = 10.0
 
 
 @dataclass
@@ -54,42 +59,71 @@ class Served:
         if size is not None and tokens and max(tokens) >= size:
             raise invalid(f"{param}: token id {max(tokens)} is not in the vocabulary of {size} tokens", param)
 
-    async def encoded(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The tokens of a prompt. Raises a 400 if the model has no tokenizer."""
+    async def encoded(self, texts: Sequence[str], add_special_tokens: bool = True, *, param: str = "prompt",
+                      most: int | None = None) -> list[list[int]]:  # fmt: skip
+        """The tokens of each text. Raises a 400 for one that has more than `most` (None: than the longest sequence), and
+        if the model has no tokenizer."""
         tokenizer = self.tokenizer
         if tokenizer is None:
-            raise invalid("this model has no tokenizer: give the prompt as token ids", "prompt")
+            raise invalid("this model has no tokenizer: give the prompt as token ids", param)
+        most = self.max_len if most is None else most
 
+        def encode() -> list[list[int]]:
+            return [self._ids(text, add_special_tokens, most, param) for text in texts]
+
+        return encode() if sum(map(len, texts)) < LONG_TEXT else await asyncio.to_thread(encode)
+
+    def _ids(self, text: str, add_special_tokens: bool, most: int, param: str) -> list[int]:
+        """The tokens of one text. The library does not hold up other threads meanwhile."""
+        assert self.tokenizer is not None
         text.encode()  # tokenizers would call half a surrogate pair a wrong type
-
-        def encode() -> list[int]:
-            return list(tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
-
-        return encode() if len(text) < LONG_TEXT else await asyncio.to_thread(encode)
+        if len(text) > PIECE:
+            # In pieces first: a text that is far too long is not tokenized to its end.
+            least = 0
+            for start in range(0, len(text), PIECE):
+                (piece,) = self.tokenizer.encode_batch_fast([text[start : start + PIECE]], add_special_tokens=False)
+                least += max(len(piece) - AT_BORDER, 0)
+                if least > most:
+                    raise too_long(most, f"at least {least}", param)
+        (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return list(encoding.ids)
 
     async def rendered(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, **kwargs: Any
-    ) -> str:
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool, kwargs: Mapping[str, Any],
+    ) -> str:  # fmt: skip
         """The conversation as the model's text. Raises a 400 with the template's words if it cannot be."""
         if self.template is None or self.tokenizer is None:
             raise invalid("this model has no chat template: use /v1/completions, or start the server with --chat-template")
         template = self.template
+        at_most(MESSAGES, messages, "messages", "messages")
+        at_most(TOOLS, tools, "tools", "tools")
+
+        def render() -> str:
+            return template.render(messages, tools, **{**kwargs, "add_generation_prompt": add_generation_prompt})
+
         try:
-            return await asyncio.to_thread(template.render, messages, tools, **kwargs)
+            return await asyncio.to_thread(within, RENDER_SECONDS, render)
+        except TimeoutError as error:
+            raise invalid(f"the chat template takes more than {RENDER_SECONDS:.0f} s for this conversation",
+                          "messages") from error  # fmt: skip
         except ValueError as error:
             raise invalid(str(error), "messages") from error
 
     async def encoded_chat(self, text: str) -> list[int]:
-        """The tokens of a rendered conversation."""
-        text.encode()
-        if len(text) < LONG_TEXT:
-            return encode_chat(self.tokenizer, text)
-        return await asyncio.to_thread(encode_chat, self.tokenizer, text)
+        """The tokens of a rendered conversation: no BOS is added, the template has written the one it wants."""
+        (tokens,) = await self.encoded([text], add_special_tokens=False, param="messages")
+        return tokens
 
-    def decoded(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
-        if self.tokenizer is None:
+    async def decoded(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
+        tokenizer = self.tokenizer
+        if tokenizer is None:
             raise invalid("this model has no tokenizer")
-        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens))
+
+        def decode() -> str:
+            return str(tokenizer.decode_batch([list(tokens)], skip_special_tokens=skip_special_tokens)[0])
+
+        return decode() if len(tokens) < LONG_TEXT else await asyncio.to_thread(decode)
 
     def token(self, token_id: int) -> tuple[str, list[int]]:
         """Text and bytes of one token; a part of a character is U+FFFD in the text and itself in the bytes."""
@@ -97,6 +131,11 @@ class Served:
             return f"token_id:{token_id}", []
         raw = self._texts.bytes(token_id)
         return raw.decode(errors="replace"), list(raw)
+
+
+def too_long(most: int, length: str, param: str) -> APIError:
+    return invalid(f"this model's maximum context length is {most} tokens, and {param} has {length}: shorten it", param,
+                   "context_length_exceeded")  # fmt: skip
 
 
 def load_served(folder: Path, name: str, config: ServerConfig) -> Served:

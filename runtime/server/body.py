@@ -1,0 +1,44 @@
+"""The body of a request, as JSON that is neither too large nor too deep to be handled."""
+
+import json
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
+
+from atomc.runtime.server.errors import invalid
+from atomc.runtime.server.limits import check_json
+
+
+def body_route(longest: Callable[[], int]) -> type[APIRoute]:
+    """The class of routes whose bodies are checked; `longest`: tokens of the longest sequence."""
+
+    class Body(Request):
+        async def json(self) -> Any:
+            """Raises APIError, and JSONDecodeError for what is not JSON."""
+            if not hasattr(self, "_json"):
+                body = await self.body()
+                check_json(body, longest())
+                try:
+                    self._json = json.loads(body)
+                except RecursionError as error:
+                    raise invalid("the body is nested too deep") from error
+                except UnicodeDecodeError as error:
+                    raise invalid("the body is not UTF-8") from error
+                except json.JSONDecodeError:
+                    raise
+                except ValueError as error:  # a number of more digits than Python reads
+                    raise invalid(f"the body is not JSON that can be read: {error}") from error
+            return self._json
+
+    class Route(APIRoute):
+        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+            handle = super().get_route_handler()
+
+            async def handle_checked(request: Request) -> Response:
+                return await handle(Body(request.scope, request.receive))
+
+            return handle_checked
+
+    return Route
