@@ -40,6 +40,10 @@ class Server:
             time.sleep(0.02)
         return found
 
+    def all_of(self, pattern):
+        """What the pattern's group is, wherever it was logged."""
+        return re.findall(pattern, self.log)
+
     def memory(self, pid):
         """Resident bytes of a process."""
         with open(f"/proc/{pid}/statm") as file:

@@ -26,8 +26,8 @@ SHORT = {"prompt": "Once", "max_tokens": 4, "ignore_eos": True, "temperature": 0
 
 @pytest.fixture(scope="module")
 def small():
-    """Few run, few wait, and the engine is killed in the end."""
-    with serving("--max-num-seqs", 8, "--max-queue", 64, "--engine-patience", 1) as server:
+    """Few run, few wait, and the engine is killed in the end; there is a time in which another one starts."""
+    with serving("--max-num-seqs", 8, "--max-queue", 64, "--engine-patience", 1, "--restart-engine", 1) as server:
         yield server
 
 
@@ -133,12 +133,12 @@ def test_killing_the_engine_ends_50_streams_with_an_error_and_turns_health_red(s
     found = at_once(small.url, *[stream] * 50)
     for lines in found:
         error = json.loads(lines[-1])["error"]
-        assert error["code"] == "engine_dead" and "killed by signal 9" in error["message"]
+        assert error["code"] == "engine_restarting" and "killed by signal 9" in error["message"]
     assert sum(len(lines) > 1 for lines in found) >= 8
     for path in ("/health", "/ready"):
         assert httpx.get(small.url + path).status_code == 503
     answer = httpx.post(f"{small.url}/v1/completions", json=SHORT)
-    assert answer.status_code == 503 and answer.json()["error"]["code"] == "engine_dead"
+    assert answer.status_code == 503 and answer.json()["error"]["code"] == "engine_restarting"
     assert 'atomc:up{model_name="atomc-demo"} 0.0' in httpx.get(f"{small.url}/metrics").text
     assert "Traceback" not in small.log
 

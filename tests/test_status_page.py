@@ -1,7 +1,10 @@
 """The status page in a browser: live figures, nothing from elsewhere, light and dark, large and small."""
 
 import json
+import os
 import re
+import signal
+import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,7 +15,7 @@ pytest.importorskip("fastapi")
 
 from serving import serving
 
-from atomc.runtime.server.status import PAGE, compiled, content_policy, speeds
+from atomc.runtime.server.status import PAGE, compiled, content_policy, first_tokens, speeds
 
 KEY = "a-key"
 
@@ -87,6 +90,50 @@ def test_figures_change_while_requests_run(page, server):
     made = int(page.text_content("#engine tr:first-child td.num").replace(",", ""))
     assert made >= 1600
     assert page.said == []
+
+
+def test_the_cache_counts_tokens_beside_what_is_reserved(page, server):
+    opened(page, server)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(generate, server, 600)
+        until(page, lambda: page.text_content("#kv-blocks") == "1 of 64 full sequences reserved")
+        until(page, lambda: re.fullmatch(r"[1-9]\d* of 131,072 tokens", page.text_content("#kv-tokens")))
+        assert number(page, "kv") < 1  # of 1 in 64
+        answer.result()
+
+
+def test_times_to_the_first_token_errors_and_uptime_are_shown(page, server):
+    generate(server, 2)
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        request(server, "/v1/models/nobody")
+    opened(page, server)
+    until(page, lambda: page.text_content("#first").endswith(" ms"))
+    assert "with status 404" in page.text_content("#errors-more") and number(page, "errors") >= 1
+    assert page.text_content("#uptime").endswith(" s") and page.text_content("#uptime-more").startswith("since ")
+
+
+def test_figures_that_are_not_of_now_are_dimmed_and_dated(page):
+    def dimmed(card):
+        return float(page.evaluate(f"getComputedStyle(document.querySelector('{card}')).opacity")) < 1
+
+    engine, front = "section[aria-labelledby=h-running]", "section[aria-labelledby=h-errors]"
+    with serving("--api-key", KEY, "--restart-engine", 1, "--max-num-seqs", 8) as server:
+        opened(page, server)
+        assert page.is_hidden("#stale") and not dimmed(engine)
+        os.kill(server.engine_pid, signal.SIGKILL)
+        says(page, "state", "not serving")
+        assert "(attempt 1 of 1): the engine's process was killed by signal 9. The engine's figures are of" in (
+            page.text_content("#stale"))  # fmt: skip
+        assert dimmed(engine) and not dimmed(front)
+
+        says(page, "state", "serving")
+        assert page.is_hidden("#stale") and not dimmed(engine)
+        assert page.text_content("#uptime-more").endswith("engine restarted once")
+
+        server.process.send_signal(signal.SIGTERM)
+        says(page, "state", "no answer from the server")
+        assert page.text_content("#stale").startswith("no answer from the server. These figures are of")
+        assert dimmed(engine) and dimmed(front)
 
 
 def test_a_page_that_is_opened_later_shows_what_was_generated_before(page, server):
@@ -210,6 +257,12 @@ def test_speeds_of_past_seconds_add_up_to_what_was_generated():
     assert speeds([(10.0, 5)], 10.5) == [0.0]
     assert speeds([(0.0, 100), (2.0, 140), (4.0, 140)], 4.0) == [20.0, 20.0, 0.0, 0.0]
     assert speeds([(0.5, 0), (0.9, 8), (1.3, 8), (3.1, 44)], 4.2) == [8.0, 18.0, 18.0, 0.0]
+
+
+def test_first_tokens_are_those_of_the_last_requests():
+    assert first_tokens([]) is None
+    assert first_tokens([0.5]) == {"requests": 1, "median": 0.5, "p95": 0.5}
+    assert first_tokens([i / 100 for i in range(101)]) == {"requests": 101, "median": 0.5, "p95": 0.95}
 
 
 def test_a_report_is_summed_up():

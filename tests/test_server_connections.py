@@ -1,0 +1,151 @@
+"""Connections that are slow, silent or half-open, keys as clients spell them, and probes that cost next to nothing."""
+
+import re
+import socket
+import sys
+import threading
+import time
+
+import pytest
+
+pytest.importorskip("fastapi")
+pytest.importorskip("tokenizers")
+httpx = pytest.importorskip("httpx")
+from serving import serving  # noqa: E402
+
+from atomc.runtime.server.config import ServerConfig  # noqa: E402
+from atomc.runtime.server.keys import Keys, read_keys  # noqa: E402
+
+pytestmark = pytest.mark.xdist_group("server connections")
+KEY, IN_FILE = "schl\u00fcssel", "\u9375"
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %s\r\n" % KEY.encode()
+STALLED = POST + b'Content-Type: application/json\r\nContent-Length: 1000\r\n\r\n{"prompt"'
+LATE_HEAD, LATE_BODY = b'"code":"header_timeout"', b'"code":"body_timeout"'
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    keys = tmp_path_factory.mktemp("keys") / "keys"
+    keys.write_text(f"\ufeff{IN_FILE}\n\n")
+    with serving("--header-timeout", 3, "--body-timeout", 3, "--api-key", KEY, "--api-key-file", keys) as found:
+        yield found
+
+
+def said(server, first, drip=b""):
+    """What the server sends until it closes the connection; `drip` is sent again and again."""
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
+        connection.sendall(first)
+        over = threading.Event()
+
+        def feed():
+            while drip and not over.wait(0.2):
+                try:
+                    connection.sendall(drip)
+                except OSError:
+                    return
+
+        feeder = threading.Thread(target=feed)
+        feeder.start()
+        try:
+            return b"".join(iter(lambda: connection.recv(65536), b""))
+        except ConnectionResetError:  # closed with bytes on the way
+            return b""
+        finally:
+            over.set()
+            feeder.join()
+
+
+@pytest.mark.parametrize("first, drip, answer", [
+    (b"", b"", b""),
+    (b"GET /health HTTP/1.1\r\nHost", b"", LATE_HEAD),
+    (b"GET /health HTTP/1.1\r\nX-Slow: ", b"a", LATE_HEAD),
+    (STALLED, b"", LATE_BODY),
+    (STALLED, b" ", LATE_BODY),
+], ids=["nothing is sent", "half a head", "a head byte by byte", "half a body", "a body byte by byte"])  # fmt: skip
+def test_a_connection_that_sends_too_slowly_is_closed(server, first, drip, answer):
+    found = said(server, first, drip)
+    assert answer in found
+    assert found.startswith(b"HTTP/1.1 408 ") == bool(answer)
+
+
+@pytest.mark.parametrize("first, drip", [
+    (b"GET /health HTTP/1.1\r\nHost: x\r\n\r\nGET /hea", b"l"),
+    (b"POST /nowhere HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n", b" "),
+], ids=["a second head", "a body that was answered already"])  # fmt: skip
+def test_what_comes_slowly_after_an_answer_closes_the_connection_without_another(server, first, drip):
+    assert said(server, first, drip).count(b"HTTP/1.1 ") <= 1
+
+
+def test_a_body_that_takes_long_is_served_while_it_comes_fast_enough(server):
+    def parts():
+        yield b'{"prompt": "Once", "max_tokens": 2, "ignore_eos": true' + 100_000 * b" "  # 10 seconds more
+        time.sleep(5)
+        yield b"}"
+
+    headers = {"Authorization": f"Bearer {KEY}".encode(), "Content-Type": "application/json"}
+    answer = httpx.post(f"{server.url}/v1/completions", content=parts(), headers=headers, timeout=60)
+    assert answer.json()["usage"]["completion_tokens"] == 2
+
+
+@pytest.mark.parametrize("header", [
+    f"Bearer {KEY}".encode(), f"Bearer {KEY}".encode("latin-1"), f"bearer   {KEY}".encode(), f"Bearer {IN_FILE}".encode(),
+])  # fmt: skip
+def test_a_key_that_is_not_ascii_opens(server, header):
+    assert httpx.get(f"{server.url}/v1/models", headers={"Authorization": header}, timeout=60).status_code == 200
+
+
+@pytest.mark.parametrize("headers", [
+    [], [b"Bearer"], [b"Bearer "], [KEY.encode()], [b"Basic " + KEY.encode()], [b"Bearer " + KEY.encode()[:-1]],
+    [b"Bearer wrong", b"Bearer " + KEY.encode()], [b"Bearer " + KEY.encode()] * 2,
+])  # fmt: skip
+def test_anything_but_one_key_does_not(headers):
+    assert not Keys([KEY]).admit([(b"authorization", header) for header in headers])
+
+
+@pytest.mark.parametrize("key, part", [
+    ("", "an api_key is empty"), (" a", "begins or ends with a space"), ("a\n", "begins or ends"),
+    ("a\x00b", "not printable"), ("\udcff", "not printable"),
+])  # fmt: skip
+def test_a_key_that_no_client_can_send_is_refused(key, part):
+    with pytest.raises(ValueError, match=part):
+        ServerConfig(api_key=(key,))
+
+
+@pytest.mark.parametrize("content, part", [(b"\n \n", "has no key"), (b"\xff\xfe", "is not UTF-8"), (b"a\x00", "printable")])
+def test_a_file_without_good_keys_is_refused(tmp_path, content, part):
+    (tmp_path / "keys").write_bytes(content)
+    with pytest.raises(ValueError, match=part):
+        read_keys(str(tmp_path / "keys"))
+
+
+def test_any_number_of_probes_costs_at_most_a_token_a_second(server):
+    def generated():
+        text = httpx.get(f"{server.url}/metrics", timeout=60).text
+        return float(re.search(r"atomc:generation_tokens_total\{.*\} (\S+)", text)[1])
+
+    before, began = generated(), time.monotonic()
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        assert {client.get("/ready").status_code for _ in range(50)} == {200}
+    seconds = time.monotonic() - began
+    assert 1 <= generated() - before <= seconds + 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_connections_are_kept_alive_by_the_system(server):
+    port = int(server.url.rpartition(":")[2])
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        client.get("/health")
+        with open("/proc/net/tcp") as file:
+            ours = [line.split() for line in file if f":{port:04X} " in line.split()[1] + " " and line.split()[3] == "01"]
+        # A timer of kind 2 is that of keep-alive.
+        assert {line[5].partition(":")[0] for line in ours} == {"02"}
+
+
+def test_limits_of_time_are_numbers_above_0():
+    for name in ("header_timeout", "body_timeout"):
+        for value in (0, -1, float("nan")):
+            with pytest.raises(ValueError, match=name):
+                ServerConfig(**{name: value})
+    with pytest.raises(ValueError, match="restart_engine is -1"):
+        ServerConfig(restart_engine=-1)
