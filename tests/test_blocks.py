@@ -38,6 +38,25 @@ def test_released_blocks_can_be_owned_again():
     pool.check()
 
 
+def test_tokens_in_use_are_those_computed_and_a_shared_one_counts_once():
+    pool = BlockPool(8, 4)
+    assert pool.reserve("a", 12) and pool.tokens_used({"a": 9}) == 9
+    for place, key in enumerate((b"0", b"1")):
+        pool.name("a", place, key)
+    assert pool.admit("b", [b"0", b"1"], 10, 10)
+    assert pool.tokens_used({"a": 9, "b": 8}) == 9
+    assert pool.tokens_used({"a": 12, "b": 10}) == 14
+    pool.release("a")
+    assert pool.tokens_used({"b": 10}) == 10
+
+
+def test_tokens_that_left_a_window_are_not_in_use():
+    pool = BlockPool(8, 4, windows=(6,))
+    assert pool.reserve("a", 16)
+    pool.trim("a", 16)
+    assert pool.tokens_used({"a": 16}) == 8  # those read are 6; blocks are let go of whole
+
+
 def test_releasing_an_owner_of_nothing_is_fine():
     pool = BlockPool(num_blocks=1, block_size=1)
     pool.release("a")

@@ -227,7 +227,7 @@ def test_stats_add_up(plain):
     run(plain, plain.request("a", list(range(300, 340)), SamplingParams(max_tokens=5, ignore_eos=True)))
     after = plain.stats()
     assert after.generated_tokens - before.generated_tokens == 5 and after.prompt_tokens - before.prompt_tokens == 40
-    assert (after.running, after.waiting, after.kv_blocks_used) == (0, 0, 0)
+    assert (after.running, after.waiting, after.kv_blocks_used, after.kv_tokens_used) == (0, 0, 0, 0)
     assert sum(after.steps.values()) - sum(before.steps.values()) == 5 and after.host_ms > 0
 
 

@@ -112,7 +112,7 @@ def test_a_key_that_no_client_can_send_is_refused(key, part):
         ServerConfig(api_key=(key,))
 
 
-@pytest.mark.parametrize("content, part", [(b"\n \n", "has no key"), (b"\xff\xfe", "is not UTF-8"), (b"a\x00", "printable")])
+@pytest.mark.parametrize("content, part", [(b"\n \n", "no key"), (b"\xff\xfe", "is not UTF-8"), (b"a\x00", "printable")])
 def test_a_file_without_good_keys_is_refused(tmp_path, content, part):
     (tmp_path / "keys").write_bytes(content)
     with pytest.raises(ValueError, match=part):
