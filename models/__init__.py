@@ -28,11 +28,11 @@ REGISTRY = {
 def architectures_of(config: dict[str, Any]) -> list[str]:
     """config.json's `architectures`; raises ValueError if there are none."""
     architectures = config.get("architectures")
-    names = architectures if isinstance(architectures, list) else []
+    names: list[str] = architectures if isinstance(architectures, list) else []
     if not names or not all(isinstance(name, str) and name.isidentifier() and len(name) < 100 for name in names):
         raise ValueError(f"config.json names no architecture (architectures: {architectures!r:.80}); "
                          f"expected a list such as {sorted(REGISTRY)[:1]}")
-    return list(architectures)
+    return names
 
 
 def model_class(architectures: Sequence[str]) -> type[nn.Module] | None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-MAX_LAYERS = 1024
+MAX_LAYERS = 512
 MAX_EXPERTS = 4096
 MAX_SIZE = 2**31 - 1
 LAYERS = re.compile(r"(num|n)_(\w+_)?layers?|(encoder|decoder)_layers")

@@ -181,18 +181,22 @@ def load_config(path: str | Path) -> dict[str, Any]:
     if not file.is_file():
         raise FileNotFoundError(f"{path} has no config.json; is it a complete checkpoint?")
     config = read_json(file)
+    if not isinstance(config.get("model_type"), str | None):
+        raise ValueError(f"config.json: model_type is {config['model_type']!r:.40}, expected a text")
     check_sizes(config)
     return config
 
 
 def config_dtype(config: dict[str, Any]) -> torch.dtype | None:
     """The dtype config.json names (transformers 5: `dtype`, older: `torch_dtype`), None if it names none."""
-    name = config.get("dtype") or config.get("torch_dtype")
+    name = config["dtype"] if config.get("dtype") is not None else config.get("torch_dtype")
     if name is None:
         return None
     dtype = getattr(torch, str(name).removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"config.json: dtype {name!r} is not a dtype of torch, such as 'bfloat16'")
+        raise ValueError(f"config.json: dtype {name!r:.40} is not a dtype of torch, such as 'bfloat16'")
+    if not dtype.is_floating_point:
+        raise ValueError(f"config.json: dtype {name!r} is not a floating-point dtype, such as 'bfloat16'")
     return dtype
 
 

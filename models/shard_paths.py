@@ -4,13 +4,14 @@ import os
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
 INDEX = "model.safetensors.index.json"
+MAX_LENGTH = 255  # of a file's name on most systems
 
 
 def shard_path(folder: Path, name: str) -> Path:
     """The file of this name in the folder. Raises ValueError for a name or a link that leaves the folder."""
     written = PurePosixPath(name)
     if (not name.isprintable() or PureWindowsPath(name).drive or written.is_absolute() or ".." in written.parts
-            or not written.parts):  # fmt: skip
+            or not written.parts or len(name) > MAX_LENGTH):  # fmt: skip
         raise ValueError(f"{INDEX} names {_short(name)}, expected a file in the model's folder such as "
                          "model-00001-of-00002.safetensors")  # fmt: skip
     file = folder / written

@@ -1,6 +1,6 @@
 """Text from tokens, as they come."""
 
-import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +17,26 @@ def load_tokenizer(folder: Path) -> Any | None:
     Raises ValueError for a damaged file, and ImportError, naming the extra to install, if the library is missing.
     """
     path = folder / "tokenizer.json"
-    if not path.is_file():
+    if not os.path.lexists(path):
         return None
+    if not path.is_file():
+        raise ValueError(f"{path} is not a regular file, or a link to none; download it again")
     try:
         from tokenizers import Tokenizer
     except ImportError as error:
         raise ImportError(f"{path} needs the library `tokenizers`: pip install 'atomc[hf]'") from error
     try:
-        return Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_file(str(path))
+        # Those of training; a prompt is tokenized as it is.
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        tokenizer.encode("")  # fails for special tokens that do not exist
     except BaseException as error:  # the library has no type of its own, and a panic in Rust is no Exception
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise ValueError(f"{path} is not a tokenizer that can be read: {' '.join(str(error).split())}; "
                          "download it again") from error  # fmt: skip
+    return tokenizer
 
 
 class Detokenizer:
@@ -75,7 +82,8 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        decoder = json.dumps(json.loads(tokenizer.to_str())["decoder"])
+        # Not of tokenizer.to_str(), which counts from 0 to the largest id.
+        decoder = "" if tokenizer.decoder is None else tokenizer.decoder.__getstate__().decode()
         self._byte_of = _byte_of_character() if '"ByteLevel"' in decoder else {}
         self._fallback = '"ByteFallback"' in decoder
         self._special = {token for token, added in tokenizer.get_added_tokens_decoder().items()}

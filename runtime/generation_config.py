@@ -3,6 +3,7 @@
 Ranges are those of SamplingParams. Raises ValueError that names file, field, value and what was expected.
 """
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ def eos_token_ids(folder: Path, vocab_size: int | None) -> frozenset[int]:
 
 
 def _read(folder: Path, file: str) -> dict[str, Any]:
-    return read_json(folder / file) if (folder / file).exists() else {}
+    return read_json(folder / file) if os.path.lexists(folder / file) else {}
 
 
 def _number(name: str, value: Any) -> float:
