@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,14 @@ class GrammarsBusy(Exception):
     retry_after = 5.0
 
 
+@dataclass
+class Form:
+    """One form of output, and the requests that wait for it."""
+
+    compiled: "Future[Grammar]"
+    submits: dict[str, Submit] = field(default_factory=dict)
+
+
 class Compiling:
     """Requests whose grammars are being compiled; its length is how many there are.
 
@@ -42,47 +51,51 @@ class Compiling:
         with suppress(ImportError, ValueError):  # a request that needs them is refused with the reason
             self._grammars = engine.drawing.grammars()
         self._queue: SimpleQueue[tuple[Structured, Future[Grammar]]] = SimpleQueue()
-        self._compiled: dict[Structured, Future[Grammar]] = {}
-        self._waiting: dict[str, Submit] = {}
+        self._forms: dict[Structured, Form] = {}
         for number in range(THREADS if self._grammars is not None else 0):
             # The end of the process does not wait for them.
             threading.Thread(target=self._compile, name=f"grammar {number}", daemon=True).start()
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return sum(len(form.submits) for form in self._forms.values())
 
     def start(self, submit: Submit) -> bool:
         """Whether the request has to wait for its grammar."""
         structured = submit.params.structured
-        if structured is None or self._grammars is None or self._grammars.known(structured):
+        if structured is None or self._grammars is None:
             return False
-        self._waiting[submit.id] = submit
-        if structured not in self._compiled:
-            self._compiled[structured] = self._future(structured, self._grammars)
+        form = self._forms.get(structured)
+        if form is None and self._grammars.known(structured):
+            return False
+        if form is None:
+            form = self._forms[structured] = Form(self._future(structured, self._grammars))
+        form.submits[submit.id] = submit
         return True
 
     def finished(self) -> Iterator[tuple[Submit, Exception | None]]:
-        """Requests whose grammar is compiled, or why it is not: ValueError or GrammarsBusy."""
-        done = [structured for structured, future in self._compiled.items() if future.done()]
-        for structured in done:
-            error = self._compiled[structured].exception()
+        """Requests whose grammar is compiled, or why it is not: ValueError or GrammarsBusy. Those that are not taken come
+        again."""
+        for structured, form in list(self._forms.items()):
+            if not form.compiled.done():
+                continue
+            error = form.compiled.exception()
             assert error is None or isinstance(error, Exception)
-            for submit in [each for each in self._waiting.values() if each.params.structured == structured]:
-                del self._waiting[submit.id]
-                yield submit, error
-            del self._compiled[structured]
+            while form.submits:
+                yield form.submits.pop(next(iter(form.submits))), error
+            del self._forms[structured]
 
     def drop(self, ids: Iterable[str]) -> None:
         """Their clients are gone."""
         for request_id in ids:
-            self._waiting.pop(request_id, None)
+            for form in self._forms.values():
+                form.submits.pop(request_id, None)
 
     def _future(self, structured: Structured, grammars: "Grammars") -> "Future[Grammar]":
         future: Future[Grammar] = Future()
         if grammars.num_bytes > grammars.cache_bytes:
             future.set_exception(GrammarsBusy("forms of output of running requests take all the memory that they may, "
                                               f"{grammars.cache_bytes} bytes: try again later"))  # fmt: skip
-        elif len(self._compiled) >= MOST_WAITING:
+        elif len(self._forms) >= MOST_WAITING:
             future.set_exception(GrammarsBusy(f"{MOST_WAITING} forms of output wait to be compiled: try again later"))
         else:
             self._queue.put((structured, future))

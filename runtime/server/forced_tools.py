@@ -27,7 +27,10 @@ def calls_schema(functions: Sequence[Function], parallel: bool) -> dict[str, Any
     for function in functions:
         parameters = dict(arguments_schema(function))
         for key in DEFINITIONS:
-            for name, definition in parameters.pop(key, {}).items():
+            defined = parameters.pop(key, {})
+            if not isinstance(defined, dict):
+                raise ValueError(f"{key} in the parameters of {function.name!r} is {defined!r:.80}, expected an object")
+            for name, definition in defined.items():
                 if definitions.setdefault(key, {}).setdefault(name, definition) != definition:
                     raise ValueError(f"two tools define {name!r} in {key}, and not alike: rename one")
         properties = {"name": {"const": function.name}, "parameters": parameters}

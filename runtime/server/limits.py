@@ -17,7 +17,7 @@ STOPS = 32
 STOP_CHARACTERS = 256
 STOP_TOKENS = 1024
 BIASED_TOKENS = 1024
-CHOICES = 4096
+CHOICES = 1024
 # Characters of a schema, a regular expression, a grammar, or of all choices.
 FORM_CHARACTERS = 2**18
 # Over all answers of a request.

@@ -131,8 +131,11 @@ class Loop:
                 if isinstance(command, messages.Stop):
                     return
                 self._do(command)
+            until = time.monotonic() + COMMANDS_SECONDS
             for submit, error in self.compiling.finished():
                 self._submit(submit, error)
+                if time.monotonic() > until:
+                    break
             if self.engine.has_work:
                 self._next.outputs += self.engine.step()
             if self._next != Progress():

@@ -1,0 +1,138 @@
+"""What a client can get wrong is a 400 that says so, and how much one request may ask for."""
+
+import json
+
+import pytest
+
+pytest.importorskip("fastapi")
+pytest.importorskip("llguidance")
+pytest.importorskip("tokenizers")
+httpx = pytest.importorskip("httpx")
+from serving import serving  # noqa: E402
+
+pytestmark = pytest.mark.xdist_group("mistakes")
+USER = {"role": "user", "content": "Once"}
+CHAT = {"messages": [USER], "max_tokens": 2}
+TEXT = {"prompt": "Once", "max_tokens": 2}
+F = {"type": "function", "function": {"name": "f"}}
+# Loops as long as the client says, and calls nothing while it does.
+TEMPLATE = """{%- for i in range(rounds or 0) -%}{%- for j in range(99999) -%}{%- endfor -%}{%- endfor -%}
+{{- self_name or '' -}}{%- for message in messages -%}{{ message.content }}{%- endfor -%}"""
+
+
+@pytest.fixture(scope="module")
+def http(tmp_path_factory):
+    template = tmp_path_factory.mktemp("template") / "template.jinja"
+    template.write_text(TEMPLATE)
+    with (
+        serving("--grammar-seconds", 1, "--chat-template", template, "--max-bodies-bytes", 17 * 2**20) as server,
+        httpx.Client(base_url=server.url, timeout=120) as client,
+    ):
+        yield client
+        assert "Traceback" not in server.log
+
+
+def tools(parameters):
+    return [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+
+
+def deep(depth):
+    return '{"a":' * depth + "1" + "}" * depth
+
+
+def schema(depth):
+    found = {"type": "string"}
+    for _ in range(depth):
+        found = {"type": "array", "items": found}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [
+        # Forms of output that nothing has, or that are none.
+        ("completions", {**TEXT, "guided_regex": r"[^\s\S]"}, "regex: no text has this form"),
+        ("completions", {**TEXT, "guided_json": {"$ref": "#"}}, "json_schema: no text has this form"),
+        ("completions", {**TEXT, "guided_json": {"enum": []}}, "json_schema: "),
+        ("completions", {**TEXT, "guided_json": "[" * 5000}, "json_schema is nested too deep"),
+        ("completions", {**TEXT, "guided_json": deep(500)}, "json_schema: recursion limit exceeded"),
+        ("completions", {**TEXT, "guided_json": schema(55)}, None),
+        ("completions", {**TEXT, "guided_json": {"const": "\ud800"}}, "not Unicode"),
+        ("completions", {**TEXT, "guided_regex": "\ud800"}, "not Unicode"),
+        ("completions", {**TEXT, "guided_regex": "(a{1000}){1000}"}, "regex: it takes more than 1 s to compile"),
+        ("completions", {**TEXT, "guided_grammar": "start: <[99999999]>"}, "grammar: "),
+        ("completions", {**TEXT, "guided_grammar": "\0"}, "grammar: "),
+        ("chat/completions", {**CHAT, "tools": tools({"$defs": 1}), "tool_choice": "required"}, "$defs"),
+        ("chat/completions", {**CHAT, "tools": tools({"$ref": "#"}), "tool_choice": F}, "no text has this form"),
+        # Names for the chat template.
+        *[("chat/completions", {**CHAT, "chat_template_kwargs": {name: 1}}, f"'{name}' cannot be set for the chat template")
+          for name in ("messages", "tools", "bos_token")],
+        *[("chat/completions", {**CHAT, "chat_template_kwargs": {name: 1}}, None)
+          for name in ("self", "add_generation_prompt", "args", "kwargs", "environment", "\0", "a b")],
+        ("chat/completions", {**CHAT, "chat_template_kwargs": {"self_name": "\ud800"}}, "not Unicode"),
+        ("chat/completions", {**CHAT, "chat_template_kwargs": {"rounds": "x"}}, "the chat template failed on the messages"),
+        ("chat/completions", {**CHAT, "messages": [{"role": "assistant", "tool_calls": [
+            {"function": {"name": "f", "arguments": "[" * 100_000}}]}, USER]}, None),
+        # JSON itself.
+        ("completions", deep(129), "nested deeper than 128 lists and objects"),
+        ("completions", "[" * 1_000_000, "nested deeper than 128 lists and objects"),
+        ("completions", deep(100), "a is no field of this request"),
+        ("completions", '{"prompt":' + "1" * 5000 + "}", "the body is not JSON that can be read: Exceeds the limit"),
+        ("completions", b'{"prompt":"\xff"}', "the body is not UTF-8"),
+        ("completions", '{"prompt":"a","temperature":NaN}', "temperature: Input should be a finite number"),
+        ("completions", '{"prompt":"a","temperature":1e999}', "temperature: Input should be a finite number"),
+        ("completions", {**TEXT, "seed": 10**30}, "seed"),
+        ("completions", {**TEXT, "prompt": "\ud800"}, "not Unicode"),
+        # Limits.
+        ("completions", {**TEXT, **{f"f{i}": 1 for i in range(200)}}, "the object has 202 fields, and at most 128 are"),
+        ("completions", {**TEXT, "prompt": [[]] * 300_000}, "the body has more than 262144 JSON values"),
+        ("completions", {**TEXT, "prompt": [-1] * 200_000}, "prompt.str: Input should be a valid string"),
+        ("completions", {**TEXT, "prompt": "She said. " * 100_000}, "maximum context length is 2048"),
+        ("completions", {**TEXT, "prompt": ["Once"] * 1025}, "asks for 1025 answers"),
+        ("completions", {**TEXT, "prompt": ["She said. " * 200] * 64, "n": 128}, "asks for 8192 answers"),
+        ("completions", {**TEXT, "stop": ["a"] * 33}, "stop has 33 texts, and at most 32 are allowed"),
+        ("completions", {**TEXT, "stop": "a" * 257}, "stop has a text of 257 characters, and at most 256 are allowed"),
+        ("completions", {**TEXT, "stop_token_ids": [1] * 1025}, "stop_token_ids has 1025 tokens, and at most 1024"),
+        ("completions", {**TEXT, "logit_bias": {str(i): 1 for i in range(1025)}}, "it has 1025 tokens, and at most 1024"),
+        ("completions", {**TEXT, "n": 128, "logprobs": 20}, "answers times log-probabilities may be at most 512"),
+        ("completions", {**TEXT, "prompt": ["a"] * 60, "prompt_logprobs": 20}, "may be at most 512"),
+        ("chat/completions", {**CHAT, "n": 128, "logprobs": True, "top_logprobs": 20}, "may be at most 512"),
+        ("chat/completions", {**CHAT, "messages": [USER] * 4097}, "messages has 4097 messages, and at most 4096"),
+        ("chat/completions", {**CHAT, "tools": [F] * 129}, "tools has 129 tools, and at most 128 are allowed"),
+        ("completions", {**TEXT, "guided_choice": ["a"] * 1025}, "choice has 1025 texts, and at most 1024"),
+        ("completions", {**TEXT, "guided_regex": "a" * 300_000}, "regex has 300000 characters, and at most 262144"),
+        ("completions", {**TEXT, "guided_choice": ["a" * 100_000] * 3}, "choice has 300000 characters"),
+        ("completions", {**TEXT, "guided_json": {"title": "a" * 300_000}}, "json_schema has 300013 characters"),
+        ("embeddings", {"input": ["Once"] * 1025}, "asks for 1025 answers"),
+        ("embeddings", {"input": "She said. " * 1000}, "maximum context length is 2048"),
+        ("../tokenize", {"prompt": "She said. " * 300_000}, "maximum context length is 131072"),
+        ("../detokenize", {"tokens": [1] * 131_073}, "tokens has 131073 tokens, and at most 131072 are allowed"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_answered_with_what_is_wrong(http, path, body, said):
+    content = body if isinstance(body, bytes) else (body if isinstance(body, str) else json.dumps(body)).encode()
+    answer = http.post(f"/v1/{path}", content=content, headers={"Content-Type": "application/json"})
+    if said is None:
+        assert answer.status_code == 200, answer.text
+    else:
+        assert (answer.status_code, said in answer.json()["error"]["message"]) == (400, True), answer.text
+
+
+def test_a_template_that_loops_ends(http):
+    answer = http.post("/v1/chat/completions", json={**CHAT, "chat_template_kwargs": {"rounds": 90_000}})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == "the chat template takes more than 10 s for this conversation"
+
+
+def test_bodies_that_are_too_large_together_are_refused_for_a_while(http):
+    def slowly():
+        # All but the end of a body, which comes when the other was refused.
+        yield b'{"max_tokens":2,"prompt":"Once' + b" " * (15 * 2**20)
+        refused = http.post("/v1/completions", content=b" " * (3 * 2**20), headers={"Content-Type": "application/json"})
+        assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
+        assert refused.json()["error"]["code"] == "too_many_bytes"
+        yield b'"}'
+
+    answer = http.post("/v1/completions", content=slowly(), headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400 and "maximum context length" in answer.json()["error"]["message"]
+    assert http.post("/v1/completions", json=TEXT).status_code == 200
