@@ -4,6 +4,7 @@ import json
 import sys
 import threading
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -73,7 +74,7 @@ def test_a_stream_goes_on_while_another_request_asks_for_too_much(server, name):
     stream.join()
     assert answer.status_code == 400 and answer.json()["error"]["message"]
     meanwhile = [began, *[at for at in stream.times if at > began]]
-    longest = max(after - before for before, after in zip(meanwhile, meanwhile[1:], strict=False))
+    longest = max(after - before for before, after in pairwise(meanwhile))
     assert longest < LIMIT_SECONDS, f"{longest:.1f} s without a token, and the request took {ended - began:.1f} s"
 
 

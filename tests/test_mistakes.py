@@ -78,7 +78,7 @@ def schema(depth):
         ("completions", "[" * 1_000_000, "nested deeper than 128 lists and objects"),
         ("completions", deep(100), "a is no field of this request"),
         ("completions", '{"prompt":' + "1" * 5000 + "}", "the body is not JSON that can be read: Exceeds the limit"),
-        ("completions", b'{"prompt":"\xff"}', "the body is not UTF-8"),
+        ("completions", b'{"prompt":"\xff"}', "the body is not JSON: it is not UTF-8"),
         ("completions", '{"prompt":"a","temperature":NaN}', "temperature: Input should be a finite number"),
         ("completions", '{"prompt":"a","temperature":1e999}', "temperature: Input should be a finite number"),
         ("completions", {**TEXT, "seed": 10**30}, "seed"),

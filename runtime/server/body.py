@@ -25,7 +25,7 @@ def body_route(longest: Callable[[], int]) -> type[APIRoute]:
                 except RecursionError as error:
                     raise invalid("the body is nested too deep") from error
                 except UnicodeDecodeError as error:
-                    raise invalid("the body is not UTF-8") from error
+                    raise invalid("the body is not JSON: it is not UTF-8") from error
                 except json.JSONDecodeError:
                     raise
                 except ValueError as error:  # a number of more digits than Python reads
