@@ -1,6 +1,7 @@
 """The HTTP server, and how it ends: what runs may finish, then clients are told, then connections are cut."""
 
 import asyncio
+import math
 import socket
 from collections.abc import Callable
 from types import FrameType
@@ -52,6 +53,8 @@ class WebServer(uvicorn.Server):
     def end(self, drain: float) -> None:
         """No new connections; what runs has so many seconds to finish."""
         self.should_exit = True
+        # For what `_cut` does not know: connections in the middle of a TLS handshake.
+        self.config.timeout_graceful_shutdown = math.ceil(drain + CUT_SECONDS) + 1
         loop = asyncio.get_running_loop()
         loop.call_later(drain, self._drained)
         loop.call_later(drain + GIVE_UP_SECONDS, self._give_up)
