@@ -15,10 +15,12 @@ from torch import nn
 
 MAX_LAYERS = 512
 MAX_EXPERTS = 4096
+MAX_COUNT = 2**20
 MAX_SIZE = 2**31 - 1
 LAYERS = re.compile(r"(num|n)_(\w+_)?layers?|(encoder|decoder)_layers")
 EXPERTS = re.compile(r"\w*experts")
-SIZES = re.compile(r"(num|n|max|d)_\w+|\w+_(size|dim|heads|rank|positions|embeddings|head)")
+COUNTS = re.compile(r"num_\w+")
+SIZES = re.compile(r"(n|max|d)_\w+|\w+_(size|dim|heads|rank|positions|embeddings|head)")
 # Parameters for a stored number, at most: transformers converts some weights; an int32 holds 16 of two bits.
 SLACK, PACKED = 2, 16
 
@@ -47,7 +49,7 @@ def check_sizes(config: Mapping[str, Any], where: str = "") -> None:
 
 def _most(name: str) -> int | None:
     """The largest value of a field of this name; None: it is no size."""
-    for pattern, most in ((LAYERS, MAX_LAYERS), (EXPERTS, MAX_EXPERTS), (SIZES, MAX_SIZE)):
+    for pattern, most in ((LAYERS, MAX_LAYERS), (EXPERTS, MAX_EXPERTS), (COUNTS, MAX_COUNT), (SIZES, MAX_SIZE)):
         if pattern.fullmatch(name):
             return most
     return None

@@ -154,6 +154,9 @@ def wrap_stock(hf_model: Any) -> "StockModel":
     if hf_model.config._attn_implementation != "atom":
         raise ValueError(f"{name} does not let its attention be replaced (transformers' AttentionInterface)")
     for module in layers:
+        heads, width = _num_kv_heads(module), _head_dim(module)
+        if heads < 1 or width < 1:
+            raise ValueError(f"{name} has {heads} heads of {width} columns for keys and values, expected at least 1")
         module.kv = ops.kv_state(_num_kv_heads(module), _head_dim(module))
         module.kv = module.kv.to(hf_model.device, hf_model.dtype)
     return StockModel(hf_model)

@@ -262,6 +262,8 @@ REFUSED: list[tuple[str, Damage, str]] = [
     ("mixtral", config(vocab_size=VOCAB + 1), OTHER_SHAPES.format(2) + "lm_head.weight: [3072, 16], expected [3073, 16]"),
     ("gpt2", config(n_embd=10**6), "config.json describes a GPT2LMHeadModel of "),
     ("gpt2", config(n_positions=10**9), "config.json describes a GPT2LMHeadModel of "),
+    ("gpt2", config(n_head=-1), "GPT2LMHeadModel has -1 heads of -16 columns for keys and values, expected at least 1"),
+    ("gpt2", config(num_labels=10**9), "config.json: num_labels is 1000000000, expected at most 1048576"),
     ("gpt2", config(n_head=7), NOT_MADE.format("GPT2LMHeadModel") + "ValueError: "),
     ("gpt2", config(activation_function="bogus"), NOT_MADE.format("GPT2LMHeadModel") + "KeyError: "),
     ("mixtral", config(text_config={"num_hidden_layers": 10**9}),
@@ -511,6 +513,19 @@ def test_random_weights_that_memory_cannot_hold_are_refused(
     monkeypatch.setattr(limits, "free_on_host", lambda: 2**30)
     with pytest.raises(ValueError, match=r"ForCausalLM whose weights take \d+\.\d GiB, and cpu has 1\.0 GiB free"):
         loader.load(folder, load_format="dummy")
+
+
+@pytest.mark.parametrize(("values", "part", "sentence"), [
+    ({"num_hidden_layers": "2"}, {"layers": 1}, "num_hidden_layers '2' is not a positive integer"),
+    ({"layer_types": 3}, {"layers": 1}, "layer_types 3 are not 1 of "),
+    ({"num_attention_heads": "4"}, {"devices": 2}, "num_attention_heads '4' is not a positive integer"),
+    ({"hidden_size": [], "head_dim": None}, {"devices": 2}, r"hidden_size \[\] is not a positive integer"),
+])  # fmt: skip
+def test_a_part_of_a_damaged_model_is_refused(
+    whole: Path, tmp_path: Path, values: dict[str, Any], part: dict[str, int], sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        built(damaged(whole, tmp_path, "qwen3", config(**values)), **part)
 
 
 @pytest.mark.parametrize("command", ["generate", "explain"])

@@ -18,6 +18,7 @@ from torch.fx import GraphModule
 from atomc import models
 from atomc.efficiency import Predicted, Table, predict, table_for
 from atomc.models import loader, stock
+from atomc.models.config import integer
 from atomc.ops.state import LAYOUTS, StateSpec
 from atomc.planning.measure import Bench, Sizes, with_peaks
 from atomc.platform import Platform
@@ -179,9 +180,10 @@ def built(
 
 
 def _first(layers: int, config: dict[str, Any]) -> dict[str, Any]:
-    if not 1 <= layers <= config.get("num_hidden_layers", layers):
-        raise ValueError(f"--layers {layers}: the model has {config['num_hidden_layers']}")
-    kinds = {"layer_types": config["layer_types"][:layers]} if config.get("layer_types") else {}
+    count = integer(config, "num_hidden_layers", layers)
+    if not 1 <= layers <= count:
+        raise ValueError(f"--layers {layers}: the model has {count}")
+    kinds = {"layer_types": config["layer_types"][:layers]} if isinstance(config.get("layer_types"), list) else {}
     return {**config, "num_hidden_layers": layers, **kinds}
 
 
@@ -195,7 +197,7 @@ def share(config: Mapping[str, Any], devices: int) -> dict[str, Any]:
     absent = [name for name in ("num_attention_heads", "vocab_size") if name not in config]
     if absent:
         raise ValueError(f"cannot cut this model over {devices} devices: its config.json has no {absent[0]}")
-    heads = config["num_attention_heads"]
+    heads = integer(dict(config), "num_attention_heads")
     found = {**config, "num_key_value_heads": config.get("num_key_value_heads") or heads}
     for name in DIVIDED:
         size = found.get(name)
@@ -203,7 +205,7 @@ def share(config: Mapping[str, Any], devices: int) -> dict[str, Any]:
             raise ValueError(f"cannot cut this model over {devices} devices: {name} is {size}, no multiple of {devices}")
         if isinstance(size, int):
             found[name] = size // devices
-    found.setdefault("head_dim", config.get("head_dim") or config.get("hidden_size", 0) // heads)
+    found.setdefault("head_dim", config.get("head_dim") or integer(dict(config), "hidden_size", 0) // heads)
     return found
 
 
