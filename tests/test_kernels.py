@@ -13,6 +13,7 @@ from memory import PoisonedMemory
 from torch import Tensor
 
 from atomc import kernels, ops
+from atomc.kernels.torch.sequence import on_a_cpu, reads_it_as_it_is
 from atomc.op import refusal
 from atomc.platform import Platform
 
@@ -180,31 +181,34 @@ def test_every_platform_has_a_kernel_for_a_paged_cache_and_a_gpu_none_of_ours_fo
     op: str, platform: str
 ) -> None:
     arguments = next(iter(CASES[op].values()))(Draw(torch.bfloat16))
-    reasons = {
-        kernel.layout: refusal(kernel, Platform.named(platform), arguments)
+    reasons = [
+        (kernel.layout, refusal(kernel, Platform.named(platform), arguments))
         for kernel in ops.REGISTRY[op].kernels
         if kernel.provider == "torch"
-    }
-    assert reasons == {"paged": None, "contiguous": "written for the CPU"}
+    ]
+    elsewhere = "written for the CPU"
+    assert reasons == [("paged", elsewhere), ("contiguous", elsewhere), ("paged", None)]
 
 
 @pytest.mark.parametrize("op", ["kv_write", "paged_attention", "rope_kv_write", "qk_norm_rope_kv_write"])
-def test_where_both_serve_a_contiguous_cache_comes_before_a_paged_one(op: str) -> None:
-    layouts = [kernel.layout for kernel in ops.REGISTRY[op].kernels if kernel.provider == "torch"]
-    assert layouts == ["contiguous", "paged"]
+def test_on_a_cpu_a_paged_cache_comes_before_a_contiguous_one(op: str) -> None:
+    arguments = next(iter(CASES[op].values()))(Draw(torch.float32))
+    layouts = [kernel.layout for kernel in ops.REGISTRY[op].kernels if kernel.provider == "torch"
+               and refusal(kernel, Platform.detect("cpu"), arguments) is None]  # fmt: skip
+    assert layouts == ["paged", "contiguous", "paged"]
 
 
-@pytest.mark.parametrize("kernel", [k for k in KERNELS if k.layout == "contiguous"], ids=name_of)
+@pytest.mark.parametrize("kernel", [k for k in KERNELS if k.refuses in (on_a_cpu, reads_it_as_it_is)], ids=name_of)
 def test_a_cache_with_scales_is_refused(kernel: ops.Kernel) -> None:
     arguments = next(iter(CASES[kernel.op].values()))(Draw(torch.float32, layout=kernel.layout))
     scales = {"k_scale": torch.ones(1), "v_scale": torch.ones(1)}
     assert refusal(kernel, Platform.detect("cpu"), arguments | scales) == "the cache has scales"
 
 
-def test_a_contiguous_cache_of_another_dtype_is_refused() -> None:
+@pytest.mark.parametrize("kernel", [k for k in KERNELS if k.refuses is reads_it_as_it_is], ids=name_of)
+def test_a_cache_of_another_dtype_is_refused(kernel: ops.Kernel) -> None:
     arguments = CASES["paged_attention"]["decode"](Draw(torch.float32))
     arguments["q"] = arguments["q"].bfloat16()
-    [kernel] = [k for k in ops.paged_attention.kernels if k.provider == "torch" and k.layout == "contiguous"]
     assert refusal(kernel, Platform.detect("cpu"), arguments) == (
         "the cache is torch.float32, the query torch.bfloat16: nothing is converted"
     )

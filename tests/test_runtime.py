@@ -88,9 +88,9 @@ class Alone:
 
 
 def compiled(model, layout, glue):
-    """The program with this layout of the state: "contiguous" is what a CPU gets, "paged" what a GPU gets."""
+    """The program with this layout of the state: with "paged", by the kernels that a GPU gets from the same provider."""
     if layout == "contiguous":
-        program = compile_model(model, options={"strict": True, "glue": glue})
+        program = compile_model(model, options={"strict": True, "glue": glue, "layout": layout})
     else:
         options = {"strict": True, "glue": "eager", "providers": ["torch"]}
         program = compile_model(model, options=options, platform=Platform.named("sm90"))

@@ -238,10 +238,10 @@ def test_a_plan_is_made_once_a_step_for_all_layers(tiny: nn.Module) -> None:
 def test_a_layout_without_a_writer_is_not_chosen(tiny: nn.Module) -> None:
     with registered(ops.paged_attention, "mine", ops.paged_attention.reference, layout="swizzled"):
         program = compile_model(tiny, EAGER)
-    assert {spec.layout for spec in program.specs} == {"contiguous"}
+    assert {spec.layout for spec in program.specs} == {"paged"}
     (refusal, *_) = [reason for choice in program.report.kernels if choice.op == "paged_attention"
                      for provider, reason in choice.refused if provider == "mine"]  # fmt: skip
-    assert refusal == "works on layout 'swizzled', the state is laid out 'contiguous'"
+    assert refusal == "works on layout 'swizzled', the state is laid out 'paged'"
 
 
 def test_kernels_of_a_machine_that_is_not_here_can_be_asked_for(tiny: nn.Module) -> None:

@@ -3,44 +3,18 @@
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.torch.sequence import attend, no_scales, sequences
-from atomc.platform import Platform
+from atomc.kernels.torch.sequence import attend, on_a_cpu, reads_it_as_it_is, sequences, write
 
 
-def _on_a_cpu(
-    platform: Platform, k_scale: Tensor | None = None, v_scale: Tensor | None = None, **_: object
-) -> str | None:  # fmt: skip
-    return no_scales(platform, k_scale, v_scale) if platform.is_cpu else "written for the CPU"
-
-
-def _reads_it_as_it_is(
-    platform: Platform, q: Tensor, k_cache: Tensor, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
-    **_: object,
-) -> str | None:  # fmt: skip
-    if q.dtype != k_cache.dtype:
-        return f"the cache is {k_cache.dtype}, the query {q.dtype}: nothing is converted"
-    return _on_a_cpu(platform, k_scale, v_scale)
-
-
-@ops.kv_write.kernel("torch", layout="contiguous", refuses=_on_a_cpu)
+@ops.kv_write.kernel("torch", layout="contiguous", refuses=on_a_cpu)
 def kv_write(
     k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor,
     k_scale: Tensor | None = None, v_scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    token = k.new_empty((0,))
-    k, v = k.reshape(-1, *k.shape[-2:]), v.reshape(-1, *v.shape[-2:])
-    # Asking costs 2 us, filtering 8 and a copy of k and v; only padded steps have rows to skip.
-    if slots.numel() and slots.min() < 0:
-        rows = (slots >= 0).nonzero()[:, 0]
-        k, v, slots = k[rows], v[rows], slots[rows]
-    block_size = k_cache.shape[1]
-    block, offset = slots // block_size, slots % block_size
-    k_cache[block, offset] = k.to(k_cache.dtype)
-    v_cache[block, offset] = v.to(v_cache.dtype)
-    return token
+    return write(k, v, k_cache, v_cache, slots)
 
 
-@ops.paged_attention.kernel("torch", layout="contiguous", refuses=_reads_it_as_it_is)
+@ops.paged_attention.kernel("torch", layout="contiguous", refuses=reads_it_as_it_is)
 def paged_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, query_start: Tensor, seq_lens: Tensor, block_tables: Tensor,
     token: Tensor, sinks: Tensor | None = None, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
@@ -55,20 +29,20 @@ def paged_attention(
     return out.view(*q.shape[:-1], v_cache.shape[-1])
 
 
-@ops.rope_kv_write.kernel("torch", layout="contiguous", refuses=_on_a_cpu)
+@ops.rope_kv_write.kernel("torch", layout="contiguous", refuses=on_a_cpu)
 def rope_kv_write(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor,
     k_scale: Tensor | None = None, v_scale: Tensor | None = None, rope_style: str = "neox",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    token = kv_write(ops.rope.reference(k, cos, sin, rope_style), v, k_cache, v_cache, slots)
+    token = write(ops.rope.reference(k, cos, sin, rope_style), v, k_cache, v_cache, slots)
     return ops.rope.reference(q, cos, sin, rope_style), token
 
 
-@ops.qk_norm_rope_kv_write.kernel("torch", layout="contiguous", refuses=_on_a_cpu)
+@ops.qk_norm_rope_kv_write.kernel("torch", layout="contiguous", refuses=on_a_cpu)
 def qk_norm_rope_kv_write(
     q: Tensor, k: Tensor, v: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float,
     k_cache: Tensor, v_cache: Tensor, slots: Tensor, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
     norm_style: str = "after", rope_style: str = "neox",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     q, k = ops.qk_norm_rope.reference(q, k, q_weight, k_weight, cos, sin, eps, norm_style, rope_style)
-    return q, kv_write(k, v, k_cache, v_cache, slots)
+    return q, write(k, v, k_cache, v_cache, slots)

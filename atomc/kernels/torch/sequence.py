@@ -18,6 +18,36 @@ def no_scales(
     return None if k_scale is None and v_scale is None else "the cache has scales"
 
 
+def on_a_cpu(
+    platform: Platform, k_scale: Tensor | None = None, v_scale: Tensor | None = None, **_: object
+) -> str | None:  # fmt: skip
+    return no_scales(platform, k_scale, v_scale) if platform.is_cpu else "written for the CPU"
+
+
+def reads_it_as_it_is(
+    platform: Platform, q: Tensor, k_cache: Tensor, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+    **_: object,
+) -> str | None:  # fmt: skip
+    if q.dtype != k_cache.dtype:
+        return f"the cache is {k_cache.dtype}, the query {q.dtype}: nothing is converted"
+    return on_a_cpu(platform, k_scale, v_scale)
+
+
+def write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> Tensor:
+    """`kv_write` on a CPU, into caches without scales."""
+    token = k.new_empty((0,))
+    k, v = k.reshape(-1, *k.shape[-2:]), v.reshape(-1, *v.shape[-2:])
+    # Asking costs 2 us, filtering 8 and a copy of k and v; only padded steps have rows to skip.
+    if slots.numel() and slots.min() < 0:
+        rows = (slots >= 0).nonzero()[:, 0]
+        k, v, slots = k[rows], v[rows], slots[rows]
+    block_size = k_cache.shape[1]
+    block, offset = slots // block_size, slots % block_size
+    k_cache[block, offset] = k.to(k_cache.dtype)
+    v_cache[block, offset] = v.to(v_cache.dtype)
+    return token
+
+
 def sequences(query_start: Tensor, seq_lens: Tensor, window: int) -> Iterator[tuple[int, slice, int, int]]:
     """(sequence, its rows, first key that they see, number of keys), for each sequence with new tokens."""
     bounds = query_start.tolist()
