@@ -8,12 +8,14 @@ import platform
 import shlex
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
+
+from atomc import cgroup
 
 TESTED_TORCH = ("2.11", "2.13")
 
@@ -192,6 +194,20 @@ def _memory_here() -> int:
     if not hasattr(os, "sysconf"):
         return 0
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def usable_cores(root: Path = cgroup.ROOT, cpus: Collection[int] | None = None) -> int:
+    """Physical cores that this process may use: of the CPUs that it may run on, and no more than its quota of time.
+
+    CPUs that share a core (hyper-threads) count once, a part of a core in a quota not at all.
+    """
+    if cpus is None:
+        cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    topology = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+    files = [root / topology.format(cpu) for cpu in cpus]
+    cores = len({file.read_text() if file.is_file() else str(file) for file in files})
+    quota = cgroup.cpu_quota(root)
+    return max(cores if quota is None else min(cores, int(quota)), 1)
 
 
 class Provider(NamedTuple):

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from atomc import cgroup
+
 MAX_LAYERS = 512
 MAX_EXPERTS = 4096
 MAX_COUNT = 2**20
@@ -93,10 +95,10 @@ def free_bytes(device: torch.device) -> int:
 
 
 def free_on_host() -> int:
-    """Bytes that programs can still take."""
+    """Bytes that this process can still take."""
     meminfo = Path("/proc/meminfo")
-    if meminfo.is_file():
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return 4 * 2**30  # not Linux: a guess, which kv_bytes corrects for the cache
+    lines = meminfo.read_text().splitlines() if meminfo.is_file() else []
+    available = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")),
+                     4 * 2**30)  # not Linux: a guess, which kv_bytes corrects for the cache
+    allowed = cgroup.memory_left()
+    return available if allowed is None else min(available, allowed)

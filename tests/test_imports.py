@@ -13,7 +13,7 @@ PACKAGE = ROOT / "atomc"
 # From the lowest. A name stands for atomc/<name>.py or for the whole folder. A new module goes into the lowest layer
 # that holds all it imports.
 LAYERS = [
-    {"demo", "json_file"},
+    {"demo", "json_file", "cgroup"},
     {"platform", "options", "errors", "packs", "static_buffer", "torch_compat"},
     {"op", "ops", "copies"},
     {"graph", "matching", "rewrite", "graph_pass", "registered", "dumps", "report", "render", "cost", "contract", "listing",

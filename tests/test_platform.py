@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from atomc import platform
+from atomc import cgroup, platform
 from atomc.platform import AVX512, DESCRIBED, Platform, cpu_info, provider_versions, torch_status
 
 X86 = """\
@@ -207,3 +207,55 @@ def test_compiler_is_found_by_the_command_given():
 def test_torch_is_tested_only_in_the_series_named(monkeypatch, version, status):
     monkeypatch.setattr(torch, "__version__", version)
     assert torch_status() == status
+
+
+def files(root, **contents):
+    for name, text in contents.items():
+        file = root / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    return root
+
+
+def machine(root, siblings):
+    """A tree like that of Linux, with the text of thread_siblings_list for each CPU."""
+    topology = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+    return files(root, **{topology.format(cpu): text for cpu, text in enumerate(siblings)})
+
+
+def test_cpus_that_share_a_core_count_once(tmp_path):
+    here = machine(tmp_path, ["0,2\n", "1,3\n", "0,2\n", "1,3\n"])
+    assert platform.usable_cores(here, range(4)) == 2
+    assert platform.usable_cores(here, [0, 2]) == 1  # what it may run on, by its affinity
+
+
+def test_without_a_topology_each_cpu_is_a_core(tmp_path):
+    assert platform.usable_cores(tmp_path, range(3)) == 3
+
+
+@pytest.mark.parametrize(("quota", "cores"), [("max 100000", 8), ("250000 100000", 2), ("50000 100000", 1)])
+def test_a_quota_of_cgroup_v2_bounds_the_cores(tmp_path, quota, cores):
+    here = files(tmp_path, **{"proc/self/cgroup": "0::/pod/box\n", "sys/fs/cgroup/pod/box/cpu.max": "max 100000\n",
+                              "sys/fs/cgroup/pod/cpu.max": quota + "\n"})  # fmt: skip
+    assert platform.usable_cores(here, range(8)) == cores
+
+
+@pytest.mark.parametrize(("quota", "cores"), [("-1", 8), ("300000", 3)])
+def test_a_quota_of_cgroup_v1_bounds_the_cores(tmp_path, quota, cores):
+    # In a container the path is that of the host, and what is mounted is the container's own group.
+    here = files(tmp_path, **{"proc/self/cgroup": "3:cpu,cpuacct:/docker/1f\n0::/\n",
+                              "sys/fs/cgroup/cpu/cpu.cfs_quota_us": quota, "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000"})
+    assert platform.usable_cores(here, range(8)) == cores
+
+
+def test_memory_that_a_cgroup_leaves_counts_files_as_free(tmp_path):
+    v2 = files(tmp_path / "v2", **{"proc/self/cgroup": "0::/box\n", "sys/fs/cgroup/box/memory.max": "1000",
+                                   "sys/fs/cgroup/box/memory.current": "700",
+                                   "sys/fs/cgroup/box/memory.stat": "anon 600\ninactive_file 50\n"})  # fmt: skip
+    v1 = files(tmp_path / "v1", **{"proc/self/cgroup": "4:memory:/box\n",
+                                   "sys/fs/cgroup/memory/box/memory.limit_in_bytes": "1000",
+                                   "sys/fs/cgroup/memory/box/memory.usage_in_bytes": "1100"})  # fmt: skip
+    unlimited = files(tmp_path / "max", **{"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": "max",
+                                           "sys/fs/cgroup/memory.current": "700"})  # fmt: skip
+    assert (cgroup.memory_left(v2), cgroup.memory_left(v1)) == (350, 0)
+    assert cgroup.memory_left(unlimited) is None and cgroup.memory_left(tmp_path / "elsewhere") is None

@@ -1,0 +1,64 @@
+"""What the control groups of this process allow it on Linux, of versions 1 and 2; None where nobody limits it.
+
+A limit of any group up to the root holds. In a container the path that the kernel tells may be that of the host, which is
+not there: then what lies above it, down to the mount, is the container's own.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path("/")
+# The limit, what is used of it, and in memory.stat what the kernel keeps of files: of version 2 and of version 1.
+MEMORY_FILES = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+
+
+def cpu_quota(root: Path = ROOT) -> float | None:
+    """Processors' worth of time that the process may use, such as 1.5."""
+    found = []
+    for folder in _folders("cpu", root):
+        quota, period = (*_words(folder / "cpu.max"), "", "")[:2]
+        if not quota:
+            quota, period = ((*_words(folder / name), "")[0] for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
+        if quota.isdecimal() and period.isdecimal() and int(period):  # not "max", not -1
+            found.append(int(quota) / int(period))
+    return min(found, default=None)
+
+
+def memory_left(root: Path = ROOT) -> int | None:
+    """Bytes that the process may still take; what the kernel keeps of files counts as free, as in MemAvailable."""
+    found = []
+    for folder in _folders("memory", root):
+        for limit_name, used_name, files_name in MEMORY_FILES:
+            limit, used = ((*_words(folder / name), "")[0] for name in (limit_name, used_name))
+            if limit.isdecimal() and used.isdecimal():
+                stat = _words(folder / "memory.stat")
+                files = dict(zip(stat[::2], stat[1::2], strict=False)).get(files_name, "0")
+                found.append(max(int(limit) - int(used) + int(files), 0))
+    return min(found, default=None)
+
+
+def _folders(controller: str, root: Path) -> Iterator[Path]:
+    """The folders of the process's groups with this controller, from its own to that of the mount."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if number != "0" and controller not in controllers.split(","):
+            continue
+        # Where both versions are mounted, the second one limits nothing.
+        mount = root / "sys/fs/cgroup" / ("" if number == "0" else controller)
+        below = mount / path.strip("/")
+        yield from (folder for folder in (below, *below.parents) if folder == mount or mount in folder.parents)
+
+
+def _words(file: Path) -> tuple[str, ...]:
+    try:
+        return tuple(file.read_text().split())
+    except OSError:
+        return ()
