@@ -27,7 +27,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, StaticCache
 
 import atomc
 from atomc.models.loader import load
-from atomc.ops import GroupStep, Step
+from atomc.ops import LAYOUTS, GroupStep, Step
 from atomc.platform import Platform
 from atomc.program import compile_model
 
@@ -75,19 +75,22 @@ def runtime_of(model: nn.Module, ids: Tensor, options: dict[str, Any]) -> Call:
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         program = compile_model(load(folder, dtype=model.dtype, mmap=False, progress=False), options)
-    program.bind([spec.allocate(count, context, "cpu") for spec in program.specs])
-    program(step_of(ids[:, :-1], 0, context))
-    last = step_of(ids[:, -1:], context - 1, context)
+    block_size = LAYOUTS[program.specs[0].layout].block_size or context
+    blocks = -(-context // block_size)
+    program.bind([spec.allocate(count * blocks, block_size, "cpu") for spec in program.specs])
+    program(step_of(ids[:, :-1], 0, blocks, block_size))
+    last = step_of(ids[:, -1:], context - 1, blocks, block_size)
     return lambda: program(last)
 
 
-def step_of(ids: Tensor, start: int, block_size: int) -> Step:
-    """A step of all sequences, each in a block of its own, that adds the ids [B, T] after `start` tokens."""
+def step_of(ids: Tensor, start: int, blocks: int, block_size: int) -> Step:
+    """A step of all sequences, each in so many blocks of its own, that adds the ids [B, T] after `start` tokens."""
     count, new = ids.shape
     positions = torch.arange(start, start + new).repeat(count)
-    slots = torch.arange(count).repeat_interleave(new) * block_size + positions
+    slots = torch.arange(count).repeat_interleave(new) * blocks * block_size + positions
+    tables = torch.arange(count * blocks, dtype=torch.int32).view(count, blocks)
     starts = torch.arange(0, count * new + 1, new, dtype=torch.int32)
-    group = GroupStep(slots, torch.arange(count, dtype=torch.int32)[:, None], torch.zeros(count, dtype=torch.int64))
+    group = GroupStep(slots, tables, torch.zeros(count, dtype=torch.int64))
     return Step(ids.flatten().contiguous(), positions, starts, torch.full((count,), start + new, dtype=torch.int32),
                 (starts[1:] - 1).long(), (group,))  # fmt: skip
 

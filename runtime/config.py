@@ -35,7 +35,10 @@ class EngineConfig:
     kv_bytes: int | None = _option(None, "size of the cache in bytes, instead of a share of the memory")
     num_blocks: int | None = _option(None, "size of the cache in blocks, instead of a share of the memory")
     enforce_eager: bool = _option(False, "no CUDA graphs")
-    enable_prefix_caching: bool = _option(True, "requests share the cache of a common beginning")
+    enable_prefix_caching: bool | None = _option(
+        None, "requests share the cache of a common beginning (default: yes, unless --options layout=contiguous: there "
+        "they cannot)"
+    )
     scheduling_policy: Literal["fcfs", "priority"] = _option("fcfs", "in order of arrival, or the lowest priority first")
     max_queue: int = _option(1024, "requests that wait, at most; further ones are refused")
     grammar_seconds: float = _option(5.0, "processor time to compile one form of structured output, at most")

@@ -140,11 +140,10 @@ class Engine:
             num_blocks=config.num_blocks,
             kv_bytes=config.kv_bytes,
         )  # fmt: skip
-        if config.enable_prefix_caching and block_size is None:
-            self.program.report.notes.append(
-                f"no prefix cache: in layout {specs[0].layout!r} a block holds a whole sequence, so none can be shared; "
-                "options={'layout': 'paged'} has one"
-            )
+        self.no_prefix_cache = _no_prefix_cache(config, specs[0].layout)
+        if self.no_prefix_cache and config.enable_prefix_caching is None:
+            self.program.report.notes.append(f"no prefix cache: {self.no_prefix_cache}")
+            log.info("no prefix cache: %s", self.no_prefix_cache)
         # Before the pool, which keeps a list of the blocks: too many of them are refused at once.
         self.runner = Runner(
             self.program, num_blocks=size.num_blocks, block_size=size.block_size, max_num_seqs=max_num_seqs,
@@ -154,8 +153,7 @@ class Engine:
         if block_size is not None and (sized or any(keys.numel() >= 2**31 for keys, _ in self.runner.caches)):
             self._kernels.meet(self.runner, self.drawing.sampler, max_num_seqs)
         self.scheduler = Scheduler(
-            BlockPool(size.num_blocks, size.block_size, windows,
-                      shares=config.enable_prefix_caching and block_size is not None),
+            BlockPool(size.num_blocks, size.block_size, windows, shares=not self.no_prefix_cache),
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=size.max_model_len,
@@ -429,6 +427,7 @@ class Engine:
 
     def _warm_up(self) -> None:
         """Generate, so that nothing is compiled when it matters, and forget what was counted."""
+            no_prefix_cache=self.no_prefix_cache,
         prompt = [0] * min(WARM_UP_TOKENS, self.max_len - 1)
         self.add(self.request("warm up", prompt, SamplingParams(max_tokens=2, ignore_eos=True)))
         while self.has_work:
@@ -455,3 +454,15 @@ def _uncollected() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+def _no_prefix_cache(config: EngineConfig, layout: str) -> str:
+    """Why there is none; empty: there is one. Raises ValueError if it was asked for and cannot be."""
+    if config.enable_prefix_caching is False:
+        return "enable_prefix_caching is off"
+    if LAYOUTS[layout].block_size is not None:
+        return ""
+    why = f"in layout {layout!r} a block holds a whole sequence, so none can be shared; layout 'paged' has one"
+    if config.enable_prefix_caching:
+        raise ValueError(f"enable_prefix_caching: {why}")
+    return why
+
+

@@ -13,6 +13,7 @@ class Stats:
     steps            how many steps ran how: "full graph", "piecewise", or "eager: " and the reason
     graph_rows       rows of the steps that ran as a graph; graph_padding more were added to fit one
     host_ms          milliseconds of Python a step, mean of the last steps, waiting for the device left out
+    no_prefix_cache  why there is no prefix cache; empty: there is one
     kv_tokens        tokens that the whole cache holds; max_len: tokens of the longest sequence
     kv_tokens_used   tokens that it holds for requests; a block of the contiguous layout is taken whole by a sequence,
                      however few they are
@@ -36,3 +37,4 @@ class Stats:
     host_ms: float = 0.0
     drafted: int = 0
     accepted: int = 0
+    no_prefix_cache: str = ""

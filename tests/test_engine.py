@@ -216,10 +216,25 @@ def test_what_can_never_run_is_refused(plain, prompt, message):
     assert not plain.has_work
 
 
-def test_the_layout_without_shared_blocks_says_so():
-    one = engine("contiguous")
+def test_the_layout_without_shared_blocks_says_so(caplog):
+    with caplog.at_level("INFO", logger="atomc"):
+        one = engine("contiguous")
+    said = "in layout 'contiguous' a block holds a whole sequence, so none can be shared; layout 'paged' has one"
     assert not one.scheduler.pool.shares
-    assert any("no prefix cache" in note for note in one.program.report.notes)
+    assert one.stats().no_prefix_cache == said
+    assert f"no prefix cache: {said}" in one.program.report.notes
+    assert f"no prefix cache: {said}" in caplog.messages
+
+
+def test_a_prefix_cache_that_the_layout_cannot_have_is_refused():
+    with pytest.raises(ValueError, match=r"enable_prefix_caching: in layout 'contiguous' .* layout 'paged' has one"):
+        engine("contiguous", enable_prefix_caching=True)
+
+
+def test_a_cpu_has_a_prefix_cache_if_nothing_is_said():
+    one = engine(None)
+    assert one.scheduler.pool.shares and one.stats().no_prefix_cache == ""
+    assert engine(None, enable_prefix_caching=False).stats().no_prefix_cache == "enable_prefix_caching is off"
 
 
 def test_stats_add_up(plain):
