@@ -34,6 +34,11 @@ class EngineConfig:
     gpu_memory_utilization: float = _option(0.9, "share of the GPU's memory for weights, activations and cache together")
     kv_bytes: int | None = _option(None, "size of the cache in bytes, instead of a share of the memory")
     num_blocks: int | None = _option(None, "size of the cache in blocks, instead of a share of the memory")
+    threads: int | None = _option(
+        None, "threads that compute on a CPU; left out: as OMP_NUM_THREADS says, else one for each physical core that the "
+        "process may use, of which a server leaves one to its front process if there are more than two; 1 suits a machine "
+        "that others use too"
+    )
     enforce_eager: bool = _option(False, "no CUDA graphs")
     enable_prefix_caching: bool | None = _option(
         None, "requests share the cache of a common beginning (default: yes, unless --options layout=contiguous: there "
@@ -53,7 +58,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_blocks", "kv_bytes", "max_queue",
-                     "grammar_cache_bytes", "ngram_min"):  # fmt: skip
+                     "grammar_cache_bytes", "ngram_min", "threads"):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}, it must be at least 1")

@@ -33,6 +33,7 @@ from atomc.runtime.speculative import NGram
 from atomc.runtime.stats import Stats
 from atomc.runtime.step_kernels import StepKernels
 from atomc.runtime.structured import Grammars
+from atomc.runtime.threads import Threads, choose, use
 
 __all__ = ["PHASES", "Engine", "EngineConfig", "Output", "QueueFull", "Request", "SamplingParams", "Stats"]
 
@@ -51,6 +52,9 @@ class Engine:
                see wrap_stock), or any other that is called as
                `model(input_ids [T], positions [T], logits_rows [R]) -> logits [R, V]`
     progress   bars on the terminal while it starts
+    spare_cores   of a CPU, left to other processes if there are more than two
+
+    On a CPU torch computes with config.threads threads from now on, in the whole process; `threads` says why so many.
 
     The host decides about a step and launches it while the device still runs the step before: a token that is drawn
     stays on the device and is fed to the next step, and the host learns of it one step later.
@@ -66,8 +70,12 @@ class Engine:
     for an incomplete checkpoint, ImportError if a tokenizer needs a library that is not installed.
     """
 
-    def __init__(self, config: EngineConfig, *, module: nn.Module | None = None, progress: bool = True) -> None:
+    def __init__(
+        self, config: EngineConfig, *, module: nn.Module | None = None, progress: bool = True, spare_cores: int = 0
+    ) -> None:
         self.config = config
+        self.threads: Threads | None = None
+        self._spare_cores = spare_cores
         self.phases: dict[str, float] = {}
         self.host_ms = 0.0
         self._seeds = random.Random(config.seed)
@@ -100,11 +108,20 @@ class Engine:
             self._kernels.begin(loaded.module, self.vocab_size)
             self.program = compile_model(loaded.module, options=config.options)
         with self._phase("allocate", bar), _uncollected():
+            self._set_threads()
             self._allocate(type(loaded.module).__name__, loaded.longest)
         with self._phase("warm up", bar), _uncollected():
             if not config.enforce_eager:
                 self._capture(progress)
             self._warm_up()
+
+    def _set_threads(self) -> None:
+        if self.program.device.type != "cpu":
+            return
+        self.threads = choose(self.config.threads, spare=self._spare_cores)
+        use(self.threads)
+        log.info("%s", self.threads)
+        self.program.report.notes.append(str(self.threads))
 
     def _too_large(self) -> str:
         """What to do when memory ran out while it started."""
@@ -410,6 +427,7 @@ class Engine:
             graph_rows=self.runner.rows,
             graph_padding=self.runner.padding,
             host_ms=self.host_ms,
+            no_prefix_cache=self.no_prefix_cache,
             **vars(done),
         )
 
@@ -427,7 +445,6 @@ class Engine:
 
     def _warm_up(self) -> None:
         """Generate, so that nothing is compiled when it matters, and forget what was counted."""
-            no_prefix_cache=self.no_prefix_cache,
         prompt = [0] * min(WARM_UP_TOKENS, self.max_len - 1)
         self.add(self.request("warm up", prompt, SamplingParams(max_tokens=2, ignore_eos=True)))
         while self.has_work:
@@ -444,16 +461,6 @@ class Engine:
         bar.update()
 
 
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """No garbage collection inside: while compiling it takes a second in all, and a capture may free nothing."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 def _no_prefix_cache(config: EngineConfig, layout: str) -> str:
     """Why there is none; empty: there is one. Raises ValueError if it was asked for and cannot be."""
     if config.enable_prefix_caching is False:
@@ -466,3 +473,13 @@ def _no_prefix_cache(config: EngineConfig, layout: str) -> str:
     return why
 
 
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """No garbage collection inside: while compiling it takes a second in all, and a capture may free nothing."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -11,6 +11,7 @@ from importlib import import_module
 
 from atomc.cli import audit, bench, diff, doctor, explain, generate, serve
 from atomc.cli.parser import Parser
+from atomc.options import let_openmp_sleep
 
 COMMANDS = {"generate": generate, "explain": explain, "audit": audit, "diff": diff, "serve": serve, "bench": bench,
             "doctor": doctor}  # fmt: skip
@@ -19,6 +20,7 @@ COMMANDS = {"generate": generate, "explain": explain, "audit": audit, "diff": di
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
     arguments = _parser().parse_args(argv)
+    let_openmp_sleep()
     try:
         code: int | None = arguments.run(arguments)
         sys.stdout.flush()

@@ -37,6 +37,9 @@ def add(commands: Any) -> None:
     parser.add_argument("--glue", choices=GLUES, help="what runs the ops without a kernel; default: eager on a CPU, so "
                         "that nobody waits for a C++ compiler, else auto")  # fmt: skip
     parser.add_argument("--max-model-len", type=int, metavar="N", help="tokens of the longest sequence")
+    parser.add_argument("--threads", type=int, metavar="N", help="threads that compute on a CPU (default: what "
+                        "OMP_NUM_THREADS says, else one for each physical core that the process may use; 1 suits a machine "
+                        "that others use too)")  # fmt: skip
     parser.add_argument("-q", "--quiet", action="store_true", help="print the text only")
 
 
@@ -51,7 +54,7 @@ def run(arguments: argparse.Namespace) -> None:
     params = _sampling(arguments, folder)
     llm = LLM(
         folder, dtype=dtype_named(arguments.dtype), device=arguments.device, quantization=arguments.quantization,
-        max_model_len=arguments.max_model_len,
+        max_model_len=arguments.max_model_len, threads=arguments.threads,
         options={"glue": arguments.glue or default_glue(arguments.device)}, progress=not arguments.quiet,
     )  # fmt: skip
     prompts = arguments.prompt or [DEMO_PROMPT]

@@ -14,7 +14,7 @@ GROUPS = {
     "kv_bytes": "memory and batching", "num_blocks": "memory and batching", "max_num_seqs": "memory and batching",
     "max_num_batched_tokens": "memory and batching", "max_queue": "memory and batching",
     "enable_prefix_caching": "memory and batching", "scheduling_policy": "memory and batching",
-    "enforce_eager": "memory and batching",
+    "enforce_eager": "memory and batching", "threads": "memory and batching",
     "grammar_seconds": "generation", "grammar_cache_bytes": "generation",
     "speculative_tokens": "generation", "ngram_min": "generation", "ngram_max": "generation", "seed": "generation",
 }  # fmt: skip

@@ -58,6 +58,7 @@ class Started(msgspec.Struct, tag=True):
     model     the name of the model's class, and whether it is ours or that of transformers
     max_len   tokens of the longest sequence; kv_tokens: tokens that the cache holds
     phases    seconds of each part of the start
+    threads   how many compute on a CPU and why, in a sentence; empty on a GPU
     """
 
     model: str
@@ -67,6 +68,7 @@ class Started(msgspec.Struct, tag=True):
     kv_tokens: int
     num_sequences: int
     phases: dict[str, float]
+    threads: str = ""
 
 
 class Failed(msgspec.Struct, tag=True):

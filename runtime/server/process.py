@@ -16,6 +16,7 @@ import msgspec
 import zmq
 from tqdm import tqdm
 
+from atomc.options import let_openmp_sleep
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.server import messages
 from atomc.runtime.server.compiling import Compiling, GrammarsBusy
@@ -29,6 +30,7 @@ LINGER_MS = 2000
 COMMANDS_SECONDS = 0.005
 # An idle engine asks so often whether a grammar is compiled.
 COMPILING_MS = 5
+FRONT_CORES = 1  # what the front process keeps busy at most
 
 
 def main(config: EngineConfig, address: str, progress: bool) -> None:
@@ -37,6 +39,7 @@ def main(config: EngineConfig, address: str, progress: bool) -> None:
     # decides what they mean.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    let_openmp_sleep()
     # tqdm's own lock is a semaphore of the system, which a killed process leaves behind.
     tqdm.set_lock(threading.RLock())
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
@@ -103,7 +106,7 @@ def started(config: EngineConfig, progress: bool) -> "Engine":
 
         gpu = config.device != "cpu" and torch.cuda.is_available()
         config = replace(config, options={**config.options, "glue": "auto" if gpu else "eager"})
-    return Engine(config, progress=progress)
+    return Engine(config, progress=progress, spare_cores=FRONT_CORES)
 
 
 class Loop:
@@ -125,6 +128,7 @@ class Loop:
             model=self.engine.program.report.model, device=str(self.engine.program.device),
             max_len=self.engine.max_len, vocab_size=self.engine.vocab_size, kv_tokens=stats.kv_tokens,
             num_sequences=stats.kv_tokens // self.engine.max_len, phases=self.engine.phases,
+            threads=str(self.engine.threads or ""),
         ))  # fmt: skip
         while True:
             for command in self._commands():

@@ -172,6 +172,10 @@ def _say_how(service: Any, listener: socket.socket) -> None:
     model, info, config = service.model, service.client.info, service.config
     log.info("model %s: %s on %s", model.names[0], info.model, info.device)
     log.info("cache: %d tokens, %d sequences of full length (%d)", info.kv_tokens, info.num_sequences, info.max_len)
+    if info.threads:
+        log.info("%s", info.threads)
+    stats = service.client.stats
+    log.info("prefix cache: %s", f"none, {stats.no_prefix_cache}" if stats and stats.no_prefix_cache else "yes")
     log.info("chat template %s, tool calls %s, reasoning %s, defaults %s", "yes" if model.template else "none",
              model.tools or "none", model.reasoning or "none", dict(model.defaults) or "none")  # fmt: skip
     log.info("seconds to start: %s", ", ".join(f"{name} {seconds:.2f}" for name, seconds in info.phases.items()))

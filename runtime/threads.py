@@ -1,0 +1,40 @@
+"""How many threads compute on a CPU, and why so many."""
+
+from typing import NamedTuple
+
+import torch
+
+from atomc.options import openmp_threads
+from atomc.platform import usable_cores
+
+
+class Threads(NamedTuple):
+    count: int
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.count} thread{'s' if self.count > 1 else ''}: {self.why}"
+
+
+def choose(asked: int | None, *, spare: int = 0) -> Threads:
+    """What was asked for, else what OMP_NUM_THREADS says, else a thread for each physical core that the process may use.
+
+    spare   so many cores are left to others, where there are more than two
+    """
+    if asked is not None:
+        return Threads(asked, "as threads says")
+    if (given := openmp_threads()) is not None:
+        return Threads(given, "as OMP_NUM_THREADS says; threads changes it")
+    cores = usable_cores()
+    count = max(cores - spare, 2) if cores > 2 else cores
+    if torch.get_num_threads() < count:
+        return Threads(torch.get_num_threads(), "as torch is set; threads changes it")
+    left = f", less {cores - count} for the front process" if count < cores else ""
+    shared = ", and 1 suits a machine that others use too" if count > 1 else ""
+    return Threads(count, f"physical cores that this process may use{left}; threads changes it{shared}")
+
+
+def use(threads: Threads) -> None:
+    """From now on torch computes with so many, in the whole process."""
+    if torch.get_num_threads() != threads.count:
+        torch.set_num_threads(threads.count)
