@@ -104,24 +104,26 @@ class Engine:
             loaded = load(config, module, progress=progress)
             self.module, self.tokenizer = loaded.module, loaded.tokenizer
             self.eos_ids, self.vocab_size = loaded.eos_ids, loaded.vocab_size
+            # Before anything is compiled: code for a CPU is made for a number of threads.
+            self._set_threads(loaded.module)
         with self._phase("compile", bar), _uncollected():
             self._kernels.begin(loaded.module, self.vocab_size)
             self.program = compile_model(loaded.module, options=config.options)
+            if self.threads is not None:
+                self.program.report.notes.append(str(self.threads))
         with self._phase("allocate", bar), _uncollected():
-            self._set_threads()
             self._allocate(type(loaded.module).__name__, loaded.longest)
         with self._phase("warm up", bar), _uncollected():
             if not config.enforce_eager:
                 self._capture(progress)
             self._warm_up()
 
-    def _set_threads(self) -> None:
-        if self.program.device.type != "cpu":
+    def _set_threads(self, module: nn.Module) -> None:
+        if next(module.parameters()).device.type != "cpu":
             return
         self.threads = choose(self.config.threads, spare=self._spare_cores)
         use(self.threads)
         log.info("%s", self.threads)
-        self.program.report.notes.append(str(self.threads))
 
     def _too_large(self) -> str:
         """What to do when memory ran out while it started."""
