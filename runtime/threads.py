@@ -1,6 +1,6 @@
 """How many threads compute on a CPU, and why so many."""
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 
@@ -8,7 +8,8 @@ from atomc.options import openmp_threads
 from atomc.platform import usable_cores
 
 
-class Threads(NamedTuple):
+@dataclass(frozen=True)
+class Threads:
     count: int
     why: str
 

@@ -11,7 +11,7 @@ import torch
 from atomc import LLM
 from atomc.runtime import threads
 from atomc.runtime.config import EngineConfig
-from atomc.runtime.threads import choose
+from atomc.runtime.threads import Threads, choose
 
 ROOT = Path(__file__).parents[1]
 
@@ -45,15 +45,15 @@ def test_the_choice_is_said_with_what_changes_it(cores):
 def test_what_was_asked_for_comes_before_the_environment_and_that_before_the_cores(cores, monkeypatch):
     cores(8)
     monkeypatch.setenv("OMP_NUM_THREADS", "5,2")
-    assert choose(3) == (3, "as threads says")
-    assert choose(None) == (5, "as OMP_NUM_THREADS says; threads changes it")
+    assert choose(3) == Threads(3, "as threads says")
+    assert choose(None) == Threads(5, "as OMP_NUM_THREADS says; threads changes it")
     monkeypatch.setenv("OMP_NUM_THREADS", "many")
     assert choose(None).count == 8
 
 
 def test_fewer_threads_that_torch_was_given_stay(cores):
     cores(8, torch_has=4)
-    assert choose(None) == (4, "as torch is set; threads changes it")
+    assert choose(None) == Threads(4, "as torch is set; threads changes it")
 
 
 def test_an_engine_on_a_cpu_computes_with_the_threads_that_it_was_given():

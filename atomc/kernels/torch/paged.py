@@ -44,9 +44,9 @@ def _room(k_cache: Tensor, v_cache: Tensor, blocks: int) -> tuple[Tensor, Tensor
     In one piece, which malloc keeps for the next call: what is freed in two goes back to the system, and filling it anew
     takes as long as reading the keys does.
     """
-    sizes = [blocks * cache.shape[1:].numel() for cache in (k_cache, v_cache)]
-    keys, values = k_cache.new_empty(sum(sizes)).split(sizes)
-    return keys.view(blocks, *k_cache.shape[1:]), values.view(blocks, *v_cache.shape[1:])
+    k_size, v_size = (blocks * cache.shape[1:].numel() for cache in (k_cache, v_cache))
+    room = k_cache.new_empty(k_size + v_size)
+    return room[:k_size].view(blocks, *k_cache.shape[1:]), room[k_size:].view(blocks, *v_cache.shape[1:])
 
 
 @ops.rope_kv_write.kernel("torch", layout="paged", refuses=on_a_cpu)
