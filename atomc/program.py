@@ -42,7 +42,10 @@ class Program:
     specs   one StateSpec per attention layer, in graph order
     report  what the compiler did
     syncing kernels in it that no CUDA graph can hold
+    key     what the cache calls the graph of a traced model; None where it was not asked
     """
+
+    key: str | None = None
 
     def __init__(self, compiled: Compiled, sources: Sequence[str | None], inputs: Sequence[Any], report: Report,
                  device: torch.device, model: nn.Module):  # fmt: skip
@@ -178,14 +181,15 @@ def compile_model(
     found = start.found()
     if found is not None:
         report = keep(found.report)
-        compiled, sources, inputs = found.compiled, found.sources, found.inputs
+        compiled, sources, inputs, key = found.compiled, found.sources, found.inputs, None
     else:
-        compiled, sources, inputs, report, entry = _traced(model, chosen, where, observers, keep_texts)
+        compiled, sources, inputs, report, entry, key = _traced(model, chosen, where, observers, keep_texts)
         start.keep(report, entry, sources, inputs)
     report.treated = True
     contract.check(report, chosen)
     with torch.no_grad():
         program = Program(compiled, sources, inputs, report, device, model)
+    program.key = key
     report.notes += _notes_of(model)
     publish(report, chosen)
     return program

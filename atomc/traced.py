@@ -29,6 +29,7 @@ class Traced(NamedTuple):
     """A compiled model; of each input of its graph the source, as Dynamo spells it, and the value while tracing.
 
     entry  what the cache holds of its graph now, None if nothing
+    key    what the cache calls its graph, None where it was not asked
     """
 
     compiled: Compiled
@@ -36,6 +37,7 @@ class Traced(NamedTuple):
     inputs: list[Any]
     report: Report
     entry: Plain | None
+    key: str | None
 
 
 class _Done(ShortenTraceback):
@@ -110,4 +112,4 @@ def _compiled(gm: GraphModule, inputs: Sequence[Any], context: Context, report: 
         trace(gm, inputs, lambda dynamo: lift_stage(dynamo, context, report), compiler, {}, report.notes)
         report.phases["trace"] = time.perf_counter() - start - sum(report.phases.values())
     sources = [source_name(node) for node in gm.graph.find_nodes(op="placeholder")]
-    return Traced(made[-1], sources, list(inputs), report, before.entry)
+    return Traced(made[-1], sources, list(inputs), report, before.entry, before.key)

@@ -48,6 +48,9 @@ class EngineConfig:
     max_queue: int = _option(1024, "requests that wait, at most; further ones are refused")
     grammar_seconds: float = _option(5.0, "processor time to compile one form of structured output, at most")
     grammar_cache_bytes: int = _option(2**29, "memory of compiled forms of structured output that are kept, at most")
+    self_check: bool = _option(
+        True, "compare a few steps of a class of transformers with its own forward, and refuse it if they differ"
+    )
     speculative_tokens: int = _option(0, "tokens drafted a step from earlier text, at most; 0: none")
     ngram_min: int = _option(2, "the shortest run of tokens that is looked up for a draft")
     ngram_max: int = _option(4, "the longest run of tokens that is looked up for a draft")

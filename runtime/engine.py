@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from atomc.models.stock import StockModel
 from atomc.ops import LAYOUTS
+from atomc.options import Options
 from atomc.program import Program, compile_model
 from atomc.runtime.blocks import BlockPool
 from atomc.runtime.capacity import GRAPH_SHARE, capacity, free_memory, out_of_memory
@@ -29,6 +31,7 @@ from atomc.runtime.request import Output, Pooling, Request
 from atomc.runtime.runner import Runner, windows_of
 from atomc.runtime.sampling_params import SamplingParams
 from atomc.runtime.scheduler import QueueFull, ScheduledStep, Scheduler
+from atomc.runtime.self_check import self_check
 from atomc.runtime.speculative import NGram
 from atomc.runtime.stats import Stats
 from atomc.runtime.step_kernels import StepKernels
@@ -114,6 +117,9 @@ class Engine:
         with self._phase("allocate", bar), _uncollected():
             self._allocate(type(loaded.module).__name__, loaded.longest)
         with self._phase("warm up", bar), _uncollected():
+            if config.self_check and isinstance(loaded.module, StockModel):
+                self_check(loaded.module, self.program, Options.of(config.options))
+                self.program.bind(self.runner.caches)
             if not config.enforce_eager:
                 self._capture(progress)
             self._warm_up()

@@ -40,6 +40,8 @@ def add(commands: Any) -> None:
     parser.add_argument("--threads", type=int, metavar="N", help="threads that compute on a CPU (default: what "
                         "OMP_NUM_THREADS says, else one for each physical core that the process may use; 1 suits a machine "
                         "that others use too)")  # fmt: skip
+    parser.add_argument("--no-self-check", action="store_true", help="run a class of transformers without comparing a few "
+                        "steps with its own forward first")  # fmt: skip
     parser.add_argument("-q", "--quiet", action="store_true", help="print the text only")
 
 
@@ -54,7 +56,7 @@ def run(arguments: argparse.Namespace) -> None:
     params = _sampling(arguments, folder)
     llm = LLM(
         folder, dtype=dtype_named(arguments.dtype), device=arguments.device, quantization=arguments.quantization,
-        max_model_len=arguments.max_model_len, threads=arguments.threads,
+        max_model_len=arguments.max_model_len, threads=arguments.threads, self_check=not arguments.no_self_check,
         options={"glue": arguments.glue or default_glue(arguments.device)}, progress=not arguments.quiet,
     )  # fmt: skip
     prompts = arguments.prompt or [DEMO_PROMPT]

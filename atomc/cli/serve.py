@@ -9,7 +9,7 @@ from atomc.cli.arguments import command
 # Where EngineConfig's fields are in --help.
 GROUPS = {
     "dtype": "model", "device": "model", "load_format": "model", "options": "model",
-    "quantization": "model", "quantization_ignore": "model",
+    "quantization": "model", "quantization_ignore": "model", "self_check": "model",
     "max_model_len": "memory and batching", "gpu_memory_utilization": "memory and batching",
     "kv_bytes": "memory and batching", "num_blocks": "memory and batching", "max_num_seqs": "memory and batching",
     "max_num_batched_tokens": "memory and batching", "max_queue": "memory and batching",
