@@ -13,6 +13,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from atomc.runtime.grammar_source import parser_limits, source
@@ -22,6 +23,7 @@ from atomc.runtime.sampling_params import Structured
 STACK_BYTES = 2**20
 # Tokens drawn on trial, and the processor time of a mask that only one of them may exceed.
 WALK_TOKENS = 64
+FIRST_TOKENS = 8
 MASK_SECONDS = 0.05
 # Others go first.
 NICE = 10
@@ -74,13 +76,13 @@ def _limited(tokens: Any, given: Mapping[str, Any], fields: Mapping[str, Any]) -
     """What the trial gave; the process may end instead."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the library's last words
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = _pages()
     try:
         structured = Structured(**fields)
         _lower(resource.RLIMIT_STACK, STACK_BYTES)
-        _lower(resource.RLIMIT_AS, _address_space() + given["memory"])
+        _lower(resource.RLIMIT_AS, _pages().size + given["memory"])
         signal.setitimer(signal.ITIMER_PROF, given["seconds"])
-        text = _tried(tokens, structured)
+        text, matcher = _tried(tokens, structured)
     except MemoryError:
         return {"error": f"{_name(fields)}: " + ENDED_BY[signal.SIGABRT].format(megabytes=given["memory"] >> 20)}
     except UnicodeError:
@@ -90,12 +92,13 @@ def _limited(tokens: Any, given: Mapping[str, Any], fields: Mapping[str, Any]) -
     except BaseException as error:  # a panic of the library is no Exception
         return {"error": f"{_name(fields)}: the compiler failed on it: {str(error).partition(chr(10))[0]:.200}"}
     signal.setitimer(signal.ITIMER_PROF, 0)
-    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    return {"text": text, "num_bytes": 1024 * max(grown, 0)}
+    num_bytes = max(_pages().own - before.own, 0)
+    del matcher  # not before its memory is counted
+    return {"text": text, "num_bytes": num_bytes}
 
 
-def _tried(tokens: Any, structured: Structured) -> str:
-    """The grammar in the library's language, after it was compiled and some tokens were drawn under it."""
+def _tried(tokens: Any, structured: Structured) -> tuple[str, Any]:
+    """The grammar in the library's language, and its matcher after some tokens were drawn."""
     from llguidance import LLMatcher
 
     name, text = source(structured)
@@ -113,15 +116,19 @@ def _tried(tokens: Any, structured: Structured) -> str:
     if error:
         raise ValueError(f"{name}: {_said(error)}")
     _walk(matcher, allowed, name, set(tokens.eos_tokens))
-    return text
+    return text, matcher
 
 
 def _walk(matcher: Any, allowed: list[int], name: str, eos_ids: set[int]) -> None:
-    """Draw tokens. Raises ValueError if masks take too long; an error on the way is that of one output."""
+    """Draw tokens. Raises ValueError if masks take too long, or if the form is too large for its first few tokens; what
+    happens later is the matter of one output."""
     draw, slow = random.Random(0), 0
-    for _ in range(WALK_TOKENS):
+    for number in range(WALK_TOKENS):
         choices = [token for token in allowed if token not in eos_ids]
-        if not choices or not matcher.try_consume_tokens([draw.choice(choices)]):
+        taken = bool(choices) and matcher.try_consume_tokens([draw.choice(choices)])
+        if number < FIRST_TOKENS and choices and (not taken or _too_large(matcher)):
+            raise ValueError(f"{name}: it is too complex: {_said(matcher.get_error())}")
+        if not taken:
             return
         began = time.process_time()
         mask = matcher.compute_bitmask()
@@ -129,9 +136,17 @@ def _walk(matcher: Any, allowed: list[int], name: str, eos_ids: set[int]) -> Non
         if slow > 1:
             raise ValueError(f"{name}: it is too complex: to find the tokens that may come next takes more than "
                              f"{1000 * MASK_SECONDS:.0f} ms a step")  # fmt: skip
+        if number < FIRST_TOKENS and _too_large(matcher):
+            raise ValueError(f"{name}: it is too complex: {_said(matcher.get_error())}")
         if matcher.is_error():
             return
         allowed = _ids(mask)
+
+
+def _too_large(matcher: Any) -> bool:
+    """Whether it gave up, other than because the text is complete or can go no further."""
+    error = matcher.get_error()
+    return bool(error) and "NoExtension" not in error
 
 
 def _ids(mask: bytes) -> list[int]:
@@ -154,13 +169,22 @@ def _lower(which: int, most: int) -> None:
     resource.setrlimit(which, (min([most, *known]), hard))
 
 
-def _address_space() -> int:
-    """Bytes of address space that the process has; on systems that do not say it, none is left to the grammar."""
+@dataclass(frozen=True)
+class Pages:
+    """Bytes of this process: of its address space, and those in memory that are of no file."""
+
+    size: int
+    own: int
+
+
+def _pages() -> Pages:
+    """On systems that do not say it a grammar has no limit of memory, and no weight."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
-            return int(file.read().split()[0]) * os.sysconf("SC_PAGESIZE")
+            size, resident, shared = (int(number) * os.sysconf("SC_PAGESIZE") for number in file.read().split()[:3])
     except FileNotFoundError:
-        return 2**40
+        return Pages(2**40, 0)
+    return Pages(size, resident - shared)
 
 
 if __name__ == "__main__":

@@ -72,7 +72,9 @@ def test_a_stream_goes_on_while_another_request_asks_for_too_much(server, name):
     stream.wait_for(5)
     stream.stopped = True
     stream.join()
-    assert answer.status_code == 400 and answer.json()["error"]["message"]
+    # What turns out slow later is ended in the middle of its answer.
+    assert answer.status_code == 400 or "slow after" in name, answer.text
+    assert answer.json()["error"]["message"]
     meanwhile = [began, *[at for at in stream.times if at > began]]
     longest = max(after - before for before, after in pairwise(meanwhile))
     assert longest < LIMIT_SECONDS, f"{longest:.1f} s without a token, and the request took {ended - began:.1f} s"

@@ -168,6 +168,9 @@ def nested(depth):
     return schema
 
 
+WIDE = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(1000)}}
+
+
 @pytest.mark.parametrize(
     ("form", "message"),
     [
@@ -175,6 +178,7 @@ def nested(depth):
         ({"json_schema": {"type": "string", "pattern": "^(a{1000}){1000}$"}}, "json_schema: it takes more than 0.3 s"),
         ({"grammar": chain(50_000)}, "grammar: it (takes more than 0.3 s|needs more than 256 MiB)"),
         ({"grammar": chain(2_000)}, "grammar: its rules are nested too deep"),
+        ({"json_schema": WIDE}, "json_schema: it is too complex: .*too many|json_schema: it is too complex: .*items"),
         ({"json_schema": nested(200)}, "json_schema: recursion limit exceeded"),
         ({"json_schema": "[" * 100_000}, "json_schema is nested too deep"),
         ({"json_schema": '{"a":' * 500 + "1" + "}" * 500}, "json_schema: recursion limit exceeded"),
