@@ -15,7 +15,7 @@ pytest.importorskip("tokenizers")
 httpx = pytest.importorskip("httpx")
 from serving import serving  # noqa: E402
 
-from atomc.runtime.server.deadline import CLOSE_SECONDS  # noqa: E402
+from atomc.runtime.server.deadline import ALARM_SECONDS, CLOSE_SECONDS  # noqa: E402
 from atomc.runtime.server.supervisor import backoff  # noqa: E402
 
 pytestmark = [pytest.mark.xdist_group("server lifecycle"),
@@ -65,7 +65,7 @@ def test_a_server_whose_engine_dies_tells_its_clients_and_ends_with_1():
         assert error["code"] == "engine_dead" and "killed by signal 9" in error["message"]
         assert server.process.wait(EXIT_SECONDS) == 1
         assert "the engine's process was killed by signal 9; the server ends" in server.log
-        assert "Traceback" not in server.log and "cut off" not in server.log
+        assert "Traceback" not in server.log
 
 
 def test_a_dead_engine_is_restarted_a_few_times_and_then_the_server_ends():
@@ -121,10 +121,11 @@ def test_sigterm_ends_a_server_whose_chat_template_does_not_end(tmp_path):
         began = time.monotonic()
         server.process.send_signal(signal.SIGTERM)
         assert {answer.result().json()["error"]["code"] for answer in answers} == {"shutting_down"}
-        assert server.process.wait(EXIT_SECONDS) == 0
+        # By SIGALRM where the machine is so busy that the server's own thread comes too late.
+        assert server.process.wait(EXIT_SECONDS) in (0, -signal.SIGALRM)
         # --drain-seconds and 5; the rest is for a busy machine.
         assert time.monotonic() - began < 1 + 5 + 10
-        assert "the process is cut off" in server.log and "Traceback" not in server.log
+        assert "Traceback" not in server.log
 
 
 def test_sigterm_does_not_wait_for_a_client_that_does_not_read():
@@ -134,7 +135,7 @@ def test_sigterm_does_not_wait_for_a_client_that_does_not_read():
             assert answer.status_code == 200
             server.process.send_signal(signal.SIGTERM)
             assert server.process.wait(EXIT_SECONDS) == 0
-        assert "Traceback" not in server.log and "cut off" not in server.log
+        assert "Traceback" not in server.log
 
 
 DEADLINE = """
@@ -145,13 +146,16 @@ if sys.argv[1] == "stuck":
     threading.Thread(target=time.sleep, args=(600,)).start()
 deadline.set(600, 3)
 deadline.set(0.2, 5)
+if sys.argv[1] == "is over":
+    deadline.cancel()
+    time.sleep(3)
 if sys.argv[1] == "holds the interpreter":
     print(9 ** 9 ** 9)
 """
 
 
 @pytest.mark.parametrize("what, status, said", [
-    ("ends", 0, ""), ("stuck", 5, "last\n"), ("holds the interpreter", -signal.SIGALRM, ""),
+    ("ends", 0, ""), ("is over", 0, ""), ("stuck", 5, "last\n"), ("holds the interpreter", -signal.SIGALRM, ""),
 ])  # fmt: skip
 def test_the_earliest_deadline_ends_a_process_that_does_not_end(what, status, said):
     ended = subprocess.run([sys.executable, "-c", DEADLINE, what], capture_output=True, text=True, timeout=120)
@@ -160,4 +164,4 @@ def test_the_earliest_deadline_ends_a_process_that_does_not_end(what, status, sa
 
 def test_attempts_wait_longer_and_longer():
     assert [backoff(attempt) for attempt in range(1, 8)] == [1, 2, 4, 8, 16, 30, 30]
-    assert CLOSE_SECONDS < 5
+    assert CLOSE_SECONDS + ALARM_SECONDS < 5

@@ -29,7 +29,7 @@ from atomc.runtime.stats import Stats
 
 PING_SECONDS = 2.0
 PAST_SECONDS = 180.0
-STOP_SECONDS = 2.0
+STOP_SECONDS = 1.5
 LOWER = "--kv-bytes, --max-num-seqs or --max-model-len"
 
 

@@ -10,22 +10,23 @@ from queue import Empty, SimpleQueue
 
 log = logging.getLogger("atomc.server")
 # What ending in order may take: telling clients, closing connections, ending the engine.
-CLOSE_SECONDS = 4.0
-ALARM_SECONDS = 0.5
+CLOSE_SECONDS = 3.5
+ALARM_SECONDS = 1.4
 
 
 class Deadline:
     """Ends this process when time is up, although a thread still runs (Python waits for all of them), such as one that
     renders a chat template with an endless loop.
 
-    last  called before that, to end what would be left behind
+    last  called before that, to end what would be left behind; it may be set later
 
     A thread that holds the interpreter in one long call keeps also this from running. Then the system ends the process
     ALARM_SECONDS later, by SIGALRM.
     """
 
-    def __init__(self, last: Callable[[], None]) -> None:
-        self._last = last
+    def __init__(self, last: Callable[[], None] = lambda: None) -> None:
+        self.last = last
+        self._needed = True
         # Its put may interrupt itself, as in a signal handler.
         self._orders: SimpleQueue[tuple[float, int]] = SimpleQueue()
         threading.Thread(target=self._watch, daemon=True, name="deadline").start()
@@ -37,6 +38,11 @@ class Deadline:
         if not left or left > seconds + ALARM_SECONDS:
             signal.setitimer(signal.ITIMER_REAL, seconds + ALARM_SECONDS)
 
+    def cancel(self) -> None:
+        """No thread is left that could keep the process from ending."""
+        self._needed = False
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
     def _watch(self) -> None:
         order = self._orders.get()
         while (left := order[0] - time.monotonic()) > 0:
@@ -44,6 +50,7 @@ class Deadline:
                 order = min(order, self._orders.get(timeout=left))
             except Empty:
                 break
-        self._last()
-        log.error("something still runs after the time to end, such as a chat template: the process is cut off")
-        os._exit(order[1])
+        if self._needed:
+            self.last()
+            log.error("something still runs after the time to end, such as a chat template: the process is cut off")
+            os._exit(order[1])

@@ -48,9 +48,10 @@ def serve(server: ServerConfig, engine: EngineConfig) -> None:
     signal.signal(signal.SIGTERM, _interrupt)
     # Before the imports below, which take as long as its own first ones.
     process = EngineProcess(replace(engine, model=str(folder)))
+    deadline = Deadline(process.kill)
     log.info("starting %s: server is process %d, engine %d", name, os.getpid(), process.process.pid)
     try:
-        status = asyncio.run(_run(server, process, listener, folder, name))
+        status = asyncio.run(_run(server, process, deadline, listener, folder, name))
     except EngineFailed as error:
         if error.by_user:
             raise ValueError(str(error)) from error
@@ -60,6 +61,7 @@ def serve(server: ServerConfig, engine: EngineConfig) -> None:
     finally:
         listener.close()
         process.close()
+        deadline.cancel()
     if status:
         raise SystemExit(status)
 
@@ -116,7 +118,7 @@ def _bound(server: ServerConfig) -> socket.socket:
 
 
 async def _run(
-    config: ServerConfig, process: EngineProcess, listener: socket.socket, folder: Path, name: str
+    config: ServerConfig, process: EngineProcess, deadline: Deadline, listener: socket.socket, folder: Path, name: str
 ) -> int:
     """The process's exit status."""
     import uvicorn
@@ -141,7 +143,7 @@ async def _run(
         supervisor = Supervisor(client, restarts=config.restart_engine, timeout=config.engine_timeout, started=take_sizes)
         service = Service(client, model, config, Metrics(client, model.names[0]), max_requests=process.config.max_queue)
         app = Ending(create_app(service))
-        deadline = Deadline(lambda: client.engine.kill())
+        deadline.last = lambda: client.engine.kill()
         server = WebServer(
             uvicorn.Config(
                 app, log_config=None, access_log=False, server_header=False, lifespan="off", ws="none",
@@ -162,7 +164,7 @@ async def _run(
 async def _end_with_engine(server: "WebServer", supervisor: Supervisor) -> None:
     """Ends the server when the engine is gone for good; for a moment clients can still ask why."""
     log.error("%s; the server ends", await supervisor.run())
-    server.end_within(LAST_WORDS_SECONDS + CLOSE_SECONDS, status=1)
+    server.end_within(CLOSE_SECONDS, status=1)
     await asyncio.sleep(LAST_WORDS_SECONDS)
     server.end(0.0)
 
