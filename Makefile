@@ -16,7 +16,7 @@ PYTEST_ARGS ?=
 INSTALL = $(BIN)/python -m pip install $(PIP_ARGS) --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint test-gpu test-libraries clean
+.PHONY: help demo test test-all lint test-gpu test-libraries clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -24,8 +24,11 @@ help: ## show this list
 demo: $(VENV)/installed ## generate text from the embedded demo model
 	$(BIN)/atomc generate
 
-test: $(VENV)/installed-test lint ## set up, then lint and run all tests
+test: $(VENV)/installed-test lint ## set up, then lint and run the tests
 	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
+
+test-all: $(VENV)/installed-test lint ## as test, with the tests marked slow
+	$(TEST_ENV) $(BIN)/python -m pytest -m "" -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
 
 lint: $(VENV)/installed-test ## ruff on the sources, strict mypy on the package
 	$(BIN)/ruff check $(wildcard atomc passes models runtime tests bench)

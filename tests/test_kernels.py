@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import re
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ ROUNDINGS = {torch.float32: 32, torch.bfloat16: 4, torch.float16: 4}
 # two codes: so many of them may differ, each by one step. (A quantizer alone has to give the meaning's codes.)
 COMPUTED = {"rms_norm_quant", "add_rms_norm_quant", "silu_and_mul_quant", "qk_norm_rope_kv_write"}
 MOVED = 0.01
+# Cases of hundreds of programs, one after another in the interpreter: up to 10 seconds of a core where others take 0.1.
+LONG = re.compile(r"\b(many|wide|long|several tiles|every size|some nowhere)\b")
 KERNELS = [kernel for op in ops.REGISTRY.values() for kernel in op.kernels]
 
 
@@ -124,12 +127,19 @@ def device(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
-@pytest.mark.parametrize(
-    ("kernel", "case"),
-    [pytest.param(kernel, case, id=f"{name_of(kernel)}-{case}") for kernel in KERNELS if kernel.provider != "aiter"
-     for case in CASES[kernel.op]],  # AITER's are tried in tests/aiter
-)
+def tried() -> list[Any]:
+    """Every case in every dtype; but fp16 leaves to `make test-all` what is long in the interpreter."""
+    parameters = []
+    for kernel in KERNELS:
+        for case in CASES[kernel.op] if kernel.provider != "aiter" else ():  # AITER's are tried in tests/aiter
+            for dtype in DTYPES:
+                slow = interpreted(kernel, "cpu") and dtype == torch.float16 and LONG.search(case)
+                name = f"{name_of(kernel)}-{case}-{str(dtype).removeprefix('torch.')}"
+                parameters.append(pytest.param(kernel, case, dtype, id=name, marks=[pytest.mark.slow] if slow else []))
+    return parameters
+
+
+@pytest.mark.parametrize(("kernel", "case", "dtype"), tried())
 def test_a_kernel_computes_what_its_op_means(kernel: ops.Kernel, case: str, dtype: torch.dtype, device: str) -> None:
     def arguments() -> dict[str, Any]:
         return CASES[kernel.op][case](Draw(dtype, device, kernel.layout or "paged"))

@@ -29,7 +29,7 @@ BLOCKS = [
 LAYOUTS = [
     "x.transpose(0, 1)", "x.transpose(-1, -2)", "x[..., ::2]", "x[..., 1:]", "x[:1]", "x.unsqueeze(0)", "x.flatten(0, 1)",
     "x.unflatten(-1, (2, -1))", "x.expand(2, *x.shape)", "x.contiguous()", "F.pad(x, (0, 3))", "x.split([1, D - 1], -1)[1]",
-    "x.half()", "x.float()", "x.mul_(2)", "x.add_(y)",
+    "x.to(SIXTEEN)", "x.float()", "x.mul_(2)", "x.add_(y)",
 ]  # fmt: skip
 QUANTIZED = [
     f"{op}({of})" for op in ("ops.quant_fp8_per_token", "ops.quant_int8_per_token", "in_groups")
@@ -66,7 +66,8 @@ class Block:
     def __init__(self, seed: int):
         self.random = random.Random(seed)
         torch.manual_seed(seed)
-        dtype, self.width = self.random.choice([torch.float32, torch.float16]), self.random.choice([4, 10, 33, 64, 128])
+        self.sixteen = torch.bfloat16 if seed % 2 else torch.float16
+        dtype, self.width = self.random.choice([torch.float32, self.sixteen]), self.random.choice([4, 10, 33, 64, 128])
         leading = self.random.choice(LEADING)
         self.inputs = [self.draw(leading, dtype) for _ in range(self.random.randint(1, 3))]
         self.values = {f"x{i}": copied(x) for i, x in enumerate(self.inputs)}
@@ -96,14 +97,14 @@ class Block:
 
     def grow(self) -> None:
         """One more line, if what was drawn is possible."""
-        floats = [(name, x) for name, x in self.values.items() if x.dtype in (torch.float32, torch.float16) and x.dim()]
+        floats = [(name, x) for name, x in self.values.items() if x.dtype in (torch.float32, self.sixteen) and x.dim()]
         x, value = self.random.choice(floats[-2:] if self.random.random() < 0.6 else floats)
         y = self.random.choice([name for name, other in floats if other.shape == value.shape])
         [kind] = self.random.choices([BLOCKS, LAYOUTS, QUANTIZED], [5, 4, 2])
         width = value.shape[-1]
-        spelled = {"x": x, "y": y, "D": str(width)}
+        spelled = {"x": x, "y": y, "D": str(width), "SIXTEEN": str(self.sixteen)}
         spelled |= {name: f"{name}{width}_{value.element_size()}" for name in ("w", "b", "W", "cos", "sin")}
-        line = re.sub(r"\b(x|y|D|w|b|W|cos|sin)\b", lambda found: spelled[found[0]], self.random.choice(kind))
+        line = re.sub(r"\b(x|y|D|w|b|W|cos|sin|SIXTEEN)\b", lambda found: spelled[found[0]], self.random.choice(kind))
         new = {}
         for name in ("w", "b", "W", "cos", "sin"):
             if re.search(rf"\b{spelled[name]}\b", line) and spelled[name] not in self.constants:
@@ -159,7 +160,8 @@ def test_a_random_piece_of_a_model_gives_what_eager_gives(seed: int, pretended_g
             assert not wanted.numel() or assert_neighbours(got, wanted, moved=0.05) is None, block.text
         elif wanted.numel():
             size = float(wanted.float().abs().max())
-            atol = size * (3e-2 if "half" in block.text or torch.float16 in {x.dtype for x in block.inputs} else 1e-3)
+            sixteen = str(block.sixteen) in block.text or block.sixteen in {x.dtype for x in block.inputs}
+            atol = size * (3e-2 if sixteen else 1e-3)
             torch.testing.assert_close(got, wanted, rtol=0, atol=atol + 1e-5, msg=lambda told: f"{told}\n{block.text}")
 
 
