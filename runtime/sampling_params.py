@@ -60,7 +60,8 @@ class SamplingParams:
     ignore_eos           the model's own end-of-sequence tokens do not end generation
     n                    so many answers to one prompt
     min_tokens           so many new tokens come before a stop or end-of-sequence token can
-    repetition_penalty   the logit of each token of prompt and output is divided by it, or multiplied if negative
+    repetition_penalty   the logit of each token of prompt and output is divided by it, or multiplied if negative; from
+                         1e-6 to 1e6
     presence_penalty     is taken from the logit of each token of the output
     frequency_penalty    the same, once for each time that the token was drawn
     logit_bias           is added to the logits of these token ids

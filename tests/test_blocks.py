@@ -64,6 +64,21 @@ def test_releasing_an_owner_of_nothing_is_fine():
     assert pool.num_free == 1
 
 
+def test_blocks_without_a_name_are_not_found_and_are_still_owned():
+    pool = BlockPool(num_blocks=4, block_size=1)
+    assert pool.reserve("a", 2)
+    for place, key in enumerate((b"x", b"y")):
+        pool.name("a", place, key)
+    assert pool.admit("b", [b"x"], 2, 2) and pool.match([b"x", b"y"]) == 2
+    pool.unname("b")
+    assert pool.match([b"x", b"y"]) == 0 and pool.owners == {"a", "b"}
+    pool.check()
+    pool.release("a")
+    pool.release("b")
+    assert pool.num_free == 4
+    pool.check()
+
+
 def test_an_empty_pool_is_refused():
     with pytest.raises(ValueError, match="a pool of 0 blocks of 16 tokens is empty"):
         BlockPool(num_blocks=0, block_size=16)

@@ -200,6 +200,72 @@ def test_the_kernel_draws_the_same_tokens(monkeypatch):
         assert largest.tolist() == logits.float().amax(-1).tolist()
 
 
+UNDEFINED = {"NaN": [math.nan] * 130, "one NaN": [1.0] * 70 + [math.nan] + [0.0] * 59, "-NaN": [1.0, -math.nan] * 65,
+             "inf": [0.0] * 65 + [math.inf] * 65, "-inf": [-math.inf] * 130}  # fmt: skip
+# temperature, top_k, top_p, min_p
+FILTERS = [(0.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.0), (0.8, 5, 1.0, 0.0), (1.2, 0, 0.9, 0.05), (1.5, 30, 0.9, 0.2)]
+
+
+def same(a, b):
+    """Equal, also where both are NaN."""
+    return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bad", UNDEFINED.values(), ids=UNDEFINED.keys())
+@pytest.mark.parametrize("kinds", [FILTERS, FILTERS[:1]], ids=["random", "greedy"])
+def test_rows_without_a_largest_finite_logit_are_told_and_change_no_other_row(kinds, bad, dtype, device):
+    logits = (torch.randn(2 * len(kinds), 130, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
+    logits[::2] = torch.tensor(bad, dtype=dtype)
+    draws = [Draw(params=SamplingParams(temperature=t, top_k=k, top_p=p, min_p=m, logprobs=2), seed=i)
+             for i, (t, k, p, m) in enumerate(kinds) for _ in range(2)]  # fmt: skip
+    found = Sampler(torch.device(device), len(draws))(logits.to(device), draws)
+    tokens, tops = found.tokens.cpu(), found.tops.cpu().float()
+    expected = torch.tensor(bad, dtype=dtype).float().amax().expand(len(kinds))
+    assert same(tops[::2], expected) and not tops[::2].isfinite().any()
+    assert torch.equal(tops[1::2], logits[1::2].float().amax(-1))
+    assert all(0 <= token < 130 for token in tokens.tolist())
+    assert tokens[1::2].tolist() == sample(logits[1::2], draws[1::2]).tolist()
+
+
+@pytest.mark.parametrize("bad", UNDEFINED.values(), ids=UNDEFINED.keys())
+def test_the_kernel_tells_rows_without_a_largest_finite_logit(bad, monkeypatch):
+    pytest.importorskip("triton")
+    from atomc.kernels.triton import inverse_transform as kernel
+
+    monkeypatch.setattr(kernel, "BLOCK", 64)
+    monkeypatch.setattr(kernel, "PARTS", 16)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    logits = torch.randn(2 * len(FILTERS), 130, generator=torch.Generator().manual_seed(0)) * 3
+    logits[::2] = torch.tensor(bad)
+    rows = [(t, min(k or 130, 130), p, m, 0.7) for t, k, p, m in FILTERS for _ in range(2)]
+    columns = torch.tensor(rows, dtype=torch.float64, device=device).T.contiguous()
+    tokens, tops = (found.cpu() for found in kernel.inverse_transform(logits.to(device), columns, filtered=True))
+    assert same(tops[::2], torch.tensor(bad).amax().expand(len(FILTERS)))
+    assert torch.equal(tops[1::2], logits[1::2].amax(-1))
+    assert all(0 <= token < 130 for token in tokens.tolist())
+    params = [SamplingParams(temperature=t, top_k=k, top_p=p, min_p=m) for t, k, p, m in FILTERS]
+    assert torch.equal(tokens[1::2], inverse_transform(logits[1::2], params, np.full(len(params), 0.7))[0])
+
+
+def test_a_temperature_that_is_infinite_in_fp32_draws_what_a_mask_leaves():
+    mask = torch.tensor([[0b1010]] * 40, dtype=torch.int32)
+    draws = [Draw(params=SamplingParams(temperature=1e300), seed=seed) for seed in range(40)]
+    assert set(sample(torch.randn(40, 5), draws, mask=mask).tolist()) == {1, 3}
+
+
+def test_drawing_again_without_counting_changes_nothing():
+    logits, sampler = torch.tensor([[0.5, 0.4, 0.3, 0.2]]), Sampler(CPU, 4)
+    tokens = []
+    for index in range(4):
+        draw = after([0], [], index, frequency_penalty=1.0)
+        tried = [sampler.sample(logits, [draw]).tokens.item() for _ in range(2)]
+        tokens.append(sampler(logits, [draw]).tokens.item())
+        assert tried == [tokens[-1]] * 2
+    assert tokens == [0, 1, 2, 3]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_gpu_draws_the_tokens_of_a_cpu(dtype):

@@ -19,7 +19,7 @@ from atomc.runtime.sampling_params import SamplingParams, Structured
         ({"top_p": 0.0}, "top_p is 0.0"),
         ({"top_p": 1.5}, "top_p is 1.5"),
         ({"min_p": -0.1}, "min_p is -0.1, it must be at least 0 and at most 1"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0, it must be above 0"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0, it must be at least 1e-06"),
         ({"repetition_penalty": float("inf")}, "repetition_penalty is inf"),
         ({"presence_penalty": 2.5}, "presence_penalty is 2.5, it must be at least -2"),
         ({"frequency_penalty": -2.5}, "frequency_penalty is -2.5"),

@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from atomc.options import let_openmp_sleep
 from atomc.runtime.config import EngineConfig
+from atomc.runtime.fence import is_panic
 from atomc.runtime.server import messages
 from atomc.runtime.server.compiling import Compiling, GrammarsBusy
 from atomc.runtime.server.messages import Call, Failed, Progress, Refused, Reply, Submit
@@ -64,7 +65,9 @@ def _serve(config: EngineConfig, socket: "zmq.Socket[bytes]", progress: bool) ->
     try:
         loop = Loop(started(config, progress), socket)
         loop.run()
-    except Exception as error:  # whatever it is, the front process must hear of it
+    except BaseException as error:  # whatever it is, the front process must hear of it
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
         message = _users_error(error)
         if message is None:
             log.exception("the engine broke")
