@@ -38,7 +38,10 @@ def source(structured: Structured) -> tuple[str, str]:
         raise ValueError(f"json_schema is no JSON: {error}") from error
     if not isinstance(schema, dict):
         raise ValueError(f"json_schema is {schema!r:.100}, expected an object")
-    return "json_schema", of.grammar_from_json_schema(schema, defaults=_JSON)
+    try:
+        return "json_schema", of.grammar_from_json_schema(schema, defaults=_JSON)
+    except ValueError as error:  # such as half a surrogate pair
+        raise ValueError(f"json_schema: {error}") from error
 
 
 def _literal(text: str) -> str:
