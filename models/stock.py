@@ -57,8 +57,10 @@ def outline(cls: Any, config: dict[str, Any], dtype: torch.dtype) -> nn.Module:
 
     plain = {key: value for key, value in config.items() if key != "quantization_config"}
     with torch.device("meta"), no_init_weights(), one_sentence(cls):
-        model: nn.Module = cls._from_config(cls.config_class.from_dict(plain), dtype=dtype)
-    return model
+        model = cls._from_config(cls.config_class.from_dict(plain), dtype=dtype)
+    with one_sentence(cls):
+        model.tie_weights()  # which no_init_weights leaves out
+    return model  # type: ignore[no-any-return]
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from atomc import demo, models
 from atomc.cli import main
-from atomc.models import limits, loader
+from atomc.models import limits, loader, stock
 from atomc.planning.plan import built
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.detokenizer import load_tokenizer
@@ -22,7 +22,7 @@ from atomc.runtime.loading import load
 from atomc.runtime.server.config import ServerConfig
 from atomc.runtime.server.served import load_served
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
 pytest.importorskip("jinja2")
 
@@ -513,6 +513,12 @@ def test_random_weights_that_memory_cannot_hold_are_refused(
     monkeypatch.setattr(limits, "free_on_host", lambda: 2**30)
     with pytest.raises(ValueError, match=r"ForCausalLM whose weights take \d+\.\d GiB, and cpu has 1\.0 GiB free"):
         loader.load(folder, load_format="dummy")
+
+
+def test_a_tied_weight_counts_once_among_the_parameters_that_a_config_describes() -> None:
+    outline = stock.outline(transformers.GPT2LMHeadModel, CONFIGS["gpt2"], torch.float32)
+    counted = sum(weight.numel() for weight in outline.parameters())
+    assert counted == sum(weight.numel() for weight in models.build(CONFIGS["gpt2"]).parameters())
 
 
 @pytest.mark.parametrize(("values", "part", "sentence"), [
