@@ -9,7 +9,8 @@ A model has two layers of 64 columns, in fp32, and weights large enough for posi
 compiled   torch.compile(model, backend="atom") against eager, one forward: the largest difference relative to the largest
            logit; "equal" below 1e-4
 served     greedy tokens of three prompts at once, through LLM with steps of 8 tokens, against transformers' `generate` of
-           each alone: "equal", "differs", or "refused: " and the sentence that a user gets
+           each alone: "equal", "differs", or "refused: " and the sentence that a user gets; of a class that only the
+           self-check refuses also what it would have answered
 
 Each architecture has a process of its own, so that one that crashes or hangs is a row.
 """
@@ -145,7 +146,9 @@ def served(model: Any, expected: list[list[int]], self_check: bool = True) -> st
         llm = LLM(model, options={"glue": "eager", "cache": False}, max_num_seqs=4, max_num_batched_tokens=8,
                   max_model_len=64, kv_bytes=2**24, self_check=self_check, progress=False)  # fmt: skip
     except ValueError as error:
-        return f"refused: {error}"
+        checked = "computes something else" in str(error)
+        unchecked = f" [unchecked it {served(model, expected, False).partition(':')[0]}]" if checked else ""
+        return f"refused: {error}{unchecked}"
     params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, min_tokens=NEW_TOKENS)
     answers = [list(answer.token_ids) for answer in llm.generate(list(PROMPTS), params)]
     return "equal" if answers == expected else f"differs: {answers} instead of {expected}"

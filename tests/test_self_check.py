@@ -13,7 +13,7 @@ from atomc.runtime.self_check import verdict_of
 transformers = pytest.importorskip("transformers")
 
 TINY = dict(vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0)  # fmt: skip
+            max_position_embeddings=64, pad_token_id=0)  # fmt: skip
 # Their decoders count positions from the tokens that they kept themselves.
 SEQ2SEQ = dict(vocab_size=96, d_model=64, decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=96,
                encoder_layers=2, encoder_attention_heads=4, encoder_ffn_dim=96, max_position_embeddings=64,
@@ -21,7 +21,7 @@ SEQ2SEQ = dict(vocab_size=96, d_model=64, decoder_layers=2, decoder_attention_he
 WITHOUT_POSITIONS = ["bart", "blenderbot", "blenderbot-small", "marian", "mbart", "pegasus", "plbart"]
 RIGHT = {
     "learned positions": ("gpt2", {}),
-    "rotary positions, window": ("mistral", {"sliding_window": 6}),
+    "rotary positions, window": ("mistral", {"sliding_window": 6, "num_key_value_heads": 2}),
     "experts": ("mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 6}),
 }
 
@@ -39,8 +39,8 @@ def stock(model_type, dtype=torch.float32, **differs):
 
 
 def llm_of(model, options=None, **settings):
-    return LLM(model, options={"glue": "eager", **(options or {})}, max_num_seqs=2, max_model_len=48, progress=False,
-               **settings)  # fmt: skip
+    settings = {"max_num_seqs": 2, "max_model_len": 48, "progress": False, **settings}
+    return LLM(model, options={"glue": "eager", **(options or {})}, **settings)
 
 
 def notes(llm):
@@ -67,8 +67,8 @@ def test_ignored_positions_are_orders_of_magnitude_from_rounding():
     assert min(errors.values()) > 0.5
 
 
-@pytest.mark.parametrize("layout", ["paged", "contiguous"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("dtype", "layout"), [(torch.float32, "paged"), (torch.bfloat16, "contiguous")],
+                         ids=["fp32, paged", "bf16, contiguous"])  # fmt: skip
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_class_that_is_right_is_served_and_the_report_says_so(name, dtype, layout):
     model_type, differs = RIGHT[name]
@@ -105,14 +105,6 @@ def test_without_the_check_the_class_is_served_as_it_is():
 def test_a_model_with_few_positions_is_served_with_a_note():
     (note,) = notes(llm_of(stock("gpt2", n_positions=16), max_model_len=16))
     assert note == "no self-check: it needs sequences of 23 tokens, the model has 16 positions"
-
-
-def test_a_model_that_makes_much_of_a_rounding_is_not_judged():
-    model = stock("llama", torch.bfloat16, num_hidden_layers=4)
-    for layer in model.model.layers:  # attention to one token, which a rounding chooses
-        layer.self_attn.q_proj.weight *= 1000
-    (note,) = notes(llm_of(model))
-    assert note.startswith("no self-check: a rounding changes the logits of the class's own forward by ")
 
 
 def test_the_attention_of_the_runtime_is_back_after_the_check():
