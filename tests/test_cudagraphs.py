@@ -21,6 +21,7 @@ from atomc.runtime.batch import Shape
 from atomc.runtime.graphs import decode_sizes, launched_shapes, step_shapes
 from atomc.runtime.llm import LLM
 from atomc.runtime.sampling_params import SamplingParams
+from atomc.static_buffer import StaticBuffer
 
 TINY = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 128, "hidden_size": 64,
         "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -77,6 +78,56 @@ def test_a_step_of_every_range_that_kernels_tell_apart_is_launched_at_the_start(
         assert rows & set(range(first, end)), f"no step of {first} to {end - 1} tokens"
 
 
+# Layouts of inputs: name -> (what makes one of 4096 numbers, how many elements of memory a buffer needs for it).
+LAYOUTS = {
+    "expanded": (lambda x: x[:1].expand(64, 1), 1),
+    "expanded in several dimensions": (lambda x: x[3:8, None, None].expand(5, 4, 6), 5),
+    "expanded in all": (lambda x: x[9].expand(2, 3, 4), 1),
+    "a number": (lambda x: x[3], 1),
+    "transposed": (lambda x: x[:60].view(6, 10).t(), 60),
+    "channels last": (lambda x: x[:240].view(2, 3, 5, 8).to(memory_format=torch.channels_last), 240),
+    "columns of a matrix, from the middle of its memory": (lambda x: x[7:907].view(30, 30)[:, 3:9], 29 * 30 + 6),
+    "every seventh": (lambda x: x[1:50:7], 43),
+    "windows": (lambda x: x[:20].unfold(0, 5, 2), 19),
+    "windows, expanded": (lambda x: x[:20].unfold(0, 5, 2)[:, None].expand(-1, 3, -1), 19),
+    "rows of which none is like another": (lambda x: x.as_strided((3, 4), (2, 3), 5), 14),
+    "no rows": (lambda x: x[:0].view(0, 4), 0),
+    "no columns, expanded": (lambda x: x[:1, None].expand(3, 4)[:, :0], 0),
+    "one row with a stride of its own": (lambda x: x.as_strided((1, 4), (77, 1), 0), 4),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_static_buffer_has_the_layout_of_the_input_and_no_more_memory_than_it_spans(layout) -> None:
+    made, num_elements = LAYOUTS[layout]
+    first, second = made(torch.arange(4096.0)), made(-torch.arange(4096.0) - 1)
+    buffer = StaticBuffer(first)
+    assert buffer.tensor.stride() == first.stride() and torch.equal(buffer.tensor, first)
+    assert buffer.tensor.untyped_storage().nbytes() == 4 * num_elements
+    address = buffer.tensor.data_ptr()
+    buffer.fill(second)
+    assert torch.equal(buffer.tensor, second) and buffer.tensor.data_ptr() == address
+    assert torch.equal(made(torch.arange(4096.0)), first)
+
+
+def test_inputs_that_view_one_storage_get_buffers_of_their_own() -> None:
+    storage = torch.arange(12.0)
+    rows, column = storage.view(3, 4), storage.view(3, 4)[:, 1]
+    buffers = StaticBuffer(rows), StaticBuffer(column)
+    buffers[0].fill(rows + 100)
+    assert torch.equal(buffers[1].tensor, column)
+    buffers[1].fill(column * 2)
+    assert torch.equal(buffers[0].tensor, rows + 100)
+
+
+def test_a_few_columns_of_a_huge_matrix_get_no_buffer_as_large_as_that() -> None:
+    expanded = torch.zeros(1, dtype=torch.int8).expand(2**14, 2**14)
+    assert StaticBuffer(expanded).tensor.untyped_storage().nbytes() == 1
+    columns = torch.empty(2**10, 2**17, dtype=torch.int8, device="meta")[:, :4]
+    with pytest.raises(RuntimeError, match=r"shape \[1024, 4\] and strides \[131072, 1\] is spread over 134086660 bytes"):
+        StaticBuffer(columns)
+
+
 class Mlp(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -117,6 +168,63 @@ def test_what_cannot_be_captured_runs_as_it_is_with_a_note() -> None:
     compiled = torch.compile(mixed, backend="atom", mode="reduce-overhead")
     torch.testing.assert_close(compiled(x, y), mixed(x, y))
     assert any("no CUDA graph" in note for note in atomc.reports()[-1].notes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_graph_takes_an_input_of_any_layout_and_later_ones_like_it(layout) -> None:
+    made, _ = LAYOUTS[layout]
+
+    def scaled(x: Tensor) -> Tensor:
+        return F.silu(x) * x + x.sum()
+
+    compiled = torch.compile(scaled, backend="atom", mode="reduce-overhead", dynamic=False)
+    for seed in range(3):
+        x = made(torch.rand(4096, generator=torch.Generator().manual_seed(seed)).cuda())
+        torch.testing.assert_close(compiled(x), scaled(x))
+    notes = [note for report in atomc.reports()[-1:] for note in report.notes]
+    assert not any("no CUDA graph" in note for note in notes) or layout == "a number", notes
+
+
+@pytest.mark.gpu
+def test_a_graph_is_not_replayed_for_another_number_on_the_host() -> None:
+    def scaled(x: Tensor, by: Tensor) -> Tensor:
+        return F.silu(x) * by + x
+
+    compiled = torch.compile(scaled, backend="atom", mode="reduce-overhead")
+    x = torch.randn(3, 4, device="cuda")
+    for number in (2.0, 3.0, 2.0, 5.0):
+        by = torch.tensor(number)
+        torch.testing.assert_close(compiled(x, by), scaled(x, by))
+
+
+@pytest.mark.gpu
+def test_a_stock_model_decodes_a_batch_whose_positions_are_expanded() -> None:
+    transformers = pytest.importorskip("transformers", reason="stock models")
+    torch.manual_seed(0)
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=96, hidden_size=64, intermediate_size=96, moe_intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_experts=4, num_experts_per_tok=2,
+        max_position_embeddings=64,
+    )  # fmt: skip
+    model = transformers.Qwen3MoeForCausalLM(config).eval().requires_grad_(False).cuda()
+    ids = torch.randint(0, 96, (64, 8), device="cuda")
+    compiled = torch.compile(model, backend="atom", mode="reduce-overhead")
+
+    def decoded(call) -> list[Tensor]:
+        cache, logits = transformers.StaticCache(config=config, max_cache_len=16), []
+        with torch.inference_mode():
+            model(ids[:, :4], position_ids=torch.arange(4, device="cuda").expand(64, 4), past_key_values=cache)
+            for step in range(4, 8):
+                positions = torch.tensor([[step]], device="cuda").expand(64, 1)
+                out = call(ids[:, step : step + 1], position_ids=positions, past_key_values=cache)
+                logits.append(out.logits.clone())
+        return logits
+
+    for actual, expected in zip(decoded(compiled), decoded(model), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-3)
+    report = atomc.reports()[-1]
+    assert report.cuda_graphs and not any("no CUDA graph" in note for note in report.notes), report.notes
 
 
 @pytest.mark.gpu
