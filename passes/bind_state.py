@@ -52,7 +52,8 @@ def bind_state(gm: GraphModule, context: Context) -> list[Fired]:
             raise ValueError(f"attention in {path} ({line}) has a mask or is not causal, and a paged cache serves causal "
                              "attention only")
         if value(k).shape[-1] != value(v).shape[-1]:
-            raise ValueError(f"attention in {path} ({line}): keys are {value(k).shape[-1]} wide, values {value(v).shape[-1]}")
+            raise ValueError(f"attention in {path} ({line}): keys are {value(k).shape[-1]} wide, "
+                             f"values {value(v).shape[-1]}")  # fmt: skip
         window = node.kwargs.get("window", 0)
         group = windows.index(window)
         codes = context.options.kv_cache_dtype == "fp8" or value(handle).dtype in FP8
