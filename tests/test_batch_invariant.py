@@ -27,7 +27,7 @@ def invariant(op, kind):
     return kernel.function
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", DEVICES)
 def test_a_row_of_a_linear_layer_does_not_know_the_others(kind, dtype):
     torch.manual_seed(0)
@@ -36,7 +36,7 @@ def test_a_row_of_a_linear_layer_does_not_know_the_others(kind, dtype):
     for bias in (given, None):
         whole = linear(x, weight, bias)
         torch.testing.assert_close(whole, ops.linear.reference(x, weight, bias),
-                                   atol=2e-2 if dtype == torch.float16 else 1e-5, rtol=1e-3)  # fmt: skip
+                                   atol=1e-5 if dtype == torch.float32 else 20 * torch.finfo(dtype).eps, rtol=1e-3)  # fmt: skip
         for rows in (slice(0, 1), slice(3, 20), slice(69, 70), slice(0, 0)):
             assert torch.equal(linear(x[rows], weight, bias), whole[rows])
 
