@@ -18,6 +18,7 @@ from atomc import cgroup
 MAX_LAYERS = 512
 MAX_EXPERTS = 4096
 MAX_COUNT = 2**20
+NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 MAX_SIZE = 2**31 - 1
 LAYERS = re.compile(r"(num|n)_(\w+_)?layers?|(encoder|decoder)_layers")
 EXPERTS = re.compile(r"\w*experts")
@@ -38,6 +39,7 @@ class Stored(NamedTuple):
 
 def check_sizes(config: Mapping[str, Any], where: str = "") -> None:
     """Raise ValueError for a size in config.json, or in a config inside it, beyond every model's."""
+    _check_chosen(config, where)
     for name, value in config.items():
         if isinstance(value, Mapping):
             if name.endswith("_config"):
@@ -47,6 +49,15 @@ def check_sizes(config: Mapping[str, Any], where: str = "") -> None:
             if most is not None and not value <= most:
                 raise ValueError(f"config.json: {where}{name} is {_short(value)}, expected at most {most}; "
                                  "download it again")  # fmt: skip
+
+
+def _check_chosen(config: Mapping[str, Any], where: str) -> None:
+    """Raise ValueError if a token goes to more experts than there are, or to none."""
+    experts = next((config[name] for name in NUM_EXPERTS if config.get(name) is not None), None)
+    chosen = config.get("num_experts_per_tok")
+    if isinstance(experts, int) and isinstance(chosen, int) and experts > 0 and not 1 <= chosen <= experts:
+        raise ValueError(f"config.json: {where}num_experts_per_tok is {_short(chosen)}, expected 1 to {experts}, the number "
+                         "of experts")  # fmt: skip
 
 
 def _most(name: str) -> int | None:
