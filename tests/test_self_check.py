@@ -103,7 +103,7 @@ def test_without_the_check_the_class_is_served_as_it_is():
 
 
 def test_a_model_with_few_positions_is_served_with_a_note():
-    (note,) = notes(llm_of(stock("gpt2", n_positions=16), max_model_len=16))
+    (note,) = notes(llm_of(stock("gpt2", max_position_embeddings=16), max_model_len=16))
     assert note == "no self-check: it needs sequences of 23 tokens, the model has 16 positions"
 
 
