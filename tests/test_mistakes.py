@@ -3,12 +3,17 @@
 import json
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 pytest.importorskip("fastapi")
 pytest.importorskip("llguidance")
 pytest.importorskip("tokenizers")
 httpx = pytest.importorskip("httpx")
 from serving import serving  # noqa: E402
+
+from atomc.runtime.server import limits  # noqa: E402
+from atomc.runtime.server.errors import APIError  # noqa: E402
 
 pytestmark = pytest.mark.xdist_group("mistakes")
 USER = {"role": "user", "content": "Once"}
@@ -116,6 +121,35 @@ def test_a_mistake_is_answered_with_what_is_wrong(http, path, body, said):
         assert answer.status_code == 200, answer.text
     else:
         assert (answer.status_code, said in answer.json()["error"]["message"]) == (400, True), answer.text
+
+
+def num_values(value):
+    """Lists, objects, and what follows a comma in them."""
+    inner = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else None
+    return 0 if inner is None else 1 + max(len(inner) - 1, 0) + sum(map(num_values, inner))
+
+
+def depth(value):
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    return 0 if inner is None else 1 + max(map(depth, inner), default=0)
+
+
+TEXTS = st.sampled_from(["", "a", '"', "\\", '\\\\"', "[[[[[[[[{{{,,,,,,", "]}", "\u4e2d"])
+JSON = st.recursive(TEXTS | st.none() | st.integers(), lambda inner: st.lists(inner) | st.dictionaries(TEXTS, inner))
+
+
+@settings(max_examples=300, deadline=None)
+@given(JSON, st.booleans())
+def test_values_and_nesting_of_a_body_are_counted_without_parsing_it(value, ascii_only):
+    with pytest.MonkeyPatch.context() as patch:
+        for name, number in (("JSON_VALUES", 12), ("JSON_DEPTH", 4), ("BLOCK", 7)):
+            patch.setattr(limits, name, number)
+        body = json.dumps(value, ensure_ascii=ascii_only).encode()
+        if num_values(value) <= 12 and depth(value) <= 4:
+            limits.check_json(body, longest=0)
+        else:
+            with pytest.raises(APIError, match="more than 12 JSON values|nested deeper than 4"):
+                limits.check_json(body, longest=0)
 
 
 def test_a_template_that_loops_ends(http):

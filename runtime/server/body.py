@@ -1,5 +1,6 @@
 """The body of a request, as JSON that is neither too large nor too deep to be handled."""
 
+import asyncio
 import json
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -10,6 +11,9 @@ from fastapi.routing import APIRoute
 from atomc.runtime.server.errors import invalid
 from atomc.runtime.server.limits import check_json
 
+# Bytes that are checked in a thread.
+LARGE = 2**18
+
 
 def body_route(longest: Callable[[], int]) -> type[APIRoute]:
     """The class of routes whose bodies are checked; `longest`: tokens of the longest sequence."""
@@ -19,7 +23,10 @@ def body_route(longest: Callable[[], int]) -> type[APIRoute]:
             """Raises APIError, and JSONDecodeError for what is not JSON."""
             if not hasattr(self, "_json"):
                 body = await self.body()
-                check_json(body, longest())
+                if len(body) > LARGE:
+                    await asyncio.to_thread(check_json, body, longest())
+                else:
+                    check_json(body, longest())
                 try:
                     self._json = json.loads(body)
                 except RecursionError as error:
