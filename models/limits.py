@@ -56,8 +56,8 @@ def _check_chosen(config: Mapping[str, Any], where: str) -> None:
     experts = next((config[name] for name in NUM_EXPERTS if config.get(name) is not None), None)
     chosen = config.get("num_experts_per_tok")
     if isinstance(experts, int) and isinstance(chosen, int) and experts > 0 and not 1 <= chosen <= experts:
-        raise ValueError(f"config.json: {where}num_experts_per_tok is {_short(chosen)}, expected 1 to {experts}, the number "
-                         "of experts")  # fmt: skip
+        raise ValueError(f"config.json: {where}num_experts_per_tok is {_short(chosen)}, expected 1 to {experts}, the "
+                         "number of experts")  # fmt: skip
 
 
 def _most(name: str) -> int | None:
