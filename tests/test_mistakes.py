@@ -148,7 +148,7 @@ def test_values_and_nesting_of_a_body_are_counted_without_parsing_it(value, asci
         if num_values(value) <= 12 and depth(value) <= 4:
             limits.check_json(body, longest=0)
         else:
-            with pytest.raises(APIError, match="more than 12 JSON values|nested deeper than 4"):
+            with pytest.raises(APIError, match=r"more than 12 JSON values|nested deeper than 4"):
                 limits.check_json(body, longest=0)
 
 
