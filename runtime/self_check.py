@@ -135,8 +135,9 @@ def _keep(entry: Entry, verdict: Verdict) -> None:
 
 
 def _reason(hf_model: Any) -> str:
-    takes = "position_ids" in inspect.signature(hf_model.forward).parameters
-    return "" if takes else " (its forward takes no position_ids)"
+    takes = inspect.signature(hf_model.forward).parameters
+    missing = [name for name in ("position_ids", "logits_to_keep") if name not in takes]
+    return f" (its forward takes no {' and no '.join(missing)})" if missing else ""
 
 
 def verdict_of(model: StockModel, program: Program) -> Verdict:
@@ -232,15 +233,16 @@ def _ragged(program: Program, sequences: Sequence[Sequence[int]]) -> Iterator[tu
     done = [0] * len(sequences)
     for number, step in enumerate(STEPS):
         chunks = []
+        wanted = [max(count - 1, 1) for _, count in step]  # not all: a class may give more logits than are wanted
         for i, (_, count) in enumerate(step):
             new = (0, tuple(range(i * columns, (i + 1) * columns))) if number == 0 else (0, ())
             chunks.append(Chunk(str(i), i, tuple(sequences[i][done[i] : done[i] + count]), done[i],
-                                (new,) * num_groups_of(program), num_wanted=count))  # fmt: skip
+                                (new,) * num_groups_of(program), num_wanted=wanted[i]))  # fmt: skip
         out = runner.logits(ScheduledStep(tuple(chunks))).float()
-        logits = torch.split(out, [count for _, count in step])
+        logits = torch.split(out[: sum(wanted)], wanted)
         for i, (kind, count) in enumerate(step):
-            yield kind, i, done[i], logits[i]
             done[i] += count
+            yield kind, i, done[i] - wanted[i], logits[i]
 
 
 @contextmanager

@@ -53,8 +53,14 @@ def test_a_class_whose_positions_are_ignored_is_refused_with_the_numbers(model_t
         llm_of(stock(model_type))
     text = str(error.value)
     assert "computes something else in the runtime than by itself: its logits differ by" in text and "\n" not in text
-    assert "a decode step of their spread, and rounding explains 4.3e-05 (its forward takes no position_ids)" in text
+    assert "a decode step of their spread, and rounding explains 4.3e-05 (its forward takes no position_ids" in text
     assert "--no-self-check (self_check=False)" in text
+
+
+def test_a_class_that_gives_more_logits_than_are_wanted_is_refused():
+    sizes = {"max_target_positions": 64, "num_mel_bins": 8, "max_source_positions": 16}
+    with pytest.raises(ValueError, match=r"WhisperForCausalLM computes something else .* no logits_to_keep"):
+        llm_of(stock("whisper", **(SEQ2SEQ | sizes)))
 
 
 def test_ignored_positions_are_orders_of_magnitude_from_rounding():
