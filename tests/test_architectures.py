@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.xdist_group("architectures")  # the script runs once
 SCRIPT = Path(__file__).parents[1] / "bench" / "architectures.py"
 SERVED = {
     "gpt2": "learned positions",
