@@ -252,7 +252,7 @@ class Engine:
 
     def _begin(self, request: Request) -> None:
         if request.pooling is not None:
-            self._hidden = self._hidden or self._compiled_hidden()
+            self.prepare_pooling()
         self.drawing.begin(request)
         self.scheduler.add(request)
 
@@ -340,11 +340,20 @@ class Engine:
         assert self._hidden is not None, "a request for hidden states, and no program for them"
         return self.drawing.pool(step, self.runner.hidden(self._hidden, step), self.scheduler.last_requests)
 
-    def _compiled_hidden(self) -> Program:
-        """The model once more, over the same weights and caches, without its head."""
-        program = compile_model(hidden_model(self.module), options=self.config.options)
-        program.bind(self.runner.caches)
-        return program
+    @property
+    def pools(self) -> bool:
+        """Whether a request with pooling starts at once: what it needs is compiled."""
+        return self._hidden is not None
+
+    def prepare_pooling(self) -> None:
+        """Compile the model once more, over the same weights and caches, without its head; steps may run meanwhile.
+
+        Raises ValueError for a model whose head is not known.
+        """
+        if self._hidden is None:
+            program = compile_model(hidden_model(self.module), options=self.config.options)
+            program.bind(self.runner.caches)
+            self._hidden = program
 
     def _draft(self) -> None:
         """Guess what follows the tokens of requests that have only their last one to compute."""

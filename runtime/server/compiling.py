@@ -1,4 +1,4 @@
-"""Grammars of requests, compiled while the engine's loop goes on."""
+"""Grammars, and the model without its head for embeddings: compiled for requests while the engine's loop goes on."""
 
 import logging
 import os
@@ -9,14 +9,15 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
+from atomc.runtime.fence import RequestError, RequestFailed
 from atomc.runtime.sampling_params import Structured
 from atomc.runtime.server.messages import Submit
 
 if TYPE_CHECKING:
     from atomc.runtime.engine import Engine
-    from atomc.runtime.structured import Grammar, Grammars
+    from atomc.runtime.structured import Grammars
 
 log = logging.getLogger("atomc.engine")
 # At once: one that takes long does not hold up the others.
@@ -24,6 +25,8 @@ THREADS = 4
 MOST_WAITING = 64
 # The loop goes first.
 NICE = 10
+SWITCH_SECONDS = 0.0002  # Python's own interval is 0.005
+Needed = Structured | Literal["hidden states"]
 
 
 class GrammarsBusy(Exception):
@@ -33,85 +36,118 @@ class GrammarsBusy(Exception):
 
 
 @dataclass
-class Form:
-    """One form of output, and the requests that wait for it."""
+class Pending:
+    """Something that is being compiled, and the requests that wait for it."""
 
-    compiled: "Future[Grammar]"
+    compiled: "Future[None]"
     submits: dict[str, Submit] = field(default_factory=dict)
 
 
 class Compiling:
-    """Requests whose grammars are being compiled; its length is how many there are.
+    """Requests that wait for something to be compiled; its length is how many there are.
 
     The tokenizer is prepared when this is made: with a large vocabulary it takes seconds, in which all else would wait.
     """
 
     def __init__(self, engine: "Engine") -> None:
+        self._engine = engine
         self._grammars: Grammars | None = None
         with suppress(ImportError, ValueError):  # a request that needs them is refused with the reason
             self._grammars = engine.drawing.grammars()
-        self._queue: SimpleQueue[tuple[Structured, Future[Grammar]]] = SimpleQueue()
-        self._forms: dict[Structured, Form] = {}
-        for number in range(THREADS if self._grammars is not None else 0):
+        self._queue: SimpleQueue[tuple[Needed, Future[None]]] = SimpleQueue()
+        self._pending: dict[Needed, Pending] = {}
+        for number in range(THREADS):
             # The end of the process does not wait for them.
-            threading.Thread(target=self._compile, name=f"grammar {number}", daemon=True).start()
+            threading.Thread(target=self._run, name=f"compiling {number}", daemon=True).start()
 
     def __len__(self) -> int:
-        return sum(len(form.submits) for form in self._forms.values())
+        return sum(len(pending.submits) for pending in self._pending.values())
 
     def start(self, submit: Submit) -> bool:
-        """Whether the request has to wait for its grammar."""
-        structured = submit.params.structured
-        if structured is None or self._grammars is None:
+        """Whether the request has to wait."""
+        needed: Needed | None = "hidden states" if submit.pooling is not None else submit.params.structured
+        if needed is None:
             return False
-        form = self._forms.get(structured)
-        if form is None and self._grammars.known(structured):
+        pending = self._pending.get(needed)
+        if pending is None and self._is_ready(needed):
             return False
-        if form is None:
-            form = self._forms[structured] = Form(self._future(structured, self._grammars))
-        form.submits[submit.id] = submit
+        if pending is None:
+            pending = self._pending[needed] = Pending(self._future(needed))
+        pending.submits[submit.id] = submit
         return True
 
     def finished(self) -> Iterator[tuple[Submit, Exception | None]]:
-        """Requests whose grammar is compiled, or why it is not: ValueError or GrammarsBusy. Those that are not taken come
-        again."""
-        for structured, form in list(self._forms.items()):
-            if not form.compiled.done():
+        """Requests that need not wait any more, or why what they need could not be compiled: ValueError, RequestFailed or
+        GrammarsBusy. Those that are not taken come again."""
+        for needed, pending in list(self._pending.items()):
+            if not pending.compiled.done():
                 continue
-            error = form.compiled.exception()
+            error = pending.compiled.exception()
             assert error is None or isinstance(error, Exception)
-            while form.submits:
-                yield form.submits.pop(next(iter(form.submits))), error
-            del self._forms[structured]
+            while pending.submits:
+                yield pending.submits.pop(next(iter(pending.submits))), error
+            del self._pending[needed]
 
     def drop(self, ids: Iterable[str]) -> None:
         """Their clients are gone."""
         for request_id in ids:
-            for form in self._forms.values():
-                form.submits.pop(request_id, None)
+            for pending in self._pending.values():
+                pending.submits.pop(request_id, None)
 
-    def _future(self, structured: Structured, grammars: "Grammars") -> "Future[Grammar]":
-        future: Future[Grammar] = Future()
-        if grammars.num_bytes > grammars.cache_bytes:
+    def _is_ready(self, needed: Needed) -> bool:
+        if isinstance(needed, str):
+            return self._engine.pools
+        return self._grammars is None or self._grammars.known(needed)
+
+    def _future(self, needed: Needed) -> "Future[None]":
+        future: Future[None] = Future()
+        grammars = self._grammars
+        if isinstance(needed, Structured) and grammars is not None and grammars.num_bytes > grammars.cache_bytes:
             future.set_exception(GrammarsBusy("forms of output of running requests take all the memory that they may, "
                                               f"{grammars.cache_bytes} bytes: try again later"))  # fmt: skip
-        elif len(self._forms) >= MOST_WAITING:
+        elif len(self._pending) >= MOST_WAITING:
             future.set_exception(GrammarsBusy(f"{MOST_WAITING} forms of output wait to be compiled: try again later"))
         else:
-            self._queue.put((structured, future))
+            self._queue.put((needed, future))
         return future
 
-    def _compile(self) -> None:
+    def _run(self) -> None:
         """The life of a thread."""
-        assert self._grammars is not None
         if sys.platform == "linux":  # where a thread has a priority of its own
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
         while True:
-            structured, future = self._queue.get()
+            needed, future = self._queue.get()
             try:
-                future.set_result(self._grammars.compile(structured))
-            except ValueError as error:
+                self._compile(needed)
+            except (ValueError, RequestFailed, GrammarsBusy) as error:
                 future.set_exception(error)
-            except BaseException:  # the trial has passed: it is the machine that fails, or a panic of the library
-                log.exception("a form of output could not be compiled")
-                future.set_exception(GrammarsBusy("the form of output could not be compiled: try again later"))
+            else:
+                future.set_result(None)
+
+    def _compile(self, needed: Needed) -> None:
+        if isinstance(needed, str):
+            self._compile_hidden()
+            return
+        assert self._grammars is not None
+        try:
+            self._grammars.compile(needed)
+        except ValueError:
+            raise
+        except BaseException as error:  # the trial has passed: it is the machine that fails, or a panic of the library
+            log.exception("a form of output could not be compiled")
+            raise GrammarsBusy("the form of output could not be compiled: try again later") from error
+
+    def _compile_hidden(self) -> None:
+        interval = sys.getswitchinterval()
+        # Compiling is Python for seconds, and the loop waits for the interpreter many times a step.
+        sys.setswitchinterval(SWITCH_SECONDS)
+        try:
+            self._engine.prepare_pooling()
+        except ValueError:
+            raise
+        except Exception as error:
+            log.exception("the model could not be compiled without its head")
+            what = f"the engine failed while compiling the model for embeddings: {type(error).__name__}"
+            raise RequestFailed(RequestError(f"{what}; its log says more")) from error
+        finally:
+            sys.setswitchinterval(interval)
