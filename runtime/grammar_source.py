@@ -33,7 +33,7 @@ def source(structured: Structured) -> tuple[str, str]:
     try:
         schema = json.loads(str(structured.json_schema))
     except RecursionError as error:
-        raise ValueError("json_schema is nested too deep") from error
+        raise ValueError("json_schema: it is nested too deep") from error
     except ValueError as error:
         raise ValueError(f"json_schema is no JSON: {error}") from error
     if not isinstance(schema, dict):

@@ -30,8 +30,8 @@ NICE = 10
 ENDED_BY: dict[int, str] = {
     signal.SIGPROF: "it takes more than {seconds:g} s to compile",
     signal.SIGABRT: "it needs more than {megabytes} MiB of memory to compile",
-    signal.SIGSEGV: "its rules are nested too deep",
-    signal.SIGBUS: "its rules are nested too deep",
+    signal.SIGSEGV: "it is nested too deep",
+    signal.SIGBUS: "it is nested too deep",
 }
 
 

@@ -1,6 +1,7 @@
 """Requests that ended the engine, through HTTP: each is refused or fails with the reason, and another stream goes on."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -18,6 +19,8 @@ pytestmark = pytest.mark.xdist_group("hostile")
 # Behind this token the model has NaN.
 POISON = 777
 DEEP = '{"properties":{"a":' * 500 + "{}" + "}}" * 500
+# By Python's reader of JSON before 3.12, or by the compiler of schemas.
+TOO_DEEP = "json_schema: (it is nested too deep|recursion limit exceeded)"
 BYSTANDER = {"prompt": "She looked at him and said", "max_tokens": 60, "temperature": 0.8, "seed": 3, "ignore_eos": True}
 
 
@@ -58,24 +61,24 @@ def asked(**body):
 
 
 REFUSED = [
-    (asked(guided_json=DEEP), "nested too deep"),
-    (asked(structured_outputs={"json": DEEP}), "nested too deep"),
+    (asked(guided_json=DEEP), TOO_DEEP),
+    (asked(structured_outputs={"json": DEEP}), TOO_DEEP),
+    (asked(guided_regex=r"[^\s\S]"), "regex: no text has this form"),
+    (asked(guided_json={"$ref": "#"}), "json_schema: no text has this form"),
+    (asked(guided_regex="(a{1000}){500}", temperature=1), "regex: it (is too complex|takes more than)"),
     (asked(repetition_penalty=1e-38, temperature=1), "repetition_penalty is 1e-38, it must be at least 1e-06"),
-    (asked(repetition_penalty=1e38), "repetition_penalty is 1e+38, it must be at least 1e-06 and at most 1000000"),
-    (asked(stop_token_ids=list(range(3072)), min_tokens=2), "no token may come first"),
-    (asked(stop_token_ids=list(range(3072)), min_tokens=2, temperature=1), "no token may come first"),
+    (asked(repetition_penalty=1e38), r"repetition_penalty is 1e\+38, it must be at least 1e-06 and at most 1000000"),
+    (asked(stop_token_ids=list(range(3072)), min_tokens=2), "stop_token_ids"),
+    (asked(stop_token_ids=list(range(3072)), min_tokens=2, temperature=1), "stop_token_ids"),
 ]  # fmt: skip
 FAILED = [
-    (asked(prompt=[5, POISON]), 500, "the model produced logits that are NaN in step 1 of this request (position 2)"),
-    (asked(prompt=[5, POISON], temperature=1), 500, "NaN in step 1"),
-    (asked(prompt=[5, POISON], temperature=1, top_p=0.9, top_k=3, frequency_penalty=1, logprobs=2), 500, "NaN in step 1"),
-    (asked(prompt=[5, POISON], guided_regex="[a-z]{9}"), 500, "NaN in step 1"),
-    (asked(prompt=[5, POISON], n=3, temperature=1), 500, "NaN in step 1"),
-    (asked(prompt=[5, POISON, 6], echo=True, logprobs=1), 500, "NaN in step 1 of this request (position 3)"),
-    (asked(logit_bias={POISON: 100}), 500, "NaN in step 2 of this request (position 4)"),
-    (asked(guided_regex=r"[^\s\S]"), 400, "no token can continue the form of output"),
-    (asked(guided_regex="(a{1000}){500}", temperature=1), 400, "no token can continue the form of output"),
-    (asked(guided_json={"$ref": "#"}), 400, "no token can continue the form of output"),
+    (asked(prompt=[5, POISON]), "the model produced logits that are NaN in step 1 of this request (position 2)"),
+    (asked(prompt=[5, POISON], temperature=1), "NaN in step 1"),
+    (asked(prompt=[5, POISON], temperature=1, top_p=0.9, top_k=3, frequency_penalty=1, logprobs=2), "NaN in step 1"),
+    (asked(prompt=[5, POISON], guided_regex="[a-z]{9}"), "NaN in step 1"),
+    (asked(prompt=[5, POISON], n=3, temperature=1), "NaN in step 1"),
+    (asked(prompt=[5, POISON, 6], echo=True, logprobs=1), "NaN in step 1 of this request (position 3)"),
+    (asked(logit_bias={POISON: 100}), "NaN in step 2 of this request (position 4)"),
 ]  # fmt: skip
 
 
@@ -94,23 +97,24 @@ def bystander(server, http, alone):
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_the_client_caused_is_a_400(http, bystander, body, part, stream):
     answer = http.post("/v1/completions", json=body | {"stream": stream})
-    assert answer.status_code == 400 and part in answer.json()["error"]["message"]
-
-
-@pytest.mark.parametrize(("body", "status", "part"), FAILED)
-def test_what_fails_while_it_is_computed_is_the_status_of_the_answer(http, bystander, body, status, part):
-    answer = http.post("/v1/completions", json=body, headers={"X-Request-Id": "hostile"})
-    assert answer.status_code == status
     message = answer.json()["error"]["message"]
-    assert part in message and ("(request hostile)" in message) == (status == 500)
+    assert answer.status_code == 400 and re.search(part, message), message
 
 
-@pytest.mark.parametrize(("body", "status", "part"), FAILED)
-def test_what_fails_in_a_stream_is_its_last_event(http, bystander, body, status, part):
+@pytest.mark.parametrize(("body", "part"), FAILED)
+def test_what_fails_while_it_is_computed_is_the_status_of_the_answer(http, bystander, body, part):
+    answer = http.post("/v1/completions", json=body, headers={"X-Request-Id": "hostile"})
+    assert answer.status_code == 500
+    message = answer.json()["error"]["message"]
+    assert part in message and "(request hostile)" in message
+
+
+@pytest.mark.parametrize(("body", "part"), FAILED)
+def test_what_fails_in_a_stream_is_its_last_event(http, bystander, body, part):
     answer = http.post("/v1/completions", json=body | {"stream": True})
     *_, last = (line for line in answer.iter_lines() if line)
     error = json.loads(last.removeprefix("data: "))["error"]
-    assert part in error["message"] and error["type"] == ("server_error" if status == 500 else "invalid_request_error")
+    assert part in error["message"] and error["type"] == "server_error"
 
 
 def test_a_chat_fails_in_the_same_way(http, bystander):

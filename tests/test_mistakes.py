@@ -59,7 +59,7 @@ def schema(depth):
         ("completions", {**TEXT, "guided_regex": r"[^\s\S]"}, "regex: no text has this form"),
         ("completions", {**TEXT, "guided_json": {"$ref": "#"}}, "json_schema: no text has this form"),
         ("completions", {**TEXT, "guided_json": {"enum": []}}, "json_schema: "),
-        ("completions", {**TEXT, "guided_json": "[" * 5000}, "json_schema is nested too deep"),
+        ("completions", {**TEXT, "guided_json": "[" * 5000}, "json_schema: it is nested too deep"),
         ("completions", {**TEXT, "guided_json": deep(500)}, "json_schema: recursion limit exceeded"),
         ("completions", {**TEXT, "guided_json": schema(55)}, None),
         ("completions", {**TEXT, "guided_json": {"const": "\ud800"}}, "json_schema: Value is not"),
