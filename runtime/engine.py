@@ -118,7 +118,7 @@ class Engine:
             self._allocate(type(loaded.module).__name__, loaded.longest)
         with self._phase("warm up", bar), _uncollected():
             if config.self_check and isinstance(loaded.module, StockModel):
-                self_check(loaded.module, self.program, Options.of(config.options))
+                self_check(loaded.module, self.program, Options.of(config.options), columns=self.runner.staging.columns)
                 self.program.bind(self.runner.caches)
             if not config.enforce_eager:
                 self._capture(progress)

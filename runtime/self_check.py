@@ -76,8 +76,10 @@ class Verdict:
         return ", ".join(f"{error:.1e} {kind}" for kind, error in self.errors)
 
 
-def self_check(model: StockModel, program: Program, options: Options) -> None:
+def self_check(model: StockModel, program: Program, options: Options, *, columns: int = 1) -> None:
     """Compare the program with the class's own forward, and note in its report what came of it.
+
+    columns   of the block tables of the steps to come: with as many here, kernels are compiled once for both
 
     A class that was right is remembered in the cache of compiled graphs, beside the program. The caches that the program is
     bound to may be others afterwards. Raises ValueError if the two differ by more than rounding.
@@ -86,7 +88,7 @@ def self_check(model: StockModel, program: Program, options: Options) -> None:
     start = time.perf_counter()
     entry = _entry(model, program, options)
     known = _read(entry) if entry is not None else None
-    verdict = known or verdict_of(model, program)
+    verdict = known or verdict_of(model, program, columns=columns)
     if verdict.why_not:
         program.report.notes.append(f"no self-check: {verdict.why_not}")
         return
@@ -140,7 +142,7 @@ def _reason(hf_model: Any) -> str:
     return f" (its forward takes no {' and no '.join(missing)})" if missing else ""
 
 
-def verdict_of(model: StockModel, program: Program) -> Verdict:
+def verdict_of(model: StockModel, program: Program, *, columns: int = 1) -> Verdict:
     """What came of running both."""
     hf_model = model.hf_model
     longest = getattr(hf_model.config.get_text_config(), "max_position_embeddings", None)
@@ -156,7 +158,7 @@ def verdict_of(model: StockModel, program: Program) -> Verdict:
     if not all(logits.isfinite().any(-1).all() for logits in expected):
         return Verdict(why_not="the class's own forward gives no finite logits")
     errors: dict[str, list[float]] = {}
-    for kind, number, first, logits in _ragged(program, sequences):
+    for kind, number, first, logits in _ragged(program, sequences, columns):
         for row, out in enumerate(logits):
             errors.setdefault(kind, []).append(_difference(out, expected[number][first + row]))
     found = tuple((kind, _agreed(each)) for kind, each in errors.items())
@@ -224,12 +226,12 @@ def _tokens(config: Any, vocab_size: int, count: int, seed: int) -> list[int]:
     return ([token for token in drawn if token not in special] or drawn)[:count]
 
 
-def _ragged(program: Program, sequences: Sequence[Sequence[int]]) -> Iterator[tuple[str, int, int, Tensor]]:
+def _ragged(program: Program, sequences: Sequence[Sequence[int]], wide: int) -> Iterator[tuple[str, int, int, Tensor]]:
     """(kind of rows, number of the sequence, its first position, logits) of each chunk of STEPS."""
     block_size = LAYOUTS[program.specs[0].layout].block_size or PAGE
     columns = -(-max(LENGTHS) // block_size)
     runner = Runner(program, num_blocks=len(sequences) * columns, block_size=block_size, max_num_seqs=len(sequences),
-                    max_num_rows=sum(LENGTHS), max_columns=columns)  # fmt: skip
+                    max_num_rows=sum(LENGTHS), max_columns=max(columns, wide))  # fmt: skip
     done = [0] * len(sequences)
     for number, step in enumerate(STEPS):
         chunks = []
