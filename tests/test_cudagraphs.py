@@ -207,7 +207,8 @@ def test_a_stock_model_decodes_a_batch_whose_positions_are_expanded() -> None:
         num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_experts=4, num_experts_per_tok=2,
         max_position_embeddings=64,
     )  # fmt: skip
-    model = transformers.Qwen3MoeForCausalLM(config).eval().requires_grad_(False).cuda()
+    # In bf16, because the experts of transformers read sizes back to the host in fp32, which no graph can hold.
+    model = transformers.Qwen3MoeForCausalLM(config).to(torch.bfloat16).eval().requires_grad_(False).cuda()
     ids = torch.randint(0, 96, (64, 8), device="cuda")
     compiled = torch.compile(model, backend="atom", mode="reduce-overhead")
 
@@ -218,11 +219,11 @@ def test_a_stock_model_decodes_a_batch_whose_positions_are_expanded() -> None:
             for step in range(4, 8):
                 positions = torch.tensor([[step]], device="cuda").expand(64, 1)
                 out = call(ids[:, step : step + 1], position_ids=positions, past_key_values=cache)
-                logits.append(out.logits.clone())
+                logits.append(out.logits.float())
         return logits
 
     for actual, expected in zip(decoded(compiled), decoded(model), strict=True):
-        torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-3)
+        assert torch.linalg.vector_norm(actual - expected) < 0.05 * torch.linalg.vector_norm(expected)
     report = atomc.reports()[-1]
     assert report.cuda_graphs and not any("no CUDA graph" in note for note in report.notes), report.notes
 
