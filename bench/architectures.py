@@ -65,6 +65,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
     "dots3_note_text": {"num_key_value_heads": 4},
     "mamba2": {"head_dim": 32},
+    "moshi": {"sliding_window": 128},  # a cache of a window would not fit its forward, which attends to all
     "zaya": {"num_experts_per_tok": 1},
 }
 MOST_PARAMETERS = 30_000_000

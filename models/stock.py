@@ -170,8 +170,9 @@ def _head_dim(attention: Any) -> int:
 
 
 def _num_kv_heads(attention: Any) -> int:
-    if hasattr(attention, "k_proj"):
-        return int(attention.k_proj.out_features // _head_dim(attention))
+    projected = getattr(getattr(attention, "k_proj", None), "out_features", None)
+    if projected is not None:  # Moshi's projections are modules of its own
+        return int(projected // _head_dim(attention))
     # What keys are repeated by to be as many as the queries says more than the config: JetMoe hands over repeated keys.
     num_heads, groups = getattr(attention, "num_heads", None), getattr(attention, "num_key_value_groups", None)
     if num_heads and groups:
