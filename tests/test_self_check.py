@@ -22,7 +22,8 @@ WITHOUT_POSITIONS = ["bart", "blenderbot", "blenderbot-small", "marian", "mbart"
 RIGHT = {
     "learned positions": ("gpt2", {}),
     "rotary positions, window": ("mistral", {"sliding_window": 6, "num_key_value_heads": 2}),
-    "experts": ("mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 6}),
+    "experts": ("mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 6,
+                            "num_key_value_heads": 2}),
 }
 
 

@@ -176,7 +176,7 @@ WIDE = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in ra
     [
         ({"regex": "(a{1000}){1000}"}, "regex: it takes more than 0.3 s to compile"),
         ({"json_schema": {"type": "string", "pattern": "^(a{1000}){1000}$"}}, "json_schema: it takes more than 0.3 s"),
-        ({"grammar": chain(50_000)}, "grammar: it (takes more than 0.3 s|needs more than 256 MiB)"),
+        ({"grammar": chain(50_000)}, "grammar: it (takes more than 0.3 s|needs more than 256 MiB|is nested too deep)"),
         ({"grammar": chain(2_000)}, "grammar: it is nested too deep"),
         ({"json_schema": WIDE}, "json_schema: it is too complex: .*too many|json_schema: it is too complex: .*items"),
         ({"json_schema": nested(200)}, "json_schema: recursion limit exceeded"),
