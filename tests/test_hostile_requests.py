@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -141,4 +142,9 @@ def test_an_infinite_temperature_in_fp32_draws_any_token_that_a_form_allows(http
 def test_the_engine_is_the_one_that_was_started_and_the_log_names_the_requests(server, http):
     assert http.get("/health").status_code == 200
     assert len([line for line in server.lines if "engine" in line and "starting" in line]) == 1
-    assert any("request hostile failed" in line and "NaN" in line for line in server.lines)
+    answer = http.post("/v1/completions", json=asked(prompt=[5, POISON]), headers={"X-Request-Id": "named"})
+    assert answer.status_code == 500
+    until = time.monotonic() + 30  # the log comes through a pipe
+    while not any("request named failed" in line and "NaN" in line for line in server.lines):
+        assert time.monotonic() < until, "no line of the log names the request"
+        time.sleep(0.05)
