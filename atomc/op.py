@@ -150,8 +150,8 @@ class Op:
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Register the decorated function as a way to run this op (see Kernel for the arguments).
 
-        Raises ValueError if `prepare` names no parameter of the op or the same function is registered twice, TypeError if
-        `tokens` are no Tokens.
+        Raises ValueError if `prepare` names no parameter of the op or the same function is registered twice for one layout,
+        TypeError if `tokens` are no Tokens.
         """
         if not isinstance(tokens, Tokens):
             raise TypeError(f"kernel of {self.name}: tokens is {tokens!r}, expected atomc.ops.Tokens(1, 16) or the like")
@@ -162,7 +162,7 @@ class Op:
                              f"the op has {list(self.signature.parameters)}")
 
         def register(function: Callable[..., Any]) -> Callable[..., Any]:
-            if any(known.function is function for known in self.kernels):
+            if any(known.function is function and known.layout == layout for known in self.kernels):
                 raise ValueError(f"kernel {function.__module__}.{function.__qualname__} of {self.name} "
                                  "is registered already")
             self.kernels.append(Kernel(self.name, provider, function, refuses, tokens, layout, preparing,

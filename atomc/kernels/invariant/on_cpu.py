@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.torch.sequence import attend, no_scales, sequences
+from atomc.kernels.torch.sequence import attend, gathered, no_scales
 from atomc.platform import Platform
 
 # So many rows of a product cost little more than one, whose time goes into reading the weight.
@@ -48,16 +48,11 @@ def paged_attention(
 ) -> Tensor:  # fmt: skip
     rows = q.reshape(-1, *q.shape[-2:])
     out = q.new_zeros((*rows.shape[:-1], v_cache.shape[-1]))
-    block_size = k_cache.shape[1]
-    for s, new, first, length in sequences(query_start, seq_lens, window):
-        first_block = first // block_size
-        blocks = block_tables[s, first_block : -(-length // block_size)]
-        keys = k_cache[blocks].flatten(0, 1).to(q.dtype)
-        values = v_cache[blocks].flatten(0, 1).to(q.dtype)
+    for new, first, keys, values in gathered(k_cache, v_cache, query_start, seq_lens, block_tables, window):
+        keys, values = keys.to(q.dtype), values.to(q.dtype)
         for row in range(new.start, new.stop):
-            end = length - (new.stop - row) + 1
-            start = max(0, end - window) if window else 0
-            seen = slice(start - first_block * block_size, end - first_block * block_size)
+            end = len(keys) - (new.stop - row) + 1
+            seen = slice(max(0, first + end - window) - first if window else 0, end)
             out[row] = attend(rows[row : row + 1], keys[seen], values[seen], sinks, scale, window, softcap)[0]
     return out.view(*q.shape[:-1], v_cache.shape[-1])
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.torch.eager import eager
-from atomc.kernels.torch.sequence import attend, sequences
+from atomc.kernels.torch.sequence import attend, gathered
 from atomc.ops.attention import from_cache
 from atomc.platform import Platform
 
@@ -85,14 +85,9 @@ def paged_attention(
 ) -> Tensor:  # fmt: skip
     rows = q.reshape(-1, *q.shape[-2:])
     out = q.new_zeros((*rows.shape[:-1], v_cache.shape[-1]))
-    block_size = k_cache.shape[1]
     # Numbers times a scale are rounded in 16 bits.
     wide = q.dtype if k_scale is None and v_scale is None else torch.float32
-    for s, new, first, length in sequences(query_start, seq_lens, window):
-        first_block, last_block = first // block_size, -(-length // block_size)
-        blocks = block_tables[s, first_block:last_block]
-        seen = slice(first - first_block * block_size, length - first_block * block_size)
-        keys = from_cache(k_cache[blocks].flatten(0, 1)[seen], k_scale, wide)
-        values = from_cache(v_cache[blocks].flatten(0, 1)[seen], v_scale, wide)
+    for new, _, keys, values in gathered(k_cache, v_cache, query_start, seq_lens, block_tables, window):
+        keys, values = from_cache(keys, k_scale, wide), from_cache(values, v_scale, wide)
         out[new] = attend(rows[new].to(wide), keys, values, sinks, scale, window, softcap)
     return out.view(*q.shape[:-1], v_cache.shape[-1])

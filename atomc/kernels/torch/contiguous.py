@@ -1,17 +1,9 @@
-"""State in "contiguous" layout, on a CPU: a sequence is one block, so its keys are a slice and nothing is gathered."""
+"""Attention over the "contiguous" layout, on a CPU: a sequence is one block, so its keys are a slice of the cache."""
 
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.torch.sequence import attend, on_a_cpu, reads_it_as_it_is, sequences, write
-
-
-@ops.kv_write.kernel("torch", layout="contiguous", refuses=on_a_cpu)
-def kv_write(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor,
-    k_scale: Tensor | None = None, v_scale: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    return write(k, v, k_cache, v_cache, slots)
+from atomc.kernels.torch.sequence import attend, reads_it_as_it_is, sequences
 
 
 @ops.paged_attention.kernel("torch", layout="contiguous", refuses=reads_it_as_it_is)
@@ -27,22 +19,3 @@ def paged_attention(
         keys, values = k_cache[block[s], first:length], v_cache[block[s], first:length]
         out[new] = attend(rows[new], keys, values, sinks, scale, window, softcap)
     return out.view(*q.shape[:-1], v_cache.shape[-1])
-
-
-@ops.rope_kv_write.kernel("torch", layout="contiguous", refuses=on_a_cpu)
-def rope_kv_write(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor,
-    k_scale: Tensor | None = None, v_scale: Tensor | None = None, rope_style: str = "neox",
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    token = write(ops.rope.reference(k, cos, sin, rope_style), v, k_cache, v_cache, slots)
-    return ops.rope.reference(q, cos, sin, rope_style), token
-
-
-@ops.qk_norm_rope_kv_write.kernel("torch", layout="contiguous", refuses=on_a_cpu)
-def qk_norm_rope_kv_write(
-    q: Tensor, k: Tensor, v: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float,
-    k_cache: Tensor, v_cache: Tensor, slots: Tensor, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
-    norm_style: str = "after", rope_style: str = "neox",
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    q, k = ops.qk_norm_rope.reference(q, k, q_weight, k_weight, cos, sin, eps, norm_style, rope_style)
-    return q, write(k, v, k_cache, v_cache, slots)

@@ -57,6 +57,38 @@ def sequences(query_start: Tensor, seq_lens: Tensor, window: int) -> Iterator[tu
             yield s, slice(start, end), max(0, length - (end - start) - window + 1) if window else 0, length
 
 
+def gathered(
+    k_cache: Tensor, v_cache: Tensor, query_start: Tensor, seq_lens: Tensor, block_tables: Tensor, window: int
+) -> Iterator[tuple[slice, int, Tensor, Tensor]]:
+    """(rows, first key that they see, keys and values [S, K, D] from that one on) of each sequence with new tokens.
+
+    The caches are in blocks; keys and values are valid until the next sequence.
+    """
+    block_size = k_cache.shape[1]
+    found = [(s, new, first, length, first // block_size, -(-length // block_size))
+             for s, new, first, length in sequences(query_start, seq_lens, window)]  # fmt: skip
+    k_room, v_room = _room(k_cache, v_cache, max((end - start for *_, start, end in found), default=0))
+    for s, new, first, length, start, end in found:
+        blocks = block_tables[s, start:end]
+        seen = slice(first - start * block_size, length - start * block_size)
+        # Not k_cache[blocks], which copies number by number on a CPU. Zen 4, 512 keys, 8 heads of 64, bf16, with attention:
+        # 0.39 ms for 0.22, and 0.22 for the contiguous layout.
+        keys = torch.index_select(k_cache, 0, blocks, out=k_room[: end - start]).flatten(0, 1)[seen]
+        values = torch.index_select(v_cache, 0, blocks, out=v_room[: end - start]).flatten(0, 1)[seen]
+        yield new, first, keys, values
+
+
+def _room(k_cache: Tensor, v_cache: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
+    """Memory for so many blocks of keys and of values, for one sequence after another.
+
+    In one piece, which malloc keeps for the next call: what is freed in two goes back to the system, and filling it anew
+    takes as long as reading the keys does.
+    """
+    k_size, v_size = (blocks * cache.shape[1:].numel() for cache in (k_cache, v_cache))
+    room = k_cache.new_empty(k_size + v_size)
+    return room[:k_size].view(blocks, *k_cache.shape[1:]), room[k_size:].view(blocks, *v_cache.shape[1:])
+
+
 def attend(
     q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None, scale: float, window: int, softcap: float
 ) -> Tensor:
