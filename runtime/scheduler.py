@@ -426,8 +426,9 @@ class Scheduler:
         known = len(request.tokens)
         if chunk.draws:
             self._accept(request, chunk, new)
-        if request.slot is not None and request.admitted == admission:
-            computed = min(chunk.end, request.computed)  # less after a wrong draft, more if the next step runs
+        if request.slot is not None and request.admitted == admission:  # not preempted since
+            request.computed -= len(chunk.draws) - len(new)  # of a wrong draft
+            computed = min(chunk.end, request.computed)  # more if the next step runs
             self._name_blocks(request, computed)
             self.pool.trim(request.id, computed)
         if request.pooling and chunk.end == request.num_prompt:
@@ -439,13 +440,12 @@ class Scheduler:
         return output
 
     def _accept(self, request: Request, chunk: Chunk, tokens: Sequence[int]) -> None:
-        """Append drawn tokens up to one that ends the request, and roll back what was computed of a wrong draft."""
+        """Append drawn tokens up to one that ends the request."""
         request.drawing -= 1
         drafted = len(chunk.draws) - 1
         if drafted:
             self.counters.drafted += drafted
             self.counters.accepted += len(tokens) - 1
-            request.computed -= drafted + 1 - len(tokens)
             request.draft = ()
         for token in tokens:
             request.accept(token, self.max_len)

@@ -290,6 +290,24 @@ def test_a_draft_is_kept_as_far_as_it_is_right():
     assert (s.counters.drafted, s.counters.accepted) == (3, 2)
 
 
+def test_a_wrong_draft_of_a_request_that_was_preempted_meanwhile_takes_nothing_back():
+    s = scheduler(max_num_seqs=1, policy="priority")
+    late = request("late", 2, max_tokens=8)
+    late.priority = 1
+    s.add(late)
+    advance(s)
+    late.draft = (4, 5)
+    with_draft = s.next_step()
+    s.add(request("urgent", 2, max_tokens=1))
+    step = s.next_step()
+    assert [chunk.request_id for chunk in step.chunks] == ["urgent"] and late in s.waiting
+    s.finish_step(with_draft, [[9]])
+    s.check()
+    assert late.computed == 0 and late.tokens == [0, 1, 100, 9]
+    s.finish_step(step, [[100]])
+    assert advance(s)[0] == [("late", 0, 4, True)]
+
+
 def test_a_prefix_that_was_computed_is_not_computed_again():
     s = scheduler(shares=True)
     s.add(request("a", 10, max_tokens=1))
