@@ -1,7 +1,9 @@
 """What a client can get wrong is a 400 that says so, and how much one request may ask for."""
 
 import json
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given, settings
@@ -160,18 +162,23 @@ def test_a_template_that_loops_ends(http):
 
 
 def test_bodies_that_are_too_large_together_are_refused_for_a_while(http):
-    def slowly():
-        # All but the end of a body, which comes when the other was refused.
+    refused = threading.Event()
+
+    def body():
         yield b'{"max_tokens":2,"prompt":"Once' + b" " * (15 * 2**20)
-        until = time.monotonic() + 30
-        while time.monotonic() < until:  # until the server has received the first one
-            refused = http.post("/v1/completions", content=b" " * (3 * 2**20), headers={"Content-Type": "application/json"})
-            if refused.status_code == 429:
-                break
-        assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
-        assert refused.json()["error"]["code"] == "too_many_bytes"
+        while not refused.is_set():
+            yield b" "
+            time.sleep(0.01)
         yield b'"}'
 
-    answer = http.post("/v1/completions", content=slowly(), headers={"Content-Type": "application/json"})
-    assert answer.status_code == 400 and "maximum context length" in answer.json()["error"]["message"]
+    def post(_):
+        answer = http.post("/v1/completions", content=body(), headers={"Content-Type": "application/json"})
+        refused.set()
+        return answer
+
+    with ThreadPoolExecutor(2) as clients:
+        taken, late = sorted(clients.map(post, range(2)), key=lambda answer: answer.status_code)
+    assert taken.status_code == 400 and "maximum context length" in taken.json()["error"]["message"]
+    assert late.status_code == 429 and late.headers["retry-after"] == "1"
+    assert late.json()["error"]["code"] == "too_many_bytes"
     assert http.post("/v1/completions", json=TEXT).status_code == 200

@@ -24,15 +24,20 @@ class BodyBudget:
         self._trimming = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        held = 0
+        held = received = 0
 
         async def counted() -> Message:
-            nonlocal held
+            nonlocal held, received
             message = await receive()
             size = len(message.get("body", b""))
             if self.held + size > self.most:
-                raise self._too_much()
+                error = self._too_much()
+                # At once, so that no other request is refused because of this one.
+                self.held -= held
+                held = 0
+                raise error
             held += size
+            received += size
             self.held += size
             return message
 
@@ -40,7 +45,7 @@ class BodyBudget:
             await self.app(scope, counted, send)
         finally:
             self.held -= held
-            if held > LARGE and not self._trimming:
+            if received > LARGE and not self._trimming:
                 self._trimming = True
                 asyncio.get_running_loop().call_later(TRIM_SECONDS, self._trim)
 
