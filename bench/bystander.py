@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.synchronize import Event
 from pathlib import Path
@@ -32,9 +32,10 @@ STREAM = {"prompt": "She looked at him", "max_tokens": 1900, "ignore_eos": True,
 JSON = {"Content-Type": "application/json"}
 
 
-def gaps(url: str, until: float) -> list[float]:
-    """Seconds between tokens of one stream after another, until this time."""
+def gaps(url: str, seconds: float, begin: Callable[[], object] | None = None) -> list[float]:
+    """Seconds between tokens of one stream after another; `begin` is called after the first token, a second before."""
     found: list[float] = []
+    since, until = 0.0, time.monotonic() + seconds
     while time.monotonic() < until:
         connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=300)
         connection.request("POST", COMPLETIONS, json.dumps(STREAM), JSON)
@@ -42,7 +43,10 @@ def gaps(url: str, until: float) -> list[float]:
         while line := answer.readline():
             if line.startswith(b"data: {"):
                 now = time.monotonic()
-                found += [now - last] if last is not None else []
+                if begin:
+                    begin()
+                    begin, since, until = None, now + 1, now + 1 + seconds  # it makes its body
+                found += [now - last] if last is not None and last >= since else []
                 last = now
             if time.monotonic() > until:
                 break
@@ -71,9 +75,7 @@ def under_attack(url: str, name: str, seconds: float) -> tuple[list[float], list
     context = multiprocessing.get_context("spawn")
     stop, answers = context.Event(), context.SimpleQueue()
     process = context.Process(target=attack, args=(url, name, stop, answers), daemon=True)
-    process.start()
-    time.sleep(1)  # it makes its body
-    found = gaps(url, time.monotonic() + seconds)
+    found = gaps(url, seconds, process.start)
     stop.set()
     got: list[int | str] = []
     process.join(1)
@@ -120,8 +122,8 @@ def main() -> None:
     print(f"{' '.join(['python', *sys.argv])}\n{machine}\n")
     print(f"{'':36}{'p50':>8}{'p99':>8}{'max':>8}{'moved':>8}{'tokens':>8}{'sent':>6}  status")
     with demo() if not given.url else _given(given.url) as url:
-        gaps(url, time.monotonic() + 2)
-        rows = [row("(quiet)", gaps(url, time.monotonic() + given.seconds), None, [])]
+        gaps(url, 2)
+        rows = [row("(quiet)", gaps(url, given.seconds), None, [])]
         _show(rows[0])
         for name in HOSTILE:
             if given.only in name:

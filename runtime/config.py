@@ -30,7 +30,10 @@ class EngineConfig:
     quantization_ignore: tuple[str, ...] = _option((), "layers to keep as they are, by name, part of a name or re:pattern")
     max_model_len: int | None = _option(None, "tokens of the longest sequence; left out: as model and memory allow")
     max_num_seqs: int | None = _option(None, "sequences that run at once, at most; left out: 256 on a GPU, 64 on a CPU")
-    max_num_batched_tokens: int = _option(2048, "tokens of one step, at most; longer prompts are computed in chunks")
+    max_num_batched_tokens: int | None = _option(
+        None, "tokens of one step, at most; longer prompts are computed in chunks; left out: 2048 on a GPU, 256 on a CPU, "
+        "but at least max_num_seqs"
+    )
     gpu_memory_utilization: float = _option(0.9, "share of the GPU's memory for weights, activations and cache together")
     kv_bytes: int | None = _option(None, "size of the cache in bytes, instead of a share of the memory")
     num_blocks: int | None = _option(None, "size of the cache in blocks, instead of a share of the memory")

@@ -45,6 +45,8 @@ log = logging.getLogger("atomc")
 PHASES = ("load", "compile", "allocate", "warm up")
 WARM_UP_TOKENS = 8
 MAX_NUM_SEQS = {"cpu": 64, "cuda": 256}
+# Every request waits for the whole step. On a CPU, prompts of 1,000 tokens take as long in chunks of 256 as in one.
+MAX_NUM_BATCHED_TOKENS = {"cpu": 256, "cuda": 2048}
 MEMORY = 0.02  # weight of the last step in the mean host time
 
 
@@ -148,6 +150,8 @@ class Engine:
             raise ValueError(f"{name} keeps no state: each of its attention layers must own a handle (ops.kv_state) and "
                              "pass it to ops.attention")  # fmt: skip
         max_num_seqs = config.max_num_seqs or MAX_NUM_SEQS.get(device.type, 256)
+        max_num_batched_tokens = config.max_num_batched_tokens or max(
+            MAX_NUM_BATCHED_TOKENS.get(device.type, 2048), max_num_seqs)  # fmt: skip
         self.drawing = Drawing(device, max_num_seqs, self._grammars, self.fence)
         block_size = LAYOUTS[specs[0].layout].block_size
         windows = windows_of(self.program)
@@ -157,10 +161,10 @@ class Engine:
                     for group, window in enumerate(windows)],
             block_size=block_size,
             available=0 if sized else free_memory(device, config.gpu_memory_utilization,
-                                                  self._activations(max_num_seqs, longest)),
+                                                  self._activations(max_num_seqs, max_num_batched_tokens, longest)),
             max_num_seqs=max_num_seqs,
             longest=longest,
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=config.max_model_len,
             num_blocks=config.num_blocks,
             kv_bytes=config.kv_bytes,
@@ -172,7 +176,7 @@ class Engine:
         # Before the pool, which keeps a list of the blocks: too many of them are refused at once.
         self.runner = Runner(
             self.program, num_blocks=size.num_blocks, block_size=size.block_size, max_num_seqs=max_num_seqs,
-            max_num_rows=config.max_num_batched_tokens, max_columns=-(-size.max_model_len // size.block_size),
+            max_num_rows=max_num_batched_tokens, max_columns=-(-size.max_model_len // size.block_size),
         )  # fmt: skip
         # Nothing was measured, or in a small cache: kernels count in 64 bits in one as large as this.
         if block_size is not None and (sized or any(keys.numel() >= 2**31 for keys, _ in self.runner.caches)):
@@ -180,7 +184,7 @@ class Engine:
         self.scheduler = Scheduler(
             BlockPool(size.num_blocks, size.block_size, windows, shares=not self.no_prefix_cache),
             max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=size.max_model_len,
             max_queue=config.max_queue,
             policy=config.scheduling_policy,
@@ -190,12 +194,11 @@ class Engine:
         log.info("the cache holds %d tokens, %.1f sequences of full length (%d tokens)", self.scheduler.pool.num_tokens,
                  self.scheduler.pool.num_tokens / self.max_len, self.max_len)  # fmt: skip
 
-    def _activations(self, max_num_seqs: int, longest: int) -> int:
-        """Bytes that the largest step takes beside weights and cache on a GPU: measured, on a cache of one block."""
+    def _activations(self, max_num_seqs: int, rows: int, longest: int) -> int:
+        """Bytes that a step of so many rows takes beside weights and cache on a GPU: measured, on a cache of one block."""
         device, block_size = self.program.device, LAYOUTS[self.program.specs[0].layout].block_size
         if device.type != "cuda" or block_size is None:
             return 0
-        rows = self.config.max_num_batched_tokens
         runner = Runner(self.program, num_blocks=1, block_size=block_size, max_num_seqs=max_num_seqs, max_num_rows=rows,
                         max_columns=-(-longest // block_size))  # fmt: skip
         self._kernels.meet(runner, self.drawing.sampler, max_num_seqs)

@@ -237,6 +237,12 @@ def test_a_cpu_has_a_prefix_cache_if_nothing_is_said():
     assert engine(None, enable_prefix_caching=False).stats().no_prefix_cache == "enable_prefix_caching is off"
 
 
+def test_a_step_on_a_cpu_has_256_tokens_if_nothing_is_said_and_at_least_one_for_each_sequence():
+    assert engine(None).scheduler.max_num_batched_tokens == 256
+    assert engine(None, max_num_seqs=300).scheduler.max_num_batched_tokens == 300
+    assert engine(None, max_num_batched_tokens=8).scheduler.max_num_batched_tokens == 8
+
+
 def test_stats_add_up(plain):
     before = plain.stats()
     run(plain, plain.request("a", list(range(300, 340)), SamplingParams(max_tokens=5, ignore_eos=True)))
