@@ -14,6 +14,7 @@ from torch.fx import GraphModule
 
 from atomc import contract
 from atomc.capture.functional import wants_gradients
+from atomc.driver import inductor_patches, timed
 from atomc.errors import OURS, OptionsError, RunError
 from atomc.graph.provenance import clean_path
 from atomc.options import Options
@@ -21,7 +22,6 @@ from atomc.platform import Platform
 from atomc.render.page import publish
 from atomc.report import GraphBreak, Report, forget, keep
 from atomc.specialize import Specialized, runnable
-from atomc.stages import inductor_patches, timed
 from atomc.torch_compat.inductor import inductor, inductor_option_names
 from atomc.torch_compat.tracing import (
     RestartAnalysis,

@@ -1,9 +1,9 @@
-"""What a pass is: a name, what it does to a graph, and what must run before it."""
+"""What a pass is: a name, what it does to a graph, what must run before it; what it is given, and what it returns."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.fx import GraphModule, Node
 
@@ -16,49 +16,69 @@ from atomc.platform import Platform
 from atomc.rewrite import Fired, Rewrite
 
 
-@dataclass
+class Off(NamedTuple):
+    """A pass that the options leave out in a module: by which pattern, and how the report says so."""
+
+    pattern: str
+    text: str
+
+
+@dataclass(frozen=True)
 class Context:
-    """What a pass may ask for, and where it leaves what is neither in the graph nor in the report.
+    """What a compile is asked for, as a pass sees it.
 
     paged   compiled for the runtime: attention gets a paged cache
-    choose  the kernel for an op's node, None for its meaning
-    state   one StateSpec per layer, once state is bound
-    extras  the inputs that lowering added, in order
-    keep_texts  the report gets the graph after each changing pass, not only the final one
+    build   False: kernels are chosen, and nothing is built
+    choose  the kernel for an op's node, None for its meaning; in lowering only
     inputs  what the graph's first placeholders are fed: the parameters among them may be packed
-    near    the sites that a pass has just left alone, with the reason; the runner takes them
+    keep_texts  the report gets the graph after each changing pass, not only the final one
     observers  shown the captured graph, and the graph after each pass that changed it, each with its name
-    used    the pass and the pattern for which `off_here` found a module
     """
 
     options: Options
     platform: Platform
     paged: bool = False
+    build: bool = True
     choose: Callable[[Node], Kernel | None] | None = None
-    notes: list[str] = field(default_factory=list)
-    state: list[StateSpec] = field(default_factory=list)
-    extras: list[Extra] = field(default_factory=list)
-    keep_texts: bool = False
     inputs: Sequence[Any] = ()
-    near: list[NearMiss] = field(default_factory=list)
+    keep_texts: bool = False
     observers: Sequence[Callable[[str, GraphModule], None]] = ()
-    used: set[tuple[str, str]] = field(default_factory=set)
 
-    def off_here(self, name: str, node: Node) -> str | None:
+    def off_here(self, name: str, node: Node) -> Off | None:
         """How the options leave this pass out in the module that made the node, or None."""
         patterns = self.options.passes.get(name, False)
         path = module_path(node)
         for pattern in () if isinstance(patterns, bool) else patterns:
             if fnmatchcase(path, pattern) or fnmatchcase(path, f"{pattern}.*"):
-                self.used.add((name, pattern))
-                return f"off here (options={{'passes': {{{name!r}: [{pattern!r}]}}}})"
+                return Off(pattern, f"off here (options={{'passes': {{{name!r}: [{pattern!r}]}}}})")
         return None
+
+
+@dataclass
+class Outcome:
+    """What passes did and found.
+
+    fired   the sites
+    near    sites that were left alone, with the reason
+    off     patterns of the options that left out a site
+    notes   for the report
+    state   one StateSpec per layer, in graph order
+    extras  the inputs that lowering added, in order
+    """
+
+    fired: list[Fired] = field(default_factory=list)
+    near: list[NearMiss] = field(default_factory=list)
+    off: set[str] = field(default_factory=set)
+    notes: list[str] = field(default_factory=list)
+    state: list[StateSpec] = field(default_factory=list)
+    extras: list[Extra] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Pass:
     """One step of the pipeline: rewrites that make one name, or a function over the whole graph.
 
+    run       returns the sites that it changed, or an Outcome
     after     names of passes that must stand earlier; building the pipeline checks it
     paged     True if it only has a meaning for the runtime
     cleanup   True if it changes no meaning worth a line in the report; where it does not apply is not explained
@@ -66,7 +86,7 @@ class Pass:
     """
 
     name: str
-    run: Callable[[GraphModule, Context], Sequence[Fired]] | None = None
+    run: Callable[[GraphModule, Context], Sequence[Fired] | Outcome] | None = None
     rewrites: tuple[Rewrite, ...] = ()
     after: tuple[str, ...] = ()
     paged: bool = False

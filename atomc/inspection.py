@@ -11,9 +11,8 @@ from torch.fx import GraphModule, Node
 
 from atomc import contract
 from atomc.backend import new_report, untreatable
-from atomc.capture.functional import trace
 from atomc.capture.regions import every_layer, trace_once
-from atomc.dumps.dump import Dumper
+from atomc.driver import compile_graph
 from atomc.errors import OURS
 from atomc.graph.expressions import expression
 from atomc.graph_pass import Context
@@ -21,7 +20,6 @@ from atomc.options import Options
 from atomc.platform import Platform
 from atomc.render.page import publish
 from atomc.report import Report, forget, keep
-from atomc.stages import lift_stage, stages
 from atomc.torch_compat.automatic_dynamic import compiled_alone
 from atomc.torch_compat.tracing import RestartAnalysis, ShortenTraceback, afresh, lifted_floats, passed_on
 
@@ -99,15 +97,11 @@ def _inspect(gm: GraphModule, inputs: Sequence[Any], options: Options, platform:
         contract.check(report, options)
         return report
     device = next((x.device.type for x in inputs if isinstance(x, Tensor) and not x.is_meta), None)
-    context = Context(options, platform or Platform.detect(device), notes=report.notes, inputs=inputs, keep_texts=True)
+    where = platform or Platform.detect(device)
     placeholders = gm.graph.find_nodes(op="placeholder")
     floats = {i: float(inputs[i]) for node in lifted_floats(gm.graph) for i in [placeholders.index(node)]}
-
-    def compiler(functional: GraphModule, fakes: Sequence[Any]) -> Callable[..., Any]:
-        return stages(functional, context, report, Dumper(options.dump), glue=False).call
-
     try:
-        trace(gm, inputs, lambda dynamo: lift_stage(dynamo, context, report), compiler, floats, report.notes)
+        compile_graph(gm, inputs, Context(options, where, build=False, inputs=inputs, keep_texts=True), report, floats)
         report.treated = True
     except RestartAnalysis:  # Dynamo traces again with floats it now knows to be constants
         forget(report)

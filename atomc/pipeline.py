@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 from atomc.errors import OptionsError
 from atomc.graph.canonical import GENERIC, call
 from atomc.graph.provenance import describe, layer_of, module_path, source_line
-from atomc.graph_pass import Context, Pass, rewriting
+from atomc.graph_pass import Context, Outcome, Pass, rewriting
 from atomc.listing import listing
 from atomc.matching.near_miss import NearMiss
 from atomc.matching.pattern import Index
@@ -114,11 +114,12 @@ def check_order(pipeline: Sequence[Pass]) -> None:
 
 def run(
     gm: GraphModule, passes: Sequence[Pass], context: Context, report: Report, observers: Sequence[Observer] = ()
-) -> None:
-    """Run the passes on the graph and write what happened into the report."""
-    explained: list[NearMiss] = []
+) -> Outcome:
+    """Run the passes on the graph and write what happened into the report. Returns what all of them did and found."""
+    done = Outcome()
+    names: list[str] = []
     consumed: dict[str, Counter[str]] = {}
-    done: list[str] = []
+    unused: list[str] = []
     mode = fake_mode_of(gm.graph)
     guards = num_guards(mode)
     before = listing(gm) if context.keep_texts else ""
@@ -128,35 +129,39 @@ def run(
         report.requires[p.name] = list(p.after)
         if not p.cleanup:
             report.about[p.name] = about(p)
+            report.known.append(p.name)
         try:
-            fired, near = (_rewrite(gm, p, explained, context, report, consumed) if p.rewrites
-                           else _call(gm, p, context, report))  # fmt: skip
-            if fired:
+            outcome = _rewrite(gm, p, done.near, context, report, consumed) if p.rewrites else _call(gm, p, context)
+            if outcome.fired:
                 sort_topologically(gm.graph)
                 gm.graph.lint()
         except Exception as error:  # whatever it is, say in which pass; the caller decides what to do about it
-            raise PassError(f"pass {p.name!r} failed (after {', '.join(done) or 'none'}): {error}") from error
+            raise PassError(f"pass {p.name!r} failed (after {', '.join(names) or 'none'}): {error}") from error
         if report.bugs and context.options.strict:
             raise PassError(f"pass {p.name!r}: {report.bugs[0]}")
         if num_guards(mode) != guards:
             raise PassError(f"pass {p.name!r} added a guard on the sizes of the inputs")
-        explained += near
-        for f in fired:
+        for f in outcome.fired:
             for name in f.consumed:
                 consumed.setdefault(name, Counter())[f.name] += 1
-        record(report, p, fired, gm, context, before)
-        before = "" if fired else before
-        report.near += [miss_of(miss) for miss in near]
-        done.append(p.name)
-        if fired:
+        record(report, p, outcome.fired, gm, context, before)
+        before = "" if outcome.fired else before
+        report.near += [miss_of(miss) for miss in outcome.near]
+        report.notes += outcome.notes
+        unused += [f"option passes: {p.name!r} is left out in {pattern!r}, where it would not fire anyway"
+                   for pattern in _patterns(p, context) if pattern not in outcome.off]  # fmt: skip
+        names.append(p.name)
+        done.fired += outcome.fired
+        done.near += outcome.near
+        done.state += outcome.state
+        done.extras += outcome.extras
+        if outcome.fired:
             for observer in observers:
                 observer(p.name, gm)
-    unused = [(p.name, pattern) for p in passes for pattern in _patterns(p, context)
-              if (p.name, pattern) not in context.used]  # fmt: skip
-    report.notes += [f"option passes: {name!r} is left out in {pattern!r}, where it would not fire anyway"
-                     for name, pattern in unused]  # fmt: skip
+    report.notes += unused
     if context.choose is None:  # lowering leaves none
         report.num_ops = dict(Counter(op.name for node in gm.graph.nodes if (op := op_of(node.target))))
+    return done
 
 
 def _patterns(p: Pass, context: Context) -> Sequence[str]:
@@ -165,46 +170,48 @@ def _patterns(p: Pass, context: Context) -> Sequence[str]:
     return () if isinstance(patterns, bool) else patterns
 
 
-def _call(gm: GraphModule, p: Pass, context: Context, report: Report) -> tuple[list[Fired], list[NearMiss]]:
+def _call(gm: GraphModule, p: Pass, context: Context) -> Outcome:
     assert p.run is not None
-    if not p.cleanup:
-        report.known.append(p.name)
-    fired = list(p.run(gm, context))
-    near, context.near = context.near, []
-    return fired, near
+    made = p.run(gm, context)
+    return made if isinstance(made, Outcome) else Outcome(list(made))
 
 
 def _rewrite(
     gm: GraphModule, p: Pass, causes: list[NearMiss], context: Context, report: Report,
     consumed: dict[str, Counter[str]],
-) -> tuple[list[Fired], list[NearMiss]]:  # fmt: skip
-    fired: list[Fired] = []
+) -> Outcome:  # fmt: skip
+    done = Outcome()
     refused: list[NearMiss] = []
+
+    def off_here(name: str, node: Node) -> str | None:
+        off = context.off_here(name, node)
+        done.off |= {off.pattern} if off else set()
+        return off.text if off else None
+
     index = Index(gm.graph)
     possible = [rewrite for rewrite in p.rewrites if not rewrite.unmet(index)]
     for rewrite in possible:
-        more_fired, more_refused = apply(gm.graph, rewrite, index, context.off_here)
+        more_fired, more_refused = apply(gm.graph, rewrite, index, off_here)
         if more_fired:
             index = Index(gm.graph)
-        fired += more_fired
+        done.fired += more_fired
         refused += more_refused
     if p.cleanup:
-        return fired, []
-    report.known.append(p.name)
-    gone = {node for f in fired for node in f.nodes}
-    near = _best(refused, gone)
-    shown = {node for miss in near for node in miss.nodes}
+        return done
+    gone = {node for f in done.fired for node in f.nodes}
+    done.near = _best(refused, gone)
+    shown = {node for miss in done.near for node in miss.nodes}
     try:
         explained, unexplained = misses(index, possible, causes)
     except Exception as error:  # which costs the explanation, not the compilation
         report.bugs.append(f"{p.name}: what nearly fired cannot be told: {type(error).__name__}: {error}")
-        return fired, near
-    near += [miss for miss in explained if not (miss.nodes & shown)]
+        return done
+    done.near += [miss for miss in explained if not (miss.nodes & shown)]
     for miss in _best(unexplained, {node for other in refused for node in other.nodes}):
         report.bugs.append(f"{p.name} at {describe(miss.anchor)}: the matcher refused it, but nothing differs")
-    if not fired and not near:
+    if not done.fired and not done.near:
         _say_what_is_absent(index, p, report, consumed)
-    return fired, near
+    return done
 
 
 def _best(refused: list[NearMiss], gone: set[Node]) -> list[NearMiss]:

@@ -1,7 +1,6 @@
 """One graph, compiled once per tuple of the Python floats that Dynamo made inputs of without guarding their values."""
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,21 +8,16 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from atomc import contract
-from atomc.cache.compiled import Compiled, packs_of, with_extras
-from atomc.cache.graph_start import GraphStart
+from atomc.cache.compiled import packs_of, with_extras
 from atomc.capture.floats import inline_floats
-from atomc.capture.functional import trace
 from atomc.capture.stamp import regions_of
 from atomc.cudagraphs import Graphed
-from atomc.dumps.dump import Dumper
-from atomc.graph.mutation import mutated
+from atomc.driver import build
 from atomc.graph_pass import Context
 from atomc.options import Options
-from atomc.packs import Packs
 from atomc.platform import Platform
 from atomc.report import Report
-from atomc.stages import lift_stage, stages
-from atomc.torch_compat.tracing import added_by_aot, fake_mode_of, lifted_floats, num_guards, own_copy, tracing_context
+from atomc.torch_compat.tracing import fake_mode_of, lifted_floats, num_guards, own_copy, tracing_context
 
 # A float that takes more values than this is handed to Inductor as an input.
 MOST_FLOAT_VALUES = 8
@@ -97,56 +91,21 @@ def compile_for(
     gm: GraphModule, example_inputs: Sequence[Any], options: Options, platform: Platform, report: Report,
     floats: dict[int, float],
 ) -> Callable[..., Any]:  # fmt: skip
-    """All stages for one graph with given floats; takes and returns what `gm` does."""
-    context = Context(options, platform, notes=report.notes, inputs=example_inputs, keep_texts=options.report is not None)
-    dumper = Dumper(options.dump)
-    before = GraphStart(gm, example_inputs, context, report, floats)
-    written: list[int] = []
-    packs: list[Packs] = []
-    whole: list[Callable[..., Any]] = []  # what runs, if AOTAutograd adds nothing to it
-
-    def complete(compiled: Compiled) -> Callable[..., Any]:
-        packs.append(packs_of(compiled, report.notes))
-        return with_extras(compiled, packs[-1], example_inputs, report.notes)
-
-    def compiler(functional: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        written.extend(written_inputs(functional))
-        around = added_by_aot(functional, len(example_inputs))
-        compiled = stages(functional, context, report, dumper)
-        before.keep(compiled, written, around)
-        made = complete(compiled)
-        whole.extend([made] * (around is None))
-        return made
-
-    def lift(dynamo: GraphModule) -> None:
-        lift_stage(dynamo, context, report)
-
-    found = before.found()
-    if found is not None:
-        made = complete(found[0])
-        written.extend(found[1])
-    else:
-        start = time.perf_counter()
-        made = trace(gm, example_inputs, lift, compiler, floats, report.notes)
-        made = whole[-1] if whole else made
-        report.phases["trace"] = time.perf_counter() - start - sum(
-            report.phases.get(name, 0.0) for name in ("lift", "passes", "lower", "glue"))  # fmt: skip
+    """One graph with given floats, compiled or from the cache; takes and returns what `gm` does."""
+    context = Context(options, platform, inputs=example_inputs, keep_texts=options.report is not None)
+    built = build(gm, example_inputs, context, report, floats)
+    packs = packs_of(built.compiled, report.notes)
+    made = built.wrap(with_extras(built.compiled, packs, example_inputs, report.notes))
     report.treated = True
     contract.check(report, options)
     if wants_cuda_graphs(options) and not platform.is_cpu:
-        return Graphed(made, written, report.notes, report.cuda_graphs, settle=packs[-1])
+        return Graphed(made, built.written, report.notes, report.cuda_graphs, settle=packs)
     return made
 
 
 def wants_cuda_graphs(options: Options) -> bool:
     """The modes of torch.compile that ask for CUDA graphs."""
     return options.mode in ("reduce-overhead", "max-autotune")
-
-
-def written_inputs(gm: GraphModule) -> list[int]:
-    """The numbers of the inputs that the graph writes in place."""
-    targets = {target for node in gm.graph.nodes for target in mutated(node)}
-    return [i for i, node in enumerate(gm.graph.find_nodes(op="placeholder")) if node in targets]
 
 
 def runnable(gm: GraphModule) -> GraphModule:

@@ -1,6 +1,5 @@
 """A model traced by Dynamo and compiled for the runtime: once, without guards."""
 
-import contextlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -11,18 +10,15 @@ from torch.fx import GraphModule
 
 from atomc.backend import new_report
 from atomc.cache.compiled import Compiled
-from atomc.cache.graph_start import GraphStart
 from atomc.cache.store import Plain
-from atomc.capture.functional import trace
 from atomc.capture.regions import every_layer, trace_once
-from atomc.dumps.dump import Dumper
+from atomc.driver import build
 from atomc.graph_pass import Context
 from atomc.options import Options
 from atomc.platform import Platform
 from atomc.report import Report, forget, keep
-from atomc.stages import lift_stage, stages
 from atomc.torch_compat.automatic_dynamic import compiled_alone
-from atomc.torch_compat.tracing import ShortenTraceback, added_by_aot, afresh, mark_unbacked, passed_on, source_name
+from atomc.torch_compat.tracing import ShortenTraceback, afresh, mark_unbacked, passed_on, source_name
 
 
 class Traced(NamedTuple):
@@ -43,8 +39,9 @@ class Traced(NamedTuple):
 class _Done(ShortenTraceback):
     """Ends the call of a model that is only to be traced, before Dynamo makes guards that nobody will check."""
 
-    def __init__(self) -> None:
+    def __init__(self, traced: Traced) -> None:
         super().__init__(first_useful_frame=None)
+        self.traced = traced
 
 
 def traced(
@@ -53,24 +50,29 @@ def traced(
 ) -> Traced:  # fmt: skip
     """The model, traced and compiled; see atomc.program.compile_model."""
     device = next(model.parameters()).device
-    made: list[Traced] = []
-    reports: list[Report] = []
+    reports: list[Report] = []  # of this trace, and of one before that is given up
 
     def backend(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         reports.append(keep(new_report(gm)))
-        context = Context(options, platform, paged=True, notes=reports[-1].notes, inputs=inputs, observers=observers,
+        # A model on meta is only looked at.
+        context = Context(options, platform, paged=True, build=device.type != "meta", inputs=inputs, observers=observers,
                           keep_texts=keep_texts or options.report is not None)  # fmt: skip
         with passed_on():
-            made.append(_compiled(gm, inputs, context, reports[-1], glue=device.type != "meta"))
-        raise _Done
+            built = build(gm, inputs, context, reports[-1], {})
+        sources = [source_name(node) for node in gm.graph.find_nodes(op="placeholder")]
+        raise _Done(Traced(built.compiled, sources, list(inputs), reports[-1], built.entry, built.key))
 
     def step(input_ids: Tensor, positions: Tensor, logits_rows: Tensor) -> Tensor:
         logits: Tensor = model(input_ids, positions, logits_rows)
         return logits
 
-    def dynamo() -> None:
-        with contextlib.suppress(_Done), compiled_alone():
-            torch.compile(afresh(step), backend=backend, fullgraph=True, dynamic=False)(*example)
+    def dynamo() -> Traced:
+        try:
+            with compiled_alone():
+                torch.compile(afresh(step), backend=backend, fullgraph=True, dynamic=False)(*example)
+        except _Done as done:
+            return done.traced
+        raise AssertionError("Dynamo found no graph in the model's forward")
 
     notes: list[str] = []
 
@@ -85,31 +87,8 @@ def traced(
         for tensor in example:
             mark_unbacked(tensor, 0)
         start = time.perf_counter()
-        trace_once(model, dynamo, undo)
+        made = trace_once(model, dynamo, undo)
         total = time.perf_counter() - start
-    report = made[-1].report
-    report.notes += notes
-    report.phases["dynamo"] = max(0.0, total - sum(report.phases.values()))
-    return made[-1]
-
-
-def _compiled(gm: GraphModule, inputs: Sequence[Any], context: Context, report: Report, *, glue: bool) -> Traced:
-    """All stages for Dynamo's graph. A model on meta is only looked at: nothing is built for it, `glue` is False."""
-    before = GraphStart(gm, inputs, context, report, {})
-    made: list[Compiled] = []
-
-    def compiler(functional: GraphModule, fakes: Sequence[Any]) -> Callable[..., Any]:
-        around = added_by_aot(functional, len(inputs))
-        made.append(stages(functional, context, report, Dumper(context.options.dump), glue=glue))
-        before.keep(made[-1], [], around)
-        return made[-1].call
-
-    found = before.found()
-    if found is not None:
-        made.append(found[0])
-    else:
-        start = time.perf_counter()
-        trace(gm, inputs, lambda dynamo: lift_stage(dynamo, context, report), compiler, {}, report.notes)
-        report.phases["trace"] = time.perf_counter() - start - sum(report.phases.values())
-    sources = [source_name(node) for node in gm.graph.find_nodes(op="placeholder")]
-    return Traced(made[-1], sources, list(inputs), report, before.entry, before.key)
+    made.report.notes += notes
+    made.report.phases["dynamo"] = max(0.0, total - sum(made.report.phases.values()))
+    return made

@@ -21,7 +21,7 @@ from torch.fx import Graph, GraphModule, Node
 from atomc import ops
 from atomc.graph.canonical import value
 from atomc.graph.provenance import module_path, source_line
-from atomc.graph_pass import Context
+from atomc.graph_pass import Context, Outcome
 from atomc.ops.formats import FP8
 from atomc.ops.state import StateSpec
 from atomc.platform import Platform
@@ -30,20 +30,20 @@ from atomc.torch_compat.names import FakeTensorMode
 from atomc.torch_compat.tracing import fake_mode_of, fresh_size
 
 
-def bind_state(gm: GraphModule, context: Context) -> list[Fired]:
-    """Replace every attention that owns a handle. Fills context.state with one StateSpec per layer, in graph order.
+def bind_state(gm: GraphModule, context: Context) -> Outcome:
+    """Replace every attention that owns a handle. Returns one StateSpec per layer, in graph order.
 
     Raises ValueError for an attention that a paged cache cannot serve.
     """
     graph = gm.graph
     sites = [node for node in graph.nodes if node.target is ops.attention.overload and _argument(node, 3, "kv")]
     if not sites:
-        return []
+        return Outcome()
     mode = fake_mode_of(graph)
     assert mode is not None
     inputs = _Inputs(graph, mode)
     windows = sorted({node.kwargs.get("window", 0) for node in sites})
-    fired = []
+    done = Outcome()
     for node in sites:
         q, k, v, handle = node.args[0], node.args[1], node.args[2], _argument(node, 3, "kv")
         assert isinstance(q, Node) and isinstance(k, Node) and isinstance(v, Node)
@@ -59,9 +59,9 @@ def bind_state(gm: GraphModule, context: Context) -> list[Fired]:
         codes = context.options.kv_cache_dtype == "fp8" or value(handle).dtype in FP8
         kept = fp8_of(context.platform) if codes else value(k).dtype
         spec = StateSpec(path, "kv", tuple(value(k).shape[-2:]), kept, window, group=group)
-        caches = inputs.caches(len(context.state), spec)
-        scales = inputs.scales(len(context.state)) if codes else ()
-        context.state.append(spec)
+        caches = inputs.caches(len(done.state), spec)
+        scales = inputs.scales(len(done.state)) if codes else ()
+        done.state.append(spec)
         rows = math.prod(value(q).shape[:-2])
         slots = inputs.get(f"slots_{group}", partial(torch.empty, rows, dtype=torch.int64))
         tables = inputs.get(f"block_tables_{group}", lambda: torch.empty(inputs.sequences, fresh_size(mode),
@@ -82,8 +82,8 @@ def bind_state(gm: GraphModule, context: Context) -> list[Fired]:
             read.meta.update(meta, val=value(node))
         node.replace_all_uses_with(read)
         graph.erase_node(node)
-        fired.append(Fired("bind_state", node, {"window": window}, {node}, [token, read]))
-    return fired
+        done.fired.append(Fired("bind_state", node, {"window": window}, {node}, [token, read]))
+    return done
 
 
 def fp8_of(platform: Platform) -> torch.dtype:

@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 from atomc import ops
 from atomc.graph.sizes import known_equal
 from atomc.graph.strides import same_strides
-from atomc.graph_pass import Context
+from atomc.graph_pass import Context, Outcome
 from atomc.rewrite import Fired
 
 # torch.fx spells these functions in several ways; all mean the same.
@@ -25,24 +25,26 @@ LAYER_NORM = (F.layer_norm, torch.layer_norm)
 SDPA = (F.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention)
 
 
-def lift(gm: GraphModule, context: Context) -> list[Fired]:
+def lift(gm: GraphModule, context: Context) -> Outcome:
     """Lift every composite call; what cannot be lifted stays as it is, with a note."""
     if _autocasts(gm.graph):
-        context.notes.append("autocast is active: composite calls are left to it")
-        return []
-    fired = []
+        return Outcome(notes=["autocast is active: composite calls are left to it"])
+    done = Outcome()
     for node in list(gm.graph.nodes):
         lifter = _LIFTERS.get(node.target) if node.op == "call_function" else None
-        if lifter is None or context.off_here("lift", node):
+        if lifter is None:
+            continue
+        if off := context.off_here("lift", node):
+            done.off.add(off.pattern)
             continue
         outcome = lifter(gm.graph, node)
         if isinstance(outcome, str):
-            context.notes.append(f"{node.name} ({node.target.__name__}) is not lifted: {outcome}")
+            done.notes.append(f"{node.name} ({node.target.__name__}) is not lifted: {outcome}")
         elif outcome is not None:
             new, attrs = outcome
-            fired.append(Fired(ops.op_of(new.target).name, node, attrs, {node}))  # type: ignore[union-attr]
+            done.fired.append(Fired(ops.op_of(new.target).name, node, attrs, {node}))  # type: ignore[union-attr]
     gm.recompile()
-    return fired
+    return done
 
 
 def _autocasts(graph: Graph) -> bool:

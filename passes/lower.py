@@ -11,13 +11,13 @@ from torch.fx import Graph, GraphModule, Node
 
 from atomc import ops
 from atomc.graph.canonical import value
-from atomc.graph_pass import Context
+from atomc.graph_pass import Context, Outcome
 from atomc.op import Extra
 from atomc.rewrite import Fired
 
 
-def lower(gm: GraphModule, context: Context) -> list[Fired]:
-    """Replace the target of each op node by the function that `context.choose` picks."""
+def lower(gm: GraphModule, context: Context) -> Outcome:
+    """Replace the target of each op node by the function that `context.choose` picks. Returns the inputs that it added."""
     assert context.choose is not None
     fired = []
     extras: dict[Any, Node] = {}
@@ -29,18 +29,13 @@ def lower(gm: GraphModule, context: Context) -> list[Fired]:
         if kernel is None:
             node.target = op.reference
         else:
-            _call_kernel(gm.graph, node, op, kernel, context, extras)
+            _call_kernel(gm.graph, node, op, kernel, extras)
         node.meta["op"] = op.name
         fired.append(Fired("lower", node, {"op": op.name}))
-    inputs = {node.name: node for node in gm.graph.find_nodes(op="placeholder")}
-    for extra in context.extras:
-        inputs[extra.name].meta["extra"] = extra
-    return fired
+    return Outcome(fired, extras=[node.meta["extra"] for node in extras.values()])
 
 
-def _call_kernel(
-    graph: Graph, node: Node, op: ops.Op, kernel: ops.Kernel, context: Context, extras: dict[Any, Node]
-) -> None:
+def _call_kernel(graph: Graph, node: Node, op: ops.Op, kernel: ops.Kernel, extras: dict[Any, Node]) -> None:
     arguments = op.signature.bind(*node.args, **node.kwargs).arguments
     added: dict[str, Node] = {}
     for names, prepare in kernel.prepare.items():
@@ -51,15 +46,13 @@ def _call_kernel(
         if key not in extras:
             extras[key] = _placeholder(graph, f"prepared_{len(extras)}")
             inputs = tuple(weight.name if weight is not None else None for weight in weights)
-            context.extras.append(Extra("prepared", extras[key].name, prepare, inputs))
-            extras[key].meta["extra"] = context.extras[-1]
+            extras[key].meta["extra"] = Extra("prepared", extras[key].name, prepare, inputs)
         added[names[0]] = extras[key]
     if kernel.plan is not None:
         key = kernel.plan
         if key not in extras:
             extras[key] = _placeholder(graph, f"plan_{len(extras)}")
-            context.extras.append(Extra("plan", extras[key].name, kernel.plan))
-            extras[key].meta["extra"] = context.extras[-1]
+            extras[key].meta["extra"] = Extra("plan", extras[key].name, kernel.plan)
         added["plan"] = extras[key]
     with graph.inserting_before(node):
         if kernel.workspace is not None:

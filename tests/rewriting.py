@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from atomc import passes, pipeline
-from atomc.capture.functional import trace
+from atomc.capture.functional import capture, dynamo_graph
 from atomc.graph_pass import Context, Pass, rewriting
 from atomc.options import Options
 from atomc.platform import Platform
@@ -165,7 +165,10 @@ def _compiled(
         names = [_name(source_name(node)) for node in placeholders]
         floats = {placeholders.index(node): float(examples[placeholders.index(node)])
                   for node in lifted_floats(gm.graph)}  # fmt: skip
-        return trace(gm, examples, lift, lambda functional, fakes: change(functional, names), floats, [])
+        dynamo = dynamo_graph(gm, examples, floats)
+        lift(dynamo)
+        captured = capture(dynamo, examples)
+        return captured.wrap(change(captured.graph, names))
 
     torch._dynamo.reset()
     return torch.compile(function, backend=backend, fullgraph=True, dynamic=dynamic)

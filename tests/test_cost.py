@@ -129,9 +129,10 @@ def program_costs(monkeypatch, layers, window=None):
     run = pipeline.run
 
     def watched(gm, passes, context, report, observers=()):
-        run(gm, passes, context, report, observers)
+        done = run(gm, passes, context, report, observers)
         if context.choose is None and context.paged and len(passes) > 1:
             found.append(cost.graph_costs(gm))
+        return done
 
     monkeypatch.setattr(pipeline, "run", watched)
     kind = "mistral" if window else "llama"

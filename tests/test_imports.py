@@ -20,7 +20,7 @@ LAYERS = [
      "savings", "few_bits", "efficiency", "bandwidth", "trace"},
     {"examples", "kernels", "passes", "named_ranges"},
     {"audit", "select", "capture", "pipeline", "pieces", "cache", "ranges", "cudagraphs", "selftest"},
-    {"refusal", "stages", "traced", "specialize", "backend", "program", "inspection"},
+    {"refusal", "driver", "traced", "specialize", "backend", "program", "inspection"},
     {"quantization", "models"},
     {"runtime"},
     {"planning"},

@@ -430,7 +430,7 @@ print(json.dumps({"cache": report.cache, "tokens": list(answer.token_ids), "phas
                   "loaded": [name for name in sys.argv[2:] if name in sys.modules]}))
 """
 TRACING = ("torch._dynamo", "torch._inductor", "torch._functorch.aot_autograd", "torch.fx.experimental.symbolic_shapes",
-           "sympy", "transformers", "atomc.passes", "atomc.stages", "atomc.traced")  # fmt: skip
+           "sympy", "transformers", "atomc.passes", "atomc.driver", "atomc.traced")  # fmt: skip
 
 
 def process(folder, **options):

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 import atomc
 from atomc import kernels, ops
-from atomc.graph_pass import Context
 from atomc.models import build
 from atomc.models.loader import fill_randomly, ready
 from atomc.ops import GroupStep, Prepared, Step
@@ -272,7 +271,6 @@ def test_a_norm_that_rounds_once_is_refused_where_the_models_roundings_are_asked
 def test_the_order_of_providers_is_the_users() -> None:
     selection = Selection(Options(providers=("torch",)), Platform.detect("cpu"), eager=True)
     assert selection.order == ["torch"]
-    assert Context(Options(), Platform.detect("cpu")).extras == []
 
 
 def test_numbers_of_tokens_are_spelled_and_wrong_ones_refused() -> None:

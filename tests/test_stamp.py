@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 import atomc
-from atomc.capture import functional as capture
+from atomc.capture import functional
+from atomc.torch_compat import tracing
 
 EAGER: dict[str, Any] = {"glue": "eager", "strict": True}
 X = torch.randn(3, 16, generator=torch.Generator().manual_seed(0))
@@ -73,12 +74,11 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """(inputs, nodes) of each graph that AOTAutograd was shown."""
     seen: list[tuple[int, int]] = []
 
-    def functional_graph(gm: GraphModule, fakes: Sequence[Any], compiler: capture.Compiler) -> Callable[..., Any]:
+    def functional_graph(gm: GraphModule, fakes: Sequence[Any]) -> tracing.Functional:
         seen.append((len(fakes), len(gm.graph.nodes)))
-        return original(gm, fakes, compiler)
+        return tracing.functional_graph(gm, fakes)
 
-    original = capture.functional_graph
-    monkeypatch.setattr(capture, "functional_graph", functional_graph)
+    monkeypatch.setattr(functional, "functional_graph", functional_graph)
     return seen
 
 
@@ -115,15 +115,13 @@ def test_inputs_have_the_numbers_and_sources_that_dynamo_gave_them() -> None:
     graphs: list[GraphModule] = []
 
     def backend(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        def keep(functional: GraphModule, fakes: Sequence[Any]) -> Callable[..., Any]:
-            graphs.append(functional)
-            for node, fake, given in zip(functional.graph.find_nodes(op="placeholder"), fakes, inputs, strict=True):
-                value = node.meta["val"]
-                assert value is fake and (value.shape, value.stride()) == (given.shape, given.stride())
-                assert value.fake_mode is not None and not value.requires_grad
-            return functional.forward
-
-        return capture.trace(gm, inputs, lambda dynamo: None, keep, {}, [])
+        captured = functional.capture(functional.dynamo_graph(gm, inputs, {}), inputs)
+        graphs.append(captured.graph)
+        for node, given in zip(captured.graph.graph.find_nodes(op="placeholder"), inputs, strict=True):
+            value = node.meta["val"]
+            assert (value.shape, value.stride()) == (given.shape, given.stride())
+            assert value.fake_mode is not None and not value.requires_grad
+        return captured.wrap(captured.graph.forward)
 
     torch._dynamo.reset()
     out = torch.compile(atomc.prepare(model), backend=backend, fullgraph=True)(X)
@@ -134,7 +132,7 @@ def test_inputs_have_the_numbers_and_sources_that_dynamo_gave_them() -> None:
 
 
 def test_where_aot_autograd_does_something_around_the_graph_every_layer_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capture, "added_by_aot", lambda functional, num_inputs: "it does something")
+    monkeypatch.setattr(tracing, "added_by_aot", lambda functional, num_inputs: "it does something")
     model = Stack()
     torch.testing.assert_close(compiled(model), model(X), rtol=0, atol=1e-5)
     assert note() == "every layer was traced, since tracing one for all failed: CannotStamp: it does something"

@@ -41,7 +41,7 @@ class GraphStart:
         """What the cache calls this graph; None where it was not asked."""
         return self.start.entry.key if self.start is not None and self.start.entry is not None else None
 
-    def found(self) -> tuple[Compiled, list[int]] | None:
+    def found(self) -> tuple[Compiled, Sequence[int]] | None:
         """The compiled graph, and the numbers of the inputs that it writes, if an earlier start has kept them."""
         if self.start is None:
             return None

@@ -1,10 +1,11 @@
 """From Dynamo's graph to a functional ATen graph, in two steps because each level knows what the other has lost.
 
-On Dynamo's graph composite calls are lifted to ops and Python floats that became inputs are put back; then AOTAutograd
-makes it functional, on fake tensors, each region once; regions are stamped; and it goes to the compiler below.
+On Dynamo's graph Python floats that became inputs are put back, and composite calls are lifted to ops; then AOTAutograd
+makes it functional, on fake tensors, each region once; and regions are stamped.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,11 +17,11 @@ from atomc.capture.outline import outline
 from atomc.capture.regions import every_layer
 from atomc.capture.stamp import CannotStamp, Regions, inline, regions_of
 from atomc.errors import SharingError
+from atomc.graph.mutation import mutated
 from atomc.graph.provenance import module_path
 from atomc.torch_compat.names import FakeTensor, FakeTensorMode
 from atomc.torch_compat.tracing import (
     RestartAnalysis,
-    added_by_aot,
     fake_mode_of,
     functional_graph,
     own_copy,
@@ -28,17 +29,28 @@ from atomc.torch_compat.tracing import (
     tracing_context,
 )
 
-Compiler = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
+
+@dataclass(frozen=True)
+class Captured:
+    """A functional ATen graph whose placeholder i is input i of Dynamo's graph.
+
+    wrap    gives a callable which takes and returns what Dynamo's graph does, of one which does so for `graph`
+    around  what the former does besides calling the latter; None: it is the latter
+    written  the numbers of the inputs that the graph writes in place
+    notes   for the report
+    """
+
+    graph: GraphModule
+    wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+    around: str | None
+    written: tuple[int, ...]
+    notes: tuple[str, ...] = ()
 
 
-def trace(
-    gm: GraphModule, example_inputs: Sequence[Any], lift: Callable[[GraphModule], None], compiler: Compiler,
-    floats: dict[int, float], notes: list[str],
-) -> Callable[..., Any]:  # fmt: skip
-    """Compile `gm` through `compiler`, which gets a functional ATen graph whose placeholder i is input i of `gm`.
+def dynamo_graph(gm: GraphModule, example_inputs: Sequence[Any], floats: dict[int, float]) -> GraphModule:
+    """A copy of Dynamo's graph, ready to be captured: repeated layers are regions, floats that became inputs constants.
 
-    floats: input number -> the value to compile for. The result takes and returns what `gm` does. Regions are traced once
-    and stamped; should that fail, every layer is traced, and a note says so.
+    floats: input number -> the value to compile for.
     Raises SharingError if layers with weights of their own came as calls of a region with the same weights.
     """
     check_sharing(gm, example_inputs)
@@ -48,73 +60,70 @@ def trace(
     put_back_floats(copy, floats)
     if not regions_of(copy) and means_the_same_alone(copy):
         outline(copy)
-    lift(copy)
-    placeholders = copy.graph.find_nodes(op="placeholder")
+    return copy
+
+
+def capture(dynamo: GraphModule, example_inputs: Sequence[Any]) -> Captured:
+    """The functional graph of what `dynamo_graph` made, which is used up.
+
+    Regions are traced once and stamped; should that fail, every layer is traced, and a note says so.
+    """
+    placeholders = dynamo.graph.find_nodes(op="placeholder")
     for node in placeholders:
         if not hasattr(node, "_dynamo_source"):
             node._dynamo_source = None
     fakes = [node.meta.get("example_value", given) for node, given in zip(placeholders, example_inputs, strict=True)]
-    mode = fake_mode_of(copy.graph)
+    mode = fake_mode_of(dynamo.graph)
     if mode is not None:
         fakes = [mode.from_tensor(x, static_shapes=True) if isinstance(x, Tensor) and not isinstance(x, FakeTensor) else x
                  for x in fakes]  # fmt: skip
-    sources = [source_name(node) for node in placeholders]
+    captured = _functional(dynamo, fakes)
+    check_effects(captured.graph)
+    for node, from_dynamo in zip(captured.graph.graph.find_nodes(op="placeholder"), placeholders, strict=True):
+        node.meta["source"] = source_name(from_dynamo)
+    return captured
 
-    reached: list[GraphModule] = []
 
-    def with_sources(functional: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        reached.append(functional)
-        check_effects(functional)
-        for node, source in zip(functional.graph.find_nodes(op="placeholder"), sources, strict=True):
-            node.meta["source"] = source
-        return compiler(functional, inputs)
-
-    if not regions_of(copy):
-        return functional_graph(copy, fakes, with_sources)
+def _functional(dynamo: GraphModule, fakes: Sequence[Any]) -> Captured:
+    if not regions_of(dynamo):
+        return _flat(dynamo, fakes)
     try:
-        return by_regions(own_copy(copy), fakes, with_sources, notes)
+        return _by_regions(own_copy(dynamo), fakes)
     except RestartAnalysis:
         raise
     except Exception as error:  # whatever the tracer has against regions, it may have nothing against their nodes
-        if reached:
-            raise
-        notes.append(every_layer(error))
-        inline(copy)
-        return functional_graph(copy, fakes, with_sources)
+        inline(dynamo)
+        return _flat(dynamo, fakes, every_layer(error))
 
 
-def by_regions(gm: GraphModule, fakes: Sequence[Any], compiler: Compiler, notes: list[str]) -> Callable[..., Any]:
-    """As `trace`, of a graph with regions, which are traced once and stamped; the graph is used up."""
-    made: list[Callable[..., Any]] = []
+def _flat(dynamo: GraphModule, fakes: Sequence[Any], *notes: str) -> Captured:
+    functional = functional_graph(dynamo, fakes)
+
+    def wrap(compiled: Callable[..., Any]) -> Callable[..., Any]:
+        functional.target.function = compiled
+        return compiled if functional.around is None else functional.call
+
+    return Captured(functional.graph, wrap, functional.around, written_inputs(functional.graph), notes)
+
+
+def _by_regions(gm: GraphModule, fakes: Sequence[Any]) -> Captured:
+    """Of a graph with regions, which are traced once and stamped; the graph is used up."""
     mode = fake_mode_of(gm.graph)
     with Regions(gm, lambda body, inputs: traced_region(body, inputs, mode)) as regions:
-
-        def stamp_first(functional: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
-            around = added_by_aot(functional, len(regions.kept))
-            if around is not None:  # what it returns takes the inputs that it has seen
-                raise CannotStamp(around)
-            count = regions.stamp(functional)
-            notes.append(f"{len(regions.bodies)} layers traced, {count} stamped")
-            made.append(compiler(functional, [node.meta["val"] for node in functional.graph.find_nodes(op="placeholder")]))
-            return made[0]
-
-        functional_graph(gm, [fakes[i] for i in regions.kept], stamp_first)
-    return made[0]
+        functional = functional_graph(gm, [fakes[i] for i in regions.kept])
+        if functional.around is not None:  # what it returns takes the inputs that it has seen
+            raise CannotStamp(functional.around)
+        count = regions.stamp(functional.graph)
+    note = f"{len(regions.bodies)} layers traced, {count} stamped"
+    return Captured(functional.graph, lambda compiled: compiled, None, written_inputs(functional.graph), (note,))
 
 
 def traced_region(body: GraphModule, inputs: Sequence[Any], mode: FakeTensorMode | None) -> GraphModule:
     """The functional graph of a region, as if it were a graph of its own."""
-    made: list[GraphModule] = []
-
-    def keep(functional: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
-        made.append(functional)
-        return functional.forward
-
     for node in body.graph.find_nodes(op="placeholder"):
         node._dynamo_source = None
     with tracing_context(mode):
-        functional_graph(body, inputs, keep)
-    return made[0]
+        return functional_graph(body, inputs).graph
 
 
 def check_sharing(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
@@ -138,6 +147,12 @@ def check_effects(functional: GraphModule) -> None:
     effects = {str(node.args[1]) for node in functional.graph.nodes if node.target is torch.ops.higher_order.with_effects}
     if effects:
         raise NotImplementedError(f"{', '.join(sorted(effects))} does more than give a result: such are not ordered here")
+
+
+def written_inputs(functional: GraphModule) -> tuple[int, ...]:
+    """The numbers of the inputs that the graph writes in place."""
+    targets = {target for node in functional.graph.nodes for target in mutated(node)}
+    return tuple(i for i, node in enumerate(functional.graph.find_nodes(op="placeholder")) if node in targets)
 
 
 def means_the_same_alone(gm: GraphModule) -> bool:

@@ -33,6 +33,7 @@ __all__ = [
     "profiler_is_on",
     "structured_trace",
     "traces_structured",
+    "without_autocast",
 ]
 
 
@@ -85,6 +86,12 @@ def compiler_variables() -> list[str]:
     """What the environment tells torch's compilers."""
     return sorted(f"{name}={value}" for name, value in os.environ.items()
                   if name.startswith(_VARIABLES) and name not in _SAYING_NOTHING)  # fmt: skip
+
+
+def without_autocast() -> contextlib.AbstractContextManager[None]:
+    """Autocast is off within, as where AOTAutograd calls its compiler."""
+    found: contextlib.AbstractContextManager[None] = torch._C._DisableAutocast()
+    return found
 
 
 def autocast_is_on() -> bool:

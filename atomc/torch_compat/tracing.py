@@ -4,7 +4,7 @@ import contextlib
 import inspect
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import sympy
 import torch
@@ -26,6 +26,7 @@ from atomc.torch_compat.names import FakeTensor, FakeTensorMode, autocast_is_on,
 
 __all__ = [
     "INVOKE_SUBGRAPH",
+    "Functional",
     "RestartAnalysis",
     "ShapeEnv",
     "ShortenTraceback",
@@ -194,27 +195,48 @@ def forget_region(function: Callable[..., Any]) -> None:
         delattr(function, name)
 
 
-def functional_graph(
-    gm: GraphModule,
-    fakes: Sequence[Any],
-    compiler: Callable[[GraphModule, Sequence[Any]], Callable[..., Any]],
-) -> Callable[..., Any]:
-    """Run AOTAutograd for inference without decompositions and let `compiler` compile the functional ATen graph.
+class Functional(NamedTuple):
+    """What AOTAutograd made of a graph.
 
-    Input mutations stay in the graph. The result takes and returns what `gm` does.
+    graph   the functional ATen graph
+    around  what AOTAutograd does in each call besides calling it, None if nothing
+    call    takes and returns what the traced graph does; runs what `target` is set to in the place of `graph`
     """
+
+    graph: GraphModule
+    around: str | None
+    call: Callable[..., Any]
+    target: "Target"
+
+
+class Target:
+    """A callable that is given later: AOTAutograd wraps what its compiler returns, before there is anything to run."""
+
+    function: Callable[..., Any]
+
+    def __call__(self, *args: Any) -> Any:
+        return self.function(*args)
+
+
+def functional_graph(gm: GraphModule, fakes: Sequence[Any]) -> Functional:
+    """The functional ATen graph of `gm`: AOTAutograd for inference, without decompositions; input mutations stay in it."""
     from torch._functorch._aot_autograd.utils import make_boxed_func
     from torch._functorch.aot_autograd import aot_module_simplified
 
+    target = Target()
+    found: list[tuple[GraphModule, str | None]] = []
+
     def inference_compiler(functional: Any, inputs: Any) -> Any:
-        return make_boxed_func(compiler(functional, inputs))
+        found.append((functional, added_by_aot(functional, len(fakes))))
+        return make_boxed_func(target)
 
     with torch._dynamo.utils.preserve_rng_state():
         compile_boxed: Any = inference_compiler
-        return aot_module_simplified(
+        call = aot_module_simplified(
             gm, list(fakes), fw_compiler=compile_boxed, inference_compiler=compile_boxed,
             decompositions={}, keep_inference_input_mutations=True,
         )  # fmt: skip
+    return Functional(*found[0], call, target)
 
 
 def added_by_aot(functional: GraphModule, num_inputs: int) -> str | None:

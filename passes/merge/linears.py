@@ -21,7 +21,7 @@ from atomc import packs
 from atomc.graph.canonical import VIEWS, call, input_name, value
 from atomc.graph.provenance import inherited, layer_of, module_path
 from atomc.graph.strides import Values, spread_strides
-from atomc.graph_pass import Context
+from atomc.graph_pass import Context, Outcome
 from atomc.matching.near_miss import NearMiss
 from atomc.matching.pattern import Difference
 from atomc.op import Op, op_of
@@ -50,25 +50,27 @@ class _Linear:
 Refused = tuple[Node, str]
 
 
-def merge(kind: str) -> Callable[[GraphModule, Context], list[Fired]]:
+def merge(kind: str) -> Callable[[GraphModule, Context], Outcome]:
     """The pass over all groups of a kind: "merge_qkv", "merge_gate_up", or "merge_linears" for the others."""
 
-    def run(gm: GraphModule, context: Context) -> list[Fired]:
+    def run(gm: GraphModule, context: Context) -> Outcome:
+        done = Outcome()
         real = dict(zip(gm.graph.find_nodes(op="placeholder"), context.inputs, strict=False))
         if not real:
-            return []
-        fired, values = [], Values(gm.graph)
+            return done
+        values = Values(gm.graph)
         for group in _groups(gm.graph):
             if _kind([linear.node for linear in group]) == kind:
                 mergeable, refused = _mergeable(group, real)
                 for part, names in mergeable:
                     off = context.off_here(kind, part[0].node)
                     if off is None:
-                        fired.append(_merge(gm.graph, part, names, kind, values))
+                        done.fired.append(_merge(gm.graph, part, names, kind, values))
                     else:
-                        context.near.append(_miss(kind, part, Difference("off", f"{kind} to be on", off, part[0].node)))
-                context.near += [_miss(kind, group, Difference("guard", _SHARED, why, node)) for node, why in refused]
-        return fired
+                        done.off.add(off.pattern)
+                        done.near.append(_miss(kind, part, Difference("off", f"{kind} to be on", off.text, part[0].node)))
+                done.near += [_miss(kind, group, Difference("guard", _SHARED, why, node)) for node, why in refused]
+        return done
 
     return run
 
