@@ -240,7 +240,7 @@ def _say_what_is_absent(index: Index, p: Pass, report: Report, consumed: dict[st
             report.taken[p.name] = f"taken by {winner}, which used every {op.removeprefix('atom::')} ({count})"
             return
     shown = [op.removeprefix("atom::") for op in missing]
-    nearest = max((op for op in ops if index[op]), key=lambda op: -len(index[op]), default=None)
+    nearest = max((op for op in sorted(ops) if index[op]), key=lambda op: -len(index[op]), default=None)
     text = f"the graph has no {' and no '.join(shown)}" if shown else "its ops stand nowhere together"
     if nearest is not None:
         text += f"; the nearest op found is {describe(index[nearest][0])}"
