@@ -9,6 +9,7 @@ Kernels that compute the same thing faster are added with `@ops.<name>.kernel(pr
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -59,6 +60,15 @@ class Prepared:
     tensors: tuple[Tensor, ...]
 
 
+class PreferInductor(Enum):
+    """When Inductor's code for the meaning is preferred to a kernel, wherever the glue is compiled."""
+
+    NEVER = auto()
+    ALWAYS = auto()  # it fuses the meaning with its neighbours
+    FREE_ROUNDING = auto()  # the same, unless rounding="hf": fused code may keep fp32 where the model rounds
+    MAX_AUTOTUNE = auto()  # mode="max-autotune" asks it to time several ways to compute it
+
+
 @dataclass(frozen=True, eq=False)
 class Kernel:
     """One way to run an op. `function` takes the op's arguments and returns what the meaning returns.
@@ -73,6 +83,7 @@ class Kernel:
     workspace: (*args) -> bytes; the kernel receives a uint8 tensor of that size as `workspace=`.
     rounds:    "as meaning", or "once" if it keeps fp32 where the meaning rounds in between.
     syncs:     the host waits for the device inside, so that no CUDA graph can hold it.
+    prefer_inductor:  when Inductor's code for the meaning is preferred.
     """
 
     op: str
@@ -86,6 +97,7 @@ class Kernel:
     workspace: Callable[..., int] | None = None
     rounds: str = "as meaning"
     syncs: bool = False
+    prefer_inductor: PreferInductor = PreferInductor.NEVER
 
 
 @dataclass(frozen=True)
@@ -180,6 +192,7 @@ class Op:
         workspace: Callable[..., int] | None = None,
         rounds: str = "as meaning",
         syncs: bool = False,
+        prefer_inductor: PreferInductor = PreferInductor.NEVER,
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Register the decorated function as a way to run this op (see Kernel for the arguments).
 
@@ -199,7 +212,7 @@ class Op:
                 raise ValueError(f"kernel {function.__module__}.{function.__qualname__} of {self.name} "
                                  "is registered already")
             self.kernels.append(Kernel(self.name, provider, function, refuses, tokens, layout, preparing,
-                                       plan, workspace, rounds, syncs))
+                                       plan, workspace, rounds, syncs, prefer_inductor))
             return function
 
         return register

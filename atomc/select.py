@@ -11,7 +11,7 @@ from torch.fx import Node
 from atomc import kernels
 from atomc.errors import OptionsError
 from atomc.graph.provenance import module_path
-from atomc.op import ALL_TOKENS, REGISTRY, Kernel, Op, Tokens, op_of, refusal
+from atomc.op import ALL_TOKENS, REGISTRY, Kernel, Op, PreferInductor, Tokens, op_of, refusal
 from atomc.op_traits import Kind
 from atomc.options import Options
 from atomc.platform import Platform
@@ -127,10 +127,8 @@ class Selection:
         for name in (name for names in kernel.prepare for name in names if nodes[name] is not None):
             if nodes[name].op != "placeholder":
                 return f"it prepares `{name}` once, but here that is computed in the graph"
-        if kernel.provider == "torch" and self._better_inlined(kernel):
-            return "its meaning is left to the glue compiler, which fuses it with its neighbours"
-        if kernel.provider == "cuda" and kernel.op == "linear" and self._tuned_by_inductor():
-            return f"mode={self.options.mode!r} asks Inductor to time matrix products"
+        if not self.eager and (reason := self._better_by_inductor(kernel)):
+            return reason
         if self.options.rounding == "hf" and kernel.rounds == "once" and not op.rounds_once(arguments):
             return "it rounds once, rounding='hf' asks for the model's own roundings"
         if reason := refusal(kernel, self.platform, arguments) or self._no_copies(kernel, nodes):
@@ -157,14 +155,16 @@ class Selection:
         self.copied |= {(nodes[name].name, prepare): _nbytes(nodes[name]) for names, prepare in kernel.prepare.items()
                         for name in names if nodes[name] is not None}  # fmt: skip
 
-    def _tuned_by_inductor(self) -> bool:
-        return not self.eager and self.options.mode.startswith("max-autotune")
-
-    def _better_inlined(self, kernel: Kernel) -> bool:
-        if self.eager or kernel.layout is not None or kernel.op == "attention":
-            return False
-        # Inductor may keep fp32 where the model rounds; a norm run on its own does not.
-        return not (self.options.rounding == "hf" and "norm" in kernel.op)
+    def _better_by_inductor(self, kernel: Kernel) -> str | None:
+        """Why Inductor's code for the meaning is preferred to this kernel, or None."""
+        match kernel.prefer_inductor:
+            case PreferInductor.MAX_AUTOTUNE if self.options.mode.startswith("max-autotune"):
+                return f"mode={self.options.mode!r} asks Inductor to time matrix products"
+            case PreferInductor.FREE_ROUNDING if self.options.rounding == "hf":
+                return None
+            case PreferInductor.ALWAYS | PreferInductor.FREE_ROUNDING:
+                return "its meaning is left to the glue compiler, which fuses it with its neighbours"
+        return None
 
 
 def _nbytes(weight: Node) -> int:

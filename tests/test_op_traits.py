@@ -1,11 +1,14 @@
 """An op says what the compiler must know of it: one defined here is costed, merged and planned like ours, by no table."""
 
+import ast
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from rewriting import TIDY, after_passes
+from test_imports import PACKAGE, sources
 from torch import Tensor, nn
 
 import atomc
@@ -13,7 +16,7 @@ from atomc import cost, models, ops, ranges
 from atomc.efficiency import LAUNCH
 from atomc.graph_pass import Pass
 from atomc.models.loader import ready
-from atomc.op import op
+from atomc.op import PreferInductor, op
 from atomc.op_cost import product
 from atomc.op_traits import Kind, QuantizedWeight
 from atomc.ops import REGISTRY, Tokens
@@ -173,6 +176,28 @@ def test_a_kernel_of_a_new_linear_is_refused_where_a_row_may_not_depend_on_other
                       options={"batch_invariant": True, "strict": True, "cache": False})  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("when", "options", "chosen"),
+    [
+        (PreferInductor.NEVER, {}, "mine"),
+        (PreferInductor.ALWAYS, {}, "inline"),
+        (PreferInductor.ALWAYS, {"glue": "eager"}, "mine"),
+        (PreferInductor.FREE_ROUNDING, {}, "inline"),
+        (PreferInductor.FREE_ROUNDING, {"rounding": "hf"}, "mine"),
+        (PreferInductor.MAX_AUTOTUNE, {}, "mine"),
+        (PreferInductor.MAX_AUTOTUNE, {"mode": "max-autotune"}, "inline"),
+    ],
+)
+def test_a_kernel_says_when_inductor_is_preferred_to_it(added, when, options, chosen):
+    added[2].kernel("mine", prefer_inductor=when)(turned)
+    try:
+        options = {"glue": "inductor", **options, "cache": False}
+        report = atomc.explain(lambda x: added[2](x), torch.randn(3, 8), options=options)
+    finally:
+        added[2].kernels.clear()
+    assert [choice.chosen for choice in report.kernels] == [chosen]
+
+
 # What is forgotten
 
 
@@ -199,6 +224,47 @@ def test_an_op_that_leaves_out_what_its_kind_needs_is_refused(traits, said):
 def test_kind_and_rows_have_no_default():
     with pytest.raises(TypeError, match="'kind' and 'rows'"):
         op()
+
+
+# No table
+
+# Where ops are defined, run, and joined by name.
+NAMED = ("ops", "kernels", "passes")
+# A name that is also another's.
+ALSO = {
+    ("models/rotary.py", "linear"): "a scaling of rotary positions in a config.json",
+    ("runtime/server/embeddings.py", "embedding"): "a field of OpenAI's API",
+}
+
+
+def names_ops(text: str) -> list[str]:
+    """Strings in a source that are the name of an op, or that are looked for in one."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            name = node.value.removeprefix("atom::")
+            found += [name] if name in REGISTRY else []
+        if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.NotIn):
+            whole = ast.unparse(node.comparators[0])
+            part = str(getattr(node.left, "value", ""))
+            if part.isidentifier() and re.search(r"\bop(\.name|_name)?$", whole):
+                found.append(ast.unparse(node))
+    return found
+
+
+def test_no_module_but_those_of_ops_kernels_and_rewrites_names_an_op():
+    found = {(str(path), name) for path in sources() if path.parts[0] not in NAMED
+             for name in names_ops((PACKAGE / path).read_text())}  # fmt: skip
+    assert found == set(ALSO)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['TABLE = {"rms_norm": 2}', 'x = node.op == "atom::linear"', 'ok = "norm" in kernel.op', 'ok = "norm" in op.name',
+     'op in ("linear", "mm")'],
+)  # fmt: skip
+def test_a_table_of_ops_is_found(text):
+    assert names_ops(text)
 
 
 def test_the_docs_list_every_trait():
