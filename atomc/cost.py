@@ -9,7 +9,7 @@ ones included. Other sizes keep the names that they have in the graph.
 
 import functools
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from atomc.graph.canonical import input_name, value
 from atomc.graph.expressions import expression
 from atomc.graph.provenance import layer_of, module_path, source_line
 from atomc.op import op_of
+from atomc.op_cost import OpCall, Operand, Work, lookup, read_and_write
 
 T, R, S, C = sympy.symbols("T R S C", positive=True, integer=True)
 # Ops that hand on memory, or only check.
@@ -30,10 +31,10 @@ FREE = frozenset({
     "_assert_scalar", "sym_size", "sym_constrain_range_for_size", "lift_fresh_copy", "empty", "getitem",
 })  # fmt: skip
 NARROWING = frozenset({"slice", "select", "split", "split_with_sizes", "chunk", "unbind", "getitem"})
-PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "linear", "matmul", "_grouped_mm"})
-SCALED_PRODUCTS = frozenset({
-    "scaled_linear_fp8", "scaled_linear_fp8_block", "scaled_linear_int8", "linear_w4a16", "linear_mxfp4",
-})  # fmt: skip
+PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linear", "aten::matmul",
+                      "aten::_grouped_mm"})  # fmt: skip
+LOOKUPS = frozenset({"aten::embedding", "aten::index_select"})
+ALONE = PRODUCTS | LOOKUPS
 
 
 @dataclass(frozen=True)
@@ -83,10 +84,31 @@ def cost_of(node: Node, sizes: Mapping[sympy.Symbol, sympy.Expr] | None = None) 
     """What one node must move and compute; `sizes` renames the graph's symbols (see `symbols_of`)."""
     if node.op != "call_function" or name_of(node) in FREE:
         return NOTHING
-    rule = _RULES.get(name_of(node), _read_and_write)
-    found = rule(node)
-    renamed = sizes or {}
-    return Cost(simple(found.bytes.xreplace(renamed)), simple(found.flops.xreplace(renamed)))
+    moved, flops = (sympy.sympify(formula).xreplace(sizes or {}) for formula in _work(node))
+    return Cost(simple(moved), simple(flops))
+
+
+def _work(node: Node) -> Work:
+    """(bytes, flops) in the graph's own symbols."""
+    op, here = op_of(node.target), call_of(node)
+    if op is not None:
+        return op.cost(here)
+    if is_product(node):
+        return read_and_write(here)[0], _product_flops(node)
+    return lookup(here) if _schema_name(node) in LOOKUPS else read_and_write(here)
+
+
+def call_of(node: Node) -> OpCall:
+    """The call of a node in symbolic sizes; one of an ATen op has no arguments by name."""
+    op = op_of(node.target)
+    given = op.bind(*node.args, **node.kwargs) if op is not None else {}
+    arguments = {name: _operand(value(x) if isinstance(x, Node) else x) for name, x in given.items()}
+    reads, results = (tuple(map(_operand, tensors)) for tensors in (_reads(node), _results(node)))
+    return OpCall(arguments, op.mutates if op is not None else (), reads, results, C)
+
+
+def _operand(found: Any) -> Any:
+    return Operand(tuple(map(expression, found.shape)), found.dtype) if isinstance(found, Tensor) else found
 
 
 def graph_costs(gm: GraphModule) -> list[NodeCost]:
@@ -100,7 +122,7 @@ def graph_costs(gm: GraphModule) -> list[NodeCost]:
             apart = cost.bytes
         else:
             name, cost = "glue", _together(group, sizes)
-            apart = simple(sympy.Add(*[_read_and_write(node).bytes for node in group]).xreplace(sizes))
+            apart = simple(sympy.Add(*[read_and_write(call_of(node))[0] for node in group]).xreplace(sizes))
         if cost != NOTHING:
             path = module_path(first)
             found.append(NodeCost(name, path, layer_of(path), source_line(first), cost, tuple(group), apart))
@@ -140,11 +162,21 @@ def _name(found: dict[sympy.Symbol, sympy.Expr], size: Any, symbol: sympy.Symbol
         found.setdefault(expr, symbol)
 
 
+def _schema_name(node: Node) -> str:
+    """"atom::rms_norm", "aten::mm"; "" of what has no schema."""
+    schema = getattr(node.target, "_schema", None)
+    return "" if schema is None else str(schema.name)
+
+
+def is_product(node: Node) -> bool:
+    """Whether it is a matrix product of PyTorch's."""
+    return _schema_name(node) in PRODUCTS
+
+
 def name_of(node: Node) -> str:
     """"rms_norm", "mm", "getitem"."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is not None:
-        return str(schema.name).partition("::")[2]
+    if schema := _schema_name(node):
+        return schema.partition("::")[2]
     if node.target is operator.getitem:
         return "getitem"
     return str(node.meta.get("op") or getattr(node.target, "__name__", node.target))
@@ -168,8 +200,8 @@ def bytes_of(given: Any) -> sympy.Expr:
     return sympy.Integer(0)
 
 
-def _operands(node: Node) -> list[Tensor]:
-    """The tensors a node reads, each once, as large as they lie in memory."""
+def _reads(node: Node) -> list[Tensor]:
+    """The tensors a node reads, as large as they lie in memory."""
     return [value(given) for given in map(shown, node.all_input_nodes) if isinstance(value(given), Tensor)]
 
 
@@ -178,121 +210,15 @@ def _results(node: Node) -> list[Tensor]:
     return [item for item in (found if isinstance(found, tuple | list) else [found]) if isinstance(item, Tensor)]
 
 
-def _read_and_write(node: Node) -> Cost:
-    out = _results(node)
-    moved = bytes_of(_operands(node)) + bytes_of(out)
-    return Cost(moved, sympy.Add(*[_numel(result) for result in out]))
-
-
-def _product(node: Node) -> Cost:
-    """A matrix product: the last dimension of its first matrix is summed over."""
+def _product_flops(node: Node) -> sympy.Expr:
+    """The last dimension of its first matrix is summed over."""
     matrices = [value(given) for given in node.all_input_nodes if value(given).dim() >= 2]
-    depth = expression(matrices[0].shape[-1])
-    return Cost(_read_and_write(node).bytes, 2 * depth * sympy.Add(*[_numel(out) for out in _results(node)]))
-
-
-def _scaled_product(node: Node) -> Cost:
-    """A product with a weight in few bits: as many sums as inputs, of which a byte of mxfp4 holds two."""
-    depth = expression(_argument(node, "x").shape[-1])
-    if name_of(node) == "linear_mxfp4" and _argument(node, "x_scale") is not None and not _is_fp8(_argument(node, "x")):
-        depth *= 2
-    return Cost(_read_and_write(node).bytes, 2 * depth * sympy.Add(*[_numel(out) for out in _results(node)]))
-
-
-def _is_fp8(tensor: Tensor) -> bool:
-    return tensor.dtype.is_floating_point and tensor.element_size() == 1
-
-
-def _lookup(node: Node) -> Cost:
-    """Reads the indices, and of the table only the rows that it writes."""
-    indices = [tensor for tensor in _operands(node) if not tensor.dtype.is_floating_point]
-    return Cost(bytes_of(indices) + 2 * bytes_of(_results(node)), sympy.Integer(0))
-
-
-def _argument(node: Node, name: str) -> Any:
-    op = op_of(node.target)
-    assert op is not None
-    bound = op.signature.bind(*node.args, **node.kwargs)
-    bound.apply_defaults()
-    given = bound.arguments[name]
-    return value(given) if isinstance(given, Node) else given
-
-
-def _attention(node: Node) -> Cost:
-    q, k, v = (_argument(node, name) for name in "qkv")
-    rows, keys = expression(q.shape[-3]), expression(k.shape[-3])
-    others = sympy.prod([expression(size) for size in q.shape[:-3]])
-    pairs = rows * keys
-    if _argument(node, "causal"):
-        pairs = rows * (keys - (rows - 1) / sympy.Integer(2))
-    window = _argument(node, "window")
-    if window:
-        pairs = sympy.Min(pairs, rows * window)
-    heads, width = expression(q.shape[-2]), expression(q.shape[-1]) + expression(v.shape[-1])
-    return Cost(bytes_of([q, k, v]) + bytes_of(_results(node)), 2 * others * pairs * heads * width)
-
-
-def _paged_attention(node: Node) -> Cost:
-    """Each sequence reads its context once, and each new token sees what lies before it."""
-    q, k_cache, v_cache = (_argument(node, name) for name in ("q", "k_cache", "v_cache"))
-    tokens = expression(q.shape[0])
-    sequences = expression(_argument(node, "seq_lens").shape[0])
-    context: sympy.Expr = C
-    before = C - (tokens / sequences - 1) / 2
-    window = _argument(node, "window")
-    if window:
-        context, before = sympy.Min(C, window + tokens / sequences), sympy.Min(before, window)
-    per_token = sympy.Add(*[expression(c.shape[2]) * expression(c.shape[3]) * c.element_size() for c in (k_cache, v_cache)])
-    heads, width = expression(q.shape[1]), expression(q.shape[2]) + expression(v_cache.shape[3])
-    moved = bytes_of(q) + bytes_of(_results(node)) + sequences * context * per_token
-    return Cost(moved, 2 * tokens * before * heads * width)
-
-
-def _state_write(node: Node) -> Cost:
-    """Reads its rows and writes as many into the caches, which are not read."""
-    op = op_of(node.target)
-    assert op is not None
-    rows = [value(given) for name, given in op.signature.bind(*node.args, **node.kwargs).arguments.items()
-            if isinstance(given, Node) and name not in op.mutates and isinstance(value(given), Tensor)]  # fmt: skip
-    slots = expression(_argument(node, "slots").shape[0])
-    caches = [_argument(node, name) for name in op.mutates]
-    written = [slots * sympy.prod([expression(size) for size in cache.shape[2:]]) * cache.element_size()
-               for cache in caches if isinstance(cache, Tensor) and cache.dim() >= 3]  # fmt: skip
-    out = _results(node)
-    return Cost(bytes_of(rows) + bytes_of(out) + sympy.Add(*written), sympy.Add(*[_numel(result) for result in out]))
-
-
-def _product_in_few_bits(node: Node) -> Cost:
-    """A product of codes, two a byte where these are bytes: each row of x with each row of the weight."""
-    x, weight = _argument(node, "x"), _argument(node, "weight")
-    depth = expression(x.shape[-1]) * (2 if x.element_size() == 1 and not x.dtype.is_floating_point else 1)
-    rows = _numel(x) / expression(x.shape[-1])
-    return Cost(_read_and_write(node).bytes, 2 * rows * depth * expression(weight.shape[-2]))
-
-
-def _product_and_write(node: Node) -> Cost:
-    """Queries of each head by its weight, and a write into the state."""
-    latent = expression(_argument(node, "weight").shape[1])
-    return Cost(_state_write(node).bytes, 2 * _numel(_argument(node, "q_nope")) * latent)
-
-
-_RULES: dict[str, Callable[[Node], Cost]] = {
-    **dict.fromkeys(PRODUCTS, _product),
-    **dict.fromkeys(SCALED_PRODUCTS, _scaled_product),
-    "embedding": _lookup,
-    "index_select": _lookup,
-    "attention": _attention,
-    "paged_attention": _paged_attention,
-    **dict.fromkeys(("kv_write", "rope_kv_write", "qk_norm_rope_kv_write", "mla_kv_write", "mla_rope_kv_write"),
-                    _state_write),
-    "bmm_rope_kv_write": _product_and_write,
-    **dict.fromkeys(("linear_split_cat", "scaled_bmm_fp8", "bmm_mxfp4"), _product_in_few_bits),
-}
+    return 2 * expression(matrices[0].shape[-1]) * sympy.Add(*[_numel(out) for out in _results(node)])
 
 
 def _pointwise(node: Node) -> bool:
     """Whether the glue compiler fuses it with its neighbours."""
-    return _is_kernel(node) and op_of(node.target) is None and name_of(node) not in _RULES
+    return _is_kernel(node) and op_of(node.target) is None and _schema_name(node) not in ALONE
 
 
 def groups(graph: Graph) -> list[list[Node]]:

@@ -16,7 +16,8 @@ from typing import Any
 
 import sympy
 
-from atomc.op import REGISTRY
+from atomc.op_traits import QuantizedWeight
+from atomc.ops import REGISTRY
 from atomc.platform import Platform
 from atomc.report import OpCost, Report
 
@@ -24,8 +25,6 @@ SHIPPED = Path(__file__).with_suffix(".json")
 VERSION = 1
 # NVIDIA H200, the least time of any kernel inside a CUDA graph: bench/results/kernels-h200.txt.
 LAUNCH = 0.75e-6
-# Products of few bits against the peak of bf16, alike on all machines that have them.
-RATES = {"scaled_linear_fp8": 2, "scaled_linear_fp8_block": 2, "scaled_linear_int8": 2, "linear_mxfp4": 4}
 GLUE = "glue"
 
 
@@ -169,7 +168,13 @@ def work(platform: Platform, op: str, moved: float, flops: float, table: Table |
     bandwidth, peak = (table.bandwidth, table.flops) if table else (platform.bandwidth, platform.flops)
     if bandwidth is None:
         return None
-    return max(moved / bandwidth, flops / (peak * RATES.get(op, 1)) if peak else 0.0)
+    return max(moved / bandwidth, flops / (peak * rate(op)) if peak else 0.0)
+
+
+def rate(op: str) -> int:
+    """Its products per second, relative to the peak of bf16."""
+    weight = REGISTRY[op].quantized_weight if op in REGISTRY else None
+    return weight.rate if isinstance(weight, QuantizedWeight) else 1
 
 
 def _kernels_for(report: Report, tokens: int) -> dict[str, str]:

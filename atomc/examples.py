@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from atomc.op import REGISTRY
+from atomc import ops
+from atomc.op import Op
 from atomc.ops.schemes import SCHEMES
 from atomc.ops.state import LAYOUTS, StateSpec
 
@@ -20,8 +21,6 @@ L, R, P = 512, 64, 128
 CONTEXT = 40
 EPS = 1e-6
 Arguments = dict[str, Any]
-# Collectives, which one process alone cannot try.
-OF_SEVERAL = frozenset({"all_reduce", "allreduce_rms_norm", "allreduce_add_rms_norm"})
 
 
 class Numbers:
@@ -37,9 +36,9 @@ class Numbers:
     def below(self, high: int, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.randint(high, shape, generator=self.generator).to(dtype).to(self.device)
 
-    def quantized(self, op: str, *shape: int, **attributes: Any) -> tuple[Tensor, Tensor]:
+    def quantized(self, op: Op, *shape: int, **attributes: Any) -> tuple[Tensor, Tensor]:
         """Codes and scales that one of the quantizers makes of random numbers."""
-        codes, scales = REGISTRY[op].reference(self(*shape), **attributes)
+        codes, scales = op.reference(self(*shape), **attributes)
         return codes, scales
 
     def heads(self, *counts: int) -> tuple[Tensor, ...]:
@@ -89,7 +88,7 @@ def _linear(n: Numbers) -> Arguments:
     return {"x": n(n.T, D), "weight": n(M, D) / 16}
 
 
-def _of_codes(op: str, n: Numbers, **weights: Any) -> Arguments:
+def _of_codes(op: Op, n: Numbers, **weights: Any) -> Arguments:
     x, x_scale = n.quantized(op, n.T, D)
     weight, weight_scale = n.quantized(op, M, D, **weights)
     return {"x": x, "weight": weight, "x_scale": x_scale, "weight_scale": weight_scale, "out_dtype": n.dtype}
@@ -97,7 +96,7 @@ def _of_codes(op: str, n: Numbers, **weights: Any) -> Arguments:
 
 def _blocks(n: Numbers) -> Arguments:
     scales = n(M // 128, D // 128, dtype=torch.float32).abs() / 20
-    return _of_codes("quant_fp8_group", n) | {"weight_scale": scales}
+    return _of_codes(ops.quant_fp8_group, n) | {"weight_scale": scales}
 
 
 def _w4a16(n: Numbers) -> Arguments:
@@ -106,7 +105,7 @@ def _w4a16(n: Numbers) -> Arguments:
 
 
 def _mxfp4_a16(n: Numbers) -> Arguments:
-    weight, scale = n.quantized("quant_mxfp4", M, D)
+    weight, scale = n.quantized(ops.quant_mxfp4, M, D)
     return {"x": n(n.T, D), "weight": weight, "weight_scale": scale, "out_dtype": n.dtype}
 
 
@@ -151,9 +150,9 @@ def _latent_queries(n: Numbers) -> Arguments:
 
 def _by_head(scheme: str, n: Numbers) -> Arguments:
     if scheme == "mxfp4":
-        (x, x_scale), (weight, scale) = (n.quantized("quant_mxfp4", *shape) for shape in ((n.T, N, P), (N, L, P)))
+        (x, x_scale), (weight, scale) = (n.quantized(ops.quant_mxfp4, *shape) for shape in ((n.T, N, P), (N, L, P)))
     else:
-        (x, x_scale), weight = n.quantized("quant_fp8_group", n.T, N, P), n(N, L, P).to(torch.float8_e4m3fn)
+        (x, x_scale), weight = n.quantized(ops.quant_fp8_group, n.T, N, P), n(N, L, P).to(torch.float8_e4m3fn)
         scale = torch.full((1,), 0.02, device=n.device)
     return {"x": x, "weight": weight, "x_scale": x_scale, "weight_scale": scale, "out_dtype": n.dtype}
 
@@ -167,45 +166,45 @@ def _by_head_and_written(scheme: str, n: Numbers) -> Arguments:
 
 def _keys_and_values(n: Numbers) -> Arguments:
     """P columns of each head's rows are of the key, as many of the value."""
-    return _of_codes("quant_fp8_per_token", n) | {"k_pe": n(n.T, M // (2 * P), R), "nope": P, "scheme": "fp8"}
+    return _of_codes(ops.quant_fp8_per_token, n) | {"k_pe": n(n.T, M // (2 * P), R), "nope": P, "scheme": "fp8"}
 
 
-EXAMPLES: dict[str, dict[str, Callable[[Numbers], Arguments]]] = {
-    "silu_and_mul": {"": _gated},
-    "gelu_and_mul": {"": _gated, "tanh": partial(_gated, approximate="tanh")},
-    "rms_norm": {"": _normed, "one_plus": partial(_normed, style="one_plus")},
-    "add_rms_norm": {"": partial(_normed, residual=True), "one_plus": partial(_normed, residual=True, style="one_plus")},
-    "layer_norm": {"": _layer_normed},
-    "add_layer_norm": {"": partial(_layer_normed, residual=True)},
-    "add_rms_norm_pad": {"": partial(_normed, residual=True, columns=64)},
-    "rms_norm_quant": {scheme: partial(_quantizing, _normed, scheme) for scheme in SCHEMES},
-    "add_rms_norm_quant": {
+EXAMPLES: dict[Op, dict[str, Callable[[Numbers], Arguments]]] = {
+    ops.silu_and_mul: {"": _gated},
+    ops.gelu_and_mul: {"": _gated, "tanh": partial(_gated, approximate="tanh")},
+    ops.rms_norm: {"": _normed, "one_plus": partial(_normed, style="one_plus")},
+    ops.add_rms_norm: {"": partial(_normed, residual=True), "one_plus": partial(_normed, residual=True, style="one_plus")},
+    ops.layer_norm: {"": _layer_normed},
+    ops.add_layer_norm: {"": partial(_layer_normed, residual=True)},
+    ops.add_rms_norm_pad: {"": partial(_normed, residual=True, columns=64)},
+    ops.rms_norm_quant: {scheme: partial(_quantizing, _normed, scheme) for scheme in SCHEMES},
+    ops.add_rms_norm_quant: {
         scheme: partial(_quantizing, partial(_normed, residual=True), scheme) for scheme in SCHEMES
     },
-    "silu_and_mul_quant": {scheme: partial(_quantizing, _gated, scheme) for scheme in SCHEMES},
-    "quant_fp8_static": {"": lambda n: {"x": n(n.T, D), "scale": torch.tensor([0.02], device=n.device)}},
-    "quant_fp8_per_token": {"": lambda n: {"x": n(n.T, D)}},
-    "quant_fp8_group": {"": lambda n: {"x": n(n.T, D)}},
-    "quant_int8_per_token": {"": lambda n: {"x": n(n.T, D)}},
-    "quant_mxfp4": {"": lambda n: {"x": n(n.T, D)}},
-    "linear": {"": _linear, "bias": lambda n: _linear(n) | {"bias": n(M)}},
-    "scaled_linear_fp8": {"": partial(_of_codes, "quant_fp8_per_token")},
-    "scaled_linear_fp8_block": {"": _blocks},
-    "scaled_linear_int8": {"": partial(_of_codes, "quant_int8_per_token")},
-    "linear_w4a16": {"": _w4a16},
-    "linear_mxfp4": {"16 bits": _mxfp4_a16, "mxfp4": partial(_of_codes, "quant_mxfp4")},
-    "embedding": {"": lambda n: {"ids": n.below(100, n.T), "weight": n(100, D)}},
-    "rope": {"": lambda n: {"x": n(n.T, N, H), **n.angles()}},
-    "qk_norm_rope": {"": _qk},
-    "attention": {"": _attended, "window": lambda n: _attended(n) | {"window": 8}},
-    "kv_write": {"": _written},
-    "rope_kv_write": {"": _rope_written},
-    "qk_norm_rope_kv_write": {"": _norm_rope_written},
-    "paged_attention": {"": _paged, "window": lambda n: _paged(n) | {"window": 8}},
-    "mla_kv_write": {"": _latent},
-    "mla_rope_kv_write": {"": _latent_queries},
-    "scaled_bmm_fp8": {"": partial(_by_head, "fp8")},
-    "bmm_mxfp4": {"": partial(_by_head, "mxfp4")},
-    "bmm_rope_kv_write": {scheme: partial(_by_head_and_written, scheme) for scheme in ("fp8", "mxfp4")},
-    "linear_split_cat": {"": _keys_and_values},
+    ops.silu_and_mul_quant: {scheme: partial(_quantizing, _gated, scheme) for scheme in SCHEMES},
+    ops.quant_fp8_static: {"": lambda n: {"x": n(n.T, D), "scale": torch.tensor([0.02], device=n.device)}},
+    ops.quant_fp8_per_token: {"": lambda n: {"x": n(n.T, D)}},
+    ops.quant_fp8_group: {"": lambda n: {"x": n(n.T, D)}},
+    ops.quant_int8_per_token: {"": lambda n: {"x": n(n.T, D)}},
+    ops.quant_mxfp4: {"": lambda n: {"x": n(n.T, D)}},
+    ops.linear: {"": _linear, "bias": lambda n: _linear(n) | {"bias": n(M)}},
+    ops.scaled_linear_fp8: {"": partial(_of_codes, ops.quant_fp8_per_token)},
+    ops.scaled_linear_fp8_block: {"": _blocks},
+    ops.scaled_linear_int8: {"": partial(_of_codes, ops.quant_int8_per_token)},
+    ops.linear_w4a16: {"": _w4a16},
+    ops.linear_mxfp4: {"16 bits": _mxfp4_a16, "mxfp4": partial(_of_codes, ops.quant_mxfp4)},
+    ops.embedding: {"": lambda n: {"ids": n.below(100, n.T), "weight": n(100, D)}},
+    ops.rope: {"": lambda n: {"x": n(n.T, N, H), **n.angles()}},
+    ops.qk_norm_rope: {"": _qk},
+    ops.attention: {"": _attended, "window": lambda n: _attended(n) | {"window": 8}},
+    ops.kv_write: {"": _written},
+    ops.rope_kv_write: {"": _rope_written},
+    ops.qk_norm_rope_kv_write: {"": _norm_rope_written},
+    ops.paged_attention: {"": _paged, "window": lambda n: _paged(n) | {"window": 8}},
+    ops.mla_kv_write: {"": _latent},
+    ops.mla_rope_kv_write: {"": _latent_queries},
+    ops.scaled_bmm_fp8: {"": partial(_by_head, "fp8")},
+    ops.bmm_mxfp4: {"": partial(_by_head, "mxfp4")},
+    ops.bmm_rope_kv_write: {scheme: partial(_by_head_and_written, scheme) for scheme in ("fp8", "mxfp4")},
+    ops.linear_split_cat: {"": _keys_and_values},
 }

@@ -1,18 +1,22 @@
 """An op is its meaning in PyTorch: schema, shape rule and test truth are one function.
 
-`@op` registers the function as `torch.ops.atom.<name>`: the meaning is the reference kernel, the fake kernel (unless a
-cheaper shape rule is given) and, when gradients are wanted, what runs instead, so that autograd differentiates it.
+`@op(...)` registers the function as `torch.ops.atom.<name>`: the meaning is the reference kernel, the fake kernel (unless a
+cheaper shape rule is given) and, when gradients are wanted, what runs instead, so that autograd differentiates it. What
+else the compiler must know of an op is declared there, too: no other module lists ops by name.
 Kernels that compute the same thing faster are added with `@ops.<name>.kernel(provider, ...)`.
 """
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, overload
+from enum import Enum, auto
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from atomc.op_cost import CostRule, read_and_write
+from atomc.op_traits import Kind, QuantizedWeight
 from atomc.platform import Platform
 
 _library = torch.library.Library("atom", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -56,6 +60,15 @@ class Prepared:
     tensors: tuple[Tensor, ...]
 
 
+class PreferInductor(Enum):
+    """When Inductor's code for the meaning is preferred to a kernel, wherever the glue is compiled."""
+
+    NEVER = auto()
+    ALWAYS = auto()  # it fuses the meaning with its neighbours
+    FREE_ROUNDING = auto()  # the same, unless rounding="hf": fused code may keep fp32 where the model rounds
+    MAX_AUTOTUNE = auto()  # mode="max-autotune" asks it to time several ways to compute it
+
+
 @dataclass(frozen=True, eq=False)
 class Kernel:
     """One way to run an op. `function` takes the op's arguments and returns what the meaning returns.
@@ -70,6 +83,7 @@ class Kernel:
     workspace: (*args) -> bytes; the kernel receives a uint8 tensor of that size as `workspace=`.
     rounds:    "as meaning", or "once" if it keeps fp32 where the meaning rounds in between.
     syncs:     the host waits for the device inside, so that no CUDA graph can hold it.
+    prefer_inductor:  when Inductor's code for the meaning is preferred.
     """
 
     op: str
@@ -83,6 +97,7 @@ class Kernel:
     workspace: Callable[..., int] | None = None
     rounds: str = "as meaning"
     syncs: bool = False
+    prefer_inductor: PreferInductor = PreferInductor.NEVER
 
 
 @dataclass(frozen=True)
@@ -105,25 +120,49 @@ class Extra:
 Concat = Callable[[Sequence[Mapping[str, Any]]], tuple[str, ...] | str]
 
 
+# These kinds compute or move something else than one number per operand and result.
+COST_DIFFERS = Kind.LINEAR | Kind.BMM | Kind.ATTENTION | Kind.LOOKUP | Kind.STATE_WRITE
+
+
 class Op:
-    """A registered op: call it like a function; `reference` is its meaning."""
+    """A registered op: call it like a function; `reference` is its meaning, the other attributes what `op` was given."""
 
     def __init__(
-        self, meaning: Callable[..., Any], mutates: Sequence[str], shape: Callable[..., Any] | None,
-        concat: Concat | None = None,
+        self, meaning: Callable[..., Any], kind: Kind, rows: str | None, cost: CostRule | None,
+        quantized_weight: QuantizedWeight | Mapping[str, QuantizedWeight] | None,
+        rounds_once: Callable[[Mapping[str, Any]], bool] | None, mutates: Sequence[str], shape: Callable[..., Any] | None,
+        concat: Concat | None,
     ):  # fmt: skip
-        self.concat = concat
         self.name = meaning.__name__
         self.reference = meaning
+        self.kind, self.rows = kind, rows
+        self.cost = cost or read_and_write
+        self.quantized_weight = quantized_weight
+        self.rounds_once = rounds_once or (lambda _: False)
         self.mutates = tuple(mutates)
+        self.concat = concat
         self.signature = inspect.signature(meaning)
         self.kernels: list[Kernel] = []
         self.__doc__ = meaning.__doc__
+        self._check(cost)
         schema = torch.library.infer_schema(meaning, mutates_args=self.mutates)
         _library.define(self.name + schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
         _library.impl(self.name, meaning, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
         torch.library.register_fake(f"atom::{self.name}", shape or meaning, lib=_library)
         self.overload: torch._ops.OpOverload = getattr(torch.ops.atom, self.name).default
+
+    def _check(self, cost: CostRule | None) -> None:
+        """Raises ValueError for traits that are missing, or that name no parameter."""
+        parameters = self.signature.parameters
+        weight = self.quantized_weight
+        weights = weight.values() if isinstance(weight, Mapping) else [weight] if weight else []
+        unknown = {self.rows, *(name for found in weights for name in found.stored)} - {None, *parameters}
+        if unknown:
+            raise ValueError(f"op {self.name}: no parameter {sorted(map(str, unknown))}, it has {list(parameters)}")
+        if cost is None and self.kind & COST_DIFFERS:
+            raise ValueError(f"op {self.name}: give its cost=, which has no default for {self.kind & COST_DIFFERS}")
+        if not weights and Kind.LINEAR in self.kind and "weight_scale" in parameters:
+            raise ValueError(f"op {self.name}: say how its weight is stored (quantized_weight=)")
 
     def __repr__(self) -> str:
         return f"<op {self.name}>"
@@ -134,6 +173,12 @@ class Op:
                 if isinstance(value, Tensor) and value.requires_grad:
                     return self.reference(*args, **kwargs)
         return self.overload(*args, **kwargs)
+
+    def bind(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The arguments of a call by parameter, defaults included."""
+        bound = self.signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return dict(bound.arguments)
 
     def kernel(
         self,
@@ -147,6 +192,7 @@ class Op:
         workspace: Callable[..., int] | None = None,
         rounds: str = "as meaning",
         syncs: bool = False,
+        prefer_inductor: PreferInductor = PreferInductor.NEVER,
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Register the decorated function as a way to run this op (see Kernel for the arguments).
 
@@ -166,7 +212,7 @@ class Op:
                 raise ValueError(f"kernel {function.__module__}.{function.__qualname__} of {self.name} "
                                  "is registered already")
             self.kernels.append(Kernel(self.name, provider, function, refuses, tokens, layout, preparing,
-                                       plan, workspace, rounds, syncs))
+                                       plan, workspace, rounds, syncs, prefer_inductor))
             return function
 
         return register
@@ -175,29 +221,37 @@ class Op:
 REGISTRY: dict[str, Op] = {}
 
 
-@overload
-def op(meaning: Callable[..., Any]) -> Op: ...
-@overload
 def op(
-    *, mutates: Sequence[str] = (), shape: Callable[..., Any] | None = None, concat: Concat | None = None
-) -> Callable[[Callable[..., Any]], Op]: ...
-def op(
-    meaning: Callable[..., Any] | None = None,
     *,
+    kind: Kind,
+    rows: str | None,
+    cost: CostRule | None = None,
+    quantized_weight: QuantizedWeight | Mapping[str, QuantizedWeight] | None = None,
+    rounds_once: Callable[[Mapping[str, Any]], bool] | None = None,
     mutates: Sequence[str] = (),
     shape: Callable[..., Any] | None = None,
     concat: Concat | None = None,
-) -> Op | Callable[[Callable[..., Any]], Op]:
-    """Make an op of its meaning. `mutates` names the parameters written in place; `shape` replaces the meaning as the
-    fake kernel where the meaning depends on data or is slow to run on fake tensors; `concat` says how several calls on
-    one input become one (see Concat)."""
+) -> Callable[[Callable[..., Any]], Op]:
+    """Make an op of its meaning, the decorated function.
 
-    def register(function: Callable[..., Any]) -> Op:
-        made = Op(function, mutates, shape, concat)
+    kind      what it does; decides how it is treated wherever ops are not named
+    rows      the parameter [..., K] whose leading dimensions are the tokens of the step, None if that is no parameter's
+    cost      its bytes and flops; may be left out if it reads each operand and writes each result once
+    quantized_weight  of a linear whose weight is stored in few bits; a mapping if the argument `scheme` decides
+    rounds_once  (arguments by name) -> whether the meaning rounds its result only; default: it rounds in between
+    mutates   the parameters written in place
+    shape     replaces the meaning as the fake kernel, where the meaning depends on data or is slow on fake tensors
+    concat    how several calls on one input become one (see Concat)
+
+    Raises ValueError if a trait that this kind needs is missing, or a trait names a parameter that the op does not have.
+    """
+
+    def register(meaning: Callable[..., Any]) -> Op:
+        made = Op(meaning, kind, rows, cost, quantized_weight, rounds_once, mutates, shape, concat)
         REGISTRY[made.name] = made
         return made
 
-    return register(meaning) if meaning is not None else register
+    return register
 
 
 def register_kernel(op_name: str, provider: str, **protocol: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

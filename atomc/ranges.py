@@ -14,19 +14,14 @@ from atomc.graph.expressions import expression
 from atomc.op import ALL_TOKENS, Kernel, Tokens, op_of
 from atomc.torch_compat.tracing import bounds
 
-# Norms and linear layers, which take the tokens as the rows of their first argument.
-ROWS_FIRST = frozenset({
-    "linear", "scaled_linear_fp8", "scaled_linear_fp8_block", "scaled_linear_int8", "linear_w4a16", "linear_mxfp4",
-    "rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm", "rms_norm_quant", "add_rms_norm_quant",
-})  # fmt: skip
-
 
 def token_expression(gm: GraphModule) -> sympy.Expr | None:
-    """The number of tokens the graph works on, in its symbols: the rows of its first norm or linear. None: none found."""
+    """The number of tokens the graph works on, in its symbols, by the first op that says which rows they are; or None."""
     for node in gm.graph.nodes:
         op = op_of(node.target)
-        if op is not None and op.name in ROWS_FIRST:
-            return sympy.Mul(*[expression(size) for size in value(node.args[0]).shape[:-1]])
+        if op is not None and op.rows is not None:
+            rows = value(op.bind(*node.args, **node.kwargs)[op.rows])
+            return sympy.Mul(*[expression(size) for size in rows.shape[:-1]])
     return None
 
 

@@ -4,17 +4,21 @@ Kernels that run as one read once what two of them read, and neither write nor r
 products and attention are left out of neighbours: what stands next to them is not fused for its bytes alone.
 """
 
+import re
 from collections.abc import Collection, Iterator, Sequence
 
 import sympy
 from torch.fx import Graph, GraphModule, Node
 
-from atomc.cost import PRODUCTS, NodeCost, bytes_of, shown, simple, source_of, symbols_of
+from atomc.cost import NodeCost, bytes_of, is_product, shown, simple, source_of, symbols_of
 from atomc.graph.canonical import value
+from atomc.op import op_of
+from atomc.op_traits import Kind
 from atomc.report import Miss, Saving
 
-# What a neighbour is not fused with for its bytes alone.
-APART = ("linear", "attention", "embedding", "index_select", "all_reduce", "sort", "topk")
+# What a neighbour is not fused with for its bytes alone: ops that are nothing else, and by their names those of PyTorch.
+APART = (Kind.LINEAR, Kind.ATTENTION, Kind.LOOKUP, Kind.COLLECTIVE)
+_APART = re.compile("linear|attention|embedding|index_select|all_reduce|sort|topk")
 
 
 def savings(gm: GraphModule, costs: Sequence[NodeCost], near: Sequence[Miss], *, glue_fuses: bool) -> list[Saving]:
@@ -76,7 +80,7 @@ def _of_misses(traffic: _Traffic, near: Sequence[Miss]) -> Iterator[Saving]:
 def _of_neighbours(traffic: _Traffic) -> Iterator[Saving]:
     for first, second in traffic.neighbours():
         one, other = traffic.costs[first], traffic.costs[second]
-        if _apart(one.op) or _apart(other.op):
+        if _apart(one) or _apart(other):
             continue
         saved = traffic.saved({first, second})
         if saved != 0:
@@ -90,5 +94,8 @@ def _of_glue(costs: Sequence[NodeCost]) -> Iterator[Saving]:
             yield Saving("glue", f"{len(cost.nodes)} ops", cost.module_path, cost.layer, cost.source, str(saved))
 
 
-def _apart(op: str) -> bool:
-    return op in PRODUCTS or any(word in op for word in APART)
+def _apart(kernel: NodeCost) -> bool:
+    op = op_of(kernel.nodes[0].target)
+    if op is not None:
+        return op.kind in APART
+    return is_product(kernel.nodes[0]) or _APART.search(kernel.op) is not None

@@ -11,7 +11,8 @@ from torch.fx import Node
 from atomc import kernels
 from atomc.errors import OptionsError
 from atomc.graph.provenance import module_path
-from atomc.op import ALL_TOKENS, REGISTRY, Kernel, Op, Tokens, op_of, refusal
+from atomc.op import ALL_TOKENS, REGISTRY, Kernel, Op, PreferInductor, Tokens, op_of, refusal
+from atomc.op_traits import Kind
 from atomc.options import Options
 from atomc.platform import Platform
 from atomc.report import KernelChoice
@@ -89,7 +90,7 @@ class Selection:
                 return kernel
             if (kernel.provider, reason) not in refused:
                 refused.append((kernel.provider, reason))
-        if self.options.batch_invariant and _joins_rows(op.name):
+        if self.options.batch_invariant and _joins_rows(op):
             raise OptionsError(f"option batch_invariant=True: no such kernel serves {op.name} on {self.platform.name}: "
                                f"{refused}")  # fmt: skip
         if op.mutates:
@@ -119,18 +120,16 @@ class Selection:
     def _refuses(self, kernel: Kernel, node: Node, any_tokens: bool = False) -> str | None:
         if self.layout is not None and kernel.layout is not None and kernel.layout != self.layout:
             return f"works on layout {kernel.layout!r}, the state is laid out {self.layout!r}"
-        if self.options.batch_invariant and _joins_rows(kernel.op) and kernel.provider != kernels.INVARIANT:
+        op = _op(node)
+        if self.options.batch_invariant and _joins_rows(op) and kernel.provider != kernels.INVARIANT:
             return "what it computes for a row depends on how many there are, and batch_invariant=True forbids that"
         arguments, nodes = _arguments(kernel, node)
         for name in (name for names in kernel.prepare for name in names if nodes[name] is not None):
             if nodes[name].op != "placeholder":
                 return f"it prepares `{name}` once, but here that is computed in the graph"
-        if kernel.provider == "torch" and self._better_inlined(kernel, arguments):
-            return "its meaning is left to the glue compiler, which fuses it with its neighbours"
-        if kernel.provider == "cuda" and kernel.op == "linear" and self._tuned_by_inductor():
-            return f"mode={self.options.mode!r} asks Inductor to time matrix products"
-        meant_once = arguments.get("style") in ("before", "one_plus")
-        if self.options.rounding == "hf" and kernel.rounds == "once" and not meant_once:
+        if not self.eager and (reason := self._better_by_inductor(kernel)):
+            return reason
+        if self.options.rounding == "hf" and kernel.rounds == "once" and not op.rounds_once(arguments):
             return "it rounds once, rounding='hf' asks for the model's own roundings"
         if reason := refusal(kernel, self.platform, arguments) or self._no_copies(kernel, nodes):
             return reason
@@ -156,14 +155,16 @@ class Selection:
         self.copied |= {(nodes[name].name, prepare): _nbytes(nodes[name]) for names, prepare in kernel.prepare.items()
                         for name in names if nodes[name] is not None}  # fmt: skip
 
-    def _tuned_by_inductor(self) -> bool:
-        return not self.eager and self.options.mode.startswith("max-autotune")
-
-    def _better_inlined(self, kernel: Kernel, arguments: dict[str, Any]) -> bool:
-        if self.eager or kernel.layout is not None or kernel.op == "attention":
-            return False
-        # Inductor may keep fp32 where the model rounds; a norm run on its own does not.
-        return not (self.options.rounding == "hf" and "norm" in kernel.op)
+    def _better_by_inductor(self, kernel: Kernel) -> str | None:
+        """Why Inductor's code for the meaning is preferred to this kernel, or None."""
+        match kernel.prefer_inductor:
+            case PreferInductor.MAX_AUTOTUNE if self.options.mode.startswith("max-autotune"):
+                return f"mode={self.options.mode!r} asks Inductor to time matrix products"
+            case PreferInductor.FREE_ROUNDING if self.options.rounding == "hf":
+                return None
+            case PreferInductor.ALWAYS | PreferInductor.FREE_ROUNDING:
+                return "its meaning is left to the glue compiler, which fuses it with its neighbours"
+        return None
 
 
 def _nbytes(weight: Node) -> int:
@@ -171,9 +172,9 @@ def _nbytes(weight: Node) -> int:
     return math.prod(size for size in fake.shape if isinstance(size, int)) * int(fake.element_size())
 
 
-def _joins_rows(op: str) -> bool:
+def _joins_rows(op: Op) -> bool:
     """Whether its kernels cut their work by the number of rows."""
-    return "linear" in op or "attention" in op
+    return bool(op.kind & (Kind.LINEAR | Kind.ATTENTION))
 
 
 def _op(node: Node) -> Op:
@@ -188,8 +189,6 @@ def _all_providers() -> list[str]:
 
 def _arguments(kernel: Kernel, node: Node) -> tuple[dict[str, Any], dict[str, Any]]:
     """The op's arguments by name: as fake tensors and numbers, and as nodes."""
-    bound = _op(node).signature.bind(*node.args, **node.kwargs)
-    bound.apply_defaults()
-    nodes = dict(bound.arguments)
+    nodes = _op(node).bind(*node.args, **node.kwargs)
     fakes = {name: torch.fx.node.map_arg(given, lambda n: n.meta.get("val")) for name, given in nodes.items()}
     return fakes, nodes

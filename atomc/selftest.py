@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from atomc import kernels
-from atomc.examples import EXAMPLES, OF_SEVERAL, Arguments, Numbers
+from atomc.examples import EXAMPLES, Arguments, Numbers
 from atomc.op import REGISTRY, Kernel, Op, refusal
+from atomc.op_traits import Kind
 from atomc.platform import Platform
 
 # One token, and more than the kernels for few tokens take.
@@ -57,9 +58,10 @@ def _try(op: Op, kernel: Kernel, here: Platform) -> Tried:
     def told(passed: bool | None, said: str) -> Tried:
         return Tried(kernel.provider, op.name, kernel.layout, passed, count, worst, said)
 
-    if op.name not in EXAMPLES:
-        return told(None, "it needs several processes" if op.name in OF_SEVERAL else "there is no example to try it on")
-    for name, make in EXAMPLES[op.name].items():
+    if op not in EXAMPLES:
+        collective = Kind.COLLECTIVE in op.kind
+        return told(None, "it needs several processes" if collective else "there is no example to try it on")
+    for name, make in EXAMPLES[op].items():
         for dtype in DTYPES[here.device]:
             for rows in ROWS:
                 where = ", ".join(part for part in (name, str(dtype).removeprefix("torch."), f"{rows} rows") if part)

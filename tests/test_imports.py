@@ -15,7 +15,7 @@ PACKAGE = ROOT / "atomc"
 LAYERS = [
     {"demo", "json_file", "cgroup"},
     {"platform", "options", "errors", "packs", "static_buffer", "torch_compat"},
-    {"op", "ops", "copies"},
+    {"op", "op_traits", "op_cost", "ops", "copies"},
     {"graph", "matching", "rewrite", "graph_pass", "registered", "dumps", "report", "render", "cost", "contract", "listing",
      "savings", "few_bits", "efficiency", "bandwidth", "trace"},
     {"examples", "kernels", "passes", "named_ranges"},

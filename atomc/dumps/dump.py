@@ -22,7 +22,8 @@ from atomc.dumps.replay import RECORDED
 from atomc.graph.canonical import input_name
 from atomc.graph.expressions import expression
 from atomc.graph.provenance import module_path
-from atomc.op import REGISTRY
+from atomc.op import REGISTRY, op_of
+from atomc.op_traits import Kind
 
 # For a size about which nothing is known.
 SIZE = 8
@@ -272,8 +273,8 @@ def _below(node: Node) -> int | None:
     for reader in node.users:
         schema = getattr(reader.target, "_schema", None)
         name = schema.name.partition("::")[2] if schema is not None else ""
-        args = reader.args
-        if name == "embedding":
+        op, args = op_of(reader.target), reader.args
+        if (op is not None and op.kind is Kind.LOOKUP) or reader.target is torch.ops.aten.embedding.default:
             table = args[1] if args[0] is node else args[0]
             found.append(_rows(table, 0))
         elif name in ("index_select", "gather"):

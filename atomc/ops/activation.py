@@ -4,15 +4,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from atomc.op import op
+from atomc.op_traits import Kind
 
 
-@op
+@op(kind=Kind.GATE, rows=None)
 def silu_and_mul(gate: Tensor, up: Tensor) -> Tensor:
     """SwiGLU: silu(gate) * up. Both [..., I] -> [..., I]; the activation is rounded to gate.dtype in between."""
     return F.silu(gate) * up
 
 
-@op
+@op(kind=Kind.GATE, rows=None)
 def gelu_and_mul(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
     """GeGLU: gelu(gate) * up. Both [..., I] -> [..., I]; approximate is "none" (erf) or "tanh" (Gemma)."""
     return F.gelu(gate, approximate=approximate) * up

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from atomc.op import op
+from atomc.op_traits import Kind
 from atomc.ops.activation import silu_and_mul
 from atomc.ops.schemes import quantized
 
@@ -16,7 +17,7 @@ def _silu_and_mul_quant_shape(
     return quantized(y, scale, scheme, dtype, group, column_major, rounding, shape_only=True)
 
 
-@op(shape=_silu_and_mul_quant_shape)
+@op(kind=Kind.GATE | Kind.QUANTIZE, rows=None, shape=_silu_and_mul_quant_shape)
 def silu_and_mul_quant(
     gate: Tensor, up: Tensor, scale: Tensor | None = None, *, scheme: str, dtype: torch.dtype = torch.float8_e4m3fn,
     group: int = 128, column_major: bool = False, rounding: str = "even",

@@ -5,10 +5,14 @@ Caches are [blocks, block_size, K, D]; a layout (atomc.ops.state) only changes t
 its code times k_scale or v_scale, [1] fp32 (None: 1).
 """
 
+import math
+
 import torch
 from torch import Tensor
 
 from atomc.op import op
+from atomc.op_cost import OpCall, Work, bytes_of, least, state_write
+from atomc.op_traits import Kind
 from atomc.ops.formats import FP8
 from atomc.ops.quant import to_fp8
 
@@ -38,11 +42,21 @@ def _weighted_values(scores: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
     return (weights @ values).transpose(-2, -3)
 
 
+def _attention_cost(call: OpCall) -> Work:
+    """Reads and writes its operands; each pair of a query and a key that it sees counts."""
+    q, k, v = (call[name] for name in "qkv")
+    rows, keys, width = q.shape[-3], k.shape[-3], q.shape[-1] + v.shape[-1]
+    pairs = rows * (keys - (rows - 1) / 2) if call["causal"] else rows * keys
+    if call["window"]:
+        pairs = least(pairs, rows * call["window"])
+    return bytes_of([q, k, v, *call.results]), 2 * math.prod(q.shape[:-3]) * pairs * q.shape[-2] * width
+
+
 def _attention_shape(q: Tensor, k: Tensor, v: Tensor, *_: object, **__: object) -> Tensor:
     return q.new_empty((*q.shape[:-1], v.shape[-1]))
 
 
-@op(shape=_attention_shape)
+@op(kind=Kind.ATTENTION, rows=None, cost=_attention_cost, shape=_attention_shape)
 def attention(
     q: Tensor, k: Tensor, v: Tensor, kv: Tensor | None = None, mask: Tensor | None = None,
     sinks: Tensor | None = None, *, scale: float, causal: bool = True, window: int = 0, softcap: float = 0.0,
@@ -82,7 +96,10 @@ def _token(k: Tensor, *_: object, **__: object) -> Tensor:
     return k.new_empty((0,))
 
 
-@op(mutates=("k_cache", "v_cache", "k_scale", "v_scale"), shape=_token)
+@op(
+    kind=Kind.STATE_WRITE, rows=None, cost=state_write,
+    mutates=("k_cache", "v_cache", "k_scale", "v_scale"), shape=_token,
+)
 def kv_write(
     k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor,
     k_scale: Tensor | None = None, v_scale: Tensor | None = None,
@@ -100,11 +117,23 @@ def kv_write(
     return k.new_empty((0,))
 
 
+def _paged_attention_cost(call: OpCall) -> Work:
+    """Each sequence reads its context once, and each new token sees what lies before it."""
+    q, k_cache, v_cache = (call[name] for name in ("q", "k_cache", "v_cache"))
+    tokens, sequences, window = q.shape[0], call["seq_lens"].shape[0], call["window"]
+    read, seen = call.context, call.context - (tokens / sequences - 1) / 2
+    if window:
+        read, seen = least(read, window + tokens / sequences), least(seen, window)
+    per_token = sum(math.prod(cache.shape[2:]) * cache.dtype.itemsize for cache in (k_cache, v_cache))
+    moved = bytes_of([q, *call.results]) + sequences * read * per_token
+    return moved, 2 * tokens * seen * q.shape[1] * (q.shape[2] + v_cache.shape[3])
+
+
 def _paged_attention_shape(q: Tensor, k_cache: Tensor, v_cache: Tensor, *_: object, **__: object) -> Tensor:
     return q.new_empty((*q.shape[:-1], v_cache.shape[-1]))
 
 
-@op(shape=_paged_attention_shape)
+@op(kind=Kind.ATTENTION, rows=None, cost=_paged_attention_cost, shape=_paged_attention_shape)
 def paged_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, query_start: Tensor, seq_lens: Tensor, block_tables: Tensor,
     token: Tensor, sinks: Tensor | None = None, k_scale: Tensor | None = None, v_scale: Tensor | None = None,

@@ -7,14 +7,15 @@ import torch
 from torch import Tensor
 
 from atomc.op import op
-from atomc.ops.norm import add_rms_norm, rms_norm
+from atomc.op_traits import Kind
+from atomc.ops.norm import add_rms_norm, rms_norm, rounds_once
 
 
 def _all_reduce_shape(x: Tensor, group: str) -> Tensor:
     return x.new_empty(x.shape)
 
 
-@op(shape=_all_reduce_shape)
+@op(kind=Kind.COLLECTIVE, rows=None, shape=_all_reduce_shape)
 def all_reduce(x: Tensor, group: str) -> Tensor:
     """The sum of every process's x, in x.dtype. Raises what torch.distributed does for an unknown group."""
     summed: Tensor = torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", group)
@@ -26,7 +27,7 @@ def _allreduce_rms_norm_shape(x: Tensor, weight: Tensor, eps: float, group: str,
     return x.new_empty(x.shape, dtype=torch.result_type(x, weight) if style == "after" else x.dtype)
 
 
-@op(shape=_allreduce_rms_norm_shape)
+@op(kind=Kind.COLLECTIVE | Kind.NORM, rows="x", rounds_once=rounds_once, shape=_allreduce_rms_norm_shape)
 def allreduce_rms_norm(x: Tensor, weight: Tensor, eps: float, group: str, style: str = "after") -> Tensor:
     """rms_norm of the sum of every process's x. x [..., D], weight [D]."""
     return rms_norm.reference(all_reduce.reference(x, group), weight, eps, style)  # type: ignore[no-any-return]
@@ -39,7 +40,7 @@ def _allreduce_add_rms_norm_shape(
     return torch.empty_like(total, dtype=torch.result_type(x, weight) if style == "after" else x.dtype), total
 
 
-@op(shape=_allreduce_add_rms_norm_shape)
+@op(kind=Kind.COLLECTIVE | Kind.NORM, rows="x", rounds_once=rounds_once, shape=_allreduce_add_rms_norm_shape)
 def allreduce_add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, group: str, style: str = "after"
 ) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from atomc.op import op
+from atomc.op_cost import lookup, product
+from atomc.op_traits import Kind
 
 
 def linear_shape(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -18,13 +20,13 @@ def stacked_rows(calls: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     return ("weight",) if calls[0]["bias"] is None else ("weight", "bias")
 
 
-@op(shape=linear_shape, concat=stacked_rows)
+@op(kind=Kind.LINEAR, rows="x", cost=product, shape=linear_shape, concat=stacked_rows)
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x @ weight.T + bias. x [..., K], weight [N, K], bias [N] -> [..., N]."""
     return F.linear(x, weight, bias)
 
 
-@op
+@op(kind=Kind.LOOKUP, rows=None, cost=lookup)
 def embedding(ids: Tensor, weight: Tensor) -> Tensor:
     """Rows of weight. ids [...] int, weight [V, D] -> [..., D]."""
     return F.embedding(ids, weight)

@@ -10,13 +10,24 @@ import torch
 from torch import Tensor
 
 from atomc.op import op
+from atomc.op_cost import OpCall, Work, product, state_write
+from atomc.op_traits import Kind
 from atomc.ops.attention import as_cached
 from atomc.ops.quant import quant_fp8_group, quant_mxfp4
 from atomc.ops.rope import rope
-from atomc.ops.scaled_linear import linear_mxfp4, mxfp4_values, scaled_linear_fp8, scaled_linear_fp8_block
+from atomc.ops.scaled_linear import (
+    FP8_BLOCK_WEIGHT,
+    FP8_WEIGHT,
+    MXFP4_WEIGHT,
+    linear_mxfp4,
+    mxfp4_values,
+    scaled_linear_fp8,
+    scaled_linear_fp8_block,
+)
 
 # Of a product's operands, by the names that online quantization has for them.
-SPLIT_CAT_SCHEMES = ("fp8", "fp8_block", "mxfp4")
+_SPLIT_CAT_WEIGHTS = {"fp8": FP8_WEIGHT, "fp8_block": FP8_BLOCK_WEIGHT, "mxfp4": MXFP4_WEIGHT}
+SPLIT_CAT_SCHEMES = tuple(_SPLIT_CAT_WEIGHTS)
 BMM_SCHEMES = ("fp8", "mxfp4")
 
 
@@ -24,7 +35,7 @@ def _token(kv_c: Tensor, *_: object, **__: object) -> Tensor:
     return kv_c.new_empty((0,))
 
 
-@op(mutates=("kv_cache",), shape=_token)
+@op(kind=Kind.STATE_WRITE, rows=None, cost=state_write, mutates=("kv_cache",), shape=_token)
 def mla_kv_write(
     kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slots: Tensor, scale: Tensor | None = None
 ) -> Tensor:
@@ -51,7 +62,10 @@ def _mla_rope_kv_write_shape(
     return _joined(q_nope, q_nope.shape[-1], q_pe, cos), kv_c.new_empty((0,))
 
 
-@op(mutates=("kv_cache",), shape=_mla_rope_kv_write_shape)
+@op(
+    kind=Kind.ROPE | Kind.STATE_WRITE, rows=None, cost=state_write,
+    mutates=("kv_cache",), shape=_mla_rope_kv_write_shape,
+)
 def mla_rope_kv_write(
     q_nope: Tensor, q_pe: Tensor, kv_c: Tensor, k_pe: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, slots: Tensor,
     scale: Tensor | None = None, rope_style: str = "neox",
@@ -70,7 +84,7 @@ def _scaled_bmm_fp8_shape(
     return x.new_empty((*x.shape[:-1], weight.shape[1]), dtype=out_dtype)
 
 
-@op(shape=_scaled_bmm_fp8_shape)
+@op(kind=Kind.BMM, rows=None, cost=product, shape=_scaled_bmm_fp8_shape)
 def scaled_bmm_fp8(
     x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, *, out_dtype: torch.dtype, group: int = 128
 ) -> Tensor:
@@ -89,7 +103,7 @@ def _bmm_mxfp4_shape(
     return x.new_empty((*x.shape[:-1], weight.shape[1]), dtype=out_dtype)
 
 
-@op(shape=_bmm_mxfp4_shape)
+@op(kind=Kind.BMM, rows=None, cost=product, shape=_bmm_mxfp4_shape)
 def bmm_mxfp4(
     x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, *, out_dtype: torch.dtype
 ) -> Tensor:
@@ -105,6 +119,12 @@ def _by_head(x: Tensor, weight: Tensor) -> Tensor:
     return (x.unsqueeze(-2) @ weight.transpose(-1, -2)).squeeze(-2)
 
 
+def _product_and_write(call: OpCall) -> Work:
+    """Queries of each head by its weight, and a write into the state."""
+    moved, _ = state_write(call)
+    return moved, 2 * call["q_nope"].numel * call["weight"].shape[1]
+
+
 def _bmm_rope_kv_write_shape(
     q_nope: Tensor, weight: Tensor, weight_scale: Tensor, q_pe: Tensor, kv_c: Tensor, k_pe: Tensor, cos: Tensor,
     sin: Tensor, kv_cache: Tensor, slots: Tensor, scale: Tensor | None = None, *, scheme: str, rope_style: str = "neox",
@@ -113,7 +133,10 @@ def _bmm_rope_kv_write_shape(
     return _joined(q_nope, weight.shape[1], q_pe, cos), kv_c.new_empty((0,))
 
 
-@op(mutates=("kv_cache",), shape=_bmm_rope_kv_write_shape)
+@op(
+    kind=Kind.BMM | Kind.ROPE | Kind.STATE_WRITE, rows=None, cost=_product_and_write,
+    mutates=("kv_cache",), shape=_bmm_rope_kv_write_shape,
+)
 def bmm_rope_kv_write(
     q_nope: Tensor, weight: Tensor, weight_scale: Tensor, q_pe: Tensor, kv_c: Tensor, k_pe: Tensor, cos: Tensor,
     sin: Tensor, kv_cache: Tensor, slots: Tensor, scale: Tensor | None = None, *, scheme: str, rope_style: str = "neox",
@@ -145,7 +168,7 @@ def _linear_split_cat_shape(
     return k, x.new_empty((*lead, heads, weight.shape[0] // heads - nope), dtype=out_dtype)
 
 
-@op(shape=_linear_split_cat_shape)
+@op(kind=Kind.LINEAR, rows="x", cost=product, quantized_weight=_SPLIT_CAT_WEIGHTS, shape=_linear_split_cat_shape)
 def linear_split_cat(
     x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, k_pe: Tensor, *, nope: int, scheme: str,
     out_dtype: torch.dtype,

@@ -6,16 +6,25 @@ before    multiply in fp32, round once (GPT-OSS, torch.nn.functional.rms_norm)
 one_plus  multiply by 1 + weight in fp32, round once (Gemma, Qwen3.5)
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from atomc.op import op
+from atomc.op_traits import Kind
 
 RMS_NORM_STYLES = ("one_plus", "after", "before")
 
 
-@op
+def rounds_once(arguments: Mapping[str, Any]) -> bool:
+    """Whether the meaning in this style rounds nothing but its result."""
+    return bool(arguments["style"] != "after")
+
+
+@op(kind=Kind.NORM, rows="x", rounds_once=rounds_once)
 def rms_norm(x: Tensor, weight: Tensor, eps: float, style: str = "after") -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight. x [..., D], weight [D] -> [..., D] (Zhang and Sennrich 2019, eq. 4).
 
@@ -32,7 +41,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, style: str = "after") -> Ten
     raise ValueError(f"rms_norm: style {style!r} is not one of {RMS_NORM_STYLES}")
 
 
-@op
+@op(kind=Kind.NORM, rows="x", rounds_once=rounds_once)
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, style: str = "after"
 ) -> tuple[Tensor, Tensor]:
@@ -41,13 +50,13 @@ def add_rms_norm(
     return rms_norm.reference(total, weight, eps, style), total
 
 
-@op
+@op(kind=Kind.NORM, rows="x")
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """(x - mean) / sqrt(var + eps) * weight + bias over the last dimension (Ba et al. 2016). x [..., D] -> [..., D]."""
     return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
-@op
+@op(kind=Kind.NORM, rows="x")
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:

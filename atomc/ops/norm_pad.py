@@ -5,7 +5,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from atomc.op import op
-from atomc.ops.norm import add_rms_norm
+from atomc.op_traits import Kind
+from atomc.ops.norm import add_rms_norm, rounds_once
 
 
 def _add_rms_norm_pad_shape(
@@ -15,7 +16,7 @@ def _add_rms_norm_pad_shape(
     return x.new_empty((*x.shape[:-1], x.shape[-1] + columns), dtype=dtype), torch.empty_like(x)
 
 
-@op(shape=_add_rms_norm_pad_shape)
+@op(kind=Kind.NORM, rows="x", rounds_once=rounds_once, shape=_add_rms_norm_pad_shape)
 def add_rms_norm_pad(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, columns: int, style: str = "after"
 ) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from atomc.op import op
-from atomc.ops.norm import rms_norm
+from atomc.op_traits import Kind
+from atomc.ops.norm import rms_norm, rounds_once
 from atomc.ops.schemes import quantized
 
 
@@ -26,7 +27,7 @@ def _rms_norm_quant_shape(
     return codes, scales, y if keep else y.new_empty(0)
 
 
-@op(shape=_rms_norm_quant_shape)
+@op(kind=Kind.NORM | Kind.QUANTIZE, rows="x", rounds_once=rounds_once, shape=_rms_norm_quant_shape)
 def rms_norm_quant(
     x: Tensor, weight: Tensor, eps: float, scale: Tensor | None = None, style: str = "after", *, scheme: str,
     dtype: torch.dtype = torch.float8_e4m3fn, group: int = 128, column_major: bool = False, rounding: str = "even",
@@ -49,7 +50,7 @@ def _add_rms_norm_quant_shape(
     return codes, scales, total, y if keep else y.new_empty(0)
 
 
-@op(shape=_add_rms_norm_quant_shape)
+@op(kind=Kind.NORM | Kind.QUANTIZE, rows="x", rounds_once=rounds_once, shape=_add_rms_norm_quant_shape)
 def add_rms_norm_quant(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, scale: Tensor | None = None, style: str = "after", *,
     scheme: str, dtype: torch.dtype = torch.float8_e4m3fn, group: int = 128, column_major: bool = False,

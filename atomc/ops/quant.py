@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from atomc.op import op
+from atomc.op_traits import Kind
 from atomc.ops.formats import AMAX_FLOOR, FP8, MX_ROUNDINGS, e2m1_codes, e8m0_scales, e8m0_values, in_groups, pack_e2m1
 
 INT8_MAX = 127.0
@@ -31,7 +32,7 @@ def _quant_fp8_static_shape(x: Tensor, scale: Tensor, dtype: torch.dtype = torch
     return x.new_empty(x.shape, dtype=dtype)
 
 
-@op(shape=_quant_fp8_static_shape)
+@op(kind=Kind.QUANTIZE, rows=None, shape=_quant_fp8_static_shape)
 def quant_fp8_static(x: Tensor, scale: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
     """x / scale in fp8. x [..., K], scale [1] fp32 -> [..., K]."""
     return to_fp8(x.to(torch.float32) * (1.0 / scale.to(torch.float32)), dtype).contiguous()
@@ -45,7 +46,7 @@ def _quant_fp8_per_token_shape(x: Tensor, dtype: torch.dtype = torch.float8_e4m3
     return _per_token_shape(x, dtype)
 
 
-@op(shape=_quant_fp8_per_token_shape)
+@op(kind=Kind.QUANTIZE, rows=None, shape=_quant_fp8_per_token_shape)
 def quant_fp8_per_token(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[Tensor, Tensor]:
     """Each row in fp8 under a scale of its own. x [..., K] -> [..., K] fp8 and [..., 1] fp32."""
     x_f32 = x.to(torch.float32)
@@ -68,7 +69,7 @@ def _quant_fp8_group_shape(
     return x.new_empty(x.shape, dtype=dtype), empty_group_scales(x, groups, column_major_scales)
 
 
-@op(shape=_quant_fp8_group_shape)
+@op(kind=Kind.QUANTIZE, rows=None, shape=_quant_fp8_group_shape)
 def quant_fp8_group(
     x: Tensor, group: int = 128, column_major_scales: bool = False, dtype: torch.dtype = torch.float8_e4m3fn
 ) -> tuple[Tensor, Tensor]:
@@ -90,7 +91,7 @@ def _quant_mxfp4_shape(x: Tensor, rounding: str = "even") -> tuple[Tensor, Tenso
     return x.new_empty((*lead, width // 2), dtype=torch.uint8), x.new_empty((*lead, width // 32), dtype=torch.uint8)
 
 
-@op(shape=_quant_mxfp4_shape)
+@op(kind=Kind.QUANTIZE, rows=None, shape=_quant_mxfp4_shape)
 def quant_mxfp4(x: Tensor, rounding: str = "even") -> tuple[Tensor, Tensor]:
     """Each run of 32 columns in e2m1 under an e8m0 scale (OCP Microscaling v1.0). K is a multiple of 32.
 
@@ -112,7 +113,7 @@ def _quant_int8_per_token_shape(x: Tensor) -> tuple[Tensor, Tensor]:
     return _per_token_shape(x, torch.int8)
 
 
-@op(shape=_quant_int8_per_token_shape)
+@op(kind=Kind.QUANTIZE, rows=None, shape=_quant_int8_per_token_shape)
 def quant_int8_per_token(x: Tensor) -> tuple[Tensor, Tensor]:
     """Each row in -127..127 under a scale of its own. x [..., K] -> [..., K] int8 and [..., 1] fp32."""
     x_f32 = x.to(torch.float32)

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from atomc.op import op
+from atomc.op_cost import state_write
+from atomc.op_traits import Kind
 from atomc.ops.attention import kv_write
 from atomc.ops.norm import rms_norm
 
@@ -44,7 +46,7 @@ def _rope_shape(x: Tensor, cos: Tensor, sin: Tensor, style: str = "neox") -> Ten
     return x.new_empty(x.shape, dtype=dtype)
 
 
-@op(shape=_rope_shape)
+@op(kind=Kind.ROPE, rows=None, shape=_rope_shape)
 def rope(x: Tensor, cos: Tensor, sin: Tensor, style: str = "neox") -> Tensor:
     """x with its first R columns rotated. x [..., D], cos and sin [..., R or R/2] -> [..., D]."""
     width = cos.shape[-1] * (1 if style == "neox" else 2)
@@ -65,7 +67,7 @@ def _qk_norm_rope_shape(
             _rope_shape(_normed_shape(k, k_weight, norm_style), cos, sin, rope_style))  # fmt: skip
 
 
-@op(shape=_qk_norm_rope_shape)
+@op(kind=Kind.NORM | Kind.ROPE, rows=None, shape=_qk_norm_rope_shape)
 def qk_norm_rope(
     q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float,
     norm_style: str = "after", rope_style: str = "neox",
@@ -84,7 +86,10 @@ def _rope_kv_write_shape(
     return q_rotated, q_rotated.new_empty((0,))
 
 
-@op(mutates=("k_cache", "v_cache", "k_scale", "v_scale"), shape=_rope_kv_write_shape)
+@op(
+    kind=Kind.ROPE | Kind.STATE_WRITE, rows=None, cost=state_write,
+    mutates=("k_cache", "v_cache", "k_scale", "v_scale"), shape=_rope_kv_write_shape,
+)
 def rope_kv_write(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor,
     k_scale: Tensor | None = None, v_scale: Tensor | None = None, rope_style: str = "neox",
@@ -104,7 +109,10 @@ def _qk_norm_rope_kv_write_shape(
     return q_rotated, q_rotated.new_empty((0,))
 
 
-@op(mutates=("k_cache", "v_cache", "k_scale", "v_scale"), shape=_qk_norm_rope_kv_write_shape)
+@op(
+    kind=Kind.NORM | Kind.ROPE | Kind.STATE_WRITE, rows=None, cost=state_write,
+    mutates=("k_cache", "v_cache", "k_scale", "v_scale"), shape=_qk_norm_rope_kv_write_shape,
+)
 def qk_norm_rope_kv_write(
     q: Tensor, k: Tensor, v: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float,
     k_cache: Tensor, v_cache: Tensor, slots: Tensor, k_scale: Tensor | None = None, v_scale: Tensor | None = None,

@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from atomc.op import op
+from atomc.op_cost import product
+from atomc.op_traits import Kind, QuantizedWeight
 from atomc.ops.formats import e2m1_values, e8m0_values, in_groups, unpack_e2m1, unpack_int4
 
 
@@ -27,6 +29,27 @@ def _per_row(calls: Sequence[Mapping[str, Any]]) -> bool:
     return bool(calls[0]["weight_scale"].dim() == 2)
 
 
+def _of_outputs(arguments: Mapping[str, Any]) -> str:
+    return "one scale" if arguments["weight_scale"].numel() == 1 else "a scale an output"
+
+
+def _of_squares(arguments: Mapping[str, Any]) -> str:
+    return f"a scale a square of {arguments['block']}"
+
+
+def _of_groups(arguments: Mapping[str, Any]) -> str:
+    zeros = "" if arguments["zeros"] is None else ", with zeros"
+    return f"a scale for {arguments['group']} inputs{zeros}"
+
+
+# Products of few bits against the peak of bf16, alike on all machines that have them.
+FP8_WEIGHT = QuantizedWeight("fp8", _of_outputs, codes=1, rate=2)
+FP8_BLOCK_WEIGHT = QuantizedWeight("fp8", _of_squares, codes=1, rate=2)
+INT8_WEIGHT = QuantizedWeight("int8", _of_outputs, codes=1, rate=2)
+INT4_WEIGHT = QuantizedWeight("int4", _of_groups, codes=8, rate=1, stored=("weight", "weight_scale", "zeros"))
+MXFP4_WEIGHT = QuantizedWeight("mxfp4", lambda _: "a scale for 32 inputs", codes=2, rate=4)
+
+
 def _scaled_linear_shape(
     x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None = None, *,
     out_dtype: torch.dtype,
@@ -39,7 +62,10 @@ def _stacked_fp8(calls: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     return _with_bias(("weight", "weight_scale") if _per_row(calls) else ("weight",), calls)
 
 
-@op(shape=_scaled_linear_shape, concat=_stacked_fp8)
+@op(
+    kind=Kind.LINEAR, rows="x", cost=product, quantized_weight=FP8_WEIGHT,
+    shape=_scaled_linear_shape, concat=_stacked_fp8,
+)
 def scaled_linear_fp8(
     x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None = None, *,
     out_dtype: torch.dtype,
@@ -69,7 +95,10 @@ def _stacked_blocks(calls: Sequence[Mapping[str, Any]]) -> tuple[str, ...] | str
     return _with_bias(("weight", "weight_scale"), calls)
 
 
-@op(shape=_scaled_linear_fp8_block_shape, concat=_stacked_blocks)
+@op(
+    kind=Kind.LINEAR, rows="x", cost=product, quantized_weight=FP8_BLOCK_WEIGHT,
+    shape=_scaled_linear_fp8_block_shape, concat=_stacked_blocks,
+)
 def scaled_linear_fp8_block(
     x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None = None, *,
     out_dtype: torch.dtype, block: int = 128,
@@ -90,7 +119,10 @@ def _stacked_int8(calls: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     return _with_bias(("weight", "weight_scale"), calls)
 
 
-@op(shape=_scaled_linear_shape, concat=_stacked_int8)
+@op(
+    kind=Kind.LINEAR, rows="x", cost=product, quantized_weight=INT8_WEIGHT,
+    shape=_scaled_linear_shape, concat=_stacked_int8,
+)
 def scaled_linear_int8(
     x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None = None, *,
     out_dtype: torch.dtype,
@@ -123,7 +155,10 @@ def _stacked_int4(calls: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     return _with_bias(names if calls[0]["zeros"] is None else (*names, "zeros"), calls)
 
 
-@op(shape=_linear_w4a16_shape, concat=_stacked_int4)
+@op(
+    kind=Kind.LINEAR, rows="x", cost=product, quantized_weight=INT4_WEIGHT,
+    shape=_linear_w4a16_shape, concat=_stacked_int4,
+)
 def linear_w4a16(
     x: Tensor, weight: Tensor, weight_scale: Tensor, zeros: Tensor | None = None, bias: Tensor | None = None, *,
     group: int,
@@ -150,7 +185,10 @@ def _linear_mxfp4_shape(
     return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype)
 
 
-@op(shape=_linear_mxfp4_shape, concat=_stacked_int8)
+@op(
+    kind=Kind.LINEAR, rows="x", cost=product, quantized_weight=MXFP4_WEIGHT,
+    shape=_linear_mxfp4_shape, concat=_stacked_int8,
+)
 def linear_mxfp4(
     x: Tensor, weight: Tensor, weight_scale: Tensor, x_scale: Tensor | None = None, bias: Tensor | None = None, *,
     out_dtype: torch.dtype,

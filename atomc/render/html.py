@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from atomc.efficiency import GLUE, LAUNCH, RATES, name_in_table, shipped
+from atomc.efficiency import GLUE, LAUNCH, name_in_table, rate, shipped
 from atomc.platform import DESCRIBED
 from atomc.render import formula
 from atomc.render.beside import Comparison
@@ -359,7 +359,7 @@ def _computed(row: Mapping[str, Any]) -> dict[str, Any]:
     runs = row["runs"] or [(GLUE, "")]
     ranges = [(*first_and_last(tokens), *name_in_table(row["op"], kernel)) for kernel, tokens in runs]
     return {"count": row["count"], "bytes": row["trees"][0], "flops": row["trees"][1], "runs": ranges,
-            "rate": RATES.get(row["op"], 1)}  # fmt: skip
+            "rate": rate(row["op"])}  # fmt: skip
 
 
 def first_and_last(tokens: str) -> tuple[int, int | None]:

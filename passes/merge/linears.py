@@ -10,7 +10,7 @@ matrix product of another width adds up its terms.
 """
 
 import operator
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,14 +25,14 @@ from atomc.graph_pass import Context, Outcome
 from atomc.matching.near_miss import NearMiss
 from atomc.matching.pattern import Difference
 from atomc.op import Op, op_of
+from atomc.op_traits import Kind
 from atomc.rewrite import Fired
 
 aten = torch.ops.aten
-GATED = ("atom::silu_and_mul", "atom::gelu_and_mul")
-ATTENTION = ("atom::attention", "bmm", "baddbmm", "matmul")
-# What queries, keys and values go through on their way to attention.
-ON_THE_WAY = VIEWS | {"permute", "slice", "expand", "unsqueeze", "cat", "cast", "add", "mul", "neg", "getitem",
-                      "atom::rms_norm", "atom::layer_norm", "atom::rope"}  # fmt: skip
+# Attention that is written out.
+PRODUCTS = ("bmm", "baddbmm", "matmul")
+# What queries, keys and values go through on their way to attention, beside norms and rotary positions.
+ON_THE_WAY = VIEWS | {"permute", "slice", "expand", "unsqueeze", "cat", "cast", "add", "mul", "neg", "getitem"}
 
 _SHARED = "parameters that can share one memory"
 Real = dict[Node, Any]  # what the graph's inputs are fed
@@ -81,11 +81,10 @@ def _groups(graph: Graph) -> list[list[_Linear]]:
     for node in graph.nodes:
         op = op_of(node.target)
         if op is not None and op.concat is not None:
-            bound = op.signature.bind(*node.args, **node.kwargs)
-            bound.apply_defaults()
-            given = tuple(name for name, argument in bound.arguments.items() if argument is not None)
-            key = (op.name, next(iter(bound.arguments.values())), layer_of(module_path(node)), given)
-            found.setdefault(key, []).append(_Linear(op, node, bound.arguments))
+            arguments = op.bind(*node.args, **node.kwargs)
+            given = tuple(name for name, argument in arguments.items() if argument is not None)
+            key = (op.name, next(iter(arguments.values())), layer_of(module_path(node)), given)
+            found.setdefault(key, []).append(_Linear(op, node, arguments))
     return [_gate_first(group) for group in found.values() if len(group) > 1]
 
 
@@ -102,13 +101,22 @@ def _kind(nodes: Sequence[Node]) -> str:
 
 
 def _reaches_attention(node: Node) -> bool:
-    return any(call(reader).op in ATTENTION for reader in _readers(node, ON_THE_WAY))
+    return any(_kind_of(reader) is Kind.ATTENTION or call(reader).op in PRODUCTS for reader in _readers(node, _on_the_way))
+
+
+def _on_the_way(node: Node) -> bool:
+    return call(node).op in ON_THE_WAY or _kind_of(node) in (Kind.NORM, Kind.ROPE)
+
+
+def _kind_of(node: Node) -> Kind | None:
+    op = op_of(node.target)
+    return op.kind if op is not None else None
 
 
 def _gated(nodes: Sequence[Node]) -> list[Node]:
     """Gate and up, if two of the nodes are what a gated activation reads."""
-    for reader in _readers(nodes[0], VIEWS):
-        if call(reader).op in GATED:
+    for reader in _readers(nodes[0], lambda node: call(node).op in VIEWS):
+        if _kind_of(reader) is Kind.GATE:
             pair = [_behind_views(operand) for operand in call(reader).operands]
             if len(set(pair) & set(nodes)) == 2:
                 return pair
@@ -121,13 +129,13 @@ def _behind_views(node: Node) -> Node:
     return node
 
 
-def _readers(node: Node, through: Collection[str]) -> Iterator[Node]:
-    """What reads a node, also behind ops of these names."""
+def _readers(node: Node, through: Callable[[Node], bool]) -> Iterator[Node]:
+    """What reads a node, also behind readers that it goes through."""
     waiting, seen = list(node.users), set(node.users)
     while waiting:
         reader = waiting.pop()
         yield reader
-        if call(reader).op in through:
+        if through(reader):
             waiting += [further for further in reader.users if further not in seen]
             seen |= set(reader.users)
 

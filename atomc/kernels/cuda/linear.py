@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from atomc import ops
+from atomc.op import PreferInductor
 from atomc.platform import Platform
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -19,6 +20,6 @@ def _not_a_product(platform: Platform, x: Tensor, weight: Tensor, bias: Tensor |
     return None
 
 
-@ops.linear.kernel("cuda", refuses=_not_a_product)
+@ops.linear.kernel("cuda", refuses=_not_a_product, prefer_inductor=PreferInductor.MAX_AUTOTUNE)
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)

@@ -4,6 +4,8 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
+from atomc.op import PreferInductor
+from atomc.op_traits import Kind
 from atomc.ops import Op
 
 
@@ -22,5 +24,8 @@ def eager(
     function.__annotations__ = meaning.__annotations__
     function.__doc__ = meaning.__doc__
     function.__module__ = module
-    # The meanings that touch a cache look at the numbers of slots and lengths.
-    return op.kernel("torch", layout=layout, refuses=refuses, syncs=layout is not None)(function)
+    if layout is not None:  # it looks at the numbers of slots and lengths
+        return op.kernel("torch", layout=layout, refuses=refuses, syncs=True)(function)
+    # A norm run on its own rounds where the model does.
+    prefer = PreferInductor.FREE_ROUNDING if Kind.NORM in op.kind else PreferInductor.ALWAYS
+    return op.kernel("torch", refuses=refuses, prefer_inductor=prefer)(function)

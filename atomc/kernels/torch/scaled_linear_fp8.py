@@ -6,6 +6,7 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.cpu_linears import finish
 from atomc.kernels.dequantized import fp8_values, multiply
+from atomc.op import PreferInductor
 from atomc.platform import Platform
 
 
@@ -13,7 +14,7 @@ def _on_a_gpu(platform: Platform, *args: object, **_: object) -> str | None:
     return None if platform.is_cpu else "written for the CPU"
 
 
-@ops.scaled_linear_fp8.kernel("torch", refuses=_on_a_gpu)
+@ops.scaled_linear_fp8.kernel("torch", refuses=_on_a_gpu, prefer_inductor=PreferInductor.ALWAYS)
 def scaled_linear_fp8(
     x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None = None, *,
     out_dtype: torch.dtype,
@@ -23,7 +24,7 @@ def scaled_linear_fp8(
     return finish(total.mul_(weight_scale.flatten()), x, x_scale, bias, out_dtype)
 
 
-@ops.scaled_linear_fp8_block.kernel("torch", refuses=_on_a_gpu)
+@ops.scaled_linear_fp8_block.kernel("torch", refuses=_on_a_gpu, prefer_inductor=PreferInductor.ALWAYS)
 def scaled_linear_fp8_block(
     x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None = None, *,
     out_dtype: torch.dtype, block: int = 128,
