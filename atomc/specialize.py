@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from atomc import contract
-from atomc.cache.compiled import Compiled, packs_of, with_extras
+from atomc.cache.compiled import Compiled, weight_inputs, with_weights
 from atomc.cache.graph_start import GraphStart
 from atomc.capture.floats import inline_floats
 from atomc.capture.functional import trace
@@ -19,11 +19,11 @@ from atomc.dumps.dump import Dumper
 from atomc.graph.mutation import mutated
 from atomc.graph_pass import Context
 from atomc.options import Options
-from atomc.packs import Packs
 from atomc.platform import Platform
 from atomc.report import Report
 from atomc.stages import lift_stage, stages
 from atomc.torch_compat.tracing import added_by_aot, fake_mode_of, lifted_floats, num_guards, own_copy, tracing_context
+from atomc.weight_inputs import WeightInputs
 
 # A float that takes more values than this is handed to Inductor as an input.
 MOST_FLOAT_VALUES = 8
@@ -102,12 +102,12 @@ def compile_for(
     dumper = Dumper(options.dump)
     before = GraphStart(gm, example_inputs, context, report, floats)
     written: list[int] = []
-    packs: list[Packs] = []
+    weights: list[WeightInputs] = []
     whole: list[Callable[..., Any]] = []  # what runs, if AOTAutograd adds nothing to it
 
     def complete(compiled: Compiled) -> Callable[..., Any]:
-        packs.append(packs_of(compiled, report.notes))
-        return with_extras(compiled, packs[-1], example_inputs, report.notes)
+        weights.append(weight_inputs(compiled, report.notes))
+        return with_weights(compiled, weights[-1], example_inputs, report.notes)
 
     def compiler(functional: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         written.extend(written_inputs(functional))
@@ -134,7 +134,7 @@ def compile_for(
     report.treated = True
     contract.check(report, options)
     if wants_cuda_graphs(options) and not platform.is_cpu:
-        return Graphed(made, written, report.notes, report.cuda_graphs, settle=packs[-1])
+        return Graphed(made, written, report.notes, report.cuda_graphs, settle=weights[-1].settle)
     return made
 
 

@@ -103,6 +103,7 @@ def stages(
     extras: list[Extra] = []
     extras_of: list[tuple[int, int, int]] = []
     syncing: list[str] = []
+    read: set[str] = set()
     copied: dict[tuple[str, Any], int] = {}
     for span in found:
         with timed(report, "lower"):
@@ -116,6 +117,7 @@ def stages(
             pipeline.run(lowered, [passes.LOWER], for_range, report, observers)
             report.kernels += selection.choices
             syncing += selection.syncing
+            read |= {node.name for node in lowered.graph.find_nodes(op="placeholder") if node.users}
         with timed(report, "glue"):
             seen = copy_graph(lowered) if watch else lowered
             made = _glue(lowered, how, context.options, report) if glue else of_graph(gm)
@@ -134,12 +136,13 @@ def stages(
     def plain() -> Plain:
         return {
             "inputs": names, "packed": packed, "state": [asdict(spec) for spec in state], "syncing": syncing,
+            "read": [name for name in names if name in read],
             "extras": [{**vars(extra), "function": reference(extra.function)} for extra in extras],
             "functions": [function.plain() for function in functions], "extras_of": extras_of,
             "dispatch": asdict(chosen_by) if chosen_by else None, "device": device,
         }  # fmt: skip
 
-    return Compiled(call, names, packed, state, extras, syncing, plain)
+    return Compiled(call, names, packed, state, extras, syncing, [name for name in names if name in read], plain)
 
 
 def _op_cost(found: cost.NodeCost) -> OpCost:

@@ -14,8 +14,9 @@ PACKAGE = ROOT / "atomc"
 # that holds all it imports.
 LAYERS = [
     {"demo", "json_file", "cgroup"},
-    {"platform", "options", "errors", "packs", "static_buffer", "torch_compat"},
-    {"op", "ops", "copies"},
+    {"platform", "options", "errors", "packs", "static_buffer", "torch_compat", "weight_snapshot",
+     "weights"},
+    {"op", "ops", "copies", "weight_inputs"},
     {"graph", "matching", "rewrite", "graph_pass", "registered", "dumps", "report", "render", "cost", "contract", "listing",
      "savings", "few_bits", "efficiency", "bandwidth", "trace"},
     {"examples", "kernels", "passes", "named_ranges"},
@@ -28,9 +29,9 @@ LAYERS = [
 ]
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 # Passes ask `select` whether somebody serves an op; models are plain PyTorch and know ops only (their
-# loader: quantization, files and memory, too).
+# loader: quantization, files, weights and memory, too).
 HIDDEN = {"passes": {"kernels"}, "kernels": {"passes"},
-          "models": RANK.keys() - {"models", "ops", "quantization", "json_file", "cgroup"}}  # fmt: skip
+          "models": RANK.keys() - {"models", "ops", "quantization", "weights", "json_file", "cgroup"}}  # fmt: skip
 # They hand out names of all layers, lazily.
 EXEMPT = {"__init__.py", "__main__.py"}
 
