@@ -167,6 +167,7 @@ class Lowered:
 
     layout  how the state lies, None without state
     extras  the inputs that lowering added
+    read    the inputs that its nodes read
     syncing kernels that no CUDA graph can hold
     """
 
@@ -174,6 +175,7 @@ class Lowered:
     tokens: Tokens
     layout: str | None
     extras: list[Extra]
+    read: set[str]
     syncing: list[str]
 
 
@@ -196,7 +198,8 @@ def _lowered(
             layout = layout or selection.fix_layout(list(one.graph.nodes))
             done = pipeline.run(one, [passes.LOWER], replace(context, choose=selection.choose), report, observers)
             report.kernels += selection.choices
-            lowered.append(Lowered(one, span, layout, done.extras, selection.syncing))
+            read = {node.name for node in one.graph.find_nodes(op="placeholder") if node.users}
+            lowered.append(Lowered(one, span, layout, done.extras, read, selection.syncing))
     return lowered
 
 
@@ -207,6 +210,7 @@ def _assembled(
     inputs = [node for node in gm.graph.find_nodes(op="placeholder") if "extra" not in node.meta]
     names = [node.name for node in inputs]
     packed = {node.name: node.meta["packed"] for node in inputs if "packed" in node.meta}
+    read = [name for name in names if any(name in one.read for one in lowered)]
     extras: list[Extra] = []
     extras_of: list[tuple[int, int, int]] = []
     for one in lowered:
@@ -222,12 +226,13 @@ def _assembled(
     def plain() -> Plain:
         return {
             "inputs": names, "packed": packed, "state": [asdict(spec) for spec in state], "syncing": syncing,
+            "read": read,
             "extras": [{**vars(extra), "function": reference(extra.function)} for extra in extras],
             "functions": [function.plain() for function in functions], "extras_of": extras_of,
             "dispatch": asdict(chosen_by) if chosen_by else None, "device": device,
         }  # fmt: skip
 
-    return Compiled(call, names, packed, list(state), extras, syncing, plain)
+    return Compiled(call, names, packed, list(state), extras, syncing, read, plain)
 
 
 def _op_cost(found: cost.NodeCost) -> OpCost:

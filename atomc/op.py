@@ -55,9 +55,14 @@ ALL_TOKENS = Tokens()
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a kernel made of weights, which stay: other kernels, a second program and whoever saves the model read them."""
+    """What a kernel made of weights.
+
+    replaces  the tensors hold all that the kernel reads, in memory of their own: the weights' memory may be freed by their
+              owner if nothing else reads it (other kernels, a second program, a save). False: the weights must stay
+    """
 
     tensors: tuple[Tensor, ...]
+    replaces: bool = False
 
 
 class PreferInductor(Enum):

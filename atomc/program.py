@@ -1,8 +1,8 @@
 """A model compiled for the runtime: state bound to a paged cache, called directly past Dynamo's guards.
 
-The program binds the parameters that Dynamo found by their source, or the cache by their path, takes a Step per call, and
-checks itself what the guards would have checked: that the weights still lie where they lay. A model that the cache knows
-is not traced, and nothing that traces is imported.
+The program binds the parameters that Dynamo found by their source, or the cache by their path, and takes a Step per call.
+Weights that it owns are looked at once; of a user's model `check` finds out what the guards would have: whether they still
+lie where they lay. A model that the cache knows is not traced, and nothing that traces is imported.
 """
 
 import re
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from atomc import contract
-from atomc.cache.compiled import Compiled, copies_of, packs_of
+from atomc.cache.compiled import Compiled, weight_inputs
 from atomc.cache.known import KnownStart
 from atomc.errors import OURS, RunError
 from atomc.ops.state import StateSpec, Step
@@ -21,6 +21,7 @@ from atomc.options import Options
 from atomc.platform import Platform
 from atomc.render.page import publish
 from atomc.report import Report, keep
+from atomc.weight_inputs import WeightInputs
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -39,22 +40,30 @@ def _is_of_step(source: str | None) -> bool:
 class Program:
     """model(input_ids [T], positions [T], logits_rows [R]) -> logits [R, V], as one callable of a Step.
 
+    inputs  of each input of the graph the tensor of the model, None for one of the step
+    made    what the graph reads of weights beside them: packed ones, then prepared ones (none of a model on meta)
+    follow  how `made` follows weights that a user may write; None if the program owns them
+
     specs   one StateSpec per attention layer, in graph order
     report  what the compiler did
     syncing kernels in it that no CUDA graph can hold
     key     what the cache calls the graph of a traced model; None where it was not asked
+    copied_bytes  of the weights that kernels keep a copy of in a layout of their own
+    replaced_bytes  of those among them that the program itself does not read: an owner may free them
     """
 
     key: str | None = None
+    copied_bytes: int = 0
+    replaced_bytes: int = 0
 
-    def __init__(self, compiled: Compiled, sources: Sequence[str | None], inputs: Sequence[Any], report: Report,
-                 device: torch.device, model: nn.Module):  # fmt: skip
+    def __init__(self, compiled: Compiled, sources: Sequence[str | None], inputs: Sequence[Any], made: Sequence[Any],
+                 follow: Callable[[Sequence[Any]], list[Any]] | None, report: Report, device: torch.device,
+                 model: nn.Module):  # fmt: skip
         self.specs = tuple(compiled.state)
         self.report, self.device = report, device
         self.syncing = tuple(dict.fromkeys(compiled.syncing))
         self._call = compiled.call
-        names = compiled.inputs
-        weights = [*inputs, *packs_of(compiled, report.notes)(inputs)]
+        names, packed = compiled.inputs, len(compiled.packed)
         self._arguments: list[Any] = []
         self._fill: list[tuple[int, Callable[[Step], Any]]] = []
         for i, source in enumerate(sources):
@@ -62,9 +71,10 @@ class Program:
             self._arguments.append(None if found else inputs[i])
             if found:
                 self._fill.append((i, _from_step(found[1], found[2])))
-        self._weights = [(i, x.data_ptr()) for i, x in enumerate(self._arguments) if isinstance(x, nn.Parameter)]
-        self._arguments += weights[len(sources):]
-        for name in names[len(weights):]:
+        self._inputs = list(self._arguments)
+        self._addresses = [x.data_ptr() if isinstance(x, nn.Parameter) else 0 for x in self._inputs] if follow else []
+        self._arguments += made[:packed]
+        for name in names[len(self._arguments):]:
             kind, _, number = name.rpartition("_")
             scales = kind in ("k_scale", "v_scale")
             self._arguments.append(_scale(model, self.specs[int(number)], kind, device) if scales else None)
@@ -72,29 +82,21 @@ class Program:
                 self._fill.append((len(self._arguments) - 1, _from_step(name)))
         self._first_cache = {name: i for i, name in enumerate(names) if name.startswith(("k_cache_", "v_cache_"))}
         self._plans: dict[Callable[..., Any], list[int]] = {}
-        self._copies, self._inputs = copies_of(compiled, report.notes), weights
-        self._prepared: list[int] = []
+        self._follow = follow
+        self._made = list(range(len(inputs), len(inputs) + packed))
         for extra in compiled.extras:
             self._arguments.append(None)
             if extra.kind == "plan":
                 self._plans.setdefault(extra.function, []).append(len(self._arguments) - 1)
             else:
-                self._prepared.append(len(self._arguments) - 1)
-        if self._prepared and self.device.type != "meta":
-            self._take_copies()
-            report.notes.append(self._copies.note())
+                self._made.append(len(self._arguments) - 1)
+        self._take(made)
         self._bound = not self.specs
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the state, which is the model's."""
         return self.specs[0].dtype if self.specs else torch.get_default_dtype()
-
-    @property
-    def copied_bytes(self) -> int:
-        """Of the weights that kernels keep a copy of in a layout of their own."""
-        wanted = {(copy.prepare, copy.parts) for copy in self._copies.wanted}
-        return sum(self._inputs[i].nbytes for _, parts in wanted for i in parts)
 
     def bind(self, caches: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Use these key and value caches, in the order of `specs`, from now on.
@@ -127,16 +129,20 @@ class Program:
         return logits
 
     def check(self) -> None:
-        """Follow what was written into the weights. Raise RunError if a parameter's storage was replaced since compiling:
-        the program would read stale weights."""
-        for i, pointer in self._weights:
-            if self._arguments[i].data_ptr() != pointer:
-                raise RunError("a parameter was given new storage after compiling (.data =, .to()): compile again")
-        self._take_copies()
+        """Follow what a user wrote into the weights; there is nothing to follow in those that the program owns.
 
-    def _take_copies(self) -> None:
-        for i, made in zip(self._prepared, self._copies(self._inputs), strict=True):
-            self._arguments[i] = made
+        Raises RunError if a parameter's storage was replaced since compiling: the program would read stale weights.
+        """
+        if self._follow is None:
+            return
+        for weight, address in zip(self._inputs, self._addresses, strict=True):
+            if isinstance(weight, nn.Parameter) and weight.data_ptr() != address:
+                raise RunError("a parameter was given new storage after compiling (.data =, .to()): compile again")
+        self._take(self._follow(self._inputs))
+
+    def _take(self, made: Sequence[Any]) -> None:
+        for i, weight in zip(self._made, made, strict=False):
+            self._arguments[i] = weight
 
 
 def _scale(model: nn.Module, spec: StateSpec, name: str, device: torch.device) -> Tensor:
@@ -163,14 +169,15 @@ def _from_step(name: str, dim: str | None = None) -> Callable[[Step], Any]:
 
 def compile_model(
     model: nn.Module, options: Mapping[str, Any] | Options | None = None, platform: Platform | None = None,
-    observers: "Sequence[Callable[[str, GraphModule], None]]" = (), keep_texts: bool = False,
+    observers: "Sequence[Callable[[str, GraphModule], None]]" = (), keep_texts: bool = False, *, owned: bool = False,
 ) -> Program:  # fmt: skip
-    """Compile a model for the runtime, or find it in the cache.
+    """Compile a model for the runtime, or find it in the cache. Its parameters may move into packs.
 
     model   forward(input_ids [T], positions [T], logits_rows [R]) -> logits [R, V], whose attention calls
             ops.attention with a state handle (atomc.models; atomc.models.wrap_stock for a transformers model)
     observers  shown the graph after each pass that changed it
     keep_texts  the report gets the graph after each of these passes, as with options={"report": FILE}
+    owned  nobody else writes or moves the weights from now on: the program never looks for changes of them
     Raises OptionsError for wrong options, ValueError for a model that cannot be served: it says why and in which line. With
     ATOMC_STRICT the trace comes with it, else at log level debug.
     """
@@ -188,8 +195,11 @@ def compile_model(
     report.treated = True
     contract.check(report, chosen)
     with torch.no_grad():
-        program = Program(compiled, sources, inputs, report, device, model)
-    program.key = key
+        weights = weight_inputs(compiled, report.notes)
+        made = _made(weights, inputs, device, report)
+        program = Program(compiled, sources, inputs, made, None if owned else weights.follow, report, device, model)
+    program.key, program.copied_bytes = key, weights.copied_bytes(inputs)
+    program.replaced_bytes = sum(inputs[i].nbytes for i in weights.replaced())
     report.notes += _notes_of(model)
     publish(report, chosen)
     return program
@@ -209,6 +219,16 @@ def _traced(
         raise
     except TracingError as error:
         raise refusal(model, error) from (error if options.strict else None)
+
+
+def _made(weights: WeightInputs, inputs: Sequence[Any], device: torch.device, report: Report) -> list[Any]:
+    """Pack the parameters, and prepare what kernels want of them: nothing on meta."""
+    if device.type == "meta":
+        return weights.settle(inputs)
+    made = weights.take(inputs)
+    if weights.wanted:
+        report.notes.append(weights.note())
+    return made
 
 
 def _notes_of(model: nn.Module) -> list[str]:

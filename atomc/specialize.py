@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from atomc import contract
-from atomc.cache.compiled import packs_of, with_extras
+from atomc.cache.compiled import weight_inputs, with_weights
 from atomc.capture.floats import inline_floats
 from atomc.capture.stamp import regions_of
 from atomc.cudagraphs import Graphed
@@ -94,12 +94,12 @@ def compile_for(
     """One graph with given floats, compiled or from the cache; takes and returns what `gm` does."""
     context = Context(options, platform, inputs=example_inputs, keep_texts=options.report is not None)
     built = build(gm, example_inputs, context, report, floats)
-    packs = packs_of(built.compiled, report.notes)
-    made = built.wrap(with_extras(built.compiled, packs, example_inputs, report.notes))
+    weights = weight_inputs(built.compiled, report.notes)
+    made = built.wrap(with_weights(built.compiled, weights, example_inputs, report.notes))
     report.treated = True
     contract.check(report, options)
     if wants_cuda_graphs(options) and not platform.is_cpu:
-        return Graphed(made, built.written, report.notes, report.cuda_graphs, settle=packs)
+        return Graphed(made, built.written, report.notes, report.cuda_graphs, settle=weights.settle)
     return made
 
 

@@ -25,6 +25,7 @@ from atomc.models.shard_paths import INDEX, shard_path
 from atomc.quantization import apply, checkpoints
 from atomc.quantization.config import QuantizationConfig, Request, decide, stored_config
 from atomc.quantization.linear import LinearMethod
+from atomc.weights import parameter_of
 
 log = logging.getLogger("atomc")
 
@@ -330,7 +331,7 @@ def read(
 
 def assign(model: nn.Module, names: tuple[str, ...], weight: Tensor) -> None:
     """Make weight the parameter of all these names."""
-    parameter = nn.Parameter(weight, requires_grad=False)
+    parameter = parameter_of(weight)
     for name in names:
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, parameter)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from atomc import ops
+from atomc.weights import parameter_of
 
 log = logging.getLogger("atomc")
 
@@ -86,7 +87,7 @@ def build_on_meta(cls: Any, config: dict[str, Any], dtype: torch.dtype) -> "Stoc
     def to_meta(_: nn.Module, __: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         if parameter is None or parameter.is_meta:
             return None
-        return nn.Parameter(parameter.to("meta"), requires_grad=False)
+        return parameter_of(parameter.to("meta"))
 
     plain = {key: value for key, value in config.items() if key != "quantization_config"}
     hook = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]

@@ -113,7 +113,8 @@ class Engine:
             self._set_threads(loaded.module)
         with self._phase("compile", bar), _uncollected():
             self._kernels.begin(loaded.module, self.vocab_size)
-            self.program = compile_model(loaded.module, options=config.options)
+            self._owns_weights = module is None  # a module that was given is its user's, who may write into it
+            self.program = compile_model(loaded.module, options=config.options, owned=self._owns_weights)
             if self.threads is not None:
                 self.program.report.notes.append(str(self.threads))
         with self._phase("allocate", bar), _uncollected():
@@ -242,7 +243,7 @@ class Engine:
         this request alone."""
         self.refuse(request)
         if not self.has_work:
-            self.program.check()  # raises RunError if a module's weights were replaced
+            self.program.check()  # raises RunError if a user's module was given other weights
         try:
             self._begin(request)
         except BaseException as error:
@@ -354,7 +355,7 @@ class Engine:
         Raises ValueError for a model whose head is not known.
         """
         if self._hidden is None:
-            program = compile_model(hidden_model(self.module), options=self.config.options)
+            program = compile_model(hidden_model(self.module), options=self.config.options, owned=self._owns_weights)
             program.bind(self.runner.caches)
             self._hidden = program
 

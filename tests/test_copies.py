@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import atomc
-from atomc import copies, kernels, ops
+from atomc import kernels, ops, weights
 from atomc.models import build
 from atomc.models.loader import fill_randomly, ready
 from atomc.op import Prepared, refusal
@@ -37,6 +37,12 @@ class Gated(nn.Module):
 def model() -> Gated:
     torch.manual_seed(0)
     return Gated().eval().requires_grad_(False)
+
+
+def held() -> set[weights.PreparedWeight]:
+    """All that kernels have made of parameters that are alive."""
+    gc.collect()
+    return {made for location in list(weights._table.values()) for made in location.prepared.values()}
 
 
 def chosen() -> list[str]:
@@ -126,19 +132,17 @@ def test_the_report_says_how_much_memory_copies_take() -> None:
 
 @torch.no_grad()
 def test_graphs_over_the_same_weights_share_their_copies_and_free_them_with_the_weights() -> None:
-    gc.collect()
-    known = len(copies._copies)
+    known = held()
     module = model()
     compiled = torch.compile(module, backend="atom", options=EAGER, dynamic=False)
     for rows in (4, 5):
         x = torch.randn(rows, 32)
         torch.testing.assert_close(compiled(x), module(x))
     torch.testing.assert_close(torch.compile(module, backend="atom", options=EAGER, dynamic=True)(X), module(X))
-    assert len(copies._copies) == known + 2
+    assert len(held() - known) == 2
     del module, compiled
     torch._dynamo.reset()
-    gc.collect()
-    assert len(copies._copies) == known
+    assert held() <= known
 
 
 @torch.no_grad()
@@ -151,10 +155,9 @@ def test_one_graph_for_several_layers_keeps_a_copy_for_each() -> None:
     for _ in range(3):
         for layer in layers:
             torch.testing.assert_close(forward(layer, X), layer(X))
-        made.append([copies._copies[key].tensors for key in copies._copies
-                     if key[-1] in {id(layer.down.weight) for layer in layers}])  # fmt: skip
-    assert len(made[0]) == 3 and all(a is b for one, other in pairwise(made)
-                                     for a, b in zip(one, other, strict=True))  # fmt: skip
+        made.append([list(weights.location_of(layer.down.weight).prepared.values()) for layer in layers])
+    assert [len(one) for one in made[0]] == [1, 1, 1] and len({id(one) for (one,) in made[0]}) == 3
+    assert all(one == other for one, other in pairwise(made))
 
 
 @pytest.mark.parametrize("written", ["weight", "bias"])

@@ -14,8 +14,9 @@ PACKAGE = ROOT / "atomc"
 # that holds all it imports.
 LAYERS = [
     {"demo", "json_file", "cgroup"},
-    {"platform", "options", "errors", "packs", "static_buffer", "torch_compat"},
-    {"op", "op_traits", "op_cost", "ops", "copies"},
+    {"platform", "options", "errors", "packs", "static_buffer", "torch_compat", "weight_snapshot",
+      "weights"},
+    {"op", "op_traits", "op_cost", "ops", "copies", "weight_inputs"},
     {"graph", "matching", "rewrite", "graph_pass", "registered", "dumps", "report", "render", "cost", "contract", "listing",
      "savings", "few_bits", "efficiency", "bandwidth", "trace"},
     {"examples", "kernels", "passes", "named_ranges"},

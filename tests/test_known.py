@@ -1,11 +1,13 @@
 """A model of ours that the cache knows is not traced: what it then computes, and what makes it another model."""
 
+import functools
 import json
 import logging
 import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -25,6 +27,8 @@ from atomc.options import Options
 from atomc.platform import Platform
 from atomc.program import compile_model
 from atomc.quantization import quantize
+from atomc.quantization.linear import QuantizedLinear
+from atomc.quantization.packing import AWQ, GPTQ, GPTQ_V2, MXFP4_PACK_QUANTIZED, PACK_QUANTIZED
 from atomc.runtime.hidden import hidden_model
 
 TINY = dict(architectures=["LlamaForCausalLM"], model_type="llama", vocab_size=48, hidden_size=128, intermediate_size=160,
@@ -209,6 +213,23 @@ def test_settings_of_torchs_compilers_and_added_passes_are_part_of_what_it_depen
     assert differences(before, described_now(model)) == [said]
 
 
+def test_a_function_of_torch_in_the_place_of_another_is_seen(monkeypatch):
+    model = model_of()
+    before = described_now(model)
+    monkeypatch.setattr(nn.functional, "linear", nn.functional.bilinear)
+    (said,) = differences(before, described_now(model))
+    assert said.startswith("names in torch.nn.functional changed from ")
+
+
+@pytest.mark.parametrize("form", [AWQ, GPTQ, GPTQ_V2, MXFP4_PACK_QUANTIZED, PACK_QUANTIZED], ids=lambda form: form.name)
+def test_a_model_of_each_format_of_checkpoints_is_known(form):
+    model = model_of("int4")
+    for layer in model.modules():
+        if isinstance(layer, QuantizedLinear):
+            layer.method = replace(layer.method, format=form)
+    assert repr(form.name) in described_now(model)["module model.layers.0.self_attn.q_proj"]
+
+
 def test_invariant_kernels_are_loaded_and_told_for_those_who_ask_for_them():
     model = model_of()
     before = described_now(model)
@@ -276,6 +297,34 @@ def a_function_of_torch(model, patch):
     return "torch.nn.functional.silu is a_function_of_torch.<locals>.<lambda> of "
 
 
+def a_decorated_function(model, patch):
+    # The code of the decorator is torch's; what it calls is somebody's.
+    patch.setattr(nn.functional, "silu", torch.no_grad()(lambda x, **more: x))
+    return "torch.nn.functional.silu is a_decorated_function.<locals>.<lambda> of "
+
+
+def a_function_in_another_precision(model, patch):
+    patch.setattr(nn.functional, "silu", torch.autocast("cpu")(nn.functional.silu))
+    return "torch.nn.functional.silu is silu of "
+
+
+def a_forward_of_torch_that_calls_another(model, patch):
+    own = nn.Linear.forward
+    patch.setattr(nn.Linear, "forward", torch.no_grad()(lambda self, x: 2 * own(self, x)))
+    return "torch.nn.modules.linear.Linear.forward is a_forward_of_torch_that_calls_another.<locals>.<lambda> of "
+
+
+def an_object_for_a_method(model, patch):
+    patch.setattr(layers.MLP, "forward", functools.partialmethod(layers.MLP.forward))
+    patch.setattr(layers.MLP, "__call__", functools.partial(lambda x: x))
+    return "atomc.models.layers.MLP.__call__ is a functools.partial, which is no code of atomc's"
+
+
+def an_object_for_a_function(model, patch):
+    patch.setattr(nn.functional, "silu", functools.partial(nn.functional.relu))
+    return "torch.nn.functional.silu is a functools.partial, which is no code of atomc's"
+
+
 def an_attribute_without_a_text(model, patch):
     model.model.norm.lock = object()
     return "model.norm.lock is a builtins.object, which cannot be compared between processes"
@@ -299,8 +348,9 @@ def prepared(model, patch):
 
 
 REFUSED = [hook, another_class, forward_of_the_module, forward_of_the_class, a_function_beside_the_class,
-           a_function_of_torch, an_attribute_without_a_text, an_attribute_that_contains_itself, a_sparse_tensor,
-           prepared]  # fmt: skip
+           a_function_of_torch, a_decorated_function, a_function_in_another_precision,
+           a_forward_of_torch_that_calls_another, an_object_for_a_method, an_object_for_a_function,
+           an_attribute_without_a_text, an_attribute_that_contains_itself, a_sparse_tensor, prepared]  # fmt: skip
 
 
 @pytest.mark.parametrize("change", REFUSED, ids=lambda change: change.__name__)

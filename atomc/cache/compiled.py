@@ -10,11 +10,10 @@ from typing import Any
 import torch
 
 from atomc.cache.artifact import Plain, made_of, resolved
-from atomc.copies import Copies, Wanted
 from atomc.named_ranges import profiled
 from atomc.op import Extra
 from atomc.ops.state import StateSpec
-from atomc.packs import Packs
+from atomc.weight_inputs import Wanted, WeightInputs
 
 
 @dataclass
@@ -22,6 +21,7 @@ class Compiled:
     """One graph after all stages. `call` takes the graph's inputs, then `packed`, then the state inputs, then `extras`.
 
     inputs   the names of all of these but the extras
+    read     those of them that some range reads itself, not only in what a kernel prepared
     packed   name -> the names of the parameters that the caller packs
     plain    how to make plain data of it
     """
@@ -32,6 +32,7 @@ class Compiled:
     state: list[StateSpec] = field(default_factory=list)
     extras: list[Extra] = field(default_factory=list)
     syncing: list[str] = field(default_factory=list)  # kernels that no CUDA graph can hold
+    read: list[str] = field(default_factory=list)
     plain: Callable[[], Plain] | None = None
 
 
@@ -71,7 +72,7 @@ def restored(plain: Plain) -> Compiled:
     call = profiled(made(named=False), lambda: made(named=True))
     extras = [Extra(**{**extra, "function": resolved(extra["function"])}) for extra in plain["extras"]]
     state = [StateSpec(**spec) for spec in plain["state"]]
-    return Compiled(call, plain["inputs"], plain["packed"], state, extras, plain["syncing"])
+    return Compiled(call, plain["inputs"], plain["packed"], state, extras, plain["syncing"], plain["read"])
 
 
 def assembled(
@@ -102,38 +103,29 @@ def _taking(call: Callable[..., Any], inputs: int, start: int, count: int) -> Ca
     return lambda *args: call(*args[:inputs], *args[inputs + start:inputs + start + count])
 
 
-def with_extras(compiled: Compiled, packs: Packs, example_inputs: Sequence[Any], notes: list[str]) -> Callable[..., Any]:
-    """Append the packs, and what kernels made of the weights, to each call."""
-    if not compiled.packed and not compiled.extras:
-        return compiled.call
+def with_weights(
+    compiled: Compiled, weights: WeightInputs, example_inputs: Sequence[Any], notes: list[str]
+) -> Callable[..., Any]:
+    """Append what the graph reads of weights beside its inputs to each call, whoever changed them since the last one."""
     plans = [extra for extra in compiled.extras if extra.kind != "prepared"]
     if plans:
         raise ValueError(f"a kernel's {plans[0].kind} exists in the runtime only")
-    if not compiled.extras:
-        return lambda *args: compiled.call(*args, *packs(args))
-    copies = copies_of(compiled, notes)
-    copies([*example_inputs, *packs(example_inputs)])
-    notes.append(copies.note())
-
-    def call(*args: Any) -> Any:
-        inputs = [*args, *packs(args)]
-        return compiled.call(*inputs, *copies(inputs))
-
-    return call
+    if not weights.groups and not weights.wanted:
+        return compiled.call
+    if weights.wanted:
+        weights.take(example_inputs)
+        notes.append(weights.note())
+    return lambda *args: compiled.call(*args, *weights.follow(args))
 
 
-def copies_of(compiled: Compiled, notes: list[str]) -> Copies:
-    """What kernels make of the weights that the graph reads, found among its inputs."""
+def weight_inputs(compiled: Compiled, notes: list[str]) -> WeightInputs:
+    """What the graph reads of weights beside its inputs, by numbers of these."""
     number = {name: i for i, name in enumerate(compiled.inputs)}
     wanted = []
     for extra in (extra for extra in compiled.extras if extra.kind == "prepared"):
-        weights = tuple(None if name is None else number[name] for name in extra.weights)
-        given = [name for name in extra.weights if name is not None]
-        parts = tuple(number[part] for name in given for part in compiled.packed.get(name, (name,)))
-        wanted.append(Wanted(weights, parts, extra.function))
-    return Copies(wanted, notes)
-
-
-def packs_of(compiled: Compiled, notes: list[str]) -> Packs:
-    """The packs that the graph reads, found among its inputs."""
-    return Packs([[compiled.inputs.index(part) for part in parts] for parts in compiled.packed.values()], notes)
+        given = tuple(None if name is None else number[name] for name in extra.weights)
+        names = [name for name in extra.weights if name is not None]
+        parts = tuple(number[part] for name in names for part in compiled.packed.get(name, (name,)))
+        wanted.append(Wanted(given, parts, extra.function))
+    groups = {number[name]: [number[part] for part in parts] for name, parts in compiled.packed.items()}
+    return WeightInputs(groups, wanted, {number[name] for name in compiled.read}, notes)

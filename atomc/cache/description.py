@@ -2,11 +2,10 @@
 
 import contextlib
 import enum
-import functools
+import operator
 import sys
 import sysconfig
 import types
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +40,8 @@ _SPELLED = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torc
 # What a call of a module of torch runs; Dynamo itself replaces others, such as __init__.
 _OF_A_CALL = frozenset({"forward", "__call__", "_wrapped_call_impl", "_call_impl", "__getattr__", "__getattribute__",
                         "__iter__", "__len__", "__getitem__"})  # fmt: skip
+# Callables of these kinds are known by their kind and name: ops, builtins, types.
+_NAMED = ("atomc.", "torch.", "typing.", "types.", "collections.abc.", "builtins.")
 # A constant of a model is small; what is larger is a weight, and belongs into a buffer.
 _MOST_BYTES = 2**20
 
@@ -156,12 +157,15 @@ class _Tree:
         return f"{_name(kind)}({', '.join(f'{k}={self.value(v, where)}' for k, v in sorted(vars(value).items()))})"
 
     def _function(self, function: types.FunctionType, where: str) -> str:
-        """A function by the place of its source, which is a part of its own, and what it has of the functions around it."""
-        code = function.__code__
-        if not code.co_filename.startswith((_PACKAGE, _TORCH, _STANDARD, "<frozen ")):
-            raise Unstorable(f"{where} is {function.__qualname__} of {code.co_filename}, which is no code of atomc's")
-        held = [self.value(value, where) for value in _held(function)]
-        return f"{function.__module__}.{function.__qualname__}:{code.co_firstlineno}({', '.join(held)})"
+        """A function by its name, which must lead to it: what it computes is in the source, a part of its own.
+
+        One that wraps another has the name of that, and does what its decorator was told.
+        """
+        file = function.__code__.co_filename
+        ours = file.startswith((_PACKAGE, _TORCH, _STANDARD, "<frozen "))
+        if not ours or not _in_its_place(function) or hasattr(function, "__wrapped__"):
+            raise Unstorable(f"{where} is {function.__qualname__} of {file}, which is no code of atomc's")
+        return f"{function.__module__}.{function.__name__}"
 
     def code(self) -> Parts:
         """The classes, and the modules of the package that these are written with: nothing in them may be replaced."""
@@ -182,18 +186,25 @@ class _Tree:
 
     def _class(self, kind: type) -> str:
         """What a class consists of."""
-        lines = [repr(_found(kind))]
+        if not _in_its_place(kind):
+            raise Unstorable(f"{_name(kind)} is not the class of that name")
+        lines = []
         for name, item in sorted(vars(kind).items()):
             if not _of_ours(kind) and name not in _OF_A_CALL:
                 continue
             where = f"{_name(kind)}.{name}"
-            for function in _functions_in(item):
+            functions = _functions_in(item)
+            for function in functions:
                 file = function.__code__.co_filename
-                made = file == "<string>" or file.startswith(_STANDARD)  # by dataclass
-                if not made and _of_ours(kind) and file != sys.modules[kind.__module__].__file__:
+                if file == "<string>" or file.startswith(_STANDARD):
+                    lines.append(f"{name}: made")  # by dataclass
+                elif not _of_ours(kind):
+                    lines.append(f"{name}: {self._function(function, where)}")
+                elif file == sys.modules[kind.__module__].__file__:
+                    lines.append(f"{name}: {function.__qualname__}")
+                else:
                     raise Unstorable(f"{where} was replaced by {function.__qualname__} of {file}")
-                lines.append(f"{name}: {'made' if made else self._function(function, where)}")
-            if type(item) in (*_SPELLED, list, tuple, dict, set, frozenset) and not name.startswith("__"):
+            if not functions and (name in _OF_A_CALL or not name.startswith("__")):
                 lines.append(f"{name}={self._constant(item, where)}")
         return "\n".join(lines)
 
@@ -206,32 +217,36 @@ class _Tree:
             if isinstance(item, types.FunctionType):
                 lines.append(f"{key}: {self._function(item, f'{name}.{key}')}")
             else:
-                lines.append(f"{key}: {self._constant(item, name)}")
+                lines.append(f"{key}: {self._constant(item, f'{name}.{key}')}")
             home = item.__name__ if isinstance(item, types.ModuleType) else getattr(item, "__module__", None) or ""
             if isinstance(home, str) and home.startswith(_CODE) and home in sys.modules:
                 others.append(home)
         return digest("\n".join(lines)), others
 
     def _constant(self, item: Any, where: str) -> str:
-        """A constant beside code; of one that no text stands for, the kind: its source is a part of its own."""
+        """A constant beside code; of one that no text stands for, the kind and name: its source is a part of its own."""
         try:
             return self.value(item, where)
         except Unstorable:
-            return _name(type(item))
+            kind = _name(type(item))
+            if callable(item) and not kind.startswith(_NAMED) and not _in_its_place(item):
+                raise Unstorable(f"{where} is a {kind}, which is no code of atomc's") from None
+            return f"{kind} {getattr(item, '__name__', '')}"
 
 
-def _functions_in(item: Any) -> Iterator[types.FunctionType]:
+def _functions_in(item: Any) -> list[types.FunctionType]:
     """The functions that an attribute of a class is made of."""
     parts = [item.__func__] if isinstance(item, staticmethod | classmethod) else [item]
     parts = [item.fget, item.fset, item.fdel] if isinstance(item, property) else parts
-    yield from (part for part in parts if isinstance(part, types.FunctionType))
+    return [part for part in parts if isinstance(part, types.FunctionType)]
 
 
-def _held(function: types.FunctionType) -> Iterator[Any]:
-    """What a function has of the functions around it."""
-    for cell in function.__closure__ or ():
-        with contextlib.suppress(ValueError):  # nothing was put into it yet
-            yield cell.cell_contents
+def _in_its_place(item: Any) -> bool:
+    """Whether its own name leads to it, as of nothing that was made while running."""
+    with contextlib.suppress(AttributeError):
+        found = sys.modules.get(item.__module__)
+        return getattr(found, item.__name__, None) is item or operator.attrgetter(item.__qualname__)(found) is item
+    return False
 
 
 def _of_ours(kind: type) -> bool:
@@ -240,14 +255,3 @@ def _of_ours(kind: type) -> bool:
 
 def _name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
-
-
-@functools.cache
-def _found(kind: type) -> bool:
-    """True. Raises Unstorable for a class that its name does not lead to, such as one that was made while running."""
-    found: Any = sys.modules.get(kind.__module__)
-    for name in kind.__qualname__.split("."):
-        found = getattr(found, name, None)
-    if found is not kind:
-        raise Unstorable(f"{_name(kind)} is not the class of that name")
-    return True

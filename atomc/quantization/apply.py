@@ -11,6 +11,7 @@ from atomc.platform import Platform
 from atomc.quantization.config import QuantizationConfig, online
 from atomc.quantization.linear import LinearMethod, QuantizedLinear, share_scales, siblings_of
 from atomc.quantization.scheme import Fp8, Fp8Block, as_fnuz
+from atomc.weights import parameter_of
 
 log = logging.getLogger("atomc")
 
@@ -127,7 +128,7 @@ def quantize_layers(
         quantized_layer.train(layer.training)
         # One tensor for several layers becomes one parameter of several layers.
         quantized_layer.give({
-            key: shared.setdefault(id(tensor), nn.Parameter(tensor, requires_grad=False)) for key, tensor in made.items()
+            key: shared.setdefault(id(tensor), parameter_of(tensor)) for key, tensor in made.items()
         })  # fmt: skip
         use_numbers_of(quantized_layer, given[0].device)
         replace(model, name, quantized_layer)

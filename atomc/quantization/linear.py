@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from atomc.quantization.scheme import Fp8, Scheme, Shapes, Tensors
+from atomc.weights import parameter_of
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class QuantizedLinear(nn.Module):
         return self.method.apply(self, x)
 
     def set(self, name: str, tensor: Tensor) -> None:
-        self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+        self.register_parameter(name, parameter_of(tensor))
 
     def give(self, tensors: Mapping[str, Tensor]) -> None:
         """Have these parameters, and none else but the bias."""
@@ -120,7 +121,7 @@ def share_scales(layers: Sequence[QuantizedLinear]) -> bool:
         parts: list[Any] = [getattr(layer, name) for layer in layers]
         if all(part is parts[0] for part in parts):
             continue
-        given[name] = nn.Parameter(torch.stack([part.data for part in parts]).max(0).values, requires_grad=False)
+        given[name] = parameter_of(torch.stack([part.data for part in parts]).max(0).values)
     for layer in layers:
         if "weight_scale" in given:
             _rescale(layer, given["weight_scale"].data)

@@ -83,6 +83,14 @@ def _gptq(scheme: Int4, out_features: int, in_features: int, dtype: torch.dtype)
     }
 
 
+def _from_gptq_v1(scheme: Int4, stored: Tensors) -> Tensors:
+    return _from_gptq(scheme, stored, 1)
+
+
+def _from_gptq_v2(scheme: Int4, stored: Tensors) -> Tensors:
+    return _from_gptq(scheme, stored, 0)
+
+
 def _from_gptq(scheme: Int4, stored: Tensors, less: int) -> Tensors:
     codes = unpack_int4(stored["qweight"].t())
     if "g_idx" in stored:
@@ -98,8 +106,8 @@ def _from_gptq(scheme: Int4, stored: Tensors, less: int) -> Tensors:
     }
 
 
-GPTQ = Format("gptq", _gptq, lambda scheme, stored: _from_gptq(scheme, stored, 1), frozenset({"g_idx"}))
-GPTQ_V2 = Format("gptq_v2", _gptq, lambda scheme, stored: _from_gptq(scheme, stored, 0), frozenset({"g_idx"}))
+GPTQ = Format("gptq", _gptq, _from_gptq_v1, frozenset({"g_idx"}))
+GPTQ_V2 = Format("gptq_v2", _gptq, _from_gptq_v2, frozenset({"g_idx"}))
 
 
 # AWQ

@@ -22,7 +22,7 @@ fused_qkv_split_qk_norm_rope_cache = Function(
 
 def _less_one(weight: Tensor) -> Prepared:
     """The weight as AITER wants it of norms that multiply by it, and of those that multiply by 1 + weight."""
-    return Prepared((weight.detach().to(torch.float32) - 1.0, weight.detach().clone()))
+    return Prepared((weight.detach().to(torch.float32) - 1.0, weight.detach().clone()), replaces=True)
 
 
 def _in_one_row(*parts: Tensor) -> bool:

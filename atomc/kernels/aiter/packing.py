@@ -38,11 +38,11 @@ def shuffled_scale(scale: Tensor) -> Tensor:
 
 
 def relaid_weight(weight: Tensor) -> Prepared:
-    return Prepared((shuffled_weight(weight),))
+    return Prepared((shuffled_weight(weight),), replaces=True)
 
 
 def relaid_scale(scale: Tensor) -> Prepared:
-    return Prepared((shuffled_scale(scale.detach()),))
+    return Prepared((shuffled_scale(scale.detach()),), replaces=True)
 
 
 def untiled(weight: Tensor) -> str | None:

@@ -9,7 +9,7 @@ from atomc.platform import Platform
 
 def blocked(weight: Tensor, rows: int) -> Prepared:
     """A copy of the weight [N, K] in the layout that oneDNN picks for so many rows of x; it serves any number."""
-    return Prepared((torch.ops.mkldnn._reorder_linear_weight(weight.detach(), rows),))
+    return Prepared((torch.ops.mkldnn._reorder_linear_weight(weight.detach(), rows),), replaces=True)
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -17,14 +17,14 @@ MOST_ROWS = 128
 def _packed(weight: Tensor) -> Prepared:
     """[N, K/8] int32 as [N, K/2] uint8 in the order of the kernel, the same bytes in all."""
     # Its number of inner tiles is read on a GPU only.
-    return Prepared((torch.ops.aten._convert_weight_to_int4pack_for_cpu(unpack_int4(weight.detach()), 1),))
+    return Prepared((torch.ops.aten._convert_weight_to_int4pack_for_cpu(unpack_int4(weight.detach()), 1),), replaces=True)
 
 
 def _scales_and_zeros(weight_scale: Tensor, zeros: Tensor | None) -> Prepared:
     """[G, N, 2] bf16: a code q means (q - 8) * scale + zero, and here (q - z) * scale."""
     scale = weight_scale.detach().t()
     zero = torch.zeros_like(scale) if zeros is None else (8.0 - zeros.detach().t().to(torch.float32)) * scale
-    return Prepared((torch.stack((scale, zero.to(scale.dtype)), -1).contiguous(),))
+    return Prepared((torch.stack((scale, zero.to(scale.dtype)), -1).contiguous(),), replaces=True)
 
 
 def _unfit(

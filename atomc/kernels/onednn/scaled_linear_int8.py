@@ -26,7 +26,7 @@ def inexact(
 def _packed(weight: Tensor) -> Prepared:
     """[N, K] in oneDNN's blocked layout, and the zero points of codes that have none."""
     zeros = torch.zeros(weight.shape[0], dtype=torch.int32)
-    return Prepared((torch.ops.onednn.qlinear_prepack(weight.detach(), None), zeros))
+    return Prepared((torch.ops.onednn.qlinear_prepack(weight.detach(), None), zeros), replaces=True)
 
 
 @ops.scaled_linear_int8.kernel(

@@ -123,7 +123,10 @@ def function(name: str) -> Any:
 
 
 def as_it_lies(weight: torch.Tensor) -> Prepared:
-    """The weight where it lies: zentorch packs it and keeps that. Run again whenever the weight changed or moved."""
+    """The weight at its own address, by which zentorch keeps what it packs of it: it replaces nothing.
+
+    Run again whenever the weight changed or moved.
+    """
     # It keeps packs by address, where another weight may have lain and may lie once this one is gone.
     forget = function("zentorch_clear_weight_cache")
     forget()

@@ -1,0 +1,54 @@
+"""What parameters were like when something was made of them, to notice in a user's program that they have changed.
+
+A parameter has changed if it lies elsewhere (`.data =`, `.to()`), if torch counts a write (`copy_`, load_state_dict, an
+optimizer), or if one of a few numbers all over it differs: of a write through `.data` torch counts nothing, and that is how
+adapters are merged.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import nn
+
+# Zen 4, one thread, matrices of 512 x 512, a call where nothing changed: 33 weights take 0.03 ms, 197 take 0.20.
+SAMPLES = 64
+
+State = tuple[int, int, int]
+Bits = npt.NDArray[np.unsignedinteger[Any]]
+NOTHING: Bits = np.zeros(0, np.uint8)
+
+
+class Snapshot:
+    """Where parameters lie, how often torch saw them written, and a few of their numbers."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]):
+        self.state = list(map(_state, parameters))
+        distinct = {id(parameter): parameter for parameter in parameters}.values()
+        self.samples = [bits for parameter in distinct if (bits := _samples(parameter)) is not None]
+        self.values = np.concatenate([NOTHING, *self.samples])
+
+    def holds(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """Whether these are the same parameters, unchanged."""
+        # The samples are read where the parameters lay: only if none has moved.
+        return self.state == list(map(_state, parameters)) and bool(
+            np.array_equal(np.concatenate([NOTHING, *self.samples]), self.values))  # fmt: skip
+
+
+def _state(parameter: nn.Parameter) -> State:
+    return id(parameter), parameter.data_ptr(), parameter._version
+
+
+def _samples(parameter: nn.Parameter) -> Bits | None:
+    """Numbers of each part and many columns of a parameter, on the CPU: on a GPU looking would wait for the device.
+
+    They are read where they lie and own nothing: look only at those of a parameter that has not moved.
+    """
+    if parameter.device.type != "cpu" or not parameter.is_contiguous() or not parameter.numel():
+        return None
+    step = max(1, parameter.numel() // SAMPLES)
+    step -= step > 2 and step % 2 == 0  # an odd one meets more columns
+    memory = memoryview((ctypes.c_char * parameter.nbytes).from_address(parameter.data_ptr())).cast("B")
+    return np.frombuffer(memory, f"u{min(parameter.itemsize, 8)}")[::step]

@@ -1,0 +1,238 @@
+"""Where weights live: one table, one address a parameter, and who looks for changes of them."""
+
+import ast
+import gc
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from merged_models import EAGER, Gated, X, compiled, fresh, live_bytes, own
+from merged_models import weights as weights_of
+from torch import Tensor, nn
+
+from atomc import demo, kernels, ops, packs, weights
+from atomc.models import loader
+from atomc.op import Prepared
+from atomc.program import Program, compile_model
+from atomc.quantization import quantize
+from atomc.runtime.llm import LLM
+from atomc.runtime.sampling_params import SamplingParams
+from atomc.weight_inputs import Wanted, WeightInputs
+from atomc.weight_snapshot import Snapshot
+from atomc.weights import location_of
+
+PACKAGE = Path(weights.__file__).parent
+SHORT = SamplingParams(max_tokens=4, temperature=0)
+
+
+def parameter(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(*shape), requires_grad=False)
+
+
+def spans(model: nn.Module) -> list[tuple[int, int]]:
+    return sorted((p.data_ptr(), p.data_ptr() + p.nbytes) for p in model.parameters())
+
+
+# One address
+
+
+@pytest.mark.parametrize("scheme", [None, "int8"])
+def test_each_parameter_has_the_one_address_that_the_table_says(scheme: str | None) -> None:
+    model = loader.load(demo.PATH, progress=False, dtype=torch.float32)
+    if scheme:
+        quantize(model, scheme)
+    compile_model(model, EAGER, owned=True)
+    assert all(location_of(p).address == p.data_ptr() for p in model.parameters())
+    found = spans(model)
+    assert all(end <= start for (_, end), (start, _) in pairwise(found))
+    packed = {location.packed for p in model.parameters() if (location := location_of(p)).packed}
+    assert packed
+    for pack in packed:
+        parts = pack.parameters()
+        whole = pack.whole()
+        assert sum(part.nbytes for part in parts) == whole.nbytes
+        assert [part.data_ptr() for part in parts] == [part.data_ptr() for part in whole.split([len(p) for p in parts])]
+
+
+def test_a_parameter_that_others_move_does_not_lie_at_its_address() -> None:
+    made = weights.parameter_of(torch.ones(4))
+    assert location_of(made).address == made.data_ptr()
+    made.data = torch.zeros(4)
+    assert location_of(made).address != made.data_ptr()
+    a, b = parameter(2, 4), parameter(3, 4)
+    packs.packed([a, b])
+    b.data = b.data.clone()
+    assert packs.partners(a) == [] and packs.partners(b) == []
+
+
+def test_the_table_forgets_a_parameter_with_what_was_made_of_it_and_others() -> None:
+    from atomc.copies import prepared
+
+    def summed(a: Tensor, b: Tensor) -> Prepared:
+        return Prepared((a + b,))
+
+    a, b = parameter(4), parameter(4)
+    known = len(weights._table)
+    entry, _ = prepared([a, b], [a, b], summed)
+    assert list(location_of(a).prepared.values()) == list(location_of(b).prepared.values()) == [entry]
+    del b
+    gc.collect()
+    assert location_of(a).prepared == {} and len(weights._table) == known + 1
+
+
+def moving(tree: ast.AST) -> list[int]:
+    """The lines that make a parameter, or give one other memory."""
+    made = [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Call)
+            and ast.unparse(node.func) in ("nn.Parameter", "Parameter", "torch.nn.Parameter")]  # fmt: skip
+    return made + [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Assign)
+                   and any(isinstance(to, ast.Attribute) and to.attr == "data" for to in node.targets)]  # fmt: skip
+
+
+def test_no_module_but_the_owner_makes_or_moves_a_parameter() -> None:
+    # A model's own __init__ says which parameters there are; the loader gives them memory.
+    exempt = {"models/layers.py"}
+    assert len(moving(ast.parse("x.data = y\nw = nn.Parameter(y)"))) == 2
+    found = {}
+    for folder in (PACKAGE, *(PACKAGE / name for name in ("models", "passes", "runtime"))):
+        for path in folder.rglob("*.py"):
+            name = path.relative_to(PACKAGE).as_posix()
+            if name not in exempt and (lines := moving(ast.parse(path.read_text()))):
+                found[name] = lines
+    assert found.keys() == {"weights.py"}
+
+
+# Who makes what
+
+
+def test_a_second_graph_over_the_same_parameters_reuses_what_was_made() -> None:
+    model = own()
+    first, second = (compile_model(model, EAGER) for _ in range(2))
+    before = live_bytes()
+    third = compile_model(model, EAGER)
+    assert live_bytes() - before < 1024
+    pointers = [[x.data_ptr() for x in program._arguments if isinstance(x, Tensor)] for program in (first, second, third)]
+    assert pointers[0] == pointers[1] == pointers[2]
+
+
+def test_to_make_a_program_of_what_was_compiled_moves_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    around: list[bool] = []
+    init = Program.__init__
+
+    def watched(self, compiled, sources, inputs, *rest) -> None:  # type: ignore[no-untyped-def]
+        tensors = [x for x in inputs if isinstance(x, nn.Parameter)]
+        before, entries = [x.data_ptr() for x in tensors], len(weights._table)
+        init(self, compiled, sources, inputs, *rest)
+        around.append(before == [x.data_ptr() for x in tensors] and entries == len(weights._table))
+
+    monkeypatch.setattr(Program, "__init__", watched)
+    model = own()
+    lay = spans(model)
+    compile_model(model, EAGER)
+    assert around == [True] and spans(model) != lay
+
+
+def test_the_merge_pass_looks_and_moves_nothing() -> None:
+    model = own()
+    lay, moved = spans(model), []
+    seen = [lambda name, graph: moved.append(name) if spans(model) != lay else None]
+    program = compile_model(model, EAGER, observers=seen)
+    assert program.report.matches["merge_qkv"] and moved == []
+
+
+# Who looks for changes
+
+
+def counted(function: Callable[..., Any], name: str, found: list[str]) -> Callable[..., Any]:
+    def counting(*args: Any) -> Any:
+        found.append(name)
+        return function(*args)
+
+    return counting
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What has looked for changes of weights."""
+    found: list[str] = []
+    for owner, name in ((Snapshot, "holds"), (Snapshot, "__init__"), (WeightInputs, "follow"), (WeightInputs, "settle")):
+        monkeypatch.setattr(owner, name, counted(getattr(owner, name), f"{owner.__name__}.{name}", found))
+    return found
+
+
+def test_the_runtime_looks_for_no_change_of_weights_that_it_owns(looks: list[str]) -> None:
+    llm = LLM(options=EAGER, progress=False)
+    assert llm.program._follow is None
+    looks.clear()
+    first = llm.generate([[1, 2, 3], [4, 5]], SHORT)
+    assert llm.generate([[1, 2, 3], [4, 5]], SHORT)[0].token_ids == first[0].token_ids
+    llm.program.check()
+    assert looks == []
+
+
+def test_the_runtime_looks_at_a_users_module_once_before_it_serves(looks: list[str]) -> None:
+    model = own()
+    llm = LLM(model, options=EAGER, progress=False)
+    looks.clear()
+    llm.generate([[1, 2, 3]], SHORT)
+    assert looks.count("WeightInputs.follow") == 1
+    model.model.layers[0].mlp.up_proj.weight.data = torch.randn(96, 64)
+    with pytest.raises(RuntimeError, match="given new storage after compiling"):
+        llm.generate([[1, 2, 3]], SHORT)
+
+
+def test_a_compiled_function_looks_at_each_call(looks: list[str]) -> None:
+    run = compiled(fresh(Gated))
+    run(X)
+    looks.clear()
+    for _ in range(3):
+        run(X)
+    assert looks.count("WeightInputs.follow") == 3
+
+
+# In the place of a weight
+
+
+def halved(weight: Tensor) -> Prepared:
+    return Prepared((weight.detach() / 2,), replaces=True)
+
+
+def beside(weight: Tensor) -> Prepared:
+    return Prepared((weight.detach() / 2,))
+
+
+@pytest.mark.parametrize("read, prepares, replaced", [
+    ((), (halved, halved), [0, 1, 2]),
+    ((), (halved, beside), [0, 1]),
+    ((0,), (halved, halved), [1, 2]),
+    ((3,), (halved, halved), [2]),
+])  # fmt: skip
+def test_an_owner_is_told_which_weights_only_prepared_ones_stand_for(read, prepares, replaced) -> None:
+    args = [parameter(2, 4), parameter(3, 4), parameter(5, 4)]  # the first two are packed, as the fourth
+    wanted = [Wanted((3,), (0, 1), prepares[0]), Wanted((2,), (2,), prepares[1])]
+    inputs = WeightInputs({3: [0, 1]}, wanted, set(read), [])
+    pack, (half,), (other,) = inputs.take(args)
+    assert torch.equal(half, pack / 2) and torch.equal(other, args[2] / 2)
+    assert inputs.replaced() == replaced
+
+
+@pytest.mark.parametrize("tokens, freed", [(ops.Tokens(), True), (ops.Tokens(1, 8), False)])
+def test_a_program_reads_originals_of_replaced_weights_only_where_another_kernel_does(
+    monkeypatch: pytest.MonkeyPatch, tokens: ops.Tokens, freed: bool
+) -> None:
+    def linear(x: Tensor, weight: tuple[Tensor], bias: Tensor | None = None) -> Tensor:
+        return F.linear(x, weight[0] * 2, bias)
+
+    kernels.load("torch")
+    monkeypatch.setattr(ops.linear, "kernels", list(ops.linear.kernels))
+    ops.linear.kernel("mine", prepare={"weight": halved}, tokens=tokens)(linear)
+    model = own()
+    program = compile_model(model, {**EAGER, "providers": ("mine", "torch")}, owned=True)
+    projections = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
+    tied = model.lm_head.weight  # the embedding reads it
+    size = sum(w.nbytes for w in weights_of(*projections) if w is not tied)
+    assert program.replaced_bytes == (size if freed else 0)
+    assert program.copied_bytes == size + tied.nbytes
