@@ -70,6 +70,13 @@ class Options:
     mode: Mode = "default"
 
     def __post_init__(self) -> None:
+        self._check_kinds()
+        self._check_values()
+        object.__setattr__(self, "providers", tuple(self.providers))
+        if self.batch_invariant:
+            object.__setattr__(self, "glue", "eager")
+
+    def _check_kinds(self) -> None:
         for name, allowed in (("rounding", Rounding), ("glue", Glue), ("mode", Mode), ("expect_mode", ExpectMode),
                               ("kv_cache_dtype", KVCacheDtype)):
             if getattr(self, name) not in get_args(allowed):
@@ -80,26 +87,26 @@ class Options:
         for name in ("passes", "inductor", "expect"):
             if not isinstance(getattr(self, name), Mapping):
                 raise OptionsError(f"option {name}={getattr(self, name)!r}: expected a dict")
+
+    def _check_values(self) -> None:
         wrong = {key: value for key, value in self.passes.items() if not isinstance(value, bool) and not _texts(value)}
+        bound = self.audit_bound
         if wrong:
             raise OptionsError(f"option passes={wrong!r}: expected True or False for each pass, or a list of the modules "
                                "in which it is left out, such as ['model.layers.3.*']")  # fmt: skip
         if self.record and self.dump is None:
             raise OptionsError("option record=True keeps inputs and outputs beside a dump: expected dump, too")
-        if self.audit_bound is not None and not (isinstance(self.audit_bound, int | float) and self.audit_bound > 0):
-            raise OptionsError(f"option audit_bound={self.audit_bound!r}: expected a number above 0, such as 0.01")
+        if bound is not None and not (isinstance(bound, int | float) and bound > 0):
+            raise OptionsError(f"option audit_bound={bound!r}: expected a number above 0, such as 0.01")
         if not isinstance(self.report, str | None) or self.report == "":
             raise OptionsError(f"option report={self.report!r}: expected the name of a file")
         if not isinstance(self.cache_size, int) or self.cache_size < 0:
             raise OptionsError(f"option cache_size={self.cache_size!r}: expected a number of bytes")
         if isinstance(self.providers, str) or not all(isinstance(name, str) for name in self.providers):
             raise OptionsError(f"option providers={self.providers!r}: expected a list of provider names")
-        object.__setattr__(self, "providers", tuple(self.providers))
         if self.batch_invariant and self.glue == "inductor":
             raise OptionsError("option batch_invariant=True: Inductor sums differently for other numbers of rows; "
                                "expected glue='eager' or 'auto'")  # fmt: skip
-        if self.batch_invariant:
-            object.__setattr__(self, "glue", "eager")
 
     @property
     def cache_folder(self) -> Path:

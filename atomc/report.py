@@ -206,25 +206,29 @@ class Report:
         if not self.treated:
             return f"{rewrite}: the graph was not treated: {self.why_not}"
         sites = [site for site in self.sites if site.rewrite == rewrite and _below(site.module_path, module_path)]
-        if sites:
-            off = [miss for miss in self.misses(rewrite) if miss.kind == "off" and _below(miss.module_path, module_path)]
-            return self._fired(rewrite, sites, place) + (f"; {off[0].found} and at {len(off)} sites in all" if off else "")
         near = [miss for miss in self.misses(rewrite) if _below(miss.module_path, module_path)]
+        if sites:
+            off = [miss for miss in near if miss.kind == "off"]
+            return self._fired(rewrite, sites, place) + (f"; {off[0].found} and at {len(off)} sites in all" if off else "")
         if near:
             more = f" (and {len(near) - 1} more like it)" if len(near) > 1 else ""
             if near[0].kind in ("taken", "off"):
                 return f"{rewrite}{place}: {near[0].found}{more}"
             return f"{rewrite}{place}: near miss{more}: {near[0].text()}"
+        return f"{rewrite}{place}: {self._absent(rewrite, module_path)}"
+
+    def _absent(self, rewrite: str, module_path: str | None) -> str:
+        """Why a rewrite neither fired nor nearly fired."""
         if rewrite in self.taken:
-            return f"{rewrite}{place}: {self.taken[rewrite]}"
+            return self.taken[rewrite]
         if self.graph_break is not None:
-            return (f"{rewrite}{place}: broken here: Dynamo ended the graph at {self.graph_break.source} "
+            return (f"broken here: Dynamo ended the graph at {self.graph_break.source} "
                     f"({self.graph_break.code}): {self.graph_break.reason}")  # fmt: skip
         for earlier in self.built_on(rewrite):
             upstream = [miss for miss in self.near if miss.rewrite == earlier and _below(miss.module_path, module_path)]
             if upstream:
-                return f"{rewrite}{place}: needs {earlier}, which did not fire everywhere. Near miss: {upstream[0].text()}"
-        return f"{rewrite}{place}: no anchor: {self.absent.get(rewrite, 'nothing like it is in this part of the graph')}"
+                return f"needs {earlier}, which did not fire everywhere. Near miss: {upstream[0].text()}"
+        return f"no anchor: {self.absent.get(rewrite, 'nothing like it is in this part of the graph')}"
 
     def built_on(self, rewrite: str) -> list[str]:
         """The passes that must run before this one, nearest first."""

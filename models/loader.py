@@ -89,12 +89,8 @@ def load(
             check_memory(outline, cls.__name__, device)
         else:
             check_stored(outline, cls.__name__, stored, quantized=stored_config(path, config) is not None)
-        if load_format == "dummy" and how is None:
-            model = stock.build(cls, config, dtype, device)
-            fill_randomly(model, device)
-            return ready(model)
         if how is None:
-            return ready(stock.load(cls, path, dtype, device))
+            return ready(_by_transformers(cls, path, config, dtype, device, load_format == "dummy"))
         model = stock.build_on_meta(cls, config, dtype)
     for note in how.notes if how else ():
         log.warning("%s: %s", path, note)
@@ -107,17 +103,38 @@ def load(
         allocate_buffers(model, device)
         fill_randomly(model, device)
         quantize_groups(model, methods, lambda name: None)
-        return ready(model)
+    else:
+        stored = {prefix + name: tensor for name, tensor in _renamed(stored, how).items()}
+        _fill(model, stored, how, methods, path, dtype, device, mmap, progress)
+    return ready(model)
 
-    stored = {prefix + name: tensor for name, tensor in _renamed(stored, how).items()}
-    if how and not how.online:
+
+def _by_transformers(
+    cls: type, path: Path, config: dict[str, Any], dtype: torch.dtype, device: torch.device | str, dummy: bool
+) -> nn.Module:
+    """The class of transformers with the checkpoint's weights, or with random ones."""
+    if not dummy:
+        return stock.load(cls, path, dtype, device)
+    model = stock.build(cls, config, dtype, device)
+    fill_randomly(model, device)
+    return model
+
+
+def _fill(
+    model: nn.Module, stored: dict[str, Stored], how: QuantizationConfig | None,
+    methods: dict[str, LinearMethod], path: Path, dtype: torch.dtype, device: torch.device | str, mmap: bool,
+    progress: bool,
+) -> None:  # fmt: skip
+    """Give a model on meta the stored weights, quantized as `how` says."""
+    online = how is not None and how.online
+    if how and not online:
         apply.create_weights(model, methods, dtype)
         apply.drop_optional(model, stored)
     scales = cache_scales(model, stored)
     sources = match_names(model, {name: tensor for name, tensor in stored.items() if name not in scales}, path)
     allocate_buffers(model, device)
     total = sum(weight.nbytes for weight in model.parameters())
-    streamed = {(f"{name}.weight",) for name in methods} if how and how.online else set()
+    streamed = {(f"{name}.weight",) for name in methods} if online else set()
     # disable=None: no bar where there is no terminal.
     with tqdm(total=total, unit="B", unit_scale=True, desc="weights", disable=None if progress else True) as bar:
         at_once = {names: name for names, name in sources.items() if names not in streamed}
@@ -138,7 +155,6 @@ def load(
         apply.process_weights_after_loading(model)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-    return ready(model)
 
 
 def _for_stock(wanted: Request, path: Path, config: dict[str, Any]) -> QuantizationConfig | None:
@@ -257,35 +273,35 @@ def match_names(model: nn.Module, stored: dict[str, Stored], path: Path) -> dict
     parameters = parameter_names(model)
     expected = {name for names in parameters for name in names}
     modules = {name for name, _ in model.named_modules()}
-    skipped: list[str] = []
-    unexpected: list[str] = []
-    for name in sorted(set(stored) - expected):
-        layer = re.match(r"(.*\blayers\.\d+)\.", name)
-        beyond = layer is not None and layer[1] not in modules
-        (skipped if beyond or IGNORED.search(name) else unexpected).append(name)
-
+    others = sorted(set(stored) - expected)
+    skipped = [name for name in others if _is_skipped(name, modules)]
+    unexpected = [name for name in others if name not in skipped]
     sources = {names: name for names in parameters for name in reversed(names) if name in stored}
     missing = [names[0] for names in parameters if names not in sources]
-    misfits = []
-    for names, name in sources.items():
-        parameter = model.get_parameter(names[0])
-        shape, dtypes = tuple(parameter.shape), CODES.get(parameter.dtype, tuple(FLOATS))
-        # Scales come as [], [1], [N] or [N, 1].
-        if stored[name].shape != shape and (*stored[name].shape, 1) != shape:
-            misfits.append(f"{name} is {list(stored[name].shape)}, expected {list(shape)}")
-        elif stored[name].dtype not in dtypes:
-            misfits.append(f"{name} is {stored[name].dtype}, expected {' or '.join(dtypes)}")
-    problems = [
-        *([f"missing {some(missing)}"] if missing else []),
-        *([f"unexpected {some(unexpected)}"] if unexpected else []),
-        *([some(misfits)] if misfits else []),
-    ]
+    misfits = [misfit for names, name in sources.items()
+               if (misfit := _misfit(name, stored[name], model.get_parameter(names[0])))]  # fmt: skip
+    found = {"missing ": missing, "unexpected ": unexpected, "": misfits}
+    problems = [kind + some(names) for kind, names in found.items() if names]
     if problems:
         raise ValueError(f"{path} does not fit {type(model).__name__}: {'; '.join(problems)}. "
                          "Are config.json and the weights of the same checkpoint?")
     if skipped:
         log.info("%s: skipped %s, which are no part of %s", path, some(skipped), type(model).__name__)
     return sources
+
+
+def _is_skipped(name: str, modules: set[str]) -> bool:
+    """Whether a stored tensor belongs to a layer beyond the model's, or to what the model does not have."""
+    layer = re.match(r"(.*\blayers\.\d+)\.", name)
+    return (layer is not None and layer[1] not in modules) or IGNORED.search(name) is not None
+
+
+def _misfit(name: str, stored: Stored, parameter: nn.Parameter) -> str | None:
+    shape, dtypes = tuple(parameter.shape), CODES.get(parameter.dtype, tuple(FLOATS))
+    # Scales come as [], [1], [N] or [N, 1].
+    if stored.shape != shape and (*stored.shape, 1) != shape:
+        return f"{name} is {list(stored.shape)}, expected {list(shape)}"
+    return None if stored.dtype in dtypes else f"{name} is {stored.dtype}, expected {' or '.join(dtypes)}"
 
 
 def one(stored: Stored, dtype: torch.dtype, device: torch.device | str) -> Tensor:

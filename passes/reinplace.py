@@ -33,27 +33,18 @@ IN_PLACE = {
 
 def reinplace(gm: GraphModule, context: Context) -> list[Fired]:
     """Turn every copy back into an input into the in-place form of what computed it, where that is right."""
-    graph = gm.graph
+    graph, values = gm.graph, Values(gm.graph)
     position = {node: i for i, node in enumerate(graph.nodes)}
     returned = {storage(node) for node in graph.output_node().all_input_nodes}
-    fired, values = [], Values(graph)
+    fired = []
     for copy in [node for node in graph.nodes if node.target is aten.copy_.default]:
         target, new = copy.args
         if not isinstance(target, Node) or target.op != "placeholder" or not isinstance(new, Node) or copy.users:
             continue
         if not (_same_kind(value(target), value(new)) and _last_reader(graph, target, {copy}, position) <= position[new]):
             continue
-        changed: dict[Node, Any] | None = {}
-        if not same_strides(value(target), value(new)):
-            changed = None if new in returned else values_behind(new, value(target), values)
-        if changed is None:
-            continue
-        if new.target in IN_PLACE and new.args[0] is target and target not in new.args[1:]:
-            new.target = IN_PLACE[new.target]
-            new.meta["val"] = value(target)
-        elif new.target is aten.slice_scatter.default and new.args[0] is target and new.args[1] is not target:
-            _write_slice(graph, new, target)
-        else:
+        changed = _changed(target, new, returned, values)
+        if changed is None or not _made_in_place(graph, target, new):
             continue
         for reader, lying in changed.items():
             if reader is not new:
@@ -62,6 +53,25 @@ def reinplace(gm: GraphModule, context: Context) -> list[Fired]:
         graph.erase_node(copy)
         fired.append(Fired("reinplace", new, {"input": target.name}))
     return fired
+
+
+def _changed(target: Node, new: Node, returned: set[Node], values: Values) -> dict[Node, Any] | None:
+    """The nodes whose values have other strides if the new value has those of the input; None if that cannot be."""
+    if same_strides(value(target), value(new)):
+        return {}
+    return None if new in returned else values_behind(new, value(target), values)
+
+
+def _made_in_place(graph: Graph, target: Node, new: Node) -> bool:
+    """Let what computes the new value of the input write into it; False if it has no such form."""
+    if new.target in IN_PLACE and new.args[0] is target and target not in new.args[1:]:
+        new.target = IN_PLACE[new.target]
+        new.meta["val"] = value(target)
+        return True
+    if new.target is aten.slice_scatter.default and new.args[0] is target and new.args[1] is not target:
+        _write_slice(graph, new, target)
+        return True
+    return False
 
 
 def _same_kind(a: Tensor, b: Tensor) -> bool:
