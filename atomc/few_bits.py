@@ -1,6 +1,7 @@
 """Which linears of a graph have a weight in few bits, and what that saves."""
 
 import math
+from collections.abc import Mapping
 
 from torch.fx import GraphModule, Node
 
@@ -14,14 +15,16 @@ from atomc.report import FewBits
 def few_bits(gm: GraphModule) -> list[FewBits]:
     """In the order of the graph, before lowering."""
     return [_of(node, op, op.quantized_weight) for node in gm.graph.nodes
-            if (op := op_of(node.target)) and isinstance(op.quantized_weight, QuantizedWeight)]  # fmt: skip
+            if (op := op_of(node.target)) and op.quantized_weight]  # fmt: skip
 
 
-def _of(node: Node, op: Op, weight: QuantizedWeight) -> FewBits:
+def _of(node: Node, op: Op, declared: QuantizedWeight | Mapping[str, QuantizedWeight]) -> FewBits:
     bound = op.bind(*node.args, **node.kwargs)
     given = {name: value(x) if isinstance(x, Node) else x for name, x in bound.items()}
+    weight = declared if isinstance(declared, QuantizedWeight) else declared[given["scheme"]]
+    out = value(node)[0] if isinstance(value(node), tuple | list) else value(node)
     path = module_path(node)
     stored = [given[name] for name in weight.stored if given[name] is not None]
-    full = math.prod(stored[0].shape) * weight.codes * value(node).element_size()
+    full = math.prod(stored[0].shape) * weight.codes * out.element_size()
     return FewBits(op.name, f"{weight.format}, {weight.scales(given)}", path, layer_of(path), node.name,
                    sum(math.prod(x.shape) * x.element_size() for x in stored), full)  # fmt: skip

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import atomc
 from atomc import cost, models, ops, ranges
 from atomc.efficiency import LAUNCH
+from atomc.few_bits import few_bits
 from atomc.graph_pass import Pass
 from atomc.models.loader import ready
 from atomc.op import PreferInductor, op
@@ -129,6 +130,27 @@ def test_the_weights_of_a_new_op_are_listed_with_what_they_save(program):
         ("project", "int8, a scale for 1 outputs", layer) for layer in range(LAYERS)]  # fmt: skip
     assert {found.bytes for found in program.report.few_bits} == {INNER * WIDTH + 4 * WIDTH}
     assert {found.full_bytes for found in program.report.few_bits} == {2 * INNER * WIDTH}
+
+
+@pytest.mark.parametrize(
+    ("scheme", "said"),
+    [("fp8", "fp8, a scale an output"), ("fp8_block", "fp8, a scale a square of 128"),
+     ("mxfp4", "mxfp4, a scale for 32 inputs")],
+)  # fmt: skip
+def test_the_weight_of_an_op_whose_scheme_is_an_argument_is_listed_as_that_scheme_stores_it(scheme, said):
+    codes = torch.uint8 if scheme == "mxfp4" else torch.float8_e4m3fn
+    x, weight = torch.ones(3, 64).to(codes), torch.ones(256, 64).to(codes)
+    scales = {"fp8": ((3, 1), (256, 1)), "fp8_block": ((3, 1), (2, 1)), "mxfp4": ((3, 4), (256, 4))}[scheme]
+    x_scale, weight_scale = (torch.ones(shape).to(torch.uint8 if scheme == "mxfp4" else torch.float32) for shape in scales)
+
+    def keys_and_values(*given):
+        return ops.linear_split_cat(*given, nope=64, scheme=scheme, out_dtype=torch.bfloat16)
+
+    rotated = torch.ones(3, 2, 16, dtype=torch.bfloat16)
+    (found,) = looked_at(few_bits, keys_and_values, x, weight, x_scale, weight_scale, rotated)
+    assert (found.op, found.scheme) == ("linear_split_cat", said)
+    assert found.bytes == weight.nbytes + weight_scale.nbytes
+    assert found.full_bytes == 2 * weight.numel() * (2 if scheme == "mxfp4" else 1)
 
 
 def test_a_new_linear_is_no_neighbour_to_fuse_and_another_op_is(added, tmp_path):

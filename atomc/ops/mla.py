@@ -6,6 +6,8 @@ attention over it is paged_attention with one key head, whose values are the fir
 its code times `scale`, [1] fp32 (None: 1).
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -26,7 +28,8 @@ from atomc.ops.scaled_linear import (
 )
 
 # Of a product's operands, by the names that online quantization has for them.
-_SPLIT_CAT_WEIGHTS = {"fp8": FP8_WEIGHT, "fp8_block": FP8_BLOCK_WEIGHT, "mxfp4": MXFP4_WEIGHT}
+_OF_128 = replace(FP8_BLOCK_WEIGHT, scales=lambda _: "a scale a square of 128")
+_SPLIT_CAT_WEIGHTS = {"fp8": FP8_WEIGHT, "fp8_block": _OF_128, "mxfp4": MXFP4_WEIGHT}
 SPLIT_CAT_SCHEMES = tuple(_SPLIT_CAT_WEIGHTS)
 BMM_SCHEMES = ("fp8", "mxfp4")
 
