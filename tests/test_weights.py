@@ -14,7 +14,7 @@ from merged_models import EAGER, Gated, X, compiled, fresh, live_bytes, own
 from merged_models import weights as weights_of
 from torch import Tensor, nn
 
-from atomc import demo, kernels, ops, packs, weights
+from atomc import demo, kernels, ops, packs, weight_inputs, weights
 from atomc.models import loader
 from atomc.op import Prepared
 from atomc.program import Program, compile_model
@@ -35,6 +35,14 @@ def parameter(*shape: int) -> nn.Parameter:
 
 def spans(model: nn.Module) -> list[tuple[int, int]]:
     return sorted((p.data_ptr(), p.data_ptr() + p.nbytes) for p in model.parameters())
+
+
+def counted(function: Callable[..., Any], name: str, found: list[str]) -> Callable[..., Any]:
+    def counting(*args: Any) -> Any:
+        found.append(name)
+        return function(*args)
+
+    return counting
 
 
 # One address
@@ -114,25 +122,29 @@ def test_a_second_graph_over_the_same_parameters_reuses_what_was_made() -> None:
     before = live_bytes()
     third = compile_model(model, EAGER)
     assert live_bytes() - before < 1024
-    pointers = [[x.data_ptr() for x in program._arguments if isinstance(x, Tensor)] for program in (first, second, third)]
-    assert pointers[0] == pointers[1] == pointers[2]
+    made = [[program._arguments[i] for i in program._made] for program in (first, second, third)]
+    packed, prepared = ([[x for x in one if isinstance(x, kind)] for one in made] for kind in (Tensor, tuple))
+    assert packed[0] and [[x.data_ptr() for x in one] for one in packed] == 3 * [[x.data_ptr() for x in packed[0]]]
+    assert prepared[0] and all(x is y for one in prepared for x, y in zip(one, prepared[0], strict=True))
 
 
 def test_to_make_a_program_of_what_was_compiled_moves_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    around: list[bool] = []
+    asked: list[str] = []
     init = Program.__init__
 
-    def watched(self, compiled, sources, inputs, *rest) -> None:  # type: ignore[no-untyped-def]
-        tensors = [x for x in inputs if isinstance(x, nn.Parameter)]
-        before, entries = [x.data_ptr() for x in tensors], len(weights._table)
-        init(self, compiled, sources, inputs, *rest)
-        around.append(before == [x.data_ptr() for x in tensors] and entries == len(weights._table))
+    def watched(self: Program, *args: Any) -> None:
+        asked.append("Program")
+        init(self, *args)
+        asked.append("made")
 
     monkeypatch.setattr(Program, "__init__", watched)
+    monkeypatch.setattr(weight_inputs, "packed", counted(weight_inputs.packed, "packed", asked))
+    monkeypatch.setattr(weight_inputs, "prepared", counted(weight_inputs.prepared, "prepared", asked))
     model = own()
     lay = spans(model)
     compile_model(model, EAGER)
-    assert around == [True] and spans(model) != lay
+    assert spans(model) != lay
+    assert asked[-2:] == ["Program", "made"] and set(asked[:-2]) == {"packed", "prepared"}
 
 
 def test_the_merge_pass_looks_and_moves_nothing() -> None:
@@ -144,14 +156,6 @@ def test_the_merge_pass_looks_and_moves_nothing() -> None:
 
 
 # Who looks for changes
-
-
-def counted(function: Callable[..., Any], name: str, found: list[str]) -> Callable[..., Any]:
-    def counting(*args: Any) -> Any:
-        found.append(name)
-        return function(*args)
-
-    return counting
 
 
 @pytest.fixture
