@@ -188,7 +188,7 @@ def test_a_step_that_fails_leaves_the_requests_as_they_were(plain, monkeypatch):
         raise RuntimeError("the device said no")
 
     with monkeypatch.context() as patch:
-        patch.setattr(plain.runner, "logits", broken)
+        patch.setattr(plain.executor.runner, "logits", broken)
         with pytest.raises(RuntimeError, match="said no"):
             plain.step()
         plain.check()
