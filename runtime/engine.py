@@ -214,10 +214,11 @@ class Engine:
         if step is not None:
             try:
                 launched = _Flight(step, self.executor.launch(step))
-                matchers = self._matchers(step)
-                if matchers:
-                    outputs += self._collect()  # a mask is made of known tokens
-                launched.running.sample(self.forms.mask(step, matchers) if matchers else None)
+                mask = None
+                if self._matchers(step):
+                    outputs += self._collect()  # a mask is made of known tokens, with which requests may end
+                    mask = self.forms.mask(step, self._matchers(step))
+                launched.running.sample(mask)
             except BaseException:
                 self.scheduler.undo_step(step)
                 raise

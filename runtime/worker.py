@@ -157,13 +157,6 @@ class Worker:
         self.drawing.pool(drawn, self.runner.hidden(self._hidden, step))
         return LaunchedStep(self, drawn)
 
-    def sample(self, drawn: Drawn, logits: Tensor, mask: Tensor | None) -> None:
-        """For LaunchedStep."""
-        tokens = self.drawing.draw(drawn, logits, mask)
-        # Where drafts are made, the host knows all tokens before the next step.
-        if tokens is not None and not self.config.speculative_tokens:
-            self.runner.staging.keep(tokens)
-
     @property
     def pools(self) -> bool:
         return self._hidden is not None
@@ -192,8 +185,12 @@ class LaunchedStep:
 
     def sample(self, mask: Tensor | None = None) -> None:
         logits, self._logits = self._logits, None
-        if logits is not None:
-            self._worker.sample(self._drawn, logits, mask)
+        if logits is None:
+            return
+        tokens = self._worker.drawing.draw(self._drawn, logits, mask)
+        # Where drafts are made, the host knows all tokens before the next step.
+        if tokens is not None and not self._worker.config.speculative_tokens:
+            self._worker.runner.staging.keep(tokens)
 
     def results(self) -> list[Result]:
         return self._drawn.results()
