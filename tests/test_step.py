@@ -161,11 +161,17 @@ def test_a_worker_drops_the_state_of_a_slot_when_it_is_told_that_the_request_lef
     a.counts.row, b.counts.row = 2, 3
     s.finish_step(step, [[5], [5]])
     s.abort("a")
-    worker.enter(s.next_step())
+    step = s.next_step()
+    s.undo_step(step)
+    again = s.next_step()
+    assert step.released == again.released == (0,)  # a step that could not be run told nobody
+    worker.enter(again)
     assert list(worker.states.values()) == [b] and worker.counts.free == [2]
     # The next one in the slot begins anew.
     s.add(Request("c", [9], SamplingParams()))
-    _, c = worker.enter(s.next_step())
+    step = s.next_step()
+    assert step.released == ()
+    _, c = worker.enter(step)
     assert c.request_id == "c" and c.counts is None and set(worker.states) == {0, 1}
 
 
