@@ -25,9 +25,8 @@ from atomc.models.loader import load
 from atomc.program import compile_model
 from atomc.quantization.scheme import ONLINE
 from atomc.runtime.batch import Shape
-from atomc.runtime.draw import Draw
 from atomc.runtime.runner import Runner
-from atomc.runtime.scheduler import Chunk, ScheduledStep
+from atomc.runtime.step import Chunk, ScheduledStep
 
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False, "head_dim": 128,
          "hidden_act": "silu", "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0,
@@ -64,7 +63,7 @@ def step_of(lengths: list[int], new: list[int], blocks: int) -> ScheduledStep:
     tables = torch.randperm(count * blocks, generator=torch.Generator().manual_seed(0)).view(count, blocks).tolist()
     tokens = torch.randint(0, 1000, (sum(new),)).tolist()
     return ScheduledStep(tuple(
-        Chunk(str(s), s, tuple(tokens[:n]), length - n, ((0, tuple(table)),), draws=(Draw(),), num_wanted=1)
+        Chunk(str(s), s, tuple(tokens[:n]), length - n, ((0, tuple(table)),), num_draws=1, num_wanted=1)
         for s, (length, n, table) in enumerate(zip(lengths, new, tables, strict=True))
     ))  # fmt: skip
 

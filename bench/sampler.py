@@ -13,15 +13,16 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from atomc.runtime.draw import Draw, uniform
 from atomc.runtime.sampler import Sampler
 from atomc.runtime.sampling_params import SamplingParams
+from atomc.runtime.token_counts import RequestCounts
 
 VOCABULARY = 151936
 KINDS: dict[str, dict[str, Any]] = {
@@ -43,8 +44,8 @@ def draws_of(kind: str, batch: int, index: int) -> list[Draw]:
     """Those of `batch` requests after a prompt of 500 tokens and `index` new ones."""
     kinds = [one for name, one in KINDS.items() if name != "mixed"] if kind == "mixed" else [KINDS[kind]]
     tokens = [(7919 * i) % VOCABULARY for i in range(500 + index)]
-    return [Draw(str(i), SamplingParams(**{"temperature": 0.8, **kinds[i % len(kinds)]}), i, index, 500, tokens)
-            for i in range(batch)]  # fmt: skip
+    return [Draw(SamplingParams(**{"temperature": 0.8, **kinds[i % len(kinds)]}), i, index, 500,
+                 counts=RequestCounts(500, list(tokens))) for i in range(batch)]  # fmt: skip
 
 
 def logits_of(kind: str, batch: int, device: torch.device) -> Tensor:
@@ -97,12 +98,12 @@ def differences(device: torch.device, batch: int) -> int:
     found = 0
     for kind in KINDS:
         logits = logits_of(kind, batch, torch.device("cpu"))
-        samplers = Sampler(torch.device("cpu"), batch), Sampler(device, batch)
+        samplers = Sampler(torch.device("cpu"), 3 * batch), Sampler(device, 3 * batch)
         for index in range(3):
             # The same tokens before, or one difference would lead to others.
-            draws = [replace(draw, request_id=f"{draw.request_id} {index}") for draw in draws_of(kind, batch, index)]
-            cpu, gpu = (sampler(logits.to(where), draws).tokens.tolist()
+            cpu, gpu = (sampler(logits.to(where), draws_of(kind, batch, index)).tokens.tolist()
                         for sampler, where in zip(samplers, (torch.device("cpu"), device), strict=True))  # fmt: skip
+            draws = draws_of(kind, batch, index)
             alone = [Sampler(device, 1)(logits[i : i + 1].to(device), [draws[i]]).tokens.item() for i in range(0, batch, 7)]
             assert alone == gpu[::7], f"{kind}: rows know their batch"
             found += sum(a != b for a, b in zip(cpu, gpu, strict=True))
@@ -128,7 +129,8 @@ def main() -> None:
     for kind in KINDS:
         for batch in args.batch:
             logits, sampler = logits_of(kind, batch, device), Sampler(device, batch)
-            steps = [draws_of(kind, batch, index) for index in range(203)]
+            first = draws_of(kind, batch, 0)
+            steps = [[replace(draw, index=index) for draw in first] for index in range(203)]
             us, host = timed(lambda index: sampler(logits, steps[index]), device, args.seconds)  # noqa: B023
             sorts = KINDS[kind].keys() & {"top_k", "top_p"}
             other = timed(lambda index: sorting(logits, steps[index]), device, args.seconds)[0] if sorts else None  # noqa: B023

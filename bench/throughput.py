@@ -43,10 +43,10 @@ def generate(engine: Engine, prompts: list[list[int]], new: int) -> float:
 
 def bare_ms(engine: Engine, batch: int, steps: int) -> float | None:
     """The step of the last batch that ran, replayed."""
-    if engine.runner.graphs is None:
+    if engine.executor.runner.graphs is None:
         return None
-    shape = next(shape for shape in engine.runner.graphs.captured if shape[:3] == (batch,) * 3)
-    return milliseconds(lambda: engine.runner.graphs(shape).argmax(-1), steps)
+    shape = next(shape for shape in engine.executor.runner.graphs.captured if shape[:3] == (batch,) * 3)
+    return milliseconds(lambda: engine.executor.runner.graphs(shape).argmax(-1), steps)
 
 
 def idle_share(engine: Engine, prompts: list[list[int]], steps: int) -> dict[str, float]:
@@ -115,7 +115,7 @@ def figures(args: argparse.Namespace) -> Any:
     if args.requests:
         given = prompts(args.requests, args.prompt)
         engine.host_ms = 0.0
-        engine.runner.forget_counts()
+        engine.executor.runner.forget_counts()
         seconds = min(generate(engine, given, args.new) for _ in range(2))
         stats = engine.stats()
         yield {"what": "throughput", "requests": args.requests, "prompt": args.prompt, "new": args.new,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from atomc.ops import GroupStep, Step
-from atomc.runtime.scheduler import Chunk, ScheduledStep
+from atomc.runtime.step import Chunk, ScheduledStep
 
 Array = npt.NDArray[Any]
 
@@ -98,7 +98,7 @@ class Staging:
         to["sources"][:rows] = np.arange(rows)
         fed = np.array([chunk.fed for chunk in chunks], bool)
         to["sources"][bounds[1:][fed] - 1] = self.rows + slots[fed]
-        draws = np.array([len(chunk.draws) for chunk in chunks], np.int64)
+        draws = np.array([chunk.num_draws for chunk in chunks], np.int64)
         to["drawn_slots"][: draws.sum()] = np.repeat(slots, draws)
 
         self._tell(chunks, to)

@@ -1,46 +1,43 @@
 """How a request's next token is drawn: its parameters, and one number that depends on its seed and index alone."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from atomc.runtime.sampling_params import SamplingParams
+
+if TYPE_CHECKING:  # the front process, which also imports this module, does not import torch
+    from atomc.runtime.token_counts import RequestCounts
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MASK = (1 << 64) - 1
 
 
-@dataclass(frozen=True)
-class Draw:
-    """One row of a step's logits: which request it is of, and how its next token is drawn.
+class Draw(Struct, frozen=True):
+    """One row of a step's logits: how the next token is drawn from it.
 
     index        new tokens before this one; some may still be on the device
     num_prompt   tokens of the prompt
-    tokens       the request's own list: the prompt, then the new tokens that the host knows
     eos_ids      tokens that end generation, unless params.ignore_eos
     draft        the last of the new tokens before this one, where they are only guessed
+    counts       of the request's tokens, if params has penalties
     """
 
-    request_id: str = ""
-    params: SamplingParams = field(default_factory=SamplingParams)
+    params: SamplingParams = SamplingParams()
     seed: int = 0
     index: int = 0
     num_prompt: int = 0
-    tokens: Sequence[int] = field(default=(), compare=False, repr=False)
     eos_ids: frozenset[int] = frozenset()
     draft: tuple[int, ...] = ()
+    counts: "RequestCounts | None" = None
 
     @property
     def length(self) -> int:
         """Tokens before this one."""
         return self.num_prompt + self.index
-
-    @property
-    def uniform(self) -> float:
-        """The number in [0, 1) that picks the token."""
-        return float(uniform([self.seed], [self.index])[0])
 
     @property
     def banned(self) -> frozenset[int]:

@@ -1,42 +1,29 @@
-"""The engine: one model in this process, tokens in and tokens out."""
+"""The engine: one model, tokens in and tokens out."""
 
-import gc
 import logging
 import random
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
-import torch
-from torch import Tensor, nn
-from tqdm import tqdm
+from torch import nn
 
-from atomc.models.stock import StockModel
-from atomc.ops import LAYOUTS
-from atomc.options import Options
-from atomc.program import Program, compile_model
 from atomc.runtime.blocks import BlockPool
-from atomc.runtime.capacity import GRAPH_SHARE, capacity, free_memory, out_of_memory
+from atomc.runtime.capacity import out_of_memory
 from atomc.runtime.config import EngineConfig
-from atomc.runtime.draw import Draw
-from atomc.runtime.drawing import Drawing, Drawn, Result
+from atomc.runtime.executor import Executor, Launched, Result
 from atomc.runtime.fence import Fence, RequestError, RequestFailed, is_contained
-from atomc.runtime.graphs import step_shapes
-from atomc.runtime.hidden import hidden_model
-from atomc.runtime.loading import load
+from atomc.runtime.forms import Forms, follow
 from atomc.runtime.logprobs import TokenLogprobs
+from atomc.runtime.phases import Phases, uncollected
 from atomc.runtime.request import Output, Pooling, Request
-from atomc.runtime.runner import Runner, windows_of
 from atomc.runtime.sampling_params import SamplingParams
-from atomc.runtime.scheduler import QueueFull, ScheduledStep, Scheduler
-from atomc.runtime.self_check import self_check
-from atomc.runtime.speculative import NGram
+from atomc.runtime.scheduler import QueueFull, Scheduler
+from atomc.runtime.speculative import Drafter, NGram
 from atomc.runtime.stats import Stats
-from atomc.runtime.step_kernels import StepKernels
-from atomc.runtime.structured import Grammars
-from atomc.runtime.threads import Threads, choose, use
+from atomc.runtime.step import ScheduledStep
+from atomc.runtime.structured import Grammars, Matcher
+from atomc.runtime.worker import Worker
 
 __all__ = ["PHASES", "Engine", "EngineConfig", "Output", "QueueFull", "Request", "SamplingParams", "Stats"]
 
@@ -44,10 +31,27 @@ log = logging.getLogger("atomc")
 
 PHASES = ("load", "compile", "allocate", "warm up")
 WARM_UP_TOKENS = 8
-MAX_NUM_SEQS = {"cpu": 64, "cuda": 256}
-# Every request waits for the whole step. On a CPU, prompts of 1,000 tokens take as long in chunks of 256 as in one.
-MAX_NUM_BATCHED_TOKENS = {"cpu": 256, "cuda": 2048}
 MEMORY = 0.02  # weight of the last step in the mean host time
+
+
+@dataclass
+class RequestState:
+    """What the engine keeps of a request beside what the scheduler keeps in the Request; dropped when it ends.
+
+    matcher   how far its form of output has come
+    drafter   guesses its next tokens
+    scores    log-probabilities of its prompt, until its first token comes
+    """
+
+    matcher: Matcher | None = None
+    drafter: Drafter | None = None
+    scores: list[TokenLogprobs] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Flight:
+    step: ScheduledStep
+    running: Launched
 
 
 class Engine:
@@ -79,60 +83,49 @@ class Engine:
         self, config: EngineConfig, *, module: nn.Module | None = None, progress: bool = True, spare_cores: int = 0
     ) -> None:
         self.config = config
-        self.threads: Threads | None = None
-        self._spare_cores = spare_cores
-        self.phases: dict[str, float] = {}
         self.host_ms = 0.0
-        self._seeds = random.Random(config.seed)
-        self._flight: Drawn | None = None
         self.fence = Fence()
+        self.forms = Forms(self._grammars, self.fence)
+        self._states: dict[str, RequestState] = {}
+        self._seeds = random.Random(config.seed)
+        self._flight: _Flight | None = None
         self._others: list[Output] = []  # what `embed` learned of the requests of others
-        self._scores: dict[str, list[TokenLogprobs]] = {}
-        self._drafters: dict[str, NGram] = {}
-        self._hidden: Program | None = None
-        self._kernels = StepKernels(config)
         self._speculates = config.speculative_tokens > 0
-        # disable=None: no bar where there is no terminal.
-        with tqdm(total=len(PHASES), unit="phase", leave=False, disable=None if progress else True) as bar:
-            try:
-                self._start(module, progress, bar)
-            except RuntimeError as error:
-                if not out_of_memory(error):
-                    raise
-                raise ValueError(self._too_large()) from error
-            finally:
-                self._kernels.end()
+        phases = Phases(PHASES, progress=progress)
+        self.phases = phases.seconds
+        try:
+            self._start(phases, module, progress, spare_cores)
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            raise ValueError(self._too_large()) from error
+        finally:
+            phases.close()
 
-    def _start(self, module: nn.Module | None, progress: bool, bar: "tqdm[Any]") -> None:
+    def _start(self, phases: Phases, module: nn.Module | None, progress: bool, spare_cores: int) -> None:
         config = self.config
-        with self._phase("load", bar):
-            loaded = load(config, module, progress=progress)
-            self.module, self.tokenizer = loaded.module, loaded.tokenizer
-            self.eos_ids, self.vocab_size = loaded.eos_ids, loaded.vocab_size
-            # Before anything is compiled: code for a CPU is made for a number of threads.
-            self._set_threads(loaded.module)
-        with self._phase("compile", bar), _uncollected():
-            self._kernels.begin(loaded.module, self.vocab_size)
-            self._owns_weights = module is None  # a module that was given is its user's, who may write into it
-            self.program = compile_model(loaded.module, options=config.options, owned=self._owns_weights)
-            if self.threads is not None:
-                self.program.report.notes.append(str(self.threads))
-        with self._phase("allocate", bar), _uncollected():
-            self._allocate(type(loaded.module).__name__, loaded.longest)
-        with self._phase("warm up", bar), _uncollected():
-            if config.self_check and isinstance(loaded.module, StockModel):
-                self_check(loaded.module, self.program, Options.of(config.options), columns=self.runner.staging.columns)
-                self.program.bind(self.runner.caches)
-            if not config.enforce_eager:
-                self._capture(progress)
+        worker = Worker(config, phases, module=module, progress=progress, spare_cores=spare_cores)
+        self.executor: Executor = worker
+        self.module, self.program, self.threads = worker.module, worker.program, worker.threads
+        loaded = worker.loaded
+        self.tokenizer, self.eos_ids, self.vocab_size = loaded.tokenizer, loaded.eos_ids, loaded.vocab_size
+        limits = worker.limits
+        size = limits.capacity
+        self.scheduler = Scheduler(
+            BlockPool(size.num_blocks, size.block_size, limits.windows, shares=not limits.no_prefix_cache),
+            max_num_seqs=limits.max_num_seqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            max_model_len=size.max_model_len,
+            max_queue=config.max_queue,
+            policy=config.scheduling_policy,
+            fence=self.fence,
+        )  # fmt: skip
+        self.max_len = self.scheduler.max_len
+        log.info("the cache holds %d tokens, %.1f sequences of full length (%d tokens)", self.scheduler.pool.num_tokens,
+                 self.scheduler.pool.num_tokens / self.max_len, self.max_len)  # fmt: skip
+        with phases.phase("warm up"), uncollected():
+            worker.warm_up()
             self._warm_up()
-
-    def _set_threads(self, module: nn.Module) -> None:
-        if next(module.parameters()).device.type != "cpu":
-            return
-        self.threads = choose(self.config.threads, spare=self._spare_cores)
-        use(self.threads)
-        log.info("%s", self.threads)
 
     def _too_large(self) -> str:
         """What to do when memory ran out while it started."""
@@ -143,74 +136,6 @@ class Engine:
                      "gpu_memory_utilization")  # fmt: skip
         return (f"out of memory while starting: lower {sized} (now {getattr(self.config, sized)}), max_num_batched_tokens, "
                 "max_num_seqs or max_model_len")  # fmt: skip
-
-    def _allocate(self, name: str, longest: int) -> None:
-        """Size the cache, and make what works on it."""
-        config, specs, device = self.config, self.program.specs, self.program.device
-        if not specs:
-            raise ValueError(f"{name} keeps no state: each of its attention layers must own a handle (ops.kv_state) and "
-                             "pass it to ops.attention")  # fmt: skip
-        max_num_seqs = config.max_num_seqs or MAX_NUM_SEQS.get(device.type, 256)
-        max_num_batched_tokens = config.max_num_batched_tokens or max(
-            MAX_NUM_BATCHED_TOKENS.get(device.type, 2048), max_num_seqs)  # fmt: skip
-        self.drawing = Drawing(device, max_num_seqs, self._grammars, self.fence)
-        block_size = LAYOUTS[specs[0].layout].block_size
-        windows = windows_of(self.program)
-        sized = config.kv_bytes is not None or config.num_blocks is not None
-        size = capacity(
-            groups=[(sum(spec.bytes_per_token() for spec in specs if spec.group == group), window)
-                    for group, window in enumerate(windows)],
-            block_size=block_size,
-            available=0 if sized else free_memory(device, config.gpu_memory_utilization,
-                                                  self._activations(max_num_seqs, max_num_batched_tokens, longest)),
-            max_num_seqs=max_num_seqs,
-            longest=longest,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_model_len=config.max_model_len,
-            num_blocks=config.num_blocks,
-            kv_bytes=config.kv_bytes,
-        )  # fmt: skip
-        self.no_prefix_cache = _no_prefix_cache(config, specs[0].layout)
-        if self.no_prefix_cache and config.enable_prefix_caching is None:
-            self.program.report.notes.append(f"no prefix cache: {self.no_prefix_cache}")
-            log.info("no prefix cache: %s", self.no_prefix_cache)
-        # Before the pool, which keeps a list of the blocks: too many of them are refused at once.
-        self.runner = Runner(
-            self.program, num_blocks=size.num_blocks, block_size=size.block_size, max_num_seqs=max_num_seqs,
-            max_num_rows=max_num_batched_tokens, max_columns=-(-size.max_model_len // size.block_size),
-        )  # fmt: skip
-        # Nothing was measured, or in a small cache: kernels count in 64 bits in one as large as this.
-        if block_size is not None and (sized or any(keys.numel() >= 2**31 for keys, _ in self.runner.caches)):
-            self._kernels.meet(self.runner, self.drawing.sampler, max_num_seqs)
-        self.scheduler = Scheduler(
-            BlockPool(size.num_blocks, size.block_size, windows, shares=not self.no_prefix_cache),
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_model_len=size.max_model_len,
-            max_queue=config.max_queue,
-            policy=config.scheduling_policy,
-            fence=self.fence,
-        )  # fmt: skip
-        self.max_len = self.scheduler.max_len
-        log.info("the cache holds %d tokens, %.1f sequences of full length (%d tokens)", self.scheduler.pool.num_tokens,
-                 self.scheduler.pool.num_tokens / self.max_len, self.max_len)  # fmt: skip
-
-    def _activations(self, max_num_seqs: int, rows: int, longest: int) -> int:
-        """Bytes that a step of so many rows takes beside weights and cache on a GPU: measured, on a cache of one block."""
-        device, block_size = self.program.device, LAYOUTS[self.program.specs[0].layout].block_size
-        if device.type != "cuda" or block_size is None:
-            return 0
-        runner = Runner(self.program, num_blocks=1, block_size=block_size, max_num_seqs=max_num_seqs, max_num_rows=rows,
-                        max_columns=-(-longest // block_size))  # fmt: skip
-        self._kernels.meet(runner, self.drawing.sampler, max_num_seqs)
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        logits = runner.padding_only(min(rows, max_num_seqs))
-        params = SamplingParams(temperature=1.0, top_p=0.9)
-        self.drawing.sampler(logits, [Draw("", params)] * len(logits))
-        torch.cuda.synchronize(device)
-        return int(torch.cuda.max_memory_allocated(device)) - before
 
     def request(
         self, request_id: str, tokens: Sequence[int], params: SamplingParams | None = None, *, priority: int = 0,
@@ -243,7 +168,7 @@ class Engine:
         this request alone."""
         self.refuse(request)
         if not self.has_work:
-            self.program.check()  # raises RunError if a user's module was given other weights
+            self.executor.check()  # raises RunError if a user's module was given other weights
         try:
             self._begin(request)
         except BaseException as error:
@@ -257,7 +182,8 @@ class Engine:
     def _begin(self, request: Request) -> None:
         if request.pooling is not None:
             self.prepare_pooling()
-        self.drawing.begin(request)
+        if request.params.structured is not None:
+            self._state(request.id).matcher = self.forms.matcher(request.params.structured)
         self.scheduler.add(request)
 
     def abort(self, request_id: str) -> bool:
@@ -287,13 +213,12 @@ class Engine:
         launched = None
         if step is not None:
             try:
-                if step.pooled:
-                    launched = self._pool(step)
-                else:
-                    logits = self.runner.logits(step)
-                    if self.drawing.needs_tokens(step):
-                        outputs += self._collect()
-                    launched = self._draw(step, logits)
+                launched = _Flight(step, self.executor.launch(step))
+                mask = None
+                if self._matchers(step):
+                    outputs += self._collect()  # a mask is made of known tokens, with which requests may end
+                    mask = self.forms.mask(step, self._matchers(step))
+                launched.running.sample(mask)
             except BaseException:
                 self.scheduler.undo_step(step)
                 raise
@@ -334,30 +259,17 @@ class Engine:
                 self.abort(request.id)
         return [found[request.id] for request in requests]
 
-    def _draw(self, step: ScheduledStep, logits: Tensor) -> Drawn:
-        drawn, tokens = self.drawing.draw(step, logits, self.scheduler.last_requests)
-        if tokens is not None and not self._speculates:
-            self.runner.staging.keep(tokens)
-        return drawn
-
-    def _pool(self, step: ScheduledStep) -> Drawn:
-        assert self._hidden is not None, "a request for hidden states, and no program for them"
-        return self.drawing.pool(step, self.runner.hidden(self._hidden, step), self.scheduler.last_requests)
-
     @property
     def pools(self) -> bool:
         """Whether a request with pooling starts at once: what it needs is compiled."""
-        return self._hidden is not None
+        return self.executor.pools
 
     def prepare_pooling(self) -> None:
         """Compile the model once more, over the same weights and caches, without its head; steps may run meanwhile.
 
         Raises ValueError for a model whose head is not known.
         """
-        if self._hidden is None:
-            program = compile_model(hidden_model(self.module), options=self.config.options, owned=self._owns_weights)
-            program.bind(self.runner.caches)
-            self._hidden = program
+        self.executor.prepare_pooling()
 
     def _draft(self) -> None:
         """Guess what follows the tokens of requests that have only their last one to compute."""
@@ -366,10 +278,17 @@ class Engine:
                 request.draft = self.fence.run(request.id, "guessing its next tokens", self._guess, request) or ()
 
     def _guess(self, request: Request) -> tuple[int, ...]:
-        config = self.config
-        drafter = self._drafters.setdefault(request.id, NGram(config.ngram_min, config.ngram_max))
+        config, state = self.config, self._state(request.id)
+        state.drafter = state.drafter or NGram(config.ngram_min, config.ngram_max)
         count = min(config.speculative_tokens, request.room(self.max_len) - 1)
-        return tuple(drafter.propose(request.tokens, count)) if count > 0 else ()
+        return tuple(state.drafter.propose(request.tokens, count)) if count > 0 else ()
+
+    def _matchers(self, step: ScheduledStep) -> dict[str, Matcher]:
+        """Of the requests for which the step draws and whose output must have a form."""
+        if not self._states:
+            return {}
+        states = [(chunk.request_id, self._states.get(chunk.request_id)) for chunk in step.chunks if chunk.num_draws]
+        return {name: state.matcher for name, state in states if state is not None and state.matcher is not None}
 
     def _collect(self) -> list[Output]:
         """What came of the step in flight, if there is one."""
@@ -378,34 +297,41 @@ class Engine:
             return []
         requests = self.scheduler.first_requests
         began = time.perf_counter()
-        results = flight.results(requests, self.fence)
+        results = flight.running.results()
         self._waited += time.perf_counter() - began
+        for request, result in zip(requests, results, strict=True):
+            if result.error is not None and request.finish_reason is None:
+                self.fence.failed.setdefault(request.id, result.error)
         failed = self._failed()
         found = {request.id: result for request, result in zip(requests, results, strict=True)
                  if request.finish_reason is None}  # fmt: skip
         outputs = self.scheduler.finish_step(flight.step, [
-            result.tokens for result, chunk in zip(results, flight.step.chunks, strict=True) if chunk.draws
+            result.tokens for result, chunk in zip(results, flight.step.chunks, strict=True) if chunk.num_draws
         ])  # fmt: skip
         for name, result in found.items():
             if result.scores:
-                self._scores.setdefault(name, []).extend(result.scores)
+                self._state(name).scores.extend(result.scores)
         return failed + [self._told(output, found[output.request_id]) for output in outputs]
 
     def _told(self, output: Output, result: Result) -> Output:
         """The output with what the scheduler does not know."""
-        name = output.request_id
-        self.fence.run(name, "following its form of output", self.drawing.take, name, output.token_ids)
+        name, scores = output.request_id, None
+        state = self._states.get(name)
+        if state is not None:
+            if state.matcher is not None:
+                self.fence.run(name, "following its form of output", follow, state.matcher, output.token_ids)
+            if output.token_ids:
+                scores, state.scores = state.scores, []
         if name in self.fence.failed:
             return self._end(name, self.fence.failed.pop(name))
-        scores = self._scores.pop(output.request_id, None) if output.token_ids else None
         if output.finish_reason is not None:
-            self._forget(output.request_id)
-        if scores is None and result.logprobs is None and result.embedding is None:
+            self._forget(name)
+        if not scores and result.logprobs is None and result.embedding is None:
             return output
         return replace(
             output,
             logprobs=result.logprobs and result.logprobs[: len(output.token_ids)],
-            prompt_logprobs=None if scores is None else (None, *scores),
+            prompt_logprobs=(None, *scores) if scores else None,
             embedding=result.embedding,
         )
 
@@ -422,10 +348,12 @@ class Engine:
         self._forget(request_id)
         return Output(request_id, (), finish_reason="error", error=error)
 
+    def _state(self, request_id: str) -> RequestState:
+        """Made when it is first needed."""
+        return self._states.setdefault(request_id, RequestState())
+
     def _forget(self, request_id: str) -> None:
-        self.drawing.forget(request_id)
-        self._scores.pop(request_id, None)
-        self._drafters.pop(request_id, None)
+        self._states.pop(request_id, None)
 
     def _grammars(self) -> Grammars:
         if self.tokenizer is None or self.vocab_size is None:
@@ -435,7 +363,7 @@ class Engine:
 
     def stats(self) -> Stats:
         """What it has done and what it is doing."""
-        pool, done = self.scheduler.pool, self.scheduler.counters
+        pool, done, ran = self.scheduler.pool, self.scheduler.counters, self.executor.counts()
         return Stats(
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
@@ -444,11 +372,11 @@ class Engine:
             kv_tokens=pool.num_tokens,
             kv_tokens_used=pool.tokens_used({request.id: request.computed for request in self.scheduler.running}),
             max_len=self.max_len,
-            steps=dict(self.runner.steps),
-            graph_rows=self.runner.rows,
-            graph_padding=self.runner.padding,
+            steps=ran.steps,
+            graph_rows=ran.graph_rows,
+            graph_padding=ran.graph_padding,
             host_ms=self.host_ms,
-            no_prefix_cache=self.no_prefix_cache,
+            no_prefix_cache=self.executor.limits.no_prefix_cache,
             **vars(done),
         )
 
@@ -457,13 +385,6 @@ class Engine:
         self.scheduler.check()
         assert self.scheduler.num_flights == (self._flight is not None), "a step is lost"
 
-    def _capture(self, progress: bool) -> None:
-        """CUDA graphs for the steps that come often, in their share of the memory."""
-        device, staging = self.program.device, self.runner.staging
-        shapes = step_shapes(self.scheduler.max_num_seqs, staging.rows, staging.columns, self.config.speculative_tokens)
-        budget = int(GRAPH_SHARE * torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else None
-        self.runner.capture(shapes, budget=budget, met=self._kernels.met, progress=progress)
-
     def _warm_up(self) -> None:
         """Generate, so that nothing is compiled when it matters, and forget what was counted."""
         prompt = [0] * min(WARM_UP_TOKENS, self.max_len - 1)
@@ -471,36 +392,4 @@ class Engine:
         while self.has_work:
             self.step()
         self.scheduler.forget_counts()
-        self.runner.forget_counts()
-
-    @contextmanager
-    def _phase(self, name: str, bar: "tqdm[Any]") -> Iterator[None]:
-        bar.set_description(name)
-        started = time.perf_counter()
-        yield
-        self.phases[name] = time.perf_counter() - started
-        bar.update()
-
-
-def _no_prefix_cache(config: EngineConfig, layout: str) -> str:
-    """Why there is none; empty: there is one. Raises ValueError if it was asked for and cannot be."""
-    if config.enable_prefix_caching is False:
-        return "enable_prefix_caching is off"
-    if LAYOUTS[layout].block_size is not None:
-        return ""
-    why = f"in layout {layout!r} a block holds a whole sequence, so none can be shared; layout 'paged' has one"
-    if config.enable_prefix_caching:
-        raise ValueError(f"enable_prefix_caching: {why}")
-    return why
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """No garbage collection inside: while compiling it takes a second in all, and a capture may free nothing."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
+        self.executor.forget_counts()

@@ -44,6 +44,21 @@ def is_contained(error: BaseException) -> bool:
     return isinstance(error, Exception) or is_panic(error)
 
 
+def contained(request_id: str, doing: str, error: BaseException) -> RequestError:
+    """Why the request failed, which is logged. Raises the error itself if it must not be contained.
+
+    doing   completes "the engine failed while ..."
+    """
+    if not is_contained(error):
+        raise error
+    if isinstance(error, RequestFailed):
+        found = error.error
+        log.log(logging.INFO if found.by_client else logging.ERROR, "request %s failed: %s", request_id, found.message)
+        return found
+    log.error("request %s failed while %s", request_id, doing, exc_info=error)
+    return RequestError(f"the engine failed while {doing}: {type(error).__name__}; its log says more")
+
+
 class Fence:
     """Runs the steps of the engine that belong to one request, and keeps what went wrong until `take` is called."""
 
@@ -63,15 +78,7 @@ class Fence:
 
     def fail(self, request_id: str, doing: str, error: BaseException) -> None:
         """Fail the request with this error. Raises the error itself if it must not be contained."""
-        if not is_contained(error):
-            raise error
-        if isinstance(error, RequestFailed):
-            found = error.error
-            log.log(logging.INFO if found.by_client else logging.ERROR, "request %s failed: %s", request_id, found.message)
-        else:
-            found = RequestError(f"the engine failed while {doing}: {type(error).__name__}; its log says more")
-            log.error("request %s failed while %s", request_id, doing, exc_info=error)
-        self.failed.setdefault(request_id, found)
+        self.failed.setdefault(request_id, contained(request_id, doing, error))
 
     def take(self) -> dict[str, RequestError]:
         """The requests that failed since the last call, and why."""

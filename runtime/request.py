@@ -28,6 +28,7 @@ class Request:
     num_cached    tokens of the prompt that came from the prefix cache
     keys          of the full blocks of `tokens` (atomc.runtime.prefix_cache); the first num_named of them can be found
     slot          its row while it runs, else None
+    announced     a step has told the worker what it needs of the request in this slot
     number, admitted   the scheduler's: its place in the order of arrival, and how often it was admitted
     finish_reason, stop_reason   as in Output, once it has finished
 
@@ -51,6 +52,7 @@ class Request:
     keys: list[bytes] = field(default_factory=list)
     num_named: int = 0
     slot: int | None = None
+    announced: bool = False
     number: int = 0
     admitted: int = 0
     finish_reason: FinishReason | None = None
@@ -83,18 +85,10 @@ class Request:
     def new_tokens(self) -> list[int]:
         return self.tokens[self.num_prompt :]
 
-    def draws(self) -> tuple[Draw, ...]:
-        """How the token after the last one is drawn, and the one after each token of the draft."""
-        index = self.length - self.num_prompt
-        return tuple([
-            Draw(self.id, self.params, self.seed, index + i, self.num_prompt, self.tokens, self.eos_ids, self.draft[:i])
-            for i in range(len(self.draft) + 1)
-        ])
-
     @property
     def banned(self) -> frozenset[int]:
         """Tokens that cannot come first."""
-        return self.draws()[0].banned
+        return Draw(self.params, eos_ids=self.eos_ids).banned
 
     def room(self, max_len: int) -> int:
         """So many new tokens may still come after those in flight; a sequence has at most max_len."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from atomc.program import Program
 from atomc.runtime.batch import Shape, Staging
 from atomc.runtime.graphs import StepGraphs
-from atomc.runtime.scheduler import ScheduledStep
+from atomc.runtime.step import ScheduledStep
 
 SPARE_SEQUENCES = 8  # for the shapes of mixed steps, see graphs.step_shapes
 

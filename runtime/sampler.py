@@ -3,7 +3,7 @@
 R rows, V vocabulary, W = ceil(V / 32) words of a mask.
 """
 
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,10 +41,7 @@ class Sampled:
 
 
 class Sampler:
-    """Draws tokens for up to max_num_seqs requests, and counts those of requests with penalties.
-
-    Whoever drops a request calls `forget`.
-    """
+    """Draws tokens for up to max_num_seqs requests, and counts those of requests with penalties."""
 
     def __init__(self, device: torch.device, max_num_seqs: int) -> None:
         self.counts = TokenCounts(device, max_num_seqs)
@@ -63,15 +60,10 @@ class Sampler:
                         _right(draws, sampled.tokens) if guessed else None)  # fmt: skip
         return sampled
 
-    def sample(
-        self, logits: Tensor, draws: Sequence[Draw], *, mask: Tensor | None = None, keep: Set[str] = frozenset()
-    ) -> Sampled:
-        """The same without counting the tokens, so that it may be repeated.
-
-        keep   other requests of the step, whose counts are needed, too
-        """
+    def sample(self, logits: Tensor, draws: Sequence[Draw], *, mask: Tensor | None = None) -> Sampled:
+        """The same without counting the tokens, so that it may be repeated."""
         numbers = uniform([draw.seed for draw in draws], [draw.index for draw in draws])
-        changed = self._changed(logits, draws, mask, keep)
+        changed = self._changed(logits, draws, mask)
         tokens, tops = inverse_transform(changed, [draw.params for draw in draws], numbers)
         asked = [i for i, draw in enumerate(draws) if draw.params.logprobs is not None]
         if not asked:
@@ -82,12 +74,7 @@ class Sampler:
         rows = columns(logits.device, [(i,) for i in asked])[0, :, 0].long()
         return Sampled(tokens, tops, tuple(asked), logprobs(logits[rows], tokens[rows], counts))
 
-    def forget(self, request_id: str) -> None:
-        self.counts.forget(request_id)
-
-    def _changed(
-        self, logits: Tensor, draws: Sequence[Draw], mask: Tensor | None, keep: Set[str] = frozenset()
-    ) -> Tensor:
+    def _changed(self, logits: Tensor, draws: Sequence[Draw], mask: Tensor | None) -> Tensor:
         """Logits after penalties, bias, bans and mask: the same tensor if there are none."""
         penalized = [i for i, draw in enumerate(draws) if draw.params.penalized]
         # A ban is a bias, too, and comes after that of the user.
@@ -99,8 +86,7 @@ class Sampler:
             return logits
         logits = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         if penalized:
-            keep = keep | {draw.request_id for draw in draws}
-            self.counts.penalize(logits, penalized, [draws[i] for i in penalized], keep)
+            self.counts.penalize(logits, penalized, [draws[i] for i in penalized])
         if biases:
             place, bias = columns(logits.device, biases)[..., 0]
             logits.view(-1).scatter_add_(0, place.long(), bias.float())

@@ -5,61 +5,15 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from atomc.runtime.blocks import BlockPool, NewBlocks
-from atomc.runtime.draw import Draw
+from atomc.runtime.blocks import BlockPool
 from atomc.runtime.fence import Fence
 from atomc.runtime.prefix_cache import extend_keys
 from atomc.runtime.request import FinishReason, Output, Request
+from atomc.runtime.step import Admission, Chunk, ScheduledStep
 
 # Log-probabilities of prompts take a row of the vocabulary in fp32 for each token.
 MOST_SCORED_ROWS = 128
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """The tokens of one request that a step computes: a prompt, a part of one, or the last drawn token and a draft.
-
-    slot        the row of block tables and of per-sequence state that is the request's while it runs
-    start       position of the first token; all before it are in the cache
-    fed         one more token comes behind `tokens`: the one that the step before draws for this slot
-    blocks      for each group, the blocks that its table has more than in the chunk before
-    draws       how the tokens after the last len(draws) rows are drawn; () if the request has more to compute first
-    num_wanted  of so many last rows, logits are wanted
-    """
-
-    request_id: str
-    slot: int
-    tokens: tuple[int, ...]
-    start: int
-    blocks: tuple[NewBlocks, ...]
-    fed: bool = False
-    draws: tuple[Draw, ...] = ()
-    num_wanted: int = 0
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.tokens) + self.fed
-
-    @property
-    def end(self) -> int:
-        return self.start + self.num_tokens
-
-
-@dataclass(frozen=True)
-class ScheduledStep:
-    """The decision about one step; at least one chunk. pooled: hidden states are wanted, not logits."""
-
-    chunks: tuple[Chunk, ...]
-    pooled: bool = False
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(chunk.num_tokens for chunk in self.chunks)
-
-    @property
-    def draws(self) -> tuple[Draw, ...]:
-        """One for each token that the step draws, in the order of the chunks."""
-        return tuple([draw for chunk in self.chunks for draw in chunk.draws])
+SEED_BITS = 2**64 - 1
 
 
 class QueueFull(Exception):
@@ -132,6 +86,8 @@ class Scheduler:
         self.counters = Counters()
         self._flights: deque[_Flight] = deque()
         self._free_slots = list(reversed(range(max_num_seqs)))
+        # Slots that were left since the last step.
+        self._released: set[int] = set()
         # Keys of blocks that running requests are about to fill, and who.
         self._computing: dict[bytes, Request] = {}
         self._num_added = 0
@@ -144,13 +100,8 @@ class Scheduler:
         return len(self._flights)
 
     @property
-    def last_requests(self) -> Sequence[Request]:
-        """The requests of the step decided last, one for each chunk."""
-        return self._flights[-1].requests
-
-    @property
     def first_requests(self) -> Sequence[Request]:
-        """Those of the step that is finished next."""
+        """The requests of the step that is finished next, one for each chunk."""
         return self._flights[0].requests
 
     def forget_counts(self) -> None:
@@ -192,6 +143,7 @@ class Scheduler:
             flight = self._decided(pooled)
             if flight is not None:
                 self._pooled_last = pooled
+                self._released.clear()
                 self._flights.append(flight)
                 return flight.step
         assert self._flights or not self.requests or self.fence.failed, "requests, and none of them fits"
@@ -208,7 +160,7 @@ class Scheduler:
         drawn = iter(tokens)
         outputs = []
         for chunk, request, admission in zip(step.chunks, flight.requests, flight.admissions, strict=True):
-            new = next(drawn) if chunk.draws else ()
+            new = next(drawn) if chunk.num_draws else ()
             if request.finish_reason is None:
                 output = self.fence.run(request.id, "taking its new tokens", self._finish, chunk, request, admission, new)
                 outputs += [output] if output is not None else []
@@ -219,9 +171,11 @@ class Scheduler:
         """Forget the decision made last: the step could not be run."""
         flight = self._flights.pop()
         assert flight.step is step, "only the last step can be undone"
+        self._released.update(step.released)
         for chunk, request, admission in zip(step.chunks, flight.requests, flight.admissions, strict=True):
-            request.drawing -= bool(chunk.draws)
+            request.drawing -= bool(chunk.num_draws)
             if request.slot is not None and request.admitted == admission:
+                request.announced = chunk.admission is None
                 request.computed = chunk.start
                 request.scored = min(request.scored, chunk.start)
                 self.pool.forget_told(request.id)
@@ -256,7 +210,7 @@ class Scheduler:
         for request in self.waiting:
             assert request.computed == 0, f"{request.id} waits and has {request.computed} tokens in no block"
         assert {request.id for request in self._computing.values()} <= self.pool.owners, "keys of who does not run"
-        expected = sum(bool(chunk.draws) for flight in self._flights
+        expected = sum(bool(chunk.num_draws) for flight in self._flights
                        for chunk, request in zip(flight.step.chunks, flight.requests, strict=True)
                        if request.finish_reason is None)  # fmt: skip
         assert expected == sum(request.drawing for request in requests), "tokens in flight are counted wrong"
@@ -293,7 +247,7 @@ class Scheduler:
                 if not self._admit(request, budget):
                     break
                 take(request, self._wanted(request, budget))
-        return _Flight(ScheduledStep(tuple(chunks), pooled), requests) if chunks else None
+        return _Flight(ScheduledStep(tuple(chunks), pooled, tuple(sorted(self._released))), requests) if chunks else None
 
     def _wanted(self, request: Request, budget: int) -> int:
         """So many tokens of the request can be computed now; none while the device decides about a draft."""
@@ -325,6 +279,7 @@ class Scheduler:
         insort(self.running, request, key=self._rank)
         request.slot = self._free_slots.pop()
         request.admitted += 1
+        request.announced = False
         request.computed = computed
         request.num_named = found
         for key in request.keys[found:]:
@@ -396,6 +351,7 @@ class Scheduler:
         self.running.remove(request)
         self.pool.release(request.id)
         self._free_slots.append(request.slot)
+        self._released.add(request.slot)
         request.slot = None
         for key in request.keys[request.num_named :]:
             if self._computing.get(key) is request:
@@ -408,26 +364,32 @@ class Scheduler:
         known = len(request.tokens)
         tokens = request.tokens[start:end] if start < known else []
         last = end == request.length + len(request.draft)
-        draws = request.draws() if last and not request.pooling else ()
-        wanted = len(draws)
+        wanted = num_draws = 1 + len(request.draft) if last and not request.pooling else 0
+        scored: list[int] = []
         if request.pooling:
             wanted = count if request.pooling == "mean" else int(last)
         elif self._scores(request) and request.scored < min(end, request.num_prompt - 1):
-            wanted = end - max(start, request.scored)
+            first = max(start, request.scored)
+            wanted = end - first
+            scored = request.tokens[first + 1 : min(end + 1, request.num_prompt)]
             request.scored = min(end, request.num_prompt - 1)
-        fed = request.drawing > 0 and end > known
+        chunk = Chunk(
+            request.id, request.slot, (*tokens, *request.draft) if last else tuple(tokens), start,
+            self.pool.news(request.id), request.drawing > 0 and end > known, num_draws, wanted, tuple(scored),
+            None if request.announced else _admission(request),
+        )  # fmt: skip
+        request.announced = True
         request.computed = end
-        request.drawing += bool(draws)
-        return Chunk(request.id, request.slot, (*tokens, *request.draft) if last else tuple(tokens), start,
-                     self.pool.news(request.id), fed, draws, wanted)  # fmt: skip
+        request.drawing += num_draws > 0
+        return chunk
 
     def _finish(self, chunk: Chunk, request: Request, admission: int, new: Sequence[int]) -> Output | None:
         """What is new of a request after its chunk, if anything is."""
         known = len(request.tokens)
-        if chunk.draws:
+        if chunk.num_draws:
             self._accept(request, chunk, new)
         if request.slot is not None and request.admitted == admission:  # not preempted since
-            request.computed -= len(chunk.draws) - len(new)  # of a wrong draft
+            request.computed -= chunk.num_draws - len(new)  # of a wrong draft
             computed = min(chunk.end, request.computed)  # more if the next step runs
             self._name_blocks(request, computed)
             self.pool.trim(request.id, computed)
@@ -442,7 +404,7 @@ class Scheduler:
     def _accept(self, request: Request, chunk: Chunk, tokens: Sequence[int]) -> None:
         """Append drawn tokens up to one that ends the request."""
         request.drawing -= 1
-        drafted = len(chunk.draws) - 1
+        drafted = chunk.num_draws - 1
         if drafted:
             self.counters.drafted += drafted
             self.counters.accepted += len(tokens) - 1
@@ -472,3 +434,10 @@ class Scheduler:
 
     def _rank(self, request: Request) -> tuple[int, int]:
         return (request.priority if self.by_priority else 0, request.number)
+
+
+def _admission(request: Request) -> Admission:
+    """The request as the worker needs it, before its first chunk is computed."""
+    cached = request.tokens[: request.computed] if request.params.penalized else ()
+    return Admission(request.params, request.seed & SEED_BITS, request.num_prompt, request.eos_ids, request.pooling,
+                     tuple(cached))  # fmt: skip

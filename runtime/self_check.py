@@ -26,7 +26,7 @@ from atomc.ops import LAYOUTS
 from atomc.options import Options
 from atomc.program import Program
 from atomc.runtime.runner import Runner, num_groups_of
-from atomc.runtime.scheduler import Chunk, ScheduledStep
+from atomc.runtime.step import Chunk, ScheduledStep
 
 # What the rows of a step are, and how many new tokens each of the two sequences has in it.
 STEPS = (

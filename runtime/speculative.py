@@ -1,7 +1,7 @@
 """Guessing the next tokens, and which of the guesses were right.
 
 A step computes a request's last token and behind it the guesses, its draft, so that each position gets logits, and the
-sampler draws a token at each position (`Draw.draft` says which guesses lie before it). A guess is right if it is the
+sampler draws a token at each position (`Draw.draft` says which guesses come before it). A guess is right if it is the
 token that was drawn there. This is rejection sampling for guesses that are certain of themselves: one of probability p
 is accepted with probability p, and where it is rejected, the token comes from the distribution without it. Since each
 position has its own number, the tokens are also the very same as without drafts.
@@ -9,8 +9,6 @@ position has its own number, the tokens are also the very same as without drafts
 
 from collections.abc import Sequence
 from typing import Protocol
-
-from atomc.runtime.draw import Draw
 
 
 class Drafter(Protocol):
@@ -62,19 +60,9 @@ def _continued(tokens: Sequence[int], start: int, count: int) -> list[int]:
     return found
 
 
-def accepted(draws: Sequence[Draw], tokens: Sequence[int]) -> list[list[int]]:
-    """The new tokens of each request, from those that were drawn at its positions: all up to the first wrong guess.
-
-    draws are those of request after request, the one without a draft first; one token for each.
-    """
-    found: list[list[int]] = []
-    right = True
-    for draw, token in zip(draws, tokens, strict=True):
-        if not draw.draft:
-            found.append([])
-            right = True
-        else:
-            right = right and draw.draft[-1] == found[-1][-1]
-        if right:
-            found[-1].append(token)
-    return found
+def accepted(draft: Sequence[int], tokens: Sequence[int]) -> Sequence[int]:
+    """The new tokens, of those drawn after the last token and after each guess: all up to the first wrong guess."""
+    right = 0
+    while right < len(draft) and draft[right] == tokens[right]:
+        right += 1
+    return tokens[: right + 1]

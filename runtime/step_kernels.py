@@ -66,4 +66,4 @@ class StepKernels:
 def _draw_both_ways(sampler: Sampler, logits: Tensor) -> None:
     """With filters and without, which are two kernels."""
     for params in (SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.9)):
-        sampler(logits, [Draw("", params)] * len(logits))
+        sampler(logits, [Draw(params)] * len(logits))

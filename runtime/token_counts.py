@@ -3,8 +3,8 @@
 R rows, P requests with penalties, V vocabulary.
 """
 
-from collections.abc import Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -12,56 +12,57 @@ from torch import Tensor
 from atomc.runtime.columns import columns
 from atomc.runtime.draw import Draw
 
-UNKNOWN = -1  # no number of tokens
 
+@dataclass(eq=False)
+class RequestCounts:
+    """Those of one request, since it got its slot.
 
-@dataclass
-class _Slot:
-    """Where a request's counts are, and of how many tokens: so many, or up to `open` more that the device knows."""
+    tokens   from the first one of the prompt; complete before the first draw, which counts them, and [] after it
+    row      of TokenCounts, from the first draw on
+    length   so many tokens are counted, or up to `pending` more, which only the device knows; 0 before the first draw
+    """
 
-    row: int
-    length: int
-    open: int = 0
+    num_prompt: int
+    tokens: list[int] = field(default_factory=list)
+    row: int | None = None
+    length: int = 0
+    pending: int = 0
 
-    def holds(self, length: int) -> bool:
-        return self.length <= length <= self.length + self.open
+    @property
+    def place(self) -> int:
+        assert self.row is not None, "nothing was drawn yet"
+        return self.row
 
 
 class TokenCounts:
-    """Counts of the output's tokens and marks of the prompt's, for at most max_num_seqs requests in a step.
+    """Counts of the output's tokens and marks of the prompt's, for at most max_num_seqs requests.
 
-    Tokens drawn on the device are counted there, so that nobody waits for them. Counts of another length than a draw
-    says (the request computed tokens again, or went back) are made anew from its list of tokens.
+    Tokens drawn on the device are counted there, so that nobody waits for them.
     """
 
     def __init__(self, device: torch.device, max_num_seqs: int) -> None:
         self.device = device
         self.max_num_seqs = max_num_seqs
-        # The one used last is the last.
-        self.slots: dict[str, _Slot] = {}
         self.free: list[int] = []
         self.output = torch.zeros((0, 0), dtype=torch.int32, device=device)
         self.prompt = torch.zeros((0, 0), dtype=torch.bool, device=device)
 
-    def forget(self, request_id: str) -> None:
-        slot = self.slots.pop(request_id, None)
-        if slot is not None:
-            self.free.append(slot.row)
+    def release(self, counts: RequestCounts) -> None:
+        """Another request may have its row."""
+        if counts.row is not None:
+            self.free.append(counts.row)
+            counts.row = None
 
-    def penalize(self, logits: Tensor, rows: Sequence[int], draws: Sequence[Draw], keep: Set[str]) -> None:
-        """Change logits [R, V] f32 in place: its row rows[i] is penalized as draws[i] says, after its own tokens.
-
-        Counts of the requests in `keep`, which has those of draws, are not given up for others.
-        """
+    def penalize(self, logits: Tensor, rows: Sequence[int], draws: Sequence[Draw]) -> None:
+        """Change logits [R, V] f32 in place: its row rows[i] is penalized as draws[i] says, after its own tokens."""
         if not len(self.output):
             self.output, self.prompt = (values.new_zeros((0, logits.shape[-1])) for values in (self.output, self.prompt))
-        for draw in draws:
-            self._fit(draw, keep)
+        places = [self._row(draw) for draw in draws]
         params = [draw.params for draw in draws]
         guesses = [(i, token) for i, draw in enumerate(draws) for token in draw.draft]
         row, slot, repetition, presence, frequency = columns(self.device, [
-            (row, self.slots[draw.request_id].row, of.repetition_penalty, of.presence_penalty, of.frequency_penalty)
-            for row, draw, of in zip(rows, draws, params, strict=True)
+            (row, place, of.repetition_penalty, of.presence_penalty, of.frequency_penalty)
+            for row, place, of in zip(rows, places, params, strict=True)
         ])  # fmt: skip
         index, slots = row[:, 0].long(), slot[:, 0].long()
         counts = self.output[slots]
@@ -84,46 +85,51 @@ class TokenCounts:
         """Count tokens[rows[i]], which draws[i] drew; only where accepted [R] says so, if it is given."""
         if not rows:
             return
-        row, slot = columns(self.device, [(row, self.slots[draw.request_id].row)
+        row, slot = columns(self.device, [(row, _counts(draw).place)
                                           for row, draw in zip(rows, draws, strict=True)])[..., 0].long()  # fmt: skip
         _count(self.output, slot, tokens[row], None if accepted is None else accepted[row])
         for draw in draws:
-            slot_of = self.slots[draw.request_id]
+            counts = _counts(draw)
             if not draw.draft:
-                slot_of.length, slot_of.open = draw.length + 1, 0
+                counts.length, counts.pending = draw.length + 1, 0
             else:
-                slot_of.open = max(slot_of.open, len(draw.draft))
+                counts.pending = max(counts.pending, len(draw.draft))
 
-    def _fit(self, draw: Draw, keep: Set[str]) -> None:
-        """Make the request's slot hold the tokens before this draw and its draft, also if it has none yet."""
-        length = draw.length - len(draw.draft)
-        slot = self.slots.pop(draw.request_id, None) or _Slot(self._free_row(keep), UNKNOWN)
-        self.slots[draw.request_id] = slot
-        if not slot.holds(length):
-            slot.length, slot.open = UNKNOWN, 0  # should `_make` raise
-            self._make(slot.row, draw, length)
-        slot.length, slot.open = length, 0
+    def _row(self, draw: Draw) -> int:
+        """The row that counts the tokens before this draw and its draft."""
+        counts, length = _counts(draw), draw.length - len(draw.draft)
+        if not counts.length:
+            self._make(counts, length)
+        assert counts.length <= length <= counts.length + counts.pending, f"{counts} are not those of {length} tokens"
+        counts.length, counts.pending = length, 0
+        return counts.place
 
-    def _make(self, row: int, draw: Draw, length: int) -> None:
-        assert len(draw.tokens) >= length, f"{draw}: {len(draw.tokens)} of {length} tokens are known, counts need all"
-        tokens = torch.tensor(draw.tokens[:length], dtype=torch.int64).to(self.device)
-        prompt, output = tokens[: draw.num_prompt], tokens[draw.num_prompt :]
+    def _make(self, counts: RequestCounts, length: int) -> None:
+        assert len(counts.tokens) == length, f"{len(counts.tokens)} of {length} tokens are known, counts need all"
+        row = counts.row = self._free_row() if counts.row is None else counts.row
+        tokens = torch.tensor(counts.tokens, dtype=torch.int64).to(self.device)
+        prompt, output = tokens[: counts.num_prompt], tokens[counts.num_prompt :]
         self.prompt[row] = False
         self.prompt[row, prompt] = True
         self.output[row] = 0
         _count(self.output, torch.full_like(output, row), output)
+        counts.length, counts.tokens = length, []
 
-    def _free_row(self, keep: Set[str]) -> int:
-        """A row that no request of this step needs: more rows while few are made, then the one unused for longest."""
-        if not self.free and len(self.output) < self.max_num_seqs:
+    def _free_row(self) -> int:
+        """A row that no request has; more rows are made as they are needed."""
+        if not self.free:
             old = len(self.output)
             new = min(max(2 * old, 4), self.max_num_seqs)
+            assert new > old, f"{old} requests have counts, and no more are to run at once"
             self.output = _longer(self.output, new)
             self.prompt = _longer(self.prompt, new)
             self.free.extend(range(old, new))
-        if not self.free:
-            self.forget(next(name for name in self.slots if name not in keep))
         return self.free.pop()
+
+
+def _counts(draw: Draw) -> RequestCounts:
+    assert draw.counts is not None, f"{draw}: penalties need counts"
+    return draw.counts
 
 
 def _count(counts: Tensor, rows: Tensor, tokens: Tensor, where: Tensor | None = None) -> None:

@@ -241,7 +241,7 @@ def test_the_runtime_generates_the_same_tokens_with_and_without_graphs(dtype: to
         llm = LLM(model, max_num_seqs=8, max_model_len=96, num_blocks=64, enforce_eager=eager, progress=False,
                   options={"glue": "eager"})  # fmt: skip
         found[eager] = [completion.token_ids for completion in llm.generate(prompts, params)]
-        assert (llm.engine.runner.steps["full graph"] > 0) is not eager
+        assert (llm.engine.stats().steps.get("full graph", 0) > 0) is not eager
         assert bool(llm.program.report.cuda_graphs) is not eager
     assert found[False] == found[True]
 

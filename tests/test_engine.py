@@ -16,6 +16,7 @@ from atomc.runtime.loading import load
 from atomc.runtime.request import Request, siblings
 from atomc.runtime.sampling_params import SamplingParams, Structured
 from atomc.runtime.scheduler import Scheduler
+from atomc.runtime.structured import Grammars
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 import equality
@@ -188,7 +189,7 @@ def test_a_step_that_fails_leaves_the_requests_as_they_were(plain, monkeypatch):
         raise RuntimeError("the device said no")
 
     with monkeypatch.context() as patch:
-        patch.setattr(plain.runner, "logits", broken)
+        patch.setattr(plain.executor.runner, "logits", broken)
         with pytest.raises(RuntimeError, match="said no"):
             plain.step()
         plain.check()
@@ -304,3 +305,19 @@ def test_requests_are_told_apart_from_those_that_had_their_id_before(plain):
         plain.check()
     assert tokens(outputs) == expected
     assert isinstance(plain.scheduler, Scheduler) and isinstance(plain.request("b", [1]), Request)
+
+
+def test_a_request_that_ended_while_its_next_step_was_launched_has_no_mask(plain, monkeypatch):
+    rows, ended, original = [], [], Grammars.fill
+
+    def fill(grammars, mask, given):
+        rows.append(len(given))
+        ended.extend(matcher.finished for matcher, *_ in given)
+        original(grammars, mask, given)
+
+    monkeypatch.setattr(Grammars, "fill", fill)
+    params = SamplingParams(max_tokens=60, structured=Structured(choice=("king",)))
+    longer = replace(params, structured=Structured(choice=("the king of the mountains",)))
+    found = run(plain, plain.request("a", [5, 6], params), plain.request("b", [5, 6], longer))
+    assert found["a"][-1].finish_reason == "stop" and max(rows) == 2 and rows[-1] == 1
+    assert not any(ended)

@@ -11,9 +11,9 @@ from atomc.runtime import drawing, scheduler
 from atomc.runtime.blocks import BlockPool
 from atomc.runtime.detokenizer import Detokenizer
 from atomc.runtime.draw import Draw
-from atomc.runtime.drawing import Drawing
 from atomc.runtime.engine import Engine, EngineConfig
 from atomc.runtime.fence import Fence, RequestFailed
+from atomc.runtime.forms import Forms
 from atomc.runtime.llm import LLM
 from atomc.runtime.output import TextStream
 from atomc.runtime.request import Request
@@ -89,10 +89,12 @@ def nothing_is_left(engine):
     pool = engine.scheduler.pool
     assert not pool.owners and pool.num_free == pool.num_blocks
     assert not engine.scheduler.requests and not engine.fence.failed
-    of_drawing = (engine.drawing._matchers, engine.drawing._sums, engine.drawing.sampler.counts.slots)
-    assert not any([engine._scores, engine._drafters, *of_drawing])
-    counts = engine.drawing.sampler.counts
-    assert sorted(counts.free) == list(range(len(counts.output)))
+    assert not engine._states
+    # What the worker still has goes with the next step.
+    run(engine, [engine.request("next", [5], SamplingParams(max_tokens=1))])
+    slots = engine.executor.slots
+    assert [state.request_id for state in slots.states.values()] == ["next"]
+    assert sorted(slots.counts.free) == list(range(len(slots.counts.output)))
 
 
 @pytest.fixture(scope="module", params=[0, 3], ids=["plain", "drafts"])
@@ -144,7 +146,7 @@ class Hook:
 
     def break_(self, engine, error, monkeypatch):
         """From now on it raises; the list of what it raised."""
-        owner = engine.drawing._grammars if self.owner is GRAMMARS else self.owner
+        owner = engine.forms._grammars if self.owner is GRAMMARS else self.owner
         original, raised, calls = getattr(owner, self.name), [], 0
 
         def broken(*args, **kwargs):
@@ -161,7 +163,15 @@ class Hook:
 
 
 def matcher_is_victims(engine, matcher):
-    return engine.drawing._matchers.get("victim") is matcher
+    return "victim" in engine._states and engine._states["victim"].matcher is matcher
+
+
+def drafter_is_victims(engine, drafter):
+    return "victim" in engine._states and engine._states["victim"].drafter is drafter
+
+
+def counts_are_victims(engine, counts):
+    return any(state.counts is counts and state.request_id == "victim" for state in engine.executor.slots.states.values())
 
 
 SCORED = (("prompt_logprobs", 1),)
@@ -169,33 +179,33 @@ SALTED = (("salt", "victim"),)
 FREE = (("structured", None), ("temperature", 0.0), ("max_tokens", 40))
 HOOKS = [
     # Admitted
-    Hook(Drawing, "begin", lambda engine, self, request: request.id == "victim"),
+    Hook(Forms, "matcher", lambda engine, self, form: form.regex.endswith("{9}")),
     Hook(GRAMMARS, "compile", lambda engine, form: form.regex.endswith("{9}")),
     Hook(Scheduler, "add", lambda engine, self, request: request.id == "victim"),
     # Scheduled
     Hook(scheduler, "extend_keys", lambda engine, keys, tokens, size, salt: salt == "victim", given=SALTED),
     Hook(scheduler, "extend_keys", lambda engine, keys, tokens, size, salt: salt == "victim", at=2, given=SALTED),
-    Hook(Request, "draws", lambda engine, self: self.id == "victim"),
-    Hook(Request, "draws", lambda engine, self: self.id == "victim", at=3),
-    Hook(NGram, "propose", lambda engine, self, *_: engine._drafters.get("victim") is self, speculates=True),
+    Hook(scheduler, "_admission", lambda engine, request: request.id == "victim"),
+    Hook(BlockPool, "news", lambda engine, self, owner: owner == "victim", at=3),
+    Hook(NGram, "propose", lambda engine, self, *_: drafter_is_victims(engine, self), speculates=True),
     # Constrained
     Hook(Grammars, "fill", lambda engine, self, mask, rows: any(matcher_is_victims(engine, row[0]) for row in rows)),
     Hook(Grammars, "fill", lambda engine, self, mask, rows: any(matcher_is_victims(engine, row[0]) for row in rows), at=4),
     Hook(Matcher, "accept", lambda engine, self, token: matcher_is_victims(engine, self)),
     Hook(Matcher, "accept", lambda engine, self, token: matcher_is_victims(engine, self), at=4),
     # Sampled
-    Hook(Draw, "banned", lambda engine, self: self.request_id == "victim"),
-    Hook(Draw, "banned", lambda engine, self: self.request_id == "victim", at=3),
-    Hook(TokenCounts, "_make", lambda engine, self, row, draw, length: draw.request_id == "victim"),
+    Hook(Draw, "banned", lambda engine, self: counts_are_victims(engine, self.counts)),
+    Hook(Draw, "banned", lambda engine, self: counts_are_victims(engine, self.counts), at=3),
+    Hook(TokenCounts, "_make", lambda engine, self, counts, length: counts_are_victims(engine, counts)),
     # Read
     Hook(LogprobsRow, "read", lambda engine, self: self.count == VICTIM_LOGPROBS),
     Hook(LogprobsRow, "read", lambda engine, self: self.count == VICTIM_LOGPROBS, at=3),
-    Hook(drawing, "accepted", lambda engine, draws, tokens: draws[0].request_id == "victim", given=FREE, speculates=True),
+    Hook(drawing._Arrived, "result", lambda engine, self, chunk, *_: chunk.request_id == "victim", at=2, given=FREE),
     Hook(Request, "accept", lambda engine, self, *_: self.id == "victim", at=2),
     Hook(BlockPool, "name", lambda engine, self, owner, *_: owner == "victim", given=(("salt", "names"),)),
     # Scored and pooled
     Hook(drawing, "_scores", lambda engine, chunk, *_: chunk.request_id == "victim", given=SCORED),
-    Hook(Drawing, "_pooled", lambda engine, self, chunk, *_: chunk.request_id == "victim", given=(("pooling", "mean"),)),
+    Hook(drawing, "_pooled", lambda engine, chunk, *_: chunk.request_id == "victim", given=(("pooling", "mean"),)),
 ]  # fmt: skip
 
 
@@ -221,20 +231,20 @@ def test_what_raises_for_one_request_fails_it_and_changes_no_token_of_the_others
 
 def poison(engine, monkeypatch, value, places=slice(None), first=1):
     """Logits of the victim hold this value from its step `first` on."""
-    original, steps = engine.runner.logits, 0
+    original, steps = engine.executor.runner.logits, 0
 
     def logits(step):
         nonlocal steps
         found, row = original(step).clone(), 0
         for chunk in step.chunks:
             if chunk.request_id == "victim":
-                steps += bool(chunk.draws)
+                steps += bool(chunk.num_draws)
                 if steps >= first:
                     found[row : row + chunk.num_wanted, places] = value
             row += chunk.num_wanted
         return found
 
-    monkeypatch.setattr(engine.runner, "logits", logits)
+    monkeypatch.setattr(engine.executor.runner, "logits", logits)
 
 
 NAN, INF = float("nan"), float("inf")
@@ -282,7 +292,7 @@ def test_blocks_that_hold_nan_hurt_only_who_owns_them(engine, alone):
     for step in range(10**6):
         if step == 3:
             blocks = list(engine.scheduler.pool.table("victim"))
-            for keys, values in engine.runner.caches:
+            for keys, values in engine.executor.runner.caches:
                 keys[blocks] = values[blocks] = NAN
         for one in engine.step():
             found.setdefault(one.request_id, []).append(one)
@@ -298,7 +308,7 @@ def test_blocks_that_hold_nan_hurt_only_who_owns_them(engine, alone):
 
 def test_log_probabilities_of_a_prompt_that_are_nan_are_an_error(engine, alone, monkeypatch):
     with monkeypatch.context() as patch:
-        original = engine.runner.logits
+        original = engine.executor.runner.logits
 
         def logits(step):
             found = original(step).clone()
@@ -306,7 +316,7 @@ def test_log_probabilities_of_a_prompt_that_are_nan_are_an_error(engine, alone, 
                 found[0] = NAN
             return found
 
-        patch.setattr(engine.runner, "logits", logits)
+        patch.setattr(engine.executor.runner, "logits", logits)
         (last,) = run(engine, [victim(engine, prompt_logprobs=0, **dict(GREEDY))])["victim"]
     assert "NaN for the prompt, at positions 0 to 34" in last.error.message and not last.error.by_client
     nothing_is_left(engine)
@@ -315,8 +325,8 @@ def test_log_probabilities_of_a_prompt_that_are_nan_are_an_error(engine, alone, 
 def test_hidden_states_that_are_nan_are_an_error(engine, monkeypatch):
     assert run(engine, [victim(engine, pooling="last")])["victim"][-1].embedding is not None
     with monkeypatch.context() as patch:
-        original = engine.runner.hidden
-        patch.setattr(engine.runner, "hidden", lambda *args: original(*args) * NAN)
+        original = engine.executor.runner.hidden
+        patch.setattr(engine.executor.runner, "hidden", lambda *args: original(*args) * NAN)
         (last,) = run(engine, [victim(engine, pooling="last")])["victim"]
         assert "hidden states that are NaN" in last.error.message and last.embedding is None
         with pytest.raises(RequestFailed, match="hidden states that are NaN"):
@@ -413,16 +423,17 @@ def test_text_that_cannot_be_made_fails_one_prompt_of_many(llm, owner, name, con
 def test_a_prompt_that_fails_does_not_lose_the_others_and_a_stream_of_it_raises_after_its_text(llm, monkeypatch):
     params = SamplingParams(max_tokens=6, ignore_eos=True)
     expected = llm.generate([[5], [6]], params)
-    original = llm.engine.runner.logits
+    original, failing = llm.engine.executor.runner.logits, set()
 
     def logits(step):
         found = original(step).clone()
-        for row, draw in enumerate(step.draws):
-            if draw.tokens[0] == 7 and draw.index == 3:
+        for row, chunk in enumerate(step.chunks):
+            failing.update({chunk.request_id} if chunk.start == 0 and chunk.tokens[0] == 7 else ())
+            if chunk.request_id in failing and chunk.end == 4:
                 found[row] = NAN
         return found
 
-    monkeypatch.setattr(llm.engine.runner, "logits", logits)
+    monkeypatch.setattr(llm.engine.executor.runner, "logits", logits)
     first, last, second = llm.generate([[5], [7], [6]], params)
     assert [first, second] == expected
     assert last.finish_reason == "error" and "NaN in step 4" in last.error.message and len(last.token_ids) == 3
@@ -438,14 +449,14 @@ def test_a_prompt_that_fails_does_not_lose_the_others_and_a_stream_of_it_raises_
 def test_what_is_raised_when_a_prompt_is_added_fails_that_prompt(llm, monkeypatch):
     params = SamplingParams(max_tokens=6, ignore_eos=True)
     (expected,) = llm.generate([[5]], params)
-    original = llm.engine.drawing.begin
+    original = llm.engine.scheduler.add
 
-    def begin(request):
+    def add(request):
         if request.tokens[0] == 7:
             raise RuntimeError("broken")
         original(request)
 
-    monkeypatch.setattr(llm.engine.drawing, "begin", begin)
+    monkeypatch.setattr(llm.engine.scheduler, "add", add)
     last, first = llm.generate([[7], [5]], params)
     assert first == expected and last.finish_reason == "error" and "failed while admitting it" in last.error.message
     nothing_is_left(llm.engine)

@@ -16,13 +16,14 @@ from atomc.runtime.batch import Shape, Staging
 from atomc.runtime.blocks import BlockPool
 from atomc.runtime.capacity import Capacity, capacity
 from atomc.runtime.detokenizer import Detokenizer
-from atomc.runtime.draw import Draw
 from atomc.runtime.llm import LLM
 from atomc.runtime.request import Request
 from atomc.runtime.runner import Runner, windows_of
 from atomc.runtime.sampler import Sampler
 from atomc.runtime.sampling_params import SamplingParams
-from atomc.runtime.scheduler import Chunk, ScheduledStep, Scheduler
+from atomc.runtime.scheduler import Scheduler
+from atomc.runtime.slots import Slots, draws_of
+from atomc.runtime.step import Chunk, ScheduledStep
 
 # Else each worker compiles all the models.
 pytestmark = pytest.mark.xdist_group("runtime")
@@ -150,7 +151,7 @@ def run_and_compare(runner, scheduler, alone, requests, arrivals=None, aborts=No
                 return now, gave_way
             continue
         logits = runner.logits(step, num_rows=step.num_tokens + padding if padding else 0)
-        drawing = [chunk for chunk in step.chunks if chunk.draws]
+        drawing = [chunk for chunk in step.chunks if chunk.num_draws]
         assert logits.shape == (len(drawing), VOCAB)
         for row, chunk in zip(logits, drawing, strict=True):
             assert_close(row, alone.logits(scheduler.requests[chunk.request_id].tokens))
@@ -232,10 +233,12 @@ def test_drawn_tokens_do_not_depend_on_the_batch(served):
         requests = [Request(str(i), prompts_of(5, 18, 2, 7)[i], params[i]) for i in which]
         scheduler = scheduler_for(runner, block_size, max_num_batched_tokens=max_num_batched_tokens)
         sampler = Sampler(torch.device("cpu"), 8)
+        slots = Slots(sampler.counts)
         for request in requests:
             scheduler.add(request)
         while (step := scheduler.next_step()) is not None:
-            tokens = sampler(runner.logits(step), step.draws).tokens.tolist() if step.draws else []
+            draws = draws_of(step, slots.enter(step))
+            tokens = sampler(runner.logits(step), draws).tokens.tolist() if draws else []
             scheduler.finish_step(step, [[token] for token in tokens])
         return [request.new_tokens for request in requests]
 
@@ -245,12 +248,11 @@ def test_drawn_tokens_do_not_depend_on_the_batch(served):
 
 
 def test_a_step_becomes_ragged_rows_with_padding_behind():
-    def chunk(name, slot, tokens, start, blocks, drawing=True, **more):
-        draws = (Draw(name),) * drawing
-        return Chunk(name, slot, tokens, start, ((0, blocks),) * 2, draws=draws, num_wanted=len(draws), **more)
+    def chunk(name, slot, tokens, start, blocks, drawing=1, **more):
+        return Chunk(name, slot, tokens, start, ((0, blocks),) * 2, num_draws=drawing, num_wanted=drawing, **more)
 
     staging = Staging(rows=8, sequences=4, columns=5, block_size=4, num_groups=2)
-    a, b = chunk("a", 2, (7, 8), 3, (5, 2)), chunk("b", 0, (9,), 0, (1,), drawing=False)
+    a, b = chunk("a", 2, (7, 8), 3, (5, 2)), chunk("b", 0, (9,), 0, (1,), drawing=0)
     step = ScheduledStep((a, b, chunk("c", 3, (6,), 8, (0, 4, 3))))
     shape = staging.write(step, num_rows=6)
     tensors = staging.step(shape)

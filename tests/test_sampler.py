@@ -1,19 +1,21 @@
 """Tokens from logits: exact, distributed as promised, and independent of the batch."""
 
+import dataclasses
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from atomc.runtime.draw import Draw, uniform
 from atomc.runtime.inverse_transform import inverse_transform
 from atomc.runtime.row_logprobs import logprobs
 from atomc.runtime.sampler import Sampler
 from atomc.runtime.sampling_params import SamplingParams
+from atomc.runtime.token_counts import RequestCounts
 
 CPU = torch.device("cpu")
 # Probabilities 0.5, 0.25, 0.15, 0.1 at ids 2, 0, 3, 1, and an impossible id 4.
@@ -34,10 +36,15 @@ def ids_at(numbers, logits=LOGITS, **params):
     return inverse_transform(logits.expand(len(numbers), -1), [params] * len(numbers), np.array(numbers))[0].tolist()
 
 
-def after(prompt, output, index=None, name="a", **params):
-    """The draw that follows these tokens; with an index, the host does not know all of them yet."""
-    index = len(output) if index is None else index
-    return Draw(name, SamplingParams(**params), 0, index, len(prompt), [*prompt, *output])
+def after(prompt, output, **params):
+    """The first draw of a request with these tokens."""
+    counts = RequestCounts(len(prompt), [*prompt, *output])
+    return Draw(SamplingParams(**params), 0, len(output), len(prompt), counts=counts)
+
+
+def at(draw, index):
+    """A later draw of the same request."""
+    return replace(draw, index=index)
 
 
 def test_greedy_is_the_first_of_the_largest():
@@ -163,19 +170,20 @@ KINDS = [
 def mixed_draws(count, V):
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, V, (count, 30), generator=generator).tolist()
-    return [Draw(str(i), SamplingParams(**KINDS[i % len(KINDS)], logprobs=3), i, 3, 27, tokens[i]) for i in range(count)]
+    return [Draw(SamplingParams(**KINDS[i % len(KINDS)], logprobs=3), i, 3, 27, counts=RequestCounts(27, list(tokens[i])))
+            for i in range(count)]  # fmt: skip
 
 
 @pytest.mark.parametrize("V", [40, 3001])
 def test_a_row_draws_the_same_token_in_any_batch(V):
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(45, V, generator=generator) * 3
-    draws = mixed_draws(45, V)
-    together = Sampler(CPU, 45)(logits, draws)
-    alone = [Sampler(CPU, 1)(logits[i : i + 1], [draw]) for i, draw in enumerate(draws)]
+    together = Sampler(CPU, 45)(logits, mixed_draws(45, V))
+    alone = [Sampler(CPU, 1)(logits[i : i + 1], [draw]) for i, draw in enumerate(mixed_draws(45, V))]
     assert [one.tokens.item() for one in alone] == together.tokens.tolist()
     assert [one.token_logprobs()[0] for one in alone] == together.token_logprobs()
     order = torch.randperm(45, generator=generator)
+    draws = mixed_draws(45, V)
     assert sample(logits[order], [draws[i] for i in order]).tolist() == together.tokens[order].tolist()
 
 
@@ -258,8 +266,9 @@ def test_a_temperature_that_is_infinite_in_fp32_draws_what_a_mask_leaves():
 def test_drawing_again_without_counting_changes_nothing():
     logits, sampler = torch.tensor([[0.5, 0.4, 0.3, 0.2]]), Sampler(CPU, 4)
     tokens = []
+    first = after([0], [], frequency_penalty=1.0)
     for index in range(4):
-        draw = after([0], [], index, frequency_penalty=1.0)
+        draw = at(first, index)
         tried = [sampler.sample(logits, [draw]).tokens.item() for _ in range(2)]
         tokens.append(sampler(logits, [draw]).tokens.item())
         assert tried == [tokens[-1]] * 2
@@ -270,8 +279,8 @@ def test_drawing_again_without_counting_changes_nothing():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_gpu_draws_the_tokens_of_a_cpu(dtype):
     logits = (torch.randn(90, 5000, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
-    draws = mixed_draws(90, 5000)
-    cpu, gpu = Sampler(CPU, 90)(logits, draws), Sampler(torch.device("cuda"), 90)(logits.cuda(), draws)
+    cpu = Sampler(CPU, 90)(logits, mixed_draws(90, 5000))
+    gpu = Sampler(torch.device("cuda"), 90)(logits.cuda(), mixed_draws(90, 5000))
     assert gpu.tokens.tolist() == cpu.tokens.tolist()
     for a, b in zip(cpu.token_logprobs(), gpu.token_logprobs(), strict=True):
         assert (a.token, a.rank) == (b.token, b.rank) and abs(a.logprob - b.logprob) < 1e-4
@@ -330,33 +339,39 @@ def test_penalties_of_the_output_leave_the_prompt_alone():
 def test_the_sampler_counts_tokens_that_the_host_does_not_know_yet():
     # Frequency 1: each token is drawn once before any is drawn twice.
     logits, sampler = torch.tensor([[0.5, 0.4, 0.3, 0.2]]), Sampler(CPU, 4)
-    draws = [after([0], [], index, frequency_penalty=1.0) for index in range(6)]
+    first = after([0], [], frequency_penalty=1.0)
+    draws = [at(first, index) for index in range(6)]
     assert [sampler(logits, [draw]).tokens.item() for draw in draws] == [0, 1, 2, 3, 0, 1]
 
 
-def test_counts_are_made_again_after_tokens_were_taken_back_or_computed_elsewhere():
+def test_counts_of_other_tokens_than_came_before_a_draw_are_not_used():
     logits, sampler = torch.tensor([[0.5, 0.4, 0.3, 0.2]]), Sampler(CPU, 4)
-    for index in range(3):
-        sampler(logits, [after([0], [0, 1, 2][:index], frequency_penalty=1.0)])
-    # One step back, and with another token than was drawn.
-    assert sampler(logits, [after([0], [0], frequency_penalty=1.0)]).tokens.tolist() == [1]
-    assert sampler(logits, [after([0], [0, 0, 0, 1, 2, 2, 3], frequency_penalty=1.0)]).tokens.tolist() == [1]
-    sampler.forget("a")
-    assert sampler(logits, [after([0], [0, 1], frequency_penalty=1.0)]).tokens.tolist() == [2]
+    first = after([0], [0, 0, 0, 1, 2, 2, 3], frequency_penalty=1.0)
+    assert sampler(logits, [first]).tokens.tolist() == [1]
+    for index in (7, 9):
+        with pytest.raises(AssertionError, match=f"are not those of {index + 1} tokens"):
+            sampler(logits, [at(first, index)])
+    with pytest.raises(AssertionError, match="1 of 3 tokens are known"):
+        sampler(logits, [at(after([0], [], frequency_penalty=1.0), 2)])
 
 
 def test_more_requests_come_than_have_counts_at_a_time():
     generator, sampler = torch.Generator().manual_seed(0), Sampler(CPU, 3)
-    tokens = {name: [name] for name in range(9)}
+    running: dict[int, tuple[list[int], Draw]] = {}
     for step in range(200):
-        names = torch.randperm(9, generator=generator)[: 1 + step % 3].tolist()
-        draws = [after(tokens[name][:1], tokens[name][1:], name=str(name), frequency_penalty=0.5) for name in names]
+        while len(running) < 3:
+            running[step * 3 + len(running)] = [step % 9], after([step % 9], [], frequency_penalty=0.5)
+        names = sorted(running)[: 1 + step % 3]
+        draws = [at(running[name][1], len(running[name][0]) - 1) for name in names]
         logits = torch.randn(len(names), 9, generator=generator)
         found = sampler(logits, draws).tokens.tolist()
-        assert found == [penalized(row, [], tokens[name][1:], frequency_penalty=0.5).argmax().item()
+        assert found == [penalized(row, [], running[name][0][1:], frequency_penalty=0.5).argmax().item()
                          for row, name in zip(logits, names, strict=True)]  # fmt: skip
         for name, token in zip(names, found, strict=True):
-            tokens[name].append(token)
+            running[name][0].append(token)
+        for name in [name for name in names if len(running[name][0]) > 5 + name % 7]:
+            sampler.counts.release(running.pop(name)[1].counts)
+    assert len(sampler.counts.output) == 3
 
 
 def test_bias_is_added_after_penalties():
@@ -371,7 +386,7 @@ def test_nothing_ends_a_request_before_min_tokens():
     logits = torch.tensor([[1.0, 3.0, 2.0, 0.5]])
     draw = Draw(params=SamplingParams(min_tokens=2, stop_token_ids=(2,)), eos_ids=frozenset({1}))
     assert [sample(logits, [replace(draw, index=index)]).item() for index in range(3)] == [0, 0, 1]
-    ignoring = replace(draw.params, ignore_eos=True)
+    ignoring = dataclasses.replace(draw.params, ignore_eos=True)
     assert sample(logits, [replace(draw, params=ignoring)]).tolist() == [1]
 
 

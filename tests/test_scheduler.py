@@ -3,16 +3,20 @@
 import random
 
 import pytest
+import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from atomc.runtime.blocks import BlockPool
-from atomc.runtime.draw import Draw
+from atomc.runtime.draw import uniform
 from atomc.runtime.prefix_cache import first_read
 from atomc.runtime.request import Request, siblings
 from atomc.runtime.sampling_params import SamplingParams
-from atomc.runtime.scheduler import Chunk, QueueFull, ScheduledStep, Scheduler
+from atomc.runtime.scheduler import QueueFull, Scheduler
+from atomc.runtime.slots import Slots
+from atomc.runtime.step import Admission, Chunk, ScheduledStep
+from atomc.runtime.token_counts import TokenCounts
 
 
 def scheduler(
@@ -30,7 +34,7 @@ def request(name, num_prompt, **params):
 
 def shares(step):
     """What each request computes: (id, start, number of tokens, whether a token is drawn)."""
-    return [(chunk.request_id, chunk.start, chunk.num_tokens, bool(chunk.draws)) for chunk in step.chunks]
+    return [(chunk.request_id, chunk.start, chunk.num_tokens, bool(chunk.num_draws)) for chunk in step.chunks]
 
 
 def finished(outputs):
@@ -40,7 +44,7 @@ def finished(outputs):
 def advance(s, token=100):
     """One step in which every draw gives `token`; what it computed, and who finished."""
     step = s.next_step()
-    outputs = s.finish_step(step, [[token]] * len(step.draws))
+    outputs = s.finish_step(step, [[token]] * step.num_draws)
     s.check()
     return shares(step), finished(outputs)
 
@@ -55,10 +59,10 @@ def test_a_step_is_a_value_that_carries_all_it_needs():
     s.add(Request("a", [7, 8, 9, 10, 11]))
     s.add(Request("b", [5], params))
     step = s.next_step()
-    greedy, random = Draw("a", num_prompt=5), Draw("b", params, seed=1, num_prompt=1)
+    a, b = Admission(SamplingParams(), 0, 5, frozenset()), Admission(params, 1, 1, frozenset())
     assert step == ScheduledStep((
-        Chunk("a", 0, (7, 8, 9, 10, 11), 0, ((0, (0, 1)),), draws=(greedy,), num_wanted=1),
-        Chunk("b", 1, (5,), 0, ((0, (2,)),), draws=(random,), num_wanted=1),
+        Chunk("a", 0, (7, 8, 9, 10, 11), 0, ((0, (0, 1)),), num_draws=1, num_wanted=1, admission=a),
+        Chunk("b", 1, (5,), 0, ((0, (2,)),), num_draws=1, num_wanted=1, admission=b),
     ))  # fmt: skip
     assert step.num_tokens == 6
 
@@ -234,12 +238,12 @@ def test_a_preempted_request_draws_the_same_numbers():
         s = scheduler(num_blocks=num_blocks, block_size=2, max_model_len=8)
         for name in "ab":
             s.add(request(name, 4, max_tokens=4, temperature=1.0, seed=3))
-        seen, steps = {}, 0
+        seen, steps, slots = {}, 0, Slots(TokenCounts(torch.device("cpu"), 8))
         while (step := s.next_step()) is not None:
-            for chunk in step.chunks:
-                for draw in chunk.draws:
-                    seen[chunk.request_id, chunk.end] = draw.uniform
-            s.finish_step(step, [[100]] * len(step.draws))
+            for chunk, state in zip(step.chunks, slots.enter(step), strict=True):
+                for draw in state.draws(chunk):
+                    seen[chunk.request_id, chunk.end] = float(uniform([draw.seed], [draw.index])[0])
+            s.finish_step(step, [[100]] * step.num_draws)
             steps += 1
         return seen, steps
 
@@ -283,7 +287,7 @@ def test_a_draft_is_kept_as_far_as_it_is_right():
     advance(s, token=3)
     a.draft = (4, 5, 6)
     step = s.next_step()
-    assert step.chunks[0].tokens == (3, 4, 5, 6) and [draw.draft for draw in step.draws] == [(), (4,), (4, 5), (4, 5, 6)]
+    assert step.chunks[0].tokens == (3, 4, 5, 6) and (step.num_draws, step.chunks[0].draft) == (4, (4, 5, 6))
     s.finish_step(step, [[4, 5, 9]])
     s.check()
     assert a.tokens == [0, 1, 2, 3, 4, 5, 9] and (a.computed, a.pending) == (6, 1)
@@ -478,7 +482,7 @@ class Machine(RuleBasedStateMachine):
     def device(self, step):
         assert 0 < step.num_tokens <= self.s.max_num_batched_tokens
         drawn, now = [], []
-        for chunk, r in zip(step.chunks, self.s.last_requests, strict=True):
+        for chunk, r in zip(step.chunks, self.requests(step), strict=True):
             for g, (start, blocks) in enumerate(chunk.blocks):
                 table = self.tables[g].setdefault(chunk.slot, {})
                 table.update(enumerate(blocks, start))
@@ -500,15 +504,18 @@ class Machine(RuleBasedStateMachine):
             for g, group in enumerate(self.pool.groups):
                 for position in range(first_read(chunk.start, group.window), chunk.end):
                     assert self.caches[g][self.place(g, chunk, position)] == states[position], "read what is another's"
-            if chunk.draws:
+            if chunk.num_draws:
                 new = []
-                for i, state in enumerate(after[-len(chunk.draws) :]):
+                for i, state in enumerate(after[-chunk.num_draws :]):
                     new.append(state % V)
-                    if i < len(chunk.draws) - 1 and chunk.draws[-1].draft[i] != new[-1]:
+                    if i < len(chunk.draft) and chunk.draft[i] != new[-1]:
                         break
                 drawn.append(new)
                 self.last[chunk.slot] = new[-1]
         return drawn
+
+    def requests(self, step):
+        return [next(r for r in self.all if r.id == chunk.request_id) for chunk in step.chunks]
 
     def place(self, g, chunk, position):
         block, offset = divmod(position, self.pool.block_size)

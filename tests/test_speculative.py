@@ -9,6 +9,7 @@ from atomc.runtime.draw import Draw
 from atomc.runtime.sampler import Sampler
 from atomc.runtime.sampling_params import SamplingParams
 from atomc.runtime.speculative import NGram, accepted
+from atomc.runtime.token_counts import RequestCounts
 
 V = 6
 CPU = torch.device("cpu")
@@ -89,15 +90,11 @@ def test_a_step_reads_only_what_is_new():
 
 
 def test_tokens_up_to_the_first_wrong_guess_are_accepted():
-    def draws(*draft):
-        return [Draw(draft=draft[:i]) for i in range(len(draft) + 1)]
-
-    assert accepted(draws(4, 5), [4, 5, 6]) == [[4, 5, 6]]
-    assert accepted(draws(4, 5), [4, 7, 6]) == [[4, 7]]
+    assert accepted((4, 5), [4, 5, 6]) == [4, 5, 6]
+    assert accepted((4, 5), [4, 7, 6]) == [4, 7]
     # A right guess after a wrong one is right by chance.
-    assert accepted(draws(4, 5), [3, 5, 6]) == [[3]]
-    assert accepted([*draws(4), *draws(), *draws(1, 1)], [4, 9, 8, 1, 1, 2]) == [[4, 9], [8], [1, 1, 2]]
-    assert accepted([], []) == []
+    assert accepted((4, 5), [3, 5, 6]) == [3]
+    assert accepted((), [9]) == [9]
 
 
 def model(tokens):
@@ -106,18 +103,19 @@ def model(tokens):
     return torch.randn(V, generator=torch.Generator().manual_seed(seed)) * 1.5
 
 
-def run(params, draft, *, seed=0, name="a", sampler=None):
+def run(params, draft, *, seed=0, sampler=None):
     """The new tokens after [0, 1], with a draft of draft(tokens) at each step; and the number of steps."""
-    tokens, sampler, steps = [0, 1], sampler or Sampler(CPU, 2), 0
+    tokens, sampler, steps, counts = [0, 1], sampler or Sampler(CPU, 2), 0, RequestCounts(2, [0, 1])
     while len(tokens) < 40:
         guesses = tuple(draft(tokens))
-        draws = [Draw(name, params, seed, len(tokens) - 2 + i, 2, tokens, draft=guesses[:i])
+        draws = [Draw(params, seed, len(tokens) - 2 + i, 2, draft=guesses[:i], counts=counts)
                  for i in range(len(guesses) + 1)]  # fmt: skip
         logits = torch.stack([model([*tokens, *guesses[:i]]) for i in range(len(guesses) + 1)])
-        (new,) = accepted(draws, sampler(logits, draws).tokens.tolist())
+        new = accepted(guesses, sampler(logits, draws).tokens.tolist())
         assert 1 <= len(new) <= len(guesses) + 1
         tokens.extend(new)
         steps += 1
+    sampler.counts.release(counts)
     return tokens[2:40], steps
 
 
@@ -152,9 +150,10 @@ def test_a_guess_is_accepted_as_often_as_it_is_likely_and_else_another_is_drawn(
     values, _ = (model([0, 1]) / 0.9).sort(descending=True)
     probabilities = (model([0, 1]) / 0.9).masked_fill(model([0, 1]) / 0.9 < values[4], -torch.inf).softmax(-1)
     count, guess = 4000, int(probabilities.argmax())
-    draws = [Draw("a", params, seed, i, 2, [0, 1], draft=(guess,)[:i]) for seed in range(count) for i in range(2)]
+    draws = [Draw(params, seed, i, 2, draft=(guess,)[:i]) for seed in range(count) for i in range(2)]
     logits = torch.stack([model([0, 1]), model([0, 1, guess])]).repeat(count, 1)
-    found = accepted(draws, Sampler(CPU, 1)(logits, draws).tokens.tolist())
+    drawn = Sampler(CPU, 1)(logits, draws).tokens.view(count, 2).tolist()
+    found = [accepted((guess,), tokens) for tokens in drawn]
     firsts = torch.tensor([new[0] for new in found]).bincount(minlength=V)
     assert all(len(new) == (2 if new[0] == guess else 1) for new in found)
     expected = probabilities * count
@@ -163,12 +162,11 @@ def test_a_guess_is_accepted_as_often_as_it_is_likely_and_else_another_is_drawn(
     assert ((firsts - expected)[likely] ** 2 / expected[likely]).sum() < 18.5  # 0.999 of 4 degrees of freedom
 
 
-def test_counts_survive_drafts_going_back_and_other_requests():
+def test_counts_survive_drafts_and_are_those_of_one_request_though_another_had_their_row():
     params = SamplingParams(temperature=1.0, frequency_penalty=0.8)
-    expected = {name: run(params, lambda tokens: [], seed=int(name))[0] for name in "123"}
-    sampler, generator = Sampler(CPU, 2), random.Random(2)
-    for name in "123123":
-        # Without forgetting: the next run of the same name starts from the beginning.
-        found, _ = run(params, lambda tokens: [generator.randrange(V) for _ in range(2)], seed=int(name), name=name,
-                       sampler=sampler)  # fmt: skip
-        assert found == expected[name]
+    expected = {seed: run(params, lambda tokens: [], seed=seed)[0] for seed in range(3)}
+    sampler, generator = Sampler(CPU, 1), random.Random(2)
+    for seed in (0, 1, 2, 0, 1, 2):
+        found, _ = run(params, lambda tokens: [generator.randrange(V) for _ in range(2)], seed=seed, sampler=sampler)
+        assert found == expected[seed]
+    assert len(sampler.counts.output) == 1

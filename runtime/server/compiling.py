@@ -53,7 +53,7 @@ class Compiling:
         self._engine = engine
         self._grammars: Grammars | None = None
         with suppress(ImportError, ValueError):  # a request that needs them is refused with the reason
-            self._grammars = engine.drawing.grammars()
+            self._grammars = engine.forms.grammars()
         self._queue: SimpleQueue[tuple[Needed, Future[None]]] = SimpleQueue()
         self._pending: dict[Needed, Pending] = {}
         for number in range(THREADS):

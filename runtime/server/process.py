@@ -205,7 +205,7 @@ class Loop:
                 self._send(Progress(stats=self.engine.stats()))
                 return ""
             case "report":
-                report = self.engine.program.report.to_dict() | {"steps": self.engine.runner.steps}
+                report = self.engine.program.report.to_dict() | {"steps": self.engine.stats().steps}
                 return msgspec.json.encode(report, enc_hook=str).decode()
             case "start_profile":
                 return self._start_profile()

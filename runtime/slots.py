@@ -1,0 +1,88 @@
+"""What a worker keeps of the requests that run: one state for each slot, from the steps alone."""
+
+from collections.abc import Callable, Sequence
+from typing import ParamSpec, TypeVar
+
+from torch import Tensor
+
+from atomc.runtime.draw import Draw
+from atomc.runtime.fence import RequestError, contained
+from atomc.runtime.sampling_params import SamplingParams
+from atomc.runtime.step import Admission, Chunk, ScheduledStep
+from atomc.runtime.token_counts import RequestCounts, TokenCounts
+
+GREEDY = SamplingParams()
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class SlotState:
+    """A request in its slot.
+
+    counts   of its tokens, if it has penalties
+    total    the sum of the prompt's hidden states so far, for mean pooling
+    error    why it failed, if it did: its results are the error, and its further tokens do not matter
+    """
+
+    def __init__(self, request_id: str, request: Admission) -> None:
+        self.request_id = request_id
+        self.request = request
+        self.counts = RequestCounts(request.num_prompt, list(request.tokens)) if request.params.penalized else None
+        self.total: Tensor | None = None
+        self.error: RequestError | None = None
+
+    def draws(self, chunk: Chunk) -> list[Draw]:
+        """How the tokens of this chunk are drawn; greedily if the request has failed."""
+        of, draft = self.request, chunk.draft
+        params, counts = (of.params, self.counts) if self.error is None else (GREEDY, None)
+        index = chunk.end - len(draft) - of.num_prompt
+        return [Draw(params, of.seed, index + i, of.num_prompt, of.eos_ids, draft[:i], counts)
+                for i in range(chunk.num_draws)]  # fmt: skip
+
+    def run(self, doing: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
+        """What `work` returns; None if it raised, which fails the request. doing: as in `contained`."""
+        try:
+            return work(*args, **kwargs)
+        except BaseException as error:
+            self.fail(doing, error)
+            return None
+
+    def fail(self, doing: str, error: BaseException) -> None:
+        """Raises the error itself if it must not be contained."""
+        found = contained(self.request_id, doing, error)
+        self.error = self.error or found
+
+
+class Slots:
+    """The states of all slots. A request's is made by its first chunk in the slot, and dropped when it has left."""
+
+    def __init__(self, counts: TokenCounts) -> None:
+        self.counts = counts
+        self.states: dict[int, SlotState] = {}
+
+    def enter(self, step: ScheduledStep) -> list[SlotState]:
+        """The state of each chunk's request, after what the step says of it. The same step may come twice."""
+        for slot in step.released:
+            self.release(slot)
+        return [self._state(chunk) for chunk in step.chunks]
+
+    def release(self, slot: int) -> None:
+        state = self.states.pop(slot, None)
+        if state is not None and state.counts is not None:
+            self.counts.release(state.counts)
+
+    def _state(self, chunk: Chunk) -> SlotState:
+        if chunk.admission is not None:
+            self.release(chunk.slot)
+            self.states[chunk.slot] = SlotState(chunk.request_id, chunk.admission)
+        state = self.states[chunk.slot]
+        assert state.request_id == chunk.request_id, f"slot {chunk.slot} is of {state.request_id}, not {chunk.request_id}"
+        if state.counts is not None and not state.counts.length:
+            known = len(chunk.tokens) - len(chunk.draft)
+            state.counts.tokens[chunk.start :] = chunk.tokens[:known]
+        return state
+
+
+def draws_of(step: ScheduledStep, states: Sequence[SlotState]) -> list[Draw]:
+    """One for each token that the step draws, in the order of the chunks."""
+    return [draw for chunk, state in zip(step.chunks, states, strict=True) for draw in state.draws(chunk)]
