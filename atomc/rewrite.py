@@ -293,3 +293,8 @@ def tensor_example(*shape: int, dtype: torch.dtype | OneOf = torch.bfloat16) -> 
     if isinstance(dtype, OneOf):
         return OneOf(*(torch.empty(*shape, dtype=each) for each in dtype.values), follows=dtype)
     return torch.empty(*shape, dtype=dtype)
+
+
+def norm_weight_example(width: int) -> Any:
+    """The weight of a norm: in the model's dtype, or in fp32."""
+    return tensor_example(width, dtype=OneOf(torch.bfloat16, torch.float32))

@@ -17,7 +17,8 @@ from atomc.graph.canonical import Capture, call
 class OneOf:
     """In an example: the site decides, and it is one of these. The same object in several places is one decision.
 
-    The first two values are those that the pattern is traced with. As the dtype of a tensor: see rewrite.tensor_example.
+    The first two values are those that the pattern is traced with; a single one is a constant. As the dtype of a tensor:
+    see rewrite.tensor_example.
 
     follows  of values that are tensors, the decision about their dtypes
     """
@@ -67,8 +68,7 @@ def capture(nodes: Sequence[Node], others: Sequence[Node], example: Mapping[str,
     """
     first, second = stand_ins(example, 0), stand_ins(example, 1)
     by_difference = differing(first, second)
-    by_value = {(type(given), given): name for name, given in first.items()
-                if isinstance(given, float | str) and name not in by_difference.values()}  # fmt: skip
+    by_value = {(type(first[name]), first[name]): name for name, given in example.items() if isinstance(given, float | str)}
     if [call(node).op for node in nodes] != [call(node).op for node in others]:
         raise ValueError(f"pattern: {', '.join(by_difference.values())} change more than attributes: make it several cases")
     found: set[str] = set()

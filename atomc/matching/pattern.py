@@ -48,6 +48,7 @@ class Pattern:
         self.sees_through, self.read_together = sees_through, read_together
         arguments = stand_ins(example, 0)
         tensors = [name for name, given in arguments.items() if isinstance(given, Tensor)]
+        self.arguments = list(arguments)
         self.graph = _traced(function, arguments, tensors)
         placeholders = self.graph.find_nodes(op="placeholder")
         self.inputs = dict(zip(placeholders, tensors, strict=True))
@@ -55,7 +56,7 @@ class Pattern:
         self.outputs = cast("list[Node]", list(returned) if isinstance(returned, list | tuple) else [returned])
         self.nodes = _calls(self.graph)
         self.position = {node: i for i, node in enumerate(self.graph.nodes)}
-        self.choices = {p: example[name].follows or example[name] for p, name in self.inputs.items()
+        self.choices = {p: example[name].follows for p, name in self.inputs.items()
                         if isinstance(example[name], OneOf)}  # fmt: skip
         self.model_dtype = next((value(p).dtype for p in placeholders if p not in self.choices
                                  and value(p).dtype in (torch.bfloat16, torch.float16)), None)
@@ -70,11 +71,12 @@ class Pattern:
 
     def _of_any_dtype(self, others: list[Node]) -> set[Node]:
         found: set[Node] = set()
+        possible = {dtype for choice in self.choices.values() for dtype in choice.values}
         for node, other in zip(self.nodes, others, strict=True):
-            here, there = value(node), value(other)
-            differs = isinstance(here, Tensor) and here.dtype not in (there.dtype, self.model_dtype)
+            here = getattr(value(node), "dtype", None)
             reads = any(operand in self.choices or operand in found for operand in call(node).operands)
-            if differs or (reads and call(node).op != "cast"):
+            promotes = reads and here in {None, *possible} and call(node).op != "cast"
+            if promotes or (here is not None and here not in (value(other).dtype, self.model_dtype)):
                 found.add(node)
         return found
 
@@ -145,8 +147,9 @@ class Site:
         return found
 
     def arguments(self) -> dict[str, Any]:
-        """What each argument of the pattern is here: a node, a number, what the example says, or None."""
-        return {**self.pattern.constants, **self.bound}
+        """What the pattern's arguments are here, in the order of the example: nodes, numbers, and what the example says."""
+        found = {**self.pattern.constants, **self.bound}
+        return {name: found[name] for name in self.pattern.arguments if name in found}
 
     def model_dtype(self) -> torch.dtype | None:
         return next((value(node).dtype for _, p, node in self.tensors()

@@ -10,13 +10,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from atomc import ops
-from atomc.matching.captures import OneOf
 from atomc.passes.fuse.quantizers import QUANTIZERS, Quantizer
-from atomc.rewrite import Case, Rewrite, tensor_example
+from atomc.rewrite import Case, Rewrite, norm_weight_example, tensor_example
 
 
 def _pattern(
@@ -37,9 +35,8 @@ def _replacement(
 
 
 def _example(quantizer: Quantizer, keep: bool) -> dict[str, Any]:
-    weight = tensor_example(64, dtype=OneOf(torch.bfloat16, torch.float32))
-    return {"x": tensor_example(3, 64), "weight": weight, "eps": 1e-6, "style": "after", "quantizer": quantizer,
-            "keep": keep, **quantizer.example()}  # fmt: skip
+    return {"x": tensor_example(3, 64), "weight": norm_weight_example(64), "eps": 1e-6, "style": "after",
+            "quantizer": quantizer, "keep": keep, **quantizer.example()}  # fmt: skip
 
 
 def _add_pattern(
