@@ -182,7 +182,8 @@ def test_no_pattern_of_latent_attention_is_traced_for_a_model_without_it(
     scheme: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     traced: list[str] = []
-    monkeypatch.setattr(Rewrite, "traced", lambda self, own=Rewrite.traced: traced.append(self.name) or own(self))
+    monkeypatch.setattr(Rewrite, "traced",
+                        lambda self, case, own=Rewrite.traced: traced.append(self.name) or own(self, case))
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 96, "hidden_size": 64,
               "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
               "head_dim": 16}  # fmt: skip
