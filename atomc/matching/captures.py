@@ -69,7 +69,7 @@ def capture(nodes: Sequence[Node], others: Sequence[Node], example: Mapping[str,
     first, second = stand_ins(example, 0), stand_ins(example, 1)
     by_difference = differing(first, second)
     by_value = {(type(first[name]), first[name]): name for name, given in example.items() if isinstance(given, float | str)}
-    if [call(node).op for node in nodes] != [call(node).op for node in others]:
+    if _structure(nodes) != _structure(others):
         raise ValueError(f"pattern: {', '.join(by_difference.values())} change more than attributes: make it several cases")
     found: set[str] = set()
 
@@ -79,9 +79,9 @@ def capture(nodes: Sequence[Node], others: Sequence[Node], example: Mapping[str,
         if isinstance(here, torch.SymInt) or isinstance(there, torch.SymInt):
             return here
         name = by_value.get((type(here), here)) if here == there else by_difference.get((here, there))
-        if name is None and here != there:
-            raise ValueError(f"pattern: {here} of an op becomes {there}, which is no argument")
         if name is None:
+            if here != there:
+                raise ValueError(f"pattern: {here} of an op becomes {there}, which is no argument")
             return here
         found.add(name)
         given = example[name]
@@ -95,3 +95,7 @@ def capture(nodes: Sequence[Node], others: Sequence[Node], example: Mapping[str,
     if undecided - found:
         raise ValueError(f"pattern: no op has {', '.join(sorted(undecided - found))} as an attribute")
     return found
+
+
+def _structure(nodes: Sequence[Node]) -> list[tuple[str, list[str]]]:
+    return [(call(node).op, [operand.name for operand in call(node).operands]) for node in nodes]

@@ -38,9 +38,10 @@ class Pattern:
     an operand that is absent, a style, a flag.
 
     constants  argument -> what the example says of it, where no op of the pattern has it as an attribute
-    captured   arguments that a site decides freely, so not those that are one of some
+    captured   arguments that a site decides freely: those that are not `OneOf`
     choices    input -> the dtypes among which the site decides
-    any_dtype  nodes whose dtype follows from what the site decides
+    decided_by such a choice -> the argument that says the same
+    any_dtype  nodes whose dtype follows from what the site decides, so that it is not compared
     """
 
     def __init__(self, function: Callable[..., Any], example: Mapping[str, Any], *, sees_through: bool = False,
@@ -70,6 +71,7 @@ class Pattern:
         self.any_dtype = self._of_any_dtype(others)
 
     def _of_any_dtype(self, others: list[Node]) -> set[Node]:
+        # A dtype follows from the op, its attributes and the dtypes of its operands. others: of the trace at turn 1.
         found: set[Node] = set()
         possible = {dtype for choice in self.choices.values() for dtype in choice.values}
         for node, other in zip(self.nodes, others, strict=True):
