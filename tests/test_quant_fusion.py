@@ -172,3 +172,10 @@ def test_every_scheme_has_a_quantizer_and_the_other_way_round():
 def test_an_unknown_scheme_is_named_with_those_that_exist():
     with pytest.raises(ValueError, match=r"quantization scheme 'fp6' is not one of \('fp8_static'"):
         ops.rms_norm_quant.reference(X, W, 1e-6, scheme="fp6")
+
+
+def test_a_weight_in_neither_the_dtype_of_the_model_nor_fp32_is_a_near_miss():
+    report = explained(lambda x, w: shown(ops.quant_fp8_per_token(ops.rms_norm(x, w, 1e-6))), X, W.half())
+    [miss] = report.misses("rms_norm_quant")
+    assert (miss.kind, miss.expected, miss.found) == (
+        "dtype", "`weight` in bfloat16 (the dtype of `x`) or float32", "float16")  # fmt: skip
