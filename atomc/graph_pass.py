@@ -95,7 +95,9 @@ class Pass:
 
 
 def rewriting(
-    name: str, rewrites: Sequence[Rewrite], *, after: Sequence[str] = (), paged: bool = False, cleanup: bool = False
-) -> Pass:
-    """A pass that applies the variants of one rewrite, most specific first."""
-    return Pass(name, rewrites=tuple(rewrites), after=tuple(after), paged=paged, cleanup=cleanup, by_site=True)
+    name: str, rewrites: Rewrite | Sequence[Rewrite], *, after: Sequence[str] = (), paged: bool = False,
+    cleanup: bool = False,
+) -> Pass:  # fmt: skip
+    """A pass that applies a rewrite, or several in order."""
+    applied = (rewrites,) if isinstance(rewrites, Rewrite) else tuple(rewrites)
+    return Pass(name, rewrites=applied, after=tuple(after), paged=paged, cleanup=cleanup, by_site=True)

@@ -19,7 +19,7 @@ from atomc.matching.pattern import Index
 from atomc.op import op_of
 from atomc.registered import REGISTERED
 from atomc.report import Miss, Report, Site, Stage
-from atomc.rewrite import Fired, Rewrite, apply, misses, sort_topologically
+from atomc.rewrite import Case, Fired, Rewrite, apply, misses, sort_topologically
 from atomc.torch_compat.tracing import fake_mode_of, num_guards
 
 log = logging.getLogger("atomc")
@@ -189,9 +189,9 @@ def _rewrite(
         return off.text if off else None
 
     index = Index(gm.graph)
-    possible = [rewrite for rewrite in p.rewrites if not rewrite.unmet(index)]
-    for rewrite in possible:
-        more_fired, more_refused = apply(gm.graph, rewrite, index, off_here)
+    possible = [(rewrite, case) for rewrite, case in _cases(p) if not rewrite.unmet(case, index)]
+    for rewrite, case in possible:
+        more_fired, more_refused = apply(gm.graph, rewrite, index, off_here, case)
         if more_fired:
             index = Index(gm.graph)
         done.fired += more_fired
@@ -214,6 +214,10 @@ def _rewrite(
     return done
 
 
+def _cases(p: Pass) -> list[tuple[Rewrite, Case]]:
+    return [(rewrite, case) for rewrite in p.rewrites for case in rewrite.cases]
+
+
 def _best(refused: list[NearMiss], gone: set[Node]) -> list[NearMiss]:
     """One refusal per site: not where another variant fired."""
     kept: list[NearMiss] = []
@@ -224,14 +228,14 @@ def _best(refused: list[NearMiss], gone: set[Node]) -> list[NearMiss]:
 
 
 def _say_what_is_absent(index: Index, p: Pass, report: Report, consumed: dict[str, Counter[str]]) -> None:
-    possible = [rewrite for rewrite in p.rewrites if not rewrite.unmet(index)]
-    unmet = [rewrite.unmet(index) for rewrite in p.rewrites]
+    possible = [(rewrite, case) for rewrite, case in _cases(p) if not rewrite.unmet(case, index)]
+    unmet = [rewrite.unmet(case, index) for rewrite, case in _cases(p)]
     least = min(map(len, unmet))
     needed = sorted({op for ops in unmet if len(ops) == least for op in ops})
     if not possible and not any(op in consumed for op in needed):
         report.absent[p.name] = _needed(needed, index)
         return
-    ops = {call(node).op for node in possible[0].traced().nodes} if possible else set(needed)
+    ops = {call(node).op for rewrite, case in possible[:1] for node in rewrite.traced(case).nodes} or set(needed)
     telling = sorted((ops - GENERIC) or ops)
     missing = [op for op in telling if not index[op]]
     for op in missing:

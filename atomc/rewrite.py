@@ -2,13 +2,12 @@
 
 import operator
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.proxy import GraphAppendingTracer, Proxy
 
@@ -17,6 +16,7 @@ from atomc.graph.mutation import mutated
 from atomc.graph.provenance import describe, inherited
 from atomc.graph.sizes import same_shape
 from atomc.graph.strides import Values, same_strides, spread_strides
+from atomc.matching.captures import OneOf
 from atomc.matching.near_miss import NearMiss, near_misses
 from atomc.matching.pattern import Difference, Index, Pattern, Site
 from atomc.matching.search import matches
@@ -27,54 +27,77 @@ _tracing = threading.Lock()
 
 
 @dataclass(frozen=True, eq=False)
+class Case:
+    """One of the patterns that a rewrite stands for: a style, or an operand that is there or absent.
+
+    variant  its name among the rewrite's cases
+    given    what the rewrite's `example` is called with for it
+    needs    as Rewrite.needs, for this case
+    """
+
+    variant: str = ""
+    given: Mapping[str, Any] = field(default_factory=dict)
+    needs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
 class Rewrite:
     """Replace what looks like `pattern` by `replacement`; both are plain functions of the same named arguments.
 
     The pattern is traced, so it may use all of torch; the replacement is called once a site with graph nodes, so it uses
-    atomc.ops and torch.ops.aten.<name>.<overload>.
+    atomc.ops and torch.ops.aten.<name>.<overload>. An argument is what the site decides: a node, or what is captured
+    (Pattern); where it decides nothing, what the example says.
 
     example        name -> fake-sized tensor or number; it specifies which sizes, ranks and dtypes are equal (Pattern)
     guard          the arguments as fake tensors and numbers -> the sentence why not, or None
     variant        which of several patterns of the same name this is
-    attrs          what a site of this variant is, shown in the report
+    cases          the patterns, most specific first: each is traced with an example of its own
+    attrs          what a site is, shown in the report beside what is captured; or a function like `guard` that says it
     sees_through   views that keep the last dimension may stand between the pattern's nodes
     read_together  the pattern's outputs are operands of one node, in this order; a static cache may lie in between
     rounding       True if the result is rounded differently than the pattern's (forbidden by rounding="hf")
-    needs          op of ours, or "aten::cat" -> attributes that one of its nodes must have; without such a node nothing is
-                   traced or explained
+    needs          op of ours, or "aten::cat" -> attributes that one of its nodes must have (OneOf: one of these); without
+                   such a node nothing is traced or explained
     """
 
     name: str
     pattern: Callable[..., Any]
     replacement: Callable[..., Any]
-    example: Callable[[], Mapping[str, Any]]
+    example: Callable[..., Mapping[str, Any]]
     guard: Callable[..., str | None] | None = None
     variant: str = ""
-    attrs: Mapping[str, Any] = field(default_factory=dict)
+    attrs: Mapping[str, Any] | Callable[..., Mapping[str, Any]] = field(default_factory=dict)
     sees_through: bool = False
     read_together: bool = False
     rounding: bool = False
     needs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    _traced: list[Pattern] = field(default_factory=list, repr=False)
+    cases: Sequence[Case] = (Case(),)
+    _traced: dict[Case, Pattern] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         if signature(self.pattern).parameters.keys() != signature(self.replacement).parameters.keys():
             raise ValueError(f"rewrite {self.name!r}: pattern and replacement take different arguments")
 
-    def traced(self) -> Pattern:
-        """The pattern, traced on first use."""
+    def traced(self, case: Case | None = None) -> Pattern:
+        """The pattern of a case (of the first by default), traced on first use."""
+        case = case or self.cases[0]
         with _tracing, outside_of_tracing():
-            if not self._traced:
-                self._traced.append(Pattern(self.pattern, self.example(), sees_through=self.sees_through,
-                                            read_together=self.read_together))  # fmt: skip
-        return self._traced[0]
+            if case not in self._traced:
+                self._traced[case] = Pattern(self.pattern, self.example(**case.given), sees_through=self.sees_through,
+                                             read_together=self.read_together)  # fmt: skip
+        return self._traced[case]
+
+    def unmet(self, case: Case, index: Index) -> list[str]:
+        """Canonical names of the ops that a case needs and that the graph has not, or not with these attributes."""
+        needs = {op.removeprefix("aten::") if "::" in op else f"atom::{op}": attrs
+                 for op, attrs in (*self.needs.items(), *case.needs.items())}  # fmt: skip
+        return [op for op, attrs in needs.items() if not any(_has(node, attrs) for node in index[op])]
 
 
-    def unmet(self, index: Index) -> list[str]:
-        """Canonical names of the ops that this rewrite needs and that the graph has not, or not with these attributes."""
-        needs = {op.removeprefix("aten::") if "::" in op else f"atom::{op}": attrs for op, attrs in self.needs.items()}
-        return [op for op, attrs in needs.items()
-                if not any(attrs.items() <= call(node).attrs.items() for node in index[op])]  # fmt: skip
+def _has(node: Node, attrs: Mapping[str, Any]) -> bool:
+    found = call(node).attrs
+    return all(name in found and (found[name] in wanted if isinstance(wanted, OneOf) else found[name] == wanted)
+               for name, wanted in attrs.items())  # fmt: skip
 
 
 @dataclass
@@ -90,14 +113,17 @@ class Fired:
 
 
 def apply(
-    graph: Graph, rewrite: Rewrite, index: Index, off_here: Callable[[str, Node], str | None] | None = None
-) -> tuple[list[Fired], list[NearMiss]]:
+    graph: Graph, rewrite: Rewrite, index: Index, off_here: Callable[[str, Node], str | None] | None = None,
+    case: Case | None = None,
+) -> tuple[list[Fired], list[NearMiss]]:  # fmt: skip
     """One sweep: replace every site. Returns what fired, and the sites that fit but for a stated reason.
 
     index     of the graph as it is; another one is due after something fired
     off_here  the rewrite's name, the first output of a site -> how the user left it out there, or None
+    case      which of the rewrite's; the first by default
     """
-    pattern = rewrite.traced()
+    case = case or rewrite.cases[0]
+    pattern = rewrite.traced(case)
     if any(not index[call(p).op] for p in pattern.nodes if call(p).op not in ("cast", "slice")):
         return [], []
     sites: list[Site] = []
@@ -108,13 +134,12 @@ def apply(
         if not wrong and (shared := sorted(claimed & set(site.matched.values()))):
             wrong = [Difference("taken", f"{describe(shared[0])} for itself", f"taken by {rewrite.name}", shared[0])]
         if not wrong and rewrite.guard is not None:
-            arguments = {name: value(b) if isinstance(b, Node) else b for name, b in site.bound.items()}
-            reason = rewrite.guard(**arguments)
+            reason = rewrite.guard(**_values(site))
             wrong = [Difference("guard", f"what {rewrite.name} asks for", reason, site.outputs()[0])] if reason else []
         if not wrong and off_here is not None and (off := off_here(rewrite.name, site.outputs()[0])):
             wrong = [Difference("off", f"{rewrite.name} to be on", off, site.outputs()[0])]
         if wrong:
-            refused.append(NearMiss(rewrite.name, rewrite.variant, site.outputs()[0], len(pattern.nodes),
+            refused.append(NearMiss(rewrite.name, rewrite.variant or case.variant, site.outputs()[0], len(pattern.nodes),
                                     len(pattern.nodes), 0, wrong, site.nodes()))  # fmt: skip
             continue
         sites.append(site)
@@ -132,11 +157,16 @@ def apply(
 
 
 def misses(
-    index: Index, rewrites: list[Rewrite], causes: list[NearMiss]
+    index: Index, cases: list[tuple[Rewrite, Case]], causes: list[NearMiss]
 ) -> tuple[list[NearMiss], list[NearMiss]]:
-    """Explain what is left over for these rewrites; see near_miss.near_misses."""
-    patterns = [(rewrite.name, rewrite.variant, rewrite.traced()) for rewrite in rewrites]
+    """Explain what is left over for these cases; see near_miss.near_misses."""
+    patterns = [(rewrite.name, rewrite.variant or case.variant, rewrite.traced(case)) for rewrite, case in cases]
     return near_misses(patterns, index, causes)
+
+
+def _values(site: Site) -> dict[str, Any]:
+    """What the arguments are at a site, tensors as fake ones."""
+    return {name: value(given) if isinstance(given, Node) else given for name, given in site.arguments().items()}
 
 
 def _replace(
@@ -148,6 +178,7 @@ def _replace(
         while isinstance(bound, Node) and bound in renamed:
             bound = renamed[bound]
         site.bound[name] = bound
+    attrs = rewrite.attrs(**_values(site)) if callable(rewrite.attrs) else rewrite.attrs
     outputs, matched = site.outputs(), site.nodes()
     consumed = tuple(call(node).op for node in matched)
     meta = {**inherited(site.matched.values(), outputs[0], rewrite.name), "consumed": consumed}
@@ -155,8 +186,8 @@ def _replace(
     before = last.next
     with graph.inserting_before(before):
         tracer = GraphAppendingTracer(graph)
-        result = rewrite.replacement(**{name: Proxy(bound, tracer) if isinstance(bound, Node) else bound
-                                        for name, bound in site.bound.items()})  # fmt: skip
+        result = rewrite.replacement(**{name: Proxy(given, tracer) if isinstance(given, Node) else given
+                                        for name, given in site.arguments().items()})  # fmt: skip
         if len(outputs) == 1:
             results = [result]
         else:
@@ -180,8 +211,8 @@ def _replace(
     for node in sorted(site.nodes(), reverse=True):
         if not node.users:
             graph.erase_node(node)
-    captured = {name: bound for name, bound in site.bound.items() if not isinstance(bound, Node)}
-    return Fired(rewrite.name, outputs[0], {**rewrite.attrs, **captured}, matched, made, consumed)
+    captured = {name: bound for name, bound in site.bound.items() if name in site.pattern.captured}
+    return Fired(rewrite.name, outputs[0], {**attrs, **captured}, matched, made, consumed)
 
 
 def _between(first: Node, last: Node) -> list[Node]:
@@ -254,6 +285,16 @@ def remove_dead_nodes(graph: Graph) -> None:
             graph.erase_node(node)
 
 
-def tensor_example(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """A tensor for an example: only its sizes and dtype count."""
+def tensor_example(*shape: int, dtype: torch.dtype | OneOf = torch.bfloat16) -> Any:
+    """A tensor for an example: only its sizes and dtype count.
+
+    Of which dtype the site decides: one of several. If an argument of the example is the same OneOf, both say the same.
+    """
+    if isinstance(dtype, OneOf):
+        return OneOf(*(torch.empty(*shape, dtype=each) for each in dtype.values), follows=dtype)
     return torch.empty(*shape, dtype=dtype)
+
+
+def norm_weight_example(width: int) -> Any:
+    """The weight of a norm: in the model's dtype, or in fp32."""
+    return tensor_example(width, dtype=OneOf(torch.bfloat16, torch.float32))

@@ -220,7 +220,8 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)  # threads do not survive a fork
     for rewrite in [rewrite for each in PIPELINE for rewrite in each.rewrites]:
-        rewrite.traced()  # once for all
+        for case in rewrite.cases:
+            rewrite.traced(case)  # once for all
     os.environ["ATOMC_STRICT"] = "1"
     lines = args.rows.read_text().splitlines() if args.rows and args.rows.exists() else []
     rows = {each["name"]: each for each in map(json.loads, lines)}

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import atomc
 from atomc import models, ops, program
+from atomc.ops.formats import FP8
 from atomc.passes import PIPELINE
 from atomc.pipeline import register_pass
 from atomc.rewrite import Rewrite
@@ -100,14 +101,31 @@ X, PE = torch.randn(5, 64).bfloat16(), torch.randn(5, 1, 8).bfloat16()
 WEIGHT = (torch.randn(3 * 20, 64) * 20).to(torch.float8_e4m3fn)
 
 
-def test_heads_may_come_after_tokens_as_well() -> None:
+def codes_multiplied(codes: torch.dtype) -> Any:
     def function(x: Tensor, weight: Tensor, scale: Tensor, k_pe: Tensor) -> Any:
-        codes, scales = ops.quant_fp8_per_token(x)
-        both = ops.scaled_linear_fp8(codes, weight, scales, scale, out_dtype=x.dtype).view(5, 3, 20)
+        quantized, scales = ops.quant_fp8_per_token(x, codes)
+        both = ops.scaled_linear_fp8(quantized, weight, scales, scale, out_dtype=x.dtype).view(5, 3, 20)
         return torch.cat((both[..., :12], k_pe.expand(5, 3, 8)), -1), both[..., 12:] * 1.5
 
-    text = rewritten([NAMED["tidy"], NAMED["linear_split_cat"]], function, X, WEIGHT, torch.tensor([0.01]), PE)
+    return function
+
+
+def test_heads_may_come_after_tokens_as_well() -> None:
+    chosen = [NAMED["tidy"], NAMED["linear_split_cat"]]
+    text = rewritten(chosen, codes_multiplied(FP8[0]), X, WEIGHT, torch.tensor([0.01]), PE)
     assert "= linear_split_cat(%0.0, weight, %0.1, scale, %1, nope=12, scheme='fp8', out_dtype=bfloat16)" in text
+
+
+@pytest.mark.parametrize("codes", FP8, ids=str)
+def test_activations_and_weight_may_be_in_either_fp8(codes: torch.dtype) -> None:
+    report = explained(codes_multiplied(codes), X, WEIGHT.float().to(codes), torch.tensor([0.01]), PE)
+    assert report.matches["linear_split_cat[fp8]"] == 1
+
+
+def test_a_weight_in_another_fp8_than_the_activations_is_a_near_miss() -> None:
+    report = explained(codes_multiplied(FP8[1]), X, WEIGHT, torch.tensor([0.01]), PE)
+    [miss] = report.misses("linear_split_cat")
+    assert (miss.kind, miss.expected, miss.found) == ("dtype", "`weight` in float8_e4m3fnuz", "float8_e4m3fn")
 
 
 def test_a_tensor_that_is_filled_slice_by_slice_is_a_cat() -> None:
@@ -182,7 +200,8 @@ def test_no_pattern_of_latent_attention_is_traced_for_a_model_without_it(
     scheme: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     traced: list[str] = []
-    monkeypatch.setattr(Rewrite, "traced", lambda self, own=Rewrite.traced: traced.append(self.name) or own(self))
+    monkeypatch.setattr(Rewrite, "traced",
+                        lambda self, case, own=Rewrite.traced: traced.append(self.name) or own(self, case))
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 96, "hidden_size": 64,
               "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
               "head_dim": 16}  # fmt: skip

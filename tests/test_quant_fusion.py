@@ -1,5 +1,7 @@
 """Norms and gated activations take in the quantizer that reads them, whatever the scheme."""
 
+from itertools import product
+
 import pytest
 import torch
 from rewriting import after_passes, explained, rewritten
@@ -10,6 +12,11 @@ from atomc.ops.norm import RMS_NORM_STYLES
 from atomc.ops.schemes import SCHEMES
 from atomc.passes.fuse.quantizers import QUANTIZERS
 
+# Every quantizer with every value that its attributes may have.
+KINDS = [(quantizer, dict(zip(quantizer.decided, values, strict=True))) for quantizer in QUANTIZERS
+         for values in product(*(decided.values for decided in quantizer.decided.values()))]  # fmt: skip
+EACH_KIND = pytest.mark.parametrize(
+    ("quantizer", "decided"), KINDS, ids=[" ".join([q.scheme, *map(str, decided.values())]) for q, decided in KINDS])
 NAMED = {p.name: p for p in passes.PIPELINE}
 X, R, W = torch.randn(3, 5, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
 W = W[0]
@@ -29,32 +36,32 @@ def only(name):
     return [NAMED["tidy"], NAMED[name]]
 
 
-@pytest.mark.parametrize("quantizer", QUANTIZERS, ids=lambda q: q.name)
+@EACH_KIND
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_every_quantizer_joins_the_norm_before_it(quantizer, dtype):
+def test_every_quantizer_joins_the_norm_before_it(quantizer, decided, dtype):
     def function(x, w, scale):
-        return shown(quantizer(ops.rms_norm(x, w, 1e-6), scale))
+        return shown(quantizer(ops.rms_norm(x, w, 1e-6), scale, **decided))
 
     text = rewritten(only("rms_norm_quant"), function, X.to(dtype), W.to(dtype), SCALE)
     assert f"= rms_norm_quant(x, w, 1e-06, {'scale' if quantizer.is_static else 'None'}, 'after'" in text
     assert f"scheme='{quantizer.scheme}'" in text and "quant_fp8" not in text.replace("rms_norm_quant", "")
 
 
-@pytest.mark.parametrize("quantizer", QUANTIZERS, ids=lambda q: q.name)
-def test_every_quantizer_joins_a_norm_behind_an_add_and_the_sum_stays(quantizer):
+@EACH_KIND
+def test_every_quantizer_joins_a_norm_behind_an_add_and_the_sum_stays(quantizer, decided):
     def function(x, r, w, scale):
         y, total = ops.add_rms_norm(x, r, w, 1e-6)
-        return (*shown(quantizer(y, scale)), total)
+        return (*shown(quantizer(y, scale, **decided)), total)
 
     text = rewritten(only("add_rms_norm_quant"), function, X, R, W, SCALE)
     assert text.count("add_rms_norm_quant(") == 1 and "keep=False" in text
     assert "%0.2" in text.splitlines()[-1]  # the sum
 
 
-@pytest.mark.parametrize("quantizer", QUANTIZERS, ids=lambda q: q.name)
-def test_every_quantizer_joins_a_gated_activation(quantizer):
+@EACH_KIND
+def test_every_quantizer_joins_a_gated_activation(quantizer, decided):
     def function(gate, up, scale):
-        return shown(quantizer(ops.silu_and_mul(gate, up), scale))
+        return shown(quantizer(ops.silu_and_mul(gate, up), scale, **decided))
 
     text = rewritten(only("silu_and_mul_quant"), function, X, R, SCALE)
     assert text.count("silu_and_mul_quant(") == 1
@@ -165,3 +172,10 @@ def test_every_scheme_has_a_quantizer_and_the_other_way_round():
 def test_an_unknown_scheme_is_named_with_those_that_exist():
     with pytest.raises(ValueError, match=r"quantization scheme 'fp6' is not one of \('fp8_static'"):
         ops.rms_norm_quant.reference(X, W, 1e-6, scheme="fp6")
+
+
+def test_a_weight_in_neither_the_dtype_of_the_model_nor_fp32_is_a_near_miss():
+    report = explained(lambda x, w: shown(ops.quant_fp8_per_token(ops.rms_norm(x, w, 1e-6))), X, W.half())
+    [miss] = report.misses("rms_norm_quant")
+    assert (miss.kind, miss.expected, miss.found) == (
+        "dtype", "`weight` in bfloat16 (the dtype of `x`) or float32", "float16")  # fmt: skip

@@ -28,9 +28,10 @@ _TO_THE_END = 2**62
 
 @dataclass(frozen=True)
 class Capture:
-    """Stands in a traced pattern for a number or string that the site decides."""
+    """Stands in a traced pattern for a number, string, dtype or flag that the site decides; `among`: one of these only."""
 
     name: str
+    among: tuple[Any, ...] = ()
 
 
 @dataclass

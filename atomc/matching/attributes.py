@@ -19,11 +19,15 @@ def compare_attrs(site: Site, p: Node, g: Node, veto: Veto) -> bool:
     wanted, found = call(p), call(g)
     for name in wanted.attrs.keys() | found.attrs.keys():
         expected, here = wanted.attrs.get(name), found.attrs.get(name)
-        if wanted.op in ("view", "expand", "cast") and name in ("shape", "dtype"):
-            site.deferred.append((p, g, name, expected, here))
-        elif isinstance(expected, Capture):
-            if not _bind(site, expected, here, veto):
+        if isinstance(expected, Capture):
+            if expected.among and here not in expected.among:
+                among = " or ".join(map(bare, expected.among))
+                if not veto("attribute", f"{bare(wanted.op)} with {name}={among}", f"{name}={bare(here)}"):
+                    return False
+            elif not _bind(site, expected, here, veto):
                 return False
+        elif wanted.op in ("view", "expand", "cast") and name in ("shape", "dtype"):
+            site.deferred.append((p, g, name, expected, here))
         elif _holds_capture(expected) and _as_long(expected, here):
             for item, found_item in zip(cast("tuple[Any, ...]", expected), cast("tuple[Any, ...]", here), strict=True):
                 if isinstance(item, Capture):
@@ -33,10 +37,21 @@ def compare_attrs(site: Site, p: Node, g: Node, veto: Veto) -> bool:
                     return False
         elif isinstance(expected, torch.SymInt):
             site.deferred.append((p, g, name, expected, here))
+        elif name == "given" and expected != here and wanted.op == found.op:
+            if not veto("attribute", *_operands(bare(wanted.op), expected or (), here or ())):
+                return False
         elif not same_attr(expected, here) and not veto("attribute", f"{bare(wanted.op)} with {name}={bare(expected)}",
                                            f"{name}={bare(here)}"):  # fmt: skip
             return False
     return True
+
+
+def _operands(op: str, expected: tuple[str, ...], here: tuple[str, ...]) -> tuple[str, str]:
+    """Which operands of an op are missing, or too many."""
+    missing, extra = ([f"`{name}`" for name in a if name not in b] for a, b in ((expected, here), (here, expected)))
+    wanted = [f"with {' and '.join(missing)}"] * bool(missing) + [f"without {' or '.join(extra)}"] * bool(extra)
+    found = [f"{' and '.join(extra)} given"] * bool(extra) + [f"{' and '.join(missing)} absent"] * bool(missing)
+    return f"{op} {', '.join(wanted)}", ", ".join(found)
 
 
 def _holds_capture(attr: Any) -> bool:

@@ -30,10 +30,11 @@ def problems(site: Site, partial: bool = False) -> list[Difference]:
 def _input_problems(site: Site) -> Iterator[Difference]:
     symbols = site.symbols()
     for name, p, g in site.tensors():
-        wanted = site.dtype(value(p).dtype)
-        if value(g).dtype != wanted:
+        allowed = site.dtypes(p)
+        if value(g).dtype not in allowed:
             like = f" (the dtype of `{site.pattern.typical_input}`)" if value(p).dtype == site.pattern.model_dtype else ""
-            yield Difference("dtype", f"`{name}` in {bare(wanted)}{like}", bare(value(g).dtype), g, -1)
+            wanted = " or ".join([bare(allowed[0]) + like, *map(bare, allowed[1:])])
+            yield Difference("dtype", f"`{name}` in {wanted}", bare(value(g).dtype), g, -1)
         for d, (size, actual) in enumerate(zip(reversed(value(p).shape), reversed(value(g).shape), strict=False)):
             expected = substitute(size, symbols)
             if not known_equal(expected, actual):
@@ -100,7 +101,7 @@ def _deferred_problems(site: Site) -> Iterator[Difference]:
 
 def _dtype_problems(site: Site) -> Iterator[Difference]:
     for p, g in site.matched.items():
-        if call(p).op == call(g).op != "cast" and isinstance(value(g), Tensor):
+        if call(p).op == call(g).op != "cast" and isinstance(value(g), Tensor) and p not in site.pattern.any_dtype:
             wanted = site.dtype(value(p).dtype)
             if value(g).dtype != wanted:
                 yield Difference("dtype", f"{bare(call(p).op)} computed in {bare(wanted)}", bare(value(g).dtype), g,

@@ -373,7 +373,8 @@ class _Growth:
 
     def like(self, p: Node, g: Node) -> bool:
         wanted, here = call(p), call(g)
-        same_cast = wanted.op != "cast" or self.site.dtype(wanted.attrs["dtype"]) == here.attrs.get("dtype")
+        dtype = wanted.attrs.get("dtype")
+        same_cast = wanted.op != "cast" or isinstance(dtype, Capture) or self.site.dtype(dtype) == here.attrs.get("dtype")
         return wanted.op == here.op and same_cast and self.alike(p, g)
 
     def alike(self, p: Node, g: Node) -> bool:

@@ -12,6 +12,7 @@ from torch.fx import Graph, Node
 
 from atomc.graph.canonical import Capture, call, value
 from atomc.graph.expressions import expression
+from atomc.matching.captures import OneOf, capture, differing, stand_ins
 from atomc.torch_compat.tracing import traced_alone
 
 
@@ -29,53 +30,79 @@ class Index:
 
 
 class Pattern:
-    """A plain function traced once with symbolic sizes. Its example is its specification.
+    """A plain function traced with symbolic sizes. Its example is its specification.
 
     Equal sizes in the example must be equal at the site, so different things get different sizes. A 16-bit dtype in the
-    example stands for the model's dtype, whichever that is. Floats and strings are captured wherever the function uses
-    them, ints where the traced number equals the example's (choose an odd one).
+    example stands for the model's dtype, whichever that is. Floats, strings, ints and `OneOf` are captured wherever an op
+    of the pattern has them as an attribute (captures.py); whatever else the example holds is handed on as it is: None for
+    an operand that is absent, a style, a flag.
+
+    constants  argument -> what the example says of it, where no op of the pattern has it as an attribute
+    captured   arguments that a site decides freely: those that are not `OneOf`
+    choices    input -> the dtypes among which the site decides
+    decided_by such a choice -> the argument that says the same
+    any_dtype  nodes whose dtype follows from what the site decides, so that it is not compared
     """
 
     def __init__(self, function: Callable[..., Any], example: Mapping[str, Any], *, sees_through: bool = False,
                  read_together: bool = False):  # fmt: skip
         self.sees_through, self.read_together = sees_through, read_together
-        tensors = {name: given for name, given in example.items() if isinstance(given, Tensor)}
-        stand_ins = {name: given + 0.7310585 + i if isinstance(given, float) else given
-                     for i, (name, given) in enumerate(example.items()) if not isinstance(given, Tensor)}
-
-        def run(*args: Tensor) -> Any:
-            return function(**dict(zip(tensors, args, strict=True)), **stand_ins)
-
-        self.graph = traced_alone(run, *tensors.values())
-        self.graph.eliminate_dead_code()
+        arguments = stand_ins(example, 0)
+        tensors = [name for name, given in arguments.items() if isinstance(given, Tensor)]
+        self.arguments = list(arguments)
+        self.graph = _traced(function, arguments, tensors)
         placeholders = self.graph.find_nodes(op="placeholder")
         self.inputs = dict(zip(placeholders, tensors, strict=True))
         returned = self.graph.output_node().args[0]
         self.outputs = cast("list[Node]", list(returned) if isinstance(returned, list | tuple) else [returned])
-        self.nodes = [node for node in self.graph.nodes
-                      if node.op == "call_function" and isinstance(value(node), Tensor | tuple | list)]
+        self.nodes = _calls(self.graph)
         self.position = {node: i for i, node in enumerate(self.graph.nodes)}
-        self.model_dtype = next((value(p).dtype for p in placeholders
-                                 if value(p).dtype in (torch.bfloat16, torch.float16)), None)
-        captured = {(type(given), given): name for name, given in stand_ins.items()}
-        for node in self.nodes:
-            attrs = call(node).attrs
-            for name, attr in attrs.items():
-                attrs[name] = _captured(attr, captured)
+        self.choices = {p: example[name].follows for p, name in self.inputs.items()
+                        if isinstance(example[name], OneOf)}  # fmt: skip
+        self.model_dtype = next((value(p).dtype for p in placeholders if p not in self.choices
+                                 and value(p).dtype in (torch.bfloat16, torch.float16)), None)
+        others = self.nodes
+        if differing(arguments, second := stand_ins(example, 1)):
+            others = _calls(_traced(function, second, tensors))
+        found = capture(self.nodes, others, example)
+        self.captured = {name for name in found if not isinstance(example[name], OneOf)}
+        self.constants = {name: given for name, given in arguments.items() if name not in {*found, *tensors}}
+        self.decided_by = {example[name]: name for name in found - self.captured}
+        self.any_dtype = self._of_any_dtype(others)
+
+    def _of_any_dtype(self, others: list[Node]) -> set[Node]:
+        # A dtype follows from the op, its attributes and the dtypes of its operands. others: of the trace at turn 1.
+        found: set[Node] = set()
+        possible = {dtype for choice in self.choices.values() for dtype in choice.values}
+        for node, other in zip(self.nodes, others, strict=True):
+            here = getattr(value(node), "dtype", None)
+            reads = any(operand in self.choices or operand in found for operand in call(node).operands)
+            promotes = reads and here in {None, *possible} and call(node).op != "cast"
+            if promotes or (here is not None and here not in (value(other).dtype, self.model_dtype)):
+                found.add(node)
+        return found
 
     @property
     def typical_input(self) -> str:
         """The first input in the model's dtype."""
-        return next((name for p, name in self.inputs.items() if value(p).dtype == self.model_dtype), "x")
+        return next((name for p, name in self.inputs.items()
+                     if p not in self.choices and value(p).dtype == self.model_dtype), "x")  # fmt: skip
 
 
-def _captured(attr: Any, names: Mapping[tuple[type, Any], str]) -> Any:
-    """The attribute, or the number of a tuple, as a Capture if an argument of the pattern decides it."""
-    if isinstance(attr, tuple):
-        return tuple(_captured(item, names) for item in attr)
-    if isinstance(attr, int | float | str) and (type(attr), attr) in names:
-        return Capture(names[type(attr), attr])
-    return attr
+def _traced(function: Callable[..., Any], arguments: Mapping[str, Any], tensors: list[str]) -> Graph:
+    rest = {name: given for name, given in arguments.items() if name not in tensors}
+
+    def run(*args: Tensor) -> Any:
+        return function(**dict(zip(tensors, args, strict=True)), **rest)
+
+    graph = traced_alone(run, *(arguments[name] for name in tensors))
+    graph.eliminate_dead_code()
+    return graph
+
+
+def _calls(graph: Graph) -> list[Node]:
+    return [node for node in graph.nodes
+            if node.op == "call_function" and isinstance(value(node), Tensor | tuple | list)]  # fmt: skip
 
 
 @dataclass
@@ -121,13 +148,32 @@ class Site:
                     found.setdefault(expression(size), actual)
         return found
 
-    def model_dtype(self) -> torch.dtype | None:
-        return next((value(node).dtype for _, p, node in self.tensors() if value(p).dtype == self.pattern.model_dtype),
-                    None)
+    def arguments(self) -> dict[str, Any]:
+        """What the pattern's arguments are here, in the order of the example: nodes, numbers, and what the example says."""
+        found = {**self.pattern.constants, **self.bound}
+        return {name: found[name] for name in self.pattern.arguments if name in found}
 
-    def dtype(self, example: torch.dtype) -> torch.dtype:
-        """The dtype that an example's dtype stands for here."""
+    def model_dtype(self) -> torch.dtype | None:
+        return next((value(node).dtype for _, p, node in self.tensors()
+                     if p not in self.pattern.choices and value(p).dtype == self.pattern.model_dtype), None)  # fmt: skip
+
+    def dtype(self, example: Any) -> Any:
+        """The dtype that an example's dtype, or a captured one, stands for here."""
+        if isinstance(example, Capture):
+            return self.bound.get(example.name, example)
         return (self.model_dtype() or example) if example == self.pattern.model_dtype else example
+
+    def dtypes(self, placeholder: Node) -> list[torch.dtype]:
+        """The dtypes that an input may have here; one, unless it is the first to decide it."""
+        choice = self.pattern.choices.get(placeholder)
+        if choice is None:
+            return [self.dtype(value(placeholder).dtype)]
+        decided = self.bound.get(self.pattern.decided_by.get(choice, ""))
+        if decided is not None:
+            return [decided]
+        first = next(value(node).dtype for _, p, node in self.tensors() if self.pattern.choices.get(p) is choice)
+        allowed = list(dict.fromkeys(map(self.dtype, choice.values)))
+        return [first] if first in allowed else allowed
 
 
 @dataclass

@@ -8,24 +8,26 @@ from typing import Any
 from torch import Tensor
 
 from atomc import ops
-from atomc.passes.fuse.quantizers import QUANTIZERS, Quantizer, scale_example
-from atomc.rewrite import Rewrite, tensor_example
+from atomc.passes.fuse.quantizers import QUANTIZERS, Quantizer
+from atomc.rewrite import Case, Rewrite, tensor_example
 
 
-def _rewrite(quantizer: Quantizer) -> Rewrite:
-    def pattern(gate: Tensor, up: Tensor, scale: Tensor | None) -> Any:
-        return quantizer(ops.silu_and_mul(gate, up), scale)
-
-    def replacement(gate: Tensor, up: Tensor, scale: Tensor | None) -> Any:
-        made = ops.silu_and_mul_quant(gate, up, scale, scheme=quantizer.scheme, **quantizer.fused)
-        return quantizer.results(made, [])
-
-    example = {"gate": tensor_example(3, 64), "up": tensor_example(3, 64)}
-    if quantizer.is_static:
-        example["scale"] = scale_example()
-    return Rewrite("silu_and_mul_quant", quantizer.with_scale(pattern), quantizer.with_scale(replacement), lambda: example,
-                   variant=quantizer.name, attrs={"scheme": quantizer.scheme},
-                   needs=quantizer.needs)  # fmt: skip
+def _pattern(gate: Tensor, up: Tensor, quantizer: Quantizer, scale: Tensor | None, **decided: Any) -> Any:
+    return quantizer(ops.silu_and_mul(gate, up), scale, **decided)
 
 
-SILU_AND_MUL_QUANT = [_rewrite(quantizer) for quantizer in QUANTIZERS]
+def _replacement(gate: Tensor, up: Tensor, quantizer: Quantizer, scale: Tensor | None, **decided: Any) -> Any:
+    made = ops.silu_and_mul_quant(gate, up, scale, scheme=quantizer.scheme, **quantizer.fixed, **decided)
+    return quantizer.results(made, [])
+
+
+def _example(quantizer: Quantizer) -> dict[str, Any]:
+    return {"gate": tensor_example(3, 64), "up": tensor_example(3, 64), "quantizer": quantizer, **quantizer.example()}
+
+
+def _attrs(quantizer: Quantizer, **_: object) -> dict[str, Any]:
+    return {"scheme": quantizer.scheme}
+
+
+SILU_AND_MUL_QUANT = Rewrite("silu_and_mul_quant", _pattern, _replacement, _example, attrs=_attrs,
+                             cases=[Case(q.scheme, {"quantizer": q}, q.needs) for q in QUANTIZERS])  # fmt: skip

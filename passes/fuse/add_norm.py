@@ -7,11 +7,10 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from atomc import ops
-from atomc.rewrite import Rewrite, tensor_example
+from atomc.rewrite import Rewrite, norm_weight_example, tensor_example
 
 
 def _rms_pattern(x: Tensor, residual: Tensor, weight: Tensor, eps: float, style: str) -> tuple[Tensor, Tensor]:
@@ -23,9 +22,13 @@ def _rms_replacement(x: Tensor, residual: Tensor, weight: Tensor, eps: float, st
     return ops.add_rms_norm(x, residual, weight, eps, style)
 
 
-def _rms_example(weight_dtype: torch.dtype, style: str = "after") -> dict[str, Any]:
-    return {"x": tensor_example(3, 10), "residual": tensor_example(3, 10),
-            "weight": tensor_example(10, dtype=weight_dtype), "eps": 1e-6, "style": style}  # fmt: skip
+def _rms_example() -> dict[str, Any]:
+    return {"x": tensor_example(3, 10), "residual": tensor_example(3, 10), "weight": norm_weight_example(10), "eps": 1e-6,
+            "style": "after"}  # fmt: skip
+
+
+def _rms_attrs(x: Tensor, weight: Tensor, **_: object) -> dict[str, Any]:
+    return {"weight": "as x" if weight.dtype == x.dtype else "fp32"}
 
 
 def _layer_pattern(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -42,13 +45,5 @@ def _layer_example() -> dict[str, Any]:
             "bias": tensor_example(10), "eps": 1e-6}  # fmt: skip
 
 
-ADD_RMS_NORM = [
-    Rewrite("add_rms_norm", _rms_pattern, _rms_replacement, lambda: _rms_example(torch.bfloat16), sees_through=True,
-            attrs={"weight": "as x"}),
-    Rewrite("add_rms_norm", _rms_pattern, _rms_replacement, lambda: _rms_example(torch.float32), sees_through=True,
-            variant="fp32 weight", attrs={"weight": "fp32"}),
-    # The style is captured, whichever it is; this example's result has the dtype of x, as with "one_plus".
-    Rewrite("add_rms_norm", _rms_pattern, _rms_replacement, lambda: _rms_example(torch.float32, "before"),
-            sees_through=True, variant="fp32 weight, rounded", attrs={"weight": "fp32"}),
-]  # fmt: skip
-ADD_LAYER_NORM = [Rewrite("add_layer_norm", _layer_pattern, _layer_replacement, _layer_example, sees_through=True)]
+ADD_RMS_NORM = Rewrite("add_rms_norm", _rms_pattern, _rms_replacement, _rms_example, sees_through=True, attrs=_rms_attrs)
+ADD_LAYER_NORM = Rewrite("add_layer_norm", _layer_pattern, _layer_replacement, _layer_example, sees_through=True)

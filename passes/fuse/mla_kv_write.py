@@ -6,62 +6,48 @@
     kv_c --------+- mla_kv_write -> token
 """
 
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from atomc import ops
+from atomc.matching.captures import OneOf
 from atomc.ops.formats import FP8
-from atomc.rewrite import Rewrite, tensor_example
+from atomc.rewrite import Case, Rewrite, tensor_example
+
+# `cache` is what the write takes besides keys: the cache, slots, and a scale or none.
 
 
 def _pattern(
-    q_nope: Tensor, q_pe: Tensor, kv_c: Tensor, k_pe: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, slots: Tensor,
-    style: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q_nope: Tensor, q_pe: Tensor, kv_c: Tensor, k_pe: Tensor, cos: Tensor, sin: Tensor, style: str, **cache: Tensor
+) -> Any:
     q = torch.cat((q_nope, ops.rope(q_pe, cos, sin, style)), -1)
-    return q, ops.mla_kv_write(kv_c, ops.rope(k_pe, cos, sin, style), kv_cache, slots)
+    return q, ops.mla_kv_write(kv_c, ops.rope(k_pe, cos, sin, style), *cache.values())
 
 
 def _replacement(
-    q_nope: Tensor, q_pe: Tensor, kv_c: Tensor, k_pe: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, slots: Tensor,
-    style: str,
-) -> Any:  # fmt: skip
-    return ops.mla_rope_kv_write(q_nope, q_pe, kv_c, k_pe, cos, sin, kv_cache, slots, rope_style=style)
+    q_nope: Tensor, q_pe: Tensor, kv_c: Tensor, k_pe: Tensor, cos: Tensor, sin: Tensor, style: str, **cache: Tensor
+) -> Any:
+    return ops.mla_rope_kv_write(q_nope, q_pe, kv_c, k_pe, cos, sin, *cache.values(), rope_style=style)
 
 
-def _scaled_pattern(
-    q_nope: Tensor, q_pe: Tensor, kv_c: Tensor, k_pe: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, slots: Tensor,
-    scale: Tensor, style: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    q = torch.cat((q_nope, ops.rope(q_pe, cos, sin, style)), -1)
-    return q, ops.mla_kv_write(kv_c, ops.rope(k_pe, cos, sin, style), kv_cache, slots, scale)
-
-
-def _scaled_replacement(
-    q_nope: Tensor, q_pe: Tensor, kv_c: Tensor, k_pe: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, slots: Tensor,
-    scale: Tensor, style: str,
-) -> Any:  # fmt: skip
-    return ops.mla_rope_kv_write(q_nope, q_pe, kv_c, k_pe, cos, sin, kv_cache, slots, scale, style)
-
-
-def example(cache: torch.dtype) -> dict[str, Any]:
-    """For a pattern that ends in a write into a latent cache."""
-    scales = {"scale": torch.ones(1)} if cache in FP8 else {}
+def example(scaled: bool) -> dict[str, Any]:
+    """For a pattern that ends in a write into a latent cache; one in fp8 has a scale."""
+    cache = tensor_example(9, 16, 34, dtype=OneOf(*FP8) if scaled else torch.bfloat16)
     return {"q_nope": tensor_example(5, 7, 22), "q_pe": tensor_example(5, 7, 12), "kv_c": tensor_example(5, 22),
-            "k_pe": tensor_example(5, 1, 12), "cos": tensor_example(6), "sin": tensor_example(6),
-            "kv_cache": tensor_example(9, 16, 34, dtype=cache), "slots": torch.zeros(5, dtype=torch.int64), **scales,
+            "k_pe": tensor_example(5, 1, 12), "cos": tensor_example(6), "sin": tensor_example(6), "kv_cache": cache,
+            "slots": torch.zeros(5, dtype=torch.int64), **({"scale": torch.ones(1)} if scaled else {}),
             "style": "half"}  # fmt: skip
 
 
-# A cache in fp8 has a scale.
-PLAIN = ("kv_c", "k_pe", "kv_cache", "slots")
-MLA_ROPE_KV_WRITE = [
-    Rewrite("mla_rope_kv_write", _pattern, _replacement, lambda: example(torch.bfloat16), read_together=True,
-            needs={"mla_kv_write": {"given": PLAIN}}),
-    *(Rewrite("mla_rope_kv_write", _scaled_pattern, _scaled_replacement, partial(example, dtype), variant=str(dtype),
-              attrs={"scheme": "fp8"}, read_together=True, needs={"mla_kv_write": {"given": (*PLAIN, "scale")}})
-      for dtype in FP8),
-]  # fmt: skip
+def _attrs(**given: Any) -> dict[str, Any]:
+    return {"scheme": "fp8"} if "scale" in given else {}
+
+
+_WRITTEN = ("kv_c", "k_pe", "kv_cache", "slots")
+MLA_ROPE_KV_WRITE = Rewrite(
+    "mla_rope_kv_write", _pattern, _replacement, example, attrs=_attrs, read_together=True,
+    cases=[Case("", {"scaled": False}, {"mla_kv_write": {"given": _WRITTEN}}),
+           Case("fp8", {"scaled": True}, {"mla_kv_write": {"given": (*_WRITTEN, "scale")}})],
+)  # fmt: skip

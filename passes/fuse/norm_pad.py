@@ -27,9 +27,9 @@ def _columns_are_added(columns: int, **_: Any) -> str | None:
     return None if columns > 0 else f"columns to be added, these are {columns}"
 
 
-ADD_RMS_NORM_PAD = [
-    Rewrite("add_rms_norm_pad", _pattern, _replacement,
-            lambda: {"x": tensor_example(3, 10), "residual": tensor_example(3, 10), "weight": tensor_example(10),
-                     "eps": 1e-6, "columns": 17, "style": "after"},
-            guard=_columns_are_added),
-]  # fmt: skip
+def _example() -> dict[str, Any]:
+    return {"x": tensor_example(3, 10), "residual": tensor_example(3, 10), "weight": tensor_example(10), "eps": 1e-6,
+            "columns": 17, "style": "after"}  # fmt: skip
+
+
+ADD_RMS_NORM_PAD = Rewrite("add_rms_norm_pad", _pattern, _replacement, _example, guard=_columns_are_added)

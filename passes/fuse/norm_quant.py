@@ -7,60 +7,64 @@
                          +-> sum                     =>                               +-> sum
 """
 
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from atomc import ops
-from atomc.passes.fuse.quantizers import QUANTIZERS, Quantizer, scale_example
-from atomc.rewrite import Rewrite, tensor_example
-
-# Dtype of the weight, and a style with which the result's dtype is as with any other of its kind.
-WEIGHTS = ((torch.bfloat16, "after"), (torch.float32, "after"), (torch.float32, "before"))
+from atomc.passes.fuse.quantizers import QUANTIZERS, Quantizer
+from atomc.rewrite import Case, Rewrite, norm_weight_example, tensor_example
 
 
-def _alone(quantizer: Quantizer, keep: bool) -> tuple[Any, Any]:
-    def pattern(x: Tensor, weight: Tensor, eps: float, style: str, scale: Tensor | None) -> Any:
-        y = ops.rms_norm(x, weight, eps, style)
-        return (*quantizer(y, scale), y) if keep else quantizer(y, scale)
-
-    def replacement(x: Tensor, weight: Tensor, eps: float, style: str, scale: Tensor | None) -> Any:
-        made = ops.rms_norm_quant(x, weight, eps, scale, style, scheme=quantizer.scheme, keep=keep, **quantizer.fused)
-        return quantizer.results(made, [2] * keep)
-
-    return pattern, replacement
+def _pattern(
+    x: Tensor, weight: Tensor, eps: float, style: str, quantizer: Quantizer, keep: bool,
+    scale: Tensor | None, **decided: Any,
+) -> Any:  # fmt: skip
+    y = ops.rms_norm(x, weight, eps, style)
+    return (*quantizer(y, scale, **decided), y) if keep else quantizer(y, scale, **decided)
 
 
-def _behind_add(quantizer: Quantizer, keep: bool) -> tuple[Any, Any]:
-    def pattern(x: Tensor, residual: Tensor, weight: Tensor, eps: float, style: str, scale: Tensor | None) -> Any:
-        y, total = ops.add_rms_norm(x, residual, weight, eps, style)
-        return (*quantizer(y, scale), total, y) if keep else (*quantizer(y, scale), total)
-
-    def replacement(x: Tensor, residual: Tensor, weight: Tensor, eps: float, style: str, scale: Tensor | None) -> Any:
-        made = ops.add_rms_norm_quant(x, residual, weight, eps, scale, style, scheme=quantizer.scheme, keep=keep,
-                                      **quantizer.fused)  # fmt: skip
-        return quantizer.results(made, [2, 3] if keep else [2])
-
-    return pattern, replacement
+def _replacement(
+    x: Tensor, weight: Tensor, eps: float, style: str, quantizer: Quantizer, keep: bool,
+    scale: Tensor | None, **decided: Any,
+) -> Any:  # fmt: skip
+    made = ops.rms_norm_quant(x, weight, eps, scale, style, scheme=quantizer.scheme, keep=keep, **quantizer.fixed,
+                              **decided)  # fmt: skip
+    return quantizer.results(made, [2] * keep)
 
 
-def _rewrites(name: str, functions: Any, residual: bool) -> Iterator[Rewrite]:
-    for quantizer in QUANTIZERS:
-        for keep in (False, True):
-            pattern, replacement = map(quantizer.with_scale, functions(quantizer, keep))
-            for dtype, style in WEIGHTS:
-                example = {"x": tensor_example(3, 64), **({"residual": tensor_example(3, 64)} if residual else {}),
-                           "weight": tensor_example(64, dtype=dtype), "eps": 1e-6, "style": style}  # fmt: skip
-                if quantizer.is_static:
-                    example["scale"] = scale_example()
-                yield Rewrite(name, pattern, replacement, partial(dict, example),
-                              variant=f"{quantizer.name}{', kept' * keep}, {dtype} weight, {style}",
-                              attrs={"scheme": quantizer.scheme, **({"keep": True} if keep else {})},
-                              needs=quantizer.needs)  # fmt: skip
+def _example(quantizer: Quantizer, keep: bool) -> dict[str, Any]:
+    return {"x": tensor_example(3, 64), "weight": norm_weight_example(64), "eps": 1e-6, "style": "after",
+            "quantizer": quantizer, "keep": keep, **quantizer.example()}  # fmt: skip
 
 
-RMS_NORM_QUANT = list(_rewrites("rms_norm_quant", _alone, residual=False))
-ADD_RMS_NORM_QUANT = list(_rewrites("add_rms_norm_quant", _behind_add, residual=True))
+def _add_pattern(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, style: str, quantizer: Quantizer, keep: bool,
+    scale: Tensor | None, **decided: Any,
+) -> Any:  # fmt: skip
+    y, total = ops.add_rms_norm(x, residual, weight, eps, style)
+    return (*quantizer(y, scale, **decided), total, y) if keep else (*quantizer(y, scale, **decided), total)
+
+
+def _add_replacement(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, style: str, quantizer: Quantizer, keep: bool,
+    scale: Tensor | None, **decided: Any,
+) -> Any:  # fmt: skip
+    made = ops.add_rms_norm_quant(x, residual, weight, eps, scale, style, scheme=quantizer.scheme, keep=keep,
+                                  **quantizer.fixed, **decided)  # fmt: skip
+    return quantizer.results(made, [2, 3] if keep else [2])
+
+
+def _add_example(quantizer: Quantizer, keep: bool) -> dict[str, Any]:
+    return {"x": tensor_example(3, 64), "residual": tensor_example(3, 64), **_example(quantizer, keep)}
+
+
+def _attrs(quantizer: Quantizer, keep: bool, **_: object) -> Mapping[str, Any]:
+    return {"scheme": quantizer.scheme, **({"keep": True} if keep else {})}
+
+
+_CASES = [Case(f"{quantizer.scheme}{', kept' * keep}", {"quantizer": quantizer, "keep": keep}, quantizer.needs)
+          for quantizer in QUANTIZERS for keep in (False, True)]  # fmt: skip
+RMS_NORM_QUANT = Rewrite("rms_norm_quant", _pattern, _replacement, _example, attrs=_attrs, cases=_CASES)
+ADD_RMS_NORM_QUANT = Rewrite("add_rms_norm_quant", _add_pattern, _add_replacement, _add_example, attrs=_attrs, cases=_CASES)

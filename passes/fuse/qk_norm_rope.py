@@ -34,4 +34,4 @@ def _example() -> dict[str, Any]:
             "norm_style": "after", "rope_style": "neox"}  # fmt: skip
 
 
-QK_NORM_ROPE = [Rewrite("qk_norm_rope", _pattern, _replacement, _example, read_together=True)]
+QK_NORM_ROPE = Rewrite("qk_norm_rope", _pattern, _replacement, _example, read_together=True)

@@ -16,5 +16,8 @@ def _pattern(x: Tensor, group: str) -> Any:
     return torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce(x, "sum", group))
 
 
-ALL_REDUCE = [Rewrite("all_reduce", _pattern, lambda x, group: ops.all_reduce(x, group),
-                      lambda: {"x": tensor_example(3, 10), "group": "a group"})]  # fmt: skip
+def _example() -> dict[str, Any]:
+    return {"x": tensor_example(3, 10), "group": "a group"}
+
+
+ALL_REDUCE = Rewrite("all_reduce", _pattern, lambda x, group: ops.all_reduce(x, group), _example)

@@ -15,16 +15,17 @@ def _example() -> dict[str, Any]:
     return {"gate": tensor_example(3, 10), "up": tensor_example(3, 10)}
 
 
-def _gelu(approximate: str) -> Rewrite:
-    def pattern(gate: Tensor, up: Tensor) -> Tensor:
-        return ops.gelu_and_mul.reference(gate, up, approximate)  # type: ignore[no-any-return]
-
-    def replacement(gate: Tensor, up: Tensor) -> Tensor:
-        return ops.gelu_and_mul(gate, up, approximate)  # type: ignore[no-any-return]
-
-    return Rewrite("gelu_and_mul", pattern, replacement, _example, variant=approximate,
-                   attrs={"approximate": approximate})  # fmt: skip
+def _gelu_pattern(gate: Tensor, up: Tensor, approximate: str) -> Tensor:
+    return ops.gelu_and_mul.reference(gate, up, approximate)  # type: ignore[no-any-return]
 
 
-SILU_AND_MUL = [Rewrite("silu_and_mul", ops.silu_and_mul.reference, lambda gate, up: ops.silu_and_mul(gate, up), _example)]
-GELU_AND_MUL = [_gelu("none"), _gelu("tanh")]
+def _gelu_replacement(gate: Tensor, up: Tensor, approximate: str) -> Tensor:
+    return ops.gelu_and_mul(gate, up, approximate)  # type: ignore[no-any-return]
+
+
+def _gelu_example() -> dict[str, Any]:
+    return {**_example(), "approximate": "none"}
+
+
+SILU_AND_MUL = Rewrite("silu_and_mul", ops.silu_and_mul.reference, lambda gate, up: ops.silu_and_mul(gate, up), _example)
+GELU_AND_MUL = Rewrite("gelu_and_mul", _gelu_pattern, _gelu_replacement, _gelu_example)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from atomc import ops
-from atomc.rewrite import Rewrite, tensor_example
+from atomc.matching.captures import OneOf
+from atomc.rewrite import Case, Rewrite, tensor_example
 
 transpose = torch.ops.aten.transpose.int
 
@@ -22,38 +23,23 @@ def _repeated(x: Tensor, group: int) -> Tensor:
     return spread.reshape(batch, heads * group, length, width).transpose(1, 2)
 
 
-def _pattern(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor:
-    group = q.shape[2] // k.shape[1]
-    return ops.attention(q, _repeated(k, group), _repeated(v, group), scale=scale, causal=causal)  # type: ignore[no-any-return]
-
-
-def _replacement(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor:
-    return ops.attention(q, transpose(k, 1, 2), transpose(v, 1, 2), scale=scale, causal=causal)  # type: ignore[no-any-return]
-
-
-def _masked_pattern(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, causal: bool) -> Tensor:
+def _pattern(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
     group = q.shape[2] // k.shape[1]
     return ops.attention(q, _repeated(k, group), _repeated(v, group), None, mask, scale=scale, causal=causal)  # type: ignore[no-any-return]
 
 
-def _masked_replacement(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, causal: bool) -> Tensor:
-    return ops.attention(q, transpose(k, 1, 2), transpose(v, 1, 2), None, mask, scale=scale, causal=causal)  # type: ignore[no-any-return]
+def _replacement(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
+    masked = () if mask is None else (None, mask)
+    return ops.attention(q, transpose(k, 1, 2), transpose(v, 1, 2), *masked, scale=scale, causal=causal)  # type: ignore[no-any-return]
 
 
-def _example() -> dict[str, Any]:
+def _example(masked: bool) -> dict[str, Any]:
     return {"q": tensor_example(2, 5, 21, 12), "k": tensor_example(2, 3, 11, 12), "v": tensor_example(2, 3, 11, 12),
-            "scale": 0.25, "causal": False}  # fmt: skip
+            "mask": tensor_example(5, 11, dtype=OneOf(torch.bool, torch.bfloat16)) if masked else None, "scale": 0.25,
+            "causal": OneOf(False, True)}  # fmt: skip
 
 
-def _masked_example(dtype: torch.dtype) -> dict[str, Any]:
-    return {**_example(), "mask": torch.zeros(5, 11, dtype=dtype)}
-
-
-REPEAT_KV = [
-    Rewrite("repeat_kv", pattern, replacement, example, variant=variant, needs={"aten::expand": {}})
-    for variant, pattern, replacement, example in (
-        ("", _pattern, _replacement, _example),
-        ("bool mask", _masked_pattern, _masked_replacement, lambda: _masked_example(torch.bool)),
-        ("float mask", _masked_pattern, _masked_replacement, lambda: _masked_example(torch.bfloat16)),
-    )
-]
+REPEAT_KV = Rewrite(
+    "repeat_kv", _pattern, _replacement, _example, attrs=lambda causal, **_: {"causal": causal},
+    needs={"aten::expand": {}}, cases=[Case("", {"masked": False}), Case("mask", {"masked": True})],
+)  # fmt: skip

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.graph.sizes import known_equal, spell_shape
+from atomc.matching.captures import OneOf
 from atomc.ops.rope import ROPE_STYLES, rotate
-from atomc.rewrite import Rewrite, tensor_example
+from atomc.rewrite import Case, Rewrite, tensor_example
 
 
 def turns_pairs(x: Tensor, cos: Tensor, sin: Tensor, **_: object) -> str | None:
@@ -27,38 +28,38 @@ def turns_pairs(x: Tensor, cos: Tensor, sin: Tensor, **_: object) -> str | None:
     return None
 
 
-def _rotation(style: str) -> Rewrite:
-    width = 12 if style == "neox" else 6
-
-    def pattern(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return rotate(x, cos, sin, style)
-
-    def replacement(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return ops.rope(x, cos, sin, style)  # type: ignore[no-any-return]
-
-    def example() -> dict[str, Any]:
-        return {"x": tensor_example(3, 12), "cos": tensor_example(width), "sin": tensor_example(width)}
-
-    return Rewrite("rope", pattern, replacement, example, guard=turns_pairs, variant=style,
-                   attrs={"style": style})  # fmt: skip
+def _pattern(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
+    return rotate(x, cos, sin, style)
 
 
-def _partial(style: str) -> Rewrite:
-    factor = 1 if style == "neox" else 2
-
-    def pattern(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        width = cos.shape[-1] * factor
-        return torch.cat((ops.rope(x[..., :width], cos, sin, style), x[..., width:]), -1)
-
-    def replacement(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return ops.rope(x, cos, sin, style)  # type: ignore[no-any-return]
-
-    def example() -> dict[str, Any]:
-        return {"x": tensor_example(3, 22), "cos": tensor_example(12 // factor), "sin": tensor_example(12 // factor)}
-
-    return Rewrite("rope_partial", pattern, replacement, example, variant=style, attrs={"style": style},
-                   needs={"aten::slice": {}})  # fmt: skip
+def _replacement(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
+    return ops.rope(x, cos, sin, style)  # type: ignore[no-any-return]
 
 
-ROPE = [_rotation(style) for style in ROPE_STYLES]
-ROPE_PARTIAL = [_partial(style) for style in ROPE_STYLES]
+def _example(style: str) -> dict[str, Any]:
+    width = 12 // _columns_of_an_angle(style)
+    return {"x": tensor_example(3, 12), "cos": tensor_example(width), "sin": tensor_example(width), "style": style}
+
+
+def _partial_pattern(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
+    width = cos.shape[-1] * _columns_of_an_angle(style)
+    return torch.cat((ops.rope(x[..., :width], cos, sin, style), x[..., width:]), -1)
+
+
+def _partial_example(style: str) -> dict[str, Any]:
+    return {**_example(style), "x": tensor_example(3, 22), "style": OneOf(style)}
+
+
+def _columns_of_an_angle(style: str) -> int:
+    """How many columns of x a column of cos and sin is for."""
+    return 1 if style == "neox" else 2
+
+
+def _attrs(style: str, **_: object) -> dict[str, Any]:
+    return {"style": style}
+
+
+_STYLES = [Case(style, {"style": style}) for style in ROPE_STYLES]
+ROPE = Rewrite("rope", _pattern, _replacement, _example, guard=turns_pairs, attrs=_attrs, cases=_STYLES)
+ROPE_PARTIAL = Rewrite("rope_partial", _partial_pattern, _replacement, _partial_example, attrs=_attrs, cases=_STYLES,
+                       needs={"aten::slice": {}})  # fmt: skip
