@@ -26,7 +26,7 @@ from atomc.named_ranges import profiled
 from atomc.op import Extra
 from atomc.options import Options
 from atomc.pieces import FEW_OPS, compile_glue, glue_of, left_for_glue
-from atomc.report import OpCost, Report
+from atomc.report import Glue, OpCost, Report
 from atomc.savings import savings
 from atomc.select import Selection
 from atomc.torch_compat.inductor import mode_options
@@ -93,7 +93,7 @@ def stages(
     names = [node.name for node in inputs]
     weights = {name: unfit(given) for name, given in zip(names, context.inputs, strict=False)} | dict.fromkeys(packed)
     how, why = glue_of(context.options, context.platform)
-    report.notes.append(f"glue: {how} ({why})")
+    _note_glue(report, how, f"{how} ({why})")
     if context.keep_texts:
         report.savings = savings(gm, costs, report.near, glue_fuses=how != "eager")
     functions: list[Function] = []
@@ -160,11 +160,17 @@ def _glue(gm: GraphModule, how: str, options: Options, report: Report) -> Functi
     if how == "eager":
         return of_graph(gm)
     if options.glue == "auto" and (count := left_for_glue(gm)) <= FEW_OPS:
-        report.notes.append(f"glue: eager here: {count} ops stand between kernels, not worth starting Inductor")
+        _note_glue(report, "eager", f"eager here: {count} ops stand between kernels, not worth starting Inductor")
         return of_graph(gm)
     function, pieces = compile_glue(gm, inductor_patches(options))
-    report.notes.append(f"glue: {pieces}")
+    _note_glue(report, how, pieces)
     return function
+
+
+def _note_glue(report: Report, how: str, text: str) -> None:
+    note = f"glue: {text}"
+    report.notes.append(note)
+    report.glue.append(Glue(how, note))
 
 
 def copy_graph(gm: GraphModule) -> GraphModule:

@@ -4,11 +4,11 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
-from atomc.ops import Op
+from atomc.ops import Op, Refusal
 
 
 def eager(
-    op: Op, module: str, layout: str | None = None, refuses: Callable[..., str | None] | None = None
+    op: Op, module: str, layout: str | None = None, refuses: Callable[..., Refusal | None] | None = None
 ) -> Callable[..., Any]:
     """The op's meaning, registered under the name that `module` gives it.
 
