@@ -276,7 +276,7 @@ def _greedy(draws: Sequence[Draw], ids: Container[str]) -> list[Draw]:
 
 def _line(text: object) -> str:
     """The first line of what a library says, without its state."""
-    return str(text).partition("\n")[0].strip()
+    return next(iter(str(text).splitlines()), "").strip()
 
 
 def _scores(chunk: Chunk, logits: Tensor, request: Request) -> Logprobs:

@@ -18,7 +18,7 @@ from atomc.ops import LAYOUTS
 from atomc.options import Options
 from atomc.program import Program, compile_model
 from atomc.runtime.blocks import BlockPool
-from atomc.runtime.capacity import GRAPH_SHARE, capacity, free_memory, out_of_memory
+from atomc.runtime.capacity import GRAPH_SHARE, capacity, free_memory
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.draw import Draw
 from atomc.runtime.drawing import Drawing, Drawn, Result
@@ -37,6 +37,7 @@ from atomc.runtime.stats import Stats
 from atomc.runtime.step_kernels import StepKernels
 from atomc.runtime.structured import Grammars
 from atomc.runtime.threads import Threads, choose, use
+from atomc.torch_compat.exceptions import out_of_memory
 
 __all__ = ["PHASES", "Engine", "EngineConfig", "Output", "QueueFull", "Request", "SamplingParams", "Stats"]
 
