@@ -136,10 +136,12 @@ def differences(saved: Mapping[str, Any], reports: Sequence[Report]) -> list[str
 
 
 def _changes(old: Mapping[str, Any], new: Mapping[str, Any], report: Report) -> list[str]:
-    found = [f"{name}: {old[name]!r} became {new[name]!r}" for name in ("model", "treated", "layers")
+    lost = old["treated"] and not new["treated"]
+    why = {"treated": f" ({report.why_not})"} if lost else {}
+    found = [f"{name}: {old[name]!r} became {new[name]!r}{why.get(name, '')}" for name in ("model", "treated", "layers")
              if old[name] != new[name]]  # fmt: skip
-    if old["treated"] and not new["treated"]:
-        return [f"{line} ({report.why_not})" if line.startswith("treated") else line for line in found]
+    if lost:
+        return found
     for rewrite in sorted(old["rewrites"].keys() | new["rewrites"].keys()):
         was, is_now = old["rewrites"].get(rewrite, 0), new["rewrites"].get(rewrite, 0)
         if was > is_now:

@@ -32,7 +32,7 @@ from atomc.op import Extra, Tokens
 from atomc.ops.state import StateSpec
 from atomc.options import Options
 from atomc.pieces import FEW_OPS, compile_glue, glue_of, left_for_glue
-from atomc.report import OpCost, Report
+from atomc.report import Glue, OpCost, Report
 from atomc.savings import savings
 from atomc.select import Selection
 from atomc.torch_compat.inductor import mode_options
@@ -137,7 +137,7 @@ def _compiled(gm: GraphModule, context: Context, report: Report) -> Compiled:
     if watch:
         watch.passes_done()
     how, why = glue_of(options, context.platform)
-    report.notes.append(f"glue: {how} ({why})")
+    _note_glue(report, how, f"{how} ({why})")
     _describe(gm, costs, context, report, glue_fuses=how != "eager")
     lowered = _lowered(gm, context, report, observers, eager=how == "eager")
     functions = []
@@ -253,11 +253,17 @@ def _glue(gm: GraphModule, how: str, options: Options, report: Report) -> Functi
     if how == "eager":
         return of_graph(gm)
     if options.glue == "auto" and (count := left_for_glue(gm)) <= FEW_OPS:
-        report.notes.append(f"glue: eager here: {count} ops stand between kernels, not worth starting Inductor")
+        _note_glue(report, "eager", f"eager here: {count} ops stand between kernels, not worth starting Inductor")
         return of_graph(gm)
     function, pieces = compile_glue(gm, inductor_patches(options))
-    report.notes.append(f"glue: {pieces}")
+    _note_glue(report, how, pieces)
     return function
+
+
+def _note_glue(report: Report, how: str, text: str) -> None:
+    note = f"glue: {text}"
+    report.notes.append(note)
+    report.glue.append(Glue(how, note))
 
 
 def copy_graph(gm: GraphModule) -> GraphModule:

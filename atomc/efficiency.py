@@ -16,8 +16,8 @@ from typing import Any
 
 import sympy
 
+from atomc.op import REGISTRY, Tokens
 from atomc.op_traits import QuantizedWeight
-from atomc.ops import REGISTRY
 from atomc.platform import Platform
 from atomc.report import OpCost, Report
 
@@ -179,17 +179,7 @@ def rate(op: str) -> int:
 
 def _kernels_for(report: Report, tokens: int) -> dict[str, str]:
     """Node -> the provider chosen for this number of tokens."""
-    return {choice.node: choice.chosen for choice in report.kernels if serves(choice.tokens, tokens)}
-
-
-def serves(spelled: str, tokens: int) -> bool:
-    """Whether a range as a report spells it holds this number: "any", "1", "2 to 16", "17 and more"."""
-    if spelled == "any":
-        return True
-    first, _, rest = spelled.partition(" ")
-    if not rest:
-        return tokens == int(first)
-    return tokens >= int(first) and (rest == "and more" or tokens <= int(rest.removeprefix("to ")))
+    return {choice.node: choice.chosen for choice in report.kernels if tokens in Tokens.of(choice.tokens)}
 
 
 @functools.lru_cache(maxsize=4096)

@@ -26,6 +26,10 @@ from atomc.torch_compat.tracing import RestartAnalysis, ShortenTraceback, afresh
 EXAMPLE_TOKENS = 12
 
 
+class NothingToExplain(TypeError):
+    """Inputs of the model are missing, or its call has no graph."""
+
+
 def explain(
     model: Callable[..., Any], *args: Any, options: Mapping[str, Any] | Options | None = None,
     platform: Platform | str | None = None, dynamic: bool | None = None, **kwargs: Any,
@@ -66,15 +70,18 @@ def explain(
     with torch.no_grad():
         trace_once(model, dynamo, undo)
     if not made:
-        raise TypeError("explain: Dynamo found no graph in this call; is there a tensor operation in it?")
+        raise NothingToExplain("explain: Dynamo found no graph in this call; is there a tensor operation in it?")
     made[0].notes += notes
     for report in made:
         publish(report, chosen)
     return max(made, key=lambda report: len(report.sites))
 
 
-def example_inputs(model: Callable[..., Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Token ids for a language model: (args, kwargs). Raises TypeError for a model that takes something else."""
+def example_inputs(model: Callable[..., Any], asked: str = "explain") -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Token ids for a language model: (args, kwargs). Raises NothingToExplain for a model that takes something else.
+
+    asked  the function that the user called
+    """
     forward = model.forward if isinstance(model, nn.Module) else model
     names = list(inspect.signature(forward).parameters)
     device = next(model.parameters()).device if isinstance(model, nn.Module) else torch.device("cpu")
@@ -84,8 +91,8 @@ def example_inputs(model: Callable[..., Any]) -> tuple[tuple[Any, ...], dict[str
         return (), {"input_ids": ids, "positions": positions}
     if "input_ids" in names:
         return (), {"input_ids": ids[None], **({"use_cache": False} if "use_cache" in names else {})}
-    raise TypeError(f"explain: give the inputs of {type(model).__name__}({', '.join(names)}) as in "
-                    "explain(model, x, ...)")  # fmt: skip
+    raise NothingToExplain(f"{asked}: give the inputs of {type(model).__name__}({', '.join(names)}) as in "
+                           f"{asked}(model, x, ...)")  # fmt: skip
 
 
 def _inspect(gm: GraphModule, inputs: Sequence[Any], options: Options, platform: Platform | None) -> Report:

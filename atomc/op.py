@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -45,12 +45,44 @@ class Tokens:
             return str(self.first)
         return f"{self.first} and more" if self.last is None else f"{self.first} to {self.last}"
 
+    @classmethod
+    def of(cls, spelled: str) -> "Tokens":
+        """What `str` of some Tokens spelled; "any" are all."""
+        first, _, rest = spelled.partition(" ")
+        if first == "any":
+            return cls()
+        if rest == "and more":
+            return cls(int(first))
+        return cls(int(first), int(rest.removeprefix("to ") or first))
+
     def within(self, others: "Tokens") -> bool:
         """Whether all of these are among the others."""
         return self.first in others and (others.last is None if self.last is None else self.last in others)
 
 
 ALL_TOKENS = Tokens()
+
+
+Code = Literal["hardware", "library", "dtype", "shape", "layout", "argument", "option", "tokens", "slower", "copy", "other"]
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a kernel cannot or should not run an op: a code to decide by, and a sentence for the user.
+
+    hardware   the device or its instructions
+    library    a library is missing, broken or too old
+    dtype, shape, layout   of a tensor; the layout is how it lies in memory, or how the state does
+    argument   the value of an argument, or one that is given although it may be left out
+    option     an option of the user forbids it
+    tokens     it is meant for other numbers of tokens
+    slower     another way to run the op is as fast or faster
+    copy       the copy of a weight that it wants cannot be kept
+    other      a sentence of a kernel that gives no code
+    """
+
+    code: Code
+    text: str
 
 
 @dataclass(frozen=True)
@@ -78,7 +110,8 @@ class PreferInductor(Enum):
 class Kernel:
     """One way to run an op. `function` takes the op's arguments and returns what the meaning returns.
 
-    refuses:   (platform, *args) -> the sentence shown to the user, or None. The args are fake tensors and numbers.
+    refuses:   (platform, *args) -> Refusal, or None. The args are fake tensors and numbers. A sentence alone has the code
+               "other".
     tokens:    the numbers of tokens for which the kernel is meant.
     layout:    the memory layout of the state it reads or writes (atomc.ops.state.LAYOUTS), None if it touches none.
     prepare:   names of parameters -> function(*weights) -> Prepared; the kernel then receives the prepared tensors as a
@@ -94,7 +127,7 @@ class Kernel:
     op: str
     provider: str
     function: Callable[..., Any]
-    refuses: Callable[..., str | None] | None = None
+    refuses: Callable[..., Refusal | str | None] | None = None
     tokens: Tokens = ALL_TOKENS
     layout: str | None = None
     prepare: dict[tuple[str, ...], Callable[..., Prepared]] = field(default_factory=dict)
@@ -189,7 +222,7 @@ class Op:
         self,
         provider: str,
         *,
-        refuses: Callable[..., str | None] | None = None,
+        refuses: Callable[..., Refusal | str | None] | None = None,
         tokens: Tokens = ALL_TOKENS,
         layout: str | None = None,
         prepare: Mapping[str | tuple[str, ...], Callable[..., Prepared]] | None = None,
@@ -276,6 +309,7 @@ def op_of(target: object) -> Op | None:
     return None
 
 
-def refusal(kernel: Kernel, platform: Platform, arguments: dict[str, Any]) -> str | None:
+def refusal(kernel: Kernel, platform: Platform, arguments: dict[str, Any]) -> Refusal | None:
     """Why this kernel cannot serve these arguments on this platform, or None."""
-    return kernel.refuses(platform, **arguments) if kernel.refuses else None
+    found = kernel.refuses(platform, **arguments) if kernel.refuses else None
+    return Refusal("other", found) if isinstance(found, str) else found

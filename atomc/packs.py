@@ -39,6 +39,11 @@ def partners(parameter: nn.Parameter) -> list[nn.Parameter]:
 
 def refusal(parameters: Sequence[Any]) -> str | None:
     """Why these cannot be packed, or None."""
+    return unlike(parameters) or packed_otherwise(parameters)
+
+
+def unlike(parameters: Sequence[Any]) -> str | None:
+    """Why these do not fit together in one pack, or None."""
     for parameter in parameters:
         reason = unfit(parameter)
         if reason:
@@ -47,6 +52,11 @@ def refusal(parameters: Sequence[Any]) -> str | None:
     for other in parameters[1:]:
         if (other.dtype, other.device, other.shape[1:]) != (first.dtype, first.device, first.shape[1:]):
             return f"{_spell(first)} beside {_spell(other)}"
+    return None
+
+
+def packed_otherwise(parameters: Sequence[nn.Parameter]) -> str | None:
+    """Why these cannot be packed: one of them is packed with others already; or None."""
     for parameter in parameters:
         together = partners(parameter)
         if together and {id(p) for p in together} != {id(p) for p in parameters}:

@@ -2,10 +2,10 @@
 
 import logging
 
-import torch
 from torch import nn
 
 from atomc.pipeline import PassError
+from atomc.torch_compat.exceptions import out_of_memory
 from atomc.torch_compat.untraceable import raised_by_backend, untraceable
 
 log = logging.getLogger("atomc")
@@ -15,7 +15,7 @@ def refusal(model: nn.Module, error: BaseException) -> BaseException:
     """What to raise instead of an error of Dynamo's: ValueError with the reason, or what stands behind it if memory ran
     out. The log has the trace, at level debug."""
     cause = raised_by_backend(error)
-    if isinstance(cause, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(cause):
+    if isinstance(cause, MemoryError) or out_of_memory(cause):
         return cause
     inner = getattr(model, "hf_model", model)
     name = type(inner).__name__

@@ -5,7 +5,7 @@ import json
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import Any, Literal
 
 MOST_REPORTS = 256
 VERSION = 1  # of the data
@@ -22,6 +22,13 @@ class Site:
     attrs: dict[str, Any] = field(default_factory=dict)
 
 
+# What keeps a pattern from matching: in the structure, in the values, in rewriting.
+MissKind = Literal["extra op", "missing op", "missing cast", "other op", "operand order", "arguments", "attribute",
+                   "scalar", "same value", "no reader",
+                   "dtype", "size", "view", "device", "extra user", "mutation", "cycle",
+                   "guard", "taken", "off", "packed"]  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Miss:
     """One place where a rewrite nearly fired. `depth` is the share of the pattern that is there."""
@@ -32,7 +39,7 @@ class Miss:
     layer: int | None
     source: str
     depth: float
-    kind: str
+    kind: MissKind
     expected: str
     found: str
     nodes: list[str] = field(default_factory=list)
@@ -49,7 +56,11 @@ def another(provider: str) -> str:
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """What runs one op for a range of token counts. refused: (provider, reason), in order of preference."""
+    """What runs one op for a range of token counts.
+
+    refused   (provider, reason), in order of preference
+    codes     of each of these the code (atomc.op.Refusal); none in a report of an older version
+    """
 
     op: str
     module_path: str
@@ -57,11 +68,16 @@ class KernelChoice:
     chosen: str
     refused: list[tuple[str, str]] = field(default_factory=list)
     node: str = ""
+    codes: list[str] = field(default_factory=list)
 
     @property
     def others(self) -> list[tuple[str, str]]:
         """`refused` as a reader wants it named: a provider whose kernel runs the op has refused with another one."""
         return [(another(provider) if provider == self.chosen else provider, reason) for provider, reason in self.refused]
+
+    def refused_by(self, *codes: str) -> list[tuple[str, str]]:
+        """Those of `refused` that have one of these codes."""
+        return [pair for pair, code in zip(self.refused, self.codes, strict=False) if code in codes]
 
 
 @dataclass(frozen=True)
@@ -137,9 +153,35 @@ class GraphBreak:
     reason: str
 
 
+@dataclass(frozen=True)
+class CacheOutcome:
+    """What the cache did for a graph.
+
+    kind      "off": it was not asked; "": nothing was to run
+    why       why it was no hit
+    not_kept  why what was compiled then was not written
+    """
+
+    kind: Literal["", "hit", "miss", "off"] = ""
+    why: str = ""
+    not_kept: str = ""
+
+    def __str__(self) -> str:
+        text = ": ".join(part for part in (self.kind, self.why) if part)
+        return f"{text}; not kept: {self.not_kept}" if self.not_kept else text
+
+
+@dataclass(frozen=True)
+class Glue:
+    """What compiles the ops between kernels, "inductor" or "eager"; the report has the note among its others."""
+
+    how: str
+    note: str
+
+
 # What the lists of a report hold.
 PARTS: dict[str, Any] = {"sites": Site, "kernels": KernelChoice, "stages": Stage, "near": Miss, "costs": OpCost,
-                         "savings": Saving, "few_bits": FewBits}  # fmt: skip
+                         "savings": Saving, "few_bits": FewBits, "glue": Glue}  # fmt: skip
 
 
 @dataclass
@@ -160,8 +202,9 @@ class Report:
     phases: dict[str, float] = field(default_factory=dict)
     cuda_graphs: list[dict[str, Any]] = field(default_factory=list)
     machine: dict[str, Any] = field(default_factory=dict)  # name, arch, and bandwidth and flops if its data sheet says them
-    cache: str = ""  # "hit", or why not
+    cached: CacheOutcome = CacheOutcome()
     notes: list[str] = field(default_factory=list)
+    glue: list[Glue] = field(default_factory=list)
     state: list[str] = field(default_factory=list)
     graph_break: GraphBreak | None = None
     recompile: str | None = None
@@ -178,6 +221,11 @@ class Report:
     about: dict[str, str] = field(default_factory=dict)  # rewrite -> what it does: the docstring of its file
     audit: dict[str, Any] = field(default_factory=dict)  # of the first call, if one was asked for: see docs/audit.md
     bugs: list[str] = field(default_factory=list)  # of the matcher: what it refused without a reason, or could not explain
+
+    @property
+    def cache(self) -> str:
+        """What the cache did for the graph: "hit", or why not."""
+        return str(self.cached)
 
     @property
     def layers(self) -> list[int]:
@@ -199,23 +247,28 @@ class Report:
         One of: pass off; graph not treated; no anchor; near miss; taken by another rewrite; broken here; fired, but a
         kernel refused; fired. Raises ValueError for a rewrite that does not exist.
         """
+        everywhere = rewrite in self.off or not self.treated
+        place = f" below {module_path}" if module_path and not everywhere else ""
+        return f"{rewrite}{place}: {self.reason(rewrite, module_path)}"
+
+    def reason(self, rewrite: str, module_path: str | None = None) -> str:
+        """What `why` says, without the names of rewrite and module."""
         self._check(rewrite)
-        place = f" below {module_path}" if module_path else ""
         if rewrite in self.off:
-            return f"{rewrite}: the pass is off (options={{'passes': {{{rewrite!r}: False}}}})"
+            return f"the pass is off (options={{'passes': {{{rewrite!r}: False}}}})"
         if not self.treated:
-            return f"{rewrite}: the graph was not treated: {self.why_not}"
+            return f"the graph was not treated: {self.why_not}"
         sites = [site for site in self.sites if site.rewrite == rewrite and _below(site.module_path, module_path)]
         near = [miss for miss in self.misses(rewrite) if _below(miss.module_path, module_path)]
         if sites:
             off = [miss for miss in near if miss.kind == "off"]
-            return self._fired(rewrite, sites, place) + (f"; {off[0].found} and at {len(off)} sites in all" if off else "")
+            return self._fired(rewrite, sites) + (f"; {off[0].found} and at {len(off)} sites in all" if off else "")
         if near:
             more = f" (and {len(near) - 1} more like it)" if len(near) > 1 else ""
             if near[0].kind in ("taken", "off"):
-                return f"{rewrite}{place}: {near[0].found}{more}"
-            return f"{rewrite}{place}: near miss{more}: {near[0].text()}"
-        return f"{rewrite}{place}: {self._absent(rewrite, module_path)}"
+                return f"{near[0].found}{more}"
+            return f"near miss{more}: {near[0].text()}"
+        return self._absent(rewrite, module_path)
 
     def _absent(self, rewrite: str, module_path: str | None) -> str:
         """Why a rewrite neither fired nor nearly fired."""
@@ -237,10 +290,10 @@ class Report:
             found += [earlier for earlier in self.requires.get(name, []) if earlier not in found]
         return found[1:]
 
-    def _fired(self, rewrite: str, sites: list[Site], place: str) -> str:
+    def _fired(self, rewrite: str, sites: list[Site]) -> str:
         layers = spans(site.layer for site in sites if site.layer is not None)
         where = f" in layers {layers}" if layers else ""
-        text = f"{rewrite}{place}: fired at {len(sites)} site{'s' * (len(sites) > 1)}{where}"
+        text = f"fired at {len(sites)} site{'s' * (len(sites) > 1)}{where}"
         refused = {(provider, reason) for choice in self.kernels if choice.op == rewrite
                    for provider, reason in choice.refused}  # fmt: skip
         chosen = Counter(choice.chosen for choice in self.kernels if choice.op == rewrite)
@@ -256,7 +309,7 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain data."""
-        return {"version": VERSION, **asdict(self), "matches": dict(self.matches)}
+        return {"version": VERSION, **asdict(self), "matches": dict(self.matches), "cache": self.cache}
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=1, default=str)
@@ -273,6 +326,8 @@ class Report:
         found["matches"] = Counter(found.get("matches", {}))
         if found.get("graph_break"):
             found["graph_break"] = GraphBreak(**found["graph_break"])
+        # A report of an older version has the sentence only.
+        found["cached"] = CacheOutcome(**data.get("cached", {"why": data.get("cache", "")}))
         return cls(**found)
 
     def to_html(self) -> str:

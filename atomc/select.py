@@ -1,7 +1,7 @@
 """Picks the state layout and a kernel per op, and keeps the reason of every refusal."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch.fx import Node
 from atomc import kernels
 from atomc.errors import OptionsError
 from atomc.graph.provenance import module_path
-from atomc.op import ALL_TOKENS, REGISTRY, Kernel, Op, PreferInductor, Tokens, op_of, refusal
+from atomc.op import ALL_TOKENS, REGISTRY, Kernel, Op, PreferInductor, Refusal, Tokens, op_of, refusal
 from atomc.op_traits import Kind
 from atomc.options import Options
 from atomc.platform import Platform
@@ -39,7 +39,7 @@ class Selection:
         self.copied = {} if copied is None else copied
         self.choices: list[KernelChoice] = []
         self.syncing: list[str] = []  # kernels that no CUDA graph can hold
-        self.absent: dict[str, str] = {}
+        self.absent: dict[str, Refusal] = {}
         self.order: list[str] = []
         wanted = options.providers or kernels.PROVIDERS
         for provider in (kernels.INVARIANT, *wanted) if options.batch_invariant else wanted:
@@ -47,7 +47,7 @@ class Selection:
                 raise OptionsError(f"option providers: no provider {provider!r}; providers are {list(kernels.PROVIDERS)}")
             reason = kernels.load(provider) if provider in (*kernels.PROVIDERS, kernels.INVARIANT) else None
             if reason:
-                self.absent[provider] = reason
+                self.absent[provider] = Refusal("library", reason)
             else:
                 self.order.append(provider)
         if not options.providers:
@@ -79,7 +79,7 @@ class Selection:
     def choose(self, node: Node) -> Kernel | None:
         """The kernel that runs this node, None for its meaning; the choice and all refusals are remembered."""
         op = _op(node)
-        refused: list[tuple[str, str]] = [(name, reason) for name, reason in self.absent.items()]
+        refused = list(self.absent.items())
         for kernel in self._ranked(op):
             reason = self._refuses(kernel, node)
             if reason is None:
@@ -92,15 +92,16 @@ class Selection:
                 refused.append((kernel.provider, reason))
         if self.options.batch_invariant and _joins_rows(op):
             raise OptionsError(f"option batch_invariant=True: no such kernel serves {op.name} on {self.platform.name}: "
-                               f"{refused}")  # fmt: skip
+                               f"{_spelled(refused)}")  # fmt: skip
         if op.mutates:
-            raise ValueError(f"{op.name}: no kernel serves it on {self.platform.name}: {refused}")
+            raise ValueError(f"{op.name}: no kernel serves it on {self.platform.name}: {_spelled(refused)}")
         self._remember(op, node, INLINE, refused)
         return None
 
-    def _remember(self, op: Op, node: Node, chosen: str, refused: list[tuple[str, str]]) -> None:
+    def _remember(self, op: Op, node: Node, chosen: str, refused: list[tuple[str, Refusal]]) -> None:
         tokens = "any" if self.tokens == ALL_TOKENS else str(self.tokens)
-        self.choices.append(KernelChoice(op.name, module_path(node), tokens, chosen, refused, node.name))
+        codes: list[str] = [reason.code for _, reason in refused]
+        self.choices.append(KernelChoice(op.name, module_path(node), tokens, chosen, _spelled(refused), node.name, codes))
 
     def _ranked(self, op: Op) -> list[Kernel]:
         """The op's kernels in order of preference."""
@@ -117,37 +118,38 @@ class Selection:
                     break
         return found
 
-    def _refuses(self, kernel: Kernel, node: Node, any_tokens: bool = False) -> str | None:
+    def _refuses(self, kernel: Kernel, node: Node, any_tokens: bool = False) -> Refusal | None:
         if self.layout is not None and kernel.layout is not None and kernel.layout != self.layout:
-            return f"works on layout {kernel.layout!r}, the state is laid out {self.layout!r}"
+            return Refusal("layout", f"works on layout {kernel.layout!r}, the state is laid out {self.layout!r}")
         op = _op(node)
         if self.options.batch_invariant and _joins_rows(op) and kernel.provider != kernels.INVARIANT:
-            return "what it computes for a row depends on how many there are, and batch_invariant=True forbids that"
+            return Refusal("option", "what it computes for a row depends on how many there are, and batch_invariant=True "
+                           "forbids that")  # fmt: skip
         arguments, nodes = _arguments(kernel, node)
         for name in (name for names in kernel.prepare for name in names if nodes[name] is not None):
             if nodes[name].op != "placeholder":
-                return f"it prepares `{name}` once, but here that is computed in the graph"
+                return Refusal("copy", f"it prepares `{name}` once, but here that is computed in the graph")
         if not self.eager and (reason := self._better_by_inductor(kernel)):
             return reason
         if self.options.rounding == "hf" and kernel.rounds == "once" and not op.rounds_once(arguments):
-            return "it rounds once, rounding='hf' asks for the model's own roundings"
+            return Refusal("option", "it rounds once, rounding='hf' asks for the model's own roundings")
         if reason := refusal(kernel, self.platform, arguments) or self._no_copies(kernel, nodes):
             return reason
         if not any_tokens and not self.tokens.within(kernel.tokens):
-            return f"is meant for {kernel.tokens} tokens"
+            return Refusal("tokens", f"is meant for {kernel.tokens} tokens")
         return None
 
-    def _no_copies(self, kernel: Kernel, nodes: dict[str, Any]) -> str | None:
+    def _no_copies(self, kernel: Kernel, nodes: dict[str, Any]) -> Refusal | None:
         """Why the copies that this kernel wants of its weights cannot be kept, or None."""
         together = self.copied.copy()
         for names, prepare in kernel.prepare.items():
             for name in (name for name in names if nodes[name] is not None):
                 if reason := self.weights.get(nodes[name].name, "nobody says whether it stays the same"):
-                    return f"it keeps a copy of `{name}`: {reason}"
+                    return Refusal("copy", f"it keeps a copy of `{name}`: {reason}")
                 together[nodes[name].name, prepare] = _nbytes(nodes[name])
         if kernel.prepare and self.platform.memory and sum(together.values()) > MOST_COPIED * self.platform.memory:
-            return (f"copies of weights would take {sum(together.values()) / 1e9:.1f} GB, more than {MOST_COPIED:.0%} "
-                    "of this machine's memory")  # fmt: skip
+            return Refusal("copy", f"copies of weights would take {sum(together.values()) / 1e9:.1f} GB, more than "
+                           f"{MOST_COPIED:.0%} of this machine's memory")  # fmt: skip
         return None
 
     def _promise_copies(self, kernel: Kernel, node: Node) -> None:
@@ -155,16 +157,20 @@ class Selection:
         self.copied |= {(nodes[name].name, prepare): _nbytes(nodes[name]) for names, prepare in kernel.prepare.items()
                         for name in names if nodes[name] is not None}  # fmt: skip
 
-    def _better_by_inductor(self, kernel: Kernel) -> str | None:
+    def _better_by_inductor(self, kernel: Kernel) -> Refusal | None:
         """Why Inductor's code for the meaning is preferred to this kernel, or None."""
         match kernel.prefer_inductor:
             case PreferInductor.MAX_AUTOTUNE if self.options.mode.startswith("max-autotune"):
-                return f"mode={self.options.mode!r} asks Inductor to time matrix products"
+                return Refusal("option", f"mode={self.options.mode!r} asks Inductor to time matrix products")
             case PreferInductor.FREE_ROUNDING if self.options.rounding == "hf":
                 return None
             case PreferInductor.ALWAYS | PreferInductor.FREE_ROUNDING:
-                return "its meaning is left to the glue compiler, which fuses it with its neighbours"
+                return Refusal("slower", "its meaning is left to the glue compiler, which fuses it with its neighbours")
         return None
+
+
+def _spelled(refused: Sequence[tuple[str, Refusal]]) -> list[tuple[str, str]]:
+    return [(provider, reason.text) for provider, reason in refused]
 
 
 def _nbytes(weight: Node) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from atomc import kernels
 from atomc.examples import EXAMPLES, Arguments, Numbers
-from atomc.op import REGISTRY, Kernel, Op, refusal
+from atomc.op import REGISTRY, Kernel, Op, Refusal, refusal
 from atomc.op_traits import Kind
 from atomc.platform import Platform
 
@@ -67,9 +67,8 @@ def _try(op: Op, kernel: Kernel, here: Platform) -> Tried:
                 where = ", ".join(part for part in (name, str(dtype).removeprefix("torch."), f"{rows} rows") if part)
                 try:
                     given = make(Numbers(dtype, here.device, rows, kernel.layout or "paged"))
-                    reason = refusal(kernel, here, given) or _beyond(kernel, rows)
-                    if reason:
-                        reasons.append(reason)
+                    if (refused := refusal(kernel, here, given) or _beyond(kernel, rows)) is not None:
+                        reasons.append(refused.text)
                         continue
                     count += 1
                     error = _error(op, kernel, make, Numbers(dtype, here.device, rows, kernel.layout or "paged"), given)
@@ -83,8 +82,8 @@ def _try(op: Op, kernel: Kernel, here: Platform) -> Tried:
     return told(None, "refused: " + "; ".join(dict.fromkeys(reasons)))
 
 
-def _beyond(kernel: Kernel, rows: int) -> str | None:
-    return None if rows in kernel.tokens else f"is not meant for {rows} tokens"
+def _beyond(kernel: Kernel, rows: int) -> Refusal | None:
+    return None if rows in kernel.tokens else Refusal("tokens", f"is not meant for {rows} tokens")
 
 
 def _error(op: Op, kernel: Kernel, make: Callable[[Numbers], Arguments], numbers: Numbers, given: Arguments) -> float:

@@ -102,10 +102,10 @@ def chosen(op: str, rows: int, arguments: Arguments) -> tuple[str, Callable[...,
     for provider in kernels.PROVIDERS:
         for kernel in ops.REGISTRY[op].kernels:
             if kernel.provider == provider and rows in kernel.tokens:
-                reason = refusal(kernel, Platform.detect("cuda"), arguments)
-                if reason is None:
+                refused = refusal(kernel, Platform.detect("cuda"), arguments)
+                if refused is None:
                     return provider, kernel.function
-                reasons.append(f"{provider}: {reason}")
+                reasons.append(f"{provider}: {refused.text}")
     return "; ".join(reasons) or "no kernel"
 
 

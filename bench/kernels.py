@@ -155,9 +155,10 @@ def serving(case: Case, arguments: Arguments, tokens: int, provider: str) -> Cal
         if kernel.provider == provider:
             if tokens not in kernel.tokens:
                 return f"is meant for {kernel.tokens.start} to {kernel.tokens.end} tokens"
-            reason = refusal(kernel, Platform.detect("cuda"), arguments) or ""
-            if not reason:
+            refused = refusal(kernel, Platform.detect("cuda"), arguments)
+            if refused is None:
                 return kernel.function
+            reason = refused.text
     return reason
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from atomc import ops
+from atomc.torch_compat.exceptions import out_of_memory
 from atomc.weights import parameter_of
 
 log = logging.getLogger("atomc")
@@ -75,7 +76,7 @@ def one_sentence(cls: Any) -> Iterator[None]:
     except (OSError, ImportError):
         raise
     except Exception as error:
-        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+        if out_of_memory(error):
             raise
         raise ValueError(f"config.json: transformers cannot make a {cls.__name__} of it: {type(error).__name__}: "
                          f"{' '.join(str(error).split())}") from error  # fmt: skip

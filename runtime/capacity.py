@@ -84,11 +84,6 @@ def _shared(room: int, sizes: Sequence[int], most: Sequence[int]) -> list[int]:
     return counts
 
 
-def out_of_memory(error: BaseException) -> bool:
-    """Whether this is what torch raises when memory runs out: on a CPU it has no type of its own."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
-
-
 def free_memory(device: torch.device, utilization: float, activations: int) -> int:
     """Bytes that the caches may take on the device if nobody says otherwise.
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 
 from atomc.runtime.blocks import BlockPool
-from atomc.runtime.capacity import out_of_memory
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.executor import Executor, Launched, Result
 from atomc.runtime.fence import Fence, RequestError, RequestFailed, is_contained
@@ -24,6 +23,7 @@ from atomc.runtime.stats import Stats
 from atomc.runtime.step import ScheduledStep
 from atomc.runtime.structured import Grammars, Matcher
 from atomc.runtime.worker import Worker
+from atomc.torch_compat.exceptions import out_of_memory
 
 __all__ = ["PHASES", "Engine", "EngineConfig", "Output", "QueueFull", "Request", "SamplingParams", "Stats"]
 

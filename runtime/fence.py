@@ -5,14 +5,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
+from atomc.torch_compat.exceptions import device_failed
+
 log = logging.getLogger("atomc")
 P = ParamSpec("P")
 T = TypeVar("T")
-
-# Names of exception classes, and parts of messages, of a device that no longer works. By name: the front process, which
-# also uses this module, does not import torch.
-DEVICE_ERRORS = ("AcceleratorError", "OutOfMemoryError")
-DEVICE_MESSAGES = ("CUDA error", "HIP error", "Triton Error")
 
 
 @dataclass(frozen=True)
@@ -38,10 +35,7 @@ def is_panic(error: BaseException) -> bool:
 
 def is_contained(error: BaseException) -> bool:
     """Whether the error may end a request instead of the engine: not one that stops the process or is the device's."""
-    names = {kind.__name__ for kind in type(error).__mro__}
-    if not names.isdisjoint(DEVICE_ERRORS) or any(part in str(error) for part in DEVICE_MESSAGES):
-        return False
-    return isinstance(error, Exception) or is_panic(error)
+    return not device_failed(error) and (isinstance(error, Exception) or is_panic(error))
 
 
 def contained(request_id: str, doing: str, error: BaseException) -> RequestError:

@@ -74,4 +74,4 @@ def follow(matcher: Matcher, tokens: Sequence[int]) -> None:
 
 def _line(text: object) -> str:
     """The first line of what a library says, without its state."""
-    return str(text).partition("\n")[0].strip()
+    return next(iter(str(text).splitlines()), "").strip()

@@ -58,8 +58,8 @@ class GrammarTrial:
         if not answer:
             raise RuntimeError("the process that compiles grammars on trial ended without an answer")
         found = json.loads(answer)
-        if "error" in found:
-            raise ValueError(found["error"])
+        if (error := found.get("error")) is not None:
+            raise ValueError(error)
         return Tried(found["text"], found["num_bytes"])
 
     def _started(self) -> socket.socket:

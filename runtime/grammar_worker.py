@@ -90,7 +90,8 @@ def _limited(tokens: Any, given: Mapping[str, Any], fields: Mapping[str, Any]) -
     except ValueError as error:
         return {"error": str(error)}
     except BaseException as error:  # a panic of the library is no Exception
-        return {"error": f"{_name(fields)}: the compiler failed on it: {str(error).partition(chr(10))[0]:.200}"}
+        first_line = next(iter(str(error).splitlines()), "")
+        return {"error": f"{_name(fields)}: the compiler failed on it: {first_line:.200}"}
     signal.setitimer(signal.ITIMER_PROF, 0)
     num_bytes = max(_pages().own - before.own, 0)
     del matcher  # not before its memory is counted
@@ -111,7 +112,7 @@ def _tried(tokens: Any, structured: Structured) -> tuple[str, Any]:
         raise ValueError(f"{name}: {_said(matcher.get_error())}")
     allowed = _ids(matcher.compute_bitmask())
     error = matcher.get_error()
-    if not allowed or "NoExtension" in error:
+    if not allowed or _ended(error):
         raise ValueError(f"{name}: no text has this form")
     if error:
         raise ValueError(f"{name}: {_said(error)}")
@@ -146,7 +147,12 @@ def _walk(matcher: Any, allowed: list[int], name: str, eos_ids: set[int]) -> Non
 def _too_large(matcher: Any) -> bool:
     """Whether it gave up, other than because the text is complete or can go no further."""
     error = matcher.get_error()
-    return bool(error) and "NoExtension" not in error
+    return bool(error) and not _ended(error)
+
+
+def _ended(error: str) -> bool:
+    """Whether the text can go no further. The library has no code for it: `stop_reason` is InternalError then."""
+    return error.startswith("NoExtension")
 
 
 def _ids(mask: bytes) -> list[int]:

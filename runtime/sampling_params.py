@@ -46,6 +46,14 @@ class Structured:
                              "json_schema, json_object, regex, choice and grammar")  # fmt: skip
 
 
+class ParameterError(ValueError):
+    """A parameter is out of range. name: which."""
+
+    def __init__(self, name: str, text: str) -> None:
+        super().__init__(text)
+        self.name = name
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How to generate.
@@ -73,7 +81,7 @@ class SamplingParams:
     skip_special_tokens  special tokens have no text
 
     Penalties and bias come first, then temperature, top_k, top_p and min_p. Log-probabilities are those of the model,
-    before all of these. Raises ValueError for values out of range.
+    before all of these. Raises ParameterError, a ValueError, for values out of range.
     """
 
     max_tokens: int | None = 64
@@ -147,4 +155,4 @@ class SamplingParams:
 
     def _expect(self, name: str, holds: bool, expectation: str) -> None:
         if not holds:
-            raise ValueError(f"{name} is {getattr(self, name)!r}, it must be {expectation}")
+            raise ParameterError(name, f"{name} is {getattr(self, name)!r}, it must be {expectation}")

@@ -24,6 +24,7 @@ from atomc.op import REGISTRY
 from atomc.ops.state import GroupStep, Step
 from atomc.options import Options
 from atomc.program import compile_model
+from atomc.report import CacheOutcome
 
 TINY = dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3", vocab_size=64, hidden_size=32, intermediate_size=48,
             num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=64,
@@ -80,7 +81,7 @@ def test_the_report_of_a_hit_says_what_that_of_the_miss_said(start):
     _, cold = start(Block())
     _, warm = start(Block())
     assert cold.matches["merge_qkv"] == 1
-    old, new = ({**vars(report), "phases": None, "cache": None} for report in (cold, warm))
+    old, new = ({**vars(report), "phases": None, "cached": None} for report in (cold, warm))
     assert new == old
     assert "cache: hit" in warm.to_text()
 
@@ -249,6 +250,15 @@ def test_a_damaged_entry_is_rebuilt_with_one_line(start, tmp_path, damage, caplo
     assert line.startswith("atomc rebuilds a damaged entry of its cache, ")
     assert torch.equal(found, expected)
     assert start(Block())[1].cache == "hit"
+
+
+def test_what_depends_on_packs_of_another_graph_is_not_kept(start, tmp_path):
+    one, two = Block(seed=1), Block(seed=2)
+    two.q.weight = one.q.weight
+    _, first = start(one)
+    _, second = start(two)
+    assert first.cached == CacheOutcome("miss", "the cache is empty") and len(entries(tmp_path)) == 1
+    assert second.cached.not_kept == second.misses("merge_qkv")[0].found and second.misses("merge_qkv")[0].kind == "packed"
 
 
 def test_a_folder_that_cannot_be_written_breaks_nothing(start, tmp_path):

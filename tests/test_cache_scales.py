@@ -108,4 +108,4 @@ def test_a_gpu_is_served_by_triton_and_a_cpu_by_a_paged_cache() -> None:
              for k in ops.paged_attention.kernels for where in ["h200" if k.provider == "triton" else "cpu"]
              if k.provider in ("triton", "torch")}  # fmt: skip
     assert found["triton", "paged"] is None and found["torch", "paged"] is None
-    assert "nothing is converted" in found["torch", "contiguous"]
+    assert found["torch", "contiguous"].code == "dtype"

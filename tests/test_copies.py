@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from refusals import refusal_text
 from torch import Tensor, nn
 
 import atomc
 from atomc import kernels, ops, weights
 from atomc.models import build
 from atomc.models.loader import fill_randomly, ready
-from atomc.op import Prepared, refusal
+from atomc.op import Prepared
 from atomc.platform import Platform
 from atomc.program import compile_model
 
@@ -286,9 +287,9 @@ REFUSALS = [
 @pytest.mark.parametrize(("kernel", "platform", "dtypes", "reason"), REFUSALS)
 def test_onednn_serves_fp32_and_where_the_cpu_multiplies_it_bf16(kernel, platform, dtypes, reason) -> None:
     given = {name: torch.zeros(8, 8, dtype=dtypes.get(name, torch.float32)) for name in ("x", "weight")}
-    assert refusal(kernel, Platform.named(platform), given) == reason
+    assert refusal_text(kernel, Platform.named(platform), given) == reason
 
 
 def test_a_strided_weight_is_refused() -> None:
     given = {"x": torch.zeros(2, 8), "weight": torch.zeros(8, 16)[:, ::2]}
-    assert refusal(FP32, Platform.named("cpu-zen4"), given) == "the rows of the weight do not follow each other"
+    assert refusal_text(FP32, Platform.named("cpu-zen4"), given) == "the rows of the weight do not follow each other"

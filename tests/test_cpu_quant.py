@@ -9,12 +9,12 @@ import pytest
 import torch
 from kernel_cases.draw import Draw
 from kernel_cases.scaled_linear import int4_operands, int8_operands, mxfp4_operands, scaled_blocks, scaled_fp8
+from refusals import refusal_text
 from torch import Tensor, nn
 
 import atomc
 from atomc import kernels, ops
 from atomc.kernels import dequantized
-from atomc.op import refusal
 from atomc.platform import Platform
 
 pytestmark = pytest.mark.skipif(kernels.load("onednn") is not None, reason=str(kernels.load("onednn")))
@@ -110,9 +110,10 @@ def operands(op: str) -> dict[str, Any]:
 @pytest.mark.parametrize("op", ["scaled_linear_int8", "linear_w4a16", "linear_mxfp4"])
 def test_other_machines_are_refused(op: str) -> None:
     for kernel in kernels_of(op)[:2]:
-        assert refusal(kernel, Platform.named("h200"), operands(op)) == "written for x86 CPUs, this is sm90"
-        assert refusal(kernel, Platform.named("cpu-neoverse-v2"), operands(op)) == "written for x86 CPUs, this is aarch64"
-        assert refusal(kernel, CASCADELAKE, operands(op)) is None
+        assert refusal_text(kernel, Platform.named("h200"), operands(op)) == "written for x86 CPUs, this is sm90"
+        arm = Platform.named("cpu-neoverse-v2")
+        assert refusal_text(kernel, arm, operands(op)) == "written for x86 CPUs, this is aarch64"
+        assert refusal_text(kernel, CASCADELAKE, operands(op)) is None
 
 
 FEW = "linear_w4a16"
@@ -136,7 +137,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("op", "where", "given", "reason"), WRONG)
 def test_what_a_kernel_would_misread_or_be_slow_at_is_refused(op: str, where: Platform, given, reason: str) -> None:
-    assert refusal(kernels_of(op)[0], where, operands(op) | given) == reason
+    assert refusal_text(kernels_of(op)[0], where, operands(op) | given) == reason
 
 
 PARTS = [("scaled_linear_fp8", "torch", scaled_fp8), ("scaled_linear_fp8_block", "torch", scaled_blocks),
@@ -163,9 +164,9 @@ def test_eight_bit_floats_have_no_kernel_where_inductor_makes_loops_of_the_meani
 def test_int8_has_a_kernel_on_a_cpu_without_instructions_for_it() -> None:
     given = operands("scaled_linear_int8")
     for where in (ZEN3, Platform.named("cpu-neoverse-v2")):
-        packed, as_it_lies, in_fp32 = (refusal(kernel, where, given) for kernel in kernels_of("scaled_linear_int8"))
+        packed, as_it_lies, in_fp32 = (refusal_text(kernel, where, given) for kernel in kernels_of("scaled_linear_int8"))
         assert packed == as_it_lies is not None and in_fp32 is None
-    assert refusal(kernels_of("scaled_linear_int8")[2], Platform.named("h200"), given) == "written for the CPU"
+    assert refusal_text(kernels_of("scaled_linear_int8")[2], Platform.named("h200"), given) == "written for the CPU"
 
 
 @pytest.mark.parametrize("kernel", kernels_of("scaled_linear_int8"), ids=["packed", "as it lies", "in fp32"])

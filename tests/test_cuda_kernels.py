@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from kernel_cases.attention import attended
 from kernel_cases.draw import Draw
+from refusals import refusal_text
 from torch import Tensor, nn
 
 import atomc
 from atomc import kernels, ops
-from atomc.op import refusal
 from atomc.platform import Platform
 
 kernels.load("cuda")
@@ -24,7 +24,7 @@ def kernel_of(op: ops.Op) -> ops.Kernel:
 
 
 def refused(op: ops.Op, platform: Platform, arguments: dict[str, Any]) -> str | None:
-    return refusal(kernel_of(op), platform, arguments)
+    return refusal_text(kernel_of(op), platform, arguments)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -21,7 +21,7 @@ from atomc.render import formula
 from atomc.render.beside import Comparison
 from atomc.render.html import page as html_of
 from atomc.render.lines import aligned, folded, hunks, parsed
-from atomc.report import KernelChoice, Miss, OpCost, Report, Saving, Site, Stage
+from atomc.report import CacheOutcome, KernelChoice, Miss, OpCost, Report, Saving, Site, Stage
 
 TINY = dict(vocab_size=96, hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2,
             head_dim=16, max_position_embeddings=128)  # fmt: skip
@@ -235,7 +235,7 @@ HOSTILE = '</script><script>alert(1)</script><img src=x onerror="alert(2)">\'"&{
 def hostile():
     return Report(
         HOSTILE, treated=True, matches=Counter({HOSTILE: 1}), known=[HOSTILE], about={HOSTILE: HOSTILE}, notes=[HOSTILE],
-        sites=[Site(HOSTILE, f"layers.0.{HOSTILE}", 0, HOSTILE, {HOSTILE: HOSTILE})], cache=f"miss: {HOSTILE}",
+        sites=[Site(HOSTILE, f"layers.0.{HOSTILE}", 0, HOSTILE, {HOSTILE: HOSTILE})], cached=CacheOutcome("miss", HOSTILE),
         near=[Miss("other", "", HOSTILE, 0, HOSTILE, 0.5, "op", HOSTILE, HOSTILE)],
         kernels=[KernelChoice(HOSTILE, HOSTILE, "any", HOSTILE, [(HOSTILE, HOSTILE)], "n")],
         costs=[OpCost(HOSTILE, HOSTILE, 0, HOSTILE, "2*T", "alert(3)", ["n"], ["n"])],
@@ -292,7 +292,7 @@ def test_64_layers_make_a_page_of_less_than_3_mb_even_if_no_two_are_alike(qwen3)
 
 
 def test_the_start_is_told_in_words_seconds_and_bytes(opened):
-    report = Report("M", treated=True, cache="miss: option rounding changed from 'fp32' to 'hf'",
+    report = Report("M", treated=True, cached=CacheOutcome("miss", "option rounding changed from 'fp32' to 'hf'"),
                     phases={"trace": 0.5, "passes": 1.5},
                     cuda_graphs=[{"rows": 1, "bytes": 2_000_000}, {"rows": 8, "bytes": 500_000}])  # fmt: skip
     page = opened(html_of([report]))

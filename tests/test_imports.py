@@ -29,9 +29,10 @@ LAYERS = [
 ]
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 # Passes ask `select` whether somebody serves an op; models are plain PyTorch and know ops only (their
-# loader: quantization, files, weights and memory, too).
+# loader: quantization, files, weights, memory and what an exception of torch means, too).
 HIDDEN = {"passes": {"kernels"}, "kernels": {"passes"},
-          "models": RANK.keys() - {"models", "ops", "quantization", "weights", "json_file", "cgroup"}}  # fmt: skip
+          "models": RANK.keys() - {"models", "ops", "quantization", "weights", "json_file", "cgroup",
+                                   "torch_compat"}}  # fmt: skip
 # They hand out names of all layers, lazily.
 EXEMPT = {"__init__.py", "__main__.py"}
 

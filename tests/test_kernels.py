@@ -11,11 +11,11 @@ import torch
 from kernel_cases import CASES
 from kernel_cases.draw import Draw
 from memory import PoisonedMemory
+from refusals import refusal_text
 from torch import Tensor
 
 from atomc import kernels, ops
 from atomc.kernels.torch.sequence import on_a_cpu, reads_it_as_it_is
-from atomc.op import refusal
 from atomc.platform import Platform
 
 for provider in kernels.PROVIDERS:
@@ -145,7 +145,7 @@ def test_a_kernel_computes_what_its_op_means(kernel: ops.Kernel, case: str, dtyp
         return CASES[kernel.op][case](Draw(dtype, device, kernel.layout or "paged"))
 
     given, for_meaning, before = arguments(), arguments(), arguments()
-    reason = refusal(kernel, platform_of(kernel, device), given)
+    reason = refusal_text(kernel, platform_of(kernel, device), given)
     if reason:
         pytest.skip(reason)
     op = ops.REGISTRY[kernel.op]
@@ -192,7 +192,7 @@ def test_every_platform_has_a_kernel_for_a_paged_cache_and_a_gpu_none_of_ours_fo
 ) -> None:
     arguments = next(iter(CASES[op].values()))(Draw(torch.bfloat16))
     reasons = [
-        (kernel.layout, refusal(kernel, Platform.named(platform), arguments))
+        (kernel.layout, refusal_text(kernel, Platform.named(platform), arguments))
         for kernel in ops.REGISTRY[op].kernels
         if kernel.provider == "torch"
     ]
@@ -204,7 +204,7 @@ def test_every_platform_has_a_kernel_for_a_paged_cache_and_a_gpu_none_of_ours_fo
 def test_on_a_cpu_a_paged_cache_comes_before_a_contiguous_one(op: str) -> None:
     arguments = next(iter(CASES[op].values()))(Draw(torch.float32))
     layouts = [kernel.layout for kernel in ops.REGISTRY[op].kernels if kernel.provider == "torch"
-               and refusal(kernel, Platform.detect("cpu"), arguments) is None]  # fmt: skip
+               and refusal_text(kernel, Platform.detect("cpu"), arguments) is None]  # fmt: skip
     assert layouts[:2] == ["paged", "contiguous"]
 
 
@@ -212,14 +212,14 @@ def test_on_a_cpu_a_paged_cache_comes_before_a_contiguous_one(op: str) -> None:
 def test_a_cache_with_scales_is_refused(kernel: ops.Kernel) -> None:
     arguments = next(iter(CASES[kernel.op].values()))(Draw(torch.float32, layout=kernel.layout))
     scales = {"k_scale": torch.ones(1), "v_scale": torch.ones(1)}
-    assert refusal(kernel, Platform.detect("cpu"), arguments | scales) == "the cache has scales"
+    assert refusal_text(kernel, Platform.detect("cpu"), arguments | scales) == "the cache has scales"
 
 
 @pytest.mark.parametrize("kernel", [k for k in KERNELS if k.refuses is reads_it_as_it_is], ids=name_of)
 def test_a_cache_of_another_dtype_is_refused(kernel: ops.Kernel) -> None:
     arguments = CASES["paged_attention"]["decode"](Draw(torch.float32))
     arguments["q"] = arguments["q"].bfloat16()
-    assert refusal(kernel, Platform.detect("cpu"), arguments) == (
+    assert refusal_text(kernel, Platform.detect("cpu"), arguments) == (
         "the cache is torch.float32, the query torch.bfloat16: nothing is converted"
     )
 

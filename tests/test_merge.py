@@ -217,6 +217,7 @@ def test_two_models_that_share_a_weight_are_right_after_every_change() -> None:
         two.up.weight.mul_(2)
     assert merges(atomc.reports()[-2]) == {"merge_gate_up": 1} and merges() == {}
     assert "packed with others for another graph" in last().why("merge_gate_up")
+    assert "packed" in [miss.kind for miss in last().misses("merge_gate_up")]
 
 
 class Lora(nn.Module):

@@ -3,13 +3,13 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from refusals import refusal_text
 from rewriting import TIDY, after_passes, explained, rewritten
 from torch import nn
 
 import atomc
 from atomc import kernels, ops, passes, pipeline
 from atomc.graph_pass import Context
-from atomc.op import refusal
 from atomc.options import Options
 from atomc.passes.fuse.add_norm import ADD_LAYER_NORM, ADD_RMS_NORM
 from atomc.passes.fuse.qk_norm_rope import QK_NORM_ROPE
@@ -252,7 +252,7 @@ def test_an_odd_number_of_columns_is_no_rotation():
     kernels.load("triton")
     [kernel] = [kernel for kernel in ops.rope.kernels if kernel.provider == "triton"]
     given = {"x": Q[..., :9], "cos": COS[..., :9], "sin": SIN[..., :9]}
-    assert refusal(kernel, Platform.named("h200"), given) == "9 columns are no pairs"
+    assert refusal_text(kernel, Platform.named("h200"), given) == "9 columns are no pairs"
 
 
 def test_what_stands_behind_a_transpose_moves_before_it():

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from atomc.cli import arguments, main
-from atomc.efficiency import SHIPPED, Table, Timing, evaluated, fit, predict, serves, shipped
+from atomc.efficiency import SHIPPED, Table, Timing, evaluated, fit, predict, shipped
 from atomc.models import build
+from atomc.op import Tokens
 from atomc.planning.plan import Load, built, compiled, cut_of, plan, share
 from atomc.platform import GIB, Platform
 from atomc.quantization import ONLINE, quantize
@@ -161,9 +162,9 @@ def test_the_shipped_table_says_where_it_is_from():
 
 
 def test_a_range_of_tokens_is_read_as_reports_spell_it():
-    assert [serves("2 to 16", t) for t in (1, 2, 16, 17)] == [False, True, True, False]
-    assert [serves("17 and more", t) for t in (16, 17)] == [False, True]
-    assert serves("any", 5) and serves("1", 1) and not serves("1", 2)
+    ranges = [Tokens(1, 1), Tokens(2, 16), Tokens(17), Tokens()]
+    assert [Tokens.of(str(tokens)) for tokens in ranges] == ranges
+    assert Tokens.of("any") == Tokens()
 
 
 def test_few_tokens_and_many_are_served_by_the_kernels_of_their_ranges(folder, programs):

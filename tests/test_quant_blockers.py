@@ -15,13 +15,13 @@ from kernel_cases.draw import Draw
 from kernel_cases.rows import one_process_group
 from latent import BIND_LATENT
 from latent_blockers import KEYS, MULTIPLIED, ROTATED, H, L, P, R, T, V, latent_attention, multiplied, rand
+from refusals import refusal_text
 from rewriting import explained, since
 from test_counts import own
 from torch import Tensor
 
 import atomc
 from atomc import OptionsError, kernels, ops, program
-from atomc.op import refusal
 from atomc.pipeline import register_pass
 from atomc.platform import Platform
 
@@ -207,8 +207,8 @@ def test_scales_of_another_kind_are_refused_by_name(op: str, scales: Tensor, sen
     case = next(make for name, make in CASES[op].items() if name.startswith("fp8"))
     [kernel] = [kernel for kernel in ops.REGISTRY[op].kernels if kernel.provider == "triton"]
     arguments = case(Draw(torch.bfloat16))
-    assert refusal(kernel, Platform.named("h200"), arguments | {"k_scale": None, "v_scale": None}) is None
-    assert re.match(sentence, refusal(kernel, Platform.named("h200"), arguments | {"k_scale": scales}) or "")
+    assert refusal_text(kernel, Platform.named("h200"), arguments | {"k_scale": None, "v_scale": None}) is None
+    assert re.match(sentence, refusal_text(kernel, Platform.named("h200"), arguments | {"k_scale": scales}) or "")
 
 
 # ---- behind a graph break, in a recompile, and where Inductor takes over

@@ -7,11 +7,11 @@ import pytest
 import torch
 from kernel_cases.draw import Draw
 from kernel_cases.scaled_linear import fp8_operands, int4_operands, int8_operands, mxfp4_operands, scaled_blocks, scaled_fp8
+from refusals import refusal_text
 from torch import Tensor, nn
 
 import atomc
 from atomc import kernels, ops
-from atomc.op import refusal
 from atomc.ops.formats import pack_e2m1, pack_int4
 from atomc.platform import Platform
 
@@ -135,7 +135,7 @@ E4M3 = torch.float8_e4m3fn
      "x is torch.float8_e4m3fn, the result torch.bfloat16: written for bfloat16 or packed e2m1, and a result in bfloat16"),
 ])  # fmt: skip
 def test_a_refusal_says_why(op: str, module: str, platform: str, changed: dict[str, Any], sentence: str) -> None:
-    assert refusal(kernel_of(op, module), Platform.named(platform), few(op, **changed)) == sentence
+    assert refusal_text(kernel_of(op, module), Platform.named(platform), few(op, **changed)) == sentence
 
 
 FEW_AND_MANY = [("1 to 16", "triton"), ("17 and more", "triton")]
@@ -195,7 +195,7 @@ def test_layers_of_a_real_size_are_as_exact_as_bf16_lets_them_be(op: str, rows: 
         exact = ops.REGISTRY[op].reference(**given | ({"out_dtype": torch.float32} if "out_dtype" in given else
                                                       {"x": given["x"].float()}))  # fmt: skip
         for kernel in ops.REGISTRY[op].kernels:
-            if kernel.provider in ("triton", "cuda") and not refusal(kernel, Platform.detect("cuda"), given):
+            if kernel.provider in ("triton", "cuda") and not refusal_text(kernel, Platform.detect("cuda"), given):
                 # Rounding to bf16 alone is 1.7e-3; a weight of int4 that is rounded, too, 2.4e-3; pairs of int4 in bf16,
                 # and many rows of fp8 that cuBLAS sums, 3.1e-3.
                 pairs = op == "linear_w4a16" and rows <= int4_pairs.MAX_ROWS
@@ -229,7 +229,7 @@ def test_layers_read_what_the_quantizer_before_them_wrote_in_a_graph_that_is_rep
     quant = kernel_of("quant_fp8_per_token", "triton.quant").function
     kernel = next(kernel for provider in ("triton", "cuda") for kernel in ops.scaled_linear_fp8.kernels
                   if kernel.provider == provider and rows in kernel.tokens
-                  and not refusal(kernel, H200, few("scaled_linear_fp8")))  # fmt: skip
+                  and not refusal_text(kernel, H200, few("scaled_linear_fp8")))  # fmt: skip
 
     def step(after: Any = lambda: None) -> Tensor:
         now = x

@@ -11,7 +11,7 @@ from torch import nn
 
 import atomc
 from atomc import ops
-from atomc.report import MOST_REPORTS, GraphBreak, Miss, Report, forget, keep, reports, spans
+from atomc.report import MOST_REPORTS, CacheOutcome, GraphBreak, Miss, Report, forget, keep, reports, spans
 
 STRICT = {"strict": True, "glue": "eager"}
 X = torch.randn(5, 32)
@@ -144,6 +144,20 @@ def test_two_fusions_that_want_one_node_say_who_got_it():
     report = report_of(function)
     assert report.matches["add_rms_norm"] == 1
     assert [(miss.kind, miss.found) for miss in report.misses("add_rms_norm")] == [("taken", "taken by add_rms_norm")]
+
+
+def test_a_report_of_a_version_without_codes_is_read():
+    new = report_of(Model(1))
+    new.cached = CacheOutcome("miss", "the cache is empty", "it has a hook")
+    assert Report.of(json.loads(new.to_json())).cached == new.cached
+    old = json.loads(new.to_json())
+    del old["cached"], old["glue"]
+    for choice in old["kernels"]:
+        del choice["codes"]
+    read = Report.of(old)
+    assert read.cache == new.cache == "miss: the cache is empty; not kept: it has a hook"
+    assert [choice.refused for choice in read.kernels] == [list(map(list, choice.refused)) for choice in new.kernels]
+    assert "the cache is empty" in read.to_html()
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import atomc
 from atomc import kernels, ops
 from atomc.models import build
 from atomc.models.loader import fill_randomly, ready
-from atomc.ops import GroupStep, Prepared, Step
+from atomc.ops import GroupStep, Prepared, Refusal, Step
 from atomc.options import Options
 from atomc.platform import Platform
 from atomc.program import compile_model
@@ -38,6 +38,21 @@ def chosen_for(op: str) -> list[tuple[str, str]]:
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
+
+
+def test_a_refusal_is_reported_with_its_code_and_a_sentence_alone_as_other() -> None:
+    def coded(platform: Platform, gate: Tensor, up: Tensor) -> Refusal:
+        return Refusal("shape", "not these rows")
+
+    def sentence(platform: Platform, gate: Tensor, up: Tensor) -> str:
+        return "not today"
+
+    with registered(ops.silu_and_mul, "a", lambda: None, refuses=coded), \
+         registered(ops.silu_and_mul, "b", lambda: 0, refuses=sentence):  # fmt: skip
+        report = atomc.explain(gated, torch.randn(3, 8), torch.randn(3, 8), options=EAGER, platform="h200")
+    (choice,) = [choice for choice in report.kernels if choice.op == "silu_and_mul"]
+    assert choice.refused_by("shape") == [("a", "not these rows")] and choice.refused_by("other") == [("b", "not today")]
+    assert len(choice.codes) == len(choice.refused)
 
 
 def test_a_kernel_from_outside_is_preferred_and_its_refusal_is_reported() -> None:

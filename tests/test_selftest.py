@@ -14,7 +14,7 @@ from atomc.op import REGISTRY
 from atomc.op_traits import Kind
 from atomc.options import Options
 from atomc.platform import Platform
-from atomc.report import Report
+from atomc.report import CacheOutcome, Report
 from atomc.selftest import self_test, text
 
 CPU = Platform.detect("cpu")
@@ -109,8 +109,8 @@ def test_doctor_names_the_versions_that_kernels_go_by(capsys):
 def test_doctor_says_what_the_cache_did_in_the_last_start(tmp_path):
     options = Options(cache_dir=str(tmp_path))
     assert doctor._started(last_start(options)) == [("last start", "not known")]
-    for said in ("hit", "miss: no entry for this graph", "hit"):
-        remember(options, Report("Qwen3", cache=said))
+    for outcome in (CacheOutcome("hit"), CacheOutcome("miss", "no entry for this graph"), CacheOutcome("hit")):
+        remember(options, Report("Qwen3", cached=outcome))
     rows = doctor._started(last_start(options))
     assert rows[0][1].endswith("Qwen3: hit (2 graphs)") and rows[1] == ("", "Qwen3: miss: no entry for this graph")
 
@@ -124,5 +124,5 @@ def test_only_the_graphs_of_the_last_process_count(tmp_path):
 
 def test_a_cache_that_is_not_there_is_not_made_to_remember(tmp_path):
     options = Options(cache_dir=str(tmp_path / "none"))
-    remember(options, Report("A", cache="hit"))
+    remember(options, Report("A", cached=CacheOutcome("hit")))
     assert not (tmp_path / "none").exists() and last_start(options) == []

@@ -6,12 +6,12 @@ import pytest
 import torch
 from kernel_cases import CASES
 from kernel_cases.draw import GARBAGE, Draw
+from refusals import refusal_text
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from atomc import kernels, ops
-from atomc.op import refusal
 from atomc.platform import Platform
 
 pytest.importorskip("triton")
@@ -35,12 +35,12 @@ def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 @pytest.mark.parametrize("kernel", TRITON, ids=lambda kernel: kernel.op)
 def test_no_triton_kernel_runs_on_a_cpu_also_where_its_interpreter_could(kernel: ops.Kernel) -> None:
-    assert refusal(kernel, Platform.named("cpu"), an_example(kernel.op)) == "Triton kernels run on a GPU"
+    assert refusal_text(kernel, Platform.named("cpu"), an_example(kernel.op)) == "Triton kernels run on a GPU"
 
 
 @pytest.mark.parametrize("kernel", TRITON, ids=lambda kernel: kernel.op)
 def test_a_gpu_takes_the_first_example_of_each_op(kernel: ops.Kernel) -> None:
-    assert refusal(kernel, H200, an_example(kernel.op)) is None
+    assert refusal_text(kernel, H200, an_example(kernel.op)) is None
 
 
 @pytest.mark.parametrize(("op", "changed", "sentence"), [
@@ -67,11 +67,11 @@ def test_a_gpu_takes_the_first_example_of_each_op(kernel: ops.Kernel) -> None:
      "the rows of the weight are not 16-byte units that follow each other"),
 ])  # fmt: skip
 def test_a_refusal_says_why(op: str, changed: dict[str, Any], sentence: str) -> None:
-    assert refusal(kernel_of(op), H200, an_example(op) | changed) == sentence
+    assert refusal_text(kernel_of(op), H200, an_example(op) | changed) == sentence
 
 
 def test_few_rows_on_an_amd_gpu_are_left_to_its_library() -> None:
-    assert refusal(kernel_of("linear"), MI300, an_example("linear")) == "its tiles are cut for NVIDIA GPUs"
+    assert refusal_text(kernel_of("linear"), MI300, an_example("linear")) == "its tiles are cut for NVIDIA GPUs"
 
 
 # Attention without a cache is written for few tokens, and has to see that they are few.
@@ -90,7 +90,7 @@ def test_a_kernel_takes_any_number_of_tokens_without_a_guard(kernel: ops.Kernel)
 
     made = next(make for name, make in CASES[kernel.op].items() if name not in ("one row", "one token"))
     arguments = {name: fake(name, value) for name, value in made(Draw(torch.bfloat16)).items()}
-    assert refusal(kernel, H200, arguments) is None
+    assert refusal_text(kernel, H200, arguments) is None
     assert not shapes.guards
 
 

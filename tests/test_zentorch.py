@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from refusals import refusal_text
 from torch import Tensor, nn
 
 import atomc
 from atomc import kernels, ops, platform
 from atomc.kernels.zentorch import library
-from atomc.op import refusal
 from atomc.ops.formats import pack_int4
 from atomc.platform import Platform
 
@@ -142,13 +142,13 @@ GATE = [
 def test_the_cpu_decides_before_the_package_is_looked_at(name: str, asked: tuple[str, ...], int8, int4) -> None:
     where = replace(Platform.named(name), asked=asked)
     for kernel, arguments, expected in ((INT8, int8_arguments(), int8), (INT4, int4_arguments(), int4)):
-        reason = refusal(kernel, where, arguments)
+        reason = refusal_text(kernel, where, arguments)
         assert reason is None if expected is None else str(reason).startswith(expected)
 
 
 def test_int8_layers_for_bf16_want_a_cpu_of_amd_even_if_asked_for() -> None:
     intel = replace(Platform.named("cpu-sapphirerapids"), asked=("zentorch",))
-    assert str(refusal(INT8, intel, int8_arguments(dtype=torch.bfloat16))).startswith(INTEL)
+    assert str(refusal_text(INT8, intel, int8_arguments(dtype=torch.bfloat16))).startswith(INTEL)
 
 
 ZEN4 = Platform.named("cpu-zen4")
@@ -170,15 +170,15 @@ WRONG = [
 @pytest.mark.parametrize(("kernel", "given", "reason"), WRONG)
 def test_what_zentorch_would_take_and_compute_wrong_is_refused(kernel: ops.Kernel, given, reason: str) -> None:
     arguments = int8_arguments() if kernel is INT8 else int4_arguments()
-    assert str(refusal(kernel, ZEN4, arguments | given)).startswith(reason)
+    assert str(refusal_text(kernel, ZEN4, arguments | given)).startswith(reason)
 
 
 def test_few_rows_of_int4_are_left_to_pytorchs_kernel_unless_it_cannot_or_zentorch_is_asked_for() -> None:
     faster = "PyTorch's own kernel is faster for fewer than 32 rows"
-    assert refusal(INT4_FEW, ZEN4, int4_arguments()) == faster
-    assert refusal(INT4_FEW, replace(ZEN4, asked=("zentorch", "onednn")), int4_arguments()) is None
+    assert refusal_text(INT4_FEW, ZEN4, int4_arguments()) == faster
+    assert refusal_text(INT4_FEW, replace(ZEN4, asked=("zentorch", "onednn")), int4_arguments()) is None
     odd = {"weight": torch.zeros(9, 8, dtype=torch.int32), "weight_scale": torch.ones(9, 2).bfloat16()}
-    assert refusal(INT4_FEW, ZEN4, int4_arguments() | odd) is None
+    assert refusal_text(INT4_FEW, ZEN4, int4_arguments() | odd) is None
 
 
 @pytest.mark.parametrize(("how", "int8", "int4"), [
@@ -217,8 +217,8 @@ def without_zentorch(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_who_could_expect_zentorch_is_told_once_why_it_is_not_used(zen4_here, monkeypatch, caplog) -> None:
     without_zentorch(monkeypatch)
     with caplog.at_level(logging.WARNING, "atomc"):
-        reasons = {refusal(INT8, zen4_here, int8_arguments()), refusal(INT4, zen4_here, int4_arguments()),
-                   refusal(INT8, zen4_here, int8_arguments())}  # fmt: skip
+        reasons = {refusal_text(INT8, zen4_here, int8_arguments()), refusal_text(INT4, zen4_here, int4_arguments()),
+                   refusal_text(INT8, zen4_here, int8_arguments())}  # fmt: skip
     assert reasons == {"not installed: pip install zentorch"}
     assert [record.getMessage() for record in caplog.records] == [
         "zentorch would run quantized linears on this CPU, and is not used: not installed: pip install zentorch"
@@ -228,7 +228,7 @@ def test_who_could_expect_zentorch_is_told_once_why_it_is_not_used(zen4_here, mo
 def test_nobody_is_told_where_zentorch_would_not_run(caplog) -> None:
     intel = replace(Platform.named("cpu-sapphirerapids"), here=True)
     with caplog.at_level(logging.INFO, "atomc"):
-        assert str(refusal(INT8, intel, int8_arguments())).startswith(INTEL)
+        assert str(refusal_text(INT8, intel, int8_arguments())).startswith(INTEL)
     assert caplog.records == []
 
 
@@ -237,7 +237,7 @@ def test_a_package_that_does_not_load_is_a_reason(zen4_here, tmp_path: Path, mon
         pytest.skip("zentorch is loaded in this process already")
     install(tmp_path, "raise OSError('libgomp.so.1: no such file')")
     monkeypatch.syspath_prepend(tmp_path)
-    assert "cannot be imported: OSError: libgomp.so.1: no such file" in str(refusal(INT8, zen4_here, int8_arguments()))
+    assert "cannot be imported: OSError: libgomp.so.1: no such file" in str(refusal_text(INT8, zen4_here, int8_arguments()))
 
 
 @pytest.fixture

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from atomc.graph_pass import Pass
 
 Parts = dict[str, str]
+# Parts are named "source of kernel triton rms_norm" and "source of atomc/kernels/triton/norm.py".
+KERNEL_SOURCE, OUR_KERNELS = "source of kernel", "source of atomc/kernels/"
 
 # What they say is in the report, and changes nothing of the compiled code.
 _SILENT_OPTIONS = ("strict", "disable", "dump", "report", "expect", "expect_mode", "cache", "cache_dir", "cache_size")
@@ -107,7 +109,7 @@ def _sources(options: Options) -> Parts:
         for kernel in op.kernels:
             if kernel.provider == kernels.INVARIANT and not invariant:
                 continue  # loaded for another program
-            name = f"source of kernel {kernel.provider} {op.name}"
+            name = f"{KERNEL_SOURCE} {kernel.provider} {op.name}"
             parts[name] = digest(parts.get(name, "") + kernel.function.__qualname__ + source_of(kernel.function))
     for i, (added, before) in enumerate(REGISTERED):
         sources = "".join(map(source_of, _functions(added)))

@@ -11,12 +11,12 @@ from atomc.cache.graph_fingerprint import parts_of
 from atomc.cache.start import Start
 from atomc.cache.store import Plain, plain_report, remember
 from atomc.graph_pass import Context
-from atomc.report import Report
+from atomc.report import CacheOutcome, Report
 from atomc.torch_compat.tracing import fake_mode_of, guards_hold, guards_of
 
 
 class GraphStart:
-    """One compile of one graph, with given floats. `report.cache` says what becomes of it.
+    """One compile of one graph, with given floats. `report.cached` says what becomes of it.
 
     entry  what the cache holds of it now, if anything
     """
@@ -30,11 +30,12 @@ class GraphStart:
         self.start: Start | None = None
         self.entry: Plain | None = None
         if report.treated:
-            report.cache = report.cache or "off"
+            if not report.cached.kind:
+                report.cached = CacheOutcome("off")
             return
         self.start = Start(context.options, lambda: parts_of(
             gm, example_inputs, context.options, context.platform, floats, paged=context.paged))  # fmt: skip
-        report.cache = self.start.said
+        report.cached = self.start.outcome
 
     @property
     def key(self) -> str | None:
@@ -46,7 +47,7 @@ class GraphStart:
         if self.start is None:
             return None
         found = self.start.found(self.report, self._misfit)
-        self.report.cache = self.start.said
+        self.report.cached = self.start.outcome
         if found is None:
             return None
         compiled, self.entry = found
@@ -63,7 +64,7 @@ class GraphStart:
         plain = compiled.plain
         if self.start is None or self.start.entry is None or plain is None:
             return
-        crowded = next((miss.found for miss in self.report.near if "packed with" in miss.found), None)
+        crowded = next((miss.found for miss in self.report.near if miss.kind == "packed"), None)
 
         def data() -> Plain:
             if around or crowded or self.report.bugs:
@@ -72,5 +73,5 @@ class GraphStart:
                     "guards": guards_of(self.mode, self.sizes), "compiled": plain()}  # fmt: skip
 
         self.entry = self.start.keep(data)
-        self.report.cache = self.start.said
+        self.report.cached = self.start.outcome
         remember(self.options, self.report)

@@ -8,7 +8,7 @@ forward, a class of somebody else's - is Unstorable: such a model is traced at e
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -69,7 +69,7 @@ class KnownStart:
         if found is None:
             return None
         compiled, data = found
-        report.model, report.cache = data["model"], self.start.said
+        report.model, report.cached = data["model"], self.start.outcome
         report.phases["cache"] = self.seconds + self.start.seconds
         remember(self.options, report)
         return Found(compiled, [source for source, _ in data["places"]], inputs, report)
@@ -79,20 +79,19 @@ class KnownStart:
 
         entry  what the cache holds of its graph, None if nothing
         """
-        if self.looked_at or report.cache.startswith("off"):
+        if self.looked_at or report.cached.kind == "off":
             return
-        why = self.start.said.partition(": ")[2]
+        why = self.start.outcome.why
         if self.start.entry is None:
             report.notes.append(f"traced at each start: {why}")
             return
-        said, *unkept = report.cache.partition("; not kept: ")
-        if said == "hit":
+        if report.cached.kind == "hit":
             report.notes.append(f"traced, and then found in the cache: {why}")
         else:
-            report.cache = "".join([self.start.said, *unkept])
+            report.cached = replace(self.start.outcome, not_kept=report.cached.not_kept)
         if entry is not None:
             self.start.keep(lambda: {**entry, "model": report.model, "places": self._places(entry, sources, inputs)})
-            unknown = self.start.said.partition("; not kept: ")[2]
+            unknown = self.start.outcome.not_kept
             report.notes += [f"traced at each start: {unknown}"] * bool(unknown)
 
     def _places(self, entry: Plain, sources: Sequence[str | None], inputs: Sequence[Any]) -> list[tuple[str | None, ...]]:

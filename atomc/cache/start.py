@@ -3,13 +3,14 @@
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from atomc.cache.artifact import Unstorable
 from atomc.cache.compiled import Compiled, restored
 from atomc.cache.fingerprint import Parts
 from atomc.cache.store import Damaged, Entry, Plain, check_plain, fill_report
 from atomc.options import Options
-from atomc.report import Report
+from atomc.report import CacheOutcome, Report
 from atomc.torch_compat.names import outside_of_tracing
 
 log = logging.getLogger("atomc")
@@ -18,22 +19,22 @@ log = logging.getLogger("atomc")
 class Start:
     """The place of one program in the cache.
 
-    parts  what the program depends on; raises Unstorable if it can be told from no other
-    said   what became of it, as Report.cache: "hit", or why not
+    parts    what the program depends on; raises Unstorable if it can be told from no other
+    outcome  what the cache did for it
     """
 
     def __init__(self, options: Options, parts: Callable[[], Parts]):
-        self.said = ""
+        self.outcome = CacheOutcome()
         self.seconds = 0.0
         self.entry: Entry | None = None
         asked = "a dump" if options.dump else "an audit" if options.audit else ""
         if not options.cache or asked:
-            self.said = f"off: {asked} was asked for" if asked else "off"
+            self.outcome = CacheOutcome("off", f"{asked} was asked for" if asked else "")
             return
         try:
             self.entry = Entry(parts(), options)
         except Unstorable as error:
-            self.said = f"off: {error}"
+            self.outcome = CacheOutcome("off", str(error))
 
     def found(self, report: Report, misfit: Callable[[Plain], str | None]) -> tuple[Compiled, Plain] | None:
         """What an earlier start has kept, if anything: the compiled program, and all of its entry.
@@ -47,10 +48,10 @@ class Start:
         try:
             return self._read(self.entry, report, misfit)
         except OSError as error:
-            self.entry, self.said = None, f"off: {error}"
+            self.entry, self.outcome = None, CacheOutcome("off", str(error))
         except Exception as error:  # however an entry is broken, it is compiled anew
             log.warning("atomc rebuilds a damaged entry of its cache, %s: %s", self.entry.path, error)
-            self.said = f"miss: the entry was damaged and is rebuilt: {error}"
+            self.outcome = CacheOutcome("miss", f"the entry was damaged and is rebuilt: {error}")
             self.entry.delete()
         finally:
             self.seconds = time.perf_counter() - start
@@ -63,7 +64,7 @@ class Start:
             data = entry.read()
         why = entry.why_missing() if data is None else misfit(data)
         if data is None or why is not None:
-            self.said = f"miss: {why}"
+            self.outcome = CacheOutcome("miss", str(why))
             return None
         try:
             with outside_of_tracing():
@@ -71,7 +72,7 @@ class Start:
         except Exception as error:
             raise Damaged(f"{type(error).__name__}: {error}") from error
         fill_report(report, data["report"])
-        self.said = "hit"
+        self.outcome = CacheOutcome("hit")
         return compiled, data
 
     def keep(self, data: Callable[[], Plain]) -> Plain | None:
@@ -85,5 +86,5 @@ class Start:
                 self.entry.write(made)
             return made
         except (Unstorable, TypeError, OSError) as error:
-            self.said += f"; not kept: {error}"
+            self.outcome = replace(self.outcome, not_kept=str(error))
             return None

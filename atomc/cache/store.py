@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from atomc.cache.fingerprint import Parts
+from atomc.cache.fingerprint import KERNEL_SOURCE, OUR_KERNELS, Parts
 from atomc.options import Options
 from atomc.report import PARTS, Report
 
@@ -196,20 +196,19 @@ class Entry:
 
 def differences(old: Parts, new: Parts) -> list[str]:
     """What changed, in words, at most three of them."""
+    changed = [name for name in [*new, *(name for name in old if name not in new)] if old.get(name) != new.get(name)]
+    # The file of a kernel is a file of ours, too: one line says it.
+    if any(name.startswith(KERNEL_SOURCE) for name in changed):
+        changed = [name for name in changed if not name.startswith(OUR_KERNELS)]
     words = []
-    for name in [*new, *(name for name in old if name not in new)]:
+    for name in changed:
         before, after = old.get(name), new.get(name)
-        if before == after:
-            continue
         if before is None or after is None:
             words.append(f"{name} is {'new' if before is None else 'gone'}")
         elif name.startswith("source") or len(before) + len(after) > 400:
             words.append(f"{name} changed")
         else:
             words.append(f"{name} changed from {before} to {after}")
-    # The file of a kernel is a file of ours, too: one line says it.
-    if any(word.startswith("source of kernel") for word in words):
-        words = [word for word in words if not word.startswith("source of atomc/kernels/")]
     return words[:3] + [f"and {len(words) - 3} more"] * (len(words) > 3)
 
 
@@ -255,7 +254,7 @@ def _parts_in(path: Path) -> Parts:
 
 
 # What is known of a graph when its entry is read, and of this start only.
-_OF_THIS_START = ("model", "treated", "why_not", "phases", "graph_break", "recompile", "cuda_graphs", "cache")
+_OF_THIS_START = ("model", "treated", "why_not", "phases", "graph_break", "recompile", "cuda_graphs", "cached")
 
 
 def plain_report(report: Report) -> Plain:

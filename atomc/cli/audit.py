@@ -115,7 +115,7 @@ def _with_inputs(name: str, arguments: argparse.Namespace) -> tuple[Any, tuple[A
     import torch
 
     from atomc.cli.explain import built_by
-    from atomc.inspection import example_inputs
+    from atomc.inspection import NothingToExplain, example_inputs
 
     if arguments.prompt or arguments.prompts or arguments.quantization:
         raise ValueError(f"--prompt, --prompts and --quantization are for checkpoints; let {name} return (module, args)")
@@ -125,9 +125,9 @@ def _with_inputs(name: str, arguments: argparse.Namespace) -> tuple[Any, tuple[A
     if args or kwargs:
         return model, args, kwargs
     try:
-        args, kwargs = example_inputs(model)
-    except TypeError as error:
-        raise ValueError(f"{str(error).replace('explain', 'audit', 1)}; the function can return (module, args)") from error
+        args, kwargs = example_inputs(model, asked="audit")
+    except NothingToExplain as error:
+        raise ValueError(f"{error}; the function can return (module, args)") from error
     return model, args, {**kwargs, "input_ids": _random_ids(model, kwargs["input_ids"])}
 
 

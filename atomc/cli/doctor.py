@@ -3,6 +3,7 @@
 import argparse
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -103,8 +104,8 @@ def _started(graphs: "Sequence[Started]") -> list[tuple[str, str]]:
     """When the last start was, and what the cache did for its graphs, those alike once."""
     if not graphs:
         return [("last start", "not known")]
-    said = [f"{graph.model}: {graph.said}" for graph in graphs]
-    counted = [f"{text} ({said.count(text)} graphs)" if said.count(text) > 1 else text for text in dict.fromkeys(said)]
+    said = Counter(f"{graph.model}: {graph.said}" for graph in graphs)
+    counted = [f"{text} ({number} graphs)" if number > 1 else text for text, number in said.items()]
     at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(graphs[0].at))
     return [("last start", f"{at}, {counted[0]}"), *(("", text) for text in counted[1:])]
 

@@ -156,7 +156,7 @@ def _read_baseline(file: str) -> dict[str, Any]:
 
 
 def _compile(arguments: argparse.Namespace, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    from atomc.inspection import explain
+    from atomc.inspection import NothingToExplain, explain
     from atomc.platform import Platform
     from atomc.program import compile_model
 
@@ -169,9 +169,7 @@ def _compile(arguments: argparse.Namespace, model: Any, args: tuple[Any, ...], k
     try:
         dynamic = arguments.dynamic or bool(arguments.html) or None
         explain(model, *args, options=options, platform=platform, dynamic=dynamic, **kwargs)
-    except TypeError as error:
-        if not str(error).startswith("explain: "):
-            raise
+    except NothingToExplain as error:
         raise ValueError(f"{error}; the function can return (module, args)") from error
 
 

@@ -7,72 +7,73 @@ import torch
 from torch import Tensor
 
 from atomc.graph.sizes import known_equal
+from atomc.op import Refusal
 from atomc.platform import Platform
 
 INT4PACK_GROUPS = (32, 64, 128, 256)
 
 
-def unlike_int8(platform: Platform, x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor) -> str | None:
+def unlike_int8(platform: Platform, x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor) -> Refusal | None:
     """Why these are no operands of an int8 product on an x86 CPU, or None."""
     if reason := elsewhere(platform):
         return reason
     for name, dtype in {"x": x.dtype, "weight": weight.dtype}.items():
         if dtype != torch.int8:
-            return f"{name} is {dtype}: written for torch.int8"
+            return Refusal("dtype", f"{name} is {dtype}: written for torch.int8")
     if weight_scale.dtype != torch.float32 or not sized(weight_scale, weight.shape[0], 1):
-        return f"the scales of the weight are {spelled(weight_scale)}, expected one in fp32 an output"
+        return Refusal("dtype", f"the scales of the weight are {spelled(weight_scale)}, expected one in fp32 an output")
     if x_scale.dtype != torch.float32:
-        return f"the scales of x are {x_scale.dtype}: written for torch.float32"
+        return Refusal("dtype", f"the scales of x are {x_scale.dtype}: written for torch.float32")
     return scattered(weight)
 
 
 def unlike_int4(
     platform: Platform, x: Tensor, weight: Tensor, weight_scale: Tensor, zeros: Tensor | None, group: int
-) -> str | None:
+) -> Refusal | None:
     """Why these are no operands of a product with int4 weights on an x86 CPU, or None."""
     if reason := elsewhere(platform):
         return reason
     if weight.dtype != torch.int32:
-        return f"the weight is {weight.dtype}: written for codes in torch.int32"
+        return Refusal("dtype", f"the weight is {weight.dtype}: written for codes in torch.int32")
     if reason := scattered(weight):
         return reason
     expected = (weight.shape[0], weight.shape[1] * 8 // group)
     if not weight_scale.is_floating_point() or weight_scale.dtype.itemsize > 4 or not sized(weight_scale, *expected):
-        return f"the scales of the weight are {spelled(weight_scale)}, expected floats {list(expected)}"
+        return Refusal("dtype", f"the scales of the weight are {spelled(weight_scale)}, expected floats {list(expected)}")
     if zeros is not None and (zeros.dtype != torch.uint8 or not sized(zeros, *expected)):
-        return f"the zero points are {spelled(zeros)}, expected uint8 {list(expected)}"
+        return Refusal("dtype", f"the zero points are {spelled(zeros)}, expected uint8 {list(expected)}")
     return None
 
 
 def unlike_int4pack(
     platform: Platform, x: Tensor, weight: Tensor, weight_scale: Tensor, zeros: Tensor | None, group: int
-) -> str | None:
+) -> Refusal | None:
     """Why PyTorch's own kernel for int4 weights on a CPU cannot multiply these, or None."""
     if reason := unlike_int4(platform, x, weight, weight_scale, zeros, group):
         return reason
     if not platform.has("avx2"):
-        return "written for CPUs with AVX2"
+        return Refusal("hardware", "written for CPUs with AVX2")
     for name, dtype in {"x": x.dtype, "weight_scale": weight_scale.dtype}.items():
         if dtype != torch.bfloat16:
-            return f"{name} is {dtype}: PyTorch's kernel is fast in torch.bfloat16 only"
+            return Refusal("dtype", f"{name} is {dtype}: PyTorch's kernel is fast in torch.bfloat16 only")
     if group not in INT4PACK_GROUPS:
-        return f"groups of {group}: written for {', '.join(map(str, INT4PACK_GROUPS))}"
+        return Refusal("shape", f"groups of {group}: written for {', '.join(map(str, INT4PACK_GROUPS))}")
     if weight.shape[0] % 16:
-        return f"{weight.shape[0]} outputs are no multiple of 16"
+        return Refusal("shape", f"{weight.shape[0]} outputs are no multiple of 16")
     return None
 
 
-def elsewhere(platform: Platform) -> str | None:
+def elsewhere(platform: Platform) -> Refusal | None:
     if not platform.is_cpu or platform.arch != "x86_64":
-        return f"written for x86 CPUs, this is {platform.arch}"
+        return Refusal("hardware", f"written for x86 CPUs, this is {platform.arch}")
     return None
 
 
-def scattered(weight: Tensor) -> str | None:
+def scattered(weight: Tensor) -> Refusal | None:
     """Why a weight is no matrix whose rows follow each other, or None."""
     if weight.dim() != 2 or not all(isinstance(size, int) for size in weight.shape):
-        return "the weight is no matrix of constant size"
-    return None if weight.is_contiguous() else "the rows of the weight do not follow each other"
+        return Refusal("shape", "the weight is no matrix of constant size")
+    return None if weight.is_contiguous() else Refusal("layout", "the rows of the weight do not follow each other")
 
 
 def sized(tensor: Tensor, *shape: int) -> bool:

@@ -10,8 +10,9 @@ from atomc.graph.canonical import Capture, call
 from atomc.graph.expressions import Size
 from atomc.graph.sizes import known_equal
 from atomc.matching.pattern import Site
+from atomc.report import MissKind
 
-Veto = Callable[[str, str, str], bool]
+Veto = Callable[[MissKind, str, str], bool]
 
 
 def compare_attrs(site: Site, p: Node, g: Node, veto: Veto) -> bool:

@@ -23,6 +23,7 @@ from atomc.matching.attributes import bare, compare_attrs, same_attr
 from atomc.matching.conditions import problems
 from atomc.matching.pattern import Difference, Index, Pattern, Site
 from atomc.matching.search import without_cast
+from atomc.report import MissKind
 
 # Ops that only change how a value lies, looks or is kept: several in a row are one difference.
 LAYOUT = VIEWS | {"permute", "expand", "cast", "to"}
@@ -93,7 +94,7 @@ def near_misses(
 def _caused(miss: NearMiss, causes: Sequence[NearMiss]) -> NearMiss | None:
     first = miss.differences[0]
     return next((cause for cause in causes
-                 if first.node in cause.nodes and cause.rewrite in first.expected.split("(")[0]), None)
+                 if first.node in cause.nodes and any(cause.rewrite in op for op in first.ops)), None)
 
 
 def anchors(pattern: Pattern) -> list[Node]:
@@ -140,8 +141,8 @@ class _Growth:
         self.extra: set[Node] = set()  # graph nodes in between
         self.place(p, g)
 
-    def note(self, kind: str, expected: str, found: str, node: Node) -> bool:
-        self.found.append(Difference(kind, expected, found, node))
+    def note(self, kind: MissKind, expected: str, found: str, node: Node, *ops: str) -> bool:
+        self.found.append(Difference(kind, expected, found, node, ops=ops))
         return True
 
     def place(self, p: Node, g: Node) -> None:
@@ -170,7 +171,8 @@ class _Growth:
             for reader in p.users if here is not None else ():
                 if reader in self.pattern.nodes and self.site.at(reader) is None and reader not in self.replaced:
                     others = ", ".join(describe(user) for user in here.users if user.op != "output") or "nothing"  # type: ignore[union-attr]
-                    self.note("no reader", f"{_wanted(reader)} reading {describe(here)}", f"only {others} reads it", here)  # type: ignore[arg-type]
+                    self.note("no reader", f"{_wanted(reader)} reading {describe(here)}", f"only {others} reads it", here,  # type: ignore[arg-type]
+                              call(reader).op)  # fmt: skip
 
     def structural(self) -> list[Difference]:
         """Differences of structure, upstream first, one per kind and node."""
@@ -231,7 +233,7 @@ class _Growth:
         chain = self.chain_down(p, g)
         if chain and wanted.op != "cast":
             *between, found = chain
-            self.in_between(between[::-1], f"{describe(reader)} reading {_wanted(p)} directly")
+            self.in_between(between[::-1], f"{describe(reader)} reading {_wanted(p)} directly", call(reader).op)
             self.place(p, found)
             return
         inner = [q for q in wanted.operands if q not in self.pattern.inputs and call(q).op == here.op]
@@ -241,7 +243,7 @@ class _Growth:
             if wanted.op == "cast" and wanted.attrs["dtype"] == self.pattern.model_dtype:
                 self.late_casts.append((g, reader))
             else:
-                self.note("missing op", _wanted(p), f"{describe(g)} used as it is", reader)
+                self.note("missing op", _wanted(p), f"{describe(g)} used as it is", reader, wanted.op)
                 self.missing.add(p)
             self.site.alias[p] = g
             self.settle(inner[0], g, reader)
@@ -249,9 +251,9 @@ class _Growth:
         self.replaced.add(p)
         maker = here.operands[0] if here.op == "getitem" else g
         if wanted.op in maker.meta.get("consumed", ()):
-            self.note("taken", f"{_wanted(p)} for itself", f"taken by {maker.meta['made_by']}", g)
+            self.note("taken", f"{_wanted(p)} for itself", f"taken by {maker.meta['made_by']}", g, wanted.op)
             return
-        self.note("other op", _wanted(p), describe(g), g)
+        self.note("other op", _wanted(p), describe(g), g, wanted.op)
         for q in wanted.operands:  # perhaps only this op differs: go on below it
             best = max(here.operands, key=lambda h: self.similarity(q, h), default=None)
             if best is not None and q not in self.pattern.inputs and self.similarity(q, best) >= 1.5:
@@ -292,7 +294,7 @@ class _Growth:
         chain = self.chain_up(reader, g)
         if chain:
             *between, found = chain
-            self.in_between(between, f"{_wanted(reader)} reading {describe(g)} directly")
+            self.in_between(between, f"{_wanted(reader)} reading {describe(g)} directly", op)
             self.place(reader, found)
             return True
         for after in reader.users:  # perhaps the reader is missing and what follows it reads g
@@ -301,7 +303,7 @@ class _Growth:
             follower = next((u for u in users if call(u).op == call(after).op and self.free(u)), None)
             if follower is not None:
                 self.note("missing op", f"{_wanted(reader)} after {describe(g)}", f"{describe(follower)} reads it as it is",
-                          follower)  # fmt: skip
+                          follower, op)  # fmt: skip
                 self.missing.add(reader)
                 self.site.alias[reader] = g
                 self.place(after, follower)
@@ -322,7 +324,7 @@ class _Growth:
             rating, g, reader, between = max(found, key=lambda entry: entry[0], default=(0.0, here, here, []))
             if rating > 1:
                 if between:
-                    self.in_between(between, f"{describe(here)} read together with {_wanted(p)}")
+                    self.in_between(between, f"{describe(here)} read together with {_wanted(p)}", call(here).op)
                 self.settle(p, g, reader)
                 return True
         return False
@@ -342,10 +344,10 @@ class _Growth:
 
     # ---- ops in between
 
-    def in_between(self, between: list[Node], expected: str) -> None:
+    def in_between(self, between: list[Node], expected: str, *ops: str) -> None:
         """Note ops that the pattern does not have, first come first."""
         found = " > ".join([*map(spell, between[:-1]), describe(between[-1])])
-        self.note("extra op", expected, f"{found} in between", between[0])
+        self.note("extra op", expected, f"{found} in between", between[0], *ops)
         self.extra |= set(between)
 
     def chain_down(self, p: Node, g: Node) -> list[Node]:

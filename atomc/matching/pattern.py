@@ -13,6 +13,7 @@ from torch.fx import Graph, Node
 from atomc.graph.canonical import Capture, call, value
 from atomc.graph.expressions import expression
 from atomc.matching.captures import OneOf, capture, differing, stand_ins
+from atomc.report import MissKind
 from atomc.torch_compat.tracing import traced_alone
 
 
@@ -178,15 +179,11 @@ class Site:
 
 @dataclass
 class Difference:
-    """One thing that keeps a pattern from matching. `rank` orders the checks: upstream first.
+    """One thing that keeps a pattern from matching. `rank` orders the checks: upstream first."""
 
-    kind, of the structure: "extra op", "missing op", "missing cast", "other op", "operand order", "arguments",
-    "attribute", "scalar", "same value", "no reader"; of the values: "dtype", "size", "view", "device",
-    "extra user", "mutation", "cycle"; of rewriting: "guard", "taken".
-    """
-
-    kind: str
+    kind: MissKind
     expected: str
     found: str
     node: Node | None
     rank: int = 0
+    ops: tuple[str, ...] = ()  # that were expected there

@@ -1,6 +1,6 @@
 """What operations mean. Each op is called like a function; `.reference` is its meaning, `.kernel` adds a way to run it."""
 
-from atomc.op import REGISTRY, Kernel, Op, Prepared, Tokens, op_of
+from atomc.op import REGISTRY, Kernel, Op, Prepared, Refusal, Tokens, op_of
 from atomc.ops.activation import gelu_and_mul, silu_and_mul
 from atomc.ops.activation_quant import silu_and_mul_quant
 from atomc.ops.attention import attention, kv_write, paged_attention
@@ -29,6 +29,7 @@ __all__ = [
     "Layout",
     "Op",
     "Prepared",
+    "Refusal",
     "StateSpec",
     "Step",
     "Tokens",

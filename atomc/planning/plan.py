@@ -286,7 +286,7 @@ class Lowered:
         self.model, self.platform = model, with_peaks(platform or Platform.detect(), model.dtype)
         self.graphs: list[GraphModule] = []
         self.program = compiled(model, self.platform, options, [self._take])
-        self.fuses = any(note.startswith("glue: inductor") for note in self.program.report.notes)
+        self.fuses = any(glue.how == "inductor" for glue in self.program.report.glue)
 
     def _take(self, name: str, gm: GraphModule) -> None:
         if name == "lower":
@@ -347,7 +347,8 @@ def _lower_bound(platform: Platform, table: Table | None, predicted: Sequence[Pr
 
 def _notes(report: Report, model: Model) -> list[str]:
     notes = list(model.how.notes) if model.how else []
-    return notes + [note for note in report.notes if not note.startswith("glue: ")]
+    of_glue = {glue.note for glue in report.glue}  # nothing is built here
+    return notes + [note for note in report.notes if note not in of_glue]
 
 
 def _memory(model: Model, program: Program, platform: Platform, longest: int | None) -> Memory:

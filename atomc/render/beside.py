@@ -90,7 +90,7 @@ def _cut(text: str) -> str:
 
 def _why_fewer(report: Report, name: str) -> str:
     known = name in (*report.known, *report.off)
-    return report.why(name).partition(": ")[2] if known and not report.matches[name] else _misses(report, name)
+    return report.reason(name) if known and not report.matches[name] else _misses(report, name)
 
 
 def _misses(report: Report, name: str) -> str:

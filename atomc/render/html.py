@@ -11,11 +11,12 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from atomc.efficiency import GLUE, LAUNCH, name_in_table, rate, shipped
+from atomc.op import ALL_TOKENS, Tokens
 from atomc.platform import DESCRIBED
 from atomc.render import formula
 from atomc.render.beside import Comparison
@@ -24,9 +25,9 @@ from atomc.render.text import NOT_REWRITES, collapsed
 from atomc.report import KernelChoice, Miss, OpCost, Report, Site, another, spans
 
 HERE = Path(__file__).parent
-# Refusals that say nothing about a place in the model: of the machine, and by design.
-_OF_MACHINE = re.compile(r"\bruns? on\b|not installed")
-BY_DESIGN = ("is meant for", "its meaning is left to the glue compiler")
+# Codes of refusals that say nothing about a place in the model: of the machine, and by design.
+OF_MACHINE = ("hardware", "library")
+BY_DESIGN = ("tokens", "slower")
 # Of one pass; a model whose layers all differ has thousands.
 MOST_HUNKS = 60
 
@@ -182,12 +183,15 @@ class Graph:
     @property
     def cache_words(self) -> str:
         """What became of the question whether an earlier start had compiled this graph."""
-        cache = self.report.cache
-        if cache == "hit":
+        cached = self.report.cached
+        if cached.kind == "hit":
             return "Hit: an earlier start compiled this graph. No pass ran; what is said of passes is what it said then."
-        if cache.startswith("miss: "):
-            return f"Miss, compiled anew: {cache.removeprefix('miss: ')}."
-        return f"Not asked ({cache.removeprefix('off: ')})." if cache else "Not asked: nothing was to run."
+        why = str(replace(cached, kind=""))
+        if cached.kind == "miss":
+            return f"Miss, compiled anew: {why}."
+        if cached.kind == "off":
+            return f"Not asked ({why or 'off'})."
+        return f"The cache: {why}." if why else "Not asked: nothing was to run."
 
     def data(self) -> dict[str, Any]:
         """What the page computes with."""
@@ -206,10 +210,12 @@ class Graph:
             choices = [choice for node in cost.nodes for choice in self.choices.get(node, [])]
             runs = list(dict.fromkeys((choice.tokens, choice.chosen) for choice in choices))
             refused = list(dict.fromkeys(other for choice in choices for other in choice.others))
+            anywhere = {pair for choice in choices for pair in choice.refused_by(*OF_MACHINE, *BY_DESIGN)}
             key = (cost.op, collapsed(cost.module_path), cost.bytes, cost.flops, tuple(runs), tuple(refused))
             group = groups.setdefault(key, {
                 "op": cost.op, "path": collapsed(cost.module_path), "count": 0, "layers": set(), "runs": _runs(runs),
-                "refused": refused, "bytes": cost.bytes, "flops": cost.flops, "source": cost.source,
+                "ranges": _ranges(runs), "refused": refused, "anywhere": anywhere, "bytes": cost.bytes, "flops": cost.flops,
+                "source": cost.source,
                 "trees": [formula.tree(cost.bytes), formula.tree(cost.flops)], "nodes": len(cost.nodes),
                 "origins": _origins(cost, origin), "made_by": cost.made_by,
             })  # fmt: skip
@@ -234,7 +240,7 @@ class Graph:
             ran = {name for kernel, _ in row["runs"] for name in (kernel, another(kernel))}
             row["rather"] = [(provider, reason) for provider, reason in row["refused"]
                              if provider not in {*self.not_here, *ran}
-                             and not _OF_MACHINE.search(reason) and not reason.startswith(BY_DESIGN)]  # fmt: skip
+                             and (provider, reason) not in row["anywhere"]]  # fmt: skip
             if row["rather"]:
                 found.append(number)
         return found
@@ -303,10 +309,9 @@ class Grid:
         if self.report.treated and self.report.matches[name] and not prefix:
             return "nothing like it is outside of the layers"
         try:
-            text = self.report.why(name, prefix)
+            return self.report.reason(name, prefix)
         except ValueError as error:  # a report of a version that knew other rewrites
             return str(error)
-        return text.partition(": ")[2]
 
     def _kernel_lines(self, name: str) -> list[Said]:
         choices = [choice for choice in self.report.kernels if choice.op == name]
@@ -356,16 +361,10 @@ def _times(count: int) -> str:
 
 def _computed(row: Mapping[str, Any]) -> dict[str, Any]:
     """What the page computes the time of an op from. runs: first and last number of tokens, op and kernel in the table."""
-    runs = row["runs"] or [(GLUE, "")]
-    ranges = [(*first_and_last(tokens), *name_in_table(row["op"], kernel)) for kernel, tokens in runs]
+    runs = row["ranges"] or [(GLUE, ALL_TOKENS)]
+    ranges = [(tokens.first, tokens.last, *name_in_table(row["op"], kernel)) for kernel, tokens in runs]
     return {"count": row["count"], "bytes": row["trees"][0], "flops": row["trees"][1], "runs": ranges,
             "rate": rate(row["op"])}  # fmt: skip
-
-
-def first_and_last(tokens: str) -> tuple[int, int | None]:
-    """A range as a page spells it: "", "1 tokens", "2 to 16 tokens", "17 and more tokens"."""
-    numbers = [int(number) for number in re.findall(r"\d+", tokens)] or [1]
-    return numbers[0], None if not tokens or "and more" in tokens else numbers[-1]
 
 
 def _runs(runs: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
@@ -375,9 +374,16 @@ def _runs(runs: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
     return [(chosen, "" if tokens == "any" else f"{tokens} tokens") for tokens, chosen in runs]
 
 
+def _ranges(runs: Sequence[tuple[str, str]]) -> list[tuple[str, Tokens]]:
+    """The same for a program."""
+    if len({chosen for _, chosen in runs}) == 1:
+        return [(runs[0][1], ALL_TOKENS)]
+    return [(chosen, Tokens.of(tokens)) for tokens, chosen in runs]
+
+
 def _not_here(choices: Sequence[KernelChoice]) -> set[str]:
     """Providers that run nothing in this graph, for a reason that is the machine's somewhere."""
-    missing = {provider for choice in choices for provider, reason in choice.refused if _OF_MACHINE.search(reason)}
+    missing = {provider for choice in choices for provider, _ in choice.refused_by(*OF_MACHINE)}
     return missing - {choice.chosen for choice in choices}
 
 

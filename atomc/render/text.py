@@ -2,9 +2,10 @@
 
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from atomc.report import KernelChoice, Miss, Report, Site, spans
+from atomc.report import CacheOutcome, KernelChoice, Miss, Report, Site, spans
 
 WIDTH = 100
 MOST_MISSES = 20
@@ -50,7 +51,7 @@ def _wrapped(text: str, start: str, indent: str) -> str:
 
 def _title(report: Report) -> str:
     if report.treated:
-        cache = f"; cache: {report.cache}" if report.cache not in ("", "off") else ""
+        cache = f"; cache: {report.cache}" if report.cached not in (CacheOutcome(), CacheOutcome("off")) else ""
         return _wrapped(f"{report.model}: compiled{cache}", "", "  ")
     return _wrapped(f"{report.model}: not treated: {report.why_not}", "", "  ")
 
@@ -75,7 +76,7 @@ def _not_fired(report: Report) -> str:
     near = {miss.rewrite for miss in report.near}
     rows: dict[str, str] = {}
     for name in dict.fromkeys(missing):
-        reason = "near misses, below" if name in near else report.why(name).partition(": ")[2]
+        reason = "near misses, below" if name in near else report.reason(name)
         same = next((other for other, why in rows.items() if why == reason and name not in near), None)
         rows[name] = f"as {same}" if same else reason
     return table(("did not fire", "why"), list(rows.items())) if rows else ""
@@ -122,12 +123,8 @@ def _kernels(choices: Sequence[KernelChoice]) -> str:
 
 
 def _collapsed_lines(lines: Iterable[str]) -> list[str]:
-    """Lines that differ by the layer in the path before their colon, once with how many they are."""
-    groups: dict[str, int] = {}
-    for line in lines:
-        path, colon, rest = line.partition(":")
-        key = collapsed(path) + colon + rest
-        groups[key] = groups.get(key, 0) + 1
+    """Lines that differ by the layer in their path, once with how many they are."""
+    groups = Counter(map(collapsed, lines))
     return [f"{line} (x{count})" if count > 1 else line for line, count in groups.items()]
 
 

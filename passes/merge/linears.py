@@ -26,6 +26,7 @@ from atomc.matching.near_miss import NearMiss
 from atomc.matching.pattern import Difference
 from atomc.op import Op, op_of
 from atomc.op_traits import Kind
+from atomc.report import MissKind
 from atomc.rewrite import Fired
 
 aten = torch.ops.aten
@@ -47,7 +48,7 @@ class _Linear:
     arguments: dict[str, Any]
 
 
-Refused = tuple[Node, str]
+Refused = tuple[Node, MissKind, str]
 
 
 def merge(kind: str) -> Callable[[GraphModule, Context], Outcome]:
@@ -69,7 +70,7 @@ def merge(kind: str) -> Callable[[GraphModule, Context], Outcome]:
                     else:
                         done.off.add(off.pattern)
                         done.near.append(_miss(kind, part, Difference("off", f"{kind} to be on", off.text, part[0].node)))
-                done.near += [_miss(kind, group, Difference("guard", _SHARED, why, node)) for node, why in refused]
+                done.near += [_miss(kind, group, Difference(of, _SHARED, why, node)) for node, of, why in refused]
         return done
 
     return run
@@ -145,23 +146,24 @@ def _mergeable(group: list[_Linear], real: Real) -> tuple[list[tuple[list[_Linea
     assert group[0].op.concat is not None
     names = group[0].op.concat([_values(linear) for linear in group])
     if isinstance(names, str):
-        return [], [(group[0].node, names)]
-    fit, refused = [], []
+        return [], [(group[0].node, "guard", names)]
+    fit: list[_Linear] = []
+    refused: list[Refused] = []
     for linear in group:
         reason = next((reason for name in names if (reason := _unfit(linear.arguments[name], real))), None)
         if reason is None and not isinstance(value(linear.node).shape[-1], int):
             reason = "its width is not constant"
         if reason:
-            refused.append((linear.node, reason))
+            refused.append((linear.node, "guard", reason))
         else:
             fit.append(linear)
     parts, elsewhere = _as_packed_before(fit, names[0], real)
     refused += elsewhere
     mergeable = []
     for part in parts:
-        reason = _different(part, names, real)
-        if reason:
-            refused.append((part[0].node, reason))
+        different = _different(part, names, real)
+        if different:
+            refused.append((part[0].node, *different))
         else:
             mergeable.append((part, names))
     return mergeable, refused
@@ -193,20 +195,26 @@ def _as_packed_before(group: list[_Linear], name: str, real: Real) -> tuple[list
         if not together:
             others.append(linear)
         elif len(here) < len(together):
-            refused.append((linear.node, f"{input_name(linear.arguments[name])} is packed with others for another graph"))
+            reason = f"{input_name(linear.arguments[name])} is packed with others for another graph"
+            refused.append((linear.node, "packed", reason))
         elif here not in found:
             found.append(here)
     return found + ([others] if len(others) > 1 else []), refused
 
 
-def _different(group: list[_Linear], names: tuple[str, ...], real: Real) -> str | None:
+def _different(group: list[_Linear], names: tuple[str, ...], real: Real) -> tuple[MissKind, str] | None:
     """Why these cannot be merged with each other, or None."""
     rest = [name for name in group[0].arguments if name not in names]
     differing = [name for name in rest if any(other.arguments[name] != group[0].arguments[name] for other in group)]
     if differing:
-        return f"they differ in {', '.join(differing)}"
-    reasons = (packs.refusal([real[linear.arguments[name]] for linear in group]) for name in names)
-    return next((reason for reason in reasons if reason), None)
+        return "guard", f"they differ in {', '.join(differing)}"
+    for name in names:
+        parameters = [real[linear.arguments[name]] for linear in group]
+        if reason := packs.unlike(parameters):
+            return "guard", reason
+        if reason := packs.packed_otherwise(parameters):
+            return "packed", reason
+    return None
 
 
 def _miss(kind: str, group: list[_Linear], difference: Difference) -> NearMiss:

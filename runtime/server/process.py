@@ -88,7 +88,7 @@ def _end_with_parent() -> None:
 def _users_error(error: BaseException) -> str | None:
     """The sentence for an error that a user can put right; None for any other."""
     from atomc.errors import RunError
-    from atomc.runtime.capacity import out_of_memory
+    from atomc.torch_compat.exceptions import out_of_memory
 
     inner = getattr(error, "inner_exception", None)
     if inner is not None:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from atomc.runtime.sampling_params import SamplingParams, Structured
+from atomc.runtime.sampling_params import ParameterError, SamplingParams, Structured
 from atomc.runtime.server.config import ServerConfig
 from atomc.runtime.server.errors import invalid
 from atomc.runtime.server.limits import CHOICES, STOP_TOKENS, STOPS, at_most, check_form, check_stops
@@ -39,8 +39,8 @@ def sampling_params(
             logit_bias=body.logit_bias or {}, logprobs=logprobs, prompt_logprobs=prompt_logprobs, structured=structured,
             skip_special_tokens=skip_special_tokens, **given,
         )  # fmt: skip
-    except ValueError as error:
-        raise invalid(str(error), str(error).partition(" ")[0]) from error
+    except ParameterError as error:
+        raise invalid(str(error), error.name) from error
 
 
 def check_fits(num_prompt: int, max_tokens: int | None, model: Served) -> None:

@@ -56,8 +56,8 @@ def answer(mode: str, arch: str, compiled: list[str], request: dict[str, Any]) -
             return make(Draw(dtype, "cuda" if mode == "cuda" else "cpu", kernel.layout or "paged"))
 
         try:
-            if reason := refusal(kernel, here, arguments()):
-                outcomes[name] = f"refused: {reason}"
+            if refused := refusal(kernel, here, arguments()):
+                outcomes[name] = f"refused: {refused.text}"
             elif mode in ("interpret", "cuda"):
                 compare(kernel, arguments, dtype)
                 outcomes[name] = "passed"

@@ -4,6 +4,7 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.aiter.library import HALVES, Function, neighbours, scattered, side_by_side, unfit, unlike
+from atomc.op import Refusal
 from atomc.platform import Platform
 
 aiter_silu_and_mul = Function("silu_and_mul", "aiter")
@@ -11,14 +12,14 @@ aiter_gelu_and_mul = Function("gelu_and_mul", "aiter")
 aiter_gelu_tanh_and_mul = Function("gelu_tanh_and_mul", "aiter")
 
 
-def apart(gate: Tensor, up: Tensor) -> str | None:
+def apart(gate: Tensor, up: Tensor) -> Refusal | None:
     """Why the two are not halves of one tensor's rows, or None."""
     if not neighbours(gate, up):
-        return "gate and up do not lie side by side in one tensor, as a merged projection leaves them"
+        return Refusal("layout", "gate and up do not lie side by side in one tensor, as a merged projection leaves them")
     return scattered(gate=gate)
 
 
-def _refuse_silu_and_mul(platform: Platform, gate: Tensor, up: Tensor) -> str | None:
+def _refuse_silu_and_mul(platform: Platform, gate: Tensor, up: Tensor) -> Refusal | None:
     return unfit(platform, aiter_silu_and_mul) or unlike(HALVES, gate=gate, up=up) or apart(gate, up)
 
 
@@ -31,10 +32,10 @@ def silu_and_mul(gate: Tensor, up: Tensor) -> Tensor:
     return out.view(gate.shape)
 
 
-def _refuse_gelu_and_mul(platform: Platform, gate: Tensor, up: Tensor, approximate: str = "none") -> str | None:
+def _refuse_gelu_and_mul(platform: Platform, gate: Tensor, up: Tensor, approximate: str = "none") -> Refusal | None:
     function = aiter_gelu_tanh_and_mul if approximate == "tanh" else aiter_gelu_and_mul
     if approximate not in ("none", "tanh"):
-        return f"approximate={approximate!r} is neither 'none' nor 'tanh'"
+        return Refusal("argument", f"approximate={approximate!r} is neither 'none' nor 'tanh'")
     return unfit(platform, function) or unlike(HALVES, gate=gate, up=up) or apart(gate, up)
 
 

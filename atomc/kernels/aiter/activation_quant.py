@@ -9,15 +9,14 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.aiter.activation import apart
 from atomc.kernels.aiter.library import FLOATS, Function, foreign_fp8, side_by_side, unfit, unlike
+from atomc.op import Refusal
 from atomc.platform import Platform
 
 FP8 = ("aiter.ops.triton.quant.fused_fp8_quant", "aiter.ops.triton.fused_fp8_quant")
 fused_silu_mul_fp8_per_tensor_static_quant = Function(
     "fused_silu_mul_fp8_per_tensor_static_quant", *FP8, takes=["dtype_quant", "silu_convert_to_inp_type"]
 )
-act_mul_and_fp8_group_quant = Function(
-    "act_mul_and_fp8_group_quant", "aiter.ops.triton.activation", takes=["dtype_quant"]
-)
+act_mul_and_fp8_group_quant = Function("act_mul_and_fp8_group_quant", "aiter.ops.triton.activation", takes=["dtype_quant"])
 fused_reduce_act_mul_and_mxfp4_quant = Function(
     "fused_reduce_act_mul_and_mxfp4_quant", "aiter.ops.triton.quant.fused_mxfp4_quant",
     "aiter.ops.triton.fused_mxfp4_quant", takes=["shuffle"],
@@ -33,23 +32,25 @@ WIDEST = 32768
 def _refuse(
     platform: Platform, gate: Tensor, up: Tensor, scale: Tensor | None = None, *, scheme: str,
     dtype: torch.dtype = torch.float8_e4m3fn, group: int = 128, column_major: bool = False, rounding: str = "even",
-) -> str | None:  # fmt: skip
+) -> Refusal | None:  # fmt: skip
     if scheme not in FUNCTIONS:
-        return f"AITER has no activation that quantizes as {scheme}"
+        return Refusal("argument", f"AITER has no activation that quantizes as {scheme}")
     if reason := unfit(platform, FUNCTIONS[scheme]) or unlike(FLOATS, gate=gate, up=up) or apart(gate, up):
         return reason
     width = gate.shape[-1]
     if width > WIDEST:
-        return f"rows of {width} do not fit one program (at most {WIDEST})"
+        return Refusal("shape", f"rows of {width} do not fit one program (at most {WIDEST})")
     if scheme == "mxfp4":
         if rounding != "even":
-            return f"AITER's Triton kernels round the scales of MXFP4 to even, here rounding={rounding!r}"
-        return None if width % 32 == 0 else f"rows of {width} are no whole blocks of 32"
+            return Refusal(
+                "argument", f"AITER's Triton kernels round the scales of MXFP4 to even, here rounding={rounding!r}"
+            )
+        return None if width % 32 == 0 else Refusal("shape", f"rows of {width} are no whole blocks of 32")
     if scheme == "fp8_group":
         if column_major:
-            return "AITER's kernel writes the scales row by row"
+            return Refusal("layout", "AITER's kernel writes the scales row by row")
         if group & (group - 1):
-            return f"groups of {group} are no power of two"
+            return Refusal("shape", f"groups of {group} are no power of two")
     return foreign_fp8(platform, dtype)
 
 
@@ -65,9 +66,7 @@ def silu_and_mul_quant(
     packed = side_by_side(gate, up)
     lead = gate.shape[:-1]
     if scheme == "fp8_static":
-        codes = fused_silu_mul_fp8_per_tensor_static_quant(
-            packed, scale, dtype_quant=dtype, silu_convert_to_inp_type=True
-        )
+        codes = fused_silu_mul_fp8_per_tensor_static_quant(packed, scale, dtype_quant=dtype, silu_convert_to_inp_type=True)
         return codes.view(gate.shape), gate.new_empty(0, dtype=torch.float32)
     if scheme == "fp8_group":
         codes, scales = act_mul_and_fp8_group_quant(packed, "silu", group, dtype_quant=dtype)

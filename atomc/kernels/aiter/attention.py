@@ -6,6 +6,7 @@ from torch import Tensor
 from atomc import ops
 from atomc.graph.sizes import known_equal
 from atomc.kernels.aiter.library import HALVES, Function, unfit, unlike
+from atomc.op import Refusal
 from atomc.platform import Platform
 
 flash_attn_func = Function("flash_attn_func", "aiter", takes=["softmax_scale", "causal", "window_size"])
@@ -15,22 +16,24 @@ WIDEST = 256
 def _refuse(
     platform: Platform, q: Tensor, k: Tensor, v: Tensor, kv: Tensor | None = None, mask: Tensor | None = None,
     sinks: Tensor | None = None, *, scale: float, causal: bool = True, window: int = 0, softcap: float = 0.0,
-) -> str | None:  # fmt: skip
+) -> Refusal | None:  # fmt: skip
     if reason := unfit(platform, flash_attn_func) or unlike(HALVES, q=q, k=k, v=v):
         return reason
     for name, given in (("mask", mask is not None), ("sinks", sinks is not None), ("softcap", softcap)):
         if given:
-            return f"AITER's attention takes no {name} here"
+            return Refusal("argument", f"AITER's attention takes no {name} here")
     if q.dim() not in (3, 4):
-        return f"q has {q.dim()} dimensions: written for 3 or 4"
+        return Refusal("shape", f"q has {q.dim()} dimensions: written for 3 or 4")
     if (causal or window) and not known_equal(q.shape[-3], k.shape[-3]):
-        return "AITER aligns a causal mask with the last key, and there may be more or fewer keys than queries"
+        return Refusal(
+            "argument", "AITER aligns a causal mask with the last key, and there may be more or fewer keys than queries"
+        )
     if window and not causal:
-        return "AITER's window ends at the query, here later keys are seen"
+        return Refusal("argument", "AITER's window ends at the query, here later keys are seen")
     if q.shape[-1] % 8 or v.shape[-1] % 8 or max(q.shape[-1], v.shape[-1]) > WIDEST:
-        return f"heads of {q.shape[-1]} and {v.shape[-1]}: AITER takes multiples of 8 up to {WIDEST}"
+        return Refusal("shape", f"heads of {q.shape[-1]} and {v.shape[-1]}: AITER takes multiples of 8 up to {WIDEST}")
     if not all(known_equal(x.stride(-1), 1) for x in (q, k, v)):
-        return "the last dimension of q, k or v is not contiguous"
+        return Refusal("layout", "the last dimension of q, k or v is not contiguous")
     return None
 
 

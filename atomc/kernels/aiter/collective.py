@@ -7,6 +7,7 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.aiter.library import HALVES, Function, scattered, unfit, unlike
+from atomc.op import Refusal
 from atomc.platform import Platform
 
 get_tp_group = Function("get_tp_group", "aiter.dist.parallel_state")
@@ -16,22 +17,20 @@ tensor_model_parallel_fused_allreduce_rmsnorm = Function(
 )
 
 
-def _foreign(platform: Platform, group: str) -> str | None:
+def _foreign(platform: Platform, group: str) -> Refusal | None:
     """Why the group is none of AITER's."""
     if not platform.here:
         return None
     try:
         own = get_tp_group().device_group.group_name
     except Exception:  # an assertion, or what its other versions raise before init_dist_env
-        return "AITER's group is not set up (aiter.init_dist_env)"
-    return None if own == group else f"the sum is over group {group!r}, AITER's is {own!r}"
+        return Refusal("library", "AITER's group is not set up (aiter.init_dist_env)")
+    return None if own == group else Refusal("argument", f"the sum is over group {group!r}, AITER's is {own!r}")
 
 
-def _refuse_all_reduce(platform: Platform, x: Tensor, group: str) -> str | None:
+def _refuse_all_reduce(platform: Platform, x: Tensor, group: str) -> Refusal | None:
     return (
-        unfit(platform, get_tp_group, tensor_model_parallel_all_reduce)
-        or unlike(HALVES, x=x)
-        or _foreign(platform, group)
+        unfit(platform, get_tp_group, tensor_model_parallel_all_reduce) or unlike(HALVES, x=x) or _foreign(platform, group)
     )
 
 
@@ -43,7 +42,7 @@ def all_reduce(x: Tensor, group: str) -> Tensor:
 
 def _refuse_allreduce_add_rms_norm(
     platform: Platform, x: Tensor, residual: Tensor, weight: Tensor, eps: float, group: str, style: str = "after"
-) -> str | None:
+) -> Refusal | None:
     return (
         unfit(platform, get_tp_group, tensor_model_parallel_fused_allreduce_rmsnorm)
         or unlike(HALVES, x=x, residual=residual, weight=weight)

@@ -6,45 +6,46 @@ from torch import Tensor
 from atomc import ops
 from atomc.graph.sizes import known_equal
 from atomc.kernels.aiter.library import HALVES, Function, unfit, unlike
+from atomc.op import Refusal
 from atomc.platform import Platform
 
 reshape_and_cache_flash = Function("reshape_and_cache_flash", "aiter")
 
 
-def odd_blocks(cache: Tensor) -> str | None:
+def odd_blocks(cache: Tensor) -> Refusal | None:
     """Why AITER does not take blocks of so many tokens. Where a graph leaves it open it is the layout's, a power of two."""
     size = cache.shape[1]
     if isinstance(size, int) and size & (size - 1):
-        return f"blocks of {size} tokens: AITER takes a power of two"
+        return Refusal("shape", f"blocks of {size} tokens: AITER takes a power of two")
     return None
 
 
-def unpaged(k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> str | None:
+def unpaged(k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> Refusal | None:
     """Why AITER cannot write to these caches in the layout that it calls flash."""
     if slots.dim() != 1 or not known_equal(slots.stride(0), 1):
-        return "slots are not one contiguous row"
+        return Refusal("layout", "slots are not one contiguous row")
     for cache in (k_cache, v_cache):
         inner = (cache.shape[2] * cache.shape[3], cache.shape[3], 1)
         if not all(known_equal(a, b) for a, b in zip(cache.stride()[1:], inner, strict=True)):
-            return "the tokens of a block do not follow each other"
+            return Refusal("layout", "the tokens of a block do not follow each other")
     if not all(known_equal(a, b) for a, b in zip(k_cache.shape, v_cache.shape, strict=True)):
-        return "keys and values differ in width"
+        return Refusal("shape", "keys and values differ in width")
     return None
 
 
 def _refuse(
     platform: Platform, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor,
     k_scale: Tensor | None = None, v_scale: Tensor | None = None,
-) -> str | None:  # fmt: skip
+) -> Refusal | None:  # fmt: skip
     if reason := unfit(platform, reshape_and_cache_flash) or unlike(HALVES, k=k, v=v, k_cache=k_cache, v_cache=v_cache):
         return reason
     if k_scale is not None or v_scale is not None:
-        return "the cache has scales, and AITER does not cut off what is too large for its codes"
+        return Refusal("argument", "the cache has scales, and AITER does not cut off what is too large for its codes")
     if k.dim() != 3 or v.dim() != 3:
-        return "keys and values come as [T, K, D]"
+        return Refusal("shape", "keys and values come as [T, K, D]")
     for name, x in (("k", k), ("v", v)):
         if not known_equal(x.stride(-1), 1) or not known_equal(x.stride(-2), x.shape[-1]):
-            return f"the heads of a token of {name} do not follow each other"
+            return Refusal("layout", f"the heads of a token of {name} do not follow each other")
     return unpaged(k_cache, v_cache, slots)
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from atomc.graph.sizes import known_equal
+from atomc.op import Refusal
 from atomc.platform import Platform, provider_versions
 
 log = logging.getLogger("atomc")
@@ -97,48 +98,48 @@ def _lacking(function: Callable[..., Any], name: str, takes: Sequence[str]) -> l
     return [argument for argument in takes if argument not in known]
 
 
-def unfit(platform: Platform, *functions: Function) -> str | None:
+def unfit(platform: Platform, *functions: Function) -> Refusal | None:
     """Why these functions cannot be called on this machine, or None."""
     if not platform.is_rocm:
-        return "AITER runs on AMD GPUs"
+        return Refusal("hardware", "AITER runs on AMD GPUs")
     if platform.arch not in FP8_OF:
-        return f"AITER's kernels are used on {' and '.join(FP8_OF)}, this is {platform.arch}"
+        return Refusal("hardware", f"AITER's kernels are used on {' and '.join(FP8_OF)}, this is {platform.arch}")
     if platform.here:
         for function in functions:
             if isinstance(function.found, str):
-                return function.found
+                return Refusal("library", function.found)
     return None
 
 
-def unlike(dtypes: Sequence[torch.dtype], **tensors: Tensor | None) -> str | None:
+def unlike(dtypes: Sequence[torch.dtype], **tensors: Tensor | None) -> Refusal | None:
     """Why these are not all of one of the dtypes, or None."""
     given = {name: tensor.dtype for name, tensor in tensors.items() if tensor is not None}
     if len(set(given.values())) > 1:
-        return "dtypes differ: " + ", ".join(f"{name} is {dtype}" for name, dtype in given.items())
+        return Refusal("dtype", "dtypes differ: " + ", ".join(f"{name} is {dtype}" for name, dtype in given.items()))
     for name, dtype in given.items():
         if dtype not in dtypes:
-            return f"{name} is {dtype}: AITER has this for {', '.join(map(str, dtypes))}"
+            return Refusal("dtype", f"{name} is {dtype}: AITER has this for {', '.join(map(str, dtypes))}")
     return None
 
 
-def foreign_fp8(platform: Platform, dtype: torch.dtype) -> str | None:
+def foreign_fp8(platform: Platform, dtype: torch.dtype) -> Refusal | None:
     """Why codes of this dtype are none that the machine computes with."""
     native = FP8_OF[platform.arch]
-    return None if dtype == native else f"{platform.arch} computes with {native}, the codes are {dtype}"
+    return None if dtype == native else Refusal("dtype", f"{platform.arch} computes with {native}, the codes are {dtype}")
 
 
-def scattered(**tensors: Tensor | None) -> str | None:
+def scattered(**tensors: Tensor | None) -> Refusal | None:
     """Why one of these cannot be seen as rows of one stride, or None."""
     for name, tensor in tensors.items():
         if tensor is None:
             continue
         if tensor.dim() == 0 or not isinstance(tensor.shape[-1], int):
-            return f"the rows of {name} have no fixed width"
+            return Refusal("shape", f"the rows of {name} have no fixed width")
         if tensor.shape[-1] > 1 and not known_equal(tensor.stride(-1), 1):
-            return f"the last dimension of {name} is not contiguous"
+            return Refusal("layout", f"the last dimension of {name} is not contiguous")
         for d in range(tensor.dim() - 2):
             if not known_equal(tensor.stride(d), tensor.shape[d + 1] * tensor.stride(d + 1)):
-                return f"the rows of {name} do not follow each other"
+                return Refusal("layout", f"the rows of {name} do not follow each other")
     return None
 
 

@@ -4,12 +4,13 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.aiter.library import HALVES, Function, rows, scattered, unfit, unlike
+from atomc.op import Refusal
 from atomc.platform import Platform
 
 gemm_a16w16 = Function("gemm_a16w16", "aiter.tuned_gemm", takes=["bias"])
 
 
-def _refuse(platform: Platform, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> str | None:
+def _refuse(platform: Platform, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Refusal | None:
     if reason := unfit(platform, gemm_a16w16) or unlike(HALVES, x=x, weight=weight, bias=bias):
         return reason
     return scattered(x=x, weight=weight)

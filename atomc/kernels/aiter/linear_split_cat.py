@@ -7,6 +7,7 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.aiter.library import HALVES, Function, foreign_fp8, rows, unfit, unlike
+from atomc.op import Refusal
 from atomc.platform import Platform
 
 FUSED = "aiter.ops.triton.gemm.fused."
@@ -22,20 +23,22 @@ FUNCTIONS = {"fp8_block": fused_gemm_a8w8_blockscale_split_cat, "mxfp4": fused_g
 def _refuse(
     platform: Platform, x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, k_pe: Tensor, *, nope: int,
     scheme: str, out_dtype: torch.dtype,
-) -> str | None:  # fmt: skip
+) -> Refusal | None:  # fmt: skip
     if scheme not in FUNCTIONS:
-        return f"AITER splits no product in {scheme}"
+        return Refusal("argument", f"AITER splits no product in {scheme}")
     if reason := unfit(platform, FUNCTIONS[scheme]) or unlike(HALVES, k_pe=k_pe):
         return reason
     if k_pe.dtype != out_dtype:
-        return f"the rotated keys are {k_pe.dtype}, the result {out_dtype}"
+        return Refusal("dtype", f"the rotated keys are {k_pe.dtype}, the result {out_dtype}")
     if scheme == "mxfp4":
         width = 2 * weight.shape[1]
         if width % AT_ONCE and width & (width - 1):
-            return f"rows of {width}: AITER reads scales of {AT_ONCE} at a time, past the end of the last row"
-        return "gfx942 does not multiply MXFP4" if platform.arch == "gfx942" else None
+            return Refusal(
+                "shape", f"rows of {width}: AITER reads scales of {AT_ONCE} at a time, past the end of the last row"
+            )
+        return Refusal("hardware", "gfx942 does not multiply MXFP4") if platform.arch == "gfx942" else None
     if weight.shape[1] <= 64:
-        return f"rows of {weight.shape[1]}: AITER takes blocks of 128, and more than half of one"
+        return Refusal("shape", f"rows of {weight.shape[1]}: AITER takes blocks of 128, and more than half of one")
     return foreign_fp8(platform, weight.dtype) or foreign_fp8(platform, x.dtype)
 
 

@@ -9,6 +9,7 @@ from atomc import ops
 from atomc.graph.sizes import known_equal
 from atomc.kernels.aiter.library import HALVES, Function, foreign_fp8, unfit, unlike
 from atomc.kernels.aiter.rope import ROTATIONS, rotated_width, table_dimension
+from atomc.op import Refusal
 from atomc.platform import Platform
 
 fused_qk_rope_cat_and_cache_mla = Function(
@@ -27,26 +28,28 @@ fused_fp4_bmm_rope_cat_and_cache_mla = Function(
 def _unwritable(
     q_nope: Tensor, q_pe: Tensor, kv_c: Tensor, k_pe: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor,
     scale: Tensor | None, rope_style: str,
-) -> str | None:  # fmt: skip
+) -> Refusal | None:  # fmt: skip
     if reason := unlike(HALVES, q_nope=q_nope, q_pe=q_pe, kv_c=kv_c, k_pe=k_pe, cos=cos, sin=sin):
         return reason
     if scale is not None or kv_cache.dtype != torch.bfloat16:
-        return "the cache is not bfloat16: AITER does not cut off what is too large for codes, and has no other"
+        return Refusal(
+            "dtype", "the cache is not bfloat16: AITER does not cut off what is too large for codes, and has no other"
+        )
     if rope_style not in ROTATIONS:
-        return f"AITER writes a pair back where it was, rope_style={rope_style!r} moves it"
+        return Refusal("argument", f"AITER writes a pair back where it was, rope_style={rope_style!r} moves it")
     if q_pe.dim() != 3 or kv_c.dim() != 2:
-        return "queries come as [T, heads, columns], the latent as [T, columns]"
+        return Refusal("shape", "queries come as [T, heads, columns], the latent as [T, columns]")
     latent, rotated = kv_c.shape[-1], q_pe.shape[-1]
     if latent & (latent - 1) or rotated & (rotated - 1):
-        return f"a latent of {latent} and {rotated} rotated columns: AITER takes powers of two"
+        return Refusal("shape", f"a latent of {latent} and {rotated} rotated columns: AITER takes powers of two")
     if rotated_width(cos, rope_style) != rotated:
-        return f"{rotated_width(cos, rope_style)} of {rotated} columns rotate: AITER's kernel rotates all"
+        return Refusal("shape", f"{rotated_width(cos, rope_style)} of {rotated} columns rotate: AITER's kernel rotates all")
     if table_dimension(q_pe, cos) != 0 or table_dimension(q_pe, sin) != 0:
-        return "the tables do not have a row for each token"
+        return Refusal("shape", "the tables do not have a row for each token")
     if not all(known_equal(a, b) for a, b in zip(cos.stride(), sin.stride(), strict=True)):
-        return "the tables of cos and sin lie differently"
+        return Refusal("layout", "the tables of cos and sin lie differently")
     if not known_equal(kv_cache.stride(0), kv_cache.shape[1] * kv_cache.stride(1)) or kv_cache.stride(2) != 1:
-        return "the tokens of the cache do not follow each other"
+        return Refusal("layout", "the tokens of the cache do not follow each other")
     return None
 
 
@@ -58,7 +61,7 @@ def _by_token(kv_cache: Tensor) -> Tensor:
 def _refuse_mla_rope_kv_write(
     platform: Platform, q_nope: Tensor, q_pe: Tensor, kv_c: Tensor, k_pe: Tensor, cos: Tensor, sin: Tensor,
     kv_cache: Tensor, slots: Tensor, scale: Tensor | None = None, rope_style: str = "neox",
-) -> str | None:  # fmt: skip
+) -> Refusal | None:  # fmt: skip
     return unfit(platform, fused_qk_rope_cat_and_cache_mla) or _unwritable(
         q_nope, q_pe, kv_c, k_pe, cos, sin, kv_cache, scale, rope_style
     )
@@ -83,18 +86,20 @@ def _refuse_bmm_rope_kv_write(
     platform: Platform, q_nope: Tensor, weight: Tensor, weight_scale: Tensor, q_pe: Tensor, kv_c: Tensor, k_pe: Tensor,
     cos: Tensor, sin: Tensor, kv_cache: Tensor, slots: Tensor, scale: Tensor | None = None, *, scheme: str,
     rope_style: str = "neox", group: int = 128, dtype: torch.dtype = torch.float8_e4m3fn, rounding: str = "even",
-) -> str | None:  # fmt: skip
+) -> Refusal | None:  # fmt: skip
     if scheme not in ("fp8", "mxfp4"):
-        return f"AITER has no product by head in {scheme}"
+        return Refusal("argument", f"AITER has no product by head in {scheme}")
     function = fused_fp8_bmm_rope_cat_and_cache_mla if scheme == "fp8" else fused_fp4_bmm_rope_cat_and_cache_mla
     if reason := unfit(platform, function):
         return reason
     if scheme == "fp8" and (reason := foreign_fp8(platform, weight.dtype) or foreign_fp8(platform, dtype)):
         return reason
-    if scheme == "mxfp4" and (platform.arch == "gfx942" or rounding != "even"):
-        return "gfx942 does not multiply MXFP4" if rounding == "even" else "AITER's Triton kernels round scales to even"
+    if scheme == "mxfp4" and rounding != "even":
+        return Refusal("argument", "AITER's Triton kernels round scales to even")
+    if scheme == "mxfp4" and platform.arch == "gfx942":
+        return Refusal("hardware", "gfx942 does not multiply MXFP4")
     if scheme == "fp8" and group & (group - 1):
-        return f"groups of {group} are no power of two"
+        return Refusal("shape", f"groups of {group} are no power of two")
     return _unwritable(q_nope, q_pe, kv_c, k_pe, cos, sin, kv_cache, scale, rope_style)
 
 

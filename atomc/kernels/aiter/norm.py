@@ -5,6 +5,7 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.aiter.library import HALVES, Function, dense_rows, scattered, unfit, unlike
+from atomc.op import Refusal
 from atomc.platform import Platform
 
 rmsnorm2d_fwd = Function("rmsnorm2d_fwd", "aiter")
@@ -16,7 +17,7 @@ layernorm2d_fwd_with_add = Function("layernorm2d_fwd_with_add", "aiter")
 MAX_COLUMNS = 8192
 
 
-def _refuse_rms_norm(platform: Platform, x: Tensor, weight: Tensor, eps: float, style: str = "after") -> str | None:
+def _refuse_rms_norm(platform: Platform, x: Tensor, weight: Tensor, eps: float, style: str = "after") -> Refusal | None:
     if reason := unfit(platform, rmsnorm if style == "one_plus" else rmsnorm2d_fwd):
         return reason
     return _rows(x=x, weight=weight)
@@ -24,18 +25,18 @@ def _refuse_rms_norm(platform: Platform, x: Tensor, weight: Tensor, eps: float, 
 
 def _refuse_add_rms_norm(
     platform: Platform, x: Tensor, residual: Tensor, weight: Tensor, eps: float, style: str = "after"
-) -> str | None:
+) -> Refusal | None:
     return unfit(platform, rmsnorm2d_fwd_with_add) or _rows(x=x, residual=residual, weight=weight)
 
 
-def _rows(x: Tensor, residual: Tensor | None = None, **parameters: Tensor | None) -> str | None:
+def _rows(x: Tensor, residual: Tensor | None = None, **parameters: Tensor | None) -> Refusal | None:
     """Why these are not rows of 16 bits that AITER's kernels have registers for."""
     if reason := unlike(HALVES, x=x, residual=residual, **parameters) or scattered(x=x, residual=residual):
         return reason
     if x.shape[-1] > MAX_COLUMNS:
-        return f"rows of {x.shape[-1]}: AITER's fast kernel takes up to {MAX_COLUMNS}"
+        return Refusal("shape", f"rows of {x.shape[-1]}: AITER's fast kernel takes up to {MAX_COLUMNS}")
     if residual is not None and x.dim() != residual.dim():
-        return "x and the residual differ in shape"
+        return Refusal("shape", "x and the residual differ in shape")
     return None
 
 
@@ -53,9 +54,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, style: str = "after") -> Ten
 
 
 @ops.add_rms_norm.kernel("aiter", refuses=_refuse_add_rms_norm, rounds="once")
-def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, style: str = "after"
-) -> tuple[Tensor, Tensor]:
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, style: str = "after") -> tuple[Tensor, Tensor]:
     flat, other = dense_rows(x), dense_rows(residual)
     out, total = torch.empty_like(flat), torch.empty_like(flat)
     if not x.numel():
@@ -66,19 +65,19 @@ def add_rms_norm(
 
 def _refuse_layer_norm(
     platform: Platform, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> str | None:
+) -> Refusal | None:
     return unfit(platform, layernorm2d_fwd) or _affine(x, None, weight, bias)
 
 
 def _refuse_add_layer_norm(
     platform: Platform, x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> str | None:
+) -> Refusal | None:
     return unfit(platform, layernorm2d_fwd_with_add) or _affine(x, residual, weight, bias)
 
 
-def _affine(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None) -> str | None:
+def _affine(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None) -> Refusal | None:
     if weight is None or bias is None:
-        return "AITER's LayerNorm takes a weight and a bias"
+        return Refusal("argument", "AITER's LayerNorm takes a weight and a bias")
     return _rows(x, residual, weight=weight, bias=bias)
 
 

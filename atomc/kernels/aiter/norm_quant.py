@@ -9,6 +9,7 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.aiter.library import HALVES, Function, dense_rows, foreign_fp8, scattered, unfit, unlike
 from atomc.kernels.aiter.packing import as_e2m1, as_e8m0
+from atomc.op import Refusal
 from atomc.platform import Platform
 
 rmsnorm_quant = Function("rmsnorm_quant", "aiter", takes=["group_size", "shuffle_scale", "gemma_norm"])
@@ -20,26 +21,28 @@ MAX_COLUMNS = 8192
 def _refuse(
     platform: Platform, function: Function, x: Tensor, residual: Tensor | None, weight: Tensor, scheme: str,
     dtype: torch.dtype, group: int, column_major: bool, rounding: str, keep: bool,
-) -> str | None:  # fmt: skip
+) -> Refusal | None:  # fmt: skip
     if reason := unfit(platform, function) or unlike(HALVES, x=x, residual=residual, weight=weight):
         return reason
     if reason := scattered(x=x, residual=residual):
         return reason
     if x.shape[-1] > MAX_COLUMNS:
-        return f"rows of {x.shape[-1]}: AITER's kernel takes up to {MAX_COLUMNS}"
+        return Refusal("shape", f"rows of {x.shape[-1]}: AITER's kernel takes up to {MAX_COLUMNS}")
     if keep:
-        return "AITER's compiled kernel does not write the norm besides its codes"
+        return Refusal("argument", "AITER's compiled kernel does not write the norm besides its codes")
     if scheme == "fp8_static":
-        return "AITER's compiled kernel finds its scale itself, here it is given"
+        return Refusal("argument", "AITER's compiled kernel finds its scale itself, here it is given")
     if scheme.startswith("fp8") and (reason := foreign_fp8(platform, dtype)):
         return reason
     if scheme == "fp8_group":
         if column_major:
-            return "AITER's compiled kernel writes the scales row by row"
+            return Refusal("layout", "AITER's compiled kernel writes the scales row by row")
         if group not in (64, 128) or x.shape[-1] % group:
-            return f"groups of {group} in rows of {x.shape[-1]}: AITER's kernel takes whole groups of 64 or 128"
+            return Refusal(
+                "shape", f"groups of {group} in rows of {x.shape[-1]}: AITER's kernel takes whole groups of 64 or 128"
+            )
     if scheme == "mxfp4" and rounding != "up":
-        return f"AITER's compiled kernel rounds the scales of MXFP4 up, here rounding={rounding!r}"
+        return Refusal("argument", f"AITER's compiled kernel rounds the scales of MXFP4 up, here rounding={rounding!r}")
     return None
 
 
@@ -47,7 +50,7 @@ def _refuse_rms_norm_quant(
     platform: Platform, x: Tensor, weight: Tensor, eps: float, scale: Tensor | None = None, style: str = "after", *,
     scheme: str, dtype: torch.dtype = torch.float8_e4m3fn, group: int = 128, column_major: bool = False,
     rounding: str = "even", keep: bool = False,
-) -> str | None:  # fmt: skip
+) -> Refusal | None:  # fmt: skip
     return _refuse(platform, rmsnorm_quant, x, None, weight, scheme, dtype, group, column_major, rounding, keep)
 
 
@@ -55,7 +58,7 @@ def _refuse_add_rms_norm_quant(
     platform: Platform, x: Tensor, residual: Tensor, weight: Tensor, eps: float, scale: Tensor | None = None,
     style: str = "after", *, scheme: str, dtype: torch.dtype = torch.float8_e4m3fn, group: int = 128,
     column_major: bool = False, rounding: str = "even", keep: bool = False,
-) -> str | None:  # fmt: skip
+) -> Refusal | None:  # fmt: skip
     return _refuse(platform, add_rmsnorm_quant, x, residual, weight, scheme, dtype, group, column_major, rounding, keep)
 
 
@@ -84,9 +87,7 @@ def rms_norm_quant(
     codes, scales, size = _outputs(flat, scheme, dtype, group)
     out, found = _typed(codes, scales, scheme)
     if x.numel():
-        rmsnorm_quant(
-            out, flat, found, weight, eps, group_size=size, shuffle_scale=False, gemma_norm=style == "one_plus"
-        )
+        rmsnorm_quant(out, flat, found, weight, eps, group_size=size, shuffle_scale=False, gemma_norm=style == "one_plus")
     lead = x.shape[:-1]
     return codes.view(*lead, codes.shape[-1]), scales.view(*lead, scales.shape[-1]), x.new_empty(0)
 

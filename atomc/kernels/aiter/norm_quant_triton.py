@@ -9,6 +9,7 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.aiter.library import Function, foreign_fp8, rows, unfit
 from atomc.kernels.aiter.norm_triton import unreadable
+from atomc.op import Refusal
 from atomc.platform import Platform
 
 FP8 = ("aiter.ops.triton.quant.fused_fp8_quant", "aiter.ops.triton.fused_fp8_quant")
@@ -35,19 +36,21 @@ WIDEST = 16384
 def _refuse(
     platform: Platform, x: Tensor, residual: Tensor | None, weight: Tensor, style: str, scheme: str,
     dtype: torch.dtype, group: int, rounding: str,
-) -> str | None:  # fmt: skip
+) -> Refusal | None:  # fmt: skip
     if scheme not in FUNCTIONS:
-        return f"AITER has no Triton norm that quantizes as {scheme}"
+        return Refusal("argument", f"AITER has no Triton norm that quantizes as {scheme}")
     if reason := unfit(platform, FUNCTIONS[scheme]) or unreadable(x, residual, weight, style):
         return reason
     if x.shape[-1] > WIDEST:
-        return f"rows of {x.shape[-1]} do not fit one program (at most {WIDEST})"
+        return Refusal("shape", f"rows of {x.shape[-1]} do not fit one program (at most {WIDEST})")
     if scheme == "mxfp4":
         if rounding != "even":
-            return f"AITER's Triton kernels round the scales of MXFP4 to even, here rounding={rounding!r}"
-        return None if x.shape[-1] % 32 == 0 else f"rows of {x.shape[-1]} are no whole blocks of 32"
+            return Refusal(
+                "argument", f"AITER's Triton kernels round the scales of MXFP4 to even, here rounding={rounding!r}"
+            )
+        return None if x.shape[-1] % 32 == 0 else Refusal("shape", f"rows of {x.shape[-1]} are no whole blocks of 32")
     if scheme == "fp8_group" and group & (group - 1):
-        return f"groups of {group} are no power of two"
+        return Refusal("shape", f"groups of {group} are no power of two")
     return foreign_fp8(platform, dtype)
 
 
@@ -55,7 +58,7 @@ def _refuse_rms_norm_quant(
     platform: Platform, x: Tensor, weight: Tensor, eps: float, scale: Tensor | None = None, style: str = "after", *,
     scheme: str, dtype: torch.dtype = torch.float8_e4m3fn, group: int = 128, column_major: bool = False,
     rounding: str = "even", keep: bool = False,
-) -> str | None:  # fmt: skip
+) -> Refusal | None:  # fmt: skip
     return _refuse(platform, x, None, weight, style, scheme, dtype, group, rounding)
 
 
@@ -63,7 +66,7 @@ def _refuse_add_rms_norm_quant(
     platform: Platform, x: Tensor, residual: Tensor, weight: Tensor, eps: float, scale: Tensor | None = None,
     style: str = "after", *, scheme: str, dtype: torch.dtype = torch.float8_e4m3fn, group: int = 128,
     column_major: bool = False, rounding: str = "even", keep: bool = False,
-) -> str | None:  # fmt: skip
+) -> Refusal | None:  # fmt: skip
     return _refuse(platform, x, residual, weight, style, scheme, dtype, group, rounding)
 
 

@@ -11,7 +11,7 @@ from atomc.graph.sizes import known_equal
 from atomc.kernels.aiter.kv_write import odd_blocks, unpaged
 from atomc.kernels.aiter.library import HALVES, Function, unfit, unlike
 from atomc.kernels.aiter.rope import ROTATIONS, rotated_width, table_dimension
-from atomc.op import Prepared
+from atomc.op import Prepared, Refusal
 from atomc.platform import Platform
 
 fused_qkv_split_qk_norm_rope_cache = Function(
@@ -52,30 +52,30 @@ def _refuse(
     platform: Platform, q: Tensor, k: Tensor, v: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor,
     eps: float, k_cache: Tensor, v_cache: Tensor, slots: Tensor, k_scale: Tensor | None = None,
     v_scale: Tensor | None = None, norm_style: str = "after", rope_style: str = "neox",
-) -> str | None:  # fmt: skip
+) -> Refusal | None:  # fmt: skip
     if reason := unfit(platform, fused_qkv_split_qk_norm_rope_cache):
         return reason
     if reason := unlike(HALVES, q=q, k=k, v=v, cos=cos, sin=sin, k_cache=k_cache, v_cache=v_cache):
         return reason
     if norm_style == "after" and (q_weight.dtype != q.dtype or k_weight.dtype != q.dtype):
-        return f"the weights are {q_weight.dtype} and {k_weight.dtype}, and AITER's norm stays {q.dtype}"
+        return Refusal("dtype", f"the weights are {q_weight.dtype} and {k_weight.dtype}, and AITER's norm stays {q.dtype}")
     if k_scale is not None or v_scale is not None:
-        return "the cache has scales, and AITER does not cut off what is too large for its codes"
+        return Refusal("argument", "the cache has scales, and AITER does not cut off what is too large for its codes")
     if rope_style not in ROTATIONS:
-        return f"AITER writes a pair back where it was, rope_style={rope_style!r} moves it"
+        return Refusal("argument", f"AITER writes a pair back where it was, rope_style={rope_style!r} moves it")
     if q.dim() != 3 or k.dim() != 3 or v.dim() != 3:
-        return "queries, keys and values come as [T, heads, D]"
+        return Refusal("shape", "queries, keys and values come as [T, heads, D]")
     width = q.shape[-1]
     if not width == k.shape[-1] == v.shape[-1] or width & (width - 1):
-        return f"heads of {width}, {k.shape[-1]} and {v.shape[-1]}: AITER takes one power of two"
+        return Refusal("shape", f"heads of {width}, {k.shape[-1]} and {v.shape[-1]}: AITER takes one power of two")
     if not _in_one_row(q, k, v):
-        return "q, k and v do not follow each other in one row, as a merged projection leaves them"
+        return Refusal("layout", "q, k and v do not follow each other in one row, as a merged projection leaves them")
     if rotated_width(cos, rope_style) > width:
-        return f"the tables rotate {rotated_width(cos, rope_style)} columns, a head has {width}"
+        return Refusal("shape", f"the tables rotate {rotated_width(cos, rope_style)} columns, a head has {width}")
     if table_dimension(q, cos) != 0 or table_dimension(q, sin) != 0:
-        return "the tables do not have a row for each token"
+        return Refusal("shape", "the tables do not have a row for each token")
     if not all(known_equal(a, b) for a, b in zip(cos.stride(), sin.stride(), strict=True)):
-        return "the tables of cos and sin lie differently"
+        return Refusal("layout", "the tables of cos and sin lie differently")
     return odd_blocks(k_cache) or unpaged(k_cache, v_cache, slots)
 
 

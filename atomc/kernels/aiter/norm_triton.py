@@ -5,6 +5,7 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.aiter.library import FLOATS, Function, rows, scattered, unfit, unlike
+from atomc.op import Refusal
 from atomc.platform import Platform
 
 triton_rms_norm = Function("rms_norm", "aiter.ops.triton.normalization.rmsnorm", "aiter.ops.triton.rmsnorm")
@@ -22,22 +23,22 @@ MAX_COLUMNS = 65536
 
 def unreadable(
     x: Tensor, residual: Tensor | None = None, weight: Tensor | None = None, style: str = "before"
-) -> str | None:
+) -> Refusal | None:
     """Why AITER's Triton norms cannot be had of these rows, or None."""
     if reason := unlike(FLOATS, x=x, residual=residual) or scattered(x=x, residual=residual):
         return reason
     if x.shape[-1] > MAX_COLUMNS:
-        return f"rows of {x.shape[-1]} do not fit one program (at most {MAX_COLUMNS})"
+        return Refusal("shape", f"rows of {x.shape[-1]} do not fit one program (at most {MAX_COLUMNS})")
     if residual is not None and x.dim() != residual.dim():
-        return "x and the residual differ in shape"
+        return Refusal("shape", "x and the residual differ in shape")
     if style == "one_plus":
-        return "AITER's Triton norms multiply by the weight, not by 1 + weight"
+        return Refusal("argument", "AITER's Triton norms multiply by the weight, not by 1 + weight")
     if style == "after" and weight is not None and torch.promote_types(x.dtype, weight.dtype) != x.dtype:
-        return f"the weight is {weight.dtype}, and AITER's norm stays {x.dtype}"
+        return Refusal("dtype", f"the weight is {weight.dtype}, and AITER's norm stays {x.dtype}")
     return None
 
 
-def _refuse_rms_norm(platform: Platform, x: Tensor, weight: Tensor, eps: float, style: str = "after") -> str | None:
+def _refuse_rms_norm(platform: Platform, x: Tensor, weight: Tensor, eps: float, style: str = "after") -> Refusal | None:
     return unfit(platform, triton_rms_norm) or unreadable(x, None, weight, style)
 
 
@@ -51,14 +52,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, style: str = "after") -> Ten
 
 def _refuse_add_rms_norm(
     platform: Platform, x: Tensor, residual: Tensor, weight: Tensor, eps: float, style: str = "after"
-) -> str | None:
+) -> Refusal | None:
     return unfit(platform, fused_add_rmsnorm_pad) or unreadable(x, residual, weight, style)
 
 
 @ops.add_rms_norm.kernel("aiter", refuses=_refuse_add_rms_norm, rounds="once")
-def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, style: str = "after"
-) -> tuple[Tensor, Tensor]:
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, style: str = "after") -> tuple[Tensor, Tensor]:
     if not x.numel():
         return torch.empty_like(x), torch.empty_like(x)
     out, total = fused_add_rmsnorm_pad(rows(x), weight, eps, rows(residual))
@@ -67,7 +66,7 @@ def add_rms_norm(
 
 def _refuse_add_rms_norm_pad(
     platform: Platform, x: Tensor, residual: Tensor, weight: Tensor, eps: float, columns: int, style: str = "after"
-) -> str | None:
+) -> Refusal | None:
     return unfit(platform, fused_add_rmsnorm_pad) or unreadable(x, residual, weight, style)
 
 
@@ -85,19 +84,19 @@ def add_rms_norm_pad(
 
 def _refuse_layer_norm(
     platform: Platform, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> str | None:
+) -> Refusal | None:
     return unfit(platform, triton_layer_norm) or _affine(x, None, weight, bias)
 
 
 def _refuse_add_layer_norm(
     platform: Platform, x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> str | None:
+) -> Refusal | None:
     return unfit(platform, triton_layer_norm_with_add) or _affine(x, residual, weight, bias)
 
 
-def _affine(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None) -> str | None:
+def _affine(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None) -> Refusal | None:
     if weight is None or bias is None:
-        return "AITER's LayerNorm takes a weight and a bias"
+        return Refusal("argument", "AITER's LayerNorm takes a weight and a bias")
     return unreadable(x, residual)
 
 

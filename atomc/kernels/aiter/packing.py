@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from atomc.op import Prepared
+from atomc.op import Prepared, Refusal
 
 
 def as_e2m1(packed: Tensor) -> Tensor:
@@ -45,11 +45,11 @@ def relaid_scale(scale: Tensor) -> Prepared:
     return Prepared((shuffled_scale(scale.detach()),), replaces=True)
 
 
-def untiled(weight: Tensor) -> str | None:
+def untiled(weight: Tensor) -> Refusal | None:
     """Why shuffled_weight does not take this weight, or None."""
     n, k = weight.shape
     if not isinstance(n, int) or not isinstance(k, int) or n % 16 or k % 32:
-        return f"a weight of {n} x {k} bytes does not fill AITER's tiles of 16 x 32"
+        return Refusal("shape", f"a weight of {n} x {k} bytes does not fill AITER's tiles of 16 x 32")
     if weight.stride() != (k, 1):
-        return "the rows of the weight do not follow each other"
+        return Refusal("layout", "the rows of the weight do not follow each other")
     return None

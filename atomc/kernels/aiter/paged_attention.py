@@ -10,6 +10,7 @@ from atomc import ops
 from atomc.graph.sizes import known_equal
 from atomc.kernels.aiter.kv_write import odd_blocks
 from atomc.kernels.aiter.library import FP8_OF, HALVES, Function, unfit, unlike
+from atomc.op import Refusal
 from atomc.platform import Platform
 
 PLACES = ("aiter.ops.triton.attention.unified_attention", "aiter.ops.triton.unified_attention")
@@ -25,20 +26,23 @@ def _refuse(
     platform: Platform, q: Tensor, k_cache: Tensor, v_cache: Tensor, query_start: Tensor, seq_lens: Tensor,
     block_tables: Tensor, token: Tensor, sinks: Tensor | None = None, k_scale: Tensor | None = None,
     v_scale: Tensor | None = None, *, scale: float, window: int = 0, softcap: float = 0.0,
-) -> str | None:  # fmt: skip
+) -> Refusal | None:  # fmt: skip
     codes = k_cache.dtype.itemsize == 1
     if reason := unfit(platform, unscaled_attention if codes and k_scale is None else unified_attention):
         return reason
     if reason := unlike(HALVES, q=q):
         return reason
     if k_cache.dtype not in (q.dtype, FP8_OF[platform.arch]) or v_cache.dtype != k_cache.dtype:
-        return f"the cache is {k_cache.dtype}, the query {q.dtype}: AITER reads one like it, or {FP8_OF[platform.arch]}"
+        return Refusal(
+            "dtype",
+            f"the cache is {k_cache.dtype}, the query {q.dtype}: AITER reads one like it, or {FP8_OF[platform.arch]}",
+        )
     if (k_scale is None) != (v_scale is None):
-        return "AITER takes a scale for keys and for values, or none"
+        return Refusal("argument", "AITER takes a scale for keys and for values, or none")
     if not known_equal(k_cache.shape[-1], v_cache.shape[-1]):
-        return "keys and values differ in width"
+        return Refusal("shape", "keys and values differ in width")
     if not all(known_equal(x.stride(-1), 1) for x in (q, k_cache, v_cache)):
-        return "the last dimension of the query or of the cache is not contiguous"
+        return Refusal("layout", "the last dimension of the query or of the cache is not contiguous")
     return odd_blocks(k_cache)
 
 

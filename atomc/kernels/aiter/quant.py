@@ -6,6 +6,7 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.aiter.library import HALVES, Function, dense_rows, foreign_fp8, unfit, unlike
 from atomc.kernels.aiter.packing import as_e2m1, as_e8m0
+from atomc.op import Refusal
 from atomc.platform import Platform
 
 static_per_tensor_quant = Function("static_per_tensor_quant", "aiter")
@@ -15,13 +16,15 @@ dynamic_per_group_scaled_quant_fp4 = Function(
 )
 
 
-def _rows_of_halves(x: Tensor) -> str | None:
-    return unlike(HALVES, x=x) or (None if isinstance(x.shape[-1], int) else "the rows of x have no fixed width")
+def _rows_of_halves(x: Tensor) -> Refusal | None:
+    if not isinstance(x.shape[-1], int):
+        return unlike(HALVES, x=x) or Refusal("shape", "the rows of x have no fixed width")
+    return unlike(HALVES, x=x)
 
 
 def _refuse_static(
     platform: Platform, x: Tensor, scale: Tensor, dtype: torch.dtype = torch.float8_e4m3fn
-) -> str | None:
+) -> Refusal | None:
     return unfit(platform, static_per_tensor_quant) or foreign_fp8(platform, dtype) or _rows_of_halves(x)
 
 
@@ -42,7 +45,7 @@ def _per_token(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return codes.view(x.shape), scales.view(*x.shape[:-1], 1)
 
 
-def _refuse_per_token(platform: Platform, x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> str | None:
+def _refuse_per_token(platform: Platform, x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Refusal | None:
     return unfit(platform, dynamic_per_token_scaled_quant) or foreign_fp8(platform, dtype) or _rows_of_halves(x)
 
 
@@ -51,7 +54,7 @@ def quant_fp8_per_token(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> 
     return _per_token(x, dtype)
 
 
-def _refuse_int8(platform: Platform, x: Tensor) -> str | None:
+def _refuse_int8(platform: Platform, x: Tensor) -> Refusal | None:
     return unfit(platform, dynamic_per_token_scaled_quant) or _rows_of_halves(x)
 
 
@@ -63,12 +66,14 @@ def quant_int8_per_token(x: Tensor) -> tuple[Tensor, Tensor]:
 def _refuse_group(
     platform: Platform, x: Tensor, group: int = 128, column_major_scales: bool = False,
     dtype: torch.dtype = torch.float8_e4m3fn,
-) -> str | None:  # fmt: skip
+) -> Refusal | None:  # fmt: skip
     if reason := unfit(platform, dynamic_per_token_scaled_quant) or foreign_fp8(platform, dtype) or _rows_of_halves(x):
         return reason
     if group not in (32, 64, 128) or x.shape[-1] % group:
-        return f"groups of {group} in rows of {x.shape[-1]}: AITER's kernel takes whole groups of 32, 64 or 128"
-    return "AITER's kernel writes the scales row by row" if column_major_scales else None
+        return Refusal(
+            "shape", f"groups of {group} in rows of {x.shape[-1]}: AITER's kernel takes whole groups of 32, 64 or 128"
+        )
+    return Refusal("layout", "AITER's kernel writes the scales row by row") if column_major_scales else None
 
 
 @ops.quant_fp8_group.kernel("aiter", refuses=_refuse_group)
@@ -79,12 +84,14 @@ def quant_fp8_group(
     return codes.view(x.shape), scales.view(*x.shape[:-1], x.shape[-1] // group)
 
 
-def _refuse_mxfp4(platform: Platform, x: Tensor, rounding: str = "even") -> str | None:
+def _refuse_mxfp4(platform: Platform, x: Tensor, rounding: str = "even") -> Refusal | None:
     if reason := unfit(platform, dynamic_per_group_scaled_quant_fp4) or _rows_of_halves(x):
         return reason
     if x.shape[-1] % 32:
-        return f"rows of {x.shape[-1]} are no whole blocks of 32"
-    return None if rounding == "up" else f"AITER's compiled kernel rounds scales up, here rounding={rounding!r}"
+        return Refusal("shape", f"rows of {x.shape[-1]} are no whole blocks of 32")
+    if rounding != "up":
+        return Refusal("argument", f"AITER's compiled kernel rounds scales up, here rounding={rounding!r}")
+    return None
 
 
 @ops.quant_mxfp4.kernel("aiter", refuses=_refuse_mxfp4)

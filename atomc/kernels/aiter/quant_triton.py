@@ -8,6 +8,7 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.aiter.library import FLOATS, Function, foreign_fp8, rows, scattered, unfit, unlike
+from atomc.op import Refusal
 from atomc.platform import Platform
 
 QUANT = ("aiter.ops.triton.quant.quant", "aiter.ops.triton.quant")
@@ -19,22 +20,24 @@ fused_flatten_fp8_group_quant = Function(
 WIDEST = 65536
 
 
-def _refuse(platform: Platform, function: Function, x: Tensor, dtype: torch.dtype | None = None) -> str | None:
+def _refuse(platform: Platform, function: Function, x: Tensor, dtype: torch.dtype | None = None) -> Refusal | None:
     if reason := unfit(platform, function) or unlike(FLOATS, x=x) or scattered(x=x):
         return reason
     if x.shape[-1] > WIDEST:
-        return f"rows of {x.shape[-1]} do not fit one program (at most {WIDEST})"
+        return Refusal("shape", f"rows of {x.shape[-1]} do not fit one program (at most {WIDEST})")
     return foreign_fp8(platform, dtype) if dtype is not None else None
 
 
 def _refuse_group(
     platform: Platform, x: Tensor, group: int = 128, column_major_scales: bool = False,
     dtype: torch.dtype = torch.float8_e4m3fn,
-) -> str | None:  # fmt: skip
+) -> Refusal | None:  # fmt: skip
     if reason := _refuse(platform, fused_flatten_fp8_group_quant, x, dtype):
         return reason
     if group & (group - 1) or x.shape[-1] % group:
-        return f"groups of {group} in rows of {x.shape[-1]}: AITER's kernel takes whole groups, a power of two wide"
+        return Refusal(
+            "shape", f"groups of {group} in rows of {x.shape[-1]}: AITER's kernel takes whole groups, a power of two wide"
+        )
     return None
 
 
@@ -50,12 +53,14 @@ def quant_fp8_group(
     return codes.view(x.shape), scales.view(*x.shape[:-1], scales.shape[-1])
 
 
-def _refuse_mxfp4(platform: Platform, x: Tensor, rounding: str = "even") -> str | None:
+def _refuse_mxfp4(platform: Platform, x: Tensor, rounding: str = "even") -> Refusal | None:
     if reason := _refuse(platform, dynamic_mxfp4_quant, x):
         return reason
     if x.shape[-1] % 32:
-        return f"rows of {x.shape[-1]} are no whole blocks of 32"
-    return None if rounding == "even" else f"AITER's Triton kernel rounds scales to even, here rounding={rounding!r}"
+        return Refusal("shape", f"rows of {x.shape[-1]} are no whole blocks of 32")
+    if rounding != "even":
+        return Refusal("argument", f"AITER's Triton kernel rounds scales to even, here rounding={rounding!r}")
+    return None
 
 
 @ops.quant_mxfp4.kernel("aiter", refuses=_refuse_mxfp4)

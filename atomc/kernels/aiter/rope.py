@@ -9,6 +9,7 @@ from torch import Tensor
 from atomc import ops
 from atomc.graph.sizes import known_equal
 from atomc.kernels.aiter.library import HALVES, Function, unfit, unlike
+from atomc.op import Refusal
 from atomc.platform import Platform
 
 rope_cached_fwd_impl = Function("rope_cached_fwd_impl", "aiter")
@@ -33,18 +34,18 @@ def table_dimension(x: Tensor, cos: Tensor) -> int | None:
     return long[0]
 
 
-def unrotatable(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> str | None:
+def unrotatable(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Refusal | None:
     """Why AITER cannot rotate x by these tables."""
     if reason := unlike(HALVES, x=x, cos=cos, sin=sin):
         return reason
     if style not in ROTATIONS:
-        return f"AITER writes a pair back where it was, style={style!r} moves it"
+        return Refusal("argument", f"AITER writes a pair back where it was, style={style!r} moves it")
     if x.dim() not in (3, 4):
-        return f"x has {x.dim()} dimensions: AITER takes tokens, heads, columns, and a batch"
+        return Refusal("shape", f"x has {x.dim()} dimensions: AITER takes tokens, heads, columns, and a batch")
     if table_dimension(x, cos) is None or table_dimension(x, sin) is None:
-        return "the tables differ in more than the tokens"
+        return Refusal("shape", "the tables differ in more than the tokens")
     if not all(known_equal(tensor.stride(-1), 1) for tensor in (x, cos, sin)):
-        return "the last dimension of x or of the tables is not contiguous"
+        return Refusal("layout", "the last dimension of x or of the tables is not contiguous")
     return None
 
 
@@ -66,7 +67,7 @@ def empty_rotated(x: Tensor, cos: Tensor, style: str) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def _refuse(platform: Platform, x: Tensor, cos: Tensor, sin: Tensor, style: str = "neox") -> str | None:
+def _refuse(platform: Platform, x: Tensor, cos: Tensor, sin: Tensor, style: str = "neox") -> Refusal | None:
     return unfit(platform, rope_cached_fwd_impl) or unrotatable(x, cos, sin, style)
 
 

@@ -13,17 +13,20 @@ from atomc.kernels.aiter.rope import (
     table_rows,
     unrotatable,
 )
+from atomc.op import Refusal
 from atomc.platform import Platform
 
 triton_rope_cached_fwd = Function("rope_cached_fwd", "aiter.ops.triton.rope.rope", "aiter.ops.triton.rope")
 
 
-def _refuse(platform: Platform, x: Tensor, cos: Tensor, sin: Tensor, style: str = "neox") -> str | None:
+def _refuse(platform: Platform, x: Tensor, cos: Tensor, sin: Tensor, style: str = "neox") -> Refusal | None:
     if reason := unfit(platform, triton_rope_cached_fwd) or unrotatable(x, cos, sin, style):
         return reason
     width, rotated = x.shape[-1], rotated_width(cos, style)
     if rotated not in (width, width // 2) or rotated & (rotated - 1):
-        return f"{rotated} of {width} columns rotate: AITER's Triton kernel rotates all or half, a power of two"
+        return Refusal(
+            "shape", f"{rotated} of {width} columns rotate: AITER's Triton kernel rotates all or half, a power of two"
+        )
     return None
 
 

@@ -10,6 +10,7 @@ from atomc import ops
 from atomc.kernels.aiter.library import HALVES, Function, foreign_fp8, rows, scattered, unfit
 from atomc.kernels.aiter.linear import gemm_a16w16
 from atomc.kernels.aiter.packing import as_e2m1, as_e8m0, relaid_scale, relaid_weight, shuffled_scale, untiled
+from atomc.op import Refusal
 from atomc.platform import Platform
 
 gemm_a8w8 = Function("gemm_a8w8", "aiter")
@@ -18,26 +19,26 @@ gemm_a8w8_blockscale = Function("gemm_a8w8_blockscale", "aiter")
 gemm_a4w4 = Function("gemm_a4w4", "aiter", takes=["dtype", "bpreshuffle"])
 
 
-def unmultiplied(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> str | None:
+def unmultiplied(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Refusal | None:
     """What AITER's products in few bits have in common, and do not take."""
     if out_dtype not in HALVES:
-        return f"the result is {out_dtype}: AITER writes 16 bits"
+        return Refusal("dtype", f"the result is {out_dtype}: AITER writes 16 bits")
     if bias is not None:
-        return "AITER's kernel adds no bias"
+        return Refusal("argument", "AITER's kernel adds no bias")
     n, k = weight.shape
     if not isinstance(n, int) or not isinstance(k, int) or n % 16 or k % 16:
-        return f"a weight of {n} x {k}: AITER takes multiples of 16"
+        return Refusal("shape", f"a weight of {n} x {k}: AITER takes multiples of 16")
     return scattered(x=x, weight=weight)
 
 
 def _refuse_fp8_tensor(
     platform: Platform, x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None = None, *,
     out_dtype: torch.dtype,
-) -> str | None:  # fmt: skip
+) -> Refusal | None:  # fmt: skip
     if reason := unfit(platform, gemm_a16w16) or foreign_fp8(platform, weight.dtype) or foreign_fp8(platform, x.dtype):
         return reason
     if x_scale.dim() != 1 or weight_scale.dim() != 1:
-        return "AITER's tuned products take one scale a tensor"
+        return Refusal("argument", "AITER's tuned products take one scale a tensor")
     return unmultiplied(x, weight, bias, out_dtype)
 
 
@@ -55,15 +56,15 @@ def scaled_linear_fp8(
 def _refuse_blocks(
     platform: Platform, x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None = None, *,
     out_dtype: torch.dtype, block: int = 128,
-) -> str | None:  # fmt: skip
+) -> Refusal | None:  # fmt: skip
     if reason := unfit(platform, gemm_a8w8_blockscale) or foreign_fp8(platform, weight.dtype):
         return reason
     if reason := foreign_fp8(platform, x.dtype) or unmultiplied(x, weight, bias, out_dtype):
         return reason
     if block != 128 or weight.shape[1] % 128:
-        return f"blocks of {block} in rows of {weight.shape[1]}: AITER takes whole blocks of 128"
+        return Refusal("shape", f"blocks of {block} in rows of {weight.shape[1]}: AITER takes whole blocks of 128")
     if scattered(x_scale=x_scale):
-        return "AITER's kernel reads the scales row by row"
+        return Refusal("layout", "AITER's kernel reads the scales row by row")
     return None
 
 
@@ -83,7 +84,7 @@ def scaled_linear_fp8_block(
 def _refuse_int8(
     platform: Platform, x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None = None, *,
     out_dtype: torch.dtype,
-) -> str | None:  # fmt: skip
+) -> Refusal | None:  # fmt: skip
     return unfit(platform, gemm_a8w8) or unmultiplied(x, weight, bias, out_dtype)
 
 
@@ -94,30 +95,26 @@ def scaled_linear_int8(
 ) -> Tensor:  # fmt: skip
     if not x.numel():
         return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype)
-    out: Tensor = gemm_a8w8(
-        rows(x).contiguous(), weight, rows(x_scale).contiguous(), weight_scale, dtype=out_dtype
-    )
+    out: Tensor = gemm_a8w8(rows(x).contiguous(), weight, rows(x_scale).contiguous(), weight_scale, dtype=out_dtype)
     return out.view(*x.shape[:-1], weight.shape[0])
 
 
 def _refuse_mxfp4(
     platform: Platform, x: Tensor, weight: Tensor, weight_scale: Tensor, x_scale: Tensor | None = None,
     bias: Tensor | None = None, *, out_dtype: torch.dtype,
-) -> str | None:  # fmt: skip
+) -> Refusal | None:  # fmt: skip
     if reason := unfit(platform, gemm_a4w4):
         return reason
     if platform.arch == "gfx942":
-        return "gfx942 does not multiply MXFP4"
+        return Refusal("hardware", "gfx942 does not multiply MXFP4")
     if x.dtype != torch.uint8 or x_scale is None:
-        return f"AITER's kernel multiplies MXFP4 by MXFP4, here x is {x.dtype}"
+        return Refusal("dtype", f"AITER's kernel multiplies MXFP4 by MXFP4, here x is {x.dtype}")
     if out_dtype != torch.bfloat16:
-        return f"the result is {out_dtype}: AITER's assembly writes bfloat16"
+        return Refusal("dtype", f"the result is {out_dtype}: AITER's assembly writes bfloat16")
     return unmultiplied(x, weight, bias, out_dtype) or untiled(weight)
 
 
-@ops.linear_mxfp4.kernel(
-    "aiter", refuses=_refuse_mxfp4, prepare={"weight": relaid_weight, "weight_scale": relaid_scale}
-)
+@ops.linear_mxfp4.kernel("aiter", refuses=_refuse_mxfp4, prepare={"weight": relaid_weight, "weight_scale": relaid_scale})
 def linear_mxfp4(
     x: Tensor, weight: tuple[Tensor], weight_scale: tuple[Tensor], x_scale: Tensor | None = None,
     bias: Tensor | None = None, *, out_dtype: torch.dtype,

@@ -7,17 +7,18 @@ from atomc import ops
 from atomc.kernels.aiter.library import foreign_fp8, rows, unfit
 from atomc.kernels.aiter.packing import relaid_weight, untiled
 from atomc.kernels.aiter.scaled_linear import gemm_a8w8_bpreshuffle, unmultiplied
+from atomc.op import Refusal
 from atomc.platform import Platform
 
 
 def _refuse(
     platform: Platform, x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None = None, *,
     out_dtype: torch.dtype,
-) -> str | None:  # fmt: skip
+) -> Refusal | None:  # fmt: skip
     if reason := unfit(platform, gemm_a8w8_bpreshuffle) or foreign_fp8(platform, weight.dtype):
         return reason
     if x_scale.dim() < 2 or weight_scale.dim() != 2:
-        return "AITER's kernel takes a scale for each token and for each output"
+        return Refusal("argument", "AITER's kernel takes a scale for each token and for each output")
     return foreign_fp8(platform, x.dtype) or unmultiplied(x, weight, bias, out_dtype) or untiled(weight)
 
 

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.aiter.library import FLOATS, Function, foreign_fp8, rows, scattered, unfit
+from atomc.op import Refusal
 from atomc.platform import Platform
 
 triton_gemm_a8w8 = Function("gemm_a8w8", "aiter.ops.triton.gemm.basic.gemm_a8w8", "aiter.ops.triton.gemm_a8w8")
@@ -20,22 +21,22 @@ joins_splits = Function("_gemm_splitk_reduce_kernel", "aiter.ops.triton._triton_
 AT_ONCE = 256
 
 
-def _unmultiplied(x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> str | None:
+def _unmultiplied(x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> Refusal | None:
     if out_dtype not in FLOATS:
-        return f"the result is {out_dtype}"
+        return Refusal("dtype", f"the result is {out_dtype}")
     return scattered(x=x, weight=weight)
 
 
-def _per_row(x_scale: Tensor, weight_scale: Tensor) -> str | None:
+def _per_row(x_scale: Tensor, weight_scale: Tensor) -> Refusal | None:
     if x_scale.dim() < 2 or weight_scale.dim() != 2:
-        return "AITER's Triton kernel takes a scale for each token and for each output"
+        return Refusal("argument", "AITER's Triton kernel takes a scale for each token and for each output")
     return None
 
 
 def _refuse_fp8(
     platform: Platform, x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None = None, *,
     out_dtype: torch.dtype,
-) -> str | None:  # fmt: skip
+) -> Refusal | None:  # fmt: skip
     return (
         unfit(platform, triton_gemm_a8w8)
         or foreign_fp8(platform, weight.dtype)
@@ -66,7 +67,7 @@ def scaled_linear_fp8(
 def _refuse_int8(
     platform: Platform, x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None = None, *,
     out_dtype: torch.dtype,
-) -> str | None:  # fmt: skip
+) -> Refusal | None:  # fmt: skip
     return unfit(platform, triton_gemm_a8w8) or _unmultiplied(x, weight, out_dtype)
 
 
@@ -81,13 +82,15 @@ def scaled_linear_int8(
 def _refuse_blocks(
     platform: Platform, x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None = None, *,
     out_dtype: torch.dtype, block: int = 128,
-) -> str | None:  # fmt: skip
+) -> Refusal | None:  # fmt: skip
     if reason := unfit(platform, triton_gemm_a8w8_blockscale) or foreign_fp8(platform, weight.dtype):
         return reason
     if bias is not None:
-        return "AITER's kernel adds no bias"
+        return Refusal("argument", "AITER's kernel adds no bias")
     if block != 128 or weight.shape[1] <= 64:
-        return f"blocks of {block} in rows of {weight.shape[1]}: AITER takes blocks of 128, and more than half of one"
+        return Refusal(
+            "shape", f"blocks of {block} in rows of {weight.shape[1]}: AITER takes blocks of 128, and more than half of one"
+        )
     return foreign_fp8(platform, x.dtype) or _unmultiplied(x, weight, out_dtype)
 
 
@@ -105,17 +108,19 @@ def scaled_linear_fp8_block(
 def _refuse_mxfp4(
     platform: Platform, x: Tensor, weight: Tensor, weight_scale: Tensor, x_scale: Tensor | None = None,
     bias: Tensor | None = None, *, out_dtype: torch.dtype,
-) -> str | None:  # fmt: skip
+) -> Refusal | None:  # fmt: skip
     if reason := unfit(platform, triton_gemm_afp4wfp4):
         return reason
     if platform.arch == "gfx942":
-        return "gfx942 does not multiply MXFP4"
+        return Refusal("hardware", "gfx942 does not multiply MXFP4")
     if x.dtype != torch.uint8 or x_scale is None:
-        return f"AITER's kernel multiplies MXFP4 by MXFP4, here x is {x.dtype}"
+        return Refusal("dtype", f"AITER's kernel multiplies MXFP4 by MXFP4, here x is {x.dtype}")
     width = 2 * weight.shape[1]
     if width % AT_ONCE and unfit(platform, joins_splits):
-        return f"rows of {width}: this AITER reads scales of {AT_ONCE} at a time, past the end of the last row"
-    return "AITER's kernel adds no bias" if bias is not None else _unmultiplied(x, weight, out_dtype)
+        return Refusal(
+            "shape", f"rows of {width}: this AITER reads scales of {AT_ONCE} at a time, past the end of the last row"
+        )
+    return Refusal("argument", "AITER's kernel adds no bias") if bias is not None else _unmultiplied(x, weight, out_dtype)
 
 
 @ops.linear_mxfp4.kernel("aiter", refuses=_refuse_mxfp4)

@@ -8,30 +8,36 @@ import torch
 from torch import Tensor
 
 from atomc import ops
+from atomc.op import Refusal
 from atomc.platform import Platform
 
 
 def _out_of_reach(
     platform: Platform, q: Tensor, k: Tensor, v: Tensor, kv: Tensor | None = None, mask: Tensor | None = None,
     sinks: Tensor | None = None, *, window: int = 0, softcap: float = 0.0, **_: object,
-) -> str | None:  # fmt: skip
+) -> Refusal | None:  # fmt: skip
     if not platform.is_cuda or platform.capability is None or platform.capability < (8, 0):
-        return "cuDNN's attention runs on NVIDIA GPUs from sm80 on"
+        return Refusal("hardware", "cuDNN's attention runs on NVIDIA GPUs from sm80 on")
     for name, given in (("mask", mask is not None), ("sinks", sinks is not None), ("window", window), ("softcap", softcap)):
         if given:
-            return f"torch's entry to cuDNN's attention takes no {name}"
+            return Refusal("argument", f"torch's entry to cuDNN's attention takes no {name}")
     if q.dtype not in (torch.bfloat16, torch.float16) or not q.dtype == k.dtype == v.dtype:
-        return f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}: cuDNN takes 16-bit ones that are alike"
+        return Refusal(
+            "dtype", f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}: cuDNN takes 16-bit ones that are alike"
+        )
     if q.dim() not in (3, 4):
-        return f"q has {q.dim()} dimensions: written for 3 or 4"
+        return Refusal("shape", f"q has {q.dim()} dimensions: written for 3 or 4")
     if not all(isinstance(size, int) for x in (q, k, v) for size in x.shape):
-        return "cuDNN makes a plan for each length, and here the length varies"
+        return Refusal("shape", "cuDNN makes a plan for each length, and here the length varies")
     # Heads of 256 are for Hopper alone.
     widest = 256 if platform.capability == (9, 0) else 128
     if any(width % 8 or width > widest for width in (q.shape[-1], v.shape[-1])):
-        return f"heads of {q.shape[-1]} and {v.shape[-1]}: cuDNN takes multiples of 8 up to {widest} on {platform.arch}"
+        return Refusal(
+            "shape",
+            f"heads of {q.shape[-1]} and {v.shape[-1]}: cuDNN takes multiples of 8 up to {widest} on {platform.arch}",
+        )
     if any(x.shape[-1] > 1 and x.stride(-1) != 1 for x in (q, k, v)):
-        return "the last dimension of q, k or v is not contiguous"
+        return Refusal("layout", "the last dimension of q, k or v is not contiguous")
     return None
 
 

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from atomc import ops
+from atomc.op import Refusal
 from atomc.platform import Platform
 
 # From so many rows on, sums are kept in the tensor core's own precision. H200: the layers of Qwen3-8B take 7% less time for
@@ -15,23 +16,23 @@ FAST_ROWS = 256
 def _not_scaled(
     platform: Platform, x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None = None, *,
     out_dtype: torch.dtype,
-) -> str | None:  # fmt: skip
+) -> Refusal | None:  # fmt: skip
     if not platform.is_cuda or platform.capability is None or platform.capability < (8, 9):
-        return "fp8 products of cuBLAS run on NVIDIA GPUs from sm89 on"
+        return Refusal("hardware", "fp8 products of cuBLAS run on NVIDIA GPUs from sm89 on")
     if x.dtype != torch.float8_e4m3fn or weight.dtype != torch.float8_e4m3fn:
-        return f"x is {x.dtype}, the weight {weight.dtype}: written for float8_e4m3fn"
+        return Refusal("dtype", f"x is {x.dtype}, the weight {weight.dtype}: written for float8_e4m3fn")
     n, k = weight.shape
     if n % 16 or k % 16:
-        return f"a weight of {n} x {k}: cuBLAS takes multiples of 16"
+        return Refusal("shape", f"a weight of {n} x {k}: cuBLAS takes multiples of 16")
     if out_dtype not in (torch.bfloat16, torch.float16):
-        return f"the result is {out_dtype}: sums of fp8 products are exact enough for 16 bits"
+        return Refusal("dtype", f"the result is {out_dtype}: sums of fp8 products are exact enough for 16 bits")
     by_row = x_scale.dim() > 1 or weight_scale.dim() > 1
     if by_row and out_dtype != torch.bfloat16 and platform.capability != (9, 0):
-        return f"the result is {out_dtype}: with a scale a row, {platform.arch} has bfloat16 only"
+        return Refusal("dtype", f"the result is {out_dtype}: with a scale a row, {platform.arch} has bfloat16 only")
     if bias is not None and bias.dtype != out_dtype:
-        return f"the bias is {bias.dtype}, the result {out_dtype}: cuBLAS takes them alike"
+        return Refusal("dtype", f"the bias is {bias.dtype}, the result {out_dtype}: cuBLAS takes them alike")
     if not (weight.stride(1) == 1 and weight.stride(0) == k):
-        return "the rows of the weight do not follow each other"
+        return Refusal("layout", "the rows of the weight do not follow each other")
     return None
 
 

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.triton import attention as varying
+from atomc.op import Refusal
 from atomc.platform import Platform
 
 
@@ -12,9 +13,9 @@ def _unaligned(
     platform: Platform, q: Tensor, k_cache: Tensor, v_cache: Tensor, query_start: Tensor, seq_lens: Tensor,
     block_tables: Tensor, k_scale: Tensor | None = None, v_scale: Tensor | None = None, *, scale: float,
     window: int = 0, **_: object,
-) -> str | None:  # fmt: skip
+) -> Refusal | None:  # fmt: skip
     if window:
-        return f"with a window of {window} the first key of a tile depends on the tile's other rows"
+        return Refusal("argument", f"with a window of {window} the first key of a tile depends on the tile's other rows")
     return varying._out_of_reach(platform, q, k_cache, v_cache, query_start, seq_lens, block_tables, k_scale, v_scale,
                                  scale=scale)  # fmt: skip
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.triton.launch import unfit
+from atomc.op import Refusal
 from atomc.platform import Platform
 
 
@@ -30,11 +31,11 @@ def _multiply(
     tl.store(out_ptr + m.to(tl.int64) * N + n, sums.to(out_ptr.dtype.element_ty), (m < M) & (n < N))
 
 
-def _unlike(platform: Platform, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> str | None:
+def _unlike(platform: Platform, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Refusal | None:
     if reason := unfit(platform, x=x, weight=weight, bias=bias):
         return reason
     if weight.dtype != x.dtype or (bias is not None and bias.dtype != x.dtype):
-        return f"x is {x.dtype}, the weight {weight.dtype}: nothing is converted"
+        return Refusal("dtype", f"x is {x.dtype}, the weight {weight.dtype}: nothing is converted")
     return None
 
 

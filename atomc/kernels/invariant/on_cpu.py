@@ -9,14 +9,15 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.torch.sequence import attend, gathered, no_scales
+from atomc.op import Refusal
 from atomc.platform import Platform
 
 # So many rows of a product cost little more than one, whose time goes into reading the weight.
 TILE = 8
 
 
-def _elsewhere(platform: Platform, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> str | None:
-    return None if platform.is_cpu else "written for the CPU"
+def _elsewhere(platform: Platform, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Refusal | None:
+    return None if platform.is_cpu else Refusal("hardware", "written for the CPU")
 
 
 @ops.linear.kernel("invariant", refuses=_elsewhere)
@@ -36,8 +37,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def _has_scales(
     platform: Platform, q: Tensor, k_cache: Tensor, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
     **_: object,
-) -> str | None:  # fmt: skip
-    return no_scales(platform, k_scale, v_scale) if platform.is_cpu else "written for the CPU"
+) -> Refusal | None:  # fmt: skip
+    return no_scales(platform, k_scale, v_scale) if platform.is_cpu else Refusal("hardware", "written for the CPU")
 
 
 @ops.paged_attention.kernel("invariant", layout="paged", refuses=_has_scales, syncs=True)
@@ -55,4 +56,3 @@ def paged_attention(
             seen = slice(max(0, first + end - window) - first if window else 0, end)
             out[row] = attend(rows[row : row + 1], keys[seen], values[seen], sinks, scale, window, softcap)[0]
     return out.view(*q.shape[:-1], v_cache.shape[-1])
-

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from atomc.op import Prepared
+from atomc.op import Prepared, Refusal
 from atomc.platform import Platform
 
 
@@ -18,17 +18,19 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out
 
 
-def unfit(platform: Platform, dtype: torch.dtype, x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
+def unfit(platform: Platform, dtype: torch.dtype, x: Tensor, weight: Tensor, bias: Tensor | None) -> Refusal | None:
     """Why oneDNN cannot, or should not, multiply these in `dtype`."""
     if not platform.is_cpu:
-        return "oneDNN kernels run on a CPU"
+        return Refusal("hardware", "oneDNN kernels run on a CPU")
     if platform.arch != "x86_64":
-        return f"measured on x86 CPUs only, this is {platform.arch}"
+        return Refusal("hardware", f"measured on x86 CPUs only, this is {platform.arch}")
     given = [t.dtype for t in (x, weight, bias) if t is not None]
     if any(found != dtype for found in given):
-        return f"arguments are {', '.join(str(found) for found in dict.fromkeys(given))}: written for {dtype}"
+        return Refusal(
+            "dtype", f"arguments are {', '.join(str(found) for found in dict.fromkeys(given))}: written for {dtype}"
+        )
     if weight.dim() != 2 or not all(isinstance(size, int) for size in weight.shape):
-        return "the weight is no matrix of constant size"
+        return Refusal("shape", "the weight is no matrix of constant size")
     if not weight.is_contiguous():
-        return "the rows of the weight do not follow each other"
+        return Refusal("layout", "the rows of the weight do not follow each other")
     return None

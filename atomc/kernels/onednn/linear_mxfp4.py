@@ -6,6 +6,7 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.cpu_linears import elsewhere, finish, scattered
 from atomc.kernels.dequantized import e2m1_pairs, fp8_values, multiply
+from atomc.op import Refusal
 from atomc.ops.formats import e8m0_values, in_groups
 from atomc.platform import Platform
 
@@ -13,7 +14,7 @@ from atomc.platform import Platform
 def _unreadable(
     platform: Platform, x: Tensor, weight: Tensor, weight_scale: Tensor, x_scale: Tensor | None = None,
     bias: Tensor | None = None, *, out_dtype: torch.dtype,
-) -> str | None:  # fmt: skip
+) -> Refusal | None:  # fmt: skip
     return elsewhere(platform) or scattered(weight)
 
 

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.cpu_linears import unlike_int4pack
-from atomc.op import Prepared
+from atomc.op import Prepared, Refusal
 from atomc.ops.formats import unpack_int4
 from atomc.platform import Platform
 
@@ -30,7 +30,7 @@ def _scales_and_zeros(weight_scale: Tensor, zeros: Tensor | None) -> Prepared:
 def _unfit(
     platform: Platform, x: Tensor, weight: Tensor, weight_scale: Tensor, zeros: Tensor | None = None,
     bias: Tensor | None = None, *, group: int,
-) -> str | None:  # fmt: skip
+) -> Refusal | None:  # fmt: skip
     return unlike_int4pack(platform, x, weight, weight_scale, zeros, group)
 
 

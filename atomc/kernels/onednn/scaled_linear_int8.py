@@ -5,7 +5,7 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.cpu_linears import finish, unlike_int8
-from atomc.op import Prepared
+from atomc.op import Prepared, Refusal
 from atomc.platform import Platform
 
 # Zen 4, one thread, F.linear's time in fp32 by ours (and by `_int_mm`, below) at 2048x1024 and 4096x4096. 1 row: 1.7 (2.1),
@@ -16,11 +16,12 @@ FEWEST_ROWS = 2
 def inexact(
     platform: Platform, x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None = None, *,
     out_dtype: torch.dtype,
-) -> str | None:  # fmt: skip
+) -> Refusal | None:  # fmt: skip
     if reason := unlike_int8(platform, x, weight, x_scale, weight_scale):
         return reason
-    exact = platform.has("avx512_vnni") or platform.has("avx_vnni")
-    return None if exact else "on a CPU without VNNI oneDNN does not sum products of int8 exactly, or not fast"
+    if platform.has("avx512_vnni") or platform.has("avx_vnni"):
+        return None
+    return Refusal("hardware", "on a CPU without VNNI oneDNN does not sum products of int8 exactly, or not fast")
 
 
 def _packed(weight: Tensor) -> Prepared:
@@ -29,9 +30,7 @@ def _packed(weight: Tensor) -> Prepared:
     return Prepared((torch.ops.onednn.qlinear_prepack(weight.detach(), None), zeros), replaces=True)
 
 
-@ops.scaled_linear_int8.kernel(
-    "onednn", tokens=ops.Tokens(FEWEST_ROWS), refuses=inexact, prepare={"weight": _packed}
-)
+@ops.scaled_linear_int8.kernel("onednn", tokens=ops.Tokens(FEWEST_ROWS), refuses=inexact, prepare={"weight": _packed})
 def scaled_linear_int8(
     x: Tensor, weight: tuple[Tensor, Tensor], x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None = None, *,
     out_dtype: torch.dtype,

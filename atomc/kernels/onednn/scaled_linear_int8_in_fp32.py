@@ -9,14 +9,15 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.cpu_linears import finish, scattered
 from atomc.kernels.dequantized import multiply
+from atomc.op import Refusal
 from atomc.platform import Platform
 
 
 def _unreadable(
     platform: Platform, x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None = None, *,
     out_dtype: torch.dtype,
-) -> str | None:  # fmt: skip
-    return scattered(weight) if platform.is_cpu else "written for the CPU"
+) -> Refusal | None:  # fmt: skip
+    return scattered(weight) if platform.is_cpu else Refusal("hardware", "written for the CPU")
 
 
 # Zen 4, 2560x2560, 1 row: 2.9 ms. What Inductor makes of the meaning, whose sums are in fp64, takes 33.

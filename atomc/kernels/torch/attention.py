@@ -7,6 +7,7 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.torch.eager import eager
 from atomc.kernels.torch.sequence import attend, gathered
+from atomc.op import Refusal
 from atomc.ops.attention import from_cache
 from atomc.platform import Platform
 
@@ -16,15 +17,15 @@ kv_write = eager(ops.kv_write, __name__, layout="paged")
 def _sdpa_has_it(
     platform: Platform, q: Tensor, mask: Tensor | None = None, sinks: Tensor | None = None, softcap: float = 0.0,
     **_: object,
-) -> str | None:  # fmt: skip
+) -> Refusal | None:  # fmt: skip
     if softcap:
-        return "scaled_dot_product_attention has no softcap"
+        return Refusal("argument", "scaled_dot_product_attention has no softcap")
     if sinks is not None:
-        return "scaled_dot_product_attention has no sinks"
+        return Refusal("argument", "scaled_dot_product_attention has no sinks")
     # Rounding a wider mask would change which numbers outweigh every score.
     mask_dtypes = (torch.bool, q.dtype, torch.float32) if platform.is_cpu else (torch.bool, q.dtype)
     if mask is not None and mask.dtype not in mask_dtypes:
-        return f"scaled_dot_product_attention takes no {mask.dtype} mask with a {q.dtype} query here"
+        return Refusal("dtype", f"scaled_dot_product_attention takes no {mask.dtype} mask with a {q.dtype} query here")
     return None
 
 

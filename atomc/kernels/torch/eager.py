@@ -6,11 +6,11 @@ from typing import Any
 
 from atomc.op import PreferInductor
 from atomc.op_traits import Kind
-from atomc.ops import Op
+from atomc.ops import Op, Refusal
 
 
 def eager(
-    op: Op, module: str, layout: str | None = None, refuses: Callable[..., str | None] | None = None
+    op: Op, module: str, layout: str | None = None, refuses: Callable[..., Refusal | None] | None = None
 ) -> Callable[..., Any]:
     """The op's meaning, registered under the name that `module` gives it.
 

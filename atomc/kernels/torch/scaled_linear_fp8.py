@@ -6,12 +6,12 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.cpu_linears import finish
 from atomc.kernels.dequantized import fp8_values, multiply
-from atomc.op import PreferInductor
+from atomc.op import PreferInductor, Refusal
 from atomc.platform import Platform
 
 
-def _on_a_gpu(platform: Platform, *args: object, **_: object) -> str | None:
-    return None if platform.is_cpu else "written for the CPU"
+def _on_a_gpu(platform: Platform, *args: object, **_: object) -> Refusal | None:
+    return None if platform.is_cpu else Refusal("hardware", "written for the CPU")
 
 
 @ops.scaled_linear_fp8.kernel("torch", refuses=_on_a_gpu, prefer_inductor=PreferInductor.ALWAYS)

@@ -9,27 +9,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from atomc.op import Refusal
 from atomc.platform import Platform
 
 
 def no_scales(
     platform: Platform, k_scale: Tensor | None = None, v_scale: Tensor | None = None, **_: object
-) -> str | None:  # fmt: skip
-    return None if k_scale is None and v_scale is None else "the cache has scales"
+) -> Refusal | None:  # fmt: skip
+    return None if k_scale is None and v_scale is None else Refusal("argument", "the cache has scales")
 
 
 def on_a_cpu(
     platform: Platform, k_scale: Tensor | None = None, v_scale: Tensor | None = None, **_: object
-) -> str | None:  # fmt: skip
-    return no_scales(platform, k_scale, v_scale) if platform.is_cpu else "written for the CPU"
+) -> Refusal | None:  # fmt: skip
+    return no_scales(platform, k_scale, v_scale) if platform.is_cpu else Refusal("hardware", "written for the CPU")
 
 
 def reads_it_as_it_is(
     platform: Platform, q: Tensor, k_cache: Tensor, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
     **_: object,
-) -> str | None:  # fmt: skip
+) -> Refusal | None:  # fmt: skip
     if q.dtype != k_cache.dtype:
-        return f"the cache is {k_cache.dtype}, the query {q.dtype}: nothing is converted"
+        return Refusal("dtype", f"the cache is {k_cache.dtype}, the query {q.dtype}: nothing is converted")
     return on_a_cpu(platform, k_scale, v_scale)
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from atomc import ops
 from atomc.graph.sizes import same_shape
 from atomc.kernels.triton.launch import begin, inner_sizes, num_rows, overlap, row_offset, row_strides, unfit
+from atomc.op import Refusal
 from atomc.platform import Platform
 
 
@@ -43,15 +44,15 @@ def _gated(
     tl.store(out_ptr + row_offset(row, d1, d2, o0, o1, o2) + column, out.to(out_ptr.dtype.element_ty), inside)
 
 
-def _alike(platform: Platform, gate: Tensor, up: Tensor, approximate: str = "none") -> str | None:
+def _alike(platform: Platform, gate: Tensor, up: Tensor, approximate: str = "none") -> Refusal | None:
     if reason := unfit(platform, gate=gate, up=up):
         return reason
     if gate.dtype != up.dtype:
-        return f"gate is {gate.dtype}, up is {up.dtype}"
+        return Refusal("dtype", f"gate is {gate.dtype}, up is {up.dtype}")
     if not same_shape(gate, up):
-        return "gate and up differ in shape"
+        return Refusal("shape", "gate and up differ in shape")
     if approximate not in ("none", "tanh"):
-        return f"approximate={approximate!r} is neither 'none' nor 'tanh'"
+        return Refusal("argument", f"approximate={approximate!r} is neither 'none' nor 'tanh'")
     return None
 
 

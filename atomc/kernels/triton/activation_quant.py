@@ -19,6 +19,7 @@ from atomc.kernels.triton.quant import (
     store_quantized,
     unquantizable,
 )
+from atomc.op import Refusal
 from atomc.platform import Platform
 
 # One program has to see the whole row: few of them leave most of the device idle. H200, rows of 12,288 to fp8, us in one
@@ -61,13 +62,13 @@ def _tile(out: Quantized, rows: int, columns: int) -> dict[str, int]:
 def _unfit(
     platform: Platform, gate: Tensor, up: Tensor, scale: Tensor | None = None, *, scheme: str,
     dtype: torch.dtype = torch.float8_e4m3fn, group: int = 128, column_major: bool = False, rounding: str = "even",
-) -> str | None:  # fmt: skip
+) -> Refusal | None:  # fmt: skip
     if reason := unquantizable(platform, gate, scheme, dtype, group, rounding, "gate") or unfit(platform, up=up):
         return reason
     if gate.dtype != up.dtype:
-        return f"gate is {gate.dtype}, up is {up.dtype}"
+        return Refusal("dtype", f"gate is {gate.dtype}, up is {up.dtype}")
     if not same_shape(gate, up):
-        return "gate and up differ in shape"
+        return Refusal("shape", "gate and up differ in shape")
     return None
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.triton.unpacking import MAX_ROWS, as_words, scale_of, unfit, unpacked, zero_of
+from atomc.op import Refusal
 from atomc.platform import Platform
 
 MANY = ops.Tokens(MAX_ROWS + 1)
@@ -47,13 +48,16 @@ def dequantized(words: Tensor, scale: Tensor, zeros: Tensor | None, group: int, 
 def _unfit_int4(
     platform: Platform, x: Tensor, weight: Tensor, weight_scale: Tensor, zeros: Tensor | None = None,
     bias: Tensor | None = None, *, group: int,
-) -> str | None:  # fmt: skip
+) -> Refusal | None:  # fmt: skip
     if reason := unfit(platform, weight, weight_scale, bias):
         return reason
     if x.dtype not in (torch.bfloat16, torch.float16) or (bias is not None and bias.dtype != x.dtype):
-        return f"x is {x.dtype}, the bias {None if bias is None else bias.dtype}: written for 16 bits, the same in both"
+        return Refusal(
+            "dtype",
+            f"x is {x.dtype}, the bias {None if bias is None else bias.dtype}: written for 16 bits, the same in both",
+        )
     if group not in (32, 64, 128):
-        return f"groups of {group}: written for 32, 64 and 128"
+        return Refusal("shape", f"groups of {group}: written for 32, 64 and 128")
     return None
 
 
@@ -68,13 +72,16 @@ def linear_w4a16(
 def _unfit_mxfp4(
     platform: Platform, x: Tensor, weight: Tensor, weight_scale: Tensor, x_scale: Tensor | None = None,
     bias: Tensor | None = None, *, out_dtype: torch.dtype,
-) -> str | None:  # fmt: skip
+) -> Refusal | None:  # fmt: skip
     if reason := unfit(platform, weight, weight_scale, bias):
         return reason
     if x.dtype not in (torch.bfloat16, torch.uint8) or out_dtype != torch.bfloat16:
-        return f"x is {x.dtype}, the result {out_dtype}: written for bfloat16 or packed e2m1, and a result in bfloat16"
+        return Refusal(
+            "dtype",
+            f"x is {x.dtype}, the result {out_dtype}: written for bfloat16 or packed e2m1, and a result in bfloat16",
+        )
     if bias is not None and bias.dtype != out_dtype:
-        return f"the bias is {bias.dtype}, the result {out_dtype}"
+        return Refusal("dtype", f"the bias is {bias.dtype}, the result {out_dtype}")
     return None
 
 

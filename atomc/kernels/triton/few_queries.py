@@ -14,6 +14,7 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.triton.attention import LOG2_E, MAX_SPLITS, MAX_WIDTH, join, multiprocessors
 from atomc.kernels.triton.launch import begin, overlap, unfit
+from atomc.op import Refusal
 from atomc.platform import Platform
 
 MAX_ROWS = 64  # query rows of one program, G * T
@@ -103,21 +104,21 @@ def _attend(
 def _many_rows(
     platform: Platform, q: Tensor, k: Tensor, v: Tensor, kv: Tensor | None = None, mask: Tensor | None = None,
     sinks: Tensor | None = None, *, scale: float, **_: object,
-) -> str | None:  # fmt: skip
+) -> Refusal | None:  # fmt: skip
     if reason := unfit(platform, q=q, k=k, v=v):
         return reason
     if q.dtype == torch.bfloat16 and not platform.supports_bf16:
-        return f"{platform.name} does not multiply bfloat16"
+        return Refusal("hardware", f"{platform.name} does not multiply bfloat16")
     if not isinstance(q.shape[-3], int) or q.shape[-3] * (q.shape[-2] // k.shape[-2]) > MAX_ROWS:
-        return f"written for few new tokens: at most {MAX_ROWS} query rows may share a key/value head"
+        return Refusal("shape", f"written for few new tokens: at most {MAX_ROWS} query rows may share a key/value head")
     if not q.dtype == k.dtype == v.dtype:
-        return f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}: nothing is converted"
+        return Refusal("dtype", f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}: nothing is converted")
     if q.shape[-1] != v.shape[-1] or q.shape[-1] > MAX_WIDTH:
-        return f"heads of {q.shape[-1]} and {v.shape[-1]}: written for equal ones of at most {MAX_WIDTH}"
+        return Refusal("shape", f"heads of {q.shape[-1]} and {v.shape[-1]}: written for equal ones of at most {MAX_WIDTH}")
     if scale <= 0:
-        return f"a scale of {scale} would turn the highest score into the lowest"
+        return Refusal("argument", f"a scale of {scale} would turn the highest score into the lowest")
     if mask is not None and mask.dim() > 4:
-        return f"the mask has {mask.dim()} dimensions"
+        return Refusal("shape", f"the mask has {mask.dim()} dimensions")
     return None
 
 

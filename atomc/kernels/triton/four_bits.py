@@ -14,6 +14,7 @@ from atomc import ops
 from atomc.kernels.triton import int4_pairs
 from atomc.kernels.triton.launch import FLOATS, by_fours, let_next_start, num_rows, overlap, wait_for_last
 from atomc.kernels.triton.unpacking import as_words, e2m1_on_top, e8m0, int4_of, scale_of, unfit, unpacked, zero_of
+from atomc.op import Refusal
 from atomc.platform import Platform
 
 TRITON_DTYPE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -190,13 +191,13 @@ def _number(x: Tensor) -> Any:
 def _unfit_int4(
     platform: Platform, x: Tensor, weight: Tensor, weight_scale: Tensor, zeros: Tensor | None = None,
     bias: Tensor | None = None, *, group: int,
-) -> str | None:  # fmt: skip
+) -> Refusal | None:  # fmt: skip
     if reason := unfit(platform, weight, weight_scale, bias):
         return reason
     if x.dtype not in FLOATS or weight_scale.dtype not in FLOATS:
-        return f"x is {x.dtype}, the scales are {weight_scale.dtype}: written for {FLOATS}"
+        return Refusal("dtype", f"x is {x.dtype}, the scales are {weight_scale.dtype}: written for {FLOATS}")
     if group not in (32, 64, 128):
-        return f"groups of {group}: written for 32, 64 and 128"
+        return Refusal("shape", f"groups of {group}: written for 32, 64 and 128")
     return None
 
 
@@ -214,15 +215,18 @@ def linear_w4a16(
 def _unfit_mxfp4(
     platform: Platform, x: Tensor, weight: Tensor, weight_scale: Tensor, x_scale: Tensor | None = None,
     bias: Tensor | None = None, *, out_dtype: torch.dtype,
-) -> str | None:  # fmt: skip
+) -> Refusal | None:  # fmt: skip
     if reason := unfit(platform, weight, weight_scale, bias):
         return reason
     if x.dtype not in (*FLOATS, torch.float8_e4m3fn, torch.uint8) or out_dtype not in FLOATS:
-        return f"x is {x.dtype}, the result {out_dtype}: written for floats, e4m3fn and packed e2m1, and results in floats"
+        return Refusal(
+            "dtype",
+            f"x is {x.dtype}, the result {out_dtype}: written for floats, e4m3fn and packed e2m1, and results in floats",
+        )
     if x.dtype == torch.float16:
-        return "x is torch.float16, which does not hold all powers of two that scales are"
+        return Refusal("dtype", "x is torch.float16, which does not hold all powers of two that scales are")
     if x.dtype == torch.float8_e4m3fn and (platform.capability is None or platform.capability < (8, 9)):
-        return f"{platform.arch} has no instructions for fp8, which come with sm89"
+        return Refusal("hardware", f"{platform.arch} has no instructions for fp8, which come with sm89")
     return None
 
 

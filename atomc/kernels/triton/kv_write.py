@@ -24,6 +24,7 @@ from atomc.kernels.triton.launch import (
     unfit,
 )
 from atomc.kernels.triton.quant import by_bits, fp8_codes
+from atomc.op import Refusal
 from atomc.ops.formats import FP8
 from atomc.platform import Platform
 
@@ -122,42 +123,46 @@ def codes_of(cache: Tensor) -> dict[str, Any]:
     return {"CODES": codes, "BY_BITS": by_bits(cache.dtype, cache.device), "enable_fp_fusion": False}
 
 
-def uncachable(platform: Platform, scales: dict[str, Tensor | None], **caches: Tensor) -> str | None:
+def uncachable(platform: Platform, scales: dict[str, Tensor | None], **caches: Tensor) -> Refusal | None:
     """Why the rows of these caches, or the scales of their codes, cannot be read or written here."""
     plain = {name: cache for name, cache in caches.items() if cache.dtype not in FP8}
     codes = {name: cache for name, cache in caches.items() if cache.dtype in FP8}
     if reason := unfit(platform, **plain):
         return reason
     if len({cache.dtype for cache in caches.values()}) > 1:
-        return f"the caches differ: {', '.join(f'{name} is {cache.dtype}' for name, cache in caches.items())}"
+        return Refusal(
+            "dtype", f"the caches differ: {', '.join(f'{name} is {cache.dtype}' for name, cache in caches.items())}"
+        )
     for name, cache in codes.items():
         if not known_equal(cache.stride(-1), 1):
-            return f"the last dimension of {name} is not contiguous"
+            return Refusal("layout", f"the last dimension of {name} is not contiguous")
     for name, scale in scales.items():
         if scale is None:
             continue
         if plain:
-            return f"{name} came for a cache of {next(iter(plain.values())).dtype}: only one in fp8 has scales"
+            return Refusal(
+                "argument", f"{name} came for a cache of {next(iter(plain.values())).dtype}: only one in fp8 has scales"
+            )
         if scale.dtype != torch.float32 or not known_equal(scale.numel(), 1):
-            return f"{name} is {scale.dtype} {list(scale.shape)}: written for one number of fp32 a cache"
+            return Refusal("dtype", f"{name} is {scale.dtype} {list(scale.shape)}: written for one number of fp32 a cache")
     return None
 
 
 def unwritable(
     platform: Platform, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor,
     k_scale: Tensor | None = None, v_scale: Tensor | None = None,
-) -> str | None:  # fmt: skip
+) -> Refusal | None:  # fmt: skip
     """Why k and v cannot be written to these caches here."""
     scales = {"k_scale": k_scale, "v_scale": v_scale}
     if reason := unfit(platform, k=k, v=v) or uncachable(platform, scales, k_cache=k_cache, v_cache=v_cache):
         return reason
     if k.dim() not in (3, 4) or v.dim() != k.dim():
-        return "keys and values come as [T, K, D] or [B, T, K, D]"
+        return Refusal("shape", "keys and values come as [T, K, D] or [B, T, K, D]")
     if slots.dim() != 1 or not known_equal(slots.stride(0), 1):
-        return "slots are not one contiguous row"
+        return Refusal("layout", "slots are not one contiguous row")
     for cache in (k_cache, v_cache):
         if not known_equal(cache.stride(0), cache.shape[1] * cache.stride(1)):
-            return "the blocks of the cache do not follow each other"
+            return Refusal("layout", "the blocks of the cache do not follow each other")
     return None
 
 

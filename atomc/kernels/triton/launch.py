@@ -13,27 +13,28 @@ import triton.language as tl
 from torch import Tensor
 
 from atomc.graph.sizes import known_equal
+from atomc.op import Refusal
 from atomc.platform import Platform
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 MAX_DIMS = 4
 
 
-def unfit(platform: Platform, **tensors: Tensor | None) -> str | None:
+def unfit(platform: Platform, **tensors: Tensor | None) -> Refusal | None:
     """Why no kernel here can run there, or cannot read the rows of one of these tensors."""
     if platform.is_cpu:
-        return "Triton kernels run on a GPU"
+        return Refusal("hardware", "Triton kernels run on a GPU")
     for name, tensor in tensors.items():
         if tensor is None:
             continue
         if tensor.dtype not in FLOATS:
-            return f"{name} is {tensor.dtype}: only fp32, bf16 and fp16 are computed here"
+            return Refusal("dtype", f"{name} is {tensor.dtype}: only fp32, bf16 and fp16 are computed here")
         if not 1 <= tensor.dim() <= MAX_DIMS:
-            return f"{name} has {tensor.dim()} dimensions: written for 1 to {MAX_DIMS}"
+            return Refusal("shape", f"{name} has {tensor.dim()} dimensions: written for 1 to {MAX_DIMS}")
         if not isinstance(tensor.shape[-1], int):
-            return f"the rows of {name} have no fixed width"
+            return Refusal("shape", f"the rows of {name} have no fixed width")
         if tensor.shape[-1] > 1 and not known_equal(tensor.stride(-1), 1):
-            return f"the last dimension of {name} is not contiguous"
+            return Refusal("layout", f"the last dimension of {name} is not contiguous")
     return None
 
 

@@ -24,6 +24,7 @@ from atomc.kernels.triton.launch import (
     unfit,
     wait_for_last,
 )
+from atomc.op import Refusal
 from atomc.platform import Platform
 
 MAX_ROWS = 16
@@ -140,22 +141,22 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile) -> Tens
     return out
 
 
-def _no_gain(platform: Platform, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> str | None:
+def _no_gain(platform: Platform, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Refusal | None:
     if reason := unfit(platform, x=x, weight=weight, bias=bias):
         return reason
     if platform.is_rocm:
-        return "its tiles are cut for NVIDIA GPUs"
+        return Refusal("hardware", "its tiles are cut for NVIDIA GPUs")
     if weight.dtype not in (torch.bfloat16, torch.float16) or x.dtype != weight.dtype:
-        return f"x is {x.dtype}, the weight {weight.dtype}: written for 16-bit ones that are alike"
+        return Refusal("dtype", f"x is {x.dtype}, the weight {weight.dtype}: written for 16-bit ones that are alike")
     if bias is not None and bias.dtype != weight.dtype:
-        return f"the bias is {bias.dtype}, the weight {weight.dtype}"
+        return Refusal("dtype", f"the bias is {bias.dtype}, the weight {weight.dtype}")
     n, k = weight.shape
     if not isinstance(n, int):
-        return "the weight has no fixed number of rows"
+        return Refusal("shape", "the weight has no fixed number of rows")
     if k % 8 or not known_equal(weight.stride(0), k):
-        return "the rows of the weight are not 16-byte units that follow each other"
+        return Refusal("layout", "the rows of the weight are not 16-byte units that follow each other")
     if math.prod(size for size in x.shape[:-1] if isinstance(size, int)) > MAX_ROWS:
-        return f"x has more than {MAX_ROWS} rows, from which on cuBLAS is as fast"
+        return Refusal("slower", f"x has more than {MAX_ROWS} rows, from which on cuBLAS is as fast")
     return None
 
 

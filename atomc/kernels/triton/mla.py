@@ -33,6 +33,7 @@ from atomc.kernels.triton.launch import (
 )
 from atomc.kernels.triton.quant import amax_bits, amax_scale, by_bits, e2m1_codes, fp8_codes
 from atomc.kernels.triton.rope import cut_rows, rotated, store_parts, table_strides, triton_dtype, unrotatable
+from atomc.op import Refusal
 from atomc.ops.formats import FP8, MX_ROUNDINGS
 from atomc.ops.mla import BMM_SCHEMES
 from atomc.platform import Platform
@@ -192,18 +193,18 @@ def _bmm_rope_kv_write(
 
 def _unwritable(
     platform: Platform, kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slots: Tensor, scale: Tensor | None
-) -> str | None:
+) -> Refusal | None:
     """Why these tokens cannot be written to this cache here."""
     if reason := unfit(platform, kv_c=kv_c, k_pe=k_pe) or uncachable(platform, {"scale": scale}, kv_cache=kv_cache):
         return reason
     if kv_c.dim() not in (2, 3):
-        return f"the latent has {kv_c.dim()} dimensions: written for [T, L] or [B, T, L]"
+        return Refusal("shape", f"the latent has {kv_c.dim()} dimensions: written for [T, L] or [B, T, L]")
     if kv_c.shape[-1] > MAX_WIDTH:
-        return f"a latent of {kv_c.shape[-1]} does not fit one program (at most {MAX_WIDTH})"
+        return Refusal("shape", f"a latent of {kv_c.shape[-1]} does not fit one program (at most {MAX_WIDTH})")
     if slots.dim() != 1 or not known_equal(slots.stride(0), 1):
-        return "slots are not one contiguous row"
+        return Refusal("layout", "slots are not one contiguous row")
     if not known_equal(kv_cache.stride(0), kv_cache.shape[1] * kv_cache.stride(1)):
-        return "the blocks of the cache do not follow each other"
+        return Refusal("layout", "the blocks of the cache do not follow each other")
     return None
 
 
@@ -214,14 +215,12 @@ def _latent_rows(kv_c: Tensor) -> tuple[int, int, int, int]:
 
 def _plainly(
     platform: Platform, kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slots: Tensor, scale: Tensor | None = None
-) -> str | None:
+) -> Refusal | None:
     return _unwritable(platform, kv_c, k_pe, kv_cache, slots, scale)
 
 
 @ops.mla_kv_write.kernel("triton", layout="paged", refuses=_plainly)
-def mla_kv_write(
-    kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slots: Tensor, scale: Tensor | None = None
-) -> Tensor:
+def mla_kv_write(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slots: Tensor, scale: Tensor | None = None) -> Tensor:
     if rows := num_rows(kv_c):
         rows_a_program = heads_a_program(rows)
         _mla_kv_write[(triton.cdiv(rows, rows_a_program),)](
@@ -236,11 +235,11 @@ def mla_kv_write(
 def _rotated_and_written(
     platform: Platform, q_nope: Tensor, q_pe: Tensor, kv_c: Tensor, k_pe: Tensor, cos: Tensor, sin: Tensor,
     kv_cache: Tensor, slots: Tensor, scale: Tensor | None = None, rope_style: str = "neox",
-) -> str | None:  # fmt: skip
+) -> Refusal | None:  # fmt: skip
     if reason := _unwritable(platform, kv_c, k_pe, kv_cache, slots, scale) or unfit(platform, q_nope=q_nope):
         return reason
     if q_pe.dtype != k_pe.dtype or q_nope.dim() != q_pe.dim() or q_nope.dim() not in (3, 4):
-        return "queries come as [T, H, .] or [B, T, H, .], and rotate in the dtype of the keys"
+        return Refusal("dtype", "queries come as [T, H, .] or [B, T, H, .], and rotate in the dtype of the keys")
     return unrotatable(platform, q_pe, cos, sin, rope_style) or unrotatable(platform, k_pe, cos, sin, rope_style)
 
 
@@ -276,21 +275,26 @@ def _multiplied(
     platform: Platform, q_nope: Tensor, weight: Tensor, weight_scale: Tensor, q_pe: Tensor, kv_c: Tensor, k_pe: Tensor,
     cos: Tensor, sin: Tensor, kv_cache: Tensor, slots: Tensor, scale: Tensor | None = None, *, scheme: str,
     rope_style: str = "neox", group: int = 128, dtype: torch.dtype = torch.float8_e4m3fn, rounding: str = "even",
-) -> str | None:  # fmt: skip
+) -> Refusal | None:  # fmt: skip
     reason = _rotated_and_written(platform, q_nope, q_pe, kv_c, k_pe, cos, sin, kv_cache, slots, scale, rope_style)
     if reason:
         return reason
     if scheme not in BMM_SCHEMES:
-        return f"scheme {scheme!r} is not one of {BMM_SCHEMES}"
+        return Refusal("argument", f"scheme {scheme!r} is not one of {BMM_SCHEMES}")
     if not known_equal(weight.stride(-1), 1):
-        return "the rows of the weight are not contiguous"
+        return Refusal("layout", "the rows of the weight are not contiguous")
     if scheme == "fp8":
         if dtype not in FP8 or weight.dtype != dtype:
-            return f"queries are quantized to {dtype}, the weight is {weight.dtype}: written for one kind of fp8"
+            return Refusal(
+                "dtype", f"queries are quantized to {dtype}, the weight is {weight.dtype}: written for one kind of fp8"
+            )
         if group < 16 or group & (group - 1):
-            return f"groups of {group} columns: written for powers of 2 from 16 on"
+            return Refusal("shape", f"groups of {group} columns: written for powers of 2 from 16 on")
     elif q_nope.shape[-1] % 32 or rounding not in MX_ROUNDINGS or not known_equal(weight_scale.stride(-1), 1):
-        return f"mxfp4 takes rows of a multiple of 32, here {q_nope.shape[-1]}, rounded as one of {tuple(MX_ROUNDINGS)}"
+        return Refusal(
+            "shape",
+            f"mxfp4 takes rows of a multiple of 32, here {q_nope.shape[-1]}, rounded as one of {tuple(MX_ROUNDINGS)}",
+        )
     return None
 
 

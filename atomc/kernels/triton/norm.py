@@ -22,6 +22,7 @@ from atomc.kernels.triton.launch import (
     row_strides,
     unfit,
 )
+from atomc.op import Refusal
 from atomc.ops.norm import RMS_NORM_STYLES
 from atomc.platform import Platform
 
@@ -112,21 +113,21 @@ def tile(rows: int, columns: int) -> dict[str, int]:
 def _normed_rows(
     platform: Platform, x: Tensor, residual: Tensor | None = None, weight: Tensor | None = None,
     bias: Tensor | None = None, **_: object,
-) -> str | None:  # fmt: skip
+) -> Refusal | None:  # fmt: skip
     if reason := unfit(platform, x=x, residual=residual, weight=weight, bias=bias):
         return reason
     if x.shape[-1] > MAX_COLUMNS:
-        return f"rows of {x.shape[-1]} do not fit one program (at most {MAX_COLUMNS})"
+        return Refusal("shape", f"rows of {x.shape[-1]} do not fit one program (at most {MAX_COLUMNS})")
     if residual is not None and residual.dtype != x.dtype:
-        return f"x is {x.dtype}, the residual {residual.dtype}"
+        return Refusal("dtype", f"x is {x.dtype}, the residual {residual.dtype}")
     if residual is not None and not same_shape(x, residual):
-        return "x and the residual differ in shape"
+        return Refusal("shape", "x and the residual differ in shape")
     return None
 
 
-def styled_rows(platform: Platform, style: str = "after", **arguments: Any) -> str | None:
+def styled_rows(platform: Platform, style: str = "after", **arguments: Any) -> Refusal | None:
     if style not in RMS_NORM_STYLES:
-        return f"style {style!r} is not one of {RMS_NORM_STYLES}"
+        return Refusal("argument", f"style {style!r} is not one of {RMS_NORM_STYLES}")
     return _normed_rows(platform, **arguments)
 
 
@@ -143,9 +144,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, style: str = "after") -> Ten
 
 
 @ops.add_rms_norm.kernel("triton", refuses=styled_rows)
-def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, style: str = "after"
-) -> tuple[Tensor, Tensor]:
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, style: str = "after") -> tuple[Tensor, Tensor]:
     total = torch.empty_like(x)
     out = torch.empty_like(x, dtype=torch.promote_types(x.dtype, weight.dtype) if style == "after" else x.dtype)
     if rows := num_rows(out):
@@ -160,9 +159,9 @@ def add_rms_norm(
 
 def _padded_rows(
     platform: Platform, x: Tensor, residual: Tensor, weight: Tensor, eps: float, columns: int, style: str = "after"
-) -> str | None:
+) -> Refusal | None:
     if x.shape[-1] + columns > MAX_COLUMNS:
-        return f"rows of {x.shape[-1]} and {columns} do not fit one program (at most {MAX_COLUMNS})"
+        return Refusal("shape", f"rows of {x.shape[-1]} and {columns} do not fit one program (at most {MAX_COLUMNS})")
     return styled_rows(platform, style, x=x, residual=residual, weight=weight)
 
 

@@ -21,6 +21,7 @@ from atomc.kernels.triton.launch import (
 )
 from atomc.kernels.triton.norm import row_sum, styled_rows, tile, weighted
 from atomc.kernels.triton.quant import Quantized, store_quantized, unquantizable
+from atomc.op import Refusal
 from atomc.platform import Platform
 
 TRITON_DTYPE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -77,7 +78,7 @@ def _unfit(
     platform: Platform, x: Tensor, weight: Tensor, eps: float, scale: Tensor | None = None, style: str = "after", *,
     scheme: str, dtype: torch.dtype = torch.float8_e4m3fn, group: int = 128, column_major: bool = False,
     rounding: str = "even", keep: bool = False, residual: Tensor | None = None,
-) -> str | None:  # fmt: skip
+) -> Refusal | None:  # fmt: skip
     reason = unquantizable(platform, x, scheme, dtype, group, rounding)
     return reason or styled_rows(platform, style, x=x, residual=residual, weight=weight)
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.triton.launch import begin, inner_sizes, num_rows, overlap, row_offset, row_strides, unfit
+from atomc.op import Refusal
 from atomc.ops.formats import AMAX_FLOOR, FP8, MX_ROUNDINGS
 from atomc.ops.quant import empty_group_scales
 from atomc.ops.schemes import SCHEMES
@@ -217,21 +218,23 @@ class Quantized:
 def unquantizable(
     platform: Platform, x: Tensor, scheme: str, dtype: torch.dtype = torch.float8_e4m3fn, group: int = 128,
     rounding: str = "even", name: str = "x",
-) -> str | None:  # fmt: skip
+) -> Refusal | None:  # fmt: skip
     """Why no kernel here can quantize rows like those of x."""
     if reason := unfit(platform, **{name: x}):
         return reason
     width = x.shape[-1]
     if scheme not in SCHEMES:
-        return f"scheme {scheme!r} is not one of {SCHEMES}"
+        return Refusal("argument", f"scheme {scheme!r} is not one of {SCHEMES}")
     if scheme.startswith("fp8") and dtype not in FP8:
-        return f"fp8 dtype {dtype} is not one of {FP8}"
+        return Refusal("dtype", f"fp8 dtype {dtype} is not one of {FP8}")
     if scheme == "fp8_group" and (group < 16 or group & (group - 1)):
-        return f"groups of {group} columns: written for powers of 2 from 16 on"
+        return Refusal("shape", f"groups of {group} columns: written for powers of 2 from 16 on")
     if scheme == "mxfp4" and (width % 32 or rounding not in MX_ROUNDINGS):
-        return f"mxfp4 takes rows of a multiple of 32, here {width}, rounded as one of {tuple(MX_ROUNDINGS)}"
+        return Refusal(
+            "shape", f"mxfp4 takes rows of a multiple of 32, here {width}, rounded as one of {tuple(MX_ROUNDINGS)}"
+        )
     if width > MAX_COLUMNS:
-        return f"rows of {width} do not fit one program (at most {MAX_COLUMNS})"
+        return Refusal("shape", f"rows of {width} do not fit one program (at most {MAX_COLUMNS})")
     return None
 
 
@@ -246,7 +249,7 @@ def _launch(x: Tensor, out: Quantized) -> tuple[Tensor, Tensor]:
     return out.codes, out.scales
 
 
-def _static(platform: Platform, x: Tensor, scale: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> str | None:
+def _static(platform: Platform, x: Tensor, scale: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Refusal | None:
     return unquantizable(platform, x, "fp8_static", dtype)
 
 
@@ -255,7 +258,7 @@ def quant_fp8_static(x: Tensor, scale: Tensor, dtype: torch.dtype = torch.float8
     return _launch(x, Quantized(x, scale, "fp8_static", dtype))[0]
 
 
-def _per_token(platform: Platform, x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> str | None:
+def _per_token(platform: Platform, x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Refusal | None:
     return unquantizable(platform, x, "fp8_per_token", dtype)
 
 
@@ -267,7 +270,7 @@ def quant_fp8_per_token(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> 
 def _group(
     platform: Platform, x: Tensor, group: int = 128, column_major_scales: bool = False,
     dtype: torch.dtype = torch.float8_e4m3fn,
-) -> str | None:  # fmt: skip
+) -> Refusal | None:  # fmt: skip
     return unquantizable(platform, x, "fp8_group", dtype, group)
 
 
@@ -278,7 +281,7 @@ def quant_fp8_group(
     return _launch(x, Quantized(x, None, "fp8_group", dtype, group, column_major_scales))
 
 
-def _mxfp4(platform: Platform, x: Tensor, rounding: str = "even") -> str | None:
+def _mxfp4(platform: Platform, x: Tensor, rounding: str = "even") -> Refusal | None:
     return unquantizable(platform, x, "mxfp4", rounding=rounding)
 
 
@@ -287,7 +290,7 @@ def quant_mxfp4(x: Tensor, rounding: str = "even") -> tuple[Tensor, Tensor]:
     return _launch(x, Quantized(x, None, "mxfp4", rounding=rounding))
 
 
-def _int8_rows(platform: Platform, x: Tensor) -> str | None:
+def _int8_rows(platform: Platform, x: Tensor) -> Refusal | None:
     return unquantizable(platform, x, "int8_per_token")
 
 

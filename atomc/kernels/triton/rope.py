@@ -31,6 +31,7 @@ from atomc.kernels.triton.launch import (
     unfit,
 )
 from atomc.kernels.triton.norm import weighted
+from atomc.op import Refusal
 from atomc.ops.norm import RMS_NORM_STYLES
 from atomc.ops.rope import ROPE_STYLES
 from atomc.platform import Platform
@@ -209,28 +210,28 @@ def triton_dtype(dtype: torch.dtype) -> tl.dtype:
     return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype]
 
 
-def unrotatable(platform: Platform, x: Tensor, cos: Tensor, sin: Tensor, style: str) -> str | None:
+def unrotatable(platform: Platform, x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Refusal | None:
     """Why these rows cannot be rotated by these tables here."""
     if reason := unfit(platform, x=x, cos=cos, sin=sin):
         return reason
     if style not in ROPE_STYLES:
-        return f"style {style!r} is not one of {ROPE_STYLES}"
+        return Refusal("argument", f"style {style!r} is not one of {ROPE_STYLES}")
     if cos.dtype != sin.dtype:
-        return f"cos is {cos.dtype}, sin is {sin.dtype}"
+        return Refusal("dtype", f"cos is {cos.dtype}, sin is {sin.dtype}")
     if style == "neox" and isinstance(cos.shape[-1], int) and cos.shape[-1] % 2:
-        return f"{cos.shape[-1]} columns are no pairs"
+        return Refusal("shape", f"{cos.shape[-1]} columns are no pairs")
     if cos.dim() > x.dim():
-        return "the tables have more dimensions than what they rotate"
+        return Refusal("shape", "the tables have more dimensions than what they rotate")
     for mine, size in zip(cos.shape[-2::-1], x.shape[-2::-1], strict=False):
         if not known_equal(mine, 1) and not known_equal(mine, size):
-            return f"tables of {mine} rows along a dimension of {size}"
+            return Refusal("shape", f"tables of {mine} rows along a dimension of {size}")
     for size, a, b in zip(cos.shape, cos.stride(), sin.stride(), strict=True):
         if not known_equal(size, 1) and not known_equal(a, b):
-            return "cos and sin lie differently in memory"
+            return Refusal("layout", "cos and sin lie differently in memory")
     return None
 
 
-def _one(platform: Platform, x: Tensor, cos: Tensor, sin: Tensor, style: str = "neox") -> str | None:
+def _one(platform: Platform, x: Tensor, cos: Tensor, sin: Tensor, style: str = "neox") -> Refusal | None:
     return unrotatable(platform, x, cos, sin, style)
 
 
@@ -251,23 +252,23 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, style: str = "neox") -> Tensor:
 def _both(
     platform: Platform, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, q_weight: Tensor | None = None,
     k_weight: Tensor | None = None, norm_style: str = "after", rope_style: str = "neox",
-) -> str | None:  # fmt: skip
+) -> Refusal | None:  # fmt: skip
     """Why q and k cannot be rotated by these tables in one launch here."""
     if norm_style not in RMS_NORM_STYLES:
-        return f"style {norm_style!r} is not one of {RMS_NORM_STYLES}"
+        return Refusal("argument", f"style {norm_style!r} is not one of {RMS_NORM_STYLES}")
     if reason := unfit(platform, q=q, k=k, q_weight=q_weight, k_weight=k_weight):
         return reason
     if q.dtype != k.dtype or q.dim() != k.dim() or q.shape[-1] != k.shape[-1]:
-        return "q and k differ in dtype, rank or width"
+        return Refusal("dtype", "q and k differ in dtype, rank or width")
     if q_weight is not None and k_weight is not None and q_weight.dtype != k_weight.dtype:
-        return f"the weight of q is {q_weight.dtype}, that of k {k_weight.dtype}"
+        return Refusal("dtype", f"the weight of q is {q_weight.dtype}, that of k {k_weight.dtype}")
     return unrotatable(platform, q, cos, sin, rope_style) or unrotatable(platform, k, cos, sin, rope_style)
 
 
 def _normed_both(
     platform: Platform, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor,
     eps: float = 0.0, norm_style: str = "after", rope_style: str = "neox",
-) -> str | None:  # fmt: skip
+) -> Refusal | None:  # fmt: skip
     return _both(platform, q, k, cos, sin, q_weight, k_weight, norm_style, rope_style)
 
 
@@ -296,7 +297,7 @@ def _rotated_and_written(
     platform: Platform, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor,
     slots: Tensor, k_scale: Tensor | None = None, v_scale: Tensor | None = None, q_weight: Tensor | None = None,
     k_weight: Tensor | None = None, eps: float = 0.0, norm_style: str = "after", rope_style: str = "neox",
-) -> str | None:  # fmt: skip
+) -> Refusal | None:  # fmt: skip
     reason = unwritable(platform, k, v, k_cache, v_cache, slots, k_scale, v_scale)
     return reason or _both(platform, q, k, cos, sin, q_weight, k_weight, norm_style, rope_style)
 

@@ -15,6 +15,7 @@ from atomc import ops
 from atomc.graph.sizes import known_equal
 from atomc.kernels.triton.launch import FLOATS, let_next_start, num_rows, overlap, wait_for_last
 from atomc.kernels.triton.linear import Tile
+from atomc.op import Refusal
 from atomc.platform import Platform
 
 MAX_ROWS = 16
@@ -149,36 +150,40 @@ def multiply(
 def unmultipliable(
     platform: Platform, x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None = None, *,
     out_dtype: torch.dtype, block: int = BLOCK,
-) -> str | None:  # fmt: skip
+) -> Refusal | None:  # fmt: skip
     """Why no kernel here can multiply these codes."""
     if platform.is_cpu:
-        return "Triton kernels run on a GPU"
+        return Refusal("hardware", "Triton kernels run on a GPU")
     if platform.is_rocm:
-        return "its tiles are cut for NVIDIA GPUs"
+        return Refusal("hardware", "its tiles are cut for NVIDIA GPUs")
     if x.dtype != weight.dtype or x.dtype not in (torch.float8_e4m3fn, torch.int8):
-        return f"x is {x.dtype}, the weight {weight.dtype}: written for float8_e4m3fn and int8 that are alike"
+        return Refusal(
+            "dtype", f"x is {x.dtype}, the weight {weight.dtype}: written for float8_e4m3fn and int8 that are alike"
+        )
     if x.dtype == torch.float8_e4m3fn:
         if platform.capability is None or platform.capability < (8, 9):
-            return f"{platform.arch} has no instructions for fp8, which come with sm89"
+            return Refusal("hardware", f"{platform.arch} has no instructions for fp8, which come with sm89")
         if out_dtype not in (torch.bfloat16, torch.float16):
-            return f"the result is {out_dtype}: sums of fp8 products are exact enough for 16 bits"
+            return Refusal("dtype", f"the result is {out_dtype}: sums of fp8 products are exact enough for 16 bits")
     if out_dtype not in FLOATS or (bias is not None and bias.dtype not in FLOATS):
-        return f"the result is {out_dtype}, the bias {bias.dtype if bias is not None else None}: written for {FLOATS}"
+        return Refusal(
+            "dtype", f"the result is {out_dtype}, the bias {bias.dtype if bias is not None else None}: written for {FLOATS}"
+        )
     if block != BLOCK:
-        return f"blocks of {block}: written for {BLOCK}"
+        return Refusal("shape", f"blocks of {block}: written for {BLOCK}")
     n, k = weight.shape
     if not isinstance(n, int) or not isinstance(k, int) or not known_equal(weight.stride(0), k):
-        return "the rows of the weight do not follow each other, or their number varies"
+        return Refusal("layout", "the rows of the weight do not follow each other, or their number varies")
     return None
 
 
 def _few(
     platform: Platform, x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None = None, *,
     out_dtype: torch.dtype, block: int = BLOCK,
-) -> str | None:  # fmt: skip
+) -> Refusal | None:  # fmt: skip
     reason = unmultipliable(platform, x, weight, x_scale, weight_scale, bias, out_dtype=out_dtype, block=block)
     if reason is None and math.prod(size for size in x.shape[:-1] if isinstance(size, int)) > MAX_ROWS:
-        return f"x has more than {MAX_ROWS} rows, which are left to tiles of many"
+        return Refusal("slower", f"x has more than {MAX_ROWS} rows, which are left to tiles of many")
     return reason
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.triton.launch import num_rows
 from atomc.kernels.triton.scaled_linear import BLOCK, finished, steps, unmultipliable
+from atomc.op import Refusal
 from atomc.platform import Platform
 
 
@@ -74,11 +75,11 @@ def multiply(
     return out
 
 
-def _left_by_cublas(platform: Platform, x: Tensor, weight: Tensor, *rest: Any, **more: Any) -> str | None:
+def _left_by_cublas(platform: Platform, x: Tensor, weight: Tensor, *rest: Any, **more: Any) -> Refusal | None:
     if reason := unmultipliable(platform, x, weight, *rest, **more):
         return reason
     if not any(size % 16 for size in weight.shape):
-        return "rows and columns of the weight are multiples of 16, where cuBLAS is faster"
+        return Refusal("slower", "rows and columns of the weight are multiples of 16, where cuBLAS is faster")
     return None
 
 

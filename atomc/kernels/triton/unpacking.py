@@ -10,6 +10,7 @@ from torch import Tensor
 
 from atomc.graph.sizes import known_equal
 from atomc.kernels.triton.launch import FLOATS
+from atomc.op import Refusal
 from atomc.platform import Platform
 
 # Up to so many rows of x, unpacking a tile as often as it is read costs less than writing and reading 16 bits.
@@ -81,16 +82,18 @@ def as_words(codes: Tensor) -> Tensor:
     return codes.contiguous().view(torch.int32)
 
 
-def unfit(platform: Platform, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> str | None:
+def unfit(platform: Platform, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Refusal | None:
     """Why no kernel here can read this weight."""
     if platform.is_cpu:
-        return "Triton kernels run on a GPU"
+        return Refusal("hardware", "Triton kernels run on a GPU")
     if platform.is_rocm:
-        return "its tiles are cut for NVIDIA GPUs"
+        return Refusal("hardware", "its tiles are cut for NVIDIA GPUs")
     if bias is not None and bias.dtype not in FLOATS:
-        return f"the bias is {bias.dtype}: written for {FLOATS}"
+        return Refusal("dtype", f"the bias is {bias.dtype}: written for {FLOATS}")
     for tensor in (weight, weight_scale):
         n, width = tensor.shape
         if not isinstance(n, int) or not isinstance(width, int) or not known_equal(tensor.stride(0), width):
-            return "the rows of the weight or its scales do not follow each other, or their number varies"
+            return Refusal(
+                "layout", "the rows of the weight or its scales do not follow each other, or their number varies"
+            )
     return None

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from atomc.op import Prepared
+from atomc.op import Prepared, Refusal
 from atomc.platform import AVX512, Platform, provider_versions
 
 log = logging.getLogger("atomc")
@@ -30,7 +30,7 @@ LEAST_DECIBELS = 40.0
 PATIENCE = 120  # seconds for the check
 
 
-def unfit(platform: Platform, kind: str, *, needs_bf16: bool = True) -> str | None:
+def unfit(platform: Platform, kind: str, *, needs_bf16: bool = True) -> Refusal | None:
     """Why zentorch cannot run this kind of linear (a key of self_check.CHECKS) on this x86 CPU, or None.
 
     needs_bf16  it computes in bf16; what does not may be had on another maker's CPU, if it is asked for
@@ -38,13 +38,18 @@ def unfit(platform: Platform, kind: str, *, needs_bf16: bool = True) -> str | No
     needed = AVX512 | {"avx512_vnni"} | ({"avx512_bf16"} if needs_bf16 or platform.vendor == AMD else set())
     lacking = sorted(flag for flag in needed if not platform.has(flag))
     if lacking:
-        return f"zentorch needs {' and '.join(lacking)}, which this CPU has not"
+        return Refusal("hardware", f"zentorch needs {' and '.join(lacking)}, which this CPU has not")
     if platform.vendor != AMD and ("zentorch" not in platform.asked or needs_bf16):
         allowed = "its int8 layers for fp32 may be tried here: name zentorch in the option `providers`"
-        return f"zentorch is made for AMD's CPUs, this is one of {platform.vendor or 'an unknown maker'}; {allowed}"
+        return Refusal(
+            "hardware",
+            f"zentorch is made for AMD's CPUs, this is one of {platform.vendor or 'an unknown maker'}; {allowed}",
+        )
     if not platform.here:
         return None
-    return missing() or unproven(kind)
+    if reason := missing():
+        return Refusal("library", reason)
+    return unproven(kind)
 
 
 @functools.cache
@@ -65,16 +70,19 @@ def missing() -> str | None:
     return reason
 
 
-def unproven(kind: str) -> str | None:
+def unproven(kind: str) -> Refusal | None:
     """What the check found wrong with this kind of linear; None if it is right."""
     found = checked()
     if kind in found.errors:
-        return f"zentorch cannot compute {kind}: {found.errors[kind]}"
+        return Refusal("library", f"zentorch cannot compute {kind}: {found.errors[kind]}")
     if kind not in found.decibels:
-        return f"zentorch did not compute {kind} in a check: {found.ending}"
+        return Refusal("library", f"zentorch did not compute {kind} in a check: {found.ending}")
     worst = min(found.decibels[kind], key=lambda value: -math.inf if math.isnan(value) else value)
     if not worst >= LEAST_DECIBELS:
-        return f"zentorch computes {kind} wrong here: {worst:.0f} dB above the error, expected are {LEAST_DECIBELS:.0f}"
+        return Refusal(
+            "library",
+            f"zentorch computes {kind} wrong here: {worst:.0f} dB above the error, expected are {LEAST_DECIBELS:.0f}",
+        )
     return None
 
 

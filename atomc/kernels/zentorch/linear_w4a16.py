@@ -8,7 +8,7 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.cpu_linears import unlike_int4
 from atomc.kernels.zentorch.library import as_it_lies, function, unfit
-from atomc.op import Prepared
+from atomc.op import Prepared, Refusal
 from atomc.platform import Platform
 
 # Zen 4, one thread, F.linear's time in fp32 by ours (by PyTorch's kernel) at 2048x1024 and 4096x4096. 1 row: 2.6 (4.2), 2.3
@@ -26,20 +26,18 @@ def _by_group(weight_scale: Tensor, zeros: Tensor | None) -> Prepared:
 def unfit_int4(
     platform: Platform, x: Tensor, weight: Tensor, weight_scale: Tensor, zeros: Tensor | None = None,
     bias: Tensor | None = None, *, group: int,
-) -> str | None:  # fmt: skip
+) -> Refusal | None:  # fmt: skip
     if x.dtype != torch.bfloat16:
-        return f"x is {x.dtype}: zentorch has this for torch.bfloat16"
+        return Refusal("dtype", f"x is {x.dtype}: zentorch has this for torch.bfloat16")
     if bias is not None and bias.dtype not in (torch.bfloat16, torch.float32):
-        return f"the bias is {bias.dtype}: zentorch has this for torch.bfloat16 and torch.float32"
+        return Refusal("dtype", f"the bias is {bias.dtype}: zentorch has this for torch.bfloat16 and torch.float32")
     return unlike_int4(platform, x, weight, weight_scale, zeros, group) or unfit(platform, "int4")
 
 
 PREPARE: dict[str | tuple[str, ...], Callable[..., Prepared]] = {"weight": as_it_lies, ("weight_scale", "zeros"): _by_group}
 
 
-@ops.linear_w4a16.kernel(
-    "zentorch", tokens=ops.Tokens(FEWEST_ROWS), refuses=unfit_int4, prepare=PREPARE
-)
+@ops.linear_w4a16.kernel("zentorch", tokens=ops.Tokens(FEWEST_ROWS), refuses=unfit_int4, prepare=PREPARE)
 def linear_w4a16(
     x: Tensor, weight: tuple[Tensor], weight_scale: tuple[Tensor, Tensor], zeros: Tensor | None = None,
     bias: Tensor | None = None, *, group: int,

@@ -5,18 +5,19 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.cpu_linears import unlike_int4pack
 from atomc.kernels.zentorch import linear_w4a16 as for_many
+from atomc.op import Refusal
 from atomc.platform import Platform
 
 
 def _slower(
     platform: Platform, x: Tensor, weight: Tensor, weight_scale: Tensor, zeros: Tensor | None = None,
     bias: Tensor | None = None, *, group: int,
-) -> str | None:  # fmt: skip
+) -> Refusal | None:  # fmt: skip
     if reason := for_many.unfit_int4(platform, x, weight, weight_scale, zeros, bias, group=group):
         return reason
     if "zentorch" in platform.asked or unlike_int4pack(platform, x, weight, weight_scale, zeros, group):
         return None
-    return f"PyTorch's own kernel is faster for fewer than {for_many.FEWEST_ROWS} rows"
+    return Refusal("slower", f"PyTorch's own kernel is faster for fewer than {for_many.FEWEST_ROWS} rows")
 
 
 @ops.linear_w4a16.kernel("zentorch", refuses=_slower, prepare=for_many.PREPARE)

@@ -6,7 +6,7 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.cpu_linears import finish, unlike_int8
 from atomc.kernels.zentorch.library import as_it_lies, function, unfit
-from atomc.op import Prepared
+from atomc.op import Prepared, Refusal
 from atomc.platform import Platform
 
 
@@ -20,7 +20,7 @@ def _scales(weight_scale: Tensor) -> Prepared:
 def _unfit(
     platform: Platform, x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None = None, *,
     out_dtype: torch.dtype,
-) -> str | None:  # fmt: skip
+) -> Refusal | None:  # fmt: skip
     if reason := unlike_int8(platform, x, weight, x_scale, weight_scale):
         return reason
     return unfit(platform, "int8", needs_bf16=out_dtype != torch.float32)
