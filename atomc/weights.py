@@ -92,11 +92,13 @@ def location_of(parameter: nn.Parameter) -> Location:
 
 def _forgetting(key: int) -> Callable[[Any], None]:
     def forget(_: Any) -> None:
-        for made, prepared in _table.pop(key).prepared.items():  # those made of several go with the first of them
+        gone = _table.pop(key)
+        for made, prepared in gone.prepared.items():  # those made of several go with the first of them
             for other in prepared.parameters:
                 parameter = other()
                 if parameter is not None:
                     location_of(parameter).prepared.pop(made, None)
+        gone.prepared, gone.packed = {}, None  # at once: a pack and its parts refer to each other
 
     return forget
 

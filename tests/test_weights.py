@@ -2,6 +2,7 @@
 
 import ast
 import gc
+import weakref
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -31,6 +32,10 @@ SHORT = SamplingParams(max_tokens=4, temperature=0)
 
 def parameter(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.randn(*shape), requires_grad=False)
+
+
+def halved(weight: Tensor) -> Prepared:
+    return Prepared((weight.detach() / 2,), replaces=True)
 
 
 def spans(model: nn.Module) -> list[tuple[int, int]]:
@@ -90,6 +95,21 @@ def test_the_table_forgets_a_parameter_with_what_was_made_of_it_and_others() -> 
     del b
     gc.collect()
     assert location_of(a).prepared == {} and len(weights._table) == known + 1
+
+
+def test_what_was_made_of_packed_parameters_is_freed_with_the_first_of_them_at_once() -> None:
+    from atomc.copies import prepared
+
+    a, b = parameter(4, 4), parameter(4, 4)
+    pack = packs.packed([a, b])
+    made = weakref.ref(prepared([a, b], [pack], halved)[0].tensors[0])
+    assert made() is not None
+    gc.disable()
+    try:
+        del b
+        assert made() is None
+    finally:
+        gc.enable()
 
 
 def moving(tree: ast.AST) -> list[int]:
@@ -198,10 +218,6 @@ def test_a_compiled_function_looks_at_each_call(looks: list[str]) -> None:
 
 
 # In the place of a weight
-
-
-def halved(weight: Tensor) -> Prepared:
-    return Prepared((weight.detach() / 2,), replaces=True)
 
 
 def beside(weight: Tensor) -> Prepared:
