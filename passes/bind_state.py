@@ -23,7 +23,7 @@ from atomc.graph.canonical import value
 from atomc.graph.provenance import module_path, source_line
 from atomc.graph_pass import Context, Outcome
 from atomc.ops.formats import FP8
-from atomc.ops.state import StateSpec
+from atomc.ops.state import StateSpec, kv_shape
 from atomc.platform import Platform
 from atomc.rewrite import Fired, infer
 from atomc.torch_compat.names import FakeTensorMode
@@ -51,14 +51,15 @@ def bind_state(gm: GraphModule, context: Context) -> Outcome:
         if _argument(node, 4, "mask") is not None or not node.kwargs.get("causal", True):
             raise ValueError(f"attention in {path} ({line}) has a mask or is not causal, and a paged cache serves causal "
                              "attention only")
-        if value(k).shape[-1] != value(v).shape[-1]:
-            raise ValueError(f"attention in {path} ({line}): keys are {value(k).shape[-1]} wide, "
-                             f"values {value(v).shape[-1]}")  # fmt: skip
+        try:
+            shape = kv_shape(value(k), value(v))
+        except ValueError as error:
+            raise ValueError(f"attention in {path} ({line}): {error}") from None
         window = node.kwargs.get("window", 0)
         group = windows.index(window)
         codes = context.options.kv_cache_dtype == "fp8" or value(handle).dtype in FP8
         kept = fp8_of(context.platform) if codes else value(k).dtype
-        spec = StateSpec(path, "kv", tuple(value(k).shape[-2:]), kept, window, group=group)
+        spec = StateSpec(path, "kv", shape, kept, window, group=group)
         caches = inputs.caches(len(done.state), spec)
         scales = inputs.scales(len(done.state)) if codes else ()
         done.state.append(spec)

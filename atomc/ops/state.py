@@ -37,6 +37,16 @@ LAYOUTS = {
 }
 
 
+def kv_shape(k: Tensor, v: Tensor) -> tuple[int, ...]:
+    """StateSpec.shape of a layer with keys and values [T, heads, head_dim].
+
+    Raises ValueError if they differ in width: the runtime's key and value caches have one shape.
+    """
+    if k.shape[-1] != v.shape[-1]:
+        raise ValueError(f"keys are {k.shape[-1]} wide, values {v.shape[-1]}")
+    return tuple(k.shape[-2:])
+
+
 @dataclass(frozen=True)
 class StateSpec:
     """What one layer keeps between steps; the runtime allocates from these, in groups of equal window.
