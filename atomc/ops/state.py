@@ -37,6 +37,9 @@ LAYOUTS = {
 }
 
 
+ROLES = {"kv": ("k_cache", "v_cache")}  # by kind of state
+
+
 def kv_shape(k: Tensor, v: Tensor) -> tuple[int, ...]:
     """StateSpec.shape of a layer with keys and values [T, heads, head_dim].
 
@@ -64,6 +67,11 @@ class StateSpec:
     window: int = 0
     layout: str = "paged"
     group: int = 0
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The tensors that `allocate` returns, in its order."""
+        return ROLES[self.kind]
 
     def bytes_per_token(self) -> int:
         size = torch.empty((), dtype=self.dtype).element_size() * 2
