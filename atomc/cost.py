@@ -17,11 +17,13 @@ import sympy
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from atomc.graph.canonical import input_name, value
+from atomc.graph.canonical import value
 from atomc.graph.expressions import expression
+from atomc.graph.inputs import step_input
 from atomc.graph.provenance import layer_of, module_path, source_line
 from atomc.op import op_of
 from atomc.op_cost import OpCall, Operand, Work, lookup, read_and_write
+from atomc.ops.inputs import StepInput
 
 T, R, S, C = sympy.symbols("T R S C", positive=True, integer=True)
 # Ops that hand on memory, or only check.
@@ -140,19 +142,19 @@ def symbols_of(graph: Graph) -> dict[sympy.Symbol, sympy.Expr]:
     found: dict[sympy.Symbol, sympy.Expr] = {}
     for node in graph.find_nodes(op="placeholder"):
         shape = list(value(node).shape) if isinstance(value(node), Tensor) else []
-        name = input_name(node).rpartition(".")[2]
-        if name in ("input_ids", "positions") and len(shape) == 1:
-            _name(found, shape[-1], T)
-        elif name == "input_ids" and len(shape) == 2:  # [batch, tokens]: a step has batch * tokens
-            _name(found, shape[0], S)
-            if isinstance(shape[0], int) and shape[0] == 1:
-                _name(found, shape[1], T)
-        elif name == "logits_rows":
-            _name(found, shape[0], R)
-        elif name == "seq_lens":
-            _name(found, shape[0], S)
-        elif name.startswith("slots_"):
-            _name(found, shape[0], T)
+        match step_input(node):
+            case StepInput("input_ids" | "positions", dim=None) if len(shape) == 1:
+                _name(found, shape[0], T)
+            case StepInput("input_ids", dim=None) if len(shape) == 2:  # [batch, tokens]: a step has batch * tokens
+                _name(found, shape[0], S)
+                if isinstance(shape[0], int) and shape[0] == 1:
+                    _name(found, shape[1], T)
+            case StepInput("logits_rows", dim=None):
+                _name(found, shape[0], R)
+            case StepInput("seq_lens"):
+                _name(found, shape[0], S)
+            case StepInput("slots"):
+                _name(found, shape[0], T)
     return found
 
 

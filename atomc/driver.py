@@ -25,10 +25,12 @@ from atomc.capture.stamp import inline, region, regions_of, renamed, stack_of
 from atomc.copies import unfit
 from atomc.dumps.dump import Dumper
 from atomc.few_bits import few_bits
+from atomc.graph.inputs import graph_input
 from atomc.graph.provenance import layer_of
 from atomc.graph_pass import Context
 from atomc.named_ranges import profiled
 from atomc.op import Extra, Tokens
+from atomc.ops.inputs import StateInput, StepInput
 from atomc.ops.state import StateSpec
 from atomc.options import Options
 from atomc.pieces import FEW_OPS, compile_glue, glue_of, left_for_glue
@@ -210,6 +212,9 @@ def _assembled(
     inputs = [node for node in gm.graph.find_nodes(op="placeholder") if "extra" not in node.meta]
     names = [node.name for node in inputs]
     packed = {node.name: node.meta["packed"] for node in inputs if "packed" in node.meta}
+    typed = {node.name: given for node in inputs if (given := graph_input(node)) is not None}
+    step_inputs = {name: given for name, given in typed.items() if isinstance(given, StepInput)}
+    state_inputs = {name: given for name, given in typed.items() if isinstance(given, StateInput)}
     read = [name for name in names if any(name in one.read for one in lowered)]
     extras: list[Extra] = []
     extras_of: list[tuple[int, int, int]] = []
@@ -226,13 +231,15 @@ def _assembled(
     def plain() -> Plain:
         return {
             "inputs": names, "packed": packed, "state": [asdict(spec) for spec in state], "syncing": syncing,
+            "step_inputs": {name: asdict(given) for name, given in step_inputs.items()},
+            "state_inputs": {name: asdict(given) for name, given in state_inputs.items()},
             "read": read,
             "extras": [{**vars(extra), "function": reference(extra.function)} for extra in extras],
             "functions": [function.plain() for function in functions], "extras_of": extras_of,
             "dispatch": asdict(chosen_by) if chosen_by else None, "device": device,
         }  # fmt: skip
 
-    return Compiled(call, names, packed, list(state), extras, syncing, read, plain)
+    return Compiled(call, names, packed, step_inputs, state_inputs, list(state), extras, syncing, read, plain)
 
 
 def _op_cost(found: cost.NodeCost) -> OpCost:

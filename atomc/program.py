@@ -5,7 +5,6 @@ Weights that it owns are looked at once; of a user's model `check` finds out wha
 lie where they lay. A model that the cache knows is not traced, and nothing that traces is imported.
 """
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +15,7 @@ from atomc import contract
 from atomc.cache.compiled import Compiled, weight_inputs
 from atomc.cache.known import KnownStart
 from atomc.errors import OURS, RunError
+from atomc.ops.inputs import StateInput
 from atomc.ops.state import StateSpec, Step
 from atomc.options import Options
 from atomc.platform import Platform
@@ -28,19 +28,11 @@ if TYPE_CHECKING:
 
     from atomc.traced import Traced
 
-INPUTS = ("input_ids", "positions", "logits_rows")
-_INPUT = re.compile(r"^L\['(" + "|".join(INPUTS) + r")'\](?:\.size\(\)\[(\d+)\])?$")
-
-
-def _is_of_step(source: str | None) -> bool:
-    """Whether Dynamo found an input, by its source, in the step and not in the model."""
-    return _INPUT.match(source or "") is not None
-
 
 class Program:
     """model(input_ids [T], positions [T], logits_rows [R]) -> logits [R, V], as one callable of a Step.
 
-    inputs  of each input of the graph the tensor of the model, None for one of the step
+    inputs  of each input of Dynamo's graph the tensor of the model, None for one of the step
     made    what the graph reads of weights beside them: packed ones, then prepared ones (none of a model on meta)
     follow  how `made` follows weights that a user may write; None if the program owns them
 
@@ -56,34 +48,26 @@ class Program:
     copied_bytes: int = 0
     replaced_bytes: int = 0
 
-    def __init__(self, compiled: Compiled, sources: Sequence[str | None], inputs: Sequence[Any], made: Sequence[Any],
-                 follow: Callable[[Sequence[Any]], list[Any]] | None, report: Report, device: torch.device,
-                 model: nn.Module):  # fmt: skip
+    def __init__(
+        self, compiled: Compiled, inputs: Sequence[Any], made: Sequence[Any],
+        follow: Callable[[Sequence[Any]], list[Any]] | None, report: Report, device: torch.device, model: nn.Module,
+    ):  # fmt: skip
         self.specs = tuple(compiled.state)
         self.report, self.device = report, device
         self.syncing = tuple(dict.fromkeys(compiled.syncing))
         self._call = compiled.call
-        names, packed = compiled.inputs, len(compiled.packed)
-        self._arguments: list[Any] = []
-        self._fill: list[tuple[int, Callable[[Step], Any]]] = []
-        for i, source in enumerate(sources):
-            found = _INPUT.match(source or "")
-            self._arguments.append(None if found else inputs[i])
-            if found:
-                self._fill.append((i, _from_step(found[1], found[2])))
-        self._inputs = list(self._arguments)
+        number = {name: i for i, name in enumerate(compiled.inputs)}
+        self._inputs = list(inputs)
         self._addresses = [x.data_ptr() if isinstance(x, nn.Parameter) else 0 for x in self._inputs] if follow else []
-        self._arguments += made[:packed]
-        for name in names[len(self._arguments):]:
-            kind, _, number = name.rpartition("_")
-            scales = kind in ("k_scale", "v_scale")
-            self._arguments.append(_scale(model, self.specs[int(number)], kind, device) if scales else None)
-            if not scales and kind not in ("k_cache", "v_cache"):
-                self._fill.append((len(self._arguments) - 1, _from_step(name)))
-        self._first_cache = {name: i for i, name in enumerate(names) if name.startswith(("k_cache_", "v_cache_"))}
+        self._arguments: list[Any] = [*inputs, *[None] * (len(number) - len(inputs))]
+        self._step_inputs = [(number[name], given) for name, given in compiled.step_inputs.items()]
+        self._state_inputs = {given: number[name] for name, given in compiled.state_inputs.items()}
+        for given, i in self._state_inputs.items():
+            if given.is_scale:
+                self._arguments[i] = _scale(model, self.specs[given.spec], given.role, device)
         self._plans: dict[Callable[..., Any], list[int]] = {}
         self._follow = follow
-        self._made = list(range(len(inputs), len(inputs) + packed))
+        self._made = [number[name] for name in compiled.packed]
         for extra in compiled.extras:
             self._arguments.append(None)
             if extra.kind == "plan":
@@ -106,11 +90,11 @@ class Program:
         if len(caches) != len(self.specs):
             raise ValueError(f"bind: {len(caches)} pairs of caches came, the program has {len(self.specs)} layers of state")
         for layer, (spec, pair) in enumerate(zip(self.specs, caches, strict=True)):
-            for name, cache in zip(("k_cache", "v_cache"), pair, strict=True):
+            for role, cache in zip(spec.roles, pair, strict=True):
                 if tuple(cache.shape[2:]) != spec.shape or cache.dtype != spec.dtype:
-                    raise ValueError(f"bind: {name} of {spec.name} is {cache.dtype} {list(cache.shape)}, expected "
+                    raise ValueError(f"bind: {role} of {spec.name} is {cache.dtype} {list(cache.shape)}, expected "
                                      f"{spec.dtype} [blocks, block_size, {', '.join(map(str, spec.shape))}]")  # fmt: skip
-                self._arguments[self._first_cache[f"{name}_{layer}"]] = cache
+                self._arguments[self._state_inputs[StateInput(layer, role)]] = cache
         self._bound = True
 
     def __call__(self, step: Step) -> Tensor:
@@ -118,8 +102,8 @@ class Program:
         if not self._bound:
             raise RunError("the program has state but no caches: call bind() first")
         arguments = list(self._arguments)
-        for i, read in self._fill:
-            arguments[i] = read(step)
+        for i, given in self._step_inputs:
+            arguments[i] = given.of(step)
         for plan, numbers in self._plans.items():
             made = plan(step, self.specs)
             for i in numbers:
@@ -145,26 +129,15 @@ class Program:
             self._arguments[i] = weight
 
 
-def _scale(model: nn.Module, spec: StateSpec, name: str, device: torch.device) -> Tensor:
-    """What the layer's codes are multiplied by, [1] fp32: its own buffer of that name, 1 if it has none.
+def _scale(model: nn.Module, spec: StateSpec, role: str, device: torch.device) -> Tensor:
+    """What the layer's codes are multiplied by, [1] fp32: its own buffer named like the role, 1 if it has none.
 
     Scales are made for e4m3fn; the largest number of e4m3fnuz is about half as large.
     """
-    given = model.get_submodule(spec.name)._buffers.get(name)
+    given = model.get_submodule(spec.name)._buffers.get(role)
     if given is None:
         return torch.ones(1, device=device)
     return given.to(device, torch.float32) * (2.0 if spec.dtype == torch.float8_e4m3fnuz else 1.0)
-
-
-def _from_step(name: str, dim: str | None = None) -> Callable[[Step], Any]:
-    """How to read a graph input from a Step: "input_ids", the size of its dimension, "slots_0", "seq_lens"."""
-    if dim is not None:
-        number = int(dim)
-        return lambda step: getattr(step, name).shape[number]
-    field, _, group = name.rpartition("_")
-    if field in ("slots", "block_tables", "state_slots"):
-        return lambda step: getattr(step.groups[int(group)], field)
-    return lambda step: getattr(step, name)
 
 
 def compile_model(
@@ -184,11 +157,11 @@ def compile_model(
     chosen = Options.of(options)
     device = next(model.parameters()).device
     where = platform or Platform.detect("cpu" if device.type == "meta" else device.type)
-    start = KnownStart(model, chosen, where, _is_of_step, looked_at=bool(observers) or keep_texts)
+    start = KnownStart(model, chosen, where, looked_at=bool(observers) or keep_texts)
     found = start.found()
     if found is not None:
         report = keep(found.report)
-        compiled, sources, inputs, key = found.compiled, found.sources, found.inputs, None
+        compiled, inputs, key = found.compiled, found.inputs, None
     else:
         compiled, sources, inputs, report, entry, key = _traced(model, chosen, where, observers, keep_texts)
         start.keep(report, entry, sources, inputs)
@@ -197,7 +170,7 @@ def compile_model(
     with torch.no_grad():
         weights = weight_inputs(compiled, report.notes)
         made = _made(weights, inputs, device, report)
-        program = Program(compiled, sources, inputs, made, None if owned else weights.follow, report, device, model)
+        program = Program(compiled, inputs, made, None if owned else weights.follow, report, device, model)
     program.key, program.copied_bytes = key, weights.copied_bytes(inputs)
     program.replaced_bytes = sum(inputs[i].nbytes for i in weights.replaced())
     report.notes += _notes_of(model)

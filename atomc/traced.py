@@ -22,8 +22,10 @@ from atomc.torch_compat.tracing import ShortenTraceback, afresh, mark_unbacked, 
 
 
 class Traced(NamedTuple):
-    """A compiled model; of each input of its graph the source, as Dynamo spells it, and the value while tracing.
+    """A compiled model.
 
+    sources  of each input of Dynamo's graph, as Dynamo spells it
+    inputs   of each input of Dynamo's graph the tensor of the model; None for one of the step
     entry  what the cache holds of its graph now, None if nothing
     key    what the cache calls its graph, None where it was not asked
     """
@@ -60,7 +62,10 @@ def traced(
         with passed_on():
             built = build(gm, inputs, context, reports[-1], {})
         sources = [source_name(node) for node in gm.graph.find_nodes(op="placeholder")]
-        raise _Done(Traced(built.compiled, sources, list(inputs), reports[-1], built.entry, built.key))
+        compiled = built.compiled
+        owned = [None if name in compiled.step_inputs else given
+                 for name, given in zip(compiled.inputs, inputs, strict=False)]  # fmt: skip
+        raise _Done(Traced(compiled, sources, owned, reports[-1], built.entry, built.key))
 
     def step(input_ids: Tensor, positions: Tensor, logits_rows: Tensor) -> Tensor:
         logits: Tensor = model(input_ids, positions, logits_rows)

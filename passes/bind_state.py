@@ -20,10 +20,12 @@ from torch.fx import Graph, GraphModule, Node
 
 from atomc import ops
 from atomc.graph.canonical import value
+from atomc.graph.inputs import set_graph_input
 from atomc.graph.provenance import module_path, source_line
 from atomc.graph_pass import Context, Outcome
 from atomc.ops.formats import FP8
-from atomc.ops.state import StateSpec
+from atomc.ops.inputs import GraphInput, StateInput, StepInput
+from atomc.ops.state import StateSpec, kv_shape
 from atomc.platform import Platform
 from atomc.rewrite import Fired, infer
 from atomc.torch_compat.names import FakeTensorMode
@@ -41,7 +43,7 @@ def bind_state(gm: GraphModule, context: Context) -> Outcome:
         return Outcome()
     mode = fake_mode_of(graph)
     assert mode is not None
-    inputs = _Inputs(graph, mode)
+    inputs = RuntimeInputs(graph, mode)
     windows = sorted({node.kwargs.get("window", 0) for node in sites})
     done = Outcome()
     for node in sites:
@@ -51,23 +53,19 @@ def bind_state(gm: GraphModule, context: Context) -> Outcome:
         if _argument(node, 4, "mask") is not None or not node.kwargs.get("causal", True):
             raise ValueError(f"attention in {path} ({line}) has a mask or is not causal, and a paged cache serves causal "
                              "attention only")
-        if value(k).shape[-1] != value(v).shape[-1]:
-            raise ValueError(f"attention in {path} ({line}): keys are {value(k).shape[-1]} wide, "
-                             f"values {value(v).shape[-1]}")  # fmt: skip
+        try:
+            shape = kv_shape(value(k), value(v))
+        except ValueError as error:
+            raise ValueError(f"attention in {path} ({line}): {error}") from None
         window = node.kwargs.get("window", 0)
         group = windows.index(window)
         codes = context.options.kv_cache_dtype == "fp8" or value(handle).dtype in FP8
         kept = fp8_of(context.platform) if codes else value(k).dtype
-        spec = StateSpec(path, "kv", tuple(value(k).shape[-2:]), kept, window, group=group)
+        spec = StateSpec(path, "kv", shape, kept, window, group=group)
         caches = inputs.caches(len(done.state), spec)
         scales = inputs.scales(len(done.state)) if codes else ()
         done.state.append(spec)
-        rows = math.prod(value(q).shape[:-2])
-        slots = inputs.get(f"slots_{group}", partial(torch.empty, rows, dtype=torch.int64))
-        tables = inputs.get(f"block_tables_{group}", lambda: torch.empty(inputs.sequences, fresh_size(mode),
-                                                                        dtype=torch.int32))  # fmt: skip
-        starts = inputs.get("query_start", lambda: torch.empty(inputs.sequences + 1, dtype=torch.int32))
-        lengths = inputs.get("seq_lens", lambda: torch.empty(inputs.sequences, dtype=torch.int32))
+        slots, *sequences = inputs.of_step(q, group)
         meta = {key: node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in node.meta}
         meta |= {"origins": node.meta.get("origins", {node.name}), "made_by": "bind_state"}
         with graph.inserting_before(node):
@@ -76,7 +74,7 @@ def bind_state(gm: GraphModule, context: Context) -> Outcome:
             infer(graph, token)
             read = graph.call_function(
                 ops.paged_attention.overload,
-                (q, *caches, starts, lengths, tables, token, _argument(node, 5, "sinks"), *scales),
+                (q, *caches, *sequences, token, _argument(node, 5, "sinks"), *scales),
                 {name: node.kwargs[name] for name in ("scale", "window", "softcap") if name in node.kwargs},
             )
             read.meta.update(meta, val=value(node))
@@ -95,25 +93,35 @@ def _argument(node: Node, position: int, name: str) -> Any:
     return node.args[position] if len(node.args) > position else node.kwargs.get(name)
 
 
-class _Inputs:
-    """Further placeholders of the graph, made on first use."""
+class RuntimeInputs:
+    """Further placeholders of the graph for what the runtime passes, made on first use."""
 
     def __init__(self, graph: Graph, mode: FakeTensorMode):
         self.graph, self.mode = graph, mode
         self.last = graph.find_nodes(op="placeholder")[-1]
-        self.made: dict[str, Node] = {}
+        self.made: dict[GraphInput, Node] = {}
         self.sequences, self.block_size = fresh_size(mode), fresh_size(mode)
         self.blocks: dict[int, torch.SymInt] = {}
         self.device = next(value(node).device for node in graph.nodes if isinstance(value(node), Tensor))
 
-    def get(self, name: str, make: Callable[[], Tensor]) -> Node:
-        if name not in self.made:
+    def get(self, given: GraphInput, make: Callable[[], Tensor]) -> Node:
+        if given not in self.made:
             with self.mode, self.device:
                 fake = make()
             with self.graph.inserting_after(self.last):
-                self.last = self.made[name] = self.graph.placeholder(name)
+                self.last = self.made[given] = self.graph.placeholder(given.name)
             self.last.meta["val"] = fake
-        return self.made[name]
+            set_graph_input(self.last, given)
+        return self.made[given]
+
+    def of_step(self, q: Node, group: int) -> tuple[Node, Node, Node, Node]:
+        """For attention with queries q [..., N, D]: slots, query_start, seq_lens, block_tables (see Step)."""
+        rows, i32 = math.prod(value(q).shape[:-2]), partial(torch.empty, dtype=torch.int32)
+        slots = self.get(StepInput("slots", group), partial(torch.empty, rows, dtype=torch.int64))
+        tables = self.get(StepInput("block_tables", group), lambda: i32(self.sequences, fresh_size(self.mode)))
+        starts = self.get(StepInput("query_start"), lambda: i32(self.sequences + 1))
+        lengths = self.get(StepInput("seq_lens"), lambda: i32(self.sequences))
+        return slots, starts, lengths, tables
 
     def caches(self, layer: int, spec: StateSpec) -> tuple[Node, Node]:
         """[blocks, block_size, heads, head_dim], twice. The layers of a group have the same number of blocks."""
@@ -126,9 +134,10 @@ class _Inputs:
             # torch.empty would make the first stride Max(1, block_size) * row, equal to nothing.
             return torch.empty_strided(sizes, strides, dtype=spec.dtype)
 
-        return self.get(f"k_cache_{layer}", make), self.get(f"v_cache_{layer}", make)
+        keys, values = (self.get(StateInput(layer, role), make) for role in spec.roles)
+        return keys, values
 
     def scales(self, layer: int) -> tuple[Node, Node]:
         """What the codes of a layer's two caches are multiplied by, [1] each."""
         make = partial(torch.ones, 1, dtype=torch.float32)
-        return self.get(f"k_scale_{layer}", make), self.get(f"v_scale_{layer}", make)
+        return self.get(StateInput(layer, "k_scale"), make), self.get(StateInput(layer, "v_scale"), make)

@@ -4,7 +4,6 @@ Compiled for the runtime, attention over a handle is bound by passes/bind_state.
 latent and a rotated part for all heads, this does the same.
 """
 
-import math
 from functools import partial
 
 import torch
@@ -16,7 +15,8 @@ from atomc import ops
 from atomc.graph.canonical import call, value
 from atomc.graph_pass import Context, Pass
 from atomc.ops.formats import FP8
-from atomc.passes.bind_state import _Inputs
+from atomc.ops.inputs import StateInput
+from atomc.passes.bind_state import RuntimeInputs
 from atomc.rewrite import Fired, infer
 from atomc.torch_compat.tracing import fake_mode_of, fresh_size
 
@@ -27,7 +27,7 @@ def bind_latent(gm: GraphModule, context: Context) -> list[Fired]:
     """attention(q, cat(latent, k_pe), latent, handle) becomes a write into the latent cache and a paged read."""
     graph, fired = gm.graph, []
     mode = fake_mode_of(graph)
-    inputs = _Inputs(graph, mode)
+    inputs = RuntimeInputs(graph, mode)
     for node in [node for node in graph.nodes if node.target is ops.attention.overload]:
         q, k, v, handle = node.args[:4]
         latent, k_pe = call(k).operands
@@ -37,20 +37,16 @@ def bind_latent(gm: GraphModule, context: Context) -> list[Fired]:
         blocks = inputs.blocks.setdefault(0, fresh_size(mode))
         sizes, strides = [blocks, inputs.block_size, width], [inputs.block_size * width, width, 1]
         dtype = value(handle).dtype if fp8 else value(k).dtype
-        cache = inputs.get(f"kv_cache_{layer}", partial(torch.empty_strided, sizes, strides, dtype=dtype))
-        scales = (inputs.get(f"kv_scale_{layer}", lambda: torch.ones(1)),) if fp8 else ()
-        rows = math.prod(value(q).shape[:-2])
-        slots = inputs.get("slots_0", partial(torch.empty, rows, dtype=torch.int64))
-        tables = inputs.get("block_tables_0", lambda: torch.empty(inputs.sequences, fresh_size(mode), dtype=torch.int32))
-        starts = inputs.get("query_start", lambda: torch.empty(inputs.sequences + 1, dtype=torch.int32))
-        lengths = inputs.get("seq_lens", lambda: torch.empty(inputs.sequences, dtype=torch.int32))
+        cache = inputs.get(StateInput(layer, "kv_cache"), partial(torch.empty_strided, sizes, strides, dtype=dtype))
+        scales = (inputs.get(StateInput(layer, "kv_scale"), lambda: torch.ones(1)),) if fp8 else ()
+        slots, *sequences = inputs.of_step(q, group=0)
         with graph.inserting_before(node):
             token = graph.call_function(ops.mla_kv_write.overload, (call(v).operands[0], k_pe, cache, slots, *scales))
             keys = graph.call_function(aten.unsqueeze.default, (cache, 2))
             values = graph.call_function(aten.slice.Tensor, (keys, 3, 0, value(v).shape[-1]))
             read = graph.call_function(
                 ops.paged_attention.overload,
-                (q, keys, values, starts, lengths, tables, token, None, *scales, *scales), {"scale": node.kwargs["scale"]},
+                (q, keys, values, *sequences, token, None, *scales, *scales), {"scale": node.kwargs["scale"]},
             )  # fmt: skip
             for made in (token, keys, values, read):
                 made.meta.update({key: node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in node.meta})

@@ -11,7 +11,9 @@ from torch.fx import Graph, GraphModule, Node
 
 from atomc import passes, pipeline
 from atomc.capture.functional import capture, dynamo_graph
+from atomc.graph.inputs import graph_input, step_input
 from atomc.graph_pass import Context, Pass, rewriting
+from atomc.ops.inputs import StateInput, StepInput
 from atomc.options import Options
 from atomc.platform import Platform
 from atomc.report import Report, reports
@@ -186,18 +188,19 @@ def _flat(result: Any) -> list[Any]:
 def _state_input(node: Node, added: Sequence[Node]) -> Tensor:
     """What a step of one sequence, from its first token on, gives an input that binding the state has added."""
     fake = node.meta["val"]
-    tokens = next(other.meta["val"].shape[0] for other in added if other.name.startswith("slots"))
+    tokens = next(other.meta["val"].shape[0] for other in added if (of := step_input(other)) and of.field == "slots")
     tokens = tokens if isinstance(tokens, int) else tokens.node.hint
-    if node.name.startswith("slots"):
-        return torch.arange(tokens)
-    if node.name.startswith("block_tables"):
-        return torch.arange(2, dtype=torch.int32)[None]
-    if node.name == "query_start":
-        return torch.tensor([0, tokens], dtype=torch.int32)
-    if node.name == "seq_lens":
-        return torch.tensor([tokens], dtype=torch.int32)
-    if "_scale_" in node.name:
-        return torch.ones(1)
+    match graph_input(node):
+        case StepInput("slots"):
+            return torch.arange(tokens)
+        case StepInput("block_tables"):
+            return torch.arange(2, dtype=torch.int32)[None]
+        case StepInput("query_start"):
+            return torch.tensor([0, tokens], dtype=torch.int32)
+        case StepInput("seq_lens"):
+            return torch.tensor([tokens], dtype=torch.int32)
+        case StateInput(is_scale=True):
+            return torch.ones(1)
     return torch.zeros(2, 16, *fake.shape[2:], dtype=fake.dtype)
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from test_plan import KV_HEADS, SMALL
 
+from atomc.graph.inputs import is_cache
 from atomc.planning.measure import Bench, Sizes, time_call, with_peaks
 from atomc.planning.plan import Load, Lowered, built, measured
 from atomc.platform import Platform
@@ -55,7 +56,7 @@ def test_inputs_have_the_sizes_of_the_step(lowered):
     attention = next(node for node in bench.gm.graph.nodes if node.meta.get("op") == "paged_attention")
     piece, inputs = bench._piece([attention])
     given = dict(zip((node.name for node in inputs), bench._inputs(inputs), strict=True))
-    cache = next(x for name, x in given.items() if name.startswith("k_cache"))
+    cache = given[next(node.name for node in inputs if is_cache(node))]
     assert cache.shape[:2] == (2 * bench.columns, bench.block_size) and cache.shape[2] == KV_HEADS
     (out,) = piece(*given.values())
     assert out.shape[0] == 5 and not out.isnan().any()

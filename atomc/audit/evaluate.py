@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from atomc.graph.inputs import step_input
 from atomc.graph.mutation import mutated
 from atomc.op import op_of
+from atomc.ops.inputs import StepInput
 
 NARROW = (torch.bfloat16, torch.float16)
 Values = dict[str, Any]
@@ -87,3 +89,9 @@ def flat(value: Any) -> list[Any]:
 def placeholders(gm: GraphModule, args: Iterable[Any]) -> Values:
     """Arguments by the names that the graph has for them."""
     return dict(zip((node.name for node in gm.graph.find_nodes(op="placeholder")), args, strict=True))
+
+
+def of_step(gm: GraphModule, args: Iterable[Any]) -> dict[StepInput, Any]:
+    """Those of the arguments that a step of the runtime carries."""
+    nodes = gm.graph.find_nodes(op="placeholder")
+    return {given: arg for node, arg in zip(nodes, args, strict=True) if (given := step_input(node)) is not None}

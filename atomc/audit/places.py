@@ -13,6 +13,7 @@ from torch.fx import GraphModule, Node
 from atomc import ops
 from atomc.audit.trail import Trail
 from atomc.graph.canonical import VIEWS, call
+from atomc.graph.inputs import is_cache
 from atomc.graph.provenance import layer_of, module_path, source_line
 
 # What may stand between an op and the values that a rewrite gives to its readers.
@@ -119,7 +120,7 @@ def _slice(root: Node, output: Node, before: dict[Node, Node], order: dict[Node,
 
 def _reads_cache(node: Node) -> bool:
     """Whether it reads the tensors that the runtime keeps keys and values in."""
-    return any(operand.name.startswith(("k_cache_", "v_cache_")) for operand in node.all_input_nodes)
+    return any(map(is_cache, node.all_input_nodes))
 
 
 def _cached(node: Node) -> bool:

@@ -18,12 +18,13 @@ from tqdm import tqdm
 
 from atomc.audit.blame import Blame, blame, left_out
 from atomc.audit.error import worst
-from atomc.audit.evaluate import flat, placeholders
+from atomc.audit.evaluate import flat, of_step, placeholders
 from atomc.audit.examine import Examination, Measured
 from atomc.audit.places import Place, places_of, rewrites_in
 from atomc.audit.trail import Trail
 from atomc.cache.generated import Function
 from atomc.dumps.dump import Dumper
+from atomc.ops.inputs import StepInput
 from atomc.options import Options
 from atomc.report import Report
 from atomc.torch_compat.names import outside_of_tracing
@@ -95,7 +96,7 @@ class Audit:
         self.report, self.given_bound = report, bound
         start = time.perf_counter()
         inputs = placeholders(lowered, args)
-        self.whole = _from_start(inputs)
+        self.whole = _from_start(lowered, args)
         places = places_of(lowered, trail, from_start=self.whole)
         self.examined = Examination(trail, lowered, inputs, places)
         self.kernels, self.measured = self.examined.measured(_bar)
@@ -165,14 +166,15 @@ def _in_capture(args: Sequence[Any]) -> bool:
 
 def _only_padding(lowered: GraphModule, args: Sequence[Any]) -> bool:
     """Whether it is a step of the runtime without a token, as those are that find out how much memory a step takes."""
-    slots = [x for name, x in placeholders(lowered, args).items() if name.startswith("slots_")]
+    slots = [x for given, x in of_step(lowered, args).items() if given.field == "slots"]
     return bool(slots) and all(bool((x < 0).all()) for x in slots)
 
 
-def _from_start(inputs: dict[str, Any]) -> bool:
+def _from_start(lowered: GraphModule, args: Sequence[Any]) -> bool:
     """Whether the captured graph sees all that attention sees: no runtime, or one sequence from its first token on."""
-    lengths, starts = inputs.get("seq_lens"), inputs.get("query_start")
+    step = of_step(lowered, args)
+    lengths, starts = step.get(StepInput("seq_lens")), step.get(StepInput("query_start"))
     if lengths is None or starts is None:
         return True
-    rows = next(len(x) for name, x in inputs.items() if name.startswith("slots_"))
+    rows = next(len(x) for given, x in step.items() if given.field == "slots")
     return bool(lengths.tolist() == [rows] and starts.tolist() == [0, rows])

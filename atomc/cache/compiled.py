@@ -12,6 +12,7 @@ import torch
 from atomc.cache.artifact import Plain, made_of, resolved
 from atomc.named_ranges import profiled
 from atomc.op import Extra
+from atomc.ops.inputs import StateInput, StepInput
 from atomc.ops.state import StateSpec
 from atomc.weight_inputs import Wanted, WeightInputs
 
@@ -21,6 +22,8 @@ class Compiled:
     """One graph after all stages. `call` takes the graph's inputs, then `packed`, then the state inputs, then `extras`.
 
     inputs   the names of all of these but the extras
+    step_inputs   name -> what of a step the runtime passes
+    state_inputs  name -> what of the state the runtime passes
     read     those of them that some range reads itself, not only in what a kernel prepared
     packed   name -> the names of the parameters that the caller packs
     plain    how to make plain data of it
@@ -29,6 +32,8 @@ class Compiled:
     call: Callable[..., Any]
     inputs: list[str]
     packed: dict[str, tuple[str, ...]]
+    step_inputs: dict[str, StepInput] = field(default_factory=dict)
+    state_inputs: dict[str, StateInput] = field(default_factory=dict)
     state: list[StateSpec] = field(default_factory=list)
     extras: list[Extra] = field(default_factory=list)
     syncing: list[str] = field(default_factory=list)  # kernels that no CUDA graph can hold
@@ -72,7 +77,10 @@ def restored(plain: Plain) -> Compiled:
     call = profiled(made(named=False), lambda: made(named=True))
     extras = [Extra(**{**extra, "function": resolved(extra["function"])}) for extra in plain["extras"]]
     state = [StateSpec(**spec) for spec in plain["state"]]
-    return Compiled(call, plain["inputs"], plain["packed"], state, extras, plain["syncing"], plain["read"])
+    step_inputs = {name: StepInput(**given) for name, given in plain["step_inputs"].items()}
+    state_inputs = {name: StateInput(**given) for name, given in plain["state_inputs"].items()}
+    return Compiled(call, plain["inputs"], plain["packed"], step_inputs, state_inputs, state, extras, plain["syncing"],
+                    plain["read"])  # fmt: skip
 
 
 def assembled(

@@ -7,7 +7,7 @@ forward, a class of somebody else's - is Unstorable: such a model is traced at e
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,13 +25,12 @@ from atomc.report import Report
 
 @dataclass(frozen=True)
 class Found:
-    """What the cache holds of a known model, with the tensors of this one.
+    """What the cache holds of a known model.
 
-    sources, inputs  of each input of the graph: where the step has it, or None; the tensor, or None
+    inputs  of each input of Dynamo's graph the tensor of this model; None for one of the step
     """
 
     compiled: Compiled
-    sources: list[str | None]
     inputs: list[Any]
     report: Report
 
@@ -39,15 +38,11 @@ class Found:
 class KnownStart:
     """One start of one model.
 
-    of_step    whether a source, as Dynamo spells it, is an input of the step
     looked_at  somebody wants to see the graphs: the model is traced, known or not
     """
 
-    def __init__(
-        self, model: nn.Module, options: Options, platform: Platform, of_step: Callable[[str | None], bool], *,
-        looked_at: bool,
-    ):  # fmt: skip
-        self.model, self.options, self.of_step = model, options, of_step
+    def __init__(self, model: nn.Module, options: Options, platform: Platform, *, looked_at: bool):
+        self.model, self.options = model, options
         self.looked_at = looked_at or options.report is not None or options.record
         start = time.perf_counter()
         self.start = Start(options, lambda: described(model, options, platform))
@@ -61,7 +56,7 @@ class KnownStart:
 
         def misfit(data: Plain) -> str | None:
             tensors = {path: tensor for tensor, path in tensors_of(self.model)}
-            inputs.extend(None if path is None else tensors[path] for _, path in data["places"])
+            inputs.extend(None if path is None else tensors[path] for path in data["places"])
             return None
 
         report = Report(type(self.model).__name__)
@@ -72,12 +67,13 @@ class KnownStart:
         report.model, report.cached = data["model"], self.start.outcome
         report.phases["cache"] = self.seconds + self.start.seconds
         remember(self.options, report)
-        return Found(compiled, [source for source, _ in data["places"]], inputs, report)
+        return Found(compiled, inputs, report)
 
     def keep(self, report: Report, entry: Plain | None, sources: Sequence[str | None], inputs: Sequence[Any]) -> None:
         """Write down how the traced model is found again; the report says why it had to be traced.
 
         entry  what the cache holds of its graph, None if nothing
+        sources, inputs  as of atomc.traced.Traced
         """
         if self.looked_at or report.cached.kind == "off":
             return
@@ -94,17 +90,17 @@ class KnownStart:
             unknown = self.start.outcome.not_kept
             report.notes += [f"traced at each start: {unknown}"] * bool(unknown)
 
-    def _places(self, entry: Plain, sources: Sequence[str | None], inputs: Sequence[Any]) -> list[tuple[str | None, ...]]:
-        """Where each input of the graph comes from: (source in the step, None) or (None, path in the model)."""
+    def _places(self, entry: Plain, sources: Sequence[str | None], inputs: Sequence[Any]) -> list[str | None]:
+        """Where the model has each input of the graph: a path, None for one of the step."""
         if entry["guards"] is not None:
             raise Unstorable("it was compiled for certain sizes")
         paths = {id(tensor): path for tensor, path in reversed(tensors_of(self.model))}
-        found: list[tuple[str | None, ...]] = []
+        found: list[str | None] = []
         for source, given in zip(sources, inputs, strict=True):
-            if self.of_step(source):
-                found.append((source, None))
+            if given is None:
+                found.append(None)
             elif isinstance(given, Tensor) and id(given) in paths:
-                found.append((None, paths[id(given)]))
+                found.append(paths[id(given)])
             else:
                 raise Unstorable(f"its graph reads {source}, which is no parameter or buffer")
         return found

@@ -17,11 +17,14 @@ from atomc.capture.outline import outline
 from atomc.capture.regions import every_layer
 from atomc.capture.stamp import CannotStamp, Regions, inline, regions_of
 from atomc.errors import SharingError
+from atomc.graph.inputs import set_graph_input
 from atomc.graph.mutation import mutated
 from atomc.graph.provenance import module_path
+from atomc.ops.inputs import MODEL_INPUTS, StepInput
 from atomc.torch_compat.names import FakeTensor, FakeTensorMode
 from atomc.torch_compat.tracing import (
     RestartAnalysis,
+    argument_of,
     fake_mode_of,
     functional_graph,
     own_copy,
@@ -81,6 +84,9 @@ def capture(dynamo: GraphModule, example_inputs: Sequence[Any]) -> Captured:
     check_effects(captured.graph)
     for node, from_dynamo in zip(captured.graph.graph.find_nodes(op="placeholder"), placeholders, strict=True):
         node.meta["source"] = source_name(from_dynamo)
+        name, dim = argument_of(from_dynamo) or ("", None)
+        if name in MODEL_INPUTS:
+            set_graph_input(node, StepInput(name, dim=dim))
     return captured
 
 

@@ -21,9 +21,11 @@ from torch.fx import Graph, GraphModule, Node
 from atomc.dumps.replay import RECORDED
 from atomc.graph.canonical import input_name
 from atomc.graph.expressions import expression
+from atomc.graph.inputs import graph_input, step_input
 from atomc.graph.provenance import module_path
 from atomc.op import REGISTRY, op_of
 from atomc.op_traits import Kind
+from atomc.ops.inputs import StateInput, StepInput
 
 # For a size about which nothing is known.
 SIZE = 8
@@ -243,24 +245,25 @@ class _Inputs:
 
     def _of_a_step(self, node: Node) -> str | None:
         """What the runtime passes, for one new sequence in one block; None for an input of the traced program."""
-        name, value = node.name, node.meta["val"]
-        slots = next((p.meta["val"] for p in self.placeholders if p.name.startswith("slots_")), None)
+        value = node.meta["val"]
+        slots = next((p.meta["val"] for p in self.placeholders if (of := step_input(p)) and of.field == "slots"), None)
         if slots is None:
             return None
         T = _concrete(slots.shape[0])
         on = _on(value)
-        if name.startswith("slots_"):
-            return f"torch.arange({T}{on})"
-        if name.startswith("block_tables_"):
-            return f"torch.tensor([[0]], dtype=torch.int32{on})"
-        if name == "query_start":
-            return f"torch.tensor([0, {T}], dtype=torch.int32{on})"
-        if name == "seq_lens":
-            return f"torch.tensor([{T}], dtype=torch.int32{on})"
-        if name.startswith(("k_cache_", "v_cache_")):
-            return f"torch.zeros({(1, -(-T // 16) * 16, *value.shape[2:])}, dtype={value.dtype}{on})"
-        if name.startswith(("k_scale_", "v_scale_")):
-            return f"torch.ones(1{on})"
+        match graph_input(node):
+            case StepInput("slots"):
+                return f"torch.arange({T}{on})"
+            case StepInput("block_tables"):
+                return f"torch.tensor([[0]], dtype=torch.int32{on})"
+            case StepInput("query_start"):
+                return f"torch.tensor([0, {T}], dtype=torch.int32{on})"
+            case StepInput("seq_lens"):
+                return f"torch.tensor([{T}], dtype=torch.int32{on})"
+            case StateInput(is_scale=True):
+                return f"torch.ones(1{on})"
+            case StateInput():
+                return f"torch.zeros({(1, -(-T // 16) * 16, *value.shape[2:])}, dtype={value.dtype}{on})"
         return None
 
 

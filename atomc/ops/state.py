@@ -37,6 +37,19 @@ LAYOUTS = {
 }
 
 
+ROLES = {"kv": ("k_cache", "v_cache")}  # by kind of state
+
+
+def kv_shape(k: Tensor, v: Tensor) -> tuple[int, ...]:
+    """StateSpec.shape of a layer with keys and values [T, heads, head_dim].
+
+    Raises ValueError if they differ in width: the runtime's key and value caches have one shape.
+    """
+    if k.shape[-1] != v.shape[-1]:
+        raise ValueError(f"keys are {k.shape[-1]} wide, values {v.shape[-1]}")
+    return tuple(k.shape[-2:])
+
+
 @dataclass(frozen=True)
 class StateSpec:
     """What one layer keeps between steps; the runtime allocates from these, in groups of equal window.
@@ -54,6 +67,11 @@ class StateSpec:
     window: int = 0
     layout: str = "paged"
     group: int = 0
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The tensors that `allocate` returns, in its order."""
+        return ROLES[self.kind]
 
     def bytes_per_token(self) -> int:
         size = torch.empty((), dtype=self.dtype).element_size() * 2

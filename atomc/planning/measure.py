@@ -18,9 +18,11 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from atomc import cost
-from atomc.graph.canonical import input_name, value
+from atomc.graph.canonical import value
 from atomc.graph.expressions import expression
+from atomc.graph.inputs import graph_input, is_cache, step_input
 from atomc.op import op_of
+from atomc.ops.inputs import StateInput, StepInput
 from atomc.ops.state import LAYOUTS, GroupStep, StateSpec, Step
 from atomc.pieces import likeness
 from atomc.platform import Platform
@@ -121,9 +123,10 @@ class Bench:
         named = {cost.T: self.sizes.T, cost.S: self.sizes.S, cost.R: self.sizes.R, cost.C: self.sizes.C}
         found = {symbol: int(size.subs(named)) for symbol, size in cost.symbols_of(self.gm.graph).items()}
         for node in self.gm.graph.find_nodes(op="placeholder"):
-            if node.name.startswith("block_tables_"):
+            given = step_input(node)
+            if given is not None and given.field == "block_tables":
                 found.setdefault(expression(value(node).shape[1]), self.columns)
-            elif node.name.startswith(("k_cache_", "v_cache_")):
+            elif is_cache(node):
                 for size, number in zip(value(node).shape, (self.sizes.S * self.columns, self.block_size), strict=False):
                     if isinstance(size, torch.SymInt):
                         found.setdefault(expression(size), number)
@@ -168,15 +171,14 @@ class Bench:
         return self._like(value(node))
 
     def _of_the_step(self, node: Node) -> Any:
-        """What the runtime passes under this name; None for what the model computes, and for weights."""
-        name, (kind, _, number) = input_name(node), node.name.rpartition("_")
-        if kind in ("slots", "block_tables", "state_slots"):
-            return getattr(self.step.groups[int(number)], kind)
-        if kind in ("k_cache", "v_cache"):
-            made = self.specs[int(number)].allocate(self.sizes.S * self.columns, self.block_size, self.device)[0]
-            return made.copy_(self._random(made))
-        if name in Step._fields:
-            return getattr(self.step, name)
+        """What the runtime passes; None for what the model computes, for scales, and for weights."""
+        match graph_input(node):
+            case StepInput() as given:
+                return given.of(self.step)
+            case StateInput(number, role, is_scale=False):
+                spec = self.specs[number]
+                made = spec.allocate(self.sizes.S * self.columns, self.block_size, self.device)[spec.roles.index(role)]
+                return made.copy_(self._random(made))
         if "extra" in node.meta:
             extra = node.meta["extra"]
             if extra.kind == "plan":

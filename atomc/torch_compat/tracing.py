@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._dynamo.exc import ShortenTraceback
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis as RestartAnalysis
 from torch._dynamo.exc import TorchDynamoException as TracingError
+from torch._dynamo.source import DictGetItemSource, LocalSource, TensorProperty, TensorPropertySource
 from torch._dynamo.utils import get_metrics_context
 from torch._guards import TracingContext, tracing
 from torch.fx import Graph, GraphModule, Node
@@ -33,6 +34,7 @@ __all__ = [
     "TracingError",
     "added_by_aot",
     "afresh",
+    "argument_of",
     "bounds",
     "break_reason",
     "compiled_function",
@@ -70,6 +72,19 @@ def source_name(placeholder: Node) -> str | None:
         return None
     name = source.name
     return str(name() if callable(name) else name)
+
+
+def argument_of(placeholder: Node) -> tuple[str, int | None] | None:
+    """The argument of the traced function that an input is, by name, or the dimension of it whose size the input is.
+
+    It may be an item of a dict that is an argument, as of **kwargs. None for any other input.
+    """
+    source, dim = getattr(placeholder, "_dynamo_source", None), None
+    if isinstance(source, TensorPropertySource) and source.prop is TensorProperty.SIZE:
+        dim, source = source.idx, source.base
+    if isinstance(source, DictGetItemSource) and isinstance(source.base, LocalSource):
+        return str(source.index), dim
+    return (source.local_name, dim) if isinstance(source, LocalSource) else None
 
 
 def lifted_floats(graph: Graph) -> list[Node]:

@@ -1,0 +1,62 @@
+"""What the runtime passes to an input of a compiled graph: a tensor of the step, a size of one, or a tensor of the state.
+
+The input's node carries it (atomc.graph.inputs), and so does the compiled graph. `name` is what dumps call the input;
+nothing reads it.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from atomc.ops.state import Step
+
+# The fields of a Step that the model itself takes, as arguments of these names.
+MODEL_INPUTS = ("input_ids", "positions", "logits_rows")
+# Roles of scales: [1] fp32, what the codes of a cache are multiplied by. "kv_scale": keys and values in one cache.
+SCALES = frozenset({"k_scale", "v_scale", "kv_scale"})
+
+
+@dataclass(frozen=True)
+class StepInput:
+    """A tensor of the Step, or the size of one of its dimensions.
+
+    field  of Step; of GroupStep if there is a group
+    group  the number of the GroupStep
+    dim    the dimension whose size is passed; None: the tensor
+    """
+
+    field: str
+    group: int | None = None
+    dim: int | None = None
+
+    @property
+    def name(self) -> str:
+        return self.field if self.group is None else f"{self.field}_{self.group}"
+
+    def of(self, step: Step) -> Tensor | int:
+        """What this step passes."""
+        tensor: Tensor = getattr(step if self.group is None else step.groups[self.group], self.field)
+        return tensor if self.dim is None else tensor.shape[self.dim]
+
+
+@dataclass(frozen=True)
+class StateInput:
+    """A tensor of one layer's state.
+
+    spec  the number of the layer's StateSpec in the program
+    role  which tensor: one of StateSpec.roles, which the runtime allocates, or one of SCALES
+    """
+
+    spec: int
+    role: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.role}_{self.spec}"
+
+    @property
+    def is_scale(self) -> bool:
+        return self.role in SCALES
+
+
+GraphInput = StepInput | StateInput
