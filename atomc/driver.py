@@ -86,7 +86,6 @@ def compile_graph(
         return captured, _compiled(captured.graph, context, report)
 
 
-
 @contextmanager
 def timed(report: Report, phase: str) -> Iterator[None]:
     start = time.perf_counter()
