@@ -13,10 +13,10 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from msgspec.structs import replace
 from torch import Tensor
 
 from atomc.runtime.draw import Draw, uniform

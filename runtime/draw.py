@@ -1,22 +1,24 @@
 """How a request's next token is drawn: its parameters, and one number that depends on its seed and index alone."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-from msgspec import Struct
 
 from atomc.runtime.sampling_params import SamplingParams
 
 if TYPE_CHECKING:  # the front process, which also imports this module, does not import torch
     from atomc.runtime.token_counts import RequestCounts
 
+GREEDY = SamplingParams()
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MASK = (1 << 64) - 1
 
 
-class Draw(Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Draw:
     """One row of a step's logits: how the next token is drawn from it.
 
     index        new tokens before this one; some may still be on the device
@@ -26,7 +28,7 @@ class Draw(Struct, frozen=True):
     counts       of the request's tokens, if params has penalties
     """
 
-    params: SamplingParams = SamplingParams()
+    params: SamplingParams = GREEDY
     seed: int = 0
     index: int = 0
     num_prompt: int = 0

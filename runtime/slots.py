@@ -5,13 +5,11 @@ from typing import ParamSpec, TypeVar
 
 from torch import Tensor
 
-from atomc.runtime.draw import Draw
+from atomc.runtime.draw import GREEDY, Draw
 from atomc.runtime.fence import RequestError, contained
-from atomc.runtime.sampling_params import SamplingParams
 from atomc.runtime.step import Admission, Chunk, ScheduledStep
 from atomc.runtime.token_counts import RequestCounts, TokenCounts
 
-GREEDY = SamplingParams()
 P = ParamSpec("P")
 T = TypeVar("T")
 

@@ -1,17 +1,17 @@
-"""A scheduled step: plain values without references to live objects, so that it can be sent to another process.
+"""A scheduled step: plain values without references to live objects, so that msgspec can encode it for another process.
 
 The worker that runs steps keeps state for each slot (atomc.runtime.slots). A step holds what this state lacks: all that is
 needed of a request when the request enters a slot, later only the tokens and blocks that are new.
 """
 
-from msgspec import Struct
+from typing import NamedTuple
 
 from atomc.runtime.blocks import NewBlocks
 from atomc.runtime.request import Pooling
 from atomc.runtime.sampling_params import SamplingParams
 
 
-class Admission(Struct, frozen=True, array_like=True):
+class Admission(NamedTuple):
     """A request that enters a slot.
 
     seed      of 64 bits
@@ -27,7 +27,7 @@ class Admission(Struct, frozen=True, array_like=True):
     tokens: tuple[int, ...] = ()
 
 
-class Chunk(Struct, frozen=True, array_like=True):
+class Chunk(NamedTuple):
     """The tokens of one request that a step computes: a prompt, a part of one, or the last drawn token and a draft.
 
     slot        the row of block tables and of per-sequence state that is the request's while it runs
@@ -65,7 +65,7 @@ class Chunk(Struct, frozen=True, array_like=True):
         return self.tokens[len(self.tokens) - self.num_draws + 1 :] if self.num_draws > 1 else ()
 
 
-class ScheduledStep(Struct, frozen=True, array_like=True):
+class ScheduledStep(NamedTuple):
     """The decision about one step; at least one chunk.
 
     pooled     hidden states are wanted, not logits

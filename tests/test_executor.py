@@ -3,6 +3,8 @@
 import random
 
 import pytest
+
+pytest.importorskip("msgspec")
 from remote_executor import RemoteExecutor
 
 from atomc.runtime.engine import Engine, EngineConfig

@@ -1,14 +1,13 @@
 """Tokens from logits: exact, distributed as promised, and independent of the batch."""
 
-import dataclasses
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from msgspec.structs import replace
 
 from atomc.runtime.draw import Draw, uniform
 from atomc.runtime.inverse_transform import inverse_transform
@@ -386,7 +385,7 @@ def test_nothing_ends_a_request_before_min_tokens():
     logits = torch.tensor([[1.0, 3.0, 2.0, 0.5]])
     draw = Draw(params=SamplingParams(min_tokens=2, stop_token_ids=(2,)), eos_ids=frozenset({1}))
     assert [sample(logits, [replace(draw, index=index)]).item() for index in range(3)] == [0, 0, 1]
-    ignoring = dataclasses.replace(draw.params, ignore_eos=True)
+    ignoring = replace(draw.params, ignore_eos=True)
     assert sample(logits, [replace(draw, params=ignoring)]).tolist() == [1]
 
 
