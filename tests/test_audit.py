@@ -265,15 +265,15 @@ def test_an_audit_that_fails_leaves_the_program_alone(monkeypatch, caplog):
 
 
 def test_a_difference_that_the_kernels_do_not_make_is_the_glues(monkeypatch):
-    from atomc import stages
+    from atomc import driver
 
-    glue = stages._glue
+    glue = driver._glue
 
     def wrong(*args):
         made = glue(*args)
         return replace(made, call=lambda *inputs: [x * 1.01 for x in made.call(*inputs)])
 
-    monkeypatch.setattr(stages, "_glue", wrong)
+    monkeypatch.setattr(driver, "_glue", wrong)
     _, audit = audited(small(), X)
     assert audit["blame"]["rewrite"] == "glue" and "what Inductor made" in headline(audit)
 

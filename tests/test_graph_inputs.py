@@ -174,9 +174,10 @@ def parsed_names(text):
             for part in patterns(node.pattern):
                 if names_input(part.value):
                     found.append(f"case {ast.unparse(node.pattern)}")
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in TAKES_APART:
-            whole = [node.func.value, *node.args]
-            if any(map(names_input, node.args)) or (has_nodes and any(map(names_node, whole))):
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            apart, whole = node.func.attr in TAKES_APART, [node.func.value, *node.args]
+            asked = (apart or node.func.attr == "get") and any(map(names_input, node.args))
+            if asked or (apart and has_nodes and any(map(names_node, whole))):
                 found.append(ast.unparse(node))
     return found
 
@@ -222,6 +223,7 @@ def test_no_module_takes_the_name_of_an_input_apart():
     'name == "seq_lens"',
     'from torch.fx import Node\ninput_name(node).rpartition(".")',
     'caches[f"k_cache_{layer}"]',
+    'inputs.get("query_start")',
     'graph.placeholder(f"slots_{group}")',
     'from torch.fx import Node\nre.match(r"(.*)_(\\d+)", node.name)',
     'pattern = re.compile(r"(k_cache|v_cache)_(\\d+)")',
