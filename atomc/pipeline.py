@@ -20,7 +20,7 @@ from atomc.op import op_of
 from atomc.registered import REGISTERED
 from atomc.report import Miss, Report, Site, Stage
 from atomc.rewrite import Case, Fired, Rewrite, apply, misses, sort_topologically
-from atomc.torch_compat.tracing import fake_mode_of, num_guards
+from atomc.torch_compat.tracing import fake_mode_of, num_guards, sizes_stay_symbolic
 
 log = logging.getLogger("atomc")
 
@@ -116,6 +116,13 @@ def run(
     gm: GraphModule, passes: Sequence[Pass], context: Context, report: Report, observers: Sequence[Observer] = ()
 ) -> Outcome:
     """Run the passes on the graph and write what happened into the report. Returns what all of them did and found."""
+    with sizes_stay_symbolic():
+        return _run(gm, passes, context, report, observers)
+
+
+def _run(
+    gm: GraphModule, passes: Sequence[Pass], context: Context, report: Report, observers: Sequence[Observer]
+) -> Outcome:
     done = Outcome()
     names: list[str] = []
     consumed: dict[str, Counter[str]] = {}

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import sympy
 import torch
 from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.exc import ShortenTraceback
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis as RestartAnalysis
 from torch._dynamo.exc import TorchDynamoException as TracingError
@@ -53,6 +54,7 @@ __all__ = [
     "passed_on",
     "recompile_reason",
     "size_facts",
+    "sizes_stay_symbolic",
     "source_name",
     "statically_known_true",
     "sym_eq",
@@ -325,13 +327,21 @@ def bounds(graph: Graph, size: sympy.Expr) -> tuple[int, int | None]:
     return max(int(found.lower), 0), None if found.upper in (int_oo, sympy.oo) else int(found.upper)
 
 
+def sizes_stay_symbolic() -> contextlib.AbstractContextManager[None]:
+    """Fake tensors are computed with by torch's Python kernels, as in AOTAutograd: its C++ ones fix symbolic sizes, such as
+    those of a tensor that is padded."""
+    found: contextlib.AbstractContextManager[None] = enable_python_dispatcher()
+    return found
+
+
 def traced_alone(function: Callable[..., Any], *args: Tensor) -> Graph:
     """The graph of a function with symbolic sizes, equal ones under one symbol."""
     with outside_of_tracing():
         mode = FakeTensorMode(shape_env=ShapeEnv())
         mode.cache_enabled = False  # entries of symbolic sizes are dear to make, and none is used twice
         fakes = [mode.from_tensor(given) for given in args]
-        return make_fx(function, tracing_mode="fake")(*fakes).graph
+        with sizes_stay_symbolic():
+            return make_fx(function, tracing_mode="fake")(*fakes).graph
 
 
 def fresh_size(mode: FakeTensorMode) -> torch.SymInt:
