@@ -39,6 +39,12 @@ def test_importing_atomc_does_not_import(heavy):
     assert output(sys.executable, "-c", f"import sys, atomc; print({heavy!r} in sys.modules)", cwd=ROOT) == "False\n"
 
 
+def test_text_is_generated_without_the_libraries_of_the_server():
+    blocked = "import sys; sys.modules.update(dict.fromkeys(['fastapi', 'msgspec', 'uvicorn', 'zmq']))"
+    run = "from atomc.cli import main; sys.exit(main(['generate', '-p', 'Once', '--max-tokens', '2', '--glue', 'eager']))"
+    output(sys.executable, "-c", f"{blocked}; {run}", cwd=ROOT)
+
+
 def test_every_python_file_is_ascii():
     folders = ("atomc", "passes", "models", "runtime", "tests", "bench")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
