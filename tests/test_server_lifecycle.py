@@ -120,11 +120,13 @@ def test_sigterm_ends_a_server_whose_chat_template_does_not_end(tmp_path):
         until(lambda: threads() >= before + 2)  # each is rendered
         began = time.monotonic()
         server.process.send_signal(signal.SIGTERM)
-        assert {answer.result().json()["error"]["code"] for answer in answers} == {"shutting_down"}
-        # By SIGALRM where the machine is so busy that the server's own thread comes too late.
-        assert server.process.wait(EXIT_SECONDS) in (0, -signal.SIGALRM)
+        status = server.process.wait(EXIT_SECONDS)
         # --drain-seconds and 5; the rest is for a busy machine.
         assert time.monotonic() - began < 1 + 5 + 10
+        # By SIGALRM, before all is answered, where the machine is so busy that the server's own thread comes too late.
+        assert status in (0, -signal.SIGALRM)
+        if status == 0:
+            assert {answer.result().json()["error"]["code"] for answer in answers} == {"shutting_down"}
         assert "Traceback" not in server.log
 
 

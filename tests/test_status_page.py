@@ -163,7 +163,7 @@ def test_what_the_compiler_did_is_shown_with_a_link_to_all_of_it(page, server):
 
 def test_the_whole_report_is_a_page_that_is_saved_with_the_key(page, server):
     opened(page, server)
-    with page.expect_download() as saved:
+    with page.expect_download(timeout=120_000) as saved:
         page.click("#report")
     text = Path(saved.value.path()).read_text()
     assert saved.value.suggested_filename == "atomc-report.html" and "Kernels and what they cost" in text
