@@ -4,7 +4,7 @@ import contextlib
 import json
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
 MOST_REPORTS = 256
@@ -323,6 +323,8 @@ class Report:
         found: dict[str, Any] = {
             name: [PARTS[name](**item) for item in data[name]] if name in PARTS else data[name] for name in names
         }
+        found["kernels"] = [replace(choice, refused=[(provider, reason) for provider, reason in choice.refused])
+                            for choice in found.get("kernels", ())]  # fmt: skip
         found["matches"] = Counter(found.get("matches", {}))
         if found.get("graph_break"):
             found["graph_break"] = GraphBreak(**found["graph_break"])
