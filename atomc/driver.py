@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from atomc import cost, passes, pipeline, ranges, trace
 from atomc.audit.watch import Watch
@@ -39,6 +39,8 @@ from atomc.savings import savings
 from atomc.select import Selection
 from atomc.torch_compat.inductor import mode_options
 from atomc.torch_compat.names import without_autocast
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -211,9 +213,7 @@ def _assembled(
     inputs = [node for node in gm.graph.find_nodes(op="placeholder") if "extra" not in node.meta]
     names = [node.name for node in inputs]
     packed = {node.name: node.meta["packed"] for node in inputs if "packed" in node.meta}
-    typed = {node.name: given for node in inputs if (given := graph_input(node)) is not None}
-    step_inputs = {name: given for name, given in typed.items() if isinstance(given, StepInput)}
-    state_inputs = {name: given for name, given in typed.items() if isinstance(given, StateInput)}
+    step_inputs, state_inputs = _of_type(StepInput, inputs), _of_type(StateInput, inputs)
     read = [name for name in names if any(name in one.read for one in lowered)]
     extras: list[Extra] = []
     extras_of: list[tuple[int, int, int]] = []
@@ -239,6 +239,11 @@ def _assembled(
         }  # fmt: skip
 
     return Compiled(call, names, packed, step_inputs, state_inputs, list(state), extras, syncing, read, plain)
+
+
+def _of_type(kind: type[T], inputs: Sequence[Node]) -> dict[str, T]:
+    """Those of the inputs that the runtime passes as this kind, by name."""
+    return {node.name: given for node in inputs if isinstance(given := graph_input(node), kind)}
 
 
 def _op_cost(found: cost.NodeCost) -> OpCost:

@@ -75,7 +75,7 @@ def one_sentence(cls: Any) -> Iterator[None]:
         yield
     except (OSError, ImportError):
         raise
-    except Exception as error:
+    except Exception as error:  # code of transformers, which does not check what a config says
         if out_of_memory(error):
             raise
         raise ValueError(f"config.json: transformers cannot make a {cls.__name__} of it: {type(error).__name__}: "

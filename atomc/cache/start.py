@@ -69,7 +69,7 @@ class Start:
         try:
             with outside_of_tracing():
                 compiled = restored(data["compiled"])
-        except Exception as error:
+        except Exception as error:  # code and data of a broken entry can raise anything
             raise Damaged(f"{type(error).__name__}: {error}") from error
         fill_report(report, data["report"])
         self.outcome = CacheOutcome("hit")

@@ -145,7 +145,7 @@ class Compiling:
             self._engine.prepare_pooling()
         except ValueError:
             raise
-        except Exception as error:
+        except Exception as error:  # it fails the requests that wait for it; steps go on with the program that is there
             log.exception("the model could not be compiled without its head")
             what = f"the engine failed while compiling the model for embeddings: {type(error).__name__}"
             raise RequestFailed(RequestError(f"{what}; its log says more")) from error
