@@ -42,6 +42,11 @@ class Call:
     operands: list[Node]
     attrs: dict[str, Any]
 
+    def orders(self) -> list[list[Node]]:
+        """The orders in which the operands mean the same."""
+        both = self.op in COMMUTATIVE and len(self.operands) == 2
+        return [self.operands, self.operands[::-1]] if both else [self.operands]
+
 
 def value(node: Node) -> Any:
     """The fake value (tensor, size or tuple of these) of a node."""
