@@ -211,7 +211,7 @@ def _nbytes(weight: Node) -> int:
 
 def _joins_rows(op: Op) -> bool:
     """Whether its kernels cut their work by the number of rows."""
-    return bool(op.kind & (Kind.LINEAR | Kind.ATTENTION))
+    return bool(op.kind & (Kind.LINEAR | Kind.BMM | Kind.ATTENTION))
 
 
 def _op(node: Node) -> Op:
