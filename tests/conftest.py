@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import random
 import shutil
 import sys
 
@@ -23,6 +24,26 @@ if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("trito
 
     round_to_nearest()
     check_bounds()
+
+
+def pytest_addoption(parser):
+    parser.addoption("--grid-seed", type=int,
+                     help="draws the cells of tests/kernel_grid.py that run beside the fixed ones")  # fmt: skip
+
+
+def pytest_configure(config):
+    given = getattr(config, "workerinput", {}).get("grid_seed", config.option.grid_seed)
+    config.option.grid_seed = random.randrange(10**6) if given is None else given
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    """All workers of pytest-xdist draw the same."""
+    node.workerinput["grid_seed"] = node.config.option.grid_seed
+
+
+def pytest_report_header(config):
+    return f"kernels' grid: --grid-seed {config.option.grid_seed}"
 
 
 def pytest_collection_modifyitems(items):
