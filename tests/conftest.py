@@ -1,5 +1,6 @@
 """What every test runs under: strict, one thread a worker, Triton in its interpreter where there is no GPU."""
 
+import gc
 import importlib.util
 import os
 import random
@@ -59,6 +60,14 @@ def forget_what_dynamo_compiled():
     yield
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
+
+
+@pytest.fixture
+def own_heap():
+    """What was there before the test is none of what gc looks at, and after thousands of tests looking takes seconds."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")
