@@ -2,7 +2,9 @@
 
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 
+import conftest
 import pytest
 import test_kernels
 import torch
@@ -48,6 +50,18 @@ def test_a_seed_draws_the_same_again_and_another_one_others_beside_the_same_fixe
     assert drawn(SEED) == drawn(SEED) != drawn(SEED + 1)
     assert always < drawn(SEED) and always < drawn(SEED + 1)
     assert len(drawn(SEED)) < 1.3 * len(always)
+
+
+def test_a_worker_draws_what_the_controller_draws_and_a_seed_that_is_given_is_kept(pytestconfig: pytest.Config) -> None:
+    assert isinstance(pytestconfig.option.grid_seed, int)  # a run without one has drawn it
+    controller, worker = (SimpleNamespace(option=SimpleNamespace(grid_seed=seed)) for seed in (SEED, None))
+    node = SimpleNamespace(config=controller, workerinput={})
+    conftest.pytest_configure(controller)
+    conftest.pytest_configure_node(node)
+    worker.workerinput = node.workerinput
+    conftest.pytest_configure(worker)
+    assert controller.option.grid_seed == worker.option.grid_seed == SEED
+    assert f"--grid-seed {SEED}" in conftest.pytest_report_header(worker)
 
 
 def parts(cells: list[Cell]) -> set[str]:
