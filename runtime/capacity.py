@@ -1,7 +1,8 @@
 """How many blocks of which size the caches get."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -44,7 +45,8 @@ def capacity(
     length = max_model_len or longest
     if not groups:
         return Capacity((), block_size or length, length)
-    tokens = room // sum(size for size, _ in groups)  # if each group had a block for all of them
+    bytes_per_token = sum(size for size, _ in groups)
+    tokens = room // bytes_per_token  # if each group had a block for all of them
     if block_size is None:
         if max_model_len is None:
             length = min(length, max(tokens // (num_blocks or max_num_seqs), min(tokens, MIN_LENGTH)))
@@ -53,16 +55,16 @@ def capacity(
     elif num_blocks is not None:
         counts = [num_blocks] * len(groups)
     else:
-        most = [max_num_seqs * blocks_of_one(length, window, block_size, max_num_batched_tokens) for _, window in groups]
-        counts = _shared(room // block_size, [size for size, _ in groups], most)
+        blocks = partial(blocks_of_one, length, block_size=block_size, max_num_batched_tokens=max_num_batched_tokens)
+        counts = _shared(room // block_size, groups, lambda window: max_num_seqs * blocks(window))
     holds = _longest_that_fits(counts, groups) * block_size
     if max_model_len is None:
         length = min(length, holds)
     if min(counts) < 1 or not 2 <= length <= holds:
         raise ValueError(
             f"a sequence of {length} tokens does not fit into the cache, which holds {holds or tokens} (a token takes "
-            f"{sum(size for size, _ in groups)} bytes): lower max_model_len, max_num_batched_tokens or max_num_seqs, or "
-            "raise gpu_memory_utilization, kv_bytes or num_blocks"
+            f"{bytes_per_token} bytes): lower max_model_len, max_num_batched_tokens or max_num_seqs, or raise "
+            "gpu_memory_utilization, kv_bytes or num_blocks"
         )
     return Capacity(tuple(counts), block_size, length)
 
@@ -88,8 +90,10 @@ def _longest_that_fits(counts: Sequence[int], groups: Sequence[tuple[int, int]])
     return min(whole or [max(counts)])
 
 
-def _shared(room: int, sizes: Sequence[int], most: Sequence[int]) -> list[int]:
-    """Equally many blocks for each group, but not more than `most`; together they take at most `room` bytes a token."""
+def _shared(room: int, groups: Sequence[tuple[int, int]], most_of: Callable[[int], int]) -> list[int]:
+    """Equally many blocks for each group, but no more than most_of(window); together they take at most `room` bytes a
+    token."""
+    sizes, most = [size for size, _ in groups], [most_of(window) for _, window in groups]
     counts = [0] * len(sizes)
     growing = list(range(len(sizes)))
     while growing:
