@@ -598,7 +598,7 @@ def test_a_plan_counts_both_kinds_of_memory(kind, per_token, per_sequence):
 @pytest.mark.parametrize("kind", KINDS)
 def test_full_graph_steps_choose_the_tokens_that_the_plain_model_rates_highest_on_the_whole_sequence(kind):
     model = toy(kind, "cuda", torch.float32)
-    engine = started(kind, model, options={**OPTIONS, "glue": "eager"}, num_blocks=12, max_num_batched_tokens=32)
+    engine = started(kind, model, options={**OPTIONS, "glue": "eager"}, num_blocks=6, max_num_batched_tokens=32)
     for seed in range(2):  # the second time over slots and blocks that were used before
         prompts = prompts_of(*LENGTHS, seed=seed)
         for prompt, tokens in zip(prompts, run(engine, requests_of(engine, prompts, 12)), strict=True):
@@ -606,5 +606,6 @@ def test_full_graph_steps_choose_the_tokens_that_the_plain_model_rates_highest_o
             logits = model(ids, torch.arange(len(ids), device="cuda"))[len(prompt) - 1 : -1]
             chosen = logits.gather(1, ids[len(prompt) :, None])[:, 0]
             assert len(tokens) == 12 and (logits.amax(-1) - chosen < 0.02 * logits.std(-1)).all()
+    assert engine.stats().preemptions or kind == "summed"  # which has no blocks to lack
     assert engine.executor.runner.steps["full graph"] > 20, engine.executor.runner.steps
     assert engine.program.report.cuda_graphs
