@@ -19,7 +19,7 @@ from atomc.op_traits import Kind, StateBinding
 from atomc.ops import REGISTRY
 from atomc.ops.inputs import StateInput, StepInput
 from atomc.ops.state import StateGroup, StateSpec, groups_of, state_before
-from atomc.planning.plan import Load, Model, plan
+from atomc.planning.plan import Load, Lowered, Model, plan
 from atomc.platform import Platform
 from atomc.program import compile_model
 from atomc.runtime.capacity import Capacity, capacity
@@ -589,6 +589,22 @@ def test_a_plan_counts_both_kinds_of_memory(kind, per_token, per_sequence):
     of_one = 64 * per_token + per_sequence
     assert memory.fits == min(memory.cache // of_one, 10**6) or abs(memory.fits / (memory.cache / of_one) - 1) < 1e-3
     assert ("state of one sequence" in found.to_text()) == bool(per_sequence)
+
+
+def test_kernels_over_both_kinds_of_state_are_timed_on_made_up_state():
+    model = Model(toy("mixed", "meta"), {"max_position_embeddings": 64}, None, torch.float64, 1)
+    predicted, timed = Lowered(model, {"layout": "paged"}).time(Load(tokens=4, sequences=2, context=40))
+    assert {"decayed_sum_step", "recall_write", "recall_read"} <= {kernel.op for kernel in predicted}
+    assert len(timed) == len(predicted) and min(timed.values()) > 0
+
+
+def test_a_dump_makes_up_a_step_for_both_kinds_of_state(tmp_path):
+    compile_model(toy("mixed"), {**OPTIONS, "cache": False, "dump": str(tmp_path)})
+    texts = [path.read_text() for path in tmp_path.rglob("*.py") if "state_slots" in path.read_text()]
+    assert texts
+    for recipe in (f"torch.zeros((1, {WIDTH}), dtype=torch.float64", f"torch.zeros((1, 16, {ODD}), dtype=torch.float64",
+                   "torch.tensor([0], dtype=torch.int64"):  # fmt: skip
+        assert recipe in texts[-1]
 
 
 # ---- CUDA graphs
