@@ -149,8 +149,9 @@ def _compiled(gm: GraphModule, context: Context, report: Report) -> Compiled:
             seen = copy_graph(one.graph) if watch else one.graph
             function = _glue(one.graph, how, options, report) if context.build else of_graph(gm)
             functions.append(watch.over(seen, function) if watch else function)
-    state = [replace(spec, layout=lowered[0].layout or spec.layout) for spec in done.state]
-    report.state = [f"{spec.name}: {spec.kind} {list(spec.shape)} {spec.dtype} layout {spec.layout}" for spec in state]
+    layout = lowered[0].layout
+    state = [spec.in_layout(layout) if layout else spec for spec in done.state]
+    report.state = [str(spec) for spec in state]
     return _assembled(gm, lowered, functions, state)
 
 
@@ -229,7 +230,7 @@ def _assembled(
 
     def plain() -> Plain:
         return {
-            "inputs": names, "packed": packed, "state": [asdict(spec) for spec in state], "syncing": syncing,
+            "inputs": names, "packed": packed, "state": [spec.to_plain() for spec in state], "syncing": syncing,
             "step_inputs": {name: asdict(given) for name, given in step_inputs.items()},
             "state_inputs": {name: asdict(given) for name, given in state_inputs.items()},
             "read": read,

@@ -59,10 +59,10 @@ class Numbers:
 
     def caches(self) -> Arguments:
         """Of one sequence; keys and values are random, so that reading and writing them shows."""
-        spec = StateSpec("kv", "kv", (K, H), self.dtype, layout=self.layout)
+        spec = StateSpec.of("kv", "kv", ((K, H), (K, H)), self.dtype, layout=self.layout)
         size = LAYOUTS[self.layout].block_size or CONTEXT
         made = spec.allocate(-(-CONTEXT // size), size, self.device)
-        return {name: cache.copy_(self(*cache.shape)) for name, cache in zip(("k_cache", "v_cache"), made, strict=True)}
+        return {name: cache.copy_(self(*cache.shape)) for name, cache in made.items()}
 
 
 def _normed(n: Numbers, residual: bool = False, **more: Any) -> Arguments:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from atomc.op_cost import CostRule, read_and_write
-from atomc.op_traits import Kind, QuantizedWeight
+from atomc.op_traits import Kind, QuantizedWeight, StateBinding
 from atomc.platform import Platform
 
 _library = torch.library.Library("atom", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -169,7 +169,7 @@ class Op:
         self, meaning: Callable[..., Any], kind: Kind, rows: str | None, cost: CostRule | None,
         quantized_weight: QuantizedWeight | Mapping[str, QuantizedWeight] | None,
         rounds_once: Callable[[Mapping[str, Any]], bool] | None, mutates: Sequence[str], shape: Callable[..., Any] | None,
-        concat: Concat | None,
+        concat: Concat | None, state: StateBinding | None,
     ):  # fmt: skip
         self.name = meaning.__name__
         self.reference = meaning
@@ -179,6 +179,7 @@ class Op:
         self.rounds_once = rounds_once or (lambda _: False)
         self.mutates = tuple(mutates)
         self.concat = concat
+        self.state = state
         self.signature = inspect.signature(meaning)
         self.kernels: list[Kernel] = []
         self.__doc__ = meaning.__doc__
@@ -194,7 +195,8 @@ class Op:
         parameters = self.signature.parameters
         weight = self.quantized_weight
         weights = weight.values() if isinstance(weight, Mapping) else [weight] if weight else []
-        unknown = {self.rows, *(name for found in weights for name in found.stored)} - {None, *parameters}
+        named = {self.rows, self.state and self.state.handle, *(name for found in weights for name in found.stored)}
+        unknown = named - {None, *parameters}
         if unknown:
             raise ValueError(f"op {self.name}: no parameter {sorted(map(str, unknown))}, it has {list(parameters)}")
         if cost is None and self.kind & COST_DIFFERS:
@@ -211,6 +213,10 @@ class Op:
                 if isinstance(value, Tensor) and value.requires_grad:
                     return self.reference(*args, **kwargs)
         return self.overload(*args, **kwargs)
+
+    def handle(self, *args: Any, **kwargs: Any) -> Any:
+        """The state handle of a call; None if it has none."""
+        return None if self.state is None else self.signature.bind(*args, **kwargs).arguments.get(self.state.handle)
 
     def bind(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The arguments of a call by parameter, defaults included."""
@@ -269,6 +275,7 @@ def op(
     mutates: Sequence[str] = (),
     shape: Callable[..., Any] | None = None,
     concat: Concat | None = None,
+    state: StateBinding | None = None,
 ) -> Callable[[Callable[..., Any]], Op]:
     """Make an op of its meaning, the decorated function.
 
@@ -280,12 +287,13 @@ def op(
     mutates   the parameters written in place
     shape     replaces the meaning as the fake kernel, where the meaning depends on data or is slow on fake tensors
     concat    how several calls on one input become one (see Concat)
+    state     how it is bound for the runtime, if it takes a state handle (see StateBinding)
 
     Raises ValueError if a trait that this kind needs is missing, or a trait names a parameter that the op does not have.
     """
 
     def register(meaning: Callable[..., Any]) -> Op:
-        made = Op(meaning, kind, rows, cost, quantized_weight, rounds_once, mutates, shape, concat)
+        made = Op(meaning, kind, rows, cost, quantized_weight, rounds_once, mutates, shape, concat, state)
         REGISTRY[made.name] = made
         return made
 

@@ -3,7 +3,10 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Flag, auto
-from typing import Any
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
 
 
 class Kind(Flag):
@@ -38,3 +41,32 @@ class QuantizedWeight:
     codes: int
     rate: int
     stored: tuple[str, ...] = ("weight", "weight_scale")
+
+
+class StepFields(Protocol):
+    """Tensors of a step: those of atomc.ops.Step, and of the layer's own group those of GroupStep."""
+
+    query_start: Tensor
+    seq_lens: Tensor
+    state_slots: Tensor
+    slots: Tensor
+    block_tables: Tensor
+
+
+@dataclass(frozen=True)
+class StateBinding:
+    """How an op that takes a layer's state handle is compiled for the runtime. `given`: the arguments of a call, by name.
+
+    handle   the parameter that takes the handle; a call without one keeps nothing
+    tokens   (given, tensors are fake) -> how many new tokens the call has, which may be symbolic
+    spec     (the layer's name, given, the 8-bit dtype that is asked for or None) -> StateSpec. Raises ValueError with the
+             reason for a call that cannot be served
+    form     (given, tensors of the state by role, step) -> what the op would return: the call of an op that returns the
+             same. It, and what it is computed from, are ops of atomc.ops or torch.ops.aten. An op that reads what another
+             has written takes something that the writer returned as an operand; one that does both needs no order
+    """
+
+    handle: str
+    tokens: Callable[[Mapping[str, Any]], Any]
+    spec: Callable[[str, Mapping[str, Any], torch.dtype | None], Any]
+    form: Callable[[Mapping[str, Any], Mapping[str, Tensor], StepFields], Tensor]

@@ -36,7 +36,7 @@ class Program:
     made    what the graph reads of weights beside them: packed ones, then prepared ones (none of a model on meta)
     follow  how `made` follows weights that a user may write; None if the program owns them
 
-    specs   one StateSpec per attention layer, in graph order
+    specs   one StateSpec per layer with state, in graph order
     report  what the compiler did
     syncing kernels in it that no CUDA graph can hold
     key     what the cache calls the graph of a traced model; None where it was not asked
@@ -79,28 +79,27 @@ class Program:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the state, which is the model's."""
-        return self.specs[0].dtype if self.specs else torch.get_default_dtype()
+        """The dtype of the state, which is the model's; of several the one with the fewest bits."""
+        dtypes = [tensor.dtype for spec in self.specs for tensor in spec.tensors]
+        return min(dtypes, key=lambda dtype: dtype.itemsize, default=torch.get_default_dtype())
 
-    def bind(self, caches: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Use these key and value caches, in the order of `specs`, from now on.
+    def bind(self, states: Sequence[Mapping[str, Tensor]]) -> None:
+        """Use these tensors from now on: by role, for each of `specs` in their order.
 
         Raises ValueError if their number, shape or dtype is not what the specs say.
         """
-        if len(caches) != len(self.specs):
-            raise ValueError(f"bind: {len(caches)} pairs of caches came, the program has {len(self.specs)} layers of state")
-        for layer, (spec, pair) in enumerate(zip(self.specs, caches, strict=True)):
-            for role, cache in zip(spec.roles, pair, strict=True):
-                if tuple(cache.shape[2:]) != spec.shape or cache.dtype != spec.dtype:
-                    raise ValueError(f"bind: {role} of {spec.name} is {cache.dtype} {list(cache.shape)}, expected "
-                                     f"{spec.dtype} [blocks, block_size, {', '.join(map(str, spec.shape))}]")  # fmt: skip
-                self._arguments[self._state_inputs[StateInput(layer, role)]] = cache
+        if len(states) != len(self.specs):
+            raise ValueError(f"bind: the state of {len(states)} layers came, the program has {len(self.specs)} with state")
+        for layer, (spec, tensors) in enumerate(zip(self.specs, states, strict=True)):
+            spec.check(tensors)
+            for role in spec.roles:
+                self._arguments[self._state_inputs[StateInput(layer, role, spec.per_sequence)]] = tensors[role]
         self._bound = True
 
     def __call__(self, step: Step) -> Tensor:
         """Logits [R, V] of the rows step.logits_rows. Raises RunError before `bind`, or if weights have moved."""
         if not self._bound:
-            raise RunError("the program has state but no caches: call bind() first")
+            raise RunError("the program has state but no tensors for it: call bind() first")
         arguments = list(self._arguments)
         for i, given in self._step_inputs:
             arguments[i] = given.of(step)
@@ -137,7 +136,7 @@ def _scale(model: nn.Module, spec: StateSpec, role: str, device: torch.device) -
     given = model.get_submodule(spec.name)._buffers.get(role)
     if given is None:
         return torch.ones(1, device=device)
-    return given.to(device, torch.float32) * (2.0 if spec.dtype == torch.float8_e4m3fnuz else 1.0)
+    return given.to(device, torch.float32) * (2.0 if spec.tensors[0].dtype == torch.float8_e4m3fnuz else 1.0)
 
 
 def compile_model(

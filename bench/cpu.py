@@ -27,7 +27,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, StaticCache
 
 import atomc
 from atomc.models.loader import load
-from atomc.ops import LAYOUTS, GroupStep, Step
+from atomc.ops import GroupStep, Step
+from atomc.ops.state import block_size_of
 from atomc.platform import Platform
 from atomc.program import compile_model
 
@@ -75,7 +76,7 @@ def runtime_of(model: nn.Module, ids: Tensor, options: dict[str, Any]) -> Call:
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         program = compile_model(load(folder, dtype=model.dtype, mmap=False, progress=False), options)
-    block_size = LAYOUTS[program.specs[0].layout].block_size or context
+    block_size = block_size_of(program.specs) or context
     blocks = -(-context // block_size)
     program.bind([spec.allocate(count * blocks, block_size, "cpu") for spec in program.specs])
     program(step_of(ids[:, :-1], 0, blocks, block_size))
@@ -90,9 +91,9 @@ def step_of(ids: Tensor, start: int, blocks: int, block_size: int) -> Step:
     slots = torch.arange(count).repeat_interleave(new) * blocks * block_size + positions
     tables = torch.arange(count * blocks, dtype=torch.int32).view(count, blocks)
     starts = torch.arange(0, count * new + 1, new, dtype=torch.int32)
-    group = GroupStep(slots, tables, torch.zeros(count, dtype=torch.int64))
+    group = GroupStep(slots, tables)
     return Step(ids.flatten().contiguous(), positions, starts, torch.full((count,), start + new, dtype=torch.int32),
-                (starts[1:] - 1).long(), (group,))  # fmt: skip
+                (starts[1:] - 1).long(), (group,), torch.arange(count))  # fmt: skip
 
 
 def ways_of(args: argparse.Namespace, model: nn.Module, ids: Tensor) -> Iterator[tuple[str, Call]]:

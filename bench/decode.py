@@ -81,9 +81,9 @@ def ours(args: argparse.Namespace, config: dict[str, Any]) -> Iterator[dict[str,
     most = max(*batches, args.prefill)
     runner = Runner(program, num_blocks=most * blocks, block_size=BLOCK, max_num_seqs=most,
                     max_num_rows=max(args.context * max(1, args.prefill), *batches), max_columns=blocks)  # fmt: skip
-    for cache in runner.caches:
-        cache[0].normal_()
-        cache[1].normal_()
+    for caches in runner.caches:
+        for cache in caches.values():
+            cache.normal_()
     prefill = Shape(args.context, 1, 1, blocks)
     runner.capture([prefill, *(Shape(batch, batch, batch, blocks) for batch in batches)], progress=False)
     if args.report:

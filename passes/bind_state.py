@@ -1,87 +1,127 @@
-"""For the runtime: each state handle becomes cache tensors, and attention a write and a paged read.
+"""For the runtime: each state handle becomes tensors of the state, and the op that takes it its form for the runtime.
 
     q, k, v, handle > attention
  =>
     token = kv_write(k, v, k_cache!, v_cache!, slots);  paged_attention(q, k_cache, v_cache, ..., token)
 
-The token is a data edge: nothing can swap write and read, and dead-code removal cannot drop the write. The caches and
-what a step carries become further graph inputs. A cache is in fp8 if the options or the handle's dtype say so; then its
-scales are inputs, too, and an operand of both.
+An op declares itself what it keeps and what its form is (atomc.op_traits.StateBinding). The tensors of the state and the
+fields of a step become further graph inputs. State is kept in fp8 if the options or the handle's dtype say so; its scales
+are inputs, too. The token is a data edge: nothing can swap write and read, and dead-code removal cannot drop the write.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, GraphModule, Node, Proxy
+from torch.fx.node import map_aggregate
+from torch.fx.proxy import GraphAppendingTracer
 
-from atomc import ops
 from atomc.graph.canonical import value
 from atomc.graph.inputs import set_graph_input
 from atomc.graph.provenance import module_path, source_line
 from atomc.graph_pass import Context, Outcome
+from atomc.op import Op, op_of
+from atomc.op_traits import StateBinding
 from atomc.ops.formats import FP8
 from atomc.ops.inputs import GraphInput, StateInput, StepInput
-from atomc.ops.state import StateSpec, kv_shape
+from atomc.ops.state import GroupStep, StateSpec
 from atomc.platform import Platform
 from atomc.rewrite import Fired, infer
-from atomc.torch_compat.names import FakeTensorMode
 from atomc.torch_compat.tracing import fake_mode_of, fresh_size
 
 
 def bind_state(gm: GraphModule, context: Context) -> Outcome:
-    """Replace every attention that owns a handle. Returns one StateSpec per layer, in graph order.
+    """Replace every op that owns a handle. Returns one StateSpec per layer, in graph order.
 
-    Raises ValueError for an attention that a paged cache cannot serve.
+    Raises ValueError for one that the runtime cannot serve.
     """
-    graph = gm.graph
-    sites = [node for node in graph.nodes if node.target is ops.attention.overload and _argument(node, 3, "kv")]
+    sites = _sites(gm.graph, context)
     if not sites:
         return Outcome()
-    mode = fake_mode_of(graph)
-    assert mode is not None
-    inputs = RuntimeInputs(graph, mode)
-    windows = sorted({node.kwargs.get("window", 0) for node in sites})
-    done = Outcome()
-    for node in sites:
-        q, k, v, handle = node.args[0], node.args[1], node.args[2], _argument(node, 3, "kv")
-        assert isinstance(q, Node) and isinstance(k, Node) and isinstance(v, Node)
-        path, line = module_path(node), source_line(node)
-        if _argument(node, 4, "mask") is not None or not node.kwargs.get("causal", True):
-            raise ValueError(f"attention in {path} ({line}) has a mask or is not causal, and a paged cache serves causal "
-                             "attention only")
-        try:
-            shape = kv_shape(value(k), value(v))
-        except ValueError as error:
-            raise ValueError(f"attention in {path} ({line}): {error}") from None
-        window = node.kwargs.get("window", 0)
-        group = windows.index(window)
-        codes = context.options.kv_cache_dtype == "fp8" or value(handle).dtype in FP8
-        kept = fp8_of(context.platform) if codes else value(k).dtype
-        spec = StateSpec(path, "kv", shape, kept, window, group=group)
-        caches = inputs.caches(len(done.state), spec)
-        scales = inputs.scales(len(done.state)) if codes else ()
-        done.state.append(spec)
-        slots, *sequences = inputs.of_step(q, group)
-        meta = {key: node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in node.meta}
-        meta |= {"origins": node.meta.get("origins", {node.name}), "made_by": "bind_state"}
-        with graph.inserting_before(node):
-            token = graph.call_function(ops.kv_write.overload, (k, v, *caches, slots, *scales))
-            token.meta.update(meta)
-            infer(graph, token)
-            read = graph.call_function(
-                ops.paged_attention.overload,
-                (q, *caches, *sequences, token, _argument(node, 5, "sinks"), *scales),
-                {name: node.kwargs[name] for name in ("scale", "window", "softcap") if name in node.kwargs},
-            )
-            read.meta.update(meta, val=value(node))
-        node.replace_all_uses_with(read)
-        graph.erase_node(node)
-        done.fired.append(Fired("bind_state", node, {"window": window}, {node}, [token, read]))
-    return done
+    inputs = RuntimeInputs(gm.graph)
+    return Outcome(
+        fired=[_bound(site, number, inputs) for number, site in enumerate(sites)], state=[site.spec for site in sites]
+    )
+
+
+class _Site(NamedTuple):
+    """A call with a handle. given: its arguments, by name; values: the same, with fake tensors for nodes."""
+
+    node: Node
+    binding: StateBinding
+    given: dict[str, Any]
+    values: dict[str, Any]
+    spec: StateSpec
+
+
+def _sites(graph: Graph, context: Context) -> list[_Site]:
+    """The calls with a handle; those that are paged alike are in one group."""
+    found = [_site(node, op, context) for node in graph.nodes
+             if (op := op_of(node.target)) is not None and op.handle(*node.args, **node.kwargs) is not None]  # fmt: skip
+    pagings = sorted({site.spec.paging for site in found if site.spec.paging is not None})
+    return [site if site.spec.paging is None else
+            site._replace(spec=replace(site.spec, group=pagings.index(site.spec.paging))) for site in found]  # fmt: skip
+
+
+def _site(node: Node, op: Op, context: Context) -> _Site:
+    assert op.state is not None
+    given = dict(op.signature.bind(*node.args, **node.kwargs).arguments)
+    values = _mapped(value, given)
+    codes = context.options.kv_cache_dtype == "fp8" or values[op.state.handle].dtype in FP8
+    try:
+        spec = op.state.spec(module_path(node), values, fp8_of(context.platform) if codes else None)
+    except ValueError as error:
+        raise ValueError(f"{op.name} in {module_path(node)} ({source_line(node)}): {error}") from None
+    return _Site(node, op.state, given, values, spec)
+
+
+def _mapped(function: Callable[[Node], Any], given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call with what the function makes of each node."""
+    return {name: map_aggregate(x, lambda x: function(x) if isinstance(x, Node) else x) for name, x in given.items()}
+
+
+def _bound(site: _Site, number: int, inputs: "RuntimeInputs") -> Fired:
+    """Replace one call by its form for the runtime."""
+    node, graph, spec = site.node, inputs.graph, site.spec
+    proxy = partial(Proxy, tracer=GraphAppendingTracer(graph))
+    state: Any = {role: proxy(made) for role, made in inputs.state(number, spec).items()}
+    step: Any = _Fields(inputs, site.binding.tokens(site.values), spec.group, proxy)
+    before = node.prev
+    with graph.inserting_before(node):
+        result: Any = site.binding.form(_mapped(proxy, site.given), state, step)
+    made = [each for each in _between(before, node) if each.op != "placeholder"]
+    _describe(made, result.node, node)
+    node.replace_all_uses_with(result.node)
+    graph.erase_node(node)
+    captured = {} if spec.paging is None else {"window": spec.paging.window}
+    return Fired("bind_state", node, captured, {node}, made)
+
+
+def _between(first: Node, last: Node) -> list[Node]:
+    found: list[Node] = []
+    while (last := last.prev) is not first:
+        found.append(last)
+    return found[::-1]
+
+
+def _describe(made: list[Node], result: Node, replaced: Node) -> None:
+    """Metadata of the nodes that stand for the replaced one."""
+    meta: dict[str, Any] = {key: found for key, found in replaced.meta.items() if key in ("nn_module_stack", "stack_trace")}
+    meta |= {"origins": replaced.meta.get("origins", {replaced.name}), "made_by": "bind_state"}
+    for node in made:
+        if not isinstance(node.target, torch._ops.OpOverload):
+            raise TypeError(f"the runtime form of {replaced.target} makes {node.format_node()}: only ops of atomc.ops and "
+                            "torch.ops.aten.<name>.<overload> may stand in it")  # fmt: skip
+        node.meta.update(meta)
+        if node is result:
+            node.meta["val"] = value(replaced)
+        else:
+            infer(node.graph, node)
 
 
 def fp8_of(platform: Platform) -> torch.dtype:
@@ -89,22 +129,57 @@ def fp8_of(platform: Platform) -> torch.dtype:
     return torch.float8_e4m3fnuz if platform.arch == "gfx942" else torch.float8_e4m3fn
 
 
-def _argument(node: Node, position: int, name: str) -> Any:
-    return node.args[position] if len(node.args) > position else node.kwargs.get(name)
+class _Fields:
+    """The tensors of a step, as the form of an op reads them; each becomes a graph input when it is read."""
+
+    def __init__(self, inputs: "RuntimeInputs", tokens: Any, group: int | None, proxy: Callable[[Node], Proxy]):
+        self._inputs, self._tokens, self._group, self._proxy = inputs, tokens, group, proxy
+
+    def __getattr__(self, field: str) -> Proxy:
+        group = self._group if field in GroupStep._fields else None
+        return self._proxy(self._inputs.step(StepInput(field, group), self._tokens))
 
 
 class RuntimeInputs:
     """Further placeholders of the graph for what the runtime passes, made on first use."""
 
-    def __init__(self, graph: Graph, mode: FakeTensorMode):
+    def __init__(self, graph: Graph):
+        mode = fake_mode_of(graph)
+        assert mode is not None
         self.graph, self.mode = graph, mode
         self.last = graph.find_nodes(op="placeholder")[-1]
         self.made: dict[GraphInput, Node] = {}
         self.sequences, self.block_size = fresh_size(mode), fresh_size(mode)
-        self.blocks: dict[int, torch.SymInt] = {}
+        self.rows: dict[int | None, torch.SymInt] = {}  # of the state: blocks of a group; None: slots of sequences
         self.device = next(value(node).device for node in graph.nodes if isinstance(value(node), Tensor))
 
-    def get(self, given: GraphInput, make: Callable[[], Tensor]) -> Node:
+    def step(self, given: StepInput, tokens: Any) -> Node:
+        """A tensor of a step with so many new tokens (see Step for the shapes)."""
+        i32, i64 = (partial(torch.empty, dtype=dtype) for dtype in (torch.int32, torch.int64))
+        match given:
+            case StepInput("slots"):
+                return self._get(given, partial(i64, tokens))
+            case StepInput("block_tables"):
+                return self._get(given, lambda: i32(self.sequences, fresh_size(self.mode)))
+            case StepInput("query_start"):
+                return self._get(given, lambda: i32(self.sequences + 1))
+            case StepInput("seq_lens"):
+                return self._get(given, partial(i32, self.sequences))
+            case StepInput("state_slots"):
+                return self._get(given, partial(i64, self.sequences))
+        raise AttributeError(f"the form of an op reads {given.field!r}, which is no field of StepFields")
+
+    def state(self, layer: int, spec: StateSpec) -> dict[str, Node]:
+        """A layer's tensors and their scales, by role."""
+        rows = self.rows.setdefault(spec.group, fresh_size(self.mode))
+        leading = spec.leading(blocks=rows, block_size=self.block_size, slots=rows)
+        found = {tensor.role: self._get(StateInput(layer, tensor.role, spec.per_sequence),
+                                        partial(_row_major, (*leading, *tensor.shape), tensor.dtype))
+                 for tensor in spec.tensors}  # fmt: skip
+        one = partial(torch.ones, 1, dtype=torch.float32)
+        return found | {role: self._get(StateInput(layer, role), one) for role in spec.scales}
+
+    def _get(self, given: GraphInput, make: Callable[[], Tensor]) -> Node:
         if given not in self.made:
             with self.mode, self.device:
                 fake = make()
@@ -114,30 +189,8 @@ class RuntimeInputs:
             set_graph_input(self.last, given)
         return self.made[given]
 
-    def of_step(self, q: Node, group: int) -> tuple[Node, Node, Node, Node]:
-        """For attention with queries q [..., N, D]: slots, query_start, seq_lens, block_tables (see Step)."""
-        rows, i32 = math.prod(value(q).shape[:-2]), partial(torch.empty, dtype=torch.int32)
-        slots = self.get(StepInput("slots", group), partial(torch.empty, rows, dtype=torch.int64))
-        tables = self.get(StepInput("block_tables", group), lambda: i32(self.sequences, fresh_size(self.mode)))
-        starts = self.get(StepInput("query_start"), lambda: i32(self.sequences + 1))
-        lengths = self.get(StepInput("seq_lens"), lambda: i32(self.sequences))
-        return slots, starts, lengths, tables
 
-    def caches(self, layer: int, spec: StateSpec) -> tuple[Node, Node]:
-        """[blocks, block_size, heads, head_dim], twice. The layers of a group have the same number of blocks."""
-        blocks = self.blocks.setdefault(spec.group, fresh_size(self.mode))
-
-        def make() -> Tensor:
-            row = math.prod(spec.shape)
-            sizes: list[Any] = [blocks, self.block_size, *spec.shape]
-            strides: list[Any] = [self.block_size * row, row, spec.shape[-1], 1]
-            # torch.empty would make the first stride Max(1, block_size) * row, equal to nothing.
-            return torch.empty_strided(sizes, strides, dtype=spec.dtype)
-
-        keys, values = (self.get(StateInput(layer, role), make) for role in spec.roles)
-        return keys, values
-
-    def scales(self, layer: int) -> tuple[Node, Node]:
-        """What the codes of a layer's two caches are multiplied by, [1] each."""
-        make = partial(torch.ones, 1, dtype=torch.float32)
-        return self.get(StateInput(layer, "k_scale"), make), self.get(StateInput(layer, "v_scale"), make)
+def _row_major(sizes: Sequence[Any], dtype: torch.dtype) -> Tensor:
+    """torch.empty would make a stride behind a symbolic size s a multiple of Max(1, s), equal to nothing."""
+    strides = [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
+    return torch.empty_strided(sizes, strides, dtype=dtype)

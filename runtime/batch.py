@@ -35,13 +35,15 @@ class Staging:
     what is new, and the token that was drawn last for each slot, so that a step can begin before the host knows it.
 
     rows, sequences, columns   of the largest step
+    slots   of requests; None: as many as sequences. One more, the last, is that of all padding sequences
     """
 
     def __init__(
         self, *, rows: int, sequences: int, columns: int, block_size: int, num_groups: int = 1,
-        device: torch.device | str = "cpu",
+        slots: int | None = None, device: torch.device | str = "cpu",
     ) -> None:  # fmt: skip
         self.rows, self.sequences, self.columns = rows, sequences, columns
+        self.slots = sequences if slots is None else slots
         self.block_size, self.num_groups = block_size, num_groups
         self.device = torch.device(device)
         self.num_updates = 2 * sequences + rows // block_size + 16
@@ -56,14 +58,13 @@ class Staging:
         pinned = self.device.type == "cuda"
         self._hosts = [torch.zeros(size, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
         self._views = [self._arrays(host) for host in self._hosts]
-        memory = torch.zeros(size + 8 * (sequences + 1), dtype=torch.uint8, device=self.device)
+        memory = torch.zeros(size + 8 * (self.slots + 1), dtype=torch.uint8, device=self.device)
         self._copied = memory[:size]
         self.on_device = {name: memory[start:end].view(dtype) for name, (dtype, start, end) in self._fields.items()}
         self.drawn = memory[size:].view(torch.int64)
         self._ids = memory[self._fields["tokens"][1] :].view(torch.int64)
-        # One row more than there are slots: that of padding.
-        self._tables = [np.zeros((sequences + 1, columns), np.int32) for _ in range(num_groups)]
-        self.tables = [torch.zeros((sequences + 1, columns), dtype=torch.int32, device=self.device)
+        self._tables = [np.zeros((self.slots + 1, columns), np.int32) for _ in range(num_groups)]
+        self.tables = [torch.zeros((self.slots + 1, columns), dtype=torch.int32, device=self.device)
                        for _ in range(num_groups)]  # fmt: skip
         self._turn = 0
 
@@ -71,7 +72,7 @@ class Staging:
         """Bring a step to the device, padded to `shape` or to num_rows; None: padding only. The shape that it has now.
 
         A padding row has token 0 at position 0, slot -1, and belongs to no sequence: it lies beyond query_start[-1]. A
-        padding sequence has no row and no token.
+        padding sequence has no row and no token, and the spare slot.
         """
         self._turn ^= 1
         to = self._views[self._turn]
@@ -90,7 +91,7 @@ class Staging:
 
         _fill(to["query_start"], bounds, sequences + 1, T)
         _fill(to["seq_lens"], lens, sequences, 0)
-        _fill(to["sequence_slots"], slots, sequences, self.sequences)
+        _fill(to["sequence_slots"], slots, sequences, self.slots)
         _fill(to["logits_rows"], wanted, shape.wanted, 0)
         positions = np.arange(T) + np.repeat(starts - bounds[:-1], counts)
         _fill(to["positions"], positions, rows, 0)
@@ -116,7 +117,7 @@ class Staging:
         groups = []
         for g, table in enumerate(self.tables):
             table.view(-1).scatter_(0, at[f"new_places_{g}"], at[f"new_blocks_{g}"])
-            groups.append(GroupStep(at[f"slots_{g}"][:rows], table[:, :columns].index_select(0, slots), slots))
+            groups.append(GroupStep(at[f"slots_{g}"][:rows], table[:, :columns].index_select(0, slots)))
         return Step(
             input_ids=self._ids.index_select(0, at["sources"][:rows]),
             positions=at["positions"][:rows],
@@ -124,6 +125,7 @@ class Staging:
             seq_lens=at["seq_lens"][:sequences],
             logits_rows=at["logits_rows"][:wanted],
             groups=tuple(groups),
+            state_slots=slots,
         )
 
     def keep(self, tokens: Tensor) -> None:
@@ -145,7 +147,7 @@ class Staging:
             if len(where) > self.num_updates:  # many long prompts at once, all cached
                 self.tables[g].view(-1)[torch.from_numpy(where).to(self.device)] = torch.from_numpy(what).to(self.device)
                 where, what = where[:0], what[:0]
-            padding = self.sequences * self.columns
+            padding = self.slots * self.columns
             _fill(to[f"new_places_{g}"], where, self.num_updates, padding)
             _fill(to[f"new_blocks_{g}"], what, self.num_updates, 0)
 

@@ -90,7 +90,8 @@ class Table:
 class BlockPool:
     """num_blocks blocks of block_size tokens in each group.
 
-    windows   one for each group: 0 keeps all tokens of an owner; n lets go of blocks that nobody reads any more
+    windows   one for each group: 0 keeps all tokens of an owner; n lets go of blocks that nobody reads any more. Without
+              groups nothing is kept per token, and there is always room
     shares    whether owners may share full blocks that hold the same
 
     Raises ValueError for sizes below 1.
@@ -100,8 +101,9 @@ class BlockPool:
         self, num_blocks: int | Sequence[int], block_size: int, windows: Sequence[int] = (0,), *, shares: bool = True
     ) -> None:
         counts = [num_blocks] * len(windows) if isinstance(num_blocks, int) else list(num_blocks)
-        if min(counts) < 1 or block_size < 1:
-            raise ValueError(f"a pool of {min(counts)} blocks of {block_size} tokens is empty, both must be at least 1")
+        if min(counts, default=1) < 1 or block_size < 1:
+            raise ValueError(f"a pool of {min(counts, default=0)} blocks of {block_size} tokens is empty, both must be at "
+                             "least 1")  # fmt: skip
         self.block_size = block_size
         self.shares = shares
         self.groups = [Group(count, window) for count, window in zip(counts, windows, strict=True)]
@@ -117,12 +119,14 @@ class BlockPool:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that a group holds which keeps all of them; where all have windows, the largest."""
+        """Tokens that a group holds which keeps all of them; where all have windows, the largest. 0 without groups."""
         whole = [group.num_blocks for group in self.groups if not group.window]
-        return min(whole or [max(group.num_blocks for group in self.groups)]) * self.block_size
+        return min(whole or [max([group.num_blocks for group in self.groups], default=0)]) * self.block_size
 
     def tokens_used(self, computed: Mapping[str, int]) -> int:
         """Of what `num_tokens` counts, the tokens held for owners with so many computed; a shared one counts once."""
+        if not self.groups:
+            return 0
         index = max(range(len(self.groups)), key=lambda i: (not self.groups[i].window, self.groups[i].num_blocks))
         group, tables = self.groups[index], {owner: tables[index] for owner, tables in self._tables.items()}
         held = sum(computed[owner] - table.first * self.block_size for owner, table in tables.items())
@@ -132,8 +136,8 @@ class BlockPool:
     def longest(self, most_new: int) -> int:
         """Tokens of the longest sequence that fits if it is alone; at most `most_new` of them wait to be read."""
         held = [(group.num_blocks * self.block_size, group.window) for group in self.groups]
-        return min(NO_LIMIT if window and tokens >= window + most_new + 2 * self.block_size else tokens
-                   for tokens, window in held)  # fmt: skip
+        return min([NO_LIMIT if window and tokens >= window + most_new + 2 * self.block_size else tokens
+                    for tokens, window in held], default=NO_LIMIT)  # fmt: skip
 
     @property
     def owners(self) -> Set[str]:
@@ -179,7 +183,7 @@ class BlockPool:
             return False
         for count, group, table in zip(missing, self.groups, tables, strict=True):
             table.blocks.extend(group.take() for _ in range(count))
-        if any(table.blocks for table in tables):
+        if not self.groups or any(table.blocks for table in tables):
             self._tables[owner] = tables
         return True
 
@@ -232,7 +236,8 @@ class BlockPool:
 
     def check(self) -> None:
         """Assert that the users of each block are right, and that each block without one is free."""
-        assert all(any(table.blocks for table in tables) for tables in self._tables.values()), "an owner without blocks"
+        without = [owner for owner, tables in self._tables.items() if not any(table.blocks for table in tables)]
+        assert not self.groups or not without, "an owner without blocks"
         for i, group in enumerate(self.groups):
             group.check([tables[i] for tables in self._tables.values()])
 

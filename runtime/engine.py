@@ -119,6 +119,7 @@ class Engine:
             max_queue=config.max_queue,
             policy=config.scheduling_policy,
             fence=self.fence,
+            can_roll_back=limits.can_roll_back,
         )  # fmt: skip
         self.max_len = self.scheduler.max_len
         log.info("the cache holds %d tokens, %.1f sequences of full length (%d tokens)", self.scheduler.pool.num_tokens,

@@ -25,6 +25,8 @@ class Limits:
     max_num_seqs     slots
     max_num_batched_tokens   of one step
     no_prefix_cache  why blocks cannot be shared; empty: they can
+    can_roll_back    whether a step that failed may be launched again. False: the sequences in it begin again, because it
+                     may have advanced their state already
     """
 
     capacity: Capacity
@@ -32,6 +34,7 @@ class Limits:
     max_num_seqs: int
     max_num_batched_tokens: int
     no_prefix_cache: str = ""
+    can_roll_back: bool = True
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,8 @@ class Executor(Protocol):
     """Runs steps in the order in which they are launched, several of them at once: the token that a step draws last for a
     slot is fed to the next one.
 
-    An error of one request is in its Result, one of a whole step is raised; the step may then be launched again.
+    An error of one request is in its Result, one of a whole step is raised; the step may then be launched again, unless
+    limits.can_roll_back says otherwise.
     """
 
     limits: Limits

@@ -1,4 +1,4 @@
-"""Runs steps: owns the caches, and keeps tensors from the scheduler."""
+"""Runs steps: owns the state, and keeps tensors from the scheduler."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -7,8 +7,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from atomc.ops.state import groups_of
 from atomc.program import Program
 from atomc.runtime.batch import Shape, Staging
+from atomc.runtime.capacity import SPARE_SLOTS
 from atomc.runtime.graphs import StepGraphs
 from atomc.runtime.step import ScheduledStep
 
@@ -16,32 +18,33 @@ SPARE_SEQUENCES = 8  # for the shapes of mixed steps, see graphs.step_shapes
 
 
 class Runner:
-    """Steps of a program over caches of blocks of block_size tokens, which it allocates.
+    """Steps of a program over state that it allocates: in blocks of block_size tokens, and in slots of sequences.
 
     num_blocks       for each group of the program's state, or the same for all
     max_num_seqs, max_num_rows, max_columns   sequences, tokens and blocks of a sequence in the largest step
+    num_slots        of sequences; None: max_num_seqs. Fewer are enough for steps of padding
 
+    caches  the tensors by role, for each layer with state
     steps counts how they ran: "full graph", or "eager: " and the reason. rows counts the rows of those that ran as a graph,
     padding the rows that were added to fit one.
-
-    Raises ValueError if a layer keeps a kind of state that cannot be paged.
     """
 
     def __init__(
         self, program: Program, *, num_blocks: int | Sequence[int], block_size: int, max_num_seqs: int,
-        max_num_rows: int, max_columns: int,
+        max_num_rows: int, max_columns: int, num_slots: int | None = None,
     ) -> None:  # fmt: skip
-        for spec in program.specs:
-            if spec.kind != "kv":
-                raise ValueError(f"{spec.name} keeps state of kind {spec.kind!r}, the runtime has only 'kv'")
         self.program = program
-        num_groups = num_groups_of(program)
+        num_groups, slots = len(groups_of(program.specs)), max_num_seqs if num_slots is None else num_slots
         counts = [num_blocks] * num_groups if isinstance(num_blocks, int) else list(num_blocks)
-        self.caches = [spec.allocate(counts[spec.group], block_size, program.device) for spec in program.specs]
+        self.caches = [
+            spec.allocate(0 if spec.group is None else counts[spec.group], block_size, program.device,
+                          slots=slots + SPARE_SLOTS)
+            for spec in program.specs
+        ]  # fmt: skip
         program.bind(self.caches)
         self.staging = Staging(
             rows=max_num_rows, sequences=max_num_seqs + SPARE_SEQUENCES, columns=max_columns, block_size=block_size,
-            num_groups=num_groups, device=program.device,
+            num_groups=num_groups, slots=slots, device=program.device,
         )  # fmt: skip
         self.graphs: StepGraphs | None = None
         self.why_eager = "on a CPU" if program.device.type != "cuda" else "not captured"
@@ -107,13 +110,3 @@ class Runner:
         # A module of somebody else may still want gradients.
         with torch.no_grad():
             return program(self.staging.step(shape))
-
-
-def num_groups_of(program: Program) -> int:
-    return max((spec.group for spec in program.specs), default=0) + 1
-
-
-def windows_of(program: Program) -> list[int]:
-    """For each group of the program's state, how many of the last tokens are read; 0: all."""
-    windows = {spec.group: spec.window for spec in program.specs}
-    return [windows[group] for group in range(num_groups_of(program))]

@@ -49,6 +49,20 @@ class _Flight:
         self.admissions = [request.admitted for request in self.requests]
 
 
+@dataclass
+class _Deciding:
+    """A step while it is decided: its chunks and their requests, and how many tokens more it takes."""
+
+    pooled: bool
+    budget: int
+    chunks: list[Chunk] = field(default_factory=list)
+    requests: list[Request] = field(default_factory=list)
+
+    def takes(self, request: Request) -> bool:
+        """Whether it is a step for this kind of request."""
+        return (request.pooling is not None) == self.pooled
+
+
 class Scheduler:
     """Continuous batching: prompts in chunks; whoever comes last in the order gives way when blocks run out.
 
@@ -61,12 +75,14 @@ class Scheduler:
 
     What raises for a single request is kept by the fence; until that request is aborted it may be in steps.
 
+    can_roll_back   as in Limits
+
     Raises ValueError for limits below 1.
     """
 
     def __init__(
         self, pool: BlockPool, *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int,
-        max_queue: int = 1024, policy: str = "fcfs", fence: Fence | None = None,
+        max_queue: int = 1024, policy: str = "fcfs", fence: Fence | None = None, can_roll_back: bool = True,
     ) -> None:  # fmt: skip
         for name, value in (("max_num_seqs", max_num_seqs), ("max_num_batched_tokens", max_num_batched_tokens),
                             ("max_model_len", max_model_len)):  # fmt: skip
@@ -78,6 +94,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_queue = max_queue
         self.by_priority = policy == "priority"
+        self.can_roll_back = can_roll_back
         # Tokens of the longest request: it must be able to finish when it has the pool for itself.
         self.max_len = min(max_model_len, pool.longest(2 * max_num_batched_tokens))
         self.requests: dict[str, Request] = {}
@@ -168,7 +185,7 @@ class Scheduler:
         return outputs
 
     def undo_step(self, step: ScheduledStep) -> None:
-        """Forget the decision made last: the step could not be run."""
+        """Forget the decision made last: the step could not be run, or it is not known how far it came."""
         flight = self._flights.pop()
         assert flight.step is step, "only the last step can be undone"
         self._released.update(step.released)
@@ -179,6 +196,8 @@ class Scheduler:
                 request.computed = chunk.start
                 request.scored = min(request.scored, chunk.start)
                 self.pool.forget_told(request.id)
+                if chunk.start and not self.can_roll_back:
+                    self._preempt(request)
 
     def abort(self, request_id: str, reason: FinishReason = "abort") -> bool:
         """Drop a request and its blocks; False if there is none of this id (it may just have finished)."""
@@ -192,62 +211,76 @@ class Scheduler:
     def check(self) -> None:
         """Assert what holds between two calls."""
         self.pool.check()
-        requests = [*self.running, *self.waiting]
-        assert sorted(self.requests) == sorted(request.id for request in requests), "a request is lost, or is twice"
+        self._check_queues()
+        for request in (*self.running, *self.waiting):
+            self._check_request(request)
+        assert {request.id for request in self._computing.values()} <= self.pool.owners, "keys of who does not run"
+        expected = sum(bool(chunk.num_draws) for flight in self._flights
+                       for chunk, request in zip(flight.step.chunks, flight.requests, strict=True)
+                       if request.finish_reason is None)  # fmt: skip
+        drawing = sum(request.drawing for request in (*self.running, *self.waiting))
+        assert expected == drawing, "tokens in flight are counted wrong"
+
+    def _check_queues(self) -> None:
+        queued = sorted(request.id for request in (*self.running, *self.waiting))
+        assert sorted(self.requests) == queued, "a request is lost, or is twice"
         assert len(self.running) <= self.max_num_seqs, "more sequences than allowed"
         assert self.pool.owners == {request.id for request in self.running}, "who runs and who owns blocks differ"
         slots = [request.slot for request in self.running if request.slot is not None]
         assert sorted(slots + self._free_slots) == list(range(self.max_num_seqs)), "a slot is lost, or has two owners"
         for queue in (self.running, self.waiting):
             assert queue == sorted(queue, key=self._rank), "a queue is out of order"
-        for request in requests:
-            assert request.finish_reason is None, f"finished, and still here: {request}"
-            pending = request.pending + (len(request.draft) if request.drawing else 0)
-            assert pending > 0 or (request.pooling and pending == 0), f"nothing to compute for {request}"
-            assert request.length <= self.max_len, f"too long: {request}"
-        for request in self.running:
-            assert request.num_named * self.pool.block_size <= request.computed, f"named before computed: {request}"
-        for request in self.waiting:
-            assert request.computed == 0, f"{request.id} waits and has {request.computed} tokens in no block"
-        assert {request.id for request in self._computing.values()} <= self.pool.owners, "keys of who does not run"
-        expected = sum(bool(chunk.num_draws) for flight in self._flights
-                       for chunk, request in zip(flight.step.chunks, flight.requests, strict=True)
-                       if request.finish_reason is None)  # fmt: skip
-        assert expected == sum(request.drawing for request in requests), "tokens in flight are counted wrong"
+
+    def _check_request(self, request: Request) -> None:
+        assert request.finish_reason is None, f"finished, and still here: {request}"
+        pending = request.pending + (len(request.draft) if request.drawing else 0)
+        assert pending > 0 or (request.pooling and pending == 0), f"nothing to compute for {request}"
+        assert request.length <= self.max_len, f"too long: {request}"
+        assert request.num_named * self.pool.block_size <= request.computed or request.slot is None, (
+            f"named before computed: {request}")  # fmt: skip
+        assert request.computed == 0 or request.slot is not None, (
+            f"{request.id} waits and has {request.computed} tokens in no block")  # fmt: skip
 
     def _decided(self, pooled: bool) -> _Flight | None:
         """The next step of this kind."""
-        budget = self.max_num_batched_tokens
-        chunks: list[Chunk] = []
-        requests: list[Request] = []
-
-        def take(request: Request, count: int) -> None:
-            nonlocal budget
-            chunk = self.fence.run(request.id, "scheduling it", self._chunk, request, count)
-            if chunk is not None:
-                chunks.append(chunk)
-                requests.append(request)
-                budget -= count
-
+        deciding = _Deciding(pooled, self.max_num_batched_tokens)
         if self.by_priority:
             self._make_way(pooled)
         preempted = self.counters.preemptions
-        for request in self.running.copy():
-            if not budget or request.slot is None:  # it, and all behind it, gave way
-                break
-            count = self._wanted(request, budget) if (request.pooling is not None) == pooled else 0
-            if count and self._make_room(request, request.computed + count):
-                take(request, count)
+        self._continue(deciding)
         if preempted == self.counters.preemptions:
-            for request in self.waiting.copy():
-                if not budget or not self._free_slots:
-                    break
-                if request.drawing or (request.pooling is not None) != pooled or self._awaits_others(request):
-                    continue
-                if not self._admit(request, budget):
-                    break
-                take(request, self._wanted(request, budget))
-        return _Flight(ScheduledStep(tuple(chunks), pooled, tuple(sorted(self._released))), requests) if chunks else None
+            self._begin(deciding)
+        if not deciding.chunks:
+            return None
+        step = ScheduledStep(tuple(deciding.chunks), pooled, tuple(sorted(self._released)))
+        return _Flight(step, deciding.requests)
+
+    def _continue(self, deciding: _Deciding) -> None:
+        """Chunks of running requests, in order."""
+        for request in self.running.copy():
+            if not deciding.budget or request.slot is None:  # it, and all behind it, gave way
+                return
+            count = self._wanted(request, deciding.budget) if deciding.takes(request) else 0
+            if count and self._make_room(request, request.computed + count):
+                self._take(deciding, request, count)
+
+    def _begin(self, deciding: _Deciding) -> None:
+        """First chunks of waiting requests, in order, up to one for which there is no room."""
+        for request in self.waiting.copy():
+            if not deciding.budget or not self._free_slots:
+                return
+            if request.drawing or not deciding.takes(request) or self._awaits_others(request):
+                continue
+            if not self._admit(request, deciding.budget):
+                return
+            self._take(deciding, request, self._wanted(request, deciding.budget))
+
+    def _take(self, deciding: _Deciding, request: Request, count: int) -> None:
+        chunk = self.fence.run(request.id, "scheduling it", self._chunk, request, count)
+        if chunk is not None:
+            deciding.chunks.append(chunk)
+            deciding.requests.append(request)
+            deciding.budget -= count
 
     def _wanted(self, request: Request, budget: int) -> int:
         """So many tokens of the request can be computed now; none while the device decides about a draft."""

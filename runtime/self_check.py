@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from atomc.cache.fingerprint import digest, file_digest, sources_in
 from atomc.cache.store import Damaged, Entry
 from atomc.models.stock import StockModel
-from atomc.ops import LAYOUTS
+from atomc.ops.state import block_size_of, groups_of
 from atomc.options import Options
 from atomc.program import Program
-from atomc.runtime.runner import Runner, num_groups_of
+from atomc.runtime.runner import Runner
 from atomc.runtime.step import Chunk, ScheduledStep
 
 # What the rows of a step are, and how many new tokens each of the two sequences has in it.
@@ -228,7 +228,7 @@ def _tokens(config: Any, vocab_size: int, count: int, seed: int) -> list[int]:
 
 def _ragged(program: Program, sequences: Sequence[Sequence[int]], wide: int) -> Iterator[tuple[str, int, int, Tensor]]:
     """(kind of rows, number of the sequence, its first position, logits) of each chunk of STEPS."""
-    block_size = LAYOUTS[program.specs[0].layout].block_size or PAGE
+    block_size = block_size_of(program.specs) or PAGE
     columns = -(-max(LENGTHS) // block_size)
     runner = Runner(program, num_blocks=len(sequences) * columns, block_size=block_size, max_num_seqs=len(sequences),
                     max_num_rows=sum(LENGTHS), max_columns=max(columns, wide))  # fmt: skip
@@ -239,7 +239,7 @@ def _ragged(program: Program, sequences: Sequence[Sequence[int]], wide: int) -> 
         for i, (_, count) in enumerate(step):
             new = (0, tuple(range(i * columns, (i + 1) * columns))) if number == 0 else (0, ())
             chunks.append(Chunk(str(i), i, tuple(sequences[i][done[i] : done[i] + count]), done[i],
-                                (new,) * num_groups_of(program), num_wanted=wanted[i]))  # fmt: skip
+                                (new,) * len(groups_of(program.specs)), num_wanted=wanted[i]))  # fmt: skip
         out = runner.logits(ScheduledStep(tuple(chunks))).float()
         logits = torch.split(out[: sum(wanted)], wanted)
         for i, (kind, count) in enumerate(step):

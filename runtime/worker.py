@@ -1,12 +1,13 @@
-"""The executor of this process: the model, the caches, and what is kept of the requests that run."""
+"""The executor of this process: the model, its state, and what is kept of the requests that run."""
 
 import logging
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from atomc.models.stock import StockModel
-from atomc.ops import LAYOUTS
+from atomc.ops.state import StateSpec, block_size_of, groups_of
 from atomc.options import Options
 from atomc.program import Program, compile_model
 from atomc.runtime.capacity import GRAPH_SHARE, Capacity, capacity, free_memory
@@ -18,7 +19,7 @@ from atomc.runtime.graphs import step_shapes
 from atomc.runtime.hidden import hidden_model
 from atomc.runtime.loading import Loaded, load
 from atomc.runtime.phases import Phases, uncollected
-from atomc.runtime.runner import Runner, windows_of
+from atomc.runtime.runner import Runner
 from atomc.runtime.sampling_params import SamplingParams
 from atomc.runtime.self_check import self_check
 from atomc.runtime.slots import Slots
@@ -81,15 +82,15 @@ class Worker:
         if not specs:
             raise ValueError(f"{type(loaded.module).__name__} keeps no state: each of its attention layers must own a "
                              "handle (ops.kv_state) and pass it to ops.attention")  # fmt: skip
+        _refuse_drafts(config, specs)
+        no_prefix_cache = _no_prefix_cache(config, specs)
         max_num_seqs = config.max_num_seqs or MAX_NUM_SEQS.get(device.type, 256)
         max_num_batched_tokens = config.max_num_batched_tokens or max(
             MAX_NUM_BATCHED_TOKENS.get(device.type, 2048), max_num_seqs)  # fmt: skip
         self.drawing = Drawing(device, max_num_seqs)
         self.slots = Slots(self.drawing.sampler.counts)
-        windows = windows_of(self.program)
         sized = config.kv_bytes is not None or config.num_blocks is not None
-        size = self._capacity(windows, max_num_seqs, max_num_batched_tokens, loaded.longest, sized=sized)
-        no_prefix_cache = _no_prefix_cache(config, specs[0].layout)
+        size = self._capacity(max_num_seqs, max_num_batched_tokens, loaded.longest, sized=sized)
         if no_prefix_cache and config.enable_prefix_caching is None:
             self.program.report.notes.append(f"no prefix cache: {no_prefix_cache}")
             log.info("no prefix cache: %s", no_prefix_cache)
@@ -99,20 +100,20 @@ class Worker:
             max_num_rows=max_num_batched_tokens, max_columns=-(-size.max_model_len // size.block_size),
         )  # fmt: skip
         # Nothing was measured, or in a small cache: kernels count in 64 bits in one as large as this.
-        paged = LAYOUTS[specs[0].layout].block_size is not None
-        if paged and (sized or any(keys.numel() >= 2**31 for keys, _ in self.runner.caches)):
+        large = any(tensor.numel() >= 2**31 for tensors in self.runner.caches for tensor in tensors.values())
+        if block_size_of(specs) is not None and (sized or large):
             self._kernels.meet(self.runner, self.drawing.sampler, max_num_seqs)
-        self.limits = Limits(size, tuple(windows), max_num_seqs, max_num_batched_tokens, no_prefix_cache)
+        self.limits = Limits(
+            size, tuple(group.window for group in groups_of(specs)), max_num_seqs, max_num_batched_tokens, no_prefix_cache,
+            can_roll_back=all(spec.can_roll_back for spec in specs),
+        )  # fmt: skip
 
-    def _capacity(
-        self, windows: list[int], max_num_seqs: int, max_num_batched_tokens: int, longest: int, *, sized: bool
-    ) -> Capacity:
+    def _capacity(self, max_num_seqs: int, max_num_batched_tokens: int, longest: int, *, sized: bool) -> Capacity:
         """sized: the config says how large the cache is, otherwise free memory does."""
         config, specs, device = self.config, self.program.specs, self.program.device
         return capacity(
-            groups=[(sum(spec.bytes_per_token() for spec in specs if spec.group == group), window)
-                    for group, window in enumerate(windows)],
-            block_size=LAYOUTS[specs[0].layout].block_size,
+            groups=groups_of(specs),
+            block_size=block_size_of(specs),
             available=0 if sized else free_memory(device, config.gpu_memory_utilization,
                                                   self._activations(max_num_seqs, max_num_batched_tokens, longest)),
             max_num_seqs=max_num_seqs,
@@ -121,15 +122,16 @@ class Worker:
             max_model_len=config.max_model_len,
             num_blocks=config.num_blocks,
             kv_bytes=config.kv_bytes,
+            bytes_per_sequence=sum(spec.bytes_per_sequence() for spec in specs),
         )  # fmt: skip
 
     def _activations(self, max_num_seqs: int, rows: int, longest: int) -> int:
         """Bytes that a step of so many rows takes beside weights and cache on a GPU: measured, on a cache of one block."""
-        device, block_size = self.program.device, LAYOUTS[self.program.specs[0].layout].block_size
+        device, block_size = self.program.device, block_size_of(self.program.specs)
         if device.type != "cuda" or block_size is None:
             return 0
         runner = Runner(self.program, num_blocks=1, block_size=block_size, max_num_seqs=max_num_seqs, max_num_rows=rows,
-                        max_columns=-(-longest // block_size))  # fmt: skip
+                        max_columns=-(-longest // block_size), num_slots=0)  # fmt: skip
         self._kernels.meet(runner, self.drawing.sampler, max_num_seqs)
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -202,13 +204,19 @@ class LaunchedStep:
         return self._drawn.results()
 
 
-def _no_prefix_cache(config: EngineConfig, layout: str) -> str:
+def _no_prefix_cache(config: EngineConfig, specs: Sequence[StateSpec]) -> str:
     """Why there is none; empty: there is one. Raises ValueError if it was asked for and cannot be."""
     if config.enable_prefix_caching is False:
         return "enable_prefix_caching is off"
-    if LAYOUTS[layout].block_size is not None:
-        return ""
-    why = f"in layout {layout!r} a block holds a whole sequence, so none can be shared; layout 'paged' has one"
-    if config.enable_prefix_caching:
+    why = next((spec.why_unshared for spec in specs if spec.why_unshared), "")
+    if why and config.enable_prefix_caching:
         raise ValueError(f"enable_prefix_caching: {why}")
     return why
+
+
+def _refuse_drafts(config: EngineConfig, specs: Sequence[StateSpec]) -> None:
+    """Raises ValueError if drafts are wanted, and a wrong one could not be taken back."""
+    fixed = next((spec for spec in specs if not spec.can_roll_back), None)
+    if config.speculative_tokens and fixed is not None:
+        raise ValueError(f"speculative_tokens is {config.speculative_tokens}: {fixed.name} keeps one state a sequence "
+                         f"(kind {fixed.kind!r}), which a wrong draft cannot be taken out of; set it to 0")  # fmt: skip

@@ -4,8 +4,6 @@ Compiled for the runtime, attention over a handle is bound by passes/bind_state.
 latent and a rotated part for all heads, this does the same.
 """
 
-from functools import partial
-
 import torch
 from rewriting import TIDY
 from torch import Tensor, nn
@@ -15,10 +13,10 @@ from atomc import ops
 from atomc.graph.canonical import call, value
 from atomc.graph_pass import Context, Pass
 from atomc.ops.formats import FP8
-from atomc.ops.inputs import StateInput
+from atomc.ops.inputs import StepInput
+from atomc.ops.state import StateSpec
 from atomc.passes.bind_state import RuntimeInputs
 from atomc.rewrite import Fired, infer
-from atomc.torch_compat.tracing import fake_mode_of, fresh_size
 
 aten = torch.ops.aten
 
@@ -26,20 +24,17 @@ aten = torch.ops.aten
 def bind_latent(gm: GraphModule, context: Context) -> list[Fired]:
     """attention(q, cat(latent, k_pe), latent, handle) becomes a write into the latent cache and a paged read."""
     graph, fired = gm.graph, []
-    mode = fake_mode_of(graph)
-    inputs = RuntimeInputs(graph, mode)
+    inputs = RuntimeInputs(graph)
     for node in [node for node in graph.nodes if node.target is ops.attention.overload]:
         q, k, v, handle = node.args[:4]
         latent, k_pe = call(k).operands
         assert latent is v and call(v).op == "view", "values are the latent, as one head"
         width, fp8 = value(k).shape[-1], value(handle).dtype in FP8
-        layer = len(fired)
-        blocks = inputs.blocks.setdefault(0, fresh_size(mode))
-        sizes, strides = [blocks, inputs.block_size, width], [inputs.block_size * width, width, 1]
-        dtype = value(handle).dtype if fp8 else value(k).dtype
-        cache = inputs.get(StateInput(layer, "kv_cache"), partial(torch.empty_strided, sizes, strides, dtype=dtype))
-        scales = (inputs.get(StateInput(layer, "kv_scale"), lambda: torch.ones(1)),) if fp8 else ()
-        slots, *sequences = inputs.of_step(q, group=0)
+        spec = StateSpec.of("latent", "latent", ((width,),), value(handle).dtype if fp8 else value(k).dtype)
+        cache, *scales = inputs.state(len(fired), spec).values()
+        slots, tables = (inputs.step(StepInput(field, 0), value(q).shape[0]) for field in ("slots", "block_tables"))
+        starts, lengths = (inputs.step(StepInput(field), None) for field in ("query_start", "seq_lens"))
+        sequences = starts, lengths, tables
         with graph.inserting_before(node):
             token = graph.call_function(ops.mla_kv_write.overload, (call(v).operands[0], k_pe, cache, slots, *scales))
             keys = graph.call_function(aten.unsqueeze.default, (cache, 2))

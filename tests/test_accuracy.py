@@ -12,6 +12,7 @@ import atomc
 from atomc.models.loader import load
 from atomc.models.stock import wrap_stock
 from atomc.ops import GroupStep, Step
+from atomc.ops.state import groups_of
 from atomc.program import Program, compile_model
 
 transformers = pytest.importorskip("transformers", reason="the reference is transformers")
@@ -90,7 +91,7 @@ class Paged:
 
     def __init__(self, program: Program, sequences: int, blocks_each: int = 8):
         self.program, self.blocks_each = program, blocks_each
-        layout = program.specs[0].layout
+        layout = program.specs[0].paging.layout
         self.block_size = 16 if layout == "paged" else 16 * blocks_each
         per_sequence = blocks_each if layout == "paged" else 1
         self.tables = torch.arange(sequences * per_sequence, dtype=torch.int32).view(sequences, per_sequence).flip(0)
@@ -104,12 +105,14 @@ class Paged:
                  for (s, _, _), at in zip(chunks, positions, strict=True)]  # fmt: skip
         counts = torch.tensor([0] + [len(new) for _, new, _ in chunks])
         groups = GroupStep(torch.cat([*slots, torch.full((padding,), -1)]),
-                           torch.stack([self.tables[s] for s, _, _ in chunks]), torch.zeros(len(chunks), dtype=torch.int64))
-        num_groups = 1 + max(spec.group for spec in self.program.specs)
+                           torch.stack([self.tables[s] for s, _, _ in chunks]))
+        num_groups = len(groups_of(self.program.specs))
         step = Step(ids, torch.cat([*positions, torch.zeros(padding, dtype=torch.int64)]), counts.cumsum(0).int(),
                     torch.tensor([before + len(new) for _, new, before in chunks], dtype=torch.int32),
-                    torch.arange(len(ids) - padding), (groups,) * num_groups)  # fmt: skip
-        step = Step(*(x.to(DEVICE) for x in step[:5]), tuple(GroupStep(*(x.to(DEVICE) for x in g)) for g in step.groups))
+                    torch.arange(len(ids) - padding), (groups,) * num_groups,
+                    torch.zeros(len(chunks), dtype=torch.int64))  # fmt: skip
+        groups = tuple(GroupStep(*(x.to(DEVICE) for x in group)) for group in step.groups)
+        step = Step(*(x.to(DEVICE) for x in step[:5]), groups, step.state_slots.to(DEVICE))
         with torch.inference_mode():
             return list(self.program(step).float().split([len(new) for _, new, _ in chunks]))
 

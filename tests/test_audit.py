@@ -89,11 +89,11 @@ def step(count, sequences=1):
     """So many new tokens of each sequence, in caches of one block a sequence."""
     rows = count * sequences
     group = GroupStep(torch.cat([torch.arange(count) + 16 * s for s in range(sequences)]),
-                      torch.arange(sequences, dtype=torch.int32)[:, None], torch.arange(sequences))  # fmt: skip
+                      torch.arange(sequences, dtype=torch.int32)[:, None])  # fmt: skip
     lengths = torch.full((sequences,), count, dtype=torch.int32)
     starts = torch.arange(0, rows + 1, count, dtype=torch.int32)
     return Step(torch.arange(rows) * 5 % 256, torch.arange(count).repeat(sequences), starts, lengths,
-                torch.arange(rows), (group,))  # fmt: skip
+                torch.arange(rows), (group,), torch.arange(sequences))  # fmt: skip
 
 
 def audited_step(model):

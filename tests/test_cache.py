@@ -171,8 +171,9 @@ def test_the_program_of_the_runtime_starts_warm(tmp_path):
         ids = torch.arange(5)
         block_size = 64
         program.bind([spec.allocate(2, block_size, "cpu") for spec in program.specs])
-        group = GroupStep(ids + block_size, torch.tensor([[1]], dtype=torch.int32), torch.zeros(1, dtype=torch.int64))
-        step = Step(ids, ids, torch.tensor([0, 5], dtype=torch.int32), torch.tensor([5], dtype=torch.int32), ids, (group,))
+        group = GroupStep(ids + block_size, torch.tensor([[1]], dtype=torch.int32))
+        step = Step(ids, ids, torch.tensor([0, 5], dtype=torch.int32), torch.tensor([5], dtype=torch.int32), ids, (group,),
+                    torch.zeros(1, dtype=torch.int64))  # fmt: skip
         outs.append(program(step))
     assert torch.equal(*outs)
 

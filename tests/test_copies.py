@@ -260,9 +260,10 @@ def test_a_program_takes_new_copies_when_it_is_asked_to_check() -> None:
         ("1", "torch"), ("2 and more", "onednn")}  # fmt: skip
     assert any("copies of weights for kernels" in note for note in program.report.notes)
     program.bind([spec.allocate(1, 16, "cpu") for spec in program.specs])
-    group = ops.GroupStep(torch.arange(5), torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, dtype=torch.int64))
+    group = ops.GroupStep(torch.arange(5), torch.zeros(1, 1, dtype=torch.int32))
     step = ops.Step(torch.arange(5), torch.arange(5), torch.tensor([0, 5], dtype=torch.int32),
-                    torch.tensor([5], dtype=torch.int32), torch.arange(5), (group,))  # fmt: skip
+                    torch.tensor([5], dtype=torch.int32), torch.arange(5), (group,),
+                    torch.zeros(1, dtype=torch.int64))  # fmt: skip
     with torch.no_grad():
         torch.testing.assert_close(program(step), made(step.input_ids, step.positions))
         made.model.layers[0].mlp.down_proj.weight.mul_(30)

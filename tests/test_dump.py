@@ -157,13 +157,13 @@ def record_runtime(folder):
     """The second part of a prompt: what the first left in the cache is recorded, too."""
     program = compile_model(load(PATH, progress=False, dtype=torch.float32), recording(folder, layout="paged"))
     caches = [spec.allocate(2, 16, "cpu") for spec in program.specs]
-    for cache in (cache for pair in caches for cache in pair):
+    for cache in (cache for layer in caches for cache in layer.values()):
         cache[0, :4].normal_()
     program.bind(caches)
-    group = GroupStep(torch.arange(4, 4 + T), torch.tensor([[0]], dtype=torch.int32), torch.zeros(1, dtype=torch.int64))
+    group = GroupStep(torch.arange(4, 4 + T), torch.tensor([[0]], dtype=torch.int32))
     with torch.no_grad():
         program(Step(IDS, POSITIONS + 4, *(torch.tensor(x, dtype=torch.int32) for x in ([0, T], [4 + T])), torch.arange(T),
-                     (group,)))  # fmt: skip
+                     (group,), torch.zeros(1, dtype=torch.int64)))  # fmt: skip
 
 
 def run_as_programs(files, folder):

@@ -292,8 +292,9 @@ def test_blocks_that_hold_nan_hurt_only_who_owns_them(engine, alone):
     for step in range(10**6):
         if step == 3:
             blocks = list(engine.scheduler.pool.table("victim"))
-            for keys, values in engine.executor.runner.caches:
-                keys[blocks] = values[blocks] = NAN
+            for caches in engine.executor.runner.caches:
+                for cache in caches.values():
+                    cache[blocks] = NAN
         for one in engine.step():
             found.setdefault(one.request_id, []).append(one)
         engine.check()

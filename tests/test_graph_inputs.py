@@ -15,7 +15,7 @@ from atomc import models
 from atomc.capture.functional import capture, dynamo_graph
 from atomc.graph.inputs import graph_input
 from atomc.ops.inputs import MODEL_INPUTS, SCALES, StateInput, StepInput
-from atomc.ops.state import ROLES, GroupStep, Step
+from atomc.ops.state import KINDS, GroupStep, Step
 from atomc.program import compile_model
 
 # Two groups of caches: the second layer has a window.
@@ -43,11 +43,12 @@ def logits(program):
     program.bind(caches)
     length = torch.tensor([len(IDS)], dtype=torch.int32)
     state_slots = torch.zeros(1, dtype=torch.int64)
-    groups = tuple(GroupStep(torch.arange(len(IDS)) + 16 * block, torch.tensor([[block]], dtype=torch.int32), state_slots)
+    groups = tuple(GroupStep(torch.arange(len(IDS)) + 16 * block, torch.tensor([[block]], dtype=torch.int32))
                    for block in (1, 3))  # fmt: skip
     first = torch.tensor([0, len(IDS)], dtype=torch.int32)
-    out = program(Step(IDS, torch.arange(len(IDS)), first, length, torch.arange(len(IDS)), groups))
-    return out, [cache.float().flatten(1).any(1).nonzero().flatten().tolist() for pair in caches for cache in pair]
+    out = program(Step(IDS, torch.arange(len(IDS)), first, length, torch.arange(len(IDS)), groups, state_slots))
+    written = [cache.float().flatten(1).any(1) for layer in caches for cache in layer.values()]
+    return out, [blocks.nonzero().flatten().tolist() for blocks in written]
 
 
 # ---- names carry no meaning
@@ -145,7 +146,7 @@ def rewrite(path):
 # ---- no parsing
 
 NAMES = (*MODEL_INPUTS, *(field for field in (*Step._fields, *GroupStep._fields) if field != "groups"), *SCALES,
-         *(role for roles in ROLES.values() for role in roles), "kv_cache")  # fmt: skip
+         *(role for kind in KINDS.values() for role in kind.roles))  # fmt: skip
 MADE = re.compile(rf"\b({'|'.join(NAMES)})\)?_(\d|\W|$)")
 TAKES_APART = {"startswith", "endswith", "removeprefix", "removesuffix", "partition", "rpartition", "split", "rsplit",
                "match", "fullmatch", "search", "findall", "find", "index"}  # fmt: skip

@@ -22,7 +22,7 @@ from atomc.cache.store import differences
 from atomc.errors import RunError
 from atomc.graph_pass import Pass
 from atomc.models import layers, llama, loader, wrap_stock
-from atomc.ops.state import GroupStep, Step
+from atomc.ops.state import GroupStep, Step, groups_of
 from atomc.options import Options
 from atomc.platform import Platform
 from atomc.program import compile_model
@@ -85,11 +85,12 @@ def step_of(program, ids=IDS):
     """A step of one new sequence, on caches of its own."""
     program.bind([spec.allocate(2, 64, "cpu") for spec in program.specs])
     length = torch.tensor([len(ids)], dtype=torch.int32)
-    groups = 1 + max(spec.group for spec in program.specs)
+    groups = len(groups_of(program.specs))
     block = torch.tensor([[1]], dtype=torch.int32)
-    group = GroupStep(torch.arange(len(ids)) + 64, block, torch.zeros(1, dtype=torch.int64))
+    group = GroupStep(torch.arange(len(ids)) + 64, block)
     first = torch.tensor([0, len(ids)], dtype=torch.int32)
-    return Step(ids, torch.arange(len(ids)), first, length, torch.arange(len(ids)), (group,) * groups)
+    return Step(ids, torch.arange(len(ids)), first, length, torch.arange(len(ids)), (group,) * groups,
+                torch.zeros(1, dtype=torch.int64))  # fmt: skip
 
 
 def logits(program):

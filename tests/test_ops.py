@@ -396,8 +396,8 @@ def test_writing_and_then_reading_is_attention_over_the_whole_sequence(
 
 @pytest.mark.parametrize("layout", ops.LAYOUTS.values(), ids=lambda layout: layout.name)
 def test_a_cache_lies_in_memory_in_the_order_of_its_layout(layout: ops.Layout) -> None:
-    spec = ops.StateSpec("kv", "kv", (2, 64), torch.bfloat16, layout=layout.name)
-    for cache in spec.allocate(3, 5, "cpu"):
+    spec = ops.StateSpec.of("kv", "kv", ((2, 64), (2, 64)), torch.bfloat16, layout=layout.name)
+    for cache in spec.allocate(3, 5, "cpu").values():
         assert cache.shape == (3, 5, 2, 64)
         assert cache.permute(layout.order).is_contiguous()
         assert not cache.any()

@@ -45,7 +45,7 @@ REFUSED = {
     "Doge": (LLAMA, r"it decides by a number that is known only when it runs, u\d+ > 2048 in `if .*keep_window_size:` "
                     r"\(transformers/models/doge/modeling_doge\.py:\d+\)"),
     "BigBirdPegasus": (PEGASUS, r"attention in hf_model\.model\.decoder\.layers\.0\.self_attn "
-                                r"\(modeling_bigbird_pegasus\.py:\d+\) has a mask or is not causal, and a paged cache "
+                                r"\(modeling_bigbird_pegasus\.py:\d+\): it has a mask or is not causal, and a paged cache "
                                 r"serves causal attention only"),
 }  # fmt: skip
 

@@ -10,6 +10,7 @@ import torch
 from atomc.errors import RunError
 from atomc.models import build, loader, wrap_stock
 from atomc.ops import LAYOUTS
+from atomc.ops.state import groups_of
 from atomc.platform import Platform
 from atomc.program import compile_model
 from atomc.runtime.batch import Shape, Staging
@@ -18,7 +19,7 @@ from atomc.runtime.capacity import Capacity, capacity
 from atomc.runtime.detokenizer import Detokenizer
 from atomc.runtime.llm import LLM
 from atomc.runtime.request import Request
-from atomc.runtime.runner import Runner, windows_of
+from atomc.runtime.runner import Runner
 from atomc.runtime.sampler import Sampler
 from atomc.runtime.sampling_params import SamplingParams
 from atomc.runtime.scheduler import Scheduler
@@ -95,7 +96,7 @@ def compiled(model, layout, glue):
     else:
         options = {"strict": True, "glue": "eager", "providers": ["torch"]}
         program = compile_model(model, options=options, platform=Platform.named("sm90"))
-    assert {spec.layout for spec in program.specs} == {layout}
+    assert {spec.paging.layout for spec in program.specs} == {layout}
     return program
 
 
@@ -119,7 +120,7 @@ def served(request):
 
 def scheduler_for(runner, block_size, num_blocks=NUM_BLOCKS, max_num_seqs=8, max_num_batched_tokens=64):
     return Scheduler(
-        BlockPool(num_blocks, block_size, windows_of(runner.program)),
+        BlockPool(num_blocks, block_size, [group.window for group in groups_of(runner.program.specs)]),
         max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, max_model_len=MAX_LEN,
     )  # fmt: skip
 
@@ -216,9 +217,9 @@ def test_random_arrivals_lengths_and_aborts_in_a_small_pool_change_no_token(serv
 
 def test_a_request_never_reads_what_the_last_owner_of_its_blocks_left(served):
     runner, block_size, alone = served
-    for keys, values in runner.caches:
-        keys.fill_(1e4)
-        values.fill_(-1e4)
+    for cache in runner.caches:
+        cache["k_cache"].fill_(1e4)
+        cache["v_cache"].fill_(-1e4)
     (prompt,) = prompts_of(18)
     request = Request("a", prompt, SamplingParams(max_tokens=3))
     run_and_compare(runner, scheduler_for(runner, block_size), alone, [request])
@@ -256,7 +257,7 @@ def test_a_step_becomes_ragged_rows_with_padding_behind():
     step = ScheduledStep((a, b, chunk("c", 3, (6,), 8, (0, 4, 3))))
     shape = staging.write(step, num_rows=6)
     tensors = staging.step(shape)
-    assert {name: value.tolist() for name, value in tensors._asdict().items() if name != "groups"} == {
+    assert {name: value.tolist() for name, value in tensors._asdict().items() if name not in ("groups", "state_slots")} == {
         "input_ids": [7, 8, 9, 6, 0, 0],
         "positions": [3, 4, 0, 8, 0, 0],
         "query_start": [0, 2, 3, 4],
@@ -266,10 +267,10 @@ def test_a_step_becomes_ragged_rows_with_padding_behind():
     assert len(tensors.groups) == 2
     assert tensors.groups[1].slots.tolist() == [23, 8, 4, 12, -1, -1]
     assert tensors.groups[1].block_tables.tolist() == [[5, 2, 0], [1, 0, 0], [0, 4, 3]]
-    assert tensors.groups[1].state_slots.tolist() == [2, 0, 3]
+    assert tensors.state_slots.tolist() == [2, 0, 3]
     i64, i32 = torch.int64, torch.int32
     assert [value.dtype for value in tensors[:5]] == [i64, i64, i32, i32, i64]
-    assert [value.dtype for value in tensors.groups[0]] == [i64, i32, i64]
+    assert [value.dtype for value in (*tensors.groups[0], tensors.state_slots)] == [i64, i32, i64]
 
     # The next step is fed what this one drew, and knows the blocks that it was told of.
     staging.keep(torch.tensor([70, 60]))

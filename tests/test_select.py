@@ -239,11 +239,11 @@ def test_a_plan_is_made_once_a_step_for_all_layers(tiny: nn.Module) -> None:
     ids, positions = torch.arange(5), torch.arange(5)
     with registered(ops.paged_attention, "mine", attend, layout="paged", plan=plan):
         program = compile_model(tiny, EAGER)
-        assert {spec.layout for spec in program.specs} == {"paged"}
+        assert {spec.paging.layout for spec in program.specs} == {"paged"}
         program.bind([spec.allocate(2, 16, "cpu") for spec in program.specs])
-        group = GroupStep(torch.arange(5) + 16, torch.tensor([[1]], dtype=torch.int32), torch.zeros(1, dtype=torch.int64))
+        group = GroupStep(torch.arange(5) + 16, torch.tensor([[1]], dtype=torch.int32))
         step = Step(ids, positions, torch.tensor([0, 5], dtype=torch.int32), torch.tensor([5], dtype=torch.int32),
-                    torch.arange(5), (group,))  # fmt: skip
+                    torch.arange(5), (group,), torch.zeros(1, dtype=torch.int64))  # fmt: skip
         with torch.no_grad():
             torch.testing.assert_close(program(step), tiny(ids, positions))
     assert plans == [2]
@@ -252,7 +252,7 @@ def test_a_plan_is_made_once_a_step_for_all_layers(tiny: nn.Module) -> None:
 def test_a_layout_without_a_writer_is_not_chosen(tiny: nn.Module) -> None:
     with registered(ops.paged_attention, "mine", ops.paged_attention.reference, layout="swizzled"):
         program = compile_model(tiny, EAGER)
-    assert {spec.layout for spec in program.specs} == {"paged"}
+    assert {spec.paging.layout for spec in program.specs} == {"paged"}
     (refusal, *_) = [reason for choice in program.report.kernels if choice.op == "paged_attention"
                      for provider, reason in choice.refused if provider == "mine"]  # fmt: skip
     assert refusal == "works on layout 'swizzled', the state is laid out 'paged'"

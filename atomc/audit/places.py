@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 from torch.fx import GraphModule, Node
 
-from atomc import ops
 from atomc.audit.trail import Trail
 from atomc.graph.canonical import VIEWS, call
 from atomc.graph.inputs import is_cache
 from atomc.graph.provenance import layer_of, module_path, source_line
+from atomc.op import op_of
 
 # What may stand between an op and the values that a rewrite gives to its readers.
 _PARTS = VIEWS | {"getitem", "slice", "split_with_sizes", "permute"}
@@ -124,8 +124,9 @@ def _reads_cache(node: Node) -> bool:
 
 
 def _cached(node: Node) -> bool:
-    """Attention that owns a cache, of whose earlier rows the captured graph knows nothing."""
-    return node.target is ops.attention.overload and len(node.args) > 3 and node.args[3] is not None
+    """An op with state, of whose earlier rows the captured graph knows nothing."""
+    op = op_of(node.target)
+    return op is not None and op.handle(*node.args, **node.kwargs) is not None
 
 
 def rewrites_in(places: Iterable[Place], order: Sequence[str]) -> list[str]:

@@ -76,7 +76,7 @@ def restored(plain: Plain) -> Compiled:
 
     call = profiled(made(named=False), lambda: made(named=True))
     extras = [Extra(**{**extra, "function": resolved(extra["function"])}) for extra in plain["extras"]]
-    state = [StateSpec(**spec) for spec in plain["state"]]
+    state = [StateSpec.of_plain(spec) for spec in plain["state"]]
     step_inputs = {name: StepInput(**given) for name, given in plain["step_inputs"].items()}
     state_inputs = {name: StateInput(**given) for name, given in plain["state_inputs"].items()}
     return Compiled(call, plain["inputs"], plain["packed"], step_inputs, state_inputs, state, extras, plain["syncing"],

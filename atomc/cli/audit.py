@@ -200,7 +200,7 @@ def _step(model: Any, args: tuple[Any, ...], options: dict[str, Any]) -> "Tensor
     """One step of the runtime: one new sequence, and the logits of all its tokens."""
     import torch
 
-    from atomc.ops.state import LAYOUTS, GroupStep, Step
+    from atomc.ops.state import GroupStep, Step, block_size_of, groups_of
     from atomc.program import compile_model
 
     program = compile_model(model, options=options)
@@ -208,14 +208,13 @@ def _step(model: Any, args: tuple[Any, ...], options: dict[str, Any]) -> "Tensor
         raise ValueError("--runtime: the model keeps no state; its attention layers own no handle (ops.kv_state)")
     ids, positions, rows = args
     count, device = len(ids), ids.device
-    block_size = LAYOUTS[program.specs[0].layout].block_size or count
+    block_size = block_size_of(program.specs) or count
     blocks = -(-count // block_size)
     program.bind([spec.allocate(blocks, block_size, device) for spec in program.specs])
-    group = GroupStep(torch.arange(count, device=device), torch.arange(blocks, dtype=torch.int32, device=device)[None],
-                      torch.zeros(1, dtype=torch.int64, device=device))  # fmt: skip
+    group = GroupStep(torch.arange(count, device=device), torch.arange(blocks, dtype=torch.int32, device=device)[None])
     starts, lengths = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, count], [count]))
-    groups = tuple(group for _ in range(1 + max(spec.group for spec in program.specs)))
-    return program(Step(ids, positions, starts, lengths, rows, groups))
+    groups, slots = tuple(group for _ in groups_of(program.specs)), torch.zeros(1, dtype=torch.int64, device=device)
+    return program(Step(ids, positions, starts, lengths, rows, groups, slots))
 
 
 def _tensors(value: Any) -> "Iterator[Tensor]":

@@ -246,10 +246,10 @@ class _Inputs:
     def _of_a_step(self, node: Node) -> str | None:
         """What the runtime passes, for one new sequence in one block; None for an input of the traced program."""
         value = node.meta["val"]
-        slots = next((p.meta["val"] for p in self.placeholders if (of := step_input(p)) and of.field == "slots"), None)
-        if slots is None:
+        rows = self._field("slots") if self._field("slots") is not None else self._field("input_ids")
+        if rows is None or self._field("seq_lens") is None:  # not compiled for the runtime
             return None
-        T = _concrete(slots.shape[0])
+        T = _concrete(rows.shape[-1])
         on = _on(value)
         match graph_input(node):
             case StepInput("slots"):
@@ -260,11 +260,20 @@ class _Inputs:
                 return f"torch.tensor([0, {T}], dtype=torch.int32{on})"
             case StepInput("seq_lens"):
                 return f"torch.tensor([{T}], dtype=torch.int32{on})"
+            case StepInput("state_slots"):
+                return f"torch.tensor([0], dtype=torch.int64{on})"
             case StateInput(is_scale=True):
                 return f"torch.ones(1{on})"
+            case StateInput(per_sequence=True):
+                return f"torch.zeros({(1, *value.shape[1:])}, dtype={value.dtype}{on})"
             case StateInput():
                 return f"torch.zeros({(1, -(-T // 16) * 16, *value.shape[2:])}, dtype={value.dtype}{on})"
         return None
+
+    def _field(self, field: str) -> Any:
+        """The fake value of the input that is this tensor of the step, None if there is none."""
+        return next((node.meta["val"] for node in self.placeholders
+                     if (of := step_input(node)) and of.field == field and of.dim is None), None)  # fmt: skip
 
 
 _VIEWS = ("view", "reshape", "unsqueeze", "squeeze", "slice", "select", "expand", "_to_copy", "alias", "clone")

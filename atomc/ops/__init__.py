@@ -19,7 +19,7 @@ from atomc.ops.scaled_linear import (
     scaled_linear_fp8_block,
     scaled_linear_int8,
 )
-from atomc.ops.state import LAYOUTS, GroupStep, Layout, StateSpec, Step, kv_state
+from atomc.ops.state import LAYOUTS, GroupStep, Layout, StateSpec, Step, kv_state, state_handle
 
 __all__ = [
     "LAYOUTS",
@@ -73,4 +73,5 @@ __all__ = [
     "scaled_linear_int8",
     "silu_and_mul",
     "silu_and_mul_quant",
+    "state_handle",
 ]

@@ -6,15 +6,18 @@ its code times k_scale or v_scale, [1] fp32 (None: 1).
 """
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from atomc.op import op
 from atomc.op_cost import OpCall, Work, bytes_of, least, state_write
-from atomc.op_traits import Kind
+from atomc.op_traits import Kind, StateBinding, StepFields
 from atomc.ops.formats import FP8
 from atomc.ops.quant import to_fp8
+from atomc.ops.state import StateSpec
 
 
 def _scores(q: Tensor, k: Tensor, scale: float, softcap: float) -> Tensor:
@@ -56,7 +59,34 @@ def _attention_shape(q: Tensor, k: Tensor, v: Tensor, *_: object, **__: object) 
     return q.new_empty((*q.shape[:-1], v.shape[-1]))
 
 
-@op(kind=Kind.ATTENTION, rows=None, cost=_attention_cost, shape=_attention_shape)
+def _tokens(given: Mapping[str, Any]) -> Any:
+    return math.prod(given["q"].shape[:-2])
+
+
+def _kv_spec(name: str, given: Mapping[str, Any], codes: torch.dtype | None) -> StateSpec:
+    k, v = given["k"], given["v"]
+    if given.get("mask") is not None or not given.get("causal", True):
+        raise ValueError("it has a mask or is not causal, and a paged cache serves causal attention only")
+    if k.shape[-1] != v.shape[-1]:  # no kernel writes or reads such a pair of caches
+        raise ValueError(f"keys are {k.shape[-1]} wide, values {v.shape[-1]}")
+    return StateSpec.of(name, "kv", (k.shape[-2:], v.shape[-2:]), codes or k.dtype, window=given.get("window", 0))
+
+
+def _paged(given: Mapping[str, Any], state: Mapping[str, Tensor], step: StepFields) -> Tensor:
+    caches, scales = (state["k_cache"], state["v_cache"]), [state[role] for role in ("k_scale", "v_scale") if role in state]
+    slots, block_tables = step.slots, step.block_tables
+    token = kv_write(given["k"], given["v"], *caches, slots, *scales)
+    how = {name: given[name] for name in ("scale", "window", "softcap") if name in given}
+    found: Tensor = paged_attention(
+        given["q"], *caches, step.query_start, step.seq_lens, block_tables, token, given.get("sinks"), *scales, **how
+    )
+    return found
+
+
+@op(
+    kind=Kind.ATTENTION, rows=None, cost=_attention_cost, shape=_attention_shape,
+    state=StateBinding(handle="kv", tokens=_tokens, spec=_kv_spec, form=_paged),
+)
 def attention(
     q: Tensor, k: Tensor, v: Tensor, kv: Tensor | None = None, mask: Tensor | None = None,
     sinks: Tensor | None = None, *, scale: float, causal: bool = True, window: int = 0, softcap: float = 0.0,

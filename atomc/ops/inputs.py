@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from atomc.ops.state import Step
+from atomc.ops.state import KINDS, Step
 
 # The fields of a Step that the model itself takes, as arguments of these names.
 MODEL_INPUTS = ("input_ids", "positions", "logits_rows")
-# Roles of scales: [1] fp32, what the codes of a cache are multiplied by. "kv_scale": keys and values in one cache.
-SCALES = frozenset({"k_scale", "v_scale", "kv_scale"})
+# Roles of scales: [1] fp32, what the codes of a cache are multiplied by.
+SCALES = frozenset(scale for kind in KINDS.values() for scale in kind.scales)
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,12 @@ class StateInput:
 
     spec  the number of the layer's StateSpec in the program
     role  which tensor: one of StateSpec.roles, which the runtime allocates, or one of SCALES
+    per_sequence  its first dimension are slots of sequences; otherwise its first two are blocks and their tokens
     """
 
     spec: int
     role: str
+    per_sequence: bool = False
 
     @property
     def name(self) -> str:

@@ -20,10 +20,10 @@ from torch.fx import Graph, GraphModule, Node
 from atomc import cost
 from atomc.graph.canonical import value
 from atomc.graph.expressions import expression
-from atomc.graph.inputs import graph_input, is_cache, step_input
+from atomc.graph.inputs import graph_input, step_input
 from atomc.op import op_of
 from atomc.ops.inputs import StateInput, StepInput
-from atomc.ops.state import LAYOUTS, GroupStep, StateSpec, Step
+from atomc.ops.state import GroupStep, StateSpec, Step, block_size_of, groups_of
 from atomc.pieces import likeness
 from atomc.platform import Platform
 
@@ -61,7 +61,7 @@ class Bench:
         self.gm, self.specs, self.sizes, self.device = gm, specs, sizes, device
         self.nodes = {node.name: node for node in gm.graph.nodes}
         self.known: dict[Any, float] = {}
-        self.block_size = LAYOUTS[specs[0].layout].block_size or sizes.C if specs else sizes.C
+        self.block_size = block_size_of(specs) or sizes.C
         self.columns = -(-sizes.C // self.block_size)
         self.symbols = self._symbols()
         self.step = self._step()
@@ -126,11 +126,19 @@ class Bench:
             given = step_input(node)
             if given is not None and given.field == "block_tables":
                 found.setdefault(expression(value(node).shape[1]), self.columns)
-            elif is_cache(node):
-                for size, number in zip(value(node).shape, (self.sizes.S * self.columns, self.block_size), strict=False):
+            elif (spec := self._spec(node)) is not None:
+                leading = spec.leading(self.sizes.S * self.columns, self.block_size, self.sizes.S)
+                for size, number in zip(value(node).shape, leading, strict=False):
                     if isinstance(size, torch.SymInt):
                         found.setdefault(expression(size), number)
         return found
+
+    def _spec(self, node: Node) -> StateSpec | None:
+        """Of the state that the runtime allocates for this input."""
+        match graph_input(node):
+            case StateInput(number, is_scale=False):
+                return self.specs[number]
+        return None
 
     def _number(self, size: Any) -> int:
         found = expression(size).subs(self.symbols)
@@ -146,11 +154,11 @@ class Bench:
         slots = [int(tables[s, p // self.block_size]) * self.block_size + p % self.block_size
                  for s in range(S) for p in positions[s]]  # fmt: skip
         starts = torch.tensor([0, *new]).cumsum(0)
-        group = GroupStep(torch.tensor(slots), tables.int(), torch.arange(S))
-        groups = tuple(self._here(group) for _ in {spec.group for spec in self.specs} or {0})
+        group = GroupStep(torch.tensor(slots), tables.int())
+        groups = tuple(self._here(group) for _ in groups_of(self.specs))
         rows = (starts[1:] - 1).repeat(-(-self.sizes.R // S))[: self.sizes.R]
         step = Step(torch.zeros(self.sizes.T, dtype=torch.int64), torch.tensor([p for run in positions for p in run]),
-                    starts.int(), torch.full((S,), C, dtype=torch.int32), rows, ())  # fmt: skip
+                    starts.int(), torch.full((S,), C, dtype=torch.int32), rows, (), torch.arange(S))  # fmt: skip
         here: Step = self._here(step)
         return here._replace(groups=groups)
 
@@ -176,8 +184,8 @@ class Bench:
             case StepInput() as given:
                 return given.of(self.step)
             case StateInput(number, role, is_scale=False):
-                spec = self.specs[number]
-                made = spec.allocate(self.sizes.S * self.columns, self.block_size, self.device)[spec.roles.index(role)]
+                made = self.specs[number].allocate(self.sizes.S * self.columns, self.block_size, self.device,
+                                                   slots=self.sizes.S)[role]  # fmt: skip
                 return made.copy_(self._random(made))
         if "extra" in node.meta:
             extra = node.meta["extra"]

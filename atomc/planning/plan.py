@@ -6,6 +6,7 @@ would be there. Times are predictions (atomc.efficiency); collectives are counte
 
 import re
 import sys
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from atomc import models
 from atomc.efficiency import Predicted, Table, predict, table_for
 from atomc.models import loader, stock
 from atomc.models.config import integer
-from atomc.ops.state import LAYOUTS, StateSpec
+from atomc.ops.state import StateSpec, block_size_of, groups_of
 from atomc.planning.measure import Bench, Sizes, with_peaks
 from atomc.platform import Platform
 from atomc.program import Program, compile_model
@@ -29,7 +30,7 @@ from atomc.quantization.linear import LinearMethod, QuantizedLinear
 from atomc.quantization.scheme import Fp8, Fp8Block
 from atomc.render.text import collapsed
 from atomc.report import Report
-from atomc.runtime.capacity import CPU_SHARE, GRAPH_SHARE, capacity
+from atomc.runtime.capacity import CPU_SHARE, GRAPH_SHARE, SPARE_SLOTS, blocks_of_one, capacity
 
 # Sizes of a config.json that tensor parallelism divides.
 DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size", "vocab_size")
@@ -86,7 +87,10 @@ class Line:
 
 @dataclass(frozen=True)
 class Memory:
-    """Of one device, in bytes. `fits`: sequences of `longest` tokens that the cache has room for, None if unknown."""
+    """Of one device, in bytes. `fits`: sequences of `longest` tokens that the cache has room for, None if unknown.
+
+    per_token, per_sequence  of the state: for each token of a sequence, and for each sequence whatever its length
+    """
 
     total: int
     weights: int
@@ -96,6 +100,7 @@ class Memory:
     longest: int
     fits: int | None
     longest_that_fits: int | None
+    per_sequence: int = 0
 
 
 @dataclass(frozen=True)
@@ -360,21 +365,34 @@ def _memory(model: Model, program: Program, platform: Platform, longest: int | N
     room = int(platform.memory * (CPU_SHARE if platform.is_cpu else UTILIZATION - GRAPH_SHARE))
     cache = max(room - (0 if platform.is_cpu else weights + copies), 0)
     per_token = sum(spec.bytes_per_token() for spec in program.specs)
+    per_sequence = sum(spec.bytes_per_sequence() for spec in program.specs)
     if not platform.memory or not program.specs:
-        return Memory(platform.memory, weights, copies, 0, per_token, length, None, None)
+        return Memory(platform.memory, weights, copies, 0, per_token, length, None, None, per_sequence)
     fits, that_fits = _sequences(program.specs, cache, length)
-    return Memory(platform.memory, weights, copies, cache, per_token, length, fits, that_fits)
+    return Memory(platform.memory, weights, copies, cache, per_token, length, fits, that_fits, per_sequence)
 
 
 def _sequences(specs: Sequence[StateSpec], room: int, length: int) -> tuple[int, int]:
     """How many sequences of this length fit, and the length of the longest that fits."""
-    windows = {spec.group: spec.window for spec in specs}
-    groups = [(sum(spec.bytes_per_token() for spec in specs if spec.group == group), windows[group])
-              for group in sorted(windows)]  # fmt: skip
-    block_size = LAYOUTS[specs[0].layout].block_size or length
+    per_sequence = sum(spec.bytes_per_sequence() for spec in specs)
+    if not per_sequence:
+        return _in_blocks(specs, room, length)
+    # State that is kept per sequence leaves the less room for blocks the more sequences there are.
+    left = room - SPARE_SLOTS * per_sequence
+    most = left // per_sequence
+    if most < 1:
+        return 0, 0
+    fits = bisect_left(range(1, most + 1), True, key=lambda n: _in_blocks(specs, left - n * per_sequence, length)[0] < n)
+    return fits, length if fits else _in_blocks(specs, left - per_sequence, length)[1]
+
+
+def _in_blocks(specs: Sequence[StateSpec], room: int, length: int) -> tuple[int, int]:
+    """The same, of what is kept per token."""
+    groups, block_size = groups_of(specs), block_size_of(specs) or length
+    if not groups:
+        return ENOUGH, length
     sizes = {"groups": groups, "block_size": block_size, "available": room, "longest": length,
              "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS}  # fmt: skip
-    one: Any = capacity(**sizes, max_num_seqs=1, num_blocks=-(-length // block_size))  # type: ignore[arg-type]
     try:
         found = capacity(**sizes, max_num_seqs=ENOUGH, max_model_len=length)  # type: ignore[arg-type]
     except ValueError:
@@ -382,14 +400,8 @@ def _sequences(specs: Sequence[StateSpec], room: int, length: int) -> tuple[int,
             return 0, capacity(**sizes, max_num_seqs=ENOUGH).max_model_len  # type: ignore[arg-type]
         except ValueError:
             return 0, 0
-    each = [_blocks_of_one(length, window, one.block_size) for _, window in groups]
+    each = [blocks_of_one(length, window, block_size, MAX_NUM_BATCHED_TOKENS) for _, window in groups]
     return min(count // of_one for count, of_one in zip(found.num_blocks, each, strict=True)), length
-
-
-def _blocks_of_one(length: int, window: int, block_size: int) -> int:
-    """The blocks that one sequence takes in a group, as atomc.runtime.capacity counts them."""
-    whole = -(-length // block_size)
-    return min(whole, -(-(window + 2 * MAX_NUM_BATCHED_TOKENS) // block_size) + 2) if window else whole
 
 
 def _communication(model: Model, load: Load) -> Communication:

@@ -20,6 +20,7 @@ def _title(plan: Plan) -> str:
 def _memory(plan: Plan) -> str:
     memory = plan.memory
     rows = [("weights", size(memory.weights)), ("cache of one token", size(memory.per_token))]
+    rows += [("state of one sequence", size(memory.per_sequence))] if memory.per_sequence else []
     rows += [("copies of weights", size(memory.copies))] if memory.copies else []
     if memory.fits is not None:
         rows += [("room for the cache", f"{size(memory.cache)} of {size(memory.total)}"),

@@ -56,11 +56,11 @@ class Draw:
         block_size = ops.LAYOUTS[self.layout].block_size or longest + 3
         per_sequence = -(-longest // block_size) or 1
         count = 2 + per_sequence * len(lengths)
-        spec = ops.StateSpec("kv", "kv", (heads, width), dtype or self.dtype, layout=self.layout)
-        k_cache, v_cache = spec.allocate(count, block_size, self.device)
+        spec = ops.StateSpec.of("kv", "kv", ((heads, width),) * 2, dtype or self.dtype, layout=self.layout)
+        k_cache, v_cache = spec.allocate(count, block_size, self.device).values()
         order = torch.randperm(count, generator=self.generator).tolist()
         blocks = [order[s * per_sequence : (s + 1) * per_sequence] for s in range(len(lengths))]
-        garbage = min(GARBAGE, torch.finfo(spec.dtype).max)
+        garbage = min(GARBAGE, torch.finfo(k_cache.dtype).max)
         return k_cache.fill_(garbage), v_cache.fill_(garbage), blocks
 
 
