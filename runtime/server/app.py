@@ -20,7 +20,7 @@ from atomc.runtime.server.client import EngineDead, RequestRefused
 from atomc.runtime.server.completions import completions
 from atomc.runtime.server.embeddings import embeddings
 from atomc.runtime.server.errors import APIError, told
-from atomc.runtime.server.http import Door, error_response
+from atomc.runtime.server.http import AuthMiddleware, error_response
 from atomc.runtime.server.keys import Keys
 from atomc.runtime.server.service import Service
 
@@ -57,12 +57,12 @@ def create_app(service: Service) -> Any:
     app.add_exception_handler(HTTPException, _of_framework)
     # Text that is no Unicode, such as half a surrogate; where it is found first depends on the field.
     app.add_exception_handler(UnicodeError, _not_text)
-    door = Door(
+    authenticated = AuthMiddleware(
         BodyBudget(app, service.config.max_bodies_bytes), keys=Keys(service.config.api_key), open_paths=OPEN_PATHS,
         max_body_bytes=service.config.max_body_bytes,
         refused=lambda code: service.metrics.refused.labels(service.metrics.model, code).inc(),
     )  # fmt: skip
-    timed = BodyTimeout(door, service.config.body_timeout)
+    timed = BodyTimeout(authenticated, service.config.body_timeout)
     if not service.config.allow_origin:
         return timed
     return CORSMiddleware(timed, allow_origins=service.config.allow_origin, allow_methods=["GET", "POST"],
@@ -157,7 +157,7 @@ async def _invalid(request: Request, error: Exception) -> Response:
 
 async def _of_framework(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    if isinstance(error.__cause__, APIError):  # the door's, while the framework read the body
+    if isinstance(error.__cause__, APIError):  # raised by the middleware while FastAPI reads the body
         return error_response(error.__cause__)
     kind = "invalid_request_error" if error.status_code < 500 else "server_error"
     message = f"there is no {request.method} {request.url.path}" if error.status_code in (404, 405) else str(error.detail)

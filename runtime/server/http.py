@@ -82,7 +82,7 @@ def request_id(request: Request) -> str:
     return str(request.scope["state"]["request_id"])
 
 
-class Door:
+class AuthMiddleware:
     """ASGI middleware: gives each request its id, and refuses those without a key or with too large a body.
 
     open_paths  need no key
