@@ -117,7 +117,7 @@ class EngineClient:
         self.on_death: Callable[[EngineDead], EngineDead] = lambda why: why
         self.writes_profile = False
         self.restarts = 0
-        self._inboxes: dict[str, Inbox] = {}
+        self._streams: dict[str, RequestStream] = {}
         self._calls: dict[int, asyncio.Future[str]] = {}
         self._numbers, self._ids = count(), count()
         self._encode = msgspec.msgpack.Encoder().encode
@@ -195,14 +195,14 @@ class EngineClient:
             return str(self.dead)
         return f"the engine has not answered for {self.silent:.0f} s" if self.silent > self.patience else None
 
-    def submit(self, requests: Sequence[Submit]) -> "Inbox":
-        """Hand the requests on; what comes back is in the inbox. Raises EngineDead."""
+    def submit(self, requests: Sequence[Submit]) -> "RequestStream":
+        """Hand the requests on; what comes back is in the stream. Raises EngineDead."""
         self._check()
-        inbox = Inbox(self, [request.id for request in requests])
+        stream = RequestStream(self, [request.id for request in requests])
         for request in requests:
-            self._inboxes[request.id] = inbox
+            self._streams[request.id] = stream
             self._send(request)
-        return inbox
+        return stream
 
     def next_id(self) -> str:
         """An id that no other request of this engine has."""
@@ -210,16 +210,16 @@ class EngineClient:
 
     def abort(self, ids: Iterable[str]) -> None:
         """Drop these requests; those that have finished are passed over."""
-        known = [request_id for request_id in ids if self._inboxes.pop(request_id, None) is not None]
+        known = [request_id for request_id in ids if self._streams.pop(request_id, None) is not None]
         if known and self.dead is None:
             self._send(messages.Abort(known))
 
     def abort_all(self) -> None:
         """Drop all requests, because the server is to end; whoever waits for one gets EngineDead."""
-        inboxes = {id(inbox): inbox for inbox in self._inboxes.values()}.values()
-        self.abort(list(self._inboxes))
-        for inbox in inboxes:
-            inbox.fail(ShuttingDown())
+        streams = {id(stream): stream for stream in self._streams.values()}.values()
+        self.abort(list(self._streams))
+        for stream in streams:
+            stream.fail(ShuttingDown())
 
     async def call(self, name: Literal["stats", "report", "start_profile", "stop_profile"], folder: str = "") -> str:
         """What the engine answers. Raises ValueError with the engine's sentence if it refuses, EngineDead."""
@@ -269,18 +269,18 @@ class EngineClient:
         if event.stats is not None:
             self._remember(event.stats)
         for request_id in event.accepted:
-            if (inbox := self._inboxes.get(request_id)) is not None:
-                inbox.accept(request_id)
+            if (stream := self._streams.get(request_id)) is not None:
+                stream.accept(request_id)
         for refused in event.refused:
-            if (inbox := self._inboxes.pop(refused.id, None)) is not None:
-                inbox.fail(RequestRefused(refused))
+            if (stream := self._streams.pop(refused.id, None)) is not None:
+                stream.fail(RequestRefused(refused))
         for output in event.outputs:
-            inbox = self._inboxes.get(output.request_id)
-            if inbox is None:
+            stream = self._streams.get(output.request_id)
+            if stream is None:
                 continue
             if output.finish_reason is not None:
-                del self._inboxes[output.request_id]
-            inbox.put(output)
+                del self._streams[output.request_id]
+            stream.put(output)
 
     def _remember(self, stats: Stats) -> None:
         self.heard = now = time.monotonic()
@@ -318,15 +318,15 @@ class EngineClient:
         if self.dead is None:
             self.dead = why = why if isinstance(why, ShuttingDown) else self.on_death(why)
             self.died.set()
-            inboxes, self._inboxes = list(self._inboxes.values()), {}
-            for inbox in inboxes:
-                inbox.fail(why)
+            streams, self._streams = list(self._streams.values()), {}
+            for stream in streams:
+                stream.fail(why)
             for future in self._calls.values():
                 if not future.done():
                     future.set_exception(why)
 
 
-class Inbox:
+class RequestStream:
     """Outputs of some requests, for one reader. What the reader does not fetch is merged, so that it takes no more
     room than the answers themselves; it never holds up the engine.
     """

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from atomc.runtime.sampling_params import SamplingParams
-from atomc.runtime.server.client import Inbox
+from atomc.runtime.server.client import RequestStream
 from atomc.runtime.server.errors import failed, invalid
 from atomc.runtime.server.http import Json, request_id, while_connected
 from atomc.runtime.server.messages import Submit
@@ -30,22 +30,22 @@ async def embeddings(service: Service, body: EmbeddingRequest, request: Request)
                           "input", "context_length_exceeded")  # fmt: skip
     params = SamplingParams(max_tokens=1)
     submits = [Submit(service.client.next_id(), prompt, params, pooling=body.pooling) for prompt in prompts]
-    inbox = service.client.submit(submits)
+    stream = service.client.submit(submits)
     try:
-        found = await while_connected(request, _pooled(inbox, body, request_id(request)))
+        found = await while_connected(request, _pooled(stream, body, request_id(request)))
     finally:
-        inbox.close()
+        stream.close()
     data = [{"object": "embedding", "index": index, "embedding": found[submit.id]} for index, submit in enumerate(submits)]
     total = sum(map(len, prompts))
     return Json({"object": "list", "data": data, "model": model.names[0],
                  "usage": {"prompt_tokens": total, "total_tokens": total}})  # fmt: skip
 
 
-async def _pooled(inbox: Inbox, body: EmbeddingRequest, name: str) -> dict[str, msgspec.Raw]:
+async def _pooled(stream: RequestStream, body: EmbeddingRequest, name: str) -> dict[str, msgspec.Raw]:
     """The vector of each request, encoded."""
-    await inbox.accepted()
+    await stream.accepted()
     found: dict[str, msgspec.Raw] = {}
-    async for output in inbox:
+    async for output in stream:
         if output.error is not None:
             raise failed(output.error, name)
         if output.embedding is None:

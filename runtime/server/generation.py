@@ -10,7 +10,7 @@ from atomc.runtime.fence import RequestError, is_contained
 from atomc.runtime.logprobs import TokenLogprobs
 from atomc.runtime.output import TextDelta, TextStream
 from atomc.runtime.sampling_params import SamplingParams
-from atomc.runtime.server.client import EngineClient, Inbox, RequestRefused
+from atomc.runtime.server.client import EngineClient, RequestStream, RequestRefused
 from atomc.runtime.server.errors import APIError, failed, told
 from atomc.runtime.server.messages import Submit
 from atomc.runtime.server.metrics import Metrics
@@ -56,15 +56,15 @@ class Generation:
                 self._submits.append(submit)
                 stream = self._contained(TextStream, model.tokenizer, prompt, params)
                 self.choices[submit.id] = Choice(number * n + sibling, prompt, stream)
-        self._inbox: Inbox | None = None
+        self._request_stream: RequestStream | None = None
         self.started = time.monotonic()
         self._closed = False
 
     async def start(self) -> None:
         """Returns when the engine has taken all. Raises RequestRefused, APIError if the engine failed, or EngineDead."""
-        self._inbox = self._client.submit(self._submits)
+        self._request_stream = self._client.submit(self._submits)
         try:
-            await self._inbox.accepted()
+            await self._request_stream.accepted()
         except RequestRefused as refused:
             if refused.by_client:
                 raise
@@ -73,8 +73,8 @@ class Generation:
 
     async def __aiter__(self) -> AsyncIterator[tuple[Choice, TextDelta]]:
         """What is new of one answer, until all have ended. Raises EngineDead, and APIError if the engine gave one up."""
-        assert self._inbox is not None, "start() comes first"
-        async for output in self._inbox:
+        assert self._request_stream is not None, "start() comes first"
+        async for output in self._request_stream:
             choice = self.choices[output.request_id]
             choice.last = time.monotonic()
             if not choice.num_new:
@@ -93,7 +93,7 @@ class Generation:
             choice.finish_reason = delta.finish_reason
             if delta.finish_reason is not None:
                 if output.finish_reason is None:  # a stop string: the engine does not know it
-                    self._inbox.close(output.request_id)
+                    self._request_stream.close(output.request_id)
                 self._finished(choice)
             yield choice, delta
 
@@ -109,8 +109,8 @@ class Generation:
         if self._closed:
             return
         self._closed = True
-        if self._inbox is not None:
-            self._inbox.close()
+        if self._request_stream is not None:
+            self._request_stream.close()
         if not self._log_requests:
             return
         choices = self.choices.values()

@@ -68,14 +68,14 @@ class Service:
         await asyncio.shield(self._probe)
 
     async def _generate_one(self) -> None:
-        inbox = self.client.submit([Submit(self.client.next_id(), [0], SamplingParams(max_tokens=1, ignore_eos=True))])
+        stream = self.client.submit([Submit(self.client.next_id(), [0], SamplingParams(max_tokens=1, ignore_eos=True))])
         try:
             async with asyncio.timeout(READY_SECONDS):
-                await inbox.accepted()
-                async for output in inbox:
+                await stream.accepted()
+                async for output in stream:
                     if output.error is not None:
                         raise APIError(503, f"no token: {output.error.message}", "service_unavailable", code="not_ready")
         except TimeoutError as error:
             raise APIError(503, f"no token in {READY_SECONDS:.0f} s", "service_unavailable", code="not_ready") from error
         finally:
-            inbox.close()
+            stream.close()
