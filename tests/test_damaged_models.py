@@ -20,7 +20,7 @@ from atomc.runtime.config import EngineConfig
 from atomc.runtime.detokenizer import load_tokenizer
 from atomc.runtime.loading import load
 from atomc.runtime.server.config import ServerConfig
-from atomc.runtime.server.served import load_served
+from atomc.runtime.server.model_info import load_model_info
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
@@ -79,7 +79,7 @@ def refusals(folder: Path) -> set[str]:
         return None
 
     found = {refusal(lambda: load(EngineConfig(model=str(folder), device="cpu"), progress=False)),
-             refusal(lambda: load_served(folder, "model", ServerConfig())),
+             refusal(lambda: load_model_info(folder, "model", ServerConfig())),
              refusal(lambda: built(folder))}  # fmt: skip
     return {sentence for sentence in found if sentence is not None}
 

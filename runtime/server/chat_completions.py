@@ -47,8 +47,8 @@ async def chat_completions(service: Service, body: ChatRequest, request: Request
     kwargs = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         kwargs.setdefault("reasoning_effort", body.reasoning_effort)
-    text = await model.rendered(body.messages, calls.for_template, body.add_generation_prompt, kwargs)
-    prompt = await model.encoded_chat(text)
+    text = await model.render_chat(body.messages, calls.for_template, body.add_generation_prompt, kwargs)
+    prompt = await model.encode_chat(text)
     if not prompt:
         raise invalid("the conversation has no text", "messages")
     check_answers(body.n, body.top_logprobs, body.n * len(prompt), model.max_len, "messages")

@@ -136,7 +136,7 @@ class _Answers:
         prompt = self.body.prompt
         texts = [prompt] if isinstance(prompt, str) else prompt
         text = texts[choice.index // self.generation.n]
-        return text if isinstance(text, str) else await self.service.model.decoded(choice.prompt, skip_special_tokens=True)
+        return text if isinstance(text, str) else await self.service.model.decode(choice.prompt, skip_special_tokens=True)
 
     async def _logprobs(self, index: int, part: Part) -> dict[str, list[Any]]:
         """Those of the part; of a whole prompt in a thread, because they take long."""

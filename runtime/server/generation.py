@@ -10,11 +10,11 @@ from atomc.runtime.fence import RequestError, is_contained
 from atomc.runtime.logprobs import TokenLogprobs
 from atomc.runtime.output import TextDelta, TextStream
 from atomc.runtime.sampling_params import SamplingParams
-from atomc.runtime.server.client import EngineClient, RequestStream, RequestRefused
+from atomc.runtime.server.client import EngineClient, RequestRefused, RequestStream
 from atomc.runtime.server.errors import APIError, failed, told
 from atomc.runtime.server.messages import Submit
 from atomc.runtime.server.metrics import Metrics
-from atomc.runtime.server.served import Served
+from atomc.runtime.server.model_info import ModelInfo
 
 log = logging.getLogger("atomc.requests")
 P = ParamSpec("P")
@@ -40,7 +40,7 @@ class Generation:
     """`await start()`, iterate, `close()` whatever happened. Choice i * n + j is answer j to prompt i."""
 
     def __init__(
-        self, client: EngineClient, model: Served, metrics: Metrics, request_id: str, prompts: Sequence[Sequence[int]],
+        self, client: EngineClient, model: ModelInfo, metrics: Metrics, request_id: str, prompts: Sequence[Sequence[int]],
         params: SamplingParams, *, n: int = 1, priority: int = 0, salt: str | None = None,
         log_requests: bool = True,
     ) -> None:  # fmt: skip

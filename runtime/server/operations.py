@@ -13,8 +13,8 @@ from atomc.runtime.server.errors import APIError, invalid
 from atomc.runtime.server.http import Json
 from atomc.runtime.server.limits import TOKENS, at_most
 from atomc.runtime.server.metrics import CONTENT_TYPE
+from atomc.runtime.server.model_info import ModelInfo
 from atomc.runtime.server.protocol import DetokenizeRequest, TokenizeRequest
-from atomc.runtime.server.served import Served
 from atomc.runtime.server.service import Service
 
 STATS_SECONDS = 2.0
@@ -36,11 +36,11 @@ async def tokenize(service: Service, body: TokenizeRequest) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise invalid("expected either prompt or messages", "prompt")
     if body.prompt is not None:
-        (tokens,) = await model.encoded([body.prompt], body.add_special_tokens, most=max(TOKENS, model.max_len))
+        (tokens,) = await model.encode([body.prompt], body.add_special_tokens, most=max(TOKENS, model.max_len))
     else:
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools] if body.tools else None
-        text = await model.rendered(body.messages or [], tools, body.add_generation_prompt, body.chat_template_kwargs or {})
-        tokens = await model.encoded_chat(text)
+        text = await model.render_chat(body.messages or [], tools, body.add_generation_prompt, body.chat_template_kwargs or {})
+        tokens = await model.encode_chat(text)
     spelled = await asyncio.to_thread(_spelled, model, tokens) if body.return_token_strs else None
     return Json({"count": len(tokens), "max_model_len": model.max_len, "tokens": tokens, "token_strs": spelled})
 
@@ -49,11 +49,11 @@ async def detokenize(service: Service, body: DetokenizeRequest) -> Response:
     service.model.check_name(body.model)
     service.model.check_tokens(body.tokens, "tokens")
     at_most(max(TOKENS, service.model.max_len), body.tokens, "tokens", "tokens")
-    return Json({"prompt": await service.model.decoded(body.tokens)})
+    return Json({"prompt": await service.model.decode(body.tokens)})
 
 
-def _spelled(model: Served, tokens: Sequence[int]) -> list[str]:
-    return [model.token(token)[0] for token in tokens]
+def _spelled(model: ModelInfo, tokens: Sequence[int]) -> list[str]:
+    return [model.token_text_and_bytes(token)[0] for token in tokens]
 
 
 async def health(service: Service) -> Response:

@@ -26,7 +26,7 @@ async def prompt_tokens(
     check_answers(len(several) * n, logprobs, 0, model.max_len, param)
     tokens = list(several)
     if tokens and isinstance(tokens[0], str):
-        tokens = await model.encoded(tokens, add_special_tokens, param=param)
+        tokens = await model.encode(tokens, add_special_tokens, param=param)
     if not tokens or not all(tokens):
         raise invalid(f"{param} is empty, it needs at least one token", param)
     check_answers(len(tokens) * n, logprobs, n * sum(map(len, tokens)), model.max_len, param)

@@ -7,15 +7,15 @@ from atomc.runtime.sampling_params import ParameterError, SamplingParams, Struct
 from atomc.runtime.server.config import ServerConfig
 from atomc.runtime.server.errors import invalid
 from atomc.runtime.server.limits import CHOICES, STOP_TOKENS, STOPS, at_most, check_form, check_stops
+from atomc.runtime.server.model_info import ModelInfo
 from atomc.runtime.server.protocol import Generate, ResponseFormat
-from atomc.runtime.server.served import Served
 
 OPENAI_TEMPERATURE = 1.0
 SAME = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 def sampling_params(
-    body: Generate, model: Served, *, max_tokens: int | None, logprobs: int | None = None,
+    body: Generate, model: ModelInfo, *, max_tokens: int | None, logprobs: int | None = None,
     prompt_logprobs: int | None = None, structured: Structured | None = None, skip_special_tokens: bool = True,
 ) -> SamplingParams:  # fmt: skip
     """What the request says, else the model's defaults, else OpenAI's. Raises a 400 for values out of range."""
@@ -43,7 +43,7 @@ def sampling_params(
         raise invalid(str(error), error.name) from error
 
 
-def check_fits(num_prompt: int, max_tokens: int | None, model: Served) -> None:
+def check_fits(num_prompt: int, max_tokens: int | None, model: ModelInfo) -> None:
     """Raises a 400, with the numbers, if prompt and answer together are longer than the longest sequence."""
     room = model.max_len - num_prompt
     wanted = 1 if max_tokens is None else max_tokens

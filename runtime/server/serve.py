@@ -127,7 +127,7 @@ async def _run(
     from atomc.runtime.server.connection import timed_protocol
     from atomc.runtime.server.ending import Ending
     from atomc.runtime.server.metrics import Metrics
-    from atomc.runtime.server.served import load_served
+    from atomc.runtime.server.model_info import load_model_info
     from atomc.runtime.server.service import Service
     from atomc.runtime.server.web_server import WebServer
 
@@ -137,7 +137,7 @@ async def _run(
         model.max_len, model.vocab_size = client.info.max_len, client.info.vocab_size
 
     try:
-        model = load_served(folder, name, config)
+        model = load_model_info(folder, name, config)
         await client.connect()
         take_sizes()
         supervisor = Supervisor(client, restarts=config.restart_engine, timeout=config.engine_timeout, started=take_sizes)

@@ -16,8 +16,8 @@ from atomc.runtime.server.generation import Generation
 from atomc.runtime.server.http import while_connected
 from atomc.runtime.server.messages import Submit
 from atomc.runtime.server.metrics import Metrics
+from atomc.runtime.server.model_info import ModelInfo
 from atomc.runtime.server.protocol import Generate
-from atomc.runtime.server.served import Served
 
 log = logging.getLogger("atomc.server")
 READY_SECONDS = 30.0
@@ -30,7 +30,7 @@ class Service:
     """max_requests: answers that one HTTP request may ask for."""
 
     client: EngineClient
-    model: Served
+    model: ModelInfo
     config: ServerConfig
     metrics: Metrics
     max_requests: int

@@ -25,7 +25,7 @@ RENDER_SECONDS = 10.0
 
 
 @dataclass
-class Served:
+class ModelInfo:
     """One model and how clients speak to it.
 
     names       what clients call it; the first is in answers
@@ -59,7 +59,7 @@ class Served:
         if size is not None and tokens and max(tokens) >= size:
             raise invalid(f"{param}: token id {max(tokens)} is not in the vocabulary of {size} tokens", param)
 
-    async def encoded(self, texts: Sequence[str], add_special_tokens: bool = True, *, param: str = "prompt",
+    async def encode(self, texts: Sequence[str], add_special_tokens: bool = True, *, param: str = "prompt",
                       most: int | None = None) -> list[list[int]]:  # fmt: skip
         """The tokens of each text. Raises a 400 for one that has more than `most` (None: than the longest sequence), and
         if the model has no tokenizer."""
@@ -84,11 +84,11 @@ class Served:
                 (piece,) = self.tokenizer.encode_batch_fast([text[start : start + PIECE]], add_special_tokens=False)
                 least += max(len(piece) - AT_BORDER, 0)
                 if least > most:
-                    raise too_long(most, f"at least {least}", param)
+                    raise context_length_error(most, f"at least {least}", param)
         (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return list(encoding.ids)
 
-    async def rendered(
+    async def render_chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None,
         add_generation_prompt: bool, kwargs: Mapping[str, Any],
     ) -> str:  # fmt: skip
@@ -110,12 +110,12 @@ class Served:
         except ValueError as error:
             raise invalid(str(error), "messages") from error
 
-    async def encoded_chat(self, text: str) -> list[int]:
+    async def encode_chat(self, text: str) -> list[int]:
         """The tokens of a rendered conversation: no BOS is added, the template has written the one it wants."""
-        (tokens,) = await self.encoded([text], add_special_tokens=False, param="messages")
+        (tokens,) = await self.encode([text], add_special_tokens=False, param="messages")
         return tokens
 
-    async def decoded(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
+    async def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
         tokenizer = self.tokenizer
         if tokenizer is None:
             raise invalid("this model has no tokenizer")
@@ -125,7 +125,7 @@ class Served:
 
         return decode() if len(tokens) < LONG_TEXT else await asyncio.to_thread(decode)
 
-    def token(self, token_id: int) -> tuple[str, list[int]]:
+    def token_text_and_bytes(self, token_id: int) -> tuple[str, list[int]]:
         """Text and bytes of one token; a part of a character is U+FFFD in the text and itself in the bytes."""
         if self._texts is None:
             return f"token_id:{token_id}", []
@@ -133,19 +133,19 @@ class Served:
         return raw.decode(errors="replace"), list(raw)
 
 
-def too_long(most: int, length: str, param: str) -> APIError:
+def context_length_error(most: int, length: str, param: str) -> APIError:
     return invalid(f"this model's maximum context length is {most} tokens, and {param} has {length}: shorten it", param,
                    "context_length_exceeded")  # fmt: skip
 
 
-def load_served(folder: Path, name: str, config: ServerConfig) -> Served:
+def load_model_info(folder: Path, name: str, config: ServerConfig) -> ModelInfo:
     """What the files of a model's folder say. Raises ValueError and FileNotFoundError for what cannot be used."""
     from atomc.json_file import read_json
 
     model_config = read_json(folder / "config.json")
     template = load_chat_template(folder, Path(config.chat_template) if config.chat_template else None)
     source, model_type = template.source if template else "", model_config.get("model_type")
-    return Served(
+    return ModelInfo(
         names=config.served_model_name or (name,),
         tokenizer=load_tokenizer(folder),
         template=template,
