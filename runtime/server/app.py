@@ -19,7 +19,7 @@ from atomc.runtime.server.chat_completions import chat_completions
 from atomc.runtime.server.client import EngineDead, RequestRefused
 from atomc.runtime.server.completions import completions
 from atomc.runtime.server.embeddings import embeddings
-from atomc.runtime.server.errors import APIError, told
+from atomc.runtime.server.errors import APIError, to_api_error
 from atomc.runtime.server.http import AuthMiddleware, error_response
 from atomc.runtime.server.keys import Keys
 from atomc.runtime.server.service import Service
@@ -51,12 +51,12 @@ def create_app(service: Service) -> Any:
     _add_routes(app, service)
     app.include_router(status.router(service))
     for kind in (APIError, EngineDead, RequestRefused, Exception):
-        app.add_exception_handler(kind, _told)
-    app.add_exception_handler(ClientDisconnect, _nobody)
-    app.add_exception_handler(RequestValidationError, _invalid)
-    app.add_exception_handler(HTTPException, _of_framework)
+        app.add_exception_handler(kind, _on_error)
+    app.add_exception_handler(ClientDisconnect, _on_disconnect)
+    app.add_exception_handler(RequestValidationError, _on_validation_error)
+    app.add_exception_handler(HTTPException, _on_http_exception)
     # Text that is no Unicode, such as half a surrogate; where it is found first depends on the field.
-    app.add_exception_handler(UnicodeError, _not_text)
+    app.add_exception_handler(UnicodeError, _on_unicode_error)
     authenticated = AuthMiddleware(
         BodyBudget(app, service.config.max_bodies_bytes), keys=Keys(service.config.api_key), open_paths=OPEN_PATHS,
         max_body_bytes=service.config.max_body_bytes,
@@ -127,16 +127,16 @@ def _add_routes(app: FastAPI, service: Service) -> None:
         return await operations.profile(service, start=False)
 
 
-async def _told(request: Request, error: Exception) -> Response:
-    return error_response(told(error))
+async def _on_error(request: Request, error: Exception) -> Response:
+    return error_response(to_api_error(error))
 
 
-async def _nobody(request: Request, error: Exception) -> Response:
+async def _on_disconnect(request: Request, error: Exception) -> Response:
     """The client is gone: the answer goes nowhere, and counts as no error."""
     return Response()
 
 
-async def _invalid(request: Request, error: Exception) -> Response:
+async def _on_validation_error(request: Request, error: Exception) -> Response:
     """The first thing that is wrong with a body, and where."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
@@ -155,7 +155,7 @@ async def _invalid(request: Request, error: Exception) -> Response:
     return error_response(APIError(400, f"{'.'.join(place) or 'the body'}: {said}", param=name))
 
 
-async def _of_framework(request: Request, error: Exception) -> Response:
+async def _on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if isinstance(error.__cause__, APIError):  # raised by the middleware while FastAPI reads the body
         return error_response(error.__cause__)
@@ -164,5 +164,5 @@ async def _of_framework(request: Request, error: Exception) -> Response:
     return error_response(APIError(error.status_code, message, kind, headers=error.headers))
 
 
-async def _not_text(request: Request, error: Exception) -> Response:
+async def _on_unicode_error(request: Request, error: Exception) -> Response:
     return error_response(APIError(400, "the body has text that is not Unicode, such as half a surrogate pair"))

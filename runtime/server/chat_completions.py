@@ -192,7 +192,7 @@ class _Answers:
             yield DONE
         except Exception as error:
             self.generation.close(error)
-            yield event(self.service.told(error).body())
+            yield event(self.service.stream_error(error).body())
         finally:
             self.generation.close()
 

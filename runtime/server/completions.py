@@ -27,14 +27,14 @@ MANY = 128
 
 @dataclass
 class Part:
-    """What is new of one answer, in OpenAI's terms. told: the log-probabilities so far, in these terms."""
+    """What is new of one choice. openai_logprobs: the log-probabilities so far, as the API returns them."""
 
     text: str = ""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    told: dict[str, list[Any]] = field(default_factory=dict)
+    openai_logprobs: dict[str, list[Any]] = field(default_factory=dict)
 
 
 async def completions(service: Service, body: CompletionRequest, request: Request) -> Response:
@@ -51,7 +51,7 @@ async def completions(service: Service, body: CompletionRequest, request: Reques
     max_tokens = MAX_TOKENS if body.max_tokens is None else body.max_tokens
     for prompt in prompts:
         check_fits(len(prompt), max_tokens, model)
-    # To be told about the prompt only, as evaluations do, still takes a token.
+    # A request for the prompt log-probabilities only, as evaluations send, still computes one token.
     only_prompt = max_tokens == 0 and body.echo
     params = sampling_params(
         body, model, max_tokens=1 if only_prompt else max_tokens, logprobs=body.logprobs,
@@ -89,13 +89,13 @@ class _Answers:
                     logprobs = await self._logprobs(choice.index, new)
                     logprobs["top_logprobs"] = encoded(logprobs["top_logprobs"])
                     for name, values in logprobs.items():
-                        part.told.setdefault(name, []).extend(values)
+                        part.openai_logprobs.setdefault(name, []).extend(values)
                 part.finish_reason, part.stop_reason = new.finish_reason, new.stop_reason
         except BaseException as error:
             self.generation.close(error)
             raise
         self.generation.close()
-        choices = [_choice(index, part, part.told or None) for index, part in sorted(parts.items())]
+        choices = [_choice(index, part, part.openai_logprobs or None) for index, part in sorted(parts.items())]
         if self.body.prompt_logprobs is not None:
             for choice in self.generation.choices.values():
                 choices[choice.index]["prompt_logprobs"] = await asyncio.to_thread(_prompt_logprobs, choice)
@@ -117,7 +117,7 @@ class _Answers:
             yield DONE
         except Exception as error:
             self.generation.close(error)
-            yield event(self.service.told(error).body())
+            yield event(self.service.stream_error(error).body())
         finally:
             self.generation.close()
 

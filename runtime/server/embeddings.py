@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from atomc.runtime.sampling_params import SamplingParams
 from atomc.runtime.server.client import RequestStream
-from atomc.runtime.server.errors import failed, invalid
+from atomc.runtime.server.errors import from_request_error, invalid
 from atomc.runtime.server.http import Json, request_id, while_connected
 from atomc.runtime.server.messages import Submit
 from atomc.runtime.server.prompts import prompt_tokens
@@ -47,7 +47,7 @@ async def _pooled(stream: RequestStream, body: EmbeddingRequest, name: str) -> d
     found: dict[str, msgspec.Raw] = {}
     async for output in stream:
         if output.error is not None:
-            raise failed(output.error, name)
+            raise from_request_error(output.error, name)
         if output.embedding is None:
             raise invalid("this model is served for generation, it gives no embeddings", "model")
         found[output.request_id] = _encoded(output.embedding, body)

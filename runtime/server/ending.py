@@ -5,7 +5,7 @@ import asyncio
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from atomc.runtime.server.client import ShuttingDown
-from atomc.runtime.server.errors import told
+from atomc.runtime.server.errors import to_api_error
 from atomc.runtime.server.http import error_response
 
 
@@ -35,6 +35,6 @@ class Ending:
             await self.app(scope, receive, noted)
         except asyncio.CancelledError:
             if not begun:
-                await error_response(told(ShuttingDown()))(scope, receive, send)
+                await error_response(to_api_error(ShuttingDown()))(scope, receive, send)
         finally:
             self._requests.discard(request)

@@ -11,7 +11,7 @@ from atomc.runtime.logprobs import TokenLogprobs
 from atomc.runtime.output import TextDelta, TextStream
 from atomc.runtime.sampling_params import SamplingParams
 from atomc.runtime.server.client import EngineClient, RequestRefused, RequestStream
-from atomc.runtime.server.errors import APIError, failed, told
+from atomc.runtime.server.errors import APIError, from_request_error, to_api_error
 from atomc.runtime.server.messages import Submit
 from atomc.runtime.server.metrics import Metrics
 from atomc.runtime.server.model_info import ModelInfo
@@ -69,7 +69,7 @@ class Generation:
             if refused.by_client:
                 raise
             log.error("request %s failed: %s", self._request_id, refused)
-            raise failed(RequestError(str(refused)), self._request_id) from refused
+            raise from_request_error(RequestError(str(refused)), self._request_id) from refused
 
     async def __aiter__(self) -> AsyncIterator[tuple[Choice, TextDelta]]:
         """What is new of one answer, until all have ended. Raises EngineDead, and APIError if the engine gave one up."""
@@ -85,7 +85,7 @@ class Generation:
                 if not output.error.by_client:
                     log.error("request %s failed, %s in the engine: %s", self._request_id, output.request_id,
                               output.error.message)  # fmt: skip
-                raise failed(output.error, self._request_id)
+                raise from_request_error(output.error, self._request_id)
             if output.finish_reason == "abort":
                 raise APIError(500, "the engine gave this request up", "server_error")
             delta = self._contained(choice.stream.add, output)
@@ -115,7 +115,7 @@ class Generation:
             return
         choices = self.choices.values()
         first = min((choice.first for choice in choices if choice.first), default=None)
-        ended = (told(error).code or "error") if isinstance(error, Exception) else "disconnect"
+        ended = (to_api_error(error).code or "error") if isinstance(error, Exception) else "disconnect"
         reasons = sorted({choice.finish_reason or ended for choice in choices})
         log.info(
             "request %s: prompt %d, cached %d, new %d, ttft %s, seconds %.3f, finish %s", self._request_id,
@@ -134,7 +134,7 @@ class Generation:
             if not is_contained(error):
                 raise
             log.error("request %s failed while its text was made", self._request_id, exc_info=error)
-            raise failed(RequestError("the server failed while it made the text"), self._request_id) from error
+            raise from_request_error(RequestError("the server failed while it made the text"), self._request_id) from error
 
     def _finished(self, choice: Choice) -> None:
         metrics = self._metrics

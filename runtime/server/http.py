@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from atomc.runtime.server.errors import APIError, told
+from atomc.runtime.server.errors import APIError, to_api_error
 from atomc.runtime.server.keys import Keys
 
 log = logging.getLogger("atomc.server")
@@ -124,7 +124,7 @@ class AuthMiddleware:
             if not isinstance(error, APIError):
                 log.exception("request %s failed", name)
             if not begun:
-                await error_response(told(error))(scope, receive, send_with_id)
+                await error_response(to_api_error(error))(scope, receive, send_with_id)
 
     def _check(self, path: str, headers: Headers) -> None:
         if path not in self.open_paths and not self.keys.admit(headers.raw):

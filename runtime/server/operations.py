@@ -39,7 +39,8 @@ async def tokenize(service: Service, body: TokenizeRequest) -> Response:
         (tokens,) = await model.encode([body.prompt], body.add_special_tokens, most=max(TOKENS, model.max_len))
     else:
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools] if body.tools else None
-        text = await model.render_chat(body.messages or [], tools, body.add_generation_prompt, body.chat_template_kwargs or {})
+        kwargs = body.chat_template_kwargs or {}
+        text = await model.render_chat(body.messages or [], tools, body.add_generation_prompt, kwargs)
         tokens = await model.encode_chat(text)
     spelled = await asyncio.to_thread(_spelled, model, tokens) if body.return_token_strs else None
     return Json({"count": len(tokens), "max_model_len": model.max_len, "tokens": tokens, "token_strs": spelled})

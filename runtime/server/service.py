@@ -11,7 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 from atomc.runtime.sampling_params import SamplingParams
 from atomc.runtime.server.client import EngineClient
 from atomc.runtime.server.config import ServerConfig
-from atomc.runtime.server.errors import APIError, told
+from atomc.runtime.server.errors import APIError, to_api_error
 from atomc.runtime.server.generation import Generation
 from atomc.runtime.server.http import while_connected
 from atomc.runtime.server.messages import Submit
@@ -52,16 +52,16 @@ class Service:
             generation.close(None if isinstance(error, ClientDisconnect) else error)
             raise
 
-    def told(self, error: Exception) -> APIError:
-        """What the client is told in the middle of a stream; the log hears of what is nobody's fault but ours."""
-        found = told(error)
+    def stream_error(self, error: Exception) -> APIError:
+        """The error event of a stream that has begun; logs internal errors."""
+        found = to_api_error(error)
         if found.status == 500 and not isinstance(error, APIError):
             log.error("a stream failed", exc_info=error)
         self.metrics.refused.labels(self.metrics.model, found.status).inc()
         return found
 
     async def ready(self) -> None:
-        """Generates one token, at most one a second: probes share its outcome. Raises what `told` understands."""
+        """Generates one token, at most one a second: probes share its outcome. Raises what `to_api_error` handles."""
         now = time.monotonic()
         if self._probe is None or (self._probe.done() and now - self._probed > PROBE_SECONDS):
             self._probe, self._probed = asyncio.create_task(self._generate_one()), now
