@@ -28,9 +28,9 @@ from atomc.runtime.server.process import main
 from atomc.runtime.stats import Stats
 
 PING_SECONDS = 2.0
-PAST_SECONDS = 180.0
+HISTORY_SECONDS = 180.0
 STOP_SECONDS = 1.5
-LOWER = "--kv-bytes, --max-num-seqs or --max-model-len"
+MEMORY_FLAGS = "--kv-bytes, --max-num-seqs or --max-model-len"
 
 
 class EngineDead(Exception):
@@ -81,9 +81,9 @@ class EngineProcess:
         )
         self.process.start()
 
-    def close(self, patience: float = 0.0) -> None:
+    def close(self, timeout: float = 0.0) -> None:
         """Waits so many seconds for the process to end, then kills it."""
-        self.process.join(patience)
+        self.process.join(timeout)
         self.kill()
         self.process.join()
 
@@ -107,15 +107,15 @@ class EngineClient:
     info: Started
     start_seconds: float
 
-    def __init__(self, engine: EngineProcess, *, patience: float = 60.0) -> None:
-        self.patience = patience
+    def __init__(self, engine: EngineProcess, *, health_timeout: float = 60.0) -> None:
+        self.health_timeout = health_timeout
         self.stats: Stats | None = None
-        self.heard = time.monotonic()
-        self.past: deque[tuple[float, int]] = deque()
+        self.stats_time = time.monotonic()
+        self.token_history: deque[tuple[float, int]] = deque()
         self.dead: EngineDead | None = None
-        self.died = asyncio.Event()
+        self.died_event = asyncio.Event()
         self.on_death: Callable[[EngineDead], EngineDead] = lambda why: why
-        self.writes_profile = False
+        self.writing_profile = False
         self.restarts = 0
         self._streams: dict[str, RequestStream] = {}
         self._calls: dict[int, asyncio.Future[str]] = {}
@@ -130,7 +130,7 @@ class EngineClient:
         """Wait for this process to connect."""
         self.engine = engine
         self._attached = time.monotonic()
-        self._asked: float | None = None
+        self._ping_sent: float | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._started: asyncio.Future[Started] = asyncio.get_running_loop().create_future()
         self._socket = zmq.asyncio.Context().socket(zmq.PAIR)
@@ -140,13 +140,13 @@ class EngineClient:
 
     async def connect(self) -> None:
         """Returns when the engine is ready. Raises EngineFailed if it cannot start."""
-        asyncio.get_running_loop().add_reader(self.engine.process.sentinel, self._exited, self.engine)
+        asyncio.get_running_loop().add_reader(self.engine.process.sentinel, self._on_sentinel, self.engine)
         self._tasks.append(asyncio.create_task(self._receive()))
         self.info = await self._started
         self.start_seconds = time.monotonic() - self._attached
         self.dead = None
-        self.died.clear()
-        self.past.clear()
+        self.died_event.clear()
+        self.token_history.clear()
         self._tasks.append(asyncio.create_task(self._ping()))
         await self.call("stats")
 
@@ -158,9 +158,9 @@ class EngineClient:
         await self.connect()
         self.restarts += 1
 
-    def end(self, why: str) -> None:
+    def kill_engine(self, why: str) -> None:
         """Kill the engine's process, as if it had died."""
-        self._die(EngineDead(why))
+        self._mark_dead(EngineDead(why))
         self.engine.kill()
 
     async def close(self) -> None:
@@ -168,32 +168,33 @@ class EngineClient:
         serves = self.dead is None and hasattr(self, "info")
         if serves:
             self._send(messages.Stop())
-        self._die(ShuttingDown())
+        self._mark_dead(ShuttingDown())
         # While it starts it hears nothing.
         await self._detach(STOP_SECONDS if serves else 0.0)
         self._closer.shutdown()
 
-    async def _detach(self, patience: float) -> None:
+    async def _detach(self, timeout: float) -> None:
         """Ends the process, after so many seconds by force, and drops what belongs to it."""
         loop = asyncio.get_running_loop()
         loop.remove_reader(self.engine.process.sentinel)
-        await loop.run_in_executor(self._closer, self.engine.close, patience)
+        await loop.run_in_executor(self._closer, self.engine.close, timeout)
         for task in self._tasks:
             task.cancel()
         self._socket.close()
         self._socket.context.term()
 
     @property
-    def silent(self) -> float:
+    def unanswered_seconds(self) -> float:
         """Seconds that the engine has been asked something without an answer."""
-        return time.monotonic() - self._asked if self._asked is not None else 0.0
+        return time.monotonic() - self._ping_sent if self._ping_sent is not None else 0.0
 
     @property
-    def sick(self) -> str | None:
+    def unhealthy_reason(self) -> str | None:
         """Why the engine cannot serve, in a sentence; None if it can."""
         if self.dead is not None:
             return str(self.dead)
-        return f"the engine has not answered for {self.silent:.0f} s" if self.silent > self.patience else None
+        seconds = self.unanswered_seconds
+        return f"the engine has not answered for {seconds:.0f} s" if seconds > self.health_timeout else None
 
     def submit(self, requests: Sequence[Submit]) -> "RequestStream":
         """Hand the requests on; what comes back is in the stream. Raises EngineDead."""
@@ -228,12 +229,12 @@ class EngineClient:
         future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._calls[number] = future
         self._send(Call(number, name, folder))
-        self.writes_profile |= name == "stop_profile"
+        self.writing_profile |= name == "stop_profile"
         try:
             return await future
         finally:
             self._calls.pop(number, None)
-            self.writes_profile &= name != "stop_profile"
+            self.writing_profile &= name != "stop_profile"
 
     def _check(self) -> None:
         if self.dead is not None:
@@ -245,12 +246,12 @@ class EngineClient:
 
     async def _receive(self) -> None:
         while True:
-            self._take(self._decode(await self._socket.recv()))
+            self._handle(self._decode(await self._socket.recv()))
 
-    def _take(self, event: messages.Event) -> None:
+    def _handle(self, event: messages.Event) -> None:
         match event:
             case Progress():
-                self._progress(event)
+                self._handle_progress(event)
             case Reply(number, value, error):
                 future = self._calls.get(number)
                 if future is not None and not future.done():
@@ -263,11 +264,11 @@ class EngineClient:
             case Failed(message, by_user):
                 if not self._started.done():
                     self._started.set_exception(EngineFailed(message, by_user))
-                self._die(EngineDead(message))
+                self._mark_dead(EngineDead(message))
 
-    def _progress(self, event: Progress) -> None:
+    def _handle_progress(self, event: Progress) -> None:
         if event.stats is not None:
-            self._remember(event.stats)
+            self._record_stats(event.stats)
         for request_id in event.accepted:
             if (stream := self._streams.get(request_id)) is not None:
                 stream.accept(request_id)
@@ -282,42 +283,42 @@ class EngineClient:
                 del self._streams[output.request_id]
             stream.put(output)
 
-    def _remember(self, stats: Stats) -> None:
-        self.heard = now = time.monotonic()
+    def _record_stats(self, stats: Stats) -> None:
+        self.stats_time = now = time.monotonic()
         self.stats = stats
-        self.past.append((now, stats.generated_tokens))
-        while self.past[0][0] < now - PAST_SECONDS:
-            self.past.popleft()
+        self.token_history.append((now, stats.generated_tokens))
+        while self.token_history[0][0] < now - HISTORY_SECONDS:
+            self.token_history.popleft()
 
     async def _ping(self) -> None:
         with contextlib.suppress(EngineDead):
             while True:
                 await asyncio.sleep(PING_SECONDS)
-                self._asked = time.monotonic()
+                self._ping_sent = time.monotonic()
                 await self.call("stats")
-                self._asked = None
+                self._ping_sent = None
 
-    def _exited(self, engine: EngineProcess) -> None:
+    def _on_sentinel(self, engine: EngineProcess) -> None:
         asyncio.get_running_loop().remove_reader(engine.process.sentinel)
         engine.process.join()
         # Its last words may still be on the way.
-        asyncio.get_running_loop().call_later(0.1, self._lost, engine)
+        asyncio.get_running_loop().call_later(0.1, self._on_exit, engine)
 
-    def _lost(self, engine: EngineProcess) -> None:
+    def _on_exit(self, engine: EngineProcess) -> None:
         if engine is not self.engine:  # it was replaced meanwhile
             return
         exitcode = engine.process.exitcode
         how = f"was killed by signal {-exitcode}" if exitcode and exitcode < 0 else f"ended with code {exitcode}"
         if not self._started.done():
             # So the system ends a process when memory runs out.
-            why = f", perhaps for lack of memory: lower {LOWER}" if exitcode == -signal.SIGKILL else ""
+            why = f", perhaps for lack of memory: lower {MEMORY_FLAGS}" if exitcode == -signal.SIGKILL else ""
             self._started.set_exception(EngineFailed(f"the engine's process {how} while it started{why}", False))
-        self._die(EngineDead(f"the engine's process {how}"))
+        self._mark_dead(EngineDead(f"the engine's process {how}"))
 
-    def _die(self, why: EngineDead) -> None:
+    def _mark_dead(self, why: EngineDead) -> None:
         if self.dead is None:
             self.dead = why = why if isinstance(why, ShuttingDown) else self.on_death(why)
-            self.died.set()
+            self.died_event.set()
             streams, self._streams = list(self._streams.values()), {}
             for stream in streams:
                 stream.fail(why)
@@ -333,53 +334,53 @@ class RequestStream:
 
     def __init__(self, client: EngineClient, ids: Sequence[str]) -> None:
         self._client = client
-        self._open = set(ids)
-        self._unanswered = set(ids)
-        self._pending: dict[str, _Pending] = {}
-        self._answered, self._wake = asyncio.Event(), asyncio.Event()
+        self._unfinished = set(ids)
+        self._not_accepted = set(ids)
+        self._pending: dict[str, _MergedOutput] = {}
+        self._accepted, self._wake = asyncio.Event(), asyncio.Event()
         self._error: Exception | None = None
 
-    async def accepted(self) -> None:
+    async def wait_accepted(self) -> None:
         """Returns when the engine has taken all requests. Raises RequestRefused (then none is left), EngineDead."""
-        await self._answered.wait()
+        await self._accepted.wait()
         if self._error is not None:
             raise self._error
 
     async def __aiter__(self) -> AsyncIterator[Output]:
         """What has come since the last, until all requests have finished. Raises EngineDead."""
-        while self._open:
+        while self._unfinished:
             await self._wait()
             pending, self._pending = self._pending, {}
             for request_id, part in pending.items():
                 # The reader may have closed it meanwhile.
-                if request_id in self._open:
+                if request_id in self._unfinished:
                     if part.finish_reason is not None:
-                        self._open.discard(request_id)
+                        self._unfinished.discard(request_id)
                     yield part.output(request_id)
 
     def close(self, request_id: str | None = None) -> None:
         """End one request, or all that are left."""
-        ids = list(self._open) if request_id is None else [request_id]
-        self._open.difference_update(ids)
+        ids = list(self._unfinished) if request_id is None else [request_id]
+        self._unfinished.difference_update(ids)
         self._client.abort(ids)
 
     def accept(self, request_id: str) -> None:
-        self._unanswered.discard(request_id)
-        if not self._unanswered:
-            self._answered.set()
+        self._not_accepted.discard(request_id)
+        if not self._not_accepted:
+            self._accepted.set()
 
     def put(self, output: Output) -> None:
         part = self._pending.get(output.request_id)
         if part is None:
-            self._pending[output.request_id] = _Pending(output)
+            self._pending[output.request_id] = _MergedOutput(output)
         else:
             part.add(output)
         self._wake.set()
 
     def fail(self, error: Exception) -> None:
         self._error = self._error or error
-        self._client.abort(self._open)
-        self._answered.set()
+        self._client.abort(self._unfinished)
+        self._accepted.set()
         self._wake.set()
 
     async def _wait(self) -> None:
@@ -390,7 +391,7 @@ class RequestStream:
             raise self._error
 
 
-class _Pending:
+class _MergedOutput:
     """Outputs of one request that follow each other, as one."""
 
     def __init__(self, first: Output) -> None:

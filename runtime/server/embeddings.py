@@ -43,7 +43,7 @@ async def embeddings(service: Service, body: EmbeddingRequest, request: Request)
 
 async def _pooled(stream: RequestStream, body: EmbeddingRequest, name: str) -> dict[str, msgspec.Raw]:
     """The vector of each request, encoded."""
-    await stream.accepted()
+    await stream.wait_accepted()
     found: dict[str, msgspec.Raw] = {}
     async for output in stream:
         if output.error is not None:

@@ -64,7 +64,7 @@ class Generation:
         """Returns when the engine has taken all. Raises RequestRefused, APIError if the engine failed, or EngineDead."""
         self._request_stream = self._client.submit(self._submits)
         try:
-            await self._request_stream.accepted()
+            await self._request_stream.wait_accepted()
         except RequestRefused as refused:
             if refused.by_client:
                 raise

@@ -64,7 +64,7 @@ class _OfEngine:
 
     def collect(self) -> Iterable[Metric]:
         stats = self.client.stats
-        yield self._gauge("up", "1 while the engine can serve.", 0.0 if self.client.sick else 1.0)
+        yield self._gauge("up", "1 while the engine can serve.", 0.0 if self.client.unhealthy_reason else 1.0)
         if stats is None:
             return
         used = stats.kv_blocks_used / max(stats.kv_blocks_total, 1)

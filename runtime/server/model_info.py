@@ -13,8 +13,8 @@ from atomc.runtime.server.chat import ChatTemplate, load_chat_template
 from atomc.runtime.server.config import ServerConfig
 from atomc.runtime.server.errors import APIError, invalid
 from atomc.runtime.server.limits import MESSAGES, TOOLS, at_most
-from atomc.runtime.server.patience import within
 from atomc.runtime.server.reasoning import REASONING_PARSERS, detect_reasoning
+from atomc.runtime.server.timeout import run_with_timeout
 from atomc.runtime.server.tools import TOOL_PARSERS, detect
 
 # Longer texts are tokenized in a thread, so that nobody waits for them.
@@ -103,7 +103,7 @@ class ModelInfo:
             return template.render(messages, tools, **{**kwargs, "add_generation_prompt": add_generation_prompt})
 
         try:
-            return await asyncio.to_thread(within, RENDER_SECONDS, render)
+            return await asyncio.to_thread(run_with_timeout, RENDER_SECONDS, render)
         except TimeoutError as error:
             raise invalid(f"the chat template takes more than {RENDER_SECONDS:.0f} s for this conversation",
                           "messages") from error  # fmt: skip

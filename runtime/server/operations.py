@@ -61,9 +61,9 @@ async def health(service: Service) -> Response:
     """Whether the engine's process lives and answers."""
     if isinstance(service.client.dead, EngineRestarting):
         raise service.client.dead
-    sick = service.client.sick
-    if sick is not None:
-        raise APIError(503, sick, "service_unavailable", code="engine_dead")
+    reason = service.client.unhealthy_reason
+    if reason is not None:
+        raise APIError(503, reason, "service_unavailable", code="engine_dead")
     return Json({"status": "ok"})
 
 

@@ -131,7 +131,7 @@ async def _run(
     from atomc.runtime.server.service import Service
     from atomc.runtime.server.web_server import WebServer
 
-    client = EngineClient(process, patience=config.engine_patience)
+    client = EngineClient(process, health_timeout=config.engine_patience)
 
     def take_sizes() -> None:
         model.max_len, model.vocab_size = client.info.max_len, client.info.vocab_size

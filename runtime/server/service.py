@@ -71,7 +71,7 @@ class Service:
         stream = self.client.submit([Submit(self.client.next_id(), [0], SamplingParams(max_tokens=1, ignore_eos=True))])
         try:
             async with asyncio.timeout(READY_SECONDS):
-                await stream.accepted()
+                await stream.wait_accepted()
                 async for output in stream:
                     if output.error is not None:
                         raise APIError(503, f"no token: {output.error.message}", "service_unavailable", code="not_ready")

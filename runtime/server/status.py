@@ -62,15 +62,16 @@ class Status:
         client, metrics = self._client, self._service.metrics
         await self._refresh()
         now = time.monotonic()
-        found = {"model": metrics.model, "sick": client.sick, "stats": asdict(client.stats) if client.stats else None,
-                 "age": now - client.heard, "uptime": now - self._service.started, "restarts": client.restarts,
+        found = {"model": metrics.model, "sick": client.unhealthy_reason,
+                 "stats": asdict(client.stats) if client.stats else None, "age": now - client.stats_time,
+                 "uptime": now - self._service.started, "restarts": client.restarts,
                  "errors": metrics.errors(), "first_token": first_tokens(metrics.lately)}  # fmt: skip
         names = ("device", "max_len", "kv_tokens", "num_sequences", "phases")
         found |= {"class": client.info.model, **{name: getattr(client.info, name) for name in names}}
-        return found | {"speeds": speeds(client.past, now), "compiler": self._compiled}
+        return found | {"speeds": speeds(client.token_history, now), "compiler": self._compiled}
 
     async def _refresh(self) -> None:
-        if time.monotonic() - self._asked < FRESH_SECONDS or self._client.sick:
+        if time.monotonic() - self._asked < FRESH_SECONDS or self._client.unhealthy_reason:
             return
         self._asked = time.monotonic()
         try:

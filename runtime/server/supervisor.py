@@ -36,7 +36,7 @@ class Supervisor:
         watch = asyncio.create_task(self._end_silent())
         try:
             while True:
-                await self._client.died.wait()
+                await self._client.died_event.wait()
                 dead = self._client.dead
                 assert dead is not None
                 if not isinstance(dead, EngineRestarting):
@@ -77,8 +77,9 @@ class Supervisor:
         client = self._client
         while self._timeout:
             await asyncio.sleep(CHECK_SECONDS)
-            if client.dead is None and client.silent > self._timeout and not client.writes_profile:
-                client.end(f"the engine did not answer for {client.silent:.0f} s (--engine-timeout) and was killed")
+            seconds = client.unanswered_seconds
+            if client.dead is None and seconds > self._timeout and not client.writing_profile:
+                client.kill_engine(f"the engine did not answer for {seconds:.0f} s (--engine-timeout) and was killed")
 
 
 def backoff(attempt: int) -> float:

@@ -8,7 +8,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def within(seconds: float, work: Callable[[], T]) -> T:
+def run_with_timeout(seconds: float, work: Callable[[], T]) -> T:
     """What the work gives, in this thread. Raises TimeoutError in the middle of it if it takes longer.
 
     That ends Python code, such as a template that loops; a single call of C code ends first.
