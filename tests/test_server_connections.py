@@ -13,8 +13,8 @@ pytest.importorskip("tokenizers")
 httpx = pytest.importorskip("httpx")
 from serving import serving  # noqa: E402
 
+from atomc.runtime.server.api_keys import ApiKeys, read_keys  # noqa: E402
 from atomc.runtime.server.config import ServerConfig  # noqa: E402
-from atomc.runtime.server.keys import Keys, read_keys  # noqa: E402
 
 pytestmark = pytest.mark.xdist_group("server connections")
 KEY, IN_FILE = "schl\u00fcssel", "\u9375"
@@ -100,7 +100,7 @@ def test_a_key_that_is_not_ascii_opens(server, header):
     [b"Bearer wrong", b"Bearer " + KEY.encode()], [b"Bearer " + KEY.encode()] * 2,
 ])  # fmt: skip
 def test_anything_but_one_key_does_not(headers):
-    assert not Keys([KEY]).admit([(b"authorization", header) for header in headers])
+    assert not ApiKeys([KEY]).authorizes([(b"authorization", header) for header in headers])
 
 
 @pytest.mark.parametrize("key, part", [

@@ -12,16 +12,16 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from atomc.runtime.server import operations, protocol, status
-from atomc.runtime.server.body import body_route
-from atomc.runtime.server.body_budget import BodyBudget
-from atomc.runtime.server.body_timeout import BodyTimeout
+from atomc.runtime.server.api_keys import ApiKeys
+from atomc.runtime.server.body_budget import BodyBudgetMiddleware
+from atomc.runtime.server.body_timeout import BodyTimeoutMiddleware
 from atomc.runtime.server.chat_completions import chat_completions
 from atomc.runtime.server.client import EngineDead, RequestRefused
 from atomc.runtime.server.completions import completions
 from atomc.runtime.server.embeddings import embeddings
 from atomc.runtime.server.errors import APIError, to_api_error
 from atomc.runtime.server.http import AuthMiddleware, error_response
-from atomc.runtime.server.keys import Keys
+from atomc.runtime.server.json_body import checked_json_route
 from atomc.runtime.server.service import Service
 
 # The page at / holds nothing of this server; what it shows comes from /status, which needs a key.
@@ -47,7 +47,7 @@ def create_app(service: Service) -> Any:
         code: {"model": ErrorAnswer, "description": HTTPStatus(code).phrase} for code in (400, 401, 404, 413, 429, 500, 503)
     }
     app = FastAPI(title="atomc", docs_url=None, redoc_url=None, responses=answers)
-    app.router.route_class = body_route(lambda: service.model.max_len)
+    app.router.route_class = checked_json_route(lambda: service.model.max_len)
     _add_routes(app, service)
     app.include_router(status.router(service))
     for kind in (APIError, EngineDead, RequestRefused, Exception):
@@ -58,11 +58,12 @@ def create_app(service: Service) -> Any:
     # Text that is no Unicode, such as half a surrogate; where it is found first depends on the field.
     app.add_exception_handler(UnicodeError, _on_unicode_error)
     authenticated = AuthMiddleware(
-        BodyBudget(app, service.config.max_bodies_bytes), keys=Keys(service.config.api_key), open_paths=OPEN_PATHS,
+        BodyBudgetMiddleware(app, service.config.max_bodies_bytes),
+        keys=ApiKeys(service.config.api_key), open_paths=OPEN_PATHS,
         max_body_bytes=service.config.max_body_bytes,
-        refused=lambda code: service.metrics.refused.labels(service.metrics.model, code).inc(),
+        count_error=lambda code: service.metrics.refused.labels(service.metrics.model, code).inc(),
     )  # fmt: skip
-    timed = BodyTimeout(authenticated, service.config.body_timeout)
+    timed = BodyTimeoutMiddleware(authenticated, service.config.body_timeout)
     if not service.config.allow_origin:
         return timed
     return CORSMiddleware(timed, allow_origins=service.config.allow_origin, allow_methods=["GET", "POST"],

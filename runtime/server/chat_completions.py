@@ -16,7 +16,7 @@ from atomc.runtime.server.answer import Answer, hides_markers
 from atomc.runtime.server.errors import invalid
 from atomc.runtime.server.forced_tools import ListedCalls, NamedCall, arguments_schema, calls_schema
 from atomc.runtime.server.generation import Generation
-from atomc.runtime.server.http import DONE, EventStream, Json, event, request_id, while_connected
+from atomc.runtime.server.http import SSE_DONE, EventStream, JSONResponse, cancel_on_disconnect, request_id, sse_event
 from atomc.runtime.server.limits import TOOLS, at_most, check_answers
 from atomc.runtime.server.logprobs import chat_logprobs, encoded
 from atomc.runtime.server.pieces import Content, Parser, Piece, Reasoning, ToolArguments, ToolStart
@@ -71,7 +71,7 @@ async def chat_completions(service: Service, body: ChatRequest, request: Request
     answers = _Answers(service, body, request_id(request), generation, calls, opening)
     if body.stream:
         return EventStream(answers.stream())
-    return Json(await while_connected(request, answers.whole()))
+    return JSONResponse(await cancel_on_disconnect(request, answers.whole()))
 
 
 @dataclass(frozen=True)
@@ -186,13 +186,13 @@ class _Answers:
                 one = self.ones[choice.index]
                 for chunk in self._chunks(one, choice.index, delta):
                     usage = {"usage": self.generation.usage()} if options and options.continuous_usage_stats else {}
-                    yield event({**head, "choices": [chunk], **usage})
+                    yield sse_event({**head, "choices": [chunk], **usage})
             if options is not None and options.include_usage:
-                yield event({**head, "choices": [], "usage": self.generation.usage()})
-            yield DONE
+                yield sse_event({**head, "choices": [], "usage": self.generation.usage()})
+            yield SSE_DONE
         except Exception as error:
             self.generation.close(error)
-            yield event(self.service.stream_error(error).body())
+            yield sse_event(self.service.stream_error(error).body())
         finally:
             self.generation.close()
 

@@ -14,7 +14,7 @@ from atomc.runtime.logprobs import TokenLogprobs
 from atomc.runtime.output import TextDelta
 from atomc.runtime.server.errors import invalid
 from atomc.runtime.server.generation import Choice, Generation
-from atomc.runtime.server.http import DONE, EventStream, Json, event, request_id, while_connected
+from atomc.runtime.server.http import SSE_DONE, EventStream, JSONResponse, cancel_on_disconnect, request_id, sse_event
 from atomc.runtime.server.logprobs import completion_logprobs, encoded
 from atomc.runtime.server.prompts import prompt_tokens
 from atomc.runtime.server.protocol import CompletionRequest
@@ -63,7 +63,7 @@ async def completions(service: Service, body: CompletionRequest, request: Reques
     answers = _Answers(service, body, request_id(request), generation, only_prompt)
     if body.stream:
         return EventStream(answers.stream())
-    return Json(await while_connected(request, answers.whole()))
+    return JSONResponse(await cancel_on_disconnect(request, answers.whole()))
 
 
 class _Answers:
@@ -111,13 +111,13 @@ class _Answers:
                     chunk = {**self.head, "choices": [_choice(choice.index, part, logprobs)]}
                     if options is not None and options.continuous_usage_stats:
                         chunk["usage"] = self.generation.usage()
-                    yield event(chunk)
+                    yield sse_event(chunk)
             if options is not None and options.include_usage:
-                yield event({**self.head, "choices": [], "usage": self.generation.usage()})
-            yield DONE
+                yield sse_event({**self.head, "choices": [], "usage": self.generation.usage()})
+            yield SSE_DONE
         except Exception as error:
             self.generation.close(error)
-            yield event(self.service.stream_error(error).body())
+            yield sse_event(self.service.stream_error(error).body())
         finally:
             self.generation.close()
 

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from atomc.runtime.server.keys import check_key
+from atomc.runtime.server.api_keys import check_key
 
 
 def _option(default: Any, text: str, group: str = "server") -> Any:

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from atomc.runtime.sampling_params import SamplingParams
 from atomc.runtime.server.client import RequestStream
 from atomc.runtime.server.errors import from_request_error, invalid
-from atomc.runtime.server.http import Json, request_id, while_connected
+from atomc.runtime.server.http import JSONResponse, cancel_on_disconnect, request_id
 from atomc.runtime.server.messages import Submit
 from atomc.runtime.server.prompts import prompt_tokens
 from atomc.runtime.server.protocol import EmbeddingRequest
@@ -32,12 +32,12 @@ async def embeddings(service: Service, body: EmbeddingRequest, request: Request)
     submits = [Submit(service.client.next_id(), prompt, params, pooling=body.pooling) for prompt in prompts]
     stream = service.client.submit(submits)
     try:
-        found = await while_connected(request, _pooled(stream, body, request_id(request)))
+        found = await cancel_on_disconnect(request, _pooled(stream, body, request_id(request)))
     finally:
         stream.close()
     data = [{"object": "embedding", "index": index, "embedding": found[submit.id]} for index, submit in enumerate(submits)]
     total = sum(map(len, prompts))
-    return Json({"object": "list", "data": data, "model": model.names[0],
+    return JSONResponse({"object": "list", "data": data, "model": model.names[0],
                  "usage": {"prompt_tokens": total, "total_tokens": total}})  # fmt: skip
 
 

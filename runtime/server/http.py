@@ -14,16 +14,16 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from atomc.runtime.server.api_keys import ApiKeys
 from atomc.runtime.server.errors import APIError, to_api_error
-from atomc.runtime.server.keys import Keys
 
 log = logging.getLogger("atomc.server")
 T = TypeVar("T")
 REQUEST_ID = re.compile(r"[\w.:/-]{1,128}", re.ASCII)
-DONE = b"data: [DONE]\n\n"
+SSE_DONE = b"data: [DONE]\n\n"
 
 
-class Json(Response):
+class JSONResponse(Response):
     """msgspec is quicker than json, and a text with half a surrogate is no surprise to it: it refuses."""
 
     media_type = "application/json"
@@ -32,11 +32,11 @@ class Json(Response):
         return msgspec.json.encode(content)
 
 
-def error_response(error: APIError) -> Json:
-    return Json(error.body(), error.status, error.headers)
+def error_response(error: APIError) -> JSONResponse:
+    return JSONResponse(error.body(), error.status, error.headers)
 
 
-def event(data: Any) -> bytes:
+def sse_event(data: Any) -> bytes:
     """One server-sent event."""
     return b"data: " + msgspec.json.encode(data) + b"\n\n"
 
@@ -56,7 +56,7 @@ class EventStream(StreamingResponse):
             await self._events.aclose()  # type: ignore[attr-defined]
 
 
-async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """What the work gives. Cancels it and raises ClientDisconnect when the client goes away."""
     task = asyncio.create_task(work)
     gone = asyncio.create_task(_disconnect(request))
@@ -88,13 +88,13 @@ class AuthMiddleware:
     open_paths  need no key
     """
 
-    def __init__(self, app: ASGIApp, *, keys: Keys, open_paths: frozenset[str], max_body_bytes: int,
-                 refused: Callable[[int], None]) -> None:  # fmt: skip
+    def __init__(self, app: ASGIApp, *, keys: ApiKeys, open_paths: frozenset[str], max_body_bytes: int,
+                 count_error: Callable[[int], None]) -> None:  # fmt: skip
         self.app = app
         self.keys = keys
         self.open_paths = open_paths
         self.max_body_bytes = max_body_bytes
-        self.refused = refused
+        self.count_error = count_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -104,40 +104,40 @@ class AuthMiddleware:
         given = headers.get("x-request-id", "")
         name = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = name
-        begun = False
+        response_started = False
 
         async def send_with_id(message: Message) -> None:
-            nonlocal begun
+            nonlocal response_started
             if message["type"] == "http.response.start":
-                begun = True
+                response_started = True
                 MutableHeaders(scope=message)["X-Request-Id"] = name
                 if message["status"] >= 400:
-                    self.refused(message["status"])
+                    self.count_error(message["status"])
             await send(message)
 
         try:
             self._check(scope["path"], headers)
-            await self.app(scope, self._limited(receive), send_with_id)
+            await self.app(scope, self._limit_body(receive), send_with_id)
         except ClientDisconnect:
             pass
         except Exception as error:
             if not isinstance(error, APIError):
                 log.exception("request %s failed", name)
-            if not begun:
+            if not response_started:
                 await error_response(to_api_error(error))(scope, receive, send_with_id)
 
     def _check(self, path: str, headers: Headers) -> None:
-        if path not in self.open_paths and not self.keys.admit(headers.raw):
+        if path not in self.open_paths and not self.keys.authorizes(headers.raw):
             raise APIError(401, "no valid API key: send the header 'Authorization: Bearer KEY'", code="invalid_api_key",
                            headers={"WWW-Authenticate": "Bearer"})  # fmt: skip
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length) > self.max_body_bytes:
             raise self._too_large()
 
-    def _limited(self, receive: Receive) -> Callable[[], Awaitable[Message]]:
+    def _limit_body(self, receive: Receive) -> Callable[[], Awaitable[Message]]:
         seen = 0
 
-        async def limited() -> Message:
+        async def receive_limited() -> Message:
             nonlocal seen
             message = await receive()
             if message["type"] == "http.request":
@@ -146,7 +146,7 @@ class AuthMiddleware:
                     raise self._too_large()
             return message
 
-        return limited
+        return receive_limited
 
     def _too_large(self) -> APIError:
         # The rest of the body is not read, so the connection cannot serve another request.

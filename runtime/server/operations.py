@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from atomc.runtime.server.client import EngineDead, EngineRestarting
 from atomc.runtime.server.errors import APIError, invalid
-from atomc.runtime.server.http import Json
+from atomc.runtime.server.http import JSONResponse
 from atomc.runtime.server.limits import TOKENS, at_most
 from atomc.runtime.server.metrics import CONTENT_TYPE
 from atomc.runtime.server.model_info import ModelInfo
@@ -27,7 +27,7 @@ async def models(service: Service, name: str | None = None) -> Response:
     model.check_name(name)
     data = [{"id": name, "object": "model", "created": model.created, "owned_by": "atomc", "root": model.names[0],
              "parent": None, "max_model_len": model.max_len} for name in model.names]  # fmt: skip
-    return Json({"object": "list", "data": data} if name is None else data[model.names.index(name)])
+    return JSONResponse({"object": "list", "data": data} if name is None else data[model.names.index(name)])
 
 
 async def tokenize(service: Service, body: TokenizeRequest) -> Response:
@@ -43,14 +43,14 @@ async def tokenize(service: Service, body: TokenizeRequest) -> Response:
         text = await model.render_chat(body.messages or [], tools, body.add_generation_prompt, kwargs)
         tokens = await model.encode_chat(text)
     spelled = await asyncio.to_thread(_spelled, model, tokens) if body.return_token_strs else None
-    return Json({"count": len(tokens), "max_model_len": model.max_len, "tokens": tokens, "token_strs": spelled})
+    return JSONResponse({"count": len(tokens), "max_model_len": model.max_len, "tokens": tokens, "token_strs": spelled})
 
 
 async def detokenize(service: Service, body: DetokenizeRequest) -> Response:
     service.model.check_name(body.model)
     service.model.check_tokens(body.tokens, "tokens")
     at_most(max(TOKENS, service.model.max_len), body.tokens, "tokens", "tokens")
-    return Json({"prompt": await service.model.decode(body.tokens)})
+    return JSONResponse({"prompt": await service.model.decode(body.tokens)})
 
 
 def _spelled(model: ModelInfo, tokens: Sequence[int]) -> list[str]:
@@ -64,12 +64,12 @@ async def health(service: Service) -> Response:
     reason = service.client.unhealthy_reason
     if reason is not None:
         raise APIError(503, reason, "service_unavailable", code="engine_dead")
-    return Json({"status": "ok"})
+    return JSONResponse({"status": "ok"})
 
 
 async def ready(service: Service) -> Response:
     await service.ready()
-    return Json({"status": "ready"})
+    return JSONResponse({"status": "ready"})
 
 
 async def metrics(service: Service) -> Response:
@@ -109,5 +109,5 @@ async def profile(service: Service, start: bool) -> Response:
         value = await service.client.call("start_profile" if start else "stop_profile", folder)
     except ValueError as error:
         raise invalid(str(error)) from error
-    return Json({"status": "started"} if start else {"status": "stopped", "file": value})
+    return JSONResponse({"status": "started"} if start else {"status": "stopped", "file": value})
 

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.hub import model_folder
+from atomc.runtime.server.api_keys import read_keys
 from atomc.runtime.server.client import EngineClient, EngineFailed, EngineProcess
 from atomc.runtime.server.config import ServerConfig
 from atomc.runtime.server.deadline import CLOSE_SECONDS, Deadline
-from atomc.runtime.server.keys import read_keys
 from atomc.runtime.server.supervisor import Supervisor
 
 if TYPE_CHECKING:
@@ -124,11 +124,11 @@ async def _run(
     import uvicorn
 
     from atomc.runtime.server.app import create_app
-    from atomc.runtime.server.connection import timed_protocol
-    from atomc.runtime.server.ending import Ending
+    from atomc.runtime.server.header_timeout import header_timeout_protocol
     from atomc.runtime.server.metrics import Metrics
     from atomc.runtime.server.model_info import load_model_info
     from atomc.runtime.server.service import Service
+    from atomc.runtime.server.shutdown import ShutdownMiddleware
     from atomc.runtime.server.web_server import WebServer
 
     client = EngineClient(process, health_timeout=config.engine_patience)
@@ -142,15 +142,15 @@ async def _run(
         take_sizes()
         supervisor = Supervisor(client, restarts=config.restart_engine, timeout=config.engine_timeout, started=take_sizes)
         service = Service(client, model, config, Metrics(client, model.names[0]), max_requests=process.config.max_queue)
-        app = Ending(create_app(service))
+        app = ShutdownMiddleware(create_app(service))
         deadline.last = lambda: client.engine.kill()
         server = WebServer(
             uvicorn.Config(
                 app, log_config=None, access_log=False, server_header=False, lifespan="off", ws="none",
-                backlog=BACKLOG, timeout_keep_alive=KEEP_ALIVE_SECONDS, http=timed_protocol(config.header_timeout),
+                backlog=BACKLOG, timeout_keep_alive=KEEP_ALIVE_SECONDS, http=header_timeout_protocol(config.header_timeout),
                 ssl_certfile=config.ssl_certfile, ssl_keyfile=config.ssl_keyfile,
             ),
-            drain_seconds=config.drain_seconds, drained=client.abort_all, give_up=app.end,
+            drain_seconds=config.drain_seconds, drained=client.abort_all, give_up=app.cancel_requests,
             deadline=deadline, listening=lambda: _say_how(service, listener),
         )  # fmt: skip
         watching = asyncio.create_task(_end_with_engine(server, supervisor))

@@ -13,7 +13,7 @@ from atomc.runtime.server.client import EngineClient
 from atomc.runtime.server.config import ServerConfig
 from atomc.runtime.server.errors import APIError, to_api_error
 from atomc.runtime.server.generation import Generation
-from atomc.runtime.server.http import while_connected
+from atomc.runtime.server.http import cancel_on_disconnect
 from atomc.runtime.server.messages import Submit
 from atomc.runtime.server.metrics import Metrics
 from atomc.runtime.server.model_info import ModelInfo
@@ -47,7 +47,7 @@ class Service:
     async def begin(self, generation: Generation, request: Request) -> None:
         """Returns when the engine has taken the request. Raises what the client is told if it does not."""
         try:
-            await while_connected(request, generation.start())
+            await cancel_on_disconnect(request, generation.start())
         except BaseException as error:
             generation.close(None if isinstance(error, ClientDisconnect) else error)
             raise

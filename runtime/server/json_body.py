@@ -12,21 +12,21 @@ from atomc.runtime.server.errors import invalid
 from atomc.runtime.server.limits import check_json
 
 # Bytes that are checked in a thread.
-LARGE = 2**18
+THREAD_BYTES = 2**18
 
 
-def body_route(longest: Callable[[], int]) -> type[APIRoute]:
+def checked_json_route(max_len: Callable[[], int]) -> type[APIRoute]:
     """The class of routes whose bodies are checked; `longest`: tokens of the longest sequence."""
 
-    class Body(Request):
+    class CheckedRequest(Request):
         async def json(self) -> Any:
             """Raises APIError, and JSONDecodeError for what is not JSON."""
             if not hasattr(self, "_json"):
                 body = await self.body()
-                if len(body) > LARGE:
-                    await asyncio.to_thread(check_json, body, longest())
+                if len(body) > THREAD_BYTES:
+                    await asyncio.to_thread(check_json, body, max_len())
                 else:
-                    check_json(body, longest())
+                    check_json(body, max_len())
                 try:
                     self._json = json.loads(body)
                 except RecursionError as error:
@@ -39,13 +39,13 @@ def body_route(longest: Callable[[], int]) -> type[APIRoute]:
                     raise invalid(f"the body is not JSON that can be read: {error}") from error
             return self._json
 
-    class Route(APIRoute):
+    class CheckedRoute(APIRoute):
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
             handle = super().get_route_handler()
 
             async def handle_checked(request: Request) -> Response:
-                return await handle(Body(request.scope, request.receive))
+                return await handle(CheckedRequest(request.scope, request.receive))
 
             return handle_checked
 
-    return Route
+    return CheckedRoute

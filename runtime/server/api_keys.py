@@ -28,27 +28,27 @@ def read_keys(file: str) -> list[str]:
     return found
 
 
-class Keys:
+class ApiKeys:
     """Tells whether the headers of a request bring one of these keys. Without keys, every request may come in."""
 
     def __init__(self, keys: Iterable[str]) -> None:
         # Clients differ in how they send what is not ASCII.
-        self._known = list({form for key in keys for form in _spelled(key)})
+        self._encoded_keys = list({form for key in keys for form in _encodings(key)})
 
-    def admit(self, headers: Sequence[tuple[bytes, bytes]]) -> bool:
+    def authorizes(self, headers: Sequence[tuple[bytes, bytes]]) -> bool:
         """headers: as they came, with names in lower case."""
-        if not self._known:
+        if not self._encoded_keys:
             return True
         given = [value for name, value in headers if name == b"authorization"]
         if len(given) != 1:  # of two, another server on the way may have looked at the other one
             return False
         scheme, _, key = given[0].strip().partition(b" ")
         # Every key is compared, whole: the time says nothing about them.
-        found = [hmac.compare_digest(key.strip(), known) for known in self._known]
+        found = [hmac.compare_digest(key.strip(), known) for known in self._encoded_keys]
         return scheme.lower() == b"bearer" and any(found)
 
 
-def _spelled(key: str) -> list[bytes]:
+def _encodings(key: str) -> list[bytes]:
     try:
         return [key.encode(), key.encode("latin-1")]
     except UnicodeEncodeError:

@@ -9,32 +9,32 @@ from atomc.runtime.server.errors import to_api_error
 from atomc.runtime.server.http import error_response
 
 
-class Ending:
-    """`end()` gives up all requests; those that wait for a thread leave it behind."""
+class ShutdownMiddleware:
+    """`cancel_requests()` gives up all requests; those that wait for a thread leave it behind."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
         self._requests: set[asyncio.Task[None]] = set()
 
-    def end(self) -> None:
+    def cancel_requests(self) -> None:
         for request in self._requests:
             request.cancel()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = asyncio.current_task()
         assert request is not None
-        begun = False
+        response_started = False
 
-        async def noted(message: Message) -> None:
-            nonlocal begun
-            begun = True
+        async def send_and_note(message: Message) -> None:
+            nonlocal response_started
+            response_started = True
             await send(message)
 
         self._requests.add(request)
         try:
-            await self.app(scope, receive, noted)
+            await self.app(scope, receive, send_and_note)
         except asyncio.CancelledError:
-            if not begun:
+            if not response_started:
                 await error_response(to_api_error(ShuttingDown()))(scope, receive, send)
         finally:
             self._requests.discard(request)
