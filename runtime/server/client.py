@@ -23,8 +23,8 @@ from atomc.runtime.config import EngineConfig
 from atomc.runtime.logprobs import TokenLogprobs
 from atomc.runtime.request import FinishReason, Output
 from atomc.runtime.server import messages
+from atomc.runtime.server.engine_process import run_engine_process
 from atomc.runtime.server.messages import Call, Failed, Progress, Refused, Reply, Started, Submit
-from atomc.runtime.server.process import main
 from atomc.runtime.stats import Stats
 
 PING_SECONDS = 2.0
@@ -77,7 +77,7 @@ class EngineProcess:
         self.folder = Path(tempfile.mkdtemp(prefix="atomc-"))
         self.address = f"ipc://{self.folder / 'engine'}"
         self.process: BaseProcess = get_context("spawn").Process(
-            target=main, args=(config, self.address, progress), name="atomc engine", daemon=True
+            target=run_engine_process, args=(config, self.address, progress), name="atomc engine", daemon=True
         )
         self.process.start()
 

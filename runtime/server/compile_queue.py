@@ -21,29 +21,29 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("atomc.engine")
 # At once: one that takes long does not hold up the others.
-THREADS = 4
-MOST_WAITING = 64
+NUM_THREADS = 4
+MAX_PENDING = 64
 # The loop goes first.
 NICE = 10
 SWITCH_SECONDS = 0.0002  # Python's own interval is 0.005
-Needed = Structured | Literal["hidden states"]
+CompileKey = Structured | Literal["hidden states"]
 
 
-class GrammarsBusy(Exception):
+class CompileUnavailable(Exception):
     """A grammar cannot be compiled now. Try again after retry_after seconds."""
 
     retry_after = 5.0
 
 
 @dataclass
-class Pending:
+class PendingCompile:
     """Something that is being compiled, and the requests that wait for it."""
 
     compiled: "Future[None]"
     submits: dict[str, Submit] = field(default_factory=dict)
 
 
-class Compiling:
+class CompileQueue:
     """Requests that wait for something to be compiled; its length is how many there are.
 
     The tokenizer is prepared when this is made: with a large vocabulary it takes seconds, in which all else would wait.
@@ -54,39 +54,39 @@ class Compiling:
         self._grammars: Grammars | None = None
         with suppress(ImportError, ValueError):  # a request that needs them is refused with the reason
             self._grammars = engine.forms.grammars()
-        self._queue: SimpleQueue[tuple[Needed, Future[None]]] = SimpleQueue()
-        self._pending: dict[Needed, Pending] = {}
-        for number in range(THREADS):
+        self._queue: SimpleQueue[tuple[CompileKey, Future[None]]] = SimpleQueue()
+        self._pending: dict[CompileKey, PendingCompile] = {}
+        for number in range(NUM_THREADS):
             # The end of the process does not wait for them.
             threading.Thread(target=self._run, name=f"compiling {number}", daemon=True).start()
 
     def __len__(self) -> int:
         return sum(len(pending.submits) for pending in self._pending.values())
 
-    def start(self, submit: Submit) -> bool:
+    def enqueue(self, submit: Submit) -> bool:
         """Whether the request has to wait."""
-        needed: Needed | None = "hidden states" if submit.pooling is not None else submit.params.structured
-        if needed is None:
+        key: CompileKey | None = "hidden states" if submit.pooling is not None else submit.params.structured
+        if key is None:
             return False
-        pending = self._pending.get(needed)
-        if pending is None and self._is_ready(needed):
+        pending = self._pending.get(key)
+        if pending is None and self._is_ready(key):
             return False
         if pending is None:
-            pending = self._pending[needed] = Pending(self._future(needed))
+            pending = self._pending[key] = PendingCompile(self._submit(key))
         pending.submits[submit.id] = submit
         return True
 
-    def finished(self) -> Iterator[tuple[Submit, Exception | None]]:
+    def completed(self) -> Iterator[tuple[Submit, Exception | None]]:
         """Requests that need not wait any more, or why what they need could not be compiled: ValueError, RequestFailed or
-        GrammarsBusy. Those that are not taken come again."""
-        for needed, pending in list(self._pending.items()):
+        CompileUnavailable. Those that are not taken come again."""
+        for key, pending in list(self._pending.items()):
             if not pending.compiled.done():
                 continue
             error = pending.compiled.exception()
             assert error is None or isinstance(error, Exception)
             while pending.submits:
                 yield pending.submits.pop(next(iter(pending.submits))), error
-            del self._pending[needed]
+            del self._pending[key]
 
     def drop(self, ids: Iterable[str]) -> None:
         """Their clients are gone."""
@@ -94,21 +94,21 @@ class Compiling:
             for pending in self._pending.values():
                 pending.submits.pop(request_id, None)
 
-    def _is_ready(self, needed: Needed) -> bool:
-        if isinstance(needed, str):
+    def _is_ready(self, key: CompileKey) -> bool:
+        if isinstance(key, str):
             return self._engine.pools
-        return self._grammars is None or self._grammars.known(needed)
+        return self._grammars is None or self._grammars.known(key)
 
-    def _future(self, needed: Needed) -> "Future[None]":
+    def _submit(self, key: CompileKey) -> "Future[None]":
         future: Future[None] = Future()
         grammars = self._grammars
-        if isinstance(needed, Structured) and grammars is not None and grammars.num_bytes > grammars.cache_bytes:
-            future.set_exception(GrammarsBusy("forms of output of running requests take all the memory that they may, "
+        if isinstance(key, Structured) and grammars is not None and grammars.num_bytes > grammars.cache_bytes:
+            future.set_exception(CompileUnavailable("forms of output of running requests take all the memory that they may, "
                                               f"{grammars.cache_bytes} bytes: try again later"))  # fmt: skip
-        elif len(self._pending) >= MOST_WAITING:
-            future.set_exception(GrammarsBusy(f"{MOST_WAITING} forms of output wait to be compiled: try again later"))
+        elif len(self._pending) >= MAX_PENDING:
+            future.set_exception(CompileUnavailable(f"{MAX_PENDING} forms of output wait to be compiled: try again later"))
         else:
-            self._queue.put((needed, future))
+            self._queue.put((key, future))
         return future
 
     def _run(self) -> None:
@@ -116,28 +116,28 @@ class Compiling:
         if sys.platform == "linux":  # where a thread has a priority of its own
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
         while True:
-            needed, future = self._queue.get()
+            key, future = self._queue.get()
             try:
-                self._compile(needed)
-            except (ValueError, RequestFailed, GrammarsBusy) as error:
+                self._compile(key)
+            except (ValueError, RequestFailed, CompileUnavailable) as error:
                 future.set_exception(error)
             else:
                 future.set_result(None)
 
-    def _compile(self, needed: Needed) -> None:
-        if isinstance(needed, str):
-            self._compile_hidden()
+    def _compile(self, key: CompileKey) -> None:
+        if isinstance(key, str):
+            self._compile_headless()
             return
         assert self._grammars is not None
         try:
-            self._grammars.compile(needed)
+            self._grammars.compile(key)
         except ValueError:
             raise
         except BaseException as error:  # the trial has passed: it is the machine that fails, or a panic of the library
             log.exception("a form of output could not be compiled")
-            raise GrammarsBusy("the form of output could not be compiled: try again later") from error
+            raise CompileUnavailable("the form of output could not be compiled: try again later") from error
 
-    def _compile_hidden(self) -> None:
+    def _compile_headless(self) -> None:
         interval = sys.getswitchinterval()
         # Compiling is Python for seconds, and the loop waits for the interpreter many times a step.
         sys.setswitchinterval(SWITCH_SECONDS)
