@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("jinja2")
 
 from atomc.demo import PATH
-from atomc.runtime.server.chat import ChatTemplate, load_chat_template
+from atomc.runtime.server.chat_template import ChatTemplate, load_chat_template
 
 # Templates in the manner of the published ones, each with what is peculiar to its family.
 LLAMA = """\

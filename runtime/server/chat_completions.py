@@ -12,17 +12,23 @@ from starlette.responses import Response
 from atomc.runtime.logprobs import TokenLogprobs
 from atomc.runtime.output import TextDelta
 from atomc.runtime.sampling_params import Structured
-from atomc.runtime.server.answer import Answer, hides_markers
 from atomc.runtime.server.errors import invalid
-from atomc.runtime.server.forced_tools import ListedCalls, NamedCall, arguments_schema, calls_schema
 from atomc.runtime.server.generation import Generation
 from atomc.runtime.server.http import SSE_DONE, EventStream, JSONResponse, cancel_on_disconnect, request_id, sse_event
 from atomc.runtime.server.limits import TOOLS, at_most, check_answers
 from atomc.runtime.server.logprobs import chat_logprobs, encoded
-from atomc.runtime.server.pieces import Content, Parser, Piece, Reasoning, ToolArguments, ToolStart
+from atomc.runtime.server.message_deltas import (
+    ContentDelta,
+    MessageDelta,
+    Parser,
+    ReasoningDelta,
+    ToolCallArguments,
+    ToolCallStart,
+)
+from atomc.runtime.server.output_parser import OutputParser, uses_special_tokens
 from atomc.runtime.server.prompts import check_number
 from atomc.runtime.server.protocol import ChatRequest, Function, NamedTool
-from atomc.runtime.server.reasoning import reasoning_parser
+from atomc.runtime.server.reasoning_parsers import reasoning_parser
 from atomc.runtime.server.sampling import (
     check_fits,
     check_logprobs,
@@ -31,7 +37,8 @@ from atomc.runtime.server.sampling import (
     structured_output,
 )
 from atomc.runtime.server.service import Service
-from atomc.runtime.server.tools import TOOL_PARSERS, tool_parser
+from atomc.runtime.server.tool_choice import NamedToolParser, RequiredToolParser, arguments_schema, calls_schema
+from atomc.runtime.server.tool_parsers import TOOL_PARSERS, tool_parser
 
 
 async def chat_completions(service: Service, body: ChatRequest, request: Request) -> Response:
@@ -61,7 +68,7 @@ async def chat_completions(service: Service, body: ChatRequest, request: Request
     # A form of output holds from the first token on, also where the template has begun to think.
     opening = text if structured is None else ""
     parsers = [calls.parser(), _reasoning(model.reasoning, opening)]
-    shown = not body.skip_special_tokens or hides_markers(model.tokenizer, *parsers)
+    shown = not body.skip_special_tokens or uses_special_tokens(model.tokenizer, *parsers)
     params = sampling_params(
         body, model, max_tokens=max_tokens, logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         structured=structured, skip_special_tokens=not shown,
@@ -93,9 +100,9 @@ class _Calls:
     def parser(self) -> Parser | None:
         """For one answer."""
         if self.named is not None:
-            return NamedCall(self.named)
+            return NamedToolParser(self.named)
         if self.listed:
-            return ListedCalls()
+            return RequiredToolParser()
         return tool_parser(self.known) if self.known is not None else None
 
 
@@ -141,10 +148,10 @@ def _named(functions: Sequence[Function], name: str) -> Function:
 class _One:
     """One answer on its way: its parsers, and what they have found, for the whole message."""
 
-    answer: Answer
+    answer: OutputParser
     begun: bool = False
     called: bool = False
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[MessageDelta] = field(default_factory=list)
     logprobs: list[msgspec.Raw] = field(default_factory=list)  # encoded as they come: all at once would take long
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -158,7 +165,8 @@ class _Answers:
     ) -> None:
         self.service, self.body, self.generation, self.calls = service, body, generation, calls
         self.head = {"id": f"chatcmpl-{name}", "created": int(time.time()), "model": service.model.names[0]}
-        self.ones = [_One(Answer(_reasoning(service.model.reasoning, opening), calls.parser())) for _ in range(body.n)]
+        self.ones = [_One(OutputParser(_reasoning(service.model.reasoning, opening), calls.parser()))
+                     for _ in range(body.n)]  # fmt: skip
 
     async def whole(self) -> dict[str, Any]:
         try:
@@ -214,11 +222,11 @@ class _Answers:
             chunks.append({**empty, "finish_reason": one.finish_reason, "stop_reason": one.stop_reason})
         return chunks
 
-    def _pieces(self, one: _One, delta: TextDelta) -> list[Piece]:
+    def _pieces(self, one: _One, delta: TextDelta) -> list[MessageDelta]:
         pieces = one.answer.feed(delta.text)
         if delta.finish_reason is not None:
             pieces += one.answer.finish()
-        one.called = one.called or any(isinstance(piece, ToolStart) for piece in pieces)
+        one.called = one.called or any(isinstance(piece, ToolCallStart) for piece in pieces)
         if delta.finish_reason is not None:
             # OpenAI: "stop" where the client has named the function.
             calls = one.called and delta.finish_reason == "stop" and self.calls.named is None
@@ -237,28 +245,28 @@ def _reasoning(name: str | None, prompt: str) -> Parser | None:
     return None if name is None else reasoning_parser(name, prompt)
 
 
-def _delta(piece: Piece) -> dict[str, Any]:
+def _delta(piece: MessageDelta) -> dict[str, Any]:
     match piece:
-        case Reasoning(text):
+        case ReasoningDelta(text):
             return {"reasoning_content": text}
-        case Content(text):
+        case ContentDelta(text):
             return {"content": text}
-        case ToolStart(index, call_id, name):
+        case ToolCallStart(index, call_id, name):
             function = {"name": name, "arguments": ""}
             return {"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": function}]}
-        case ToolArguments(index, text):
+        case ToolCallArguments(index, text):
             return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
 
 
-def _message(pieces: Sequence[Piece]) -> dict[str, Any]:
+def _message(pieces: Sequence[MessageDelta]) -> dict[str, Any]:
     """All pieces together; content is null where there are calls only."""
-    said = "".join(piece.text for piece in pieces if isinstance(piece, Content))
-    thought = "".join(piece.text for piece in pieces if isinstance(piece, Reasoning))
+    said = "".join(piece.text for piece in pieces if isinstance(piece, ContentDelta))
+    thought = "".join(piece.text for piece in pieces if isinstance(piece, ReasoningDelta))
     calls: list[dict[str, Any]] = []
     for piece in pieces:
-        if isinstance(piece, ToolStart):
+        if isinstance(piece, ToolCallStart):
             calls.append({"id": piece.id, "type": "function", "function": {"name": piece.name, "arguments": ""}})
-        elif isinstance(piece, ToolArguments):
+        elif isinstance(piece, ToolCallArguments):
             calls[piece.index]["function"]["arguments"] += piece.text
     message: dict[str, Any] = {"role": "assistant", "content": said if said or not calls else None, "refusal": None}
     message |= {"reasoning_content": thought} if thought else {}

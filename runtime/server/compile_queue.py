@@ -103,10 +103,10 @@ class CompileQueue:
         future: Future[None] = Future()
         grammars = self._grammars
         if isinstance(key, Structured) and grammars is not None and grammars.num_bytes > grammars.cache_bytes:
-            future.set_exception(CompileUnavailable("forms of output of running requests take all the memory that they may, "
-                                              f"{grammars.cache_bytes} bytes: try again later"))  # fmt: skip
+            future.set_exception(CompileUnavailable("compiled grammars of running requests use all of grammar_cache_bytes="
+                                                    f"{grammars.cache_bytes}: try again later"))  # fmt: skip
         elif len(self._pending) >= MAX_PENDING:
-            future.set_exception(CompileUnavailable(f"{MAX_PENDING} forms of output wait to be compiled: try again later"))
+            future.set_exception(CompileUnavailable(f"{MAX_PENDING} grammars are waiting to be compiled: try again later"))
         else:
             self._queue.put((key, future))
         return future

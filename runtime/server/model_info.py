@@ -9,13 +9,13 @@ from typing import Any
 
 from atomc.runtime.detokenizer import TokenTexts, load_tokenizer
 from atomc.runtime.generation_config import sampling_defaults
-from atomc.runtime.server.chat import ChatTemplate, load_chat_template
+from atomc.runtime.server.chat_template import ChatTemplate, load_chat_template
 from atomc.runtime.server.config import ServerConfig
 from atomc.runtime.server.errors import APIError, invalid
 from atomc.runtime.server.limits import MESSAGES, TOOLS, at_most
-from atomc.runtime.server.reasoning import REASONING_PARSERS, detect_reasoning
+from atomc.runtime.server.reasoning_parsers import REASONING_PARSERS, detect_reasoning_parser
 from atomc.runtime.server.timeout import run_with_timeout
-from atomc.runtime.server.tools import TOOL_PARSERS, detect
+from atomc.runtime.server.tool_parsers import TOOL_PARSERS, detect_tool_parser
 
 # Longer texts are tokenized in a thread, so that nobody waits for them.
 LONG_TEXT = 1024
@@ -150,7 +150,7 @@ def load_model_info(folder: Path, name: str, config: ServerConfig) -> ModelInfo:
         tokenizer=load_tokenizer(folder),
         template=template,
         defaults=sampling_defaults(folder) if config.generation_config == "model" else {},
-        tools=_parser(config.tool_call_parser, TOOL_PARSERS, "tool_call_parser") or detect(source, model_type),
+        tools=_parser(config.tool_call_parser, TOOL_PARSERS, "tool_call_parser") or detect_tool_parser(source, model_type),
         reasoning=_reasoning(config.reasoning_parser, source, model_type),
     )
 
@@ -158,7 +158,7 @@ def load_model_info(folder: Path, name: str, config: ServerConfig) -> ModelInfo:
 def _reasoning(chosen: str | None, source: str, model_type: str | None) -> str | None:
     if chosen == "none":
         return None
-    return _parser(chosen, REASONING_PARSERS, "reasoning_parser") or detect_reasoning(source, model_type)
+    return _parser(chosen, REASONING_PARSERS, "reasoning_parser") or detect_reasoning_parser(source, model_type)
 
 
 def _parser(chosen: str | None, known: Mapping[str, Any], what: str) -> str | None:

@@ -12,9 +12,9 @@ import re
 from collections.abc import Callable
 from typing import ClassVar
 
-from atomc.runtime.server.markers import Text
-from atomc.runtime.server.pieces import Piece, Pieces, call_id
-from atomc.runtime.server.tools.json_call import SPACE, JsonText
+from atomc.runtime.server.message_deltas import DeltaBuilder, MessageDelta, call_id
+from atomc.runtime.server.text_buffer import TextBuffer
+from atomc.runtime.server.tool_parsers.json_call import SPACE, JsonScanner
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
@@ -24,7 +24,7 @@ HEADERS = (START, CHANNEL, "to=")
 BETWEEN = "\n\n"  # messages of the same channel
 
 
-class Harmony:
+class HarmonyParser:
     """Reads all channels.
 
     reasoning, tools  what is told apart; if not, such messages stay in the content as they came, so that a second
@@ -35,28 +35,28 @@ class Harmony:
 
     def __init__(self, new_id: Callable[[], str] = call_id, *, reasoning: bool = False, tools: bool = True) -> None:
         self._reasoning, self._tools = reasoning, tools
-        self._text = Text()
-        self._pieces = Pieces(new_id)
-        self._arguments = JsonText()
+        self._text = TextBuffer()
+        self._deltas = DeltaBuilder(new_id)
+        self._arguments = JsonScanner()
         self._raw = ""  # what becomes content if no message follows, or if this is no call
         self._name = ""
         self._gaps = {"content": "", "reasoning": ""}
         self._state = self._at_start
 
-    def feed(self, text: str) -> list[Piece]:
+    def feed(self, text: str) -> list[MessageDelta]:
         self._text.feed(text)
         while self._state():
             pass
-        return self._pieces.take()
+        return self._deltas.take()
 
-    def finish(self) -> list[Piece]:
+    def finish(self) -> list[MessageDelta]:
         rest = self._raw + self._text.rest
         if self._state == self._in_reasoning:
-            self._pieces.reasoning(rest)
+            self._deltas.reasoning(rest)
         elif self._state != self._after_arguments:
-            self._pieces.content(rest)
-        self._pieces.finish()
-        return self._pieces.take()
+            self._deltas.content(rest)
+        self._deltas.finish()
+        return self._deltas.take()
 
     def _at_start(self) -> bool:
         rest = self._text.rest.lstrip(SPACE)
@@ -68,7 +68,7 @@ class Harmony:
     def _between(self) -> bool:
         """Outside of all messages: content, if there is any."""
         text, marker = self._text.take_until(START)
-        self._pieces.content(text)
+        self._deltas.content(text)
         if marker:
             self._raw, self._state = marker, self._in_header
         return bool(marker)
@@ -79,7 +79,7 @@ class Harmony:
         if marker == MESSAGE:
             self._begin(self._raw.removeprefix(START).removesuffix(MESSAGE))
         elif marker:
-            self._pieces.content(self._raw)
+            self._deltas.content(self._raw)
             self._raw, self._state = "", self._between
         return bool(marker)
 
@@ -92,8 +92,8 @@ class Harmony:
             self._name, self._state = function[1], self._before_arguments
         elif function or (analysis and not self._reasoning):
             if not self._raw.startswith(START):
-                self._pieces.content(f"{START}assistant")
-            self._pieces.content(self._raw)
+                self._deltas.content(f"{START}assistant")
+            self._deltas.content(self._raw)
             self._raw, self._state = "", self._as_it_came
         else:
             self._raw, self._state = "", self._in_reasoning if analysis else self._in_message
@@ -104,15 +104,15 @@ class Harmony:
             return False
         if rest.startswith("{"):
             self._text.take(len(self._text.rest) - len(rest))
-            self._pieces.call(self._name)
-            self._raw, self._arguments, self._state = "", JsonText(), self._in_arguments
+            self._deltas.call(self._name)
+            self._raw, self._arguments, self._state = "", JsonScanner(), self._in_arguments
         else:
-            self._pieces.content(self._raw)
+            self._deltas.content(self._raw)
             self._raw, self._state = "", self._as_it_came
         return True
 
     def _in_arguments(self) -> bool:
-        self._pieces.arguments(self._text.take(self._arguments.feed(self._text.rest)))
+        self._deltas.arguments(self._text.take(self._arguments.feed(self._text.rest)))
         ended = self._arguments.done or self._arguments.stopped
         if ended:
             self._state = self._after_arguments
@@ -123,17 +123,17 @@ class Harmony:
 
     def _in_reasoning(self) -> bool:
         text, marker = self._text.take_until(*ENDS)
-        self._pieces.reasoning(self._parted("reasoning", text))
+        self._deltas.reasoning(self._parted("reasoning", text))
         return self._ended(marker, "reasoning")
 
     def _in_message(self) -> bool:
         text, marker = self._text.take_until(*ENDS)
-        self._pieces.content(self._parted("content", text))
+        self._deltas.content(self._parted("content", text))
         return self._ended(marker, "content")
 
     def _as_it_came(self) -> bool:
         text, marker = self._text.take_until(*ENDS)
-        self._pieces.content(text + (marker if marker != START else ""))
+        self._deltas.content(text + (marker if marker != START else ""))
         return self._ended(marker)
 
     def _parted(self, channel: str, text: str) -> str:

@@ -7,7 +7,7 @@ KNOWN = ("name", *ARGUMENTS, "id", "type")
 SPACE = " \t\r\n"
 
 
-class JsonText:
+class JsonScanner:
     """Where a JSON object, list or text ends; what it holds is not judged.
 
     done     it has ended
@@ -48,7 +48,7 @@ class JsonText:
             self.done = self._depth == 0
 
 
-class JsonCall:
+class JsonCallParser:
     """One call as it streams.
 
     strict   no keys but the known ones, and arguments must be there: what else is JSON is an answer, not a call
@@ -64,7 +64,7 @@ class JsonCall:
         self._begun = False
         self._arguments = ""  # not taken yet
         self._key = self._token = ""
-        self._value = JsonText()
+        self._value = JsonScanner()
         self._state = self._open
 
     @property
@@ -159,7 +159,7 @@ class JsonCall:
 
     def _begin(self, char: str) -> None:
         self._token = char
-        self._value = JsonText()
+        self._value = JsonScanner()
         self._value.feed(char)
 
     def _more(self, char: str) -> bool:

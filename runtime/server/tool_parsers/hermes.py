@@ -11,40 +11,40 @@ the chat template of Qwen/Qwen3-8B. Several calls are several pairs of tags.
 from collections.abc import Callable
 from typing import ClassVar
 
-from atomc.runtime.server.markers import Text
-from atomc.runtime.server.pieces import Piece, Pieces, call_id
-from atomc.runtime.server.tools.json_call import JsonCall
+from atomc.runtime.server.message_deltas import DeltaBuilder, MessageDelta, call_id
+from atomc.runtime.server.text_buffer import TextBuffer
+from atomc.runtime.server.tool_parsers.json_call import JsonCallParser
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 
 
-class Hermes:
+class HermesToolParser:
     markers: ClassVar[tuple[str, ...]] = (BEGIN, END)
 
     def __init__(self, new_id: Callable[[], str] = call_id) -> None:
-        self._text = Text()
-        self._pieces = Pieces(new_id)
-        self._call = JsonCall()
+        self._text = TextBuffer()
+        self._deltas = DeltaBuilder(new_id)
+        self._call = JsonCallParser()
         self._raw = ""  # what becomes content if this is no call
         self._state = self._in_content
 
-    def feed(self, text: str) -> list[Piece]:
+    def feed(self, text: str) -> list[MessageDelta]:
         self._text.feed(text)
         while self._state():
             pass
-        return self._pieces.take()
+        return self._deltas.take()
 
-    def finish(self) -> list[Piece]:
+    def finish(self) -> list[MessageDelta]:
         if self._state != self._after_call:
-            self._pieces.content(self._raw + self._text.rest)
-        self._pieces.finish()
-        return self._pieces.take()
+            self._deltas.content(self._raw + self._text.rest)
+        self._deltas.finish()
+        return self._deltas.take()
 
     def _in_content(self) -> bool:
         text, marker = self._text.take_until(BEGIN)
-        self._pieces.content(text)
+        self._deltas.content(text)
         if marker:
-            self._call, self._raw, self._state = JsonCall(), marker, self._in_call
+            self._call, self._raw, self._state = JsonCallParser(), marker, self._in_call
         return bool(marker)
 
     def _in_call(self) -> bool:
@@ -54,13 +54,13 @@ class Hermes:
         if not call.started:
             self._raw += read
             if call.broken:
-                self._pieces.content(self._raw)
+                self._deltas.content(self._raw)
                 self._raw, self._state = "", self._in_content
             return call.broken
         if not was_started:
-            self._pieces.call(call.name)
+            self._deltas.call(call.name)
             self._raw = ""
-        self._pieces.arguments(call.take())
+        self._deltas.arguments(call.take())
         if call.done or call.broken:
             self._state = self._after_call
         return call.done or call.broken
@@ -69,7 +69,7 @@ class Hermes:
         """To the closing tag, or to the next opening one where it was forgotten."""
         _, marker = self._text.take_until(END, BEGIN)
         if marker == BEGIN:
-            self._call, self._raw, self._state = JsonCall(), marker, self._in_call
+            self._call, self._raw, self._state = JsonCallParser(), marker, self._in_call
         elif marker == END:
             self._state = self._in_content
         return bool(marker)

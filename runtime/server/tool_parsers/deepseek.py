@@ -10,9 +10,9 @@ DeepSeek-V3.1.
 from collections.abc import Callable
 from typing import ClassVar
 
-from atomc.runtime.server.markers import Text
-from atomc.runtime.server.pieces import Piece, Pieces, call_id
-from atomc.runtime.server.tools.json_call import SPACE, JsonText
+from atomc.runtime.server.message_deltas import DeltaBuilder, MessageDelta, call_id
+from atomc.runtime.server.text_buffer import TextBuffer
+from atomc.runtime.server.tool_parsers.json_call import SPACE, JsonScanner
 
 
 def token(name: str) -> str:
@@ -26,32 +26,32 @@ SEPARATOR = token("tool_sep")
 BLOCK = "```json"
 
 
-class DeepSeek:
+class DeepSeekToolParser:
     markers: ClassVar[tuple[str, ...]] = (CALLS, CALL, SEPARATOR, CALL_END, CALLS_END)
 
     def __init__(self, new_id: Callable[[], str] = call_id) -> None:
-        self._text = Text()
-        self._pieces = Pieces(new_id)
-        self._arguments = JsonText()
+        self._text = TextBuffer()
+        self._deltas = DeltaBuilder(new_id)
+        self._arguments = JsonScanner()
         self._raw = ""  # what becomes content if this is no call
         self._kind = ""
         self._state = self._in_content
 
-    def feed(self, text: str) -> list[Piece]:
+    def feed(self, text: str) -> list[MessageDelta]:
         self._text.feed(text)
         while self._state():
             pass
-        return self._pieces.take()
+        return self._deltas.take()
 
-    def finish(self) -> list[Piece]:
+    def finish(self) -> list[MessageDelta]:
         if self._state != self._after_arguments:
-            self._pieces.content(self._raw + self._text.rest)
-        self._pieces.finish()
-        return self._pieces.take()
+            self._deltas.content(self._raw + self._text.rest)
+        self._deltas.finish()
+        return self._deltas.take()
 
     def _in_content(self) -> bool:
         text, marker = self._text.take_until(CALLS, CALL, CALLS_END)
-        self._pieces.content(text)
+        self._deltas.content(text)
         if marker == CALL:
             self._raw, self._state = marker, self._in_kind
         return bool(marker)
@@ -79,8 +79,8 @@ class DeepSeek:
             return True
         self._text.take(len(head))
         self._raw = ""
-        self._pieces.call(name)
-        self._arguments, self._state = JsonText(), self._in_arguments
+        self._deltas.call(name)
+        self._arguments, self._state = JsonScanner(), self._in_arguments
         return True
 
     def _name(self, head: str) -> str | None:
@@ -92,7 +92,7 @@ class DeepSeek:
         return name.strip() or None if of_v3 else None
 
     def _in_arguments(self) -> bool:
-        self._pieces.arguments(self._text.take(self._arguments.feed(self._text.rest)))
+        self._deltas.arguments(self._text.take(self._arguments.feed(self._text.rest)))
         ended = self._arguments.done or self._arguments.stopped
         if ended:
             self._state = self._after_arguments
@@ -109,8 +109,8 @@ class DeepSeek:
 
     def _no_call(self, marker: str) -> None:
         if marker == CALL:
-            self._pieces.content(self._raw)
+            self._deltas.content(self._raw)
             self._raw, self._state = marker, self._in_kind
             return
-        self._pieces.content(self._raw + marker)
+        self._deltas.content(self._raw + marker)
         self._raw, self._state = "", self._in_content

@@ -1,7 +1,7 @@
-"""Text that comes in pieces, cut at markers that may lie across their borders."""
+"""TextBuffer that comes in pieces, cut at markers that may lie across their borders."""
 
 
-class Text:
+class TextBuffer:
     """What has come and is not yet taken."""
 
     def __init__(self) -> None:
@@ -24,11 +24,11 @@ class Text:
             at, marker = min(found)
             text = self.take(at)
             return text, self.take(len(marker))
-        held = max(begun(self.rest, marker) for marker in markers)
+        held = max(partial_marker_length(self.rest, marker) for marker in markers)
         return self.take(len(self.rest) - held), ""
 
 
-def begun(text: str, marker: str) -> int:
+def partial_marker_length(text: str, marker: str) -> int:
     """Characters at the end of the text that are the beginning of the marker."""
     longest = min(len(text), len(marker) - 1)
     return next((length for length in range(longest, 0, -1) if text.endswith(marker[:length])), 0)

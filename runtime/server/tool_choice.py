@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from atomc.runtime.server.pieces import Piece, Pieces
+from atomc.runtime.server.message_deltas import DeltaBuilder, MessageDelta
 from atomc.runtime.server.protocol import Function
-from atomc.runtime.server.tools.json_call import JsonCall
+from atomc.runtime.server.tool_parsers.json_call import JsonCallParser
 
 ANYTHING = {"type": "object"}
 DEFINITIONS = ("$defs", "definitions")
@@ -39,53 +39,53 @@ def calls_schema(functions: Sequence[Function], parallel: bool) -> dict[str, Any
     return {"type": "array", "items": {"anyOf": calls}, "minItems": 1, **most, **definitions}
 
 
-class NamedCall:
+class NamedToolParser:
     """The text is the arguments of one call of this function."""
 
     markers: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._pieces = Pieces()
+        self._deltas = DeltaBuilder()
 
-    def feed(self, text: str) -> list[Piece]:
-        if text and not self._pieces.num_calls:
-            self._pieces.call(self._name)
+    def feed(self, text: str) -> list[MessageDelta]:
+        if text and not self._deltas.num_calls:
+            self._deltas.call(self._name)
         if text:
-            self._pieces.arguments(text)
-        return self._pieces.take()
+            self._deltas.arguments(text)
+        return self._deltas.take()
 
-    def finish(self) -> list[Piece]:
+    def finish(self) -> list[MessageDelta]:
         return []
 
 
-class ListedCalls:
+class RequiredToolParser:
     """The text is a list of calls, as `calls_schema` has it."""
 
     markers: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self) -> None:
-        self._pieces = Pieces()
-        self._call: JsonCall | None = None
+        self._deltas = DeltaBuilder()
+        self._call: JsonCallParser | None = None
         self._begun = False
 
-    def feed(self, text: str) -> list[Piece]:
+    def feed(self, text: str) -> list[MessageDelta]:
         while text:
             if self._call is None:
                 at = text.find("{")
                 if at < 0:
                     break
                 text = text[at:]
-                self._call, self._begun = JsonCall(), False
+                self._call, self._begun = JsonCallParser(), False
             text = text[self._call.feed(text) :]
             if self._call.started:
                 if not self._begun:
-                    self._pieces.call(self._call.name)
+                    self._deltas.call(self._call.name)
                     self._begun = True
-                self._pieces.arguments(self._call.take())
+                self._deltas.arguments(self._call.take())
             if self._call.done or self._call.broken:
                 self._call = None
-        return self._pieces.take()
+        return self._deltas.take()
 
-    def finish(self) -> list[Piece]:
+    def finish(self) -> list[MessageDelta]:
         return []

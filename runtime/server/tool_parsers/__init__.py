@@ -7,19 +7,19 @@ there: the client sees what the model wrote.
 
 from collections.abc import Callable, Mapping
 
-from atomc.runtime.server.pieces import Parser, call_id
-from atomc.runtime.server.tools import deepseek
-from atomc.runtime.server.tools.deepseek import DeepSeek
-from atomc.runtime.server.tools.harmony import CHANNEL, START, Harmony
-from atomc.runtime.server.tools.hermes import BEGIN, Hermes
-from atomc.runtime.server.tools.llama import TAG, Llama
+from atomc.runtime.server.message_deltas import Parser, call_id
+from atomc.runtime.server.tool_parsers import deepseek
+from atomc.runtime.server.tool_parsers.deepseek import DeepSeekToolParser
+from atomc.runtime.server.tool_parsers.harmony import CHANNEL, START, HarmonyParser
+from atomc.runtime.server.tool_parsers.hermes import BEGIN, HermesToolParser
+from atomc.runtime.server.tool_parsers.llama import TAG, LlamaToolParser
 
 TOOL_PARSERS: Mapping[str, Callable[[Callable[[], str]], Parser]] = {
-    "hermes": Hermes,
-    "qwen3": Hermes,
-    "llama3": Llama,
-    "deepseek": DeepSeek,
-    "gpt-oss": Harmony,
+    "hermes": HermesToolParser,
+    "qwen3": HermesToolParser,
+    "llama3": LlamaToolParser,
+    "deepseek": DeepSeekToolParser,
+    "gpt-oss": HarmonyParser,
 }
 # How others write a call between Hermes' tags: not as JSON.
 OTHER_BODIES = ("<function=", "<arg_key>")
@@ -33,7 +33,7 @@ def tool_parser(name: str, new_id: Callable[[], str] = call_id) -> Parser:
     return TOOL_PARSERS[name](new_id)
 
 
-def detect(chat_template: str, model_type: str | None = None) -> str | None:
+def detect_tool_parser(chat_template: str, model_type: str | None = None) -> str | None:
     """The name of the parser for the calls that this template asks for; None if it asks for none that is known."""
     if model_type == "gpt_oss" or (START in chat_template and CHANNEL in chat_template):
         return "gpt-oss"

@@ -3,14 +3,14 @@
 from collections.abc import Callable, Mapping
 from typing import ClassVar
 
-from atomc.runtime.server.markers import Text, begun
-from atomc.runtime.server.pieces import Content, Parser, Piece, Reasoning, joined
-from atomc.runtime.server.tools.harmony import CHANNEL, START, Harmony
+from atomc.runtime.server.message_deltas import ContentDelta, MessageDelta, Parser, ReasoningDelta, merge_deltas
+from atomc.runtime.server.text_buffer import TextBuffer, partial_marker_length
+from atomc.runtime.server.tool_parsers.harmony import CHANNEL, START, HarmonyParser
 
 OPEN, CLOSE = "<think>", "</think>"
 
 
-class Think:
+class ThinkParser:
     """<think>...</think> at the beginning of the answer, as Qwen3, DeepSeek-R1 and QwQ write it.
 
     prompt  the rendered conversation: some templates end with the opening tag, so that the answer begins inside
@@ -23,29 +23,29 @@ class Think:
 
     def __init__(self, prompt: str = "") -> None:
         self._opened = prompt.rstrip().endswith(OPEN)
-        self._text = Text()
-        self._pieces: list[Piece] = []
+        self._text = TextBuffer()
+        self._deltas: list[MessageDelta] = []
         self._said = self._thought = False  # anything yet
         self._ends = ""  # line ends at the end of what was thought so far
         self._state = self._at_start
 
-    def feed(self, text: str) -> list[Piece]:
+    def feed(self, text: str) -> list[MessageDelta]:
         self._text.feed(text)
         while self._state():
             pass
         return self._take()
 
-    def finish(self) -> list[Piece]:
+    def finish(self) -> list[MessageDelta]:
         rest = self._text.take(len(self._text.rest))
         if self._state == self._thinking or (self._state == self._at_start and self._opened):
             self._think(rest)
         elif rest:
-            self._pieces.append(Content(rest))
+            self._deltas.append(ContentDelta(rest))
         return self._take()
 
     def _at_start(self) -> bool:
         rest = self._text.rest.lstrip()
-        if not rest or begun(rest, OPEN) == len(rest):
+        if not rest or partial_marker_length(rest, OPEN) == len(rest):
             return False
         if rest.startswith(OPEN):
             self._text.take(len(self._text.rest) - len(rest) + len(OPEN))
@@ -68,29 +68,29 @@ class Think:
         self._ends = text[len(thought) :]
         if thought:
             self._thought = True
-            self._pieces.append(Reasoning(thought))
+            self._deltas.append(ReasoningDelta(thought))
 
     def _answering(self) -> bool:
         text = self._text.take(len(self._text.rest))
         text = text if self._said else text.lstrip("\n")
         if text:
             self._said = True
-            self._pieces.append(Content(text))
+            self._deltas.append(ContentDelta(text))
         return False
 
-    def _take(self) -> list[Piece]:
-        taken, self._pieces = joined(self._pieces), []
+    def _take(self) -> list[MessageDelta]:
+        taken, self._deltas = merge_deltas(self._deltas), []
         return taken
 
 
 def _harmony(prompt: str) -> Parser:
-    return Harmony(reasoning=True, tools=False)
+    return HarmonyParser(reasoning=True, tools=False)
 
 
 REASONING_PARSERS: Mapping[str, Callable[[str], Parser]] = {
-    "think": Think,
-    "qwen3": Think,
-    "deepseek-r1": Think,
+    "think": ThinkParser,
+    "qwen3": ThinkParser,
+    "deepseek-r1": ThinkParser,
     "gpt-oss": _harmony,
 }
 
@@ -102,7 +102,7 @@ def reasoning_parser(name: str, prompt: str = "") -> Parser:
     return REASONING_PARSERS[name](prompt)
 
 
-def detect_reasoning(chat_template: str, model_type: str | None = None) -> str | None:
+def detect_reasoning_parser(chat_template: str, model_type: str | None = None) -> str | None:
     """The name of the parser for what this template's model thinks; None if it shows no known way."""
     if model_type == "gpt_oss" or (START in chat_template and CHANNEL in chat_template):
         return "gpt-oss"
