@@ -15,7 +15,7 @@ pytest.importorskip("fastapi")
 
 from serving import serving
 
-from atomc.runtime.server.status import PAGE, compiled, content_policy, first_tokens, speeds
+from atomc.runtime.server.status import PAGE, compile_summary, content_policy, tokens_per_second_history, ttft_summary
 
 KEY = "a-key"
 
@@ -252,16 +252,16 @@ def test_the_policy_allows_this_page_only():
 
 
 def test_speeds_of_past_seconds_add_up_to_what_was_generated():
-    assert speeds([], 10.0) == []
-    assert speeds([(10.0, 5)], 10.5) == [0.0]
-    assert speeds([(0.0, 100), (2.0, 140), (4.0, 140)], 4.0) == [20.0, 20.0, 0.0, 0.0]
-    assert speeds([(0.5, 0), (0.9, 8), (1.3, 8), (3.1, 44)], 4.2) == [8.0, 18.0, 18.0, 0.0]
+    assert tokens_per_second_history([], 10.0) == []
+    assert tokens_per_second_history([(10.0, 5)], 10.5) == [0.0]
+    assert tokens_per_second_history([(0.0, 100), (2.0, 140), (4.0, 140)], 4.0) == [20.0, 20.0, 0.0, 0.0]
+    assert tokens_per_second_history([(0.5, 0), (0.9, 8), (1.3, 8), (3.1, 44)], 4.2) == [8.0, 18.0, 18.0, 0.0]
 
 
 def test_first_tokens_are_those_of_the_last_requests():
-    assert first_tokens([]) is None
-    assert first_tokens([0.5]) == {"requests": 1, "median": 0.5, "p95": 0.5}
-    assert first_tokens([i / 100 for i in range(101)]) == {"requests": 101, "median": 0.5, "p95": 0.95}
+    assert ttft_summary([]) is None
+    assert ttft_summary([0.5]) == {"requests": 1, "median": 0.5, "p95": 0.5}
+    assert ttft_summary([i / 100 for i in range(101)]) == {"requests": 101, "median": 0.5, "p95": 0.95}
 
 
 def test_a_report_is_summed_up():
@@ -272,7 +272,7 @@ def test_a_report_is_summed_up():
         "kernels": [{"op": "rms_norm", "chosen": "triton"}] * 2 + [{"op": "linear", "chosen": "torch"}],
         "cuda_graphs": [{"rows": 1, "bytes": 3}, {"rows": 2, "bytes": 4}],
     }  # fmt: skip
-    found = compiled(report)
+    found = compile_summary(report)
     assert found["rewrites"] == {"rms_norm": 4}
     assert found["kernels"] == [{"op": "rms_norm", "runs_as": "triton", "nodes": 2},
                                 {"op": "linear", "runs_as": "torch", "nodes": 1}]  # fmt: skip

@@ -24,33 +24,33 @@ class Deadline:
     ALARM_SECONDS later, by SIGALRM.
     """
 
-    def __init__(self, last: Callable[[], None] = lambda: None) -> None:
-        self.last = last
-        self._needed = True
+    def __init__(self, before_exit: Callable[[], None] = lambda: None) -> None:
+        self.before_exit = before_exit
+        self._active = True
         # Its put may interrupt itself, as in a signal handler.
-        self._orders: SimpleQueue[tuple[float, int]] = SimpleQueue()
+        self._deadlines: SimpleQueue[tuple[float, int]] = SimpleQueue()
         threading.Thread(target=self._watch, daemon=True, name="deadline").start()
 
     def set(self, seconds: float, status: int) -> None:
         """The process ends with this status after so many seconds, at the latest; the earliest deadline holds."""
-        self._orders.put((time.monotonic() + seconds, status))
+        self._deadlines.put((time.monotonic() + seconds, status))
         left, _ = signal.getitimer(signal.ITIMER_REAL)
         if not left or left > seconds + ALARM_SECONDS:
             signal.setitimer(signal.ITIMER_REAL, seconds + ALARM_SECONDS)
 
     def cancel(self) -> None:
         """No thread is left that could keep the process from ending."""
-        self._needed = False
+        self._active = False
         signal.setitimer(signal.ITIMER_REAL, 0)
 
     def _watch(self) -> None:
-        order = self._orders.get()
-        while (left := order[0] - time.monotonic()) > 0:
+        earliest = self._deadlines.get()
+        while (left := earliest[0] - time.monotonic()) > 0:
             try:
-                order = min(order, self._orders.get(timeout=left))
+                earliest = min(earliest, self._deadlines.get(timeout=left))
             except Empty:
                 break
-        if self._needed:
-            self.last()
+        if self._active:
+            self.before_exit()
             log.error("something still runs after the time to end, such as a chat template: the process is cut off")
-            os._exit(order[1])
+            os._exit(earliest[1])

@@ -80,7 +80,7 @@ class Generation:
             if not choice.num_new:
                 choice.first, choice.num_cached = choice.last, output.num_cached
                 choice.prompt_logprobs = output.prompt_logprobs
-                self._metrics.saw_first_token(choice.last - self.started)
+                self._metrics.observe_ttft(choice.last - self.started)
             if output.error is not None:
                 if not output.error.by_client:
                     log.error("request %s failed, %s in the engine: %s", self._request_id, output.request_id,
@@ -138,12 +138,12 @@ class Generation:
 
     def _finished(self, choice: Choice) -> None:
         metrics = self._metrics
-        metrics.whole.observe(choice.last - self.started)
+        metrics.e2e_latency.observe(choice.last - self.started)
         metrics.prompt_tokens.observe(len(choice.prompt))
         metrics.new_tokens.observe(choice.num_new)
         metrics.finished.labels(metrics.model, choice.finish_reason).inc()
         if choice.num_new > 1:
-            metrics.per_token.observe((choice.last - choice.first) / (choice.num_new - 1))
+            metrics.tpot.observe((choice.last - choice.first) / (choice.num_new - 1))
 
 
 def _sibling(params: SamplingParams, number: int) -> SamplingParams:

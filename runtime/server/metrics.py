@@ -10,12 +10,12 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from atomc.runtime.server.client import EngineClient
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
-PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
-WHOLE = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480)
+TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
+TPOT_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
+LATENCY_BUCKETS = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480)
 # Requests whose times to the first token are kept for the status page.
-LATELY = 256
-LENGTHS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+NUM_RECENT = 256
+TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 
 
 class Metrics:
@@ -28,23 +28,22 @@ class Metrics:
             one = Histogram(f"atomc:{name}", text, ["model_name"], buckets=tuple(buckets), registry=self.registry)
             return one.labels(model)
 
-        self.first_token = histogram("time_to_first_token_seconds", "Until the first token.", FIRST_TOKEN)
-        self.per_token = histogram("request_time_per_output_token_seconds", "Mean time of a token after the first.",
-                                   PER_TOKEN)  # fmt: skip
-        self.whole = histogram("e2e_request_latency_seconds", "From the request to the end of its answer.", WHOLE)
-        self.prompt_tokens = histogram("request_prompt_tokens", "Tokens of the prompt.", LENGTHS)
-        self.new_tokens = histogram("request_generation_tokens", "Tokens of the answer.", LENGTHS)
+        self.ttft = histogram("time_to_first_token_seconds", "Until the first token.", TTFT_BUCKETS)
+        self.tpot = histogram("request_time_per_output_token_seconds", "Mean time per token after the first.", TPOT_BUCKETS)
+        self.e2e_latency = histogram("e2e_request_latency_seconds", "From the request to its last token.", LATENCY_BUCKETS)
+        self.prompt_tokens = histogram("request_prompt_tokens", "Tokens of the prompt.", TOKEN_BUCKETS)
+        self.new_tokens = histogram("request_generation_tokens", "Tokens of the answer.", TOKEN_BUCKETS)
         self.finished = Counter("atomc:request_success", "Answers by how they ended.", ["model_name", "finished_reason"],
                                 registry=self.registry)  # fmt: skip
         self.refused = Counter("atomc:request_refused", "Requests answered with an error, by its status.",
                                ["model_name", "status"], registry=self.registry)  # fmt: skip
         self.model = model
-        self.lately: deque[float] = deque(maxlen=LATELY)
-        self.registry.register(_OfEngine(client, model))
+        self.recent_ttft: deque[float] = deque(maxlen=NUM_RECENT)
+        self.registry.register(EngineCollector(client, model))
 
-    def saw_first_token(self, seconds: float) -> None:
-        self.first_token.observe(seconds)
-        self.lately.append(seconds)
+    def observe_ttft(self, seconds: float) -> None:
+        self.ttft.observe(seconds)
+        self.recent_ttft.append(seconds)
 
     def errors(self) -> dict[str, int]:
         """How many requests were answered with an error, by its status."""
@@ -55,7 +54,7 @@ class Metrics:
         return generate_latest(self.registry)
 
 
-class _OfEngine:
+class EngineCollector:
     """The engine's last figures."""
 
     def __init__(self, client: EngineClient, model: str) -> None:

@@ -28,7 +28,7 @@ log = logging.getLogger("atomc.server")
 DEMO_NAME = "atomc-demo"
 KEEP_ALIVE_SECONDS = 30
 BACKLOG = 2048
-LAST_WORDS_SECONDS = 1.0
+ERROR_GRACE_SECONDS = 1.0
 # A client that is gone without a word, as with its power, is found out after two minutes.
 KEEP_ALIVE_PROBES = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}
 
@@ -41,11 +41,11 @@ def serve(server: ServerConfig, engine: EngineConfig) -> None:
     _check_certificate(server)
     if server.api_key_file is not None:
         server = replace(server, api_key=(*server.api_key, *read_keys(server.api_key_file)), api_key_file=None)
-    folder, name = _folder(engine)
-    listener = _bound(server)
-    _allow_connections()
+    folder, name = _model_folder(engine)
+    listener = _bind(server)
+    _raise_open_file_limit()
     # A request to end that comes before the server listens ends everything at once.
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, _raise_keyboard_interrupt)
     # Before the imports below, which take as long as its own first ones.
     process = EngineProcess(replace(engine, model=str(folder)))
     deadline = Deadline(process.kill)
@@ -66,11 +66,11 @@ def serve(server: ServerConfig, engine: EngineConfig) -> None:
         raise SystemExit(status)
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
+def _raise_keyboard_interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _folder(engine: EngineConfig) -> tuple[Path, str]:
+def _model_folder(engine: EngineConfig) -> tuple[Path, str]:
     """The model's folder, and what clients call it if nothing else is said."""
     if engine.model is None:
         from atomc.demo import PATH
@@ -92,13 +92,13 @@ def _check_certificate(server: ServerConfig) -> None:
         raise ValueError(f"--ssl-certfile and --ssl-keyfile: no certificate with its key in {files}: {error}") from error
 
 
-def _allow_connections() -> None:
+def _raise_open_file_limit() -> None:
     """Each connection is an open file, and shells start their programs with few."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def _bound(server: ServerConfig) -> socket.socket:
+def _bind(server: ServerConfig) -> socket.socket:
     """The address is ours from now on; nobody can connect before the engine is ready. Raises OSError if it is taken."""
     family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
@@ -133,27 +133,30 @@ async def _run(
 
     client = EngineClient(process, health_timeout=config.engine_patience)
 
-    def take_sizes() -> None:
+    def copy_sizes() -> None:
         model.max_len, model.vocab_size = client.info.max_len, client.info.vocab_size
 
     try:
         model = load_model_info(folder, name, config)
         await client.connect()
-        take_sizes()
-        supervisor = Supervisor(client, restarts=config.restart_engine, timeout=config.engine_timeout, started=take_sizes)
+        copy_sizes()
+        supervisor = Supervisor(
+            client, restarts=config.restart_engine, timeout=config.engine_timeout, on_restarted=copy_sizes
+        )
         service = Service(client, model, config, Metrics(client, model.names[0]), max_requests=process.config.max_queue)
         app = ShutdownMiddleware(create_app(service))
-        deadline.last = lambda: client.engine.kill()
+        deadline.before_exit = lambda: client.engine.kill()
         server = WebServer(
             uvicorn.Config(
                 app, log_config=None, access_log=False, server_header=False, lifespan="off", ws="none",
                 backlog=BACKLOG, timeout_keep_alive=KEEP_ALIVE_SECONDS, http=header_timeout_protocol(config.header_timeout),
                 ssl_certfile=config.ssl_certfile, ssl_keyfile=config.ssl_keyfile,
             ),
-            drain_seconds=config.drain_seconds, drained=client.abort_all, give_up=app.cancel_requests,
-            deadline=deadline, listening=lambda: _say_how(service, listener),
+            drain_seconds=config.drain_seconds, abort_engine_requests=client.abort_all,
+            cancel_http_requests=app.cancel_requests, deadline=deadline,
+            on_listening=lambda: _log_summary(service, listener),
         )  # fmt: skip
-        watching = asyncio.create_task(_end_with_engine(server, supervisor))
+        watching = asyncio.create_task(_exit_with_engine(server, supervisor))
         await server.serve(sockets=[listener])
         watching.cancel()
         return server.status
@@ -161,15 +164,15 @@ async def _run(
         await client.close()
 
 
-async def _end_with_engine(server: "WebServer", supervisor: Supervisor) -> None:
+async def _exit_with_engine(server: "WebServer", supervisor: Supervisor) -> None:
     """Ends the server when the engine is gone for good; for a moment clients can still ask why."""
     log.error("%s; the server ends", await supervisor.run())
-    server.end_within(CLOSE_SECONDS, status=1)
-    await asyncio.sleep(LAST_WORDS_SECONDS)
-    server.end(0.0)
+    server.exit_within(CLOSE_SECONDS, status=1)
+    await asyncio.sleep(ERROR_GRACE_SECONDS)
+    server.begin_shutdown(0.0)
 
 
-def _say_how(service: Any, listener: socket.socket) -> None:
+def _log_summary(service: Any, listener: socket.socket) -> None:
     """The summary: what is served, how much fits, and where."""
     model, info, config = service.model, service.client.info, service.config
     log.info("model %s: %s on %s", model.names[0], info.model, info.device)

@@ -53,8 +53,8 @@ class Status:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._client = service.client
-        self._asked = -FRESH_SECONDS
-        self._compiled: dict[str, Any] | None = None
+        self._refreshed = -FRESH_SECONDS
+        self._compile_summary: dict[str, Any] | None = None
 
     async def figures(self) -> dict[str, Any]:
         """The model, the engine's figures, and what the compiler did; `sick` says why it cannot serve, or is None, and
@@ -65,25 +65,25 @@ class Status:
         found = {"model": metrics.model, "sick": client.unhealthy_reason,
                  "stats": asdict(client.stats) if client.stats else None, "age": now - client.stats_time,
                  "uptime": now - self._service.started, "restarts": client.restarts,
-                 "errors": metrics.errors(), "first_token": first_tokens(metrics.lately)}  # fmt: skip
+                 "errors": metrics.errors(), "first_token": ttft_summary(metrics.recent_ttft)}  # fmt: skip
         names = ("device", "max_len", "kv_tokens", "num_sequences", "phases")
         found |= {"class": client.info.model, **{name: getattr(client.info, name) for name in names}}
-        return found | {"speeds": speeds(client.token_history, now), "compiler": self._compiled}
+        return found | {"speeds": tokens_per_second_history(client.token_history, now), "compiler": self._compile_summary}
 
     async def _refresh(self) -> None:
-        if time.monotonic() - self._asked < FRESH_SECONDS or self._client.unhealthy_reason:
+        if time.monotonic() - self._refreshed < FRESH_SECONDS or self._client.unhealthy_reason:
             return
-        self._asked = time.monotonic()
+        self._refreshed = time.monotonic()
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
                 await self._client.call("stats")
-                if self._compiled is None:
-                    self._compiled = compiled(json.loads(await self._client.call("report")))
+                if self._compile_summary is None:
+                    self._compile_summary = compile_summary(json.loads(await self._client.call("report")))
         except (TimeoutError, EngineDead):
             pass
 
 
-def first_tokens(seconds: Collection[float]) -> dict[str, float] | None:
+def ttft_summary(seconds: Collection[float]) -> dict[str, float] | None:
     """Of so many requests, the seconds to the first token that half of them and 95 of 100 did not exceed."""
     if not seconds:
         return None
@@ -91,7 +91,7 @@ def first_tokens(seconds: Collection[float]) -> dict[str, float] | None:
     return {"requests": len(seconds), "median": float(median), "p95": float(most)}
 
 
-def speeds(past: Collection[tuple[float, int]], now: float) -> list[float]:
+def tokens_per_second_history(past: Collection[tuple[float, int]], now: float) -> list[float]:
     """Tokens generated in each of the last seconds, the earliest first; past: when how many had been generated in all."""
     if not past:
         return []
@@ -100,7 +100,7 @@ def speeds(past: Collection[tuple[float, int]], now: float) -> list[float]:
     return [round(float(speed), 2) for speed in np.diff(np.interp(borders, times, counts))]
 
 
-def compiled(report: dict[str, Any]) -> dict[str, Any]:
+def compile_summary(report: dict[str, Any]) -> dict[str, Any]:
     """The parts of a compiler's report that fit on a page: rewrites with their sites, ops with what runs them."""
     runs = Counter((choice["op"], choice["chosen"]) for choice in report["kernels"])
     graphs = report["cuda_graphs"]

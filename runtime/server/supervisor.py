@@ -9,8 +9,8 @@ from atomc.runtime.server.client import EngineClient, EngineDead, EngineFailed, 
 
 log = logging.getLogger("atomc.server")
 # An engine that served for so long before it died is restarted as if it had never died before.
-STEADY_SECONDS = 600.0
-LONGEST_BACKOFF = 30.0
+RESET_SECONDS = 600.0
+MAX_BACKOFF_SECONDS = 30.0
 CHECK_SECONDS = 0.5
 
 
@@ -23,17 +23,17 @@ class Supervisor:
     """
 
     def __init__(
-        self, client: EngineClient, *, restarts: int, timeout: float, started: Callable[[], None] = lambda: None
+        self, client: EngineClient, *, restarts: int, timeout: float, on_restarted: Callable[[], None] = lambda: None
     ) -> None:
         self._client = client
-        self._restarts, self._timeout, self._started = restarts, timeout, started
+        self._restarts, self._timeout, self._on_restarted = restarts, timeout, on_restarted
         self._attempt = 0
-        self._since = time.monotonic()
-        client.on_death = self._judge
+        self._started_at = time.monotonic()
+        client.on_death = self._on_death
 
     async def run(self) -> EngineDead:
         """Returns why, when the engine is gone for good."""
-        watch = asyncio.create_task(self._end_silent())
+        watch = asyncio.create_task(self._kill_unresponsive())
         try:
             while True:
                 await self._client.died_event.wait()
@@ -53,15 +53,15 @@ class Supervisor:
         except EngineDead:  # it started and died, and is judged already
             return
         except (EngineFailed, OSError) as error:
-            self._client.dead = self._judge(EngineDead(str(error)))
+            self._client.dead = self._on_death(EngineDead(str(error)))
             return
-        self._since = time.monotonic()
-        self._started()
+        self._started_at = time.monotonic()
+        self._on_restarted()
         log.info("the engine serves again, as process %d", self._client.engine.process.pid)
 
-    def _judge(self, why: EngineDead) -> EngineDead:
+    def _on_death(self, why: EngineDead) -> EngineDead:
         """What requests get from now on: that it is being restarted, or why it is dead."""
-        if time.monotonic() - self._since > STEADY_SECONDS:
+        if time.monotonic() - self._started_at > RESET_SECONDS:
             self._attempt = 0
         if self._attempt == self._restarts:
             given_up = f" ({self._restarts} restarts did not help)" if self._restarts else ""
@@ -72,7 +72,7 @@ class Supervisor:
             f"the engine is being restarted (attempt {self._attempt} of {self._restarts}): {why}", retry_after=seconds
         )
 
-    async def _end_silent(self) -> None:
+    async def _kill_unresponsive(self) -> None:
         """A step or a compile is silent, too, but not for so long; a profile may be written for longer."""
         client = self._client
         while self._timeout:
@@ -84,4 +84,4 @@ class Supervisor:
 
 def backoff(attempt: int) -> float:
     """Seconds before this attempt: 1, 2, 4 ..."""
-    return float(min(2 ** (attempt - 1), LONGEST_BACKOFF))
+    return float(min(2 ** (attempt - 1), MAX_BACKOFF_SECONDS))

@@ -11,9 +11,9 @@ import uvicorn
 from atomc.runtime.server.deadline import CLOSE_SECONDS, Deadline
 
 # Over TLS a client has so long to say goodbye.
-GOODBYE_SECONDS = 0.5
+TLS_CLOSE_SECONDS = 0.5
 # Before, what does not wait for the engine, either, is given up.
-GIVE_UP_SECONDS, CUT_SECONDS = 0.5, 1.0
+CANCEL_SECONDS, ABORT_SECONDS = 0.5, 1.0
 
 
 class WebServer(uvicorn.Server):
@@ -27,54 +27,54 @@ class WebServer(uvicorn.Server):
     """
 
     def __init__(
-        self, config: uvicorn.Config, *, drain_seconds: float, drained: Callable[[], None],
-        give_up: Callable[[], None], deadline: Deadline, listening: Callable[[], None],
+        self, config: uvicorn.Config, *, drain_seconds: float, abort_engine_requests: Callable[[], None],
+        cancel_http_requests: Callable[[], None], deadline: Deadline, on_listening: Callable[[], None],
     ) -> None:  # fmt: skip
         super().__init__(config)
         self.status = 0
-        self._drain_seconds, self._drained, self._give_up = drain_seconds, drained, give_up
-        self._deadline, self._listening = deadline, listening
+        self._drain_seconds, self._deadline, self._on_listening = drain_seconds, deadline, on_listening
+        self._abort_engine_requests, self._cancel_http_requests = abort_engine_requests, cancel_http_requests
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        self._listening()
+        self._on_listening()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         # A second signal does not wait.
         drain = 0.0 if self.should_exit else self._drain_seconds
-        self.end_within(drain + CLOSE_SECONDS, status=0)
-        self.end(drain)
+        self.exit_within(drain + CLOSE_SECONDS, status=0)
+        self.begin_shutdown(drain)
 
-    def end_within(self, seconds: float, status: int) -> None:
+    def exit_within(self, seconds: float, status: int) -> None:
         """The process ends in so many seconds, at the latest."""
         self.status = max(self.status, status)
         self._deadline.set(seconds, self.status)
 
-    def end(self, drain: float) -> None:
+    def begin_shutdown(self, drain: float) -> None:
         """No new connections; what runs has so many seconds to finish."""
         self.should_exit = True
         # For what `_cut` does not know: connections in the middle of a TLS handshake.
-        self.config.timeout_graceful_shutdown = math.ceil(drain + CUT_SECONDS) + 1
+        self.config.timeout_graceful_shutdown = math.ceil(drain + ABORT_SECONDS) + 1
         loop = asyncio.get_running_loop()
-        loop.call_later(drain, self._drained)
-        loop.call_later(drain + GIVE_UP_SECONDS, self._give_up)
-        loop.call_later(drain + CUT_SECONDS, self._cut)
+        loop.call_later(drain, self._abort_engine_requests)
+        loop.call_later(drain + CANCEL_SECONDS, self._cancel_http_requests)
+        loop.call_later(drain + ABORT_SECONDS, self._abort_connections)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        goodbyes = asyncio.create_task(self._hang_up())
+        closing = asyncio.create_task(self._abort_closed_connections())
         await super().shutdown(sockets)
-        goodbyes.cancel()
+        closing.cancel()
 
-    def _cut(self) -> None:
+    def _abort_connections(self) -> None:
         """Does not wait any more for readers that are slow or gone."""
         self.force_exit = True
         for connection in list(self.server_state.connections):
             connection.transport.abort()
 
-    async def _hang_up(self) -> None:
+    async def _abort_closed_connections(self) -> None:
         """Ends connections that are closed on this side and sent all: over TLS they wait for a goodbye of the client."""
         while True:
-            await asyncio.sleep(GOODBYE_SECONDS)
+            await asyncio.sleep(TLS_CLOSE_SECONDS)
             for connection in list(self.server_state.connections):
                 if connection.transport.is_closing() and not connection.transport.get_write_buffer_size():
                     connection.transport.abort()
