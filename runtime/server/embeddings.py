@@ -15,7 +15,7 @@ from atomc.runtime.server.client import RequestStream
 from atomc.runtime.server.errors import from_request_error, invalid
 from atomc.runtime.server.http import JSONResponse, cancel_on_disconnect, request_id
 from atomc.runtime.server.messages import Submit
-from atomc.runtime.server.prompts import prompt_tokens
+from atomc.runtime.server.prompts import tokenize_prompts
 from atomc.runtime.server.protocol import EmbeddingRequest
 from atomc.runtime.server.service import Service
 
@@ -23,7 +23,7 @@ from atomc.runtime.server.service import Service
 async def embeddings(service: Service, body: EmbeddingRequest, request: Request) -> Response:
     model = service.model
     model.check_name(body.model)
-    prompts = await prompt_tokens(service, body.input, "input")
+    prompts = await tokenize_prompts(service, body.input, "input")
     for prompt in prompts:
         if len(prompt) > model.max_len:
             raise invalid(f"this model's maximum context length is {model.max_len} tokens, and an input has {len(prompt)}",

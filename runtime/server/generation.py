@@ -52,9 +52,9 @@ class Generation:
         for number, prompt in enumerate(prompts):
             group = client.next_id()
             for sibling in range(n):
-                submit = Submit(f"{group}/{sibling}", list(prompt), _sibling(params, sibling), priority, salt)
+                submit = Submit(f"{group}/{sibling}", list(prompt), _choice_params(params, sibling), priority, salt)
                 self._submits.append(submit)
-                stream = self._contained(TextStream, model.tokenizer, prompt, params)
+                stream = self._run_contained(TextStream, model.tokenizer, prompt, params)
                 self.choices[submit.id] = Choice(number * n + sibling, prompt, stream)
         self._request_stream: RequestStream | None = None
         self.started = time.monotonic()
@@ -88,13 +88,13 @@ class Generation:
                 raise from_request_error(output.error, self._request_id)
             if output.finish_reason == "abort":
                 raise APIError(500, "the engine gave this request up", "server_error")
-            delta = self._contained(choice.stream.add, output)
+            delta = self._run_contained(choice.stream.add, output)
             choice.num_new += len(delta.token_ids)
             choice.finish_reason = delta.finish_reason
             if delta.finish_reason is not None:
                 if output.finish_reason is None:  # a stop string: the engine does not know it
                     self._request_stream.close(output.request_id)
-                self._finished(choice)
+                self._record_metrics(choice)
             yield choice, delta
 
     def usage(self) -> dict[str, object]:
@@ -126,7 +126,7 @@ class Generation:
     def _num_cached(self) -> int:
         return sum(choice.num_cached for choice in self.choices.values() if choice.index % self.n == 0)
 
-    def _contained(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    def _run_contained(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """What `work` on the text returns. Raises APIError for what it raises, also a panic, which is no Exception."""
         try:
             return work(*args, **kwargs)
@@ -136,7 +136,7 @@ class Generation:
             log.error("request %s failed while its text was made", self._request_id, exc_info=error)
             raise from_request_error(RequestError("the server failed while it made the text"), self._request_id) from error
 
-    def _finished(self, choice: Choice) -> None:
+    def _record_metrics(self, choice: Choice) -> None:
         metrics = self._metrics
         metrics.e2e_latency.observe(choice.last - self.started)
         metrics.prompt_tokens.observe(len(choice.prompt))
@@ -146,6 +146,6 @@ class Generation:
             metrics.tpot.observe((choice.last - choice.first) / (choice.num_new - 1))
 
 
-def _sibling(params: SamplingParams, number: int) -> SamplingParams:
+def _choice_params(params: SamplingParams, number: int) -> SamplingParams:
     """With another seed than the first: with the same they would be the same answer."""
     return params if params.seed is None or number == 0 else replace(params, seed=(params.seed + number) % 2**63)

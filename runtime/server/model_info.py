@@ -12,7 +12,7 @@ from atomc.runtime.generation_config import sampling_defaults
 from atomc.runtime.server.chat_template import ChatTemplate, load_chat_template
 from atomc.runtime.server.config import ServerConfig
 from atomc.runtime.server.errors import APIError, invalid
-from atomc.runtime.server.limits import MESSAGES, TOOLS, at_most
+from atomc.runtime.server.limits import MESSAGES, TOOLS, check_length
 from atomc.runtime.server.reasoning_parsers import REASONING_PARSERS, detect_reasoning_parser
 from atomc.runtime.server.timeout import run_with_timeout
 from atomc.runtime.server.tool_parsers import TOOL_PARSERS, detect_tool_parser
@@ -60,20 +60,20 @@ class ModelInfo:
             raise invalid(f"{param}: token id {max(tokens)} is not in the vocabulary of {size} tokens", param)
 
     async def encode(self, texts: Sequence[str], add_special_tokens: bool = True, *, param: str = "prompt",
-                      most: int | None = None) -> list[list[int]]:  # fmt: skip
+                      limit: int | None = None) -> list[list[int]]:  # fmt: skip
         """The tokens of each text. Raises a 400 for one that has more than `most` (None: than the longest sequence), and
         if the model has no tokenizer."""
         tokenizer = self.tokenizer
         if tokenizer is None:
             raise invalid("this model has no tokenizer: give the prompt as token ids", param)
-        most = self.max_len if most is None else most
+        limit = self.max_len if limit is None else limit
 
         def encode() -> list[list[int]]:
-            return [self._ids(text, add_special_tokens, most, param) for text in texts]
+            return [self._ids(text, add_special_tokens, limit, param) for text in texts]
 
         return encode() if sum(map(len, texts)) < LONG_TEXT else await asyncio.to_thread(encode)
 
-    def _ids(self, text: str, add_special_tokens: bool, most: int, param: str) -> list[int]:
+    def _ids(self, text: str, add_special_tokens: bool, limit: int, param: str) -> list[int]:
         """The tokens of one text. The library does not hold up other threads meanwhile."""
         assert self.tokenizer is not None
         text.encode()  # tokenizers would call half a surrogate pair a wrong type
@@ -83,8 +83,8 @@ class ModelInfo:
             for start in range(0, len(text), PIECE):
                 (piece,) = self.tokenizer.encode_batch_fast([text[start : start + PIECE]], add_special_tokens=False)
                 least += max(len(piece) - AT_BORDER, 0)
-                if least > most:
-                    raise context_length_error(most, f"at least {least}", param)
+                if least > limit:
+                    raise context_length_error(limit, f"at least {least}", param)
         (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return list(encoding.ids)
 
@@ -96,8 +96,8 @@ class ModelInfo:
         if self.template is None or self.tokenizer is None:
             raise invalid("this model has no chat template: use /v1/completions, or start the server with --chat-template")
         template = self.template
-        at_most(MESSAGES, messages, "messages", "messages")
-        at_most(TOOLS, tools, "tools", "tools")
+        check_length(MESSAGES, messages, "messages", "messages")
+        check_length(TOOLS, tools, "tools", "tools")
 
         def render() -> str:
             return template.render(messages, tools, **{**kwargs, "add_generation_prompt": add_generation_prompt})
@@ -133,8 +133,8 @@ class ModelInfo:
         return raw.decode(errors="replace"), list(raw)
 
 
-def context_length_error(most: int, length: str, param: str) -> APIError:
-    return invalid(f"this model's maximum context length is {most} tokens, and {param} has {length}: shorten it", param,
+def context_length_error(limit: int, length: str, param: str) -> APIError:
+    return invalid(f"this model's maximum context length is {limit} tokens, and {param} has {length}: shorten it", param,
                    "context_length_exceeded")  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from atomc.runtime.server.client import EngineDead, EngineRestarting
 from atomc.runtime.server.errors import APIError, invalid
 from atomc.runtime.server.http import JSONResponse
-from atomc.runtime.server.limits import TOKENS, at_most
+from atomc.runtime.server.limits import TOKENS, check_length
 from atomc.runtime.server.metrics import CONTENT_TYPE
 from atomc.runtime.server.model_info import ModelInfo
 from atomc.runtime.server.protocol import DetokenizeRequest, TokenizeRequest
@@ -36,24 +36,24 @@ async def tokenize(service: Service, body: TokenizeRequest) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise invalid("expected either prompt or messages", "prompt")
     if body.prompt is not None:
-        (tokens,) = await model.encode([body.prompt], body.add_special_tokens, most=max(TOKENS, model.max_len))
+        (tokens,) = await model.encode([body.prompt], body.add_special_tokens, limit=max(TOKENS, model.max_len))
     else:
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools] if body.tools else None
         kwargs = body.chat_template_kwargs or {}
         text = await model.render_chat(body.messages or [], tools, body.add_generation_prompt, kwargs)
         tokens = await model.encode_chat(text)
-    spelled = await asyncio.to_thread(_spelled, model, tokens) if body.return_token_strs else None
+    spelled = await asyncio.to_thread(_token_texts, model, tokens) if body.return_token_strs else None
     return JSONResponse({"count": len(tokens), "max_model_len": model.max_len, "tokens": tokens, "token_strs": spelled})
 
 
 async def detokenize(service: Service, body: DetokenizeRequest) -> Response:
     service.model.check_name(body.model)
     service.model.check_tokens(body.tokens, "tokens")
-    at_most(max(TOKENS, service.model.max_len), body.tokens, "tokens", "tokens")
+    check_length(max(TOKENS, service.model.max_len), body.tokens, "tokens", "tokens")
     return JSONResponse({"prompt": await service.model.decode(body.tokens)})
 
 
-def _spelled(model: ModelInfo, tokens: Sequence[int]) -> list[str]:
+def _token_texts(model: ModelInfo, tokens: Sequence[int]) -> list[str]:
     return [model.token_text_and_bytes(token)[0] for token in tokens]
 
 
@@ -92,9 +92,9 @@ async def compiler_page(service: Service) -> Response:
         renderer = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "atomc.render", stdin=PIPE, stdout=PIPE, stderr=PIPE
         )
-        text, said = await renderer.communicate(report.encode())
+        text, stderr = await renderer.communicate(report.encode())
     if renderer.returncode:
-        last = said.decode(errors="replace").strip().rpartition("\n")[2]
+        last = stderr.decode(errors="replace").strip().rpartition("\n")[2]
         raise APIError(500, f"the report could not be rendered: {last}", "server_error")
     headers = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", "Cache-Control": "no-cache",
                "Content-Security-Policy": "frame-ancestors 'none'"}  # fmt: skip

@@ -17,7 +17,7 @@ from atomc.runtime.server.http import cancel_on_disconnect
 from atomc.runtime.server.messages import Submit
 from atomc.runtime.server.metrics import Metrics
 from atomc.runtime.server.model_info import ModelInfo
-from atomc.runtime.server.protocol import Generate
+from atomc.runtime.server.protocol import GenerationRequest
 
 log = logging.getLogger("atomc.server")
 READY_SECONDS = 30.0
@@ -35,16 +35,16 @@ class Service:
     metrics: Metrics
     max_requests: int
     started: float = field(default_factory=time.monotonic, init=False)
-    _probe: "asyncio.Task[None] | None" = field(default=None, init=False)
-    _probed: float = field(default=-PROBE_SECONDS, init=False)
+    _ready_task: "asyncio.Task[None] | None" = field(default=None, init=False)
+    _ready_started: float = field(default=-PROBE_SECONDS, init=False)
 
     def generation(
-        self, name: str, prompts: Sequence[Sequence[int]], params: SamplingParams, body: Generate
+        self, name: str, prompts: Sequence[Sequence[int]], params: SamplingParams, body: GenerationRequest
     ) -> Generation:
         return Generation(self.client, self.model, self.metrics, name, prompts, params, n=body.n, priority=body.priority,
                           salt=body.cache_salt, log_requests=self.config.log_requests)  # fmt: skip
 
-    async def begin(self, generation: Generation, request: Request) -> None:
+    async def start(self, generation: Generation, request: Request) -> None:
         """Returns when the engine has taken the request. Raises what the client is told if it does not."""
         try:
             await cancel_on_disconnect(request, generation.start())
@@ -63,9 +63,9 @@ class Service:
     async def ready(self) -> None:
         """Generates one token, at most one a second: probes share its outcome. Raises what `to_api_error` handles."""
         now = time.monotonic()
-        if self._probe is None or (self._probe.done() and now - self._probed > PROBE_SECONDS):
-            self._probe, self._probed = asyncio.create_task(self._generate_one()), now
-        await asyncio.shield(self._probe)
+        if self._ready_task is None or (self._ready_task.done() and now - self._ready_started > PROBE_SECONDS):
+            self._ready_task, self._ready_started = asyncio.create_task(self._generate_one()), now
+        await asyncio.shield(self._ready_task)
 
     async def _generate_one(self) -> None:
         stream = self.client.submit([Submit(self.client.next_id(), [0], SamplingParams(max_tokens=1, ignore_eos=True))])
