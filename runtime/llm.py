@@ -167,7 +167,7 @@ class LLM:
     def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
         """A request that fits; raises ValueError for one that does not."""
         if params.stop and self.tokenizer is None:
-            raise ValueError("no tokenizer, so there is no text to stop at: give stop_token_ids")
+            raise ValueError("no tokenizer, so stop strings cannot be found: use stop_token_ids")
         request = self.engine.request(next(self._ids), self._tokens(prompt), params)
         self.engine.refuse(request)
         return request

@@ -82,8 +82,8 @@ def schema(depth):
         ("chat/completions", {**CHAT, "messages": [{"role": "assistant", "tool_calls": [
             {"function": {"name": "f", "arguments": "[" * 100_000}}]}, USER]}, None),
         # JSON itself.
-        ("completions", deep(129), "nested deeper than 128 lists and objects"),
-        ("completions", "[" * 200_000, "nested deeper than 128 lists and objects"),
+        ("completions", deep(129), "more than 128 levels of nested lists and objects"),
+        ("completions", "[" * 200_000, "more than 128 levels of nested lists and objects"),
         ("completions", '{"prompt":"a","b":' + deep(100) + "}", "b is no field of this request"),
         ("completions", '{"prompt":' + "1" * 5000 + "}", "the body is not JSON that can be read: Exceeds the limit"),
         ("completions", b'{"prompt":"\xff"}', "the body is not JSON: it is not UTF-8"),
@@ -92,29 +92,29 @@ def schema(depth):
         ("completions", {**TEXT, "seed": 10**30}, "seed"),
         ("completions", {**TEXT, "prompt": "\ud800"}, "not Unicode"),
         # Limits.
-        ("completions", {**TEXT, **{f"f{i}": 1 for i in range(200)}}, "the object has 202 fields, and at most 128 are"),
+        ("completions", {**TEXT, **{f"f{i}": 1 for i in range(200)}}, "the object has 202 fields, at most 128 are"),
         ("completions", {**TEXT, "prompt": [[]] * 300_000}, "the body has more than 262144 JSON values"),
         ("completions", {**TEXT, "prompt": [-1] * 200_000}, "prompt.str: Input should be a valid string"),
         ("completions", {**TEXT, "prompt": "She said. " * 100_000}, "maximum context length is 2048"),
-        ("completions", {**TEXT, "prompt": ["Once"] * 1025}, "asks for 1025 answers"),
-        ("completions", {**TEXT, "prompt": ["She said. " * 200] * 64, "n": 128}, "asks for 8192 answers"),
-        ("completions", {**TEXT, "stop": ["a"] * 33}, "stop has 33 texts, and at most 32 are allowed"),
-        ("completions", {**TEXT, "stop": "a" * 257}, "stop has a text of 257 characters, and at most 256 are allowed"),
-        ("completions", {**TEXT, "stop_token_ids": [1] * 1025}, "stop_token_ids has 1025 tokens, and at most 1024"),
-        ("completions", {**TEXT, "logit_bias": {str(i): 1 for i in range(1025)}}, "it has 1025 tokens, and at most 1024"),
-        ("completions", {**TEXT, "n": 128, "logprobs": 20}, "answers times log-probabilities may be at most 512"),
-        ("completions", {**TEXT, "prompt": ["a"] * 60, "prompt_logprobs": 20}, "may be at most 512"),
-        ("chat/completions", {**CHAT, "n": 128, "logprobs": True, "top_logprobs": 20}, "may be at most 512"),
-        ("chat/completions", {**CHAT, "messages": [USER] * 4097}, "messages has 4097 messages, and at most 4096"),
-        ("chat/completions", {**CHAT, "tools": [F] * 129}, "tools has 129 tools, and at most 128 are allowed"),
-        ("completions", {**TEXT, "guided_choice": ["a"] * 1025}, "choice has 1025 texts, and at most 1024"),
-        ("completions", {**TEXT, "guided_regex": "a" * 300_000}, "regex has 300000 characters, and at most 262144"),
+        ("completions", {**TEXT, "prompt": ["Once"] * 1025}, "asks for 1025 choices"),
+        ("completions", {**TEXT, "prompt": ["She said. " * 200] * 64, "n": 128}, "asks for 8192 choices"),
+        ("completions", {**TEXT, "stop": ["a"] * 33}, "stop has 33 strings, at most 32 are allowed"),
+        ("completions", {**TEXT, "stop": "a" * 257}, "stop has a string of 257 characters, at most 256 are allowed"),
+        ("completions", {**TEXT, "stop_token_ids": [1] * 1025}, "stop_token_ids has 1025 tokens, at most 1024"),
+        ("completions", {**TEXT, "logit_bias": {str(i): 1 for i in range(1025)}}, "it has 1025 tokens, at most 1024"),
+        ("completions", {**TEXT, "n": 128, "logprobs": 20}, "exceed the limit of 512"),
+        ("completions", {**TEXT, "prompt": ["a"] * 60, "prompt_logprobs": 20}, "exceed the limit of 512"),
+        ("chat/completions", {**CHAT, "n": 128, "logprobs": True, "top_logprobs": 20}, "exceed the limit of 512"),
+        ("chat/completions", {**CHAT, "messages": [USER] * 4097}, "messages has 4097 messages, at most 4096"),
+        ("chat/completions", {**CHAT, "tools": [F] * 129}, "tools has 129 tools, at most 128 are allowed"),
+        ("completions", {**TEXT, "guided_choice": ["a"] * 1025}, "choice has 1025 strings, at most 1024"),
+        ("completions", {**TEXT, "guided_regex": "a" * 300_000}, "regex has 300000 characters, at most 262144"),
         ("completions", {**TEXT, "guided_choice": ["a" * 100_000] * 3}, "choice has 300000 characters"),
         ("completions", {**TEXT, "guided_json": {"title": "a" * 300_000}}, "json_schema has 300013 characters"),
-        ("embeddings", {"input": ["Once"] * 1025}, "asks for 1025 answers"),
+        ("embeddings", {"input": ["Once"] * 1025}, "asks for 1025 choices"),
         ("embeddings", {"input": "She said. " * 1000}, "maximum context length is 2048"),
         ("../tokenize", {"prompt": "She said. " * 300_000}, "maximum context length is 131072"),
-        ("../detokenize", {"tokens": [1] * 131_073}, "tokens has 131073 tokens, and at most 131072 are allowed"),
+        ("../detokenize", {"tokens": [1] * 131_073}, "tokens has 131073 tokens, at most 131072 are allowed"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_answered_with_what_is_wrong(http, path, body, said):
@@ -151,7 +151,7 @@ def test_values_and_nesting_of_a_body_are_counted_without_parsing_it(value, asci
         if num_values(value) <= 12 and depth(value) <= 4:
             limits.check_json(body, longest=0)
         else:
-            with pytest.raises(APIError, match=r"more than 12 JSON values|nested deeper than 4"):
+            with pytest.raises(APIError, match=r"more than 12 JSON values|more than 4 levels"):
                 limits.check_json(body, longest=0)
 
 

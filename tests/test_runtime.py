@@ -476,7 +476,7 @@ def test_a_module_generates_from_token_ids():
         llm.generate("Hello")
     with pytest.raises(ValueError, match="no tokenizer"):
         llm.stream([1])
-    with pytest.raises(ValueError, match="no text to stop at: give stop_token_ids"):
+    with pytest.raises(ValueError, match="stop strings cannot be found: use stop_token_ids"):
         llm.generate([[1]], SamplingParams(stop=(".",)))
 
 

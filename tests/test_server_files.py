@@ -78,7 +78,7 @@ def test_a_stock_class_with_random_weights_generates_and_a_line_says_so(server, 
 def test_without_a_tokenizer_text_is_refused_with_what_to_send(client):
     with pytest.raises(openai.BadRequestError, match="no tokenizer: give the prompt as token ids"):
         client.completions.create(model="one", prompt="text")
-    with pytest.raises(openai.BadRequestError, match="no text to stop at: give stop_token_ids"):
+    with pytest.raises(openai.BadRequestError, match="stop strings cannot be found: use stop_token_ids"):
         client.completions.create(model="one", prompt=[5], stop=".")
     with pytest.raises(openai.BadRequestError, match="no chat template: use /v1/completions"):
         client.chat.completions.create(model="one", messages=[{"role": "user", "content": "x"}])

@@ -1,4 +1,4 @@
-"""Bytes of bodies that requests under way have sent, all together."""
+"""Limits the total size of the bodies of running requests."""
 
 import asyncio
 import ctypes
@@ -9,13 +9,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from atomc.runtime.server.errors import APIError
 
 RETRY_SECONDS = 1
-# After a larger body memory goes back to the system; glibc would keep it.
+# Above this body size, return freed memory to the operating system, which glibc would otherwise keep.
 TRIM_BYTES = 2**20
 TRIM_SECONDS = 1.0
 
 
 class BodyBudgetMiddleware:
-    """ASGI middleware: a request whose body would bring all of them above `most` bytes gets a 429."""
+    """ASGI middleware: responds with a 429 to a request whose body would bring the total above `max_bytes`."""
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self.app = app
@@ -32,7 +32,7 @@ class BodyBudgetMiddleware:
             size = len(message.get("body", b""))
             if self.bytes_held + size > self.max_bytes:
                 error = self._over_budget()
-                # At once, so that no other request is refused because of this one.
+                # Release now, so that no other request is rejected because of this one.
                 self.bytes_held -= bytes_held
                 bytes_held = 0
                 raise error
@@ -54,7 +54,7 @@ class BodyBudgetMiddleware:
         asyncio.get_running_loop().run_in_executor(None, _trim_heap)
 
     def _over_budget(self) -> APIError:
-        # The rest of the body is not read, so the connection cannot serve another request.
+        # The rest of the body is not read, so the connection cannot be reused.
         return APIError(429, f"the bodies of all running requests have {self.bytes_held} bytes, the limit is "
                         f"{self.max_bytes}: try again later", "overloaded", code="too_many_bytes",
                         headers={"Retry-After": str(RETRY_SECONDS), "Connection": "close"})  # fmt: skip

@@ -50,32 +50,32 @@ async def chat_completions(service: Service, body: ChatRequest, request: Request
     check_logprobs(body.top_logprobs, "top_logprobs", service.config)
     check_total_size(body.n, body.top_logprobs, 0, model.max_len, "messages")
     check_length(TOOLS, body.tools, "tools", "tools")
-    calls = _tool_mode(service, body)
+    tool_mode = _tool_mode(service, body)
     kwargs = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         kwargs.setdefault("reasoning_effort", body.reasoning_effort)
-    text = await model.render_chat(body.messages, calls.template_tools, body.add_generation_prompt, kwargs)
+    text = await model.render_chat(body.messages, tool_mode.template_tools, body.add_generation_prompt, kwargs)
     prompt = await model.encode_chat(text)
     if not prompt:
-        raise invalid("the conversation has no text", "messages")
+        raise invalid("the chat template rendered an empty prompt", "messages")
     check_total_size(body.n, body.top_logprobs, body.n * len(prompt), model.max_len, "messages")
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     check_context_length(len(prompt), max_tokens, model)
     structured = structured_output(body, body.response_format)
-    if structured is not None and calls.structured is not None:
-        raise invalid("tool_choice asks for a call, and response_format for something else", "tool_choice")
-    structured = structured or calls.structured
-    # A form of output holds from the first token on, also where the template has begun to think.
+    if structured is not None and tool_mode.structured is not None:
+        raise invalid("tool_choice requires a tool call, which cannot be combined with response_format", "tool_choice")
+    structured = structured or tool_mode.structured
+    # A grammar applies from the first token on, even if the prompt ends with an opening reasoning tag.
     prompt_text = text if structured is None else ""
-    parsers = [calls.parser(), _reasoning(model.reasoning, prompt_text)]
-    shown = not body.skip_special_tokens or uses_special_tokens(model.tokenizer, *parsers)
+    parsers = [tool_mode.parser(), _reasoning_parser(model.reasoning, prompt_text)]
+    keep_special_tokens = not body.skip_special_tokens or uses_special_tokens(model.tokenizer, *parsers)
     params = sampling_params(
         body, model, max_tokens=max_tokens, logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        structured=structured, skip_special_tokens=not shown,
+        structured=structured, skip_special_tokens=not keep_special_tokens,
     )  # fmt: skip
     generation = service.generation(request_id(request), [prompt], params, body)
     await service.start(generation, request)
-    response = _ResponseBuilder(service, body, request_id(request), generation, calls, prompt_text)
+    response = _ResponseBuilder(service, body, request_id(request), generation, tool_mode, prompt_text)
     if body.stream:
         return EventStream(response.stream())
     return JSONResponse(await cancel_on_disconnect(request, response.complete()))
@@ -83,12 +83,13 @@ async def chat_completions(service: Service, body: ChatRequest, request: Request
 
 @dataclass(frozen=True)
 class _ToolMode:
-    """How this request's answers may call tools.
+    """How the choices of a request may call tools.
 
-    for_template   what the model is told of
-    known          the parser of calls that the model may make, by name
-    named, listed  calls are certain: of one function, or of some
-    structured     what makes them certain
+    template_tools   the tools passed to the chat template
+    parser_name      the tool parser, for tool_choice "auto"
+    function_name    the function that tool_choice names
+    required         tool_choice is "required"
+    structured       the structured output that forces the calls, for a named function and for "required"
     """
 
     template_tools: list[dict[str, Any]] | None = None
@@ -98,7 +99,7 @@ class _ToolMode:
     structured: Structured | None = None
 
     def parser(self) -> Parser | None:
-        """For one answer."""
+        """A new parser for one choice."""
         if self.function_name is not None:
             return NamedToolParser(self.function_name)
         if self.required:
@@ -107,72 +108,73 @@ class _ToolMode:
 
 
 def _tool_mode(service: Service, body: ChatRequest) -> _ToolMode:
-    """Raises a 400 for a choice that cannot be."""
+    """Raises a 400 for a tool_choice that is not possible."""
     tools = body.tools or []
     choice = body.tool_choice or ("auto" if tools else "none")
     if not tools and choice in ("none", "auto"):
         return _ToolMode()
     if not tools:
-        raise invalid("tool_choice asks for a call, and there are no tools", "tool_choice")
-    shown = [tool.model_dump(exclude_none=True) for tool in tools]
+        raise invalid("tool_choice requires a tool call, but tools is empty", "tool_choice")
+    template_tools = [tool.model_dump(exclude_none=True) for tool in tools]
     if choice == "none":
         return _ToolMode()
     if choice == "auto":
         parser_name = service.model.tools
         if parser_name is None:
-            raise invalid("how this model writes calls of tools is not known: ask for tool_choice 'required' or for a "
-                          "function by name, or start the server with --tool-call-parser, one of "
-                          f"{', '.join(TOOL_PARSERS)}", "tools")  # fmt: skip
-        return _ToolMode(shown, parser_name)
+            raise invalid("the tool call format of this model is unknown: use tool_choice 'required' or a named function, "
+                          f"or start the server with --tool-call-parser, one of {', '.join(TOOL_PARSERS)}",
+                          "tools")  # fmt: skip
+        return _ToolMode(template_tools, parser_name)
     functions = [tool.function for tool in tools]
     try:
         if isinstance(choice, NamedTool):
             function = _function_named(functions, choice.function.name)
-            schema = arguments_schema(function)
-            return _ToolMode(shown, function_name=function.name, structured=check_structured(Structured(json_schema=schema)))
+            structured = check_structured(Structured(json_schema=arguments_schema(function)))
+            return _ToolMode(template_tools, function_name=function.name, structured=structured)
         schema = calls_schema(functions, body.parallel_tool_calls is not False)
     except ValueError as error:
         raise invalid(str(error), "tools") from error
-    return _ToolMode(shown, required=True, structured=check_structured(Structured(json_schema=schema)))
+    return _ToolMode(template_tools, required=True, structured=check_structured(Structured(json_schema=schema)))
 
 
 def _function_named(functions: Sequence[Function], name: str) -> Function:
     found = next((function for function in functions if function.name == name), None)
     if found is None:
         names = ", ".join(function.name for function in functions)
-        raise invalid(f"tool_choice names {name!r}, and tools has {names}", "tool_choice")
+        raise invalid(f"tool_choice names {name!r}, expected one of the tools: {names}", "tool_choice")
     return found
 
 
 @dataclass
 class _ChoiceState:
-    """One answer on its way: its parsers, and what they have found, for the whole message."""
+    """One choice in progress: its parser, and the deltas and log-probabilities so far."""
 
-    answer: OutputParser
+    parser: OutputParser
     started: bool = False
     has_tool_calls: bool = False
     deltas: list[MessageDelta] = field(default_factory=list)
-    logprobs: list[msgspec.Raw] = field(default_factory=list)  # encoded as they come: all at once would take long
+    logprobs: list[msgspec.Raw] = field(default_factory=list)  # encoded per delta, to keep the event loop free
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
 
 class _ResponseBuilder:
-    """The answers as one body, or as events."""
+    """Builds the response to one request: one JSON body, or a stream of events."""
 
     def __init__(
-        self, service: Service, body: ChatRequest, name: str, generation: Generation, calls: _ToolMode, prompt_text: str
+        self, service: Service, body: ChatRequest, name: str, generation: Generation, tool_mode: _ToolMode, prompt_text: str
     ) -> None:
-        self.service, self.body, self.generation, self.calls = service, body, generation, calls
+        self.service, self.body, self.generation, self.tool_mode = service, body, generation, tool_mode
         self.head = {"id": f"chatcmpl-{name}", "created": int(time.time()), "model": service.model.names[0]}
-        self.states = [_ChoiceState(OutputParser(_reasoning(service.model.reasoning, prompt_text), calls.parser()))
+        reasoning = service.model.reasoning
+        self.states = [_ChoiceState(OutputParser(_reasoning_parser(reasoning, prompt_text), tool_mode.parser()))
                      for _ in range(body.n)]  # fmt: skip
 
     async def complete(self) -> dict[str, Any]:
         try:
             async for choice, delta in self.generation:
                 state = self.states[choice.index]
-                state.deltas += self._pieces(state, delta)
+                state.deltas += self._parse(state, delta)
                 if self.body.logprobs:
                     state.logprobs += encoded(self._logprobs(delta.logprobs or ())["content"])
         except BaseException as error:
@@ -180,7 +182,7 @@ class _ResponseBuilder:
             raise
         self.generation.close()
         choices = [
-            {"index": index, "message": _message(state.deltas), "logprobs": self._whole_logprobs(state),
+            {"index": index, "message": _message(state.deltas), "logprobs": self._all_logprobs(state),
              "finish_reason": state.finish_reason, "stop_reason": state.stop_reason}
             for index, state in enumerate(self.states)
         ]  # fmt: skip
@@ -205,8 +207,8 @@ class _ResponseBuilder:
             self.generation.close()
 
     def _chunks(self, state: _ChoiceState, index: int, delta: TextDelta) -> list[dict[str, Any]]:
-        """A chunk for each piece; log-probabilities go with the first, the finish reason comes alone and last."""
-        deltas = [_delta(piece) for piece in self._pieces(state, delta)]
+        """One chunk per message delta; the first has the log-probabilities. A separate last one has the finish reason."""
+        deltas = [_delta(each) for each in self._parse(state, delta)]
         if not state.started and (deltas or delta.token_ids or state.finish_reason):
             state.started = True
             deltas = deltas or [{"content": ""}]
@@ -222,31 +224,31 @@ class _ResponseBuilder:
             chunks.append({**empty, "finish_reason": state.finish_reason, "stop_reason": state.stop_reason})
         return chunks
 
-    def _pieces(self, state: _ChoiceState, delta: TextDelta) -> list[MessageDelta]:
-        deltas = state.answer.feed(delta.text)
+    def _parse(self, state: _ChoiceState, delta: TextDelta) -> list[MessageDelta]:
+        deltas = state.parser.feed(delta.text)
         if delta.finish_reason is not None:
-            deltas += state.answer.finish()
-        state.has_tool_calls = state.has_tool_calls or any(isinstance(piece, ToolCallStart) for piece in deltas)
+            deltas += state.parser.finish()
+        state.has_tool_calls = state.has_tool_calls or any(isinstance(each, ToolCallStart) for each in deltas)
         if delta.finish_reason is not None:
-            # OpenAI: "stop" where the client has named the function.
-            calls = state.has_tool_calls and delta.finish_reason == "stop" and self.calls.function_name is None
-            state.finish_reason = "tool_calls" if calls else delta.finish_reason
+            # OpenAI: "stop" if tool_choice names the function.
+            is_call = state.has_tool_calls and delta.finish_reason == "stop" and self.tool_mode.function_name is None
+            state.finish_reason = "tool_calls" if is_call else delta.finish_reason
             state.stop_reason = delta.stop_reason
         return deltas
 
     def _logprobs(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
         return chat_logprobs(self.service.model, logprobs, self.body.top_logprobs or 0)
 
-    def _whole_logprobs(self, state: _ChoiceState) -> dict[str, Any] | None:
+    def _all_logprobs(self, state: _ChoiceState) -> dict[str, Any] | None:
         return {"content": state.logprobs, "refusal": None} if self.body.logprobs else None
 
 
-def _reasoning(name: str | None, prompt: str) -> Parser | None:
+def _reasoning_parser(name: str | None, prompt: str) -> Parser | None:
     return None if name is None else reasoning_parser(name, prompt)
 
 
-def _delta(piece: MessageDelta) -> dict[str, Any]:
-    match piece:
+def _delta(delta: MessageDelta) -> dict[str, Any]:
+    match delta:
         case ReasoningDelta(text):
             return {"reasoning_content": text}
         case ContentDelta(text):
@@ -259,15 +261,15 @@ def _delta(piece: MessageDelta) -> dict[str, Any]:
 
 
 def _message(deltas: Sequence[MessageDelta]) -> dict[str, Any]:
-    """All pieces together; content is null where there are calls only."""
-    content = "".join(piece.text for piece in deltas if isinstance(piece, ContentDelta))
-    reasoning = "".join(piece.text for piece in deltas if isinstance(piece, ReasoningDelta))
+    """The message that the deltas add up to; content is null if there are only tool calls."""
+    content = "".join(delta.text for delta in deltas if isinstance(delta, ContentDelta))
+    reasoning = "".join(delta.text for delta in deltas if isinstance(delta, ReasoningDelta))
     calls: list[dict[str, Any]] = []
-    for piece in deltas:
-        if isinstance(piece, ToolCallStart):
-            calls.append({"id": piece.id, "type": "function", "function": {"name": piece.name, "arguments": ""}})
-        elif isinstance(piece, ToolCallArguments):
-            calls[piece.index]["function"]["arguments"] += piece.text
+    for delta in deltas:
+        if isinstance(delta, ToolCallStart):
+            calls.append({"id": delta.id, "type": "function", "function": {"name": delta.name, "arguments": ""}})
+        elif isinstance(delta, ToolCallArguments):
+            calls[delta.index]["function"]["arguments"] += delta.text
     message: dict[str, Any] = {"role": "assistant", "content": content if content or not calls else None, "refusal": None}
     message |= {"reasoning_content": reasoning} if reasoning else {}
     return message | ({"tool_calls": calls} if calls else {})

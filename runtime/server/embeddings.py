@@ -26,7 +26,7 @@ async def embeddings(service: Service, body: EmbeddingRequest, request: Request)
     prompts = await tokenize_prompts(service, body.input, "input")
     for prompt in prompts:
         if len(prompt) > model.max_len:
-            raise invalid(f"this model's maximum context length is {model.max_len} tokens, and an input has {len(prompt)}",
+            raise invalid(f"this model's maximum context length is {model.max_len} tokens, an input has {len(prompt)}",
                           "input", "context_length_exceeded")  # fmt: skip
     params = SamplingParams(max_tokens=1)
     submits = [Submit(service.client.next_id(), prompt, params, pooling=body.pooling) for prompt in prompts]
@@ -42,22 +42,23 @@ async def embeddings(service: Service, body: EmbeddingRequest, request: Request)
 
 
 async def _pooled(stream: RequestStream, body: EmbeddingRequest, name: str) -> dict[str, msgspec.Raw]:
-    """The vector of each request, encoded."""
+    """The embedding of each request, as JSON."""
     await stream.wait_accepted()
     found: dict[str, msgspec.Raw] = {}
     async for output in stream:
         if output.error is not None:
             raise from_request_error(output.error, name)
         if output.embedding is None:
-            raise invalid("this model is served for generation, it gives no embeddings", "model")
+            raise invalid("this model does not return embeddings", "model")
         found[output.request_id] = _encoded(output.embedding, body)
-        await asyncio.sleep(0)  # a thousand of them may come at once
+        await asyncio.sleep(0)  # yield to other requests; many outputs can arrive together
     return found
 
 
 def _encoded(vector: Sequence[float], body: EmbeddingRequest) -> msgspec.Raw:
     if body.dimensions not in (None, len(vector)):
-        raise invalid(f"dimensions is {body.dimensions}, and this model's embeddings have {len(vector)}", "dimensions")
+        raise invalid(f"dimensions is {body.dimensions}, expected {len(vector)}, the size of this model's embeddings",
+                      "dimensions")  # fmt: skip
     vector = _normalized(vector) if body.normalize else vector
     return msgspec.Raw(msgspec.json.encode(_base64(vector) if body.encoding_format == "base64" else vector))
 
@@ -68,5 +69,5 @@ def _normalized(vector: Sequence[float]) -> list[float]:
 
 
 def _base64(vector: Sequence[float]) -> str:
-    """As OpenAI has it: 32-bit floats, little end first."""
+    """OpenAI's format: little-endian fp32."""
     return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()

@@ -10,13 +10,13 @@ MAX_MESSAGE_CHARACTERS = 1000
 
 
 class APIError(Exception):
-    """An answer with this status and {"error": {"message", "type", "param", "code"}}."""
+    """A response with this status and the body {"error": {"message", "type", "param", "code"}}."""
 
     def __init__(
         self, status: int, message: str, kind: str = "invalid_request_error", *, param: str | None = None,
         code: str | None = None, headers: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
-        # It may quote the client: at length, or with text that is not Unicode.
+        # The message may quote the request, which can be long or contain lone surrogates.
         message = message[:MAX_MESSAGE_CHARACTERS].encode(errors="backslashreplace").decode()
         super().__init__(message)
         self.status, self.message, self.kind, self.code = status, message, kind, code
@@ -55,7 +55,7 @@ def to_api_error(error: Exception) -> APIError:
             return APIError(500, str(error), "server_error")
         case RequestRefused():
             return invalid(str(error))
-    return APIError(500, "the server failed on this request; its log says more", "server_error")
+    return APIError(500, "internal error; see the server's log", "server_error")
 
 
 def _retry_after(seconds: float) -> dict[str, str]:

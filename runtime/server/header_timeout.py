@@ -1,4 +1,4 @@
-"""A connection that sends the head of a request in time, or is closed."""
+"""Closes connections that do not send the headers of a request in time."""
 
 import asyncio
 from typing import Any
@@ -10,8 +10,8 @@ from atomc.runtime.server.http import error_response
 
 
 def header_timeout_protocol(header_timeout: float) -> type[asyncio.Protocol]:
-    """uvicorn's protocol with a limit on the time from a connection's start, or from the first byte of a further request,
-    to the end of the request's head."""
+    """uvicorn's protocol with a timeout for the headers. The time starts with the connection, and for each further
+    request with its first byte."""
 
     class HeaderTimeoutProtocol(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
         def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -43,7 +43,7 @@ def header_timeout_protocol(header_timeout: float) -> type[asyncio.Protocol]:
                 self._timer = None
 
         def _too_late(self) -> None:
-            # What comes late after an answer may be the rest of the body that was answered already.
+            # After a response, late data may be the rest of a body that was already answered: send no second response.
             if self._received_data and self.cycle is None:
                 self.transport.write(TIMEOUT_RESPONSE)
             self.transport.close()
@@ -52,7 +52,7 @@ def header_timeout_protocol(header_timeout: float) -> type[asyncio.Protocol]:
 
 
 def _too_late() -> bytes:
-    error = error_response(APIError(408, "the head of the request did not come in time", code="header_timeout"))
+    error = error_response(APIError(408, "timed out waiting for the headers of the request", code="header_timeout"))
     head = b"".join(b"%s: %s\r\n" % header for header in error.raw_headers)
     return b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\n" + head + b"\r\n" + bytes(error.body)
 

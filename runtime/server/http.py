@@ -1,4 +1,4 @@
-"""What every request goes through: its id, the key, the size of its body, and errors in OpenAI's form."""
+"""Shared HTTP code: responses, server-sent events, and the middleware for request ids, API keys, body size and errors."""
 
 import asyncio
 import logging
@@ -24,7 +24,7 @@ SSE_DONE = b"data: [DONE]\n\n"
 
 
 class JSONResponse(Response):
-    """msgspec is quicker than json, and a text with half a surrogate is no surprise to it: it refuses."""
+    """Encoded by msgspec: faster than json, and it raises an error for lone surrogates."""
 
     media_type = "application/json"
 
@@ -42,7 +42,7 @@ def sse_event(data: Any) -> bytes:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events; `events` is closed when the client goes away."""
+    """Server-sent events; closes `events` when the client disconnects."""
 
     def __init__(self, events: AsyncIterator[bytes]) -> None:
         super().__init__(events, media_type="text/event-stream",
@@ -57,35 +57,36 @@ class EventStream(StreamingResponse):
 
 
 async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """What the work gives. Cancels it and raises ClientDisconnect when the client goes away."""
+    """The result of `work`. If the client disconnects, cancels it and raises ClientDisconnect."""
     task = asyncio.create_task(work)
-    gone = asyncio.create_task(_disconnect(request))
+    disconnected = asyncio.create_task(_wait_disconnect(request))
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, disconnected}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise ClientDisconnect()
         return task.result()
     finally:
-        for each in (task, gone):
+        for each in (task, disconnected):
             each.cancel()
         with suppress(asyncio.CancelledError, Exception):
             await task
 
 
-async def _disconnect(request: Request) -> None:
+async def _wait_disconnect(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
 def request_id(request: Request) -> str:
-    """The client's X-Request-Id, or one of ours."""
+    """The client's X-Request-Id, or a generated one."""
     return str(request.scope["state"]["request_id"])
 
 
 class AuthMiddleware:
-    """ASGI middleware: gives each request its id, and refuses those without a key or with too large a body.
+    """ASGI middleware: assigns request ids, checks API keys and body sizes, and turns exceptions into error responses.
 
-    open_paths  need no key
+    open_paths    paths that need no key
+    count_error   called with the status of each error response
     """
 
     def __init__(self, app: ASGIApp, *, keys: ApiKeys, open_paths: frozenset[str], max_body_bytes: int,
@@ -128,7 +129,8 @@ class AuthMiddleware:
 
     def _check(self, path: str, headers: Headers) -> None:
         if path not in self.open_paths and not self.keys.authorizes(headers.raw):
-            raise APIError(401, "no valid API key: send the header 'Authorization: Bearer KEY'", code="invalid_api_key",
+            raise APIError(401, "missing or invalid API key: send the header 'Authorization: Bearer KEY'",
+                           code="invalid_api_key",
                            headers={"WWW-Authenticate": "Bearer"})  # fmt: skip
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length) > self.max_body_bytes:
@@ -149,6 +151,6 @@ class AuthMiddleware:
         return receive_limited
 
     def _too_large(self) -> APIError:
-        # The rest of the body is not read, so the connection cannot serve another request.
-        return APIError(413, f"the body is larger than {self.max_body_bytes} bytes", code="body_too_large",
+        # The rest of the body is not read, so the connection cannot be reused.
+        return APIError(413, f"the body exceeds the limit of {self.max_body_bytes} bytes", code="body_too_large",
                         headers={"Connection": "close"})  # fmt: skip

@@ -48,8 +48,8 @@ def check_grammar_length(text: str | Iterable[str] | None, param: str) -> None:
 def check_total_size(num_choices: int, logprobs: int | None, num_tokens: int, max_len: int, param: str) -> None:
     """Raises a 400 if all choices together have too many log-probabilities per token, or too many prompt tokens."""
     if num_choices * (logprobs or 0) > LOGPROBS:
-        raise invalid(f"the request asks for {logprobs} log-probabilities per token in {num_choices} choices: their product "
-                      f"exceeds the limit of {LOGPROBS}", "logprobs")  # fmt: skip
+        raise invalid(f"{logprobs} log-probabilities per token in {num_choices} choices exceed the limit of {LOGPROBS} "
+                      "(log-probabilities times choices)", "logprobs")  # fmt: skip
     limit = max(PROMPT_TOKENS, max_len)
     if num_tokens > limit:
         raise invalid(f"the prompts of all choices have {num_tokens} tokens, at most {limit} are allowed in one request: "
@@ -75,7 +75,7 @@ def check_json(body: bytes, max_len: int) -> None:
         brackets += outside.translate(None, delete=NOT_BRACKETS)
         num_values += outside.count(b",") + outside.count(b"[") + outside.count(b"{")
         if num_values > limit:
-            raise invalid(f"the body has more than {limit} JSON values: split the request, or send text instead of token ids")
+            raise invalid(f"the body has more than {limit} JSON values: split the request, or send text, not token ids")
     if len(brackets) > JSON_DEPTH and _depth(brackets) > JSON_DEPTH:
         raise invalid(f"the body has more than {JSON_DEPTH} levels of nested lists and objects")
 

@@ -1,4 +1,4 @@
-"""What the text of a model means to the client, as it streams: reasoning, content, and calls of tools."""
+"""Deltas of a chat message: reasoning, content and tool calls."""
 
 import uuid
 from collections.abc import Callable, Sequence
@@ -8,21 +8,21 @@ from typing import ClassVar, Protocol
 
 @dataclass(frozen=True)
 class ReasoningDelta:
-    """Text that the model thought."""
+    """More of the reasoning."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class ContentDelta:
-    """Text that the model said."""
+    """More of the content."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class ToolCallStart:
-    """Call number `index` of the answer begins. Its arguments follow."""
+    """Start of tool call number `index`. Its arguments follow."""
 
     index: int
     id: str
@@ -31,7 +31,7 @@ class ToolCallStart:
 
 @dataclass(frozen=True)
 class ToolCallArguments:
-    """More of the arguments of call number `index`: JSON text as the model wrote it."""
+    """More of the arguments of tool call number `index`: JSON text as the model wrote it."""
 
     index: int
     text: str
@@ -41,18 +41,18 @@ MessageDelta = ReasoningDelta | ContentDelta | ToolCallStart | ToolCallArguments
 
 
 class Parser(Protocol):
-    """From the text of one answer, as it streams, to pieces; their sum does not depend on how the text was cut.
+    """Converts the streamed text of one choice to deltas. Their concatenation does not depend on how the text is split.
 
-    markers  texts of its format that may be special tokens: then the text must be made with them
+    markers   delimiters of the format; those that are special tokens must be kept in the text
     """
 
     markers: ClassVar[tuple[str, ...]]
 
     def feed(self, text: str) -> list[MessageDelta]:
-        """The pieces that this text completes."""
+        """The deltas that this text completes."""
 
     def finish(self) -> list[MessageDelta]:
-        """What was held back; the text has ended."""
+        """The remaining deltas, at the end of the text."""
 
 
 def call_id() -> str:
@@ -60,11 +60,11 @@ def call_id() -> str:
 
 
 def merge_deltas(deltas: Sequence[MessageDelta]) -> list[MessageDelta]:
-    """The same with neighbours of one kind as one."""
+    """Merges adjacent deltas of the same type."""
     found: list[MessageDelta] = []
     for delta in deltas:
         last = found[-1] if found else None
-        # Arguments of two calls are never neighbours: a ToolStart is between them.
+        # A ToolCallStart separates the arguments of two calls, so they are never merged.
         if last is None or isinstance(delta, ToolCallStart) or type(last) is not type(delta):
             found.append(delta)
         else:
@@ -73,19 +73,19 @@ def merge_deltas(deltas: Sequence[MessageDelta]) -> list[MessageDelta]:
 
 
 class DeltaBuilder:
-    """Pieces in the making: counts the calls, and leaves out the white space around them."""
+    """Collects deltas, numbers the tool calls and removes white space around them."""
 
     def __init__(self, new_id: Callable[[], str] = call_id) -> None:
         self.num_calls = 0
         self._new_id = new_id
         self._deltas: list[MessageDelta] = []
-        self._space = ""  # at the end of the content so far: left out if a call comes next
+        self._space = ""  # trailing white space of the content, dropped if a call follows
 
     def content(self, text: str) -> None:
         text = self._space + text
-        said = text.rstrip()
-        self._space = text[len(said) :]
-        self._add(ContentDelta(said))
+        stripped = text.rstrip()
+        self._space = text[len(stripped) :]
+        self._add(ContentDelta(stripped))
 
     def reasoning(self, text: str) -> None:
         self._add(ReasoningDelta(text))
@@ -96,7 +96,7 @@ class DeltaBuilder:
         self.num_calls += 1
 
     def arguments(self, text: str) -> None:
-        """Of the call that was started last."""
+        """Add arguments to the latest call."""
         self._add(ToolCallArguments(self.num_calls - 1, text))
 
     def finish(self) -> None:
@@ -105,7 +105,7 @@ class DeltaBuilder:
         self._space = ""
 
     def take(self) -> list[MessageDelta]:
-        """What has been added since the last time."""
+        """The deltas added since the last call."""
         taken, self._deltas = merge_deltas(self._deltas), []
         return taken
 

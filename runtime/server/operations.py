@@ -1,4 +1,4 @@
-"""What is there beside generation: the model, its tokens, how the server does, and what the compiler did."""
+"""Endpoints other than generation: models, tokenization, health, metrics, compiler report, profiling."""
 
 import asyncio
 import sys
@@ -22,7 +22,7 @@ _rendering = asyncio.Lock()
 
 
 async def models(service: Service, name: str | None = None) -> Response:
-    """All names of the model, or the one that is asked for."""
+    """The list of model names, or the entry of one name."""
     model = service.model
     model.check_name(name)
     data = [{"id": name, "object": "model", "created": model.created, "owned_by": "atomc", "root": model.names[0],
@@ -34,7 +34,7 @@ async def tokenize(service: Service, body: TokenizeRequest) -> Response:
     model = service.model
     model.check_name(body.model)
     if (body.prompt is None) == (body.messages is None):
-        raise invalid("expected either prompt or messages", "prompt")
+        raise invalid("the request has both or neither of prompt and messages, expected one of them", "prompt")
     if body.prompt is not None:
         (tokens,) = await model.encode([body.prompt], body.add_special_tokens, limit=max(TOKENS, model.max_len))
     else:
@@ -58,7 +58,7 @@ def _token_texts(model: ModelInfo, tokens: Sequence[int]) -> list[str]:
 
 
 async def health(service: Service) -> Response:
-    """Whether the engine's process lives and answers."""
+    """Whether the engine's process runs and responds."""
     if isinstance(service.client.dead, EngineRestarting):
         raise service.client.dead
     reason = service.client.unhealthy_reason
@@ -73,9 +73,9 @@ async def ready(service: Service) -> Response:
 
 
 async def metrics(service: Service) -> Response:
-    """The engine's figures are of this moment if it answers in time, else its last ones."""
+    """Prometheus metrics; the engine's gauges are current if it responds within STATS_SECONDS, else its last ones."""
     if service.client.dead is None:
-        # A slow or dying engine: its last figures are there, and `up` says how it is.
+        # Without a response, return the last values; `atomc:up` says whether the engine is healthy.
         with suppress(TimeoutError, EngineDead):
             await asyncio.wait_for(service.client.call("stats"), STATS_SECONDS)
     return Response(service.metrics.text(), headers={"Content-Type": CONTENT_TYPE})
@@ -86,7 +86,7 @@ async def compiler(service: Service) -> Response:
 
 
 async def compiler_page(service: Service) -> Response:
-    """The report as one page, which loads nothing and may be saved; made by a process of its own, one at a time."""
+    """The report as a self-contained HTML page, rendered in a subprocess, one at a time."""
     report = await service.client.call("report")
     async with _rendering:
         renderer = await asyncio.create_subprocess_exec(

@@ -1,4 +1,4 @@
-"""The text of one answer, as it streams, made into reasoning, content and calls of tools."""
+"""Splits the streamed text of one choice into reasoning, content and tool calls."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from atomc.runtime.server.message_deltas import ContentDelta, MessageDelta, Pars
 
 
 class OutputParser:
-    """The reasoning parser reads the text, and the tool parser what is content to it; either may be None."""
+    """Feeds the text to the reasoning parser, and the content it returns to the tool parser; either may be None."""
 
     def __init__(self, reasoning: Parser | None, tools: Parser | None) -> None:
         self._reasoning = reasoning
@@ -31,6 +31,6 @@ class OutputParser:
 
 
 def uses_special_tokens(tokenizer: Any, *parsers: Parser | None) -> bool:
-    """Whether text without special tokens lacks what these parsers look for: then it must be made with them."""
+    """Whether a marker of these parsers is a special token, so that the text must include special tokens."""
     markers = {marker for parser in parsers if parser is not None for marker in parser.markers}
     return any(token.special and token.content in markers for token in tokenizer.get_added_tokens_decoder().values())

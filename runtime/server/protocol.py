@@ -1,7 +1,6 @@
-"""What clients send: OpenAI's requests, and the fields that vLLM added to them.
+"""Request bodies: OpenAI's fields and vLLM's extensions.
 
-A field that does not exist is refused by name. Fields that change nothing here are taken where they say something about
-the client or about OpenAI's own service.
+Unknown fields are rejected by name. Fields about the client or about OpenAI's own service are accepted and ignored.
 """
 
 from typing import Annotated, Any, Literal, TypeVar
@@ -11,7 +10,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from atomc.runtime.server.limits import BIASED_TOKENS, check_fields
 
 T = TypeVar("T")
-# The first wrong item is reported, not thousands.
+# Report the first invalid item only.
 FailFastList = Annotated[list[T], Field(fail_fast=True)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
@@ -21,12 +20,12 @@ Messages = FailFastList[dict[str, Any]]
 
 def _check_logit_bias(value: Any) -> Any:
     if isinstance(value, dict) and len(value) > BIASED_TOKENS:
-        raise ValueError(f"it has {len(value)} tokens, and at most {BIASED_TOKENS} are allowed")
+        raise ValueError(f"it has {len(value)} tokens, at most {BIASED_TOKENS} are allowed")
     return value
 
 
 class StrictModel(BaseModel):
-    """A JSON object without fields of other names."""
+    """A JSON object; unknown fields are an error."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
@@ -36,11 +35,11 @@ class StrictModel(BaseModel):
 class StreamOptions(StrictModel):
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    include_obfuscation: bool | None = None  # OpenAI's padding against traffic analysis: not done
+    include_obfuscation: bool | None = None  # OpenAI's padding against traffic analysis: ignored
 
 
 class StructuredOutputs(StrictModel):
-    """One of these, as in vLLM."""
+    """Exactly one of these, as in vLLM."""
 
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     regex: str | None = None
@@ -52,7 +51,7 @@ class StructuredOutputs(StrictModel):
 class JsonSchema(StrictModel):
     name: str
     description: str | None = None
-    # As OpenAI's client writes it. Left out: any JSON object.
+    # OpenAI's client sends `schema`. Without it, any JSON object is accepted.
     schema_: dict[str, Any] | None = Field(None, alias="schema")
     strict: bool | None = None
 
@@ -84,7 +83,7 @@ class NamedTool(StrictModel):
 
 
 class GenerationRequest(StrictModel):
-    """What completions and chat completions have in common."""
+    """Fields shared by completions and chat completions."""
 
     model: str | None = None
     max_tokens: Int64 | None = None
@@ -98,7 +97,7 @@ class GenerationRequest(StrictModel):
     logit_bias: Annotated[dict[TokenId, FiniteFloat] | None, BeforeValidator(_check_logit_bias)] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    # beyond OpenAI
+    # extensions of OpenAI's API
     top_k: Int64 | None = None
     min_p: FiniteFloat | None = None
     repetition_penalty: FiniteFloat | None = None
@@ -114,7 +113,7 @@ class GenerationRequest(StrictModel):
     guided_grammar: str | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
     cache_salt: str | None = None
-    # taken, and without effect
+    # accepted and ignored
     user: str | None = None
 
 
@@ -141,7 +140,7 @@ class ChatRequest(GenerationRequest):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True
     reasoning_effort: str | None = None
-    # taken, and without effect
+    # accepted and ignored
     metadata: dict[str, Any] | None = None
     store: bool | None = None
     service_tier: str | None = None

@@ -1,4 +1,4 @@
-"""What all endpoints share: the engine's client, the model, the server's config, and its metrics."""
+"""The objects that all endpoints share: engine client, model, config and metrics."""
 
 import asyncio
 import logging
@@ -21,13 +21,13 @@ from atomc.runtime.server.protocol import GenerationRequest
 
 log = logging.getLogger("atomc.server")
 READY_SECONDS = 30.0
-# So many probes a second as may come, one token a second is generated for them.
+# Readiness probes within this time share one generated token.
 PROBE_SECONDS = 1.0
 
 
 @dataclass
 class Service:
-    """max_requests: answers that one HTTP request may ask for."""
+    """max_requests: the maximum number of choices of one HTTP request."""
 
     client: EngineClient
     model: ModelInfo
@@ -45,7 +45,8 @@ class Service:
                           salt=body.cache_salt, log_requests=self.config.log_requests)  # fmt: skip
 
     async def start(self, generation: Generation, request: Request) -> None:
-        """Returns when the engine has taken the request. Raises what the client is told if it does not."""
+        """Returns when the engine has accepted the request. Raises APIError, RequestRefused or EngineDead if it does not,
+        ClientDisconnect if the client disconnects."""
         try:
             await cancel_on_disconnect(request, generation.start())
         except BaseException as error:
@@ -54,14 +55,14 @@ class Service:
 
     def stream_error(self, error: Exception) -> APIError:
         """The error event of a stream that has begun; logs internal errors."""
-        found = to_api_error(error)
-        if found.status == 500 and not isinstance(error, APIError):
+        api_error = to_api_error(error)
+        if api_error.status == 500 and not isinstance(error, APIError):
             log.error("a stream failed", exc_info=error)
-        self.metrics.refused.labels(self.metrics.model, found.status).inc()
-        return found
+        self.metrics.refused.labels(self.metrics.model, api_error.status).inc()
+        return api_error
 
     async def ready(self) -> None:
-        """Generates one token, at most one a second: probes share its outcome. Raises what `to_api_error` handles."""
+        """Generates one token, at most once per PROBE_SECONDS. Raises APIError, RequestRefused or EngineDead."""
         now = time.monotonic()
         if self._ready_task is None or (self._ready_task.done() and now - self._ready_started > PROBE_SECONDS):
             self._ready_task, self._ready_started = asyncio.create_task(self._generate_one()), now

@@ -1,4 +1,4 @@
-"""ASGI middleware: requests that are still at work when the server ends get an answer that says so."""
+"""Cancels the requests that still run when the server shuts down."""
 
 import asyncio
 
@@ -10,7 +10,10 @@ from atomc.runtime.server.http import error_response
 
 
 class ShutdownMiddleware:
-    """`cancel_requests()` gives up all requests; those that wait for a thread leave it behind."""
+    """ASGI middleware: `cancel_requests()` cancels all requests, which respond with a 503 if they have not responded yet.
+
+    A request that waits for a thread does not wait for it any longer.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app

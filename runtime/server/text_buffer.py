@@ -1,8 +1,8 @@
-"""TextBuffer that comes in pieces, cut at markers that may lie across their borders."""
+"""A buffer of streamed text that is split at markers, which may span two pieces of text."""
 
 
 class TextBuffer:
-    """What has come and is not yet taken."""
+    """`rest` is the text that was fed and not taken yet."""
 
     def __init__(self) -> None:
         self.rest = ""
@@ -15,9 +15,9 @@ class TextBuffer:
         return taken
 
     def take_until(self, *markers: str) -> tuple[str, str]:
-        """The text before the first marker, and that marker, both taken; "" if none is there yet.
+        """Take the text before the first marker, and the marker; the marker is "" if none was found.
 
-        Without a marker, an end that may be the beginning of one stays. No marker may contain another.
+        Without a marker, a suffix that may be the start of one stays in the buffer. No marker may contain another.
         """
         found = [(at, marker) for marker in markers if (at := self.rest.find(marker)) >= 0]
         if found:
@@ -29,6 +29,6 @@ class TextBuffer:
 
 
 def partial_marker_length(text: str, marker: str) -> int:
-    """Characters at the end of the text that are the beginning of the marker."""
+    """Length of the longest suffix of the text that is a proper prefix of the marker."""
     longest = min(len(text), len(marker) - 1)
     return next((length for length in range(longest, 0, -1) if text.endswith(marker[:length])), 0)
