@@ -1,4 +1,4 @@
-"""The front process's side of the engine: requests in, outputs back, and what happens when the engine dies."""
+"""The frontend's client of the engine process: sends requests, receives outputs and detects that the engine has died."""
 
 import asyncio
 import contextlib
@@ -34,18 +34,18 @@ MEMORY_FLAGS = "--kv-bytes, --max-num-seqs or --max-model-len"
 
 
 class EngineDead(Exception):
-    """The engine's process is gone, or it is going."""
+    """The engine process has ended or is ending."""
 
 
 class ShuttingDown(EngineDead):
-    """The server ends, in order."""
+    """The server is shutting down."""
 
     def __init__(self) -> None:
         super().__init__("the server is shutting down")
 
 
 class EngineRestarting(EngineDead):
-    """The engine's process is gone, and another one is about to replace it. retry_after: seconds until it may serve."""
+    """The engine process has ended and is being restarted. retry_after: estimated seconds until it is ready."""
 
     def __init__(self, message: str, retry_after: float) -> None:
         super().__init__(message)
@@ -53,7 +53,7 @@ class EngineRestarting(EngineDead):
 
 
 class EngineFailed(Exception):
-    """The engine did not start. by_user: the message is what a user can put right."""
+    """The engine did not start. by_user: the message describes an error that a user can fix."""
 
     def __init__(self, message: str, by_user: bool) -> None:
         super().__init__(message)
@@ -61,7 +61,7 @@ class EngineFailed(Exception):
 
 
 class RequestRefused(Exception):
-    """The engine does not take a request; retry_after: seconds until it may, None: never. by_client: as in Refused."""
+    """The engine rejected a request. retry_after: seconds after which to retry, None: never. by_client: as in Refused."""
 
     def __init__(self, refused: Refused) -> None:
         super().__init__(refused.message)
@@ -69,11 +69,11 @@ class RequestRefused(Exception):
 
 
 class EngineProcess:
-    """A process with an engine that starts at once, before anything heavy is imported here. `close` ends it."""
+    """A process that runs an engine. Starts at once, before the frontend's slow imports; `close` ends it."""
 
     def __init__(self, config: EngineConfig, *, progress: bool = True) -> None:
-        # A folder that only this user can enter.
         self.config = config
+        # mkdtemp creates a directory that only this user can access.
         self.folder = Path(tempfile.mkdtemp(prefix="atomc-"))
         self.address = f"ipc://{self.folder / 'engine'}"
         self.process: BaseProcess = get_context("spawn").Process(
@@ -82,26 +82,27 @@ class EngineProcess:
         self.process.start()
 
     def close(self, timeout: float = 0.0) -> None:
-        """Waits so many seconds for the process to end, then kills it."""
+        """Waits up to `timeout` seconds for the process to end, then kills it."""
         self.process.join(timeout)
         self.kill()
         self.process.join()
 
     def kill(self) -> None:
-        """Kills the process if it has not ended, and waits for nothing."""
+        """Kills the process if it still runs; does not wait."""
         self.process.kill()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
 class EngineClient:
-    """Talks to an engine's process from one event loop. `await connect()` first, `await close()` last.
+    """The connection to an engine process, for one event loop. `await connect()` first, `await close()` last.
 
-    info      what the engine said of itself when it was ready, start_seconds after it was waited for
-    stats     its last figures, at most PING_SECONDS old while it answers; None before the first
-    heard     when they came (time.monotonic)
-    past      when figures came in the last PAST_SECONDS, and how many tokens had been generated
-    dead      why there is no engine, None while there is one; `died` is set then
-    on_death  makes of the reason what requests get, such as EngineRestarting
+    info            what the engine reported when it was ready, start_seconds after the start
+    stats           the last stats, at most PING_SECONDS old while the engine responds; None before the first
+    stats_time      time.monotonic of `stats`
+    token_history   (time, generated tokens) of the stats of the last HISTORY_SECONDS
+    health_timeout  seconds without a response after which unhealthy_reason is set
+    dead            why there is no engine, None while there is one; `died_event` is set with it
+    on_death        converts the reason to the error that requests get, such as EngineRestarting
     """
 
     info: Started
@@ -122,12 +123,12 @@ class EngineClient:
         self._numbers, self._ids = count(), count()
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(messages.Event).decode
-        # A thread of its own: those that all share may be taken by chat templates that do not end.
+        # Its own thread: chat templates that do not end may occupy the default executor.
         self._closer = ThreadPoolExecutor(1)
         self._attach(engine)
 
     def _attach(self, engine: EngineProcess) -> None:
-        """Wait for this process to connect."""
+        """Bind the socket that this process connects to."""
         self.engine = engine
         self._attached = time.monotonic()
         self._ping_sent: float | None = None
@@ -151,30 +152,30 @@ class EngineClient:
         await self.call("stats")
 
     async def restart(self) -> None:
-        """A new process in place of one that died. Raises EngineFailed if it cannot start."""
-        assert self.dead is not None, "the engine lives"
+        """Replace a dead process by a new one. Raises EngineFailed if it cannot start."""
+        assert self.dead is not None, "the engine is running"
         await self._detach(0.0)
         self._attach(EngineProcess(self.engine.config, progress=False))
         await self.connect()
         self.restarts += 1
 
     def kill_engine(self, why: str) -> None:
-        """Kill the engine's process, as if it had died."""
+        """Kill the engine process; requests fail as if it had died."""
         self._mark_dead(EngineDead(why))
         self.engine.kill()
 
     async def close(self) -> None:
-        """Ends the engine's process; requests under way fail."""
-        serves = self.dead is None and hasattr(self, "info")
-        if serves:
+        """Ends the engine process; running requests fail."""
+        is_serving = self.dead is None and hasattr(self, "info")
+        if is_serving:
             self._send(messages.Stop())
         self._mark_dead(ShuttingDown())
-        # While it starts it hears nothing.
-        await self._detach(STOP_SECONDS if serves else 0.0)
+        # A process that is still starting does not read commands: kill it at once.
+        await self._detach(STOP_SECONDS if is_serving else 0.0)
         self._closer.shutdown()
 
     async def _detach(self, timeout: float) -> None:
-        """Ends the process, after so many seconds by force, and drops what belongs to it."""
+        """Ends the process, killing it after `timeout` seconds, and closes its socket and tasks."""
         loop = asyncio.get_running_loop()
         loop.remove_reader(self.engine.process.sentinel)
         await loop.run_in_executor(self._closer, self.engine.close, timeout)
@@ -185,19 +186,19 @@ class EngineClient:
 
     @property
     def unanswered_seconds(self) -> float:
-        """Seconds that the engine has been asked something without an answer."""
+        """Seconds since the oldest ping without a response; 0 if there is none."""
         return time.monotonic() - self._ping_sent if self._ping_sent is not None else 0.0
 
     @property
     def unhealthy_reason(self) -> str | None:
-        """Why the engine cannot serve, in a sentence; None if it can."""
+        """Why the engine cannot serve requests; None if it can."""
         if self.dead is not None:
             return str(self.dead)
         seconds = self.unanswered_seconds
         return f"the engine has not answered for {seconds:.0f} s" if seconds > self.health_timeout else None
 
     def submit(self, requests: Sequence[Submit]) -> "RequestStream":
-        """Hand the requests on; what comes back is in the stream. Raises EngineDead."""
+        """Send requests to the engine; returns the stream of their outputs. Raises EngineDead."""
         self._check()
         stream = RequestStream(self, [request.id for request in requests])
         for request in requests:
@@ -206,24 +207,24 @@ class EngineClient:
         return stream
 
     def next_id(self) -> str:
-        """An id that no other request of this engine has."""
+        """A unique request id."""
         return str(next(self._ids))
 
     def abort(self, ids: Iterable[str]) -> None:
-        """Drop these requests; those that have finished are passed over."""
-        known = [request_id for request_id in ids if self._streams.pop(request_id, None) is not None]
-        if known and self.dead is None:
-            self._send(messages.Abort(known))
+        """Abort these requests; finished ones are ignored."""
+        running = [request_id for request_id in ids if self._streams.pop(request_id, None) is not None]
+        if running and self.dead is None:
+            self._send(messages.Abort(running))
 
     def abort_all(self) -> None:
-        """Drop all requests, because the server is to end; whoever waits for one gets EngineDead."""
+        """Abort all requests, for the shutdown; their streams raise ShuttingDown."""
         streams = {id(stream): stream for stream in self._streams.values()}.values()
         self.abort(list(self._streams))
         for stream in streams:
             stream.fail(ShuttingDown())
 
     async def call(self, name: Literal["stats", "report", "start_profile", "stop_profile"], folder: str = "") -> str:
-        """What the engine answers. Raises ValueError with the engine's sentence if it refuses, EngineDead."""
+        """The engine's reply. Raises ValueError with the engine's message if it fails, or EngineDead."""
         self._check()
         number = next(self._numbers)
         future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -241,7 +242,7 @@ class EngineClient:
             raise self.dead
 
     def _send(self, command: messages.Command) -> None:
-        # The socket has no high-water mark, so the future is done at once.
+        # The socket has no high-water mark, so the returned future is already done.
         self._socket.send(self._encode(command))
 
     async def _receive(self) -> None:
@@ -301,7 +302,7 @@ class EngineClient:
     def _on_sentinel(self, engine: EngineProcess) -> None:
         asyncio.get_running_loop().remove_reader(engine.process.sentinel)
         engine.process.join()
-        # Its last words may still be on the way.
+        # Its last messages may not have been received yet.
         asyncio.get_running_loop().call_later(0.1, self._on_exit, engine)
 
     def _on_exit(self, engine: EngineProcess) -> None:
@@ -310,7 +311,7 @@ class EngineClient:
         exitcode = engine.process.exitcode
         how = f"was killed by signal {-exitcode}" if exitcode and exitcode < 0 else f"ended with code {exitcode}"
         if not self._started.done():
-            # So the system ends a process when memory runs out.
+            # The kernel's OOM killer sends SIGKILL.
             why = f", perhaps for lack of memory: lower {MEMORY_FLAGS}" if exitcode == -signal.SIGKILL else ""
             self._started.set_exception(EngineFailed(f"the engine's process {how} while it started{why}", False))
         self._mark_dead(EngineDead(f"the engine's process {how}"))
@@ -328,8 +329,9 @@ class EngineClient:
 
 
 class RequestStream:
-    """Outputs of some requests, for one reader. What the reader does not fetch is merged, so that it takes no more
-    room than the answers themselves; it never holds up the engine.
+    """Outputs of a group of requests, for one reader.
+
+    Unread outputs of a request are merged, so a slow reader neither blocks the engine nor lets a queue grow.
     """
 
     def __init__(self, client: EngineClient, ids: Sequence[str]) -> None:
@@ -341,25 +343,25 @@ class RequestStream:
         self._error: Exception | None = None
 
     async def wait_accepted(self) -> None:
-        """Returns when the engine has taken all requests. Raises RequestRefused (then none is left), EngineDead."""
+        """Returns when the engine has accepted all requests. Raises EngineDead, or RequestRefused (all are aborted)."""
         await self._accepted.wait()
         if self._error is not None:
             raise self._error
 
     async def __aiter__(self) -> AsyncIterator[Output]:
-        """What has come since the last, until all requests have finished. Raises EngineDead."""
+        """New outputs, merged per request, until all requests have finished. Raises EngineDead."""
         while self._unfinished:
             await self._wait()
             pending, self._pending = self._pending, {}
             for request_id, part in pending.items():
-                # The reader may have closed it meanwhile.
+                # The reader may have closed this request since.
                 if request_id in self._unfinished:
                     if part.finish_reason is not None:
                         self._unfinished.discard(request_id)
                     yield part.output(request_id)
 
     def close(self, request_id: str | None = None) -> None:
-        """End one request, or all that are left."""
+        """Abort one request, or all unfinished ones."""
         ids = list(self._unfinished) if request_id is None else [request_id]
         self._unfinished.difference_update(ids)
         self._client.abort(ids)
@@ -392,7 +394,7 @@ class RequestStream:
 
 
 class _MergedOutput:
-    """Outputs of one request that follow each other, as one."""
+    """Consecutive outputs of one request, merged into one."""
 
     def __init__(self, first: Output) -> None:
         self.first = first

@@ -1,4 +1,4 @@
-"""Grammars, and the model without its head for embeddings: compiled for requests while the engine's loop goes on."""
+"""Compiles what requests need, grammars and the headless model for embeddings, in threads beside the engine loop."""
 
 import logging
 import os
@@ -20,51 +20,52 @@ if TYPE_CHECKING:
     from atomc.runtime.structured import Grammars
 
 log = logging.getLogger("atomc.engine")
-# At once: one that takes long does not hold up the others.
+# Several, so that a slow compile does not delay the others.
 NUM_THREADS = 4
 MAX_PENDING = 64
-# The loop goes first.
+# Lower the priority, so that the engine loop runs first.
 NICE = 10
-SWITCH_SECONDS = 0.0002  # Python's own interval is 0.005
+SWITCH_SECONDS = 0.0002  # Python's default is 0.005
 CompileKey = Structured | Literal["hidden states"]
 
 
 class CompileUnavailable(Exception):
-    """A grammar cannot be compiled now. Try again after retry_after seconds."""
+    """A grammar cannot be compiled now. Retry after `retry_after` seconds."""
 
     retry_after = 5.0
 
 
 @dataclass
 class PendingCompile:
-    """Something that is being compiled, and the requests that wait for it."""
+    """A compile in progress, and the requests that wait for it."""
 
     compiled: "Future[None]"
     submits: dict[str, Submit] = field(default_factory=dict)
 
 
 class CompileQueue:
-    """Requests that wait for something to be compiled; its length is how many there are.
+    """Requests that wait for a compile; `len` is their number.
 
-    The tokenizer is prepared when this is made: with a large vocabulary it takes seconds, in which all else would wait.
+    Prepares the tokenizer for grammars on construction: for a large vocabulary this takes seconds, which would delay the
+    first requests.
     """
 
     def __init__(self, engine: "Engine") -> None:
         self._engine = engine
         self._grammars: Grammars | None = None
-        with suppress(ImportError, ValueError):  # a request that needs them is refused with the reason
+        with suppress(ImportError, ValueError):  # requests that need grammars are rejected with the reason
             self._grammars = engine.forms.grammars()
         self._queue: SimpleQueue[tuple[CompileKey, Future[None]]] = SimpleQueue()
         self._pending: dict[CompileKey, PendingCompile] = {}
         for number in range(NUM_THREADS):
-            # The end of the process does not wait for them.
+            # Daemon threads, so that the process does not wait for them at exit.
             threading.Thread(target=self._run, name=f"compiling {number}", daemon=True).start()
 
     def __len__(self) -> int:
         return sum(len(pending.submits) for pending in self._pending.values())
 
     def enqueue(self, submit: Submit) -> bool:
-        """Whether the request has to wait."""
+        """Queue the request's compile; returns False if it needs none, or if it is done."""
         key: CompileKey | None = "hidden states" if submit.pooling is not None else submit.params.structured
         if key is None:
             return False
@@ -77,8 +78,10 @@ class CompileQueue:
         return True
 
     def completed(self) -> Iterator[tuple[Submit, Exception | None]]:
-        """Requests that need not wait any more, or why what they need could not be compiled: ValueError, RequestFailed or
-        CompileUnavailable. Those that are not taken come again."""
+        """Requests whose compile has ended, with its error (ValueError, RequestFailed or CompileUnavailable) or None.
+
+        Requests that the caller does not consume are yielded again by the next call.
+        """
         for key, pending in list(self._pending.items()):
             if not pending.compiled.done():
                 continue
@@ -89,7 +92,7 @@ class CompileQueue:
             del self._pending[key]
 
     def drop(self, ids: Iterable[str]) -> None:
-        """Their clients are gone."""
+        """Remove aborted requests."""
         for request_id in ids:
             for pending in self._pending.values():
                 pending.submits.pop(request_id, None)
@@ -112,8 +115,8 @@ class CompileQueue:
         return future
 
     def _run(self) -> None:
-        """The life of a thread."""
-        if sys.platform == "linux":  # where a thread has a priority of its own
+        """The main loop of a thread."""
+        if sys.platform == "linux":  # only there, threads have their own priority
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
         while True:
             key, future = self._queue.get()
@@ -133,21 +136,21 @@ class CompileQueue:
             self._grammars.compile(key)
         except ValueError:
             raise
-        except BaseException as error:  # the trial has passed: it is the machine that fails, or a panic of the library
-            log.exception("a form of output could not be compiled")
-            raise CompileUnavailable("the form of output could not be compiled: try again later") from error
+        except BaseException as error:  # the grammar was validated: the machine failed, or the library panicked
+            log.exception("a grammar could not be compiled")
+            raise CompileUnavailable("the grammar could not be compiled: try again later") from error
 
     def _compile_headless(self) -> None:
         interval = sys.getswitchinterval()
-        # Compiling is Python for seconds, and the loop waits for the interpreter many times a step.
+        # Compiling holds the GIL for seconds, and the engine loop needs it many times per step.
         sys.setswitchinterval(SWITCH_SECONDS)
         try:
             self._engine.prepare_pooling()
         except ValueError:
             raise
-        except Exception as error:  # it fails the requests that wait for it; steps go on with the program that is there
-            log.exception("the model could not be compiled without its head")
+        except Exception as error:  # fails the waiting requests only; generation continues with the compiled program
+            log.exception("the headless model could not be compiled")
             what = f"the engine failed while compiling the model for embeddings: {type(error).__name__}"
-            raise RequestFailed(RequestError(f"{what}; its log says more")) from error
+            raise RequestFailed(RequestError(f"{what}; see the server's log")) from error
         finally:
             sys.setswitchinterval(interval)
