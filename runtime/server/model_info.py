@@ -1,4 +1,4 @@
-"""The model as the front process knows it: names, tokenizer, chat template, parsers, and defaults of sampling."""
+"""What the frontend knows of the model: names, tokenizer, chat template, parsers and sampling defaults."""
 
 import asyncio
 import time
@@ -17,21 +17,21 @@ from atomc.runtime.server.reasoning_parsers import REASONING_PARSERS, detect_rea
 from atomc.runtime.server.timeout import run_with_timeout
 from atomc.runtime.server.tool_parsers import TOOL_PARSERS, detect_tool_parser
 
-# Longer texts are tokenized in a thread, so that nobody waits for them.
+# Longer texts are tokenized in a thread, to keep the event loop free.
 LONG_TEXT = 1024
-# Characters, and tokens that such a part may have more than the same text inside another.
-PIECE, AT_BORDER = 2**16, 64
+# Long texts are first counted in pieces of this many characters; cutting a text adds at most this many tokens per piece.
+PIECE_CHARACTERS, EXTRA_TOKENS = 2**16, 64
 RENDER_SECONDS = 10.0
 
 
 @dataclass
 class ModelInfo:
-    """One model and how clients speak to it.
+    """The served model.
 
-    names       what clients call it; the first is in answers
-    defaults    of sampling, for requests that leave them out
-    tools, reasoning   names of the parsers; None: this model's way is not known
-    max_len, vocab_size   of the engine, once it is ready
+    names              names for clients; responses have the first
+    defaults           sampling parameters of requests that do not set them
+    tools, reasoning   names of the parsers; None: the model's format is unknown
+    max_len            maximum sequence length in tokens; with vocab_size, set when the engine is ready
     """
 
     names: tuple[str, ...]
@@ -48,24 +48,24 @@ class ModelInfo:
         self._texts = None if self.tokenizer is None else TokenTexts(self.tokenizer)
 
     def check_name(self, name: str | None) -> None:
-        """Raises a 404 if clients know no model of this name; none at all means this one."""
+        """Raises a 404 for another name than this model's. None is accepted."""
         if name is not None and name not in self.names:
-            raise APIError(404, f"the model {name!r} does not exist; there is {', '.join(self.names)}", param="model",
+            raise APIError(404, f"the model {name!r} does not exist, expected {', '.join(self.names)}", param="model",
                            code="model_not_found")  # fmt: skip
 
     def check_tokens(self, tokens: Sequence[int], param: str) -> None:
-        """Raises a 400 for a token that does not exist."""
+        """Raises a 400 for a token id outside of the vocabulary."""
         size = self.vocab_size
         if size is not None and tokens and max(tokens) >= size:
-            raise invalid(f"{param}: token id {max(tokens)} is not in the vocabulary of {size} tokens", param)
+            raise invalid(f"{param}: token id {max(tokens)} is outside of the vocabulary of {size} tokens", param)
 
     async def encode(self, texts: Sequence[str], add_special_tokens: bool = True, *, param: str = "prompt",
                       limit: int | None = None) -> list[list[int]]:  # fmt: skip
-        """The tokens of each text. Raises a 400 for one that has more than `most` (None: than the longest sequence), and
-        if the model has no tokenizer."""
+        """The tokens of each text. Raises a 400 for a text of more than `limit` tokens (None: max_len), and if the model
+        has no tokenizer."""
         tokenizer = self.tokenizer
         if tokenizer is None:
-            raise invalid("this model has no tokenizer: give the prompt as token ids", param)
+            raise invalid("this model has no tokenizer: send token ids", param)
         limit = self.max_len if limit is None else limit
 
         def encode() -> list[list[int]]:
@@ -74,15 +74,16 @@ class ModelInfo:
         return encode() if sum(map(len, texts)) < LONG_TEXT else await asyncio.to_thread(encode)
 
     def _ids(self, text: str, add_special_tokens: bool, limit: int, param: str) -> list[int]:
-        """The tokens of one text. The library does not hold up other threads meanwhile."""
+        """The tokens of one text. encode_batch_fast releases the GIL."""
         assert self.tokenizer is not None
-        text.encode()  # tokenizers would call half a surrogate pair a wrong type
-        if len(text) > PIECE:
-            # In pieces first: a text that is far too long is not tokenized to its end.
+        text.encode()  # raises UnicodeError for lone surrogates, where tokenizers raises a TypeError
+        if len(text) > PIECE_CHARACTERS:
+            # Count in pieces, to stop early in a text that is far too long.
             least = 0
-            for start in range(0, len(text), PIECE):
-                (piece,) = self.tokenizer.encode_batch_fast([text[start : start + PIECE]], add_special_tokens=False)
-                least += max(len(piece) - AT_BORDER, 0)
+            for start in range(0, len(text), PIECE_CHARACTERS):
+                piece = text[start : start + PIECE_CHARACTERS]
+                (encoding,) = self.tokenizer.encode_batch_fast([piece], add_special_tokens=False)
+                least += max(len(encoding) - EXTRA_TOKENS, 0)
                 if least > limit:
                     raise context_length_error(limit, f"at least {least}", param)
         (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
@@ -92,9 +93,9 @@ class ModelInfo:
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None,
         add_generation_prompt: bool, kwargs: Mapping[str, Any],
     ) -> str:  # fmt: skip
-        """The conversation as the model's text. Raises a 400 with the template's words if it cannot be."""
+        """The prompt that the chat template renders. Raises a 400 with the template's error message if it fails."""
         if self.template is None or self.tokenizer is None:
-            raise invalid("this model has no chat template: use /v1/completions, or start the server with --chat-template")
+            raise invalid("this model has no chat template: use /v1/completions or start the server with --chat-template")
         template = self.template
         check_length(MESSAGES, messages, "messages", "messages")
         check_length(TOOLS, tools, "tools", "tools")
@@ -105,13 +106,13 @@ class ModelInfo:
         try:
             return await asyncio.to_thread(run_with_timeout, RENDER_SECONDS, render)
         except TimeoutError as error:
-            raise invalid(f"the chat template takes more than {RENDER_SECONDS:.0f} s for this conversation",
+            raise invalid(f"rendering the chat template exceeded the limit of {RENDER_SECONDS:.0f} s",
                           "messages") from error  # fmt: skip
         except ValueError as error:
             raise invalid(str(error), "messages") from error
 
     async def encode_chat(self, text: str) -> list[int]:
-        """The tokens of a rendered conversation: no BOS is added, the template has written the one it wants."""
+        """The tokens of a rendered chat; adds no BOS, which the template writes itself."""
         (tokens,) = await self.encode([text], add_special_tokens=False, param="messages")
         return tokens
 
@@ -126,7 +127,7 @@ class ModelInfo:
         return decode() if len(tokens) < LONG_TEXT else await asyncio.to_thread(decode)
 
     def token_text_and_bytes(self, token_id: int) -> tuple[str, list[int]]:
-        """Text and bytes of one token; a part of a character is U+FFFD in the text and itself in the bytes."""
+        """Text and bytes of one token; an incomplete character is U+FFFD in the text."""
         if self._texts is None:
             return f"token_id:{token_id}", []
         raw = self._texts.bytes(token_id)
@@ -139,7 +140,7 @@ def context_length_error(limit: int, length: str, param: str) -> APIError:
 
 
 def load_model_info(folder: Path, name: str, config: ServerConfig) -> ModelInfo:
-    """What the files of a model's folder say. Raises ValueError and FileNotFoundError for what cannot be used."""
+    """Reads a model's folder. Raises ValueError and FileNotFoundError for invalid or missing files."""
     from atomc.json_file import read_json
 
     model_config = read_json(folder / "config.json")

@@ -1,4 +1,4 @@
-"""`atomc serve`: starts the engine's process and the HTTP server, and ends both in order."""
+"""`atomc serve`: starts the engine process and the HTTP server, and shuts both down."""
 
 import asyncio
 import logging
@@ -29,13 +29,16 @@ DEMO_NAME = "atomc-demo"
 KEEP_ALIVE_SECONDS = 30
 BACKLOG = 2048
 ERROR_GRACE_SECONDS = 1.0
-# A client that is gone without a word, as with its power, is found out after two minutes.
+# TCP keepalive: a client that vanished without closing its connection is detected after two minutes.
 KEEP_ALIVE_PROBES = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}
 
 
 def serve(server: ServerConfig, engine: EngineConfig) -> None:
-    """Serve until SIGINT or SIGTERM. Raises ValueError, OSError or ImportError for what a user can put right, and
-    SystemExit(1) if the engine could not start for another reason, or died."""
+    """Serve until SIGINT or SIGTERM.
+
+    Raises ValueError, OSError or ImportError for an error that a user can fix, and SystemExit(1) if the engine did not
+    start for another reason, or died.
+    """
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     logging.getLogger("atomc").setLevel(logging.INFO)
     _check_certificate(server)
@@ -44,9 +47,9 @@ def serve(server: ServerConfig, engine: EngineConfig) -> None:
     folder, name = _model_folder(engine)
     listener = _bind(server)
     _raise_open_file_limit()
-    # A request to end that comes before the server listens ends everything at once.
+    # A SIGTERM before the server listens ends everything at once.
     signal.signal(signal.SIGTERM, _raise_keyboard_interrupt)
-    # Before the imports below, which take as long as its own first ones.
+    # Before the imports of `_run`, which take as long as the first imports of the engine process.
     process = EngineProcess(replace(engine, model=str(folder)))
     deadline = Deadline(process.kill)
     log.info("starting %s: server is process %d, engine %d", name, os.getpid(), process.process.pid)
@@ -55,7 +58,7 @@ def serve(server: ServerConfig, engine: EngineConfig) -> None:
     except EngineFailed as error:
         if error.by_user:
             raise ValueError(str(error)) from error
-        # The engine has logged its trace.
+        # The engine process has logged the stack trace.
         log.error("%s", error)
         raise SystemExit(1) from error
     finally:
@@ -71,39 +74,40 @@ def _raise_keyboard_interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _model_folder(engine: EngineConfig) -> tuple[Path, str]:
-    """The model's folder, and what clients call it if nothing else is said."""
+    """The model's folder, and its default name for clients."""
     if engine.model is None:
         from atomc.demo import PATH
 
         return Path(PATH), DEMO_NAME
     folder = model_folder(engine.model)
-    # A path on this machine is nobody's business.
+    # Do not disclose local paths to clients.
     return folder, folder.resolve().name if Path(engine.model).expanduser().is_dir() else engine.model
 
 
 def _check_certificate(server: ServerConfig) -> None:
-    """Before anything is loaded. Raises ValueError for files that are no certificate with its key."""
+    """Raises ValueError for files that are not a certificate and its key, before anything is loaded."""
     if server.ssl_certfile is None:
         return
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(server.ssl_certfile, server.ssl_keyfile)
-    except OSError as error:  # also what the TLS library says of the content
+    except OSError as error:  # includes ssl.SSLError, for invalid contents
         files = " and ".join(file for file in (server.ssl_certfile, server.ssl_keyfile) if file)
-        raise ValueError(f"--ssl-certfile and --ssl-keyfile: no certificate with its key in {files}: {error}") from error
+        raise ValueError(f"--ssl-certfile and --ssl-keyfile: {files} is not a certificate with its key: {error}") from error
 
 
 def _raise_open_file_limit() -> None:
-    """Each connection is an open file, and shells start their programs with few."""
+    """Each connection is an open file, and the default soft limit of shells is low."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _bind(server: ServerConfig) -> socket.socket:
-    """The address is ours from now on; nobody can connect before the engine is ready. Raises OSError if it is taken."""
+    """A bound socket that does not listen yet: clients cannot connect before the engine is ready. Raises OSError if the
+    address is in use."""
     family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    # Connections inherit it: the system asks a client that is silent whether it is still there.
+    # Accepted connections inherit the keepalive options.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in KEEP_ALIVE_PROBES.items():
         if hasattr(socket, name):
@@ -165,7 +169,7 @@ async def _run(
 
 
 async def _exit_with_engine(server: "WebServer", supervisor: Supervisor) -> None:
-    """Ends the server when the engine is gone for good; for a moment clients can still ask why."""
+    """Ends the server when the engine has died; requests get its error for ERROR_GRACE_SECONDS before that."""
     log.error("%s; the server ends", await supervisor.run())
     server.exit_within(CLOSE_SECONDS, status=1)
     await asyncio.sleep(ERROR_GRACE_SECONDS)
@@ -173,7 +177,7 @@ async def _exit_with_engine(server: "WebServer", supervisor: Supervisor) -> None
 
 
 def _log_summary(service: Any, listener: socket.socket) -> None:
-    """The summary: what is served, how much fits, and where."""
+    """Logs the model, the cache size, the settings and the address."""
     model, info, config = service.model, service.client.info, service.config
     log.info("model %s: %s on %s", model.names[0], info.model, info.device)
     log.info("cache: %d tokens, %d sequences of full length (%d)", info.kv_tokens, info.num_sequences, info.max_len)
@@ -185,7 +189,7 @@ def _log_summary(service: Any, listener: socket.socket) -> None:
              model.tools or "none", model.reasoning or "none", dict(model.defaults) or "none")  # fmt: skip
     log.info("seconds to start: %s", ", ".join(f"{name} {seconds:.2f}" for name, seconds in info.phases.items()))
     if not (config.api_key or config.api_key_file):
-        log.info("no --api-key: whoever reaches the port may use the model")
+        log.info("no --api-key: every client that can reach the port can use the model")
     scheme = "https" if config.ssl_certfile else "http"
     host, port = listener.getsockname()[:2]
     log.info("listening on %s://%s:%d", scheme, f"[{host}]" if ":" in host else host, port)

@@ -1,4 +1,4 @@
-"""Work of somebody else's code, ended when its time is over."""
+"""Runs foreign code with a time limit."""
 
 import ctypes
 import threading
@@ -9,36 +9,36 @@ T = TypeVar("T")
 
 
 def run_with_timeout(seconds: float, work: Callable[[], T]) -> T:
-    """What the work gives, in this thread. Raises TimeoutError in the middle of it if it takes longer.
+    """The result of `work`, which runs in this thread. Raises TimeoutError inside of it after `seconds`.
 
-    That ends Python code, such as a template that loops; a single call of C code ends first.
+    This interrupts Python code, such as a looping template; a call into C is interrupted when it returns.
     """
     lock = threading.Lock()
     done = False
-    late = False
+    timed_out = False
     thread = threading.get_ident()
 
-    def end() -> None:
-        nonlocal late
+    def interrupt() -> None:
+        nonlocal timed_out
         with lock:
             if not done:
-                late = True
+                timed_out = True
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(TimeoutError))
 
-    timer = threading.Timer(seconds, end)
+    timer = threading.Timer(seconds, interrupt)
     timer.daemon = True
     timer.start()
     try:
         try:
-            found = work()
+            result = work()
         finally:
             with lock:
                 done = True
-        return found
+        return result
     except Exception as error:
-        # The work may have caught it, and raise what it says of it.
-        if late:
-            raise TimeoutError(f"it takes more than {seconds:g} s") from error
+        # `work` may have caught the TimeoutError and raised another error.
+        if timed_out:
+            raise TimeoutError(f"exceeded the limit of {seconds:g} s") from error
         raise
     finally:
         timer.cancel()
