@@ -1,4 +1,4 @@
-"""Parsers of what a model thinks before it answers: from its text, as it streams, to Reasoning and Content."""
+"""Streaming parsers that split the model's text into ReasoningDelta and ContentDelta."""
 
 from collections.abc import Callable, Mapping
 from typing import ClassVar
@@ -11,11 +11,11 @@ OPEN, CLOSE = "<think>", "</think>"
 
 
 class ThinkParser:
-    """<think>...</think> at the beginning of the answer, as Qwen3, DeepSeek-R1 and QwQ write it.
+    """<think>...</think> at the start of the text, as in Qwen3, DeepSeek-R1 and QwQ.
 
-    prompt  the rendered conversation: some templates end with the opening tag, so that the answer begins inside
+    prompt   the rendered chat; some templates end with the opening tag, then the text starts inside the reasoning
 
-    Line ends next to the tags belong to neither. Tags further on are content. Format: chat templates and model cards of
+    Newlines next to the tags are dropped. Later tags are content. Format: chat templates and model cards of
     Qwen/Qwen3-8B, Qwen/QwQ-32B and deepseek-ai/DeepSeek-R1.
     """
 
@@ -25,8 +25,8 @@ class ThinkParser:
         self._opened = prompt.rstrip().endswith(OPEN)
         self._text = TextBuffer()
         self._deltas: list[MessageDelta] = []
-        self._said = self._thought = False  # anything yet
-        self._ends = ""  # line ends at the end of what was thought so far
+        self._has_content = self._has_reasoning = False
+        self._newlines = ""  # trailing newlines of the reasoning, emitted only if more reasoning follows
         self._state = self._at_start
 
     def feed(self, text: str) -> list[MessageDelta]:
@@ -37,8 +37,8 @@ class ThinkParser:
 
     def finish(self) -> list[MessageDelta]:
         rest = self._text.take(len(self._text.rest))
-        if self._state == self._thinking or (self._state == self._at_start and self._opened):
-            self._think(rest)
+        if self._state == self._in_reasoning or (self._state == self._at_start and self._opened):
+            self._add_reasoning(rest)
         elif rest:
             self._deltas.append(ContentDelta(rest))
         return self._take()
@@ -50,31 +50,31 @@ class ThinkParser:
         if rest.startswith(OPEN):
             self._text.take(len(self._text.rest) - len(rest) + len(OPEN))
             self._opened = True
-        self._state = self._thinking if self._opened else self._answering
-        self._said = not self._opened
+        self._state = self._in_reasoning if self._opened else self._in_content
+        self._has_content = not self._opened
         return True
 
-    def _thinking(self) -> bool:
+    def _in_reasoning(self) -> bool:
         text, marker = self._text.take_until(CLOSE)
-        self._think(text)
+        self._add_reasoning(text)
         if marker:
-            self._state = self._answering
+            self._state = self._in_content
         return bool(marker)
 
-    def _think(self, text: str) -> None:
-        """Without line ends at the beginning, and those at the end only if more comes."""
-        text = self._ends + text if self._thought else text.lstrip("\n")
-        thought = text.rstrip("\n")
-        self._ends = text[len(thought) :]
-        if thought:
-            self._thought = True
-            self._deltas.append(ReasoningDelta(thought))
+    def _add_reasoning(self, text: str) -> None:
+        """Emits reasoning without leading newlines; holds trailing ones back."""
+        text = self._newlines + text if self._has_reasoning else text.lstrip("\n")
+        stripped = text.rstrip("\n")
+        self._newlines = text[len(stripped) :]
+        if stripped:
+            self._has_reasoning = True
+            self._deltas.append(ReasoningDelta(stripped))
 
-    def _answering(self) -> bool:
+    def _in_content(self) -> bool:
         text = self._text.take(len(self._text.rest))
-        text = text if self._said else text.lstrip("\n")
+        text = text if self._has_content else text.lstrip("\n")
         if text:
-            self._said = True
+            self._has_content = True
             self._deltas.append(ContentDelta(text))
         return False
 
@@ -96,14 +96,14 @@ REASONING_PARSERS: Mapping[str, Callable[[str], Parser]] = {
 
 
 def reasoning_parser(name: str, prompt: str = "") -> Parser:
-    """A parser for the answer to this prompt. Raises ValueError for a name that does not exist."""
+    """A parser for one response to this prompt. Raises ValueError for an unknown name."""
     if name not in REASONING_PARSERS:
-        raise ValueError(f"no reasoning parser {name!r}; there are {', '.join(REASONING_PARSERS)}")
+        raise ValueError(f"unknown reasoning parser {name!r}, expected one of {', '.join(REASONING_PARSERS)}")
     return REASONING_PARSERS[name](prompt)
 
 
 def detect_reasoning_parser(chat_template: str, model_type: str | None = None) -> str | None:
-    """The name of the parser for what this template's model thinks; None if it shows no known way."""
+    """The name of the parser for the reasoning format of this chat template; None if it is unknown."""
     if model_type == "gpt_oss" or (START in chat_template and CHANNEL in chat_template):
         return "gpt-oss"
     return "think" if CLOSE in chat_template else None

@@ -19,13 +19,13 @@ class TextBuffer:
 
         Without a marker, a suffix that may be the start of one stays in the buffer. No marker may contain another.
         """
-        found = [(at, marker) for marker in markers if (at := self.rest.find(marker)) >= 0]
-        if found:
-            at, marker = min(found)
-            text = self.take(at)
+        matches = [(index, marker) for marker in markers if (index := self.rest.find(marker)) >= 0]
+        if matches:
+            index, marker = min(matches)
+            text = self.take(index)
             return text, self.take(len(marker))
-        held = max(partial_marker_length(self.rest, marker) for marker in markers)
-        return self.take(len(self.rest) - held), ""
+        num_held = max(partial_marker_length(self.rest, marker) for marker in markers)
+        return self.take(len(self.rest) - num_held), ""
 
 
 def partial_marker_length(text: str, marker: str) -> int:

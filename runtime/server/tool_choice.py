@@ -1,4 +1,4 @@
-"""Calls that the client insists on (tool_choice "required", or a function by name), made certain by a JSON schema."""
+"""tool_choice "required" and named functions: a JSON schema forces the tool calls."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -7,20 +7,20 @@ from atomc.runtime.server.message_deltas import DeltaBuilder, MessageDelta
 from atomc.runtime.server.protocol import Function
 from atomc.runtime.server.tool_parsers.json_call import JsonCallParser
 
-ANYTHING = {"type": "object"}
+ANY_OBJECT = {"type": "object"}
 DEFINITIONS = ("$defs", "definitions")
 
 
 def arguments_schema(function: Function) -> dict[str, Any]:
-    """What the arguments must look like; a function without parameters takes any object."""
-    return function.parameters or ANYTHING
+    """The schema of the arguments; any object for a function without parameters."""
+    return function.parameters or ANY_OBJECT
 
 
 def calls_schema(functions: Sequence[Function], parallel: bool) -> dict[str, Any]:
-    """A list of calls of these functions, exactly one unless parallel: [{"name": "f", "parameters": {...}}].
+    """The schema of a list of calls, exactly one unless `parallel`: [{"name": "f", "parameters": {...}}].
 
-    Definitions move to the top, where references look for them. Raises ValueError if two functions define one name
-    differently.
+    Moves $defs to the top level, where $ref expects them. Raises ValueError if two functions have different definitions
+    of one name.
     """
     definitions: dict[str, dict[str, Any]] = {}
     calls = []
@@ -32,15 +32,15 @@ def calls_schema(functions: Sequence[Function], parallel: bool) -> dict[str, Any
                 raise ValueError(f"{key} in the parameters of {function.name!r} is {defined!r:.80}, expected an object")
             for name, definition in defined.items():
                 if definitions.setdefault(key, {}).setdefault(name, definition) != definition:
-                    raise ValueError(f"two tools define {name!r} in {key}, and not alike: rename one")
+                    raise ValueError(f"two tools have different definitions of {name!r} in {key}: rename one")
         properties = {"name": {"const": function.name}, "parameters": parameters}
         calls.append({"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False})
-    most = {} if parallel else {"maxItems": 1}
-    return {"type": "array", "items": {"anyOf": calls}, "minItems": 1, **most, **definitions}
+    limit = {} if parallel else {"maxItems": 1}
+    return {"type": "array", "items": {"anyOf": calls}, "minItems": 1, **limit, **definitions}
 
 
 class NamedToolParser:
-    """The text is the arguments of one call of this function."""
+    """Parses text that consists of the arguments of one call of this function."""
 
     markers: ClassVar[tuple[str, ...]] = ()
 
@@ -60,30 +60,30 @@ class NamedToolParser:
 
 
 class RequiredToolParser:
-    """The text is a list of calls, as `calls_schema` has it."""
+    """Parses a list of calls that matches `calls_schema`."""
 
     markers: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self) -> None:
         self._deltas = DeltaBuilder()
         self._call: JsonCallParser | None = None
-        self._begun = False
+        self._started = False
 
     def feed(self, text: str) -> list[MessageDelta]:
         while text:
             if self._call is None:
-                at = text.find("{")
-                if at < 0:
+                index = text.find("{")
+                if index < 0:
                     break
-                text = text[at:]
-                self._call, self._begun = JsonCallParser(), False
+                text = text[index:]
+                self._call, self._started = JsonCallParser(), False
             text = text[self._call.feed(text) :]
             if self._call.started:
-                if not self._begun:
+                if not self._started:
                     self._deltas.call(self._call.name)
-                    self._begun = True
+                    self._started = True
                 self._deltas.arguments(self._call.take())
-            if self._call.done or self._call.broken:
+            if self._call.done or self._call.invalid:
                 self._call = None
         return self._deltas.take()
 

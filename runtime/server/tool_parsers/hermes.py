@@ -1,4 +1,4 @@
-"""Calls between tags, as Hermes 2 Pro, Qwen2.5 and Qwen3 write them.
+"""Tool calls between tags, as in Hermes 2 Pro, Qwen2.5 and Qwen3.
 
     <tool_call>
     {"name": "weather", "arguments": {"city": "Paris"}}
@@ -25,7 +25,7 @@ class HermesToolParser:
         self._text = TextBuffer()
         self._deltas = DeltaBuilder(new_id)
         self._call = JsonCallParser()
-        self._raw = ""  # what becomes content if this is no call
+        self._raw = ""  # becomes content if this is not a call
         self._state = self._in_content
 
     def feed(self, text: str) -> list[MessageDelta]:
@@ -53,20 +53,20 @@ class HermesToolParser:
         read = self._text.take(call.feed(self._text.rest))
         if not call.started:
             self._raw += read
-            if call.broken:
+            if call.invalid:
                 self._deltas.content(self._raw)
                 self._raw, self._state = "", self._in_content
-            return call.broken
+            return call.invalid
         if not was_started:
             self._deltas.call(call.name)
             self._raw = ""
         self._deltas.arguments(call.take())
-        if call.done or call.broken:
+        if call.done or call.invalid:
             self._state = self._after_call
-        return call.done or call.broken
+        return call.done or call.invalid
 
     def _after_call(self) -> bool:
-        """To the closing tag, or to the next opening one where it was forgotten."""
+        """Up to the closing tag, or to the next opening tag if it is missing."""
         _, marker = self._text.take_until(END, BEGIN)
         if marker == BEGIN:
             self._call, self._raw, self._state = JsonCallParser(), marker, self._in_call

@@ -1,8 +1,8 @@
-"""Calls as bare JSON, as Llama 3.1 and later write them.
+"""Tool calls as bare JSON, as in Llama 3.1 and later.
 
     {"name": "weather", "parameters": {"city": "Paris"}}
 
-perhaps after <|python_tag|>, and several with ";" or a line end between them. JSON that is no such object is an answer.
+optionally after <|python_tag|>; several are separated by ";" or a newline. Other JSON is content.
 Format: the prompt format pages of github.com/meta-llama/llama-models (models/llama3_1/prompt_format.md, "JSON based tool
 calling") and the chat template of meta-llama/Llama-3.1-8B-Instruct.
 """
@@ -24,7 +24,7 @@ class LlamaToolParser:
         self._text = TextBuffer()
         self._deltas = DeltaBuilder(new_id)
         self._call = JsonCallParser()
-        self._raw = ""  # what becomes content if this is no call
+        self._raw = ""  # becomes content if this is not a call
         self._state = self._before_call
 
     def feed(self, text: str) -> list[MessageDelta]:
@@ -39,7 +39,7 @@ class LlamaToolParser:
         return self._deltas.take()
 
     def _before_call(self) -> bool:
-        """At the beginning, after the tag, and between calls."""
+        """At the start, after the tag, and between calls."""
         between = self._deltas.num_calls and not self._raw
         skipped = self._text.take(len(self._text.rest) - len(self._text.rest.lstrip(SPACE + ";" * between)))
         self._raw += "" if between else skipped
@@ -53,7 +53,7 @@ class LlamaToolParser:
         elif TAG.startswith(rest):
             return False
         else:
-            self._no_call()
+            self._emit_content()
         return True
 
     def _in_content(self) -> bool:
@@ -69,17 +69,17 @@ class LlamaToolParser:
         read = self._text.take(call.feed(self._text.rest))
         if not call.started:
             self._raw += read
-            if call.broken:
-                self._no_call()
-            return call.broken
+            if call.invalid:
+                self._emit_content()
+            return call.invalid
         if not was_started:
             self._deltas.call(call.name)
             self._raw = ""
         self._deltas.arguments(call.take())
-        if call.done or call.broken:
+        if call.done or call.invalid:
             self._state = self._before_call
-        return call.done or call.broken
+        return call.done or call.invalid
 
-    def _no_call(self) -> None:
+    def _emit_content(self) -> None:
         self._deltas.content(self._raw)
         self._raw, self._state = "", self._in_content
