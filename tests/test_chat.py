@@ -258,7 +258,7 @@ def test_arguments_that_are_not_json_stay_as_the_model_wrote_them():
 
 
 def test_a_template_raising_is_an_error_with_its_words():
-    with pytest.raises(ValueError, match="refused the messages: System role not supported"):
+    with pytest.raises(ValueError, match="rejected the messages: System role not supported"):
         ChatTemplate(GEMMA).render([SYSTEM, USER])
 
 
@@ -284,12 +284,12 @@ def test_developer_is_system_for_a_template_that_does_not_know_it():
         ([], {}, "messages is empty"),
         (["hello"], {}, "a message is 'hello', expected an object with a role"),
         ([{"content": "x"}], {}, "expected an object with a role"),
-        ([{"role": "user", "content": 3}], {}, "the content of a message is a int, expected a text or a list of parts"),
+        ([{"role": "user", "content": 3}], {}, "the content of a message is a int, expected a string or a list of parts"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], {}, "a content part of type 'image_url' is not supported"),
-        ([USER], {"bos_token": "x"}, "'bos_token' cannot be set for the chat template"),
-        ([USER], {"messages": []}, "'messages' cannot be set for the chat template"),
-        ([USER], {"tools": []}, "'tools' cannot be set for the chat template"),
-        ([USER], {"value": object()}, "a object cannot be given to a chat template"),
+        ([USER], {"bos_token": "x"}, "chat_template_kwargs cannot set 'bos_token'"),
+        ([USER], {"messages": []}, "chat_template_kwargs cannot set 'messages'"),
+        ([USER], {"tools": []}, "chat_template_kwargs cannot set 'tools'"),
+        ([USER], {"value": object()}, "a object cannot be passed to a chat template"),
     ],
 )
 def test_wrong_messages_are_refused(messages, kwargs, wrong):
@@ -325,7 +325,7 @@ def test_a_namespace_may_have_a_name_called_self():
 
 
 def test_a_template_that_is_not_jinja_is_told_with_its_line():
-    with pytest.raises(ValueError, match="the chat template 'default' is not Jinja: line 2: "):
+    with pytest.raises(ValueError, match="the chat template 'default' is not valid Jinja: line 2: "):
         ChatTemplate("a\n{% if %}")
 
 
@@ -383,7 +383,7 @@ def test_a_template_of_another_type_is_told(tmp_path):
 
 def test_named_templates_without_a_default_are_told(tmp_path):
     named = [{"name": "rag", "template": "x"}]
-    with pytest.raises(ValueError, match=r"chat templates are \['rag'\], and none is named 'default'"):
+    with pytest.raises(ValueError, match=r"chat templates are \['rag'\], expected one named 'default'"):
         load_chat_template(folder_with(tmp_path, {"chat_template": named})).render([USER])
 
 

@@ -202,7 +202,7 @@ SAME = "are config.json and the weights of the same checkpoint?"
 OTHER_SHAPES = "PATH: {} tensors of MixtralForCausalLM have another shape, such as "
 NOT_MADE = "config.json: transformers cannot make a {} of it: "
 NOT_A_TOKENIZER = "PATH/tokenizer.json is not a tokenizer that can be read: "
-SPECIAL = "tokenizer_config.json, special_tokens_map.json: {}, expected a text or an object with content, a text"
+SPECIAL = "tokenizer_config.json, special_tokens_map.json: {}, expected a string or an object with a string `content`"
 GENERATION = "generation_config.json: "
 FIT = "PATH does not fit LlamaForCausalLM: "
 EXPECTED_FILE = ", expected a file in the model's folder such as model-00001-of-00002.safetensors"
@@ -373,10 +373,10 @@ REFUSED: list[tuple[str, Damage, str]] = [
     ("llama", tokenizer(lambda found: found.update(added_tokens=3)), NOT_A_TOKENIZER),
     ("llama", tokenizer(lambda found: found.update(post_processor=UNKNOWN_TOKEN)), NOT_A_TOKENIZER + "no entry found"),
     ("llama", text("tokenizer_config.json", DEEP), "PATH/tokenizer_config.json is nested too deeply"),
-    ("llama", template(3), "PATH/tokenizer_config.json: chat_template is a int, expected a text or a list of {name, "),
+    ("llama", template(3), "PATH/tokenizer_config.json: chat_template is a int, expected a string or a list of {name, "),
     ("llama", template([{"name": "default", "template": 3}]), "PATH/tokenizer_config.json: chat_template is a list, expec"),
-    ("llama", template("{{ x"), "the chat template 'default' is not Jinja: line 1: "),
-    ("llama", template("{{ 1 | bogus }}"), "the chat template 'default' is not Jinja: line 1: No filter named 'bogus'"),
+    ("llama", template("{{ x"), "the chat template 'default' is not valid Jinja: line 1: "),
+    ("llama", template("{{ 1 | bogus }}"), "the chat template 'default' is not valid Jinja: line 1: No filter"),
     ("llama", template("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}"), "the chat template 'default' is nested too deeply"),
     ("llama", template("{% if 1 %}" * 3000 + "{% endif %}" * 3000), "the chat template 'default' is nested too deeply"),
     ("llama", text("chat_template.jinja", b"\xff\xfe"), "PATH/chat_template.jinja is not UTF-8 text"),

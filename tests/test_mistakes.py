@@ -73,7 +73,7 @@ def schema(depth):
         ("chat/completions", {**CHAT, "tools": tools({"$defs": 1}), "tool_choice": "required"}, "$defs"),
         ("chat/completions", {**CHAT, "tools": tools({"$ref": "#"}), "tool_choice": F}, "no text has this form"),
         # Names for the chat template.
-        *[("chat/completions", {**CHAT, "chat_template_kwargs": {name: 1}}, f"'{name}' cannot be set for the chat template")
+        *[("chat/completions", {**CHAT, "chat_template_kwargs": {name: 1}}, f"chat_template_kwargs cannot set '{name}'")
           for name in ("messages", "tools", "bos_token")],
         *[("chat/completions", {**CHAT, "chat_template_kwargs": {name: 1}}, None)
           for name in ("self", "add_generation_prompt", "args", "kwargs", "environment", "\0", "a b")],

@@ -353,7 +353,7 @@ def test_embeddings_are_of_length_one_alike_for_alike_texts_and_the_same_in_base
         ("/v1/completions", {"prompt": "x", "best_of": 3}, 400, "best_of=3 is not supported"),
         ("/v1/completions", {"prompt": "x", "suffix": "y"}, 400, "suffix is not supported"),
         ("/v1/completions", {"prompt": "x", "logprobs": 6}, 400, "logprobs is 6, it must be at least 0 and at most 5"),
-        ("/v1/completions", {"prompt": "x", "model": "gpt-4"}, 404, "'gpt-4' does not exist; there is atomc-demo"),
+        ("/v1/completions", {"prompt": "x", "model": "gpt-4"}, 404, "'gpt-4' does not exist, expected atomc-demo"),
         ("/v1/completions", {"prompt": "x", "seed": 2**70}, 400, "seed"),
         ("/v1/completions", {"prompt": "x", "stop_token_ids": [4000]}, 400, "token id 4000"),
         ("/v1/completions", {"prompt": "x", "guided_regex": "["}, 400, "regex"),

@@ -81,12 +81,12 @@ def test_a_file_sets_what_no_flag_says(tmp_path):
 @pytest.mark.parametrize(
     "text, part",
     [
-        ("prot = 1", "has 'prot'; there is allow_origin"),
+        ("prot = 1", "has unknown keys 'prot', expected allow_origin"),
         ("port = '1'", "port is '1' in the config file, expected int"),
         ("port = true", "port is True in the config file, expected int"),
-        ("api_key = 3", "api_key is 3 in the config file, expected a list of texts"),
+        ("api_key = 3", "api_key is 3 in the config file, expected a list of strings"),
         ("options = 3", "options is 3 in the config file, expected a table"),
-        ("port =", "is not TOML"),
+        ("port =", "is not valid TOML"),
         ("port = 70000", "port is 70000, expected 0 (any free one) to 65535"),
     ],
 )
@@ -100,9 +100,9 @@ def test_a_wrong_file_is_refused(tmp_path, wrong, text, part):
     [
         (["/nowhere"], "/nowhere is not a directory, and not a name on the hub such as Qwen/Qwen3-0.6B"),
         (["--config", "/nowhere.toml"], "/nowhere.toml"),
-        (["--ssl-keyfile", "x"], "give ssl_certfile too"),
-        (["--ssl-certfile", __file__], f"no certificate with its key in {__file__}: "),
-        (["--ssl-certfile", "/nowhere.pem"], "/nowhere.pem: [Errno 2] No such file or directory"),
+        (["--ssl-keyfile", "x"], "needs ssl_certfile: set both"),
+        (["--ssl-certfile", __file__], f"{__file__} is not a certificate with its key: "),
+        (["--ssl-certfile", "/nowhere.pem"], "/nowhere.pem is not a certificate with its key: [Errno 2] No such file"),
         (["--host", "256.1.1.1"], "cannot listen on 256.1.1.1 port 8000"),
         (["--api-key", ""], "an api_key is empty"),
         (["--max-num-seqs", "0"], "max_num_seqs is 0, it must be at least 1"),

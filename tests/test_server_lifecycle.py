@@ -89,7 +89,7 @@ def test_a_dead_engine_is_restarted_a_few_times_and_then_the_server_ends():
         until(lambda: health(server).status_code == 200)
         kill_engine(server)
         assert server.process.wait(EXIT_SECONDS) == 1
-        assert "(2 restarts did not help); the server ends" in server.log and "Traceback" not in server.log
+        assert "(after 2 restarts); the server ends" in server.log and "Traceback" not in server.log
 
 
 def test_an_engine_that_stays_silent_is_killed_and_counts_as_dead():

@@ -225,7 +225,7 @@ def _compile_template(environment: Any, name: str, text: str) -> Any:
     try:
         return environment.from_string(text)
     except TemplateSyntaxError as error:
-        raise ValueError(f"the chat template {name!r} has a syntax error in line {error.lineno}: {error}") from error
+        raise ValueError(f"the chat template {name!r} is not valid Jinja: line {error.lineno}: {error}") from error
     except (RecursionError, SyntaxError, MemoryError) as error:  # from compiling the Python code that Jinja generates
         raise ValueError(f"the chat template {name!r} is nested too deeply: {error}") from error
 

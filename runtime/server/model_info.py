@@ -57,7 +57,7 @@ class ModelInfo:
         """Raises a 400 for a token id outside of the vocabulary."""
         size = self.vocab_size
         if size is not None and tokens and max(tokens) >= size:
-            raise invalid(f"{param}: token id {max(tokens)} is outside of the vocabulary of {size} tokens", param)
+            raise invalid(f"{param}: token id {max(tokens)} is not in the vocabulary of {size} tokens", param)
 
     async def encode(self, texts: Sequence[str], add_special_tokens: bool = True, *, param: str = "prompt",
                       limit: int | None = None) -> list[list[int]]:  # fmt: skip
