@@ -451,7 +451,7 @@ def test_the_command_writes_options_that_avoid_the_fault(tmp_path, monkeypatch, 
 
 
 @pytest.mark.parametrize(("arguments", "sentence"), [
-    (["--record"], "give --dump DIR, too"), (["--tokens", "0"], "--tokens 0: expected at least 1"),
+    (["--record"], "--record needs --dump DIR"), (["--tokens", "0"], "--tokens 0: expected at least 1"),
     (["test_report:nothing"], "test_report has no function 'nothing'"),
     (["test_report:Model", "-p", "x"], "are for checkpoints"), (["--options", "none.toml"], "none.toml"),
 ])  # fmt: skip

@@ -85,7 +85,7 @@ def schema(depth):
         ("completions", deep(129), "more than 128 levels of nested lists and objects"),
         ("completions", "[" * 200_000, "more than 128 levels of nested lists and objects"),
         ("completions", '{"prompt":"a","b":' + deep(100) + "}", "b is no field of this request"),
-        ("completions", '{"prompt":' + "1" * 5000 + "}", "the body is not JSON that can be read: Exceeds the limit"),
+        ("completions", '{"prompt":' + "1" * 5000 + "}", "the body cannot be parsed: Exceeds the limit"),
         ("completions", b'{"prompt":"\xff"}', "the body is not JSON: it is not UTF-8"),
         ("completions", '{"prompt":"a","temperature":NaN}', "temperature: Input should be a finite number"),
         ("completions", '{"prompt":"a","temperature":1e999}', "temperature: Input should be a finite number"),

@@ -403,7 +403,7 @@ def test_json_that_is_sent_as_something_else_is_told_so(http):
     answer = http.post("/v1/completions", content=b'{"prompt": "x"}',
                        headers={"Content-Type": "application/x-www-form-urlencoded"})  # fmt: skip
     assert answer.status_code == 400
-    assert "sent as 'application/x-www-form-urlencoded': send JSON, with the header" in answer.json()["error"]["message"]
+    assert "Content-Type is 'application/x-www-form-urlencoded': send JSON" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("header", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Basic {KEY}"}])

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from atomc.cli import _parser, main
-from atomc.cli.elsewhere import ELSEWHERE
+from atomc.cli.foreign_flags import FOREIGN_FLAGS
 from atomc.cli.serve import GROUPS
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.hub import model_folder
@@ -118,7 +118,7 @@ def test_a_wrong_flag_is_one_line(wrong, argv, part):
     [
         (["--max-num-sequences", "3"], "--max-num-sequences (did you mean --max-num-seqs?); see atomc serve --help"),
         (["--max_model_length=9"], "--max_model_length=9 (did you mean --max-model-len?)"),
-        (["--tensor-parallel-size", "2"], "--tensor-parallel-size (a model runs on one device here)"),
+        (["--tensor-parallel-size", "2"], "--tensor-parallel-size (atomc runs a model on one device)"),
         (["--kv-cache-memory-bytes=1"], "--kv-cache-memory-bytes=1 (use --kv-bytes)"),
         (["--xyz"], "--xyz; see"),
         (["one", "two"], "unrecognized arguments: two; see"),
@@ -133,9 +133,9 @@ def test_a_flag_that_does_not_exist_is_refused_with_the_one_that_does(capsys, ar
 
 def test_flags_of_other_servers_lead_to_flags_that_exist():
     serve = next(action for action in _parser()._actions if action.dest == "command").choices["serve"]
-    for flag, here in ELSEWHERE["atomc serve"].items():
+    for flag, hint in FOREIGN_FLAGS["atomc serve"].items():
         assert flag not in serve._option_string_actions, f"{flag} is one of ours"
-        assert all(named in serve._option_string_actions for named in re.findall(r"--[\w-]+", here)), here
+        assert all(named in serve._option_string_actions for named in re.findall(r"--[\w-]+", hint)), hint
 
 
 def test_a_port_that_is_taken_is_told_before_anything_is_loaded(wrong):

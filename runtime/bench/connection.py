@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 LONGEST_LINE = 2**20
 
 
-class Broken(Exception):
+class ConnectionFailed(Exception):
     """The connection cannot be had, or ended in the middle; the message says which."""
 
 
@@ -68,7 +68,7 @@ async def request(method: str, url: str, headers: Mapping[str, str], body: bytes
         await writer.drain()
         yield await _response(reader)
     except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
-        raise Broken(f"{type(error).__name__}: {error}") from error
+        raise ConnectionFailed(f"{type(error).__name__}: {error}") from error
     finally:
         if writer is not None:
             writer.close()
@@ -78,6 +78,6 @@ async def _response(reader: asyncio.StreamReader) -> Response:
     first, *rest = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
     version, _, status = first.partition(" ")
     if not version.startswith("HTTP/1.") or not status[:3].isdigit():
-        raise Broken(f"not an HTTP server: it answered {first[:60]!r}")
+        raise ConnectionFailed(f"not an HTTP server: it answered {first[:60]!r}")
     pairs = (line.partition(":") for line in rest if line)
     return Response(int(status[:3]), {name.lower(): value.strip() for name, _, value in pairs}, reader)
