@@ -66,7 +66,7 @@ def schema(depth):
         ("completions", {**TEXT, "guided_json": deep(500)}, "json_schema: recursion limit exceeded"),
         ("completions", {**TEXT, "guided_json": schema(55)}, None),
         ("completions", {**TEXT, "guided_json": {"const": "\ud800"}}, "json_schema: Value is not"),
-        ("completions", {**TEXT, "guided_regex": "\ud800"}, "not Unicode"),
+        ("completions", {**TEXT, "guided_regex": "\ud800"}, "not valid Unicode"),
         ("completions", {**TEXT, "guided_regex": "(a{1000}){1000}"}, "regex: it "),
         ("completions", {**TEXT, "guided_grammar": "start: <[99999999]>"}, "grammar: "),
         ("completions", {**TEXT, "guided_grammar": "\0"}, "grammar: "),
@@ -77,20 +77,20 @@ def schema(depth):
           for name in ("messages", "tools", "bos_token")],
         *[("chat/completions", {**CHAT, "chat_template_kwargs": {name: 1}}, None)
           for name in ("self", "add_generation_prompt", "args", "kwargs", "environment", "\0", "a b")],
-        ("chat/completions", {**CHAT, "chat_template_kwargs": {"self_name": "\ud800"}}, "not Unicode"),
+        ("chat/completions", {**CHAT, "chat_template_kwargs": {"self_name": "\ud800"}}, "not valid Unicode"),
         ("chat/completions", {**CHAT, "chat_template_kwargs": {"rounds": "x"}}, "the chat template failed on the messages"),
         ("chat/completions", {**CHAT, "messages": [{"role": "assistant", "tool_calls": [
             {"function": {"name": "f", "arguments": "[" * 100_000}}]}, USER]}, None),
         # JSON itself.
         ("completions", deep(129), "more than 128 levels of nested lists and objects"),
         ("completions", "[" * 200_000, "more than 128 levels of nested lists and objects"),
-        ("completions", '{"prompt":"a","b":' + deep(100) + "}", "b is no field of this request"),
+        ("completions", '{"prompt":"a","b":' + deep(100) + "}", "b is not a field of this request"),
         ("completions", '{"prompt":' + "1" * 5000 + "}", "the body cannot be parsed: Exceeds the limit"),
         ("completions", b'{"prompt":"\xff"}', "the body is not JSON: it is not UTF-8"),
         ("completions", '{"prompt":"a","temperature":NaN}', "temperature: Input should be a finite number"),
         ("completions", '{"prompt":"a","temperature":1e999}', "temperature: Input should be a finite number"),
         ("completions", {**TEXT, "seed": 10**30}, "seed"),
-        ("completions", {**TEXT, "prompt": "\ud800"}, "not Unicode"),
+        ("completions", {**TEXT, "prompt": "\ud800"}, "not valid Unicode"),
         # Limits.
         ("completions", {**TEXT, **{f"f{i}": 1 for i in range(200)}}, "the object has 202 fields, at most 128 are"),
         ("completions", {**TEXT, "prompt": [[]] * 300_000}, "the body has more than 262144 JSON values"),

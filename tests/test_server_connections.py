@@ -104,7 +104,7 @@ def test_anything_but_one_key_does_not(headers):
 
 
 @pytest.mark.parametrize("key, part", [
-    ("", "an api_key is empty"), (" a", "begins or ends with a space"), ("a\n", "begins or ends"),
+    ("", "an api_key is empty"), (" a", "begins or ends with white space"), ("a\n", "begins or ends"),
     ("a\x00b", "not printable"), ("\udcff", "not printable"),
 ])  # fmt: skip
 def test_a_key_that_no_client_can_send_is_refused(key, part):
