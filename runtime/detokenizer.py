@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 # Tokens before the new ones that are decoded with them: whether a token starts with a space depends on its neighbours.
-CONTEXT = 5
-INCOMPLETE = "\ufffd"
+CONTEXT_TOKENS = 5
+REPLACEMENT_CHARACTER = "\ufffd"
 # Tokens that wait for the rest of a character; a character has at most four bytes, so that more are no character.
-MAX_HELD = 8
+MAX_HELD_TOKENS = 8
 
 
 def load_tokenizer(folder: Path) -> Any | None:
@@ -49,30 +49,30 @@ class Detokenizer:
         self.tokenizer = tokenizer
         self.skip_special_tokens = skip_special_tokens
         # The tokens decoded together: the text of the first `shown`, `before`, is given out, that of the rest is not yet.
-        self.window = prompt[-CONTEXT:]
-        self.shown = len(self.window)
-        self.before = self._decoded(self.window)
+        self.window = prompt[-CONTEXT_TOKENS:]
+        self.num_emitted = len(self.window)
+        self.emitted_text = self._decode(self.window)
 
     def add(self, tokens: list[int]) -> str:
         """The text that these tokens complete, perhaps none."""
-        return "".join(self._added(token) for token in tokens)
+        return "".join(self._add_token(token) for token in tokens)
 
     def flush(self) -> str:
         """What was held back, with U+FFFD for the half of a character; for the end."""
-        return self._decoded(self.window)[len(self.before) :]
+        return self._decode(self.window)[len(self.emitted_text) :]
 
-    def _added(self, token: int) -> str:
+    def _add_token(self, token: int) -> str:
         self.window.append(token)
         piece = self.flush()
-        held = len(self.window) - self.shown
-        if not piece or (piece.endswith(INCOMPLETE) and held < MAX_HELD):
+        num_held = len(self.window) - self.num_emitted
+        if not piece or (piece.endswith(REPLACEMENT_CHARACTER) and num_held < MAX_HELD_TOKENS):
             return ""
-        self.window = self.window[self.shown :]
-        self.shown = len(self.window)
-        self.before = self._decoded(self.window)
+        self.window = self.window[self.num_emitted :]
+        self.num_emitted = len(self.window)
+        self.emitted_text = self._decode(self.window)
         return piece
 
-    def _decoded(self, tokens: list[int]) -> str:
+    def _decode(self, tokens: list[int]) -> str:
         text: str = self.tokenizer.decode(tokens, skip_special_tokens=self.skip_special_tokens)
         return text
 

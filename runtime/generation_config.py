@@ -21,7 +21,7 @@ def sampling_defaults(folder: Path) -> dict[str, Any]:
     return {name: _number(name, config[name]) for name in NUMBERS if config.get(name) is not None}
 
 
-def samples(folder: Path) -> bool:
+def do_sample(folder: Path) -> bool:
     """Whether generation_config.json asks for sampling; greedy if it does not say."""
     value = _read(folder, FILE).get("do_sample")
     if not isinstance(value, bool | None):
@@ -43,10 +43,10 @@ def _read(folder: Path, file: str) -> dict[str, Any]:
 
 
 def _number(name: str, value: Any) -> float:
-    whole = name == "top_k"
-    if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
-        raise ValueError(f"{FILE}: {name} is {value!r:.40}, it must be a{' whole' if whole else ''} number")
-    if whole and value == -1:  # how vLLM says "all tokens"
+    is_int = name == "top_k"
+    if isinstance(value, bool) or not isinstance(value, int if is_int else int | float):
+        raise ValueError(f"{FILE}: {name} is {value!r:.40}, it must be a{' is_int' if is_int else ''} number")
+    if is_int and value == -1:  # how vLLM says "all tokens"
         return 0
     if name == "temperature" and 0 < value < MIN_TEMPERATURE:  # how some checkpoints say "greedy"
         return 0.0
@@ -55,7 +55,7 @@ def _number(name: str, value: Any) -> float:
         SamplingParams(**given)
     except ValueError as error:
         raise ValueError(f"{FILE}: {error}") from error
-    return value if whole else float(value)
+    return value if is_int else float(value)
 
 
 def _checked(file: str, found: Sequence[Any], vocab_size: int | None) -> list[int]:

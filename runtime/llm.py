@@ -15,9 +15,9 @@ from atomc.runtime.config import EngineConfig
 from atomc.runtime.engine import Engine
 from atomc.runtime.fence import Fence, RequestError, RequestFailed
 from atomc.runtime.logprobs import TokenLogprobs
-from atomc.runtime.output import TextStream
 from atomc.runtime.request import Completion, FinishReason, Output, Request, siblings
 from atomc.runtime.sampling_params import SamplingParams
+from atomc.runtime.text_stream import TextStream
 
 Prompt = str | Sequence[int]
 
@@ -56,7 +56,7 @@ class LLM:
         self.tokenizer = self.engine.tokenizer
         self.tokens_per_second = 0.0
         self._ids = map(str, count())
-        self._answers: dict[str, Answer] = {}
+        self._builders: dict[str, CompletionBuilder] = {}
         self._fence = Fence()
 
     def generate(
@@ -82,14 +82,15 @@ class LLM:
         if len(sampling_params) != len(prompts):
             raise ValueError(f"{len(sampling_params)} sampling_params for {len(prompts)} prompts: "
                              "pass one for all, or one for each")  # fmt: skip
-        answers = [Answer(request, self.tokenizer) for prompt, params in zip(prompts, sampling_params, strict=True)
-                   for request in siblings(self._request(prompt, params))]  # fmt: skip
+        builders = [CompletionBuilder(request, self.tokenizer)
+                    for prompt, params in zip(prompts, sampling_params, strict=True)
+                    for request in siblings(self._request(prompt, params))]  # fmt: skip
         started = time.perf_counter()
-        with tqdm(total=len(answers), unit="answer", disable=None if progress else True) as bar:
-            self._finish(answers, bar)
+        with tqdm(total=len(builders), unit="answer", disable=None if progress else True) as bar:
+            self._finish(builders, bar)
         seconds = time.perf_counter() - started
-        self.tokens_per_second = sum(len(answer.token_ids) for answer in answers) / seconds
-        return [answer.completion() for answer in answers]
+        self.tokens_per_second = sum(len(builder.token_ids) for builder in builders) / seconds
+        return [builder.completion() for builder in builders]
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """The new text of one prompt, piece by piece; the pieces together are the text that `generate` returns.
@@ -102,66 +103,66 @@ class LLM:
         params = sampling_params or SamplingParams()
         if params.n != 1:
             raise ValueError(f"n is {params.n}: a stream is of one answer, use generate")
-        return self._pieces(Answer(self._request(prompt, params), self.tokenizer))
+        return self._pieces(CompletionBuilder(self._request(prompt, params), self.tokenizer))
 
-    def _pieces(self, answer: "Answer") -> Iterator[str]:
+    def _pieces(self, builder: "CompletionBuilder") -> Iterator[str]:
         num_shown = 0
         started = time.perf_counter()
-        self._begin(answer)
+        self._add(builder)
         try:
             # Text may also come, and the request may finish, while somebody else advances the engine.
-            while answer.finish_reason is None or len(answer.text) > num_shown:
-                piece = answer.text[num_shown:]
+            while builder.finish_reason is None or len(builder.text) > num_shown:
+                piece = builder.text[num_shown:]
                 num_shown += len(piece)
                 if piece:
                     yield piece
-                elif answer.finish_reason is None:
-                    self._advance()
-            if answer.error is not None:
-                raise RequestFailed(answer.error)
+                elif builder.finish_reason is None:
+                    self._step()
+            if builder.error is not None:
+                raise RequestFailed(builder.error)
         finally:
-            self._end(answer)
-            self.tokens_per_second = len(answer.token_ids) / (time.perf_counter() - started)
+            self._remove(builder)
+            self.tokens_per_second = len(builder.token_ids) / (time.perf_counter() - started)
 
-    def _finish(self, answers: Sequence["Answer"], bar: "tqdm[Any]") -> None:
+    def _finish(self, builders: Sequence["CompletionBuilder"], bar: "tqdm[Any]") -> None:
         """Queue the requests and run steps until all of them are finished; if that fails, none stays behind."""
-        unfinished = list(answers)
+        unfinished = list(builders)
         try:
-            for answer in answers:
-                self._begin(answer)
+            for builder in builders:
+                self._add(builder)
             while unfinished:
                 # Also what another caller's steps finished.
-                left = [answer for answer in unfinished if answer.finish_reason is None]
+                left = [builder for builder in unfinished if builder.finish_reason is None]
                 bar.update(len(unfinished) - len(left))
                 unfinished = left
                 if left:
-                    self._advance()
+                    self._step()
         finally:
-            for answer in answers:
-                self._end(answer)
+            for builder in builders:
+                self._remove(builder)
 
-    def _begin(self, answer: "Answer") -> None:
+    def _add(self, builder: "CompletionBuilder") -> None:
         try:
-            self.engine.add(answer.request)
+            self.engine.add(builder.request)
         except RequestFailed as failed:
-            answer.fail(failed.error)
+            builder.fail(failed.error)
         else:
-            self._answers[answer.request.id] = answer
+            self._builders[builder.request.id] = builder
 
-    def _end(self, answer: "Answer") -> None:
-        self._answers.pop(answer.request.id, None)
-        self.engine.abort(answer.request.id)
+    def _remove(self, builder: "CompletionBuilder") -> None:
+        self._builders.pop(builder.request.id, None)
+        self.engine.abort(builder.request.id)
 
-    def _advance(self) -> None:
+    def _step(self) -> None:
         """One step of the engine; what came of it goes to whoever asked."""
         assert self.engine.has_work, "a request is unfinished and there is nothing to do"
         for output in self.engine.step():
-            answer = self._answers.get(output.request_id)
-            if answer is not None:
-                self._fence.run(output.request_id, "making its text", answer.add, output)
+            builder = self._builders.get(output.request_id)
+            if builder is not None:
+                self._fence.run(output.request_id, "making its text", builder.add, output)
                 for error in self._fence.take().values():
-                    answer.fail(error)
-                if answer.finish_reason is not None and output.finish_reason is None:
+                    builder.fail(error)
+                if builder.finish_reason is not None and output.finish_reason is None:
                     self.engine.abort(output.request_id)  # a stop string, of which the engine does not know
 
     def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
@@ -181,7 +182,7 @@ class LLM:
         return list(self.tokenizer.encode(prompt).ids)
 
 
-class Answer:
+class CompletionBuilder:
     """What has come of one request so far."""
 
     def __init__(self, request: Request, tokenizer: Any | None) -> None:

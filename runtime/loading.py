@@ -15,17 +15,17 @@ from atomc.runtime.hub import model_folder
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedModel:
     """A model, and what an engine needs to know of it. longest: tokens of the longest sequence that makes sense."""
 
     module: nn.Module
     tokenizer: Any | None
     eos_ids: frozenset[int]
     vocab_size: int | None
-    longest: int
+    max_len: int
 
 
-def load(config: EngineConfig, module: nn.Module | None = None, *, progress: bool = True) -> Loaded:
+def load(config: EngineConfig, module: nn.Module | None = None, *, progress: bool = True) -> LoadedModel:
     """The config's checkpoint, or the module that is given instead of one.
 
     Raises ValueError for what does not fit together, FileNotFoundError for an incomplete checkpoint, ImportError if
@@ -38,14 +38,14 @@ def load(config: EngineConfig, module: nn.Module | None = None, *, progress: boo
             raise ValueError("model, dtype, device, quantization and load_format are for checkpoints; "
                              "a module keeps what it has")  # fmt: skip
         # A stock transformers model, told by the method that replaces its attention.
-        ready = wrap_stock(module) if hasattr(module, "set_attn_implementation") else module
-        return _loaded(ready, None, _eos_ids_of_module(ready), config)
+        model = wrap_stock(module) if hasattr(module, "set_attn_implementation") else module
+        return _loaded_model(model, None, _eos_ids_of_module(model), config)
     folder = _demo() if config.model is None else model_folder(config.model)
-    ready = loader.load(
+    model = loader.load(
         folder, dtype=dtype_of(config.dtype), device=config.device or ("cuda" if torch.cuda.is_available() else "cpu"),
         load_format=config.load_format, quantization=_quantization(config), progress=progress,
     )  # fmt: skip
-    return _loaded(ready, load_tokenizer(folder), eos_token_ids(folder, _config_value(ready, "vocab_size")), config)
+    return _loaded_model(model, load_tokenizer(folder), eos_token_ids(folder, _config_value(model, "vocab_size")), config)
 
 
 def _quantization(config: EngineConfig) -> dict[str, Any] | str | None:
@@ -62,22 +62,22 @@ def dtype_of(name: str | None) -> torch.dtype | None:
     return found
 
 
-def _loaded(module: nn.Module, tokenizer: Any | None, eos_ids: frozenset[int], config: EngineConfig) -> Loaded:
-    longest = _longest(module, config.max_model_len)
-    return Loaded(module, tokenizer, eos_ids, _config_value(module, "vocab_size"), longest)
+def _loaded_model(module: nn.Module, tokenizer: Any | None, eos_ids: frozenset[int], config: EngineConfig) -> LoadedModel:
+    max_len = _max_len(module, config.max_model_len)
+    return LoadedModel(module, tokenizer, eos_ids, _config_value(module, "vocab_size"), max_len)
 
 
-def _longest(module: nn.Module, max_model_len: int | None) -> int:
+def _max_len(module: nn.Module, max_model_len: int | None) -> int:
     """Tokens of the longest sequence: max_model_len, else what the model was made for."""
-    made_for = _config_value(module, "max_position_embeddings")
-    longest = max_model_len if max_model_len is not None else made_for
-    if longest is None:
+    trained_len = _config_value(module, "max_position_embeddings")
+    max_len = max_model_len if max_model_len is not None else trained_len
+    if max_len is None:
         raise ValueError("the model does not say how long a sequence may be (max_position_embeddings in its config): "
                          "pass max_model_len")  # fmt: skip
-    if made_for is not None and longest > made_for:
-        raise ValueError(f"max_model_len={longest} is longer than the {made_for} tokens that the model was made for "
+    if trained_len is not None and max_len > trained_len:
+        raise ValueError(f"max_model_len={max_len} is longer than the {trained_len} tokens that the model was made for "
                          "(max_position_embeddings in its config)")  # fmt: skip
-    return longest
+    return max_len
 
 
 def _demo() -> Path:

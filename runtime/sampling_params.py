@@ -22,7 +22,7 @@ class Structured:
     choice        one of these texts
     grammar       text that this Lark grammar derives
 
-    Raises ValueError for none of them or several; that it can be compiled is known only to atomc.runtime.structured.
+    Raises ValueError for none of them or several; that it can be compiled is known only to atomc.runtime.grammar_compiler.
     """
 
     json_schema: Mapping[str, Any] | str | None = None
@@ -136,7 +136,7 @@ class SamplingParams:
         expect("ignore_eos", not (self.ignore_eos and self.structured is not None),
                "False with structured output, which ends where the structure does")  # fmt: skip
 
-    def refuse_beyond(self, vocab_size: int) -> None:
+    def check_vocabulary(self, vocab_size: int) -> None:
         """Raise ValueError if a token is named, or so many are asked for, that the vocabulary does not have."""
         for token in self.logit_bias:
             if token >= vocab_size:

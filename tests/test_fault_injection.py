@@ -13,15 +13,15 @@ from atomc.runtime.detokenizer import Detokenizer
 from atomc.runtime.draw import Draw
 from atomc.runtime.engine import Engine, EngineConfig
 from atomc.runtime.fence import Fence, RequestFailed
-from atomc.runtime.forms import Forms
+from atomc.runtime.grammar_compiler import GrammarCompiler, GrammarMatcher
 from atomc.runtime.llm import LLM
-from atomc.runtime.output import TextStream
 from atomc.runtime.request import Request
 from atomc.runtime.row_logprobs import LogprobsRow
 from atomc.runtime.sampling_params import SamplingParams, Structured
 from atomc.runtime.scheduler import Scheduler
 from atomc.runtime.speculative import NGram
-from atomc.runtime.structured import Grammars, Matcher
+from atomc.runtime.structured_outputs import StructuredOutputs
+from atomc.runtime.text_stream import TextStream
 from atomc.runtime.token_counts import TokenCounts
 
 pytestmark = pytest.mark.xdist_group("engine")
@@ -146,7 +146,7 @@ class Hook:
 
     def break_(self, engine, error, monkeypatch):
         """From now on it raises; the list of what it raised."""
-        owner = engine.forms._grammars if self.owner is GRAMMARS else self.owner
+        owner = engine.structured_outputs._compiler if self.owner is GRAMMARS else self.owner
         original, raised, calls = getattr(owner, self.name), [], 0
 
         def broken(*args, **kwargs):
@@ -179,7 +179,7 @@ SALTED = (("salt", "victim"),)
 FREE = (("structured", None), ("temperature", 0.0), ("max_tokens", 40))
 HOOKS = [
     # Admitted
-    Hook(Forms, "matcher", lambda engine, self, form: form.regex.endswith("{9}")),
+    Hook(StructuredOutputs, "matcher", lambda engine, self, form: form.regex.endswith("{9}")),
     Hook(GRAMMARS, "compile", lambda engine, form: form.regex.endswith("{9}")),
     Hook(Scheduler, "add", lambda engine, self, request: request.id == "victim"),
     # Scheduled
@@ -189,10 +189,11 @@ HOOKS = [
     Hook(BlockPool, "news", lambda engine, self, owner: owner == "victim", at=3),
     Hook(NGram, "propose", lambda engine, self, *_: drafter_is_victims(engine, self), speculates=True),
     # Constrained
-    Hook(Grammars, "fill", lambda engine, self, mask, rows: any(matcher_is_victims(engine, row[0]) for row in rows)),
-    Hook(Grammars, "fill", lambda engine, self, mask, rows: any(matcher_is_victims(engine, row[0]) for row in rows), at=4),
-    Hook(Matcher, "accept", lambda engine, self, token: matcher_is_victims(engine, self)),
-    Hook(Matcher, "accept", lambda engine, self, token: matcher_is_victims(engine, self), at=4),
+    Hook(GrammarCompiler, "fill", lambda engine, self, mask, rows: any(matcher_is_victims(engine, row[0]) for row in rows)),
+    Hook(GrammarCompiler, "fill", lambda engine, self, mask, rows: any(matcher_is_victims(engine, row[0]) for row in rows),
+         at=4),
+    Hook(GrammarMatcher, "accept", lambda engine, self, token: matcher_is_victims(engine, self)),
+    Hook(GrammarMatcher, "accept", lambda engine, self, token: matcher_is_victims(engine, self), at=4),
     # Sampled
     Hook(Draw, "banned", lambda engine, self: counts_are_victims(engine, self.counts)),
     Hook(Draw, "banned", lambda engine, self: counts_are_victims(engine, self.counts), at=3),
@@ -349,7 +350,7 @@ def test_where_bits_do_not_depend_on_the_batch_a_row_of_nan_changes_none_either(
 
 
 def test_a_form_without_a_next_token_is_the_clients_error(engine, monkeypatch):
-    monkeypatch.setattr(Grammars, "fill", lambda grammars, mask, rows: mask.zero_())
+    monkeypatch.setattr(GrammarCompiler, "fill", lambda grammars, mask, rows: mask.zero_())
     *_, last = run(engine, [victim(engine, structured=Structured(regex="a*"))])["victim"]
     assert last.error.by_client and "no token can continue the form of output" in last.error.message
     nothing_is_left(engine)

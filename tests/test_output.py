@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 
 from atomc import demo
 from atomc.runtime.logprobs import TokenLogprobs
-from atomc.runtime.output import TextDelta, TextStream
 from atomc.runtime.request import Output
 from atomc.runtime.sampling_params import SamplingParams
+from atomc.runtime.text_stream import TextDelta, TextStream
 
 tokenizers = pytest.importorskip("tokenizers")
 DEMO = tokenizers.Tokenizer.from_file(str(demo.PATH / "tokenizer.json"))

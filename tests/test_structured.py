@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from atomc import demo
 from atomc.runtime.detokenizer import TokenTexts
 from atomc.runtime.draw import Draw
+from atomc.runtime.grammar_compiler import GrammarCompiler
 from atomc.runtime.sampler import Sampler, allowed
 from atomc.runtime.sampling_params import SamplingParams, Structured
-from atomc.runtime.structured import Grammars
 
 pytest.importorskip("llguidance")
 tokenizers = pytest.importorskip("tokenizers")
@@ -24,8 +24,8 @@ TEXTS = TokenTexts(DEMO)
 END = DEMO.token_to_id("<|endoftext|>")
 # More tokens than the tokenizer has, as padded models have it.
 VOCAB = DEMO.get_vocab_size() + 50
-GRAMMARS = Grammars(DEMO, frozenset({END}), VOCAB)
-SHORT_OF_TIME = Grammars(DEMO, frozenset({END}), VOCAB, seconds=0.3)
+GRAMMARS = GrammarCompiler(DEMO, frozenset({END}), VOCAB)
+SHORT_OF_TIME = GrammarCompiler(DEMO, frozenset({END}), VOCAB, seconds=0.3)
 
 PERSON = {
     "type": "object",
@@ -143,17 +143,17 @@ def test_a_form_that_cannot_be_compiled_is_refused(form, message):
 
 
 def test_what_is_compiled_is_kept_within_its_bytes_and_the_oldest_is_dropped():
-    grammars = Grammars(DEMO, frozenset({END}), VOCAB)
+    grammars = GrammarCompiler(DEMO, frozenset({END}), VOCAB)
     a, b, c = (Structured(regex=letter) for letter in "abc")
     first = grammars.compile(a)
     assert grammars.compile(Structured(regex="a")) is first and first.num_bytes > 0
     del first
     running = grammars.compile(b).matcher()
-    assert grammars.known(a) and grammars.known(b)
+    assert grammars.is_cached(a) and grammars.is_cached(b)
     grammars.cache_bytes = 1
     last = grammars.compile(c)
     # What an output still needs is in memory, though it is not kept.
-    assert [grammars.known(each) for each in (a, b, c)] == [False, True, True]
+    assert [grammars.is_cached(each) for each in (a, b, c)] == [False, True, True]
     assert grammars.num_bytes == running.grammar.num_bytes + last.num_bytes
 
 
@@ -201,9 +201,9 @@ def test_a_form_whose_masks_take_long_is_refused():
 
 
 def test_an_output_whose_masks_turn_out_slow_ends_and_its_neighbour_goes_on(monkeypatch):
-    grammars = Grammars(DEMO, frozenset({END}), VOCAB)
+    grammars = GrammarCompiler(DEMO, frozenset({END}), VOCAB)
     slow, other = (grammars.compile(Structured(regex=regex)).matcher() for regex in ("[a-z]{9}", "[0-9]{9}"))
-    monkeypatch.setattr("atomc.runtime.structured.SLOW_SECONDS", 0.0)
+    monkeypatch.setattr("atomc.runtime.grammar_compiler.SLOW_SECONDS", 0.0)
     mask = grammars.mask(1)
     grammars.fill(mask, [(slow, 0, ())])
     assert not slow.gave_up  # that one was slow is known, not yet which
@@ -213,7 +213,7 @@ def test_an_output_whose_masks_turn_out_slow_ends_and_its_neighbour_goes_on(monk
 
 
 def test_the_process_for_trials_starts_again_if_it_was_killed():
-    grammars = Grammars(DEMO, frozenset({END}), VOCAB)
+    grammars = GrammarCompiler(DEMO, frozenset({END}), VOCAB)
     grammars.compile(Structured(regex="a"))
     grammars._trial._worker.kill()
     grammars._trial._worker.wait()
@@ -259,7 +259,7 @@ def test_taking_tokens_back_is_as_if_they_had_not_come(seed):
 
 
 def test_more_tokens_than_came_cannot_be_taken_back():
-    with pytest.raises(ValueError, match="1 tokens to take back, more than were accepted"):
+    with pytest.raises(ValueError, match="cannot roll back 1 tokens: fewer were accepted"):
         GRAMMARS.compile(Structured(regex="a")).matcher().rollback(1)
 
 
@@ -290,18 +290,18 @@ def test_rows_without_a_form_may_draw_anything():
 def test_a_tokenizer_of_transformers_will_do():
     transformers = pytest.importorskip("transformers")
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=DEMO)
-    matcher = Grammars(tokenizer, frozenset({END}), VOCAB).compile(Structured(regex="once")).matcher()
+    matcher = GrammarCompiler(tokenizer, frozenset({END}), VOCAB).compile(Structured(regex="once")).matcher()
     assert all(matcher.accept(token) for token in DEMO.encode("once").ids) and matcher.complete
 
 
 def test_a_model_without_an_end_and_a_tokenizer_without_a_vocabulary_are_refused():
     with pytest.raises(ValueError, match="needs an end-of-sequence token"):
-        Grammars(DEMO, frozenset(), VOCAB)
+        GrammarCompiler(DEMO, frozenset(), VOCAB)
     with pytest.raises(ValueError, match=r"needs a tokenizer with a tokenizer.json, not object"):
-        Grammars(object(), frozenset({END}), VOCAB)
+        GrammarCompiler(object(), frozenset({END}), VOCAB)
 
 
 def test_a_missing_library_is_named_with_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(ImportError, match=r"llguidance.*pip install 'atomc\[serve\]'"):
-        Grammars(DEMO, frozenset({END}), VOCAB)
+        GrammarCompiler(DEMO, frozenset({END}), VOCAB)

@@ -66,12 +66,12 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _sampling_params(arguments: argparse.Namespace, folder: Path) -> "SamplingParams":
     """The flags, else the model's generation_config.json, else greedy."""
-    from atomc.runtime.generation_config import samples, sampling_defaults
+    from atomc.runtime.generation_config import do_sample, sampling_defaults
     from atomc.runtime.sampling_params import SamplingParams
 
     defaults = sampling_defaults(folder)
     given: dict[str, Any] = {"temperature": 0.0}
-    if samples(folder):
+    if do_sample(folder):
         given = {"temperature": defaults.get("temperature", 1.0)}
         given |= {name: defaults[name] for name in ("top_p", "top_k") if name in defaults}
     flags = {name: getattr(arguments, name) for name in ("temperature", "top_p", "top_k")}

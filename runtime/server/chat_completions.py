@@ -10,7 +10,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from atomc.runtime.logprobs import TokenLogprobs
-from atomc.runtime.output import TextDelta
 from atomc.runtime.sampling_params import Structured
 from atomc.runtime.server.errors import invalid
 from atomc.runtime.server.generation import Generation
@@ -39,6 +38,7 @@ from atomc.runtime.server.sampling import (
 from atomc.runtime.server.service import Service
 from atomc.runtime.server.tool_choice import NamedToolParser, RequiredToolParser, arguments_schema, calls_schema
 from atomc.runtime.server.tool_parsers import TOOL_PARSERS, tool_parser
+from atomc.runtime.text_stream import TextDelta
 
 
 async def chat_completions(service: Service, body: ChatRequest, request: Request) -> Response:

@@ -17,7 +17,7 @@ from atomc.runtime.server.messages import Submit
 
 if TYPE_CHECKING:
     from atomc.runtime.engine import Engine
-    from atomc.runtime.structured import Grammars
+    from atomc.runtime.grammar_compiler import GrammarCompiler
 
 log = logging.getLogger("atomc.engine")
 # Several, so that a slow compile does not delay the others.
@@ -52,9 +52,9 @@ class CompileQueue:
 
     def __init__(self, engine: "Engine") -> None:
         self._engine = engine
-        self._grammars: Grammars | None = None
+        self._compiler: GrammarCompiler | None = None
         with suppress(ImportError, ValueError):  # requests that need grammars are rejected with the reason
-            self._grammars = engine.forms.grammars()
+            self._compiler = engine.structured_outputs.compiler()
         self._queue: SimpleQueue[tuple[CompileKey, Future[None]]] = SimpleQueue()
         self._pending: dict[CompileKey, PendingCompile] = {}
         for number in range(NUM_THREADS):
@@ -100,14 +100,14 @@ class CompileQueue:
     def _is_ready(self, key: CompileKey) -> bool:
         if isinstance(key, str):
             return self._engine.pools
-        return self._grammars is None or self._grammars.known(key)
+        return self._compiler is None or self._compiler.is_cached(key)
 
     def _submit(self, key: CompileKey) -> "Future[None]":
         future: Future[None] = Future()
-        grammars = self._grammars
-        if isinstance(key, Structured) and grammars is not None and grammars.num_bytes > grammars.cache_bytes:
+        compiler = self._compiler
+        if isinstance(key, Structured) and compiler is not None and compiler.num_bytes > compiler.cache_bytes:
             future.set_exception(CompileUnavailable("compiled grammars of running requests use all of grammar_cache_bytes="
-                                                    f"{grammars.cache_bytes}: try again later"))  # fmt: skip
+                                                    f"{compiler.cache_bytes}: try again later"))  # fmt: skip
         elif len(self._pending) >= MAX_PENDING:
             future.set_exception(CompileUnavailable(f"{MAX_PENDING} grammars are waiting to be compiled: try again later"))
         else:
@@ -131,9 +131,9 @@ class CompileQueue:
         if isinstance(key, str):
             self._compile_headless()
             return
-        assert self._grammars is not None
+        assert self._compiler is not None
         try:
-            self._grammars.compile(key)
+            self._compiler.compile(key)
         except ValueError:
             raise
         except BaseException as error:  # the grammar was validated: the machine failed, or the library panicked

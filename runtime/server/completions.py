@@ -11,7 +11,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from atomc.runtime.logprobs import TokenLogprobs
-from atomc.runtime.output import TextDelta
 from atomc.runtime.server.errors import invalid
 from atomc.runtime.server.generation import Choice, Generation
 from atomc.runtime.server.http import SSE_DONE, EventStream, JSONResponse, cancel_on_disconnect, request_id, sse_event
@@ -20,6 +19,7 @@ from atomc.runtime.server.prompts import tokenize_prompts
 from atomc.runtime.server.protocol import CompletionRequest
 from atomc.runtime.server.sampling import check_context_length, check_logprobs, sampling_params, structured_output
 from atomc.runtime.server.service import Service
+from atomc.runtime.text_stream import TextDelta
 
 MAX_TOKENS = 16  # OpenAI's default
 # Log-probabilities of more tokens are formatted in a thread.

@@ -8,13 +8,13 @@ from typing import ParamSpec, TypeVar
 
 from atomc.runtime.fence import RequestError, is_contained
 from atomc.runtime.logprobs import TokenLogprobs
-from atomc.runtime.output import TextDelta, TextStream
 from atomc.runtime.sampling_params import SamplingParams
 from atomc.runtime.server.client import EngineClient, RequestRefused, RequestStream
 from atomc.runtime.server.errors import APIError, from_request_error, to_api_error
 from atomc.runtime.server.messages import Submit
 from atomc.runtime.server.metrics import Metrics
 from atomc.runtime.server.model_info import ModelInfo
+from atomc.runtime.text_stream import TextDelta, TextStream
 
 log = logging.getLogger("atomc.requests")
 P = ParamSpec("P")

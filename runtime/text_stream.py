@@ -42,7 +42,7 @@ class TextStream:
             self._detokenizer = Detokenizer(tokenizer, list(prompt_tokens), skip_special_tokens=params.skip_special_tokens)
         self._num_tokens = 0
         # Text that may be the beginning of a stop string; the first _unsearched characters cannot end one.
-        self._held = ""
+        self._buffer = ""
         self._unsearched = 0
 
     def add(self, output: Output) -> TextDelta:
@@ -54,8 +54,8 @@ class TextStream:
             last = output.finish_reason is not None and i == len(output.token_ids) - 1
             piece = self._piece(token, output if last else None)
             self._num_tokens += 1
-            given, stop = self._searched(piece, last)
-            text += given
+            emitted, stop = self._match_stop(piece, last)
+            text += emitted
             if stop is not None:
                 self.finished = True
                 logprobs = None if output.logprobs is None else output.logprobs[: i + 1]
@@ -63,8 +63,8 @@ class TextStream:
         if output.finish_reason is not None:
             self.finished = True
             if not output.token_ids:
-                given, stop = self._searched(self._detokenizer.flush() if self._detokenizer else "", last=True)
-                text += given
+                emitted, stop = self._match_stop(self._detokenizer.flush() if self._detokenizer else "", last=True)
+                text += emitted
         return TextDelta(text, output.token_ids, output.logprobs, output.finish_reason, output.stop_reason)
 
     def _piece(self, token: int, end: Output | None) -> str:
@@ -74,33 +74,33 @@ class TextStream:
         if end is None:
             return self._detokenizer.add([token])
         # The token that stopped the request is no text, unless the user named it and wants to see what stopped it.
-        shown = end.finish_reason != "stop" or (end.stop_reason is not None and self.params.include_stop_str_in_output)
-        return (self._detokenizer.add([token]) if shown else "") + self._detokenizer.flush()
+        has_text = end.finish_reason != "stop" or (end.stop_reason is not None and self.params.include_stop_str_in_output)
+        return (self._detokenizer.add([token]) if has_text else "") + self._detokenizer.flush()
 
-    def _searched(self, piece: str, last: bool) -> tuple[str, str | None]:
+    def _match_stop(self, piece: str, last: bool) -> tuple[str, str | None]:
         """Text to give out after `piece` came, and the stop string that ends it, if there is one."""
         if not self.params.stop:
             return piece, None
-        self._held += piece
+        self._buffer += piece
         if self._num_tokens <= self.params.min_tokens:
-            self._unsearched = len(self._held)
-        found = [(place, stop) for stop in self.params.stop if (place := self._place(stop)) >= 0]
+            self._unsearched = len(self._buffer)
+        found = [(position, stop) for stop in self.params.stop if (position := self._find_stop(stop)) >= 0]
         if found:
             # The one that begins first, and of those the one that the user names first.
-            place, stop = min(found, key=lambda one: one[0])
-            return self._held[: place + len(stop) * self.params.include_stop_str_in_output], stop
-        kept = 0 if last else self._beginning()
-        given = self._held[: len(self._held) - kept]
-        self._held = self._held[len(given) :]
-        self._unsearched = max(self._unsearched - len(given), 0)
-        return given, None
+            position, stop = min(found, key=lambda one: one[0])
+            return self._buffer[: position + len(stop) * self.params.include_stop_str_in_output], stop
+        num_kept = 0 if last else self._partial_stop_length()
+        emitted = self._buffer[: len(self._buffer) - num_kept]
+        self._buffer = self._buffer[len(emitted) :]
+        self._unsearched = max(self._unsearched - len(emitted), 0)
+        return emitted, None
 
-    def _place(self, stop: str) -> int:
+    def _find_stop(self, stop: str) -> int:
         """Where it is in the text that was held; -1: nowhere."""
-        return self._held.find(stop, max(self._unsearched - len(stop) + 1, 0))
+        return self._buffer.find(stop, max(self._unsearched - len(stop) + 1, 0))
 
-    def _beginning(self) -> int:
+    def _partial_stop_length(self) -> int:
         """Characters at the end of what is held that may be the beginning of a stop string."""
         longest = max(map(len, self.params.stop)) - 1
-        ends = (self._held[-count:] for count in range(min(longest, len(self._held)), 0, -1))
+        ends = (self._buffer[-count:] for count in range(min(longest, len(self._buffer)), 0, -1))
         return next((len(end) for end in ends if any(stop.startswith(end) for stop in self.params.stop)), 0)
