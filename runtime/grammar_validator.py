@@ -1,4 +1,4 @@
-"""Whether a grammar can be compiled, found out by a process that it cannot hurt."""
+"""Validates grammars in a separate process, which an expensive or crashing grammar cannot harm."""
 
 import json
 import socket
@@ -16,17 +16,17 @@ WORKER = "atomc.runtime.grammar_worker"
 
 @dataclass(frozen=True)
 class ValidatedGrammar:
-    """The grammar in llguidance's language, and the memory that it took to compile it."""
+    """The grammar in llguidance's language, and the memory used to compile it."""
 
     text: str
     num_bytes: int
 
 
 class GrammarValidator:
-    """Runs grammars through a process, which starts with the first and ends with this object. Any thread may call it.
+    """Compiles grammars in a worker process, which starts with the first grammar and ends with this object. Thread-safe.
 
-    seconds   processor time for each grammar
-    memory    bytes for each grammar
+    seconds   CPU time limit per grammar
+    memory    memory limit per grammar in bytes
     """
 
     def __init__(
@@ -39,14 +39,14 @@ class GrammarValidator:
         self._socket: socket.socket | None = None
 
     def start(self) -> None:
-        """Start the process, if it does not run, and return before it is ready."""
+        """Start the process if it does not run; does not wait until it is ready."""
         with self._lock:
             self._ensure_process()
 
     def run(self, structured: Structured) -> ValidatedGrammar:
-        """Raises ValueError, with what is wrong, for a grammar that does not compile within the limits."""
-        given = {each.name: getattr(structured, each.name) for each in fields(structured)}
-        fields_given = {name: value for name, value in given.items() if value is not None and value is not False}
+        """Raises ValueError with the reason for a grammar that does not compile within the limits."""
+        values = {each.name: getattr(structured, each.name) for each in fields(structured)}
+        fields_given = {name: value for name, value in values.items() if value is not None and value is not False}
         parent_end, child_end = socket.socketpair()
         with parent_end:
             with child_end, self._lock:
@@ -56,14 +56,14 @@ class GrammarValidator:
             with parent_end.makefile("rb") as file:
                 answer = file.read()
         if not answer:
-            raise RuntimeError("the process that compiles grammars on trial ended without an answer")
+            raise RuntimeError("the grammar validation process ended without a response")
         found = json.loads(answer)
         if (error := found.get("error")) is not None:
             raise ValueError(error)
         return ValidatedGrammar(found["text"], found["num_bytes"])
 
     def _ensure_process(self) -> socket.socket:
-        """The way to the process."""
+        """The socket of the process, which is started if it does not run."""
         if self._socket is not None and self._worker is not None and self._worker.poll() is None:
             return self._socket
         parent_end, child_end = socket.socketpair()

@@ -1,7 +1,7 @@
-"""A process that compiles grammars on trial, each in a fork of its own, under limits of time, memory and stack.
+"""A process that validates grammars, each in its own fork, with limits on time, memory and stack.
 
-A grammar is a program that a client wrote: to compile it can take minutes and gigabytes, or overflow the stack of the
-process. What passes here is compiled again by the engine.
+A grammar is a program from a client: compiling it can take minutes and gigabytes, or overflow the stack. The engine
+compiles the grammars that pass again.
 """
 
 import json
@@ -19,13 +19,13 @@ from typing import Any
 from atomc.runtime.grammar_source import parser_limits, source
 from atomc.runtime.sampling_params import Structured
 
-# Of the trial. Threads that compute masks in the engine have twice as much or more.
+# Stack limit of the validation. Threads that compute masks in the engine have at least twice as much.
 STACK_BYTES = 2**20
-# Tokens drawn on trial, and the processor time of a mask that only one of them may exceed.
+# Number of tokens to sample, and the CPU time limit per mask, which one mask may exceed.
 WALK_TOKENS = 64
 FIRST_TOKENS = 8
 MASK_SECONDS = 0.05
-# Others go first.
+# Lower the priority.
 NICE = 10
 SIGNAL_MESSAGES: dict[int, str] = {
     signal.SIGPROF: "it takes more than {seconds:g} s to compile",
@@ -36,14 +36,14 @@ SIGNAL_MESSAGES: dict[int, str] = {
 
 
 def main() -> None:
-    """Serve the socket whose number is the argument until its other end is closed; stdin has the tokenizer."""
+    """Serve the socket given by its file descriptor until its other end is closed; stdin has the settings as JSON."""
     from llguidance import LLTokenizer
 
     settings = json.load(sys.stdin)
     tokens = LLTokenizer(settings["tokenizer"], n_vocab=settings["vocab_size"], eos_token=settings["eos_ids"])
     listener = socket.socket(fileno=int(sys.argv[1]))
     os.nice(NICE)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the supervisors
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # reap the supervisors automatically
     while True:
         _, fds, _, _ = socket.recv_fds(listener, 1, 1)
         if not fds:
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def _supervise(tokens: Any, settings: Mapping[str, Any], connection: socket.socket) -> None:
-    """Answer one request, by what a child found or by how it ended."""
+    """Answer one request: a child sends the result; if a signal ends it, send the error for that signal."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     with connection, connection.makefile("rb") as file:
         fields = json.load(file)
@@ -73,8 +73,8 @@ def _supervise(tokens: Any, settings: Mapping[str, Any], connection: socket.sock
 
 
 def _validate_limited(tokens: Any, settings: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """What the trial gave; the process may end instead."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the library's last words
+    """The result of the validation, or its error. A limit may end the process by a signal instead."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # discard the library's panic messages
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     before = _memory_use()
     try:
@@ -86,20 +86,20 @@ def _validate_limited(tokens: Any, settings: Mapping[str, Any], fields: Mapping[
     except MemoryError:
         return {"error": f"{_name(fields)}: " + SIGNAL_MESSAGES[signal.SIGABRT].format(megabytes=settings["memory"] >> 20)}
     except UnicodeError:
-        return {"error": f"{_name(fields)}: it has text that is not Unicode, such as half a surrogate pair"}
+        return {"error": f"{_name(fields)}: it has text that is not valid Unicode, such as a lone surrogate"}
     except ValueError as error:
         return {"error": str(error)}
-    except BaseException as error:  # a panic of the library is no Exception
+    except BaseException as error:  # a panic in Rust is no Exception
         first_line = next(iter(str(error).splitlines()), "")
-        return {"error": f"{_name(fields)}: the compiler failed on it: {first_line:.200}"}
+        return {"error": f"{_name(fields)}: llguidance failed on it: {first_line:.200}"}
     signal.setitimer(signal.ITIMER_PROF, 0)
     num_bytes = max(_memory_use().own - before.own, 0)
-    del matcher  # not before its memory is counted
+    del matcher  # only after its memory is counted
     return {"text": text, "num_bytes": num_bytes}
 
 
 def _validate(tokens: Any, structured: Structured) -> tuple[str, Any]:
-    """The grammar in the library's language, and its matcher after some tokens were drawn."""
+    """The grammar in llguidance's language, and its matcher after sampling some tokens."""
     from llguidance import LLMatcher
 
     name, text = source(structured)
@@ -113,7 +113,7 @@ def _validate(tokens: Any, structured: Structured) -> tuple[str, Any]:
     allowed = _ids(matcher.compute_bitmask())
     error = matcher.get_error()
     if not allowed or _is_exhausted(error):
-        raise ValueError(f"{name}: no text has this form")
+        raise ValueError(f"{name}: no text matches it")
     if error:
         raise ValueError(f"{name}: {_message(error)}")
     _sample_walk(matcher, allowed, name, set(tokens.eos_tokens))
@@ -121,8 +121,8 @@ def _validate(tokens: Any, structured: Structured) -> tuple[str, Any]:
 
 
 def _sample_walk(matcher: Any, allowed: list[int], name: str, eos_ids: set[int]) -> None:
-    """Draw tokens. Raises ValueError if masks take too long, or if the form is too large for its first few tokens; what
-    happens later is the matter of one output."""
+    """Sample tokens. Raises ValueError if masks take too long, or if a limit is exceeded within the first few tokens;
+    after these, exceeding it fails only the request."""
     rng, slow = random.Random(0), 0
     for number in range(WALK_TOKENS):
         choices = [token for token in allowed if token not in eos_ids]
@@ -135,8 +135,8 @@ def _sample_walk(matcher: Any, allowed: list[int], name: str, eos_ids: set[int])
         mask = matcher.compute_bitmask()
         slow += time.process_time() - began > MASK_SECONDS
         if slow > 1:
-            raise ValueError(f"{name}: it is too complex: to find the tokens that may come next takes more than "
-                             f"{1000 * MASK_SECONDS:.0f} ms a step")  # fmt: skip
+            raise ValueError(f"{name}: it is too complex: computing its masks exceeds the limit of "
+                             f"{1000 * MASK_SECONDS:.0f} ms per step")  # fmt: skip
         if number < FIRST_TOKENS and _too_large(matcher):
             raise ValueError(f"{name}: it is too complex: {_message(matcher.get_error())}")
         if matcher.is_error():
@@ -145,13 +145,13 @@ def _sample_walk(matcher: Any, allowed: list[int], name: str, eos_ids: set[int])
 
 
 def _too_large(matcher: Any) -> bool:
-    """Whether it gave up, other than because the text is complete or can go no further."""
+    """Whether the matcher stopped for another reason than the end of the text."""
     error = matcher.get_error()
     return bool(error) and not _is_exhausted(error)
 
 
 def _is_exhausted(error: str) -> bool:
-    """Whether the text can go no further. The library has no code for it: `stop_reason` is InternalError then."""
+    """Whether the text cannot continue. llguidance has no code for this: `stop_reason` is InternalError."""
     return error.startswith("NoExtension")
 
 
@@ -160,7 +160,7 @@ def _ids(mask: bytes) -> list[int]:
 
 
 def _message(message: str) -> str:
-    """What the library says of a grammar, without its own state."""
+    """The library's message without its internal state."""
     return message.partition("\n<state>")[0].strip()
 
 
@@ -169,7 +169,7 @@ def _name(fields: Mapping[str, Any]) -> str:
 
 
 def _lower_limit(which: int, most: int) -> None:
-    """Set the soft limit, unless it is lower already."""
+    """Set the soft limit, unless it is already lower."""
     soft, hard = resource.getrlimit(which)
     known = [limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY]
     resource.setrlimit(which, (min([most, *known]), hard))
@@ -177,14 +177,14 @@ def _lower_limit(which: int, most: int) -> None:
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Bytes of this process: of its address space, and those in memory that are of no file."""
+    """Bytes of this process: its address space, and its resident memory that is not file-backed."""
 
     size: int
     own: int
 
 
 def _memory_use() -> MemoryUse:
-    """On systems that do not say it a grammar has no limit of memory, and no weight."""
+    """Without /proc, a grammar has no memory limit, and its size counts as 0."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             size, resident, shared = (int(number) * os.sysconf("SC_PAGESIZE") for number in file.read().split()[:3])

@@ -1,4 +1,4 @@
-"""A model that generates, offline: prompts in and text out, over one engine."""
+"""Offline generation: a list of prompts, or one stream, on an engine in this process."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,17 +25,15 @@ Prompt = str | Sequence[int]
 class LLM:
     """One model in this process, on one device; not thread-safe.
 
-    model       a checkpoint directory, a module (see Engine), or None: the small model that comes with atomc
+    model      a checkpoint directory, a module (see Engine), or None: atomc's demo model
     dtype, device, options   also as torch.dtype, torch.device and atomc.Options
-    max_queue   no bound, if not given: whoever has a list of prompts waits for all of them
-    progress    bars on the terminal while it starts
-    settings    the other fields of EngineConfig
+    progress   show progress bars during the start
+    settings   further fields of EngineConfig; max_queue is unlimited by default
 
-    engine is what runs it. program.report says what the compiler did, phases how long each part of the start took
-    (seconds), and tokens_per_second how fast the last `generate` or `stream` made new tokens, all its requests
-    together.
+    Attributes: `program.report` has the compiler's report, `phases` the seconds of each phase of the start, and
+    `tokens_per_second` the throughput of the last `generate` or `stream`, over all its requests.
 
-    Raises what Engine raises; generating raises RunError if a module's weights were replaced after this.
+    Raises what Engine raises. Generating raises RunError if a module's weights were replaced after construction.
     """
 
     def __init__(
@@ -63,15 +61,15 @@ class LLM:
         self, prompts: str | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *, progress: bool = False,
     ) -> list[Completion]:  # fmt: skip
-        """One completion for each prompt, in the order of the prompts; params.n of them if it is not 1.
+        """params.n completions for each prompt, in the order of the prompts.
 
-        prompts          a text, or a list of texts and lists of token ids
-        sampling_params  for all prompts, or one for each; None: greedy
-        progress         a bar that counts the finished prompts
+        prompts           a text, or a list of texts and lists of token ids
+        sampling_params   for all prompts, or one for each; None: greedy
+        progress          show a progress bar of finished requests
 
-        A request that fails while it is computed has finish_reason "error", and `error` says why; the others are
-        complete. Raises ValueError, before anything is computed, for a prompt that is empty, too long or not in the
-        vocabulary, for a form of output that cannot be compiled, and for a text if there is no tokenizer.
+        A request that fails has finish_reason "error" and the reason in `error`; other requests are not affected. Raises
+        ValueError before the first step for a prompt that is empty, too long or has unknown token ids, for structured
+        output that cannot be compiled, and for a text without a tokenizer.
         """
         if isinstance(prompts, str):
             prompts = [prompts]
@@ -93,16 +91,16 @@ class LLM:
         return [builder.completion() for builder in builders]
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
-        """The new text of one prompt, piece by piece; the pieces together are the text that `generate` returns.
+        """The new text of one prompt in pieces, which concatenate to the text of `generate`.
 
-        A piece is never half a character. Closing the iterator ends the request. Raises ValueError as `generate` does,
-        and if there is no tokenizer or params.n is not 1; RequestFailed, after the text that came, if the request fails.
+        Pieces have complete characters only. Closing the iterator aborts the request. Raises ValueError as `generate`
+        does, and if there is no tokenizer or params.n is not 1; RequestFailed, after the generated text, if it fails.
         """
         if self.tokenizer is None:
-            raise ValueError("no tokenizer, so there is no text to stream: use generate, which returns token ids")
+            raise ValueError("streaming text needs a tokenizer: use generate, which returns token ids")
         params = sampling_params or SamplingParams()
         if params.n != 1:
-            raise ValueError(f"n is {params.n}: a stream is of one answer, use generate")
+            raise ValueError(f"n is {params.n}, expected 1 for a stream: use generate for several completions")
         return self._pieces(CompletionBuilder(self._request(prompt, params), self.tokenizer))
 
     def _pieces(self, builder: "CompletionBuilder") -> Iterator[str]:
@@ -110,7 +108,7 @@ class LLM:
         started = time.perf_counter()
         self._add(builder)
         try:
-            # Text may also come, and the request may finish, while somebody else advances the engine.
+            # Another caller's steps may also produce text, or finish the request.
             while builder.finish_reason is None or len(builder.text) > num_shown:
                 piece = builder.text[num_shown:]
                 num_shown += len(piece)
@@ -125,13 +123,13 @@ class LLM:
             self.tokens_per_second = len(builder.token_ids) / (time.perf_counter() - started)
 
     def _finish(self, builders: Sequence["CompletionBuilder"], bar: "tqdm[Any]") -> None:
-        """Queue the requests and run steps until all of them are finished; if that fails, none stays behind."""
+        """Queue the requests and run steps until all are finished; on an exception, abort all."""
         unfinished = list(builders)
         try:
             for builder in builders:
                 self._add(builder)
             while unfinished:
-                # Also what another caller's steps finished.
+                # Another caller's steps may have finished some.
                 left = [builder for builder in unfinished if builder.finish_reason is None]
                 bar.update(len(unfinished) - len(left))
                 unfinished = left
@@ -154,19 +152,19 @@ class LLM:
         self.engine.abort(builder.request.id)
 
     def _step(self) -> None:
-        """One step of the engine; what came of it goes to whoever asked."""
+        """Run one engine step and pass its outputs to their builders."""
         assert self.engine.has_work, "a request is unfinished and there is nothing to do"
         for output in self.engine.step():
             builder = self._builders.get(output.request_id)
             if builder is not None:
-                self._fence.run(output.request_id, "making its text", builder.add, output)
+                self._fence.run(output.request_id, "detokenizing", builder.add, output)
                 for error in self._fence.take().values():
                     builder.fail(error)
                 if builder.finish_reason is not None and output.finish_reason is None:
-                    self.engine.abort(output.request_id)  # a stop string, of which the engine does not know
+                    self.engine.abort(output.request_id)  # a stop string, which the engine does not check
 
     def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
-        """A request that fits; raises ValueError for one that does not."""
+        """A new request. Raises ValueError if it does not fit."""
         if params.stop and self.tokenizer is None:
             raise ValueError("no tokenizer, so stop strings cannot be found: use stop_token_ids")
         request = self.engine.request(next(self._ids), self._tokens(prompt), params)
@@ -177,13 +175,13 @@ class LLM:
         if not isinstance(prompt, str):
             return list(prompt)
         if self.tokenizer is None:
-            raise ValueError(f"no tokenizer for the prompt {prompt[:40]!r}: pass token ids, or make the LLM of a "
-                             "directory with tokenizer.json")  # fmt: skip
+            raise ValueError(f"no tokenizer for the prompt {prompt[:40]!r}: pass token ids, or use a checkpoint with "
+                             "tokenizer.json")  # fmt: skip
         return list(self.tokenizer.encode(prompt).ids)
 
 
 class CompletionBuilder:
-    """What has come of one request so far."""
+    """Builds the Completion of one request from its outputs."""
 
     def __init__(self, request: Request, tokenizer: Any | None) -> None:
         self.request = request

@@ -1,4 +1,4 @@
-"""Text from a request's outputs, with stop strings."""
+"""Converts a request's outputs to text, and ends it at stop strings."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,12 +12,13 @@ from atomc.runtime.sampling_params import SamplingParams
 
 @dataclass(frozen=True)
 class TextDelta:
-    """What is new of a request.
+    """The new text and tokens of a request.
 
-    text            may lag behind the tokens, which may be in the middle of a character or of a stop string
-    token_ids       up to the one that completed a stop string
-    logprobs        one for each of them; None if not asked for
-    finish_reason, stop_reason   as in Output; the stop string that was found is a reason, too
+    text            may lag behind the tokens: incomplete characters and possible stop strings are held back
+    token_ids       up to the token that completed a stop string
+    logprobs        one per token; None if not requested
+    finish_reason   as in Output
+    stop_reason     as in Output, or the stop string that was found
     """
 
     text: str = ""
@@ -28,10 +29,10 @@ class TextDelta:
 
 
 class TextStream:
-    """Text of one request; without a tokenizer there is none.
+    """The text of one request; empty without a tokenizer.
 
-    A stop string counts from the token on that follows the first min_tokens. If one is found, the engine does not know:
-    whoever owns the stream aborts the request. Outputs that still come are passed over.
+    Stop strings are matched after the first min_tokens tokens. The engine does not check them: if one is found, the
+    owner of the stream must abort the request. Later outputs are ignored.
     """
 
     def __init__(self, tokenizer: Any | None, prompt_tokens: Sequence[int], params: SamplingParams) -> None:
@@ -41,12 +42,12 @@ class TextStream:
         if tokenizer is not None:
             self._detokenizer = Detokenizer(tokenizer, list(prompt_tokens), skip_special_tokens=params.skip_special_tokens)
         self._num_tokens = 0
-        # Text that may be the beginning of a stop string; the first _unsearched characters cannot end one.
+        # Text that may start a stop string. No match may end in the first _unsearched characters.
         self._buffer = ""
         self._unsearched = 0
 
     def add(self, output: Output) -> TextDelta:
-        """The text that these tokens complete, perhaps none; all that is left if the request finished."""
+        """The text that these tokens complete; all remaining text if the request finished."""
         if self.finished:
             return TextDelta()
         text = ""
@@ -68,17 +69,17 @@ class TextStream:
         return TextDelta(text, output.token_ids, output.logprobs, output.finish_reason, output.stop_reason)
 
     def _piece(self, token: int, end: Output | None) -> str:
-        """The text that the token completes; if it ends the request, also what was held back."""
+        """The text that the token completes; if it ends the request, also the text held back."""
         if self._detokenizer is None:
             return ""
         if end is None:
             return self._detokenizer.add([token])
-        # The token that stopped the request is no text, unless the user named it and wants to see what stopped it.
+        # The stop token has no text, unless it is in stop_token_ids and include_stop_str_in_output is set.
         has_text = end.finish_reason != "stop" or (end.stop_reason is not None and self.params.include_stop_str_in_output)
         return (self._detokenizer.add([token]) if has_text else "") + self._detokenizer.flush()
 
     def _match_stop(self, piece: str, last: bool) -> tuple[str, str | None]:
-        """Text to give out after `piece` came, and the stop string that ends it, if there is one."""
+        """The text to return after adding `piece`, and the stop string that ends it, if any."""
         if not self.params.stop:
             return piece, None
         self._buffer += piece
@@ -86,7 +87,7 @@ class TextStream:
             self._unsearched = len(self._buffer)
         found = [(position, stop) for stop in self.params.stop if (position := self._find_stop(stop)) >= 0]
         if found:
-            # The one that begins first, and of those the one that the user names first.
+            # The leftmost match; of several, the first in `stop`.
             position, stop = min(found, key=lambda one: one[0])
             return self._buffer[: position + len(stop) * self.params.include_stop_str_in_output], stop
         num_kept = 0 if last else self._partial_stop_length()
@@ -96,11 +97,11 @@ class TextStream:
         return emitted, None
 
     def _find_stop(self, stop: str) -> int:
-        """Where it is in the text that was held; -1: nowhere."""
+        """Position of the stop string in the buffer; -1 if there is none."""
         return self._buffer.find(stop, max(self._unsearched - len(stop) + 1, 0))
 
     def _partial_stop_length(self) -> int:
-        """Characters at the end of what is held that may be the beginning of a stop string."""
+        """Length of the longest suffix of the buffer that is a prefix of a stop string."""
         longest = max(map(len, self.params.stop)) - 1
         ends = (self._buffer[-count:] for count in range(min(longest, len(self._buffer)), 0, -1))
         return next((len(end) for end in ends if any(stop.startswith(end) for stop in self.params.stop)), 0)

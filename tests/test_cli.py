@@ -87,7 +87,7 @@ def test_several_prompts_are_each_continued():
 
 def sampling(folder, *flags):
     arguments = cli._parser().parse_args(["generate", str(folder), "-p", "x", *flags])
-    params = generate._sampling(arguments, folder)
+    params = generate._sampling_params(arguments, folder)
     return params.temperature, params.top_p, params.top_k
 
 
@@ -184,12 +184,12 @@ def test_explain_a_model_of_the_users_shows_each_graph_and_the_break(here):
 @pytest.mark.parametrize(
     "argv, part",
     [
-        (["generate", "/nowhere", "-p", "x"], "/nowhere is not a directory"),
+        (["generate", "/nowhere", "-p", "x"], "/nowhere is neither a directory nor"),
         (["generate", PATH.parent], "this model needs a prompt, such as -p"),
         (["generate", "--temperature", "-1"], "temperature is -1.0, it must be 0 (greedy) or at least"),
         (["generate", "--glue", "best"], "argument --glue: invalid choice: 'best'"),
         (["generate", "--max-model-len", "100000"], "2048"),
-        (["explain", "/nowhere"], "/nowhere is not a directory"),
+        (["explain", "/nowhere"], "/nowhere is neither a directory nor"),
         (["explain", "--layers", "4"], "--layers 4: the model has 3"),
         (["explain", "--layers", "1", "--why", "nothing"], "no rewrite 'nothing'; rewrites are ['add_layer_norm'"),
         (["explain", "--module-path", "layers.0"], "--module-path needs --why: set both"),

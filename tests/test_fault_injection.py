@@ -416,7 +416,7 @@ def test_text_that_cannot_be_made_fails_one_prompt_of_many(llm, owner, name, con
         raised = Hook(owner, name, lambda engine, *args: concerns(*args), at=3).break_(llm.engine, error, patch)
         *found, last = llm.generate([*prompts, PROMPT], [*params, of_victim])
     assert raised and [(one.text, one.token_ids) for one in found] == [(one.text, one.token_ids) for one in expected]
-    assert last.finish_reason == "error" and "failed while making its text" in last.error.message
+    assert last.finish_reason == "error" and "failed while detokenizing" in last.error.message
     assert all(one.error is None for one in found)
     nothing_is_left(llm.engine)
 

@@ -71,8 +71,8 @@ def asked(**body):
 REFUSED = [
     (asked(guided_json=DEEP), TOO_DEEP),
     (asked(structured_outputs={"json": DEEP}), TOO_DEEP),
-    (asked(guided_regex=r"[^\s\S]"), "regex: no text has this form"),
-    (asked(guided_json={"$ref": "#"}), "json_schema: no text has this form"),
+    (asked(guided_regex=r"[^\s\S]"), "regex: no text matches it"),
+    (asked(guided_json={"$ref": "#"}), "json_schema: no text matches it"),
     (asked(guided_regex="(a{1000}){500}", temperature=1), "regex: it (is too complex|takes more than)"),
     (asked(repetition_penalty=1e-38, temperature=1), "repetition_penalty is 1e-38, it must be at least 1e-06"),
     (asked(repetition_penalty=1e38), r"repetition_penalty is 1e\+38, it must be at least 1e-06 and at most 1000000"),

@@ -59,8 +59,8 @@ def schema(depth):
     ("path", "body", "said"),
     [
         # Forms of output that nothing has, or that are none.
-        ("completions", {**TEXT, "guided_regex": r"[^\s\S]"}, "regex: no text has this form"),
-        ("completions", {**TEXT, "guided_json": {"$ref": "#"}}, "json_schema: no text has this form"),
+        ("completions", {**TEXT, "guided_regex": r"[^\s\S]"}, "regex: no text matches it"),
+        ("completions", {**TEXT, "guided_json": {"$ref": "#"}}, "json_schema: no text matches it"),
         ("completions", {**TEXT, "guided_json": {"enum": []}}, "json_schema: "),
         ("completions", {**TEXT, "guided_json": "[" * 5000}, "json_schema: it is nested too deep"),
         ("completions", {**TEXT, "guided_json": deep(500)}, "json_schema: recursion limit exceeded"),
@@ -71,7 +71,7 @@ def schema(depth):
         ("completions", {**TEXT, "guided_grammar": "start: <[99999999]>"}, "grammar: "),
         ("completions", {**TEXT, "guided_grammar": "\0"}, "grammar: "),
         ("chat/completions", {**CHAT, "tools": tools({"$defs": 1}), "tool_choice": "required"}, "$defs"),
-        ("chat/completions", {**CHAT, "tools": tools({"$ref": "#"}), "tool_choice": F}, "no text has this form"),
+        ("chat/completions", {**CHAT, "tools": tools({"$ref": "#"}), "tool_choice": F}, "no text matches it"),
         # Names for the chat template.
         *[("chat/completions", {**CHAT, "chat_template_kwargs": {name: 1}}, f"chat_template_kwargs cannot set '{name}'")
           for name in ("messages", "tools", "bos_token")],

@@ -486,8 +486,8 @@ def test_a_module_generates_from_token_ids():
         ({"max_num_seqs": 0}, "max_num_seqs is 0"),
         ({"max_num_batched_tokens": -1}, "max_num_batched_tokens is -1"),
         ({"num_blocks": 1, "kv_bytes": 1}, "give one of them"),
-        ({"max_model_len": 65}, "max_model_len=65 is longer than the 64 tokens"),
-        ({"dtype": torch.float16}, "a module keeps what it has"),
+        ({"max_model_len": 65}, "max_model_len=65 exceeds the model's limit of 64 tokens"),
+        ({"dtype": torch.float16}, "leave them out for a module"),
     ],
 )
 def test_wrong_arguments_fail_before_compiling(given, message):

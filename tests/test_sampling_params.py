@@ -60,7 +60,7 @@ def test_structured_output_is_exactly_one_thing(given):
 
 @pytest.mark.parametrize("choice", [(), ("a", "")])
 def test_a_choice_is_among_texts(choice):
-    with pytest.raises(ValueError, match="expected at least one text, and none empty"):
+    with pytest.raises(ValueError, match="expected at least one text and no empty text"):
         Structured(choice=choice)
 
 

@@ -98,7 +98,7 @@ def test_a_wrong_file_is_refused(tmp_path, wrong, text, part):
 @pytest.mark.parametrize(
     "argv, part",
     [
-        (["/nowhere"], "/nowhere is not a directory, and not a name on the hub such as Qwen/Qwen3-0.6B"),
+        (["/nowhere"], "/nowhere is neither a directory nor a name on the hub such as Qwen/Qwen3-0.6B"),
         (["--config", "/nowhere.toml"], "/nowhere.toml"),
         (["--ssl-keyfile", "x"], "needs ssl_certfile: set both"),
         (["--ssl-certfile", __file__], f"{__file__} is not a certificate with its key: "),
@@ -149,7 +149,7 @@ def test_a_port_that_is_taken_is_told_before_anything_is_loaded(wrong):
 
 def test_what_the_model_does_not_allow_is_one_line_from_the_engines_process(wrong):
     pytest.importorskip("fastapi")
-    assert "max_model_len=4096 is longer than the 2048 tokens" in wrong("--port", 0, "--max-model-len", 4096)
+    assert "max_model_len=4096 exceeds the model's limit of 2048 tokens" in wrong("--port", 0, "--max-model-len", 4096)
 
 
 def test_a_missing_extra_says_which(monkeypatch, wrong):
@@ -179,7 +179,7 @@ def test_a_model_is_a_directory_or_a_name_on_the_hub(tmp_path, monkeypatch):
     constants = pytest.importorskip("huggingface_hub.constants")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(ValueError, match="nobody/nothing is not a directory, not among the models of this machine"):
+    with pytest.raises(ValueError, match="nobody/nothing is not a directory and not in the local cache"):
         model_folder("nobody/nothing")
     snapshot = tmp_path / "models--some--model" / "snapshots" / ("0" * 40)
     os.makedirs(snapshot)
