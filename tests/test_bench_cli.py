@@ -229,7 +229,7 @@ def wrong(capsys):
 def test_what_a_user_gets_wrong_is_one_line(wrong, theirs, tmp_path):
     serve = ("bench", "serve", "-q", "--base-url", theirs.url)
     assert "cannot connect to http://127.0.0.1:1:" in wrong("bench", "serve", "--base-url", "http://127.0.0.1:1")
-    assert "'ftp://x/v1/models' is no address of a server" in wrong("bench", "serve", "--base-url", "ftp://x")
+    assert "'ftp://x/v1/models' is not an HTTP URL" in wrong("bench", "serve", "--base-url", "ftp://x")
     assert "the request rate is 0.0, expected a number above 0" in wrong(*serve, "--request-rate", 0)
     assert "the spread of lengths is 2.0" in wrong(*serve, "--spread", 2)
     assert "'0': expected a number of at least 1" in wrong(*serve, "--num-prompts", 0)

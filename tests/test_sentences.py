@@ -36,7 +36,7 @@ ALLOWED = {
     "atomc/torch_compat/untraceable.py": "messages of Dynamo, which has no code for it",
     "models/limits.py: line.": "files of the system",
     "runtime/bench/client.py: line.": "lines of HTTP",
-    "runtime/bench/connection.py: line.": "lines of HTTP",
+    "runtime/bench/http_client.py: line.": "lines of HTTP",
     "runtime/grammar_worker.py: error.startswith('NoExtension')": "a message of llguidance, which has no code for it",
     "runtime/grammar_worker.py: message.partition": "a message of llguidance, without its state",
     "runtime/server/app.py: first['msg'].": "a message of pydantic, without its prefix",

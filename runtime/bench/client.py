@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from atomc.runtime.bench.connection import ConnectionFailed, request
 from atomc.runtime.bench.datasets import SampleRequest
+from atomc.runtime.bench.http_client import ConnectionFailed, request
 from atomc.runtime.bench.metrics import RequestTiming
 
 DATA, DONE = b"data:", b"[DONE]"
