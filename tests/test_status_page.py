@@ -121,7 +121,7 @@ def test_figures_that_are_not_of_now_are_dimmed_and_dated(page):
         assert page.is_hidden("#stale") and not dimmed(engine)
         os.kill(server.engine_pid, signal.SIGKILL)
         says(page, "state", "not serving")
-        assert "(attempt 1 of 1): the engine's process was killed by signal 9. The engine's figures are of" in (
+        assert "(attempt 1 of 1): the engine's process was killed by signal 9. The engine's values are from" in (
             page.text_content("#stale"))  # fmt: skip
         assert dimmed(engine) and not dimmed(front)
 
@@ -130,8 +130,8 @@ def test_figures_that_are_not_of_now_are_dimmed_and_dated(page):
         assert page.text_content("#uptime-more").endswith("engine restarted once")
 
         server.process.send_signal(signal.SIGTERM)
-        says(page, "state", "no answer from the server")
-        assert page.text_content("#stale").startswith("no answer from the server. These figures are of")
+        says(page, "state", "no response from the server")
+        assert page.text_content("#stale").startswith("no response from the server. All values are from")
         assert dimmed(engine) and dimmed(front)
 
 
@@ -157,7 +157,7 @@ def test_what_the_compiler_did_is_shown_with_a_link_to_all_of_it(page, server):
     report = json.loads(request(server, "/compiler"))
     shown = dict(row.split("\t") for row in page.inner_text("#rewrites").splitlines())
     assert shown and all(int(sites) == report["matches"][name] for name, sites in shown.items())
-    assert "together" in page.inner_text("#phases")
+    assert "total" in page.inner_text("#phases")
     assert page.get_attribute("a:has-text('as JSON')", "href") == "compiler"
 
 
@@ -173,12 +173,12 @@ def test_the_whole_report_is_a_page_that_is_saved_with_the_key(page, server):
 
 def test_without_the_key_the_page_asks_for_it(page, server):
     page.goto(server.url)
-    page.wait_for_selector("#door:not([hidden])")
+    page.wait_for_selector("#login:not([hidden])")
     assert page.text_content("#state") == "locked"
     page.fill("#key", KEY)
     page.keyboard.press("Enter")
     says(page, "state", "serving")
-    assert page.is_hidden("#door")
+    assert page.is_hidden("#login")
 
 
 def test_it_is_used_by_keyboard(page, server):
