@@ -1,4 +1,4 @@
-"""`atomc bench`: what it sends, when, and that its figures are those of what came back."""
+"""`atomc bench`: the requests it sends, their schedule, and the metrics it computes."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,7 @@ KEY = "secret"
 
 
 class Handler(BaseHTTPRequestHandler):
-    """An OpenAI-compatible server that takes a known time for each token, and remembers what it was asked."""
+    """An OpenAI-compatible server with a fixed time per token that records its requests."""
 
     protocol_version = "HTTP/1.1"
 
@@ -46,7 +46,7 @@ class Handler(BaseHTTPRequestHandler):
             self.stream("messages" in body)
 
     def over(self):
-        """Before the last word is sent: a client that has it may send its next request at once."""
+        """Called before [DONE] is sent, because the client may send its next request right after it."""
         with self.server.lock:
             self.server.now -= 1
 
@@ -75,7 +75,7 @@ class Handler(BaseHTTPRequestHandler):
         self.chunk(b"")
 
     def event(self, data):
-        # In two chunks, cut in the middle of a line.
+        # In two chunks, split in the middle of a line.
         line = f"data: {json.dumps(data)}\n\n".encode()
         self.chunk(line[:9])
         self.chunk(line[9:])
@@ -113,7 +113,7 @@ def run(*argv):
 
 
 def sent(server, *samples, **how):
-    """The times of these requests, within a minute."""
+    """The timings of these requests; fails after a minute."""
     coroutine = load.run(Server(server.url, "theirs"), samples, progress=False, **how)
     return asyncio.run(asyncio.wait_for(coroutine, 60))
 
@@ -126,7 +126,7 @@ def test_figures_are_those_of_what_the_server_did(theirs, tmp_path):
     told = found["figures"]
     assert (told["completed"], told["failed"], told["input_tokens"], told["output_tokens"]) == (6, 0, 30, 24)
     assert told["most_at_once"] == theirs.most == 2
-    # A busy machine reads a token late, which makes the gap after it shorter: what holds is how the times add up.
+    # On a busy machine a late read shortens the next gap, so only sums of times are checked.
     assert told["ttft_ms"]["p50"] >= 1e3 * FIRST
     assert told["e2e_ms"]["p50"] >= 1e3 * (FIRST + (TOKENS - 1) * GAP)
     mean = {name: told[f"{name}_ms"]["mean"] for name in ("ttft", "tpot", "itl", "e2e")}
@@ -180,7 +180,7 @@ def test_without_usage_the_pieces_are_counted(theirs):
     "way, error",
     [("break", "IncompleteReadError"), ("fail", "the engine died")],
 )
-def test_a_server_that_fails_at_once_is_told(theirs, way, error):
+def test_a_failing_first_request_is_reported(theirs, way, error):
     theirs.way = way
     with pytest.raises(ValueError, match=f"the first request to .* failed: .*{error}"):
         sent(theirs, SampleRequest("Hi", TOKENS))
@@ -199,7 +199,7 @@ def test_requests_come_at_the_rate_that_was_asked_for(theirs):
     due = load.arrivals(8, 40.0, seed=3)
     timed = sent(theirs, *[SampleRequest("Hi", TOKENS)] * 8, rate=40.0, seed=3)
     assert all(each.start >= planned for each, planned in zip(timed, due, strict=True)), (timed, due)
-    # None waits for the one before it, which takes five times as long as the next is away.
+    # Requests overlap: one takes five times as long as the mean gap between two.
     assert theirs.most > 2
 
 
@@ -240,7 +240,7 @@ def test_what_a_user_gets_wrong_is_one_line(wrong, theirs, tmp_path):
     assert "empty.txt has no prompt" in wrong(*serve, "--dataset", tmp_path / "empty.txt")
 
 
-# Prompts and figures
+# Prompts and metrics
 
 
 def test_random_prompts_repeat_for_a_seed_and_have_the_lengths_asked_for():
@@ -323,5 +323,5 @@ def test_startup_tells_a_cold_start_from_a_warm_one_and_where_the_seconds_went(t
     assert printed.splitlines()[0].split() == ["seconds", "cold", "warm"]
 
 
-def test_a_start_that_fails_is_told_with_its_last_words(wrong, tmp_path):
+def test_a_failed_start_is_reported_with_its_last_line(wrong, tmp_path):
     assert "the engine did not start: " in wrong("bench", "startup", tmp_path, "--limit", 120)

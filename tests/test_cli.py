@@ -1,4 +1,4 @@
-"""The command line, called in this process: what it prints, and one line with exit code 2 for what a user gets wrong."""
+"""The command line, called in this process: its output, and one line with exit code 2 for user errors."""
 
 import contextlib
 import io
@@ -18,7 +18,7 @@ from atomc.platform import Platform
 
 
 def run(*argv):
-    """What a successful command prints."""
+    """The output of a successful command."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         assert main([str(part) for part in argv]) == 0
@@ -167,7 +167,7 @@ def number():
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """A folder with a module of the user's, that we are in."""
+    """Changes to a directory with a module of the user."""
     (tmp_path / "users_net.py").write_text(MODEL)
     monkeypatch.chdir(tmp_path)
     yield

@@ -1,4 +1,4 @@
-"""Model folders with one thing damaged: each is refused in one sentence by what reads it, or works."""
+"""Damaged model folders: each reader rejects them with one sentence, or works."""
 
 import json
 import os
@@ -44,7 +44,7 @@ Damage = Callable[[Path], None]
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a whole, tiny model of each kind."""
+    """A folder with a complete tiny model of each kind."""
     root = tmp_path_factory.mktemp("models")
     for kind, config in CONFIGS.items():
         folder = root / kind
@@ -69,7 +69,7 @@ def damaged(whole: Path, tmp_path: Path, kind: str, damage: Damage) -> Path:
 
 
 def refusals(folder: Path) -> set[str]:
-    """The sentences with which generating, serving and explaining refuse it; anything else that they raise goes on."""
+    """The error messages of generate, serve and explain; other exceptions are raised."""
 
     def refusal(read: Callable[[], object]) -> str | None:
         try:
@@ -92,7 +92,7 @@ def text(file: str, content: str | bytes) -> Damage:
 
 
 def fields(file: str, **values: Any) -> Damage:
-    """These fields of the JSON file have other values; DELETED ones are gone."""
+    """Sets fields of the JSON file; DELETED removes them."""
 
     def damage(folder: Path) -> None:
         path = folder / file
@@ -143,7 +143,7 @@ def weights(change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 
 
 def header(change: Callable[[dict[str, Any]], object], length: int | None = None) -> Damage:
-    """The header of the weights is another, or says that it has another length."""
+    """Replaces the header of the weights, or its length."""
 
     def damage(folder: Path) -> None:
         file = folder / "model.safetensors"
@@ -163,7 +163,7 @@ def first(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def index(file_name: object, make: Damage = lambda folder: None) -> Damage:
-    """An index instead of a single file; it says that every tensor is in file_name."""
+    """An index that maps every tensor to file_name, instead of a single file."""
 
     def damage(folder: Path) -> None:
         names = load_file(folder / "model.safetensors")
@@ -175,7 +175,7 @@ def index(file_name: object, make: Damage = lambda folder: None) -> Damage:
 
 
 def link_out(folder: Path) -> None:
-    """shard.safetensors is a link to a file beside the folder."""
+    """shard.safetensors is a symlink to a file outside of the folder."""
     (folder / "shard.safetensors").rename(folder.parent / "elsewhere.safetensors")
     (folder / "shard.safetensors").symlink_to("../elsewhere.safetensors")
 
@@ -434,7 +434,7 @@ def test_a_damaged_folder_is_refused_in_one_sentence(
 
 
 def replace_by_hub_links(folder: Path) -> None:
-    """As in the hub's cache: snapshots/<revision>/ has links to ../../blobs/."""
+    """As in the hub's cache: snapshots/<revision>/ has symlinks to ../../blobs/."""
     snapshot = folder / "models--a--b" / "snapshots" / "0123"
     snapshot.mkdir(parents=True)
     blobs = folder / "models--a--b" / "blobs"

@@ -26,10 +26,10 @@ from atomc.runtime.token_counts import TokenCounts
 
 pytestmark = pytest.mark.xdist_group("engine")
 
-# fp64, so that rounding decides about no token.
+# fp64, so that rounding does not change tokens.
 CONFIG = {"dtype": "float64", "device": "cpu", "max_num_seqs": 24, "kv_bytes": 2**26, "max_model_len": 256, "seed": 0,
           "max_num_batched_tokens": 128, "options": {"strict": True, "glue": "eager", "layout": "paged"}}  # fmt: skip
-PROMPT = [11, 12, 13, 14, 15] * 7  # more than two blocks; it repeats itself, so that drafts are made
+PROMPT = [11, 12, 13, 14, 15] * 7  # more than two blocks, and repetitive, so that there are drafts
 VICTIM_LOGPROBS = 7
 KINDS = [
     {}, {"temperature": 0.9, "top_p": 0.9}, {"repetition_penalty": 1.3, "presence_penalty": 0.5}, {"logprobs": 2},
@@ -39,11 +39,11 @@ KINDS = [
 
 
 class PanicException(BaseException):
-    """As pyo3's, which is no Exception either."""
+    """Like pyo3's PanicException, which is no Exception."""
 
 
 def others(engine):
-    """20 requests; some begin as the victim does."""
+    """20 requests; some share a prefix with the victim."""
     rng = random.Random(0)
     for i in range(20):
         prompt = PROMPT[: rng.choice([0, 0, 16, 33])] + rng.choices(range(1, 40), k=rng.randint(1, 40))
@@ -52,7 +52,7 @@ def others(engine):
 
 
 def victim(engine, **given):
-    """A request that takes part in everything but pooling."""
+    """A request that uses every feature except pooling."""
     params = SamplingParams(max_tokens=12, temperature=0.7, seed=5, repetition_penalty=1.1, logit_bias={9: 1.0},
                             logprobs=VICTIM_LOGPROBS, structured=Structured(regex="(the king |a queen ){9}"))  # fmt: skip
     salt = given.pop("salt", None)
@@ -62,7 +62,7 @@ def victim(engine, **given):
 
 
 def run(engine, requests, late=()):
-    """The outputs of each request by its id; `late` come after two steps. What add raises stands for the output."""
+    """The outputs of each request by id; `late` ones are added after two steps. An error of `add` counts as the output."""
     found, steps, late = {}, 0, list(late)
     for request in requests:
         engine.add(request)
@@ -145,7 +145,7 @@ class Hook:
         return f"{getattr(self.owner, '__name__', self.owner).rpartition('.')[2]}.{self.name}"
 
     def break_(self, engine, error, monkeypatch):
-        """From now on it raises; the list of what it raised."""
+        """Makes the hook raise from now on; returns the list of raised errors."""
         owner = engine.structured_outputs._compiler if self.owner is GRAMMARS else self.owner
         original, raised, calls = getattr(owner, self.name), [], 0
 
@@ -231,7 +231,7 @@ def test_what_raises_for_one_request_fails_it_and_changes_no_token_of_the_others
 
 
 def poison(engine, monkeypatch, value, places=slice(None), first=1):
-    """Logits of the victim hold this value from its step `first` on."""
+    """From its step `first` on, the victim's logits have this value."""
     original, steps = engine.executor.runner.logits, 0
 
     def logits(step):
@@ -302,7 +302,7 @@ def test_blocks_that_hold_nan_hurt_only_who_owns_them(engine, alone):
             break
     assert "NaN" in found.pop("victim")[-1].error.message
     assert {name: tokens(outputs) for name, outputs in found.items()} == alone
-    # Their blocks are used again.
+    # Their blocks are reused.
     assert {name: tokens(outputs) for name, outputs in run(engine, others(engine)).items()} == alone
     nothing_is_left(engine)
 
@@ -346,7 +346,7 @@ def test_where_bits_do_not_depend_on_the_batch_a_row_of_nan_changes_none_either(
     assert {name: tokens(outputs) for name, outputs in found.items()} == alone
 
 
-# Who is to blame
+# Attribution of errors
 
 
 def test_a_form_without_a_next_token_is_the_clients_error(engine, monkeypatch):

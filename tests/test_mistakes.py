@@ -1,4 +1,4 @@
-"""What a client can get wrong is a 400 that says so, and how much one request may ask for."""
+"""Client errors get a 400 with the reason; limits of one request."""
 
 import json
 import threading
@@ -23,7 +23,7 @@ USER = {"role": "user", "content": "Once"}
 CHAT = {"messages": [USER], "max_tokens": 2}
 TEXT = {"prompt": "Once", "max_tokens": 2}
 F = {"type": "function", "function": {"name": "f"}}
-# Loops as long as the client says, and calls nothing while it does.
+# Loops as long as the client requests, without calling anything.
 TEMPLATE = """{%- for i in range(rounds or 0) -%}{%- for j in range(99999) -%}{%- endfor -%}{%- endfor -%}
 {{- self_name or '' -}}{%- for message in messages -%}{{ message.content }}{%- endfor -%}"""
 
@@ -58,7 +58,7 @@ def schema(depth):
 @pytest.mark.parametrize(
     ("path", "body", "said"),
     [
-        # Forms of output that nothing has, or that are none.
+        # Grammars that match nothing, or that are invalid.
         ("completions", {**TEXT, "guided_regex": r"[^\s\S]"}, "regex: no text matches it"),
         ("completions", {**TEXT, "guided_json": {"$ref": "#"}}, "json_schema: no text matches it"),
         ("completions", {**TEXT, "guided_json": {"enum": []}}, "json_schema: "),
@@ -72,7 +72,7 @@ def schema(depth):
         ("completions", {**TEXT, "guided_grammar": "\0"}, "grammar: "),
         ("chat/completions", {**CHAT, "tools": tools({"$defs": 1}), "tool_choice": "required"}, "$defs"),
         ("chat/completions", {**CHAT, "tools": tools({"$ref": "#"}), "tool_choice": F}, "no text matches it"),
-        # Names for the chat template.
+        # Variables of the chat template.
         *[("chat/completions", {**CHAT, "chat_template_kwargs": {name: 1}}, f"chat_template_kwargs cannot set '{name}'")
           for name in ("messages", "tools", "bos_token")],
         *[("chat/completions", {**CHAT, "chat_template_kwargs": {name: 1}}, None)
@@ -127,7 +127,7 @@ def test_a_mistake_is_answered_with_what_is_wrong(http, path, body, said):
 
 
 def num_values(value):
-    """Lists, objects, and what follows a comma in them."""
+    """The number of JSON values: lists, objects, and items after a comma."""
     inner = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else None
     return 0 if inner is None else 1 + max(len(inner) - 1, 0) + sum(map(num_values, inner))
 

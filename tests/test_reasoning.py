@@ -1,4 +1,4 @@
-"""Reasoning: what a model thinks and what it says, from whole texts and in any pieces."""
+"""Reasoning parsers: reasoning and content, for complete texts and for any split into pieces."""
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +13,7 @@ CALL = "<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json
 
 
 def parsed(name, prompt, *parts):
-    """The pieces of the whole, neighbours joined."""
+    """All deltas, with adjacent ones of the same type merged."""
     parser = reasoning_parser(name, prompt)
     pieces = [piece for part in parts for piece in parser.feed(part)]
     return merge_deltas(pieces + parser.finish())
@@ -103,7 +103,7 @@ def test_thoughts_come_as_they_are_thought():
     assert parser.feed("so") == [ReasoningDelta("\nso")]
 
 
-def test_a_parser_that_does_not_exist_is_told():
+def test_an_unknown_parser_is_rejected():
     with pytest.raises(ValueError, match="unknown reasoning parser 'x', expected one of think, qwen3"):
         reasoning_parser("x")
 

@@ -1,4 +1,4 @@
-"""What a request may ask for, and what is refused with which sentence."""
+"""Validation of sampling parameters, with the error messages."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The server's API over HTTP, on the demo model: OpenAI's own client, and requests that it would not send."""
+"""The server's API over HTTP on the demo model: with OpenAI's client, and with requests that it would not send."""
 
 import json
 import math
@@ -58,7 +58,7 @@ def greedy(**more):
 
 
 def events(answer):
-    """What the data lines of a stream hold, and whether the last says that it is complete."""
+    """The events of a stream, and whether it ends with [DONE]."""
     data = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
     return [json.loads(each) for each in data if each != "[DONE]"], data[-1] == "[DONE]"
 
@@ -261,7 +261,7 @@ One moment.
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_a_model_thinks_says_and_calls_is_told_apart(client, stream):
+def test_reasoning_content_and_tool_calls_are_separated(client, stream):
     asked = {"messages": HELLO, "tools": [WEATHER], "extra_body": {"guided_choice": [WRITTEN]}}
     found = client.chat.completions.create(**asked, stream=stream, **greedy(max_tokens=300))
     parts = [chunk.choices[0].delta for chunk in found] if stream else [found.choices[0].message]
@@ -279,7 +279,7 @@ def test_without_a_choice_of_tools_none_is_called(client):
     assert message.tool_calls is None and "<tool_call>" in message.content
 
 
-# Beside generation
+# Other endpoints
 
 
 def test_tokens_there_and_back(http):
@@ -334,7 +334,7 @@ def test_embeddings_are_of_length_one_alike_for_alike_texts_and_the_same_in_base
     assert last[0]["embedding"] != plain[0]["embedding"]
 
 
-# What a client gets wrong
+# Client errors
 
 
 @pytest.mark.parametrize(
@@ -375,7 +375,7 @@ def test_embeddings_are_of_length_one_alike_for_alike_texts_and_the_same_in_base
         ("/v1/models", {}, 405, "no endpoint POST /v1/models"),
     ],
 )  # fmt: skip
-def test_a_wrong_request_is_told_what_is_wrong(http, path, body, status, part):
+def test_an_invalid_request_gets_an_error_with_the_reason(http, path, body, status, part):
     answer = http.post(path, json=body)
     assert answer.status_code == status, answer.text
     error = answer.json()["error"]
@@ -399,7 +399,7 @@ def test_a_body_that_is_no_request_is_a_400(http, content, part):
     assert answer.status_code == 400 and re.search(part, answer.json()["error"]["message"])
 
 
-def test_json_that_is_sent_as_something_else_is_told_so(http):
+def test_json_with_another_content_type_is_rejected(http):
     answer = http.post("/v1/completions", content=b'{"prompt": "x"}',
                        headers={"Content-Type": "application/x-www-form-urlencoded"})  # fmt: skip
     assert answer.status_code == 400
@@ -425,7 +425,7 @@ def test_a_large_body_is_a_413_whether_or_not_it_says_its_size(http):
     assert answer.status_code == 413 and "200000 bytes" in answer.json()["error"]["message"]
 
 
-def test_the_request_id_of_the_client_comes_back_and_is_logged(server, http):
+def test_the_clients_request_id_is_returned_and_logged(server, http):
     answer = http.post("/v1/completions", json=greedy(prompt="x"), headers={"X-Request-Id": "my-request-7"})
     assert answer.headers["x-request-id"] == "my-request-7" and answer.json()["id"] == "cmpl-my-request-7"
     line = server.wait_for("request my-request-7: .*", 60)[0]

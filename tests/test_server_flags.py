@@ -1,4 +1,4 @@
-"""Flags and config files of `atomc serve`, names of models, and what is refused before anything starts."""
+"""Flags and config files of `atomc serve`, model names, and errors before the start."""
 
 import os
 import re
@@ -20,7 +20,7 @@ from atomc.runtime.server.flags import read_toml, values_of
 
 
 def configs(*argv):
-    """What the configs of `atomc serve` would be."""
+    """The configs that `atomc serve` creates from these arguments."""
     arguments = _parser().parse_args(["serve", *map(str, argv)])
     file = read_toml(Path(arguments.config), ServerConfig, EngineConfig) if arguments.config else {}
     return tuple(config(**values_of(arguments, file, config)) for config in (ServerConfig, EngineConfig))
@@ -138,7 +138,7 @@ def test_flags_of_other_servers_lead_to_flags_that_exist():
         assert all(named in serve._option_string_actions for named in re.findall(r"--[\w-]+", hint)), hint
 
 
-def test_a_port_that_is_taken_is_told_before_anything_is_loaded(wrong):
+def test_a_port_in_use_is_reported_before_the_model_is_loaded(wrong):
     pytest.importorskip("zmq")
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))

@@ -1,4 +1,4 @@
-"""The status page in a browser: live figures, nothing from elsewhere, light and dark, large and small."""
+"""The status page in a browser: live values, no external requests, light and dark, large and small screens."""
 
 import json
 import os
@@ -28,7 +28,7 @@ def server():
 
 @pytest.fixture
 def page(browser, server):
-    """An empty page; what it says on the console, and where it asks for what, is in page.said and page.asked."""
+    """An empty page. page.said has its console messages, page.asked its requests."""
     context = browser.new_context(viewport={"width": 1280, "height": 900})
     page = context.new_page()
     page.said, page.asked = [], []
@@ -53,7 +53,7 @@ def says(page, name, text):
 
 
 def opened(page, server, key=KEY):
-    """The page with the key, serving."""
+    """The page of a serving server, opened with the key."""
     page.add_init_script(f"sessionStorage.setItem('atomc-key', {json.dumps(key)})")
     page.goto(server.url)
     says(page, "state", "serving")
@@ -111,7 +111,7 @@ def test_times_to_the_first_token_errors_and_uptime_are_shown(page, server):
     assert page.text_content("#uptime").endswith(" s") and page.text_content("#uptime-more").startswith("since ")
 
 
-def test_figures_that_are_not_of_now_are_dimmed_and_dated(page):
+def test_outdated_values_are_dimmed_and_dated(page):
     def dimmed(card):
         return float(page.evaluate(f"getComputedStyle(document.querySelector('{card}')).opacity")) < 1
 

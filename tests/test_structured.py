@@ -1,4 +1,4 @@
-"""Output of a given form: whatever is drawn under the mask, the result has it."""
+"""Structured output: any output sampled under the masks matches the grammar."""
 
 import json
 import random
@@ -22,7 +22,7 @@ tokenizers = pytest.importorskip("tokenizers")
 DEMO = tokenizers.Tokenizer.from_file(str(demo.PATH / "tokenizer.json"))
 TEXTS = TokenTexts(DEMO)
 END = DEMO.token_to_id("<|endoftext|>")
-# More tokens than the tokenizer has, as padded models have it.
+# More tokens than the tokenizer has, as in models with a padded vocabulary.
 VOCAB = DEMO.get_vocab_size() + 50
 GRAMMARS = GrammarCompiler(DEMO, frozenset({END}), VOCAB)
 SHORT_OF_TIME = GrammarCompiler(DEMO, frozenset({END}), VOCAB, seconds=0.3)
@@ -51,7 +51,7 @@ def may_follow(matcher):
 
 
 def written(structured, generator, length=400):
-    """The bytes of an output drawn evenly from what is allowed, ending as soon as it likes to; None: it did not end."""
+    """The bytes of an output sampled uniformly from the allowed tokens; None if it did not end."""
     matcher, tokens = GRAMMARS.compile(structured).matcher(), []
     for _ in range(length):
         choices = may_follow(matcher)
@@ -120,7 +120,7 @@ def test_any_draw_under_a_grammar_is_derived_from_it(seed):
 
 
 def test_the_ends_of_short_outputs_are_found():
-    # Else the tests above would pass with outputs that never end.
+    # Otherwise the tests above would pass with outputs that never end.
     assert sum(written(Structured(regex="[a-c]{1,9}"), random.Random(seed)) is not None for seed in range(20)) == 20
     assert sum(written(Structured(json_schema=PERSON), random.Random(seed)) is not None for seed in range(20)) >= 15
 
@@ -152,7 +152,7 @@ def test_what_is_compiled_is_kept_within_its_bytes_and_the_oldest_is_dropped():
     assert grammars.is_cached(a) and grammars.is_cached(b)
     grammars.cache_bytes = 1
     last = grammars.compile(c)
-    # What an output still needs is in memory, though it is not kept.
+    # A grammar in use stays in memory after its eviction from the cache.
     assert [grammars.is_cached(each) for each in (a, b, c)] == [False, True, True]
     assert grammars.num_bytes == running.grammar.num_bytes + last.num_bytes
 
@@ -188,14 +188,14 @@ WIDE = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in ra
         ({"choice": ("a", "\ud800")}, "choice: "),
     ],
 )  # fmt: skip
-def test_a_form_that_takes_too_much_is_refused_and_hurts_nobody(form, message):
+def test_a_grammar_over_its_limits_is_rejected_and_others_still_compile(form, message):
     with pytest.raises(ValueError, match=f"^{message}"):
         SHORT_OF_TIME.compile(Structured(**form))
     assert SHORT_OF_TIME.compile(Structured(regex="ab")).matcher().accept(DEMO.token_to_id("a"))
 
 
 def test_a_form_whose_masks_take_long_is_refused():
-    # It compiles in a second or two, and each step takes a fifth of one.
+    # It compiles in a second or two, and each step takes 0.2 s.
     with pytest.raises(ValueError, match="regex: it is too complex: computing its masks exceeds the limit"):
         GRAMMARS.compile(Structured(regex="(a{1000}){300}"))
 
@@ -206,7 +206,7 @@ def test_an_output_whose_masks_turn_out_slow_ends_and_its_neighbour_goes_on(monk
     monkeypatch.setattr("atomc.runtime.grammar_compiler.SLOW_SECONDS", 0.0)
     mask = grammars.mask(1)
     grammars.fill(mask, [(slow, 0, ())])
-    assert not slow.gave_up  # that one was slow is known, not yet which
+    assert not slow.gave_up  # known: a matcher was slow; unknown: which one
     grammars.fill(mask, [(slow, 0, ())])
     assert "takes more than" in slow.error and not slow.accept(DEMO.token_to_id("a"))
     assert other.accept(DEMO.token_to_id("1"))
@@ -273,7 +273,7 @@ def test_rows_behind_a_draft_are_as_if_its_tokens_had_come():
     for row, token in enumerate([*draft, None], start=1):
         assert allowed(mask, VOCAB)[row].nonzero()[:, 0].tolist() == may_follow(step)
         assert token is None or step.accept(token)
-    # Nothing before, nothing behind the token that may not come, and the matcher is where it was.
+    # Other rows are unchanged, including those after the disallowed token, and so is the matcher's state.
     assert allowed(mask, VOCAB)[[0, -1]].all() and not allowed(mask, VOCAB)[-2].all()
     assert may_follow(matcher) == may_follow(grammar.matcher()) and not matcher.error
 

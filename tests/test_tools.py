@@ -1,4 +1,4 @@
-"""Tool calls: what each format's text means, whole and in any pieces."""
+"""Tool call parsers: all formats, for complete texts and for any split into pieces."""
 
 import json
 import re
@@ -24,13 +24,13 @@ def parser(name):
 
 
 def parsed(parser, *parts):
-    """The pieces of the whole, neighbours joined."""
+    """All deltas, with adjacent ones of the same type merged."""
     pieces = [piece for part in parts for piece in parser.feed(part)]
     return merge_deltas(pieces + parser.finish())
 
 
 def called(*calls, before="", after=""):
-    """The pieces of an answer with these calls, (name, arguments) each."""
+    """The deltas of a message with these calls, (name, arguments) each."""
     found = [ContentDelta(before)] if before else []
     for index, (name, arguments) in enumerate(calls):
         found += [ToolCallStart(index, f"id{index}", name)] + ([ToolCallArguments(index, arguments)] if arguments else [])
@@ -194,7 +194,7 @@ def test_any_two_parts_give_the_same(case):
         assert parsed(parser(name), text[:at], "", text[at:]) == pieces, at
 
 
-# What the formats are made of, so that a random text comes near to being a call.
+# Fragments of the formats, so that random texts resemble calls.
 FRAGMENTS = {
     "hermes": ["<tool_call>", "</tool_call>", '{"name": "f", "arguments": ', '{"a": "<"}', '"', "{", "}", "[", "]", ",",
                ":", '"name"', '"arguments"', '"f"', "1", "\\", "\n", " ", "<", "x"],
@@ -221,7 +221,7 @@ def test_any_text_in_any_parts_gives_the_same_as_at_once(name, data):
 
 
 def written(name, calls):
-    """The calls as a model would write them."""
+    """The calls in the model's format."""
     if name == "hermes":
         bodies = [f'{{"name": {json.dumps(function)}, "arguments": {arguments}}}' for function, arguments in calls]
         return "\n".join(f"<tool_call>\n{body}\n</tool_call>" for body in bodies)
@@ -262,7 +262,7 @@ def test_arguments_come_as_they_are_written_and_not_at_the_end(name):
 
 
 @pytest.mark.parametrize("name", ["hermes", "deepseek"])
-def test_content_comes_as_it_is_written(name):
+def test_content_is_unchanged(name):
     reader = parser(name)
     assert reader.feed("Let me <look") == [ContentDelta("Let me <look")]
 
@@ -274,7 +274,7 @@ def test_ids_are_new_each_time():
     assert all(re.fullmatch(r"call_[0-9a-f]{24}", found) for found in ids)
 
 
-def test_a_parser_that_does_not_exist_is_told():
+def test_an_unknown_parser_is_rejected():
     with pytest.raises(ValueError, match="unknown tool parser 'yaml', expected one of hermes, qwen3"):
         tool_parser("yaml")
 
