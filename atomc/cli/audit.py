@@ -294,6 +294,6 @@ def _print(arguments: argparse.Namespace, first: AuditResult, written: Without |
     for number, report in enumerate(graphs):
         print(f"graph {number}, " * (len(graphs) > 1) + f"{report.model}: "
               + audit_text(report.audit, by=arguments.by, rows=arguments.rows) + "\n")  # fmt: skip
-    print(f"the model without the compiler is {first.eager:.2g} of the largest value away from what was compiled")
+    print(f"the uncompiled model differs from the compiled one by {first.eager:.2g} of the largest value")
     if written is not None:
         print(written.text + (f"; see {arguments.write_options}" if written.options is not None else ""))

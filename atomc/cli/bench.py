@@ -209,8 +209,8 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     from atomc.runtime.server.flags import add_flags
 
     parser.add_argument("model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL",
-                        help="a checkpoint directory, or a name on the Hugging Face hub; left out: the small model "
-                        "that comes with atomc")  # fmt: skip
+                        help="a checkpoint directory or a name on the Hugging Face hub; default: the demo model of "
+                        "atomc")  # fmt: skip
     add_flags(parser, EngineConfig, GROUPS, leave_out=POSITIONAL)
     parser.usage = f"{parser.prog} [MODEL] [flags]"
 

@@ -306,7 +306,7 @@ class EngineClient:
         asyncio.get_running_loop().call_later(0.1, self._on_exit, engine)
 
     def _on_exit(self, engine: EngineProcess) -> None:
-        if engine is not self.engine:  # it was replaced meanwhile
+        if engine is not self.engine:  # a restart has replaced it
             return
         exitcode = engine.process.exitcode
         how = f"was killed by signal {-exitcode}" if exitcode and exitcode < 0 else f"ended with code {exitcode}"

@@ -32,38 +32,39 @@ async def embeddings(service: Service, body: EmbeddingRequest, request: Request)
     submits = [Submit(service.client.next_id(), prompt, params, pooling=body.pooling) for prompt in prompts]
     stream = service.client.submit(submits)
     try:
-        found = await cancel_on_disconnect(request, _pooled(stream, body, request_id(request)))
+        encoded = await cancel_on_disconnect(request, _collect_embeddings(stream, body, request_id(request)))
     finally:
         stream.close()
-    data = [{"object": "embedding", "index": index, "embedding": found[submit.id]} for index, submit in enumerate(submits)]
+    data = [{"object": "embedding", "index": index, "embedding": encoded[submit.id]}
+            for index, submit in enumerate(submits)]  # fmt: skip
     total = sum(map(len, prompts))
     return JSONResponse({"object": "list", "data": data, "model": model.names[0],
                  "usage": {"prompt_tokens": total, "total_tokens": total}})  # fmt: skip
 
 
-async def _pooled(stream: RequestStream, body: EmbeddingRequest, name: str) -> dict[str, msgspec.Raw]:
+async def _collect_embeddings(stream: RequestStream, body: EmbeddingRequest, name: str) -> dict[str, msgspec.Raw]:
     """The embedding of each request, as JSON."""
     await stream.wait_accepted()
-    found: dict[str, msgspec.Raw] = {}
+    encoded: dict[str, msgspec.Raw] = {}
     async for output in stream:
         if output.error is not None:
             raise from_request_error(output.error, name)
         if output.embedding is None:
             raise invalid("this model does not return embeddings", "model")
-        found[output.request_id] = _encoded(output.embedding, body)
+        encoded[output.request_id] = _encode_embedding(output.embedding, body)
         await asyncio.sleep(0)  # yield to other requests; many outputs can arrive together
-    return found
+    return encoded
 
 
-def _encoded(vector: Sequence[float], body: EmbeddingRequest) -> msgspec.Raw:
+def _encode_embedding(vector: Sequence[float], body: EmbeddingRequest) -> msgspec.Raw:
     if body.dimensions not in (None, len(vector)):
         raise invalid(f"dimensions is {body.dimensions}, expected {len(vector)}, the size of this model's embeddings",
                       "dimensions")  # fmt: skip
-    vector = _normalized(vector) if body.normalize else vector
+    vector = _normalize(vector) if body.normalize else vector
     return msgspec.Raw(msgspec.json.encode(_base64(vector) if body.encoding_format == "base64" else vector))
 
 
-def _normalized(vector: Sequence[float]) -> list[float]:
+def _normalize(vector: Sequence[float]) -> list[float]:
     length = math.sqrt(sum(value * value for value in vector)) or 1.0
     return [value / length for value in vector]
 
