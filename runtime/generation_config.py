@@ -45,7 +45,7 @@ def _read(folder: Path, file: str) -> dict[str, Any]:
 def _number(name: str, value: Any) -> float:
     is_int = name == "top_k"
     if isinstance(value, bool) or not isinstance(value, int if is_int else int | float):
-        raise ValueError(f"{FILE}: {name} is {value!r:.40}, it must be a{' is_int' if is_int else ''} number")
+        raise ValueError(f"{FILE}: {name} is {value!r:.40}, it must be a{' whole' if is_int else ''} number")
     if is_int and value == -1:  # vLLM's value for all tokens
         return 0
     if name == "temperature" and 0 < value < MIN_TEMPERATURE:  # some checkpoints' value for greedy

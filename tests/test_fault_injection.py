@@ -405,7 +405,7 @@ def test_what_stops_the_process_or_is_the_devices_is_not_contained(error):
 @pytest.mark.parametrize(
     ("owner", "name", "concerns"),
     [(Detokenizer, "flush", lambda self: not self.skip_special_tokens),
-     (TextStream, "_searched", lambda self, *_: self.params.stop == ("victim",))],
+     (TextStream, "_match_stop", lambda self, *_: self.params.stop == ("victim",))],
 )  # fmt: skip
 def test_text_that_cannot_be_made_fails_one_prompt_of_many(llm, owner, name, concerns, error, monkeypatch):
     requests = list(others(llm.engine))

@@ -206,17 +206,17 @@ def test_an_output_whose_masks_turn_out_slow_ends_and_its_neighbour_goes_on(monk
     monkeypatch.setattr("atomc.runtime.grammar_compiler.SLOW_SECONDS", 0.0)
     mask = grammars.mask(1)
     grammars.fill(mask, [(slow, 0, ())])
-    assert not slow.gave_up  # known: a matcher was slow; unknown: which one
+    assert not slow.stop_reason  # known: a matcher was slow; unknown: which one
     grammars.fill(mask, [(slow, 0, ())])
     assert "takes more than" in slow.error and not slow.accept(DEMO.token_to_id("a"))
     assert other.accept(DEMO.token_to_id("1"))
 
 
-def test_the_process_for_trials_starts_again_if_it_was_killed():
+def test_the_validation_process_restarts_if_it_was_killed():
     grammars = GrammarCompiler(DEMO, frozenset({END}), VOCAB)
     grammars.compile(Structured(regex="a"))
-    grammars._trial._worker.kill()
-    grammars._trial._worker.wait()
+    grammars._validator._worker.kill()
+    grammars._validator._worker.wait()
     assert grammars.compile(Structured(regex="b")).matcher().accept(DEMO.token_to_id("b"))
 
 
