@@ -208,7 +208,7 @@ def test_an_output_whose_masks_turn_out_slow_ends_and_its_neighbour_goes_on(monk
     grammars.fill(mask, [(slow, 0, ())])
     assert not slow.stop_reason  # known: a matcher was slow; unknown: which one
     grammars.fill(mask, [(slow, 0, ())])
-    assert "takes more than" in slow.error and not slow.accept(DEMO.token_to_id("a"))
+    assert "exceeded the limit" in slow.error and not slow.accept(DEMO.token_to_id("a"))
     assert other.accept(DEMO.token_to_id("1"))
 
 
