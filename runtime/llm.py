@@ -97,7 +97,7 @@ class LLM:
         does, and if there is no tokenizer or params.n is not 1; RequestFailed, after the generated text, if it fails.
         """
         if self.tokenizer is None:
-            raise ValueError("streaming text needs a tokenizer: use generate, which returns token ids")
+            raise ValueError("no tokenizer to stream text: use generate, which returns token ids")
         params = sampling_params or SamplingParams()
         if params.n != 1:
             raise ValueError(f"n is {params.n}, expected 1 for a stream: use generate for several completions")

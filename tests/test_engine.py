@@ -274,7 +274,7 @@ def test_a_config_that_cannot_be_is_refused():
                            ({"ngram_max": 1}, "least ngram_min"), ({"speculative_tokens": -1}, "must be 0")):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             EngineConfig(**given)
-    with pytest.raises(ValueError, match="dtype 'float13' is not known"):
+    with pytest.raises(ValueError, match="unknown dtype 'float13'"):
         load(EngineConfig(dtype="float13"))
 
 
