@@ -22,7 +22,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from decode import MODELS
 
-from atomc.runtime.bench.startup import details, starts, text
+from atomc.runtime.bench.startup import details, format_starts, starts
 from atomc.runtime.config import EngineConfig
 
 
@@ -54,7 +54,7 @@ def main() -> None:
                 result = {"machine": machine, "command": " ".join(["python", *sys.argv]), "settings": settings,
                           "starts": found}  # fmt: skip
                 given.json.write_text(json.dumps(result, indent=1) + "\n")
-    print(text(found))
+    print(format_starts(found))
 
 
 if __name__ == "__main__":

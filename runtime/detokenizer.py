@@ -1,14 +1,14 @@
-"""Text from tokens, as they come."""
+"""Incremental detokenization."""
 
 import os
 from pathlib import Path
 from typing import Any
 
-# Tokens before the new ones that are decoded with them: whether a token starts with a space depends on its neighbours.
-CONTEXT = 5
-INCOMPLETE = "\ufffd"
-# Tokens that wait for the rest of a character; a character has at most four bytes, so that more are no character.
-MAX_HELD = 8
+# Tokens decoded before the new ones: a token's leading space depends on the tokens before it.
+CONTEXT_TOKENS = 5
+REPLACEMENT_CHARACTER = "\ufffd"
+# Maximum number of tokens to hold back for an incomplete character; longer sequences are not a character.
+MAX_HELD_TOKENS = 8
 
 
 def load_tokenizer(folder: Path) -> Any | None:
@@ -20,80 +20,80 @@ def load_tokenizer(folder: Path) -> Any | None:
     if not os.path.lexists(path):
         return None
     if not path.is_file():
-        raise ValueError(f"{path} is not a regular file, or a link to none; download it again")
+        raise ValueError(f"{path} is not a regular file or a link to one; download it again")
     try:
         from tokenizers import Tokenizer
     except ImportError as error:
         raise ImportError(f"{path} needs the library `tokenizers`: pip install 'atomc[hf]'") from error
     try:
         tokenizer = Tokenizer.from_file(str(path))
-        # Those of training; a prompt is tokenized as it is.
+        # These settings are for training; do not pad or truncate prompts.
         tokenizer.no_padding()
         tokenizer.no_truncation()
         tokenizer.encode("")  # fails for special tokens that do not exist
-    except BaseException as error:  # the library has no type of its own, and a panic in Rust is no Exception
+    except BaseException as error:  # the library raises plain Exceptions, and a panic in Rust is no Exception
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise ValueError(f"{path} is not a tokenizer that can be read: {' '.join(str(error).split())}; "
+        raise ValueError(f"{path} is not a valid tokenizer: {' '.join(str(error).split())}; "
                          "download it again") from error  # fmt: skip
     return tokenizer
 
 
 class Detokenizer:
-    """Text of one sequence, piece by piece; the pieces together are the text whatever the tokens came with.
+    """Decodes one sequence incrementally. The concatenated pieces do not depend on how the tokens are split into calls.
 
-    A piece is held back while it ends in the middle of a character. Special tokens have no text, unless they are kept.
+    Text that ends in an incomplete character is held back.
     """
 
     def __init__(self, tokenizer: Any, prompt: list[int], *, skip_special_tokens: bool = True) -> None:
         self.tokenizer = tokenizer
         self.skip_special_tokens = skip_special_tokens
-        # The tokens decoded together: the text of the first `shown`, `before`, is given out, that of the rest is not yet.
-        self.window = prompt[-CONTEXT:]
-        self.shown = len(self.window)
-        self.before = self._decoded(self.window)
+        # The tokens to decode together. The text of the first num_emitted ones, emitted_text, has been returned.
+        self.window = prompt[-CONTEXT_TOKENS:]
+        self.num_emitted = len(self.window)
+        self.emitted_text = self._decode(self.window)
 
     def add(self, tokens: list[int]) -> str:
-        """The text that these tokens complete, perhaps none."""
-        return "".join(self._added(token) for token in tokens)
+        """The text that these tokens complete; may be empty."""
+        return "".join(self._add_token(token) for token in tokens)
 
     def flush(self) -> str:
-        """What was held back, with U+FFFD for the half of a character; for the end."""
-        return self._decoded(self.window)[len(self.before) :]
+        """The text held back, with U+FFFD for an incomplete character; for the end of the sequence."""
+        return self._decode(self.window)[len(self.emitted_text) :]
 
-    def _added(self, token: int) -> str:
+    def _add_token(self, token: int) -> str:
         self.window.append(token)
         piece = self.flush()
-        held = len(self.window) - self.shown
-        if not piece or (piece.endswith(INCOMPLETE) and held < MAX_HELD):
+        num_held = len(self.window) - self.num_emitted
+        if not piece or (piece.endswith(REPLACEMENT_CHARACTER) and num_held < MAX_HELD_TOKENS):
             return ""
-        self.window = self.window[self.shown :]
-        self.shown = len(self.window)
-        self.before = self._decoded(self.window)
+        self.window = self.window[self.num_emitted :]
+        self.num_emitted = len(self.window)
+        self.emitted_text = self._decode(self.window)
         return piece
 
-    def _decoded(self, tokens: list[int]) -> str:
+    def _decode(self, tokens: list[int]) -> str:
         text: str = self.tokenizer.decode(tokens, skip_special_tokens=self.skip_special_tokens)
         return text
 
 
 class TokenTexts:
-    """What single tokens stand for, special ones included; for lists of tokens and their probabilities."""
+    """Text and bytes of single tokens, including special ones, such as for lists of log-probabilities."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        # Not of tokenizer.to_str(), which counts from 0 to the largest id.
+        # Not from tokenizer.to_str(), which iterates over all ids up to the largest.
         decoder = "" if tokenizer.decoder is None else tokenizer.decoder.__getstate__().decode()
         self._byte_of = _byte_of_character() if '"ByteLevel"' in decoder else {}
         self._fallback = '"ByteFallback"' in decoder
         self._special = {token for token, added in tokenizer.get_added_tokens_decoder().items()}
 
     def text(self, token: int) -> str:
-        """The token's text, as it is after other text; U+FFFD for each part of a character."""
+        """The token's text in the middle of a text; U+FFFD for bytes of an incomplete character."""
         return self.bytes(token).decode(errors="replace")
 
     def bytes(self, token: int) -> bytes:
-        """The bytes of UTF-8 that the token stands for, also if they are only a part of a character."""
+        """The token's UTF-8 bytes, which may be an incomplete character."""
         piece: str | None = self.tokenizer.id_to_token(token)
         if piece is None:
             return b""
@@ -107,7 +107,7 @@ class TokenTexts:
 
 
 def _byte_of_character() -> dict[str, int]:
-    """How byte-level tokens spell bytes: visible ones of Latin-1 as themselves, the others in order from U+0100 on."""
+    """GPT-2's byte-level alphabet: printable Latin-1 bytes as themselves, the others in order from U+0100."""
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in visible]
     return {chr(byte): byte for byte in visible} | {chr(0x100 + i): byte for i, byte in enumerate(hidden)}

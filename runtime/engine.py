@@ -12,7 +12,7 @@ from atomc.runtime.blocks import BlockPool
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.executor import Executor, Launched, Result
 from atomc.runtime.fence import Fence, RequestError, RequestFailed, is_contained
-from atomc.runtime.forms import Forms, follow
+from atomc.runtime.grammar_compiler import GrammarCompiler, GrammarMatcher
 from atomc.runtime.logprobs import TokenLogprobs
 from atomc.runtime.phases import Phases, uncollected
 from atomc.runtime.request import Output, Pooling, Request
@@ -21,7 +21,7 @@ from atomc.runtime.scheduler import QueueFull, Scheduler
 from atomc.runtime.speculative import Drafter, NGram
 from atomc.runtime.stats import Stats
 from atomc.runtime.step import ScheduledStep
-from atomc.runtime.structured import Grammars, Matcher
+from atomc.runtime.structured_outputs import StructuredOutputs, accept_tokens
 from atomc.runtime.worker import Worker
 from atomc.torch_compat.exceptions import out_of_memory
 
@@ -43,7 +43,7 @@ class RequestState:
     scores    log-probabilities of its prompt, until its first token comes
     """
 
-    matcher: Matcher | None = None
+    matcher: GrammarMatcher | None = None
     drafter: Drafter | None = None
     scores: list[TokenLogprobs] = field(default_factory=list)
 
@@ -85,7 +85,7 @@ class Engine:
         self.config = config
         self.host_ms = 0.0
         self.fence = Fence()
-        self.forms = Forms(self._grammars, self.fence)
+        self.structured_outputs = StructuredOutputs(self._grammars, self.fence)
         self._states: dict[str, RequestState] = {}
         self._seeds = random.Random(config.seed)
         self._flight: _Flight | None = None
@@ -156,7 +156,7 @@ class Engine:
             if token < 0 or (self.vocab_size is not None and token >= self.vocab_size):
                 raise ValueError(f"token id {token} is not in the vocabulary of {self.vocab_size} tokens")
         if self.vocab_size is not None:
-            request.params.refuse_beyond(self.vocab_size)
+            request.params.check_vocabulary(self.vocab_size)
             if request.params.min_tokens and request.banned.issuperset(range(self.vocab_size)):
                 least = request.params.min_tokens
                 raise ValueError(f"min_tokens is {least}, and stop_token_ids and end-of-sequence tokens "
@@ -184,7 +184,7 @@ class Engine:
         if request.pooling is not None:
             self.prepare_pooling()
         if request.params.structured is not None:
-            self._state(request.id).matcher = self.forms.matcher(request.params.structured)
+            self._state(request.id).matcher = self.structured_outputs.matcher(request.params.structured)
         self.scheduler.add(request)
 
     def abort(self, request_id: str) -> bool:
@@ -218,7 +218,7 @@ class Engine:
                 mask = None
                 if self._matchers(step):
                     outputs += self._collect()  # a mask is made of known tokens, with which requests may end
-                    mask = self.forms.mask(step, self._matchers(step))
+                    mask = self.structured_outputs.mask(step, self._matchers(step))
                 launched.running.sample(mask)
             except BaseException:
                 self.scheduler.undo_step(step)
@@ -284,7 +284,7 @@ class Engine:
         count = min(config.speculative_tokens, request.room(self.max_len) - 1)
         return tuple(state.drafter.propose(request.tokens, count)) if count > 0 else ()
 
-    def _matchers(self, step: ScheduledStep) -> dict[str, Matcher]:
+    def _matchers(self, step: ScheduledStep) -> dict[str, GrammarMatcher]:
         """Of the requests for which the step draws and whose output must have a form."""
         if not self._states:
             return {}
@@ -320,7 +320,7 @@ class Engine:
         state = self._states.get(name)
         if state is not None:
             if state.matcher is not None:
-                self.fence.run(name, "following its form of output", follow, state.matcher, output.token_ids)
+                self.fence.run(name, "following its form of output", accept_tokens, state.matcher, output.token_ids)
             if output.token_ids:
                 scores, state.scores = state.scores, []
         if name in self.fence.failed:
@@ -356,10 +356,10 @@ class Engine:
     def _forget(self, request_id: str) -> None:
         self._states.pop(request_id, None)
 
-    def _grammars(self) -> Grammars:
+    def _grammars(self) -> GrammarCompiler:
         if self.tokenizer is None or self.vocab_size is None:
             raise ValueError("structured output needs the model's tokenizer, and there is none")
-        return Grammars(self.tokenizer, self.eos_ids, self.vocab_size, seconds=self.config.grammar_seconds,
+        return GrammarCompiler(self.tokenizer, self.eos_ids, self.vocab_size, seconds=self.config.grammar_seconds,
                         cache_bytes=self.config.grammar_cache_bytes)  # fmt: skip
 
     def stats(self) -> Stats:

@@ -1,6 +1,6 @@
-"""What a model's folder says of how to generate: generation_config.json, checked field by field.
+"""Reads and validates generation_config.json.
 
-Ranges are those of SamplingParams. Raises ValueError that names file, field, value and what was expected.
+Value ranges are those of SamplingParams. Raises ValueError with file, field, value and expectation.
 """
 
 import os
@@ -16,13 +16,13 @@ NUMBERS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def sampling_defaults(folder: Path) -> dict[str, Any]:
-    """The numbers of generation_config.json that SamplingParams takes; none if there is no such file."""
+    """The sampling parameters in generation_config.json; empty without the file."""
     config = _read(folder, FILE)
     return {name: _number(name, config[name]) for name in NUMBERS if config.get(name) is not None}
 
 
-def samples(folder: Path) -> bool:
-    """Whether generation_config.json asks for sampling; greedy if it does not say."""
+def do_sample(folder: Path) -> bool:
+    """Whether generation_config.json sets do_sample; the default is greedy."""
     value = _read(folder, FILE).get("do_sample")
     if not isinstance(value, bool | None):
         raise ValueError(f"{FILE}: do_sample is {value!r}, it must be true or false")
@@ -30,7 +30,7 @@ def samples(folder: Path) -> bool:
 
 
 def eos_token_ids(folder: Path, vocab_size: int | None) -> frozenset[int]:
-    """The tokens that end a text, of generation_config.json, else of config.json."""
+    """The end-of-sequence tokens, from generation_config.json, else from config.json."""
     for file in (FILE, "config.json"):
         found = _read(folder, file).get("eos_token_id")
         if found is not None:
@@ -43,19 +43,19 @@ def _read(folder: Path, file: str) -> dict[str, Any]:
 
 
 def _number(name: str, value: Any) -> float:
-    whole = name == "top_k"
-    if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
-        raise ValueError(f"{FILE}: {name} is {value!r:.40}, it must be a{' whole' if whole else ''} number")
-    if whole and value == -1:  # how vLLM says "all tokens"
+    is_int = name == "top_k"
+    if isinstance(value, bool) or not isinstance(value, int if is_int else int | float):
+        raise ValueError(f"{FILE}: {name} is {value!r:.40}, it must be a{' whole' if is_int else ''} number")
+    if is_int and value == -1:  # vLLM's value for all tokens
         return 0
-    if name == "temperature" and 0 < value < MIN_TEMPERATURE:  # how some checkpoints say "greedy"
+    if name == "temperature" and 0 < value < MIN_TEMPERATURE:  # some checkpoints' value for greedy
         return 0.0
     given: dict[str, Any] = {name: value}
     try:
         SamplingParams(**given)
     except ValueError as error:
         raise ValueError(f"{FILE}: {error}") from error
-    return value if whole else float(value)
+    return value if is_int else float(value)
 
 
 def _checked(file: str, found: Sequence[Any], vocab_size: int | None) -> list[int]:

@@ -1,25 +1,25 @@
-"""Forms of output in the language of llguidance, and the limits under which it compiles and matches them."""
+"""Converts structured output requests to llguidance grammars, and sets llguidance's limits."""
 
 import json
 from typing import Any
 
 from atomc.runtime.sampling_params import Structured
 
-# No spaces between tokens of JSON, of which a small model else writes many. A schema may say it otherwise, under
+# No white space between JSON tokens: a small model tends to generate much of it. A schema can override this with
 # "x-guidance".
 _JSON: Any = {"whitespace_flexible": False}
 
 
 def parser_limits() -> Any:
-    """Of one step. The library's own are four to five times as high: a step may then take 200 ms, in which all others
-    wait. Ordinary schemas need a hundredth of these."""
+    """Limits per step. llguidance's defaults are four to five times higher and allow steps of 200 ms, which delay all
+    requests. Typical schemas need a hundredth of these limits."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(step_lexer_fuel=50_000, step_max_items=10_000, max_lexer_states=50_000)
 
 
 def source(structured: Structured) -> tuple[str, str]:
-    """Which field is given, and the text that llguidance compiles. Raises ValueError for what is no schema."""
+    """The name of the field that is set, and llguidance's grammar. Raises ValueError for an invalid schema."""
     from llguidance import LLMatcher as of
 
     if structured.regex is not None:
@@ -33,14 +33,14 @@ def source(structured: Structured) -> tuple[str, str]:
     try:
         schema = json.loads(str(structured.json_schema))
     except RecursionError as error:
-        raise ValueError("json_schema: it is nested too deep") from error
+        raise ValueError("json_schema: it is nested too deeply") from error
     except ValueError as error:
-        raise ValueError(f"json_schema is no JSON: {error}") from error
+        raise ValueError(f"json_schema is not JSON: {error}") from error
     if not isinstance(schema, dict):
         raise ValueError(f"json_schema is {schema!r:.100}, expected an object")
     try:
         return "json_schema", of.grammar_from_json_schema(schema, defaults=_JSON)
-    except ValueError as error:  # such as half a surrogate pair
+    except ValueError as error:  # such as a lone surrogate
         raise ValueError(f"json_schema: {error}") from error
 
 

@@ -1,7 +1,7 @@
-"""A process that compiles grammars on trial, each in a fork of its own, under limits of time, memory and stack.
+"""A process that validates grammars, each in its own fork, with limits on time, memory and stack.
 
-A grammar is a program that a client wrote: to compile it can take minutes and gigabytes, or overflow the stack of the
-process. What passes here is compiled again by the engine.
+A grammar is a program from a client: compiling it can take minutes and gigabytes, or overflow the stack. The engine
+compiles the grammars that pass again.
 """
 
 import json
@@ -19,15 +19,15 @@ from typing import Any
 from atomc.runtime.grammar_source import parser_limits, source
 from atomc.runtime.sampling_params import Structured
 
-# Of the trial. Threads that compute masks in the engine have twice as much or more.
+# Stack limit of the validation. Threads that compute masks in the engine have at least twice as much.
 STACK_BYTES = 2**20
-# Tokens drawn on trial, and the processor time of a mask that only one of them may exceed.
+# Number of tokens to sample, and the CPU time limit per mask, which one mask may exceed.
 WALK_TOKENS = 64
 FIRST_TOKENS = 8
 MASK_SECONDS = 0.05
-# Others go first.
+# Lower the priority.
 NICE = 10
-ENDED_BY: dict[int, str] = {
+SIGNAL_MESSAGES: dict[int, str] = {
     signal.SIGPROF: "it takes more than {seconds:g} s to compile",
     signal.SIGABRT: "it needs more than {megabytes} MiB of memory to compile",
     signal.SIGSEGV: "it is nested too deep",
@@ -36,122 +36,122 @@ ENDED_BY: dict[int, str] = {
 
 
 def main() -> None:
-    """Serve the socket whose number is the argument until its other end is closed; stdin has the tokenizer."""
+    """Serve the socket given by its file descriptor until its other end is closed; stdin has the settings as JSON."""
     from llguidance import LLTokenizer
 
-    given = json.load(sys.stdin)
-    tokens = LLTokenizer(given["tokenizer"], n_vocab=given["vocab_size"], eos_token=given["eos_ids"])
+    settings = json.load(sys.stdin)
+    tokens = LLTokenizer(settings["tokenizer"], n_vocab=settings["vocab_size"], eos_token=settings["eos_ids"])
     listener = socket.socket(fileno=int(sys.argv[1]))
     os.nice(NICE)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the supervisors
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # reap the supervisors automatically
     while True:
         _, fds, _, _ = socket.recv_fds(listener, 1, 1)
         if not fds:
             return
         if os.fork() == 0:
             listener.close()
-            _supervise(tokens, given, socket.socket(fileno=fds[0]))
+            _supervise(tokens, settings, socket.socket(fileno=fds[0]))
             os._exit(0)
         os.close(fds[0])
 
 
-def _supervise(tokens: Any, given: Mapping[str, Any], connection: socket.socket) -> None:
-    """Answer one request, by what a child found or by how it ended."""
+def _supervise(tokens: Any, settings: Mapping[str, Any], connection: socket.socket) -> None:
+    """Answer one request: a child sends the result; if a signal ends it, send the error for that signal."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     with connection, connection.makefile("rb") as file:
         fields = json.load(file)
         child = os.fork()
         if child == 0:
-            connection.sendall(json.dumps(_limited(tokens, given, fields)).encode())
+            connection.sendall(json.dumps(_validate_limited(tokens, settings, fields)).encode())
             os._exit(0)
         _, status = os.waitpid(child, 0)
         if os.WIFSIGNALED(status):
             number = os.WTERMSIG(status)
-            why = ENDED_BY.get(number, f"the compiler was ended by signal {number}")
-            said = why.format(seconds=given["seconds"], megabytes=given["memory"] >> 20)
-            connection.sendall(json.dumps({"error": f"{_name(fields)}: {said}"}).encode())
+            why = SIGNAL_MESSAGES.get(number, f"the compiler was ended by signal {number}")
+            message = why.format(seconds=settings["seconds"], megabytes=settings["memory"] >> 20)
+            connection.sendall(json.dumps({"error": f"{_name(fields)}: {message}"}).encode())
 
 
-def _limited(tokens: Any, given: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """What the trial gave; the process may end instead."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the library's last words
+def _validate_limited(tokens: Any, settings: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The result of the validation, or its error. A limit may end the process by a signal instead."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # discard the library's panic messages
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    before = _pages()
+    before = _memory_use()
     try:
         structured = Structured(**fields)
-        _lower(resource.RLIMIT_STACK, STACK_BYTES)
-        _lower(resource.RLIMIT_AS, _pages().size + given["memory"])
-        signal.setitimer(signal.ITIMER_PROF, given["seconds"])
-        text, matcher = _tried(tokens, structured)
+        _lower_limit(resource.RLIMIT_STACK, STACK_BYTES)
+        _lower_limit(resource.RLIMIT_AS, _memory_use().size + settings["memory"])
+        signal.setitimer(signal.ITIMER_PROF, settings["seconds"])
+        text, matcher = _validate(tokens, structured)
     except MemoryError:
-        return {"error": f"{_name(fields)}: " + ENDED_BY[signal.SIGABRT].format(megabytes=given["memory"] >> 20)}
+        return {"error": f"{_name(fields)}: " + SIGNAL_MESSAGES[signal.SIGABRT].format(megabytes=settings["memory"] >> 20)}
     except UnicodeError:
-        return {"error": f"{_name(fields)}: it has text that is not Unicode, such as half a surrogate pair"}
+        return {"error": f"{_name(fields)}: it has text that is not valid Unicode, such as a lone surrogate"}
     except ValueError as error:
         return {"error": str(error)}
-    except BaseException as error:  # a panic of the library is no Exception
+    except BaseException as error:  # a panic in Rust is no Exception
         first_line = next(iter(str(error).splitlines()), "")
-        return {"error": f"{_name(fields)}: the compiler failed on it: {first_line:.200}"}
+        return {"error": f"{_name(fields)}: llguidance failed on it: {first_line:.200}"}
     signal.setitimer(signal.ITIMER_PROF, 0)
-    num_bytes = max(_pages().own - before.own, 0)
-    del matcher  # not before its memory is counted
+    num_bytes = max(_memory_use().own - before.own, 0)
+    del matcher  # only after its memory is counted
     return {"text": text, "num_bytes": num_bytes}
 
 
-def _tried(tokens: Any, structured: Structured) -> tuple[str, Any]:
-    """The grammar in the library's language, and its matcher after some tokens were drawn."""
+def _validate(tokens: Any, structured: Structured) -> tuple[str, Any]:
+    """The grammar in llguidance's language, and its matcher after sampling some tokens."""
     from llguidance import LLMatcher
 
     name, text = source(structured)
     limits = parser_limits()
     failed, messages = LLMatcher.validate_grammar_with_warnings(text, tokens, limits=limits)
     if failed:
-        raise ValueError(f"{name}: {_said(messages[0])}")
+        raise ValueError(f"{name}: {_message(messages[0])}")
     matcher = LLMatcher(tokens, text, log_level=0, limits=limits)
     if matcher.is_error():
-        raise ValueError(f"{name}: {_said(matcher.get_error())}")
+        raise ValueError(f"{name}: {_message(matcher.get_error())}")
     allowed = _ids(matcher.compute_bitmask())
     error = matcher.get_error()
-    if not allowed or _ended(error):
-        raise ValueError(f"{name}: no text has this form")
+    if not allowed or _is_exhausted(error):
+        raise ValueError(f"{name}: no text matches it")
     if error:
-        raise ValueError(f"{name}: {_said(error)}")
-    _walk(matcher, allowed, name, set(tokens.eos_tokens))
+        raise ValueError(f"{name}: {_message(error)}")
+    _sample_walk(matcher, allowed, name, set(tokens.eos_tokens))
     return text, matcher
 
 
-def _walk(matcher: Any, allowed: list[int], name: str, eos_ids: set[int]) -> None:
-    """Draw tokens. Raises ValueError if masks take too long, or if the form is too large for its first few tokens; what
-    happens later is the matter of one output."""
-    draw, slow = random.Random(0), 0
+def _sample_walk(matcher: Any, allowed: list[int], name: str, eos_ids: set[int]) -> None:
+    """Sample tokens. Raises ValueError if masks take too long, or if a limit is exceeded within the first few tokens;
+    after these, exceeding it fails only the request."""
+    rng, slow = random.Random(0), 0
     for number in range(WALK_TOKENS):
         choices = [token for token in allowed if token not in eos_ids]
-        taken = bool(choices) and matcher.try_consume_tokens([draw.choice(choices)])
+        taken = bool(choices) and matcher.try_consume_tokens([rng.choice(choices)])
         if number < FIRST_TOKENS and choices and (not taken or _too_large(matcher)):
-            raise ValueError(f"{name}: it is too complex: {_said(matcher.get_error())}")
+            raise ValueError(f"{name}: it is too complex: {_message(matcher.get_error())}")
         if not taken:
             return
         began = time.process_time()
         mask = matcher.compute_bitmask()
         slow += time.process_time() - began > MASK_SECONDS
         if slow > 1:
-            raise ValueError(f"{name}: it is too complex: to find the tokens that may come next takes more than "
-                             f"{1000 * MASK_SECONDS:.0f} ms a step")  # fmt: skip
+            raise ValueError(f"{name}: it is too complex: computing its masks exceeds the limit of "
+                             f"{1000 * MASK_SECONDS:.0f} ms per step")  # fmt: skip
         if number < FIRST_TOKENS and _too_large(matcher):
-            raise ValueError(f"{name}: it is too complex: {_said(matcher.get_error())}")
+            raise ValueError(f"{name}: it is too complex: {_message(matcher.get_error())}")
         if matcher.is_error():
             return
         allowed = _ids(mask)
 
 
 def _too_large(matcher: Any) -> bool:
-    """Whether it gave up, other than because the text is complete or can go no further."""
+    """Whether the matcher stopped for another reason than the end of the text."""
     error = matcher.get_error()
-    return bool(error) and not _ended(error)
+    return bool(error) and not _is_exhausted(error)
 
 
-def _ended(error: str) -> bool:
-    """Whether the text can go no further. The library has no code for it: `stop_reason` is InternalError then."""
+def _is_exhausted(error: str) -> bool:
+    """Whether the text cannot continue. llguidance has no code for this: `stop_reason` is InternalError."""
     return error.startswith("NoExtension")
 
 
@@ -159,8 +159,8 @@ def _ids(mask: bytes) -> list[int]:
     return [8 * place + bit for place, byte in enumerate(mask) if byte for bit in range(8) if byte >> bit & 1]
 
 
-def _said(message: str) -> str:
-    """What the library says of a grammar, without its own state."""
+def _message(message: str) -> str:
+    """The library's message without its internal state."""
     return message.partition("\n<state>")[0].strip()
 
 
@@ -168,29 +168,29 @@ def _name(fields: Mapping[str, Any]) -> str:
     return next(iter(fields))
 
 
-def _lower(which: int, most: int) -> None:
-    """Set the soft limit, unless it is lower already."""
+def _lower_limit(which: int, most: int) -> None:
+    """Set the soft limit, unless it is already lower."""
     soft, hard = resource.getrlimit(which)
     known = [limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY]
     resource.setrlimit(which, (min([most, *known]), hard))
 
 
 @dataclass(frozen=True)
-class Pages:
-    """Bytes of this process: of its address space, and those in memory that are of no file."""
+class MemoryUse:
+    """Bytes of this process: its address space, and its resident memory that is not file-backed."""
 
     size: int
     own: int
 
 
-def _pages() -> Pages:
-    """On systems that do not say it a grammar has no limit of memory, and no weight."""
+def _memory_use() -> MemoryUse:
+    """Without /proc, a grammar has no memory limit, and its size counts as 0."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             size, resident, shared = (int(number) * os.sysconf("SC_PAGESIZE") for number in file.read().split()[:3])
     except FileNotFoundError:
-        return Pages(2**40, 0)
-    return Pages(size, resident - shared)
+        return MemoryUse(2**40, 0)
+    return MemoryUse(size, resident - shared)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A model that generates, offline: prompts in and text out, over one engine."""
+"""Offline generation: a list of prompts, or one stream, on an engine in this process."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,9 +15,9 @@ from atomc.runtime.config import EngineConfig
 from atomc.runtime.engine import Engine
 from atomc.runtime.fence import Fence, RequestError, RequestFailed
 from atomc.runtime.logprobs import TokenLogprobs
-from atomc.runtime.output import TextStream
 from atomc.runtime.request import Completion, FinishReason, Output, Request, siblings
 from atomc.runtime.sampling_params import SamplingParams
+from atomc.runtime.text_stream import TextStream
 
 Prompt = str | Sequence[int]
 
@@ -25,17 +25,15 @@ Prompt = str | Sequence[int]
 class LLM:
     """One model in this process, on one device; not thread-safe.
 
-    model       a checkpoint directory, a module (see Engine), or None: the small model that comes with atomc
+    model      a checkpoint directory, a module (see Engine), or None: atomc's demo model
     dtype, device, options   also as torch.dtype, torch.device and atomc.Options
-    max_queue   no bound, if not given: whoever has a list of prompts waits for all of them
-    progress    bars on the terminal while it starts
-    settings    the other fields of EngineConfig
+    progress   show progress bars during the start
+    settings   further fields of EngineConfig; max_queue is unlimited by default
 
-    engine is what runs it. program.report says what the compiler did, phases how long each part of the start took
-    (seconds), and tokens_per_second how fast the last `generate` or `stream` made new tokens, all its requests
-    together.
+    Attributes: `program.report` has the compiler's report, `phases` the seconds of each phase of the start, and
+    `tokens_per_second` the throughput of the last `generate` or `stream`, over all its requests.
 
-    Raises what Engine raises; generating raises RunError if a module's weights were replaced after this.
+    Raises what Engine raises. Generating raises RunError if a module's weights were replaced after construction.
     """
 
     def __init__(
@@ -56,22 +54,22 @@ class LLM:
         self.tokenizer = self.engine.tokenizer
         self.tokens_per_second = 0.0
         self._ids = map(str, count())
-        self._answers: dict[str, Answer] = {}
+        self._builders: dict[str, CompletionBuilder] = {}
         self._fence = Fence()
 
     def generate(
         self, prompts: str | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *, progress: bool = False,
     ) -> list[Completion]:  # fmt: skip
-        """One completion for each prompt, in the order of the prompts; params.n of them if it is not 1.
+        """params.n completions for each prompt, in the order of the prompts.
 
-        prompts          a text, or a list of texts and lists of token ids
-        sampling_params  for all prompts, or one for each; None: greedy
-        progress         a bar that counts the finished prompts
+        prompts           a text, or a list of texts and lists of token ids
+        sampling_params   for all prompts, or one for each; None: greedy
+        progress          show a progress bar of finished requests
 
-        A request that fails while it is computed has finish_reason "error", and `error` says why; the others are
-        complete. Raises ValueError, before anything is computed, for a prompt that is empty, too long or not in the
-        vocabulary, for a form of output that cannot be compiled, and for a text if there is no tokenizer.
+        A request that fails has finish_reason "error" and the reason in `error`; other requests are not affected. Raises
+        ValueError before the first step for a prompt that is empty, too long or has unknown token ids, for structured
+        output that cannot be compiled, and for a text without a tokenizer.
         """
         if isinstance(prompts, str):
             prompts = [prompts]
@@ -82,92 +80,93 @@ class LLM:
         if len(sampling_params) != len(prompts):
             raise ValueError(f"{len(sampling_params)} sampling_params for {len(prompts)} prompts: "
                              "pass one for all, or one for each")  # fmt: skip
-        answers = [Answer(request, self.tokenizer) for prompt, params in zip(prompts, sampling_params, strict=True)
-                   for request in siblings(self._request(prompt, params))]  # fmt: skip
+        builders = [CompletionBuilder(request, self.tokenizer)
+                    for prompt, params in zip(prompts, sampling_params, strict=True)
+                    for request in siblings(self._request(prompt, params))]  # fmt: skip
         started = time.perf_counter()
-        with tqdm(total=len(answers), unit="answer", disable=None if progress else True) as bar:
-            self._finish(answers, bar)
+        with tqdm(total=len(builders), unit="answer", disable=None if progress else True) as bar:
+            self._finish(builders, bar)
         seconds = time.perf_counter() - started
-        self.tokens_per_second = sum(len(answer.token_ids) for answer in answers) / seconds
-        return [answer.completion() for answer in answers]
+        self.tokens_per_second = sum(len(builder.token_ids) for builder in builders) / seconds
+        return [builder.completion() for builder in builders]
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
-        """The new text of one prompt, piece by piece; the pieces together are the text that `generate` returns.
+        """The new text of one prompt in pieces, which concatenate to the text of `generate`.
 
-        A piece is never half a character. Closing the iterator ends the request. Raises ValueError as `generate` does,
-        and if there is no tokenizer or params.n is not 1; RequestFailed, after the text that came, if the request fails.
+        Pieces have complete characters only. Closing the iterator aborts the request. Raises ValueError as `generate`
+        does, and if there is no tokenizer or params.n is not 1; RequestFailed, after the generated text, if it fails.
         """
         if self.tokenizer is None:
-            raise ValueError("no tokenizer, so there is no text to stream: use generate, which returns token ids")
+            raise ValueError("no tokenizer to stream text: use generate, which returns token ids")
         params = sampling_params or SamplingParams()
         if params.n != 1:
-            raise ValueError(f"n is {params.n}: a stream is of one answer, use generate")
-        return self._pieces(Answer(self._request(prompt, params), self.tokenizer))
+            raise ValueError(f"n is {params.n}, expected 1 for a stream: use generate for several completions")
+        return self._pieces(CompletionBuilder(self._request(prompt, params), self.tokenizer))
 
-    def _pieces(self, answer: "Answer") -> Iterator[str]:
+    def _pieces(self, builder: "CompletionBuilder") -> Iterator[str]:
         num_shown = 0
         started = time.perf_counter()
-        self._begin(answer)
+        self._add(builder)
         try:
-            # Text may also come, and the request may finish, while somebody else advances the engine.
-            while answer.finish_reason is None or len(answer.text) > num_shown:
-                piece = answer.text[num_shown:]
+            # Another caller's steps may also produce text, or finish the request.
+            while builder.finish_reason is None or len(builder.text) > num_shown:
+                piece = builder.text[num_shown:]
                 num_shown += len(piece)
                 if piece:
                     yield piece
-                elif answer.finish_reason is None:
-                    self._advance()
-            if answer.error is not None:
-                raise RequestFailed(answer.error)
+                elif builder.finish_reason is None:
+                    self._step()
+            if builder.error is not None:
+                raise RequestFailed(builder.error)
         finally:
-            self._end(answer)
-            self.tokens_per_second = len(answer.token_ids) / (time.perf_counter() - started)
+            self._remove(builder)
+            self.tokens_per_second = len(builder.token_ids) / (time.perf_counter() - started)
 
-    def _finish(self, answers: Sequence["Answer"], bar: "tqdm[Any]") -> None:
-        """Queue the requests and run steps until all of them are finished; if that fails, none stays behind."""
-        unfinished = list(answers)
+    def _finish(self, builders: Sequence["CompletionBuilder"], bar: "tqdm[Any]") -> None:
+        """Queue the requests and run steps until all are finished; on an exception, abort all."""
+        unfinished = list(builders)
         try:
-            for answer in answers:
-                self._begin(answer)
+            for builder in builders:
+                self._add(builder)
             while unfinished:
-                # Also what another caller's steps finished.
-                left = [answer for answer in unfinished if answer.finish_reason is None]
+                # Another caller's steps may have finished some.
+                left = [builder for builder in unfinished if builder.finish_reason is None]
                 bar.update(len(unfinished) - len(left))
                 unfinished = left
                 if left:
-                    self._advance()
+                    self._step()
         finally:
-            for answer in answers:
-                self._end(answer)
+            for builder in builders:
+                self._remove(builder)
 
-    def _begin(self, answer: "Answer") -> None:
+    def _add(self, builder: "CompletionBuilder") -> None:
         try:
-            self.engine.add(answer.request)
+            self.engine.add(builder.request)
         except RequestFailed as failed:
-            answer.fail(failed.error)
+            builder.fail(failed.error)
         else:
-            self._answers[answer.request.id] = answer
+            self._builders[builder.request.id] = builder
 
-    def _end(self, answer: "Answer") -> None:
-        self._answers.pop(answer.request.id, None)
-        self.engine.abort(answer.request.id)
+    def _remove(self, builder: "CompletionBuilder") -> None:
+        self._builders.pop(builder.request.id, None)
+        self.engine.abort(builder.request.id)
 
-    def _advance(self) -> None:
-        """One step of the engine; what came of it goes to whoever asked."""
+    def _step(self) -> None:
+        """Run one engine step and pass its outputs to their builders."""
         assert self.engine.has_work, "a request is unfinished and there is nothing to do"
         for output in self.engine.step():
-            answer = self._answers.get(output.request_id)
-            if answer is not None:
-                self._fence.run(output.request_id, "making its text", answer.add, output)
+            builder = self._builders.get(output.request_id)
+            if builder is not None:
+                self._fence.run(output.request_id, "detokenizing", builder.add, output)
                 for error in self._fence.take().values():
-                    answer.fail(error)
-                if answer.finish_reason is not None and output.finish_reason is None:
-                    self.engine.abort(output.request_id)  # a stop string, of which the engine does not know
+                    builder.fail(error)
+                if builder.finish_reason is not None and output.finish_reason is None:
+                    self.engine.abort(output.request_id)  # a stop string, which the engine does not check
 
     def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
-        """A request that fits; raises ValueError for one that does not."""
+        """A new request. Raises ValueError if it does not fit."""
         if params.stop and self.tokenizer is None:
-            raise ValueError("no tokenizer, so there is no text to stop at: give stop_token_ids")
+            raise ValueError("no tokenizer, so stop strings cannot be found: use stop_token_ids")
         request = self.engine.request(next(self._ids), self._tokens(prompt), params)
         self.engine.refuse(request)
         return request
@@ -176,13 +175,13 @@ class LLM:
         if not isinstance(prompt, str):
             return list(prompt)
         if self.tokenizer is None:
-            raise ValueError(f"no tokenizer for the prompt {prompt[:40]!r}: pass token ids, or make the LLM of a "
-                             "directory with tokenizer.json")  # fmt: skip
+            raise ValueError(f"no tokenizer for the prompt {prompt[:40]!r}: pass token ids, or use a checkpoint with "
+                             "tokenizer.json")  # fmt: skip
         return list(self.tokenizer.encode(prompt).ids)
 
 
-class Answer:
-    """What has come of one request so far."""
+class CompletionBuilder:
+    """Builds the Completion of one request from its outputs."""
 
     def __init__(self, request: Request, tokenizer: Any | None) -> None:
         self.request = request

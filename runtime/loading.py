@@ -1,4 +1,4 @@
-"""From a config to a model that is ready to compile, with its tokenizer and what its config says."""
+"""Loads the model of an EngineConfig, with its tokenizer and the settings of its config."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,37 +15,37 @@ from atomc.runtime.hub import model_folder
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """A model, and what an engine needs to know of it. longest: tokens of the longest sequence that makes sense."""
+class LoadedModel:
+    """A model that is ready to compile, and its settings. max_len: maximum sequence length in tokens."""
 
     module: nn.Module
     tokenizer: Any | None
     eos_ids: frozenset[int]
     vocab_size: int | None
-    longest: int
+    max_len: int
 
 
-def load(config: EngineConfig, module: nn.Module | None = None, *, progress: bool = True) -> Loaded:
-    """The config's checkpoint, or the module that is given instead of one.
+def load(config: EngineConfig, module: nn.Module | None = None, *, progress: bool = True) -> LoadedModel:
+    """Loads the config's checkpoint, or uses `module` instead.
 
-    Raises ValueError for what does not fit together, FileNotFoundError for an incomplete checkpoint, ImportError if
-    the tokenizer needs a library that is not installed.
+    Raises ValueError for inconsistent settings, FileNotFoundError for an incomplete checkpoint, ImportError if the
+    tokenizer needs a library that is not installed.
     """
     from atomc.models import loader, wrap_stock
 
     if module is not None:
         if config.model or config.dtype or config.device or config.quantization or config.load_format != "auto":
-            raise ValueError("model, dtype, device, quantization and load_format are for checkpoints; "
-                             "a module keeps what it has")  # fmt: skip
-        # A stock transformers model, told by the method that replaces its attention.
-        ready = wrap_stock(module) if hasattr(module, "set_attn_implementation") else module
-        return _loaded(ready, None, _eos_ids_of_module(ready), config)
+            raise ValueError("model, dtype, device, quantization and load_format apply to checkpoints: leave them out for "
+                             "a module")  # fmt: skip
+        # Stock transformers models have a method that replaces their attention.
+        model = wrap_stock(module) if hasattr(module, "set_attn_implementation") else module
+        return _loaded_model(model, None, _eos_ids_of_module(model), config)
     folder = _demo() if config.model is None else model_folder(config.model)
-    ready = loader.load(
+    model = loader.load(
         folder, dtype=dtype_of(config.dtype), device=config.device or ("cuda" if torch.cuda.is_available() else "cpu"),
         load_format=config.load_format, quantization=_quantization(config), progress=progress,
     )  # fmt: skip
-    return _loaded(ready, load_tokenizer(folder), eos_token_ids(folder, _config_value(ready, "vocab_size")), config)
+    return _loaded_model(model, load_tokenizer(folder), eos_token_ids(folder, _config_value(model, "vocab_size")), config)
 
 
 def _quantization(config: EngineConfig) -> dict[str, Any] | str | None:
@@ -55,29 +55,28 @@ def _quantization(config: EngineConfig) -> dict[str, Any] | str | None:
 
 
 def dtype_of(name: str | None) -> torch.dtype | None:
-    """The dtype of this name. Raises ValueError if there is none."""
+    """The dtype of this name. Raises ValueError for an unknown name."""
     found = getattr(torch, name, None) if name else None
     if name and not isinstance(found, torch.dtype):
-        raise ValueError(f"dtype {name!r} is not known, expected one such as 'bfloat16' or 'float32'")
+        raise ValueError(f"unknown dtype {name!r}, expected one such as 'bfloat16' or 'float32'")
     return found
 
 
-def _loaded(module: nn.Module, tokenizer: Any | None, eos_ids: frozenset[int], config: EngineConfig) -> Loaded:
-    longest = _longest(module, config.max_model_len)
-    return Loaded(module, tokenizer, eos_ids, _config_value(module, "vocab_size"), longest)
+def _loaded_model(module: nn.Module, tokenizer: Any | None, eos_ids: frozenset[int], config: EngineConfig) -> LoadedModel:
+    max_len = _max_len(module, config.max_model_len)
+    return LoadedModel(module, tokenizer, eos_ids, _config_value(module, "vocab_size"), max_len)
 
 
-def _longest(module: nn.Module, max_model_len: int | None) -> int:
-    """Tokens of the longest sequence: max_model_len, else what the model was made for."""
-    made_for = _config_value(module, "max_position_embeddings")
-    longest = max_model_len if max_model_len is not None else made_for
-    if longest is None:
-        raise ValueError("the model does not say how long a sequence may be (max_position_embeddings in its config): "
-                         "pass max_model_len")  # fmt: skip
-    if made_for is not None and longest > made_for:
-        raise ValueError(f"max_model_len={longest} is longer than the {made_for} tokens that the model was made for "
+def _max_len(module: nn.Module, max_model_len: int | None) -> int:
+    """The maximum sequence length: max_model_len, else the model's max_position_embeddings."""
+    trained_len = _config_value(module, "max_position_embeddings")
+    max_len = max_model_len if max_model_len is not None else trained_len
+    if max_len is None:
+        raise ValueError("the model's config has no max_position_embeddings: set max_model_len")
+    if trained_len is not None and max_len > trained_len:
+        raise ValueError(f"max_model_len={max_len} exceeds the model's limit of {trained_len} tokens "
                          "(max_position_embeddings in its config)")  # fmt: skip
-    return longest
+    return max_len
 
 
 def _demo() -> Path:
@@ -87,7 +86,7 @@ def _demo() -> Path:
 
 
 def _config_value(module: nn.Module, name: str) -> int | None:
-    """A number of the module's config, or of the config of its text part; None if it has none."""
+    """An integer in the module's config or its text_config; None if there is none."""
     config = getattr(module, "config", None)
     for part in (config, getattr(config, "text_config", None)):
         if isinstance(getattr(part, name, None), int):

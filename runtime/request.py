@@ -1,4 +1,4 @@
-"""A request in plain Python: what is wanted, the tokens so far, and how many of them are in the cache."""
+"""Requests, their outputs and completions, without tensors."""
 
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -14,23 +14,24 @@ Pooling = Literal["mean", "last"]
 
 @dataclass(eq=False)
 class Request:
-    """One sequence on its way. `tokens` are the prompt, then what was generated; the first `computed` are in the cache.
+    """One sequence in progress. `tokens` are the prompt and the generated tokens; the first `computed` are in the KV cache.
 
     eos_ids       the model's end-of-sequence tokens
-    seed          is used where params.seed is None
-    priority      the lowest runs first and gives way last, if the scheduler goes by it
-    arrival       when it was queued, in seconds since the epoch
-    salt          only requests of the same salt share cached prefixes
-    pooling       instead of new tokens, the mean of the prompt's hidden states, or the last of them, is wanted
-    draft         tokens that may follow `tokens`: computed with the next step, and kept as far as they are right
-    drawing       tokens that steps in flight draw: they count as computed or pending, and are not in `tokens` yet
-    scored        rows of the prompt whose log-probabilities are known or on their way
-    num_cached    tokens of the prompt that came from the prefix cache
-    keys          of the full blocks of `tokens` (atomc.runtime.prefix_cache); the first num_named of them can be found
-    slot          its row while it runs, else None
-    announced     a step has told the worker what it needs of the request in this slot
-    number, admitted   the scheduler's: its place in the order of arrival, and how often it was admitted
-    finish_reason, stop_reason   as in Output, once it has finished
+    seed          used if params.seed is None
+    priority      lower values run first and are preempted last, with scheduling_policy="priority"
+    arrival       time of queueing, in seconds since the epoch
+    salt          requests share cached prefixes only with requests of the same salt
+    pooling       return the mean of the prompt's hidden states, or the last of them, instead of new tokens
+    draft         speculative tokens after `tokens`: computed in the next step, and kept up to the first wrong one
+    drawing       number of tokens that steps in flight sample: counted as computed or pending, not in `tokens` yet
+    scored        prompt rows whose log-probabilities are computed or in flight
+    num_cached    prompt tokens from the prefix cache
+    keys          keys of the full blocks of `tokens` (atomc.runtime.prefix_cache); the first num_named are in its index
+    slot          row of the request while it runs, else None
+    announced     a step has sent the worker the request's parameters for this slot
+    number        position in the order of arrival, set by the scheduler
+    admitted      how often the request was admitted, set by the scheduler
+    finish_reason, stop_reason   as in Output, once finished
 
     Raises ValueError for an empty prompt.
     """
@@ -69,12 +70,12 @@ class Request:
 
     @property
     def length(self) -> int:
-        """Tokens, with those that steps in flight draw."""
+        """Number of tokens, including those that steps in flight sample."""
         return len(self.tokens) + self.drawing
 
     @property
     def pending(self) -> int:
-        """Tokens not in the cache yet: a whole prompt, the rest of one, or the one token that was drawn last."""
+        """Number of tokens not in the cache yet: a prompt, the rest of one, or the last sampled token."""
         return len(self.tokens) + self.drawing - self.computed
 
     @property
@@ -87,20 +88,20 @@ class Request:
 
     @property
     def banned(self) -> frozenset[int]:
-        """Tokens that cannot come first."""
+        """Tokens that must not be sampled first."""
         return Draw(self.params, eos_ids=self.eos_ids).banned
 
     def room(self, max_len: int) -> int:
-        """So many new tokens may still come after those in flight; a sequence has at most max_len."""
+        """How many new tokens may follow those in flight; a sequence has at most max_len tokens."""
         room = max_len - self.length
         if self.params.max_tokens is None:
             return room
         return min(room, self.params.max_tokens - (self.length - self.num_prompt))
 
     def accept(self, token: int, max_len: int) -> None:
-        """Append a drawn token; sets finish_reason if it is the last one, max_len tokens at the latest."""
+        """Append a sampled token; sets finish_reason if it is the last one, or if there are max_len tokens."""
         self.tokens.append(token)
-        # Nothing fits a form of output that has come to its end.
+        # Structured output always ends at an end-of-sequence token: no token may follow.
         if token in self.eos_ids and (not self.params.ignore_eos or self.params.structured is not None):
             self.finish_reason = "stop"
         elif token in self.params.stop_token_ids:
@@ -109,13 +110,13 @@ class Request:
             self.finish_reason = "length"
 
     def output(self, start: int) -> "Output":
-        """What is new since there were `start` tokens."""
+        """The output with the tokens from position `start` on."""
         return Output(self.id, tuple(self.tokens[start:]), finish_reason=self.finish_reason,
                       stop_reason=self.stop_reason, num_cached=self.num_cached)  # fmt: skip
 
 
 def siblings(request: Request) -> list[Request]:
-    """params.n requests of the same prompt, with the ids "id/0", "id/1" and so on, and seeds that follow each other."""
+    """params.n requests with the same prompt, the ids "id/0", "id/1", ..., and consecutive seeds."""
     if request.params.n == 1:
         return [request]
     params = replace(request.params, n=1, seed=None)
@@ -125,16 +126,16 @@ def siblings(request: Request) -> list[Request]:
 
 @dataclass(frozen=True)
 class Output:
-    """What is new of a request since its last Output. msgspec can encode it.
+    """The new tokens of a request since its last Output. msgspec can encode it.
 
     token_ids         the new tokens
-    logprobs          one for each of them; None if not asked for
-    prompt_logprobs   one for each token of the prompt, the first None; comes once, with the first Output
-    finish_reason     "stop": a stop or end-of-sequence token came; "length": max_tokens or the longest sequence;
-                      "abort"; "error": see error; None: it goes on
-    stop_reason       the stop token; None for the model's own end-of-sequence tokens
-    num_cached        tokens of the prompt that came from the prefix cache
-    embedding         the pooled hidden state, of a request with `pooling`
+    logprobs          one per new token; None if not requested
+    prompt_logprobs   one per prompt token, the first None; only in the first Output
+    finish_reason     "stop": a stop or end-of-sequence token; "length": max_tokens or max_model_len reached;
+                      "abort"; "error": see error; None: not finished
+    stop_reason       the stop token; None for the model's end-of-sequence tokens
+    num_cached        prompt tokens from the prefix cache
+    embedding         the pooled hidden state, for a request with `pooling`
     error             why the request failed
     """
 
@@ -151,13 +152,13 @@ class Output:
 
 @dataclass(frozen=True)
 class Completion:
-    """What came of a prompt.
+    """The generated continuation of a prompt.
 
-    text               the new text, without the token or the text that stopped it; "" if there is no tokenizer
-    token_ids          the new tokens, including the one that stopped it
-    finish_reason      "stop": a stop or end-of-sequence token, or a stop string, came; "length": max_tokens or the
-                       longest sequence; "error": the request failed, and text and token_ids are what came before
-    prompt_token_ids   the prompt as the model saw it
+    text               the new text, without the stop token or stop string; "" without a tokenizer
+    token_ids          the new tokens, including a stop token
+    finish_reason      "stop": a stop token, end-of-sequence token or stop string; "length": max_tokens or max_model_len
+                       reached; "error": the request failed, text and token_ids have what was generated before
+    prompt_token_ids   the tokens of the prompt
     logprobs, prompt_logprobs, stop_reason, num_cached, error   as in Output
     """
 

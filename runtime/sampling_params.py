@@ -1,4 +1,4 @@
-"""How to generate: what a user asks for one request."""
+"""Sampling parameters of a request."""
 
 import json
 import math
@@ -8,21 +8,21 @@ from functools import cached_property
 from typing import Any
 
 MIN_TEMPERATURE = 1e-4
-# Of repetition_penalty. A logit that is divided by less, or multiplied by more, may not be finite.
+# Range of repetition_penalty; beyond it, logits may become infinite.
 PENALTIES = (1e-6, 1e6)
 
 
 @dataclass(frozen=True)
 class Structured:
-    """What the output must look like; exactly one of them.
+    """A constraint on the output; exactly one of these fields.
 
-    json_schema   JSON that fulfils this schema, given as a mapping or as text; kept as text
+    json_schema   JSON that is valid under this schema, a mapping or text; stored as text
     json_object   any JSON object
-    regex         text that the regular expression matches as a whole
+    regex         text that the regular expression fully matches
     choice        one of these texts
-    grammar       text that this Lark grammar derives
+    grammar       text that matches this Lark grammar
 
-    Raises ValueError for none of them or several; that it can be compiled is known only to atomc.runtime.structured.
+    Raises ValueError for no field or several. Whether it compiles is checked in atomc.runtime.grammar_compiler.
     """
 
     json_schema: Mapping[str, Any] | str | None = None
@@ -33,12 +33,12 @@ class Structured:
 
     def __post_init__(self) -> None:
         if isinstance(self.json_schema, Mapping):
-            # Not sorted: properties come in the order in which the schema lists them.
+            # Unsorted, because properties are generated in the order of the schema.
             object.__setattr__(self, "json_schema", json.dumps(self.json_schema))
         if self.choice is not None:
             object.__setattr__(self, "choice", tuple(self.choice))
             if not self.choice or "" in self.choice:
-                raise ValueError(f"choice is {list(self.choice)}, expected at least one text, and none empty")
+                raise ValueError(f"choice is {list(self.choice)}, expected at least one text and no empty text")
         given = [name for name in ("json_schema", "regex", "choice", "grammar") if getattr(self, name) is not None]
         given += ["json_object"] * self.json_object
         if len(given) != 1:
@@ -47,7 +47,7 @@ class Structured:
 
 
 class ParameterError(ValueError):
-    """A parameter is out of range. name: which."""
+    """A parameter is out of range. name: the parameter."""
 
     def __init__(self, name: str, text: str) -> None:
         super().__init__(text)
@@ -56,32 +56,32 @@ class ParameterError(ValueError):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to generate.
+    """How to sample the output of a request.
 
-    max_tokens           at most so many new tokens; None: as many as fit
+    max_tokens           maximum number of new tokens; None: as many as fit
     temperature          0: greedy; otherwise logits are divided by it
-    top_k                0: all tokens; n: only the n most likely
-    top_p                only the most likely tokens that together have this probability, after top_k
-    min_p                only tokens at least this likely, relative to the most likely one
-    seed                 None: another one for each request; the same seed draws the same numbers whatever the batch
-    stop_token_ids       generation ends at any of these, as it does at the model's own end-of-sequence tokens
-    ignore_eos           the model's own end-of-sequence tokens do not end generation
-    n                    so many answers to one prompt
-    min_tokens           so many new tokens come before a stop or end-of-sequence token can
-    repetition_penalty   the logit of each token of prompt and output is divided by it, or multiplied if negative; from
+    top_k                keep the n most likely tokens; 0: all
+    top_p                keep the most likely tokens with this total probability, after top_k
+    min_p                keep tokens with at least this probability relative to the most likely one
+    seed                 None: a different one per request; results for a seed do not depend on the batch
+    stop_token_ids       tokens that end generation, in addition to the model's end-of-sequence tokens
+    ignore_eos           do not stop at the model's end-of-sequence tokens
+    n                    number of completions per prompt
+    min_tokens           number of new tokens before a stop or end-of-sequence token is allowed
+    repetition_penalty   divides the positive and multiplies the negative logits of tokens in prompt and output; from
                          1e-6 to 1e6
-    presence_penalty     is taken from the logit of each token of the output
-    frequency_penalty    the same, once for each time that the token was drawn
-    logit_bias           is added to the logits of these token ids
-    stop                 generation ends where one of these texts appears
-    include_stop_str_in_output   the text that stopped it is part of the output
-    logprobs             log-probabilities of each new token, and of so many most likely ones
-    prompt_logprobs      the same for the tokens of the prompt
-    structured           what the output must look like
-    skip_special_tokens  special tokens have no text
+    presence_penalty     subtracted from the logits of tokens in the output
+    frequency_penalty    the same, times the number of occurrences
+    logit_bias           added to the logits of these token ids
+    stop                 texts that end generation
+    include_stop_str_in_output   keep the stop text in the output
+    logprobs             number of most likely tokens whose log-probabilities to return, besides the sampled token's
+    prompt_logprobs      the same for prompt tokens
+    structured           a constraint on the output
+    skip_special_tokens  leave special tokens out of the text
 
-    Penalties and bias come first, then temperature, top_k, top_p and min_p. Log-probabilities are those of the model,
-    before all of these. Raises ParameterError, a ValueError, for values out of range.
+    Penalties and bias apply first, then temperature, top_k, top_p and min_p. Log-probabilities are the model's, before
+    all of these. Raises ParameterError, a ValueError, for values out of range.
     """
 
     max_tokens: int | None = 64
@@ -132,12 +132,12 @@ class SamplingParams:
         expect("logprobs", self.logprobs is None or self.logprobs >= 0, "at least 0, or None")
         expect("prompt_logprobs", self.prompt_logprobs is None or self.prompt_logprobs >= 0, "at least 0, or None")
         expect("min_tokens", self.min_tokens == 0 or self.structured is None,
-               "0 with structured output, which ends where the structure does")  # fmt: skip
+               "0 with structured output, which determines its own end")  # fmt: skip
         expect("ignore_eos", not (self.ignore_eos and self.structured is not None),
-               "False with structured output, which ends where the structure does")  # fmt: skip
+               "False with structured output, which determines its own end")  # fmt: skip
 
-    def refuse_beyond(self, vocab_size: int) -> None:
-        """Raise ValueError if a token is named, or so many are asked for, that the vocabulary does not have."""
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raises ValueError if a token id, or a number of log-probabilities, exceeds the vocabulary."""
         for token in self.logit_bias:
             if token >= vocab_size:
                 raise ValueError(f"logit_bias has token {token}, the vocabulary has {vocab_size} tokens")

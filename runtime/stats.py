@@ -1,4 +1,4 @@
-"""What an engine has done and what it is doing, as plain numbers."""
+"""Statistics of an engine."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -6,17 +6,17 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Stats:
-    """Counters since the start, and gauges of this moment.
+    """Counters since the start, and current gauges.
 
-    kv_blocks_used   blocks that requests own or share; cached ones that nobody uses count as free
-    prefix_queries   prompt tokens looked up in the prefix cache; prefix_hits of them were found
-    steps            how many steps ran how: "full graph", "piecewise", or "eager: " and the reason
-    graph_rows       rows of the steps that ran as a graph; graph_padding more were added to fit one
-    host_ms          milliseconds of Python a step, mean of the last steps, waiting for the device left out
-    no_prefix_cache  why there is no prefix cache; empty: there is one
-    kv_tokens        tokens that the whole cache holds; max_len: tokens of the longest sequence
-    kv_tokens_used   tokens that it holds for requests; a block of the contiguous layout is taken whole by a sequence,
-                     however few they are
+    kv_blocks_used    blocks used by requests; unused cached blocks count as free
+    kv_tokens         capacity of the KV cache in tokens
+    kv_tokens_used    tokens that the cache holds for requests; a used block may hold few of its tokens
+    max_len           maximum sequence length in tokens
+    prefix_queries    prompt tokens looked up in the prefix cache; prefix_hits: tokens found
+    steps             number of steps by kind: "full graph", "piecewise", or "eager: " with the reason
+    graph_rows        rows of steps that ran as a CUDA graph, without graph_padding, the padding rows
+    host_ms           host time per step in milliseconds, mean of the last steps, without waiting for the device
+    no_prefix_cache   why there is no prefix cache; empty if there is one
     """
 
     running: int

@@ -17,7 +17,7 @@ from atomc.runtime.drawing import Drawing, Drawn
 from atomc.runtime.executor import Limits, Result, StepCounts
 from atomc.runtime.graphs import step_shapes
 from atomc.runtime.hidden import hidden_model
-from atomc.runtime.loading import Loaded, load
+from atomc.runtime.loading import LoadedModel, load
 from atomc.runtime.phases import Phases, uncollected
 from atomc.runtime.runner import Runner
 from atomc.runtime.sampling_params import SamplingParams
@@ -76,7 +76,7 @@ class Worker:
         use(self.threads)
         log.info("%s", self.threads)
 
-    def _allocate(self, loaded: Loaded) -> None:
+    def _allocate(self, loaded: LoadedModel) -> None:
         """Size the cache, and make what works on it."""
         config, specs, device = self.config, self.program.specs, self.program.device
         if not specs:
@@ -90,7 +90,7 @@ class Worker:
         self.drawing = Drawing(device, max_num_seqs)
         self.slots = Slots(self.drawing.sampler.counts)
         sized = config.kv_bytes is not None or config.num_blocks is not None
-        size = self._capacity(max_num_seqs, max_num_batched_tokens, loaded.longest, sized=sized)
+        size = self._capacity(max_num_seqs, max_num_batched_tokens, loaded.max_len, sized=sized)
         if no_prefix_cache and config.enable_prefix_caching is None:
             self.program.report.notes.append(f"no prefix cache: {no_prefix_cache}")
             log.info("no prefix cache: %s", no_prefix_cache)

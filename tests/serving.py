@@ -1,4 +1,4 @@
-"""`atomc serve` as a process, for tests of the server."""
+"""Runs `atomc serve` as a process, for tests of the server."""
 
 import contextlib
 import os
@@ -20,7 +20,7 @@ COMPILED = tempfile.TemporaryDirectory(prefix="atomc-compiled-")
 
 @dataclass
 class Server:
-    """A running server: where it listens, what it logs, and its processes."""
+    """A running server: its URL, log lines and processes."""
 
     process: subprocess.Popen
     lines: list[str] = field(default_factory=list)
@@ -35,7 +35,7 @@ class Server:
         return "\n".join(self.lines)
 
     def wait_for(self, pattern, seconds=START_SECONDS):
-        """The match of a line that is logged within this time."""
+        """Waits for a log line that matches the pattern; returns the match."""
         until = time.monotonic() + seconds
         while not (found := re.search(pattern, self.log)):
             over = time.monotonic() > until or self.process.poll() is not None
@@ -44,7 +44,7 @@ class Server:
         return found
 
     def all_of(self, pattern):
-        """What the pattern's group is, wherever it was logged."""
+        """All matches of the pattern in the log."""
         return re.findall(pattern, self.log)
 
     def memory(self, pid):
@@ -54,7 +54,7 @@ class Server:
 
 
 def few_files():
-    """As a shell may start it: the server itself must allow for its connections."""
+    """A low soft limit of open files, as in some shells: the server must raise it."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, most))
 

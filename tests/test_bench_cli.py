@@ -1,9 +1,10 @@
-"""`atomc bench`: what it sends, when, and that its figures are those of what came back."""
+"""`atomc bench`: the requests it sends, their schedule, and the metrics it computes."""
 
 import asyncio
 import contextlib
 import io
 import json
+import statistics
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,15 +15,15 @@ import pytest
 from atomc.cli import main
 from atomc.runtime.bench import load
 from atomc.runtime.bench.client import Server
-from atomc.runtime.bench.figures import Timed, figures, percentile, spread, text
-from atomc.runtime.bench.prompts import FIRST_ID, LAST_ID, Ask, asks_of_file, random_asks
+from atomc.runtime.bench.datasets import FIRST_ID, LAST_ID, SampleRequest, random_requests, requests_from_file
+from atomc.runtime.bench.metrics import RequestTiming, distribution, format_summary, summarize
 
 FIRST, GAP, TOKENS = 0.06, 0.02, 4
 KEY = "secret"
 
 
 class Handler(BaseHTTPRequestHandler):
-    """An OpenAI-compatible server that takes a known time for each token, and remembers what it was asked."""
+    """An OpenAI-compatible server with a fixed time per token that records its requests."""
 
     protocol_version = "HTTP/1.1"
 
@@ -45,7 +46,7 @@ class Handler(BaseHTTPRequestHandler):
             self.stream("messages" in body)
 
     def over(self):
-        """Before the last word is sent: a client that has it may send its next request at once."""
+        """Called before [DONE] is sent, because the client may send its next request right after it."""
         with self.server.lock:
             self.server.now -= 1
 
@@ -74,7 +75,7 @@ class Handler(BaseHTTPRequestHandler):
         self.chunk(b"")
 
     def event(self, data):
-        # In two chunks, cut in the middle of a line.
+        # In two chunks, split in the middle of a line.
         line = f"data: {json.dumps(data)}\n\n".encode()
         self.chunk(line[:9])
         self.chunk(line[9:])
@@ -111,9 +112,9 @@ def run(*argv):
     return out.getvalue()
 
 
-def sent(server, *asks, **how):
-    """The times of these requests, within a minute."""
-    coroutine = load.run(Server(server.url, "theirs"), asks, progress=False, **how)
+def sent(server, *samples, **how):
+    """The timings of these requests; fails after a minute."""
+    coroutine = load.run(Server(server.url, "theirs"), samples, progress=False, **how)
     return asyncio.run(asyncio.wait_for(coroutine, 60))
 
 
@@ -125,7 +126,7 @@ def test_figures_are_those_of_what_the_server_did(theirs, tmp_path):
     told = found["figures"]
     assert (told["completed"], told["failed"], told["input_tokens"], told["output_tokens"]) == (6, 0, 30, 24)
     assert told["most_at_once"] == theirs.most == 2
-    # A busy machine reads a token late, which makes the gap after it shorter: what holds is how the times add up.
+    # On a busy machine a late read shortens the next gap, so only sums of times are checked.
     assert told["ttft_ms"]["p50"] >= 1e3 * FIRST
     assert told["e2e_ms"]["p50"] >= 1e3 * (FIRST + (TOKENS - 1) * GAP)
     mean = {name: told[f"{name}_ms"]["mean"] for name in ("ttft", "tpot", "itl", "e2e")}
@@ -164,14 +165,14 @@ def test_messages_of_a_file_go_to_the_chat_endpoint(theirs, tmp_path):
 
 
 def test_the_first_part_of_a_chat_is_no_token(theirs):
-    (timed,) = sent(theirs, Ask([{"role": "user", "content": "Hi"}], TOKENS))
+    (timed,) = sent(theirs, SampleRequest([{"role": "user", "content": "Hi"}], TOKENS))
     assert len(timed.times) == TOKENS
     assert timed.ttft >= FIRST
 
 
 def test_without_usage_the_pieces_are_counted(theirs):
     theirs.way = "no usage"
-    (timed,) = sent(theirs, Ask("Hi", TOKENS))
+    (timed,) = sent(theirs, SampleRequest("Hi", TOKENS))
     assert (timed.error, timed.output_tokens) == (None, TOKENS)
 
 
@@ -179,26 +180,26 @@ def test_without_usage_the_pieces_are_counted(theirs):
     "way, error",
     [("break", "IncompleteReadError"), ("fail", "the engine died")],
 )
-def test_a_server_that_fails_at_once_is_told(theirs, way, error):
+def test_a_failing_first_request_is_reported(theirs, way, error):
     theirs.way = way
-    with pytest.raises(ValueError, match=f"refuses the first request: .*{error}"):
-        sent(theirs, Ask("Hi", TOKENS))
+    with pytest.raises(ValueError, match=f"the first request to .* failed: .*{error}"):
+        sent(theirs, SampleRequest("Hi", TOKENS))
 
 
 def test_requests_that_fail_are_counted_with_their_errors_and_not_timed(theirs):
     theirs.way = "refuse"
-    found = figures(sent(theirs, *[Ask("Hi", TOKENS)] * 3))
+    found = summarize(sent(theirs, *[SampleRequest("Hi", TOKENS)] * 3))
     assert (found["completed"], found["failed"]) == (0, 3)
     assert found["errors"] == {"status 503: too much to do": 3}
     assert found["ttft_ms"] == {}
-    assert "failed x3: status 503: too much to do" in text(found)
+    assert "failed x3: status 503: too much to do" in format_summary(found)
 
 
 def test_requests_come_at_the_rate_that_was_asked_for(theirs):
     due = load.arrivals(8, 40.0, seed=3)
-    timed = sent(theirs, *[Ask("Hi", TOKENS)] * 8, rate=40.0, seed=3)
+    timed = sent(theirs, *[SampleRequest("Hi", TOKENS)] * 8, rate=40.0, seed=3)
     assert all(each.start >= planned for each, planned in zip(timed, due, strict=True)), (timed, due)
-    # None waits for the one before it, which takes five times as long as the next is away.
+    # Requests overlap: one takes five times as long as the mean gap between two.
     assert theirs.most > 2
 
 
@@ -208,7 +209,7 @@ def test_arrivals_are_a_poisson_process():
     assert times[0] == 0.0
     assert sum(gaps) / len(gaps) == pytest.approx(0.02, rel=0.03)
     # The median of an exponential distribution is ln 2 of its mean.
-    assert percentile(gaps, 50) == pytest.approx(0.02 * 0.6931, rel=0.03)
+    assert statistics.median(gaps) == pytest.approx(0.02 * 0.6931, rel=0.03)
     assert load.arrivals(3, float("inf"), seed=0) == [0.0, 0.0, 0.0]
 
 
@@ -227,11 +228,11 @@ def wrong(capsys):
 
 def test_what_a_user_gets_wrong_is_one_line(wrong, theirs, tmp_path):
     serve = ("bench", "serve", "-q", "--base-url", theirs.url)
-    assert "no server answers at http://127.0.0.1:1:" in wrong("bench", "serve", "--base-url", "http://127.0.0.1:1")
-    assert "'ftp://x/v1/models' is no address of a server" in wrong("bench", "serve", "--base-url", "ftp://x")
+    assert "cannot connect to http://127.0.0.1:1:" in wrong("bench", "serve", "--base-url", "http://127.0.0.1:1")
+    assert "'ftp://x/v1/models' is not an HTTP URL" in wrong("bench", "serve", "--base-url", "ftp://x")
     assert "the request rate is 0.0, expected a number above 0" in wrong(*serve, "--request-rate", 0)
     assert "the spread of lengths is 2.0" in wrong(*serve, "--spread", 2)
-    assert "'0' is not a number of at least 1" in wrong(*serve, "--num-prompts", 0)
+    assert "'0': expected a number of at least 1" in wrong(*serve, "--num-prompts", 0)
     assert "No such file" in wrong(*serve, "--dataset", tmp_path / "gone.txt")
     (tmp_path / "bad.jsonl").write_text('{"prompt": 3}\n')
     assert "bad.jsonl:1: expected an object with prompt" in wrong(*serve, "--dataset", tmp_path / "bad.jsonl")
@@ -239,33 +240,34 @@ def test_what_a_user_gets_wrong_is_one_line(wrong, theirs, tmp_path):
     assert "empty.txt has no prompt" in wrong(*serve, "--dataset", tmp_path / "empty.txt")
 
 
-# Prompts and figures
+# Prompts and metrics
 
 
 def test_random_prompts_repeat_for_a_seed_and_have_the_lengths_asked_for():
-    asks = random_asks(200, 20, 10, spread=0.5, seed=1)
-    assert asks == random_asks(200, 20, 10, spread=0.5, seed=1) != random_asks(200, 20, 10, spread=0.5, seed=2)
-    assert {len(ask.prompt) for ask in asks} == set(range(10, 31))
-    assert {ask.max_tokens for ask in asks} == set(range(5, 16))
-    assert all(FIRST_ID <= token < LAST_ID for ask in asks for token in ask.prompt)
+    samples = random_requests(200, 20, 10, spread=0.5, seed=1)
+    assert samples == random_requests(200, 20, 10, spread=0.5, seed=1) != random_requests(200, 20, 10, spread=0.5, seed=2)
+    assert {len(sample.prompt) for sample in samples} == set(range(10, 31))
+    assert {sample.max_tokens for sample in samples} == set(range(5, 16))
+    assert all(FIRST_ID <= token < LAST_ID for sample in samples for token in sample.prompt)
 
 
 def test_prompts_of_a_file_are_repeated_if_they_are_too_few(tmp_path):
     (tmp_path / "lines.txt").write_text("one\n\ntwo\n")
-    asks = asks_of_file(tmp_path / "lines.txt", 5, 7)
-    assert sorted({ask.prompt for ask in asks}) == ["one", "two"]
-    assert len(asks) == 5 and {ask.max_tokens for ask in asks} == {7}
+    samples = requests_from_file(tmp_path / "lines.txt", 5, 7)
+    assert sorted({sample.prompt for sample in samples}) == ["one", "two"]
+    assert len(samples) == 5 and {sample.max_tokens for sample in samples} == {7}
 
 
-def test_percentiles_lie_between_values():
-    assert [percentile([1.0, 2.0, 4.0], percent) for percent in (0, 25, 50, 75, 100)] == [1.0, 1.5, 2.0, 3.0, 4.0]
-    assert spread([0.003])["p99"] == pytest.approx(3.0)
+def test_percentiles_are_interpolated_and_in_milliseconds():
+    found = distribution([4.0, 1.0, 2.0])
+    assert found == pytest.approx({"mean": 7000 / 3, "p50": 2000, "p90": 3600, "p95": 3800, "p99": 3960, "max": 4000})
+    assert distribution([0.003])["p99"] == pytest.approx(3.0) and distribution([]) == {}
 
 
 def test_figures_of_known_times():
-    one = Timed(0.0, [1.0, 1.5, 2.0], 2.0, input_tokens=10, output_tokens=3)
-    two = Timed(1.0, [3.0], 4.0, input_tokens=20, output_tokens=1)
-    found = figures([one, two, Timed(0.0, end=0.5, error="no")])
+    one = RequestTiming(0.0, [1.0, 1.5, 2.0], 2.0, input_tokens=10, output_tokens=3)
+    two = RequestTiming(1.0, [3.0], 4.0, input_tokens=20, output_tokens=1)
+    found = summarize([one, two, RequestTiming(0.0, end=0.5, error="no")])
     assert (found["seconds"], found["most_at_once"], found["failed"]) == (4.0, 2, 1)
     assert (found["output_tokens_per_second"], found["total_tokens_per_second"]) == (1.0, 8.5)
     assert (found["ttft_ms"]["mean"], found["tpot_ms"]["mean"], found["itl_ms"]["p50"]) == (1500.0, 500.0, 500.0)
@@ -306,7 +308,7 @@ def test_throughput_runs_all_at_once(tmp_path):
 def test_messages_need_a_server(wrong, tmp_path):
     (tmp_path / "asks.jsonl").write_text('{"messages": [{"role": "user", "content": "Hi"}]}\n')
     told = wrong("bench", "throughput", "--dataset", tmp_path / "asks.jsonl", *SMALL)
-    assert told == "atomc: prompts with messages need a server, with its chat template: atomc bench serve"
+    assert told == "atomc: a dataset with messages needs a server, which applies the chat template: atomc bench serve"
 
 
 def test_startup_tells_a_cold_start_from_a_warm_one_and_where_the_seconds_went(tmp_path):
@@ -321,5 +323,5 @@ def test_startup_tells_a_cold_start_from_a_warm_one_and_where_the_seconds_went(t
     assert printed.splitlines()[0].split() == ["seconds", "cold", "warm"]
 
 
-def test_a_start_that_fails_is_told_with_its_last_words(wrong, tmp_path):
+def test_a_failed_start_is_reported_with_its_last_line(wrong, tmp_path):
     assert "the engine did not start: " in wrong("bench", "startup", tmp_path, "--limit", 120)

@@ -1,4 +1,4 @@
-"""Keys and values in fp8: scales of a checkpoint are read, and whatever runs, caches hold numbers / scale."""
+"""ApiKeys and values in fp8: scales of a checkpoint are read, and whatever runs, caches hold numbers / scale."""
 
 import json
 from pathlib import Path

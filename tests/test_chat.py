@@ -1,4 +1,4 @@
-"""Chat templates: the same text as transformers renders, and one clear error for what cannot be rendered."""
+"""Chat templates: the same text as in transformers, and clear errors for templates or messages that cannot be rendered."""
 
 import contextlib
 import json
@@ -8,9 +8,9 @@ import pytest
 pytest.importorskip("jinja2")
 
 from atomc.demo import PATH
-from atomc.runtime.server.chat import ChatTemplate, load_chat_template
+from atomc.runtime.server.chat_template import ChatTemplate, load_chat_template
 
-# Templates in the manner of the published ones, each with what is peculiar to its family.
+# Templates modeled on published ones, with the features of each family.
 LLAMA = """\
 {{- bos_token }}
 {%- if not date_string is defined %}{% set date_string = strftime_now("%d %b %Y") %}{% endif %}
@@ -170,7 +170,7 @@ GPT_OSS = """\
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt -%}<|start|>assistant{%- endif -%}"""
-# As DeepSeek-V3's: the arguments are joined as a text.
+# As in DeepSeek-V3: the arguments are concatenated as text.
 DEEPSEEK = """\
 {{ bos_token }}{% for message in messages %}{% if message['tool_calls'] %}{% for tool in message['tool_calls'] %}\
 {{ '<call>' + tool['function']['name'] + '\\n```json\\n' + tool['function']['arguments'] + '\\n```' }}{% endfor %}\
@@ -205,7 +205,7 @@ SPECIAL = {"bos_token": "<bos>", "eos_token": "<eos>"}
 
 @pytest.fixture(scope="module")
 def theirs():
-    """What transformers renders, or None if its template raises."""
+    """The text that transformers renders, or None if the template raises."""
     transformers = pytest.importorskip("transformers")
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(PATH / "tokenizer.json"), **SPECIAL)
 
@@ -221,7 +221,7 @@ def theirs():
 
 
 def with_objects(message):
-    """The message with arguments as an object, which transformers asks of its callers."""
+    """The message with arguments as objects, which transformers requires."""
     if "tool_calls" not in message:
         return message
     (call,) = message["tool_calls"]
@@ -235,7 +235,7 @@ def test_a_template_renders_as_in_transformers(theirs, family, conversation):
     expected = theirs(TEMPLATES[family], [with_objects(message) for message in messages], tools, kwargs)
     template = ChatTemplate(TEMPLATES[family], SPECIAL)
     if expected is None:
-        with pytest.raises(ValueError, match=r"the chat template (refused|failed on) the messages"):
+        with pytest.raises(ValueError, match=r"the chat template (rejected|failed on) the messages"):
             template.render(messages, tools, **kwargs)
     else:
         assert template.render(messages, tools, **kwargs) == expected
@@ -258,7 +258,7 @@ def test_arguments_that_are_not_json_stay_as_the_model_wrote_them():
 
 
 def test_a_template_raising_is_an_error_with_its_words():
-    with pytest.raises(ValueError, match="refused the messages: System role not supported"):
+    with pytest.raises(ValueError, match="rejected the messages: System role not supported"):
         ChatTemplate(GEMMA).render([SYSTEM, USER])
 
 
@@ -284,12 +284,12 @@ def test_developer_is_system_for_a_template_that_does_not_know_it():
         ([], {}, "messages is empty"),
         (["hello"], {}, "a message is 'hello', expected an object with a role"),
         ([{"content": "x"}], {}, "expected an object with a role"),
-        ([{"role": "user", "content": 3}], {}, "the content of a message is a int, expected a text or a list of parts"),
+        ([{"role": "user", "content": 3}], {}, "the content of a message is a int, expected a string or a list of parts"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], {}, "a content part of type 'image_url' is not supported"),
-        ([USER], {"bos_token": "x"}, "'bos_token' cannot be set for the chat template"),
-        ([USER], {"messages": []}, "'messages' cannot be set for the chat template"),
-        ([USER], {"tools": []}, "'tools' cannot be set for the chat template"),
-        ([USER], {"value": object()}, "a object cannot be given to a chat template"),
+        ([USER], {"bos_token": "x"}, "chat_template_kwargs cannot set 'bos_token'"),
+        ([USER], {"messages": []}, "chat_template_kwargs cannot set 'messages'"),
+        ([USER], {"tools": []}, "chat_template_kwargs cannot set 'tools'"),
+        ([USER], {"value": object()}, "a object cannot be passed to a chat template"),
     ],
 )
 def test_wrong_messages_are_refused(messages, kwargs, wrong):
@@ -324,12 +324,12 @@ def test_a_namespace_may_have_a_name_called_self():
     assert ChatTemplate("{% set n = namespace(self=1) %}{{ n.self }}").render([USER]) == "1"
 
 
-def test_a_template_that_is_not_jinja_is_told_with_its_line():
-    with pytest.raises(ValueError, match="the chat template 'default' is not Jinja: line 2: "):
+def test_an_invalid_template_is_reported_with_its_line():
+    with pytest.raises(ValueError, match="the chat template 'default' is not valid Jinja: line 2: "):
         ChatTemplate("a\n{% if %}")
 
 
-# Where templates come from
+# Sources of templates
 
 
 def folder_with(path, config=None, **files):
@@ -346,12 +346,12 @@ def test_the_text_in_tokenizer_config_is_found_with_special_tokens_of_both_spell
     assert load_chat_template(folder_with(tmp_path, config)).render([USER]) == "<s></s>"
 
 
-def test_a_file_comes_before_tokenizer_config(tmp_path):
+def test_a_template_file_takes_precedence_over_tokenizer_config(tmp_path):
     folder = folder_with(tmp_path, {"chat_template": "config"}, chat_template_jinja="file")
     assert load_chat_template(folder).render([USER]) == "file"
 
 
-def test_the_file_of_the_user_comes_first(tmp_path):
+def test_the_users_template_file_takes_precedence(tmp_path):
     folder = folder_with(tmp_path, {"chat_template": "config", "bos_token": "<s>"}, mine_jinja="mine {{ bos_token }}")
     assert load_chat_template(folder, tmp_path / "mine.jinja").render([USER]) == "mine <s>"
 
@@ -371,19 +371,19 @@ def test_a_folder_without_a_template_has_none(tmp_path):
     assert load_chat_template(tmp_path) is None
 
 
-def test_a_file_that_is_not_there_is_told(tmp_path):
+def test_a_missing_template_file_is_reported(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"--chat-template .*gone\.jinja: no such file"):
         load_chat_template(tmp_path, tmp_path / "gone.jinja")
 
 
-def test_a_template_of_another_type_is_told(tmp_path):
+def test_a_template_of_the_wrong_type_is_reported(tmp_path):
     with pytest.raises(ValueError, match=r"tokenizer_config\.json: chat_template is a int"):
         load_chat_template(folder_with(tmp_path, {"chat_template": 3}))
 
 
-def test_named_templates_without_a_default_are_told(tmp_path):
+def test_named_templates_without_a_default_are_reported(tmp_path):
     named = [{"name": "rag", "template": "x"}]
-    with pytest.raises(ValueError, match=r"chat templates are \['rag'\], and none is named 'default'"):
+    with pytest.raises(ValueError, match=r"chat templates are \['rag'\], expected one named 'default'"):
         load_chat_template(folder_with(tmp_path, {"chat_template": named})).render([USER])
 
 

@@ -1,4 +1,4 @@
-"""The command line, called in this process: what it prints, and one line with exit code 2 for what a user gets wrong."""
+"""The command line, called in this process: its output, and one line with exit code 2 for user errors."""
 
 import contextlib
 import io
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.xdist_group("cli")
 
 
 def run(*argv):
-    """What a successful command prints."""
+    """The output of a successful command."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         assert main([str(part) for part in argv]) == 0
@@ -89,7 +89,7 @@ def test_several_prompts_are_each_continued():
 
 def sampling(folder, *flags):
     arguments = cli._parser().parse_args(["generate", str(folder), "-p", "x", *flags])
-    params = generate._sampling(arguments, folder)
+    params = generate._sampling_params(arguments, folder)
     return params.temperature, params.top_p, params.top_k
 
 
@@ -169,7 +169,7 @@ def number():
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """A folder with a module of the user's, that we are in."""
+    """Changes to a directory with a module of the user."""
     (tmp_path / "users_net.py").write_text(MODEL)
     monkeypatch.chdir(tmp_path)
     yield
@@ -186,21 +186,21 @@ def test_explain_a_model_of_the_users_shows_each_graph_and_the_break(here):
 @pytest.mark.parametrize(
     "argv, part",
     [
-        (["generate", "/nowhere", "-p", "x"], "/nowhere is not a directory"),
-        (["generate", PATH.parent], "give a prompt for this model: -p"),
+        (["generate", "/nowhere", "-p", "x"], "/nowhere is neither a directory nor"),
+        (["generate", PATH.parent], "this model needs a prompt, such as -p"),
         (["generate", "--temperature", "-1"], "temperature is -1.0, it must be 0 (greedy) or at least"),
         (["generate", "--glue", "best"], "argument --glue: invalid choice: 'best'"),
         (["generate", "--max-model-len", "100000"], "2048"),
-        (["explain", "/nowhere"], "/nowhere is not a directory"),
+        (["explain", "/nowhere"], "/nowhere is neither a directory nor"),
         (["explain", "--layers", "4"], "--layers 4: the model has 3"),
         (["explain", "--layers", "1", "--why", "nothing"], "no rewrite 'nothing'; rewrites are ['add_layer_norm'"),
-        (["explain", "--module-path", "layers.0"], "--module-path narrows --why: give both"),
+        (["explain", "--module-path", "layers.0"], "--module-path needs --why: set both"),
         (["explain", "--platform", "abacus"], "unknown platform 'abacus'; known are gfx942"),
-        (["explain", "no_such_module:build"], "no_such_module:build: there is no module 'no_such_module'"),
+        (["explain", "no_such_module:build"], "no_such_module:build: module 'no_such_module' is not in"),
         (["explain", "users_net:nothing"], "users_net has no function 'nothing'; it has Net, with_inputs, alone, number"),
         (["explain", "users_net:number"], "users_net:number returned int, expected a module, (module, args)"),
-        (["explain", "users_net:alone", "--quantization", "fp8"], "users_net:alone can call atomc.quantize(model, 'fp8')"),
-        (["explain", "--dtype", "fp8", "--quantization", "int8"], "--dtype fp8 quantizes, too, and not to int8"),
+        (["explain", "users_net:alone", "--quantization", "fp8"], "quantize(model, 'fp8') in users_net:alone"),
+        (["explain", "--dtype", "fp8", "--quantization", "int8"], "--dtype fp8 and --quantization int8 differ"),
         (["generate", "--quantization", "fp3"], "argument --quantization: invalid choice: 'fp3' (choose from 'fp8',"),
         (["explain", "users_net:alone"], "give the inputs of Net(x, scale)"),
         (["explain", "--fast"], "unrecognized arguments: --fast"),

@@ -240,4 +240,4 @@ def test_what_is_no_baseline_is_refused(tmp_path, capsys):
     for text in ("{", "[1]"):
         (tmp_path / "base.json").write_text(text)
         assert main(["explain", "--check", str(tmp_path / "base.json")]) == 2
-        assert "base.json is no baseline" in capsys.readouterr().err
+        assert "base.json is not a baseline" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Model folders with one thing damaged: each is refused in one sentence by what reads it, or works."""
+"""Damaged model folders: each reader rejects them with one sentence, or works."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from atomc.runtime.config import EngineConfig
 from atomc.runtime.detokenizer import load_tokenizer
 from atomc.runtime.loading import load
 from atomc.runtime.server.config import ServerConfig
-from atomc.runtime.server.served import load_served
+from atomc.runtime.server.model_info import load_model_info
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
@@ -44,7 +44,7 @@ Damage = Callable[[Path], None]
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a whole, tiny model of each kind."""
+    """A folder with a complete tiny model of each kind."""
     root = tmp_path_factory.mktemp("models")
     for kind, config in CONFIGS.items():
         folder = root / kind
@@ -69,7 +69,7 @@ def damaged(whole: Path, tmp_path: Path, kind: str, damage: Damage) -> Path:
 
 
 def refusals(folder: Path) -> set[str]:
-    """The sentences with which generating, serving and explaining refuse it; anything else that they raise goes on."""
+    """The error messages of generate, serve and explain; other exceptions are raised."""
 
     def refusal(read: Callable[[], object]) -> str | None:
         try:
@@ -79,7 +79,7 @@ def refusals(folder: Path) -> set[str]:
         return None
 
     found = {refusal(lambda: load(EngineConfig(model=str(folder), device="cpu"), progress=False)),
-             refusal(lambda: load_served(folder, "model", ServerConfig())),
+             refusal(lambda: load_model_info(folder, "model", ServerConfig())),
              refusal(lambda: built(folder))}  # fmt: skip
     return {sentence for sentence in found if sentence is not None}
 
@@ -92,7 +92,7 @@ def text(file: str, content: str | bytes) -> Damage:
 
 
 def fields(file: str, **values: Any) -> Damage:
-    """These fields of the JSON file have other values; DELETED ones are gone."""
+    """Sets fields of the JSON file; DELETED removes them."""
 
     def damage(folder: Path) -> None:
         path = folder / file
@@ -143,7 +143,7 @@ def weights(change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 
 
 def header(change: Callable[[dict[str, Any]], object], length: int | None = None) -> Damage:
-    """The header of the weights is another, or says that it has another length."""
+    """Replaces the header of the weights, or its length."""
 
     def damage(folder: Path) -> None:
         file = folder / "model.safetensors"
@@ -163,7 +163,7 @@ def first(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def index(file_name: object, make: Damage = lambda folder: None) -> Damage:
-    """An index instead of a single file; it says that every tensor is in file_name."""
+    """An index that maps every tensor to file_name, instead of a single file."""
 
     def damage(folder: Path) -> None:
         names = load_file(folder / "model.safetensors")
@@ -175,7 +175,7 @@ def index(file_name: object, make: Damage = lambda folder: None) -> Damage:
 
 
 def link_out(folder: Path) -> None:
-    """shard.safetensors is a link to a file beside the folder."""
+    """shard.safetensors is a symlink to a file outside of the folder."""
     (folder / "shard.safetensors").rename(folder.parent / "elsewhere.safetensors")
     (folder / "shard.safetensors").symlink_to("../elsewhere.safetensors")
 
@@ -201,8 +201,8 @@ NOT_ARCHITECTURES = "config.json names no architecture (architectures: {}); expe
 SAME = "are config.json and the weights of the same checkpoint?"
 OTHER_SHAPES = "PATH: {} tensors of MixtralForCausalLM have another shape, such as "
 NOT_MADE = "config.json: transformers cannot make a {} of it: "
-NOT_A_TOKENIZER = "PATH/tokenizer.json is not a tokenizer that can be read: "
-SPECIAL = "tokenizer_config.json, special_tokens_map.json: {}, expected a text or an object with content, a text"
+NOT_A_TOKENIZER = "PATH/tokenizer.json is not a valid tokenizer: "
+SPECIAL = "tokenizer_config.json, special_tokens_map.json: {}, expected a string or an object with a string `content`"
 GENERATION = "generation_config.json: "
 FIT = "PATH does not fit LlamaForCausalLM: "
 EXPECTED_FILE = ", expected a file in the model's folder such as model-00001-of-00002.safetensors"
@@ -373,10 +373,10 @@ REFUSED: list[tuple[str, Damage, str]] = [
     ("llama", tokenizer(lambda found: found.update(added_tokens=3)), NOT_A_TOKENIZER),
     ("llama", tokenizer(lambda found: found.update(post_processor=UNKNOWN_TOKEN)), NOT_A_TOKENIZER + "no entry found"),
     ("llama", text("tokenizer_config.json", DEEP), "PATH/tokenizer_config.json is nested too deeply"),
-    ("llama", template(3), "PATH/tokenizer_config.json: chat_template is a int, expected a text or a list of {name, "),
+    ("llama", template(3), "PATH/tokenizer_config.json: chat_template is a int, expected a string or a list of {name, "),
     ("llama", template([{"name": "default", "template": 3}]), "PATH/tokenizer_config.json: chat_template is a list, expec"),
-    ("llama", template("{{ x"), "the chat template 'default' is not Jinja: line 1: "),
-    ("llama", template("{{ 1 | bogus }}"), "the chat template 'default' is not Jinja: line 1: No filter named 'bogus'"),
+    ("llama", template("{{ x"), "the chat template 'default' is not valid Jinja: line 1: "),
+    ("llama", template("{{ 1 | bogus }}"), "the chat template 'default' is not valid Jinja: line 1: No filter"),
     ("llama", template("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}"), "the chat template 'default' is nested too deeply"),
     ("llama", template("{% if 1 %}" * 3000 + "{% endif %}" * 3000), "the chat template 'default' is nested too deeply"),
     ("llama", text("chat_template.jinja", b"\xff\xfe"), "PATH/chat_template.jinja is not UTF-8 text"),
@@ -434,7 +434,7 @@ def test_a_damaged_folder_is_refused_in_one_sentence(
 
 
 def replace_by_hub_links(folder: Path) -> None:
-    """As in the hub's cache: snapshots/<revision>/ has links to ../../blobs/."""
+    """As in the hub's cache: snapshots/<revision>/ has symlinks to ../../blobs/."""
     snapshot = folder / "models--a--b" / "snapshots" / "0123"
     snapshot.mkdir(parents=True)
     blobs = folder / "models--a--b" / "blobs"

@@ -1,4 +1,4 @@
-"""Text from tokens, as they come, of byte-level tokenizers and of those that fall back to bytes."""
+"""Incremental detokenization with byte-level and byte-fallback tokenizers."""
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +13,7 @@ END = DEMO.token_to_id("<|endoftext|>")
 
 
 def falling_back():
-    """Words after U+2581, letters, and bytes for everything else, as SentencePiece has it."""
+    """A tokenizer as in SentencePiece: words with U+2581, letters, and bytes as fallback."""
     pieces = ["<unk>", "</s>", "\u2581", "\u2581a", "b", "\u2581\u2581", *(f"<0x{byte:02X}>" for byte in range(256))]
     model = tokenizers.models.BPE({piece: i for i, piece in enumerate(pieces)}, [], unk_token="<unk>", byte_fallback=True)
     tokenizer = tokenizers.Tokenizer(model)
@@ -34,7 +34,7 @@ def test_pieces_are_whole_characters_and_make_the_text(text, split):
     detokenizer = Detokenizer(DEMO, prompt)
     pieces = [detokenizer.add([token]) for token in new]
     whole = DEMO.decode(ids)
-    # A prompt that ends in the middle of a character leaves its beginning behind.
+    # If the prompt ends in an incomplete character, its first bytes are not part of the new text.
     before = DEMO.decode(prompt)
     if not before.endswith("\ufffd") and "\ufffd" not in whole:
         assert before + "".join(pieces) + detokenizer.flush() == whole

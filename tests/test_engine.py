@@ -10,13 +10,13 @@ import torch
 
 from atomc.models import loader
 from atomc.runtime.engine import Engine, EngineConfig, QueueFull
+from atomc.runtime.grammar_compiler import GrammarCompiler
 from atomc.runtime.hidden import hidden_model
 from atomc.runtime.llm import LLM
 from atomc.runtime.loading import load
 from atomc.runtime.request import Request, siblings
 from atomc.runtime.sampling_params import SamplingParams, Structured
 from atomc.runtime.scheduler import Scheduler
-from atomc.runtime.structured import Grammars
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 import equality
@@ -271,10 +271,10 @@ def test_a_config_that_cannot_be_is_refused():
     for given, message in (({"gpu_memory_utilization": 1.5}, "above 0 and at most 1"),
                            ({"max_queue": 0}, "max_queue is 0"),
                            ({"scheduling_policy": "random"}, "expected one of"),
-                           ({"ngram_max": 1}, "below ngram_min"), ({"speculative_tokens": -1}, "must be 0")):  # fmt: skip
+                           ({"ngram_max": 1}, "least ngram_min"), ({"speculative_tokens": -1}, "must be 0")):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             EngineConfig(**given)
-    with pytest.raises(ValueError, match="dtype 'float13' is not known"):
+    with pytest.raises(ValueError, match="unknown dtype 'float13'"):
         load(EngineConfig(dtype="float13"))
 
 
@@ -308,14 +308,14 @@ def test_requests_are_told_apart_from_those_that_had_their_id_before(plain):
 
 
 def test_a_request_that_ended_while_its_next_step_was_launched_has_no_mask(plain, monkeypatch):
-    rows, ended, original = [], [], Grammars.fill
+    rows, ended, original = [], [], GrammarCompiler.fill
 
     def fill(grammars, mask, given):
         rows.append(len(given))
         ended.extend(matcher.finished for matcher, *_ in given)
         original(grammars, mask, given)
 
-    monkeypatch.setattr(Grammars, "fill", fill)
+    monkeypatch.setattr(GrammarCompiler, "fill", fill)
     params = SamplingParams(max_tokens=60, structured=Structured(choice=("king",)))
     longer = replace(params, structured=Structured(choice=("the king of the mountains",)))
     found = run(plain, plain.request("a", [5, 6], params), plain.request("b", [5, 6], longer))

@@ -13,23 +13,23 @@ from atomc.runtime.detokenizer import Detokenizer
 from atomc.runtime.draw import Draw
 from atomc.runtime.engine import Engine, EngineConfig
 from atomc.runtime.fence import Fence, RequestFailed
-from atomc.runtime.forms import Forms
+from atomc.runtime.grammar_compiler import GrammarCompiler, GrammarMatcher
 from atomc.runtime.llm import LLM
-from atomc.runtime.output import TextStream
 from atomc.runtime.request import Request
 from atomc.runtime.row_logprobs import LogprobsRow
 from atomc.runtime.sampling_params import SamplingParams, Structured
 from atomc.runtime.scheduler import Scheduler
 from atomc.runtime.speculative import NGram
-from atomc.runtime.structured import Grammars, Matcher
+from atomc.runtime.structured_outputs import StructuredOutputs
+from atomc.runtime.text_stream import TextStream
 from atomc.runtime.token_counts import TokenCounts
 
 pytestmark = pytest.mark.xdist_group("engine")
 
-# fp64, so that rounding decides about no token.
+# fp64, so that rounding does not change tokens.
 CONFIG = {"dtype": "float64", "device": "cpu", "max_num_seqs": 24, "kv_bytes": 2**26, "max_model_len": 256, "seed": 0,
           "max_num_batched_tokens": 128, "options": {"strict": True, "glue": "eager", "layout": "paged"}}  # fmt: skip
-PROMPT = [11, 12, 13, 14, 15] * 7  # more than two blocks; it repeats itself, so that drafts are made
+PROMPT = [11, 12, 13, 14, 15] * 7  # more than two blocks, and repetitive, so that there are drafts
 VICTIM_LOGPROBS = 7
 KINDS = [
     {}, {"temperature": 0.9, "top_p": 0.9}, {"repetition_penalty": 1.3, "presence_penalty": 0.5}, {"logprobs": 2},
@@ -39,11 +39,11 @@ KINDS = [
 
 
 class PanicException(BaseException):
-    """As pyo3's, which is no Exception either."""
+    """Like pyo3's PanicException, which is no Exception."""
 
 
 def others(engine):
-    """20 requests; some begin as the victim does."""
+    """20 requests; some share a prefix with the victim."""
     rng = random.Random(0)
     for i in range(20):
         prompt = PROMPT[: rng.choice([0, 0, 16, 33])] + rng.choices(range(1, 40), k=rng.randint(1, 40))
@@ -52,7 +52,7 @@ def others(engine):
 
 
 def victim(engine, **given):
-    """A request that takes part in everything but pooling."""
+    """A request that uses every feature except pooling."""
     params = SamplingParams(max_tokens=12, temperature=0.7, seed=5, repetition_penalty=1.1, logit_bias={9: 1.0},
                             logprobs=VICTIM_LOGPROBS, structured=Structured(regex="(the king |a queen ){9}"))  # fmt: skip
     salt = given.pop("salt", None)
@@ -62,7 +62,7 @@ def victim(engine, **given):
 
 
 def run(engine, requests, late=()):
-    """The outputs of each request by its id; `late` come after two steps. What add raises stands for the output."""
+    """The outputs of each request by id; `late` ones are added after two steps. An error of `add` counts as the output."""
     found, steps, late = {}, 0, list(late)
     for request in requests:
         engine.add(request)
@@ -145,8 +145,8 @@ class Hook:
         return f"{getattr(self.owner, '__name__', self.owner).rpartition('.')[2]}.{self.name}"
 
     def break_(self, engine, error, monkeypatch):
-        """From now on it raises; the list of what it raised."""
-        owner = engine.forms._grammars if self.owner is GRAMMARS else self.owner
+        """Makes the hook raise from now on; returns the list of raised errors."""
+        owner = engine.structured_outputs._compiler if self.owner is GRAMMARS else self.owner
         original, raised, calls = getattr(owner, self.name), [], 0
 
         def broken(*args, **kwargs):
@@ -179,7 +179,7 @@ SALTED = (("salt", "victim"),)
 FREE = (("structured", None), ("temperature", 0.0), ("max_tokens", 40))
 HOOKS = [
     # Admitted
-    Hook(Forms, "matcher", lambda engine, self, form: form.regex.endswith("{9}")),
+    Hook(StructuredOutputs, "matcher", lambda engine, self, form: form.regex.endswith("{9}")),
     Hook(GRAMMARS, "compile", lambda engine, form: form.regex.endswith("{9}")),
     Hook(Scheduler, "add", lambda engine, self, request: request.id == "victim"),
     # Scheduled
@@ -189,10 +189,11 @@ HOOKS = [
     Hook(BlockPool, "news", lambda engine, self, owner: owner == "victim", at=3),
     Hook(NGram, "propose", lambda engine, self, *_: drafter_is_victims(engine, self), speculates=True),
     # Constrained
-    Hook(Grammars, "fill", lambda engine, self, mask, rows: any(matcher_is_victims(engine, row[0]) for row in rows)),
-    Hook(Grammars, "fill", lambda engine, self, mask, rows: any(matcher_is_victims(engine, row[0]) for row in rows), at=4),
-    Hook(Matcher, "accept", lambda engine, self, token: matcher_is_victims(engine, self)),
-    Hook(Matcher, "accept", lambda engine, self, token: matcher_is_victims(engine, self), at=4),
+    Hook(GrammarCompiler, "fill", lambda engine, self, mask, rows: any(matcher_is_victims(engine, row[0]) for row in rows)),
+    Hook(GrammarCompiler, "fill", lambda engine, self, mask, rows: any(matcher_is_victims(engine, row[0]) for row in rows),
+         at=4),
+    Hook(GrammarMatcher, "accept", lambda engine, self, token: matcher_is_victims(engine, self)),
+    Hook(GrammarMatcher, "accept", lambda engine, self, token: matcher_is_victims(engine, self), at=4),
     # Sampled
     Hook(Draw, "banned", lambda engine, self: counts_are_victims(engine, self.counts)),
     Hook(Draw, "banned", lambda engine, self: counts_are_victims(engine, self.counts), at=3),
@@ -230,7 +231,7 @@ def test_what_raises_for_one_request_fails_it_and_changes_no_token_of_the_others
 
 
 def poison(engine, monkeypatch, value, places=slice(None), first=1):
-    """Logits of the victim hold this value from its step `first` on."""
+    """From its step `first` on, the victim's logits have this value."""
     original, steps = engine.executor.runner.logits, 0
 
     def logits(step):
@@ -302,7 +303,7 @@ def test_blocks_that_hold_nan_hurt_only_who_owns_them(engine, alone):
             break
     assert "NaN" in found.pop("victim")[-1].error.message
     assert {name: tokens(outputs) for name, outputs in found.items()} == alone
-    # Their blocks are used again.
+    # Their blocks are reused.
     assert {name: tokens(outputs) for name, outputs in run(engine, others(engine)).items()} == alone
     nothing_is_left(engine)
 
@@ -346,13 +347,13 @@ def test_where_bits_do_not_depend_on_the_batch_a_row_of_nan_changes_none_either(
     assert {name: tokens(outputs) for name, outputs in found.items()} == alone
 
 
-# Who is to blame
+# Attribution of errors
 
 
 def test_a_form_without_a_next_token_is_the_clients_error(engine, monkeypatch):
-    monkeypatch.setattr(Grammars, "fill", lambda grammars, mask, rows: mask.zero_())
+    monkeypatch.setattr(GrammarCompiler, "fill", lambda grammars, mask, rows: mask.zero_())
     *_, last = run(engine, [victim(engine, structured=Structured(regex="a*"))])["victim"]
-    assert last.error.by_client and "no token can continue the form of output" in last.error.message
+    assert last.error.by_client and "no token can continue the" in last.error.message
     nothing_is_left(engine)
 
 
@@ -405,7 +406,7 @@ def test_what_stops_the_process_or_is_the_devices_is_not_contained(error):
 @pytest.mark.parametrize(
     ("owner", "name", "concerns"),
     [(Detokenizer, "flush", lambda self: not self.skip_special_tokens),
-     (TextStream, "_searched", lambda self, *_: self.params.stop == ("victim",))],
+     (TextStream, "_match_stop", lambda self, *_: self.params.stop == ("victim",))],
 )  # fmt: skip
 def test_text_that_cannot_be_made_fails_one_prompt_of_many(llm, owner, name, concerns, error, monkeypatch):
     requests = list(others(llm.engine))
@@ -416,7 +417,7 @@ def test_text_that_cannot_be_made_fails_one_prompt_of_many(llm, owner, name, con
         raised = Hook(owner, name, lambda engine, *args: concerns(*args), at=3).break_(llm.engine, error, patch)
         *found, last = llm.generate([*prompts, PROMPT], [*params, of_victim])
     assert raised and [(one.text, one.token_ids) for one in found] == [(one.text, one.token_ids) for one in expected]
-    assert last.finish_reason == "error" and "failed while making its text" in last.error.message
+    assert last.finish_reason == "error" and "failed while detokenizing" in last.error.message
     assert all(one.error is None for one in found)
     nothing_is_left(llm.engine)
 

@@ -1,4 +1,4 @@
-"""What a request asks for, end to end on the demo model: stop strings, n, log-probabilities, forms, penalties, drafts."""
+"""Sampling parameters end to end on the demo model: stop strings, n, log-probabilities, grammars, penalties, drafts."""
 
 import json
 import math
@@ -11,7 +11,7 @@ from atomc import LLM, SamplingParams
 from atomc.runtime.sampling_params import Structured
 
 pytest.importorskip("tokenizers")
-# Else each worker compiles the model.
+# Otherwise each worker compiles the model.
 pytestmark = pytest.mark.xdist_group("generate_params")
 
 PROMPTS = ["Once upon a time", "She looked at him and said", "In the beginning", "The king of the country was a"]
@@ -23,7 +23,7 @@ PERSON = {
 }
 
 
-# In bf16 a row's logits depend on how many rows a step has, and sometimes a token does.
+# In bf16 the logits of a row, and sometimes its token, depend on the number of rows in a step.
 SETTINGS = dict(progress=False, dtype="float32", max_model_len=256, max_num_seqs=16, num_blocks=128)
 
 
@@ -44,7 +44,7 @@ def one(llm, prompt=PROMPTS[0], **params):
 
 def test_a_stop_string_ends_the_text_where_it_appears(llm):
     whole = one(llm, ignore_eos=True)
-    # Across the border of two tokens.
+    # Across two tokens.
     middle = len(llm.tokenizer.decode(list(whole.token_ids[:10])))
     stop = whole.text[middle - 3 : middle + 3]
     stopped = one(llm, ignore_eos=True, stop=(stop,))
@@ -79,13 +79,13 @@ def test_logprobs_come_with_each_token_and_agree_with_those_of_the_prompt(llm):
     answer = one(llm, max_tokens=8, logprobs=3, prompt_logprobs=2, ignore_eos=True)
     assert [each.token for each in answer.logprobs] == list(answer.token_ids)
     for each in answer.logprobs:
-        # Greedy: what was drawn is the most likely.
+        # Greedy: the sampled token is the most likely one.
         assert each.rank == 1 and each.top[0] == (each.token, each.logprob) and len(each.top) == 3
         assert sum(math.exp(value) for _, value in each.top) <= 1.0
     prompt = answer.prompt_token_ids
     assert answer.prompt_logprobs[0] is None and len(answer.prompt_logprobs) == len(prompt)
     assert [each.token for each in answer.prompt_logprobs[1:]] == list(prompt[1:])
-    # The answer as a prompt: the same tokens at the same places, computed together.
+    # The output as a prompt: the same tokens at the same positions, computed in one step.
     (again,) = llm.generate([[*prompt, *answer.token_ids]], SamplingParams(max_tokens=1, prompt_logprobs=0))
     for a, b in zip(answer.logprobs, again.prompt_logprobs[len(prompt) :], strict=True):
         assert a.token == b.token and abs(a.logprob - b.logprob) < 1e-3

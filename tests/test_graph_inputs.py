@@ -28,7 +28,7 @@ IDS, X = torch.tensor([3, 1, 4, 1, 5]), torch.zeros(5)
 
 
 def model_of() -> nn.Module:
-    """Keys, values and their scales differ from layer to layer."""
+    """ApiKeys, values and their scales differ from layer to layer."""
     torch.manual_seed(0)
     model = models.build(TINY, torch.float32).requires_grad_(False).eval()
     for i, layer in enumerate(model.model.layers):

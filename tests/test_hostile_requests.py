@@ -1,5 +1,5 @@
-"""Requests that ended the engine, or held up all others, through HTTP: each is refused or fails with the reason, and
-another stream goes on."""
+"""Requests over HTTP that used to end the engine or to delay all others: each is rejected or fails with the reason, and
+another stream continues."""
 
 import json
 import re
@@ -24,10 +24,10 @@ from serving import serving  # noqa: E402
 from atomc import demo  # noqa: E402
 
 pytestmark = pytest.mark.xdist_group("hostile")
-# Behind this token the model has NaN.
+# After this token the model returns NaN.
 POISON = 777
 DEEP = '{"properties":{"a":' * 500 + "{}" + "}}" * 500
-# By Python's reader of JSON before 3.12, or by the compiler of schemas.
+# From Python's JSON parser before 3.12, or from the schema compiler.
 TOO_DEEP = "json_schema: (it is nested too deep|recursion limit exceeded)"
 BYSTANDER = {"prompt": "She looked at him and said", "max_tokens": 30, "temperature": 0.8, "seed": 3, "ignore_eos": True}
 
@@ -71,8 +71,8 @@ def asked(**body):
 REFUSED = [
     (asked(guided_json=DEEP), TOO_DEEP),
     (asked(structured_outputs={"json": DEEP}), TOO_DEEP),
-    (asked(guided_regex=r"[^\s\S]"), "regex: no text has this form"),
-    (asked(guided_json={"$ref": "#"}), "json_schema: no text has this form"),
+    (asked(guided_regex=r"[^\s\S]"), "regex: no text matches it"),
+    (asked(guided_json={"$ref": "#"}), "json_schema: no text matches it"),
     (asked(guided_regex="(a{1000}){500}", temperature=1), "regex: it (is too complex|takes more than)"),
     (asked(repetition_penalty=1e-38, temperature=1), "repetition_penalty is 1e-38, it must be at least 1e-06"),
     (asked(repetition_penalty=1e38), r"repetition_penalty is 1e\+38, it must be at least 1e-06 and at most 1000000"),
@@ -92,7 +92,7 @@ FAILED = [
 
 @pytest.fixture
 def bystander(server, http, alone):
-    """A stream that begins before the test and is read after it."""
+    """A stream that is opened before the test and read after it."""
     with http.stream("POST", "/v1/completions", json=BYSTANDER | {"stream": True}) as answer:
         lines = answer.iter_lines()
         first = next(lines)
@@ -157,10 +157,10 @@ def test_the_engine_is_the_one_that_was_started_and_the_log_names_the_requests(s
         time.sleep(0.05)
 
 
-# Requests that held up all others
+# Requests that used to delay all others
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-# Each of these once held up all streams for 3 to 200 seconds. The limit is for a machine with much else to do:
+# Each of these used to block all streams for 3 to 200 seconds. The limit allows for a busy machine:
 # bench/bystander.py measures milliseconds.
 LIMIT_SECONDS = 3.0
 FROZE = ["lark grammar of 2 MB", "lark grammar of 200 kB", "regex (a{1000}){1000}", "regex (a{1000}){300}",
@@ -177,7 +177,7 @@ def demo_server():
 
 
 class Stream(threading.Thread):
-    """Streams until it is told to stop: the times of its tokens."""
+    """Streams until `stop` is set; returns the arrival times of the tokens."""
 
     def __init__(self, url):
         super().__init__(daemon=True)
@@ -218,7 +218,7 @@ def test_a_stream_goes_on_while_the_model_is_compiled_for_the_first_embeddings(d
 
 
 def beside_a_stream(demo_server, path, body):
-    """The answer to a request; fails if a stream had to wait for long meanwhile."""
+    """The response to a request; fails if another stream had a long gap during it."""
     stream = Stream(demo_server.url)
     stream.wait_for(5)
     began = time.monotonic()

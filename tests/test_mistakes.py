@@ -1,4 +1,4 @@
-"""What a client can get wrong is a 400 that says so, and how much one request may ask for."""
+"""Client errors get a 400 with the reason; limits of one request."""
 
 import json
 import threading
@@ -23,7 +23,7 @@ USER = {"role": "user", "content": "Once"}
 CHAT = {"messages": [USER], "max_tokens": 2}
 TEXT = {"prompt": "Once", "max_tokens": 2}
 F = {"type": "function", "function": {"name": "f"}}
-# Loops as long as the client says, and calls nothing while it does.
+# Loops as long as the client requests, without calling anything.
 TEMPLATE = """{%- for i in range(rounds or 0) -%}{%- for j in range(99999) -%}{%- endfor -%}{%- endfor -%}
 {{- self_name or '' -}}{%- for message in messages -%}{{ message.content }}{%- endfor -%}"""
 
@@ -58,63 +58,63 @@ def schema(depth):
 @pytest.mark.parametrize(
     ("path", "body", "said"),
     [
-        # Forms of output that nothing has, or that are none.
-        ("completions", {**TEXT, "guided_regex": r"[^\s\S]"}, "regex: no text has this form"),
-        ("completions", {**TEXT, "guided_json": {"$ref": "#"}}, "json_schema: no text has this form"),
+        # Grammars that match nothing, or that are invalid.
+        ("completions", {**TEXT, "guided_regex": r"[^\s\S]"}, "regex: no text matches it"),
+        ("completions", {**TEXT, "guided_json": {"$ref": "#"}}, "json_schema: no text matches it"),
         ("completions", {**TEXT, "guided_json": {"enum": []}}, "json_schema: "),
         ("completions", {**TEXT, "guided_json": "[" * 5000}, "json_schema: it is nested too deep"),
         ("completions", {**TEXT, "guided_json": deep(500)}, "json_schema: recursion limit exceeded"),
         ("completions", {**TEXT, "guided_json": schema(55)}, None),
         ("completions", {**TEXT, "guided_json": {"const": "\ud800"}}, "json_schema: Value is not"),
-        ("completions", {**TEXT, "guided_regex": "\ud800"}, "not Unicode"),
+        ("completions", {**TEXT, "guided_regex": "\ud800"}, "not valid Unicode"),
         ("completions", {**TEXT, "guided_regex": "(a{1000}){1000}"}, "regex: it "),
         ("completions", {**TEXT, "guided_grammar": "start: <[99999999]>"}, "grammar: "),
         ("completions", {**TEXT, "guided_grammar": "\0"}, "grammar: "),
         ("chat/completions", {**CHAT, "tools": tools({"$defs": 1}), "tool_choice": "required"}, "$defs"),
-        ("chat/completions", {**CHAT, "tools": tools({"$ref": "#"}), "tool_choice": F}, "no text has this form"),
-        # Names for the chat template.
-        *[("chat/completions", {**CHAT, "chat_template_kwargs": {name: 1}}, f"'{name}' cannot be set for the chat template")
+        ("chat/completions", {**CHAT, "tools": tools({"$ref": "#"}), "tool_choice": F}, "no text matches it"),
+        # Variables of the chat template.
+        *[("chat/completions", {**CHAT, "chat_template_kwargs": {name: 1}}, f"chat_template_kwargs cannot set '{name}'")
           for name in ("messages", "tools", "bos_token")],
         *[("chat/completions", {**CHAT, "chat_template_kwargs": {name: 1}}, None)
           for name in ("self", "add_generation_prompt", "args", "kwargs", "environment", "\0", "a b")],
-        ("chat/completions", {**CHAT, "chat_template_kwargs": {"self_name": "\ud800"}}, "not Unicode"),
+        ("chat/completions", {**CHAT, "chat_template_kwargs": {"self_name": "\ud800"}}, "not valid Unicode"),
         ("chat/completions", {**CHAT, "chat_template_kwargs": {"rounds": "x"}}, "the chat template failed on the messages"),
         ("chat/completions", {**CHAT, "messages": [{"role": "assistant", "tool_calls": [
             {"function": {"name": "f", "arguments": "[" * 100_000}}]}, USER]}, None),
         # JSON itself.
-        ("completions", deep(129), "nested deeper than 128 lists and objects"),
-        ("completions", "[" * 200_000, "nested deeper than 128 lists and objects"),
-        ("completions", '{"prompt":"a","b":' + deep(100) + "}", "b is no field of this request"),
-        ("completions", '{"prompt":' + "1" * 5000 + "}", "the body is not JSON that can be read: Exceeds the limit"),
+        ("completions", deep(129), "more than 128 levels of nested lists and objects"),
+        ("completions", "[" * 200_000, "more than 128 levels of nested lists and objects"),
+        ("completions", '{"prompt":"a","b":' + deep(100) + "}", "b is not a field of this request"),
+        ("completions", '{"prompt":' + "1" * 5000 + "}", "the body cannot be parsed: Exceeds the limit"),
         ("completions", b'{"prompt":"\xff"}', "the body is not JSON: it is not UTF-8"),
         ("completions", '{"prompt":"a","temperature":NaN}', "temperature: Input should be a finite number"),
         ("completions", '{"prompt":"a","temperature":1e999}', "temperature: Input should be a finite number"),
         ("completions", {**TEXT, "seed": 10**30}, "seed"),
-        ("completions", {**TEXT, "prompt": "\ud800"}, "not Unicode"),
+        ("completions", {**TEXT, "prompt": "\ud800"}, "not valid Unicode"),
         # Limits.
-        ("completions", {**TEXT, **{f"f{i}": 1 for i in range(200)}}, "the object has 202 fields, and at most 128 are"),
+        ("completions", {**TEXT, **{f"f{i}": 1 for i in range(200)}}, "the object has 202 fields, at most 128 are"),
         ("completions", {**TEXT, "prompt": [[]] * 300_000}, "the body has more than 262144 JSON values"),
         ("completions", {**TEXT, "prompt": [-1] * 200_000}, "prompt.str: Input should be a valid string"),
         ("completions", {**TEXT, "prompt": "She said. " * 100_000}, "maximum context length is 2048"),
-        ("completions", {**TEXT, "prompt": ["Once"] * 1025}, "asks for 1025 answers"),
-        ("completions", {**TEXT, "prompt": ["She said. " * 200] * 64, "n": 128}, "asks for 8192 answers"),
-        ("completions", {**TEXT, "stop": ["a"] * 33}, "stop has 33 texts, and at most 32 are allowed"),
-        ("completions", {**TEXT, "stop": "a" * 257}, "stop has a text of 257 characters, and at most 256 are allowed"),
-        ("completions", {**TEXT, "stop_token_ids": [1] * 1025}, "stop_token_ids has 1025 tokens, and at most 1024"),
-        ("completions", {**TEXT, "logit_bias": {str(i): 1 for i in range(1025)}}, "it has 1025 tokens, and at most 1024"),
-        ("completions", {**TEXT, "n": 128, "logprobs": 20}, "answers times log-probabilities may be at most 512"),
-        ("completions", {**TEXT, "prompt": ["a"] * 60, "prompt_logprobs": 20}, "may be at most 512"),
-        ("chat/completions", {**CHAT, "n": 128, "logprobs": True, "top_logprobs": 20}, "may be at most 512"),
-        ("chat/completions", {**CHAT, "messages": [USER] * 4097}, "messages has 4097 messages, and at most 4096"),
-        ("chat/completions", {**CHAT, "tools": [F] * 129}, "tools has 129 tools, and at most 128 are allowed"),
-        ("completions", {**TEXT, "guided_choice": ["a"] * 1025}, "choice has 1025 texts, and at most 1024"),
-        ("completions", {**TEXT, "guided_regex": "a" * 300_000}, "regex has 300000 characters, and at most 262144"),
+        ("completions", {**TEXT, "prompt": ["Once"] * 1025}, "asks for 1025 choices"),
+        ("completions", {**TEXT, "prompt": ["She said. " * 200] * 64, "n": 128}, "asks for 8192 choices"),
+        ("completions", {**TEXT, "stop": ["a"] * 33}, "stop has 33 strings, at most 32 are allowed"),
+        ("completions", {**TEXT, "stop": "a" * 257}, "stop has a string of 257 characters, at most 256 are allowed"),
+        ("completions", {**TEXT, "stop_token_ids": [1] * 1025}, "stop_token_ids has 1025 tokens, at most 1024"),
+        ("completions", {**TEXT, "logit_bias": {str(i): 1 for i in range(1025)}}, "it has 1025 tokens, at most 1024"),
+        ("completions", {**TEXT, "n": 128, "logprobs": 20}, "exceed the limit of 512"),
+        ("completions", {**TEXT, "prompt": ["a"] * 60, "prompt_logprobs": 20}, "exceed the limit of 512"),
+        ("chat/completions", {**CHAT, "n": 128, "logprobs": True, "top_logprobs": 20}, "exceed the limit of 512"),
+        ("chat/completions", {**CHAT, "messages": [USER] * 4097}, "messages has 4097 messages, at most 4096"),
+        ("chat/completions", {**CHAT, "tools": [F] * 129}, "tools has 129 tools, at most 128 are allowed"),
+        ("completions", {**TEXT, "guided_choice": ["a"] * 1025}, "choice has 1025 strings, at most 1024"),
+        ("completions", {**TEXT, "guided_regex": "a" * 300_000}, "regex has 300000 characters, at most 262144"),
         ("completions", {**TEXT, "guided_choice": ["a" * 100_000] * 3}, "choice has 300000 characters"),
         ("completions", {**TEXT, "guided_json": {"title": "a" * 300_000}}, "json_schema has 300013 characters"),
-        ("embeddings", {"input": ["Once"] * 1025}, "asks for 1025 answers"),
+        ("embeddings", {"input": ["Once"] * 1025}, "asks for 1025 choices"),
         ("embeddings", {"input": "She said. " * 1000}, "maximum context length is 2048"),
         ("../tokenize", {"prompt": "She said. " * 300_000}, "maximum context length is 131072"),
-        ("../detokenize", {"tokens": [1] * 131_073}, "tokens has 131073 tokens, and at most 131072 are allowed"),
+        ("../detokenize", {"tokens": [1] * 131_073}, "tokens has 131073 tokens, at most 131072 are allowed"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_answered_with_what_is_wrong(http, path, body, said):
@@ -127,7 +127,7 @@ def test_a_mistake_is_answered_with_what_is_wrong(http, path, body, said):
 
 
 def num_values(value):
-    """Lists, objects, and what follows a comma in them."""
+    """The number of JSON values: lists, objects, and items after a comma."""
     inner = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else None
     return 0 if inner is None else 1 + max(len(inner) - 1, 0) + sum(map(num_values, inner))
 
@@ -145,20 +145,20 @@ JSON = st.recursive(TEXTS | st.none() | st.integers(), lambda inner: st.lists(in
 @given(JSON, st.booleans())
 def test_values_and_nesting_of_a_body_are_counted_without_parsing_it(value, ascii_only):
     with pytest.MonkeyPatch.context() as patch:
-        for name, number in (("JSON_VALUES", 12), ("JSON_DEPTH", 4), ("BLOCK", 7)):
+        for name, number in (("JSON_VALUES", 12), ("JSON_DEPTH", 4), ("COUNT_BYTES", 7)):
             patch.setattr(limits, name, number)
         body = json.dumps(value, ensure_ascii=ascii_only).encode()
         if num_values(value) <= 12 and depth(value) <= 4:
-            limits.check_json(body, longest=0)
+            limits.check_json(body, max_len=0)
         else:
-            with pytest.raises(APIError, match=r"more than 12 JSON values|nested deeper than 4"):
-                limits.check_json(body, longest=0)
+            with pytest.raises(APIError, match=r"more than 12 JSON values|more than 4 levels"):
+                limits.check_json(body, max_len=0)
 
 
 def test_a_template_that_loops_ends(http):
     answer = http.post("/v1/chat/completions", json={**CHAT, "chat_template_kwargs": {"rounds": 90_000}})
     assert answer.status_code == 400
-    assert answer.json()["error"]["message"] == "the chat template takes more than 10 s for this conversation"
+    assert answer.json()["error"]["message"] == "rendering the chat template exceeded the limit of 10 s"
 
 
 def test_bodies_that_are_too_large_together_are_refused_for_a_while(http):
@@ -172,9 +172,10 @@ def test_bodies_that_are_too_large_together_are_refused_for_a_while(http):
         yield b'"}'
 
     def post(_):
-        answer = http.post("/v1/completions", content=body(), headers={"Content-Type": "application/json"})
-        refused.set()
-        return answer
+        try:
+            return http.post("/v1/completions", content=body(), headers={"Content-Type": "application/json"})
+        finally:
+            refused.set()
 
     with ThreadPoolExecutor(2) as clients:
         taken, late = sorted(clients.map(post, range(2)), key=lambda answer: answer.status_code)

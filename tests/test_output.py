@@ -1,4 +1,4 @@
-"""Text from outputs: stop strings wherever tokens end, and what is told at the end."""
+"""Text streams: stop strings at any split into tokens, and the final delta."""
 
 import pytest
 from hypothesis import given, settings
@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 
 from atomc import demo
 from atomc.runtime.logprobs import TokenLogprobs
-from atomc.runtime.output import TextDelta, TextStream
 from atomc.runtime.request import Output
 from atomc.runtime.sampling_params import SamplingParams
+from atomc.runtime.text_stream import TextDelta, TextStream
 
 tokenizers = pytest.importorskip("tokenizers")
 DEMO = tokenizers.Tokenizer.from_file(str(demo.PATH / "tokenizer.json"))
@@ -16,7 +16,7 @@ END = DEMO.token_to_id("<|endoftext|>")
 
 
 def streamed(tokens, sizes=(), finish="length", reason=None, **params):
-    """The deltas of these tokens, so many at a time (then one by one), until the stream has finished."""
+    """The deltas of these tokens, in steps of the given sizes (then one by one), until the stream has finished."""
     stream = TextStream(DEMO, [], SamplingParams(**params))
     deltas, start, sizes = [], 0, iter(sizes)
     while start < len(tokens) and not stream.finished:
@@ -51,7 +51,7 @@ def test_a_stop_string_across_tokens_never_shows_its_beginning():
     letters = [token for letter in "the cat" for token in ids(letter)]
     deltas = streamed(letters, stop=("e c",))
     assert text_of(deltas) == "th"
-    # What only looked like the beginning comes with the letter that tells.
+    # A partial stop string is returned with the first letter that does not match.
     assert [delta.text for delta in streamed(letters, stop=("e d",))] == ["t", "h", "", "", "e c", "a", "t"]
 
 
@@ -64,7 +64,7 @@ def test_a_stop_string_of_half_tokens_inside_characters():
     assert text_of(streamed(tokens, stop=("\u6587c",))) == "a\u4e2db\u6587"
 
 
-def test_what_begins_like_a_stop_string_comes_at_the_end():
+def test_a_partial_stop_string_is_returned_at_the_end():
     deltas = streamed(ids("a b c"), stop=("c d",))
     assert text_of(deltas) == "a b c" and deltas[-1].finish_reason == "length"
 
@@ -90,7 +90,7 @@ def test_the_token_that_stopped_it_has_no_text():
     assert text_of(streamed(named, finish="stop", reason=named[-1], stop_token_ids=(named[-1],))) == DEMO.decode(named[:-1])
     kept = dict(stop_token_ids=(named[-1],), include_stop_str_in_output=True)
     assert text_of(streamed(named, finish="stop", reason=named[-1], **kept)) == "once upon"
-    # The end-of-sequence token was not named.
+    # The end-of-sequence token is not in stop_token_ids.
     assert text_of(streamed(tokens, finish="stop", skip_special_tokens=False, **kept)) == "once upon"
 
 
@@ -120,7 +120,7 @@ def test_without_a_tokenizer_there_are_tokens_only():
 
 
 def expected(tokens, stops, min_tokens):
-    """Where the first token that completes a stop string leaves the text."""
+    """The text up to the first token that completes a stop string."""
     texts = [DEMO.decode(tokens[:count]) for count in range(len(tokens) + 1)]
     texts[:-1] = [text.rstrip("\ufffd") for text in texts[:-1]]
     for count, text in enumerate(texts):

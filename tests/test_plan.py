@@ -343,11 +343,11 @@ def test_the_plan_is_in_the_json(folder, capsys):
 @pytest.mark.parametrize(
     "asked, why",
     [(["--tp", "3"], "num_attention_heads is 8, no multiple of 3"),
-     (["--plan", "--why", "rms_norm"], "does not go with --why"),
+     (["--plan", "--why", "rms_norm"], "cannot be combined with --why"),
      (["--measure", "--platform", "h200"], "leave one of them out"),
      (["--tokens", "5", "--sequences", "9"], "a step of 5 tokens"),
      (["--plan", "--efficiency", "{path}/config.json"], "no table of efficiencies"),
-     (["--platform", "sm80", "--plan", "--efficiency", str(SHIPPED)], "has tables of NVIDIA H200, none of NVIDIA A100")],
+     (["--platform", "sm80", "--plan", "--efficiency", str(SHIPPED)], "has no table for NVIDIA A100")],
 )  # fmt: skip
 def test_the_command_refuses_in_one_line(folder, capsys, asked, why):
     path = folder(SMALL)
@@ -358,4 +358,4 @@ def test_the_command_refuses_in_one_line(folder, capsys, asked, why):
 
 def test_a_function_has_no_plan(capsys):
     assert main(["explain", "some.module:build", "--plan"]) == 2
-    assert "a plan is made of a config.json; some.module:build is a function" in capsys.readouterr().err
+    assert "a plan needs a config.json; some.module:build is a function" in capsys.readouterr().err

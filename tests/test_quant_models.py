@@ -246,7 +246,7 @@ def test_quantizing_twice_changes_nothing_more() -> None:
     assert torch.equal(out, model(IDS, POSITIONS))
 
 
-# Keys and values
+# ApiKeys and values
 
 
 def test_keys_and_values_in_fp8_take_half_and_predict_alike() -> None:

@@ -1,11 +1,11 @@
-"""Reasoning: what a model thinks and what it says, from whole texts and in any pieces."""
+"""Reasoning parsers: reasoning and content, for complete texts and for any split into pieces."""
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atomc.runtime.server.pieces import Content, Reasoning, joined
-from atomc.runtime.server.reasoning import REASONING_PARSERS, detect_reasoning, reasoning_parser
+from atomc.runtime.server.message_deltas import ContentDelta, ReasoningDelta, merge_deltas
+from atomc.runtime.server.reasoning_parsers import REASONING_PARSERS, detect_reasoning_parser, reasoning_parser
 
 OPEN = "<|im_start|>assistant\n<think>\n"
 OFF = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
@@ -13,14 +13,14 @@ CALL = "<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json
 
 
 def parsed(name, prompt, *parts):
-    """The pieces of the whole, neighbours joined."""
+    """All deltas, with adjacent ones of the same type merged."""
     parser = reasoning_parser(name, prompt)
     pieces = [piece for part in parts for piece in parser.feed(part)]
-    return joined(pieces + parser.finish())
+    return merge_deltas(pieces + parser.finish())
 
 
 def answer(thought="", said=""):
-    return ([Reasoning(thought)] if thought else []) + ([Content(said)] if said else [])
+    return ([ReasoningDelta(thought)] if thought else []) + ([ContentDelta(said)] if said else [])
 
 
 # name of the parser, prompt, text, pieces
@@ -98,13 +98,13 @@ def test_any_text_in_any_parts_gives_the_same_as_at_once(name, data):
 
 def test_thoughts_come_as_they_are_thought():
     parser = reasoning_parser("think", OPEN)
-    assert parser.feed("Hm, ") == [Reasoning("Hm, ")]
-    assert parser.feed("well\n") == [Reasoning("well")]
-    assert parser.feed("so") == [Reasoning("\nso")]
+    assert parser.feed("Hm, ") == [ReasoningDelta("Hm, ")]
+    assert parser.feed("well\n") == [ReasoningDelta("well")]
+    assert parser.feed("so") == [ReasoningDelta("\nso")]
 
 
-def test_a_parser_that_does_not_exist_is_told():
-    with pytest.raises(ValueError, match="no reasoning parser 'x'; there are think, qwen3, deepseek-r1, gpt-oss"):
+def test_an_unknown_parser_is_rejected():
+    with pytest.raises(ValueError, match="unknown reasoning parser 'x', expected one of think, qwen3"):
         reasoning_parser("x")
 
 
@@ -118,5 +118,5 @@ def test_a_parser_that_does_not_exist_is_told():
     ],
 )
 def test_the_template_tells_the_parser(template, model_type, name):
-    assert detect_reasoning(template, model_type) == name
+    assert detect_reasoning_parser(template, model_type) == name
     assert name is None or name in REASONING_PARSERS

@@ -477,7 +477,7 @@ def test_a_module_generates_from_token_ids():
         llm.generate("Hello")
     with pytest.raises(ValueError, match="no tokenizer"):
         llm.stream([1])
-    with pytest.raises(ValueError, match="no text to stop at: give stop_token_ids"):
+    with pytest.raises(ValueError, match="stop strings cannot be found: use stop_token_ids"):
         llm.generate([[1]], SamplingParams(stop=(".",)))
 
 
@@ -486,9 +486,9 @@ def test_a_module_generates_from_token_ids():
     [
         ({"max_num_seqs": 0}, "max_num_seqs is 0"),
         ({"max_num_batched_tokens": -1}, "max_num_batched_tokens is -1"),
-        ({"num_blocks": 1, "kv_bytes": 1}, "give one of them"),
-        ({"max_model_len": 65}, "max_model_len=65 is longer than the 64 tokens"),
-        ({"dtype": torch.float16}, "a module keeps what it has"),
+        ({"num_blocks": 1, "kv_bytes": 1}, "set one of them"),
+        ({"max_model_len": 65}, "max_model_len=65 exceeds the model's limit of 64 tokens"),
+        ({"dtype": torch.float16}, "leave them out for a module"),
     ],
 )
 def test_wrong_arguments_fail_before_compiling(given, message):
@@ -497,7 +497,7 @@ def test_wrong_arguments_fail_before_compiling(given, message):
 
 
 def test_a_model_that_does_not_say_its_length_needs_max_model_len():
-    with pytest.raises(ValueError, match="pass max_model_len"):
+    with pytest.raises(ValueError, match="set max_model_len"):
         LLM(torch.nn.Linear(2, 2))
 
 

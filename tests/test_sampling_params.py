@@ -1,4 +1,4 @@
-"""What a request may ask for, and what is refused with which sentence."""
+"""Validation of sampling parameters, with the error messages."""
 
 import pytest
 
@@ -41,11 +41,11 @@ def test_parameters_out_of_range_are_refused(params, message):
 
 
 def test_what_the_vocabulary_lacks_is_refused():
-    SamplingParams(logit_bias={9: 1.0}, logprobs=10).refuse_beyond(10)
+    SamplingParams(logit_bias={9: 1.0}, logprobs=10).check_vocabulary(10)
     with pytest.raises(ValueError, match="logit_bias has token 10, the vocabulary has 10 tokens"):
-        SamplingParams(logit_bias={9: 1.0, 10: 1.0}).refuse_beyond(10)
+        SamplingParams(logit_bias={9: 1.0, 10: 1.0}).check_vocabulary(10)
     with pytest.raises(ValueError, match="logprobs is 11, the vocabulary has 10 tokens"):
-        SamplingParams(logprobs=11).refuse_beyond(10)
+        SamplingParams(logprobs=11).check_vocabulary(10)
 
 
 def test_one_stop_text_may_come_alone():
@@ -60,7 +60,7 @@ def test_structured_output_is_exactly_one_thing(given):
 
 @pytest.mark.parametrize("choice", [(), ("a", "")])
 def test_a_choice_is_among_texts(choice):
-    with pytest.raises(ValueError, match="expected at least one text, and none empty"):
+    with pytest.raises(ValueError, match="expected at least one text and no empty text"):
         Structured(choice=choice)
 
 

@@ -36,14 +36,14 @@ ALLOWED = {
     "atomc/torch_compat/untraceable.py": "messages of Dynamo, which has no code for it",
     "models/limits.py: line.": "files of the system",
     "runtime/bench/client.py: line.": "lines of HTTP",
-    "runtime/bench/connection.py: line.": "lines of HTTP",
+    "runtime/bench/http_client.py: line.": "lines of HTTP",
     "runtime/grammar_worker.py: error.startswith('NoExtension')": "a message of llguidance, which has no code for it",
     "runtime/grammar_worker.py: message.partition": "a message of llguidance, without its state",
     "runtime/server/app.py: first['msg'].": "a message of pydantic, without its prefix",
-    "runtime/server/chat.py: 'tool_calls' in message": "a mapping: the message of a chat",
+    "runtime/server/chat_template.py: 'tool_calls' in message": "a mapping: the message of a chat",
     "runtime/server/flags.py: text.partition('=')": "a flag",
-    "runtime/server/forced_tools.py: text.": "what a model wrote",
-    "runtime/server/markers.py: text.": "what a model wrote",
+    "runtime/server/tool_choice.py: text.": "what a model wrote",
+    "runtime/server/text_buffer.py: text.": "what a model wrote",
 }
 
 

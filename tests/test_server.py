@@ -1,4 +1,4 @@
-"""The server's API over HTTP, on the demo model: OpenAI's own client, and requests that it would not send."""
+"""The server's API over HTTP on the demo model: with OpenAI's client, and with requests that it would not send."""
 
 import json
 import math
@@ -58,7 +58,7 @@ def greedy(**more):
 
 
 def events(answer):
-    """What the data lines of a stream hold, and whether the last says that it is complete."""
+    """The events of a stream, and whether it ends with [DONE]."""
     data = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
     return [json.loads(each) for each in data if each != "[DONE]"], data[-1] == "[DONE]"
 
@@ -261,7 +261,7 @@ One moment.
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_a_model_thinks_says_and_calls_is_told_apart(client, stream):
+def test_reasoning_content_and_tool_calls_are_separated(client, stream):
     asked = {"messages": HELLO, "tools": [WEATHER], "extra_body": {"guided_choice": [WRITTEN]}}
     found = client.chat.completions.create(**asked, stream=stream, **greedy(max_tokens=300))
     parts = [chunk.choices[0].delta for chunk in found] if stream else [found.choices[0].message]
@@ -279,7 +279,7 @@ def test_without_a_choice_of_tools_none_is_called(client):
     assert message.tool_calls is None and "<tool_call>" in message.content
 
 
-# Beside generation
+# Other endpoints
 
 
 def test_tokens_there_and_back(http):
@@ -334,7 +334,7 @@ def test_embeddings_are_of_length_one_alike_for_alike_texts_and_the_same_in_base
     assert last[0]["embedding"] != plain[0]["embedding"]
 
 
-# What a client gets wrong
+# Client errors
 
 
 @pytest.mark.parametrize(
@@ -349,33 +349,33 @@ def test_embeddings_are_of_length_one_alike_for_alike_texts_and_the_same_in_base
         ("/v1/completions", {"prompt": "x", "max_tokens": 0}, 400, "max_tokens is 0"),
         ("/v1/completions", {"prompt": "x", "max_tokens": 10**30}, 400, "max_tokens"),
         ("/v1/completions", {"prompt": "x", "temperature": -1}, 400, "temperature is -1.0, it must be"),
-        ("/v1/completions", {"prompt": "x", "temprature": 1}, 400, "temprature is no field of this request"),
-        ("/v1/completions", {"prompt": "x", "best_of": 3}, 400, "best_of is 3"),
+        ("/v1/completions", {"prompt": "x", "temprature": 1}, 400, "temprature is not a field of this request"),
+        ("/v1/completions", {"prompt": "x", "best_of": 3}, 400, "best_of=3 is not supported"),
         ("/v1/completions", {"prompt": "x", "suffix": "y"}, 400, "suffix is not supported"),
         ("/v1/completions", {"prompt": "x", "logprobs": 6}, 400, "logprobs is 6, it must be at least 0 and at most 5"),
-        ("/v1/completions", {"prompt": "x", "model": "gpt-4"}, 404, "'gpt-4' does not exist; there is atomc-demo"),
+        ("/v1/completions", {"prompt": "x", "model": "gpt-4"}, 404, "'gpt-4' does not exist, expected atomc-demo"),
         ("/v1/completions", {"prompt": "x", "seed": 2**70}, 400, "seed"),
         ("/v1/completions", {"prompt": "x", "stop_token_ids": [4000]}, 400, "token id 4000"),
         ("/v1/completions", {"prompt": "x", "guided_regex": "["}, 400, "regex"),
-        ("/v1/completions", {"prompt": "x", "guided_regex": "a", "guided_choice": ["b"]}, 400, "more than once"),
-        ("/v1/completions", {"prompt": ["x"] * 100, "n": 20}, 400, "asks for 2000 answers, and 1024 is"),
+        ("/v1/completions", {"prompt": "x", "guided_regex": "a", "guided_choice": ["b"]}, 400, "several kinds of"),
+        ("/v1/completions", {"prompt": ["x"] * 100, "n": 20}, 400, "asks for 2000 choices, the queue holds at most 1024"),
         ("/v1/chat/completions", {"messages": []}, 400, "messages is empty"),
         ("/v1/chat/completions", {"messages": [{"content": "x"}]}, 400, "expected an object with a role"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "image_url"),
         ("/v1/chat/completions", {"messages": HELLO, "top_logprobs": 2}, 400, "top_logprobs needs logprobs"),
-        ("/v1/chat/completions", {"messages": HELLO, "tool_choice": "required"}, 400, "there are no tools"),
-        ("/v1/chat/completions", {"messages": HELLO, "response_format": {"type": "json_schema"}}, 400, "needs json_schema"),
+        ("/v1/chat/completions", {"messages": HELLO, "tool_choice": "required"}, 400, "tools is empty"),
+        ("/v1/chat/completions", {"messages": HELLO, "response_format": {"type": "json_schema"}}, 400, "needs a field"),
         ("/v1/chat/completions", {"messages": HELLO, "tools": [WEATHER],
                                   "tool_choice": {"type": "function", "function": {"name": "sun"}}}, 400, "'sun'"),
-        ("/v1/embeddings", {"input": "x", "dimensions": 7}, 400, "dimensions is 7, and this model's embeddings have 256"),
-        ("/v1/embeddings", {"input": [5] * 2049}, 400, "maximum context length is 2048 tokens, and an input has 2049"),
+        ("/v1/embeddings", {"input": "x", "dimensions": 7}, 400, "dimensions is 7, expected 256"),
+        ("/v1/embeddings", {"input": [5] * 2049}, 400, "maximum context length is 2048 tokens, an input has 2049"),
         ("/detokenize", {"tokens": [4000]}, 400, "token id 4000"),
-        ("/tokenize", {}, 400, "either prompt or messages"),
-        ("/v1/nothing", {}, 404, "there is no POST /v1/nothing"),
-        ("/v1/models", {}, 405, "there is no POST /v1/models"),
+        ("/tokenize", {}, 400, "expected one of them"),
+        ("/v1/nothing", {}, 404, "no endpoint POST /v1/nothing"),
+        ("/v1/models", {}, 405, "no endpoint POST /v1/models"),
     ],
 )  # fmt: skip
-def test_a_wrong_request_is_told_what_is_wrong(http, path, body, status, part):
+def test_an_invalid_request_gets_an_error_with_the_reason(http, path, body, status, part):
     answer = http.post(path, json=body)
     assert answer.status_code == status, answer.text
     error = answer.json()["error"]
@@ -390,7 +390,7 @@ def test_a_wrong_request_is_told_what_is_wrong(http, path, body, status, part):
         (b"{", "not JSON"),
         (b'{"prompt": "\\ud800"}', "unicode|Unicode"),
         (b'{"prompt": "x", "temperature": NaN}', "temperature"),
-        (b"[" * 100_000, "nested deeper than 128"),
+        (b"[" * 100_000, "more than 128 levels of nested"),
         (b'"text"', "the body"),
     ],
 )
@@ -399,11 +399,11 @@ def test_a_body_that_is_no_request_is_a_400(http, content, part):
     assert answer.status_code == 400 and re.search(part, answer.json()["error"]["message"])
 
 
-def test_json_that_is_sent_as_something_else_is_told_so(http):
+def test_json_with_another_content_type_is_rejected(http):
     answer = http.post("/v1/completions", content=b'{"prompt": "x"}',
                        headers={"Content-Type": "application/x-www-form-urlencoded"})  # fmt: skip
     assert answer.status_code == 400
-    assert "sent as 'application/x-www-form-urlencoded': send JSON, with the header" in answer.json()["error"]["message"]
+    assert "Content-Type is 'application/x-www-form-urlencoded': send JSON" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("header", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Basic {KEY}"}])
@@ -425,7 +425,7 @@ def test_a_large_body_is_a_413_whether_or_not_it_says_its_size(http):
     assert answer.status_code == 413 and "200000 bytes" in answer.json()["error"]["message"]
 
 
-def test_the_request_id_of_the_client_comes_back_and_is_logged(server, http):
+def test_the_clients_request_id_is_returned_and_logged(server, http):
     answer = http.post("/v1/completions", json=greedy(prompt="x"), headers={"X-Request-Id": "my-request-7"})
     assert answer.headers["x-request-id"] == "my-request-7" and answer.json()["id"] == "cmpl-my-request-7"
     line = server.wait_for("request my-request-7: .*", 60)[0]

@@ -1,4 +1,4 @@
-"""Connections that are slow, silent or half-open, keys as clients spell them, and probes that cost next to nothing."""
+"""Slow, idle and half-open connections, encodings of API keys, and cheap probes."""
 
 import re
 import socket
@@ -13,8 +13,8 @@ pytest.importorskip("tokenizers")
 httpx = pytest.importorskip("httpx")
 from serving import serving  # noqa: E402
 
+from atomc.runtime.server.api_keys import ApiKeys, read_keys  # noqa: E402
 from atomc.runtime.server.config import ServerConfig  # noqa: E402
-from atomc.runtime.server.keys import Keys, read_keys  # noqa: E402
 
 pytestmark = pytest.mark.xdist_group("server connections")
 KEY, IN_FILE = "schl\u00fcssel", "\u9375"
@@ -32,7 +32,7 @@ def server(tmp_path_factory):
 
 
 def said(server, first, drip=b""):
-    """What the server sends until it closes the connection; `drip` is sent again and again."""
+    """The bytes that the server sends until it closes the connection; sends `drip` repeatedly."""
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=60) as connection:
         connection.sendall(first)
@@ -49,7 +49,7 @@ def said(server, first, drip=b""):
         feeder.start()
         try:
             return b"".join(iter(lambda: connection.recv(65536), b""))
-        except ConnectionResetError:  # closed with bytes on the way
+        except ConnectionResetError:  # closed with unread bytes
             return b""
         finally:
             over.set()
@@ -73,11 +73,11 @@ def test_a_connection_that_sends_too_slowly_is_closed(server, first, drip, answe
     (b"GET /health HTTP/1.1\r\nHost: x\r\n\r\nGET /hea", b"l"),
     (b"POST /nowhere HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n", b" "),
 ], ids=["a second head", "a body that was answered already"])  # fmt: skip
-def test_what_comes_slowly_after_an_answer_closes_the_connection_without_another(server, first, drip):
+def test_slow_data_after_a_response_closes_the_connection_without_a_second_response(server, first, drip):
     assert said(server, first, drip).count(b"HTTP/1.1 ") <= 1
 
 
-def test_a_body_that_takes_long_is_served_while_it_comes_fast_enough(server):
+def test_a_long_body_is_served_if_it_arrives_fast_enough(server):
     def parts():
         yield b'{"prompt": "Once", "max_tokens": 2, "ignore_eos": true' + 100_000 * b" "  # 10 seconds more
         time.sleep(5)
@@ -100,11 +100,11 @@ def test_a_key_that_is_not_ascii_opens(server, header):
     [b"Bearer wrong", b"Bearer " + KEY.encode()], [b"Bearer " + KEY.encode()] * 2,
 ])  # fmt: skip
 def test_anything_but_one_key_does_not(headers):
-    assert not Keys([KEY]).admit([(b"authorization", header) for header in headers])
+    assert not ApiKeys([KEY]).authorizes([(b"authorization", header) for header in headers])
 
 
 @pytest.mark.parametrize("key, part", [
-    ("", "an api_key is empty"), (" a", "begins or ends with a space"), ("a\n", "begins or ends"),
+    ("", "an api_key is empty"), (" a", "begins or ends with white space"), ("a\n", "begins or ends"),
     ("a\x00b", "not printable"), ("\udcff", "not printable"),
 ])  # fmt: skip
 def test_a_key_that_no_client_can_send_is_refused(key, part):
@@ -138,7 +138,7 @@ def test_connections_are_kept_alive_by_the_system(server):
         client.get("/health")
         with open("/proc/net/tcp") as file:
             ours = [line.split() for line in file if f":{port:04X} " in line.split()[1] + " " and line.split()[3] == "01"]
-        # A timer of kind 2 is that of keep-alive.
+        # Timer kind 2 is keepalive.
         assert {line[5].partition(":")[0] for line in ours} == {"02"}
 
 

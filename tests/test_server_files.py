@@ -1,4 +1,4 @@
-"""A server as files describe it: flags in TOML, keys, a certificate, and a model of which there is only the config."""
+"""Servers configured by files: TOML flags, API keys, a certificate, and a model with a config only."""
 
 import json
 import shutil
@@ -76,9 +76,9 @@ def test_a_stock_class_with_random_weights_generates_and_a_line_says_so(server, 
 
 
 def test_without_a_tokenizer_text_is_refused_with_what_to_send(client):
-    with pytest.raises(openai.BadRequestError, match="no tokenizer: give the prompt as token ids"):
+    with pytest.raises(openai.BadRequestError, match="no tokenizer: send token ids"):
         client.completions.create(model="one", prompt="text")
-    with pytest.raises(openai.BadRequestError, match="no text to stop at: give stop_token_ids"):
+    with pytest.raises(openai.BadRequestError, match="stop strings cannot be found: use stop_token_ids"):
         client.completions.create(model="one", prompt=[5], stop=".")
     with pytest.raises(openai.BadRequestError, match="no chat template: use /v1/completions"):
         client.chat.completions.create(model="one", messages=[{"role": "user", "content": "x"}])
@@ -86,6 +86,6 @@ def test_without_a_tokenizer_text_is_refused_with_what_to_send(client):
 
 def test_a_client_that_stays_connected_does_not_hold_up_the_end(server, client):
     client.models.list()
-    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))):  # it never begins to speak TLS
+    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))):  # it never starts the TLS handshake
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(60) == 0

@@ -1,4 +1,4 @@
-"""Flags and config files of `atomc serve`, names of models, and what is refused before anything starts."""
+"""Flags and config files of `atomc serve`, model names, and errors before the start."""
 
 import os
 import re
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from atomc.cli import _parser, main
-from atomc.cli.elsewhere import ELSEWHERE
+from atomc.cli.foreign_flags import FOREIGN_FLAGS
 from atomc.cli.serve import GROUPS
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.hub import model_folder
@@ -20,7 +20,7 @@ from atomc.runtime.server.flags import read_toml, values_of
 
 
 def configs(*argv):
-    """What the configs of `atomc serve` would be."""
+    """The configs that `atomc serve` creates from these arguments."""
     arguments = _parser().parse_args(["serve", *map(str, argv)])
     file = read_toml(Path(arguments.config), ServerConfig, EngineConfig) if arguments.config else {}
     return tuple(config(**values_of(arguments, file, config)) for config in (ServerConfig, EngineConfig))
@@ -81,12 +81,12 @@ def test_a_file_sets_what_no_flag_says(tmp_path):
 @pytest.mark.parametrize(
     "text, part",
     [
-        ("prot = 1", "has 'prot'; there is allow_origin"),
+        ("prot = 1", "has unknown keys 'prot', expected allow_origin"),
         ("port = '1'", "port is '1' in the config file, expected int"),
         ("port = true", "port is True in the config file, expected int"),
-        ("api_key = 3", "api_key is 3 in the config file, expected a list of texts"),
+        ("api_key = 3", "api_key is 3 in the config file, expected a list of strings"),
         ("options = 3", "options is 3 in the config file, expected a table"),
-        ("port =", "is not TOML"),
+        ("port =", "is not valid TOML"),
         ("port = 70000", "port is 70000, expected 0 (any free one) to 65535"),
     ],
 )
@@ -98,11 +98,11 @@ def test_a_wrong_file_is_refused(tmp_path, wrong, text, part):
 @pytest.mark.parametrize(
     "argv, part",
     [
-        (["/nowhere"], "/nowhere is not a directory, and not a name on the hub such as Qwen/Qwen3-0.6B"),
+        (["/nowhere"], "/nowhere is neither a directory nor a name on the hub such as Qwen/Qwen3-0.6B"),
         (["--config", "/nowhere.toml"], "/nowhere.toml"),
-        (["--ssl-keyfile", "x"], "give ssl_certfile too"),
-        (["--ssl-certfile", __file__], f"no certificate with its key in {__file__}: "),
-        (["--ssl-certfile", "/nowhere.pem"], "/nowhere.pem: [Errno 2] No such file or directory"),
+        (["--ssl-keyfile", "x"], "needs ssl_certfile: set both"),
+        (["--ssl-certfile", __file__], f"{__file__} is not a certificate with its key: "),
+        (["--ssl-certfile", "/nowhere.pem"], "/nowhere.pem is not a certificate with its key: [Errno 2] No such file"),
         (["--host", "256.1.1.1"], "cannot listen on 256.1.1.1 port 8000"),
         (["--api-key", ""], "an api_key is empty"),
         (["--max-num-seqs", "0"], "max_num_seqs is 0, it must be at least 1"),
@@ -118,7 +118,7 @@ def test_a_wrong_flag_is_one_line(wrong, argv, part):
     [
         (["--max-num-sequences", "3"], "--max-num-sequences (did you mean --max-num-seqs?); see atomc serve --help"),
         (["--max_model_length=9"], "--max_model_length=9 (did you mean --max-model-len?)"),
-        (["--tensor-parallel-size", "2"], "--tensor-parallel-size (a model runs on one device here)"),
+        (["--tensor-parallel-size", "2"], "--tensor-parallel-size (atomc runs a model on one device)"),
         (["--kv-cache-memory-bytes=1"], "--kv-cache-memory-bytes=1 (use --kv-bytes)"),
         (["--xyz"], "--xyz; see"),
         (["one", "two"], "unrecognized arguments: two; see"),
@@ -133,12 +133,12 @@ def test_a_flag_that_does_not_exist_is_refused_with_the_one_that_does(capsys, ar
 
 def test_flags_of_other_servers_lead_to_flags_that_exist():
     serve = next(action for action in _parser()._actions if action.dest == "command").choices["serve"]
-    for flag, here in ELSEWHERE["atomc serve"].items():
+    for flag, hint in FOREIGN_FLAGS["atomc serve"].items():
         assert flag not in serve._option_string_actions, f"{flag} is one of ours"
-        assert all(named in serve._option_string_actions for named in re.findall(r"--[\w-]+", here)), here
+        assert all(named in serve._option_string_actions for named in re.findall(r"--[\w-]+", hint)), hint
 
 
-def test_a_port_that_is_taken_is_told_before_anything_is_loaded(wrong):
+def test_a_port_in_use_is_reported_before_the_model_is_loaded(wrong):
     pytest.importorskip("zmq")
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
@@ -149,7 +149,7 @@ def test_a_port_that_is_taken_is_told_before_anything_is_loaded(wrong):
 
 def test_what_the_model_does_not_allow_is_one_line_from_the_engines_process(wrong):
     pytest.importorskip("fastapi")
-    assert "max_model_len=4096 is longer than the 2048 tokens" in wrong("--port", 0, "--max-model-len", 4096)
+    assert "max_model_len=4096 exceeds the model's limit of 2048 tokens" in wrong("--port", 0, "--max-model-len", 4096)
 
 
 def test_a_missing_extra_says_which(monkeypatch, wrong):
@@ -179,7 +179,7 @@ def test_a_model_is_a_directory_or_a_name_on_the_hub(tmp_path, monkeypatch):
     constants = pytest.importorskip("huggingface_hub.constants")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(ValueError, match="nobody/nothing is not a directory, not among the models of this machine"):
+    with pytest.raises(ValueError, match="nobody/nothing is not a directory and not in the local cache"):
         model_folder("nobody/nothing")
     snapshot = tmp_path / "models--some--model" / "snapshots" / ("0" * 40)
     os.makedirs(snapshot)

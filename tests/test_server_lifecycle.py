@@ -1,4 +1,4 @@
-"""How a server lives and ends: an engine that dies or falls silent, restarts, and requests to end."""
+"""The server's lifecycle: an engine that dies or stops responding, restarts, and shutdown."""
 
 import json
 import os
@@ -22,13 +22,13 @@ pytestmark = [pytest.mark.xdist_group("server lifecycle"),
               pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]  # fmt: skip
 LONG = {"prompt": "Once", "max_tokens": 2000, "ignore_eos": True, "temperature": 0}
 SHORT = LONG | {"max_tokens": 4}
-EXIT_SECONDS = 60  # only a server that hangs needs so long, however busy the machine is
+EXIT_SECONDS = 60  # only a server that hangs takes this long, even on a busy machine
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}" + 3 * "{% endfor %}"
 
 
 def end_of_stream(server, after_first):
-    """The last line of a stream; after_first() is called when its first has come."""
+    """The last line of a stream; calls after_first() after the first line."""
     with httpx.stream("POST", f"{server.url}/v1/completions", json=LONG | {"stream": True}, timeout=60) as answer:
         lines = (line for line in answer.iter_lines() if line)
         next(lines)
@@ -38,7 +38,7 @@ def end_of_stream(server, after_first):
 
 
 def kill_engine(server):
-    """The one that serves last."""
+    """Kills the current engine process."""
     pid = (server.engine_pid, *map(int, server.all_of(r"serves again, as process (\d+)")))[-1]
     os.kill(pid, signal.SIGKILL)
 
@@ -51,7 +51,7 @@ def health(server):
 
 
 def until(found, seconds=120):
-    """What found() gives once it is true."""
+    """Waits until found() is true; returns its value."""
     end = time.monotonic() + seconds
     while not (value := found()):
         assert time.monotonic() < end, f"not in {seconds} s"
@@ -89,10 +89,10 @@ def test_a_dead_engine_is_restarted_a_few_times_and_then_the_server_ends():
         until(lambda: health(server).status_code == 200)
         kill_engine(server)
         assert server.process.wait(EXIT_SECONDS) == 1
-        assert "(2 restarts did not help); the server ends" in server.log and "Traceback" not in server.log
+        assert "(after 2 restarts); the server ends" in server.log and "Traceback" not in server.log
 
 
-def test_an_engine_that_stays_silent_is_killed_and_counts_as_dead():
+def test_an_unresponsive_engine_is_killed_and_counts_as_dead():
     with serving("--engine-patience", 1, "--engine-timeout", 3) as server:
         os.kill(server.engine_pid, signal.SIGSTOP)
         assert server.process.wait(EXIT_SECONDS) == 1
@@ -117,13 +117,13 @@ def test_sigterm_ends_a_server_whose_chat_template_does_not_end(tmp_path):
 
         before = threads()
         answers = [pool.submit(httpx.post, f"{server.url}/v1/chat/completions", json=CHAT, timeout=60) for _ in range(2)]
-        until(lambda: threads() >= before + 2)  # each is rendered
+        until(lambda: threads() >= before + 2)  # both are being rendered
         began = time.monotonic()
         server.process.send_signal(signal.SIGTERM)
         status = server.process.wait(EXIT_SECONDS)
-        # --drain-seconds and 5; the rest is for a busy machine.
+        # --drain-seconds plus 5; the rest allows for a busy machine.
         assert time.monotonic() - began < 1 + 5 + 10
-        # By SIGALRM, before all is answered, where the machine is so busy that the server's own thread comes too late.
+        # SIGALRM, without responses, if the machine is so busy that the server's thread runs too late.
         assert status in (0, -signal.SIGALRM)
         if status == 0:
             assert {answer.result().json()["error"]["code"] for answer in answers} == {"shutting_down"}
@@ -159,7 +159,7 @@ if sys.argv[1] == "holds the interpreter":
 @pytest.mark.parametrize("what, status, said", [
     ("ends", 0, ""), ("is over", 0, ""), ("stuck", 5, "last\n"), ("holds the interpreter", -signal.SIGALRM, ""),
 ])  # fmt: skip
-def test_the_earliest_deadline_ends_a_process_that_does_not_end(what, status, said):
+def test_the_earliest_deadline_exits_a_process_that_does_not_end(what, status, said):
     ended = subprocess.run([sys.executable, "-c", DEADLINE, what], capture_output=True, text=True, timeout=120)
     assert (ended.returncode, ended.stdout) == (status, said)
 

@@ -1,4 +1,4 @@
-"""The server when things go wrong or get crowded: a dead engine, a full queue, slow readers, many clients, the end."""
+"""The server under load and failures: a dead engine, a full queue, slow readers, many clients, shutdown."""
 
 import asyncio
 import json
@@ -26,14 +26,14 @@ SHORT = {"prompt": "Once", "max_tokens": 4, "ignore_eos": True, "temperature": 0
 
 @pytest.fixture(scope="module")
 def small():
-    """Few run, few wait, and the engine is killed in the end; there is a time in which another one starts."""
+    """A server with few slots whose engine the last test kills; it restarts once."""
     with serving("--max-num-seqs", 8, "--max-queue", 64, "--engine-patience", 1, "--restart-engine", 1) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def server(small):
-    """The same again, after the other is broken."""
+    """A second server, for tests after that."""
     with serving("--drain-seconds", 4) as found:
         yield found
 
@@ -44,13 +44,13 @@ def address(server):
 
 
 def enough_files(count):
-    """So many may be open in this process."""
+    """Raises the limit of open files of this process."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(count, hard)), hard))
 
 
 def at_once(url, *jobs):
-    """What the coroutines give that the jobs make of one client, run together."""
+    """The results of the coroutines that the jobs create with one client, run concurrently."""
 
     async def run():
         limits = httpx.Limits(max_connections=None)
@@ -61,7 +61,7 @@ def at_once(url, *jobs):
 
 
 async def streamed(client, body, after_first=None):
-    """The data lines of a stream. after_first is called when its first has come."""
+    """The data lines of a stream; calls after_first after the first one."""
     lines = []
     async with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
         async for line in answer.aiter_lines():
@@ -102,7 +102,7 @@ def test_a_full_queue_is_a_503_that_says_when_to_come_again(small):
     for answer in asyncio.run(ask()):
         assert answer.status_code == 503 and answer.json()["error"]["code"] == "queue_full"
         assert int(answer.headers["retry-after"]) >= 1
-    # All the others have gone away, and hold nothing.
+    # All other clients have disconnected and hold no memory.
     assert httpx.post(f"{small.url}/v1/completions", json=SHORT, timeout=60).status_code == 200
 
 
@@ -177,7 +177,7 @@ def test_a_thousand_connections_are_served_in_bounded_memory(server):
     assert after[0] - before[0] < 100 * 2**20 and after[1] - before[1] < 200 * 2**20
 
 
-def test_a_slow_reader_stalls_nobody_and_gets_everything_in_the_end(server):
+def test_a_slow_reader_does_not_delay_others_and_gets_all_its_output(server):
     body = json.dumps({**LONG, "max_tokens": 500, "n": 8, "logprobs": 20, "stream": True}).encode()
     head = ["POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json", f"Content-Length: {len(body)}"]
     with socket.socket() as reader:
@@ -193,13 +193,13 @@ def test_a_slow_reader_stalls_nobody_and_gets_everything_in_the_end(server):
             text = httpx.get(f"{server.url}/metrics", timeout=60).text
             return 'atomc:num_requests_running{model_name="atomc-demo"} 0.0' in text
 
-        wait_until(idle, 120)  # the engine is through with it, and nobody has read a byte
+        wait_until(idle, 120)  # the engine has finished it, and no byte has been read
         assert server.memory(server.process.pid) - before < 100 * 2**20
         reader.settimeout(60)
         answer = b""
         while not answer.endswith(b"0\r\n\r\n"):
             answer += reader.recv(2**20)
-    assert len(answer) > 3_000_000  # more than the system keeps for a connection
+    assert len(answer) > 3_000_000  # more than the system buffers for a connection
     assert answer.count(b'"finish_reason":"length"') == 8 and b"data: [DONE]" in answer
 
 

@@ -1,4 +1,4 @@
-"""The status page in a browser: live figures, nothing from elsewhere, light and dark, large and small."""
+"""The status page in a browser: live values, no external requests, light and dark, large and small screens."""
 
 import json
 import os
@@ -15,7 +15,7 @@ pytest.importorskip("fastapi")
 
 from serving import serving
 
-from atomc.runtime.server.status import PAGE, compiled, content_policy, first_tokens, speeds
+from atomc.runtime.server.status import PAGE, compile_summary, content_policy, tokens_per_second_history, ttft_summary
 
 pytestmark = pytest.mark.xdist_group("status page")
 KEY = "a-key"
@@ -29,7 +29,7 @@ def server():
 
 @pytest.fixture
 def page(browser, server):
-    """An empty page; what it says on the console, and where it asks for what, is in page.said and page.asked."""
+    """An empty page. page.said has its console messages, page.asked its requests."""
     context = browser.new_context(viewport={"width": 1280, "height": 900})
     page = context.new_page()
     page.said, page.asked = [], []
@@ -54,7 +54,7 @@ def says(page, name, text):
 
 
 def opened(page, server, key=KEY):
-    """The page with the key, serving."""
+    """The page of a serving server, opened with the key."""
     page.add_init_script(f"sessionStorage.setItem('atomc-key', {json.dumps(key)})")
     page.goto(server.url)
     says(page, "state", "serving")
@@ -112,7 +112,7 @@ def test_times_to_the_first_token_errors_and_uptime_are_shown(page, server):
     assert page.text_content("#uptime").endswith(" s") and page.text_content("#uptime-more").startswith("since ")
 
 
-def test_figures_that_are_not_of_now_are_dimmed_and_dated(page):
+def test_outdated_values_are_dimmed_and_dated(page):
     def dimmed(card):
         return float(page.evaluate(f"getComputedStyle(document.querySelector('{card}')).opacity")) < 1
 
@@ -122,7 +122,7 @@ def test_figures_that_are_not_of_now_are_dimmed_and_dated(page):
         assert page.is_hidden("#stale") and not dimmed(engine)
         os.kill(server.engine_pid, signal.SIGKILL)
         says(page, "state", "not serving")
-        assert "(attempt 1 of 1): the engine's process was killed by signal 9. The engine's figures are of" in (
+        assert "(attempt 1 of 1): the engine's process was killed by signal 9. The engine's values are from" in (
             page.text_content("#stale"))  # fmt: skip
         assert dimmed(engine) and not dimmed(front)
 
@@ -131,8 +131,8 @@ def test_figures_that_are_not_of_now_are_dimmed_and_dated(page):
         assert page.text_content("#uptime-more").endswith("engine restarted once")
 
         server.process.send_signal(signal.SIGTERM)
-        says(page, "state", "no answer from the server")
-        assert page.text_content("#stale").startswith("no answer from the server. These figures are of")
+        says(page, "state", "no response from the server")
+        assert page.text_content("#stale").startswith("no response from the server. All values are from")
         assert dimmed(engine) and dimmed(front)
 
 
@@ -158,7 +158,7 @@ def test_what_the_compiler_did_is_shown_with_a_link_to_all_of_it(page, server):
     report = json.loads(request(server, "/compiler"))
     shown = dict(row.split("\t") for row in page.inner_text("#rewrites").splitlines())
     assert shown and all(int(sites) == report["matches"][name] for name, sites in shown.items())
-    assert "together" in page.inner_text("#phases")
+    assert "total" in page.inner_text("#phases")
     assert page.get_attribute("a:has-text('as JSON')", "href") == "compiler"
 
 
@@ -174,12 +174,12 @@ def test_the_whole_report_is_a_page_that_is_saved_with_the_key(page, server):
 
 def test_without_the_key_the_page_asks_for_it(page, server):
     page.goto(server.url)
-    page.wait_for_selector("#door:not([hidden])")
+    page.wait_for_selector("#login:not([hidden])")
     assert page.text_content("#state") == "locked"
     page.fill("#key", KEY)
     page.keyboard.press("Enter")
     says(page, "state", "serving")
-    assert page.is_hidden("#door")
+    assert page.is_hidden("#login")
 
 
 def test_it_is_used_by_keyboard(page, server):
@@ -253,16 +253,16 @@ def test_the_policy_allows_this_page_only():
 
 
 def test_speeds_of_past_seconds_add_up_to_what_was_generated():
-    assert speeds([], 10.0) == []
-    assert speeds([(10.0, 5)], 10.5) == [0.0]
-    assert speeds([(0.0, 100), (2.0, 140), (4.0, 140)], 4.0) == [20.0, 20.0, 0.0, 0.0]
-    assert speeds([(0.5, 0), (0.9, 8), (1.3, 8), (3.1, 44)], 4.2) == [8.0, 18.0, 18.0, 0.0]
+    assert tokens_per_second_history([], 10.0) == []
+    assert tokens_per_second_history([(10.0, 5)], 10.5) == [0.0]
+    assert tokens_per_second_history([(0.0, 100), (2.0, 140), (4.0, 140)], 4.0) == [20.0, 20.0, 0.0, 0.0]
+    assert tokens_per_second_history([(0.5, 0), (0.9, 8), (1.3, 8), (3.1, 44)], 4.2) == [8.0, 18.0, 18.0, 0.0]
 
 
 def test_first_tokens_are_those_of_the_last_requests():
-    assert first_tokens([]) is None
-    assert first_tokens([0.5]) == {"requests": 1, "median": 0.5, "p95": 0.5}
-    assert first_tokens([i / 100 for i in range(101)]) == {"requests": 101, "median": 0.5, "p95": 0.95}
+    assert ttft_summary([]) is None
+    assert ttft_summary([0.5]) == {"requests": 1, "median": 0.5, "p95": 0.5}
+    assert ttft_summary([i / 100 for i in range(101)]) == {"requests": 101, "median": 0.5, "p95": 0.95}
 
 
 def test_a_report_is_summed_up():
@@ -273,7 +273,7 @@ def test_a_report_is_summed_up():
         "kernels": [{"op": "rms_norm", "chosen": "triton"}] * 2 + [{"op": "linear", "chosen": "torch"}],
         "cuda_graphs": [{"rows": 1, "bytes": 3}, {"rows": 2, "bytes": 4}],
     }  # fmt: skip
-    found = compiled(report)
+    found = compile_summary(report)
     assert found["rewrites"] == {"rms_norm": 4}
     assert found["kernels"] == [{"op": "rms_norm", "runs_as": "triton", "nodes": 2},
                                 {"op": "linear", "runs_as": "torch", "nodes": 1}]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Output of a given form: whatever is drawn under the mask, the result has it."""
+"""Structured output: any output sampled under the masks matches the grammar."""
 
 import json
 import random
@@ -13,19 +13,19 @@ from hypothesis import strategies as st
 from atomc import demo
 from atomc.runtime.detokenizer import TokenTexts
 from atomc.runtime.draw import Draw
+from atomc.runtime.grammar_compiler import GrammarCompiler
 from atomc.runtime.sampler import Sampler, allowed
 from atomc.runtime.sampling_params import SamplingParams, Structured
-from atomc.runtime.structured import Grammars
 
 pytest.importorskip("llguidance")
 tokenizers = pytest.importorskip("tokenizers")
 DEMO = tokenizers.Tokenizer.from_file(str(demo.PATH / "tokenizer.json"))
 TEXTS = TokenTexts(DEMO)
 END = DEMO.token_to_id("<|endoftext|>")
-# More tokens than the tokenizer has, as padded models have it.
+# More tokens than the tokenizer has, as in models with a padded vocabulary.
 VOCAB = DEMO.get_vocab_size() + 50
-GRAMMARS = Grammars(DEMO, frozenset({END}), VOCAB)
-SHORT_OF_TIME = Grammars(DEMO, frozenset({END}), VOCAB, seconds=0.3)
+GRAMMARS = GrammarCompiler(DEMO, frozenset({END}), VOCAB)
+SHORT_OF_TIME = GrammarCompiler(DEMO, frozenset({END}), VOCAB, seconds=0.3)
 
 PERSON = {
     "type": "object",
@@ -51,7 +51,7 @@ def may_follow(matcher):
 
 
 def written(structured, generator, length=400):
-    """The bytes of an output drawn evenly from what is allowed, ending as soon as it likes to; None: it did not end."""
+    """The bytes of an output sampled uniformly from the allowed tokens; None if it did not end."""
     matcher, tokens = GRAMMARS.compile(structured).matcher(), []
     for _ in range(length):
         choices = may_follow(matcher)
@@ -120,7 +120,7 @@ def test_any_draw_under_a_grammar_is_derived_from_it(seed):
 
 
 def test_the_ends_of_short_outputs_are_found():
-    # Else the tests above would pass with outputs that never end.
+    # Otherwise the tests above would pass with outputs that never end.
     assert sum(written(Structured(regex="[a-c]{1,9}"), random.Random(seed)) is not None for seed in range(20)) == 20
     assert sum(written(Structured(json_schema=PERSON), random.Random(seed)) is not None for seed in range(20)) >= 15
 
@@ -128,7 +128,7 @@ def test_the_ends_of_short_outputs_are_found():
 @pytest.mark.parametrize(
     ("form", "message"),
     [
-        ({"json_schema": "{"}, "json_schema is no JSON: Expecting property name"),
+        ({"json_schema": "{"}, "json_schema is not JSON: Expecting property name"),
         ({"json_schema": "[1]"}, r"json_schema is \[1\], expected an object"),
         ({"json_schema": {"type": "nothing"}}, "json_schema: Invalid type: nothing"),
         ({"json_schema": {"type": "object", "if": {}}}, "json_schema: Unimplemented keys: .*if"),
@@ -143,17 +143,17 @@ def test_a_form_that_cannot_be_compiled_is_refused(form, message):
 
 
 def test_what_is_compiled_is_kept_within_its_bytes_and_the_oldest_is_dropped():
-    grammars = Grammars(DEMO, frozenset({END}), VOCAB)
+    grammars = GrammarCompiler(DEMO, frozenset({END}), VOCAB)
     a, b, c = (Structured(regex=letter) for letter in "abc")
     first = grammars.compile(a)
     assert grammars.compile(Structured(regex="a")) is first and first.num_bytes > 0
     del first
     running = grammars.compile(b).matcher()
-    assert grammars.known(a) and grammars.known(b)
+    assert grammars.is_cached(a) and grammars.is_cached(b)
     grammars.cache_bytes = 1
     last = grammars.compile(c)
-    # What an output still needs is in memory, though it is not kept.
-    assert [grammars.known(each) for each in (a, b, c)] == [False, True, True]
+    # A grammar in use stays in memory after its eviction from the cache.
+    assert [grammars.is_cached(each) for each in (a, b, c)] == [False, True, True]
     assert grammars.num_bytes == running.grammar.num_bytes + last.num_bytes
 
 
@@ -182,41 +182,41 @@ WIDE = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in ra
         ({"json_schema": nested(200)}, "json_schema: recursion limit exceeded"),
         ({"json_schema": "[" * 100_000}, "json_schema: it is nested too deep"),
         ({"json_schema": '{"a":' * 500 + "1" + "}" * 500}, "json_schema: recursion limit exceeded"),
-        ({"regex": r"[^\s\S]"}, "regex: no text has this form"),
-        ({"json_schema": {"$ref": "#"}}, "json_schema: no text has this form"),
-        ({"regex": "a\ud800"}, "regex: it has text that is not Unicode"),
+        ({"regex": r"[^\s\S]"}, "regex: no text matches it"),
+        ({"json_schema": {"$ref": "#"}}, "json_schema: no text matches it"),
+        ({"regex": "a\ud800"}, "regex: it has text that is not valid Unicode"),
         ({"choice": ("a", "\ud800")}, "choice: "),
     ],
 )  # fmt: skip
-def test_a_form_that_takes_too_much_is_refused_and_hurts_nobody(form, message):
+def test_a_grammar_over_its_limits_is_rejected_and_others_still_compile(form, message):
     with pytest.raises(ValueError, match=f"^{message}"):
         SHORT_OF_TIME.compile(Structured(**form))
     assert SHORT_OF_TIME.compile(Structured(regex="ab")).matcher().accept(DEMO.token_to_id("a"))
 
 
 def test_a_form_whose_masks_take_long_is_refused():
-    # It compiles in a second or two, and each step takes a fifth of one.
-    with pytest.raises(ValueError, match="regex: it is too complex: to find the tokens that may come next takes more than"):
+    # It compiles in a second or two, and each step takes 0.2 s.
+    with pytest.raises(ValueError, match="regex: it is too complex: computing its masks exceeds the limit"):
         GRAMMARS.compile(Structured(regex="(a{1000}){300}"))
 
 
 def test_an_output_whose_masks_turn_out_slow_ends_and_its_neighbour_goes_on(monkeypatch):
-    grammars = Grammars(DEMO, frozenset({END}), VOCAB)
+    grammars = GrammarCompiler(DEMO, frozenset({END}), VOCAB)
     slow, other = (grammars.compile(Structured(regex=regex)).matcher() for regex in ("[a-z]{9}", "[0-9]{9}"))
-    monkeypatch.setattr("atomc.runtime.structured.SLOW_SECONDS", 0.0)
+    monkeypatch.setattr("atomc.runtime.grammar_compiler.SLOW_SECONDS", 0.0)
     mask = grammars.mask(1)
     grammars.fill(mask, [(slow, 0, ())])
-    assert not slow.gave_up  # that one was slow is known, not yet which
+    assert not slow.stop_reason  # known: a matcher was slow; unknown: which one
     grammars.fill(mask, [(slow, 0, ())])
-    assert "takes more than" in slow.error and not slow.accept(DEMO.token_to_id("a"))
+    assert "exceeded the limit" in slow.error and not slow.accept(DEMO.token_to_id("a"))
     assert other.accept(DEMO.token_to_id("1"))
 
 
-def test_the_process_for_trials_starts_again_if_it_was_killed():
-    grammars = Grammars(DEMO, frozenset({END}), VOCAB)
+def test_the_validation_process_restarts_if_it_was_killed():
+    grammars = GrammarCompiler(DEMO, frozenset({END}), VOCAB)
     grammars.compile(Structured(regex="a"))
-    grammars._trial._worker.kill()
-    grammars._trial._worker.wait()
+    grammars._validator._worker.kill()
+    grammars._validator._worker.wait()
     assert grammars.compile(Structured(regex="b")).matcher().accept(DEMO.token_to_id("b"))
 
 
@@ -259,7 +259,7 @@ def test_taking_tokens_back_is_as_if_they_had_not_come(seed):
 
 
 def test_more_tokens_than_came_cannot_be_taken_back():
-    with pytest.raises(ValueError, match="1 tokens to take back, more than were accepted"):
+    with pytest.raises(ValueError, match="cannot roll back 1 tokens: fewer were accepted"):
         GRAMMARS.compile(Structured(regex="a")).matcher().rollback(1)
 
 
@@ -273,7 +273,7 @@ def test_rows_behind_a_draft_are_as_if_its_tokens_had_come():
     for row, token in enumerate([*draft, None], start=1):
         assert allowed(mask, VOCAB)[row].nonzero()[:, 0].tolist() == may_follow(step)
         assert token is None or step.accept(token)
-    # Nothing before, nothing behind the token that may not come, and the matcher is where it was.
+    # Other rows are unchanged, including those after the disallowed token, and so is the matcher's state.
     assert allowed(mask, VOCAB)[[0, -1]].all() and not allowed(mask, VOCAB)[-2].all()
     assert may_follow(matcher) == may_follow(grammar.matcher()) and not matcher.error
 
@@ -290,18 +290,18 @@ def test_rows_without_a_form_may_draw_anything():
 def test_a_tokenizer_of_transformers_will_do():
     transformers = pytest.importorskip("transformers")
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=DEMO)
-    matcher = Grammars(tokenizer, frozenset({END}), VOCAB).compile(Structured(regex="once")).matcher()
+    matcher = GrammarCompiler(tokenizer, frozenset({END}), VOCAB).compile(Structured(regex="once")).matcher()
     assert all(matcher.accept(token) for token in DEMO.encode("once").ids) and matcher.complete
 
 
 def test_a_model_without_an_end_and_a_tokenizer_without_a_vocabulary_are_refused():
     with pytest.raises(ValueError, match="needs an end-of-sequence token"):
-        Grammars(DEMO, frozenset(), VOCAB)
+        GrammarCompiler(DEMO, frozenset(), VOCAB)
     with pytest.raises(ValueError, match=r"needs a tokenizer with a tokenizer.json, not object"):
-        Grammars(object(), frozenset({END}), VOCAB)
+        GrammarCompiler(object(), frozenset({END}), VOCAB)
 
 
 def test_a_missing_library_is_named_with_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(ImportError, match=r"llguidance.*pip install 'atomc\[serve\]'"):
-        Grammars(DEMO, frozenset({END}), VOCAB)
+        GrammarCompiler(DEMO, frozenset({END}), VOCAB)

@@ -1,4 +1,4 @@
-"""Tool calls: what each format's text means, whole and in any pieces."""
+"""Tool call parsers: all formats, for complete texts and for any split into pieces."""
 
 import json
 import re
@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atomc.demo import PATH
-from atomc.runtime.server.answer import Answer, hides_markers
-from atomc.runtime.server.pieces import Content, Reasoning, ToolArguments, ToolStart, joined
-from atomc.runtime.server.reasoning import reasoning_parser
-from atomc.runtime.server.tools import TOOL_PARSERS, detect, tool_parser
-from atomc.runtime.server.tools.deepseek import CALL, CALL_END, CALLS, CALLS_END, SEPARATOR
+from atomc.runtime.server.message_deltas import ContentDelta, ReasoningDelta, ToolCallArguments, ToolCallStart, merge_deltas
+from atomc.runtime.server.output_parser import OutputParser, uses_special_tokens
+from atomc.runtime.server.reasoning_parsers import reasoning_parser
+from atomc.runtime.server.tool_parsers import TOOL_PARSERS, detect_tool_parser, tool_parser
+from atomc.runtime.server.tool_parsers.deepseek import CALL, CALL_END, CALLS, CALLS_END, SEPARATOR
 
 CITY = '{"city": "Paris"}'
 
@@ -24,17 +24,17 @@ def parser(name):
 
 
 def parsed(parser, *parts):
-    """The pieces of the whole, neighbours joined."""
+    """All deltas, with adjacent ones of the same type merged."""
     pieces = [piece for part in parts for piece in parser.feed(part)]
-    return joined(pieces + parser.finish())
+    return merge_deltas(pieces + parser.finish())
 
 
 def called(*calls, before="", after=""):
-    """The pieces of an answer with these calls, (name, arguments) each."""
-    found = [Content(before)] if before else []
+    """The deltas of a message with these calls, (name, arguments) each."""
+    found = [ContentDelta(before)] if before else []
     for index, (name, arguments) in enumerate(calls):
-        found += [ToolStart(index, f"id{index}", name)] + ([ToolArguments(index, arguments)] if arguments else [])
-    return found + ([Content(after)] if after else [])
+        found += [ToolCallStart(index, f"id{index}", name)] + ([ToolCallArguments(index, arguments)] if arguments else [])
+    return found + ([ContentDelta(after)] if after else [])
 
 
 # name of the parser, text, pieces
@@ -194,7 +194,7 @@ def test_any_two_parts_give_the_same(case):
         assert parsed(parser(name), text[:at], "", text[at:]) == pieces, at
 
 
-# What the formats are made of, so that a random text comes near to being a call.
+# Fragments of the formats, so that random texts resemble calls.
 FRAGMENTS = {
     "hermes": ["<tool_call>", "</tool_call>", '{"name": "f", "arguments": ', '{"a": "<"}', '"', "{", "}", "[", "]", ",",
                ":", '"name"', '"arguments"', '"f"', "1", "\\", "\n", " ", "<", "x"],
@@ -221,7 +221,7 @@ def test_any_text_in_any_parts_gives_the_same_as_at_once(name, data):
 
 
 def written(name, calls):
-    """The calls as a model would write them."""
+    """The calls in the model's format."""
     if name == "hermes":
         bodies = [f'{{"name": {json.dumps(function)}, "arguments": {arguments}}}' for function, arguments in calls]
         return "\n".join(f"<tool_call>\n{body}\n</tool_call>" for body in bodies)
@@ -255,27 +255,27 @@ def test_arguments_come_as_they_are_written_and_not_at_the_end(name):
     arguments = json.dumps({"city": "Paris", "days": list(range(10))})
     text = written(name, [("f", arguments)])
     seen = [piece for char in text for piece in reader.feed(char)]
-    fragments = [piece.text for piece in seen if isinstance(piece, ToolArguments)]
+    fragments = [piece.text for piece in seen if isinstance(piece, ToolCallArguments)]
     assert "".join(fragments) == arguments
     assert len(fragments) == len(arguments)
-    assert seen[0] == ToolStart(0, "id0", "f")
+    assert seen[0] == ToolCallStart(0, "id0", "f")
 
 
 @pytest.mark.parametrize("name", ["hermes", "deepseek"])
-def test_content_comes_as_it_is_written(name):
+def test_content_is_unchanged(name):
     reader = parser(name)
-    assert reader.feed("Let me <look") == [Content("Let me <look")]
+    assert reader.feed("Let me <look") == [ContentDelta("Let me <look")]
 
 
 def test_ids_are_new_each_time():
     text = '<tool_call>{"name": "f"}</tool_call>' * 2
-    ids = [piece.id for piece in parsed(tool_parser("hermes"), text) if isinstance(piece, ToolStart)]
+    ids = [piece.id for piece in parsed(tool_parser("hermes"), text) if isinstance(piece, ToolCallStart)]
     assert len(set(ids)) == 2
     assert all(re.fullmatch(r"call_[0-9a-f]{24}", found) for found in ids)
 
 
-def test_a_parser_that_does_not_exist_is_told():
-    with pytest.raises(ValueError, match="no tool parser 'yaml'; there are hermes, qwen3, llama3, deepseek, gpt-oss"):
+def test_an_unknown_parser_is_rejected():
+    with pytest.raises(ValueError, match="unknown tool parser 'yaml', expected one of hermes, qwen3"):
         tool_parser("yaml")
 
 
@@ -294,7 +294,7 @@ def test_a_parser_that_does_not_exist_is_told():
     ],
 )  # fmt: skip
 def test_the_template_tells_the_parser(template, model_type, name):
-    assert detect(template, model_type) == name
+    assert detect_tool_parser(template, model_type) == name
     assert name is None or name in TOOL_PARSERS
 
 
@@ -304,9 +304,9 @@ def test_the_template_tells_the_parser(template, model_type, name):
 @pytest.mark.parametrize("size", [1, 2, 5, 1000])
 def test_what_is_left_of_thinking_is_read_for_calls(size):
     text = f'<think>\nI call <tool_call>.\n</think>\n\nSo.\n<tool_call>\n{{"name": "f", "arguments": {CITY}}}\n</tool_call>'
-    answer = Answer(reasoning_parser("think"), parser("hermes"))
+    answer = OutputParser(reasoning_parser("think"), parser("hermes"))
     parts = [text[at : at + size] for at in range(0, len(text), size)]
-    assert parsed(answer, *parts) == [Reasoning("I call <tool_call>."), *called(("f", CITY), before="So.")]
+    assert parsed(answer, *parts) == [ReasoningDelta("I call <tool_call>."), *called(("f", CITY), before="So.")]
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 1000])
@@ -315,15 +315,15 @@ def test_harmony_gives_reasoning_calls_and_content(size):
             f"<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{CITY}<|call|>"
             "<|start|>assistant<|channel|>analysis<|message|>So.<|end|>"
             "<|start|>assistant<|channel|>final<|message|>Done.")  # fmt: skip
-    answer = Answer(reasoning_parser("gpt-oss"), parser("gpt-oss"))
+    answer = OutputParser(reasoning_parser("gpt-oss"), parser("gpt-oss"))
     parts = [text[at : at + size] for at in range(0, len(text), size)]
-    before = [Reasoning("Hm."), Content("I look.")]
-    after = [Reasoning("\n\nSo."), Content("\n\nDone.")]
+    before = [ReasoningDelta("Hm."), ContentDelta("I look.")]
+    after = [ReasoningDelta("\n\nSo."), ContentDelta("\n\nDone.")]
     assert parsed(answer, *parts) == [*before, *called(("f", CITY)), *after]
 
 
 def test_without_parsers_all_is_content():
-    assert parsed(Answer(None, None), "<think>", "", "<tool_call>") == [Content("<think><tool_call>")]
+    assert parsed(OutputParser(None, None), "<think>", "", "<tool_call>") == [ContentDelta("<think><tool_call>")]
 
 
 def test_text_must_be_made_with_special_tokens_if_markers_are_special():
@@ -331,6 +331,6 @@ def test_text_must_be_made_with_special_tokens_if_markers_are_special():
     tokenizer = tokenizers.Tokenizer.from_file(str(PATH / "tokenizer.json"))
     parsers = tool_parser("hermes"), reasoning_parser("think"), None
     tokenizer.add_tokens(["<tool_call>", "<think>"])
-    assert not hides_markers(tokenizer, *parsers)
+    assert not uses_special_tokens(tokenizer, *parsers)
     tokenizer.add_special_tokens(["</think>"])
-    assert hides_markers(tokenizer, *parsers)
+    assert uses_special_tokens(tokenizer, *parsers)

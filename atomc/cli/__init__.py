@@ -1,6 +1,6 @@
 """The command line: `atomc generate`, `atomc explain`, `atomc audit`, `atomc diff`, `atomc serve`, ...
 
-Nothing heavy is imported before a command runs. What a user can cause ends as one line on stderr, with exit code 2.
+Slow modules are imported only when a command runs. Errors that a user can cause are one line on stderr, with exit code 2.
 """
 
 import argparse
@@ -26,25 +26,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # as in `atomc explain | head`; Python flushes once more when it ends
+    except BrokenPipeError:  # as in `atomc explain | head`; Python flushes stdout again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except Exception as error:  # only what a user can cause becomes one line, see _users_error
-        told = _users_error(error)
-        if told is None:
+    except Exception as error:  # errors that a user cannot cause are raised again
+        user_error = _user_error(error)
+        if user_error is None:
             raise
-        print(f"atomc: {' '.join(str(told).split())}", file=sys.stderr)
+        print(f"atomc: {' '.join(str(user_error).split())}", file=sys.stderr)
         return 2
     return code or 0
 
 
-def _users_error(error: BaseException) -> BaseException | None:
-    """The error if a user can cause it; Dynamo wraps what is raised while it traces."""
+def _user_error(error: BaseException) -> BaseException | None:
+    """The error if a user can cause it, else None; unwraps errors that Dynamo raises while tracing."""
     from atomc.errors import RunError
 
     inner = getattr(error, "inner_exception", None)
     if inner is not None:
-        return _users_error(inner)
+        return _user_error(inner)
     if isinstance(error.__cause__, ValueError) and type(error).__name__ == "PassError":
         return error
     return error if isinstance(error, ValueError | OSError | ImportError | RunError) else None

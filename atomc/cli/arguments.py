@@ -1,4 +1,4 @@
-"""What the commands share: how one is added, and arguments that several have."""
+"""Shared code of the commands: adding a parser, and common arguments."""
 
 import argparse
 from typing import TYPE_CHECKING, Any
@@ -8,12 +8,12 @@ if TYPE_CHECKING:
 
 DTYPES = ("float32", "bfloat16", "float16")
 GLUES = ("eager", "inductor", "auto")
-# The names of atomc.quantization.ONLINE, which is not imported to parse arguments.
+# The names in atomc.quantization.ONLINE, which is too slow to import for parsing arguments.
 SCHEMES = ("fp8", "fp8_per_token", "fp8_block", "int8", "int4", "mxfp4", "mxfp4_a16")
 
 
 def command(commands: Any, name: str, run: Any, text: str, examples: str) -> argparse.ArgumentParser:
-    """A parser for the command `name`; `run(arguments)` is called for it."""
+    """Adds a parser for the command `name`, which calls `run(arguments)`."""
     parser: argparse.ArgumentParser = commands.add_parser(
         name, help=text, description=text, epilog=f"examples:\n{examples}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -33,7 +33,7 @@ def dtype_named(name: str | None) -> "torch.dtype | None":
 
 
 def default_glue(device: str | None) -> str:
-    """Eager on a CPU, so that nobody waits for a C++ compiler."""
+    """"auto" with a GPU; "eager" on a CPU, where Inductor would run a C++ compiler."""
     import torch
 
     return "auto" if device != "cpu" and torch.cuda.is_available() else "eager"

@@ -1,4 +1,4 @@
-"""`atomc audit`: how far each place that was rewritten is from the original, and which one causes a difference."""
+"""`atomc audit`: measures the numerical error of each rewritten site, and finds the one that causes a difference."""
 
 import argparse
 import contextlib
@@ -28,8 +28,8 @@ LITTLE = 0.9
 def add(commands: Any) -> None:
     parser = command(
         commands, "audit", run,
-        "Run a model with everything that was rewritten beside the original nodes in fp32: rank the places by error, and "
-        "find the rewrite that makes a difference. Exit code 1 if the results are too far from fp32.",
+        "Run a model with each rewritten site next to its original nodes in fp32: rank the sites by error, and find the "
+        "rewrite that causes a difference. Exit code 1 if the outputs are too far from fp32.",
         "  atomc audit\n  atomc audit path/to/Qwen3-0.6B --prompts prompts.txt --dtype bfloat16\n"
         "  atomc audit path/to/Qwen3-0.6B --runtime --bound 0.01 --write-options without.toml\n"
         "  atomc audit my_package.my_module:build_model --options without.toml\n"
@@ -37,30 +37,30 @@ def add(commands: Any) -> None:
     )  # fmt: skip
     parser.add_argument("model", nargs="?", help="a checkpoint directory, a name on the Hugging Face hub, or "
                         "package.module:function, which returns a module, (module, args) or (module, args, kwargs); "
-                        "left out: the demo model")  # fmt: skip
-    parser.add_argument("-p", "--prompt", action="append", help="what to run on; may be given several times")
-    parser.add_argument("--prompts", metavar="FILE", help="the same from a text file")
-    parser.add_argument("--tokens", type=int, default=TOKENS, metavar="N", help="of it, at most (default: %(default)s)")
-    parser.add_argument("--runtime", action="store_true", help="as `atomc generate` compiles it: with a paged cache")
-    parser.add_argument("--bound", type=float, metavar="X", help="how far results may be from fp32, of the largest value; "
-                        "default: twice as far as those of the original")  # fmt: skip
-    parser.add_argument("--by", choices=ORDERS, default="sqnr", help="what ranks the places (default: %(default)s)")
-    parser.add_argument("--rows", type=int, default=20, metavar="N", help="places that are shown (default: %(default)s)")
+                        "default: the demo model")  # fmt: skip
+    parser.add_argument("-p", "--prompt", action="append", help="the input; may be given several times")
+    parser.add_argument("--prompts", metavar="FILE", help="the input, from a text file")
+    parser.add_argument("--tokens", type=int, default=TOKENS, metavar="N", help="maximum length (default: %(default)s)")
+    parser.add_argument("--runtime", action="store_true", help="compile with a paged KV cache, as `atomc generate` does")
+    parser.add_argument("--bound", type=float, metavar="X", help="maximum distance of the outputs from fp32, relative to "
+                        "the largest value; default: twice that of the original model")  # fmt: skip
+    parser.add_argument("--by", choices=ORDERS, default="sqnr", help="the order of the sites (default: %(default)s)")
+    parser.add_argument("--rows", type=int, default=20, metavar="N", help="number of sites shown (default: %(default)s)")
     parser.add_argument("--options", metavar="FILE", help="TOML with a table [options], for the compiler")
-    parser.add_argument("--write-options", metavar="FILE", help="leave out what causes the difference, see whether that "
-                        "suffices, and write options for --options, `atomc serve --config` and ATOMC_OPTIONS")  # fmt: skip
+    parser.add_argument("--write-options", metavar="FILE", help="disable the rewrite that causes the difference, audit "
+                        "again, and write options for --options, `atomc serve --config` and ATOMC_OPTIONS")  # fmt: skip
     parser.add_argument("--dump", metavar="DIR", help="write one runnable file per pass that changed the graph")
-    parser.add_argument("--record", action="store_true", help="with --dump: keep inputs, weights and outputs, too")
+    parser.add_argument("--record", action="store_true", help="with --dump: also store inputs, weights and outputs")
     add_quantization(parser, "quantize a checkpoint when it is read")
-    parser.add_argument("--dtype", choices=DTYPES, help="default: as the checkpoint says")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: the checkpoint's")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU if there is one")
     parser.add_argument("--glue", choices=GLUES, help="what runs the ops without a kernel; default: eager on a CPU")
-    parser.add_argument("--json", action="store_true", help="everything as JSON")
+    parser.add_argument("--json", action="store_true", help="the report as JSON")
 
 
 @dataclass(frozen=True)
-class Audited:
-    """One compile and one call. eager: how far it is from what the model gives without a compiler, of the largest value."""
+class AuditResult:
+    """The result of one compile and one call. eager: error against the uncompiled model, relative to its largest value."""
 
     reports: "list[Report]"
     eager: float
@@ -77,12 +77,12 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.dump:
         chosen |= {"dump": arguments.dump, "record": arguments.record}
     elif arguments.record:
-        raise ValueError("--record keeps inputs and outputs beside a dump: give --dump DIR, too")
+        raise ValueError("--record needs --dump DIR: set both")
     Options.of({**given, **chosen})
-    with contextlib.redirect_stdout(sys.stderr):  # what the model prints is no part of the report
+    with contextlib.redirect_stdout(sys.stderr):  # keep the model's own output out of the report
         model, args, kwargs = _model(arguments)
-        first = _audited(model, args, kwargs, {**given, **chosen}, runtime=arguments.runtime)
-        written = _without(first, given, lambda options: _audited(
+        first = _run_audit(model, args, kwargs, {**given, **chosen}, runtime=arguments.runtime)
+        written = _without(first, given, lambda options: _run_audit(
             model, args, kwargs, {**options, "glue": chosen["glue"], "audit": True, "audit_bound": arguments.bound},
             runtime=arguments.runtime)) if arguments.write_options else None  # fmt: skip
     if written is not None and written.options is not None:
@@ -93,13 +93,13 @@ def run(arguments: argparse.Namespace) -> int:
     return int(any("blame" in report.audit for report in first.reports))
 
 
-# The model and what it is called with
+# The model and its inputs
 
 
 def _model(arguments: argparse.Namespace) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     name = arguments.model
     if name is not None and ":" in name and not Path(name).exists():
-        return _with_inputs(name, arguments)
+        return _load_function_model(name, arguments)
     from atomc.demo import PATH
     from atomc.models import loader
     from atomc.runtime.detokenizer import load_tokenizer
@@ -111,16 +111,16 @@ def _model(arguments: argparse.Namespace) -> tuple[Any, tuple[Any, ...], dict[st
     return model, _ids_and_positions(model, load_tokenizer(folder), arguments, device), {}
 
 
-def _with_inputs(name: str, arguments: argparse.Namespace) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """The model that a function builds; without inputs, those that `explain` makes up, with other token ids."""
+def _load_function_model(name: str, arguments: argparse.Namespace) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """The model of a function and its inputs; by default `explain`'s example inputs with random token ids."""
     import torch
 
-    from atomc.cli.explain import built_by
+    from atomc.cli.explain import load_function
     from atomc.inspection import NothingToExplain, example_inputs
 
     if arguments.prompt or arguments.prompts or arguments.quantization:
-        raise ValueError(f"--prompt, --prompts and --quantization are for checkpoints; let {name} return (module, args)")
-    model, args, kwargs = built_by(name)
+        raise ValueError(f"--prompt, --prompts and --quantization need a checkpoint; return (module, args) from {name}")
+    model, args, kwargs = load_function(name)
     if isinstance(model, torch.nn.Module):
         model.requires_grad_(False)
     if args or kwargs:
@@ -139,7 +139,7 @@ def _ids_and_positions(model: Any, tokenizer: Any, arguments: argparse.Namespace
     if arguments.prompts:
         prompts.append(Path(arguments.prompts).read_text(encoding="utf-8"))
     if prompts and tokenizer is None:
-        raise ValueError("the checkpoint has no tokenizer.json, so a prompt has no tokens: leave it out for random ones")
+        raise ValueError("the checkpoint has no tokenizer.json for the prompt: leave the prompt out to use random tokens")
     if tokenizer is None:
         ids = _random_ids(model, torch.zeros(arguments.tokens, dtype=torch.int64, device=device))
     else:
@@ -168,10 +168,10 @@ def _default_device() -> str:
 # One audit
 
 
-def _audited(
+def _run_audit(
     model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: dict[str, Any], *, runtime: bool
-) -> Audited:
-    """Compile, call once, and call the model itself."""
+) -> AuditResult:
+    """Compile the model, call it once, and compare the output with the uncompiled model's."""
     import torch
 
     from atomc.audit.error import worst
@@ -193,11 +193,11 @@ def _audited(
     untreated = [report.why_not for report in found if not report.treated]
     if not any(report.audit for report in found):
         raise ValueError(f"nothing was compiled by atomc: {untreated[0] if untreated else 'Dynamo found no graph'}")
-    return Audited(found, worst(*leaves).relative)
+    return AuditResult(found, worst(*leaves).relative)
 
 
 def _step(model: Any, args: tuple[Any, ...], options: dict[str, Any]) -> "Tensor":
-    """One step of the runtime: one new sequence, and the logits of all its tokens."""
+    """The logits of all tokens of one new sequence, from one step of the runtime."""
     import torch
 
     from atomc.ops.state import GroupStep, Step, block_size_of, groups_of
@@ -239,7 +239,7 @@ class Without:
     text: str
 
 
-def _without(first: Audited, given: Mapping[str, Any], audited: Callable[[dict[str, Any]], Audited]) -> Without:
+def _without(first: AuditResult, given: Mapping[str, Any], audited: Callable[[dict[str, Any]], AuditResult]) -> Without:
     """The options that leave out the least that suffices: a rewrite in a place, or also those that it took in."""
     audit = next((report.audit for report in first.reports if "blame" in report.audit), None)
     if audit is None:
@@ -285,7 +285,7 @@ def _merged(before: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any
     return merged
 
 
-def _print(arguments: argparse.Namespace, first: Audited, written: Without | None) -> None:
+def _print(arguments: argparse.Namespace, first: AuditResult, written: Without | None) -> None:
     from atomc.render.audit import audit_text
 
     graphs = [report for report in first.reports if report.audit]
@@ -299,6 +299,6 @@ def _print(arguments: argparse.Namespace, first: Audited, written: Without | Non
     for number, report in enumerate(graphs):
         print(f"graph {number}, " * (len(graphs) > 1) + f"{report.model}: "
               + audit_text(report.audit, by=arguments.by, rows=arguments.rows) + "\n")  # fmt: skip
-    print(f"the model without the compiler is {first.eager:.2g} of the largest value away from what was compiled")
+    print(f"the uncompiled model differs from the compiled one by {first.eager:.2g} of the largest value")
     if written is not None:
         print(written.text + (f"; see {arguments.write_options}" if written.options is not None else ""))

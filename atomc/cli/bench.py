@@ -1,4 +1,4 @@
-"""`atomc bench`: load for a server, and the speed of an engine in this process."""
+"""`atomc bench`: benchmarks of a server, or of an engine in this process."""
 
 import argparse
 import asyncio
@@ -17,12 +17,12 @@ from atomc.cli.arguments import command, default_glue
 from atomc.cli.serve import GROUPS, POSITIONAL
 
 if TYPE_CHECKING:
-    from atomc.runtime.bench.figures import Timed
-    from atomc.runtime.bench.prompts import Ask
+    from atomc.runtime.bench.datasets import SampleRequest
+    from atomc.runtime.bench.metrics import RequestTiming
     from atomc.runtime.config import EngineConfig
 
 URL = "http://127.0.0.1:8000"
-NOT_WRITTEN = ("api_key", "command", "json", "plot", "quiet", "run")
+UNSAVED_ARGUMENTS = ("api_key", "command", "json", "plot", "quiet", "run")
 
 
 def add(commands: Any) -> None:
@@ -41,22 +41,22 @@ def add(commands: Any) -> None:
 
 def _add_serve(kinds: Any) -> None:
     parser = command(
-        kinds, "serve", _serve, "Send requests to a server with OpenAI's API, and say how long the answers took.",
+        kinds, "serve", _serve, "Send requests to a server with OpenAI's API and print throughput and latencies.",
         "  atomc bench serve --num-prompts 64 --max-concurrency 8 --plot run.png\n"
         "  atomc bench serve --base-url http://127.0.0.1:8001 --request-rate 4 --input-len 512 --output-len 128\n"
         "  atomc bench serve --dataset prompts.jsonl --json run.json --extra temperature=0.7",
     )  # fmt: skip
     parser.add_argument("--base-url", default=URL, metavar="URL", help="with or without /v1 (default: %(default)s)")
-    parser.add_argument("--model", metavar="NAME", help="default: the first that the server lists")
-    parser.add_argument("--api-key", metavar="KEY", help="default: OPENAI_API_KEY, if that is set")
-    parser.add_argument("--request-rate", type=float, default=math.inf, metavar="X", help="requests a second, with random "
-                        "gaps (Poisson); inf: all at once (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--max-concurrency", type=_count, metavar="N", help="requests under way at once, at most")
+    parser.add_argument("--model", metavar="NAME", help="default: the first in the server's list")
+    parser.add_argument("--api-key", metavar="KEY", help="default: OPENAI_API_KEY, if set")
+    parser.add_argument("--request-rate", type=float, default=math.inf, metavar="X", help="requests per second, as a "
+                        "Poisson process; inf: all at once (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--max-concurrency", type=_count, metavar="N", help="maximum number of concurrent requests")
     parser.add_argument("--respect-eos", action="store_true",
-                        help="let answers end where the model ends them; else ignore_eos is sent, an addition of vLLM, "
-                        "SGLang and atomc to the API")  # fmt: skip
+                        help="let the model end its responses; otherwise requests set ignore_eos, an extension of the API "
+                        "by vLLM, SGLang and atomc")  # fmt: skip
     parser.add_argument("--extra", action="append", default=[], metavar="NAME=VALUE",
-                        help="a further field of every request; may be given several times")  # fmt: skip
+                        help="an additional field of every request; may be given several times")  # fmt: skip
     _add_prompts(parser, num_prompts=64)
     _add_output(parser, plot=True)
 
@@ -66,22 +66,22 @@ def _serve(arguments: argparse.Namespace) -> None:
     from atomc.runtime.bench.client import Server, first_model
     from atomc.runtime.server.flags import named_value
 
-    asks = _asks(arguments)
+    samples = _samples(arguments)
     key = arguments.api_key or os.environ.get("OPENAI_API_KEY")
     extra = {"temperature": 0.0, **({} if arguments.respect_eos else {"ignore_eos": True})}
     extra |= dict(named_value(text) for text in arguments.extra)
 
-    async def run() -> "tuple[str, list[Timed]]":
+    async def run() -> "tuple[str, list[RequestTiming]]":
         model = arguments.model or await first_model(arguments.base_url, key)
         return model, await load.run(
-            Server(arguments.base_url, model, key, extra), asks, rate=arguments.request_rate,
+            Server(arguments.base_url, model, key, extra), samples, rate=arguments.request_rate,
             max_concurrency=arguments.max_concurrency, seed=arguments.prompt_seed, progress=not arguments.quiet,
         )  # fmt: skip
 
     model, requests = asyncio.run(run())
     limit = f"{arguments.max_concurrency} at a time" if arguments.max_concurrency else "all at once"
     rate = limit if math.isinf(arguments.request_rate) else f"{arguments.request_rate:g} a second"
-    _told(arguments, requests, f"{model}: {len(requests)} requests, {rate}", machine={})
+    _print_results(arguments, requests, f"{model}: {len(requests)} requests, {rate}", machine={})
 
 
 # latency
@@ -89,12 +89,12 @@ def _serve(arguments: argparse.Namespace) -> None:
 
 def _add_latency(kinds: Any) -> None:
     parser = command(
-        kinds, "latency", _latency, "Run one batch after another in this process, without a server.",
+        kinds, "latency", _latency, "Run batches one after another in this process, without a server.",
         "  atomc bench latency\n  atomc bench latency path/to/Qwen3-0.6B --batch-size 8 --input-len 1024 --output-len 128",
     )  # fmt: skip
-    parser.add_argument("--batch-size", type=_count, default=1, metavar="N", help="prompts at once (default: %(default)s)")
-    parser.add_argument("--repeat", type=_count, default=5, metavar="N", help="batches (default: %(default)s)")
-    parser.add_argument("--warm-up", type=int, default=1, metavar="N", help="batches before these (default: %(default)s)")
+    parser.add_argument("--batch-size", type=_count, default=1, metavar="N", help="batch size (default: %(default)s)")
+    parser.add_argument("--repeat", type=_count, default=5, metavar="N", help="measured batches (default: %(default)s)")
+    parser.add_argument("--warm-up", type=int, default=1, metavar="N", help="warm-up batches (default: %(default)s)")
     _add_lengths(parser)
     _add_output(parser, plot=True)
     _add_engine(parser)
@@ -102,21 +102,21 @@ def _add_latency(kinds: Any) -> None:
 
 def _latency(arguments: argparse.Namespace) -> None:
     from atomc.runtime.bench import offline
-    from atomc.runtime.bench.prompts import random_asks
+    from atomc.runtime.bench.datasets import random_requests
 
     size = arguments.batch_size
-    # Never the same prompt twice: the prefix cache would have it.
-    asks = random_asks(size * (arguments.warm_up + arguments.repeat), arguments.input_len, arguments.output_len,
+    # No prompt repeats, so that the prefix cache has no hits.
+    samples = random_requests(size * (arguments.warm_up + arguments.repeat), arguments.input_len, arguments.output_len,
                        prefix_len=arguments.prefix_len, spread=arguments.spread, seed=arguments.prompt_seed)  # fmt: skip
     engine = _engine(arguments)
-    batches = [asks[at : at + size] for at in range(0, len(asks), size)]
+    batches = [samples[at : at + size] for at in range(0, len(samples), size)]
     for batch in batches[: arguments.warm_up]:
         offline.run(engine, batch, 0.0, progress=False)
     began = time.perf_counter()
-    requests: list[Timed] = []
+    requests: list[RequestTiming] = []
     for batch in batches[arguments.warm_up :]:
         requests += offline.run(engine, batch, began, progress=False)
-    _told(arguments, requests, f"{arguments.repeat} batches of {size}", machine=_machine(engine.program.device))
+    _print_results(arguments, requests, f"{arguments.repeat} batches of {size}", machine=_machine(engine.program.device))
 
 
 # throughput
@@ -136,12 +136,12 @@ def _add_throughput(kinds: Any) -> None:
 def _throughput(arguments: argparse.Namespace) -> None:
     from atomc.runtime.bench import offline
 
-    asks = _asks(arguments)
-    if any(ask.is_chat for ask in asks):  # told before an engine starts
-        raise ValueError("prompts with messages need a server, with its chat template: atomc bench serve")
+    samples = _samples(arguments)
+    if any(sample.is_chat for sample in samples):  # checked before the engine starts
+        raise ValueError("a dataset with messages needs a server, which applies the chat template: atomc bench serve")
     engine = _engine(arguments)
-    requests = offline.run(engine, asks, time.perf_counter(), progress=not arguments.quiet)
-    _told(arguments, requests, f"{len(asks)} prompts at once", machine=_machine(engine.program.device))
+    requests = offline.run(engine, samples, time.perf_counter(), progress=not arguments.quiet)
+    _print_results(arguments, requests, f"{len(samples)} prompts at once", machine=_machine(engine.program.device))
 
 
 # startup
@@ -149,58 +149,58 @@ def _throughput(arguments: argparse.Namespace) -> None:
 
 def _add_startup(kinds: Any) -> None:
     parser = command(
-        kinds, "startup", _startup, "Start a process until its first token: with empty caches, then with full ones.",
+        kinds, "startup", _startup, "Measure the start of a process up to its first token, first cold, then warm.",
         "  atomc bench startup\n  atomc bench startup path/to/Qwen3-0.6B --server --repeat 3",
     )  # fmt: skip
-    parser.add_argument("--server", action="store_true", help="start `atomc serve` until it is ready, not the engine alone")
+    parser.add_argument("--server", action="store_true", help="start `atomc serve` until it is ready, instead of an engine")
     parser.add_argument("--repeat", type=_count, default=1, metavar="N", help="warm starts (default: %(default)s)")
     parser.add_argument("--limit", type=float, default=900.0, metavar="SECONDS",
-                        help="how long one start may take (default: %(default)s)")  # fmt: skip
+                        help="timeout of one start (default: %(default)s)")  # fmt: skip
     _add_output(parser, plot=False)
     _add_engine(parser)
 
 
 def _startup(arguments: argparse.Namespace) -> None:
-    from atomc.runtime.bench.startup import starts, text
+    from atomc.runtime.bench.startup import format_starts, starts
 
     flags = _serve_flags(arguments) if arguments.server else None
     found = list(starts(_config(arguments), warm=arguments.repeat, limit=arguments.limit, flags=flags))
-    print(text(found))
+    print(format_starts(found))
     _write(arguments, {"machine": _machine(found[0]["device"]), "starts": found})
 
 
-# What they share
+# Shared
 
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of at least 1")
     return int(text)
 
 
 def _add_prompts(parser: argparse.ArgumentParser, num_prompts: int) -> None:
     parser.add_argument("--num-prompts", type=_count, default=num_prompts, metavar="N", help="default: %(default)s")
-    parser.add_argument("--dataset", metavar="FILE", help="prompts instead of random tokens: .jsonl with prompt or "
-                        "messages (and perhaps max_tokens) in each line, or text with a prompt a line")  # fmt: skip
+    parser.add_argument("--dataset", metavar="FILE", help="prompts from a file: .jsonl with prompt or messages (and "
+                        "optionally max_tokens) per line, or text with one prompt per line")  # fmt: skip
     _add_lengths(parser)
 
 
 def _add_lengths(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("random prompts").add_argument
-    add("--input-len", type=_count, default=128, metavar="N", help="tokens of a prompt (default: %(default)s)")
+    add("--input-len", type=_count, default=128, metavar="N", help="tokens per prompt (default: %(default)s)")
     add("--output-len", type=_count, default=64, metavar="N",
-        help="new tokens, also for a --dataset that does not say (default: %(default)s)")  # fmt: skip
+        help="new tokens per request, also for a --dataset without max_tokens (default: %(default)s)")  # fmt: skip
     add("--prefix-len", type=int, default=0, metavar="N",
-        help="further tokens that all prompts begin with (default: %(default)s)")  # fmt: skip
+        help="tokens of a common prefix, added to every prompt (default: %(default)s)")  # fmt: skip
     add("--spread", type=float, default=0.0, metavar="X",
-        help="0.5 draws lengths from half to one and a half of the given (default: %(default)s)")  # fmt: skip
+        help="relative spread of lengths; 0.5: from 0.5 to 1.5 times the length (default: %(default)s)")  # fmt: skip
     add("--prompt-seed", type=int, default=0, metavar="N", help="default: %(default)s")
 
 
 def _add_output(parser: argparse.ArgumentParser, plot: bool) -> None:
-    parser.add_argument("--json", metavar="FILE", help="write settings and figures, and those of each request")
+    parser.add_argument("--json", metavar="FILE", help="write settings, metrics and the timing of each request")
     if plot:
-        parser.add_argument("--plot", metavar="FILE", help="draw the run as a .png, .svg or .pdf")
+        parser.add_argument("--plot", metavar="FILE", help="plot the run as a .png, .svg or .pdf")
     parser.add_argument("-q", "--quiet", action="store_true", help="no progress bar")
 
 
@@ -209,19 +209,19 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     from atomc.runtime.server.flags import add_flags
 
     parser.add_argument("model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL",
-                        help="a checkpoint directory, or a name on the Hugging Face hub; left out: the small model "
-                        "that comes with atomc")  # fmt: skip
+                        help="a checkpoint directory or a name on the Hugging Face hub; default: the demo model of "
+                        "atomc")  # fmt: skip
     add_flags(parser, EngineConfig, GROUPS, leave_out=POSITIONAL)
     parser.usage = f"{parser.prog} [MODEL] [flags]"
 
 
-def _asks(arguments: argparse.Namespace) -> "list[Ask]":
-    from atomc.runtime.bench.prompts import asks_of_file, random_asks
+def _samples(arguments: argparse.Namespace) -> "list[SampleRequest]":
+    from atomc.runtime.bench.datasets import random_requests, requests_from_file
 
     count, new = arguments.num_prompts, arguments.output_len
     if arguments.dataset:
-        return asks_of_file(Path(arguments.dataset), count, new, seed=arguments.prompt_seed)
-    return random_asks(count, arguments.input_len, new, prefix_len=arguments.prefix_len, spread=arguments.spread,
+        return requests_from_file(Path(arguments.dataset), count, new, seed=arguments.prompt_seed)
+    return random_requests(count, arguments.input_len, new, prefix_len=arguments.prefix_len, spread=arguments.spread,
                        seed=arguments.prompt_seed)  # fmt: skip
 
 
@@ -262,27 +262,29 @@ def _serve_flags(arguments: argparse.Namespace) -> list[str]:
     return flags
 
 
-def _told(arguments: argparse.Namespace, requests: "Sequence[Timed]", title: str, machine: dict[str, Any]) -> None:
-    """Print the figures, and write what was asked for."""
-    from atomc.runtime.bench.figures import figures, text
+def _print_results(
+    arguments: argparse.Namespace, requests: "Sequence[RequestTiming]", title: str, machine: dict[str, Any]
+) -> None:
+    """Print the metrics, and write --json and --plot."""
+    from atomc.runtime.bench.metrics import format_summary, summarize
     from atomc.runtime.bench.plot import plot
 
-    found = figures(requests)
-    print(f"{title}\n{text(found)}")
+    summary = summarize(requests)
+    print(f"{title}\n{format_summary(summary)}")
     each = [{"start": one.start, "ttft": one.ttft, "e2e": one.e2e, "input_tokens": one.input_tokens,
              "output_tokens": one.output_tokens, "error": one.error} for one in requests]  # fmt: skip
-    _write(arguments, {"title": title, "machine": machine, "figures": found, "requests": each})
+    _write(arguments, {"title": title, "machine": machine, "figures": summary, "requests": each})
     if arguments.plot:
-        rate = f"{found['output_tokens_per_second']:,.0f} output tokens/s"
+        rate = f"{summary['output_tokens_per_second']:,.0f} output tokens/s"
         plot(requests, Path(arguments.plot), f"{title}: {rate}")
 
 
 def _write(arguments: argparse.Namespace, found: dict[str, Any]) -> None:
     if arguments.json:
-        settings = {name: "inf" if value == math.inf else value  # which JSON cannot write
-                    for name, value in vars(arguments).items() if name not in NOT_WRITTEN}  # fmt: skip
-        said = {"version": import_module("atomc").__version__, "settings": settings}
-        Path(arguments.json).write_text(json.dumps(said | found, indent=1, default=str) + "\n", encoding="utf-8")
+        settings = {name: "inf" if value == math.inf else value  # JSON has no infinity
+                    for name, value in vars(arguments).items() if name not in UNSAVED_ARGUMENTS}  # fmt: skip
+        header = {"version": import_module("atomc").__version__, "settings": settings}
+        Path(arguments.json).write_text(json.dumps(header | found, indent=1, default=str) + "\n", encoding="utf-8")
 
 
 def _machine(device: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`atomc diff`: what differs between two dumps."""
+"""`atomc diff`: compares two dumps."""
 
 import argparse
 from pathlib import Path
@@ -10,14 +10,14 @@ from atomc.cli.arguments import command
 def add(commands: Any) -> None:
     parser = command(
         commands, "diff", run,
-        "Compare two dumps, of other versions, ranks or machines, by what they compute: ops, attributes, shapes, modules, "
-        "and who reads what. Exit code 1 if they differ.",
+        "Compare the graphs of two dumps, such as of two versions, ranks or machines: ops, attributes, shapes, modules and "
+        "edges. Exit code 1 if they differ.",
         "  atomc explain --dump before; git pull; atomc explain --dump after\n  atomc diff before after\n"
         "  atomc diff before/graph_0 after/graph_0 --all",
     )  # fmt: skip
-    parser.add_argument("first", type=Path, help="a folder that --dump wrote, a graph in it, or one file")
-    parser.add_argument("second", type=Path, help="what to compare with")
-    parser.add_argument("--all", action="store_true", help="the details of every stage, not only of the first that differs")
+    parser.add_argument("first", type=Path, help="a directory written by --dump, one of its graphs, or one file")
+    parser.add_argument("second", type=Path, help="the dump to compare with")
+    parser.add_argument("--all", action="store_true", help="details of every stage, not only of the first that differs")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     for path in (arguments.first, arguments.second):
         if not path.exists():
-            raise ValueError(f"there is no {path}")
+            raise ValueError(f"{path} does not exist")
     found = differences(arguments.first, arguments.second, every_stage=arguments.all)
     print("\n".join(found) if found else "equal")
     return int(bool(found))

@@ -1,4 +1,4 @@
-"""`atomc doctor`: what machine this is, what can be had on it, what the cache of compiled graphs did, and a self-test."""
+"""`atomc doctor`: reports the machine, the available libraries and kernels, and the compile cache; runs a self-test."""
 
 import argparse
 import sys
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
     from atomc.options import Options
     from atomc.platform import Platform, Provider
 
-# Whose version the kernels of a provider go by, where it is another name.
-LIBRARIES = {"invariant": "triton"}
+# The library whose version applies to a provider's kernels, if its name differs.
+LIBRARY_OF_PROVIDER = {"invariant": "triton"}
 
 
 def add(commands: Any) -> None:
     added = command(commands, "doctor", run,
-                    "Say what machine this is, which libraries and kernels can be had here, and what lies in the cache.",
+                    "Report the machine, the available libraries and kernels, and the contents of the compile cache.",
                     "  atomc doctor\n  atomc doctor --self-test\n  atomc doctor --clear")  # fmt: skip
-    added.add_argument("--clear", action="store_true", help="empty the cache of compiled graphs, and do nothing else")
-    added.add_argument("--self-test", action="store_true", help="try each kernel that can be had here against its meaning; "
-                       "exit code 1 if one fails")  # fmt: skip
+    added.add_argument("--clear", action="store_true", help="delete the compile cache, and do nothing else")
+    added.add_argument("--self-test", action="store_true", help="compare each available kernel with its reference; exit "
+                       "code 1 if one fails")  # fmt: skip
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -33,8 +33,8 @@ def run(arguments: argparse.Namespace) -> int:
     from atomc.options import Options
 
     if arguments.clear:
-        gone = store.clear(Options.of())
-        print(f"{_entries(gone)} deleted from {gone.folder}, {_size(gone.bytes)} freed")
+        deleted = store.clear(Options.of())
+        print(f"{_entries(deleted)} deleted from {deleted.folder}, {_format_bytes(deleted.bytes)} freed")
         return 0
     _print_machine()
     _print_libraries()
@@ -71,16 +71,16 @@ def _print_libraries() -> None:
     missing = {provider: kernels.load(provider) for provider in (*kernels.PROVIDERS, kernels.INVARIANT)}
     counts = {provider: sum(kernel.provider == provider for op in REGISTRY.values() for kernel in op.kernels)
               for provider in missing}  # fmt: skip
-    found = [(provider, _version(provider, libraries), str(counts[provider]), reason or "")
+    found = [(provider, _provider_version(provider, libraries), str(counts[provider]), reason or "")
              for provider, reason in missing.items()]  # fmt: skip
     print(table(("kernels", "version", "number", "why not"), found, numbers=[2]) + "\n")
 
 
-def _version(provider: str, libraries: "dict[str, Provider]") -> str:
-    """Of the library that the kernels call; those of torch itself go by its version."""
+def _provider_version(provider: str, libraries: "dict[str, Provider]") -> str:
+    """The version of the library that the kernels call; torch's version for torch's own kernels."""
     import torch
 
-    library = libraries.get(LIBRARIES.get(provider, provider))
+    library = libraries.get(LIBRARY_OF_PROVIDER.get(provider, provider))
     if library is not None:
         return library.version or "-"
     if provider == "onednn":
@@ -94,14 +94,15 @@ def _cache(options: "Options") -> str:
     from atomc.render.text import table
 
     usage = store.usage(options)
-    held = f"{_entries(usage)}, {_size(usage.bytes)} of {_size(options.cache_size)}"
-    rows = [("folder", str(usage.folder)), ("holds", held if options.cache else f"{held}; off")]
+    contents = f"{_entries(usage)}, {_format_bytes(usage.bytes)} of {_format_bytes(options.cache_size)}"
+    rows = [("folder", str(usage.folder)), ("holds", contents if options.cache else f"{contents}; off")]
     reason = store.untrusted(usage.folder)
-    return table(("cache", ""), [*rows, *([("not used", reason)] if reason else []), *_started(store.last_start(options))])
+    unused = [("not used", reason)] if reason else []
+    return table(("cache", ""), [*rows, *unused, *_last_start(store.last_start(options))])
 
 
-def _started(graphs: "Sequence[Started]") -> list[tuple[str, str]]:
-    """When the last start was, and what the cache did for its graphs, those alike once."""
+def _last_start(graphs: "Sequence[Started]") -> list[tuple[str, str]]:
+    """The time of the last start, and the cache result of its graphs; equal lines are counted."""
     if not graphs:
         return [("last start", "not known")]
     said = Counter(f"{graph.model}: {graph.said}" for graph in graphs)
@@ -122,7 +123,7 @@ def _entries(usage: "Usage") -> str:
     return "1 entry" if usage.entries == 1 else f"{usage.entries} entries"
 
 
-def _size(number: int) -> str:
+def _format_bytes(number: int) -> str:
     for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
         if number >= size:
             return f"{number / size:.1f} {unit}"

@@ -1,4 +1,4 @@
-"""`atomc explain`: what the compiler does to a model, without its weights."""
+"""`atomc explain`: reports what the compiler does to a model, without loading its weights."""
 
 import argparse
 import contextlib
@@ -15,7 +15,7 @@ from atomc.cli.arguments import DTYPES, SCHEMES, add_quantization, command
 def add(commands: Any) -> None:
     parser = command(
         commands, "explain", run,
-        "Say what the compiler does to a model: rewrites, near misses, kernels. Loads no weights and runs nothing.",
+        "Report what the compiler does to a model: rewrites, near misses, kernels. Loads no weights and runs nothing.",
         "  atomc explain\n  atomc explain path/to/Qwen3-0.6B --runtime\n"
         "  atomc explain path/to/Qwen3-0.6B --why qk_norm_rope --module-path layers.3\n"
         "  atomc explain path/to/Qwen3-8B --platform gfx950 --quantization fp8 --tp 8 --sequences 64\n"
@@ -25,27 +25,27 @@ def add(commands: Any) -> None:
         "  atomc explain path/to/Qwen3-0.6B --save base.json     # once, then in CI:\n"
         "  atomc explain path/to/Qwen3-0.6B --check base.json    # exit code 1 if a rewrite or kernel changed",
     )  # fmt: skip
-    parser.add_argument("model", nargs="?", help="a directory with config.json, or a name on the Hugging Face hub; "
-                        "or package.module:function, which returns a module, (module, args) or (module, args, kwargs); "
-                        "left out: the demo model")  # fmt: skip
-    parser.add_argument("--why", metavar="REWRITE", help="only say why this rewrite fired or did not")
+    parser.add_argument("model", nargs="?", help="a directory with config.json, a name on the Hugging Face hub, or "
+                        "package.module:function, which returns a module, (module, args) or (module, args, kwargs); "
+                        "default: the demo model")  # fmt: skip
+    parser.add_argument("--why", metavar="REWRITE", help="only report why this rewrite fired or did not")
     parser.add_argument("--module-path", metavar="PATH", help="with --why: only below this module, such as layers.3.mlp")
     parser.add_argument("--dump", metavar="DIR", help="write one runnable file per pass that changed the graph")
     parser.add_argument("--layers", type=int, metavar="N", help="only the first N layers of a config.json")
     parser.add_argument("--dtype", choices=(*DTYPES, *SCHEMES), metavar="DTYPE", help="of the weights of a config.json: "
-                        f"{', '.join(DTYPES)}, or what to quantize them to; default: what it says")  # fmt: skip
+                        f"{', '.join(DTYPES)}, or a quantization scheme; default: the config's")  # fmt: skip
     add_quantization(parser, "quantize the weights of a config.json")
-    parser.add_argument("--platform", metavar="NAME", help="a machine that need not be here, such as gfx950 or sm90")
-    parser.add_argument("--dynamic", action="store_true", help="compile for any sizes, as torch.compile(dynamic=True)")
-    parser.add_argument("--runtime", action="store_true", help="as `atomc generate` compiles it: with a paged cache")
-    parser.add_argument("--json", action="store_true", help="everything as JSON, a list with one object per graph")
-    parser.add_argument("--html", metavar="FILE", help="everything as one page for a browser, which needs no network; "
-                        "compiled for any number of tokens, so that costs are formulas")  # fmt: skip
-    parser.add_argument("--beside", metavar="MODEL", help="what differs from another model, or from another version: "
-                        "a file that --json wrote there")  # fmt: skip
-    parser.add_argument("--save", metavar="FILE", help="save how often each rewrite fires and what runs each op")
-    parser.add_argument("--check", metavar="FILE", help="compare with what was saved; exit code 1 and the differences, "
-                        "with reasons, if anything changed")  # fmt: skip
+    parser.add_argument("--platform", metavar="NAME", help="compile for another machine, such as gfx950 or sm90")
+    parser.add_argument("--dynamic", action="store_true", help="dynamic shapes, as torch.compile(dynamic=True)")
+    parser.add_argument("--runtime", action="store_true", help="compile with a paged KV cache, as `atomc generate` does")
+    parser.add_argument("--json", action="store_true", help="the report as JSON, a list with one object per graph")
+    parser.add_argument("--html", metavar="FILE", help="the report as a self-contained HTML page; compiled for any number "
+                        "of tokens, so that costs are formulas")  # fmt: skip
+    parser.add_argument("--beside", metavar="MODEL", help="compare with another model, or with a file that --json wrote, "
+                        "such as with another version")  # fmt: skip
+    parser.add_argument("--save", metavar="FILE", help="save the count of each rewrite and the kernel of each op")
+    parser.add_argument("--check", metavar="FILE", help="compare with a file that --save wrote; if anything changed, print "
+                        "the differences with reasons and exit with code 1")  # fmt: skip
     planning.add(parser)
 
 
@@ -53,11 +53,11 @@ def run(arguments: argparse.Namespace) -> int:
     from atomc import contract
 
     if arguments.module_path and not arguments.why:
-        raise ValueError("--module-path narrows --why: give both")
-    if planning.wanted(arguments):
+        raise ValueError("--module-path needs --why: set both")
+    if planning.is_requested(arguments):
         return planning.run(arguments)
     saved = _read_baseline(arguments.check) if arguments.check else None
-    other = _read_reports(arguments.beside) if _is_file_of_reports(arguments.beside) else None
+    other = _read_reports(arguments.beside) if _is_report_file(arguments.beside) else None
     found = _reports_of(arguments, arguments.model)
     if arguments.beside and other is None:
         other = _reports_of(arguments, arguments.beside)
@@ -75,11 +75,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _reports_of(arguments: argparse.Namespace, model: str | None) -> list[Any]:
-    """The reports of one model, a graph each."""
+    """The reports of one model, one per graph."""
     from atomc.report import reports
 
     earlier = {id(report) for report in reports()}
-    with contextlib.redirect_stdout(sys.stderr):  # what the model prints is no part of the report
+    with contextlib.redirect_stdout(sys.stderr):  # keep the model's own output out of the report
         _compile(arguments, *_model(arguments, model))
     return [report for report in reports() if id(report) not in earlier]
 
@@ -112,7 +112,7 @@ def _write_page(arguments: argparse.Namespace, found: list[Any], other: list[Any
 
 
 def _measure_bandwidth(found: list[Any]) -> None:
-    """Of this machine, if its data sheet is not known, so that the page can say times."""
+    """Measure this machine's bandwidth if it is not known, so that the page can show times."""
     from atomc.bandwidth import measured_bandwidth
 
     unknown = [report for report in found if report.machine and not report.machine["bandwidth"]]
@@ -123,19 +123,19 @@ def _measure_bandwidth(found: list[Any]) -> None:
 
 
 def _names(arguments: argparse.Namespace) -> tuple[str, str]:
-    """What the two are called that stand side by side."""
+    """The names of the two compared models."""
     given = ("the demo model" if arguments.model is None else str(arguments.model), str(arguments.beside))
     # "." has no name of its own.
     first, second = (Path(name).name or Path(name).resolve().name or name for name in given)
     return (first, second) if first != second else given
 
 
-def _is_file_of_reports(name: str | None) -> bool:
+def _is_report_file(name: str | None) -> bool:
     return name is not None and name.endswith(".json") and Path(name).is_file()
 
 
 def _read_reports(file: str) -> list[Any]:
-    """What --json wrote. Raises ValueError for another file."""
+    """Reads a file written by --json. Raises ValueError for other content."""
     from atomc.report import Report
 
     try:
@@ -149,9 +149,9 @@ def _read_baseline(file: str) -> dict[str, Any]:
     try:
         saved = json.loads(Path(file).read_text())
     except json.JSONDecodeError as error:
-        raise ValueError(f"{file} is no baseline: {error}") from error
+        raise ValueError(f"{file} is not a baseline: {error}") from error
     if not isinstance(saved, dict):
-        raise ValueError(f"{file} is no baseline: expected what `atomc explain --save` writes")
+        raise ValueError(f"{file} is not a baseline: expected a file written by `atomc explain --save`")
     return saved
 
 
@@ -163,7 +163,7 @@ def _compile(arguments: argparse.Namespace, model: Any, args: tuple[Any, ...], k
     options = {"dump": arguments.dump} if arguments.dump else {}
     platform: Platform | None = Platform.named(arguments.platform) if arguments.platform else None
     if arguments.runtime:
-        # Nothing is to run here, so that nothing needs to be compiled by Inductor.
+        # Nothing runs, so Inductor need not compile anything.
         compile_model(model, options={**options, "glue": "eager"}, platform=platform, keep_texts=bool(arguments.html))
         return
     try:
@@ -174,20 +174,21 @@ def _compile(arguments: argparse.Namespace, model: Any, args: tuple[Any, ...], k
 
 
 def _model(arguments: argparse.Namespace, name: str | None) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """The model to explain and what to call it with; nothing, if token ids can be made up."""
+    """The model, its args and its kwargs; empty for a checkpoint, whose inputs are generated."""
     if name is not None and ":" in name and not Path(name).exists():
         if arguments.quantization:
-            raise ValueError(f"--quantization is for a config.json; {name} can call atomc.quantize(model, "
-                             f"{arguments.quantization!r}) itself")  # fmt: skip
-        return built_by(name)
+            raise ValueError(f"--quantization needs a config.json; call atomc.quantize(model, "
+                             f"{arguments.quantization!r}) in {name} instead")  # fmt: skip
+        return load_function(name)
     from atomc.demo import PATH
     from atomc.runtime.hub import model_folder
 
     return planning.model_of(model_folder(str(name or PATH), weights=False), arguments).module, (), {}
 
 
-def built_by(name: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Calls package.module:function. Raises ValueError if there is none, or if it returns something else."""
+def load_function(name: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """The result of package.module:function as (model, args, kwargs). Raises ValueError if the function does not exist or
+    returns another type."""
     module_name, _, function_name = name.partition(":")
     sys.path.insert(0, str(Path.cwd()))
     try:
@@ -195,7 +196,7 @@ def built_by(name: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise
-        raise ValueError(f"{name}: there is no module {error.name!r} here or on the path") from error
+        raise ValueError(f"{name}: module {error.name!r} is not in the current directory or on the path") from error
     finally:
         sys.path.pop(0)
     function = getattr(module, function_name, None)

@@ -12,36 +12,35 @@ if TYPE_CHECKING:
     from atomc.runtime.sampling_params import SamplingParams
 
 DEMO_PROMPT = "She looked at him and said"
-# So that the demo writes the same text each time.
+# Fixed, so that the demo generates the same text each time.
 DEMO_SEED = 4
 MAX_TOKENS = 96
 
 
 def add(commands: Any) -> None:
     parser = command(
-        commands, "generate", run, "Generate text, and say how long each part took and what the compiler did.",
+        commands, "generate", run, "Generate text; print the start time by phase and a summary of the compiler's report.",
         "  atomc generate\n  atomc generate path/to/Qwen3-0.6B -p 'The capital of France is' --max-tokens 32",
     )  # fmt: skip
-    parser.add_argument("model", nargs="?", help="a checkpoint directory, or a name on the Hugging Face hub; left out: the "
-                        "small model that comes with atomc")  # fmt: skip
-    parser.add_argument("-p", "--prompt", action="append", help="may be given several times; the demo has one of its own")
-    parser.add_argument("--max-tokens", type=int, default=MAX_TOKENS, help="new tokens, at most (default: %(default)s)")
-    sampling = "default: as generation_config.json of the model says, else greedy"
-    parser.add_argument("--temperature", type=float, help=f"0 takes the likeliest token ({sampling})")
-    parser.add_argument("--top-p", type=float, help="draw from the likeliest tokens that have this probability together")
-    parser.add_argument("--top-k", type=int, help="draw from this many of the likeliest tokens")
-    parser.add_argument("--seed", type=int, help="the same seed draws the same tokens (default: a fixed one for the demo)")
-    parser.add_argument("--dtype", choices=DTYPES, help="default: as the checkpoint says")
+    parser.add_argument("model", nargs="?", help="a checkpoint directory or a name on the Hugging Face hub; default: the "
+                        "demo model of atomc")  # fmt: skip
+    parser.add_argument("-p", "--prompt", action="append", help="may be given several times; optional for the demo model")
+    parser.add_argument("--max-tokens", type=int, default=MAX_TOKENS, help="maximum new tokens (default: %(default)s)")
+    sampling = "default: from the model's generation_config.json, else greedy"
+    parser.add_argument("--temperature", type=float, help=f"0: greedy ({sampling})")
+    parser.add_argument("--top-p", type=float, help="sample from the most likely tokens with this total probability")
+    parser.add_argument("--top-k", type=int, help="sample from this many most likely tokens")
+    parser.add_argument("--seed", type=int, help="the seed of sampling (default: random; fixed for the demo model)")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: the checkpoint's")
     add_quantization(parser, "quantize the weights when they are read")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU if there is one")
-    parser.add_argument("--glue", choices=GLUES, help="what runs the ops without a kernel; default: eager on a CPU, so "
-                        "that nobody waits for a C++ compiler, else auto")  # fmt: skip
-    parser.add_argument("--max-model-len", type=int, metavar="N", help="tokens of the longest sequence")
-    parser.add_argument("--threads", type=int, metavar="N", help="threads that compute on a CPU (default: what "
-                        "OMP_NUM_THREADS says, else one for each physical core that the process may use; 1 suits a machine "
-                        "that others use too)")  # fmt: skip
-    parser.add_argument("--no-self-check", action="store_true", help="run a class of transformers without comparing a few "
-                        "steps with its own forward first")  # fmt: skip
+    parser.add_argument("--glue", choices=GLUES, help="what runs the ops without a kernel; default: eager on a CPU, which "
+                        "needs no C++ compiler, else auto")  # fmt: skip
+    parser.add_argument("--max-model-len", type=int, metavar="N", help="maximum sequence length in tokens")
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: OMP_NUM_THREADS, else one per "
+                        "physical core available to the process; use 1 on a shared machine)")  # fmt: skip
+    parser.add_argument("--no-self-check", action="store_true", help="do not compare a few steps of a transformers model "
+                        "with its own forward first")  # fmt: skip
     parser.add_argument("-q", "--quiet", action="store_true", help="print the text only")
 
 
@@ -51,9 +50,9 @@ def run(arguments: argparse.Namespace) -> None:
     from atomc.runtime.llm import LLM
 
     if arguments.model is not None and not arguments.prompt:
-        raise ValueError("give a prompt for this model: -p 'The capital of France is'")
+        raise ValueError("this model needs a prompt, such as -p 'The capital of France is'")
     folder = model_folder(str(arguments.model or PATH))
-    params = _sampling(arguments, folder)
+    params = _sampling_params(arguments, folder)
     llm = LLM(
         folder, dtype=dtype_named(arguments.dtype), device=arguments.device, quantization=arguments.quantization,
         max_model_len=arguments.max_model_len, threads=arguments.threads, self_check=not arguments.no_self_check,
@@ -65,14 +64,14 @@ def run(arguments: argparse.Namespace) -> None:
         _print_figures(llm)
 
 
-def _sampling(arguments: argparse.Namespace, folder: Path) -> "SamplingParams":
-    """What the flags say, else the model's generation_config.json."""
-    from atomc.runtime.generation_config import samples, sampling_defaults
+def _sampling_params(arguments: argparse.Namespace, folder: Path) -> "SamplingParams":
+    """The flags, else the model's generation_config.json, else greedy."""
+    from atomc.runtime.generation_config import do_sample, sampling_defaults
     from atomc.runtime.sampling_params import SamplingParams
 
     defaults = sampling_defaults(folder)
     given: dict[str, Any] = {"temperature": 0.0}
-    if samples(folder):
+    if do_sample(folder):
         given = {"temperature": defaults.get("temperature", 1.0)}
         given |= {name: defaults[name] for name in ("top_p", "top_k") if name in defaults}
     flags = {name: getattr(arguments, name) for name in ("temperature", "top_p", "top_k")}
@@ -82,7 +81,7 @@ def _sampling(arguments: argparse.Namespace, folder: Path) -> "SamplingParams":
 
 
 def _print_texts(llm: "LLM", prompts: Sequence[str], params: "SamplingParams") -> None:
-    """One prompt as it streams; several are computed together and printed when all are done."""
+    """Stream one prompt; batch several and print them at the end."""
     if len(prompts) == 1:
         pieces = llm.stream(prompts[0], params)
         print(prompts[0], end="", flush=True)

@@ -1,4 +1,4 @@
-"""An argument parser that says what is wrong in one line, and what was perhaps meant."""
+"""An argument parser that reports errors in one line, with a suggestion."""
 
 import argparse
 import sys
@@ -6,29 +6,29 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
-from atomc.cli.elsewhere import ELSEWHERE
+from atomc.cli.foreign_flags import FOREIGN_FLAGS
 
 
 class Parser(argparse.ArgumentParser):
-    """A flag that does not exist is refused by the command that it was given to, with the nearest one that does."""
+    """Reports an unknown flag by the subcommand that got it, with a hint or the most similar flag."""
 
     def error(self, message: str) -> NoReturn:
         print(f"atomc: {message}; see {self.prog} --help", file=sys.stderr)
         raise SystemExit(2)
 
-    # With argparse's own types: they differ from version to version.
+    # Any, because argparse's types differ between versions.
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         found, unknown = super().parse_known_args(args, namespace)
         if unknown and self._subparsers is None:
-            self.error(self._about(unknown))
+            self.error(self._unrecognized(unknown))
         return found, unknown
 
-    def _about(self, unknown: Sequence[str]) -> str:
+    def _unrecognized(self, unknown: Sequence[str]) -> str:
         given = next((each for each in unknown if each.startswith("-")), None)
         if given is None:
             return f"unrecognized arguments: {' '.join(unknown)}"
         flag = given.partition("=")[0].replace("_", "-")
-        here = ELSEWHERE.get(self.prog, {}).get(flag)
+        hint = FOREIGN_FLAGS.get(self.prog, {}).get(flag)
         near = get_close_matches(flag, self._option_string_actions, n=1)
-        said = here or (f"did you mean {near[0]}?" if near else "")
-        return f"unrecognized arguments: {given}" + (f" ({said})" if said else "")
+        suggestion = hint or (f"did you mean {near[0]}?" if near else "")
+        return f"unrecognized arguments: {given}" + (f" ({suggestion})" if suggestion else "")

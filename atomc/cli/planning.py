@@ -1,4 +1,4 @@
-"""The part of `atomc explain` that plans a step: kernels, bytes, time, memory; on a machine that need not be here."""
+"""Planning in `atomc explain`: kernels, bytes, time and memory of one step, also for a machine that is not present."""
 
 import argparse
 import contextlib
@@ -13,45 +13,45 @@ if TYPE_CHECKING:
     from atomc.efficiency import Table
     from atomc.planning.plan import Load, Model, Plan
 
-# Any of these asks for a plan, and none of OTHERS goes with one.
-ASKING = ("plan", "measure", "tp", "tokens", "sequences", "context", "max_model_len", "kv_cache_dtype", "efficiency")
-OTHERS = ("why", "html", "beside", "save", "check", "dynamic")
+# Each of PLAN_FLAGS requests a plan; INCOMPATIBLE_FLAGS cannot be combined with one.
+PLAN_FLAGS = ("plan", "measure", "tp", "tokens", "sequences", "context", "max_model_len", "kv_cache_dtype", "efficiency")
+INCOMPATIBLE_FLAGS = ("why", "html", "beside", "save", "check", "dynamic")
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """The arguments of a plan."""
-    group = parser.add_argument_group("a plan of one step of a config.json; any of these asks for it")
-    group.add_argument("--plan", action="store_true", help="of a step that decodes one token after 1023")
-    group.add_argument("--measure", action="store_true", help="time each kernel on this machine, beside its prediction")
-    group.add_argument("--tp", type=int, metavar="N", help="cut over N devices, by heads, hidden units and vocabulary")
-    group.add_argument("--tokens", type=int, metavar="T", help="new tokens in the step; default: one a sequence")
+    """Adds the arguments of a plan."""
+    group = parser.add_argument_group("a plan of one step of a config.json; each of these flags requests it")
+    group.add_argument("--plan", action="store_true", help="plan a step that decodes one token after 1023")
+    group.add_argument("--measure", action="store_true", help="time each kernel on this machine, next to its prediction")
+    group.add_argument("--tp", type=int, metavar="N", help="tensor parallelism over N devices")
+    group.add_argument("--tokens", type=int, metavar="T", help="new tokens in the step; default: one per sequence")
     group.add_argument("--sequences", type=int, metavar="S", help="sequences in the step; default: 1")
-    group.add_argument("--context", type=int, metavar="C", help="tokens of a sequence, with the new ones; default: 1024")
-    group.add_argument("--max-model-len", type=int, metavar="N", help="tokens of the longest sequence, to say how many "
-                       "fit; default: what the model was made for")  # fmt: skip
-    group.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), help="of keys and values in the cache")
-    group.add_argument("--efficiency", metavar="FILE", help="a table that bench/efficiency.py wrote; default: the one that "
-                       "comes with atomc for the machine, if there is one")  # fmt: skip
+    group.add_argument("--context", type=int, metavar="C", help="sequence length including new tokens; default: 1024")
+    group.add_argument("--max-model-len", type=int, metavar="N", help="maximum sequence length, to compute how many "
+                       "sequences fit; default: the model's")  # fmt: skip
+    group.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), help="the dtype of the KV cache")
+    group.add_argument("--efficiency", metavar="FILE", help="a table written by bench/efficiency.py; default: atomc's "
+                       "table for the machine, if there is one")  # fmt: skip
 
 
-def wanted(arguments: argparse.Namespace) -> bool:
-    return any(getattr(arguments, name) not in (None, False) for name in ASKING)
+def is_requested(arguments: argparse.Namespace) -> bool:
+    return any(getattr(arguments, name) not in (None, False) for name in PLAN_FLAGS)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print what the compiler does and the plan. Raises ValueError for what cannot be planned or measured."""
+    """Print the compiler's report and the plan. Raises ValueError if the model cannot be planned or measured."""
     from atomc.demo import PATH
     from atomc.report import reports
     from atomc.runtime.hub import model_folder
 
-    others = [f"--{name}" for name in OTHERS if getattr(arguments, name) not in (None, False)]
+    others = [f"--{name}" for name in INCOMPATIBLE_FLAGS if getattr(arguments, name) not in (None, False)]
     if others:
-        raise ValueError(f"a plan is printed, as text or with --json; it does not go with {', '.join(others)}")
+        raise ValueError(f"a plan cannot be combined with {', '.join(others)}, only with --json")
     name = str(arguments.model or PATH)
     if ":" in name and not Path(name).exists():
-        raise ValueError(f"a plan is made of a config.json; {name} is a function")
+        raise ValueError(f"a plan needs a config.json; {name} is a function")
     with contextlib.redirect_stdout(sys.stderr):
-        plan = _made(model_folder(name, weights=False), arguments)
+        plan = _plan_of(model_folder(name, weights=False), arguments)
     report = reports()[-1]
     if arguments.json:
         print(json.dumps([report.to_dict() | {"plan": plan.to_dict()}], indent=1, default=str))
@@ -61,25 +61,25 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def model_of(folder: Path, arguments: argparse.Namespace) -> "Model":
-    """The model of a config.json on meta, as --dtype, --quantization, --layers and --tp say."""
+    """The model of a config.json on the meta device, with --dtype, --quantization, --layers and --tp applied."""
     from atomc.planning.plan import built
     from atomc.platform import Platform
 
     scheme = arguments.dtype if arguments.dtype in SCHEMES else arguments.quantization
     if arguments.quantization and arguments.quantization != scheme:
-        raise ValueError(f"--dtype {scheme} quantizes, too, and not to {arguments.quantization}: leave one of them out")
+        raise ValueError(f"--dtype {scheme} and --quantization {arguments.quantization} differ: leave one of them out")
     dtype = dtype_named(arguments.dtype) if arguments.dtype in DTYPES else None
     platform = Platform.named(arguments.platform) if arguments.platform else None
     return built(folder, dtype=dtype, quantization=scheme, devices=1 if arguments.tp is None else arguments.tp,
                  layers=arguments.layers, platform=platform)  # fmt: skip
 
 
-def _made(folder: Path, arguments: argparse.Namespace) -> "Plan":
+def _plan_of(folder: Path, arguments: argparse.Namespace) -> "Plan":
     from atomc.planning.plan import measured, plan
     from atomc.platform import Platform
 
     if arguments.measure and arguments.platform:
-        raise ValueError(f"--measure times this machine and no --platform {arguments.platform}: leave one of them out")
+        raise ValueError(f"--measure times this machine, not --platform {arguments.platform}: leave one of them out")
     options: dict[str, Any] = {"dump": arguments.dump} if arguments.dump else {}
     if arguments.kv_cache_dtype:
         options["kv_cache_dtype"] = arguments.kv_cache_dtype
@@ -99,12 +99,12 @@ def _load(arguments: argparse.Namespace) -> "Load":
 
 
 def _table(file: str | None, machine: str) -> "Table | None":
-    """The table of this machine in a file that bench/efficiency.py wrote."""
+    """The table of this machine in a file written by bench/efficiency.py."""
     from atomc.efficiency import tables
 
     if file is None:
         return None
     found = tables(Path(file))
     if machine not in found:
-        raise ValueError(f"--efficiency {file} has tables of {', '.join(found) or 'no machine'}, none of {machine}")
+        raise ValueError(f"--efficiency {file} has no table for {machine}, only for {', '.join(found) or 'no machine'}")
     return found[machine]

@@ -6,7 +6,7 @@ from typing import Any
 
 from atomc.cli.arguments import command
 
-# Where EngineConfig's fields are in --help.
+# The group of each field of EngineConfig in --help.
 GROUPS = {
     "dtype": "model", "device": "model", "load_format": "model", "options": "model",
     "quantization": "model", "quantization_ignore": "model", "self_check": "model",
@@ -23,15 +23,15 @@ POSITIONAL = ("model",)
 
 def add(commands: Any) -> None:
     parser = command(
-        commands, "serve", run, "Serve a model over HTTP, with OpenAI's API.",
+        commands, "serve", run, "Serve a model over HTTP with OpenAI's API.",
         "  atomc serve\n  atomc serve Qwen/Qwen3-0.6B --port 8001 --max-model-len 8192\n"
         "  atomc serve path/to/model --config server.toml --api-key-file keys",
     )  # fmt: skip
     parser.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS,
-                        help="a checkpoint directory, or a name on the Hugging Face hub; left out: the small model that "
-                        "comes with atomc")  # fmt: skip
-    parser.add_argument("--config", metavar="FILE", help="a TOML file; its keys are the names of the flags, which go "
-                        "before it")  # fmt: skip
+                        help="a checkpoint directory or a name on the Hugging Face hub; default: the demo model of "
+                        "atomc")  # fmt: skip
+    parser.add_argument("--config", metavar="FILE", help="a TOML file with the names of flags as keys; flags take "
+                        "precedence")  # fmt: skip
     parser.usage = "atomc serve [MODEL] [flags]"
     from atomc.runtime.config import EngineConfig
     from atomc.runtime.server.config import ServerConfig

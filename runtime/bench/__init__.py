@@ -1,1 +1,1 @@
-"""Measuring: load for a server, runs of an engine, and the time to start."""
+"""Benchmarks: load on a server, offline runs of an engine, and startup time."""

@@ -1,4 +1,4 @@
-"""Load for a server: when requests are sent, and how many are under way at once."""
+"""Load generation: sends requests at a given rate and concurrency."""
 
 import asyncio
 import math
@@ -12,41 +12,41 @@ from typing import Any
 from tqdm import tqdm
 
 from atomc.runtime.bench.client import Server
-from atomc.runtime.bench.figures import Timed
-from atomc.runtime.bench.prompts import Ask
+from atomc.runtime.bench.datasets import SampleRequest
+from atomc.runtime.bench.metrics import RequestTiming
 
 
 def arrivals(count: int, rate: float, seed: int) -> list[float]:
-    """Seconds at which requests are sent: a Poisson process of `rate` a second, the first at 0; all at 0 for inf."""
+    """Send times in seconds: a Poisson process with `rate` per second that starts at 0; inf: all at 0."""
     if not rate > 0:
-        raise ValueError(f"the request rate is {rate}, expected a number above 0, or inf")
-    drawn = random.Random(seed)
-    gaps = [0.0 if math.isinf(rate) else drawn.expovariate(rate) for _ in range(count - 1)]
+        raise ValueError(f"the request rate is {rate}, expected a number above 0 or inf")
+    rng = random.Random(seed)
+    gaps = [0.0 if math.isinf(rate) else rng.expovariate(rate) for _ in range(count - 1)]
     return list(accumulate(gaps, initial=0.0))
 
 
 async def run(
-    server: Server, asks: Sequence[Ask], *, rate: float = math.inf, max_concurrency: int | None = None, seed: int = 0,
-    progress: bool = True,
-) -> list[Timed]:  # fmt: skip
-    """Sends every request and returns their times, in the order of `asks`.
+    server: Server, samples: Sequence[SampleRequest], *, rate: float = math.inf, max_concurrency: int | None = None,
+    seed: int = 0, progress: bool = True,
+) -> list[RequestTiming]:  # fmt: skip
+    """Sends all requests and returns their timings, in the order of `samples`.
 
-    The first one is sent alone, uncounted, before: if it fails, ValueError says why.
+    Sends the first one alone before, uncounted. Raises ValueError if that fails.
     """
-    first = await server.send(Ask(asks[0].prompt, 1), time.perf_counter())
+    first = await server.send(SampleRequest(samples[0].prompt, 1), time.perf_counter())
     if first.error is not None:
-        raise ValueError(f"{server.url} refuses the first request: {first.error}")
-    gate: Any = asyncio.Semaphore(max_concurrency) if max_concurrency is not None else nullcontext()
-    due = arrivals(len(asks), rate, seed)
+        raise ValueError(f"the first request to {server.url} failed: {first.error}")
+    semaphore: Any = asyncio.Semaphore(max_concurrency) if max_concurrency is not None else nullcontext()
+    due = arrivals(len(samples), rate, seed)
     began = time.perf_counter()
 
-    with tqdm(total=len(asks), unit="request", disable=None if progress else True) as bar:
+    with tqdm(total=len(samples), unit="request", disable=None if progress else True) as bar:
 
-        async def one(ask: Ask, at: float) -> Timed:
+        async def one(sample: SampleRequest, at: float) -> RequestTiming:
             await asyncio.sleep(max(0.0, at - (time.perf_counter() - began)))
-            async with gate:
-                timed = await server.send(ask, began)
+            async with semaphore:
+                timing = await server.send(sample, began)
             bar.update()
-            return timed
+            return timing
 
-        return await asyncio.gather(*(one(ask, at) for ask, at in zip(asks, due, strict=True)))
+        return await asyncio.gather(*(one(sample, at) for sample, at in zip(samples, due, strict=True)))

@@ -1,7 +1,7 @@
-"""From starting a process to its first token, by parts: the engine alone, or the server until it says it is ready.
+"""Measures the time from the start of a process to its first token, by phase: the engine alone, or the server.
 
-A cold start has empty caches for compiled code; a warm one finds what the start before it left. The files of the
-model and of the libraries are in the memory of the operating system in both, unless it has dropped them.
+A cold start has empty caches of compiled code; a warm start has those that the previous start wrote. In both, the files
+of the model and of the libraries may be in the page cache of the operating system.
 """
 
 import json
@@ -20,22 +20,22 @@ from typing import Any
 
 from atomc.runtime.config import EngineConfig
 
-# What a process is told by its environment, each a folder of its own.
+# Environment variables of cache directories.
 CACHES = ("ATOMC_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH")
 PROMPT = [300, 301, 302, 303]
-LARGE = ("torch._dynamo", "sympy", "torch._inductor.compile_fx", "transformers", "triton.compiler")
+LARGE_MODULES = ("torch._dynamo", "sympy", "torch._inductor.compile_fx", "transformers", "triton.compiler")
 POLL_SECONDS = 0.02
 
 Start = dict[str, Any]
 
 
 def starts(config: EngineConfig, *, warm: int, limit: float, flags: Sequence[str] | None = None) -> Iterator[Start]:
-    """One cold start and then warm ones, as they end: {"way", "seconds", "phases", ...}.
+    """Yields the result of one cold start and then of `warm` warm ones: {"way", "seconds", "phases", ...}.
 
-    limit  seconds that one may take
-    flags  of `atomc serve`, to start the server; None: the engine alone
+    limit   timeout of one start in seconds
+    flags   flags of `atomc serve`, to start the server; None: the engine alone
 
-    Raises ValueError, with its last words, for a process that fails or takes too long.
+    Raises ValueError, with its last line of output, for a process that fails or times out.
     """
     with tempfile.TemporaryDirectory() as folder:
         caches = {name: str(Path(folder, name.lower())) for name in CACHES}
@@ -67,26 +67,26 @@ def server_start(flags: Sequence[str], environment: Mapping[str, str], limit: fl
         began = time.perf_counter()
         process = subprocess.Popen(command, env={**os.environ, **environment}, stdout=log, stderr=log)
         try:
-            while not answer(f"http://127.0.0.1:{port}/ready"):
+            while not get(f"http://127.0.0.1:{port}/ready"):
                 if process.poll() is not None or time.perf_counter() - began > limit:
                     log.seek(0)
                     raise ValueError(f"the server was not ready after {time.perf_counter() - began:.0f} s: "
                                      f"{last_line(log.read())}")  # fmt: skip
                 time.sleep(POLL_SECONDS)
             seconds = time.perf_counter() - began
-            status = json.loads(answer(f"http://127.0.0.1:{port}/status") or b"{}")
+            status = json.loads(get(f"http://127.0.0.1:{port}/status") or b"{}")
         finally:
             process.terminate()
             process.wait()
-    return together(seconds, dict(status.get("phases", {})), {"device": status.get("device", "")})
+    return start_result(seconds, dict(status.get("phases", {})), {"device": status.get("device", "")})
 
 
-def together(seconds: float, phases: dict[str, float], more: Mapping[str, Any]) -> Start:
+def start_result(seconds: float, phases: dict[str, float], more: Mapping[str, Any]) -> Start:
     return {"seconds": seconds, "phases": phases | {"rest": seconds - sum(phases.values())}, **more}
 
 
-def answer(url: str) -> bytes | None:
-    """The body, if the status is 200."""
+def get(url: str) -> bytes | None:
+    """The body of the response, or None unless the status is 200."""
     try:
         with urllib.request.urlopen(url, timeout=30) as response:
             return bytes(response.read())
@@ -96,20 +96,20 @@ def answer(url: str) -> bytes | None:
 
 def last_line(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1] if lines else "it said nothing"
+    return lines[-1] if lines else "it has no output"
 
 
-def text(found: Sequence[Start]) -> str:
-    """A column for each start, a line for each part."""
+def format_starts(found: Sequence[Start]) -> str:
+    """A table with a column per start and a line per phase."""
     names = list(dict.fromkeys(name for start in found for name in start["phases"]))
     lines = [f"{'seconds':<14}" + "".join(f"{start['way']:>9}" for start in found)]
     for name in names:
         lines.append(f"{name:<14}" + "".join(f"{start['phases'].get(name, 0.0):>9.2f}" for start in found))
-    return "\n".join([*lines, f"{'together':<14}" + "".join(f"{start['seconds']:>9.2f}" for start in found)])
+    return "\n".join([*lines, f"{'total':<14}" + "".join(f"{start['seconds']:>9.2f}" for start in found)])
 
 
 def triton_kernels() -> dict[str, float]:
-    """Counts, from now on, of Triton kernels that this process compiles and that it finds on disk, and the seconds."""
+    """A live counter of the Triton kernels that this process compiles or finds in the disk cache, and of the seconds."""
     counts = {"compiled": 0, "found": 0, "seconds": 0.0}
     try:
         from triton import knobs
@@ -125,7 +125,7 @@ def triton_kernels() -> dict[str, float]:
 
 
 def details(start: Start) -> str:
-    """What took long: the parts of compiling, kernels that were compiled, libraries that need time to import."""
+    """The compile phases, the number of compiled kernels, and the imported libraries that are slow to import."""
     parts = sorted(start.get("compile", {}).items(), key=lambda part: -part[1])
     kernels = start.get("triton", {})
     lines = ["compile: " + ", ".join(f"{name} {seconds:.2f}" for name, seconds in parts),
@@ -136,7 +136,7 @@ def details(start: Start) -> str:
 
 
 def main(config: str, spawned: float) -> None:
-    """In the process that is measured: start, make a token, and print the seconds of each part as JSON."""
+    """The measured process: start an engine, generate a token, and print the seconds of each phase as JSON."""
     phases = {"python": time.time() - spawned}
     mark = time.perf_counter()
     from atomc.runtime.engine import Engine
@@ -153,9 +153,9 @@ def main(config: str, spawned: float) -> None:
     seconds = time.time() - spawned
     report = engine.program.report
     more = {"compile": dict(report.phases), "graphs": len(report.cuda_graphs), "notes": report.notes,
-            "triton": kernels, "imported": [name for name in LARGE if name in sys.modules],
+            "triton": kernels, "imported": [name for name in LARGE_MODULES if name in sys.modules],
             "device": str(engine.program.device)}  # fmt: skip
-    print(json.dumps(together(seconds, {**phases, **engine.phases, "first token": first}, more), default=str))
+    print(json.dumps(start_result(seconds, {**phases, **engine.phases, "first token": first}, more), default=str))
 
 
 if __name__ == "__main__":

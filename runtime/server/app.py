@@ -1,4 +1,4 @@
-"""The HTTP application: which path is served by what, and errors of the framework in OpenAI's form."""
+"""The FastAPI application: routes, middlewares, and exception handlers that return OpenAI's error format."""
 
 from http import HTTPStatus
 from typing import Any
@@ -12,19 +12,19 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from atomc.runtime.server import operations, protocol, status
-from atomc.runtime.server.body import body_route
-from atomc.runtime.server.body_budget import BodyBudget
-from atomc.runtime.server.body_timeout import BodyTimeout
+from atomc.runtime.server.api_keys import ApiKeys
+from atomc.runtime.server.body_budget import BodyBudgetMiddleware
+from atomc.runtime.server.body_timeout import BodyTimeoutMiddleware
 from atomc.runtime.server.chat_completions import chat_completions
 from atomc.runtime.server.client import EngineDead, RequestRefused
 from atomc.runtime.server.completions import completions
 from atomc.runtime.server.embeddings import embeddings
-from atomc.runtime.server.errors import APIError, told
-from atomc.runtime.server.http import Door, error_response
-from atomc.runtime.server.keys import Keys
+from atomc.runtime.server.errors import APIError, to_api_error
+from atomc.runtime.server.http import AuthMiddleware, error_response
+from atomc.runtime.server.json_body import checked_json_route
 from atomc.runtime.server.service import Service
 
-# The page at / holds nothing of this server; what it shows comes from /status, which needs a key.
+# The page at / is static; it loads its data from /status, which needs a key.
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/metrics"})
 
 
@@ -36,33 +36,34 @@ class ErrorBody(BaseModel):
 
 
 class ErrorAnswer(BaseModel):
-    """What every error looks like."""
+    """The body of every error response."""
 
     error: ErrorBody
 
 
 def create_app(service: Service) -> Any:
     """The ASGI application."""
-    answers: dict[int | str, dict[str, Any]] = {
+    error_responses: dict[int | str, dict[str, Any]] = {
         code: {"model": ErrorAnswer, "description": HTTPStatus(code).phrase} for code in (400, 401, 404, 413, 429, 500, 503)
     }
-    app = FastAPI(title="atomc", docs_url=None, redoc_url=None, responses=answers)
-    app.router.route_class = body_route(lambda: service.model.max_len)
+    app = FastAPI(title="atomc", docs_url=None, redoc_url=None, responses=error_responses)
+    app.router.route_class = checked_json_route(lambda: service.model.max_len)
     _add_routes(app, service)
     app.include_router(status.router(service))
     for kind in (APIError, EngineDead, RequestRefused, Exception):
-        app.add_exception_handler(kind, _told)
-    app.add_exception_handler(ClientDisconnect, _nobody)
-    app.add_exception_handler(RequestValidationError, _invalid)
-    app.add_exception_handler(HTTPException, _of_framework)
-    # Text that is no Unicode, such as half a surrogate; where it is found first depends on the field.
-    app.add_exception_handler(UnicodeError, _not_text)
-    door = Door(
-        BodyBudget(app, service.config.max_bodies_bytes), keys=Keys(service.config.api_key), open_paths=OPEN_PATHS,
+        app.add_exception_handler(kind, _on_error)
+    app.add_exception_handler(ClientDisconnect, _on_disconnect)
+    app.add_exception_handler(RequestValidationError, _on_validation_error)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    # Lone surrogates in a text; which code raises the error depends on the field.
+    app.add_exception_handler(UnicodeError, _on_unicode_error)
+    authenticated = AuthMiddleware(
+        BodyBudgetMiddleware(app, service.config.max_bodies_bytes),
+        keys=ApiKeys(service.config.api_key), open_paths=OPEN_PATHS,
         max_body_bytes=service.config.max_body_bytes,
-        refused=lambda code: service.metrics.refused.labels(service.metrics.model, code).inc(),
+        count_error=lambda code: service.metrics.refused.labels(service.metrics.model, code).inc(),
     )  # fmt: skip
-    timed = BodyTimeout(door, service.config.body_timeout)
+    timed = BodyTimeoutMiddleware(authenticated, service.config.body_timeout)
     if not service.config.allow_origin:
         return timed
     return CORSMiddleware(timed, allow_origins=service.config.allow_origin, allow_methods=["GET", "POST"],
@@ -127,42 +128,42 @@ def _add_routes(app: FastAPI, service: Service) -> None:
         return await operations.profile(service, start=False)
 
 
-async def _told(request: Request, error: Exception) -> Response:
-    return error_response(told(error))
+async def _on_error(request: Request, error: Exception) -> Response:
+    return error_response(to_api_error(error))
 
 
-async def _nobody(request: Request, error: Exception) -> Response:
-    """The client is gone: the answer goes nowhere, and counts as no error."""
+async def _on_disconnect(request: Request, error: Exception) -> Response:
+    """The client has disconnected: the response is discarded and not counted as an error."""
     return Response()
 
 
-async def _invalid(request: Request, error: Exception) -> Response:
-    """The first thing that is wrong with a body, and where."""
+async def _on_validation_error(request: Request, error: Exception) -> Response:
+    """The first validation error, with the field."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
-    # "body" is where all of it is; of a union, the parts after the field name our types.
-    place = [str(part) for part in first["loc"] if part != "body"]
-    name = place[0] if place else None
-    kind = request.headers.get("content-type", "")
-    if not place and "json" not in kind:
-        said = f"the body is sent as {kind!r}" if kind else "the body is sent without a Content-Type"
-        return error_response(APIError(400, f"{said}: send JSON, with the header 'Content-Type: application/json'"))
+    # For a union, the parts after the field are names of types.
+    location = [str(part) for part in first["loc"] if part != "body"]
+    name = location[0] if location else None
+    content_type = request.headers.get("content-type", "")
+    if not location and "json" not in content_type:
+        got = f"Content-Type is {content_type!r}" if content_type else "the request has no Content-Type"
+        return error_response(APIError(400, f"{got}: send JSON with the header 'Content-Type: application/json'"))
     if first["type"] == "json_invalid":
         return error_response(APIError(400, f"the body is not JSON: {first['ctx']['error']}"))
     if first["type"] == "extra_forbidden":
-        return error_response(APIError(400, f"{'.'.join(place)} is no field of this request", param=name))
-    said = first["msg"].removeprefix("Value error, ")
-    return error_response(APIError(400, f"{'.'.join(place) or 'the body'}: {said}", param=name))
+        return error_response(APIError(400, f"{'.'.join(location)} is not a field of this request", param=name))
+    message = first["msg"].removeprefix("Value error, ")
+    return error_response(APIError(400, f"{'.'.join(location) or 'the body'}: {message}", param=name))
 
 
-async def _of_framework(request: Request, error: Exception) -> Response:
+async def _on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    if isinstance(error.__cause__, APIError):  # the door's, while the framework read the body
+    if isinstance(error.__cause__, APIError):  # raised by the middleware while FastAPI reads the body
         return error_response(error.__cause__)
     kind = "invalid_request_error" if error.status_code < 500 else "server_error"
-    message = f"there is no {request.method} {request.url.path}" if error.status_code in (404, 405) else str(error.detail)
+    message = f"no endpoint {request.method} {request.url.path}" if error.status_code in (404, 405) else str(error.detail)
     return error_response(APIError(error.status_code, message, kind, headers=error.headers))
 
 
-async def _not_text(request: Request, error: Exception) -> Response:
-    return error_response(APIError(400, "the body has text that is not Unicode, such as half a surrogate pair"))
+async def _on_unicode_error(request: Request, error: Exception) -> Response:
+    return error_response(APIError(400, "the body has text that is not valid Unicode, such as a lone surrogate"))

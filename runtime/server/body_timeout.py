@@ -1,4 +1,4 @@
-"""ASGI middleware: a body comes in time, or its request ends with a 408."""
+"""Limits the time in which a request must send its body."""
 
 import asyncio
 
@@ -6,12 +6,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from atomc.runtime.server.errors import APIError
 
-# A body that comes at this speed or faster is never late.
-BYTES_A_SECOND = 10_000
+# A body at this speed or faster never times out.
+MIN_BYTES_PER_SECOND = 10_000
 
 
-class BodyTimeout:
-    """A body has `seconds` to come, and one more for every BYTES_A_SECOND that came."""
+class BodyTimeoutMiddleware:
+    """ASGI middleware: responds with a 408 if the body is not complete after `seconds`, plus one second for every
+    MIN_BYTES_PER_SECOND received."""
 
     def __init__(self, app: ASGIApp, seconds: float) -> None:
         self.app = app
@@ -22,23 +23,23 @@ class BodyTimeout:
             await self.app(scope, receive, send)
             return
         loop = asyncio.get_running_loop()
-        until: float | None = None
-        whole = False
+        deadline: float | None = None
+        complete = False
 
-        async def timed() -> Message:
-            nonlocal until, whole
-            if whole:  # what comes now is that the client goes away
+        async def receive_timed() -> Message:
+            nonlocal deadline, complete
+            if complete:  # the next message is http.disconnect
                 return await receive()
-            until = until or loop.time() + self.seconds
+            deadline = deadline or loop.time() + self.seconds
             try:
-                async with asyncio.timeout_at(until):
+                async with asyncio.timeout_at(deadline):
                     message = await receive()
             except TimeoutError:
-                # The rest of the body is not read, so the connection cannot serve another request.
-                raise APIError(408, "the body of the request did not come in time", code="body_timeout",
+                # The rest of the body is not read, so the connection cannot be reused.
+                raise APIError(408, "timed out waiting for the body of the request", code="body_timeout",
                                headers={"Connection": "close"}) from None  # fmt: skip
-            until += len(message.get("body", b"")) / BYTES_A_SECOND
-            whole = not message.get("more_body", False)
+            deadline += len(message.get("body", b"")) / MIN_BYTES_PER_SECOND
+            complete = not message.get("more_body", False)
             return message
 
-        await self.app(scope, timed, send)
+        await self.app(scope, receive_timed, send)

@@ -1,4 +1,4 @@
-"""The front process's side of the engine: requests in, outputs back, and what happens when the engine dies."""
+"""The frontend's client of the engine process: sends requests, receives outputs and detects that the engine has died."""
 
 import asyncio
 import contextlib
@@ -23,29 +23,29 @@ from atomc.runtime.config import EngineConfig
 from atomc.runtime.logprobs import TokenLogprobs
 from atomc.runtime.request import FinishReason, Output
 from atomc.runtime.server import messages
+from atomc.runtime.server.engine_process import run_engine_process
 from atomc.runtime.server.messages import Call, Failed, Progress, Refused, Reply, Started, Submit
-from atomc.runtime.server.process import main
 from atomc.runtime.stats import Stats
 
 PING_SECONDS = 2.0
-PAST_SECONDS = 180.0
+HISTORY_SECONDS = 180.0
 STOP_SECONDS = 1.5
-LOWER = "--kv-bytes, --max-num-seqs or --max-model-len"
+MEMORY_FLAGS = "--kv-bytes, --max-num-seqs or --max-model-len"
 
 
 class EngineDead(Exception):
-    """The engine's process is gone, or it is going."""
+    """The engine process has ended or is ending."""
 
 
 class ShuttingDown(EngineDead):
-    """The server ends, in order."""
+    """The server is shutting down."""
 
     def __init__(self) -> None:
         super().__init__("the server is shutting down")
 
 
 class EngineRestarting(EngineDead):
-    """The engine's process is gone, and another one is about to replace it. retry_after: seconds until it may serve."""
+    """The engine process has ended and is being restarted. retry_after: estimated seconds until it is ready."""
 
     def __init__(self, message: str, retry_after: float) -> None:
         super().__init__(message)
@@ -53,7 +53,7 @@ class EngineRestarting(EngineDead):
 
 
 class EngineFailed(Exception):
-    """The engine did not start. by_user: the message is what a user can put right."""
+    """The engine did not start. by_user: the message describes an error that a user can fix."""
 
     def __init__(self, message: str, by_user: bool) -> None:
         super().__init__(message)
@@ -61,7 +61,7 @@ class EngineFailed(Exception):
 
 
 class RequestRefused(Exception):
-    """The engine does not take a request; retry_after: seconds until it may, None: never. by_client: as in Refused."""
+    """The engine rejected a request. retry_after: seconds after which to retry, None: never. by_client: as in Refused."""
 
     def __init__(self, refused: Refused) -> None:
         super().__init__(refused.message)
@@ -69,68 +69,69 @@ class RequestRefused(Exception):
 
 
 class EngineProcess:
-    """A process with an engine that starts at once, before anything heavy is imported here. `close` ends it."""
+    """A process that runs an engine. Starts at once, before the frontend's slow imports; `close` ends it."""
 
     def __init__(self, config: EngineConfig, *, progress: bool = True) -> None:
-        # A folder that only this user can enter.
         self.config = config
+        # mkdtemp creates a directory that only this user can access.
         self.folder = Path(tempfile.mkdtemp(prefix="atomc-"))
         self.address = f"ipc://{self.folder / 'engine'}"
         self.process: BaseProcess = get_context("spawn").Process(
-            target=main, args=(config, self.address, progress), name="atomc engine", daemon=True
+            target=run_engine_process, args=(config, self.address, progress), name="atomc engine", daemon=True
         )
         self.process.start()
 
-    def close(self, patience: float = 0.0) -> None:
-        """Waits so many seconds for the process to end, then kills it."""
-        self.process.join(patience)
+    def close(self, timeout: float = 0.0) -> None:
+        """Waits up to `timeout` seconds for the process to end, then kills it."""
+        self.process.join(timeout)
         self.kill()
         self.process.join()
 
     def kill(self) -> None:
-        """Kills the process if it has not ended, and waits for nothing."""
+        """Kills the process if it still runs; does not wait."""
         self.process.kill()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
 class EngineClient:
-    """Talks to an engine's process from one event loop. `await connect()` first, `await close()` last.
+    """The connection to an engine process, for one event loop. `await connect()` first, `await close()` last.
 
-    info      what the engine said of itself when it was ready, start_seconds after it was waited for
-    stats     its last figures, at most PING_SECONDS old while it answers; None before the first
-    heard     when they came (time.monotonic)
-    past      when figures came in the last PAST_SECONDS, and how many tokens had been generated
-    dead      why there is no engine, None while there is one; `died` is set then
-    on_death  makes of the reason what requests get, such as EngineRestarting
+    info            what the engine reported when it was ready, start_seconds after the start
+    stats           the last stats, at most PING_SECONDS old while the engine responds; None before the first
+    stats_time      time.monotonic of `stats`
+    token_history   (time, generated tokens) of the stats of the last HISTORY_SECONDS
+    health_timeout  seconds without a response after which unhealthy_reason is set
+    dead            why there is no engine, None while there is one; `died_event` is set with it
+    on_death        converts the reason to the error that requests get, such as EngineRestarting
     """
 
     info: Started
     start_seconds: float
 
-    def __init__(self, engine: EngineProcess, *, patience: float = 60.0) -> None:
-        self.patience = patience
+    def __init__(self, engine: EngineProcess, *, health_timeout: float = 60.0) -> None:
+        self.health_timeout = health_timeout
         self.stats: Stats | None = None
-        self.heard = time.monotonic()
-        self.past: deque[tuple[float, int]] = deque()
+        self.stats_time = time.monotonic()
+        self.token_history: deque[tuple[float, int]] = deque()
         self.dead: EngineDead | None = None
-        self.died = asyncio.Event()
+        self.died_event = asyncio.Event()
         self.on_death: Callable[[EngineDead], EngineDead] = lambda why: why
-        self.writes_profile = False
+        self.writing_profile = False
         self.restarts = 0
-        self._inboxes: dict[str, Inbox] = {}
+        self._streams: dict[str, RequestStream] = {}
         self._calls: dict[int, asyncio.Future[str]] = {}
         self._numbers, self._ids = count(), count()
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(messages.Event).decode
-        # A thread of its own: those that all share may be taken by chat templates that do not end.
+        # Its own thread: chat templates that do not end may occupy the default executor.
         self._closer = ThreadPoolExecutor(1)
         self._attach(engine)
 
     def _attach(self, engine: EngineProcess) -> None:
-        """Wait for this process to connect."""
+        """Bind the socket that this process connects to."""
         self.engine = engine
         self._attached = time.monotonic()
-        self._asked: float | None = None
+        self._ping_sent: float | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._started: asyncio.Future[Started] = asyncio.get_running_loop().create_future()
         self._socket = zmq.asyncio.Context().socket(zmq.PAIR)
@@ -140,117 +141,118 @@ class EngineClient:
 
     async def connect(self) -> None:
         """Returns when the engine is ready. Raises EngineFailed if it cannot start."""
-        asyncio.get_running_loop().add_reader(self.engine.process.sentinel, self._exited, self.engine)
+        asyncio.get_running_loop().add_reader(self.engine.process.sentinel, self._on_sentinel, self.engine)
         self._tasks.append(asyncio.create_task(self._receive()))
         self.info = await self._started
         self.start_seconds = time.monotonic() - self._attached
         self.dead = None
-        self.died.clear()
-        self.past.clear()
+        self.died_event.clear()
+        self.token_history.clear()
         self._tasks.append(asyncio.create_task(self._ping()))
         await self.call("stats")
 
     async def restart(self) -> None:
-        """A new process in place of one that died. Raises EngineFailed if it cannot start."""
-        assert self.dead is not None, "the engine lives"
+        """Replace a dead process by a new one. Raises EngineFailed if it cannot start."""
+        assert self.dead is not None, "the engine is running"
         await self._detach(0.0)
         self._attach(EngineProcess(self.engine.config, progress=False))
         await self.connect()
         self.restarts += 1
 
-    def end(self, why: str) -> None:
-        """Kill the engine's process, as if it had died."""
-        self._die(EngineDead(why))
+    def kill_engine(self, why: str) -> None:
+        """Kill the engine process; requests fail as if it had died."""
+        self._mark_dead(EngineDead(why))
         self.engine.kill()
 
     async def close(self) -> None:
-        """Ends the engine's process; requests under way fail."""
-        serves = self.dead is None and hasattr(self, "info")
-        if serves:
+        """Ends the engine process; running requests fail."""
+        is_serving = self.dead is None and hasattr(self, "info")
+        if is_serving:
             self._send(messages.Stop())
-        self._die(ShuttingDown())
-        # While it starts it hears nothing.
-        await self._detach(STOP_SECONDS if serves else 0.0)
+        self._mark_dead(ShuttingDown())
+        # A process that is still starting does not read commands: kill it at once.
+        await self._detach(STOP_SECONDS if is_serving else 0.0)
         self._closer.shutdown()
 
-    async def _detach(self, patience: float) -> None:
-        """Ends the process, after so many seconds by force, and drops what belongs to it."""
+    async def _detach(self, timeout: float) -> None:
+        """Ends the process, killing it after `timeout` seconds, and closes its socket and tasks."""
         loop = asyncio.get_running_loop()
         loop.remove_reader(self.engine.process.sentinel)
-        await loop.run_in_executor(self._closer, self.engine.close, patience)
+        await loop.run_in_executor(self._closer, self.engine.close, timeout)
         for task in self._tasks:
             task.cancel()
         self._socket.close()
         self._socket.context.term()
 
     @property
-    def silent(self) -> float:
-        """Seconds that the engine has been asked something without an answer."""
-        return time.monotonic() - self._asked if self._asked is not None else 0.0
+    def unanswered_seconds(self) -> float:
+        """Seconds since the oldest ping without a response; 0 if there is none."""
+        return time.monotonic() - self._ping_sent if self._ping_sent is not None else 0.0
 
     @property
-    def sick(self) -> str | None:
-        """Why the engine cannot serve, in a sentence; None if it can."""
+    def unhealthy_reason(self) -> str | None:
+        """Why the engine cannot serve requests; None if it can."""
         if self.dead is not None:
             return str(self.dead)
-        return f"the engine has not answered for {self.silent:.0f} s" if self.silent > self.patience else None
+        seconds = self.unanswered_seconds
+        return f"the engine has not answered for {seconds:.0f} s" if seconds > self.health_timeout else None
 
-    def submit(self, requests: Sequence[Submit]) -> "Inbox":
-        """Hand the requests on; what comes back is in the inbox. Raises EngineDead."""
+    def submit(self, requests: Sequence[Submit]) -> "RequestStream":
+        """Send requests to the engine; returns the stream of their outputs. Raises EngineDead."""
         self._check()
-        inbox = Inbox(self, [request.id for request in requests])
+        stream = RequestStream(self, [request.id for request in requests])
         for request in requests:
-            self._inboxes[request.id] = inbox
+            self._streams[request.id] = stream
             self._send(request)
-        return inbox
+        return stream
 
     def next_id(self) -> str:
-        """An id that no other request of this engine has."""
+        """A unique request id."""
         return str(next(self._ids))
 
     def abort(self, ids: Iterable[str]) -> None:
-        """Drop these requests; those that have finished are passed over."""
-        known = [request_id for request_id in ids if self._inboxes.pop(request_id, None) is not None]
-        if known and self.dead is None:
-            self._send(messages.Abort(known))
+        """Abort these requests; finished ones are ignored."""
+        running = [request_id for request_id in ids if self._streams.pop(request_id, None) is not None]
+        if running and self.dead is None:
+            self._send(messages.Abort(running))
 
     def abort_all(self) -> None:
-        """Drop all requests, because the server is to end; whoever waits for one gets EngineDead."""
-        inboxes = {id(inbox): inbox for inbox in self._inboxes.values()}.values()
-        self.abort(list(self._inboxes))
-        for inbox in inboxes:
-            inbox.fail(ShuttingDown())
+        """Abort all requests, for the shutdown; their streams raise ShuttingDown."""
+        streams = {id(stream): stream for stream in self._streams.values()}.values()
+        self.abort(list(self._streams))
+        for stream in streams:
+            stream.fail(ShuttingDown())
 
     async def call(self, name: Literal["stats", "report", "start_profile", "stop_profile"], folder: str = "") -> str:
-        """What the engine answers. Raises ValueError with the engine's sentence if it refuses, EngineDead."""
+        """The engine's reply. Raises ValueError with the engine's message if it fails, or EngineDead."""
         self._check()
         number = next(self._numbers)
         future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._calls[number] = future
         self._send(Call(number, name, folder))
-        self.writes_profile |= name == "stop_profile"
+        self.writing_profile |= name == "stop_profile"
         try:
             return await future
         finally:
             self._calls.pop(number, None)
-            self.writes_profile &= name != "stop_profile"
+            self.writing_profile &= name != "stop_profile"
 
     def _check(self) -> None:
         if self.dead is not None:
             raise self.dead
 
     def _send(self, command: messages.Command) -> None:
-        # The socket has no high-water mark, so the future is done at once.
+        # The socket has no high-water mark, so the returned future is already done.
         self._socket.send(self._encode(command))
 
     async def _receive(self) -> None:
         while True:
-            self._take(self._decode(await self._socket.recv()))
+            self._handle(self._decode(await self._socket.recv()))
 
-    def _take(self, event: messages.Event) -> None:
+    def _handle(self, event: messages.Event) -> None:
         match event:
             case Progress():
-                self._progress(event)
+                self._handle_progress(event)
             case Reply(number, value, error):
                 future = self._calls.get(number)
                 if future is not None and not future.done():
@@ -263,123 +265,124 @@ class EngineClient:
             case Failed(message, by_user):
                 if not self._started.done():
                     self._started.set_exception(EngineFailed(message, by_user))
-                self._die(EngineDead(message))
+                self._mark_dead(EngineDead(message))
 
-    def _progress(self, event: Progress) -> None:
+    def _handle_progress(self, event: Progress) -> None:
         if event.stats is not None:
-            self._remember(event.stats)
+            self._record_stats(event.stats)
         for request_id in event.accepted:
-            if (inbox := self._inboxes.get(request_id)) is not None:
-                inbox.accept(request_id)
+            if (stream := self._streams.get(request_id)) is not None:
+                stream.accept(request_id)
         for refused in event.refused:
-            if (inbox := self._inboxes.pop(refused.id, None)) is not None:
-                inbox.fail(RequestRefused(refused))
+            if (stream := self._streams.pop(refused.id, None)) is not None:
+                stream.fail(RequestRefused(refused))
         for output in event.outputs:
-            inbox = self._inboxes.get(output.request_id)
-            if inbox is None:
+            stream = self._streams.get(output.request_id)
+            if stream is None:
                 continue
             if output.finish_reason is not None:
-                del self._inboxes[output.request_id]
-            inbox.put(output)
+                del self._streams[output.request_id]
+            stream.put(output)
 
-    def _remember(self, stats: Stats) -> None:
-        self.heard = now = time.monotonic()
+    def _record_stats(self, stats: Stats) -> None:
+        self.stats_time = now = time.monotonic()
         self.stats = stats
-        self.past.append((now, stats.generated_tokens))
-        while self.past[0][0] < now - PAST_SECONDS:
-            self.past.popleft()
+        self.token_history.append((now, stats.generated_tokens))
+        while self.token_history[0][0] < now - HISTORY_SECONDS:
+            self.token_history.popleft()
 
     async def _ping(self) -> None:
         with contextlib.suppress(EngineDead):
             while True:
                 await asyncio.sleep(PING_SECONDS)
-                self._asked = time.monotonic()
+                self._ping_sent = time.monotonic()
                 await self.call("stats")
-                self._asked = None
+                self._ping_sent = None
 
-    def _exited(self, engine: EngineProcess) -> None:
+    def _on_sentinel(self, engine: EngineProcess) -> None:
         asyncio.get_running_loop().remove_reader(engine.process.sentinel)
         engine.process.join()
-        # Its last words may still be on the way.
-        asyncio.get_running_loop().call_later(0.1, self._lost, engine)
+        # Its last messages may not have been received yet.
+        asyncio.get_running_loop().call_later(0.1, self._on_exit, engine)
 
-    def _lost(self, engine: EngineProcess) -> None:
-        if engine is not self.engine:  # it was replaced meanwhile
+    def _on_exit(self, engine: EngineProcess) -> None:
+        if engine is not self.engine:  # a restart has replaced it
             return
         exitcode = engine.process.exitcode
         how = f"was killed by signal {-exitcode}" if exitcode and exitcode < 0 else f"ended with code {exitcode}"
         if not self._started.done():
-            # So the system ends a process when memory runs out.
-            why = f", perhaps for lack of memory: lower {LOWER}" if exitcode == -signal.SIGKILL else ""
+            # The kernel's OOM killer sends SIGKILL.
+            why = f", perhaps for lack of memory: lower {MEMORY_FLAGS}" if exitcode == -signal.SIGKILL else ""
             self._started.set_exception(EngineFailed(f"the engine's process {how} while it started{why}", False))
-        self._die(EngineDead(f"the engine's process {how}"))
+        self._mark_dead(EngineDead(f"the engine's process {how}"))
 
-    def _die(self, why: EngineDead) -> None:
+    def _mark_dead(self, why: EngineDead) -> None:
         if self.dead is None:
             self.dead = why = why if isinstance(why, ShuttingDown) else self.on_death(why)
-            self.died.set()
-            inboxes, self._inboxes = list(self._inboxes.values()), {}
-            for inbox in inboxes:
-                inbox.fail(why)
+            self.died_event.set()
+            streams, self._streams = list(self._streams.values()), {}
+            for stream in streams:
+                stream.fail(why)
             for future in self._calls.values():
                 if not future.done():
                     future.set_exception(why)
 
 
-class Inbox:
-    """Outputs of some requests, for one reader. What the reader does not fetch is merged, so that it takes no more
-    room than the answers themselves; it never holds up the engine.
+class RequestStream:
+    """Outputs of a group of requests, for one reader.
+
+    Unread outputs of a request are merged, so a slow reader neither blocks the engine nor lets a queue grow.
     """
 
     def __init__(self, client: EngineClient, ids: Sequence[str]) -> None:
         self._client = client
-        self._open = set(ids)
-        self._unanswered = set(ids)
-        self._pending: dict[str, _Pending] = {}
-        self._answered, self._wake = asyncio.Event(), asyncio.Event()
+        self._unfinished = set(ids)
+        self._not_accepted = set(ids)
+        self._pending: dict[str, _MergedOutput] = {}
+        self._accepted, self._wake = asyncio.Event(), asyncio.Event()
         self._error: Exception | None = None
 
-    async def accepted(self) -> None:
-        """Returns when the engine has taken all requests. Raises RequestRefused (then none is left), EngineDead."""
-        await self._answered.wait()
+    async def wait_accepted(self) -> None:
+        """Returns when the engine has accepted all requests. Raises EngineDead, or RequestRefused (all are aborted)."""
+        await self._accepted.wait()
         if self._error is not None:
             raise self._error
 
     async def __aiter__(self) -> AsyncIterator[Output]:
-        """What has come since the last, until all requests have finished. Raises EngineDead."""
-        while self._open:
+        """New outputs, merged per request, until all requests have finished. Raises EngineDead."""
+        while self._unfinished:
             await self._wait()
             pending, self._pending = self._pending, {}
             for request_id, part in pending.items():
-                # The reader may have closed it meanwhile.
-                if request_id in self._open:
+                # The reader may have closed this request since.
+                if request_id in self._unfinished:
                     if part.finish_reason is not None:
-                        self._open.discard(request_id)
+                        self._unfinished.discard(request_id)
                     yield part.output(request_id)
 
     def close(self, request_id: str | None = None) -> None:
-        """End one request, or all that are left."""
-        ids = list(self._open) if request_id is None else [request_id]
-        self._open.difference_update(ids)
+        """Abort one request, or all unfinished ones."""
+        ids = list(self._unfinished) if request_id is None else [request_id]
+        self._unfinished.difference_update(ids)
         self._client.abort(ids)
 
     def accept(self, request_id: str) -> None:
-        self._unanswered.discard(request_id)
-        if not self._unanswered:
-            self._answered.set()
+        self._not_accepted.discard(request_id)
+        if not self._not_accepted:
+            self._accepted.set()
 
     def put(self, output: Output) -> None:
         part = self._pending.get(output.request_id)
         if part is None:
-            self._pending[output.request_id] = _Pending(output)
+            self._pending[output.request_id] = _MergedOutput(output)
         else:
             part.add(output)
         self._wake.set()
 
     def fail(self, error: Exception) -> None:
         self._error = self._error or error
-        self._client.abort(self._open)
-        self._answered.set()
+        self._client.abort(self._unfinished)
+        self._accepted.set()
         self._wake.set()
 
     async def _wait(self) -> None:
@@ -390,8 +393,8 @@ class Inbox:
             raise self._error
 
 
-class _Pending:
-    """Outputs of one request that follow each other, as one."""
+class _MergedOutput:
+    """Consecutive outputs of one request, merged into one."""
 
     def __init__(self, first: Output) -> None:
         self.first = first

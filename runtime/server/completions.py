@@ -11,91 +11,92 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from atomc.runtime.logprobs import TokenLogprobs
-from atomc.runtime.output import TextDelta
 from atomc.runtime.server.errors import invalid
 from atomc.runtime.server.generation import Choice, Generation
-from atomc.runtime.server.http import DONE, EventStream, Json, event, request_id, while_connected
+from atomc.runtime.server.http import SSE_DONE, EventStream, JSONResponse, cancel_on_disconnect, request_id, sse_event
 from atomc.runtime.server.logprobs import completion_logprobs, encoded
-from atomc.runtime.server.prompts import prompt_tokens
+from atomc.runtime.server.prompts import tokenize_prompts
 from atomc.runtime.server.protocol import CompletionRequest
-from atomc.runtime.server.sampling import check_fits, check_logprobs, sampling_params, structured_output
+from atomc.runtime.server.sampling import check_context_length, check_logprobs, sampling_params, structured_output
 from atomc.runtime.server.service import Service
+from atomc.runtime.text_stream import TextDelta
 
-MAX_TOKENS = 16  # as OpenAI has it
-MANY = 128
+MAX_TOKENS = 16  # OpenAI's default
+# Log-probabilities of more tokens are formatted in a thread.
+THREAD_TOKENS = 128
 
 
 @dataclass
-class Part:
-    """What is new of one answer, in OpenAI's terms. told: the log-probabilities so far, in these terms."""
+class ChoiceDelta:
+    """What is new of one choice. openai_logprobs: the log-probabilities so far, as the API returns them."""
 
     text: str = ""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    told: dict[str, list[Any]] = field(default_factory=dict)
+    openai_logprobs: dict[str, list[Any]] = field(default_factory=dict)
 
 
 async def completions(service: Service, body: CompletionRequest, request: Request) -> Response:
     model = service.model
     model.check_name(body.model)
     if body.suffix:
-        raise invalid("suffix is not supported: a model here continues text, it does not fill in", "suffix")
+        raise invalid("suffix is not supported: the server does not insert text", "suffix")
     if body.best_of not in (None, 1) and body.best_of != body.n:
-        raise invalid(f"best_of is {body.best_of}, and nothing here picks the best answers: ask for n of them", "best_of")
+        raise invalid(f"best_of={body.best_of} is not supported: use n", "best_of")
     check_logprobs(body.logprobs, "logprobs", service.config)
     check_logprobs(body.prompt_logprobs, "prompt_logprobs", service.config)
-    prompts = await prompt_tokens(service, body.prompt, "prompt", body.add_special_tokens, n=body.n,
-                                  logprobs=max(body.logprobs or 0, body.prompt_logprobs or 0))  # fmt: skip
+    prompts = await tokenize_prompts(service, body.prompt, "prompt", body.add_special_tokens, n=body.n,
+                                     logprobs=max(body.logprobs or 0, body.prompt_logprobs or 0))  # fmt: skip
     max_tokens = MAX_TOKENS if body.max_tokens is None else body.max_tokens
     for prompt in prompts:
-        check_fits(len(prompt), max_tokens, model)
-    # To be told about the prompt only, as evaluations do, still takes a token.
-    only_prompt = max_tokens == 0 and body.echo
+        check_context_length(len(prompt), max_tokens, model)
+    # A request for the prompt log-probabilities only, as evaluations send, still computes one token.
+    prompt_only = max_tokens == 0 and body.echo
     params = sampling_params(
-        body, model, max_tokens=1 if only_prompt else max_tokens, logprobs=body.logprobs,
+        body, model, max_tokens=1 if prompt_only else max_tokens, logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo and body.prompt_logprobs is None else body.prompt_logprobs,
         structured=structured_output(body, body.response_format), skip_special_tokens=body.skip_special_tokens,
     )  # fmt: skip
     generation = service.generation(request_id(request), prompts, params, body)
-    await service.begin(generation, request)
-    answers = _Answers(service, body, request_id(request), generation, only_prompt)
+    await service.start(generation, request)
+    response = _ResponseBuilder(service, body, request_id(request), generation, prompt_only)
     if body.stream:
-        return EventStream(answers.stream())
-    return Json(await while_connected(request, answers.whole()))
+        return EventStream(response.stream())
+    return JSONResponse(await cancel_on_disconnect(request, response.complete()))
 
 
-class _Answers:
-    """The answers as one body, or as events."""
+class _ResponseBuilder:
+    """Builds the response to one request: one JSON body, or a stream of events."""
 
     def __init__(
-        self, service: Service, body: CompletionRequest, name: str, generation: Generation, only_prompt: bool
+        self, service: Service, body: CompletionRequest, name: str, generation: Generation, prompt_only: bool
     ) -> None:
-        self.service, self.body, self.generation, self.only_prompt = service, body, generation, only_prompt
+        self.service, self.body, self.generation, self.prompt_only = service, body, generation, prompt_only
         self.head = {"id": f"cmpl-{name}", "object": "text_completion", "created": int(time.time()),
                      "model": service.model.names[0]}  # fmt: skip
         self.offsets = dict.fromkeys((choice.index for choice in generation.choices.values()), 0)
 
-    async def whole(self) -> dict[str, Any]:
-        parts = {choice.index: Part() for choice in self.generation.choices.values()}
+    async def complete(self) -> dict[str, Any]:
+        parts = {choice.index: ChoiceDelta() for choice in self.generation.choices.values()}
         try:
             async for choice, delta in self.generation:
                 part, new = parts[choice.index], await self._part(choice, delta)
                 part.text += new.text
                 part.tokens += new.tokens
                 if self.body.logprobs is not None:
-                    # As they come: all at once would take long.
+                    # Encoded per delta: encoding all of them at the end would block the event loop.
                     logprobs = await self._logprobs(choice.index, new)
                     logprobs["top_logprobs"] = encoded(logprobs["top_logprobs"])
                     for name, values in logprobs.items():
-                        part.told.setdefault(name, []).extend(values)
+                        part.openai_logprobs.setdefault(name, []).extend(values)
                 part.finish_reason, part.stop_reason = new.finish_reason, new.stop_reason
         except BaseException as error:
             self.generation.close(error)
             raise
         self.generation.close()
-        choices = [_choice(index, part, part.told or None) for index, part in sorted(parts.items())]
+        choices = [_choice(index, part, part.openai_logprobs or None) for index, part in sorted(parts.items())]
         if self.body.prompt_logprobs is not None:
             for choice in self.generation.choices.values():
                 choices[choice.index]["prompt_logprobs"] = await asyncio.to_thread(_prompt_logprobs, choice)
@@ -111,49 +112,50 @@ class _Answers:
                     chunk = {**self.head, "choices": [_choice(choice.index, part, logprobs)]}
                     if options is not None and options.continuous_usage_stats:
                         chunk["usage"] = self.generation.usage()
-                    yield event(chunk)
+                    yield sse_event(chunk)
             if options is not None and options.include_usage:
-                yield event({**self.head, "choices": [], "usage": self.generation.usage()})
-            yield DONE
+                yield sse_event({**self.head, "choices": [], "usage": self.generation.usage()})
+            yield SSE_DONE
         except Exception as error:
             self.generation.close(error)
-            yield event(self.service.told(error).body())
+            yield sse_event(self.service.stream_error(error).body())
         finally:
             self.generation.close()
 
-    async def _part(self, choice: Choice, delta: TextDelta) -> Part:
-        """What is new, after the prompt if it is to be echoed."""
-        new = Part(delta.text, list(delta.token_ids), list(delta.logprobs or ()), delta.finish_reason, delta.stop_reason)
-        if self.only_prompt:
-            new = Part(finish_reason="length" if delta.finish_reason else None)
+    async def _part(self, choice: Choice, delta: TextDelta) -> ChoiceDelta:
+        """The new part of a choice; the first one includes the prompt if `echo` is set."""
+        new = ChoiceDelta(delta.text, list(delta.token_ids), list(delta.logprobs or ()), delta.finish_reason,
+                          delta.stop_reason)  # fmt: skip
+        if self.prompt_only:
+            new = ChoiceDelta(finish_reason="length" if delta.finish_reason else None)
         if self.body.echo and choice.num_new == len(delta.token_ids):
-            new.text = await self._echoed(choice) + new.text
+            new.text = await self._echo_text(choice) + new.text
             new.tokens = [*choice.prompt, *new.tokens]
             new.logprobs = [*(choice.prompt_logprobs or ()), *new.logprobs]
         return new
 
-    async def _echoed(self, choice: Choice) -> str:
+    async def _echo_text(self, choice: Choice) -> str:
         prompt = self.body.prompt
         texts = [prompt] if isinstance(prompt, str) else prompt
         text = texts[choice.index // self.generation.n]
-        return text if isinstance(text, str) else await self.service.model.decoded(choice.prompt, skip_special_tokens=True)
+        return text if isinstance(text, str) else await self.service.model.decode(choice.prompt, skip_special_tokens=True)
 
-    async def _logprobs(self, index: int, part: Part) -> dict[str, list[Any]]:
-        """Those of the part; of a whole prompt in a thread, because they take long."""
+    async def _logprobs(self, index: int, part: ChoiceDelta) -> dict[str, list[Any]]:
+        """Log-probabilities of `part`, in OpenAI's format; formatted in a thread if they are many."""
         given = (self.service.model, part.tokens, part.logprobs, self.offsets[index])
-        many = len(part.tokens) > MANY
+        many = len(part.tokens) > THREAD_TOKENS
         logprobs = await asyncio.to_thread(completion_logprobs, *given) if many else completion_logprobs(*given)
         self.offsets[index] += sum(map(len, logprobs["tokens"]))
         return logprobs
 
 
-def _choice(index: int, part: Part, logprobs: dict[str, list[Any]] | None) -> dict[str, Any]:
+def _choice(index: int, part: ChoiceDelta, logprobs: dict[str, list[Any]] | None) -> dict[str, Any]:
     return {"index": index, "text": part.text, "logprobs": logprobs, "finish_reason": part.finish_reason,
             "stop_reason": part.stop_reason}  # fmt: skip
 
 
 def _prompt_logprobs(choice: Choice) -> list[msgspec.Raw]:
-    """As vLLM has it: for each token of the prompt, token id -> log-probability and rank."""
+    """In vLLM's format: for each prompt token, token id -> log-probability and rank."""
     return encoded([
         None if each is None else
         {str(token): {"logprob": logprob, "rank": rank + 1} for rank, (token, logprob) in enumerate(each.top)}

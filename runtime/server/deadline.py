@@ -1,4 +1,4 @@
-"""A process ends in time, whatever its threads do."""
+"""Ends the process at a deadline, even if threads still run."""
 
 import logging
 import os
@@ -9,48 +9,48 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
 log = logging.getLogger("atomc.server")
-# What ending in order may take: telling clients, closing connections, ending the engine.
+# Time for a regular shutdown: answering clients, closing connections, ending the engine.
 CLOSE_SECONDS = 3.5
 ALARM_SECONDS = 1.4
 
 
 class Deadline:
-    """Ends this process when time is up, although a thread still runs (Python waits for all of them), such as one that
-    renders a chat template with an endless loop.
+    """Exits this process at the deadline without waiting for threads, such as one that renders a chat template with an
+    endless loop. Python itself would wait for them.
 
-    last  called before that, to end what would be left behind; it may be set later
+    before_exit   called before the exit, to end child processes; may be set later
 
-    A thread that holds the interpreter in one long call keeps also this from running. Then the system ends the process
-    ALARM_SECONDS later, by SIGALRM.
+    A thread that holds the GIL in one long call blocks this thread, too. Then SIGALRM ends the process ALARM_SECONDS
+    later.
     """
 
-    def __init__(self, last: Callable[[], None] = lambda: None) -> None:
-        self.last = last
-        self._needed = True
-        # Its put may interrupt itself, as in a signal handler.
-        self._orders: SimpleQueue[tuple[float, int]] = SimpleQueue()
+    def __init__(self, before_exit: Callable[[], None] = lambda: None) -> None:
+        self.before_exit = before_exit
+        self._active = True
+        # SimpleQueue.put is reentrant, so it can be called in a signal handler.
+        self._deadlines: SimpleQueue[tuple[float, int]] = SimpleQueue()
         threading.Thread(target=self._watch, daemon=True, name="deadline").start()
 
     def set(self, seconds: float, status: int) -> None:
-        """The process ends with this status after so many seconds, at the latest; the earliest deadline holds."""
-        self._orders.put((time.monotonic() + seconds, status))
+        """Exit with `status` after `seconds`; of several deadlines, the earliest applies."""
+        self._deadlines.put((time.monotonic() + seconds, status))
         left, _ = signal.getitimer(signal.ITIMER_REAL)
         if not left or left > seconds + ALARM_SECONDS:
             signal.setitimer(signal.ITIMER_REAL, seconds + ALARM_SECONDS)
 
     def cancel(self) -> None:
-        """No thread is left that could keep the process from ending."""
-        self._needed = False
+        """Disable the deadline: no remaining thread blocks the exit."""
+        self._active = False
         signal.setitimer(signal.ITIMER_REAL, 0)
 
     def _watch(self) -> None:
-        order = self._orders.get()
-        while (left := order[0] - time.monotonic()) > 0:
+        earliest = self._deadlines.get()
+        while (left := earliest[0] - time.monotonic()) > 0:
             try:
-                order = min(order, self._orders.get(timeout=left))
+                earliest = min(earliest, self._deadlines.get(timeout=left))
             except Empty:
                 break
-        if self._needed:
-            self.last()
-            log.error("something still runs after the time to end, such as a chat template: the process is cut off")
-            os._exit(order[1])
+        if self._active:
+            self.before_exit()
+            log.error("a thread still runs at the shutdown deadline, such as a chat template: exiting anyway")
+            os._exit(earliest[1])

@@ -11,11 +11,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from atomc.runtime.sampling_params import SamplingParams
-from atomc.runtime.server.client import Inbox
-from atomc.runtime.server.errors import failed, invalid
-from atomc.runtime.server.http import Json, request_id, while_connected
+from atomc.runtime.server.client import RequestStream
+from atomc.runtime.server.errors import from_request_error, invalid
+from atomc.runtime.server.http import JSONResponse, cancel_on_disconnect, request_id
 from atomc.runtime.server.messages import Submit
-from atomc.runtime.server.prompts import prompt_tokens
+from atomc.runtime.server.prompts import tokenize_prompts
 from atomc.runtime.server.protocol import EmbeddingRequest
 from atomc.runtime.server.service import Service
 
@@ -23,50 +23,52 @@ from atomc.runtime.server.service import Service
 async def embeddings(service: Service, body: EmbeddingRequest, request: Request) -> Response:
     model = service.model
     model.check_name(body.model)
-    prompts = await prompt_tokens(service, body.input, "input")
+    prompts = await tokenize_prompts(service, body.input, "input")
     for prompt in prompts:
         if len(prompt) > model.max_len:
-            raise invalid(f"this model's maximum context length is {model.max_len} tokens, and an input has {len(prompt)}",
+            raise invalid(f"this model's maximum context length is {model.max_len} tokens, an input has {len(prompt)}",
                           "input", "context_length_exceeded")  # fmt: skip
     params = SamplingParams(max_tokens=1)
     submits = [Submit(service.client.next_id(), prompt, params, pooling=body.pooling) for prompt in prompts]
-    inbox = service.client.submit(submits)
+    stream = service.client.submit(submits)
     try:
-        found = await while_connected(request, _pooled(inbox, body, request_id(request)))
+        encoded = await cancel_on_disconnect(request, _collect_embeddings(stream, body, request_id(request)))
     finally:
-        inbox.close()
-    data = [{"object": "embedding", "index": index, "embedding": found[submit.id]} for index, submit in enumerate(submits)]
+        stream.close()
+    data = [{"object": "embedding", "index": index, "embedding": encoded[submit.id]}
+            for index, submit in enumerate(submits)]  # fmt: skip
     total = sum(map(len, prompts))
-    return Json({"object": "list", "data": data, "model": model.names[0],
+    return JSONResponse({"object": "list", "data": data, "model": model.names[0],
                  "usage": {"prompt_tokens": total, "total_tokens": total}})  # fmt: skip
 
 
-async def _pooled(inbox: Inbox, body: EmbeddingRequest, name: str) -> dict[str, msgspec.Raw]:
-    """The vector of each request, encoded."""
-    await inbox.accepted()
-    found: dict[str, msgspec.Raw] = {}
-    async for output in inbox:
+async def _collect_embeddings(stream: RequestStream, body: EmbeddingRequest, name: str) -> dict[str, msgspec.Raw]:
+    """The embedding of each request, as JSON."""
+    await stream.wait_accepted()
+    encoded: dict[str, msgspec.Raw] = {}
+    async for output in stream:
         if output.error is not None:
-            raise failed(output.error, name)
+            raise from_request_error(output.error, name)
         if output.embedding is None:
-            raise invalid("this model is served for generation, it gives no embeddings", "model")
-        found[output.request_id] = _encoded(output.embedding, body)
-        await asyncio.sleep(0)  # a thousand of them may come at once
-    return found
+            raise invalid("this model does not return embeddings", "model")
+        encoded[output.request_id] = _encode_embedding(output.embedding, body)
+        await asyncio.sleep(0)  # yield to other requests; many outputs can arrive together
+    return encoded
 
 
-def _encoded(vector: Sequence[float], body: EmbeddingRequest) -> msgspec.Raw:
+def _encode_embedding(vector: Sequence[float], body: EmbeddingRequest) -> msgspec.Raw:
     if body.dimensions not in (None, len(vector)):
-        raise invalid(f"dimensions is {body.dimensions}, and this model's embeddings have {len(vector)}", "dimensions")
-    vector = _normalized(vector) if body.normalize else vector
+        raise invalid(f"dimensions is {body.dimensions}, expected {len(vector)}, the size of this model's embeddings",
+                      "dimensions")  # fmt: skip
+    vector = _normalize(vector) if body.normalize else vector
     return msgspec.Raw(msgspec.json.encode(_base64(vector) if body.encoding_format == "base64" else vector))
 
 
-def _normalized(vector: Sequence[float]) -> list[float]:
+def _normalize(vector: Sequence[float]) -> list[float]:
     length = math.sqrt(sum(value * value for value in vector)) or 1.0
     return [value / length for value in vector]
 
 
 def _base64(vector: Sequence[float]) -> str:
-    """As OpenAI has it: 32-bit floats, little end first."""
+    """OpenAI's format: little-endian fp32."""
     return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()

@@ -1,4 +1,4 @@
-"""What a client is told when something goes wrong, in the form of OpenAI's API. Never a path, never a trace."""
+"""Errors that clients receive, in the form of the OpenAI API. No message contains a path or a stack trace."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,18 +6,18 @@ from typing import Any
 from atomc.runtime.fence import RequestError
 from atomc.runtime.server.client import EngineDead, EngineRestarting, RequestRefused, ShuttingDown
 
-MOST_CHARACTERS = 1000
+MAX_MESSAGE_CHARACTERS = 1000
 
 
 class APIError(Exception):
-    """An answer with this status and {"error": {"message", "type", "param", "code"}}."""
+    """A response with this status and the body {"error": {"message", "type", "param", "code"}}."""
 
     def __init__(
         self, status: int, message: str, kind: str = "invalid_request_error", *, param: str | None = None,
         code: str | None = None, headers: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
-        # It may quote the client: at length, or with text that is not Unicode.
-        message = message[:MOST_CHARACTERS].encode(errors="backslashreplace").decode()
+        # The message may quote the request, which can be long or contain lone surrogates.
+        message = message[:MAX_MESSAGE_CHARACTERS].encode(errors="backslashreplace").decode()
         super().__init__(message)
         self.status, self.message, self.kind, self.code = status, message, kind, code
         self.param = param and param.encode(errors="backslashreplace").decode()
@@ -31,32 +31,32 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
     return APIError(400, message, param=param, code=code)
 
 
-def failed(error: RequestError, request_id: str) -> APIError:
-    """What the client of this request is told about its failure in the engine."""
+def from_request_error(error: RequestError, request_id: str) -> APIError:
+    """The response to a request that failed in the engine."""
     if error.by_client:
         return invalid(error.message)
     return APIError(500, f"{error.message} (request {request_id})", "server_error")
 
 
-def told(error: Exception) -> APIError:
-    """What a client may know of an error that ended its request."""
+def to_api_error(error: Exception) -> APIError:
+    """The response to a request that ended with this error."""
     match error:
         case APIError():
             return error
         case ShuttingDown():
             return APIError(503, str(error), "service_unavailable", code="shutting_down")
         case EngineRestarting(retry_after=seconds):
-            return APIError(503, str(error), "service_unavailable", code="engine_restarting", headers=_later(seconds))
+            return APIError(503, str(error), "service_unavailable", code="engine_restarting", headers=_retry_after(seconds))
         case EngineDead():
             return APIError(503, f"{error}; no request can be served", "service_unavailable", code="engine_dead")
         case RequestRefused(retry_after=float() | int() as seconds):
-            return APIError(503, str(error), "overloaded", code="queue_full", headers=_later(seconds))
+            return APIError(503, str(error), "overloaded", code="queue_full", headers=_retry_after(seconds))
         case RequestRefused(by_client=False):
             return APIError(500, str(error), "server_error")
         case RequestRefused():
             return invalid(str(error))
-    return APIError(500, "the server failed on this request; its log says more", "server_error")
+    return APIError(500, "internal error; see the server's log", "server_error")
 
 
-def _later(seconds: float) -> dict[str, str]:
+def _retry_after(seconds: float) -> dict[str, str]:
     return {"Retry-After": str(max(1, round(seconds)))}

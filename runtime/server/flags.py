@@ -1,4 +1,4 @@
-"""Flags of the command line and keys of a TOML file, made from the fields of config classes."""
+"""Command line flags and TOML keys, generated from the fields of config classes."""
 
 import argparse
 import json
@@ -15,24 +15,24 @@ Values = dict[str, Any]
 def add_flags(
     parser: argparse.ArgumentParser, config: type, groups: Mapping[str, str], *, leave_out: Iterable[str] = ()
 ) -> None:
-    """A flag for each field, in the group that its metadata or `groups` says.
+    """Adds a flag per field, in the group of its metadata or of `groups`.
 
-    One that is not given does not appear in the namespace, so that a file can set it.
+    A flag that is not given is absent from the namespace, so that a config file can set it.
     """
-    # argparse has no public way to find a group again, and several configs share some.
-    known = {group.title: group for group in parser._action_groups}
+    # argparse has no public way to look up a group, and configs share groups.
+    added = {group.title: group for group in parser._action_groups}
     for each in fields(config):
         if each.name in leave_out:
             continue
         title = each.metadata.get("group") or groups[each.name]
-        group = known.get(title) or known.setdefault(title, parser.add_argument_group(title))
+        group = added.get(title) or added.setdefault(title, parser.add_argument_group(title))
         group.add_argument(f"--{each.name.replace('_', '-')}", **_flag(each))
 
 
 def values_of(
     arguments: argparse.Namespace, from_file: Mapping[str, Any], config: type, *, leave_out: Iterable[str] = ()
 ) -> Values:
-    """What flags, or else the file, say of a config's fields. Raises ValueError for a wrong type in the file."""
+    """The values of a config's fields, from flags, else from the file. Raises ValueError for a wrong type in the file."""
     values: Values = {}
     for each in fields(config):
         if each.name in from_file:
@@ -44,21 +44,22 @@ def values_of(
 
 
 def read_toml(file: Path, *configs: type) -> Values:
-    """The keys of the file, with _ for -. Raises ValueError for one that no config has, and for what is not TOML."""
+    """The keys of the file, with _ for -. Raises ValueError for invalid TOML and for unknown keys."""
     try:
         found = tomllib.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:  # not TOML, or not UTF-8
-        raise ValueError(f"--config {file} is not TOML: {error}") from error
+        raise ValueError(f"--config {file} is not valid TOML: {error}") from error
     names = [each.name for config in configs for each in fields(config)]
     values = {key.replace("-", "_"): value for key, value in found.items()}
     unknown = [key for key in found if key.replace("-", "_") not in names]
     if unknown:
-        raise ValueError(f"--config {file} has {', '.join(map(repr, unknown))}; there is {', '.join(sorted(names))}")
+        raise ValueError(f"--config {file} has unknown keys {', '.join(map(repr, unknown))}, expected "
+                         f"{', '.join(sorted(names))}")  # fmt: skip
     return values
 
 
 def _kind(each: "Field[Any]") -> type:
-    """bool, int, float or str; tuple: of texts; dict: names with values."""
+    """The type of a field's value: bool, int, float, str, tuple (of str) or dict (str -> value)."""
     hint = each.type
     if isinstance(hint, UnionType):
         hint = next(part for part in get_args(hint) if part is not type(None))
@@ -84,15 +85,15 @@ def _flag(each: "Field[Any]") -> dict[str, Any]:
 
 def _help(each: "Field[Any]") -> str:
     text = str(each.metadata["help"])
-    plain = each.default is not MISSING and each.default is not None and each.default != ()
+    has_default = each.default is not MISSING and each.default is not None and each.default != ()
     default = {True: "yes", False: "no"}.get(each.default, each.default) if isinstance(each.default, bool) else each.default
-    return (f"{text} (default: {default})" if plain else text).replace("%", "%%")
+    return (f"{text} (default: {default})" if has_default else text).replace("%", "%%")
 
 
 def named_value(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not name or not equals:
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+        raise argparse.ArgumentTypeError(f"{text!r}: expected NAME=VALUE")
     try:
         return name, json.loads(value)
     except ValueError:
@@ -100,17 +101,17 @@ def named_value(text: str) -> tuple[str, Any]:
 
 
 def _checked(each: "Field[Any]", value: Any) -> Any:
-    """The value of a key in a file. Raises ValueError if it is of another type than the field."""
+    """The value of a key in a config file. Raises ValueError if it does not have the type of the field."""
     kind = _kind(each)
     if kind is tuple:
         value = (value,) if isinstance(value, str) else value
-        fits = isinstance(value, list | tuple) and all(isinstance(part, str) for part in value)
-        value = tuple(value) if fits else value
+        valid = isinstance(value, list | tuple) and all(isinstance(part, str) for part in value)
+        value = tuple(value) if valid else value
     elif kind is float:
-        fits = isinstance(value, int | float) and not isinstance(value, bool)
+        valid = isinstance(value, int | float) and not isinstance(value, bool)
     else:
-        fits = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
-    if not fits:
-        expected = {"tuple": "a list of texts", "dict": "a table"}.get(kind.__name__, kind.__name__)
+        valid = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+    if not valid:
+        expected = {"tuple": "a list of strings", "dict": "a table"}.get(kind.__name__, kind.__name__)
         raise ValueError(f"{each.name} is {value!r} in the config file, expected {expected}")
     return value

@@ -1,4 +1,4 @@
-"""The answers to one HTTP request: `n` for each of its prompts, as text, with what they used."""
+"""Generates the choices of one HTTP request, `n` per prompt, with usage, metrics and the request's log line."""
 
 import logging
 import time
@@ -8,13 +8,13 @@ from typing import ParamSpec, TypeVar
 
 from atomc.runtime.fence import RequestError, is_contained
 from atomc.runtime.logprobs import TokenLogprobs
-from atomc.runtime.output import TextDelta, TextStream
 from atomc.runtime.sampling_params import SamplingParams
-from atomc.runtime.server.client import EngineClient, Inbox, RequestRefused
-from atomc.runtime.server.errors import APIError, failed, told
+from atomc.runtime.server.client import EngineClient, RequestRefused, RequestStream
+from atomc.runtime.server.errors import APIError, from_request_error, to_api_error
 from atomc.runtime.server.messages import Submit
 from atomc.runtime.server.metrics import Metrics
-from atomc.runtime.server.served import Served
+from atomc.runtime.server.model_info import ModelInfo
+from atomc.runtime.text_stream import TextDelta, TextStream
 
 log = logging.getLogger("atomc.requests")
 P = ParamSpec("P")
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 @dataclass
 class Choice:
-    """One answer on its way. `first` and `last`: when its first and last token came."""
+    """One choice in progress. first, last: time.monotonic of its first and last token."""
 
     index: int
     prompt: Sequence[int]
@@ -37,10 +37,10 @@ class Choice:
 
 
 class Generation:
-    """`await start()`, iterate, `close()` whatever happened. Choice i * n + j is answer j to prompt i."""
+    """`await start()`, iterate, and always `close()`. Choice i * n + j is number j of prompt i."""
 
     def __init__(
-        self, client: EngineClient, model: Served, metrics: Metrics, request_id: str, prompts: Sequence[Sequence[int]],
+        self, client: EngineClient, model: ModelInfo, metrics: Metrics, request_id: str, prompts: Sequence[Sequence[int]],
         params: SamplingParams, *, n: int = 1, priority: int = 0, salt: str | None = None,
         log_requests: bool = True,
     ) -> None:  # fmt: skip
@@ -51,71 +51,71 @@ class Generation:
         self._submits: list[Submit] = []
         for number, prompt in enumerate(prompts):
             group = client.next_id()
-            for sibling in range(n):
-                submit = Submit(f"{group}/{sibling}", list(prompt), _sibling(params, sibling), priority, salt)
+            for offset in range(n):
+                submit = Submit(f"{group}/{offset}", list(prompt), _choice_params(params, offset), priority, salt)
                 self._submits.append(submit)
-                stream = self._contained(TextStream, model.tokenizer, prompt, params)
-                self.choices[submit.id] = Choice(number * n + sibling, prompt, stream)
-        self._inbox: Inbox | None = None
+                stream = self._run_contained(TextStream, model.tokenizer, prompt, params)
+                self.choices[submit.id] = Choice(number * n + offset, prompt, stream)
+        self._request_stream: RequestStream | None = None
         self.started = time.monotonic()
         self._closed = False
 
     async def start(self) -> None:
-        """Returns when the engine has taken all. Raises RequestRefused, APIError if the engine failed, or EngineDead."""
-        self._inbox = self._client.submit(self._submits)
+        """Returns when the engine has accepted all. Raises RequestRefused, APIError if the engine failed, or EngineDead."""
+        self._request_stream = self._client.submit(self._submits)
         try:
-            await self._inbox.accepted()
+            await self._request_stream.wait_accepted()
         except RequestRefused as refused:
             if refused.by_client:
                 raise
             log.error("request %s failed: %s", self._request_id, refused)
-            raise failed(RequestError(str(refused)), self._request_id) from refused
+            raise from_request_error(RequestError(str(refused)), self._request_id) from refused
 
     async def __aiter__(self) -> AsyncIterator[tuple[Choice, TextDelta]]:
-        """What is new of one answer, until all have ended. Raises EngineDead, and APIError if the engine gave one up."""
-        assert self._inbox is not None, "start() comes first"
-        async for output in self._inbox:
+        """Yields (choice, new text) until all choices have finished. Raises EngineDead, or APIError if one failed."""
+        assert self._request_stream is not None, "start() comes first"
+        async for output in self._request_stream:
             choice = self.choices[output.request_id]
             choice.last = time.monotonic()
             if not choice.num_new:
                 choice.first, choice.num_cached = choice.last, output.num_cached
                 choice.prompt_logprobs = output.prompt_logprobs
-                self._metrics.saw_first_token(choice.last - self.started)
+                self._metrics.observe_ttft(choice.last - self.started)
             if output.error is not None:
                 if not output.error.by_client:
-                    log.error("request %s failed, %s in the engine: %s", self._request_id, output.request_id,
+                    log.error("request %s failed (%s in the engine): %s", self._request_id, output.request_id,
                               output.error.message)  # fmt: skip
-                raise failed(output.error, self._request_id)
+                raise from_request_error(output.error, self._request_id)
             if output.finish_reason == "abort":
-                raise APIError(500, "the engine gave this request up", "server_error")
-            delta = self._contained(choice.stream.add, output)
+                raise APIError(500, "the engine aborted this request", "server_error")
+            delta = self._run_contained(choice.stream.add, output)
             choice.num_new += len(delta.token_ids)
             choice.finish_reason = delta.finish_reason
             if delta.finish_reason is not None:
-                if output.finish_reason is None:  # a stop string: the engine does not know it
-                    self._inbox.close(output.request_id)
-                self._finished(choice)
+                if output.finish_reason is None:  # a stop string, which the engine does not check
+                    self._request_stream.close(output.request_id)
+                self._record_metrics(choice)
             yield choice, delta
 
     def usage(self) -> dict[str, object]:
-        """Tokens in OpenAI's form; a prompt counts once, however many answers it has."""
+        """Token counts in OpenAI's format; a prompt with several choices counts once."""
         prompt = sum(len(prompt) for prompt in self.prompts)
         new = sum(choice.num_new for choice in self.choices.values())
         return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new,
                 "prompt_tokens_details": {"cached_tokens": self._num_cached()}}  # fmt: skip
 
     def close(self, error: BaseException | None = None) -> None:
-        """Drops what is left, and writes the request's line: with the error, if one ended it."""
+        """Aborts unfinished choices and logs the request, with the error that ended it, if any."""
         if self._closed:
             return
         self._closed = True
-        if self._inbox is not None:
-            self._inbox.close()
+        if self._request_stream is not None:
+            self._request_stream.close()
         if not self._log_requests:
             return
         choices = self.choices.values()
         first = min((choice.first for choice in choices if choice.first), default=None)
-        ended = (told(error).code or "error") if isinstance(error, Exception) else "disconnect"
+        ended = (to_api_error(error).code or "error") if isinstance(error, Exception) else "disconnect"
         reasons = sorted({choice.finish_reason or ended for choice in choices})
         log.info(
             "request %s: prompt %d, cached %d, new %d, ttft %s, seconds %.3f, finish %s", self._request_id,
@@ -126,26 +126,26 @@ class Generation:
     def _num_cached(self) -> int:
         return sum(choice.num_cached for choice in self.choices.values() if choice.index % self.n == 0)
 
-    def _contained(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """What `work` on the text returns. Raises APIError for what it raises, also a panic, which is no Exception."""
+    def _run_contained(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """The result of `work`. Raises APIError if it fails, also for a panic in Rust, which is no Exception."""
         try:
             return work(*args, **kwargs)
         except BaseException as error:
             if not is_contained(error):
                 raise
-            log.error("request %s failed while its text was made", self._request_id, exc_info=error)
-            raise failed(RequestError("the server failed while it made the text"), self._request_id) from error
+            log.error("request %s failed while detokenizing", self._request_id, exc_info=error)
+            raise from_request_error(RequestError("internal error while detokenizing"), self._request_id) from error
 
-    def _finished(self, choice: Choice) -> None:
+    def _record_metrics(self, choice: Choice) -> None:
         metrics = self._metrics
-        metrics.whole.observe(choice.last - self.started)
+        metrics.e2e_latency.observe(choice.last - self.started)
         metrics.prompt_tokens.observe(len(choice.prompt))
         metrics.new_tokens.observe(choice.num_new)
         metrics.finished.labels(metrics.model, choice.finish_reason).inc()
         if choice.num_new > 1:
-            metrics.per_token.observe((choice.last - choice.first) / (choice.num_new - 1))
+            metrics.tpot.observe((choice.last - choice.first) / (choice.num_new - 1))
 
 
-def _sibling(params: SamplingParams, number: int) -> SamplingParams:
-    """With another seed than the first: with the same they would be the same answer."""
+def _choice_params(params: SamplingParams, number: int) -> SamplingParams:
+    """A different seed for each choice of a prompt; with the same seed all choices would be equal."""
     return params if params.seed is None or number == 0 else replace(params, seed=(params.seed + number) % 2**63)

@@ -1,4 +1,4 @@
-"""What every request goes through: its id, the key, the size of its body, and errors in OpenAI's form."""
+"""Shared HTTP code: responses, server-sent events, and the middleware for request ids, API keys, body size and errors."""
 
 import asyncio
 import logging
@@ -14,17 +14,17 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from atomc.runtime.server.errors import APIError, told
-from atomc.runtime.server.keys import Keys
+from atomc.runtime.server.api_keys import ApiKeys
+from atomc.runtime.server.errors import APIError, to_api_error
 
 log = logging.getLogger("atomc.server")
 T = TypeVar("T")
 REQUEST_ID = re.compile(r"[\w.:/-]{1,128}", re.ASCII)
-DONE = b"data: [DONE]\n\n"
+SSE_DONE = b"data: [DONE]\n\n"
 
 
-class Json(Response):
-    """msgspec is quicker than json, and a text with half a surrogate is no surprise to it: it refuses."""
+class JSONResponse(Response):
+    """Encoded by msgspec: faster than json, and it raises an error for lone surrogates."""
 
     media_type = "application/json"
 
@@ -32,17 +32,17 @@ class Json(Response):
         return msgspec.json.encode(content)
 
 
-def error_response(error: APIError) -> Json:
-    return Json(error.body(), error.status, error.headers)
+def error_response(error: APIError) -> JSONResponse:
+    return JSONResponse(error.body(), error.status, error.headers)
 
 
-def event(data: Any) -> bytes:
+def sse_event(data: Any) -> bytes:
     """One server-sent event."""
     return b"data: " + msgspec.json.encode(data) + b"\n\n"
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events; `events` is closed when the client goes away."""
+    """Server-sent events; closes `events` when the client disconnects."""
 
     def __init__(self, events: AsyncIterator[bytes]) -> None:
         super().__init__(events, media_type="text/event-stream",
@@ -56,45 +56,46 @@ class EventStream(StreamingResponse):
             await self._events.aclose()  # type: ignore[attr-defined]
 
 
-async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """What the work gives. Cancels it and raises ClientDisconnect when the client goes away."""
+async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`. If the client disconnects, cancels it and raises ClientDisconnect."""
     task = asyncio.create_task(work)
-    gone = asyncio.create_task(_disconnect(request))
+    disconnected = asyncio.create_task(_wait_disconnect(request))
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, disconnected}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise ClientDisconnect()
         return task.result()
     finally:
-        for each in (task, gone):
+        for each in (task, disconnected):
             each.cancel()
         with suppress(asyncio.CancelledError, Exception):
             await task
 
 
-async def _disconnect(request: Request) -> None:
+async def _wait_disconnect(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
 def request_id(request: Request) -> str:
-    """The client's X-Request-Id, or one of ours."""
+    """The client's X-Request-Id, or a generated one."""
     return str(request.scope["state"]["request_id"])
 
 
-class Door:
-    """ASGI middleware: gives each request its id, and refuses those without a key or with too large a body.
+class AuthMiddleware:
+    """ASGI middleware: assigns request ids, checks API keys and body sizes, and turns exceptions into error responses.
 
-    open_paths  need no key
+    open_paths    paths that need no key
+    count_error   called with the status of each error response
     """
 
-    def __init__(self, app: ASGIApp, *, keys: Keys, open_paths: frozenset[str], max_body_bytes: int,
-                 refused: Callable[[int], None]) -> None:  # fmt: skip
+    def __init__(self, app: ASGIApp, *, keys: ApiKeys, open_paths: frozenset[str], max_body_bytes: int,
+                 count_error: Callable[[int], None]) -> None:  # fmt: skip
         self.app = app
         self.keys = keys
         self.open_paths = open_paths
         self.max_body_bytes = max_body_bytes
-        self.refused = refused
+        self.count_error = count_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -104,40 +105,41 @@ class Door:
         given = headers.get("x-request-id", "")
         name = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = name
-        begun = False
+        response_started = False
 
         async def send_with_id(message: Message) -> None:
-            nonlocal begun
+            nonlocal response_started
             if message["type"] == "http.response.start":
-                begun = True
+                response_started = True
                 MutableHeaders(scope=message)["X-Request-Id"] = name
                 if message["status"] >= 400:
-                    self.refused(message["status"])
+                    self.count_error(message["status"])
             await send(message)
 
         try:
             self._check(scope["path"], headers)
-            await self.app(scope, self._limited(receive), send_with_id)
+            await self.app(scope, self._limit_body(receive), send_with_id)
         except ClientDisconnect:
             pass
         except Exception as error:
             if not isinstance(error, APIError):
                 log.exception("request %s failed", name)
-            if not begun:
-                await error_response(told(error))(scope, receive, send_with_id)
+            if not response_started:
+                await error_response(to_api_error(error))(scope, receive, send_with_id)
 
     def _check(self, path: str, headers: Headers) -> None:
-        if path not in self.open_paths and not self.keys.admit(headers.raw):
-            raise APIError(401, "no valid API key: send the header 'Authorization: Bearer KEY'", code="invalid_api_key",
+        if path not in self.open_paths and not self.keys.authorizes(headers.raw):
+            raise APIError(401, "missing or invalid API key: send the header 'Authorization: Bearer KEY'",
+                           code="invalid_api_key",
                            headers={"WWW-Authenticate": "Bearer"})  # fmt: skip
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length) > self.max_body_bytes:
             raise self._too_large()
 
-    def _limited(self, receive: Receive) -> Callable[[], Awaitable[Message]]:
+    def _limit_body(self, receive: Receive) -> Callable[[], Awaitable[Message]]:
         seen = 0
 
-        async def limited() -> Message:
+        async def receive_limited() -> Message:
             nonlocal seen
             message = await receive()
             if message["type"] == "http.request":
@@ -146,9 +148,9 @@ class Door:
                     raise self._too_large()
             return message
 
-        return limited
+        return receive_limited
 
     def _too_large(self) -> APIError:
-        # The rest of the body is not read, so the connection cannot serve another request.
-        return APIError(413, f"the body is larger than {self.max_body_bytes} bytes", code="body_too_large",
+        # The rest of the body is not read, so the connection cannot be reused.
+        return APIError(413, f"the body exceeds the limit of {self.max_body_bytes} bytes", code="body_too_large",
                         headers={"Connection": "close"})  # fmt: skip

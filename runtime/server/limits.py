@@ -1,88 +1,86 @@
-"""How much one request may ask for, at most. docs/serving.md has the table."""
+"""Limits of one request. docs/serving.md lists them."""
 
 from collections.abc import Iterable, Sized
 from typing import Any
 
 from atomc.runtime.server.errors import invalid
 
-# Of a body: JSON values (or tokens of the longest sequence, twice, if these are more), lists and objects in each other,
-# and fields of one object of the API.
+# JSON values of a body (at least twice max_len), nesting depth, and fields of one API object.
 JSON_VALUES = 2**18
 JSON_DEPTH = 128
 FIELDS = 128
-# Lists.
+# Lengths of lists.
 MESSAGES = 4096
 TOOLS = 128
-STOPS = 32
+STOP_STRINGS = 32
 STOP_CHARACTERS = 256
 STOP_TOKENS = 1024
 BIASED_TOKENS = 1024
 CHOICES = 1024
-# Characters of a schema, a regular expression, a grammar, or of all choices.
-FORM_CHARACTERS = 2**18
-# Over all answers of a request.
+# Characters of a JSON schema, a regular expression, a grammar, or of all choices together.
+GRAMMAR_CHARACTERS = 2**18
+# Summed over all choices of a request.
 LOGPROBS = 512
 PROMPT_TOKENS = 2**20
-# Of /tokenize and /detokenize, or those of the longest sequence if these are more.
+# Of /tokenize and /detokenize; at least max_len.
 TOKENS = 2**17
 
 
-def at_most(most: int, value: Sized | None, param: str, what: str) -> None:
-    """Raises a 400 for a list that is longer."""
-    if value is not None and len(value) > most:
-        raise invalid(f"{param} has {len(value)} {what}, and at most {most} are allowed", param)
+def check_length(limit: int, value: Sized | None, param: str, items: str) -> None:
+    """Raises a 400 for a longer list."""
+    if value is not None and len(value) > limit:
+        raise invalid(f"{param} has {len(value)} {items}, at most {limit} are allowed", param)
 
 
-def check_stops(stops: Iterable[str]) -> None:
-    for stop in stops:
+def check_stop_strings(stop_strings: Iterable[str]) -> None:
+    for stop in stop_strings:
         if len(stop) > STOP_CHARACTERS:
-            raise invalid(f"stop has a text of {len(stop)} characters, and at most {STOP_CHARACTERS} are allowed", "stop")
+            raise invalid(f"stop has a string of {len(stop)} characters, at most {STOP_CHARACTERS} are allowed", "stop")
 
 
-def check_form(text: str | Iterable[str] | None, param: str) -> None:
-    """Raises a 400 for a description of structured output that is too long."""
+def check_grammar_length(text: str | Iterable[str] | None, param: str) -> None:
+    """Raises a 400 for a schema, regular expression, grammar or list of choices that is too long."""
     length = len(text) if isinstance(text, str) else sum(map(len, text or ()))
-    if length > FORM_CHARACTERS:
-        raise invalid(f"{param} has {length} characters, and at most {FORM_CHARACTERS} are allowed", param)
+    if length > GRAMMAR_CHARACTERS:
+        raise invalid(f"{param} has {length} characters, at most {GRAMMAR_CHARACTERS} are allowed", param)
 
 
-def check_answers(num_answers: int, logprobs: int | None, num_tokens: int, longest: int, param: str) -> None:
-    """Raises a 400 for log-probabilities and tokens of prompts that are too many over all answers."""
-    if num_answers * (logprobs or 0) > LOGPROBS:
-        raise invalid(f"the request asks for {logprobs} log-probabilities a token in {num_answers} answers: answers times "
-                      f"log-probabilities may be at most {LOGPROBS}", "logprobs")  # fmt: skip
-    most = max(PROMPT_TOKENS, longest)
-    if num_tokens > most:
-        raise invalid(f"the prompts of all answers have {num_tokens} tokens, and one request may have at most {most}: "
-                      "send several", param)  # fmt: skip
+def check_total_size(num_choices: int, logprobs: int | None, num_tokens: int, max_len: int, param: str) -> None:
+    """Raises a 400 if all choices together have too many log-probabilities per token, or too many prompt tokens."""
+    if num_choices * (logprobs or 0) > LOGPROBS:
+        raise invalid(f"{logprobs} log-probabilities per token in {num_choices} choices exceed the limit of {LOGPROBS} "
+                      "(log-probabilities times choices)", "logprobs")  # fmt: skip
+    limit = max(PROMPT_TOKENS, max_len)
+    if num_tokens > limit:
+        raise invalid(f"the prompts of all choices have {num_tokens} tokens, at most {limit} are allowed in one request: "
+                      "split the request", param)  # fmt: skip
 
 
-BLOCK = 2**16
+COUNT_BYTES = 2**16
 
 
-def check_json(body: bytes, longest: int) -> None:
-    """Raises a 400 for a body with so many values, or so deep, that everybody would wait for its parser."""
-    most = max(JSON_VALUES, 2 * longest)
+def check_json(body: bytes, max_len: int) -> None:
+    """Raises a 400 for a body with too many values or too deep a nesting: parsing it would block the event loop."""
+    limit = max(JSON_VALUES, 2 * max_len)
     num_opening = body.count(b"[") + body.count(b"{")
-    if num_opening <= JSON_DEPTH and num_opening + body.count(b",") <= most:
+    if num_opening <= JSON_DEPTH and num_opening + body.count(b",") <= limit:
         return
-    # Without what is between quotes. A text that is not JSON may be counted wrongly: the parser refuses it.
+    # Count outside of strings only. The count of a body that is not JSON may be wrong; the parser refuses it.
     plain = body.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in body else body
     inside, num_values, brackets = 0, 0, b""
-    for start in range(0, len(plain), BLOCK):
-        parts = plain[start : start + BLOCK].split(b'"')
+    for start in range(0, len(plain), COUNT_BYTES):
+        parts = plain[start : start + COUNT_BYTES].split(b'"')
         outside = b"".join(parts[inside::2])
         inside ^= (len(parts) - 1) & 1
-        brackets += outside.translate(None, delete=NO_BRACKETS)
+        brackets += outside.translate(None, delete=NOT_BRACKETS)
         num_values += outside.count(b",") + outside.count(b"[") + outside.count(b"{")
-        if num_values > most:
-            raise invalid(f"the body has more than {most} JSON values: send less in one request, or texts instead of token "
-                          "ids")  # fmt: skip
+        if num_values > limit:
+            raise invalid(f"the body has more than {limit} JSON values: split the request, or send text, not token ids")
     if len(brackets) > JSON_DEPTH and _depth(brackets) > JSON_DEPTH:
-        raise invalid(f"the body is nested deeper than {JSON_DEPTH} lists and objects in each other")
+        raise invalid(f"the body has more than {JSON_DEPTH} levels of nested lists and objects")
 
 
-NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
 def _depth(brackets: bytes) -> int:
@@ -94,7 +92,7 @@ def _depth(brackets: bytes) -> int:
 
 
 def check_fields(value: Any) -> Any:
-    """Raises ValueError for an object with so many fields that to name the unknown ones would take long."""
+    """Raises ValueError for an object with too many fields: listing the unknown ones would be slow."""
     if isinstance(value, dict) and len(value) > FIELDS:
-        raise ValueError(f"the object has {len(value)} fields, and at most {FIELDS} are allowed")
+        raise ValueError(f"the object has {len(value)} fields, at most {FIELDS} are allowed")
     return value

@@ -1,4 +1,4 @@
-"""How likely tokens were, in the two forms of OpenAI's API."""
+"""Log-probabilities in the two formats of OpenAI's API."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,11 +6,11 @@ from typing import Any
 import msgspec
 
 from atomc.runtime.logprobs import TokenLogprobs
-from atomc.runtime.server.served import Served
+from atomc.runtime.server.model_info import ModelInfo
 
 
-def chat_logprobs(model: Served, logprobs: Sequence[TokenLogprobs], top: int) -> dict[str, Any]:
-    """For chat completions: one entry a token, with the `top` most likely ones."""
+def chat_logprobs(model: ModelInfo, logprobs: Sequence[TokenLogprobs], top: int) -> dict[str, Any]:
+    """For chat completions: one entry per token, with the `top` most likely tokens."""
     return {"content": [
         {**_entry(model, each.token, each.logprob),
          "top_logprobs": [_entry(model, token, logprob) for token, logprob in each.top[:top]]}
@@ -19,23 +19,23 @@ def chat_logprobs(model: Served, logprobs: Sequence[TokenLogprobs], top: int) ->
 
 
 def encoded(values: Sequence[Any]) -> list[msgspec.Raw]:
-    """Each as JSON, which takes less memory, and no time at the end."""
+    """Each value as JSON: takes less memory, and spreads the cost of encoding over the stream."""
     return [msgspec.Raw(msgspec.json.encode(value)) for value in values]
 
 
-def _entry(model: Served, token: int, logprob: float) -> dict[str, Any]:
-    text, raw = model.token(token)
+def _entry(model: ModelInfo, token: int, logprob: float) -> dict[str, Any]:
+    text, raw = model.token_text_and_bytes(token)
     return {"token": text, "logprob": _finite(logprob), "bytes": raw}
 
 
 def completion_logprobs(
-    model: Served, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs | None], offset: int
+    model: ModelInfo, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs | None], offset: int
 ) -> dict[str, list[Any]]:
-    """For completions: four lists as long as the tokens; `offset` is where the first token's text begins.
+    """For completions: four lists with one item per token; offset: character position of the first token's text.
 
-    The first token of a prompt has no log-probability. The chosen token is among the top ones, as OpenAI has it.
+    The first token of a prompt has no log-probability. As in OpenAI's API, top_logprobs includes the chosen token.
     """
-    texts = [model.token(token)[0] for token in tokens]
+    texts = [model.token_text_and_bytes(token)[0] for token in tokens]
     offsets = []
     for text in texts:
         offsets.append(offset)
@@ -48,11 +48,11 @@ def completion_logprobs(
     }
 
 
-def _top(model: Served, each: TokenLogprobs) -> dict[str, float]:
-    found = {model.token(token)[0]: _finite(logprob) for token, logprob in each.top}
-    return found | {model.token(each.token)[0]: _finite(each.logprob)}
+def _top(model: ModelInfo, each: TokenLogprobs) -> dict[str, float]:
+    found = {model.token_text_and_bytes(token)[0]: _finite(logprob) for token, logprob in each.top}
+    return found | {model.token_text_and_bytes(each.token)[0]: _finite(each.logprob)}
 
 
 def _finite(logprob: float) -> float:
-    """JSON has no minus infinity, which is what a token has that could not come; OpenAI writes -9999."""
+    """JSON has no -inf, the log-probability of an impossible token; OpenAI returns -9999."""
     return max(logprob, -9999.0)

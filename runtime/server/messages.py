@@ -1,4 +1,4 @@
-"""What the front process and the engine process say to each other, as msgpack."""
+"""Messages between the frontend process and the engine process, encoded as msgpack."""
 
 from typing import Literal
 
@@ -14,7 +14,7 @@ from atomc.runtime.stats import Stats
 class Submit(msgspec.Struct, tag=True):
     """Generate from these tokens, or pool their hidden states.
 
-    Answered by one of Progress.accepted and Progress.refused, then by outputs.
+    The engine replies with Progress.accepted or Progress.refused, then with outputs.
     """
 
     id: str
@@ -26,16 +26,17 @@ class Submit(msgspec.Struct, tag=True):
 
 
 class Abort(msgspec.Struct, tag=True):
-    """Drop these requests; no output of them follows."""
+    """Abort these requests; no further outputs follow."""
 
     ids: list[str]
 
 
 class Call(msgspec.Struct, tag=True):
-    """Answered by a Reply of the same number.
+    """A call that the engine answers with a Reply of the same number.
 
-    stats: the Stats, in the Progress that comes with the reply; report: the compiler's report as JSON text;
-    start_profile, stop_profile: of torch, written to `folder`.
+    stats                         the Stats, in a Progress before the reply
+    report                        the compiler's report, as JSON text
+    start_profile, stop_profile   torch.profiler; the trace is written to `folder`
     """
 
     number: int
@@ -55,10 +56,11 @@ Command = Submit | Abort | Call | Stop
 class Started(msgspec.Struct, tag=True):
     """The engine is ready.
 
-    model     the name of the model's class, and whether it is ours or that of transformers
-    max_len   tokens of the longest sequence; kv_tokens: tokens that the cache holds
-    phases    seconds of each part of the start
-    threads   how many compute on a CPU and why, in a sentence; empty on a GPU
+    model      class name of the model, and whether it is atomc's or transformers'
+    max_len    maximum sequence length in tokens
+    kv_tokens  capacity of the KV cache in tokens
+    phases     seconds of each phase of the start
+    threads    number of CPU threads and the reason, as text; empty on a GPU
     """
 
     model: str
@@ -72,15 +74,18 @@ class Started(msgspec.Struct, tag=True):
 
 
 class Failed(msgspec.Struct, tag=True):
-    """The engine could not start, or broke: the process ends. by_user: the message is what a user can put right."""
+    """The engine did not start, or failed; the process exits. by_user: the message describes an error a user can fix."""
 
     message: str
     by_user: bool
 
 
 class Refused(msgspec.Struct):
-    """A request that was not taken. retry_after: seconds until the queue may have room; None: never. by_client: the
-    request is the cause, not the engine."""
+    """A rejected request.
+
+    retry_after   seconds after which to retry; None: the request can never be accepted
+    by_client     the request is the cause, not the engine
+    """
 
     id: str
     message: str
@@ -89,7 +94,7 @@ class Refused(msgspec.Struct):
 
 
 class Progress(msgspec.Struct, tag=True, omit_defaults=True):
-    """What one round of the engine's loop gave."""
+    """The results of one iteration of the engine loop."""
 
     outputs: list[Output] = []
     accepted: list[str] = []
@@ -98,7 +103,7 @@ class Progress(msgspec.Struct, tag=True, omit_defaults=True):
 
 
 class Reply(msgspec.Struct, tag=True):
-    """What a Call gave, as text; or the sentence why not."""
+    """The result of a Call as text, or its error message."""
 
     number: int
     value: str = ""

@@ -1,4 +1,4 @@
-"""Figures for Prometheus. The names are vLLM's, with atomc for vllm, so that dashboards need one change."""
+"""Prometheus metrics. The names are vLLM's with the prefix atomc, so that a dashboard needs one change."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -10,16 +10,16 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from atomc.runtime.server.client import EngineClient
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
-PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
-WHOLE = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480)
-# Requests whose times to the first token are kept for the status page.
-LATELY = 256
-LENGTHS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
+TPOT_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
+LATENCY_BUCKETS = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480)
+# Requests whose time to the first token is kept for the status page.
+NUM_RECENT = 256
+TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 
 
 class Metrics:
-    """Counters and histograms of requests, and the engine's own figures at the time of asking."""
+    """Counters and histograms of requests, and the engine's stats."""
 
     def __init__(self, client: EngineClient, model: str) -> None:
         self.registry = CollectorRegistry()
@@ -28,26 +28,25 @@ class Metrics:
             one = Histogram(f"atomc:{name}", text, ["model_name"], buckets=tuple(buckets), registry=self.registry)
             return one.labels(model)
 
-        self.first_token = histogram("time_to_first_token_seconds", "Until the first token.", FIRST_TOKEN)
-        self.per_token = histogram("request_time_per_output_token_seconds", "Mean time of a token after the first.",
-                                   PER_TOKEN)  # fmt: skip
-        self.whole = histogram("e2e_request_latency_seconds", "From the request to the end of its answer.", WHOLE)
-        self.prompt_tokens = histogram("request_prompt_tokens", "Tokens of the prompt.", LENGTHS)
-        self.new_tokens = histogram("request_generation_tokens", "Tokens of the answer.", LENGTHS)
-        self.finished = Counter("atomc:request_success", "Answers by how they ended.", ["model_name", "finished_reason"],
-                                registry=self.registry)  # fmt: skip
-        self.refused = Counter("atomc:request_refused", "Requests answered with an error, by its status.",
+        self.ttft = histogram("time_to_first_token_seconds", "Time to the first token.", TTFT_BUCKETS)
+        self.tpot = histogram("request_time_per_output_token_seconds", "Mean time per token after the first.", TPOT_BUCKETS)
+        self.e2e_latency = histogram("e2e_request_latency_seconds", "Time to the last token.", LATENCY_BUCKETS)
+        self.prompt_tokens = histogram("request_prompt_tokens", "Tokens per prompt.", TOKEN_BUCKETS)
+        self.new_tokens = histogram("request_generation_tokens", "Generated tokens per choice.", TOKEN_BUCKETS)
+        self.finished = Counter("atomc:request_success", "Finished choices by finish reason.",
+                                ["model_name", "finished_reason"], registry=self.registry)  # fmt: skip
+        self.refused = Counter("atomc:request_refused", "Requests answered with an error, by HTTP status.",
                                ["model_name", "status"], registry=self.registry)  # fmt: skip
         self.model = model
-        self.lately: deque[float] = deque(maxlen=LATELY)
-        self.registry.register(_OfEngine(client, model))
+        self.recent_ttft: deque[float] = deque(maxlen=NUM_RECENT)
+        self.registry.register(EngineCollector(client, model))
 
-    def saw_first_token(self, seconds: float) -> None:
-        self.first_token.observe(seconds)
-        self.lately.append(seconds)
+    def observe_ttft(self, seconds: float) -> None:
+        self.ttft.observe(seconds)
+        self.recent_ttft.append(seconds)
 
     def errors(self) -> dict[str, int]:
-        """How many requests were answered with an error, by its status."""
+        """Number of error responses by HTTP status."""
         return {sample.labels["status"]: int(sample.value) for metric in self.refused.collect() for sample in metric.samples
                 if sample.name.endswith("_total")}  # fmt: skip
 
@@ -55,8 +54,8 @@ class Metrics:
         return generate_latest(self.registry)
 
 
-class _OfEngine:
-    """The engine's last figures."""
+class EngineCollector:
+    """Prometheus collector of the engine's last stats."""
 
     def __init__(self, client: EngineClient, model: str) -> None:
         self.client = client
@@ -64,31 +63,31 @@ class _OfEngine:
 
     def collect(self) -> Iterable[Metric]:
         stats = self.client.stats
-        yield self._gauge("up", "1 while the engine can serve.", 0.0 if self.client.sick else 1.0)
+        yield self._gauge("up", "1 while the engine can serve.", 0.0 if self.client.unhealthy_reason else 1.0)
         if stats is None:
             return
         used = stats.kv_blocks_used / max(stats.kv_blocks_total, 1)
-        yield self._gauge("num_requests_running", "Requests in the batch.", stats.running)
-        yield self._gauge("num_requests_waiting", "Requests in the queue.", stats.waiting)
-        yield self._gauge("kv_cache_usage_perc", "Share of the cache's blocks that are taken, 1 is all of them.", used)
-        yield self._gauge("kv_cache_tokens", "Tokens in the cache.", stats.kv_tokens_used)
-        yield self._gauge("host_step_milliseconds", "Time of the host a step.", stats.host_ms)
+        yield self._gauge("num_requests_running", "Running requests.", stats.running)
+        yield self._gauge("num_requests_waiting", "Waiting requests.", stats.waiting)
+        yield self._gauge("kv_cache_usage_perc", "Share of the KV cache blocks in use, 0 to 1.", used)
+        yield self._gauge("kv_cache_tokens", "Tokens in the KV cache.", stats.kv_tokens_used)
+        yield self._gauge("host_step_milliseconds", "Host time per step.", stats.host_ms)
         for name, text, value in (
-            ("engine_restarts", "Engines that took the place of one that died.", self.client.restarts),
+            ("engine_restarts", "Restarts of the engine after it died.", self.client.restarts),
             ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_queries),
             ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_hits),
-            ("num_preemptions", "Requests that gave way and were computed again.", stats.preemptions),
+            ("num_preemptions", "Preempted requests, which are recomputed.", stats.preemptions),
             ("prompt_tokens", "Prompt tokens computed.", stats.prompt_tokens),
-            ("graph_rows", "Rows of steps that ran as a CUDA graph.", stats.graph_rows),
-            ("graph_padding_rows", "Rows that were added to these to fit a graph.", stats.graph_padding),
+            ("graph_rows", "Rows of steps that ran as a CUDA graph, without padding.", stats.graph_rows),
+            ("graph_padding_rows", "Padding rows of steps that ran as a CUDA graph.", stats.graph_padding),
             ("generation_tokens", "Tokens generated.", stats.generated_tokens),
-            ("spec_decode_num_draft_tokens", "Tokens drafted.", stats.drafted),
-            ("spec_decode_num_accepted_tokens", "Drafted tokens that were right.", stats.accepted),
+            ("spec_decode_num_draft_tokens", "Draft tokens.", stats.drafted),
+            ("spec_decode_num_accepted_tokens", "Accepted draft tokens.", stats.accepted),
         ):
             family = CounterMetricFamily(f"atomc:{name}", text, labels=["model_name"])
             family.add_metric([self.model], value)
             yield family
-        steps = CounterMetricFamily("atomc:steps", "Steps by how they ran.", labels=["model_name", "kind"])
+        steps = CounterMetricFamily("atomc:steps", "Steps by kind of execution.", labels=["model_name", "kind"])
         for kind, number in stats.steps.items():
             steps.add_metric([self.model, kind], number)
         yield steps

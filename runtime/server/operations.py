@@ -1,4 +1,4 @@
-"""What is there beside generation: the model, its tokens, how the server does, and what the compiler did."""
+"""Endpoints other than generation: models, tokenization, health, metrics, compiler report, profiling."""
 
 import asyncio
 import sys
@@ -10,11 +10,11 @@ from starlette.responses import Response
 
 from atomc.runtime.server.client import EngineDead, EngineRestarting
 from atomc.runtime.server.errors import APIError, invalid
-from atomc.runtime.server.http import Json
-from atomc.runtime.server.limits import TOKENS, at_most
+from atomc.runtime.server.http import JSONResponse
+from atomc.runtime.server.limits import TOKENS, check_length
 from atomc.runtime.server.metrics import CONTENT_TYPE
+from atomc.runtime.server.model_info import ModelInfo
 from atomc.runtime.server.protocol import DetokenizeRequest, TokenizeRequest
-from atomc.runtime.server.served import Served
 from atomc.runtime.server.service import Service
 
 STATS_SECONDS = 2.0
@@ -22,59 +22,60 @@ _rendering = asyncio.Lock()
 
 
 async def models(service: Service, name: str | None = None) -> Response:
-    """All names of the model, or the one that is asked for."""
+    """The list of model names, or the entry of one name."""
     model = service.model
     model.check_name(name)
     data = [{"id": name, "object": "model", "created": model.created, "owned_by": "atomc", "root": model.names[0],
              "parent": None, "max_model_len": model.max_len} for name in model.names]  # fmt: skip
-    return Json({"object": "list", "data": data} if name is None else data[model.names.index(name)])
+    return JSONResponse({"object": "list", "data": data} if name is None else data[model.names.index(name)])
 
 
 async def tokenize(service: Service, body: TokenizeRequest) -> Response:
     model = service.model
     model.check_name(body.model)
     if (body.prompt is None) == (body.messages is None):
-        raise invalid("expected either prompt or messages", "prompt")
+        raise invalid("the request has both or neither of prompt and messages, expected one of them", "prompt")
     if body.prompt is not None:
-        (tokens,) = await model.encoded([body.prompt], body.add_special_tokens, most=max(TOKENS, model.max_len))
+        (tokens,) = await model.encode([body.prompt], body.add_special_tokens, limit=max(TOKENS, model.max_len))
     else:
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools] if body.tools else None
-        text = await model.rendered(body.messages or [], tools, body.add_generation_prompt, body.chat_template_kwargs or {})
-        tokens = await model.encoded_chat(text)
-    spelled = await asyncio.to_thread(_spelled, model, tokens) if body.return_token_strs else None
-    return Json({"count": len(tokens), "max_model_len": model.max_len, "tokens": tokens, "token_strs": spelled})
+        kwargs = body.chat_template_kwargs or {}
+        text = await model.render_chat(body.messages or [], tools, body.add_generation_prompt, kwargs)
+        tokens = await model.encode_chat(text)
+    spelled = await asyncio.to_thread(_token_texts, model, tokens) if body.return_token_strs else None
+    return JSONResponse({"count": len(tokens), "max_model_len": model.max_len, "tokens": tokens, "token_strs": spelled})
 
 
 async def detokenize(service: Service, body: DetokenizeRequest) -> Response:
     service.model.check_name(body.model)
     service.model.check_tokens(body.tokens, "tokens")
-    at_most(max(TOKENS, service.model.max_len), body.tokens, "tokens", "tokens")
-    return Json({"prompt": await service.model.decoded(body.tokens)})
+    check_length(max(TOKENS, service.model.max_len), body.tokens, "tokens", "tokens")
+    return JSONResponse({"prompt": await service.model.decode(body.tokens)})
 
 
-def _spelled(model: Served, tokens: Sequence[int]) -> list[str]:
-    return [model.token(token)[0] for token in tokens]
+def _token_texts(model: ModelInfo, tokens: Sequence[int]) -> list[str]:
+    return [model.token_text_and_bytes(token)[0] for token in tokens]
 
 
 async def health(service: Service) -> Response:
-    """Whether the engine's process lives and answers."""
+    """Whether the engine's process runs and responds."""
     if isinstance(service.client.dead, EngineRestarting):
         raise service.client.dead
-    sick = service.client.sick
-    if sick is not None:
-        raise APIError(503, sick, "service_unavailable", code="engine_dead")
-    return Json({"status": "ok"})
+    reason = service.client.unhealthy_reason
+    if reason is not None:
+        raise APIError(503, reason, "service_unavailable", code="engine_dead")
+    return JSONResponse({"status": "ok"})
 
 
 async def ready(service: Service) -> Response:
     await service.ready()
-    return Json({"status": "ready"})
+    return JSONResponse({"status": "ready"})
 
 
 async def metrics(service: Service) -> Response:
-    """The engine's figures are of this moment if it answers in time, else its last ones."""
+    """Prometheus metrics; the engine's gauges are current if it responds within STATS_SECONDS, else its last ones."""
     if service.client.dead is None:
-        # A slow or dying engine: its last figures are there, and `up` says how it is.
+        # Without a response, return the last values; `atomc:up` says whether the engine is healthy.
         with suppress(TimeoutError, EngineDead):
             await asyncio.wait_for(service.client.call("stats"), STATS_SECONDS)
     return Response(service.metrics.text(), headers={"Content-Type": CONTENT_TYPE})
@@ -85,15 +86,15 @@ async def compiler(service: Service) -> Response:
 
 
 async def compiler_page(service: Service) -> Response:
-    """The report as one page, which loads nothing and may be saved; made by a process of its own, one at a time."""
+    """The report as a self-contained HTML page, rendered in a subprocess, one at a time."""
     report = await service.client.call("report")
     async with _rendering:
         renderer = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "atomc.render", stdin=PIPE, stdout=PIPE, stderr=PIPE
         )
-        text, said = await renderer.communicate(report.encode())
+        text, stderr = await renderer.communicate(report.encode())
     if renderer.returncode:
-        last = said.decode(errors="replace").strip().rpartition("\n")[2]
+        last = stderr.decode(errors="replace").strip().rpartition("\n")[2]
         raise APIError(500, f"the report could not be rendered: {last}", "server_error")
     headers = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", "Cache-Control": "no-cache",
                "Content-Security-Policy": "frame-ancestors 'none'"}  # fmt: skip
@@ -108,5 +109,5 @@ async def profile(service: Service, start: bool) -> Response:
         value = await service.client.call("start_profile" if start else "stop_profile", folder)
     except ValueError as error:
         raise invalid(str(error)) from error
-    return Json({"status": "started"} if start else {"status": "stopped", "file": value})
+    return JSONResponse({"status": "started"} if start else {"status": "stopped", "file": value})
 

@@ -1,41 +1,44 @@
-"""The prompts of a request, in any of the forms that OpenAI's API allows, as tokens."""
+"""Tokenizes the prompts of a request, in each form that OpenAI's API allows."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from atomc.runtime.server.errors import invalid
-from atomc.runtime.server.limits import check_answers
+from atomc.runtime.server.limits import check_total_size
 from atomc.runtime.server.service import Service
 
 Prompts = str | list[int] | list[str] | list[list[int]]
 
 
-async def prompt_tokens(
-    service: Service, given: Prompts, param: str, add_special_tokens: bool = True, *, n: int = 1,
+async def tokenize_prompts(
+    service: Service, prompts: Prompts, param: str, add_special_tokens: bool = True, *, n: int = 1,
     logprobs: int | None = None,
 ) -> list[list[int]]:  # fmt: skip
-    """The tokens of each prompt, which gets n answers with so many log-probabilities a token.
+    """The tokens of each prompt.
 
-    Raises a 400 for no prompt at all, an empty one, one longer than the longest sequence, tokens that do not exist, and
-    for too many answers, tokens or log-probabilities.
+    n, logprobs   choices per prompt and log-probabilities per token, for the limits
+
+    Raises a 400 for an empty list, an empty prompt, a prompt longer than max_len, an unknown token id, and for too many
+    choices, tokens or log-probabilities.
     """
-    several: Sequence[Any] = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
+    is_single = isinstance(prompts, str) or (prompts and isinstance(prompts[0], int))
+    separate: Sequence[Any] = [prompts] if is_single else prompts
     model = service.model
-    check_number(service, len(several) * n, param)
-    # Texts first, so that nothing is tokenized for a request that asks for too much besides.
-    check_answers(len(several) * n, logprobs, 0, model.max_len, param)
-    tokens = list(several)
+    check_num_choices(service, len(separate) * n, param)
+    # Before tokenizing, so that a request over this limit costs no time.
+    check_total_size(len(separate) * n, logprobs, 0, model.max_len, param)
+    tokens = list(separate)
     if tokens and isinstance(tokens[0], str):
-        tokens = await model.encoded(tokens, add_special_tokens, param=param)
+        tokens = await model.encode(tokens, add_special_tokens, param=param)
     if not tokens or not all(tokens):
         raise invalid(f"{param} is empty, it needs at least one token", param)
-    check_answers(len(tokens) * n, logprobs, n * sum(map(len, tokens)), model.max_len, param)
+    check_total_size(len(tokens) * n, logprobs, n * sum(map(len, tokens)), model.max_len, param)
     for one in tokens:
         model.check_tokens(one, param)
     return tokens
 
 
-def check_number(service: Service, number: int, param: str) -> None:
-    """Raises a 400 for more answers than one request may ask for."""
+def check_num_choices(service: Service, number: int, param: str) -> None:
+    """Raises a 400 for more choices than the queue holds."""
     if number > service.max_requests:
-        raise invalid(f"the request asks for {number} answers, and {service.max_requests} is what the queue holds", param)
+        raise invalid(f"the request asks for {number} choices, the queue holds at most {service.max_requests}", param)

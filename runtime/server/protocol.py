@@ -1,7 +1,6 @@
-"""What clients send: OpenAI's requests, and the fields that vLLM added to them.
+"""Request bodies: OpenAI's fields and vLLM's extensions.
 
-A field that does not exist is refused by name. Fields that change nothing here are taken where they say something about
-the client or about OpenAI's own service.
+Unknown fields are rejected by name. Fields about the client or about OpenAI's own service are accepted and ignored.
 """
 
 from typing import Annotated, Any, Literal, TypeVar
@@ -11,148 +10,148 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from atomc.runtime.server.limits import BIASED_TOKENS, check_fields
 
 T = TypeVar("T")
-# The first wrong item is reported, not thousands.
-Several = Annotated[list[T], Field(fail_fast=True)]
+# Report the first invalid item only.
+FailFastList = Annotated[list[T], Field(fail_fast=True)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-Number = Annotated[float, Field(allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-Messages = Several[dict[str, Any]]
+FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
+Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Messages = FailFastList[dict[str, Any]]
 
 
-def _few(value: Any) -> Any:
+def _check_logit_bias(value: Any) -> Any:
     if isinstance(value, dict) and len(value) > BIASED_TOKENS:
-        raise ValueError(f"it has {len(value)} tokens, and at most {BIASED_TOKENS} are allowed")
+        raise ValueError(f"it has {len(value)} tokens, at most {BIASED_TOKENS} are allowed")
     return value
 
 
-class Body(BaseModel):
-    """A JSON object without fields of other names."""
+class StrictModel(BaseModel):
+    """A JSON object; unknown fields are an error."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
     _fields = model_validator(mode="before")(check_fields)
 
 
-class StreamOptions(Body):
+class StreamOptions(StrictModel):
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    include_obfuscation: bool | None = None  # OpenAI's padding against traffic analysis: not done
+    include_obfuscation: bool | None = None  # OpenAI's padding against traffic analysis: ignored
 
 
-class StructuredOutputs(Body):
-    """One of these, as in vLLM."""
+class StructuredOutputs(StrictModel):
+    """Exactly one of these, as in vLLM."""
 
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     regex: str | None = None
-    choice: Several[str] | None = None
+    choice: FailFastList[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
 
 
-class JsonSchema(Body):
+class JsonSchema(StrictModel):
     name: str
     description: str | None = None
-    # As OpenAI's client writes it. Left out: any JSON object.
+    # OpenAI's client sends `schema`. Without it, any JSON object is accepted.
     schema_: dict[str, Any] | None = Field(None, alias="schema")
     strict: bool | None = None
 
 
-class ResponseFormat(Body):
+class ResponseFormat(StrictModel):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
-class Function(Body):
+class Function(StrictModel):
     name: str = Field(min_length=1, max_length=256)
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class Tool(Body):
+class Tool(StrictModel):
     type: Literal["function"]
     function: Function
 
 
-class NamedFunction(Body):
+class NamedFunction(StrictModel):
     name: str
 
 
-class NamedTool(Body):
+class NamedTool(StrictModel):
     type: Literal["function"] = "function"
     function: NamedFunction
 
 
-class Generate(Body):
-    """What completions and chat completions have in common."""
+class GenerationRequest(StrictModel):
+    """Fields shared by completions and chat completions."""
 
     model: str | None = None
-    max_tokens: Count | None = None
-    temperature: Number | None = None
-    top_p: Number | None = None
+    max_tokens: Int64 | None = None
+    temperature: FiniteFloat | None = None
+    top_p: FiniteFloat | None = None
     n: Annotated[int, Field(ge=1, le=128)] = 1
     seed: int | None = None
-    stop: str | Several[str] | None = None
-    presence_penalty: Number | None = None
-    frequency_penalty: Number | None = None
-    logit_bias: Annotated[dict[TokenId, Number] | None, BeforeValidator(_few)] = None
+    stop: str | FailFastList[str] | None = None
+    presence_penalty: FiniteFloat | None = None
+    frequency_penalty: FiniteFloat | None = None
+    logit_bias: Annotated[dict[TokenId, FiniteFloat] | None, BeforeValidator(_check_logit_bias)] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    # beyond OpenAI
-    top_k: Count | None = None
-    min_p: Number | None = None
-    repetition_penalty: Number | None = None
-    min_tokens: Count = 0
+    # extensions of OpenAI's API
+    top_k: Int64 | None = None
+    min_p: FiniteFloat | None = None
+    repetition_penalty: FiniteFloat | None = None
+    min_tokens: Int64 = 0
     ignore_eos: bool = False
-    stop_token_ids: Several[TokenId] | None = None
+    stop_token_ids: FailFastList[TokenId] | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
-    guided_choice: Several[str] | None = None
+    guided_choice: FailFastList[str] | None = None
     guided_grammar: str | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
     cache_salt: str | None = None
-    # taken, and without effect
+    # accepted and ignored
     user: str | None = None
 
 
-class CompletionRequest(Generate):
-    prompt: str | Several[TokenId] | Several[str] | Several[Several[TokenId]]
+class CompletionRequest(GenerationRequest):
+    prompt: str | FailFastList[TokenId] | FailFastList[str] | FailFastList[FailFastList[TokenId]]
     echo: bool = False
-    logprobs: Count | None = None
+    logprobs: Int64 | None = None
     best_of: int | None = None
     suffix: str | None = None
-    prompt_logprobs: Count | None = None
+    prompt_logprobs: Int64 | None = None
     add_special_tokens: bool = True
     response_format: ResponseFormat | None = None
 
 
-class ChatRequest(Generate):
+class ChatRequest(GenerationRequest):
     messages: Messages
-    max_completion_tokens: Count | None = None
+    max_completion_tokens: Int64 | None = None
     logprobs: bool | None = None
-    top_logprobs: Count | None = None
+    top_logprobs: Int64 | None = None
     response_format: ResponseFormat | None = None
-    tools: Several[Tool] | None = None
+    tools: FailFastList[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True
     reasoning_effort: str | None = None
-    # taken, and without effect
+    # accepted and ignored
     metadata: dict[str, Any] | None = None
     store: bool | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    modalities: Several[Literal["text"]] | None = None
+    modalities: FailFastList[Literal["text"]] | None = None
     verbosity: str | None = None
 
 
-class EmbeddingRequest(Body):
-    input: str | Several[TokenId] | Several[str] | Several[Several[TokenId]]
+class EmbeddingRequest(StrictModel):
+    input: str | FailFastList[TokenId] | FailFastList[str] | FailFastList[FailFastList[TokenId]]
     model: str | None = None
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[int, Field(ge=1)] | None = None
@@ -161,19 +160,19 @@ class EmbeddingRequest(Body):
     user: str | None = None
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(StrictModel):
     """Either prompt or messages."""
 
     model: str | None = None
     prompt: str | None = None
     add_special_tokens: bool = True
     messages: Messages | None = None
-    tools: Several[Tool] | None = None
+    tools: FailFastList[Tool] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True
     return_token_strs: bool = False
 
 
-class DetokenizeRequest(Body):
+class DetokenizeRequest(StrictModel):
     model: str | None = None
-    tokens: Several[TokenId]
+    tokens: FailFastList[TokenId]

@@ -1,4 +1,4 @@
-"""From a client's request to SamplingParams."""
+"""Converts a request body to SamplingParams."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,32 +6,39 @@ from typing import Any
 from atomc.runtime.sampling_params import ParameterError, SamplingParams, Structured
 from atomc.runtime.server.config import ServerConfig
 from atomc.runtime.server.errors import invalid
-from atomc.runtime.server.limits import CHOICES, STOP_TOKENS, STOPS, at_most, check_form, check_stops
-from atomc.runtime.server.protocol import Generate, ResponseFormat
-from atomc.runtime.server.served import Served
+from atomc.runtime.server.limits import (
+    CHOICES,
+    STOP_STRINGS,
+    STOP_TOKENS,
+    check_grammar_length,
+    check_length,
+    check_stop_strings,
+)
+from atomc.runtime.server.model_info import ModelInfo
+from atomc.runtime.server.protocol import GenerationRequest, ResponseFormat
 
-OPENAI_TEMPERATURE = 1.0
-SAME = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+DEFAULT_TEMPERATURE = 1.0
+SHARED_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 def sampling_params(
-    body: Generate, model: Served, *, max_tokens: int | None, logprobs: int | None = None,
+    body: GenerationRequest, model: ModelInfo, *, max_tokens: int | None, logprobs: int | None = None,
     prompt_logprobs: int | None = None, structured: Structured | None = None, skip_special_tokens: bool = True,
 ) -> SamplingParams:  # fmt: skip
-    """What the request says, else the model's defaults, else OpenAI's. Raises a 400 for values out of range."""
-    at_most(STOP_TOKENS, body.stop_token_ids, "stop_token_ids", "tokens")
+    """The request's values, else the model's defaults, else OpenAI's. Raises a 400 for values out of range."""
+    check_length(STOP_TOKENS, body.stop_token_ids, "stop_token_ids", "tokens")
     stop_token_ids = tuple(body.stop_token_ids or ())
     model.check_tokens(stop_token_ids, "stop_token_ids")
     model.check_tokens(tuple(body.logit_bias or ()), "logit_bias")
-    given: dict[str, Any] = {"temperature": OPENAI_TEMPERATURE, **model.defaults}
-    given |= {name: value for name in SAME if (value := getattr(body, name)) is not None}
-    # -1 is how vLLM says "all tokens".
+    given: dict[str, Any] = {"temperature": DEFAULT_TEMPERATURE, **model.defaults}
+    given |= {name: value for name in SHARED_FIELDS if (value := getattr(body, name)) is not None}
+    # vLLM's -1 means all tokens; here that is 0.
     given["top_k"] = max(given.get("top_k", 0), 0) if given.get("top_k", 0) >= -1 else given["top_k"]
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
-    at_most(STOPS, stop, "stop", "texts")
-    check_stops(stop)
+    check_length(STOP_STRINGS, stop, "stop", "strings")
+    check_stop_strings(stop)
     if stop and model.tokenizer is None:
-        raise invalid("this model has no tokenizer, so there is no text to stop at: give stop_token_ids", "stop")
+        raise invalid("this model has no tokenizer, so stop strings cannot be found: use stop_token_ids", "stop")
     try:
         return SamplingParams(
             max_tokens=max_tokens, min_tokens=body.min_tokens, seed=body.seed, stop=stop, stop_token_ids=stop_token_ids,
@@ -43,61 +50,61 @@ def sampling_params(
         raise invalid(str(error), error.name) from error
 
 
-def check_fits(num_prompt: int, max_tokens: int | None, model: Served) -> None:
-    """Raises a 400, with the numbers, if prompt and answer together are longer than the longest sequence."""
-    room = model.max_len - num_prompt
-    wanted = 1 if max_tokens is None else max_tokens
-    if wanted > room:
+def check_context_length(num_prompt: int, max_tokens: int | None, model: ModelInfo) -> None:
+    """Raises a 400 if prompt and new tokens together exceed max_len."""
+    num_available = model.max_len - num_prompt
+    num_requested = 1 if max_tokens is None else max_tokens
+    if num_requested > num_available:
         least = "at least " if max_tokens is None else ""
         raise invalid(f"this model's maximum context length is {model.max_len} tokens, and the request has {num_prompt} in "
-                      f"the prompt and asks for {least}{wanted} more: shorten the prompt, or ask for fewer tokens",
+                      f"the prompt and asks for {least}{num_requested} more: shorten the prompt or reduce max_tokens",
                       "max_tokens" if num_prompt < model.max_len else "prompt", "context_length_exceeded")  # fmt: skip
 
 
-def structured_output(body: Generate, response_format: ResponseFormat | None) -> Structured | None:
-    """What the answer must look like, in whichever of its spellings it is asked for; None: anything."""
-    asked = list(_asked(body, response_format))
-    if not asked:
+def structured_output(body: GenerationRequest, response_format: ResponseFormat | None) -> Structured | None:
+    """The requested structured output, from any of the fields that can request it; None if there is none."""
+    requested = list(_structured_outputs(body, response_format))
+    if not requested:
         return None
     try:
-        if len(asked) > 1:
-            raise ValueError("the request asks for structured output more than once: "
-                             f"{', '.join(sorted({key for one in asked for key in one}))}")  # fmt: skip
-        at_most(CHOICES, asked[0].get("choice"), "choice", "texts")
-        return checked_form(Structured(**asked[0]))
+        if len(requested) > 1:
+            raise ValueError("the request has several kinds of structured output, expected one: "
+                             f"{', '.join(sorted({key for one in requested for key in one}))}")  # fmt: skip
+        check_length(CHOICES, requested[0].get("choice"), "choice", "strings")
+        return check_structured(Structured(**requested[0]))
     except (ValueError, TypeError) as error:
         raise invalid(str(error), "response_format" if response_format else "structured_outputs") from error
 
 
-def checked_form(structured: Structured) -> Structured:
-    """The same. Raises a 400 if its description is too long."""
+def check_structured(structured: Structured) -> Structured:
+    """Returns its argument. Raises a 400 if the schema, expression, grammar or choices are too long."""
     for name in ("json_schema", "regex", "choice", "grammar"):
         value = getattr(structured, name)
-        check_form(str(value) if name == "json_schema" and value is not None else value, name)
+        check_grammar_length(str(value) if name == "json_schema" and value is not None else value, name)
     return structured
 
 
-def _asked(body: Generate, response_format: ResponseFormat | None) -> list[Mapping[str, Any]]:
-    asked: list[dict[str, Any]] = []
+def _structured_outputs(body: GenerationRequest, response_format: ResponseFormat | None) -> list[Mapping[str, Any]]:
+    requested: list[dict[str, Any]] = []
     if response_format is not None and response_format.type == "json_object":
-        asked.append({"json_object": True})
+        requested.append({"json_object": True})
     elif response_format is not None and response_format.type == "json_schema":
         if response_format.json_schema is None:
-            raise invalid("response_format of type 'json_schema' needs json_schema, {name, schema}", "response_format")
+            raise invalid("response_format 'json_schema' needs a field json_schema: {name, schema}", "response_format")
         schema = response_format.json_schema.schema_
-        asked.append({"json_object": True} if schema is None else {"json_schema": schema})
+        requested.append({"json_object": True} if schema is None else {"json_schema": schema})
     if (outputs := body.structured_outputs) is not None:
         named = {"json_schema": outputs.json_, "regex": outputs.regex, "choice": outputs.choice,
                  "grammar": outputs.grammar, "json_object": outputs.json_object or None}  # fmt: skip
-        asked.append({name: value for name, value in named.items() if value is not None})
+        requested.append({name: value for name, value in named.items() if value is not None})
     for name, value in (("json_schema", body.guided_json), ("regex", body.guided_regex), ("choice", body.guided_choice),
                         ("grammar", body.guided_grammar)):  # fmt: skip
         if value is not None:
-            asked.append({name: value})
-    return list(asked)
+            requested.append({name: value})
+    return list(requested)
 
 
 def check_logprobs(number: int | None, param: str, config: ServerConfig) -> None:
-    """Raises a 400 for more log-probabilities than the server gives."""
+    """Raises a 400 for more log-probabilities than --max-logprobs."""
     if number is not None and not 0 <= number <= config.max_logprobs:
         raise invalid(f"{param} is {number}, it must be at least 0 and at most {config.max_logprobs}", param)

@@ -1,4 +1,4 @@
-"""`atomc serve`: starts the engine's process and the HTTP server, and ends both in order."""
+"""`atomc serve`: starts the engine process and the HTTP server, and shuts both down."""
 
 import asyncio
 import logging
@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.hub import model_folder
+from atomc.runtime.server.api_keys import read_keys
 from atomc.runtime.server.client import EngineClient, EngineFailed, EngineProcess
 from atomc.runtime.server.config import ServerConfig
 from atomc.runtime.server.deadline import CLOSE_SECONDS, Deadline
-from atomc.runtime.server.keys import read_keys
 from atomc.runtime.server.supervisor import Supervisor
 
 if TYPE_CHECKING:
@@ -28,25 +28,28 @@ log = logging.getLogger("atomc.server")
 DEMO_NAME = "atomc-demo"
 KEEP_ALIVE_SECONDS = 30
 BACKLOG = 2048
-LAST_WORDS_SECONDS = 1.0
-# A client that is gone without a word, as with its power, is found out after two minutes.
+ERROR_GRACE_SECONDS = 1.0
+# TCP keepalive: a client that vanished without closing its connection is detected after two minutes.
 KEEP_ALIVE_PROBES = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}
 
 
 def serve(server: ServerConfig, engine: EngineConfig) -> None:
-    """Serve until SIGINT or SIGTERM. Raises ValueError, OSError or ImportError for what a user can put right, and
-    SystemExit(1) if the engine could not start for another reason, or died."""
+    """Serve until SIGINT or SIGTERM.
+
+    Raises ValueError, OSError or ImportError for an error that a user can fix, and SystemExit(1) if the engine did not
+    start for another reason, or died.
+    """
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     logging.getLogger("atomc").setLevel(logging.INFO)
     _check_certificate(server)
     if server.api_key_file is not None:
         server = replace(server, api_key=(*server.api_key, *read_keys(server.api_key_file)), api_key_file=None)
-    folder, name = _folder(engine)
-    listener = _bound(server)
-    _allow_connections()
-    # A request to end that comes before the server listens ends everything at once.
-    signal.signal(signal.SIGTERM, _interrupt)
-    # Before the imports below, which take as long as its own first ones.
+    folder, name = _model_folder(engine)
+    listener = _bind(server)
+    _raise_open_file_limit()
+    # A SIGTERM before the server listens ends everything at once.
+    signal.signal(signal.SIGTERM, _raise_keyboard_interrupt)
+    # Before the imports of `_run`, which take as long as the first imports of the engine process.
     process = EngineProcess(replace(engine, model=str(folder)))
     deadline = Deadline(process.kill)
     log.info("starting %s: server is process %d, engine %d", name, os.getpid(), process.process.pid)
@@ -55,7 +58,7 @@ def serve(server: ServerConfig, engine: EngineConfig) -> None:
     except EngineFailed as error:
         if error.by_user:
             raise ValueError(str(error)) from error
-        # The engine has logged its trace.
+        # The engine process has logged the stack trace.
         log.error("%s", error)
         raise SystemExit(1) from error
     finally:
@@ -66,44 +69,45 @@ def serve(server: ServerConfig, engine: EngineConfig) -> None:
         raise SystemExit(status)
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
+def _raise_keyboard_interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _folder(engine: EngineConfig) -> tuple[Path, str]:
-    """The model's folder, and what clients call it if nothing else is said."""
+def _model_folder(engine: EngineConfig) -> tuple[Path, str]:
+    """The model's folder, and its default name for clients."""
     if engine.model is None:
         from atomc.demo import PATH
 
         return Path(PATH), DEMO_NAME
     folder = model_folder(engine.model)
-    # A path on this machine is nobody's business.
+    # Do not disclose local paths to clients.
     return folder, folder.resolve().name if Path(engine.model).expanduser().is_dir() else engine.model
 
 
 def _check_certificate(server: ServerConfig) -> None:
-    """Before anything is loaded. Raises ValueError for files that are no certificate with its key."""
+    """Raises ValueError for files that are not a certificate and its key, before anything is loaded."""
     if server.ssl_certfile is None:
         return
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(server.ssl_certfile, server.ssl_keyfile)
-    except OSError as error:  # also what the TLS library says of the content
+    except OSError as error:  # includes ssl.SSLError, for invalid contents
         files = " and ".join(file for file in (server.ssl_certfile, server.ssl_keyfile) if file)
-        raise ValueError(f"--ssl-certfile and --ssl-keyfile: no certificate with its key in {files}: {error}") from error
+        raise ValueError(f"--ssl-certfile and --ssl-keyfile: {files} is not a certificate with its key: {error}") from error
 
 
-def _allow_connections() -> None:
-    """Each connection is an open file, and shells start their programs with few."""
+def _raise_open_file_limit() -> None:
+    """Each connection is an open file, and the default soft limit of shells is low."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def _bound(server: ServerConfig) -> socket.socket:
-    """The address is ours from now on; nobody can connect before the engine is ready. Raises OSError if it is taken."""
+def _bind(server: ServerConfig) -> socket.socket:
+    """A bound socket that does not listen yet: clients cannot connect before the engine is ready. Raises OSError if the
+    address is in use."""
     family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    # Connections inherit it: the system asks a client that is silent whether it is still there.
+    # Accepted connections inherit the keepalive options.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in KEEP_ALIVE_PROBES.items():
         if hasattr(socket, name):
@@ -124,36 +128,39 @@ async def _run(
     import uvicorn
 
     from atomc.runtime.server.app import create_app
-    from atomc.runtime.server.connection import timed_protocol
-    from atomc.runtime.server.ending import Ending
+    from atomc.runtime.server.header_timeout import header_timeout_protocol
     from atomc.runtime.server.metrics import Metrics
-    from atomc.runtime.server.served import load_served
+    from atomc.runtime.server.model_info import load_model_info
     from atomc.runtime.server.service import Service
+    from atomc.runtime.server.shutdown import ShutdownMiddleware
     from atomc.runtime.server.web_server import WebServer
 
-    client = EngineClient(process, patience=config.engine_patience)
+    client = EngineClient(process, health_timeout=config.engine_patience)
 
-    def take_sizes() -> None:
+    def copy_sizes() -> None:
         model.max_len, model.vocab_size = client.info.max_len, client.info.vocab_size
 
     try:
-        model = load_served(folder, name, config)
+        model = load_model_info(folder, name, config)
         await client.connect()
-        take_sizes()
-        supervisor = Supervisor(client, restarts=config.restart_engine, timeout=config.engine_timeout, started=take_sizes)
+        copy_sizes()
+        supervisor = Supervisor(
+            client, restarts=config.restart_engine, timeout=config.engine_timeout, on_restarted=copy_sizes
+        )
         service = Service(client, model, config, Metrics(client, model.names[0]), max_requests=process.config.max_queue)
-        app = Ending(create_app(service))
-        deadline.last = lambda: client.engine.kill()
+        app = ShutdownMiddleware(create_app(service))
+        deadline.before_exit = lambda: client.engine.kill()
         server = WebServer(
             uvicorn.Config(
                 app, log_config=None, access_log=False, server_header=False, lifespan="off", ws="none",
-                backlog=BACKLOG, timeout_keep_alive=KEEP_ALIVE_SECONDS, http=timed_protocol(config.header_timeout),
+                backlog=BACKLOG, timeout_keep_alive=KEEP_ALIVE_SECONDS, http=header_timeout_protocol(config.header_timeout),
                 ssl_certfile=config.ssl_certfile, ssl_keyfile=config.ssl_keyfile,
             ),
-            drain_seconds=config.drain_seconds, drained=client.abort_all, give_up=app.end,
-            deadline=deadline, listening=lambda: _say_how(service, listener),
+            drain_seconds=config.drain_seconds, abort_engine_requests=client.abort_all,
+            cancel_http_requests=app.cancel_requests, deadline=deadline,
+            on_listening=lambda: _log_summary(service, listener),
         )  # fmt: skip
-        watching = asyncio.create_task(_end_with_engine(server, supervisor))
+        watching = asyncio.create_task(_exit_with_engine(server, supervisor))
         await server.serve(sockets=[listener])
         watching.cancel()
         return server.status
@@ -161,16 +168,16 @@ async def _run(
         await client.close()
 
 
-async def _end_with_engine(server: "WebServer", supervisor: Supervisor) -> None:
-    """Ends the server when the engine is gone for good; for a moment clients can still ask why."""
+async def _exit_with_engine(server: "WebServer", supervisor: Supervisor) -> None:
+    """Ends the server when the engine has died; requests get its error for ERROR_GRACE_SECONDS before that."""
     log.error("%s; the server ends", await supervisor.run())
-    server.end_within(CLOSE_SECONDS, status=1)
-    await asyncio.sleep(LAST_WORDS_SECONDS)
-    server.end(0.0)
+    server.exit_within(CLOSE_SECONDS, status=1)
+    await asyncio.sleep(ERROR_GRACE_SECONDS)
+    server.begin_shutdown(0.0)
 
 
-def _say_how(service: Any, listener: socket.socket) -> None:
-    """The summary: what is served, how much fits, and where."""
+def _log_summary(service: Any, listener: socket.socket) -> None:
+    """Logs the model, the cache size, the settings and the address."""
     model, info, config = service.model, service.client.info, service.config
     log.info("model %s: %s on %s", model.names[0], info.model, info.device)
     log.info("cache: %d tokens, %d sequences of full length (%d)", info.kv_tokens, info.num_sequences, info.max_len)
@@ -182,7 +189,7 @@ def _say_how(service: Any, listener: socket.socket) -> None:
              model.tools or "none", model.reasoning or "none", dict(model.defaults) or "none")  # fmt: skip
     log.info("seconds to start: %s", ", ".join(f"{name} {seconds:.2f}" for name, seconds in info.phases.items()))
     if not (config.api_key or config.api_key_file):
-        log.info("no --api-key: whoever reaches the port may use the model")
+        log.info("no --api-key: every client that can reach the port can use the model")
     scheme = "https" if config.ssl_certfile else "http"
     host, port = listener.getsockname()[:2]
     log.info("listening on %s://%s:%d", scheme, f"[{host}]" if ":" in host else host, port)

@@ -1,4 +1,4 @@
-"""What all endpoints share: the engine's client, the model, the server's config, and its metrics."""
+"""The objects that all endpoints share: engine client, model, config and metrics."""
 
 import asyncio
 import logging
@@ -11,71 +11,72 @@ from starlette.requests import ClientDisconnect, Request
 from atomc.runtime.sampling_params import SamplingParams
 from atomc.runtime.server.client import EngineClient
 from atomc.runtime.server.config import ServerConfig
-from atomc.runtime.server.errors import APIError, told
+from atomc.runtime.server.errors import APIError, to_api_error
 from atomc.runtime.server.generation import Generation
-from atomc.runtime.server.http import while_connected
+from atomc.runtime.server.http import cancel_on_disconnect
 from atomc.runtime.server.messages import Submit
 from atomc.runtime.server.metrics import Metrics
-from atomc.runtime.server.protocol import Generate
-from atomc.runtime.server.served import Served
+from atomc.runtime.server.model_info import ModelInfo
+from atomc.runtime.server.protocol import GenerationRequest
 
 log = logging.getLogger("atomc.server")
 READY_SECONDS = 30.0
-# So many probes a second as may come, one token a second is generated for them.
+# Readiness probes within this time share one generated token.
 PROBE_SECONDS = 1.0
 
 
 @dataclass
 class Service:
-    """max_requests: answers that one HTTP request may ask for."""
+    """max_requests: the maximum number of choices of one HTTP request."""
 
     client: EngineClient
-    model: Served
+    model: ModelInfo
     config: ServerConfig
     metrics: Metrics
     max_requests: int
     started: float = field(default_factory=time.monotonic, init=False)
-    _probe: "asyncio.Task[None] | None" = field(default=None, init=False)
-    _probed: float = field(default=-PROBE_SECONDS, init=False)
+    _ready_task: "asyncio.Task[None] | None" = field(default=None, init=False)
+    _ready_started: float = field(default=-PROBE_SECONDS, init=False)
 
     def generation(
-        self, name: str, prompts: Sequence[Sequence[int]], params: SamplingParams, body: Generate
+        self, name: str, prompts: Sequence[Sequence[int]], params: SamplingParams, body: GenerationRequest
     ) -> Generation:
         return Generation(self.client, self.model, self.metrics, name, prompts, params, n=body.n, priority=body.priority,
                           salt=body.cache_salt, log_requests=self.config.log_requests)  # fmt: skip
 
-    async def begin(self, generation: Generation, request: Request) -> None:
-        """Returns when the engine has taken the request. Raises what the client is told if it does not."""
+    async def start(self, generation: Generation, request: Request) -> None:
+        """Returns when the engine has accepted the request. Raises APIError, RequestRefused or EngineDead if it does not,
+        ClientDisconnect if the client disconnects."""
         try:
-            await while_connected(request, generation.start())
+            await cancel_on_disconnect(request, generation.start())
         except BaseException as error:
             generation.close(None if isinstance(error, ClientDisconnect) else error)
             raise
 
-    def told(self, error: Exception) -> APIError:
-        """What the client is told in the middle of a stream; the log hears of what is nobody's fault but ours."""
-        found = told(error)
-        if found.status == 500 and not isinstance(error, APIError):
+    def stream_error(self, error: Exception) -> APIError:
+        """The error event of a stream that has begun; logs internal errors."""
+        api_error = to_api_error(error)
+        if api_error.status == 500 and not isinstance(error, APIError):
             log.error("a stream failed", exc_info=error)
-        self.metrics.refused.labels(self.metrics.model, found.status).inc()
-        return found
+        self.metrics.refused.labels(self.metrics.model, api_error.status).inc()
+        return api_error
 
     async def ready(self) -> None:
-        """Generates one token, at most one a second: probes share its outcome. Raises what `told` understands."""
+        """Generates one token, at most once per PROBE_SECONDS. Raises APIError, RequestRefused or EngineDead."""
         now = time.monotonic()
-        if self._probe is None or (self._probe.done() and now - self._probed > PROBE_SECONDS):
-            self._probe, self._probed = asyncio.create_task(self._generate_one()), now
-        await asyncio.shield(self._probe)
+        if self._ready_task is None or (self._ready_task.done() and now - self._ready_started > PROBE_SECONDS):
+            self._ready_task, self._ready_started = asyncio.create_task(self._generate_one()), now
+        await asyncio.shield(self._ready_task)
 
     async def _generate_one(self) -> None:
-        inbox = self.client.submit([Submit(self.client.next_id(), [0], SamplingParams(max_tokens=1, ignore_eos=True))])
+        stream = self.client.submit([Submit(self.client.next_id(), [0], SamplingParams(max_tokens=1, ignore_eos=True))])
         try:
             async with asyncio.timeout(READY_SECONDS):
-                await inbox.accepted()
-                async for output in inbox:
+                await stream.wait_accepted()
+                async for output in stream:
                     if output.error is not None:
                         raise APIError(503, f"no token: {output.error.message}", "service_unavailable", code="not_ready")
         except TimeoutError as error:
             raise APIError(503, f"no token in {READY_SECONDS:.0f} s", "service_unavailable", code="not_ready") from error
         finally:
-            inbox.close()
+            stream.close()

@@ -1,4 +1,4 @@
-"""The status page at / and the figures it polls at /status."""
+"""The status page at / and the data it polls from /status."""
 
 import asyncio
 import base64
@@ -22,14 +22,14 @@ from atomc.runtime.server.client import EngineDead
 from atomc.runtime.server.service import Service
 
 PAGE = Path(__file__).with_name("status.html")
-# Pages that poll at the same time share one answer of the engine.
+# Pages that poll within this time share one response of the engine.
 FRESH_SECONDS = 0.4
-# An engine inside a long step answers after it; until then the page shows the last figures.
+# Timeout for the engine's response; during a long step the page shows the last stats.
 ANSWER_SECONDS = 1.0
 
 
 def router(service: Service) -> APIRouter:
-    """Two routes: the page, which holds nothing of this server, and its figures."""
+    """Two routes: the static page, and its data."""
     routes = APIRouter(include_in_schema=False)
     status = Status(service)
     page = PAGE.read_text(encoding="utf-8")
@@ -48,59 +48,59 @@ def router(service: Service) -> APIRouter:
 
 
 class Status:
-    """What the page shows, as plain data."""
+    """The data of the status page."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
         self._client = service.client
-        self._asked = -FRESH_SECONDS
-        self._compiled: dict[str, Any] | None = None
+        self._refreshed = -FRESH_SECONDS
+        self._compile_summary: dict[str, Any] | None = None
 
     async def figures(self) -> dict[str, Any]:
-        """The model, the engine's figures, and what the compiler did; `sick` says why it cannot serve, or is None, and
-        `age` how many seconds old the engine's figures are."""
+        """Model, engine stats and compiler summary. sick: the client's unhealthy_reason; age: seconds since `stats`."""
         client, metrics = self._client, self._service.metrics
         await self._refresh()
         now = time.monotonic()
-        found = {"model": metrics.model, "sick": client.sick, "stats": asdict(client.stats) if client.stats else None,
-                 "age": now - client.heard, "uptime": now - self._service.started, "restarts": client.restarts,
-                 "errors": metrics.errors(), "first_token": first_tokens(metrics.lately)}  # fmt: skip
+        found = {"model": metrics.model, "sick": client.unhealthy_reason,
+                 "stats": asdict(client.stats) if client.stats else None, "age": now - client.stats_time,
+                 "uptime": now - self._service.started, "restarts": client.restarts,
+                 "errors": metrics.errors(), "first_token": ttft_summary(metrics.recent_ttft)}  # fmt: skip
         names = ("device", "max_len", "kv_tokens", "num_sequences", "phases")
         found |= {"class": client.info.model, **{name: getattr(client.info, name) for name in names}}
-        return found | {"speeds": speeds(client.past, now), "compiler": self._compiled}
+        return found | {"speeds": tokens_per_second_history(client.token_history, now), "compiler": self._compile_summary}
 
     async def _refresh(self) -> None:
-        if time.monotonic() - self._asked < FRESH_SECONDS or self._client.sick:
+        if time.monotonic() - self._refreshed < FRESH_SECONDS or self._client.unhealthy_reason:
             return
-        self._asked = time.monotonic()
+        self._refreshed = time.monotonic()
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
                 await self._client.call("stats")
-                if self._compiled is None:
-                    self._compiled = compiled(json.loads(await self._client.call("report")))
+                if self._compile_summary is None:
+                    self._compile_summary = compile_summary(json.loads(await self._client.call("report")))
         except (TimeoutError, EngineDead):
             pass
 
 
-def first_tokens(seconds: Collection[float]) -> dict[str, float] | None:
-    """Of so many requests, the seconds to the first token that half of them and 95 of 100 did not exceed."""
+def ttft_summary(seconds: Collection[float]) -> dict[str, float] | None:
+    """Median and 95th percentile of the time to first token in seconds, and the number of requests."""
     if not seconds:
         return None
     median, most = np.quantile(list(seconds), (0.5, 0.95))
     return {"requests": len(seconds), "median": float(median), "p95": float(most)}
 
 
-def speeds(past: Collection[tuple[float, int]], now: float) -> list[float]:
-    """Tokens generated in each of the last seconds, the earliest first; past: when how many had been generated in all."""
-    if not past:
+def tokens_per_second_history(token_history: Collection[tuple[float, int]], now: float) -> list[float]:
+    """Tokens generated in each of the last seconds, oldest first. token_history: (time, total generated tokens)."""
+    if not token_history:
         return []
-    times, counts = zip(*past, strict=True)
+    times, counts = zip(*token_history, strict=True)
     borders = np.arange(-math.ceil(now - times[0]), 1) + now
     return [round(float(speed), 2) for speed in np.diff(np.interp(borders, times, counts))]
 
 
-def compiled(report: dict[str, Any]) -> dict[str, Any]:
-    """The parts of a compiler's report that fit on a page: rewrites with their sites, ops with what runs them."""
+def compile_summary(report: dict[str, Any]) -> dict[str, Any]:
+    """The parts of the compiler's report for the page: number of sites per rewrite, and kernels per op."""
     runs = Counter((choice["op"], choice["chosen"]) for choice in report["kernels"])
     graphs = report["cuda_graphs"]
     return {
@@ -118,7 +118,7 @@ def compiled(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def content_policy(page: str) -> str:
-    """Lets the page run its own style and script, told by their hashes, and talk to this server only."""
+    """A Content-Security-Policy that allows the page's own style and script, by hash, and requests to this server only."""
     style, script = (re.search(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL) for tag in ("style", "script"))
     assert style is not None and script is not None
     return (f"default-src 'none'; style-src {_hash(style[1])}; script-src {_hash(script[1])}; connect-src 'self'; "

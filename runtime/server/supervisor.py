@@ -1,4 +1,4 @@
-"""What happens to an engine that dies or falls silent: it is restarted some times, and then given up."""
+"""Restarts an engine that dies or stops responding, up to a number of times."""
 
 import asyncio
 import logging
@@ -8,35 +8,35 @@ from collections.abc import Callable
 from atomc.runtime.server.client import EngineClient, EngineDead, EngineFailed, EngineRestarting
 
 log = logging.getLogger("atomc.server")
-# An engine that served for so long before it died is restarted as if it had never died before.
-STEADY_SECONDS = 600.0
-LONGEST_BACKOFF = 30.0
+# After this time without a failure, the number of attempts starts from 0 again.
+RESET_SECONDS = 600.0
+MAX_BACKOFF_SECONDS = 30.0
 CHECK_SECONDS = 0.5
 
 
 class Supervisor:
-    """Restarts the engine of a client that is connected.
+    """Restarts the engine of a connected client.
 
-    restarts  restarts in a row, at most; 0: none
-    timeout   kills an engine that has not answered for so many seconds; 0: never
-    started   called when a new engine serves
+    restarts       maximum number of restarts in a row; 0: none
+    timeout        seconds without a response after which the engine is killed; 0: never
+    on_restarted   called when a new engine is ready
     """
 
     def __init__(
-        self, client: EngineClient, *, restarts: int, timeout: float, started: Callable[[], None] = lambda: None
+        self, client: EngineClient, *, restarts: int, timeout: float, on_restarted: Callable[[], None] = lambda: None
     ) -> None:
         self._client = client
-        self._restarts, self._timeout, self._started = restarts, timeout, started
+        self._restarts, self._timeout, self._on_restarted = restarts, timeout, on_restarted
         self._attempt = 0
-        self._since = time.monotonic()
-        client.on_death = self._judge
+        self._started_at = time.monotonic()
+        client.on_death = self._on_death
 
     async def run(self) -> EngineDead:
-        """Returns why, when the engine is gone for good."""
-        watch = asyncio.create_task(self._end_silent())
+        """Returns the reason when the engine has died and is not restarted."""
+        watch = asyncio.create_task(self._kill_unresponsive())
         try:
             while True:
-                await self._client.died.wait()
+                await self._client.died_event.wait()
                 dead = self._client.dead
                 assert dead is not None
                 if not isinstance(dead, EngineRestarting):
@@ -50,37 +50,38 @@ class Supervisor:
     async def _restart(self) -> None:
         try:
             await self._client.restart()
-        except EngineDead:  # it started and died, and is judged already
+        except EngineDead:  # it died after the start; `_on_death` has handled that
             return
         except (EngineFailed, OSError) as error:
-            self._client.dead = self._judge(EngineDead(str(error)))
+            self._client.dead = self._on_death(EngineDead(str(error)))
             return
-        self._since = time.monotonic()
-        self._started()
+        self._started_at = time.monotonic()
+        self._on_restarted()
         log.info("the engine serves again, as process %d", self._client.engine.process.pid)
 
-    def _judge(self, why: EngineDead) -> EngineDead:
-        """What requests get from now on: that it is being restarted, or why it is dead."""
-        if time.monotonic() - self._since > STEADY_SECONDS:
+    def _on_death(self, why: EngineDead) -> EngineDead:
+        """The error that requests get: EngineRestarting, or EngineDead after the last attempt."""
+        if time.monotonic() - self._started_at > RESET_SECONDS:
             self._attempt = 0
         if self._attempt == self._restarts:
-            given_up = f" ({self._restarts} restarts did not help)" if self._restarts else ""
-            return EngineDead(f"{why}{given_up}")
+            attempts = f" (after {self._restarts} restarts)" if self._restarts else ""
+            return EngineDead(f"{why}{attempts}")
         self._attempt += 1
         seconds = backoff(self._attempt) + self._client.start_seconds
         return EngineRestarting(
             f"the engine is being restarted (attempt {self._attempt} of {self._restarts}): {why}", retry_after=seconds
         )
 
-    async def _end_silent(self) -> None:
-        """A step or a compile is silent, too, but not for so long; a profile may be written for longer."""
+    async def _kill_unresponsive(self) -> None:
+        """Kills an engine that exceeds the timeout. Writing a profile blocks the engine and may take longer."""
         client = self._client
         while self._timeout:
             await asyncio.sleep(CHECK_SECONDS)
-            if client.dead is None and client.silent > self._timeout and not client.writes_profile:
-                client.end(f"the engine did not answer for {client.silent:.0f} s (--engine-timeout) and was killed")
+            seconds = client.unanswered_seconds
+            if client.dead is None and seconds > self._timeout and not client.writing_profile:
+                client.kill_engine(f"the engine did not answer for {seconds:.0f} s (--engine-timeout) and was killed")
 
 
 def backoff(attempt: int) -> float:
-    """Seconds before this attempt: 1, 2, 4 ..."""
-    return float(min(2 ** (attempt - 1), LONGEST_BACKOFF))
+    """Seconds to wait before this attempt: 1, 2, 4, ..., up to MAX_BACKOFF_SECONDS."""
+    return float(min(2 ** (attempt - 1), MAX_BACKOFF_SECONDS))

@@ -1,4 +1,4 @@
-"""The HTTP server, and how it ends: what runs may finish, then clients are told, then connections are cut."""
+"""uvicorn with a bounded shutdown: drain, abort the remaining requests, close the connections."""
 
 import asyncio
 import math
@@ -10,71 +10,73 @@ import uvicorn
 
 from atomc.runtime.server.deadline import CLOSE_SECONDS, Deadline
 
-# Over TLS a client has so long to say goodbye.
-GOODBYE_SECONDS = 0.5
-# Before, what does not wait for the engine, either, is given up.
-GIVE_UP_SECONDS, CUT_SECONDS = 0.5, 1.0
+# Time for a client to send its TLS close_notify.
+TLS_CLOSE_SECONDS = 0.5
+# Seconds after draining: cancel requests that do not wait for the engine, then abort connections.
+CANCEL_SECONDS, ABORT_SECONDS = 0.5, 1.0
 
 
 class WebServer(uvicorn.Server):
-    """uvicorn's, which says where it listens once it does, and ends in time.
+    """uvicorn's server with a bounded shutdown.
 
-    drain_seconds  what runs may take so long to finish, once a signal says that the server is to end
-    drained        called when that is over, and tells those that wait for the engine
-    give_up        called a moment later, and tells those that wait for anything else
-    deadline       ends the process if it does not end by itself, CLOSE_SECONDS later
-    status         of the process, when it has ended
+    drain_seconds           time for running requests to finish after a signal
+    abort_engine_requests   called after draining: fails the requests that wait for the engine
+    cancel_http_requests    called CANCEL_SECONDS later: cancels all other requests
+    deadline                exits the process if the shutdown takes longer than CLOSE_SECONDS
+    on_listening            called when the server listens
+    status                  exit status of the process
     """
 
     def __init__(
-        self, config: uvicorn.Config, *, drain_seconds: float, drained: Callable[[], None],
-        give_up: Callable[[], None], deadline: Deadline, listening: Callable[[], None],
+        self, config: uvicorn.Config, *, drain_seconds: float, abort_engine_requests: Callable[[], None],
+        cancel_http_requests: Callable[[], None], deadline: Deadline, on_listening: Callable[[], None],
     ) -> None:  # fmt: skip
         super().__init__(config)
         self.status = 0
-        self._drain_seconds, self._drained, self._give_up = drain_seconds, drained, give_up
-        self._deadline, self._listening = deadline, listening
+        self._drain_seconds, self._deadline, self._on_listening = drain_seconds, deadline, on_listening
+        self._abort_engine_requests, self._cancel_http_requests = abort_engine_requests, cancel_http_requests
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        self._listening()
+        self._on_listening()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        # A second signal does not wait.
+        # A second signal skips draining.
         drain = 0.0 if self.should_exit else self._drain_seconds
-        self.end_within(drain + CLOSE_SECONDS, status=0)
-        self.end(drain)
+        self.exit_within(drain + CLOSE_SECONDS, status=0)
+        self.begin_shutdown(drain)
 
-    def end_within(self, seconds: float, status: int) -> None:
-        """The process ends in so many seconds, at the latest."""
+    def exit_within(self, seconds: float, status: int) -> None:
+        """Exit the process after at most `seconds`."""
         self.status = max(self.status, status)
         self._deadline.set(seconds, self.status)
 
-    def end(self, drain: float) -> None:
-        """No new connections; what runs has so many seconds to finish."""
+    def begin_shutdown(self, drain: float) -> None:
+        """Accept no new connections; running requests have `drain` seconds to finish."""
         self.should_exit = True
-        # For what `_cut` does not know: connections in the middle of a TLS handshake.
-        self.config.timeout_graceful_shutdown = math.ceil(drain + CUT_SECONDS) + 1
+        # For connections that `_abort_connections` does not see: those in a TLS handshake.
+        self.config.timeout_graceful_shutdown = math.ceil(drain + ABORT_SECONDS) + 1
         loop = asyncio.get_running_loop()
-        loop.call_later(drain, self._drained)
-        loop.call_later(drain + GIVE_UP_SECONDS, self._give_up)
-        loop.call_later(drain + CUT_SECONDS, self._cut)
+        loop.call_later(drain, self._abort_engine_requests)
+        loop.call_later(drain + CANCEL_SECONDS, self._cancel_http_requests)
+        loop.call_later(drain + ABORT_SECONDS, self._abort_connections)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        goodbyes = asyncio.create_task(self._hang_up())
+        closing = asyncio.create_task(self._abort_closed_connections())
         await super().shutdown(sockets)
-        goodbyes.cancel()
+        closing.cancel()
 
-    def _cut(self) -> None:
-        """Does not wait any more for readers that are slow or gone."""
+    def _abort_connections(self) -> None:
+        """Abort all connections, without waiting for slow or disconnected clients."""
         self.force_exit = True
         for connection in list(self.server_state.connections):
             connection.transport.abort()
 
-    async def _hang_up(self) -> None:
-        """Ends connections that are closed on this side and sent all: over TLS they wait for a goodbye of the client."""
+    async def _abort_closed_connections(self) -> None:
+        """Abort connections that are closed on this side with all data sent; over TLS they wait for the client's
+        close_notify."""
         while True:
-            await asyncio.sleep(GOODBYE_SECONDS)
+            await asyncio.sleep(TLS_CLOSE_SECONDS)
             for connection in list(self.server_state.connections):
                 if connection.transport.is_closing() and not connection.transport.get_write_buffer_size():
                     connection.transport.abort()

@@ -1,4 +1,4 @@
-"""Calls between tags, as Hermes 2 Pro, Qwen2.5 and Qwen3 write them.
+"""Tool calls between tags, as in Hermes 2 Pro, Qwen2.5 and Qwen3.
 
     <tool_call>
     {"name": "weather", "arguments": {"city": "Paris"}}
@@ -11,40 +11,40 @@ the chat template of Qwen/Qwen3-8B. Several calls are several pairs of tags.
 from collections.abc import Callable
 from typing import ClassVar
 
-from atomc.runtime.server.markers import Text
-from atomc.runtime.server.pieces import Piece, Pieces, call_id
-from atomc.runtime.server.tools.json_call import JsonCall
+from atomc.runtime.server.message_deltas import DeltaBuilder, MessageDelta, call_id
+from atomc.runtime.server.text_buffer import TextBuffer
+from atomc.runtime.server.tool_parsers.json_call import JsonCallParser
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 
 
-class Hermes:
+class HermesToolParser:
     markers: ClassVar[tuple[str, ...]] = (BEGIN, END)
 
     def __init__(self, new_id: Callable[[], str] = call_id) -> None:
-        self._text = Text()
-        self._pieces = Pieces(new_id)
-        self._call = JsonCall()
-        self._raw = ""  # what becomes content if this is no call
+        self._text = TextBuffer()
+        self._deltas = DeltaBuilder(new_id)
+        self._call = JsonCallParser()
+        self._raw = ""  # becomes content if this is not a call
         self._state = self._in_content
 
-    def feed(self, text: str) -> list[Piece]:
+    def feed(self, text: str) -> list[MessageDelta]:
         self._text.feed(text)
         while self._state():
             pass
-        return self._pieces.take()
+        return self._deltas.take()
 
-    def finish(self) -> list[Piece]:
+    def finish(self) -> list[MessageDelta]:
         if self._state != self._after_call:
-            self._pieces.content(self._raw + self._text.rest)
-        self._pieces.finish()
-        return self._pieces.take()
+            self._deltas.content(self._raw + self._text.rest)
+        self._deltas.finish()
+        return self._deltas.take()
 
     def _in_content(self) -> bool:
         text, marker = self._text.take_until(BEGIN)
-        self._pieces.content(text)
+        self._deltas.content(text)
         if marker:
-            self._call, self._raw, self._state = JsonCall(), marker, self._in_call
+            self._call, self._raw, self._state = JsonCallParser(), marker, self._in_call
         return bool(marker)
 
     def _in_call(self) -> bool:
@@ -53,23 +53,23 @@ class Hermes:
         read = self._text.take(call.feed(self._text.rest))
         if not call.started:
             self._raw += read
-            if call.broken:
-                self._pieces.content(self._raw)
+            if call.invalid:
+                self._deltas.content(self._raw)
                 self._raw, self._state = "", self._in_content
-            return call.broken
+            return call.invalid
         if not was_started:
-            self._pieces.call(call.name)
+            self._deltas.call(call.name)
             self._raw = ""
-        self._pieces.arguments(call.take())
-        if call.done or call.broken:
+        self._deltas.arguments(call.take())
+        if call.done or call.invalid:
             self._state = self._after_call
-        return call.done or call.broken
+        return call.done or call.invalid
 
     def _after_call(self) -> bool:
-        """To the closing tag, or to the next opening one where it was forgotten."""
+        """Up to the closing tag, or to the next opening tag if it is missing."""
         _, marker = self._text.take_until(END, BEGIN)
         if marker == BEGIN:
-            self._call, self._raw, self._state = JsonCall(), marker, self._in_call
+            self._call, self._raw, self._state = JsonCallParser(), marker, self._in_call
         elif marker == END:
             self._state = self._in_content
         return bool(marker)

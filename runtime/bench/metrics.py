@@ -1,28 +1,30 @@
-"""The figures of a run: throughput, and how long requests waited for their first token, each further one, and the end."""
+"""Metrics of a benchmark run: throughput, and the latencies of its requests."""
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
+import numpy as np
+
 PERCENTILES = (50, 90, 95, 99)
-# name -> what it is
+# name -> description
 LATENCIES = {
-    "ttft": "time to the first token",
-    "tpot": "time per token after the first, mean of a request",
-    "itl": "time between two pieces of an answer",
-    "e2e": "time to the end of the answer",
+    "ttft": "time to first token",
+    "tpot": "time per output token after the first, mean of a request",
+    "itl": "inter-token latency, the time between two chunks of a stream",
+    "e2e": "time to the end of the response",
 }
 
 
 @dataclass
-class Timed:
-    """One request, in seconds since the run began.
+class RequestTiming:
+    """Timing of one request, in seconds since the start of the run.
 
-    times          when each piece of the answer came; a piece is one token, or several that came together
-    output_tokens  as the server counts them, else the number of pieces
-    error          why there is no whole answer, None if there is
+    times           arrival time of each chunk of the response; a chunk has one or more tokens
+    output_tokens   as reported by the server, else the number of chunks
+    error           why the response is not complete; None if it is
     """
 
     start: float
@@ -42,30 +44,30 @@ class Timed:
 
     @property
     def tpot(self) -> float | None:
-        """None for an answer of one token."""
+        """None for a response of one token."""
         return (self.e2e - self.ttft) / (self.output_tokens - 1) if self.output_tokens > 1 else None
 
     @property
-    def gaps(self) -> list[float]:
+    def inter_token_latencies(self) -> list[float]:
         return [after - before for before, after in pairwise(self.times)]
 
 
-def latencies(done: Sequence[Timed]) -> dict[str, list[float]]:
-    """Seconds, by the names of LATENCIES."""
+def latencies(done: Sequence[RequestTiming]) -> dict[str, list[float]]:
+    """Seconds, by name in LATENCIES."""
     return {
         "ttft": [each.ttft for each in done],
         "tpot": [each.tpot for each in done if each.tpot is not None],
-        "itl": [gap for each in done for gap in each.gaps],
+        "itl": [gap for each in done for gap in each.inter_token_latencies],
         "e2e": [each.e2e for each in done],
     }
 
 
-def figures(requests: Sequence[Timed]) -> dict[str, Any]:
-    """Plain data. Throughput counts whole answers only, over the time from the first start to the last end."""
+def summarize(requests: Sequence[RequestTiming]) -> dict[str, Any]:
+    """The metrics as plain data. Throughput counts complete responses, from the first start to the last end."""
     done = [each for each in requests if each.error is None]
     errors = Counter(each.error for each in requests if each.error is not None)
     seconds = max((each.end for each in requests), default=0.0) - min((each.start for each in requests), default=0.0)
-    given, made = sum(each.input_tokens for each in done), sum(each.output_tokens for each in done)
+    num_input_tokens, num_output_tokens = sum(each.input_tokens for each in done), sum(each.output_tokens for each in done)
 
     def rate(count: int) -> float:
         return count / seconds if seconds > 0 else 0.0
@@ -75,46 +77,34 @@ def figures(requests: Sequence[Timed]) -> dict[str, Any]:
         "failed": len(requests) - len(done),
         "errors": dict(errors.most_common()),
         "seconds": seconds,
-        "input_tokens": given,
-        "output_tokens": made,
+        "input_tokens": num_input_tokens,
+        "output_tokens": num_output_tokens,
         "requests_per_second": rate(len(done)),
-        "output_tokens_per_second": rate(made),
-        "total_tokens_per_second": rate(given + made),
-        "most_at_once": most_at_once(requests),
-        **{f"{name}_ms": spread(values) for name, values in latencies(done).items()},
+        "output_tokens_per_second": rate(num_output_tokens),
+        "total_tokens_per_second": rate(num_input_tokens + num_output_tokens),
+        "most_at_once": max_concurrent_requests(requests),
+        **{f"{name}_ms": distribution(values) for name, values in latencies(done).items()},
     }
 
 
-def most_at_once(requests: Sequence[Timed]) -> int:
-    """The number of requests under way, at most."""
+def max_concurrent_requests(requests: Sequence[RequestTiming]) -> int:
+    """The maximum number of requests that ran at the same time."""
     changes = sorted([(each.start, 1) for each in requests] + [(each.end, -1) for each in requests])
-    now = most = 0
-    for _, change in changes:
-        now += change
-        most = max(most, now)
-    return most
+    return max(accumulate((change for _, change in changes), initial=0))
 
 
-def spread(seconds: Sequence[float]) -> dict[str, float]:
+def distribution(seconds: Sequence[float]) -> dict[str, float]:
     """Mean, percentiles and maximum in milliseconds; empty for no values."""
     if not seconds:
         return {}
-    ordered = sorted(seconds)
-    found = {"mean": sum(ordered) / len(ordered)}
-    found |= {f"p{percent}": percentile(ordered, percent) for percent in PERCENTILES} | {"max": ordered[-1]}
-    return {name: 1e3 * value for name, value in found.items()}
+    values = 1e3 * np.asarray(seconds)
+    percentiles = zip(PERCENTILES, np.percentile(values, PERCENTILES).tolist(), strict=True)
+    return {"mean": float(values.mean()), **{f"p{percent}": value for percent, value in percentiles},
+            "max": float(values.max())}  # fmt: skip
 
 
-def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Linear between the two nearest of the ordered values."""
-    place = (len(ordered) - 1) * percent / 100
-    below = int(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
-
-
-def text(found: dict[str, Any]) -> str:
-    """For a terminal."""
+def format_summary(found: dict[str, Any]) -> str:
+    """The metrics as a table for a terminal."""
     failed = f", {found['failed']} failed" if found["failed"] else ""
     lines = [f"{found['completed']} requests in {found['seconds']:.2f} s{failed}, at most {found['most_at_once']} at once",
              f"  {found['input_tokens']:,} tokens in, {found['output_tokens']:,} out", ""]  # fmt: skip

@@ -1,10 +1,10 @@
-"""The harmony format of GPT-OSS: messages on channels, calls among them.
+"""The harmony format of GPT-OSS: messages on channels, including tool calls.
 
     <|channel|>analysis<|message|>...<|end|>
     <|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Paris"}<|call|>
     <|start|>assistant<|channel|>final<|message|>...<|return|>
 
-without the line ends. The prompt ends with "<|start|>assistant", so the text begins inside a header. Format:
+without the newlines. The prompt ends with "<|start|>assistant", so the text starts inside a header. Format:
 cookbook.openai.com/articles/openai-harmony and the chat template of openai/gpt-oss-20b.
 """
 
@@ -12,63 +12,63 @@ import re
 from collections.abc import Callable
 from typing import ClassVar
 
-from atomc.runtime.server.markers import Text
-from atomc.runtime.server.pieces import Piece, Pieces, call_id
-from atomc.runtime.server.tools.json_call import SPACE, JsonText
+from atomc.runtime.server.message_deltas import DeltaBuilder, MessageDelta, call_id
+from atomc.runtime.server.text_buffer import TextBuffer
+from atomc.runtime.server.tool_parsers.json_call import SPACE, JsonScanner
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
 ENDS = (END, CALL, RETURN, START)
-# What a header can begin with, after the "<|start|>assistant" of the prompt.
+# Starts of a header after the "<|start|>assistant" of the prompt.
 HEADERS = (START, CHANNEL, "to=")
-BETWEEN = "\n\n"  # messages of the same channel
+SEPARATOR = "\n\n"  # between messages of the same channel
 
 
-class Harmony:
-    """Reads all channels.
+class HarmonyParser:
+    """Parses all channels.
 
-    reasoning, tools  what is told apart; if not, such messages stay in the content as they came, so that a second
-                      parser can read them: of the reasoning parser's content the tool parser makes calls
+    reasoning, tools   whether to parse these messages. If not, they stay in the content verbatim for a second parser:
+                       the tool parser reads the content of the reasoning parser
     """
 
     markers: ClassVar[tuple[str, ...]] = (START, CHANNEL, CONSTRAIN, MESSAGE, END, CALL, RETURN)
 
     def __init__(self, new_id: Callable[[], str] = call_id, *, reasoning: bool = False, tools: bool = True) -> None:
         self._reasoning, self._tools = reasoning, tools
-        self._text = Text()
-        self._pieces = Pieces(new_id)
-        self._arguments = JsonText()
-        self._raw = ""  # what becomes content if no message follows, or if this is no call
+        self._text = TextBuffer()
+        self._deltas = DeltaBuilder(new_id)
+        self._arguments = JsonScanner()
+        self._raw = ""  # becomes content if no message follows, or if this is not a call
         self._name = ""
-        self._gaps = {"content": "", "reasoning": ""}
+        self._separators = {"content": "", "reasoning": ""}
         self._state = self._at_start
 
-    def feed(self, text: str) -> list[Piece]:
+    def feed(self, text: str) -> list[MessageDelta]:
         self._text.feed(text)
         while self._state():
             pass
-        return self._pieces.take()
+        return self._deltas.take()
 
-    def finish(self) -> list[Piece]:
+    def finish(self) -> list[MessageDelta]:
         rest = self._raw + self._text.rest
         if self._state == self._in_reasoning:
-            self._pieces.reasoning(rest)
+            self._deltas.reasoning(rest)
         elif self._state != self._after_arguments:
-            self._pieces.content(rest)
-        self._pieces.finish()
-        return self._pieces.take()
+            self._deltas.content(rest)
+        self._deltas.finish()
+        return self._deltas.take()
 
     def _at_start(self) -> bool:
         rest = self._text.rest.lstrip(SPACE)
         if not rest or any(header != rest and header.startswith(rest) for header in HEADERS):
             return False
-        self._state = self._in_header if rest.startswith(HEADERS) else self._between
+        self._state = self._in_header if rest.startswith(HEADERS) else self._outside
         return True
 
-    def _between(self) -> bool:
-        """Outside of all messages: content, if there is any."""
+    def _outside(self) -> bool:
+        """Text outside of messages is content."""
         text, marker = self._text.take_until(START)
-        self._pieces.content(text)
+        self._deltas.content(text)
         if marker:
             self._raw, self._state = marker, self._in_header
         return bool(marker)
@@ -77,14 +77,14 @@ class Harmony:
         text, marker = self._text.take_until(MESSAGE, END, CALL, RETURN)
         self._raw += text + marker
         if marker == MESSAGE:
-            self._begin(self._raw.removeprefix(START).removesuffix(MESSAGE))
+            self._start_message(self._raw.removeprefix(START).removesuffix(MESSAGE))
         elif marker:
-            self._pieces.content(self._raw)
-            self._raw, self._state = "", self._between
+            self._deltas.content(self._raw)
+            self._raw, self._state = "", self._outside
         return bool(marker)
 
-    def _begin(self, header: str) -> None:
-        """The message of this header."""
+    def _start_message(self, header: str) -> None:
+        """Choose the state for the message of this header."""
         channel = re.search(re.escape(CHANNEL) + r"\s*(\w+)", header)
         function = re.search(r"(?:^|\s)to=functions\.([^\s<]+)", header)
         analysis = channel is not None and channel[1] == "analysis"
@@ -92,9 +92,9 @@ class Harmony:
             self._name, self._state = function[1], self._before_arguments
         elif function or (analysis and not self._reasoning):
             if not self._raw.startswith(START):
-                self._pieces.content(f"{START}assistant")
-            self._pieces.content(self._raw)
-            self._raw, self._state = "", self._as_it_came
+                self._deltas.content(f"{START}assistant")
+            self._deltas.content(self._raw)
+            self._raw, self._state = "", self._verbatim
         else:
             self._raw, self._state = "", self._in_reasoning if analysis else self._in_message
 
@@ -104,50 +104,50 @@ class Harmony:
             return False
         if rest.startswith("{"):
             self._text.take(len(self._text.rest) - len(rest))
-            self._pieces.call(self._name)
-            self._raw, self._arguments, self._state = "", JsonText(), self._in_arguments
+            self._deltas.call(self._name)
+            self._raw, self._arguments, self._state = "", JsonScanner(), self._in_arguments
         else:
-            self._pieces.content(self._raw)
-            self._raw, self._state = "", self._as_it_came
+            self._deltas.content(self._raw)
+            self._raw, self._state = "", self._verbatim
         return True
 
     def _in_arguments(self) -> bool:
-        self._pieces.arguments(self._text.take(self._arguments.feed(self._text.rest)))
+        self._deltas.arguments(self._text.take(self._arguments.feed(self._text.rest)))
         ended = self._arguments.done or self._arguments.stopped
         if ended:
             self._state = self._after_arguments
         return ended
 
     def _after_arguments(self) -> bool:
-        return self._ended(self._text.take_until(*ENDS)[1])
+        return self._end_message(self._text.take_until(*ENDS)[1])
 
     def _in_reasoning(self) -> bool:
         text, marker = self._text.take_until(*ENDS)
-        self._pieces.reasoning(self._parted("reasoning", text))
-        return self._ended(marker, "reasoning")
+        self._deltas.reasoning(self._with_separator("reasoning", text))
+        return self._end_message(marker, "reasoning")
 
     def _in_message(self) -> bool:
         text, marker = self._text.take_until(*ENDS)
-        self._pieces.content(self._parted("content", text))
-        return self._ended(marker, "content")
+        self._deltas.content(self._with_separator("content", text))
+        return self._end_message(marker, "content")
 
-    def _as_it_came(self) -> bool:
+    def _verbatim(self) -> bool:
         text, marker = self._text.take_until(*ENDS)
-        self._pieces.content(text + (marker if marker != START else ""))
-        return self._ended(marker)
+        self._deltas.content(text + (marker if marker != START else ""))
+        return self._end_message(marker)
 
-    def _parted(self, channel: str, text: str) -> str:
-        """The text, after a gap if an earlier message of this channel had any."""
+    def _with_separator(self, channel: str, text: str) -> str:
+        """The text, after a separator if an earlier message of this channel had text."""
         if not text:
             return ""
-        gap, self._gaps[channel] = self._gaps[channel], ""
-        return gap + text
+        separator, self._separators[channel] = self._separators[channel], ""
+        return separator + text
 
-    def _ended(self, marker: str, channel: str = "") -> bool:
+    def _end_message(self, marker: str, channel: str = "") -> bool:
         if marker and channel:
-            self._gaps[channel] = BETWEEN
+            self._separators[channel] = SEPARATOR
         if marker == START:
             self._raw, self._state = marker, self._in_header
         elif marker:
-            self._raw, self._state = "", self._between
+            self._raw, self._state = "", self._outside
         return bool(marker)

@@ -1,4 +1,4 @@
-"""The engine's process: takes commands, steps the engine, sends what came of it."""
+"""The engine process: receives commands, runs engine steps and sends the outputs."""
 
 import logging
 import os
@@ -20,7 +20,7 @@ from atomc.options import let_openmp_sleep
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.fence import is_panic
 from atomc.runtime.server import messages
-from atomc.runtime.server.compiling import Compiling, GrammarsBusy
+from atomc.runtime.server.compile_queue import CompileQueue, CompileUnavailable
 from atomc.runtime.server.messages import Call, Failed, Progress, Refused, Reply, Submit
 
 if TYPE_CHECKING:
@@ -29,24 +29,23 @@ if TYPE_CHECKING:
 log = logging.getLogger("atomc.engine")
 LINGER_MS = 2000
 COMMANDS_SECONDS = 0.005
-# An idle engine asks so often whether a grammar is compiled.
-COMPILING_MS = 5
-FRONT_CORES = 1  # what the front process keeps busy at most
+# How often an idle engine polls for finished compiles.
+POLL_COMPILE_MS = 5
+FRONTEND_CORES = 1  # cores left to the frontend process
 
 
-def main(config: EngineConfig, address: str, progress: bool) -> None:
-    """The life of the process: start an engine, serve the front process at `address`, end with it."""
-    # A Ctrl-C reaches all processes of the terminal, a service manager's SIGTERM all of the service: the front process
-    # decides what they mean.
+def run_engine_process(config: EngineConfig, address: str, progress: bool) -> None:
+    """The entry point of the process: starts an engine, serves the frontend at `address`, and exits with the frontend."""
+    # Ctrl-C reaches all processes of the terminal, and SIGTERM all processes of a service; the frontend handles them.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     let_openmp_sleep()
-    # tqdm's own lock is a semaphore of the system, which a killed process leaves behind.
+    # tqdm's default lock is a system semaphore, which leaks if the process is killed.
     tqdm.set_lock(threading.RLock())
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
     socket = zmq.Context().socket(zmq.PAIR)
-    # Nothing is dropped and nothing blocks: what is under way is bounded by the requests that were accepted.
+    # No limit, so that nothing is dropped or blocks; the accepted requests bound the number of messages.
     socket.set_hwm(0)
     socket.linger = LINGER_MS
     socket.connect(address)
@@ -56,43 +55,43 @@ def main(config: EngineConfig, address: str, progress: bool) -> None:
         socket.close()
         socket.context.term()
     if failed:
-        # Not by way of the interpreter's end, which a broken device can block.
+        # Skip the interpreter's cleanup, which a failed device can block.
         os._exit(1)
 
 
 def _serve(config: EngineConfig, socket: "zmq.Socket[bytes]", progress: bool) -> bool:
-    """Run the loop until it is told to stop (False), or something broke (True, and the front process knows what)."""
+    """Run the engine loop. Returns False after Stop; True if it failed, after reporting the error to the frontend."""
     try:
-        loop = Loop(started(config, progress), socket)
+        loop = EngineLoop(create_engine(config, progress), socket)
         loop.run()
-    except BaseException as error:  # whatever it is, the front process must hear of it
+    except BaseException as error:  # every error must be reported to the frontend
         if not isinstance(error, Exception) and not is_panic(error):
             raise
-        message = _users_error(error)
+        message = _user_error_message(error)
         if message is None:
-            log.exception("the engine broke")
-        failed = Failed(message or f"the engine broke: {type(error).__name__}", by_user=message is not None)
+            log.exception("the engine failed")
+        failed = Failed(message or f"the engine failed: {type(error).__name__}", by_user=message is not None)
         socket.send(msgspec.msgpack.encode(failed))
         return True
     return False
 
 
-def _end_with_parent() -> None:
-    """Ends this process, also in the middle of a step, when the front process is gone."""
+def _exit_with_parent() -> None:
+    """Exits this process when the frontend has ended, even during a step."""
     parent = parent_process()
     assert parent is not None
     wait([parent.sentinel])
     os._exit(1)
 
 
-def _users_error(error: BaseException) -> str | None:
-    """The sentence for an error that a user can put right; None for any other."""
+def _user_error_message(error: BaseException) -> str | None:
+    """The message of an error that a user can fix; None for other errors."""
     from atomc.errors import RunError
     from atomc.torch_compat.exceptions import out_of_memory
 
     inner = getattr(error, "inner_exception", None)
     if inner is not None:
-        return _users_error(inner)
+        return _user_error_message(inner)
     if out_of_memory(error):
         return ("out of memory on the device: lower --gpu-memory-utilization, --max-num-seqs, --max-num-batched-tokens or "
                 "--max-model-len")  # fmt: skip
@@ -100,8 +99,8 @@ def _users_error(error: BaseException) -> str | None:
     return " ".join(str(error).split()) if known else None
 
 
-def started(config: EngineConfig, progress: bool) -> "Engine":
-    """The engine; on a CPU without a C++ compiler to wait for, unless the options say otherwise."""
+def create_engine(config: EngineConfig, progress: bool) -> "Engine":
+    """The engine. On a CPU, glue defaults to eager, which needs no C++ compiler."""
     from atomc.runtime.engine import Engine
 
     if isinstance(config.options, dict) and "glue" not in config.options:
@@ -109,23 +108,23 @@ def started(config: EngineConfig, progress: bool) -> "Engine":
 
         gpu = config.device != "cpu" and torch.cuda.is_available()
         config = replace(config, options={**config.options, "glue": "auto" if gpu else "eager"})
-    return Engine(config, progress=progress, spare_cores=FRONT_CORES)
+    return Engine(config, progress=progress, spare_cores=FRONTEND_CORES)
 
 
-class Loop:
-    """Commands in, progress out, one step of the engine in between; sleeps while there is nothing to do."""
+class EngineLoop:
+    """Receives commands, runs one engine step, sends the progress; sleeps while there is no work."""
 
     def __init__(self, engine: "Engine", socket: "zmq.Socket[bytes]") -> None:
         self.engine = engine
         self.socket = socket
         self.profile: Any = None
-        self.compiling = Compiling(engine)
+        self.compile_queue = CompileQueue(engine)
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(messages.Command).decode
-        self._next = Progress()
+        self._progress = Progress()
 
     def run(self) -> None:
-        """Until Stop comes."""
+        """Runs until a Stop command."""
         stats = self.engine.stats()
         self._send(messages.Started(
             model=self.engine.program.report.model, device=str(self.engine.program.device),
@@ -134,26 +133,26 @@ class Loop:
             threads=str(self.engine.threads or ""),
         ))  # fmt: skip
         while True:
-            for command in self._commands():
+            for command in self._receive_commands():
                 if isinstance(command, messages.Stop):
                     return
-                self._do(command)
+                self._handle(command)
             until = time.monotonic() + COMMANDS_SECONDS
-            for submit, error in self.compiling.finished():
+            for submit, error in self.compile_queue.completed():
                 self._submit(submit, error)
                 if time.monotonic() > until:
                     break
             if self.engine.has_work:
-                self._next.outputs += self.engine.step()
-            if self._next != Progress():
-                self._send(self._next)
-                self._next = Progress()
+                self._progress.outputs += self.engine.step()
+            if self._progress != Progress():
+                self._send(self._progress)
+                self._progress = Progress()
 
-    def _commands(self) -> Iterator[messages.Command]:
-        """What has come; if there is nothing to do, waits until something does."""
+    def _receive_commands(self) -> Iterator[messages.Command]:
+        """The commands that have arrived; blocks for one if there is no work."""
         if not self.engine.has_work:
-            self.socket.poll(COMPILING_MS if self.compiling else None)
-        # Then a step, also if more has come: streams go on while a thousand requests are taken.
+            self.socket.poll(POLL_COMPILE_MS if self.compile_queue else None)
+        # Limited in time, so that running requests progress while many new ones arrive.
         until = time.monotonic() + COMMANDS_SECONDS
         while time.monotonic() < until:
             try:
@@ -162,26 +161,26 @@ class Loop:
                 return
             yield self._decode(message)
 
-    def _do(self, command: messages.Command) -> None:
+    def _handle(self, command: messages.Command) -> None:
         match command:
             case Submit():
-                if not self.compiling.start(command):
+                if not self.compile_queue.enqueue(command):
                     self._submit(command)
             case messages.Abort(ids):
-                self.compiling.drop(ids)
+                self.compile_queue.drop(ids)
                 for request_id in ids:
                     self.engine.abort(request_id)
             case Call(number):
                 try:
-                    self._send(Reply(number, self._called(command)))
+                    self._send(Reply(number, self._call(command)))
                 except ValueError as error:
                     self._send(Reply(number, error=str(error)))
-                except Exception:  # one call failed; the requests go on
+                except Exception:  # fails this call only; requests continue
                     log.exception("%s failed", command.name)
                     self._send(Reply(number, error=f"{command.name} failed"))
 
     def _submit(self, command: Submit, error: Exception | None = None) -> None:
-        """Queue a request, unless this went wrong before."""
+        """Add a request to the engine, or reject it if its compile ended with `error`."""
         from atomc.runtime.fence import RequestFailed
         from atomc.runtime.scheduler import QueueFull
 
@@ -191,15 +190,15 @@ class Loop:
             self.engine.add(self.engine.request(command.id, command.tokens, command.params, priority=command.priority,
                                                 salt=command.salt, pooling=command.pooling))  # fmt: skip
         except (ValueError, ImportError) as error:
-            self._next.refused.append(Refused(command.id, str(error)))
+            self._progress.refused.append(Refused(command.id, str(error)))
         except RequestFailed as error:
-            self._next.refused.append(Refused(command.id, str(error), by_client=error.error.by_client))
-        except (QueueFull, GrammarsBusy) as error:
-            self._next.refused.append(Refused(command.id, str(error), error.retry_after))
+            self._progress.refused.append(Refused(command.id, str(error), by_client=error.error.by_client))
+        except (QueueFull, CompileUnavailable) as error:
+            self._progress.refused.append(Refused(command.id, str(error), error.retry_after))
         else:
-            self._next.accepted.append(command.id)
+            self._progress.accepted.append(command.id)
 
-    def _called(self, call: Call) -> str:
+    def _call(self, call: Call) -> str:
         match call.name:
             case "stats":
                 self._send(Progress(stats=self.engine.stats()))
@@ -217,7 +216,7 @@ class Loop:
         from torch.profiler import ProfilerActivity
 
         if self.profile is not None:
-            raise ValueError("a profile is being taken already: stop it first")
+            raise ValueError("a profile is already running: call /stop_profile first")
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
         self.profile = torch.profiler.profile(activities=activities)
         self.profile.start()
@@ -225,7 +224,7 @@ class Loop:
 
     def _stop_profile(self, folder: Path) -> str:
         if self.profile is None:
-            raise ValueError("no profile is being taken: start one first")
+            raise ValueError("no profile is running: call /start_profile first")
         profile, self.profile = self.profile, None
         profile.stop()
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The body of a request, as JSON that is neither too large nor too deep to be handled."""
+"""Parses JSON bodies after checking their size and nesting depth."""
 
 import asyncio
 import json
@@ -11,41 +11,41 @@ from fastapi.routing import APIRoute
 from atomc.runtime.server.errors import invalid
 from atomc.runtime.server.limits import check_json
 
-# Bytes that are checked in a thread.
-LARGE = 2**18
+# Larger bodies are checked in a thread.
+THREAD_BYTES = 2**18
 
 
-def body_route(longest: Callable[[], int]) -> type[APIRoute]:
-    """The class of routes whose bodies are checked; `longest`: tokens of the longest sequence."""
+def checked_json_route(max_len: Callable[[], int]) -> type[APIRoute]:
+    """A route class that checks bodies. max_len: returns the maximum sequence length in tokens."""
 
-    class Body(Request):
+    class CheckedRequest(Request):
         async def json(self) -> Any:
-            """Raises APIError, and JSONDecodeError for what is not JSON."""
+            """Raises APIError, or JSONDecodeError if the body is not JSON."""
             if not hasattr(self, "_json"):
                 body = await self.body()
-                if len(body) > LARGE:
-                    await asyncio.to_thread(check_json, body, longest())
+                if len(body) > THREAD_BYTES:
+                    await asyncio.to_thread(check_json, body, max_len())
                 else:
-                    check_json(body, longest())
+                    check_json(body, max_len())
                 try:
                     self._json = json.loads(body)
                 except RecursionError as error:
-                    raise invalid("the body is nested too deep") from error
+                    raise invalid("the body is nested too deeply") from error
                 except UnicodeDecodeError as error:
                     raise invalid("the body is not JSON: it is not UTF-8") from error
                 except json.JSONDecodeError:
                     raise
-                except ValueError as error:  # a number of more digits than Python reads
-                    raise invalid(f"the body is not JSON that can be read: {error}") from error
+                except ValueError as error:  # an integer with more digits than Python converts
+                    raise invalid(f"the body cannot be parsed: {error}") from error
             return self._json
 
-    class Route(APIRoute):
+    class CheckedRoute(APIRoute):
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
             handle = super().get_route_handler()
 
             async def handle_checked(request: Request) -> Response:
-                return await handle(Body(request.scope, request.receive))
+                return await handle(CheckedRequest(request.scope, request.receive))
 
             return handle_checked
 
-    return Route
+    return CheckedRoute

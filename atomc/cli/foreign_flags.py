@@ -1,0 +1,45 @@
+"""Flags of other servers, with the equivalent in atomc: shown as a hint when one is given."""
+
+_ONE_DEVICE = "atomc runs a model on one device"
+_LEAVE_OUT = "not needed, leave it out"
+
+# By command. None of these is a flag of atomc.
+FOREIGN_FLAGS = {
+    "atomc serve": {
+        "--allowed-origins": "use --allow-origin",
+        "--block-size": "a block has 16 tokens with --options layout=paged, a whole sequence with layout=contiguous",
+        "--chunked-prefill-size": "use --max-num-batched-tokens",
+        "--compilation-config": "use --options, such as --options glue=eager",
+        "--context-length": "use --max-model-len",
+        "--cpu-offload-gb": "offloading is not supported; --quantization reduces the size of the weights",
+        "--data-parallel-size": _ONE_DEVICE,
+        "--disable-cuda-graph": "use --enforce-eager",
+        "--disable-log-requests": "use --no-log-requests",
+        "--disable-log-stats": _LEAVE_OUT,
+        "--disable-radix-cache": "use --no-enable-prefix-caching",
+        "--download-dir": "set the environment variable HF_HOME",
+        "--enable-auto-tool-choice": _LEAVE_OUT,
+        "--enable-chunked-prefill": "chunked prefill is always on, with --max-num-batched-tokens per step",
+        "--enable-lora": "LoRA is not supported",
+        "--guided-decoding-backend": _LEAVE_OUT,
+        "--kv-cache-dtype": "use --options kv_cache_dtype=fp8",
+        "--kv-cache-memory-bytes": "use --kv-bytes",
+        "--mem-fraction-static": "use --gpu-memory-utilization",
+        "--model": "the model is a positional argument: atomc serve MODEL",
+        "--model-path": "the model is a positional argument: atomc serve MODEL",
+        "--max-running-requests": "use --max-num-seqs",
+        "--num-gpu-blocks-override": "use --num-blocks",
+        "--pipeline-parallel-size": _ONE_DEVICE,
+        "--random-seed": "use --seed",
+        "--revision": "download that revision and pass its directory",
+        "--schedule-policy": "use --scheduling-policy",
+        "--speculative-config": "use --speculative-tokens N, optionally with --ngram-min and --ngram-max",
+        "--swap-space": "preempted requests are recomputed, not swapped: leave it out",
+        "--task": "the server offers both generation and embeddings: leave it out",
+        "--tensor-parallel-size": _ONE_DEVICE,
+        "--tokenizer": "the checkpoint's tokenizer is always used",
+        "--tp": _ONE_DEVICE,
+        "--trust-remote-code": "code in a checkpoint is never run: leave it out",
+        "-tp": _ONE_DEVICE,
+    },
+}

@@ -1,0 +1,55 @@
+"""Reads API keys and checks requests for them."""
+
+import hmac
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+
+def check_key(key: str, where: str) -> None:
+    """Raises ValueError for a key that cannot be sent in a header."""
+    if not key:
+        raise ValueError(f"an {where} is empty")
+    if key != key.strip() or not key.isprintable():
+        raise ValueError(f"an {where} begins or ends with white space or has a character that is not printable: clients "
+                         "cannot send it in a header")  # fmt: skip
+
+
+def read_keys(file: str) -> list[str]:
+    """The keys in a file, one per line. Raises OSError, or ValueError if the file has none."""
+    try:
+        text = Path(file).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--api-key-file {file} is not UTF-8: {error}") from error
+    found = [line.strip() for line in text.splitlines() if line.strip()]
+    if not found:
+        raise ValueError(f"--api-key-file {file} has no key, expected one per line")
+    for key in found:
+        check_key(key, f"key in --api-key-file {file}")
+    return found
+
+
+class ApiKeys:
+    """Checks request headers for one of these keys. Without keys, every request is authorized."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        # Clients encode non-ASCII keys differently.
+        self._encoded_keys = list({form for key in keys for form in _encodings(key)})
+
+    def authorizes(self, headers: Sequence[tuple[bytes, bytes]]) -> bool:
+        """headers: ASGI headers, with names in lower case."""
+        if not self._encoded_keys:
+            return True
+        given = [value for name, value in headers if name == b"authorization"]
+        if len(given) != 1:  # of two headers, a proxy may have checked the other one
+            return False
+        scheme, _, key = given[0].strip().partition(b" ")
+        # Compare with every key, in constant time.
+        found = [hmac.compare_digest(key.strip(), expected) for expected in self._encoded_keys]
+        return scheme.lower() == b"bearer" and any(found)
+
+
+def _encodings(key: str) -> list[bytes]:
+    try:
+        return [key.encode(), key.encode("latin-1")]
+    except UnicodeEncodeError:
+        return [key.encode()]

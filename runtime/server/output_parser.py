@@ -1,0 +1,36 @@
+"""Splits the streamed text of one choice into reasoning, content and tool calls."""
+
+from typing import Any
+
+from atomc.runtime.server.message_deltas import ContentDelta, MessageDelta, Parser, merge_deltas
+
+
+class OutputParser:
+    """Feeds the text to the reasoning parser, and the content it returns to the tool parser; either may be None."""
+
+    def __init__(self, reasoning: Parser | None, tools: Parser | None) -> None:
+        self._reasoning = reasoning
+        self._tools = tools
+
+    def feed(self, text: str) -> list[MessageDelta]:
+        if not text:
+            return []
+        return self._parse_tool_calls(self._reasoning.feed(text) if self._reasoning else [ContentDelta(text)])
+
+    def finish(self) -> list[MessageDelta]:
+        deltas = self._parse_tool_calls(self._reasoning.finish()) if self._reasoning else []
+        return merge_deltas(deltas + (self._tools.finish() if self._tools else []))
+
+    def _parse_tool_calls(self, deltas: list[MessageDelta]) -> list[MessageDelta]:
+        if self._tools is None:
+            return deltas
+        found: list[MessageDelta] = []
+        for delta in deltas:
+            found += self._tools.feed(delta.text) if isinstance(delta, ContentDelta) else [delta]
+        return merge_deltas(found)
+
+
+def uses_special_tokens(tokenizer: Any, *parsers: Parser | None) -> bool:
+    """Whether a marker of these parsers is a special token, so that the text must include special tokens."""
+    markers = {marker for parser in parsers if parser is not None for marker in parser.markers}
+    return any(token.special and token.content in markers for token in tokenizer.get_added_tokens_decoder().values())

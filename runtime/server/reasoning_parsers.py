@@ -1,0 +1,109 @@
+"""Streaming parsers that split the model's text into ReasoningDelta and ContentDelta."""
+
+from collections.abc import Callable, Mapping
+from typing import ClassVar
+
+from atomc.runtime.server.message_deltas import ContentDelta, MessageDelta, Parser, ReasoningDelta, merge_deltas
+from atomc.runtime.server.text_buffer import TextBuffer, partial_marker_length
+from atomc.runtime.server.tool_parsers.harmony import CHANNEL, START, HarmonyParser
+
+OPEN, CLOSE = "<think>", "</think>"
+
+
+class ThinkParser:
+    """<think>...</think> at the start of the text, as in Qwen3, DeepSeek-R1 and QwQ.
+
+    prompt   the rendered chat; some templates end with the opening tag, then the text starts inside the reasoning
+
+    Newlines next to the tags are dropped. Later tags are content. Format: chat templates and model cards of
+    Qwen/Qwen3-8B, Qwen/QwQ-32B and deepseek-ai/DeepSeek-R1.
+    """
+
+    markers: ClassVar[tuple[str, ...]] = (OPEN, CLOSE)
+
+    def __init__(self, prompt: str = "") -> None:
+        self._opened = prompt.rstrip().endswith(OPEN)
+        self._text = TextBuffer()
+        self._deltas: list[MessageDelta] = []
+        self._has_content = self._has_reasoning = False
+        self._newlines = ""  # trailing newlines of the reasoning, emitted only if more reasoning follows
+        self._state = self._at_start
+
+    def feed(self, text: str) -> list[MessageDelta]:
+        self._text.feed(text)
+        while self._state():
+            pass
+        return self._take()
+
+    def finish(self) -> list[MessageDelta]:
+        rest = self._text.take(len(self._text.rest))
+        if self._state == self._in_reasoning or (self._state == self._at_start and self._opened):
+            self._add_reasoning(rest)
+        elif rest:
+            self._deltas.append(ContentDelta(rest))
+        return self._take()
+
+    def _at_start(self) -> bool:
+        rest = self._text.rest.lstrip()
+        if not rest or partial_marker_length(rest, OPEN) == len(rest):
+            return False
+        if rest.startswith(OPEN):
+            self._text.take(len(self._text.rest) - len(rest) + len(OPEN))
+            self._opened = True
+        self._state = self._in_reasoning if self._opened else self._in_content
+        self._has_content = not self._opened
+        return True
+
+    def _in_reasoning(self) -> bool:
+        text, marker = self._text.take_until(CLOSE)
+        self._add_reasoning(text)
+        if marker:
+            self._state = self._in_content
+        return bool(marker)
+
+    def _add_reasoning(self, text: str) -> None:
+        """Emits reasoning without leading newlines; holds trailing ones back."""
+        text = self._newlines + text if self._has_reasoning else text.lstrip("\n")
+        stripped = text.rstrip("\n")
+        self._newlines = text[len(stripped) :]
+        if stripped:
+            self._has_reasoning = True
+            self._deltas.append(ReasoningDelta(stripped))
+
+    def _in_content(self) -> bool:
+        text = self._text.take(len(self._text.rest))
+        text = text if self._has_content else text.lstrip("\n")
+        if text:
+            self._has_content = True
+            self._deltas.append(ContentDelta(text))
+        return False
+
+    def _take(self) -> list[MessageDelta]:
+        taken, self._deltas = merge_deltas(self._deltas), []
+        return taken
+
+
+def _harmony(prompt: str) -> Parser:
+    return HarmonyParser(reasoning=True, tools=False)
+
+
+REASONING_PARSERS: Mapping[str, Callable[[str], Parser]] = {
+    "think": ThinkParser,
+    "qwen3": ThinkParser,
+    "deepseek-r1": ThinkParser,
+    "gpt-oss": _harmony,
+}
+
+
+def reasoning_parser(name: str, prompt: str = "") -> Parser:
+    """A parser for one response to this prompt. Raises ValueError for an unknown name."""
+    if name not in REASONING_PARSERS:
+        raise ValueError(f"unknown reasoning parser {name!r}, expected one of {', '.join(REASONING_PARSERS)}")
+    return REASONING_PARSERS[name](prompt)
+
+
+def detect_reasoning_parser(chat_template: str, model_type: str | None = None) -> str | None:
+    """The name of the parser for the reasoning format of this chat template; None if it is unknown."""
+    if model_type == "gpt_oss" or (START in chat_template and CHANNEL in chat_template):
+        return "gpt-oss"
+    return "think" if CLOSE in chat_template else None

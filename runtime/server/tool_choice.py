@@ -1,0 +1,91 @@
+"""tool_choice "required" and named functions: a JSON schema forces the tool calls."""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from atomc.runtime.server.message_deltas import DeltaBuilder, MessageDelta
+from atomc.runtime.server.protocol import Function
+from atomc.runtime.server.tool_parsers.json_call import JsonCallParser
+
+ANY_OBJECT = {"type": "object"}
+DEFINITIONS = ("$defs", "definitions")
+
+
+def arguments_schema(function: Function) -> dict[str, Any]:
+    """The schema of the arguments; any object for a function without parameters."""
+    return function.parameters or ANY_OBJECT
+
+
+def calls_schema(functions: Sequence[Function], parallel: bool) -> dict[str, Any]:
+    """The schema of a list of calls, exactly one unless `parallel`: [{"name": "f", "parameters": {...}}].
+
+    Moves $defs to the top level, where $ref expects them. Raises ValueError if two functions have different definitions
+    of one name.
+    """
+    definitions: dict[str, dict[str, Any]] = {}
+    calls = []
+    for function in functions:
+        parameters = dict(arguments_schema(function))
+        for key in DEFINITIONS:
+            defined = parameters.pop(key, {})
+            if not isinstance(defined, dict):
+                raise ValueError(f"{key} in the parameters of {function.name!r} is {defined!r:.80}, expected an object")
+            for name, definition in defined.items():
+                if definitions.setdefault(key, {}).setdefault(name, definition) != definition:
+                    raise ValueError(f"two tools have different definitions of {name!r} in {key}: rename one")
+        properties = {"name": {"const": function.name}, "parameters": parameters}
+        calls.append({"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False})
+    limit = {} if parallel else {"maxItems": 1}
+    return {"type": "array", "items": {"anyOf": calls}, "minItems": 1, **limit, **definitions}
+
+
+class NamedToolParser:
+    """Parses text that consists of the arguments of one call of this function."""
+
+    markers: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._deltas = DeltaBuilder()
+
+    def feed(self, text: str) -> list[MessageDelta]:
+        if text and not self._deltas.num_calls:
+            self._deltas.call(self._name)
+        if text:
+            self._deltas.arguments(text)
+        return self._deltas.take()
+
+    def finish(self) -> list[MessageDelta]:
+        return []
+
+
+class RequiredToolParser:
+    """Parses a list of calls that matches `calls_schema`."""
+
+    markers: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self) -> None:
+        self._deltas = DeltaBuilder()
+        self._call: JsonCallParser | None = None
+        self._started = False
+
+    def feed(self, text: str) -> list[MessageDelta]:
+        while text:
+            if self._call is None:
+                index = text.find("{")
+                if index < 0:
+                    break
+                text = text[index:]
+                self._call, self._started = JsonCallParser(), False
+            text = text[self._call.feed(text) :]
+            if self._call.started:
+                if not self._started:
+                    self._deltas.call(self._call.name)
+                    self._started = True
+                self._deltas.arguments(self._call.take())
+            if self._call.done or self._call.invalid:
+                self._call = None
+        return self._deltas.take()
+
+    def finish(self) -> list[MessageDelta]:
+        return []
