@@ -14,28 +14,28 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from atomc import cost, passes, pipeline, ranges, trace
-from atomc.audit.watch import Watch
+from atomc import cost, passes, pipeline, ranges, structured_trace
+from atomc.audit.recorder import Watch
 from atomc.cache.artifact import Plain, reference
 from atomc.cache.compiled import Compiled, assembled
 from atomc.cache.generated import Function, of_graph
-from atomc.cache.graph_start import GraphStart
+from atomc.cache.graph_cache import GraphStart
 from atomc.capture.functional import Captured, capture, dynamo_graph
-from atomc.capture.stamp import inline, region, regions_of, renamed, stack_of
-from atomc.copies import unfit
+from atomc.capture.inline_regions import inline, region, regions_of, renamed, stack_of
 from atomc.dumps.dump import Dumper
-from atomc.few_bits import few_bits
+from atomc.fusion_opportunities import savings
 from atomc.graph.inputs import graph_input
 from atomc.graph.provenance import layer_of
 from atomc.graph_pass import Context
-from atomc.named_ranges import profiled
 from atomc.op import Extra, Tokens
 from atomc.ops.inputs import StateInput, StepInput
 from atomc.ops.state import StateSpec
 from atomc.options import Options
 from atomc.pieces import FEW_OPS, compile_glue, glue_of, left_for_glue
+from atomc.prepared_weights import unfit
+from atomc.profiler_ranges import profiled
+from atomc.quantized_weights import few_bits
 from atomc.report import Glue, OpCost, Report
-from atomc.savings import savings
 from atomc.select import Selection
 from atomc.torch_compat.inductor import mode_options
 from atomc.torch_compat.names import without_autocast
@@ -113,7 +113,7 @@ def lift(dynamo: GraphModule, context: Context, report: Report) -> None:
     if chosen is not True:
         inline(dynamo)  # layers that are lifted differently are no calls of one region
     with timed(report, "lift"):
-        pipeline.run(dynamo, [passes.LIFT], context, report, trace.observers())
+        pipeline.run(dynamo, [passes.LIFT], context, report, structured_trace.observers())
         for name, calls in regions_of(dynamo).items():
             once = Report(report.model)
             lift(region(dynamo, name), context, once)
@@ -130,7 +130,7 @@ def _compiled(gm: GraphModule, context: Context, report: Report) -> Compiled:
     options = context.options
     chosen, report.off = pipeline.selected(passes.PIPELINE, context)
     dumper = Dumper(options.dump)
-    observers = [lambda name, graph: dumper(graph, name), *trace.observers(), *context.observers]
+    observers = [lambda name, graph: dumper(graph, name), *structured_trace.observers(), *context.observers]
     watch = Watch(gm, options, report, dumper) if context.build and (options.audit or options.record) else None
     for observer in observers:
         observer("captured", gm)

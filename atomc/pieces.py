@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.passes.split_module import split_module
 
 from atomc.cache.generated import Function, of_graph, of_inductor, of_pieces
-from atomc.capture.likeness import spelled
+from atomc.capture.structural_hash import spelled
 from atomc.graph.mutation import mutated
 from atomc.options import Options
 from atomc.platform import Platform

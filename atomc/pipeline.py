@@ -13,7 +13,7 @@ from atomc.errors import OptionsError
 from atomc.graph.canonical import GENERIC, call
 from atomc.graph.provenance import describe, layer_of, module_path, source_line
 from atomc.graph_pass import Context, Outcome, Pass, rewriting
-from atomc.listing import listing
+from atomc.graph_printer import listing
 from atomc.matching.near_miss import NearMiss
 from atomc.matching.pattern import Index
 from atomc.op import op_of

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from atomc import contract
 from atomc.cache.compiled import Compiled, weight_inputs
-from atomc.cache.known import KnownStart
+from atomc.cache.model_cache import KnownStart
 from atomc.errors import OURS, RunError
 from atomc.ops.inputs import StateInput
 from atomc.ops.state import StateSpec, Step
@@ -26,7 +26,7 @@ from atomc.weight_inputs import WeightInputs
 if TYPE_CHECKING:
     from torch.fx import GraphModule
 
-    from atomc.traced import Traced
+    from atomc.trace_model import Traced
 
 
 class Program:
@@ -184,7 +184,7 @@ def _traced(
 ) -> "Traced":  # fmt: skip
     from atomc.refusal import refusal
     from atomc.torch_compat.tracing import TracingError
-    from atomc.traced import traced  # and with it Dynamo
+    from atomc.trace_model import traced  # and with it Dynamo
 
     try:
         return traced(model, options, platform, observers, keep_texts)

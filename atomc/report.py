@@ -82,7 +82,7 @@ class KernelChoice:
 
 @dataclass(frozen=True)
 class Stage:
-    """One pass that changed the graph, and the graph after it (atomc.listing).
+    """One pass that changed the graph, and the graph after it (atomc.graph_printer).
 
     text    "" unless the report is of explain or goes to a page, or the stage is the last one
     before  the graph before it, where that is not the graph after the stage in front

@@ -10,7 +10,7 @@ from torch.fx import GraphModule
 from atomc import contract
 from atomc.cache.compiled import weight_inputs, with_weights
 from atomc.capture.floats import inline_floats
-from atomc.capture.stamp import regions_of
+from atomc.capture.inline_regions import regions_of
 from atomc.cudagraphs import Graphed
 from atomc.driver import build
 from atomc.graph_pass import Context

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 from atomc import weights
-from atomc.copies import Prepare, prepared
-from atomc.packs import packed
+from atomc.packed_weights import packed
+from atomc.prepared_weights import Prepare, prepared
 from atomc.torch_compat.names import WeakTensor
 from atomc.weight_snapshot import Snapshot
 from atomc.weights import PreparedWeight

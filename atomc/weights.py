@@ -5,8 +5,8 @@
 | a kernel reads    | which is                                     | made by                                     |
 |-------------------|----------------------------------------------|---------------------------------------------|
 | the parameter     | memory at its one address                    | `parameter_of`: the loader and quantization |
-| a packed weight   | the same memory: parameters are its rows     | atomc.packs, which moves them there         |
-| a prepared weight | memory beside the parameter, or in its place | atomc.copies, as the kernel says            |
+| a packed weight   | the same memory: parameters are its rows     | atomc.packed_weights, which moves them there         |
+| a prepared weight | memory beside the parameter, or in its place | atomc.prepared_weights, as the kernel says            |
 
 The table holds parameters weakly and prepared weights strongly: an entry goes with its parameter. A parameter that others
 move (`.data =`, `.to()`) does not lie at its address any more; what was packed or prepared is then made again.

@@ -12,11 +12,11 @@ from test_report import Model, X
 
 import atomc
 from atomc import models, ops
-from atomc.audit.blame import blame
+from atomc.audit.bisect import blame
+from atomc.audit.compare_kernels import Examination
 from atomc.audit.error import Error, error
-from atomc.audit.examine import Examination
-from atomc.audit.places import Place
-from atomc.audit.watch import Watch
+from atomc.audit.recorder import Watch
+from atomc.audit.sites import Place
 from atomc.cli import main
 from atomc.inspection import explain
 from atomc.ops.state import GroupStep, Step

@@ -18,9 +18,9 @@ import atomc
 from atomc.cli import main
 from atomc.cli.explain import _names
 from atomc.render import formula
-from atomc.render.beside import Comparison
+from atomc.render.compare import Comparison
+from atomc.render.graph_diff import aligned, folded, hunks, parsed
 from atomc.render.html import page as html_of
-from atomc.render.lines import aligned, folded, hunks, parsed
 from atomc.report import CacheOutcome, KernelChoice, Miss, OpCost, Report, Saving, Site, Stage
 
 TINY = dict(vocab_size=96, hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2,

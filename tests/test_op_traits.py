@@ -14,7 +14,6 @@ from torch import Tensor, nn
 import atomc
 from atomc import cost, models, ops, ranges
 from atomc.efficiency import LAUNCH
-from atomc.few_bits import few_bits
 from atomc.graph_pass import Pass
 from atomc.models.loader import ready
 from atomc.op import PreferInductor, op
@@ -23,6 +22,7 @@ from atomc.op_traits import Kind, QuantizedWeight
 from atomc.ops import REGISTRY, Tokens
 from atomc.planning.plan import Load, Model, compiled, plan
 from atomc.platform import Platform
+from atomc.quantized_weights import few_bits
 
 H200 = Platform.named("h200")
 WIDTH, INNER, LAYERS = 64, 96, 2

@@ -15,7 +15,7 @@ from merged_models import EAGER, Gated, X, compiled, fresh, live_bytes, own
 from merged_models import weights as weights_of
 from torch import Tensor, nn
 
-from atomc import demo, kernels, ops, packs, weight_inputs, weights
+from atomc import demo, kernels, ops, packed_weights, weight_inputs, weights
 from atomc.models import loader
 from atomc.op import Prepared
 from atomc.program import Program, compile_model
@@ -77,13 +77,13 @@ def test_a_parameter_that_others_move_does_not_lie_at_its_address() -> None:
     made.data = torch.zeros(4)
     assert location_of(made).address != made.data_ptr()
     a, b = parameter(2, 4), parameter(3, 4)
-    packs.packed([a, b])
+    packed_weights.packed([a, b])
     b.data = b.data.clone()
-    assert packs.partners(a) == [] and packs.partners(b) == []
+    assert packed_weights.partners(a) == [] and packed_weights.partners(b) == []
 
 
 def test_the_table_forgets_a_parameter_with_what_was_made_of_it_and_others() -> None:
-    from atomc.copies import prepared
+    from atomc.prepared_weights import prepared
 
     def summed(a: Tensor, b: Tensor) -> Prepared:
         return Prepared((a + b,))
@@ -99,10 +99,10 @@ def test_the_table_forgets_a_parameter_with_what_was_made_of_it_and_others() -> 
 
 
 def test_what_was_made_of_packed_parameters_is_freed_with_the_first_of_them_at_once() -> None:
-    from atomc.copies import prepared
+    from atomc.prepared_weights import prepared
 
     a, b = parameter(4, 4), parameter(4, 4)
-    pack = packs.packed([a, b])
+    pack = packed_weights.packed([a, b])
     made = weakref.ref(prepared([a, b], [pack], halved)[0].tensors[0])
     assert made() is not None
     gc.disable()

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch.profiler import record_function
 
-from atomc.named_ranges import with_ranges
 from atomc.op import REGISTRY
+from atomc.profiler_ranges import with_ranges
 
 Plain = dict[str, Any]
 

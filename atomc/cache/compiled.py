@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from atomc.cache.artifact import Plain, made_of, resolved
-from atomc.named_ranges import profiled
 from atomc.op import Extra
 from atomc.ops.inputs import StateInput, StepInput
 from atomc.ops.state import StateSpec
+from atomc.profiler_ranges import profiled
 from atomc.weight_inputs import Wanted, WeightInputs
 
 

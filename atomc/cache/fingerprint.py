@@ -3,7 +3,7 @@ the same.
 
 The options, the versions, the machine, the settings of torch and its compilers, and the source of every kernel, op and
 pass. The program is the graph that Dynamo gives (atomc.cache.graph_fingerprint), or a model that need not be traced
-(atomc.cache.known).
+(atomc.cache.model_cache).
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from atomc import copies, kernels, packs
+from atomc import kernels, packed_weights, prepared_weights
 from atomc.cache.artifact import Unstorable
 from atomc.op import REGISTRY
 from atomc.options import Options
@@ -191,7 +191,7 @@ def given(item: Any) -> str:
         raise Unstorable(f"an input is a {kind}")
     refused: dict[str, str | bool | None]
     if isinstance(item, nn.Parameter):
-        refused = {"no copy": copies.unfit(item), "no pack": packs.unfit(item)}
+        refused = {"no copy": prepared_weights.unfit(item), "no pack": packed_weights.unfit(item)}
     else:
         refused = {"made in inference mode": item.is_inference() or None}
     return ", ".join([kind, *(f"{what}: {why}" for what, why in refused.items() if why is not None)])

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from atomc.cache.artifact import Plain, Unstorable, executed, reference
-from atomc.named_ranges import with_ranges
+from atomc.profiler_ranges import with_ranges
+from atomc.structured_trace import label_of, labels_of
 from atomc.torch_compat.inductor import InductorCode
 from atomc.torch_compat.names import FakeTensor
-from atomc.trace import label_of, labels_of
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from atomc.capture.stamp import inline, region, regions_of
+from atomc.capture.inline_regions import inline, region, regions_of
 
 
 def put_back_floats(gm: GraphModule, floats: dict[int, float]) -> None:

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from atomc.capture.floats import put_back_floats
+from atomc.capture.inline_regions import CannotStamp, Regions, inline, regions_of
 from atomc.capture.outline import outline
 from atomc.capture.regions import every_layer
-from atomc.capture.stamp import CannotStamp, Regions, inline, regions_of
 from atomc.errors import SharingError
 from atomc.graph.inputs import set_graph_input
 from atomc.graph.mutation import mutated

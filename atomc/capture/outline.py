@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from atomc.capture.likeness import spelled
+from atomc.capture.structural_hash import spelled
 from atomc.graph.provenance import clean_path
 from atomc.torch_compat.tracing import INVOKE_SUBGRAPH
 

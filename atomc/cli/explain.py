@@ -90,7 +90,7 @@ def _print(arguments: argparse.Namespace, found: list[Any], other: list[Any] | N
     elif arguments.json:
         texts = [json.dumps([report.to_dict() for report in found], indent=1, default=str)]
     elif other is not None:
-        from atomc.render.beside import compared
+        from atomc.render.compare import compared
 
         texts = [compared(found, other, _names(arguments))]
     else:

@@ -19,8 +19,8 @@ from atomc.efficiency import GLUE, LAUNCH, name_in_table, rate, shipped
 from atomc.op import ALL_TOKENS, Tokens
 from atomc.platform import DESCRIBED
 from atomc.render import formula
-from atomc.render.beside import Comparison
-from atomc.render.lines import Block, Hunk, Line, folded, hunks, parsed
+from atomc.render.compare import Comparison
+from atomc.render.graph_diff import Block, Hunk, Line, folded, hunks, parsed
 from atomc.render.text import NOT_REWRITES, collapsed
 from atomc.report import KernelChoice, Miss, OpCost, Report, Site, another, spans
 

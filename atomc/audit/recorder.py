@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from tqdm import tqdm
 
-from atomc.audit.blame import Blame, blame, left_out
+from atomc.audit.bisect import Blame, blame, left_out
+from atomc.audit.compare_kernels import Examination, Measured
 from atomc.audit.error import worst
 from atomc.audit.evaluate import flat, of_step, placeholders
-from atomc.audit.examine import Examination, Measured
-from atomc.audit.places import Place, places_of, rewrites_in
-from atomc.audit.trail import Trail
+from atomc.audit.node_correspondence import Trail
+from atomc.audit.sites import Place, places_of, rewrites_in
 from atomc.cache.generated import Function
 from atomc.dumps.dump import Dumper
 from atomc.ops.inputs import StepInput

@@ -15,7 +15,7 @@ _NUMBERED = re.compile(r"\b([A-Za-z_]\w*?)_\d+\b")
 
 @dataclass(frozen=True)
 class Line:
-    """One node, as atomc.listing writes it."""
+    """One node, as atomc.graph_printer writes it."""
 
     name: str
     call: str

@@ -8,7 +8,7 @@ from torch.fx import GraphModule
 from atomc.cache.artifact import Unstorable
 from atomc.cache.compiled import Compiled
 from atomc.cache.graph_fingerprint import parts_of
-from atomc.cache.start import Start
+from atomc.cache.lookup import Start
 from atomc.cache.store import Plain, plain_report, remember
 from atomc.graph_pass import Context
 from atomc.report import CacheOutcome, Report

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch.fx import GraphModule, Node
 
 from atomc import ops
-from atomc.audit.trail import Trail
+from atomc.audit.node_correspondence import Trail
 from atomc.graph.canonical import VIEWS, call
 from atomc.graph.inputs import is_cache
 from atomc.graph.provenance import layer_of, module_path, source_line

@@ -6,7 +6,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from atomc.cost import FREE, name_of
 from atomc.graph.provenance import module_path
-from atomc.listing import listing
+from atomc.graph_printer import listing
 from atomc.op import ALL_TOKENS
 from atomc.torch_compat.names import structured_trace, traces_structured
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from atomc.cache.artifact import Unstorable
 from atomc.cache.compiled import Compiled
-from atomc.cache.description import described, tensors_of
-from atomc.cache.start import Start
+from atomc.cache.lookup import Start
+from atomc.cache.model_fingerprint import described, tensors_of
 from atomc.cache.store import Plain, remember
 from atomc.options import Options
 from atomc.platform import Platform
@@ -73,7 +73,7 @@ class KnownStart:
         """Write down how the traced model is found again; the report says why it had to be traced.
 
         entry  what the cache holds of its graph, None if nothing
-        sources, inputs  as of atomc.traced.Traced
+        sources, inputs  as of atomc.trace_model.Traced
         """
         if self.looked_at or report.cached.kind == "off":
             return

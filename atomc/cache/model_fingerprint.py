@@ -1,4 +1,4 @@
-"""A model in words: what tells one that computes something else, or on other tensors, from it; see atomc.cache.known."""
+"""A model in words: what tells one that computes something else, or on other tensors, from it (cache.model_cache)."""
 
 import contextlib
 import enum

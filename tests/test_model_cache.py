@@ -17,7 +17,7 @@ from torch import nn
 import atomc
 from atomc import models
 from atomc.cache.artifact import Unstorable
-from atomc.cache.description import described
+from atomc.cache.model_fingerprint import described
 from atomc.cache.store import differences
 from atomc.errors import RunError
 from atomc.graph_pass import Pass
@@ -270,7 +270,7 @@ def hook(model, patch):
 
 def another_class(model, patch):
     model.model.layers[0].mlp.__class__ = Doubled
-    return "model.layers.0.mlp is a test_known.Doubled, whose code may be anything"
+    return "model.layers.0.mlp is a test_model_cache.Doubled, whose code may be anything"
 
 
 def forward_of_the_module(model, patch):
@@ -480,7 +480,7 @@ print(json.dumps({"cache": report.cache, "tokens": list(answer.token_ids), "phas
                   "loaded": [name for name in sys.argv[2:] if name in sys.modules]}))
 """
 TRACING = ("torch._dynamo", "torch._inductor", "torch._functorch.aot_autograd", "torch.fx.experimental.symbolic_shapes",
-           "sympy", "transformers", "atomc.passes", "atomc.driver", "atomc.traced")  # fmt: skip
+           "sympy", "transformers", "atomc.passes", "atomc.driver", "atomc.trace_model")  # fmt: skip
 
 
 def process(folder, **options):

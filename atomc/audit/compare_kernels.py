@@ -14,8 +14,8 @@ from torch.fx import GraphModule, Node
 
 from atomc.audit.error import Error, worst
 from atomc.audit.evaluate import Values, computed, flat, forget, last_readers, outputs_of, widened
-from atomc.audit.places import Place, Slice
-from atomc.audit.trail import Trail
+from atomc.audit.node_correspondence import Trail
+from atomc.audit.sites import Place, Slice
 from atomc.graph.mutation import mutated
 from atomc.op import op_of
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from atomc.audit.places import Place
+from atomc.audit.sites import Place
 
 # These cannot be left out: the runtime needs the one, and every op is given to something by the other.
 FIXED = ("bind_state", "lower")
