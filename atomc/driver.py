@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from atomc import cost, passes, pipeline, ranges, structured_trace
-from atomc.audit.recorder import Watch
+from atomc.audit.recorder import Recorder
 from atomc.cache.artifact import Plain, reference
-from atomc.cache.compiled import Compiled, assembled
+from atomc.cache.compiled import Compiled, combine_ranges
 from atomc.cache.generated import Function, of_graph
-from atomc.cache.graph_cache import GraphStart
+from atomc.cache.graph_cache import GraphCache
 from atomc.capture.functional import Captured, capture, dynamo_graph
-from atomc.capture.inline_regions import inline, region, regions_of, renamed, stack_of
+from atomc.capture.inline_regions import inline, path_in_layer, region, regions_of, stack_of
 from atomc.dumps.dump import Dumper
 from atomc.fusion_opportunities import savings
 from atomc.graph.inputs import graph_input
@@ -32,7 +32,7 @@ from atomc.ops.inputs import StateInput, StepInput
 from atomc.ops.state import StateSpec
 from atomc.options import Options
 from atomc.pieces import FEW_OPS, compile_glue, glue_of, left_for_glue
-from atomc.prepared_weights import unfit
+from atomc.prepared_weights import unpreparable
 from atomc.profiler_ranges import profiled
 from atomc.quantized_weights import few_bits
 from atomc.report import Glue, OpCost, Report
@@ -65,13 +65,13 @@ def build(gm: GraphModule, inputs: Sequence[Any], context: Context, report: Repo
 
     floats: input number -> the value of a Python float that Dynamo made an input.
     """
-    start = GraphStart(gm, inputs, context, report, floats)
-    found = start.found()
+    cache = GraphCache(gm, inputs, context, report, floats)
+    found = cache.load()
     if found is not None:
-        return Built(*found, lambda call: call, start.entry, start.key)
+        return Built(*found, lambda call: call, cache.entry, cache.key)
     captured, compiled = compile_graph(gm, inputs, context, report, floats)
-    start.keep(compiled, captured.written, captured.around)
-    return Built(compiled, captured.written, captured.wrap, start.entry, start.key)
+    cache.store(compiled, captured.written, captured.around)
+    return Built(compiled, captured.written, captured.wrap, cache.entry, cache.key)
 
 
 def compile_graph(
@@ -121,7 +121,7 @@ def lift(dynamo: GraphModule, context: Context, report: Report) -> None:
             for call in calls:
                 report.matches += once.matches
                 for site in once.sites:
-                    path = renamed(site.module_path, stack_of(calls[0]), stack_of(call))
+                    path = path_in_layer(site.module_path, stack_of(calls[0]), stack_of(call))
                     report.sites.append(replace(site, module_path=path, layer=layer_of(path)))
 
 
@@ -131,14 +131,14 @@ def _compiled(gm: GraphModule, context: Context, report: Report) -> Compiled:
     chosen, report.off = pipeline.selected(passes.PIPELINE, context)
     dumper = Dumper(options.dump)
     observers = [lambda name, graph: dumper(graph, name), *structured_trace.observers(), *context.observers]
-    watch = Watch(gm, options, report, dumper) if context.build and (options.audit or options.record) else None
+    recorder = Recorder(gm, options, report, dumper) if context.build and (options.audit or options.record) else None
     for observer in observers:
         observer("captured", gm)
     with timed(report, "passes"):
         done = pipeline.run(gm, chosen, context, report, observers)
         costs = cost.graph_costs(gm)
-    if watch:
-        watch.passes_done()
+    if recorder:
+        recorder.passes_done()
     how, why = glue_of(options, context.platform)
     _note_glue(report, how, f"{how} ({why})")
     _describe(gm, costs, context, report, glue_fuses=how != "eager")
@@ -146,9 +146,9 @@ def _compiled(gm: GraphModule, context: Context, report: Report) -> Compiled:
     functions = []
     for one in lowered:
         with timed(report, "glue"):
-            seen = copy_graph(one.graph) if watch else one.graph
+            seen = copy_graph(one.graph) if recorder else one.graph
             function = _glue(one.graph, how, options, report) if context.build else of_graph(gm)
-            functions.append(watch.over(seen, function) if watch else function)
+            functions.append(recorder.wrap(seen, function) if recorder else function)
     state = [replace(spec, layout=lowered[0].layout or spec.layout) for spec in done.state]
     report.state = [f"{spec.name}: {spec.kind} {list(spec.shape)} {spec.dtype} layout {spec.layout}" for spec in state]
     return _assembled(gm, lowered, functions, state)
@@ -187,7 +187,7 @@ def _lowered(
 ) -> list[Lowered]:
     """The graph for each range of token counts that kernels tell apart, one layout of state in all of them."""
     inputs = gm.graph.find_nodes(op="placeholder")
-    weights = {node.name: unfit(given) for node, given in zip(inputs, context.inputs, strict=False)}
+    weights = {node.name: unpreparable(given) for node, given in zip(inputs, context.inputs, strict=False)}
     weights |= {node.name: None for node in inputs if "packed" in node.meta}
     select = partial(Selection, context.options, context.platform, eager=eager, weights=weights, copied={})
     spans = ranges.ranges_of(gm, select().could_serve)
@@ -223,8 +223,8 @@ def _assembled(
     chosen_by, device = ranges.dispatch(gm, [one.tokens for one in lowered]), _device(gm)
     syncing = [name for one in lowered for name in one.syncing]
     call = profiled(
-        assembled([function.call for function in functions], extras_of, chosen_by, device),
-        lambda: assembled([function.named() for function in functions], extras_of, chosen_by, device),
+        combine_ranges([function.call for function in functions], extras_of, chosen_by, device),
+        lambda: combine_ranges([function.named() for function in functions], extras_of, chosen_by, device),
     )
 
     def plain() -> Plain:

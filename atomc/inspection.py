@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 
 from atomc import contract
 from atomc.backend import new_report, untreatable
-from atomc.capture.regions import every_layer, trace_once
+from atomc.capture.regions import region_failure_note, trace_once
 from atomc.driver import compile_graph
 from atomc.errors import OURS
 from atomc.graph.expressions import expression
@@ -63,7 +63,7 @@ def explain(
     notes: list[str] = []
 
     def undo(why: Exception) -> None:
-        notes.append(every_layer(why))
+        notes.append(region_failure_note(why))
         while made:
             forget(made.pop())
 

@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.passes.split_module import split_module
 
 from atomc.cache.generated import Function, of_graph, of_inductor, of_pieces
-from atomc.capture.structural_hash import spelled
+from atomc.capture.structural_hash import structural_key
 from atomc.graph.mutation import mutated
 from atomc.options import Options
 from atomc.platform import Platform
@@ -61,7 +61,7 @@ def compile_glue(gm: GraphModule, patches: Mapping[str, Any]) -> tuple[Function,
             continue
         count += 1
         # A piece that writes may be told from its equals by what its inputs alias.
-        key = name if _writes(piece) else likeness(piece)
+        key = name if _writes(piece) else structural_hash(piece)
         if key not in compiled:
             compiled[key] = _by_inductor(piece, _examples(piece) if key == name else _fresh(piece, mode), mode, patches)
         functions[name] = compiled[key]
@@ -82,13 +82,13 @@ def _known(before: int) -> str:
     return f", {count} from Inductor's cache" if count else ""
 
 
-def likeness(piece: GraphModule) -> Hashable:
+def structural_hash(piece: GraphModule) -> Hashable:
     """Equal for pieces that compute the same of inputs alike, whatever these are called."""
     numbers = {node: i for i, node in enumerate(piece.graph.nodes)}
     return tuple(
         (node.op, node.target if node.op == "call_function" else None,
          id(getattr(piece, str(node.target))) if node.op == "get_attr" else None,
-         spelled((node.args if node.op != "placeholder" else (), node.kwargs, node.meta.get("val")), numbers))
+         structural_key((node.args if node.op != "placeholder" else (), node.kwargs, node.meta.get("val")), numbers))
         for node in piece.graph.nodes)  # fmt: skip
 
 
@@ -97,7 +97,7 @@ def _writes(piece: GraphModule) -> bool:
 
 
 def _fresh(piece: GraphModule, mode: FakeTensorMode | None) -> Sequence[Any]:
-    """Examples that share no storage: those of stamped layers do, and would be taken for one input."""
+    """Example inputs with separate storage: inlined regions share fake tensors, which Inductor would take for one input."""
     with mode or contextlib.nullcontext():
         return [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) if isinstance(x, Tensor) else x
                 for x in _examples(piece)]  # fmt: skip

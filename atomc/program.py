@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from atomc import contract
 from atomc.cache.compiled import Compiled, weight_inputs
-from atomc.cache.model_cache import KnownStart
+from atomc.cache.model_cache import ModelCache
 from atomc.errors import OURS, RunError
 from atomc.ops.inputs import StateInput
 from atomc.ops.state import StateSpec, Step
@@ -157,22 +157,22 @@ def compile_model(
     chosen = Options.of(options)
     device = next(model.parameters()).device
     where = platform or Platform.detect("cpu" if device.type == "meta" else device.type)
-    start = KnownStart(model, chosen, where, looked_at=bool(observers) or keep_texts)
-    found = start.found()
+    cache = ModelCache(model, chosen, where, observed=bool(observers) or keep_texts)
+    found = cache.load()
     if found is not None:
         report = keep(found.report)
         compiled, inputs, key = found.compiled, found.inputs, None
     else:
         compiled, sources, inputs, report, entry, key = _traced(model, chosen, where, observers, keep_texts)
-        start.keep(report, entry, sources, inputs)
+        cache.store(report, entry, sources, inputs)
     report.treated = True
     contract.check(report, chosen)
     with torch.no_grad():
         weights = weight_inputs(compiled, report.notes)
         made = _made(weights, inputs, device, report)
-        program = Program(compiled, inputs, made, None if owned else weights.follow, report, device, model)
+        program = Program(compiled, inputs, made, None if owned else weights.refresh, report, device, model)
     program.key, program.copied_bytes = key, weights.copied_bytes(inputs)
-    program.replaced_bytes = sum(inputs[i].nbytes for i in weights.replaced())
+    program.replaced_bytes = sum(inputs[i].nbytes for i in weights.replaced_inputs())
     report.notes += _notes_of(model)
     publish(report, chosen)
     return program
@@ -197,9 +197,9 @@ def _traced(
 def _made(weights: WeightInputs, inputs: Sequence[Any], device: torch.device, report: Report) -> list[Any]:
     """Pack the parameters, and prepare what kernels want of them: nothing on meta."""
     if device.type == "meta":
-        return weights.settle(inputs)
-    made = weights.take(inputs)
-    if weights.wanted:
+        return weights.refresh_packed(inputs)
+    made = weights.materialize(inputs)
+    if weights.prepared_inputs:
         report.notes.append(weights.note())
     return made
 

@@ -99,7 +99,7 @@ def compile_for(
     report.treated = True
     contract.check(report, options)
     if wants_cuda_graphs(options) and not platform.is_cpu:
-        return Graphed(made, built.written, report.notes, report.cuda_graphs, settle=weights.settle)
+        return Graphed(made, built.written, report.notes, report.cuda_graphs, settle=weights.refresh_packed)
     return made
 
 

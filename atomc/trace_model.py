@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 from atomc.backend import new_report
 from atomc.cache.compiled import Compiled
 from atomc.cache.store import Plain
-from atomc.capture.regions import every_layer, trace_once
+from atomc.capture.regions import region_failure_note, trace_once
 from atomc.driver import build
 from atomc.graph_pass import Context
 from atomc.options import Options
@@ -82,7 +82,7 @@ def traced(
     notes: list[str] = []
 
     def undo(why: Exception) -> None:
-        notes.append(every_layer(why))
+        notes.append(region_failure_note(why))
         while reports:
             forget(reports.pop())
 

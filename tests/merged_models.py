@@ -104,8 +104,8 @@ def live_bytes() -> int:
 
 def whole(*parameters: nn.Parameter) -> Tensor:
     """The pack of these, which there must be already."""
-    assert packed_weights.partners(parameters[0]), "not packed"
-    found = packed_weights.packed(parameters)
+    assert packed_weights.packed_together(parameters[0]), "not packed"
+    found = packed_weights.pack(parameters)
     assert isinstance(found, Tensor)
     return found
 

@@ -12,11 +12,11 @@ from test_report import Model, X
 
 import atomc
 from atomc import models, ops
-from atomc.audit.bisect import blame
-from atomc.audit.compare_kernels import Examination
+from atomc.audit.bisect import bisect_rewrites
+from atomc.audit.compare_kernels import KernelComparison
 from atomc.audit.error import Error, error
-from atomc.audit.recorder import Watch
-from atomc.audit.sites import Place
+from atomc.audit.recorder import Recorder
+from atomc.audit.sites import AuditSite
 from atomc.cli import main
 from atomc.inspection import explain
 from atomc.ops.state import GroupStep, Step
@@ -68,13 +68,13 @@ def wrong_in():
 def runs(monkeypatch):
     """Counts the runs of a graph with something left out."""
     counted = []
-    without = Examination.without
+    without = KernelComparison.run_without
 
     def counting(self, places):
         counted.append(list(places))
         return without(self, counted[-1])
 
-    monkeypatch.setattr(Examination, "without", counting)
+    monkeypatch.setattr(KernelComparison, "run_without", counting)
     return counted
 
 
@@ -181,7 +181,7 @@ def test_what_is_written_to_a_cache_is_compared_too(monkeypatch):
 
 
 def place(rewrite, number):
-    return Place(None, "op", "kernel", rewrite, (rewrite,), f"layers.{number}", number, "", (), True, False, ())
+    return AuditSite(None, "op", "kernel", rewrite, (rewrite,), f"layers.{number}", number, "", (), True, False, ())
 
 
 @pytest.mark.parametrize("rewrites", [1, 2, 3, 6, 8, 13, 16])
@@ -196,13 +196,13 @@ def test_the_search_takes_no_more_runs_than_promised_whoever_it_is(rewrites):
             count += 1
             return 0.0 if (culprit, 0) in {(p.rewrite, p.layer) for p in left_out} else 1.0
 
-        found = blame(run, places, order, 0.5)
+        found = bisect_rewrites(run, places, order, 0.5)
         assert (found.rewrite, found.module_path, found.runs) == (culprit, "layers.0", count)
         assert count <= math.log2(rewrites) + 2
 
 
 def test_a_difference_that_no_rewrite_makes_is_said_to_be_such():
-    found = blame(lambda left_out: 1.0, [place("a", 0), place("b", 0)], ["a", "b"], 0.5)
+    found = bisect_rewrites(lambda left_out: 1.0, [place("a", 0), place("b", 0)], ["a", "b"], 0.5)
     assert (found.rewrite, found.passes) == ("", {}) and found.runs <= 3
 
 
@@ -255,7 +255,7 @@ def test_an_audit_that_fails_leaves_the_program_alone(monkeypatch, caplog):
     def fails(self, lowered, args):
         raise RuntimeError("no memory for it")
 
-    monkeypatch.setattr(Watch, "_audit", fails)
+    monkeypatch.setattr(Recorder, "_audit", fails)
     model = small()
     torch.testing.assert_close(audited(model, X, strict=False)[0], model(X))
     assert "audit failed: RuntimeError: no memory for it" in reports()[-1].notes

@@ -247,7 +247,7 @@ def test_a_damaged_entry_is_rebuilt_with_one_line(start, tmp_path, damage, caplo
         found, report = start(Block())
     assert report.cache.startswith("miss: the entry was damaged and is rebuilt: ")
     (line,) = [record.getMessage() for record in caplog.records if record.name == "atomc"]
-    assert line.startswith("atomc rebuilds a damaged entry of its cache, ")
+    assert line.startswith("atomc rebuilds a damaged cache entry, ")
     assert torch.equal(found, expected)
     assert start(Block())[1].cache == "hit"
 

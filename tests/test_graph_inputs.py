@@ -123,7 +123,7 @@ def test_an_entry_without_the_inputs_is_compiled_again_with_a_line(tmp_path, cap
     with caplog.at_level(logging.WARNING, "atomc"):
         program = kept(tmp_path)
     lines = [record.getMessage() for record in caplog.records if record.name == "atomc"]
-    assert len(lines) == 2 and all("rebuilds a damaged entry" in line for line in lines)  # of model and graph
+    assert len(lines) == 2 and all("rebuilds a damaged cache entry" in line for line in lines)  # of model and graph
     assert program.report.cache.startswith("miss: the entry was damaged and is rebuilt: ")
     assert torch.equal(logits(program)[0], expected) and kept(tmp_path).report.cache == "hit"
 

@@ -14,7 +14,7 @@ import atomc
 import atomc.pieces
 from atomc import ops
 from atomc.capture import regions
-from atomc.pieces import likeness
+from atomc.pieces import structural_hash
 from atomc.torch_compat import inductor
 
 X = torch.randn(5, 16, generator=torch.Generator().manual_seed(0))
@@ -82,22 +82,22 @@ def piece(function: Any, *inputs: Tensor) -> GraphModule:
 
 def test_pieces_are_alike_whatever_their_inputs_are_called() -> None:
     a, b = torch.randn(2, 3), torch.randn(2, 3)
-    one = likeness(piece(lambda x, y: (x - y).relu(), a, b))
-    assert one == likeness(piece(lambda left, right: (left - right).relu(), a, b))
+    one = structural_hash(piece(lambda x, y: (x - y).relu(), a, b))
+    assert one == structural_hash(piece(lambda left, right: (left - right).relu(), a, b))
     different = [
-        likeness(piece(lambda x, y: (y - x).relu(), a, b)),
-        likeness(piece(lambda x, y: (x - y).relu(), a.double(), b.double())),
-        likeness(piece(lambda x, y: (x - y).relu(), torch.randn(3, 2), torch.randn(3, 2))),
-        likeness(piece(lambda x, y: (x - y).relu(), a, torch.randn(3, 2).t())),
-        likeness(piece(lambda x, y: (x - y).sigmoid(), a, b)),
-        likeness(piece(lambda x, y: (x - 2 * y).relu(), a, b)),
+        structural_hash(piece(lambda x, y: (y - x).relu(), a, b)),
+        structural_hash(piece(lambda x, y: (x - y).relu(), a.double(), b.double())),
+        structural_hash(piece(lambda x, y: (x - y).relu(), torch.randn(3, 2), torch.randn(3, 2))),
+        structural_hash(piece(lambda x, y: (x - y).relu(), a, torch.randn(3, 2).t())),
+        structural_hash(piece(lambda x, y: (x - y).sigmoid(), a, b)),
+        structural_hash(piece(lambda x, y: (x - 2 * y).relu(), a, b)),
     ]
     assert one not in different and len(set(different)) == len(different)
 
 
 def test_zero_and_minus_zero_and_one_and_true_are_not_alike() -> None:
     a = torch.randn(3)
-    made = [likeness(piece(partial(torch.full_like, fill_value=number), a)) for number in (0.0, -0.0, 1, True)]
+    made = [structural_hash(piece(partial(torch.full_like, fill_value=number), a)) for number in (0.0, -0.0, 1, True)]
     assert len(set(made)) == 4
 
 

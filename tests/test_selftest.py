@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from atomc import kernels, ops
-from atomc.cache.store import Started, last_start, remember
+from atomc.cache.store import StartRecord, last_start, record_start
 from atomc.cli import doctor, main
 from atomc.examples import EXAMPLES, Numbers
 from atomc.op import REGISTRY
@@ -110,19 +110,19 @@ def test_doctor_says_what_the_cache_did_in_the_last_start(tmp_path):
     options = Options(cache_dir=str(tmp_path))
     assert doctor._started(last_start(options)) == [("last start", "not known")]
     for outcome in (CacheOutcome("hit"), CacheOutcome("miss", "no entry for this graph"), CacheOutcome("hit")):
-        remember(options, Report("Qwen3", cached=outcome))
+        record_start(options, Report("Qwen3", cached=outcome))
     rows = doctor._started(last_start(options))
     assert rows[0][1].endswith("Qwen3: hit (2 graphs)") and rows[1] == ("", "Qwen3: miss: no entry for this graph")
 
 
 def test_only_the_graphs_of_the_last_process_count(tmp_path):
     options = Options(cache_dir=str(tmp_path))
-    lines = [Started(1.0, 10, "A", "hit"), Started(2.0, 11, "B", "miss: the cache is empty")]
+    lines = [StartRecord(1.0, 10, "A", "hit"), StartRecord(2.0, 11, "B", "miss: the cache is empty")]
     (tmp_path / "starts.jsonl").write_text("\n".join([*(json.dumps(asdict(line)) for line in lines), "torn {"]))
     assert last_start(options) == lines[1:]
 
 
 def test_a_cache_that_is_not_there_is_not_made_to_remember(tmp_path):
     options = Options(cache_dir=str(tmp_path / "none"))
-    remember(options, Report("A", cached=CacheOutcome("hit")))
+    record_start(options, Report("A", cached=CacheOutcome("hit")))
     assert not (tmp_path / "none").exists() and last_start(options) == []

@@ -1,7 +1,7 @@
-"""The places of a lowered graph where something else runs than the program says, and what it says there.
+"""The sites of an audit: ops of a lowered graph, each with the original nodes that it replaces.
 
-A place is one op of the lowered graph. What it computes has names in the captured graph; between these and the nearest
-values that the lowered graph computes, too, lie the original nodes: its slice.
+The outputs of a site correspond to captured nodes. The original nodes of an output, its slice, are the captured nodes
+between it and the nearest values that the lowered graph also computes.
 """
 
 import operator
@@ -11,20 +11,20 @@ from dataclasses import dataclass
 from torch.fx import GraphModule, Node
 
 from atomc import ops
-from atomc.audit.node_correspondence import Trail
+from atomc.audit.node_correspondence import NodeCorrespondence
 from atomc.graph.canonical import VIEWS, call
 from atomc.graph.inputs import is_cache
 from atomc.graph.provenance import layer_of, module_path, source_line
 
-# What may stand between an op and the values that a rewrite gives to its readers.
-_PARTS = VIEWS | {"getitem", "slice", "split_with_sizes", "permute"}
+# Nodes that may select the outputs of a site from an op's result.
+_VALUE_ACCESS = VIEWS | {"getitem", "slice", "split_with_sizes", "permute"}
 
 
 @dataclass(frozen=True)
 class Slice:
-    """The original nodes, in order, of which the last gives what `output` of the lowered graph does.
+    """The original nodes, in order; the last one has the value of `output` in the lowered graph.
 
-    given  what they read and the lowered graph has: a captured node -> the lowered one
+    given  their inputs: captured node -> lowered node
     """
 
     output: Node
@@ -33,14 +33,14 @@ class Slice:
 
 
 @dataclass(frozen=True)
-class Place:
+class AuditSite:
     """One op of the lowered graph.
 
-    rewrite   what made it; "lift" if it stood in the program
-    rewrites  that, behind those whose results it took in
-    slices    for each of its outputs that the captured graph has, too
+    rewrite   the rewrite that created it; "lift" for an op of the program
+    rewrites  the rewrites whose results it absorbed, then its own
+    slices    one for each of its outputs that corresponds to a captured node
     whole     whether these are all of its outputs
-    cached    whether it reads a cache: what was written there is the fault of the writer
+    cached    whether it reads a cache, whose content is the responsibility of the site that wrote it
     between   the nodes from it to these outputs
     """
 
@@ -58,41 +58,41 @@ class Place:
     between: tuple[Node, ...]
 
 
-def places_of(lowered: GraphModule, trail: Trail, *, from_start: bool = True) -> list[Place]:
-    """All of them, in the order of the graph.
+def audit_sites(lowered: GraphModule, correspondence: NodeCorrespondence, *, from_start: bool = True) -> list[AuditSite]:
+    """All sites, in the order of the graph.
 
-    from_start  False if attention sees more than the rows of this call: what was cached before is not in the graph
+    from_start  False if attention reads rows that were cached before this call, which the graph does not contain
     """
-    found = trail.stand_ins(lowered.graph)
-    stands_for: dict[Node, Node] = {}
+    found = correspondence.counterparts(lowered.graph)
+    captured_of: dict[Node, Node] = {}
     for captured, node in found.items():
-        stands_for.setdefault(node, captured)
+        captured_of.setdefault(node, captured)
     position = {node: i for i, node in enumerate(lowered.graph.nodes)}
-    captured_order = {node: i for i, node in enumerate(trail.captured.graph.nodes)}
-    places = []
+    captured_order = {node: i for i, node in enumerate(correspondence.captured.graph.nodes)}
+    sites = []
     for node in lowered.graph.nodes:
         if "op" not in node.meta or node.op != "call_function":
             continue
-        outputs, between, whole = _outputs(node, stands_for)
+        outputs, between, whole = _outputs(node, captured_of)
         before = {a: b for a, b in found.items() if position[b] < position[node]}
-        slices = [_slice(stands_for[output], output, before, captured_order) for output in outputs]
-        cached = _reads_cache(node) and any(_cached(n) for part in slices for n in part.nodes)
+        slices = [_slice(captured_of[output], output, before, captured_order) for output in outputs]
+        cached = _reads_cache(node) and any(_attends_to_cache(n) for part in slices for n in part.nodes)
         if cached and not from_start:
             slices = []
         rewrite, path = node.meta.get("site", ("lift", module_path(node)))
-        places.append(Place(node, node.meta["op"], node.meta.get("kernel", "inline"), rewrite,
-                            tuple(trail.rewrites_of(node)), path, layer_of(path), source_line(node),
-                            tuple(slices), whole, cached, tuple(between)))  # fmt: skip
-    return places
+        sites.append(AuditSite(node, node.meta["op"], node.meta.get("kernel", "inline"), rewrite,
+                               tuple(correspondence.rewrites_of(node)), path, layer_of(path), source_line(node),
+                               tuple(slices), whole, cached, tuple(between)))  # fmt: skip
+    return sites
 
 
-def _outputs(node: Node, stands_for: dict[Node, Node]) -> tuple[list[Node], list[Node], bool]:
-    """The values of a place that the captured graph has, too, what lies between it and them, and whether all are such."""
+def _outputs(node: Node, captured_of: dict[Node, Node]) -> tuple[list[Node], list[Node], bool]:
+    """(outputs of a site that correspond to captured nodes, the nodes between, whether these are all of its outputs)."""
     outputs, between, waiting, whole = [], [], [node], bool(node.users)
     for here in waiting:
-        if here in stands_for:
+        if here in captured_of:
             outputs.append(here)
-        elif all(_part(reader, here) for reader in here.users):
+        elif all(_accesses_value(reader, here) for reader in here.users):
             waiting += here.users
         else:
             whole = False
@@ -101,12 +101,12 @@ def _outputs(node: Node, stands_for: dict[Node, Node]) -> tuple[list[Node], list
     return outputs, between, whole
 
 
-def _part(reader: Node, source: Node) -> bool:
-    return reader.target is operator.getitem or (call(reader).op in _PARTS and reader.all_input_nodes == [source])
+def _accesses_value(reader: Node, source: Node) -> bool:
+    return reader.target is operator.getitem or (call(reader).op in _VALUE_ACCESS and reader.all_input_nodes == [source])
 
 
 def _slice(root: Node, output: Node, before: dict[Node, Node], order: dict[Node, int]) -> Slice:
-    """Back from `root` to what is known before the place."""
+    """The captured nodes from `root` back to values that are computed before the site."""
     nodes, given, waiting = {root}, {}, [root]
     while waiting:
         for operand in waiting.pop().all_input_nodes:
@@ -119,16 +119,16 @@ def _slice(root: Node, output: Node, before: dict[Node, Node], order: dict[Node,
 
 
 def _reads_cache(node: Node) -> bool:
-    """Whether it reads the tensors that the runtime keeps keys and values in."""
+    """Whether it reads a key or value cache of the runtime."""
     return any(map(is_cache, node.all_input_nodes))
 
 
-def _cached(node: Node) -> bool:
-    """Attention that owns a cache, of whose earlier rows the captured graph knows nothing."""
+def _attends_to_cache(node: Node) -> bool:
+    """Whether it is attention with a cache, whose earlier rows are not in the captured graph."""
     return node.target is ops.attention.overload and len(node.args) > 3 and node.args[3] is not None
 
 
-def rewrites_in(places: Iterable[Place], order: Sequence[str]) -> list[str]:
-    """The rewrites of these places, as they ran."""
-    found = dict.fromkeys(place.rewrite for place in places)
+def rewrite_order(sites: Iterable[AuditSite], order: Sequence[str]) -> list[str]:
+    """The rewrites of these sites, in the order in which they ran."""
+    found = dict.fromkeys(site.rewrite for site in sites)
     return sorted(found, key=lambda name: order.index(name) if name in order else -1)

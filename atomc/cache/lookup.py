@@ -1,14 +1,14 @@
-"""A cold or a warm start of one program: found in the cache, or compiled and kept there."""
+"""Loads one program from the cache, or stores it after a compile."""
 
 import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from atomc.cache.artifact import Unstorable
-from atomc.cache.compiled import Compiled, restored
+from atomc.cache.artifact import Uncacheable
+from atomc.cache.compiled import Compiled, deserialize_compiled
 from atomc.cache.fingerprint import Parts
-from atomc.cache.store import Damaged, Entry, Plain, check_plain, fill_report
+from atomc.cache.store import DamagedEntry, Entry, Plain, check_plain, fill_report
 from atomc.options import Options
 from atomc.report import CacheOutcome, Report
 from atomc.torch_compat.names import outside_of_tracing
@@ -16,11 +16,11 @@ from atomc.torch_compat.names import outside_of_tracing
 log = logging.getLogger("atomc")
 
 
-class Start:
-    """The place of one program in the cache.
+class CacheLookup:
+    """The cache entry of one program.
 
-    parts    what the program depends on; raises Unstorable if it can be told from no other
-    outcome  what the cache did for it
+    parts    computes the cache key of the program; raises Uncacheable if it has none
+    outcome  the result for the report
     """
 
     def __init__(self, options: Options, parts: Callable[[], Parts]):
@@ -33,24 +33,24 @@ class Start:
             return
         try:
             self.entry = Entry(parts(), options)
-        except Unstorable as error:
+        except Uncacheable as error:
             self.outcome = CacheOutcome("off", str(error))
 
-    def found(self, report: Report, misfit: Callable[[Plain], str | None]) -> tuple[Compiled, Plain] | None:
-        """What an earlier start has kept, if anything: the compiled program, and all of its entry.
+    def load(self, report: Report, mismatch: Callable[[Plain], str | None]) -> tuple[Compiled, Plain] | None:
+        """(the compiled program, its whole entry) from the cache; None on a miss.
 
-        report  gets what was found out then
-        misfit  says of an entry why it does not serve, or None
+        report    receives the stored report
+        mismatch  gives the reason why an entry cannot be used, or None
         """
         if self.entry is None:
             return None
         start = time.perf_counter()
         try:
-            return self._read(self.entry, report, misfit)
+            return self._read(self.entry, report, mismatch)
         except OSError as error:
             self.entry, self.outcome = None, CacheOutcome("off", str(error))
-        except Exception as error:  # however an entry is broken, it is compiled anew
-            log.warning("atomc rebuilds a damaged entry of its cache, %s: %s", self.entry.path, error)
+        except Exception as error:  # a damaged entry can raise anything; the program is compiled again
+            log.warning("atomc rebuilds a damaged cache entry, %s: %s", self.entry.path, error)
             self.outcome = CacheOutcome("miss", f"the entry was damaged and is rebuilt: {error}")
             self.entry.delete()
         finally:
@@ -58,25 +58,25 @@ class Start:
         return None
 
     def _read(
-        self, entry: Entry, report: Report, misfit: Callable[[Plain], str | None]
+        self, entry: Entry, report: Report, mismatch: Callable[[Plain], str | None]
     ) -> tuple[Compiled, Plain] | None:
         with outside_of_tracing():
             data = entry.read()
-        why = entry.why_missing() if data is None else misfit(data)
+        why = entry.why_missing() if data is None else mismatch(data)
         if data is None or why is not None:
             self.outcome = CacheOutcome("miss", str(why))
             return None
         try:
             with outside_of_tracing():
-                compiled = restored(data["compiled"])
-        except Exception as error:  # code and data of a broken entry can raise anything
-            raise Damaged(f"{type(error).__name__}: {error}") from error
+                compiled = deserialize_compiled(data["compiled"])
+        except Exception as error:  # code and data of a damaged entry can raise anything
+            raise DamagedEntry(f"{type(error).__name__}: {error}") from error
         fill_report(report, data["report"])
         self.outcome = CacheOutcome("hit")
         return compiled, data
 
-    def keep(self, data: Callable[[], Plain]) -> Plain | None:
-        """Write what was compiled to the cache; returns what was written. `data` raises Unstorable if that cannot be."""
+    def store(self, data: Callable[[], Plain]) -> Plain | None:
+        """Write an entry and return its content; None if it could not be written. `data` may raise Uncacheable."""
         if self.entry is None:
             return None
         try:
@@ -85,6 +85,6 @@ class Start:
                 check_plain(made)
                 self.entry.write(made)
             return made
-        except (Unstorable, TypeError, OSError) as error:
+        except (Uncacheable, TypeError, OSError) as error:
             self.outcome = replace(self.outcome, not_kept=str(error))
             return None

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from atomc.cli.arguments import command
 
 if TYPE_CHECKING:
-    from atomc.cache.store import Started, Usage
+    from atomc.cache.store import StartRecord, Usage
     from atomc.options import Options
     from atomc.platform import Platform, Provider
 
@@ -100,7 +100,7 @@ def _cache(options: "Options") -> str:
     return table(("cache", ""), [*rows, *([("not used", reason)] if reason else []), *_started(store.last_start(options))])
 
 
-def _started(graphs: "Sequence[Started]") -> list[tuple[str, str]]:
+def _started(graphs: "Sequence[StartRecord]") -> list[tuple[str, str]]:
     """When the last start was, and what the cache did for its graphs, those alike once."""
     if not graphs:
         return [("last start", "not known")]

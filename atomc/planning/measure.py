@@ -24,7 +24,7 @@ from atomc.graph.inputs import graph_input, is_cache, step_input
 from atomc.op import op_of
 from atomc.ops.inputs import StateInput, StepInput
 from atomc.ops.state import LAYOUTS, GroupStep, StateSpec, Step
-from atomc.pieces import likeness
+from atomc.pieces import structural_hash
 from atomc.platform import Platform
 
 # Several times the L2 of a GPU; a CPU's caches are smaller for one core.
@@ -71,7 +71,7 @@ class Bench:
         """The time of one call of these nodes together. inline: what compiles those that no kernel serves."""
         group = [self.nodes[name] for name in names]
         piece, inputs = self._piece(group)
-        key = likeness(piece)
+        key = structural_hash(piece)
         if key not in self.known:
             made = self._inputs(inputs)
             call = inline(piece) if inline and not any("kernel" in node.meta for node in group) else piece.forward

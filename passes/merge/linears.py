@@ -179,7 +179,7 @@ def _unfit(given: Any, real: Real) -> str | None:
         return "its weight is computed in the graph"
     if len(given.users) > 1:
         return f"{input_name(given)} is read elsewhere, too"
-    reason = packed_weights.unfit(real[given])
+    reason = packed_weights.unpackable(real[given])
     return f"{input_name(given)}: {reason}" if reason else None
 
 
@@ -190,7 +190,8 @@ def _as_packed_before(group: list[_Linear], name: str, real: Real) -> tuple[list
     refused: list[Refused] = []
     by_parameter = {id(real[linear.arguments[name]]): linear for linear in group}
     for linear in group:
-        together = [by_parameter.get(id(parameter)) for parameter in packed_weights.partners(real[linear.arguments[name]])]
+        parts = packed_weights.packed_together(real[linear.arguments[name]])
+        together = [by_parameter.get(id(parameter)) for parameter in parts]
         here = [other for other in together if other is not None]
         if not together:
             others.append(linear)
@@ -210,9 +211,9 @@ def _different(group: list[_Linear], names: tuple[str, ...], real: Real) -> tupl
         return "guard", f"they differ in {', '.join(differing)}"
     for name in names:
         parameters = [real[linear.arguments[name]] for linear in group]
-        if reason := packed_weights.unlike(parameters):
+        if reason := packed_weights.mismatch(parameters):
             return "guard", reason
-        if reason := packed_weights.packed_otherwise(parameters):
+        if reason := packed_weights.packed_with_others(parameters):
             return "packed", reason
     return None
 
