@@ -20,7 +20,8 @@ from atomc.graph.provenance import clean_path
 from atomc.options import Options
 from atomc.platform import Platform
 from atomc.render.page import publish
-from atomc.report import GraphBreak, Report, forget, keep
+from atomc.report import Report, forget, keep
+from atomc.report_records import GraphBreak
 from atomc.specialize import Specialized, runnable
 from atomc.torch_compat.inductor import inductor, inductor_option_names
 from atomc.torch_compat.tracing import (
@@ -55,7 +56,7 @@ def compile_graph(
 ) -> Callable[..., Any]:
     """Compile one graph of Dynamo's, or say in the report why Inductor does."""
     report = keep(new_report(gm))
-    reason = untreatable(example_inputs, options)
+    reason = skip_reason(example_inputs, options)
     if reason:
         return to_inductor(gm, example_inputs, options, report, reason)
     if any(isinstance(x, Tensor) and x.is_meta for x in example_inputs):
@@ -104,7 +105,7 @@ def model_name(gm: GraphModule) -> str:
     return "function"
 
 
-def untreatable(example_inputs: Sequence[Any], options: Options) -> str | None:
+def skip_reason(example_inputs: Sequence[Any], options: Options) -> str | None:
     """Why this graph is Inductor's from the start."""
     if options.disable:
         return "atomc is disabled (ATOMC_DISABLE=1 or options={'disable': True})"

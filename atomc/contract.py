@@ -15,7 +15,8 @@ from typing import Any
 
 from atomc.errors import ContractError, OptionsError
 from atomc.options import Options
-from atomc.report import Report, spans
+from atomc.report import Report
+from atomc.report_records import spans
 
 log = logging.getLogger("atomc")
 
@@ -56,7 +57,7 @@ def check_formulas(expect: Mapping[str, int | str]) -> None:
         expected(rewrite, count, layers=1)
 
 
-def broken(report: Report, expect: Mapping[str, int | str]) -> list[str]:
+def violations(report: Report, expect: Mapping[str, int | str]) -> list[str]:
     """What a graph does not keep, one sentence each, with the layers in which it is not kept and why.
 
     A graph without layers (a piece of a program between two graph breaks) promises nothing. Raises OptionsError for an
@@ -70,11 +71,11 @@ def broken(report: Report, expect: Mapping[str, int | str]) -> list[str]:
     unknown = [name for name in expect if report.known and name not in (*report.known, *report.off, *report.matches)]
     if unknown:
         raise OptionsError(f"option expect: no rewrite {unknown[0]!r}; rewrites are {sorted(report.known)}")
-    return [_sentence(report, name, number, least, str(expect[name])) for name, (number, least) in counts.items()
+    return [_violation_text(report, name, number, least, str(expect[name])) for name, (number, least) in counts.items()
             if report.matches[name] < number or (report.matches[name] > number and not least)]  # fmt: skip
 
 
-def _sentence(report: Report, rewrite: str, number: int, least: bool, formula: str) -> str:
+def _violation_text(report: Report, rewrite: str, number: int, least: bool, formula: str) -> str:
     asked = f"{'at least ' * least}{number}" + (f" ({formula.removeprefix('>=').strip()})" if "layers" in formula else "")
     text = f"{rewrite} fired {report.matches[rewrite]} times in {report.num_layers} layers, expected {asked}"
     if report.matches[rewrite] > number:
@@ -91,7 +92,7 @@ def _sentence(report: Report, rewrite: str, number: int, least: bool, formula: s
 
 def check(report: Report, options: Options) -> None:
     """Raise ContractError, or warn with expect_mode="warn", if the graph does not keep what is expected of it."""
-    found = broken(report, options.expect)
+    found = violations(report, options.expect)
     if not found:
         return
     text = f"{report.model} breaks its contract: " + " | ".join(found)
@@ -145,7 +146,7 @@ def _changes(old: Mapping[str, Any], new: Mapping[str, Any], report: Report) -> 
     for rewrite in sorted(old["rewrites"].keys() | new["rewrites"].keys()):
         was, is_now = old["rewrites"].get(rewrite, 0), new["rewrites"].get(rewrite, 0)
         if was > is_now:
-            found.append(_sentence(report, rewrite, was, False, str(was)))
+            found.append(_violation_text(report, rewrite, was, False, str(was)))
         elif was < is_now:
             found.append(f"{rewrite} fired {is_now} times instead of {was}")
     for op in sorted(old["kernels"].keys() | new["kernels"].keys()):

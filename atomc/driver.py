@@ -23,7 +23,7 @@ from atomc.cache.graph_cache import GraphCache
 from atomc.capture.functional import Captured, capture, dynamo_graph
 from atomc.capture.inline_regions import inline, path_in_layer, region, regions_of, stack_of
 from atomc.dumps.dump import Dumper
-from atomc.fusion_opportunities import savings
+from atomc.fusion_opportunities import fusion_opportunities
 from atomc.graph.inputs import graph_input
 from atomc.graph.provenance import layer_of
 from atomc.graph_pass import Context
@@ -34,8 +34,9 @@ from atomc.options import Options
 from atomc.pieces import FEW_OPS, compile_glue, glue_of, left_for_glue
 from atomc.prepared_weights import unpreparable
 from atomc.profiler_ranges import profiled
-from atomc.quantized_weights import few_bits
-from atomc.report import Glue, OpCost, Report
+from atomc.quantized_weights import quantized_weights
+from atomc.report import Report
+from atomc.report_records import Glue, OpCost
 from atomc.select import Selection
 from atomc.torch_compat.inductor import mode_options
 from atomc.torch_compat.names import without_autocast
@@ -159,9 +160,9 @@ def _describe(
 ) -> None:
     """What the report says of the graph before it is lowered."""
     report.machine = {name: getattr(context.platform, name) for name in ("name", "arch", "device", "bandwidth", "flops")}
-    report.costs, report.few_bits = [_op_cost(c) for c in costs], few_bits(gm)
+    report.costs, report.few_bits = [_op_cost(c) for c in costs], quantized_weights(gm)
     if context.keep_texts:
-        report.savings = savings(gm, costs, report.near, glue_fuses=glue_fuses)
+        report.savings = fusion_opportunities(gm, costs, report.near, glue_fuses=glue_fuses)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""Bytes that need not move: what a rewrite would save where it nearly fired, and what neighbours would save as one kernel.
+"""Fusion opportunities: the memory traffic that near misses, and pairs of neighbouring kernels, would save if fused.
 
-Kernels that run as one read once what two of them read, and neither write nor read what passes between them. Matrix
-products and attention are left out of neighbours: what stands next to them is not fused for its bytes alone.
+A fused kernel reads a common input once, and neither writes nor reads the tensors between its parts. Matrix products and
+attention are excluded from pairs of neighbours: fusing into them is not decided by traffic alone.
 """
 
 import re
@@ -10,25 +10,27 @@ from collections.abc import Collection, Iterator, Sequence
 import sympy
 from torch.fx import Graph, GraphModule, Node
 
-from atomc.cost import NodeCost, bytes_of, is_product, shown, simple, source_of, symbols_of
+from atomc.cost import NodeCost, bytes_of, is_product, simplified, storage_node, symbols_of, view_base
 from atomc.graph.canonical import value
 from atomc.op import op_of
 from atomc.op_traits import Kind
-from atomc.report import Miss, Saving
+from atomc.report_records import FusionOpportunity, Miss
 
-# What a neighbour is not fused with for its bytes alone: ops that are nothing else, and by their names those of PyTorch.
-APART = (Kind.LINEAR, Kind.ATTENTION, Kind.LOOKUP, Kind.COLLECTIVE)
-_APART = re.compile("linear|attention|embedding|index_select|all_reduce|sort|topk")
+# Excluded from pairs of neighbours: our ops of these kinds only, and ops of PyTorch by name.
+NEVER_FUSED = (Kind.LINEAR, Kind.ATTENTION, Kind.LOOKUP, Kind.COLLECTIVE)
+_NEVER_FUSED_NAMES = re.compile("linear|attention|embedding|index_select|all_reduce|sort|topk")
 
 
-def savings(gm: GraphModule, costs: Sequence[NodeCost], near: Sequence[Miss], *, glue_fuses: bool) -> list[Saving]:
-    """Of a graph before lowering. glue_fuses: whether pointwise nodes that meet run as one kernel."""
+def fusion_opportunities(
+    gm: GraphModule, costs: Sequence[NodeCost], near: Sequence[Miss], *, glue_fuses: bool
+) -> list[FusionOpportunity]:
+    """The opportunities in a graph before lowering. glue_fuses: whether connected pointwise nodes run as one kernel."""
     traffic = _Traffic(gm.graph, costs)
-    return [*_of_misses(traffic, near), *_of_neighbours(traffic), *([] if glue_fuses else _of_glue(costs))]
+    return [*_from_near_misses(traffic, near), *_from_neighbours(traffic), *([] if glue_fuses else _from_glue(costs))]
 
 
 class _Traffic:
-    """Which kernel writes and which ones read each tensor."""
+    """The kernels that write and read each tensor."""
 
     def __init__(self, graph: Graph, costs: Sequence[NodeCost]):
         self.costs, self.sizes = costs, symbols_of(graph)
@@ -38,17 +40,18 @@ class _Traffic:
         self.readers: dict[Node, set[int]] = {}
         for i, cost in enumerate(costs):
             inside = set(cost.nodes)
-            read = {shown(x): None for node in cost.nodes for x in node.all_input_nodes if source_of(x) not in inside}
+            read = {view_base(x): None for node in cost.nodes for x in node.all_input_nodes
+                    if storage_node(x) not in inside}  # fmt: skip
             self.reads.append(read)
             for tensor in read:
                 self.readers.setdefault(tensor, set()).add(i)
-        self.returned = {shown(node) for node in graph.output_node().all_input_nodes}
+        self.returned = {view_base(node) for node in graph.output_node().all_input_nodes}
 
     def writer(self, tensor: Node) -> int | None:
-        return self.kernel_of.get(source_of(tensor))
+        return self.kernel_of.get(storage_node(tensor))
 
     def saved(self, kernels: Collection[int]) -> sympy.Expr:
-        """Bytes that these kernels would not move if they were one."""
+        """Bytes of traffic that fusing these kernels would save."""
         total: sympy.Expr = sympy.Integer(0)
         for tensor in dict.fromkeys(tensor for i in kernels for tensor in self.reads[i]):
             readers = self.readers[tensor]
@@ -58,10 +61,10 @@ class _Traffic:
             else:
                 times = len(readers & set(kernels)) - 1
             total += times * bytes_of(value(tensor))
-        return simple(total.xreplace(self.sizes))
+        return simplified(total.xreplace(self.sizes))
 
     def neighbours(self) -> Iterator[tuple[int, int]]:
-        """Kernels of which the second reads the first, and nothing that was made of it in between."""
+        """(writer, reader) for kernels without a kernel on a path between them."""
         depth: list[int] = []
         written = [{w for tensor in read if (w := self.writer(tensor)) is not None} for read in self.reads]
         for i in sorted(range(len(self.costs)), key=lambda i: max(self.costs[i].nodes)):
@@ -71,31 +74,33 @@ class _Traffic:
             yield from ((w, i) for w in sorted(writers) if depth[i] == depth[w] + 1)
 
 
-def _of_misses(traffic: _Traffic, near: Sequence[Miss]) -> Iterator[Saving]:
+def _from_near_misses(traffic: _Traffic, near: Sequence[Miss]) -> Iterator[FusionOpportunity]:
     for miss in near:
         kernels = {traffic.number[name] for name in miss.nodes if name in traffic.number}
-        yield Saving("near miss", miss.rewrite, miss.module_path, miss.layer, miss.source, str(traffic.saved(kernels)))
+        saved = str(traffic.saved(kernels))
+        yield FusionOpportunity("near miss", miss.rewrite, miss.module_path, miss.layer, miss.source, saved)
 
 
-def _of_neighbours(traffic: _Traffic) -> Iterator[Saving]:
+def _from_neighbours(traffic: _Traffic) -> Iterator[FusionOpportunity]:
     for first, second in traffic.neighbours():
         one, other = traffic.costs[first], traffic.costs[second]
-        if _apart(one) or _apart(other):
+        if _never_fused(one) or _never_fused(other):
             continue
         saved = traffic.saved({first, second})
         if saved != 0:
-            yield Saving("neighbours", f"{one.op} > {other.op}", other.module_path, other.layer, other.source, str(saved))
+            yield FusionOpportunity("neighbours", f"{one.op} > {other.op}", other.module_path, other.layer, other.source,
+                                    str(saved))
 
 
-def _of_glue(costs: Sequence[NodeCost]) -> Iterator[Saving]:
+def _from_glue(costs: Sequence[NodeCost]) -> Iterator[FusionOpportunity]:
     for cost in costs:
-        saved = simple(cost.apart - cost.cost.bytes)
+        saved = simplified(cost.apart - cost.cost.bytes)
         if saved != 0 and cost.op == "glue":
-            yield Saving("glue", f"{len(cost.nodes)} ops", cost.module_path, cost.layer, cost.source, str(saved))
+            yield FusionOpportunity("glue", f"{len(cost.nodes)} ops", cost.module_path, cost.layer, cost.source, str(saved))
 
 
-def _apart(kernel: NodeCost) -> bool:
+def _never_fused(kernel: NodeCost) -> bool:
     op = op_of(kernel.nodes[0].target)
     if op is not None:
-        return op.kind in APART
-    return is_product(kernel.nodes[0]) or _APART.search(kernel.op) is not None
+        return op.kind in NEVER_FUSED
+    return is_product(kernel.nodes[0]) or _NEVER_FUSED_NAMES.search(kernel.op) is not None

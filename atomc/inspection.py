@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from atomc import contract
-from atomc.backend import new_report, untreatable
+from atomc.backend import new_report, skip_reason
 from atomc.capture.regions import region_failure_note, trace_once
 from atomc.driver import compile_graph
 from atomc.errors import OURS
@@ -98,7 +98,7 @@ def example_inputs(model: Callable[..., Any], asked: str = "explain") -> tuple[t
 def _inspect(gm: GraphModule, inputs: Sequence[Any], options: Options, platform: Platform | None) -> Report:
     """All stages but the last: kernels are chosen, nothing is compiled."""
     report = keep(new_report(gm))
-    reason = untreatable(inputs, options)
+    reason = skip_reason(inputs, options)
     if reason:
         report.why_not = reason
         contract.check(report, options)

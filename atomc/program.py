@@ -26,7 +26,7 @@ from atomc.weight_inputs import WeightInputs
 if TYPE_CHECKING:
     from torch.fx import GraphModule
 
-    from atomc.trace_model import Traced
+    from atomc.trace_model import TracedModel
 
 
 class Program:
@@ -181,13 +181,13 @@ def compile_model(
 def _traced(
     model: nn.Module, options: Options, platform: Platform, observers: "Sequence[Callable[[str, GraphModule], None]]",
     keep_texts: bool,
-) -> "Traced":  # fmt: skip
+) -> "TracedModel":  # fmt: skip
     from atomc.refusal import refusal
     from atomc.torch_compat.tracing import TracingError
-    from atomc.trace_model import traced  # and with it Dynamo
+    from atomc.trace_model import trace_model  # and with it Dynamo
 
     try:
-        return traced(model, options, platform, observers, keep_texts)
+        return trace_model(model, options, platform, observers, keep_texts)
     except OURS:
         raise
     except TracingError as error:

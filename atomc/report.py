@@ -3,185 +3,28 @@
 import contextlib
 import json
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Any
 
-MOST_REPORTS = 256
+from atomc.render.text import report_text
+from atomc.report_records import (
+    PARTS,
+    CacheOutcome,
+    FusionOpportunity,
+    Glue,
+    GraphBreak,
+    KernelChoice,
+    Miss,
+    OpCost,
+    QuantizedWeightSize,
+    Site,
+    Stage,
+    spans,
+)
+
+MAX_REPORTS = 256
 VERSION = 1  # of the data
-
-
-@dataclass(frozen=True)
-class Site:
-    """One place where a rewrite fired. `source` is "file.py:12" of the user's program."""
-
-    rewrite: str
-    module_path: str
-    layer: int | None
-    source: str
-    attrs: dict[str, Any] = field(default_factory=dict)
-
-
-# What keeps a pattern from matching: in the structure, in the values, in rewriting.
-MissKind = Literal["extra op", "missing op", "missing cast", "other op", "operand order", "arguments", "attribute",
-                   "scalar", "same value", "no reader",
-                   "dtype", "size", "view", "device", "extra user", "mutation", "cycle",
-                   "guard", "taken", "off", "packed"]  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Miss:
-    """One place where a rewrite nearly fired. `depth` is the share of the pattern that is there."""
-
-    rewrite: str
-    variant: str
-    module_path: str
-    layer: int | None
-    source: str
-    depth: float
-    kind: MissKind
-    expected: str
-    found: str
-    nodes: list[str] = field(default_factory=list)
-
-    def text(self) -> str:
-        where = self.module_path or "the graph"
-        line = f" ({self.source})" if self.source else ""
-        return f"{self.rewrite} in {where}{line}, {self.depth:.0%} there: expected {self.expected}; found {self.found}"
-
-
-def another(provider: str) -> str:
-    return f"another {provider} kernel"
-
-
-@dataclass(frozen=True)
-class KernelChoice:
-    """What runs one op for a range of token counts.
-
-    refused   (provider, reason), in order of preference
-    codes     of each of these the code (atomc.op.Refusal); none in a report of an older version
-    """
-
-    op: str
-    module_path: str
-    tokens: str
-    chosen: str
-    refused: list[tuple[str, str]] = field(default_factory=list)
-    node: str = ""
-    codes: list[str] = field(default_factory=list)
-
-    @property
-    def others(self) -> list[tuple[str, str]]:
-        """`refused` as a reader wants it named: a provider whose kernel runs the op has refused with another one."""
-        return [(another(provider) if provider == self.chosen else provider, reason) for provider, reason in self.refused]
-
-    def refused_by(self, *codes: str) -> list[tuple[str, str]]:
-        """Those of `refused` that have one of these codes."""
-        return [pair for pair, code in zip(self.refused, self.codes, strict=False) if code in codes]
-
-
-@dataclass(frozen=True)
-class Stage:
-    """One pass that changed the graph, and the graph after it (atomc.graph_printer).
-
-    text    "" unless the report is of explain or goes to a page, or the stage is the last one
-    before  the graph before it, where that is not the graph after the stage in front
-    """
-
-    name: str
-    changed: int
-    text: str
-    before: str = ""
-
-
-@dataclass(frozen=True)
-class OpCost:
-    """What one kernel's worth of work must move and compute, as formulas of T, R, S and C (see atomc.cost).
-
-    nodes    of the graph before lowering
-    made_of  the nodes of the captured graph that became these
-    apart    bytes if each of the nodes ran alone; "" where that is the same
-    made_by  the last rewrite that had a hand in it, "" for what the program wrote itself
-    """
-
-    op: str
-    module_path: str
-    layer: int | None
-    source: str
-    bytes: str
-    flops: str
-    nodes: list[str] = field(default_factory=list)
-    made_of: list[str] = field(default_factory=list)
-    apart: str = ""
-    made_by: str = ""
-
-
-@dataclass(frozen=True)
-class Saving:
-    """Bytes that need not move if kernels were one: where a rewrite nearly fired, and where neighbours could be fused.
-
-    kind  "near miss", what is the rewrite; "neighbours", what is the ops of the two; "glue", pointwise ops run one by one
-    """
-
-    kind: str
-    what: str
-    module_path: str
-    layer: int | None
-    source: str
-    bytes: str
-
-
-@dataclass(frozen=True)
-class FewBits:
-    """A linear whose weight is in few bits: bytes of it and its scales, and those of the weight in the output's dtype."""
-
-    op: str
-    scheme: str
-    module_path: str
-    layer: int | None
-    node: str
-    bytes: int
-    full_bytes: int
-
-
-@dataclass(frozen=True)
-class GraphBreak:
-    """Where Dynamo ended a graph early, and why."""
-
-    source: str
-    code: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class CacheOutcome:
-    """What the cache did for a graph.
-
-    kind      "off": it was not asked; "": nothing was to run
-    why       why it was no hit
-    not_kept  why what was compiled then was not written
-    """
-
-    kind: Literal["", "hit", "miss", "off"] = ""
-    why: str = ""
-    not_kept: str = ""
-
-    def __str__(self) -> str:
-        text = ": ".join(part for part in (self.kind, self.why) if part)
-        return f"{text}; not kept: {self.not_kept}" if self.not_kept else text
-
-
-@dataclass(frozen=True)
-class Glue:
-    """What compiles the ops between kernels, "inductor" or "eager"; the report has the note among its others."""
-
-    how: str
-    note: str
-
-
-# What the lists of a report hold.
-PARTS: dict[str, Any] = {"sites": Site, "kernels": KernelChoice, "stages": Stage, "near": Miss, "costs": OpCost,
-                         "savings": Saving, "few_bits": FewBits, "glue": Glue}  # fmt: skip
 
 
 @dataclass
@@ -202,7 +45,7 @@ class Report:
     phases: dict[str, float] = field(default_factory=dict)
     cuda_graphs: list[dict[str, Any]] = field(default_factory=list)
     machine: dict[str, Any] = field(default_factory=dict)  # name, arch, and bandwidth and flops if its data sheet says them
-    cached: CacheOutcome = CacheOutcome()
+    cached: CacheOutcome = field(default_factory=CacheOutcome)
     notes: list[str] = field(default_factory=list)
     glue: list[Glue] = field(default_factory=list)
     state: list[str] = field(default_factory=list)
@@ -216,8 +59,8 @@ class Report:
     requires: dict[str, list[str]] = field(default_factory=dict)  # rewrite -> earlier ones whose ops it builds on
     num_ops: dict[str, int] = field(default_factory=dict)  # ops left in the graph before lowering
     costs: list[OpCost] = field(default_factory=list)  # of the graph before lowering, in its order
-    savings: list[Saving] = field(default_factory=list)
-    few_bits: list[FewBits] = field(default_factory=list)
+    savings: list[FusionOpportunity] = field(default_factory=list)
+    few_bits: list[QuantizedWeightSize] = field(default_factory=list)
     about: dict[str, str] = field(default_factory=dict)  # rewrite -> what it does: the docstring of its file
     audit: dict[str, Any] = field(default_factory=dict)  # of the first call, if one was asked for: see docs/audit.md
     bugs: list[str] = field(default_factory=list)  # of the matcher: what it refused without a reason, or could not explain
@@ -340,24 +183,11 @@ class Report:
 
     def to_text(self) -> str:
         """A table per question: rewrites by layer, near misses, kernels, phases."""
-        from atomc.render.text import report_text
-
         return report_text(self)
 
 
 def _below(path: str, prefix: str | None) -> bool:
     return prefix is None or path == prefix or path.startswith(prefix + ".") or f".{prefix}." in f".{path}."
-
-
-def spans(numbers: Iterable[int]) -> str:
-    """0, 1, 2, 5 -> "0-2, 5"."""
-    runs: list[list[int]] = []
-    for number in sorted(set(numbers)):
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ", ".join(f"{a}-{b}" if a != b else str(a) for a, b in runs)
 
 
 class Reports(list[Report]):
@@ -374,7 +204,7 @@ class Reports(list[Report]):
         return [report.recompile for report in self if report.recompile is not None]
 
 
-_reports: deque[Report] = deque(maxlen=MOST_REPORTS)
+_reports: deque[Report] = deque(maxlen=MAX_REPORTS)
 
 
 def reports() -> Reports:

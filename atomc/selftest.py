@@ -16,6 +16,7 @@ from atomc.examples import EXAMPLES, Arguments, Numbers
 from atomc.op import REGISTRY, Kernel, Op, Refusal, refusal
 from atomc.op_traits import Kind
 from atomc.platform import Platform
+from atomc.render.table import table
 
 # One token, and more than the kernels for few tokens take.
 ROWS = (1, 33)
@@ -135,8 +136,6 @@ def _distance(actual: Tensor, truth: Tensor, dtype: torch.dtype) -> float:
 
 def text(found: Sequence[Tried]) -> str:
     """A table: what failed first, then what passed, then why the others were not tried, by provider."""
-    from atomc.render.text import table
-
     order = sorted(found, key=lambda one: (one.passed is not False, one.passed is None))
     rows = [(one.provider, one.op + (f" ({one.layout})" if one.layout else ""), _word(one.passed), str(one.tried),
              f"{one.error:.2g}" if one.passed else "", one.said) for one in order if one.passed is not None]  # fmt: skip

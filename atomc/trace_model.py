@@ -21,7 +21,7 @@ from atomc.torch_compat.automatic_dynamic import compiled_alone
 from atomc.torch_compat.tracing import ShortenTraceback, afresh, mark_unbacked, passed_on, source_name
 
 
-class Traced(NamedTuple):
+class TracedModel(NamedTuple):
     """A compiled model.
 
     sources  of each input of Dynamo's graph, as Dynamo spells it
@@ -38,18 +38,18 @@ class Traced(NamedTuple):
     key: str | None
 
 
-class _Done(ShortenTraceback):
+class _TraceFinished(ShortenTraceback):
     """Ends the call of a model that is only to be traced, before Dynamo makes guards that nobody will check."""
 
-    def __init__(self, traced: Traced) -> None:
+    def __init__(self, trace_model: TracedModel) -> None:
         super().__init__(first_useful_frame=None)
-        self.traced = traced
+        self.traced = trace_model
 
 
-def traced(
+def trace_model(
     model: nn.Module, options: Options, platform: Platform, observers: Sequence[Callable[[str, GraphModule], None]],
     keep_texts: bool,
-) -> Traced:  # fmt: skip
+) -> TracedModel:  # fmt: skip
     """The model, traced and compiled; see atomc.program.compile_model."""
     device = next(model.parameters()).device
     reports: list[Report] = []  # of this trace, and of one before that is given up
@@ -65,17 +65,17 @@ def traced(
         compiled = built.compiled
         owned = [None if name in compiled.step_inputs else given
                  for name, given in zip(compiled.inputs, inputs, strict=False)]  # fmt: skip
-        raise _Done(Traced(compiled, sources, owned, reports[-1], built.entry, built.key))
+        raise _TraceFinished(TracedModel(compiled, sources, owned, reports[-1], built.entry, built.key))
 
     def step(input_ids: Tensor, positions: Tensor, logits_rows: Tensor) -> Tensor:
         logits: Tensor = model(input_ids, positions, logits_rows)
         return logits
 
-    def dynamo() -> Traced:
+    def dynamo() -> TracedModel:
         try:
             with compiled_alone():
                 torch.compile(afresh(step), backend=backend, fullgraph=True, dynamic=False)(*example)
-        except _Done as done:
+        except _TraceFinished as done:
             return done.traced
         raise AssertionError("Dynamo found no graph in the model's forward")
 

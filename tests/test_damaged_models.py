@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from atomc import demo, models
 from atomc.cli import main
 from atomc.models import limits, loader, stock
-from atomc.planning.plan import built
+from atomc.planning.plan import build_model
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.detokenizer import load_tokenizer
 from atomc.runtime.loading import load
@@ -80,7 +80,7 @@ def refusals(folder: Path) -> set[str]:
 
     found = {refusal(lambda: load(EngineConfig(model=str(folder), device="cpu"), progress=False)),
              refusal(lambda: load_served(folder, "model", ServerConfig())),
-             refusal(lambda: built(folder))}  # fmt: skip
+             refusal(lambda: build_model(folder))}  # fmt: skip
     return {sentence for sentence in found if sentence is not None}
 
 
@@ -533,7 +533,7 @@ def test_a_part_of_a_damaged_model_is_refused(
     whole: Path, tmp_path: Path, values: dict[str, Any], part: dict[str, int], sentence: str
 ) -> None:
     with pytest.raises(ValueError, match=sentence):
-        built(damaged(whole, tmp_path, "qwen3", config(**values)), **part)
+        build_model(damaged(whole, tmp_path, "qwen3", config(**values)), **part)
 
 
 @pytest.mark.parametrize("command", ["generate", "explain"])

@@ -17,11 +17,13 @@ import torch.nn.functional as F
 import atomc
 from atomc.cli import main
 from atomc.cli.explain import _names
+from atomc.graph_printer import parse
 from atomc.render import formula
 from atomc.render.compare import Comparison
-from atomc.render.graph_diff import aligned, folded, hunks, parsed
+from atomc.render.graph_diff import align, fold_layers, hunks
 from atomc.render.html import page as html_of
-from atomc.report import CacheOutcome, KernelChoice, Miss, OpCost, Report, Saving, Site, Stage
+from atomc.report import Report
+from atomc.report_records import CacheOutcome, FusionOpportunity, KernelChoice, Miss, OpCost, Site, Stage
 
 TINY = dict(vocab_size=96, hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2,
             head_dim=16, max_position_embeddings=128)  # fmt: skip
@@ -244,7 +246,7 @@ def hostile():
         kernels=[KernelChoice(HOSTILE, HOSTILE, "any", HOSTILE, [(HOSTILE, HOSTILE)], "n")],
         costs=[OpCost(HOSTILE, HOSTILE, 0, HOSTILE, "2*T", "alert(3)", ["n"], ["n"])],
         machine={"name": HOSTILE, "arch": HOSTILE},
-        savings=[Saving("neighbours", HOSTILE, HOSTILE, 0, HOSTILE, "4*T")], phases={HOSTILE: 1.0},
+        savings=[FusionOpportunity("neighbours", HOSTILE, HOSTILE, 0, HOSTILE, "4*T")], phases={HOSTILE: 1.0},
         stages=[Stage(HOSTILE, 1, f"n = {HOSTILE}  # f32[2]  {HOSTILE}  {HOSTILE}", f"m = {HOSTILE}  # f32[2]  -  -")],
         cuda_graphs=[{HOSTILE: 1, "bytes": 5}], state=[HOSTILE], recompile=HOSTILE,
     )  # fmt: skip
@@ -335,7 +337,7 @@ ALIKE = BEFORE.replace("x = input", "add_9 = input").replace("(x", "(add_9").rep
 
 def test_nodes_stand_beside_what_became_of_them():
     rows = [(row.kind, row.left and row.left.name, row.right and row.right.name)
-            for row in aligned(parsed(BEFORE), parsed(AFTER))]  # fmt: skip
+            for row in align(parse(BEFORE), parse(AFTER))]  # fmt: skip
     assert rows == [
         ("same", "x", "x"), ("replaced", "mul", "double"), ("changed", "add", "add"),
         ("replaced", "mul_1", "double_1"), ("changed", "add_1", "add_1"), ("same", "return", "return"),
@@ -343,19 +345,19 @@ def test_nodes_stand_beside_what_became_of_them():
 
 
 def test_a_node_that_moved_is_shown_where_it_was_and_where_it_is():
-    kinds = Counter(row.kind for row in aligned(parsed("a = f()\nb = g()\nc = h()"), parsed("c = h()\na = f()\nb = g()")))
+    kinds = Counter(row.kind for row in align(parse("a = f()\nb = g()\nc = h()"), parse("c = h()\na = f()\nb = g()")))
     assert kinds == {"same": 2, "gone": 1, "made": 1}
 
 
 def test_what_changes_alike_in_two_layers_is_one_hunk():
-    (hunk, other) = hunks(parsed(BEFORE), parsed(AFTER))
+    (hunk, other) = hunks(parse(BEFORE), parse(AFTER))
     assert (hunk.count, other.count) == (1, 1)  # the first layer reads the input, the second the first
-    (hunk,) = hunks(parsed(ALIKE), parsed(ALIKE.replace("aten.mul(", "atom.double(")))
+    (hunk,) = hunks(parse(ALIKE), parse(ALIKE.replace("aten.mul(", "atom.double(")))
     assert (hunk.count, hunk.layers) == (2, {0, 1})
 
 
 def test_layers_that_look_alike_are_listed_once():
-    blocks = folded(parsed(ALIKE))
+    blocks = fold_layers(parse(ALIKE))
     assert [(block.layers, len(block.lines)) for block in blocks] == [([], 1), ([0, 1], 2), ([], 1)]
 
 

@@ -4,8 +4,10 @@ from collections import Counter
 
 import pytest
 
-from atomc.render.text import WIDTH, collapsed, report_text, summary, table
-from atomc.report import GraphBreak, KernelChoice, Miss, Report, Site
+from atomc.render.table import WIDTH, collapsed, table
+from atomc.render.text import report_text, summary
+from atomc.report import Report
+from atomc.report_records import GraphBreak, KernelChoice, Miss, Site
 
 
 def fired(rewrite, path, layer):

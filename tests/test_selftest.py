@@ -14,7 +14,8 @@ from atomc.op import REGISTRY
 from atomc.op_traits import Kind
 from atomc.options import Options
 from atomc.platform import Platform
-from atomc.report import CacheOutcome, Report
+from atomc.report import Report
+from atomc.report_records import CacheOutcome
 from atomc.selftest import self_test, text
 
 CPU = Platform.detect("cpu")

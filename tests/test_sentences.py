@@ -27,7 +27,7 @@ ALLOWED = {
     "atomc/contract.py: text.": "formulas that a user wrote",
     "atomc/dumps/diff.py": "dumped Python",
     "atomc/kernels/zentorch/library.py: line.": "JSON lines of a process",
-    "atomc/graph_printer.py: named.sub": "the notation of a graph",
+    "atomc/graph_printer.py": "the notation of a graph",
     "atomc/platform.py: line.": "files of the system",
     "atomc/render/html.py: re.sub('>": "white space of a page",
     "atomc/render/html.py: text.replace('<'": "escapes of a page",

@@ -26,6 +26,7 @@ from atomc.cache.generated import Function
 from atomc.dumps.dump import Dumper
 from atomc.ops.inputs import StepInput
 from atomc.options import Options
+from atomc.render.audit import headline
 from atomc.report import Report
 from atomc.torch_compat.names import outside_of_tracing
 
@@ -141,8 +142,6 @@ class Audit:
         return bisect_rewrites(run, self.ranked, self.order, bound, self.report.requires)
 
     def _log(self) -> None:
-        from atomc.render.audit import headline
-
         beyond = "blame" in self.report.audit
         (log.warning if beyond else log.info)("atomc audit of %s: %s", self.report.model, headline(self.report.audit))
 

@@ -11,7 +11,8 @@ from atomc.cache.graph_fingerprint import parts_of
 from atomc.cache.lookup import CacheLookup
 from atomc.cache.store import Plain, plain_report, record_start
 from atomc.graph_pass import Context
-from atomc.report import CacheOutcome, Report
+from atomc.report import Report
+from atomc.report_records import CacheOutcome
 from atomc.torch_compat.tracing import fake_mode_of, guards_hold, guards_of
 
 

@@ -29,7 +29,8 @@ import torch
 
 from atomc.cache.fingerprint import KERNEL_SOURCE, OUR_KERNELS, Parts
 from atomc.options import Options
-from atomc.report import PARTS, Report
+from atomc.report import Report
+from atomc.report_records import PARTS
 
 log = logging.getLogger("atomc")
 

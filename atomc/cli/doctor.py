@@ -48,7 +48,7 @@ def _print_machine() -> None:
     from atomc.options import Options
     from atomc.pieces import glue_of
     from atomc.platform import Platform, torch_status
-    from atomc.render.text import table
+    from atomc.render.table import table
 
     version = import_module("atomc").__version__
     python = ".".join(map(str, sys.version_info[:3]))
@@ -62,7 +62,7 @@ def _print_libraries() -> None:
     from atomc import kernels
     from atomc.op import REGISTRY
     from atomc.platform import provider_versions
-    from atomc.render.text import table
+    from atomc.render.table import table
 
     libraries = provider_versions()
     rows = [(name, library.version or "yes" if library.found else "-", library.reason or "")
@@ -91,7 +91,7 @@ def _version(provider: str, libraries: "dict[str, Provider]") -> str:
 
 def _cache(options: "Options") -> str:
     from atomc.cache import store
-    from atomc.render.text import table
+    from atomc.render.table import table
 
     usage = store.usage(options)
     held = f"{_entries(usage)}, {_size(usage.bytes)} of {_size(options.cache_size)}"

@@ -12,8 +12,8 @@ from difflib import SequenceMatcher
 from pathlib import Path
 
 from atomc.graph.provenance import layer_of
-from atomc.render.text import collapsed
-from atomc.report import spans
+from atomc.render.table import collapsed
+from atomc.report_records import spans
 
 _STAGE = re.compile(r"(\d+)_(\w+)\.py")
 _SYMBOL = re.compile(r"\b[su]\d+\b")

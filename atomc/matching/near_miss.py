@@ -23,7 +23,7 @@ from atomc.matching.attributes import bare, compare_attrs, same_attr
 from atomc.matching.conditions import problems
 from atomc.matching.pattern import Difference, Index, Pattern, Site
 from atomc.matching.search import without_cast
-from atomc.report import MissKind
+from atomc.report_records import MissKind
 
 # Ops that only change how a value lies, looks or is kept: several in a row are one difference.
 LAYOUT = VIEWS | {"permute", "expand", "cast", "to"}

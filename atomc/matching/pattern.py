@@ -13,7 +13,7 @@ from torch.fx import Graph, Node
 from atomc.graph.canonical import Capture, call, value
 from atomc.graph.expressions import expression
 from atomc.matching.captures import OneOf, capture, differing, stand_ins
-from atomc.report import MissKind
+from atomc.report_records import MissKind
 from atomc.torch_compat.tracing import traced_alone
 
 

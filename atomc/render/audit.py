@@ -3,13 +3,13 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from atomc.render.text import table
+from atomc.render.table import table
 
-MOST_ROWS = 20
+MAX_ROWS = 20
 ORDERS = ("sqnr", "max", "relative")
 
 
-def audit_text(audit: Mapping[str, Any], *, by: str = "sqnr", rows: int = MOST_ROWS) -> str:
+def audit_text(audit: Mapping[str, Any], *, by: str = "sqnr", rows: int = MAX_ROWS) -> str:
     """The places ranked by signal to noise, or by the largest difference, absolute or relative; at most so many."""
     ranked = ranked_by(audit["sites"], by)
     parts = [headline(audit)]
@@ -37,10 +37,10 @@ def headline(audit: Mapping[str, Any]) -> str:
         return text
     text += (f". What is returned is {outputs['compiled']:.2g} of the largest value away from fp32, the original "
              f"{outputs['original']:.2g}, the bound is {outputs['bound']:.2g}")  # fmt: skip
-    return text + (f". {blamed(audit['blame'])}" if "blame" in audit else "")
+    return text + (f". {cause_text(audit['blame'])}" if "blame" in audit else "")
 
 
-def blamed(blame: Mapping[str, Any]) -> str:
+def cause_text(blame: Mapping[str, Any]) -> str:
     """Who causes the difference, and how that was found."""
     runs = f" ({blame['runs']} runs)" if blame["runs"] else ""
     if blame["rewrite"] == "glue":

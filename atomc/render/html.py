@@ -13,28 +13,33 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from atomc.efficiency import GLUE, LAUNCH, name_in_table, rate, shipped
+from atomc.graph_printer import NodeLine, parse
 from atomc.op import ALL_TOKENS, Tokens
 from atomc.platform import DESCRIBED
 from atomc.render import formula
 from atomc.render.compare import Comparison
-from atomc.render.graph_diff import Block, Hunk, Line, folded, hunks, parsed
-from atomc.render.text import NOT_REWRITES, collapsed
-from atomc.report import KernelChoice, Miss, OpCost, Report, Site, another, spans
+from atomc.render.graph_diff import Block, Hunk, fold_layers, hunks
+from atomc.render.table import collapsed
+from atomc.render.text import NOT_REWRITES
+from atomc.report_records import KernelChoice, Miss, OpCost, Site, another_kernel, spans
+
+if TYPE_CHECKING:
+    from atomc.report import Report
 
 HERE = Path(__file__).parent
 # Codes of refusals that say nothing about a place in the model: of the machine, and by design.
-OF_MACHINE = ("hardware", "library")
-BY_DESIGN = ("tokens", "slower")
+MACHINE_CODES = ("hardware", "library")
+DESIGN_CODES = ("tokens", "slower")
 # Of one pass; a model whose layers all differ has thousands.
-MOST_HUNKS = 60
+MAX_HUNKS = 60
 
-Said = tuple[str, str]  # a word that says what follows, and that
+Entry = tuple[str, str]  # a word that says what follows, and that
 
 
-def page(reports: Sequence[Report], beside: Sequence[Report] = (), names: tuple[str, str] = ("first", "second")) -> str:
+def page(reports: "Sequence[Report]", beside: "Sequence[Report]" = (), names: tuple[str, str] = ("first", "second")) -> str:
     """The HTML of reports, a tab a graph; with `beside` also of those, and of what differs.
 
     Raises ImportError without jinja2.
@@ -50,7 +55,7 @@ def page(reports: Sequence[Report], beside: Sequence[Report] = (), names: tuple[
     graphs += [Graph(len(reports) + i, report, names[1]) for i, report in enumerate(beside)]
     compared = [Comparison(a, b, names) for a, b in zip(reports, beside, strict=False)]
     data = {"graphs": [graph.data() for graph in graphs], "machines": _machines()}
-    environment.filters["spelled"] = spelled
+    environment.filters["bytes"] = format_bytes
     title = f"{names[0]} beside {names[1]}" if compared else "What the compiler did"
     if graphs and not compared:
         title += f" to {reports[0].model}"
@@ -77,7 +82,7 @@ def _embedded(data: Any) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def spelled(size: float) -> str:
+def format_bytes(size: float) -> str:
     """A number of bytes: "12.5 MB"."""
     for unit in ("B", "kB", "MB", "GB"):
         if abs(size) < 1000:
@@ -102,7 +107,7 @@ def _machine(name: str, bandwidth: float | None, flops: float | None, device: st
 class Graph:
     """One graph as the template wants it."""
 
-    def __init__(self, number: int, report: Report, group: str = ""):
+    def __init__(self, number: int, report: "Report", group: str = ""):
         self.report, self.id = report, f"g{number}"
         self.label = f"{group}: {report.model}" if group else report.model
         self.tab = f"{number}: {self.label}"
@@ -110,13 +115,13 @@ class Graph:
         self.choices: dict[str, list[KernelChoice]] = {}
         for choice in report.kernels:
             self.choices.setdefault(choice.node, []).append(choice)
-        self.not_here = _not_here(report.kernels)
+        self.not_here = _unavailable_providers(report.kernels)
         self.ops = self._ops()
         self.grid = Grid(report)
         self.passes = _passes(report)
         self.savings = self._savings()
         self.second = self._second_choices()
-        self.few_bits = _few_bits(report, self.choices)
+        self.quantized_weights = _quantized_weights(report, self.choices)
         self.symbols = sorted({name for row in self.ops for tree in row["trees"] for name in formula.names_in(tree)})
 
     @property
@@ -140,11 +145,11 @@ class Graph:
 
     @property
     def captured_blocks(self) -> list[Block]:
-        return folded(self.captured)
+        return fold_layers(self.captured)
 
     @property
     def final_blocks(self) -> list[Block]:
-        return folded(self.final)
+        return fold_layers(self.final)
 
     @property
     def cuda_graphs(self) -> list[tuple[str, int]]:
@@ -170,7 +175,7 @@ class Graph:
         """(id, title) of what there is to show."""
         found = [
             ("rewrites", "Rewrites", self.grid.rows), ("costs", "Kernels and cost", self.ops),
-            ("left", "Left on the table", self.savings or self.second), ("bits", "Few bits", self.few_bits),
+            ("left", "Left on the table", self.savings or self.second), ("bits", "Few bits", self.quantized_weights),
             ("passes", "Passes", self.passes), ("graph", "Graph", self.captured or self.final),
             ("start", "Start", True), ("about", "What rewrites do", self.about),
         ]  # fmt: skip
@@ -210,7 +215,7 @@ class Graph:
             choices = [choice for node in cost.nodes for choice in self.choices.get(node, [])]
             runs = list(dict.fromkeys((choice.tokens, choice.chosen) for choice in choices))
             refused = list(dict.fromkeys(other for choice in choices for other in choice.others))
-            anywhere = {pair for choice in choices for pair in choice.refused_by(*OF_MACHINE, *BY_DESIGN)}
+            anywhere = {pair for choice in choices for pair in choice.refused_by(*MACHINE_CODES, *DESIGN_CODES)}
             key = (cost.op, collapsed(cost.module_path), cost.bytes, cost.flops, tuple(runs), tuple(refused))
             group = groups.setdefault(key, {
                 "op": cost.op, "path": collapsed(cost.module_path), "count": 0, "layers": set(), "runs": _runs(runs),
@@ -237,7 +242,7 @@ class Graph:
         """The rows of `ops` for which a preferred kernel was refused because of what they are."""
         found = []
         for number, row in enumerate(self.ops):
-            ran = {name for kernel, _ in row["runs"] for name in (kernel, another(kernel))}
+            ran = {name for kernel, _ in row["runs"] for name in (kernel, another_kernel(kernel))}
             row["rather"] = [(provider, reason) for provider, reason in row["refused"]
                              if provider not in {*self.not_here, *ran}
                              and (provider, reason) not in row["anywhere"]]  # fmt: skip
@@ -256,9 +261,9 @@ class Grid:
     absent   the rows of rewrites whose pattern is nowhere; there: all others
     """
 
-    def __init__(self, report: Report):
+    def __init__(self, report: "Report"):
         self.report = report
-        self.reasons: list[list[Said]] = []
+        self.reasons: list[list[Entry]] = []
         names = [name for name in dict.fromkeys([*report.known, *report.off, *report.matches])
                  if name not in NOT_REWRITES and "[" not in name]  # fmt: skip
         self.sites: dict[tuple[str, int | None], list[Site]] = {}
@@ -313,7 +318,7 @@ class Grid:
         except ValueError as error:  # a report of a version that knew other rewrites
             return str(error)
 
-    def _kernel_lines(self, name: str) -> list[Said]:
+    def _kernel_lines(self, name: str) -> list[Entry]:
         choices = [choice for choice in self.report.kernels if choice.op == name]
         runs = _runs(list(dict.fromkeys((choice.tokens, choice.chosen) for choice in choices))) if choices else []
         refused = dict.fromkeys(other for choice in choices for other in choice.others)
@@ -321,7 +326,7 @@ class Grid:
                 *((f"not {provider}", reason) for provider, reason in refused)]  # fmt: skip
 
 
-def _layer_prefixes(report: Report) -> dict[int | None, str]:
+def _layer_prefixes(report: "Report") -> dict[int | None, str]:
     """The module path of each layer."""
     found: dict[int | None, str] = {}
     for cost in report.costs:
@@ -331,24 +336,24 @@ def _layer_prefixes(report: Report) -> dict[int | None, str]:
     return found
 
 
-def _site_lines(sites: Iterable[Site]) -> list[Said]:
+def _site_lines(sites: Iterable[Site]) -> list[Entry]:
     found: Counter[str] = Counter()
     for site in sites:
         attributes = ", ".join(f"{name}={value}" for name, value in site.attrs.items())
-        found[_place(site.module_path, site.source) + (f": {attributes}" if attributes else "")] += 1
+        found[_location(site.module_path, site.source) + (f": {attributes}" if attributes else "")] += 1
     return [("fired", f"{_times(count)} {line}") for line, count in found.items()]
 
 
-def _near_lines(near: Iterable[Miss]) -> list[Said]:
+def _near_lines(near: Iterable[Miss]) -> list[Entry]:
     found: dict[tuple[str, str, str], list[Miss]] = {}
     for miss in near:
-        found.setdefault((_place(miss.module_path, miss.source), miss.expected, miss.found), []).append(miss)
+        found.setdefault((_location(miss.module_path, miss.source), miss.expected, miss.found), []).append(miss)
     return [said for (place, expected, what), misses in found.items()
             for said in (("near miss", f"{_times(len(misses))} {place}: {misses[0].depth:.0%} of the pattern is there"),
                          ("expected", expected), ("found", what))]  # fmt: skip
 
 
-def _place(path: str, source: str) -> str:
+def _location(path: str, source: str) -> str:
     return f"in {collapsed(path) or 'the graph'}" + (f" ({source})" if source else "")
 
 
@@ -381,17 +386,17 @@ def _ranges(runs: Sequence[tuple[str, str]]) -> list[tuple[str, Tokens]]:
     return [(chosen, Tokens.of(tokens)) for tokens, chosen in runs]
 
 
-def _not_here(choices: Sequence[KernelChoice]) -> set[str]:
+def _unavailable_providers(choices: Sequence[KernelChoice]) -> set[str]:
     """Providers that run nothing in this graph, for a reason that is the machine's somewhere."""
-    missing = {provider for choice in choices for provider, _ in choice.refused_by(*OF_MACHINE)}
+    missing = {provider for choice in choices for provider, _ in choice.refused_by(*MACHINE_CODES)}
     return missing - {choice.chosen for choice in choices}
 
 
-def _origins(cost: OpCost, captured: Mapping[str, Line]) -> list[Line]:
+def _origins(cost: OpCost, captured: Mapping[str, NodeLine]) -> list[NodeLine]:
     return [captured[name] for name in cost.made_of if name in captured]
 
 
-def _few_bits(report: Report, choices: Mapping[str, Sequence[KernelChoice]]) -> list[dict[str, Any]]:
+def _quantized_weights(report: "Report", choices: Mapping[str, Sequence[KernelChoice]]) -> list[dict[str, Any]]:
     groups: dict[Any, dict[str, Any]] = {}
     for found in report.few_bits:
         runs = tuple(dict.fromkeys((choice.tokens, choice.chosen) for choice in choices.get(found.node, [])))
@@ -407,14 +412,14 @@ def _few_bits(report: Report, choices: Mapping[str, Sequence[KernelChoice]]) -> 
 # ---- passes
 
 
-def _passes(report: Report) -> list[dict[str, Any]]:
+def _passes(report: "Report") -> list[dict[str, Any]]:
     """What each pass changed, side by side."""
     found, last = [], ""
     for stage in report.stages:
         before = stage.before or last
-        changed: list[Hunk] = hunks(parsed(before), parsed(stage.text)) if before and stage.text else []
-        found.append({"name": stage.name, "changed": stage.changed, "hunks": changed[:MOST_HUNKS],
-                      "more": len(changed[MOST_HUNKS:]), "kept": bool(before and stage.text),
+        changed: list[Hunk] = hunks(parse(before), parse(stage.text)) if before and stage.text else []
+        found.append({"name": stage.name, "changed": stage.changed, "hunks": changed[:MAX_HUNKS],
+                      "more": len(changed[MAX_HUNKS:]), "kept": bool(before and stage.text),
                       "about": report.about.get(stage.name, "").partition("\n")[0]})  # fmt: skip
         last = stage.text or last
     shown = (step for step in found if step["hunks"] and step["about"] and step["name"] != "lift")
@@ -422,11 +427,11 @@ def _passes(report: Report) -> list[dict[str, Any]]:
     return [{**step, "first": step is first, "number": number} for number, step in enumerate(found, start=1)]
 
 
-def _captured(report: Report) -> list[Line]:
+def _captured(report: "Report") -> list[NodeLine]:
     """The functional graph before any pass: Dynamo's, where only lifting changed it, does not count."""
     stages = [stage for stage in report.stages if stage.name != "lift"]
-    return parsed(next((stage.before for stage in stages if stage.before), ""))
+    return parse(next((stage.before for stage in stages if stage.before), ""))
 
 
-def _final(report: Report) -> list[Line]:
-    return parsed(report.stages[-1].text) if report.stages and report.stages[-1].name != "lift" else []
+def _final(report: "Report") -> list[NodeLine]:
+    return parse(report.stages[-1].text) if report.stages and report.stages[-1].name != "lift" else []

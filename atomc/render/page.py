@@ -45,7 +45,7 @@ class _Page:
         try:
             from atomc.render.html import page
 
-            write_whole(self.path, page(self.reports))
+            write_atomically(self.path, page(self.reports))
         except Exception as error:  # a report must not break what it tells of
             if not self.failed:
                 log.warning("atomc could not write its report to %s: %s", self.path, error)
@@ -69,13 +69,13 @@ def publish(report: Report, options: Options) -> None:
         _pages[path].add(report)
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
     """Write a file so that readers see all of it or what was there before. Raises OSError."""
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
-        os.chmod(name, 0o666 & ~_umask())
+        os.chmod(name, 0o666 & ~_current_umask())
         os.replace(name, path)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -83,7 +83,7 @@ def write_whole(path: Path, text: str) -> None:
         raise
 
 
-def _umask() -> int:
+def _current_umask() -> int:
     """What new files are denied; the system tells it only to who sets it."""
     mask = os.umask(0)
     os.umask(mask)
