@@ -16,7 +16,7 @@ import torch.utils.dlpack
 from torch import Tensor, nn
 
 from atomc import weights
-from atomc.torch_compat.names import WeakTensor, num_owners, outside_of_tracing
+from atomc.torch_compat.names import WeakTensor, outside_of_tracing, storage_use_count
 from atomc.weights import PackedWeight, location_of
 
 
@@ -78,7 +78,7 @@ def unpackable(parameter: Any) -> str | None:
     # Other tensors in this memory must continue to see writes to the parameter.
     if parameter.untyped_storage().nbytes() != parameter.nbytes:
         return "it is part of a larger storage"
-    if num_owners(parameter) > 1:
+    if storage_use_count(parameter) > 1:
         return "another tensor shares its memory (a state_dict in use, or weights tied through .data)"
     if parameter.device.type == "cpu" and parameter.is_shared():  # type: ignore[no-untyped-call]
         return "it is shared between processes"

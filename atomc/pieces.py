@@ -16,7 +16,7 @@ from atomc.capture.structural_hash import structural_key
 from atomc.graph.mutation import mutated
 from atomc.options import Options
 from atomc.platform import Platform
-from atomc.torch_compat.inductor import inductor_code, num_loaded
+from atomc.torch_compat.inductor import inductor_code, num_cache_hits
 from atomc.torch_compat.names import FakeTensorMode
 from atomc.torch_compat.tracing import fake_mode_of, tracing_context
 
@@ -44,7 +44,7 @@ def compile_glue(gm: GraphModule, patches: Mapping[str, Any]) -> tuple[Function,
 
     Inductor keeps what it compiles on disk, keyed by graph, options, versions and platform (TORCHINDUCTOR_CACHE_DIR).
     """
-    mode, loaded = fake_mode_of(gm.graph), num_loaded()
+    mode, loaded = fake_mode_of(gm.graph), num_cache_hits()
     kernels = [node for node in gm.graph.nodes if "kernel" in node.meta]
     if not kernels:
         return _by_inductor(gm, _examples(gm), mode, patches), "1 piece" + _known(loaded)
@@ -78,7 +78,7 @@ def _by_inductor(
 
 
 def _known(before: int) -> str:
-    count = num_loaded() - before
+    count = num_cache_hits() - before
     return f", {count} from Inductor's cache" if count else ""
 
 

@@ -1,4 +1,4 @@
-"""What the compiler did to one graph, as data. No tensors in it; `render` makes text of it."""
+"""What the compiler did to one graph, as data without tensors; atomc.render converts it to text and HTML."""
 
 import contextlib
 import json
@@ -24,12 +24,12 @@ from atomc.report_records import (
 )
 
 MAX_REPORTS = 256
-VERSION = 1  # of the data
+VERSION = 1  # of the JSON format
 
 
 @dataclass
 class Report:
-    """What happened to one graph that Dynamo gave us.
+    """What happened to one graph from Dynamo.
 
     matches  rewrite -> number of sites where it fired, also if a later rewrite consumed the result
     phases   seconds: lift, trace, passes, lower, glue
@@ -44,7 +44,7 @@ class Report:
     stages: list[Stage] = field(default_factory=list)
     phases: dict[str, float] = field(default_factory=dict)
     cuda_graphs: list[dict[str, Any]] = field(default_factory=list)
-    machine: dict[str, Any] = field(default_factory=dict)  # name, arch, and bandwidth and flops if its data sheet says them
+    machine: dict[str, Any] = field(default_factory=dict)  # name, arch, and bandwidth and flops if known
     cached: CacheOutcome = field(default_factory=CacheOutcome)
     notes: list[str] = field(default_factory=list)
     glue: list[Glue] = field(default_factory=list)
@@ -52,22 +52,22 @@ class Report:
     graph_break: GraphBreak | None = None
     recompile: str | None = None
     near: list[Miss] = field(default_factory=list)
-    off: list[str] = field(default_factory=list)  # passes left out
+    off: list[str] = field(default_factory=list)  # passes that are disabled
     known: list[str] = field(default_factory=list)  # every rewrite that could have fired
-    absent: dict[str, str] = field(default_factory=dict)  # rewrite -> which telling op is not in the graph
-    taken: dict[str, str] = field(default_factory=dict)  # rewrite -> which one took its ops
-    requires: dict[str, list[str]] = field(default_factory=dict)  # rewrite -> earlier ones whose ops it builds on
+    absent: dict[str, str] = field(default_factory=dict)  # rewrite -> the op it needs that is not in the graph
+    taken: dict[str, str] = field(default_factory=dict)  # rewrite -> the rewrite that consumed its ops
+    requires: dict[str, list[str]] = field(default_factory=dict)  # rewrite -> earlier passes whose ops it matches
     num_ops: dict[str, int] = field(default_factory=dict)  # ops left in the graph before lowering
     costs: list[OpCost] = field(default_factory=list)  # of the graph before lowering, in its order
     savings: list[FusionOpportunity] = field(default_factory=list)
     few_bits: list[QuantizedWeightSize] = field(default_factory=list)
-    about: dict[str, str] = field(default_factory=dict)  # rewrite -> what it does: the docstring of its file
-    audit: dict[str, Any] = field(default_factory=dict)  # of the first call, if one was asked for: see docs/audit.md
-    bugs: list[str] = field(default_factory=list)  # of the matcher: what it refused without a reason, or could not explain
+    about: dict[str, str] = field(default_factory=dict)  # rewrite -> the docstring of its file
+    audit: dict[str, Any] = field(default_factory=dict)  # of the first call, if requested: see docs/audit.md
+    bugs: list[str] = field(default_factory=list)  # of the matcher: rejections that it could not explain
 
     @property
     def cache(self) -> str:
-        """What the cache did for the graph: "hit", or why not."""
+        """The outcome of the cache: "hit", or the reason for a miss."""
         return str(self.cached)
 
     @property
@@ -80,7 +80,7 @@ class Report:
         return len(self.layers)
 
     def misses(self, rewrite: str) -> list[Miss]:
-        """Where this rewrite nearly fired. Raises ValueError for a rewrite that does not exist."""
+        """The near misses of this rewrite. Raises ValueError for a rewrite that does not exist."""
         self._check(rewrite)
         return [miss for miss in self.near if miss.rewrite == rewrite]
 
@@ -95,7 +95,7 @@ class Report:
         return f"{rewrite}{place}: {self.reason(rewrite, module_path)}"
 
     def reason(self, rewrite: str, module_path: str | None = None) -> str:
-        """What `why` says, without the names of rewrite and module."""
+        """As `why`, without the names of rewrite and module."""
         self._check(rewrite)
         if rewrite in self.off:
             return f"the pass is off (options={{'passes': {{{rewrite!r}: False}}}})"
@@ -114,7 +114,7 @@ class Report:
         return self._absent(rewrite, module_path)
 
     def _absent(self, rewrite: str, module_path: str | None) -> str:
-        """Why a rewrite neither fired nor nearly fired."""
+        """Why a rewrite has neither sites nor near misses."""
         if rewrite in self.taken:
             return self.taken[rewrite]
         if self.graph_break is not None:
@@ -127,7 +127,7 @@ class Report:
         return f"no anchor: {self.absent.get(rewrite, 'nothing like it is in this part of the graph')}"
 
     def built_on(self, rewrite: str) -> list[str]:
-        """The passes that must run before this one, nearest first."""
+        """The passes that this one requires, directly or indirectly, nearest first."""
         found = [rewrite]
         for name in found:
             found += [earlier for earlier in self.requires.get(name, []) if earlier not in found]
@@ -151,7 +151,7 @@ class Report:
             raise ValueError(f"no rewrite {rewrite!r}; rewrites are {sorted(self.known)}")
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain data."""
+        """All fields as plain data."""
         return {"version": VERSION, **asdict(self), "matches": dict(self.matches), "cache": self.cache}
 
     def to_json(self) -> str:
@@ -159,9 +159,9 @@ class Report:
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> "Report":
-        """The report that `to_dict` or its JSON came from. Raises ValueError for what is none."""
+        """The report of `to_dict` data. Raises ValueError for other data or another version."""
         if not isinstance(data, Mapping) or data.get("version") != VERSION:
-            raise ValueError(f"no report of version {VERSION}: expected what `atomc explain --json` writes")
+            raise ValueError(f"not a report of version {VERSION}: expected the output of `atomc explain --json`")
         names = {f.name for f in fields(cls)} & set(data)
         found: dict[str, Any] = {
             name: [PARTS[name](**item) for item in data[name]] if name in PARTS else data[name] for name in names
@@ -171,18 +171,18 @@ class Report:
         found["matches"] = Counter(found.get("matches", {}))
         if found.get("graph_break"):
             found["graph_break"] = GraphBreak(**found["graph_break"])
-        # A report of an older version has the sentence only.
+        # A report of an older version has only the text.
         found["cached"] = CacheOutcome(**data.get("cached", {"why": data.get("cache", "")}))
         return cls(**found)
 
     def to_html(self) -> str:
-        """One page that needs no network: passes, layers, kernels, costs."""
-        from atomc.render.html import page
+        """One HTML page that needs no network: passes, layers, kernels, costs."""
+        from atomc.render.html import page  # imports sympy, which a warm start does not need
 
         return page([self])
 
     def to_text(self) -> str:
-        """A table per question: rewrites by layer, near misses, kernels, phases."""
+        """Tables of rewrites by layer, near misses, kernels and phases."""
         return report_text(self)
 
 
@@ -208,17 +208,17 @@ _reports: deque[Report] = deque(maxlen=MAX_REPORTS)
 
 
 def reports() -> Reports:
-    """What happened to each graph of this process, newest last, at most 256."""
+    """The reports of this process, newest last, at most 256."""
     return Reports(_reports)
 
 
 def keep(report: Report) -> Report:
-    """Add a report to those that `reports()` lists."""
+    """Add a report to `reports()`."""
     _reports.append(report)
     return report
 
 
 def forget(report: Report) -> None:
-    """Take back a report of a compile that starts again."""
+    """Remove the report of a compile that is started again."""
     with contextlib.suppress(ValueError):
         _reports.remove(report)

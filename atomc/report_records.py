@@ -16,7 +16,7 @@ class Site:
     attrs: dict[str, Any] = field(default_factory=dict)
 
 
-# What keeps a pattern from matching: in the structure, in the values, in rewriting.
+# Why a pattern does not match: differences of structure, of values, or conditions of rewriting.
 MissKind = Literal["extra op", "missing op", "missing cast", "other op", "operand order", "arguments", "attribute",
                    "scalar", "same value", "no reader",
                    "dtype", "size", "view", "device", "extra user", "mutation", "cycle",
@@ -25,7 +25,7 @@ MissKind = Literal["extra op", "missing op", "missing cast", "other op", "operan
 
 @dataclass(frozen=True)
 class Miss:
-    """One place where a rewrite nearly fired. `depth` is the share of the pattern that is there."""
+    """One place where a rewrite nearly fired. `depth` is the fraction of the pattern that matched."""
 
     rewrite: str
     variant: str
@@ -50,10 +50,10 @@ def another_kernel(provider: str) -> str:
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """What runs one op for a range of token counts.
+    """The kernel selected for one op and a range of token counts.
 
     refused   (provider, reason), in order of preference
-    codes     of each of these the code (atomc.op.Refusal); none in a report of an older version
+    codes     the code (atomc.op.Refusal) of each of these; empty in a report of an older version
     """
 
     op: str
@@ -70,16 +70,16 @@ class KernelChoice:
         return [(another_kernel(name) if name == self.chosen else name, reason) for name, reason in self.refused]
 
     def refused_by(self, *codes: str) -> list[tuple[str, str]]:
-        """Those of `refused` that have one of these codes."""
+        """The entries of `refused` with one of these codes."""
         return [pair for pair, code in zip(self.refused, self.codes, strict=False) if code in codes]
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One pass that changed the graph, and the graph after it (atomc.graph_printer).
+    """One pass that changed the graph, and the printed graph after it (atomc.graph_printer).
 
-    text    "" unless the report is of explain or goes to a page, or the stage is the last one
-    before  the graph before it, where that is not the graph after the stage in front
+    text    "" except for the last stage, and in reports of `explain` or for a page
+    before  the graph before it; "" if it equals `text` of the preceding stage
     """
 
     name: str
@@ -90,12 +90,12 @@ class Stage:
 
 @dataclass(frozen=True)
 class OpCost:
-    """What one kernel's worth of work must move and compute, as formulas of T, R, S and C (see atomc.cost).
+    """The cost of one kernel, as formulas of T, R, S and C (see atomc.cost).
 
     nodes    of the graph before lowering
     made_of  the nodes of the captured graph that became these
-    apart    bytes if each of the nodes ran alone; "" where that is the same
-    made_by  the last rewrite that had a hand in it, "" for what the program wrote itself
+    apart    bytes if each node were a kernel of its own; "" if equal to `bytes`
+    made_by  the last rewrite that produced it; "" for nodes of the program
     """
 
     op: str
@@ -112,9 +112,9 @@ class OpCost:
 
 @dataclass(frozen=True)
 class FusionOpportunity:
-    """Bytes that need not move if kernels were one: where a rewrite nearly fired, and where neighbours could be fused.
+    """Memory traffic that fusing kernels would save.
 
-    kind  "near miss", what is the rewrite; "neighbours", what is the ops of the two; "glue", pointwise ops run one by one
+    kind  "near miss": `what` is the rewrite; "neighbours": `what` is the two ops; "glue": pointwise ops that run one by one
     """
 
     kind: str
@@ -153,11 +153,11 @@ class GraphBreak:
 
 @dataclass(frozen=True)
 class CacheOutcome:
-    """What the cache did for a graph.
+    """The result of the cache for a graph.
 
-    kind      "off": it was not asked; "": nothing was to run
-    why       why it was no hit
-    not_kept  why what was compiled then was not written
+    kind      "off": the cache was not used; "": there was nothing to compile
+    why       the reason for a miss or for not using it
+    not_kept  why the compiled graph was not written to the cache
     """
 
     kind: Literal["", "hit", "miss", "off"] = ""
@@ -171,13 +171,13 @@ class CacheOutcome:
 
 @dataclass(frozen=True)
 class Glue:
-    """What compiles the ops between kernels, "inductor" or "eager"; the report has the note among its others."""
+    """The compiler of the ops between kernels, "inductor" or "eager"; `note` is also in Report.notes."""
 
     how: str
     note: str
 
 
-# What the lists of a report hold.
+# The record type of each list of a report.
 PARTS: dict[str, Any] = {
     "sites": Site, "kernels": KernelChoice, "stages": Stage, "near": Miss, "costs": OpCost, "savings": FusionOpportunity,
     "few_bits": QuantizedWeightSize, "glue": Glue,

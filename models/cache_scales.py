@@ -29,7 +29,7 @@ def cache_scales(model: nn.Module, names: Iterable[str]) -> dict[str, CacheScale
             for name, match in found.items() if match and match["layer"] in layers}  # fmt: skip
 
 
-def give(scale: CacheScale, name: str, stored: Tensor) -> None:
+def set_cache_scale(scale: CacheScale, name: str, stored: Tensor) -> None:
     """Let the layer have what was stored under this name. Raises ValueError for anything but one positive number."""
     if stored.numel() != 1 or not bool(stored.isfinite().all() and (stored > 0).all()):
         raise ValueError(f"{name} is {stored.flatten()[:4].tolist()}, expected one positive number for all keys or values")
@@ -37,7 +37,7 @@ def give(scale: CacheScale, name: str, stored: Tensor) -> None:
         scale.layer.register_buffer(buffer, stored.to(torch.float32).reshape(1))
 
 
-def keep_codes(model: nn.Module) -> None:
+def mark_fp8_state(model: nn.Module) -> None:
     """Tell by their dtype that what the state handles stand for is kept in fp8."""
     for module in model.modules():
         if "kv" in module._buffers:

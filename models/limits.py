@@ -25,7 +25,7 @@ EXPERTS = re.compile(r"\w*experts")
 COUNTS = re.compile(r"num_\w+")
 SIZES = re.compile(r"(n|max|d)_\w+|\w+_(size|dim|heads|rank|positions|embeddings|head)")
 # Parameters for a stored number, at most: transformers converts some weights; an int32 holds 16 of two bits.
-SLACK, PACKED = 2, 16
+MAX_RATIO, MAX_RATIO_QUANTIZED = 2, 16
 
 
 class Stored(NamedTuple):
@@ -45,7 +45,7 @@ def check_sizes(config: Mapping[str, Any], where: str = "") -> None:
             if name.endswith("_config"):
                 check_sizes(value, f"{where}{name}.")
         elif isinstance(value, (int, float)) and not isinstance(value, bool):
-            most = _most(name)
+            most = _limit_of(name)
             if most is not None and not value <= most:
                 raise ValueError(f"config.json: {where}{name} is {_short(value)}, expected at most {most}; "
                                  "download it again")  # fmt: skip
@@ -60,7 +60,7 @@ def _check_chosen(config: Mapping[str, Any], where: str) -> None:
                          "number of experts")  # fmt: skip
 
 
-def _most(name: str) -> int | None:
+def _limit_of(name: str) -> int | None:
     """The largest value of a field of this name; None: it is no size."""
     for pattern, most in ((LAYERS, MAX_LAYERS), (EXPERTS, MAX_EXPERTS), (COUNTS, MAX_COUNT), (SIZES, MAX_SIZE)):
         if pattern.fullmatch(name):
@@ -85,7 +85,7 @@ def check_stored(model: nn.Module, name: str, stored: Mapping[str, Stored], *, q
     """Raise ValueError if a model on meta has far more parameters than the checkpoint has numbers."""
     wanted = sum(weight.numel() for weight in model.parameters())
     found = sum(math.prod(tensor.shape) for tensor in stored.values())
-    if wanted > found * (PACKED if quantized else SLACK):
+    if wanted > found * (MAX_RATIO_QUANTIZED if quantized else MAX_RATIO):
         raise ValueError(f"config.json describes a {name} of {wanted} parameters, and the checkpoint has {found} numbers; "
                          "are config.json and the weights of the same checkpoint?")  # fmt: skip
 

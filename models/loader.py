@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from atomc.json_file import read_json
 from atomc.models import REGISTRY, architectures_of, build, model_class, stock
-from atomc.models.cache_scales import cache_scales, give, keep_codes
+from atomc.models.cache_scales import cache_scales, mark_fp8_state, set_cache_scale
 from atomc.models.limits import Stored, check_layers, check_memory, check_sizes, check_stored
 from atomc.models.shard_paths import INDEX, shard_path
 from atomc.quantization import apply, checkpoints
@@ -84,7 +84,7 @@ def load(
     else:
         cls = stock.hf_class(architectures, sorted(REGISTRY))
         how = _for_stock(quantization, path, config)
-        outline = stock.outline(cls, config, dtype)
+        outline = stock.empty_model(cls, config, dtype)
         if load_format == "dummy":
             check_memory(outline, cls.__name__, device)
         else:
@@ -97,7 +97,7 @@ def load(
     prefix = stock.PREFIX if isinstance(model, stock.StockModel) else ""
     methods = apply.linears(model, how, prefix) if how else {}
     if how and how.kv_cache_dtype == "fp8":
-        keep_codes(model)
+        mark_fp8_state(model)
     if load_format == "dummy":
         check_memory(model, type(model).__name__, device)
         allocate_buffers(model, device)
@@ -151,7 +151,7 @@ def _fill(
             quantize_groups(model, methods, next_weight)
     try:
         for name, scale in scales.items():
-            give(scale, name, one(stored[name], torch.float32, device))
+            set_cache_scale(scale, name, one(stored[name], torch.float32, device))
         apply.process_weights_after_loading(model)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error

@@ -47,26 +47,26 @@ def build(
     cls: Any, config: dict[str, Any], dtype: torch.dtype | None, device: torch.device | str | None
 ) -> "StockModel":
     """cls with random weights, wrapped."""
-    with torch.device(device or "cpu"), one_sentence(cls):
+    with torch.device(device or "cpu"), as_value_error(cls):
         # Not .to(dtype) afterwards: that would round the rotary frequencies as well.
         model = cls._from_config(cls.config_class.from_dict(config), dtype=dtype or torch.float32)
     return wrap_stock(model)
 
 
-def outline(cls: Any, config: dict[str, Any], dtype: torch.dtype) -> nn.Module:
+def empty_model(cls: Any, config: dict[str, Any], dtype: torch.dtype) -> nn.Module:
     """cls on meta, to be measured: in a fraction of a second also of the largest models."""
     from transformers.initialization import no_init_weights
 
     plain = {key: value for key, value in config.items() if key != "quantization_config"}
-    with torch.device("meta"), no_init_weights(), one_sentence(cls):
+    with torch.device("meta"), no_init_weights(), as_value_error(cls):
         model = cls._from_config(cls.config_class.from_dict(plain), dtype=dtype)
-    with one_sentence(cls):
+    with as_value_error(cls):
         model.tie_weights()  # which no_init_weights leaves out
     return model  # type: ignore[no-any-return]
 
 
 @contextmanager
-def one_sentence(cls: Any) -> Iterator[None]:
+def as_value_error(cls: Any) -> Iterator[None]:
     """What transformers raises for a checkpoint is a ValueError: its classes raise anything for values they do not expect.
 
     For calls into transformers alone, so that an error of ours keeps its traceback.
@@ -93,7 +93,7 @@ def build_on_meta(cls: Any, config: dict[str, Any], dtype: torch.dtype) -> "Stoc
     plain = {key: value for key, value in config.items() if key != "quantization_config"}
     hook = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]
     try:
-        with one_sentence(cls):
+        with as_value_error(cls):
             model = cls._from_config(cls.config_class.from_dict(plain), dtype=dtype)
     finally:
         hook.remove()
@@ -105,7 +105,7 @@ def load(cls: Any, path: Path, dtype: torch.dtype, device: torch.device | str) -
 
     Raises ValueError if it did not find every weight, in the shape that config.json asks for.
     """
-    with one_sentence(cls), _quiet():
+    with as_value_error(cls), _without_load_report():
         # Mismatched sizes are raised below, with the sizes.
         model, info = cls.from_pretrained(path, dtype=dtype, local_files_only=True, output_loading_info=True,
                                           ignore_mismatched_sizes=True)  # fmt: skip
@@ -125,7 +125,7 @@ def load(cls: Any, path: Path, dtype: torch.dtype, device: torch.device | str) -
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _without_load_report() -> Iterator[None]:
     """Without the table that transformers logs of what did not fit: the error has one line."""
     from transformers.utils import logging as theirs
 

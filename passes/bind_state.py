@@ -29,7 +29,7 @@ from atomc.ops.state import StateSpec, kv_shape
 from atomc.platform import Platform
 from atomc.rewrite import Fired, infer
 from atomc.torch_compat.names import FakeTensorMode
-from atomc.torch_compat.tracing import fake_mode_of, fresh_size
+from atomc.torch_compat.tracing import fake_mode_of, new_unbacked_size
 
 
 def bind_state(gm: GraphModule, context: Context) -> Outcome:
@@ -100,7 +100,7 @@ class RuntimeInputs:
         self.graph, self.mode = graph, mode
         self.last = graph.find_nodes(op="placeholder")[-1]
         self.made: dict[GraphInput, Node] = {}
-        self.sequences, self.block_size = fresh_size(mode), fresh_size(mode)
+        self.sequences, self.block_size = new_unbacked_size(mode), new_unbacked_size(mode)
         self.blocks: dict[int, torch.SymInt] = {}
         self.device = next(value(node).device for node in graph.nodes if isinstance(value(node), Tensor))
 
@@ -118,14 +118,14 @@ class RuntimeInputs:
         """For attention with queries q [..., N, D]: slots, query_start, seq_lens, block_tables (see Step)."""
         rows, i32 = math.prod(value(q).shape[:-2]), partial(torch.empty, dtype=torch.int32)
         slots = self.get(StepInput("slots", group), partial(torch.empty, rows, dtype=torch.int64))
-        tables = self.get(StepInput("block_tables", group), lambda: i32(self.sequences, fresh_size(self.mode)))
+        tables = self.get(StepInput("block_tables", group), lambda: i32(self.sequences, new_unbacked_size(self.mode)))
         starts = self.get(StepInput("query_start"), lambda: i32(self.sequences + 1))
         lengths = self.get(StepInput("seq_lens"), lambda: i32(self.sequences))
         return slots, starts, lengths, tables
 
     def caches(self, layer: int, spec: StateSpec) -> tuple[Node, Node]:
         """[blocks, block_size, heads, head_dim], twice. The layers of a group have the same number of blocks."""
-        blocks = self.blocks.setdefault(spec.group, fresh_size(self.mode))
+        blocks = self.blocks.setdefault(spec.group, new_unbacked_size(self.mode))
 
         def make() -> Tensor:
             row = math.prod(spec.shape)

@@ -18,7 +18,7 @@ from atomc.ops.formats import FP8
 from atomc.ops.inputs import StateInput
 from atomc.passes.bind_state import RuntimeInputs
 from atomc.rewrite import Fired, infer
-from atomc.torch_compat.tracing import fake_mode_of, fresh_size
+from atomc.torch_compat.tracing import fake_mode_of, new_unbacked_size
 
 aten = torch.ops.aten
 
@@ -34,7 +34,7 @@ def bind_latent(gm: GraphModule, context: Context) -> list[Fired]:
         assert latent is v and call(v).op == "view", "values are the latent, as one head"
         width, fp8 = value(k).shape[-1], value(handle).dtype in FP8
         layer = len(fired)
-        blocks = inputs.blocks.setdefault(0, fresh_size(mode))
+        blocks = inputs.blocks.setdefault(0, new_unbacked_size(mode))
         sizes, strides = [blocks, inputs.block_size, width], [inputs.block_size * width, width, 1]
         dtype = value(handle).dtype if fp8 else value(k).dtype
         cache = inputs.get(StateInput(layer, "kv_cache"), partial(torch.empty_strided, sizes, strides, dtype=dtype))

@@ -275,7 +275,7 @@ def test_a_difference_that_the_kernels_do_not_make_is_the_glues(monkeypatch):
 
     monkeypatch.setattr(driver, "_glue", wrong)
     _, audit = audited(small(), X)
-    assert audit["blame"]["rewrite"] == "glue" and "what Inductor made" in headline(audit)
+    assert audit["blame"]["rewrite"] == "glue" and "the code of Inductor" in headline(audit)
 
 
 def test_an_input_that_the_program_writes_is_written_once():
@@ -320,11 +320,11 @@ def test_what_is_no_number_is_worse_than_any_number():
 def test_the_text_ranks_as_asked_and_says_what_is_left():
     _, audit = audited(own(), IDS, POSITIONS)
     text = audit_text(audit, rows=3)
-    assert f"and {len(audit['sites']) - 3} places with smaller errors" in text and "SQNR" in text
+    assert f"and {len(audit['sites']) - 3} sites with smaller errors" in text and "SQNR" in text
     largest = [site["max_abs"] for site in ranked_by(audit["sites"], "max")]
     assert largest == sorted(largest, reverse=True)
     assert json.loads(json.dumps(audit)) == audit
-    assert f"audit: {len(audit['sites'])} places; the worst is " in reports()[-1].to_text()
+    assert f"audit: {len(audit['sites'])} sites; the worst is " in reports()[-1].to_text()
 
 
 # ---- leaving out

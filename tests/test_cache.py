@@ -227,7 +227,7 @@ def test_a_kernel_that_depends_on_variables_around_it_switches_the_cache_off(sta
         found, report = start(nn.RMSNorm(32).eval().requires_grad_(False))
     finally:
         REGISTRY["rms_norm"].kernels.pop()
-    assert report.cache.startswith("off: ") and "on whose variables it depends" in report.cache
+    assert report.cache.startswith("off: ") and "it depends on variables of the enclosing function" in report.cache
     torch.testing.assert_close(found, 3 * F.rms_norm(X, (32,), eps=torch.finfo(torch.float32).eps))
 
 
@@ -301,7 +301,7 @@ def test_beyond_the_cap_what_was_not_used_for_longest_goes(tmp_path):
 
 
 def test_an_entry_larger_than_the_cap_is_not_kept(tmp_path):
-    with pytest.raises(OSError, match="the cache may have 10"):
+    with pytest.raises(OSError, match="the limit of the cache is 10"):
         store.Entry({"graph": "a"}, options(tmp_path, 10)).write({})
     assert entries(tmp_path) == []
 

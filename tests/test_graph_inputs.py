@@ -153,7 +153,7 @@ TAKES_APART = {"startswith", "endswith", "removeprefix", "removesuffix", "partit
 ALSO = {
     ("inspection.py", "names[:2] == ['input_ids', 'positions']"): "arguments of the user's model",
     ("inspection.py", "'input_ids' in names"): "arguments of the user's model",
-    ("listing.py", "input_name(node).removeprefix('kwargs.')"): "what a listing calls an argument",
+    ("graph_printer.py", "input_name(node).removeprefix('kwargs.')"): "what a listing calls an argument",
     ("passes/fuse/kv_write.py", "'k_scale' in given"): "an argument of a pattern",
     ("runtime/batch.py", "'slots_'"): "a buffer of the batch",
 }

@@ -303,7 +303,7 @@ def test_the_start_is_told_in_words_seconds_and_bytes(opened):
                     cuda_graphs=[{"rows": 1, "bytes": 2_000_000}, {"rows": 8, "bytes": 500_000}])  # fmt: skip
     page = opened(html_of([report]))
     text = page.inner_text("#g0-start")
-    assert "Miss, compiled anew: option rounding changed from 'fp32' to 'hf'." in text
+    assert "Miss, compiled again: option rounding changed from 'fp32' to 'hf'." in text
     assert "2 graphs, together 2.5 MB" in text and "rows 8" in text and "2.000" in text
     widths = page.evaluate("[...document.querySelectorAll('.phases .bar')].map(bar => bar.style.width)")
     assert widths[:2] == ["33.3333%", "100%"]

@@ -107,9 +107,9 @@ def test_vectors_are_known_to_work_only_where_the_compiler_takes_their_flags(mon
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     for compiler, expected in (("true", True), ("false", False)):
         monkeypatch.setattr(cpp_builder, "get_cpp_compiler", lambda name=compiler: name)
-        assert inductor._vectors_work.__wrapped__() is (expected and sys.platform == "linux")
+        assert inductor._vector_isa_works.__wrapped__() is (expected and sys.platform == "linux")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
-    assert not inductor._vectors_work.__wrapped__()
+    assert not inductor._vector_isa_works.__wrapped__()
 
 
 def test_code_of_inductors_is_kept_without_imports_that_it_does_not_use() -> None:
@@ -117,7 +117,7 @@ def test_code_of_inductors_is_kept_without_imports_that_it_does_not_use() -> Non
               "from torch._inductor.codegen.memory_planning import _align as align\n"
               "from torch._inductor.async_compile import AsyncCompile\nasync_compile = AsyncCompile()\nx = align(3)\n")
     expected = source.replace("from torch._inductor.hooks import run_intermediate_hooks\n", "")
-    assert inductor._needed(source) == expected
+    assert inductor._without_unused_imports(source) == expected
 
 
 def test_inductor_is_not_started_for_a_handful_of_ops() -> None:

@@ -298,7 +298,7 @@ def test_a_quantized_checkpoint_is_planned_as_it_is(folder):
     stored = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
     model = build_model(folder({**SMALL, "quantization_config": stored}), layers=1)
     assert model.module.model.layers[0].mlp.up_proj.weight_scale.shape == (INNER // 128, WIDTH // 128)
-    with pytest.raises(ValueError, match="quantized already"):
+    with pytest.raises(ValueError, match="already quantized"):
         build_model(folder({**SMALL, "quantization_config": stored}), quantization="int4")
 
 

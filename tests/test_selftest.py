@@ -9,7 +9,7 @@ import torch
 from atomc import kernels, ops
 from atomc.cache.store import StartRecord, last_start, record_start
 from atomc.cli import doctor, main
-from atomc.examples import EXAMPLES, Numbers
+from atomc.examples import EXAMPLES, RandomInputs
 from atomc.op import REGISTRY
 from atomc.op_traits import Kind
 from atomc.options import Options
@@ -44,7 +44,7 @@ def test_every_op_has_an_example():
 def test_examples_are_arguments_of_their_op_and_the_same_each_time(op):
     for make in EXAMPLES[op].values():
         for rows in (1, 33):
-            first, second = (make(Numbers(torch.bfloat16, "cpu", rows)) for _ in range(2))
+            first, second = (make(RandomInputs(torch.bfloat16, "cpu", rows)) for _ in range(2))
             op.signature.bind(**first)
             tensors = [name for name, x in first.items() if isinstance(x, torch.Tensor)]
             assert tensors and all(first[name].view(torch.uint8).equal(second[name].view(torch.uint8)) for name in tensors)

@@ -159,8 +159,8 @@ def test_to_make_a_program_of_what_was_compiled_moves_no_memory(monkeypatch: pyt
         asked.append("made")
 
     monkeypatch.setattr(Program, "__init__", watched)
-    monkeypatch.setattr(weight_inputs, "packed", counted(weight_inputs.packed, "packed", asked))
-    monkeypatch.setattr(weight_inputs, "prepared", counted(weight_inputs.prepared, "prepared", asked))
+    monkeypatch.setattr(weight_inputs, "pack", counted(weight_inputs.pack, "packed", asked))
+    monkeypatch.setattr(weight_inputs, "prepared_weight", counted(weight_inputs.prepared_weight, "prepared", asked))
     model = own()
     lay = spans(model)
     compile_model(model, EAGER)

@@ -26,7 +26,7 @@ from atomc.cache.fingerprint import (
 )
 from atomc.options import Options
 from atomc.platform import Platform
-from atomc.torch_compat.names import changed_settings, hooks_of, hooks_on_all_modules, modes_are_on
+from atomc.torch_compat.names import changed_settings, hooks_of, hooks_on_all_modules, torch_modes_active
 
 _PACKAGE, _TORCH = str(PACKAGE), str(Path(torch.__file__).parent)
 _STDLIB = sysconfig.get_paths()["stdlib"]
@@ -48,7 +48,7 @@ _MAX_CONSTANT_BYTES = 2**20
 
 def model_parts(model: nn.Module, options: Options, platform: Platform) -> Parts:
     """The parts of a model's cache key. Raises Uncacheable for a model that must be traced, with the reason."""
-    if modes_are_on():
+    if torch_modes_active():
         raise Uncacheable("a torch function or dispatch mode is active, such as a default device")
     if hooks_on_all_modules():
         raise Uncacheable("a global module hook is registered")

@@ -25,9 +25,9 @@ from atomc.torch_compat.names import FakeTensor, FakeTensorMode
 from atomc.torch_compat.tracing import (
     RestartAnalysis,
     argument_of,
+    editable_copy,
     fake_mode_of,
     functional_graph,
-    own_copy,
     source_name,
     tracing_context,
 )
@@ -57,7 +57,7 @@ def dynamo_graph(gm: GraphModule, example_inputs: Sequence[Any], floats: dict[in
     Raises SharingError if Dynamo passes the weights of one layer to the region call of another layer.
     """
     check_sharing(gm, example_inputs)
-    copy = own_copy(gm)
+    copy = editable_copy(gm)
     if not has_no_autocast(copy):
         inline(copy)
     restore_float_constants(copy, floats)
@@ -94,7 +94,7 @@ def _capture(dynamo: GraphModule, fakes: Sequence[Any]) -> Captured:
     if not regions_of(dynamo):
         return _without_regions(dynamo, fakes)
     try:
-        return _with_regions(own_copy(dynamo), fakes)
+        return _with_regions(editable_copy(dynamo), fakes)
     except RestartAnalysis:
         raise
     except Exception as error:  # tracing may fail for a region and succeed for its nodes

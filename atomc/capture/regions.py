@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from atomc.errors import SharingError
-from atomc.torch_compat.sources import share_links
+from atomc.torch_compat.sources import share_source_links
 from atomc.torch_compat.tracing import ShortenTraceback, TracingError, forget_region, nested_compile_region
 
 T = TypeVar("T")
@@ -105,7 +105,7 @@ def mark(layers: Iterable[nn.Module]) -> None:
                 kind.forward = _dispatch_on_flag(original)
             setattr(layer, FLAG, True)
             _marked.add(layer)
-        share_links(bool(_original_forwards))
+        share_source_links(bool(_original_forwards))
 
 
 def unmark(layers: Iterable[nn.Module]) -> None:
@@ -122,7 +122,7 @@ def unmark(layers: Iterable[nn.Module]) -> None:
             else:
                 kind.forward = own
             forget_region(_original_forward(kind))
-        share_links(bool(_original_forwards))
+        share_source_links(bool(_original_forwards))
 
 
 def _original_forward(kind: type[nn.Module]) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ from atomc.graph.canonical import Capture, call, value
 from atomc.graph.expressions import expression
 from atomc.matching.captures import OneOf, capture, differing, stand_ins
 from atomc.report_records import MissKind
-from atomc.torch_compat.tracing import traced_alone
+from atomc.torch_compat.tracing import trace_with_symbolic_sizes
 
 
 class Index:
@@ -96,7 +96,7 @@ def _traced(function: Callable[..., Any], arguments: Mapping[str, Any], tensors:
     def run(*args: Tensor) -> Any:
         return function(**dict(zip(tensors, args, strict=True)), **rest)
 
-    graph = traced_alone(run, *(arguments[name] for name in tensors))
+    graph = trace_with_symbolic_sizes(run, *(arguments[name] for name in tensors))
     graph.eliminate_dead_code()
     return graph
 

@@ -1,4 +1,4 @@
-"""Two graphs side by side: two models, or one model compiled by two versions."""
+"""Compares the reports of two graphs: two models, or one model compiled twice."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -11,24 +11,24 @@ from atomc.render.text import NOT_REWRITES
 if TYPE_CHECKING:
     from atomc.report import Report
 
-# What a step is compared at: tokens, sequences, rows and context.
+# The steps that are compared: tokens, sequences, rows of logits and context.
 DECODE = {"T": 1, "S": 1, "R": 1, "C": 1024}
 PREFILL = {"T": 1024, "S": 1, "R": 1, "C": 1024}
 
-LESS_OFTEN = "its pattern is there less often"
+LESS_OFTEN = "its pattern occurs less often"
 
 Row = tuple[str, str, str, str]
 
 
 class Comparison:
-    """What differs between two reports, as rows of (what, of the first, of the second, why)."""
+    """The differences of two reports, as rows of (name, first, second, reason)."""
 
     def __init__(self, first: "Report", second: "Report", names: tuple[str, str] = ("first", "second")):
         self.first, self.second, self.names = first, second, names
 
     @property
     def rewrites(self) -> list[Row]:
-        """How often each rewrite fired in both, and where the numbers differ why it did not fire in the one with fewer."""
+        """The number of sites of each rewrite, and why it fired less often in one of the graphs."""
         rows = []
         for name in dict.fromkeys([*self.first.known, *self.second.known]):
             a, b = self.first.matches[name], self.second.matches[name]
@@ -39,19 +39,19 @@ class Comparison:
 
     @property
     def kernels(self) -> list[Row]:
-        """What runs each op in both."""
+        """The kernels of each op."""
         a, b = _kernels(self.first), _kernels(self.second)
         return [(op, _spell(a.get(op, Counter())), _spell(b.get(op, Counter())), "") for op in dict.fromkeys([*a, *b])]
 
     @property
     def near(self) -> list[Row]:
-        """Near misses in both."""
+        """The number of near misses of each rewrite."""
         counts = [Counter(miss.rewrite for miss in report.near) for report in (self.first, self.second)]
         return [(name, str(counts[0][name]), str(counts[1][name]), "") for name in dict.fromkeys([*counts[0], *counts[1]])]
 
     @property
     def facts(self) -> list[Row]:
-        """Sizes of both."""
+        """Model, layers, costs, compile time and cache."""
         def row(name: str, read: "Callable[[Report], str]") -> Row:
             return name, read(self.first), read(self.second), ""
 
@@ -68,7 +68,7 @@ class Comparison:
         ]
 
     def to_text(self) -> str:
-        """Tables for a terminal: what both have, with what differs marked by a star."""
+        """Tables for a terminal, with * for differences."""
         header = ("", *self.names)
         parts = []
         for title, rows in (("", self.facts), ("rewrite", self.rewrites), ("near misses", self.near), ("op", self.kernels)):
@@ -80,7 +80,7 @@ class Comparison:
 
 
 def comparison_text(first: "Sequence[Report]", second: "Sequence[Report]", names: tuple[str, str]) -> str:
-    """The text of each pair of graphs, in order."""
+    """The comparison of each pair of graphs, in order."""
     texts = [Comparison(a, b, names).to_text() for a, b in zip(first, second, strict=False)]
     if len(first) != len(second):
         texts.append(f"{names[0]} has {len(first)} graphs, {names[1]} has {len(second)}\n")
@@ -115,7 +115,7 @@ def _spell(runs: Counter[str]) -> str:
 
 
 def _bytes_moved(report: "Report", sizes: dict[str, int]) -> str:
-    """Bytes for these sizes; other sizes of the graph count as the tokens do."""
+    """Bytes moved for these sizes; other sizes of the graph are set to the number of tokens."""
     total = 0.0
     for cost in report.costs:
         tree = formula.tree(cost.bytes)

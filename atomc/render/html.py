@@ -1,7 +1,7 @@
-"""Reports as one HTML file that needs no network: what the compiler did, pass by pass, layer by layer, op by op.
+"""Reports as one HTML file: what the compiler did, by pass, layer and op.
 
-The file may be opened from disk. Its own policy forbids it to load anything, and to run any script but its own; names that
-a model brings are escaped.
+The file needs no network and can be opened from disk. Its content security policy allows only its own script and style;
+names from a model are escaped.
 """
 
 import base64
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
     from atomc.report import Report
 
 HERE = Path(__file__).parent
-# Codes of refusals that say nothing about a place in the model: of the machine, and by design.
+# Codes of refusals that do not depend on the op's arguments: by the machine, and by design.
 MACHINE_CODES = ("hardware", "library")
 DESIGN_CODES = ("tokens", "slower")
-# Of one pass; a model whose layers all differ has thousands.
+# Per pass; a model with different layers has thousands.
 MAX_HUNKS = 60
 
-Entry = tuple[str, str]  # a word that says what follows, and that
+Entry = tuple[str, str]  # (label, text)
 
 
 def page(reports: "Sequence[Report]", beside: "Sequence[Report]" = (), names: tuple[str, str] = ("first", "second")) -> str:
-    """The HTML of reports, a tab a graph; with `beside` also of those, and of what differs.
+    """The HTML of reports, one tab per graph; with `beside`, also of those reports and of the differences.
 
     Raises ImportError without jinja2.
     """
@@ -68,7 +68,7 @@ def page(reports: "Sequence[Report]", beside: "Sequence[Report]" = (), names: tu
 
 
 def policy(style: str, script: str) -> str:
-    """What a page may do: be styled by its own style, run its own script, and nothing else."""
+    """The content security policy: only this style and this script."""
     return f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; base-uri 'none'; form-action 'none'"
 
 
@@ -77,13 +77,13 @@ def _hash(text: str) -> str:
 
 
 def _embedded(data: Any) -> str:
-    """JSON that may stand inside of a script element, whatever strings are in it."""
+    """JSON that is safe inside a script element."""
     text = json.dumps(data, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def format_bytes(size: float) -> str:
-    """A number of bytes: "12.5 MB"."""
+    """A size in bytes as text: "12.5 MB"."""
     for unit in ("B", "kB", "MB", "GB"):
         if abs(size) < 1000:
             return f"{size:.3g} {unit}"
@@ -92,12 +92,12 @@ def format_bytes(size: float) -> str:
 
 
 def _machines() -> list[dict[str, Any]]:
-    """Those whose data sheets are known, with what was measured of kernels there."""
+    """The machines with known data sheets, with their measured efficiencies."""
     return [_machine(p.name, p.bandwidth, p.flops, p.device) for p in DESCRIBED.values() if p.bandwidth]
 
 
 def _machine(name: str, bandwidth: float | None, flops: float | None, device: str) -> dict[str, Any]:
-    """launch: the least seconds of any kernel; rows: (op, kernel, first, last, floor, efficiency) of atomc.efficiency."""
+    """launch: minimum seconds of a kernel; rows: (op, kernel, first, last, floor, efficiency) of atomc.efficiency."""
     table = shipped().get(name)
     rows = [(row.op, row.kernel, row.first, row.last, row.floor, row.efficiency) for row in table.rows] if table else []
     return {"name": name, "bandwidth": table.bandwidth if table else bandwidth, "flops": table.flops if table else flops,
@@ -105,7 +105,7 @@ def _machine(name: str, bandwidth: float | None, flops: float | None, device: st
 
 
 class Graph:
-    """One graph as the template wants it."""
+    """One graph, in the form that the template needs."""
 
     def __init__(self, number: int, report: "Report", group: str = ""):
         self.report, self.id = report, f"g{number}"
@@ -126,7 +126,7 @@ class Graph:
 
     @property
     def machine(self) -> dict[str, Any]:
-        """The one that was compiled for."""
+        """The machine of the compile."""
         own = self.report.machine
         return _machine(own.get("name", ""), own.get("bandwidth"), own.get("flops"), own.get("device", "cpu"))
 
@@ -153,13 +153,13 @@ class Graph:
 
     @property
     def cuda_graphs(self) -> list[tuple[str, int]]:
-        """What each CUDA graph is for, and its bytes."""
+        """(sizes, bytes) of each CUDA graph."""
         return [(", ".join(f"{name} {value}" for name, value in graph.items() if name != "bytes"), graph.get("bytes", 0))
                 for graph in self.report.cuda_graphs]  # fmt: skip
 
     @property
     def free(self) -> list[str]:
-        """Sizes other than those of a step, each with a slider of its own."""
+        """Sizes other than those of a step; each has its own slider."""
         return [name for name in self.symbols if name not in ("T", "R", "S", "C")]
 
     @property
@@ -172,7 +172,7 @@ class Graph:
 
     @property
     def sections(self) -> list[tuple[str, str]]:
-        """(id, title) of what there is to show."""
+        """(id, title) of the sections with content."""
         found = [
             ("rewrites", "Rewrites", self.grid.rows), ("costs", "Kernels and cost", self.ops),
             ("left", "Left on the table", self.savings or self.second), ("bits", "Few bits", self.quantized_weights),
@@ -187,19 +187,19 @@ class Graph:
 
     @property
     def cache_words(self) -> str:
-        """What became of the question whether an earlier start had compiled this graph."""
+        """The outcome of the cache in a sentence."""
         cached = self.report.cached
         if cached.kind == "hit":
-            return "Hit: an earlier start compiled this graph. No pass ran; what is said of passes is what it said then."
+            return "Hit: this graph was compiled earlier. No pass ran; the information on passes is from that compile."
         why = str(replace(cached, kind=""))
         if cached.kind == "miss":
-            return f"Miss, compiled anew: {why}."
+            return f"Miss, compiled again: {why}."
         if cached.kind == "off":
-            return f"Not asked ({why or 'off'})."
-        return f"The cache: {why}." if why else "Not asked: nothing was to run."
+            return f"Not used ({why or 'off'})."
+        return f"The cache: {why}." if why else "Not used: there was nothing to compile."
 
     def data(self) -> dict[str, Any]:
-        """What the page computes with."""
+        """The data for the script of the page."""
         return {
             "id": self.id, "ops": [_computed(row) for row in self.ops],
             "savings": [[row["count"], row["tree"]] for row in self.savings],
@@ -208,7 +208,7 @@ class Graph:
         }  # fmt: skip
 
     def _ops(self) -> list[dict[str, Any]]:
-        """Kernels' worths of work that are alike, together: where, what runs them, formulas, and what they were made of."""
+        """Groups of equal kernels: modules, providers, formulas, and the captured nodes."""
         origin = {line.name: line for line in self.captured}
         groups: dict[Any, dict[str, Any]] = {}
         for cost in self.report.costs:
@@ -239,7 +239,7 @@ class Graph:
         return [{**group, "layers": spans(group["layers"])} for group in groups.values()]
 
     def _second_choices(self) -> list[int]:
-        """The rows of `ops` for which a preferred kernel was refused because of what they are."""
+        """The indices in `ops` for which a preferred kernel refused the arguments."""
         found = []
         for number, row in enumerate(self.ops):
             ran = {name for kernel, _ in row["runs"] for name in (kernel, another_kernel(kernel))}
@@ -255,10 +255,10 @@ class Graph:
 
 
 class Grid:
-    """A row a rewrite, a column a run of layers that look alike, the last one for what lies outside of layers.
+    """Rewrites (rows) by layers (columns): consecutive equal layers share a column; the last column is outside of layers.
 
-    reasons  what to say about each cell; cells name theirs by number
-    absent   the rows of rewrites whose pattern is nowhere; there: all others
+    reasons  the text of each cell; a cell has the index of its text
+    absent   rows of rewrites whose pattern does not occur; there: all other rows
     """
 
     def __init__(self, report: "Report"):
@@ -286,7 +286,7 @@ class Grid:
         return "elsewhere" if column[0] is None else spans(layer for layer in column if layer is not None)
 
     def heading(self, number: int) -> str:
-        """The title of a column in a sentence."""
+        """The title of a column for use in a sentence."""
         title = self.title(self.columns[number])
         return "outside of the layers" if title == "elsewhere" else f"layer{'s' * (len(self.columns[number]) > 1)} {title}"
 
@@ -312,10 +312,10 @@ class Grid:
     def _why_not(self, name: str, column: list[int | None]) -> str:
         prefix = self.prefix.get(column[0])
         if self.report.treated and self.report.matches[name] and not prefix:
-            return "nothing like it is outside of the layers"
+            return "its pattern does not occur outside of the layers"
         try:
             return self.report.reason(name, prefix)
-        except ValueError as error:  # a report of a version that knew other rewrites
+        except ValueError as error:  # a report of a version with other rewrites
             return str(error)
 
     def _kernel_lines(self, name: str) -> list[Entry]:
@@ -349,7 +349,7 @@ def _near_lines(near: Iterable[Miss]) -> list[Entry]:
     for miss in near:
         found.setdefault((_location(miss.module_path, miss.source), miss.expected, miss.found), []).append(miss)
     return [said for (place, expected, what), misses in found.items()
-            for said in (("near miss", f"{_times(len(misses))} {place}: {misses[0].depth:.0%} of the pattern is there"),
+            for said in (("near miss", f"{_times(len(misses))} {place}: {misses[0].depth:.0%} of the pattern matched"),
                          ("expected", expected), ("found", what))]  # fmt: skip
 
 
@@ -365,7 +365,7 @@ def _times(count: int) -> str:
 
 
 def _computed(row: Mapping[str, Any]) -> dict[str, Any]:
-    """What the page computes the time of an op from. runs: first and last number of tokens, op and kernel in the table."""
+    """The data to compute the time of an op. runs: (first, last number of tokens, op and kernel of the table row)."""
     runs = row["ranges"] or [(GLUE, ALL_TOKENS)]
     ranges = [(tokens.first, tokens.last, *name_in_table(row["op"], kernel)) for kernel, tokens in runs]
     return {"count": row["count"], "bytes": row["trees"][0], "flops": row["trees"][1], "runs": ranges,
@@ -373,21 +373,21 @@ def _computed(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _runs(runs: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """(kernel, for how many tokens), of one that runs all of them once."""
+    """(kernel, range of tokens); one entry without a range if a kernel runs all of them."""
     if len({chosen for _, chosen in runs}) == 1:
         return [(runs[0][1], "")]
     return [(chosen, "" if tokens == "any" else f"{tokens} tokens") for tokens, chosen in runs]
 
 
 def _ranges(runs: Sequence[tuple[str, str]]) -> list[tuple[str, Tokens]]:
-    """The same for a program."""
+    """As `_runs`, with ranges as Tokens."""
     if len({chosen for _, chosen in runs}) == 1:
         return [(runs[0][1], ALL_TOKENS)]
     return [(chosen, Tokens.of(tokens)) for tokens, chosen in runs]
 
 
 def _unavailable_providers(choices: Sequence[KernelChoice]) -> set[str]:
-    """Providers that run nothing in this graph, for a reason that is the machine's somewhere."""
+    """Providers without a selected kernel, of which a kernel was refused because of the machine."""
     missing = {provider for choice in choices for provider, _ in choice.refused_by(*MACHINE_CODES)}
     return missing - {choice.chosen for choice in choices}
 
@@ -413,7 +413,7 @@ def _quantized_weights(report: "Report", choices: Mapping[str, Sequence[KernelCh
 
 
 def _passes(report: "Report") -> list[dict[str, Any]]:
-    """What each pass changed, side by side."""
+    """The changes of each pass, side by side."""
     found, last = [], ""
     for stage in report.stages:
         before = stage.before or last
@@ -428,7 +428,7 @@ def _passes(report: "Report") -> list[dict[str, Any]]:
 
 
 def _captured(report: "Report") -> list[NodeLine]:
-    """The functional graph before any pass: Dynamo's, where only lifting changed it, does not count."""
+    """The functional graph before all passes (not Dynamo's graph, which only lifting changes)."""
     stages = [stage for stage in report.stages if stage.name != "lift"]
     return parse(next((stage.before for stage in stages if stage.before), ""))
 

@@ -10,7 +10,7 @@ Row = Sequence[str]
 
 
 def table(header: Row, rows: Iterable[Row], numbers: Sequence[int] = ()) -> str:
-    """Aligned columns; `numbers` are aligned to the right, the last column is wrapped."""
+    """Aligned columns: those in `numbers` to the right; the last one is wrapped."""
     rows = list(rows)
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header) - 1)]
     lines = []
@@ -23,7 +23,7 @@ def table(header: Row, rows: Iterable[Row], numbers: Sequence[int] = ()) -> str:
 
 
 def collapsed(path: str) -> str:
-    """A module path with the number of its layer left out: "model.layers.*.mlp"."""
+    """A module path with * instead of numbers: "model.layers.*.mlp"."""
     return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path)
 
 

@@ -1,4 +1,4 @@
-"""A report as text for a terminal: plain tables, 100 columns, what repeats from layer to layer said once."""
+"""A report as text for a terminal: plain tables of 100 columns, with repeated layers shown once."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from atomc.report import Report
 
 MAX_MISSES = 20
-# Passes that are steps on the way, and no answer to what was recognised or fused.
+# Passes that neither recognise nor fuse ops.
 NOT_REWRITES = ("lift", "bind_state", "reinplace", "lower")
 
 
 def report_text(report: "Report") -> str:
-    """What happened to one graph: rewrites by layer, what did not fire and why, kernels, state, phases."""
+    """Rewrites by layer, rewrites that did not fire and why, kernels, state and phases of one graph."""
     parts = [_title(report)]
     if report.treated:
         parts += [_rewrites(report), _not_fired(report), _near_misses(report.near), _kernels(report.kernels),
@@ -75,7 +75,7 @@ def _near_misses(near: Sequence[Miss]) -> str:
         times = f" x{len(found)}, layers {layers}" if len(found) > 1 else ""
         source = f", {first.source}" if first.source else ""
         where = collapsed(first.module_path) if len(found) > 1 else first.module_path
-        head = f"{first.rewrite}{variant} in {where or 'the graph'}{times}{source}: {first.depth:.0%} of it is there"
+        head = f"{first.rewrite}{variant} in {where or 'the graph'}{times}{source}: {first.depth:.0%} matched"
         lines += [wrapped(head, "  ", "    "), wrapped(first.expected, "    expected  ", 14 * " "),
                   wrapped(first.found, "    found     ", 14 * " ")]  # fmt: skip
     if len(groups) > MAX_MISSES:
@@ -101,7 +101,7 @@ def _kernels(choices: Sequence[KernelChoice]) -> str:
 
 
 def _collapsed_lines(lines: Iterable[str]) -> list[str]:
-    """Lines that differ by the layer in their path, once with how many they are."""
+    """The lines with layer numbers removed; equal ones once, with their count."""
     groups = Counter(map(collapsed, lines))
     return [f"{line} (x{count})" if count > 1 else line for line, count in groups.items()]
 
@@ -134,7 +134,7 @@ def _phases(report: "Report") -> str:
 
 
 def summary(report: "Report") -> str:
-    """Three lines: what was rewritten, what runs it, and what was nearly rewritten."""
+    """Three lines: rewrites, kernels, and near misses with notes."""
     if not report.treated:
         return f"not compiled: {report.why_not}"
     layers = len({site.layer for site in report.sites if site.layer is not None})

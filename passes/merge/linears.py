@@ -26,7 +26,7 @@ from atomc.matching.near_miss import NearMiss
 from atomc.matching.pattern import Difference
 from atomc.op import Op, op_of
 from atomc.op_traits import Kind
-from atomc.report import MissKind
+from atomc.report_records import MissKind
 from atomc.rewrite import Fired
 
 aten = torch.ops.aten
