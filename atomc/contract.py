@@ -76,8 +76,9 @@ def violations(report: Report, expect: Mapping[str, int | str]) -> list[str]:
 
 
 def _violation_text(report: Report, rewrite: str, number: int, least: bool, formula: str) -> str:
-    asked = f"{'at least ' * least}{number}" + (f" ({formula.removeprefix('>=').strip()})" if "layers" in formula else "")
-    text = f"{rewrite} fired {report.matches[rewrite]} times in {report.num_layers} layers, expected {asked}"
+    expected_text = f"{'at least ' * least}{number}"
+    expected_text += f" ({formula.removeprefix('>=').strip()})" if "layers" in formula else ""
+    text = f"{rewrite} fired {report.matches[rewrite]} times in {report.num_layers} layers, expected {expected_text}"
     if report.matches[rewrite] > number:
         return text
     causes = [rewrite, *report.built_on(rewrite)]

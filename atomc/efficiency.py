@@ -222,8 +222,8 @@ def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     t, wt = sum(1 / t for _, t in points), sum(w / t for w, t in points)
     determinant = n * ww - w * w
     # Points of one size do not determine a slope: use the launch floor.
-    alike = determinant <= 1e-9 * n * ww
-    slope = (n * wt - w * t) / determinant if not alike else (t - LAUNCH * n) / w if w else 1.0
+    collinear = determinant <= 1e-9 * n * ww
+    slope = (n * wt - w * t) / determinant if not collinear else (t - LAUNCH * n) / w if w else 1.0
     slope = max(slope, 1.0)
     floor = (t - slope * w) / n
     if floor < 0:

@@ -41,7 +41,7 @@ class Platform:
     memory      bytes
     num_sms     multiprocessors, compute units or, on a CPU, cores
     capability  of CUDA, else None
-    cpu_flags   those of CPU_FLAGS that the CPU has, spelled as Linux does
+    cpu_flags   those of CPU_FLAGS that the CPU has, with Linux' names
     bandwidth   of the memory, in bytes per second, and
     flops       dense bf16 operations per second: as published, None if unknown
     asked       the providers that the user named: some run on unsupported machines only on request

@@ -487,7 +487,7 @@ def test_two_reports_side_by_side_say_what_differs_and_why():
 def test_a_page_of_two_opens_on_what_differs(opened):
     first, second = two()
     page = opened(html_of([first], [second], ("old", "new")))
-    assert "old beside new" in page.inner_text("h1")
+    assert "old compared with new" in page.inner_text("h1")
     page.wait_for_selector("#beside", state="visible")
     assert page.is_hidden("#g0")
     assert "differs" in page.inner_text("#beside tr:has(th:text-is('norm'))")

@@ -332,4 +332,4 @@ def test_kernels_of_a_gpu_predict_as_those_of_a_cpu(scheme: str) -> None:
 
 def test_every_scheme_can_be_told_from_its_name() -> None:
     names: dict[str, Scheme] = ONLINE
-    assert len({scheme.spelled for scheme in names.values()}) == len(names)
+    assert len({scheme.description for scheme in names.values()}) == len(names)

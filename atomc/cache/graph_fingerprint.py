@@ -43,9 +43,9 @@ def parts_of(
     first: dict[int, int] = {}
     for i, each in enumerate(example_inputs):
         first.setdefault(id(each), i)
-    spelled = [f"{source_name(node)}: {_value(node.meta.get('example_value'))}, first {first[id(each)]}, {input_kind(each)}"
-               for node, each in zip(placeholders, example_inputs, strict=True)]  # fmt: skip
-    parts |= {f"input {i}": text for i, text in enumerate(spelled)}
+    for i, (node, each) in enumerate(zip(placeholders, example_inputs, strict=True)):
+        fake = _value(node.meta.get("example_value"))
+        parts[f"input {i}"] = f"{source_name(node)}: {fake}, first {first[id(each)]}, {input_kind(each)}"
     parts["sizes"] = "; ".join(size_facts(gm.graph))
     parts["floats"] = repr(sorted(floats.items()))
     parts["graph"] = digest("\n".join(lines))

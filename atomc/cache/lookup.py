@@ -28,9 +28,9 @@ class CacheLookup:
         self.outcome = CacheOutcome()
         self.seconds = 0.0
         self.entry: Entry | None = None
-        asked = "a dump" if options.dump else "an audit" if options.audit else ""
-        if not options.cache or asked:
-            self.outcome = CacheOutcome("off", f"{asked} was asked for" if asked else "")
+        requested = "a dump" if options.dump else "an audit" if options.audit else ""
+        if not options.cache or requested:
+            self.outcome = CacheOutcome("off", f"{requested} was asked for" if requested else "")
             return
         try:
             self.entry = Entry(parts(), options)

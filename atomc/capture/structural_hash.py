@@ -25,8 +25,8 @@ def structural_key(item: Any, numbers: Mapping[Node, int]) -> Hashable:
         known = isinstance(item, torch.SymInt) and item.node.expr.is_number  # a guard of a later layer specialized it
         return (int, int(item.node.expr)) if known else ("symbol", item.node.expr)
     if isinstance(item, Tensor):
-        lies = structural_key((*item.shape, *item.stride()), numbers)
-        return type(item), item.dtype, item.device, item.requires_grad, item.dim(), lies
+        layout = structural_key((*item.shape, *item.stride()), numbers)
+        return type(item), item.dtype, item.device, item.requires_grad, item.dim(), layout
     if isinstance(item, float):
         return float, repr(item)
     return type(item), item if isinstance(item, Hashable) else id(item)

@@ -221,12 +221,12 @@ def measure_plan(
 
 def plan_rows(predicted: Sequence[Predicted], layers: int, timed: Mapping[int, float] | None = None) -> list[PlanRow]:
     """One row for kernels that are equal in all layers. timed: number of a prediction -> measured seconds."""
-    alike: dict[tuple[Any, ...], list[int]] = {}
+    groups: dict[tuple[Any, ...], list[int]] = {}
     for i, p in enumerate(predicted):
         key = (p.op, p.kernel, collapsed(p.module_path), p.bytes, p.flops, p.layer is not None)
-        alike.setdefault(key, []).append(i)
+        groups.setdefault(key, []).append(i)
     found = []
-    for (op, kernel, path, moved, flops, inside), numbers in alike.items():
+    for (op, kernel, path, moved, flops, inside), numbers in groups.items():
         p = predicted[numbers[0]]
         # A kernel that fuses the end of a layer with the start of the next has no layer number.
         inside = inside or len(numbers) >= max(layers, 2)

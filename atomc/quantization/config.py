@@ -36,7 +36,7 @@ def matches(pattern: str, name: str) -> bool:
     """
     parent, _, leaf = name.rpartition(".")
     fused = [whole for whole, parts in FUSED.items() if leaf in parts and whole in pattern]
-    return any(_matches(pattern, spelled) for spelled in (name, *(f"{parent}.{whole}".strip(".") for whole in fused)))
+    return any(_matches(pattern, alias) for alias in (name, *(f"{parent}.{whole}".strip(".") for whole in fused)))
 
 
 def _matches(pattern: str, name: str) -> bool:
@@ -88,7 +88,7 @@ class QuantizationConfig:
             return None
         reason = rule.method.scheme.refuses(int(layer.out_features), int(layer.in_features))  # type: ignore[arg-type]
         if reason:
-            raise ValueError(f"{self.method}: {prefix} cannot be {rule.method.scheme.spelled}: {reason}; "
+            raise ValueError(f"{self.method}: {prefix} cannot be {rule.method.scheme.description}: {reason}; "
                              "add it to `ignore` or choose another scheme")  # fmt: skip
         return rule.method
 
@@ -167,12 +167,12 @@ def decide(wanted: Request, path: Path, config: Mapping[str, Any]) -> Quantizati
     stored = stored_config(path, config)
     if isinstance(wanted, str) and stored is not None and wanted == stored.get("quant_method"):
         wanted = None
-    asked = requested(wanted)
-    if asked is not None and asked.online and stored is not None:
+    requested_config = requested(wanted)
+    if requested_config is not None and requested_config.online and stored is not None:
         raise ValueError(f"{path} is already quantized ({stored.get('quant_method')}), so it cannot be quantized to "
-                         f"{asked.method}: omit `quantization`, or use the original checkpoint")  # fmt: skip
-    if asked is not None or stored is None:
-        return asked
+                         f"{requested_config.method}: omit `quantization`, or use the original checkpoint")  # fmt: skip
+    if requested_config is not None or stored is None:
+        return requested_config
     try:
         return parse(stored)
     except ValueError as error:

@@ -82,7 +82,7 @@ class QuantizedLinear(nn.Module):
         return self.method.scheme.dequantize(self)
 
     def extra_repr(self) -> str:
-        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {self.method.scheme.spelled}"
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {self.method.scheme.description}"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "QuantizedLinear":
         """`.to(dtype)`, `.half()` and so on move codes and scales, but do not convert them."""

@@ -26,10 +26,10 @@ E4M3 = torch.float8_e4m3fn
 
 
 class Scheme(Protocol):
-    """The interface of a scheme. `spelled` is its name in reports."""
+    """The interface of a scheme. `description` is its name in reports."""
 
     @property
-    def spelled(self) -> str: ...
+    def description(self) -> str: ...
 
     def refuses(self, out_features: int, in_features: int) -> str | None:
         """Why the scheme does not support a layer of this size, or None."""
@@ -60,7 +60,7 @@ class Fp8:
     dtype: torch.dtype = E4M3
 
     @property
-    def spelled(self) -> str:
+    def description(self) -> str:
         return f"fp8 (weights per {self.weight}, activations {_per(self.activation)})"
 
     def refuses(self, out_features: int, in_features: int) -> str | None:
@@ -99,7 +99,7 @@ class Fp8Block:
 
     dtype: torch.dtype = E4M3
     block: ClassVar[int] = 128
-    spelled: ClassVar[str] = "fp8 (weights per 128 x 128, activations per 1 x 128)"
+    description: ClassVar[str] = "fp8 (weights per 128 x 128, activations per 1 x 128)"
 
     def refuses(self, out_features: int, in_features: int) -> str | None:
         return None
@@ -136,7 +136,7 @@ class Fp8Block:
 class Int8:
     """Symmetric int8 weights with a scale per output, activations with a scale per row."""
 
-    spelled: ClassVar[str] = "int8 (weights per channel, activations per token)"
+    description: ClassVar[str] = "int8 (weights per channel, activations per token)"
 
     def refuses(self, out_features: int, in_features: int) -> str | None:
         return None
@@ -170,7 +170,7 @@ class Int4:
     GROUPS: ClassVar[tuple[int, ...]] = (32, 64, 128)
 
     @property
-    def spelled(self) -> str:
+    def description(self) -> str:
         return f"int4 (groups of {self.group}{', zero points' if self.zeros else ''}, activations 16-bit)"
 
     def refuses(self, out_features: int, in_features: int) -> str | None:
@@ -217,7 +217,7 @@ class Mxfp4:
     rounding: str = "even"
 
     @property
-    def spelled(self) -> str:
+    def description(self) -> str:
         return f"mxfp4 (activations {self.activation})"
 
     def refuses(self, out_features: int, in_features: int) -> str | None:

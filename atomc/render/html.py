@@ -39,8 +39,8 @@ MAX_HUNKS = 60
 Entry = tuple[str, str]  # (label, text)
 
 
-def page(reports: "Sequence[Report]", beside: "Sequence[Report]" = (), names: tuple[str, str] = ("first", "second")) -> str:
-    """The HTML of reports, one tab per graph; with `beside`, also of those reports and of the differences.
+def page(reports: "Sequence[Report]", others: "Sequence[Report]" = (), names: tuple[str, str] = ("first", "second")) -> str:
+    """The HTML of reports, one tab per graph; with `others`, also of those and of the differences.
 
     Raises ImportError without jinja2.
     """
@@ -51,12 +51,12 @@ def page(reports: "Sequence[Report]", beside: "Sequence[Report]" = (), names: tu
     environment = Environment(loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined,
                               trim_blocks=True, lstrip_blocks=True)  # fmt: skip
     style, script = (f"\n{(HERE / name).read_text()}" for name in ("report.css", "report.js"))
-    graphs = [Graph(i, report, names[0] if beside else "") for i, report in enumerate(reports)]
-    graphs += [Graph(len(reports) + i, report, names[1]) for i, report in enumerate(beside)]
-    compared = [Comparison(a, b, names) for a, b in zip(reports, beside, strict=False)]
+    graphs = [Graph(i, report, names[0] if others else "") for i, report in enumerate(reports)]
+    graphs += [Graph(len(reports) + i, report, names[1]) for i, report in enumerate(others)]
+    compared = [Comparison(a, b, names) for a, b in zip(reports, others, strict=False)]
     data = {"graphs": [graph.data() for graph in graphs], "machines": _machines()}
     environment.filters["bytes"] = format_bytes
-    title = f"{names[0]} beside {names[1]}" if compared else "What the compiler did"
+    title = f"{names[0]} compared with {names[1]}" if compared else "What the compiler did"
     if graphs and not compared:
         title += f" to {reports[0].model}"
     many = len(graphs) > 1
