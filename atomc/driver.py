@@ -38,8 +38,8 @@ from atomc.quantized_weights import quantized_weights
 from atomc.report import Report
 from atomc.report_records import Glue, OpCost
 from atomc.select import Selection
+from atomc.torch_compat.core import without_autocast
 from atomc.torch_compat.inductor import mode_options
-from atomc.torch_compat.names import without_autocast
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ import torch.utils.dlpack
 from torch import Tensor, nn
 
 from atomc import weights
-from atomc.torch_compat.names import WeakTensor, outside_of_tracing, storage_use_count
+from atomc.torch_compat.core import WeakTensor, outside_of_tracing, storage_use_count
 from atomc.weights import PackedWeight, location_of
 
 

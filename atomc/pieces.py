@@ -16,8 +16,8 @@ from atomc.capture.structural_hash import structural_key
 from atomc.graph.mutation import mutated
 from atomc.options import Options
 from atomc.platform import Platform
+from atomc.torch_compat.core import FakeTensorMode
 from atomc.torch_compat.inductor import inductor_code, num_cache_hits
-from atomc.torch_compat.names import FakeTensorMode
 from atomc.torch_compat.tracing import fake_mode_of, tracing_context
 
 # Nothing to gain from compiling a piece of these only.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from atomc import weights
 from atomc.op import Prepared
-from atomc.torch_compat.names import outside_of_tracing
+from atomc.torch_compat.core import outside_of_tracing
 from atomc.weight_snapshot import Snapshot
 from atomc.weights import PreparedWeight, location_of
 

@@ -3,7 +3,7 @@
 import ast
 from collections.abc import Callable, Mapping
 
-from atomc.torch_compat.names import profiler_is_on
+from atomc.torch_compat.core import profiler_is_on
 
 
 def with_ranges(source: str, labels: Mapping[str, str]) -> ast.Module:

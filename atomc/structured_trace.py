@@ -8,7 +8,7 @@ from atomc.cost import ZERO_COST, name_of
 from atomc.graph.provenance import module_path
 from atomc.graph_printer import graph_text
 from atomc.op import ALL_TOKENS
-from atomc.torch_compat.names import structured_trace, traces_structured
+from atomc.torch_compat.core import structured_trace, traces_structured
 
 Observer = Callable[[str, GraphModule], None]
 

@@ -12,7 +12,7 @@ import torch
 from atomc import weights
 from atomc.packed_weights import pack
 from atomc.prepared_weights import Prepare, prepared_weight
-from atomc.torch_compat.names import WeakTensor
+from atomc.torch_compat.core import WeakTensor
 from atomc.weight_snapshot import Snapshot
 from atomc.weights import PreparedWeight
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from atomc.torch_compat.names import WeakTensor
+from atomc.torch_compat.core import WeakTensor
 from atomc.weight_snapshot import Snapshot
 
 

@@ -28,7 +28,7 @@ from atomc.ops.inputs import GraphInput, StateInput, StepInput
 from atomc.ops.state import StateSpec, kv_shape
 from atomc.platform import Platform
 from atomc.rewrite import Fired, infer
-from atomc.torch_compat.names import FakeTensorMode
+from atomc.torch_compat.core import FakeTensorMode
 from atomc.torch_compat.tracing import fake_mode_of, new_unbacked_size
 
 

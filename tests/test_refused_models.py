@@ -13,7 +13,7 @@ from atomc.program import compile_model
 from atomc.refusal import refusal
 from atomc.runtime.llm import LLM
 from atomc.runtime.sampling_params import SamplingParams
-from atomc.torch_compat.untraceable import BackendCompilerFailed
+from atomc.torch_compat.trace_failure import BackendCompilerFailed
 
 transformers = pytest.importorskip("transformers", reason="stock models")
 

@@ -33,7 +33,7 @@ ALLOWED = {
     "atomc/render/html.py: text.replace('<'": "escapes of a page",
     "atomc/render/graph_diff.py": "the notation of a graph",
     "atomc/torch_compat/exceptions.py": "messages of torch, where its exceptions have no class for it",
-    "atomc/torch_compat/untraceable.py": "messages of Dynamo, which has no code for it",
+    "atomc/torch_compat/trace_failure.py": "messages of Dynamo, which has no code for it",
     "models/limits.py: line.": "files of the system",
     "runtime/bench/client.py: line.": "lines of HTTP",
     "runtime/bench/connection.py: line.": "lines of HTTP",

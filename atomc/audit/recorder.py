@@ -28,7 +28,7 @@ from atomc.ops.inputs import StepInput
 from atomc.options import Options
 from atomc.render.audit import headline
 from atomc.report import Report
-from atomc.torch_compat.names import outside_of_tracing
+from atomc.torch_compat.core import outside_of_tracing
 
 log = logging.getLogger("atomc")
 

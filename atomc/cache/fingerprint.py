@@ -23,7 +23,7 @@ from atomc.op import REGISTRY
 from atomc.options import Options
 from atomc.platform import Platform
 from atomc.registered import REGISTERED
-from atomc.torch_compat.names import autocast_is_on, changed_settings, compiler_variables, outside_of_tracing
+from atomc.torch_compat.core import autocast_is_on, changed_settings, compiler_variables, outside_of_tracing
 
 if TYPE_CHECKING:
     from atomc.graph_pass import Pass

@@ -14,8 +14,8 @@ from torch.fx import GraphModule
 from atomc.cache.artifact import Plain, Uncacheable, bind_forward, reference
 from atomc.profiler_ranges import with_ranges
 from atomc.structured_trace import label_of, labels_of
+from atomc.torch_compat.core import FakeTensor
 from atomc.torch_compat.inductor import InductorCode
-from atomc.torch_compat.names import FakeTensor
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from atomc.cache.store import DamagedEntry, Entry, Plain, check_plain, fill_repo
 from atomc.options import Options
 from atomc.report import Report
 from atomc.report_records import CacheOutcome
-from atomc.torch_compat.names import outside_of_tracing
+from atomc.torch_compat.core import outside_of_tracing
 
 log = logging.getLogger("atomc")
 

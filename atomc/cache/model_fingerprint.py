@@ -26,7 +26,7 @@ from atomc.cache.fingerprint import (
 )
 from atomc.options import Options
 from atomc.platform import Platform
-from atomc.torch_compat.names import changed_settings, hooks_of, hooks_on_all_modules, torch_modes_active
+from atomc.torch_compat.core import changed_settings, hooks_of, hooks_on_all_modules, torch_modes_active
 
 _PACKAGE, _TORCH = str(PACKAGE), str(Path(torch.__file__).parent)
 _STDLIB = sysconfig.get_paths()["stdlib"]

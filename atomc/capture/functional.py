@@ -21,7 +21,7 @@ from atomc.graph.inputs import set_graph_input
 from atomc.graph.mutation import mutated
 from atomc.graph.provenance import module_path
 from atomc.ops.inputs import MODEL_INPUTS, StepInput
-from atomc.torch_compat.names import FakeTensor, FakeTensorMode
+from atomc.torch_compat.core import FakeTensor, FakeTensorMode
 from atomc.torch_compat.tracing import (
     RestartAnalysis,
     argument_of,

@@ -19,7 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from atomc.graph.provenance import clean_path
 from atomc.graph.sizes import known_equal
-from atomc.torch_compat.names import FakeTensor, FakeTensorMode, outside_of_tracing
+from atomc.torch_compat.core import FakeTensor, FakeTensorMode, outside_of_tracing
 from atomc.torch_compat.tracing import INVOKE_SUBGRAPH, fake_mode_of
 
 Stack = Mapping[str, Any]

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from atomc.errors import SharingError
-from atomc.torch_compat.sources import share_source_links
+from atomc.torch_compat.dynamo_sources import share_source_links
 from atomc.torch_compat.tracing import ShortenTraceback, TracingError, forget_region, nested_compile_region
 
 T = TypeVar("T")

@@ -24,7 +24,7 @@ from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import bound_sympy
 
 from atomc.errors import OURS
-from atomc.torch_compat.names import FakeTensor, FakeTensorMode, autocast_is_on, outside_of_tracing
+from atomc.torch_compat.core import FakeTensor, FakeTensorMode, autocast_is_on, outside_of_tracing
 
 __all__ = [
     "INVOKE_SUBGRAPH",

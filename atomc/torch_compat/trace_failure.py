@@ -15,7 +15,7 @@ _UNKNOWN_NUMBER = re.compile(r"[Cc]ould not guard on data-dependent expression (
 _RAISED = re.compile(r"raised exception (\w+)\((.*)\)$", re.MULTILINE)
 
 
-class Untraceable(NamedTuple):
+class TraceFailure(NamedTuple):
     """where      "package/file.py:12", "" if unknown
     only_here  only the runtime fails, because it needs one graph for all lengths of a step; torch.compile in a user's
                program may guard on sizes and break the graph
@@ -26,7 +26,7 @@ class Untraceable(NamedTuple):
     only_here: bool
 
 
-def untraceable(error: BaseException) -> Untraceable:
+def trace_failure(error: BaseException) -> TraceFailure:
     """The reason of an error of Dynamo or AOTAutograd."""
     text = str(error)
     first_line = next(iter(text.splitlines()), "").rstrip(".")
@@ -36,16 +36,16 @@ def untraceable(error: BaseException) -> Untraceable:
     number = _UNKNOWN_NUMBER.search(text)
     if number is not None:
         code = f" in `{frame.line.strip()}`" if frame and frame.line else ""
-        return Untraceable(f"it branches on a number that is only known at run time, {number[1]}{code}", where, True)
+        return TraceFailure(f"it branches on a number that is only known at run time, {number[1]}{code}", where, True)
     if not isinstance(error, Unsupported):
-        return Untraceable(f"{type(error).__name__}: {first_line}", where, False)
+        return TraceFailure(f"{type(error).__name__}: {first_line}", where, False)
     raised = _RAISED.search(text)
     if raised is None:
-        return Untraceable(f"torch.compile cannot trace it as one graph: {first_line}", where, True)
+        return TraceFailure(f"torch.compile cannot trace it as one graph: {first_line}", where, True)
     said = raised[2].strip("'\"")
     if stack and stack[-1].filename == _ADAPTER:
-        return Untraceable(said, where, True)
-    return Untraceable(f"it raises {raised[1]}: {said}", where, False)
+        return TraceFailure(said, where, True)
+    return TraceFailure(f"it raises {raised[1]}: {said}", where, False)
 
 
 def raised_by_backend(error: BaseException) -> BaseException:
