@@ -225,7 +225,7 @@ def test_a_kernel_leads_back_to_the_lines_of_the_program(qwen3, opened):
 
 def test_weights_in_few_bits_are_listed_with_what_they_save(fp8_llama, opened):
     page = opened(html_of([fp8_llama]))
-    text = page.inner_text("section:has(h3:text-is('Weights in few bits'))")
+    text = page.inner_text("section:has(h3:text-is('Quantized weights'))")
     assert "scaled_linear_fp8" in text and "fp8, one scale" in text
     wide = sum(found.full_bytes for found in fp8_llama.few_bits)
     assert sum(found.bytes for found in fp8_llama.few_bits) < 0.6 * wide

@@ -175,7 +175,8 @@ class Graph:
         """(id, title) of the sections with content."""
         found = [
             ("rewrites", "Rewrites", self.grid.rows), ("costs", "Kernels and cost", self.ops),
-            ("left", "Left on the table", self.savings or self.second), ("bits", "Few bits", self.quantized_weights),
+            ("left", "Left on the table", self.savings or self.second),
+            ("bits", "Quantized weights", self.quantized_weights),
             ("passes", "Passes", self.passes), ("graph", "Graph", self.captured or self.final),
             ("start", "Start", True), ("about", "What rewrites do", self.about),
         ]  # fmt: skip
