@@ -153,7 +153,8 @@ TAKES_APART = {"startswith", "endswith", "removeprefix", "removesuffix", "partit
 ALSO = {
     ("inspection.py", "names[:2] == ['input_ids', 'positions']"): "arguments of the user's model",
     ("inspection.py", "'input_ids' in names"): "arguments of the user's model",
-    ("graph_printer.py", "input_name(node).removeprefix('kwargs.')"): "what a listing calls an argument",
+    ("graph_printer.py", "input_name(node).removeprefix('kwargs.')"): "the printed name of an argument",
+    ("graph_printer.py", "self.name.rpartition('.')"): "the printed path of a parameter",
     ("passes/fuse/kv_write.py", "'k_scale' in given"): "an argument of a pattern",
     ("runtime/batch.py", "'slots_'"): "a buffer of the batch",
 }
