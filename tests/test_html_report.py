@@ -304,7 +304,7 @@ def test_the_start_is_told_in_words_seconds_and_bytes(opened):
     page = opened(html_of([report]))
     text = page.inner_text("#g0-start")
     assert "Miss, compiled again: option rounding changed from 'fp32' to 'hf'." in text
-    assert "2 graphs, together 2.5 MB" in text and "rows 8" in text and "2.000" in text
+    assert "2 graphs, 2.5 MB in total" in text and "rows 8" in text and "2.000" in text
     widths = page.evaluate("[...document.querySelectorAll('.phases .bar')].map(bar => bar.style.width)")
     assert widths[:2] == ["33.3333%", "100%"]
 
@@ -518,7 +518,7 @@ def test_the_command_compares_with_what_another_version_wrote(tmp_path, capsys):
     assert main(["explain", "--beside", str(saved)]) == 2
     saved.write_text('[{"version": 0}]')
     assert main(["explain", "--beside", str(saved)]) == 2
-    assert "expected what `atomc explain --json` writes" in capsys.readouterr().err
+    assert "expected the output of `atomc explain --json`" in capsys.readouterr().err
 
 
 def test_a_report_is_read_back_from_its_json(qwen3):

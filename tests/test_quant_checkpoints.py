@@ -215,7 +215,7 @@ def test_a_static_scale_is_read_and_shared_too(tmp_path: Path) -> None:
 
 def test_what_is_done_differently_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = load(checkpoint(tmp_path, FP8_TENSOR, fp8_tensor), progress=False)
-    said = "activations have one dynamic scale a row, not one a tensor as the config says"
+    said = "activations have a dynamic scale per row instead of per tensor as in the config"
     assert said in caplog.text
     notes = compile_model(model, {"glue": "eager"}).report.notes
     assert len([note for note in notes if note.startswith(said)]) == 1
