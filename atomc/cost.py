@@ -17,7 +17,7 @@ import sympy
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from atomc.graph.canonical import value
+from atomc.graph.canonical import call, value
 from atomc.graph.expressions import expression
 from atomc.graph.inputs import step_input
 from atomc.graph.provenance import layer_of, module_path, source_line
@@ -33,10 +33,11 @@ ZERO_COST = frozenset({
     "_assert_scalar", "sym_size", "sym_constrain_range_for_size", "lift_fresh_copy", "empty", "getitem",
 })  # fmt: skip
 PARTIAL_VIEWS = frozenset({"slice", "select", "split", "split_with_sizes", "chunk", "unbind", "getitem"})
-PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linear", "aten::matmul",
-                      "aten::_grouped_mm"})  # fmt: skip
+# Matrix products of PyTorch -> the index of the operand that is the first matrix.
+PRODUCTS = {"aten::mm": 0, "aten::addmm": 1, "aten::bmm": 0, "aten::baddbmm": 1, "aten::linear": 0, "aten::matmul": 0,
+            "aten::_grouped_mm": 0}  # fmt: skip
 LOOKUPS = frozenset({"aten::embedding", "aten::index_select"})
-NEVER_FUSED = PRODUCTS | LOOKUPS
+NEVER_FUSED = PRODUCTS.keys() | LOOKUPS
 
 
 @dataclass(frozen=True)
@@ -215,8 +216,8 @@ def _results(node: Node) -> list[Tensor]:
 
 def _product_flops(node: Node) -> sympy.Expr:
     """The last dimension of the first matrix is the reduction dimension."""
-    matrices = [value(given) for given in node.all_input_nodes if value(given).dim() >= 2]
-    return 2 * expression(matrices[0].shape[-1]) * sympy.Add(*[_numel(out) for out in _results(node)])
+    first = value(call(node).operands[PRODUCTS[_schema_name(node)]])
+    return 2 * expression(first.shape[-1]) * sympy.Add(*[_numel(out) for out in _results(node)])
 
 
 def _pointwise(node: Node) -> bool:

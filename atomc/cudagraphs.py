@@ -3,7 +3,8 @@
 A captured call reads its inputs where they lay during capture; HIP graphs on ROCm go through the same torch functions.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,53 +84,80 @@ class Graphed:
 
     def __call__(self, *args: Any) -> Any:
         if self.staying is None:
-            stays = [isinstance(x, Tensor) and (i in self.written or is_static_input(x)) for i, x in enumerate(args)]
-            self.staying = [i for i, fixed in enumerate(stays) if fixed]
-            self.moving = [i for i, fixed in enumerate(stays) if not fixed]
-        key = tuple([_kind(args[i]) for i in self.moving])
-        entry = self.captured.get(key)
-        if (entry is None and key not in self.captured) or (entry is not None and entry.pointers != self._pointers(args)):
-            self.settle(args)
-            pointers = self._pointers(args)
-            if entry is None or entry.pointers != pointers:
-                entry = self.captured[key] = self._capture(args, pointers)
+            self._fix_staying(args)
+        entry = self._entry(args)
         if entry is None:
             return self.call(*args)
         for buffer, i in entry.copied:
             buffer.fill(args[i])
         return _cloned(entry.graph.replay())
 
+    def _fix_staying(self, args: Sequence[Any]) -> None:
+        stays = [isinstance(x, Tensor) and (i in self.written or is_static_input(x)) for i, x in enumerate(args)]
+        self.staying = [i for i, fixed in enumerate(stays) if fixed]
+        self.moving = [i for i, fixed in enumerate(stays) if not fixed]
+
+    def _entry(self, args: Sequence[Any]) -> "_Entry | None":
+        """The graph for these inputs, captured if there is none for where they lie; None: they cannot be captured."""
+        key = tuple([_kind(args[i]) for i in self.moving])
+        if key in self.captured and self._fits(self.captured[key], args):
+            return self.captured[key]
+        self.settle(args)
+        if key not in self.captured or not self._fits(self.captured[key], args):
+            self.captured[key] = self._capture(args)
+        return self.captured[key]
+
+    def _fits(self, entry: "_Entry | None", args: Sequence[Any]) -> bool:
+        return entry is None or entry.pointers == self._pointers(args)
+
     def _pointers(self, args: Sequence[Any]) -> list[int]:
         return [args[i].data_ptr() for i in self.staying or ()]
 
-    def _capture(self, args: Sequence[Any], pointers: list[int]) -> "_Entry | None":
-        devices = {x.device for x in args if isinstance(x, Tensor) and x.dim()}
-        if len(devices) != 1 or next(iter(devices)).type != "cuda":
-            self._note(f"no CUDA graph: inputs on {', '.join(sorted(map(str, devices))) or 'no device'}")
-            return None
-        if len(self.captured) >= MOST_GRAPHS:
-            self._note(f"no CUDA graph: there are {MOST_GRAPHS} already")
-            return None
-        saved = [args[i].clone() for i in self.written]  # warm-up runs write, too
-        try:
-            copied = [(StaticBuffer(args[i]), i) for i in self.moving if isinstance(args[i], Tensor)]
-            static = list(args)
-            for buffer, i in copied:
-                static[i] = buffer.tensor
-            self.pool = self.pool or Pool(next(iter(devices)))
-            captured = self.pool.capture(lambda: self.call(*static))
-        except RuntimeError as error:
-            self._note(f"no CUDA graph: {str(error).splitlines()[0]}")
-            return None
-        finally:
-            for kept, i in zip(saved, self.written, strict=True):
-                args[i].copy_(kept)
-        self.graphs.append({"inputs": [list(args[i].shape) for _, i in copied], "bytes": captured.bytes})
-        return _Entry(captured, copied, pointers)
-
-    def _note(self, note: str) -> None:
+    def _capture(self, args: Sequence[Any]) -> "_Entry | None":
+        reason = self._refused(args)
+        if reason is None:
+            with _restored([args[i] for i in self.written]):  # warm-up runs write, too
+                try:
+                    return self._recorded(args)
+                except RuntimeError as error:
+                    reason = str(error).splitlines()[0]
+        note = f"no CUDA graph: {reason}"
         if note not in self.notes:
             self.notes.append(note)
+        return None
+
+    def _refused(self, args: Sequence[Any]) -> str | None:
+        devices = _devices(args)
+        if [device.type for device in devices] != ["cuda"]:
+            return f"inputs on {', '.join(sorted(map(str, devices))) or 'no device'}"
+        if len(self.captured) >= MOST_GRAPHS:
+            return f"there are {MOST_GRAPHS} already"
+        return None
+
+    def _recorded(self, args: Sequence[Any]) -> "_Entry":
+        copied = [(StaticBuffer(args[i]), i) for i in self.moving if isinstance(args[i], Tensor)]
+        static = list(args)
+        for buffer, i in copied:
+            static[i] = buffer.tensor
+        self.pool = self.pool or Pool(_devices(args).pop())
+        captured = self.pool.capture(lambda: self.call(*static))
+        self.graphs.append({"inputs": [list(args[i].shape) for _, i in copied], "bytes": captured.bytes})
+        return _Entry(captured, copied, self._pointers(args))
+
+
+def _devices(args: Sequence[Any]) -> set[torch.device]:
+    return {x.device for x in args if isinstance(x, Tensor) and x.dim()}
+
+
+@contextmanager
+def _restored(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Afterwards the tensors hold what they held before."""
+    saved = [tensor.clone() for tensor in tensors]
+    try:
+        yield
+    finally:
+        for kept, tensor in zip(saved, tensors, strict=True):
+            tensor.copy_(kept)
 
 
 @dataclass

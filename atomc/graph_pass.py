@@ -73,6 +73,14 @@ class Outcome:
     state: list[StateSpec] = field(default_factory=list)
     extras: list[Extra] = field(default_factory=list)
 
+    def add(self, other: "Outcome") -> None:
+        self.fired += other.fired
+        self.near += other.near
+        self.off |= other.off
+        self.notes += other.notes
+        self.state += other.state
+        self.extras += other.extras
+
 
 @dataclass(frozen=True)
 class Pass:

@@ -127,14 +127,8 @@ def _name(node: Node) -> str:
 
 def _spell(argument: Any, path: str) -> str:
     match argument:
-        case Node() if isinstance(_value(argument), torch.SymInt):
-            return str(_value(argument))
-        case Node() if argument.op == "placeholder":
-            name = _input(argument)
-            outside, found, below = name.partition(f"{path}.") if path else ("", "", "")
-            return f".{below}" if found and (not outside or outside.endswith(".")) else name
         case Node():
-            return argument.name
+            return _spell_node(argument, path)
         case list() | tuple():
             return f"[{', '.join(_spell(part, path) for part in argument)}]"
         case dict():
@@ -147,9 +141,18 @@ def _spell(argument: Any, path: str) -> str:
             return "end"
         case str():
             return repr(argument)
-        case _ if hasattr(argument, "__name__"):
-            return str(argument.__name__)
-    return str(argument)
+    return str(getattr(argument, "__name__", argument))
+
+
+def _spell_node(node: Node, path: str) -> str:
+    """The name of a node; of an input in the module at `path` or below only what follows the path."""
+    if isinstance(_value(node), torch.SymInt):
+        return str(_value(node))
+    if node.op != "placeholder":
+        return node.name
+    name = _input(node)
+    outside, found, below = name.partition(f"{path}.") if path else ("", "", "")
+    return f".{below}" if found and (not outside or outside.endswith(".")) else name
 
 
 def type_of(value: Any) -> str:

@@ -76,34 +76,31 @@ class Options:
         if self.batch_invariant:
             object.__setattr__(self, "glue", "eager")
 
+    def _check(self, name: str, fine: bool, expected: str) -> None:
+        if not fine:
+            raise OptionsError(f"option {name}={getattr(self, name)!r}: expected {expected}")
+
     def _check_kinds(self) -> None:
         for name, allowed in (("rounding", Rounding), ("glue", Glue), ("mode", Mode), ("expect_mode", ExpectMode),
                               ("kv_cache_dtype", KVCacheDtype)):
-            if getattr(self, name) not in get_args(allowed):
-                raise OptionsError(f"option {name}={getattr(self, name)!r}: expected one of {list(get_args(allowed))}")
+            self._check(name, getattr(self, name) in get_args(allowed), f"one of {list(get_args(allowed))}")
         for name in ("strict", "disable", "cache", "record", "audit"):
-            if not isinstance(getattr(self, name), bool):
-                raise OptionsError(f"option {name}={getattr(self, name)!r}: expected True or False")
+            self._check(name, isinstance(getattr(self, name), bool), "True or False")
         for name in ("passes", "inductor", "expect"):
-            if not isinstance(getattr(self, name), Mapping):
-                raise OptionsError(f"option {name}={getattr(self, name)!r}: expected a dict")
+            self._check(name, isinstance(getattr(self, name), Mapping), "a dict")
 
     def _check_values(self) -> None:
         wrong = {key: value for key, value in self.passes.items() if not isinstance(value, bool) and not _texts(value)}
-        bound = self.audit_bound
         if wrong:
             raise OptionsError(f"option passes={wrong!r}: expected True or False for each pass, or a list of the modules "
                                "in which it is left out, such as ['model.layers.3.*']")  # fmt: skip
         if self.record and self.dump is None:
             raise OptionsError("option record=True keeps inputs and outputs beside a dump: expected dump, too")
-        if bound is not None and not (isinstance(bound, int | float) and bound > 0):
-            raise OptionsError(f"option audit_bound={bound!r}: expected a number above 0, such as 0.01")
-        if not isinstance(self.report, str | None) or self.report == "":
-            raise OptionsError(f"option report={self.report!r}: expected the name of a file")
-        if not isinstance(self.cache_size, int) or self.cache_size < 0:
-            raise OptionsError(f"option cache_size={self.cache_size!r}: expected a number of bytes")
-        if isinstance(self.providers, str) or not all(isinstance(name, str) for name in self.providers):
-            raise OptionsError(f"option providers={self.providers!r}: expected a list of provider names")
+        bound = self.audit_bound
+        self._check("audit_bound", bound is None or _positive(bound), "a number above 0, such as 0.01")
+        self._check("report", isinstance(self.report, str | None) and self.report != "", "the name of a file")
+        self._check("cache_size", isinstance(self.cache_size, int) and self.cache_size >= 0, "a number of bytes")
+        self._check("providers", _names(self.providers), "a list of provider names")
         if self.batch_invariant and self.glue == "inductor":
             raise OptionsError("option batch_invariant=True: Inductor sums differently for other numbers of rows; "
                                "expected glue='eager' or 'auto'")  # fmt: skip
@@ -159,7 +156,16 @@ def written_options(options: Mapping[str, Any]) -> str:
 
 def _texts(value: Any) -> bool:
     """Whether it is a list of texts, and not empty."""
-    return isinstance(value, list | tuple) and bool(value) and all(isinstance(part, str) for part in value)
+    return isinstance(value, list | tuple) and bool(value) and _names(value)
+
+
+def _names(value: Any) -> bool:
+    """Whether it holds nothing but texts, and is none itself."""
+    return not isinstance(value, str) and all(isinstance(part, str) for part in value)
+
+
+def _positive(value: Any) -> bool:
+    return isinstance(value, int | float) and value > 0
 
 
 def _environment() -> dict[str, Any]:

@@ -4,8 +4,8 @@ import contextlib
 import inspect
 import logging
 import sys
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
 
 from torch.fx import GraphModule, Node
 
@@ -49,16 +49,23 @@ def selected(pipeline: Sequence[Pass], context: Context) -> tuple[list[Pass], li
             raise OptionsError(f"option passes: no pass {name!r}; passes are {sorted(names)}")
     off = {name for name, on in switches.items() if on is False}
     for p in pipeline:
-        needs_off = sorted(off & set(p.after))
-        if not isinstance(switches.get(p.name, False), bool) and not p.by_site:
-            raise OptionsError(f"option passes: {p.name!r} is left out as a whole or not at all, expected True or False")
-        if switches.get(p.name) and needs_off and p.rewrites:
-            raise OptionsError(f"option passes: {p.name!r} cannot take effect, it needs {needs_off[0]!r}, which is off")
-        if switches.get(p.name) and p.paged and not context.paged:
-            raise OptionsError(f"option passes: {p.name!r} cannot take effect outside the runtime")
+        if wrong := _wrong_switch(p, switches.get(p.name, False), off, context.paged):
+            raise OptionsError(f"option passes: {p.name!r} {wrong}")
     if context.paged and "bind_state" in off:
         raise OptionsError("option passes: 'bind_state' cannot be left out, the runtime needs it")
     return [p for p in pipeline if p.name not in off and (context.paged or not p.paged)], sorted(off)
+
+
+def _wrong_switch(p: Pass, switch: bool | Sequence[str], off: set[str], paged: bool) -> str | None:
+    """Why a pass cannot be switched like this, or None."""
+    needs_off = sorted(off & set(p.after))
+    if not isinstance(switch, bool) and not p.by_site:
+        return "is left out as a whole or not at all, expected True or False"
+    if switch and needs_off and p.rewrites:
+        return f"cannot take effect, it needs {needs_off[0]!r}, which is off"
+    if switch and p.paged and not paged:
+        return "cannot take effect outside the runtime"
+    return None
 
 
 class Registration:
@@ -117,59 +124,122 @@ def run(
     gm: GraphModule, passes: Sequence[Pass], context: Context, report: Report, observers: Sequence[Observer] = ()
 ) -> Outcome:
     """Run the passes on the graph and write what happened into the report. Returns what all of them did and found."""
-    with sizes_stay_symbolic():
-        return _run(gm, passes, context, report, observers)
-
-
-def _run(
-    gm: GraphModule, passes: Sequence[Pass], context: Context, report: Report, observers: Sequence[Observer]
-) -> Outcome:
-    done = Outcome()
-    names: list[str] = []
-    consumed: dict[str, Counter[str]] = {}
     unused: list[str] = []
-    mode = fake_mode_of(gm.graph)
-    guards = num_guards(mode)
-    before = graph_text(gm) if context.keep_texts else ""
-    if report.stages and report.stages[-1].text == before:
-        before = ""
-    for p in passes:
-        report.requires[p.name] = list(p.after)
-        if not p.cleanup:
-            report.about[p.name] = about(p)
-            report.known.append(p.name)
-        try:
-            outcome = _rewrite(gm, p, done.near, context, report, consumed) if p.rewrites else _call(gm, p, context)
-            if outcome.fired:
-                sort_topologically(gm.graph)
-                gm.graph.lint()
-        except Exception as error:  # whatever it is, say in which pass; the caller decides what to do about it
-            raise PassError(f"pass {p.name!r} failed (after {', '.join(names) or 'none'}): {error}") from error
-        if report.bugs and context.options.strict:
-            raise PassError(f"pass {p.name!r}: {report.bugs[0]}")
-        if num_guards(mode) != guards:
-            raise PassError(f"pass {p.name!r} added a guard on the sizes of the inputs")
-        for f in outcome.fired:
-            for name in f.consumed:
-                consumed.setdefault(name, Counter())[f.name] += 1
-        record(report, p, outcome.fired, gm, context, before)
-        before = "" if outcome.fired else before
-        report.near += [miss_of(miss) for miss in outcome.near]
-        report.notes += outcome.notes
-        unused += [f"option passes: {p.name!r} is left out in {pattern!r}, where it would not fire anyway"
-                   for pattern in _patterns(p, context) if pattern not in outcome.off]  # fmt: skip
-        names.append(p.name)
-        done.fired += outcome.fired
-        done.near += outcome.near
-        done.state += outcome.state
-        done.extras += outcome.extras
-        if outcome.fired:
-            for observer in observers:
+    with sizes_stay_symbolic():
+        so_far = _Run(gm, context, report)
+        for p in passes:
+            outcome = so_far.run(p)
+            unused += [f"option passes: {p.name!r} is left out in {pattern!r}, where it would not fire anyway"
+                       for pattern in _patterns(p, context) if pattern not in outcome.off]  # fmt: skip
+            for observer in observers if outcome.fired else ():
                 observer(p.name, gm)
     report.notes += unused
     if context.choose is None:  # lowering leaves none
         report.num_ops = dict(Counter(op.name for node in gm.graph.nodes if (op := op_of(node.target))))
-    return done
+    return so_far.done
+
+
+class _Run:
+    """Passes over one graph, one after another.
+
+    done      what all of them did and found
+    ran       their names
+    consumed  op -> how many of it each rewrite replaced
+    guards    on the sizes of the inputs
+    before    the text of the graph as it is, if no stage of the report has it
+    """
+
+    def __init__(self, gm: GraphModule, context: Context, report: Report):
+        self.gm, self.context, self.report = gm, context, report
+        self.done = Outcome()
+        self.ran: list[str] = []
+        self.consumed: dict[str, Counter[str]] = defaultdict(Counter)
+        self.mode = fake_mode_of(gm.graph)
+        self.guards = num_guards(self.mode)
+        text = graph_text(gm) if context.keep_texts else ""
+        self.before = "" if report.stages and report.stages[-1].text == text else text
+
+    def run(self, p: Pass) -> Outcome:
+        """Run a pass, check the graph, and write what happened into the report."""
+        self.report.requires[p.name] = list(p.after)
+        if not p.cleanup:
+            self.report.about[p.name] = about(p)
+            self.report.known.append(p.name)
+        outcome = self.checked(p)
+        for f in outcome.fired:
+            for op in f.consumed:
+                self.consumed[op][f.name] += 1
+        record(self.report, p, outcome.fired, self.gm, self.context, self.before)
+        self.before = "" if outcome.fired else self.before
+        self.report.near += [miss_of(miss) for miss in outcome.near]
+        self.report.notes += outcome.notes
+        self.ran.append(p.name)
+        self.done.add(outcome)
+        return outcome
+
+    def checked(self, p: Pass) -> Outcome:
+        try:
+            outcome = self.rewrite(p) if p.rewrites else _call(self.gm, p, self.context)
+            if outcome.fired:
+                sort_topologically(self.gm.graph)
+                self.gm.graph.lint()
+        except Exception as error:  # whatever it is, say in which pass; the caller decides what to do about it
+            raise PassError(f"pass {p.name!r} failed (after {', '.join(self.ran) or 'none'}): {error}") from error
+        if self.report.bugs and self.context.options.strict:
+            raise PassError(f"pass {p.name!r}: {self.report.bugs[0]}")
+        if num_guards(self.mode) != self.guards:
+            raise PassError(f"pass {p.name!r} added a guard on the sizes of the inputs")
+        return outcome
+
+    def rewrite(self, p: Pass) -> Outcome:
+        done = Outcome()
+        refused: list[NearMiss] = []
+
+        def off_here(name: str, node: Node) -> str | None:
+            off = self.context.off_here(name, node)
+            if off is None:
+                return None
+            done.off.add(off.pattern)
+            return off.text
+
+        index = Index(self.gm.graph)
+        possible = [(rewrite, case) for rewrite, case in _cases(p) if not rewrite.unmet(case, index)]
+        for rewrite, case in possible:
+            fired, more_refused = apply(self.gm.graph, rewrite, index, off_here, case)
+            if fired:
+                index = Index(self.gm.graph)
+            done.fired += fired
+            refused += more_refused
+        if p.cleanup:
+            return done
+        done.near = _best(refused, {node for f in done.fired for node in f.nodes})
+        try:
+            explained, unexplained = misses(index, possible, self.done.near)
+        except Exception as error:  # which costs the explanation, not the compilation
+            self.report.bugs.append(f"{p.name}: what nearly fired cannot be told: {type(error).__name__}: {error}")
+            return done
+        shown = _nodes_of(done.near)
+        done.near += [miss for miss in explained if not (miss.nodes & shown)]
+        for miss in _best(unexplained, _nodes_of(refused)):
+            self.report.bugs.append(f"{p.name} at {describe(miss.anchor)}: the matcher refused it, but nothing differs")
+        if not done.fired and not done.near:
+            self.say_what_is_absent(index, p, possible)
+        return done
+
+    def say_what_is_absent(self, index: Index, p: Pass, possible: Sequence[tuple[Rewrite, Case]]) -> None:
+        """possible: those of the pass whose needs the graph meets."""
+        needed = _least_unmet(p, index)
+        if not possible and not any(op in self.consumed for op in needed):
+            self.report.absent[p.name] = _needed(needed, index)
+            return
+        ops = {call(node).op for rewrite, case in possible[:1] for node in rewrite.traced(case).nodes} or set(needed)
+        missing = [op for op in sorted((ops - GENERIC) or ops) if not index[op]]
+        taken = next((op for op in missing if op in self.consumed), None)
+        if taken is None:
+            self.report.absent[p.name] = _absent(missing, ops, index)
+            return
+        winner, count = self.consumed[taken].most_common(1)[0]
+        self.report.taken[p.name] = f"taken by {winner}, which used every {taken.removeprefix('atom::')} ({count})"
 
 
 def _patterns(p: Pass, context: Context) -> Sequence[str]:
@@ -182,44 +252,6 @@ def _call(gm: GraphModule, p: Pass, context: Context) -> Outcome:
     assert p.run is not None
     made = p.run(gm, context)
     return made if isinstance(made, Outcome) else Outcome(list(made))
-
-
-def _rewrite(
-    gm: GraphModule, p: Pass, causes: list[NearMiss], context: Context, report: Report,
-    consumed: dict[str, Counter[str]],
-) -> Outcome:  # fmt: skip
-    done = Outcome()
-    refused: list[NearMiss] = []
-
-    def off_here(name: str, node: Node) -> str | None:
-        off = context.off_here(name, node)
-        done.off |= {off.pattern} if off else set()
-        return off.text if off else None
-
-    index = Index(gm.graph)
-    possible = [(rewrite, case) for rewrite, case in _cases(p) if not rewrite.unmet(case, index)]
-    for rewrite, case in possible:
-        more_fired, more_refused = apply(gm.graph, rewrite, index, off_here, case)
-        if more_fired:
-            index = Index(gm.graph)
-        done.fired += more_fired
-        refused += more_refused
-    if p.cleanup:
-        return done
-    gone = {node for f in done.fired for node in f.nodes}
-    done.near = _best(refused, gone)
-    shown = {node for miss in done.near for node in miss.nodes}
-    try:
-        explained, unexplained = misses(index, possible, causes)
-    except Exception as error:  # which costs the explanation, not the compilation
-        report.bugs.append(f"{p.name}: what nearly fired cannot be told: {type(error).__name__}: {error}")
-        return done
-    done.near += [miss for miss in explained if not (miss.nodes & shown)]
-    for miss in _best(unexplained, {node for other in refused for node in other.nodes}):
-        report.bugs.append(f"{p.name} at {describe(miss.anchor)}: the matcher refused it, but nothing differs")
-    if not done.fired and not done.near:
-        _say_what_is_absent(index, p, report, consumed)
-    return done
 
 
 def _cases(p: Pass) -> list[tuple[Rewrite, Case]]:
@@ -235,28 +267,23 @@ def _best(refused: list[NearMiss], gone: set[Node]) -> list[NearMiss]:
     return kept
 
 
-def _say_what_is_absent(index: Index, p: Pass, report: Report, consumed: dict[str, Counter[str]]) -> None:
-    possible = [(rewrite, case) for rewrite, case in _cases(p) if not rewrite.unmet(case, index)]
+def _nodes_of(found: Iterable[NearMiss]) -> set[Node]:
+    return {node for miss in found for node in miss.nodes}
+
+
+def _least_unmet(p: Pass, index: Index) -> list[str]:
+    """The ops that the graph does not have for those cases of a pass that lack the fewest."""
     unmet = [rewrite.unmet(case, index) for rewrite, case in _cases(p)]
     least = min(map(len, unmet))
-    needed = sorted({op for ops in unmet if len(ops) == least for op in ops})
-    if not possible and not any(op in consumed for op in needed):
-        report.absent[p.name] = _needed(needed, index)
-        return
-    ops = {call(node).op for rewrite, case in possible[:1] for node in rewrite.traced(case).nodes} or set(needed)
-    telling = sorted((ops - GENERIC) or ops)
-    missing = [op for op in telling if not index[op]]
-    for op in missing:
-        if op in consumed:
-            winner, count = consumed[op].most_common(1)[0]
-            report.taken[p.name] = f"taken by {winner}, which used every {op.removeprefix('atom::')} ({count})"
-            return
+    return sorted({op for ops in unmet if len(ops) == least for op in ops})
+
+
+def _absent(missing: Sequence[str], ops: set[str], index: Index) -> str:
+    """Which telling ops of a pattern the graph does not have, and which other op of it there is fewest of."""
     shown = [op.removeprefix("atom::") for op in missing]
-    nearest = max((op for op in sorted(ops) if index[op]), key=lambda op: -len(index[op]), default=None)
     text = f"the graph has no {' and no '.join(shown)}" if shown else "its ops stand nowhere together"
-    if nearest is not None:
-        text += f"; the nearest op found is {describe(index[nearest][0])}"
-    report.absent[p.name] = text
+    nearest = min((op for op in sorted(ops) if index[op]), key=lambda op: len(index[op]), default=None)
+    return text if nearest is None else f"{text}; the nearest op found is {describe(index[nearest][0])}"
 
 
 def _needed(ops: Sequence[str], index: Index) -> str:

@@ -1,6 +1,6 @@
 """Token ranges: kernels declare where they are meant to be used, and a graph is lowered once per range that results."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 
 import sympy
@@ -31,21 +31,21 @@ def ranges_of(gm: GraphModule, could_serve: Callable[[Node], Sequence[Kernel]]) 
     A static graph has one. Dynamo's dynamic sizes are 2 at least: a size of 1 is a graph of its own.
     """
     tokens = token_expression(gm)
-    kernels = [kernel for node in gm.graph.nodes if op_of(node.target) for kernel in could_serve(node)]
-    starts = {1}
-    for kernel in kernels:
-        if kernel.tokens != ALL_TOKENS:
-            starts.add(kernel.tokens.first)
-            if kernel.tokens.last is not None:
-                starts.add(kernel.tokens.last + 1)
-    borders = sorted(starts)
-    found = [*(Tokens(a, b - 1) for a, b in pairwise(borders)), Tokens(borders[-1])]
     if tokens is None:
         return [ALL_TOKENS]
-    if tokens.is_number:
-        return [span for span in found if max(1, int(tokens)) in span]  # without tokens as with one
-    least, most = bounds(gm.graph, tokens)
-    return [span for span in found if (span.last is None or least <= span.last) and (most is None or span.first <= most)]
+    least, most = (max(1, int(tokens)),) * 2 if tokens.is_number else bounds(gm.graph, tokens)  # without tokens as with one
+    declared = {kernel.tokens for node in gm.graph.nodes if op_of(node.target) for kernel in could_serve(node)}
+    return [span for span in _told_apart(declared)
+            if (span.last is None or least <= span.last) and (most is None or span.first <= most)]  # fmt: skip
+
+
+def _told_apart(declared: Iterable[Tokens]) -> list[Tokens]:
+    """All token counts, cut wherever one of these ranges starts or ends."""
+    starts = {1}
+    for span in declared:
+        starts |= {span.first} if span.last is None else {span.first, span.last + 1}
+    borders = sorted(starts)
+    return [*(Tokens(a, b - 1) for a, b in pairwise(borders)), Tokens(borders[-1])]
 
 
 def dispatch(gm: GraphModule, ranges: Sequence[Tokens]) -> Dispatch | None:

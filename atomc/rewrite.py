@@ -23,6 +23,8 @@ from atomc.matching.search import matches
 from atomc.torch_compat.core import outside_of_tracing
 from atomc.torch_compat.tracing import fake_mode_of
 
+# The rewrite's name, the first output of a site -> how the user left it out there, or None.
+OffHere = Callable[[str, Node], str | None]
 _tracing = threading.Lock()
 
 
@@ -113,13 +115,13 @@ class Fired:
 
 
 def apply(
-    graph: Graph, rewrite: Rewrite, index: Index, off_here: Callable[[str, Node], str | None] | None = None,
+    graph: Graph, rewrite: Rewrite, index: Index, off_here: OffHere | None = None,
     case: Case | None = None,
 ) -> tuple[list[Fired], list[NearMiss]]:  # fmt: skip
     """One sweep: replace every site. Returns what fired, and the sites that fit but for a stated reason.
 
     index     of the graph as it is; another one is due after something fired
-    off_here  the rewrite's name, the first output of a site -> how the user left it out there, or None
+    off_here  says where the user left it out
     case      which of the rewrite's; the first by default
     """
     case = case or rewrite.cases[0]
@@ -129,21 +131,14 @@ def apply(
     sites: list[Site] = []
     refused: list[NearMiss] = []
     claimed: set[Node] = set()
-    for site, wrong in matches(pattern, index):
-        # Several readers may share an input view; only what disappears can be claimed twice.
-        if not wrong and (shared := sorted(claimed & set(site.matched.values()))):
-            wrong = [Difference("taken", f"{describe(shared[0])} for itself", f"taken by {rewrite.name}", shared[0])]
-        if not wrong and rewrite.guard is not None:
-            reason = rewrite.guard(**_values(site))
-            wrong = [Difference("guard", f"what {rewrite.name} asks for", reason, site.outputs()[0])] if reason else []
-        if not wrong and off_here is not None and (off := off_here(rewrite.name, site.outputs()[0])):
-            wrong = [Difference("off", f"{rewrite.name} to be on", off, site.outputs()[0])]
+    for site, differences in matches(pattern, index):
+        wrong = differences or _objections(rewrite, site, claimed, off_here)
         if wrong:
             refused.append(NearMiss(rewrite.name, rewrite.variant or case.variant, site.outputs()[0], len(pattern.nodes),
                                     len(pattern.nodes), 0, wrong, site.nodes()))  # fmt: skip
-            continue
-        sites.append(site)
-        claimed |= set(site.matched.values())
+        else:
+            sites.append(site)
+            claimed |= set(site.matched.values())
     renamed: dict[Node, Node] = {}
     moved: list[tuple[Node, Any]] = []
     fired = [_replace(graph, rewrite, site, renamed, moved) for site in sites]
@@ -154,6 +149,19 @@ def apply(
             spread_strides(graph, node, before, values)
         remove_dead_nodes(graph)  # a split whose parts are gone would count as a reader
     return fired, refused
+
+
+def _objections(rewrite: Rewrite, site: Site, claimed: set[Node], off_here: OffHere | None) -> list[Difference]:
+    """Why a site that fits is left alone: an earlier one of the sweep, the guard, the options."""
+    first = site.outputs()[0]
+    # Several readers may share an input view; only what disappears can be claimed twice.
+    if shared := sorted(claimed & set(site.matched.values())):
+        return [Difference("taken", f"{describe(shared[0])} for itself", f"taken by {rewrite.name}", shared[0])]
+    if rewrite.guard is not None and (reason := rewrite.guard(**_values(site))):
+        return [Difference("guard", f"what {rewrite.name} asks for", reason, first)]
+    if off_here is not None and (off := off_here(rewrite.name, first)):
+        return [Difference("off", f"{rewrite.name} to be on", off, first)]
+    return []
 
 
 def misses(
@@ -174,45 +182,58 @@ def _replace(
 ) -> Fired:
     """Replace one site. Outputs that lie differently from then on are added to `moved`, with their values before."""
     # An earlier site of this sweep may have replaced an input of this one.
-    for name, bound in site.bound.items():
-        while isinstance(bound, Node) and bound in renamed:
-            bound = renamed[bound]
-        site.bound[name] = bound
+    site.bound = {name: _renamed(bound, renamed) for name, bound in site.bound.items()}
     attrs = rewrite.attrs(**_values(site)) if callable(rewrite.attrs) else rewrite.attrs
     outputs, matched = site.outputs(), site.nodes()
     consumed = tuple(call(node).op for node in matched)
     meta = {**inherited(site.matched.values(), outputs[0], rewrite.name), "consumed": consumed}
-    last = max(site.nodes())
+    last = max(matched)
     before = last.next
     with graph.inserting_before(before):
-        tracer = GraphAppendingTracer(graph)
-        result = rewrite.replacement(**{name: Proxy(given, tracer) if isinstance(given, Node) else given
-                                        for name, given in site.arguments().items()})  # fmt: skip
-        if len(outputs) == 1:
-            results = [result]
-        else:
-            results = list(result) if isinstance(result, tuple) else [result[i] for i in range(len(outputs))]
+        results = _results(graph, rewrite, site)
     made = _between(last, before)
     # Behind a view that was seen through the op sees another shape than the replaced nodes did.
     replaced = [] if site.skipped else [value(output) for output in outputs]
     _describe_new_nodes(graph, made, meta, replaced)
-    for output, proxy in zip(outputs, results, strict=True):
-        new = proxy.node
-        if not same_shape(value(output), value(new)):  # a view was seen through: give readers the shape they know
+    for output, new in zip(outputs, results, strict=True):
+        if not same_shape(value(output), value(new)):
             with graph.inserting_before(before):
-                view = next(node for node in site.skipped if call(node).op == "view")
-                assert callable(view.target)
-                new = graph.call_function(view.target, (new, *view.args[1:]), dict(view.kwargs))
-                new.meta.update(meta, val=value(output))
+                new = _as_seen(graph, site, new, output, meta)
         output.replace_all_uses_with(new)
         renamed[output] = new
         if not same_strides(value(new), value(output)):
             moved.append((new, value(output)))
-    for node in sorted(site.nodes(), reverse=True):
+    for node in sorted(matched, reverse=True):
         if not node.users:
             graph.erase_node(node)
     captured = {name: bound for name, bound in site.bound.items() if name in site.pattern.captured}
     return Fired(rewrite.name, outputs[0], {**attrs, **captured}, matched, made, consumed)
+
+
+def _renamed(bound: Any, renamed: Mapping[Node, Node]) -> Any:
+    while isinstance(bound, Node) and bound in renamed:
+        bound = renamed[bound]
+    return bound
+
+
+def _results(graph: Graph, rewrite: Rewrite, site: Site) -> list[Node]:
+    """Call the replacement; one node per output."""
+    tracer = GraphAppendingTracer(graph)
+    result = rewrite.replacement(**{name: Proxy(given, tracer) if isinstance(given, Node) else given
+                                    for name, given in site.arguments().items()})  # fmt: skip
+    num_outputs = len(site.pattern.outputs)
+    if num_outputs == 1:
+        return [result.node]
+    return [part.node for part in (result if isinstance(result, tuple) else [result[i] for i in range(num_outputs)])]
+
+
+def _as_seen(graph: Graph, site: Site, new: Node, output: Node, meta: Mapping[str, Any]) -> Node:
+    """A view was seen through: the result in the shape that the readers of the output know."""
+    view = next(node for node in site.skipped if call(node).op == "view")
+    assert callable(view.target)
+    seen = graph.call_function(view.target, (new, *view.args[1:]), dict(view.kwargs))
+    seen.meta.update(meta, val=value(output))
+    return seen
 
 
 def _between(first: Node, last: Node) -> list[Node]:

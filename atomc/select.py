@@ -1,8 +1,9 @@
 """Picks the state layout and a kernel per op, and keeps the reason of every refusal."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -61,11 +62,10 @@ class Selection:
         if not users:
             return None
         users.sort(key=lambda node: bool(_op(node).mutates))  # readers first: they take the time
-        candidates = list(dict.fromkeys(kernel.layout for node in users for kernel in self._ranked(_op(node))
-                                        if kernel.layout and self._refuses(kernel, node) is None))  # fmt: skip
-        for layout in [layout for layout in candidates if self.options.layout in (None, layout)]:
-            if all(any(kernel.layout == layout and self._refuses(kernel, node) is None
-                       for kernel in self._ranked(_op(node))) for node in users):  # fmt: skip
+        usable = [self._layouts(node) for node in users]
+        candidates = list(dict.fromkeys(chain.from_iterable(usable)))
+        for layout in candidates:
+            if self.options.layout in (None, layout) and all(layout in layouts for layouts in usable):
                 self.layout = layout
                 return layout
         if self.options.layout is not None:
@@ -75,6 +75,10 @@ class Selection:
             raise OptionsError("option batch_invariant=True: no such kernel reads and writes state on "
                                f"{self.platform.name}")  # fmt: skip
         raise ValueError(f"no state layout of {candidates} has a reader and a writer on {self.platform.name}")
+
+    def _layouts(self, node: Node) -> list[str]:
+        """The layouts of state that kernels for this node work on, the preferred one first."""
+        return [kernel.layout for kernel in self._ranked(_op(node)) if kernel.layout and not self._refuses(kernel, node)]
 
     def choose(self, node: Node) -> Kernel | None:
         """The kernel that runs this node, None for its meaning; the choice and all refusals are remembered."""
@@ -119,34 +123,45 @@ class Selection:
         return found
 
     def _refuses(self, kernel: Kernel, node: Node, any_tokens: bool = False) -> Refusal | None:
-        if self.layout is not None and kernel.layout is not None and kernel.layout != self.layout:
-            return Refusal("layout", f"works on layout {kernel.layout!r}, the state is laid out {self.layout!r}")
+        """Why this kernel does not serve this node: the first reason of those below, or None."""
         op = _op(node)
-        if self.options.batch_invariant and _joins_rows(op) and kernel.provider != kernels.INVARIANT:
-            return Refusal("option", "what it computes for a row depends on how many there are, and batch_invariant=True "
-                           "forbids that")  # fmt: skip
+        if reason := self._other_layout(kernel) or self._batch_dependent(kernel, op):
+            return reason
         arguments, nodes = _arguments(kernel, node)
-        for name in (name for names in kernel.prepare for name in names if nodes[name] is not None):
-            if nodes[name].op != "placeholder":
-                return Refusal("copy", f"it prepares `{name}` once, but here that is computed in the graph")
-        if not self.eager and (reason := self._better_by_inductor(kernel)):
-            return reason
-        if self.options.rounding == "hf" and kernel.rounds == "once" and not op.rounds_once(arguments):
-            return Refusal("option", "it rounds once, rounding='hf' asks for the model's own roundings")
-        if reason := refusal(kernel, self.platform, arguments) or self._no_copies(kernel, nodes):
-            return reason
-        if not any_tokens and not self.tokens.within(kernel.tokens):
-            return Refusal("tokens", f"is meant for {kernel.tokens} tokens")
-        return None
+        return (
+            _computed_weight(kernel, nodes)
+            or self._better_by_inductor(kernel)
+            or self._other_rounding(kernel, op, arguments)
+            or refusal(kernel, self.platform, arguments)
+            or self._no_copies(kernel, nodes)
+            or (None if any_tokens else self._other_tokens(kernel))
+        )
+
+    def _other_layout(self, kernel: Kernel) -> Refusal | None:
+        if self.layout is None or kernel.layout in (None, self.layout):
+            return None
+        return Refusal("layout", f"works on layout {kernel.layout!r}, the state is laid out {self.layout!r}")
+
+    def _batch_dependent(self, kernel: Kernel, op: Op) -> Refusal | None:
+        if not self.options.batch_invariant or not _joins_rows(op) or kernel.provider == kernels.INVARIANT:
+            return None
+        return Refusal("option", "its result for a row depends on the number of rows, which batch_invariant=True forbids")
+
+    def _other_rounding(self, kernel: Kernel, op: Op, arguments: Mapping[str, Any]) -> Refusal | None:
+        if self.options.rounding != "hf" or kernel.rounds != "once" or op.rounds_once(arguments):
+            return None
+        return Refusal("option", "it rounds once, rounding='hf' asks for the model's own roundings")
+
+    def _other_tokens(self, kernel: Kernel) -> Refusal | None:
+        return None if self.tokens.within(kernel.tokens) else Refusal("tokens", f"is meant for {kernel.tokens} tokens")
 
     def _no_copies(self, kernel: Kernel, nodes: dict[str, Any]) -> Refusal | None:
         """Why the copies that this kernel wants of its weights cannot be kept, or None."""
         together = self.copied.copy()
-        for names, prepare in kernel.prepare.items():
-            for name in (name for name in names if nodes[name] is not None):
-                if reason := self.weights.get(nodes[name].name, "nobody says whether it stays the same"):
-                    return Refusal("copy", f"it keeps a copy of `{name}`: {reason}")
-                together[nodes[name].name, prepare] = _nbytes(nodes[name])
+        for name, weight, prepare in _prepared(kernel, nodes):
+            if reason := self.weights.get(weight.name, "nobody says whether it stays the same"):
+                return Refusal("copy", f"it keeps a copy of `{name}`: {reason}")
+            together[weight.name, prepare] = _nbytes(weight)
         if kernel.prepare and self.platform.memory and sum(together.values()) > MOST_COPIED * self.platform.memory:
             return Refusal("copy", f"copies of weights would take {sum(together.values()) / 1e9:.1f} GB, more than "
                            f"{MOST_COPIED:.0%} of this machine's memory")  # fmt: skip
@@ -154,11 +169,12 @@ class Selection:
 
     def _promise_copies(self, kernel: Kernel, node: Node) -> None:
         _, nodes = _arguments(kernel, node)
-        self.copied |= {(nodes[name].name, prepare): _nbytes(nodes[name]) for names, prepare in kernel.prepare.items()
-                        for name in names if nodes[name] is not None}  # fmt: skip
+        self.copied |= {(weight.name, prepare): _nbytes(weight) for _, weight, prepare in _prepared(kernel, nodes)}
 
     def _better_by_inductor(self, kernel: Kernel) -> Refusal | None:
         """Why Inductor's code for the meaning is preferred to this kernel, or None."""
+        if self.eager:
+            return None
         match kernel.prefer_inductor:
             case PreferInductor.MAX_AUTOTUNE if self.options.mode.startswith("max-autotune"):
                 return Refusal("option", f"mode={self.options.mode!r} asks Inductor to time matrix products")
@@ -173,6 +189,21 @@ def _spelled(refused: Sequence[tuple[str, Refusal]]) -> list[tuple[str, str]]:
     return [(provider, reason.text) for provider, reason in refused]
 
 
+def _prepared(kernel: Kernel, nodes: Mapping[str, Any]) -> Iterator[tuple[str, Node, Callable[..., Any]]]:
+    """The weights of which the kernel keeps copies: the name of the argument, the node, what makes the copy."""
+    for names, prepare in kernel.prepare.items():
+        for name in names:
+            if nodes[name] is not None:
+                yield name, nodes[name], prepare
+
+
+def _computed_weight(kernel: Kernel, nodes: Mapping[str, Any]) -> Refusal | None:
+    for name, weight, _ in _prepared(kernel, nodes):
+        if weight.op != "placeholder":
+            return Refusal("copy", f"it prepares `{name}` once, but here that is computed in the graph")
+    return None
+
+
 def _nbytes(weight: Node) -> int:
     fake = weight.meta["val"]
     return math.prod(size for size in fake.shape if isinstance(size, int)) * int(fake.element_size())
@@ -180,7 +211,7 @@ def _nbytes(weight: Node) -> int:
 
 def _joins_rows(op: Op) -> bool:
     """Whether its kernels cut their work by the number of rows."""
-    return bool(op.kind & (Kind.LINEAR | Kind.ATTENTION))
+    return bool(op.kind & (Kind.LINEAR | Kind.BMM | Kind.ATTENTION))
 
 
 def _op(node: Node) -> Op:

@@ -3,7 +3,8 @@
     python bench/kernels.py --json bench/results/kernels-h200.json
 
 A time is that of one call among many in one CUDA graph, over buffers that together exceed the L2 cache; the median of
-the replays. Bytes are those that must move: inputs once, outputs once. The share is that of a large copy's bandwidth.
+the replays. Where there is no GPU, calls are timed one after another on the CPU. Bytes are those that must move: inputs
+once, outputs once. The share is that of a large copy's bandwidth.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import math
 import platform
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -20,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from atomc import kernels, ops
-from atomc.op import refusal
+from atomc.op import Kernel, refusal
 from atomc.platform import Platform
 
 TOKENS = (1, 8, 64, 1024, 8192)
@@ -28,6 +30,7 @@ TOKENS = (1, 8, 64, 1024, 8192)
 SHAPES = {1024: (16, 8, 3072), 4096: (32, 8, 12288)}
 WIDTH, VOCABULARY, EPS = 128, 151936, 1e-6
 ROTATED_BYTES = 160 * 10**6
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 Arguments = dict[str, Any]
 
@@ -42,7 +45,7 @@ class Case(NamedTuple):
 
 
 def normal(*shape: int) -> Tensor:
-    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+    return torch.randn(shape, device=DEVICE, dtype=torch.bfloat16)
 
 
 def cases(tokens: int, hidden: int) -> Iterator[Case]:
@@ -68,7 +71,7 @@ def cases(tokens: int, hidden: int) -> Iterator[Case]:
 
     def caches() -> Arguments:
         blocks = max(256, -(-tokens // 16) + 1)
-        slots = torch.randperm(blocks * 16, device="cuda")[:tokens]
+        slots = torch.randperm(blocks * 16, device=DEVICE)[:tokens]
         return {"k_cache": normal(blocks, 16, k_heads, WIDTH), "v_cache": normal(blocks, 16, k_heads, WIDTH),
                 "slots": slots}  # fmt: skip
 
@@ -108,58 +111,67 @@ def moved(arguments: Arguments, result: Any) -> int:
 
 
 def microseconds(call: Callable[..., Any], sets: list[Arguments], calls: int, replays: int = 15) -> float:
-    """Median time of one call in a CUDA graph of at least so many, each on the next of the sets."""
+    """Median time of one call among at least so many, each on the next of the sets."""
     rounds = -(-calls // len(sets))
     results: list[Any] = [None] * len(sets)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        call(**sets[0])
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
+
+    def run() -> None:
         for _ in range(rounds):
             for i, arguments in enumerate(sets):
                 results[i] = call(**arguments)
+
+    call(**sets[0])
+    timed = captured(run) if DEVICE == "cuda" else run
+    return 1e6 * statistics.median(seconds(timed) for _ in range(replays)) / (rounds * len(sets))
+
+
+def captured(run: Callable[[], None]) -> Callable[[], None]:
+    """The replay of a CUDA graph of what this launches."""
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
     graph.replay()
-    times = []
-    for _ in range(replays):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000 / (rounds * len(sets)))
-    return statistics.median(times)
+    return graph.replay
+
+
+def seconds(run: Callable[[], Any]) -> float:
+    if DEVICE == "cpu":
+        start = time.perf_counter()
+        run()
+        return time.perf_counter() - start
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    run()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1000
 
 
 def copy_bandwidth() -> float:
     """Bytes a second of a copy between two large buffers, read plus written. (As a node of a graph it is slower.)"""
-    source = torch.empty(2**32, dtype=torch.uint8, device="cuda").random_()
+    source = torch.empty(2**32 if DEVICE == "cuda" else 2**28, dtype=torch.uint8, device=DEVICE).random_()
     target = torch.empty_like(source)
-    times = []
-    for _ in range(8):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        target.copy_(source)
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1000)
-    return 2 * source.numel() / statistics.median(times)
+    return 2 * source.numel() / statistics.median(seconds(lambda: target.copy_(source)) for _ in range(8))
 
 
-def serving(case: Case, arguments: Arguments, tokens: int, provider: str) -> Callable[..., Any] | str:
+def serving(case: Case, arguments: Arguments, tokens: int, provider: str) -> Kernel | str:
     """The provider's kernel for these arguments, or why it has none."""
     reason = f"{provider} has no {case.op}"
     for kernel in ops.REGISTRY[case.op].kernels:
-        if kernel.provider == provider:
-            if tokens not in kernel.tokens:
-                return f"is meant for {kernel.tokens.start} to {kernel.tokens.end} tokens"
-            refused = refusal(kernel, Platform.detect("cuda"), arguments)
-            if refused is None:
-                return kernel.function
-            reason = refused.text
+        if kernel.provider != provider:
+            continue
+        refused = refusal(kernel, Platform.detect(DEVICE), arguments)
+        if refused is None and tokens in kernel.tokens:
+            return kernel
+        reason = refused.text if refused else f"is meant for {kernel.tokens} tokens"
     return reason
+
+
+def prepared(kernel: Kernel, arguments: Arguments) -> Arguments:
+    """The arguments as the kernel takes them: weights in a layout of its own."""
+    return arguments | {names[0]: prepare(*map(arguments.get, names)).tensors for names, prepare in kernel.prepare.items()
+                        if arguments.get(names[0]) is not None}  # fmt: skip
 
 
 def measure(case: Case, tokens: int, provider: str, bandwidth: float) -> dict[str, Any]:
@@ -171,11 +183,11 @@ def measure(case: Case, tokens: int, provider: str, bandwidth: float) -> dict[st
     sets += [case.make() for _ in range(min(64, max(2, math.ceil(ROTATED_BYTES / num_bytes))) - 1)]
     calls = 64 if tokens <= 64 else 16
     line: dict[str, Any] = {"op": case.op, "shape": case.label, "tokens": tokens, "bytes": num_bytes}
-    function = serving(case, signature.bind(**arguments).arguments, tokens, provider)
-    if isinstance(function, str):
-        line["refused"] = function
+    kernel = serving(case, signature.bind(**arguments).arguments, tokens, provider)
+    if isinstance(kernel, str):
+        line["refused"] = kernel
     else:
-        line["us"] = microseconds(function, sets, calls)
+        line["us"] = microseconds(kernel.function, [prepared(kernel, given) for given in sets], calls)
         line["gbs"] = num_bytes / line["us"] / 1e3
         line["share"] = num_bytes / line["us"] * 1e6 / bandwidth
     # A meaning that writes asks the slots on the host, which no graph can hold; that of linear is the library's.
@@ -205,11 +217,9 @@ def main() -> None:
     args = parser.parse_args()
     if reason := kernels.load(args.provider):
         sys.exit(reason)
-    if not torch.cuda.is_available():
-        sys.exit("torch sees no GPU: CUDA graphs are timed")
     bandwidth = copy_bandwidth()
     command = "python " + " ".join(sys.argv)
-    about = {"command": command, "device": torch.cuda.get_device_name(), "torch": torch.__version__,
+    about = {"command": command, "device": Platform.detect(DEVICE).name, "torch": torch.__version__,
              "python": platform.python_version(), "copy_gbs": bandwidth / 1e9}  # fmt: skip
     print(f"$ {command}\n{about['device']}, torch {torch.__version__}, copy {bandwidth / 1e9:.0f} GB/s, bf16\n")
     print(f"{'op':22}{'shape':14}{'tokens':>7}{'us':>10}{'GB/s':>9}{'share':>8}{'meaning us':>11}{'library us':>11}")

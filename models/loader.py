@@ -4,9 +4,8 @@ Everything is checked against the headers before the first weight is read; what 
 """
 
 import logging
-import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,9 @@ from tqdm import tqdm
 
 from atomc.json_file import read_json
 from atomc.models import REGISTRY, architectures_of, build, model_class, stock
-from atomc.models.cache_scales import cache_scales, mark_fp8_state, set_cache_scale
+from atomc.models.cache_scales import mark_fp8_state, set_cache_scale
 from atomc.models.limits import Stored, check_layers, check_memory, check_sizes, check_stored
+from atomc.models.load_plan import FLOATS, Fill, LoadPlan, Quantize, parameter_names, plan_load, some
 from atomc.models.shard_paths import INDEX, shard_path
 from atomc.quantization import apply, checkpoints
 from atomc.quantization.config import QuantizationConfig, Request, decide, stored_config
@@ -32,19 +32,6 @@ log = logging.getLogger("atomc")
 THREADS = 8
 TENSORS_A_JOB = 32
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
-FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# Of quantized weights; these are never converted.
-CODES = {
-    torch.float8_e4m3fn: ("F8_E4M3",),
-    torch.int8: ("I8",),
-    torch.uint8: ("U8", "F8_E8M0"),
-    torch.int32: ("I32",),
-    torch.int64: ("I64",),
-}
-# Old Llama checkpoints store the rotary frequencies; heads for multi-token prediction are no part of the model. Queries
-# are not kept in fp8, and what keeps no state needs no scales for it.
-IGNORED = re.compile(r"rotary_emb\.inv_freq$|^(hf_model\.)?(model\.)?mtp\.|\.(q|k|v|kv)_scale$")
-
 
 def load(
     path: str | Path,
@@ -72,41 +59,47 @@ def load(
         raise ValueError(f"load_format {load_format!r} is not one of {LOAD_FORMATS}")
     config = load_config(path)
     architectures = architectures_of(config)
-    stored = stored_tensors(path) if load_format != "dummy" else {}
-    if load_format != "dummy":
+    stored = None if load_format == "dummy" else stored_tensors(path)
+    if stored is not None:
         check_layers(config, len(stored))
-    dtype = dtype or config_dtype(config) or stored_dtype(stored)
+    dtype = dtype or config_dtype(config) or stored_dtype(stored or {})
 
-    how: QuantizationConfig | None
     if model_class(architectures) is not None:
         how = decide(quantization, path, config)
         model = build(config, dtype, "meta")
     else:
         cls = stock.hf_class(architectures, sorted(REGISTRY))
         how = _for_stock(quantization, path, config)
-        outline = stock.empty_model(cls, config, dtype)
-        if load_format == "dummy":
-            check_memory(outline, cls.__name__, device)
-        else:
-            check_stored(outline, cls.__name__, stored, quantized=stored_config(path, config) is not None)
+        _check_outline(cls, path, config, dtype, stored, device)
         if how is None:
-            return ready(_by_transformers(cls, path, config, dtype, device, load_format == "dummy"))
+            return ready(_by_transformers(cls, path, config, dtype, device, stored is None))
         model = stock.build_on_meta(cls, config, dtype)
-    for note in how.notes if how else ():
-        log.warning("%s: %s", path, note)
-    prefix = stock.PREFIX if isinstance(model, stock.StockModel) else ""
-    methods = apply.linears(model, how, prefix) if how else {}
-    if how and how.kv_cache_dtype == "fp8":
-        mark_fp8_state(model)
-    if load_format == "dummy":
+    methods = _quantized_layers(model, how, path)
+    if stored is None:
         check_memory(model, type(model).__name__, device)
         allocate_buffers(model, device)
         fill_randomly(model, device)
-        quantize_groups(model, methods, lambda name: None)
-    else:
-        stored = {prefix + name: tensor for name, tensor in _renamed(stored, how).items()}
-        _fill(model, stored, how, methods, path, dtype, device, mmap, progress)
+        for group in apply.groups(methods):
+            apply.quantize_layers(model, [name for name, _ in group], methods)
+        return ready(model)
+
+    if how is not None and not how.online:
+        apply.create_weights(model, methods, dtype)
+    plan = _planned(model, stored, how, methods, path, dtype)
+    _execute(plan, model, methods, device, mmap, progress)
     return ready(model)
+
+
+def _check_outline(
+    cls: Any, path: Path, config: dict[str, Any], dtype: torch.dtype, stored: dict[str, Stored] | None,
+    device: torch.device | str,
+) -> None:  # fmt: skip
+    """Raise ValueError if a class of transformers is larger than its checkpoint, or than the memory for random weights."""
+    outline = stock.empty_model(cls, config, dtype)
+    if stored is None:
+        check_memory(outline, cls.__name__, device)
+    else:
+        check_stored(outline, cls.__name__, stored, quantized=stored_config(path, config) is not None)
 
 
 def _by_transformers(
@@ -120,41 +113,77 @@ def _by_transformers(
     return model
 
 
-def _fill(
-    model: nn.Module, stored: dict[str, Stored], how: QuantizationConfig | None,
-    methods: dict[str, LinearMethod], path: Path, dtype: torch.dtype, device: torch.device | str, mmap: bool,
+def _prefix(model: nn.Module) -> str:
+    """Of every parameter's name, before the name that a checkpoint has."""
+    return stock.PREFIX if isinstance(model, stock.StockModel) else ""
+
+
+def _quantized_layers(model: nn.Module, how: QuantizationConfig | None, path: Path) -> dict[str, LinearMethod]:
+    """The linear layers that are quantized, by name; the state handles are marked if the cache is, too."""
+    if how is None:
+        return {}
+    for note in how.notes:
+        log.warning("%s: %s", path, note)
+    if how.kv_cache_dtype == "fp8":
+        mark_fp8_state(model)
+    return apply.linears(model, how, _prefix(model))
+
+
+def _planned(
+    model: nn.Module, stored: dict[str, Stored], how: QuantizationConfig | None, methods: Mapping[str, LinearMethod],
+    path: Path, dtype: torch.dtype,
+) -> LoadPlan:  # fmt: skip
+    """The plan for these tensors of a checkpoint. What is no part of the model is named in the log."""
+    stored = _our_names(model, stored, how)
+    online = methods if how is not None and how.online else {}
+    if not online:
+        apply.drop_optional(model, stored)
+    plan = plan_load(model, stored, path, dtype, online)
+    if plan.skipped:
+        log.info("%s: skipped %s, which are no part of %s", path, some(plan.skipped), type(model).__name__)
+    return plan
+
+
+def _our_names(model: nn.Module, stored: dict[str, Stored], how: QuantizationConfig | None) -> dict[str, Stored]:
+    """The tensors under the names that our layers have."""
+    rename, prefix = how.rename if how else {}, _prefix(model)
+
+    def own(name: str) -> str:
+        owner, dot, leaf = name.rpartition(".")
+        return prefix + owner + dot + rename.get(leaf, leaf)
+
+    return {own(name): tensor for name, tensor in stored.items()}
+
+
+def _execute(
+    plan: LoadPlan, model: nn.Module, methods: Mapping[str, LinearMethod], device: torch.device | str, mmap: bool,
     progress: bool,
 ) -> None:  # fmt: skip
-    """Give a model on meta the stored weights, quantized as `how` says."""
-    online = how is not None and how.online
-    if how and not online:
-        apply.create_weights(model, methods, dtype)
-        apply.drop_optional(model, stored)
-    scales = cache_scales(model, stored)
-    sources = match_names(model, {name: tensor for name, tensor in stored.items() if name not in scales}, path)
+    """Give a model on meta what is planned. Raises ValueError for stored values that a layer or a cache cannot have."""
     allocate_buffers(model, device)
     total = sum(weight.nbytes for weight in model.parameters())
-    streamed = {(f"{name}.weight",) for name in methods} if online else set()
     # disable=None: no bar where there is no terminal.
     with tqdm(total=total, unit="B", unit_scale=True, desc="weights", disable=None if progress else True) as bar:
-        at_once = {names: name for names, name in sources.items() if names not in streamed}
-        for names, weight in read(at_once, stored, model, device, mmap):
-            assign(model, names, weight)
+        for fill, weight in read(plan.fills, device, mmap):
+            assign(model, fill.names, weight)
             bar.update(weight.nbytes)
-
-        def next_weight(name: str) -> Tensor:
-            weight = one(stored[f"{name}.weight"], dtype, device)
-            bar.update(weight.nbytes)
-            return weight
-
-        if streamed:
-            quantize_groups(model, methods, next_weight)
+        for group in plan.quantized:
+            bar.update(_quantize(group, model, methods, device))
     try:
-        for name, scale in scales.items():
-            set_cache_scale(scale, name, one(stored[name], torch.float32, device))
+        for name, stored, target in plan.scales:
+            set_cache_scale(target, name, one(stored, torch.float32, device))
         apply.process_weights_after_loading(model)
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+        raise ValueError(f"{plan.path}: {error}") from error
+
+
+def _quantize(
+    group: Sequence[Quantize], model: nn.Module, methods: Mapping[str, LinearMethod], device: torch.device | str
+) -> int:
+    """Read and quantize the layers of one input. Nothing keeps their weights, of so many bytes, when this returns."""
+    weights = {layer: one(stored, dtype, device) for layer, stored, dtype in group}
+    apply.quantize_layers(model, list(weights), methods, weights.get)
+    return sum(weight.nbytes for weight in weights.values())
 
 
 def _for_stock(wanted: Request, path: Path, config: dict[str, Any]) -> QuantizationConfig | None:
@@ -165,24 +194,6 @@ def _for_stock(wanted: Request, path: Path, config: dict[str, Any]) -> Quantizat
         log.warning("%s: weights of quant_method %r are loaded by transformers and run as its layers do", path, method)
         return None
     return decide(wanted, path, config)
-
-
-def _renamed(stored: dict[str, Stored], how: QuantizationConfig | None) -> dict[str, Stored]:
-    """The tensors under the names that our layers have."""
-
-    def own(name: str) -> str:
-        owner, dot, leaf = name.rpartition(".")
-        return owner + dot + how.rename.get(leaf, leaf) if how else name
-
-    return {own(name): tensor for name, tensor in stored.items()}
-
-
-def quantize_groups(
-    model: nn.Module, methods: Mapping[str, LinearMethod], weight_of: Callable[[str], Tensor | None]
-) -> None:
-    """Quantize these layers, those of one input together, so that no more weights are in memory than these have."""
-    for group in apply.groups(methods):
-        apply.quantize_layers(model, [name for name, _ in group], methods, weight_of)
 
 
 def ready(model: nn.Module) -> nn.Module:
@@ -255,82 +266,29 @@ def stored_dtype(stored: dict[str, Stored]) -> torch.dtype:
     return next((FLOATS[tensor.dtype] for tensor in stored.values() if tensor.dtype in FLOATS), torch.float32)
 
 
-def some(names: list[str]) -> str:
-    """The first few names, and how many more."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def parameter_names(model: nn.Module) -> list[tuple[str, ...]]:
-    """The names of each parameter; a tied one has several."""
-    names: dict[int, list[str]] = {}
-    for name, weight in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(weight), []).append(name)
-    return [tuple(group) for group in names.values()]
-
-
-def match_names(model: nn.Module, stored: dict[str, Stored], path: Path) -> dict[tuple[str, ...], str]:
-    """For the names of each parameter the stored name to read. Raises ValueError that lists all that does not fit."""
-    parameters = parameter_names(model)
-    expected = {name for names in parameters for name in names}
-    modules = {name for name, _ in model.named_modules()}
-    others = sorted(set(stored) - expected)
-    skipped = [name for name in others if _is_skipped(name, modules)]
-    unexpected = [name for name in others if name not in skipped]
-    sources = {names: name for names in parameters for name in reversed(names) if name in stored}
-    missing = [names[0] for names in parameters if names not in sources]
-    misfits = [misfit for names, name in sources.items()
-               if (misfit := _misfit(name, stored[name], model.get_parameter(names[0])))]  # fmt: skip
-    found = {"missing ": missing, "unexpected ": unexpected, "": misfits}
-    problems = [kind + some(names) for kind, names in found.items() if names]
-    if problems:
-        raise ValueError(f"{path} does not fit {type(model).__name__}: {'; '.join(problems)}. "
-                         "Are config.json and the weights of the same checkpoint?")
-    if skipped:
-        log.info("%s: skipped %s, which are no part of %s", path, some(skipped), type(model).__name__)
-    return sources
-
-
-def _is_skipped(name: str, modules: set[str]) -> bool:
-    """Whether a stored tensor belongs to a layer beyond the model's, or to what the model does not have."""
-    layer = re.match(r"(.*\blayers\.\d+)\.", name)
-    return (layer is not None and layer[1] not in modules) or IGNORED.search(name) is not None
-
-
-def _misfit(name: str, stored: Stored, parameter: nn.Parameter) -> str | None:
-    shape, dtypes = tuple(parameter.shape), CODES.get(parameter.dtype, tuple(FLOATS))
-    # Scales come as [], [1], [N] or [N, 1].
-    if stored.shape != shape and (*stored.shape, 1) != shape:
-        return f"{name} is {list(stored.shape)}, expected {list(shape)}"
-    return None if stored.dtype in dtypes else f"{name} is {stored.dtype}, expected {' or '.join(dtypes)}"
-
-
 def one(stored: Stored, dtype: torch.dtype, device: torch.device | str) -> Tensor:
     with safetensors.safe_open(stored.file, framework="pt") as opened:
         weight: Tensor = opened.get_tensor(stored.name)
         return weight.to(device, dtype)
 
 
-def read(
-    sources: dict[tuple[str, ...], str], stored: dict[str, Stored], model: nn.Module, device: torch.device | str,
-    mmap: bool,
-) -> Iterator[tuple[tuple[str, ...], Tensor]]:  # fmt: skip
-    """The weights, in the order in which they arrive, read by several threads; in shape and dtype as the model's."""
-    by_file: dict[Path, list[tuple[str, ...]]] = {}
-    for names, name in sources.items():
-        by_file.setdefault(stored[name].file, []).append(names)
+def read(fills: Iterable[Fill], device: torch.device | str, mmap: bool) -> Iterator[tuple[Fill, Tensor]]:
+    """The weights, in the order in which they arrive, read by several threads; in shape and dtype as planned."""
+    by_file: dict[Path, list[Fill]] = {}
+    for fill in fills:
+        by_file.setdefault(fill.stored.file, []).append(fill)
 
-    def fitted(names: tuple[str, ...], weight: Tensor) -> Tensor:
-        like = model.get_parameter(names[0])
+    def fitted(fill: Fill, weight: Tensor) -> tuple[Fill, Tensor]:
         if weight.dtype == torch.float8_e8m0fnu:
             weight = weight.view(torch.uint8)
-        return weight.to(device, like.dtype).reshape(like.shape)
+        return fill, weight.to(device, fill.dtype).reshape(fill.shape)
 
-    def part(file: Path, group: list[tuple[str, ...]]) -> list[tuple[tuple[str, ...], Tensor]]:
+    def part(file: Path, group: list[Fill]) -> list[tuple[Fill, Tensor]]:
         if not mmap:
             tensors = safetensors.torch.load(file.read_bytes())
-            return [(names, fitted(names, tensors[stored[sources[names]].name])) for names in group]
+            return [fitted(fill, tensors[fill.stored.name]) for fill in group]
         with safetensors.safe_open(file, framework="pt") as opened:
-            return [(names, fitted(names, opened.get_tensor(stored[sources[names]].name))) for names in group]
+            return [fitted(fill, opened.get_tensor(fill.stored.name)) for fill in group]
 
     with ThreadPoolExecutor(THREADS) as pool:
         jobs = []

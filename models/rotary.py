@@ -31,18 +31,8 @@ def rope_parameters(hf: dict[str, Any]) -> dict[str, Any]:
     Raises ValueError for a rope_type that is not one of NEEDED, or that lacks a number it needs.
     """
     given = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
-    if not isinstance(given, dict):
-        raise ValueError(f"{model_type(hf)}: rope_parameters {given!r:.40} is not an object such as "
-                         "{'rope_type': 'default', 'rope_theta': 10000.0}")  # fmt: skip
-    rope = dict(given)
-    if any(isinstance(value, dict) for value in rope.values()):
-        raise ValueError(f"{model_type(hf)}: rope_parameters per layer type ({', '.join(rope)}) are not supported")
-    rope_type = rope.setdefault("rope_type", rope.get("type", "default"))
-    if not isinstance(rope_type, str) or rope_type not in NEEDED:
-        raise ValueError(f"{model_type(hf)}: rope_type {rope_type!r} is not supported, only {', '.join(NEEDED)}")
-    partial = rope.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0
-    if partial != 1.0:
-        raise ValueError(f"{model_type(hf)}: partial_rotary_factor {partial!r} is not supported, only 1.0")
+    rope = _supported(hf, given)
+    rope_type = rope["rope_type"]
     rope["model_type"] = model_type(hf)  # for the errors
     rope["rope_theta"] = number(rope, "rope_theta", number(hf, "rope_theta", 10000.0))
     for name in NEEDED[rope_type]:
@@ -63,6 +53,22 @@ def rope_parameters(hf: dict[str, Any]) -> dict[str, Any]:
     _check_pairs(rope, rope_type)
     del rope["model_type"]
     return rope
+
+
+def _supported(hf: dict[str, Any], given: Any) -> dict[str, Any]:
+    """The given settings, with their rope_type. Raises ValueError for a kind of settings that is not supported."""
+    if not isinstance(given, dict):
+        raise ValueError(f"{model_type(hf)}: rope_parameters {given!r:.40} is not an object such as "
+                         "{'rope_type': 'default', 'rope_theta': 10000.0}")  # fmt: skip
+    if any(isinstance(value, dict) for value in given.values()):
+        raise ValueError(f"{model_type(hf)}: rope_parameters per layer type ({', '.join(given)}) are not supported")
+    rope_type = given.get("rope_type", given.get("type", "default"))
+    if not isinstance(rope_type, str) or rope_type not in NEEDED:
+        raise ValueError(f"{model_type(hf)}: rope_type {rope_type!r} is not supported, only {', '.join(NEEDED)}")
+    partial = given.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0
+    if partial != 1.0:
+        raise ValueError(f"{model_type(hf)}: partial_rotary_factor {partial!r} is not supported, only 1.0")
+    return given | {"rope_type": rope_type}
 
 
 def _check_pairs(rope: dict[str, Any], rope_type: str) -> None:

@@ -4,12 +4,13 @@ What is returned keeps its memory: two results that did not share one before mus
 """
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from atomc.graph.canonical import call, value
+from atomc.graph.canonical import Call, call, value
 from atomc.graph.mutation import mutated, storage
 from atomc.graph.sizes import known_equal, same_shape
 from atomc.graph.strides import Values, same_strides, values_behind
@@ -109,47 +110,68 @@ def _same_as(node: Node) -> Node | None:
     if node.op != "call_function":
         return None
     here = call(node)
-    if here.op == "alias":
-        return here.operands[0]
-    if here.op == "clone" and call(here.operands[0]).op == "atom::rms_norm":  # of lift, where the input is no dense one
-        return here.operands[0]
-    if here.op == "cat":
-        return _only_part(node)
-    if here.op == "copy":  # what a write in place of the whole tensor becomes
-        _, written = here.operands
-        alike = value(written).dtype == value(node).dtype and same_shape(value(written), value(node))
-        return written if alike else None
-    if here.op in _NEUTRAL:
-        return _neutral(node)
-    if here.op == "view" and same_shape(value(node), value(here.operands[0])):
-        return here.operands[0]
-    if here.op == "slice" and all(same_attr(here.attrs[name], whole) for name, whole in _WHOLE.items()):
-        return here.operands[0]
-    if here.op == "permute":
-        inner = call(here.operands[0])
-        if inner.op == "permute" and inner.attrs["dims"] == here.attrs["dims"] and _is_swap(here.attrs["dims"]):
-            return inner.operands[0]
-    return None
+    rule = _GIVES_BACK.get(here.op)
+    return rule(node, here) if rule else None
 
 
-def _neutral(node: Node) -> Node | None:
+def _cloned_norm(node: Node, here: Call) -> Node | None:
+    """Lifting clones the result of a norm whose input is not dense."""
+    return here.operands[0] if call(here.operands[0]).op == "atom::rms_norm" else None
+
+
+def _overwritten(node: Node, here: Call) -> Node | None:
+    """What a write in place of the whole tensor becomes."""
+    _, written = here.operands
+    return written if _alike(written, node) else None
+
+
+def _same_view(node: Node, here: Call) -> Node | None:
+    return here.operands[0] if same_shape(value(node), value(here.operands[0])) else None
+
+
+def _whole_slice(node: Node, here: Call) -> Node | None:
+    return here.operands[0] if all(same_attr(here.attrs[name], whole) for name, whole in _WHOLE.items()) else None
+
+
+def _swapped_back(node: Node, here: Call) -> Node | None:
+    """Of two equal transposes one after the other, the input of the first."""
+    inner, dims = call(here.operands[0]), here.attrs["dims"]
+    return inner.operands[0] if inner.op == "permute" and inner.attrs["dims"] == dims and _is_swap(dims) else None
+
+
+def _neutral(node: Node, here: Call) -> Node | None:
     """The tensor that arithmetic with a constant leaves as it is, if this is such."""
-    here = call(node)
     constants = {name: attr for name, attr in here.attrs.items() if isinstance(attr, int | float) and name != "alpha"}
     if len(here.operands) != 1 or constants != _NEUTRAL[here.op] or "rounding_mode" in here.attrs:
         return None
-    source, made = value(here.operands[0]), value(node)
+    made = value(node)
     exact = here.op != "add" or not (made.is_floating_point() or made.is_complex())
-    return here.operands[0] if exact and source.dtype == made.dtype and same_shape(source, made) else None
+    return here.operands[0] if exact and _alike(here.operands[0], node) else None
 
 
-def _only_part(node: Node) -> Node | None:
+def _only_part(node: Node, here: Call) -> Node | None:
     """The one part of a cat that is not empty: partial rotary embedding passes on what may be nothing."""
-    parts = [part for part in call(node).operands if not known_equal(value(part).numel(), 0)]
-    alike = len(parts) == 1 and value(parts[0]).dtype == value(node).dtype and same_shape(value(parts[0]), value(node))
-    return parts[0] if alike else None
+    parts = [part for part in here.operands if not known_equal(value(part).numel(), 0)]
+    return parts[0] if len(parts) == 1 and _alike(parts[0], node) else None
+
+
+def _alike(a: Node, b: Node) -> bool:
+    return bool(value(a).dtype == value(b).dtype) and same_shape(value(a), value(b))
 
 
 def _is_swap(dims: tuple[int, ...]) -> bool:
     """Whether a permutation undoes itself."""
     return all(dims[d] == i - len(dims) for i, d in enumerate(dims))
+
+
+# By op: the operand that a node gives back, if it does.
+_GIVES_BACK: dict[str, Callable[[Node, Call], Node | None]] = {
+    "alias": lambda node, here: here.operands[0],
+    "clone": _cloned_norm,
+    "cat": _only_part,
+    "copy": _overwritten,
+    "view": _same_view,
+    "slice": _whole_slice,
+    "permute": _swapped_back,
+    **dict.fromkeys(_NEUTRAL, _neutral),
+}

@@ -6,6 +6,7 @@ P is a graph input. Allowed where nothing reads P, or a view of it, behind v, an
 not lie in memory as v does, what was traced as a view of v may have been a copy: then nothing that is returned may see v.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -37,11 +38,8 @@ def reinplace(gm: GraphModule, context: Context) -> list[Fired]:
     position = {node: i for i, node in enumerate(graph.nodes)}
     returned = {storage(node) for node in graph.output_node().all_input_nodes}
     fired = []
-    for copy in [node for node in graph.nodes if node.target is aten.copy_.default]:
-        target, new = copy.args
-        if not isinstance(target, Node) or target.op != "placeholder" or not isinstance(new, Node) or copy.users:
-            continue
-        if not (_same_kind(value(target), value(new)) and _last_reader(graph, target, {copy}, position) <= position[new]):
+    for copy, target, new in _copies_back(graph):
+        if _last_reader(graph, target, {copy}, position) > position[new]:
             continue
         changed = _changed(target, new, returned, values)
         if changed is None or not _made_in_place(graph, target, new):
@@ -53,6 +51,16 @@ def reinplace(gm: GraphModule, context: Context) -> list[Fired]:
         graph.erase_node(copy)
         fired.append(Fired("reinplace", new, {"input": target.name}))
     return fired
+
+
+def _copies_back(graph: Graph) -> Iterator[tuple[Node, Node, Node]]:
+    """The copies of a whole new value into an input, each with the input and the value as they are when it is reached."""
+    for copy in list(graph.find_nodes(op="call_function", target=aten.copy_.default)):
+        target, new = copy.args
+        if not isinstance(target, Node) or not isinstance(new, Node) or copy.users:
+            continue
+        if target.op == "placeholder" and _same_kind(value(target), value(new)):
+            yield copy, target, new
 
 
 def _changed(target: Node, new: Node, returned: set[Node], values: Values) -> dict[Node, Any] | None:

@@ -59,16 +59,12 @@ class TokenCounts:
             self.output, self.prompt = (values.new_zeros((0, logits.shape[-1])) for values in (self.output, self.prompt))
         places = [self._row(draw) for draw in draws]
         params = [draw.params for draw in draws]
-        guesses = [(i, token) for i, draw in enumerate(draws) for token in draw.draft]
         row, slot, repetition, presence, frequency = columns(self.device, [
             (row, place, of.repetition_penalty, of.presence_penalty, of.frequency_penalty)
             for row, place, of in zip(rows, places, params, strict=True)
         ])  # fmt: skip
         index, slots = row[:, 0].long(), slot[:, 0].long()
-        counts = self.output[slots]
-        if guesses:
-            i, token = columns(self.device, guesses)[..., 0].long()
-            _count(counts, i, token)
+        counts = self._counts_of(slots, draws)
         # What no request asks for costs nothing; it would change nothing either.
         values = logits if len(rows) == len(logits) else logits[index]
         if any(of.repetition_penalty != 1.0 for of in params):
@@ -80,6 +76,15 @@ class TokenCounts:
             values -= presence.float() * (counts > 0)
         if values is not logits:
             logits[index] = values
+
+    def _counts_of(self, slots: Tensor, draws: Sequence[Draw]) -> Tensor:
+        """A copy of the rows slots[i] of the output's counts, with the drafts of draws[i] counted as well."""
+        counts = self.output[slots]
+        guesses = [(i, token) for i, draw in enumerate(draws) for token in draw.draft]
+        if guesses:
+            i, token = columns(self.device, guesses)[..., 0].long()
+            _count(counts, i, token)
+        return counts
 
     def add(self, rows: Sequence[int], draws: Sequence[Draw], tokens: Tensor, accepted: Tensor | None = None) -> None:
         """Count tokens[rows[i]], which draws[i] drew; only where accepted [R] says so, if it is given."""

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import atomc
 from atomc import ops
 from atomc.errors import OptionsError
 from atomc.kernels import INVARIANT, load
@@ -92,3 +93,11 @@ def test_where_there_is_no_such_kernel_that_is_an_error():
         compile_model(model, {"strict": True, "batch_invariant": True}, Platform.named("h200"))
     with pytest.raises(OptionsError, match="expected glue='eager'"):
         Options(batch_invariant=True, glue="inductor")
+
+
+def test_a_product_per_head_without_such_a_kernel_is_an_error():
+    x, weight = torch.zeros(5, 2, 16, dtype=torch.uint8), torch.zeros(2, 24, 16, dtype=torch.uint8)
+    scales = [torch.zeros(*codes.shape[:-1], 1, dtype=torch.uint8) for codes in (x, weight)]
+    with pytest.raises(Exception, match="batch_invariant=True: no such kernel serves bmm_mxfp4"):
+        atomc.explain(lambda *args: ops.bmm_mxfp4(*args, out_dtype=torch.bfloat16), x, weight, *scales,
+                      options={"batch_invariant": True, "strict": True, "cache": False})  # fmt: skip

@@ -39,6 +39,16 @@ def test_a_linear_reads_input_weight_and_bias_once_and_writes_its_output():
     assert found.cost.flops == 2 * 5 * 24 * 40
 
 
+@pytest.mark.parametrize(("product", "shapes", "flops"), [
+    (torch.baddbmm, [(3, 5, 40), (3, 5, 24), (3, 24, 40)], 2 * 3 * 5 * 24 * 40),
+    (torch.addmm, [(5, 40), (5, 24), (24, 40)], 2 * 5 * 24 * 40),
+    (torch.bmm, [(3, 5, 24), (3, 24, 40)], 2 * 3 * 5 * 24 * 40),
+])  # fmt: skip
+def test_a_product_sums_over_the_columns_of_its_first_matrix_whatever_is_added(product, shapes, flops):
+    found = only(costs(product, *(torch.randn(shape) for shape in shapes)))
+    assert found.cost.flops == flops
+
+
 def test_a_fused_norm_reads_two_rows_and_writes_two():
     x, r, w = torch.randn(3, 8), torch.randn(3, 8), torch.randn(8)
     found = only(costs(lambda x, r, w: ops.add_rms_norm(x, r, w, 1e-5), x, r, w))

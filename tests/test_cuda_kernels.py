@@ -38,7 +38,8 @@ def test_cublas_takes_any_rows_of_any_float(dtype: torch.dtype) -> None:
 def test_cublas_converts_nothing() -> None:
     given = {"x": torch.ones(2, 8), "weight": torch.ones(4, 8, dtype=torch.int8)}
     assert refused(ops.linear, H200, given) == (
-        "x, weight and bias are torch.float32, torch.int8: cuBLAS takes floats that are alike"
+        "x is torch.float32, weight is torch.int8: "
+        "written for torch.bfloat16 or torch.float16 or torch.float32 or torch.float64, all alike"
     )
 
 
@@ -56,11 +57,12 @@ def test_cudnn_takes_prompts_of_16_bits(width: int, dtype: torch.dtype) -> None:
         ({"window": 5}, "torch's entry to cuDNN's attention takes no window"),
         ({"softcap": 2.0}, "torch's entry to cuDNN's attention takes no softcap"),
         ({"k": torch.ones(7, 2, 64)},
-         "q, k and v are torch.bfloat16, torch.float32 and torch.bfloat16: cuDNN takes 16-bit ones that are alike"),
+         "q is torch.bfloat16, k is torch.float32, v is torch.bfloat16: "
+         "written for torch.bfloat16 or torch.float16, all alike"),
         ({"v": torch.ones(7, 2, 36, dtype=torch.bfloat16)},
-         "heads of 64 and 36: cuDNN takes multiples of 8 up to 256 on sm90"),
+         "heads of 64 and 36: written for multiples of 8 up to 256"),
         ({"k": torch.ones(7, 64, 2, dtype=torch.bfloat16).transpose(1, 2)},
-         "the last dimension of q, k or v is not contiguous"),
+         "the last dimension of k is not contiguous"),
         ({"q": torch.ones(1, 1, 7, 8, 64, dtype=torch.bfloat16)}, "q has 5 dimensions: written for 3 or 4"),
     ],
 )  # fmt: skip
@@ -73,7 +75,7 @@ def test_cudnn_says_what_it_does_not_take(given: dict[str, Any], reason: str) ->
     [
         ("cpu", 64, "cuDNN's attention runs on NVIDIA GPUs from sm80 on"),
         ("gfx950", 64, "cuDNN's attention runs on NVIDIA GPUs from sm80 on"),
-        ("sm80", 256, "heads of 256 and 256: cuDNN takes multiples of 8 up to 128 on sm80"),
+        ("sm80", 256, "heads of 256 and 256: written for multiples of 8 up to 128"),
         ("sm100", 128, None),
     ],
 )

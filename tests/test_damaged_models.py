@@ -552,6 +552,6 @@ def test_an_error_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -
     def broken(*_: object) -> None:
         raise TypeError("a bug")
 
-    monkeypatch.setattr(loader, "match_names", broken)
+    monkeypatch.setattr(loader, "plan_load", broken)
     with pytest.raises(TypeError, match="a bug"):
         main(["generate", "--quiet", "--device", "cpu"])

@@ -11,7 +11,11 @@ from torch import Tensor, nn
 
 import atomc.demo
 from atomc import models
+from atomc.models.limits import Stored
+from atomc.models.load_plan import LoadPlan, Quantize, plan_load
 from atomc.models.loader import load, load_config
+from atomc.quantization.apply import linears
+from atomc.quantization.config import online
 
 CONFIG = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 48, "hidden_size": 32,
           "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -276,3 +280,60 @@ def test_an_unknown_load_format_is_refused(tmp_path: Path) -> None:
 
 def test_load_config_returns_the_file_as_it_is(tmp_path: Path) -> None:
     assert load_config(checkpoint(tmp_path, weights())) == CONFIG
+
+
+
+class Tied(nn.Module):
+    """An embedding, a head that shares its weight, and two projections of one input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(48, 32)
+        self.q_proj, self.k_proj = nn.Linear(32, 16, bias=False), nn.Linear(32, 8, bias=False)
+        self.norm = nn.RMSNorm(32, dtype=torch.float32)
+        self.head = nn.Linear(32, 48, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def headers(**shapes: tuple[int, ...]) -> dict[str, Stored]:
+    """Tensors of these shapes in a file that nobody reads."""
+    names = {name.replace("__", "."): shape for name, shape in shapes.items()}
+    return {name: Stored(Path("a.safetensors"), "F16", shape, name) for name, shape in names.items()}
+
+
+SHAPES = {"embed__weight": (48, 32), "q_proj__weight": (16, 32), "k_proj__weight": (8, 32), "norm__weight": (32,)}
+
+
+def planned(stored: dict[str, Stored], scheme: str | None = None) -> LoadPlan:
+    with torch.device("meta"):
+        model = Tied().bfloat16()
+        model.norm.float()
+    layers = linears(model, online(scheme)) if scheme else {}
+    return plan_load(model, stored, Path("folder"), torch.bfloat16, layers)
+
+
+def test_a_plan_says_which_tensor_becomes_which_parameter_without_reading_one() -> None:
+    plan = planned(headers(**SHAPES, mtp__fc__weight=(2,)))
+    assert [(fill.names, fill.stored.name, fill.dtype, fill.shape) for fill in plan.fills] == [
+        (("embed.weight", "head.weight"), "embed.weight", torch.bfloat16, (48, 32)),
+        (("q_proj.weight",), "q_proj.weight", torch.bfloat16, (16, 32)),
+        (("k_proj.weight",), "k_proj.weight", torch.bfloat16, (8, 32)),
+        (("norm.weight",), "norm.weight", torch.float32, (32,)),
+    ]
+    assert plan.quantized == plan.scales == () and plan.skipped == ("mtp.fc.weight",)
+
+
+def test_a_plan_groups_the_layers_that_are_quantized_together_and_keeps_tied_ones() -> None:
+    stored = headers(**SHAPES)
+    plan = planned(stored, "fp8")
+    assert plan.quantized == ((Quantize("q_proj", stored["q_proj.weight"], torch.bfloat16),
+                               Quantize("k_proj", stored["k_proj.weight"], torch.bfloat16)),)  # fmt: skip
+    assert [fill.names for fill in plan.fills] == [("embed.weight", "head.weight"), ("norm.weight",)]
+
+
+def test_a_plan_reads_a_tied_parameter_once_and_names_all_that_does_not_fit() -> None:
+    both = planned(headers(**SHAPES, head__weight=(48, 32)))
+    assert [fill.stored.name for fill in both.fills if "head.weight" in fill.names] == ["embed.weight"]
+    with pytest.raises(ValueError, match=r"^folder does not fit Tied: missing norm.weight; unexpected bias; "
+                                         r"k_proj.weight is \[9, 32\], expected \[8, 32\]\."):  # fmt: skip
+        planned(headers(embed__weight=(48, 32), q_proj__weight=(16, 32), k_proj__weight=(9, 32), bias=(1,)))

@@ -115,9 +115,9 @@ def refusal(**changed: Any) -> str | None:
 
 def test_a_refusal_says_what_came() -> None:
     assert refusal() is None
-    assert refusal(k_scale=torch.ones(1)) == "k_scale came for a cache of torch.float32: only one in fp8 has scales"
+    assert refusal(k_scale=torch.ones(1)) == "a cache of torch.float32 takes no k_scale"
     assert refusal(q=torch.ones(1, 8, 64, dtype=torch.bfloat16)) == (
-        "the caches are torch.float32 and torch.float32, the query torch.bfloat16: nothing is converted"
+        "k_cache is torch.float32: written for torch.bfloat16 or torch.float8_e4m3fn or torch.float8_e4m3fnuz"
     )
     assert refusal(q=torch.ones(1, 258, 64)) == (
         "129 query heads share a key/value head: more than 128 do not fit one program"

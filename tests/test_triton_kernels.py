@@ -43,25 +43,29 @@ def test_a_gpu_takes_the_first_example_of_each_op(kernel: ops.Kernel) -> None:
     assert refusal_text(kernel, H200, an_example(kernel.op)) is None
 
 
+ALIKE = "written for torch.bfloat16 or torch.float16 or torch.float32, all alike"
+
+
 @pytest.mark.parametrize(("op", "changed", "sentence"), [
     ("rms_norm", {"x": normal(2, 64).double()}, "x is torch.float64: only fp32, bf16 and fp16 are computed here"),
     ("rms_norm", {"x": normal(1, 1, 1, 2, 64)}, "x has 5 dimensions: written for 1 to 4"),
     ("rms_norm", {"x": normal(64, 2).t()}, "the last dimension of x is not contiguous"),
     ("rms_norm", {"x": normal(1, 70000), "weight": normal(70000)},
      "rows of 70000 do not fit one program (at most 65536)"),
-    ("add_rms_norm", {"residual": normal(64)}, "x and the residual differ in shape"),
-    ("add_layer_norm", {"residual": normal(1, 64).float()}, "x is torch.bfloat16, the residual torch.float32"),
-    ("silu_and_mul", {"up": normal(64)}, "gate and up differ in shape"),
-    ("gelu_and_mul", {"approximate": "sigmoid"}, "approximate='sigmoid' is neither 'none' nor 'tanh'"),
-    ("rope", {"sin": normal(7, 1, 64).float()}, "cos is torch.bfloat16, sin is torch.float32"),
+    ("add_rms_norm", {"residual": normal(64)}, "residual is [64], expected [1, 64]"),
+    ("add_layer_norm", {"residual": normal(1, 64).float()}, f"x is torch.bfloat16, residual is torch.float32: {ALIKE}"),
+    ("silu_and_mul", {"up": normal(64)}, "up is [64], expected [1, 64]"),
+    ("gelu_and_mul", {"approximate": "sigmoid"}, "approximate 'sigmoid' is not one of ('none', 'tanh')"),
+    ("rope", {"sin": normal(7, 1, 64).float()}, f"cos is torch.bfloat16, sin is torch.float32: {ALIKE}"),
     ("rope", {"cos": normal(5, 1, 64), "sin": normal(5, 1, 64)}, "tables of 5 rows along a dimension of 7"),
     ("rope", {"sin": normal(7, 1, 128)[..., :64]}, "cos and sin lie differently in memory"),
     ("qk_norm_rope", {"k": normal(7, 2, 64).float()}, "q and k differ in dtype, rank or width"),
-    ("qk_norm_rope", {"k_weight": normal(64).float()}, "the weight of q is torch.bfloat16, that of k torch.float32"),
-    ("kv_write", {"k_scale": torch.ones(1)}, "k_scale came for a cache of torch.bfloat16: only one in fp8 has scales"),
+    ("qk_norm_rope", {"k_weight": normal(64).float()},
+     f"q_weight is torch.bfloat16, k_weight is torch.float32: {ALIKE}"),
+    ("kv_write", {"k_scale": torch.ones(1)}, "a cache of torch.bfloat16 takes no k_scale"),
     ("kv_write", {"k_cache": normal(16, 5, 2, 64).transpose(0, 1)}, "the blocks of the cache do not follow each other"),
-    ("linear", {"x": normal(1, 64).float()}, "x is torch.float32, the weight torch.bfloat16: written for 16-bit ones "
-     "that are alike"),
+    ("linear", {"x": normal(1, 64).float()},
+     "x is torch.float32, weight is torch.bfloat16: written for torch.bfloat16 or torch.float16, all alike"),
     ("linear", {"x": normal(4, 5, 64)}, "x has more than 16 rows, from which on cuBLAS is as fast"),
     ("linear", {"x": normal(1, 60), "weight": normal(33, 60)},
      "the rows of the weight are not 16-byte units that follow each other"),

@@ -6,6 +6,7 @@ import operator
 import sys
 import sysconfig
 import types
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -124,11 +125,8 @@ class _ModelDescriber:
             self._within.pop()
 
     def _compound(self, value: Any, kind: type, where: str) -> str:
-        def all_of(items: Any) -> str:
-            return ", ".join(self.value(item, where) for item in items)
-
         if kind in (list, tuple):
-            return f"{kind.__name__}({all_of(value)})"
+            return f"{kind.__name__}({self._items(value, where)})"
         if kind in (set, frozenset):
             return f"{kind.__name__}({', '.join(sorted(self.value(item, where) for item in value))})"
         if kind is dict:
@@ -145,16 +143,23 @@ class _ModelDescriber:
             return self._function(value, where)
         if isinstance(value, type):
             return f"class {_name(value)}"
+        return self._object(value, kind, where)
+
+    def _object(self, value: Any, kind: type, where: str) -> str:
+        """An object of a class of atomc, by its attributes."""
         if not _is_ours(kind):
             raise Uncacheable(f"{where} is a {_name(kind)}, which cannot be compared between processes")
         self.classes[kind] = None
         if isinstance(value, enum.Enum):
             return f"{_name(kind)}.{value.name}"
         if isinstance(value, tuple):
-            return f"{_name(kind)}({all_of(value)})"
+            return f"{_name(kind)}({self._items(value, where)})"
         if not hasattr(value, "__dict__"):
             raise Uncacheable(f"{where} is a {_name(kind)}, which has no attributes to compare")
         return f"{_name(kind)}({', '.join(f'{k}={self.value(v, where)}' for k, v in sorted(vars(value).items()))})"
+
+    def _items(self, items: Iterable[Any], where: str) -> str:
+        return ", ".join(self.value(item, where) for item in items)
 
     def _function(self, function: types.FunctionType, where: str) -> str:
         """A function's qualified name, which must resolve to it; its source file is a separate part of the key.

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -241,34 +242,39 @@ class Without:
 
 def _without(first: Audited, given: Mapping[str, Any], audited: Callable[[dict[str, Any]], Audited]) -> Without:
     """The options that leave out the least that suffices: a rewrite in a place, or also those that it took in."""
-    report = next((report for report in first.reports if "blame" in report.audit), None)
-    if report is None:
+    audit = next((report.audit for report in first.reports if "blame" in report.audit), None)
+    if audit is None:
         return Without(None, "no options written: the results are within the bound")
-    blame, bound = report.audit["blame"], report.audit["outputs"]["bound"]
-    if blame["rewrite"] == "glue":
-        return Without(None, "no options written: glue = 'eager' runs without Inductor")
+    blame, outputs = audit["blame"], audit["outputs"]
     if not blame["rewrite"]:
         return Without(None, "no options written: no rewrite is the cause")
-    cannot = Without(None, f"no options written: none can leave out {blame['rewrite']} there; providers = [...] chooses "
-                           "other kernels")  # fmt: skip
-    if not blame["passes"]:
-        return cannot
-    path = blame["module_path"]
-    site = next(site for site in report.audit["sites"]
-                if site["rewrite"] == blame["rewrite"] and path in (None, site["module_path"]))  # fmt: skip
-    off = False if path is None else [path]
-    tried = 0.0
-    whole = [dict.fromkeys(site["rewrites"], off)] if len(site["rewrites"]) > 1 else []
-    for passes in (blame["passes"], *whole):
+    if blame["rewrite"] == "glue":
+        return Without(None, "no options written: glue = 'eager' runs without Inductor")
+    tried = math.inf
+    for passes in _least_first(audit):
         options = {**given, "passes": _merged(given.get("passes", {}), passes)}
         again = audited(options)
         tried = max(report.audit["outputs"]["compiled"] for report in again.reports if "outputs" in report.audit)
-        if tried <= bound:
+        if tried <= outputs["bound"]:
             return Without(options, f"without it: {tried:.2g} of the largest value away from fp32")
-    if tried > LITTLE * report.audit["outputs"]["compiled"]:
-        return cannot
+    if tried > LITTLE * outputs["compiled"]:
+        return Without(None, f"no options written: none can leave out {blame['rewrite']} there; providers = [...] chooses "
+                             "other kernels")  # fmt: skip
     return Without(options, f"without it the results are still {tried:.2g} of the largest value away from fp32; "
                             "audit again with these options")  # fmt: skip
+
+
+def _least_first(audit: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Values of the option `passes` against what is blamed: without that rewrite there; without those it took in, too."""
+    blame = audit["blame"]
+    if not blame["passes"]:
+        return []
+    path = blame["module_path"]
+    site = next(site for site in audit["sites"]
+                if site["rewrite"] == blame["rewrite"] and path in (None, site["module_path"]))  # fmt: skip
+    if len(site["rewrites"]) < 2:
+        return [blame["passes"]]
+    return [blame["passes"], dict.fromkeys(site["rewrites"], False if path is None else [path])]
 
 
 def _merged(before: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:

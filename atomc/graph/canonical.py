@@ -6,6 +6,7 @@ reshape and unsqueeze one `view`; dimensions count from the end; defaults are fi
 
 import operator
 import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +43,11 @@ class Call:
     operands: list[Node]
     attrs: dict[str, Any]
 
+    def orders(self) -> list[list[Node]]:
+        """The orders in which the operands mean the same."""
+        both = self.op in COMMUTATIVE and len(self.operands) == 2
+        return [self.operands, self.operands[::-1]] if both else [self.operands]
+
 
 def value(node: Node) -> Any:
     """The fake value (tensor, size or tuple of these) of a node."""
@@ -67,56 +73,43 @@ def _call(node: Node) -> Call:
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         return Call(str(node.target), list(node.all_input_nodes), {})
-    op, operands, attrs = _by_schema(node, schema)
-    rank = _rank(operands)
-    if op == "stack":
-        rank += 1
-    for name in ("dim", "dims", "dim0", "dim1"):
-        if name in attrs and op != "permute":
-            dims = attrs[name]
-            attrs[name] = (tuple(sorted(_from_end(d, rank) for d in dims)) if isinstance(dims, tuple)
-                           else _from_end(dims, rank))
-    if op in ("_to_copy", "prims::convert_element_type"):
-        return _cast(node, operands, attrs)
-    if op == "view" and "dtype" in attrs:  # the same bytes read as other numbers
-        return Call("view_dtype", operands, {"dtype": value(node).dtype})
-    if op in ("view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "expand"):
-        return Call("expand" if op == "expand" else "view", operands, {"shape": tuple(value(node).shape)})
-    if op in ("transpose", "t", "permute"):
-        return Call("permute", operands, {"dims": _permutation(op, attrs, rank)})
-    if op == "slice":
-        return Call("slice", operands, _slice(operands[0], attrs, rank))
-    if (op == "pow" and attrs.get("exponent") == 2) or op == "square":
-        return Call("square", operands[:1], {})
-    if op == "mul" and len(operands) == 2 and operands[0] is operands[1]:
-        return Call("square", operands[:1], {})
-    if op == "clone":
-        return Call("clone", operands, {})
-    return Call(op, operands, attrs)
+    written = _by_schema(node, schema)
+    spelled = _SPELLINGS.get(written.op)
+    return spelled(node, written) if spelled is not None else written
 
 
-def _by_schema(node: Node, schema: Any) -> tuple[str, list[Node], dict[str, Any]]:
+def _by_schema(node: Node, schema: Any) -> Call:
+    """What is written, with dimensions from the end."""
     operands: list[Node] = []
     attrs: dict[str, Any] = {}
     given = []
-    ours = op_of(node.target)
-    for i, argument in enumerate(schema.arguments):
-        # A schema knows the default of a dtype by its number only.
-        default = ours.signature.parameters[argument.name].default if ours else argument.default_value
-        found = (node.args[i] if i < len(node.args) and not argument.kwarg_only
-                 else node.kwargs.get(argument.name, default))
+    for name, found in _arguments(node, schema):
         parts = found if isinstance(found, list | tuple) else [found]
         if any(isinstance(part, Node) and isinstance(value(part), Tensor | tuple | list) for part in parts):
             operands += [part for part in parts if isinstance(part, Node)]
-            given.append(argument.name)
+            given.append(name)
         elif isinstance(found, list | tuple):
-            attrs[argument.name] = tuple(_number(part) for part in found)
+            attrs[name] = tuple(_number(part) for part in found)
         elif found is not None:
-            attrs[argument.name] = _number(found)
+            attrs[name] = _number(found)
     if any(isinstance(argument.type, torch.OptionalType) and "Tensor" in str(argument.type)
            for argument in schema.arguments):
         attrs["given"] = tuple(given)
-    return schema.name.removeprefix("aten::"), operands, attrs
+    written = Call(schema.name.removeprefix("aten::"), operands, attrs)
+    attrs.update(_dims_from_end(written))
+    return written
+
+
+def _arguments(node: Node, schema: Any) -> Iterator[tuple[str, Any]]:
+    """Every argument by name, with defaults."""
+    ours = op_of(node.target)
+    for i, argument in enumerate(schema.arguments):
+        if i < len(node.args) and not argument.kwarg_only:
+            yield argument.name, node.args[i]
+        else:
+            # A schema knows the default of a dtype by its number only.
+            default = ours.signature.parameters[argument.name].default if ours else argument.default_value
+            yield argument.name, node.kwargs.get(argument.name, default)
 
 
 def _number(found: Any) -> Any:
@@ -131,6 +124,14 @@ def _rank(operands: list[Node]) -> int:
 
 def _from_end(dim: int, rank: int) -> int:
     return dim - rank if dim >= 0 else dim
+
+
+def _dims_from_end(written: Call) -> dict[str, Any]:
+    rank = _rank(written.operands) + (written.op == "stack")
+    names = ("dim", "dims", "dim0", "dim1") if written.op != "permute" else ()  # whose order says something
+    dims_of = {name: written.attrs[name] for name in names if name in written.attrs}
+    return {name: tuple(sorted(_from_end(d, rank) for d in dims)) if isinstance(dims, tuple) else _from_end(dims, rank)
+            for name, dims in dims_of.items()}  # fmt: skip
 
 
 def _getitem(node: Node) -> Call:
@@ -149,7 +150,8 @@ def _getitem(node: Node) -> Call:
     return Call("slice", [x], {"dim": dim, "start": start, "end": end, "step": 1})
 
 
-def _cast(node: Node, operands: list[Node], attrs: dict[str, Any]) -> Call:
+def _cast(node: Node, written: Call) -> Call:
+    operands, attrs = written.operands, written.attrs
     same_place = value(node).device == value(operands[0]).device
     plain = attrs.get("memory_format") in (None, torch.preserve_format)
     if same_place and plain:
@@ -158,28 +160,66 @@ def _cast(node: Node, operands: list[Node], attrs: dict[str, Any]) -> Call:
     return Call("to", operands, made if plain else {**made, "memory_format": attrs["memory_format"]})
 
 
-def _permutation(op: str, attrs: dict[str, Any], rank: int) -> tuple[int, ...]:
+def _view(node: Node, written: Call) -> Call:
+    if "dtype" in written.attrs:  # the same bytes read as other numbers
+        return Call("view_dtype", written.operands, {"dtype": value(node).dtype})
+    return Call("view", written.operands, {"shape": tuple(value(node).shape)})
+
+
+def _expand(node: Node, written: Call) -> Call:
+    return Call("expand", written.operands, {"shape": tuple(value(node).shape)})
+
+
+def _permute(_: Node, written: Call) -> Call:
     """The order of dimensions from the end, without the leading ones that stay: then the rank does not matter."""
+    rank = _rank(written.operands)
     order = list(range(-rank, 0))
-    if op == "permute":
-        order = [_from_end(d, rank) for d in attrs["dims"]]
+    if written.op == "permute":
+        order = [_from_end(d, rank) for d in written.attrs["dims"]]
     elif rank > 1:
-        a, b = (attrs["dim0"], attrs["dim1"]) if op == "transpose" else (-2, -1)
+        a, b = (written.attrs["dim0"], written.attrs["dim1"]) if written.op == "transpose" else (-2, -1)
         order[a], order[b] = order[b], order[a]
     while order and order[0] == -len(order):
         order.pop(0)
-    return tuple(order)
+    return Call("permute", written.operands, {"dims": tuple(order)})
 
 
-def _slice(x: Node, attrs: dict[str, Any], rank: int) -> dict[str, Any]:
+def _slice(_: Node, written: Call) -> Call:
+    attrs, rank = written.attrs, _rank(written.operands)
     dim = attrs.get("dim", -rank)
-    end, size = attrs.get("end"), value(x).shape[dim]
+    end, size = attrs.get("end"), value(written.operands[0]).shape[dim]
     if end is None or (isinstance(end, int) and end > _TO_THE_END) or known_equal(end, size):
         end = None
     start = attrs.get("start", 0)
     if isinstance(start, int) and start < 0 and not isinstance(size, torch.SymInt):
         start += size
-    return {"dim": dim, "start": start, "end": end, "step": attrs.get("step", 1)}
+    return Call("slice", written.operands, {"dim": dim, "start": start, "end": end, "step": attrs.get("step", 1)})
+
+
+def _square(_: Node, written: Call) -> Call:
+    return Call("square", written.operands[:1], {})
+
+
+def _pow(node: Node, written: Call) -> Call:
+    return _square(node, written) if written.attrs.get("exponent") == 2 else written
+
+
+def _mul(node: Node, written: Call) -> Call:
+    same = len(written.operands) == 2 and written.operands[0] is written.operands[1]
+    return _square(node, written) if same else written
+
+
+def _clone(_: Node, written: Call) -> Call:
+    return Call("clone", written.operands, {})
+
+
+# By the name in the schema: what makes the canonical call of a node and of the call as written.
+_SPELLINGS: dict[str, Callable[[Node, Call], Call]] = {
+    "_to_copy": _cast, "prims::convert_element_type": _cast,
+    "view": _view, "_unsafe_view": _view, "reshape": _view, "unsqueeze": _view, "squeeze": _view, "expand": _expand,
+    "transpose": _permute, "t": _permute, "permute": _permute,
+    "slice": _slice, "square": _square, "pow": _pow, "mul": _mul, "clone": _clone,
+}  # fmt: skip
 
 
 def readers(node: Node) -> list[Node]:
@@ -206,16 +246,19 @@ def spell(node: object, of_pattern: bool = False) -> str:
     made = call(node)
     if made.op == "getitem":
         return f"result {made.attrs['index']} of {spell(made.operands[0], of_pattern)}"
-    schema = getattr(node.target, "_schema", None)
-    defaults = {a.name: a.default_value for a in schema.arguments if a.has_default_value()} if schema is not None else {}
+    defaults = _defaults(node, made.op)
     attrs = {name: attr for name, attr in made.attrs.items()
-             if name != "given" and not (name in defaults and _is_default(attr, defaults[name]))}  # fmt: skip
-    if made.op == "slice":  # to the end, and every column
-        attrs = {name: attr for name, attr in attrs.items() if (name, attr) not in (("end", None), ("step", 1))}
-    if of_pattern:
-        attrs = {name: attr for name, attr in attrs.items() if not _decided_by_site(attr)}
+             if name != "given" and not (name in defaults and _is_default(attr, defaults[name]))
+             and not (of_pattern and _decided_by_site(attr))}  # fmt: skip
     op = made.op.replace("atom::", "")
     return f"{op}({', '.join(f'{name}={_spell_attr(attr)}' for name, attr in attrs.items())})" if attrs else op
+
+
+def _defaults(node: Node, op: str) -> dict[str, Any]:
+    if op == "slice":  # to the end, and every column
+        return {"end": None, "step": 1}
+    schema = getattr(node.target, "_schema", None)
+    return {a.name: a.default_value for a in schema.arguments if a.has_default_value()} if schema is not None else {}
 
 
 def input_name(placeholder: Node) -> str:

@@ -1,7 +1,7 @@
 """Comparing two calls in everything but their tensors: numbers, strings, dtypes, shapes."""
 
-from collections.abc import Callable
-from typing import Any, cast
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -12,39 +12,58 @@ from atomc.graph.sizes import known_equal
 from atomc.matching.pattern import Site
 from atomc.report_records import MissKind
 
-Veto = Callable[[MissKind, str, str], bool]
+# Kind, what the pattern expects, what was found.
+AttrDifference = tuple[MissKind, str, str]
 
 
-def compare_attrs(site: Site, p: Node, g: Node, veto: Veto) -> bool:
-    """Compare everything but tensors; `veto(kind, expected, found)` says whether to go on after a difference."""
+def attr_differences(site: Site, p: Node, g: Node) -> Iterator[AttrDifference]:
+    """What differs in two calls besides their tensors.
+
+    On the way it binds what the site decides, and leaves what depends on the sizes and dtypes of inputs to conditions.py.
+    """
     wanted, found = call(p), call(g)
     for name in wanted.attrs.keys() | found.attrs.keys():
         expected, here = wanted.attrs.get(name), found.attrs.get(name)
         if isinstance(expected, Capture):
-            if expected.among and here not in expected.among:
-                among = " or ".join(map(bare, expected.among))
-                if not veto("attribute", f"{bare(wanted.op)} with {name}={among}", f"{name}={bare(here)}"):
-                    return False
-            elif not _bind(site, expected, here, veto):
-                return False
-        elif wanted.op in ("view", "expand", "cast") and name in ("shape", "dtype"):
+            yield from _captured(site, f"{bare(wanted.op)} with {name}", name, expected, here)
+        elif _follows_from_inputs(wanted.op, name, expected):
             site.deferred.append((p, g, name, expected, here))
         elif _holds_capture(expected) and _as_long(expected, here):
-            for item, found_item in zip(cast("tuple[Any, ...]", expected), cast("tuple[Any, ...]", here), strict=True):
-                if isinstance(item, Capture):
-                    if not _bind(site, item, found_item, veto):
-                        return False
-                elif not same_attr(item, found_item) and not veto("attribute", f"{name}={bare(item)}", bare(found_item)):
-                    return False
-        elif isinstance(expected, torch.SymInt):
-            site.deferred.append((p, g, name, expected, here))
-        elif name == "given" and expected != here and wanted.op == found.op:
-            if not veto("attribute", *_operands(bare(wanted.op), expected or (), here or ())):
-                return False
-        elif not same_attr(expected, here) and not veto("attribute", f"{bare(wanted.op)} with {name}={bare(expected)}",
-                                           f"{name}={bare(here)}"):  # fmt: skip
-            return False
-    return True
+            yield from _items(site, name, expected, here)
+        elif same_attr(expected, here):
+            continue
+        elif name == "given" and wanted.op == found.op:
+            yield "attribute", *_operands(bare(wanted.op), expected or (), here or ())
+        else:
+            yield "attribute", f"{bare(wanted.op)} with {name}={bare(expected)}", f"{name}={bare(here)}"
+
+
+def _follows_from_inputs(op: str, name: str, expected: Any) -> bool:
+    return isinstance(expected, torch.SymInt) or (name in ("shape", "dtype") and op in ("view", "expand", "cast"))
+
+
+def _captured(site: Site, what: str, name: str, capture: Capture, here: Any) -> Iterator[AttrDifference]:
+    if capture.among and here not in capture.among:
+        yield "attribute", f"{what}={' or '.join(map(bare, capture.among))}", f"{name}={bare(here)}"
+    else:
+        yield from _bind(site, capture, here)
+
+
+def _items(site: Site, name: str, expected: Any, here: Any) -> Iterator[AttrDifference]:
+    """Of two tuples as long, of which the site decides some items."""
+    for item, found in zip(expected, here, strict=True):
+        if isinstance(item, Capture):
+            yield from _bind(site, item, found)
+        elif not same_attr(item, found):
+            yield "attribute", f"{name}={bare(item)}", bare(found)
+
+
+def _bind(site: Site, capture: Capture, here: Any) -> Iterator[AttrDifference]:
+    """The argument is what stands here, and the same everywhere; a size that varies is no constant."""
+    if here is None or isinstance(here, Node | torch.SymInt | torch.SymFloat):
+        yield "scalar", f"a constant for `{capture.name}`", str(here)
+    elif (first := site.bound.setdefault(capture.name, here)) != here:
+        yield "scalar", f"one `{capture.name}` everywhere (first {first})", str(here)
 
 
 def _operands(op: str, expected: tuple[str, ...], here: tuple[str, ...]) -> tuple[str, str]:
@@ -61,14 +80,6 @@ def _holds_capture(attr: Any) -> bool:
 
 def _as_long(expected: Any, here: Any) -> bool:
     return isinstance(here, tuple) and len(here) == len(expected)
-
-
-def _bind(site: Site, capture: Capture, here: Any, veto: Veto) -> bool:
-    """The argument is what stands here, and the same everywhere; a size that varies is no constant."""
-    if here is None or isinstance(here, Node | torch.SymInt | torch.SymFloat):
-        return veto("scalar", f"a constant for `{capture.name}`", str(here))
-    first = site.bound.setdefault(capture.name, here)
-    return bool(first == here) or veto("scalar", f"one `{capture.name}` everywhere (first {first})", str(here))
 
 
 def same_attr(expected: Any, here: Any) -> bool:

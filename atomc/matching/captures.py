@@ -5,6 +5,7 @@ traced with two values: where the two traces differ the site decides, and no oth
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -66,35 +67,50 @@ def capture(nodes: Sequence[Node], others: Sequence[Node], example: Mapping[str,
 
     Raises ValueError if the traces differ in more than attributes that are arguments, or an argument is no attribute.
     """
-    first, second = stand_ins(example, 0), stand_ins(example, 1)
-    by_difference = differing(first, second)
+    first = stand_ins(example, 0)
+    by_difference = differing(first, stand_ins(example, 1))
     by_value = {(type(first[name]), first[name]): name for name, given in example.items() if isinstance(given, float | str)}
     if _structure(nodes) != _structure(others):
         raise ValueError(f"pattern: {', '.join(by_difference.values())} change more than attributes: make it several cases")
-    found: set[str] = set()
-
-    def captured(here: Any, there: Any) -> Any:
-        if isinstance(here, tuple) and isinstance(there, tuple):
-            return tuple(captured(*both) for both in zip(here, there, strict=True))
-        if isinstance(here, torch.SymInt) or isinstance(there, torch.SymInt):
-            return here
-        name = by_value.get((type(here), here)) if here == there else by_difference.get((here, there))
-        if name is None:
-            if here != there:
-                raise ValueError(f"pattern: {here} of an op becomes {there}, which is no argument")
-            return here
-        found.add(name)
-        given = example[name]
-        return Capture(name, given.values if isinstance(given, OneOf) else ())
-
+    decided = _Decided(example, by_value, by_difference)
     for node, other in zip(nodes, others, strict=True):
         attrs, there = call(node).attrs, call(other).attrs
         for name, attr in attrs.items():
-            attrs[name] = captured(attr, there.get(name))
-    undecided = {name for name, given in first.items() if isinstance(given, float)} | set(by_difference.values())
-    if undecided - found:
-        raise ValueError(f"pattern: no op has {', '.join(sorted(undecided - found))} as an attribute")
-    return found
+            attrs[name] = decided.captured(attr, there.get(name))
+    needed = {name for name, given in first.items() if isinstance(given, float)} | set(by_difference.values())
+    if needed - decided.found:
+        raise ValueError(f"pattern: no op has {', '.join(sorted(needed - decided.found))} as an attribute")
+    return decided.found
+
+
+@dataclass
+class _Decided:
+    """Which attribute is which argument.
+
+    by_value       (type, value) of an attribute that is the same in both traces -> argument
+    by_difference  (attribute at turn 0, at turn 1) -> argument
+    found          the arguments that were met
+    """
+
+    example: Mapping[str, Any]
+    by_value: Mapping[tuple[Any, Any], str]
+    by_difference: Mapping[tuple[Any, Any], str]
+    found: set[str] = field(default_factory=set)
+
+    def captured(self, here: Any, there: Any) -> Any:
+        """What stands in the place of an attribute that is `here` at turn 0 and `there` at turn 1."""
+        if isinstance(here, tuple) and isinstance(there, tuple):
+            return tuple(self.captured(*both) for both in zip(here, there, strict=True))
+        if isinstance(here, torch.SymInt) or isinstance(there, torch.SymInt):
+            return here
+        name = self.by_value.get((type(here), here)) if here == there else self.by_difference.get((here, there))
+        if name is not None:
+            self.found.add(name)
+            given = self.example[name]
+            return Capture(name, given.values if isinstance(given, OneOf) else ())
+        if here != there:
+            raise ValueError(f"pattern: {here} of an op becomes {there}, which is no argument")
+        return here
 
 
 def _structure(nodes: Sequence[Node]) -> list[tuple[str, list[str]]]:

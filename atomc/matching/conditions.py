@@ -15,6 +15,9 @@ from atomc.graph.sizes import known_equal, spell_shape
 from atomc.matching.attributes import bare
 from atomc.matching.pattern import Difference, Site
 
+# The rank of what concerns the whole site.
+LAST = 10**6
+
 
 def problems(site: Site, partial: bool = False) -> list[Difference]:
     """Everything that forbids the rewrite although the structure fits, most upstream first.
@@ -23,7 +26,7 @@ def problems(site: Site, partial: bool = False) -> list[Difference]:
     """
     found = [*_input_problems(site), *_device_problems(site), *_deferred_problems(site), *_dtype_problems(site)]
     if not partial:
-        found += [*_escapes(site), *_mutations_and_cycles(site)]
+        found += [*_escapes(site), *_mutations(site), *_cycles(site)]
     return sorted(found, key=lambda difference: difference.rank)
 
 
@@ -120,23 +123,30 @@ def _escapes(site: Site) -> Iterator[Difference]:
                                  position.get(node, 0))  # fmt: skip
 
 
-def _mutations_and_cycles(site: Site) -> Iterator[Difference]:
-    inside, outputs = site.nodes(), set(site.outputs())
+def _mutations(site: Site) -> Iterator[Difference]:
+    """Somebody outside writes what is read inside."""
+    inside = site.nodes()
     own_writes = {node for node in inside if mutated(node)}
     read = {storage(node) for node in inside} | {storage(b) for b in site.bound.values() if isinstance(b, Node)}
-    downstream: set[Node] = set()
     for node in _span(inside):
         for written in mutated(node):
             if node not in own_writes and storage(written) in read:
                 yield Difference("mutation", f"{describe(written)} unchanged while it is read",
-                                 f"{describe(node)} writes it", node, 10**6)  # fmt: skip
+                                 f"{describe(node)} writes it", node, LAST)  # fmt: skip
+
+
+def _cycles(site: Site) -> Iterator[Difference]:
+    """An input needs an output."""
+    inside, outputs = site.nodes(), set(site.outputs())
+    downstream: set[Node] = set()
+    for node in _span(inside):
         if node not in inside and any(a in outputs or a in downstream for a in node.all_input_nodes):
             downstream.add(node)
     for node in inside:
         for operand in node.all_input_nodes:
             if operand in downstream:
                 yield Difference("cycle", "inputs ready before any output is used",
-                                 f"{describe(operand)} needs an output of this match", operand, 10**6)  # fmt: skip
+                                 f"{describe(operand)} needs an output of this match", operand, LAST)  # fmt: skip
 
 
 def _span(nodes: set[Node]) -> Iterator[Node]:

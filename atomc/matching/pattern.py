@@ -48,28 +48,26 @@ class Pattern:
     def __init__(self, function: Callable[..., Any], example: Mapping[str, Any], *, sees_through: bool = False,
                  read_together: bool = False):  # fmt: skip
         self.sees_through, self.read_together = sees_through, read_together
-        arguments = stand_ins(example, 0)
+        arguments, varied = stand_ins(example, 0), stand_ins(example, 1)
         tensors = [name for name, given in arguments.items() if isinstance(given, Tensor)]
         self.arguments = list(arguments)
         self.graph = _traced(function, arguments, tensors)
-        placeholders = self.graph.find_nodes(op="placeholder")
-        self.inputs = dict(zip(placeholders, tensors, strict=True))
-        returned = self.graph.output_node().args[0]
-        self.outputs = cast("list[Node]", list(returned) if isinstance(returned, list | tuple) else [returned])
+        self.inputs = dict(zip(self.graph.find_nodes(op="placeholder"), tensors, strict=True))
+        self.outputs = _returned(self.graph)
         self.nodes = _calls(self.graph)
         self.position = {node: i for i, node in enumerate(self.graph.nodes)}
-        self.choices = {p: example[name].follows for p, name in self.inputs.items()
-                        if isinstance(example[name], OneOf)}  # fmt: skip
-        self.model_dtype = next((value(p).dtype for p in placeholders if p not in self.choices
-                                 and value(p).dtype in (torch.bfloat16, torch.float16)), None)
-        others = self.nodes
-        if differing(arguments, second := stand_ins(example, 1)):
-            others = _calls(_traced(function, second, tensors))
+        self.choices = {p: example[name].follows for p, name in self.inputs.items() if isinstance(example[name], OneOf)}
+        self.model_dtype = self._model_dtype()
+        others = _calls(_traced(function, varied, tensors)) if differing(arguments, varied) else self.nodes
         found = capture(self.nodes, others, example)
         self.captured = {name for name in found if not isinstance(example[name], OneOf)}
         self.constants = {name: given for name, given in arguments.items() if name not in {*found, *tensors}}
         self.decided_by = {example[name]: name for name in found - self.captured}
         self.any_dtype = self._of_any_dtype(others)
+
+    def _model_dtype(self) -> torch.dtype | None:
+        dtypes = [value(p).dtype for p in self.inputs if p not in self.choices]
+        return next((dtype for dtype in dtypes if dtype in (torch.bfloat16, torch.float16)), None)
 
     def _of_any_dtype(self, others: list[Node]) -> set[Node]:
         # A dtype follows from the op, its attributes and the dtypes of its operands. others: of the trace at turn 1.
@@ -99,6 +97,11 @@ def _traced(function: Callable[..., Any], arguments: Mapping[str, Any], tensors:
     graph = trace_with_symbolic_sizes(run, *(arguments[name] for name in tensors))
     graph.eliminate_dead_code()
     return graph
+
+
+def _returned(graph: Graph) -> list[Node]:
+    returned = graph.output_node().args[0]
+    return cast("list[Node]", list(returned) if isinstance(returned, list | tuple) else [returned])
 
 
 def _calls(graph: Graph) -> list[Node]:

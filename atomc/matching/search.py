@@ -5,17 +5,17 @@ does not say is checked by conditions.py; near_miss.py explains the places where
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from torch.fx import Node
 
-from atomc.graph.canonical import COMMUTATIVE, VIEWS, call, keeps_last_dim, readers, value
-from atomc.matching.attributes import compare_attrs
+from atomc.graph.canonical import VIEWS, call, keeps_last_dim, readers, value
+from atomc.matching.attributes import attr_differences
 from atomc.matching.conditions import problems
 from atomc.matching.pattern import Difference, Index, Pattern, Site
 
-
-def _no_veto(*_: str) -> bool:
-    return False
+# A change of the site, which returns whether it holds, and the pairs that must hold then.
+Way = tuple[Callable[[], bool], list[tuple[Node, Node]]]
 
 
 def unify(site: Site, pairs: list[tuple[Node, Node]]) -> Iterator[Site]:
@@ -24,47 +24,53 @@ def unify(site: Site, pairs: list[tuple[Node, Node]]) -> Iterator[Site]:
         yield site
         return
     (p, g), rest = pairs[0], pairs[1:]
-
-    def attempt(more: list[tuple[Node, Node]], bind: Callable[[], bool]) -> Iterator[Site]:
+    for change, more in _ways(site, p, g):
         saved = site.saved()
-        if bind():
+        if change():
             yield from unify(site, more + rest)
         site.restore(saved)
 
-    def skip() -> bool:
-        site.skipped.append(g)
-        return True
 
-    if not isinstance(g, Node):
-        return
-    see_through = site.pattern.sees_through and call(g).op in VIEWS and keeps_last_dim(g)
-    if site.at(p) is not None:
-        if site.at(p) is g:
-            yield from unify(site, rest)
-        elif see_through:
-            yield from attempt([(p, call(g).operands[0])], skip)
-        return
+def _ways(site: Site, p: Node, g: Node) -> Iterator[Way]:
+    """What could make p be g."""
+    placed = site.at(p)
     if p in site.pattern.inputs:
-        name = site.pattern.inputs[p]
-        if name not in site.bound:
-            yield from attempt([], lambda: site.bound.setdefault(name, g) is g)
-        elif site.bound[name] is g:
-            yield from unify(site, rest)
-        return
-    wanted, found = call(p), call(g)
+        yield partial(_bind, site, site.pattern.inputs[p], g), []
+    elif placed is g:
+        yield (lambda: True), []
+    else:
+        if placed is None:
+            yield from _placements(site, p, g)
+        if site.pattern.sees_through and _may_be_skipped(g) and (placed is not None or call(p).op not in VIEWS):
+            yield partial(_skip, site, g), [(p, call(g).operands[0])]
 
-    def place() -> bool:
-        site.matched[p] = g
-        return compare_attrs(site, p, g, _no_veto)
 
-    if wanted.op == found.op and len(wanted.operands) == len(found.operands) and g not in site.matched.values():
-        yield from attempt(list(zip(wanted.operands, found.operands, strict=True)), place)
-        if wanted.op in COMMUTATIVE and len(wanted.operands) == 2:
-            yield from attempt(list(zip(wanted.operands, reversed(found.operands), strict=True)), place)
-    if wanted.op == "cast" and found.op != "cast":
-        yield from attempt([(wanted.operands[0], g)], lambda: without_cast(site, p, g))
-    if see_through and wanted.op not in VIEWS:
-        yield from attempt([(p, found.operands[0])], skip)
+def _placements(site: Site, p: Node, g: Node) -> Iterator[Way]:
+    """p at g, with the operands in each order that means the same; of a cast also none, because the dtype is right."""
+    wanted, here = call(p), call(g)
+    if wanted.op == here.op and len(wanted.operands) == len(here.operands) and g not in site.matched.values():
+        for order in here.orders():
+            yield partial(_place, site, p, g), list(zip(wanted.operands, order, strict=True))
+    if wanted.op == "cast" and here.op != "cast":
+        yield partial(without_cast, site, p, g), [(wanted.operands[0], g)]
+
+
+def _bind(site: Site, name: str, g: Node) -> bool:
+    return site.bound.setdefault(name, g) is g
+
+
+def _place(site: Site, p: Node, g: Node) -> bool:
+    site.matched[p] = g
+    return next(attr_differences(site, p, g), None) is None
+
+
+def _skip(site: Site, view: Node) -> bool:
+    site.skipped.append(view)
+    return True
+
+
+def _may_be_skipped(g: Node) -> bool:
+    return call(g).op in VIEWS and keeps_last_dim(g)
 
 
 def without_cast(site: Site, p: Node, g: Node) -> bool:
@@ -76,38 +82,45 @@ def without_cast(site: Site, p: Node, g: Node) -> bool:
 
 def _candidates(site: Site, output: Node) -> list[Node]:
     """Graph nodes that could be a further output, reached over the readers of what is matched."""
-    op = call(output).op
     taken = set(site.matched.values())
-    if site.pattern.read_together:
-        first = next(node for node in site.outputs())
-        order = next(i for i, o in enumerate(site.pattern.outputs) if site.at(o) is first)
-        wanted_later = site.pattern.outputs.index(output) > order
-        together = []
-        for reader in first.users:
-            operands = call(reader).operands
-            if first in operands:
-                at = operands.index(first)
-                together += operands[at + 1:] if wanted_later else operands[:at]
-        found = [node for operand in together for node in _through_cache(operand, op)]
-        return [node for node in dict.fromkeys(found) if node not in taken]
+    found = _together(site, output) if site.pattern.read_together else _reached(site, output, taken)
+    return [node for node in dict.fromkeys(found) if node not in taken]
 
-    def reading(node: Node) -> Iterator[Node]:
-        for user in readers(node):
-            yield user
-            if site.pattern.sees_through and call(user).op in VIEWS and keeps_last_dim(user):
-                yield from user.users
 
-    def reached(p: Node) -> list[Node]:
-        here = site.at(p)
-        if here is not None:
-            return [here]
-        if p in site.pattern.inputs:
-            bound = site.bound.get(site.pattern.inputs[p])
-            return [bound] if isinstance(bound, Node) else []
-        return [user for operand in call(p).operands for node in reached(operand) for user in reading(node)
-                if call(user).op == call(p).op and user not in taken]
+def _together(site: Site, output: Node) -> Iterator[Node]:
+    """What is read by the same nodes as the first output that is placed, before or after it as in the pattern."""
+    outputs = site.pattern.outputs
+    first = next(placed for placed in outputs if site.at(placed) is not None)
+    here, later = site.outputs()[0], outputs.index(output) > outputs.index(first)
+    for reader in here.users:
+        for operand in read_beside(reader, here, later):
+            yield from _through_cache(operand, call(output).op)
 
-    return list(dict.fromkeys(reached(output)))
+
+def read_beside(reader: Node, read: Node, later: bool) -> list[Node]:
+    """What the reader takes after (or before) `read`."""
+    operands = call(reader).operands
+    if read not in operands:
+        return []
+    at = operands.index(read)
+    return operands[at + 1:] if later else operands[:at]
+
+
+def _reached(site: Site, p: Node, taken: set[Node]) -> list[Node]:
+    """The place of p, or where it could be, as a reader of where its operands could be."""
+    here = site.bound.get(site.pattern.inputs[p]) if p in site.pattern.inputs else site.at(p)
+    if here is not None:
+        return [here]
+    return [user for operand in call(p).operands for node in _reached(site, operand, taken) for user in _readers(site, node)
+            if call(user).op == call(p).op and user not in taken]  # fmt: skip
+
+
+def _readers(site: Site, node: Node) -> Iterator[Node]:
+    """Who reads a node, through views if the pattern sees through them."""
+    for user in readers(node):
+        yield user
+        if site.pattern.sees_through and _may_be_skipped(user):
+            yield from user.users
 
 
 def _through_cache(node: Node, op: str, depth: int = 4) -> Iterator[Node]:

@@ -114,20 +114,24 @@ def share_scales(layers: Sequence[QuantizedLinear]) -> bool:
     scheme = layers[0].method.scheme
     if len(layers) < 2 or not isinstance(scheme, Fp8) or any(layer.method.scheme != scheme for layer in layers):
         return False
-    given: dict[str, nn.Parameter] = {}
-    for name in ("weight_scale", "input_scale"):
-        if (name == "weight_scale" and scheme.weight != "tensor") or name not in layers[0]._parameters:
-            continue
-        parts: list[Any] = [getattr(layer, name) for layer in layers]
-        if all(part is parts[0] for part in parts):
-            continue
-        given[name] = parameter_of(torch.stack([part.data for part in parts]).max(0).values)
+    names = ("weight_scale", "input_scale") if scheme.weight == "tensor" else ("input_scale",)
+    given = {name: largest for name in names if (largest := _largest(layers, name)) is not None}
     for layer in layers:
         if "weight_scale" in given:
             _rescale(layer, given["weight_scale"].data)
         for name, parameter in given.items():
             layer.register_parameter(name, parameter)
     return bool(given)
+
+
+def _largest(layers: Sequence[QuantizedLinear], name: str) -> nn.Parameter | None:
+    """The largest of the layers' scales of this name; None if they have none, or share it already."""
+    if name not in layers[0]._parameters:
+        return None
+    parts: list[Any] = [getattr(layer, name) for layer in layers]
+    if all(part is parts[0] for part in parts):
+        return None
+    return parameter_of(torch.stack([part.data for part in parts]).max(0).values)
 
 
 def _rescale(layer: Any, scale: Tensor) -> None:

@@ -273,15 +273,16 @@ class Grid:
             self.sites.setdefault((site.rewrite, site.layer), []).append(site)
         for miss in report.near:
             self.near.setdefault((miss.rewrite, miss.layer), []).append(miss)
-        layers: list[int | None] = [*report.layers, None]
-        looks = {layer: tuple(self._look(name, layer) for name in names) for layer in layers}
-        self.columns = [list(run) for _, run in itertools.groupby(layers, key=lambda layer: (layer is None, looks[layer]))]
+        self.columns = self._columns(names)
         self.prefix = _layer_prefixes(report)
-        self.rows = [self._row(name) for name in names]
-        order = {"near": 0, "fired": 1}
-        self.rows.sort(key=lambda row: min(order.get(cell["state"], 2) for cell in row["cells"]))
+        self.rows = sorted(map(self._row, names), key=_most_telling)
         self.absent = [row for row in self.rows if all(cell["state"] == "absent" for cell in row["cells"])]
         self.there = [row for row in self.rows if row not in self.absent]
+
+    def _columns(self, names: Sequence[str]) -> list[list[int | None]]:
+        layers: list[int | None] = [*self.report.layers, None]
+        looks = {layer: tuple(self._look(name, layer) for name in names) for layer in layers}
+        return [list(run) for _, run in itertools.groupby(layers, key=lambda layer: (layer is None, looks[layer]))]
 
     def title(self, column: Sequence[int | None]) -> str:
         return "elsewhere" if column[0] is None else spans(layer for layer in column if layer is not None)
@@ -325,6 +326,11 @@ class Grid:
         refused = dict.fromkeys(other for choice in choices for other in choice.others)
         return [*(("runs as", f"{kernel} for {tokens}" if tokens else kernel) for kernel, tokens in runs),
                 *((f"not {provider}", reason) for provider, reason in refused)]  # fmt: skip
+
+
+def _most_telling(row: Mapping[str, Any]) -> int:
+    """Rows with near misses first, then those that fired."""
+    return min({"near": 0, "fired": 1}.get(cell["state"], 2) for cell in row["cells"])
 
 
 def _layer_prefixes(report: "Report") -> dict[int | None, str]:

@@ -270,16 +270,20 @@ def added_by_aot(functional: GraphModule, num_inputs: int) -> str | None:
         return "an input is changed behind the graph"
     if meta.num_intermediate_bases or meta.tokens or meta.is_rng_op_functionalized:
         return "outputs are made behind the graph"
-    written = {i for i, info in enumerate(meta.input_info) if info.mutates_data}
-    kinds = ("alias_of_input", "is_input")
-    if any(info.base_idx in written for info in meta.output_info if info.output_type.name in kinds):
+    if _returns_view_of_written(meta):
         return "an output is a view of an input that the graph writes"
     if any(type(info).__name__ != "PlainTensorMeta" for info in meta.subclass_inp_meta):
         return "an input is a tensor subclass"
-    num_outputs = len(functional.graph.output_node().args[0])  # type: ignore[arg-type]
-    if len(functional.graph.find_nodes(op="placeholder")) != num_inputs or num_outputs != len(meta.output_info):
+    inputs, outputs = functional.graph.find_nodes(op="placeholder"), functional.graph.output_node().args[0]
+    if (len(inputs), len(outputs)) != (num_inputs, len(meta.output_info)):  # type: ignore[arg-type]
         return "inputs or outputs are rearranged around the graph"
     return None
+
+
+def _returns_view_of_written(meta: Any) -> bool:
+    written = {i for i, info in enumerate(meta.input_info) if info.mutates_data}
+    kinds = ("alias_of_input", "is_input")
+    return any(info.base_idx in written for info in meta.output_info if info.output_type.name in kinds)
 
 
 def guards_of(mode: FakeTensorMode | None, inputs: Sequence[Any]) -> str | None:

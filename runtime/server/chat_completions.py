@@ -203,13 +203,11 @@ class _Answers:
             one.begun = True
             deltas = deltas or [{"content": ""}]
             deltas[0] = {"role": "assistant", **deltas[0]}
-        logprobs = self._logprobs(delta.logprobs or ()) if self.body.logprobs else None
-        if logprobs is not None and delta.logprobs and not deltas:
-            deltas = [{}]
         empty = {"index": index, "delta": {}, "logprobs": None, "finish_reason": None}
         chunks: list[dict[str, Any]] = [{**empty, "delta": each} for each in deltas]
-        if chunks and delta.logprobs:
-            chunks[0]["logprobs"] = logprobs
+        if self.body.logprobs and delta.logprobs:
+            chunks = chunks or [dict(empty)]
+            chunks[0]["logprobs"] = self._logprobs(delta.logprobs)
         if one.finish_reason is not None:
             chunks.append({**empty, "finish_reason": one.finish_reason, "stop_reason": one.stop_reason})
         return chunks

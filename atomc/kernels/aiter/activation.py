@@ -3,7 +3,8 @@
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.aiter.library import HALVES, Function, neighbours, scattered, side_by_side, unfit, unlike
+from atomc.kernels.aiter.library import Function, neighbours, scattered, side_by_side, unfit
+from atomc.kernels.checks import HALVES, unknown, unlike
 from atomc.op import Refusal
 from atomc.platform import Platform
 
@@ -34,8 +35,8 @@ def silu_and_mul(gate: Tensor, up: Tensor) -> Tensor:
 
 def _refuse_gelu_and_mul(platform: Platform, gate: Tensor, up: Tensor, approximate: str = "none") -> Refusal | None:
     function = aiter_gelu_tanh_and_mul if approximate == "tanh" else aiter_gelu_and_mul
-    if approximate not in ("none", "tanh"):
-        return Refusal("argument", f"approximate={approximate!r} is neither 'none' nor 'tanh'")
+    if reason := unknown(("none", "tanh"), approximate=approximate):
+        return reason
     return unfit(platform, function) or unlike(HALVES, gate=gate, up=up) or apart(gate, up)
 
 

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.aiter.activation import apart
-from atomc.kernels.aiter.library import FLOATS, Function, foreign_fp8, side_by_side, unfit, unlike
+from atomc.kernels.aiter.library import Function, by_column, foreign_fp8, rounded_up, side_by_side, unfit
+from atomc.kernels.checks import FLOATS, odd_group, too_wide, uneven, unlike
 from atomc.op import Refusal
 from atomc.platform import Platform
 
@@ -35,22 +36,17 @@ def _refuse(
 ) -> Refusal | None:  # fmt: skip
     if scheme not in FUNCTIONS:
         return Refusal("argument", f"AITER has no activation that quantizes as {scheme}")
-    if reason := unfit(platform, FUNCTIONS[scheme]) or unlike(FLOATS, gate=gate, up=up) or apart(gate, up):
+    if reason := (
+        unfit(platform, FUNCTIONS[scheme])
+        or unlike(FLOATS, gate=gate, up=up)
+        or apart(gate, up)
+        or too_wide(gate.shape[-1], WIDEST)
+    ):
         return reason
-    width = gate.shape[-1]
-    if width > WIDEST:
-        return Refusal("shape", f"rows of {width} do not fit one program (at most {WIDEST})")
     if scheme == "mxfp4":
-        if rounding != "even":
-            return Refusal(
-                "argument", f"AITER's Triton kernels round the scales of MXFP4 to even, here rounding={rounding!r}"
-            )
-        return None if width % 32 == 0 else Refusal("shape", f"rows of {width} are no whole blocks of 32")
-    if scheme == "fp8_group":
-        if column_major:
-            return Refusal("layout", "AITER's kernel writes the scales row by row")
-        if group & (group - 1):
-            return Refusal("shape", f"groups of {group} are no power of two")
+        return rounded_up(rounding) or uneven(gate.shape[-1], 32)
+    if scheme == "fp8_group" and (reason := by_column(column_major) or odd_group(group)):
+        return reason
     return foreign_fp8(platform, dtype)
 
 

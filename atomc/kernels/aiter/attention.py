@@ -5,7 +5,8 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.graph.sizes import known_equal
-from atomc.kernels.aiter.library import HALVES, Function, unfit, unlike
+from atomc.kernels.aiter.library import Function, unfit
+from atomc.kernels.checks import HALVES, strided, unaligned_heads, unlike, unsupported, wrong_rank
 from atomc.op import Refusal
 from atomc.platform import Platform
 
@@ -17,23 +18,24 @@ def _refuse(
     platform: Platform, q: Tensor, k: Tensor, v: Tensor, kv: Tensor | None = None, mask: Tensor | None = None,
     sinks: Tensor | None = None, *, scale: float, causal: bool = True, window: int = 0, softcap: float = 0.0,
 ) -> Refusal | None:  # fmt: skip
-    if reason := unfit(platform, flash_attn_func) or unlike(HALVES, q=q, k=k, v=v):
-        return reason
-    for name, given in (("mask", mask is not None), ("sinks", sinks is not None), ("softcap", softcap)):
-        if given:
-            return Refusal("argument", f"AITER's attention takes no {name} here")
-    if q.dim() not in (3, 4):
-        return Refusal("shape", f"q has {q.dim()} dimensions: written for 3 or 4")
+    return (
+        unfit(platform, flash_attn_func)
+        or unlike(HALVES, q=q, k=k, v=v)
+        or unsupported("AITER's attention", mask=mask, sinks=sinks, softcap=softcap)
+        or wrong_rank((3, 4), q=q)
+        or _masked_otherwise(q, k, causal, window)
+        or unaligned_heads(q, v, WIDEST)
+        or strided(q=q, k=k, v=v)
+    )
+
+
+def _masked_otherwise(q: Tensor, k: Tensor, causal: bool, window: int) -> Refusal | None:
     if (causal or window) and not known_equal(q.shape[-3], k.shape[-3]):
         return Refusal(
             "argument", "AITER aligns a causal mask with the last key, and there may be more or fewer keys than queries"
         )
     if window and not causal:
         return Refusal("argument", "AITER's window ends at the query, here later keys are seen")
-    if q.shape[-1] % 8 or v.shape[-1] % 8 or max(q.shape[-1], v.shape[-1]) > WIDEST:
-        return Refusal("shape", f"heads of {q.shape[-1]} and {v.shape[-1]}: AITER takes multiples of 8 up to {WIDEST}")
-    if not all(known_equal(x.stride(-1), 1) for x in (q, k, v)):
-        return Refusal("layout", "the last dimension of q, k or v is not contiguous")
     return None
 
 

@@ -6,7 +6,8 @@ AITER has one group of its own, made by its init_dist_env; only sums over the sa
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.aiter.library import HALVES, Function, scattered, unfit, unlike
+from atomc.kernels.aiter.library import Function, scattered, unfit
+from atomc.kernels.checks import HALVES, unlike
 from atomc.op import Refusal
 from atomc.platform import Platform
 

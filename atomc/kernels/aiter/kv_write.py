@@ -5,7 +5,8 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.graph.sizes import known_equal
-from atomc.kernels.aiter.library import HALVES, Function, unfit, unlike
+from atomc.kernels.aiter.library import Function, unfit
+from atomc.kernels.checks import HALVES, scattered_slots, unlike, unsupported, wrong_rank
 from atomc.op import Refusal
 from atomc.platform import Platform
 
@@ -20,10 +21,32 @@ def odd_blocks(cache: Tensor) -> Refusal | None:
     return None
 
 
+def odd_heads(q: Tensor, k: Tensor, v: Tensor) -> Refusal | None:
+    """Unless these are [T, heads, D] of one width, a power of two."""
+    if reason := wrong_rank((3,), q=q, k=k, v=v):
+        return reason
+    width = q.shape[-1]
+    if width == k.shape[-1] == v.shape[-1] and not width & (width - 1):
+        return None
+    return Refusal("shape", f"heads of {width}, {k.shape[-1]} and {v.shape[-1]}: AITER takes one power of two")
+
+
+def scaled(**scales: Tensor | None) -> Refusal | None:
+    """If the cache has scales: AITER does not saturate what is too large for codes."""
+    return unsupported("AITER's write, which does not saturate codes,", **scales)
+
+
+def coded(*scales: Tensor | None, **caches: Tensor) -> Refusal | None:
+    """Unless the caches are bfloat16, without scales: AITER does not saturate what is too large for codes."""
+    if any(scale is not None for scale in scales):
+        return Refusal("dtype", "the cache has scales: written for torch.bfloat16")
+    return unlike((torch.bfloat16,), **caches)
+
+
 def unpaged(k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> Refusal | None:
     """Why AITER cannot write to these caches in the layout that it calls flash."""
-    if slots.dim() != 1 or not known_equal(slots.stride(0), 1):
-        return Refusal("layout", "slots are not one contiguous row")
+    if reason := scattered_slots(slots):
+        return reason
     for cache in (k_cache, v_cache):
         inner = (cache.shape[2] * cache.shape[3], cache.shape[3], 1)
         if not all(known_equal(a, b) for a, b in zip(cache.stride()[1:], inner, strict=True)):
@@ -37,12 +60,13 @@ def _refuse(
     platform: Platform, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor,
     k_scale: Tensor | None = None, v_scale: Tensor | None = None,
 ) -> Refusal | None:  # fmt: skip
-    if reason := unfit(platform, reshape_and_cache_flash) or unlike(HALVES, k=k, v=v, k_cache=k_cache, v_cache=v_cache):
+    if reason := (
+        unfit(platform, reshape_and_cache_flash)
+        or unlike(HALVES, k=k, v=v, k_cache=k_cache, v_cache=v_cache)
+        or scaled(k_scale=k_scale, v_scale=v_scale)
+        or wrong_rank((3,), k=k, v=v)
+    ):
         return reason
-    if k_scale is not None or v_scale is not None:
-        return Refusal("argument", "the cache has scales, and AITER does not cut off what is too large for its codes")
-    if k.dim() != 3 or v.dim() != 3:
-        return Refusal("shape", "keys and values come as [T, K, D]")
     for name, x in (("k", k), ("v", v)):
         if not known_equal(x.stride(-1), 1) or not known_equal(x.stride(-2), x.shape[-1]):
             return Refusal("layout", f"the heads of a token of {name} do not follow each other")

@@ -22,8 +22,6 @@ log = logging.getLogger("atomc")
 
 # The fp8 that each architecture multiplies.
 FP8_OF = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}
-HALVES = (torch.bfloat16, torch.float16)
-FLOATS = (*HALVES, torch.float32)
 FUNCTIONS: list["Function"] = []
 
 
@@ -111,21 +109,26 @@ def unfit(platform: Platform, *functions: Function) -> Refusal | None:
     return None
 
 
-def unlike(dtypes: Sequence[torch.dtype], **tensors: Tensor | None) -> Refusal | None:
-    """Why these are not all of one of the dtypes, or None."""
-    given = {name: tensor.dtype for name, tensor in tensors.items() if tensor is not None}
-    if len(set(given.values())) > 1:
-        return Refusal("dtype", "dtypes differ: " + ", ".join(f"{name} is {dtype}" for name, dtype in given.items()))
-    for name, dtype in given.items():
-        if dtype not in dtypes:
-            return Refusal("dtype", f"{name} is {dtype}: AITER has this for {', '.join(map(str, dtypes))}")
-    return None
-
-
 def foreign_fp8(platform: Platform, dtype: torch.dtype) -> Refusal | None:
     """Why codes of this dtype are none that the machine computes with."""
     native = FP8_OF[platform.arch]
     return None if dtype == native else Refusal("dtype", f"{platform.arch} computes with {native}, the codes are {dtype}")
+
+
+def no_mxfp4(platform: Platform) -> Refusal | None:
+    return Refusal("hardware", "gfx942 does not multiply MXFP4") if platform.arch == "gfx942" else None
+
+
+def rounded_up(rounding: str) -> Refusal | None:
+    """Unless scales of MXFP4 are rounded to even."""
+    if rounding == "even":
+        return None
+    return Refusal("argument", f"AITER's Triton kernels round scales to even, here rounding={rounding!r}")
+
+
+def by_column(column_major: bool) -> Refusal | None:
+    """If scales are to be written column by column."""
+    return Refusal("layout", "AITER's kernel writes the scales row by row") if column_major else None
 
 
 def scattered(**tensors: Tensor | None) -> Refusal | None:

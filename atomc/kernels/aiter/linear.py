@@ -3,7 +3,8 @@
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.aiter.library import HALVES, Function, rows, scattered, unfit, unlike
+from atomc.kernels.aiter.library import Function, rows, scattered, unfit
+from atomc.kernels.checks import HALVES, unlike
 from atomc.op import Refusal
 from atomc.platform import Platform
 

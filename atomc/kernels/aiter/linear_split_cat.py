@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.aiter.library import HALVES, Function, foreign_fp8, rows, unfit, unlike
+from atomc.kernels.aiter.library import Function, foreign_fp8, no_mxfp4, rows, unfit
+from atomc.kernels.checks import HALVES, unlike, wrong_result
 from atomc.op import Refusal
 from atomc.platform import Platform
 
@@ -26,17 +27,15 @@ def _refuse(
 ) -> Refusal | None:  # fmt: skip
     if scheme not in FUNCTIONS:
         return Refusal("argument", f"AITER splits no product in {scheme}")
-    if reason := unfit(platform, FUNCTIONS[scheme]) or unlike(HALVES, k_pe=k_pe):
+    if reason := unfit(platform, FUNCTIONS[scheme]) or unlike(HALVES, k_pe=k_pe) or wrong_result((k_pe.dtype,), out_dtype):
         return reason
-    if k_pe.dtype != out_dtype:
-        return Refusal("dtype", f"the rotated keys are {k_pe.dtype}, the result {out_dtype}")
     if scheme == "mxfp4":
         width = 2 * weight.shape[1]
         if width % AT_ONCE and width & (width - 1):
             return Refusal(
                 "shape", f"rows of {width}: AITER reads scales of {AT_ONCE} at a time, past the end of the last row"
             )
-        return Refusal("hardware", "gfx942 does not multiply MXFP4") if platform.arch == "gfx942" else None
+        return no_mxfp4(platform)
     if weight.shape[1] <= 64:
         return Refusal("shape", f"rows of {weight.shape[1]}: AITER takes blocks of 128, and more than half of one")
     return foreign_fp8(platform, weight.dtype) or foreign_fp8(platform, x.dtype)

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from atomc import ops
-from atomc.graph.sizes import known_equal
-from atomc.kernels.aiter.library import HALVES, Function, foreign_fp8, unfit, unlike
-from atomc.kernels.aiter.rope import ROTATIONS, rotated_width, table_dimension
+from atomc.kernels.aiter.kv_write import coded
+from atomc.kernels.aiter.library import Function, foreign_fp8, no_mxfp4, rounded_up, unfit
+from atomc.kernels.aiter.rope import moving, not_by_token, partly_rotated
+from atomc.kernels.checks import HALVES, odd_group, scattered_blocks, strided, unlike, wrong_rank
 from atomc.op import Refusal
 from atomc.platform import Platform
 
@@ -29,27 +30,23 @@ def _unwritable(
     q_nope: Tensor, q_pe: Tensor, kv_c: Tensor, k_pe: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor,
     scale: Tensor | None, rope_style: str,
 ) -> Refusal | None:  # fmt: skip
-    if reason := unlike(HALVES, q_nope=q_nope, q_pe=q_pe, kv_c=kv_c, k_pe=k_pe, cos=cos, sin=sin):
-        return reason
-    if scale is not None or kv_cache.dtype != torch.bfloat16:
-        return Refusal(
-            "dtype", "the cache is not bfloat16: AITER does not cut off what is too large for codes, and has no other"
-        )
-    if rope_style not in ROTATIONS:
-        return Refusal("argument", f"AITER writes a pair back where it was, rope_style={rope_style!r} moves it")
-    if q_pe.dim() != 3 or kv_c.dim() != 2:
-        return Refusal("shape", "queries come as [T, heads, columns], the latent as [T, columns]")
-    latent, rotated = kv_c.shape[-1], q_pe.shape[-1]
+    return (
+        unlike(HALVES, q_nope=q_nope, q_pe=q_pe, kv_c=kv_c, k_pe=k_pe, cos=cos, sin=sin)
+        or coded(scale, kv_cache=kv_cache)
+        or moving(rope_style)
+        or wrong_rank((3,), q_pe=q_pe)
+        or wrong_rank((2,), kv_c=kv_c)
+        or _odd_widths(kv_c.shape[-1], q_pe.shape[-1])
+        or partly_rotated(q_pe.shape[-1], cos, rope_style)
+        or not_by_token(q_pe, cos, sin)
+        or scattered_blocks(kv_cache)
+        or strided(kv_cache=kv_cache)
+    )
+
+
+def _odd_widths(latent: int, rotated: int) -> Refusal | None:
     if latent & (latent - 1) or rotated & (rotated - 1):
         return Refusal("shape", f"a latent of {latent} and {rotated} rotated columns: AITER takes powers of two")
-    if rotated_width(cos, rope_style) != rotated:
-        return Refusal("shape", f"{rotated_width(cos, rope_style)} of {rotated} columns rotate: AITER's kernel rotates all")
-    if table_dimension(q_pe, cos) != 0 or table_dimension(q_pe, sin) != 0:
-        return Refusal("shape", "the tables do not have a row for each token")
-    if not all(known_equal(a, b) for a, b in zip(cos.stride(), sin.stride(), strict=True)):
-        return Refusal("layout", "the tables of cos and sin lie differently")
-    if not known_equal(kv_cache.stride(0), kv_cache.shape[1] * kv_cache.stride(1)) or kv_cache.stride(2) != 1:
-        return Refusal("layout", "the tokens of the cache do not follow each other")
     return None
 
 
@@ -94,13 +91,8 @@ def _refuse_bmm_rope_kv_write(
         return reason
     if scheme == "fp8" and (reason := foreign_fp8(platform, weight.dtype) or foreign_fp8(platform, dtype)):
         return reason
-    if scheme == "mxfp4" and rounding != "even":
-        return Refusal("argument", "AITER's Triton kernels round scales to even")
-    if scheme == "mxfp4" and platform.arch == "gfx942":
-        return Refusal("hardware", "gfx942 does not multiply MXFP4")
-    if scheme == "fp8" and group & (group - 1):
-        return Refusal("shape", f"groups of {group} are no power of two")
-    return _unwritable(q_nope, q_pe, kv_c, k_pe, cos, sin, kv_cache, scale, rope_style)
+    product = odd_group(group) if scheme == "fp8" else rounded_up(rounding) or no_mxfp4(platform)
+    return product or _unwritable(q_nope, q_pe, kv_c, k_pe, cos, sin, kv_cache, scale, rope_style)
 
 
 @ops.bmm_rope_kv_write.kernel("aiter", layout="paged", refuses=_refuse_bmm_rope_kv_write, rounds="once")

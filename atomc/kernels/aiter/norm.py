@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.aiter.library import HALVES, Function, dense_rows, scattered, unfit, unlike
+from atomc.kernels.aiter.library import Function, dense_rows, scattered, unfit
+from atomc.kernels.checks import HALVES, too_wide, unlike, wrong_rank
 from atomc.op import Refusal
 from atomc.platform import Platform
 
@@ -31,13 +32,12 @@ def _refuse_add_rms_norm(
 
 def _rows(x: Tensor, residual: Tensor | None = None, **parameters: Tensor | None) -> Refusal | None:
     """Why these are not rows of 16 bits that AITER's kernels have registers for."""
-    if reason := unlike(HALVES, x=x, residual=residual, **parameters) or scattered(x=x, residual=residual):
-        return reason
-    if x.shape[-1] > MAX_COLUMNS:
-        return Refusal("shape", f"rows of {x.shape[-1]}: AITER's fast kernel takes up to {MAX_COLUMNS}")
-    if residual is not None and x.dim() != residual.dim():
-        return Refusal("shape", "x and the residual differ in shape")
-    return None
+    return (
+        unlike(HALVES, x=x, residual=residual, **parameters)
+        or scattered(x=x, residual=residual)
+        or too_wide(x.shape[-1], MAX_COLUMNS)
+        or (wrong_rank((x.dim(),), residual=residual) if residual is not None else None)
+    )
 
 
 @ops.rms_norm.kernel("aiter", refuses=_refuse_rms_norm, rounds="once")

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.aiter.library import HALVES, Function, dense_rows, foreign_fp8, scattered, unfit, unlike
+from atomc.kernels.aiter.library import Function, by_column, dense_rows, foreign_fp8, scattered, unfit
 from atomc.kernels.aiter.packing import as_e2m1, as_e8m0
+from atomc.kernels.checks import HALVES, too_wide, unlike
 from atomc.op import Refusal
 from atomc.platform import Platform
 
@@ -22,12 +23,13 @@ def _refuse(
     platform: Platform, function: Function, x: Tensor, residual: Tensor | None, weight: Tensor, scheme: str,
     dtype: torch.dtype, group: int, column_major: bool, rounding: str, keep: bool,
 ) -> Refusal | None:  # fmt: skip
-    if reason := unfit(platform, function) or unlike(HALVES, x=x, residual=residual, weight=weight):
+    if reason := (
+        unfit(platform, function)
+        or unlike(HALVES, x=x, residual=residual, weight=weight)
+        or scattered(x=x, residual=residual)
+        or too_wide(x.shape[-1], MAX_COLUMNS)
+    ):
         return reason
-    if reason := scattered(x=x, residual=residual):
-        return reason
-    if x.shape[-1] > MAX_COLUMNS:
-        return Refusal("shape", f"rows of {x.shape[-1]}: AITER's kernel takes up to {MAX_COLUMNS}")
     if keep:
         return Refusal("argument", "AITER's compiled kernel does not write the norm besides its codes")
     if scheme == "fp8_static":
@@ -35,8 +37,8 @@ def _refuse(
     if scheme.startswith("fp8") and (reason := foreign_fp8(platform, dtype)):
         return reason
     if scheme == "fp8_group":
-        if column_major:
-            return Refusal("layout", "AITER's compiled kernel writes the scales row by row")
+        if reason := by_column(column_major):
+            return reason
         if group not in (64, 128) or x.shape[-1] % group:
             return Refusal(
                 "shape", f"groups of {group} in rows of {x.shape[-1]}: AITER's kernel takes whole groups of 64 or 128"

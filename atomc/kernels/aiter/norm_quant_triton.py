@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.aiter.library import Function, foreign_fp8, rows, unfit
+from atomc.kernels.aiter.library import Function, foreign_fp8, rounded_up, rows, unfit
 from atomc.kernels.aiter.norm_triton import unreadable
+from atomc.kernels.checks import odd_group, too_wide, uneven
 from atomc.op import Refusal
 from atomc.platform import Platform
 
@@ -39,18 +40,14 @@ def _refuse(
 ) -> Refusal | None:  # fmt: skip
     if scheme not in FUNCTIONS:
         return Refusal("argument", f"AITER has no Triton norm that quantizes as {scheme}")
-    if reason := unfit(platform, FUNCTIONS[scheme]) or unreadable(x, residual, weight, style):
+    if reason := (
+        unfit(platform, FUNCTIONS[scheme]) or unreadable(x, residual, weight, style) or too_wide(x.shape[-1], WIDEST)
+    ):
         return reason
-    if x.shape[-1] > WIDEST:
-        return Refusal("shape", f"rows of {x.shape[-1]} do not fit one program (at most {WIDEST})")
     if scheme == "mxfp4":
-        if rounding != "even":
-            return Refusal(
-                "argument", f"AITER's Triton kernels round the scales of MXFP4 to even, here rounding={rounding!r}"
-            )
-        return None if x.shape[-1] % 32 == 0 else Refusal("shape", f"rows of {x.shape[-1]} are no whole blocks of 32")
-    if scheme == "fp8_group" and group & (group - 1):
-        return Refusal("shape", f"groups of {group} are no power of two")
+        return rounded_up(rounding) or uneven(x.shape[-1], 32)
+    if scheme == "fp8_group" and (reason := odd_group(group)):
+        return reason
     return foreign_fp8(platform, dtype)
 
 

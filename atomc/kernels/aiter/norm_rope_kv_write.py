@@ -8,9 +8,10 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.graph.sizes import known_equal
-from atomc.kernels.aiter.kv_write import odd_blocks, unpaged
-from atomc.kernels.aiter.library import HALVES, Function, unfit, unlike
-from atomc.kernels.aiter.rope import ROTATIONS, rotated_width, table_dimension
+from atomc.kernels.aiter.kv_write import odd_blocks, odd_heads, scaled, unpaged
+from atomc.kernels.aiter.library import Function, unfit
+from atomc.kernels.aiter.rope import moving, not_by_token, rotated_width
+from atomc.kernels.checks import HALVES, unlike
 from atomc.op import Prepared, Refusal
 from atomc.platform import Platform
 
@@ -48,35 +49,35 @@ def _rows_of(*parts: Tensor) -> Tensor:
     return torch.cat([part.flatten(1) for part in parts], 1)
 
 
+def _separate(q: Tensor, k: Tensor, v: Tensor) -> Refusal | None:
+    if _in_one_row(q, k, v):
+        return None
+    return Refusal("layout", "q, k and v do not follow each other in one row, as a merged projection leaves them")
+
+
+def _wider_than_head(q: Tensor, cos: Tensor, rope_style: str) -> Refusal | None:
+    rotated, width = rotated_width(cos, rope_style), q.shape[-1]
+    return Refusal("shape", f"the tables rotate {rotated} columns, a head has {width}") if rotated > width else None
+
+
 def _refuse(
     platform: Platform, q: Tensor, k: Tensor, v: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor,
     eps: float, k_cache: Tensor, v_cache: Tensor, slots: Tensor, k_scale: Tensor | None = None,
     v_scale: Tensor | None = None, norm_style: str = "after", rope_style: str = "neox",
 ) -> Refusal | None:  # fmt: skip
-    if reason := unfit(platform, fused_qkv_split_qk_norm_rope_cache):
-        return reason
-    if reason := unlike(HALVES, q=q, k=k, v=v, cos=cos, sin=sin, k_cache=k_cache, v_cache=v_cache):
-        return reason
-    if norm_style == "after" and (q_weight.dtype != q.dtype or k_weight.dtype != q.dtype):
-        return Refusal("dtype", f"the weights are {q_weight.dtype} and {k_weight.dtype}, and AITER's norm stays {q.dtype}")
-    if k_scale is not None or v_scale is not None:
-        return Refusal("argument", "the cache has scales, and AITER does not cut off what is too large for its codes")
-    if rope_style not in ROTATIONS:
-        return Refusal("argument", f"AITER writes a pair back where it was, rope_style={rope_style!r} moves it")
-    if q.dim() != 3 or k.dim() != 3 or v.dim() != 3:
-        return Refusal("shape", "queries, keys and values come as [T, heads, D]")
-    width = q.shape[-1]
-    if not width == k.shape[-1] == v.shape[-1] or width & (width - 1):
-        return Refusal("shape", f"heads of {width}, {k.shape[-1]} and {v.shape[-1]}: AITER takes one power of two")
-    if not _in_one_row(q, k, v):
-        return Refusal("layout", "q, k and v do not follow each other in one row, as a merged projection leaves them")
-    if rotated_width(cos, rope_style) > width:
-        return Refusal("shape", f"the tables rotate {rotated_width(cos, rope_style)} columns, a head has {width}")
-    if table_dimension(q, cos) != 0 or table_dimension(q, sin) != 0:
-        return Refusal("shape", "the tables do not have a row for each token")
-    if not all(known_equal(a, b) for a, b in zip(cos.stride(), sin.stride(), strict=True)):
-        return Refusal("layout", "the tables of cos and sin lie differently")
-    return odd_blocks(k_cache) or unpaged(k_cache, v_cache, slots)
+    return (
+        unfit(platform, fused_qkv_split_qk_norm_rope_cache)
+        or unlike(HALVES, q=q, k=k, v=v, cos=cos, sin=sin, k_cache=k_cache, v_cache=v_cache)
+        or (unlike((q.dtype,), q_weight=q_weight, k_weight=k_weight) if norm_style == "after" else None)
+        or scaled(k_scale=k_scale, v_scale=v_scale)
+        or moving(rope_style)
+        or odd_heads(q, k, v)
+        or _separate(q, k, v)
+        or _wider_than_head(q, cos, rope_style)
+        or not_by_token(q, cos, sin)
+        or odd_blocks(k_cache)
+        or unpaged(k_cache, v_cache, slots)
+    )
 
 
 @ops.qk_norm_rope_kv_write.kernel(

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.aiter.library import FLOATS, Function, rows, scattered, unfit, unlike
+from atomc.kernels.aiter.library import Function, rows, scattered, unfit
+from atomc.kernels.checks import FLOATS, too_wide, unlike, wrong_rank
 from atomc.op import Refusal
 from atomc.platform import Platform
 
@@ -25,12 +26,13 @@ def unreadable(
     x: Tensor, residual: Tensor | None = None, weight: Tensor | None = None, style: str = "before"
 ) -> Refusal | None:
     """Why AITER's Triton norms cannot be had of these rows, or None."""
-    if reason := unlike(FLOATS, x=x, residual=residual) or scattered(x=x, residual=residual):
+    if reason := (
+        unlike(FLOATS, x=x, residual=residual)
+        or scattered(x=x, residual=residual)
+        or too_wide(x.shape[-1], MAX_COLUMNS)
+        or (wrong_rank((x.dim(),), residual=residual) if residual is not None else None)
+    ):
         return reason
-    if x.shape[-1] > MAX_COLUMNS:
-        return Refusal("shape", f"rows of {x.shape[-1]} do not fit one program (at most {MAX_COLUMNS})")
-    if residual is not None and x.dim() != residual.dim():
-        return Refusal("shape", "x and the residual differ in shape")
     if style == "one_plus":
         return Refusal("argument", "AITER's Triton norms multiply by the weight, not by 1 + weight")
     if style == "after" and weight is not None and torch.promote_types(x.dtype, weight.dtype) != x.dtype:

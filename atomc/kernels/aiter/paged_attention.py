@@ -9,7 +9,8 @@ from torch import Tensor
 from atomc import ops
 from atomc.graph.sizes import known_equal
 from atomc.kernels.aiter.kv_write import odd_blocks
-from atomc.kernels.aiter.library import FP8_OF, HALVES, Function, unfit, unlike
+from atomc.kernels.aiter.library import FP8_OF, Function, unfit
+from atomc.kernels.checks import HALVES, strided, unlike
 from atomc.op import Refusal
 from atomc.platform import Platform
 
@@ -41,9 +42,7 @@ def _refuse(
         return Refusal("argument", "AITER takes a scale for keys and for values, or none")
     if not known_equal(k_cache.shape[-1], v_cache.shape[-1]):
         return Refusal("shape", "keys and values differ in width")
-    if not all(known_equal(x.stride(-1), 1) for x in (q, k_cache, v_cache)):
-        return Refusal("layout", "the last dimension of the query or of the cache is not contiguous")
-    return odd_blocks(k_cache)
+    return strided(q=q, k_cache=k_cache, v_cache=v_cache) or odd_blocks(k_cache)
 
 
 @ops.paged_attention.kernel("aiter", layout="paged", refuses=_refuse)

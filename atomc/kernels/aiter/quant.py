@@ -4,8 +4,9 @@ import torch
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.aiter.library import HALVES, Function, dense_rows, foreign_fp8, unfit, unlike
+from atomc.kernels.aiter.library import Function, by_column, dense_rows, foreign_fp8, unfit
 from atomc.kernels.aiter.packing import as_e2m1, as_e8m0
+from atomc.kernels.checks import HALVES, uneven, unlike
 from atomc.op import Refusal
 from atomc.platform import Platform
 
@@ -73,7 +74,7 @@ def _refuse_group(
         return Refusal(
             "shape", f"groups of {group} in rows of {x.shape[-1]}: AITER's kernel takes whole groups of 32, 64 or 128"
         )
-    return Refusal("layout", "AITER's kernel writes the scales row by row") if column_major_scales else None
+    return by_column(column_major_scales)
 
 
 @ops.quant_fp8_group.kernel("aiter", refuses=_refuse_group)
@@ -85,10 +86,8 @@ def quant_fp8_group(
 
 
 def _refuse_mxfp4(platform: Platform, x: Tensor, rounding: str = "even") -> Refusal | None:
-    if reason := unfit(platform, dynamic_per_group_scaled_quant_fp4) or _rows_of_halves(x):
+    if reason := unfit(platform, dynamic_per_group_scaled_quant_fp4) or _rows_of_halves(x) or uneven(x.shape[-1], 32):
         return reason
-    if x.shape[-1] % 32:
-        return Refusal("shape", f"rows of {x.shape[-1]} are no whole blocks of 32")
     if rounding != "up":
         return Refusal("argument", f"AITER's compiled kernel rounds scales up, here rounding={rounding!r}")
     return None

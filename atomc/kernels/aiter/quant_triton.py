@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.aiter.library import FLOATS, Function, foreign_fp8, rows, scattered, unfit, unlike
+from atomc.kernels.aiter.library import Function, foreign_fp8, rounded_up, rows, scattered, unfit
+from atomc.kernels.checks import FLOATS, too_wide, uneven, unlike
 from atomc.op import Refusal
 from atomc.platform import Platform
 
@@ -21,10 +22,8 @@ WIDEST = 65536
 
 
 def _refuse(platform: Platform, function: Function, x: Tensor, dtype: torch.dtype | None = None) -> Refusal | None:
-    if reason := unfit(platform, function) or unlike(FLOATS, x=x) or scattered(x=x):
+    if reason := (unfit(platform, function) or unlike(FLOATS, x=x) or scattered(x=x) or too_wide(x.shape[-1], WIDEST)):
         return reason
-    if x.shape[-1] > WIDEST:
-        return Refusal("shape", f"rows of {x.shape[-1]} do not fit one program (at most {WIDEST})")
     return foreign_fp8(platform, dtype) if dtype is not None else None
 
 
@@ -54,13 +53,7 @@ def quant_fp8_group(
 
 
 def _refuse_mxfp4(platform: Platform, x: Tensor, rounding: str = "even") -> Refusal | None:
-    if reason := _refuse(platform, dynamic_mxfp4_quant, x):
-        return reason
-    if x.shape[-1] % 32:
-        return Refusal("shape", f"rows of {x.shape[-1]} are no whole blocks of 32")
-    if rounding != "even":
-        return Refusal("argument", f"AITER's Triton kernel rounds scales to even, here rounding={rounding!r}")
-    return None
+    return _refuse(platform, dynamic_mxfp4_quant, x) or uneven(x.shape[-1], 32) or rounded_up(rounding)
 
 
 @ops.quant_mxfp4.kernel("aiter", refuses=_refuse_mxfp4)

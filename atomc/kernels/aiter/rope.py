@@ -8,7 +8,8 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.graph.sizes import known_equal
-from atomc.kernels.aiter.library import HALVES, Function, unfit, unlike
+from atomc.kernels.aiter.library import Function, unfit
+from atomc.kernels.checks import HALVES, strided, unlike, wrong_rank
 from atomc.op import Refusal
 from atomc.platform import Platform
 
@@ -34,19 +35,36 @@ def table_dimension(x: Tensor, cos: Tensor) -> int | None:
     return long[0]
 
 
+def moving(style: str) -> Refusal | None:
+    if style in ROTATIONS:
+        return None
+    return Refusal("argument", f"AITER writes a pair back where it was, style={style!r} moves it")
+
+
+def partly_rotated(width: int, cos: Tensor, style: str) -> Refusal | None:
+    """Unless all columns of such rows rotate."""
+    rotated = rotated_width(cos, style)
+    if rotated == width:
+        return None
+    return Refusal("shape", f"{rotated} of {width} columns rotate: AITER's kernel rotates all")
+
+
+def not_by_token(x: Tensor, cos: Tensor, sin: Tensor) -> Refusal | None:
+    """Unless the tables have a row for each token of x [T, heads, D], with the same strides in both."""
+    if table_dimension(x, cos) != 0 or table_dimension(x, sin) != 0:
+        return Refusal("shape", "the tables do not have a row for each token")
+    if not all(known_equal(a, b) for a, b in zip(cos.stride(), sin.stride(), strict=True)):
+        return Refusal("layout", "the tables of cos and sin differ in strides")
+    return None
+
+
 def unrotatable(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Refusal | None:
     """Why AITER cannot rotate x by these tables."""
-    if reason := unlike(HALVES, x=x, cos=cos, sin=sin):
+    if reason := unlike(HALVES, x=x, cos=cos, sin=sin) or moving(style) or wrong_rank((3, 4), x=x):
         return reason
-    if style not in ROTATIONS:
-        return Refusal("argument", f"AITER writes a pair back where it was, style={style!r} moves it")
-    if x.dim() not in (3, 4):
-        return Refusal("shape", f"x has {x.dim()} dimensions: AITER takes tokens, heads, columns, and a batch")
     if table_dimension(x, cos) is None or table_dimension(x, sin) is None:
         return Refusal("shape", "the tables differ in more than the tokens")
-    if not all(known_equal(tensor.stride(-1), 1) for tensor in (x, cos, sin)):
-        return Refusal("layout", "the last dimension of x or of the tables is not contiguous")
-    return None
+    return strided(x=x, cos=cos, sin=sin)
 
 
 def by_token(x: Tensor, dimension: int) -> Tensor:

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.aiter.library import HALVES, Function, foreign_fp8, rows, scattered, unfit
+from atomc.kernels.aiter.library import Function, foreign_fp8, no_mxfp4, rows, scattered, unfit
 from atomc.kernels.aiter.linear import gemm_a16w16
 from atomc.kernels.aiter.packing import as_e2m1, as_e8m0, relaid_scale, relaid_weight, shuffled_scale, untiled
+from atomc.kernels.checks import HALVES, unsupported, wrong_result
 from atomc.op import Refusal
 from atomc.platform import Platform
 
@@ -21,10 +22,8 @@ gemm_a4w4 = Function("gemm_a4w4", "aiter", takes=["dtype", "bpreshuffle"])
 
 def unmultiplied(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Refusal | None:
     """What AITER's products in few bits have in common, and do not take."""
-    if out_dtype not in HALVES:
-        return Refusal("dtype", f"the result is {out_dtype}: AITER writes 16 bits")
-    if bias is not None:
-        return Refusal("argument", "AITER's kernel adds no bias")
+    if reason := wrong_result(HALVES, out_dtype) or unsupported("AITER's kernel", bias=bias):
+        return reason
     n, k = weight.shape
     if not isinstance(n, int) or not isinstance(k, int) or n % 16 or k % 16:
         return Refusal("shape", f"a weight of {n} x {k}: AITER takes multiples of 16")
@@ -99,19 +98,24 @@ def scaled_linear_int8(
     return out.view(*x.shape[:-1], weight.shape[0])
 
 
+def not_mxfp4(x: Tensor, x_scale: Tensor | None) -> Refusal | None:
+    if x.dtype == torch.uint8 and x_scale is not None:
+        return None
+    return Refusal("dtype", f"AITER's kernel multiplies MXFP4 by MXFP4, here x is {x.dtype}")
+
+
 def _refuse_mxfp4(
     platform: Platform, x: Tensor, weight: Tensor, weight_scale: Tensor, x_scale: Tensor | None = None,
     bias: Tensor | None = None, *, out_dtype: torch.dtype,
 ) -> Refusal | None:  # fmt: skip
-    if reason := unfit(platform, gemm_a4w4):
-        return reason
-    if platform.arch == "gfx942":
-        return Refusal("hardware", "gfx942 does not multiply MXFP4")
-    if x.dtype != torch.uint8 or x_scale is None:
-        return Refusal("dtype", f"AITER's kernel multiplies MXFP4 by MXFP4, here x is {x.dtype}")
-    if out_dtype != torch.bfloat16:
-        return Refusal("dtype", f"the result is {out_dtype}: AITER's assembly writes bfloat16")
-    return unmultiplied(x, weight, bias, out_dtype) or untiled(weight)
+    return (
+        unfit(platform, gemm_a4w4)
+        or no_mxfp4(platform)
+        or not_mxfp4(x, x_scale)
+        or wrong_result((torch.bfloat16,), out_dtype)
+        or unmultiplied(x, weight, bias, out_dtype)
+        or untiled(weight)
+    )
 
 
 @ops.linear_mxfp4.kernel("aiter", refuses=_refuse_mxfp4, prepare={"weight": relaid_weight, "weight_scale": relaid_scale})

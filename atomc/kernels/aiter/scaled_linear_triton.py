@@ -4,7 +4,9 @@ import torch
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.aiter.library import FLOATS, Function, foreign_fp8, rows, scattered, unfit
+from atomc.kernels.aiter.library import Function, foreign_fp8, no_mxfp4, rows, scattered, unfit
+from atomc.kernels.aiter.scaled_linear import not_mxfp4
+from atomc.kernels.checks import FLOATS, unsupported, wrong_result
 from atomc.op import Refusal
 from atomc.platform import Platform
 
@@ -22,9 +24,7 @@ AT_ONCE = 256
 
 
 def _unmultiplied(x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> Refusal | None:
-    if out_dtype not in FLOATS:
-        return Refusal("dtype", f"the result is {out_dtype}")
-    return scattered(x=x, weight=weight)
+    return wrong_result(FLOATS, out_dtype) or scattered(x=x, weight=weight)
 
 
 def _per_row(x_scale: Tensor, weight_scale: Tensor) -> Refusal | None:
@@ -109,18 +109,14 @@ def _refuse_mxfp4(
     platform: Platform, x: Tensor, weight: Tensor, weight_scale: Tensor, x_scale: Tensor | None = None,
     bias: Tensor | None = None, *, out_dtype: torch.dtype,
 ) -> Refusal | None:  # fmt: skip
-    if reason := unfit(platform, triton_gemm_afp4wfp4):
+    if reason := unfit(platform, triton_gemm_afp4wfp4) or no_mxfp4(platform) or not_mxfp4(x, x_scale):
         return reason
-    if platform.arch == "gfx942":
-        return Refusal("hardware", "gfx942 does not multiply MXFP4")
-    if x.dtype != torch.uint8 or x_scale is None:
-        return Refusal("dtype", f"AITER's kernel multiplies MXFP4 by MXFP4, here x is {x.dtype}")
     width = 2 * weight.shape[1]
     if width % AT_ONCE and unfit(platform, joins_splits):
         return Refusal(
             "shape", f"rows of {width}: this AITER reads scales of {AT_ONCE} at a time, past the end of the last row"
         )
-    return Refusal("argument", "AITER's kernel adds no bias") if bias is not None else _unmultiplied(x, weight, out_dtype)
+    return unsupported("AITER's kernel", bias=bias) or _unmultiplied(x, weight, out_dtype)
 
 
 @ops.linear_mxfp4.kernel("aiter", refuses=_refuse_mxfp4)

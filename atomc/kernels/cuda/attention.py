@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from atomc import ops
+from atomc.kernels.checks import HALVES, older_than, strided, unaligned_heads, unlike, unsupported, wrong_rank
 from atomc.op import Refusal
 from atomc.platform import Platform
 
@@ -16,29 +17,21 @@ def _out_of_reach(
     platform: Platform, q: Tensor, k: Tensor, v: Tensor, kv: Tensor | None = None, mask: Tensor | None = None,
     sinks: Tensor | None = None, *, window: int = 0, softcap: float = 0.0, **_: object,
 ) -> Refusal | None:  # fmt: skip
-    if not platform.is_cuda or platform.capability is None or platform.capability < (8, 0):
-        return Refusal("hardware", "cuDNN's attention runs on NVIDIA GPUs from sm80 on")
-    for name, given in (("mask", mask is not None), ("sinks", sinks is not None), ("window", window), ("softcap", softcap)):
-        if given:
-            return Refusal("argument", f"torch's entry to cuDNN's attention takes no {name}")
-    if q.dtype not in (torch.bfloat16, torch.float16) or not q.dtype == k.dtype == v.dtype:
-        return Refusal(
-            "dtype", f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}: cuDNN takes 16-bit ones that are alike"
-        )
-    if q.dim() not in (3, 4):
-        return Refusal("shape", f"q has {q.dim()} dimensions: written for 3 or 4")
-    if not all(isinstance(size, int) for x in (q, k, v) for size in x.shape):
-        return Refusal("shape", "cuDNN makes a plan for each length, and here the length varies")
-    # Heads of 256 are for Hopper alone.
-    widest = 256 if platform.capability == (9, 0) else 128
-    if any(width % 8 or width > widest for width in (q.shape[-1], v.shape[-1])):
-        return Refusal(
-            "shape",
-            f"heads of {q.shape[-1]} and {v.shape[-1]}: cuDNN takes multiples of 8 up to {widest} on {platform.arch}",
-        )
-    if any(x.shape[-1] > 1 and x.stride(-1) != 1 for x in (q, k, v)):
-        return Refusal("layout", "the last dimension of q, k or v is not contiguous")
-    return None
+    return (
+        older_than((8, 0), platform, "cuDNN's attention runs")
+        or unsupported("torch's entry to cuDNN's attention", mask=mask, sinks=sinks, window=window, softcap=softcap)
+        or unlike(HALVES, q=q, k=k, v=v)
+        or wrong_rank((3, 4), q=q)
+        or _unplanned(q, k, v)
+        or unaligned_heads(q, v, 256 if platform.capability == (9, 0) else 128)  # heads of 256 are for Hopper alone
+        or strided(q=q, k=k, v=v)
+    )
+
+
+def _unplanned(*tensors: Tensor) -> Refusal | None:
+    if all(isinstance(size, int) for tensor in tensors for size in tensor.shape):
+        return None
+    return Refusal("shape", "cuDNN makes a plan for each length, and here the length varies")
 
 
 @ops.attention.kernel("cuda", refuses=_out_of_reach)

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from atomc import ops
+from atomc.kernels.checks import FP8_MULTIPLIED, HALVES, older_than, unlike, wrong_result
 from atomc.op import Refusal
 from atomc.platform import Platform
 
@@ -17,23 +18,32 @@ def _not_scaled(
     platform: Platform, x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None = None, *,
     out_dtype: torch.dtype,
 ) -> Refusal | None:  # fmt: skip
-    if not platform.is_cuda or platform.capability is None or platform.capability < (8, 9):
-        return Refusal("hardware", "fp8 products of cuBLAS run on NVIDIA GPUs from sm89 on")
-    if x.dtype != torch.float8_e4m3fn or weight.dtype != torch.float8_e4m3fn:
-        return Refusal("dtype", f"x is {x.dtype}, the weight {weight.dtype}: written for float8_e4m3fn")
+    return (
+        older_than(FP8_MULTIPLIED, platform, "fp8 products of cuBLAS run")
+        or unlike((torch.float8_e4m3fn,), x=x, weight=weight)
+        or _odd_weight(weight)
+        or wrong_result(HALVES, out_dtype)  # sums of fp8 products are not exact enough for more than 16 bits
+        or (_scaled_by_row(platform, out_dtype) if x_scale.dim() > 1 or weight_scale.dim() > 1 else None)
+        or unlike((out_dtype,), bias=bias)
+        or _scattered(weight)
+    )
+
+
+def _odd_weight(weight: Tensor) -> Refusal | None:
     n, k = weight.shape
-    if n % 16 or k % 16:
-        return Refusal("shape", f"a weight of {n} x {k}: cuBLAS takes multiples of 16")
-    if out_dtype not in (torch.bfloat16, torch.float16):
-        return Refusal("dtype", f"the result is {out_dtype}: sums of fp8 products are exact enough for 16 bits")
-    by_row = x_scale.dim() > 1 or weight_scale.dim() > 1
-    if by_row and out_dtype != torch.bfloat16 and platform.capability != (9, 0):
-        return Refusal("dtype", f"the result is {out_dtype}: with a scale a row, {platform.arch} has bfloat16 only")
-    if bias is not None and bias.dtype != out_dtype:
-        return Refusal("dtype", f"the bias is {bias.dtype}, the result {out_dtype}: cuBLAS takes them alike")
-    if not (weight.stride(1) == 1 and weight.stride(0) == k):
-        return Refusal("layout", "the rows of the weight do not follow each other")
-    return None
+    return Refusal("shape", f"a weight of {n} x {k}: cuBLAS takes multiples of 16") if n % 16 or k % 16 else None
+
+
+def _scaled_by_row(platform: Platform, out_dtype: torch.dtype) -> Refusal | None:
+    if out_dtype == torch.bfloat16 or platform.capability == (9, 0):
+        return None
+    return Refusal("dtype", f"the result is {out_dtype}: with a scale a row, {platform.arch} has bfloat16 only")
+
+
+def _scattered(weight: Tensor) -> Refusal | None:
+    if weight.stride(1) == 1 and weight.stride(0) == weight.shape[1]:
+        return None
+    return Refusal("layout", "the rows of the weight do not follow each other")
 
 
 @ops.scaled_linear_fp8.kernel("cuda", refuses=_not_scaled)

@@ -38,18 +38,7 @@ def attention(
         mask = mask if mask is None or mask.dim() == 2 else mask[None]
         out: Tensor = attention(q[None], k[None], v[None], None, mask, scale=scale, causal=causal, window=window)
         return out[0]
-    if window or (causal and mask is not None):
-        rows = torch.arange(q.shape[-3], device=q.device)[:, None]
-        columns = torch.arange(k.shape[-3], device=q.device)[None, :]
-        seen = columns <= rows if causal else torch.ones_like(columns <= rows)
-        if window:
-            seen &= columns > rows - window
-        if mask is None:
-            mask = seen
-        elif mask.dtype == torch.bool:
-            mask = mask & seen
-        else:
-            mask = mask.masked_fill(~seen, float("-inf"))
+    mask = _seen(q, k, mask, causal, window)
     heads, keys, values = q.transpose(-2, -3), k.transpose(-2, -3), v.transpose(-2, -3)
     causal = causal and mask is None
     if q.is_cpu and q.dtype != torch.float32 and q.shape[-3] == 1 and not causal:
@@ -61,6 +50,20 @@ def attention(
         blind = ~mask.any(-1) if mask.dtype == torch.bool else (mask == float("-inf")).all(-1)
         out = out.masked_fill(blind[..., None], 0.0)
     return out.transpose(-2, -3).contiguous()
+
+
+def _seen(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, window: int) -> Tensor | None:
+    """The mask together with what window and causal hide; as it is where scaled_dot_product_attention can do the rest."""
+    if not window and not (causal and mask is not None):
+        return mask
+    rows = torch.arange(q.shape[-3], device=q.device)[:, None]
+    columns = torch.arange(k.shape[-3], device=q.device)[None, :]
+    seen = columns <= rows if causal else torch.ones_like(columns <= rows)
+    if window:
+        seen &= columns > rows - window
+    if mask is None:
+        return seen
+    return mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, float("-inf"))
 
 
 def _one_token(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from atomc import ops
-from atomc.graph.sizes import same_shape
+from atomc.kernels.checks import FLOATS, unknown, unlike, unlike_shapes
 from atomc.kernels.triton.launch import begin, inner_sizes, num_rows, overlap, row_offset, row_strides, unfit
 from atomc.op import Refusal
 from atomc.platform import Platform
@@ -44,16 +44,13 @@ def _gated(
     tl.store(out_ptr + row_offset(row, d1, d2, o0, o1, o2) + column, out.to(out_ptr.dtype.element_ty), inside)
 
 
+def unlike_gate(gate: Tensor, up: Tensor) -> Refusal | None:
+    """Unless up is like the gate in dtype and shape."""
+    return unlike(FLOATS, gate=gate, up=up) or unlike_shapes(gate, up=up)
+
+
 def _alike(platform: Platform, gate: Tensor, up: Tensor, approximate: str = "none") -> Refusal | None:
-    if reason := unfit(platform, gate=gate, up=up):
-        return reason
-    if gate.dtype != up.dtype:
-        return Refusal("dtype", f"gate is {gate.dtype}, up is {up.dtype}")
-    if not same_shape(gate, up):
-        return Refusal("shape", "gate and up differ in shape")
-    if approximate not in ("none", "tanh"):
-        return Refusal("argument", f"approximate={approximate!r} is neither 'none' nor 'tanh'")
-    return None
+    return unfit(platform, gate=gate, up=up) or unlike_gate(gate, up) or unknown(("none", "tanh"), approximate=approximate)
 
 
 def _launch(gate: Tensor, up: Tensor, activation: str) -> Tensor:

@@ -9,8 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from atomc import ops
-from atomc.graph.sizes import same_shape
-from atomc.kernels.triton.activation import silu, silu_and_mul
+from atomc.kernels.triton.activation import silu, silu_and_mul, unlike_gate
 from atomc.kernels.triton.launch import begin, inner_sizes, num_rows, overlap, row_offset, row_strides, unfit
 from atomc.kernels.triton.quant import (
     Quantized,
@@ -63,13 +62,11 @@ def _unfit(
     platform: Platform, gate: Tensor, up: Tensor, scale: Tensor | None = None, *, scheme: str,
     dtype: torch.dtype = torch.float8_e4m3fn, group: int = 128, column_major: bool = False, rounding: str = "even",
 ) -> Refusal | None:  # fmt: skip
-    if reason := unquantizable(platform, gate, scheme, dtype, group, rounding, "gate") or unfit(platform, up=up):
-        return reason
-    if gate.dtype != up.dtype:
-        return Refusal("dtype", f"gate is {gate.dtype}, up is {up.dtype}")
-    if not same_shape(gate, up):
-        return Refusal("shape", "gate and up differ in shape")
-    return None
+    return (
+        unquantizable(platform, gate, scheme, dtype, group, rounding, "gate")
+        or unfit(platform, up=up)
+        or unlike_gate(gate, up)
+    )
 
 
 @ops.silu_and_mul_quant.kernel("triton", refuses=_unfit)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.graph.sizes import known_equal
+from atomc.kernels.checks import no_bf16_products, too_wide, unlike
 from atomc.kernels.triton.kv_write import as_numbers, codes_of, in_bytes, scale_of_numbers, uncachable
 from atomc.kernels.triton.launch import begin, overlap, unfit
 from atomc.op import Refusal
@@ -344,20 +345,16 @@ def _out_of_reach(
     scales = {"k_scale": k_scale, "v_scale": v_scale}
     if reason := unfit(platform, q=q) or uncachable(platform, scales, k_cache=k_cache, v_cache=v_cache):
         return reason
-    if q.dtype == torch.bfloat16 and not platform.supports_bf16:
-        return Refusal("hardware", f"{platform.name} does not multiply bfloat16")
-    if k_cache.dtype not in (q.dtype, *FP8):
-        return Refusal(
-            "dtype", f"the caches are {k_cache.dtype} and {v_cache.dtype}, the query {q.dtype}: nothing is converted"
-        )
+    if reason := no_bf16_products(platform, q.dtype) or unlike((q.dtype, *FP8), k_cache=k_cache):
+        return reason
     for name, numbers in (("query_start", query_start), ("seq_lens", seq_lens), ("block_tables", block_tables)):
         if numbers.dtype != torch.int32 or not known_equal(numbers.stride(-1), 1):
             return Refusal("dtype", f"{name} is not of int32, one beside the other")
     if scale <= 0:
         return Refusal("argument", f"a scale of {scale} would turn the highest score into the lowest")
     width, group = max(k_cache.shape[-1], v_cache.shape[-1]), q.shape[-2] // k_cache.shape[-2]
-    if width > MAX_WIDTH:
-        return Refusal("shape", f"heads of {width} do not fit one program (at most {MAX_WIDTH})")
+    if reason := too_wide(width, MAX_WIDTH, "heads"):
+        return reason
     if group > MAX_GROUP:
         return Refusal("shape", f"{group} query heads share a key/value head: more than {MAX_GROUP} do not fit one program")
     return None

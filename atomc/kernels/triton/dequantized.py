@@ -11,7 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.triton.unpacking import MAX_ROWS, as_words, scale_of, unfit, unpacked, zero_of
+from atomc.kernels.checks import HALVES, unlike, wrong_result
+from atomc.kernels.triton.unpacking import MAX_ROWS, as_words, other_group, scale_of, unfit, unpacked, zero_of
 from atomc.op import Refusal
 from atomc.platform import Platform
 
@@ -49,16 +50,7 @@ def _unfit_int4(
     platform: Platform, x: Tensor, weight: Tensor, weight_scale: Tensor, zeros: Tensor | None = None,
     bias: Tensor | None = None, *, group: int,
 ) -> Refusal | None:  # fmt: skip
-    if reason := unfit(platform, weight, weight_scale, bias):
-        return reason
-    if x.dtype not in (torch.bfloat16, torch.float16) or (bias is not None and bias.dtype != x.dtype):
-        return Refusal(
-            "dtype",
-            f"x is {x.dtype}, the bias {None if bias is None else bias.dtype}: written for 16 bits, the same in both",
-        )
-    if group not in (32, 64, 128):
-        return Refusal("shape", f"groups of {group}: written for 32, 64 and 128")
-    return None
+    return unfit(platform, weight, weight_scale, bias) or unlike(HALVES, x=x, bias=bias) or other_group(group)
 
 
 @ops.linear_w4a16.kernel("triton", tokens=MANY, refuses=_unfit_int4)
@@ -73,16 +65,12 @@ def _unfit_mxfp4(
     platform: Platform, x: Tensor, weight: Tensor, weight_scale: Tensor, x_scale: Tensor | None = None,
     bias: Tensor | None = None, *, out_dtype: torch.dtype,
 ) -> Refusal | None:  # fmt: skip
-    if reason := unfit(platform, weight, weight_scale, bias):
-        return reason
-    if x.dtype not in (torch.bfloat16, torch.uint8) or out_dtype != torch.bfloat16:
-        return Refusal(
-            "dtype",
-            f"x is {x.dtype}, the result {out_dtype}: written for bfloat16 or packed e2m1, and a result in bfloat16",
-        )
-    if bias is not None and bias.dtype != out_dtype:
-        return Refusal("dtype", f"the bias is {bias.dtype}, the result {out_dtype}")
-    return None
+    return (
+        unfit(platform, weight, weight_scale, bias)
+        or unlike((torch.bfloat16, torch.uint8), x=x)  # uint8: packed e2m1
+        or wrong_result((torch.bfloat16,), out_dtype)
+        or unlike((out_dtype,), bias=bias)
+    )
 
 
 @ops.linear_mxfp4.kernel("triton", tokens=MANY, refuses=_unfit_mxfp4)

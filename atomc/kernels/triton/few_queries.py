@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from atomc import ops
+from atomc.kernels.checks import FLOATS, no_bf16_products, unlike
 from atomc.kernels.triton.attention import LOG2_E, MAX_SPLITS, MAX_WIDTH, join, multiprocessors
 from atomc.kernels.triton.launch import begin, overlap, unfit
 from atomc.op import Refusal
@@ -105,14 +106,12 @@ def _many_rows(
     platform: Platform, q: Tensor, k: Tensor, v: Tensor, kv: Tensor | None = None, mask: Tensor | None = None,
     sinks: Tensor | None = None, *, scale: float, **_: object,
 ) -> Refusal | None:  # fmt: skip
-    if reason := unfit(platform, q=q, k=k, v=v):
+    if reason := unfit(platform, q=q, k=k, v=v) or no_bf16_products(platform, q.dtype):
         return reason
-    if q.dtype == torch.bfloat16 and not platform.supports_bf16:
-        return Refusal("hardware", f"{platform.name} does not multiply bfloat16")
     if not isinstance(q.shape[-3], int) or q.shape[-3] * (q.shape[-2] // k.shape[-2]) > MAX_ROWS:
         return Refusal("shape", f"written for few new tokens: at most {MAX_ROWS} query rows may share a key/value head")
-    if not q.dtype == k.dtype == v.dtype:
-        return Refusal("dtype", f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}: nothing is converted")
+    if reason := unlike(FLOATS, q=q, k=k, v=v):
+        return reason
     if q.shape[-1] != v.shape[-1] or q.shape[-1] > MAX_WIDTH:
         return Refusal("shape", f"heads of {q.shape[-1]} and {v.shape[-1]}: written for equal ones of at most {MAX_WIDTH}")
     if scale <= 0:

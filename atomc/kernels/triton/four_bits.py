@@ -11,9 +11,20 @@ import triton.language as tl
 from torch import Tensor
 
 from atomc import ops
+from atomc.kernels.checks import FLOATS, no_fp8_products, unlike, wrong_result
 from atomc.kernels.triton import int4_pairs
-from atomc.kernels.triton.launch import FLOATS, by_fours, let_next_start, num_rows, overlap, wait_for_last
-from atomc.kernels.triton.unpacking import as_words, e2m1_on_top, e8m0, int4_of, scale_of, unfit, unpacked, zero_of
+from atomc.kernels.triton.launch import by_fours, let_next_start, num_rows, overlap, wait_for_last
+from atomc.kernels.triton.unpacking import (
+    as_words,
+    e2m1_on_top,
+    e8m0,
+    int4_of,
+    other_group,
+    scale_of,
+    unfit,
+    unpacked,
+    zero_of,
+)
 from atomc.op import Refusal
 from atomc.platform import Platform
 
@@ -192,13 +203,12 @@ def _unfit_int4(
     platform: Platform, x: Tensor, weight: Tensor, weight_scale: Tensor, zeros: Tensor | None = None,
     bias: Tensor | None = None, *, group: int,
 ) -> Refusal | None:  # fmt: skip
-    if reason := unfit(platform, weight, weight_scale, bias):
-        return reason
-    if x.dtype not in FLOATS or weight_scale.dtype not in FLOATS:
-        return Refusal("dtype", f"x is {x.dtype}, the scales are {weight_scale.dtype}: written for {FLOATS}")
-    if group not in (32, 64, 128):
-        return Refusal("shape", f"groups of {group}: written for 32, 64 and 128")
-    return None
+    return (
+        unfit(platform, weight, weight_scale, bias)
+        or unlike(FLOATS, x=x)
+        or unlike(FLOATS, weight_scale=weight_scale)
+        or other_group(group)
+    )
 
 
 @ops.linear_w4a16.kernel("triton", refuses=_unfit_int4)
@@ -216,18 +226,13 @@ def _unfit_mxfp4(
     platform: Platform, x: Tensor, weight: Tensor, weight_scale: Tensor, x_scale: Tensor | None = None,
     bias: Tensor | None = None, *, out_dtype: torch.dtype,
 ) -> Refusal | None:  # fmt: skip
-    if reason := unfit(platform, weight, weight_scale, bias):
-        return reason
-    if x.dtype not in (*FLOATS, torch.float8_e4m3fn, torch.uint8) or out_dtype not in FLOATS:
-        return Refusal(
-            "dtype",
-            f"x is {x.dtype}, the result {out_dtype}: written for floats, e4m3fn and packed e2m1, and results in floats",
-        )
-    if x.dtype == torch.float16:
-        return Refusal("dtype", "x is torch.float16, which does not hold all powers of two that scales are")
-    if x.dtype == torch.float8_e4m3fn and (platform.capability is None or platform.capability < (8, 9)):
-        return Refusal("hardware", f"{platform.arch} has no instructions for fp8, which come with sm89")
-    return None
+    return (
+        unfit(platform, weight, weight_scale, bias)
+        # Not float16, which does not hold all powers of two that scales are. uint8: packed e2m1.
+        or unlike((torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.uint8), x=x)
+        or wrong_result(FLOATS, out_dtype)
+        or no_fp8_products(platform, x.dtype)
+    )
 
 
 @ops.linear_mxfp4.kernel("triton", refuses=_unfit_mxfp4)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.graph.sizes import known_equal
+from atomc.kernels.checks import FLOATS, scattered_blocks, scattered_slots, strided, unlike, unsupported
 from atomc.kernels.triton.launch import (
     begin,
     heads_a_program,
@@ -127,23 +128,18 @@ def uncachable(platform: Platform, scales: dict[str, Tensor | None], **caches: T
     """Why the rows of these caches, or the scales of their codes, cannot be read or written here."""
     plain = {name: cache for name, cache in caches.items() if cache.dtype not in FP8}
     codes = {name: cache for name, cache in caches.items() if cache.dtype in FP8}
-    if reason := unfit(platform, **plain):
-        return reason
-    if len({cache.dtype for cache in caches.values()}) > 1:
-        return Refusal(
-            "dtype", f"the caches differ: {', '.join(f'{name} is {cache.dtype}' for name, cache in caches.items())}"
-        )
-    for name, cache in codes.items():
-        if not known_equal(cache.stride(-1), 1):
-            return Refusal("layout", f"the last dimension of {name} is not contiguous")
+    return (
+        unfit(platform, **plain)
+        or unlike((*FLOATS, *FP8), **caches)
+        or strided(**codes)
+        or (unsupported(f"a cache of {next(iter(plain.values())).dtype}", **scales) if plain else _not_numbers(**scales))
+    )
+
+
+def _not_numbers(**scales: Tensor | None) -> Refusal | None:
+    """Unless each scale that is given is one number in fp32."""
     for name, scale in scales.items():
-        if scale is None:
-            continue
-        if plain:
-            return Refusal(
-                "argument", f"{name} came for a cache of {next(iter(plain.values())).dtype}: only one in fp8 has scales"
-            )
-        if scale.dtype != torch.float32 or not known_equal(scale.numel(), 1):
+        if scale is not None and (scale.dtype != torch.float32 or not known_equal(scale.numel(), 1)):
             return Refusal("dtype", f"{name} is {scale.dtype} {list(scale.shape)}: written for one number of fp32 a cache")
     return None
 
@@ -158,12 +154,7 @@ def unwritable(
         return reason
     if k.dim() not in (3, 4) or v.dim() != k.dim():
         return Refusal("shape", "keys and values come as [T, K, D] or [B, T, K, D]")
-    if slots.dim() != 1 or not known_equal(slots.stride(0), 1):
-        return Refusal("layout", "slots are not one contiguous row")
-    for cache in (k_cache, v_cache):
-        if not known_equal(cache.stride(0), cache.shape[1] * cache.stride(1)):
-            return Refusal("layout", "the blocks of the cache do not follow each other")
-    return None
+    return scattered_slots(slots) or scattered_blocks(k_cache, v_cache)
 
 
 @ops.kv_write.kernel("triton", layout="paged", refuses=unwritable)

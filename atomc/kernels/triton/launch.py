@@ -13,11 +13,26 @@ import triton.language as tl
 from torch import Tensor
 
 from atomc.graph.sizes import known_equal
+from atomc.kernels.checks import FLOATS
 from atomc.op import Refusal
 from atomc.platform import Platform
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 MAX_DIMS = 4
+
+
+def not_nvidia(platform: Platform) -> Refusal | None:
+    """Why kernels whose tiles are chosen for NVIDIA GPUs do not run there."""
+    if platform.is_cpu:
+        return Refusal("hardware", "Triton kernels run on a GPU")
+    return Refusal("hardware", "its tiles are cut for NVIDIA GPUs") if platform.is_rocm else None
+
+
+def scattered(weight: Tensor, name: str = "the weight") -> Refusal | None:
+    """Unless a weight is a matrix of constant size whose rows follow each other."""
+    n, k = weight.shape
+    if isinstance(n, int) and isinstance(k, int) and known_equal(weight.stride(0), k):
+        return None
+    return Refusal("layout", f"the rows of {name} do not follow each other, or their number varies")
 
 
 def unfit(platform: Platform, **tensors: Tensor | None) -> Refusal | None:

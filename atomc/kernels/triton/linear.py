@@ -7,16 +7,17 @@ M rows of x, N rows of the weight, K columns.
 import math
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from atomc import ops
 from atomc.graph.sizes import known_equal
+from atomc.kernels.checks import HALVES, unlike
 from atomc.kernels.triton.launch import (
     inner_sizes,
     let_next_start,
+    not_nvidia,
     num_rows,
     overlap,
     row_offset,
@@ -142,14 +143,10 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile) -> Tens
 
 
 def _no_gain(platform: Platform, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Refusal | None:
-    if reason := unfit(platform, x=x, weight=weight, bias=bias):
+    if reason := unfit(platform, x=x, weight=weight, bias=bias) or not_nvidia(platform):
         return reason
-    if platform.is_rocm:
-        return Refusal("hardware", "its tiles are cut for NVIDIA GPUs")
-    if weight.dtype not in (torch.bfloat16, torch.float16) or x.dtype != weight.dtype:
-        return Refusal("dtype", f"x is {x.dtype}, the weight {weight.dtype}: written for 16-bit ones that are alike")
-    if bias is not None and bias.dtype != weight.dtype:
-        return Refusal("dtype", f"the bias is {bias.dtype}, the weight {weight.dtype}")
+    if reason := unlike(HALVES, x=x, weight=weight, bias=bias):
+        return reason
     n, k = weight.shape
     if not isinstance(n, int):
         return Refusal("shape", "the weight has no fixed number of rows")

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from atomc import ops
-from atomc.graph.sizes import known_equal
+from atomc.kernels.checks import strided, unknown, unlike, wrong_rank
 from atomc.kernels.triton.few_bits import e2m1_rows, e8m0_numbers
 from atomc.kernels.triton.kv_write import as_numbers, codes_of, in_bytes
 from atomc.kernels.triton.launch import MAX_DIMS, begin, inner_sizes, num_rows, overlap, row_offset, row_strides, unfit
@@ -87,24 +87,14 @@ def _unfit(
     platform: Platform, x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, k_pe: Tensor, *, nope: int,
     scheme: str, out_dtype: torch.dtype,
 ) -> Refusal | None:  # fmt: skip
-    if reason := unfit(platform, k_pe=k_pe):
-        return reason
-    if scheme not in SPLIT_CAT_SCHEMES:
-        return Refusal("argument", f"scheme {scheme!r} is not one of {SPLIT_CAT_SCHEMES}")
-    wanted = (torch.uint8,) if scheme == "mxfp4" else FP8
-    if x.dtype not in wanted or weight.dtype != x.dtype:
-        return Refusal(
-            "dtype", f"x is {x.dtype}, the weight {weight.dtype}: written for {' or '.join(map(str, wanted))}, both alike"
-        )
-    for name, given in (("x", x), ("weight", weight), ("weight_scale", weight_scale)):
-        if not known_equal(given.stride(-1), 1):
-            return Refusal("layout", f"the last dimension of {name} is not contiguous")
-    if not 1 <= x.dim() <= MAX_DIMS or not 3 <= k_pe.dim() <= MAX_DIMS:
-        return Refusal(
-            "shape",
-            f"x has {x.dim()} dimensions, the rotated keys {k_pe.dim()}: written for 1 to {MAX_DIMS}, and from 3 on",
-        )
-    return None
+    return (
+        unfit(platform, k_pe=k_pe)
+        or unknown(SPLIT_CAT_SCHEMES, scheme=scheme)
+        or unlike((torch.uint8,) if scheme == "mxfp4" else FP8, x=x, weight=weight)
+        or strided(x=x, weight=weight, weight_scale=weight_scale)
+        or wrong_rank(range(1, MAX_DIMS + 1), x=x)
+        or wrong_rank(range(3, MAX_DIMS + 1), k_pe=k_pe)
+    )
 
 
 def _scale_rows(x_scale: Tensor) -> tuple[int, ...]:

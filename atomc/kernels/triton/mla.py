@@ -12,6 +12,7 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.graph.sizes import known_equal
+from atomc.kernels.checks import odd_group, scattered_blocks, scattered_slots, strided, too_wide, unknown, wrong_rank
 from atomc.kernels.triton.few_bits import e2m1_numbers, e2m1_rows, e8m0_numbers
 from atomc.kernels.triton.kv_write import (
     as_numbers,
@@ -197,15 +198,12 @@ def _unwritable(
     """Why these tokens cannot be written to this cache here."""
     if reason := unfit(platform, kv_c=kv_c, k_pe=k_pe) or uncachable(platform, {"scale": scale}, kv_cache=kv_cache):
         return reason
-    if kv_c.dim() not in (2, 3):
-        return Refusal("shape", f"the latent has {kv_c.dim()} dimensions: written for [T, L] or [B, T, L]")
-    if kv_c.shape[-1] > MAX_WIDTH:
-        return Refusal("shape", f"a latent of {kv_c.shape[-1]} does not fit one program (at most {MAX_WIDTH})")
-    if slots.dim() != 1 or not known_equal(slots.stride(0), 1):
-        return Refusal("layout", "slots are not one contiguous row")
-    if not known_equal(kv_cache.stride(0), kv_cache.shape[1] * kv_cache.stride(1)):
-        return Refusal("layout", "the blocks of the cache do not follow each other")
-    return None
+    return (
+        wrong_rank((2, 3), kv_c=kv_c)
+        or too_wide(kv_c.shape[-1], MAX_WIDTH, "a latent")
+        or scattered_slots(slots)
+        or scattered_blocks(kv_cache)
+    )
 
 
 def _latent_rows(kv_c: Tensor) -> tuple[int, int, int, int]:
@@ -276,21 +274,19 @@ def _multiplied(
     cos: Tensor, sin: Tensor, kv_cache: Tensor, slots: Tensor, scale: Tensor | None = None, *, scheme: str,
     rope_style: str = "neox", group: int = 128, dtype: torch.dtype = torch.float8_e4m3fn, rounding: str = "even",
 ) -> Refusal | None:  # fmt: skip
-    reason = _rotated_and_written(platform, q_nope, q_pe, kv_c, k_pe, cos, sin, kv_cache, slots, scale, rope_style)
-    if reason:
+    if reason := (
+        _rotated_and_written(platform, q_nope, q_pe, kv_c, k_pe, cos, sin, kv_cache, slots, scale, rope_style)
+        or unknown(BMM_SCHEMES, scheme=scheme)
+        or strided(weight=weight)
+    ):
         return reason
-    if scheme not in BMM_SCHEMES:
-        return Refusal("argument", f"scheme {scheme!r} is not one of {BMM_SCHEMES}")
-    if not known_equal(weight.stride(-1), 1):
-        return Refusal("layout", "the rows of the weight are not contiguous")
     if scheme == "fp8":
         if dtype not in FP8 or weight.dtype != dtype:
             return Refusal(
                 "dtype", f"queries are quantized to {dtype}, the weight is {weight.dtype}: written for one kind of fp8"
             )
-        if group < 16 or group & (group - 1):
-            return Refusal("shape", f"groups of {group} columns: written for powers of 2 from 16 on")
-    elif q_nope.shape[-1] % 32 or rounding not in MX_ROUNDINGS or not known_equal(weight_scale.stride(-1), 1):
+        return odd_group(group, 16)
+    if q_nope.shape[-1] % 32 or rounding not in MX_ROUNDINGS or not known_equal(weight_scale.stride(-1), 1):
         return Refusal(
             "shape",
             f"mxfp4 takes rows of a multiple of 32, here {q_nope.shape[-1]}, rounded as one of {tuple(MX_ROUNDINGS)}",

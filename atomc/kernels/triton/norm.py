@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from atomc import ops
-from atomc.graph.sizes import same_shape
+from atomc.kernels.checks import FLOATS, too_wide, unknown, unlike, unlike_shapes
 from atomc.kernels.triton.launch import (
     begin,
     heads_a_program,
@@ -114,21 +114,16 @@ def _normed_rows(
     platform: Platform, x: Tensor, residual: Tensor | None = None, weight: Tensor | None = None,
     bias: Tensor | None = None, **_: object,
 ) -> Refusal | None:  # fmt: skip
-    if reason := unfit(platform, x=x, residual=residual, weight=weight, bias=bias):
-        return reason
-    if x.shape[-1] > MAX_COLUMNS:
-        return Refusal("shape", f"rows of {x.shape[-1]} do not fit one program (at most {MAX_COLUMNS})")
-    if residual is not None and residual.dtype != x.dtype:
-        return Refusal("dtype", f"x is {x.dtype}, the residual {residual.dtype}")
-    if residual is not None and not same_shape(x, residual):
-        return Refusal("shape", "x and the residual differ in shape")
-    return None
+    return (
+        unfit(platform, x=x, residual=residual, weight=weight, bias=bias)
+        or too_wide(x.shape[-1], MAX_COLUMNS)
+        or unlike(FLOATS, x=x, residual=residual)
+        or unlike_shapes(x, residual=residual)
+    )
 
 
 def styled_rows(platform: Platform, style: str = "after", **arguments: Any) -> Refusal | None:
-    if style not in RMS_NORM_STYLES:
-        return Refusal("argument", f"style {style!r} is not one of {RMS_NORM_STYLES}")
-    return _normed_rows(platform, **arguments)
+    return unknown(RMS_NORM_STYLES, style=style) or _normed_rows(platform, **arguments)
 
 
 @ops.rms_norm.kernel("triton", refuses=styled_rows)

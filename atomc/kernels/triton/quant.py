@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from atomc import ops
+from atomc.kernels.checks import odd_group, too_wide, unknown
 from atomc.kernels.triton.launch import begin, inner_sizes, num_rows, overlap, row_offset, row_strides, unfit
 from atomc.op import Refusal
 from atomc.ops.formats import AMAX_FLOOR, FP8, MX_ROUNDINGS
@@ -223,19 +224,17 @@ def unquantizable(
     if reason := unfit(platform, **{name: x}):
         return reason
     width = x.shape[-1]
-    if scheme not in SCHEMES:
-        return Refusal("argument", f"scheme {scheme!r} is not one of {SCHEMES}")
+    if reason := unknown(SCHEMES, scheme=scheme):
+        return reason
     if scheme.startswith("fp8") and dtype not in FP8:
         return Refusal("dtype", f"fp8 dtype {dtype} is not one of {FP8}")
-    if scheme == "fp8_group" and (group < 16 or group & (group - 1)):
-        return Refusal("shape", f"groups of {group} columns: written for powers of 2 from 16 on")
+    if scheme == "fp8_group" and (reason := odd_group(group, 16)):
+        return reason
     if scheme == "mxfp4" and (width % 32 or rounding not in MX_ROUNDINGS):
         return Refusal(
             "shape", f"mxfp4 takes rows of a multiple of 32, here {width}, rounded as one of {tuple(MX_ROUNDINGS)}"
         )
-    if width > MAX_COLUMNS:
-        return Refusal("shape", f"rows of {width} do not fit one program (at most {MAX_COLUMNS})")
-    return None
+    return too_wide(width, MAX_COLUMNS)
 
 
 def _launch(x: Tensor, out: Quantized) -> tuple[Tensor, Tensor]:

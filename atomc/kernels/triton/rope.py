@@ -11,6 +11,7 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.graph.sizes import known_equal
+from atomc.kernels.checks import FLOATS, unknown, unlike
 from atomc.kernels.triton.kv_write import (
     as_cached,
     cache_offset,
@@ -212,12 +213,10 @@ def triton_dtype(dtype: torch.dtype) -> tl.dtype:
 
 def unrotatable(platform: Platform, x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Refusal | None:
     """Why these rows cannot be rotated by these tables here."""
-    if reason := unfit(platform, x=x, cos=cos, sin=sin):
+    if reason := (
+        unfit(platform, x=x, cos=cos, sin=sin) or unknown(ROPE_STYLES, style=style) or unlike(FLOATS, cos=cos, sin=sin)
+    ):
         return reason
-    if style not in ROPE_STYLES:
-        return Refusal("argument", f"style {style!r} is not one of {ROPE_STYLES}")
-    if cos.dtype != sin.dtype:
-        return Refusal("dtype", f"cos is {cos.dtype}, sin is {sin.dtype}")
     if style == "neox" and isinstance(cos.shape[-1], int) and cos.shape[-1] % 2:
         return Refusal("shape", f"{cos.shape[-1]} columns are no pairs")
     if cos.dim() > x.dim():
@@ -254,15 +253,17 @@ def _both(
     k_weight: Tensor | None = None, norm_style: str = "after", rope_style: str = "neox",
 ) -> Refusal | None:  # fmt: skip
     """Why q and k cannot be rotated by these tables in one launch here."""
-    if norm_style not in RMS_NORM_STYLES:
-        return Refusal("argument", f"style {norm_style!r} is not one of {RMS_NORM_STYLES}")
-    if reason := unfit(platform, q=q, k=k, q_weight=q_weight, k_weight=k_weight):
+    if reason := (
+        unknown(RMS_NORM_STYLES, style=norm_style) or unfit(platform, q=q, k=k, q_weight=q_weight, k_weight=k_weight)
+    ):
         return reason
     if q.dtype != k.dtype or q.dim() != k.dim() or q.shape[-1] != k.shape[-1]:
         return Refusal("dtype", "q and k differ in dtype, rank or width")
-    if q_weight is not None and k_weight is not None and q_weight.dtype != k_weight.dtype:
-        return Refusal("dtype", f"the weight of q is {q_weight.dtype}, that of k {k_weight.dtype}")
-    return unrotatable(platform, q, cos, sin, rope_style) or unrotatable(platform, k, cos, sin, rope_style)
+    return (
+        unlike(FLOATS, q_weight=q_weight, k_weight=k_weight)
+        or unrotatable(platform, q, cos, sin, rope_style)
+        or unrotatable(platform, k, cos, sin, rope_style)
+    )
 
 
 def _normed_both(

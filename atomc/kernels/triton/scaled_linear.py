@@ -12,8 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from atomc import ops
-from atomc.graph.sizes import known_equal
-from atomc.kernels.triton.launch import FLOATS, let_next_start, num_rows, overlap, wait_for_last
+from atomc.kernels.checks import FLOATS, HALVES, no_fp8_products, unlike, wrong_result
+from atomc.kernels.triton.launch import let_next_start, not_nvidia, num_rows, overlap, scattered, wait_for_last
 from atomc.kernels.triton.linear import Tile
 from atomc.op import Refusal
 from atomc.platform import Platform
@@ -152,29 +152,16 @@ def unmultipliable(
     out_dtype: torch.dtype, block: int = BLOCK,
 ) -> Refusal | None:  # fmt: skip
     """Why no kernel here can multiply these codes."""
-    if platform.is_cpu:
-        return Refusal("hardware", "Triton kernels run on a GPU")
-    if platform.is_rocm:
-        return Refusal("hardware", "its tiles are cut for NVIDIA GPUs")
-    if x.dtype != weight.dtype or x.dtype not in (torch.float8_e4m3fn, torch.int8):
-        return Refusal(
-            "dtype", f"x is {x.dtype}, the weight {weight.dtype}: written for float8_e4m3fn and int8 that are alike"
-        )
-    if x.dtype == torch.float8_e4m3fn:
-        if platform.capability is None or platform.capability < (8, 9):
-            return Refusal("hardware", f"{platform.arch} has no instructions for fp8, which come with sm89")
-        if out_dtype not in (torch.bfloat16, torch.float16):
-            return Refusal("dtype", f"the result is {out_dtype}: sums of fp8 products are exact enough for 16 bits")
-    if out_dtype not in FLOATS or (bias is not None and bias.dtype not in FLOATS):
-        return Refusal(
-            "dtype", f"the result is {out_dtype}, the bias {bias.dtype if bias is not None else None}: written for {FLOATS}"
-        )
-    if block != BLOCK:
-        return Refusal("shape", f"blocks of {block}: written for {BLOCK}")
-    n, k = weight.shape
-    if not isinstance(n, int) or not isinstance(k, int) or not known_equal(weight.stride(0), k):
-        return Refusal("layout", "the rows of the weight do not follow each other, or their number varies")
-    return None
+    return (
+        not_nvidia(platform)
+        or unlike((torch.float8_e4m3fn, torch.int8), x=x, weight=weight)
+        or no_fp8_products(platform, x.dtype)
+        # Sums of fp8 products are not exact enough for more than 16 bits.
+        or wrong_result(HALVES if x.dtype == torch.float8_e4m3fn else FLOATS, out_dtype)
+        or unlike(FLOATS, bias=bias)
+        or (Refusal("shape", f"blocks of {block}: written for {BLOCK}") if block != BLOCK else None)
+        or scattered(weight)
+    )
 
 
 def _few(

@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from atomc.graph.sizes import known_equal
-from atomc.kernels.triton.launch import FLOATS
+from atomc.kernels.checks import FLOATS, unlike
+from atomc.kernels.triton.launch import not_nvidia, scattered
 from atomc.op import Refusal
 from atomc.platform import Platform
 
@@ -82,18 +82,15 @@ def as_words(codes: Tensor) -> Tensor:
     return codes.contiguous().view(torch.int32)
 
 
+def other_group(group: int) -> Refusal | None:
+    return None if group in (32, 64, 128) else Refusal("shape", f"groups of {group}: written for 32, 64 and 128")
+
+
 def unfit(platform: Platform, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Refusal | None:
     """Why no kernel here can read this weight."""
-    if platform.is_cpu:
-        return Refusal("hardware", "Triton kernels run on a GPU")
-    if platform.is_rocm:
-        return Refusal("hardware", "its tiles are cut for NVIDIA GPUs")
-    if bias is not None and bias.dtype not in FLOATS:
-        return Refusal("dtype", f"the bias is {bias.dtype}: written for {FLOATS}")
-    for tensor in (weight, weight_scale):
-        n, width = tensor.shape
-        if not isinstance(n, int) or not isinstance(width, int) or not known_equal(tensor.stride(0), width):
-            return Refusal(
-                "layout", "the rows of the weight or its scales do not follow each other, or their number varies"
-            )
-    return None
+    return (
+        not_nvidia(platform)
+        or unlike(FLOATS, bias=bias)
+        or scattered(weight, "the weight")
+        or scattered(weight_scale, "the scales of the weight")
+    )

@@ -1,0 +1,136 @@
+"""Checks that kernels of several providers make of their arguments: each returns a Refusal, or None where it holds.
+
+A refusal is a chain of them: `unlike(HALVES, q=q, k=k) or wrong_rank((3, 4), q=q)`; the first that fails is the reason.
+Tensors are given under the names that the sentence shows, as None where an optional one was left out. Sizes and strides
+are compared without adding a guard to a graph.
+"""
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from atomc.graph.sizes import known_equal, same_shape, spell_shape
+from atomc.op import Refusal
+from atomc.platform import Platform
+
+HALVES = (torch.bfloat16, torch.float16)
+FLOATS = (*HALVES, torch.float32)
+FP8_MULTIPLIED = (8, 9)  # from this compute capability on
+
+
+def older_than(capability: tuple[int, int], platform: Platform, what: str) -> Refusal | None:
+    """Unless this is an NVIDIA GPU of at least this compute capability."""
+    if platform.is_cuda and platform.capability is not None and platform.capability >= capability:
+        return None
+    return Refusal("hardware", f"{what} on NVIDIA GPUs from sm{capability[0]}{capability[1]} on")
+
+
+def no_fp8_products(platform: Platform, *dtypes: torch.dtype) -> Refusal | None:
+    """Where one of the dtypes is e4m3fn, and an NVIDIA GPU has no instructions for it."""
+    if torch.float8_e4m3fn not in dtypes or (platform.capability is not None and platform.capability >= FP8_MULTIPLIED):
+        return None
+    return Refusal("hardware", f"{platform.arch} has no instructions for fp8, which come with sm89")
+
+
+def no_bf16_products(platform: Platform, dtype: torch.dtype) -> Refusal | None:
+    if dtype != torch.bfloat16 or platform.supports_bf16:
+        return None
+    return Refusal("hardware", f"{platform.name} does not multiply bfloat16")
+
+
+def unlike(dtypes: Collection[torch.dtype], **tensors: Tensor | None) -> Refusal | None:
+    """Unless all are of one of these dtypes, the same one."""
+    given = {name: tensor.dtype for name, tensor in tensors.items() if tensor is not None}
+    if len(set(given.values())) <= 1 and all(dtype in dtypes for dtype in given.values()):
+        return None
+    came = ", ".join(f"{name} is {dtype}" for name, dtype in given.items())
+    return Refusal("dtype", f"{came}: written for {_listed(dtypes)}{', all alike' if len(given) > 1 else ''}")
+
+
+def _listed(choices: Collection[Any]) -> str:
+    return " or ".join(map(str, choices))
+
+
+def wrong_result(dtypes: Collection[torch.dtype], out_dtype: torch.dtype) -> Refusal | None:
+    if out_dtype in dtypes:
+        return None
+    return Refusal("dtype", f"the result is {out_dtype}: written for {_listed(dtypes)}")
+
+
+def wrong_rank(ranks: Collection[int], **tensors: Tensor) -> Refusal | None:
+    """Unless each has one of these numbers of dimensions."""
+    for name, tensor in tensors.items():
+        if tensor.dim() not in ranks:
+            return Refusal("shape", f"{name} has {tensor.dim()} dimensions: written for {_listed(ranks)}")
+    return None
+
+
+def unlike_shapes(x: Tensor, **others: Tensor | None) -> Refusal | None:
+    """Unless the others that are given have the shape of x."""
+    for name, other in others.items():
+        if other is not None and not same_shape(x, other):
+            return Refusal("shape", f"{name} is {spell_shape(other.shape)}, expected {spell_shape(x.shape)}")
+    return None
+
+
+def too_wide(width: Any, most: int, what: str = "rows") -> Refusal | None:
+    return Refusal("shape", f"{what} of {width} do not fit one program (at most {most})") if width > most else None
+
+
+def unaligned_heads(q: Tensor, v: Tensor, widest: int) -> Refusal | None:
+    """Unless heads are a multiple of 8 wide, up to this width."""
+    widths = (q.shape[-1], v.shape[-1])
+    if any(width % 8 or width > widest for width in widths):
+        return Refusal("shape", f"heads of {widths[0]} and {widths[1]}: written for multiples of 8 up to {widest}")
+    return None
+
+
+def odd_group(group: int, least: int = 1) -> Refusal | None:
+    """Unless groups of so many columns are a power of two."""
+    if group < least or group & (group - 1):
+        return Refusal("shape", f"groups of {group} columns: written for powers of two from {least} on")
+    return None
+
+
+def uneven(width: int, block: int) -> Refusal | None:
+    return Refusal("shape", f"rows of {width} are no whole blocks of {block}") if width % block else None
+
+
+def strided(**tensors: Tensor) -> Refusal | None:
+    """Unless the last dimension of each is contiguous."""
+    for name, tensor in tensors.items():
+        if not known_equal(tensor.stride(-1), 1):
+            return Refusal("layout", f"the last dimension of {name} is not contiguous")
+    return None
+
+
+def scattered_slots(slots: Tensor) -> Refusal | None:
+    if slots.dim() != 1 or not known_equal(slots.stride(0), 1):
+        return Refusal("layout", "slots are not one contiguous row")
+    return None
+
+
+def scattered_blocks(*caches: Tensor) -> Refusal | None:
+    """Unless the blocks [blocks, block_size, ...] of each cache follow each other in memory."""
+    for cache in caches:
+        if not known_equal(cache.stride(0), cache.shape[1] * cache.stride(1)):
+            return Refusal("layout", "the blocks of the cache do not follow each other")
+    return None
+
+
+def unsupported(kernel: str, **arguments: Any) -> Refusal | None:
+    """If one of these optional arguments is given: no tensor, 0 and False are not."""
+    for name, value in arguments.items():
+        if isinstance(value, Tensor) or value:
+            return Refusal("argument", f"{kernel} takes no {name}")
+    return None
+
+
+def unknown(choices: Collection[str], **argument: str) -> Refusal | None:
+    """Unless the argument is one of these."""
+    for name, value in argument.items():
+        if value not in choices:
+            return Refusal("argument", f"{name} {value!r} is not one of {tuple(choices)}")
+    return None
