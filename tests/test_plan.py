@@ -38,7 +38,7 @@ def programs():
     made = {}
 
     def program(model, platform):
-        key = platform.name, model.devices, model.how and model.how.method
+        key = platform.name, model.devices, model.quantization and model.quantization.method
         made[key] = made.get(key) or compile_for(model, platform)
         return made[key]
 
