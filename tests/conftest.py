@@ -1,7 +1,9 @@
 """What every test runs under: strict, one thread a worker, Triton in its interpreter where there is no GPU."""
 
+import gc
 import importlib.util
 import os
+import random
 import shutil
 import sys
 
@@ -25,6 +27,26 @@ if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("trito
     check_bounds()
 
 
+def pytest_addoption(parser):
+    parser.addoption("--grid-seed", type=int,
+                     help="draws the cells of tests/kernel_grid.py that run beside the fixed ones")  # fmt: skip
+
+
+def pytest_configure(config):
+    given = getattr(config, "workerinput", {}).get("grid_seed", config.option.grid_seed)
+    config.option.grid_seed = random.randrange(10**6) if given is None else given
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    """All workers of pytest-xdist draw the same."""
+    node.workerinput["grid_seed"] = node.config.option.grid_seed
+
+
+def pytest_report_header(config):
+    return f"kernels' grid: --grid-seed {config.option.grid_seed}"
+
+
 def pytest_collection_modifyitems(items):
     if HAS_GPU:
         return
@@ -38,6 +60,14 @@ def forget_what_dynamo_compiled():
     yield
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
+
+
+@pytest.fixture
+def own_heap():
+    """What was there before the test is none of what gc looks at, and after thousands of tests looking takes seconds."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")

@@ -7,12 +7,15 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from dataclasses import dataclass, field
 
 START_SECONDS = 240
 STOP_SECONDS = 30
+# What the first server of this process compiled, the others load.
+COMPILED = tempfile.TemporaryDirectory(prefix="atomc-compiled-")
 
 
 @dataclass
@@ -57,11 +60,12 @@ def few_files():
 
 
 @contextlib.contextmanager
-def serving(*flags):
-    """A server on a free port, stopped at the end."""
+def serving(*flags, cache=True):
+    """A server on a free port, stopped at the end. Without `cache` it compiles whatever others have compiled."""
     command = [sys.executable, "-m", "atomc", "serve", "--port", "0", *map(str, flags)]
+    settings = {"OMP_NUM_THREADS": "1", "ATOMC_CACHE": str(int(cache)), "ATOMC_CACHE_DIR": COMPILED.name}
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
-                               preexec_fn=few_files, env=os.environ | {"OMP_NUM_THREADS": "1"})  # fmt: skip
+                               preexec_fn=few_files, env=os.environ | settings)  # fmt: skip
     server = Server(process)
     threading.Thread(target=lambda: server.lines.extend(map(str.rstrip, process.stderr)), daemon=True).start()
     try:

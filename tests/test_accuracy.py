@@ -27,6 +27,20 @@ KINDS = {"llama": ("LlamaConfig", "LlamaForCausalLM", {}), "qwen3": ("Qwen3Confi
 LENGTH = 53
 
 
+def per_change(*values: str, now: bool) -> Any:
+    """A row of parameters; unless `now`, left to `make test-all`."""
+    return pytest.param(*values, id="-".join(values), marks=() if now else pytest.mark.slow)
+
+
+# Inductor takes seconds for each model, and does the same in all of them.
+through_both = pytest.mark.parametrize(
+    ("checkpoint", "glue"),
+    [per_change(kind, glue, now=glue == "eager" or kind == "qwen3")
+     for kind in sorted(KINDS) for glue in ("eager", "inductor")],
+    indirect=["checkpoint"],
+)  # fmt: skip
+
+
 @pytest.fixture(scope="module", params=sorted(KINDS))
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model on disk whose logits spread over several units, so that errors show."""
@@ -134,6 +148,7 @@ def test_compiled_logits_in_fp32_are_those_of_transformers(
         assert (ours(ids[:length]) - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
+@pytest.mark.parametrize("checkpoint", [per_change(kind, now=kind == "qwen3") for kind in sorted(KINDS)], indirect=True)
 def test_logits_in_fp32_through_inductor_are_those_of_transformers(checkpoint: Path, ids: Tensor) -> None:
     expected = reference(checkpoint, torch.float32)(ids)
     ours = by_backend_ours(checkpoint, torch.float32, {"glue": "inductor"})(ids)
@@ -161,7 +176,7 @@ def assert_as_good_as_transformers_in_bf16(ours: Tensor, theirs: Tensor, truth: 
 
 
 @pytest.mark.parametrize("compiled", [by_backend_stock, by_backend_ours])
-@pytest.mark.parametrize("glue", ["eager", "inductor"])
+@through_both
 def test_compiled_logits_in_bf16_are_as_good_as_those_of_transformers(
     checkpoint: Path, ids: Tensor, compiled: Callable[..., Callable[[Tensor], Tensor]], glue: str
 ) -> None:
@@ -181,7 +196,7 @@ def test_logits_over_the_paged_cache_in_bf16_are_as_good_as_those_of_transformer
         assert_as_good_as_transformers_in_bf16(ours, theirs, truth)
 
 
-@pytest.mark.parametrize("glue", ["eager", "inductor"])
+@through_both
 def test_every_norm_of_a_model_is_bit_equal_when_the_models_roundings_are_asked_for(checkpoint: Path, glue: str) -> None:
     """The residual stream after the first norm is what attention sees: compare the norms themselves, one by one."""
     model = stock(checkpoint, torch.bfloat16)

@@ -16,6 +16,8 @@ from atomc.cli import generate, main
 from atomc.demo import PATH
 from atomc.platform import Platform
 
+pytestmark = pytest.mark.xdist_group("cli")
+
 
 def run(*argv):
     """What a successful command prints."""

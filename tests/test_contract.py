@@ -16,6 +16,7 @@ from atomc.cli import main
 from atomc.models import wrap_stock
 from atomc.program import compile_model
 
+pytestmark = pytest.mark.xdist_group("contract")
 LAYERS = 3
 IDS = torch.zeros(1, 9, dtype=torch.int64)
 KEPT = {"add_rms_norm": "2*layers", "rope": ">= layers", "silu_and_mul": LAYERS, "rms_norm": "2*layers + 1"}

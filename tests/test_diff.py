@@ -10,6 +10,7 @@ from atomc.cli import main
 from atomc.dumps.diff import differences
 from atomc.inspection import explain
 
+pytestmark = pytest.mark.xdist_group("diff")
 EAGER = {"strict": True, "glue": "eager"}
 
 

@@ -1,5 +1,6 @@
 """What README, CONTRIBUTING and docs/ print is true: Python blocks run, commands parse, files and rewrites exist."""
 
+import argparse
 import importlib
 import re
 import shlex
@@ -32,6 +33,8 @@ def test_python_blocks_run_one_after_another_and_print_what_they_say(page, tmp_p
     code = "\n".join(blocks(page, "python"))
     name = f"page_{page.stem.lower()}"
     (tmp_path / f"{name}.py").write_text(code)
+    (tmp_path / "options.toml").write_text('[options]\nglue = "eager"\n')  # the pages show no option that only tests want
+    monkeypatch.setenv("ATOMC_OPTIONS", str(tmp_path / "options.toml"))
     monkeypatch.syspath_prepend(tmp_path)
     importlib.import_module(name)
     printed = capsys.readouterr().out
@@ -52,12 +55,32 @@ def test_commands_parse(command):
     _parser().parse_args(shlex.split(command)[1:])
 
 
+def flags(parser):
+    inner = [parsers for action in parser._actions if isinstance(action, argparse._SubParsersAction)
+             for parsers in action.choices.values()]  # fmt: skip
+    return {flag for action in parser._actions for flag in action.option_strings}.union(*map(flags, inner))
+
+
+def test_flags_exist():
+    written = "".join(path.read_text() for folder in ("atomc/cli", "bench") for path in (ROOT / folder).glob("*.py"))
+    known = flags(_parser()) | set(re.findall(r"--[a-z-]+", written))
+    named = {flag for page in PAGES for flag in re.findall(r"`(--[a-z][a-z-]+)", page.read_text())}
+    assert sorted(named - known) == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_files_that_are_named_exist(page):
     text = page.read_text()
-    named = re.findall(r"`((?:atomc|passes|models|runtime|tests|bench)/[\w/]+(?:\.py|/))`", text)
-    linked = [(page.parent / link).relative_to(ROOT) for link in re.findall(r"\]\(([^)]+)\)", text)]
-    assert [str(path) for path in (*named, *linked) if not (ROOT / path).exists()] == []
+    named = re.findall(r"`((?:atomc|passes|models|runtime|tests|bench)/[\w/-]+(?:\.py|\.txt|\.json|/))`", text)
+    run = re.findall(r"python (bench/\w+\.py)", text)
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    linked = [(page.parent / link).resolve().relative_to(ROOT) for link in re.findall(r"\]\(([^)#]+)[^)]*\)", prose)]
+    assert [str(path) for path in (*named, *run, *linked) if not (ROOT / path).exists()] == []
+
+
+def test_every_page_is_in_the_index():
+    text = (ROOT / "docs/index.md").read_text()
+    assert [page.name for page in (ROOT / "docs").glob("*.md") if f"({page.name})" not in text] == ["index.md"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -73,6 +96,16 @@ def test_every_rewrite_has_its_place():
 
 
 def test_every_option_is_in_the_table():
-    text = (ROOT / "README.md").read_text()
+    text = (ROOT / "docs/options.md").read_text()
     options = set(re.findall(r"^\| `(\w+)` \| ", text, re.MULTILINE))
     assert options == set(Options.__dataclass_fields__) - {"mode"}
+
+
+def test_messages_in_troubleshooting_are_in_the_code():
+    sources = [path for folder in ("atomc", "passes", "models", "runtime") for path in (ROOT / folder).rglob("*.py")]
+    # A literal may go on in the next line.
+    code = re.sub(r"[\"']\s*\n\s*f?[\"']", "", "\n".join(path.read_text() for path in sources))
+    rows = re.findall(r"^\| (?:\d+ \| )?(.*?) \|", (ROOT / "docs/troubleshooting.md").read_text(), re.MULTILINE)
+    messages = [message for cell in rows for message in re.findall(r"`` (.*?) ``|`([^`]* [^`]*)`", cell)]
+    pieces = [piece.strip(" ;:,()%") for message in messages for piece in "".join(message).split("...")]
+    assert [piece for piece in pieces if len(piece) > 5 and piece not in code] == []

@@ -23,6 +23,7 @@ from atomc.op import Kernel, Prepared
 from atomc.ops.state import GroupStep, Step
 from atomc.program import compile_model
 
+pytestmark = pytest.mark.xdist_group("dump")
 WIDTHS = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
               vocab_size=256, head_dim=16, max_position_embeddings=64)  # fmt: skip
 

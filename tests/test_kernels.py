@@ -2,7 +2,6 @@
 
 import importlib
 import inspect
-import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 from kernel_cases import CASES
 from kernel_cases.draw import Draw
+from kernel_grid import KERNELS, grid, name_of
 from memory import PoisonedMemory
 from refusals import refusal_text
 from torch import Tensor
@@ -18,24 +18,13 @@ from atomc import kernels, ops
 from atomc.kernels.torch.sequence import on_a_cpu, reads_it_as_it_is
 from atomc.platform import Platform
 
-for provider in kernels.PROVIDERS:
-    kernels.load(provider)
-
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)] if torch.cuda.is_available() else ["cpu"]
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # How far a kernel may be from the meaning, in roundings of its dtype.
 ROUNDINGS = {torch.float32: 32, torch.bfloat16: 4, torch.float16: 4}
 # Ops that quantize what they compute. There the order of a sum, or another exp, may move a value over the border between
 # two codes: so many of them may differ, each by one step. (A quantizer alone has to give the meaning's codes.)
 COMPUTED = {"rms_norm_quant", "add_rms_norm_quant", "silu_and_mul_quant", "qk_norm_rope_kv_write"}
 MOVED = 0.01
-# Cases of hundreds of programs, one after another in the interpreter: up to 10 seconds of a core where others take 0.1.
-LONG = re.compile(r"\b(many|wide|long|several tiles|every size|some nowhere)\b")
-KERNELS = [kernel for op in ops.REGISTRY.values() for kernel in op.kernels]
-
-
-def name_of(kernel: ops.Kernel) -> str:
-    return "-".join(part for part in (kernel.op, kernel.provider, kernel.layout) if part)
 
 
 def interpreted(kernel: ops.Kernel, device: str) -> bool:
@@ -127,19 +116,13 @@ def device(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def tried() -> list[Any]:
-    """Every case in every dtype; but fp16 leaves to `make test-all` what is long in the interpreter."""
-    parameters = []
-    for kernel in KERNELS:
-        for case in CASES[kernel.op] if kernel.provider != "aiter" else ():  # AITER's are tried in tests/aiter
-            for dtype in DTYPES:
-                slow = interpreted(kernel, "cpu") and dtype == torch.float16 and LONG.search(case)
-                name = f"{name_of(kernel)}-{case}-{str(dtype).removeprefix('torch.')}"
-                parameters.append(pytest.param(kernel, case, dtype, id=name, marks=[pytest.mark.slow] if slow else []))
-    return parameters
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.function is test_a_kernel_computes_what_its_op_means:
+        cells = grid(metafunc.config.getoption("grid_seed"))
+        metafunc.parametrize(("kernel", "case", "dtype"), [
+            pytest.param(*cell, id=cell.name, marks=[] if now else [pytest.mark.slow]) for cell, now in cells])  # fmt: skip
 
 
-@pytest.mark.parametrize(("kernel", "case", "dtype"), tried())
 def test_a_kernel_computes_what_its_op_means(kernel: ops.Kernel, case: str, dtype: torch.dtype, device: str) -> None:
     def arguments() -> dict[str, Any]:
         return CASES[kernel.op][case](Draw(dtype, device, kernel.layout or "paged"))

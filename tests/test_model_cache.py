@@ -31,6 +31,7 @@ from atomc.quantization.linear import QuantizedLinear
 from atomc.quantization.packing import AWQ, GPTQ, GPTQ_V2, MXFP4_PACK_QUANTIZED, PACK_QUANTIZED
 from atomc.runtime.hidden import hidden_model
 
+pytestmark = pytest.mark.xdist_group("known")
 TINY = dict(architectures=["LlamaForCausalLM"], model_type="llama", vocab_size=48, hidden_size=128, intermediate_size=160,
             num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=64,
             rms_norm_eps=1e-5, hidden_act="silu")  # fmt: skip

@@ -16,6 +16,7 @@ from atomc.planning.plan_report import Workload
 from atomc.platform import GIB, Platform
 from atomc.quantization import ONLINE, quantize
 
+pytestmark = pytest.mark.xdist_group("plan")
 ROOT = Path(__file__).parents[1]
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False, "head_dim": 128,
          "hidden_act": "silu", "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1e6,

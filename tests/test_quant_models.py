@@ -123,6 +123,7 @@ def live_bytes() -> int:
     return sum(storages.values())
 
 
+@pytest.mark.usefixtures("own_heap")
 @pytest.mark.parametrize("scheme", ["fp8", "int8", "mxfp4"])
 def test_never_more_than_the_weights_and_one_layer_are_in_memory(
     scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -147,7 +148,7 @@ def test_never_more_than_the_weights_and_one_layer_are_in_memory(
     layer = sum(4 * linear.in_features * linear.out_features for name, linear in model.named_modules()
                 if isinstance(linear, QuantizedLinear) and ".layers.0." in name)  # fmt: skip
     assert len(seen) == 6 * 3
-    assert max(seen) <= weights + layer
+    assert weights / 2 < max(seen) <= weights + layer
     assert max(seen) < 6 * layer, "too small a model to tell"
 
 

@@ -137,7 +137,7 @@ SHARING_CODE = {
 @pytest.mark.parametrize("kind, dynamic, prepared", [
     ("our ops", None, False), ("our ops", True, False), ("a class of transformers", None, False),
     ("a class of transformers", True, True), ("stock classes behind our forward", None, False),
-    ("stock classes behind our forward", None, True), ("our classes", None, False),
+    pytest.param("stock classes behind our forward", None, True, marks=pytest.mark.slow), ("our classes", None, False),
 ])  # fmt: skip
 def test_models_that_share_code_compute_what_they_do_without_a_compiler(kind, dynamic, prepared) -> None:
     for model, args in SHARING_CODE[kind]():

@@ -17,6 +17,7 @@ from serving import serving
 
 from atomc.runtime.server.status import PAGE, compiled, content_policy, first_tokens, speeds
 
+pytestmark = pytest.mark.xdist_group("status page")
 KEY = "a-key"
 
 
