@@ -1,4 +1,4 @@
-"""What torch.compile(model, backend="atom") calls: a graph goes in, a callable comes out.
+"""The backend of torch.compile(model, backend="atom"): takes a graph, returns a callable.
 
     lift > trace (AOTAutograd) > passes > lower, per range of token counts > glue
 """
@@ -20,7 +20,8 @@ from atomc.graph.provenance import clean_path
 from atomc.options import Options
 from atomc.platform import Platform
 from atomc.render.page import publish
-from atomc.report import GraphBreak, Report, forget, keep
+from atomc.report import Report, forget, keep
+from atomc.report_records import GraphBreak
 from atomc.specialize import Specialized, runnable
 from atomc.torch_compat.inductor import inductor, inductor_option_names
 from atomc.torch_compat.tracing import (
@@ -28,7 +29,7 @@ from atomc.torch_compat.tracing import (
     ShortenTraceback,
     break_reason,
     compiled_function,
-    passed_on,
+    raised_unwrapped,
     recompile_reason,
 )
 
@@ -42,8 +43,8 @@ def atom(
     options: Mapping[str, Any] | Options | None = None,
     mode: str | None = None,
 ) -> Callable[..., Any]:
-    """The backend. Raises OptionsError for wrong options; whatever else goes wrong, the graph runs through Inductor."""
-    with passed_on():
+    """The backend. Raises OptionsError for wrong options; after any other failure, Inductor compiles the graph."""
+    with raised_unwrapped():
         chosen = Options.of(options, mode)
         _check_inductor_options(chosen)
         contract.check_formulas(chosen.expect)
@@ -53,9 +54,9 @@ def atom(
 def compile_graph(
     gm: GraphModule, example_inputs: Sequence[Any], options: Options, platform: Platform | None = None
 ) -> Callable[..., Any]:
-    """Compile one graph of Dynamo's, or say in the report why Inductor does."""
+    """Compile one graph from Dynamo; or let Inductor compile it, and report why."""
     report = keep(new_report(gm))
-    reason = untreatable(example_inputs, options)
+    reason = skip_reason(example_inputs, options)
     if reason:
         return to_inductor(gm, example_inputs, options, report, reason)
     if any(isinstance(x, Tensor) and x.is_meta for x in example_inputs):
@@ -69,17 +70,17 @@ def compile_graph(
         raise
     except (ShortenTraceback, *OURS):
         raise
-    except Exception as error:  # a compiler that fails must not break the program
+    except Exception as error:  # a failure of the compiler must not fail the program
         report.treated, report.why_not = False, f"{type(error).__name__}: {error}"
         if options.strict:
             publish(report, options)
             raise
-        log.warning("atomc could not compile a graph of %s and hands it to Inductor: %s", report.model, error)
+        log.warning("atomc could not compile a graph of %s, Inductor compiles it: %s", report.model, error)
         return to_inductor(gm, example_inputs, options, report, report.why_not)
 
 
 def new_report(gm: GraphModule) -> Report:
-    """A report that knows the model, the graph break after the graph and the guard that caused the recompile."""
+    """A report with the model, the graph break after the graph, and the guard that caused the recompile."""
     report = Report(model_name(gm))
     broken = break_reason(gm)
     if broken is not None:
@@ -104,8 +105,8 @@ def model_name(gm: GraphModule) -> str:
     return "function"
 
 
-def untreatable(example_inputs: Sequence[Any], options: Options) -> str | None:
-    """Why this graph is Inductor's from the start."""
+def skip_reason(example_inputs: Sequence[Any], options: Options) -> str | None:
+    """Why Inductor compiles this graph without an attempt of atomc; None if atomc compiles it."""
     if options.disable:
         return "atomc is disabled (ATOMC_DISABLE=1 or options={'disable': True})"
     if torch.is_grad_enabled() and wants_gradients(example_inputs):
@@ -121,14 +122,14 @@ _warned = threading.Event()
 def _warn_about_training() -> None:
     if not _warned.is_set():
         _warned.set()
-        log.warning("atomc compiles for inference only: this graph wants gradients and goes to Inductor. "
+        log.warning("atomc compiles for inference only: this graph requires gradients, Inductor compiles it. "
                     "Run it under torch.inference_mode(), or call model.requires_grad_(False).")  # fmt: skip
 
 
 def to_inductor(
     gm: GraphModule, example_inputs: Sequence[Any], options: Options, report: Report, reason: str
 ) -> Callable[..., Any]:
-    """Hand Dynamo's graph to Inductor as its own backend would."""
+    """Compile Dynamo's graph with Inductor, as its own backend does."""
     report.treated, report.why_not = False, reason
     contract.check(report, options)
     gm = runnable(gm)
@@ -144,6 +145,6 @@ def _check_inductor_options(options: Options) -> None:
         unknown = sorted(name for name in options.inductor if name.replace("-", "_") not in known)
         if unknown:
             raise OptionsError(f"option inductor: Inductor has no option {unknown[0]!r}; torch._inductor.list_options() "
-                               "lists what it has")  # fmt: skip
+                               "lists its options")  # fmt: skip
 
 

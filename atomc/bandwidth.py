@@ -1,4 +1,4 @@
-"""How fast this machine's memory is, measured in a moment, where no data sheet is known."""
+"""Measures the memory bandwidth of a machine without a known data sheet."""
 
 import time
 
@@ -9,7 +9,7 @@ RUNS = 5
 
 
 def measured_bandwidth(device: torch.device | str = "cpu") -> float:
-    """Bytes a second, read and written, by copying a tensor that no cache holds; the best of a few runs."""
+    """Bytes per second, read and written, of copying a tensor larger than the caches; the best of a few runs."""
     source = torch.zeros(BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * BYTES / min(_seconds(source, target) for _ in range(RUNS))

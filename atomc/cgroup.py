@@ -1,14 +1,14 @@
-"""What the control groups of this process allow it on Linux, of versions 1 and 2; None where nobody limits it.
+"""Limits of the control groups (versions 1 and 2) of this process on Linux; None without a limit.
 
-A limit of any group up to the root holds. In a container the path that the kernel tells may be that of the host, which is
-not there: then what lies above it, down to the mount, is the container's own.
+The limits of all groups up to the root apply. In a container the path in /proc/self/cgroup may be that of the host, which
+does not exist there; then its existing parents below the mount are the groups of the container.
 """
 
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path("/")
-# The limit, what is used of it, and in memory.stat what the kernel keeps of files: of version 2 and of version 1.
+# Limit, usage, and the file cache in memory.stat: of version 2 and of version 1.
 MEMORY_FILES = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -16,7 +16,7 @@ MEMORY_FILES = (
 
 
 def cpu_quota(root: Path = ROOT) -> float | None:
-    """Processors' worth of time that the process may use, such as 1.5."""
+    """The CPU time quota of the process in CPUs, such as 1.5."""
     found = []
     for folder in _folders("cpu", root):
         quota, period = (*_words(folder / "cpu.max"), "", "")[:2]
@@ -28,7 +28,7 @@ def cpu_quota(root: Path = ROOT) -> float | None:
 
 
 def memory_left(root: Path = ROOT) -> int | None:
-    """Bytes that the process may still take; what the kernel keeps of files counts as free, as in MemAvailable."""
+    """Bytes that the process can still allocate; the file cache counts as free, as in MemAvailable."""
     found = []
     for folder in _folders("memory", root):
         for limit_name, used_name, files_name in MEMORY_FILES:
@@ -41,7 +41,7 @@ def memory_left(root: Path = ROOT) -> int | None:
 
 
 def _folders(controller: str, root: Path) -> Iterator[Path]:
-    """The folders of the process's groups with this controller, from its own to that of the mount."""
+    """The folders of the process's groups with this controller, from its own up to the mount."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -51,7 +51,7 @@ def _folders(controller: str, root: Path) -> Iterator[Path]:
         controllers, _, path = rest.partition(":")
         if number != "0" and controller not in controllers.split(","):
             continue
-        # Where both versions are mounted, the second one limits nothing.
+        # If both versions are mounted, version 2 has no limits.
         mount = root / "sys/fs/cgroup" / ("" if number == "0" else controller)
         below = mount / path.strip("/")
         yield from (folder for folder in (below, *below.parents) if folder == mount or mount in folder.parents)

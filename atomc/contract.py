@@ -1,9 +1,9 @@
-"""What a user relies on: how often each rewrite fires, and what runs each op; checked when a graph is compiled.
+"""Contracts on how often each rewrite fires and which kernel runs each op, checked when a graph is compiled.
 
     options={"expect": {"add_rms_norm": "2*layers", "qk_norm_rope": "layers"}, "expect_mode": "error"}
 
-A count is a number or a formula of `layers`, the layers in the graph; ">= layers" asks for at least so many. A baseline
-is what a report counts, saved as JSON, to be compared with a later compile.
+A count is a number or a formula of `layers`, the number of layers in the graph; ">= layers" is a minimum. A baseline is
+the counts of a report, saved as JSON, to compare with a later compile.
 """
 
 import ast
@@ -15,7 +15,8 @@ from typing import Any
 
 from atomc.errors import ContractError, OptionsError
 from atomc.options import Options
-from atomc.report import Report, spans
+from atomc.report import Report
+from atomc.report_records import spans
 
 log = logging.getLogger("atomc")
 
@@ -26,16 +27,16 @@ _BINARY: dict[type[ast.operator], Callable[[int, int], int]] = {
 
 
 def expected(rewrite: str, count: int | str, layers: int) -> tuple[int, bool]:
-    """How often a rewrite is to fire in a graph of so many layers, and whether that is only the least.
+    """(expected number of sites in a graph with this many layers, whether it is a minimum).
 
-    Raises OptionsError for what is no formula.
+    Raises OptionsError for a text that is not a formula.
     """
     text = str(count).strip()
     least = text.startswith(">=")
     try:
         return _number(ast.parse(text.removeprefix(">=").strip(), mode="eval").body, layers), least
     except (SyntaxError, ValueError, ZeroDivisionError) as error:
-        raise OptionsError(f"option expect: {rewrite!r} is to fire {count!r} times, which is no count ({error}): expected "
+        raise OptionsError(f"option expect: the count {count!r} of {rewrite!r} is not valid ({error}): expected "
                            "a number or a formula such as 'layers', '2*layers + 1', '>= layers'") from error  # fmt: skip
 
 
@@ -51,15 +52,15 @@ def _number(node: ast.expr, layers: int) -> int:
 
 
 def check_formulas(expect: Mapping[str, int | str]) -> None:
-    """Raise OptionsError for a count that is no number and no formula."""
+    """Raise OptionsError for a count that is neither a number nor a formula."""
     for rewrite, count in expect.items():
         expected(rewrite, count, layers=1)
 
 
-def broken(report: Report, expect: Mapping[str, int | str]) -> list[str]:
-    """What a graph does not keep, one sentence each, with the layers in which it is not kept and why.
+def violations(report: Report, expect: Mapping[str, int | str]) -> list[str]:
+    """The violations of a graph, one sentence each, with the layers and the reason.
 
-    A graph without layers (a piece of a program between two graph breaks) promises nothing. Raises OptionsError for an
+    A graph without layers (a part of a program between two graph breaks) has no violations. Raises OptionsError for an
     unknown rewrite or a wrong formula.
     """
     counts = {rewrite: expected(rewrite, count, report.num_layers) for rewrite, count in expect.items()}
@@ -70,13 +71,14 @@ def broken(report: Report, expect: Mapping[str, int | str]) -> list[str]:
     unknown = [name for name in expect if report.known and name not in (*report.known, *report.off, *report.matches)]
     if unknown:
         raise OptionsError(f"option expect: no rewrite {unknown[0]!r}; rewrites are {sorted(report.known)}")
-    return [_sentence(report, name, number, least, str(expect[name])) for name, (number, least) in counts.items()
+    return [_violation_text(report, name, number, least, str(expect[name])) for name, (number, least) in counts.items()
             if report.matches[name] < number or (report.matches[name] > number and not least)]  # fmt: skip
 
 
-def _sentence(report: Report, rewrite: str, number: int, least: bool, formula: str) -> str:
-    asked = f"{'at least ' * least}{number}" + (f" ({formula.removeprefix('>=').strip()})" if "layers" in formula else "")
-    text = f"{rewrite} fired {report.matches[rewrite]} times in {report.num_layers} layers, expected {asked}"
+def _violation_text(report: Report, rewrite: str, number: int, least: bool, formula: str) -> str:
+    expected_text = f"{'at least ' * least}{number}"
+    expected_text += f" ({formula.removeprefix('>=').strip()})" if "layers" in formula else ""
+    text = f"{rewrite} fired {report.matches[rewrite]} times in {report.num_layers} layers, expected {expected_text}"
     if report.matches[rewrite] > number:
         return text
     causes = [rewrite, *report.built_on(rewrite)]
@@ -90,8 +92,8 @@ def _sentence(report: Report, rewrite: str, number: int, least: bool, formula: s
 
 
 def check(report: Report, options: Options) -> None:
-    """Raise ContractError, or warn with expect_mode="warn", if the graph does not keep what is expected of it."""
-    found = broken(report, options.expect)
+    """Raise ContractError, or warn with expect_mode="warn", if the graph violates option `expect`."""
+    found = violations(report, options.expect)
     if not found:
         return
     text = f"{report.model} breaks its contract: " + " | ".join(found)
@@ -102,7 +104,7 @@ def check(report: Report, options: Options) -> None:
 
 
 def baseline(reports: Iterable[Report]) -> dict[str, Any]:
-    """What graphs count, as plain data for a JSON file."""
+    """The counts of the graphs, as plain data for a JSON file."""
     return {"version": VERSION, "graphs": [_counted(report) for report in reports]}
 
 
@@ -116,7 +118,7 @@ def _counted(report: Report) -> dict[str, Any]:
 
 
 def differences(saved: Mapping[str, Any], reports: Sequence[Report]) -> list[str]:
-    """What changed since a baseline was saved, one line each; for a rewrite that fires less often, with the reason.
+    """The changes since a baseline was saved, one line each; for a rewrite that fires less often, with the reason.
 
     Raises ValueError for a baseline of another version.
     """
@@ -145,7 +147,7 @@ def _changes(old: Mapping[str, Any], new: Mapping[str, Any], report: Report) -> 
     for rewrite in sorted(old["rewrites"].keys() | new["rewrites"].keys()):
         was, is_now = old["rewrites"].get(rewrite, 0), new["rewrites"].get(rewrite, 0)
         if was > is_now:
-            found.append(_sentence(report, rewrite, was, False, str(was)))
+            found.append(_violation_text(report, rewrite, was, False, str(was)))
         elif was < is_now:
             found.append(f"{rewrite} fired {is_now} times instead of {was}")
     for op in sorted(old["kernels"].keys() | new["kernels"].keys()):

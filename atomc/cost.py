@@ -1,10 +1,10 @@
-"""Bytes and flops of a graph as formulas of its sizes: what it must move and compute, whatever runs it.
+"""Cost model: bytes moved and flops of a graph as formulas of its sizes, independent of the kernels that run it.
 
-A node reads each operand once and writes each result once; views cost nothing. Pointwise nodes that meet are one kernel
-(the glue compiler fuses them), so that only what enters and leaves such a group counts.
+A node reads each operand once and writes each result once; views cost nothing. Connected pointwise nodes are one kernel
+(the glue compiler fuses them): only the inputs and outputs of such a group count.
 
-Symbols: T tokens of the step, R rows of which logits are wanted, S sequences, C tokens of context a sequence, the new
-ones included. Other sizes keep the names that they have in the graph.
+Symbols: T tokens of the step, R rows of logits, S sequences, C tokens of context of a sequence, including the new ones.
+Other sizes keep the names that they have in the graph.
 """
 
 import functools
@@ -26,23 +26,23 @@ from atomc.op_cost import OpCall, Operand, Work, lookup, read_and_write
 from atomc.ops.inputs import StepInput
 
 T, R, S, C = sympy.symbols("T R S C", positive=True, integer=True)
-# Ops that hand on memory, or only check.
-FREE = frozenset({
+# Views, assertions and allocations: they move no data.
+ZERO_COST = frozenset({
     "view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "expand", "transpose", "t", "permute", "slice", "select",
     "split", "split_with_sizes", "chunk", "unbind", "alias", "detach", "as_strided", "unflatten", "flatten",
     "_assert_scalar", "sym_size", "sym_constrain_range_for_size", "lift_fresh_copy", "empty", "getitem",
 })  # fmt: skip
-NARROWING = frozenset({"slice", "select", "split", "split_with_sizes", "chunk", "unbind", "getitem"})
-# Matrix products of PyTorch's, and which of their operands is the first matrix.
+PARTIAL_VIEWS = frozenset({"slice", "select", "split", "split_with_sizes", "chunk", "unbind", "getitem"})
+# Matrix products of PyTorch -> the index of the operand that is the first matrix.
 PRODUCTS = {"aten::mm": 0, "aten::addmm": 1, "aten::bmm": 0, "aten::baddbmm": 1, "aten::linear": 0, "aten::matmul": 0,
             "aten::_grouped_mm": 0}  # fmt: skip
 LOOKUPS = frozenset({"aten::embedding", "aten::index_select"})
-ALONE = PRODUCTS.keys() | LOOKUPS
+NEVER_FUSED = PRODUCTS.keys() | LOOKUPS
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Bytes moved and floating-point operations, in the module's symbols."""
+    """Bytes moved and floating-point operations, as formulas of the module's symbols."""
 
     bytes: sympy.Expr
     flops: sympy.Expr
@@ -68,10 +68,10 @@ NOTHING = Cost(sympy.Integer(0), sympy.Integer(0))
 
 @dataclass(frozen=True)
 class NodeCost:
-    """The cost of one kernel's worth of work. `op` is an op's name, an ATen name, or "glue" for a fused group.
+    """The cost of one kernel. `op` is an op's name, an ATen name, or "glue" for a group of pointwise nodes.
 
-    nodes  those of the group, in the order of the graph
-    apart  the bytes if each of them ran alone
+    nodes  of the kernel, in the order of the graph
+    apart  the bytes moved if each node were a kernel of its own
     """
 
     op: str
@@ -84,15 +84,15 @@ class NodeCost:
 
 
 def cost_of(node: Node, sizes: Mapping[sympy.Symbol, sympy.Expr] | None = None) -> Cost:
-    """What one node must move and compute; `sizes` renames the graph's symbols (see `symbols_of`)."""
-    if node.op != "call_function" or name_of(node) in FREE:
+    """The cost of one node; `sizes` renames the graph's symbols (see `symbols_of`)."""
+    if node.op != "call_function" or name_of(node) in ZERO_COST:
         return NOTHING
     moved, flops = (sympy.sympify(formula).xreplace(sizes or {}) for formula in _work(node))
-    return Cost(simple(moved), simple(flops))
+    return Cost(simplified(moved), simplified(flops))
 
 
 def _work(node: Node) -> Work:
-    """(bytes, flops) in the graph's own symbols."""
+    """(bytes, flops) in the symbols of the graph."""
     op, here = op_of(node.target), call_of(node)
     if op is not None:
         return op.cost(here)
@@ -102,7 +102,7 @@ def _work(node: Node) -> Work:
 
 
 def call_of(node: Node) -> OpCall:
-    """The call of a node in symbolic sizes; one of an ATen op has no arguments by name."""
+    """The call of a node with symbolic sizes; the call of an ATen op has no named arguments."""
     op = op_of(node.target)
     given = op.bind(*node.args, **node.kwargs) if op is not None else {}
     arguments = {name: _operand(value(x) if isinstance(x, Node) else x) for name, x in given.items()}
@@ -115,7 +115,7 @@ def _operand(found: Any) -> Any:
 
 
 def graph_costs(gm: GraphModule) -> list[NodeCost]:
-    """The costs of a graph before lowering, in its order; pointwise nodes that meet are one entry "glue"."""
+    """The costs of a graph before lowering, in its order; connected pointwise nodes are one entry "glue"."""
     sizes = symbols_of(gm.graph)
     found: list[NodeCost] = []
     for group in groups(gm.graph):
@@ -124,8 +124,8 @@ def graph_costs(gm: GraphModule) -> list[NodeCost]:
             name, cost = name_of(first), cost_of(first, sizes)
             apart = cost.bytes
         else:
-            name, cost = "glue", _together(group, sizes)
-            apart = simple(sympy.Add(*[read_and_write(call_of(node))[0] for node in group]).xreplace(sizes))
+            name, cost = "glue", _fused_cost(group, sizes)
+            apart = simplified(sympy.Add(*[read_and_write(call_of(node))[0] for node in group]).xreplace(sizes))
         if cost != NOTHING:
             path = module_path(first)
             found.append(NodeCost(name, path, layer_of(path), source_line(first), cost, tuple(group), apart))
@@ -133,20 +133,21 @@ def graph_costs(gm: GraphModule) -> list[NodeCost]:
 
 
 def total(costs: Iterable[NodeCost]) -> Cost:
-    """The sum over a graph."""
+    """The sum of the costs."""
     found = list(costs)
-    return Cost(simple(sympy.Add(*[c.cost.bytes for c in found])), simple(sympy.Add(*[c.cost.flops for c in found])))
+    moved, flops = (sympy.Add(*[getattr(c.cost, what) for c in found]) for what in ("bytes", "flops"))
+    return Cost(simplified(moved), simplified(flops))
 
 
 def symbols_of(graph: Graph) -> dict[sympy.Symbol, sympy.Expr]:
-    """The graph's own symbols -> T, R and S, where its inputs tell which is which."""
+    """Symbol of the graph -> T, R or S, for those that the inputs of the step identify."""
     found: dict[sympy.Symbol, sympy.Expr] = {}
     for node in graph.find_nodes(op="placeholder"):
         shape = list(value(node).shape) if isinstance(value(node), Tensor) else []
         match step_input(node):
             case StepInput("input_ids" | "positions", dim=None) if len(shape) == 1:
                 _name(found, shape[0], T)
-            case StepInput("input_ids", dim=None) if len(shape) == 2:  # [batch, tokens]: a step has batch * tokens
+            case StepInput("input_ids", dim=None) if len(shape) == 2:  # [batch, tokens]: the step has batch * tokens tokens
                 _name(found, shape[0], S)
                 if isinstance(shape[0], int) and shape[0] == 1:
                     _name(found, shape[1], T)
@@ -166,13 +167,13 @@ def _name(found: dict[sympy.Symbol, sympy.Expr], size: Any, symbol: sympy.Symbol
 
 
 def _schema_name(node: Node) -> str:
-    """"atom::rms_norm", "aten::mm"; "" of what has no schema."""
+    """"atom::rms_norm", "aten::mm"; "" without a schema."""
     schema = getattr(node.target, "_schema", None)
     return "" if schema is None else str(schema.name)
 
 
 def is_product(node: Node) -> bool:
-    """Whether it is a matrix product of PyTorch's."""
+    """Whether it is a matrix product of PyTorch."""
     return _schema_name(node) in PRODUCTS
 
 
@@ -185,8 +186,8 @@ def name_of(node: Node) -> str:
     return str(node.meta.get("op") or getattr(node.target, "__name__", node.target))
 
 
-@functools.lru_cache(4096)  # layers are alike
-def simple(found: sympy.Expr) -> sympy.Expr:
+@functools.lru_cache(4096)  # layers repeat the same expressions
+def simplified(found: sympy.Expr) -> sympy.Expr:
     return sympy.expand(found) if not found.is_number else found
 
 
@@ -195,7 +196,7 @@ def _numel(tensor: Tensor) -> sympy.Expr:
 
 
 def bytes_of(given: Any) -> sympy.Expr:
-    """Of a tensor, or of all tensors of a tuple; a number has none."""
+    """The size of a tensor, or of all tensors of a tuple, in bytes; 0 for a number."""
     if isinstance(given, Tensor):
         return _numel(given) * given.element_size()
     if isinstance(given, tuple | list):
@@ -204,8 +205,8 @@ def bytes_of(given: Any) -> sympy.Expr:
 
 
 def _reads(node: Node) -> list[Tensor]:
-    """The tensors a node reads, as large as they lie in memory."""
-    return [value(given) for given in map(shown, node.all_input_nodes) if isinstance(value(given), Tensor)]
+    """The tensors that a node reads, with the sizes that they have in memory."""
+    return [value(given) for given in map(view_base, node.all_input_nodes) if isinstance(value(given), Tensor)]
 
 
 def _results(node: Node) -> list[Tensor]:
@@ -214,20 +215,20 @@ def _results(node: Node) -> list[Tensor]:
 
 
 def _product_flops(node: Node) -> sympy.Expr:
-    """The last dimension of its first matrix is summed over."""
+    """The last dimension of the first matrix is the reduction dimension."""
     first = value(call(node).operands[PRODUCTS[_schema_name(node)]])
     return 2 * expression(first.shape[-1]) * sympy.Add(*[_numel(out) for out in _results(node)])
 
 
 def _pointwise(node: Node) -> bool:
     """Whether the glue compiler fuses it with its neighbours."""
-    return _is_kernel(node) and op_of(node.target) is None and _schema_name(node) not in ALONE
+    return _is_kernel(node) and op_of(node.target) is None and _schema_name(node) not in NEVER_FUSED
 
 
 def groups(graph: Graph) -> list[list[Node]]:
-    """The nodes that cost something, each alone or, if pointwise, with the pointwise ones that it is connected to.
+    """The nodes with a cost: pointwise nodes in groups of connected ones, each other node alone.
 
-    A kernel between two pointwise nodes keeps them apart: they lie at different depths, counted in kernels.
+    Pointwise nodes with a kernel between them are in different groups: their depths, counted in kernels, differ.
     """
     group_of: dict[Node, list[Node]] = {}
     found: list[list[Node]] = []
@@ -235,7 +236,7 @@ def groups(graph: Graph) -> list[list[Node]]:
     for node in graph.nodes:
         given = node.all_input_nodes
         depth[node] = max((depth[n] + (n not in group_of and _is_kernel(n)) for n in given), default=0)
-        # Asked of its first node, because the group of a view may have joined another since.
+        # By the first node of each group: the group of a view may have been merged into another one.
         near = [group_of[group_of[n][0]] for n in given if n in group_of and depth[n] == depth[node]]
         if _pointwise(node):
             mine: list[Node] = near[0] if near else []
@@ -248,43 +249,43 @@ def groups(graph: Graph) -> list[list[Node]]:
             found += [mine] * (not near)
         elif _is_kernel(node):
             found.append([node])
-        elif near:  # a view belongs to the group of what it shows
+        elif near:  # a view belongs to the group of its base
             group_of[node] = near[0]
-    return [group for group in found if group_of.get(group[0], group) is group]  # without those that joined another
+    return [group for group in found if group_of.get(group[0], group) is group]  # without merged groups
 
 
 def _is_kernel(node: Node) -> bool:
-    return node.op == "call_function" and name_of(node) not in FREE and bool(_results(node))
+    return node.op == "call_function" and name_of(node) not in ZERO_COST and bool(_results(node))
 
 
-def _together(group: list[Node], sizes: Mapping[sympy.Symbol, sympy.Expr]) -> Cost:
-    """A fused group: what enters it is read once, what leaves it is written once."""
+def _fused_cost(group: list[Node], sizes: Mapping[sympy.Symbol, sympy.Expr]) -> Cost:
+    """The cost of a fused group: each input is read once, each output is written once."""
     inside = set(group)
-    entering = {shown(given) for node in group for given in node.all_input_nodes if source_of(given) not in inside}
+    entering = {view_base(given) for node in group for given in node.all_input_nodes if storage_node(given) not in inside}
     leaving = {node for node in group if any(user not in inside for user in _readers(node))}
     moved = bytes_of([value(node) for node in entering | leaving])
     flops = sympy.Add(*[_numel(out) for node in group for out in _results(node)])
-    return Cost(simple(moved.xreplace(dict(sizes))), simple(flops.xreplace(dict(sizes))))
+    return Cost(simplified(moved.xreplace(dict(sizes))), simplified(flops.xreplace(dict(sizes))))
 
 
-def shown(node: Node) -> Node:
-    """What a view shows: the node that made the memory, or the view that leaves a part of it out."""
-    while node.op == "call_function" and name_of(node) in FREE - NARROWING and node.all_input_nodes:
+def view_base(node: Node) -> Node:
+    """The tensor that a view reads: the node that allocated the memory, or a view of only a part of it."""
+    while node.op == "call_function" and name_of(node) in ZERO_COST - PARTIAL_VIEWS and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
 
 
-def source_of(node: Node) -> Node:
-    """The node that made the memory which a view shows."""
-    while node.op == "call_function" and name_of(node) in FREE and node.all_input_nodes:
+def storage_node(node: Node) -> Node:
+    """The node that allocated the memory of a view."""
+    while node.op == "call_function" and name_of(node) in ZERO_COST and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
 
 
 def _readers(node: Node) -> Iterable[Node]:
-    """Who reads a node, through views."""
+    """The readers of a node, through views."""
     for user in node.users:
-        if user.op == "call_function" and name_of(user) in FREE:
+        if user.op == "call_function" and name_of(user) in ZERO_COST:
             yield from _readers(user)
         else:
             yield user

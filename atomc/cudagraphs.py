@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from atomc.static_buffer import StaticBuffer
-from atomc.torch_compat.names import is_static_input
+from atomc.torch_compat.core import is_static_input
 
 MOST_GRAPHS = 32
 

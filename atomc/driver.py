@@ -14,31 +14,32 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from atomc import cost, passes, pipeline, ranges, trace
-from atomc.audit.watch import Watch
+from atomc import cost, passes, pipeline, ranges, structured_trace
+from atomc.audit.recorder import Recorder
 from atomc.cache.artifact import Plain, reference
-from atomc.cache.compiled import Compiled, assembled
+from atomc.cache.compiled import Compiled, combine_ranges
 from atomc.cache.generated import Function, of_graph
-from atomc.cache.graph_start import GraphStart
+from atomc.cache.graph_cache import GraphCache
 from atomc.capture.functional import Captured, capture, dynamo_graph
-from atomc.capture.stamp import inline, region, regions_of, renamed, stack_of
-from atomc.copies import unfit
+from atomc.capture.inline_regions import inline, path_in_layer, region, regions_of, stack_of
 from atomc.dumps.dump import Dumper
-from atomc.few_bits import few_bits
+from atomc.fusion_opportunities import fusion_opportunities
 from atomc.graph.inputs import graph_input
 from atomc.graph.provenance import layer_of
 from atomc.graph_pass import Context
-from atomc.named_ranges import profiled
 from atomc.op import Extra, Tokens
 from atomc.ops.inputs import StateInput, StepInput
 from atomc.ops.state import StateSpec
 from atomc.options import Options
 from atomc.pieces import FEW_OPS, compile_glue, glue_of, left_for_glue
-from atomc.report import Glue, OpCost, Report
-from atomc.savings import savings
+from atomc.prepared_weights import unpreparable
+from atomc.profiler_ranges import profiled
+from atomc.quantized_weights import quantized_weights
+from atomc.report import Report
+from atomc.report_records import Glue, OpCost
 from atomc.select import Selection
+from atomc.torch_compat.core import without_autocast
 from atomc.torch_compat.inductor import mode_options
-from atomc.torch_compat.names import without_autocast
 
 T = TypeVar("T")
 
@@ -65,13 +66,13 @@ def build(gm: GraphModule, inputs: Sequence[Any], context: Context, report: Repo
 
     floats: input number -> the value of a Python float that Dynamo made an input.
     """
-    start = GraphStart(gm, inputs, context, report, floats)
-    found = start.found()
+    cache = GraphCache(gm, inputs, context, report, floats)
+    found = cache.load()
     if found is not None:
-        return Built(*found, lambda call: call, start.entry, start.key)
+        return Built(*found, lambda call: call, cache.entry, cache.key)
     captured, compiled = compile_graph(gm, inputs, context, report, floats)
-    start.keep(compiled, captured.written, captured.around)
-    return Built(compiled, captured.written, captured.wrap, start.entry, start.key)
+    cache.store(compiled, captured.written, captured.around)
+    return Built(compiled, captured.written, captured.wrap, cache.entry, cache.key)
 
 
 def compile_graph(
@@ -113,7 +114,7 @@ def lift(dynamo: GraphModule, context: Context, report: Report) -> None:
     if chosen is not True:
         inline(dynamo)  # layers that are lifted differently are no calls of one region
     with timed(report, "lift"):
-        pipeline.run(dynamo, [passes.LIFT], context, report, trace.observers())
+        pipeline.run(dynamo, [passes.LIFT], context, report, structured_trace.observers())
         for name, calls in regions_of(dynamo).items():
             once = Report(report.model)
             lift(region(dynamo, name), context, once)
@@ -121,7 +122,7 @@ def lift(dynamo: GraphModule, context: Context, report: Report) -> None:
             for call in calls:
                 report.matches += once.matches
                 for site in once.sites:
-                    path = renamed(site.module_path, stack_of(calls[0]), stack_of(call))
+                    path = path_in_layer(site.module_path, stack_of(calls[0]), stack_of(call))
                     report.sites.append(replace(site, module_path=path, layer=layer_of(path)))
 
 
@@ -130,15 +131,15 @@ def _compiled(gm: GraphModule, context: Context, report: Report) -> Compiled:
     options = context.options
     chosen, report.off = pipeline.selected(passes.PIPELINE, context)
     dumper = Dumper(options.dump)
-    observers = [lambda name, graph: dumper(graph, name), *trace.observers(), *context.observers]
-    watch = Watch(gm, options, report, dumper) if context.build and (options.audit or options.record) else None
+    observers = [lambda name, graph: dumper(graph, name), *structured_trace.observers(), *context.observers]
+    recorder = Recorder(gm, options, report, dumper) if context.build and (options.audit or options.record) else None
     for observer in observers:
         observer("captured", gm)
     with timed(report, "passes"):
         done = pipeline.run(gm, chosen, context, report, observers)
         costs = cost.graph_costs(gm)
-    if watch:
-        watch.passes_done()
+    if recorder:
+        recorder.passes_done()
     how, why = glue_of(options, context.platform)
     _note_glue(report, how, f"{how} ({why})")
     _describe(gm, costs, context, report, glue_fuses=how != "eager")
@@ -146,9 +147,9 @@ def _compiled(gm: GraphModule, context: Context, report: Report) -> Compiled:
     functions = []
     for one in lowered:
         with timed(report, "glue"):
-            seen = copy_graph(one.graph) if watch else one.graph
+            seen = copy_graph(one.graph) if recorder else one.graph
             function = _glue(one.graph, how, options, report) if context.build else of_graph(gm)
-            functions.append(watch.over(seen, function) if watch else function)
+            functions.append(recorder.wrap(seen, function) if recorder else function)
     layout = lowered[0].layout
     state = [spec.in_layout(layout) if layout else spec for spec in done.state]
     report.state = [str(spec) for spec in state]
@@ -160,9 +161,9 @@ def _describe(
 ) -> None:
     """What the report says of the graph before it is lowered."""
     report.machine = {name: getattr(context.platform, name) for name in ("name", "arch", "device", "bandwidth", "flops")}
-    report.costs, report.few_bits = [_op_cost(c) for c in costs], few_bits(gm)
+    report.costs, report.few_bits = [_op_cost(c) for c in costs], quantized_weights(gm)
     if context.keep_texts:
-        report.savings = savings(gm, costs, report.near, glue_fuses=glue_fuses)
+        report.savings = fusion_opportunities(gm, costs, report.near, glue_fuses=glue_fuses)
 
 
 @dataclass(frozen=True)
@@ -188,7 +189,7 @@ def _lowered(
 ) -> list[Lowered]:
     """The graph for each range of token counts that kernels tell apart, one layout of state in all of them."""
     inputs = gm.graph.find_nodes(op="placeholder")
-    weights = {node.name: unfit(given) for node, given in zip(inputs, context.inputs, strict=False)}
+    weights = {node.name: unpreparable(given) for node, given in zip(inputs, context.inputs, strict=False)}
     weights |= {node.name: None for node in inputs if "packed" in node.meta}
     select = partial(Selection, context.options, context.platform, eager=eager, weights=weights, copied={})
     spans = ranges.ranges_of(gm, select().could_serve)
@@ -224,8 +225,8 @@ def _assembled(
     chosen_by, device = ranges.dispatch(gm, [one.tokens for one in lowered]), _device(gm)
     syncing = [name for one in lowered for name in one.syncing]
     call = profiled(
-        assembled([function.call for function in functions], extras_of, chosen_by, device),
-        lambda: assembled([function.named() for function in functions], extras_of, chosen_by, device),
+        combine_ranges([function.call for function in functions], extras_of, chosen_by, device),
+        lambda: combine_ranges([function.named() for function in functions], extras_of, chosen_by, device),
     )
 
     def plain() -> Plain:

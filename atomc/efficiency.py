@@ -1,8 +1,7 @@
-"""How long a kernel takes: launch floor + max(bytes / bandwidth, flops / peak) / efficiency.
+"""Predicts the time of a kernel: launch floor + max(bytes / bandwidth, flops / peak) / efficiency.
 
-The efficiency is measured, per machine, op, kernel and range of tokens; `efficiency.json` holds the tables that ship, and
-`python bench/efficiency.py` makes one. Where there is none, the floor of any launch and an efficiency of 1 make a lower
-bound.
+Efficiencies are measured per machine, op, kernel and range of tokens: `efficiency.json` contains the shipped tables,
+`python bench/efficiency.py` measures one. Without a measurement, an efficiency of 1 gives a lower bound.
 """
 
 import functools
@@ -19,18 +18,19 @@ import sympy
 from atomc.op import REGISTRY, Tokens
 from atomc.op_traits import QuantizedWeight
 from atomc.platform import Platform
-from atomc.report import OpCost, Report
+from atomc.report import Report
+from atomc.report_records import OpCost
 
 SHIPPED = Path(__file__).with_suffix(".json")
 VERSION = 1
-# NVIDIA H200, the least time of any kernel inside a CUDA graph: bench/results/kernels-h200.txt.
+# Seconds: the shortest kernel inside a CUDA graph, NVIDIA H200, bench/results/kernels-h200.txt.
 LAUNCH = 0.75e-6
 GLUE = "glue"
 
 
 @dataclass(frozen=True)
 class Timing:
-    """One measured call. work: seconds by the data sheet, max(bytes / bandwidth, flops / peak)."""
+    """One measured call. work: seconds by the roofline of the data sheet, max(bytes / bandwidth, flops / peak)."""
 
     op: str
     kernel: str
@@ -41,7 +41,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured of one kernel for first to last tokens a step. points: how many calls that rests on."""
+    """The measured efficiency of a kernel for `first` to `last` tokens per step. points: the number of measured calls."""
 
     op: str
     kernel: str
@@ -57,7 +57,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """The rows of one machine. bandwidth and flops: the peaks that the efficiencies are shares of."""
+    """The rows of one machine. bandwidth (bytes/s) and flops (1/s): the peaks that the efficiencies refer to."""
 
     machine: str
     bandwidth: float
@@ -66,12 +66,12 @@ class Table:
     rows: tuple[Row, ...]
 
     def row(self, op: str, kernel: str, tokens: int) -> Row | None:
-        """The measured row, None if this kernel was not measured."""
+        """The measured row; None if this kernel was not measured."""
         found = [row for row in self.rows if (row.op, row.kernel) == (op, kernel)]
         return next((row for row in found if row.first <= tokens and (row.last is None or tokens <= row.last)), None)
 
     def over(self, older: "Table") -> "Table":
-        """With the older table's rows of kernels that this one lacks."""
+        """This table, with the older table's rows for kernels that it lacks."""
         known = {(row.op, row.kernel) for row in self.rows}
         left = tuple(row for row in older.rows if (row.op, row.kernel) not in known)
         return replace(self, rows=self.rows + left, source=f"{self.source}; rest: {older.source}") if left else self
@@ -81,45 +81,44 @@ class Table:
 
     @staticmethod
     def of(data: Mapping[str, Any]) -> "Table":
-        """Raises ValueError for what is no table of this version."""
+        """The table of `to_dict` data. Raises ValueError for other data or another version."""
         try:
             if data["version"] != VERSION:
                 raise ValueError(f"the table is of version {data['version']!r}, expected {VERSION}: measure again")
             rows = tuple(Row(**row) for row in data["rows"])
             return Table(data["machine"], data["bandwidth"], data["flops"], data["source"], rows)
         except (KeyError, TypeError) as error:
-            raise ValueError(f"no table of efficiencies: {error}; bench/efficiency.py writes one") from error
+            raise ValueError(f"not a table of efficiencies: {error}; bench/efficiency.py writes one") from error
 
 
 def tables(file: Path) -> dict[str, Table]:
-    """The tables in a file, by the name of the machine. Raises ValueError for a file that has none."""
+    """The tables in a file, by machine name. Raises ValueError for a file of another format."""
     try:
         found = [Table.of(table) for table in json.loads(file.read_text())]
     except (json.JSONDecodeError, TypeError) as error:
-        raise ValueError(f"{file} is no table of efficiencies: {error}") from error
+        raise ValueError(f"{file} is not a table of efficiencies: {error}") from error
     return {table.machine: table for table in found}
 
 
 @functools.cache
 def shipped() -> dict[str, Table]:
-    """The tables of the package."""
+    """The tables in the package."""
     return tables(SHIPPED)
 
 
 def table_for(platform: Platform) -> Table | None:
-    """The table that ships for this machine."""
+    """The shipped table of this machine, if any."""
     return shipped().get(platform.name)
 
 
 @dataclass(frozen=True)
 class Predicted:
-    """One kernel's worth of work in a step.
+    """The predicted cost of one kernel in a step.
 
-    kernel    the provider that runs it; "inline" and "glue": the compiler of the glue, or eager PyTorch
-    bytes, flops  as numbers
-    least     seconds by the data sheet, None if it says no bandwidth
-    seconds   None for a machine that says neither its bandwidth nor a table
-    measured  whether the table has this kernel; else seconds is a lower bound
+    kernel    the provider that runs it; "inline" and "glue": the glue compiler or eager PyTorch
+    least     seconds by the data sheet; None without a bandwidth
+    seconds   predicted; None for a machine with neither a bandwidth nor a table
+    measured  whether the table has this kernel; else `seconds` is a lower bound
     """
 
     op: str
@@ -139,7 +138,7 @@ def predict(
 ) -> list[Predicted]:
     """The time of each kernel in a step of these sizes: T tokens, R rows of logits, S sequences, C tokens of context.
 
-    Raises ValueError naming a size of the graph that is none of these.
+    Raises ValueError naming other sizes of the graph.
     """
     kernels = _kernels_for(report, sizes["T"])
     return [_predicted(cost, kernels, platform, sizes, table) for cost in report.costs]
@@ -159,12 +158,12 @@ def _predicted(
 
 
 def name_in_table(op: str, kernel: str) -> tuple[str, str]:
-    """ATen nodes, groups of them, and ops without a kernel of their own are one entry of the table."""
+    """The (op, kernel) of a table row: ATen nodes, fused groups and ops without a kernel share one entry."""
     return (op, kernel) if op in REGISTRY and kernel != "inline" else (GLUE, GLUE)
 
 
 def work(platform: Platform, op: str, moved: float, flops: float, table: Table | None = None) -> float | None:
-    """Seconds that the machine's bandwidth and peak ask for; None if it says no bandwidth."""
+    """Seconds by the roofline of the machine's bandwidth and peak; None without a bandwidth."""
     bandwidth, peak = (table.bandwidth, table.flops) if table else (platform.bandwidth, platform.flops)
     if bandwidth is None:
         return None
@@ -172,7 +171,7 @@ def work(platform: Platform, op: str, moved: float, flops: float, table: Table |
 
 
 def rate(op: str) -> int:
-    """Its products per second, relative to the peak of bf16."""
+    """The rate of its matrix products, relative to the bf16 peak."""
     weight = REGISTRY[op].quantized_weight if op in REGISTRY else None
     return weight.rate if isinstance(weight, QuantizedWeight) else 1
 
@@ -184,17 +183,17 @@ def _kernels_for(report: Report, tokens: int) -> dict[str, str]:
 
 @functools.lru_cache(maxsize=4096)
 def evaluated(formula: str, sizes: tuple[tuple[str, int], ...]) -> float:
-    """A formula of a report as a number. Raises ValueError naming the sizes that are missing."""
+    """The value of a formula of a report. Raises ValueError naming missing sizes."""
     symbols = {name: sympy.Symbol(name) for name in "TRSC"}
     found = sympy.sympify(formula, locals=symbols).subs({symbols[name]: size for name, size in sizes})
     if found.free_symbols:
-        raise ValueError(f"the graph has sizes {sorted(map(str, found.free_symbols))} that a step does not say; "
+        raise ValueError(f"the graph has sizes {sorted(map(str, found.free_symbols))} that a step does not define; "
                          "a plan needs a model compiled for the runtime")  # fmt: skip
     return float(found)
 
 
 def fit(timings: Iterable[Timing], machine: str, bandwidth: float, flops: float, source: str) -> Table:
-    """A row for each op, kernel and number of tokens measured; ranges meet in the geometric middle of two numbers."""
+    """A row for each op, kernel and measured number of tokens; ranges are split at the geometric mean of two numbers."""
     groups: dict[tuple[str, str], dict[int, list[Timing]]] = {}
     for timing in timings:
         groups.setdefault((timing.op, timing.kernel), {}).setdefault(timing.tokens, []).append(timing)
@@ -214,17 +213,17 @@ def _ranges(tokens: Sequence[int]) -> list[tuple[int, int | None]]:
 
 
 def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """(floor, efficiency) with the least sum of squared relative errors of floor + work / efficiency.
+    """(floor, efficiency) that minimize the sum of squared relative errors of floor + work / efficiency.
 
-    No floor is below zero, and no efficiency above 1: a cache gives more than the memory's bandwidth, for a while.
+    The floor is at least 0, and the efficiency at most 1: data in a cache may exceed the bandwidth of the memory.
     """
     n = sum(1 / t**2 for _, t in points)
     w, ww = sum(w / t**2 for w, t in points), sum(w * w / t**2 for w, t in points)
     t, wt = sum(1 / t for _, t in points), sum(w / t for w, t in points)
     determinant = n * ww - w * w
-    # All of one size say nothing of a slope: then the floor is that of any launch.
-    alike = determinant <= 1e-9 * n * ww
-    slope = (n * wt - w * t) / determinant if not alike else (t - LAUNCH * n) / w if w else 1.0
+    # Points of one size do not determine a slope: use the launch floor.
+    collinear = determinant <= 1e-9 * n * ww
+    slope = (n * wt - w * t) / determinant if not collinear else (t - LAUNCH * n) / w if w else 1.0
     slope = max(slope, 1.0)
     floor = (t - slope * w) / n
     if floor < 0:

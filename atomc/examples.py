@@ -1,7 +1,7 @@
-"""Small arguments for each op, as a language model would pass them: what a kernel can be tried on without a model.
+"""Small example arguments for each op, to run a kernel without a model.
 
 T tokens, D width, M width of the MLP, N query heads, K key/value heads, H head width; of latent attention, L latent width,
-R rotated width, P what is not rotated of a key.
+R rotated width, P width of a key that is not rotated.
 """
 
 from collections.abc import Callable
@@ -23,8 +23,8 @@ EPS = 1e-6
 Arguments = dict[str, Any]
 
 
-class Numbers:
-    """Random numbers of one dtype on one device, the same each time; T rows, caches of one layout."""
+class RandomInputs:
+    """Random tensors of one dtype on one device, from a fixed seed; T rows, caches of one layout."""
 
     def __init__(self, dtype: torch.dtype, device: str, rows: int, layout: str = "paged"):
         self.dtype, self.device, self.T, self.layout = dtype, device, rows, layout
@@ -37,12 +37,12 @@ class Numbers:
         return torch.randint(high, shape, generator=self.generator).to(dtype).to(self.device)
 
     def quantized(self, op: Op, *shape: int, **attributes: Any) -> tuple[Tensor, Tensor]:
-        """Codes and scales that one of the quantizers makes of random numbers."""
+        """Codes and scales of random numbers, by one of the quantizers."""
         codes, scales = op.reference(self(*shape), **attributes)
         return codes, scales
 
     def heads(self, *counts: int) -> tuple[Tensor, ...]:
-        """[T, count, H] each, side by side in memory as one projection leaves them."""
+        """[T, count, H] each, as views of the output of one projection."""
         rows = self(self.T, sum(counts) * H)
         parts = torch.split(rows, [count * H for count in counts], -1)
         return tuple(part.view(self.T, -1, H) for part in parts)
@@ -52,85 +52,85 @@ class Numbers:
         return {"cos": angle.cos().to(self.dtype).to(self.device), "sin": angle.sin().to(self.dtype).to(self.device)}
 
     def slots(self) -> Tensor:
-        """A slot for each row; the last of several is written nowhere."""
+        """A slot for each row; the last of several is -1, which is not written."""
         slots = torch.randperm(CONTEXT, generator=self.generator)[: self.T]
         slots[self.T - 1] = -1 if self.T > 1 else slots[0]
         return slots.to(self.device)
 
     def caches(self) -> Arguments:
-        """Of one sequence; keys and values are random, so that reading and writing them shows."""
+        """Caches of one sequence, with random keys and values."""
         spec = StateSpec.of("kv", "kv", ((K, H), (K, H)), self.dtype, layout=self.layout)
         size = LAYOUTS[self.layout].block_size or CONTEXT
         made = spec.allocate(-(-CONTEXT // size), size, self.device)
         return {name: cache.copy_(self(*cache.shape)) for name, cache in made.items()}
 
 
-def _normed(n: Numbers, residual: bool = False, **more: Any) -> Arguments:
+def _normed(n: RandomInputs, residual: bool = False, **more: Any) -> Arguments:
     found = {"x": n(n.T, D), "weight": n(D), "eps": EPS, **more}
     return found | ({"residual": n(n.T, D)} if residual else {})
 
 
-def _layer_normed(n: Numbers, residual: bool = False) -> Arguments:
+def _layer_normed(n: RandomInputs, residual: bool = False) -> Arguments:
     return _normed(n, residual) | {"bias": n(D)}
 
 
-def _gated(n: Numbers, **more: Any) -> Arguments:
+def _gated(n: RandomInputs, **more: Any) -> Arguments:
     gate, up = n(n.T, 2 * M).chunk(2, -1)
     return {"gate": gate, "up": up, **more}
 
 
-def _quantizing(make: Callable[[Numbers], Arguments], scheme: str, n: Numbers) -> Arguments:
+def _quantizing(make: Callable[[RandomInputs], Arguments], scheme: str, n: RandomInputs) -> Arguments:
     scale = torch.tensor([0.02], device=n.device) if scheme == "fp8_static" else None
     return make(n) | {"scheme": scheme, "scale": scale}
 
 
-def _linear(n: Numbers) -> Arguments:
+def _linear(n: RandomInputs) -> Arguments:
     return {"x": n(n.T, D), "weight": n(M, D) / 16}
 
 
-def _of_codes(op: Op, n: Numbers, **weights: Any) -> Arguments:
+def _of_codes(op: Op, n: RandomInputs, **weights: Any) -> Arguments:
     x, x_scale = n.quantized(op, n.T, D)
     weight, weight_scale = n.quantized(op, M, D, **weights)
     return {"x": x, "weight": weight, "x_scale": x_scale, "weight_scale": weight_scale, "out_dtype": n.dtype}
 
 
-def _blocks(n: Numbers) -> Arguments:
+def _blocks(n: RandomInputs) -> Arguments:
     scales = n(M // 128, D // 128, dtype=torch.float32).abs() / 20
     return _of_codes(ops.quant_fp8_group, n) | {"weight_scale": scales}
 
 
-def _w4a16(n: Numbers) -> Arguments:
+def _w4a16(n: RandomInputs) -> Arguments:
     codes = n.below(2**31 - 1, M, D // 8, dtype=torch.int32)
     return {"x": n(n.T, D), "weight": codes, "weight_scale": n(M, D // 32).abs() / 50, "group": 32}
 
 
-def _mxfp4_a16(n: Numbers) -> Arguments:
+def _mxfp4_a16(n: RandomInputs) -> Arguments:
     weight, scale = n.quantized(ops.quant_mxfp4, M, D)
     return {"x": n(n.T, D), "weight": weight, "weight_scale": scale, "out_dtype": n.dtype}
 
 
-def _qk(n: Numbers) -> Arguments:
+def _qk(n: RandomInputs) -> Arguments:
     q, k, _ = n.heads(N, K, K)
     return {"q": q, "k": k, **n.angles(), "q_weight": n(H), "k_weight": n(H), "eps": EPS}
 
 
-def _attended(n: Numbers) -> Arguments:
+def _attended(n: RandomInputs) -> Arguments:
     return dict(zip("qkv", n.heads(N, K, K), strict=True)) | {"scale": H**-0.5}
 
 
-def _written(n: Numbers) -> Arguments:
+def _written(n: RandomInputs) -> Arguments:
     return dict(zip("kv", n.heads(K, K), strict=True)) | n.caches() | {"slots": n.slots()}
 
 
-def _rope_written(n: Numbers) -> Arguments:
+def _rope_written(n: RandomInputs) -> Arguments:
     return dict(zip("qkv", n.heads(N, K, K), strict=True)) | n.angles() | n.caches() | {"slots": n.slots()}
 
 
-def _norm_rope_written(n: Numbers) -> Arguments:
+def _norm_rope_written(n: RandomInputs) -> Arguments:
     return _rope_written(n) | {"q_weight": n(H), "k_weight": n(H), "eps": EPS}
 
 
-def _paged(n: Numbers) -> Arguments:
+def _paged(n: RandomInputs) -> Arguments:
     """The last T tokens of a sequence of CONTEXT."""
     caches = n.caches()
     blocks = torch.arange(caches["k_cache"].shape[0], dtype=torch.int32, device=n.device)
@@ -139,16 +139,16 @@ def _paged(n: Numbers) -> Arguments:
             "token": n(0), "scale": H**-0.5}  # fmt: skip
 
 
-def _latent(n: Numbers) -> Arguments:
+def _latent(n: RandomInputs) -> Arguments:
     cache = n(-(-CONTEXT // 16), 16, L + R)
     return {"kv_c": n(n.T, L), "k_pe": n(n.T, 1, R), "kv_cache": cache, "slots": n.slots()}
 
 
-def _latent_queries(n: Numbers) -> Arguments:
+def _latent_queries(n: RandomInputs) -> Arguments:
     return _latent(n) | n.angles(R) | {"q_nope": n(n.T, N, L), "q_pe": n(n.T, N, R)}
 
 
-def _by_head(scheme: str, n: Numbers) -> Arguments:
+def _by_head(scheme: str, n: RandomInputs) -> Arguments:
     if scheme == "mxfp4":
         (x, x_scale), (weight, scale) = (n.quantized(ops.quant_mxfp4, *shape) for shape in ((n.T, N, P), (N, L, P)))
     else:
@@ -157,19 +157,19 @@ def _by_head(scheme: str, n: Numbers) -> Arguments:
     return {"x": x, "weight": weight, "x_scale": x_scale, "weight_scale": scale, "out_dtype": n.dtype}
 
 
-def _by_head_and_written(scheme: str, n: Numbers) -> Arguments:
+def _by_head_and_written(scheme: str, n: RandomInputs) -> Arguments:
     weights = _by_head(scheme, n)
     return _latent(n) | n.angles(R) | {
         "q_nope": n(n.T, N, P), "q_pe": n(n.T, N, R), "weight": weights["weight"], "weight_scale": weights["weight_scale"],
         "scheme": scheme}  # fmt: skip
 
 
-def _keys_and_values(n: Numbers) -> Arguments:
-    """P columns of each head's rows are of the key, as many of the value."""
+def _keys_and_values(n: RandomInputs) -> Arguments:
+    """The rows of each head have P columns of the key and P of the value."""
     return _of_codes(ops.quant_fp8_per_token, n) | {"k_pe": n(n.T, M // (2 * P), R), "nope": P, "scheme": "fp8"}
 
 
-EXAMPLES: dict[Op, dict[str, Callable[[Numbers], Arguments]]] = {
+EXAMPLES: dict[Op, dict[str, Callable[[RandomInputs], Arguments]]] = {
     ops.silu_and_mul: {"": _gated},
     ops.gelu_and_mul: {"": _gated, "tanh": partial(_gated, approximate="tanh")},
     ops.rms_norm: {"": _normed, "one_plus": partial(_normed, style="one_plus")},

@@ -1,4 +1,4 @@
-"""Looking at what the compiler does to a model, without running it."""
+"""Explains what the compiler does to a model, without running it."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from atomc import contract
-from atomc.backend import new_report, untreatable
-from atomc.capture.regions import every_layer, trace_once
+from atomc.backend import new_report, skip_reason
+from atomc.capture.regions import region_failure_note, trace_once
 from atomc.driver import compile_graph
 from atomc.errors import OURS
 from atomc.graph.expressions import expression
@@ -20,8 +20,8 @@ from atomc.options import Options
 from atomc.platform import Platform
 from atomc.render.page import publish
 from atomc.report import Report, forget, keep
-from atomc.torch_compat.automatic_dynamic import compiled_alone
-from atomc.torch_compat.tracing import RestartAnalysis, ShortenTraceback, afresh, lifted_floats, passed_on
+from atomc.torch_compat.automatic_dynamic import isolated_dynamo_state
+from atomc.torch_compat.tracing import RestartAnalysis, ShortenTraceback, lifted_floats, raised_unwrapped, with_fresh_code
 
 EXAMPLE_TOKENS = 12
 
@@ -34,13 +34,13 @@ def explain(
     model: Callable[..., Any], *args: Any, options: Mapping[str, Any] | Options | None = None,
     platform: Platform | str | None = None, dynamic: bool | None = None, **kwargs: Any,
 ) -> Report:  # fmt: skip
-    """What the compiler does to model(*args, **kwargs): compiles, does not run, and compiles nothing by Inductor or Triton.
+    """The report for model(*args, **kwargs), which is traced and lowered, but neither built nor run.
 
-    platform  a Platform or the name of one that need not be here ("gfx950"); default: the one the model lies on
+    platform  a Platform or the name of one that need not be here ("gfx950"); default: the machine of the model's device
     dynamic   as in torch.compile
-    Without args, token ids are made up for a language model. The model may lie on the meta device. Of several graphs
-    (graph breaks) the one with the most sites is returned; all are in `atomc.reports()`.
-    Raises TypeError if no inputs are given and none can be made up, OptionsError for wrong options.
+    Without args, a language model gets generated token ids. The model may be on the meta device. Of several graphs
+    (graph breaks) the report with the most sites is returned; all are in `atomc.reports()`.
+    Raises TypeError if no inputs are given and none can be generated, OptionsError for wrong options.
     """
     chosen = Options.of(options)
     if not args and not kwargs:
@@ -49,21 +49,21 @@ def explain(
     made: list[Report] = []
 
     def backend(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        with passed_on():
+        with raised_unwrapped():
             made.append(_inspect(gm, inputs, chosen, where))
-        return lambda *given: outputs_like(gm, given)
+        return lambda *given: empty_outputs(gm, given)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return model(*args, **kwargs)
 
     def dynamo() -> None:
-        with compiled_alone():
-            torch.compile(afresh(call), backend=backend, dynamic=dynamic)(*args, **kwargs)
+        with isolated_dynamo_state():
+            torch.compile(with_fresh_code(call), backend=backend, dynamic=dynamic)(*args, **kwargs)
 
     notes: list[str] = []
 
     def undo(why: Exception) -> None:
-        notes.append(every_layer(why))
+        notes.append(region_failure_note(why))
         while made:
             forget(made.pop())
 
@@ -78,9 +78,9 @@ def explain(
 
 
 def example_inputs(model: Callable[..., Any], asked: str = "explain") -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Token ids for a language model: (args, kwargs). Raises NothingToExplain for a model that takes something else.
+    """Token ids for a language model: (args, kwargs). Raises NothingToExplain for a model with other inputs.
 
-    asked  the function that the user called
+    asked  the name of the public function, for the error
     """
     forward = model.forward if isinstance(model, nn.Module) else model
     names = list(inspect.signature(forward).parameters)
@@ -96,9 +96,9 @@ def example_inputs(model: Callable[..., Any], asked: str = "explain") -> tuple[t
 
 
 def _inspect(gm: GraphModule, inputs: Sequence[Any], options: Options, platform: Platform | None) -> Report:
-    """All stages but the last: kernels are chosen, nothing is compiled."""
+    """Run all stages except building: kernels are selected, but nothing is compiled."""
     report = keep(new_report(gm))
-    reason = untreatable(inputs, options)
+    reason = skip_reason(inputs, options)
     if reason:
         report.why_not = reason
         contract.check(report, options)
@@ -115,7 +115,7 @@ def _inspect(gm: GraphModule, inputs: Sequence[Any], options: Options, platform:
         raise
     except (ShortenTraceback, *OURS):
         raise
-    except Exception as error:  # the report is what was asked for, also of a failure
+    except Exception as error:  # a failure is also reported
         report.why_not = f"{type(error).__name__}: {error}"
         if options.strict:
             raise
@@ -123,8 +123,8 @@ def _inspect(gm: GraphModule, inputs: Sequence[Any], options: Options, platform:
     return report
 
 
-def outputs_like(gm: GraphModule, given: Sequence[Any]) -> list[Any]:
-    """What the graph would return, as far as shapes and dtypes go: for code that continues behind a graph break."""
+def empty_outputs(gm: GraphModule, given: Sequence[Any]) -> list[Any]:
+    """Zeros with the shapes and dtypes of the graph's outputs, for code that continues after a graph break."""
     symbols: dict[sympy.Symbol, int] = {}
     for node, actual in zip(gm.graph.find_nodes(op="placeholder"), given, strict=True):
         fake = node.meta.get("example_value")

@@ -12,12 +12,12 @@ from torch.fx import GraphModule, Node
 from torch.fx.passes.split_module import split_module
 
 from atomc.cache.generated import Function, of_graph, of_inductor, of_pieces
-from atomc.capture.likeness import spelled
+from atomc.capture.structural_hash import structural_key
 from atomc.graph.mutation import mutated
 from atomc.options import Options
 from atomc.platform import Platform
-from atomc.torch_compat.inductor import inductor_code, num_loaded
-from atomc.torch_compat.names import FakeTensorMode
+from atomc.torch_compat.core import FakeTensorMode
+from atomc.torch_compat.inductor import inductor_code, num_cache_hits
 from atomc.torch_compat.tracing import fake_mode_of, tracing_context
 
 # Nothing to gain from compiling a piece of these only.
@@ -44,7 +44,7 @@ def compile_glue(gm: GraphModule, patches: Mapping[str, Any]) -> tuple[Function,
 
     Inductor keeps what it compiles on disk, keyed by graph, options, versions and platform (TORCHINDUCTOR_CACHE_DIR).
     """
-    mode, loaded = fake_mode_of(gm.graph), num_loaded()
+    mode, loaded = fake_mode_of(gm.graph), num_cache_hits()
     kernels = [node for node in gm.graph.nodes if "kernel" in node.meta]
     if not kernels:
         return _by_inductor(gm, _examples(gm), mode, patches), "1 piece" + _known(loaded)
@@ -61,7 +61,7 @@ def compile_glue(gm: GraphModule, patches: Mapping[str, Any]) -> tuple[Function,
             continue
         count += 1
         # A piece that writes may be told from its equals by what its inputs alias.
-        key = name if _writes(piece) else likeness(piece)
+        key = name if _writes(piece) else structural_hash(piece)
         if key not in compiled:
             compiled[key] = _by_inductor(piece, _examples(piece) if key == name else _fresh(piece, mode), mode, patches)
         functions[name] = compiled[key]
@@ -78,17 +78,17 @@ def _by_inductor(
 
 
 def _known(before: int) -> str:
-    count = num_loaded() - before
+    count = num_cache_hits() - before
     return f", {count} from Inductor's cache" if count else ""
 
 
-def likeness(piece: GraphModule) -> Hashable:
+def structural_hash(piece: GraphModule) -> Hashable:
     """Equal for pieces that compute the same of inputs alike, whatever these are called."""
     numbers = {node: i for i, node in enumerate(piece.graph.nodes)}
     return tuple(
         (node.op, node.target if node.op == "call_function" else None,
          id(getattr(piece, str(node.target))) if node.op == "get_attr" else None,
-         spelled((node.args if node.op != "placeholder" else (), node.kwargs, node.meta.get("val")), numbers))
+         structural_key((node.args if node.op != "placeholder" else (), node.kwargs, node.meta.get("val")), numbers))
         for node in piece.graph.nodes)  # fmt: skip
 
 
@@ -97,7 +97,7 @@ def _writes(piece: GraphModule) -> bool:
 
 
 def _fresh(piece: GraphModule, mode: FakeTensorMode | None) -> Sequence[Any]:
-    """Examples that share no storage: those of stamped layers do, and would be taken for one input."""
+    """Example inputs with separate storage: inlined regions share fake tensors, which Inductor would take for one input."""
     with mode or contextlib.nullcontext():
         return [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) if isinstance(x, Tensor) else x
                 for x in _examples(piece)]  # fmt: skip

@@ -13,12 +13,13 @@ from atomc.errors import OptionsError
 from atomc.graph.canonical import GENERIC, call
 from atomc.graph.provenance import describe, layer_of, module_path, source_line
 from atomc.graph_pass import Context, Outcome, Pass, rewriting
-from atomc.listing import listing
+from atomc.graph_printer import graph_text
 from atomc.matching.near_miss import NearMiss
 from atomc.matching.pattern import Index
 from atomc.op import op_of
 from atomc.registered import REGISTERED
-from atomc.report import Miss, Report, Site, Stage
+from atomc.report import Report
+from atomc.report_records import Miss, Site, Stage
 from atomc.rewrite import Case, Fired, Rewrite, apply, misses, sort_topologically
 from atomc.torch_compat.tracing import fake_mode_of, num_guards, sizes_stay_symbolic
 
@@ -155,7 +156,7 @@ class _Run:
         self.consumed: dict[str, Counter[str]] = defaultdict(Counter)
         self.mode = fake_mode_of(gm.graph)
         self.guards = num_guards(self.mode)
-        text = listing(gm) if context.keep_texts else ""
+        text = graph_text(gm) if context.keep_texts else ""
         self.before = "" if report.stages and report.stages[-1].text == text else text
 
     def run(self, p: Pass) -> Outcome:
@@ -299,7 +300,7 @@ def record(
     """Write sites and the changed graph into the report. before: the graph before it, if no stage has it."""
     if not fired:
         return
-    text = listing(gm) if context.keep_texts or context.choose is not None else ""
+    text = graph_text(gm) if context.keep_texts or context.choose is not None else ""
     report.stages.append(Stage(p.name, len(fired), text, before))
     log.debug("pass %s changed %d sites", p.name, len(fired))
     for f in fired:

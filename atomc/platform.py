@@ -1,4 +1,4 @@
-"""What machine this is, probed once; or a machine that is not here, described by its data sheet."""
+"""This machine, probed once, or another machine, described by its data sheet."""
 
 import functools
 import importlib.metadata
@@ -31,20 +31,20 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Platform:
-    """One device and what kernels want to know about it.
+    """One device and its properties that kernels need.
 
-    kind        whose libraries run here
+    kind        the software platform
     arch        "sm90", "gfx950", "x86_64", "aarch64"
-    name        as the vendor calls it
+    name        of the vendor
     device      the torch device type: ROCm calls it "cuda" too
-    here        whether this process can run on it
+    here        whether it is the machine of this process
     memory      bytes
     num_sms     multiprocessors, compute units or, on a CPU, cores
     capability  of CUDA, else None
-    cpu_flags   those of CPU_FLAGS that the CPU has, spelled as Linux does
-    bandwidth   of the memory, bytes a second, and
-    flops       dense bf16 ones a second: as published, None if not
-    asked       the providers that the user named: some run on machines that they are not made for, if they are asked for
+    cpu_flags   those of CPU_FLAGS that the CPU has, with Linux' names
+    bandwidth   of the memory, in bytes per second, and
+    flops       dense bf16 operations per second: as published, None if unknown
+    asked       the providers that the user named: some run on unsupported machines only on request
     """
 
     kind: Literal["cuda", "rocm", "cpu"]
@@ -63,7 +63,7 @@ class Platform:
 
     @staticmethod
     def detect(device_type: str | None = None) -> "Platform":
-        """This machine: its current GPU if it has one, else its CPU; "cpu" and "cuda" insist."""
+        """This machine: its current GPU if it has one, else its CPU; or the given device type."""
         if device_type is None:
             device_type = "cuda" if torch.cuda.is_available() else "cpu"
         if device_type == "cpu":
@@ -71,12 +71,12 @@ class Platform:
         if device_type != "cuda":
             raise ValueError(f"no platform for device type {device_type!r}: expected 'cuda' or 'cpu'")
         if not torch.cuda.is_available():
-            raise ValueError("device type 'cuda' was asked for, but torch sees no GPU here: use 'cpu'")
+            raise ValueError("device type 'cuda' was requested, but torch sees no GPU here: use 'cpu'")
         return _gpu_here(torch.cuda.current_device())
 
     @staticmethod
     def named(name: str) -> "Platform":
-        """A machine that need not be here, by its architecture or nickname."""
+        """A described machine, by its architecture or nickname."""
         if name not in DESCRIBED:
             raise ValueError(f"unknown platform {name!r}; known are {', '.join(DESCRIBED)}")
         return DESCRIBED[name]
@@ -95,7 +95,7 @@ class Platform:
 
     @property
     def supports_bf16(self) -> bool:
-        """Whether it multiplies bf16 in hardware: any CPU can compute with bf16, but slower than with fp32."""
+        """Whether it has bf16 instructions: every CPU can compute with bf16, but without them slower than with fp32."""
         if self.is_cuda:
             return self.capability is not None and self.capability >= (8, 0)
         return self.is_rocm or any(self.has(flag) for flag in ("avx512_bf16", "amx_bf16", "bf16"))
@@ -128,7 +128,7 @@ def _cpu(
     return Platform("cpu", arch, name, "cpu", num_sms=num_cores, cpu_flags=flags, vendor=vendor, bandwidth=bandwidth)
 
 
-# From the vendors' data sheets, the largest usual part of each architecture.
+# From the vendors' data sheets, the largest common model of each architecture.
 DESCRIBED = {
     "gfx942": _amd("gfx942", "AMD Instinct MI300X", 192 * GIB, 304, 5.3e12, 1.3074e15),
     "gfx950": _amd("gfx950", "AMD Instinct MI355X", 288 * GIB, 256, 8.0e12, 2.5e15),
@@ -158,7 +158,7 @@ def _gpu_here(index: int) -> Platform:
         bandwidth=sheet.bandwidth if sheet else None, flops=sheet.flops if sheet else None,
     )  # fmt: skip
     if torch.version.hip:
-        # "gfx942:sramecc+:xnack-": the features behind the colon are compiler settings.
+        # "gfx942:sramecc+:xnack-": the parts after the first colon are compiler settings.
         return replace(here, kind="rocm", arch=found.gcnArchName.split(":")[0], vendor="AMD")
     return replace(here, arch=f"sm{found.major}{found.minor}", capability=(found.major, found.minor), vendor="NVIDIA")
 
@@ -175,7 +175,7 @@ def _cpu_here() -> Platform:
 
 
 def cpu_info(text: str) -> tuple[str, str, frozenset[str]]:
-    """Name, vendor and flags of the first CPU in the text of Linux' /proc/cpuinfo; empty where it does not say."""
+    """Name, vendor and flags of the first CPU in the text of Linux' /proc/cpuinfo; empty for missing fields."""
     fields: dict[str, str] = {}
     for line in text.splitlines():
         key, _, value = line.partition(":")
@@ -186,7 +186,7 @@ def cpu_info(text: str) -> tuple[str, str, frozenset[str]]:
 
 
 def _flags_known_to_torch() -> frozenset[str]:
-    """Where the system does not list them: the coarse level that torch picks its own kernels by."""
+    """The flags implied by torch's CPU capability, for systems without /proc/cpuinfo."""
     return {"AVX2": frozenset({"avx2"}), "AVX512": AVX512}.get(torch.backends.cpu.get_cpu_capability(), frozenset())
 
 
@@ -197,9 +197,9 @@ def _memory_here() -> int:
 
 
 def usable_cores(root: Path = cgroup.ROOT, cpus: Collection[int] | None = None) -> int:
-    """Physical cores that this process may use: of the CPUs that it may run on, and no more than its quota of time.
+    """The number of physical cores that this process may use, by CPU affinity and CPU time quota.
 
-    CPUs that share a core (hyper-threads) count once, a part of a core in a quota not at all.
+    CPUs that share a core (hyper-threads) count once; a quota is rounded down.
     """
     if cpus is None:
         cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
@@ -211,7 +211,7 @@ def usable_cores(root: Path = cgroup.ROOT, cpus: Collection[int] | None = None) 
 
 
 class Provider(NamedTuple):
-    """Whether a library is there. `reason` says why not, in one sentence; a found one has none."""
+    """Whether a library is installed. `reason` says why it cannot be used, None if it can."""
 
     found: bool
     version: str | None = None
@@ -219,9 +219,9 @@ class Provider(NamedTuple):
 
 
 def provider_versions(cxx: str | None = None) -> dict[str, Provider]:
-    """What kernels and compilers can be had here, without importing any of them. Never raises.
+    """The libraries and compilers that are available here, without importing them. Never raises.
 
-    `cxx` is the C++ compiler asked for (the value of CXX).
+    `cxx` is the requested C++ compiler (the value of CXX).
     """
     probes: dict[str, Callable[[], Provider]] = {
         "cuda": lambda: _built_with("CUDA", torch.version.cuda),
@@ -236,7 +236,7 @@ def provider_versions(cxx: str | None = None) -> dict[str, Provider]:
 
 
 def torch_status() -> Literal["tested", "untested"]:
-    """Whether our tests run with the torch that is here."""
+    """Whether the tests of atomc run with the installed version of torch."""
     return "tested" if _series(torch.__version__) in TESTED_TORCH else "untested"
 
 
@@ -270,12 +270,12 @@ def _version(distribution: str) -> str | None:
 
 def _aiter() -> Provider:
     spec = importlib.util.find_spec("aiter")
-    if spec is None or spec.origin is None:  # a folder without __init__.py, say the one with a checkout inside
+    if spec is None or spec.origin is None:  # a folder without __init__.py, such as the parent of a checkout
         return Provider(False, reason="not installed: pip install amd-aiter")
     folders = [Path(folder) for folder in spec.submodule_search_locations or []]
-    # Its files tell: importing it to look would start its compiler, and fails without ROCm.
+    # Check its files: importing it would start its compiler, and fails without ROCm.
     if not any((folder / "ops/enum.py").is_file() for folder in folders):
-        reason = "the `aiter` installed here is not AMD's but another project of that name: pip install amd-aiter"
+        reason = "the installed package `aiter` is another project, not AMD's: pip install amd-aiter"
         return Provider(False, reason=reason)
     return _package("aiter", "amd-aiter")
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from atomc import contract
 from atomc.cache.compiled import Compiled, weight_inputs
-from atomc.cache.known import KnownStart
+from atomc.cache.model_cache import ModelCache
 from atomc.errors import OURS, RunError
 from atomc.ops.inputs import StateInput
 from atomc.ops.state import StateSpec, Step
@@ -26,7 +26,7 @@ from atomc.weight_inputs import WeightInputs
 if TYPE_CHECKING:
     from torch.fx import GraphModule
 
-    from atomc.traced import Traced
+    from atomc.trace_model import TracedModel
 
 
 class Program:
@@ -156,22 +156,22 @@ def compile_model(
     chosen = Options.of(options)
     device = next(model.parameters()).device
     where = platform or Platform.detect("cpu" if device.type == "meta" else device.type)
-    start = KnownStart(model, chosen, where, looked_at=bool(observers) or keep_texts)
-    found = start.found()
+    cache = ModelCache(model, chosen, where, observed=bool(observers) or keep_texts)
+    found = cache.load()
     if found is not None:
         report = keep(found.report)
         compiled, inputs, key = found.compiled, found.inputs, None
     else:
         compiled, sources, inputs, report, entry, key = _traced(model, chosen, where, observers, keep_texts)
-        start.keep(report, entry, sources, inputs)
+        cache.store(report, entry, sources, inputs)
     report.treated = True
     contract.check(report, chosen)
     with torch.no_grad():
         weights = weight_inputs(compiled, report.notes)
         made = _made(weights, inputs, device, report)
-        program = Program(compiled, inputs, made, None if owned else weights.follow, report, device, model)
+        program = Program(compiled, inputs, made, None if owned else weights.refresh, report, device, model)
     program.key, program.copied_bytes = key, weights.copied_bytes(inputs)
-    program.replaced_bytes = sum(inputs[i].nbytes for i in weights.replaced())
+    program.replaced_bytes = sum(inputs[i].nbytes for i in weights.replaced_inputs())
     report.notes += _notes_of(model)
     publish(report, chosen)
     return program
@@ -180,13 +180,13 @@ def compile_model(
 def _traced(
     model: nn.Module, options: Options, platform: Platform, observers: "Sequence[Callable[[str, GraphModule], None]]",
     keep_texts: bool,
-) -> "Traced":  # fmt: skip
+) -> "TracedModel":  # fmt: skip
     from atomc.refusal import refusal
     from atomc.torch_compat.tracing import TracingError
-    from atomc.traced import traced  # and with it Dynamo
+    from atomc.trace_model import trace_model  # and with it Dynamo
 
     try:
-        return traced(model, options, platform, observers, keep_texts)
+        return trace_model(model, options, platform, observers, keep_texts)
     except OURS:
         raise
     except TracingError as error:
@@ -196,9 +196,9 @@ def _traced(
 def _made(weights: WeightInputs, inputs: Sequence[Any], device: torch.device, report: Report) -> list[Any]:
     """Pack the parameters, and prepare what kernels want of them: nothing on meta."""
     if device.type == "meta":
-        return weights.settle(inputs)
-    made = weights.take(inputs)
-    if weights.wanted:
+        return weights.refresh_packed(inputs)
+    made = weights.materialize(inputs)
+    if weights.prepared_inputs:
         report.notes.append(weights.note())
     return made
 

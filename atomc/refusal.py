@@ -6,7 +6,7 @@ from torch import nn
 
 from atomc.pipeline import PassError
 from atomc.torch_compat.exceptions import out_of_memory
-from atomc.torch_compat.untraceable import raised_by_backend, untraceable
+from atomc.torch_compat.trace_failure import raised_by_backend, trace_failure
 
 log = logging.getLogger("atomc")
 
@@ -23,7 +23,7 @@ def refusal(model: nn.Module, error: BaseException) -> BaseException:
     if isinstance(cause, PassError) and isinstance(cause.__cause__, ValueError):
         reason, where, only_here = str(cause.__cause__), "", True
     else:
-        reason, where, only_here = untraceable(cause)
+        reason, where, only_here = trace_failure(cause)
     # True of transformers' classes, whose own attention is back there.
     elsewhere = only_here and inner is not model
     return ValueError(f"{name} cannot be served: {reason}" + f" ({where})" * bool(where)

@@ -1,192 +1,35 @@
-"""What the compiler did to one graph, as data. No tensors in it; `render` makes text of it."""
+"""What the compiler did to one graph, as data without tensors; atomc.render converts it to text and HTML."""
 
 import contextlib
 import json
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Any
 
-MOST_REPORTS = 256
-VERSION = 1  # of the data
+from atomc.render.text import report_text
+from atomc.report_records import (
+    PARTS,
+    CacheOutcome,
+    FusionOpportunity,
+    Glue,
+    GraphBreak,
+    KernelChoice,
+    Miss,
+    OpCost,
+    QuantizedWeightSize,
+    Site,
+    Stage,
+    spans,
+)
 
-
-@dataclass(frozen=True)
-class Site:
-    """One place where a rewrite fired. `source` is "file.py:12" of the user's program."""
-
-    rewrite: str
-    module_path: str
-    layer: int | None
-    source: str
-    attrs: dict[str, Any] = field(default_factory=dict)
-
-
-# What keeps a pattern from matching: in the structure, in the values, in rewriting.
-MissKind = Literal["extra op", "missing op", "missing cast", "other op", "operand order", "arguments", "attribute",
-                   "scalar", "same value", "no reader",
-                   "dtype", "size", "view", "device", "extra user", "mutation", "cycle",
-                   "guard", "taken", "off", "packed"]  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Miss:
-    """One place where a rewrite nearly fired. `depth` is the share of the pattern that is there."""
-
-    rewrite: str
-    variant: str
-    module_path: str
-    layer: int | None
-    source: str
-    depth: float
-    kind: MissKind
-    expected: str
-    found: str
-    nodes: list[str] = field(default_factory=list)
-
-    def text(self) -> str:
-        where = self.module_path or "the graph"
-        line = f" ({self.source})" if self.source else ""
-        return f"{self.rewrite} in {where}{line}, {self.depth:.0%} there: expected {self.expected}; found {self.found}"
-
-
-def another(provider: str) -> str:
-    return f"another {provider} kernel"
-
-
-@dataclass(frozen=True)
-class KernelChoice:
-    """What runs one op for a range of token counts.
-
-    refused   (provider, reason), in order of preference
-    codes     of each of these the code (atomc.op.Refusal); none in a report of an older version
-    """
-
-    op: str
-    module_path: str
-    tokens: str
-    chosen: str
-    refused: list[tuple[str, str]] = field(default_factory=list)
-    node: str = ""
-    codes: list[str] = field(default_factory=list)
-
-    @property
-    def others(self) -> list[tuple[str, str]]:
-        """`refused` as a reader wants it named: a provider whose kernel runs the op has refused with another one."""
-        return [(another(provider) if provider == self.chosen else provider, reason) for provider, reason in self.refused]
-
-    def refused_by(self, *codes: str) -> list[tuple[str, str]]:
-        """Those of `refused` that have one of these codes."""
-        return [pair for pair, code in zip(self.refused, self.codes, strict=False) if code in codes]
-
-
-@dataclass(frozen=True)
-class Stage:
-    """One pass that changed the graph, and the graph after it (atomc.listing).
-
-    text    "" unless the report is of explain or goes to a page, or the stage is the last one
-    before  the graph before it, where that is not the graph after the stage in front
-    """
-
-    name: str
-    changed: int
-    text: str
-    before: str = ""
-
-
-@dataclass(frozen=True)
-class OpCost:
-    """What one kernel's worth of work must move and compute, as formulas of T, R, S and C (see atomc.cost).
-
-    nodes    of the graph before lowering
-    made_of  the nodes of the captured graph that became these
-    apart    bytes if each of the nodes ran alone; "" where that is the same
-    made_by  the last rewrite that had a hand in it, "" for what the program wrote itself
-    """
-
-    op: str
-    module_path: str
-    layer: int | None
-    source: str
-    bytes: str
-    flops: str
-    nodes: list[str] = field(default_factory=list)
-    made_of: list[str] = field(default_factory=list)
-    apart: str = ""
-    made_by: str = ""
-
-
-@dataclass(frozen=True)
-class Saving:
-    """Bytes that need not move if kernels were one: where a rewrite nearly fired, and where neighbours could be fused.
-
-    kind  "near miss", what is the rewrite; "neighbours", what is the ops of the two; "glue", pointwise ops run one by one
-    """
-
-    kind: str
-    what: str
-    module_path: str
-    layer: int | None
-    source: str
-    bytes: str
-
-
-@dataclass(frozen=True)
-class FewBits:
-    """A linear whose weight is in few bits: bytes of it and its scales, and those of the weight in the output's dtype."""
-
-    op: str
-    scheme: str
-    module_path: str
-    layer: int | None
-    node: str
-    bytes: int
-    full_bytes: int
-
-
-@dataclass(frozen=True)
-class GraphBreak:
-    """Where Dynamo ended a graph early, and why."""
-
-    source: str
-    code: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class CacheOutcome:
-    """What the cache did for a graph.
-
-    kind      "off": it was not asked; "": nothing was to run
-    why       why it was no hit
-    not_kept  why what was compiled then was not written
-    """
-
-    kind: Literal["", "hit", "miss", "off"] = ""
-    why: str = ""
-    not_kept: str = ""
-
-    def __str__(self) -> str:
-        text = ": ".join(part for part in (self.kind, self.why) if part)
-        return f"{text}; not kept: {self.not_kept}" if self.not_kept else text
-
-
-@dataclass(frozen=True)
-class Glue:
-    """What compiles the ops between kernels, "inductor" or "eager"; the report has the note among its others."""
-
-    how: str
-    note: str
-
-
-# What the lists of a report hold.
-PARTS: dict[str, Any] = {"sites": Site, "kernels": KernelChoice, "stages": Stage, "near": Miss, "costs": OpCost,
-                         "savings": Saving, "few_bits": FewBits, "glue": Glue}  # fmt: skip
+MAX_REPORTS = 256
+VERSION = 1  # of the JSON format
 
 
 @dataclass
 class Report:
-    """What happened to one graph that Dynamo gave us.
+    """What happened to one graph from Dynamo.
 
     matches  rewrite -> number of sites where it fired, also if a later rewrite consumed the result
     phases   seconds: lift, trace, passes, lower, glue
@@ -201,30 +44,30 @@ class Report:
     stages: list[Stage] = field(default_factory=list)
     phases: dict[str, float] = field(default_factory=dict)
     cuda_graphs: list[dict[str, Any]] = field(default_factory=list)
-    machine: dict[str, Any] = field(default_factory=dict)  # name, arch, and bandwidth and flops if its data sheet says them
-    cached: CacheOutcome = CacheOutcome()
+    machine: dict[str, Any] = field(default_factory=dict)  # name, arch, and bandwidth and flops if known
+    cached: CacheOutcome = field(default_factory=CacheOutcome)
     notes: list[str] = field(default_factory=list)
     glue: list[Glue] = field(default_factory=list)
     state: list[str] = field(default_factory=list)
     graph_break: GraphBreak | None = None
     recompile: str | None = None
     near: list[Miss] = field(default_factory=list)
-    off: list[str] = field(default_factory=list)  # passes left out
+    off: list[str] = field(default_factory=list)  # passes that are disabled
     known: list[str] = field(default_factory=list)  # every rewrite that could have fired
-    absent: dict[str, str] = field(default_factory=dict)  # rewrite -> which telling op is not in the graph
-    taken: dict[str, str] = field(default_factory=dict)  # rewrite -> which one took its ops
-    requires: dict[str, list[str]] = field(default_factory=dict)  # rewrite -> earlier ones whose ops it builds on
+    absent: dict[str, str] = field(default_factory=dict)  # rewrite -> the op it needs that is not in the graph
+    taken: dict[str, str] = field(default_factory=dict)  # rewrite -> the rewrite that consumed its ops
+    requires: dict[str, list[str]] = field(default_factory=dict)  # rewrite -> earlier passes whose ops it matches
     num_ops: dict[str, int] = field(default_factory=dict)  # ops left in the graph before lowering
     costs: list[OpCost] = field(default_factory=list)  # of the graph before lowering, in its order
-    savings: list[Saving] = field(default_factory=list)
-    few_bits: list[FewBits] = field(default_factory=list)
-    about: dict[str, str] = field(default_factory=dict)  # rewrite -> what it does: the docstring of its file
-    audit: dict[str, Any] = field(default_factory=dict)  # of the first call, if one was asked for: see docs/audit.md
-    bugs: list[str] = field(default_factory=list)  # of the matcher: what it refused without a reason, or could not explain
+    savings: list[FusionOpportunity] = field(default_factory=list)
+    few_bits: list[QuantizedWeightSize] = field(default_factory=list)
+    about: dict[str, str] = field(default_factory=dict)  # rewrite -> the docstring of its file
+    audit: dict[str, Any] = field(default_factory=dict)  # of the first call, if requested: see docs/audit.md
+    bugs: list[str] = field(default_factory=list)  # of the matcher: rejections that it could not explain
 
     @property
     def cache(self) -> str:
-        """What the cache did for the graph: "hit", or why not."""
+        """The outcome of the cache: "hit", or the reason for a miss."""
         return str(self.cached)
 
     @property
@@ -237,7 +80,7 @@ class Report:
         return len(self.layers)
 
     def misses(self, rewrite: str) -> list[Miss]:
-        """Where this rewrite nearly fired. Raises ValueError for a rewrite that does not exist."""
+        """The near misses of this rewrite. Raises ValueError for a rewrite that does not exist."""
         self._check(rewrite)
         return [miss for miss in self.near if miss.rewrite == rewrite]
 
@@ -252,7 +95,7 @@ class Report:
         return f"{rewrite}{place}: {self.reason(rewrite, module_path)}"
 
     def reason(self, rewrite: str, module_path: str | None = None) -> str:
-        """What `why` says, without the names of rewrite and module."""
+        """As `why`, without the names of rewrite and module."""
         self._check(rewrite)
         if rewrite in self.off:
             return f"the pass is off (options={{'passes': {{{rewrite!r}: False}}}})"
@@ -271,7 +114,7 @@ class Report:
         return self._absent(rewrite, module_path)
 
     def _absent(self, rewrite: str, module_path: str | None) -> str:
-        """Why a rewrite neither fired nor nearly fired."""
+        """Why a rewrite has neither sites nor near misses."""
         if rewrite in self.taken:
             return self.taken[rewrite]
         if self.graph_break is not None:
@@ -284,7 +127,7 @@ class Report:
         return f"no anchor: {self.absent.get(rewrite, 'nothing like it is in this part of the graph')}"
 
     def built_on(self, rewrite: str) -> list[str]:
-        """The passes that must run before this one, nearest first."""
+        """The passes that this one requires, directly or indirectly, nearest first."""
         found = [rewrite]
         for name in found:
             found += [earlier for earlier in self.requires.get(name, []) if earlier not in found]
@@ -308,7 +151,7 @@ class Report:
             raise ValueError(f"no rewrite {rewrite!r}; rewrites are {sorted(self.known)}")
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain data."""
+        """All fields as plain data."""
         return {"version": VERSION, **asdict(self), "matches": dict(self.matches), "cache": self.cache}
 
     def to_json(self) -> str:
@@ -316,9 +159,9 @@ class Report:
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> "Report":
-        """The report that `to_dict` or its JSON came from. Raises ValueError for what is none."""
+        """The report of `to_dict` data. Raises ValueError for other data or another version."""
         if not isinstance(data, Mapping) or data.get("version") != VERSION:
-            raise ValueError(f"no report of version {VERSION}: expected what `atomc explain --json` writes")
+            raise ValueError(f"not a report of version {VERSION}: expected the output of `atomc explain --json`")
         names = {f.name for f in fields(cls)} & set(data)
         found: dict[str, Any] = {
             name: [PARTS[name](**item) for item in data[name]] if name in PARTS else data[name] for name in names
@@ -328,36 +171,23 @@ class Report:
         found["matches"] = Counter(found.get("matches", {}))
         if found.get("graph_break"):
             found["graph_break"] = GraphBreak(**found["graph_break"])
-        # A report of an older version has the sentence only.
+        # A report of an older version has only the text.
         found["cached"] = CacheOutcome(**data.get("cached", {"why": data.get("cache", "")}))
         return cls(**found)
 
     def to_html(self) -> str:
-        """One page that needs no network: passes, layers, kernels, costs."""
-        from atomc.render.html import page
+        """One HTML page that needs no network: passes, layers, kernels, costs."""
+        from atomc.render.html import page  # imports sympy, which a warm start does not need
 
         return page([self])
 
     def to_text(self) -> str:
-        """A table per question: rewrites by layer, near misses, kernels, phases."""
-        from atomc.render.text import report_text
-
+        """Tables of rewrites by layer, near misses, kernels and phases."""
         return report_text(self)
 
 
 def _below(path: str, prefix: str | None) -> bool:
     return prefix is None or path == prefix or path.startswith(prefix + ".") or f".{prefix}." in f".{path}."
-
-
-def spans(numbers: Iterable[int]) -> str:
-    """0, 1, 2, 5 -> "0-2, 5"."""
-    runs: list[list[int]] = []
-    for number in sorted(set(numbers)):
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ", ".join(f"{a}-{b}" if a != b else str(a) for a, b in runs)
 
 
 class Reports(list[Report]):
@@ -374,21 +204,21 @@ class Reports(list[Report]):
         return [report.recompile for report in self if report.recompile is not None]
 
 
-_reports: deque[Report] = deque(maxlen=MOST_REPORTS)
+_reports: deque[Report] = deque(maxlen=MAX_REPORTS)
 
 
 def reports() -> Reports:
-    """What happened to each graph of this process, newest last, at most 256."""
+    """The reports of this process, newest last, at most 256."""
     return Reports(_reports)
 
 
 def keep(report: Report) -> Report:
-    """Add a report to those that `reports()` lists."""
+    """Add a report to `reports()`."""
     _reports.append(report)
     return report
 
 
 def forget(report: Report) -> None:
-    """Take back a report of a compile that starts again."""
+    """Remove the report of a compile that is started again."""
     with contextlib.suppress(ValueError):
         _reports.remove(report)

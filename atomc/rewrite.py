@@ -20,7 +20,7 @@ from atomc.matching.captures import OneOf
 from atomc.matching.near_miss import NearMiss, near_misses
 from atomc.matching.pattern import Difference, Index, Pattern, Site
 from atomc.matching.search import matches
-from atomc.torch_compat.names import outside_of_tracing
+from atomc.torch_compat.core import outside_of_tracing
 from atomc.torch_compat.tracing import fake_mode_of
 
 # The rewrite's name, the first output of a site -> how the user left it out there, or None.

@@ -16,7 +16,7 @@ from atomc.op import ALL_TOKENS, REGISTRY, Kernel, Op, PreferInductor, Refusal, 
 from atomc.op_traits import Kind
 from atomc.options import Options
 from atomc.platform import Platform
-from atomc.report import KernelChoice
+from atomc.report_records import KernelChoice
 
 INLINE = "inline"
 # Of the machine's memory, for copies of weights that kernels want in a layout of their own.

@@ -1,4 +1,4 @@
-"""One graph, compiled once per tuple of the Python floats that Dynamo made inputs of without guarding their values."""
+"""Compiles a graph once per tuple of the Python floats that Dynamo lifted to inputs without guarding their values."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -10,21 +10,21 @@ from torch.fx import GraphModule
 from atomc import contract
 from atomc.cache.compiled import weight_inputs, with_weights
 from atomc.capture.floats import inline_floats
-from atomc.capture.stamp import regions_of
+from atomc.capture.inline_regions import regions_of
 from atomc.cudagraphs import Graphed
 from atomc.driver import build
 from atomc.graph_pass import Context
 from atomc.options import Options
 from atomc.platform import Platform
 from atomc.report import Report
-from atomc.torch_compat.tracing import fake_mode_of, lifted_floats, num_guards, own_copy, tracing_context
+from atomc.torch_compat.tracing import editable_copy, fake_mode_of, lifted_floats, num_guards, tracing_context
 
-# A float that takes more values than this is handed to Inductor as an input.
-MOST_FLOAT_VALUES = 8
+# Beyond this many tuples of values, the graph runs uncompiled.
+MAX_FLOAT_VALUES = 8
 
 
 class Specialized:
-    """Compiles one graph, once per tuple of the Python floats that Dynamo made inputs of without guarding them."""
+    """One graph, compiled once per tuple of the Python floats that Dynamo lifted to inputs without guarding them."""
 
     def __init__(
         self, gm: GraphModule, example_inputs: Sequence[Any], options: Options, platform: Platform | None,
@@ -43,7 +43,7 @@ class Specialized:
         self.compiled[values] = self.compile(values, self.inputs)
         if not self.floats:
             return self.compiled[values]
-        self.inputs = []  # they are the caller's to free
+        self.inputs = []  # do not keep the caller's tensors alive
         return self
 
     def values(self, args: Sequence[Any]) -> tuple[float, ...]:
@@ -62,15 +62,16 @@ class Specialized:
         return self.compiled[values](*args)
 
     def recompile(self, values: tuple[float, ...], args: Sequence[Any]) -> Callable[..., Any]:
-        """Compile for further values, outside of Dynamo: sizes may not be guarded any more, so a guard undoes it."""
-        if len(self.compiled) >= MOST_FLOAT_VALUES:
-            self.report.notes.append(f"a Python float took more than {MOST_FLOAT_VALUES} values: those run uncompiled")
+        """Compile for further values, outside of Dynamo: a result that needs new guards is discarded."""
+        if len(self.compiled) >= MAX_FLOAT_VALUES:
+            note = f"a Python float took more than {MAX_FLOAT_VALUES} values: further ones run uncompiled"
+            self.report.notes.append(note)
             return runnable(self.gm).forward
         guards = num_guards(self.mode)
         try:
             with tracing_context(self.mode):
                 made = self.compile(values, args)
-        except Exception as error:  # the graph itself always runs
+        except Exception as error:  # the uncompiled graph always runs
             if self.options.strict:
                 raise
             self.report.notes.append(f"floats {values} run uncompiled: {error}")
@@ -91,7 +92,7 @@ def compile_for(
     gm: GraphModule, example_inputs: Sequence[Any], options: Options, platform: Platform, report: Report,
     floats: dict[int, float],
 ) -> Callable[..., Any]:  # fmt: skip
-    """One graph with given floats, compiled or from the cache; takes and returns what `gm` does."""
+    """One graph with given floats, compiled or from the cache, with the signature of `gm`."""
     context = Context(options, platform, inputs=example_inputs, keep_texts=options.report is not None)
     built = build(gm, example_inputs, context, report, floats)
     weights = weight_inputs(built.compiled, report.notes)
@@ -99,20 +100,20 @@ def compile_for(
     report.treated = True
     contract.check(report, options)
     if wants_cuda_graphs(options) and not platform.is_cpu:
-        return Graphed(made, built.written, report.notes, report.cuda_graphs, settle=weights.settle)
+        return Graphed(made, built.written, report.notes, report.cuda_graphs, settle=weights.refresh_packed)
     return made
 
 
 def wants_cuda_graphs(options: Options) -> bool:
-    """The modes of torch.compile that ask for CUDA graphs."""
+    """Whether the mode of torch.compile requests CUDA graphs."""
     return options.mode in ("reduce-overhead", "max-autotune")
 
 
 def runnable(gm: GraphModule) -> GraphModule:
-    """Dynamo's graph, without regions if `dynamic=True` hands them Python floats, which they refuse."""
+    """Dynamo's graph, with regions inlined if `dynamic=True` passes them Python floats, which Inductor rejects."""
     operands = [x for calls in regions_of(gm).values() for call in calls for x in call.args[2:]]
     if not operands or not (lifted_floats(gm.graph) or any(isinstance(x, float) for x in operands)):
         return gm
-    copy = own_copy(gm)
+    copy = editable_copy(gm)
     inline_floats(copy)
     return copy

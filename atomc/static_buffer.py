@@ -1,23 +1,23 @@
-"""Memory of a CUDA graph's own for an input that moves, laid out as the input: compiled code asserts strides."""
+"""Static memory for an input of a CUDA graph, with the strides of the input, which compiled code asserts."""
 
 import torch
 from torch import Tensor
 
-# Beyond this much memory, one byte in MOST_SPREAD must hold an element of the input.
+# Above SMALL_BYTES, the memory may be at most MAX_SPREAD times the size of the input's elements.
 SMALL_BYTES = 2**26
-MOST_SPREAD = 4
+MAX_SPREAD = 4
 
 
 class StaticBuffer:
-    """`tensor` has the shape, strides, dtype and device of an input, and `fill` gives it the values of another one.
+    """`tensor` has the shape, strides, dtype and device of an input; `fill` copies the values of another input.
 
-    Elements of the input that share memory (an expanded dimension, overlapping windows) share it here, too, and are
+    Elements of the input that share memory (an expanded dimension, overlapping windows) also share it here, and are
     copied once.
     """
 
     def __init__(self, like: Tensor):
         span = _span(like)
-        if span * like.element_size() > max(SMALL_BYTES, MOST_SPREAD * like.nbytes):
+        if span * like.element_size() > max(SMALL_BYTES, MAX_SPREAD * like.nbytes):
             raise RuntimeError(f"an input of shape {list(like.shape)} and strides {list(like.stride())} is spread over "
                                f"{span * like.element_size()} bytes of memory: pass it contiguous")  # fmt: skip
         memory = torch.empty(span, dtype=like.dtype, device=like.device)
@@ -31,7 +31,7 @@ class StaticBuffer:
         self._to.copy_(self._distinct(values))
 
     def _distinct(self, x: Tensor) -> Tensor:
-        """A view that has each element in memory once; also the gaps, where windows overlap."""
+        """A view that contains each element in memory once; including gaps if windows overlap."""
         if self._flat:
             return x.as_strided((_span(x),), (1,), x.storage_offset())
         for dim, (size, stride) in enumerate(zip(x.shape, x.stride(), strict=True)):
@@ -41,14 +41,14 @@ class StaticBuffer:
 
 
 def _span(x: Tensor) -> int:
-    """From the first element to behind the last one in memory, in elements."""
+    """The distance from the first element in memory to the end of the last one, in elements."""
     if x.numel() == 0:
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
 
 
 def _overlaps(x: Tensor) -> bool:
-    """Whether elements may share memory otherwise than along a dimension of stride 0."""
+    """Whether elements may share memory other than along a dimension of stride 0."""
     taken = 1
     for stride, size in sorted((stride, size) for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1):
         if stride and stride < taken:

@@ -1,7 +1,7 @@
-"""What a compiled graph reads of weights beside its own inputs: packed ones, then what kernels prepared from them.
+"""Additional weight inputs of a compiled graph: packed weights, then the weights that kernels prepared from them.
 
-`take` finds or makes them. Under torch.compile the weights are the user's, who may write or move them between two calls:
-`follow` looks for that before each call. The runtime takes them once.
+`materialize` finds or creates them. Under torch.compile the user owns the weights and may write or move them between two
+calls: `refresh` checks for that before each call. The runtime calls `materialize` once.
 """
 
 from collections.abc import Container, Mapping, Sequence
@@ -10,16 +10,19 @@ from typing import Any, NamedTuple
 import torch
 
 from atomc import weights
-from atomc.copies import Prepare, prepared
-from atomc.packs import packed
-from atomc.torch_compat.names import WeakTensor
+from atomc.packed_weights import pack
+from atomc.prepared_weights import Prepare, prepared_weight
+from atomc.torch_compat.core import WeakTensor
 from atomc.weight_snapshot import Snapshot
 from atomc.weights import PreparedWeight
 
 
-class Wanted(NamedTuple):
-    """A prepared weight that a graph reads, by numbers of its inputs: the tensors that it is made of, None where there is
-    none, and the parameters that these are or are packed of."""
+class PreparedInput(NamedTuple):
+    """A prepared weight that a graph reads.
+
+    weights  the input numbers of the tensors that `prepare` takes; None for an absent one
+    parts    the input numbers of the parameters that these are, or are packed from
+    """
 
     weights: tuple[int | None, ...]
     parts: tuple[int, ...]
@@ -27,50 +30,51 @@ class Wanted(NamedTuple):
 
 
 class WeightInputs:
-    """The packed and prepared weights that a callable reads, found among its arguments.
+    """The packed and prepared weights that a callable reads, computed from its arguments.
 
-    groups  number of a packed weight -> numbers of the arguments that make it, in order
-    wanted  the prepared weights; they may be made of packed ones, whose numbers follow those of the arguments
-    read    the numbers of the arguments and packed weights that the callable reads themselves
-    notes   gets a line if a pack can no longer be made, and when weights changed
+    groups  number of a packed weight -> numbers of the arguments that it consists of, in order
+    prepared_inputs  may read packed weights, whose numbers follow those of the arguments
+    read    the numbers of the arguments and packed weights that the callable reads directly
+    notes   receives a line if parameters can no longer be packed, and when weights change
     """
 
     def __init__(
-        self, groups: Mapping[int, Sequence[int]], wanted: Sequence[Wanted], read: Container[int], notes: list[str]
-    ):
-        self.groups, self.wanted, self.read, self.notes = groups, list(wanted), read, notes
+        self, groups: Mapping[int, Sequence[int]], prepared_inputs: Sequence[PreparedInput], read: Container[int],
+        notes: list[str],
+    ):  # fmt: skip
+        self.groups, self.prepared_inputs, self.read, self.notes = groups, list(prepared_inputs), read, notes
         self._packed_parts = [i for group in self.groups.values() for i in group]
-        self._prepared_parts = [i for one in self.wanted for i in one.parts]
-        # Where the parts of packs lay, and the packs; None if a group has none.
-        self._packs: tuple[list[int], list[WeakTensor]] | None = None
+        self._prepared_parts = [i for one in self.prepared_inputs for i in one.parts]
+        # Addresses of the parts, and the packed weights; None if a group could not be packed.
+        self._packed: tuple[list[int], list[WeakTensor]] | None = None
         self._snapshot: Snapshot | None = None
         self._prepared: list[PreparedWeight] = []
 
-    def follow(self, args: Sequence[Any]) -> list[Any]:
-        """As `take`. As long as no weight has changed, this only compares addresses, counts of writes and samples."""
-        packs = self.settle(args)
-        if not self.wanted:
-            return packs
+    def refresh(self, args: Sequence[Any]) -> list[Any]:
+        """As `materialize`. While no weight changes, this only compares addresses, counts of writes and samples."""
+        packed = self.refresh_packed(args)
+        if not self.prepared_inputs:
+            return packed
         parameters = [args[i] for i in self._prepared_parts]
-        if self._snapshot is None or not self._snapshot.holds(parameters):
+        if self._snapshot is None or not self._snapshot.unchanged(parameters):
             with weights.lock:
-                snapshot = Snapshot(parameters)  # of before: what is written from now on is seen at the next call
-                self._prepare([*args, *packs])
+                snapshot = Snapshot(parameters)  # taken first: the next call detects writes from here on
+                self._prepare([*args, *packed])
                 self._snapshot = snapshot
-        return [*packs, *(one.tensors for one in self._prepared)]
+        return [*packed, *(one.tensors for one in self._prepared)]
 
-    def take(self, args: Sequence[Any]) -> list[Any]:
-        """One tensor for each packed weight, a tuple of them for each prepared one: found, or made of these arguments.
+    def materialize(self, args: Sequence[Any]) -> list[Any]:
+        """One tensor per packed weight and a tuple of tensors per prepared weight, found or computed from these arguments.
 
-        Parameters move into packs that are new.
+        Parameters move into newly packed weights.
         """
-        packs = self._pack(args)
-        self._prepare([*args, *packs])
-        return [*packs, *(one.tensors for one in self._prepared)]
+        packed = self._pack(args)
+        self._prepare([*args, *packed])
+        return [*packed, *(one.tensors for one in self._prepared)]
 
-    def settle(self, args: Sequence[Any]) -> list[Any]:
-        """The packed weights. Parameters that have left a pack may move into a new one."""
-        known = self._packs
+    def refresh_packed(self, args: Sequence[Any]) -> list[Any]:
+        """The packed weights. Parameters that were moved by the user are packed again."""
+        known = self._packed
         if known is not None and [args[i].data_ptr() for i in self._packed_parts] == known[0]:
             wholes = [whole for weak in known[1] if (whole := weak()) is not None]
             if len(wholes) == len(known[1]):
@@ -78,48 +82,49 @@ class WeightInputs:
         return self._pack(args)
 
     def _pack(self, args: Sequence[Any]) -> list[Any]:
-        found, addresses, joined = [], [], False
-        with weights.lock:  # nobody packs the same parameters anew while we write down where they lie
+        found, addresses, concatenated = [], [], False
+        with weights.lock:  # no other thread packs these parameters while their addresses are recorded
             for group in self.groups.values():
                 parts = [args[i] for i in group]
-                whole = packed(parts)
+                whole = pack(parts)
                 if isinstance(whole, str):
-                    joined = True
-                    self._say(f"weights are joined anew in each call, which is slow: {whole}")
+                    concatenated = True
+                    self._note(f"weights are concatenated in each call, which is slow: {whole}")
                     whole = torch.cat(parts)
                 found.append(whole)
                 addresses += [part.data_ptr() for part in parts]
-        self._packs = None if joined else (addresses, [WeakTensor(whole) for whole in found])
+        self._packed = None if concatenated else (addresses, [WeakTensor(whole) for whole in found])
         return found
 
     def _prepare(self, inputs: Sequence[Any]) -> None:
         found = []
-        for given, parts, prepare in self.wanted:
+        for given, parts, prepare in self.prepared_inputs:
             tensors = [None if i is None else inputs[i] for i in given]
-            entry, renewed = prepared([inputs[i] for i in parts], tensors, prepare)
+            entry, renewed = prepared_weight([inputs[i] for i in parts], tensors, prepare)
             found.append(entry)
             if renewed:
-                self._say("weights changed after compiling, and what kernels had made of them was made anew")
+                self._note("weights changed after compiling, so kernels prepared them again")
         self._prepared = found
 
-    def replaced(self) -> list[int]:
-        """The arguments for which the callable reads prepared weights only: an owner may free their memory."""
-        made = list(zip(self.wanted, self._prepared, strict=False))  # on meta nothing is
+    def replaced_inputs(self) -> list[int]:
+        """The arguments of which the callable reads only prepared weights: their owner may free their memory."""
+        made = list(zip(self.prepared_inputs, self._prepared, strict=False))  # on meta nothing is prepared
         replaced = [i for one, entry in made if entry.replaces for i in one.parts]
         kept = {i for one, entry in made if not entry.replaces for i in one.parts}
         kept |= {i for number, group in self.groups.items() if number in self.read for i in group}
         return [i for i in dict.fromkeys(replaced) if i not in self.read and i not in kept]
 
     def copied_bytes(self, args: Sequence[Any]) -> int:
-        """Of the weights that kernels prepare, whether or not that was done."""
-        return sum(args[i].nbytes for _, parts in {(one.prepare, one.parts) for one in self.wanted} for i in parts)
+        """Bytes of the weights that kernels prepare, prepared already or not."""
+        distinct = {(one.prepare, one.parts) for one in self.prepared_inputs}
+        return sum(args[i].nbytes for _, parts in distinct for i in parts)
 
     def note(self) -> str:
-        """For the report: how many prepared tensors there are, and how large."""
+        """For the report: the number and size of the prepared tensors."""
         distinct = {id(x): x for one in self._prepared for x in one.tensors}
         size = sum(x.nbytes for x in distinct.values()) / 2**20
-        return f"{len(distinct)} copies of weights for kernels take {size:.1f} MiB beside the originals"
+        return f"{len(distinct)} prepared weights take {size:.1f} MiB in addition to the originals"
 
-    def _say(self, note: str) -> None:
+    def _note(self, note: str) -> None:
         if note not in self.notes:
             self.notes.append(note)

@@ -1,8 +1,8 @@
-"""What parameters were like when something was made of them, to notice in a user's program that they have changed.
+"""Detects that parameters changed since weights were prepared from them.
 
-A parameter has changed if it lies elsewhere (`.data =`, `.to()`), if torch counts a write (`copy_`, load_state_dict, an
-optimizer), or if one of a few numbers all over it differs: of a write through `.data` torch counts nothing, and that is how
-adapters are merged.
+A parameter changed if its address differs (`.data =`, `.to()`), if torch counted a write (`copy_`, load_state_dict, an
+optimizer), or if one of a few sampled elements differs: torch does not count a write through `.data`, which is how adapters
+are merged.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ NOTHING: Bits = np.zeros(0, np.uint8)
 
 
 class Snapshot:
-    """Where parameters lie, how often torch saw them written, and a few of their numbers."""
+    """Addresses, write counts and sampled elements of parameters."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]):
         self.state = list(map(_state, parameters))
@@ -30,9 +30,9 @@ class Snapshot:
         self.samples = [bits for parameter in distinct if (bits := _samples(parameter)) is not None]
         self.values = np.concatenate([NOTHING, *self.samples])
 
-    def holds(self, parameters: Sequence[nn.Parameter]) -> bool:
+    def unchanged(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Whether these are the same parameters, unchanged."""
-        # The samples are read where the parameters lay: only if none has moved.
+        # The samples are views of the old addresses: read them only if no parameter has moved.
         return self.state == list(map(_state, parameters)) and bool(
             np.array_equal(np.concatenate([NOTHING, *self.samples]), self.values))  # fmt: skip
 
@@ -42,13 +42,13 @@ def _state(parameter: nn.Parameter) -> State:
 
 
 def _samples(parameter: nn.Parameter) -> Bits | None:
-    """Numbers of each part and many columns of a parameter, on the CPU: on a GPU looking would wait for the device.
+    """A view of evenly spaced elements in many columns; None on a GPU, where reading them would synchronize.
 
-    They are read where they lie and own nothing: look only at those of a parameter that has not moved.
+    The view does not own the memory: read it only while the parameter has not moved.
     """
     if parameter.device.type != "cpu" or not parameter.is_contiguous() or not parameter.numel():
         return None
     step = max(1, parameter.numel() // SAMPLES)
-    step -= step > 2 and step % 2 == 0  # an odd one meets more columns
+    step -= step > 2 and step % 2 == 0  # an odd step visits more columns
     memory = memoryview((ctypes.c_char * parameter.nbytes).from_address(parameter.data_ptr())).cast("B")
     return np.frombuffer(memory, f"u{min(parameter.itemsize, 8)}")[::step]

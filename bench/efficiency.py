@@ -25,22 +25,24 @@ import torch
 from decode import MODELS
 
 from atomc.efficiency import Table, Timing, fit, name_in_table, predict, shipped, work
-from atomc.planning.plan import Load, Lowered, Model, built, compiled
+from atomc.planning.plan import Model, TimedProgram, build_model, compile_for
+from atomc.planning.plan_report import Workload
 from atomc.platform import Platform
 
 # In this order: decode, prompts, decode after long contexts (of which only attention is new), long prompts.
-LOADS = [Load(1, 1, 1024), Load(8, 8, 1024), Load(64, 64, 1024), Load(1024, 1, 1024), Load(1, 1, 8192), Load(8, 8, 8192),
-         Load(64, 64, 8192), Load(256, 1, 256), Load(8192, 8, 1024)]  # fmt: skip
-QUICK = [Load(1, 1, 128), Load(8, 8, 128)]
+LOADS = [Workload(1, 1, 1024), Workload(8, 8, 1024), Workload(64, 64, 1024), Workload(1024, 1, 1024),
+         Workload(1, 1, 8192), Workload(8, 8, 8192), Workload(64, 64, 8192), Workload(256, 1, 256),
+         Workload(8192, 8, 1024)]  # fmt: skip
+QUICK = [Workload(1, 1, 128), Workload(8, 8, 128)]
 
 
 def model_of(name: str, scheme: str | None, layers: int | None) -> Model:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps({**MODELS[name], "dtype": "bfloat16"}))
-        return built(Path(folder), quantization=scheme, layers=layers, platform=Platform.detect())
+        return build_model(Path(folder), quantization=scheme, layers=layers, platform=Platform.detect())
 
 
-def timings(lowered: Lowered, load: Load, known: set[tuple[Any, ...]]) -> Iterator[Timing]:
+def timings(lowered: TimedProgram, load: Workload, known: set[tuple[Any, ...]]) -> Iterator[Timing]:
     """Of the kernels of a step that are not known for this number of tokens yet."""
     for p in predict(lowered.program.report, lowered.platform, load.sizes):
         key = p.op, p.kernel, load.tokens, p.bytes, p.flops
@@ -58,7 +60,7 @@ def measured(args: argparse.Namespace) -> tuple[list[Timing], list[str], Platfor
     runs = []
     for scheme in args.schemes:
         for name in args.models:
-            lowered = Lowered(model_of(name, scheme if scheme != "bf16" else None, layers=1), {"glue": "eager"})
+            lowered = TimedProgram(model_of(name, scheme if scheme != "bf16" else None, layers=1), {"glue": "eager"})
             runs.append((f"{name} {scheme}", lowered, set[tuple[Any, ...]]()))
             print(f"{name} {scheme}: compiled after {time.perf_counter() - start:.1f} s", file=sys.stderr)
     for load in QUICK if args.quick else LOADS:
@@ -82,11 +84,11 @@ def compare(table: Table, platform: Platform, file: str) -> None:
     """Print steps as bench/decode.py measured them beside what the table predicts."""
     steps = [step for step in map(json.loads, Path(file).read_text().splitlines()) if step["what"] == "atomc"]
     for name, scheme in dict.fromkeys((step["model"], step.get("quantization")) for step in steps):
-        program = compiled(model_of(name, scheme, None), platform, {"glue": "eager"})
+        program = compile_for(model_of(name, scheme, None), platform, {"glue": "eager"})
         for step in steps:
             if (step["model"], step.get("quantization")) == (name, scheme):
                 batch, context, tpot = step["batch"], step["context"], step["tpot_ms"]
-                found = predict(program.report, platform, Load(batch, batch, context).sizes, table)
+                found = predict(program.report, platform, Workload(batch, batch, context).sizes, table)
                 ms = 1e3 * sum(p.seconds or 0.0 for p in found)
                 print(f"{name} {scheme or 'bf16'} decode {batch} x {context}: {tpot:.3f} ms, predicted {ms:.3f}, "
                       f"{ms / tpot - 1:+.0%}")  # fmt: skip

@@ -1,4 +1,4 @@
-"""Language models in plain PyTorch, one file per model_type; other architectures run as their transformers class.
+"""Language models in plain PyTorch, one file per model_type; other architectures use their transformers class.
 
 Every model is called as `model(input_ids [T], positions [T], logits_rows=None) -> logits [T or R, V]`.
 """
@@ -26,7 +26,7 @@ REGISTRY = {
 
 
 def architectures_of(config: dict[str, Any]) -> list[str]:
-    """config.json's `architectures`; raises ValueError if there are none."""
+    """The `architectures` of config.json. Raises ValueError if there are none."""
     architectures = config.get("architectures")
     names: list[str] = architectures if isinstance(architectures, list) else []
     if not names or not all(isinstance(name, str) and name.isidentifier() and len(name) < 100 for name in names):
@@ -36,7 +36,7 @@ def architectures_of(config: dict[str, Any]) -> list[str]:
 
 
 def model_class(architectures: Sequence[str]) -> type[nn.Module] | None:
-    """Our class for the first architecture that has a file here; None if none has (stock.hf_class then finds one)."""
+    """Our class for the first supported architecture; None if there is none (then see stock.hf_class)."""
     for name in architectures:
         if name in REGISTRY:
             module, _, attribute = REGISTRY[name].partition(":")
@@ -48,9 +48,9 @@ def model_class(architectures: Sequence[str]) -> type[nn.Module] | None:
 def build(
     config: dict[str, Any], dtype: torch.dtype | None = None, device: torch.device | str | None = None
 ) -> nn.Module:
-    """The model of a config.json, with PyTorch's random weights, in fp32 unless a dtype is given.
+    """The model of a config.json with random weights, in fp32 unless a dtype is given.
 
-    On device "meta" it takes no memory. Raises ValueError for an unknown architecture or an unsupported config value.
+    On device "meta" it needs no memory. Raises ValueError for an unknown architecture or an unsupported config value.
     """
     architectures = architectures_of(config)
     cls = model_class(architectures)
@@ -63,7 +63,7 @@ def build(
 
 
 class _Unfilled(TorchFunctionMode):
-    """Modules leave their weights as they are: to fill those on meta does nothing, but imports torch's compiler."""
+    """Skips the initialization of weights, which has no effect on meta, but imports torch's compiler."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

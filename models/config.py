@@ -1,11 +1,11 @@
-"""Reading config.json: a field that is missing, of the wrong type or not supported is one sentence.
+"""Reads fields of config.json. Raises ValueError for a missing, mistyped or unsupported field.
 
-`hf` is config.json as a dict. Each function takes and returns its values as Hugging Face writes them.
+`hf` is config.json as a dict, with names and values of Hugging Face.
 """
 
 from typing import Any
 
-LARGEST = 3.4e38  # of fp32, in which norms and rotary positions are computed
+LARGEST = 3.4e38  # the largest fp32 number: norms and rotary positions are computed in fp32
 
 
 def model_type(hf: dict[str, Any]) -> str:
@@ -34,7 +34,7 @@ def number(hf: dict[str, Any], name: str, default: float) -> float:
 
 
 def flag(hf: dict[str, Any], name: str) -> bool:
-    """true or false; null counts as missing, which is false."""
+    """true or false; a missing field or null is false."""
     value = hf.get(name)
     if not isinstance(value, bool | None):
         raise ValueError(f"{model_type(hf)}: {name} {value!r:.40} is neither true nor false")
@@ -42,7 +42,7 @@ def flag(hf: dict[str, Any], name: str) -> bool:
 
 
 def only(hf: dict[str, Any], name: str, *supported: object) -> None:
-    """Raises ValueError if the config sets `name` to anything but the supported values."""
+    """Raise ValueError if the field has a value that is not supported; a missing field or null is allowed."""
     value = hf.get(name)
     if value is not None and value not in supported:
         raise ValueError(f"{model_type(hf)}: {name} {value!r:.60} is not supported, only "
@@ -50,7 +50,7 @@ def only(hf: dict[str, Any], name: str, *supported: object) -> None:
 
 
 def head_counts(hf: dict[str, Any]) -> tuple[int, int]:
-    """(num_attention_heads, num_key_value_heads); as many of each if config.json does not say."""
+    """(num_attention_heads, num_key_value_heads); the second defaults to the first."""
     heads = integer(hf, "num_attention_heads")
     kv_heads = integer(hf, "num_key_value_heads", heads)
     if heads % kv_heads:
@@ -60,7 +60,7 @@ def head_counts(hf: dict[str, Any]) -> tuple[int, int]:
 
 
 def head_width(hf: dict[str, Any], default: int | None = None) -> int:
-    """head_dim, else the default, else hidden_size / num_attention_heads; even, since rotary positions pair columns."""
+    """head_dim, else the default, else hidden_size / num_attention_heads. Must be even: rotary positions pair columns."""
     width, heads = integer(hf, "hidden_size"), integer(hf, "num_attention_heads")
     if hf.get("head_dim") is None and default is None and width % heads:
         raise ValueError(f"{model_type(hf)}: hidden_size {width} is not a multiple of num_attention_heads {heads}, "

@@ -1,4 +1,4 @@
-"""What the models share exactly: the norm and the gated MLP, written out as in Hugging Face."""
+"""Layers that all models share: the norm and the gated MLP, written out as in Hugging Face."""
 
 import torch
 import torch.nn.functional as F

@@ -14,8 +14,8 @@ from atomc.models.config import flag, head_counts, head_width, integer, number, 
 from atomc.models.layers import MLP, RMSNorm
 from atomc.models.rotary import Rotary, apply_rope, rope_parameters
 
-# How a parameter is cut over devices. column: by output features; row: by input features, the outputs are summed;
-# vocab: by vocabulary entry, embeddings are summed and logits gathered. What is not named is on every device.
+# How a parameter is sharded over devices. column: by output features; row: by input features, outputs are summed;
+# vocab: by vocabulary entry, embeddings are summed and logits gathered. Other parameters are on every device.
 SHARD = {
     "embed_tokens": "vocab",
     "q_proj": "column",
@@ -48,11 +48,11 @@ class Config:
 
     @classmethod
     def from_hf(cls, hf: dict[str, Any]) -> "Config":
-        """Raises ValueError for a missing field and for a value this file does not compute."""
+        """Raises ValueError for a missing field or an unsupported value."""
         only(hf, "hidden_act", "silu")
         heads, kv_heads = head_counts(hf)
         window = None
-        # In Mistral's config null means no window, and no such field means 4096.
+        # In Mistral's config null means no window, and a missing field means 4096.
         if hf.get("model_type") == "mistral" and hf.get("sliding_window", 4096) is not None:
             window = integer(hf, "sliding_window", 4096)
         return cls(

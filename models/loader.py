@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from atomc.json_file import read_json
 from atomc.models import REGISTRY, architectures_of, build, model_class, stock
-from atomc.models.cache_scales import give, keep_codes
+from atomc.models.cache_scales import mark_fp8_state, set_cache_scale
 from atomc.models.limits import Stored, check_layers, check_memory, check_sizes, check_stored
 from atomc.models.load_plan import FLOATS, Fill, LoadPlan, Quantize, parameter_names, plan_load, some
 from atomc.models.shard_paths import INDEX, shard_path
@@ -95,7 +95,7 @@ def _check_outline(
     device: torch.device | str,
 ) -> None:  # fmt: skip
     """Raise ValueError if a class of transformers is larger than its checkpoint, or than the memory for random weights."""
-    outline = stock.outline(cls, config, dtype)
+    outline = stock.empty_model(cls, config, dtype)
     if stored is None:
         check_memory(outline, cls.__name__, device)
     else:
@@ -125,7 +125,7 @@ def _quantized_layers(model: nn.Module, how: QuantizationConfig | None, path: Pa
     for note in how.notes:
         log.warning("%s: %s", path, note)
     if how.kv_cache_dtype == "fp8":
-        keep_codes(model)
+        mark_fp8_state(model)
     return apply.linears(model, how, _prefix(model))
 
 
@@ -171,7 +171,7 @@ def _execute(
             bar.update(_quantize(group, model, methods, device))
     try:
         for name, stored, target in plan.scales:
-            give(target, name, one(stored, torch.float32, device))
+            set_cache_scale(target, name, one(stored, torch.float32, device))
         apply.process_weights_after_loading(model)
     except ValueError as error:
         raise ValueError(f"{plan.path}: {error}") from error

@@ -15,7 +15,7 @@ from atomc.models.layers import MLP, RMSNorm
 from atomc.models.rotary import Rotary, apply_rope, rope_parameters
 
 # column: by output features; row: by input features, the outputs are summed; vocab: by vocabulary entry, embeddings
-# are summed and logits gathered. What is not named (also q_norm and k_norm) is on every device.
+# are summed and logits gathered. Other parameters (also q_norm and k_norm) are on every device.
 SHARD = {
     "embed_tokens": "vocab",
     "q_proj": "column",
@@ -48,7 +48,7 @@ class Config:
 
     @classmethod
     def from_hf(cls, hf: dict[str, Any]) -> "Config":
-        """Raises ValueError for a missing field and for a value this file does not compute."""
+        """Raises ValueError for a missing field or an unsupported value."""
         only(hf, "hidden_act", "silu")
         heads, kv_heads = head_counts(hf)
         window = None
@@ -73,7 +73,7 @@ class Config:
 
 
 def layer_types(hf: dict[str, Any], window: int | None) -> tuple[str, ...]:
-    """"full_attention" or "sliding_attention" per layer; older configs only say from which layer on."""
+    """"full_attention" or "sliding_attention" per layer; older configs only have the first layer with a window."""
     num_layers = integer(hf, "num_hidden_layers")
     # 0: every layer has the window.
     first = num_layers if not window else 0 if hf.get("max_window_layers") == 0 else integer(hf, "max_window_layers", 28)

@@ -1,14 +1,14 @@
-"""Where the files that model.safetensors.index.json names are: in the model's folder, and nowhere else."""
+"""Resolves the files named in model.safetensors.index.json, which must be in the model's folder."""
 
 import os
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
 INDEX = "model.safetensors.index.json"
-MAX_LENGTH = 255  # of a file's name on most systems
+MAX_LENGTH = 255  # of a file name on most systems
 
 
 def shard_path(folder: Path, name: str) -> Path:
-    """The file of this name in the folder. Raises ValueError for a name or a link that leaves the folder."""
+    """The file of this name in the folder. Raises ValueError for a path or link outside of the folder."""
     written = PurePosixPath(name)
     if (not name.isprintable() or PureWindowsPath(name).drive or written.is_absolute() or ".." in written.parts
             or not written.parts or len(name) > MAX_LENGTH):  # fmt: skip
@@ -23,7 +23,7 @@ def shard_path(folder: Path, name: str) -> Path:
 
 
 def _roots(folder: Path) -> list[Path]:
-    """Where the folder's files may be: in it, or in the store to which the snapshots of the hub's cache link."""
+    """The allowed locations: the folder, or the blob store to which snapshots of the hub's cache link."""
     absolute = Path(os.path.realpath(folder))
     blobs = [parent.parent / "blobs" for parent in absolute.parents if parent.name == "snapshots"]
     return [absolute, *blobs[:1]]

@@ -1,4 +1,4 @@
-"""A transformers model behind our forward: its attention layers get state handles and call ops.attention."""
+"""Wraps a transformers model: its attention layers get state handles and call ops.attention."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -16,14 +16,14 @@ from atomc.weights import parameter_of
 
 log = logging.getLogger("atomc")
 
-# What ops.attention computes without a mask; transformers writes these in config.layer_types.
+# Values of config.layer_types that ops.attention supports without a mask.
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
-# Of every parameter's name, before the name that a checkpoint has.
+# The prefix of parameter names that names in a checkpoint do not have.
 PREFIX = "hf_model."
 
 
 def hf_class(architectures: Sequence[str], ours: Sequence[str]) -> Any:
-    """The transformers class of the first architecture it knows; `ours` are the names that need no transformers.
+    """The transformers class of the first architecture it knows; `ours`: the architectures of atomc, for the error.
 
     Raises ValueError if there is none.
     """
@@ -46,44 +46,44 @@ def hf_class(architectures: Sequence[str], ours: Sequence[str]) -> Any:
 def build(
     cls: Any, config: dict[str, Any], dtype: torch.dtype | None, device: torch.device | str | None
 ) -> "StockModel":
-    """cls with random weights, wrapped."""
-    with torch.device(device or "cpu"), one_sentence(cls):
-        # Not .to(dtype) afterwards: that would round the rotary frequencies as well.
+    """A wrapped cls with random weights."""
+    with torch.device(device or "cpu"), as_value_error(cls):
+        # Not .to(dtype) afterwards, which would also round the rotary frequencies.
         model = cls._from_config(cls.config_class.from_dict(config), dtype=dtype or torch.float32)
     return wrap_stock(model)
 
 
-def outline(cls: Any, config: dict[str, Any], dtype: torch.dtype) -> nn.Module:
-    """cls on meta, to be measured: in a fraction of a second also of the largest models."""
+def empty_model(cls: Any, config: dict[str, Any], dtype: torch.dtype) -> nn.Module:
+    """cls on meta without initialization, to read its sizes: a fraction of a second for the largest models."""
     from transformers.initialization import no_init_weights
 
     plain = {key: value for key, value in config.items() if key != "quantization_config"}
-    with torch.device("meta"), no_init_weights(), one_sentence(cls):
+    with torch.device("meta"), no_init_weights(), as_value_error(cls):
         model = cls._from_config(cls.config_class.from_dict(plain), dtype=dtype)
-    with one_sentence(cls):
-        model.tie_weights()  # which no_init_weights leaves out
+    with as_value_error(cls):
+        model.tie_weights()  # which no_init_weights skips
     return model  # type: ignore[no-any-return]
 
 
 @contextmanager
-def one_sentence(cls: Any) -> Iterator[None]:
-    """What transformers raises for a checkpoint is a ValueError: its classes raise anything for values they do not expect.
+def as_value_error(cls: Any) -> Iterator[None]:
+    """Convert exceptions of transformers to ValueError: its classes raise any type for unexpected config values.
 
-    For calls into transformers alone, so that an error of ours keeps its traceback.
+    Use it only around calls to transformers, so that errors of atomc keep their type.
     """
     try:
         yield
     except (OSError, ImportError):
         raise
-    except Exception as error:  # code of transformers, which does not check what a config says
+    except Exception as error:  # transformers does not validate configs
         if out_of_memory(error):
             raise
-        raise ValueError(f"config.json: transformers cannot make a {cls.__name__} of it: {type(error).__name__}: "
+        raise ValueError(f"config.json: transformers cannot build a {cls.__name__} from it: {type(error).__name__}: "
                          f"{' '.join(str(error).split())}") from error  # fmt: skip
 
 
 def build_on_meta(cls: Any, config: dict[str, Any], dtype: torch.dtype) -> "StockModel":
-    """cls, wrapped, whose parameters are on meta; buffers, such as rotary frequencies, have their values."""
+    """A wrapped cls with parameters on meta; buffers, such as rotary frequencies, have their values."""
 
     def to_meta(_: nn.Module, __: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         if parameter is None or parameter.is_meta:
@@ -93,7 +93,7 @@ def build_on_meta(cls: Any, config: dict[str, Any], dtype: torch.dtype) -> "Stoc
     plain = {key: value for key, value in config.items() if key != "quantization_config"}
     hook = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]
     try:
-        with one_sentence(cls):
+        with as_value_error(cls):
             model = cls._from_config(cls.config_class.from_dict(plain), dtype=dtype)
     finally:
         hook.remove()
@@ -101,12 +101,12 @@ def build_on_meta(cls: Any, config: dict[str, Any], dtype: torch.dtype) -> "Stoc
 
 
 def load(cls: Any, path: Path, dtype: torch.dtype, device: torch.device | str) -> "StockModel":
-    """cls with the weights in `path`, wrapped. transformers reads and converts them.
+    """A wrapped cls with the weights in `path`, read and converted by transformers.
 
-    Raises ValueError if it did not find every weight, in the shape that config.json asks for.
+    Raises ValueError if a weight is missing or has another shape than in config.json.
     """
-    with one_sentence(cls), _quiet():
-        # Mismatched sizes are raised below, with the sizes.
+    with as_value_error(cls), _without_load_report():
+        # Mismatched sizes are reported below, with the sizes.
         model, info = cls.from_pretrained(path, dtype=dtype, local_files_only=True, output_loading_info=True,
                                           ignore_mismatched_sizes=True)  # fmt: skip
     if info["mismatched_keys"]:
@@ -120,13 +120,13 @@ def load(cls: Any, path: Path, dtype: torch.dtype, device: torch.device | str) -
                          "is config.json of the same checkpoint?")
     if info["unexpected_keys"]:
         names = sorted(info["unexpected_keys"])
-        log.warning("%s: %d tensors are no part of %s, such as %s", path, len(names), cls.__name__, names[0])
+        log.warning("%s: %d tensors are not part of %s, such as %s", path, len(names), cls.__name__, names[0])
     return wrap_stock(model.to(device))
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the table that transformers logs of what did not fit: the error has one line."""
+def _without_load_report() -> Iterator[None]:
+    """A context in which transformers does not log its table of missing and mismatched weights."""
     from transformers.utils import logging as theirs
 
     before = theirs.get_verbosity()
@@ -138,9 +138,9 @@ def _quiet() -> Iterator[None]:
 
 
 def wrap_stock(hf_model: Any) -> "StockModel":
-    """hf_model behind our forward. Its attention implementation is changed in place, to one named "atom".
+    """Wrap hf_model. Its attention implementation is set to "atom", in place.
 
-    Raises ValueError if a layer keeps state or masks keys in a way that ops.attention does not know.
+    Raises ValueError if a layer has a state or a mask that ops.attention does not support.
     """
     from transformers import AttentionInterface
 
@@ -152,11 +152,11 @@ def wrap_stock(hf_model: Any) -> "StockModel":
     layers = [module for module in hf_model.modules() if hasattr(module, "layer_idx") and _head_dim(module)]
     if not layers:
         raise ValueError(f"{name} has no attention layer with a layer_idx and a head_dim, "
-                         "so there is nothing whose keys and values we could keep")
+                         "so there are no keys and values to cache")
     AttentionInterface.register("atom", _attention)
     hf_model.set_attn_implementation("atom")
     if hf_model.config._attn_implementation != "atom":
-        raise ValueError(f"{name} does not let its attention be replaced (transformers' AttentionInterface)")
+        raise ValueError(f"{name} does not support a custom attention (AttentionInterface of transformers)")
     for module in layers:
         heads, width = _num_kv_heads(module), _head_dim(module)
         if heads < 1 or width < 1:
@@ -167,15 +167,15 @@ def wrap_stock(hf_model: Any) -> "StockModel":
 
 
 def _head_dim(attention: Any) -> int:
-    """0 if it is no attention layer."""
+    """The head width; 0 for a module that is not an attention layer."""
     return int(getattr(attention, "head_dim", None) or getattr(attention, "head_size", None) or 0)
 
 
 def _num_kv_heads(attention: Any) -> int:
     projected = getattr(getattr(attention, "k_proj", None), "out_features", None)
-    if projected is not None:  # Moshi's projections are modules of its own
+    if projected is not None:  # Moshi's projections are not nn.Linear
         return int(projected // _head_dim(attention))
-    # What keys are repeated by to be as many as the queries says more than the config: JetMoe hands over repeated keys.
+    # num_key_value_groups is more reliable than the config: JetMoe passes repeated keys.
     num_heads, groups = getattr(attention, "num_heads", None), getattr(attention, "num_key_value_groups", None)
     if num_heads and groups:
         return int(num_heads // groups)
@@ -187,13 +187,13 @@ def _attention(
     sliding_window: int | None = None, softcap: float | None = None, s_aux: Tensor | None = None,
     is_causal: bool | None = None, **_: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """What transformers calls: query [B, N, T, H], key and value [B, K, T, H] -> [B, T, N, H]."""
+    """The attention function of transformers: query [B, N, T, H], key and value [B, K, T, H] -> [B, T, N, H]."""
     kv = getattr(module, "kv", None)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     expected = None if kv is None else tuple(kv.shape[1:])
     if causal and not expected == (key.shape[1], key.shape[3]) == (value.shape[1], value.shape[3]):
-        raise ValueError(f"{type(module).__name__}: keys {list(key.shape)} and values {list(value.shape)} do not fit "
-                         f"its state handle of (heads, width) {expected}")
+        raise ValueError(f"{type(module).__name__}: keys {list(key.shape)} and values {list(value.shape)} do not match "
+                         f"its state handle with (heads, width) {expected}")
     out = ops.attention(
         query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), kv, attention_mask, s_aux,
         scale=scaling, causal=causal, window=sliding_window or 0, softcap=softcap or 0.0,
@@ -202,7 +202,7 @@ def _attention(
 
 
 class StockModel(nn.Module):
-    """hf_model, called as our own models are. Parameter names have the prefix `hf_model.`."""
+    """hf_model with the forward of our models. Parameter names have the prefix `hf_model.`."""
 
     def __init__(self, hf_model: Any):
         super().__init__()

@@ -32,7 +32,7 @@ from atomc.ops.inputs import GraphInput, StateInput, StepInput
 from atomc.ops.state import GroupStep, StateSpec
 from atomc.platform import Platform
 from atomc.rewrite import Fired, infer
-from atomc.torch_compat.tracing import fake_mode_of, fresh_size
+from atomc.torch_compat.tracing import fake_mode_of, new_unbacked_size
 
 
 def bind_state(gm: GraphModule, context: Context) -> Outcome:
@@ -149,7 +149,7 @@ class RuntimeInputs:
         self.graph, self.mode = graph, mode
         self.last = graph.find_nodes(op="placeholder")[-1]
         self.made: dict[GraphInput, Node] = {}
-        self.sequences, self.block_size = fresh_size(mode), fresh_size(mode)
+        self.sequences, self.block_size = new_unbacked_size(mode), new_unbacked_size(mode)
         self.rows: dict[int | None, torch.SymInt] = {}  # of the state: blocks of a group; None: slots of sequences
         self.device = next(value(node).device for node in graph.nodes if isinstance(value(node), Tensor))
 
@@ -160,7 +160,7 @@ class RuntimeInputs:
             case StepInput("slots"):
                 return self._get(given, partial(i64, tokens))
             case StepInput("block_tables"):
-                return self._get(given, lambda: i32(self.sequences, fresh_size(self.mode)))
+                return self._get(given, lambda: i32(self.sequences, new_unbacked_size(self.mode)))
             case StepInput("query_start"):
                 return self._get(given, lambda: i32(self.sequences + 1))
             case StepInput("seq_lens"):
@@ -171,7 +171,7 @@ class RuntimeInputs:
 
     def state(self, layer: int, spec: StateSpec) -> dict[str, Node]:
         """A layer's tensors and their scales, by role."""
-        rows = self.rows.setdefault(spec.group, fresh_size(self.mode))
+        rows = self.rows.setdefault(spec.group, new_unbacked_size(self.mode))
         leading = spec.leading(blocks=rows, block_size=self.block_size, slots=rows)
         found = {tensor.role: self._get(StateInput(layer, tensor.role, spec.per_sequence),
                                         partial(_row_major, (*leading, *tensor.shape), tensor.dtype))

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from atomc.cache.fingerprint import digest, file_digest, sources_in
-from atomc.cache.store import Damaged, Entry
+from atomc.cache.store import DamagedEntry, Entry
 from atomc.models.stock import StockModel
 from atomc.ops.state import block_size_of, groups_of
 from atomc.options import Options
@@ -126,7 +126,7 @@ def _entry(model: StockModel, program: Program, options: Options) -> Entry | Non
 def _read(entry: Entry) -> Verdict | None:
     try:
         found = entry.read()
-    except (OSError, Damaged):
+    except (OSError, DamagedEntry):
         return None
     return None if found is None else Verdict(tuple((kind, error) for kind, error in found["errors"]), found["limit"])
 

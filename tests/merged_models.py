@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import atomc
-from atomc import models, packs
+from atomc import models, packed_weights
 
 Model = TypeVar("Model", bound=nn.Module)
 EAGER = {"glue": "eager"}
@@ -104,8 +104,8 @@ def live_bytes() -> int:
 
 def whole(*parameters: nn.Parameter) -> Tensor:
     """The pack of these, which there must be already."""
-    assert packs.partners(parameters[0]), "not packed"
-    found = packs.packed(parameters)
+    assert packed_weights.packed_together(parameters[0]), "not packed"
+    found = packed_weights.pack(parameters)
     assert isinstance(found, Tensor)
     return found
 

@@ -18,7 +18,7 @@ from atomc.options import Options
 from atomc.platform import Platform
 from atomc.report import Report, reports
 from atomc.rewrite import Fired, Rewrite
-from atomc.torch_compat.names import outside_of_tracing
+from atomc.torch_compat.core import outside_of_tracing
 from atomc.torch_compat.tracing import lifted_floats, source_name
 
 T = TypeVar("T")

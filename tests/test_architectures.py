@@ -24,7 +24,7 @@ SERVED = {
     "cohere": "LayerNorm without bias, scaled logits",
 }
 REFUSED = {
-    "bloom": "refused: BloomForCausalLM does not let its attention be replaced",  # ALiBi
+    "bloom": "refused: BloomForCausalLM does not support a custom attention",  # ALiBi
     "bert": "refused: BertLMHeadModel has no attention layer with a layer_idx and a head_dim",
     "marian": "refused: MarianForCausalLM computes something else in the runtime than by itself",
 }

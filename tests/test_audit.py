@@ -12,11 +12,11 @@ from test_report import Model, X
 
 import atomc
 from atomc import models, ops
-from atomc.audit.blame import blame
+from atomc.audit.bisect import bisect_rewrites
+from atomc.audit.compare_kernels import KernelComparison
 from atomc.audit.error import Error, error
-from atomc.audit.examine import Examination
-from atomc.audit.places import Place
-from atomc.audit.watch import Watch
+from atomc.audit.recorder import Recorder
+from atomc.audit.sites import AuditSite
 from atomc.cli import main
 from atomc.inspection import explain
 from atomc.ops.state import GroupStep, Step
@@ -68,13 +68,13 @@ def wrong_in():
 def runs(monkeypatch):
     """Counts the runs of a graph with something left out."""
     counted = []
-    without = Examination.without
+    without = KernelComparison.run_without
 
     def counting(self, places):
         counted.append(list(places))
         return without(self, counted[-1])
 
-    monkeypatch.setattr(Examination, "without", counting)
+    monkeypatch.setattr(KernelComparison, "run_without", counting)
     return counted
 
 
@@ -181,7 +181,7 @@ def test_what_is_written_to_a_cache_is_compared_too(monkeypatch):
 
 
 def place(rewrite, number):
-    return Place(None, "op", "kernel", rewrite, (rewrite,), f"layers.{number}", number, "", (), True, False, ())
+    return AuditSite(None, "op", "kernel", rewrite, (rewrite,), f"layers.{number}", number, "", (), True, False, ())
 
 
 @pytest.mark.parametrize("rewrites", [1, 2, 3, 6, 8, 13, 16])
@@ -196,13 +196,13 @@ def test_the_search_takes_no_more_runs_than_promised_whoever_it_is(rewrites):
             count += 1
             return 0.0 if (culprit, 0) in {(p.rewrite, p.layer) for p in left_out} else 1.0
 
-        found = blame(run, places, order, 0.5)
+        found = bisect_rewrites(run, places, order, 0.5)
         assert (found.rewrite, found.module_path, found.runs) == (culprit, "layers.0", count)
         assert count <= math.log2(rewrites) + 2
 
 
 def test_a_difference_that_no_rewrite_makes_is_said_to_be_such():
-    found = blame(lambda left_out: 1.0, [place("a", 0), place("b", 0)], ["a", "b"], 0.5)
+    found = bisect_rewrites(lambda left_out: 1.0, [place("a", 0), place("b", 0)], ["a", "b"], 0.5)
     assert (found.rewrite, found.passes) == ("", {}) and found.runs <= 3
 
 
@@ -245,7 +245,7 @@ def test_padding_is_not_audited_and_a_step_of_several_sequences_op_by_op():
         assert program.report.audit == {}
         program(step(T, sequences=2))
     audit = program.report.audit
-    assert "outputs" not in audit and "there are several" in audit["notes"][0]
+    assert "outputs" not in audit and "several sequences" in audit["notes"][0]
     attention = [site for site in audit["sites"] if site["op"] == "paged_attention"]
     assert {site["against"] for site in attention} == {"meaning"} and len(attention) == 2
     assert all(site["sqnr"] is None or site["sqnr"] > 100 for site in audit["sites"])
@@ -255,7 +255,7 @@ def test_an_audit_that_fails_leaves_the_program_alone(monkeypatch, caplog):
     def fails(self, lowered, args):
         raise RuntimeError("no memory for it")
 
-    monkeypatch.setattr(Watch, "_audit", fails)
+    monkeypatch.setattr(Recorder, "_audit", fails)
     model = small()
     torch.testing.assert_close(audited(model, X, strict=False)[0], model(X))
     assert "audit failed: RuntimeError: no memory for it" in reports()[-1].notes
@@ -275,7 +275,7 @@ def test_a_difference_that_the_kernels_do_not_make_is_the_glues(monkeypatch):
 
     monkeypatch.setattr(driver, "_glue", wrong)
     _, audit = audited(small(), X)
-    assert audit["blame"]["rewrite"] == "glue" and "what Inductor made" in headline(audit)
+    assert audit["blame"]["rewrite"] == "glue" and "the code of Inductor" in headline(audit)
 
 
 def test_an_input_that_the_program_writes_is_written_once():
@@ -320,11 +320,11 @@ def test_what_is_no_number_is_worse_than_any_number():
 def test_the_text_ranks_as_asked_and_says_what_is_left():
     _, audit = audited(own(), IDS, POSITIONS)
     text = audit_text(audit, rows=3)
-    assert f"and {len(audit['sites']) - 3} places with smaller errors" in text and "SQNR" in text
+    assert f"and {len(audit['sites']) - 3} sites with smaller errors" in text and "SQNR" in text
     largest = [site["max_abs"] for site in ranked_by(audit["sites"], "max")]
     assert largest == sorted(largest, reverse=True)
     assert json.loads(json.dumps(audit)) == audit
-    assert f"audit: {len(audit['sites'])} places; the worst is " in reports()[-1].to_text()
+    assert f"audit: {len(audit['sites'])} sites; the worst is " in reports()[-1].to_text()
 
 
 # ---- leaving out

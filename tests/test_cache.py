@@ -24,7 +24,7 @@ from atomc.op import REGISTRY
 from atomc.ops.state import GroupStep, Step
 from atomc.options import Options
 from atomc.program import compile_model
-from atomc.report import CacheOutcome
+from atomc.report_records import CacheOutcome
 
 TINY = dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3", vocab_size=64, hidden_size=32, intermediate_size=48,
             num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=64,
@@ -228,7 +228,7 @@ def test_a_kernel_that_depends_on_variables_around_it_switches_the_cache_off(sta
         found, report = start(nn.RMSNorm(32).eval().requires_grad_(False))
     finally:
         REGISTRY["rms_norm"].kernels.pop()
-    assert report.cache.startswith("off: ") and "on whose variables it depends" in report.cache
+    assert report.cache.startswith("off: ") and "it depends on variables of the enclosing function" in report.cache
     torch.testing.assert_close(found, 3 * F.rms_norm(X, (32,), eps=torch.finfo(torch.float32).eps))
 
 
@@ -248,7 +248,7 @@ def test_a_damaged_entry_is_rebuilt_with_one_line(start, tmp_path, damage, caplo
         found, report = start(Block())
     assert report.cache.startswith("miss: the entry was damaged and is rebuilt: ")
     (line,) = [record.getMessage() for record in caplog.records if record.name == "atomc"]
-    assert line.startswith("atomc rebuilds a damaged entry of its cache, ")
+    assert line.startswith("atomc rebuilds a damaged cache entry, ")
     assert torch.equal(found, expected)
     assert start(Block())[1].cache == "hit"
 
@@ -302,7 +302,7 @@ def test_beyond_the_cap_what_was_not_used_for_longest_goes(tmp_path):
 
 
 def test_an_entry_larger_than_the_cap_is_not_kept(tmp_path):
-    with pytest.raises(OSError, match="the cache may have 10"):
+    with pytest.raises(OSError, match="the limit of the cache is 10"):
         store.Entry({"graph": "a"}, options(tmp_path, 10)).write({})
     assert entries(tmp_path) == []
 

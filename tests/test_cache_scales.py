@@ -14,7 +14,7 @@ from test_blockers import QK_PAGED, ROPE_PAGED, qk_attention, rope_attention
 from torch import Tensor, nn
 
 from atomc import LLM, SamplingParams, kernels, models, ops, program
-from atomc.models.cache_scales import keep_codes
+from atomc.models.cache_scales import mark_fp8_state
 from atomc.models.loader import load
 from atomc.platform import Platform
 
@@ -79,7 +79,7 @@ def test_the_runtime_computes_with_the_scales_of_each_layer() -> None:
     torch.manual_seed(0)
     model = models.build(CONFIG, torch.float32).eval().requires_grad_(False)
     plain = LLM(model, max_model_len=32, options={"glue": "eager"}).generate([[3, 1, 4, 1, 5]], GREEDY)[0].token_ids
-    keep_codes(model)
+    mark_fp8_state(model)
     for layer in model.model.layers:
         attention = layer.self_attn
         attention.k_proj.weight.mul_(1000.0), attention.q_proj.weight.div_(1000.0)

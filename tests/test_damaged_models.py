@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from atomc import demo, models
 from atomc.cli import main
 from atomc.models import limits, loader, stock
-from atomc.planning.plan import built
+from atomc.planning.plan import build_model
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.detokenizer import load_tokenizer
 from atomc.runtime.loading import load
@@ -80,7 +80,7 @@ def refusals(folder: Path) -> set[str]:
 
     found = {refusal(lambda: load(EngineConfig(model=str(folder), device="cpu"), progress=False)),
              refusal(lambda: load_model_info(folder, "model", ServerConfig())),
-             refusal(lambda: built(folder))}  # fmt: skip
+             refusal(lambda: build_model(folder))}  # fmt: skip
     return {sentence for sentence in found if sentence is not None}
 
 
@@ -200,7 +200,7 @@ DEEP = "[" * 100_000
 NOT_ARCHITECTURES = "config.json names no architecture (architectures: {}); expected a list such as ['LlamaForCausalLM']"
 SAME = "are config.json and the weights of the same checkpoint?"
 OTHER_SHAPES = "PATH: {} tensors of MixtralForCausalLM have another shape, such as "
-NOT_MADE = "config.json: transformers cannot make a {} of it: "
+NOT_MADE = "config.json: transformers cannot build a {} from it: "
 NOT_A_TOKENIZER = "PATH/tokenizer.json is not a valid tokenizer: "
 SPECIAL = "tokenizer_config.json, special_tokens_map.json: {}, expected a string or an object with a string `content`"
 GENERATION = "generation_config.json: "
@@ -219,7 +219,7 @@ REFUSED: list[tuple[str, Damage, str]] = [
     ("llama", text("config.json", ""), "PATH/config.json is not JSON: Expecting value"),
     ("llama", text("config.json", b"\xff\xfe"), "PATH/config.json is not JSON: 'utf-8' codec can't decode"),
     ("llama", text("config.json", "\ufeff{}"), "PATH/config.json is not JSON: Unexpected UTF-8 BOM"),
-    ("llama", text("config.json", "NaN"), "PATH/config.json holds a float, expected an object"),
+    ("llama", text("config.json", "NaN"), "PATH/config.json contains a float, expected an object"),
     ("llama", text("config.json", DEEP), "PATH/config.json is nested too deeply for a JSON file of a checkpoint"),
     ("llama", directory("config.json"), "PATH has no config.json"),
     ("llama", pipe("config.json"), "PATH has no config.json"),
@@ -331,7 +331,7 @@ REFUSED: list[tuple[str, Damage, str]] = [
     ("llama", quantization(quant_method="compressed-tensors", config_groups={"g": {"weights": {}, "format": []}}),
      f"{AT}.config_groups.g.format is [], expected a text"),
     ("llama", quantization(quant_method="compressed-tensors", config_groups={"g": GROUP | {"targets": ["re:("]}}),
-     "PATH: ignore pattern 're:(' is no regular expression"),
+     "PATH: ignore pattern 're:(' is not a regular expression"),
     ("llama", quantization(quant_method="compressed-tensors", config_groups={"g": GROUP}, kv_cache_scheme=3),
      "PATH: compressed-tensors: kv_cache_scheme is 3, expected an object"),
     ("llama", quantization(quant_method="quark", global_quant_config=3), f"{AT}.global_quant_config is 3, expected an "),
@@ -339,7 +339,7 @@ REFUSED: list[tuple[str, Damage, str]] = [
     ("llama", text("quantize_config.json", DEEP), "PATH/quantize_config.json is nested too deeply"),
     # generation_config.json
     ("llama", text("generation_config.json", DEEP), "PATH/generation_config.json is nested too deeply"),
-    ("llama", text("generation_config.json", "[]"), "PATH/generation_config.json holds a list, expected an object"),
+    ("llama", text("generation_config.json", "[]"), "PATH/generation_config.json contains a list, expected an object"),
     ("llama", directory("generation_config.json"), "PATH/generation_config.json is not a regular file"),
     ("llama", generation(temperature=-1), GENERATION + "temperature is -1, it must be 0 (greedy) or at least 0.0001"),
     ("llama", generation(temperature="0.7"), GENERATION + "temperature is '0.7', it must be a number"),
@@ -406,7 +406,7 @@ REFUSED: list[tuple[str, Damage, str]] = [
      "PATH: 1 tensors of GPT2LMHeadModel have another shape, such as transformer.ln_f.weight: [3], expected [16]"),
     # The index
     ("llama", index("shard.safetensors", text(INDEX, DEEP)), f"PATH/{INDEX} is nested too deeply"),
-    ("llama", index("shard.safetensors", text(INDEX, "[]")), f"PATH/{INDEX} holds a list, expected an object"),
+    ("llama", index("shard.safetensors", text(INDEX, "[]")), f"PATH/{INDEX} contains a list, expected an object"),
     ("llama", index("shard.safetensors", text(INDEX, "{}")), f"PATH/{INDEX} has no weight_map"),
     ("llama", index(3), f"PATH/{INDEX} has no weight_map"),
     ("llama", index(""), f"{INDEX} names ''{EXPECTED_FILE}"),
@@ -518,7 +518,7 @@ def test_random_weights_that_memory_cannot_hold_are_refused(
 
 
 def test_a_tied_weight_counts_once_among_the_parameters_that_a_config_describes() -> None:
-    outline = stock.outline(transformers.GPT2LMHeadModel, CONFIGS["gpt2"], torch.float32)
+    outline = stock.empty_model(transformers.GPT2LMHeadModel, CONFIGS["gpt2"], torch.float32)
     counted = sum(weight.numel() for weight in outline.parameters())
     assert counted == sum(weight.numel() for weight in models.build(CONFIGS["gpt2"]).parameters())
 
@@ -533,7 +533,7 @@ def test_a_part_of_a_damaged_model_is_refused(
     whole: Path, tmp_path: Path, values: dict[str, Any], part: dict[str, int], sentence: str
 ) -> None:
     with pytest.raises(ValueError, match=sentence):
-        built(damaged(whole, tmp_path, "qwen3", config(**values)), **part)
+        build_model(damaged(whole, tmp_path, "qwen3", config(**values)), **part)
 
 
 @pytest.mark.parametrize("command", ["generate", "explain"])

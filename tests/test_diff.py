@@ -68,7 +68,7 @@ def test_a_model_edit_is_shown_where_it_shows_first_and_once_for_all_layers(dump
     at = found.index("after captured:")
     assert found[at + 1] == "  - aten.mean.dim(_, [-1], True)  float32[5, 1]  layers.*.norm (x3, layers 0-2)"
     assert "  + aten.mean.dim(_, [-2], True)  float32[1, 32]  layers.*.norm (x3, layers 0-2)" in found
-    assert found[-1].startswith("the stages behind it differ, too: ")
+    assert found[-1].startswith("later stages also differ: ")
 
 
 def test_of_one_layer_the_layer_is_named(dumps):
@@ -125,7 +125,7 @@ def test_many_differences_are_cut(dumps):
 
 
 @pytest.mark.parametrize(("text", "sentence"), [
-    ("x = (", "is no dump"), ("x = 3", "it has no INPUTS and no forward"), (None, "holds no dump: expected graph_0"),
+    ("x = (", "is not a dump"), ("x = 3", "needs INPUTS and forward"), (None, "does not contain a dump: expected graph_0"),
 ])  # fmt: skip
 def test_what_is_no_dump_is_refused(tmp_path, text, sentence, capsys):
     if text is not None:

@@ -124,7 +124,7 @@ def test_an_entry_without_the_inputs_is_compiled_again_with_a_line(tmp_path, cap
     with caplog.at_level(logging.WARNING, "atomc"):
         program = kept(tmp_path)
     lines = [record.getMessage() for record in caplog.records if record.name == "atomc"]
-    assert len(lines) == 2 and all("rebuilds a damaged entry" in line for line in lines)  # of model and graph
+    assert len(lines) == 2 and all("rebuilds a damaged cache entry" in line for line in lines)  # of model and graph
     assert program.report.cache.startswith("miss: the entry was damaged and is rebuilt: ")
     assert torch.equal(logits(program)[0], expected) and kept(tmp_path).report.cache == "hit"
 
@@ -154,7 +154,8 @@ TAKES_APART = {"startswith", "endswith", "removeprefix", "removesuffix", "partit
 ALSO = {
     ("inspection.py", "names[:2] == ['input_ids', 'positions']"): "arguments of the user's model",
     ("inspection.py", "'input_ids' in names"): "arguments of the user's model",
-    ("listing.py", "input_name(node).removeprefix('kwargs.')"): "what a listing calls an argument",
+    ("graph_printer.py", "input_name(node).removeprefix('kwargs.')"): "the printed name of an argument",
+    ("graph_printer.py", "self.name.rpartition('.')"): "the printed path of a parameter",
     ("passes/fuse/kv_write.py", "'k_scale' in given"): "an argument of a pattern",
     ("runtime/batch.py", "'slots_'"): "a buffer of the batch",
 }

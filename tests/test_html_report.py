@@ -17,11 +17,13 @@ import torch.nn.functional as F
 import atomc
 from atomc.cli import main
 from atomc.cli.explain import _names
+from atomc.graph_printer import parse
 from atomc.render import formula
-from atomc.render.beside import Comparison
+from atomc.render.compare import Comparison
+from atomc.render.graph_diff import align, fold_layers, hunks
 from atomc.render.html import page as html_of
-from atomc.render.lines import aligned, folded, hunks, parsed
-from atomc.report import CacheOutcome, KernelChoice, Miss, OpCost, Report, Saving, Site, Stage
+from atomc.report import Report
+from atomc.report_records import CacheOutcome, FusionOpportunity, KernelChoice, Miss, OpCost, Site, Stage
 
 pytestmark = pytest.mark.xdist_group("html report")  # three models are compiled once
 TINY = dict(vocab_size=96, hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2,
@@ -226,7 +228,7 @@ def test_a_kernel_leads_back_to_the_lines_of_the_program(qwen3, opened):
 
 def test_weights_in_few_bits_are_listed_with_what_they_save(fp8_llama, opened):
     page = opened(html_of([fp8_llama]))
-    text = page.inner_text("section:has(h3:text-is('Weights in few bits'))")
+    text = page.inner_text("section:has(h3:text-is('Quantized weights'))")
     assert "scaled_linear_fp8" in text and "fp8, one scale" in text
     wide = sum(found.full_bytes for found in fp8_llama.few_bits)
     assert sum(found.bytes for found in fp8_llama.few_bits) < 0.6 * wide
@@ -247,7 +249,7 @@ def hostile():
         kernels=[KernelChoice(HOSTILE, HOSTILE, "any", HOSTILE, [(HOSTILE, HOSTILE)], "n")],
         costs=[OpCost(HOSTILE, HOSTILE, 0, HOSTILE, "2*T", "alert(3)", ["n"], ["n"])],
         machine={"name": HOSTILE, "arch": HOSTILE},
-        savings=[Saving("neighbours", HOSTILE, HOSTILE, 0, HOSTILE, "4*T")], phases={HOSTILE: 1.0},
+        savings=[FusionOpportunity("neighbours", HOSTILE, HOSTILE, 0, HOSTILE, "4*T")], phases={HOSTILE: 1.0},
         stages=[Stage(HOSTILE, 1, f"n = {HOSTILE}  # f32[2]  {HOSTILE}  {HOSTILE}", f"m = {HOSTILE}  # f32[2]  -  -")],
         cuda_graphs=[{HOSTILE: 1, "bytes": 5}], state=[HOSTILE], recompile=HOSTILE,
     )  # fmt: skip
@@ -304,8 +306,8 @@ def test_the_start_is_told_in_words_seconds_and_bytes(opened):
                     cuda_graphs=[{"rows": 1, "bytes": 2_000_000}, {"rows": 8, "bytes": 500_000}])  # fmt: skip
     page = opened(html_of([report]))
     text = page.inner_text("#g0-start")
-    assert "Miss, compiled anew: option rounding changed from 'fp32' to 'hf'." in text
-    assert "2 graphs, together 2.5 MB" in text and "rows 8" in text and "2.000" in text
+    assert "Miss, compiled again: option rounding changed from 'fp32' to 'hf'." in text
+    assert "2 graphs, 2.5 MB in total" in text and "rows 8" in text and "2.000" in text
     widths = page.evaluate("[...document.querySelectorAll('.phases .bar')].map(bar => bar.style.width)")
     assert widths[:2] == ["33.3333%", "100%"]
 
@@ -338,7 +340,7 @@ ALIKE = BEFORE.replace("x = input", "add_9 = input").replace("(x", "(add_9").rep
 
 def test_nodes_stand_beside_what_became_of_them():
     rows = [(row.kind, row.left and row.left.name, row.right and row.right.name)
-            for row in aligned(parsed(BEFORE), parsed(AFTER))]  # fmt: skip
+            for row in align(parse(BEFORE), parse(AFTER))]  # fmt: skip
     assert rows == [
         ("same", "x", "x"), ("replaced", "mul", "double"), ("changed", "add", "add"),
         ("replaced", "mul_1", "double_1"), ("changed", "add_1", "add_1"), ("same", "return", "return"),
@@ -346,19 +348,19 @@ def test_nodes_stand_beside_what_became_of_them():
 
 
 def test_a_node_that_moved_is_shown_where_it_was_and_where_it_is():
-    kinds = Counter(row.kind for row in aligned(parsed("a = f()\nb = g()\nc = h()"), parsed("c = h()\na = f()\nb = g()")))
+    kinds = Counter(row.kind for row in align(parse("a = f()\nb = g()\nc = h()"), parse("c = h()\na = f()\nb = g()")))
     assert kinds == {"same": 2, "gone": 1, "made": 1}
 
 
 def test_what_changes_alike_in_two_layers_is_one_hunk():
-    (hunk, other) = hunks(parsed(BEFORE), parsed(AFTER))
+    (hunk, other) = hunks(parse(BEFORE), parse(AFTER))
     assert (hunk.count, other.count) == (1, 1)  # the first layer reads the input, the second the first
-    (hunk,) = hunks(parsed(ALIKE), parsed(ALIKE.replace("aten.mul(", "atom.double(")))
+    (hunk,) = hunks(parse(ALIKE), parse(ALIKE.replace("aten.mul(", "atom.double(")))
     assert (hunk.count, hunk.layers) == (2, {0, 1})
 
 
 def test_layers_that_look_alike_are_listed_once():
-    blocks = folded(parsed(ALIKE))
+    blocks = fold_layers(parse(ALIKE))
     assert [(block.layers, len(block.lines)) for block in blocks] == [([], 1), ([0, 1], 2), ([], 1)]
 
 
@@ -488,7 +490,7 @@ def test_two_reports_side_by_side_say_what_differs_and_why():
 def test_a_page_of_two_opens_on_what_differs(opened):
     first, second = two()
     page = opened(html_of([first], [second], ("old", "new")))
-    assert "old beside new" in page.inner_text("h1")
+    assert "old compared with new" in page.inner_text("h1")
     page.wait_for_selector("#beside", state="visible")
     assert page.is_hidden("#g0")
     assert "differs" in page.inner_text("#beside tr:has(th:text-is('norm'))")
@@ -519,7 +521,7 @@ def test_the_command_compares_with_what_another_version_wrote(tmp_path, capsys):
     assert main(["explain", "--beside", str(saved)]) == 2
     saved.write_text('[{"version": 0}]')
     assert main(["explain", "--beside", str(saved)]) == 2
-    assert "expected what `atomc explain --json` writes" in capsys.readouterr().err
+    assert "expected the output of `atomc explain --json`" in capsys.readouterr().err
 
 
 def test_a_report_is_read_back_from_its_json(qwen3):

@@ -237,7 +237,7 @@ def test_what_is_not_a_checkpoint_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     assert refusal(tmp_path).startswith("PATH/config.json is not JSON: ")
     (tmp_path / "config.json").write_text("[]")
-    assert refusal(tmp_path) == "PATH/config.json holds a list, expected an object"
+    assert refusal(tmp_path) == "PATH/config.json contains a list, expected an object"
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,9 @@ import torch
 from test_plan import KV_HEADS, SMALL
 
 from atomc.graph.inputs import is_cache
-from atomc.planning.measure import Bench, Sizes, time_call, with_peaks
-from atomc.planning.plan import Load, Lowered, built, measured
+from atomc.planning.measure import KernelTimer, Sizes, time_call, with_peaks
+from atomc.planning.plan import TimedProgram, build_model, measure_plan
+from atomc.planning.plan_report import Workload
 from atomc.platform import Platform
 
 CPU = torch.device("cpu")
@@ -18,16 +19,16 @@ CPU = torch.device("cpu")
 def lowered(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     (folder / "config.json").write_text(json.dumps({**SMALL, "num_hidden_layers": 2, "vocab_size": 512}))
-    return Lowered(built(folder), platform=Platform.detect("cpu"))
+    return TimedProgram(build_model(folder), platform=Platform.detect("cpu"))
 
 
 def bench_of(lowered, load):
     gm = next(gm for gm in lowered.graphs if load.tokens in gm.meta["tokens"])
-    return Bench(gm, lowered.program.specs, Sizes(**load.sizes), CPU)
+    return KernelTimer(gm, lowered.program.specs, Sizes(**load.sizes), CPU)
 
 
 def test_every_kernel_of_a_step_gets_a_time_and_those_alike_are_timed_once(lowered):
-    load = Load(3, 3, 32)
+    load = Workload(3, 3, 32)
     predicted, timed = lowered.time(load)
     assert sorted(timed) == list(range(len(predicted)))
     assert all(seconds > 0 for seconds in timed.values())
@@ -38,7 +39,7 @@ def test_every_kernel_of_a_step_gets_a_time_and_those_alike_are_timed_once(lower
 
 
 def test_a_step_is_made_up_as_the_runtime_would_pass_it(lowered):
-    bench = bench_of(lowered, Load(5, 2, 32))
+    bench = bench_of(lowered, Workload(5, 2, 32))
     step, (group,) = bench.step, bench.step.groups
     assert step.query_start.tolist() == [0, 3, 5] and step.seq_lens.tolist() == [32, 32]
     assert step.positions.tolist() == [29, 30, 31, 30, 31] and step.logits_rows.tolist() == [2, 4]
@@ -52,7 +53,7 @@ def test_a_step_is_made_up_as_the_runtime_would_pass_it(lowered):
 
 
 def test_inputs_have_the_sizes_of_the_step(lowered):
-    bench = bench_of(lowered, Load(5, 2, 32))
+    bench = bench_of(lowered, Workload(5, 2, 32))
     attention = next(node for node in bench.gm.graph.nodes if node.meta.get("op") == "paged_attention")
     piece, inputs = bench._piece([attention])
     given = dict(zip((node.name for node in inputs), bench._inputs(inputs), strict=True))
@@ -63,7 +64,7 @@ def test_inputs_have_the_sizes_of_the_step(lowered):
 
 
 def test_views_come_along_so_that_halves_of_a_tensor_stay_neighbours(lowered):
-    bench = bench_of(lowered, Load(3, 3, 32))
+    bench = bench_of(lowered, Workload(3, 3, 32))
     gated = next(node for node in bench.gm.graph.nodes if node.meta.get("op") == "silu_and_mul")
     piece, inputs = bench._piece([gated])
     (packed,) = bench._inputs(inputs)
@@ -72,7 +73,7 @@ def test_views_come_along_so_that_halves_of_a_tensor_stay_neighbours(lowered):
 
 
 def test_a_plan_of_this_machine_shows_measured_beside_predicted(lowered):
-    found = measured(lowered.model, Load(2, 2, 16), options={"glue": "eager"})
+    found = measure_plan(lowered.model, Workload(2, 2, 16), options={"glue": "eager"})
     assert found.total("timed") > 0 and "measured us" in found.to_text()
     assert found.machine == Platform.detect().name
 
@@ -80,8 +81,8 @@ def test_a_plan_of_this_machine_shows_measured_beside_predicted(lowered):
 @pytest.mark.gpu
 def test_on_a_gpu_kernels_are_timed_in_a_cuda_graph(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({**SMALL, "num_hidden_layers": 1, "vocab_size": 512}))
-    gpu = Lowered(built(tmp_path), {"glue": "eager"})
-    predicted, timed = gpu.time(Load(8, 8, 64))
+    gpu = TimedProgram(build_model(tmp_path), {"glue": "eager"})
+    predicted, timed = gpu.time(Workload(8, 8, 64))
     assert "triton" in {p.kernel for p in predicted}
     assert all(1e-7 < seconds < 1e-3 for seconds in timed.values())
 

@@ -180,7 +180,7 @@ def test_weights_that_are_no_parameters_are_left_alone() -> None:
         return F.linear(x, a) * F.linear(x, b)
 
     close(compiled(run)(X, a, b), run(X, a, b))
-    assert merges() == {} and "it is no parameter but a Tensor" in last().why("merge_linears")
+    assert merges() == {} and "it is a Tensor, not a parameter" in last().why("merge_linears")
 
 
 def test_a_weight_whose_memory_somebody_else_looks_at_is_left_alone(mlp: Gated) -> None:

@@ -174,7 +174,7 @@ def test_a_stock_model_built_in_bf16_keeps_its_rotary_frequencies_in_fp32() -> N
 @pytest.mark.parametrize(
     ("model_type", "differs", "sentence"),
     [
-        ("bloom", {}, "BloomForCausalLM does not let its attention be replaced"),
+        ("bloom", {}, "BloomForCausalLM does not support a custom attention"),
         ("deepseek_v3", {"n_routed_experts": 2, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 1},
          "DeepseekV3ForCausalLM has no attention layer with a layer_idx and a head_dim"),
     ],
@@ -188,7 +188,7 @@ def test_attention_that_cannot_be_given_a_state_is_refused(
 
 def test_a_state_handle_that_does_not_fit_the_keys_is_refused() -> None:
     model = models.wrap_stock(hf_model("gpt2", num_key_value_heads=2))
-    with pytest.raises(ValueError, match=r"GPT2Attention: keys \[1, 4, 33, 16\] .* do not fit its state handle"):
+    with pytest.raises(ValueError, match=r"GPT2Attention: keys \[1, 4, 33, 16\] .* do not match its state handle"):
         model(IDS, torch.arange(33))
 
 

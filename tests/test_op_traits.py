@@ -14,15 +14,16 @@ from torch import Tensor, nn
 import atomc
 from atomc import cost, models, ops, ranges
 from atomc.efficiency import LAUNCH
-from atomc.few_bits import few_bits
 from atomc.graph_pass import Pass
 from atomc.models.loader import ready
 from atomc.op import PreferInductor, op
 from atomc.op_cost import product
 from atomc.op_traits import Kind, QuantizedWeight
 from atomc.ops import REGISTRY, Tokens
-from atomc.planning.plan import Load, Model, compiled, plan
+from atomc.planning.plan import Model, compile_for, plan
+from atomc.planning.plan_report import Workload
 from atomc.platform import Platform
+from atomc.quantized_weights import quantized_weights
 
 H200 = Platform.named("h200")
 WIDTH, INNER, LAYERS = 64, 96, 2
@@ -95,7 +96,7 @@ def model(added):
 
 @pytest.fixture(scope="module")
 def program(model):
-    return compiled(model, H200)
+    return compile_for(model, H200)
 
 
 def looked_at(look, function, *inputs, dynamic=False):
@@ -147,7 +148,7 @@ def test_the_weight_of_an_op_whose_scheme_is_an_argument_is_listed_as_that_schem
         return ops.linear_split_cat(*given, nope=64, scheme=scheme, out_dtype=torch.bfloat16)
 
     rotated = torch.ones(3, 2, 16, dtype=torch.bfloat16)
-    (found,) = looked_at(few_bits, keys_and_values, x, weight, x_scale, weight_scale, rotated)
+    (found,) = looked_at(quantized_weights, keys_and_values, x, weight, x_scale, weight_scale, rotated)
     assert (found.op, found.scheme) == ("linear_split_cat", said)
     assert found.bytes == weight.nbytes + weight_scale.nbytes
     assert found.full_bytes == 2 * weight.numel() * (2 if scheme == "mxfp4" else 1)
@@ -168,12 +169,12 @@ def test_a_new_linear_is_no_neighbour_to_fuse_and_another_op_is(added, tmp_path)
 
 def test_a_new_op_is_planned_with_its_kernel_its_cost_and_its_rate(model, program):
     tokens = 4096
-    (line,) = (line for line in plan(model, H200, Load(tokens, 8, 1024), program=program).lines if line.op == "project")
+    (line,) = (line for line in plan(model, H200, Workload(tokens, 8, 1024), program=program).lines if line.op == "project")
     assert (line.kernel, line.calls, line.module_path) == ("mine", LAYERS, "model.layers.*.mlp.down_proj")
     assert line.flops == 2 * tokens * INNER * WIDTH
     assert line.bytes == 2 * tokens * (INNER + WIDTH) + INNER * WIDTH + 4 * WIDTH
     slow = replace(Platform.named("sm100"), flops=1e9)  # no kernel was measured there
-    (line,) = (line for line in plan(model, slow, Load(tokens, 8, 1024), program=program).lines if line.op == "project")
+    (line,) = (line for line in plan(model, slow, Workload(tokens, 8, 1024), program=program).lines if line.op == "project")
     assert line.least == pytest.approx(line.flops / 2e9) and line.seconds == pytest.approx(LAUNCH + line.least)
 
 

@@ -59,13 +59,13 @@ def note(model: nn.Module, *shapes: tuple[int, ...], dynamic: bool | None = None
 @pytest.mark.parametrize("dynamic", [True, False])
 def test_layers_that_are_alike_are_traced_once_and_named_each(dynamic: bool) -> None:
     model = Stack(*(Layer() for _ in range(4)))
-    assert note(model, (3, 5, 8), (2, 7, 8), dynamic=dynamic) == "1 layers traced, 4 stamped"
+    assert note(model, (3, 5, 8), (2, 7, 8), dynamic=dynamic) == "1 layers traced, 4 inlined"
     assert [site.layer for site in atomc.reports()[-1].sites if site.rewrite == "silu_and_mul"] == [0, 1, 2, 3]
 
 
 def test_layers_with_another_constant_are_another_kind() -> None:
     layers = [Layer(), Layer(2.0), Layer(), Layer(2.0), Layer(), Layer(2.0), Layer(3.0)]
-    assert note(Stack(*layers)) == "2 layers traced, 6 stamped"
+    assert note(Stack(*layers)) == "2 layers traced, 6 inlined"
 
 
 def test_two_layers_are_traced_each() -> None:
@@ -91,4 +91,4 @@ def test_a_value_that_a_later_layer_reads_leaves_its_layer() -> None:
                 kept.append(x)
             return x + kept[0] * kept[2]
 
-    assert note(Skipping(*(Layer() for _ in range(4)))) == "1 layers traced, 4 stamped"
+    assert note(Skipping(*(Layer() for _ in range(4)))) == "1 layers traced, 4 inlined"

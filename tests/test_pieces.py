@@ -14,7 +14,7 @@ import atomc
 import atomc.pieces
 from atomc import ops
 from atomc.capture import regions
-from atomc.pieces import likeness
+from atomc.pieces import structural_hash
 from atomc.torch_compat import inductor
 
 X = torch.randn(5, 16, generator=torch.Generator().manual_seed(0))
@@ -82,22 +82,22 @@ def piece(function: Any, *inputs: Tensor) -> GraphModule:
 
 def test_pieces_are_alike_whatever_their_inputs_are_called() -> None:
     a, b = torch.randn(2, 3), torch.randn(2, 3)
-    one = likeness(piece(lambda x, y: (x - y).relu(), a, b))
-    assert one == likeness(piece(lambda left, right: (left - right).relu(), a, b))
+    one = structural_hash(piece(lambda x, y: (x - y).relu(), a, b))
+    assert one == structural_hash(piece(lambda left, right: (left - right).relu(), a, b))
     different = [
-        likeness(piece(lambda x, y: (y - x).relu(), a, b)),
-        likeness(piece(lambda x, y: (x - y).relu(), a.double(), b.double())),
-        likeness(piece(lambda x, y: (x - y).relu(), torch.randn(3, 2), torch.randn(3, 2))),
-        likeness(piece(lambda x, y: (x - y).relu(), a, torch.randn(3, 2).t())),
-        likeness(piece(lambda x, y: (x - y).sigmoid(), a, b)),
-        likeness(piece(lambda x, y: (x - 2 * y).relu(), a, b)),
+        structural_hash(piece(lambda x, y: (y - x).relu(), a, b)),
+        structural_hash(piece(lambda x, y: (x - y).relu(), a.double(), b.double())),
+        structural_hash(piece(lambda x, y: (x - y).relu(), torch.randn(3, 2), torch.randn(3, 2))),
+        structural_hash(piece(lambda x, y: (x - y).relu(), a, torch.randn(3, 2).t())),
+        structural_hash(piece(lambda x, y: (x - y).sigmoid(), a, b)),
+        structural_hash(piece(lambda x, y: (x - 2 * y).relu(), a, b)),
     ]
     assert one not in different and len(set(different)) == len(different)
 
 
 def test_zero_and_minus_zero_and_one_and_true_are_not_alike() -> None:
     a = torch.randn(3)
-    made = [likeness(piece(partial(torch.full_like, fill_value=number), a)) for number in (0.0, -0.0, 1, True)]
+    made = [structural_hash(piece(partial(torch.full_like, fill_value=number), a)) for number in (0.0, -0.0, 1, True)]
     assert len(set(made)) == 4
 
 
@@ -107,9 +107,9 @@ def test_vectors_are_known_to_work_only_where_the_compiler_takes_their_flags(mon
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     for compiler, expected in (("true", True), ("false", False)):
         monkeypatch.setattr(cpp_builder, "get_cpp_compiler", lambda name=compiler: name)
-        assert inductor._vectors_work.__wrapped__() is (expected and sys.platform == "linux")
+        assert inductor._vector_isa_works.__wrapped__() is (expected and sys.platform == "linux")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
-    assert not inductor._vectors_work.__wrapped__()
+    assert not inductor._vector_isa_works.__wrapped__()
 
 
 def test_code_of_inductors_is_kept_without_imports_that_it_does_not_use() -> None:
@@ -117,7 +117,7 @@ def test_code_of_inductors_is_kept_without_imports_that_it_does_not_use() -> Non
               "from torch._inductor.codegen.memory_planning import _align as align\n"
               "from torch._inductor.async_compile import AsyncCompile\nasync_compile = AsyncCompile()\nx = align(3)\n")
     expected = source.replace("from torch._inductor.hooks import run_intermediate_hooks\n", "")
-    assert inductor._needed(source) == expected
+    assert inductor._without_unused_imports(source) == expected
 
 
 def test_inductor_is_not_started_for_a_handful_of_ops() -> None:

@@ -11,7 +11,8 @@ from atomc.cli import arguments, main
 from atomc.efficiency import SHIPPED, Table, Timing, evaluated, fit, predict, shipped
 from atomc.models import build
 from atomc.op import Tokens
-from atomc.planning.plan import Load, built, compiled, cut_of, plan, share
+from atomc.planning.plan import build_model, compile_for, plan, shard_config, sharding
+from atomc.planning.plan_report import Workload
 from atomc.platform import GIB, Platform
 from atomc.quantization import ONLINE, quantize
 
@@ -38,8 +39,8 @@ def programs():
     made = {}
 
     def program(model, platform):
-        key = platform.name, model.devices, model.how and model.how.method
-        made[key] = made.get(key) or compiled(model, platform)
+        key = platform.name, model.devices, model.quantization and model.quantization.method
+        made[key] = made.get(key) or compile_for(model, platform)
         return made[key]
 
     return program
@@ -49,8 +50,8 @@ def programs():
 def planned(folder, programs):
     def found(platform, load=None, devices=1, quantization=None, config=None):
         where = Platform.named(platform) if isinstance(platform, str) else platform
-        model = built(folder(config or SMALL), devices=devices, quantization=quantization, platform=where)
-        return plan(model, where, load or Load(), program=programs(model, where))
+        model = build_model(folder(config or SMALL), devices=devices, quantization=quantization, platform=where)
+        return plan(model, where, load or Workload(), program=programs(model, where))
 
     return found
 
@@ -87,11 +88,11 @@ def test_predicted_decode_steps_of_the_h200_are_within_a_quarter_of_the_measured
     measured = {f["batch"]: f["tpot_ms"] for f in figures if (f["model"], f["what"], f["context"]) == (name, "atomc", 1024)
                 and f.get("quantization") == scheme}  # fmt: skip
     h200 = Platform.named("h200")
-    model = built(folder(SHAPES[name]), layers=2, quantization=scheme, platform=h200)
-    program = compiled(model, h200)
+    model = build_model(folder(SHAPES[name]), layers=2, quantization=scheme, platform=h200)
+    program = compile_for(model, h200)
     assert set(measured) == batches
     for batch, tpot in measured.items():
-        found = plan(model, h200, Load(batch, batch, 1024), program=program)
+        found = plan(model, h200, Workload(batch, batch, 1024), program=program)
         layers = sum(line.seconds * line.calls / 2 for line in found.lines if line.in_layers and line.calls == 2)
         rest = sum(line.seconds * line.calls for line in found.lines if not (line.in_layers and line.calls == 2))
         assert (SHAPES[name]["num_hidden_layers"] * layers + rest) * 1e3 == pytest.approx(tpot, rel=0.25)
@@ -109,7 +110,7 @@ def test_a_machine_on_which_nothing_was_measured_gets_a_lower_bound(planned):
 
 def test_a_machine_of_which_nothing_is_known_gets_bytes_and_no_time(planned):
     found = planned("cpu")
-    assert "nothing is known of the bandwidth" in found.lower_bound
+    assert "the bandwidth of" in found.lower_bound
     assert found.total("seconds") is None and found.total("bytes") > 0
 
 
@@ -152,7 +153,7 @@ def test_a_new_table_keeps_the_rows_of_kernels_that_it_did_not_meet():
 def test_a_table_that_is_none_is_refused():
     with pytest.raises(ValueError, match=r"version 0, expected 1: measure again"):
         Table.of({"version": 0})
-    with pytest.raises(ValueError, match=r"no table of efficiencies: 'machine'"):
+    with pytest.raises(ValueError, match=r"not a table of efficiencies: 'machine'"):
         Table.of({"version": 1, "rows": []})
 
 
@@ -170,20 +171,20 @@ def test_a_range_of_tokens_is_read_as_reports_spell_it():
 
 def test_few_tokens_and_many_are_served_by_the_kernels_of_their_ranges(folder, programs):
     h200 = Platform.named("h200")
-    report = programs(built(folder(SMALL)), h200).report
-    kernels = [{p.kernel for p in predict(report, h200, Load(t, t, 64).sizes) if p.op == "linear"} for t in (1, 64)]
+    report = programs(build_model(folder(SMALL)), h200).report
+    kernels = [{p.kernel for p in predict(report, h200, Workload(t, t, 64).sizes) if p.op == "linear"} for t in (1, 64)]
     assert kernels == [{"triton"}, {"cuda"}]
 
 
 def test_a_graph_whose_sizes_are_not_those_of_a_step_is_refused():
-    with pytest.raises(ValueError, match=r"sizes \['s0'\] that a step does not say"):
+    with pytest.raises(ValueError, match=r"sizes \['s0'\] that a step does not define"):
         evaluated("2*T*s0", (("T", 3),))
 
 
 @pytest.mark.parametrize("load", [(0, 1, 8), (1, 2, 8), (17, 2, 8)])
 def test_a_step_that_cannot_be_is_refused(load):
     with pytest.raises(ValueError, match="a step of"):
-        Load(*load)
+        Workload(*load)
 
 
 # Memory
@@ -221,25 +222,25 @@ def test_a_sequence_that_fits_nowhere_is_said_to_be_too_long(planned):
 
 
 def test_a_device_gets_its_share_of_heads_hidden_units_and_vocabulary():
-    found = share(SMALL, 4)
+    found = shard_config(SMALL, 4)
     assert [found[name] for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")] == [
         2, 1, 256, 1024]  # fmt: skip
     assert found["hidden_size"] == WIDTH and found["head_dim"] == HEAD
-    assert share({key: value for key, value in SMALL.items() if key != "head_dim"}, 2)["head_dim"] == WIDTH // HEADS
+    assert shard_config({key: value for key, value in SMALL.items() if key != "head_dim"}, 2)["head_dim"] == WIDTH // HEADS
 
 
 @pytest.mark.parametrize(
     "devices, why",
-    [(3, "num_attention_heads is 8, no multiple of 3"), (8, "num_key_value_heads is 4, no multiple of 8"),
+    [(3, "num_attention_heads is 8, not a multiple of 3"), (8, "num_key_value_heads is 4, not a multiple of 8"),
      (0, "0 devices: expected at least 1")],
 )  # fmt: skip
 def test_what_does_not_divide_is_refused(devices, why):
     with pytest.raises(ValueError, match=why):
-        share(SMALL, devices)
+        shard_config(SMALL, devices)
 
 
 def test_each_device_sends_the_bytes_of_a_ring(planned):
-    found = planned("h200", Load(tokens=6, sequences=2, context=64), devices=4)
+    found = planned("h200", Workload(tokens=6, sequences=2, context=64), devices=4)
     sent = found.communication
     assert (sent.all_reduces, sent.gathers, sent.message) == (2 * LAYERS + 1, 1, 6 * WIDTH * 2)
     assert sent.sent == sent.all_reduces * 2 * 3 * sent.message // 4 + 3 * 2 * VOCABULARY // 4 * 2
@@ -247,7 +248,7 @@ def test_each_device_sends_the_bytes_of_a_ring(planned):
 
 
 def test_a_layer_of_a_device_moves_its_share_of_the_weights(planned):
-    whole, cut = (planned("h200", Load(1, 1, 64), devices=n) for n in (1, 4))
+    whole, cut = (planned("h200", Workload(1, 1, 64), devices=n) for n in (1, 4))
     (down,) = [line for line in cut.lines if line.module_path.endswith("down_proj")]
     assert down.bytes == 2 * (INNER // 4 + INNER // 4 * WIDTH + WIDTH) and down.calls == LAYERS and down.in_layers
     assert cut.total("bytes", layers_only=True) < whole.total("bytes", layers_only=True) / 3
@@ -256,8 +257,8 @@ def test_a_layer_of_a_device_moves_its_share_of_the_weights(planned):
 def test_a_model_of_transformers_is_cut_by_its_own_plan(folder):
     pytest.importorskip("transformers")
     config = {**SMALL, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
-    model = built(folder(config), devices=2, layers=1)
-    found = plan(model, Platform.named("h200"), Load())
+    model = build_model(folder(config), devices=2, layers=1)
+    found = plan(model, Platform.named("h200"), Workload())
     assert found.model == "Qwen2ForCausalLM"
     assert (found.communication.all_reduces, found.communication.gathers) == (3, 1)
     whole = {name: x.shape for name, x in model.module.named_parameters() if "proj.weight" in name}
@@ -265,8 +266,8 @@ def test_a_model_of_transformers_is_cut_by_its_own_plan(folder):
 
 
 def test_a_model_that_does_not_say_how_it_is_cut_is_refused():
-    with pytest.raises(ValueError, match="Linear does not say how it is cut over devices"):
-        cut_of(torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="Linear does not define how it is sharded over devices"):
+        sharding(torch.nn.Linear(2, 2))
 
 
 # Machines and numbers
@@ -275,9 +276,9 @@ def test_a_model_that_does_not_say_how_it_is_cut_is_refused():
 @pytest.mark.parametrize("platform, dtype", [("gfx942", torch.float8_e4m3fnuz), ("gfx950", torch.float8_e4m3fn)])
 def test_an_amd_gpu_gets_its_kernels_and_its_own_fp8(folder, programs, platform, dtype):
     where = Platform.named(platform)
-    model = built(folder(SMALL), quantization="fp8", platform=where)
+    model = build_model(folder(SMALL), quantization="fp8", platform=where)
     assert model.module.model.layers[0].mlp.down_proj.weight.dtype == dtype
-    found = plan(model, where, Load(), program=programs(model, where))
+    found = plan(model, where, Workload(), program=programs(model, where))
     assert found.arch == platform and "aiter" in {line.kernel for line in found.lines}
     # All but the first norm stand behind an addition, and the last one feeds the head, which is not quantized.
     assert sum(line.calls for line in lines_of(found, "add_rms_norm_quant")) == 2 * LAYERS - 1
@@ -285,7 +286,7 @@ def test_an_amd_gpu_gets_its_kernels_and_its_own_fp8(folder, programs, platform,
 
 @pytest.mark.parametrize("scheme", ONLINE)
 def test_weights_have_the_tensors_of_their_scheme_and_siblings_share_a_scale(folder, scheme):
-    module = built(folder(SMALL), quantization=scheme, layers=1).module
+    module = build_model(folder(SMALL), quantization=scheme, layers=1).module
     attention = module.model.layers[0].self_attn
     tensors = ONLINE[scheme].tensors(KV_HEADS * HEAD, WIDTH, torch.bfloat16)
     assert {name: (tuple(x.shape), x.dtype) for name, x in attention.k_proj.named_parameters()} == tensors
@@ -296,10 +297,10 @@ def test_weights_have_the_tensors_of_their_scheme_and_siblings_share_a_scale(fol
 
 def test_a_quantized_checkpoint_is_planned_as_it_is(folder):
     stored = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
-    model = built(folder({**SMALL, "quantization_config": stored}), layers=1)
+    model = build_model(folder({**SMALL, "quantization_config": stored}), layers=1)
     assert model.module.model.layers[0].mlp.up_proj.weight_scale.shape == (INNER // 128, WIDTH // 128)
-    with pytest.raises(ValueError, match="quantized already"):
-        built(folder({**SMALL, "quantization_config": stored}), quantization="int4")
+    with pytest.raises(ValueError, match="already quantized"):
+        build_model(folder({**SMALL, "quantization_config": stored}), quantization="int4")
 
 
 # The command
@@ -324,7 +325,7 @@ def test_the_command_prints_memory_kernels_and_sums(folder, capsys):
     asked = ["--layers", "1", "--platform", "gfx950", "--dtype", "fp8", "--tp", "4", "--sequences", "8"]
     assert main(["explain", str(path), *asked]) == 0
     out = capsys.readouterr().out
-    assert "plan: Qwen3ForCausalLM in fp8 on AMD Instinct MI355X (gfx950), cut over 4 devices" in out
+    assert "plan: Qwen3ForCausalLM in fp8 on AMD Instinct MI355X (gfx950), sharded over 4 devices" in out
     assert "memory of a device" in out and "each device sends" in out
     assert "lower bound: no kernel was measured on AMD Instinct MI355X" in out
     assert "add_rms_norm_quant" in out.partition("plan: ")[0]  # the fusions stand before the plan
@@ -342,11 +343,11 @@ def test_the_plan_is_in_the_json(folder, capsys):
 
 @pytest.mark.parametrize(
     "asked, why",
-    [(["--tp", "3"], "num_attention_heads is 8, no multiple of 3"),
+    [(["--tp", "3"], "num_attention_heads is 8, not a multiple of 3"),
      (["--plan", "--why", "rms_norm"], "cannot be combined with --why"),
      (["--measure", "--platform", "h200"], "leave one of them out"),
      (["--tokens", "5", "--sequences", "9"], "a step of 5 tokens"),
-     (["--plan", "--efficiency", "{path}/config.json"], "no table of efficiencies"),
+     (["--plan", "--efficiency", "{path}/config.json"], "not a table of efficiencies"),
      (["--platform", "sm80", "--plan", "--efficiency", str(SHIPPED)], "has no table for NVIDIA A100")],
 )  # fmt: skip
 def test_the_command_refuses_in_one_line(folder, capsys, asked, why):

@@ -67,7 +67,7 @@ def test_a_model_whose_codes_are_gone_is_refused_and_left_as_it_is(tmp_path: Pat
     model = theirs(tmp_path)
     with torch.inference_mode():
         model(input_ids=IDS)
-    with pytest.raises(ValueError, match="layers of LlamaForCausalLM are unpacked already: take it over before its first"):
+    with pytest.raises(ValueError, match="layers of LlamaForCausalLM are already unpacked: adopt it before its first"):
         atomc.adopt(model)
     model.config.quantization_config.quantization_config.quantization_status = "compressed"
     with pytest.raises(ValueError, match=r"q_proj.weight is torch.bfloat16 .*, expected torch.int8 .*before its first"):
@@ -77,7 +77,7 @@ def test_a_model_whose_codes_are_gone_is_refused_and_left_as_it_is(tmp_path: Pat
 
 def test_what_is_not_ours_to_read_is_refused_by_name() -> None:
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**CONFIG))
-    with pytest.raises(ValueError, match="LlamaForCausalLM is not quantized: give the scheme"):
+    with pytest.raises(ValueError, match="LlamaForCausalLM is not quantized: pass the scheme"):
         atomc.adopt(model)
     model.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     with pytest.raises(ValueError, match="quant_method 'bitsandbytes' are not supported, only fp8, compressed-tensors"):

@@ -149,7 +149,7 @@ def test_a_layer_of_another_kind_than_the_config_says_is_refused(tmp_path: Path)
     stored["model.layers.0.mlp.up_proj.weight_shape"] = torch.tensor([384, 255])
     save_file(stored, tmp_path / "model.safetensors")
     assert refusal(tmp_path) == (
-        "PATH: model.layers.0.mlp.up_proj: weight_shape is [384, 255], weight_packed holds [384, 256]"
+        "PATH: model.layers.0.mlp.up_proj: weight_shape is [384, 255], weight_packed has [384, 256]"
     )
 
 
@@ -215,7 +215,7 @@ def test_a_static_scale_is_read_and_shared_too(tmp_path: Path) -> None:
 
 def test_what_is_done_differently_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = load(checkpoint(tmp_path, FP8_TENSOR, fp8_tensor), progress=False)
-    said = "activations have one dynamic scale a row, not one a tensor as the config says"
+    said = "activations have a dynamic scale per row instead of per tensor as in the config"
     assert said in caplog.text
     notes = compile_model(model, {"glue": "eager"}).report.notes
     assert len([note for note in notes if note.startswith(said)]) == 1
@@ -303,14 +303,14 @@ def test_activation_order_is_refused_also_where_only_the_weights_show_it(tmp_pat
         tmp_path, GPTQ, lambda weight: gptq(weight, **({"g_idx": shuffled} if weight.shape[1] == 384 else {}))
     )
     assert refusal(path) == (
-        "PATH: model.layers.0.mlp.down_proj: g_idx does not count up: activation order (desc_act) is not supported, "
+        "PATH: model.layers.0.mlp.down_proj: g_idx is not in order: activation order (desc_act) is not supported, "
         "quantize with desc_act=False"
     )
 
 
 def test_a_symmetric_config_with_other_zero_points_is_refused(tmp_path: Path) -> None:
     path = checkpoint(tmp_path, GPTQ | {"sym": True}, gptq)
-    assert refusal(path).endswith("qzeros has zero points other than 8, and the config says symmetric")
+    assert refusal(path).endswith("qzeros has zero points other than 8, but the config is symmetric")
 
 
 # MXFP4
@@ -416,7 +416,7 @@ def test_what_the_caller_says_counts_most(tmp_path: Path) -> None:
 def test_quantizing_what_is_quantized_is_refused(tmp_path: Path) -> None:
     path = checkpoint(tmp_path, FP8_BLOCK, fp8_blocks)
     assert refusal(path, quantization="int8") == (
-        "PATH is quantized already (fp8), so it cannot be quantized to int8: leave `quantization` out, or take the "
+        "PATH is already quantized (fp8), so it cannot be quantized to int8: omit `quantization`, or use the "
         "original checkpoint"
     )
     assert len(layers(load(path, progress=False, quantization="fp8"))) == 13

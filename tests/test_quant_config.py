@@ -100,13 +100,13 @@ WHERE = "compressed-tensors: config_groups.group_0"
         ({"quant_method": "gptq", "bits": 4, "group_size": -1},
          "gptq: group_size -1 is not supported, only 32 or 64 or 128"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True},
-         "gptq: desc_act True (activation order) is not supported, only False: the weights of a group would lie apart"),
+         "gptq: desc_act True (activation order) is not supported, only False: the weights of a group are not adjacent"),
         ({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "GEMV"},
          "awq: version 'gemv' is not supported, only 'gemm'"),
         ({"quant_method": "quark", "global_quant_config": {"weight": FP4 | {"dtype": "int4"}}},
          "quark: global_quant_config.weight: dtype 'int4' is not supported, only 'fp4'"),
         ({"quant_method": "quark", "global_quant_config": {"weight": FP4}, "layer_quant_config": {"a": {}}},
-         "quark: layer_quant_config is not supported, only one setting for all (global_quant_config)"),
+         "quark: layer_quant_config is not supported, only one setting for all layers (global_quant_config)"),
     ],
 )  # fmt: skip
 def test_a_config_that_would_be_computed_wrongly_is_refused_in_a_sentence(

@@ -96,7 +96,7 @@ def test_random_weights_are_quantized_too(tmp_path: Path) -> None:
     [
         ("fp4", "quantization 'fp4' is not one of fp8, fp8_per_token, fp8_block, int8, int4, mxfp4, mxfp4_a16"),
         ({"scheme": "fp8", "skip": []}, "is neither {'scheme': name, 'ignore': [patterns]} nor a quantization_config"),
-        ({"scheme": "fp8", "ignore": ["re:("]}, "ignore pattern 're:(' is no regular expression"),
+        ({"scheme": "fp8", "ignore": ["re:("]}, "ignore pattern 're:(' is not a regular expression"),
     ],
 )
 def test_a_wish_that_cannot_be_met_is_told_what_can(how: Any, sentence: str, tmp_path: Path) -> None:
@@ -232,7 +232,7 @@ def test_what_is_quantized_already_is_said_and_kept(caplog: pytest.LogCaptureFix
     model = nn.ModuleDict({"theirs": TheirLinear(), "ours": nn.Linear(32, 4)})
     with caplog.at_level(logging.WARNING, "atomc"):
         quantize(model, "int8")
-    assert "layers of kind TheirLinear are quantized already and stay as they are" in caplog.text
+    assert "layers of type TheirLinear are already quantized and are not changed" in caplog.text
     assert type(model["theirs"]) is TheirLinear and type(model["ours"]) is QuantizedLinear
     with pytest.raises(ValueError, match="no linear layer to quantize to 'int8': its layers are TheirLinear already"):
         quantize(nn.ModuleDict({"theirs": TheirLinear()}), "int8")
@@ -333,4 +333,4 @@ def test_kernels_of_a_gpu_predict_as_those_of_a_cpu(scheme: str) -> None:
 
 def test_every_scheme_can_be_told_from_its_name() -> None:
     names: dict[str, Scheme] = ONLINE
-    assert len({scheme.spelled for scheme in names.values()}) == len(names)
+    assert len({scheme.description for scheme in names.values()}) == len(names)

@@ -13,7 +13,7 @@ from atomc.program import compile_model
 from atomc.refusal import refusal
 from atomc.runtime.llm import LLM
 from atomc.runtime.sampling_params import SamplingParams
-from atomc.torch_compat.untraceable import BackendCompilerFailed
+from atomc.torch_compat.trace_failure import BackendCompilerFailed
 
 transformers = pytest.importorskip("transformers", reason="stock models")
 
@@ -40,9 +40,9 @@ def served(model: nn.Module, **options: object) -> LLM:
 
 
 REFUSED = {
-    "DiffLlama": (LLAMA, r"it decides by a number that is known only when it runs, Eq\(u\d+, 0\) in `.*groupnorm.*` "
+    "DiffLlama": (LLAMA, r"it branches on a number that is only known at run time, Eq\(u\d+, 0\) in `.*groupnorm.*` "
                          r"\(transformers/models/diffllama/modeling_diffllama\.py:\d+\)"),
-    "Doge": (LLAMA, r"it decides by a number that is known only when it runs, u\d+ > 2048 in `if .*keep_window_size:` "
+    "Doge": (LLAMA, r"it branches on a number that is only known at run time, u\d+ > 2048 in `if .*keep_window_size:` "
                     r"\(transformers/models/doge/modeling_doge\.py:\d+\)"),
     "BigBirdPegasus": (PEGASUS, r"attention in hf_model\.model\.decoder\.layers\.0\.self_attn "
                                 r"\(modeling_bigbird_pegasus\.py:\d+\): it has a mask or is not causal, and a paged cache "
@@ -114,8 +114,8 @@ def test_keys_and_values_of_unequal_width_are_refused_with_their_line() -> None:
 
 
 @pytest.mark.parametrize("what, reason, code", [
-    ("length", r"it decides by a number that is known only when it runs, u\d+ > 100 in `.*> 100:`", "> 100:"),
-    ("value", "torch.compile cannot make one graph of it: Data-dependent branching", "x.sum() > 0:"),
+    ("length", r"it branches on a number that is only known at run time, u\d+ > 100 in `.*> 100:`", "> 100:"),
+    ("value", "torch.compile cannot trace it as one graph: Data-dependent branching", "x.sum() > 0:"),
     ("raises", "it raises KeyError: nothing of that name", "raise KeyError"),
     ("shapes", "TorchRuntimeError: .*", "x @ x"),
 ])  # fmt: skip

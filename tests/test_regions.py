@@ -89,10 +89,10 @@ def traced(report: atomc.Report) -> list[str]:
     return [note for note in report.notes if "traced" in note]
 
 
-def counts(traced: int, stamped: int, in_torch_2_11: tuple[int, int]) -> list[list[str]]:
+def counts(traced: int, inlined: int, in_torch_2_11: tuple[int, int]) -> list[list[str]]:
     """What the report may note. torch 2.11 takes the first of layers that are alike for one of another kind, more often."""
-    pairs = {(traced, stamped), in_torch_2_11} if torch.__version__.startswith("2.11.") else {(traced, stamped)}
-    return [[f"{traced} layers traced, {stamped} stamped"] for traced, stamped in pairs]
+    pairs = {(traced, inlined), in_torch_2_11} if torch.__version__.startswith("2.11.") else {(traced, inlined)}
+    return [[f"{traced} layers traced, {inlined} inlined"] for traced, inlined in pairs]
 
 
 def stock(model_type: str, depth: int) -> nn.Module:
@@ -144,7 +144,7 @@ def test_a_prepared_stock_model_computes_what_an_unprepared_one_does_from_one_la
     for length, same in zip((12, 33), flat, strict=True):
         assert torch.equal(logits(compiled, length), same)
     torch.testing.assert_close(flat[1], expected, rtol=0, atol=2e-6 * float(expected.abs().max()))
-    assert traced(last()) == ["1 layers traced, 3 stamped"]
+    assert traced(last()) == ["1 layers traced, 3 inlined"]
     same_sites(last(), without)
 
 
@@ -163,7 +163,7 @@ def test_the_program_of_a_model_is_traced_from_one_layer_and_the_classes_stay_as
 @pytest.mark.parametrize("model_type", ["gemma3_text", "gpt_oss"])
 def test_layers_with_and_without_a_window_are_two_kinds(model_type: str) -> None:
     report = atomc.explain(wrap_stock(stock(model_type, 5)), IDS[0], torch.arange(33))
-    assert traced(report) == ["2 layers traced, 5 stamped"]
+    assert traced(report) == ["2 layers traced, 5 inlined"]
     assert sorted(site.layer for site in report.sites if site.rewrite == "attention") == [0, 1, 2, 3, 4]
 
 
@@ -177,7 +177,7 @@ def test_a_first_layer_of_another_kind_is_traced_beside_the_others() -> None:
 
 def test_explaining_traces_one_layer_and_names_each() -> None:
     report = atomc.explain(ours(12))
-    assert traced(report) == ["1 layers traced, 12 stamped"]
+    assert traced(report) == ["1 layers traced, 12 inlined"]
     assert {site.module_path for site in report.sites if site.rewrite == "silu_and_mul"} == {
         f"model.layers.{i}.mlp" for i in range(12)}  # fmt: skip
     linears = Counter(site.layer for site in report.sites if site.rewrite == "linear")
@@ -223,7 +223,7 @@ def test_layers_that_write_a_buffer_are_each_traced_and_a_note_says_so() -> None
         torch.testing.assert_close(torch.compile(model, backend="atom", options=EAGER)(X), expected)
     assert [float(layer.calls) for layer in model.layers] == [2, 2, 2, 2]
     (note,) = traced(last())
-    assert note.startswith("every layer was traced, since tracing one for all failed: ")
+    assert note.startswith("every layer was traced, because tracing regions failed: ")
     assert last().matches["silu_and_mul"] == 4
 
 
@@ -234,7 +234,7 @@ def test_a_failure_to_trace_a_region_is_a_note_and_no_error(monkeypatch: pytest.
     monkeypatch.setattr("atomc.capture.functional.traced_region", fail)
     model = stack()
     report = atomc.explain(model, X)
-    assert traced(report) == ["every layer was traced, since tracing one for all failed: NotImplementedError: no regions "
+    assert traced(report) == ["every layer was traced, because tracing regions failed: NotImplementedError: no regions "
                               "today"]
     assert report.matches["silu_and_mul"] == 4 and {site.layer for site in report.sites} >= {0, 1, 2, 3}
 
@@ -335,7 +335,7 @@ def test_a_prepared_model_can_be_copied_and_pickled() -> None:
         other.layers[0].gate.weight.mul_(2)
         torch._dynamo.reset()
         torch.testing.assert_close(torch.compile(other, backend="atom", options=EAGER)(X), other(X))
-        assert traced(last()) == ["1 layers traced, 4 stamped"]
+        assert traced(last()) == ["1 layers traced, 4 inlined"]
 
 
 def test_only_repeated_modules_with_parameters_are_layers_and_none_inside_another() -> None:

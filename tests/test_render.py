@@ -4,8 +4,10 @@ from collections import Counter
 
 import pytest
 
-from atomc.render.text import WIDTH, collapsed, report_text, summary, table
-from atomc.report import GraphBreak, KernelChoice, Miss, Report, Site
+from atomc.render.table import WIDTH, collapsed, table
+from atomc.render.text import report_text, summary
+from atomc.report import Report
+from atomc.report_records import GraphBreak, KernelChoice, Miss, Site
 
 
 def fired(rewrite, path, layer):
@@ -46,7 +48,7 @@ add_norm      near misses, below
 gelu          no anchor: the graph has no gelu
 
 near misses
-  add_norm in model.layers.*.mlp x2, layers 0-1, model.py:20: 75% of it is there
+  add_norm in model.layers.*.mlp x2, layers 0-1, model.py:20: 75% matched
     expected  add
     found     mul(other=2.0)
 
@@ -106,7 +108,7 @@ def test_a_provider_that_runs_an_op_has_refused_with_another_of_its_kernels():
 
 def test_misses_that_differ_are_listed_each():
     report = Report("Tiny", treated=True, near=[miss(0), miss(0, rewrite="other")], known=["add_norm", "other"])
-    assert report_text(report).count("75% of it is there") == 2
+    assert report_text(report).count("75% matched") == 2
 
 
 def test_of_very_many_misses_the_rest_is_counted():

@@ -11,7 +11,8 @@ from torch import nn
 
 import atomc
 from atomc import ops
-from atomc.report import MOST_REPORTS, CacheOutcome, GraphBreak, Miss, Report, forget, keep, reports, spans
+from atomc.report import MAX_REPORTS, Report, forget, keep, reports
+from atomc.report_records import CacheOutcome, GraphBreak, Miss, spans
 
 STRICT = {"strict": True, "glue": "eager"}
 X = torch.randn(5, 32)
@@ -239,8 +240,8 @@ def test_ops_left_before_lowering_are_counted():
 
 def test_reports_are_kept_newest_last_and_not_for_ever():
     before = list(reports())
-    made = [keep(Report(str(i))) for i in range(MOST_REPORTS + 1)]
-    assert len(reports()) == MOST_REPORTS and reports()[-1] is made[-1]
+    made = [keep(Report(str(i))) for i in range(MAX_REPORTS + 1)]
+    assert len(reports()) == MAX_REPORTS and reports()[-1] is made[-1]
     forget(made[-1])
     assert made[-1] not in reports()
     for report in made:

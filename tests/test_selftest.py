@@ -7,14 +7,15 @@ import pytest
 import torch
 
 from atomc import kernels, ops
-from atomc.cache.store import Started, last_start, remember
+from atomc.cache.store import StartRecord, last_start, record_start
 from atomc.cli import doctor, main
-from atomc.examples import EXAMPLES, Numbers
+from atomc.examples import EXAMPLES, RandomInputs
 from atomc.op import REGISTRY
 from atomc.op_traits import Kind
 from atomc.options import Options
 from atomc.platform import Platform
-from atomc.report import CacheOutcome, Report
+from atomc.report import Report
+from atomc.report_records import CacheOutcome
 from atomc.selftest import self_test, text
 
 CPU = Platform.detect("cpu")
@@ -43,7 +44,7 @@ def test_every_op_has_an_example():
 def test_examples_are_arguments_of_their_op_and_the_same_each_time(op):
     for make in EXAMPLES[op].values():
         for rows in (1, 33):
-            first, second = (make(Numbers(torch.bfloat16, "cpu", rows)) for _ in range(2))
+            first, second = (make(RandomInputs(torch.bfloat16, "cpu", rows)) for _ in range(2))
             op.signature.bind(**first)
             tensors = [name for name, x in first.items() if isinstance(x, torch.Tensor)]
             assert tensors and all(first[name].view(torch.uint8).equal(second[name].view(torch.uint8)) for name in tensors)
@@ -110,19 +111,19 @@ def test_doctor_says_what_the_cache_did_in_the_last_start(tmp_path):
     options = Options(cache_dir=str(tmp_path))
     assert doctor._started(last_start(options)) == [("last start", "not known")]
     for outcome in (CacheOutcome("hit"), CacheOutcome("miss", "no entry for this graph"), CacheOutcome("hit")):
-        remember(options, Report("Qwen3", cached=outcome))
+        record_start(options, Report("Qwen3", cached=outcome))
     rows = doctor._started(last_start(options))
     assert rows[0][1].endswith("Qwen3: hit (2 graphs)") and rows[1] == ("", "Qwen3: miss: no entry for this graph")
 
 
 def test_only_the_graphs_of_the_last_process_count(tmp_path):
     options = Options(cache_dir=str(tmp_path))
-    lines = [Started(1.0, 10, "A", "hit"), Started(2.0, 11, "B", "miss: the cache is empty")]
+    lines = [StartRecord(1.0, 10, "A", "hit"), StartRecord(2.0, 11, "B", "miss: the cache is empty")]
     (tmp_path / "starts.jsonl").write_text("\n".join([*(json.dumps(asdict(line)) for line in lines), "torn {"]))
     assert last_start(options) == lines[1:]
 
 
 def test_a_cache_that_is_not_there_is_not_made_to_remember(tmp_path):
     options = Options(cache_dir=str(tmp_path / "none"))
-    remember(options, Report("A", cached=CacheOutcome("hit")))
+    record_start(options, Report("A", cached=CacheOutcome("hit")))
     assert not (tmp_path / "none").exists() and last_start(options) == []

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import atomc
-from atomc import named_ranges, ops, pieces, trace
+from atomc import ops, pieces, profiler_ranges, structured_trace
 
 TRACE = logging.getLogger("torch.__trace")
 
@@ -83,7 +83,7 @@ def test_the_graph_before_and_after_each_changing_pass_is_in_the_structured_trac
 
 def test_each_range_of_token_counts_has_a_lowered_graph_of_its_own(traced):
     gm = torch.fx.symbolic_trace(lambda x: x)
-    (write,) = trace.observers()
+    (write,) = structured_trace.observers()
     gm.meta["tokens"] = ops.Tokens(2, 16)
     write("captured", gm)
     write("lower", gm)
@@ -95,7 +95,7 @@ def test_each_range_of_token_counts_has_a_lowered_graph_of_its_own(traced):
 
 def test_nobody_writes_where_nobody_listens(monkeypatch):
     monkeypatch.setattr(TRACE, "handlers", [])
-    assert trace.observers() == []
+    assert structured_trace.observers() == []
 
 
 PROGRAM = """
@@ -168,13 +168,13 @@ def test_pieces_for_inductor_are_named_by_the_module_that_they_begin_in(model, m
 
 def test_without_a_profiler_nothing_but_the_call_happens():
     calls = []
-    function = named_ranges.profiled(lambda x: calls.append(x), lambda: pytest.fail("no profiler listens"))
+    function = profiler_ranges.profiled(lambda x: calls.append(x), lambda: pytest.fail("no profiler listens"))
     function(1)
     assert calls == [1]
 
 
 def test_ranges_lie_around_what_computes_and_not_around_what_frees():
     source = "def forward(self, x):\n    a = f(x);  x = None\n    b = a[0];  a = None\n    return (b,)"
-    text = ast.unparse(named_ranges.with_ranges(source, {"a": "mlp: f", "x": "never"}))
+    text = ast.unparse(profiler_ranges.with_ranges(source, {"a": "mlp: f", "x": "never"}))
     assert text.splitlines()[1:] == ["    with record_function('mlp: f'):", "        a = f(x)", "    x = None",
                                      "    b = a[0]", "    a = None", "    return (b,)"]  # fmt: skip

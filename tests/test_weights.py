@@ -15,14 +15,14 @@ from merged_models import EAGER, Gated, X, compiled, fresh, live_bytes, own
 from merged_models import weights as weights_of
 from torch import Tensor, nn
 
-from atomc import demo, kernels, ops, packs, weight_inputs, weights
+from atomc import demo, kernels, ops, packed_weights, weight_inputs, weights
 from atomc.models import loader
 from atomc.op import Prepared
 from atomc.program import Program, compile_model
 from atomc.quantization import quantize
 from atomc.runtime.llm import LLM
 from atomc.runtime.sampling_params import SamplingParams
-from atomc.weight_inputs import Wanted, WeightInputs
+from atomc.weight_inputs import PreparedInput, WeightInputs
 from atomc.weight_snapshot import Snapshot
 from atomc.weights import location_of
 
@@ -77,20 +77,20 @@ def test_a_parameter_that_others_move_does_not_lie_at_its_address() -> None:
     made.data = torch.zeros(4)
     assert location_of(made).address != made.data_ptr()
     a, b = parameter(2, 4), parameter(3, 4)
-    packs.packed([a, b])
+    packed_weights.pack([a, b])
     b.data = b.data.clone()
-    assert packs.partners(a) == [] and packs.partners(b) == []
+    assert packed_weights.packed_together(a) == [] and packed_weights.packed_together(b) == []
 
 
 def test_the_table_forgets_a_parameter_with_what_was_made_of_it_and_others() -> None:
-    from atomc.copies import prepared
+    from atomc.prepared_weights import prepared_weight
 
     def summed(a: Tensor, b: Tensor) -> Prepared:
         return Prepared((a + b,))
 
     a, b = parameter(4), parameter(4)
     key = id(b)
-    entry, _ = prepared([a, b], [a, b], summed)
+    entry, _ = prepared_weight([a, b], [a, b], summed)
     assert list(location_of(a).prepared.values()) == list(location_of(b).prepared.values()) == [entry]
     assert key in weights._table
     del b
@@ -99,11 +99,11 @@ def test_the_table_forgets_a_parameter_with_what_was_made_of_it_and_others() -> 
 
 
 def test_what_was_made_of_packed_parameters_is_freed_with_the_first_of_them_at_once() -> None:
-    from atomc.copies import prepared
+    from atomc.prepared_weights import prepared_weight
 
     a, b = parameter(4, 4), parameter(4, 4)
-    pack = packs.packed([a, b])
-    made = weakref.ref(prepared([a, b], [pack], halved)[0].tensors[0])
+    pack = packed_weights.pack([a, b])
+    made = weakref.ref(prepared_weight([a, b], [pack], halved)[0].tensors[0])
     assert made() is not None
     gc.disable()
     try:
@@ -159,8 +159,8 @@ def test_to_make_a_program_of_what_was_compiled_moves_no_memory(monkeypatch: pyt
         asked.append("made")
 
     monkeypatch.setattr(Program, "__init__", watched)
-    monkeypatch.setattr(weight_inputs, "packed", counted(weight_inputs.packed, "packed", asked))
-    monkeypatch.setattr(weight_inputs, "prepared", counted(weight_inputs.prepared, "prepared", asked))
+    monkeypatch.setattr(weight_inputs, "pack", counted(weight_inputs.pack, "packed", asked))
+    monkeypatch.setattr(weight_inputs, "prepared_weight", counted(weight_inputs.prepared_weight, "prepared", asked))
     model = own()
     lay = spans(model)
     compile_model(model, EAGER)
@@ -183,7 +183,8 @@ def test_the_merge_pass_looks_and_moves_nothing() -> None:
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What has looked for changes of weights."""
     found: list[str] = []
-    for owner, name in ((Snapshot, "holds"), (Snapshot, "__init__"), (WeightInputs, "follow"), (WeightInputs, "settle")):
+    watched = ((Snapshot, "unchanged"), (Snapshot, "__init__"), (WeightInputs, "refresh"), (WeightInputs, "refresh_packed"))
+    for owner, name in watched:
         monkeypatch.setattr(owner, name, counted(getattr(owner, name), f"{owner.__name__}.{name}", found))
     return found
 
@@ -203,7 +204,7 @@ def test_the_runtime_looks_at_a_users_module_once_before_it_serves(looks: list[s
     llm = LLM(model, options=EAGER, progress=False)
     looks.clear()
     llm.generate([[1, 2, 3]], SHORT)
-    assert looks.count("WeightInputs.follow") == 1
+    assert looks.count("WeightInputs.refresh") == 1
     model.model.layers[0].mlp.up_proj.weight.data = torch.randn(96, 64)
     with pytest.raises(RuntimeError, match="given new storage after compiling"):
         llm.generate([[1, 2, 3]], SHORT)
@@ -215,7 +216,7 @@ def test_a_compiled_function_looks_at_each_call(looks: list[str]) -> None:
     looks.clear()
     for _ in range(3):
         run(X)
-    assert looks.count("WeightInputs.follow") == 3
+    assert looks.count("WeightInputs.refresh") == 3
 
 
 # In the place of a weight
@@ -233,11 +234,11 @@ def beside(weight: Tensor) -> Prepared:
 ])  # fmt: skip
 def test_an_owner_is_told_which_weights_only_prepared_ones_stand_for(read, prepares, replaced) -> None:
     args = [parameter(2, 4), parameter(3, 4), parameter(5, 4)]  # the first two are packed, as the fourth
-    wanted = [Wanted((3,), (0, 1), prepares[0]), Wanted((2,), (2,), prepares[1])]
+    wanted = [PreparedInput((3,), (0, 1), prepares[0]), PreparedInput((2,), (2,), prepares[1])]
     inputs = WeightInputs({3: [0, 1]}, wanted, set(read), [])
-    pack, (half,), (other,) = inputs.take(args)
+    pack, (half,), (other,) = inputs.materialize(args)
     assert torch.equal(half, pack / 2) and torch.equal(other, args[2] / 2)
-    assert inputs.replaced() == replaced
+    assert inputs.replaced_inputs() == replaced
 
 
 @pytest.mark.parametrize("tokens, freed", [(ops.Tokens(), True), (ops.Tokens(1, 8), False)])

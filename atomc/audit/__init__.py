@@ -1,1 +1,1 @@
-"""Every rewritten place of a graph run both ways, on what really flows through it: see docs/audit.md."""
+"""Compares the kernels of a compiled graph with the original nodes on real inputs: see docs/audit.md."""

@@ -1,4 +1,4 @@
-"""How far numbers are from those they stand for."""
+"""Numerical error of tensors against reference tensors."""
 
 import math
 from collections.abc import Sequence
@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# What is worse than any number: not a number, or another shape.
+# The error of a NaN or of another shape.
 LARGEST = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True)
 class Error:
-    """max_abs: of the differences; relative: the same in units of the largest value; sqnr: signal to noise in decibels,
-    None where nothing differs."""
+    """max_abs: the largest difference; relative: max_abs / largest reference value; sqnr: signal to quantization noise
+    ratio in decibels, None if nothing differs."""
 
     max_abs: float = 0.0
     relative: float = 0.0
@@ -23,12 +23,12 @@ class Error:
 
     @property
     def rank(self) -> float:
-        """The larger, the worse."""
+        """Larger is worse."""
         return -math.inf if self.sqnr is None else -self.sqnr
 
 
 def error(found: Any, expected: Any) -> Error:
-    """Of one value, a tensor or a number."""
+    """The error of one value, a tensor or a number; of any other type, it is equal or has the largest error."""
     if not (isinstance(found, Tensor | int | float) and isinstance(expected, Tensor | int | float)):
         return Error() if found == expected else Error(LARGEST, LARGEST, -LARGEST)
     a, b = (torch.as_tensor(x).detach() for x in (found, expected))
@@ -36,7 +36,7 @@ def error(found: Any, expected: Any) -> Error:
         return Error(LARGEST, LARGEST, -LARGEST)
     if not a.numel() or (a.dtype == b.dtype and _equal(a, b)):
         return Error()
-    a, b = _wide(a), _wide(b).to(a.device)
+    a, b = _to_fp64(a), _to_fp64(b).to(a.device)
     same = (a == b) | (a.isnan() & b.isnan())
     differs = torch.where(same, 0.0, a - b).abs().nan_to_num(LARGEST, LARGEST).clamp(max=LARGEST)
     signal = torch.where(b.isfinite(), b, 0.0)
@@ -63,6 +63,6 @@ def _equal(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a, b.to(a.device))
 
 
-def _wide(x: Tensor) -> Tensor:
-    """In fp64, eight bits by way of fp32."""
+def _to_fp64(x: Tensor) -> Tensor:
+    """As fp64; 8-bit dtypes are converted via fp32."""
     return (x.to(torch.float32) if x.dtype.itemsize == 1 else x).to(torch.float64)

@@ -1,4 +1,4 @@
-"""Running graphs a node at a time: as they are, or with fp32 in the place of the 16-bit dtypes."""
+"""Evaluates graphs node by node, in their own dtypes or with fp32 instead of 16-bit dtypes."""
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,26 +17,26 @@ NARROW = (torch.bfloat16, torch.float16)
 Values = dict[str, Any]
 
 
-def widened(given: Any) -> Any:
-    """An argument with fp32 in the place of 16-bit dtypes; the numbers stay what they are."""
+def upcast(given: Any) -> Any:
+    """An argument with 16-bit tensors converted to fp32, and 16-bit dtypes replaced by it."""
     if isinstance(given, Tensor) and given.dtype in NARROW:
         return given.to(torch.float32)
     return torch.float32 if isinstance(given, torch.dtype) and given in NARROW else given
 
 
-def computed(gm: GraphModule, node: Node, read: Callable[[Node], Any], *, exact: bool = False) -> Any:
-    """What a node gives, of the values that `read` has for its inputs. exact: in fp32.
+def evaluate_node(gm: GraphModule, node: Node, read: Callable[[Node], Any], *, exact: bool = False) -> Any:
+    """The result of a node for the input values that `read` gives. exact: in fp32.
 
-    An op is run as its meaning. What it writes in place is written into copies.
+    An op runs its reference. Tensors that it writes in place are cloned first.
     """
     if node.op == "get_attr":
         return operator.attrgetter(str(node.target))(gm)
     given: Any = torch.fx.node.map_arg((node.args, node.kwargs), read)
     if exact:
-        given = torch.fx.node.map_aggregate(given, widened)
+        given = torch.fx.node.map_aggregate(given, upcast)
     written = {id(read(target)) for target in mutated(node)}
     if written:
-        given = torch.fx.node.map_aggregate(given, lambda x: _copy(x) if id(x) in written else x)
+        given = torch.fx.node.map_aggregate(given, lambda x: _clone(x) if id(x) in written else x)
     op = op_of(node.target)
     target = node.target if op is None else op.reference
     assert callable(target), node.format_node()
@@ -44,28 +44,28 @@ def computed(gm: GraphModule, node: Node, read: Callable[[Node], Any], *, exact:
     return target(*args, **kwargs)
 
 
-def _copy(given: Any) -> Any:
+def _clone(given: Any) -> Any:
     return given.clone()
 
 
-def outputs_of(gm: GraphModule, inputs: Mapping[str, Any], *, exact: bool = False) -> list[Any]:
-    """What the graph returns for inputs by name; each value is freed behind its last reader."""
+def evaluate_graph(gm: GraphModule, inputs: Mapping[str, Any], *, exact: bool = False) -> list[Any]:
+    """The outputs of the graph for inputs by name; each value is freed after its last use."""
     order = list(gm.graph.nodes)
-    last = last_readers(gm.graph)
+    last = last_uses(gm.graph)
     known: Values = {}
     for i, node in enumerate(order):
         if node.op == "output":
-            return flat(torch.fx.node.map_arg(node.args[0], lambda n: known[n.name]))
+            return flatten(torch.fx.node.map_arg(node.args[0], lambda n: known[n.name]))
         if node.op == "placeholder":
             known[node.name] = inputs[node.name]
         else:
-            known[node.name] = computed(gm, node, lambda n: known[n.name], exact=exact)
-        forget(known, last, i)
+            known[node.name] = evaluate_node(gm, node, lambda n: known[n.name], exact=exact)
+        free_dead(known, last, i)
     raise AssertionError("a graph without an output")
 
 
-def last_readers(graph: Graph) -> dict[str, int]:
-    """Node -> the number of the last node that reads it, itself if none does."""
+def last_uses(graph: Graph) -> dict[str, int]:
+    """Node name -> index of the last node that reads it, its own index if none does."""
     last: dict[str, int] = {}
     for i, node in enumerate(graph.nodes):
         last[node.name] = i
@@ -73,25 +73,25 @@ def last_readers(graph: Graph) -> dict[str, int]:
     return last
 
 
-def forget(known: Values, last: Mapping[str, int], now: int) -> None:
-    """Drop the values that nobody reads from here on."""
+def free_dead(known: Values, last: Mapping[str, int], now: int) -> None:
+    """Delete the values that are not read after this node."""
     for name in [name for name in known if last.get(name, now) <= now]:
         del known[name]
 
 
-def flat(value: Any) -> list[Any]:
+def flatten(value: Any) -> list[Any]:
     """The tensors and numbers in a value, in order."""
     if isinstance(value, Tensor) or not isinstance(value, Sequence):
         return [value]
-    return [item for part in value for item in flat(part)]
+    return [item for part in value for item in flatten(part)]
 
 
 def placeholders(gm: GraphModule, args: Iterable[Any]) -> Values:
-    """Arguments by the names that the graph has for them."""
+    """Arguments by the names of the graph's placeholders."""
     return dict(zip((node.name for node in gm.graph.find_nodes(op="placeholder")), args, strict=True))
 
 
-def of_step(gm: GraphModule, args: Iterable[Any]) -> dict[StepInput, Any]:
-    """Those of the arguments that a step of the runtime carries."""
+def step_arguments(gm: GraphModule, args: Iterable[Any]) -> dict[StepInput, Any]:
+    """The arguments that the runtime takes from a step."""
     nodes = gm.graph.find_nodes(op="placeholder")
     return {given: arg for node, arg in zip(nodes, args, strict=True) if (given := step_input(node)) is not None}

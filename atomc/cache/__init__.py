@@ -1,1 +1,1 @@
-"""What was compiled before, found again: what it depends on (fingerprint.py), its data (artifact.py), files (store.py)."""
+"""The compile cache: keys (fingerprint.py), serialized programs (artifact.py), files (store.py)."""

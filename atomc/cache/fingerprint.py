@@ -1,9 +1,7 @@
-"""What anything compiled depends on beside the program itself, as named parts: two compiles whose parts are equal make
-the same.
+"""Cache key inputs other than the program, as named parts: compiles with equal parts give equal results.
 
-The options, the versions, the machine, the settings of torch and its compilers, and the source of every kernel, op and
-pass. The program is the graph that Dynamo gives (atomc.cache.graph_fingerprint), or a model that need not be traced
-(atomc.cache.known).
+The parts are options, versions, the machine, settings of torch and its compilers, and the source of every kernel, op and
+pass. The program is a graph from Dynamo (atomc.cache.graph_fingerprint) or a model (atomc.cache.model_fingerprint).
 """
 
 import dataclasses
@@ -19,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from atomc import copies, kernels, packs
-from atomc.cache.artifact import Unstorable
+from atomc import kernels, packed_weights, prepared_weights
+from atomc.cache.artifact import Uncacheable
 from atomc.op import REGISTRY
 from atomc.options import Options
 from atomc.platform import Platform
 from atomc.registered import REGISTERED
-from atomc.torch_compat.names import autocast_is_on, changed_settings, compiler_variables, outside_of_tracing
+from atomc.torch_compat.core import autocast_is_on, changed_settings, compiler_variables, outside_of_tracing
 
 if TYPE_CHECKING:
     from atomc.graph_pass import Pass
@@ -34,18 +32,18 @@ Parts = dict[str, str]
 # Parts are named "source of kernel triton rms_norm" and "source of atomc/kernels/triton/norm.py".
 KERNEL_SOURCE, OUR_KERNELS = "source of kernel", "source of atomc/kernels/"
 
-# What they say is in the report, and changes nothing of the compiled code.
-_SILENT_OPTIONS = ("strict", "disable", "dump", "report", "expect", "expect_mode", "cache", "cache_dir", "cache_size")
-# Folders and files of the package that have no say in what is compiled.
-_ASIDE = ("runtime", "models", "planning", "demo", "render", "cli", "kernels", "__main__.py", "__init__.py",
+# These change reports and files, but not the compiled code.
+_REPORTING_OPTIONS = ("strict", "disable", "dump", "report", "expect", "expect_mode", "cache", "cache_dir", "cache_size")
+# Folders and files of the package that do not influence what is compiled.
+_NOT_COMPILING = ("runtime", "models", "planning", "demo", "render", "cli", "kernels", "__main__.py", "__init__.py",
           "inspection.py", "contract.py")  # fmt: skip
 PLAIN_TENSORS = (Tensor, nn.Parameter, nn.Buffer)
 
 
-def surroundings(options: Options, platform: Platform) -> Parts:
-    """The parts that are the same for every program. Raises Unstorable if a kernel or pass cannot be told from another."""
+def environment_parts(options: Options, platform: Platform) -> Parts:
+    """The parts that are equal for every program. Raises Uncacheable if a kernel or pass cannot be identified."""
     if autocast_is_on():
-        raise Unstorable("autocast is on")
+        raise Uncacheable("autocast is on")
     parts = {f"option {name}": repr(value) for name, value in _options(options)}
     parts |= {f"version of {name}": version for name, version in _versions().items()}
     parts |= {f"platform {name}": value for name, value in _machine(platform)}
@@ -59,7 +57,7 @@ def digest(text: str | bytes) -> str:
 
 def _options(options: Options) -> Iterator[tuple[str, Any]]:
     for field in dataclasses.fields(options):
-        if field.name not in _SILENT_OPTIONS:
+        if field.name not in _REPORTING_OPTIONS:
             value = getattr(options, field.name)
             yield field.name, dict(sorted(value.items())) if isinstance(value, dict) else value
 
@@ -67,7 +65,7 @@ def _options(options: Options) -> Iterator[tuple[str, Any]]:
 def _machine(platform: Platform) -> Iterator[tuple[str, str]]:
     for name, value in vars(platform).items():
         if name == "memory":
-            yield name, f"{value >> 30} GiB"  # what the system keeps for itself differs from start to start
+            yield name, f"{value >> 30} GiB"  # the part reserved by the system differs from start to start
         else:
             yield name, " ".join(sorted(value)) if isinstance(value, frozenset) else str(value)
 
@@ -85,7 +83,7 @@ def _versions() -> dict[str, str]:
 
 
 def _settings() -> dict[str, str]:
-    """What can be set in torch and changes what is compiled."""
+    """Settings of torch that change what is compiled."""
     return {
         "threads": str(torch.get_num_threads()),
         "default dtype": str(torch.get_default_dtype()),
@@ -101,7 +99,7 @@ def _settings() -> dict[str, str]:
 
 
 def _sources(options: Options) -> Parts:
-    """A digest per kernel, and per file of the package that has a say."""
+    """A digest per kernel, registered pass, and file of the package that influences compilation."""
     invariant = options.batch_invariant or kernels.INVARIANT in options.providers
     providers = (*kernels.PROVIDERS, kernels.INVARIANT) if invariant else kernels.PROVIDERS
     parts = {f"provider {name}": kernels.load(name) or "loaded" for name in providers}
@@ -118,7 +116,7 @@ def _sources(options: Options) -> Parts:
 
 
 def sources_in(place: str) -> Parts:
-    """A digest per file of a folder of the package, or of one file; "": all that have a say but those of kernels."""
+    """A digest per file of a folder of the package, or of one file; "": all that influence compilation except kernels."""
     files = [place] if place.endswith(".py") else _package_files(place)
     return {f"source of atomc/{path}": file_digest(PACKAGE / path) for path in files}
 
@@ -133,13 +131,13 @@ def _functions(added: "Pass") -> list[Callable[..., Any]]:
 
 @functools.cache
 def _package_files(folder: str) -> tuple[str, ...]:
-    """The files of the package below a folder of it; "": all that have a say but those of kernels."""
+    """The files below a folder of the package; "": all that influence compilation except kernels."""
     found = []
     waiting = [PACKAGE / folder]
     while waiting:
         for path in waiting.pop().iterdir():
             name = path.relative_to(PACKAGE).as_posix()
-            if (not folder and name in _ASIDE) or path.name == "__pycache__":
+            if (not folder and name in _NOT_COMPILING) or path.name == "__pycache__":
                 continue
             if path.is_dir():
                 waiting.append(path)
@@ -149,10 +147,10 @@ def _package_files(folder: str) -> tuple[str, ...]:
 
 
 def source_of(function: Callable[..., Any]) -> str:
-    """A digest of the file that defines a function. Raises Unstorable for one that depends on more than its file."""
+    """A digest of the file that defines a function. Raises Uncacheable for a closure."""
     function = inspect.unwrap(function)
     if "<locals>" in function.__qualname__ and getattr(function, "__closure__", None):
-        raise Unstorable(f"{function.__qualname__} is defined inside another function, on whose variables it depends")
+        raise Uncacheable(f"{function.__qualname__} is a closure: it depends on variables of the enclosing function")
     code = getattr(function, "__code__", None)
     if code is None:
         return function.__module__ or ""
@@ -175,23 +173,23 @@ def digest_of_values(tensor: Tensor) -> str:
         return digest(flat.numpy().tobytes())
 
 
-def lies(tensor: Tensor) -> str:
-    """What a tensor is and how it lies in memory."""
+def tensor_layout(tensor: Tensor) -> str:
+    """dtype, shape, strides and device."""
     return f"{tensor.dtype} {list(tensor.shape)} strides {list(tensor.stride())} on {tensor.device}"
 
 
-def given(item: Any) -> str:
-    """What else compiling may look at of a real input: its kind, and why no copy of it may be kept or it not be packed."""
+def input_kind(item: Any) -> str:
+    """Properties of a real input that compilation reads: its type, and why it cannot be prepared or packed."""
     kind = type(item).__name__
     if not isinstance(item, Tensor):
         return kind
     if item.is_meta:
-        raise Unstorable("the model is on the meta device")
+        raise Uncacheable("the model is on the meta device")
     if type(item) not in PLAIN_TENSORS and kind != "FakeTensor":
-        raise Unstorable(f"an input is a {kind}")
+        raise Uncacheable(f"an input is a {kind}")
     refused: dict[str, str | bool | None]
     if isinstance(item, nn.Parameter):
-        refused = {"no copy": copies.unfit(item), "no pack": packs.unfit(item)}
+        refused = {"no copy": prepared_weights.unpreparable(item), "no pack": packed_weights.unpackable(item)}
     else:
         refused = {"made in inference mode": item.is_inference() or None}
     return ", ".join([kind, *(f"{what}: {why}" for what, why in refused.items() if why is not None)])

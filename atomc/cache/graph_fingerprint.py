@@ -1,6 +1,6 @@
-"""What a graph of Dynamo's depends on, as named parts: itself, its inputs, and what any graph depends on.
+"""The cache key of a graph from Dynamo, as named parts: the graph, its inputs, and the parts equal for every program.
 
-Values of weights are no part: compiled code reads them at each call.
+Values of weights are not included: compiled code reads them at each call.
 """
 
 import enum
@@ -11,8 +11,17 @@ from typing import Any
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from atomc.cache.artifact import Unstorable
-from atomc.cache.fingerprint import PLAIN_TENSORS, Parts, digest, digest_of_values, given, lies, source_of, surroundings
+from atomc.cache.artifact import Uncacheable
+from atomc.cache.fingerprint import (
+    PLAIN_TENSORS,
+    Parts,
+    digest,
+    digest_of_values,
+    environment_parts,
+    input_kind,
+    source_of,
+    tensor_layout,
+)
 from atomc.graph.provenance import module_path, source_line
 from atomc.options import Options
 from atomc.platform import Platform
@@ -25,18 +34,18 @@ def parts_of(
     gm: GraphModule, example_inputs: Sequence[Any], options: Options, platform: Platform, floats: dict[int, float], *,
     paged: bool,
 ) -> Parts:  # fmt: skip
-    """The parts for one graph of Dynamo's. Raises Unstorable if something in it cannot be told from something else."""
+    """The parts for one graph from Dynamo. Raises Uncacheable if an object in it cannot be identified."""
     lines: list[str] = []
     places: list[str] = []
     _describe(gm, lines, places)
-    parts = {"kind of program": "runtime" if paged else "torch.compile", **surroundings(options, platform)}
+    parts = {"kind of program": "runtime" if paged else "torch.compile", **environment_parts(options, platform)}
     placeholders = gm.graph.find_nodes(op="placeholder")
     first: dict[int, int] = {}
     for i, each in enumerate(example_inputs):
         first.setdefault(id(each), i)
-    spelled = [f"{source_name(node)}: {_value(node.meta.get('example_value'))}, first {first[id(each)]}, {given(each)}"
-               for node, each in zip(placeholders, example_inputs, strict=True)]  # fmt: skip
-    parts |= {f"input {i}": text for i, text in enumerate(spelled)}
+    for i, (node, each) in enumerate(zip(placeholders, example_inputs, strict=True)):
+        fake = _value(node.meta.get("example_value"))
+        parts[f"input {i}"] = f"{source_name(node)}: {fake}, first {first[id(each)]}, {input_kind(each)}"
     parts["sizes"] = "; ".join(size_facts(gm.graph))
     parts["floats"] = repr(sorted(floats.items()))
     parts["graph"] = digest("\n".join(lines))
@@ -45,7 +54,7 @@ def parts_of(
 
 
 def _describe(gm: GraphModule, lines: list[str], places: list[str]) -> None:
-    """The graph and the graphs in it, a line a node; and where its nodes stand in the user's program."""
+    """Append a line per node of the graph and its subgraphs, and each node's line in the user's program."""
     for node in gm.graph.nodes:
         if node.op == "get_attr":
             lines.append(f"{node.name} = {_attribute(gm, node, lines, places)}")
@@ -66,8 +75,8 @@ def _attribute(gm: GraphModule, node: Node, lines: list[str], places: list[str])
         _describe(found, lines, places)
         return "}"
     if type(found) in PLAIN_TENSORS and not found.is_meta:
-        return f"{lies(found)} {digest_of_values(found)}"
-    raise Unstorable(f"{node.target} in the graph is a {type(found).__name__}")
+        return f"{tensor_layout(found)} {digest_of_values(found)}"
+    raise Uncacheable(f"{node.target} in the graph is a {type(found).__name__}")
 
 
 def _target(target: Any) -> str:
@@ -79,7 +88,7 @@ def _target(target: Any) -> str:
 
 
 def _spell(item: Any) -> str:
-    """An argument, equal for equal arguments of two processes."""
+    """The text of an argument, equal for equal arguments in two processes."""
     match item:
         case Node():
             return item.name
@@ -90,14 +99,14 @@ def _spell(item: Any) -> str:
         case slice():
             return f"slice{_spell((item.start, item.stop, item.step))}"
         case Tensor():
-            return lies(item)
+            return tensor_layout(item)
         case enum.Enum():
             return str(item)
     text = repr(item)
     if _ADDRESS.search(text):
-        raise Unstorable(f"a {type(item).__name__} in the graph cannot be compared between processes")
+        raise Uncacheable(f"a {type(item).__name__} in the graph cannot be compared between processes")
     return f"{type(item).__name__} {text}"
 
 
 def _value(fake: Any) -> str:
-    return lies(fake) if isinstance(fake, Tensor) else _spell(fake)
+    return tensor_layout(fake) if isinstance(fake, Tensor) else _spell(fake)

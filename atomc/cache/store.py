@@ -1,13 +1,14 @@
-"""Compiled graphs on disk, so that a second start compiles nothing.
+"""The compile cache on disk.
 
-An entry is a file of plain data, named by the digest of all that the graph depends on (atomc.cache.fingerprint):
+An entry is a file of plain data, named by the digest of the cache key (atomc.cache.fingerprint):
 
-    atomc-cache 1 <sha256 of what follows>
-    {"option rounding": "'fp32'", ...}          the parts of that digest, to say what changed
+    atomc-cache 1 <sha256 of the rest>
+    {"option rounding": "'fp32'", ...}          the parts of the key, to report what changed
     torch.save of the data, read with weights_only
 
-Entries are written to a file beside and renamed, so that readers see all of one or nothing; the least recently used go
-when the folder grows beyond its cap. Nothing that goes wrong here breaks a program: it compiles, and the report says why.
+Entries are written to a temporary file and renamed, so that readers see a whole entry or none. The least recently used
+entries are deleted when the folder exceeds its limit. An error in the cache does not fail a program: it is compiled, and
+the report says why.
 """
 
 import contextlib
@@ -28,7 +29,8 @@ import torch
 
 from atomc.cache.fingerprint import KERNEL_SOURCE, OUR_KERNELS, Parts
 from atomc.options import Options
-from atomc.report import PARTS, Report
+from atomc.report import Report
+from atomc.report_records import PARTS
 
 log = logging.getLogger("atomc")
 
@@ -36,21 +38,21 @@ Plain = dict[str, Any]
 _MAGIC = b"atomc-cache 1"
 _ENTRY = re.compile(r"[0-9a-f]{64}\.atomc")
 _UNFINISHED = re.compile(r"unfinished-.*\.tmp")
-# What became of the last starts, a line each, and the bytes at which it begins anew.
-_STARTS, _MOST_STARTS = "starts.jsonl", 2**16
-# An unfinished file this old, in seconds, has nobody who writes it.
-_ABANDONED = 3600.0
-# So many entries, the last used first, are compared to say what changed.
-_COMPARED = 64
+# One line per graph of recent processes; the file is truncated at this many bytes.
+_STARTS, _MAX_STARTS_BYTES = "starts.jsonl", 2**16
+# The writer of an unfinished file of this age, in seconds, has died.
+_ABANDONED_SECONDS = 3600.0
+# At most this many entries, most recently used first, are compared to report what changed.
+_MAX_COMPARED = 64
 
 
-class Damaged(Exception):
-    """An entry is not what was written."""
+class DamagedEntry(Exception):
+    """The content of an entry is not what was written."""
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What lies in a cache folder."""
+    """The content of a cache folder."""
 
     folder: Path
     entries: int
@@ -58,13 +60,13 @@ class Usage:
 
 
 def usage(options: Options) -> Usage:
-    """How many entries there are, and their size. An absent folder has none."""
+    """Number and size in bytes of the entries. An absent folder has none."""
     sizes = [size for _, _, size in _entries(options.cache_folder)]
     return Usage(options.cache_folder, len(sizes), sum(sizes))
 
 
 def clear(options: Options) -> Usage:
-    """Delete every entry, and nothing else; says what is gone."""
+    """Delete every entry, unfinished file and start record; returns what was deleted."""
     folder, count, freed = options.cache_folder, 0, 0
     for path, _, size in _entries(folder):
         with contextlib.suppress(OSError):
@@ -77,8 +79,8 @@ def clear(options: Options) -> Usage:
 
 
 @dataclass(frozen=True)
-class Started:
-    """What the cache did for one graph of a process. at: seconds since 1970; said: as Report.cache."""
+class StartRecord:
+    """The outcome of the cache for one graph of a process. at: seconds since 1970; said: as Report.cache."""
 
     at: float
     process: int
@@ -86,29 +88,29 @@ class Started:
     said: str
 
 
-def remember(options: Options, report: Report) -> None:
-    """Note what became of a graph, for `last_start`. A folder that is not there or cannot be written is left alone."""
+def record_start(options: Options, report: Report) -> None:
+    """Append the outcome for a graph, for `last_start`. Does nothing if the folder is absent or not writable."""
     path = options.cache_folder / _STARTS
-    line = json.dumps(asdict(Started(time.time(), os.getpid(), report.model, report.cache)))
+    line = json.dumps(asdict(StartRecord(time.time(), os.getpid(), report.model, report.cache)))
     with contextlib.suppress(OSError):
-        if path.exists() and path.stat().st_size > _MOST_STARTS:
+        if path.exists() and path.stat().st_size > _MAX_STARTS_BYTES:
             path.unlink()
         with open(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "a") as file:
             file.write(f"{line}\n")
 
 
-def last_start(options: Options) -> list[Started]:
-    """The graphs of the last process that asked the cache, in order. What cannot be read is left out."""
+def last_start(options: Options) -> list[StartRecord]:
+    """The graphs of the last process that used the cache, in order, without lines that cannot be read."""
     found = []
     with contextlib.suppress(OSError):
         for line in (options.cache_folder / _STARTS).read_text(errors="replace").splitlines():
             with contextlib.suppress(ValueError, TypeError):
-                found.append(Started(**json.loads(line)))
+                found.append(StartRecord(**json.loads(line)))
     return [start for start in found if start.process == found[-1].process]
 
 
 class Entry:
-    """The place of one program in the cache. Its part "graph", or "model", says what is to be compiled."""
+    """The cache file of one program. Its part "graph" or "model" identifies the program."""
 
     def __init__(self, parts: Parts, options: Options):
         self.parts, self.options = parts, options
@@ -117,31 +119,31 @@ class Entry:
         self.path = self.folder / f"{self.key}.atomc"
 
     def read(self) -> Plain | None:
-        """What was stored; None if there is nothing. Raises Damaged for an entry that is not whole, OSError."""
+        """The stored data; None if there is no entry. Raises DamagedEntry, or OSError if it cannot be read or trusted."""
         if not self.path.exists():
             return None
         reason = untrusted(self.folder) or untrusted(self.path)
         if reason:
             raise PermissionError(reason)
         head, _, rest = self.path.read_bytes().partition(b"\n")
-        if head != _head(rest):
-            raise Damaged("its checksum is wrong")
+        if head != _header(rest):
+            raise DamagedEntry("its checksum is wrong")
         try:
             found: Plain = torch.load(io.BytesIO(rest.partition(b"\n")[2]), weights_only=True)
-        except Exception as error:  # whatever it is, it was not written like this
-            raise Damaged(f"{type(error).__name__}: {error}") from error
+        except Exception as error:  # data that was not written here can raise anything
+            raise DamagedEntry(f"{type(error).__name__}: {error}") from error
         with contextlib.suppress(OSError):
             os.utime(self.path)
         return found
 
     def write(self, data: Plain) -> None:
-        """Store the data; evicts what was not used for longest if the folder is beyond its cap. Raises OSError."""
+        """Store the data, and evict the least recently used entries beyond the size limit. Raises OSError."""
         buffer = io.BytesIO()
         torch.save(data, buffer)
         rest = json.dumps(self.parts).encode() + b"\n" + buffer.getvalue()
-        whole = _head(rest) + b"\n" + rest
+        whole = _header(rest) + b"\n" + rest
         if len(whole) > self.options.cache_size:
-            raise OSError(f"the entry has {len(whole)} bytes, the cache may have {self.options.cache_size}")
+            raise OSError(f"the entry has {len(whole)} bytes, the limit of the cache is {self.options.cache_size}")
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         reason = untrusted(self.folder)
         if reason:
@@ -162,21 +164,21 @@ class Entry:
             self.path.unlink()
 
     def why_missing(self) -> str:
-        """What differs from the entry most like this one."""
+        """The parts that differ from the most similar entry."""
         what = "graph" if "graph" in self.parts else "model"
         nearest: tuple[tuple[bool, int], Parts] | None = None
         newest_first = sorted(_entries(self.folder), key=lambda entry: -entry[1])
-        for path, _, _ in newest_first[:_COMPARED]:
-            parts = _parts_in(path)
-            likeness = (parts.get(what) == self.parts[what],
+        for path, _, _ in newest_first[:_MAX_COMPARED]:
+            parts = _read_parts(path)
+            similarity = (parts.get(what) == self.parts[what],
                         sum(self.parts.get(name) == value for name, value in parts.items()))  # fmt: skip
-            if parts and (nearest is None or likeness > nearest[0]):
-                nearest = likeness, parts
+            if parts and (nearest is None or similarity > nearest[0]):
+                nearest = similarity, parts
         if nearest is None:
             return "the cache is empty"
         if not nearest[0][0]:
             return f"no entry for this {what}"
-        return "; ".join(differences(nearest[1], self.parts)) or "the entry is gone"
+        return "; ".join(differences(nearest[1], self.parts)) or "the entry was deleted"
 
     def _evict(self) -> None:
         found = sorted(_entries(self.folder), key=lambda entry: entry[1])
@@ -190,21 +192,21 @@ class Entry:
                 total -= size
         for path in self.folder.glob("unfinished-*.tmp"):
             with contextlib.suppress(OSError):
-                if time.time() - path.stat().st_mtime > _ABANDONED:
+                if time.time() - path.stat().st_mtime > _ABANDONED_SECONDS:
                     path.unlink()
 
 
 def differences(old: Parts, new: Parts) -> list[str]:
-    """What changed, in words, at most three of them."""
+    """The parts that changed, one phrase each, at most three."""
     changed = [name for name in [*new, *(name for name in old if name not in new)] if old.get(name) != new.get(name)]
-    # The file of a kernel is a file of ours, too: one line says it.
+    # A changed kernel also changes the part of its file: report it once.
     if any(name.startswith(KERNEL_SOURCE) for name in changed):
         changed = [name for name in changed if not name.startswith(OUR_KERNELS)]
     words = []
     for name in changed:
         before, after = old.get(name), new.get(name)
         if before is None or after is None:
-            words.append(f"{name} is {'new' if before is None else 'gone'}")
+            words.append(f"{name} was {'added' if before is None else 'removed'}")
         elif name.startswith("source") or len(before) + len(after) > 400:
             words.append(f"{name} changed")
         else:
@@ -213,7 +215,7 @@ def differences(old: Parts, new: Parts) -> list[str]:
 
 
 def untrusted(path: Path) -> str | None:
-    """Why nothing is loaded from here, or None: an entry is code, so it must be the user's own."""
+    """Why a file or folder must not be loaded from, or None: an entry contains code, so only its user may write it."""
     if not hasattr(os, "getuid") or not path.exists():
         return None
     found = path.stat()
@@ -222,12 +224,12 @@ def untrusted(path: Path) -> str | None:
     return f"{path} may be written by other users" if found.st_mode & 0o022 else None
 
 
-def _head(rest: bytes) -> bytes:
+def _header(rest: bytes) -> bytes:
     return _MAGIC + b" " + hashlib.sha256(rest).hexdigest().encode()
 
 
 def _entries(folder: Path) -> list[tuple[Path, float, int]]:
-    """(path, last use, bytes) of each entry."""
+    """(path, time of last use, bytes) of each entry."""
     return list(_stats(folder))
 
 
@@ -237,13 +239,13 @@ def _stats(folder: Path) -> Iterator[tuple[Path, float, int]]:
     except OSError:
         return
     for name in names:
-        with contextlib.suppress(OSError):  # another process may have deleted it by now
+        with contextlib.suppress(OSError):  # another process may delete it meanwhile
             stat = (folder / name).stat()
             yield folder / name, stat.st_mtime, stat.st_size
 
 
-def _parts_in(path: Path) -> Parts:
-    """The parts of an entry; none if it cannot be read."""
+def _read_parts(path: Path) -> Parts:
+    """The parts of an entry; {} if it cannot be read."""
     try:
         with path.open("rb") as file:
             file.readline(256)
@@ -253,12 +255,12 @@ def _parts_in(path: Path) -> Parts:
     return parts if isinstance(parts, dict) else {}
 
 
-# What is known of a graph when its entry is read, and of this start only.
+# Fields of a report that describe this start, and are not stored.
 _OF_THIS_START = ("model", "treated", "why_not", "phases", "graph_break", "recompile", "cuda_graphs", "cached")
 
 
 def plain_report(report: Report) -> Plain:
-    """What a report says of the compiled graph, as plain data."""
+    """The fields of a report that describe the compiled graph, as plain data."""
     data = {field.name: getattr(report, field.name) for field in fields(report) if field.name not in _OF_THIS_START}
     for name in PARTS:
         data[name] = [asdict(item) for item in data[name]]
@@ -266,7 +268,7 @@ def plain_report(report: Report) -> Plain:
 
 
 def fill_report(report: Report, data: Plain) -> None:
-    """Write into a report what another start found out."""
+    """Fill a report with stored fields."""
     for name, value in data.items():
         if name == "matches":
             report.matches.update(value)
@@ -280,7 +282,7 @@ def fill_report(report: Report, data: Plain) -> None:
 
 
 def check_plain(data: Any, where: str = "entry") -> None:
-    """Raise TypeError if something is in the data that weights_only would not load."""
+    """Raise TypeError if the data contains an object that weights_only cannot load."""
     if isinstance(data, dict):
         for key, value in data.items():
             check_plain(key, where)

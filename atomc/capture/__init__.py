@@ -1,1 +1,1 @@
-"""Dynamo's graph as a functional ATen graph (functional.py); repeated layers are traced once and stamped (regions.py)."""
+"""Converts Dynamo's graph to a functional ATen graph (functional.py); repeated layers are traced once (regions.py)."""

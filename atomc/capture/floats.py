@@ -1,20 +1,20 @@
-"""Python floats that Dynamo lifted to 0-d inputs (eps, under dynamic=True) become constants again, also in regions."""
+"""Converts Python floats that Dynamo lifted to 0-d inputs (eps, under dynamic=True) back to constants, also in regions."""
 
 from typing import Any
 
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from atomc.capture.stamp import inline, region, regions_of
+from atomc.capture.inline_regions import inline, region, regions_of
 
 
-def put_back_floats(gm: GraphModule, floats: dict[int, float]) -> None:
-    """Make constants of the inputs with these numbers. The (now unused) inputs stay.
+def restore_float_constants(gm: GraphModule, floats: dict[int, float]) -> None:
+    """Replace the inputs with these numbers by constants. The inputs themselves stay, unused.
 
-    torch 2.13 hands a region such a float in three ways, from call to call: as the input, as the number read off it, and
-    as a constant. Calls of one region that pass different values are inlined, together with all others.
+    torch 2.13 passes such a float to a region in three ways, even for one region: as the input, as the result of `item` on
+    it, and as a constant. If calls of one region pass different values, all regions are inlined.
     """
-    known = _known(gm, floats)
+    known = _float_values(gm, floats)
 
     def constant(operand: Any) -> float | None:
         return operand if isinstance(operand, float) else known.get(operand)
@@ -22,7 +22,7 @@ def put_back_floats(gm: GraphModule, floats: dict[int, float]) -> None:
     everywhere = regions_of(gm)
     if any(len(set(map(constant, same))) > 1 for calls in everywhere.values() for same in _operands(calls)):
         inline_floats(gm)
-        known, everywhere = _known(gm, floats), {}
+        known, everywhere = _float_values(gm, floats), {}
     for name, calls in everywhere.items():
         body = region(gm, name)
         values = [constant(same[0]) for same in _operands(calls)]
@@ -33,20 +33,20 @@ def put_back_floats(gm: GraphModule, floats: dict[int, float]) -> None:
         for call in calls:
             kept = (x for x, value in zip(call.args[2:], values, strict=True) if value is None)
             call.args = (*call.args[:2], *kept)
-        _read_once(body)
+        _fold_item_calls(body)
     for node, value in known.items():
         if node.op == "placeholder":
             _make_constant(node, value)
-    _read_once(gm)
+    _fold_item_calls(gm)
 
 
 def inline_floats(gm: GraphModule) -> None:
-    """Inline all regions; a number that is read off a number is that number."""
+    """Inline all regions, and replace `item` on a number by the number."""
     inline(gm)
-    _read_once(gm)
+    _fold_item_calls(gm)
 
 
-def _read_once(gm: GraphModule) -> None:
+def _fold_item_calls(gm: GraphModule) -> None:
     for node in gm.graph.find_nodes(op="call_method", target="item"):
         number = node.args[0]
         if isinstance(number, float) or _reads_number(number):
@@ -56,12 +56,12 @@ def _read_once(gm: GraphModule) -> None:
 
 
 def _operands(calls: list[Node]) -> list[tuple[Any, ...]]:
-    """What the calls pass, by position."""
+    """The operands of the calls, grouped by position."""
     return list(zip(*(call.args[2:] for call in calls), strict=True))
 
 
-def _known(gm: GraphModule, floats: dict[int, float]) -> dict[Any, float]:
-    """The inputs, and the nodes that read a Python number off them, with their values."""
+def _float_values(gm: GraphModule, floats: dict[int, float]) -> dict[Any, float]:
+    """The inputs, and the `item` nodes on them, with their values."""
     placeholders = gm.graph.find_nodes(op="placeholder")
     known: dict[Any, float] = {placeholders[number]: value for number, value in floats.items()}
     return known | {reader: value for node, value in known.items() for reader in node.users if _reads_number(reader)}
@@ -82,15 +82,15 @@ def _make_constant(node: Node, value: float) -> None:
 
 def _replace(node: Node, value: Any) -> None:
     for reader in list(node.users):
-        reader.args = _with(reader.args, node, value)
-        reader.kwargs = _with(reader.kwargs, node, value)
+        reader.args = _substituted(reader.args, node, value)
+        reader.kwargs = _substituted(reader.kwargs, node, value)
 
 
-def _with(argument: Any, node: Node, value: Any) -> Any:
+def _substituted(argument: Any, node: Node, value: Any) -> Any:
     if isinstance(argument, Node):
         return value if argument is node else argument
     if isinstance(argument, tuple | list):
-        return type(argument)(_with(part, node, value) for part in argument)
+        return type(argument)(_substituted(part, node, value) for part in argument)
     if isinstance(argument, dict):
-        return {name: _with(part, node, value) for name, part in argument.items()}
+        return {name: _substituted(part, node, value) for name, part in argument.items()}
     return argument

@@ -1,7 +1,7 @@
-"""From Dynamo's graph to a functional ATen graph, in two steps because each level knows what the other has lost.
+"""Converts Dynamo's graph to a functional ATen graph in two steps.
 
-On Dynamo's graph Python floats that became inputs are put back, and composite calls are lifted to ops; then AOTAutograd
-makes it functional, on fake tensors, each region once; and regions are stamped.
+1. On Dynamo's graph, Python floats that became inputs are restored as constants, and composite calls are lifted to ops.
+2. AOTAutograd traces the graph on fake tensors, each region once; then the regions are inlined.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,22 +12,22 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from atomc.capture.floats import put_back_floats
+from atomc.capture.floats import restore_float_constants
+from atomc.capture.inline_regions import CannotInline, TracedRegions, inline, regions_of
 from atomc.capture.outline import outline
-from atomc.capture.regions import every_layer
-from atomc.capture.stamp import CannotStamp, Regions, inline, regions_of
+from atomc.capture.regions import region_failure_note
 from atomc.errors import SharingError
 from atomc.graph.inputs import set_graph_input
 from atomc.graph.mutation import mutated
 from atomc.graph.provenance import module_path
 from atomc.ops.inputs import MODEL_INPUTS, StepInput
-from atomc.torch_compat.names import FakeTensor, FakeTensorMode
+from atomc.torch_compat.core import FakeTensor, FakeTensorMode
 from atomc.torch_compat.tracing import (
     RestartAnalysis,
     argument_of,
+    editable_copy,
     fake_mode_of,
     functional_graph,
-    own_copy,
     source_name,
     tracing_context,
 )
@@ -37,10 +37,10 @@ from atomc.torch_compat.tracing import (
 class Captured:
     """A functional ATen graph whose placeholder i is input i of Dynamo's graph.
 
-    wrap    gives a callable which takes and returns what Dynamo's graph does, of one which does so for `graph`
-    around  what the former does besides calling the latter; None: it is the latter
+    wrap     converts a callable with the signature of `graph` to one with the signature of Dynamo's graph
+    around   the additional work of the wrapped callable; None: `wrap` returns its argument
     written  the numbers of the inputs that the graph writes in place
-    notes   for the report
+    notes    for the report
     """
 
     graph: GraphModule
@@ -51,25 +51,25 @@ class Captured:
 
 
 def dynamo_graph(gm: GraphModule, example_inputs: Sequence[Any], floats: dict[int, float]) -> GraphModule:
-    """A copy of Dynamo's graph, ready to be captured: repeated layers are regions, floats that became inputs constants.
+    """A copy of Dynamo's graph, prepared for `capture`: repeated layers are regions, lifted floats are constants.
 
     floats: input number -> the value to compile for.
-    Raises SharingError if layers with weights of their own came as calls of a region with the same weights.
+    Raises SharingError if Dynamo passes the weights of one layer to the region call of another layer.
     """
     check_sharing(gm, example_inputs)
-    copy = own_copy(gm)
-    if not means_the_same_alone(copy):
+    copy = editable_copy(gm)
+    if not has_no_autocast(copy):
         inline(copy)
-    put_back_floats(copy, floats)
-    if not regions_of(copy) and means_the_same_alone(copy):
+    restore_float_constants(copy, floats)
+    if not regions_of(copy) and has_no_autocast(copy):
         outline(copy)
     return copy
 
 
 def capture(dynamo: GraphModule, example_inputs: Sequence[Any]) -> Captured:
-    """The functional graph of what `dynamo_graph` made, which is used up.
+    """The functional graph of a result of `dynamo_graph`, which is modified.
 
-    Regions are traced once and stamped; should that fail, every layer is traced, and a note says so.
+    Each region is traced once and then inlined. If that fails, every layer is traced, and a note says so.
     """
     placeholders = dynamo.graph.find_nodes(op="placeholder")
     for node in placeholders:
@@ -80,7 +80,7 @@ def capture(dynamo: GraphModule, example_inputs: Sequence[Any]) -> Captured:
     if mode is not None:
         fakes = [mode.from_tensor(x, static_shapes=True) if isinstance(x, Tensor) and not isinstance(x, FakeTensor) else x
                  for x in fakes]  # fmt: skip
-    captured = _functional(dynamo, fakes)
+    captured = _capture(dynamo, fakes)
     check_effects(captured.graph)
     for node, from_dynamo in zip(captured.graph.graph.find_nodes(op="placeholder"), placeholders, strict=True):
         node.meta["source"] = source_name(from_dynamo)
@@ -90,19 +90,19 @@ def capture(dynamo: GraphModule, example_inputs: Sequence[Any]) -> Captured:
     return captured
 
 
-def _functional(dynamo: GraphModule, fakes: Sequence[Any]) -> Captured:
+def _capture(dynamo: GraphModule, fakes: Sequence[Any]) -> Captured:
     if not regions_of(dynamo):
-        return _flat(dynamo, fakes)
+        return _without_regions(dynamo, fakes)
     try:
-        return _by_regions(own_copy(dynamo), fakes)
+        return _with_regions(editable_copy(dynamo), fakes)
     except RestartAnalysis:
         raise
-    except Exception as error:  # whatever the tracer has against regions, it may have nothing against their nodes
+    except Exception as error:  # tracing may fail for a region and succeed for its nodes
         inline(dynamo)
-        return _flat(dynamo, fakes, every_layer(error))
+        return _without_regions(dynamo, fakes, region_failure_note(error))
 
 
-def _flat(dynamo: GraphModule, fakes: Sequence[Any], *notes: str) -> Captured:
+def _without_regions(dynamo: GraphModule, fakes: Sequence[Any], *notes: str) -> Captured:
     functional = functional_graph(dynamo, fakes)
 
     def wrap(compiled: Callable[..., Any]) -> Callable[..., Any]:
@@ -112,15 +112,15 @@ def _flat(dynamo: GraphModule, fakes: Sequence[Any], *notes: str) -> Captured:
     return Captured(functional.graph, wrap, functional.around, written_inputs(functional.graph), notes)
 
 
-def _by_regions(gm: GraphModule, fakes: Sequence[Any]) -> Captured:
-    """Of a graph with regions, which are traced once and stamped; the graph is used up."""
+def _with_regions(gm: GraphModule, fakes: Sequence[Any]) -> Captured:
+    """Trace a graph with regions, each region once, and inline them. Modifies the graph."""
     mode = fake_mode_of(gm.graph)
-    with Regions(gm, lambda body, inputs: traced_region(body, inputs, mode)) as regions:
+    with TracedRegions(gm, lambda body, inputs: traced_region(body, inputs, mode)) as regions:
         functional = functional_graph(gm, [fakes[i] for i in regions.kept])
-        if functional.around is not None:  # what it returns takes the inputs that it has seen
-            raise CannotStamp(functional.around)
-        count = regions.stamp(functional.graph)
-    note = f"{len(regions.bodies)} layers traced, {count} stamped"
+        if functional.around is not None:  # its wrapper takes only the inputs in `kept`
+            raise CannotInline(functional.around)
+        count = regions.inline_calls(functional.graph)
+    note = f"{len(regions.bodies)} layers traced, {count} inlined"
     return Captured(functional.graph, lambda compiled: compiled, None, written_inputs(functional.graph), (note,))
 
 
@@ -133,9 +133,9 @@ def traced_region(body: GraphModule, inputs: Sequence[Any], mode: FakeTensorMode
 
 
 def check_sharing(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
-    """Raise SharingError if Dynamo took one layer for another.
+    """Raise SharingError if Dynamo reused the weights of one layer for another.
 
-    torch 2.13 does so for layers that it reaches by a bound method, such as those that accelerate puts hooks on.
+    torch 2.13 does so for layers called through a bound method, such as those with hooks of accelerate.
     """
     inputs = dict(zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True))
     for calls in regions_of(gm).values():
@@ -144,15 +144,15 @@ def check_sharing(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
             weights = tuple(x for x in call.args[2:] if isinstance(x, Node) and isinstance(inputs.get(x), nn.Parameter))
             path = module_path(call)
             if weights and paths.setdefault(weights, path) != path:
-                raise SharingError(f"torch.compile gives {path} the weights of {paths[weights]}: it cannot tell the "
-                                   "prepared layers apart; call atomc.unprepare(model) first")  # fmt: skip
+                raise SharingError(f"torch.compile uses the weights of {paths[weights]} for {path}: it does not "
+                                   "distinguish the prepared layers; call atomc.unprepare(model) first")  # fmt: skip
 
 
 def check_effects(functional: GraphModule) -> None:
-    """Raise NotImplementedError if ops have effects besides their results, which AOTAutograd orders by more inputs."""
+    """Raise NotImplementedError for ops with side effects, which AOTAutograd orders with token inputs."""
     effects = {str(node.args[1]) for node in functional.graph.nodes if node.target is torch.ops.higher_order.with_effects}
     if effects:
-        raise NotImplementedError(f"{', '.join(sorted(effects))} does more than give a result: such are not ordered here")
+        raise NotImplementedError(f"ops with side effects are not supported: {', '.join(sorted(effects))}")
 
 
 def written_inputs(functional: GraphModule) -> tuple[int, ...]:
@@ -161,11 +161,11 @@ def written_inputs(functional: GraphModule) -> tuple[int, ...]:
     return tuple(i for i, node in enumerate(functional.graph.find_nodes(op="placeholder")) if node in targets)
 
 
-def means_the_same_alone(gm: GraphModule) -> bool:
-    """Whether no node of the graph changes what the ops in a region mean, as autocast does."""
+def has_no_autocast(gm: GraphModule) -> bool:
+    """Whether the graph does not enter autocast, which would change the result of ops in a region."""
     return all(node.target is not torch.amp.autocast_mode._enter_autocast for node in gm.graph.nodes)
 
 
 def wants_gradients(inputs: Sequence[Any]) -> bool:
-    """Whether any input asks for a gradient."""
+    """Whether any input requires a gradient."""
     return any(isinstance(x, Tensor) and x.requires_grad for x in inputs)

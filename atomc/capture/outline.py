@@ -1,10 +1,10 @@
-"""Repeated layers of Dynamo's graph as regions, so that one of each kind is traced and the others are stamped.
+"""Outlines repeated layers of Dynamo's graph into regions, so that one layer of each kind is traced.
 
     layers.0: x > a > b > y                  y = invoke_subgraph(region, x, weights of layer 0)
     layers.1: y > a > b > z            =>    z = invoke_subgraph(region, y, weights of layer 1)
 
-Dynamo makes such calls itself for layers that `atomc.prepare` has marked. Of other models it traces every layer; what comes
-after it need not.
+Dynamo creates such calls itself for layers that `atomc.prepare` marked. In other models Dynamo traces every layer, but
+AOTAutograd need not.
 """
 
 import operator
@@ -17,21 +17,21 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from atomc.capture.likeness import spelled
+from atomc.capture.structural_hash import structural_key
 from atomc.graph.provenance import clean_path
 from atomc.torch_compat.tracing import INVOKE_SUBGRAPH
 
-LEAST_LAYERS = 3  # two are traced as fast as one is traced and stamped twice
-LEAST_NODES = 8
+MIN_LAYERS = 3  # tracing two layers takes as long as tracing one and inlining it twice
+MIN_NODES = 8
 
 
 @dataclass
 class Layer:
-    """The nodes of one layer, which stand together.
+    """The consecutive nodes of one layer.
 
-    stack    the modules around it, itself innermost
-    inputs   what the nodes read from elsewhere, in the order in which they do; then the sizes that these have
-    outputs  the nodes that others read
+    stack    its nn_module_stack, the layer innermost
+    inputs   the nodes that it reads, in order of first use; then the inputs with their dynamic sizes
+    outputs  the nodes that are read outside of it
     """
 
     stack: dict[str, Any]
@@ -41,36 +41,36 @@ class Layer:
 
 
 def outline(gm: GraphModule) -> int:
-    """Replace the nodes of layers that are alike by calls of a region, in place. Returns the number of kinds."""
-    if any(_may_write(node) for node in gm.graph.nodes):  # who sees a write may be another layer
+    """Replace the nodes of identical layers by calls of a region, in place. Returns the number of regions."""
+    if any(_may_write(node) for node in gm.graph.nodes):  # another layer may read what was written
         return 0
     kinds: dict[Hashable, list[Layer]] = {}
     sizes = _sizes(gm.graph)
     for layer in _layers(gm.graph):
-        _find_borders(layer, sizes)
-        if len(layer.nodes) >= LEAST_NODES and all(isinstance(_value(node), Tensor) for node in layer.outputs):
-            kinds.setdefault(_likeness(layer), []).append(layer)
-    alike = [layers for layers in kinds.values() if len(layers) >= LEAST_LAYERS]
-    for number, layers in enumerate(alike):
+        _find_inputs_and_outputs(layer, sizes)
+        if len(layer.nodes) >= MIN_NODES and all(isinstance(_value(node), Tensor) for node in layer.outputs):
+            kinds.setdefault(_structural_hash(layer), []).append(layer)
+    identical = [layers for layers in kinds.values() if len(layers) >= MIN_LAYERS]
+    for number, layers in enumerate(identical):
         gm.add_submodule(f"outlined_{number}", GraphModule({}, _body(layers[0])))
     renamed: dict[Node, Node] = {}
-    for number, layers in enumerate(alike):
+    for number, layers in enumerate(identical):
         for layer in layers:
             _call(gm.graph, f"outlined_{number}", layer, renamed)
-    if alike:
+    if identical:
         gm.graph.lint()
         gm.recompile()
-    return len(alike)
+    return len(identical)
 
 
 def _layers(graph: Graph) -> list[Layer]:
-    """Runs of nodes of one numbered module, the outermost that is. One that is entered twice is none."""
+    """Consecutive nodes of each outermost numbered module, without modules that are entered twice."""
     runs: list[Layer] = []
     paths: list[str] = []
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr", "output"):
             continue
-        path, stack = _numbered(node)
+        path, stack = _numbered_module(node)
         if not runs or path != paths[-1]:
             runs.append(Layer(stack, []))
             paths.append(path)
@@ -79,7 +79,7 @@ def _layers(graph: Graph) -> list[Layer]:
     return [run for path, run in zip(paths, runs, strict=True) if path and times[path] == 1]
 
 
-def _numbered(node: Node) -> tuple[str, dict[str, Any]]:
+def _numbered_module(node: Node) -> tuple[str, dict[str, Any]]:
     stack: dict[str, Any] = {}
     for key, entry in (node.meta.get("nn_module_stack") or {}).items():
         stack[key] = entry
@@ -89,7 +89,7 @@ def _numbered(node: Node) -> tuple[str, dict[str, Any]]:
     return "", {}
 
 
-def _find_borders(layer: Layer, sizes: dict[Any, Node]) -> None:
+def _find_inputs_and_outputs(layer: Layer, sizes: dict[Any, Node]) -> None:
     inside = set(layer.nodes)
     inputs = dict.fromkeys(x for node in layer.nodes for x in node.all_input_nodes if x not in inside)
     symbols = {s for x in inputs for s in _symbols(_value(x))}
@@ -99,7 +99,7 @@ def _find_borders(layer: Layer, sizes: dict[Any, Node]) -> None:
 
 
 def _sizes(graph: Graph) -> dict[Any, Node]:
-    """The inputs of the graph that are sizes, by symbol."""
+    """Symbol -> the graph input that is this size."""
     found = {}
     for node in graph.find_nodes(op="placeholder"):
         if isinstance(_value(node), torch.SymInt):
@@ -114,12 +114,13 @@ def _symbols(value: Any) -> Iterator[Any]:
                 yield from size.node.expr.free_symbols
 
 
-def _likeness(layer: Layer) -> Hashable:
-    """Equal for layers that compute the same of inputs alike."""
+def _structural_hash(layer: Layer) -> Hashable:
+    """A key that is equal for layers with the same computation and the same kinds of inputs."""
     numbers = {node: i for i, node in enumerate([*layer.inputs, *layer.nodes])}
     return (
-        tuple(spelled(_value(node), numbers) for node in layer.inputs),
-        tuple((node.op, node.target, spelled((node.args, node.kwargs, _value(node)), numbers)) for node in layer.nodes),
+        tuple(structural_key(_value(node), numbers) for node in layer.inputs),
+        tuple((node.op, node.target, structural_key((node.args, node.kwargs, _value(node)), numbers))
+              for node in layer.nodes),
         tuple(numbers[node] for node in layer.outputs),
     )  # fmt: skip
 
@@ -137,7 +138,7 @@ def _body(layer: Layer) -> Graph:
 
 
 def _call(graph: Graph, name: str, layer: Layer, renamed: dict[Node, Node]) -> None:
-    """Replace a layer's nodes by a call. renamed: outputs of layers that were replaced -> what stands for them."""
+    """Replace a layer's nodes by a call. renamed: outputs of replaced layers -> their new nodes."""
     inside = set(layer.nodes)
     operands = [renamed.get(node, node) for node in layer.inputs]
     with graph.inserting_before(layer.nodes[-1].next):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from atomc.cli.arguments import command
 
 if TYPE_CHECKING:
-    from atomc.cache.store import Started, Usage
+    from atomc.cache.store import StartRecord, Usage
     from atomc.options import Options
     from atomc.platform import Platform, Provider
 
@@ -48,7 +48,7 @@ def _print_machine() -> None:
     from atomc.options import Options
     from atomc.pieces import glue_of
     from atomc.platform import Platform, torch_status
-    from atomc.render.text import table
+    from atomc.render.table import table
 
     version = import_module("atomc").__version__
     python = ".".join(map(str, sys.version_info[:3]))
@@ -62,7 +62,7 @@ def _print_libraries() -> None:
     from atomc import kernels
     from atomc.op import REGISTRY
     from atomc.platform import provider_versions
-    from atomc.render.text import table
+    from atomc.render.table import table
 
     libraries = provider_versions()
     rows = [(name, library.version or "yes" if library.found else "-", library.reason or "")
@@ -91,7 +91,7 @@ def _provider_version(provider: str, libraries: "dict[str, Provider]") -> str:
 
 def _cache(options: "Options") -> str:
     from atomc.cache import store
-    from atomc.render.text import table
+    from atomc.render.table import table
 
     usage = store.usage(options)
     contents = f"{_entries(usage)}, {_format_bytes(usage.bytes)} of {_format_bytes(options.cache_size)}"
@@ -101,7 +101,7 @@ def _cache(options: "Options") -> str:
     return table(("cache", ""), [*rows, *unused, *_last_start(store.last_start(options))])
 
 
-def _last_start(graphs: "Sequence[Started]") -> list[tuple[str, str]]:
+def _last_start(graphs: "Sequence[StartRecord]") -> list[tuple[str, str]]:
     """The time of the last start, and the cache result of its graphs; equal lines are counted."""
     if not graphs:
         return [("last start", "not known")]

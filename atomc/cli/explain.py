@@ -90,9 +90,9 @@ def _print(arguments: argparse.Namespace, found: list[Any], other: list[Any] | N
     elif arguments.json:
         texts = [json.dumps([report.to_dict() for report in found], indent=1, default=str)]
     elif other is not None:
-        from atomc.render.beside import compared
+        from atomc.render.compare import comparison_text
 
-        texts = [compared(found, other, _names(arguments))]
+        texts = [comparison_text(found, other, _names(arguments))]
     else:
         texts = [report.to_text() for report in found]
     many = len(texts) > 1
@@ -102,12 +102,12 @@ def _print(arguments: argparse.Namespace, found: list[Any], other: list[Any] | N
 
 def _write_page(arguments: argparse.Namespace, found: list[Any], other: list[Any] | None) -> None:
     from atomc.render.html import page
-    from atomc.render.page import write_whole
+    from atomc.render.page import write_atomically
 
     if not arguments.platform:
         _measure_bandwidth(found)
     text = page(found, other, _names(arguments)) if other is not None else page(found)
-    write_whole(Path(arguments.html), text)
+    write_atomically(Path(arguments.html), text)
     print(f"{arguments.html}: {len(text) / 1e6:.1f} MB, open it in a browser", file=sys.stderr)
 
 

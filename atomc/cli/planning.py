@@ -11,7 +11,8 @@ from atomc.cli.arguments import DTYPES, SCHEMES, dtype_named
 
 if TYPE_CHECKING:
     from atomc.efficiency import Table
-    from atomc.planning.plan import Load, Model, Plan
+    from atomc.planning.plan import Model
+    from atomc.planning.plan_report import Plan, Workload
 
 # Each of PLAN_FLAGS requests a plan; INCOMPATIBLE_FLAGS cannot be combined with one.
 PLAN_FLAGS = ("plan", "measure", "tp", "tokens", "sequences", "context", "max_model_len", "kv_cache_dtype", "efficiency")
@@ -62,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def model_of(folder: Path, arguments: argparse.Namespace) -> "Model":
     """The model of a config.json on the meta device, with --dtype, --quantization, --layers and --tp applied."""
-    from atomc.planning.plan import built
+    from atomc.planning.plan import build_model
     from atomc.platform import Platform
 
     scheme = arguments.dtype if arguments.dtype in SCHEMES else arguments.quantization
@@ -70,12 +71,12 @@ def model_of(folder: Path, arguments: argparse.Namespace) -> "Model":
         raise ValueError(f"--dtype {scheme} and --quantization {arguments.quantization} differ: leave one of them out")
     dtype = dtype_named(arguments.dtype) if arguments.dtype in DTYPES else None
     platform = Platform.named(arguments.platform) if arguments.platform else None
-    return built(folder, dtype=dtype, quantization=scheme, devices=1 if arguments.tp is None else arguments.tp,
+    return build_model(folder, dtype=dtype, quantization=scheme, devices=1 if arguments.tp is None else arguments.tp,
                  layers=arguments.layers, platform=platform)  # fmt: skip
 
 
 def _plan_of(folder: Path, arguments: argparse.Namespace) -> "Plan":
-    from atomc.planning.plan import measured, plan
+    from atomc.planning.plan import measure_plan, plan
     from atomc.platform import Platform
 
     if arguments.measure and arguments.platform:
@@ -86,15 +87,15 @@ def _plan_of(folder: Path, arguments: argparse.Namespace) -> "Plan":
     platform = Platform.named(arguments.platform) if arguments.platform else Platform.detect()
     load, table, model = _load(arguments), _table(arguments.efficiency, platform.name), model_of(folder, arguments)
     if arguments.measure:
-        return measured(model, load, longest=arguments.max_model_len, options=options, table=table)
+        return measure_plan(model, load, longest=arguments.max_model_len, options=options, table=table)
     return plan(model, platform, load, longest=arguments.max_model_len, options=options, table=table)
 
 
-def _load(arguments: argparse.Namespace) -> "Load":
-    from atomc.planning.plan import Load
+def _load(arguments: argparse.Namespace) -> "Workload":
+    from atomc.planning.plan_report import Workload
 
     sequences = 1 if arguments.sequences is None else arguments.sequences
-    return Load(sequences if arguments.tokens is None else arguments.tokens, sequences,
+    return Workload(sequences if arguments.tokens is None else arguments.tokens, sequences,
                 1024 if arguments.context is None else arguments.context)  # fmt: skip
 
 

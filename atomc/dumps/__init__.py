@@ -1,1 +1,1 @@
-"""A runnable file per pass that changed a graph (dump.py), what they run on (replay.py), and how two differ (diff.py)."""
+"""Dumps: one runnable file per pass (dump.py), their run-time support (replay.py), and their comparison (diff.py)."""

@@ -1,7 +1,7 @@
-"""Compares dumps by what they compute: ops, attributes, shapes, modules and who reads what, not by the names of nodes.
+"""Compares dumps by ops, attributes, shapes, modules and data flow, ignoring the names of nodes.
 
-So two dumps of one model are equal whichever version, rank or machine wrote them, as long as the graphs are; symbols of
-sizes are compared by the order in which they appear.
+Two dumps with the same graphs are equal, independent of the version, rank or machine that wrote them. Symbols of sizes are
+compared by order of appearance.
 """
 
 import ast
@@ -12,18 +12,18 @@ from difflib import SequenceMatcher
 from pathlib import Path
 
 from atomc.graph.provenance import layer_of
-from atomc.render.text import collapsed
-from atomc.report import spans
+from atomc.render.table import collapsed
+from atomc.report_records import spans
 
 _STAGE = re.compile(r"(\d+)_(\w+)\.py")
 _SYMBOL = re.compile(r"\b[su]\d+\b")
 _VALUE = re.compile(r"^(\w+\[.*?\]|\(.*\)|int .*)$")
-MOST_LINES = 40
+MAX_LINES = 40
 
 
 @dataclass(frozen=True)
-class Line:
-    """One node of a dumped graph. says: all of it but names; reads: the numbers of lines, and what inputs are called."""
+class DumpLine:
+    """One node of a dumped graph. says: its text without names; reads: numbers of lines, or names of inputs."""
 
     op: str
     says: str
@@ -35,10 +35,10 @@ class Line:
 
 
 def differences(first: Path, second: Path, *, every_stage: bool = False) -> list[str]:
-    """What differs between two dumps, two graphs of dumps or two files, a line each; nothing if they compute the same.
+    """The differences of two dumps, two graphs of dumps or two files, one line each; [] if they compute the same.
 
-    every_stage  also the details of stages behind the first that differs
-    Raises ValueError for what is no dump.
+    every_stage  include the details of stages after the first one that differs
+    Raises ValueError for anything that is not a dump.
     """
     if first.is_file() and second.is_file():
         return _of_files(first, second)
@@ -50,13 +50,13 @@ def differences(first: Path, second: Path, *, every_stage: bool = False) -> list
 
 
 def _graphs(folder: Path) -> list[dict[str, Path]]:
-    """The stages of each graph, by name; of one that ran several times also its number."""
+    """The stages of each graph, by name; a pass that ran several times is numbered."""
     if not folder.is_dir():
-        raise ValueError(f"{folder} is no folder, or only one of the two is: give two dumps, two graphs or two files")
+        raise ValueError(f"{folder} is not a folder, or the other one is a file: give two dumps, two graphs or two files")
     graphs = sorted((int(found[1]), sub) for sub in folder.iterdir() if (found := re.fullmatch(r"graph_(\d+)", sub.name)))
     stages = [_stages(sub) for _, sub in graphs] or [_stages(folder)]
     if not all(stages):
-        raise ValueError(f"{folder} holds no dump: expected graph_0/00_captured.py and so on")
+        raise ValueError(f"{folder} does not contain a dump: expected graph_0/00_captured.py and so on")
     return stages
 
 
@@ -82,7 +82,7 @@ def _of_graphs(a: Mapping[str, Path], b: Mapping[str, Path], every_stage: bool) 
         elif lines:
             shown = True
             found += [f"after {name}:", *(f"  {line}" for line in lines)]
-    return found + ([f"the stages behind it differ, too: {', '.join(later)}"] if later else [])
+    return found + ([f"later stages also differ: {', '.join(later)}"] if later else [])
 
 
 def _of_files(first: Path, second: Path) -> list[str]:
@@ -97,25 +97,25 @@ def _of_files(first: Path, second: Path) -> list[str]:
 # Reading a file
 
 
-def _read(file: Path) -> dict[str, list[Line]]:
+def _read(file: Path) -> dict[str, list[DumpLine]]:
     """The inputs and the functions of a dumped file."""
     text = file.read_text(encoding="utf-8")
     try:
         module = ast.parse(text)
     except SyntaxError as error:
-        raise ValueError(f"{file} is no dump: {error}") from error
+        raise ValueError(f"{file} is not a dump: {error}") from error
     source = text.splitlines()
     symbols: dict[str, str] = {}
     tables = {target.id: node.value for node in module.body if isinstance(node, ast.Assign)
               for target in node.targets if isinstance(target, ast.Name)}  # fmt: skip
     functions = [node for node in module.body if isinstance(node, ast.FunctionDef)]
     if "INPUTS" not in tables or not functions:
-        raise ValueError(f"{file} is no dump: it has no INPUTS and no forward")
+        raise ValueError(f"{file} is not a dump: it needs INPUTS and forward")
     constants = _entries(tables["CONSTANTS"].args[0]) if isinstance(tables.get("CONSTANTS"), ast.Call) else {}  # type: ignore[attr-defined]
-    inputs: dict[str, Line] = {}
+    inputs: dict[str, DumpLine] = {}
     for name, value in _entries(tables["INPUTS"]).items():
         inputs[name] = _input(name, value, _comment(value, source, symbols), inputs)
-    found = {"INPUTS": sorted(inputs.values(), key=Line.text)}
+    found = {"INPUTS": sorted(inputs.values(), key=DumpLine.text)}
     names = {name: line.path for name, line in inputs.items()}
     for function in functions:
         found[function.name] = list(_lines(function, source, symbols, constants, names))
@@ -129,39 +129,39 @@ def _entries(table: ast.expr) -> dict[str, ast.expr]:
             if isinstance(key, ast.Constant) and isinstance(key.value, str)}  # fmt: skip
 
 
-def _input(name: str, value: ast.expr, comment: tuple[str, str], earlier: Mapping[str, Line]) -> Line:
-    """An input is told by what the user calls it; one that is made of others, by what these are called."""
+def _input(name: str, value: ast.expr, comment: tuple[str, str], earlier: Mapping[str, DumpLine]) -> DumpLine:
+    """An input is identified by its name in the user's program; a packed or prepared one, by the names of its parts."""
     shape, path = comment
     text = ast.unparse(value)
     if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id in ("Packed", "Prepared"):
         *rest, parts = [ast.literal_eval(argument) for argument in value.args]
         text = path = ", ".join([*rest, *(earlier[part].path for part in parts if part is not None)])
-    return Line("input", f"input {text}  {shape}".rstrip(), path or name, ())
+    return DumpLine("input", f"input {text}  {shape}".rstrip(), path or name, ())
 
 
 def _lines(
     function: ast.FunctionDef, source: Sequence[str], symbols: dict[str, str], constants: Mapping[str, ast.expr],
     inputs: Mapping[str, str],
-) -> Iterator[Line]:  # fmt: skip
+) -> Iterator[DumpLine]:  # fmt: skip
     known: dict[str, int | str] = {argument.arg: inputs.get(argument.arg, argument.arg) for argument in function.args.args}
     for i, statement in enumerate(function.body):
         shape, path = _comment(statement, source, symbols)
         value = statement.value if isinstance(statement, ast.Assign | ast.Expr | ast.Return) else None
         if value is None:
             continue
-        anonymous = _Anonymous(known, constants)
+        anonymous = _WithoutNames(known, constants)
         text = ast.unparse(anonymous.visit(value))
         if isinstance(statement, ast.Return):
             text = f"return {text}"
         op = text.partition("(")[0].removeprefix("torch.ops.").removesuffix(".default")
         text = text.replace("torch.ops.", "").replace(".default(", "(")
-        yield Line(op, f"{text}  {shape}".rstrip(), path, tuple(anonymous.read))
+        yield DumpLine(op, f"{text}  {shape}".rstrip(), path, tuple(anonymous.read))
         if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
             known[statement.targets[0].id] = i
 
 
-class _Anonymous(ast.NodeTransformer):
-    """Puts _ in the place of what earlier lines have made, and the numbers in that of constants."""
+class _WithoutNames(ast.NodeTransformer):
+    """Replaces results of earlier lines by _, and constants by their values."""
 
     def __init__(self, known: Mapping[str, int | str], constants: Mapping[str, ast.expr]):
         self.known, self.constants = known, constants
@@ -181,7 +181,7 @@ class _Anonymous(ast.NodeTransformer):
 
 
 def _comment(node: ast.expr | ast.stmt, source: Sequence[str], symbols: dict[str, str]) -> tuple[str, str]:
-    """dtype and shape, and the module, that stand behind a line."""
+    """(dtype and shape, module) from the comment after a line."""
     line = source[(node.end_lineno or 1) - 1].encode()[node.end_col_offset or 0 :].decode().lstrip(",").strip()
     parts = [part.strip() for part in line.removeprefix("#").split("  ") if part.strip()]
     shape = parts.pop(0) if parts and _VALUE.match(parts[0]) else ""
@@ -192,10 +192,10 @@ def _comment(node: ast.expr | ast.stmt, source: Sequence[str], symbols: dict[str
 # Comparing
 
 
-def _of_lines(a: Sequence[Line], b: Sequence[Line]) -> list[str]:
+def _of_lines(a: Sequence[DumpLine], b: Sequence[DumpLine]) -> list[str]:
     matcher = SequenceMatcher(None, [line.text() for line in a], [line.text() for line in b], autojunk=False)
-    removed: list[Line] = []
-    added: list[Line] = []
+    removed: list[DumpLine] = []
+    added: list[DumpLine] = []
     partner: dict[int, int] = {}
     for kind, i, j, m, n in matcher.get_opcodes():
         if kind == "equal":
@@ -206,25 +206,26 @@ def _of_lines(a: Sequence[Line], b: Sequence[Line]) -> list[str]:
     found = [*_grouped("-", removed), *_grouped("+", added)]
     for i, j in partner.items():
         found += [f"{a[i].text()}: reads {_read_by(b, there)} instead of {_read_by(a, here)}"
-                  for here, there in zip(a[i].reads, b[j].reads, strict=True) if _differ(here, there, partner)]  # fmt: skip
-    more = len(found) - MOST_LINES
-    return [*found[:MOST_LINES], f"and {more} more lines"] if more > 0 else found
+                  for here, there in zip(a[i].reads, b[j].reads, strict=True)
+                  if _reads_differ(here, there, partner)]  # fmt: skip
+    more = len(found) - MAX_LINES
+    return [*found[:MAX_LINES], f"and {more} more lines"] if more > 0 else found
 
 
-def _differ(here: int | str, there: int | str, partner: Mapping[int, int]) -> bool:
-    """Whether two lines that are alike read different ones; not, where one of these has no partner and is told already."""
+def _reads_differ(here: int | str, there: int | str, partner: Mapping[int, int]) -> bool:
+    """Whether two equal lines read different lines. A line without partner is reported itself, and does not count."""
     if isinstance(here, str) or isinstance(there, str):
         return here != there
     return here in partner and there in partner.values() and partner[here] != there
 
 
-def _read_by(lines: Sequence[Line], read: int | str) -> str:
+def _read_by(lines: Sequence[DumpLine], read: int | str) -> str:
     return f"input {read}" if isinstance(read, str) else lines[read].text()
 
 
-def _grouped(sign: str, lines: Sequence[Line]) -> list[str]:
-    """Lines that differ by their layer only, once, with the layers."""
-    groups: dict[str, list[Line]] = {}
+def _grouped(sign: str, lines: Sequence[DumpLine]) -> list[str]:
+    """The lines; those that differ only in their layer once, with the layers."""
+    groups: dict[str, list[DumpLine]] = {}
     for line in lines:
         groups.setdefault(f"{line.says}  {collapsed(line.path)}".rstrip(), []).append(line)
     found = []

@@ -1,8 +1,8 @@
-"""One runnable Python file per pass that changed the graph, numbered in order: 00_captured.py, 01_rms_norm.py, ...
+"""Writes one runnable Python file per pass that changed the graph, numbered in order: 00_captured.py, 01_rms_norm.py, ...
 
-Each graph of a process has a folder of its own, graph_0, graph_1, ... The files hold no weights: what they run on comes
-from a seeded generator, so that the same compile writes the same bytes, and all files of a graph compute the same. What
-really went in and came out may be kept beside them, in recorded.pt.
+Each graph of a process has its own folder, graph_0, graph_1, ... The files contain no weights: their inputs come from a
+seeded generator, so that equal compiles write equal bytes and all files of a graph compute the same. The real inputs and
+outputs of one call may be stored in the same folder, in recorded.pt.
 """
 
 import itertools
@@ -27,15 +27,15 @@ from atomc.op import REGISTRY, op_of
 from atomc.op_traits import Kind
 from atomc.ops.inputs import StateInput, StepInput
 
-# For a size about which nothing is known.
-SIZE = 8
+# The value of a size without a hint.
+UNKNOWN_SIZE = 8
 SMALL_CONSTANT = 64
 TAB = 4 * " "
 _numbers: dict[Path, Iterator[int]] = {}
 
 
 class Dumper:
-    """Writes one graph, stage by stage; does nothing without a folder."""
+    """Writes one graph, one file per stage; does nothing without a folder."""
 
     def __init__(self, folder: str | None):
         self.parent = Path(folder) if folder is not None else None
@@ -44,7 +44,7 @@ class Dumper:
         self.inputs: dict[str, str] = {}
 
     def __call__(self, gm: GraphModule, name: str) -> None:
-        """Write the graph as it is after pass `name`."""
+        """Write the graph after pass `name`."""
         if self.parent is None:
             return
         if self.folder is None:
@@ -56,7 +56,7 @@ class Dumper:
         (self.folder / f"{number:02}_{name}.py").write_text(text)
 
     def record(self, inputs: Mapping[str, Any], outputs: Sequence[Any]) -> None:
-        """Keep what one call was given and what came of it. What is made of other inputs is left out."""
+        """Store the inputs and outputs of one call, without packed and prepared inputs."""
         assert self.folder is not None
         made = tuple(name for name, recipe in self.inputs.items() if recipe.startswith(("Packed(", "Prepared(")))
         given = {name: _plain(value) for name, value in inputs.items() if name not in made}
@@ -64,7 +64,7 @@ class Dumper:
 
 
 def _next_folder(parent: Path) -> Path:
-    """graph_0, graph_1, ... in the order of this process, without the stages of an earlier one."""
+    """The next of graph_0, graph_1, ... in this process, with the files of an earlier process deleted."""
     number = next(_numbers.setdefault(parent.resolve(), itertools.count()))
     folder = parent / f"graph_{number}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -74,7 +74,7 @@ def _next_folder(parent: Path) -> Path:
 
 
 def _plain(value: Any) -> Any:
-    """A tensor as weights_only can load it; what it is a view of is not kept."""
+    """A plain copy of a tensor, which torch.load(weights_only=True) accepts."""
     return value.detach().as_subclass(Tensor).clone() if isinstance(value, Tensor) else value
 
 
@@ -100,7 +100,7 @@ def _file_text(gm: GraphModule, title: str, inputs: dict[str, str]) -> str:
 
 
 class _Code:
-    """Spells graphs as functions, and collects what these need around them."""
+    """Converts graphs to Python functions, and collects the imports and constants that they need."""
 
     def __init__(self) -> None:
         self.modules: set[str] = set()
@@ -108,7 +108,7 @@ class _Code:
         self.functions: list[list[str]] = []
 
     def function(self, name: str, gm: GraphModule) -> list[str]:
-        """The lines of a function that computes the graph, with dtype, shape and module on each."""
+        """The lines of a function that computes the graph, with dtype, shape and module as comments."""
         parameters = ", ".join(node.name for node in gm.graph.find_nodes(op="placeholder"))
         lines = [f"def {name}(", *textwrap.wrap(parameters, 120, initial_indent=TAB, subsequent_indent=TAB), "):"]
         for node in gm.graph.nodes:
@@ -122,7 +122,7 @@ class _Code:
         return lines
 
     def spell(self, argument: Any) -> str:
-        """An argument as Python."""
+        """An argument as Python code."""
         match argument:
             case Node():
                 return argument.name
@@ -150,7 +150,7 @@ class _Code:
         arguments = [self.spell(argument) for argument in node.args]
         arguments += [f"{key}={self.spell(argument)}" for key, argument in node.kwargs.items()]
         name = self._name(node.target)
-        if "<locals>" in name or name.startswith("__main__."):  # no other program can import it
+        if "<locals>" in name or name.startswith("__main__."):  # not importable by another program
             name = f"torch.ops.atom.{node.meta.get('op', name)}"
         return f"{name}({', '.join(arguments)})"
 
@@ -163,8 +163,8 @@ class _Code:
         if getattr(torch, name, None) is target:
             return f"torch.{name}"
         module = {"_operator": "operator"}.get(target.__module__, target.__module__)
-        if name in REGISTRY and REGISTRY[name].reference is target:  # under the name of a meaning lies the op
-            # Some modules of atomc.ops are hidden by an op of their name.
+        if name in REGISTRY and REGISTRY[name].reference is target:  # the name of a reference is bound to its op
+            # In atomc.ops, an op may hide the module of the same name.
             module, name = "atomc.ops" if module.startswith("atomc.ops.") else module, f"{name}.reference"
         self.modules.add(module)
         return f"{module}.{name}"
@@ -183,23 +183,23 @@ def _constant(found: Tensor) -> str:
     plain = type(found) in (Tensor, torch.nn.Parameter, torch.nn.Buffer) and not found.is_meta
     if plain and found.numel() <= SMALL_CONSTANT:
         values = str(found.tolist()).replace("inf", "float('inf')").replace("nan", "float('nan')")
-        return f"torch.tensor({values}, dtype={found.dtype}{_on(found)})"
+        return f"torch.tensor({values}, dtype={found.dtype}{_device_argument(found)})"
     return _recipe(found)
 
 
-def _on(value: Tensor) -> str:
-    """A further argument for what does not lie on the CPU; a model on meta is written as one on the CPU."""
+def _device_argument(value: Tensor) -> str:
+    """The device argument of a value that is not on the CPU; meta is written as CPU."""
     kind = value.device.type
     return "" if kind in ("cpu", "meta") else f', device="{kind}"'
 
 
 def _recipe(value: Tensor, below: int | None = None) -> str:
     shape = tuple(_concrete(size) for size in value.shape)
-    extra = (f", below={below}" if below is not None else "") + _on(value)
+    extra = (f", below={below}" if below is not None else "") + _device_argument(value)
     strides = tuple(_concrete(stride) for stride in value.stride())
     dense = torch.empty(shape, device="meta")
     if not all(size == 0 or size == 1 or a == b for size, a, b in zip(shape, strides, dense.stride(), strict=True)):
-        # Overlapping or spread out as it may be, a permutation of dense memory is all that a graph sees.
+        # Only the order of the dimensions matters: overlapping or padded memory is written as dense.
         order = sorted(range(len(shape)), key=lambda dim: -strides[dim])
         inverse = [order.index(dim) for dim in range(len(shape))]
         extra += f", strides={dense.permute(order).contiguous().permute(inverse).stride()}"
@@ -207,7 +207,7 @@ def _recipe(value: Tensor, below: int | None = None) -> str:
 
 
 def _concrete(size: Any) -> int:
-    """A size as a number: the one the graph was traced with, if that is known."""
+    """A size as a number: its hint, if it has one."""
     if not isinstance(size, torch.SymInt):
         return int(size)
     hint = size.node.hint
@@ -215,18 +215,18 @@ def _concrete(size: Any) -> int:
 
 
 def _sizes(size: torch.SymInt) -> dict[sympy.Symbol, int]:
-    return dict.fromkeys(expression(size).free_symbols, SIZE)
+    return dict.fromkeys(expression(size).free_symbols, UNKNOWN_SIZE)
 
 
 class _Inputs:
-    """Chooses what the placeholders of a graph are fed."""
+    """Generates the inputs of a graph."""
 
     def __init__(self, graph: Graph):
         self.placeholders = graph.find_nodes(op="placeholder")
 
     def recipes(self, known: dict[str, str]) -> Iterator[tuple[str, str]]:
         for node in self.placeholders:
-            # Each range of token counts prepares its own.
+            # Each range of token counts has its own prepared weights.
             if node.name not in known or "extra" in node.meta:
                 yield node.name, self._recipe(node)
 
@@ -241,16 +241,16 @@ class _Inputs:
             return str(_concrete(value))
         if not isinstance(value, Tensor):
             return repr(value) if isinstance(value, int | float | bool | str) else "None"
-        return self._of_a_step(node) or _recipe(value, _below(node) if not value.is_floating_point() else None)
+        return self._of_a_step(node) or _recipe(value, _index_bound(node) if not value.is_floating_point() else None)
 
     def _of_a_step(self, node: Node) -> str | None:
-        """What the runtime passes, for one new sequence in one block; None for an input of the traced program."""
+        """An input that the runtime passes, for one new sequence in one block; None for an input of the program."""
         value = node.meta["val"]
         rows = self._field("slots") if self._field("slots") is not None else self._field("input_ids")
         if rows is None or self._field("seq_lens") is None:  # not compiled for the runtime
             return None
         T = _concrete(rows.shape[-1])
-        on = _on(value)
+        on = _device_argument(value)
         match graph_input(node):
             case StepInput("slots"):
                 return f"torch.arange({T}{on})"
@@ -279,8 +279,8 @@ class _Inputs:
 _VIEWS = ("view", "reshape", "unsqueeze", "squeeze", "slice", "select", "expand", "_to_copy", "alias", "clone")
 
 
-def _below(node: Node) -> int | None:
-    """How many rows the tables have that these integers index; None if they index none."""
+def _index_bound(node: Node) -> int | None:
+    """The smallest number of rows of the tables that these integers index; None if they index none."""
     found = []
     for reader in node.users:
         schema = getattr(reader.target, "_schema", None)
@@ -293,7 +293,7 @@ def _below(node: Node) -> int | None:
             found.append(_rows(args[0], args[1]))
         elif name == "index" and isinstance(args[1], list | tuple):
             found += [_rows(args[0], dim) for dim, index in enumerate(args[1]) if index is node]
-        elif name in _VIEWS and (below := _below(reader)) is not None:
+        elif name in _VIEWS and (below := _index_bound(reader)) is not None:
             found.append(below)
     return min(found, default=None)
 
@@ -303,7 +303,7 @@ def _rows(table: Any, dim: Any) -> int:
 
 
 def _comment(node: Node) -> str:
-    """dtype[shape] and the module it belongs to, or the user's name of an input, behind two spaces."""
+    """The comment of a line: dtype[shape], then the module, or the user's name of an input."""
     where = input_name(node) if node.op == "placeholder" else module_path(node)
     parts = [_spell_value(node.meta.get("val")), where if where != node.name else ""]
     text = "  ".join(part for part in parts if part)

@@ -1,4 +1,4 @@
-"""What a dumped file needs to run on its own: inputs, recorded or from a seeded generator, and what to compare with."""
+"""The run-time support of dumped files: inputs, recorded or from a seeded generator, and the comparison of outputs."""
 
 import importlib
 import math
@@ -14,20 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Beside the files of a graph: inputs by name and outputs of one call.
+# In the folder of a graph: inputs by name, and outputs, of one call.
 RECORDED = "recorded.pt"
 FIRST = "00_captured.py"
-# Of the largest value: how far outputs of this dtype may differ between two stages, which add up in other orders.
+# Relative to the largest value: two stages may add up in different orders.
 TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-# Where there are codes of eight bits or less: another order of additions may pick the next code.
+# With codes of at most eight bits: another order of additions may give the next code.
 CODES_TOLERANCE = 0.1
 
 
 @dataclass(frozen=True)
 class Input:
-    """A tensor that stands in for a weight or an input: the same numbers for the same name, in every file.
+    """A generated weight or input: the same values for the same name, in every file.
 
-    below    integers are drawn below this; without it they count 0, 1, 2, ... along the last dimension
+    below    integers are random below this; without it they are 0, 1, 2, ... along the last dimension
     strides  None: contiguous
     """
 
@@ -48,9 +48,9 @@ class Input:
         if self.dtype == torch.bool:
             return torch.ones(self.shape)
         if self.dtype.is_floating_point or self.dtype.is_complex:
-            if len(self.shape) < 2:  # the weights of norms, scales, frequencies: positive, around one
+            if len(self.shape) < 2:  # norm weights, scales, frequencies: positive, around one
                 return torch.rand(self.shape, generator=generator) + 0.5
-            # A linear layer of these keeps the size of what comes in.
+            # A linear layer with these weights keeps the magnitude of its input.
             return torch.randn(self.shape, generator=generator) / math.sqrt(max(self.shape[-1], 1))
         below = self.below
         if below is None and self.dtype.itemsize == 1:  # packed weights
@@ -63,14 +63,14 @@ class Input:
 
 @dataclass(frozen=True)
 class Packed:
-    """The tensors of these names, row behind row."""
+    """The tensors of these names, concatenated by rows."""
 
     names: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a kernel makes of the weights of these names before the first step: the tensors that module.function returns."""
+    """A prepared weight: the tensors that module.function returns for the weights of these names."""
 
     module: str
     function: str
@@ -83,7 +83,7 @@ class Prepared:
 
 
 def make(recipes: Mapping[str, Any], recorded: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The inputs by name, recorded ones as copies; what is none of the kinds above stands for itself."""
+    """The inputs by name, recorded ones as copies; values that are not recipes are used as they are."""
     made: dict[str, Any] = {}
     for name, given in recipes.items():
         if recorded is not None and name in recorded:
@@ -103,10 +103,10 @@ def make(recipes: Mapping[str, Any], recorded: Mapping[str, Any] | None = None) 
 
 
 def run(forward: Callable[..., Any], inputs: Mapping[str, Any]) -> None:
-    """Call forward on the inputs; print each output, and whether it is what was recorded.
+    """Call forward on the inputs, print each output, and compare the outputs with the recorded ones.
 
-    Where nothing was recorded, whether it is what the captured graph, 00_captured.py, gives for the same inputs. Ends the
-    program with exit code 1 if not.
+    Without recorded outputs, compare with those of the captured graph, 00_captured.py, for the same inputs. Exits with
+    code 1 if they differ.
     """
     file = Path(forward.__code__.co_filename)
     recorded = torch.load(file.with_name(RECORDED), weights_only=True) if file.with_name(RECORDED).is_file() else None
@@ -129,7 +129,8 @@ def run(forward: Callable[..., Any], inputs: Mapping[str, Any]) -> None:
     else:
         return
     codes = any(isinstance(x, Input) and x.dtype.itemsize == 1 and x.dtype != torch.bool for x in inputs.values())
-    far = [text for number, pair in enumerate(zip(outputs, expected, strict=True)) if (text := _far(number, *pair, codes))]
+    texts = [_mismatch(number, *pair, codes) for number, pair in enumerate(zip(outputs, expected, strict=True))]
+    far = list(filter(None, texts))
     print("\n".join(far) or f"reproduces {name}")
     if far:
         print(f"does not reproduce {name}")
@@ -142,8 +143,8 @@ def _outputs(forward: Callable[..., Any], inputs: Mapping[str, Any], recorded: M
     return outputs if isinstance(outputs, tuple | list) else [outputs]
 
 
-def _far(number: int, found: Any, expected: Any, codes: bool) -> str:
-    """How an output differs from the expected one, "" if it does not."""
+def _mismatch(number: int, found: Any, expected: Any, codes: bool) -> str:
+    """How an output differs from the expected one; "" if it does not."""
     if not isinstance(found, Tensor) or not isinstance(expected, Tensor):
         return "" if found == expected else f"output {number}: {found!r} instead of {expected!r}"
     if (found.shape, found.dtype) != (expected.shape, expected.dtype):

@@ -10,7 +10,7 @@ from atomc.graph.canonical import Capture, call
 from atomc.graph.expressions import Size
 from atomc.graph.sizes import known_equal
 from atomc.matching.pattern import Site
-from atomc.report import MissKind
+from atomc.report_records import MissKind
 
 # Kind, what the pattern expects, what was found.
 AttrDifference = tuple[MissKind, str, str]

@@ -17,7 +17,7 @@ from atomc.matching.attributes import attr_differences, bare
 from atomc.matching.pattern import Difference, Pattern, Site
 from atomc.matching.search import read_beside, without_cast
 from atomc.matching.similarity import alike, like, similarity
-from atomc.report import MissKind
+from atomc.report_records import MissKind
 
 # Ops that only change how a value lies, looks or is kept: several in a row are one difference.
 LAYOUT = VIEWS | {"permute", "expand", "cast", "to"}

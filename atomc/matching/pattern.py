@@ -13,8 +13,8 @@ from torch.fx import Graph, Node
 from atomc.graph.canonical import Capture, call, value
 from atomc.graph.expressions import expression
 from atomc.matching.captures import OneOf, capture, differing, stand_ins
-from atomc.report import MissKind
-from atomc.torch_compat.tracing import traced_alone
+from atomc.report_records import MissKind
+from atomc.torch_compat.tracing import trace_with_symbolic_sizes
 
 
 class Index:
@@ -94,7 +94,7 @@ def _traced(function: Callable[..., Any], arguments: Mapping[str, Any], tensors:
     def run(*args: Tensor) -> Any:
         return function(**dict(zip(tensors, args, strict=True)), **rest)
 
-    graph = traced_alone(run, *(arguments[name] for name in tensors))
+    graph = trace_with_symbolic_sizes(run, *(arguments[name] for name in tensors))
     graph.eliminate_dead_code()
     return graph
 

@@ -1,1 +1,1 @@
-"""How a model will run, and what fits, before it does: memory and time from its graphs (plan.py), or timed (measure.py)."""
+"""Predicts memory and time of a model from its graphs (plan.py), or measures its kernels (measure.py)."""

@@ -1,7 +1,7 @@
-"""Times each distinct kernel of a step on this machine, without the model's weights: on made-up inputs of the same sizes.
+"""Times each distinct kernel of a step on this machine, on random inputs of the same sizes, without the model's weights.
 
-A kernel runs among many calls of itself over copies of its inputs that together exceed the caches: in a CUDA graph on a
-GPU, one by one on a CPU.
+A kernel is called many times over copies of its inputs that together exceed the caches: in a CUDA graph on a GPU, one by
+one on a CPU.
 """
 
 import math
@@ -24,20 +24,20 @@ from atomc.graph.inputs import graph_input, step_input
 from atomc.op import op_of
 from atomc.ops.inputs import StateInput, StepInput
 from atomc.ops.state import GroupStep, StateSpec, Step, block_size_of, groups_of
-from atomc.pieces import likeness
+from atomc.pieces import structural_hash
 from atomc.platform import Platform
 
-# Several times the L2 of a GPU; a CPU's caches are smaller for one core.
-ROTATED = {"cuda": 160 * 10**6, "cpu": 64 * 10**6}
-MOST_COPIES = 64
+# Bytes: several times the L2 of a GPU, and more than the caches of a CPU core.
+ROTATED_BYTES = {"cuda": 160 * 10**6, "cpu": 64 * 10**6}
+MAX_COPIES = 64
 REPLAYS = 9
 CPU_SECONDS = 0.05  # for each kernel, at least
-PEAKS = 4  # times that a peak is looked for: other work on the machine hides it
+PEAKS = 4  # measurements of a peak, of which the best counts: other load on the machine slows it
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """A step: T new tokens of S sequences, each with C tokens of context, the new ones included. R rows have logits."""
+    """A step: T new tokens of S sequences, each with C tokens of context including the new ones. R rows have logits."""
 
     T: int
     S: int
@@ -49,12 +49,12 @@ class Sizes:
         return [self.T // self.S + (s < self.T % self.S) for s in range(self.S)]
 
 
-class Bench:
-    """Times pieces of one lowered graph, each kind once.
+class KernelTimer:
+    """Times pieces of one lowered graph, equal pieces once.
 
-    gm      the graph after lowering, for the range of token counts that the step lies in
+    gm      the graph lowered for the range of token counts of the step
     specs   of the program's state
-    device  that of this machine; the graph may have been traced on meta
+    device  of this machine; the graph may have been traced on meta
     """
 
     def __init__(self, gm: GraphModule, specs: Sequence[StateSpec], sizes: Sizes, device: torch.device):
@@ -68,10 +68,10 @@ class Bench:
         self.generator = torch.Generator(device).manual_seed(0)
 
     def seconds(self, names: Iterable[str], inline: Callable[[GraphModule], Callable[..., Any]] | None = None) -> float:
-        """The time of one call of these nodes together. inline: what compiles those that no kernel serves."""
+        """Seconds of one call of these nodes together. inline: the compiler for nodes without a kernel."""
         group = [self.nodes[name] for name in names]
         piece, inputs = self._piece(group)
-        key = likeness(piece)
+        key = structural_hash(piece)
         if key not in self.known:
             made = self._inputs(inputs)
             call = inline(piece) if inline and not any("kernel" in node.meta for node in group) else piece.forward
@@ -81,14 +81,14 @@ class Bench:
 
     def _copies(self, made: Sequence[Any]) -> int:
         size = sum(x.nbytes for x in _tensors(made))
-        return min(MOST_COPIES, max(2, math.ceil(ROTATED[self.device.type] / max(size, 1))))
+        return min(MAX_COPIES, max(2, math.ceil(ROTATED_BYTES[self.device.type] / max(size, 1))))
 
     def _piece(self, group: Sequence[Node]) -> tuple[GraphModule, list[Node]]:
-        """The nodes as a graph of their own, and the nodes whose results it reads. Views come along with what they show."""
+        """(a graph of these nodes, the nodes whose results it reads). Views of inputs are part of the graph."""
         wanted = set(group)
         for node in reversed(self.gm.graph.nodes):
             if node in wanted:
-                wanted |= {given for given in node.all_input_nodes if _comes_along(given)}
+                wanted |= {given for given in node.all_input_nodes if _belongs_to_reader(given)}
         graph, copies, inputs = Graph(), dict[Node, Node](), list[Node]()
         for node in self.gm.graph.nodes:
             if node not in wanted:
@@ -104,7 +104,7 @@ class Bench:
         return GraphModule(torch.nn.Module(), graph), inputs
 
     def _moved(self, arguments: Any, copies: Mapping[Node, Node]) -> Any:
-        """Arguments of a copy, with this machine's device where the graph names another."""
+        """Arguments of a copied node, with this machine's device instead of the graph's."""
         match arguments:
             case Node():
                 return copies[arguments]
@@ -119,7 +119,7 @@ class Bench:
     # Made-up inputs
 
     def _symbols(self) -> dict[sympy.Symbol, int]:
-        """The graph's symbols as numbers."""
+        """Symbol of the graph -> its value in this step."""
         named = {cost.T: self.sizes.T, cost.S: self.sizes.S, cost.R: self.sizes.R, cost.C: self.sizes.C}
         found = {symbol: int(size.subs(named)) for symbol, size in cost.symbols_of(self.gm.graph).items()}
         for node in self.gm.graph.find_nodes(op="placeholder"):
@@ -143,11 +143,11 @@ class Bench:
     def _number(self, size: Any) -> int:
         found = expression(size).subs(self.symbols)
         if found.free_symbols:
-            raise ValueError(f"nothing says how large {found} is in a step: only models compiled for the runtime are timed")
+            raise ValueError(f"size {found} is unknown in a step: only models compiled for the runtime can be timed")
         return int(found)
 
     def _step(self) -> Step:
-        """Sequences at the end of their context, whose blocks lie scattered."""
+        """A step at the end of the context of its sequences, whose blocks are in random order."""
         new, S, C = self.sizes.new(), self.sizes.S, self.sizes.C
         tables = torch.randperm(S * self.columns, generator=torch.Generator().manual_seed(0)).view(S, -1)
         positions = [range(C - count, C) for count in new]
@@ -179,7 +179,7 @@ class Bench:
         return self._like(value(node))
 
     def _of_the_step(self, node: Node) -> Any:
-        """What the runtime passes; None for what the model computes, for scales, and for weights."""
+        """An input that the runtime passes; None for other inputs, scales and weights."""
         match graph_input(node):
             case StepInput() as given:
                 return given.of(self.step)
@@ -205,7 +205,7 @@ class Bench:
         return self._random(found)
 
     def _random(self, like: Tensor) -> Tensor:
-        """Of the same shape, strides and dtype; integers are zeros, because they may index something."""
+        """Random values with the same shape, strides and dtype; zeros for integers, which may be indices."""
         shape, strides = ([self._number(size) for size in sizes] for sizes in (like.shape, like.stride()))
         made = torch.empty_strided(shape, strides, dtype=like.dtype, device=self.device)
         if not like.dtype.is_floating_point:
@@ -215,13 +215,13 @@ class Bench:
         return made.copy_(torch.empty(shape, device=self.device).normal_(generator=self.generator))
 
 
-def _comes_along(node: Node) -> bool:
-    """Views, and what lowering added for one node (a workspace, its size): they are no inputs worth the name."""
+def _belongs_to_reader(node: Node) -> bool:
+    """Whether a node is timed as part of its reader: a view, or a workspace or size that lowering added for it."""
     return node.op == "call_function" and ("val" not in node.meta or ("op" not in node.meta and _is_view(node)))
 
 
 def _is_view(node: Node) -> bool:
-    return op_of(node.target) is None and cost.name_of(node) in cost.FREE - {"empty", "lift_fresh_copy"}
+    return op_of(node.target) is None and cost.name_of(node) in cost.ZERO_COST - {"empty", "lift_fresh_copy"}
 
 
 def _tensors(given: Any) -> Iterable[Tensor]:
@@ -233,7 +233,7 @@ def _tensors(given: Any) -> Iterable[Tensor]:
 
 
 def time_call(call: Callable[..., Any], sets: Sequence[Sequence[Any]], device: torch.device, synced: bool = False) -> float:
-    """Median seconds of one call, each on the next of the sets. synced: calls are long, so that few make a measurement."""
+    """Median seconds of one call, rotating through the sets of inputs. synced: calls are long, so that few suffice."""
     with torch.no_grad():
         return _on_gpu(call, sets, 8 if synced else 32) if device.type == "cuda" else _on_cpu(call, sets)
 
@@ -273,11 +273,11 @@ def _on_gpu(call: Callable[..., Any], sets: Sequence[Sequence[Any]], calls: int)
 
 
 def with_peaks(platform: Platform, dtype: torch.dtype) -> Platform:
-    """The platform with a bandwidth and a peak, measured here if no data sheet says them."""
+    """The platform with a bandwidth and a peak, measured here if it has no data sheet."""
     if platform.bandwidth and platform.flops:
         return platform
     device = torch.device(platform.device)
-    source = torch.empty(ROTATED[device.type] * 2, dtype=torch.uint8, device=device).random_()
+    source = torch.empty(ROTATED_BYTES[device.type] * 2, dtype=torch.uint8, device=device).random_()
     target = torch.empty_like(source)
     copy = min(time_call(target.copy_, [[source]], device, synced=True) for _ in range(PEAKS))
     side = 4096 if device.type == "cuda" else 1024

@@ -1,4 +1,4 @@
-"""Weights in few bits: the configs of checkpoints, the life of a linear layer's weights, and quantizing a model.
+"""Quantized weights: configs of checkpoints, quantized linear layers, and quantizing a model.
 
     QuantizationConfig -> get_quant_method(layer, prefix) -> LinearMethod
         create_weights, (load), process_weights_after_loading, apply

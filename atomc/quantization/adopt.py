@@ -1,6 +1,6 @@
-"""Linear layers that transformers has quantized become ours, with the codes that they hold.
+"""Converts linear layers that transformers quantized to QuantizedLinear, with their codes.
 
-What another library keeps in a layer is what the checkpoint had, under the same names; so it goes the way of a checkpoint.
+Other libraries keep the tensors of the checkpoint in a layer, under the same names: they are converted like a checkpoint.
 """
 
 from typing import Any
@@ -12,21 +12,21 @@ from atomc.quantization import apply
 from atomc.quantization.config import QuantizationConfig, parse
 from atomc.quantization.linear import LinearMethod, QuantizedLinear
 
-EARLY = "before its first call, which unpacks what compressed-tensors holds"
+BEFORE_FIRST_CALL = "before its first call, which unpacks what compressed-tensors holds"
 
 
 def adopt(model: nn.Module) -> nn.Module:
-    """Replace the linear layers that transformers quantized by ours, in place, and return the model.
+    """Replace the linear layers that transformers quantized by QuantizedLinear, in place, and return the model.
 
-    Raises ValueError for a model that is not quantized, a format that is not supported, and a layer whose codes are gone
-    (compressed-tensors makes 16 bits of them in the first call).
+    Raises ValueError for a model that is not quantized, an unsupported format, and a layer without codes
+    (compressed-tensors converts them to 16 bits in the first call).
     """
     given = getattr(getattr(model, "config", None), "quantization_config", None)
     if given is None:
-        raise ValueError(f"{type(model).__name__} is not quantized: give the scheme to quantize it to")
+        raise ValueError(f"{type(model).__name__} is not quantized: pass the scheme to quantize it to")
     settings = given if isinstance(given, dict) else given.to_dict()
     if settings.get("quantization_status") == "decompressed":  # an enum that is a string
-        raise ValueError(f"the layers of {type(model).__name__} are unpacked already: take it over {EARLY}")
+        raise ValueError(f"the layers of {type(model).__name__} are already unpacked: adopt it {BEFORE_FIRST_CALL}")
     config = parse(settings)
     dtype = next((x.dtype for x in model.parameters() if _is_float(x.dtype)), torch.bfloat16)
     ours = {}
@@ -36,7 +36,7 @@ def adopt(model: nn.Module) -> nn.Module:
         plain = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
         method = config.get_quant_method(plain, name)
         if method is not None:
-            ours[name] = _ours(name, layer, method, config, dtype)
+            ours[name] = _convert(name, layer, method, config, dtype)
     for name, made in ours.items():
         apply.replace(model, name, made)
     unpacking: Any = getattr(model, "ct_decompress_hook", None)  # of compressed-tensors, before the first call
@@ -46,8 +46,10 @@ def adopt(model: nn.Module) -> nn.Module:
     return model
 
 
-def _ours(name: str, layer: Any, method: LinearMethod, config: QuantizationConfig, dtype: torch.dtype) -> QuantizedLinear:
-    """Our layer with the tensors of theirs, as they are stored."""
+def _convert(
+    name: str, layer: Any, method: LinearMethod, config: QuantizationConfig, dtype: torch.dtype
+) -> QuantizedLinear:
+    """A QuantizedLinear with the stored tensors of the layer."""
     if layer.bias is not None:
         layer.bias.requires_grad_(False)
     made = QuantizedLinear(layer.in_features, layer.out_features, layer.bias, method)
@@ -61,20 +63,21 @@ def _ours(name: str, layer: Any, method: LinearMethod, config: QuantizationConfi
             continue
         if found is None and key in optional:
             del made._parameters[key]
-        elif not isinstance(found, Tensor) or found.shape != wanted.shape or not _may_be(found.dtype, wanted.dtype):
-            here = f"{found.dtype} {list(found.shape)}" if isinstance(found, Tensor) else "not there"
+        elif (not isinstance(found, Tensor) or found.shape != wanted.shape
+              or not _compatible_dtypes(found.dtype, wanted.dtype)):  # fmt: skip
+            here = f"{found.dtype} {list(found.shape)}" if isinstance(found, Tensor) else "missing"
             raise ValueError(f"{name}.{key} is {here}, expected {wanted.dtype} {list(wanted.shape)}: "
-                             f"take the model over {EARLY}")  # fmt: skip
+                             f"adopt the model {BEFORE_FIRST_CALL}")  # fmt: skip
         else:
             made.set(key, found.data.to(wanted.dtype))
     return made
 
 
-def _may_be(found: torch.dtype, wanted: torch.dtype) -> bool:
-    """Whether these are the same codes, or numbers that may be kept in another precision (scales)."""
+def _compatible_dtypes(found: torch.dtype, wanted: torch.dtype) -> bool:
+    """Whether the dtypes are equal, or both are floats of 16 bits or more (scales)."""
     return found == wanted or (_is_float(found) and _is_float(wanted))
 
 
 def _is_float(dtype: torch.dtype) -> bool:
-    """Whether it is a float of 16 bits or more, which are no codes."""
+    """Whether it is a float of 16 bits or more, and not a dtype of codes."""
     return dtype.is_floating_point and dtype.itemsize > 1

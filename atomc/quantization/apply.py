@@ -1,4 +1,4 @@
-"""From linear layers to quantized ones: for weights that are still to be loaded, or from weights that are there."""
+"""Replaces linear layers by quantized ones, before loading weights or from loaded weights."""
 
 import logging
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -17,9 +17,9 @@ log = logging.getLogger("atomc")
 
 
 def linears(model: nn.Module, config: QuantizationConfig, strip: str = "") -> dict[str, LinearMethod]:
-    """The linear layers to quantize, by name, in the order of the model. `strip` is no part of a checkpoint's names.
+    """Name -> method of the linear layers to quantize, in the order of the model. `strip`: a prefix not in checkpoints.
 
-    A layer whose weight is tied to another parameter (a head to the embedding) is kept.
+    A layer whose weight is tied to another parameter (a head to the embedding) is not quantized.
     """
     owners: dict[int, int] = {}
     for _, weight in model.named_parameters(remove_duplicate=False):
@@ -39,7 +39,7 @@ def replace(model: nn.Module, name: str, layer: nn.Module) -> None:
 
 
 def create_weights(model: nn.Module, methods: Mapping[str, LinearMethod], dtype: torch.dtype) -> None:
-    """Put quantized layers, on meta, in the place of linear ones."""
+    """Replace linear layers by quantized ones on meta."""
     for name, method in methods.items():
         old = model.get_submodule(name)
         assert isinstance(old, nn.Linear)
@@ -49,7 +49,7 @@ def create_weights(model: nn.Module, methods: Mapping[str, LinearMethod], dtype:
 
 
 def drop_optional(model: nn.Module, stored: Container[str]) -> None:
-    """Do not wait for what a checkpoint may leave out and this one does."""
+    """Delete the optional parameters that this checkpoint does not have."""
     for name, layer in quantized(model):
         for optional in layer.method.format.optional if layer.method.format else ():
             if f"{name}.{optional}" not in stored:
@@ -63,22 +63,22 @@ def quantized(model: nn.Module) -> Iterator[tuple[str, QuantizedLinear]]:
 
 
 def process_weights_after_loading(model: nn.Module) -> None:
-    """Convert every layer's stored tensors to those of its scheme, one layer at a time, and let siblings share scales.
+    """Convert the stored tensors of each layer to those of its scheme, one layer at a time; siblings then share scales.
 
-    Raises ValueError, which names the layer, for tensors that do not say what the config says.
+    Raises ValueError, naming the layer, for tensors that contradict the config.
     """
     for name, layer in quantized(model):
         try:
             layer.method.process_weights_after_loading(layer)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
-        use_numbers_of(layer, layer_device(layer))
+        convert_to_device_fp8(layer, layer_device(layer))
     for group in groups(dict(quantized(model))):
         share_scales([layer for _, layer in group])
 
 
 def groups(layers: Mapping[str, Any]) -> list[list[tuple[str, Any]]]:
-    """The layers, those with a common input together."""
+    """The layers, grouped by their input."""
     found: dict[tuple[str, ...], list[tuple[str, Any]]] = {}
     for name, layer in layers.items():
         found.setdefault(siblings_of(name), []).append((name, layer))
@@ -89,8 +89,8 @@ def layer_device(layer: nn.Module) -> torch.device:
     return next(layer.parameters()).device
 
 
-def use_numbers_of(layer: Any, device: torch.device) -> None:
-    """On a GPU whose fp8 is e4m3fnuz (gfx942), have the weights in that."""
+def convert_to_device_fp8(layer: Any, device: torch.device) -> None:
+    """Convert fp8 weights to the fp8 format of the device: e4m3fnuz on gfx942."""
     if isinstance(layer.method.scheme, Fp8 | Fp8Block) and fp8_dtype(device) != layer.weight.dtype:
         weight, scale = as_fnuz(layer.weight.data, layer.weight_scale.data)
         layer.set("weight", weight)
@@ -100,7 +100,7 @@ def use_numbers_of(layer: Any, device: torch.device) -> None:
 
 
 def fp8_dtype(device: torch.device) -> torch.dtype:
-    """The e4m3 that the device computes with."""
+    """The e4m3 format that the device supports."""
     if device.type == "cuda" and torch.version.hip and Platform.detect("cuda").arch == "gfx942":
         return torch.float8_e4m3fnuz
     return torch.float8_e4m3fn
@@ -110,9 +110,9 @@ def quantize_layers(
     model: nn.Module, names: Sequence[str], methods: Mapping[str, LinearMethod],
     weight_of: Callable[[str], Tensor | None] | None = None,
 ) -> None:  # fmt: skip
-    """Replace these layers, which share an input and have one scheme, by quantized ones.
+    """Replace these layers, which share an input and a scheme, by quantized ones.
 
-    weight_of  gives the weight, if it is not the layer's own
+    weight_of  gives the weight of a layer that does not hold it
     """
     old: list[Any] = [model.get_submodule(name) for name in names]
     weights = [(weight_of(name) if weight_of else None) for name in names]
@@ -126,11 +126,11 @@ def quantize_layers(
             bias.requires_grad_(False)
         quantized_layer = QuantizedLinear(layer.in_features, layer.out_features, bias, methods[name])
         quantized_layer.train(layer.training)
-        # One tensor for several layers becomes one parameter of several layers.
-        quantized_layer.give({
+        # A tensor shared by several layers becomes a parameter shared by them.
+        quantized_layer.replace_parameters({
             key: shared.setdefault(id(tensor), parameter_of(tensor)) for key, tensor in made.items()
         })  # fmt: skip
-        use_numbers_of(quantized_layer, given[0].device)
+        convert_to_device_fp8(quantized_layer, given[0].device)
         replace(model, name, quantized_layer)
     share_scales([layer for name in names if isinstance(layer := model.get_submodule(name), QuantizedLinear)])
 
@@ -139,28 +139,28 @@ def quantize(model: nn.Module, scheme: str, ignore: Sequence[str] = ()) -> nn.Mo
     """Quantize the linear layers of a model in place, and return it.
 
     scheme  "fp8", "fp8_per_token", "fp8_block", "int8", "int4", "mxfp4" or "mxfp4_a16"
-    ignore  patterns of layers to keep, as in checkpoints: "down_proj", "model.layers.0", "re:.*self_attn.*"
+    ignore  patterns of layers to skip, as in checkpoints: "down_proj", "model.layers.0", "re:.*self_attn.*"
 
-    Embeddings, what is tied to them, and lm_head are kept. Layers that are quantized already (by transformers or by us)
-    are kept, too, with a line in the log. Raises ValueError for an unknown scheme, a layer that the scheme cannot
-    store, and a model of which nothing is left to quantize.
+    Embeddings, weights tied to them, and lm_head are not quantized. Layers that are already quantized (by transformers or
+    atomc) are unchanged, with a line in the log. Raises ValueError for an unknown scheme, a layer that the scheme does not
+    support, and a model without a layer to quantize.
     """
     config = online(scheme, ignore)
     methods = linears(model, config, "hf_model." if hasattr(model, "hf_model") else "")
-    foreign = sorted({type(layer).__name__ for layer in model.modules() if is_quantized_elsewhere(layer)})
+    foreign = sorted({type(layer).__name__ for layer in model.modules() if is_quantized_by_library(layer)})
     if foreign:
-        log.warning("quantize: layers of kind %s are quantized already and stay as they are", ", ".join(foreign))
+        log.warning("quantize: layers of type %s are already quantized and are not changed", ", ".join(foreign))
     if not methods:
         raise ValueError(f"{type(model).__name__} has no linear layer to quantize to {scheme!r}"
-                         + (f": its layers are {', '.join(foreign)} already" if foreign else
+                         + (f": its layers are already {', '.join(foreign)}" if foreign else
                             f"; ignored are {', '.join(config.ignore)}"))  # fmt: skip
     for group in groups(methods):
         quantize_layers(model, [name for name, _ in group], methods)
     return model
 
 
-def is_quantized_elsewhere(layer: nn.Module) -> bool:
-    """Whether a library quantized this layer: its weight is of few bits, or it has none but packed ones."""
+def is_quantized_by_library(layer: nn.Module) -> bool:
+    """Whether another library quantized this layer: its weight has an 8-bit dtype, a tensor subclass, or is packed."""
     if isinstance(layer, QuantizedLinear):
         return False
     weight = layer._parameters.get("weight")

@@ -1,7 +1,7 @@
-"""The `quantization_config` of each kind of checkpoint, read and checked: what it says, or why it cannot be loaded.
+"""Parses the `quantization_config` of each kind of checkpoint.
 
-A parser takes the config as in config.json. It refuses what would be computed wrongly, in one sentence that names the
-field, its value and what would work.
+A parser takes the config as in config.json. It raises ValueError for a setting that is not supported, naming the field, its
+value and the supported values.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,7 +14,8 @@ from atomc.quantization.scheme import Fp8, Fp8Block, Int4, Int8, Mxfp4, Scheme
 
 Config = Mapping[str, Any]
 LM_HEAD = ("lm_head",)
-UPGRADED = "activations have one dynamic scale a row, not one a tensor as the config says: closer, and one pass less"
+UPGRADED = ("activations have a dynamic scale per row instead of per tensor as in the config: more accurate, and one pass "
+            "less")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Parsed:
 
 
 def only(method: str, config: Config, name: str, *supported: object, default: object = None) -> Any:
-    """The field, if it has a supported value (a field that is missing or null has the default)."""
+    """The value of the field; `default` if it is missing or null. Raises ValueError for an unsupported value."""
     value = config.get(name)
     value = default if value is None else value
     if value not in supported:
@@ -41,7 +42,7 @@ def names(config: Config, *fields: str) -> tuple[str, ...]:
     return tuple(name for one in fields for name in config.get(one) or ())
 
 
-# Hugging Face fp8, also as DeepSeek and AutoFP8 write it
+# fp8 of Hugging Face, DeepSeek and AutoFP8
 
 
 def fp8(config: Config) -> Parsed:
@@ -94,7 +95,7 @@ def compressed_tensors(config: Config) -> Parsed:
     return Parsed(tuple(rules), names(config, "ignore"), {}, "fp8" if kv else None, tuple(dict.fromkeys(notes)))
 
 
-# format -> what makes the scheme of a group
+# (scheme, format, notes) of a group
 _Group = tuple[Scheme, Format | None, list[str]]
 
 
@@ -124,7 +125,7 @@ def _pack_quantized(where: str, weights: Config, inputs: Config | None) -> _Grou
     only(at, weights, "type", "int", default="int")
     only(at, weights, "strategy", "group")
     only(at, weights, "dynamic", False, default=False)
-    # "weight" and "static" order the weights before they are grouped, and store them in the order of the inputs.
+    # "weight" and "static" store the weights in the order of the inputs; only the order of quantization differs.
     only(at, weights, "actorder", False, "weight", "static", default=False)
     group = only(at, weights, "group_size", *Int4.GROUPS)
     return Int4(group, not weights.get("symmetric", True)), PACK_QUANTIZED, []
@@ -202,12 +203,12 @@ def gptq(config: Config) -> Parsed:
     only("gptq", config, "bits", 4)
     form = only("gptq", config, "checkpoint_format", "gptq", "gptq_v2", default="gptq")
     if config.get("desc_act"):
-        raise ValueError("gptq: desc_act True (activation order) is not supported, only False: the weights of a group "
-                         "would lie apart")  # fmt: skip
+        raise ValueError("gptq: desc_act True (activation order) is not supported, only False: the weights of a "
+                         "group are not adjacent")  # fmt: skip
     if config.get("dynamic"):
-        raise ValueError("gptq: dynamic, settings per module, is not supported, only one setting for all")
+        raise ValueError("gptq: dynamic (settings per module) is not supported, only one setting for all modules")
     only("gptq", config, "lm_head", False, default=False)
-    # Zero points are stored in any case, and asymmetric ones cost little.
+    # Zero points are always stored; sym decides whether they are used.
     scheme = Int4(_group_size("gptq", config, "group_size"), not config.get("sym", True))
     return Parsed(((("Linear",), scheme, GPTQ if form == "gptq" else GPTQ_V2),),
                   LM_HEAD + names(config, "modules_to_not_convert"))  # fmt: skip
@@ -226,7 +227,7 @@ def awq(config: Config) -> Parsed:
 
 
 def mxfp4(config: Config) -> Parsed:
-    """Only the experts of GPT-OSS are stored so, in tensors of their own; every linear layer is kept."""
+    """Only the experts of GPT-OSS are quantized, in separate tensors; linear layers are not."""
     return Parsed((), names(config, "modules_to_not_convert"))
 
 
@@ -234,7 +235,7 @@ def quark(config: Config) -> Parsed:
     method = "quark"
     for name in ("layer_quant_config", "layer_type_quant_config"):
         if config.get(name):
-            raise ValueError(f"quark: {name} is not supported, only one setting for all (global_quant_config)")
+            raise ValueError(f"quark: {name} is not supported, only one setting for all layers (global_quant_config)")
     setting = config.get("global_quant_config") or {}
     weight, inputs = setting.get("weight"), setting.get("input_tensors")
     if weight is None:

@@ -1,6 +1,6 @@
-"""Which layers of a checkpoint are quantized and how: one table of rules, whatever format it was written in.
+"""The quantization of a checkpoint's layers: one table of rules for all formats.
 
-Said by the command line, else by a quantization file beside the weights, else by config.json.
+The source is the command line, else a quantization file in the checkpoint's folder, else config.json.
 """
 
 import fnmatch
@@ -18,9 +18,9 @@ from atomc.quantization.field_types import check_types
 from atomc.quantization.linear import LinearMethod
 from atomc.quantization.scheme import ONLINE
 
-# Beside the weights, in this order; the method that a file without `quant_method` is of.
+# Files in the folder of the weights, in order of precedence -> the method of a file without `quant_method`.
 FILES = {"quantization_config.json": None, "quantize_config.json": "gptq", "quant_config.json": "awq"}
-# What vLLM and others call the layers of one input when they are one, and which they are.
+# Names of merged layers in vLLM and others -> the layers that they consist of.
 FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
@@ -29,14 +29,14 @@ FUSED = {
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether a pattern of a config means the module of this name.
+    """Whether a pattern of a config matches the module of this name.
 
-    "re:..." is a regular expression that matches from the start, one with * or ? a glob; any other is a run of whole
-    parts of the name: "lm_head", "model.layers.3", "mlp.down_proj". Patterns that name a fused layer mean its parts.
+    "re:..." is a regular expression that matches from the start; a pattern with * or ? is a glob; any other is a sequence
+    of whole components of the name: "lm_head", "model.layers.3", "mlp.down_proj". A merged layer's name matches its parts.
     """
     parent, _, leaf = name.rpartition(".")
     fused = [whole for whole, parts in FUSED.items() if leaf in parts and whole in pattern]
-    return any(_matches(pattern, spelled) for spelled in (name, *(f"{parent}.{whole}".strip(".") for whole in fused)))
+    return any(_matches(pattern, alias) for alias in (name, *(f"{parent}.{whole}".strip(".") for whole in fused)))
 
 
 def _matches(pattern: str, name: str) -> bool:
@@ -49,7 +49,7 @@ def _matches(pattern: str, name: str) -> bool:
 
 @dataclass(frozen=True)
 class Rule:
-    """Modules of these targets get this method. A target is a pattern, or the name of a class."""
+    """The method for modules that match a target: a pattern or a class name."""
 
     targets: tuple[str, ...]
     method: LinearMethod
@@ -60,15 +60,15 @@ class Rule:
 
 @dataclass(frozen=True)
 class QuantizationConfig:
-    """How a checkpoint is quantized, or how a model is to be.
+    """How a checkpoint is quantized, or how a model will be quantized.
 
-    method  as the checkpoint calls it, or a name in ONLINE
-    online  the weights are stored unquantized, and are quantized when they are read
-    rules   the first that covers a layer decides
-    ignore  patterns of layers that are kept as they are
-    rename  what a stored name ends in -> what ours ends in
-    kv_cache_dtype  "fp8" if the checkpoint asks for it
-    notes   what is done differently from what the config says, one sentence each
+    method  the checkpoint's quant_method, or a name in ONLINE
+    online  the weights are stored unquantized, and quantized during loading
+    rules   the first rule that covers a layer applies
+    ignore  patterns of layers that are not quantized
+    rename  suffix of a stored name -> suffix of our name
+    kv_cache_dtype  "fp8" if the checkpoint requests it
+    notes   deviations from the config, one sentence each
     """
 
     method: str
@@ -80,7 +80,7 @@ class QuantizationConfig:
     notes: tuple[str, ...] = ()
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> LinearMethod | None:
-        """How the linear layer of this name is quantized, None if it is kept. Raises ValueError if it cannot be."""
+        """The method of the linear layer of this name; None if it is not quantized. Raises ValueError if it cannot be."""
         if any(pattern == type(layer).__name__ or matches(pattern, prefix) for pattern in self.ignore):
             return None
         rule = next((rule for rule in self.rules if rule.covers(layer, prefix)), None)
@@ -88,7 +88,7 @@ class QuantizationConfig:
             return None
         reason = rule.method.scheme.refuses(int(layer.out_features), int(layer.in_features))  # type: ignore[arg-type]
         if reason:
-            raise ValueError(f"{self.method}: {prefix} cannot be {rule.method.scheme.spelled}: {reason}; "
+            raise ValueError(f"{self.method}: {prefix} cannot be {rule.method.scheme.description}: {reason}; "
                              "add it to `ignore` or choose another scheme")  # fmt: skip
         return rule.method
 
@@ -97,25 +97,25 @@ Parser = Callable[[Mapping[str, Any]], QuantizationConfig]
 
 
 def online(name: str, ignore: Sequence[str] = ()) -> QuantizationConfig:
-    """Quantize when loading. Raises ValueError for an unknown scheme."""
+    """The config to quantize during loading. Raises ValueError for an unknown scheme."""
     if name not in ONLINE:
-        raise ValueError(f"quantization {name!r} is not one of {', '.join(ONLINE)}, the schemes to quantize to")
+        raise ValueError(f"quantization {name!r} is not one of the schemes {', '.join(ONLINE)}")
     for pattern in ignore:
         check_pattern(pattern)
     return QuantizationConfig(name, True, (Rule(("Linear",), LinearMethod(ONLINE[name])),), ("lm_head", *ignore))
 
 
 def check_pattern(pattern: str) -> None:
-    """Raise ValueError if a regular expression is none."""
+    """Raise ValueError for an invalid regular expression."""
     if pattern.startswith("re:"):
         try:
             re.compile(pattern.removeprefix("re:"))
         except re.error as error:
-            raise ValueError(f"ignore pattern {pattern!r} is no regular expression: {error}") from error
+            raise ValueError(f"ignore pattern {pattern!r} is not a regular expression: {error}") from error
 
 
 def parse(config: Mapping[str, Any]) -> QuantizationConfig:
-    """A `quantization_config` as checkpoints have it. Raises ValueError for what is not supported, and says what is."""
+    """The config of a checkpoint's `quantization_config`. Raises ValueError for unsupported settings."""
     method = config.get("quant_method")
     if method not in checkpoints.PARSERS:
         raise ValueError(f"quantized weights of quant_method {method!r} are not supported, only "
@@ -145,7 +145,7 @@ Request = str | Mapping[str, Any] | None
 
 
 def requested(wanted: Request) -> QuantizationConfig | None:
-    """What `quantization=` asks for: a scheme's name, {"scheme": name, "ignore": [patterns]}, or a quantization_config."""
+    """The config for `quantization=`: a scheme's name, {"scheme": name, "ignore": [patterns]}, or a quantization_config."""
     if wanted is None:
         return None
     if isinstance(wanted, str):
@@ -160,19 +160,19 @@ def requested(wanted: Request) -> QuantizationConfig | None:
 
 
 def decide(wanted: Request, path: Path, config: Mapping[str, Any]) -> QuantizationConfig | None:
-    """How to load the checkpoint at `path`: what is asked for, else what a file there says, else config.json.
+    """How to load the checkpoint at `path`: as requested, else by a file there, else by config.json.
 
-    Raises ValueError if it is to be quantized and is quantized already.
+    Raises ValueError for a request to quantize a checkpoint that is already quantized.
     """
     stored = stored_config(path, config)
     if isinstance(wanted, str) and stored is not None and wanted == stored.get("quant_method"):
         wanted = None
-    asked = requested(wanted)
-    if asked is not None and asked.online and stored is not None:
-        raise ValueError(f"{path} is quantized already ({stored.get('quant_method')}), so it cannot be quantized to "
-                         f"{asked.method}: leave `quantization` out, or take the original checkpoint")  # fmt: skip
-    if asked is not None or stored is None:
-        return asked
+    requested_config = requested(wanted)
+    if requested_config is not None and requested_config.online and stored is not None:
+        raise ValueError(f"{path} is already quantized ({stored.get('quant_method')}), so it cannot be quantized to "
+                         f"{requested_config.method}: omit `quantization`, or use the original checkpoint")  # fmt: skip
+    if requested_config is not None or stored is None:
+        return requested_config
     try:
         return parse(stored)
     except ValueError as error:

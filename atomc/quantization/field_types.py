@@ -1,4 +1,4 @@
-"""The types of what stands in a `quantization_config`, checked before anything is read of it."""
+"""Checks the types of the fields of a `quantization_config` before it is parsed."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +14,7 @@ EXPECTED = {
 
 
 def check_types(config: Mapping[str, Any], where: str) -> None:
-    """Raise ValueError for a field of the wrong type, here or in an object inside; null counts as missing."""
+    """Raise ValueError for a field of the wrong type, also in nested objects; null counts as missing."""
     for name, value in config.items():
         expected = OBJECT if where.endswith(".config_groups") else EXPECTED.get(name)
         if expected is not None and value is not None and not _is(value, expected):

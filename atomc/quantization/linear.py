@@ -1,4 +1,4 @@
-"""A linear layer in few bits, and the life of its weights: created, loaded, converted, applied."""
+"""The quantized linear layer, and the steps of its weights: created, loaded, converted, applied."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,11 +13,11 @@ from atomc.weights import parameter_of
 
 @dataclass(frozen=True)
 class Format:
-    """How a kind of checkpoint stores the tensors of a scheme, where it differs from the scheme's own.
+    """How a kind of checkpoint stores the tensors of a scheme, if it differs from the scheme itself.
 
     stored    (scheme, out, in, dtype) -> name -> shape and dtype
     convert   the stored tensors -> the scheme's
-    optional  names that a checkpoint may leave out
+    optional  names that a checkpoint may omit
     """
 
     name: str
@@ -28,7 +28,7 @@ class Format:
 
 @dataclass(frozen=True)
 class LinearMethod:
-    """What the weights of a linear layer go through."""
+    """Creates, converts and applies the weights of a linear layer."""
 
     scheme: Scheme
     format: Format | None = None
@@ -41,20 +41,20 @@ class LinearMethod:
             layer.set(name, torch.empty(shape, dtype=kind, device=device))
 
     def process_weights_after_loading(self, layer: "QuantizedLinear") -> None:
-        """Make what was loaded the scheme's own tensors. Raises ValueError if they say what the scheme cannot mean."""
+        """Convert the loaded tensors to those of the scheme. Raises ValueError if they contradict it."""
         if self.format is None:
             return
         found = {name: weight.data for name, weight in layer.named_parameters(recurse=False)
                  if name != "bias" and not weight.is_meta}  # fmt: skip
         converted = self.format.convert(self.scheme, found)
-        layer.give(converted)
+        layer.replace_parameters(converted)
 
     def apply(self, layer: "QuantizedLinear", x: Tensor) -> Tensor:
         return self.scheme.apply(layer, x)
 
 
 class QuantizedLinear(nn.Module):
-    """y = x @ weight.T + bias, in few bits. x [..., K] -> [..., N]. Its parameters take no gradients."""
+    """y = x @ weight.T + bias with a quantized weight. x [..., K] -> [..., N]. Its parameters have no gradients."""
 
     def __init__(self, in_features: int, out_features: int, bias: nn.Parameter | None, method: LinearMethod):
         super().__init__()
@@ -67,8 +67,8 @@ class QuantizedLinear(nn.Module):
     def set(self, name: str, tensor: Tensor) -> None:
         self.register_parameter(name, parameter_of(tensor))
 
-    def give(self, tensors: Mapping[str, Tensor]) -> None:
-        """Have these parameters, and none else but the bias."""
+    def replace_parameters(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replace all parameters except the bias by these."""
         for name in [name for name in self._parameters if name != "bias"]:
             del self._parameters[name]
         for name, tensor in tensors.items():
@@ -78,14 +78,14 @@ class QuantizedLinear(nn.Module):
                 self.set(name, tensor)
 
     def dequantized(self) -> Tensor:
-        """The weight that the codes mean, fp32 [N, K]."""
+        """The dequantized weight, fp32 [N, K]."""
         return self.method.scheme.dequantize(self)
 
     def extra_repr(self) -> str:
-        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {self.method.scheme.spelled}"
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {self.method.scheme.description}"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "QuantizedLinear":
-        """`.to(dtype)`, `.half()` and so on move codes and scales, and never convert them."""
+        """`.to(dtype)`, `.half()` and so on move codes and scales, but do not convert them."""
 
         def moved(tensor: Tensor) -> Tensor:
             made = fn(tensor)
@@ -95,12 +95,12 @@ class QuantizedLinear(nn.Module):
         return self
 
 
-# Layers that read the same input, by the names that models give them; what is one scale for all is shared among them.
+# Names of layers that read the same input; they share a per-tensor scale.
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"), ("w1", "w3"))
 
 
 def siblings_of(name: str) -> tuple[str, ...]:
-    """The names of the layers that share an input with this one, itself among them."""
+    """The names of the layers that share an input with this one, including itself."""
     parent, _, leaf = name.rpartition(".")
     group = next((group for group in SIBLINGS if leaf in group), (leaf,))
     return tuple(f"{parent}.{other}" if parent else other for other in group)

@@ -1,10 +1,10 @@
-"""How checkpoints pack four bits where they differ from us, and the way to our order.
+"""Converts the 4-bit formats of checkpoints to ours.
 
 N outputs, K inputs, G groups; words are int32, code i of a word at bits 4i.
 
 ours                weight [N, K/8]; weight_scale [N, G]; zeros uint8 [N, G]
 compressed-tensors  weight_packed [N, K/8]; weight_scale [N, G]; weight_zero_point [N/8, G], packed along N
-GPTQ                qweight [K/8, N], packed along K; scales [G, N]; qzeros [G, N/8], one less than meant; g_idx [K]
+GPTQ                qweight [K/8, N], packed along K; scales [G, N]; qzeros [G, N/8], zero points minus one; g_idx [K]
 AWQ                 qweight [K, N/8], packed along N, the codes of a word in the order 0 2 4 6 1 3 5 7; scales [G, N];
                     qzeros [G, N/8] likewise
 """
@@ -22,11 +22,11 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def _zeros(scheme: Int4, zeros: Tensor, name: str) -> Tensors:
-    """The zero points, if the scheme has them; if not, all must be 8."""
+    """The zero points, if the scheme has them; otherwise all must be 8, else ValueError."""
     if scheme.zeros:
         return {"zeros": zeros.to(torch.uint8).contiguous()}
     if not zeros.eq(8).all():
-        raise ValueError(f"{name} has zero points other than 8, and the config says symmetric")
+        raise ValueError(f"{name} has zero points other than 8, but the config is symmetric")
     return {}
 
 
@@ -48,7 +48,7 @@ def _from_compressed(scheme: Int4, stored: Tensors) -> Tensors:
     rows, columns = packed.shape[0], packed.shape[1] * 8
     shape = stored["weight_shape"].tolist() if "weight_shape" in stored else [rows, columns]
     if shape != [rows, columns]:
-        raise ValueError(f"weight_shape is {shape}, weight_packed holds {[rows, columns]}")
+        raise ValueError(f"weight_shape is {shape}, weight_packed has {[rows, columns]}")
     found = {"weight": packed, "weight_scale": scale}
     if scheme.zeros:
         found["zeros"] = unpack_int4(stored["weight_zero_point"].t()).t()[:rows].to(torch.uint8).contiguous()
@@ -96,7 +96,7 @@ def _from_gptq(scheme: Int4, stored: Tensors, less: int) -> Tensors:
     if "g_idx" in stored:
         ordered = torch.arange(codes.shape[1], device=codes.device, dtype=torch.int32) // scheme.group
         if not stored["g_idx"].equal(ordered):
-            raise ValueError("g_idx does not count up: activation order (desc_act) is not supported, quantize with "
+            raise ValueError("g_idx is not in order: activation order (desc_act) is not supported, quantize with "
                              "desc_act=False")  # fmt: skip
     zeros = (unpack_int4(stored["qzeros"]) + less & 15).t()
     return {
@@ -123,7 +123,7 @@ def _awq(scheme: Int4, out_features: int, in_features: int, dtype: torch.dtype) 
 
 
 def _in_order(packed: Tensor) -> Tensor:
-    """Codes [..., N] of words [..., N/8] in AWQ's order."""
+    """Codes [..., N] in order, of words [..., N/8] in AWQ's order."""
     shifts = torch.tensor([4 * AWQ_ORDER.index(i) for i in range(8)], dtype=torch.int32, device=packed.device)
     return ((packed.unsqueeze(-1) >> shifts) & 15).flatten(-2)
 

@@ -1,8 +1,8 @@
-"""Schemes: which numbers a linear layer keeps, how a weight becomes them, and which ops apply them.
+"""Quantization schemes: the tensors of a linear layer, how a weight is quantized, and the ops that apply them.
 
-A scheme's tensors are the parameters of its op, by name and in rows of outputs:
+A scheme's tensors are the parameters of its op, by name, with one row per output:
 weight         [N, ...] codes
-weight_scale   what gives the values back: their product with the codes
+weight_scale   values are codes times scales
 input_scale    [1] fp32, of a static scheme
 zeros          [N, G] uint8, of asymmetric int4
 N outputs, K inputs, G groups.
@@ -26,30 +26,30 @@ E4M3 = torch.float8_e4m3fn
 
 
 class Scheme(Protocol):
-    """What every scheme can do. `spelled` is how a report names it."""
+    """The interface of a scheme. `description` is its name in reports."""
 
     @property
-    def spelled(self) -> str: ...
+    def description(self) -> str: ...
 
     def refuses(self, out_features: int, in_features: int) -> str | None:
-        """Why a layer of this size cannot have this scheme, or None."""
+        """Why the scheme does not support a layer of this size, or None."""
 
     def tensors(self, out_features: int, in_features: int, dtype: torch.dtype) -> Shapes:
         """Shape and dtype of each tensor, in a model of that dtype."""
 
     def quantize(self, weights: Sequence[Tensor]) -> list[Tensors]:
-        """The tensors of these weights [N, K], which share an input; what is one scale for all is the same tensor."""
+        """The tensors of these weights [N, K], which share an input; a per-tensor scale is one shared tensor."""
 
     def dequantize(self, layer: Any) -> Tensor:
-        """The weight that the layer's tensors mean, fp32 [N, K]."""
+        """The dequantized weight, fp32 [N, K]."""
 
     def apply(self, layer: Any, x: Tensor) -> Tensor:
-        """The linear layer, as ops that fusion can see. x [..., K] -> [..., N], in x.dtype."""
+        """The linear layer, as ops that rewrites can fuse. x [..., K] -> [..., N], in x.dtype."""
 
 
 @dataclass(frozen=True)
 class Fp8:
-    """e4m3 weights with a scale a tensor or an output; activations with a static scale or one a row.
+    """e4m3 weights with a scale per tensor or output; activations with a static scale or one per row.
 
     weight      "tensor" or "channel"
     activation  "static" or "token"
@@ -60,7 +60,7 @@ class Fp8:
     dtype: torch.dtype = E4M3
 
     @property
-    def spelled(self) -> str:
+    def description(self) -> str:
         return f"fp8 (weights per {self.weight}, activations {_per(self.activation)})"
 
     def refuses(self, out_features: int, in_features: int) -> str | None:
@@ -95,11 +95,11 @@ class Fp8:
 
 @dataclass(frozen=True)
 class Fp8Block:
-    """e4m3 weights with a scale a square of 128 x 128, activations with one a run of 128 columns (DeepSeek-V3)."""
+    """e4m3 weights with a scale per 128 x 128 block, activations with a scale per 1 x 128 block (DeepSeek-V3)."""
 
     dtype: torch.dtype = E4M3
     block: ClassVar[int] = 128
-    spelled: ClassVar[str] = "fp8 (weights per 128 x 128, activations per 1 x 128)"
+    description: ClassVar[str] = "fp8 (weights per 128 x 128, activations per 1 x 128)"
 
     def refuses(self, out_features: int, in_features: int) -> str | None:
         return None
@@ -134,9 +134,9 @@ class Fp8Block:
 
 @dataclass(frozen=True)
 class Int8:
-    """Symmetric int8 weights with a scale an output, activations with one a row."""
+    """Symmetric int8 weights with a scale per output, activations with a scale per row."""
 
-    spelled: ClassVar[str] = "int8 (weights per channel, activations per token)"
+    description: ClassVar[str] = "int8 (weights per channel, activations per token)"
 
     def refuses(self, out_features: int, in_features: int) -> str | None:
         return None
@@ -160,9 +160,9 @@ class Int8:
 
 @dataclass(frozen=True)
 class Int4:
-    """Four-bit integers with a scale a group of inputs; activations stay as they are.
+    """4-bit integer weights with a scale per group of inputs; activations are not quantized.
 
-    zeros  each group has a zero point; else codes mean -8..7
+    zeros  each group has a zero point; else the codes stand for -8..7
     """
 
     group: int = 32
@@ -170,11 +170,13 @@ class Int4:
     GROUPS: ClassVar[tuple[int, ...]] = (32, 64, 128)
 
     @property
-    def spelled(self) -> str:
+    def description(self) -> str:
         return f"int4 (groups of {self.group}{', zero points' if self.zeros else ''}, activations 16-bit)"
 
     def refuses(self, out_features: int, in_features: int) -> str | None:
-        return f"{in_features} inputs are no multiple of the group size {self.group}" if in_features % self.group else None
+        if in_features % self.group:
+            return f"{in_features} inputs are not a multiple of the group size {self.group}"
+        return None
 
     def tensors(self, out_features: int, in_features: int, dtype: torch.dtype) -> Shapes:
         groups = in_features // self.group
@@ -189,7 +191,7 @@ class Int4:
 
     def _quantize(self, weight: Tensor) -> Tensors:
         groups = in_groups(weight.to(torch.float32), self.group)
-        # The range -8..7 is 15 steps wide; the middle of it is nearest to all values.
+        # The range -8..7 has 15 steps: 7.5 on each side minimizes the largest error.
         scale = (groups.abs().amax(-1, keepdim=True).clamp(min=AMAX_FLOOR) / 7.5).to(weight.dtype)
         codes = (groups / scale.to(torch.float32)).round().clamp(-8, 7) + 8
         return {"weight": pack_int4(codes.flatten(-2)), "weight_scale": scale.squeeze(-1)}
@@ -205,9 +207,9 @@ class Int4:
 
 @dataclass(frozen=True)
 class Mxfp4:
-    """e2m1 weights with a power of two a run of 32 inputs.
+    """e2m1 weights with a power-of-two scale per 32 inputs.
 
-    activation  "mxfp4", "fp8" (a scale a row) or "16-bit"
+    activation  "mxfp4", "fp8" (a scale per row) or "16-bit"
     rounding    of the scales, see atomc.ops.quant_mxfp4
     """
 
@@ -215,11 +217,11 @@ class Mxfp4:
     rounding: str = "even"
 
     @property
-    def spelled(self) -> str:
+    def description(self) -> str:
         return f"mxfp4 (activations {self.activation})"
 
     def refuses(self, out_features: int, in_features: int) -> str | None:
-        return f"{in_features} inputs are no multiple of 32, the group size of MXFP4" if in_features % 32 else None
+        return f"{in_features} inputs are not a multiple of 32, the group size of MXFP4" if in_features % 32 else None
 
     def tensors(self, out_features: int, in_features: int, dtype: torch.dtype) -> Shapes:
         return {
@@ -244,7 +246,7 @@ class Mxfp4:
         return out
 
 
-# What `quantization=` and atomc.quantize take.
+# The schemes of `quantization=` and atomc.quantize.
 ONLINE: dict[str, Scheme] = {
     "fp8": Fp8(),
     "fp8_per_token": Fp8("channel"),
@@ -261,9 +263,9 @@ def _per(activation: str) -> str:
 
 
 def as_fnuz(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """e4m3fn codes and their scale, as the e4m3fnuz codes and scale of the same values.
+    """Convert e4m3fn codes and their scale to e4m3fnuz codes and scale with the same values.
 
-    The same bits mean half as much in e4m3fnuz; negative zero, which is NaN there, becomes zero.
+    The same bits have half the value in e4m3fnuz; negative zero, which is NaN there, becomes zero.
     """
     bits = codes.view(torch.uint8)
     bits = torch.where(bits == 0x80, 0, bits)

@@ -1,1 +1,1 @@
-"""Reports for people to read."""
+"""Renders reports as text and HTML."""

@@ -1,4 +1,4 @@
-"""`python -m atomc.render`: reports as JSON on stdin become a page on stdout, in a process of its own."""
+"""`python -m atomc.render`: converts reports as JSON on stdin to an HTML page on stdout."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Formulas of sizes as trees that a page can evaluate: sympy's text is parsed, and nothing of it is ever executed."""
+"""Formulas of sizes as trees that a page can evaluate, parsed from sympy's text without executing it."""
 
 import ast
 import math
@@ -23,7 +23,7 @@ _OPERATIONS: dict[str, Callable[..., float]] = {
 
 
 def tree(formula: str) -> Tree | None:
-    """["+", ["*", 2, "T"], 1] of "2*T + 1"; None for what is no formula of sizes."""
+    """["+", ["*", 2, "T"], 1] of "2*T + 1"; None for any other text."""
     try:
         return _tree(ast.parse(formula, mode="eval").body)
     except (SyntaxError, ValueError, RecursionError):
@@ -42,18 +42,18 @@ def _tree(node: ast.expr) -> Tree:
             return [_BINARY[type(op)], _tree(left), _tree(right)]
         case ast.Call(func=ast.Name(id=name), args=args) if name in _CALLS:
             return [_CALLS[name], *map(_tree, args)]
-    raise ValueError(f"{ast.unparse(node)!r} is no formula")
+    raise ValueError(f"{ast.unparse(node)!r} is not a formula")
 
 
 def names_in(found: Tree | None) -> set[str]:
-    """The sizes that a formula depends on."""
+    """The names of the sizes in a formula."""
     if isinstance(found, str):
         return {found}
     return set[str]().union(*map(names_in, found[1:])) if isinstance(found, list) else set()
 
 
 def evaluated(found: Tree, sizes: Mapping[str, float]) -> float:
-    """The number for these sizes. Raises KeyError for a size that is missing."""
+    """The value for these sizes. Raises KeyError for a missing size."""
     if isinstance(found, str):
         return sizes[found]
     if isinstance(found, Sequence):

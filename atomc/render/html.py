@@ -1,7 +1,7 @@
-"""Reports as one HTML file that needs no network: what the compiler did, pass by pass, layer by layer, op by op.
+"""Reports as one HTML file: what the compiler did, by pass, layer and op.
 
-The file may be opened from disk. Its own policy forbids it to load anything, and to run any script but its own; names that
-a model brings are escaped.
+The file needs no network and can be opened from disk. Its content security policy allows only its own script and style;
+names from a model are escaped.
 """
 
 import base64
@@ -13,29 +13,34 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from atomc.efficiency import GLUE, LAUNCH, name_in_table, rate, shipped
+from atomc.graph_printer import NodeLine, parse
 from atomc.op import ALL_TOKENS, Tokens
 from atomc.platform import DESCRIBED
 from atomc.render import formula
-from atomc.render.beside import Comparison
-from atomc.render.lines import Block, Hunk, Line, folded, hunks, parsed
-from atomc.render.text import NOT_REWRITES, collapsed
-from atomc.report import KernelChoice, Miss, OpCost, Report, Site, another, spans
+from atomc.render.compare import Comparison
+from atomc.render.graph_diff import Block, Hunk, fold_layers, hunks
+from atomc.render.table import collapsed
+from atomc.render.text import NOT_REWRITES
+from atomc.report_records import KernelChoice, Miss, OpCost, Site, another_kernel, spans
+
+if TYPE_CHECKING:
+    from atomc.report import Report
 
 HERE = Path(__file__).parent
-# Codes of refusals that say nothing about a place in the model: of the machine, and by design.
-OF_MACHINE = ("hardware", "library")
-BY_DESIGN = ("tokens", "slower")
-# Of one pass; a model whose layers all differ has thousands.
-MOST_HUNKS = 60
+# Codes of refusals that do not depend on the op's arguments: by the machine, and by design.
+MACHINE_CODES = ("hardware", "library")
+DESIGN_CODES = ("tokens", "slower")
+# Per pass; a model with different layers has thousands.
+MAX_HUNKS = 60
 
-Said = tuple[str, str]  # a word that says what follows, and that
+Entry = tuple[str, str]  # (label, text)
 
 
-def page(reports: Sequence[Report], beside: Sequence[Report] = (), names: tuple[str, str] = ("first", "second")) -> str:
-    """The HTML of reports, a tab a graph; with `beside` also of those, and of what differs.
+def page(reports: "Sequence[Report]", others: "Sequence[Report]" = (), names: tuple[str, str] = ("first", "second")) -> str:
+    """The HTML of reports, one tab per graph; with `others`, also of those and of the differences.
 
     Raises ImportError without jinja2.
     """
@@ -46,12 +51,12 @@ def page(reports: Sequence[Report], beside: Sequence[Report] = (), names: tuple[
     environment = Environment(loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined,
                               trim_blocks=True, lstrip_blocks=True)  # fmt: skip
     style, script = (f"\n{(HERE / name).read_text()}" for name in ("report.css", "report.js"))
-    graphs = [Graph(i, report, names[0] if beside else "") for i, report in enumerate(reports)]
-    graphs += [Graph(len(reports) + i, report, names[1]) for i, report in enumerate(beside)]
-    compared = [Comparison(a, b, names) for a, b in zip(reports, beside, strict=False)]
+    graphs = [Graph(i, report, names[0] if others else "") for i, report in enumerate(reports)]
+    graphs += [Graph(len(reports) + i, report, names[1]) for i, report in enumerate(others)]
+    compared = [Comparison(a, b, names) for a, b in zip(reports, others, strict=False)]
     data = {"graphs": [graph.data() for graph in graphs], "machines": _machines()}
-    environment.filters["spelled"] = spelled
-    title = f"{names[0]} beside {names[1]}" if compared else "What the compiler did"
+    environment.filters["bytes"] = format_bytes
+    title = f"{names[0]} compared with {names[1]}" if compared else "What the compiler did"
     if graphs and not compared:
         title += f" to {reports[0].model}"
     many = len(graphs) > 1
@@ -63,7 +68,7 @@ def page(reports: Sequence[Report], beside: Sequence[Report] = (), names: tuple[
 
 
 def policy(style: str, script: str) -> str:
-    """What a page may do: be styled by its own style, run its own script, and nothing else."""
+    """The content security policy: only this style and this script."""
     return f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; base-uri 'none'; form-action 'none'"
 
 
@@ -72,13 +77,13 @@ def _hash(text: str) -> str:
 
 
 def _embedded(data: Any) -> str:
-    """JSON that may stand inside of a script element, whatever strings are in it."""
+    """JSON that is safe inside a script element."""
     text = json.dumps(data, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def spelled(size: float) -> str:
-    """A number of bytes: "12.5 MB"."""
+def format_bytes(size: float) -> str:
+    """A size in bytes as text: "12.5 MB"."""
     for unit in ("B", "kB", "MB", "GB"):
         if abs(size) < 1000:
             return f"{size:.3g} {unit}"
@@ -87,12 +92,12 @@ def spelled(size: float) -> str:
 
 
 def _machines() -> list[dict[str, Any]]:
-    """Those whose data sheets are known, with what was measured of kernels there."""
+    """The machines with known data sheets, with their measured efficiencies."""
     return [_machine(p.name, p.bandwidth, p.flops, p.device) for p in DESCRIBED.values() if p.bandwidth]
 
 
 def _machine(name: str, bandwidth: float | None, flops: float | None, device: str) -> dict[str, Any]:
-    """launch: the least seconds of any kernel; rows: (op, kernel, first, last, floor, efficiency) of atomc.efficiency."""
+    """launch: minimum seconds of a kernel; rows: (op, kernel, first, last, floor, efficiency) of atomc.efficiency."""
     table = shipped().get(name)
     rows = [(row.op, row.kernel, row.first, row.last, row.floor, row.efficiency) for row in table.rows] if table else []
     return {"name": name, "bandwidth": table.bandwidth if table else bandwidth, "flops": table.flops if table else flops,
@@ -100,9 +105,9 @@ def _machine(name: str, bandwidth: float | None, flops: float | None, device: st
 
 
 class Graph:
-    """One graph as the template wants it."""
+    """One graph, in the form that the template needs."""
 
-    def __init__(self, number: int, report: Report, group: str = ""):
+    def __init__(self, number: int, report: "Report", group: str = ""):
         self.report, self.id = report, f"g{number}"
         self.label = f"{group}: {report.model}" if group else report.model
         self.tab = f"{number}: {self.label}"
@@ -110,18 +115,18 @@ class Graph:
         self.choices: dict[str, list[KernelChoice]] = {}
         for choice in report.kernels:
             self.choices.setdefault(choice.node, []).append(choice)
-        self.not_here = _not_here(report.kernels)
+        self.not_here = _unavailable_providers(report.kernels)
         self.ops = self._ops()
         self.grid = Grid(report)
         self.passes = _passes(report)
         self.savings = self._savings()
         self.second = self._second_choices()
-        self.few_bits = _few_bits(report, self.choices)
+        self.quantized_weights = _quantized_weights(report, self.choices)
         self.symbols = sorted({name for row in self.ops for tree in row["trees"] for name in formula.names_in(tree)})
 
     @property
     def machine(self) -> dict[str, Any]:
-        """The one that was compiled for."""
+        """The machine of the compile."""
         own = self.report.machine
         return _machine(own.get("name", ""), own.get("bandwidth"), own.get("flops"), own.get("device", "cpu"))
 
@@ -140,21 +145,21 @@ class Graph:
 
     @property
     def captured_blocks(self) -> list[Block]:
-        return folded(self.captured)
+        return fold_layers(self.captured)
 
     @property
     def final_blocks(self) -> list[Block]:
-        return folded(self.final)
+        return fold_layers(self.final)
 
     @property
     def cuda_graphs(self) -> list[tuple[str, int]]:
-        """What each CUDA graph is for, and its bytes."""
+        """(sizes, bytes) of each CUDA graph."""
         return [(", ".join(f"{name} {value}" for name, value in graph.items() if name != "bytes"), graph.get("bytes", 0))
                 for graph in self.report.cuda_graphs]  # fmt: skip
 
     @property
     def free(self) -> list[str]:
-        """Sizes other than those of a step, each with a slider of its own."""
+        """Sizes other than those of a step; each has its own slider."""
         return [name for name in self.symbols if name not in ("T", "R", "S", "C")]
 
     @property
@@ -167,10 +172,11 @@ class Graph:
 
     @property
     def sections(self) -> list[tuple[str, str]]:
-        """(id, title) of what there is to show."""
+        """(id, title) of the sections with content."""
         found = [
             ("rewrites", "Rewrites", self.grid.rows), ("costs", "Kernels and cost", self.ops),
-            ("left", "Left on the table", self.savings or self.second), ("bits", "Few bits", self.few_bits),
+            ("left", "Left on the table", self.savings or self.second),
+            ("bits", "Quantized weights", self.quantized_weights),
             ("passes", "Passes", self.passes), ("graph", "Graph", self.captured or self.final),
             ("start", "Start", True), ("about", "What rewrites do", self.about),
         ]  # fmt: skip
@@ -182,19 +188,19 @@ class Graph:
 
     @property
     def cache_words(self) -> str:
-        """What became of the question whether an earlier start had compiled this graph."""
+        """The outcome of the cache in a sentence."""
         cached = self.report.cached
         if cached.kind == "hit":
-            return "Hit: an earlier start compiled this graph. No pass ran; what is said of passes is what it said then."
+            return "Hit: this graph was compiled earlier. No pass ran; the information on passes is from that compile."
         why = str(replace(cached, kind=""))
         if cached.kind == "miss":
-            return f"Miss, compiled anew: {why}."
+            return f"Miss, compiled again: {why}."
         if cached.kind == "off":
-            return f"Not asked ({why or 'off'})."
-        return f"The cache: {why}." if why else "Not asked: nothing was to run."
+            return f"Not used ({why or 'off'})."
+        return f"The cache: {why}." if why else "Not used: there was nothing to compile."
 
     def data(self) -> dict[str, Any]:
-        """What the page computes with."""
+        """The data for the script of the page."""
         return {
             "id": self.id, "ops": [_computed(row) for row in self.ops],
             "savings": [[row["count"], row["tree"]] for row in self.savings],
@@ -203,14 +209,14 @@ class Graph:
         }  # fmt: skip
 
     def _ops(self) -> list[dict[str, Any]]:
-        """Kernels' worths of work that are alike, together: where, what runs them, formulas, and what they were made of."""
+        """Groups of equal kernels: modules, providers, formulas, and the captured nodes."""
         origin = {line.name: line for line in self.captured}
         groups: dict[Any, dict[str, Any]] = {}
         for cost in self.report.costs:
             choices = [choice for node in cost.nodes for choice in self.choices.get(node, [])]
             runs = list(dict.fromkeys((choice.tokens, choice.chosen) for choice in choices))
             refused = list(dict.fromkeys(other for choice in choices for other in choice.others))
-            anywhere = {pair for choice in choices for pair in choice.refused_by(*OF_MACHINE, *BY_DESIGN)}
+            anywhere = {pair for choice in choices for pair in choice.refused_by(*MACHINE_CODES, *DESIGN_CODES)}
             key = (cost.op, collapsed(cost.module_path), cost.bytes, cost.flops, tuple(runs), tuple(refused))
             group = groups.setdefault(key, {
                 "op": cost.op, "path": collapsed(cost.module_path), "count": 0, "layers": set(), "runs": _runs(runs),
@@ -234,10 +240,10 @@ class Graph:
         return [{**group, "layers": spans(group["layers"])} for group in groups.values()]
 
     def _second_choices(self) -> list[int]:
-        """The rows of `ops` for which a preferred kernel was refused because of what they are."""
+        """The indices in `ops` for which a preferred kernel refused the arguments."""
         found = []
         for number, row in enumerate(self.ops):
-            ran = {name for kernel, _ in row["runs"] for name in (kernel, another(kernel))}
+            ran = {name for kernel, _ in row["runs"] for name in (kernel, another_kernel(kernel))}
             row["rather"] = [(provider, reason) for provider, reason in row["refused"]
                              if provider not in {*self.not_here, *ran}
                              and (provider, reason) not in row["anywhere"]]  # fmt: skip
@@ -250,15 +256,15 @@ class Graph:
 
 
 class Grid:
-    """A row a rewrite, a column a run of layers that look alike, the last one for what lies outside of layers.
+    """Rewrites (rows) by layers (columns): consecutive equal layers share a column; the last column is outside of layers.
 
-    reasons  what to say about each cell; cells name theirs by number
-    absent   the rows of rewrites whose pattern is nowhere; there: all others
+    reasons  the text of each cell; a cell has the index of its text
+    absent   rows of rewrites whose pattern does not occur; there: all other rows
     """
 
-    def __init__(self, report: Report):
+    def __init__(self, report: "Report"):
         self.report = report
-        self.reasons: list[list[Said]] = []
+        self.reasons: list[list[Entry]] = []
         names = [name for name in dict.fromkeys([*report.known, *report.off, *report.matches])
                  if name not in NOT_REWRITES and "[" not in name]  # fmt: skip
         self.sites: dict[tuple[str, int | None], list[Site]] = {}
@@ -282,7 +288,7 @@ class Grid:
         return "elsewhere" if column[0] is None else spans(layer for layer in column if layer is not None)
 
     def heading(self, number: int) -> str:
-        """The title of a column in a sentence."""
+        """The title of a column for use in a sentence."""
         title = self.title(self.columns[number])
         return "outside of the layers" if title == "elsewhere" else f"layer{'s' * (len(self.columns[number]) > 1)} {title}"
 
@@ -308,13 +314,13 @@ class Grid:
     def _why_not(self, name: str, column: list[int | None]) -> str:
         prefix = self.prefix.get(column[0])
         if self.report.treated and self.report.matches[name] and not prefix:
-            return "nothing like it is outside of the layers"
+            return "its pattern does not occur outside of the layers"
         try:
             return self.report.reason(name, prefix)
-        except ValueError as error:  # a report of a version that knew other rewrites
+        except ValueError as error:  # a report of a version with other rewrites
             return str(error)
 
-    def _kernel_lines(self, name: str) -> list[Said]:
+    def _kernel_lines(self, name: str) -> list[Entry]:
         choices = [choice for choice in self.report.kernels if choice.op == name]
         runs = _runs(list(dict.fromkeys((choice.tokens, choice.chosen) for choice in choices))) if choices else []
         refused = dict.fromkeys(other for choice in choices for other in choice.others)
@@ -327,7 +333,7 @@ def _most_telling(row: Mapping[str, Any]) -> int:
     return min({"near": 0, "fired": 1}.get(cell["state"], 2) for cell in row["cells"])
 
 
-def _layer_prefixes(report: Report) -> dict[int | None, str]:
+def _layer_prefixes(report: "Report") -> dict[int | None, str]:
     """The module path of each layer."""
     found: dict[int | None, str] = {}
     for cost in report.costs:
@@ -337,24 +343,24 @@ def _layer_prefixes(report: Report) -> dict[int | None, str]:
     return found
 
 
-def _site_lines(sites: Iterable[Site]) -> list[Said]:
+def _site_lines(sites: Iterable[Site]) -> list[Entry]:
     found: Counter[str] = Counter()
     for site in sites:
         attributes = ", ".join(f"{name}={value}" for name, value in site.attrs.items())
-        found[_place(site.module_path, site.source) + (f": {attributes}" if attributes else "")] += 1
+        found[_location(site.module_path, site.source) + (f": {attributes}" if attributes else "")] += 1
     return [("fired", f"{_times(count)} {line}") for line, count in found.items()]
 
 
-def _near_lines(near: Iterable[Miss]) -> list[Said]:
+def _near_lines(near: Iterable[Miss]) -> list[Entry]:
     found: dict[tuple[str, str, str], list[Miss]] = {}
     for miss in near:
-        found.setdefault((_place(miss.module_path, miss.source), miss.expected, miss.found), []).append(miss)
+        found.setdefault((_location(miss.module_path, miss.source), miss.expected, miss.found), []).append(miss)
     return [said for (place, expected, what), misses in found.items()
-            for said in (("near miss", f"{_times(len(misses))} {place}: {misses[0].depth:.0%} of the pattern is there"),
+            for said in (("near miss", f"{_times(len(misses))} {place}: {misses[0].depth:.0%} of the pattern matched"),
                          ("expected", expected), ("found", what))]  # fmt: skip
 
 
-def _place(path: str, source: str) -> str:
+def _location(path: str, source: str) -> str:
     return f"in {collapsed(path) or 'the graph'}" + (f" ({source})" if source else "")
 
 
@@ -366,7 +372,7 @@ def _times(count: int) -> str:
 
 
 def _computed(row: Mapping[str, Any]) -> dict[str, Any]:
-    """What the page computes the time of an op from. runs: first and last number of tokens, op and kernel in the table."""
+    """The data to compute the time of an op. runs: (first, last number of tokens, op and kernel of the table row)."""
     runs = row["ranges"] or [(GLUE, ALL_TOKENS)]
     ranges = [(tokens.first, tokens.last, *name_in_table(row["op"], kernel)) for kernel, tokens in runs]
     return {"count": row["count"], "bytes": row["trees"][0], "flops": row["trees"][1], "runs": ranges,
@@ -374,30 +380,30 @@ def _computed(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _runs(runs: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """(kernel, for how many tokens), of one that runs all of them once."""
+    """(kernel, range of tokens); one entry without a range if a kernel runs all of them."""
     if len({chosen for _, chosen in runs}) == 1:
         return [(runs[0][1], "")]
     return [(chosen, "" if tokens == "any" else f"{tokens} tokens") for tokens, chosen in runs]
 
 
 def _ranges(runs: Sequence[tuple[str, str]]) -> list[tuple[str, Tokens]]:
-    """The same for a program."""
+    """As `_runs`, with ranges as Tokens."""
     if len({chosen for _, chosen in runs}) == 1:
         return [(runs[0][1], ALL_TOKENS)]
     return [(chosen, Tokens.of(tokens)) for tokens, chosen in runs]
 
 
-def _not_here(choices: Sequence[KernelChoice]) -> set[str]:
-    """Providers that run nothing in this graph, for a reason that is the machine's somewhere."""
-    missing = {provider for choice in choices for provider, _ in choice.refused_by(*OF_MACHINE)}
+def _unavailable_providers(choices: Sequence[KernelChoice]) -> set[str]:
+    """Providers without a selected kernel, of which a kernel was refused because of the machine."""
+    missing = {provider for choice in choices for provider, _ in choice.refused_by(*MACHINE_CODES)}
     return missing - {choice.chosen for choice in choices}
 
 
-def _origins(cost: OpCost, captured: Mapping[str, Line]) -> list[Line]:
+def _origins(cost: OpCost, captured: Mapping[str, NodeLine]) -> list[NodeLine]:
     return [captured[name] for name in cost.made_of if name in captured]
 
 
-def _few_bits(report: Report, choices: Mapping[str, Sequence[KernelChoice]]) -> list[dict[str, Any]]:
+def _quantized_weights(report: "Report", choices: Mapping[str, Sequence[KernelChoice]]) -> list[dict[str, Any]]:
     groups: dict[Any, dict[str, Any]] = {}
     for found in report.few_bits:
         runs = tuple(dict.fromkeys((choice.tokens, choice.chosen) for choice in choices.get(found.node, [])))
@@ -413,14 +419,14 @@ def _few_bits(report: Report, choices: Mapping[str, Sequence[KernelChoice]]) -> 
 # ---- passes
 
 
-def _passes(report: Report) -> list[dict[str, Any]]:
-    """What each pass changed, side by side."""
+def _passes(report: "Report") -> list[dict[str, Any]]:
+    """The changes of each pass, side by side."""
     found, last = [], ""
     for stage in report.stages:
         before = stage.before or last
-        changed: list[Hunk] = hunks(parsed(before), parsed(stage.text)) if before and stage.text else []
-        found.append({"name": stage.name, "changed": stage.changed, "hunks": changed[:MOST_HUNKS],
-                      "more": len(changed[MOST_HUNKS:]), "kept": bool(before and stage.text),
+        changed: list[Hunk] = hunks(parse(before), parse(stage.text)) if before and stage.text else []
+        found.append({"name": stage.name, "changed": stage.changed, "hunks": changed[:MAX_HUNKS],
+                      "more": len(changed[MAX_HUNKS:]), "kept": bool(before and stage.text),
                       "about": report.about.get(stage.name, "").partition("\n")[0]})  # fmt: skip
         last = stage.text or last
     shown = (step for step in found if step["hunks"] and step["about"] and step["name"] != "lift")
@@ -428,11 +434,11 @@ def _passes(report: Report) -> list[dict[str, Any]]:
     return [{**step, "first": step is first, "number": number} for number, step in enumerate(found, start=1)]
 
 
-def _captured(report: Report) -> list[Line]:
-    """The functional graph before any pass: Dynamo's, where only lifting changed it, does not count."""
+def _captured(report: "Report") -> list[NodeLine]:
+    """The functional graph before all passes (not Dynamo's graph, which only lifting changes)."""
     stages = [stage for stage in report.stages if stage.name != "lift"]
-    return parsed(next((stage.before for stage in stages if stage.before), ""))
+    return parse(next((stage.before for stage in stages if stage.before), ""))
 
 
-def _final(report: Report) -> list[Line]:
-    return parsed(report.stages[-1].text) if report.stages and report.stages[-1].name != "lift" else []
+def _final(report: "Report") -> list[NodeLine]:
+    return parse(report.stages[-1].text) if report.stages and report.stages[-1].name != "lift" else []

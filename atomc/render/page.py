@@ -1,8 +1,7 @@
-"""The page that `options={"report": "out.html"}` asks for: all graphs of the process, written anew after each compile.
+"""The HTML page of `options={"report": "out.html"}`: all graphs of the process, written after each compile.
 
-It is written once more when the process ends, since CUDA graphs and notes come later. Of very many graphs not every compile
-writes it, so that writing stays a small part of the time. A page that cannot be written is told once in the log, and never
-breaks the program.
+It is written again when the process ends, to include CUDA graphs and notes that were added later. With many graphs, some
+compiles do not write it, to limit the time. A failure to write is logged once, and does not fail the program.
 """
 
 import atexit
@@ -19,7 +18,7 @@ from atomc.report import Report
 
 log = logging.getLogger("atomc")
 
-# Seconds of writing, and the share of the time since the first compile, that a page may cost before the process ends.
+# Limits of the time to write pages before exit: seconds, plus a fraction of the time since the first compile.
 SECONDS = 5.0
 SHARE = 0.05
 
@@ -45,8 +44,8 @@ class _Page:
         try:
             from atomc.render.html import page
 
-            write_whole(self.path, page(self.reports))
-        except Exception as error:  # a report must not break what it tells of
+            write_atomically(self.path, page(self.reports))
+        except Exception as error:  # a failed report must not fail the program
             if not self.failed:
                 log.warning("atomc could not write its report to %s: %s", self.path, error)
             self.failed = True
@@ -58,7 +57,7 @@ _writing = threading.Lock()
 
 
 def publish(report: Report, options: Options) -> None:
-    """Write the report into the page that the options name, if they name one."""
+    """Add the report to the page of option `report`, if set."""
     if options.report is None:
         return
     path = Path(options.report).expanduser().absolute()
@@ -69,13 +68,13 @@ def publish(report: Report, options: Options) -> None:
         _pages[path].add(report)
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that readers see all of it or what was there before. Raises OSError."""
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a file atomically. Raises OSError."""
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
-        os.chmod(name, 0o666 & ~_umask())
+        os.chmod(name, 0o666 & ~_current_umask())
         os.replace(name, path)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -83,8 +82,8 @@ def write_whole(path: Path, text: str) -> None:
         raise
 
 
-def _umask() -> int:
-    """What new files are denied; the system tells it only to who sets it."""
+def _current_umask() -> int:
+    """The umask of the process, which can only be read by setting it."""
     mask = os.umask(0)
     os.umask(mask)
     return mask

@@ -1,62 +1,40 @@
-"""A report as text for a terminal: plain tables, 100 columns, what repeats from layer to layer said once."""
+"""A report as text for a terminal: plain tables of 100 columns, with repeated layers shown once."""
 
-import re
-import textwrap
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
-from atomc.report import CacheOutcome, KernelChoice, Miss, Report, Site, spans
+from atomc.render.audit import headline
+from atomc.render.table import collapsed, table, wrapped
+from atomc.report_records import CacheOutcome, KernelChoice, Miss, Site, spans
 
-WIDTH = 100
-MOST_MISSES = 20
-# Passes that are steps on the way, and no answer to what was recognised or fused.
+if TYPE_CHECKING:
+    from atomc.report import Report
+
+MAX_MISSES = 20
+# Passes that neither recognise nor fuse ops.
 NOT_REWRITES = ("lift", "bind_state", "reinplace", "lower")
 
-Row = Sequence[str]
 
-
-def report_text(report: Report) -> str:
-    """What happened to one graph: rewrites by layer, what did not fire and why, kernels, state, phases."""
+def report_text(report: "Report") -> str:
+    """Rewrites by layer, rewrites that did not fire and why, kernels, state and phases of one graph."""
     parts = [_title(report)]
     if report.treated:
         parts += [_rewrites(report), _not_fired(report), _near_misses(report.near), _kernels(report.kernels),
                   _listed("state", _collapsed_lines(report.state))]  # fmt: skip
     bugs = _listed("bugs of atomc, please report", report.bugs)
-    parts += [_ended(report), _audit(report), _listed("notes", report.notes), bugs, _phases(report)]
+    parts += [_break_and_recompile(report), _audit(report), _listed("notes", report.notes), bugs, _phases(report)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def table(header: Row, rows: Iterable[Row], numbers: Sequence[int] = ()) -> str:
-    """Aligned columns; `numbers` are aligned to the right, the last column is wrapped."""
-    rows = list(rows)
-    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header) - 1)]
-    lines = []
-    for row in [header, *rows]:
-        cells = [cell.rjust(width) if i in numbers else cell.ljust(width)
-                 for i, (cell, width) in enumerate(zip(row, widths, strict=False))]  # fmt: skip
-        start = "  ".join([*cells, ""])
-        lines.append(_wrapped(row[-1], start, " " * len(start)))
-    return "\n".join(lines)
-
-
-def collapsed(path: str) -> str:
-    """A module path with the number of its layer left out: "model.layers.*.mlp"."""
-    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path)
-
-
-def _wrapped(text: str, start: str, indent: str) -> str:
-    return textwrap.fill(text, WIDTH, initial_indent=start, subsequent_indent=indent, break_on_hyphens=False,
-                         break_long_words=False).rstrip() or start.rstrip()  # fmt: skip
-
-
-def _title(report: Report) -> str:
+def _title(report: "Report") -> str:
     if report.treated:
         cache = f"; cache: {report.cache}" if report.cached not in (CacheOutcome(), CacheOutcome("off")) else ""
-        return _wrapped(f"{report.model}: compiled{cache}", "", "  ")
-    return _wrapped(f"{report.model}: not treated: {report.why_not}", "", "  ")
+        return wrapped(f"{report.model}: compiled{cache}", "", "  ")
+    return wrapped(f"{report.model}: not treated: {report.why_not}", "", "  ")
 
 
-def _rewrites(report: Report) -> str:
+def _rewrites(report: "Report") -> str:
     sites: dict[str, list[Site]] = {}
     for site in report.sites:
         if site.rewrite not in NOT_REWRITES:
@@ -71,7 +49,7 @@ def _layers(layers: Iterable[int | None]) -> str:
     return spans(layer for layer in layers if layer is not None) or "-"
 
 
-def _not_fired(report: Report) -> str:
+def _not_fired(report: "Report") -> str:
     missing = [name for name in [*report.known, *report.off] if not report.matches[name] and name not in NOT_REWRITES]
     near = {miss.rewrite for miss in report.near}
     rows: dict[str, str] = {}
@@ -90,18 +68,18 @@ def _near_misses(near: Sequence[Miss]) -> str:
     if not groups:
         return ""
     lines = ["near misses"]
-    for found in list(groups.values())[:MOST_MISSES]:
+    for found in list(groups.values())[:MAX_MISSES]:
         first = found[0]
         variant = f" ({first.variant})" if first.variant else ""
         layers = _layers(miss.layer for miss in found)
         times = f" x{len(found)}, layers {layers}" if len(found) > 1 else ""
         source = f", {first.source}" if first.source else ""
         where = collapsed(first.module_path) if len(found) > 1 else first.module_path
-        head = f"{first.rewrite}{variant} in {where or 'the graph'}{times}{source}: {first.depth:.0%} of it is there"
-        lines += [_wrapped(head, "  ", "    "), _wrapped(first.expected, "    expected  ", 14 * " "),
-                  _wrapped(first.found, "    found     ", 14 * " ")]  # fmt: skip
-    if len(groups) > MOST_MISSES:
-        lines.append(f"  and {len(groups) - MOST_MISSES} more: Report.near has all")
+        head = f"{first.rewrite}{variant} in {where or 'the graph'}{times}{source}: {first.depth:.0%} matched"
+        lines += [wrapped(head, "  ", "    "), wrapped(first.expected, "    expected  ", 14 * " "),
+                  wrapped(first.found, "    found     ", 14 * " ")]  # fmt: skip
+    if len(groups) > MAX_MISSES:
+        lines.append(f"  and {len(groups) - MAX_MISSES} more: Report.near has all")
     return "\n".join(lines)
 
 
@@ -118,47 +96,45 @@ def _kernels(choices: Sequence[KernelChoice]) -> str:
     lines = [table(("op", "nodes", "tokens", "runs as"), rows, numbers=[1])]
     for (provider, reason), refused in refusals.items():
         whose = "all" if len(refused) == len(choices) else ", ".join(dict.fromkeys(refused))
-        lines.append(_wrapped(f"not {provider} for {whose}: {reason}", "", "  "))
+        lines.append(wrapped(f"not {provider} for {whose}: {reason}", "", "  "))
     return "\n".join(lines)
 
 
 def _collapsed_lines(lines: Iterable[str]) -> list[str]:
-    """Lines that differ by the layer in their path, once with how many they are."""
+    """The lines with layer numbers removed; equal ones once, with their count."""
     groups = Counter(map(collapsed, lines))
     return [f"{line} (x{count})" if count > 1 else line for line, count in groups.items()]
 
 
 def _listed(title: str, lines: Sequence[str]) -> str:
-    return "\n".join([title, *(_wrapped(line, "  ", "    ") for line in lines)]) if lines else ""
+    return "\n".join([title, *(wrapped(line, "  ", "    ") for line in lines)]) if lines else ""
 
 
-def _audit(report: Report) -> str:
+def _audit(report: "Report") -> str:
     if not report.audit:
         return ""
-    from atomc.render.audit import headline  # which makes tables with this file
-
-    return _wrapped(f"audit: {headline(report.audit)}", "", "  ")
+    return wrapped(f"audit: {headline(report.audit)}", "", "  ")
 
 
-def _ended(report: Report) -> str:
+def _break_and_recompile(report: "Report") -> str:
     lines = []
     if report.graph_break is not None:
         code = f" ({report.graph_break.code})" if report.graph_break.code else ""
-        lines.append(_wrapped(f"graph break at {report.graph_break.source}{code}: {report.graph_break.reason}", "", "  "))
+        lines.append(wrapped(f"graph break at {report.graph_break.source}{code}: {report.graph_break.reason}", "", "  "))
     if report.recompile is not None:
-        lines.append(_wrapped(f"recompiled, because this guard failed: {report.recompile}", "", "  "))
+        lines.append(wrapped(f"recompiled, because this guard failed: {report.recompile}", "", "  "))
     return "\n".join(lines)
 
 
-def _phases(report: Report) -> str:
+def _phases(report: "Report") -> str:
     if not report.phases:
         return ""
     parts = [f"{name} {seconds:.2f}" for name, seconds in report.phases.items()]
-    return _wrapped(f"{', '.join(parts)}; together {sum(report.phases.values()):.2f}", "seconds: ", 9 * " ")
+    return wrapped(f"{', '.join(parts)}; together {sum(report.phases.values()):.2f}", "seconds: ", 9 * " ")
 
 
-def summary(report: Report) -> str:
-    """Three lines: what was rewritten, what runs it, and what was nearly rewritten."""
+def summary(report: "Report") -> str:
+    """Three lines: rewrites, kernels, and near misses with notes."""
     if not report.treated:
         return f"not compiled: {report.why_not}"
     layers = len({site.layer for site in report.sites if site.layer is not None})

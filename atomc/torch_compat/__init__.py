@@ -1,1 +1,1 @@
-"""The only folder that touches what torch does not promise. Tested with torch 2.11 and 2.13."""
+"""All uses of private API of torch. Tested with torch 2.11 and 2.13."""

@@ -1,4 +1,4 @@
-"""What Dynamo remembers of earlier compiles in this process: the numbers that it will take for dynamic from then on."""
+"""Dynamo's automatic dynamic state: the numbers that earlier compiles of this process made dynamic."""
 
 import contextlib
 from collections import defaultdict
@@ -9,15 +9,15 @@ from torch._dynamo.convert_frame import compile_lock
 
 
 @contextlib.contextmanager
-def compiled_alone() -> Iterator[None]:
-    """Dynamo compiles here as in a new process, and forgets afterwards what it saw here.
+def isolated_dynamo_state() -> Iterator[None]:
+    """Inside the context, Dynamo compiles as in a new process; its state is restored afterwards.
 
-    Its memory is keyed by file, line and name of each inlined function and by the expression of each number, so that two
-    models of one wrapper share it: where they differ, floats and ints of the second one become symbols.
+    The state is keyed by file, line and name of each inlined function and by the expression of each number. Two models
+    called by one wrapper share it: floats and ints of the second model that differ would become symbols.
     """
-    with compile_lock:  # nothing else compiles meanwhile, as in any compile
+    with compile_lock:  # as in every compile, no other thread compiles
         kept = pgo._CODE_STATE, pgo._INIT_CODE_STATE
-        # The same object as both: Dynamo writes to its profile on disk what differs between them.
+        # The same object for both: Dynamo writes the difference between them to its profile on disk.
         pgo._CODE_STATE = pgo._INIT_CODE_STATE = defaultdict(pgo.CodeState)
         try:
             yield

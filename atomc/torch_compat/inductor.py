@@ -1,4 +1,4 @@
-"""What is not public of Inductor: its code as text, loading that again, its options."""
+"""Private API of Inductor: compiling to source, loading source, options."""
 
 import functools
 import re
@@ -17,7 +17,7 @@ from atomc.torch_compat.tracing import added_by_aot
 
 
 def inductor(gm: GraphModule, inputs: Sequence[Any], patches: Mapping[str, Any] | None = None) -> Callable[..., Any]:
-    """Compile a graph with Inductor, as its own backend would; `patches` are keys of torch._inductor.config."""
+    """Compile a graph with Inductor, as its own backend does; `patches`: values for torch._inductor.config."""
     from torch._inductor.compile_fx import compile_fx
 
     compiled: Any = compile_fx(gm, list(inputs), config_patches=dict(patches or {}))
@@ -26,10 +26,11 @@ def inductor(gm: GraphModule, inputs: Sequence[Any], patches: Mapping[str, Any] 
 
 @dataclass(frozen=True)
 class InductorCode:
-    """What Inductor made of a graph: a Python module with `call(inputs: list) -> outputs`.
+    """The code of Inductor for a graph: a Python module with `call(inputs: list) -> outputs`.
 
     constants  attributes of the module
-    checked    numbers of the inputs that are copied if they do not lie aligned; `written` of those written in place
+    checked    numbers of the inputs that are copied if they are not aligned
+    written    numbers of the inputs that are written in place
     """
 
     source: str
@@ -41,11 +42,11 @@ class InductorCode:
 def inductor_code(
     gm: GraphModule, inputs: Sequence[Any], patches: Mapping[str, Any]
 ) -> tuple[Callable[..., Any], InductorCode | str]:
-    """As `inductor`, for a graph without gradients; also the code, or why the code is not all that runs."""
+    """As `inductor`, for a graph without gradients; also the code, or why the code alone is not sufficient."""
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     made: list[tuple[Any, InductorCode | str]] = []
-    returns_tuple = isinstance(gm.graph.output_node().args[0], tuple | list)  # Inductor makes it one
+    returns_tuple = isinstance(gm.graph.output_node().args[0], tuple | list)  # Inductor always returns a tuple
 
     def remembering(inner: GraphModule, examples: Sequence[Any], **kwargs: Any) -> Any:
         reason = added_by_aot(inner, len(inputs))
@@ -54,11 +55,11 @@ def inductor_code(
         return out
 
     compiled: Any
-    # A graph from AOTAutograd's own cache would come without its code.
+    # A graph from AOTAutograd's cache has no source code.
     with torch._functorch.config.patch(enable_autograd_cache=False):
-        compiled = compile_fx(gm, list(inputs), inner_compile=remembering, config_patches=_spared(patches))
+        compiled = compile_fx(gm, list(inputs), inner_compile=remembering, config_patches=_without_isa_check(patches))
     if len(made) != 1:
-        return compiled, f"Inductor made {len(made)} functions of one graph"
+        return compiled, f"Inductor compiled {len(made)} functions for one graph"
     out, code = made[0]
     if isinstance(code, str):
         return compiled, code
@@ -69,20 +70,20 @@ def _code_of(compiled: Any) -> InductorCode | str:
     from torch._inductor.output_code import CompiledFxGraph
 
     if type(compiled) is not CompiledFxGraph:
-        return f"Inductor made a {type(compiled).__name__}"
+        return f"Inductor returned a {type(compiled).__name__}"
     if compiled.cudagraph_info is not None or compiled.frozen_param_names or compiled.torchbind_constants:
-        return "Inductor's own CUDA graphs, frozen parameters or script objects are in it"
+        return "it contains CUDA graphs of Inductor, frozen parameters or script objects"
     if torch._inductor.config.cpp_wrapper:
         return "Inductor's cpp_wrapper is on"
     written = list(compiled.mutated_input_idxs)
     checked = list(compiled.inputs_to_check)
-    if getattr(compiled, "_defers_input_alignment", False):  # since 2.13 the code sees to the others
+    if getattr(compiled, "_defers_input_alignment", False):  # since 2.13 the code aligns the others itself
         checked = [i for i in checked if i in written]
-    return InductorCode(_needed(compiled.source_code), dict(compiled.constants or {}), checked, written)
+    return InductorCode(_without_unused_imports(compiled.source_code), dict(compiled.constants or {}), checked, written)
 
 
-def _needed(source: str) -> str:
-    """Inductor's code without what it imports of Inductor and does not use: half of the time that loading it takes."""
+def _without_unused_imports(source: str) -> str:
+    """Inductor's code without unused imports from Inductor, which take half of the time to load it."""
     imported = re.compile(r"^from torch\._inductor\.[\w.]+ import (?:\w+ as )?(\w+)\n", re.MULTILINE)
     return imported.sub(lambda line: line[0] if len(re.findall(rf"\b{line[1]}\b", source)) > 1 else "", source)
 
@@ -93,41 +94,41 @@ def from_code(code: InductorCode, returns_tuple: bool, patches: Mapping[str, Any
     from torch._inductor.utils import align_inputs_from_check_idxs
     from torch.utils._ordered_set import OrderedSet
 
-    with torch._inductor.config.patch(_spared(patches)):
+    with torch._inductor.config.patch(_without_isa_check(patches)):
         key, path = PyCodeCache.write(code.source)
         call = PyCodeCache.load_by_key_path(key, path, attrs=code.constants).call
     return _unboxed(align_inputs_from_check_idxs(call, code.checked, OrderedSet(code.written)), returns_tuple)
 
 
-def _spared(patches: Mapping[str, Any]) -> dict[str, Any]:
-    """The patches, and what spares Inductor 8 s of building and loading a library for each vector extension."""
-    known = _vectors_work() and torch._inductor.config.cpp.vec_isa_ok is None
+def _without_isa_check(patches: Mapping[str, Any]) -> dict[str, Any]:
+    """The patches, plus one that skips Inductor's check of each vector ISA, which builds libraries for 8 s."""
+    known = _vector_isa_works() and torch._inductor.config.cpp.vec_isa_ok is None
     return {"cpp.vec_isa_ok": True, **patches} if known else dict(patches)
 
 
 @functools.cache
-def _vectors_work() -> bool:
-    """Whether torch was built for this CPU's vectors, and the compiler takes the flags of all that the CPU has."""
+def _vector_isa_works() -> bool:
+    """Whether torch supports the vector ISA of this CPU, and the compiler accepts the flags of all its extensions."""
     if not sys.platform.startswith("linux") or torch.backends.cpu.get_cpu_capability() != "AVX512":
         return False
     from torch._inductor import cpu_vec_isa
 
     has = set(cpu_vec_isa.x86_isa_checker())
     flags = [isa.build_arch_flags() for isa in cpu_vec_isa.supported_vec_isa_list if {*str(isa).split()} <= has]
-    if not _takes(" ".join(flags)):
+    if not _compiler_accepts(" ".join(flags)):
         return False
 
     def quickly(isa: Any, code: str) -> bool:
-        return _takes(isa.build_arch_flags())
+        return _compiler_accepts(isa.build_arch_flags())
 
-    # What is asked here is remembered.
+    # Inductor caches the result.
     with patch.object(cpu_vec_isa.VecISA, "check_build", quickly), torch._inductor.config.patch({"cpp.vec_isa_ok": True}):
         cpu_vec_isa.valid_vec_isa_list()
     return True
 
 
-def _takes(flags: str) -> bool:
-    """Whether the C++ compiler knows these flags, and with them their intrinsics."""
+def _compiler_accepts(flags: str) -> bool:
+    """Whether the C++ compiler accepts these flags, and so has their intrinsics."""
     from torch._inductor.cpp_builder import get_cpp_compiler
 
     command = [get_cpp_compiler(), *flags.split(), "-fsyntax-only", "-x", "c++", "-"]
@@ -140,20 +141,20 @@ def _unboxed(call: Callable[[list[Any]], Any], returns_tuple: bool) -> Callable[
     return lambda *args: call(list(args))[0]
 
 
-def num_loaded() -> int:
-    """How many graphs Inductor has loaded from its cache, instead of compiling them, since the process began."""
+def num_cache_hits() -> int:
+    """The number of graphs that Inductor has loaded from its cache in this process."""
     return int(torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"])
 
 
 def mode_options(mode: str) -> dict[str, Any]:
-    """What torch.compile(mode=...) means to Inductor."""
+    """Inductor's options for torch.compile(mode=...)."""
     import torch._inductor
 
     return dict(torch._inductor.list_mode_options(mode)) if mode != "default" else {}
 
 
 def inductor_option_names() -> list[str]:
-    """The options that Inductor knows."""
+    """The names of Inductor's options."""
     import torch._inductor
 
     return list(torch._inductor.list_options())

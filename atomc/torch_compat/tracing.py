@@ -1,4 +1,4 @@
-"""What is not public of torch's tracing: of Dynamo, of AOTAutograd, and of symbolic sizes."""
+"""Private API of torch's tracing: Dynamo, AOTAutograd, and symbolic sizes."""
 
 import contextlib
 import inspect
@@ -24,7 +24,7 @@ from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import bound_sympy
 
 from atomc.errors import OURS
-from atomc.torch_compat.names import FakeTensor, FakeTensorMode, autocast_is_on, outside_of_tracing
+from atomc.torch_compat.core import FakeTensor, FakeTensorMode, autocast_is_on, outside_of_tracing
 
 __all__ = [
     "INVOKE_SUBGRAPH",
@@ -34,14 +34,13 @@ __all__ = [
     "ShortenTraceback",
     "TracingError",
     "added_by_aot",
-    "afresh",
     "argument_of",
     "bounds",
     "break_reason",
     "compiled_function",
+    "editable_copy",
     "fake_mode_of",
     "forget_region",
-    "fresh_size",
     "functional_graph",
     "guards_hold",
     "guards_of",
@@ -49,17 +48,18 @@ __all__ = [
     "make_fx",
     "mark_unbacked",
     "nested_compile_region",
+    "new_unbacked_size",
     "num_guards",
-    "own_copy",
-    "passed_on",
+    "raised_unwrapped",
     "recompile_reason",
     "size_facts",
     "sizes_stay_symbolic",
     "source_name",
     "statically_known_true",
     "sym_eq",
-    "traced_alone",
+    "trace_with_symbolic_sizes",
     "tracing_context",
+    "with_fresh_code",
     "without_new_guards",
 ]
 
@@ -68,7 +68,7 @@ INVOKE_SUBGRAPH = torch.ops.higher_order.invoke_subgraph
 
 
 def source_name(placeholder: Node) -> str | None:
-    """Where Dynamo found this input, as a Python expression over the frame's locals: "L['x']". None if unknown."""
+    """The source of an input, as a Python expression over the frame's locals: "L['x']". None if unknown."""
     source = getattr(placeholder, "_dynamo_source", None)
     if source is None:
         return None
@@ -77,9 +77,9 @@ def source_name(placeholder: Node) -> str | None:
 
 
 def argument_of(placeholder: Node) -> tuple[str, int | None] | None:
-    """The argument of the traced function that an input is, by name, or the dimension of it whose size the input is.
+    """(name, None) if an input is an argument of the traced function, (name, dim) if it is the size of a dimension of one.
 
-    It may be an item of a dict that is an argument, as of **kwargs. None for any other input.
+    An item of a dict argument, as of **kwargs, counts as an argument. None for any other input.
     """
     source, dim = getattr(placeholder, "_dynamo_source", None), None
     if isinstance(source, TensorPropertySource) and source.prop is TensorProperty.SIZE:
@@ -90,7 +90,7 @@ def argument_of(placeholder: Node) -> tuple[str, int | None] | None:
 
 
 def lifted_floats(graph: Graph) -> list[Node]:
-    """Placeholders that are Python floats which Dynamo made 0-d inputs of; it sets no guard on their values."""
+    """Placeholders of Python floats that Dynamo lifted to 0-d inputs, without guards on their values."""
     return [node for node in graph.find_nodes(op="placeholder") if _is_lifted_float(node)]
 
 
@@ -125,9 +125,11 @@ def compiled_function() -> str:
 
 
 @contextlib.contextmanager
-def passed_on() -> Iterator[None]:
-    """For a backend: errors of ours that it raises come out of torch.compile as they are. Dynamo wraps all others but those
-    of a class of its own, so that they become one."""
+def raised_unwrapped() -> Iterator[None]:
+    """A context for a backend: errors of atomc raised inside leave torch.compile unwrapped.
+
+    Dynamo wraps all exceptions except its own class ShortenTraceback, so they are raised as a subclass of it.
+    """
     try:
         yield
     except OURS as error:
@@ -138,10 +140,10 @@ def passed_on() -> Iterator[None]:
         raise both(str(error), first_useful_frame=None).with_traceback(error.__traceback__) from error.__cause__
 
 
-def own_copy(gm: GraphModule) -> GraphModule:
+def editable_copy(gm: GraphModule) -> GraphModule:
     """A copy that may be edited: Dynamo reads its own graph again after the backend has returned.
 
-    It writes its Python code when it is called, not at each `recompile()`: what is only traced is called by no one.
+    Its code is generated at the first call, not at each `recompile()`, since a graph that is only traced is not called.
     """
     graph = Graph()
     copies: dict[Node, Node] = {}
@@ -157,7 +159,7 @@ def own_copy(gm: GraphModule) -> GraphModule:
         made._param_name_to_source = gm._param_name_to_source
     for name, child in gm.named_children():
         if isinstance(child, GraphModule) and hasattr(made, name):  # a region
-            setattr(made, name, own_copy(child))
+            setattr(made, name, editable_copy(child))
     return made
 
 
@@ -180,7 +182,7 @@ def num_guards(mode: FakeTensorMode | None) -> int:
 
 @contextlib.contextmanager
 def without_new_guards(mode: FakeTensorMode) -> Iterator[None]:
-    """What is asked about sizes here is answered from the example's and remembered by no guard."""
+    """A context in which conditions on sizes are evaluated with hints, without adding guards."""
     with mode.shape_env.suppress_guards() if mode.shape_env is not None else contextlib.nullcontext():
         yield
 
@@ -192,32 +194,32 @@ def tracing_context(mode: FakeTensorMode | None) -> Iterator[None]:
         yield
 
 
-def afresh(function: Callable[..., Any]) -> Callable[..., Any]:
+def with_fresh_code(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function with a code object of its own, so that Dynamo never takes an earlier compile for this one."""
     return types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__, None,
                               function.__closure__)  # fmt: skip
 
 
 def nested_compile_region(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function as a region that Dynamo traces once for all calls alike."""
-    limit = "max_reuse_entries"  # since 2.12; beyond it Dynamo raises, so let it be more than the layers of any model
+    """The function as a region that Dynamo traces once for all equal calls."""
+    limit = "max_reuse_entries"  # since 2.12; Dynamo raises beyond it: more than the layers of any model
     many = {limit: 1024} if limit in inspect.signature(torch.compiler.nested_compile_region).parameters else {}
     made: Callable[..., Any] = torch.compiler.nested_compile_region(function, **many)  # type: ignore[arg-type]
     return made
 
 
 def forget_region(function: Callable[..., Any]) -> None:
-    """Take away what `nested_compile_region` wrote on the function."""
+    """Remove the attributes that `nested_compile_region` set on the function."""
     for name in [name for name in vars(function) if name.startswith("__marked_compile_region")]:
         delattr(function, name)
 
 
 class Functional(NamedTuple):
-    """What AOTAutograd made of a graph.
+    """The result of AOTAutograd for a graph.
 
     graph   the functional ATen graph
-    around  what AOTAutograd does in each call besides calling it, None if nothing
-    call    takes and returns what the traced graph does; runs what `target` is set to in the place of `graph`
+    around  the additional work of AOTAutograd in each call, None if there is none
+    call    has the signature of the traced graph; calls `target` instead of `graph`
     """
 
     graph: GraphModule
@@ -227,7 +229,7 @@ class Functional(NamedTuple):
 
 
 class Target:
-    """A callable that is given later: AOTAutograd wraps what its compiler returns, before there is anything to run."""
+    """A callable that is set later: AOTAutograd wraps the result of its compiler before the graph is compiled."""
 
     function: Callable[..., Any]
 
@@ -285,7 +287,7 @@ def _returns_view_of_written(meta: Any) -> bool:
 
 
 def guards_of(mode: FakeTensorMode | None, inputs: Sequence[Any]) -> str | None:
-    """What compiling has found out about the sizes among the inputs so far, as an expression; None if nothing."""
+    """The guards on the sizes among the inputs so far, as an expression; None without sizes."""
     sizes = _backed_sizes(inputs)
     if mode is None or mode.shape_env is None or not sizes:
         return None
@@ -293,7 +295,7 @@ def guards_of(mode: FakeTensorMode | None, inputs: Sequence[Any]) -> str | None:
 
 
 def guards_hold(mode: FakeTensorMode | None, inputs: Sequence[Any], guards: str | None) -> bool:
-    """Whether an expression of `guards_of` holds for these sizes; if so, it is a guard from now on."""
+    """Whether an expression of `guards_of` holds for these sizes; if so, it is added as a guard."""
     if guards is None:
         return True
     sizes = _backed_sizes(inputs)
@@ -310,7 +312,7 @@ def _backed_sizes(inputs: Sequence[Any]) -> list[torch.SymInt]:
 
 
 def size_facts(graph: Graph) -> list[str]:
-    """What is known about the sizes in a graph of Dynamo's: the ranges of its symbols, and guards."""
+    """The ranges of the symbols of Dynamo's graph, and its guards, as text."""
     mode = fake_mode_of(graph)
     if mode is None or mode.shape_env is None:
         return []
@@ -320,10 +322,7 @@ def size_facts(graph: Graph) -> list[str]:
 
 
 def bounds(graph: Graph, size: sympy.Expr) -> tuple[int, int | None]:
-    """Between what numbers a size of a graph of Dynamo's lies, by the ranges of its symbols, which guards hold.
-
-    Both are possible; None: there is no largest one.
-    """
+    """(smallest, largest) value of a size of Dynamo's graph, by the ranges of its symbols; None: no largest value."""
     mode = fake_mode_of(graph)
     if mode is None or mode.shape_env is None:
         return 0, None
@@ -332,24 +331,24 @@ def bounds(graph: Graph, size: sympy.Expr) -> tuple[int, int | None]:
 
 
 def sizes_stay_symbolic() -> contextlib.AbstractContextManager[None]:
-    """Fake tensors are computed with by torch's Python kernels, as in AOTAutograd: its C++ ones fix symbolic sizes, such as
-    those of a tensor that is padded."""
+    """A context in which fake tensors use torch's Python kernels, as in AOTAutograd: C++ kernels specialize symbolic sizes,
+    for example of padding."""
     found: contextlib.AbstractContextManager[None] = enable_python_dispatcher()
     return found
 
 
-def traced_alone(function: Callable[..., Any], *args: Tensor) -> Graph:
-    """The graph of a function with symbolic sizes, equal ones under one symbol."""
+def trace_with_symbolic_sizes(function: Callable[..., Any], *args: Tensor) -> Graph:
+    """The graph of a function traced with symbolic sizes; equal sizes have one symbol."""
     with outside_of_tracing():
         mode = FakeTensorMode(shape_env=ShapeEnv())
-        mode.cache_enabled = False  # entries of symbolic sizes are dear to make, and none is used twice
+        mode.cache_enabled = False  # entries with symbolic sizes are expensive, and are not reused
         fakes = [mode.from_tensor(given) for given in args]
         with sizes_stay_symbolic():
             return make_fx(function, tracing_mode="fake")(*fakes).graph
 
 
-def fresh_size(mode: FakeTensorMode) -> torch.SymInt:
-    """A size about which nothing is known, for an input that the traced program did not have."""
+def new_unbacked_size(mode: FakeTensorMode) -> torch.SymInt:
+    """An unbacked size, for an input that the traced program does not have."""
     assert mode.shape_env is not None
     with mode.shape_env.ignore_fresh_unbacked_symbols():
         return mode.shape_env.create_unbacked_symint()

@@ -4,9 +4,9 @@
     x -+- linear(k_proj) -> k    =>    x - linear(packed) - split_with_sizes --+-> k
        +- linear(v_proj) -> v                                                  +-> v
 
-The packed parameters are further inputs of the graph (node.meta["packed"] names the inputs they are made of; see
-atomc.packs). Any op whose `concat` allows it is merged, within a layer of the model. Equal but for the order in which a
-matrix product of another width adds up its terms.
+The packed parameters are further inputs of the graph: node.meta["packed"] names the inputs they are made of, see
+atomc.packed_weights. Any op whose `concat` allows it is merged, within a layer of the model. Equal but for the order in
+which a matrix product of another width adds up its terms.
 """
 
 import operator
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from atomc import packs
+from atomc import packed_weights
 from atomc.graph.canonical import VIEWS, call, input_name, value
 from atomc.graph.provenance import inherited, layer_of, module_path
 from atomc.graph.strides import Values, spread_strides
@@ -26,7 +26,7 @@ from atomc.matching.near_miss import NearMiss
 from atomc.matching.pattern import Difference
 from atomc.op import Op, op_of
 from atomc.op_traits import Kind
-from atomc.report import MissKind
+from atomc.report_records import MissKind
 from atomc.rewrite import Fired
 
 aten = torch.ops.aten
@@ -179,7 +179,7 @@ def _unfit(given: Any, real: Real) -> str | None:
         return "its weight is computed in the graph"
     if len(given.users) > 1:
         return f"{input_name(given)} is read elsewhere, too"
-    reason = packs.unfit(real[given])
+    reason = packed_weights.unpackable(real[given])
     return f"{input_name(given)}: {reason}" if reason else None
 
 
@@ -190,7 +190,8 @@ def _as_packed_before(group: list[_Linear], name: str, real: Real) -> tuple[list
     refused: list[Refused] = []
     by_parameter = {id(real[linear.arguments[name]]): linear for linear in group}
     for linear in group:
-        together = [by_parameter.get(id(parameter)) for parameter in packs.partners(real[linear.arguments[name]])]
+        parts = packed_weights.packed_together(real[linear.arguments[name]])
+        together = [by_parameter.get(id(parameter)) for parameter in parts]
         here = [other for other in together if other is not None]
         if not together:
             others.append(linear)
@@ -210,9 +211,9 @@ def _different(group: list[_Linear], names: tuple[str, ...], real: Real) -> tupl
         return "guard", f"they differ in {', '.join(differing)}"
     for name in names:
         parameters = [real[linear.arguments[name]] for linear in group]
-        if reason := packs.unlike(parameters):
+        if reason := packed_weights.mismatch(parameters):
             return "guard", reason
-        if reason := packs.packed_otherwise(parameters):
+        if reason := packed_weights.packed_with_others(parameters):
             return "packed", reason
     return None
 

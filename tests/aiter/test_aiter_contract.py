@@ -128,7 +128,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 def test_the_unrelated_aiter_is_the_reason(installed: Path) -> None:
     (installed / "__init__.py").write_text("")
     [reason] = reasons(ops.silu_and_mul, replace(Platform.named("gfx950"), here=True), gate=GATE, up=UP)
-    assert reason == "the `aiter` installed here is not AMD's but another project of that name: pip install amd-aiter"
+    assert reason == "the installed package `aiter` is another project, not AMD's: pip install amd-aiter"
 
 
 def test_an_installation_that_fails_in_its_own_way_is_a_reason(installed: Path) -> None:

@@ -117,7 +117,7 @@ def test_a_change_is_said_in_the_report() -> None:
     compiled = torch.compile(module, backend="atom", options=EAGER)
     compiled(X)
     report = atomc.reports()[-1]
-    note = "weights changed after compiling, and what kernels had made of them was made anew"
+    note = "weights changed after compiling, so kernels prepared them again"
     assert note not in report.notes
     write_in_place(module)
     compiled(X)
@@ -128,7 +128,7 @@ def test_a_change_is_said_in_the_report() -> None:
 def test_the_report_says_how_much_memory_copies_take() -> None:
     torch.compile(model(), backend="atom", options=EAGER)(torch.cat([X] * 300))
     size = (2 * 48 * 32 + 32 * 48) * 4 / 2**20
-    assert f"2 copies of weights for kernels take {size:.1f} MiB beside the originals" in atomc.reports()[-1].notes
+    assert f"2 prepared weights take {size:.1f} MiB in addition to the originals" in atomc.reports()[-1].notes
 
 
 @torch.no_grad()
@@ -186,11 +186,11 @@ def test_no_copy_is_kept_of_what_is_no_parameter_or_was_made_in_inference_mode()
 
     w = torch.randn(8, 32)
     torch.testing.assert_close(torch.compile(multiplied, backend="atom", options=EAGER)(X, w), multiplied(X, w))
-    assert "it is no parameter, and may be another tensor at each call" in str(atomc.reports()[-1].kernels)
+    assert "it is not a parameter, and may be a different tensor at each call" in str(atomc.reports()[-1].kernels)
     with torch.inference_mode():
         module = nn.Linear(32, 8).requires_grad_(False)
         torch.testing.assert_close(torch.compile(module, backend="atom", options=EAGER)(X), module(X))
-    assert "it was made in inference mode, where torch counts no writes" in str(atomc.reports()[-1].kernels)
+    assert "it was created in inference mode, where torch does not count writes" in str(atomc.reports()[-1].kernels)
 
 
 def test_compiled_code_that_reads_copies_is_not_loaded_for_weights_that_have_none(tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ def test_compiled_code_that_reads_copies_is_not_loaded_for_weights_that_have_non
     assert outcome(outside)[1] == ["onednn"]
     assert outcome(outside) == ("hit", ["onednn"])
     cache, kernels_of_inside = outcome(inside)
-    assert "no copy: it was made in inference mode" in str(cache) and kernels_of_inside == ["torch"]
+    assert "no copy: it was created in inference mode" in str(cache) and kernels_of_inside == ["torch"]
 
 
 def test_copies_take_no_more_than_a_part_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,7 +258,7 @@ def test_a_program_takes_new_copies_when_it_is_asked_to_check() -> None:
     program = compile_model(ready(made), EAGER)
     assert {(c.tokens, c.chosen) for c in program.report.kernels if c.op == "linear"} == {
         ("1", "torch"), ("2 and more", "onednn")}  # fmt: skip
-    assert any("copies of weights for kernels" in note for note in program.report.notes)
+    assert any("prepared weights take" in note for note in program.report.notes)
     program.bind([spec.allocate(1, 16, "cpu") for spec in program.specs])
     group = ops.GroupStep(torch.arange(5), torch.zeros(1, 1, dtype=torch.int32))
     step = ops.Step(torch.arange(5), torch.arange(5), torch.tensor([0, 5], dtype=torch.int32),

@@ -30,7 +30,7 @@ from merged_models import (
 from torch import Tensor, nn
 
 import atomc
-from atomc import packs
+from atomc.packed_weights import pack, packed_together, refusal
 from atomc.program import compile_model
 
 
@@ -166,7 +166,7 @@ def test_weights_that_are_given_the_memory_of_another_model_follow_it(mlp: Gated
     close(run(X), other(X))
     other.gate.weight.mul_(2)
     close(run(X), other(X))
-    assert any("joined anew in each call, which is slow: another tensor" in note for note in last().notes)
+    assert any("concatenated in each call, which is slow: another tensor" in note for note in last().notes)
 
 
 def test_a_deep_copy_has_weights_of_its_own(mlp: Gated) -> None:
@@ -188,7 +188,7 @@ def test_layers_compiled_one_by_one_share_a_graph_but_not_their_weights() -> Non
         for one in layers:
             close(one(X), one.forward(X))
             one.up.weight.mul_(2)
-    assert packs.partners(layers[2].gate.weight)
+    assert packed_together(layers[2].gate.weight)
 
 
 def test_a_program_of_the_runtime_refuses_weights_that_have_moved() -> None:
@@ -231,9 +231,9 @@ def test_parameters_that_could_want_gradients_are_merged_unless_made_in_inferenc
         with mode():
             close(run(X), model(X))
     if made_in is torch.inference_mode:
-        assert merges() == {} and "made in inference mode" in last().why("merge_gate_up")
+        assert merges() == {} and "created in inference mode" in last().why("merge_gate_up")
     else:
-        assert merges() == {"merge_gate_up": 1} and packs.partners(model.gate.weight)
+        assert merges() == {"merge_gate_up": 1} and packed_together(model.gate.weight)
 
 
 def test_a_merged_model_can_still_be_trained(mlp: Gated) -> None:
@@ -276,15 +276,15 @@ def test_threads_that_compile_and_run_one_model_agree(mlp: Gated) -> None:
 def test_a_pack_is_the_memory_of_its_parts_in_every_dtype(dtype: str) -> None:
     a, b = (nn.Parameter((torch.rand(n, 16) * 100).to(getattr(torch, dtype)), requires_grad=False) for n in (4, 8))
     expected = [a.clone(), b.clone()]
-    pack = packs.packed([a, b])
-    assert isinstance(pack, Tensor) and pack.shape == (12, 16)
-    assert (a.data_ptr(), b.data_ptr()) == (pack.data_ptr(), pack[4:].data_ptr())
+    whole = pack([a, b])
+    assert isinstance(whole, Tensor) and whole.shape == (12, 16)
+    assert (a.data_ptr(), b.data_ptr()) == (whole.data_ptr(), whole[4:].data_ptr())
     assert a.untyped_storage().nbytes() == a.nbytes
     for part, before in zip((a, b), expected, strict=True):
         assert torch.equal(part.view(torch.uint8), before.view(torch.uint8))
     b.data[0] = b.data[1]
-    assert torch.equal(pack[4].view(torch.uint8), pack[5].view(torch.uint8))
-    assert packs.packed([a, b]) is pack and packs.partners(b) == [a, b]
+    assert torch.equal(whole[4].view(torch.uint8), whole[5].view(torch.uint8))
+    assert pack([a, b]) is whole and packed_together(b) == [a, b]
 
 
 def test_what_does_not_fit_together_is_refused_with_a_reason() -> None:
@@ -292,13 +292,13 @@ def test_what_does_not_fit_together_is_refused_with_a_reason() -> None:
         return nn.Parameter(torch.zeros(*shape, **kwargs))
 
     a, b, c = parameter(4, 8), parameter(4, 8), parameter(4, 8)
-    assert packs.refusal([a, parameter(4, 6)]) == "float32[4, 8] on cpu beside float32[4, 6] on cpu"
-    assert packs.refusal([a, parameter(4, 8, dtype=torch.bfloat16)]) == "float32[4, 8] on cpu beside bfloat16[4, 8] on cpu"
-    assert packs.refusal([a, parameter(4, 8, device="meta")]) == "float32[4, 8] on cpu beside float32[4, 8] on meta"
-    assert packs.refusal([nn.Parameter(torch.zeros(8, 4).t()), a]) == "it does not lie in rows, one behind the other"
-    assert isinstance(packs.packed([a, b]), Tensor)
-    assert packs.packed([b, c]) == "it is packed with 1 other parameters already"
-    assert packs.partners(c) == []
+    assert refusal([a, parameter(4, 6)]) == "float32[4, 8] on cpu and float32[4, 6] on cpu differ"
+    assert refusal([a, parameter(4, 8, dtype=torch.bfloat16)]) == "float32[4, 8] on cpu and bfloat16[4, 8] on cpu differ"
+    assert refusal([a, parameter(4, 8, device="meta")]) == "float32[4, 8] on cpu and float32[4, 8] on meta differ"
+    assert refusal([nn.Parameter(torch.zeros(8, 4).t()), a]) == "it is not contiguous, or has no rows"
+    assert isinstance(pack([a, b]), Tensor)
+    assert pack([b, c]) == "it is already packed with 1 other parameters"
+    assert packed_together(c) == []
 
 
 # On a GPU
@@ -314,7 +314,7 @@ def test_captured_graphs_follow_weights_that_change_or_move() -> None:
             torch.testing.assert_close(run(x), model(x), rtol=0, atol=1e-4)
         change(model)  # type: ignore[operator]
     torch.testing.assert_close(run(x), model(x), rtol=0, atol=1e-4)
-    assert packs.partners(model.gate.weight)  # type: ignore[arg-type]
+    assert packed_together(model.gate.weight)  # type: ignore[arg-type]
 
 
 def new_data_on_gpu(model: Gated) -> None:

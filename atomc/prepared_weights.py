@@ -1,6 +1,7 @@
-"""What kernels prepare from weights before the first step, such as another layout: tensors that must follow the weights.
+"""Prepared weights: tensors that kernels compute from weights before the first step, such as another layout.
 
-They belong to their parameters, as a pack does: every graph that wants the same shares them, and they go with them.
+Parameters own them, as they own packed weights: all graphs share one copy, which is freed with the parameters. They are
+computed again when the parameters change.
 """
 
 import weakref
@@ -11,36 +12,36 @@ from torch import Tensor, nn
 
 from atomc import weights
 from atomc.op import Prepared
-from atomc.torch_compat.names import outside_of_tracing
+from atomc.torch_compat.core import outside_of_tracing
 from atomc.weight_snapshot import Snapshot
 from atomc.weights import PreparedWeight, location_of
 
 Prepare = Callable[..., Prepared]
 
 
-def unfit(weight: Any) -> str | None:
-    """Why no copy of this can be kept, or None."""
+def unpreparable(weight: Any) -> str | None:
+    """Why no prepared copy of this can be kept, or None."""
     if not isinstance(weight, nn.Parameter):
-        return "it is no parameter, and may be another tensor at each call"
+        return "it is not a parameter, and may be a different tensor at each call"
     if weight.is_inference():
-        return "it was made in inference mode, where torch counts no writes"
+        return "it was created in inference mode, where torch does not count writes"
     return None
 
 
-def prepared(
+def prepared_weight(
     parameters: Sequence[nn.Parameter], given: Sequence[Tensor | None], prepare: Prepare
 ) -> tuple[PreparedWeight, bool]:
-    """What `prepare` makes of the given tensors, and whether it is new in the place of something outdated.
+    """(the result of `prepare` on the given tensors, whether it replaces an outdated one).
 
-    parameters  those that the tensors are, or are packed from
+    parameters  the parameters that the tensors are, or are packed from
     """
     with weights.lock, outside_of_tracing():
         key = (prepare, *map(id, parameters))
         known = location_of(parameters[0]).prepared.get(key)
-        if known is not None and known.is_of(parameters):
+        if known is not None and known.is_current_for(parameters):
             return known, False
         snapshot = Snapshot(parameters)
         made = prepare(*given)
         entry = PreparedWeight(list(map(weakref.ref, parameters)), snapshot, made.tensors, made.replaces)
-        weights.keep(key, entry)
+        weights.register_prepared(key, entry)
         return entry, known is not None

@@ -1,4 +1,4 @@
-"""A model traced by Dynamo and compiled for the runtime: once, without guards."""
+"""Traces a model with Dynamo and compiles it for the runtime, once and without guards."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -11,23 +11,23 @@ from torch.fx import GraphModule
 from atomc.backend import new_report
 from atomc.cache.compiled import Compiled
 from atomc.cache.store import Plain
-from atomc.capture.regions import every_layer, trace_once
+from atomc.capture.regions import region_failure_note, trace_once
 from atomc.driver import build
 from atomc.graph_pass import Context
 from atomc.options import Options
 from atomc.platform import Platform
 from atomc.report import Report, forget, keep
-from atomc.torch_compat.automatic_dynamic import compiled_alone
-from atomc.torch_compat.tracing import ShortenTraceback, afresh, mark_unbacked, passed_on, source_name
+from atomc.torch_compat.automatic_dynamic import isolated_dynamo_state
+from atomc.torch_compat.tracing import ShortenTraceback, mark_unbacked, raised_unwrapped, source_name, with_fresh_code
 
 
-class Traced(NamedTuple):
+class TracedModel(NamedTuple):
     """A compiled model.
 
-    sources  of each input of Dynamo's graph, as Dynamo spells it
-    inputs   of each input of Dynamo's graph the tensor of the model; None for one of the step
-    entry  what the cache holds of its graph now, None if nothing
-    key    what the cache calls its graph, None where it was not asked
+    sources  the source expression of each input of Dynamo's graph
+    inputs   for each input of Dynamo's graph the tensor of the model; None for an input of the step
+    entry    the content of the cache entry of its graph, None if there is none
+    key      the cache key of its graph, None if the cache was not used
     """
 
     compiled: Compiled
@@ -38,51 +38,51 @@ class Traced(NamedTuple):
     key: str | None
 
 
-class _Done(ShortenTraceback):
-    """Ends the call of a model that is only to be traced, before Dynamo makes guards that nobody will check."""
+class _TraceFinished(ShortenTraceback):
+    """Ends the call of a model that is only traced, before Dynamo creates guards, which are not needed."""
 
-    def __init__(self, traced: Traced) -> None:
+    def __init__(self, trace_model: TracedModel) -> None:
         super().__init__(first_useful_frame=None)
-        self.traced = traced
+        self.traced = trace_model
 
 
-def traced(
+def trace_model(
     model: nn.Module, options: Options, platform: Platform, observers: Sequence[Callable[[str, GraphModule], None]],
     keep_texts: bool,
-) -> Traced:  # fmt: skip
-    """The model, traced and compiled; see atomc.program.compile_model."""
+) -> TracedModel:  # fmt: skip
+    """Trace and compile the model; see atomc.program.compile_model."""
     device = next(model.parameters()).device
-    reports: list[Report] = []  # of this trace, and of one before that is given up
+    reports: list[Report] = []  # of this trace, and of an earlier one that failed
 
     def backend(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         reports.append(keep(new_report(gm)))
-        # A model on meta is only looked at.
+        # A model on meta is analysed, but not built.
         context = Context(options, platform, paged=True, build=device.type != "meta", inputs=inputs, observers=observers,
                           keep_texts=keep_texts or options.report is not None)  # fmt: skip
-        with passed_on():
+        with raised_unwrapped():
             built = build(gm, inputs, context, reports[-1], {})
         sources = [source_name(node) for node in gm.graph.find_nodes(op="placeholder")]
         compiled = built.compiled
         owned = [None if name in compiled.step_inputs else given
                  for name, given in zip(compiled.inputs, inputs, strict=False)]  # fmt: skip
-        raise _Done(Traced(compiled, sources, owned, reports[-1], built.entry, built.key))
+        raise _TraceFinished(TracedModel(compiled, sources, owned, reports[-1], built.entry, built.key))
 
     def step(input_ids: Tensor, positions: Tensor, logits_rows: Tensor) -> Tensor:
         logits: Tensor = model(input_ids, positions, logits_rows)
         return logits
 
-    def dynamo() -> Traced:
+    def dynamo() -> TracedModel:
         try:
-            with compiled_alone():
-                torch.compile(afresh(step), backend=backend, fullgraph=True, dynamic=False)(*example)
-        except _Done as done:
+            with isolated_dynamo_state():
+                torch.compile(with_fresh_code(step), backend=backend, fullgraph=True, dynamic=False)(*example)
+        except _TraceFinished as done:
             return done.traced
         raise AssertionError("Dynamo found no graph in the model's forward")
 
     notes: list[str] = []
 
     def undo(why: Exception) -> None:
-        notes.append(every_layer(why))
+        notes.append(region_failure_note(why))
         while reports:
             forget(reports.pop())
 

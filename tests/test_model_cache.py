@@ -16,8 +16,8 @@ from torch import nn
 
 import atomc
 from atomc import models
-from atomc.cache.artifact import Unstorable
-from atomc.cache.description import described
+from atomc.cache.artifact import Uncacheable
+from atomc.cache.model_fingerprint import model_parts
 from atomc.cache.store import differences
 from atomc.errors import RunError
 from atomc.graph_pass import Pass
@@ -179,7 +179,7 @@ def transpose_a_weight(model):
 
 
 def described_now(model, **options):
-    return described(model, Options.of({"glue": "eager", **options}), Platform.detect("cpu"))
+    return model_parts(model, Options.of({"glue": "eager", **options}), Platform.detect("cpu"))
 
 
 @pytest.mark.parametrize("change, said", [
@@ -208,7 +208,7 @@ def test_settings_of_torchs_compilers_and_added_passes_are_part_of_what_it_depen
         said = "setting of torch._dynamo.config changed from  to specialize_float=True"
         assert differences(before, described_now(model)) == [said]
     with atomc.register_pass(Pass("mine", run=lambda gm, context: [])):
-        assert differences(before, described_now(model)) == ["source of pass mine is new"]
+        assert differences(before, described_now(model)) == ["source of pass mine was added"]
     assert described_now(model) == before
     monkeypatch.setenv("TORCHINDUCTOR_MAX_AUTOTUNE", "1")
     said = "setting variables of torch's compilers changed from  to TORCHINDUCTOR_MAX_AUTOTUNE=1"
@@ -272,7 +272,7 @@ def hook(model, patch):
 
 def another_class(model, patch):
     model.model.layers[0].mlp.__class__ = Doubled
-    return "model.layers.0.mlp is a test_known.Doubled, whose code may be anything"
+    return "model.layers.0.mlp is a test_model_cache.Doubled, a class outside atomc and torch.nn"
 
 
 def forward_of_the_module(model, patch):
@@ -319,12 +319,12 @@ def a_forward_of_torch_that_calls_another(model, patch):
 def an_object_for_a_method(model, patch):
     patch.setattr(layers.MLP, "forward", functools.partialmethod(layers.MLP.forward))
     patch.setattr(layers.MLP, "__call__", functools.partial(lambda x: x))
-    return "atomc.models.layers.MLP.__call__ is a functools.partial, which is no code of atomc's"
+    return "atomc.models.layers.MLP.__call__ is a functools.partial, which is not code of atomc"
 
 
 def an_object_for_a_function(model, patch):
     patch.setattr(nn.functional, "silu", functools.partial(nn.functional.relu))
-    return "torch.nn.functional.silu is a functools.partial, which is no code of atomc's"
+    return "torch.nn.functional.silu is a functools.partial, which is not code of atomc"
 
 
 def an_attribute_without_a_text(model, patch):
@@ -359,7 +359,7 @@ REFUSED = [hook, another_class, forward_of_the_module, forward_of_the_class, a_f
 def test_what_cannot_be_described_is_not_known(monkeypatch, change):
     model = model_of()
     why = change(model, monkeypatch)
-    with pytest.raises(Unstorable) as error:
+    with pytest.raises(Uncacheable) as error:
         described_now(model)
     assert str(error.value).startswith(why)
     atomc.unprepare(model)
@@ -367,10 +367,10 @@ def test_what_cannot_be_described_is_not_known(monkeypatch, change):
 
 def test_under_a_mode_of_torch_or_with_a_hook_on_all_modules_no_model_is_known():
     model = model_of()
-    with torch.device("cpu"), pytest.raises(Unstorable, match="a mode of torch is on"):
+    with torch.device("cpu"), pytest.raises(Uncacheable, match="a torch function or dispatch mode is active"):
         described_now(model)
     handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
-    with pytest.raises(Unstorable, match="a hook on all modules"):
+    with pytest.raises(Uncacheable, match="a global module hook"):
         described_now(model)
     handle.remove()
     described_now(model)
@@ -397,7 +397,7 @@ def test_who_wants_to_see_graphs_gets_them(start):
 def test_a_transformers_model_is_not_known():
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(**{name: value for name, value in TINY.items() if name != "architectures"})
-    with pytest.raises(Unstorable, match="config is a transformers"):
+    with pytest.raises(Uncacheable, match="config is a transformers"):
         described_now(wrap_stock(transformers.LlamaForCausalLM(config).eval().requires_grad_(False)))
 
 
@@ -421,7 +421,7 @@ def test_a_damaged_entry_is_rebuilt_from_that_of_the_graph(start, tmp_path, dama
     assert program.report.cache == "hit" and "passes" not in program.report.phases
     (note,) = traced_since(program)
     assert note.startswith("traced, and then found in the cache: the entry was damaged and is rebuilt: ")
-    assert "rebuilds a damaged entry" in caplog.text
+    assert "rebuilds a damaged cache entry" in caplog.text
     torch.testing.assert_close(logits(program), plain(model_of()))
     assert start(model_of()).report.phases.keys() == {"cache"}
 
@@ -482,7 +482,7 @@ print(json.dumps({"cache": report.cache, "tokens": list(answer.token_ids), "phas
                   "loaded": [name for name in sys.argv[2:] if name in sys.modules]}))
 """
 TRACING = ("torch._dynamo", "torch._inductor", "torch._functorch.aot_autograd", "torch.fx.experimental.symbolic_shapes",
-           "sympy", "transformers", "atomc.passes", "atomc.driver", "atomc.traced")  # fmt: skip
+           "sympy", "transformers", "atomc.passes", "atomc.driver", "atomc.trace_model")  # fmt: skip
 
 
 def process(folder, **options):

@@ -1,6 +1,6 @@
-"""What is not public of torch itself. Needs neither Dynamo nor Inductor nor sympy, and imports none of them.
+"""Private API of torch itself. Imports neither Dynamo nor Inductor nor sympy.
 
-Tested, as atomc.torch_compat.tracing and atomc.torch_compat.inductor are, with torch 2.11 and 2.13.
+Tested, like atomc.torch_compat.tracing and atomc.torch_compat.inductor, with torch 2.11 and 2.13.
 """
 
 import contextlib
@@ -27,23 +27,23 @@ __all__ = [
     "hooks_of",
     "hooks_on_all_modules",
     "is_static_input",
-    "modes_are_on",
-    "num_owners",
     "outside_of_tracing",
     "profiler_is_on",
+    "storage_use_count",
     "structured_trace",
+    "torch_modes_active",
     "traces_structured",
     "without_autocast",
 ]
 
 
-def num_owners(tensor: Tensor) -> int:
+def storage_use_count(tensor: Tensor) -> int:
     """How many tensors share this tensor's storage."""
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) - 1  # one is the storage just asked for
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) - 1  # minus the storage object created here
 
 
-def modes_are_on() -> bool:
-    """Whether something stands between a program and torch's ops: a default device, a fake mode, somebody's own."""
+def torch_modes_active() -> bool:
+    """Whether a torch function or dispatch mode is active, such as a default device or a fake mode."""
     return bool(torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack())
 
 
@@ -59,16 +59,16 @@ def hooks_on_all_modules() -> bool:
     return any(getattr(torch.nn.modules.module, f"_global{name}") for name in _HOOKS)
 
 
-# Variables of the environment that torch's compilers read; where their own caches lie changes nothing.
+# Prefixes of environment variables that torch's compilers read; the location of their caches is irrelevant.
 _VARIABLES = ("TORCHINDUCTOR_", "TORCHDYNAMO_", "TORCH_COMPILE", "INDUCTOR_", "AOTINDUCTOR_", "AOT_INDUCTOR_", "CUTLASS_",
               "CUTEDSL_", "ENABLE_", "CXX")  # fmt: skip
-_SAYING_NOTHING = ("TORCHINDUCTOR_CACHE_DIR",)
+_IRRELEVANT_VARIABLES = ("TORCHINDUCTOR_CACHE_DIR",)
 
 
 def changed_settings(name: str) -> list[str]:
-    """What this process has set in a module of settings of torch's, such as torch._inductor.config; equal for equal ones.
+    """The non-default values of a config module of torch, such as torch._inductor.config, as text.
 
-    A module that was not imported has its defaults. They depend on the environment (`compiler_variables`).
+    A module that was not imported has its defaults, which depend on the environment (`compiler_variables`).
     """
     module = sys.modules.get(name)
     if module is None:
@@ -83,40 +83,40 @@ def changed_settings(name: str) -> list[str]:
 
 
 def compiler_variables() -> list[str]:
-    """What the environment tells torch's compilers."""
+    """The environment variables that torch's compilers read."""
     return sorted(f"{name}={value}" for name, value in os.environ.items()
-                  if name.startswith(_VARIABLES) and name not in _SAYING_NOTHING)  # fmt: skip
+                  if name.startswith(_VARIABLES) and name not in _IRRELEVANT_VARIABLES)  # fmt: skip
 
 
 def without_autocast() -> contextlib.AbstractContextManager[None]:
-    """Autocast is off within, as where AOTAutograd calls its compiler."""
+    """A context without autocast, as when AOTAutograd calls its compiler."""
     found: contextlib.AbstractContextManager[None] = torch._C._DisableAutocast()
     return found
 
 
 def autocast_is_on() -> bool:
-    """Whether ops convert their arguments, on whatever device."""
+    """Whether autocast is enabled for any device."""
     return bool(torch._C._is_any_autocast_enabled())
 
 
 @contextlib.contextmanager
 def outside_of_tracing() -> Iterator[None]:
-    """Real tensors and no tracing context, whatever is being compiled around this call."""
+    """A context with real tensors and without tracing context, also during a compile."""
     with tracing(None), unset_fake_temporarily(), torch.inference_mode(False), torch.no_grad():
         yield
 
 
 def traces_structured() -> bool:
-    """Whether somebody listens to torch's structured trace. (Its own handler leaves at the first line if nobody does.)"""
+    """Whether torch's structured trace is enabled. (Its handler removes itself at the first line if it is not.)"""
     return bool(trace_log.handlers)
 
 
 def structured_trace(name: str, text: Callable[[], str]) -> None:
-    """Write a text to torch's structured trace, under the compile that is going on."""
+    """Write a text to torch's structured trace, as an artifact of the current compile."""
     trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text,
                      expect_trace_id=False)  # fmt: skip
 
 
 def is_static_input(x: Tensor) -> bool:
-    """Whether a graph input stays where it is: a parameter, a buffer, or what mark_static_address marked."""
+    """Whether a graph input has a static address: a parameter, a buffer, or a tensor of mark_static_address."""
     return isinstance(x, torch.nn.Parameter) or getattr(x, "_dynamo_static_input_type", None) is not None

@@ -1,4 +1,4 @@
-"""Which linears of a graph have a weight in few bits, and what that saves."""
+"""The quantized weights of a graph's linear ops, and the memory that they save."""
 
 import math
 from collections.abc import Mapping
@@ -9,16 +9,16 @@ from atomc.graph.canonical import value
 from atomc.graph.provenance import layer_of, module_path
 from atomc.op import Op, op_of
 from atomc.op_traits import QuantizedWeight
-from atomc.report import FewBits
+from atomc.report_records import QuantizedWeightSize
 
 
-def few_bits(gm: GraphModule) -> list[FewBits]:
-    """In the order of the graph, before lowering."""
-    return [_of(node, op, op.quantized_weight) for node in gm.graph.nodes
+def quantized_weights(gm: GraphModule) -> list[QuantizedWeightSize]:
+    """One for each linear op with a quantized weight, in the order of the graph before lowering."""
+    return [_size_of(node, op, op.quantized_weight) for node in gm.graph.nodes
             if (op := op_of(node.target)) and op.quantized_weight]  # fmt: skip
 
 
-def _of(node: Node, op: Op, declared: QuantizedWeight | Mapping[str, QuantizedWeight]) -> FewBits:
+def _size_of(node: Node, op: Op, declared: QuantizedWeight | Mapping[str, QuantizedWeight]) -> QuantizedWeightSize:
     bound = op.bind(*node.args, **node.kwargs)
     given = {name: value(x) if isinstance(x, Node) else x for name, x in bound.items()}
     weight = declared if isinstance(declared, QuantizedWeight) else declared[given["scheme"]]
@@ -26,5 +26,5 @@ def _of(node: Node, op: Op, declared: QuantizedWeight | Mapping[str, QuantizedWe
     path = module_path(node)
     stored = [given[name] for name in weight.stored if given[name] is not None]
     full = math.prod(stored[0].shape) * weight.codes * out.element_size()
-    return FewBits(op.name, f"{weight.format}, {weight.scales(given)}", path, layer_of(path), node.name,
+    return QuantizedWeightSize(op.name, f"{weight.format}, {weight.scales(given)}", path, layer_of(path), node.name,
                    sum(math.prod(x.shape) * x.element_size() for x in stored), full)  # fmt: skip

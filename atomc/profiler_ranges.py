@@ -1,13 +1,13 @@
-"""What profilers see of us: ranges with the names of modules and ops around what a compiled graph calls."""
+"""Profiler ranges with the names of modules and ops around the calls of a compiled graph."""
 
 import ast
 from collections.abc import Callable, Mapping
 
-from atomc.torch_compat.names import profiler_is_on
+from atomc.torch_compat.core import profiler_is_on
 
 
 def with_ranges(source: str, labels: Mapping[str, str]) -> ast.Module:
-    """Generated code in which each assignment to a name with a label lies in a range of that name."""
+    """Generated code with a profiler range around each assignment to a name that has a label."""
     tree = ast.parse(source)
     for function in (item for item in ast.walk(tree) if isinstance(item, ast.FunctionDef)):
         function.body = [_ranged(line, labels) for line in function.body]
@@ -26,7 +26,7 @@ def _ranged(line: ast.stmt, labels: Mapping[str, str]) -> ast.stmt:
 
 
 def profiled(call: Callable[..., object], named: Callable[[], Callable[..., object]]) -> Callable[..., object]:
-    """`call`; while a profiler listens, what `named` makes of it once: the same with ranges around each kernel."""
+    """`call`; while a profiler is active, the result of `named()`, the same function with a range around each kernel."""
     made: list[Callable[..., object]] = []
 
     def run(*args: object) -> object:

@@ -1,10 +1,10 @@
-"""Regions of a graph, which Dynamo traced once for many layers, put in the place of each call.
+"""Inlines regions, which Dynamo traced once for several layers, at each of their calls.
 
     y = invoke_subgraph(region, x, weights of layer 3)    =>    the region's nodes, reading x and the weights of layer 3
 
-Between Dynamo's graph and the functional one calls that follow each other are one opaque op, and inputs that only they
-read are left out: AOTAutograd sees each region once, by itself, and what is around them without the layers' weights. Copies
-know the layer they stand for: their module path is the call's, not that of the layer that was traced.
+While AOTAutograd traces the graph, consecutive calls are replaced by one opaque op, and inputs that only they read are
+removed: AOTAutograd traces each region once, separately, and the rest of the graph without the weights of layers. Inlined
+nodes have the module path of their call, not that of the layer that was traced.
 """
 
 import itertools
@@ -19,7 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from atomc.graph.provenance import clean_path
 from atomc.graph.sizes import known_equal
-from atomc.torch_compat.names import FakeTensor, FakeTensorMode, outside_of_tracing
+from atomc.torch_compat.core import FakeTensor, FakeTensorMode, outside_of_tracing
 from atomc.torch_compat.tracing import INVOKE_SUBGRAPH, fake_mode_of
 
 Stack = Mapping[str, Any]
@@ -29,22 +29,22 @@ _LIBRARY.define(  # type: ignore[no-untyped-call]
     "regions(int number, Tensor[] tensors, SymInt[] sizes) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,))
 _REGIONS = torch.ops.atom.regions.default
 _numbers = itertools.count()
-_outputs: dict[int, list[Tensor]] = {}  # of the calls being traced
+_outputs: dict[int, list[Tensor]] = {}  # of the calls that are being traced, by number
 
 
-def _like_traced(number: int, tensors: list[Tensor], sizes: list[int]) -> list[Tensor]:
+def _fake_outputs(number: int, tensors: list[Tensor], sizes: list[int]) -> list[Tensor]:
     return [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in _outputs[number]]
 
 
-torch.library.register_fake("atom::regions", _like_traced, lib=_LIBRARY)
+torch.library.register_fake("atom::regions", _fake_outputs, lib=_LIBRARY)
 
 
-class CannotStamp(Exception):
-    """Regions whose calls are not all alike; the message says why."""
+class CannotInline(Exception):
+    """A region cannot be traced once for all of its calls; the message says why."""
 
 
 def regions_of(gm: GraphModule) -> dict[str, list[Node]]:
-    """The calls of each region in Dynamo's graph, in order, by the region's name."""
+    """Name of a region -> its calls in Dynamo's graph, in order."""
     calls: dict[str, list[Node]] = {}
     for node in gm.graph.find_nodes(op="call_function", target=INVOKE_SUBGRAPH):
         calls.setdefault(str(_source(node).target), []).append(node)
@@ -52,7 +52,7 @@ def regions_of(gm: GraphModule) -> dict[str, list[Node]]:
 
 
 def _source(call: Node) -> Node:
-    """What names the region of a call."""
+    """The get_attr node of the region that is called."""
     source = call.args[0]
     assert isinstance(source, Node)
     return source
@@ -66,7 +66,7 @@ def region(gm: GraphModule, name: str) -> GraphModule:
 
 
 class Call(NamedTuple):
-    """A call of a region. results: the nodes that read its outputs, and the number of the output. stack: see `stack_of`."""
+    """A call of a region. results: (getitem node, number of the output) for each output. stack: see `stack_of`."""
 
     region: str
     operands: tuple[Any, ...]
@@ -75,22 +75,22 @@ class Call(NamedTuple):
 
 
 @dataclass
-class Run:
-    """Calls that follow each other. operands: what they read of others, sizes last; outputs: results that others read."""
+class ConsecutiveCalls:
+    """Consecutive calls. operands: nodes that they read, sizes last; outputs: their results that other nodes read."""
 
     calls: list[Call]
     operands: list[Node]
     outputs: list[Node]
 
 
-class Regions:
-    """The regions of one graph of Dynamo's, on their way to a functional graph.
+class TracedRegions:
+    """The regions of one graph from Dynamo, while it is converted to a functional graph.
 
-    with Regions(gm, functional) as regions:      functional(body, inputs) -> the functional graph of one region
-        ...                                       gm is traced; its calls are opaque ops, its inputs those of `kept`
-        regions.stamp(traced)                     all inputs are there again, and nodes in the place of the calls
+    with TracedRegions(gm, functional) as regions:  functional(body, inputs) -> the functional graph of one region
+        ...                                       trace gm, whose calls are opaque ops and whose inputs are those in `kept`
+        regions.inline_calls(traced)              restores all inputs, and replaces the opaque ops by nodes
 
-    kept  the numbers of the inputs that gm has left
+    kept  the numbers of the inputs that remain in gm
     """
 
     def __init__(self, gm: GraphModule, functional: Callable[[GraphModule, Sequence[Any]], GraphModule]):
@@ -98,25 +98,25 @@ class Regions:
         self.inputs: list[Node] = list(gm.graph.find_nodes(op="placeholder"))
         self.bodies: dict[str, GraphModule] = {}
         self.traced: dict[str, Stack] = {}
-        self.runs: dict[int, Run] = {}
-        self.kept = [i for i, node in enumerate(self.inputs) if not _is_apart(node)]
+        self.runs: dict[int, ConsecutiveCalls] = {}
+        self.kept = [i for i, node in enumerate(self.inputs) if not _only_regions_read(node)]
 
-    def __enter__(self) -> "Regions":
+    def __enter__(self) -> "TracedRegions":
         for name, calls in regions_of(self.gm).items():
             body = region(self.gm, name)
             inline(body)
             inputs = [node.meta["example_value"] for node in body.graph.find_nodes(op="placeholder")]
             num_outputs = len(_returned(body))
             self.bodies[name], self.traced[name] = self.functional(body, inputs), stack_of(calls[0])
-            _check(self.bodies[name], len(inputs), num_outputs)
-        apart = set(self.inputs) - {self.inputs[i] for i in self.kept}
-        for calls in list(_following(self.gm.graph)):
+            _check_region(self.bodies[name], len(inputs), num_outputs)
+        withheld = set(self.inputs) - {self.inputs[i] for i in self.kept}
+        for calls in list(_call_runs(self.gm.graph)):
             number = next(_numbers)
-            self.runs[number] = run = _run(calls, apart)
+            self.runs[number] = run = _consecutive_calls(calls, withheld)
             made = {reader: _returned(self.bodies[call.region])[i] for call in run.calls for reader, i in call.results}
             _outputs[number] = [_value(made[output]) for output in run.outputs]
             _make_opaque(self.gm.graph, calls, run, number)
-        for node in apart:
+        for node in withheld:
             self.gm.graph.erase_node(node)
         for name in self.bodies:
             delattr(self.gm, name)
@@ -128,13 +128,13 @@ class Regions:
         for number in self.runs:
             _outputs.pop(number, None)
 
-    def stamp(self, gm: GraphModule) -> int:
-        """Replace every opaque op by the functional nodes; how many calls there were. Copies share their values (`val`)."""
+    def inline_calls(self, gm: GraphModule) -> int:
+        """Replace each opaque op by functional nodes, which share fake tensors (`val`). Returns the number of calls."""
         if _writes(gm.graph):
-            raise CannotStamp("the graph writes in place")  # shared values know nothing of aliases in another layer
+            raise CannotInline("the graph writes in place")  # shared fake tensors do not show aliases of another layer
         graph, inputs = self._with_all_inputs(gm.graph)
         for name, body in self.bodies.items():
-            _hoist(gm, body, name)
+            _move_attributes(gm, body, name)
         for node in [node for node in graph.nodes if node.target is _REGIONS]:
             self._expand(graph, node, inputs)
         gm.graph = graph
@@ -142,7 +142,7 @@ class Regions:
         return sum(len(run.calls) for run in self.runs.values())
 
     def _with_all_inputs(self, graph: Graph) -> tuple[Graph, dict[Node, Node]]:
-        """A copy of the functional graph; and its inputs, by those of Dynamo's graph."""
+        """(a copy of the functional graph with all inputs, input of Dynamo's graph -> its input)."""
         whole = Graph()
         kept = dict(zip(self.kept, graph.find_nodes(op="placeholder"), strict=True))
         inputs = {node: whole.placeholder(f"arg{i}_1") for i, node in enumerate(self.inputs)}
@@ -167,16 +167,16 @@ class Regions:
             body = self.bodies[call.region]
             operands = [known[x] if isinstance(x, Node) else x for x in call.operands]
             _check_operands(body, operands, call)
-            made = _copied(graph, body, node, operands, self.traced[call.region], call.stack)
+            made = _copy_body(graph, body, node, operands, self.traced[call.region], call.stack)
             known.update((reader, made[i]) for reader, i in call.results)
         for reader in list(node.users):
-            reader.replace_all_uses_with(known[run.outputs[_index(reader)]])
+            reader.replace_all_uses_with(known[run.outputs[_output_index(reader)]])
             graph.erase_node(reader)
         graph.erase_node(node)
 
 
-def _is_apart(node: Node) -> bool:
-    """Whether AOTAutograd need not see this input: only regions read it, and it tells no size."""
+def _only_regions_read(node: Node) -> bool:
+    """Whether only regions read this input, and it has no dynamic size, so that AOTAutograd does not need it."""
     value = _value(node)
     static = type(value) is FakeTensor and all(type(size) is int for size in (*value.shape, *value.stride()))
     return static and all(user.target is INVOKE_SUBGRAPH for user in node.users)
@@ -187,8 +187,8 @@ def _fake_like(x: Tensor, mode: FakeTensorMode | None) -> FakeTensor:
     return FakeTensor(mode, meta, x.device)
 
 
-def _following(graph: Graph) -> Iterator[list[Node]]:
-    """Calls that follow each other, with nothing between them but what reads their results."""
+def _call_runs(graph: Graph) -> Iterator[list[Node]]:
+    """Lists of consecutive calls: between them are only getitem nodes of their results."""
     calls: list[Node] = []
     for node in graph.nodes:
         if node.target is INVOKE_SUBGRAPH:
@@ -198,18 +198,18 @@ def _following(graph: Graph) -> Iterator[list[Node]]:
             calls = []
 
 
-def _run(calls: list[Node], apart: set[Node]) -> Run:
-    named = [Call(str(_source(call).target), call.args[2:], [(reader, _index(reader)) for reader in call.users],
+def _consecutive_calls(calls: list[Node], withheld: set[Node]) -> ConsecutiveCalls:
+    named = [Call(str(_source(call).target), call.args[2:], [(reader, _output_index(reader)) for reader in call.users],
                   stack_of(call)) for call in calls]  # fmt: skip
     results = [reader for call in named for reader, _ in call.results]
     inside = {*calls, *results}
     read = dict.fromkeys(x for call in named for x in call.operands if isinstance(x, Node) and x not in inside)
-    operands = [x for x in read if x not in apart]
+    operands = [x for x in read if x not in withheld]
     operands.sort(key=lambda x: not isinstance(_value(x), Tensor))  # sizes last
-    return Run(named, operands, [reader for reader in results if not inside.issuperset(reader.users)])
+    return ConsecutiveCalls(named, operands, [reader for reader in results if not inside.issuperset(reader.users)])
 
 
-def _make_opaque(graph: Graph, calls: list[Node], run: Run, number: int) -> None:
+def _make_opaque(graph: Graph, calls: list[Node], run: ConsecutiveCalls, number: int) -> None:
     num_tensors = sum(isinstance(_value(x), Tensor) for x in run.operands)
     with graph.inserting_after(calls[-1]):
         opaque = graph.call_function(_REGIONS, (number, run.operands[:num_tensors], run.operands[num_tensors:]))
@@ -229,26 +229,26 @@ def _make_opaque(graph: Graph, calls: list[Node], run: Run, number: int) -> None
             graph.erase_node(source)
 
 
-def _index(reader: Node) -> int:
-    """Which output of a call a node reads."""
+def _output_index(reader: Node) -> int:
+    """The number of the output that a getitem node reads."""
     number = reader.args[1]
     assert reader.target is operator.getitem and isinstance(number, int)
     return number
 
 
 def inline(gm: GraphModule) -> None:
-    """Replace every call of a region by copies of the region's nodes, in place."""
+    """Replace each call of a region by copies of the region's nodes, in place."""
     names = regions_of(gm)
     for name, calls in names.items():
         body = region(gm, name)
         inline(body)
-        _hoist(gm, body, name)
+        _move_attributes(gm, body, name)
         sources = {_source(call) for call in calls}
         traced = stack_of(calls[0])
         for call in calls:
-            made = _copied(gm.graph, body, call, call.args[2:], traced, stack_of(call))
+            made = _copy_body(gm.graph, body, call, call.args[2:], traced, stack_of(call))
             for reader in list(call.users):
-                reader.replace_all_uses_with(made[_index(reader)])
+                reader.replace_all_uses_with(made[_output_index(reader)])
                 gm.graph.erase_node(reader)
             gm.graph.erase_node(call)
         for source in sources:
@@ -260,12 +260,12 @@ def inline(gm: GraphModule) -> None:
 
 
 def stack_of(call: Node) -> Stack:
-    """The modules around a call of a region, the layer itself innermost."""
+    """The nn_module_stack of a call of a region, the layer innermost."""
     return call.meta.get("nn_module_stack") or {}
 
 
-def renamed(path: str, traced: Stack, actual: Stack) -> str:
-    """A module path of the traced layer, as `clean_path` gives it, as that of another layer."""
+def path_in_layer(path: str, traced: Stack, actual: Stack) -> str:
+    """A module path of the traced layer, in the form of `clean_path`, converted to the path in another layer."""
     old, new = clean_path(_innermost(traced)), clean_path(_innermost(actual))
     return new + path[len(old):] if path == old or path.startswith(old + ".") else path
 
@@ -290,33 +290,33 @@ def _returned(body: GraphModule) -> Sequence[Any]:
     return outputs
 
 
-def _check(body: GraphModule, num_inputs: int, num_outputs: int) -> None:
+def _check_region(body: GraphModule, num_inputs: int, num_outputs: int) -> None:
     if (len(body.graph.find_nodes(op="placeholder")), len(_returned(body))) != (num_inputs, num_outputs):
-        raise CannotStamp("a region changes its signature")
+        raise CannotInline("a region changes its signature")
     if _writes(body.graph):
-        raise CannotStamp("a region writes in place")
+        raise CannotInline("a region writes in place")
     if not all(isinstance(_value(output), Tensor) for output in _returned(body)):
-        raise CannotStamp("a region returns something that is no tensor")
+        raise CannotInline("a region returns a value that is not a tensor")
 
 
 def _check_operands(body: GraphModule, operands: Sequence[Any], call: Call) -> None:
     for placeholder, operand in zip(body.graph.find_nodes(op="placeholder"), operands, strict=True):
-        if isinstance(_value(placeholder), Tensor) and not _alike(_value(placeholder), _value(operand)):
-            raise CannotStamp(f"{clean_path(_innermost(call.stack))} reads {operand} in another shape, dtype or layout "
-                              "than the traced layer")  # fmt: skip
+        if isinstance(_value(placeholder), Tensor) and not _same_layout(_value(placeholder), _value(operand)):
+            raise CannotInline(f"{clean_path(_innermost(call.stack))} reads {operand} with another shape, dtype or layout "
+                               "than the traced layer")  # fmt: skip
 
 
 def _value(operand: object) -> Any:
     return operand.meta.get("val", operand.meta.get("example_value")) if isinstance(operand, Node) else operand
 
 
-def _alike(a: Tensor, b: Tensor) -> bool:
+def _same_layout(a: Tensor, b: Tensor) -> bool:
     same = a.dtype == b.dtype and a.device == b.device and a.dim() == b.dim()
     return same and all(map(known_equal, (*a.shape, *a.stride()), (*b.shape, *b.stride())))
 
 
-def _hoist(gm: GraphModule, body: GraphModule, name: str) -> None:
-    """Modules and constants of the region become the graph's, under names that are free there."""
+def _move_attributes(gm: GraphModule, body: GraphModule, name: str) -> None:
+    """Move modules and constants of the region to the graph, with the region's name as prefix."""
     moved = {str(node.target): f"{name}_{node.target}" for node in body.graph.find_nodes(op="get_attr")}
     for node in body.graph.find_nodes(op="get_attr"):
         node.target = moved[str(node.target)]
@@ -324,12 +324,12 @@ def _hoist(gm: GraphModule, body: GraphModule, name: str) -> None:
         setattr(gm, new, getattr(body, old))
 
 
-def _copied(
+def _copy_body(
     graph: Graph, body: GraphModule, before: Node, operands: Sequence[Any], traced: Stack, actual: Stack
 ) -> list[Any]:
-    """Copies of a region's nodes before a node of the graph; what the region returns."""
+    """Copy a region's nodes before a node of the graph; returns the copies of the region's outputs."""
     copies: dict[Node, Any] = dict(zip(body.graph.find_nodes(op="placeholder"), operands, strict=True))
-    moved = _mover(_innermost(traced), _innermost(actual))
+    moved = _stack_mapper(_innermost(traced), _innermost(actual))
     with graph.inserting_before(before):
         for node in body.graph.nodes:
             if node.op in ("placeholder", "output"):
@@ -340,8 +340,8 @@ def _copied(
     return [copies[output] if isinstance(output, Node) else output for output in _returned(body)]
 
 
-def _mover(old: str, new: str) -> Callable[[Stack], Stack]:
-    """Rewrites module stacks, of which a layer has few; the nodes of one module keep sharing theirs."""
+def _stack_mapper(old: str, new: str) -> Callable[[Stack], Stack]:
+    """A function that moves nn_module_stacks from one layer to another; nodes of one module continue to share theirs."""
     done: dict[int, Stack] = {}
 
     def moved(stack: Stack) -> Stack:

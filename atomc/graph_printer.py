@@ -1,13 +1,15 @@
-"""A graph as text for people: a line a node, with what it is and where it comes from behind it.
+"""Prints a graph, one line per node, with its type and origin.
 
     add_1 = atom.add_rms_norm(linear_3, add, .weight, 1e-06)  # bf16[T, 1024]  model.layers.0.norm  model.py:12
 
-The three fields behind the "#" are the type, the module and the line of the user's program; "-" where there is none.
-Weights are called by their names below the module.
+The fields after "#" are the type, the module and the line of the user's program; "-" for an empty field. Weights have their
+names relative to the module.
 """
 
 import operator
 import re
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,15 +18,58 @@ from torch.fx import GraphModule, Node
 
 from atomc.cost import symbols_of
 from atomc.graph.canonical import input_name
-from atomc.graph.provenance import module_path, source_line
+from atomc.graph.provenance import layer_of, module_path, source_line
 
-MOST_ARGUMENTS = 400
+MAX_ARGUMENTS_LENGTH = 400
 TO_THE_END = 2**62
 
 
-def listing(gm: GraphModule) -> str:
-    """The lines of a graph, its inputs first and what it returns last; sizes as in formulas of cost, T, S and R."""
-    lines = [_line(node) for node in gm.graph.nodes]
+@dataclass(frozen=True)
+class NodeLine:
+    """The fields of a printed node; a graph's output has the name "return". str() prints it, `parse` reads it."""
+
+    name: str
+    call: str
+    type: str = ""
+    path: str = ""
+    source: str = ""
+
+    def __str__(self) -> str:
+        if self.name == "return":
+            return f"return {self.call}"
+        note = "  ".join(part or "-" for part in (self.type, self.path, self.source))
+        return f"{self.name} = {self.call}  # {note}"
+
+    @classmethod
+    def parse(cls, text: str) -> "NodeLine":
+        if text.startswith("return "):
+            return cls("return", text.removeprefix("return "))
+        left, _, note = text.partition("  # ")
+        name, _, call = left.partition(" = ")
+        kind, _, rest = note.partition("  ")
+        path, _, source = rest.rpartition("  ")
+        return cls(name, call, *("" if part == "-" else part for part in (kind, path, source)))
+
+    @cached_property
+    def layer(self) -> int | None:
+        if self.call == "input":  # the path of a parameter; a number at its end is not a layer
+            return layer_of(self.name.rpartition(".")[0])
+        return layer_of(self.path)
+
+    @property
+    def place(self) -> str:
+        """The module path relative to its layer; the whole path outside of layers."""
+        return re.sub(r"^(?:.*?\.)??\d+(?:\.|$)", "", self.path) if self.layer is not None else self.path
+
+
+def parse(text: str) -> list[NodeLine]:
+    """The lines of `graph_text`."""
+    return list(map(NodeLine.parse, text.splitlines()))
+
+
+def graph_text(gm: GraphModule) -> str:
+    """One line per node, with sizes named as in atomc.cost (T, S, R) where these are known."""
+    lines = [str(_line(node)) for node in gm.graph.nodes]
     sizes = {str(size): str(name) for size, name in symbols_of(gm.graph).items()}
     if sizes:
         named = re.compile(rf"\b({'|'.join(map(re.escape, sizes))})\b")
@@ -32,17 +77,16 @@ def listing(gm: GraphModule) -> str:
     return "\n".join(lines)
 
 
-def _line(node: Node) -> str:
+def _line(node: Node) -> NodeLine:
     if node.op == "output":
-        return f"return {_spell(node.args[0], '')}"
+        return NodeLine("return", _spell(node.args[0], ""))
     path = "" if node.op == "placeholder" else module_path(node)
     shown = _input(node) if node.op == "placeholder" else node.name
-    note = "  ".join([type_of(_value(node)) or "-", path or "-", source_line(node) or "-"])
-    return f"{shown} = {_call(node, path)}  # {note}"
+    return NodeLine(shown, _call(node, path), type_of(_value(node)), path, source_line(node))
 
 
 def _input(node: Node) -> str:
-    """What the user calls it, also where `atomc.explain` passed it on."""
+    """The user's name of an input, without the prefix of arguments that `atomc.explain` passes on."""
     return input_name(node).removeprefix("kwargs.")
 
 
@@ -58,18 +102,18 @@ def _call(node: Node, path: str) -> str:
     if node.target is operator.getitem:
         return f"{_spell(node.args[0], path)}[{_spell(node.args[1], path)}]"
     given = [_spell(argument, path) for argument in node.args]
-    given += [f"{key}={_spell(argument, path)}" for key, argument in node.kwargs.items() if not _is_noise(key, argument)]
+    given += [f"{key}={_spell(argument, path)}" for key, argument in node.kwargs.items() if not _is_default(key, argument)]
     text = ", ".join(given)
-    return f"{_name(node)}({text if len(text) <= MOST_ARGUMENTS else text[:MOST_ARGUMENTS] + ' ...'})"
+    return f"{_name(node)}({text if len(text) <= MAX_ARGUMENTS_LENGTH else text[:MAX_ARGUMENTS_LENGTH] + ' ...'})"
 
 
-def _is_noise(key: str, argument: Any) -> bool:
-    """Where things lie that are on meta or lie as usual."""
+def _is_default(key: str, argument: Any) -> bool:
+    """Whether an argument is a default for the placement of a result, or the meta device."""
     return bool({"pin_memory": False, "layout": torch.strided, "device": torch.device("meta")}.get(key, ...) == argument)
 
 
 def _name(node: Node) -> str:
-    """"aten.mul", "atom.rms_norm", "triton.rms_norm" for a kernel, "inline.rms_norm" for a meaning left to the glue."""
+    """"aten.mul", "atom.rms_norm", "triton.rms_norm" for a kernel, "inline.rms_norm" for an op left to the glue."""
     if node.op == "call_method":
         return f".{node.target}"
     if isinstance(node.target, torch._ops.OpOverload):
@@ -112,7 +156,7 @@ def _spell_node(node: Node, path: str) -> str:
 
 
 def type_of(value: Any) -> str:
-    """bf16[T, 1024]; of several results each; of a size "int"."""
+    """bf16[T, 1024]; a tuple of types for several results; "int" and the value for a size."""
     match value:
         case Tensor():
             return f"{short(value.dtype)}[{', '.join(map(str, value.shape))}]"

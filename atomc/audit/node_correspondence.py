@@ -1,4 +1,4 @@
-"""Follows a graph through the passes: which node of the lowered graph has the value of which captured one."""
+"""Maps nodes of the captured graph to the nodes of the lowered graph with the same value."""
 
 from collections.abc import Iterator
 
@@ -9,71 +9,71 @@ from atomc.graph.canonical import value
 from atomc.graph.sizes import same_shape
 
 
-def copied(gm: GraphModule) -> GraphModule:
-    """The same graph again, under the same names; values and metadata are shared."""
+def copy_graph(gm: GraphModule) -> GraphModule:
+    """A copy of the graph with the same node names; values and metadata are shared."""
     graph = Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
     return GraphModule(gm, graph)
 
 
-class Trail:
-    """What becomes of the nodes of `gm`, from the captured graph on until `end`.
+class NodeCorrespondence:
+    """Records how passes replace the nodes of `gm`, until `end`.
 
-    captured  the graph before any pass
-    fused     the graph behind the last one, where ops have no kernels yet
+    captured  the graph before all passes
+    fused     the graph after the last pass, before ops are lowered to kernels
     """
 
     def __init__(self, gm: GraphModule):
-        self.captured = self.fused = copied(gm)
-        self._read_instead: dict[str, str] = {}
-        self._taken_in: list[tuple[str, frozenset[str]]] = []  # rewrite, and what the node was made of that is gone
+        self.captured = self.fused = copy_graph(gm)
+        self._replaced_by: dict[str, str] = {}
+        self._absorbed: list[tuple[str, frozenset[str]]] = []  # (rewrite, origins) of each erased node
         self._gm = gm
         gm._register_replace_node_hook(self._replaced)
         gm._register_erase_node_hook(self._erased)
 
     def _replaced(self, old: Node, new: str, user: Node) -> None:
-        self._read_instead[old.name] = new
+        self._replaced_by[old.name] = new
 
     def _erased(self, node: Node) -> None:
         if "site" in node.meta:
-            self._taken_in.append((node.meta["site"][0], frozenset(node.meta.get("origins", ()))))
+            self._absorbed.append((node.meta["site"][0], frozenset(node.meta.get("origins", ()))))
 
     def end(self) -> None:
-        """The passes are done; lowering only gives nodes their kernels."""
+        """Stop recording after the last pass; lowering only assigns kernels to nodes."""
         self._gm._unregister_replace_node_hook(self._replaced)
         self._gm._unregister_erase_node_hook(self._erased)
-        self.fused = copied(self._gm)
+        self.fused = copy_graph(self._gm)
 
     def rewrites_of(self, node: Node) -> list[str]:
-        """The rewrites that made a node, one of what another had made, the last one last."""
+        """The rewrites that produced a node and the nodes that it absorbed; that of the node itself last."""
         origins = node.meta.get("origins", frozenset())
-        found = {name: None for name, made_of in self._taken_in if made_of and made_of <= origins}
+        found = {name: None for name, made_of in self._absorbed if made_of and made_of <= origins}
         last = node.meta.get("site", ("", ""))[0]
         return [name for name in found if name != last] + [last] * bool(last)
 
-    def stand_ins(self, graph: Graph) -> dict[Node, Node]:
-        """For each node of the captured graph the one with its value in `graph`, if there is one."""
+    def counterparts(self, graph: Graph) -> dict[Node, Node]:
+        """Captured node -> the node of `graph` with the same value, for those that have one."""
         nodes = {node.name: node for node in graph.nodes}
         found = {}
         for node in self.captured.graph.nodes:
             for name in self._names_of(node):
                 other = nodes.get(name)
-                if other is not None and _alike(node, other):
+                if other is not None and _comparable(node, other):
                     found[node] = other
                     break
         return found
 
     def _names_of(self, node: Node) -> Iterator[str]:
-        """What the node was called, then what was read in its place, and so on."""
+        """The node's name, then the name of its replacement, and so on."""
         name, seen = node.name, set[str]()
         while name not in seen:
             yield name
             seen.add(name)
-            name = self._read_instead.get(name, name)
+            name = self._replaced_by.get(name, name)
 
 
-def _alike(node: Node, other: Node) -> bool:
-    """Whether the two can have the same value. A graph input that is written in place has it only for a while."""
+def _comparable(node: Node, other: Node) -> bool:
+    """Whether the two can have the same value. An input that is written in place does not keep the captured one's value."""
     if (node.op == "placeholder") != (other.op == "placeholder"):
         return False
     a, b = value(node), value(other)

@@ -1,4 +1,4 @@
-"""Why Dynamo could not make one graph of a program, out of what it raised: a reason, and a line of the user's code."""
+"""Explains an exception of Dynamo: why a program cannot be traced as one graph, and the line of the user's code."""
 
 import re
 from pathlib import Path
@@ -9,15 +9,15 @@ import torch
 from torch._dynamo.exc import BackendCompilerFailed, Unsupported
 
 _TORCH, _ATOMC = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
-# Of atomc's files only models are a user's code, and not the adapter of transformers' models.
+# Of atomc, only models count as user code, without the adapter for models of transformers.
 _MODELS, _ADAPTER = f"{_ATOMC}/models/", f"{_ATOMC}/models/stock.py"
 _UNKNOWN_NUMBER = re.compile(r"[Cc]ould not guard on data-dependent expression (.*?) \(unhinted")
 _RAISED = re.compile(r"raised exception (\w+)\((.*)\)$", re.MULTILINE)
 
 
-class Untraceable(NamedTuple):
-    """where   "package/file.py:12", "" if unknown
-    only_here  the runtime is in the way, which needs one graph for steps of every length: a compile in a user's own
+class TraceFailure(NamedTuple):
+    """where      "package/file.py:12", "" if unknown
+    only_here  only the runtime fails, because it needs one graph for all lengths of a step; torch.compile in a user's
                program may guard on sizes and break the graph
     """
 
@@ -26,40 +26,40 @@ class Untraceable(NamedTuple):
     only_here: bool
 
 
-def untraceable(error: BaseException) -> Untraceable:
-    """What an error of Dynamo's, or of AOTAutograd's, says about the program."""
+def trace_failure(error: BaseException) -> TraceFailure:
+    """The reason of an error of Dynamo or AOTAutograd."""
     text = str(error)
     first_line = next(iter(text.splitlines()), "").rstrip(".")
     stack = list(getattr(error, "real_stack", None) or ())
-    frame = next((frame for frame in reversed(stack) if _is_users(frame)), None)
-    where = f"{_shown(frame.filename)}:{frame.lineno}" if frame else ""
+    frame = next((frame for frame in reversed(stack) if _is_user_code(frame)), None)
+    where = f"{_short_path(frame.filename)}:{frame.lineno}" if frame else ""
     number = _UNKNOWN_NUMBER.search(text)
     if number is not None:
         code = f" in `{frame.line.strip()}`" if frame and frame.line else ""
-        return Untraceable(f"it decides by a number that is known only when it runs, {number[1]}{code}", where, True)
+        return TraceFailure(f"it branches on a number that is only known at run time, {number[1]}{code}", where, True)
     if not isinstance(error, Unsupported):
-        return Untraceable(f"{type(error).__name__}: {first_line}", where, False)
+        return TraceFailure(f"{type(error).__name__}: {first_line}", where, False)
     raised = _RAISED.search(text)
     if raised is None:
-        return Untraceable(f"torch.compile cannot make one graph of it: {first_line}", where, True)
+        return TraceFailure(f"torch.compile cannot trace it as one graph: {first_line}", where, True)
     said = raised[2].strip("'\"")
     if stack and stack[-1].filename == _ADAPTER:
-        return Untraceable(said, where, True)
-    return Untraceable(f"it raises {raised[1]}: {said}", where, False)
+        return TraceFailure(said, where, True)
+    return TraceFailure(f"it raises {raised[1]}: {said}", where, False)
 
 
 def raised_by_backend(error: BaseException) -> BaseException:
-    """What a backend raised, if Dynamo's error stands for that; else the error."""
+    """The exception of a backend that Dynamo wrapped; else the error itself."""
     return error.inner_exception if isinstance(error, BackendCompilerFailed) else error
 
 
-def _is_users(frame: FrameSummary) -> bool:
+def _is_user_code(frame: FrameSummary) -> bool:
     file = frame.filename
     if file.startswith(_ATOMC):
         return file.startswith(_MODELS) and file != _ADAPTER
     return not file.startswith(_TORCH)
 
 
-def _shown(file: str) -> str:
-    """A file of an installed package without the folder of packages."""
+def _short_path(file: str) -> str:
+    """The path of a file relative to site-packages."""
     return file.rpartition("/site-packages/")[2]

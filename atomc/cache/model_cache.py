@@ -1,0 +1,105 @@
+"""Finds a compiled model in the cache without tracing it, by a description of its modules.
+
+Code, module attributes and tensors determine what a model computes. A model that consists of code of atomc and torch is
+described module by module; a model with an equal description runs the stored program on its own tensors. A model with a
+hook, a replaced forward or a class from elsewhere has no reliable description: it is Uncacheable, and traced at each start.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from atomc.cache.artifact import Uncacheable
+from atomc.cache.compiled import Compiled
+from atomc.cache.lookup import CacheLookup
+from atomc.cache.model_fingerprint import model_parts, named_tensors
+from atomc.cache.store import Plain, record_start
+from atomc.options import Options
+from atomc.platform import Platform
+from atomc.report import Report
+
+
+@dataclass(frozen=True)
+class CachedModel:
+    """A model loaded from the cache.
+
+    inputs  for each input of Dynamo's graph the tensor of this model; None for an input of the step
+    """
+
+    compiled: Compiled
+    inputs: list[Any]
+    report: Report
+
+
+class ModelCache:
+    """Loads or stores one model.
+
+    observed  graphs were requested, so that the model is traced even if the cache has it
+    """
+
+    def __init__(self, model: nn.Module, options: Options, platform: Platform, *, observed: bool):
+        self.model, self.options = model, options
+        self.observed = observed or options.report is not None or options.record
+        start = time.perf_counter()
+        self.lookup = CacheLookup(options, lambda: model_parts(model, options, platform))
+        self.seconds = time.perf_counter() - start
+
+    def load(self) -> CachedModel | None:
+        """The model from the cache; None on a miss."""
+        if self.observed:
+            return None
+        inputs: list[Any] = []
+
+        def mismatch(data: Plain) -> str | None:
+            tensors = {path: tensor for tensor, path in named_tensors(self.model)}
+            inputs.extend(None if path is None else tensors[path] for path in data["places"])
+            return None
+
+        report = Report(type(self.model).__name__)
+        found = self.lookup.load(report, mismatch)
+        if found is None:
+            return None
+        compiled, data = found
+        report.model, report.cached = data["model"], self.lookup.outcome
+        report.phases["cache"] = self.seconds + self.lookup.seconds
+        record_start(self.options, report)
+        return CachedModel(compiled, inputs, report)
+
+    def store(self, report: Report, entry: Plain | None, sources: Sequence[str | None], inputs: Sequence[Any]) -> None:
+        """Store the traced model under its description; the report says why it was traced.
+
+        entry  the content of the cache entry of its graph, None if there is none
+        sources, inputs  as in atomc.trace_model.TracedModel
+        """
+        if self.observed or report.cached.kind == "off":
+            return
+        why = self.lookup.outcome.why
+        if self.lookup.entry is None:
+            report.notes.append(f"traced at each start: {why}")
+            return
+        if report.cached.kind == "hit":
+            report.notes.append(f"traced, and then found in the cache: {why}")
+        else:
+            report.cached = replace(self.lookup.outcome, not_kept=report.cached.not_kept)
+        if entry is not None:
+            self.lookup.store(lambda: {**entry, "model": report.model, "places": self._places(entry, sources, inputs)})
+            unknown = self.lookup.outcome.not_kept
+            report.notes += [f"traced at each start: {unknown}"] * bool(unknown)
+
+    def _places(self, entry: Plain, sources: Sequence[str | None], inputs: Sequence[Any]) -> list[str | None]:
+        """The path in the model of each input of the graph; None for an input of the step."""
+        if entry["guards"] is not None:
+            raise Uncacheable("it was compiled under size guards")
+        paths = {id(tensor): path for tensor, path in reversed(named_tensors(self.model))}
+        found: list[str | None] = []
+        for source, given in zip(sources, inputs, strict=True):
+            if given is None:
+                found.append(None)
+            elif isinstance(given, Tensor) and id(given) in paths:
+                found.append(paths[id(given)])
+            else:
+                raise Uncacheable(f"its graph reads {source}, which is neither a parameter nor a buffer")
+        return found

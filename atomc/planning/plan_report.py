@@ -1,0 +1,195 @@
+"""The result of planning, as data and as text."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from atomc.render.table import table
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One step: `tokens` new tokens of `sequences` sequences in total, each of `context` tokens including new ones."""
+
+    tokens: int = 1
+    sequences: int = 1
+    context: int = 1024
+
+    def __post_init__(self) -> None:
+        if min(self.tokens, self.sequences, self.context) < 1:
+            raise ValueError(f"a step of {self.tokens} tokens, {self.sequences} sequences and {self.context} tokens of "
+                             "context: each must be at least 1")  # fmt: skip
+        if not self.sequences <= self.tokens <= self.sequences * self.context:
+            raise ValueError(f"a step of {self.tokens} tokens for {self.sequences} sequences of {self.context} tokens: "
+                             f"expected {self.sequences} to {self.sequences * self.context} tokens")  # fmt: skip
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Values for the symbols of atomc.cost."""
+        return {"T": self.tokens, "S": self.sequences, "C": self.context, "R": self.sequences}
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """One kernel and the number of its calls in a step. module_path: * stands for all layers.
+
+    least     seconds of one call by the data sheet, max(bytes / bandwidth, flops / peak); None if unknown
+    seconds   of one call, predicted; None for an unknown machine
+    measured  whether the prediction uses a measured efficiency; else it is a lower bound
+    timed     seconds of one call, measured here; None if not measured
+    """
+
+    op: str
+    kernel: str
+    module_path: str
+    calls: int
+    in_layers: bool
+    bytes: float
+    flops: float
+    least: float | None
+    seconds: float | None
+    measured: bool
+    timed: float | None = None
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Memory of one device, in bytes. `fits`: the number of sequences of `longest` tokens that fit, None if unknown.
+
+    per_token, per_sequence  bytes of state: for each token of a sequence, and for each sequence whatever its length
+    """
+
+    total: int
+    weights: int
+    copies: int
+    cache: int
+    per_token: int
+    longest: int
+    fits: int | None
+    longest_that_fits: int | None
+    per_sequence: int = 0
+
+
+@dataclass(frozen=True)
+class Communication:
+    """Collectives of one step: their number, and the bytes that each device sends for ring algorithms."""
+
+    all_reduces: int
+    gathers: int
+    message: int
+    sent: int
+
+
+@dataclass
+class Plan:
+    """The cost of a step on a machine. `lower_bound` says why the times are only lower bounds, "" if they are predicted."""
+
+    model: str
+    machine: str
+    arch: str
+    devices: int
+    weights: str
+    load: Workload
+    layers: int
+    lines: list[PlanRow]
+    memory: Memory
+    communication: Communication | None
+    lower_bound: str
+    source: str
+    notes: list[str] = field(default_factory=list)
+
+    def total(self, what: str, *, layers_only: bool = False) -> float | None:
+        """The sum of "bytes", "flops", "least", "seconds" or "timed" over the step; None if a row has none."""
+        values = [(getattr(line, what), line.calls) for line in self.lines if line.in_layers or not layers_only]
+        return None if any(value is None for value, _ in values) else float(sum(value * calls for value, calls in values))
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as plain data, with totals."""
+        totals = {what: {"step": self.total(what), "layers": self.total(what, layers_only=True)}
+                  for what in ("bytes", "flops", "least", "seconds", "timed")}  # fmt: skip
+        return {**asdict(self), "totals": totals}
+
+    def to_text(self) -> str:
+        return plan_text(self)
+
+
+def plan_text(plan: Plan) -> str:
+    """Memory, communication, and a row for each kernel, longest first."""
+    parts = [_title(plan), _memory(plan), _communication(plan), _kernels(plan), _sums(plan)]
+    parts += ["notes\n" + "\n".join(f"  {note}" for note in plan.notes)] if plan.notes else []
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _title(plan: Plan) -> str:
+    load, many = plan.load, f", sharded over {plan.devices} devices" if plan.devices > 1 else ""
+    return (f"plan: {plan.model} in {plan.weights} on {plan.machine} ({plan.arch}){many}; a step of {load.tokens} tokens, "
+            f"{load.sequences} sequences of {load.context}")  # fmt: skip
+
+
+def _memory(plan: Plan) -> str:
+    memory = plan.memory
+    rows = [("weights", _bytes_text(memory.weights)), ("cache of one token", _bytes_text(memory.per_token))]
+    rows += [("state of one sequence", _bytes_text(memory.per_sequence))] if memory.per_sequence else []
+    rows += [("prepared weights", _bytes_text(memory.copies))] if memory.copies else []
+    if memory.fits is not None:
+        rows += [("room for the cache", f"{_bytes_text(memory.cache)} of {_bytes_text(memory.total)}"),
+                 (f"sequences of {memory.longest} tokens", str(memory.fits))]  # fmt: skip
+        if not memory.fits:
+            rows.append(("longest sequence that fits", str(memory.longest_that_fits)))
+    return table(("memory of a device" if plan.devices > 1 else "memory", ""), rows)
+
+
+def _communication(plan: Plan) -> str:
+    found = plan.communication
+    if found is None:
+        return ""
+    return (f"a step has {found.all_reduces} all-reduces of {_bytes_text(found.message)} and {found.gathers} gather of the "
+            f"logits: each device sends {_bytes_text(found.sent)} (not in the time)")  # fmt: skip
+
+
+def _kernels(plan: Plan) -> str:
+    timed = any(line.timed is not None for line in plan.lines)
+    step = plan.total("timed" if timed else "seconds")
+    rows = [_row(line, step, timed) for line in sorted(plan.lines, key=_by_time)]
+    header = ["kernel", "by", "calls", "MB", "least us", "us", "measured us", "ms a step", "share", "in"]
+    header = [name for name in header if timed or name != "measured us"]
+    return table(header, rows, numbers=range(2, len(header) - 1))
+
+
+def _by_time(line: PlanRow) -> float:
+    return -(line.timed or line.seconds or line.bytes) * line.calls
+
+
+def _row(line: PlanRow, step: float | None, timed: bool) -> list[str]:
+    one = line.timed if timed else line.seconds
+    whole = None if one is None else one * line.calls
+    return [line.op, line.kernel, str(line.calls), f"{line.bytes / 1e6:.3f}", _scaled(line.least, 1e6, 2),
+            _scaled(line.seconds, 1e6, 2),
+            *([_scaled(line.timed, 1e6, 2)] if timed else []), _scaled(whole, 1e3, 3),
+            "-" if whole is None or not step else f"{whole / step:.0%}", line.module_path or "-"]  # fmt: skip
+
+
+def _sums(plan: Plan) -> str:
+    """Totals of all layers and of the step; then the source of the times."""
+    lines = []
+    for name, layers_only in (("layers", True), ("step", False)):
+        moved, least, seconds, timed = (plan.total(what, layers_only=layers_only)
+                                        for what in ("bytes", "least", "seconds", "timed"))  # fmt: skip
+        text = f"{name}: {_bytes_text(moved or 0)}, at least {_scaled(least, 1e3, 3)} ms, {_scaled(seconds, 1e3, 3)} ms"
+        text += f", measured {_scaled(timed, 1e3, 3)} ms" if timed is not None else ""
+        if layers_only and plan.layers and seconds is not None and moved is not None:
+            text += f" ({plan.layers}, each {_bytes_text(moved / plan.layers)} and {seconds / plan.layers * 1e6:.1f} us)"
+        lines.append(text)
+    lines.append(plan.lower_bound or f"efficiencies: {plan.source}")
+    return "\n".join(lines)
+
+
+def _scaled(seconds: float | None, by: float, digits: int) -> str:
+    return "-" if seconds is None else f"{seconds * by:.{digits}f}"
+
+
+def _bytes_text(number: float) -> str:
+    """1234567 -> "1.2 MB"."""
+    for unit, of in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
+        if number >= of:
+            return f"{number / of:.1f} {unit}"
+    return f"{number:.0f} B"

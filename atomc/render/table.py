@@ -1,0 +1,32 @@
+"""Plain text tables of 100 columns."""
+
+import re
+import textwrap
+from collections.abc import Iterable, Sequence
+
+WIDTH = 100
+
+Row = Sequence[str]
+
+
+def table(header: Row, rows: Iterable[Row], numbers: Sequence[int] = ()) -> str:
+    """Aligned columns: those in `numbers` to the right; the last one is wrapped."""
+    rows = list(rows)
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header) - 1)]
+    lines = []
+    for row in [header, *rows]:
+        cells = [cell.rjust(width) if i in numbers else cell.ljust(width)
+                 for i, (cell, width) in enumerate(zip(row, widths, strict=False))]  # fmt: skip
+        start = "  ".join([*cells, ""])
+        lines.append(wrapped(row[-1], start, " " * len(start)))
+    return "\n".join(lines)
+
+
+def collapsed(path: str) -> str:
+    """A module path with * instead of numbers: "model.layers.*.mlp"."""
+    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path)
+
+
+def wrapped(text: str, start: str, indent: str) -> str:
+    return textwrap.fill(text, WIDTH, initial_indent=start, subsequent_indent=indent, break_on_hyphens=False,
+                         break_long_words=False).rstrip() or start.rstrip()  # fmt: skip
