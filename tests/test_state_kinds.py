@@ -19,7 +19,8 @@ from atomc.op_traits import Kind, StateBinding
 from atomc.ops import REGISTRY
 from atomc.ops.inputs import StateInput, StepInput
 from atomc.ops.state import StateGroup, StateSpec, groups_of, state_before
-from atomc.planning.plan import Load, Lowered, Model, plan
+from atomc.planning.plan import Model, TimedProgram, plan
+from atomc.planning.plan_report import Workload
 from atomc.platform import Platform
 from atomc.program import compile_model
 from atomc.runtime.capacity import Capacity, capacity
@@ -583,7 +584,7 @@ def test_a_model_that_keeps_nothing_per_token_is_as_long_as_it_may_be():
 ])  # fmt: skip
 def test_a_plan_counts_both_kinds_of_memory(kind, per_token, per_sequence):
     model = Model(toy(kind, "meta"), {"max_position_embeddings": 64}, None, torch.float64, 1)
-    found = plan(model, Platform.named("h200"), Load(), options={"layout": "paged"})
+    found = plan(model, Platform.named("h200"), Workload(), options={"layout": "paged"})
     memory = found.memory
     assert (memory.per_token, memory.per_sequence) == (per_token, per_sequence)
     of_one = 64 * per_token + per_sequence
@@ -593,7 +594,7 @@ def test_a_plan_counts_both_kinds_of_memory(kind, per_token, per_sequence):
 
 def test_kernels_over_both_kinds_of_state_are_timed_on_made_up_state():
     model = Model(toy("mixed", "meta"), {"max_position_embeddings": 64}, None, torch.float64, 1)
-    predicted, timed = Lowered(model, {"layout": "paged"}).time(Load(tokens=4, sequences=2, context=40))
+    predicted, timed = TimedProgram(model, {"layout": "paged"}).time(Workload(tokens=4, sequences=2, context=40))
     assert {"decayed_sum_step", "recall_write", "recall_read"} <= {kernel.op for kernel in predicted}
     assert len(timed) == len(predicted) and min(timed.values()) > 0
 
