@@ -4,33 +4,26 @@
 """
 
 import logging
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
 from atomc import contract
-from atomc.capture.functional import wants_gradients
 from atomc.driver import inductor_patches, timed
+from atomc.entry import new_report, skip_reason
 from atomc.errors import OURS, OptionsError, RunError
-from atomc.graph.provenance import clean_path
 from atomc.options import Options
 from atomc.platform import Platform
 from atomc.render.page import publish
 from atomc.report import Report, forget, keep
-from atomc.report_records import GraphBreak
 from atomc.specialize import Specialized, runnable
 from atomc.torch_compat.inductor import inductor, inductor_option_names
 from atomc.torch_compat.tracing import (
     RestartAnalysis,
     ShortenTraceback,
-    break_reason,
-    compiled_function,
     raised_unwrapped,
-    recompile_reason,
 )
 
 log = logging.getLogger("atomc")
@@ -77,53 +70,6 @@ def compile_graph(
             raise
         log.warning("atomc could not compile a graph of %s, Inductor compiles it: %s", report.model, error)
         return to_inductor(gm, example_inputs, options, report, report.why_not)
-
-
-def new_report(gm: GraphModule) -> Report:
-    """A report with the model, the graph break after the graph, and the guard that caused the recompile."""
-    report = Report(model_name(gm))
-    broken = break_reason(gm)
-    if broken is not None:
-        reason, stack = broken
-        file, line, code = stack[-1] if stack else ("", 0, "")
-        report.graph_break = GraphBreak(f"{file.rsplit('/', 1)[-1]}:{line}", code.strip(), reason.split("\n")[0].strip())
-    report.recompile = recompile_reason()
-    return report
-
-
-def model_name(gm: GraphModule) -> str:
-    """The class whose forward Dynamo compiles, else the outermost module in the graph."""
-    owner, _, name = compiled_function().rpartition(".")
-    if name == "forward" and "<locals>" not in owner.rpartition(".")[2]:
-        return owner.rpartition(".")[2]
-    for node in gm.graph.nodes:
-        stack = node.meta.get("nn_module_stack")
-        if stack:
-            path, kind = next(iter(stack.values()))
-            name = kind if isinstance(kind, str) else kind.__qualname__
-            return name.rsplit(".", 1)[-1] or clean_path(path)
-    return "function"
-
-
-def skip_reason(example_inputs: Sequence[Any], options: Options) -> str | None:
-    """Why Inductor compiles this graph without an attempt of atomc; None if atomc compiles it."""
-    if options.disable:
-        return "atomc is disabled (ATOMC_DISABLE=1 or options={'disable': True})"
-    if torch.is_grad_enabled() and wants_gradients(example_inputs):
-        _warn_about_training()
-        return ("gradients are enabled and a parameter or input requires them: this is a training graph; "
-                "run under torch.inference_mode() or call model.requires_grad_(False)")  # fmt: skip
-    return None
-
-
-_warned = threading.Event()
-
-
-def _warn_about_training() -> None:
-    if not _warned.is_set():
-        _warned.set()
-        log.warning("atomc compiles for inference only: this graph requires gradients, Inductor compiles it. "
-                    "Run it under torch.inference_mode(), or call model.requires_grad_(False).")  # fmt: skip
 
 
 def to_inductor(

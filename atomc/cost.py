@@ -8,7 +8,6 @@ Other sizes keep the names that they have in the graph.
 """
 
 import functools
-import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,20 +18,12 @@ from torch.fx import Graph, GraphModule, Node
 
 from atomc.graph.canonical import call, value
 from atomc.graph.expressions import expression
-from atomc.graph.inputs import step_input
 from atomc.graph.provenance import layer_of, module_path, source_line
+from atomc.graph.step_symbols import C, symbols_of
+from atomc.graph.views import ZERO_COST, name_of, schema_name, storage_node, view_base
 from atomc.op import op_of
 from atomc.op_cost import OpCall, Operand, Work, lookup, read_and_write
-from atomc.ops.inputs import StepInput
 
-T, R, S, C = sympy.symbols("T R S C", positive=True, integer=True)
-# Views, assertions and allocations: they move no data.
-ZERO_COST = frozenset({
-    "view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "expand", "transpose", "t", "permute", "slice", "select",
-    "split", "split_with_sizes", "chunk", "unbind", "alias", "detach", "as_strided", "unflatten", "flatten",
-    "_assert_scalar", "sym_size", "sym_constrain_range_for_size", "lift_fresh_copy", "empty", "getitem",
-})  # fmt: skip
-PARTIAL_VIEWS = frozenset({"slice", "select", "split", "split_with_sizes", "chunk", "unbind", "getitem"})
 # Matrix products of PyTorch -> the index of the operand that is the first matrix.
 PRODUCTS = {"aten::mm": 0, "aten::addmm": 1, "aten::bmm": 0, "aten::baddbmm": 1, "aten::linear": 0, "aten::matmul": 0,
             "aten::_grouped_mm": 0}  # fmt: skip
@@ -98,7 +89,7 @@ def _work(node: Node) -> Work:
         return op.cost(here)
     if is_product(node):
         return read_and_write(here)[0], _product_flops(node)
-    return lookup(here) if _schema_name(node) in LOOKUPS else read_and_write(here)
+    return lookup(here) if schema_name(node) in LOOKUPS else read_and_write(here)
 
 
 def call_of(node: Node) -> OpCall:
@@ -139,51 +130,9 @@ def total(costs: Iterable[NodeCost]) -> Cost:
     return Cost(simplified(moved), simplified(flops))
 
 
-def symbols_of(graph: Graph) -> dict[sympy.Symbol, sympy.Expr]:
-    """Symbol of the graph -> T, R or S, for those that the inputs of the step identify."""
-    found: dict[sympy.Symbol, sympy.Expr] = {}
-    for node in graph.find_nodes(op="placeholder"):
-        shape = list(value(node).shape) if isinstance(value(node), Tensor) else []
-        match step_input(node):
-            case StepInput("input_ids" | "positions", dim=None) if len(shape) == 1:
-                _name(found, shape[0], T)
-            case StepInput("input_ids", dim=None) if len(shape) == 2:  # [batch, tokens]: the step has batch * tokens tokens
-                _name(found, shape[0], S)
-                if isinstance(shape[0], int) and shape[0] == 1:
-                    _name(found, shape[1], T)
-            case StepInput("logits_rows", dim=None):
-                _name(found, shape[0], R)
-            case StepInput("seq_lens"):
-                _name(found, shape[0], S)
-            case StepInput("slots"):
-                _name(found, shape[0], T)
-    return found
-
-
-def _name(found: dict[sympy.Symbol, sympy.Expr], size: Any, symbol: sympy.Symbol) -> None:
-    expr = expression(size)
-    if isinstance(expr, sympy.Symbol) and symbol not in found.values():
-        found.setdefault(expr, symbol)
-
-
-def _schema_name(node: Node) -> str:
-    """"atom::rms_norm", "aten::mm"; "" without a schema."""
-    schema = getattr(node.target, "_schema", None)
-    return "" if schema is None else str(schema.name)
-
-
 def is_product(node: Node) -> bool:
     """Whether it is a matrix product of PyTorch."""
-    return _schema_name(node) in PRODUCTS
-
-
-def name_of(node: Node) -> str:
-    """"rms_norm", "mm", "getitem"."""
-    if schema := _schema_name(node):
-        return schema.partition("::")[2]
-    if node.target is operator.getitem:
-        return "getitem"
-    return str(node.meta.get("op") or getattr(node.target, "__name__", node.target))
+    return schema_name(node) in PRODUCTS
 
 
 @functools.lru_cache(4096)  # layers repeat the same expressions
@@ -216,13 +165,13 @@ def _results(node: Node) -> list[Tensor]:
 
 def _product_flops(node: Node) -> sympy.Expr:
     """The last dimension of the first matrix is the reduction dimension."""
-    first = value(call(node).operands[PRODUCTS[_schema_name(node)]])
+    first = value(call(node).operands[PRODUCTS[schema_name(node)]])
     return 2 * expression(first.shape[-1]) * sympy.Add(*[_numel(out) for out in _results(node)])
 
 
 def _pointwise(node: Node) -> bool:
     """Whether the glue compiler fuses it with its neighbours."""
-    return _is_kernel(node) and op_of(node.target) is None and _schema_name(node) not in NEVER_FUSED
+    return _is_kernel(node) and op_of(node.target) is None and schema_name(node) not in NEVER_FUSED
 
 
 def groups(graph: Graph) -> list[list[Node]]:
@@ -266,20 +215,6 @@ def _fused_cost(group: list[Node], sizes: Mapping[sympy.Symbol, sympy.Expr]) -> 
     moved = bytes_of([value(node) for node in entering | leaving])
     flops = sympy.Add(*[_numel(out) for node in group for out in _results(node)])
     return Cost(simplified(moved.xreplace(dict(sizes))), simplified(flops.xreplace(dict(sizes))))
-
-
-def view_base(node: Node) -> Node:
-    """The tensor that a view reads: the node that allocated the memory, or a view of only a part of it."""
-    while node.op == "call_function" and name_of(node) in ZERO_COST - PARTIAL_VIEWS and node.all_input_nodes:
-        node = node.all_input_nodes[0]
-    return node
-
-
-def storage_node(node: Node) -> Node:
-    """The node that allocated the memory of a view."""
-    while node.op == "call_function" and name_of(node) in ZERO_COST and node.all_input_nodes:
-        node = node.all_input_nodes[0]
-    return node
 
 
 def _readers(node: Node) -> Iterable[Node]:

@@ -18,8 +18,7 @@ import sympy
 from atomc.op import REGISTRY, Tokens
 from atomc.op_traits import QuantizedWeight
 from atomc.platform import Platform
-from atomc.report import Report
-from atomc.report_records import OpCost
+from atomc.report_records import KernelChoice, OpCost
 
 SHIPPED = Path(__file__).with_suffix(".json")
 VERSION = 1
@@ -134,14 +133,17 @@ class Predicted:
 
 
 def predict(
-    report: Report, platform: Platform, sizes: Mapping[str, int], table: Table | None = None
-) -> list[Predicted]:
+    costs: Iterable[OpCost], choices: Sequence[KernelChoice], platform: Platform, sizes: Mapping[str, int],
+    table: Table | None = None,
+) -> list[Predicted]:  # fmt: skip
     """The time of each kernel in a step of these sizes: T tokens, R rows of logits, S sequences, C tokens of context.
+
+    costs, choices  of a report: its costs and its kernels
 
     Raises ValueError naming other sizes of the graph.
     """
-    kernels = _kernels_for(report, sizes["T"])
-    return [_predicted(cost, kernels, platform, sizes, table) for cost in report.costs]
+    kernels = _kernels_for(choices, sizes["T"])
+    return [_predicted(cost, kernels, platform, sizes, table) for cost in costs]
 
 
 def _predicted(
@@ -176,9 +178,9 @@ def rate(op: str) -> int:
     return weight.rate if isinstance(weight, QuantizedWeight) else 1
 
 
-def _kernels_for(report: Report, tokens: int) -> dict[str, str]:
+def _kernels_for(choices: Iterable[KernelChoice], tokens: int) -> dict[str, str]:
     """Node -> the provider chosen for this number of tokens."""
-    return {choice.node: choice.chosen for choice in report.kernels if tokens in Tokens.of(choice.tokens)}
+    return {choice.node: choice.chosen for choice in choices if tokens in Tokens.of(choice.tokens)}
 
 
 @functools.lru_cache(maxsize=4096)

@@ -10,8 +10,10 @@ from collections.abc import Collection, Iterator, Sequence
 import sympy
 from torch.fx import Graph, GraphModule, Node
 
-from atomc.cost import NodeCost, bytes_of, is_product, simplified, storage_node, symbols_of, view_base
+from atomc.cost import NodeCost, bytes_of, is_product, simplified
 from atomc.graph.canonical import value
+from atomc.graph.step_symbols import symbols_of
+from atomc.graph.views import storage_node, view_base
 from atomc.op import op_of
 from atomc.op_traits import Kind
 from atomc.report_records import FusionOpportunity, Miss

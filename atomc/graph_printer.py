@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from atomc.cost import symbols_of
 from atomc.graph.canonical import input_name
 from atomc.graph.provenance import layer_of, module_path, source_line
+from atomc.graph.step_symbols import symbols_of
 
 MAX_ARGUMENTS_LENGTH = 400
 TO_THE_END = 2**62

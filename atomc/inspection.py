@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from atomc import contract
-from atomc.backend import new_report, skip_reason
 from atomc.capture.regions import region_failure_note, trace_once
 from atomc.driver import compile_graph
+from atomc.entry import new_report, skip_reason
 from atomc.errors import OURS
 from atomc.graph.expressions import expression
 from atomc.graph_pass import Context

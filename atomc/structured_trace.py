@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 from torch.fx import Graph, GraphModule, Node
 
-from atomc.cost import ZERO_COST, name_of
 from atomc.graph.provenance import module_path
+from atomc.graph.views import ZERO_COST, name_of
 from atomc.graph_printer import graph_text
 from atomc.op import ALL_TOKENS
 from atomc.torch_compat.core import structured_trace, traces_structured

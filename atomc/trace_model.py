@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from atomc.backend import new_report
 from atomc.cache.compiled import Compiled
 from atomc.cache.store import Plain
 from atomc.capture.regions import region_failure_note, trace_once
 from atomc.driver import build
+from atomc.entry import new_report
 from atomc.graph_pass import Context
 from atomc.options import Options
 from atomc.platform import Platform

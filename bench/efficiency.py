@@ -44,7 +44,7 @@ def model_of(name: str, scheme: str | None, layers: int | None) -> Model:
 
 def timings(lowered: TimedProgram, load: Workload, known: set[tuple[Any, ...]]) -> Iterator[Timing]:
     """Of the kernels of a step that are not known for this number of tokens yet."""
-    for p in predict(lowered.program.report, lowered.platform, load.sizes):
+    for p in predict(lowered.program.report.costs, lowered.program.report.kernels, lowered.platform, load.sizes):
         key = p.op, p.kernel, load.tokens, p.bytes, p.flops
         if key not in known:
             known.add(key)
@@ -88,7 +88,8 @@ def compare(table: Table, platform: Platform, file: str) -> None:
         for step in steps:
             if (step["model"], step.get("quantization")) == (name, scheme):
                 batch, context, tpot = step["batch"], step["context"], step["tpot_ms"]
-                found = predict(program.report, platform, Workload(batch, batch, context).sizes, table)
+                sizes = Workload(batch, batch, context).sizes
+                found = predict(program.report.costs, program.report.kernels, platform, sizes, table)
                 ms = 1e3 * sum(p.seconds or 0.0 for p in found)
                 print(f"{name} {scheme or 'bf16'} decode {batch} x {context}: {tpot:.3f} ms, predicted {ms:.3f}, "
                       f"{ms / tpot - 1:+.0%}")  # fmt: skip

@@ -7,7 +7,7 @@ from rewriting import TIDY, after_passes
 from torch import Tensor
 
 from atomc import cost, ops, pipeline
-from atomc.cost import C, R, S, T
+from atomc.graph.step_symbols import C, R, S, T
 from atomc.graph_pass import Pass
 from atomc.models import build
 from atomc.models.loader import ready

@@ -22,7 +22,7 @@ LAYERS = [
      "structured_trace"},
     {"examples", "kernels", "passes", "profiler_ranges"},
     {"audit", "select", "capture", "pipeline", "pieces", "cache", "ranges", "cudagraphs", "selftest"},
-    {"refusal", "driver", "trace_model", "specialize", "backend", "program", "inspection"},
+    {"refusal", "driver", "entry", "trace_model", "specialize", "backend", "program", "inspection"},
     {"quantization", "models"},
     {"runtime"},
     {"planning"},

@@ -172,7 +172,8 @@ def test_a_range_of_tokens_is_read_as_reports_spell_it():
 def test_few_tokens_and_many_are_served_by_the_kernels_of_their_ranges(folder, programs):
     h200 = Platform.named("h200")
     report = programs(build_model(folder(SMALL)), h200).report
-    kernels = [{p.kernel for p in predict(report, h200, Workload(t, t, 64).sizes) if p.op == "linear"} for t in (1, 64)]
+    kernels = [{p.kernel for p in predict(report.costs, report.kernels, h200, Workload(t, t, 64).sizes) if p.op == "linear"}
+               for t in (1, 64)]  # fmt: skip
     assert kernels == [{"triton"}, {"cuda"}]
 
 

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from atomc import cost
 from atomc.graph.canonical import value
 from atomc.graph.expressions import expression
 from atomc.graph.inputs import graph_input, step_input
+from atomc.graph.step_symbols import C, R, S, T, symbols_of
+from atomc.graph.views import ZERO_COST, name_of
 from atomc.op import op_of
 from atomc.ops.inputs import StateInput, StepInput
 from atomc.ops.state import GroupStep, StateSpec, Step, block_size_of, groups_of
@@ -120,8 +121,8 @@ class KernelTimer:
 
     def _symbols(self) -> dict[sympy.Symbol, int]:
         """Symbol of the graph -> its value in this step."""
-        named = {cost.T: self.sizes.T, cost.S: self.sizes.S, cost.R: self.sizes.R, cost.C: self.sizes.C}
-        found = {symbol: int(size.subs(named)) for symbol, size in cost.symbols_of(self.gm.graph).items()}
+        named = {T: self.sizes.T, S: self.sizes.S, R: self.sizes.R, C: self.sizes.C}
+        found = {symbol: int(size.subs(named)) for symbol, size in symbols_of(self.gm.graph).items()}
         for node in self.gm.graph.find_nodes(op="placeholder"):
             given = step_input(node)
             if given is not None and given.field == "block_tables":
@@ -221,7 +222,7 @@ def _belongs_to_reader(node: Node) -> bool:
 
 
 def _is_view(node: Node) -> bool:
-    return op_of(node.target) is None and cost.name_of(node) in cost.ZERO_COST - {"empty", "lift_fresh_copy"}
+    return op_of(node.target) is None and name_of(node) in ZERO_COST - {"empty", "lift_fresh_copy"}
 
 
 def _tensors(given: Any) -> Iterable[Tensor]:

@@ -157,7 +157,7 @@ def plan(
     """
     program = program or compile_for(model, platform, options)
     table = table or table_for(platform)
-    predicted = predict(program.report, platform, load.sizes, table)
+    predicted = predict(program.report.costs, program.report.kernels, platform, load.sizes, table)
     weights = str(model.dtype).removeprefix("torch.") if model.quantization is None else model.quantization.method
     name = type(getattr(model.module, "hf_model", model.module)).__name__
     return Plan(
@@ -194,7 +194,8 @@ class TimedProgram:
 
     def time(self, load: Workload, table: Table | None = None) -> tuple[list[Predicted], dict[int, float]]:
         """(the predictions for each kernel of a step, number of a prediction -> measured seconds)."""
-        predicted = predict(self.program.report, self.platform, load.sizes, table)
+        report = self.program.report
+        predicted = predict(report.costs, report.kernels, self.platform, load.sizes, table)
         return predicted, dict(enumerate(self.time_some(load, predicted)))
 
     def time_some(self, load: Workload, wanted: Sequence[Predicted]) -> list[float]:
