@@ -10,15 +10,15 @@ from typing import Any
 from torch import Tensor
 from torch.fx import GraphModule
 
-from atomc import contract
-from atomc.driver import inductor_patches, timed
-from atomc.entry import new_report, skip_reason
+from atomc.compiler.driver import inductor_patches, timed
+from atomc.compiler.entry import new_report, skip_reason
+from atomc.compiler.specialize import Specialized, runnable
 from atomc.errors import OURS, OptionsError, RunError
 from atomc.options import Options
 from atomc.platform import Platform
-from atomc.render.page import publish
-from atomc.report import Report, forget, keep
-from atomc.specialize import Specialized, runnable
+from atomc.report import contract
+from atomc.report.render.page import publish
+from atomc.report.report import Report, forget, keep
 from atomc.torch_compat.inductor import inductor, inductor_option_names
 from atomc.torch_compat.tracing import (
     RestartAnalysis,

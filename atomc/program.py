@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from atomc import contract
 from atomc.cache.compiled import Compiled, weight_inputs
 from atomc.cache.model_cache import ModelCache
 from atomc.errors import OURS, RunError
@@ -19,14 +18,15 @@ from atomc.ops.inputs import StateInput
 from atomc.ops.state import StateSpec, Step
 from atomc.options import Options
 from atomc.platform import Platform
-from atomc.render.page import publish
-from atomc.report import Report, keep
-from atomc.weight_inputs import WeightInputs
+from atomc.report import contract
+from atomc.report.render.page import publish
+from atomc.report.report import Report, keep
+from atomc.weights.inputs import WeightInputs
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
 
-    from atomc.trace_model import TracedModel
+    from atomc.compiler.trace_model import TracedModel
 
 
 class Program:
@@ -181,9 +181,9 @@ def _traced(
     model: nn.Module, options: Options, platform: Platform, observers: "Sequence[Callable[[str, GraphModule], None]]",
     keep_texts: bool,
 ) -> "TracedModel":  # fmt: skip
+    from atomc.compiler.trace_model import trace_model  # and with it Dynamo
     from atomc.refusal import refusal
     from atomc.torch_compat.tracing import TracingError
-    from atomc.trace_model import trace_model  # and with it Dynamo
 
     try:
         return trace_model(model, options, platform, observers, keep_texts)

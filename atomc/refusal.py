@@ -4,7 +4,7 @@ import logging
 
 from torch import nn
 
-from atomc.pipeline import PassError
+from atomc.compiler.pipeline import PassError
 from atomc.torch_compat.exceptions import out_of_memory
 from atomc.torch_compat.trace_failure import raised_by_backend, trace_failure
 

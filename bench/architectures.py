@@ -32,7 +32,7 @@ import transformers
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
-import atomc.trace_model  # noqa: F401
+import atomc.compiler.trace_model  # noqa: F401
 from atomc import LLM
 from atomc.passes import PIPELINE
 from atomc.runtime.sampling_params import SamplingParams

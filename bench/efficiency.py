@@ -1,6 +1,6 @@
 """Measure how near the kernels of Qwen3 come to what this machine could do: the table that predictions rest on.
 
-    python bench/efficiency.py --json bench/results/efficiency-h200.json --table atomc/efficiency.json
+    python bench/efficiency.py --json bench/results/efficiency-h200.json --table atomc/cost/efficiency.json
     python bench/efficiency.py --compare bench/results/decode-h200.json --machine h200    # anywhere: measures nothing
     python bench/efficiency.py --models tiny --quick                                      # on any machine, a CPU too
 
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from decode import MODELS
 
-from atomc.efficiency import Table, Timing, fit, name_in_table, predict, shipped, work
+from atomc.cost.efficiency import Table, Timing, fit, name_in_table, predict, shipped, work
 from atomc.planning.plan import Model, TimedProgram, build_model, compile_for
 from atomc.planning.plan_report import Workload
 from atomc.platform import Platform

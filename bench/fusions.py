@@ -24,7 +24,7 @@ from kernels import ROTATED_BYTES, WIDTH, copy_bandwidth, microseconds, moved, n
 from torch import Tensor
 
 from atomc import kernels, ops
-from atomc.op import refusal
+from atomc.ops.op import refusal
 from atomc.ops.schemes import SCHEMES
 from atomc.platform import Platform
 

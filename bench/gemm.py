@@ -22,7 +22,7 @@ from kernels import ROTATED_BYTES, copy_bandwidth, microseconds, normal
 from torch import Tensor
 
 from atomc import kernels, ops
-from atomc.op import refusal
+from atomc.ops.op import refusal
 from atomc.platform import Platform
 
 # K -> N of Qwen3-8B: qkv, o, gate and up, down.

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from atomc import kernels, ops
-from atomc.op import Kernel, refusal
+from atomc.ops.op import Kernel, refusal
 from atomc.platform import Platform
 
 TOKENS = (1, 8, 64, 1024, 8192)

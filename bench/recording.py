@@ -36,11 +36,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 import equality
 
 import atomc
-from atomc import contract, demo, models
+from atomc import demo, models
 from atomc.models import loader, wrap_stock
 from atomc.platform import Platform
 from atomc.program import compile_model
-from atomc.report import Report, reports
+from atomc.report import contract
+from atomc.report.report import Report, reports
 from atomc.runtime.engine import Engine, EngineConfig
 from atomc.runtime.sampling_params import SamplingParams
 

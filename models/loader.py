@@ -25,7 +25,7 @@ from atomc.models.shard_paths import INDEX, shard_path
 from atomc.quantization import apply, checkpoints
 from atomc.quantization.config import QuantizationConfig, Request, decide, stored_config
 from atomc.quantization.linear import LinearMethod
-from atomc.weights import parameter_of
+from atomc.weights.registry import parameter_of
 
 log = logging.getLogger("atomc")
 

@@ -12,7 +12,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from atomc import ops
 from atomc.torch_compat.exceptions import out_of_memory
-from atomc.weights import parameter_of
+from atomc.weights.registry import parameter_of
 
 log = logging.getLogger("atomc")
 

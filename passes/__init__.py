@@ -1,6 +1,5 @@
 """The pipeline: every change that a graph goes through, in order."""
 
-from atomc.graph_pass import Pass, rewriting
 from atomc.passes import cleanup
 from atomc.passes.bind_state import bind_state
 from atomc.passes.fuse.activation_quant import SILU_AND_MUL_QUANT
@@ -24,6 +23,7 @@ from atomc.passes.recognize.rms_norm import RMS_NORM
 from atomc.passes.recognize.rope import ROPE, ROPE_PARTIAL
 from atomc.passes.recognize.rope_before_transpose import ROPE_BEFORE_TRANSPOSE
 from atomc.passes.reinplace import reinplace
+from atomc.rewriting.graph_pass import Pass, rewriting
 
 # On Dynamo's graph, where composite calls are still one node.
 LIFT = Pass("lift", lift, by_site=True)

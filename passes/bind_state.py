@@ -4,9 +4,10 @@
  =>
     token = kv_write(k, v, k_cache!, v_cache!, slots);  paged_attention(q, k_cache, v_cache, ..., token)
 
-An op declares itself what it keeps and what its form is (atomc.op_traits.StateBinding). The tensors of the state and the
-fields of a step become further graph inputs. State is kept in fp8 if the options or the handle's dtype say so; its scales
-are inputs, too. The token is a data edge: nothing can swap write and read, and dead-code removal cannot drop the write.
+An op declares what it keeps and its form for the runtime (atomc.ops.op_traits.StateBinding). The tensors of the state
+and the fields of a step become further graph inputs. State is kept in fp8 if the options or the handle's dtype say so;
+its scales are inputs, too. The token is a data edge: write and read cannot be swapped, and dead-code elimination cannot
+remove the write.
 """
 
 import math
@@ -24,14 +25,14 @@ from torch.fx.proxy import GraphAppendingTracer
 from atomc.graph.canonical import value
 from atomc.graph.inputs import set_graph_input
 from atomc.graph.provenance import module_path, source_line
-from atomc.graph_pass import Context, Outcome
-from atomc.op import Op, op_of
-from atomc.op_traits import StateBinding
 from atomc.ops.formats import FP8
 from atomc.ops.inputs import GraphInput, StateInput, StepInput
+from atomc.ops.op import Op, op_of
+from atomc.ops.op_traits import StateBinding
 from atomc.ops.state import GroupStep, StateSpec
 from atomc.platform import Platform
-from atomc.rewrite import Fired, infer
+from atomc.rewriting.graph_pass import Context, Outcome
+from atomc.rewriting.rewrite import Fired, infer
 from atomc.torch_compat.tracing import fake_mode_of, new_unbacked_size
 
 

@@ -14,9 +14,9 @@ from atomc.graph.canonical import Call, call, value
 from atomc.graph.mutation import mutated, storage
 from atomc.graph.sizes import known_equal, same_shape
 from atomc.graph.strides import Values, same_strides, values_behind
-from atomc.graph_pass import Context
-from atomc.matching.attributes import same_attr
-from atomc.rewrite import Fired, remove_dead_nodes
+from atomc.rewriting.graph_pass import Context
+from atomc.rewriting.matching.attributes import same_attr
+from atomc.rewriting.rewrite import Fired, remove_dead_nodes
 
 _WHOLE = {"start": 0, "end": None, "step": 1}
 _RANDOM = torch.Tag.nondeterministic_seeded

@@ -15,8 +15,8 @@ from torch.fx import Graph, GraphModule, Node
 from atomc import ops
 from atomc.graph.sizes import known_equal
 from atomc.graph.strides import same_strides
-from atomc.graph_pass import Context, Outcome
-from atomc.rewrite import Fired
+from atomc.rewriting.graph_pass import Context, Outcome
+from atomc.rewriting.rewrite import Fired
 
 # torch.fx spells these functions in several ways; all mean the same.
 LINEAR = (F.linear, torch._C._nn.linear)

@@ -11,9 +11,9 @@ from torch.fx import Graph, GraphModule, Node
 
 from atomc import ops
 from atomc.graph.canonical import value
-from atomc.graph_pass import Context, Outcome
-from atomc.op import Extra
-from atomc.rewrite import Fired
+from atomc.ops.op import Extra
+from atomc.rewriting.graph_pass import Context, Outcome
+from atomc.rewriting.rewrite import Fired
 
 
 def lower(gm: GraphModule, context: Context) -> Outcome:

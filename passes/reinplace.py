@@ -17,8 +17,8 @@ from atomc.graph.canonical import value
 from atomc.graph.mutation import storage
 from atomc.graph.sizes import same_shape
 from atomc.graph.strides import Values, same_strides, values_behind
-from atomc.graph_pass import Context
-from atomc.rewrite import Fired
+from atomc.rewriting.graph_pass import Context
+from atomc.rewriting.rewrite import Fired
 
 aten = torch.ops.aten
 IN_PLACE = {

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from atomc.cudagraphs import Captured, Pool
-from atomc.report import Report
+from atomc.compiler.cudagraphs import Captured, Pool
+from atomc.report.report import Report
 from atomc.runtime.batch import Shape
 
 MOST_PREFILL_ROWS = 2048  # beyond, the device is busy long enough for the host to keep up

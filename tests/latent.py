@@ -11,12 +11,12 @@ from torch.fx import GraphModule
 
 from atomc import ops
 from atomc.graph.canonical import call, value
-from atomc.graph_pass import Context, Pass
 from atomc.ops.formats import FP8
 from atomc.ops.inputs import StepInput
 from atomc.ops.state import StateSpec
 from atomc.passes.bind_state import RuntimeInputs
-from atomc.rewrite import Fired, infer
+from atomc.rewriting.graph_pass import Context, Pass
+from atomc.rewriting.rewrite import Fired, infer
 
 aten = torch.ops.aten
 

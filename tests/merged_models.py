@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import atomc
-from atomc import models, packed_weights
+from atomc import models
+from atomc.weights import packed as packed_weights
 
 Model = TypeVar("Model", bound=nn.Module)
 EAGER = {"glue": "eager"}

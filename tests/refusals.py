@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from atomc.op import Kernel, refusal
+from atomc.ops.op import Kernel, refusal
 from atomc.platform import Platform
 
 

@@ -9,15 +9,16 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from atomc import passes, pipeline
+from atomc import passes
 from atomc.capture.functional import capture, dynamo_graph
+from atomc.compiler import pipeline
 from atomc.graph.inputs import graph_input, step_input
-from atomc.graph_pass import Context, Pass, rewriting
 from atomc.ops.inputs import StateInput, StepInput
 from atomc.options import Options
 from atomc.platform import Platform
-from atomc.report import Report, reports
-from atomc.rewrite import Fired, Rewrite
+from atomc.report.report import Report, reports
+from atomc.rewriting.graph_pass import Context, Pass, rewriting
+from atomc.rewriting.rewrite import Fired, Rewrite
 from atomc.torch_compat.core import outside_of_tracing
 from atomc.torch_compat.tracing import lifted_floats, source_name
 

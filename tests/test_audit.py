@@ -18,12 +18,12 @@ from atomc.audit.error import Error, error
 from atomc.audit.recorder import Recorder
 from atomc.audit.sites import AuditSite
 from atomc.cli import main
-from atomc.inspection import explain
+from atomc.compiler.explain import explain
 from atomc.ops.state import GroupStep, Step
 from atomc.options import Options, read_options, written_options
 from atomc.program import compile_model
-from atomc.render.audit import audit_text, headline, ranked_by
-from atomc.report import reports
+from atomc.report.render.audit import audit_text, headline, ranked_by
+from atomc.report.report import reports
 
 EAGER = {"strict": True, "glue": "eager"}
 CONFIG = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu", "rms_norm_eps": 1e-6,
@@ -265,7 +265,7 @@ def test_an_audit_that_fails_leaves_the_program_alone(monkeypatch, caplog):
 
 
 def test_a_difference_that_the_kernels_do_not_make_is_the_glues(monkeypatch):
-    from atomc import driver
+    from atomc.compiler import driver
 
     glue = driver._glue
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import atomc
 from atomc import ops
-from atomc.graph_pass import Context, Pass
-from atomc.pipeline import register_pass
-from atomc.rewrite import Fired
+from atomc.compiler.pipeline import register_pass
+from atomc.rewriting.graph_pass import Context, Pass
+from atomc.rewriting.rewrite import Fired
 
 EAGER = {"glue": "eager"}
 
@@ -154,7 +154,7 @@ def test_a_bug_of_ours_is_raised_when_strict_and_otherwise_the_graph_runs_throug
 def test_a_training_graph_gets_right_gradients_from_inductor_and_one_warning_a_process(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("atomc.entry._warned", threading.Event())
+    monkeypatch.setattr("atomc.compiler.entry._warned", threading.Event())
     torch.manual_seed(0)
     model, twin = Block(), Block()
     twin.load_state_dict(model.state_dict())
@@ -419,7 +419,7 @@ def test_explaining_does_not_run_the_model_and_compiles_nothing(block: Block, mo
         raise AssertionError("Inductor was called")
 
     monkeypatch.setattr("atomc.backend.inductor", refuse)
-    monkeypatch.setattr("atomc.pieces.inductor_code", refuse)
+    monkeypatch.setattr("atomc.compiler.partition.inductor_code", refuse)
     written = torch.zeros(5, 32)
 
     def writes(x: Tensor) -> Tensor:

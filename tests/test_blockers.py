@@ -15,7 +15,7 @@ from rewriting import explained
 from torch import Tensor
 
 from atomc import ops, passes
-from atomc.pipeline import register_pass
+from atomc.compiler.pipeline import register_pass
 
 functional, GROUP = torch.ops._c10d_functional, one_process_group()
 # T tokens, N query heads, K key/value heads, D row width, I inner width, H rotated columns of a partial rotation.

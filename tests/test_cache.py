@@ -20,11 +20,11 @@ import atomc
 from atomc import models
 from atomc.cache import fingerprint, store
 from atomc.cli import main
-from atomc.op import REGISTRY
+from atomc.ops.op import REGISTRY
 from atomc.ops.state import GroupStep, Step
 from atomc.options import Options
 from atomc.program import compile_model
-from atomc.report_records import CacheOutcome
+from atomc.report.records import CacheOutcome
 
 TINY = dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3", vocab_size=64, hidden_size=32, intermediate_size=48,
             num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=64,

@@ -6,11 +6,11 @@ import torch.nn.functional as F
 from rewriting import after_passes, functional_graph
 
 from atomc import ops
-from atomc.graph_pass import rewriting
-from atomc.matching.captures import OneOf
-from atomc.matching.pattern import Index, Pattern
-from atomc.matching.search import matches
-from atomc.rewrite import Case, Rewrite, tensor_example
+from atomc.rewriting.graph_pass import rewriting
+from atomc.rewriting.matching.captures import OneOf
+from atomc.rewriting.matching.pattern import Index, Pattern
+from atomc.rewriting.matching.search import matches
+from atomc.rewriting.rewrite import Case, Rewrite, tensor_example
 
 X, Y = torch.randn(4, 8), torch.randn(4, 8)
 W, B = torch.randn(6, 8), torch.randn(6)

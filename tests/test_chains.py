@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 import atomc
 from atomc import models, ops, program
+from atomc.compiler.pipeline import register_pass
 from atomc.ops.formats import FP8
 from atomc.passes import PIPELINE
-from atomc.pipeline import register_pass
-from atomc.rewrite import Rewrite
+from atomc.rewriting.rewrite import Rewrite
 
 transformers = pytest.importorskip("transformers")
 

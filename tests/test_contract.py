@@ -11,10 +11,10 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import atomc
-from atomc import contract
 from atomc.cli import main
 from atomc.models import wrap_stock
 from atomc.program import compile_model
+from atomc.report import contract
 
 pytestmark = pytest.mark.xdist_group("contract")
 LAYERS = 3

@@ -6,12 +6,14 @@ import torch
 from rewriting import TIDY, after_passes
 from torch import Tensor
 
-from atomc import cost, ops, pipeline
+from atomc import ops
+from atomc.compiler import pipeline
+from atomc.cost import cost
 from atomc.graph.step_symbols import C, R, S, T
-from atomc.graph_pass import Pass
 from atomc.models import build
 from atomc.models.loader import ready
 from atomc.program import compile_model
+from atomc.rewriting.graph_pass import Pass
 
 
 def costs(function, *inputs, dynamic=False):

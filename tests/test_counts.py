@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import atomc
 from atomc import models, program
 from atomc.models import qwen3
-from atomc.report import Report
+from atomc.report.report import Report
 from atomc.torch_compat.tracing import mark_unbacked
 
 transformers = pytest.importorskip("transformers")

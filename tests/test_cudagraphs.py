@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 import atomc
 from atomc import ops
-from atomc.cudagraphs import Pool
+from atomc.compiler.cudagraphs import Pool
+from atomc.compiler.static_buffer import StaticBuffer
 from atomc.kernels import load
 from atomc.kernels.triton.attention import tiling
 from atomc.kernels.triton.launch import heads_a_program
@@ -21,7 +22,6 @@ from atomc.runtime.batch import Shape
 from atomc.runtime.graphs import decode_sizes, launched_shapes, step_shapes
 from atomc.runtime.llm import LLM
 from atomc.runtime.sampling_params import SamplingParams
-from atomc.static_buffer import StaticBuffer
 
 TINY = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 128, "hidden_size": 64,
         "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,

@@ -7,8 +7,8 @@ import torch
 from test_report import Model, X
 
 from atomc.cli import main
+from atomc.compiler.explain import explain
 from atomc.dumps.diff import differences
-from atomc.inspection import explain
 
 pytestmark = pytest.mark.xdist_group("diff")
 EAGER = {"strict": True, "glue": "eager"}

@@ -10,7 +10,7 @@ import pytest
 
 from atomc import kernels, passes
 from atomc.cli import _parser
-from atomc.op import REGISTRY
+from atomc.ops.op import REGISTRY
 from atomc.options import Options
 
 ROOT = Path(__file__).parents[1]

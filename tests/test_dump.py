@@ -15,11 +15,11 @@ from torch import nn
 
 import atomc
 from atomc import models, ops
+from atomc.compiler.explain import explain
 from atomc.demo import PATH
 from atomc.dumps.replay import RECORDED, make
-from atomc.inspection import explain
 from atomc.models.loader import load
-from atomc.op import Kernel, Prepared
+from atomc.ops.op import Kernel, Prepared
 from atomc.ops.state import GroupStep, Step
 from atomc.program import compile_model
 

@@ -152,10 +152,10 @@ TAKES_APART = {"startswith", "endswith", "removeprefix", "removesuffix", "partit
                "match", "fullmatch", "search", "findall", "find", "index"}  # fmt: skip
 # Names of something else.
 ALSO = {
-    ("inspection.py", "names[:2] == ['input_ids', 'positions']"): "arguments of the user's model",
-    ("inspection.py", "'input_ids' in names"): "arguments of the user's model",
-    ("graph_printer.py", "input_name(node).removeprefix('kwargs.')"): "the printed name of an argument",
-    ("graph_printer.py", "self.name.rpartition('.')"): "the printed path of a parameter",
+    ("compiler/explain.py", "names[:2] == ['input_ids', 'positions']"): "arguments of the user's model",
+    ("compiler/explain.py", "'input_ids' in names"): "arguments of the user's model",
+    ("graph/graph_printer.py", "input_name(node).removeprefix('kwargs.')"): "the printed name of an argument",
+    ("graph/graph_printer.py", "self.name.rpartition('.')"): "the printed path of a parameter",
     ("passes/fuse/kv_write.py", "'k_scale' in given"): "an argument of a pattern",
     ("runtime/batch.py", "'slots_'"): "a buffer of the batch",
 }

@@ -17,13 +17,13 @@ import torch.nn.functional as F
 import atomc
 from atomc.cli import main
 from atomc.cli.explain import _names
-from atomc.graph_printer import parse
-from atomc.render import formula
-from atomc.render.compare import Comparison
-from atomc.render.graph_diff import align, fold_layers, hunks
-from atomc.render.html import page as html_of
-from atomc.report import Report
-from atomc.report_records import CacheOutcome, FusionOpportunity, KernelChoice, Miss, OpCost, Site, Stage
+from atomc.graph.graph_printer import parse
+from atomc.report.records import CacheOutcome, FusionOpportunity, KernelChoice, Miss, OpCost, Site, Stage
+from atomc.report.render import formula
+from atomc.report.render.compare import Comparison
+from atomc.report.render.graph_diff import align, fold_layers, hunks
+from atomc.report.render.html import page as html_of
+from atomc.report.report import Report
 
 pytestmark = pytest.mark.xdist_group("html report")  # three models are compiled once
 TINY = dict(vocab_size=96, hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2,
@@ -460,7 +460,7 @@ def test_without_jinja2_the_error_says_what_to_install(monkeypatch):
 
 def test_a_process_of_its_own_renders_json():
     data = json.dumps(Report("M", treated=True).to_dict())
-    done = subprocess.run([sys.executable, "-m", "atomc.render"], input=data, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "atomc.report.render"], input=data, capture_output=True, text=True)
     assert done.stdout == html_of([Report("M", treated=True)]), done.stderr
 
 

@@ -6,15 +6,15 @@ from rewriting import TIDY, after_passes, explained, functional_graph, rewritten
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from atomc import ops
+from atomc.compiler.pipeline import PassError, check_order, selected
 from atomc.errors import OptionsError
 from atomc.graph.canonical import call
-from atomc.graph_pass import Context, Pass, rewriting
-from atomc.matching.pattern import Index, Pattern
-from atomc.matching.search import matches
 from atomc.options import Options
-from atomc.pipeline import PassError, check_order, selected
 from atomc.platform import Platform
-from atomc.rewrite import Rewrite, apply, tensor_example
+from atomc.rewriting.graph_pass import Context, Pass, rewriting
+from atomc.rewriting.matching.pattern import Index, Pattern
+from atomc.rewriting.matching.search import matches
+from atomc.rewriting.rewrite import Rewrite, apply, tensor_example
 from atomc.torch_compat.tracing import mark_unbacked
 
 aten = torch.ops.aten
@@ -294,7 +294,7 @@ def test_an_error_in_the_explanation_of_a_near_miss_costs_the_explanation_alone(
         raise IndexError("no such dimension")
 
     made = Rewrite("adding", scaled, replaced, example)
-    monkeypatch.setattr("atomc.pipeline.misses", fails)
+    monkeypatch.setattr("atomc.compiler.pipeline.misses", fails)
     with pytest.raises(Exception, match=r"pass 'adding': .*cannot be told: IndexError: no such dimension"):
         after_passes([rewriting("adding", [made])], scaled, X, Y, W)
     context = Context(Options(), Platform.detect("cpu"))

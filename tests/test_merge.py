@@ -29,7 +29,7 @@ from rewriting import STRIDES_HOLD
 from torch import Tensor, nn
 
 import atomc
-from atomc.pipeline import register_pass
+from atomc.compiler.pipeline import register_pass
 from atomc.program import compile_model
 
 

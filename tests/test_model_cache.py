@@ -20,7 +20,6 @@ from atomc.cache.artifact import Uncacheable
 from atomc.cache.model_fingerprint import model_parts
 from atomc.cache.store import differences
 from atomc.errors import RunError
-from atomc.graph_pass import Pass
 from atomc.models import layers, llama, loader, wrap_stock
 from atomc.ops.state import GroupStep, Step, groups_of
 from atomc.options import Options
@@ -29,6 +28,7 @@ from atomc.program import compile_model
 from atomc.quantization import quantize
 from atomc.quantization.linear import QuantizedLinear
 from atomc.quantization.packing import AWQ, GPTQ, GPTQ_V2, MXFP4_PACK_QUANTIZED, PACK_QUANTIZED
+from atomc.rewriting.graph_pass import Pass
 from atomc.runtime.hidden import hidden_model
 
 pytestmark = pytest.mark.xdist_group("known")
@@ -482,7 +482,7 @@ print(json.dumps({"cache": report.cache, "tokens": list(answer.token_ids), "phas
                   "loaded": [name for name in sys.argv[2:] if name in sys.modules]}))
 """
 TRACING = ("torch._dynamo", "torch._inductor", "torch._functorch.aot_autograd", "torch.fx.experimental.symbolic_shapes",
-           "sympy", "transformers", "atomc.passes", "atomc.driver", "atomc.trace_model")  # fmt: skip
+           "sympy", "transformers", "atomc.passes", "atomc.compiler.driver", "atomc.compiler.trace_model")  # fmt: skip
 
 
 def process(folder, **options):

@@ -12,18 +12,20 @@ from test_imports import PACKAGE, sources
 from torch import Tensor, nn
 
 import atomc
-from atomc import cost, models, ops, ranges
-from atomc.efficiency import LAUNCH
-from atomc.graph_pass import Pass
+from atomc import models, ops
+from atomc.compiler import ranges
+from atomc.cost import cost
+from atomc.cost.efficiency import LAUNCH
+from atomc.cost.quantized_weights import quantized_weights
 from atomc.models.loader import ready
-from atomc.op import PreferInductor, op
-from atomc.op_cost import product
-from atomc.op_traits import Kind, QuantizedWeight
 from atomc.ops import REGISTRY, Tokens
+from atomc.ops.op import PreferInductor, op
+from atomc.ops.op_cost import product
+from atomc.ops.op_traits import Kind, QuantizedWeight
 from atomc.planning.plan import Model, compile_for, plan
 from atomc.planning.plan_report import Workload
 from atomc.platform import Platform
-from atomc.quantized_weights import quantized_weights
+from atomc.rewriting.graph_pass import Pass
 
 H200 = Platform.named("h200")
 WIDTH, INNER, LAYERS = 64, 96, 2

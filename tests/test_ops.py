@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from atomc import ops
-from atomc.op import op_of, register_kernel
 from atomc.ops.formats import FP8
+from atomc.ops.op import op_of, register_kernel
 
 EVERY_CASE = [pytest.param(name, case, id=f"{name}-{case}") for name, cases in CASES.items() for case in cases]
 FIRST_CASES = [pytest.param(name, next(iter(cases)), id=name) for name, cases in CASES.items()]

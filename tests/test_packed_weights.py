@@ -30,8 +30,8 @@ from merged_models import (
 from torch import Tensor, nn
 
 import atomc
-from atomc.packed_weights import pack, packed_together, refusal
 from atomc.program import compile_model
+from atomc.weights.packed import pack, packed_together, refusal
 
 
 @pytest.fixture

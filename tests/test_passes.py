@@ -8,8 +8,8 @@ from rewriting import TIDY, after_passes, explained, rewritten
 from torch import nn
 
 import atomc
-from atomc import kernels, ops, passes, pipeline
-from atomc.graph_pass import Context
+from atomc import kernels, ops, passes
+from atomc.compiler import pipeline
 from atomc.options import Options
 from atomc.passes.fuse.add_norm import ADD_LAYER_NORM, ADD_RMS_NORM
 from atomc.passes.fuse.qk_norm_rope import QK_NORM_ROPE
@@ -18,6 +18,7 @@ from atomc.passes.recognize.rms_norm import RMS_NORM
 from atomc.passes.recognize.rope import ROPE
 from atomc.passes.recognize.rope_before_transpose import ROPE_BEFORE_TRANSPOSE
 from atomc.platform import Platform
+from atomc.rewriting.graph_pass import Context
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 T, N, K, D = 5, 4, 2, 16

@@ -11,10 +11,10 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import atomc
-import atomc.pieces
+import atomc.compiler.partition
 from atomc import ops
 from atomc.capture import regions
-from atomc.pieces import structural_hash
+from atomc.compiler.partition import structural_hash
 from atomc.torch_compat import inductor
 
 X = torch.randn(5, 16, generator=torch.Generator().manual_seed(0))
@@ -48,13 +48,13 @@ class Stack(nn.Module):
 def compiled_pieces(model: nn.Module, monkeypatch: pytest.MonkeyPatch, prepare: bool = False) -> tuple[list[str], int]:
     """What the report says of the pieces, and how often Inductor was called; the result is compared with eager."""
     calls = []
-    inductor_code = atomc.pieces.inductor_code
+    inductor_code = atomc.compiler.partition.inductor_code
 
     def counted(*args: Any) -> Any:
         calls.append(args)
         return inductor_code(*args)
 
-    monkeypatch.setattr(atomc.pieces, "inductor_code", counted)
+    monkeypatch.setattr(atomc.compiler.partition, "inductor_code", counted)
     model = atomc.prepare(model)
     if not prepare:
         regions.unprepare(model)

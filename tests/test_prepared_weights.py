@@ -11,12 +11,13 @@ from refusals import refusal_text
 from torch import Tensor, nn
 
 import atomc
-from atomc import kernels, ops, weights
+from atomc import kernels, ops
 from atomc.models import build
 from atomc.models.loader import fill_randomly, ready
-from atomc.op import Prepared
+from atomc.ops.op import Prepared
 from atomc.platform import Platform
 from atomc.program import compile_model
+from atomc.weights import registry as weights
 
 pytestmark = pytest.mark.skipif(kernels.load("onednn") is not None, reason=str(kernels.load("onednn")))
 FP32, BF16 = [kernel for kernel in ops.linear.kernels if kernel.provider == "onednn"] or (None, None)
@@ -211,7 +212,7 @@ def test_compiled_code_that_reads_copies_is_not_loaded_for_weights_that_have_non
 
 
 def test_copies_take_no_more_than_a_part_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("atomc.select.MOST_COPIED", 2.5 * 48 * 32 * 4 / HERE.memory)  # the pack fits, not both
+    monkeypatch.setattr("atomc.compiler.select.MOST_COPIED", 2.5 * 48 * 32 * 4 / HERE.memory)  # the pack fits, not both
     module = model()
     with torch.no_grad():
         torch.testing.assert_close(torch.compile(module, backend="atom", options=EAGER)(X), module(X))
@@ -227,7 +228,7 @@ def test_copies_for_other_numbers_of_rows_count_too(monkeypatch: pytest.MonkeyPa
     def linear(x: Tensor, weight: tuple[Tensor], bias: Tensor | None = None) -> Tensor:
         return x @ weight[0] + (0 if bias is None else bias)
 
-    monkeypatch.setattr("atomc.select.MOST_COPIED", 1.5 * 48 * 32 * 4 / HERE.memory)
+    monkeypatch.setattr("atomc.compiler.select.MOST_COPIED", 1.5 * 48 * 32 * 4 / HERE.memory)
     monkeypatch.setattr(ops.linear, "kernels", list(ops.linear.kernels))
     ops.linear.kernel("mine", prepare={"weight": transposed}, tokens=ops.Tokens(1, 8))(linear)
     module = nn.Linear(32, 48).requires_grad_(False)

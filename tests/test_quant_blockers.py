@@ -22,7 +22,7 @@ from torch import Tensor
 
 import atomc
 from atomc import OptionsError, kernels, ops, program
-from atomc.pipeline import register_pass
+from atomc.compiler.pipeline import register_pass
 from atomc.platform import Platform
 
 STRICT = {"strict": True, "glue": "eager"}

@@ -11,7 +11,7 @@ from torch import nn
 import atomc
 from atomc import models, program
 from atomc.quantization.linear import LinearMethod, QuantizedLinear
-from atomc.report import Report
+from atomc.report.report import Report
 
 # How a scheme of atomc.quantize quantizes activations. "static" stands for a checkpoint that brings their scales.
 ACTIVATIONS = {"fp8": "fp8_per_token", "fp8_per_token": "fp8_per_token", "fp8_block": "fp8_group", "int8": "int8_per_token",

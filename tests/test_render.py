@@ -4,10 +4,10 @@ from collections import Counter
 
 import pytest
 
-from atomc.render.table import WIDTH, collapsed, table
-from atomc.render.text import report_text, summary
-from atomc.report import Report
-from atomc.report_records import GraphBreak, KernelChoice, Miss, Site
+from atomc.report.records import GraphBreak, KernelChoice, Miss, Site
+from atomc.report.render.table import WIDTH, collapsed, table
+from atomc.report.render.text import report_text, summary
+from atomc.report.report import Report
 
 
 def fired(rewrite, path, layer):

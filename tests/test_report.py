@@ -11,8 +11,8 @@ from torch import nn
 
 import atomc
 from atomc import ops
-from atomc.report import MAX_REPORTS, Report, forget, keep, reports
-from atomc.report_records import CacheOutcome, GraphBreak, Miss, spans
+from atomc.report.records import CacheOutcome, GraphBreak, Miss, spans
+from atomc.report.report import MAX_REPORTS, Report, forget, keep, reports
 
 STRICT = {"strict": True, "glue": "eager"}
 X = torch.randn(5, 32)

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 import atomc
 from atomc import kernels, ops
+from atomc.compiler.select import Selection
 from atomc.models import build
 from atomc.models.loader import fill_randomly, ready
 from atomc.ops import GroupStep, Prepared, Refusal, Step
 from atomc.options import Options
 from atomc.platform import Platform
 from atomc.program import compile_model
-from atomc.select import Selection
 
 kernels.load("torch")
 EAGER = {"glue": "eager"}

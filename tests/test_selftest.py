@@ -9,14 +9,14 @@ import torch
 from atomc import kernels, ops
 from atomc.cache.store import StartRecord, last_start, record_start
 from atomc.cli import doctor, main
-from atomc.examples import EXAMPLES, RandomInputs
-from atomc.op import REGISTRY
-from atomc.op_traits import Kind
+from atomc.ops.op import REGISTRY
+from atomc.ops.op_traits import Kind
 from atomc.options import Options
 from atomc.platform import Platform
-from atomc.report import Report
-from atomc.report_records import CacheOutcome
-from atomc.selftest import self_test, text
+from atomc.report.records import CacheOutcome
+from atomc.report.report import Report
+from atomc.testing.examples import EXAMPLES, RandomInputs
+from atomc.testing.selftest import self_test, text
 
 CPU = Platform.detect("cpu")
 

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from atomc import ops
 from atomc.errors import RunError
-from atomc.op import op
-from atomc.op_traits import Kind, StateBinding
 from atomc.ops import REGISTRY
 from atomc.ops.inputs import StateInput, StepInput
+from atomc.ops.op import op
+from atomc.ops.op_traits import Kind, StateBinding
 from atomc.ops.state import StateGroup, StateSpec, groups_of, state_before
 from atomc.planning.plan import Model, TimedProgram, plan
 from atomc.planning.plan_report import Workload

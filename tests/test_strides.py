@@ -8,7 +8,7 @@ from rewriting import STRIDES_HOLD
 from torch import Tensor
 
 import atomc
-from atomc.pipeline import register_pass
+from atomc.compiler.pipeline import register_pass
 
 B, T, N, D = 2, 5, 4, 16
 X = torch.randn(B, T, N * D)

@@ -12,7 +12,9 @@ import torch
 from torch import nn
 
 import atomc
-from atomc import ops, pieces, profiler_ranges, structured_trace
+from atomc import ops
+from atomc.compiler import partition as pieces
+from atomc.graph import profiler_ranges, structured_trace
 
 TRACE = logging.getLogger("torch.__trace")
 

@@ -15,18 +15,21 @@ from merged_models import EAGER, Gated, X, compiled, fresh, live_bytes, own
 from merged_models import weights as weights_of
 from torch import Tensor, nn
 
-from atomc import demo, kernels, ops, packed_weights, weight_inputs, weights
+from atomc import demo, kernels, ops
 from atomc.models import loader
-from atomc.op import Prepared
+from atomc.ops.op import Prepared
 from atomc.program import Program, compile_model
 from atomc.quantization import quantize
 from atomc.runtime.llm import LLM
 from atomc.runtime.sampling_params import SamplingParams
-from atomc.weight_inputs import PreparedInput, WeightInputs
-from atomc.weight_snapshot import Snapshot
-from atomc.weights import location_of
+from atomc.weights import inputs as weight_inputs
+from atomc.weights import packed as packed_weights
+from atomc.weights import registry as weights
+from atomc.weights.inputs import PreparedInput, WeightInputs
+from atomc.weights.registry import location_of
+from atomc.weights.snapshot import Snapshot
 
-PACKAGE = Path(weights.__file__).parent
+PACKAGE = Path(weights.__file__).parents[1]
 SHORT = SamplingParams(max_tokens=4, temperature=0)
 
 
@@ -83,7 +86,7 @@ def test_a_parameter_that_others_move_does_not_lie_at_its_address() -> None:
 
 
 def test_the_table_forgets_a_parameter_with_what_was_made_of_it_and_others() -> None:
-    from atomc.prepared_weights import prepared_weight
+    from atomc.weights.prepared import prepared_weight
 
     def summed(a: Tensor, b: Tensor) -> Prepared:
         return Prepared((a + b,))
@@ -99,7 +102,7 @@ def test_the_table_forgets_a_parameter_with_what_was_made_of_it_and_others() -> 
 
 
 def test_what_was_made_of_packed_parameters_is_freed_with_the_first_of_them_at_once() -> None:
-    from atomc.prepared_weights import prepared_weight
+    from atomc.weights.prepared import prepared_weight
 
     a, b = parameter(4, 4), parameter(4, 4)
     pack = packed_weights.pack([a, b])
@@ -131,7 +134,7 @@ def test_no_module_but_the_owner_makes_or_moves_a_parameter() -> None:
             name = path.relative_to(PACKAGE).as_posix()
             if name not in exempt and (lines := moving(ast.parse(path.read_text()))):
                 found[name] = lines
-    assert found.keys() == {"weights.py"}
+    assert found.keys() == {"weights/registry.py"}
 
 
 # Who makes what

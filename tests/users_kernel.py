@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from atomc.op import REGISTRY
+from atomc.ops.op import REGISTRY
 
 SOURCE = """
 import torch

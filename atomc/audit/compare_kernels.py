@@ -16,7 +16,7 @@ from atomc.audit.evaluate import Values, evaluate_graph, evaluate_node, flatten,
 from atomc.audit.node_correspondence import NodeCorrespondence
 from atomc.audit.sites import AuditSite, Slice
 from atomc.graph.mutation import mutated
-from atomc.op import op_of
+from atomc.ops.op import op_of
 
 # Caches larger than this are not copied for comparison.
 MAX_COPIED_BYTES = 2**28

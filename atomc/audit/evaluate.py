@@ -10,8 +10,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from atomc.graph.inputs import step_input
 from atomc.graph.mutation import mutated
-from atomc.op import op_of
 from atomc.ops.inputs import StepInput
+from atomc.ops.op import op_of
 
 NARROW = (torch.bfloat16, torch.float16)
 Values = dict[str, Any]

@@ -26,8 +26,8 @@ from atomc.cache.generated import Function
 from atomc.dumps.dump import Dumper
 from atomc.ops.inputs import StepInput
 from atomc.options import Options
-from atomc.render.audit import headline
-from atomc.report import Report
+from atomc.report.render.audit import headline
+from atomc.report.report import Report
 from atomc.torch_compat.core import outside_of_tracing
 
 log = logging.getLogger("atomc")

@@ -14,7 +14,7 @@ from atomc.audit.node_correspondence import NodeCorrespondence
 from atomc.graph.canonical import VIEWS, call
 from atomc.graph.inputs import is_cache
 from atomc.graph.provenance import layer_of, module_path, source_line
-from atomc.op import op_of
+from atomc.ops.op import op_of
 
 # Nodes that may select the outputs of a site from an op's result.
 _VALUE_ACCESS = VIEWS | {"getitem", "slice", "split_with_sizes", "permute"}

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch.profiler import record_function
 
-from atomc.op import REGISTRY
-from atomc.profiler_ranges import with_ranges
+from atomc.graph.profiler_ranges import with_ranges
+from atomc.ops.op import REGISTRY
 
 Plain = dict[str, Any]
 

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from atomc.cache.artifact import Plain, deserialize, resolve
-from atomc.op import Extra
+from atomc.graph.profiler_ranges import profiled
 from atomc.ops.inputs import StateInput, StepInput
+from atomc.ops.op import Extra
 from atomc.ops.state import StateSpec
-from atomc.profiler_ranges import profiled
-from atomc.weight_inputs import PreparedInput, WeightInputs
+from atomc.weights.inputs import PreparedInput, WeightInputs
 
 
 @dataclass

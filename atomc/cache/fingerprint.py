@@ -17,16 +17,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from atomc import kernels, packed_weights, prepared_weights
+from atomc import kernels
 from atomc.cache.artifact import Uncacheable
-from atomc.op import REGISTRY
+from atomc.ops.op import REGISTRY
 from atomc.options import Options
 from atomc.platform import Platform
-from atomc.registered import REGISTERED
+from atomc.rewriting.registered import REGISTERED
 from atomc.torch_compat.core import autocast_is_on, changed_settings, compiler_variables, outside_of_tracing
+from atomc.weights import packed, prepared
 
 if TYPE_CHECKING:
-    from atomc.graph_pass import Pass
+    from atomc.rewriting.graph_pass import Pass
 
 Parts = dict[str, str]
 # Parts are named "source of kernel triton rms_norm" and "source of atomc/kernels/triton/norm.py".
@@ -35,8 +36,8 @@ KERNEL_SOURCE, OUR_KERNELS = "source of kernel", "source of atomc/kernels/"
 # These change reports and files, but not the compiled code.
 _REPORTING_OPTIONS = ("strict", "disable", "dump", "report", "expect", "expect_mode", "cache", "cache_dir", "cache_size")
 # Folders and files of the package that do not influence what is compiled.
-_NOT_COMPILING = ("runtime", "models", "planning", "demo", "render", "cli", "kernels", "__main__.py", "__init__.py",
-          "inspection.py", "contract.py")  # fmt: skip
+_NOT_COMPILING = ("runtime", "models", "planning", "demo", "report/render", "cli", "kernels",
+                  "__main__.py", "__init__.py", "compiler/explain.py", "report/contract.py")  # fmt: skip
 PLAIN_TENSORS = (Tensor, nn.Parameter, nn.Buffer)
 
 
@@ -189,7 +190,7 @@ def input_kind(item: Any) -> str:
         raise Uncacheable(f"an input is a {kind}")
     refused: dict[str, str | bool | None]
     if isinstance(item, nn.Parameter):
-        refused = {"no copy": prepared_weights.unpreparable(item), "no pack": packed_weights.unpackable(item)}
+        refused = {"no copy": prepared.unpreparable(item), "no pack": packed.unpackable(item)}
     else:
         refused = {"made in inference mode": item.is_inference() or None}
     return ", ".join([kind, *(f"{what}: {why}" for what, why in refused.items() if why is not None)])

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from atomc.cache.artifact import Plain, Uncacheable, bind_forward, reference
-from atomc.profiler_ranges import with_ranges
-from atomc.structured_trace import label_of, labels_of
+from atomc.graph.profiler_ranges import with_ranges
+from atomc.graph.structured_trace import label_of, labels_of
 from atomc.torch_compat.core import FakeTensor
 from atomc.torch_compat.inductor import InductorCode
 

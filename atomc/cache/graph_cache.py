@@ -10,9 +10,9 @@ from atomc.cache.compiled import Compiled
 from atomc.cache.graph_fingerprint import parts_of
 from atomc.cache.lookup import CacheLookup
 from atomc.cache.store import Plain, plain_report, record_start
-from atomc.graph_pass import Context
-from atomc.report import Report
-from atomc.report_records import CacheOutcome
+from atomc.report.records import CacheOutcome
+from atomc.report.report import Report
+from atomc.rewriting.graph_pass import Context
 from atomc.torch_compat.tracing import fake_mode_of, guards_hold, guards_of
 
 

@@ -10,8 +10,8 @@ from atomc.cache.compiled import Compiled, deserialize_compiled
 from atomc.cache.fingerprint import Parts
 from atomc.cache.store import DamagedEntry, Entry, Plain, check_plain, fill_report
 from atomc.options import Options
-from atomc.report import Report
-from atomc.report_records import CacheOutcome
+from atomc.report.records import CacheOutcome
+from atomc.report.report import Report
 from atomc.torch_compat.core import outside_of_tracing
 
 log = logging.getLogger("atomc")

@@ -19,7 +19,7 @@ from atomc.cache.model_fingerprint import model_parts, named_tensors
 from atomc.cache.store import Plain, record_start
 from atomc.options import Options
 from atomc.platform import Platform
-from atomc.report import Report
+from atomc.report.report import Report
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class ModelCache:
         """Store the traced model under its description; the report says why it was traced.
 
         entry  the content of the cache entry of its graph, None if there is none
-        sources, inputs  as in atomc.trace_model.TracedModel
+        sources, inputs  as in atomc.compiler.trace_model.TracedModel
         """
         if self.observed or report.cached.kind == "off":
             return

@@ -29,8 +29,8 @@ import torch
 
 from atomc.cache.fingerprint import KERNEL_SOURCE, OUR_KERNELS, Parts
 from atomc.options import Options
-from atomc.report import Report
-from atomc.report_records import PARTS
+from atomc.report.records import PARTS
+from atomc.report.report import Report
 
 log = logging.getLogger("atomc")
 

@@ -15,7 +15,7 @@ from atomc.cli.arguments import DTYPES, GLUES, add_quantization, command, defaul
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from atomc.report import Report
+    from atomc.report.report import Report
 
 TOKENS = 64
 PROMPT = ("She looked at him and said that it was a truth universally acknowledged. He answered: 17 times 3 is 51, "
@@ -116,7 +116,7 @@ def _load_function_model(name: str, arguments: argparse.Namespace) -> tuple[Any,
     import torch
 
     from atomc.cli.explain import load_function
-    from atomc.inspection import NothingToExplain, example_inputs
+    from atomc.compiler.explain import NothingToExplain, example_inputs
 
     if arguments.prompt or arguments.prompts or arguments.quantization:
         raise ValueError(f"--prompt, --prompts and --quantization need a checkpoint; return (module, args) from {name}")
@@ -175,7 +175,7 @@ def _run_audit(
     import torch
 
     from atomc.audit.error import worst
-    from atomc.report import reports
+    from atomc.report.report import reports
 
     earlier = {id(report) for report in reports()}
     torch._dynamo.reset()
@@ -286,7 +286,7 @@ def _merged(before: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any
 
 
 def _print(arguments: argparse.Namespace, first: AuditResult, written: Without | None) -> None:
-    from atomc.render.audit import audit_text
+    from atomc.report.render.audit import audit_text
 
     graphs = [report for report in first.reports if report.audit]
     if arguments.json:

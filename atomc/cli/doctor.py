@@ -45,10 +45,10 @@ def run(arguments: argparse.Namespace) -> int:
 def _print_machine() -> None:
     import torch
 
+    from atomc.compiler.partition import glue_of
     from atomc.options import Options
-    from atomc.pieces import glue_of
     from atomc.platform import Platform, torch_status
-    from atomc.render.table import table
+    from atomc.report.render.table import table
 
     version = import_module("atomc").__version__
     python = ".".join(map(str, sys.version_info[:3]))
@@ -60,9 +60,9 @@ def _print_machine() -> None:
 
 def _print_libraries() -> None:
     from atomc import kernels
-    from atomc.op import REGISTRY
+    from atomc.ops.op import REGISTRY
     from atomc.platform import provider_versions
-    from atomc.render.table import table
+    from atomc.report.render.table import table
 
     libraries = provider_versions()
     rows = [(name, library.version or "yes" if library.found else "-", library.reason or "")
@@ -91,7 +91,7 @@ def _provider_version(provider: str, libraries: "dict[str, Provider]") -> str:
 
 def _cache(options: "Options") -> str:
     from atomc.cache import store
-    from atomc.render.table import table
+    from atomc.report.render.table import table
 
     usage = store.usage(options)
     contents = f"{_entries(usage)}, {_format_bytes(usage.bytes)} of {_format_bytes(options.cache_size)}"
@@ -112,7 +112,7 @@ def _last_start(graphs: "Sequence[StartRecord]") -> list[tuple[str, str]]:
 
 
 def _self_test() -> int:
-    from atomc.selftest import self_test, text
+    from atomc.testing.selftest import self_test, text
 
     found = list(self_test())
     print("\n" + text(found))

@@ -50,7 +50,7 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from atomc import contract
+    from atomc.report import contract
 
     if arguments.module_path and not arguments.why:
         raise ValueError("--module-path needs --why: set both")
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _reports_of(arguments: argparse.Namespace, model: str | None) -> list[Any]:
     """The reports of one model, one per graph."""
-    from atomc.report import reports
+    from atomc.report.report import reports
 
     earlier = {id(report) for report in reports()}
     with contextlib.redirect_stdout(sys.stderr):  # keep the model's own output out of the report
@@ -90,7 +90,7 @@ def _print(arguments: argparse.Namespace, found: list[Any], other: list[Any] | N
     elif arguments.json:
         texts = [json.dumps([report.to_dict() for report in found], indent=1, default=str)]
     elif other is not None:
-        from atomc.render.compare import comparison_text
+        from atomc.report.render.compare import comparison_text
 
         texts = [comparison_text(found, other, _names(arguments))]
     else:
@@ -101,8 +101,8 @@ def _print(arguments: argparse.Namespace, found: list[Any], other: list[Any] | N
 
 
 def _write_page(arguments: argparse.Namespace, found: list[Any], other: list[Any] | None) -> None:
-    from atomc.render.html import page
-    from atomc.render.page import write_atomically
+    from atomc.report.render.html import page
+    from atomc.report.render.page import write_atomically
 
     if not arguments.platform:
         _measure_bandwidth(found)
@@ -113,7 +113,7 @@ def _write_page(arguments: argparse.Namespace, found: list[Any], other: list[Any
 
 def _measure_bandwidth(found: list[Any]) -> None:
     """Measure this machine's bandwidth if it is not known, so that the page can show times."""
-    from atomc.bandwidth import measured_bandwidth
+    from atomc.cost.bandwidth import measured_bandwidth
 
     unknown = [report for report in found if report.machine and not report.machine["bandwidth"]]
     if unknown:
@@ -136,7 +136,7 @@ def _is_report_file(name: str | None) -> bool:
 
 def _read_reports(file: str) -> list[Any]:
     """Reads a file written by --json. Raises ValueError for other content."""
-    from atomc.report import Report
+    from atomc.report.report import Report
 
     try:
         found = json.loads(Path(file).read_text())
@@ -156,7 +156,7 @@ def _read_baseline(file: str) -> dict[str, Any]:
 
 
 def _compile(arguments: argparse.Namespace, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    from atomc.inspection import NothingToExplain, explain
+    from atomc.compiler.explain import NothingToExplain, explain
     from atomc.platform import Platform
     from atomc.program import compile_model
 

@@ -94,7 +94,7 @@ def _print_texts(llm: "LLM", prompts: Sequence[str], params: "SamplingParams") -
 
 
 def _print_figures(llm: "LLM") -> None:
-    from atomc.render.text import summary
+    from atomc.report.render.text import summary
 
     report = llm.program.report
     print(f"\n{llm.tokens_per_second:.1f} tokens/s\nseconds to start: {_seconds(llm.phases)}")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from atomc.cli.arguments import DTYPES, SCHEMES, dtype_named
 
 if TYPE_CHECKING:
-    from atomc.efficiency import Table
+    from atomc.cost.efficiency import Table
     from atomc.planning.plan import Model
     from atomc.planning.plan_report import Plan, Workload
 
@@ -42,7 +42,7 @@ def is_requested(arguments: argparse.Namespace) -> bool:
 def run(arguments: argparse.Namespace) -> int:
     """Print the compiler's report and the plan. Raises ValueError if the model cannot be planned or measured."""
     from atomc.demo import PATH
-    from atomc.report import reports
+    from atomc.report.report import reports
     from atomc.runtime.hub import model_folder
 
     others = [f"--{name}" for name in INCOMPATIBLE_FLAGS if getattr(arguments, name) not in (None, False)]
@@ -101,7 +101,7 @@ def _load(arguments: argparse.Namespace) -> "Workload":
 
 def _table(file: str | None, machine: str) -> "Table | None":
     """The table of this machine in a file written by bench/efficiency.py."""
-    from atomc.efficiency import tables
+    from atomc.cost.efficiency import tables
 
     if file is None:
         return None

@@ -12,8 +12,8 @@ from difflib import SequenceMatcher
 from pathlib import Path
 
 from atomc.graph.provenance import layer_of
-from atomc.render.table import collapsed
-from atomc.report_records import spans
+from atomc.report.records import spans
+from atomc.report.render.table import collapsed
 
 _STAGE = re.compile(r"(\d+)_(\w+)\.py")
 _SYMBOL = re.compile(r"\b[su]\d+\b")

@@ -23,9 +23,9 @@ from atomc.graph.canonical import input_name
 from atomc.graph.expressions import expression
 from atomc.graph.inputs import graph_input, step_input
 from atomc.graph.provenance import module_path
-from atomc.op import REGISTRY, op_of
-from atomc.op_traits import Kind
 from atomc.ops.inputs import StateInput, StepInput
+from atomc.ops.op import REGISTRY, op_of
+from atomc.ops.op_traits import Kind
 
 # The value of a size without a hint.
 UNKNOWN_SIZE = 8

@@ -16,7 +16,7 @@ from torch.fx import Node
 
 from atomc.graph.expressions import expression
 from atomc.graph.sizes import known_equal
-from atomc.op import op_of
+from atomc.ops.op import op_of
 
 COMMUTATIVE = frozenset({"add", "mul", "maximum", "minimum", "eq", "ne", "bitwise_and", "bitwise_or"})
 VIEWS = frozenset({"view", "clone"})

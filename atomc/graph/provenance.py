@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from atomc.graph.canonical import spell
 
-_BETWEEN = {str(Path(__file__).parents[1] / file) for file in ("op.py", "models/stock.py")}
+_BETWEEN = {str(Path(__file__).parents[1] / file) for file in ("ops/op.py", "models/stock.py")}
 _SELF = re.compile(r"^L\['\w+'\]|^G\['\w+'\]")
 _KEY = re.compile(r"\['?([^'\]]+)'?\]")
 _FRAME = re.compile(r'File "([^"]*)", line (\d+), in (\S+)\n\s*(.*)')

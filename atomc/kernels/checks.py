@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from atomc.graph.sizes import known_equal, same_shape, spell_shape
-from atomc.op import Refusal
+from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 HALVES = (torch.bfloat16, torch.float16)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from atomc.graph.sizes import known_equal
-from atomc.op import Refusal
+from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 INT4PACK_GROUPS = (32, 64, 128, 256)

@@ -3,8 +3,8 @@
 import torch.nn.functional as F
 from torch import Tensor
 
-from atomc.op import op
-from atomc.op_traits import Kind
+from atomc.ops.op import op
+from atomc.ops.op_traits import Kind
 
 
 @op(kind=Kind.GATE, rows=None)

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from atomc.op import op
-from atomc.op_traits import Kind
 from atomc.ops.activation import silu_and_mul
+from atomc.ops.op import op
+from atomc.ops.op_traits import Kind
 from atomc.ops.schemes import quantized
 
 

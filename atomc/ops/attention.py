@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from atomc.op import op
-from atomc.op_cost import OpCall, Work, bytes_of, least, state_write
-from atomc.op_traits import Kind, StateBinding, StepFields
 from atomc.ops.formats import FP8
+from atomc.ops.op import op
+from atomc.ops.op_cost import OpCall, Work, bytes_of, least, state_write
+from atomc.ops.op_traits import Kind, StateBinding, StepFields
 from atomc.ops.quant import to_fp8
 from atomc.ops.state import StateSpec
 

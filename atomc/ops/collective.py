@@ -6,9 +6,9 @@ group: the name of a process group of torch.distributed; all its processes call 
 import torch
 from torch import Tensor
 
-from atomc.op import op
-from atomc.op_traits import Kind
 from atomc.ops.norm import add_rms_norm, rms_norm, rounds_once
+from atomc.ops.op import op
+from atomc.ops.op_traits import Kind
 
 
 def _all_reduce_shape(x: Tensor, group: str) -> Tensor:

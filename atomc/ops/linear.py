@@ -6,9 +6,9 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from atomc.op import op
-from atomc.op_cost import lookup, product
-from atomc.op_traits import Kind
+from atomc.ops.op import op
+from atomc.ops.op_cost import lookup, product
+from atomc.ops.op_traits import Kind
 
 
 def linear_shape(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -11,10 +11,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from atomc.op import op
-from atomc.op_cost import OpCall, Work, product, state_write
-from atomc.op_traits import Kind
 from atomc.ops.attention import as_cached
+from atomc.ops.op import op
+from atomc.ops.op_cost import OpCall, Work, product, state_write
+from atomc.ops.op_traits import Kind
 from atomc.ops.quant import quant_fp8_group, quant_mxfp4
 from atomc.ops.rope import rope
 from atomc.ops.scaled_linear import (

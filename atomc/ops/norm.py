@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from atomc.op import op
-from atomc.op_traits import Kind
+from atomc.ops.op import op
+from atomc.ops.op_traits import Kind
 
 RMS_NORM_STYLES = ("one_plus", "after", "before")
 

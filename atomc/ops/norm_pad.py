@@ -4,9 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from atomc.op import op
-from atomc.op_traits import Kind
 from atomc.ops.norm import add_rms_norm, rounds_once
+from atomc.ops.op import op
+from atomc.ops.op_traits import Kind
 
 
 def _add_rms_norm_pad_shape(

@@ -7,9 +7,9 @@ The result of the norm itself is rounded to its dtype before it is quantized, as
 import torch
 from torch import Tensor
 
-from atomc.op import op
-from atomc.op_traits import Kind
 from atomc.ops.norm import rms_norm, rounds_once
+from atomc.ops.op import op
+from atomc.ops.op_traits import Kind
 from atomc.ops.schemes import quantized
 
 

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from atomc.op import op
-from atomc.op_traits import Kind
 from atomc.ops.formats import AMAX_FLOOR, FP8, MX_ROUNDINGS, e2m1_codes, e8m0_scales, e8m0_values, in_groups, pack_e2m1
+from atomc.ops.op import op
+from atomc.ops.op_traits import Kind
 
 INT8_MAX = 127.0
 

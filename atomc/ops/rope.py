@@ -12,11 +12,11 @@ Scalings (llama3, yarn, linear) live in the tables.
 import torch
 from torch import Tensor
 
-from atomc.op import op
-from atomc.op_cost import state_write
-from atomc.op_traits import Kind
 from atomc.ops.attention import kv_write
 from atomc.ops.norm import rms_norm
+from atomc.ops.op import op
+from atomc.ops.op_cost import state_write
+from atomc.ops.op_traits import Kind
 
 ROPE_STYLES = ("neox", "half", "pairs_to_half", "gptj")
 

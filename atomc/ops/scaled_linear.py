@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from atomc.op import op
-from atomc.op_cost import product
-from atomc.op_traits import Kind, QuantizedWeight
 from atomc.ops.formats import e2m1_values, e8m0_values, in_groups, unpack_e2m1, unpack_int4
+from atomc.ops.op import op
+from atomc.ops.op_cost import product
+from atomc.ops.op_traits import Kind, QuantizedWeight
 
 
 def _finish(total: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:

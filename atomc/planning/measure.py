@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from atomc.compiler.partition import structural_hash
 from atomc.graph.canonical import value
 from atomc.graph.expressions import expression
 from atomc.graph.inputs import graph_input, step_input
 from atomc.graph.step_symbols import C, R, S, T, symbols_of
 from atomc.graph.views import ZERO_COST, name_of
-from atomc.op import op_of
 from atomc.ops.inputs import StateInput, StepInput
+from atomc.ops.op import op_of
 from atomc.ops.state import GroupStep, StateSpec, Step, block_size_of, groups_of
-from atomc.pieces import structural_hash
 from atomc.platform import Platform
 
 # Bytes: several times the L2 of a GPU, and more than the caches of a CPU core.

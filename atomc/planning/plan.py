@@ -1,7 +1,7 @@
 """Plans a model on a machine without weights and without the machine: kernels, bytes and time of a step, and memory.
 
 The model, or one device's shard of it, is built on the meta device and compiled for the runtime on that machine. Times are
-predictions (atomc.efficiency); collectives are counted in bytes, not in time.
+predictions (atomc.cost.efficiency); collectives are counted in bytes, not in time.
 """
 
 import re
@@ -17,7 +17,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from atomc import models
-from atomc.efficiency import Predicted, Table, predict, table_for
+from atomc.cost.efficiency import Predicted, Table, predict, table_for
 from atomc.models import loader, stock
 from atomc.models.config import integer
 from atomc.ops.state import StateSpec, block_size_of, groups_of
@@ -29,8 +29,8 @@ from atomc.quantization import apply
 from atomc.quantization.config import QuantizationConfig, Request, decide
 from atomc.quantization.linear import LinearMethod, QuantizedLinear
 from atomc.quantization.scheme import Fp8, Fp8Block
-from atomc.render.table import collapsed
-from atomc.report import Report
+from atomc.report.render.table import collapsed
+from atomc.report.report import Report
 from atomc.runtime.capacity import CPU_SHARE, GRAPH_SHARE, SPARE_SLOTS, blocks_of_one, capacity
 
 # Sizes in a config.json that tensor parallelism divides.

@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from atomc.render.table import table
+from atomc.report.render.table import table
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Workload:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Values for the symbols of atomc.cost."""
+        """Values for the symbols of atomc.cost.cost."""
         return {"T": self.tokens, "S": self.sequences, "C": self.context, "R": self.sequences}
 
 

@@ -11,7 +11,7 @@ from atomc.platform import Platform
 from atomc.quantization.config import QuantizationConfig, online
 from atomc.quantization.linear import LinearMethod, QuantizedLinear, share_scales, siblings_of
 from atomc.quantization.scheme import Fp8, Fp8Block, as_fnuz
-from atomc.weights import parameter_of
+from atomc.weights.registry import parameter_of
 
 log = logging.getLogger("atomc")
 

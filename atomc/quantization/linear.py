@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from atomc.quantization.scheme import Fp8, Scheme, Shapes, Tensors
-from atomc.weights import parameter_of
+from atomc.weights.registry import parameter_of
 
 
 @dataclass(frozen=True)

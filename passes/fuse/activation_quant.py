@@ -9,7 +9,7 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.passes.fuse.quantizers import QUANTIZERS, Quantizer
-from atomc.rewrite import Case, Rewrite, tensor_example
+from atomc.rewriting.rewrite import Case, Rewrite, tensor_example
 
 
 def _pattern(gate: Tensor, up: Tensor, quantizer: Quantizer, scale: Tensor | None, **decided: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from atomc import ops
-from atomc.rewrite import Rewrite, norm_weight_example, tensor_example
+from atomc.rewriting.rewrite import Rewrite, norm_weight_example, tensor_example
 
 
 def _rms_pattern(x: Tensor, residual: Tensor, weight: Tensor, eps: float, style: str) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from atomc import ops
-from atomc.rewrite import Case, Rewrite, norm_weight_example, tensor_example
+from atomc.rewriting.rewrite import Case, Rewrite, norm_weight_example, tensor_example
 
 
 def _pattern(x: Tensor, weight: Tensor, eps: float, group: str, style: str) -> Any:

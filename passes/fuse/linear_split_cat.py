@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from atomc import ops
-from atomc.matching.captures import OneOf
 from atomc.ops.formats import FP8
-from atomc.rewrite import Case, Rewrite, tensor_example
+from atomc.rewriting.matching.captures import OneOf
+from atomc.rewriting.rewrite import Case, Rewrite, tensor_example
 
 transpose = torch.ops.aten.transpose.int
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from atomc import ops
-from atomc.matching.captures import OneOf
 from atomc.ops.formats import FP8
-from atomc.rewrite import Case, Rewrite, tensor_example
+from atomc.rewriting.matching.captures import OneOf
+from atomc.rewriting.rewrite import Case, Rewrite, tensor_example
 
 # `cache` is what the write takes besides keys: the cache, slots, and a scale or none.
 

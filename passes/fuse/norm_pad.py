@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from atomc import ops
-from atomc.rewrite import Rewrite, tensor_example
+from atomc.rewriting.rewrite import Rewrite, tensor_example
 
 
 def _pattern(x: Tensor, residual: Tensor, weight: Tensor, eps: float, columns: int, style: str) -> Any:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.passes.fuse.quantizers import QUANTIZERS, Quantizer
-from atomc.rewrite import Case, Rewrite, norm_weight_example, tensor_example
+from atomc.rewriting.rewrite import Case, Rewrite, norm_weight_example, tensor_example
 
 
 def _pattern(

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from atomc import ops
-from atomc.rewrite import Rewrite, tensor_example
+from atomc.rewriting.rewrite import Rewrite, tensor_example
 
 
 def _pattern(

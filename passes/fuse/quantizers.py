@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from atomc import ops
-from atomc.matching.captures import OneOf
 from atomc.ops.formats import FP8, MX_ROUNDINGS
-from atomc.rewrite import tensor_example
+from atomc.rewriting.matching.captures import OneOf
+from atomc.rewriting.rewrite import tensor_example
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,7 +5,7 @@
        +- linear(v_proj) -> v                                                  +-> v
 
 The packed parameters are further inputs of the graph: node.meta["packed"] names the inputs they are made of, see
-atomc.packed_weights. Any op whose `concat` allows it is merged, within a layer of the model. Equal but for the order in
+atomc.weights.packed. Any op whose `concat` allows it is merged, within a layer of the model. Equal but for the order in
 which a matrix product of another width adds up its terms.
 """
 
@@ -17,17 +17,17 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from atomc import packed_weights
 from atomc.graph.canonical import VIEWS, call, input_name, value
 from atomc.graph.provenance import inherited, layer_of, module_path
 from atomc.graph.strides import Values, spread_strides
-from atomc.graph_pass import Context, Outcome
-from atomc.matching.near_miss import NearMiss
-from atomc.matching.pattern import Difference
-from atomc.op import Op, op_of
-from atomc.op_traits import Kind
-from atomc.report_records import MissKind
-from atomc.rewrite import Fired
+from atomc.ops.op import Op, op_of
+from atomc.ops.op_traits import Kind
+from atomc.report.records import MissKind
+from atomc.rewriting.graph_pass import Context, Outcome
+from atomc.rewriting.matching.near_miss import NearMiss
+from atomc.rewriting.matching.pattern import Difference
+from atomc.rewriting.rewrite import Fired
+from atomc.weights import packed as packed_weights
 
 aten = torch.ops.aten
 # Attention that is written out.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from atomc import ops
-from atomc.rewrite import Rewrite, tensor_example
+from atomc.rewriting.rewrite import Rewrite, tensor_example
 
 
 def _pattern(x: Tensor, group: str) -> Any:

@@ -10,8 +10,8 @@ from torch.fx import GraphModule, Node
 
 from atomc.graph.canonical import call, value
 from atomc.graph.sizes import known_equal
-from atomc.graph_pass import Context
-from atomc.rewrite import Fired, remove_dead_nodes
+from atomc.rewriting.graph_pass import Context
+from atomc.rewriting.rewrite import Fired, remove_dead_nodes
 
 aten = torch.ops.aten
 EMPTY = ("new_empty", "new_empty_strided", "empty", "empty_like", "empty_strided")

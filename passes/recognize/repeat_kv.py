@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from atomc import ops
-from atomc.matching.captures import OneOf
-from atomc.rewrite import Case, Rewrite, tensor_example
+from atomc.rewriting.matching.captures import OneOf
+from atomc.rewriting.rewrite import Case, Rewrite, tensor_example
 
 transpose = torch.ops.aten.transpose.int
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.ops.norm import RMS_NORM_STYLES
-from atomc.rewrite import Case, Rewrite, norm_weight_example, tensor_example
+from atomc.rewriting.rewrite import Case, Rewrite, norm_weight_example, tensor_example
 
 
 def _pattern(x: Tensor, weight: Tensor, eps: float, style: str) -> Tensor:

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.graph.sizes import known_equal, spell_shape
-from atomc.matching.captures import OneOf
 from atomc.ops.rope import ROPE_STYLES, rotate
-from atomc.rewrite import Case, Rewrite, tensor_example
+from atomc.rewriting.matching.captures import OneOf
+from atomc.rewriting.rewrite import Case, Rewrite, tensor_example
 
 
 def turns_pairs(x: Tensor, cos: Tensor, sin: Tensor, **_: object) -> str | None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from atomc import ops
-from atomc.rewrite import Rewrite, tensor_example
+from atomc.rewriting.rewrite import Rewrite, tensor_example
 
 transpose = torch.ops.aten.transpose.int
 

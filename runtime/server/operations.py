@@ -90,7 +90,7 @@ async def compiler_page(service: Service) -> Response:
     report = await service.client.call("report")
     async with _rendering:
         renderer = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "atomc.render", stdin=PIPE, stdout=PIPE, stderr=PIPE
+            sys.executable, "-m", "atomc.report.render", stdin=PIPE, stdout=PIPE, stderr=PIPE
         )
         text, stderr = await renderer.communicate(report.encode())
     if renderer.returncode:

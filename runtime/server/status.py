@@ -17,7 +17,7 @@ import numpy as np
 from fastapi import APIRouter
 from starlette.responses import HTMLResponse
 
-from atomc.render.text import NOT_REWRITES
+from atomc.report.render.text import NOT_REWRITES
 from atomc.runtime.server.client import EngineDead
 from atomc.runtime.server.service import Service
 

@@ -19,8 +19,8 @@ from kernel_cases.scaled_linear import int8_operands, mxfp4_operands, scaled_blo
 from kernel_cases.state import norm_rope_written, rope_written
 
 from atomc import kernels, ops
-from atomc.op import Kernel
 from atomc.ops.norm import RMS_NORM_STYLES
+from atomc.ops.op import Kernel
 
 HERE = Path(__file__).parent
 ARCHS = ("gfx942", "gfx950")

@@ -18,7 +18,7 @@ from kernel_cases.scaled_linear import mxfp4_operands
 
 from atomc import ops
 from atomc.kernels.aiter import library
-from atomc.op import Kernel, refusal
+from atomc.ops.op import Kernel, refusal
 from atomc.platform import Platform
 
 API = Path(__file__).parents[3] / "shared/facts/aiter/api.json"

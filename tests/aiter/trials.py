@@ -19,7 +19,7 @@ from triton.compiler.errors import CompilationError
 import atomc
 from atomc import models
 from atomc.kernels.aiter import library
-from atomc.op import REGISTRY, Kernel, refusal
+from atomc.ops.op import REGISTRY, Kernel, refusal
 from atomc.platform import Platform
 from atomc.quantization import quantize
 

@@ -5,7 +5,7 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.aiter.library import Function, neighbours, scattered, side_by_side, unfit
 from atomc.kernels.checks import HALVES, unknown, unlike
-from atomc.op import Refusal
+from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 aiter_silu_and_mul = Function("silu_and_mul", "aiter")

@@ -10,7 +10,7 @@ from atomc import ops
 from atomc.kernels.aiter.activation import apart
 from atomc.kernels.aiter.library import Function, by_column, foreign_fp8, rounded_up, side_by_side, unfit
 from atomc.kernels.checks import FLOATS, odd_group, too_wide, uneven, unlike
-from atomc.op import Refusal
+from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 FP8 = ("aiter.ops.triton.quant.fused_fp8_quant", "aiter.ops.triton.fused_fp8_quant")

@@ -7,7 +7,7 @@ from atomc import ops
 from atomc.graph.sizes import known_equal
 from atomc.kernels.aiter.library import Function, unfit
 from atomc.kernels.checks import HALVES, strided, unaligned_heads, unlike, unsupported, wrong_rank
-from atomc.op import Refusal
+from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 flash_attn_func = Function("flash_attn_func", "aiter", takes=["softmax_scale", "causal", "window_size"])

@@ -8,7 +8,7 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.aiter.library import Function, scattered, unfit
 from atomc.kernels.checks import HALVES, unlike
-from atomc.op import Refusal
+from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 get_tp_group = Function("get_tp_group", "aiter.dist.parallel_state")

@@ -7,7 +7,7 @@ from atomc import ops
 from atomc.graph.sizes import known_equal
 from atomc.kernels.aiter.library import Function, unfit
 from atomc.kernels.checks import HALVES, scattered_slots, unlike, unsupported, wrong_rank
-from atomc.op import Refusal
+from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 reshape_and_cache_flash = Function("reshape_and_cache_flash", "aiter")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from atomc.graph.sizes import known_equal
-from atomc.op import Refusal
+from atomc.ops.op import Refusal
 from atomc.platform import Platform, provider_versions
 
 log = logging.getLogger("atomc")

@@ -5,7 +5,7 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.aiter.library import Function, rows, scattered, unfit
 from atomc.kernels.checks import HALVES, unlike
-from atomc.op import Refusal
+from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 gemm_a16w16 = Function("gemm_a16w16", "aiter.tuned_gemm", takes=["bias"])

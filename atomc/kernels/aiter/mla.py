@@ -10,7 +10,7 @@ from atomc.kernels.aiter.kv_write import coded
 from atomc.kernels.aiter.library import Function, foreign_fp8, no_mxfp4, rounded_up, unfit
 from atomc.kernels.aiter.rope import moving, not_by_token, partly_rotated
 from atomc.kernels.checks import HALVES, odd_group, scattered_blocks, strided, unlike, wrong_rank
-from atomc.op import Refusal
+from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 fused_qk_rope_cat_and_cache_mla = Function(

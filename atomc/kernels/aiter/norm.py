@@ -6,7 +6,7 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.aiter.library import Function, dense_rows, scattered, unfit
 from atomc.kernels.checks import HALVES, too_wide, unlike, wrong_rank
-from atomc.op import Refusal
+from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 rmsnorm2d_fwd = Function("rmsnorm2d_fwd", "aiter")

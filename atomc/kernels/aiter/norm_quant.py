@@ -10,7 +10,7 @@ from atomc import ops
 from atomc.kernels.aiter.library import Function, by_column, dense_rows, foreign_fp8, scattered, unfit
 from atomc.kernels.aiter.packing import as_e2m1, as_e8m0
 from atomc.kernels.checks import HALVES, too_wide, unlike
-from atomc.op import Refusal
+from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 rmsnorm_quant = Function("rmsnorm_quant", "aiter", takes=["group_size", "shuffle_scale", "gemma_norm"])

@@ -10,7 +10,7 @@ from atomc import ops
 from atomc.kernels.aiter.library import Function, foreign_fp8, rounded_up, rows, unfit
 from atomc.kernels.aiter.norm_triton import unreadable
 from atomc.kernels.checks import odd_group, too_wide, uneven
-from atomc.op import Refusal
+from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 FP8 = ("aiter.ops.triton.quant.fused_fp8_quant", "aiter.ops.triton.fused_fp8_quant")

@@ -12,7 +12,7 @@ from atomc.kernels.aiter.kv_write import odd_blocks, odd_heads, scaled, unpaged
 from atomc.kernels.aiter.library import Function, unfit
 from atomc.kernels.aiter.rope import moving, not_by_token, rotated_width
 from atomc.kernels.checks import HALVES, unlike
-from atomc.op import Prepared, Refusal
+from atomc.ops.op import Prepared, Refusal
 from atomc.platform import Platform
 
 fused_qkv_split_qk_norm_rope_cache = Function(

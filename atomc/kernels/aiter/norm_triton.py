@@ -6,7 +6,7 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.aiter.library import Function, rows, scattered, unfit
 from atomc.kernels.checks import FLOATS, too_wide, unlike, wrong_rank
-from atomc.op import Refusal
+from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 triton_rms_norm = Function("rms_norm", "aiter.ops.triton.normalization.rmsnorm", "aiter.ops.triton.rmsnorm")

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from atomc.op import Prepared, Refusal
+from atomc.ops.op import Prepared, Refusal
 
 
 def as_e2m1(packed: Tensor) -> Tensor:

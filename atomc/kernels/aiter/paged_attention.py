@@ -11,7 +11,7 @@ from atomc.graph.sizes import known_equal
 from atomc.kernels.aiter.kv_write import odd_blocks
 from atomc.kernels.aiter.library import FP8_OF, Function, unfit
 from atomc.kernels.checks import HALVES, strided, unlike
-from atomc.op import Refusal
+from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 PLACES = ("aiter.ops.triton.attention.unified_attention", "aiter.ops.triton.unified_attention")

@@ -7,7 +7,7 @@ from atomc import ops
 from atomc.kernels.aiter.library import Function, by_column, dense_rows, foreign_fp8, unfit
 from atomc.kernels.aiter.packing import as_e2m1, as_e8m0
 from atomc.kernels.checks import HALVES, uneven, unlike
-from atomc.op import Refusal
+from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 static_per_tensor_quant = Function("static_per_tensor_quant", "aiter")

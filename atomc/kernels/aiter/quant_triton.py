@@ -9,7 +9,7 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.aiter.library import Function, foreign_fp8, rounded_up, rows, scattered, unfit
 from atomc.kernels.checks import FLOATS, too_wide, uneven, unlike
-from atomc.op import Refusal
+from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 QUANT = ("aiter.ops.triton.quant.quant", "aiter.ops.triton.quant")

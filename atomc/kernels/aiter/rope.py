@@ -10,7 +10,7 @@ from atomc import ops
 from atomc.graph.sizes import known_equal
 from atomc.kernels.aiter.library import Function, unfit
 from atomc.kernels.checks import HALVES, strided, unlike, wrong_rank
-from atomc.op import Refusal
+from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 rope_cached_fwd_impl = Function("rope_cached_fwd_impl", "aiter")

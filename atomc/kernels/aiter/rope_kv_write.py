@@ -8,7 +8,7 @@ from atomc.kernels.aiter.kv_write import coded, odd_blocks, odd_heads, unpaged
 from atomc.kernels.aiter.library import Function, unfit
 from atomc.kernels.aiter.rope import empty_rotated, moving, not_by_token, partly_rotated
 from atomc.kernels.checks import HALVES, unlike
-from atomc.op import Refusal
+from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 fused_qk_rope_reshape_and_cache = Function(

@@ -13,7 +13,7 @@ from atomc.kernels.aiter.rope import (
     table_rows,
     unrotatable,
 )
-from atomc.op import Refusal
+from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 triton_rope_cached_fwd = Function("rope_cached_fwd", "aiter.ops.triton.rope.rope", "aiter.ops.triton.rope")

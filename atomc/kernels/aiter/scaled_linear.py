@@ -11,7 +11,7 @@ from atomc.kernels.aiter.library import Function, foreign_fp8, no_mxfp4, rows, s
 from atomc.kernels.aiter.linear import gemm_a16w16
 from atomc.kernels.aiter.packing import as_e2m1, as_e8m0, relaid_scale, relaid_weight, shuffled_scale, untiled
 from atomc.kernels.checks import HALVES, unsupported, wrong_result
-from atomc.op import Refusal
+from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 gemm_a8w8 = Function("gemm_a8w8", "aiter")

@@ -7,7 +7,7 @@ from atomc import ops
 from atomc.kernels.aiter.library import foreign_fp8, rows, unfit
 from atomc.kernels.aiter.packing import relaid_weight, untiled
 from atomc.kernels.aiter.scaled_linear import gemm_a8w8_bpreshuffle, unmultiplied
-from atomc.op import Refusal
+from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 

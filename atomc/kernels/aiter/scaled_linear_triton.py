@@ -7,7 +7,7 @@ from atomc import ops
 from atomc.kernels.aiter.library import Function, foreign_fp8, no_mxfp4, rows, scattered, unfit
 from atomc.kernels.aiter.scaled_linear import not_mxfp4
 from atomc.kernels.checks import FLOATS, unsupported, wrong_result
-from atomc.op import Refusal
+from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 triton_gemm_a8w8 = Function("gemm_a8w8", "aiter.ops.triton.gemm.basic.gemm_a8w8", "aiter.ops.triton.gemm_a8w8")

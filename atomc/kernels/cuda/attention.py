@@ -9,7 +9,7 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.checks import HALVES, older_than, strided, unaligned_heads, unlike, unsupported, wrong_rank
-from atomc.op import Refusal
+from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 

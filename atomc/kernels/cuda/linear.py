@@ -6,7 +6,7 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.checks import FLOATS, unlike
-from atomc.op import PreferInductor, Refusal
+from atomc.ops.op import PreferInductor, Refusal
 from atomc.platform import Platform
 
 

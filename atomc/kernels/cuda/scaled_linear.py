@@ -5,7 +5,7 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.checks import FP8_MULTIPLIED, HALVES, older_than, unlike, wrong_result
-from atomc.op import Refusal
+from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 # From so many rows on, sums are kept in the tensor core's own precision. H200: the layers of Qwen3-8B take 7% less time for

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.triton import attention as varying
-from atomc.op import Refusal
+from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 

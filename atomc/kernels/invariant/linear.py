@@ -7,7 +7,7 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.triton.launch import unfit
-from atomc.op import Refusal
+from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 

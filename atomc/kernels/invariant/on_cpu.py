@@ -9,7 +9,7 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.torch.sequence import attend, gathered, no_scales
-from atomc.op import Refusal
+from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 # So many rows of a product cost little more than one, whose time goes into reading the weight.

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from atomc.op import Prepared, Refusal
+from atomc.ops.op import Prepared, Refusal
 from atomc.platform import Platform
 
 

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.onednn.blocked import blocked, multiply, unfit
-from atomc.op import Prepared, Refusal
+from atomc.ops.op import Prepared, Refusal
 from atomc.platform import Platform
 
 # Zen 4, one thread, F.linear's time by ours at 1024->2048, 1024->5632 and 2816->1024. 1 row: 0.9, 1.0, 0.9; 2: 1.3, 1.6,

@@ -6,8 +6,8 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.cpu_linears import elsewhere, finish, scattered
 from atomc.kernels.dequantized import e2m1_pairs, fp8_values, multiply
-from atomc.op import Refusal
 from atomc.ops.formats import e8m0_values, in_groups
+from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 

@@ -5,8 +5,8 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.cpu_linears import unlike_int4pack
-from atomc.op import Prepared, Refusal
 from atomc.ops.formats import unpack_int4
+from atomc.ops.op import Prepared, Refusal
 from atomc.platform import Platform
 
 # Zen 4, one thread, F.linear's time in fp32 by ours at 2048x1024 and 4096x4096. 1 row: 4.0, 3.7; 8: 2.7, 3.5; 64: 1.3, 1.6;

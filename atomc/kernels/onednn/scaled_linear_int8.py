@@ -5,7 +5,7 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.cpu_linears import finish, unlike_int8
-from atomc.op import Prepared, Refusal
+from atomc.ops.op import Prepared, Refusal
 from atomc.platform import Platform
 
 # Zen 4, one thread, F.linear's time in fp32 by ours (and by `_int_mm`, below) at 2048x1024 and 4096x4096. 1 row: 1.7 (2.1),

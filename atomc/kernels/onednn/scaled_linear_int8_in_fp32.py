@@ -9,7 +9,7 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.cpu_linears import finish, scattered
 from atomc.kernels.dequantized import multiply
-from atomc.op import Refusal
+from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 

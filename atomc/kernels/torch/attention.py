@@ -7,8 +7,8 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.torch.eager import eager
 from atomc.kernels.torch.sequence import attend, gathered
-from atomc.op import Refusal
 from atomc.ops.attention import from_cache
+from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 kv_write = eager(ops.kv_write, __name__, layout="paged")

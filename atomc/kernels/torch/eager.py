@@ -4,9 +4,9 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
-from atomc.op import PreferInductor
-from atomc.op_traits import Kind
 from atomc.ops import Op, Refusal
+from atomc.ops.op import PreferInductor
+from atomc.ops.op_traits import Kind
 
 
 def eager(

@@ -6,7 +6,7 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.cpu_linears import finish
 from atomc.kernels.dequantized import fp8_values, multiply
-from atomc.op import PreferInductor, Refusal
+from atomc.ops.op import PreferInductor, Refusal
 from atomc.platform import Platform
 
 

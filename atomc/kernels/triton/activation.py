@@ -8,7 +8,7 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.checks import FLOATS, unknown, unlike, unlike_shapes
 from atomc.kernels.triton.launch import begin, inner_sizes, num_rows, overlap, row_offset, row_strides, unfit
-from atomc.op import Refusal
+from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 

@@ -18,7 +18,7 @@ from atomc.kernels.triton.quant import (
     store_quantized,
     unquantizable,
 )
-from atomc.op import Refusal
+from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 # One program has to see the whole row: few of them leave most of the device idle. H200, rows of 12,288 to fp8, us in one

@@ -22,8 +22,8 @@ from atomc.graph.sizes import known_equal
 from atomc.kernels.checks import no_bf16_products, too_wide, unlike
 from atomc.kernels.triton.kv_write import as_numbers, codes_of, in_bytes, scale_of_numbers, uncachable
 from atomc.kernels.triton.launch import begin, overlap, unfit
-from atomc.op import Refusal
 from atomc.ops.formats import FP8
+from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 MAX_WIDTH, MAX_GROUP, MAX_SPLITS = 256, 128, 128

@@ -13,7 +13,7 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.checks import HALVES, unlike, wrong_result
 from atomc.kernels.triton.unpacking import MAX_ROWS, as_words, other_group, scale_of, unfit, unpacked, zero_of
-from atomc.op import Refusal
+from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 MANY = ops.Tokens(MAX_ROWS + 1)

@@ -15,7 +15,7 @@ from atomc import ops
 from atomc.kernels.checks import FLOATS, no_bf16_products, unlike
 from atomc.kernels.triton.attention import LOG2_E, MAX_SPLITS, MAX_WIDTH, join, multiprocessors
 from atomc.kernels.triton.launch import begin, overlap, unfit
-from atomc.op import Refusal
+from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 MAX_ROWS = 64  # query rows of one program, G * T

@@ -25,7 +25,7 @@ from atomc.kernels.triton.unpacking import (
     unpacked,
     zero_of,
 )
-from atomc.op import Refusal
+from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 TRITON_DTYPE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}

@@ -25,8 +25,8 @@ from atomc.kernels.triton.launch import (
     unfit,
 )
 from atomc.kernels.triton.quant import by_bits, fp8_codes
-from atomc.op import Refusal
 from atomc.ops.formats import FP8
+from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from atomc.graph.sizes import known_equal
 from atomc.kernels.checks import FLOATS
-from atomc.op import Refusal
+from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 MAX_DIMS = 4

@@ -25,7 +25,7 @@ from atomc.kernels.triton.launch import (
     unfit,
     wait_for_last,
 )
-from atomc.op import Refusal
+from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 MAX_ROWS = 16

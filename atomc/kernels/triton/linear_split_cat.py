@@ -15,9 +15,9 @@ from atomc.kernels.checks import strided, unknown, unlike, wrong_rank
 from atomc.kernels.triton.few_bits import e2m1_rows, e8m0_numbers
 from atomc.kernels.triton.kv_write import as_numbers, codes_of, in_bytes
 from atomc.kernels.triton.launch import MAX_DIMS, begin, inner_sizes, num_rows, overlap, row_offset, row_strides, unfit
-from atomc.op import Refusal
 from atomc.ops.formats import FP8
 from atomc.ops.mla import SPLIT_CAT_SCHEMES
+from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 # Not timed yet.

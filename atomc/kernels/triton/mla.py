@@ -34,9 +34,9 @@ from atomc.kernels.triton.launch import (
 )
 from atomc.kernels.triton.quant import amax_bits, amax_scale, by_bits, e2m1_codes, fp8_codes
 from atomc.kernels.triton.rope import cut_rows, rotated, store_parts, table_strides, triton_dtype, unrotatable
-from atomc.op import Refusal
 from atomc.ops.formats import FP8, MX_ROUNDINGS
 from atomc.ops.mla import BMM_SCHEMES
+from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 MAX_WIDTH = 2048

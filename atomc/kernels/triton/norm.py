@@ -22,8 +22,8 @@ from atomc.kernels.triton.launch import (
     row_strides,
     unfit,
 )
-from atomc.op import Refusal
 from atomc.ops.norm import RMS_NORM_STYLES
+from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 MAX_COLUMNS = 65536

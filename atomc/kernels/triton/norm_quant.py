@@ -21,7 +21,7 @@ from atomc.kernels.triton.launch import (
 )
 from atomc.kernels.triton.norm import row_sum, styled_rows, tile, weighted
 from atomc.kernels.triton.quant import Quantized, store_quantized, unquantizable
-from atomc.op import Refusal
+from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 TRITON_DTYPE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}

@@ -18,8 +18,8 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.checks import odd_group, too_wide, unknown
 from atomc.kernels.triton.launch import begin, inner_sizes, num_rows, overlap, row_offset, row_strides, unfit
-from atomc.op import Refusal
 from atomc.ops.formats import AMAX_FLOOR, FP8, MX_ROUNDINGS
+from atomc.ops.op import Refusal
 from atomc.ops.quant import empty_group_scales
 from atomc.ops.schemes import SCHEMES
 from atomc.platform import Platform

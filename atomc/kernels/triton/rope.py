@@ -32,8 +32,8 @@ from atomc.kernels.triton.launch import (
     unfit,
 )
 from atomc.kernels.triton.norm import weighted
-from atomc.op import Refusal
 from atomc.ops.norm import RMS_NORM_STYLES
+from atomc.ops.op import Refusal
 from atomc.ops.rope import ROPE_STYLES
 from atomc.platform import Platform
 

@@ -15,7 +15,7 @@ from atomc import ops
 from atomc.kernels.checks import FLOATS, HALVES, no_fp8_products, unlike, wrong_result
 from atomc.kernels.triton.launch import let_next_start, not_nvidia, num_rows, overlap, scattered, wait_for_last
 from atomc.kernels.triton.linear import Tile
-from atomc.op import Refusal
+from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 MAX_ROWS = 16

@@ -14,7 +14,7 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.triton.launch import num_rows
 from atomc.kernels.triton.scaled_linear import BLOCK, finished, steps, unmultipliable
-from atomc.op import Refusal
+from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from atomc.kernels.checks import FLOATS, unlike
 from atomc.kernels.triton.launch import not_nvidia, scattered
-from atomc.op import Refusal
+from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 # Up to so many rows of x, unpacking a tile as often as it is read costs less than writing and reading 16 bits.

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from atomc.op import Prepared, Refusal
+from atomc.ops.op import Prepared, Refusal
 from atomc.platform import AVX512, Platform, provider_versions
 
 log = logging.getLogger("atomc")

@@ -8,7 +8,7 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.cpu_linears import unlike_int4
 from atomc.kernels.zentorch.library import as_it_lies, function, unfit
-from atomc.op import Prepared, Refusal
+from atomc.ops.op import Prepared, Refusal
 from atomc.platform import Platform
 
 # Zen 4, one thread, F.linear's time in fp32 by ours (by PyTorch's kernel) at 2048x1024 and 4096x4096. 1 row: 2.6 (4.2), 2.3

@@ -5,7 +5,7 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.cpu_linears import unlike_int4pack
 from atomc.kernels.zentorch import linear_w4a16 as for_many
-from atomc.op import Refusal
+from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 

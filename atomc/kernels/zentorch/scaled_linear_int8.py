@@ -6,7 +6,7 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.cpu_linears import finish, unlike_int8
 from atomc.kernels.zentorch.library import as_it_lies, function, unfit
-from atomc.op import Prepared, Refusal
+from atomc.ops.op import Prepared, Refusal
 from atomc.platform import Platform
 
 

@@ -1,0 +1,65 @@
+"""What each way into the compiler does first with a graph from Dynamo: a report, and whether atomc compiles it."""
+
+import logging
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from atomc.capture.functional import wants_gradients
+from atomc.graph.provenance import clean_path
+from atomc.options import Options
+from atomc.report.records import GraphBreak
+from atomc.report.report import Report
+from atomc.torch_compat.tracing import break_reason, compiled_function, recompile_reason
+
+log = logging.getLogger("atomc")
+
+
+def new_report(gm: GraphModule) -> Report:
+    """A report with the model, the graph break after the graph, and the guard that caused the recompile."""
+    report = Report(model_name(gm))
+    broken = break_reason(gm)
+    if broken is not None:
+        reason, stack = broken
+        file, line, code = stack[-1] if stack else ("", 0, "")
+        report.graph_break = GraphBreak(f"{file.rsplit('/', 1)[-1]}:{line}", code.strip(), reason.split("\n")[0].strip())
+    report.recompile = recompile_reason()
+    return report
+
+
+def model_name(gm: GraphModule) -> str:
+    """The class whose forward Dynamo compiles, else the outermost module in the graph."""
+    owner, _, name = compiled_function().rpartition(".")
+    if name == "forward" and "<locals>" not in owner.rpartition(".")[2]:
+        return owner.rpartition(".")[2]
+    for node in gm.graph.nodes:
+        stack = node.meta.get("nn_module_stack")
+        if stack:
+            path, kind = next(iter(stack.values()))
+            name = kind if isinstance(kind, str) else kind.__qualname__
+            return name.rsplit(".", 1)[-1] or clean_path(path)
+    return "function"
+
+
+def skip_reason(example_inputs: Sequence[Any], options: Options) -> str | None:
+    """Why Inductor compiles this graph without an attempt of atomc; None if atomc compiles it."""
+    if options.disable:
+        return "atomc is disabled (ATOMC_DISABLE=1 or options={'disable': True})"
+    if torch.is_grad_enabled() and wants_gradients(example_inputs):
+        _warn_about_training()
+        return ("gradients are enabled and a parameter or input requires them: this is a training graph; "
+                "run under torch.inference_mode() or call model.requires_grad_(False)")  # fmt: skip
+    return None
+
+
+_warned = threading.Event()
+
+
+def _warn_about_training() -> None:
+    if not _warned.is_set():
+        _warned.set()
+        log.warning("atomc compiles for inference only: this graph requires gradients, Inductor compiles it. "
+                    "Run it under torch.inference_mode(), or call model.requires_grad_(False).")  # fmt: skip

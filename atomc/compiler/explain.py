@@ -1,0 +1,148 @@
+"""Explains what the compiler does to a model, without running it."""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+
+from atomc.capture.regions import region_failure_note, trace_once
+from atomc.compiler.driver import compile_graph
+from atomc.compiler.entry import new_report, skip_reason
+from atomc.errors import OURS
+from atomc.graph.expressions import expression
+from atomc.options import Options
+from atomc.platform import Platform
+from atomc.report import contract
+from atomc.report.render.page import publish
+from atomc.report.report import Report, forget, keep
+from atomc.rewriting.graph_pass import Context
+from atomc.torch_compat.automatic_dynamic import isolated_dynamo_state
+from atomc.torch_compat.tracing import RestartAnalysis, ShortenTraceback, lifted_floats, raised_unwrapped, with_fresh_code
+
+EXAMPLE_TOKENS = 12
+
+
+class NothingToExplain(TypeError):
+    """Inputs of the model are missing, or its call has no graph."""
+
+
+def explain(
+    model: Callable[..., Any], *args: Any, options: Mapping[str, Any] | Options | None = None,
+    platform: Platform | str | None = None, dynamic: bool | None = None, **kwargs: Any,
+) -> Report:  # fmt: skip
+    """The report for model(*args, **kwargs), which is traced and lowered, but neither built nor run.
+
+    platform  a Platform or the name of one that need not be here ("gfx950"); default: the machine of the model's device
+    dynamic   as in torch.compile
+    Without args, a language model gets generated token ids. The model may be on the meta device. Of several graphs
+    (graph breaks) the report with the most sites is returned; all are in `atomc.reports()`.
+    Raises TypeError if no inputs are given and none can be generated, OptionsError for wrong options.
+    """
+    chosen = Options.of(options)
+    if not args and not kwargs:
+        args, kwargs = example_inputs(model)
+    where = Platform.named(platform) if isinstance(platform, str) else platform
+    made: list[Report] = []
+
+    def backend(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        with raised_unwrapped():
+            made.append(_inspect(gm, inputs, chosen, where))
+        return lambda *given: empty_outputs(gm, given)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return model(*args, **kwargs)
+
+    def dynamo() -> None:
+        with isolated_dynamo_state():
+            torch.compile(with_fresh_code(call), backend=backend, dynamic=dynamic)(*args, **kwargs)
+
+    notes: list[str] = []
+
+    def undo(why: Exception) -> None:
+        notes.append(region_failure_note(why))
+        while made:
+            forget(made.pop())
+
+    with torch.no_grad():
+        trace_once(model, dynamo, undo)
+    if not made:
+        raise NothingToExplain("explain: Dynamo found no graph in this call; is there a tensor operation in it?")
+    made[0].notes += notes
+    for report in made:
+        publish(report, chosen)
+    return max(made, key=lambda report: len(report.sites))
+
+
+def example_inputs(model: Callable[..., Any], asked: str = "explain") -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Token ids for a language model: (args, kwargs). Raises NothingToExplain for a model with other inputs.
+
+    asked  the name of the public function, for the error
+    """
+    forward = model.forward if isinstance(model, nn.Module) else model
+    names = list(inspect.signature(forward).parameters)
+    device = next(model.parameters()).device if isinstance(model, nn.Module) else torch.device("cpu")
+    ids = torch.zeros(EXAMPLE_TOKENS, dtype=torch.int64, device=device)
+    positions = torch.arange(EXAMPLE_TOKENS, device=device)
+    if names[:2] == ["input_ids", "positions"]:
+        return (), {"input_ids": ids, "positions": positions}
+    if "input_ids" in names:
+        return (), {"input_ids": ids[None], **({"use_cache": False} if "use_cache" in names else {})}
+    raise NothingToExplain(f"{asked}: give the inputs of {type(model).__name__}({', '.join(names)}) as in "
+                           f"{asked}(model, x, ...)")  # fmt: skip
+
+
+def _inspect(gm: GraphModule, inputs: Sequence[Any], options: Options, platform: Platform | None) -> Report:
+    """Run all stages except building: kernels are selected, but nothing is compiled."""
+    report = keep(new_report(gm))
+    reason = skip_reason(inputs, options)
+    if reason:
+        report.why_not = reason
+        contract.check(report, options)
+        return report
+    device = next((x.device.type for x in inputs if isinstance(x, Tensor) and not x.is_meta), None)
+    where = platform or Platform.detect(device)
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    floats = {i: float(inputs[i]) for node in lifted_floats(gm.graph) for i in [placeholders.index(node)]}
+    try:
+        compile_graph(gm, inputs, Context(options, where, build=False, inputs=inputs, keep_texts=True), report, floats)
+        report.treated = True
+    except RestartAnalysis:  # Dynamo traces again with floats it now knows to be constants
+        forget(report)
+        raise
+    except (ShortenTraceback, *OURS):
+        raise
+    except Exception as error:  # a failure is also reported
+        report.why_not = f"{type(error).__name__}: {error}"
+        if options.strict:
+            raise
+    contract.check(report, options)
+    return report
+
+
+def empty_outputs(gm: GraphModule, given: Sequence[Any]) -> list[Any]:
+    """Zeros with the shapes and dtypes of the graph's outputs, for code that continues after a graph break."""
+    symbols: dict[sympy.Symbol, int] = {}
+    for node, actual in zip(gm.graph.find_nodes(op="placeholder"), given, strict=True):
+        fake = node.meta.get("example_value")
+        if isinstance(fake, torch.SymInt):
+            symbols[expression(fake)] = int(actual)
+        elif isinstance(fake, Tensor) and isinstance(actual, Tensor):
+            for size, number in zip(fake.shape, actual.shape, strict=True):
+                if isinstance(size, torch.SymInt):
+                    symbols[expression(size)] = int(number)
+
+    def known(size: Any) -> int:
+        return int(expression(size).subs(symbols))
+
+    def like(item: Any) -> Any:
+        fake = item.meta.get("example_value") if isinstance(item, Node) else item
+        if isinstance(fake, Tensor):
+            return torch.zeros([known(size) for size in fake.shape], dtype=fake.dtype, device=fake.device)
+        return known(fake) if isinstance(fake, torch.SymInt) else fake
+
+    returned = gm.graph.output_node().args[0]
+    return [like(item) for item in returned]  # type: ignore[union-attr]

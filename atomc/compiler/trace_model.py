@@ -1,0 +1,99 @@
+"""Traces a model with Dynamo and compiles it for the runtime, once and without guards."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from atomc.cache.compiled import Compiled
+from atomc.cache.store import Plain
+from atomc.capture.regions import region_failure_note, trace_once
+from atomc.compiler.driver import build
+from atomc.compiler.entry import new_report
+from atomc.options import Options
+from atomc.platform import Platform
+from atomc.report.report import Report, forget, keep
+from atomc.rewriting.graph_pass import Context
+from atomc.torch_compat.automatic_dynamic import isolated_dynamo_state
+from atomc.torch_compat.tracing import ShortenTraceback, mark_unbacked, raised_unwrapped, source_name, with_fresh_code
+
+
+class TracedModel(NamedTuple):
+    """A compiled model.
+
+    sources  the source expression of each input of Dynamo's graph
+    inputs   for each input of Dynamo's graph the tensor of the model; None for an input of the step
+    entry    the content of the cache entry of its graph, None if there is none
+    key      the cache key of its graph, None if the cache was not used
+    """
+
+    compiled: Compiled
+    sources: list[str | None]
+    inputs: list[Any]
+    report: Report
+    entry: Plain | None
+    key: str | None
+
+
+class _TraceFinished(ShortenTraceback):
+    """Ends the call of a model that is only traced, before Dynamo creates guards, which are not needed."""
+
+    def __init__(self, trace_model: TracedModel) -> None:
+        super().__init__(first_useful_frame=None)
+        self.traced = trace_model
+
+
+def trace_model(
+    model: nn.Module, options: Options, platform: Platform, observers: Sequence[Callable[[str, GraphModule], None]],
+    keep_texts: bool,
+) -> TracedModel:  # fmt: skip
+    """Trace and compile the model; see atomc.program.compile_model."""
+    device = next(model.parameters()).device
+    reports: list[Report] = []  # of this trace, and of an earlier one that failed
+
+    def backend(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        reports.append(keep(new_report(gm)))
+        # A model on meta is analysed, but not built.
+        context = Context(options, platform, paged=True, build=device.type != "meta", inputs=inputs, observers=observers,
+                          keep_texts=keep_texts or options.report is not None)  # fmt: skip
+        with raised_unwrapped():
+            built = build(gm, inputs, context, reports[-1], {})
+        sources = [source_name(node) for node in gm.graph.find_nodes(op="placeholder")]
+        compiled = built.compiled
+        owned = [None if name in compiled.step_inputs else given
+                 for name, given in zip(compiled.inputs, inputs, strict=False)]  # fmt: skip
+        raise _TraceFinished(TracedModel(compiled, sources, owned, reports[-1], built.entry, built.key))
+
+    def step(input_ids: Tensor, positions: Tensor, logits_rows: Tensor) -> Tensor:
+        logits: Tensor = model(input_ids, positions, logits_rows)
+        return logits
+
+    def dynamo() -> TracedModel:
+        try:
+            with isolated_dynamo_state():
+                torch.compile(with_fresh_code(step), backend=backend, fullgraph=True, dynamic=False)(*example)
+        except _TraceFinished as done:
+            return done.traced
+        raise AssertionError("Dynamo found no graph in the model's forward")
+
+    notes: list[str] = []
+
+    def undo(why: Exception) -> None:
+        notes.append(region_failure_note(why))
+        while reports:
+            forget(reports.pop())
+
+    with torch.no_grad():
+        example = (torch.zeros(6, dtype=torch.int64, device=device), torch.arange(6, device=device),
+                   torch.arange(3, device=device))  # fmt: skip
+        for tensor in example:
+            mark_unbacked(tensor, 0)
+        start = time.perf_counter()
+        made = trace_once(model, dynamo, undo)
+        total = time.perf_counter() - start
+    made.report.notes += notes
+    made.report.phases["dynamo"] = max(0.0, total - sum(made.report.phases.values()))
+    return made

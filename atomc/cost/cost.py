@@ -1,0 +1,226 @@
+"""Cost model: bytes moved and flops of a graph as formulas of its sizes, independent of the kernels that run it.
+
+A node reads each operand once and writes each result once; views cost nothing. Connected pointwise nodes are one kernel
+(the glue compiler fuses them): only the inputs and outputs of such a group count.
+
+Symbols: T tokens of the step, R rows of logits, S sequences, C tokens of context of a sequence, including the new ones.
+Other sizes keep the names that they have in the graph.
+"""
+
+import functools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from atomc.graph.canonical import call, value
+from atomc.graph.expressions import expression
+from atomc.graph.provenance import layer_of, module_path, source_line
+from atomc.graph.step_symbols import C, symbols_of
+from atomc.graph.views import ZERO_COST, name_of, schema_name, storage_node, view_base
+from atomc.ops.op import op_of
+from atomc.ops.op_cost import OpCall, Operand, Work, lookup, read_and_write
+
+# Matrix products of PyTorch -> the index of the operand that is the first matrix.
+PRODUCTS = {"aten::mm": 0, "aten::addmm": 1, "aten::bmm": 0, "aten::baddbmm": 1, "aten::linear": 0, "aten::matmul": 0,
+            "aten::_grouped_mm": 0}  # fmt: skip
+LOOKUPS = frozenset({"aten::embedding", "aten::index_select"})
+NEVER_FUSED = PRODUCTS.keys() | LOOKUPS
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Bytes moved and floating-point operations, as formulas of the module's symbols."""
+
+    bytes: sympy.Expr
+    flops: sympy.Expr
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(self.bytes + other.bytes, self.flops + other.flops)
+
+    def at(self, **sizes: int) -> tuple[float, float]:
+        """(bytes, flops) for these sizes: `cost.at(T=64, S=64, C=1024, R=64)`.
+
+        Raises ValueError naming the sizes that are missing.
+        """
+        values = {sympy.Symbol(name, positive=True, integer=True): size for name, size in sizes.items()}
+        found = self.bytes.subs(values), self.flops.subs(values)
+        missing = found[0].free_symbols | found[1].free_symbols
+        if missing:
+            raise ValueError(f"cost: sizes {sorted(map(str, missing))} are missing, given were {sorted(sizes)}")
+        return float(found[0]), float(found[1])
+
+
+NOTHING = Cost(sympy.Integer(0), sympy.Integer(0))
+
+
+@dataclass(frozen=True)
+class NodeCost:
+    """The cost of one kernel. `op` is an op's name, an ATen name, or "glue" for a group of pointwise nodes.
+
+    nodes  of the kernel, in the order of the graph
+    apart  the bytes moved if each node were a kernel of its own
+    """
+
+    op: str
+    module_path: str
+    layer: int | None
+    source: str
+    cost: Cost
+    nodes: tuple[Node, ...]
+    apart: sympy.Expr
+
+
+def cost_of(node: Node, sizes: Mapping[sympy.Symbol, sympy.Expr] | None = None) -> Cost:
+    """The cost of one node; `sizes` renames the graph's symbols (see `symbols_of`)."""
+    if node.op != "call_function" or name_of(node) in ZERO_COST:
+        return NOTHING
+    moved, flops = (sympy.sympify(formula).xreplace(sizes or {}) for formula in _work(node))
+    return Cost(simplified(moved), simplified(flops))
+
+
+def _work(node: Node) -> Work:
+    """(bytes, flops) in the symbols of the graph."""
+    op, here = op_of(node.target), call_of(node)
+    if op is not None:
+        return op.cost(here)
+    if is_product(node):
+        return read_and_write(here)[0], _product_flops(node)
+    return lookup(here) if schema_name(node) in LOOKUPS else read_and_write(here)
+
+
+def call_of(node: Node) -> OpCall:
+    """The call of a node with symbolic sizes; the call of an ATen op has no named arguments."""
+    op = op_of(node.target)
+    given = op.bind(*node.args, **node.kwargs) if op is not None else {}
+    arguments = {name: _operand(value(x) if isinstance(x, Node) else x) for name, x in given.items()}
+    reads, results = (tuple(map(_operand, tensors)) for tensors in (_reads(node), _results(node)))
+    return OpCall(arguments, op.mutates if op is not None else (), reads, results, C)
+
+
+def _operand(found: Any) -> Any:
+    return Operand(tuple(map(expression, found.shape)), found.dtype) if isinstance(found, Tensor) else found
+
+
+def graph_costs(gm: GraphModule) -> list[NodeCost]:
+    """The costs of a graph before lowering, in its order; connected pointwise nodes are one entry "glue"."""
+    sizes = symbols_of(gm.graph)
+    found: list[NodeCost] = []
+    for group in groups(gm.graph):
+        first = group[0]
+        if len(group) == 1:
+            name, cost = name_of(first), cost_of(first, sizes)
+            apart = cost.bytes
+        else:
+            name, cost = "glue", _fused_cost(group, sizes)
+            apart = simplified(sympy.Add(*[read_and_write(call_of(node))[0] for node in group]).xreplace(sizes))
+        if cost != NOTHING:
+            path = module_path(first)
+            found.append(NodeCost(name, path, layer_of(path), source_line(first), cost, tuple(group), apart))
+    return found
+
+
+def total(costs: Iterable[NodeCost]) -> Cost:
+    """The sum of the costs."""
+    found = list(costs)
+    moved, flops = (sympy.Add(*[getattr(c.cost, what) for c in found]) for what in ("bytes", "flops"))
+    return Cost(simplified(moved), simplified(flops))
+
+
+def is_product(node: Node) -> bool:
+    """Whether it is a matrix product of PyTorch."""
+    return schema_name(node) in PRODUCTS
+
+
+@functools.lru_cache(4096)  # layers repeat the same expressions
+def simplified(found: sympy.Expr) -> sympy.Expr:
+    return sympy.expand(found) if not found.is_number else found
+
+
+def _numel(tensor: Tensor) -> sympy.Expr:
+    return sympy.prod([expression(size) for size in tensor.shape])
+
+
+def bytes_of(given: Any) -> sympy.Expr:
+    """The size of a tensor, or of all tensors of a tuple, in bytes; 0 for a number."""
+    if isinstance(given, Tensor):
+        return _numel(given) * given.element_size()
+    if isinstance(given, tuple | list):
+        return sympy.Add(*[bytes_of(item) for item in given])
+    return sympy.Integer(0)
+
+
+def _reads(node: Node) -> list[Tensor]:
+    """The tensors that a node reads, with the sizes that they have in memory."""
+    return [value(given) for given in map(view_base, node.all_input_nodes) if isinstance(value(given), Tensor)]
+
+
+def _results(node: Node) -> list[Tensor]:
+    found = value(node)
+    return [item for item in (found if isinstance(found, tuple | list) else [found]) if isinstance(item, Tensor)]
+
+
+def _product_flops(node: Node) -> sympy.Expr:
+    """The last dimension of the first matrix is the reduction dimension."""
+    first = value(call(node).operands[PRODUCTS[schema_name(node)]])
+    return 2 * expression(first.shape[-1]) * sympy.Add(*[_numel(out) for out in _results(node)])
+
+
+def _pointwise(node: Node) -> bool:
+    """Whether the glue compiler fuses it with its neighbours."""
+    return _is_kernel(node) and op_of(node.target) is None and schema_name(node) not in NEVER_FUSED
+
+
+def groups(graph: Graph) -> list[list[Node]]:
+    """The nodes with a cost: pointwise nodes in groups of connected ones, each other node alone.
+
+    Pointwise nodes with a kernel between them are in different groups: their depths, counted in kernels, differ.
+    """
+    group_of: dict[Node, list[Node]] = {}
+    found: list[list[Node]] = []
+    depth: dict[Node, int] = {}
+    for node in graph.nodes:
+        given = node.all_input_nodes
+        depth[node] = max((depth[n] + (n not in group_of and _is_kernel(n)) for n in given), default=0)
+        # By the first node of each group: the group of a view may have been merged into another one.
+        near = [group_of[group_of[n][0]] for n in given if n in group_of and depth[n] == depth[node]]
+        if _pointwise(node):
+            mine: list[Node] = near[0] if near else []
+            for other in near:
+                if group_of[other[0]] is not mine:
+                    mine += other
+                    group_of.update(dict.fromkeys(other, mine))
+            mine.append(node)
+            group_of[node] = mine
+            found += [mine] * (not near)
+        elif _is_kernel(node):
+            found.append([node])
+        elif near:  # a view belongs to the group of its base
+            group_of[node] = near[0]
+    return [group for group in found if group_of.get(group[0], group) is group]  # without merged groups
+
+
+def _is_kernel(node: Node) -> bool:
+    return node.op == "call_function" and name_of(node) not in ZERO_COST and bool(_results(node))
+
+
+def _fused_cost(group: list[Node], sizes: Mapping[sympy.Symbol, sympy.Expr]) -> Cost:
+    """The cost of a fused group: each input is read once, each output is written once."""
+    inside = set(group)
+    entering = {view_base(given) for node in group for given in node.all_input_nodes if storage_node(given) not in inside}
+    leaving = {node for node in group if any(user not in inside for user in _readers(node))}
+    moved = bytes_of([value(node) for node in entering | leaving])
+    flops = sympy.Add(*[_numel(out) for node in group for out in _results(node)])
+    return Cost(simplified(moved.xreplace(dict(sizes))), simplified(flops.xreplace(dict(sizes))))
+
+
+def _readers(node: Node) -> Iterable[Node]:
+    """The readers of a node, through views."""
+    for user in node.users:
+        if user.op == "call_function" and name_of(user) in ZERO_COST:
+            yield from _readers(user)
+        else:
+            yield user

@@ -1,0 +1,93 @@
+"""The bytes and flops of one call of an op as formulas of its sizes: the rules that several ops share.
+
+An op names its rule with `@op(cost=...)`; atomc.cost.cost applies them to a graph.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+# Of sympy, or a number. sympy is not imported here: it takes long, and a start from the cache needs none.
+Formula = Any
+Work = tuple[Formula, Formula]  # bytes moved, floating-point operations
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor of a call, by its symbolic sizes."""
+
+    shape: tuple[Formula, ...]
+    dtype: torch.dtype
+
+    @property
+    def numel(self) -> Formula:
+        return math.prod(self.shape)
+
+    @property
+    def bytes(self) -> Formula:
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class OpCall:
+    """One call of an op in a graph. `call["x"]` is the argument x: an Operand if it is a tensor.
+
+    arguments  by parameter, defaults included
+    mutates    the parameters that the op writes in place
+    reads      the tensors that it reads; of a view the memory behind it
+    results    the tensors that it returns
+    context    the tokens of each sequence that are in the state, the new ones included
+    """
+
+    arguments: Mapping[str, Any]
+    mutates: tuple[str, ...]
+    reads: tuple[Operand, ...]
+    results: tuple[Operand, ...]
+    context: Formula
+
+    def __getitem__(self, name: str) -> Any:
+        return self.arguments[name]
+
+
+CostRule = Callable[[OpCall], Work]
+
+
+def bytes_of(operands: Iterable[Operand]) -> Formula:
+    return sum(operand.bytes for operand in operands)
+
+
+def least(a: Formula, b: Formula) -> Formula:
+    """The smaller of two formulas."""
+    from sympy import Min
+
+    return Min(a, b)
+
+
+def read_and_write(call: OpCall) -> Work:
+    """Each operand is read once, each result written once, with one operation per number written."""
+    return bytes_of(call.reads) + bytes_of(call.results), sum(result.numel for result in call.results)
+
+
+def product(call: OpCall) -> Work:
+    """`x` [..., K] times each row of `weight` [..., N, K]; x in uint8 holds two codes a byte."""
+    x, weight = call["x"], call["weight"]
+    moved, _ = read_and_write(call)
+    depth = x.shape[-1] * (2 if x.dtype == torch.uint8 else 1)
+    return moved, 2 * math.prod(x.shape[:-1]) * depth * weight.shape[-2]
+
+
+def lookup(call: OpCall) -> Work:
+    """Reads the indices, and of the table only the rows that it returns."""
+    indices = [operand for operand in call.reads if not operand.dtype.is_floating_point]
+    return bytes_of(indices) + 2 * bytes_of(call.results), 0
+
+
+def state_write(call: OpCall) -> Work:
+    """Reads its rows and writes as many, one for each of `slots` [T], into the caches, which are not read."""
+    rows = [x for name, x in call.arguments.items() if isinstance(x, Operand) and name not in call.mutates]
+    caches = [x for name in call.mutates if isinstance(x := call[name], Operand) and len(x.shape) >= 3]
+    written = sum(call["slots"].shape[0] * math.prod(x.shape[2:]) * x.dtype.itemsize for x in caches)
+    return bytes_of([*rows, *call.results]) + written, sum(result.numel for result in call.results)

@@ -1,0 +1,195 @@
+"""The records of a report: rewrites, near misses, kernels, costs and so on, as plain dataclasses."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class Site:
+    """One place where a rewrite fired. `source` is "file.py:12" of the user's program."""
+
+    rewrite: str
+    module_path: str
+    layer: int | None
+    source: str
+    attrs: dict[str, Any] = field(default_factory=dict)
+
+
+# Why a pattern does not match: differences of structure, of values, or conditions of rewriting.
+MissKind = Literal["extra op", "missing op", "missing cast", "other op", "operand order", "arguments", "attribute",
+                   "scalar", "same value", "no reader",
+                   "dtype", "size", "view", "device", "extra user", "mutation", "cycle",
+                   "guard", "taken", "off", "packed"]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Miss:
+    """One place where a rewrite nearly fired. `depth` is the fraction of the pattern that matched."""
+
+    rewrite: str
+    variant: str
+    module_path: str
+    layer: int | None
+    source: str
+    depth: float
+    kind: MissKind
+    expected: str
+    found: str
+    nodes: list[str] = field(default_factory=list)
+
+    def text(self) -> str:
+        where = self.module_path or "the graph"
+        line = f" ({self.source})" if self.source else ""
+        return f"{self.rewrite} in {where}{line}, {self.depth:.0%} there: expected {self.expected}; found {self.found}"
+
+
+def another_kernel(provider: str) -> str:
+    return f"another {provider} kernel"
+
+
+@dataclass(frozen=True)
+class KernelChoice:
+    """The kernel selected for one op and a range of token counts.
+
+    refused   (provider, reason), in order of preference
+    codes     the code (atomc.ops.op.Refusal) of each of these; empty in a report of an older version
+    """
+
+    op: str
+    module_path: str
+    tokens: str
+    chosen: str
+    refused: list[tuple[str, str]] = field(default_factory=list)
+    node: str = ""
+    codes: list[str] = field(default_factory=list)
+
+    @property
+    def others(self) -> list[tuple[str, str]]:
+        """`refused` for display: a refusal of the provider that runs the op is of another kernel of it."""
+        return [(another_kernel(name) if name == self.chosen else name, reason) for name, reason in self.refused]
+
+    def refused_by(self, *codes: str) -> list[tuple[str, str]]:
+        """The entries of `refused` with one of these codes."""
+        return [pair for pair, code in zip(self.refused, self.codes, strict=False) if code in codes]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One pass that changed the graph, and the printed graph after it (atomc.graph.graph_printer).
+
+    text    "" except for the last stage, and in reports of `explain` or for a page
+    before  the graph before it; "" if it equals `text` of the preceding stage
+    """
+
+    name: str
+    changed: int
+    text: str
+    before: str = ""
+
+
+@dataclass(frozen=True)
+class OpCost:
+    """The cost of one kernel, as formulas of T, R, S and C (see atomc.cost.cost).
+
+    nodes    of the graph before lowering
+    made_of  the nodes of the captured graph that became these
+    apart    bytes if each node were a kernel of its own; "" if equal to `bytes`
+    made_by  the last rewrite that produced it; "" for nodes of the program
+    """
+
+    op: str
+    module_path: str
+    layer: int | None
+    source: str
+    bytes: str
+    flops: str
+    nodes: list[str] = field(default_factory=list)
+    made_of: list[str] = field(default_factory=list)
+    apart: str = ""
+    made_by: str = ""
+
+
+@dataclass(frozen=True)
+class FusionOpportunity:
+    """Memory traffic that fusing kernels would save.
+
+    kind  "near miss": `what` is the rewrite; "neighbours": `what` is the two ops; "glue": pointwise ops that run one by one
+    """
+
+    kind: str
+    what: str
+    module_path: str
+    layer: int | None
+    source: str
+    bytes: str
+
+
+@dataclass(frozen=True)
+class QuantizedWeightSize:
+    """A linear op with a quantized weight.
+
+    bytes       of the weight and its scales
+    full_bytes  of the weight in the dtype of the output
+    """
+
+    op: str
+    scheme: str
+    module_path: str
+    layer: int | None
+    node: str
+    bytes: int
+    full_bytes: int
+
+
+@dataclass(frozen=True)
+class GraphBreak:
+    """Where Dynamo ended a graph early, and why."""
+
+    source: str
+    code: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class CacheOutcome:
+    """The result of the cache for a graph.
+
+    kind      "off": the cache was not used; "": there was nothing to compile
+    why       the reason for a miss or for not using it
+    not_kept  why the compiled graph was not written to the cache
+    """
+
+    kind: Literal["", "hit", "miss", "off"] = ""
+    why: str = ""
+    not_kept: str = ""
+
+    def __str__(self) -> str:
+        text = ": ".join(part for part in (self.kind, self.why) if part)
+        return f"{text}; not kept: {self.not_kept}" if self.not_kept else text
+
+
+@dataclass(frozen=True)
+class Glue:
+    """The compiler of the ops between kernels, "inductor" or "eager"; `note` is also in Report.notes."""
+
+    how: str
+    note: str
+
+
+# The record type of each list of a report.
+PARTS: dict[str, Any] = {
+    "sites": Site, "kernels": KernelChoice, "stages": Stage, "near": Miss, "costs": OpCost, "savings": FusionOpportunity,
+    "few_bits": QuantizedWeightSize, "glue": Glue,
+}  # fmt: skip
+
+
+def spans(numbers: Iterable[int]) -> str:
+    """0, 1, 2, 5 -> "0-2, 5"."""
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(f"{a}-{b}" if a != b else str(a) for a, b in runs)

@@ -1,0 +1,74 @@
+"""An audit as text: the errors of the graph's outputs, their cause, and the sites with the largest errors."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from atomc.report.render.table import table
+
+MAX_ROWS = 20
+ORDERS = ("sqnr", "max", "relative")
+
+
+def audit_text(audit: Mapping[str, Any], *, by: str = "sqnr", rows: int = MAX_ROWS) -> str:
+    """The first `rows` sites by SQNR, or by the largest difference, absolute (`by="max"`) or relative."""
+    ranked = ranked_by(audit["sites"], by)
+    parts = [headline(audit)]
+    if ranked:
+        head = ("rewrite", "runs as", "max", "relative", "SQNR", "original", "against", "in")
+        parts.append(table(head, map(_row, ranked[:rows]), numbers=[2, 3, 4, 5]))
+    if len(ranked) > rows:
+        parts.append(f"and {len(ranked) - rows} sites with smaller errors")
+    return "\n\n".join([*parts, *audit["notes"]])
+
+
+def headline(audit: Mapping[str, Any]) -> str:
+    """The largest error of a site, and the errors of the graph's outputs, in one or two sentences."""
+    sites = audit["sites"]
+    if not sites:
+        return "nothing was rewritten"
+    first = sites[0]
+    text = f"{len(sites)} sites; "
+    if first["sqnr"] is None:
+        text += "all equal the original"
+    else:
+        text += f"the worst is {_name(first)}, {_decibels(first)}"
+    outputs = audit.get("outputs")
+    if outputs is None:
+        return text
+    text += (f". Relative error of the outputs against fp32: {outputs['compiled']:.2g}, of the original program "
+             f"{outputs['original']:.2g}, bound {outputs['bound']:.2g}")  # fmt: skip
+    return text + (f". {cause_text(audit['blame'])}" if "blame" in audit else "")
+
+
+def cause_text(blame: Mapping[str, Any]) -> str:
+    """The cause of the difference."""
+    runs = f" ({blame['runs']} runs)" if blame["runs"] else ""
+    if blame["rewrite"] == "glue":
+        return "The kernels are within the bound: the cause is the code of Inductor for the ops between them"
+    if not blame["rewrite"]:
+        return f"No rewrite is the cause{runs}: the error remains without all of them"
+    places = blame["places"]
+    where = f" in {blame['module_path'] or 'the graph'}" if blame["module_path"] is not None else f", at {places} sites"
+    return f"The cause is {blame['rewrite']}{where}{runs}"
+
+
+def ranked_by(sites: Sequence[Mapping[str, Any]], by: str) -> list[Mapping[str, Any]]:
+    """The sites, worst first."""
+    if by == "sqnr":
+        return list(sites)
+    return sorted(sites, key=lambda site: -site["max_abs" if by == "max" else by])
+
+
+def _name(site: Mapping[str, Any]) -> str:
+    return f"{site['rewrite']} in {site['module_path'] or 'the graph'}"
+
+
+def _row(site: Mapping[str, Any]) -> tuple[str, ...]:
+    op = "" if site["op"] == site["rewrite"] else f" ({site['op']})"
+    source = f" ({site['source']})" if site["source"] else ""
+    return (site["rewrite"] + op, site["kernel"], f"{site['max_abs']:.2g}", f"{site['relative']:.1e}", _decibels(site),
+            _decibels(site["original"]), site["against"], (site["module_path"] or "the graph") + source)  # fmt: skip
+
+
+def _decibels(error: Mapping[str, Any]) -> str:
+    return "exact" if error["sqnr"] is None else f"{error['sqnr']:.1f} dB"

@@ -1,0 +1,152 @@
+"""A report as text for a terminal: plain tables of 100 columns, with repeated layers shown once."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from atomc.report.records import CacheOutcome, KernelChoice, Miss, Site, spans
+from atomc.report.render.audit import headline
+from atomc.report.render.table import collapsed, table, wrapped
+
+if TYPE_CHECKING:
+    from atomc.report.report import Report
+
+MAX_MISSES = 20
+# Passes that neither recognise nor fuse ops.
+NOT_REWRITES = ("lift", "bind_state", "reinplace", "lower")
+
+
+def report_text(report: "Report") -> str:
+    """Rewrites by layer, rewrites that did not fire and why, kernels, state and phases of one graph."""
+    parts = [_title(report)]
+    if report.treated:
+        parts += [_rewrites(report), _not_fired(report), _near_misses(report.near), _kernels(report.kernels),
+                  _listed("state", _collapsed_lines(report.state))]  # fmt: skip
+    bugs = _listed("bugs of atomc, please report", report.bugs)
+    parts += [_break_and_recompile(report), _audit(report), _listed("notes", report.notes), bugs, _phases(report)]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _title(report: "Report") -> str:
+    if report.treated:
+        cache = f"; cache: {report.cache}" if report.cached not in (CacheOutcome(), CacheOutcome("off")) else ""
+        return wrapped(f"{report.model}: compiled{cache}", "", "  ")
+    return wrapped(f"{report.model}: not treated: {report.why_not}", "", "  ")
+
+
+def _rewrites(report: "Report") -> str:
+    sites: dict[str, list[Site]] = {}
+    for site in report.sites:
+        if site.rewrite not in NOT_REWRITES:
+            sites.setdefault(site.rewrite, []).append(site)
+    rows = [(name, str(len(found)), _layers(site.layer for site in found),
+             ", ".join(dict.fromkeys(collapsed(site.module_path) or "the graph" for site in found)))
+            for name, found in sites.items()]  # fmt: skip
+    return table(("rewrite", "sites", "layers", "in"), rows, numbers=[1]) if rows else "no rewrite fired"
+
+
+def _layers(layers: Iterable[int | None]) -> str:
+    return spans(layer for layer in layers if layer is not None) or "-"
+
+
+def _not_fired(report: "Report") -> str:
+    missing = [name for name in [*report.known, *report.off] if not report.matches[name] and name not in NOT_REWRITES]
+    near = {miss.rewrite for miss in report.near}
+    rows: dict[str, str] = {}
+    for name in dict.fromkeys(missing):
+        reason = "near misses, below" if name in near else report.reason(name)
+        same = next((other for other, why in rows.items() if why == reason and name not in near), None)
+        rows[name] = f"as {same}" if same else reason
+    return table(("did not fire", "why"), list(rows.items())) if rows else ""
+
+
+def _near_misses(near: Sequence[Miss]) -> str:
+    groups: dict[tuple[str, ...], list[Miss]] = {}
+    for miss in near:
+        key = (miss.rewrite, miss.variant, collapsed(miss.module_path), miss.kind, miss.source)
+        groups.setdefault(key, []).append(miss)
+    if not groups:
+        return ""
+    lines = ["near misses"]
+    for found in list(groups.values())[:MAX_MISSES]:
+        first = found[0]
+        variant = f" ({first.variant})" if first.variant else ""
+        layers = _layers(miss.layer for miss in found)
+        times = f" x{len(found)}, layers {layers}" if len(found) > 1 else ""
+        source = f", {first.source}" if first.source else ""
+        where = collapsed(first.module_path) if len(found) > 1 else first.module_path
+        head = f"{first.rewrite}{variant} in {where or 'the graph'}{times}{source}: {first.depth:.0%} matched"
+        lines += [wrapped(head, "  ", "    "), wrapped(first.expected, "    expected  ", 14 * " "),
+                  wrapped(first.found, "    found     ", 14 * " ")]  # fmt: skip
+    if len(groups) > MAX_MISSES:
+        lines.append(f"  and {len(groups) - MAX_MISSES} more: Report.near has all")
+    return "\n".join(lines)
+
+
+def _kernels(choices: Sequence[KernelChoice]) -> str:
+    if not choices:
+        return ""
+    nodes: dict[tuple[str, str, str], list[KernelChoice]] = {}
+    refusals: dict[tuple[str, str], list[str]] = {}
+    for choice in choices:
+        nodes.setdefault((choice.op, choice.tokens, choice.chosen), []).append(choice)
+        for refusal in choice.others:
+            refusals.setdefault(refusal, []).append(choice.op)
+    rows = [(op, str(len(found)), tokens, chosen) for (op, tokens, chosen), found in nodes.items()]
+    lines = [table(("op", "nodes", "tokens", "runs as"), rows, numbers=[1])]
+    for (provider, reason), refused in refusals.items():
+        whose = "all" if len(refused) == len(choices) else ", ".join(dict.fromkeys(refused))
+        lines.append(wrapped(f"not {provider} for {whose}: {reason}", "", "  "))
+    return "\n".join(lines)
+
+
+def _collapsed_lines(lines: Iterable[str]) -> list[str]:
+    """The lines with layer numbers removed; equal ones once, with their count."""
+    groups = Counter(map(collapsed, lines))
+    return [f"{line} (x{count})" if count > 1 else line for line, count in groups.items()]
+
+
+def _listed(title: str, lines: Sequence[str]) -> str:
+    return "\n".join([title, *(wrapped(line, "  ", "    ") for line in lines)]) if lines else ""
+
+
+def _audit(report: "Report") -> str:
+    if not report.audit:
+        return ""
+    return wrapped(f"audit: {headline(report.audit)}", "", "  ")
+
+
+def _break_and_recompile(report: "Report") -> str:
+    lines = []
+    if report.graph_break is not None:
+        code = f" ({report.graph_break.code})" if report.graph_break.code else ""
+        lines.append(wrapped(f"graph break at {report.graph_break.source}{code}: {report.graph_break.reason}", "", "  "))
+    if report.recompile is not None:
+        lines.append(wrapped(f"recompiled, because this guard failed: {report.recompile}", "", "  "))
+    return "\n".join(lines)
+
+
+def _phases(report: "Report") -> str:
+    if not report.phases:
+        return ""
+    parts = [f"{name} {seconds:.2f}" for name, seconds in report.phases.items()]
+    return wrapped(f"{', '.join(parts)}; together {sum(report.phases.values()):.2f}", "seconds: ", 9 * " ")
+
+
+def summary(report: "Report") -> str:
+    """Three lines: rewrites, kernels, and near misses with notes."""
+    if not report.treated:
+        return f"not compiled: {report.why_not}"
+    layers = len({site.layer for site in report.sites if site.layer is not None})
+    rewrites = [f"{report.matches[name]} {name}" for name in dict.fromkeys(report.known)
+                if report.matches[name] and name not in NOT_REWRITES]  # fmt: skip
+    runs: dict[str, dict[str, int]] = {}
+    for choice in report.kernels:
+        ops = runs.setdefault(choice.chosen, {})
+        ops[choice.op] = ops.get(choice.op, 0) + 1
+    kernels = [f"{chosen} runs {', '.join(f'{count} {op}' for op, count in ops.items())}" for chosen, ops in runs.items()]
+    near = [f"{miss.rewrite} in {miss.module_path or 'the graph'}" for miss in report.near]
+    missed = f"{len(near)} near misses, such as {near[0]}" if near else "nothing nearly fused"
+    lines = [f"{layers} layers: {', '.join(rewrites) or 'no rewrite'} fired", "; ".join(kernels) or "no kernels",
+             "; ".join([missed, *report.notes])]  # fmt: skip
+    return "\n".join(lines)

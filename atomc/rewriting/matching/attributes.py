@@ -1,0 +1,100 @@
+"""Comparing two calls in everything but their tensors: numbers, strings, dtypes, shapes."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from atomc.graph.canonical import Capture, call
+from atomc.graph.expressions import Size
+from atomc.graph.sizes import known_equal
+from atomc.report.records import MissKind
+from atomc.rewriting.matching.pattern import Site
+
+# Kind, what the pattern expects, what was found.
+AttrDifference = tuple[MissKind, str, str]
+
+
+def attr_differences(site: Site, p: Node, g: Node) -> Iterator[AttrDifference]:
+    """What differs in two calls besides their tensors.
+
+    On the way it binds what the site decides, and leaves what depends on the sizes and dtypes of inputs to conditions.py.
+    """
+    wanted, found = call(p), call(g)
+    for name in wanted.attrs.keys() | found.attrs.keys():
+        expected, here = wanted.attrs.get(name), found.attrs.get(name)
+        if isinstance(expected, Capture):
+            yield from _captured(site, f"{bare(wanted.op)} with {name}", name, expected, here)
+        elif _follows_from_inputs(wanted.op, name, expected):
+            site.deferred.append((p, g, name, expected, here))
+        elif _holds_capture(expected) and _as_long(expected, here):
+            yield from _items(site, name, expected, here)
+        elif same_attr(expected, here):
+            continue
+        elif name == "given" and wanted.op == found.op:
+            yield "attribute", *_operands(bare(wanted.op), expected or (), here or ())
+        else:
+            yield "attribute", f"{bare(wanted.op)} with {name}={bare(expected)}", f"{name}={bare(here)}"
+
+
+def _follows_from_inputs(op: str, name: str, expected: Any) -> bool:
+    return isinstance(expected, torch.SymInt) or (name in ("shape", "dtype") and op in ("view", "expand", "cast"))
+
+
+def _captured(site: Site, what: str, name: str, capture: Capture, here: Any) -> Iterator[AttrDifference]:
+    if capture.among and here not in capture.among:
+        yield "attribute", f"{what}={' or '.join(map(bare, capture.among))}", f"{name}={bare(here)}"
+    else:
+        yield from _bind(site, capture, here)
+
+
+def _items(site: Site, name: str, expected: Any, here: Any) -> Iterator[AttrDifference]:
+    """Of two tuples as long, of which the site decides some items."""
+    for item, found in zip(expected, here, strict=True):
+        if isinstance(item, Capture):
+            yield from _bind(site, item, found)
+        elif not same_attr(item, found):
+            yield "attribute", f"{name}={bare(item)}", bare(found)
+
+
+def _bind(site: Site, capture: Capture, here: Any) -> Iterator[AttrDifference]:
+    """The argument is what stands here, and the same everywhere; a size that varies is no constant."""
+    if here is None or isinstance(here, Node | torch.SymInt | torch.SymFloat):
+        yield "scalar", f"a constant for `{capture.name}`", str(here)
+    elif (first := site.bound.setdefault(capture.name, here)) != here:
+        yield "scalar", f"one `{capture.name}` everywhere (first {first})", str(here)
+
+
+def _operands(op: str, expected: tuple[str, ...], here: tuple[str, ...]) -> tuple[str, str]:
+    """Which operands of an op are missing, or too many."""
+    missing, extra = ([f"`{name}`" for name in a if name not in b] for a, b in ((expected, here), (here, expected)))
+    wanted = [f"with {' and '.join(missing)}"] * bool(missing) + [f"without {' or '.join(extra)}"] * bool(extra)
+    found = [f"{' and '.join(extra)} given"] * bool(extra) + [f"{' and '.join(missing)} absent"] * bool(missing)
+    return f"{op} {', '.join(wanted)}", ", ".join(found)
+
+
+def _holds_capture(attr: Any) -> bool:
+    return isinstance(attr, tuple) and any(isinstance(item, Capture) for item in attr)
+
+
+def _as_long(expected: Any, here: Any) -> bool:
+    return isinstance(here, tuple) and len(here) == len(expected)
+
+
+def same_attr(expected: Any, here: Any) -> bool:
+    """Equality that adds no guard where a size is symbolic."""
+    if isinstance(expected, tuple) and isinstance(here, tuple):
+        return len(expected) == len(here) and all(map(same_attr, expected, here))
+    if isinstance(expected, torch.SymInt) or isinstance(here, torch.SymInt):
+        return isinstance(expected, Size) and isinstance(here, Size) and known_equal(expected, here)
+    return bool(expected == here)
+
+
+def bare(item: object) -> str:
+    """Without the namespace: float32, rms_norm; of what the site decides, its name."""
+    if isinstance(item, Capture):
+        return item.name
+    if isinstance(item, tuple):
+        return f"({', '.join(map(bare, item))}{',' * (len(item) == 1)})"
+    return str(item).replace("atom::", "").replace("torch.", "")

@@ -1,0 +1,167 @@
+"""The matcher that decides: a small complete search for a traced pattern in a functional ATen graph.
+
+It tries both orders of commutative operands and every reader for a further output, and undoes what fails. What structure
+does not say is checked by conditions.py; near_miss.py explains the places where the search nearly succeeded.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from torch.fx import Node
+
+from atomc.graph.canonical import VIEWS, call, keeps_last_dim, readers, value
+from atomc.rewriting.matching.attributes import attr_differences
+from atomc.rewriting.matching.conditions import problems
+from atomc.rewriting.matching.pattern import Difference, Index, Pattern, Site
+
+# A change of the site, which returns whether it holds, and the pairs that must hold then.
+Way = tuple[Callable[[], bool], list[tuple[Node, Node]]]
+
+
+def unify(site: Site, pairs: list[tuple[Node, Node]]) -> Iterator[Site]:
+    """Every way to make the pattern node of each pair be its graph node. The site is changed and changed back."""
+    if not pairs:
+        yield site
+        return
+    (p, g), rest = pairs[0], pairs[1:]
+    for change, more in _ways(site, p, g):
+        saved = site.saved()
+        if change():
+            yield from unify(site, more + rest)
+        site.restore(saved)
+
+
+def _ways(site: Site, p: Node, g: Node) -> Iterator[Way]:
+    """What could make p be g."""
+    placed = site.at(p)
+    if p in site.pattern.inputs:
+        yield partial(_bind, site, site.pattern.inputs[p], g), []
+    elif placed is g:
+        yield (lambda: True), []
+    else:
+        if placed is None:
+            yield from _placements(site, p, g)
+        if site.pattern.sees_through and _may_be_skipped(g) and (placed is not None or call(p).op not in VIEWS):
+            yield partial(_skip, site, g), [(p, call(g).operands[0])]
+
+
+def _placements(site: Site, p: Node, g: Node) -> Iterator[Way]:
+    """p at g, with the operands in each order that means the same; of a cast also none, because the dtype is right."""
+    wanted, here = call(p), call(g)
+    if wanted.op == here.op and len(wanted.operands) == len(here.operands) and g not in site.matched.values():
+        for order in here.orders():
+            yield partial(_place, site, p, g), list(zip(wanted.operands, order, strict=True))
+    if wanted.op == "cast" and here.op != "cast":
+        yield partial(without_cast, site, p, g), [(wanted.operands[0], g)]
+
+
+def _bind(site: Site, name: str, g: Node) -> bool:
+    return site.bound.setdefault(name, g) is g
+
+
+def _place(site: Site, p: Node, g: Node) -> bool:
+    site.matched[p] = g
+    return next(attr_differences(site, p, g), None) is None
+
+
+def _skip(site: Site, view: Node) -> bool:
+    site.skipped.append(view)
+    return True
+
+
+def _may_be_skipped(g: Node) -> bool:
+    return call(g).op in VIEWS and keeps_last_dim(g)
+
+
+def without_cast(site: Site, p: Node, g: Node) -> bool:
+    """The pattern casts, the graph need not because g has that dtype already (checked once all is bound)."""
+    site.alias[p] = g
+    site.deferred.append((p, g, "dtype", call(p).attrs["dtype"], value(g).dtype))
+    return True
+
+
+def _candidates(site: Site, output: Node) -> list[Node]:
+    """Graph nodes that could be a further output, reached over the readers of what is matched."""
+    taken = set(site.matched.values())
+    found = _together(site, output) if site.pattern.read_together else _reached(site, output, taken)
+    return [node for node in dict.fromkeys(found) if node not in taken]
+
+
+def _together(site: Site, output: Node) -> Iterator[Node]:
+    """What is read by the same nodes as the first output that is placed, before or after it as in the pattern."""
+    outputs = site.pattern.outputs
+    first = next(placed for placed in outputs if site.at(placed) is not None)
+    here, later = site.outputs()[0], outputs.index(output) > outputs.index(first)
+    for reader in here.users:
+        for operand in read_beside(reader, here, later):
+            yield from _through_cache(operand, call(output).op)
+
+
+def read_beside(reader: Node, read: Node, later: bool) -> list[Node]:
+    """What the reader takes after (or before) `read`."""
+    operands = call(reader).operands
+    if read not in operands:
+        return []
+    at = operands.index(read)
+    return operands[at + 1:] if later else operands[:at]
+
+
+def _reached(site: Site, p: Node, taken: set[Node]) -> list[Node]:
+    """The place of p, or where it could be, as a reader of where its operands could be."""
+    here = site.bound.get(site.pattern.inputs[p]) if p in site.pattern.inputs else site.at(p)
+    if here is not None:
+        return [here]
+    return [user for operand in call(p).operands for node in _reached(site, operand, taken) for user in _readers(site, node)
+            if call(user).op == call(p).op and user not in taken]  # fmt: skip
+
+
+def _readers(site: Site, node: Node) -> Iterator[Node]:
+    """Who reads a node, through views if the pattern sees through them."""
+    for user in readers(node):
+        yield user
+        if site.pattern.sees_through and _may_be_skipped(user):
+            yield from user.users
+
+
+def _through_cache(node: Node, op: str, depth: int = 4) -> Iterator[Node]:
+    """The node itself if it is a call of `op`, else what of that kind was written to the cache that it is a view of."""
+    here = call(node)
+    if here.op == op:
+        yield node
+    elif depth and here.op in ("permute", "view", "slice", "index_copy"):
+        for operand in here.operands:
+            yield from _through_cache(operand, op, depth - 1)
+
+
+def _complete(site: Site) -> Iterator[Site]:
+    missing = next((output for output in site.pattern.outputs if site.at(output) is None), None)
+    if missing is None:
+        yield site
+        return
+    for candidate in _candidates(site, missing):
+        for grown in unify(site, [(missing, candidate)]):
+            yield from _complete(grown)
+
+
+def matches(pattern: Pattern, index: Index) -> Iterator[tuple[Site, list[Difference]]]:
+    """Every place where the structure fits, with what forbids the rewrite there (nothing: it may be rewritten)."""
+    root = min(pattern.outputs, key=lambda output: len(index[call(output).op]))
+    starts = list(index[call(root).op])
+    if call(root).op == "cast":  # where the model's dtype is right already, the last cast is not there
+        starts += index[call(call(root).operands[0]).op]
+    for start in starts:
+        # The last cast may vanish at a node that is itself followed by a cast: take the first way that may be rewritten.
+        best: tuple[Site, list[Difference]] | None = None
+        for site in unify(Site(pattern), [(root, start)]):
+            done = next(_complete(site), None)
+            if done is None:
+                continue
+            found = Site(pattern)
+            found.restore(done.saved())
+            wrong = problems(found)
+            if best is None or not wrong:
+                best = found, wrong
+            if not wrong:
+                break
+        if best is not None:
+            yield best

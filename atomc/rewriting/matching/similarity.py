@@ -1,0 +1,73 @@
+"""How much the graph below a node looks like the pattern below one of its nodes: a number to choose candidates by."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from atomc.graph.canonical import COMMUTATIVE, Call, Capture, call, value
+from atomc.graph.expressions import expression, substitute
+from atomc.graph.sizes import known_equal
+from atomc.rewriting.matching.attributes import same_attr
+from atomc.rewriting.matching.pattern import Site
+
+# The same op counts 1, its attributes up to EQUAL_ATTRS more, and then its operands, down to DEPTH.
+DEPTH = 3
+EQUAL_ATTRS = 0.5
+PLACED_HERE = 1.0
+PLACED_ELSEWHERE = -0.5
+UNBOUND_INPUT = 0.1  # anything may be an input, but a telling operand is better
+
+
+def similarity(site: Site, p: Node, g: Node, depth: int = DEPTH) -> float:
+    """How much g looks like p, given what is placed at the site already."""
+    known = site.bound.get(site.pattern.inputs[p]) if p in site.pattern.inputs else site.at(p)
+    if known is not None:
+        return PLACED_HERE if known is g else PLACED_ELSEWHERE
+    if p in site.pattern.inputs:
+        return UNBOUND_INPUT
+    wanted, here = call(p), call(g)
+    if wanted.op != here.op:
+        return similarity(site, wanted.operands[0], g, depth) if wanted.op == "cast" and depth else 0.0
+    score = 1.0 + EQUAL_ATTRS * _equal_attrs(wanted, here)
+    if depth and wanted.operands:
+        score += max(sum(similarity(site, q, h, depth - 1) for q, h in zip(wanted.operands, order, strict=False))
+                     for order in here.orders())  # fmt: skip
+    return score
+
+
+def alike(p: Node, g: Node) -> bool:
+    """Not one a product of two tensors and the other of a tensor and a number."""
+    return call(p).op not in COMMUTATIVE or len(call(p).operands) == len(call(g).operands)
+
+
+def like(site: Site, p: Node, g: Node) -> bool:
+    """The same op, and of casts one to the same dtype."""
+    wanted, here = call(p), call(g)
+    dtype = wanted.attrs.get("dtype")
+    same_cast = wanted.op != "cast" or isinstance(dtype, Capture) or site.dtype(dtype) == here.attrs.get("dtype")
+    return wanted.op == here.op and same_cast and alike(p, g)
+
+
+def _equal_attrs(wanted: Call, here: Call) -> float:
+    """The share of constant attributes that agree, sizes taken from the operands."""
+    constant = {name: attr for name, attr in wanted.attrs.items() if not isinstance(attr, Capture | tuple)}
+    symbolic = any(isinstance(attr, torch.SymInt) for attr in constant.values())
+    sizes = _sizes(wanted, here) if symbolic else {}
+    equal = [_equal(attr, here.attrs.get(name), sizes) for name, attr in constant.items()]
+    return sum(equal) / len(equal) if equal else 1.0
+
+
+def _equal(attr: Any, found: Any, sizes: Mapping[Any, Any]) -> bool:
+    if isinstance(attr, torch.SymInt):
+        return found is not None and known_equal(substitute(attr, sizes), found)
+    return same_attr(attr, found)
+
+
+def _sizes(wanted: Call, here: Call) -> dict[Any, Any]:
+    """What the symbols of the pattern's operands are here."""
+    tensors = [(value(q), value(h)) for q, h in zip(wanted.operands, here.operands, strict=False)]
+    return {expression(a): b for q, h in tensors if isinstance(q, Tensor) and isinstance(h, Tensor)
+            for a, b in zip(reversed(q.shape), reversed(h.shape), strict=False) if isinstance(a, torch.SymInt)}  # fmt: skip

@@ -1,0 +1,210 @@
+"""Small example arguments for each op, to run a kernel without a model.
+
+T tokens, D width, M width of the MLP, N query heads, K key/value heads, H head width; of latent attention, L latent width,
+R rotated width, P width of a key that is not rotated.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from atomc import ops
+from atomc.ops.op import Op
+from atomc.ops.schemes import SCHEMES
+from atomc.ops.state import LAYOUTS, StateSpec
+
+D, M, N, K, H = 256, 512, 4, 2, 128
+L, R, P = 512, 64, 128
+CONTEXT = 40
+EPS = 1e-6
+Arguments = dict[str, Any]
+
+
+class RandomInputs:
+    """Random tensors of one dtype on one device, from a fixed seed; T rows, caches of one layout."""
+
+    def __init__(self, dtype: torch.dtype, device: str, rows: int, layout: str = "paged"):
+        self.dtype, self.device, self.T, self.layout = dtype, device, rows, layout
+        self.generator = torch.Generator().manual_seed(0)
+
+    def __call__(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.randn(shape, generator=self.generator).to(dtype or self.dtype).to(self.device)
+
+    def below(self, high: int, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.randint(high, shape, generator=self.generator).to(dtype).to(self.device)
+
+    def quantized(self, op: Op, *shape: int, **attributes: Any) -> tuple[Tensor, Tensor]:
+        """Codes and scales of random numbers, by one of the quantizers."""
+        codes, scales = op.reference(self(*shape), **attributes)
+        return codes, scales
+
+    def heads(self, *counts: int) -> tuple[Tensor, ...]:
+        """[T, count, H] each, as views of the output of one projection."""
+        rows = self(self.T, sum(counts) * H)
+        parts = torch.split(rows, [count * H for count in counts], -1)
+        return tuple(part.view(self.T, -1, H) for part in parts)
+
+    def angles(self, width: int = H) -> Arguments:
+        angle = 3 * torch.randn(self.T, 1, width // 2, generator=self.generator).repeat(1, 1, 2)
+        return {"cos": angle.cos().to(self.dtype).to(self.device), "sin": angle.sin().to(self.dtype).to(self.device)}
+
+    def slots(self) -> Tensor:
+        """A slot for each row; the last of several is -1, which is not written."""
+        slots = torch.randperm(CONTEXT, generator=self.generator)[: self.T]
+        slots[self.T - 1] = -1 if self.T > 1 else slots[0]
+        return slots.to(self.device)
+
+    def caches(self) -> Arguments:
+        """Caches of one sequence, with random keys and values."""
+        spec = StateSpec.of("kv", "kv", ((K, H), (K, H)), self.dtype, layout=self.layout)
+        size = LAYOUTS[self.layout].block_size or CONTEXT
+        made = spec.allocate(-(-CONTEXT // size), size, self.device)
+        return {name: cache.copy_(self(*cache.shape)) for name, cache in made.items()}
+
+
+def _normed(n: RandomInputs, residual: bool = False, **more: Any) -> Arguments:
+    found = {"x": n(n.T, D), "weight": n(D), "eps": EPS, **more}
+    return found | ({"residual": n(n.T, D)} if residual else {})
+
+
+def _layer_normed(n: RandomInputs, residual: bool = False) -> Arguments:
+    return _normed(n, residual) | {"bias": n(D)}
+
+
+def _gated(n: RandomInputs, **more: Any) -> Arguments:
+    gate, up = n(n.T, 2 * M).chunk(2, -1)
+    return {"gate": gate, "up": up, **more}
+
+
+def _quantizing(make: Callable[[RandomInputs], Arguments], scheme: str, n: RandomInputs) -> Arguments:
+    scale = torch.tensor([0.02], device=n.device) if scheme == "fp8_static" else None
+    return make(n) | {"scheme": scheme, "scale": scale}
+
+
+def _linear(n: RandomInputs) -> Arguments:
+    return {"x": n(n.T, D), "weight": n(M, D) / 16}
+
+
+def _of_codes(op: Op, n: RandomInputs, **weights: Any) -> Arguments:
+    x, x_scale = n.quantized(op, n.T, D)
+    weight, weight_scale = n.quantized(op, M, D, **weights)
+    return {"x": x, "weight": weight, "x_scale": x_scale, "weight_scale": weight_scale, "out_dtype": n.dtype}
+
+
+def _blocks(n: RandomInputs) -> Arguments:
+    scales = n(M // 128, D // 128, dtype=torch.float32).abs() / 20
+    return _of_codes(ops.quant_fp8_group, n) | {"weight_scale": scales}
+
+
+def _w4a16(n: RandomInputs) -> Arguments:
+    codes = n.below(2**31 - 1, M, D // 8, dtype=torch.int32)
+    return {"x": n(n.T, D), "weight": codes, "weight_scale": n(M, D // 32).abs() / 50, "group": 32}
+
+
+def _mxfp4_a16(n: RandomInputs) -> Arguments:
+    weight, scale = n.quantized(ops.quant_mxfp4, M, D)
+    return {"x": n(n.T, D), "weight": weight, "weight_scale": scale, "out_dtype": n.dtype}
+
+
+def _qk(n: RandomInputs) -> Arguments:
+    q, k, _ = n.heads(N, K, K)
+    return {"q": q, "k": k, **n.angles(), "q_weight": n(H), "k_weight": n(H), "eps": EPS}
+
+
+def _attended(n: RandomInputs) -> Arguments:
+    return dict(zip("qkv", n.heads(N, K, K), strict=True)) | {"scale": H**-0.5}
+
+
+def _written(n: RandomInputs) -> Arguments:
+    return dict(zip("kv", n.heads(K, K), strict=True)) | n.caches() | {"slots": n.slots()}
+
+
+def _rope_written(n: RandomInputs) -> Arguments:
+    return dict(zip("qkv", n.heads(N, K, K), strict=True)) | n.angles() | n.caches() | {"slots": n.slots()}
+
+
+def _norm_rope_written(n: RandomInputs) -> Arguments:
+    return _rope_written(n) | {"q_weight": n(H), "k_weight": n(H), "eps": EPS}
+
+
+def _paged(n: RandomInputs) -> Arguments:
+    """The last T tokens of a sequence of CONTEXT."""
+    caches = n.caches()
+    blocks = torch.arange(caches["k_cache"].shape[0], dtype=torch.int32, device=n.device)
+    starts, length = (torch.tensor(given, dtype=torch.int32, device=n.device) for given in ([0, n.T], [CONTEXT]))
+    return {"q": n(n.T, N, H), **caches, "query_start": starts, "seq_lens": length, "block_tables": blocks[None],
+            "token": n(0), "scale": H**-0.5}  # fmt: skip
+
+
+def _latent(n: RandomInputs) -> Arguments:
+    cache = n(-(-CONTEXT // 16), 16, L + R)
+    return {"kv_c": n(n.T, L), "k_pe": n(n.T, 1, R), "kv_cache": cache, "slots": n.slots()}
+
+
+def _latent_queries(n: RandomInputs) -> Arguments:
+    return _latent(n) | n.angles(R) | {"q_nope": n(n.T, N, L), "q_pe": n(n.T, N, R)}
+
+
+def _by_head(scheme: str, n: RandomInputs) -> Arguments:
+    if scheme == "mxfp4":
+        (x, x_scale), (weight, scale) = (n.quantized(ops.quant_mxfp4, *shape) for shape in ((n.T, N, P), (N, L, P)))
+    else:
+        (x, x_scale), weight = n.quantized(ops.quant_fp8_group, n.T, N, P), n(N, L, P).to(torch.float8_e4m3fn)
+        scale = torch.full((1,), 0.02, device=n.device)
+    return {"x": x, "weight": weight, "x_scale": x_scale, "weight_scale": scale, "out_dtype": n.dtype}
+
+
+def _by_head_and_written(scheme: str, n: RandomInputs) -> Arguments:
+    weights = _by_head(scheme, n)
+    return _latent(n) | n.angles(R) | {
+        "q_nope": n(n.T, N, P), "q_pe": n(n.T, N, R), "weight": weights["weight"], "weight_scale": weights["weight_scale"],
+        "scheme": scheme}  # fmt: skip
+
+
+def _keys_and_values(n: RandomInputs) -> Arguments:
+    """The rows of each head have P columns of the key and P of the value."""
+    return _of_codes(ops.quant_fp8_per_token, n) | {"k_pe": n(n.T, M // (2 * P), R), "nope": P, "scheme": "fp8"}
+
+
+EXAMPLES: dict[Op, dict[str, Callable[[RandomInputs], Arguments]]] = {
+    ops.silu_and_mul: {"": _gated},
+    ops.gelu_and_mul: {"": _gated, "tanh": partial(_gated, approximate="tanh")},
+    ops.rms_norm: {"": _normed, "one_plus": partial(_normed, style="one_plus")},
+    ops.add_rms_norm: {"": partial(_normed, residual=True), "one_plus": partial(_normed, residual=True, style="one_plus")},
+    ops.layer_norm: {"": _layer_normed},
+    ops.add_layer_norm: {"": partial(_layer_normed, residual=True)},
+    ops.add_rms_norm_pad: {"": partial(_normed, residual=True, columns=64)},
+    ops.rms_norm_quant: {scheme: partial(_quantizing, _normed, scheme) for scheme in SCHEMES},
+    ops.add_rms_norm_quant: {
+        scheme: partial(_quantizing, partial(_normed, residual=True), scheme) for scheme in SCHEMES
+    },
+    ops.silu_and_mul_quant: {scheme: partial(_quantizing, _gated, scheme) for scheme in SCHEMES},
+    ops.quant_fp8_static: {"": lambda n: {"x": n(n.T, D), "scale": torch.tensor([0.02], device=n.device)}},
+    ops.quant_fp8_per_token: {"": lambda n: {"x": n(n.T, D)}},
+    ops.quant_fp8_group: {"": lambda n: {"x": n(n.T, D)}},
+    ops.quant_int8_per_token: {"": lambda n: {"x": n(n.T, D)}},
+    ops.quant_mxfp4: {"": lambda n: {"x": n(n.T, D)}},
+    ops.linear: {"": _linear, "bias": lambda n: _linear(n) | {"bias": n(M)}},
+    ops.scaled_linear_fp8: {"": partial(_of_codes, ops.quant_fp8_per_token)},
+    ops.scaled_linear_fp8_block: {"": _blocks},
+    ops.scaled_linear_int8: {"": partial(_of_codes, ops.quant_int8_per_token)},
+    ops.linear_w4a16: {"": _w4a16},
+    ops.linear_mxfp4: {"16 bits": _mxfp4_a16, "mxfp4": partial(_of_codes, ops.quant_mxfp4)},
+    ops.embedding: {"": lambda n: {"ids": n.below(100, n.T), "weight": n(100, D)}},
+    ops.rope: {"": lambda n: {"x": n(n.T, N, H), **n.angles()}},
+    ops.qk_norm_rope: {"": _qk},
+    ops.attention: {"": _attended, "window": lambda n: _attended(n) | {"window": 8}},
+    ops.kv_write: {"": _written},
+    ops.rope_kv_write: {"": _rope_written},
+    ops.qk_norm_rope_kv_write: {"": _norm_rope_written},
+    ops.paged_attention: {"": _paged, "window": lambda n: _paged(n) | {"window": 8}},
+    ops.mla_kv_write: {"": _latent},
+    ops.mla_rope_kv_write: {"": _latent_queries},
+    ops.scaled_bmm_fp8: {"": partial(_by_head, "fp8")},
+    ops.bmm_mxfp4: {"": partial(_by_head, "mxfp4")},
+    ops.bmm_rope_kv_write: {scheme: partial(_by_head_and_written, scheme) for scheme in ("fp8", "mxfp4")},
+    ops.linear_split_cat: {"": _keys_and_values},
+}

@@ -1,0 +1,130 @@
+"""Additional weight inputs of a compiled graph: packed weights, then the weights that kernels prepared from them.
+
+`materialize` finds or creates them. Under torch.compile the user owns the weights and may write or move them between two
+calls: `refresh` checks for that before each call. The runtime calls `materialize` once.
+"""
+
+from collections.abc import Container, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from atomc.torch_compat.core import WeakTensor
+from atomc.weights import registry as weights
+from atomc.weights.packed import pack
+from atomc.weights.prepared import Prepare, prepared_weight
+from atomc.weights.registry import PreparedWeight
+from atomc.weights.snapshot import Snapshot
+
+
+class PreparedInput(NamedTuple):
+    """A prepared weight that a graph reads.
+
+    weights  the input numbers of the tensors that `prepare` takes; None for an absent one
+    parts    the input numbers of the parameters that these are, or are packed from
+    """
+
+    weights: tuple[int | None, ...]
+    parts: tuple[int, ...]
+    prepare: Prepare
+
+
+class WeightInputs:
+    """The packed and prepared weights that a callable reads, computed from its arguments.
+
+    groups  number of a packed weight -> numbers of the arguments that it consists of, in order
+    prepared_inputs  may read packed weights, whose numbers follow those of the arguments
+    read    the numbers of the arguments and packed weights that the callable reads directly
+    notes   receives a line if parameters can no longer be packed, and when weights change
+    """
+
+    def __init__(
+        self, groups: Mapping[int, Sequence[int]], prepared_inputs: Sequence[PreparedInput], read: Container[int],
+        notes: list[str],
+    ):  # fmt: skip
+        self.groups, self.prepared_inputs, self.read, self.notes = groups, list(prepared_inputs), read, notes
+        self._packed_parts = [i for group in self.groups.values() for i in group]
+        self._prepared_parts = [i for one in self.prepared_inputs for i in one.parts]
+        # Addresses of the parts, and the packed weights; None if a group could not be packed.
+        self._packed: tuple[list[int], list[WeakTensor]] | None = None
+        self._snapshot: Snapshot | None = None
+        self._prepared: list[PreparedWeight] = []
+
+    def refresh(self, args: Sequence[Any]) -> list[Any]:
+        """As `materialize`. While no weight changes, this only compares addresses, counts of writes and samples."""
+        packed = self.refresh_packed(args)
+        if not self.prepared_inputs:
+            return packed
+        parameters = [args[i] for i in self._prepared_parts]
+        if self._snapshot is None or not self._snapshot.unchanged(parameters):
+            with weights.lock:
+                snapshot = Snapshot(parameters)  # taken first: the next call detects writes from here on
+                self._prepare([*args, *packed])
+                self._snapshot = snapshot
+        return [*packed, *(one.tensors for one in self._prepared)]
+
+    def materialize(self, args: Sequence[Any]) -> list[Any]:
+        """One tensor per packed weight and a tuple of tensors per prepared weight, found or computed from these arguments.
+
+        Parameters move into newly packed weights.
+        """
+        packed = self._pack(args)
+        self._prepare([*args, *packed])
+        return [*packed, *(one.tensors for one in self._prepared)]
+
+    def refresh_packed(self, args: Sequence[Any]) -> list[Any]:
+        """The packed weights. Parameters that were moved by the user are packed again."""
+        known = self._packed
+        if known is not None and [args[i].data_ptr() for i in self._packed_parts] == known[0]:
+            wholes = [whole for weak in known[1] if (whole := weak()) is not None]
+            if len(wholes) == len(known[1]):
+                return wholes
+        return self._pack(args)
+
+    def _pack(self, args: Sequence[Any]) -> list[Any]:
+        found, addresses, concatenated = [], [], False
+        with weights.lock:  # no other thread packs these parameters while their addresses are recorded
+            for group in self.groups.values():
+                parts = [args[i] for i in group]
+                whole = pack(parts)
+                if isinstance(whole, str):
+                    concatenated = True
+                    self._note(f"weights are concatenated in each call, which is slow: {whole}")
+                    whole = torch.cat(parts)
+                found.append(whole)
+                addresses += [part.data_ptr() for part in parts]
+        self._packed = None if concatenated else (addresses, [WeakTensor(whole) for whole in found])
+        return found
+
+    def _prepare(self, inputs: Sequence[Any]) -> None:
+        found = []
+        for given, parts, prepare in self.prepared_inputs:
+            tensors = [None if i is None else inputs[i] for i in given]
+            entry, renewed = prepared_weight([inputs[i] for i in parts], tensors, prepare)
+            found.append(entry)
+            if renewed:
+                self._note("weights changed after compiling, so kernels prepared them again")
+        self._prepared = found
+
+    def replaced_inputs(self) -> list[int]:
+        """The arguments of which the callable reads only prepared weights: their owner may free their memory."""
+        made = list(zip(self.prepared_inputs, self._prepared, strict=False))  # on meta nothing is prepared
+        replaced = [i for one, entry in made if entry.replaces for i in one.parts]
+        kept = {i for one, entry in made if not entry.replaces for i in one.parts}
+        kept |= {i for number, group in self.groups.items() if number in self.read for i in group}
+        return [i for i in dict.fromkeys(replaced) if i not in self.read and i not in kept]
+
+    def copied_bytes(self, args: Sequence[Any]) -> int:
+        """Bytes of the weights that kernels prepare, prepared already or not."""
+        distinct = {(one.prepare, one.parts) for one in self.prepared_inputs}
+        return sum(args[i].nbytes for _, parts in distinct for i in parts)
+
+    def note(self) -> str:
+        """For the report: the number and size of the prepared tensors."""
+        distinct = {id(x): x for one in self._prepared for x in one.tensors}
+        size = sum(x.nbytes for x in distinct.values()) / 2**20
+        return f"{len(distinct)} prepared weights take {size:.1f} MiB in addition to the originals"
+
+    def _note(self, note: str) -> None:
+        if note not in self.notes:
+            self.notes.append(note)

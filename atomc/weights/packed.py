@@ -1,0 +1,111 @@
+"""Packed weights: parameters stored as consecutive rows of one tensor, so that one kernel can read them together.
+
+    q.weight [N, K], k.weight [M, K]    =>    packed [N + M, K];  q.weight is packed[:N], k.weight is packed[N:]
+
+The parts share the memory of the packed weight through DLPack: each part has its own storage, as Dynamo and safetensors
+require, and an in-place write to a part writes the packed weight. The parts own the packed weight: it is freed with the
+last of them. An assignment of new memory (`.data =`, `.to()`) removes a parameter from its packed weight, so a reader must
+call `pack` before each use.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.utils.dlpack
+from torch import Tensor, nn
+
+from atomc.torch_compat.core import WeakTensor, outside_of_tracing, storage_use_count
+from atomc.weights import registry as weights
+from atomc.weights.registry import PackedWeight, location_of
+
+
+def pack(parameters: Sequence[nn.Parameter]) -> Tensor | str:
+    """The packed weight of these parameters, created if needed; a string with the reason if they cannot be packed."""
+    with weights.lock:
+        existing = location_of(parameters[0]).packed
+        parts = existing.parameters() if existing is not None else []
+        if existing is not None and list(map(id, parts)) == list(map(id, parameters)):
+            whole: Tensor = existing.whole()
+            return whole
+        return refusal(parameters) or _move_into_one_tensor(parameters)
+
+
+def packed_together(parameter: nn.Parameter) -> list[nn.Parameter]:
+    """All parameters of the packed weight that contains this one, including it; [] if it is not packed."""
+    with weights.lock:
+        packed = location_of(parameter).packed
+        return packed.parameters() if packed is not None else []
+
+
+def refusal(parameters: Sequence[Any]) -> str | None:
+    """Why these cannot be packed, or None."""
+    return mismatch(parameters) or packed_with_others(parameters)
+
+
+def mismatch(parameters: Sequence[Any]) -> str | None:
+    """Why the dtypes, devices or shapes of these parameters do not allow one packed weight, or None."""
+    for parameter in parameters:
+        reason = unpackable(parameter)
+        if reason:
+            return reason
+    first = parameters[0]
+    for other in parameters[1:]:
+        if (other.dtype, other.device, other.shape[1:]) != (first.dtype, first.device, first.shape[1:]):
+            return f"{_describe(first)} and {_describe(other)} differ"
+    return None
+
+
+def packed_with_others(parameters: Sequence[nn.Parameter]) -> str | None:
+    """Why these cannot be packed: one of them is already packed with other parameters; else None."""
+    for parameter in parameters:
+        together = packed_together(parameter)
+        if together and {id(p) for p in together} != {id(p) for p in parameters}:
+            return f"it is already packed with {len(together) - 1} other parameters"
+    return None
+
+
+def unpackable(parameter: Any) -> str | None:
+    """Why this cannot be part of any packed weight, or None."""
+    if type(parameter) is not nn.Parameter:
+        return f"it is a {type(parameter).__name__}, not a parameter"
+    if parameter.layout != torch.strided or not parameter.is_contiguous() or parameter.dim() == 0:
+        return "it is not contiguous, or has no rows"
+    if parameter.is_meta:
+        return None
+    if parameter.is_inference():
+        return "it was created in inference mode, where torch does not allow it to be moved"
+    # Other tensors in this memory must continue to see writes to the parameter.
+    if parameter.untyped_storage().nbytes() != parameter.nbytes:
+        return "it is part of a larger storage"
+    if storage_use_count(parameter) > 1:
+        return "another tensor shares its memory (a state_dict in use, or weights tied through .data)"
+    if parameter.device.type == "cpu" and parameter.is_shared():  # type: ignore[no-untyped-call]
+        return "it is shared between processes"
+    return None
+
+
+def _describe(parameter: Tensor) -> str:
+    return f"{str(parameter.dtype).removeprefix('torch.')}{list(parameter.shape)} on {parameter.device}"
+
+
+def _move_into_one_tensor(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """Copy the parameters into one tensor and move them there. Their old memory is freed before this returns."""
+    first = parameters[0]
+    with outside_of_tracing():
+        if first.is_meta:
+            return torch.cat(list(parameters)).detach()
+        rows = [len(parameter) for parameter in parameters]
+        whole = torch.empty((sum(rows), *first.shape[1:]), dtype=first.dtype, device=first.device)
+        packed = PackedWeight(WeakTensor(whole), [])
+        start = 0
+        with torch.cuda.device_of(whole):  # type: ignore[no-untyped-call]
+            for parameter, count in zip(parameters, rows, strict=True):
+                part = whole.narrow(0, start, count)
+                part.copy_(parameter)
+                # The capsule keeps `part` alive, and `part` its base: so the parts own the packed weight.
+                packed.parts.append(weights.move(parameter, torch.utils.dlpack.from_dlpack(part)))
+                start += count
+    for location in packed.parts:
+        location.packed = packed
+    return whole

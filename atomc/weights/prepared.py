@@ -1,0 +1,47 @@
+"""Prepared weights: tensors that kernels compute from weights before the first step, such as another layout.
+
+Parameters own them, as they own packed weights: all graphs share one copy, which is freed with the parameters. They are
+computed again when the parameters change.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from atomc.ops.op import Prepared
+from atomc.torch_compat.core import outside_of_tracing
+from atomc.weights import registry as weights
+from atomc.weights.registry import PreparedWeight, location_of
+from atomc.weights.snapshot import Snapshot
+
+Prepare = Callable[..., Prepared]
+
+
+def unpreparable(weight: Any) -> str | None:
+    """Why no prepared copy of this can be kept, or None."""
+    if not isinstance(weight, nn.Parameter):
+        return "it is not a parameter, and may be a different tensor at each call"
+    if weight.is_inference():
+        return "it was created in inference mode, where torch does not count writes"
+    return None
+
+
+def prepared_weight(
+    parameters: Sequence[nn.Parameter], given: Sequence[Tensor | None], prepare: Prepare
+) -> tuple[PreparedWeight, bool]:
+    """(the result of `prepare` on the given tensors, whether it replaces an outdated one).
+
+    parameters  the parameters that the tensors are, or are packed from
+    """
+    with weights.lock, outside_of_tracing():
+        key = (prepare, *map(id, parameters))
+        known = location_of(parameters[0]).prepared.get(key)
+        if known is not None and known.is_current_for(parameters):
+            return known, False
+        snapshot = Snapshot(parameters)
+        made = prepare(*given)
+        entry = PreparedWeight(list(map(weakref.ref, parameters)), snapshot, made.tensors, made.replaces)
+        weights.register_prepared(key, entry)
+        return entry, known is not None

@@ -1,0 +1,126 @@
+"""The memory of parameters: one table, and the only code that allocates memory for a parameter.
+
+    parameter -> Location: its address; the packed weight that contains it; the weights that kernels prepared from it
+
+| a kernel reads    | in memory                              | created by                                            |
+|-------------------|----------------------------------------|-------------------------------------------------------|
+| the parameter     | at the parameter's address             | `parameter_of`: the loader and quantization           |
+| a packed weight   | of its parameters, which are its rows  | atomc.weights.packed, which moves the parameters      |
+| a prepared weight | of its own, or replacing the parameter | atomc.weights.prepared, with a function of the kernel |
+
+The table holds parameters weakly and prepared weights strongly: an entry is removed with its parameter. A user may move a
+parameter (`.data =`, `.to()`), so that its address changes; packed and prepared weights are then created again.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from atomc.torch_compat.core import WeakTensor
+from atomc.weights.snapshot import Snapshot
+
+
+@dataclass(eq=False)
+class PackedWeight:
+    """A tensor whose rows are parameters, which own it: its memory is freed with the last of them."""
+
+    whole: WeakTensor
+    parts: "list[Location]"
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The parts in order; [] if one of them was freed or has moved."""
+        found = [part.parameter() for part in self.parts]
+        held = [parameter for parameter in found if parameter is not None]
+        together = len(held) == len(self.parts) and self.whole() is not None
+        return held if together and all(part.is_part_of(self) for part in self.parts) else []
+
+
+@dataclass(eq=False)
+class PreparedWeight:
+    """Tensors that a kernel computed from parameters, such as another layout.
+
+    replaces  the kernel reads only these tensors, so the parameters' memory may be freed if nothing else reads it
+    """
+
+    parameters: "list[weakref.ref[nn.Parameter]]"
+    snapshot: Snapshot
+    tensors: tuple[Tensor, ...]
+    replaces: bool
+
+    def is_current_for(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """Whether it was computed from these parameters and their present values."""
+        same = all(ref() is parameter for ref, parameter in zip(self.parameters, parameters, strict=True))
+        return same and self.snapshot.unchanged(parameters)
+
+
+@dataclass(eq=False)
+class Location:
+    """The memory of one parameter, and the weights derived from it.
+
+    address   of the memory that this module assigned last
+    packed    the packed weight that contains it; None: its memory is its own
+    prepared  the weights that kernels prepared from it, alone or with other parameters
+    """
+
+    parameter: "weakref.ref[nn.Parameter]"
+    address: int
+    packed: PackedWeight | None = None
+    prepared: dict[Hashable, PreparedWeight] = field(default_factory=dict)
+
+    def is_part_of(self, packed: PackedWeight) -> bool:
+        """Whether this packed weight contains the parameter, which has not been moved since."""
+        parameter = self.parameter()
+        return self.packed is packed and parameter is not None and parameter.data_ptr() == self.address
+
+
+lock = threading.RLock()
+_table: dict[int, Location] = {}  # by id of a parameter that is alive
+
+
+def location_of(parameter: nn.Parameter) -> Location:
+    """The parameter's entry; a new one, without packed or prepared weights, if there is none."""
+    key = id(parameter)
+    found = _table.get(key)
+    if found is None:
+        found = _table[key] = Location(weakref.ref(parameter, _on_parameter_death(key)), parameter.data_ptr())
+    return found
+
+
+def _on_parameter_death(key: int) -> Callable[[Any], None]:
+    def forget(_: Any) -> None:
+        gone = _table.pop(key)
+        for made, prepared in gone.prepared.items():  # one of several parameters is removed with the first of them
+            for other in prepared.parameters:
+                parameter = other()
+                if parameter is not None:
+                    location_of(parameter).prepared.pop(made, None)
+        gone.prepared, gone.packed = {}, None  # a packed weight and its parts form a reference cycle
+
+    return forget
+
+
+def parameter_of(tensor: Tensor) -> nn.Parameter:
+    """A parameter in the memory of the tensor, without gradient."""
+    parameter = nn.Parameter(tensor, requires_grad=False)
+    location_of(parameter)
+    return parameter
+
+
+def move(parameter: nn.Parameter, memory: Tensor) -> Location:
+    """Move the parameter to this memory, which already holds its values. Its old memory is freed if nothing shares it."""
+    parameter.data = memory
+    location = location_of(parameter)
+    location.address, location.packed = parameter.data_ptr(), None
+    return location
+
+
+def register_prepared(key: Hashable, made: PreparedWeight) -> None:
+    """Add a prepared weight to the entry of each of its parameters, replacing an older one of this key."""
+    for ref in made.parameters:
+        parameter = ref()
+        assert parameter is not None
+        location_of(parameter).prepared[key] = made
