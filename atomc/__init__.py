@@ -13,7 +13,7 @@ _PUBLIC = {
     "Report": "atomc.report.report",
     "Rewrite": "atomc.rewriting.rewrite",
     "RunError": "atomc.errors",
-    "SamplingParams": "atomc.runtime.sampling_params",
+    "SamplingParams": "atomc.runtime.sampling.sampling_params",
     "adopt": "atomc.quantization",
     "explain": "atomc.compiler.explain",
     "ops": "",

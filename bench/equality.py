@@ -27,7 +27,7 @@ import torch
 
 from atomc.runtime.engine import Engine, EngineConfig
 from atomc.runtime.request import Output, Request, siblings
-from atomc.runtime.sampling_params import SamplingParams
+from atomc.runtime.sampling.sampling_params import SamplingParams
 
 LONGEST_ANSWER = 24
 # Of the engine, besides --device, --dtype and --options.

@@ -43,7 +43,7 @@ from atomc.program import compile_model
 from atomc.report import contract
 from atomc.report.report import Report, reports
 from atomc.runtime.engine import Engine, EngineConfig
-from atomc.runtime.sampling_params import SamplingParams
+from atomc.runtime.sampling.sampling_params import SamplingParams
 
 WIDTHS: dict[str, Any] = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
                               num_key_value_heads=2, vocab_size=128, max_position_embeddings=256)  # fmt: skip

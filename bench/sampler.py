@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from atomc.runtime.draw import Draw, uniform
-from atomc.runtime.sampler import Sampler
-from atomc.runtime.sampling_params import SamplingParams
-from atomc.runtime.token_counts import RequestCounts
+from atomc.runtime.sampling.request_counts import RequestCounts
+from atomc.runtime.sampling.sample_spec import SampleSpec, uniform
+from atomc.runtime.sampling.sampler import Sampler
+from atomc.runtime.sampling.sampling_params import SamplingParams
 
 VOCABULARY = 151936
 KINDS: dict[str, dict[str, Any]] = {
@@ -40,11 +40,11 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def draws_of(kind: str, batch: int, index: int) -> list[Draw]:
+def sample_specs(kind: str, batch: int, index: int) -> list[SampleSpec]:
     """Those of `batch` requests after a prompt of 500 tokens and `index` new ones."""
     kinds = [one for name, one in KINDS.items() if name != "mixed"] if kind == "mixed" else [KINDS[kind]]
     tokens = [(7919 * i) % VOCABULARY for i in range(500 + index)]
-    return [Draw(SamplingParams(**{"temperature": 0.8, **kinds[i % len(kinds)]}), i, index, 500,
+    return [SampleSpec(SamplingParams(**{"temperature": 0.8, **kinds[i % len(kinds)]}), i, index, 500,
                  counts=RequestCounts(500, list(tokens))) for i in range(batch)]  # fmt: skip
 
 
@@ -57,7 +57,7 @@ def logits_of(kind: str, batch: int, device: torch.device) -> Tensor:
     return logits.to(torch.bfloat16).to(device)
 
 
-def sorting(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+def sorting(logits: Tensor, draws: Sequence[SampleSpec]) -> Tensor:
     """top_k and top_p by sorting everything, and the inverse transform in double precision."""
 
     def column(values: Sequence[float], dtype: torch.dtype) -> Tensor:
@@ -101,9 +101,9 @@ def differences(device: torch.device, batch: int) -> int:
         samplers = Sampler(torch.device("cpu"), 3 * batch), Sampler(device, 3 * batch)
         for index in range(3):
             # The same tokens before, or one difference would lead to others.
-            cpu, gpu = (sampler(logits.to(where), draws_of(kind, batch, index)).tokens.tolist()
+            cpu, gpu = (sampler(logits.to(where), sample_specs(kind, batch, index)).tokens.tolist()
                         for sampler, where in zip(samplers, (torch.device("cpu"), device), strict=True))  # fmt: skip
-            draws = draws_of(kind, batch, index)
+            draws = sample_specs(kind, batch, index)
             alone = [Sampler(device, 1)(logits[i : i + 1].to(device), [draws[i]]).tokens.item() for i in range(0, batch, 7)]
             assert alone == gpu[::7], f"{kind}: rows know their batch"
             found += sum(a != b for a, b in zip(cpu, gpu, strict=True))
@@ -129,7 +129,7 @@ def main() -> None:
     for kind in KINDS:
         for batch in args.batch:
             logits, sampler = logits_of(kind, batch, device), Sampler(device, batch)
-            first = draws_of(kind, batch, 0)
+            first = sample_specs(kind, batch, 0)
             steps = [[replace(draw, index=index) for draw in first] for index in range(203)]
             us, host = timed(lambda index: sampler(logits, steps[index]), device, args.seconds)  # noqa: B023
             sorts = KINDS[kind].keys() & {"top_k", "top_p"}

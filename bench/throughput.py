@@ -24,7 +24,7 @@ import torch
 from decode import MODELS, milliseconds
 
 from atomc.runtime.engine import Engine, EngineConfig
-from atomc.runtime.sampling_params import SamplingParams
+from atomc.runtime.sampling.sampling_params import SamplingParams
 
 
 def generate(engine: Engine, prompts: list[list[int]], new: int) -> float:

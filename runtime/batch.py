@@ -27,7 +27,7 @@ class Shape(NamedTuple):
     columns: int
 
 
-class Staging:
+class InputBatch:
     """What steps are made of, on the host and on the device.
 
     A step is written into pinned memory and copied at once; there are two such places, because the copy of one step may

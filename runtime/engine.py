@@ -13,10 +13,10 @@ from atomc.runtime.config import EngineConfig
 from atomc.runtime.executor import Executor, Launched, Result
 from atomc.runtime.fence import Fence, RequestError, RequestFailed, is_contained
 from atomc.runtime.grammar_compiler import GrammarCompiler, GrammarMatcher
-from atomc.runtime.logprobs import TokenLogprobs
 from atomc.runtime.phases import Phases, uncollected
 from atomc.runtime.request import Output, Pooling, Request
-from atomc.runtime.sampling_params import SamplingParams
+from atomc.runtime.sampling.logprobs import TokenLogprobs
+from atomc.runtime.sampling.sampling_params import SamplingParams
 from atomc.runtime.scheduler import QueueFull, Scheduler
 from atomc.runtime.speculative import Drafter, NGram
 from atomc.runtime.stats import Stats

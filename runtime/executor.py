@@ -12,7 +12,7 @@ from torch import Tensor
 
 from atomc.runtime.capacity import Capacity
 from atomc.runtime.fence import RequestError
-from atomc.runtime.logprobs import TokenLogprobs
+from atomc.runtime.sampling.logprobs import TokenLogprobs
 from atomc.runtime.step import ScheduledStep
 
 
@@ -62,8 +62,10 @@ class Launched(Protocol):
     """A step that runs. What it computes stays on the device until `results`."""
 
     def sample(self, mask: Tensor | None = None) -> None:
-        """Draw the step's tokens, of which mask [num_draws, W] i32 says which are allowed (see Sampler); nothing for a step
-        of hidden states. Called once, before the next step is launched."""
+        """Sample the step's tokens; nothing for a step of hidden states. Called once, before the next step is launched.
+
+        mask  [num_draws, W] i32, the allowed tokens (see Sampler)
+        """
 
     def results(self) -> list[Result]:
         """One for each chunk; waits for the device."""

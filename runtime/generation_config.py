@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from atomc.json_file import read_json
-from atomc.runtime.sampling_params import MIN_TEMPERATURE, SamplingParams
+from atomc.runtime.sampling.sampling_params import MIN_TEMPERATURE, SamplingParams
 
 FILE = "generation_config.json"
 NUMBERS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

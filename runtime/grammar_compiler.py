@@ -15,7 +15,7 @@ from torch import Tensor
 
 from atomc.runtime.grammar_source import parser_limits
 from atomc.runtime.grammar_validator import GrammarValidator
-from atomc.runtime.sampling_params import Structured
+from atomc.runtime.sampling.sampling_params import Structured
 
 # The least size that a grammar counts as.
 MIN_GRAMMAR_BYTES = 2**16

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from atomc.runtime.sampling_params import Structured
+from atomc.runtime.sampling.sampling_params import Structured
 
 # No white space between JSON tokens: a small model tends to generate much of it. A schema can override this with
 # "x-guidance".

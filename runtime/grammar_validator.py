@@ -9,7 +9,7 @@ import threading
 import weakref
 from dataclasses import dataclass, fields
 
-from atomc.runtime.sampling_params import Structured
+from atomc.runtime.sampling.sampling_params import Structured
 
 WORKER = "atomc.runtime.grammar_worker"
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from atomc.runtime.grammar_source import parser_limits, source
-from atomc.runtime.sampling_params import Structured
+from atomc.runtime.sampling.sampling_params import Structured
 
 # Stack limit of the validation. Threads that compute masks in the engine have at least twice as much.
 STACK_BYTES = 2**20

@@ -14,9 +14,9 @@ from atomc.options import Options
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.engine import Engine
 from atomc.runtime.fence import Fence, RequestError, RequestFailed
-from atomc.runtime.logprobs import TokenLogprobs
 from atomc.runtime.request import Completion, FinishReason, Output, Request, siblings
-from atomc.runtime.sampling_params import SamplingParams
+from atomc.runtime.sampling.logprobs import TokenLogprobs
+from atomc.runtime.sampling.sampling_params import SamplingParams
 from atomc.runtime.text_stream import TextStream
 
 Prompt = str | Sequence[int]

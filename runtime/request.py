@@ -3,10 +3,10 @@
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from atomc.runtime.draw import Draw
 from atomc.runtime.fence import RequestError
-from atomc.runtime.logprobs import TokenLogprobs
-from atomc.runtime.sampling_params import SamplingParams
+from atomc.runtime.sampling.logprobs import TokenLogprobs
+from atomc.runtime.sampling.sample_spec import SampleSpec
+from atomc.runtime.sampling.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 Pooling = Literal["mean", "last"]
@@ -89,7 +89,7 @@ class Request:
     @property
     def banned(self) -> frozenset[int]:
         """Tokens that must not be sampled first."""
-        return Draw(self.params, eos_ids=self.eos_ids).banned
+        return SampleSpec(self.params, eos_ids=self.eos_ids).banned
 
     def room(self, max_len: int) -> int:
         """How many new tokens may follow those in flight; a sequence has at most max_len tokens."""

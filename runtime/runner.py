@@ -9,7 +9,7 @@ from torch import Tensor
 
 from atomc.ops.state import groups_of
 from atomc.program import Program
-from atomc.runtime.batch import Shape, Staging
+from atomc.runtime.batch import InputBatch, Shape
 from atomc.runtime.capacity import SPARE_SLOTS
 from atomc.runtime.graphs import StepGraphs
 from atomc.runtime.step import ScheduledStep
@@ -42,7 +42,7 @@ class Runner:
             for spec in program.specs
         ]  # fmt: skip
         program.bind(self.caches)
-        self.staging = Staging(
+        self.staging = InputBatch(
             rows=max_num_rows, sequences=max_num_seqs + SPARE_SEQUENCES, columns=max_columns, block_size=block_size,
             num_groups=num_groups, slots=slots, device=program.device,
         )  # fmt: skip

@@ -5,10 +5,11 @@ from typing import ParamSpec, TypeVar
 
 from torch import Tensor
 
-from atomc.runtime.draw import GREEDY, Draw
 from atomc.runtime.fence import RequestError, contained
+from atomc.runtime.sampling.request_counts import RequestCounts
+from atomc.runtime.sampling.sample_spec import GREEDY, SampleSpec
+from atomc.runtime.sampling.token_counts import TokenCounts
 from atomc.runtime.step import Admission, Chunk, ScheduledStep
-from atomc.runtime.token_counts import RequestCounts, TokenCounts
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -29,12 +30,12 @@ class SlotState:
         self.total: Tensor | None = None
         self.error: RequestError | None = None
 
-    def draws(self, chunk: Chunk) -> list[Draw]:
+    def draws(self, chunk: Chunk) -> list[SampleSpec]:
         """How the tokens of this chunk are drawn; greedily if the request has failed."""
         of, draft = self.request, chunk.draft
         params, counts = (of.params, self.counts) if self.error is None else (GREEDY, None)
         index = chunk.end - len(draft) - of.num_prompt
-        return [Draw(params, of.seed, index + i, of.num_prompt, of.eos_ids, draft[:i], counts)
+        return [SampleSpec(params, of.seed, index + i, of.num_prompt, of.eos_ids, draft[:i], counts)
                 for i in range(chunk.num_draws)]  # fmt: skip
 
     def run(self, doing: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
@@ -81,6 +82,6 @@ class Slots:
         return state
 
 
-def draws_of(step: ScheduledStep, states: Sequence[SlotState]) -> list[Draw]:
+def sample_specs(step: ScheduledStep, states: Sequence[SlotState]) -> list[SampleSpec]:
     """One for each token that the step draws, in the order of the chunks."""
     return [draw for chunk, state in zip(step.chunks, states, strict=True) for draw in state.draws(chunk)]

@@ -1,7 +1,7 @@
 """Guessing the next tokens, and which of the guesses were right.
 
 A step computes a request's last token and behind it the guesses, its draft, so that each position gets logits, and the
-sampler draws a token at each position (`Draw.draft` says which guesses come before it). A guess is right if it is the
+sampler draws a token at each position (`SampleSpec.draft` says which guesses come before it). A guess is right if it is the
 token that was drawn there. This is rejection sampling for guesses that are certain of themselves: one of probability p
 is accepted with probability p, and where it is rejected, the token comes from the distribution without it. Since each
 position has its own number, the tokens are also the very same as without drafts.

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from atomc.runtime.blocks import NewBlocks
 from atomc.runtime.request import Pooling
-from atomc.runtime.sampling_params import SamplingParams
+from atomc.runtime.sampling.sampling_params import SamplingParams
 
 
 class Admission(NamedTuple):

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from atomc import kernels
 from atomc.runtime.config import EngineConfig
-from atomc.runtime.draw import Draw
 from atomc.runtime.graphs import launched_shapes
 from atomc.runtime.runner import Runner
-from atomc.runtime.sampler import Sampler
-from atomc.runtime.sampling_params import SamplingParams
+from atomc.runtime.sampling.sample_spec import SampleSpec
+from atomc.runtime.sampling.sampler import Sampler
+from atomc.runtime.sampling.sampling_params import SamplingParams
 
 
 class StepKernels:
@@ -66,4 +66,4 @@ class StepKernels:
 def _draw_both_ways(sampler: Sampler, logits: Tensor) -> None:
     """With filters and without, which are two kernels."""
     for params in (SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.9)):
-        sampler(logits, [Draw(params)] * len(logits))
+        sampler(logits, [SampleSpec(params)] * len(logits))

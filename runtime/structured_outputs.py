@@ -10,7 +10,7 @@ from torch import Tensor
 
 from atomc.runtime.fence import Fence, RequestError, RequestFailed, is_contained, is_panic
 from atomc.runtime.grammar_compiler import GrammarCompiler, GrammarMatcher
-from atomc.runtime.sampling_params import Structured
+from atomc.runtime.sampling.sampling_params import Structured
 from atomc.runtime.step import ScheduledStep
 
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from atomc.runtime.detokenizer import Detokenizer
-from atomc.runtime.logprobs import TokenLogprobs
 from atomc.runtime.request import FinishReason, Output
-from atomc.runtime.sampling_params import SamplingParams
+from atomc.runtime.sampling.logprobs import TokenLogprobs
+from atomc.runtime.sampling.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True)

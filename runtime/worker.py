@@ -12,15 +12,15 @@ from atomc.options import Options
 from atomc.program import Program, compile_model
 from atomc.runtime.capacity import GRAPH_SHARE, Capacity, capacity, free_memory
 from atomc.runtime.config import EngineConfig
-from atomc.runtime.draw import Draw
-from atomc.runtime.drawing import Drawing, Drawn
 from atomc.runtime.executor import Limits, Result, StepCounts
 from atomc.runtime.graphs import step_shapes
-from atomc.runtime.hidden import hidden_model
+from atomc.runtime.headless_model import headless_model
 from atomc.runtime.loading import LoadedModel, load
 from atomc.runtime.phases import Phases, uncollected
 from atomc.runtime.runner import Runner
-from atomc.runtime.sampling_params import SamplingParams
+from atomc.runtime.sampling.output_processor import OutputProcessor, StepOutputs
+from atomc.runtime.sampling.sample_spec import SampleSpec
+from atomc.runtime.sampling.sampling_params import SamplingParams
 from atomc.runtime.self_check import self_check
 from atomc.runtime.slots import Slots
 from atomc.runtime.step import ScheduledStep
@@ -87,8 +87,8 @@ class Worker:
         max_num_seqs = config.max_num_seqs or MAX_NUM_SEQS.get(device.type, 256)
         max_num_batched_tokens = config.max_num_batched_tokens or max(
             MAX_NUM_BATCHED_TOKENS.get(device.type, 2048), max_num_seqs)  # fmt: skip
-        self.drawing = Drawing(device, max_num_seqs)
-        self.slots = Slots(self.drawing.sampler.counts)
+        self.outputs = OutputProcessor(device, max_num_seqs)
+        self.slots = Slots(self.outputs.sampler.counts)
         sized = config.kv_bytes is not None or config.num_blocks is not None
         size = self._capacity(max_num_seqs, max_num_batched_tokens, loaded.max_len, sized=sized)
         if no_prefix_cache and config.enable_prefix_caching is None:
@@ -102,7 +102,7 @@ class Worker:
         # Nothing was measured, or in a small cache: kernels count in 64 bits in one as large as this.
         large = any(tensor.numel() >= 2**31 for tensors in self.runner.caches for tensor in tensors.values())
         if block_size_of(specs) is not None and (sized or large):
-            self._kernels.meet(self.runner, self.drawing.sampler, max_num_seqs)
+            self._kernels.meet(self.runner, self.outputs.sampler, max_num_seqs)
         self.limits = Limits(
             size, tuple(group.window for group in groups_of(specs)), max_num_seqs, max_num_batched_tokens, no_prefix_cache,
             can_roll_back=all(spec.can_roll_back for spec in specs),
@@ -132,12 +132,12 @@ class Worker:
             return 0
         runner = Runner(self.program, num_blocks=1, block_size=block_size, max_num_seqs=max_num_seqs, max_num_rows=rows,
                         max_columns=-(-longest // block_size), num_slots=0)  # fmt: skip
-        self._kernels.meet(runner, self.drawing.sampler, max_num_seqs)
+        self._kernels.meet(runner, self.outputs.sampler, max_num_seqs)
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         logits = runner.padding_only(min(rows, max_num_seqs))
-        self.drawing.sampler(logits, [Draw(SamplingParams(temperature=1.0, top_p=0.9))] * len(logits))
+        self.outputs.sampler(logits, [SampleSpec(SamplingParams(temperature=1.0, top_p=0.9))] * len(logits))
         torch.cuda.synchronize(device)
         return int(torch.cuda.max_memory_allocated(device)) - before
 
@@ -158,11 +158,11 @@ class Worker:
         self.runner.capture(shapes, budget=budget, met=self._kernels.met, progress=self.progress)
 
     def launch(self, step: ScheduledStep) -> "LaunchedStep":
-        drawn = Drawn(step, self.slots.enter(step))
+        drawn = StepOutputs(step, self.slots.enter(step))
         if not step.pooled:
             return LaunchedStep(self, drawn, self.runner.logits(step))
         assert self._hidden is not None, "a request for hidden states, and no program for them"
-        self.drawing.pool(drawn, self.runner.hidden(self._hidden, step))
+        self.outputs.pool(drawn, self.runner.hidden(self._hidden, step))
         return LaunchedStep(self, drawn)
 
     @property
@@ -171,7 +171,7 @@ class Worker:
 
     def prepare_pooling(self) -> None:
         if self._hidden is None:
-            program = compile_model(hidden_model(self.module), options=self.config.options, owned=self._owns_weights)
+            program = compile_model(headless_model(self.module), options=self.config.options, owned=self._owns_weights)
             program.bind(self.runner.caches)
             self._hidden = program
 
@@ -188,14 +188,14 @@ class Worker:
 class LaunchedStep:
     """A step of a Worker; logits: None for one of hidden states."""
 
-    def __init__(self, worker: Worker, drawn: Drawn, logits: Tensor | None = None) -> None:
+    def __init__(self, worker: Worker, drawn: StepOutputs, logits: Tensor | None = None) -> None:
         self._worker, self._drawn, self._logits = worker, drawn, logits
 
     def sample(self, mask: Tensor | None = None) -> None:
         logits, self._logits = self._logits, None
         if logits is None:
             return
-        tokens = self._worker.drawing.draw(self._drawn, logits, mask)
+        tokens = self._worker.outputs.draw(self._drawn, logits, mask)
         # Where drafts are made, the host knows all tokens before the next step.
         if tokens is not None and not self._worker.config.speculative_tokens:
             self._worker.runner.staging.keep(tokens)

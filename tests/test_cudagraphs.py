@@ -21,7 +21,7 @@ from atomc.models.loader import fill_randomly, ready
 from atomc.runtime.batch import Shape
 from atomc.runtime.graphs import decode_sizes, launched_shapes, step_shapes
 from atomc.runtime.llm import LLM
-from atomc.runtime.sampling_params import SamplingParams
+from atomc.runtime.sampling.sampling_params import SamplingParams
 
 TINY = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 128, "hidden_size": 64,
         "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,

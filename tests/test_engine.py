@@ -11,11 +11,11 @@ import torch
 from atomc.models import loader
 from atomc.runtime.engine import Engine, EngineConfig, QueueFull
 from atomc.runtime.grammar_compiler import GrammarCompiler
-from atomc.runtime.hidden import hidden_model
+from atomc.runtime.headless_model import headless_model
 from atomc.runtime.llm import LLM
 from atomc.runtime.loading import load
 from atomc.runtime.request import Request, siblings
-from atomc.runtime.sampling_params import SamplingParams, Structured
+from atomc.runtime.sampling.sampling_params import SamplingParams, Structured
 from atomc.runtime.scheduler import Scheduler
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
@@ -157,7 +157,7 @@ def test_drafts_change_no_token_and_are_counted(plain):
 
 
 def test_embeddings_are_the_hidden_states_while_others_generate(plain):
-    module = hidden_model(load(EngineConfig(**COMMON)).module)
+    module = headless_model(load(EngineConfig(**COMMON)).module)
     prompts = [[5, 6, 7], [9] * 90, [*range(40)]]
     params = SamplingParams(max_tokens=12, ignore_eos=True)
     expected_tokens = tokens(run(plain, plain.request("a", [8, 9], params))["a"])
@@ -176,7 +176,7 @@ def test_embeddings_are_the_hidden_states_while_others_generate(plain):
 
 def test_a_model_without_a_known_head_has_no_embeddings():
     with pytest.raises(ValueError, match="Linear has no head named lm_head or embed_out"):
-        hidden_model(torch.nn.Linear(2, 2))
+        headless_model(torch.nn.Linear(2, 2))
 
 
 def test_a_step_that_fails_leaves_the_requests_as_they_were(plain, monkeypatch):

@@ -8,7 +8,7 @@ pytest.importorskip("msgspec")
 from remote_executor import RemoteExecutor
 
 from atomc.runtime.engine import Engine, EngineConfig
-from atomc.runtime.sampling_params import SamplingParams, Structured
+from atomc.runtime.sampling.sampling_params import SamplingParams, Structured
 
 pytestmark = pytest.mark.xdist_group("engine")
 

@@ -7,22 +7,23 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from atomc.runtime import drawing, scheduler
+from atomc.runtime import scheduler
 from atomc.runtime.blocks import BlockPool
 from atomc.runtime.detokenizer import Detokenizer
-from atomc.runtime.draw import Draw
 from atomc.runtime.engine import Engine, EngineConfig
 from atomc.runtime.fence import Fence, RequestFailed
 from atomc.runtime.grammar_compiler import GrammarCompiler, GrammarMatcher
 from atomc.runtime.llm import LLM
 from atomc.runtime.request import Request
-from atomc.runtime.row_logprobs import LogprobsRow
-from atomc.runtime.sampling_params import SamplingParams, Structured
+from atomc.runtime.sampling import output_processor as drawing
+from atomc.runtime.sampling.row_logprobs import LogprobsRow
+from atomc.runtime.sampling.sample_spec import SampleSpec
+from atomc.runtime.sampling.sampling_params import SamplingParams, Structured
+from atomc.runtime.sampling.token_counts import TokenCounts
 from atomc.runtime.scheduler import Scheduler
 from atomc.runtime.speculative import NGram
 from atomc.runtime.structured_outputs import StructuredOutputs
 from atomc.runtime.text_stream import TextStream
-from atomc.runtime.token_counts import TokenCounts
 
 pytestmark = pytest.mark.xdist_group("engine")
 
@@ -195,8 +196,8 @@ HOOKS = [
     Hook(GrammarMatcher, "accept", lambda engine, self, token: matcher_is_victims(engine, self)),
     Hook(GrammarMatcher, "accept", lambda engine, self, token: matcher_is_victims(engine, self), at=4),
     # Sampled
-    Hook(Draw, "banned", lambda engine, self: counts_are_victims(engine, self.counts)),
-    Hook(Draw, "banned", lambda engine, self: counts_are_victims(engine, self.counts), at=3),
+    Hook(SampleSpec, "banned", lambda engine, self: counts_are_victims(engine, self.counts)),
+    Hook(SampleSpec, "banned", lambda engine, self: counts_are_victims(engine, self.counts), at=3),
     Hook(TokenCounts, "_make", lambda engine, self, counts, length: counts_are_victims(engine, counts)),
     # Read
     Hook(LogprobsRow, "read", lambda engine, self: self.count == VICTIM_LOGPROBS),
@@ -379,7 +380,7 @@ def test_what_raises_for_all_rows_of_a_step_is_no_requests_fault(engine, monkeyp
     for request in requests:
         engine.add(request)
     with monkeypatch.context() as patch:
-        patch.setattr("atomc.runtime.sampler.inverse_transform", broken)
+        patch.setattr("atomc.runtime.sampling.sampler.inverse_transform", broken)
         with pytest.raises(RuntimeError, match="no kernel"):
             for _ in range(2):
                 engine.step()

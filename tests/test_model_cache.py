@@ -29,7 +29,7 @@ from atomc.quantization import quantize
 from atomc.quantization.linear import QuantizedLinear
 from atomc.quantization.packing import AWQ, GPTQ, GPTQ_V2, MXFP4_PACK_QUANTIZED, PACK_QUANTIZED
 from atomc.rewriting.graph_pass import Pass
-from atomc.runtime.hidden import hidden_model
+from atomc.runtime.headless_model import headless_model
 
 pytestmark = pytest.mark.xdist_group("known")
 TINY = dict(architectures=["LlamaForCausalLM"], model_type="llama", vocab_size=48, hidden_size=128, intermediate_size=160,
@@ -152,7 +152,7 @@ def test_a_warm_program_notices_weights_that_have_moved(start):
 
 
 def test_the_model_without_its_head_is_known_too(start):
-    outs = [logits(start(hidden_model(model_of()))) for _ in range(2)]
+    outs = [logits(start(headless_model(model_of()))) for _ in range(2)]
     assert atomc.reports()[-1].cache == "hit" and outs[1].shape == (5, 128)
     assert torch.equal(*outs)
 
@@ -473,7 +473,7 @@ def test_a_changed_kernel_is_named_and_compiled_anew(start, tmp_path):
 TOKENS = """
 import json, sys
 from atomc.runtime.llm import LLM
-from atomc.runtime.sampling_params import SamplingParams
+from atomc.runtime.sampling.sampling_params import SamplingParams
 
 llm = LLM(device="cpu", options=json.loads(sys.argv[1]))
 (answer,) = llm.generate(["once upon a time"], SamplingParams(max_tokens=8, temperature=0))

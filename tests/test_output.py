@@ -5,9 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atomc import demo
-from atomc.runtime.logprobs import TokenLogprobs
 from atomc.runtime.request import Output
-from atomc.runtime.sampling_params import SamplingParams
+from atomc.runtime.sampling.logprobs import TokenLogprobs
+from atomc.runtime.sampling.sampling_params import SamplingParams
 from atomc.runtime.text_stream import TextDelta, TextStream
 
 tokenizers = pytest.importorskip("tokenizers")

@@ -13,17 +13,17 @@ from atomc.ops import LAYOUTS
 from atomc.ops.state import groups_of
 from atomc.platform import Platform
 from atomc.program import compile_model
-from atomc.runtime.batch import Shape, Staging
+from atomc.runtime.batch import InputBatch, Shape
 from atomc.runtime.blocks import BlockPool
 from atomc.runtime.capacity import Capacity, capacity
 from atomc.runtime.detokenizer import Detokenizer
 from atomc.runtime.llm import LLM
 from atomc.runtime.request import Request
 from atomc.runtime.runner import Runner
-from atomc.runtime.sampler import Sampler
-from atomc.runtime.sampling_params import SamplingParams
+from atomc.runtime.sampling.sampler import Sampler
+from atomc.runtime.sampling.sampling_params import SamplingParams
 from atomc.runtime.scheduler import Scheduler
-from atomc.runtime.slots import Slots, draws_of
+from atomc.runtime.slots import Slots, sample_specs
 from atomc.runtime.step import Chunk, ScheduledStep
 
 # Else each worker compiles all the models.
@@ -238,7 +238,7 @@ def test_drawn_tokens_do_not_depend_on_the_batch(served):
         for request in requests:
             scheduler.add(request)
         while (step := scheduler.next_step()) is not None:
-            draws = draws_of(step, slots.enter(step))
+            draws = sample_specs(step, slots.enter(step))
             tokens = sampler(runner.logits(step), draws).tokens.tolist() if draws else []
             scheduler.finish_step(step, [[token] for token in tokens])
         return [request.new_tokens for request in requests]
@@ -252,7 +252,7 @@ def test_a_step_becomes_ragged_rows_with_padding_behind():
     def chunk(name, slot, tokens, start, blocks, drawing=1, **more):
         return Chunk(name, slot, tokens, start, ((0, blocks),) * 2, num_draws=drawing, num_wanted=drawing, **more)
 
-    staging = Staging(rows=8, sequences=4, columns=5, block_size=4, num_groups=2)
+    staging = InputBatch(rows=8, sequences=4, columns=5, block_size=4, num_groups=2)
     a, b = chunk("a", 2, (7, 8), 3, (5, 2)), chunk("b", 0, (9,), 0, (1,), drawing=0)
     step = ScheduledStep((a, b, chunk("c", 3, (6,), 8, (0, 4, 3))))
     shape = staging.write(step, num_rows=6)
@@ -283,7 +283,7 @@ def test_a_step_becomes_ragged_rows_with_padding_behind():
 
 
 def test_more_new_blocks_than_a_step_has_room_for_arrive_all_the_same():
-    staging = Staging(rows=2, sequences=1, columns=40, block_size=1)
+    staging = InputBatch(rows=2, sequences=1, columns=40, block_size=1)
     chunk = Chunk("a", 0, (5,), 39, ((0, tuple(range(40, 80))),))
     assert staging.num_updates < 40
     assert staging.step(staging.write(ScheduledStep((chunk,)))).groups[0].block_tables.tolist() == [[*range(40, 80)]]

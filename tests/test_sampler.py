@@ -9,12 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atomc.runtime.draw import Draw, uniform
-from atomc.runtime.inverse_transform import inverse_transform
-from atomc.runtime.row_logprobs import logprobs
-from atomc.runtime.sampler import Sampler
-from atomc.runtime.sampling_params import SamplingParams
-from atomc.runtime.token_counts import RequestCounts
+from atomc.runtime.sampling.inverse_transform import inverse_transform
+from atomc.runtime.sampling.request_counts import RequestCounts
+from atomc.runtime.sampling.row_logprobs import logprobs
+from atomc.runtime.sampling.sample_spec import SampleSpec, uniform
+from atomc.runtime.sampling.sampler import Sampler
+from atomc.runtime.sampling.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")
 # Probabilities 0.5, 0.25, 0.15, 0.1 at ids 2, 0, 3, 1, and an impossible id 4.
@@ -27,7 +27,7 @@ def sample(logits, draws, **given):
 
 
 def drawn(**params):
-    return Draw(params=SamplingParams(**params))
+    return SampleSpec(params=SamplingParams(**params))
 
 
 def ids_at(numbers, logits=LOGITS, **params):
@@ -38,7 +38,7 @@ def ids_at(numbers, logits=LOGITS, **params):
 def after(prompt, output, **params):
     """The first draw of a request with these tokens."""
     counts = RequestCounts(len(prompt), [*prompt, *output])
-    return Draw(SamplingParams(**params), 0, len(output), len(prompt), counts=counts)
+    return SampleSpec(SamplingParams(**params), 0, len(output), len(prompt), counts=counts)
 
 
 def at(draw, index):
@@ -48,12 +48,12 @@ def at(draw, index):
 
 def test_greedy_is_the_first_of_the_largest():
     logits = torch.tensor([[1.0, 3.0, 3.0, 2.0], [5.0, -1.0, 5.0, 0.0]])
-    assert sample(logits, [Draw(), Draw()]).tolist() == [1, 0]
+    assert sample(logits, [SampleSpec(), SampleSpec()]).tolist() == [1, 0]
 
 
 def test_greedy_reads_bf16_logits_as_they_are():
     logits = torch.randn(4, 1000, generator=torch.Generator().manual_seed(0)).bfloat16()
-    assert sample(logits, [Draw()] * 4).tolist() == logits.argmax(-1).tolist()
+    assert sample(logits, [SampleSpec()] * 4).tolist() == logits.argmax(-1).tolist()
 
 
 def test_the_number_picks_a_token_by_its_share_of_the_mass():
@@ -150,7 +150,7 @@ def test_a_thousand_seeds_draw_the_distribution_of_the_filters():
     logits = torch.randn(12, generator=torch.Generator().manual_seed(3))
     params = SamplingParams(temperature=0.8, top_k=9, top_p=0.95, min_p=0.02)
     expected = left(logits, params)
-    draws = [Draw(params=params, seed=seed) for seed in range(4000)]
+    draws = [SampleSpec(params=params, seed=seed) for seed in range(4000)]
     counts = sample(logits.expand(len(draws), -1), draws).bincount(minlength=12).tolist()
     assert {i for i, count in enumerate(counts) if count} == expected.keys()
     chi_square = sum((counts[i] - 4000 * p) ** 2 / (4000 * p) for i, p in expected.items())
@@ -169,7 +169,8 @@ KINDS = [
 def mixed_draws(count, V):
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, V, (count, 30), generator=generator).tolist()
-    return [Draw(SamplingParams(**KINDS[i % len(KINDS)], logprobs=3), i, 3, 27, counts=RequestCounts(27, list(tokens[i])))
+    return [SampleSpec(SamplingParams(**KINDS[i % len(KINDS)], logprobs=3), i, 3, 27,
+                       counts=RequestCounts(27, list(tokens[i])))
             for i in range(count)]  # fmt: skip
 
 
@@ -198,7 +199,8 @@ def test_the_kernel_draws_the_same_tokens(monkeypatch):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for V, seed in ((130, 0), (50, 1)):
         logits = (torch.randn(len(kinds), V, generator=torch.Generator().manual_seed(seed)) * 3).bfloat16()
-        draws = [Draw(params=SamplingParams(temperature=t, top_k=k, top_p=p, min_p=m), seed=seed) for t, k, p, m in kinds]
+        draws = [SampleSpec(params=SamplingParams(temperature=t, top_k=k, top_p=p, min_p=m), seed=seed)
+                 for t, k, p, m in kinds]  # fmt: skip
         numbers = uniform([seed] * len(kinds), [0] * len(kinds))
         rows = [(t, min(k or V, V), p, m, number) for (t, k, p, m), number in zip(kinds, numbers, strict=True)]
         columns = torch.tensor(rows, dtype=torch.float64, device=device).T.contiguous()
@@ -225,7 +227,7 @@ def same(a, b):
 def test_rows_without_a_largest_finite_logit_are_told_and_change_no_other_row(kinds, bad, dtype, device):
     logits = (torch.randn(2 * len(kinds), 130, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
     logits[::2] = torch.tensor(bad, dtype=dtype)
-    draws = [Draw(params=SamplingParams(temperature=t, top_k=k, top_p=p, min_p=m, logprobs=2), seed=i)
+    draws = [SampleSpec(params=SamplingParams(temperature=t, top_k=k, top_p=p, min_p=m, logprobs=2), seed=i)
              for i, (t, k, p, m) in enumerate(kinds) for _ in range(2)]  # fmt: skip
     found = Sampler(torch.device(device), len(draws))(logits.to(device), draws)
     tokens, tops = found.tokens.cpu(), found.tops.cpu().float()
@@ -258,7 +260,7 @@ def test_the_kernel_tells_rows_without_a_largest_finite_logit(bad, monkeypatch):
 
 def test_a_temperature_that_is_infinite_in_fp32_draws_what_a_mask_leaves():
     mask = torch.tensor([[0b1010]] * 40, dtype=torch.int32)
-    draws = [Draw(params=SamplingParams(temperature=1e300), seed=seed) for seed in range(40)]
+    draws = [SampleSpec(params=SamplingParams(temperature=1e300), seed=seed) for seed in range(40)]
     assert set(sample(torch.randn(40, 5), draws, mask=mask).tolist()) == {1, 3}
 
 
@@ -356,7 +358,7 @@ def test_counts_of_other_tokens_than_came_before_a_draw_are_not_used():
 
 def test_more_requests_come_than_have_counts_at_a_time():
     generator, sampler = torch.Generator().manual_seed(0), Sampler(CPU, 3)
-    running: dict[int, tuple[list[int], Draw]] = {}
+    running: dict[int, tuple[list[int], SampleSpec]] = {}
     for step in range(200):
         while len(running) < 3:
             running[step * 3 + len(running)] = [step % 9], after([step % 9], [], frequency_penalty=0.5)
@@ -383,7 +385,7 @@ def test_bias_is_added_after_penalties():
 
 def test_nothing_ends_a_request_before_min_tokens():
     logits = torch.tensor([[1.0, 3.0, 2.0, 0.5]])
-    draw = Draw(params=SamplingParams(min_tokens=2, stop_token_ids=(2,)), eos_ids=frozenset({1}))
+    draw = SampleSpec(params=SamplingParams(min_tokens=2, stop_token_ids=(2,)), eos_ids=frozenset({1}))
     assert [sample(logits, [replace(draw, index=index)]).item() for index in range(3)] == [0, 0, 1]
     ignoring = replace(draw.params, ignore_eos=True)
     assert sample(logits, [replace(draw, params=ignoring)]).tolist() == [1]
@@ -398,7 +400,7 @@ def test_a_masked_token_is_never_drawn(V):
     words[:, :V] = allowed
     mask = (words.view(30, -1, 32) << torch.arange(32)).sum(-1).to(torch.int32)
     logits = torch.randn(30, V, generator=generator)
-    draws = [Draw(params=SamplingParams(temperature=(i % 2) * 2.0), seed=i) for i in range(30)]
+    draws = [SampleSpec(params=SamplingParams(temperature=(i % 2) * 2.0), seed=i) for i in range(30)]
     tokens = sample(logits, draws, mask=mask)
     assert allowed.gather(1, tokens[:, None]).all()
     assert tokens[::2].tolist() == logits.masked_fill(~allowed, -math.inf)[::2].argmax(-1).tolist()

@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from atomc.runtime.blocks import BlockPool
-from atomc.runtime.draw import uniform
 from atomc.runtime.prefix_cache import first_read
 from atomc.runtime.request import Request, siblings
-from atomc.runtime.sampling_params import SamplingParams
+from atomc.runtime.sampling.sample_spec import uniform
+from atomc.runtime.sampling.sampling_params import SamplingParams
+from atomc.runtime.sampling.token_counts import TokenCounts
 from atomc.runtime.scheduler import QueueFull, Scheduler
 from atomc.runtime.slots import Slots
 from atomc.runtime.step import Admission, Chunk, ScheduledStep
-from atomc.runtime.token_counts import TokenCounts
 
 
 def scheduler(

@@ -11,7 +11,7 @@ from atomc import models, ops
 from atomc.models import loader, wrap_stock
 from atomc.program import compile_model
 from atomc.runtime.llm import LLM
-from atomc.runtime.sampling_params import SamplingParams
+from atomc.runtime.sampling.sampling_params import SamplingParams
 from atomc.torch_compat.tracing import lifted_floats
 
 transformers = pytest.importorskip("transformers", reason="stock models")

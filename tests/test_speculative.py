@@ -5,11 +5,11 @@ import random
 import pytest
 import torch
 
-from atomc.runtime.draw import Draw
-from atomc.runtime.sampler import Sampler
-from atomc.runtime.sampling_params import SamplingParams
+from atomc.runtime.sampling.request_counts import RequestCounts
+from atomc.runtime.sampling.sample_spec import SampleSpec
+from atomc.runtime.sampling.sampler import Sampler
+from atomc.runtime.sampling.sampling_params import SamplingParams
 from atomc.runtime.speculative import NGram, accepted
-from atomc.runtime.token_counts import RequestCounts
 
 V = 6
 CPU = torch.device("cpu")
@@ -108,7 +108,7 @@ def run(params, draft, *, seed=0, sampler=None):
     tokens, sampler, steps, counts = [0, 1], sampler or Sampler(CPU, 2), 0, RequestCounts(2, [0, 1])
     while len(tokens) < 40:
         guesses = tuple(draft(tokens))
-        draws = [Draw(params, seed, len(tokens) - 2 + i, 2, draft=guesses[:i], counts=counts)
+        draws = [SampleSpec(params, seed, len(tokens) - 2 + i, 2, draft=guesses[:i], counts=counts)
                  for i in range(len(guesses) + 1)]  # fmt: skip
         logits = torch.stack([model([*tokens, *guesses[:i]]) for i in range(len(guesses) + 1)])
         new = accepted(guesses, sampler(logits, draws).tokens.tolist())
@@ -150,7 +150,7 @@ def test_a_guess_is_accepted_as_often_as_it_is_likely_and_else_another_is_drawn(
     values, _ = (model([0, 1]) / 0.9).sort(descending=True)
     probabilities = (model([0, 1]) / 0.9).masked_fill(model([0, 1]) / 0.9 < values[4], -torch.inf).softmax(-1)
     count, guess = 4000, int(probabilities.argmax())
-    draws = [Draw(params, seed, i, 2, draft=(guess,)[:i]) for seed in range(count) for i in range(2)]
+    draws = [SampleSpec(params, seed, i, 2, draft=(guess,)[:i]) for seed in range(count) for i in range(2)]
     logits = torch.stack([model([0, 1]), model([0, 1, guess])]).repeat(count, 1)
     drawn = Sampler(CPU, 1)(logits, draws).tokens.view(count, 2).tolist()
     found = [accepted((guess,), tokens) for tokens in drawn]

@@ -24,11 +24,11 @@ from atomc.planning.plan_report import Workload
 from atomc.platform import Platform
 from atomc.program import compile_model
 from atomc.runtime.capacity import Capacity, capacity
-from atomc.runtime.drawing import Drawing
 from atomc.runtime.engine import Engine, EngineConfig
 from atomc.runtime.request import Request
 from atomc.runtime.runner import Runner
-from atomc.runtime.sampling_params import SamplingParams
+from atomc.runtime.sampling.output_processor import OutputProcessor
+from atomc.runtime.sampling.sampling_params import SamplingParams
 from atomc.runtime.step import Chunk, ScheduledStep
 
 pytestmark = pytest.mark.xdist_group("runtime")
@@ -419,7 +419,7 @@ def test_a_step_that_failed_while_tokens_were_drawn_advances_no_state_twice(serv
     kind, engine = served
     errors, prompts = [], prompts_of(20, 5, 37, 3)
     with monkeypatch.context() as patch:
-        patch.setattr(Drawing, "draw", failing(Drawing.draw, errors, range(2, 20, 3)))
+        patch.setattr(OutputProcessor, "draw", failing(OutputProcessor.draw, errors, range(2, 20, 3)))
         found = run(engine, requests_of(engine, prompts), fails=errors)
     assert len(errors) > 2 and found == [alone(kind, prompt, 8) for prompt in prompts]
 

@@ -7,11 +7,11 @@ import torch
 
 from atomc.runtime.blocks import BlockPool
 from atomc.runtime.request import Request
-from atomc.runtime.sampling_params import SamplingParams
+from atomc.runtime.sampling.sampling_params import SamplingParams
+from atomc.runtime.sampling.token_counts import TokenCounts
 from atomc.runtime.scheduler import Scheduler
 from atomc.runtime.slots import Slots
 from atomc.runtime.step import Admission, Chunk, ScheduledStep
-from atomc.runtime.token_counts import TokenCounts
 
 msgspec = pytest.importorskip("msgspec")
 encode = msgspec.msgpack.encode

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from atomc import demo
 from atomc.runtime.detokenizer import TokenTexts
-from atomc.runtime.draw import Draw
 from atomc.runtime.grammar_compiler import GrammarCompiler
-from atomc.runtime.sampler import Sampler, allowed
-from atomc.runtime.sampling_params import SamplingParams, Structured
+from atomc.runtime.sampling.sample_spec import SampleSpec
+from atomc.runtime.sampling.sampler import Sampler, allowed
+from atomc.runtime.sampling.sampling_params import SamplingParams, Structured
 
 pytest.importorskip("llguidance")
 tokenizers = pytest.importorskip("tokenizers")
@@ -283,7 +283,7 @@ def test_rows_without_a_form_may_draw_anything():
     GRAMMARS.fill(mask, [(matcher, 1, ())])
     logits = torch.zeros(2, VOCAB)
     logits[:, VOCAB - 1] = 5.0
-    tokens = Sampler(torch.device("cpu"), 2)(logits, [Draw(params=SamplingParams())] * 2, mask=mask).tokens.tolist()
+    tokens = Sampler(torch.device("cpu"), 2)(logits, [SampleSpec(params=SamplingParams())] * 2, mask=mask).tokens.tolist()
     assert tokens[0] == VOCAB - 1 and DEMO.id_to_token(tokens[1]) in {"y", "ye", "yes", "n", "no"}
 
 

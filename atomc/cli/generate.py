@@ -9,7 +9,7 @@ from atomc.cli.arguments import DTYPES, GLUES, add_quantization, command, defaul
 
 if TYPE_CHECKING:
     from atomc.runtime.llm import LLM
-    from atomc.runtime.sampling_params import SamplingParams
+    from atomc.runtime.sampling.sampling_params import SamplingParams
 
 DEMO_PROMPT = "She looked at him and said"
 # Fixed, so that the demo generates the same text each time.
@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> None:
 def _sampling_params(arguments: argparse.Namespace, folder: Path) -> "SamplingParams":
     """The flags, else the model's generation_config.json, else greedy."""
     from atomc.runtime.generation_config import do_sample, sampling_defaults
-    from atomc.runtime.sampling_params import SamplingParams
+    from atomc.runtime.sampling.sampling_params import SamplingParams
 
     defaults = sampling_defaults(folder)
     given: dict[str, Any] = {"temperature": 0.0}

@@ -8,7 +8,7 @@ from tqdm import tqdm
 from atomc.runtime.bench.datasets import SampleRequest
 from atomc.runtime.bench.metrics import RequestTiming
 from atomc.runtime.engine import Engine
-from atomc.runtime.sampling_params import SamplingParams
+from atomc.runtime.sampling.sampling_params import SamplingParams
 
 
 def run(engine: Engine, samples: Sequence[SampleRequest], began: float, *, progress: bool = True) -> list[RequestTiming]:

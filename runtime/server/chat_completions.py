@@ -9,8 +9,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from atomc.runtime.logprobs import TokenLogprobs
-from atomc.runtime.sampling_params import Structured
+from atomc.runtime.sampling.logprobs import TokenLogprobs
+from atomc.runtime.sampling.sampling_params import Structured
 from atomc.runtime.server.errors import invalid
 from atomc.runtime.server.generation import Generation
 from atomc.runtime.server.http import SSE_DONE, EventStream, JSONResponse, cancel_on_disconnect, request_id, sse_event

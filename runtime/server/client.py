@@ -20,8 +20,8 @@ import zmq
 import zmq.asyncio
 
 from atomc.runtime.config import EngineConfig
-from atomc.runtime.logprobs import TokenLogprobs
 from atomc.runtime.request import FinishReason, Output
+from atomc.runtime.sampling.logprobs import TokenLogprobs
 from atomc.runtime.server import messages
 from atomc.runtime.server.engine_process import run_engine_process
 from atomc.runtime.server.messages import Call, Failed, Progress, Refused, Reply, Started, Submit

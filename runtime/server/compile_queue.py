@@ -12,7 +12,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Literal
 
 from atomc.runtime.fence import RequestError, RequestFailed
-from atomc.runtime.sampling_params import Structured
+from atomc.runtime.sampling.sampling_params import Structured
 from atomc.runtime.server.messages import Submit
 
 if TYPE_CHECKING:

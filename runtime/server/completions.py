@@ -10,7 +10,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from atomc.runtime.logprobs import TokenLogprobs
+from atomc.runtime.sampling.logprobs import TokenLogprobs
 from atomc.runtime.server.errors import invalid
 from atomc.runtime.server.generation import Choice, Generation
 from atomc.runtime.server.http import SSE_DONE, EventStream, JSONResponse, cancel_on_disconnect, request_id, sse_event

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import ParamSpec, TypeVar
 
 from atomc.runtime.fence import RequestError, is_contained
-from atomc.runtime.logprobs import TokenLogprobs
-from atomc.runtime.sampling_params import SamplingParams
+from atomc.runtime.sampling.logprobs import TokenLogprobs
+from atomc.runtime.sampling.sampling_params import SamplingParams
 from atomc.runtime.server.client import EngineClient, RequestRefused, RequestStream
 from atomc.runtime.server.errors import APIError, from_request_error, to_api_error
 from atomc.runtime.server.messages import Submit

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from atomc.runtime.logprobs import TokenLogprobs
+from atomc.runtime.sampling.logprobs import TokenLogprobs
 from atomc.runtime.server.model_info import ModelInfo
 
 

@@ -5,7 +5,7 @@ from typing import Literal
 import msgspec
 
 from atomc.runtime.request import Output, Pooling
-from atomc.runtime.sampling_params import SamplingParams
+from atomc.runtime.sampling.sampling_params import SamplingParams
 from atomc.runtime.stats import Stats
 
 # To the engine

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from atomc.runtime.sampling_params import ParameterError, SamplingParams, Structured
+from atomc.runtime.sampling.sampling_params import ParameterError, SamplingParams, Structured
 from atomc.runtime.server.config import ServerConfig
 from atomc.runtime.server.errors import invalid
 from atomc.runtime.server.limits import (

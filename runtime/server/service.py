@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from starlette.requests import ClientDisconnect, Request
 
-from atomc.runtime.sampling_params import SamplingParams
+from atomc.runtime.sampling.sampling_params import SamplingParams
 from atomc.runtime.server.client import EngineClient
 from atomc.runtime.server.config import ServerConfig
 from atomc.runtime.server.errors import APIError, to_api_error

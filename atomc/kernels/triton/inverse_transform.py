@@ -1,4 +1,4 @@
-"""Drawing tokens in Triton, as atomc.runtime.inverse_transform does it: one launch, and nobody waits.
+"""Drawing tokens in Triton, as atomc.runtime.sampling.inverse_transform does it: one launch, and nobody waits.
 
 A program takes one row and reads it a few times: the largest logit, the mass, what the filters may keep (compacted,
 so that the search for the last token kept reads little), and the token at which the mass passes the number. Mass is

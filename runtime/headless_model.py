@@ -7,7 +7,7 @@ from torch import nn
 HEADS = ("lm_head", "embed_out")
 
 
-def hidden_model(module: nn.Module) -> nn.Module:
+def headless_model(module: nn.Module) -> nn.Module:
     """A model that returns what the head of `module` gets. Both have the same parameters, and `module` stays as it is.
 
     Raises ValueError if there is no head by a name we know.

@@ -2,15 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from atomc.runtime.sampling_params import SamplingParams
-
-if TYPE_CHECKING:  # the front process, which also imports this module, does not import torch
-    from atomc.runtime.token_counts import RequestCounts
+from atomc.runtime.sampling.request_counts import RequestCounts
+from atomc.runtime.sampling.sampling_params import SamplingParams
 
 GREEDY = SamplingParams()
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -18,7 +15,7 @@ _MASK = (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
+class SampleSpec:
     """One row of a step's logits: how the next token is drawn from it.
 
     index        new tokens before this one; some may still be on the device
@@ -34,7 +31,7 @@ class Draw:
     num_prompt: int = 0
     eos_ids: frozenset[int] = frozenset()
     draft: tuple[int, ...] = ()
-    counts: "RequestCounts | None" = None
+    counts: RequestCounts | None = None
 
     @property
     def length(self) -> int:

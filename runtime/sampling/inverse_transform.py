@@ -11,8 +11,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from atomc.runtime.columns import columns
-from atomc.runtime.sampling_params import SamplingParams
+from atomc.runtime.sampling.pack_to_device import pack_to_device
+from atomc.runtime.sampling.sampling_params import SamplingParams
 
 # A row is searched in two levels: the block in which the cumulated probability passes the number, then the token.
 BLOCK = 512
@@ -58,8 +58,9 @@ def _on_gpu(
     from atomc.kernels.triton import inverse_transform as kernel
 
     V = logits.shape[-1]
-    packed = columns(logits.device, [(min(of.temperature, HOTTEST), min(of.top_k or V, V), of.top_p, of.min_p, number)
-                                     for of, number in zip(params, numbers.tolist(), strict=True)])  # fmt: skip
+    rows = [(min(of.temperature, HOTTEST), min(of.top_k or V, V), of.top_p, of.min_p, number)
+            for of, number in zip(params, numbers.tolist(), strict=True)]  # fmt: skip
+    packed = pack_to_device(logits.device, rows)
     filtered = any(of.top_p < 1.0 or 0 < of.top_k < V for of in params)
     return kernel.inverse_transform(logits, packed[..., 0], filtered=filtered)
 
@@ -69,7 +70,7 @@ def _drawn(logits: Tensor, params: Sequence[SamplingParams], numbers: npt.NDArra
     R, V = logits.shape
     num_blocks = -(-V // BLOCK)
     rows = [(min(of.temperature, HOTTEST), of.min_p, number) for of, number in zip(params, numbers, strict=True)]
-    temperature, min_p, number = columns(logits.device, rows)
+    temperature, min_p, number = pack_to_device(logits.device, rows)
     weights = logits.new_zeros((R, num_blocks * BLOCK), dtype=torch.float32)
     scaled = weights[:, :V]
     scaled.copy_(logits)
@@ -105,12 +106,12 @@ def _least_counts(counts: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     least = counts.new_zeros((len(params), 1))
     top_k = [i for i, of in enumerate(params) if 0 < of.top_k < V]
     if top_k:
-        row, k = columns(counts.device, [(i, params[i].top_k) for i in top_k]).long()
+        row, k = pack_to_device(counts.device, [(i, params[i].top_k) for i in top_k]).long()
         largest = counts[row[:, 0]].topk(max(params[i].top_k for i in top_k)).values
         least[row[:, 0]] = largest.gather(-1, k - 1)
     top_p = [i for i, of in enumerate(params) if of.top_p < 1.0]
     if top_p:
-        index, p = columns(counts.device, [(i, params[i].top_p) for i in top_p])
+        index, p = pack_to_device(counts.device, [(i, params[i].top_p) for i in top_p])
         rows = index[:, 0].long()
         kept = counts[rows]
         if top_k:

@@ -4,34 +4,13 @@ R rows, P requests with penalties, V vocabulary.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from atomc.runtime.columns import columns
-from atomc.runtime.draw import Draw
-
-
-@dataclass(eq=False)
-class RequestCounts:
-    """Those of one request, since it got its slot.
-
-    tokens   from the first one of the prompt; complete before the first draw, which counts them, and [] after it
-    row      of TokenCounts, from the first draw on
-    length   so many tokens are counted, or up to `pending` more, which only the device knows; 0 before the first draw
-    """
-
-    num_prompt: int
-    tokens: list[int] = field(default_factory=list)
-    row: int | None = None
-    length: int = 0
-    pending: int = 0
-
-    @property
-    def place(self) -> int:
-        assert self.row is not None, "nothing was drawn yet"
-        return self.row
+from atomc.runtime.sampling.pack_to_device import pack_to_device
+from atomc.runtime.sampling.request_counts import RequestCounts
+from atomc.runtime.sampling.sample_spec import SampleSpec
 
 
 class TokenCounts:
@@ -53,13 +32,13 @@ class TokenCounts:
             self.free.append(counts.row)
             counts.row = None
 
-    def penalize(self, logits: Tensor, rows: Sequence[int], draws: Sequence[Draw]) -> None:
+    def penalize(self, logits: Tensor, rows: Sequence[int], draws: Sequence[SampleSpec]) -> None:
         """Change logits [R, V] f32 in place: its row rows[i] is penalized as draws[i] says, after its own tokens."""
         if not len(self.output):
             self.output, self.prompt = (values.new_zeros((0, logits.shape[-1])) for values in (self.output, self.prompt))
         places = [self._row(draw) for draw in draws]
         params = [draw.params for draw in draws]
-        row, slot, repetition, presence, frequency = columns(self.device, [
+        row, slot, repetition, presence, frequency = pack_to_device(self.device, [
             (row, place, of.repetition_penalty, of.presence_penalty, of.frequency_penalty)
             for row, place, of in zip(rows, places, params, strict=True)
         ])  # fmt: skip
@@ -77,20 +56,20 @@ class TokenCounts:
         if values is not logits:
             logits[index] = values
 
-    def _counts_of(self, slots: Tensor, draws: Sequence[Draw]) -> Tensor:
+    def _counts_of(self, slots: Tensor, draws: Sequence[SampleSpec]) -> Tensor:
         """A copy of the rows slots[i] of the output's counts, with the drafts of draws[i] counted as well."""
         counts = self.output[slots]
         guesses = [(i, token) for i, draw in enumerate(draws) for token in draw.draft]
         if guesses:
-            i, token = columns(self.device, guesses)[..., 0].long()
+            i, token = pack_to_device(self.device, guesses)[..., 0].long()
             _count(counts, i, token)
         return counts
 
-    def add(self, rows: Sequence[int], draws: Sequence[Draw], tokens: Tensor, accepted: Tensor | None = None) -> None:
+    def add(self, rows: Sequence[int], draws: Sequence[SampleSpec], tokens: Tensor, accepted: Tensor | None = None) -> None:
         """Count tokens[rows[i]], which draws[i] drew; only where accepted [R] says so, if it is given."""
         if not rows:
             return
-        row, slot = columns(self.device, [(row, _counts(draw).place)
+        row, slot = pack_to_device(self.device, [(row, _counts(draw).place)
                                           for row, draw in zip(rows, draws, strict=True)])[..., 0].long()  # fmt: skip
         _count(self.output, slot, tokens[row], None if accepted is None else accepted[row])
         for draw in draws:
@@ -100,7 +79,7 @@ class TokenCounts:
             else:
                 counts.pending = max(counts.pending, len(draw.draft))
 
-    def _row(self, draw: Draw) -> int:
+    def _row(self, draw: SampleSpec) -> int:
         """The row that counts the tokens before this draw and its draft."""
         counts, length = _counts(draw), draw.length - len(draw.draft)
         if not counts.length:
@@ -132,7 +111,7 @@ class TokenCounts:
         return self.free.pop()
 
 
-def _counts(draw: Draw) -> RequestCounts:
+def _counts(draw: SampleSpec) -> RequestCounts:
     assert draw.counts is not None, f"{draw}: penalties need counts"
     return draw.counts
 

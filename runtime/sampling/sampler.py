@@ -9,17 +9,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from atomc.runtime.columns import columns
-from atomc.runtime.draw import Draw, uniform
-from atomc.runtime.inverse_transform import inverse_transform
-from atomc.runtime.logprobs import TokenLogprobs
-from atomc.runtime.row_logprobs import Logprobs, logprobs
-from atomc.runtime.token_counts import TokenCounts
+from atomc.runtime.sampling.inverse_transform import inverse_transform
+from atomc.runtime.sampling.logprobs import TokenLogprobs
+from atomc.runtime.sampling.pack_to_device import pack_to_device
+from atomc.runtime.sampling.row_logprobs import Logprobs, logprobs
+from atomc.runtime.sampling.sample_spec import SampleSpec, uniform
+from atomc.runtime.sampling.token_counts import TokenCounts
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """Drawn tokens [R] i64, on the device, and how likely those of `rows` were.
+    """Sampled tokens [R] i64, on the device, and how likely those of `rows` were.
 
     tops   the largest logit of each row [R], after penalties, bias and mask; where it is not finite, nothing could be
            drawn, and the token is any id
@@ -46,7 +46,7 @@ class Sampler:
     def __init__(self, device: torch.device, max_num_seqs: int) -> None:
         self.counts = TokenCounts(device, max_num_seqs)
 
-    def __call__(self, logits: Tensor, draws: Sequence[Draw], *, mask: Tensor | None = None) -> Sampled:
+    def __call__(self, logits: Tensor, draws: Sequence[SampleSpec], *, mask: Tensor | None = None) -> Sampled:
         """Row i of logits [R, V] drawn as draws[i] says, whatever the other rows are.
 
         Greedy rows are the exact argmax, the smallest id among equals. Where bit t % 32 of mask[i, t // 32] is 0, row
@@ -60,7 +60,7 @@ class Sampler:
                         _right(draws, sampled.tokens) if guessed else None)  # fmt: skip
         return sampled
 
-    def sample(self, logits: Tensor, draws: Sequence[Draw], *, mask: Tensor | None = None) -> Sampled:
+    def sample(self, logits: Tensor, draws: Sequence[SampleSpec], *, mask: Tensor | None = None) -> Sampled:
         """The same without counting the tokens, so that it may be repeated."""
         numbers = uniform([draw.seed for draw in draws], [draw.index for draw in draws])
         changed = self._changed(logits, draws, mask)
@@ -71,10 +71,10 @@ class Sampler:
         counts = [draws[i].params.logprobs or 0 for i in asked]
         if len(asked) == len(draws):
             return Sampled(tokens, tops, tuple(asked), logprobs(logits, tokens, counts))
-        rows = columns(logits.device, [(i,) for i in asked])[0, :, 0].long()
+        rows = pack_to_device(logits.device, [(i,) for i in asked])[0, :, 0].long()
         return Sampled(tokens, tops, tuple(asked), logprobs(logits[rows], tokens[rows], counts))
 
-    def _changed(self, logits: Tensor, draws: Sequence[Draw], mask: Tensor | None) -> Tensor:
+    def _changed(self, logits: Tensor, draws: Sequence[SampleSpec], mask: Tensor | None) -> Tensor:
         """Logits after penalties, bias, bans and mask: the same tensor if there are none."""
         penalized = [i for i, draw in enumerate(draws) if draw.params.penalized]
         # A ban is a bias, too, and comes after that of the user.
@@ -88,7 +88,7 @@ class Sampler:
         if penalized:
             self.counts.penalize(logits, penalized, [draws[i] for i in penalized])
         if biases:
-            place, bias = columns(logits.device, biases)[..., 0]
+            place, bias = pack_to_device(logits.device, biases)[..., 0]
             logits.view(-1).scatter_add_(0, place.long(), bias.float())
         if mask is not None:
             logits.masked_fill_(~allowed(mask.to(logits.device, non_blocking=True), V), -torch.inf)
@@ -101,11 +101,11 @@ def allowed(mask: Tensor, V: int) -> Tensor:
     return ((mask[..., None] >> bits) & 1).flatten(-2)[:, :V].bool()
 
 
-def _right(draws: Sequence[Draw], tokens: Tensor) -> Tensor:
+def _right(draws: Sequence[SampleSpec], tokens: Tensor) -> Tensor:
     """Which rows come after right guesses only, [R] bool."""
     right = torch.ones_like(tokens, dtype=torch.bool)
     for depth in range(1, 1 + max(len(draw.draft) for draw in draws)):
         guesses = [(i, draw.draft[-1]) for i, draw in enumerate(draws) if len(draw.draft) == depth]
-        row, guess = columns(tokens.device, guesses)[..., 0].long()
+        row, guess = pack_to_device(tokens.device, guesses)[..., 0].long()
         right[row] = right[row - 1] & (tokens[row - 1] == guess)
     return right

@@ -8,19 +8,19 @@ from math import isfinite, isnan
 import torch
 from torch import Tensor
 
-from atomc.runtime.draw import Draw
 from atomc.runtime.executor import Result
 from atomc.runtime.fence import RequestError, RequestFailed, is_contained
-from atomc.runtime.outbox import Outbox, Sent
-from atomc.runtime.row_logprobs import Logprobs, LogprobsRow, logprobs
-from atomc.runtime.sampler import Sampled, Sampler
-from atomc.runtime.slots import SlotState, draws_of
+from atomc.runtime.sampling.copy_to_host import HostCopier, HostCopy
+from atomc.runtime.sampling.row_logprobs import Logprobs, LogprobsRow, logprobs
+from atomc.runtime.sampling.sample_spec import SampleSpec
+from atomc.runtime.sampling.sampler import Sampled, Sampler
+from atomc.runtime.slots import SlotState, sample_specs
 from atomc.runtime.speculative import accepted
 from atomc.runtime.step import Chunk, ScheduledStep
 
 
 @dataclass
-class Drawn:
+class StepOutputs:
     """The results of one step, while they come to the host.
 
     states   of the request of each chunk
@@ -29,8 +29,8 @@ class Drawn:
 
     step: ScheduledStep
     states: Sequence[SlotState]
-    draws: Sequence[Draw] = ()
-    sent: Sent | None = None
+    draws: Sequence[SampleSpec] = ()
+    sent: HostCopy | None = None
     sampled: Sampled | None = None
     scores: dict[int, Logprobs] = field(default_factory=dict)  # by chunk
     pooled: dict[int, Tensor] = field(default_factory=dict)  # by chunk
@@ -71,7 +71,7 @@ class _Arrived:
     scores: dict[int, list[LogprobsRow]] = field(default_factory=dict)
     pooled: dict[int, list[float]] = field(default_factory=dict)
 
-    def result(self, chunk: Chunk, draws: Sequence[Draw], number: int, row: int) -> Result:
+    def result(self, chunk: Chunk, draws: Sequence[SampleSpec], number: int, row: int) -> Result:
         """Of the chunk with this number, whose first draw is that of `row`. Raises RequestFailed if there is none."""
         tokens: Sequence[int] = self.tokens[row : row + len(draws)]
         if len(tokens) > 1:
@@ -91,7 +91,7 @@ class _Arrived:
         return Result(tokens, logprobs or None, scores, None if pooled is None else tuple(pooled))
 
 
-def _undrawable(draw: Draw, top: float) -> RequestError:
+def _undrawable(draw: SampleSpec, top: float) -> RequestError:
     """Why no token could be drawn where `top` was the largest logit."""
     step = f"in step {draw.index + 1} of this request (position {draw.length})"
     if top == float("-inf"):
@@ -104,14 +104,14 @@ def _undrawable(draw: Draw, top: float) -> RequestError:
     return RequestError(f"the model produced logits that are {what} {step}: no token can be drawn from them")
 
 
-class Drawing:
+class OutputProcessor:
     """Draws the tokens of steps, and pools hidden states. What fails for one request is kept in its state."""
 
     def __init__(self, device: torch.device, max_num_seqs: int) -> None:
         self.sampler = Sampler(device, max_num_seqs)
-        self.outbox = Outbox(device)
+        self.outbox = HostCopier(device)
 
-    def draw(self, drawn: Drawn, logits: Tensor, mask: Tensor | None) -> Tensor | None:
+    def draw(self, drawn: StepOutputs, logits: Tensor, mask: Tensor | None) -> Tensor | None:
         """Bring results of a step with logits [R, V] on their way; the drawn tokens on the device."""
         step, states = drawn.step, drawn.states
         bounds = list(pairwise(accumulate([chunk.num_wanted for chunk in step.chunks], initial=0)))
@@ -127,14 +127,14 @@ class Drawing:
             return None
         if len(drawing) < len(logits):
             logits = logits[torch.tensor(drawing, device=logits.device)]
-        drawn.draws = draws_of(step, states)
+        drawn.draws = sample_specs(step, states)
         drawn.sampled = self._sampled(drawn, logits, mask)
         if drawn.sampled.logprobs is not None:
             tables.insert(0, drawn.sampled.logprobs.table)
         drawn.sent = self.outbox.send(drawn.sampled.tokens, drawn.sampled.tops, *tables)
         return drawn.sampled.tokens
 
-    def _sampled(self, drawn: Drawn, logits: Tensor, mask: Tensor | None) -> Sampled:
+    def _sampled(self, drawn: StepOutputs, logits: Tensor, mask: Tensor | None) -> Sampled:
         """What the sampler gives; where it raises, without the requests for which it does."""
         try:
             return self.sampler(logits, drawn.draws, mask=mask)
@@ -142,10 +142,10 @@ class Drawing:
             if not is_contained(error):
                 raise
             self._fail_alone(drawn, logits, mask, error)
-            drawn.draws = draws_of(drawn.step, drawn.states)
+            drawn.draws = sample_specs(drawn.step, drawn.states)
             return self.sampler(logits, drawn.draws, mask=mask)
 
-    def _fail_alone(self, drawn: Drawn, logits: Tensor, mask: Tensor | None, error: BaseException) -> None:
+    def _fail_alone(self, drawn: StepOutputs, logits: Tensor, mask: Tensor | None, error: BaseException) -> None:
         """Fail the requests whose own draws raise. Raises the error if there is none, or if all of several do."""
         failed: list[tuple[SlotState, BaseException]] = []
         start, num_requests = 0, 0
@@ -164,7 +164,7 @@ class Drawing:
         for state, found in failed:
             state.fail("drawing its next token", found)
 
-    def pool(self, drawn: Drawn, hidden: Tensor) -> None:
+    def pool(self, drawn: StepOutputs, hidden: Tensor) -> None:
         """Bring the pooled states of a step with hidden states [R, D] on their way: for each prompt that ends, their mean
         or the last one."""
         rows = torch.split(hidden.to(torch.float32), [chunk.num_wanted for chunk in drawn.step.chunks])

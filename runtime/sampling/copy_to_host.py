@@ -6,24 +6,24 @@ import torch
 from torch import Tensor
 
 
-class Outbox:
+class HostCopier:
     """Copies results to the host beside the steps, so that nobody waits for a later step to get them."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
-    def send(self, *tensors: Tensor) -> "Sent":
+    def send(self, *tensors: Tensor) -> "HostCopy":
         if self.stream is None:
-            return Sent(tensors, tensors, None)
+            return HostCopy(tensors, tensors, None)
         self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
         with torch.cuda.stream(self.stream):
             copies = tuple([_pinned(x).copy_(x, non_blocking=True) for x in tensors])
             arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             arrived.record(self.stream)
-        return Sent(copies, tensors, arrived)
+        return HostCopy(copies, tensors, arrived)
 
 
-class Sent:
+class HostCopy:
     """Tensors that are being copied; `sources` must live until they have arrived."""
 
     def __init__(self, copies: Sequence[Tensor], sources: Sequence[Tensor], arrived: torch.cuda.Event | None) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from atomc.runtime.logprobs import TokenLogprobs
+from atomc.runtime.sampling.logprobs import TokenLogprobs
 
 # Rows whose log-softmax, of the size of V, exists at the same time.
 ROWS_AT_ONCE = 64
