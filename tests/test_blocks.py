@@ -43,7 +43,7 @@ def test_tokens_in_use_are_those_computed_and_a_shared_one_counts_once():
     assert pool.reserve("a", 12) and pool.tokens_used({"a": 9}) == 9
     for place, key in enumerate((b"0", b"1")):
         pool.name("a", place, key)
-    assert pool.authorizes("b", [b"0", b"1"], 10, 10)
+    assert pool.admit("b", [b"0", b"1"], 10, 10)
     assert pool.tokens_used({"a": 9, "b": 8}) == 9
     assert pool.tokens_used({"a": 12, "b": 10}) == 14
     pool.release("a")
@@ -69,7 +69,7 @@ def test_blocks_without_a_name_are_not_found_and_are_still_owned():
     assert pool.reserve("a", 2)
     for place, key in enumerate((b"x", b"y")):
         pool.name("a", place, key)
-    assert pool.authorizes("b", [b"x"], 2, 2) and pool.match([b"x", b"y"]) == 2
+    assert pool.admit("b", [b"x"], 2, 2) and pool.match([b"x", b"y"]) == 2
     pool.unname("b")
     assert pool.match([b"x", b"y"]) == 0 and pool.owners == {"a", "b"}
     pool.check()

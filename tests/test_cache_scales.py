@@ -70,7 +70,7 @@ def test_a_checkpoint_that_asks_for_it_gets_its_cache_in_fp8(tmp_path: Path) -> 
     stored = {ATTENTION.format(layer) + f"{kind}_scale": torch.tensor([0.01]) for layer in range(2) for kind in "kv"}
     model = load(checkpoint(tmp_path, stored, quantization_config=ASKS), progress=False)
     compiled = program.compile_model(model, {"strict": True, "glue": "eager"})
-    assert [spec.dtype for spec in compiled.specs] == [torch.float8_e4m3fn] * 2
+    assert [tensor.dtype for spec in compiled.specs for tensor in spec.tensors] == [torch.float8_e4m3fn] * 4
     assert compiled.report.matches["rope_kv_write[fp8]"] == 2
 
 
@@ -86,7 +86,7 @@ def test_the_runtime_computes_with_the_scales_of_each_layer() -> None:
         attention.register_buffer("k_scale", torch.tensor([4.0]))
         attention.register_buffer("v_scale", torch.tensor([0.01]))
     llm = LLM(model, max_model_len=32, options={"glue": "eager"})
-    assert {spec.dtype for spec in llm.program.specs} == {torch.float8_e4m3fn}
+    assert {tensor.dtype for spec in llm.program.specs for tensor in spec.tensors} == {torch.float8_e4m3fn}
     assert llm.generate([[3, 1, 4, 1, 5]], GREEDY)[0].token_ids == plain
 
 

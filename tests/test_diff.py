@@ -138,4 +138,4 @@ def test_the_command_exits_with_1_if_dumps_differ(dumps, capsys):
     one, other, odd = (str(folder) for folder in (dumps("one"), dumps("other"), dumps("odd", Model(3, odd=(0, 1, 2)))))
     assert main(["diff", one, other]) == 0 and capsys.readouterr().out == "equal\n"
     assert main(["diff", one, odd]) == 1 and "after captured:" in capsys.readouterr().out
-    assert main(["diff", one, "nowhere"]) == 2 and "there is no nowhere" in capsys.readouterr().err
+    assert main(["diff", one, "nowhere"]) == 2 and "nowhere does not exist" in capsys.readouterr().err

@@ -94,7 +94,7 @@ def test_random_weights_are_quantized_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("how", "sentence"),
     [
-        ("fp4", "quantization 'fp4' is not one of fp8, fp8_per_token, fp8_block, int8, int4, mxfp4, mxfp4_a16"),
+        ("fp4", "quantization 'fp4' is not one of the schemes fp8, fp8_per_token, fp8_block, int8, int4, mxfp4, mxfp4_a16"),
         ({"scheme": "fp8", "skip": []}, "is neither {'scheme': name, 'ignore': [patterns]} nor a quantization_config"),
         ({"scheme": "fp8", "ignore": ["re:("]}, "ignore pattern 're:(' is not a regular expression"),
     ],
@@ -107,7 +107,7 @@ def test_a_wish_that_cannot_be_met_is_told_what_can(how: Any, sentence: str, tmp
 
 def test_a_layer_that_the_scheme_cannot_store_is_named(tmp_path: Path) -> None:
     path = checkpoint(tmp_path, intermediate_size=168)
-    with pytest.raises(ValueError, match=r"model\.layers\.0\.mlp\.down_proj cannot be int4 .*: 168 inputs are no "
+    with pytest.raises(ValueError, match=r"model\.layers\.0\.mlp\.down_proj cannot be int4 .*: 168 inputs are not a "
                                          r"multiple of the group size 32; add it to `ignore`"):  # fmt: skip
         load(path, quantization="int4", progress=False)
     model = load(path, quantization={"scheme": "int4", "ignore": ["down_proj"]}, progress=False)
@@ -234,7 +234,7 @@ def test_what_is_quantized_already_is_said_and_kept(caplog: pytest.LogCaptureFix
         quantize(model, "int8")
     assert "layers of type TheirLinear are already quantized and are not changed" in caplog.text
     assert type(model["theirs"]) is TheirLinear and type(model["ours"]) is QuantizedLinear
-    with pytest.raises(ValueError, match="no linear layer to quantize to 'int8': its layers are TheirLinear already"):
+    with pytest.raises(ValueError, match="no linear layer to quantize to 'int8': its layers are already TheirLinear"):
         quantize(nn.ModuleDict({"theirs": TheirLinear()}), "int8")
 
 
@@ -258,7 +258,7 @@ def test_keys_and_values_in_fp8_take_half_and_predict_alike() -> None:
         [done] = llm.generate(["The sea was"], atomc.SamplingParams(max_tokens=4, temperature=0.0))
         found[kept] = (llm.program.specs, done.text)
     (plain, text), (narrow, same) = found["auto"], found["fp8"]
-    assert {spec.dtype for spec in narrow} == {torch.float8_e4m3fn}
+    assert {tensor.dtype for spec in narrow for tensor in spec.tensors} == {torch.float8_e4m3fn}
     assert 2 * sum(spec.bytes_per_token() for spec in narrow) == sum(spec.bytes_per_token() for spec in plain)
     assert text == same
 

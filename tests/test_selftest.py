@@ -109,10 +109,10 @@ def test_doctor_names_the_versions_that_kernels_go_by(capsys):
 
 def test_doctor_says_what_the_cache_did_in_the_last_start(tmp_path):
     options = Options(cache_dir=str(tmp_path))
-    assert doctor._started(last_start(options)) == [("last start", "not known")]
+    assert doctor._last_start(last_start(options)) == [("last start", "not known")]
     for outcome in (CacheOutcome("hit"), CacheOutcome("miss", "no entry for this graph"), CacheOutcome("hit")):
         record_start(options, Report("Qwen3", cached=outcome))
-    rows = doctor._started(last_start(options))
+    rows = doctor._last_start(last_start(options))
     assert rows[0][1].endswith("Qwen3: hit (2 graphs)") and rows[1] == ("", "Qwen3: miss: no entry for this graph")
 
 
