@@ -38,9 +38,13 @@ def end_of_stream(server, after_first):
 
 
 def kill_engine(server):
-    """Kills the current engine process."""
-    pid = (server.engine_pid, *map(int, server.all_of(r"serves again, as process (\d+)")))[-1]
-    os.kill(pid, signal.SIGKILL)
+    """Kills the current engine process, as soon as the log names it."""
+
+    def running():
+        pid = (server.engine_pid, *map(int, server.all_of(r"serves again, as process (\d+)")))[-1]
+        return pid if os.path.exists(f"/proc/{pid}") else None
+
+    os.kill(until(running), signal.SIGKILL)
 
 
 def health(server):
