@@ -18,7 +18,7 @@ from atomc.runtime.request import Output, Pooling, Request
 from atomc.runtime.sampling.logprobs import TokenLogprobs
 from atomc.runtime.sampling.sampling_params import SamplingParams
 from atomc.runtime.scheduler import QueueFull, Scheduler
-from atomc.runtime.speculative import Drafter, NGram
+from atomc.runtime.speculative import NGram
 from atomc.runtime.stats import Stats
 from atomc.runtime.step import ScheduledStep
 from atomc.runtime.structured_outputs import StructuredOutputs, accept_tokens
@@ -44,7 +44,7 @@ class RequestState:
     """
 
     matcher: GrammarMatcher | None = None
-    drafter: Drafter | None = None
+    drafter: NGram | None = None
     scores: list[TokenLogprobs] = field(default_factory=list)
 
 
@@ -178,7 +178,6 @@ class Engine:
                 raise
             self.fence.fail(request.id, "admitting it", error)
             raise RequestFailed(self.fence.failed.pop(request.id)) from error
-        request.arrival = time.time()
 
     def _begin(self, request: Request) -> None:
         if request.pooling is not None:

@@ -19,7 +19,6 @@ class Request:
     eos_ids       the model's end-of-sequence tokens
     seed          used if params.seed is None
     priority      lower values run first and are preempted last, with scheduling_policy="priority"
-    arrival       time of queueing, in seconds since the epoch
     salt          requests share cached prefixes only with requests of the same salt
     pooling       return the mean of the prompt's hidden states, or the last of them, instead of new tokens
     draft         speculative tokens after `tokens`: computed in the next step, and kept up to the first wrong one
@@ -42,7 +41,6 @@ class Request:
     eos_ids: frozenset[int] = frozenset()
     seed: int = 0
     priority: int = 0
-    arrival: float = 0.0
     salt: str | None = None
     pooling: Pooling | None = None
     draft: tuple[int, ...] = ()

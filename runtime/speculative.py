@@ -8,14 +8,6 @@ position has its own number, the tokens are also the very same as without drafts
 """
 
 from collections.abc import Sequence
-from typing import Protocol
-
-
-class Drafter(Protocol):
-    """Guesses for one request."""
-
-    def propose(self, tokens: Sequence[int], count: int) -> list[int]:
-        """At most `count` tokens that may follow all tokens of the request, the prompt and the new ones."""
 
 
 class NGram:

@@ -57,7 +57,6 @@ class Rewrite:
     attrs          what a site is, shown in the report beside what is captured; or a function like `guard` that says it
     sees_through   views that keep the last dimension may stand between the pattern's nodes
     read_together  the pattern's outputs are operands of one node, in this order; a static cache may lie in between
-    rounding       True if the result is rounded differently than the pattern's (forbidden by rounding="hf")
     needs          op of ours, or "aten::cat" -> attributes that one of its nodes must have (OneOf: one of these); without
                    such a node nothing is traced or explained
     """
@@ -71,7 +70,6 @@ class Rewrite:
     attrs: Mapping[str, Any] | Callable[..., Mapping[str, Any]] = field(default_factory=dict)
     sees_through: bool = False
     read_together: bool = False
-    rounding: bool = False
     needs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     cases: Sequence[Case] = (Case(),)
     _traced: dict[Case, Pattern] = field(default_factory=dict, repr=False)
