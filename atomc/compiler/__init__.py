@@ -1,1 +1,1 @@
-"""TODO atomc.compiler."""
+"""From a graph to a callable: pipeline, kernel selection, token ranges, partition, CUDA graphs, and explain."""

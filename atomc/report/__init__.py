@@ -1,1 +1,1 @@
-"""TODO atomc.report."""
+"""What the compiler did: records, report, contract, and their rendering as text and HTML."""

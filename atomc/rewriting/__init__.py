@@ -1,1 +1,1 @@
-"""TODO atomc.rewriting."""
+"""Rewrites and passes over a graph, and the search for the sites of a pattern."""

@@ -1,1 +1,1 @@
-"""TODO atomc.testing."""
+"""Arguments for every op, and the self-test of the kernels of a machine."""

@@ -1,1 +1,1 @@
-"""TODO atomc.weights."""
+"""Where parameters live: packed (merged), prepared (relaid for a kernel), and passed to a compiled graph."""

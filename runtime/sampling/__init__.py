@@ -1,1 +1,1 @@
-"""TODO runtime.sampling."""
+"""From the logits of a step to tokens, log-probabilities and pooled states."""
