@@ -10,9 +10,9 @@ DeepSeek-V3.1.
 from collections.abc import Callable
 from typing import ClassVar
 
-from atomc.runtime.server.message_deltas import DeltaBuilder, MessageDelta, call_id
-from atomc.runtime.server.text_buffer import TextBuffer
+from atomc.runtime.server.message_deltas import call_id
 from atomc.runtime.server.tool_parsers.json_call import SPACE, JsonScanner
+from atomc.runtime.server.tool_parsers.state_machine import StateMachineParser
 
 
 def token(name: str) -> str:
@@ -26,28 +26,18 @@ SEPARATOR = token("tool_sep")
 BLOCK = "```json"
 
 
-class DeepSeekToolParser:
+class DeepSeekToolParser(StateMachineParser):
     markers: ClassVar[tuple[str, ...]] = (CALLS, CALL, SEPARATOR, CALL_END, CALLS_END)
 
     def __init__(self, new_id: Callable[[], str] = call_id) -> None:
-        self._text = TextBuffer()
-        self._deltas = DeltaBuilder(new_id)
+        super().__init__(new_id)
         self._arguments = JsonScanner()
-        self._raw = ""  # becomes content if this is not a call
         self._kind = ""
         self._state = self._in_content
 
-    def feed(self, text: str) -> list[MessageDelta]:
-        self._text.feed(text)
-        while self._state():
-            pass
-        return self._deltas.take()
-
-    def finish(self) -> list[MessageDelta]:
+    def _finish_content(self, rest: str) -> None:
         if self._state != self._after_arguments:
-            self._deltas.content(self._raw + self._text.rest)
-        self._deltas.finish()
-        return self._deltas.take()
+            self._deltas.content(rest)
 
     def _in_content(self) -> bool:
         text, marker = self._text.take_until(CALLS, CALL, CALLS_END)

@@ -12,9 +12,9 @@ import re
 from collections.abc import Callable
 from typing import ClassVar
 
-from atomc.runtime.server.message_deltas import DeltaBuilder, MessageDelta, call_id
-from atomc.runtime.server.text_buffer import TextBuffer
+from atomc.runtime.server.message_deltas import call_id
 from atomc.runtime.server.tool_parsers.json_call import SPACE, JsonScanner
+from atomc.runtime.server.tool_parsers.state_machine import StateMachineParser
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
@@ -24,7 +24,7 @@ HEADERS = (START, CHANNEL, "to=")
 SEPARATOR = "\n\n"  # between messages of the same channel
 
 
-class HarmonyParser:
+class HarmonyParser(StateMachineParser):
     """Parses all channels.
 
     reasoning, tools   whether to parse these messages. If not, they stay in the content verbatim for a second parser:
@@ -34,29 +34,18 @@ class HarmonyParser:
     markers: ClassVar[tuple[str, ...]] = (START, CHANNEL, CONSTRAIN, MESSAGE, END, CALL, RETURN)
 
     def __init__(self, new_id: Callable[[], str] = call_id, *, reasoning: bool = False, tools: bool = True) -> None:
+        super().__init__(new_id)
         self._reasoning, self._tools = reasoning, tools
-        self._text = TextBuffer()
-        self._deltas = DeltaBuilder(new_id)
         self._arguments = JsonScanner()
-        self._raw = ""  # becomes content if no message follows, or if this is not a call
         self._name = ""
         self._separators = {"content": "", "reasoning": ""}
         self._state = self._at_start
 
-    def feed(self, text: str) -> list[MessageDelta]:
-        self._text.feed(text)
-        while self._state():
-            pass
-        return self._deltas.take()
-
-    def finish(self) -> list[MessageDelta]:
-        rest = self._raw + self._text.rest
+    def _finish_content(self, rest: str) -> None:
         if self._state == self._in_reasoning:
             self._deltas.reasoning(rest)
         elif self._state != self._after_arguments:
             self._deltas.content(rest)
-        self._deltas.finish()
-        return self._deltas.take()
 
     def _at_start(self) -> bool:
         rest = self._text.rest.lstrip(SPACE)

@@ -11,34 +11,23 @@ the chat template of Qwen/Qwen3-8B. Several calls are several pairs of tags.
 from collections.abc import Callable
 from typing import ClassVar
 
-from atomc.runtime.server.message_deltas import DeltaBuilder, MessageDelta, call_id
-from atomc.runtime.server.text_buffer import TextBuffer
+from atomc.runtime.server.message_deltas import call_id
 from atomc.runtime.server.tool_parsers.json_call import JsonCallParser
+from atomc.runtime.server.tool_parsers.state_machine import JsonCallStateMachine
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 
 
-class HermesToolParser:
+class HermesToolParser(JsonCallStateMachine):
     markers: ClassVar[tuple[str, ...]] = (BEGIN, END)
 
     def __init__(self, new_id: Callable[[], str] = call_id) -> None:
-        self._text = TextBuffer()
-        self._deltas = DeltaBuilder(new_id)
-        self._call = JsonCallParser()
-        self._raw = ""  # becomes content if this is not a call
+        super().__init__(new_id)
         self._state = self._in_content
 
-    def feed(self, text: str) -> list[MessageDelta]:
-        self._text.feed(text)
-        while self._state():
-            pass
-        return self._deltas.take()
-
-    def finish(self) -> list[MessageDelta]:
+    def _finish_content(self, rest: str) -> None:
         if self._state != self._after_call:
-            self._deltas.content(self._raw + self._text.rest)
-        self._deltas.finish()
-        return self._deltas.take()
+            self._deltas.content(rest)
 
     def _in_content(self) -> bool:
         text, marker = self._text.take_until(BEGIN)
@@ -47,23 +36,9 @@ class HermesToolParser:
             self._call, self._raw, self._state = JsonCallParser(), marker, self._in_call
         return bool(marker)
 
-    def _in_call(self) -> bool:
-        call = self._call
-        was_started = call.started
-        read = self._text.take(call.feed(self._text.rest))
-        if not call.started:
-            self._raw += read
-            if call.invalid:
-                self._deltas.content(self._raw)
-                self._raw, self._state = "", self._in_content
-            return call.invalid
-        if not was_started:
-            self._deltas.call(call.name)
-            self._raw = ""
-        self._deltas.arguments(call.take())
-        if call.done or call.invalid:
-            self._state = self._after_call
-        return call.done or call.invalid
+    def _not_a_call(self) -> None:
+        self._deltas.content(self._raw)
+        self._raw, self._state = "", self._in_content
 
     def _after_call(self) -> bool:
         """Up to the closing tag, or to the next opening tag if it is missing."""

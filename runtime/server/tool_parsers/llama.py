@@ -10,36 +10,25 @@ calling") and the chat template of meta-llama/Llama-3.1-8B-Instruct.
 from collections.abc import Callable
 from typing import ClassVar
 
-from atomc.runtime.server.message_deltas import DeltaBuilder, MessageDelta, call_id
-from atomc.runtime.server.text_buffer import TextBuffer
+from atomc.runtime.server.message_deltas import call_id
 from atomc.runtime.server.tool_parsers.json_call import SPACE, JsonCallParser
+from atomc.runtime.server.tool_parsers.state_machine import JsonCallStateMachine
 
 TAG = "<|python_tag|>"
 
 
-class LlamaToolParser:
+class LlamaToolParser(JsonCallStateMachine):
     markers: ClassVar[tuple[str, ...]] = (TAG,)
 
     def __init__(self, new_id: Callable[[], str] = call_id) -> None:
-        self._text = TextBuffer()
-        self._deltas = DeltaBuilder(new_id)
-        self._call = JsonCallParser()
-        self._raw = ""  # becomes content if this is not a call
-        self._state = self._before_call
+        super().__init__(new_id)
+        self._state = self._after_call
 
-    def feed(self, text: str) -> list[MessageDelta]:
-        self._text.feed(text)
-        while self._text.rest and self._state():
-            pass
-        return self._deltas.take()
+    def _finish_content(self, rest: str) -> None:
+        self._deltas.content(rest)
 
-    def finish(self) -> list[MessageDelta]:
-        self._deltas.content(self._raw + self._text.rest)
-        self._deltas.finish()
-        return self._deltas.take()
-
-    def _before_call(self) -> bool:
-        """At the start, after the tag, and between calls."""
+    def _after_call(self) -> bool:
+        """After a call, and also at the start and after the tag."""
         between = self._deltas.num_calls and not self._raw
         skipped = self._text.take(len(self._text.rest) - len(self._text.rest.lstrip(SPACE + ";" * between)))
         self._raw += "" if between else skipped
@@ -53,33 +42,16 @@ class LlamaToolParser:
         elif TAG.startswith(rest):
             return False
         else:
-            self._emit_content()
+            self._not_a_call()
         return True
 
     def _in_content(self) -> bool:
         text, marker = self._text.take_until(TAG)
         self._deltas.content(text)
         if marker:
-            self._raw, self._state = marker, self._before_call
+            self._raw, self._state = marker, self._after_call
         return bool(marker)
 
-    def _in_call(self) -> bool:
-        call = self._call
-        was_started = call.started
-        read = self._text.take(call.feed(self._text.rest))
-        if not call.started:
-            self._raw += read
-            if call.invalid:
-                self._emit_content()
-            return call.invalid
-        if not was_started:
-            self._deltas.call(call.name)
-            self._raw = ""
-        self._deltas.arguments(call.take())
-        if call.done or call.invalid:
-            self._state = self._before_call
-        return call.done or call.invalid
-
-    def _emit_content(self) -> None:
+    def _not_a_call(self) -> None:
         self._deltas.content(self._raw)
         self._raw, self._state = "", self._in_content

@@ -1,0 +1,68 @@
+"""What the parsers of tool calls share: text that is fed, a state that consumes it, and deltas that are taken."""
+
+from collections.abc import Callable
+
+from atomc.runtime.server.message_deltas import DeltaBuilder, MessageDelta, call_id
+from atomc.runtime.server.text_buffer import TextBuffer
+from atomc.runtime.server.tool_parsers.json_call import JsonCallParser
+
+
+class StateMachineParser:
+    """A Parser whose `_state` is called while there is text. A state returns False if it needs more text.
+
+    A subclass sets the first `_state` and implements `_finish_content`.
+    """
+
+    def __init__(self, new_id: Callable[[], str] = call_id) -> None:
+        self._text = TextBuffer()
+        self._deltas = DeltaBuilder(new_id)
+        self._raw = ""  # becomes content if this is not a call
+        self._state: Callable[[], bool]
+
+    def feed(self, text: str) -> list[MessageDelta]:
+        self._text.feed(text)
+        while self._text.rest and self._state():
+            pass
+        return self._deltas.take()
+
+    def finish(self) -> list[MessageDelta]:
+        self._finish_content(self._raw + self._text.rest)
+        self._deltas.finish()
+        return self._deltas.take()
+
+    def _finish_content(self, rest: str) -> None:
+        """Add what is left of the text to the deltas, or drop it."""
+        raise NotImplementedError
+
+
+class JsonCallStateMachine(StateMachineParser):
+    """A StateMachineParser of calls as one JSON object. `_in_call` goes on with `_after_call` or `_not_a_call`."""
+
+    def __init__(self, new_id: Callable[[], str] = call_id) -> None:
+        super().__init__(new_id)
+        self._call = JsonCallParser()
+
+    def _in_call(self) -> bool:
+        call = self._call
+        was_started = call.started
+        read = self._text.take(call.feed(self._text.rest))
+        if not call.started:
+            self._raw += read
+            if call.invalid:
+                self._not_a_call()
+            return call.invalid
+        if not was_started:
+            self._deltas.call(call.name)
+            self._raw = ""
+        self._deltas.arguments(call.take())
+        if call.done or call.invalid:
+            self._state = self._after_call
+        return call.done or call.invalid
+
+    def _after_call(self) -> bool:
+        """The state after a call."""
+        raise NotImplementedError
+
+    def _not_a_call(self) -> None:
+        """`_raw` is content."""
+        raise NotImplementedError
