@@ -4,12 +4,12 @@ This module neither traces nor compiles: a start that finds everything in the ca
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
-from atomc.cache.artifact import Plain, deserialize, resolve
+from atomc.cache.artifact import Plain, deserialize, reference, resolve
 from atomc.graph.profiler_ranges import profiled
 from atomc.ops.inputs import StateInput, StepInput
 from atomc.ops.op import Extra
@@ -66,6 +66,25 @@ class Dispatch:
             return callables[chosen](*args)
 
         return call
+
+
+def serialize_compiled(
+    compiled: Compiled, functions: Sequence[Plain], extras_of: Sequence[tuple[int, int, int]], chosen_by: Dispatch | None,
+    device: str | None,
+) -> Plain:  # fmt: skip
+    """Plain data of a compiled graph: of its functions, one per range, and of what `combine_ranges` takes.
+
+    Raises Uncacheable if a function of an extra cannot be found again by name.
+    """
+    return {
+        "inputs": compiled.inputs, "packed": compiled.packed, "syncing": compiled.syncing, "read": compiled.read,
+        "state": [spec.to_plain() for spec in compiled.state],
+        "step_inputs": {name: asdict(given) for name, given in compiled.step_inputs.items()},
+        "state_inputs": {name: asdict(given) for name, given in compiled.state_inputs.items()},
+        "extras": [{**vars(extra), "function": reference(extra.function)} for extra in compiled.extras],
+        "functions": functions, "extras_of": extras_of, "device": device,
+        "dispatch": asdict(chosen_by) if chosen_by else None,
+    }  # fmt: skip
 
 
 def deserialize_compiled(plain: Plain) -> Compiled:

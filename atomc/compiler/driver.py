@@ -6,7 +6,7 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -16,8 +16,8 @@ from torch.fx import GraphModule, Node
 
 from atomc import passes
 from atomc.audit.recorder import Recorder
-from atomc.cache.artifact import Plain, reference
-from atomc.cache.compiled import Compiled, combine_ranges
+from atomc.cache.artifact import Plain
+from atomc.cache.compiled import Compiled, combine_ranges, serialize_compiled
 from atomc.cache.generated import Function, of_graph
 from atomc.cache.graph_cache import GraphCache
 from atomc.capture.functional import Captured, capture, dynamo_graph
@@ -218,7 +218,6 @@ def _assembled(
     inputs = [node for node in gm.graph.find_nodes(op="placeholder") if "extra" not in node.meta]
     names = [node.name for node in inputs]
     packed = {node.name: node.meta["packed"] for node in inputs if "packed" in node.meta}
-    step_inputs, state_inputs = _of_type(StepInput, inputs), _of_type(StateInput, inputs)
     read = [name for name in names if any(name in one.read for one in lowered)]
     extras: list[Extra] = []
     extras_of: list[tuple[int, int, int]] = []
@@ -232,18 +231,10 @@ def _assembled(
         lambda: combine_ranges([function.named() for function in functions], extras_of, chosen_by, device),
     )
 
-    def plain() -> Plain:
-        return {
-            "inputs": names, "packed": packed, "state": [spec.to_plain() for spec in state], "syncing": syncing,
-            "step_inputs": {name: asdict(given) for name, given in step_inputs.items()},
-            "state_inputs": {name: asdict(given) for name, given in state_inputs.items()},
-            "read": read,
-            "extras": [{**vars(extra), "function": reference(extra.function)} for extra in extras],
-            "functions": [function.plain() for function in functions], "extras_of": extras_of,
-            "dispatch": asdict(chosen_by) if chosen_by else None, "device": device,
-        }  # fmt: skip
-
-    return Compiled(call, names, packed, step_inputs, state_inputs, list(state), extras, syncing, read, plain)
+    compiled = Compiled(call, names, packed, _of_type(StepInput, inputs), _of_type(StateInput, inputs), list(state), extras,
+                        syncing, read)  # fmt: skip
+    return replace(compiled, plain=lambda: serialize_compiled(
+        compiled, [function.plain() for function in functions], extras_of, chosen_by, device))  # fmt: skip
 
 
 def _of_type(kind: type[T], inputs: Sequence[Node]) -> dict[str, T]:

@@ -116,7 +116,7 @@ class _ResponseBuilder:
             if options is not None and options.include_usage:
                 yield sse_event({**self.head, "choices": [], "usage": self.generation.usage()})
             yield SSE_DONE
-        except Exception as error:
+        except Exception as error:  # the response has begun: its last event says what failed
             self.generation.close(error)
             yield sse_event(self.service.stream_error(error).body())
         finally:
