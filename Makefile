@@ -32,6 +32,7 @@ test-all: $(VENV)/installed-test lint ## as test, with the tests marked slow
 
 lint: $(VENV)/installed-test ## ruff on the sources, strict mypy on the package
 	$(BIN)/ruff check $(wildcard atomc passes models runtime tests bench)
+	$(BIN)/ruff format --check $(wildcard atomc passes models runtime tests bench)
 	$(BIN)/mypy
 
 test-gpu: ## the tests that need a GPU, from the tree, with the Python that is there

@@ -1,4 +1,6 @@
-"""atomc: a torch.compile backend that rewrites the graphs of language models to hand-tuned kernels."""
+"""atomc: a torch.compile backend that rewrites the graphs of language models to hand-tuned
+kernels.
+"""
 
 import importlib
 from typing import Any
@@ -33,7 +35,11 @@ def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         raise AttributeError(f"module 'atomc' has no attribute {name!r}")
     module = _PUBLIC[name]
-    found = getattr(importlib.import_module(module), name) if module else importlib.import_module(f"atomc.{name}")
+    found = (
+        getattr(importlib.import_module(module), name)
+        if module
+        else importlib.import_module(f"atomc.{name}")
+    )
     globals()[name] = found
     return found
 

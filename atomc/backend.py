@@ -1,6 +1,6 @@
 """The backend of torch.compile(model, backend="atom"): takes a graph, returns a callable.
 
-    lift > trace (AOTAutograd) > passes > lower, per range of token counts > glue
+lift > trace (AOTAutograd) > passes > lower, per range of token counts > glue
 """
 
 import logging
@@ -36,7 +36,9 @@ def atom(
     options: Mapping[str, Any] | Options | None = None,
     mode: str | None = None,
 ) -> Callable[..., Any]:
-    """The backend. Raises OptionsError for wrong options; after any other failure, Inductor compiles the graph."""
+    """The backend. Raises OptionsError for wrong options; after any other failure, Inductor
+    compiles the graph.
+    """
     with raised_unwrapped():
         chosen = Options.of(options, mode)
         _check_inductor_options(chosen)
@@ -45,7 +47,10 @@ def atom(
 
 
 def compile_graph(
-    gm: GraphModule, example_inputs: Sequence[Any], options: Options, platform: Platform | None = None
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    options: Options,
+    platform: Platform | None = None,
 ) -> Callable[..., Any]:
     """Compile one graph from Dynamo; or let Inductor compile it, and report why."""
     report = keep(new_report(gm))
@@ -53,7 +58,10 @@ def compile_graph(
     if reason:
         return to_inductor(gm, example_inputs, options, report, reason)
     if any(isinstance(x, Tensor) and x.is_meta for x in example_inputs):
-        raise RunError("the model is on the meta device and cannot run: load its weights, or use atomc.explain(model, ...)")
+        raise RunError(
+            "the model is on the meta device and cannot run: load its weights, or use "
+            "atomc.explain(model, ...)"
+        )
     try:
         made = Specialized(gm, example_inputs, options, platform, report).first()
         publish(report, options)
@@ -68,7 +76,9 @@ def compile_graph(
         if options.strict:
             publish(report, options)
             raise
-        log.warning("atomc could not compile a graph of %s, Inductor compiles it: %s", report.model, error)
+        log.warning(
+            "atomc could not compile a graph of %s, Inductor compiles it: %s", report.model, error
+        )
         return to_inductor(gm, example_inputs, options, report, report.why_not)
 
 
@@ -90,7 +100,8 @@ def _check_inductor_options(options: Options) -> None:
         known = set(inductor_option_names())
         unknown = sorted(name for name in options.inductor if name.replace("-", "_") not in known)
         if unknown:
-            raise OptionsError(f"option inductor: Inductor has no option {unknown[0]!r}; torch._inductor.list_options() "
-                               "lists its options")  # fmt: skip
-
-
+            raise OptionsError(
+                f"option inductor: Inductor has no option {unknown[0]!r}; "
+                "torch._inductor.list_options() "
+                "lists its options"
+            )

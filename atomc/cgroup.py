@@ -1,7 +1,8 @@
 """Limits of the control groups (versions 1 and 2) of this process on Linux; None without a limit.
 
-The limits of all groups up to the root apply. In a container the path in /proc/self/cgroup may be that of the host, which
-does not exist there; then its existing parents below the mount are the groups of the container.
+The limits of all groups up to the root apply. In a container the path in /proc/self/cgroup may be
+that of the host, which does not exist there; then its existing parents below the mount are the
+groups of the container.
 """
 
 from collections.abc import Iterator
@@ -21,14 +22,19 @@ def cpu_quota(root: Path = ROOT) -> float | None:
     for folder in _folders("cpu", root):
         quota, period = (*_words(folder / "cpu.max"), "", "")[:2]
         if not quota:
-            quota, period = ((*_words(folder / name), "")[0] for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
+            quota, period = (
+                (*_words(folder / name), "")[0]
+                for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+            )
         if quota.isdecimal() and period.isdecimal() and int(period):  # not "max", not -1
             found.append(int(quota) / int(period))
     return min(found, default=None)
 
 
 def memory_left(root: Path = ROOT) -> int | None:
-    """Bytes that the process can still allocate; the file cache counts as free, as in MemAvailable."""
+    """Bytes that the process can still allocate; the file cache counts as free, as in
+    MemAvailable.
+    """
     found = []
     for folder in _folders("memory", root):
         for limit_name, used_name, files_name in MEMORY_FILES:
@@ -54,7 +60,11 @@ def _folders(controller: str, root: Path) -> Iterator[Path]:
         # If both versions are mounted, version 2 has no limits.
         mount = root / "sys/fs/cgroup" / ("" if number == "0" else controller)
         below = mount / path.strip("/")
-        yield from (folder for folder in (below, *below.parents) if folder == mount or mount in folder.parents)
+        yield from (
+            folder
+            for folder in (below, *below.parents)
+            if folder == mount or mount in folder.parents
+        )
 
 
 def _words(file: Path) -> tuple[str, ...]:

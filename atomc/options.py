@@ -20,29 +20,44 @@ Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cu
 
 @dataclass(frozen=True)
 class Options:
-    """Options of `torch.compile(model, backend="atom", options={...})`; every field may be a key of the dict.
+    """Options of `torch.compile(model, backend="atom", options={...})`; every field may be a key of
+    the dict.
 
-    strict     raise what goes wrong in atomc instead of handing the graph to Inductor       (ATOMC_STRICT=1)
-    disable    hand every graph to Inductor                                                   (ATOMC_DISABLE=1)
-    passes     {name: False} leaves a pass out, {name: True} insists on it, {name: ["model.layers.3.*"]} leaves it out in
-               and below these modules; names and modules as in the report
-    rounding   "fp32": rewrites and kernels may keep fp32 where the model rounds in between; "hf": they may not
-    glue       what runs the ops without a kernel: "inductor", "eager", or "auto" (Inductor, if it can compile here
-               and there is more than a handful)
+    strict     raise what goes wrong in atomc instead of handing the graph to Inductor
+               (ATOMC_STRICT=1)
+    disable    hand every graph to Inductor
+               (ATOMC_DISABLE=1)
+    passes     {name: False} leaves a pass out, {name: True} insists on it, {name:
+               ["model.layers.3.*"]} leaves it out in and below these modules; names and modules as
+               in the report
+    rounding   "fp32": rewrites and kernels may keep fp32 where the model rounds in between; "hf":
+               they may not
+    glue       what runs the ops without a kernel: "inductor", "eager", or "auto" (Inductor, if it
+               can compile here and there is more than a handful)
     providers  kernels are preferred in this order, () for the order that suits the platform
-    kv_cache_dtype  "auto": as the checkpoint says, else as keys and values come; "fp8": in e4m3, half of 16 bits
+    kv_cache_dtype  "auto": as the checkpoint says, else as keys and values come; "fp8": in e4m3,
+                    half of 16 bits
     batch_invariant  a request gets bit by bit what it gets alone, whatever runs beside it; slower
     layout     how state lies in memory, "paged" or "contiguous"; None: as suits the machine
     inductor   handed on to Inductor, keys as in torch._inductor.config
-    dump       a folder for one runnable file per changing pass                               (ATOMC_DUMP=dir)
-    report     a file for one page that shows what became of every graph                      (ATOMC_REPORT=file.html)
-    record     keep inputs and outputs of the first call beside the dump, weights too, so that its files run on them
-    audit      compare each place that was rewritten with the original in the first call, see docs/audit.md
-    audit_bound  how far results may be from fp32, of the largest; None: twice as far as those of the original
-    cache      keep compiled graphs on disk, so that a second start compiles nothing           (ATOMC_CACHE=1)
-    cache_dir  where; None for the user's cache folder, ~/.cache/atomc on Linux                (ATOMC_CACHE_DIR=dir)
-    cache_size bytes; what was not used for longest goes first                                 (ATOMC_CACHE_SIZE=10G)
-    expect     {rewrite: how often it must fire}, a number or a formula such as "2*layers" or ">= layers"
+    dump       a folder for one runnable file per changing pass
+               (ATOMC_DUMP=dir)
+    report     a file for one page that shows what became of every graph
+               (ATOMC_REPORT=file.html)
+    record     keep inputs and outputs of the first call beside the dump, weights too, so that its
+               files run on them
+    audit      compare each place that was rewritten with the original in the first call, see
+               docs/audit.md
+    audit_bound  how far results may be from fp32, of the largest; None: twice as far as those of
+                 the original
+    cache      keep compiled graphs on disk, so that a second start compiles nothing
+               (ATOMC_CACHE=1)
+    cache_dir  where; None for the user's cache folder, ~/.cache/atomc on Linux
+               (ATOMC_CACHE_DIR=dir)
+    cache_size bytes; what was not used for longest goes first
+               (ATOMC_CACHE_SIZE=10G)
+    expect     {rewrite: how often it must fire}, a number or a formula such as "2*layers" or ">=
+               layers"
     expect_mode  "error": raise ContractError where that is not kept; "warn": log it
     mode       what torch.compile(mode=...) gave
     """
@@ -81,29 +96,57 @@ class Options:
             raise OptionsError(f"option {name}={getattr(self, name)!r}: expected {expected}")
 
     def _check_kinds(self) -> None:
-        for name, allowed in (("rounding", Rounding), ("glue", Glue), ("mode", Mode), ("expect_mode", ExpectMode),
-                              ("kv_cache_dtype", KVCacheDtype)):
-            self._check(name, getattr(self, name) in get_args(allowed), f"one of {list(get_args(allowed))}")
+        for name, allowed in (
+            ("rounding", Rounding),
+            ("glue", Glue),
+            ("mode", Mode),
+            ("expect_mode", ExpectMode),
+            ("kv_cache_dtype", KVCacheDtype),
+        ):
+            self._check(
+                name, getattr(self, name) in get_args(allowed), f"one of {list(get_args(allowed))}"
+            )
         for name in ("strict", "disable", "cache", "record", "audit"):
             self._check(name, isinstance(getattr(self, name), bool), "True or False")
         for name in ("passes", "inductor", "expect"):
             self._check(name, isinstance(getattr(self, name), Mapping), "a dict")
 
     def _check_values(self) -> None:
-        wrong = {key: value for key, value in self.passes.items() if not isinstance(value, bool) and not _texts(value)}
+        wrong = {
+            key: value
+            for key, value in self.passes.items()
+            if not isinstance(value, bool) and not _texts(value)
+        }
         if wrong:
-            raise OptionsError(f"option passes={wrong!r}: expected True or False for each pass, or a list of the modules "
-                               "in which it is left out, such as ['model.layers.3.*']")  # fmt: skip
+            raise OptionsError(
+                f"option passes={wrong!r}: expected True or False for each pass, or a list of "
+                "the modules "
+                "in which it is left out, such as ['model.layers.3.*']"
+            )
         if self.record and self.dump is None:
-            raise OptionsError("option record=True keeps inputs and outputs beside a dump: expected dump, too")
+            raise OptionsError(
+                "option record=True keeps inputs and outputs beside a dump: expected dump, too"
+            )
         bound = self.audit_bound
-        self._check("audit_bound", bound is None or _positive(bound), "a number above 0, such as 0.01")
-        self._check("report", isinstance(self.report, str | None) and self.report != "", "the name of a file")
-        self._check("cache_size", isinstance(self.cache_size, int) and self.cache_size >= 0, "a number of bytes")
+        self._check(
+            "audit_bound", bound is None or _positive(bound), "a number above 0, such as 0.01"
+        )
+        self._check(
+            "report",
+            isinstance(self.report, str | None) and self.report != "",
+            "the name of a file",
+        )
+        self._check(
+            "cache_size",
+            isinstance(self.cache_size, int) and self.cache_size >= 0,
+            "a number of bytes",
+        )
         self._check("providers", _names(self.providers), "a list of provider names")
         if self.batch_invariant and self.glue == "inductor":
-            raise OptionsError("option batch_invariant=True: Inductor sums differently for other numbers of rows; "
-                               "expected glue='eager' or 'auto'")  # fmt: skip
+            raise OptionsError(
+                "option batch_invariant=True: Inductor sums differently for other numbers of rows; "
+                "expected glue='eager' or 'auto'"
+            )
 
     @property
     def cache_folder(self) -> Path:
@@ -111,8 +154,11 @@ class Options:
         return Path(self.cache_dir).expanduser() if self.cache_dir else _user_caches() / "atomc"
 
     @classmethod
-    def of(cls, given: "Mapping[str, Any] | Options | None" = None, mode: str | None = None) -> "Options":
-        """The options of one compile: what the user gave, then the environment (a file, ATOMC_OPTIONS), then the defaults.
+    def of(
+        cls, given: "Mapping[str, Any] | Options | None" = None, mode: str | None = None
+    ) -> "Options":
+        """The options of one compile: what the user gave, then the environment (a file,
+        ATOMC_OPTIONS), then the defaults.
 
         Raises OptionsError for an unknown key or value, with what exists.
         """
@@ -132,7 +178,9 @@ class Options:
 
 
 def read_options(file: Path) -> dict[str, Any]:
-    """The table `options` of a TOML file, for `options=`. Raises OptionsError for what is not TOML or has no such table."""
+    """The table `options` of a TOML file, for `options=`. Raises OptionsError for what is not TOML
+    or has no such table.
+    """
     try:
         found = tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -144,10 +192,18 @@ def read_options(file: Path) -> dict[str, Any]:
 
 
 def written_options(options: Mapping[str, Any]) -> str:
-    """Options as TOML, which `read_options` and `atomc serve --config` read. Raises TypeError for what it cannot spell."""
+    """Options as TOML, which `read_options` and `atomc serve --config` read. Raises TypeError for
+    what it cannot spell.
+    """
     tables = {name: value for name, value in options.items() if isinstance(value, Mapping)}
-    lines = ["[options]", *(f"{json.dumps(name)} = {json.dumps(value)}" for name, value in options.items()
-                            if name not in tables and value is not None)]  # fmt: skip
+    lines = [
+        "[options]",
+        *(
+            f"{json.dumps(name)} = {json.dumps(value)}"
+            for name, value in options.items()
+            if name not in tables and value is not None
+        ),
+    ]
     for name, table in tables.items():
         lines += ["", f"[options.{json.dumps(name)}]"]
         lines += [f"{json.dumps(key)} = {json.dumps(value)}" for key, value in table.items()]
@@ -193,21 +249,26 @@ def openmp_threads() -> int | None:
 
 
 def let_openmp_sleep() -> None:
-    """From now on OpenMP's threads sleep while they wait for work, unless the user decided; for before torch is imported.
+    """From now on OpenMP's threads sleep while they wait for work, unless the user decided; for
+    before torch is imported.
 
-    Threads that spin keep everybody else from the cores, and are themselves waited for: 2 cores with other work on them,
-    2 threads, the demo model: 4 to 12 ms a token for 40 to 85.
+    Threads that spin keep everybody else from the cores, and are themselves waited for: 2 cores
+    with other work on them, 2 threads, the demo model: 4 to 12 ms a token for 40 to 85.
     """
-    if not any(name in os.environ for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")):
+    if not any(
+        name in os.environ for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+    ):
         os.environ["OMP_WAIT_POLICY"] = "passive"
 
 
 def _bytes(text: str) -> int:
-    """"500M", "10G" or a plain number of bytes."""
+    """ "500M", "10G" or a plain number of bytes."""
     units = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
     number, unit = (text[:-1], units[text[-1].upper()]) if text[-1].upper() in units else (text, 1)
     if not number.isdecimal():
-        raise OptionsError(f"environment ATOMC_CACHE_SIZE={text!r}: expected a size such as 500M or 10G")
+        raise OptionsError(
+            f"environment ATOMC_CACHE_SIZE={text!r}: expected a size such as 500M or 10G"
+        )
     return int(number) * unit
 
 

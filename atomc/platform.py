@@ -69,9 +69,13 @@ class Platform:
         if device_type == "cpu":
             return _cpu_here()
         if device_type != "cuda":
-            raise ValueError(f"no platform for device type {device_type!r}: expected 'cuda' or 'cpu'")
+            raise ValueError(
+                f"no platform for device type {device_type!r}: expected 'cuda' or 'cpu'"
+            )
         if not torch.cuda.is_available():
-            raise ValueError("device type 'cuda' was requested, but torch sees no GPU here: use 'cpu'")
+            raise ValueError(
+                "device type 'cuda' was requested, but torch sees no GPU here: use 'cpu'"
+            )
         return _gpu_here(torch.cuda.current_device())
 
     @staticmethod
@@ -95,7 +99,9 @@ class Platform:
 
     @property
     def supports_bf16(self) -> bool:
-        """Whether it has bf16 instructions: every CPU can compute with bf16, but without them slower than with fp32."""
+        """Whether it has bf16 instructions: every CPU can compute with bf16, but without them
+        slower than with fp32.
+        """
         if self.is_cuda:
             return self.capability is not None and self.capability >= (8, 0)
         return self.is_rocm or any(self.has(flag) for flag in ("avx512_bf16", "amx_bf16", "bf16"))
@@ -108,24 +114,62 @@ class Platform:
 
 
 def _nvidia(
-    arch: str, name: str, memory: int, num_sms: int, capability: tuple[int, int], bandwidth: float, flops: float
+    arch: str,
+    name: str,
+    memory: int,
+    num_sms: int,
+    capability: tuple[int, int],
+    bandwidth: float,
+    flops: float,
 ) -> Platform:
     return Platform(
-        "cuda", arch, name, "cuda", memory=memory, num_sms=num_sms, capability=capability, vendor="NVIDIA",
-        bandwidth=bandwidth, flops=flops,
-    )  # fmt: skip
+        "cuda",
+        arch,
+        name,
+        "cuda",
+        memory=memory,
+        num_sms=num_sms,
+        capability=capability,
+        vendor="NVIDIA",
+        bandwidth=bandwidth,
+        flops=flops,
+    )
 
 
-def _amd(arch: str, name: str, memory: int, num_sms: int, bandwidth: float, flops: float) -> Platform:
+def _amd(
+    arch: str, name: str, memory: int, num_sms: int, bandwidth: float, flops: float
+) -> Platform:
     return Platform(
-        "rocm", arch, name, "cuda", memory=memory, num_sms=num_sms, vendor="AMD", bandwidth=bandwidth, flops=flops
+        "rocm",
+        arch,
+        name,
+        "cuda",
+        memory=memory,
+        num_sms=num_sms,
+        vendor="AMD",
+        bandwidth=bandwidth,
+        flops=flops,
     )
 
 
 def _cpu(
-    arch: str, name: str, vendor: str, num_cores: int, flags: frozenset[str], bandwidth: float | None = None
+    arch: str,
+    name: str,
+    vendor: str,
+    num_cores: int,
+    flags: frozenset[str],
+    bandwidth: float | None = None,
 ) -> Platform:
-    return Platform("cpu", arch, name, "cpu", num_sms=num_cores, cpu_flags=flags, vendor=vendor, bandwidth=bandwidth)
+    return Platform(
+        "cpu",
+        arch,
+        name,
+        "cpu",
+        num_sms=num_cores,
+        cpu_flags=flags,
+        vendor=vendor,
+        bandwidth=bandwidth,
+    )
 
 
 # From the vendors' data sheets, the largest common model of each architecture.
@@ -141,9 +185,16 @@ DESCRIBED = {
     "cpu-zen3": _cpu("x86_64", "AMD EPYC 7763", "AuthenticAMD", 64, frozenset({"avx2"}), 204.8e9),
     "cpu-zen4": _cpu("x86_64", "AMD EPYC 9654", "AuthenticAMD", 96, ZEN4, 460.8e9),
     "cpu-zen5": _cpu("x86_64", "AMD EPYC 9755", "AuthenticAMD", 128, ZEN4 | {"avx_vnni"}, 614e9),
-    "cpu-cascadelake": _cpu("x86_64", "Intel Xeon 8280", "GenuineIntel", 28, AVX512 | {"avx512_vnni"}, 140.8e9),
+    "cpu-cascadelake": _cpu(
+        "x86_64", "Intel Xeon 8280", "GenuineIntel", 28, AVX512 | {"avx512_vnni"}, 140.8e9
+    ),
     "cpu-sapphirerapids": _cpu(
-        "x86_64", "Intel Xeon 8480+", "GenuineIntel", 56, ZEN4 | AMX | {"avx_vnni", "avx512_fp16"}, 307.2e9
+        "x86_64",
+        "Intel Xeon 8480+",
+        "GenuineIntel",
+        56,
+        ZEN4 | AMX | {"avx_vnni", "avx512_fp16"},
+        307.2e9,
     ),
     "cpu-neoverse-v2": _cpu("aarch64", "AWS Graviton4", "ARM", 96, ARM, 537.6e9),
 }
@@ -154,13 +205,25 @@ def _gpu_here(index: int) -> Platform:
     found = torch.cuda.get_device_properties(index)
     sheet = next((p for p in DESCRIBED.values() if p.name == found.name), None)
     here = Platform(
-        "cuda", "", found.name, "cuda", here=True, memory=found.total_memory, num_sms=found.multi_processor_count,
-        bandwidth=sheet.bandwidth if sheet else None, flops=sheet.flops if sheet else None,
-    )  # fmt: skip
+        "cuda",
+        "",
+        found.name,
+        "cuda",
+        here=True,
+        memory=found.total_memory,
+        num_sms=found.multi_processor_count,
+        bandwidth=sheet.bandwidth if sheet else None,
+        flops=sheet.flops if sheet else None,
+    )
     if torch.version.hip:
         # "gfx942:sramecc+:xnack-": the parts after the first colon are compiler settings.
         return replace(here, kind="rocm", arch=found.gcnArchName.split(":")[0], vendor="AMD")
-    return replace(here, arch=f"sm{found.major}{found.minor}", capability=(found.major, found.minor), vendor="NVIDIA")
+    return replace(
+        here,
+        arch=f"sm{found.major}{found.minor}",
+        capability=(found.major, found.minor),
+        vendor="NVIDIA",
+    )
 
 
 @functools.cache
@@ -168,14 +231,22 @@ def _cpu_here() -> Platform:
     path = Path("/proc/cpuinfo")
     name, vendor, flags = cpu_info(path.read_text(errors="replace") if path.is_file() else "")
     return Platform(
-        "cpu", platform.machine(), name or platform.processor() or "unknown CPU", "cpu", here=True,
-        memory=_memory_here(), num_sms=os.cpu_count() or 1, vendor=vendor,
+        "cpu",
+        platform.machine(),
+        name or platform.processor() or "unknown CPU",
+        "cpu",
+        here=True,
+        memory=_memory_here(),
+        num_sms=os.cpu_count() or 1,
+        vendor=vendor,
         cpu_flags=flags or _flags_known_to_torch(),
-    )  # fmt: skip
+    )
 
 
 def cpu_info(text: str) -> tuple[str, str, frozenset[str]]:
-    """Name, vendor and flags of the first CPU in the text of Linux' /proc/cpuinfo; empty for missing fields."""
+    """Name, vendor and flags of the first CPU in the text of Linux' /proc/cpuinfo; empty for
+    missing fields.
+    """
     fields: dict[str, str] = {}
     for line in text.splitlines():
         key, _, value = line.partition(":")
@@ -187,7 +258,9 @@ def cpu_info(text: str) -> tuple[str, str, frozenset[str]]:
 
 def _flags_known_to_torch() -> frozenset[str]:
     """The flags implied by torch's CPU capability, for systems without /proc/cpuinfo."""
-    return {"AVX2": frozenset({"avx2"}), "AVX512": AVX512}.get(torch.backends.cpu.get_cpu_capability(), frozenset())
+    return {"AVX2": frozenset({"avx2"}), "AVX512": AVX512}.get(
+        torch.backends.cpu.get_cpu_capability(), frozenset()
+    )
 
 
 def _memory_here() -> int:
@@ -202,7 +275,11 @@ def usable_cores(root: Path = cgroup.ROOT, cpus: Collection[int] | None = None) 
     CPUs that share a core (hyper-threads) count once; a quota is rounded down.
     """
     if cpus is None:
-        cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+        cpus = (
+            os.sched_getaffinity(0)
+            if hasattr(os, "sched_getaffinity")
+            else range(os.cpu_count() or 1)
+        )
     topology = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
     files = [root / topology.format(cpu) for cpu in cpus]
     cores = len({file.read_text() if file.is_file() else str(file) for file in files})
@@ -248,11 +325,17 @@ def _safely(name: str, probe: Callable[[], Provider]) -> Provider:
     try:
         return probe()
     except Exception as error:  # a broken installation of one library must not hide the others
-        return Provider(False, reason=f"{name} could not be probed: {type(error).__name__}: {error}")
+        return Provider(
+            False, reason=f"{name} could not be probed: {type(error).__name__}: {error}"
+        )
 
 
 def _built_with(name: str, version: str | None) -> Provider:
-    return Provider(True, version) if version else Provider(False, reason=f"this torch is built without {name}")
+    return (
+        Provider(True, version)
+        if version
+        else Provider(False, reason=f"this torch is built without {name}")
+    )
 
 
 def _package(name: str, distribution: str | None = None) -> Provider:
@@ -270,12 +353,16 @@ def _version(distribution: str) -> str | None:
 
 def _aiter() -> Provider:
     spec = importlib.util.find_spec("aiter")
-    if spec is None or spec.origin is None:  # a folder without __init__.py, such as the parent of a checkout
+    if (
+        spec is None or spec.origin is None
+    ):  # a folder without __init__.py, such as the parent of a checkout
         return Provider(False, reason="not installed: pip install amd-aiter")
     folders = [Path(folder) for folder in spec.submodule_search_locations or []]
     # Check its files: importing it would start its compiler, and fails without ROCm.
     if not any((folder / "ops/enum.py").is_file() for folder in folders):
-        reason = "the installed package `aiter` is another project, not AMD's: pip install amd-aiter"
+        reason = (
+            "the installed package `aiter` is another project, not AMD's: pip install amd-aiter"
+        )
         return Provider(False, reason=reason)
     return _package("aiter", "amd-aiter")
 
@@ -283,7 +370,10 @@ def _aiter() -> Provider:
 def _zentorch() -> Provider:
     found = _package("zentorch")
     if found.version and _series(found.version) != _series(torch.__version__):
-        reason = f"zentorch {found.version} needs torch {_series(found.version)}, this is torch {torch.__version__}"
+        reason = (
+            f"zentorch {found.version} needs torch {_series(found.version)}, this is "
+            f"torch {torch.__version__}"
+        )
         return Provider(False, found.version, reason)
     return found
 
@@ -294,6 +384,10 @@ def _compiler(cxx: str | None) -> Provider:
     command = next((command for command in commands if shutil.which(command[0])), None)
     if command is None:
         names = " or ".join(shlex.join(command) for command in commands)
-        return Provider(False, reason=f"{names} is not on the path, so Inductor cannot compile for the CPU")
-    shown = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=10, check=True).stdout
+        return Provider(
+            False, reason=f"{names} is not on the path, so Inductor cannot compile for the CPU"
+        )
+    shown = subprocess.run(
+        [*command, "--version"], capture_output=True, text=True, timeout=10, check=True
+    ).stdout
     return Provider(True, shown.partition("\n")[0])

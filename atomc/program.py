@@ -1,8 +1,10 @@
-"""A model compiled for the runtime: state bound to a paged cache, called directly past Dynamo's guards.
+"""A model compiled for the runtime: state bound to a paged cache, called directly past Dynamo's
+guards.
 
-The program binds the parameters that Dynamo found by their source, or the cache by their path, and takes a Step per call.
-Weights that it owns are looked at once; of a user's model `check` finds out what the guards would have: whether they still
-lie where they lay. A model that the cache knows is not traced, and nothing that traces is imported.
+The program binds the parameters that Dynamo found by their source, or the cache by their path, and
+takes a Step per call. Weights that it owns are looked at once; of a user's model `check` finds out
+what the guards would have: whether they still lie where they lay. A model that the cache knows is
+not traced, and nothing that traces is imported.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,10 +32,12 @@ if TYPE_CHECKING:
 
 
 class Program:
-    """model(input_ids [T], positions [T], logits_rows [R]) -> logits [R, V], as one callable of a Step.
+    """model(input_ids [T], positions [T], logits_rows [R]) -> logits [R, V], as one callable of a
+    Step.
 
     inputs  of each input of Dynamo's graph the tensor of the model, None for one of the step
-    made    what the graph reads of weights beside them: packed ones, then prepared ones (none of a model on meta)
+    made    what the graph reads of weights beside them: packed ones, then prepared ones (none of a
+            model on meta)
     follow  how `made` follows weights that a user may write; None if the program owns them
 
     specs   one StateSpec per layer with state, in graph order
@@ -41,7 +45,8 @@ class Program:
     syncing kernels in it that no CUDA graph can hold
     key     what the cache calls the graph of a traced model; None where it was not asked
     copied_bytes  of the weights that kernels keep a copy of in a layout of their own
-    replaced_bytes  of those among them that the program itself does not read: an owner may free them
+    replaced_bytes  of those among them that the program itself does not read: an owner may free
+                    them
     """
 
     key: str | None = None
@@ -49,16 +54,26 @@ class Program:
     replaced_bytes: int = 0
 
     def __init__(
-        self, compiled: Compiled, inputs: Sequence[Any], made: Sequence[Any],
-        follow: Callable[[Sequence[Any]], list[Any]] | None, report: Report, device: torch.device, model: nn.Module,
-    ):  # fmt: skip
+        self,
+        compiled: Compiled,
+        inputs: Sequence[Any],
+        made: Sequence[Any],
+        follow: Callable[[Sequence[Any]], list[Any]] | None,
+        report: Report,
+        device: torch.device,
+        model: nn.Module,
+    ):
         self.specs = tuple(compiled.state)
         self.report, self.device = report, device
         self.syncing = tuple(dict.fromkeys(compiled.syncing))
         self._call = compiled.call
         number = {name: i for i, name in enumerate(compiled.inputs)}
         self._inputs = list(inputs)
-        self._addresses = [x.data_ptr() if isinstance(x, nn.Parameter) else 0 for x in self._inputs] if follow else []
+        self._addresses = (
+            [x.data_ptr() if isinstance(x, nn.Parameter) else 0 for x in self._inputs]
+            if follow
+            else []
+        )
         self._arguments: list[Any] = [*inputs, *[None] * (len(number) - len(inputs))]
         self._step_inputs = [(number[name], given) for name, given in compiled.step_inputs.items()]
         self._state_inputs = {given: number[name] for name, given in compiled.state_inputs.items()}
@@ -89,15 +104,22 @@ class Program:
         Raises ValueError if their number, shape or dtype is not what the specs say.
         """
         if len(states) != len(self.specs):
-            raise ValueError(f"bind: the state of {len(states)} layers came, the program has {len(self.specs)} with state")
+            raise ValueError(
+                f"bind: the state of {len(states)} layers came, the program has "
+                f"{len(self.specs)} with state"
+            )
         for layer, (spec, tensors) in enumerate(zip(self.specs, states, strict=True)):
             spec.check(tensors)
             for role in spec.roles:
-                self._arguments[self._state_inputs[StateInput(layer, role, spec.per_sequence)]] = tensors[role]
+                self._arguments[self._state_inputs[StateInput(layer, role, spec.per_sequence)]] = (
+                    tensors[role]
+                )
         self._bound = True
 
     def __call__(self, step: Step) -> Tensor:
-        """Logits [R, V] of the rows step.logits_rows. Raises RunError before `bind`, or if weights have moved."""
+        """Logits [R, V] of the rows step.logits_rows. Raises RunError before `bind`, or if weights
+        have moved.
+        """
         if not self._bound:
             raise RunError("the program has state but no tensors for it: call bind() first")
         arguments = list(self._arguments)
@@ -112,15 +134,20 @@ class Program:
         return logits
 
     def check(self) -> None:
-        """Follow what a user wrote into the weights; there is nothing to follow in those that the program owns.
+        """Follow what a user wrote into the weights; there is nothing to follow in those that the
+        program owns.
 
-        Raises RunError if a parameter's storage was replaced since compiling: the program would read stale weights.
+        Raises RunError if a parameter's storage was replaced since compiling: the program would
+        read stale weights.
         """
         if self._follow is None:
             return
         for weight, address in zip(self._inputs, self._addresses, strict=True):
             if isinstance(weight, nn.Parameter) and weight.data_ptr() != address:
-                raise RunError("a parameter was given new storage after compiling (.data =, .to()): compile again")
+                raise RunError(
+                    "a parameter was given new storage after compiling (.data =, .to()): "
+                    "compile again"
+                )
         self._take(self._follow(self._inputs))
 
     def _take(self, made: Sequence[Any]) -> None:
@@ -129,29 +156,40 @@ class Program:
 
 
 def _scale(model: nn.Module, spec: StateSpec, role: str, device: torch.device) -> Tensor:
-    """What the layer's codes are multiplied by, [1] fp32: its own buffer named like the role, 1 if it has none.
+    """What the layer's codes are multiplied by, [1] fp32: its own buffer named like the role, 1 if
+    it has none.
 
     Scales are made for e4m3fn; the largest number of e4m3fnuz is about half as large.
     """
     given = model.get_submodule(spec.name)._buffers.get(role)
     if given is None:
         return torch.ones(1, device=device)
-    return given.to(device, torch.float32) * (2.0 if spec.tensors[0].dtype == torch.float8_e4m3fnuz else 1.0)
+    return given.to(device, torch.float32) * (
+        2.0 if spec.tensors[0].dtype == torch.float8_e4m3fnuz else 1.0
+    )
 
 
 def compile_model(
-    model: nn.Module, options: Mapping[str, Any] | Options | None = None, platform: Platform | None = None,
-    observers: "Sequence[Callable[[str, GraphModule], None]]" = (), keep_texts: bool = False, *, owned: bool = False,
-) -> Program:  # fmt: skip
+    model: nn.Module,
+    options: Mapping[str, Any] | Options | None = None,
+    platform: Platform | None = None,
+    observers: "Sequence[Callable[[str, GraphModule], None]]" = (),
+    keep_texts: bool = False,
+    *,
+    owned: bool = False,
+) -> Program:
     """Compile a model for the runtime, or find it in the cache. Its parameters may move into packs.
 
-    model   forward(input_ids [T], positions [T], logits_rows [R]) -> logits [R, V], whose attention calls
-            ops.attention with a state handle (atomc.models; atomc.models.wrap_stock for a transformers model)
+    model   forward(input_ids [T], positions [T], logits_rows [R]) -> logits [R, V], whose attention
+            calls ops.attention with a state handle (atomc.models; atomc.models.wrap_stock for a
+            transformers model)
     observers  shown the graph after each pass that changed it
-    keep_texts  the report gets the graph after each of these passes, as with options={"report": FILE}
-    owned  nobody else writes or moves the weights from now on: the program never looks for changes of them
-    Raises OptionsError for wrong options, ValueError for a model that cannot be served: it says why and in which line. With
-    ATOMC_STRICT the trace comes with it, else at log level debug.
+    keep_texts  the report gets the graph after each of these passes, as with options={"report":
+                FILE}
+    owned  nobody else writes or moves the weights from now on: the program never looks for changes
+           of them
+    Raises OptionsError for wrong options, ValueError for a model that cannot be served: it says why
+    and in which line. With ATOMC_STRICT the trace comes with it, else at log level debug.
     """
     chosen = Options.of(options)
     device = next(model.parameters()).device
@@ -162,14 +200,18 @@ def compile_model(
         report = keep(found.report)
         compiled, inputs, key = found.compiled, found.inputs, None
     else:
-        compiled, sources, inputs, report, entry, key = _traced(model, chosen, where, observers, keep_texts)
+        compiled, sources, inputs, report, entry, key = _traced(
+            model, chosen, where, observers, keep_texts
+        )
         cache.store(report, entry, sources, inputs)
     report.treated = True
     contract.check(report, chosen)
     with torch.no_grad():
         weights = weight_inputs(compiled, report.notes)
         made = _made(weights, inputs, device, report)
-        program = Program(compiled, inputs, made, None if owned else weights.refresh, report, device, model)
+        program = Program(
+            compiled, inputs, made, None if owned else weights.refresh, report, device, model
+        )
     program.key, program.copied_bytes = key, weights.copied_bytes(inputs)
     program.replaced_bytes = sum(inputs[i].nbytes for i in weights.replaced_inputs())
     report.notes += _notes_of(model)
@@ -178,9 +220,12 @@ def compile_model(
 
 
 def _traced(
-    model: nn.Module, options: Options, platform: Platform, observers: "Sequence[Callable[[str, GraphModule], None]]",
+    model: nn.Module,
+    options: Options,
+    platform: Platform,
+    observers: "Sequence[Callable[[str, GraphModule], None]]",
     keep_texts: bool,
-) -> "TracedModel":  # fmt: skip
+) -> "TracedModel":
     from atomc.compiler.trace_model import trace_model  # and with it Dynamo
     from atomc.refusal import refusal
     from atomc.torch_compat.tracing import TracingError
@@ -193,7 +238,9 @@ def _traced(
         raise refusal(model, error) from (error if options.strict else None)
 
 
-def _made(weights: WeightInputs, inputs: Sequence[Any], device: torch.device, report: Report) -> list[Any]:
+def _made(
+    weights: WeightInputs, inputs: Sequence[Any], device: torch.device, report: Report
+) -> list[Any]:
     """Pack the parameters, and prepare what kernels want of them: nothing on meta."""
     if device.type == "meta":
         return weights.refresh_packed(inputs)

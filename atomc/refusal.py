@@ -12,8 +12,8 @@ log = logging.getLogger("atomc")
 
 
 def refusal(model: nn.Module, error: BaseException) -> BaseException:
-    """What to raise instead of an error of Dynamo's: ValueError with the reason, or what stands behind it if memory ran
-    out. The log has the trace, at level debug."""
+    """What to raise instead of an error of Dynamo's: ValueError with the reason, or what stands
+    behind it if memory ran out. The log has the trace, at level debug."""
     cause = raised_by_backend(error)
     if isinstance(cause, MemoryError) or out_of_memory(cause):
         return cause
@@ -26,5 +26,9 @@ def refusal(model: nn.Module, error: BaseException) -> BaseException:
         reason, where, only_here = trace_failure(cause)
     # True of transformers' classes, whose own attention is back there.
     elsewhere = only_here and inner is not model
-    return ValueError(f"{name} cannot be served: {reason}" + f" ({where})" * bool(where)
-                      + '; torch.compile(model, backend="atom") in a program of your own has no such limit' * elsewhere)
+    return ValueError(
+        f"{name} cannot be served: {reason}"
+        + f" ({where})" * bool(where)
+        + '; torch.compile(model, backend="atom") in a program of your own has no such limit'
+        * elsewhere
+    )

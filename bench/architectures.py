@@ -1,16 +1,19 @@
 """Every causal language model of transformers, tiny and with random weights: compiled, and served.
 
-    python bench/architectures.py                          # all; what --rows has already is not run again
+    python bench/architectures.py                          # all; what --rows has already is not run
+                                                           again
     python bench/architectures.py --only llama,gpt2,marian # some, by model_type
     python bench/architectures.py --rows rows.jsonl --text bench/results/architectures-cpu.txt
 
-A model has two layers of 64 columns, in fp32, and weights large enough for positions to matter. Two columns of the table:
+A model has two layers of 64 columns, in fp32, and weights large enough for positions to matter. Two
+columns of the table:
 
-compiled   torch.compile(model, backend="atom") against eager, one forward: the largest difference relative to the largest
-           logit; "equal" below 1e-4
-served     greedy tokens of three prompts at once, through LLM with steps of 8 tokens, against transformers' `generate` of
-           each alone: "equal", "differs", or "refused: " and the sentence that a user gets; of a class that only the
-           self-check refuses also what it would have answered
+compiled   torch.compile(model, backend="atom") against eager, one forward: the largest difference
+           relative to the largest logit; "equal" below 1e-4
+served     greedy tokens of three prompts at once, through LLM with steps of 8 tokens, against
+           transformers' `generate` of each alone: "equal", "differs", or "refused: " and the
+           sentence that a user gets; of a class that only the self-check refuses also what it would
+           have answered
 
 Each architecture has a process of its own, so that one that crashes or hangs is a row.
 """
@@ -65,11 +68,17 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
     "dots3_note_text": {"num_key_value_heads": 4},
     "mamba2": {"head_dim": 32},
-    "moshi": {"sliding_window": 128},  # a cache of a window would not fit its forward, which attends to all
+    "moshi": {
+        "sliding_window": 128
+    },  # a cache of a window would not fit its forward, which attends to all
     "zaya": {"num_experts_per_tok": 1},
 }
 MOST_PARAMETERS = 30_000_000
-PROMPTS = ([5, 9, 14, 22, 31, 7, 45, 60, 61, 18, 33, 90, 11], [70, 3, 44, 12, 8], [101, 56, 77, 23, 19, 6, 88, 91, 40])
+PROMPTS = (
+    [5, 9, 14, 22, 31, 7, 45, 60, 61, 18, 33, 90, 11],
+    [70, 3, 44, 12, 8],
+    [101, 56, 77, 23, 19, 6, 88, 91, 40],
+)
 NEW_TOKENS = 8
 EQUAL = 1e-4
 
@@ -80,8 +89,8 @@ def names() -> list[str]:
 
 
 def build(model_type: str) -> Any:
-    """The class's model with a tiny config. Raises ValueError for one that stays large, and what its forward raises where
-    the sizes do not fit together."""
+    """The class's model with a tiny config. Raises ValueError for one that stays large, and what
+    its forward raises where the sizes do not fit together."""
     config_class = CONFIG_MAPPING[model_type]
     has = config_class()
     sizes = _sizes(has) | SPECIAL.get(model_type, {})
@@ -96,7 +105,9 @@ def build(model_type: str) -> Any:
     if count > MOST_PARAMETERS:
         raise ValueError(f"{count / 1e6:.0f} million parameters with this config")
     torch.manual_seed(0)
-    model = cls._from_config(config_class(**sizes), dtype=torch.float32).eval().requires_grad_(False)
+    model = (
+        cls._from_config(config_class(**sizes), dtype=torch.float32).eval().requires_grad_(False)
+    )
     for weight in model.parameters():
         if weight.dim() >= 2:  # not 0.02, so that scores and positions count
             weight.normal_(0.0, 1.5 * weight.shape[-1] ** -0.5)
@@ -108,10 +119,19 @@ def build(model_type: str) -> Any:
 def _sizes(config: Any) -> dict[str, Any]:
     """Those of SIZES that such a config has and that can be set."""
     of_class = {name: getattr(type(config), name, None) for name in SIZES}
-    fixed = {name for name, item in of_class.items() if isinstance(item, property) and item.fset is None}
-    sizes = {name: value for name, value in SIZES.items() if name in vars(config) and name not in fixed}
-    latent = {"num_key_value_heads": 4, "head_dim": 8}  # one latent for all heads; head_dim is of the rotated part
-    return sizes | {name: value for name, value in latent.items() if name in sizes and "kv_lora_rank" in sizes}
+    fixed = {
+        name for name, item in of_class.items() if isinstance(item, property) and item.fset is None
+    }
+    sizes = {
+        name: value for name, value in SIZES.items() if name in vars(config) and name not in fixed
+    }
+    latent = {
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+    }  # one latent for all heads; head_dim is of the rotated part
+    return sizes | {
+        name: value for name, value in latent.items() if name in sizes and "kv_lora_rank" in sizes
+    }
 
 
 def compiled(model: Any) -> str:
@@ -119,36 +139,55 @@ def compiled(model: Any) -> str:
     with torch.no_grad():
         expected = model(input_ids=ids, use_cache=False).logits
         out = torch.compile(model, backend="atom", options={"glue": "eager", "cache": False})(
-            input_ids=ids, use_cache=False).logits  # fmt: skip
+            input_ids=ids, use_cache=False
+        ).logits
     error = float((out - expected).abs().max() / expected.abs().max())
     return "equal" if error < EQUAL else f"differs: {error:.1e}"
 
 
 def generated(model: Any) -> list[list[int]]:
-    """What transformers answers to each prompt alone; where its `generate` fails, what its forward without a cache says."""
+    """What transformers answers to each prompt alone; where its `generate` fails, what its forward
+    without a cache says.
+    """
     found = []
     for prompt in PROMPTS:
         ids = torch.tensor([prompt])
         try:
-            out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS,
-                                 min_new_tokens=NEW_TOKENS, do_sample=False, num_beams=1)  # fmt: skip
+            out = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=NEW_TOKENS,
+                min_new_tokens=NEW_TOKENS,
+                do_sample=False,
+                num_beams=1,
+            )
         except Exception:
             out = ids
             for _ in range(NEW_TOKENS):
                 logits = model(input_ids=out, use_cache=False).logits[:, -1]
                 logits[:, model.config.get_text_config().eos_token_id] = -torch.inf
                 out = torch.cat([out, logits.argmax(-1, keepdim=True)], -1)
-        found.append(out[0, len(prompt):].tolist())
+        found.append(out[0, len(prompt) :].tolist())
     return found
 
 
 def served(model: Any, expected: list[list[int]], self_check: bool = True) -> str:
     try:
-        llm = LLM(model, options={"glue": "eager", "cache": False}, max_num_seqs=4, max_num_batched_tokens=8,
-                  max_model_len=64, kv_bytes=2**24, self_check=self_check, progress=False)  # fmt: skip
+        llm = LLM(
+            model,
+            options={"glue": "eager", "cache": False},
+            max_num_seqs=4,
+            max_num_batched_tokens=8,
+            max_model_len=64,
+            kv_bytes=2**24,
+            self_check=self_check,
+            progress=False,
+        )
     except ValueError as error:
         checked = "computes something else" in str(error)
-        unchecked = f" [unchecked it {served(model, expected, False).partition(':')[0]}]" if checked else ""
+        unchecked = (
+            f" [unchecked it {served(model, expected, False).partition(':')[0]}]" if checked else ""
+        )
         return f"refused: {error}{unchecked}"
     params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, min_tokens=NEW_TOKENS)
     answers = [list(answer.token_ids) for answer in llm.generate(list(PROMPTS), params)]
@@ -168,13 +207,18 @@ def row(model_type: str) -> dict[str, str]:
     try:
         model = build(model_type)
     except Exception as error:  # a config that does not fit together is no fault of ours
-        return {"name": model_type, "not built": f"{type(error).__name__}: {error}"[:300].replace("\n", " ")}
+        return {
+            "name": model_type,
+            "not built": f"{type(error).__name__}: {error}"[:300].replace("\n", " "),
+        }
     found = {"name": model_type, "class": type(model).__name__, "compiled": tried(compiled, model)}
     return found | {"served": tried(lambda: served(model, generated(model)))}
 
 
 def in_process(model_type: str, seconds: float) -> dict[str, str]:
-    """The row of one architecture, by a process of its own: a copy of this one, which has imported all and run nothing."""
+    """The row of one architecture, by a process of its own: a copy of this one, which has imported
+    all and run nothing.
+    """
     fork = multiprocessing.get_context("fork")
     here, there = fork.Pipe(duplex=False)
     child = fork.Process(target=lambda: there.send(row(model_type)))
@@ -182,19 +226,35 @@ def in_process(model_type: str, seconds: float) -> dict[str, str]:
     there.close()
     try:
         if not here.poll(seconds):
-            return {"name": model_type, "class": "", "compiled": f"no answer in {seconds:.0f} s", "served": "-"}
+            return {
+                "name": model_type,
+                "class": "",
+                "compiled": f"no answer in {seconds:.0f} s",
+                "served": "-",
+            }
         found: dict[str, str] = here.recv()
         return found
     except EOFError:
         child.join()
-        return {"name": model_type, "class": "", "compiled": f"exit code {child.exitcode}", "served": "-"}
+        return {
+            "name": model_type,
+            "class": "",
+            "compiled": f"exit code {child.exitcode}",
+            "served": "-",
+        }
     finally:
         child.kill()
         child.join()
 
 
 def kind(text: str) -> str:
-    return text if text == "equal" else text.partition(":")[0] if text.startswith(("refused", "differs")) else "failed"
+    return (
+        text
+        if text == "equal"
+        else text.partition(":")[0]
+        if text.startswith(("refused", "differs"))
+        else "failed"
+    )
 
 
 def table(rows: list[dict[str, str]]) -> str:
@@ -203,7 +263,9 @@ def table(rows: list[dict[str, str]]) -> str:
     lines = [f"{len(built)} architectures"]
     for column in ("compiled", "served"):
         counts = Counter(kind(each[column]) for each in built)
-        lines.append(f"{column}: " + ", ".join(f"{count} {name}" for name, count in counts.most_common()))
+        lines.append(
+            f"{column}: " + ", ".join(f"{count} {name}" for name, count in counts.most_common())
+        )
     lines += ["", f"{'model_type':24} {'compiled':16} served"]
     lines += [f"{each['name']:24} {each['compiled'][:60]:16} {each['served']}" for each in built]
     missing = [each for each in rows if "not built" in each]
@@ -212,9 +274,13 @@ def table(rows: list[dict[str, str]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", help="model_types, with commas between them")
-    parser.add_argument("--rows", type=Path, help="a file of rows, one JSON object a line: these are not run again")
+    parser.add_argument(
+        "--rows", type=Path, help="a file of rows, one JSON object a line: these are not run again"
+    )
     parser.add_argument("--text", type=Path, help="write the table there as well")
     parser.add_argument("--seconds", type=float, default=300.0, help="for one architecture")
     args = parser.parse_args()

@@ -1,4 +1,6 @@
-"""Time paged attention in Triton beside scaled_dot_product_attention over contiguous keys, on the GPU that is here."""
+"""Time paged attention in Triton beside scaled_dot_product_attention over contiguous keys, on the
+GPU that is here.
+"""
 
 import argparse
 import json
@@ -25,7 +27,8 @@ EXAMPLES = """examples:
 """
 WIDTH = 128
 HEADS = {"Qwen3-0.6B": (16, 8), "Qwen3-8B": (32, 8)}
-# Calls rotate over this many bytes of keys and values, several times the L2, as the layers of a model do.
+# Calls rotate over this many bytes of keys and values, several times the L2, as the layers of a
+# model do.
 ROTATED = 512 * 2**20
 REPLAYS = 15
 
@@ -54,12 +57,20 @@ class Case(NamedTuple):
 
 
 def cases() -> list[Case]:
-    shapes = {f"decode {batch} x {keys}": ((1, keys),) * batch for batch, keys in product((1, 8, 64), (1024, 8192))}
-    shapes |= {f"prefill {batch} x {tokens}": ((tokens, tokens),) * batch
-               for batch, tokens in ((1, 1024), (1, 8192), (16, 1024))}  # fmt: skip
+    shapes = {
+        f"decode {batch} x {keys}": ((1, keys),) * batch
+        for batch, keys in product((1, 8, 64), (1024, 8192))
+    }
+    shapes |= {
+        f"prefill {batch} x {tokens}": ((tokens, tokens),) * batch
+        for batch, tokens in ((1, 1024), (1, 8192), (16, 1024))
+    }
     shapes["mixed 63 x 1024, a chunk of 512 of 1024"] = ((1, 1024),) * 63 + ((512, 1024),)
-    return [Case(f"{model}, {name}", heads, sequences)
-            for model, heads in HEADS.items() for name, sequences in shapes.items()]  # fmt: skip
+    return [
+        Case(f"{model}, {name}", heads, sequences)
+        for model, heads in HEADS.items()
+        for name, sequences in shapes.items()
+    ]
 
 
 class Inputs(NamedTuple):
@@ -70,7 +81,9 @@ class Inputs(NamedTuple):
     block_tables: Tensor
 
 
-def inputs(case: Case, block_size: int, room: int = 0, dtype: torch.dtype = torch.bfloat16) -> Inputs:
+def inputs(
+    case: Case, block_size: int, room: int = 0, dtype: torch.dtype = torch.bfloat16
+) -> Inputs:
     """Block tables have room for the longest sequence, or for `room` tokens if that is more."""
     torch.manual_seed(0)
     new, lengths = zip(*case.sequences, strict=True)
@@ -78,15 +91,23 @@ def inputs(case: Case, block_size: int, room: int = 0, dtype: torch.dtype = torc
     blocks = per_sequence * len(lengths)
     size = 2 * 2 * blocks * block_size * case.heads[1] * WIDTH
     shape = (blocks, block_size, case.heads[1], WIDTH)
-    caches = [(torch.randn(shape, device="cuda", dtype=dtype), torch.randn(shape, device="cuda", dtype=dtype))
-              for _ in range(min(64, max(1, ROTATED // size)))]  # fmt: skip
+    caches = [
+        (
+            torch.randn(shape, device="cuda", dtype=dtype),
+            torch.randn(shape, device="cuda", dtype=dtype),
+        )
+        for _ in range(min(64, max(1, ROTATED // size)))
+    ]
     starts = torch.tensor((0, *new)).cumsum(0)
     tables = torch.zeros(len(lengths), max(per_sequence, room // block_size), dtype=torch.int32)
     tables[:, :per_sequence] = torch.randperm(blocks).view(len(lengths), per_sequence)
     return Inputs(
-        torch.randn(sum(new), case.heads[0], WIDTH, device="cuda", dtype=dtype), caches,
-        starts.int().cuda(), torch.tensor(lengths).int().cuda(), tables.cuda(),
-    )  # fmt: skip
+        torch.randn(sum(new), case.heads[0], WIDTH, device="cuda", dtype=dtype),
+        caches,
+        starts.int().cuda(),
+        torch.tensor(lengths).int().cuda(),
+        tables.cuda(),
+    )
 
 
 def microseconds(calls: list[Callable[[], object]]) -> float:
@@ -128,7 +149,10 @@ def stock(case: Case, given: Inputs, backend: SDPBackend) -> list[Callable[[], o
     """SDPA over the same keys, which it wants side by side and of equal number."""
     batch, causal = len(case.sequences), case.sequences[0][0] > 1
     q = given.q.view(batch, -1, *given.q.shape[1:]).transpose(1, 2)
-    dense = [[cache.view(batch, -1, *cache.shape[2:]).transpose(1, 2) for cache in pair] for pair in given.caches]
+    dense = [
+        [cache.view(batch, -1, *cache.shape[2:]).transpose(1, 2) for cache in pair]
+        for pair in given.caches
+    ]
 
     def call(k: Tensor, v: Tensor) -> Tensor:
         with sdpa_kernel(backend):
@@ -138,7 +162,9 @@ def stock(case: Case, given: Inputs, backend: SDPBackend) -> list[Callable[[], o
 
 
 def ceilings() -> tuple[float, float]:
-    """Bytes a second of a large copy, and flops of a large matrix product, both in bf16 and on random data."""
+    """Bytes a second of a large copy, and flops of a large matrix product, both in bf16 and on
+    random data.
+    """
     source = torch.randn(2**29, device="cuda", dtype=torch.bfloat16)
     target = torch.empty_like(source)
     a, b = torch.randn(2, 8192, 8192, device="cuda", dtype=torch.bfloat16)
@@ -159,37 +185,72 @@ def error(case: Case, given: Inputs) -> float:
         start = torch.tensor([0, new], dtype=torch.int32, device="cuda")
         tables = given.block_tables[s : s + 1]
         exact = ops.paged_attention.reference(
-            given.q[rows].float(), k, v, start, given.seq_lens[s : s + 1], tables, given.q, scale=WIDTH**-0.5
+            given.q[rows].float(),
+            k,
+            v,
+            start,
+            given.seq_lens[s : s + 1],
+            tables,
+            given.q,
+            scale=WIDTH**-0.5,
         )
         worst = max(worst, ((out[rows].float() - exact).norm() / exact.norm()).item())
     return worst
 
 
-def measure(case: Case, block_size: int, room: int, bandwidth: float, flops: float) -> dict[str, Any]:
+def measure(
+    case: Case, block_size: int, room: int, bandwidth: float, flops: float
+) -> dict[str, Any]:
     given = inputs(case, block_size, room)
     times = {"triton": microseconds(ours(given))}
     if case.uniform:
         times["flash"] = microseconds(stock(case, given, SDPBackend.FLASH_ATTENTION))
         times["cudnn"] = microseconds(stock(case, given, SDPBackend.CUDNN_ATTENTION))
     return {
-        "case": case.name, "us": times, "floor_us": max(case.bytes / bandwidth, case.flops / flops) * 1e6,
-        "gb_per_s": case.bytes / times["triton"] / 1e3, "tflop_per_s": case.flops / times["triton"] / 1e6,
-        "error": error(case, given), "cut": chosen(case, given)._asdict(),
-    }  # fmt: skip
+        "case": case.name,
+        "us": times,
+        "floor_us": max(case.bytes / bandwidth, case.flops / flops) * 1e6,
+        "gb_per_s": case.bytes / times["triton"] / 1e3,
+        "tflop_per_s": case.flops / times["triton"] / 1e6,
+        "error": error(case, given),
+        "cut": chosen(case, given)._asdict(),
+    }
 
 
 def chosen(case: Case, given: Inputs) -> Tiling:
     heads, kv_heads = case.heads
     room = given.block_tables.shape[1] * given.caches[0][0].shape[1]
     sms = multiprocessors(given.q.device)
-    return tiling(len(given.q), len(case.sequences), heads // kv_heads, kv_heads, WIDTH, 2, room, sms)
+    return tiling(
+        len(given.q), len(case.sequences), heads // kv_heads, kv_heads, WIDTH, 2, room, sms
+    )
 
 
-# Other ways to cut the work: rows, keys, warps, stages, registers; for decode also programs per multiprocessor.
-DECODE_TILES = [(16, 32, 4, 3), (16, 32, 4, 5), (16, 32, 4, 7), (16, 64, 4, 3), (16, 64, 4, 3, 128), (16, 64, 4, 5),
-                (16, 64, 4, 5, 168), (16, 64, 8, 5), (16, 128, 4, 3), (16, 128, 8, 5)]  # fmt: skip
-WIDE_TILES = [(128, 128, 8, 3), (128, 64, 8, 5), (128, 64, 8, 2, 128), (128, 64, 8, 3, 128), (128, 32, 8, 5, 128),
-              (64, 64, 4, 2), (64, 64, 4, 5), (64, 32, 4, 5), (64, 32, 4, 5, 128)]  # fmt: skip
+# Other ways to cut the work: rows, keys, warps, stages, registers; for decode also programs per
+# multiprocessor.
+DECODE_TILES = [
+    (16, 32, 4, 3),
+    (16, 32, 4, 5),
+    (16, 32, 4, 7),
+    (16, 64, 4, 3),
+    (16, 64, 4, 3, 128),
+    (16, 64, 4, 5),
+    (16, 64, 4, 5, 168),
+    (16, 64, 8, 5),
+    (16, 128, 4, 3),
+    (16, 128, 8, 5),
+]
+WIDE_TILES = [
+    (128, 128, 8, 3),
+    (128, 64, 8, 5),
+    (128, 64, 8, 2, 128),
+    (128, 64, 8, 3, 128),
+    (128, 32, 8, 5, 128),
+    (64, 64, 4, 2),
+    (64, 64, 4, 5),
+    (64, 32, 4, 5),
+    (64, 32, 4, 5, 128),
+]
 PROGRAMS = (1, 2, 3, 4, 6)
 
 
@@ -199,7 +260,11 @@ def candidates(case: Case) -> Iterator[Tiling]:
     for rows, keys, warps, stages, *registers in DECODE_TILES if decode else WIDE_TILES:
         tiles = len(case.sequences) * case.heads[1]
         sms = multiprocessors(torch.device("cuda"))
-        splits = {min(max(1, n * sms // tiles), -(-longest // keys), 128) for n in PROGRAMS} if decode else {1}
+        splits = (
+            {min(max(1, n * sms // tiles), -(-longest // keys), 128) for n in PROGRAMS}
+            if decode
+            else {1}
+        )
         for number in sorted(splits):
             yield Tiling(rows, keys, number, warps, stages, decode, *registers)
 
@@ -221,11 +286,20 @@ def compile_once(job: tuple[Case, Tiling, int]) -> str | None:
 
 
 def sweep(wanted: list[Case], block_size: int) -> None:
-    """Each way's time for each case, best first. Kernels are compiled by many processes first, into Triton's cache."""
-    jobs = {binary(case.heads, cut): (case._replace(sequences=((1, 1024),)), cut, block_size)
-            for case in wanted for cut in candidates(case)}  # fmt: skip
+    """Each way's time for each case, best first. Kernels are compiled by many processes first, into
+    Triton's cache.
+    """
+    jobs = {
+        binary(case.heads, cut): (case._replace(sequences=((1, 1024),)), cut, block_size)
+        for case in wanted
+        for cut in candidates(case)
+    }
     with multiprocessing.get_context("spawn").Pool(12) as pool:
-        failures = {key: text for key, text in zip(jobs, pool.imap(compile_once, jobs.values()), strict=True) if text}
+        failures = {
+            key: text
+            for key, text in zip(jobs, pool.imap(compile_once, jobs.values()), strict=True)
+            if text
+        }
     for key, text in failures.items():
         print("left out", key, text)
     for case in wanted:
@@ -245,33 +319,61 @@ def main() -> None:
         description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", default="", help="cases whose name contains this")
-    parser.add_argument("--block-size", type=int, default=ops.LAYOUTS["paged"].block_size, help="tokens a cache block")
-    parser.add_argument("--room", type=int, default=0, help="tokens that block tables have room for, if more than needed")
+    parser.add_argument(
+        "--block-size",
+        type=int,
+        default=ops.LAYOUTS["paged"].block_size,
+        help="tokens a cache block",
+    )
+    parser.add_argument(
+        "--room",
+        type=int,
+        default=0,
+        help="tokens that block tables have room for, if more than needed",
+    )
     parser.add_argument("--sweep", action="store_true", help="time other tilings instead")
     parser.add_argument("--json", type=Path, help="write the results there")
     args = parser.parse_args()
     wanted = [case for case in cases() if args.only in case.name]
     if not wanted:
-        parser.error(f"no case contains {args.only!r}; cases are {', '.join(case.name for case in cases())}")
+        parser.error(
+            f"no case contains {args.only!r}; cases are {', '.join(case.name for case in cases())}"
+        )
     if args.sweep:
         sweep(wanted, args.block_size)
         return
 
     bandwidth, flops = ceilings()
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copy {bandwidth / 1e12:.2f} TB/s, "
-          f"matrix product {flops / 1e12:.0f} TFLOP/s, blocks of {args.block_size}, "
-          f"tables with room for {args.room or 'the longest'}")  # fmt: skip
-    print(f"{'':58}{'triton':>9}{'flash':>9}{'cudnn':>9}{'floor us':>10}{'GB/s':>8}{'TFLOP/s':>9}{'error':>10}")
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copy "
+        f"{bandwidth / 1e12:.2f} TB/s, "
+        f"matrix product {flops / 1e12:.0f} TFLOP/s, blocks of {args.block_size}, "
+        f"tables with room for {args.room or 'the longest'}"
+    )
+    print(
+        f"{'':58}{'triton':>9}{'flash':>9}{'cudnn':>9}{'floor us':>10}{'GB/s':>8}{'TFLOP/s':>9}{'error':>10}"
+    )
     results = []
     for case in wanted:
         result = measure(case, args.block_size, args.room, bandwidth, flops)
         results.append(result)
-        columns = "".join(f"{result['us'].get(name, float('nan')):9.1f}" for name in ("triton", "flash", "cudnn"))
-        print(f"{case.name:58}{columns}{result['floor_us']:10.1f}{result['gb_per_s']:8.0f}"
-              f"{result['tflop_per_s']:9.0f}{result['error']:10.2e}", flush=True)  # fmt: skip
+        columns = "".join(
+            f"{result['us'].get(name, float('nan')):9.1f}" for name in ("triton", "flash", "cudnn")
+        )
+        print(
+            f"{case.name:58}{columns}{result['floor_us']:10.1f}{result['gb_per_s']:8.0f}"
+            f"{result['tflop_per_s']:9.0f}{result['error']:10.2e}",
+            flush=True,
+        )
     if args.json:
-        machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "bandwidth": bandwidth,
-                   "flops": flops, "block_size": args.block_size, "room": args.room}  # fmt: skip
+        machine = {
+            "gpu": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "bandwidth": bandwidth,
+            "flops": flops,
+            "block_size": args.block_size,
+            "room": args.room,
+        }
         args.json.write_text(json.dumps({"machine": machine, "results": results}, indent=1) + "\n")
 
 

@@ -1,10 +1,12 @@
-"""Time between the tokens of a stream while another client sends one of the worst requests (hostile.py) again and again.
+"""Time between the tokens of a stream while another client sends one of the worst requests
+(hostile.py) again and again.
 
     python bench/bystander.py --json bench/results/bystander-cpu.json
     python bench/bystander.py --url http://127.0.0.1:8000 --only regex --seconds 5
 
-p50, p99, max: milliseconds between two tokens of the bystander. moved: p99 beside that of a quiet server. sent, status: how
-many of the requests were answered meanwhile, and how the first one was. Without --url it starts `atomc serve` on the demo.
+p50, p99, max: milliseconds between two tokens of the bystander. moved: p99 beside that of a quiet
+server. sent, status: how many of the requests were answered meanwhile, and how the first one was.
+Without --url it starts `atomc serve` on the demo.
 """
 
 import argparse
@@ -28,12 +30,20 @@ from urllib.parse import urlsplit
 sys.path.insert(0, str(Path(__file__).parent))
 from hostile import COMPLETIONS, HOSTILE
 
-STREAM = {"prompt": "She looked at him", "max_tokens": 1900, "ignore_eos": True, "temperature": 0, "stream": True}
+STREAM = {
+    "prompt": "She looked at him",
+    "max_tokens": 1900,
+    "ignore_eos": True,
+    "temperature": 0,
+    "stream": True,
+}
 JSON = {"Content-Type": "application/json"}
 
 
 def gaps(url: str, seconds: float, begin: Callable[[], object] | None = None) -> list[float]:
-    """Seconds between tokens of one stream after another; `begin` is called after the first token, a second before."""
+    """Seconds between tokens of one stream after another; `begin` is called after the first token,
+    a second before.
+    """
     found: list[float] = []
     since, until = 0.0, time.monotonic() + seconds
     while time.monotonic() < until:
@@ -54,7 +64,9 @@ def gaps(url: str, seconds: float, begin: Callable[[], object] | None = None) ->
     return found
 
 
-def attack(url: str, name: str, stop: Event, answers: "multiprocessing.SimpleQueue[int | str]") -> None:
+def attack(
+    url: str, name: str, stop: Event, answers: "multiprocessing.SimpleQueue[int | str]"
+) -> None:
     """Send the request again and again, and put how it was answered."""
     path, body = HOSTILE[name][0], HOSTILE[name][1]()
     while not stop.is_set():
@@ -86,11 +98,23 @@ def under_attack(url: str, name: str, seconds: float) -> tuple[list[float], list
     return found, got
 
 
-def row(name: str, found: list[float], quiet: float | None, answers: list[int | str]) -> dict[str, Any]:
+def row(
+    name: str, found: list[float], quiet: float | None, answers: list[int | str]
+) -> dict[str, Any]:
     found = sorted(found) or [float("nan")]
-    p50, p99, most = (1e3 * found[min(int(share * len(found)), len(found) - 1)] for share in (0.5, 0.99, 1.0))
-    return {"name": name, "p50": p50, "p99": p99, "max": most, "moved": p99 - quiet if quiet is not None else 0.0,
-            "tokens": len(found), "sent": len(answers), "status": answers[0] if answers else "-"}  # fmt: skip
+    p50, p99, most = (
+        1e3 * found[min(int(share * len(found)), len(found) - 1)] for share in (0.5, 0.99, 1.0)
+    )
+    return {
+        "name": name,
+        "p50": p50,
+        "p99": p99,
+        "max": most,
+        "moved": p99 - quiet if quiet is not None else 0.0,
+        "tokens": len(found),
+        "sent": len(answers),
+        "status": answers[0] if answers else "-",
+    }
 
 
 @contextmanager
@@ -112,13 +136,18 @@ def demo() -> Iterator[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--url", help="a server that runs, instead of the demo")
     parser.add_argument("--only", default="", help="requests with this in their name")
     parser.add_argument("--seconds", type=float, default=10.0, help="for each request")
     parser.add_argument("--json", type=Path, help="write the results here as well")
     given = parser.parse_args()
-    machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
+    machine = (
+        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python "
+        f"{platform.python_version()}"
+    )
     print(f"{' '.join(['python', *sys.argv])}\n{machine}\n")
     print(f"{'':36}{'p50':>8}{'p99':>8}{'max':>8}{'moved':>8}{'tokens':>8}{'sent':>6}  status")
     with demo() if not given.url else _given(given.url) as url:
@@ -141,8 +170,11 @@ def _given(url: str) -> Iterator[str]:
 
 
 def _show(one: dict[str, Any]) -> None:
-    print(f"{one['name']:36}{one['p50']:8.1f}{one['p99']:8.1f}{one['max']:8.1f}{one['moved']:8.1f}{one['tokens']:8}"
-          f"{one['sent']:6}  {one['status']}", flush=True)  # fmt: skip
+    print(
+        f"{one['name']:36}{one['p50']:8.1f}{one['p99']:8.1f}{one['max']:8.1f}{one['moved']:8.1f}{one['tokens']:8}"
+        f"{one['sent']:6}  {one['status']}",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
-"""Time of one decode step: the runtime's step under a CUDA graph beside transformers, on random weights.
+"""Time of one decode step: the runtime's step under a CUDA graph beside transformers, on random
+weights.
 
     python bench/decode.py --model 0.6b --batches 1,8,64 --json bench/results/decode-h200.json
     python bench/decode.py --model 0.6b --profile          # the kernels of one step, by time
     python bench/decode.py --model 8b --quantization fp8 --batches 1 --prefill 64
 
-A step is one replay of the captured model and the argmax of its logits, each sequence at --context tokens, in
-milliseconds, median of --steps steps timed with device events. Prefill is one sequence of --context tokens; with --prefill
-N, also N of them in one step. --quantization: the linear layers in few bits (docs/quantization.md).
+A step is one replay of the captured model and the argmax of its logits, each sequence at --context
+tokens, in milliseconds, median of --steps steps timed with device events. Prefill is one sequence
+of --context tokens; with --prefill N, also N of them in one step. --quantization: the linear layers
+in few bits (docs/quantization.md).
 """
 
 import argparse
@@ -28,9 +30,18 @@ from atomc.runtime.batch import Shape
 from atomc.runtime.runner import Runner
 from atomc.runtime.step import Chunk, ScheduledStep
 
-QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False, "head_dim": 128,
-         "hidden_act": "silu", "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0,
-         "vocab_size": 151936, "num_key_value_heads": 8}  # fmt: skip
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "attention_bias": False,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "vocab_size": 151936,
+    "num_key_value_heads": 8,
+}
 MODELS = {
     "0.6b": {**QWEN3, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
              "num_attention_heads": 16, "tie_word_embeddings": True},
@@ -58,34 +69,64 @@ def milliseconds(call: Callable[[], Any], steps: int) -> float:
 
 
 def step_of(lengths: list[int], new: list[int], blocks: int) -> ScheduledStep:
-    """A step in which sequence s gets its last new[s] of lengths[s] tokens; its blocks lie scattered."""
+    """A step in which sequence s gets its last new[s] of lengths[s] tokens; its blocks lie
+    scattered.
+    """
     count = len(lengths)
-    tables = torch.randperm(count * blocks, generator=torch.Generator().manual_seed(0)).view(count, blocks).tolist()
+    tables = (
+        torch.randperm(count * blocks, generator=torch.Generator().manual_seed(0))
+        .view(count, blocks)
+        .tolist()
+    )
     tokens = torch.randint(0, 1000, (sum(new),)).tolist()
-    return ScheduledStep(tuple(
-        Chunk(str(s), s, tuple(tokens[:n]), length - n, ((0, tuple(table)),), num_draws=1, num_wanted=1)
-        for s, (length, n, table) in enumerate(zip(lengths, new, tables, strict=True))
-    ))  # fmt: skip
+    return ScheduledStep(
+        tuple(
+            Chunk(
+                str(s),
+                s,
+                tuple(tokens[:n]),
+                length - n,
+                ((0, tuple(table)),),
+                num_draws=1,
+                num_wanted=1,
+            )
+            for s, (length, n, table) in enumerate(zip(lengths, new, tables, strict=True))
+        )
+    )
 
 
 def ours(args: argparse.Namespace, config: dict[str, Any]) -> Iterator[dict[str, Any]]:
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(config))
-        model = load(folder, dtype=torch.bfloat16, device="cuda", load_format="dummy", quantization=args.quantization,
-                     progress=False)  # fmt: skip
+        model = load(
+            folder,
+            dtype=torch.bfloat16,
+            device="cuda",
+            load_format="dummy",
+            quantization=args.quantization,
+            progress=False,
+        )
     program = compile_model(model, {"glue": args.glue})
     compiled = time.perf_counter() - start
     blocks = -(-(args.context + 64) // BLOCK)
     batches = args.batches
     most = max(*batches, args.prefill)
-    runner = Runner(program, num_blocks=most * blocks, block_size=BLOCK, max_num_seqs=most,
-                    max_num_rows=max(args.context * max(1, args.prefill), *batches), max_columns=blocks)  # fmt: skip
+    runner = Runner(
+        program,
+        num_blocks=most * blocks,
+        block_size=BLOCK,
+        max_num_seqs=most,
+        max_num_rows=max(args.context * max(1, args.prefill), *batches),
+        max_columns=blocks,
+    )
     for caches in runner.caches:
         for cache in caches.values():
             cache.normal_()
     prefill = Shape(args.context, 1, 1, blocks)
-    runner.capture([prefill, *(Shape(batch, batch, batch, blocks) for batch in batches)], progress=False)
+    runner.capture(
+        [prefill, *(Shape(batch, batch, batch, blocks) for batch in batches)], progress=False
+    )
     if args.report:
         print(program.report.to_text(), file=sys.stderr)
     for batch in batches:
@@ -93,23 +134,39 @@ def ours(args: argparse.Namespace, config: dict[str, Any]) -> Iterator[dict[str,
         captured = runner.graphs.captured[Shape(batch, batch, batch, blocks)]
         if args.profile:
             profile(captured.replay)
-        yield {"what": "atomc", "batch": batch, "graph_bytes": captured.bytes, "compile_s": round(compiled, 1),
-               "tpot_ms": milliseconds(lambda c=captured: c.replay().argmax(-1), args.steps)}  # fmt: skip
+        yield {
+            "what": "atomc",
+            "batch": batch,
+            "graph_bytes": captured.bytes,
+            "compile_s": round(compiled, 1),
+            "tpot_ms": milliseconds(lambda c=captured: c.replay().argmax(-1), args.steps),
+        }
     runner.logits(step_of([args.context], [args.context], blocks))
     captured = runner.graphs.captured[prefill]
     if args.profile:
         profile(captured.replay)
-    yield {"what": "atomc prefill", "batch": 1, "graph_bytes": captured.bytes,
-           "prefill_ms": milliseconds(lambda: captured.replay().argmax(-1), args.steps)}  # fmt: skip
+    yield {
+        "what": "atomc prefill",
+        "batch": 1,
+        "graph_bytes": captured.bytes,
+        "prefill_ms": milliseconds(lambda: captured.replay().argmax(-1), args.steps),
+    }
     runner.graphs = None
     step = step_of([args.context], [args.context], blocks)
-    yield {"what": "atomc prefill without a graph", "batch": 1, "prefill_ms": milliseconds(lambda: runner.logits(step), 10)}
+    yield {
+        "what": "atomc prefill without a graph",
+        "batch": 1,
+        "prefill_ms": milliseconds(lambda: runner.logits(step), 10),
+    }
     if args.prefill:
         step = step_of([args.context] * args.prefill, [args.context] * args.prefill, blocks)
         if args.profile:
             profile(lambda: runner.logits(step))
-        yield {"what": "atomc prefill without a graph", "batch": args.prefill,
-               "prefill_ms": milliseconds(lambda: runner.logits(step), 5)}  # fmt: skip
+        yield {
+            "what": "atomc prefill without a graph",
+            "batch": args.prefill,
+            "prefill_ms": milliseconds(lambda: runner.logits(step), 5),
+        }
 
 
 def profile(call: Callable[[], Any]) -> None:
@@ -119,49 +176,90 @@ def profile(call: Callable[[], Any]) -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
         call()
         torch.cuda.synchronize()
-    print(found.key_averages().table(sort_by="self_cuda_time_total", row_limit=25, max_name_column_width=60,
-                                     top_level_events_only=False), file=sys.stderr)  # fmt: skip
+    print(
+        found.key_averages().table(
+            sort_by="self_cuda_time_total",
+            row_limit=25,
+            max_name_column_width=60,
+            top_level_events_only=False,
+        ),
+        file=sys.stderr,
+    )
 
 
-def transformers(args: argparse.Namespace, config: dict[str, Any], mode: str) -> Iterator[dict[str, Any]]:
-    """Stock transformers with a static cache: eager, Inductor's reduce-overhead, or our backend in the same mode."""
+def transformers(
+    args: argparse.Namespace, config: dict[str, Any], mode: str
+) -> Iterator[dict[str, Any]]:
+    """Stock transformers with a static cache: eager, Inductor's reduce-overhead, or our backend in
+    the same mode.
+    """
     from transformers import AutoModelForCausalLM, Qwen3Config, StaticCache
 
-    hf_config = Qwen3Config(**{name: value for name, value in config.items() if name != "architectures"})
+    hf_config = Qwen3Config(
+        **{name: value for name, value in config.items() if name != "architectures"}
+    )
     torch.set_default_device("cuda")
-    model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
+    model = AutoModelForCausalLM.from_config(
+        hf_config, dtype=torch.bfloat16, attn_implementation="sdpa"
+    ).eval()
     for batch in args.batches:
         torch._dynamo.reset()
         cache = StaticCache(config=hf_config, max_cache_len=args.context + 256)
         backend = {"backend": "atom"} if mode == "atom" else {}
-        forward = model.forward if mode == "eager" else torch.compile(model.forward, mode="reduce-overhead", **backend)
+        forward = (
+            model.forward
+            if mode == "eager"
+            else torch.compile(model.forward, mode="reduce-overhead", **backend)
+        )
         with torch.inference_mode():
             ids = torch.randint(0, 1000, (batch, args.context))
             model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            token, positions = torch.randint(0, 1000, (batch, 1)), torch.full((batch, 1), args.context)
+            token, positions = (
+                torch.randint(0, 1000, (batch, 1)),
+                torch.full((batch, 1), args.context),
+            )
 
-            def step(forward: Any = forward, token: Any = token, cache: Any = cache, positions: Any = positions) -> Any:
+            def step(
+                forward: Any = forward,
+                token: Any = token,
+                cache: Any = cache,
+                positions: Any = positions,
+            ) -> Any:
                 torch.compiler.cudagraph_mark_step_begin()
-                return forward(input_ids=token, past_key_values=cache, use_cache=True, position_ids=positions)
+                return forward(
+                    input_ids=token, past_key_values=cache, use_cache=True, position_ids=positions
+                )
 
             start = time.perf_counter()
             for _ in range(4):
                 step()
             torch.cuda.synchronize()
-            yield {"what": f"transformers {mode}", "batch": batch, "tpot_ms": milliseconds(step, args.steps),
-                   "compile_s": round(time.perf_counter() - start, 1)}  # fmt: skip
+            yield {
+                "what": f"transformers {mode}",
+                "batch": batch,
+                "tpot_ms": milliseconds(step, args.steps),
+                "compile_s": round(time.perf_counter() - start, 1),
+            }
     torch.set_default_device("cpu")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="0.6b", choices=sorted(MODELS))
-    parser.add_argument("--batches", default="1,8,64", type=lambda text: [int(b) for b in text.split(",")])
+    parser.add_argument(
+        "--batches", default="1,8,64", type=lambda text: [int(b) for b in text.split(",")]
+    )
     parser.add_argument("--context", default=1024, type=int)
     parser.add_argument("--steps", default=50, type=int)
     parser.add_argument("--glue", default="eager", choices=["eager", "inductor", "auto"])
-    parser.add_argument("--quantization", choices=sorted(ONLINE), help="how linear layers are quantized (not)")
-    parser.add_argument("--prefill", default=0, type=int, help="also so many sequences in one step (none)")
+    parser.add_argument(
+        "--quantization", choices=sorted(ONLINE), help="how linear layers are quantized (not)"
+    )
+    parser.add_argument(
+        "--prefill", default=0, type=int, help="also so many sequences in one step (none)"
+    )
     parser.add_argument("--beside", default="", help="also time transformers: eager,inductor,atom")
     parser.add_argument("--profile", action="store_true", help="print the kernels of a step")
     parser.add_argument("--report", action="store_true", help="print what the compiler did")
@@ -177,13 +275,27 @@ def main() -> None:
             if args.quantization:
                 figure["quantization"] = args.quantization
             figures.append(figure)
-            print("  ".join(f"{name}={value:.3f}" if isinstance(value, float) else f"{name}={value}"
-                            for name, value in figure.items()), flush=True)  # fmt: skip
+            print(
+                "  ".join(
+                    f"{name}={value:.3f}" if isinstance(value, float) else f"{name}={value}"
+                    for name, value in figure.items()
+                ),
+                flush=True,
+            )
     if args.json:
         with open(args.json, "a") as file:
             for figure in figures:
-                file.write(json.dumps({**figure, "device": torch.cuda.get_device_name(), "torch": torch.__version__,
-                                       "command": " ".join(["python", *sys.argv])}) + "\n")  # fmt: skip
+                file.write(
+                    json.dumps(
+                        {
+                            **figure,
+                            "device": torch.cuda.get_device_name(),
+                            "torch": torch.__version__,
+                            "command": " ".join(["python", *sys.argv]),
+                        }
+                    )
+                    + "\n"
+                )
 
 
 if __name__ == "__main__":

@@ -1,16 +1,21 @@
 """Random mixes of requests through one engine: each request's tokens are those of running it alone.
 
-    python bench/equality.py --dtype float64                        # the demo model on a CPU; no rounding counts
-    python bench/equality.py --options '{"batch_invariant": true}'  # in fp32, which then is the same bits
+    python bench/equality.py --dtype float64                        # the demo model on a CPU; no
+                                                                    rounding counts
+    python bench/equality.py --options '{"batch_invariant": true}'  # in fp32, which then is the
+                                                                    same bits
     python bench/equality.py --bound 1e-4                           # in fp32 as it is
-    python bench/equality.py --mixes 40 --device cuda --dtype bfloat16 --options '{"batch_invariant": true}'
+    python bench/equality.py --mixes 40 --device cuda --dtype bfloat16 --options
+    '{"batch_invariant": true}'
 
-A mix has prompts of 1 to --longest tokens that come at random times and share beginnings; some are aborted, some draw
-at random, and pools are so small that requests give way. The engines differ in layout, tokens a step, prefix cache,
-speculation, order and CUDA graphs. `check()` holds after each step, and at the end nobody owns a block.
+A mix has prompts of 1 to --longest tokens that come at random times and share beginnings; some are
+aborted, some draw at random, and pools are so small that requests give way. The engines differ in
+layout, tokens a step, prefix cache, speculation, order and CUDA graphs. `check()` holds after each
+step, and at the end nobody owns a block.
 
-With --bound, a first difference of greedy tokens is allowed where the lone run's two highest log-probabilities differ by
-less than that; one of random tokens too, because a number may fall on the border of two.
+With --bound, a first difference of greedy tokens is allowed where the lone run's two highest
+log-probabilities differ by less than that; one of random tokens too, because a number may fall on
+the border of two.
 """
 
 import argparse
@@ -47,7 +52,9 @@ ENGINES: list[dict[str, Any]] = [
 
 
 class Alone:
-    """Runs one request at a time, and remembers its tokens and how far the two likeliest were apart."""
+    """Runs one request at a time, and remembers its tokens and how far the two likeliest were
+    apart.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -58,12 +65,22 @@ class Alone:
         key = (tuple(request.tokens), params.temperature, params.top_p, request.seed)
         found = self.seen.get(key)
         if found is None or len(found[0]) < (params.max_tokens or 0):
-            lone = SamplingParams(temperature=params.temperature, top_p=params.top_p, max_tokens=params.max_tokens,
-                                  ignore_eos=True, logprobs=2)  # fmt: skip
+            lone = SamplingParams(
+                temperature=params.temperature,
+                top_p=params.top_p,
+                max_tokens=params.max_tokens,
+                ignore_eos=True,
+                logprobs=2,
+            )
             self.engine.add(Request("alone", list(request.tokens), lone, seed=request.seed))
             outputs = [output for _ in until_done(self.engine) for output in self.engine.step()]
-            margins = [one.top[0][1] - one.top[1][1] for output in outputs for one in output.logprobs or ()]
-            found = self.seen[key] = [token for output in outputs for token in output.token_ids], margins
+            margins = [
+                one.top[0][1] - one.top[1][1] for output in outputs for one in output.logprobs or ()
+            ]
+            found = self.seen[key] = (
+                [token for output in outputs for token in output.token_ids],
+                margins,
+            )
         return found
 
 
@@ -72,7 +89,9 @@ def until_done(engine: Engine) -> Iterator[None]:
         yield
 
 
-def mix(seed: int, vocab_size: int, longest: int, num_requests: int) -> list[tuple[int, Request, int | None]]:
+def mix(
+    seed: int, vocab_size: int, longest: int, num_requests: int
+) -> list[tuple[int, Request, int | None]]:
     """(the step at which it comes, a request, the step at which it is aborted)."""
     rng = random.Random(seed)
 
@@ -88,20 +107,34 @@ def mix(seed: int, vocab_size: int, longest: int, num_requests: int) -> list[tup
     prefixes = [tokens(length()) for _ in range(3)]
     found: list[tuple[int, Request, int | None]] = []
     for i in range(num_requests):
-        prompt = (rng.choice(prefixes)[: length()] if rng.random() < 0.6 else []) + tokens(rng.randint(1, 9))
+        prompt = (rng.choice(prefixes)[: length()] if rng.random() < 0.6 else []) + tokens(
+            rng.randint(1, 9)
+        )
         prompt = (prompt if rng.random() < 0.8 else tokens(length()))[:longest]
         drawn = {"temperature": 0.8, "top_p": 0.9} if rng.random() < 0.2 else {}
-        params = SamplingParams(max_tokens=rng.randint(1, LONGEST_ANSWER), ignore_eos=True,
-                                n=rng.choice([1, 1, 1, 1, 2]), **drawn)  # fmt: skip
-        request = Request(f"{seed}-{i}", prompt, params, seed=rng.getrandbits(32), priority=rng.randint(0, 2),
-                          salt=rng.choice([None, None, None, "other"]))  # fmt: skip
+        params = SamplingParams(
+            max_tokens=rng.randint(1, LONGEST_ANSWER),
+            ignore_eos=True,
+            n=rng.choice([1, 1, 1, 1, 2]),
+            **drawn,
+        )
+        request = Request(
+            f"{seed}-{i}",
+            prompt,
+            params,
+            seed=rng.getrandbits(32),
+            priority=rng.randint(0, 2),
+            salt=rng.choice([None, None, None, "other"]),
+        )
         at = rng.randint(0, 3 * num_requests)
         abort = at + rng.randint(0, 20) if rng.random() < 0.15 else None
         found += [(at, one, abort) for one in siblings(request)]
     return sorted(found, key=lambda one: one[0])
 
 
-def run_mix(engine: Engine, requests: Sequence[tuple[int, Request, int | None]]) -> dict[str, list[int]]:
+def run_mix(
+    engine: Engine, requests: Sequence[tuple[int, Request, int | None]]
+) -> dict[str, list[int]]:
     """The new tokens of each request, and what holds after each step."""
     got: dict[str, list[int]] = {request.id: [] for _, request, _ in requests}
     waiting = list(requests)
@@ -118,30 +151,45 @@ def run_mix(engine: Engine, requests: Sequence[tuple[int, Request, int | None]])
         if not waiting and not engine.has_work:
             break
     pool = engine.scheduler.pool
-    assert not pool.owners and pool.num_free == pool.num_blocks, "blocks are owned after the last request"
+    assert not pool.owners and pool.num_free == pool.num_blocks, (
+        "blocks are owned after the last request"
+    )
     return got
 
 
 def differences(
-    alone: Alone, requests: Sequence[tuple[int, Request, int | None]], got: dict[str, list[int]], bound: float
+    alone: Alone,
+    requests: Sequence[tuple[int, Request, int | None]],
+    got: dict[str, list[int]],
+    bound: float,
 ) -> list[str]:
     """One line for each request whose tokens are not those of running it alone."""
     found = []
     for _, request, abort in requests:
-        expected, margins = alone.run(Request("", request.tokens[: request.num_prompt], request.params, seed=request.seed))
+        expected, margins = alone.run(
+            Request("", request.tokens[: request.num_prompt], request.params, seed=request.seed)
+        )
         new = got[request.id]
         if abort is None and len(new) != request.params.max_tokens:
             found.append(f"{request.id}: {len(new)} tokens, expected {request.params.max_tokens}")
-        first = next((i for i, (a, b) in enumerate(zip(new, expected, strict=False)) if a != b), None)
+        first = next(
+            (i for i, (a, b) in enumerate(zip(new, expected, strict=False)) if a != b), None
+        )
         greedy = request.params.temperature == 0
-        # Where rounding may decide, so it may where a random number falls on the border of two tokens.
+        # Where rounding may decide, so it may where a random number falls on the border of two
+        # tokens.
         if first is not None and (margins[first] >= bound if greedy else bound == 0):
-            found.append(f"{request.id}: {'greedy' if greedy else 'random'} token {first} after a prompt of "
-                         f"{request.num_prompt} is {new[first]}, alone {expected[first]}, margin {margins[first]:.1e}")
+            found.append(
+                f"{request.id}: {'greedy' if greedy else 'random'} token {first} after a prompt of "
+                f"{request.num_prompt} is {new[first]}, alone {expected[first]}, margin "
+                f"{margins[first]:.1e}"
+            )
     return found
 
 
-def engine_of(setting: dict[str, Any], common: dict[str, Any], options: dict[str, Any], longest: int) -> Engine:
+def engine_of(
+    setting: dict[str, Any], common: dict[str, Any], options: dict[str, Any], longest: int
+) -> Engine:
     setting = dict(setting)
     options = {"strict": True, "glue": "eager", **options, "layout": setting.pop("layout")}
     sizes = {"max_num_seqs": 6, "max_model_len": longest + LONGEST_ANSWER, **setting}
@@ -151,14 +199,25 @@ def engine_of(setting: dict[str, Any], common: dict[str, Any], options: dict[str
 
 
 def machine(device: str) -> str:
-    name = torch.cuda.get_device_name() if device != "cpu" else platform.processor() or platform.machine()
+    name = (
+        torch.cuda.get_device_name()
+        if device != "cpu"
+        else platform.processor() or platform.machine()
+    )
     return f"{name}, {torch.get_num_threads()} threads, torch {torch.__version__}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--mixes", type=int, default=200)
-    parser.add_argument("--first", type=int, default=0, help="number of the first mix: several processes share the work")
+    parser.add_argument(
+        "--first",
+        type=int,
+        default=0,
+        help="number of the first mix: several processes share the work",
+    )
     parser.add_argument("--requests", type=int, default=8, help="of a mix")
     parser.add_argument("--longest", type=int, default=1500, help="tokens of a prompt")
     parser.add_argument("--device", default="cpu")
@@ -171,7 +230,11 @@ def main() -> None:
     print(f"python {shlex.join(sys.argv)}\n{machine(args.device)}", flush=True)
     both = args.device == "cpu" and not args.options.get("batch_invariant")
     settings = [setting for setting in ENGINES if both or setting["layout"] == "paged"]
-    lone = {"layout": settings[-1]["layout"], "enable_prefix_caching": False, "max_num_batched_tokens": 2048}
+    lone = {
+        "layout": settings[-1]["layout"],
+        "enable_prefix_caching": False,
+        "max_num_batched_tokens": 2048,
+    }
     alone = Alone(engine_of(lone, common, args.options, args.longest))
     wrong: list[str] = []
     started = time.perf_counter()
@@ -179,16 +242,25 @@ def main() -> None:
     for number, setting in enumerate(settings):
         engine = engine_of(setting, common, args.options, args.longest)
         for seed in range(args.first + number, args.first + args.mixes, len(settings)):
-            made = mix(seed, engine.vocab_size or 40, engine.max_len - LONGEST_ANSWER, args.requests)
+            made = mix(
+                seed, engine.vocab_size or 40, engine.max_len - LONGEST_ANSWER, args.requests
+            )
             got = run_mix(engine, made)
             requests += len(made)
             tokens += sum(map(len, got.values()))
             wrong += differences(alone, made, got, args.bound)
         s = engine.stats()
-        print(f"{setting}: {s.preemptions} preemptions, {s.prefix_hits} of {s.prefix_queries} prompt tokens cached, "
-              f"{s.accepted} of {s.drafted} drafted tokens right, steps {dict(s.steps)}", flush=True)  # fmt: skip
-    print(f"{args.mixes} mixes, {requests} requests, {tokens} tokens, {time.perf_counter() - started:.0f} s: "
-          f"{len(wrong)} differ from running alone")  # fmt: skip
+        print(
+            f"{setting}: {s.preemptions} preemptions, {s.prefix_hits} of {s.prefix_queries} "
+            "prompt tokens cached, "
+            f"{s.accepted} of {s.drafted} drafted tokens right, steps {dict(s.steps)}",
+            flush=True,
+        )
+    print(
+        f"{args.mixes} mixes, {requests} requests, {tokens} tokens, "
+        f"{time.perf_counter() - started:.0f} s: "
+        f"{len(wrong)} differ from running alone"
+    )
     print("\n".join(wrong[:20]))
     sys.exit(bool(wrong))
 

@@ -1,10 +1,11 @@
 """Time linear layers in few bits: the kernel that the compiler takes for so many rows, beside bf16.
 
     python bench/gemm.py --jobs 14 --json bench/results/gemm-h200.json
-    python bench/gemm.py --tiles --rows 1 8 --schemes fp8 --jobs 14    # every tile of the kernels for few rows
+    python bench/gemm.py --tiles --rows 1 8 --schemes fp8 --jobs 14    # every tile of the kernels
+                                                                       for few rows
 
-Times and shares of copy bandwidth are taken as in bench/kernels.py; quantizing the rows is not among them. bf16 is the
-faster of our kernel and cuBLAS.
+Times and shares of copy bandwidth are taken as in bench/kernels.py; quantizing the rows is not
+among them. bf16 is the faster of our kernel and cuBLAS.
 """
 
 import argparse
@@ -51,8 +52,13 @@ def scales(*shape: int) -> Tensor:
 
 
 def fp8(rows: int, n: int, k: int, channels: bool = False) -> Arguments:
-    return {"x": codes(rows, k), "weight": codes(n, k), "x_scale": scales(rows, 1),
-            "weight_scale": scales(n, 1) if channels else scales(1), "out_dtype": torch.bfloat16}  # fmt: skip
+    return {
+        "x": codes(rows, k),
+        "weight": codes(n, k),
+        "x_scale": scales(rows, 1),
+        "weight_scale": scales(n, 1) if channels else scales(1),
+        "out_dtype": torch.bfloat16,
+    }
 
 
 def fp8_static(rows: int, n: int, k: int) -> Arguments:
@@ -60,18 +66,30 @@ def fp8_static(rows: int, n: int, k: int) -> Arguments:
 
 
 def fp8_block(rows: int, n: int, k: int) -> Arguments:
-    return fp8(rows, n, k) | {"x_scale": scales(rows, k // 128), "weight_scale": scales(n // 128, k // 128)}
+    return fp8(rows, n, k) | {
+        "x_scale": scales(rows, k // 128),
+        "weight_scale": scales(n // 128, k // 128),
+    }
 
 
 def int8(rows: int, n: int, k: int) -> Arguments:
     eight = torch.int8
-    return {"x": codes(rows, k, dtype=eight), "weight": codes(n, k, dtype=eight), "x_scale": scales(rows, 1),
-            "weight_scale": scales(n, 1), "out_dtype": torch.bfloat16}  # fmt: skip
+    return {
+        "x": codes(rows, k, dtype=eight),
+        "weight": codes(n, k, dtype=eight),
+        "x_scale": scales(rows, 1),
+        "weight_scale": scales(n, 1),
+        "out_dtype": torch.bfloat16,
+    }
 
 
 def int4(rows: int, n: int, k: int, group: int) -> Arguments:
-    return {"x": normal(rows, k), "weight": codes(n, k // 8, dtype=torch.int32), "group": group,
-            "weight_scale": scales(n, k // group).bfloat16()}  # fmt: skip
+    return {
+        "x": normal(rows, k),
+        "weight": codes(n, k // 8, dtype=torch.int32),
+        "group": group,
+        "weight_scale": scales(n, k // group).bfloat16(),
+    }
 
 
 def mxfp4(rows: int, n: int, k: int, coded: bool) -> Arguments:
@@ -79,8 +97,13 @@ def mxfp4(rows: int, n: int, k: int, coded: bool) -> Arguments:
         return torch.randint(115, 127, shape, device="cuda", dtype=torch.uint8)
 
     x = codes(rows, k // 2, dtype=torch.uint8) if coded else normal(rows, k)
-    return {"x": x, "weight": codes(n, k // 2, dtype=torch.uint8), "weight_scale": e8m0(n, k // 32),
-            "x_scale": e8m0(rows, k // 32) if coded else None, "out_dtype": torch.bfloat16}  # fmt: skip
+    return {
+        "x": x,
+        "weight": codes(n, k // 2, dtype=torch.uint8),
+        "weight_scale": e8m0(n, k // 32),
+        "x_scale": e8m0(rows, k // 32) if coded else None,
+        "out_dtype": torch.bfloat16,
+    }
 
 
 LAYERS = {
@@ -122,30 +145,64 @@ def tiles(layer: str, rows: int, k: int) -> Iterator[tuple[str, Callable[..., An
             return scaled_linear.multiply(**{"bias": None} | named, tile=tile, blocks=blocks)
 
         if rows == 1:
-            cut = [Tile(1, n, columns, 0, warps) for n in (2, 4, 8) for columns in (1024, 2048, 4096)
-                   for warps in (4, 8) if columns <= k and n * columns <= 16384]  # fmt: skip
+            cut = [
+                Tile(1, n, columns, 0, warps)
+                for n in (2, 4, 8)
+                for columns in (1024, 2048, 4096)
+                for warps in (4, 8)
+                if columns <= k and n * columns <= 16384
+            ]
         else:
             tall = 8 if rows <= 8 else 16
             widths = (128,) if blocks else (128, 256)
-            cut = [Tile(tall, n, columns, parts, parts, stages) for n in (16, 32) for columns in widths
-                   for parts in (2, 4, 8) for stages in (3, 5)]  # fmt: skip
+            cut = [
+                Tile(tall, n, columns, parts, parts, stages)
+                for n in (16, 32)
+                for columns in widths
+                for parts in (2, 4, 8)
+                for stages in (3, 5)
+            ]
         for tile in cut:
             yield str(tuple(tile)), partial(eight_bits, tile)
         return
 
-    def four(cut: dict[str, int], x: Tensor, weight: Tensor, weight_scale: Tensor, group: int = 32,
-             x_scale: Tensor | None = None, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:  # fmt: skip
+    def four(
+        cut: dict[str, int],
+        x: Tensor,
+        weight: Tensor,
+        weight_scale: Tensor,
+        group: int = 32,
+        x_scale: Tensor | None = None,
+        out_dtype: torch.dtype = torch.bfloat16,
+    ) -> Tensor:
         words = weight if weight.dtype == torch.int32 else unpacking.as_words(weight)
-        return four_bits.multiply(x, words, weight_scale, None, x_scale, None, group, out_dtype, cut)
+        return four_bits.multiply(
+            x, words, weight_scale, None, x_scale, None, group, out_dtype, cut
+        )
 
     if rows == 1:
-        many = [{"BLOCK_N": n, "BLOCK_W": size // 8, "num_warps": warps} for n in (2, 4, 8, 16)
-                for size in (2048, 4096) for warps in (4, 8)]  # fmt: skip
+        many = [
+            {"BLOCK_N": n, "BLOCK_W": size // 8, "num_warps": warps}
+            for n in (2, 4, 8, 16)
+            for size in (2048, 4096)
+            for warps in (4, 8)
+        ]
     else:
         tall = 8 if rows <= 8 else 16
-        many = [{"BLOCK_M": tall, "BLOCK_N": n, "BLOCK_K": columns, "PARTS": parts, "num_warps": parts,
-                 "num_stages": stages}
-                for n in (16, 32) for columns in (128, 256) for parts in (2, 4, 8) for stages in (2, 4)]  # fmt: skip
+        many = [
+            {
+                "BLOCK_M": tall,
+                "BLOCK_N": n,
+                "BLOCK_K": columns,
+                "PARTS": parts,
+                "num_warps": parts,
+                "num_stages": stages,
+            }
+            for n in (16, 32)
+            for columns in (128, 256)
+            for parts in (2, 4, 8)
+            for stages in (2, 4)
+        ]
     for shape in many:
         yield str(tuple(shape.values())), partial(four, shape)
 
@@ -182,9 +239,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--schemes", nargs="*", default=tuple(LAYERS), choices=tuple(LAYERS))
     parser.add_argument("--rows", nargs="*", type=int, default=ROWS)
-    parser.add_argument("--shapes", nargs="*", default=SHAPES, help="such as 4096x6144, K x N",
-                        type=lambda shape: tuple(map(int, shape.split("x"))))  # fmt: skip
-    parser.add_argument("--tiles", action="store_true", help="all tiles of the kernels for few rows, not what is taken")
+    parser.add_argument(
+        "--shapes",
+        nargs="*",
+        default=SHAPES,
+        help="such as 4096x6144, K x N",
+        type=lambda shape: tuple(map(int, shape.split("x"))),
+    )
+    parser.add_argument(
+        "--tiles",
+        action="store_true",
+        help="all tiles of the kernels for few rows, not what is taken",
+    )
     parser.add_argument("--jobs", type=int, default=0, help="compile in so many processes first")
     parser.add_argument("--compile-only", help=argparse.SUPPRESS)
     parser.add_argument("--json", help="write the numbers to this file")
@@ -203,33 +269,75 @@ def main() -> None:
         compile_first(args.jobs)
     bandwidth = copy_bandwidth()
     command = "python " + " ".join(sys.argv)
-    about = {"command": command, "device": torch.cuda.get_device_name(), "torch": torch.__version__,
-             "python": platform.python_version(), "copy_gbs": bandwidth / 1e9}  # fmt: skip
-    print(f"$ {command}\n{about['device']}, torch {torch.__version__}, copy {bandwidth / 1e9:.0f} GB/s\n")
-    print(f"{'scheme':14}{'K->N':>14}{'rows':>6}  {'kernel':28}{'us':>9}{'GB/s':>7}{'share':>7}{'TFLOP/s':>9}{'bf16 us':>9}"
-          f"{'ratio':>7}")  # fmt: skip
+    about = {
+        "command": command,
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "copy_gbs": bandwidth / 1e9,
+    }
+    print(
+        f"$ {command}\n{about['device']}, torch {torch.__version__}, copy "
+        f"{bandwidth / 1e9:.0f} GB/s\n"
+    )
+    print(
+        f"{'scheme':14}{'K->N':>14}{'rows':>6}  "
+        f"{'kernel':28}{'us':>9}{'GB/s':>7}{'share':>7}{'TFLOP/s':>9}{'bf16 us':>9}"
+        f"{'ratio':>7}"
+    )
     lines: list[dict[str, Any]] = []
     beside: dict[tuple[int, ...], float] = {}
     for name, k, n, rows, label, call in cases(args):
         first = LAYERS[name].make(rows, n, k)
-        num_bytes = sum(t.numel() * t.element_size() for t in first.values() if isinstance(t, Tensor)) + 2 * rows * n
-        sets = [first] + [LAYERS[name].make(rows, n, k) for _ in range(max(1, min(31, -(-ROTATED_BYTES // num_bytes))))]
+        num_bytes = (
+            sum(t.numel() * t.element_size() for t in first.values() if isinstance(t, Tensor))
+            + 2 * rows * n
+        )
+        sets = [first] + [
+            LAYERS[name].make(rows, n, k)
+            for _ in range(max(1, min(31, -(-ROTATED_BYTES // num_bytes))))
+        ]
         calls = 32 if rows <= 64 else 8
         if (rows, k, n) not in beside:
             beside[rows, k, n] = bf16_us(rows, k, n, calls)
         us = microseconds(call, sets, calls, 9)
-        line = {"scheme": name, "k": k, "n": n, "rows": rows, "kernel": label, "us": us, "gbs": num_bytes / us / 1e3,
-                "share": num_bytes / us * 1e6 / bandwidth, "tflops": 2e-6 * rows * n * k / us,
-                "bf16_us": beside[rows, k, n], "over_bf16": beside[rows, k, n] / us}  # fmt: skip
+        line = {
+            "scheme": name,
+            "k": k,
+            "n": n,
+            "rows": rows,
+            "kernel": label,
+            "us": us,
+            "gbs": num_bytes / us / 1e3,
+            "share": num_bytes / us * 1e6 / bandwidth,
+            "tflops": 2e-6 * rows * n * k / us,
+            "bf16_us": beside[rows, k, n],
+            "over_bf16": beside[rows, k, n] / us,
+        }
         lines.append(line)
-        print(f"{name:14}{f'{k}->{n}':>14}{rows:6}  {label:28}{us:9.2f}{line['gbs']:7.0f}{line['share']:7.2f}"
-              f"{line['tflops']:9.1f}{line['bf16_us']:9.2f}{line['over_bf16']:7.2f}", flush=True)  # fmt: skip
+        print(
+            f"{name:14}{f'{k}->{n}':>14}{rows:6}  "
+            f"{label:28}{us:9.2f}{line['gbs']:7.0f}{line['share']:7.2f}"
+            f"{line['tflops']:9.1f}{line['bf16_us']:9.2f}{line['over_bf16']:7.2f}",
+            flush=True,
+        )
     if args.tiles:
         print()
-        for case in dict.fromkeys((line["scheme"], line["rows"], line["k"], line["n"]) for line in lines):
-            these = [line for line in lines if (line["scheme"], line["rows"], line["k"], line["n"]) == case]
+        for case in dict.fromkeys(
+            (line["scheme"], line["rows"], line["k"], line["n"]) for line in lines
+        ):
+            these = [
+                line
+                for line in lines
+                if (line["scheme"], line["rows"], line["k"], line["n"]) == case
+            ]
             ranked = sorted(these, key=lambda line: line["us"])[:3]
-            print(*case, "  ".join(f"{line['kernel']} {line['us']:.2f} ({line['share']:.2f})" for line in ranked))
+            print(
+                *case,
+                "  ".join(
+                    f"{line['kernel']} {line['us']:.2f} ({line['share']:.2f})" for line in ranked
+                ),
+            )
     if args.json:
         with open(args.json, "w") as file:
             json.dump(about | {"lines": lines}, file, indent=1)

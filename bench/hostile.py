@@ -1,4 +1,6 @@
-"""Requests that take as much of a server as one request can, by name: where they go, and their bodies."""
+"""Requests that take as much of a server as one request can, by name: where they go, and their
+bodies.
+"""
 
 import json
 from collections.abc import Callable
@@ -22,7 +24,10 @@ def lark(length: int) -> str:
 
 
 def chain(length: int) -> str:
-    return "".join(f'r{i}: r{i + 1} | "x{i}"\n' for i in range(length)) + f'r{length}: "y"\nstart: r0\n'
+    return (
+        "".join(f'r{i}: r{i + 1} | "x{i}"\n' for i in range(length))
+        + f'r{length}: "y"\nstart: r0\n'
+    )
 
 
 def nested(depth: int) -> str:

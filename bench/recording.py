@@ -1,14 +1,17 @@
-"""Records what the compiler and the runtime do, and compares two recordings: shows that a refactoring changes nothing.
+"""Records what the compiler and the runtime do, and compares two recordings: shows that a
+refactoring changes nothing.
 
     PYTHONPATH=. python bench/recording.py --record before      # in a worktree of the commit before
-    PYTHONPATH=. python bench/recording.py --record after       # in a worktree of the commit after, on the same machine
+    PYTHONPATH=. python bench/recording.py --record after       # in a worktree of the commit after,
+                                                                on the same machine
     PYTHONPATH=. python bench/recording.py --compare before after
 
-A recording holds, for small models with random weights of a fixed seed, the dumps after every pass, what `atomc explain
---save` counts and the report as JSON, each for this CPU, for a GPU that need not be here and for the runtime; and the
-tokens of mixes of requests as in bench/equality.py. Dumps, counts and tokens must be equal; of near misses and refusals
-all but the sentences, which are counted apart. A key that only the second recording has is no difference.
-The exit code is 1 if anything but sentences differs. --only records or compares some models.
+A recording holds, for small models with random weights of a fixed seed, the dumps after every pass,
+what `atomc explain --save` counts and the report as JSON, each for this CPU, for a GPU that need
+not be here and for the runtime; and the tokens of mixes of requests as in bench/equality.py. Dumps,
+counts and tokens must be equal; of near misses and refusals all but the sentences, which are
+counted apart. A key that only the second recording has is no difference. The exit code is 1 if
+anything but sentences differs. --only records or compares some models.
 """
 
 import argparse
@@ -45,32 +48,78 @@ from atomc.report.report import Report, reports
 from atomc.runtime.engine import Engine, EngineConfig
 from atomc.runtime.sampling.sampling_params import SamplingParams
 
-WIDTHS: dict[str, Any] = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-                              num_key_value_heads=2, vocab_size=128, max_position_embeddings=256)  # fmt: skip
-LATENT = dict(num_key_value_heads=4, q_lora_rank=32, kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=8,
-              v_head_dim=24, n_routed_experts=4, n_group=1, num_experts_per_tok=2, topk_group=1, first_k_dense_replace=1,
-              moe_intermediate_size=32, pad_token_id=0)  # fmt: skip
+WIDTHS: dict[str, Any] = dict(
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=128,
+    max_position_embeddings=256,
+)
+LATENT = dict(
+    num_key_value_heads=4,
+    q_lora_rank=32,
+    kv_lora_rank=64,
+    qk_nope_head_dim=32,
+    qk_rope_head_dim=8,
+    v_head_dim=24,
+    n_routed_experts=4,
+    n_group=1,
+    num_experts_per_tok=2,
+    topk_group=1,
+    first_k_dense_replace=1,
+    moe_intermediate_size=32,
+    pad_token_id=0,
+)
 STOCK: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {**WIDTHS, "head_dim": 16}),
     "mixtral": ("Mixtral", {**WIDTHS, "num_local_experts": 4, "sliding_window": None}),
     "deepseek_v3": ("DeepseekV3", {**WIDTHS, **LATENT}),
     "gpt2": ("GPT2", dict(vocab_size=128, n_embd=64, n_layer=2, n_head=4, n_positions=256)),
 }
-LLAMA = {**WIDTHS, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
-         "rms_norm_eps": 1e-6, "head_dim": 16}  # fmt: skip
+LLAMA = {
+    **WIDTHS,
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "head_dim": 16,
+}
 # The platforms for which each model is compiled; None is this machine.
 EXPLAINED: dict[str, str | None] = {"cpu": None, "sm90": "sm90", "gfx950": "gfx950"}
 RUNTIME: dict[str, str | None] = {"runtime_cpu": None, "runtime_gfx950": "gfx950"}
 NAMES = ("demo", "llama_fp8", "deepseek_v3_fp8_block", "qwen3_hooked", *STOCK)
 LONGEST = 150  # tokens of a prompt
 # For each model: which of equality.ENGINES serve it, and how many mixes each runs.
-SERVED = {"demo": (range(len(equality.ENGINES)), 3), "qwen3": ((0, 1, 6, 7, 8), 2), "llama_fp8": ((1, 7), 2),
-          "mixtral": ((1, 7), 2), "gpt2": ((1, 8), 2)}  # fmt: skip
+SERVED = {
+    "demo": (range(len(equality.ENGINES)), 3),
+    "qwen3": ((0, 1, 6, 7, 8), 2),
+    "llama_fp8": ((1, 7), 2),
+    "mixtral": ((1, 7), 2),
+    "gpt2": ((1, 8), 2),
+}
 
 # Keys whose values, or the texts in them, are sentences for people.
-SENTENCES = {"expected", "found", "reason", "why_not", "notes", "bugs", "absent", "taken", "about", "text"}
+SENTENCES = {
+    "expected",
+    "found",
+    "reason",
+    "why_not",
+    "notes",
+    "bugs",
+    "absent",
+    "taken",
+    "about",
+    "text",
+}
 _REFUSED = re.compile(r"/kernels/\d+/refused$")
-LEFT_OUT = {"phases", "stages", "cache", "machine"}  # times; texts that the dumps hold; what the machine is
+LEFT_OUT = {
+    "phases",
+    "stages",
+    "cache",
+    "machine",
+}  # times; texts that the dumps hold; what the machine is
 
 
 # ---- models
@@ -105,8 +154,12 @@ def _hooked(model: Any) -> nn.Module:
     second.self_attn.k_proj.register_forward_hook(lambda module, args, out: out.double().float())
     first.mlp.act_fn.register_forward_hook(lambda module, args, out: out + 1)
     second.mlp.gate_proj.register_forward_hook(lambda module, args, out: out.clone().mul_(2))
-    second.post_attention_layernorm.register_forward_hook(lambda module, args, out: out + 0 * args[0])
-    first.input_layernorm.register_forward_hook(lambda module, args, out: out.to(torch.bfloat16).float())
+    second.post_attention_layernorm.register_forward_hook(
+        lambda module, args, out: out + 0 * args[0]
+    )
+    first.input_layernorm.register_forward_hook(
+        lambda module, args, out: out.to(torch.bfloat16).float()
+    )
     return cast(nn.Module, model)
 
 
@@ -138,12 +191,18 @@ def record(folder: Path, only: Sequence[str] = NAMES) -> None:
 
 
 def _explain(name: str, platform: str | None, out: Path) -> None:
-    atomc.explain(model_of(name), options={"dump": str(out), "cache": False}, platform=platform, dynamic=True)
+    atomc.explain(
+        model_of(name), options={"dump": str(out), "cache": False}, platform=platform, dynamic=True
+    )
 
 
 def _compile(name: str, platform: str | None, out: Path) -> None:
     options = {"dump": str(out), "cache": False, "glue": "eager"}
-    compile_model(_served(model_of(name)), options=options, platform=Platform.named(platform) if platform else None)
+    compile_model(
+        _served(model_of(name)),
+        options=options,
+        platform=Platform.named(platform) if platform else None,
+    )
 
 
 def _served(model: nn.Module) -> nn.Module:
@@ -186,8 +245,9 @@ def tokens(name: str) -> dict[str, Any]:
         options = {"strict": True, "glue": "eager", "cache": False, "layout": setting.pop("layout")}
         if "num_blocks" in setting:  # few for half of the engines, so that requests are preempted
             setting["num_blocks"] = 14 if number % 2 else 40
-        config = EngineConfig(**{"max_num_seqs": 6, "threads": 1, "self_check": False, **setting,
-                                                      "options": options})  # fmt: skip
+        config = EngineConfig(
+            **{"max_num_seqs": 6, "threads": 1, "self_check": False, **setting, "options": options}
+        )
         engine = Engine(config, module=model_of(name), progress=False)
         for seed in range(number, number + 10 * mixes, 10):
             requests = equality.mix(seed, engine.vocab_size or 40, LONGEST, 8)
@@ -197,18 +257,31 @@ def tokens(name: str) -> dict[str, Any]:
             found[f"engine {number}, mix {seed}"] = equality.run_mix(engine, requests)
         stats = engine.stats()
         found[f"engine {number}, counts"] = {
-            name: getattr(stats, name) for name in ("preemptions", "prefix_hits", "prefix_queries", "drafted", "accepted",
-                                                    "prompt_tokens", "generated_tokens")}  # fmt: skip
+            name: getattr(stats, name)
+            for name in (
+                "preemptions",
+                "prefix_hits",
+                "prefix_queries",
+                "drafted",
+                "accepted",
+                "prompt_tokens",
+                "generated_tokens",
+            )
+        }
     return found
 
 
 def varied(params: SamplingParams, rng: random.Random) -> SamplingParams:
     """Some of these sample in another way."""
     more: list[dict[str, Any]] = [{}] * 4 + [
-        {"temperature": 1.0, "top_k": 5}, {"temperature": 1.3, "min_p": 0.05}, {"repetition_penalty": 1.2},
-        {"presence_penalty": 0.5, "frequency_penalty": 0.3, "temperature": 0.7}, {"logit_bias": {3: 5.0, 7: -20.0}},
-        {"logprobs": 3}, {"min_tokens": 1, "stop_token_ids": (5, 9)},
-    ]  # fmt: skip
+        {"temperature": 1.0, "top_k": 5},
+        {"temperature": 1.3, "min_p": 0.05},
+        {"repetition_penalty": 1.2},
+        {"presence_penalty": 0.5, "frequency_penalty": 0.3, "temperature": 0.7},
+        {"logit_bias": {3: 5.0, 7: -20.0}},
+        {"logprobs": 3},
+        {"min_tokens": 1, "stop_token_ids": (5, 9)},
+    ]
     return replace(params, **rng.choice(more))
 
 
@@ -224,21 +297,38 @@ class Difference(NamedTuple):
     second: str
 
 
-def compare(first: Path, second: Path, only: Sequence[str] | None = None) -> tuple[list[Difference], Counter[str]]:
-    """What differs between two recordings, and the number of files of each kind. Raises ValueError for no recording."""
-    names = sorted({str(file.relative_to(folder)) for folder in (first, second) for file in folder.rglob("*")
-                    if file.suffix in (".py", ".json")})  # fmt: skip
+def compare(
+    first: Path, second: Path, only: Sequence[str] | None = None
+) -> tuple[list[Difference], Counter[str]]:
+    """What differs between two recordings, and the number of files of each kind. Raises ValueError
+    for no recording.
+    """
+    names = sorted(
+        {
+            str(file.relative_to(folder))
+            for folder in (first, second)
+            for file in folder.rglob("*")
+            if file.suffix in (".py", ".json")
+        }
+    )
     names = [name for name in names if only is None or name.partition("/")[0] in only]
     if not names:
         raise ValueError(f"{first} and {second} hold no recording: expected what --record writes")
     files: Counter[str] = Counter()
     found: list[Difference] = []
     for name in names:
-        kind = {"baseline.json": "counts", "report.json": "report", "tokens.json": "tokens"}.get(Path(name).name, "dump")
+        kind = {"baseline.json": "counts", "report.json": "report", "tokens.json": "tokens"}.get(
+            Path(name).name, "dump"
+        )
         files[kind] += 1
-        a, b = ((folder / name).read_text() if (folder / name).exists() else None for folder in (first, second))
+        a, b = (
+            (folder / name).read_text() if (folder / name).exists() else None
+            for folder in (first, second)
+        )
         if a is None or b is None:
-            found.append(Difference(kind, name, *("absent" if text is None else "there" for text in (a, b))))
+            found.append(
+                Difference(kind, name, *("absent" if text is None else "there" for text in (a, b)))
+            )
         elif kind == "dump":
             found += _of_texts(name, a, b)
         else:
@@ -248,7 +338,9 @@ def compare(first: Path, second: Path, only: Sequence[str] | None = None) -> tup
 
 def _of_texts(name: str, a: str, b: str) -> Iterator[Difference]:
     """The first lines that differ."""
-    lines = [line for line in difflib.unified_diff(a.splitlines(), b.splitlines(), n=0, lineterm="")][3:]
+    lines = [
+        line for line in difflib.unified_diff(a.splitlines(), b.splitlines(), n=0, lineterm="")
+    ][3:]
     if lines:
         gone, new = (next((line[1:] for line in lines if line[0] == sign), "") for sign in "-+")
         yield Difference("dump", name, gone, new)
@@ -260,7 +352,9 @@ def _of_data(kind: str, where: str, a: Any, b: Any, sentence: bool = False) -> I
             for key in a.keys() - b.keys():
                 yield Difference(kind, f"{where}/{key}", str(a[key]), "absent")
             for key in a.keys() & b.keys():
-                yield from _of_data(kind, f"{where}/{key}", a[key], b[key], sentence or key in SENTENCES)
+                yield from _of_data(
+                    kind, f"{where}/{key}", a[key], b[key], sentence or key in SENTENCES
+                )
         case list(), list() if _REFUSED.search(where):  # [provider, reason] each
             same = [x[0] for x in a] == [x[0] for x in b]
             if a != b:
@@ -286,10 +380,17 @@ def table(found: Sequence[Difference], files: Mapping[str, int], shown: int) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--record", type=Path, metavar="DIR")
-    parser.add_argument("--compare", type=Path, metavar="DIR", nargs="+", help="two recordings; or one, with what is "
-                        "recorded now")  # fmt: skip
+    parser.add_argument(
+        "--compare",
+        type=Path,
+        metavar="DIR",
+        nargs="+",
+        help="two recordings; or one, with what is recorded now",
+    )
     parser.add_argument("--only", help=f"some of {','.join(NAMES)}, with commas between them")
     parser.add_argument("--shown", type=int, default=10, help="so many differences in full")
     args = parser.parse_args()

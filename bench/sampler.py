@@ -1,9 +1,12 @@
-"""Time a sampled step, from logits to tokens on the device, beside one that sorts the whole vocabulary.
+"""Time a sampled step, from logits to tokens on the device, beside one that sorts the whole
+vocabulary.
 
     python bench/sampler.py --json bench/results/sampler-cpu.json
 
-us: all that the host and the device do for one step, the device waited for at the end, median of the steps. host us:
-what the host needs to hand a step to a GPU. On a GPU, tokens are also compared with those of the CPU.
+us: all that the host and the device do for one step, the device waited for at the end, median of
+the steps. host us:
+what the host needs to hand a step to a GPU. On a GPU, tokens are also compared with those of the
+CPU.
 """
 
 import argparse
@@ -42,10 +45,22 @@ KINDS: dict[str, dict[str, Any]] = {
 
 def sample_specs(kind: str, batch: int, index: int) -> list[SampleSpec]:
     """Those of `batch` requests after a prompt of 500 tokens and `index` new ones."""
-    kinds = [one for name, one in KINDS.items() if name != "mixed"] if kind == "mixed" else [KINDS[kind]]
+    kinds = (
+        [one for name, one in KINDS.items() if name != "mixed"]
+        if kind == "mixed"
+        else [KINDS[kind]]
+    )
     tokens = [(7919 * i) % VOCABULARY for i in range(500 + index)]
-    return [SampleSpec(SamplingParams(**{"temperature": 0.8, **kinds[i % len(kinds)]}), i, index, 500,
-                 counts=RequestCounts(500, list(tokens))) for i in range(batch)]  # fmt: skip
+    return [
+        SampleSpec(
+            SamplingParams(**{"temperature": 0.8, **kinds[i % len(kinds)]}),
+            i,
+            index,
+            500,
+            counts=RequestCounts(500, list(tokens)),
+        )
+        for i in range(batch)
+    ]
 
 
 def logits_of(kind: str, batch: int, device: torch.device) -> Tensor:
@@ -75,7 +90,9 @@ def sorting(logits: Tensor, draws: Sequence[SampleSpec]) -> Tensor:
     return ids.gather(-1, torch.minimum(last, torch.searchsorted(mass, target, right=True)))[:, 0]
 
 
-def timed(step: Callable[[int], object], device: torch.device, seconds: float) -> tuple[float, float]:
+def timed(
+    step: Callable[[int], object], device: torch.device, seconds: float
+) -> tuple[float, float]:
     """Microseconds of a step, and of the host alone."""
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     for index in range(3):
@@ -101,10 +118,15 @@ def differences(device: torch.device, batch: int) -> int:
         samplers = Sampler(torch.device("cpu"), 3 * batch), Sampler(device, 3 * batch)
         for index in range(3):
             # The same tokens before, or one difference would lead to others.
-            cpu, gpu = (sampler(logits.to(where), sample_specs(kind, batch, index)).tokens.tolist()
-                        for sampler, where in zip(samplers, (torch.device("cpu"), device), strict=True))  # fmt: skip
+            cpu, gpu = (
+                sampler(logits.to(where), sample_specs(kind, batch, index)).tokens.tolist()
+                for sampler, where in zip(samplers, (torch.device("cpu"), device), strict=True)
+            )
             draws = sample_specs(kind, batch, index)
-            alone = [Sampler(device, 1)(logits[i : i + 1].to(device), [draws[i]]).tokens.item() for i in range(0, batch, 7)]
+            alone = [
+                Sampler(device, 1)(logits[i : i + 1].to(device), [draws[i]]).tokens.item()
+                for i in range(0, batch, 7)
+            ]
             assert alone == gpu[::7], f"{kind}: rows know their batch"
             found += sum(a != b for a, b in zip(cpu, gpu, strict=True))
     return found
@@ -121,10 +143,17 @@ def main() -> None:
     name = torch.cuda.get_device_name() if device.type == "cuda" else threads
     print("$ python", " ".join(sys.argv))
     print(f"{name}, torch {torch.__version__}, vocabulary {VOCABULARY}, bf16 logits\n", flush=True)
-    results: dict[str, Any] = {"device": name, "torch": torch.__version__, "vocabulary": VOCABULARY, "rows": []}
+    results: dict[str, Any] = {
+        "device": name,
+        "torch": torch.__version__,
+        "vocabulary": VOCABULARY,
+        "rows": [],
+    }
     if device.type == "cuda":
         results["differences"] = differences(device, 32)
-        print(f"{results['differences']} of {32 * 3 * len(KINDS)} tokens differ from those of a CPU\n")
+        print(
+            f"{results['differences']} of {32 * 3 * len(KINDS)} tokens differ from those of a CPU\n"
+        )
     print(f"{'':26} {'batch':>5} {'us':>10} {'host us':>9} {'sorting us':>11} {'ratio':>6}")
     for kind in KINDS:
         for batch in args.batch:
@@ -133,8 +162,14 @@ def main() -> None:
             steps = [[replace(draw, index=index) for draw in first] for index in range(203)]
             us, host = timed(lambda index: sampler(logits, steps[index]), device, args.seconds)  # noqa: B023
             sorts = KINDS[kind].keys() & {"top_k", "top_p"}
-            other = timed(lambda index: sorting(logits, steps[index]), device, args.seconds)[0] if sorts else None  # noqa: B023
-            results["rows"].append({"kind": kind, "batch": batch, "us": us, "host_us": host, "sorting_us": other})
+            other = (
+                timed(lambda index: sorting(logits, steps[index]), device, args.seconds)[0]  # noqa: B023
+                if sorts
+                else None
+            )
+            results["rows"].append(
+                {"kind": kind, "batch": batch, "us": us, "host_us": host, "sorting_us": other}
+            )
             more = f"{other:11.0f} {other / us:6.1f}" if other else f"{'-':>11}"
             print(f"{kind:26} {batch:5} {us:10.0f} {host:9.0f} {more}", flush=True)
     if args.json:

@@ -1,13 +1,15 @@
 """The engine's time per token and tokens per second, on random weights, counted as others are.
 
     python bench/throughput.py --model 0.6b --json bench/results/throughput-h200.json
-    python bench/throughput.py --model tiny --device cpu --batches 1,8 --requests 16 --prompt 64 --new 32
+    python bench/throughput.py --model tiny --device cpu --batches 1,8 --requests 16 --prompt 64
+    --new 32
 
-TPOT: a batch of prompts of --context tokens, greedy; the time of 129 new tokens each less that of one, by 128, median
-of three. bare_ms is the replay of the same decode step's CUDA graph and the argmax of its logits, by device events.
-Throughput: --requests prompts of --prompt tokens at once, --new tokens each, all of them generated. host_ms is the
-mean time of the host for a step, waiting for the device left out. idle_share is what the device idles of a decode step
-at batch 64: the gaps between kernels in a profile of --profiled steps, those within a CUDA graph left out.
+TPOT: a batch of prompts of --context tokens, greedy; the time of 129 new tokens each less that of
+one, by 128, median of three. bare_ms is the replay of the same decode step's CUDA graph and the
+argmax of its logits, by device events. Throughput: --requests prompts of --prompt tokens at once,
+--new tokens each, all of them generated. host_ms is the mean time of the host for a step, waiting
+for the device left out. idle_share is what the device idles of a decode step at batch 64: the gaps
+between kernels in a profile of --profiled steps, those within a CUDA graph left out.
 """
 
 import argparse
@@ -45,7 +47,9 @@ def bare_ms(engine: Engine, batch: int, steps: int) -> float | None:
     """The step of the last batch that ran, replayed."""
     if engine.executor.runner.graphs is None:
         return None
-    shape = next(shape for shape in engine.executor.runner.graphs.captured if shape[:3] == (batch,) * 3)
+    shape = next(
+        shape for shape in engine.executor.runner.graphs.captured if shape[:3] == (batch,) * 3
+    )
     return milliseconds(lambda: engine.executor.runner.graphs(shape).argmax(-1), steps)
 
 
@@ -65,18 +69,26 @@ def idle_share(engine: Engine, prompts: list[list[int]], steps: int) -> dict[str
     seconds = time.perf_counter() - began
     while engine.has_work:
         engine.step()
-    spans = sorted((e.time_range.start, e.time_range.end) for e in profile.events()
-                   if e.device_type == torch.autograd.DeviceType.CUDA)  # fmt: skip
+    spans = sorted(
+        (e.time_range.start, e.time_range.end)
+        for e in profile.events()
+        if e.device_type == torch.autograd.DeviceType.CUDA
+    )
     end, gaps = spans[0][1], []
     for start, stop in spans:
         if start > end:
             gaps.append(start - end)
         end = max(end, stop)
     total = end - spans[0][0]
-    # The kernels of a graph follow each other at once; what keeps the device waiting for the host takes longer.
+    # The kernels of a graph follow each other at once; what keeps the device waiting for the host
+    # takes longer.
     waits = sum(gap for gap in gaps if gap > GRAPH_GAP_US)
-    return {"idle_share": waits / total, "all_gaps_share": sum(gaps) / total, "step_ms": total / steps / 1e3,
-            "profiled_step_ms": 1e3 * seconds / steps}  # fmt: skip
+    return {
+        "idle_share": waits / total,
+        "all_gaps_share": sum(gaps) / total,
+        "step_ms": total / steps / 1e3,
+        "profiled_step_ms": 1e3 * seconds / steps,
+    }
 
 
 GRAPH_GAP_US = 4.0
@@ -88,13 +100,27 @@ def figures(args: argparse.Namespace) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(config))
         started = time.perf_counter()
-        engine = Engine(EngineConfig(
-            model=folder, load_format="dummy", dtype=args.dtype, device=args.device, max_model_len=args.max_model_len,
-            max_num_seqs=args.max_num_seqs, max_num_batched_tokens=args.max_num_batched_tokens,
-            enable_prefix_caching=False, options={"glue": args.glue},
-        ), progress=False)  # fmt: skip
-    yield {"what": "start", "seconds": time.perf_counter() - started, "phases": engine.phases,
-           "kv_tokens": engine.scheduler.pool.num_tokens, "graphs": len(engine.program.report.cuda_graphs)}  # fmt: skip
+        engine = Engine(
+            EngineConfig(
+                model=folder,
+                load_format="dummy",
+                dtype=args.dtype,
+                device=args.device,
+                max_model_len=args.max_model_len,
+                max_num_seqs=args.max_num_seqs,
+                max_num_batched_tokens=args.max_num_batched_tokens,
+                enable_prefix_caching=False,
+                options={"glue": args.glue},
+            ),
+            progress=False,
+        )
+    yield {
+        "what": "start",
+        "seconds": time.perf_counter() - started,
+        "phases": engine.phases,
+        "kv_tokens": engine.scheduler.pool.num_tokens,
+        "graphs": len(engine.program.report.cuda_graphs),
+    }
     rng = random.Random(0)
 
     def prompts(count: int, length: int) -> list[list[int]]:
@@ -106,26 +132,45 @@ def figures(args: argparse.Namespace) -> Any:
         one = statistics.median(generate(engine, given, 1) for _ in range(3))
         engine.host_ms = 0.0
         many = statistics.median(generate(engine, given, 129) for _ in range(3))
-        figure = {"what": "tpot", "batch": batch, "context": args.context, "tpot_ms": 1e3 * (many - one) / 128,
-                  "prefill_ms": 1e3 * one, "host_ms": engine.host_ms}  # fmt: skip
+        figure = {
+            "what": "tpot",
+            "batch": batch,
+            "context": args.context,
+            "tpot_ms": 1e3 * (many - one) / 128,
+            "prefill_ms": 1e3 * one,
+            "host_ms": engine.host_ms,
+        }
         bare = bare_ms(engine, batch, 50)
         yield figure | ({"bare_ms": bare} if bare else {})
     if args.device == "cuda" and args.profiled:
-        yield {"what": "idle", "batch": 64, **idle_share(engine, prompts(64, args.context), args.profiled)}
+        yield {
+            "what": "idle",
+            "batch": 64,
+            **idle_share(engine, prompts(64, args.context), args.profiled),
+        }
     if args.requests:
         given = prompts(args.requests, args.prompt)
         engine.host_ms = 0.0
         engine.executor.runner.forget_counts()
         seconds = min(generate(engine, given, args.new) for _ in range(2))
         stats = engine.stats()
-        yield {"what": "throughput", "requests": args.requests, "prompt": args.prompt, "new": args.new,
-               "tokens_per_s": args.requests * args.new / seconds, "seconds": seconds, "host_ms": stats.host_ms,
-               "steps": dict(stats.steps),
-               "padding": stats.graph_padding / max(stats.graph_rows + stats.graph_padding, 1)}  # fmt: skip
+        yield {
+            "what": "throughput",
+            "requests": args.requests,
+            "prompt": args.prompt,
+            "new": args.new,
+            "tokens_per_s": args.requests * args.new / seconds,
+            "seconds": seconds,
+            "host_ms": stats.host_ms,
+            "steps": dict(stats.steps),
+            "padding": stats.graph_padding / max(stats.graph_rows + stats.graph_padding, 1),
+        }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="0.6b", choices=sorted(MODELS))
     parser.add_argument("--batches", default="1,8,64")
     parser.add_argument("--context", default=1024, type=int)
@@ -143,13 +188,27 @@ def main() -> None:
     args = parser.parse_args()
     for figure in figures(args):
         figure = {"model": args.model, **figure}
-        print("  ".join(f"{name}={value:.3f}" if isinstance(value, float) else f"{name}={value}"
-                        for name, value in figure.items()), flush=True)  # fmt: skip
+        print(
+            "  ".join(
+                f"{name}={value:.3f}" if isinstance(value, float) else f"{name}={value}"
+                for name, value in figure.items()
+            ),
+            flush=True,
+        )
         if args.json:
             where = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
             with open(args.json, "a") as file:
-                file.write(json.dumps({**figure, "device": where, "torch": torch.__version__,
-                                       "command": " ".join(["python", *sys.argv])}) + "\n")  # fmt: skip
+                file.write(
+                    json.dumps(
+                        {
+                            **figure,
+                            "device": where,
+                            "torch": torch.__version__,
+                            "command": " ".join(["python", *sys.argv]),
+                        }
+                    )
+                    + "\n"
+                )
 
 
 if __name__ == "__main__":

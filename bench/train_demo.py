@@ -1,7 +1,8 @@
-"""Train the demo model that atomc ships: a Qwen3 of a few megabytes that writes English, in Hugging Face layout.
+"""Train the demo model that atomc ships: a Qwen3 of a few megabytes that writes English, in Hugging
+Face layout.
 
-Stock transformers and a plain torch loop: tokenizer, training, held-back text and its perplexity, in one run.
-atomc/demo/README.md says which text was used and how to get it.
+Stock transformers and a plain torch loop: tokenizer, training, held-back text and its perplexity,
+in one run. atomc/demo/README.md says which text was used and how to get it.
 """
 
 import argparse
@@ -28,9 +29,11 @@ EXAMPLES = """examples:
 END = "<|endoftext|>"
 BETWEEN_DOCUMENTS = "\n\n\n"
 EVALUATION_CONTEXT, EVALUATION_STRIDE, SLICE_TOKENS = 1024, 512, 4096
-# As in Qwen2 and Qwen3: Hugging Face may rebuild the tokenizer from the model type, and both must split alike.
+# As in Qwen2 and Qwen3: Hugging Face may rebuild the tokenizer from the model type, and both must
+# split alike.
 WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| "
+    r"?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
 
@@ -42,11 +45,18 @@ def main() -> None:
         return
 
     texts, held_out = hold_out([path.read_text() for path in args.text], args.held_out)
-    documents = [part.strip() for text in texts for part in text.split(BETWEEN_DOCUMENTS) if part.strip()]
+    documents = [
+        part.strip() for text in texts for part in text.split(BETWEEN_DOCUMENTS) if part.strip()
+    ]
     tokenizer = train_tokenizer(documents, args.vocab)
-    tokens = torch.tensor([t for one in tokenizer.encode_batch([END + d for d in documents]) for t in one.ids])
+    tokens = torch.tensor(
+        [t for one in tokenizer.encode_batch([END + d for d in documents]) for t in one.ids]
+    )
     held_out_tokens = torch.tensor(tokenizer.encode(held_out).ids)
-    print(f"{sum(map(len, texts)):,} characters in {len(documents)} documents, {len(tokens):,} tokens to train on")
+    print(
+        f"{sum(map(len, texts)):,} characters in {len(documents)} documents, {len(tokens):,} "
+        "tokens to train on"
+    )
 
     torch.manual_seed(args.seed)
     config = model_config(args.vocab, args.layers, args.experts)
@@ -66,21 +76,54 @@ def arguments() -> argparse.Namespace:
         description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     job = parser.add_mutually_exclusive_group(required=True)
-    job.add_argument("--text", type=Path, nargs="+", metavar="FILE", help="plain text; two empty lines part documents")
-    job.add_argument("--evaluate", type=Path, metavar="FOLDER", help="only measure that model, write perplexity.json")
-    parser.add_argument("--out", type=Path, default=Path("demo"), help="folder to write (default: %(default)s)")
-    parser.add_argument("--vocab", type=int, default=3072, help="tokens, a multiple of 256 (default: %(default)s)")
-    parser.add_argument("--layers", type=int, default=3, help="default: %(default)s, which keeps bf16 below 8 MB")
-    parser.add_argument("--experts", type=int, default=0, help="experts per layer, two of them active; 0 is dense")
+    job.add_argument(
+        "--text",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="plain text; two empty lines part documents",
+    )
+    job.add_argument(
+        "--evaluate",
+        type=Path,
+        metavar="FOLDER",
+        help="only measure that model, write perplexity.json",
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("demo"), help="folder to write (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--vocab", type=int, default=3072, help="tokens, a multiple of 256 (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--layers", type=int, default=3, help="default: %(default)s, which keeps bf16 below 8 MB"
+    )
+    parser.add_argument(
+        "--experts", type=int, default=0, help="experts per layer, two of them active; 0 is dense"
+    )
     parser.add_argument("--steps", type=int, default=5000, help="default: %(default)s")
-    parser.add_argument("--batch", type=int, default=16, help="sequences per step (default: %(default)s)")
-    parser.add_argument("--context", type=int, default=2048, help="tokens per sequence (default: %(default)s)")
-    parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate (default: %(default)s)")
-    parser.add_argument("--dropout", type=float, default=0.15, help="while training (default: %(default)s)")
+    parser.add_argument(
+        "--batch", type=int, default=16, help="sequences per step (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--context", type=int, default=2048, help="tokens per sequence (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--lr", type=float, default=2e-3, help="peak learning rate (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--dropout", type=float, default=0.15, help="while training (default: %(default)s)"
+    )
     parser.add_argument("--weight-decay", type=float, default=1.0, help="default: %(default)s")
-    parser.add_argument("--held-out", type=float, default=0.005, help="part of each text kept back (%(default)s)")
+    parser.add_argument(
+        "--held-out", type=float, default=0.005, help="part of each text kept back (%(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
+    parser.add_argument(
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="default: %(default)s",
+    )
     args = parser.parse_args()
     if args.vocab % 256:
         parser.error(f"--vocab {args.vocab} is not a multiple of 256")
@@ -113,12 +156,17 @@ def train_tokenizer(documents: list[str], vocab_size: int) -> tokenizers.Tokeniz
     )
     tokenizer.train_from_iterator(documents, trainer)
     if tokenizer.get_vocab_size() != vocab_size:
-        raise ValueError(f"the text gives {tokenizer.get_vocab_size()} tokens, not {vocab_size}: more text, or --vocab")
+        raise ValueError(
+            f"the text gives {tokenizer.get_vocab_size()} tokens, not {vocab_size}: more text, "
+            "or --vocab"
+        )
     return tokenizer
 
 
 def model_config(vocab_size: int, num_layers: int, num_experts: int) -> dict:
-    """config.json as a Qwen3 checkpoint has it; END is token 0, as the tokenizer's first special token."""
+    """config.json as a Qwen3 checkpoint has it; END is token 0, as the tokenizer's first special
+    token.
+    """
     config = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -163,7 +211,11 @@ def model_config(vocab_size: int, num_layers: int, num_experts: int) -> dict:
 
 def build(config: dict) -> nn.Module:
     """A fresh model in float32, in which to train."""
-    fields = {name: value for name, value in config.items() if name not in ("architectures", "model_type", "dtype")}
+    fields = {
+        name: value
+        for name, value in config.items()
+        if name not in ("architectures", "model_type", "dtype")
+    }
     if config["model_type"] == "qwen3":
         return Qwen3ForCausalLM(Qwen3Config(**fields)).float()
     # The router needs its balancing loss while it trains, and only then.
@@ -173,8 +225,12 @@ def build(config: dict) -> nn.Module:
 def train(model: nn.Module, tokens: Tensor, held_out: Tensor, args: argparse.Namespace) -> None:
     """Leaves the weights in `model` that had the lowest loss on the held-back text."""
     add_dropout(model, args.dropout)
-    optimizer = torch.optim.AdamW(parameter_groups(model, args.weight_decay), lr=args.lr, betas=(0.9, 0.95))
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warmup_then_cosine(step, args.steps))
+    optimizer = torch.optim.AdamW(
+        parameter_groups(model, args.weight_decay), lr=args.lr, betas=(0.9, 0.95)
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: warmup_then_cosine(step, args.steps)
+    )
     batches = random_windows(tokens.to(args.device), args.context, args.batch, args.seed)
     held_out = held_out.to(args.device)
     autocast = torch.autocast(torch.device(args.device).type, torch.bfloat16)
@@ -198,7 +254,9 @@ def train(model: nn.Module, tokens: Tensor, held_out: Tensor, args: argparse.Nam
             progress.write(f"step {step}: loss {loss.item():.4f}, held out {held_out_loss:.4f}")
             if held_out_loss < best:
                 best, best_step = held_out_loss, step
-                best_weights = {name: value.cpu().clone() for name, value in model.state_dict().items()}
+                best_weights = {
+                    name: value.cpu().clone() for name, value in model.state_dict().items()
+                }
     print(f"{time.perf_counter() - started:.0f} s; kept step {best_step}, held-out loss {best:.4f}")
     model.load_state_dict(best_weights)
 
@@ -219,7 +277,10 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
     """Matrices decay, norm weights do not."""
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
-    return [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return [
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
 
 
 def warmup_then_cosine(step: int, num_steps: int) -> float:
@@ -239,11 +300,15 @@ def random_windows(tokens: Tensor, context: int, batch: int, seed: int) -> Itera
 
 def save(folder: Path, model: nn.Module, config: dict, tokenizer: tokenizers.Tokenizer) -> None:
     model.to(torch.bfloat16).save_pretrained(folder)
-    # transformers writes its own version's spelling of the config; this one is read by all versions.
+    # transformers writes its own version's spelling of the config; this one is read by all
+    # versions.
     write_json(folder / "config.json", config)
     # So small a model soon repeats itself when it takes the likeliest token each time.
     sampling = {"do_sample": True, "temperature": 0.8, "top_p": 0.95}
-    write_json(folder / "generation_config.json", {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0} | sampling)
+    write_json(
+        folder / "generation_config.json",
+        {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0} | sampling,
+    )
     tokenizer.save(str(folder / "tokenizer.json"))
     tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -260,9 +325,13 @@ def save(folder: Path, model: nn.Module, config: dict, tokenizer: tokenizers.Tok
 
 
 def record_perplexity(folder: Path, device: str) -> None:
-    """Measure the saved model on its held_out.txt, in float32 and bfloat16; write and print perplexity.json."""
+    """Measure the saved model on its held_out.txt, in float32 and bfloat16; write and print
+    perplexity.json.
+    """
     text = (folder / "held_out.txt").read_text()
-    tokens = torch.tensor(tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids)
+    tokens = torch.tensor(
+        tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids
+    )
     result = {
         "text": "held_out.txt",
         "bytes": len(text.encode()),
@@ -284,12 +353,17 @@ def record_perplexity(folder: Path, device: str) -> None:
 
 def load(folder: Path, dtype: torch.dtype) -> nn.Module:
     moe = json.loads((folder / "config.json").read_text())["model_type"] == "qwen3_moe"
-    return (Qwen3MoeForCausalLM if moe else Qwen3ForCausalLM).from_pretrained(folder, dtype=dtype).eval()
+    return (
+        (Qwen3MoeForCausalLM if moe else Qwen3ForCausalLM)
+        .from_pretrained(folder, dtype=dtype)
+        .eval()
+    )
 
 
 @torch.no_grad()
 def perplexity(model: nn.Module, tokens: Tensor, context: int, stride: int) -> float:
-    """exp(mean loss). A window of `context` tokens starts at every `stride`; it scores what no earlier one has scored.
+    """exp(mean loss). A window of `context` tokens starts at every `stride`; it scores what no
+    earlier one has scored.
 
     The first token has nothing before it and is not scored.
     """
@@ -299,7 +373,9 @@ def perplexity(model: nn.Module, tokens: Tensor, context: int, stride: int) -> f
     for start in range(0, len(tokens), stride):
         window = tokens[start : start + context]
         end = start + len(window)
-        losses = F.cross_entropy(model(window[None]).logits[0, :-1].float(), window[1:], reduction="none")
+        losses = F.cross_entropy(
+            model(window[None]).logits[0, :-1].float(), window[1:], reduction="none"
+        )
         total += losses[done - end :].double().sum().item()
         done = end
         if end == len(tokens):

@@ -1,6 +1,8 @@
-"""Language models in plain PyTorch, one file per model_type; other architectures use their transformers class.
+"""Language models in plain PyTorch, one file per model_type; other architectures use their
+transformers class.
 
-Every model is called as `model(input_ids [T], positions [T], logits_rows=None) -> logits [T or R, V]`.
+Every model is called as `model(input_ids [T], positions [T], logits_rows=None) -> logits [T or R,
+V]`.
 """
 
 from collections.abc import Sequence
@@ -29,14 +31,20 @@ def architectures_of(config: dict[str, Any]) -> list[str]:
     """The `architectures` of config.json. Raises ValueError if there are none."""
     architectures = config.get("architectures")
     names: list[str] = architectures if isinstance(architectures, list) else []
-    if not names or not all(isinstance(name, str) and name.isidentifier() and len(name) < 100 for name in names):
-        raise ValueError(f"config.json names no architecture (architectures: {architectures!r:.80}); "
-                         f"expected a list such as {sorted(REGISTRY)[:1]}")
+    if not names or not all(
+        isinstance(name, str) and name.isidentifier() and len(name) < 100 for name in names
+    ):
+        raise ValueError(
+            f"config.json names no architecture (architectures: {architectures!r:.80}); "
+            f"expected a list such as {sorted(REGISTRY)[:1]}"
+        )
     return names
 
 
 def model_class(architectures: Sequence[str]) -> type[nn.Module] | None:
-    """Our class for the first supported architecture; None if there is none (then see stock.hf_class)."""
+    """Our class for the first supported architecture; None if there is none (then see
+    stock.hf_class).
+    """
     for name in architectures:
         if name in REGISTRY:
             module, _, attribute = REGISTRY[name].partition(":")
@@ -46,11 +54,14 @@ def model_class(architectures: Sequence[str]) -> type[nn.Module] | None:
 
 
 def build(
-    config: dict[str, Any], dtype: torch.dtype | None = None, device: torch.device | str | None = None
+    config: dict[str, Any],
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
 ) -> nn.Module:
     """The model of a config.json with random weights, in fp32 unless a dtype is given.
 
-    On device "meta" it needs no memory. Raises ValueError for an unknown architecture or an unsupported config value.
+    On device "meta" it needs no memory. Raises ValueError for an unknown architecture or an
+    unsupported config value.
     """
     architectures = architectures_of(config)
     cls = model_class(architectures)
@@ -63,10 +74,16 @@ def build(
 
 
 class _Unfilled(TorchFunctionMode):
-    """Skips the initialization of weights, which has no effect on meta, but imports torch's compiler."""
+    """Skips the initialization of weights, which has no effect on meta, but imports torch's
+    compiler.
+    """
 
     def __torch_function__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        function: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         given = kwargs or {}
         if getattr(function, "__module__", None) == "torch.nn.init":

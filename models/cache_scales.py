@@ -1,7 +1,7 @@
 """The scales of keys and values in a checkpoint, for an fp8 cache.
 
-Quantizers name them `self_attn.k_scale`, `self_attn.k_proj.k_scale`, or `self_attn.kv_scale` for both. The layer gets
-buffers `k_scale` and `v_scale`, [1] fp32; a value is its code times its scale.
+Quantizers name them `self_attn.k_scale`, `self_attn.k_proj.k_scale`, or `self_attn.kv_scale` for
+both. The layer gets buffers `k_scale` and `v_scale`, [1] fp32; a value is its code times its scale.
 """
 
 import re
@@ -25,14 +25,24 @@ def cache_scales(model: nn.Module, names: Iterable[str]) -> dict[str, CacheScale
     """Stored name -> scale, for the names that are scales of a layer with a state handle."""
     layers = {path: module for path, module in model.named_modules() if "kv" in module._buffers}
     found = {name: _NAME.match(name) for name in names}
-    return {name: CacheScale(layers[match["layer"]], tuple(f"{letter}_scale" for letter in match["kind"]))
-            for name, match in found.items() if match and match["layer"] in layers}  # fmt: skip
+    return {
+        name: CacheScale(
+            layers[match["layer"]], tuple(f"{letter}_scale" for letter in match["kind"])
+        )
+        for name, match in found.items()
+        if match and match["layer"] in layers
+    }
 
 
 def set_cache_scale(scale: CacheScale, name: str, stored: Tensor) -> None:
-    """Set the buffers of the layer to the stored scale. Raises ValueError if it is not one positive number."""
+    """Set the buffers of the layer to the stored scale. Raises ValueError if it is not one positive
+    number.
+    """
     if stored.numel() != 1 or not bool(stored.isfinite().all() and (stored > 0).all()):
-        raise ValueError(f"{name} is {stored.flatten()[:4].tolist()}, expected one positive number for all keys or values")
+        raise ValueError(
+            f"{name} is {stored.flatten()[:4].tolist()}, expected one positive number for all "
+            "keys or values"
+        )
     for buffer in scale.buffers:
         scale.layer.register_buffer(buffer, stored.to(torch.float32).reshape(1))
 
@@ -41,4 +51,6 @@ def mark_fp8_state(model: nn.Module) -> None:
     """Convert the state handles to fp8, which marks the cache as fp8."""
     for module in model.modules():
         if "kv" in module._buffers:
-            module.register_buffer("kv", module.get_buffer("kv").to(torch.float8_e4m3fn), persistent=False)
+            module.register_buffer(
+                "kv", module.get_buffer("kv").to(torch.float8_e4m3fn), persistent=False
+            )

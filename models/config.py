@@ -42,11 +42,15 @@ def flag(hf: dict[str, Any], name: str) -> bool:
 
 
 def only(hf: dict[str, Any], name: str, *supported: object) -> None:
-    """Raise ValueError if the field has a value that is not supported; a missing field or null is allowed."""
+    """Raise ValueError if the field has a value that is not supported; a missing field or null is
+    allowed.
+    """
     value = hf.get(name)
     if value is not None and value not in supported:
-        raise ValueError(f"{model_type(hf)}: {name} {value!r:.60} is not supported, only "
-                         f"{' or '.join(map(repr, supported))}")
+        raise ValueError(
+            f"{model_type(hf)}: {name} {value!r:.60} is not supported, only "
+            f"{' or '.join(map(repr, supported))}"
+        )
 
 
 def head_counts(hf: dict[str, Any]) -> tuple[int, int]:
@@ -54,18 +58,27 @@ def head_counts(hf: dict[str, Any]) -> tuple[int, int]:
     heads = integer(hf, "num_attention_heads")
     kv_heads = integer(hf, "num_key_value_heads", heads)
     if heads % kv_heads:
-        raise ValueError(f"{model_type(hf)}: num_attention_heads {heads} is not a multiple of "
-                         f"num_key_value_heads {kv_heads}")
+        raise ValueError(
+            f"{model_type(hf)}: num_attention_heads {heads} is not a multiple of "
+            f"num_key_value_heads {kv_heads}"
+        )
     return heads, kv_heads
 
 
 def head_width(hf: dict[str, Any], default: int | None = None) -> int:
-    """head_dim, else the default, else hidden_size / num_attention_heads. Must be even: rotary positions pair columns."""
+    """head_dim, else the default, else hidden_size / num_attention_heads. Must be even: rotary
+    positions pair columns.
+    """
     width, heads = integer(hf, "hidden_size"), integer(hf, "num_attention_heads")
     if hf.get("head_dim") is None and default is None and width % heads:
-        raise ValueError(f"{model_type(hf)}: hidden_size {width} is not a multiple of num_attention_heads {heads}, "
-                         "and config.json has no head_dim")
+        raise ValueError(
+            f"{model_type(hf)}: hidden_size {width} is not a multiple of num_attention_heads "
+            f"{heads}, "
+            "and config.json has no head_dim"
+        )
     head_dim = integer(hf, "head_dim", default or width // heads)
     if head_dim % 2:
-        raise ValueError(f"{model_type(hf)}: head_dim {head_dim} is odd, rotary positions need pairs of columns")
+        raise ValueError(
+            f"{model_type(hf)}: head_dim {head_dim} is odd, rotary positions need pairs of columns"
+        )
     return head_dim

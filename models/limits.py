@@ -1,7 +1,7 @@
 """Rejects implausible sizes in a config.json before they cost memory or time.
 
-The largest models have about 130 layers and 1,000 experts; the limits are higher, and prevent builds that take hours. The
-content of a checkpoint gives tighter limits.
+The largest models have about 130 layers and 1,000 experts; the limits are higher, and prevent
+builds that take hours. The content of a checkpoint gives tighter limits.
 """
 
 import math
@@ -24,7 +24,8 @@ LAYERS = re.compile(r"(num|n)_(\w+_)?layers?|(encoder|decoder)_layers")
 EXPERTS = re.compile(r"\w*experts")
 COUNTS = re.compile(r"num_\w+")
 SIZES = re.compile(r"(n|max|d)_\w+|\w+_(size|dim|heads|rank|positions|embeddings|head)")
-# At most this many parameters per stored number: transformers converts some weights; an int32 packs 16 of two bits.
+# At most this many parameters per stored number: transformers converts some weights; an int32 packs
+# 16 of two bits.
 MAX_RATIO, MAX_RATIO_QUANTIZED = 2, 16
 
 
@@ -47,22 +48,37 @@ def check_sizes(config: Mapping[str, Any], where: str = "") -> None:
         elif isinstance(value, (int, float)) and not isinstance(value, bool):
             most = _limit_of(name)
             if most is not None and not value <= most:
-                raise ValueError(f"config.json: {where}{name} is {_short(value)}, expected at most {most}; "
-                                 "download it again")  # fmt: skip
+                raise ValueError(
+                    f"config.json: {where}{name} is {_short(value)}, expected at most {most}; "
+                    "download it again"
+                )
 
 
 def _check_chosen(config: Mapping[str, Any], where: str) -> None:
     """Raise ValueError if num_experts_per_tok is 0 or more than the number of experts."""
     experts = next((config[name] for name in NUM_EXPERTS if config.get(name) is not None), None)
     chosen = config.get("num_experts_per_tok")
-    if isinstance(experts, int) and isinstance(chosen, int) and experts > 0 and not 1 <= chosen <= experts:
-        raise ValueError(f"config.json: {where}num_experts_per_tok is {_short(chosen)}, expected 1 to {experts}, the "
-                         "number of experts")  # fmt: skip
+    if (
+        isinstance(experts, int)
+        and isinstance(chosen, int)
+        and experts > 0
+        and not 1 <= chosen <= experts
+    ):
+        raise ValueError(
+            f"config.json: {where}num_experts_per_tok is {_short(chosen)}, expected 1 to "
+            f"{experts}, the "
+            "number of experts"
+        )
 
 
 def _limit_of(name: str) -> int | None:
     """The limit of a field of this name; None if it is not a size."""
-    for pattern, most in ((LAYERS, MAX_LAYERS), (EXPERTS, MAX_EXPERTS), (COUNTS, MAX_COUNT), (SIZES, MAX_SIZE)):
+    for pattern, most in (
+        (LAYERS, MAX_LAYERS),
+        (EXPERTS, MAX_EXPERTS),
+        (COUNTS, MAX_COUNT),
+        (SIZES, MAX_SIZE),
+    ):
         if pattern.fullmatch(name):
             return most
     return None
@@ -77,26 +93,42 @@ def check_layers(config: Mapping[str, Any], stored: int) -> None:
     """Raise ValueError if config.json has more layers than the checkpoint has tensors."""
     for name, value in config.items():
         if LAYERS.fullmatch(name) and isinstance(value, int) and value > stored:
-            raise ValueError(f"config.json: {name} is {value}, and the checkpoint has {stored} tensors; are config.json "
-                             "and the weights of the same checkpoint?")  # fmt: skip
+            raise ValueError(
+                f"config.json: {name} is {value}, and the checkpoint has {stored} tensors; are "
+                "config.json "
+                "and the weights of the same checkpoint?"
+            )
 
 
-def check_stored(model: nn.Module, name: str, stored: Mapping[str, Stored], *, quantized: bool) -> None:
+def check_stored(
+    model: nn.Module, name: str, stored: Mapping[str, Stored], *, quantized: bool
+) -> None:
     """Raise ValueError if a model on meta has far more parameters than the checkpoint stores."""
     wanted = sum(weight.numel() for weight in model.parameters())
     found = sum(math.prod(tensor.shape) for tensor in stored.values())
     if wanted > found * (MAX_RATIO_QUANTIZED if quantized else MAX_RATIO):
-        raise ValueError(f"config.json describes a {name} of {wanted} parameters, and the checkpoint has {found} numbers; "
-                         "are config.json and the weights of the same checkpoint?")  # fmt: skip
+        raise ValueError(
+            f"config.json describes a {name} of {wanted} parameters, and the checkpoint has "
+            f"{found} numbers; "
+            "are config.json and the weights of the same checkpoint?"
+        )
 
 
 def check_memory(model: nn.Module, name: str, device: torch.device | str) -> None:
-    """Raise ValueError if the weights of a model on meta need more memory than is free on the device."""
-    wanted, free = sum(weight.nbytes for weight in model.parameters()), free_bytes(torch.device(device))
+    """Raise ValueError if the weights of a model on meta need more memory than is free on the
+    device.
+    """
+    wanted, free = (
+        sum(weight.nbytes for weight in model.parameters()),
+        free_bytes(torch.device(device)),
+    )
     if wanted > free:
-        raise ValueError(f"config.json describes a {name} whose weights take {wanted / 2**30:.1f} GiB, and {device} has "
-                         f"{free / 2**30:.1f} GiB free: use a smaller model, or fewer bits per weight (dtype "
-                         "bfloat16, or quantization)")  # fmt: skip
+        raise ValueError(
+            f"config.json describes a {name} whose weights take {wanted / 2**30:.1f} GiB, and "
+            f"{device} has "
+            f"{free / 2**30:.1f} GiB free: use a smaller model, or fewer bits per weight (dtype "
+            "bfloat16, or quantization)"
+        )
 
 
 def free_bytes(device: torch.device) -> int:
@@ -109,7 +141,9 @@ def free_on_host() -> int:
     """Bytes of host memory that this process can still allocate."""
     meminfo = Path("/proc/meminfo")
     lines = meminfo.read_text().splitlines() if meminfo.is_file() else []
-    available = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")),
-                     4 * 2**30)  # not Linux: a guess; option kv_bytes sets the size of the cache
+    available = next(
+        (int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")),
+        4 * 2**30,
+    )  # not Linux: a guess; option kv_bytes sets the size of the cache
     allowed = cgroup.memory_left()
     return available if allowed is None else min(available, allowed)

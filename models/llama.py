@@ -1,7 +1,8 @@
-"""Llama 2 and 3, and Mistral: pre-norm decoder, grouped-query attention, rotary positions, gated MLP.
+"""Llama 2 and 3, and Mistral: pre-norm decoder, grouped-query attention, rotary positions, gated
+MLP.
 
-T tokens, D model width, N query heads, K key/value heads, H head width, V vocabulary, R rows with logits.
-Tokens are flat, [T]; [B, T] works as well, every tensor then has a leading B.
+T tokens, D model width, N query heads, K key/value heads, H head width, V vocabulary, R rows with
+logits. Tokens are flat, [T]; [B, T] works as well, every tensor then has a leading B.
 """
 
 from dataclasses import dataclass
@@ -14,8 +15,9 @@ from atomc.models.config import flag, head_counts, head_width, integer, number, 
 from atomc.models.layers import MLP, RMSNorm
 from atomc.models.rotary import Rotary, apply_rope, rope_parameters
 
-# How a parameter is sharded over devices. column: by output features; row: by input features, outputs are summed;
-# vocab: by vocabulary entry, embeddings are summed and logits gathered. Other parameters are on every device.
+# How a parameter is sharded over devices. column: by output features; row: by input features,
+# outputs are summed; vocab: by vocabulary entry, embeddings are summed and logits gathered. Other
+# parameters are on every device.
 SHARD = {
     "embed_tokens": "vocab",
     "q_proj": "column",
@@ -141,8 +143,12 @@ class LlamaForCausalLM(nn.Module):
     def from_hf(cls, hf: dict[str, Any]) -> "LlamaForCausalLM":
         return cls(Config.from_hf(hf))
 
-    def forward(self, input_ids: Tensor, positions: Tensor, logits_rows: Tensor | None = None) -> Tensor:
-        """input_ids and positions [T] i64 -> logits [T, V], or [R, V] of the tokens logits_rows [R] i64."""
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, logits_rows: Tensor | None = None
+    ) -> Tensor:
+        """input_ids and positions [T] i64 -> logits [T, V], or [R, V] of the tokens logits_rows [R]
+        i64.
+        """
         x_TD = self.model(input_ids, positions)
         if logits_rows is not None:
             x_TD = x_TD.index_select(-2, logits_rows)

@@ -1,6 +1,8 @@
-"""Which stored tensor goes into which parameter of a model, decided from names and headers before any weight is read.
+"""Which stored tensor goes into which parameter of a model, decided from names and headers before
+any weight is read.
 
-A plan is a value: it holds files, names, shapes and dtypes, and no tensor. atomc.models.loader makes and executes it.
+A plan is a value: it holds files, names, shapes and dtypes, and no tensor. atomc.models.loader
+makes and executes it.
 """
 
 import re
@@ -26,13 +28,15 @@ CODES = {
     torch.int32: ("I32",),
     torch.int64: ("I64",),
 }
-# Old Llama checkpoints store the rotary frequencies; heads for multi-token prediction are no part of the model. Queries
-# are not kept in fp8, and what keeps no state needs no scales for it.
+# Old Llama checkpoints store the rotary frequencies; heads for multi-token prediction are no part
+# of the model. Queries are not kept in fp8, and what keeps no state needs no scales for it.
 IGNORED = re.compile(r"rotary_emb\.inv_freq$|^(hf_model\.)?(model\.)?mtp\.|\.(q|k|v|kv)_scale$")
 
 
 class Fill(NamedTuple):
-    """A stored tensor that becomes a parameter in this dtype and shape. A tied parameter has several names."""
+    """A stored tensor that becomes a parameter in this dtype and shape. A tied parameter has
+    several names.
+    """
 
     names: tuple[str, ...]
     stored: Stored
@@ -49,7 +53,9 @@ class Quantize(NamedTuple):
 
 
 class Scale(NamedTuple):
-    """A stored scale of a cache in fp8, under the name that it has in the model, and the buffers that it becomes."""
+    """A stored scale of a cache in fp8, under the name that it has in the model, and the buffers
+    that it becomes.
+    """
 
     name: str
     stored: Stored
@@ -73,10 +79,14 @@ class LoadPlan:
 
 
 def plan_load(
-    model: nn.Module, stored: Mapping[str, Stored], path: Path, dtype: torch.dtype,
+    model: nn.Module,
+    stored: Mapping[str, Stored],
+    path: Path,
+    dtype: torch.dtype,
     online: Mapping[str, LinearMethod] | None = None,
-) -> LoadPlan:  # fmt: skip
-    """The plan for a model on meta and the tensors of the checkpoint in `path`, by the names that the model has for them.
+) -> LoadPlan:
+    """The plan for a model on meta and the tensors of the checkpoint in `path`, by the names that
+    the model has for them.
 
     dtype   of the weights that are quantized while loading
     online  these linear layers, of which the checkpoint has plain weights
@@ -86,14 +96,26 @@ def plan_load(
     scales = cache_scales(model, stored)
     weights = {name: tensor for name, tensor in stored.items() if name not in scales}
     # A tied parameter may be stored under each of its names: the first is read.
-    sources = {names: name for names in parameter_names(model) for name in reversed(names) if name in weights}
+    sources = {
+        names: name
+        for names in parameter_names(model)
+        for name in reversed(names)
+        if name in weights
+    }
     skipped = _checked(model, weights, sources, path)
     groups = apply.groups(online or {})
     streamed = {(f"{layer}.weight",) for group in groups for layer, _ in group}
     return LoadPlan(
         path,
-        fills=tuple(_fill(model, names, weights[name]) for names, name in sources.items() if names not in streamed),
-        quantized=tuple(tuple(Quantize(layer, stored[f"{layer}.weight"], dtype) for layer, _ in group) for group in groups),
+        fills=tuple(
+            _fill(model, names, weights[name])
+            for names, name in sources.items()
+            if names not in streamed
+        ),
+        quantized=tuple(
+            tuple(Quantize(layer, stored[f"{layer}.weight"], dtype) for layer, _ in group)
+            for group in groups
+        ),
         scales=tuple(Scale(name, stored[name], target) for name, target in scales.items()),
         skipped=skipped,
     )
@@ -113,14 +135,22 @@ def _fill(model: nn.Module, names: tuple[str, ...], stored: Stored) -> Fill:
 
 
 def _checked(
-    model: nn.Module, stored: Mapping[str, Stored], sources: Mapping[tuple[str, ...], str], path: Path
+    model: nn.Module,
+    stored: Mapping[str, Stored],
+    sources: Mapping[tuple[str, ...], str],
+    path: Path,
 ) -> tuple[str, ...]:
-    """The stored names that are no part of the model. Raises ValueError that lists all that does not fit."""
+    """The stored names that are no part of the model. Raises ValueError that lists all that does
+    not fit.
+    """
     parameters = parameter_names(model)
     others = sorted(set(stored).difference(*parameters))
     modules = {name for name, _ in model.named_modules()}
     skipped = tuple(name for name in others if _is_skipped(name, modules))
-    misfits = [_misfit(name, stored[name], model.get_parameter(names[0])) for names, name in sources.items()]
+    misfits = [
+        _misfit(name, stored[name], model.get_parameter(names[0]))
+        for names, name in sources.items()
+    ]
     found = {
         "missing ": [names[0] for names in parameters if names not in sources],
         "unexpected ": [name for name in others if name not in skipped],
@@ -128,8 +158,10 @@ def _checked(
     }
     problems = [kind + some(names) for kind, names in found.items() if names]
     if problems:
-        raise ValueError(f"{path} does not fit {type(model).__name__}: {'; '.join(problems)}. "
-                         "Are config.json and the weights of the same checkpoint?")  # fmt: skip
+        raise ValueError(
+            f"{path} does not fit {type(model).__name__}: {'; '.join(problems)}. "
+            "Are config.json and the weights of the same checkpoint?"
+        )
     return skipped
 
 
@@ -139,7 +171,9 @@ def some(names: Sequence[str]) -> str:
 
 
 def _is_skipped(name: str, modules: set[str]) -> bool:
-    """Whether a stored tensor belongs to a layer beyond the model's, or to what the model does not have."""
+    """Whether a stored tensor belongs to a layer beyond the model's, or to what the model does not
+    have.
+    """
     layer = re.match(r"(.*\blayers\.\d+)\.", name)
     return (layer is not None and layer[1] not in modules) or IGNORED.search(name) is not None
 
@@ -149,4 +183,8 @@ def _misfit(name: str, stored: Stored, parameter: nn.Parameter) -> str | None:
     # Scales come as [], [1], [N] or [N, 1].
     if stored.shape != shape and (*stored.shape, 1) != shape:
         return f"{name} is {list(stored.shape)}, expected {list(shape)}"
-    return None if stored.dtype in dtypes else f"{name} is {stored.dtype}, expected {' or '.join(dtypes)}"
+    return (
+        None
+        if stored.dtype in dtypes
+        else f"{name} is {stored.dtype}, expected {' or '.join(dtypes)}"
+    )

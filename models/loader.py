@@ -1,6 +1,7 @@
 """From a checkpoint directory to a model: build on meta, check every name and shape, then read.
 
-Everything is checked against the headers before the first weight is read; what fails raises, and no model is returned.
+Everything is checked against the headers before the first weight is read; what fails raises, and no
+model is returned.
 """
 
 import logging
@@ -20,7 +21,15 @@ from atomc.json_file import read_json
 from atomc.models import REGISTRY, architectures_of, build, model_class, stock
 from atomc.models.cache_scales import mark_fp8_state, set_cache_scale
 from atomc.models.limits import Stored, check_layers, check_memory, check_sizes, check_stored
-from atomc.models.load_plan import FLOATS, Fill, LoadPlan, Quantize, parameter_names, plan_load, some
+from atomc.models.load_plan import (
+    FLOATS,
+    Fill,
+    LoadPlan,
+    Quantize,
+    parameter_names,
+    plan_load,
+    some,
+)
 from atomc.models.shard_paths import INDEX, shard_path
 from atomc.quantization import apply, checkpoints
 from atomc.quantization.config import QuantizationConfig, Request, decide, stored_config
@@ -32,6 +41,7 @@ log = logging.getLogger("atomc")
 THREADS = 8
 TENSORS_A_JOB = 32
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
+
 
 def load(
     path: str | Path,
@@ -46,11 +56,14 @@ def load(
     """The model in directory `path`, ready for inference: eval mode, no gradients.
 
     dtype        None: what config.json says, else what is stored
-    load_format  "auto" and "safetensors" read the weights; "dummy": small random ones, the same each time
-    quantization how to quantize the weights when they are read: a name in atomc.quantization.ONLINE, or {"scheme": name,
-                 "ignore": [patterns of layers to keep]}. None: as the checkpoint is. See docs/quantization.md
-    mmap         weights are views of the mapped files where dtype and device allow; False: files are read into memory,
-                 faster from a network disk
+    load_format  "auto" and "safetensors" read the weights; "dummy": small random ones, the same
+                 each time
+    quantization how to quantize the weights when they are read: a name in
+    atomc.quantization.ONLINE, or {"scheme": name,
+                 "ignore": [patterns of layers to keep]}. None: as the checkpoint is. See
+                 docs/quantization.md
+    mmap         weights are views of the mapped files where dtype and device allow; False: files
+                 are read into memory, faster from a network disk
 
     Raises FileNotFoundError or ValueError if something is missing, damaged, or does not fit.
     """
@@ -91,19 +104,32 @@ def load(
 
 
 def _check_outline(
-    cls: Any, path: Path, config: dict[str, Any], dtype: torch.dtype, stored: dict[str, Stored] | None,
+    cls: Any,
+    path: Path,
+    config: dict[str, Any],
+    dtype: torch.dtype,
+    stored: dict[str, Stored] | None,
     device: torch.device | str,
-) -> None:  # fmt: skip
-    """Raise ValueError if a class of transformers is larger than its checkpoint, or than the memory for random weights."""
+) -> None:
+    """Raise ValueError if a class of transformers is larger than its checkpoint, or than the memory
+    for random weights.
+    """
     outline = stock.empty_model(cls, config, dtype)
     if stored is None:
         check_memory(outline, cls.__name__, device)
     else:
-        check_stored(outline, cls.__name__, stored, quantized=stored_config(path, config) is not None)
+        check_stored(
+            outline, cls.__name__, stored, quantized=stored_config(path, config) is not None
+        )
 
 
 def _by_transformers(
-    cls: type, path: Path, config: dict[str, Any], dtype: torch.dtype, device: torch.device | str, dummy: bool
+    cls: type,
+    path: Path,
+    config: dict[str, Any],
+    dtype: torch.dtype,
+    device: torch.device | str,
+    dummy: bool,
 ) -> nn.Module:
     """The class of transformers with the checkpoint's weights, or with random ones."""
     if not dummy:
@@ -118,8 +144,12 @@ def _prefix(model: nn.Module) -> str:
     return stock.PREFIX if isinstance(model, stock.StockModel) else ""
 
 
-def _quantized_layers(model: nn.Module, how: QuantizationConfig | None, path: Path) -> dict[str, LinearMethod]:
-    """The linear layers that are quantized, by name; the state handles are marked if the cache is, too."""
+def _quantized_layers(
+    model: nn.Module, how: QuantizationConfig | None, path: Path
+) -> dict[str, LinearMethod]:
+    """The linear layers that are quantized, by name; the state handles are marked if the cache is,
+    too.
+    """
     if how is None:
         return {}
     for note in how.notes:
@@ -130,21 +160,34 @@ def _quantized_layers(model: nn.Module, how: QuantizationConfig | None, path: Pa
 
 
 def _planned(
-    model: nn.Module, stored: dict[str, Stored], how: QuantizationConfig | None, methods: Mapping[str, LinearMethod],
-    path: Path, dtype: torch.dtype,
-) -> LoadPlan:  # fmt: skip
-    """The plan for these tensors of a checkpoint. What is no part of the model is named in the log."""
+    model: nn.Module,
+    stored: dict[str, Stored],
+    how: QuantizationConfig | None,
+    methods: Mapping[str, LinearMethod],
+    path: Path,
+    dtype: torch.dtype,
+) -> LoadPlan:
+    """The plan for these tensors of a checkpoint. What is no part of the model is named in the
+    log.
+    """
     stored = _our_names(model, stored, how)
     online = methods if how is not None and how.online else {}
     if not online:
         apply.drop_optional(model, stored)
     plan = plan_load(model, stored, path, dtype, online)
     if plan.skipped:
-        log.info("%s: skipped %s, which are no part of %s", path, some(plan.skipped), type(model).__name__)
+        log.info(
+            "%s: skipped %s, which are no part of %s",
+            path,
+            some(plan.skipped),
+            type(model).__name__,
+        )
     return plan
 
 
-def _our_names(model: nn.Module, stored: dict[str, Stored], how: QuantizationConfig | None) -> dict[str, Stored]:
+def _our_names(
+    model: nn.Module, stored: dict[str, Stored], how: QuantizationConfig | None
+) -> dict[str, Stored]:
     """The tensors under the names that our layers have."""
     rename, prefix = how.rename if how else {}, _prefix(model)
 
@@ -156,14 +199,22 @@ def _our_names(model: nn.Module, stored: dict[str, Stored], how: QuantizationCon
 
 
 def _execute(
-    plan: LoadPlan, model: nn.Module, methods: Mapping[str, LinearMethod], device: torch.device | str, mmap: bool,
+    plan: LoadPlan,
+    model: nn.Module,
+    methods: Mapping[str, LinearMethod],
+    device: torch.device | str,
+    mmap: bool,
     progress: bool,
-) -> None:  # fmt: skip
-    """Give a model on meta what is planned. Raises ValueError for stored values that a layer or a cache cannot have."""
+) -> None:
+    """Give a model on meta what is planned. Raises ValueError for stored values that a layer or a
+    cache cannot have.
+    """
     allocate_buffers(model, device)
     total = sum(weight.nbytes for weight in model.parameters())
     # disable=None: no bar where there is no terminal.
-    with tqdm(total=total, unit="B", unit_scale=True, desc="weights", disable=None if progress else True) as bar:
+    with tqdm(
+        total=total, unit="B", unit_scale=True, desc="weights", disable=None if progress else True
+    ) as bar:
         for fill, weight in read(plan.fills, device, mmap):
             assign(model, fill.names, weight)
             bar.update(weight.nbytes)
@@ -178,9 +229,14 @@ def _execute(
 
 
 def _quantize(
-    group: Sequence[Quantize], model: nn.Module, methods: Mapping[str, LinearMethod], device: torch.device | str
+    group: Sequence[Quantize],
+    model: nn.Module,
+    methods: Mapping[str, LinearMethod],
+    device: torch.device | str,
 ) -> int:
-    """Read and quantize the layers of one input. Nothing keeps their weights, of so many bytes, when this returns."""
+    """Read and quantize the layers of one input. Nothing keeps their weights, of so many bytes,
+    when this returns.
+    """
     weights = {layer: one(stored, dtype, device) for layer, stored, dtype in group}
     apply.quantize_layers(model, list(weights), methods, weights.get)
     return sum(weight.nbytes for weight in weights.values())
@@ -191,7 +247,11 @@ def _for_stock(wanted: Request, path: Path, config: dict[str, Any]) -> Quantizat
     stored = stored_config(path, config)
     method = stored.get("quant_method") if stored else None
     if stored and wanted is None and (method not in checkpoints.PARSERS or method == "mxfp4"):
-        log.warning("%s: weights of quant_method %r are loaded by transformers and run as its layers do", path, method)
+        log.warning(
+            "%s: weights of quant_method %r are loaded by transformers and run as its layers do",
+            path,
+            method,
+        )
         return None
     return decide(wanted, path, config)
 
@@ -204,51 +264,73 @@ def load_config(path: str | Path) -> dict[str, Any]:
     """config.json of a checkpoint directory."""
     path = Path(path)
     if not path.is_dir():
-        raise FileNotFoundError(f"{path} is not a directory; expected one with config.json and *.safetensors")
+        raise FileNotFoundError(
+            f"{path} is not a directory; expected one with config.json and *.safetensors"
+        )
     file = path / "config.json"
     if not file.is_file():
         raise FileNotFoundError(f"{path} has no config.json; is it a complete checkpoint?")
     config = read_json(file)
     if not isinstance(config.get("model_type"), str | None):
-        raise ValueError(f"config.json: model_type is {config['model_type']!r:.40}, expected a text")
+        raise ValueError(
+            f"config.json: model_type is {config['model_type']!r:.40}, expected a text"
+        )
     check_sizes(config)
     return config
 
 
 def config_dtype(config: dict[str, Any]) -> torch.dtype | None:
-    """The dtype config.json names (transformers 5: `dtype`, older: `torch_dtype`), None if it names none."""
+    """The dtype config.json names (transformers 5: `dtype`, older: `torch_dtype`), None if it names
+    none.
+    """
     name = config["dtype"] if config.get("dtype") is not None else config.get("torch_dtype")
     if name is None:
         return None
     dtype = getattr(torch, str(name).removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"config.json: dtype {name!r:.40} is not a dtype of torch, such as 'bfloat16'")
+        raise ValueError(
+            f"config.json: dtype {name!r:.40} is not a dtype of torch, such as 'bfloat16'"
+        )
     if not dtype.is_floating_point:
-        raise ValueError(f"config.json: dtype {name!r} is not a floating-point dtype, such as 'bfloat16'")
+        raise ValueError(
+            f"config.json: dtype {name!r} is not a floating-point dtype, such as 'bfloat16'"
+        )
     return dtype
 
 
 def stored_tensors(path: Path) -> dict[str, Stored]:
-    """Every tensor of the checkpoint by name, from the headers alone. An index says which file a name is read from."""
+    """Every tensor of the checkpoint by name, from the headers alone. An index says which file a
+    name is read from.
+    """
     index = path / INDEX
     single = path / "model.safetensors"
     if single.is_file():
         return header(single)
     if not index.is_file():
         found = ", ".join(sorted(file.name for file in path.iterdir())) or "nothing"
-        raise FileNotFoundError(f"{path} has neither {single.name} nor {index.name}; it has {found}")
+        raise FileNotFoundError(
+            f"{path} has neither {single.name} nor {index.name}; it has {found}"
+        )
     weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(name, str) for name in weight_map.values()
+    ):
         raise ValueError(f"{index} has no weight_map (name of tensor -> file); download it again")
     headers = {}
     for file_name in sorted(set(weight_map.values())):
         shard = shard_path(path, file_name)
         if not shard.is_file():
-            raise FileNotFoundError(f"{path} lacks {file_name}, which {index.name} names; download it again")
+            raise FileNotFoundError(
+                f"{path} lacks {file_name}, which {index.name} names; download it again"
+            )
         headers[file_name] = header(shard)
-    absent = sorted(name for name, file_name in weight_map.items() if name not in headers[file_name])
+    absent = sorted(
+        name for name, file_name in weight_map.items() if name not in headers[file_name]
+    )
     if absent:
-        raise ValueError(f"{index}: {some(absent)} not in the file it names ({weight_map[absent[0]]})")
+        raise ValueError(
+            f"{index}: {some(absent)} not in the file it names ({weight_map[absent[0]]})"
+        )
     return {name: headers[file_name][name] for name, file_name in weight_map.items()}
 
 
@@ -256,14 +338,20 @@ def header(file: Path) -> dict[str, Stored]:
     try:
         with safetensors.safe_open(file, framework="pt") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-            return {name: Stored(file, part.get_dtype(), tuple(part.get_shape()), name) for name, part in slices.items()}
+            return {
+                name: Stored(file, part.get_dtype(), tuple(part.get_shape()), name)
+                for name, part in slices.items()
+            }
     except safetensors.SafetensorError as error:
         raise ValueError(f"{file} is damaged or incomplete ({error}); download it again") from error
 
 
 def stored_dtype(stored: dict[str, Stored]) -> torch.dtype:
     """The dtype of the first floating-point tensor; fp32 if there is none."""
-    return next((FLOATS[tensor.dtype] for tensor in stored.values() if tensor.dtype in FLOATS), torch.float32)
+    return next(
+        (FLOATS[tensor.dtype] for tensor in stored.values() if tensor.dtype in FLOATS),
+        torch.float32,
+    )
 
 
 def one(stored: Stored, dtype: torch.dtype, device: torch.device | str) -> Tensor:
@@ -272,8 +360,12 @@ def one(stored: Stored, dtype: torch.dtype, device: torch.device | str) -> Tenso
         return weight.to(device, dtype)
 
 
-def read(fills: Iterable[Fill], device: torch.device | str, mmap: bool) -> Iterator[tuple[Fill, Tensor]]:
-    """The weights, in the order in which they arrive, read by several threads; in shape and dtype as planned."""
+def read(
+    fills: Iterable[Fill], device: torch.device | str, mmap: bool
+) -> Iterator[tuple[Fill, Tensor]]:
+    """The weights, in the order in which they arrive, read by several threads; in shape and dtype
+    as planned.
+    """
     by_file: dict[Path, list[Fill]] = {}
     for fill in fills:
         by_file.setdefault(fill.stored.file, []).append(fill)
@@ -293,9 +385,12 @@ def read(fills: Iterable[Fill], device: torch.device | str, mmap: bool) -> Itera
     with ThreadPoolExecutor(THREADS) as pool:
         jobs = []
         for file, group in by_file.items():
-            # A mapped file is cheap to open again, so that several threads share it; one that is read is read once.
+            # A mapped file is cheap to open again, so that several threads share it; one that is
+            # read is read once.
             step = TENSORS_A_JOB if mmap else len(group)
-            jobs += [pool.submit(part, file, group[i : i + step]) for i in range(0, len(group), step)]
+            jobs += [
+                pool.submit(part, file, group[i : i + step]) for i in range(0, len(group), step)
+            ]
         try:
             for job in as_completed(jobs):
                 yield from job.result()
@@ -312,7 +407,9 @@ def assign(model: nn.Module, names: tuple[str, ...], weight: Tensor) -> None:
 
 
 def allocate_buffers(model: nn.Module, device: torch.device | str) -> None:
-    """Buffers of a model built on meta: they are empty, or their module fills them when it is moved (Rotary)."""
+    """Buffers of a model built on meta: they are empty, or their module fills them when it is moved
+    (Rotary).
+    """
     for module in model.modules():
         if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
             module._apply(lambda tensor: empty(tensor, device), recurse=False)  # type: ignore[no-untyped-call]
@@ -321,12 +418,16 @@ def allocate_buffers(model: nn.Module, device: torch.device | str) -> None:
 
 
 def empty(like: Tensor, device: torch.device | str) -> Tensor:
-    """Memory for such a tensor. (torch.empty_like of one on meta imports what torch's compiler knows of sizes.)"""
+    """Memory for such a tensor. (torch.empty_like of one on meta imports what torch's compiler
+    knows of sizes.)
+    """
     return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
 
 
 def fill_randomly(model: nn.Module, device: torch.device | str) -> None:
-    """Small weights, norms near 1. A parameter's values depend only on its name, shape, dtype and kind of device."""
+    """Small weights, norms near 1. A parameter's values depend only on its name, shape, dtype and
+    kind of device.
+    """
     for names in parameter_names(model):
         like = model.get_parameter(names[0])
         generator = torch.Generator(device).manual_seed(zlib.crc32(names[0].encode()))

@@ -1,7 +1,7 @@
 """Qwen3 (dense): Llama with a norm on each query and key head, and a window on some layers.
 
-T tokens, D model width, N query heads, K key/value heads, H head width, V vocabulary, R rows with logits.
-Tokens are flat, [T]; [B, T] works as well, every tensor then has a leading B.
+T tokens, D model width, N query heads, K key/value heads, H head width, V vocabulary, R rows with
+logits. Tokens are flat, [T]; [B, T] works as well, every tensor then has a leading B.
 """
 
 from dataclasses import dataclass
@@ -14,8 +14,9 @@ from atomc.models.config import flag, head_counts, head_width, integer, model_ty
 from atomc.models.layers import MLP, RMSNorm
 from atomc.models.rotary import Rotary, apply_rope, rope_parameters
 
-# column: by output features; row: by input features, the outputs are summed; vocab: by vocabulary entry, embeddings
-# are summed and logits gathered. Other parameters (also q_norm and k_norm) are on every device.
+# column: by output features; row: by input features, the outputs are summed; vocab: by vocabulary
+# entry, embeddings are summed and logits gathered. Other parameters (also q_norm and k_norm) are on
+# every device.
 SHARD = {
     "embed_tokens": "vocab",
     "q_proj": "column",
@@ -73,16 +74,31 @@ class Config:
 
 
 def layer_types(hf: dict[str, Any], window: int | None) -> tuple[str, ...]:
-    """"full_attention" or "sliding_attention" per layer; older configs only have the first layer with a window."""
+    """ "full_attention" or "sliding_attention" per layer; older configs only have the first layer
+    with a window.
+    """
     num_layers = integer(hf, "num_hidden_layers")
     # 0: every layer has the window.
-    first = num_layers if not window else 0 if hf.get("max_window_layers") == 0 else integer(hf, "max_window_layers", 28)
+    first = (
+        num_layers
+        if not window
+        else 0
+        if hf.get("max_window_layers") == 0
+        else integer(hf, "max_window_layers", 28)
+    )
     kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(num_layers)]
     types = hf.get("layer_types") or kinds
     known = ("full_attention", "sliding_attention")
-    if not isinstance(types, list) or len(types) != num_layers or any(kind not in known for kind in types):
-        raise ValueError(f"{model_type(hf)}: layer_types {types!r:.100} are not {num_layers} of 'full_attention' or "
-                         "'sliding_attention'")
+    if (
+        not isinstance(types, list)
+        or len(types) != num_layers
+        or any(kind not in known for kind in types)
+    ):
+        raise ValueError(
+            f"{model_type(hf)}: layer_types {types!r:.100} are not {num_layers} of "
+            "'full_attention' or "
+            "'sliding_attention'"
+        )
     return tuple(types)
 
 
@@ -157,8 +173,12 @@ class Qwen3ForCausalLM(nn.Module):
     def from_hf(cls, hf: dict[str, Any]) -> "Qwen3ForCausalLM":
         return cls(Config.from_hf(hf))
 
-    def forward(self, input_ids: Tensor, positions: Tensor, logits_rows: Tensor | None = None) -> Tensor:
-        """input_ids and positions [T] i64 -> logits [T, V], or [R, V] of the tokens logits_rows [R] i64."""
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, logits_rows: Tensor | None = None
+    ) -> Tensor:
+        """input_ids and positions [T] i64 -> logits [T, V], or [R, V] of the tokens logits_rows [R]
+        i64.
+        """
         x_TD = self.model(input_ids, positions)
         if logits_rows is not None:
             x_TD = x_TD.index_select(-2, logits_rows)

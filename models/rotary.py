@@ -1,7 +1,9 @@
-"""Rotary positions (Su et al. 2021): frequencies from a config, tables from positions, and the rotation itself.
+"""Rotary positions (Su et al. 2021): frequencies from a config, tables from positions, and the
+rotation itself.
 
-T tokens, N heads, H head width. Scalings (linear, llama3, yarn) change only the H/2 frequencies and a factor on the
-tables; the formulas are Hugging Face's, operation by operation, so that the numbers are the same.
+T tokens, N heads, H head width. Scalings (linear, llama3, yarn) change only the H/2 frequencies and
+a factor on the tables; the formulas are Hugging Face's, operation by operation, so that the numbers
+are the same.
 """
 
 import math
@@ -20,13 +22,22 @@ NEEDED = {
     "yarn": (),
 }
 # Positive if they are there.
-NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale",
-           "mscale_all_dim")  # fmt: skip
+NUMBERS = (
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "beta_fast",
+    "beta_slow",
+    "attention_factor",
+    "mscale",
+    "mscale_all_dim",
+)
 ZERO_IS_NONE = ("mscale", "mscale_all_dim")
 
 
 def rope_parameters(hf: dict[str, Any]) -> dict[str, Any]:
-    """The rope settings as transformers 5 writes them, also from `rope_theta` and `rope_scaling` of older configs.
+    """The rope settings as transformers 5 writes them, also from `rope_theta` and `rope_scaling` of
+    older configs.
 
     Raises ValueError for a rope_type that is not one of NEEDED, or that lacks a number it needs.
     """
@@ -37,16 +48,21 @@ def rope_parameters(hf: dict[str, Any]) -> dict[str, Any]:
     rope["rope_theta"] = number(rope, "rope_theta", number(hf, "rope_theta", 10000.0))
     for name in NEEDED[rope_type]:
         if rope.get(name) is None:
-            raise ValueError(f"{model_type(hf)}: rope_type {rope_type!r} needs the number {name!r}, "
-                             f"rope_parameters has {given}")
+            raise ValueError(
+                f"{model_type(hf)}: rope_type {rope_type!r} needs the number {name!r}, "
+                f"rope_parameters has {given}"
+            )
     for name in NUMBERS:
         if rope.get(name) is not None and not (name in ZERO_IS_NONE and rope[name] == 0):
             rope[name] = number(rope, name, 1.0)
     if rope_type in ("llama3", "yarn"):
         longest = integer(hf, "max_position_embeddings")
         # A top-level value wins, as in transformers.
-        original = integer(hf, "original_max_position_embeddings",
-                           integer(rope, "original_max_position_embeddings", longest))
+        original = integer(
+            hf,
+            "original_max_position_embeddings",
+            integer(rope, "original_max_position_embeddings", longest),
+        )
         rope["original_max_position_embeddings"] = original
         rope.setdefault("factor", None)
         rope["factor"] = number(rope, "factor", longest / original)
@@ -56,27 +72,42 @@ def rope_parameters(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def _supported(hf: dict[str, Any], given: Any) -> dict[str, Any]:
-    """The given settings, with their rope_type. Raises ValueError for a kind of settings that is not supported."""
+    """The given settings, with their rope_type. Raises ValueError for a kind of settings that is
+    not supported.
+    """
     if not isinstance(given, dict):
-        raise ValueError(f"{model_type(hf)}: rope_parameters {given!r:.40} is not an object such as "
-                         "{'rope_type': 'default', 'rope_theta': 10000.0}")  # fmt: skip
+        raise ValueError(
+            f"{model_type(hf)}: rope_parameters {given!r:.40} is not an object such as "
+            "{'rope_type': 'default', 'rope_theta': 10000.0}"
+        )
     if any(isinstance(value, dict) for value in given.values()):
-        raise ValueError(f"{model_type(hf)}: rope_parameters per layer type ({', '.join(given)}) are not supported")
+        raise ValueError(
+            f"{model_type(hf)}: rope_parameters per layer type ({', '.join(given)}) are not "
+            "supported"
+        )
     rope_type = given.get("rope_type", given.get("type", "default"))
     if not isinstance(rope_type, str) or rope_type not in NEEDED:
-        raise ValueError(f"{model_type(hf)}: rope_type {rope_type!r} is not supported, only {', '.join(NEEDED)}")
+        raise ValueError(
+            f"{model_type(hf)}: rope_type {rope_type!r} is not supported, only {', '.join(NEEDED)}"
+        )
     partial = given.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0
     if partial != 1.0:
-        raise ValueError(f"{model_type(hf)}: partial_rotary_factor {partial!r} is not supported, only 1.0")
+        raise ValueError(
+            f"{model_type(hf)}: partial_rotary_factor {partial!r} is not supported, only 1.0"
+        )
     return given | {"rope_type": rope_type}
 
 
 def _check_pairs(rope: dict[str, Any], rope_type: str) -> None:
-    """Raise ValueError for numbers between which the frequencies would have to be interpolated the wrong way round."""
+    """Raise ValueError for numbers between which the frequencies would have to be interpolated the
+    wrong way round.
+    """
     what = f"{rope['model_type']}: rope_type {rope_type!r}"
     if rope_type == "llama3" and rope["low_freq_factor"] >= rope["high_freq_factor"]:
-        raise ValueError(f"{what}: low_freq_factor {rope['low_freq_factor']} is not below high_freq_factor "
-                         f"{rope['high_freq_factor']}")  # fmt: skip
+        raise ValueError(
+            f"{what}: low_freq_factor {rope['low_freq_factor']} is not below high_freq_factor "
+            f"{rope['high_freq_factor']}"
+        )
     if rope_type == "yarn" and rope["rope_theta"] <= 1:
         raise ValueError(f"{what}: rope_theta {rope['rope_theta']} is not above 1")
 
@@ -107,13 +138,19 @@ def _llama3(rope: dict[str, Any], head_dim: int) -> tuple[Tensor, float]:
 
 def _yarn(rope: dict[str, Any], head_dim: int) -> tuple[Tensor, float]:
     """YaRN (Peng et al. 2023): NTK by parts, and a temperature on the tables."""
-    base, factor, length = rope["rope_theta"], rope["factor"], rope["original_max_position_embeddings"]
+    base, factor, length = (
+        rope["rope_theta"],
+        rope["factor"],
+        rope["original_max_position_embeddings"],
+    )
 
     def mscale(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
     def column(rotations: float) -> float:
-        """Where a wave turns that often over the original length (their equation 17, solved for the column)."""
+        """Where a wave turns that often over the original length (their equation 17, solved for the
+        column).
+        """
         return head_dim * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(base))
 
     scaling = rope.get("attention_factor")
@@ -128,7 +165,9 @@ def _yarn(rope: dict[str, Any], head_dim: int) -> tuple[Tensor, float]:
     low, high = max(low, 0), min(high, head_dim - 1)
     if low == high:
         high += 0.001
-    ramp = torch.clamp((torch.arange(head_dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low), 0, 1)
+    ramp = torch.clamp(
+        (torch.arange(head_dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low), 0, 1
+    )
 
     columns = torch.arange(0, head_dim, 2, device="cpu").to(torch.float32)
     waves = base ** (columns / head_dim)
@@ -155,7 +194,9 @@ class Rotary(nn.Module):
         self.inv_freq = nn.Buffer(self.frequencies.to(torch.get_default_device()), persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Rotary":
-        """Follow the model to its device, but stay fp32: rounded to bf16, distant positions are off by whole turns."""
+        """Follow the model to its device, but stay fp32: rounded to bf16, distant positions are off
+        by whole turns.
+        """
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.inv_freq = self.frequencies.to(self.inv_freq.device)
         return self

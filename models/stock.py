@@ -23,7 +23,8 @@ PREFIX = "hf_model."
 
 
 def hf_class(architectures: Sequence[str], ours: Sequence[str]) -> Any:
-    """The transformers class of the first architecture it knows; `ours`: the architectures of atomc, for the error.
+    """The transformers class of the first architecture it knows; `ours`: the architectures of
+    atomc, for the error.
 
     Raises ValueError if there is none.
     """
@@ -31,16 +32,24 @@ def hf_class(architectures: Sequence[str], ours: Sequence[str]) -> Any:
     try:
         import transformers
     except ImportError as error:
-        raise ValueError(f"no model file for {', '.join(architectures)}: {known}; "
-                         "for others install transformers (pip install 'atomc[hf]')") from error
+        raise ValueError(
+            f"no model file for {', '.join(architectures)}: {known}; "
+            "for others install transformers (pip install 'atomc[hf]')"
+        ) from error
     for name in architectures:
         cls: Any = getattr(transformers, name, None)
         if isinstance(cls, type) and hasattr(cls, "can_generate") and cls.can_generate():
-            log.warning("%s has no model file in atomc; using the class of transformers %s", name,
-                        transformers.__version__)
+            log.warning(
+                "%s has no model file in atomc; using the class of transformers %s",
+                name,
+                transformers.__version__,
+            )
             return cls
-    raise ValueError(f"no model for {', '.join(architectures)}: {known}, and transformers {transformers.__version__} "
-                     "has no generating class of that name; is it spelled as in config.json?")
+    raise ValueError(
+        f"no model for {', '.join(architectures)}: {known}, and transformers "
+        f"{transformers.__version__} "
+        "has no generating class of that name; is it spelled as in config.json?"
+    )
 
 
 def build(
@@ -54,7 +63,9 @@ def build(
 
 
 def empty_model(cls: Any, config: dict[str, Any], dtype: torch.dtype) -> nn.Module:
-    """cls on meta without initialization, to read its sizes: a fraction of a second for the largest models."""
+    """cls on meta without initialization, to read its sizes: a fraction of a second for the largest
+    models.
+    """
     from transformers.initialization import no_init_weights
 
     plain = {key: value for key, value in config.items() if key != "quantization_config"}
@@ -67,7 +78,8 @@ def empty_model(cls: Any, config: dict[str, Any], dtype: torch.dtype) -> nn.Modu
 
 @contextmanager
 def as_value_error(cls: Any) -> Iterator[None]:
-    """Convert exceptions of transformers to ValueError: its classes raise any type for unexpected config values.
+    """Convert exceptions of transformers to ValueError: its classes raise any type for unexpected
+    config values.
 
     Use it only around calls to transformers, so that errors of atomc keep their type.
     """
@@ -78,12 +90,17 @@ def as_value_error(cls: Any) -> Iterator[None]:
     except Exception as error:  # transformers does not validate configs
         if out_of_memory(error):
             raise
-        raise ValueError(f"config.json: transformers cannot build a {cls.__name__} from it: {type(error).__name__}: "
-                         f"{' '.join(str(error).split())}") from error  # fmt: skip
+        raise ValueError(
+            f"config.json: transformers cannot build a {cls.__name__} from it: "
+            f"{type(error).__name__}: "
+            f"{' '.join(str(error).split())}"
+        ) from error
 
 
 def build_on_meta(cls: Any, config: dict[str, Any], dtype: torch.dtype) -> "StockModel":
-    """A wrapped cls with parameters on meta; buffers, such as rotary frequencies, have their values."""
+    """A wrapped cls with parameters on meta; buffers, such as rotary frequencies, have their
+    values.
+    """
 
     def to_meta(_: nn.Module, __: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         if parameter is None or parameter.is_meta:
@@ -107,20 +124,36 @@ def load(cls: Any, path: Path, dtype: torch.dtype, device: torch.device | str) -
     """
     with as_value_error(cls), _without_load_report():
         # Mismatched sizes are reported below, with the sizes.
-        model, info = cls.from_pretrained(path, dtype=dtype, local_files_only=True, output_loading_info=True,
-                                          ignore_mismatched_sizes=True)  # fmt: skip
+        model, info = cls.from_pretrained(
+            path,
+            dtype=dtype,
+            local_files_only=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
     if info["mismatched_keys"]:
         name, *shapes = min(info["mismatched_keys"])
         stored, expected = (list(shape) for shape in shapes)
-        raise ValueError(f"{path}: {len(info['mismatched_keys'])} tensors of {cls.__name__} have another shape, such as "
-                         f"{name}: {stored}, expected {expected}; is config.json of the same checkpoint?")
+        raise ValueError(
+            f"{path}: {len(info['mismatched_keys'])} tensors of {cls.__name__} have another "
+            "shape, such as "
+            f"{name}: {stored}, expected {expected}; is config.json of the same checkpoint?"
+        )
     if info["missing_keys"]:
         names = sorted(info["missing_keys"])
-        raise ValueError(f"{path}: {len(names)} tensors of {cls.__name__} are missing, such as {names[0]}; "
-                         "is config.json of the same checkpoint?")
+        raise ValueError(
+            f"{path}: {len(names)} tensors of {cls.__name__} are missing, such as {names[0]}; "
+            "is config.json of the same checkpoint?"
+        )
     if info["unexpected_keys"]:
         names = sorted(info["unexpected_keys"])
-        log.warning("%s: %d tensors are not part of %s, such as %s", path, len(names), cls.__name__, names[0])
+        log.warning(
+            "%s: %d tensors are not part of %s, such as %s",
+            path,
+            len(names),
+            cls.__name__,
+            names[0],
+        )
     return wrap_stock(model.to(device))
 
 
@@ -147,20 +180,33 @@ def wrap_stock(hf_model: Any) -> "StockModel":
     name = type(hf_model).__name__
     kinds = set(getattr(hf_model.config.get_text_config(), "layer_types", None) or ()) - LAYER_TYPES
     if kinds or getattr(hf_model, "_is_stateful", False):
-        raise ValueError(f"{name} has layers of kind {', '.join(sorted(kinds)) or 'recurrent'}, "
-                         f"only {' and '.join(sorted(LAYER_TYPES))} are supported")
-    layers = [module for module in hf_model.modules() if hasattr(module, "layer_idx") and _head_dim(module)]
+        raise ValueError(
+            f"{name} has layers of kind {', '.join(sorted(kinds)) or 'recurrent'}, "
+            f"only {' and '.join(sorted(LAYER_TYPES))} are supported"
+        )
+    layers = [
+        module
+        for module in hf_model.modules()
+        if hasattr(module, "layer_idx") and _head_dim(module)
+    ]
     if not layers:
-        raise ValueError(f"{name} has no attention layer with a layer_idx and a head_dim, "
-                         "so there are no keys and values to cache")
+        raise ValueError(
+            f"{name} has no attention layer with a layer_idx and a head_dim, "
+            "so there are no keys and values to cache"
+        )
     AttentionInterface.register("atom", _attention)
     hf_model.set_attn_implementation("atom")
     if hf_model.config._attn_implementation != "atom":
-        raise ValueError(f"{name} does not support a custom attention (AttentionInterface of transformers)")
+        raise ValueError(
+            f"{name} does not support a custom attention (AttentionInterface of transformers)"
+        )
     for module in layers:
         heads, width = _num_kv_heads(module), _head_dim(module)
         if heads < 1 or width < 1:
-            raise ValueError(f"{name} has {heads} heads of {width} columns for keys and values, expected at least 1")
+            raise ValueError(
+                f"{name} has {heads} heads of {width} columns for keys and values, expected at "
+                "least 1"
+            )
         module.kv = ops.kv_state(_num_kv_heads(module), _head_dim(module))
         module.kv = module.kv.to(hf_model.device, hf_model.dtype)
     return StockModel(hf_model)
@@ -176,28 +222,56 @@ def _num_kv_heads(attention: Any) -> int:
     if projected is not None:  # Moshi's projections are not nn.Linear
         return int(projected // _head_dim(attention))
     # num_key_value_groups is more reliable than the config: JetMoe passes repeated keys.
-    num_heads, groups = getattr(attention, "num_heads", None), getattr(attention, "num_key_value_groups", None)
+    num_heads, groups = (
+        getattr(attention, "num_heads", None),
+        getattr(attention, "num_key_value_groups", None),
+    )
     if num_heads and groups:
         return int(num_heads // groups)
-    return int(getattr(attention.config, "num_key_value_heads", None) or attention.config.num_attention_heads)
+    return int(
+        getattr(attention.config, "num_key_value_heads", None)
+        or attention.config.num_attention_heads
+    )
 
 
 def _attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *, scaling: float,
-    sliding_window: int | None = None, softcap: float | None = None, s_aux: Tensor | None = None,
-    is_causal: bool | None = None, **_: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
-    """The attention function of transformers: query [B, N, T, H], key and value [B, K, T, H] -> [B, T, N, H]."""
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """The attention function of transformers: query [B, N, T, H], key and value [B, K, T, H] -> [B,
+    T, N, H].
+    """
     kv = getattr(module, "kv", None)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     expected = None if kv is None else tuple(kv.shape[1:])
     if causal and not expected == (key.shape[1], key.shape[3]) == (value.shape[1], value.shape[3]):
-        raise ValueError(f"{type(module).__name__}: keys {list(key.shape)} and values {list(value.shape)} do not match "
-                         f"its state handle with (heads, width) {expected}")
+        raise ValueError(
+            f"{type(module).__name__}: keys {list(key.shape)} and values {list(value.shape)} "
+            "do not match "
+            f"its state handle with (heads, width) {expected}"
+        )
     out = ops.attention(
-        query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), kv, attention_mask, s_aux,
-        scale=scaling, causal=causal, window=sliding_window or 0, softcap=softcap or 0.0,
-    )  # fmt: skip
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        kv,
+        attention_mask,
+        s_aux,
+        scale=scaling,
+        causal=causal,
+        window=sliding_window or 0,
+        softcap=softcap or 0.0,
+    )
     return out, None
 
 
@@ -209,8 +283,12 @@ class StockModel(nn.Module):
         self.hf_model = hf_model
         self.config = hf_model.config
 
-    def forward(self, input_ids: Tensor, positions: Tensor, logits_rows: Tensor | None = None) -> Tensor:
-        """input_ids and positions [T] i64 -> logits [T, V], or [R, V] of the tokens logits_rows [R] i64."""
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, logits_rows: Tensor | None = None
+    ) -> Tensor:
+        """input_ids and positions [T] i64 -> logits [T, V], or [R, V] of the tokens logits_rows [R]
+        i64.
+        """
         flat = input_ids.dim() == 1
         out = self.hf_model(
             input_ids=input_ids[None] if flat else input_ids,

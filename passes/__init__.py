@@ -40,18 +40,31 @@ PIPELINE: tuple[Pass, ...] = (
     rewriting("rope_partial", ROPE_PARTIAL, after=["rope"]),
     rewriting("repeat_kv", REPEAT_KV),
     rewriting("all_reduce", ALL_REDUCE),
-    rewriting("rope_before_transpose", ROPE_BEFORE_TRANSPOSE, after=["rms_norm", "rope_partial", "repeat_kv"],
-              cleanup=True),
+    rewriting(
+        "rope_before_transpose",
+        ROPE_BEFORE_TRANSPOSE,
+        after=["rms_norm", "rope_partial", "repeat_kv"],
+        cleanup=True,
+    ),
     Pass("tidy_transposes", cleanup.tidy, cleanup=True, after=("rope_before_transpose",)),
     # merge
     Pass("merge_qkv", merge("merge_qkv"), after=("tidy_transposes",), by_site=True),
-    Pass("merge_gate_up", merge("merge_gate_up"), after=("silu_and_mul", "gelu_and_mul"), by_site=True),
-    Pass("merge_linears", merge("merge_linears"), after=("merge_qkv", "merge_gate_up"), by_site=True),
+    Pass(
+        "merge_gate_up",
+        merge("merge_gate_up"),
+        after=("silu_and_mul", "gelu_and_mul"),
+        by_site=True,
+    ),
+    Pass(
+        "merge_linears", merge("merge_linears"), after=("merge_qkv", "merge_gate_up"), by_site=True
+    ),
     # fuse
     rewriting("add_rms_norm", ADD_RMS_NORM, after=["rms_norm"]),
     rewriting("add_layer_norm", ADD_LAYER_NORM),
     rewriting("add_rms_norm_pad", ADD_RMS_NORM_PAD, after=["add_rms_norm"]),
-    rewriting("allreduce_add_rms_norm", ALLREDUCE_ADD_RMS_NORM, after=["add_rms_norm", "all_reduce"]),
+    rewriting(
+        "allreduce_add_rms_norm", ALLREDUCE_ADD_RMS_NORM, after=["add_rms_norm", "all_reduce"]
+    ),
     rewriting("allreduce_rms_norm", ALLREDUCE_RMS_NORM, after=["allreduce_add_rms_norm"]),
     rewriting("add_rms_norm_quant", ADD_RMS_NORM_QUANT, after=["add_rms_norm", "merge_linears"]),
     rewriting("rms_norm_quant", RMS_NORM_QUANT, after=["add_rms_norm_quant"]),

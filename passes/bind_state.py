@@ -1,13 +1,15 @@
-"""For the runtime: each state handle becomes tensors of the state, and the op that takes it its form for the runtime.
+"""For the runtime: each state handle becomes tensors of the state, and the op that takes it its
+form for the runtime.
 
     q, k, v, handle > attention
  =>
-    token = kv_write(k, v, k_cache!, v_cache!, slots);  paged_attention(q, k_cache, v_cache, ..., token)
+    token = kv_write(k, v, k_cache!, v_cache!, slots);  paged_attention(q, k_cache, v_cache, ...,
+                                                        token)
 
-An op declares what it keeps and its form for the runtime (atomc.ops.op_traits.StateBinding). The tensors of the state
-and the fields of a step become further graph inputs. State is kept in fp8 if the options or the handle's dtype say so;
-its scales are inputs, too. The token is a data edge: write and read cannot be swapped, and dead-code elimination cannot
-remove the write.
+An op declares what it keeps and its form for the runtime (atomc.ops.op_traits.StateBinding). The
+tensors of the state and the fields of a step become further graph inputs. State is kept in fp8 if
+the options or the handle's dtype say so; its scales are inputs, too. The token is a data edge:
+write and read cannot be swapped, and dead-code elimination cannot remove the write.
 """
 
 import math
@@ -46,12 +48,15 @@ def bind_state(gm: GraphModule, context: Context) -> Outcome:
         return Outcome()
     inputs = RuntimeInputs(gm.graph)
     return Outcome(
-        fired=[_bound(site, number, inputs) for number, site in enumerate(sites)], state=[site.spec for site in sites]
+        fired=[_bound(site, number, inputs) for number, site in enumerate(sites)],
+        state=[site.spec for site in sites],
     )
 
 
 class _Site(NamedTuple):
-    """A call with a handle. given: its arguments, by name; values: the same, with fake tensors for nodes."""
+    """A call with a handle. given: its arguments, by name; values: the same, with fake tensors for
+    nodes.
+    """
 
     node: Node
     binding: StateBinding
@@ -62,11 +67,19 @@ class _Site(NamedTuple):
 
 def _sites(graph: Graph, context: Context) -> list[_Site]:
     """The calls with a handle; those that are paged alike are in one group."""
-    found = [_site(node, op, context) for node in graph.nodes
-             if (op := op_of(node.target)) is not None and op.handle(*node.args, **node.kwargs) is not None]  # fmt: skip
+    found = [
+        _site(node, op, context)
+        for node in graph.nodes
+        if (op := op_of(node.target)) is not None
+        and op.handle(*node.args, **node.kwargs) is not None
+    ]
     pagings = sorted({site.spec.paging for site in found if site.spec.paging is not None})
-    return [site if site.spec.paging is None else
-            site._replace(spec=replace(site.spec, group=pagings.index(site.spec.paging))) for site in found]  # fmt: skip
+    return [
+        site
+        if site.spec.paging is None
+        else site._replace(spec=replace(site.spec, group=pagings.index(site.spec.paging)))
+        for site in found
+    ]
 
 
 def _site(node: Node, op: Op, context: Context) -> _Site:
@@ -77,13 +90,18 @@ def _site(node: Node, op: Op, context: Context) -> _Site:
     try:
         spec = op.state.spec(module_path(node), values, fp8_of(context.platform) if codes else None)
     except ValueError as error:
-        raise ValueError(f"{op.name} in {module_path(node)} ({source_line(node)}): {error}") from None
+        raise ValueError(
+            f"{op.name} in {module_path(node)} ({source_line(node)}): {error}"
+        ) from None
     return _Site(node, op.state, given, values, spec)
 
 
 def _mapped(function: Callable[[Node], Any], given: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call with what the function makes of each node."""
-    return {name: map_aggregate(x, lambda x: function(x) if isinstance(x, Node) else x) for name, x in given.items()}
+    return {
+        name: map_aggregate(x, lambda x: function(x) if isinstance(x, Node) else x)
+        for name, x in given.items()
+    }
 
 
 def _bound(site: _Site, number: int, inputs: "RuntimeInputs") -> Fired:
@@ -112,12 +130,19 @@ def _between(first: Node, last: Node) -> list[Node]:
 
 def _describe(made: list[Node], result: Node, replaced: Node) -> None:
     """Metadata of the nodes that stand for the replaced one."""
-    meta: dict[str, Any] = {key: found for key, found in replaced.meta.items() if key in ("nn_module_stack", "stack_trace")}
+    meta: dict[str, Any] = {
+        key: found
+        for key, found in replaced.meta.items()
+        if key in ("nn_module_stack", "stack_trace")
+    }
     meta |= {"origins": replaced.meta.get("origins", {replaced.name}), "made_by": "bind_state"}
     for node in made:
         if not isinstance(node.target, torch._ops.OpOverload):
-            raise TypeError(f"the runtime form of {replaced.target} makes {node.format_node()}: only ops of atomc.ops and "
-                            "torch.ops.aten.<name>.<overload> may stand in it")  # fmt: skip
+            raise TypeError(
+                f"the runtime form of {replaced.target} makes {node.format_node()}: only ops "
+                "of atomc.ops and "
+                "torch.ops.aten.<name>.<overload> may stand in it"
+            )
         node.meta.update(meta)
         if node is result:
             node.meta["val"] = value(replaced)
@@ -131,9 +156,17 @@ def fp8_of(platform: Platform) -> torch.dtype:
 
 
 class _Fields:
-    """The tensors of a step, as the form of an op reads them; each becomes a graph input when it is read."""
+    """The tensors of a step, as the form of an op reads them; each becomes a graph input when it is
+    read.
+    """
 
-    def __init__(self, inputs: "RuntimeInputs", tokens: Any, group: int | None, proxy: Callable[[Node], Proxy]):
+    def __init__(
+        self,
+        inputs: "RuntimeInputs",
+        tokens: Any,
+        group: int | None,
+        proxy: Callable[[Node], Proxy],
+    ):
         self._inputs, self._tokens, self._group, self._proxy = inputs, tokens, group, proxy
 
     def __getattr__(self, field: str) -> Proxy:
@@ -151,8 +184,12 @@ class RuntimeInputs:
         self.last = graph.find_nodes(op="placeholder")[-1]
         self.made: dict[GraphInput, Node] = {}
         self.sequences, self.block_size = new_unbacked_size(mode), new_unbacked_size(mode)
-        self.rows: dict[int | None, torch.SymInt] = {}  # of the state: blocks of a group; None: slots of sequences
-        self.device = next(value(node).device for node in graph.nodes if isinstance(value(node), Tensor))
+        self.rows: dict[
+            int | None, torch.SymInt
+        ] = {}  # of the state: blocks of a group; None: slots of sequences
+        self.device = next(
+            value(node).device for node in graph.nodes if isinstance(value(node), Tensor)
+        )
 
     def step(self, given: StepInput, tokens: Any) -> Node:
         """A tensor of a step with so many new tokens (see Step for the shapes)."""
@@ -168,15 +205,21 @@ class RuntimeInputs:
                 return self._get(given, partial(i32, self.sequences))
             case StepInput("state_slots"):
                 return self._get(given, partial(i64, self.sequences))
-        raise AttributeError(f"the form of an op reads {given.field!r}, which is no field of StepFields")
+        raise AttributeError(
+            f"the form of an op reads {given.field!r}, which is no field of StepFields"
+        )
 
     def state(self, layer: int, spec: StateSpec) -> dict[str, Node]:
         """A layer's tensors and their scales, by role."""
         rows = self.rows.setdefault(spec.group, new_unbacked_size(self.mode))
         leading = spec.leading(blocks=rows, block_size=self.block_size, slots=rows)
-        found = {tensor.role: self._get(StateInput(layer, tensor.role, spec.per_sequence),
-                                        partial(_row_major, (*leading, *tensor.shape), tensor.dtype))
-                 for tensor in spec.tensors}  # fmt: skip
+        found = {
+            tensor.role: self._get(
+                StateInput(layer, tensor.role, spec.per_sequence),
+                partial(_row_major, (*leading, *tensor.shape), tensor.dtype),
+            )
+            for tensor in spec.tensors
+        }
         one = partial(torch.ones, 1, dtype=torch.float32)
         return found | {role: self._get(StateInput(layer, role), one) for role in spec.scales}
 
@@ -192,6 +235,8 @@ class RuntimeInputs:
 
 
 def _row_major(sizes: Sequence[Any], dtype: torch.dtype) -> Tensor:
-    """torch.empty would make a stride behind a symbolic size s a multiple of Max(1, s), equal to nothing."""
+    """torch.empty would make a stride behind a symbolic size s a multiple of Max(1, s), equal to
+    nothing.
+    """
     strides = [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
     return torch.empty_strided(sizes, strides, dtype=dtype)

@@ -1,4 +1,5 @@
-"""Tidying that changes no meaning: equal nodes become one; views that undo each other and `x * 1` go.
+"""Tidying that changes no meaning: equal nodes become one; views that undo each other and `x * 1`
+go.
 
 What is returned keeps its memory: two results that did not share one before must not do so after.
 """
@@ -21,7 +22,13 @@ from atomc.rewriting.rewrite import Fired, remove_dead_nodes
 _WHOLE = {"start": 0, "end": None, "step": 1}
 _RANDOM = torch.Tag.nondeterministic_seeded
 # Equal bit for bit. `x + 0` is so for integers only: of -0.0 it makes 0.0.
-_NEUTRAL = {"mul": {"other": 1}, "div": {"other": 1}, "pow": {"exponent": 1}, "sub": {"other": 0}, "add": {"other": 0}}
+_NEUTRAL = {
+    "mul": {"other": 1},
+    "div": {"other": 1},
+    "pow": {"exponent": 1},
+    "sub": {"other": 0},
+    "add": {"other": 0},
+}
 
 
 def tidy(gm: GraphModule, context: Context) -> list[Fired]:
@@ -32,9 +39,14 @@ def tidy(gm: GraphModule, context: Context) -> list[Fired]:
 
 
 def _seen_outside(graph: Graph) -> set[Node]:
-    """The nodes whose memory the program returns, in whole or in part, or that may become an input's, written in place."""
+    """The nodes whose memory the program returns, in whole or in part, or that may become an
+    input's, written in place.
+    """
     found = {storage(node) for node in graph.output_node().all_input_nodes}
-    found |= {storage(copy.args[1]) for copy in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)}
+    found |= {
+        storage(copy.args[1])
+        for copy in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+    }
     for node in list(found):
         while node.target is operator.getitem:
             node = storage(node.args[0])  # type: ignore[arg-type]
@@ -43,13 +55,19 @@ def _seen_outside(graph: Graph) -> set[Node]:
 
 
 def share_equal_nodes(graph: Graph) -> list[Fired]:
-    """Common subexpressions: a later node that computes what an earlier one did is replaced by it."""
+    """Common subexpressions: a later node that computes what an earlier one did is replaced by
+    it.
+    """
     known: dict[Any, Node] = {}
     fired = []
     seen = _seen_outside(graph)
     written = {id(target) for node in graph.nodes for target in mutated(node)}
     for node in list(graph.nodes):
-        if node.op != "call_function" or not _pure(node) or any(id(a) in written for a in node.all_input_nodes):
+        if (
+            node.op != "call_function"
+            or not _pure(node)
+            or any(id(a) in written for a in node.all_input_nodes)
+        ):
             continue
         try:
             key = (node.target, _hashable(node.args), _hashable(node.kwargs))
@@ -68,8 +86,12 @@ def _pure(node: Node) -> bool:
     if node.target is operator.getitem:
         return True
     target = node.target
-    return (isinstance(target, torch._ops.OpOverload) and not target._schema.is_mutable and _RANDOM not in target.tags
-            and target not in (torch.ops.aten.empty.memory_format, torch.ops.aten.empty_like.default))
+    return (
+        isinstance(target, torch._ops.OpOverload)
+        and not target._schema.is_mutable
+        and _RANDOM not in target.tags
+        and target not in (torch.ops.aten.empty.memory_format, torch.ops.aten.empty_like.default)
+    )
 
 
 def _hashable(argument: Any) -> Any:
@@ -82,7 +104,9 @@ def _hashable(argument: Any) -> Any:
 
 
 def cancel_no_ops(graph: Graph) -> list[Fired]:
-    """What gives back a tensor that is there: transposes that undo each other, slices and copies of all of it, `x * 1`."""
+    """What gives back a tensor that is there: transposes that undo each other, slices and copies of
+    all of it, `x * 1`.
+    """
     fired = []
     seen, values = _seen_outside(graph), Values(graph)
     for node in list(graph.nodes):
@@ -95,7 +119,11 @@ def cancel_no_ops(graph: Graph) -> list[Fired]:
         if changed is None:  # it is returned, or read by what wants it to lie as it does
             continue
         memory = storage(source)
-        if storage(node) is memory or node not in seen or not (memory.op == "placeholder" or memory in seen):
+        if (
+            storage(node) is memory
+            or node not in seen
+            or not (memory.op == "placeholder" or memory in seen)
+        ):
             seen |= {memory} if node in seen else set()
             node.replace_all_uses_with(source)
             graph.erase_node(node)
@@ -130,18 +158,30 @@ def _same_view(node: Node, here: Call) -> Node | None:
 
 
 def _whole_slice(node: Node, here: Call) -> Node | None:
-    return here.operands[0] if all(same_attr(here.attrs[name], whole) for name, whole in _WHOLE.items()) else None
+    return (
+        here.operands[0]
+        if all(same_attr(here.attrs[name], whole) for name, whole in _WHOLE.items())
+        else None
+    )
 
 
 def _swapped_back(node: Node, here: Call) -> Node | None:
     """Of two equal transposes one after the other, the input of the first."""
     inner, dims = call(here.operands[0]), here.attrs["dims"]
-    return inner.operands[0] if inner.op == "permute" and inner.attrs["dims"] == dims and _is_swap(dims) else None
+    return (
+        inner.operands[0]
+        if inner.op == "permute" and inner.attrs["dims"] == dims and _is_swap(dims)
+        else None
+    )
 
 
 def _neutral(node: Node, here: Call) -> Node | None:
     """The tensor that arithmetic with a constant leaves as it is, if this is such."""
-    constants = {name: attr for name, attr in here.attrs.items() if isinstance(attr, int | float) and name != "alpha"}
+    constants = {
+        name: attr
+        for name, attr in here.attrs.items()
+        if isinstance(attr, int | float) and name != "alpha"
+    }
     if len(here.operands) != 1 or constants != _NEUTRAL[here.op] or "rounding_mode" in here.attrs:
         return None
     made = value(node)
@@ -150,7 +190,9 @@ def _neutral(node: Node, here: Call) -> Node | None:
 
 
 def _only_part(node: Node, here: Call) -> Node | None:
-    """The one part of a cat that is not empty: partial rotary embedding passes on what may be nothing."""
+    """The one part of a cat that is not empty: partial rotary embedding passes on what may be
+    nothing.
+    """
     parts = [part for part in here.operands if not known_equal(value(part).numel(), 0)]
     return parts[0] if len(parts) == 1 and _alike(parts[0], node) else None
 

@@ -1,7 +1,7 @@
 """Composite calls of Dynamo's graph become ops before AOTAutograd takes them apart.
 
-    F.linear, F.embedding, F.rms_norm, F.layer_norm    =>    the op of the same name
-    F.scaled_dot_product_attention                     =>    attention, heads behind tokens
+F.linear, F.embedding, F.rms_norm, F.layer_norm    =>    the op of the same name
+F.scaled_dot_product_attention                     =>    attention, heads behind tokens
 """
 
 from collections.abc import Callable
@@ -77,7 +77,15 @@ def _linear(graph: Graph, node: Node) -> Lifted:
 
 
 def _embedding(graph: Graph, node: Node) -> Lifted:
-    names = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
+    names = (
+        "input",
+        "weight",
+        "padding_idx",
+        "max_norm",
+        "norm_type",
+        "scale_grad_by_freq",
+        "sparse",
+    )
     given = _arguments(node, names, max_norm=None)
     if given["max_norm"] is not None:
         return "max_norm changes the weight"
@@ -97,7 +105,9 @@ def _rms_norm(graph: Graph, node: Node) -> Lifted:
     if not isinstance(eps, float | int):
         return "eps is not a constant"
     normed = _replace(node, ops.rms_norm, given["input"], given["weight"], float(eps), "before")
-    if not same_strides(x, dense := _fake(node)):  # torch's is contiguous, that of the op lies like x
+    if not same_strides(
+        x, dense := _fake(node)
+    ):  # torch's is contiguous, that of the op lies like x
         normed.meta["example_value"] = torch.empty_like(x)
         with graph.inserting_after(normed):
             copy = graph.call_method("contiguous", (normed,))
@@ -113,7 +123,9 @@ def _layer_norm(graph: Graph, node: Node) -> Lifted:
         return f"it normalises over {dims} dimensions, the op over the last one"
     if not isinstance(given["eps"], float | int):
         return "eps is not a constant"
-    return _replace(node, ops.layer_norm, given["input"], given["weight"], given["bias"], float(given["eps"])), {}
+    return _replace(
+        node, ops.layer_norm, given["input"], given["weight"], given["bias"], float(given["eps"])
+    ), {}
 
 
 def _sdpa(graph: Graph, node: Node) -> Lifted:
@@ -132,8 +144,11 @@ def _sdpa(graph: Graph, node: Node) -> Lifted:
         return "its scale is not a constant"
     with graph.inserting_before(node):
         heads_last = [_transposed(graph, given[name], node) for name in ("query", "key", "value")]
-        out = graph.call_function(ops.attention.overload, (*heads_last, None, given["attn_mask"]),
-                                  {"scale": float(scale), "causal": bool(given["is_causal"])})  # fmt: skip
+        out = graph.call_function(
+            ops.attention.overload,
+            (*heads_last, None, given["attn_mask"]),
+            {"scale": float(scale), "causal": bool(given["is_causal"])},
+        )
         out.meta = {key: item for key, item in node.meta.items() if key != "example_value"}
         back = _transposed(graph, out, node)
     back.meta["example_value"] = _fake(node)

@@ -1,7 +1,9 @@
-"""Every op gets what runs it: a provider's kernel, or its meaning for the glue compiler to fuse with its neighbours.
+"""Every op gets what runs it: a provider's kernel, or its meaning for the glue compiler to fuse
+with its neighbours.
 
-The lowered node calls the Python function itself: a dump shows exactly what runs, and a call costs 0.1 us. What a kernel
-asks for besides the op's arguments (prepared weights, a plan, a workspace) is added here, once for all kernels.
+The lowered node calls the Python function itself: a dump shows exactly what runs, and a call costs
+0.1 us. What a kernel asks for besides the op's arguments (prepared weights, a plan, a workspace) is
+added here, once for all kernels.
 """
 
 from typing import Any
@@ -17,7 +19,9 @@ from atomc.rewriting.rewrite import Fired
 
 
 def lower(gm: GraphModule, context: Context) -> Outcome:
-    """Replace the target of each op node by the function that `context.choose` picks. Returns the inputs that it added."""
+    """Replace the target of each op node by the function that `context.choose` picks. Returns the
+    inputs that it added.
+    """
     assert context.choose is not None
     fired = []
     extras: dict[Any, Node] = {}
@@ -35,7 +39,9 @@ def lower(gm: GraphModule, context: Context) -> Outcome:
     return Outcome(fired, extras=[node.meta["extra"] for node in extras.values()])
 
 
-def _call_kernel(graph: Graph, node: Node, op: ops.Op, kernel: ops.Kernel, extras: dict[Any, Node]) -> None:
+def _call_kernel(
+    graph: Graph, node: Node, op: ops.Op, kernel: ops.Kernel, extras: dict[Any, Node]
+) -> None:
     arguments = op.signature.bind(*node.args, **node.kwargs).arguments
     added: dict[str, Node] = {}
     for names, prepare in kernel.prepare.items():
@@ -58,7 +64,9 @@ def _call_kernel(graph: Graph, node: Node, op: ops.Op, kernel: ops.Kernel, extra
         if kernel.workspace is not None:
             size = graph.call_function(kernel.workspace, node.args, dict(node.kwargs))
             device = value(next(iter(node.all_input_nodes))).device
-            added["workspace"] = graph.call_function(torch.empty, (size,), {"dtype": torch.uint8, "device": device})
+            added["workspace"] = graph.call_function(
+                torch.empty, (size,), {"dtype": torch.uint8, "device": device}
+            )
             size.meta["kernel"] = added["workspace"].meta["kernel"] = kernel.provider
     node.target = kernel.function
     node.meta["kernel"] = kernel.provider

@@ -2,8 +2,9 @@
 
     v = index_copy(P, ...);  ... v ...;  copy_(P, v)    =>    index_copy_(P, ...);  ... P ...
 
-P is a graph input. Allowed where nothing reads P, or a view of it, behind v, and P is no other operand of v. Where P does
-not lie in memory as v does, what was traced as a view of v may have been a copy: then nothing that is returned may see v.
+P is a graph input. Allowed where nothing reads P, or a view of it, behind v, and P is no other
+operand of v. Where P does not lie in memory as v does, what was traced as a view of v may have been
+a copy: then nothing that is returned may see v.
 """
 
 from collections.abc import Iterator
@@ -33,7 +34,9 @@ IN_PLACE = {
 
 
 def reinplace(gm: GraphModule, context: Context) -> list[Fired]:
-    """Turn every copy back into an input into the in-place form of what computed it, where that is right."""
+    """Turn every copy back into an input into the in-place form of what computed it, where that is
+    right.
+    """
     graph, values = gm.graph, Values(gm.graph)
     position = {node: i for i, node in enumerate(graph.nodes)}
     returned = {storage(node) for node in graph.output_node().all_input_nodes}
@@ -54,7 +57,9 @@ def reinplace(gm: GraphModule, context: Context) -> list[Fired]:
 
 
 def _copies_back(graph: Graph) -> Iterator[tuple[Node, Node, Node]]:
-    """The copies of a whole new value into an input, each with the input and the value as they are when it is reached."""
+    """The copies of a whole new value into an input, each with the input and the value as they are
+    when it is reached.
+    """
     for copy in list(graph.find_nodes(op="call_function", target=aten.copy_.default)):
         target, new = copy.args
         if not isinstance(target, Node) or not isinstance(new, Node) or copy.users:
@@ -63,8 +68,12 @@ def _copies_back(graph: Graph) -> Iterator[tuple[Node, Node, Node]]:
             yield copy, target, new
 
 
-def _changed(target: Node, new: Node, returned: set[Node], values: Values) -> dict[Node, Any] | None:
-    """The nodes whose values have other strides if the new value has those of the input; None if that cannot be."""
+def _changed(
+    target: Node, new: Node, returned: set[Node], values: Values
+) -> dict[Node, Any] | None:
+    """The nodes whose values have other strides if the new value has those of the input; None if
+    that cannot be.
+    """
     if same_strides(value(target), value(new)):
         return {}
     return None if new in returned else values_behind(new, value(target), values)
@@ -76,7 +85,11 @@ def _made_in_place(graph: Graph, target: Node, new: Node) -> bool:
         new.target = IN_PLACE[new.target]
         new.meta["val"] = value(target)
         return True
-    if new.target is aten.slice_scatter.default and new.args[0] is target and new.args[1] is not target:
+    if (
+        new.target is aten.slice_scatter.default
+        and new.args[0] is target
+        and new.args[1] is not target
+    ):
         _write_slice(graph, new, target)
         return True
     return False

@@ -1,6 +1,7 @@
 """From the scheduler's decision to the tensors of one step, in places that never change.
 
-T rows (new tokens, and padding behind them), S sequences, R rows of which logits are wanted, B columns of block tables.
+T rows (new tokens, and padding behind them), S sequences, R rows of which logits are wanted, B
+columns of block tables.
 """
 
 from collections.abc import Sequence
@@ -19,7 +20,9 @@ Array = npt.NDArray[Any]
 
 
 class Shape(NamedTuple):
-    """Room for so many rows, sequences, and rows of which logits are wanted; columns of block tables."""
+    """Room for so many rows, sequences, and rows of which logits are wanted; columns of block
+    tables.
+    """
 
     rows: int
     sequences: int
@@ -30,25 +33,40 @@ class Shape(NamedTuple):
 class InputBatch:
     """What steps are made of, on the host and on the device.
 
-    A step is written into pinned memory and copied at once; there are two such places, because the copy of one step may
-    still wait for the device while the next step is written. On the device stay the block tables, which are only told
-    what is new, and the token that was drawn last for each slot, so that a step can begin before the host knows it.
+    A step is written into pinned memory and copied at once; there are two such places, because the
+    copy of one step may still wait for the device while the next step is written. On the device
+    stay the block tables, which are only told what is new, and the token that was drawn last for
+    each slot, so that a step can begin before the host knows it.
 
     rows, sequences, columns   of the largest step
-    slots   of requests; None: as many as sequences. One more, the last, is that of all padding sequences
+    slots   of requests; None: as many as sequences. One more, the last, is that of all padding
+            sequences
     """
 
     def __init__(
-        self, *, rows: int, sequences: int, columns: int, block_size: int, num_groups: int = 1,
-        slots: int | None = None, device: torch.device | str = "cpu",
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        rows: int,
+        sequences: int,
+        columns: int,
+        block_size: int,
+        num_groups: int = 1,
+        slots: int | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
         self.rows, self.sequences, self.columns = rows, sequences, columns
         self.slots = sequences if slots is None else slots
         self.block_size, self.num_groups = block_size, num_groups
         self.device = torch.device(device)
         self.num_updates = 2 * sequences + rows // block_size + 16
         i32 = {"query_start": sequences + 1, "seq_lens": sequences}
-        i64 = {"positions": rows, "logits_rows": rows, "sources": rows, "sequence_slots": sequences, "drawn_slots": rows}
+        i64 = {
+            "positions": rows,
+            "logits_rows": rows,
+            "sources": rows,
+            "sequence_slots": sequences,
+            "drawn_slots": rows,
+        }
         for g in range(num_groups):
             i32[f"new_blocks_{g}"] = self.num_updates
             i64 |= {f"slots_{g}": rows, f"new_places_{g}": self.num_updates}
@@ -60,19 +78,27 @@ class InputBatch:
         self._views = [self._arrays(host) for host in self._hosts]
         memory = torch.zeros(size + 8 * (self.slots + 1), dtype=torch.uint8, device=self.device)
         self._copied = memory[:size]
-        self.on_device = {name: memory[start:end].view(dtype) for name, (dtype, start, end) in self._fields.items()}
+        self.on_device = {
+            name: memory[start:end].view(dtype)
+            for name, (dtype, start, end) in self._fields.items()
+        }
         self.drawn = memory[size:].view(torch.int64)
         self._ids = memory[self._fields["tokens"][1] :].view(torch.int64)
         self._tables = [np.zeros((self.slots + 1, columns), np.int32) for _ in range(num_groups)]
-        self.tables = [torch.zeros((self.slots + 1, columns), dtype=torch.int32, device=self.device)
-                       for _ in range(num_groups)]  # fmt: skip
+        self.tables = [
+            torch.zeros((self.slots + 1, columns), dtype=torch.int32, device=self.device)
+            for _ in range(num_groups)
+        ]
         self._turn = 0
 
-    def write(self, step: ScheduledStep | None, shape: Shape | None = None, *, num_rows: int = 0) -> Shape:
-        """Bring a step to the device, padded to `shape` or to num_rows; None: padding only. The shape that it has now.
+    def write(
+        self, step: ScheduledStep | None, shape: Shape | None = None, *, num_rows: int = 0
+    ) -> Shape:
+        """Bring a step to the device, padded to `shape` or to num_rows; None: padding only. The
+        shape that it has now.
 
-        A padding row has token 0 at position 0, slot -1, and belongs to no sequence: it lies beyond query_start[-1]. A
-        padding sequence has no row and no token, and the spare slot.
+        A padding row has token 0 at position 0, slot -1, and belongs to no sequence: it lies beyond
+        query_start[-1]. A padding sequence has no row and no token, and the spare slot.
         """
         self._turn ^= 1
         to = self._views[self._turn]
@@ -86,7 +112,12 @@ class InputBatch:
         wanted = self._wanted(chunks, bounds)
         lens = starts + counts
         if shape is None:
-            shape = Shape(max(T, num_rows), S, len(wanted), max(1, -(-int(lens.max(initial=0)) // self.block_size)))
+            shape = Shape(
+                max(T, num_rows),
+                S,
+                len(wanted),
+                max(1, -(-int(lens.max(initial=0)) // self.block_size)),
+            )
         rows, sequences = shape.rows, shape.sequences
 
         _fill(to["query_start"], bounds, sequences + 1, T)
@@ -106,7 +137,12 @@ class InputBatch:
         sequence = np.repeat(slots, counts)
         block, offset = np.divmod(positions, self.block_size)
         for g, table in enumerate(self._tables):
-            _fill(to[f"slots_{g}"], table[sequence, block].astype(np.int64) * self.block_size + offset, rows, -1)
+            _fill(
+                to[f"slots_{g}"],
+                table[sequence, block].astype(np.int64) * self.block_size + offset,
+                rows,
+                -1,
+            )
         self._copied.copy_(self._hosts[self._turn], non_blocking=True)
         return shape
 
@@ -117,7 +153,9 @@ class InputBatch:
         groups = []
         for g, table in enumerate(self.tables):
             table.view(-1).scatter_(0, at[f"new_places_{g}"], at[f"new_blocks_{g}"])
-            groups.append(GroupStep(at[f"slots_{g}"][:rows], table[:, :columns].index_select(0, slots)))
+            groups.append(
+                GroupStep(at[f"slots_{g}"][:rows], table[:, :columns].index_select(0, slots))
+            )
         return Step(
             input_ids=self._ids.index_select(0, at["sources"][:rows]),
             positions=at["positions"][:rows],
@@ -129,7 +167,9 @@ class InputBatch:
         )
 
     def keep(self, tokens: Tensor) -> None:
-        """These were drawn by the step written last, one for each chunk that draws: the next step may be fed them."""
+        """These were drawn by the step written last, one for each chunk that draws: the next step
+        may be fed them.
+        """
         self.drawn.index_copy_(0, self.on_device["drawn_slots"][: len(tokens)], tokens)
 
     def _tell(self, chunks: Sequence[Chunk], to: dict[str, Array]) -> None:
@@ -145,7 +185,9 @@ class InputBatch:
             where = np.concatenate(places) if places else np.zeros(0, np.int64)
             what = np.fromiter(chain.from_iterable(blocks), np.int32, len(where))
             if len(where) > self.num_updates:  # many long prompts at once, all cached
-                self.tables[g].view(-1)[torch.from_numpy(where).to(self.device)] = torch.from_numpy(what).to(self.device)
+                self.tables[g].view(-1)[torch.from_numpy(where).to(self.device)] = torch.from_numpy(
+                    what
+                ).to(self.device)
                 where, what = where[:0], what[:0]
             padding = self.slots * self.columns
             _fill(to[f"new_places_{g}"], where, self.num_updates, padding)
@@ -165,10 +207,15 @@ class InputBatch:
         if counts.max(initial=0) <= 1:
             rows: Array = bounds[1:][counts > 0] - 1
             return rows
-        return np.concatenate([np.arange(end - count, end) for end, count in zip(bounds[1:], counts, strict=True)])
+        return np.concatenate(
+            [np.arange(end - count, end) for end, count in zip(bounds[1:], counts, strict=True)]
+        )
 
     def _arrays(self, memory: Tensor) -> dict[str, Array]:
-        return {name: memory[start:end].view(dtype).numpy() for name, (dtype, start, end) in self._fields.items()}
+        return {
+            name: memory[start:end].view(dtype).numpy()
+            for name, (dtype, start, end) in self._fields.items()
+        }
 
 
 def _fill(to: Array, values: Array, size: int, padding: int) -> None:
@@ -177,7 +224,9 @@ def _fill(to: Array, values: Array, size: int, padding: int) -> None:
 
 
 def _places(i32: dict[str, int], i64: dict[str, int]) -> dict[str, tuple[torch.dtype, int, int]]:
-    """For each field its dtype, and its first and last byte: one behind the other, at addresses that kernels like."""
+    """For each field its dtype, and its first and last byte: one behind the other, at addresses
+    that kernels like.
+    """
     fields, at = {}, 0
     for dtype, width, sizes in ((torch.int32, 4, i32), (torch.int64, 8, i64)):
         for name, size in sizes.items():

@@ -13,15 +13,15 @@ NewBlocks = tuple[int, tuple[int, ...]]  # place of the first in the table, and 
 class Group:
     """The blocks of one group: who uses them, which are free, and what the full ones hold.
 
-    A free block may still hold something; it can be used for that again until it is taken for something else, the
-    longest unused first.
+    A free block may still hold something; it can be used for that again until it is taken for
+    something else, the longest unused first.
     """
 
     def __init__(self, num_blocks: int, window: int) -> None:
         self.num_blocks, self.window = num_blocks, window
         self.users = [0] * num_blocks
-        # In the order in which they are taken: those that hold nothing come first, the last one released first of all,
-        # which may still be in a processor's cache.
+        # In the order in which they are taken: those that hold nothing come first, the last one
+        # released first of all, which may still be in a processor's cache.
         self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self.key_of: dict[int, bytes] = {}
         self.block_of: dict[bytes, int] = {}
@@ -63,12 +63,18 @@ class Group:
     def check(self, tables: Sequence["Table"]) -> None:
         users = [0] * self.num_blocks
         for table in tables:
-            assert len(set(table.blocks)) == len(table.blocks), "a block is in two places of one table"
+            assert len(set(table.blocks)) == len(table.blocks), (
+                "a block is in two places of one table"
+            )
             for block in table.blocks:
                 users[block] += 1
         assert users == self.users, "a block is lost, or its users are counted wrong"
-        assert {i for i, count in enumerate(users) if not count} == set(self.free), "free and unused blocks differ"
-        assert {key: block for block, key in self.key_of.items()} == self.block_of, "keys and blocks differ"
+        assert {i for i, count in enumerate(users) if not count} == set(self.free), (
+            "free and unused blocks differ"
+        )
+        assert {key: block for block, key in self.key_of.items()} == self.block_of, (
+            "keys and blocks differ"
+        )
 
 
 @dataclass
@@ -90,20 +96,28 @@ class Table:
 class BlockPool:
     """num_blocks blocks of block_size tokens in each group.
 
-    windows   one for each group: 0 keeps all tokens of an owner; n lets go of blocks that nobody reads any more. Without
-              groups nothing is kept per token, and there is always room
+    windows   one for each group: 0 keeps all tokens of an owner; n lets go of blocks that nobody
+              reads any more. Without groups nothing is kept per token, and there is always room
     shares    whether owners may share full blocks that hold the same
 
     Raises ValueError for sizes below 1.
     """
 
     def __init__(
-        self, num_blocks: int | Sequence[int], block_size: int, windows: Sequence[int] = (0,), *, shares: bool = True
+        self,
+        num_blocks: int | Sequence[int],
+        block_size: int,
+        windows: Sequence[int] = (0,),
+        *,
+        shares: bool = True,
     ) -> None:
         counts = [num_blocks] * len(windows) if isinstance(num_blocks, int) else list(num_blocks)
         if min(counts, default=1) < 1 or block_size < 1:
-            raise ValueError(f"a pool of {min(counts, default=0)} blocks of {block_size} tokens is empty, both must be at "
-                             "least 1")  # fmt: skip
+            raise ValueError(
+                f"a pool of {min(counts, default=0)} blocks of {block_size} tokens is empty, "
+                "both must be at "
+                "least 1"
+            )
         self.block_size = block_size
         self.shares = shares
         self.groups = [Group(count, window) for count, window in zip(counts, windows, strict=True)]
@@ -119,25 +133,49 @@ class BlockPool:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that a group holds which keeps all of them; where all have windows, the largest. 0 without groups."""
+        """Tokens that a group holds which keeps all of them; where all have windows, the largest. 0
+        without groups.
+        """
         whole = [group.num_blocks for group in self.groups if not group.window]
-        return min(whole or [max([group.num_blocks for group in self.groups], default=0)]) * self.block_size
+        return (
+            min(whole or [max([group.num_blocks for group in self.groups], default=0)])
+            * self.block_size
+        )
 
     def tokens_used(self, computed: Mapping[str, int]) -> int:
-        """Of what `num_tokens` counts, the tokens held for owners with so many computed; a shared one counts once."""
+        """Of what `num_tokens` counts, the tokens held for owners with so many computed; a shared
+        one counts once.
+        """
         if not self.groups:
             return 0
-        index = max(range(len(self.groups)), key=lambda i: (not self.groups[i].window, self.groups[i].num_blocks))
-        group, tables = self.groups[index], {owner: tables[index] for owner, tables in self._tables.items()}
-        held = sum(computed[owner] - table.first * self.block_size for owner, table in tables.items())
-        shared = sum(len(table.blocks) for table in tables.values()) - (group.num_blocks - len(group.free))
+        index = max(
+            range(len(self.groups)),
+            key=lambda i: (not self.groups[i].window, self.groups[i].num_blocks),
+        )
+        group, tables = (
+            self.groups[index],
+            {owner: tables[index] for owner, tables in self._tables.items()},
+        )
+        held = sum(
+            computed[owner] - table.first * self.block_size for owner, table in tables.items()
+        )
+        shared = sum(len(table.blocks) for table in tables.values()) - (
+            group.num_blocks - len(group.free)
+        )
         return held - shared * self.block_size
 
     def longest(self, most_new: int) -> int:
-        """Tokens of the longest sequence that fits if it is alone; at most `most_new` of them wait to be read."""
+        """Tokens of the longest sequence that fits if it is alone; at most `most_new` of them wait
+        to be read.
+        """
         held = [(group.num_blocks * self.block_size, group.window) for group in self.groups]
-        return min([NO_LIMIT if window and tokens >= window + most_new + 2 * self.block_size else tokens
-                    for tokens, window in held], default=NO_LIMIT)  # fmt: skip
+        return min(
+            [
+                NO_LIMIT if window and tokens >= window + most_new + 2 * self.block_size else tokens
+                for tokens, window in held
+            ],
+            default=NO_LIMIT,
+        )
 
     @property
     def owners(self) -> Set[str]:
@@ -152,11 +190,15 @@ class BlockPool:
         if not (self.shares and keys):
             return 0
         windows = [group.window for group in self.groups]
-        return longest_match(keys, self.block_size, windows, [group.block_of.__contains__ for group in self.groups])
+        return longest_match(
+            keys, self.block_size, windows, [group.block_of.__contains__ for group in self.groups]
+        )
 
     def admit(self, owner: str, keys: Sequence[bytes], now: int, ahead: int) -> bool:
-        """Give a new owner the blocks of these keys, and further ones: groups with a window up to `now` tokens, others
-        up to `ahead`. False, and nothing changed, if the free blocks do not last."""
+        """Give a new owner the blocks of these keys, and further ones: groups with a window up to
+        `now` tokens, others up to `ahead`. False, and nothing changed, if the free blocks do not
+        last.
+        """
         assert owner not in self._tables, f"{owner!r} owns blocks already"
         if not self.has_room(keys, now, ahead):
             return False
@@ -175,10 +217,14 @@ class BlockPool:
         return True
 
     def reserve(self, owner: str, now: int, ahead: int | None = None) -> bool:
-        """Extend the owner's tables as in `admit`. False, and nothing changed, if the free blocks do not last."""
+        """Extend the owner's tables as in `admit`. False, and nothing changed, if the free blocks
+        do not last.
+        """
         tables = self._tables.get(owner) or [Table() for _ in self.groups]
-        missing = [self._blocks(now if group.window else ahead or now) - table.end
-                   for group, table in zip(self.groups, tables, strict=True)]  # fmt: skip
+        missing = [
+            self._blocks(now if group.window else ahead or now) - table.end
+            for group, table in zip(self.groups, tables, strict=True)
+        ]
         if any(count > len(group.free) for count, group in zip(missing, self.groups, strict=True)):
             return False
         for count, group, table in zip(missing, self.groups, tables, strict=True):
@@ -190,7 +236,9 @@ class BlockPool:
     def trim(self, owner: str, computed: int) -> None:
         """Let go of blocks that no token from position `computed` on reads."""
         for group, table in zip(self.groups, self._tables[owner], strict=True):
-            gone = min(first_read(computed, group.window) // self.block_size, table.end) - table.first
+            gone = (
+                min(first_read(computed, group.window) // self.block_size, table.end) - table.first
+            )
             for block in table.blocks[: max(gone, 0)]:
                 group.drop(block)
             if gone > 0:
@@ -198,7 +246,9 @@ class BlockPool:
                 table.first += gone
 
     def release(self, owner: str) -> None:
-        """Let go of all blocks of the owner, which may have none; the last ones are taken first by others."""
+        """Let go of all blocks of the owner, which may have none; the last ones are taken first by
+        others.
+        """
         for group, table in zip(self.groups, self._tables.pop(owner, []), strict=False):
             for block in reversed(table.blocks):
                 group.drop(block)
@@ -226,7 +276,9 @@ class BlockPool:
             table.told = table.first
 
     def drop_cached(self) -> bool:
-        """Nobody finds what blocks hold any more. False, and nothing changed, if somebody uses one."""
+        """Nobody finds what blocks hold any more. False, and nothing changed, if somebody uses
+        one.
+        """
         if self._tables:
             return False
         for group in self.groups:
@@ -235,15 +287,24 @@ class BlockPool:
         return True
 
     def check(self) -> None:
-        """Assert that the users of each block are right, and that each block without one is free."""
-        without = [owner for owner, tables in self._tables.items() if not any(table.blocks for table in tables)]
+        """Assert that the users of each block are right, and that each block without one is
+        free.
+        """
+        without = [
+            owner
+            for owner, tables in self._tables.items()
+            if not any(table.blocks for table in tables)
+        ]
         assert not self.groups or not without, "an owner without blocks"
         for i, group in enumerate(self.groups):
             group.check([tables[i] for tables in self._tables.values()])
 
     def _firsts(self, num_blocks: int) -> list[int]:
         """For each group, the first block that is read after so many."""
-        return [first_read(num_blocks * self.block_size, group.window) // self.block_size for group in self.groups]
+        return [
+            first_read(num_blocks * self.block_size, group.window) // self.block_size
+            for group in self.groups
+        ]
 
     def _blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

@@ -11,14 +11,16 @@ from atomc.models.limits import free_on_host
 CPU_SHARE = 0.25  # of the free memory; the rest is for everybody else
 GRAPH_SHARE = 0.03  # of a GPU's memory, for CUDA graphs
 SPARE_SLOTS = 1  # of state that is kept per sequence: that of padding
-# Where a block holds a whole sequence, length costs memory before it is used: in little memory, fewer sequences of
-# this length rather than many short ones.
+# Where a block holds a whole sequence, length costs memory before it is used: in little memory,
+# fewer sequences of this length rather than many short ones.
 MIN_LENGTH = 2048
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """num_blocks blocks of block_size tokens in each group, and the tokens of the longest sequence."""
+    """num_blocks blocks of block_size tokens in each group, and the tokens of the longest
+    sequence.
+    """
 
     num_blocks: tuple[int, ...]
     block_size: int
@@ -26,22 +28,36 @@ class Capacity:
 
 
 def capacity(
-    *, groups: Sequence[tuple[int, int]], block_size: int | None, available: int, max_num_seqs: int, longest: int,
-    max_num_batched_tokens: int = 2048, max_model_len: int | None = None, num_blocks: int | None = None,
-    kv_bytes: int | None = None, bytes_per_sequence: int = 0,
-) -> Capacity:  # fmt: skip
-    """The caches' size as the user wants it; else what fits, and no more than max_num_seqs sequences can use.
+    *,
+    groups: Sequence[tuple[int, int]],
+    block_size: int | None,
+    available: int,
+    max_num_seqs: int,
+    longest: int,
+    max_num_batched_tokens: int = 2048,
+    max_model_len: int | None = None,
+    num_blocks: int | None = None,
+    kv_bytes: int | None = None,
+    bytes_per_sequence: int = 0,
+) -> Capacity:
+    """The caches' size as the user wants it; else what fits, and no more than max_num_seqs
+    sequences can use.
 
-    groups           for each group of layers, the bytes that a token takes in all of them together, and its window
+    groups           for each group of layers, the bytes that a token takes in all of them together,
+                     and its window
     block_size       tokens a block by the layout; None: one block holds the longest sequence
     available        bytes to use if neither num_blocks nor kv_bytes says it
     longest          tokens of the longest sequence that makes sense
-    max_model_len    tokens of the longest sequence that must fit; None: as long as there is room, up to longest
-    bytes_per_sequence   of state that is kept per sequence, for each slot and a spare one: charged first
+    max_model_len    tokens of the longest sequence that must fit; None: as long as there is room,
+                     up to longest
+    bytes_per_sequence   of state that is kept per sequence, for each slot and a spare one: charged
+                         first
 
     Raises ValueError if the longest sequence does not fit.
     """
-    room = _without_slots(kv_bytes or available, max_num_seqs, bytes_per_sequence, sized=num_blocks is not None)
+    room = _without_slots(
+        kv_bytes or available, max_num_seqs, bytes_per_sequence, sized=num_blocks is not None
+    )
     length = max_model_len or longest
     if not groups:
         return Capacity((), block_size or length, length)
@@ -49,21 +65,30 @@ def capacity(
     tokens = room // bytes_per_token  # if each group had a block for all of them
     if block_size is None:
         if max_model_len is None:
-            length = min(length, max(tokens // (num_blocks or max_num_seqs), min(tokens, MIN_LENGTH)))
+            length = min(
+                length, max(tokens // (num_blocks or max_num_seqs), min(tokens, MIN_LENGTH))
+            )
         block_size = max(length, 1)
         counts = [num_blocks or min(tokens // block_size, max_num_seqs)] * len(groups)
     elif num_blocks is not None:
         counts = [num_blocks] * len(groups)
     else:
-        blocks = partial(blocks_of_one, length, block_size=block_size, max_num_batched_tokens=max_num_batched_tokens)
+        blocks = partial(
+            blocks_of_one,
+            length,
+            block_size=block_size,
+            max_num_batched_tokens=max_num_batched_tokens,
+        )
         counts = _shared(room // block_size, groups, lambda window: max_num_seqs * blocks(window))
     holds = _longest_that_fits(counts, groups) * block_size
     if max_model_len is None:
         length = min(length, holds)
     if min(counts) < 1 or not 2 <= length <= holds:
         raise ValueError(
-            f"a sequence of {length} tokens does not fit into the cache, which holds {holds or tokens} (a token takes "
-            f"{bytes_per_token} bytes): lower max_model_len, max_num_batched_tokens or max_num_seqs, or raise "
+            f"a sequence of {length} tokens does not fit into the cache, which holds "
+            f"{holds or tokens} (a token takes "
+            f"{bytes_per_token} bytes): lower max_model_len, max_num_batched_tokens or "
+            "max_num_seqs, or raise "
             "gpu_memory_utilization, kv_bytes or num_blocks"
         )
     return Capacity(tuple(counts), block_size, length)
@@ -73,15 +98,23 @@ def _without_slots(room: int, max_num_seqs: int, bytes_per_sequence: int, *, siz
     """Bytes that are left for blocks. sized: their number is given, whatever is left."""
     of_slots = (max_num_seqs + SPARE_SLOTS) * bytes_per_sequence
     if of_slots > room and bytes_per_sequence and not sized:
-        raise ValueError(f"the state of {max_num_seqs} sequences takes {of_slots} bytes ({bytes_per_sequence} each), and "
-                         f"there is room for {room}: lower max_num_seqs, or raise gpu_memory_utilization or kv_bytes")
+        raise ValueError(
+            f"the state of {max_num_seqs} sequences takes {of_slots} bytes "
+            f"({bytes_per_sequence} each), and "
+            f"there is room for {room}: lower max_num_seqs, or raise gpu_memory_utilization or "
+            "kv_bytes"
+        )
     return room - of_slots
 
 
 def blocks_of_one(length: int, window: int, block_size: int, max_num_batched_tokens: int) -> int:
-    """Blocks that a sequence of this length can use in a group; one with a window lets go of what is behind it."""
+    """Blocks that a sequence of this length can use in a group; one with a window lets go of what
+    is behind it.
+    """
     whole = -(-length // block_size)
-    return min(whole, -(-(window + 2 * max_num_batched_tokens) // block_size) + 2) if window else whole
+    return (
+        min(whole, -(-(window + 2 * max_num_batched_tokens) // block_size) + 2) if window else whole
+    )
 
 
 def _longest_that_fits(counts: Sequence[int], groups: Sequence[tuple[int, int]]) -> int:
@@ -90,15 +123,19 @@ def _longest_that_fits(counts: Sequence[int], groups: Sequence[tuple[int, int]])
     return min(whole or [max(counts)])
 
 
-def _shared(room: int, groups: Sequence[tuple[int, int]], most_of: Callable[[int], int]) -> list[int]:
-    """Equally many blocks for each group, but no more than most_of(window); together they take at most `room` bytes a
-    token."""
+def _shared(
+    room: int, groups: Sequence[tuple[int, int]], most_of: Callable[[int], int]
+) -> list[int]:
+    """Equally many blocks for each group, but no more than most_of(window); together they take at
+    most `room` bytes a token."""
     sizes, most = [size for size, _ in groups], [most_of(window) for _, window in groups]
     counts = [0] * len(sizes)
     growing = list(range(len(sizes)))
     while growing:
         left = room - sum(size * count for size, count in zip(sizes, counts, strict=True))
-        more = min(left // sum(sizes[i] for i in growing), min(most[i] - counts[i] for i in growing))
+        more = min(
+            left // sum(sizes[i] for i in growing), min(most[i] - counts[i] for i in growing)
+        )
         if more <= 0:
             break
         for i in growing:
@@ -110,7 +147,8 @@ def _shared(room: int, groups: Sequence[tuple[int, int]], most_of: Callable[[int
 def free_memory(device: torch.device, utilization: float, activations: int) -> int:
     """Bytes that the caches may take on the device if nobody says otherwise.
 
-    On a GPU, what is left of `utilization` of its memory after all that is there, activations and CUDA graphs.
+    On a GPU, what is left of `utilization` of its memory after all that is there, activations and
+    CUDA graphs.
     """
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -16,54 +16,104 @@ def _option(default: Any, text: str) -> Any:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Settings for one model on one device. Field metadata has the help text. Raises ValueError for values out of range."""
+    """Settings for one model on one device. Field metadata has the help text. Raises ValueError for
+    values out of range.
+    """
 
     model: str | None = _option(
-        None, "a checkpoint directory or a name on the Hugging Face hub; default: the demo model of atomc"
+        None,
+        "a checkpoint directory or a name on the Hugging Face hub; default: the demo model of "
+        "atomc",
     )
-    dtype: str | None = _option(None, "dtype of the weights, such as bfloat16; default: the checkpoint's")
+    dtype: str | None = _option(
+        None, "dtype of the weights, such as bfloat16; default: the checkpoint's"
+    )
     device: str | None = _option(None, "cpu or cuda; default: a GPU if there is one")
     load_format: str = _option("auto", "auto, safetensors, or dummy for small random weights")
     quantization: str | None = _option(
-        None, "quantize the weights when they are read: fp8, fp8_per_token, fp8_block, int8, int4, mxfp4 or mxfp4_a16"
+        None,
+        "quantize the weights when they are read: fp8, fp8_per_token, fp8_block, int8, int4, "
+        "mxfp4 or mxfp4_a16",
     )
-    quantization_ignore: tuple[str, ...] = _option((), "layers not to quantize, by name, part of a name or re:pattern")
-    max_model_len: int | None = _option(None, "maximum sequence length in tokens; default: as model and memory allow")
-    max_num_seqs: int | None = _option(None, "maximum number of running sequences; default: 256 on a GPU, 64 on a CPU")
+    quantization_ignore: tuple[str, ...] = _option(
+        (), "layers not to quantize, by name, part of a name or re:pattern"
+    )
+    max_model_len: int | None = _option(
+        None, "maximum sequence length in tokens; default: as model and memory allow"
+    )
+    max_num_seqs: int | None = _option(
+        None, "maximum number of running sequences; default: 256 on a GPU, 64 on a CPU"
+    )
     max_num_batched_tokens: int | None = _option(
-        None, "maximum number of tokens per step; longer prompts are computed in chunks; default: 2048 on a GPU, 256 on a "
-        "CPU, but at least max_num_seqs"
+        None,
+        "maximum number of tokens per step; longer prompts are computed in chunks; default: "
+        "2048 on a GPU, 256 on a "
+        "CPU, but at least max_num_seqs",
     )
-    gpu_memory_utilization: float = _option(0.9, "share of the GPU memory for weights, activations and KV cache")
-    kv_bytes: int | None = _option(None, "size of the KV cache in bytes, instead of a share of the memory")
-    num_blocks: int | None = _option(None, "size of the KV cache in blocks, instead of a share of the memory")
+    gpu_memory_utilization: float = _option(
+        0.9, "share of the GPU memory for weights, activations and KV cache"
+    )
+    kv_bytes: int | None = _option(
+        None, "size of the KV cache in bytes, instead of a share of the memory"
+    )
+    num_blocks: int | None = _option(
+        None, "size of the KV cache in blocks, instead of a share of the memory"
+    )
     threads: int | None = _option(
-        None, "CPU threads; default: OMP_NUM_THREADS, else one per physical core available to the process, of which a "
-        "server leaves one to its frontend process if there are more than two; use 1 on a shared machine"
+        None,
+        "CPU threads; default: OMP_NUM_THREADS, else one per physical core available to the "
+        "process, of which a "
+        "server leaves one to its frontend process if there are more than two; use 1 on a "
+        "shared machine",
     )
     enforce_eager: bool = _option(False, "no CUDA graphs")
     enable_prefix_caching: bool | None = _option(
-        None, "share the KV cache of common prefixes (default: yes, except with --options layout=contiguous, which does "
-        "not support it)"
+        None,
+        "share the KV cache of common prefixes (default: yes, except with --options "
+        "layout=contiguous, which does "
+        "not support it)",
     )
-    scheduling_policy: Literal["fcfs", "priority"] = _option("fcfs", "fcfs: order of arrival; priority: lowest value first")
+    scheduling_policy: Literal["fcfs", "priority"] = _option(
+        "fcfs", "fcfs: order of arrival; priority: lowest value first"
+    )
     max_queue: int = _option(1024, "maximum number of waiting requests; further ones are rejected")
-    grammar_seconds: float = _option(5.0, "maximum CPU time for compiling one grammar of structured output, in seconds")
+    grammar_seconds: float = _option(
+        5.0, "maximum CPU time for compiling one grammar of structured output, in seconds"
+    )
     grammar_cache_bytes: int = _option(2**29, "size of the cache of compiled grammars in bytes")
     self_check: bool = _option(
-        True, "compare a few steps of a transformers model with its own forward, and reject it if they differ"
+        True,
+        "compare a few steps of a transformers model with its own forward, and reject it if "
+        "they differ",
     )
-    speculative_tokens: int = _option(0, "maximum number of draft tokens per step (n-gram speculation); 0: none")
+    speculative_tokens: int = _option(
+        0, "maximum number of draft tokens per step (n-gram speculation); 0: none"
+    )
     ngram_min: int = _option(2, "minimum length of the n-gram to look up for a draft")
     ngram_max: int = _option(4, "maximum length of the n-gram to look up for a draft")
     seed: int | None = _option(None, "makes sampling reproducible for requests without a seed")
-    options: "Options | Mapping[str, Any]" = field(default_factory=dict, metadata={"help": (
-        "an option of the compiler, such as glue=eager or batch_invariant=true; may be given several times"
-    )})  # fmt: skip
+    options: "Options | Mapping[str, Any]" = field(
+        default_factory=dict,
+        metadata={
+            "help": (
+                "an option of the compiler, such as glue=eager or batch_invariant=true; may be "
+                "given several times"
+            )
+        },
+    )
 
     def __post_init__(self) -> None:
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_blocks", "kv_bytes", "max_queue",
-                     "grammar_cache_bytes", "ngram_min", "threads"):  # fmt: skip
+        for name in (
+            "max_model_len",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "num_blocks",
+            "kv_bytes",
+            "max_queue",
+            "grammar_cache_bytes",
+            "ngram_min",
+            "threads",
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}, it must be at least 1")
@@ -72,12 +122,23 @@ class EngineConfig:
         if self.quantization_ignore and self.quantization is None:
             raise ValueError("quantization_ignore needs quantization: set both")
         if self.num_blocks is not None and self.kv_bytes is not None:
-            raise ValueError("num_blocks and kv_bytes both set the size of the cache: set one of them")
+            raise ValueError(
+                "num_blocks and kv_bytes both set the size of the cache: set one of them"
+            )
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
-            raise ValueError(f"gpu_memory_utilization is {self.gpu_memory_utilization}, it must be above 0 and at most 1")
+            raise ValueError(
+                f"gpu_memory_utilization is {self.gpu_memory_utilization}, it must be above 0 "
+                "and at most 1"
+            )
         if self.scheduling_policy not in POLICIES:
-            raise ValueError(f"scheduling_policy is {self.scheduling_policy!r}, expected one of {list(POLICIES)}")
+            raise ValueError(
+                f"scheduling_policy is {self.scheduling_policy!r}, expected one of {list(POLICIES)}"
+            )
         if self.speculative_tokens < 0:
-            raise ValueError(f"speculative_tokens is {self.speculative_tokens}, it must be 0 (none) or positive")
+            raise ValueError(
+                f"speculative_tokens is {self.speculative_tokens}, it must be 0 (none) or positive"
+            )
         if self.ngram_max < self.ngram_min:
-            raise ValueError(f"ngram_max is {self.ngram_max}, expected at least ngram_min={self.ngram_min}")
+            raise ValueError(
+                f"ngram_max is {self.ngram_max}, expected at least ngram_min={self.ngram_min}"
+            )

@@ -7,14 +7,16 @@ from typing import Any
 # Tokens decoded before the new ones: a token's leading space depends on the tokens before it.
 CONTEXT_TOKENS = 5
 REPLACEMENT_CHARACTER = "\ufffd"
-# Maximum number of tokens to hold back for an incomplete character; longer sequences are not a character.
+# Maximum number of tokens to hold back for an incomplete character; longer sequences are not a
+# character.
 MAX_HELD_TOKENS = 8
 
 
 def load_tokenizer(folder: Path) -> Any | None:
     """The `tokenizers.Tokenizer` of a model folder; None if it has no tokenizer.json.
 
-    Raises ValueError for a damaged file, and ImportError, naming the extra to install, if the library is missing.
+    Raises ValueError for a damaged file, and ImportError, naming the extra to install, if the
+    library is missing.
     """
     path = folder / "tokenizer.json"
     if not os.path.lexists(path):
@@ -24,31 +26,40 @@ def load_tokenizer(folder: Path) -> Any | None:
     try:
         from tokenizers import Tokenizer
     except ImportError as error:
-        raise ImportError(f"{path} needs the library `tokenizers`: pip install 'atomc[hf]'") from error
+        raise ImportError(
+            f"{path} needs the library `tokenizers`: pip install 'atomc[hf]'"
+        ) from error
     try:
         tokenizer = Tokenizer.from_file(str(path))
         # These settings are for training; do not pad or truncate prompts.
         tokenizer.no_padding()
         tokenizer.no_truncation()
         tokenizer.encode("")  # fails for special tokens that do not exist
-    except BaseException as error:  # the library raises plain Exceptions, and a panic in Rust is no Exception
+    except (
+        BaseException
+    ) as error:  # the library raises plain Exceptions, and a panic in Rust is no Exception
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise ValueError(f"{path} is not a valid tokenizer: {' '.join(str(error).split())}; "
-                         "download it again") from error  # fmt: skip
+        raise ValueError(
+            f"{path} is not a valid tokenizer: {' '.join(str(error).split())}; download it again"
+        ) from error
     return tokenizer
 
 
 class Detokenizer:
-    """Decodes one sequence incrementally. The concatenated pieces do not depend on how the tokens are split into calls.
+    """Decodes one sequence incrementally. The concatenated pieces do not depend on how the tokens
+    are split into calls.
 
     Text that ends in an incomplete character is held back.
     """
 
-    def __init__(self, tokenizer: Any, prompt: list[int], *, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Any, prompt: list[int], *, skip_special_tokens: bool = True
+    ) -> None:
         self.tokenizer = tokenizer
         self.skip_special_tokens = skip_special_tokens
-        # The tokens to decode together. The text of the first num_emitted ones, emitted_text, has been returned.
+        # The tokens to decode together. The text of the first num_emitted ones, emitted_text, has
+        # been returned.
         self.window = prompt[-CONTEXT_TOKENS:]
         self.num_emitted = len(self.window)
         self.emitted_text = self._decode(self.window)
@@ -58,7 +69,9 @@ class Detokenizer:
         return "".join(self._add_token(token) for token in tokens)
 
     def flush(self) -> str:
-        """The text held back, with U+FFFD for an incomplete character; for the end of the sequence."""
+        """The text held back, with U+FFFD for an incomplete character; for the end of the
+        sequence.
+        """
         return self._decode(self.window)[len(self.emitted_text) :]
 
     def _add_token(self, token: int) -> str:
@@ -78,7 +91,9 @@ class Detokenizer:
 
 
 class TokenTexts:
-    """Text and bytes of single tokens, including special ones, such as for lists of log-probabilities."""
+    """Text and bytes of single tokens, including special ones, such as for lists of
+    log-probabilities.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -100,14 +115,23 @@ class TokenTexts:
         if token not in self._special:
             if self._byte_of and all(character in self._byte_of for character in piece):
                 return bytes(self._byte_of[character] for character in piece)
-            if self._fallback and len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+            if (
+                self._fallback
+                and len(piece) == 6
+                and piece.startswith("<0x")
+                and piece.endswith(">")
+            ):
                 return bytes.fromhex(piece[3:5])
             piece = piece.replace("\u2581", " ")
         return piece.encode()
 
 
 def _byte_of_character() -> dict[str, int]:
-    """GPT-2's byte-level alphabet: printable Latin-1 bytes as themselves, the others in order from U+0100."""
+    """GPT-2's byte-level alphabet: printable Latin-1 bytes as themselves, the others in order from
+    U+0100.
+    """
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in visible]
-    return {chr(byte): byte for byte in visible} | {chr(0x100 + i): byte for i, byte in enumerate(hidden)}
+    return {chr(byte): byte for byte in visible} | {
+        chr(0x100 + i): byte for i, byte in enumerate(hidden)
+    }

@@ -25,7 +25,16 @@ from atomc.runtime.structured_outputs import StructuredOutputs, accept_tokens
 from atomc.runtime.worker import Worker
 from atomc.torch_compat.exceptions import out_of_memory
 
-__all__ = ["PHASES", "Engine", "EngineConfig", "Output", "QueueFull", "Request", "SamplingParams", "Stats"]
+__all__ = [
+    "PHASES",
+    "Engine",
+    "EngineConfig",
+    "Output",
+    "QueueFull",
+    "Request",
+    "SamplingParams",
+    "Stats",
+]
 
 log = logging.getLogger("atomc")
 
@@ -36,7 +45,8 @@ MEMORY = 0.02  # weight of the last step in the mean host time
 
 @dataclass
 class RequestState:
-    """What the engine keeps of a request beside what the scheduler keeps in the Request; dropped when it ends.
+    """What the engine keeps of a request beside what the scheduler keeps in the Request; dropped
+    when it ends.
 
     matcher   how far its form of output has come
     drafter   guesses its next tokens
@@ -55,32 +65,41 @@ class _Flight:
 
 
 class Engine:
-    """One model on one device; not thread-safe, and without threads: whoever calls `step` advances it.
+    """One model on one device; not thread-safe, and without threads: whoever calls `step` advances
+    it.
 
-    module     instead of config.model: one of ours, a stock transformers model (its attention is replaced in place,
-               see wrap_stock), or any other that is called as
+    module     instead of config.model: one of ours, a stock transformers model (its attention is
+               replaced in place, see wrap_stock), or any other that is called as
                `model(input_ids [T], positions [T], logits_rows [R]) -> logits [R, V]`
     progress   bars on the terminal while it starts
     spare_cores   of a CPU, left to other processes if there are more than two
 
-    On a CPU torch computes with config.threads threads from now on, in the whole process; `threads` says why so many.
+    On a CPU torch computes with config.threads threads from now on, in the whole process; `threads`
+    says why so many.
 
-    The host decides about a step and launches it while the device still runs the step before: a token that is drawn
-    stays on the device and is fed to the next step, and the host learns of it one step later.
+    The host decides about a step and launches it while the device still runs the step before: a
+    token that is drawn stays on the device and is fed to the next step, and the host learns of it
+    one step later.
 
-    What goes wrong for one request while it is admitted, scheduled, drawn, read or pooled ends that request, with an
-    Output that says why; the others continue, and get the tokens that they would have got without it. What goes wrong
-    for a step as a whole, or on the device, comes through.
+    What goes wrong for one request while it is admitted, scheduled, drawn, read or pooled ends that
+    request, with an Output that says why; the others continue, and get the tokens that they would
+    have got without it. What goes wrong for a step as a whole, or on the device, comes through.
 
-    program.report says what the compiler did, phases how long each part of the start took (seconds), max_len how many
-    tokens the longest sequence has.
+    program.report says what the compiler did, phases how long each part of the start took
+    (seconds), max_len how many tokens the longest sequence has.
 
-    Raises ValueError for what does not fit together, OptionsError (a ValueError) for a wrong option, FileNotFoundError
-    for an incomplete checkpoint, ImportError if a tokenizer needs a library that is not installed.
+    Raises ValueError for what does not fit together, OptionsError (a ValueError) for a wrong
+    option, FileNotFoundError for an incomplete checkpoint, ImportError if a tokenizer needs a
+    library that is not installed.
     """
 
     def __init__(
-        self, config: EngineConfig, *, module: nn.Module | None = None, progress: bool = True, spare_cores: int = 0
+        self,
+        config: EngineConfig,
+        *,
+        module: nn.Module | None = None,
+        progress: bool = True,
+        spare_cores: int = 0,
     ) -> None:
         self.config = config
         self.host_ms = 0.0
@@ -102,17 +121,25 @@ class Engine:
         finally:
             phases.close()
 
-    def _start(self, phases: Phases, module: nn.Module | None, progress: bool, spare_cores: int) -> None:
+    def _start(
+        self, phases: Phases, module: nn.Module | None, progress: bool, spare_cores: int
+    ) -> None:
         config = self.config
         worker = Worker(config, phases, module=module, progress=progress, spare_cores=spare_cores)
         self.executor: Executor = worker
         self.module, self.program, self.threads = worker.module, worker.program, worker.threads
         loaded = worker.loaded
-        self.tokenizer, self.eos_ids, self.vocab_size = loaded.tokenizer, loaded.eos_ids, loaded.vocab_size
+        self.tokenizer, self.eos_ids, self.vocab_size = (
+            loaded.tokenizer,
+            loaded.eos_ids,
+            loaded.vocab_size,
+        )
         limits = worker.limits
         size = limits.capacity
         self.scheduler = Scheduler(
-            BlockPool(size.num_blocks, size.block_size, limits.windows, shares=not limits.no_prefix_cache),
+            BlockPool(
+                size.num_blocks, size.block_size, limits.windows, shares=not limits.no_prefix_cache
+            ),
             max_num_seqs=limits.max_num_seqs,
             max_num_batched_tokens=limits.max_num_batched_tokens,
             max_model_len=size.max_model_len,
@@ -120,10 +147,14 @@ class Engine:
             policy=config.scheduling_policy,
             fence=self.fence,
             can_roll_back=limits.can_roll_back,
-        )  # fmt: skip
+        )
         self.max_len = self.scheduler.max_len
-        log.info("the cache holds %d tokens, %.1f sequences of full length (%d tokens)", self.scheduler.pool.num_tokens,
-                 self.scheduler.pool.num_tokens / self.max_len, self.max_len)  # fmt: skip
+        log.info(
+            "the cache holds %d tokens, %.1f sequences of full length (%d tokens)",
+            self.scheduler.pool.num_tokens,
+            self.scheduler.pool.num_tokens / self.max_len,
+            self.max_len,
+        )
         with phases.phase("warm up"), uncollected():
             worker.warm_up()
             self._warm_up()
@@ -131,42 +162,68 @@ class Engine:
     def _too_large(self) -> str:
         """What to do when memory ran out while it started."""
         if "compile" not in self.phases:
-            return ("out of memory while the weights were read: take a smaller model, or fewer bits for each weight (dtype "
-                    "bfloat16, or quantization)")  # fmt: skip
-        sized = next((name for name in ("kv_bytes", "num_blocks") if getattr(self.config, name) is not None),
-                     "gpu_memory_utilization")  # fmt: skip
-        return (f"out of memory while starting: lower {sized} (now {getattr(self.config, sized)}), max_num_batched_tokens, "
-                "max_num_seqs or max_model_len")  # fmt: skip
+            return (
+                "out of memory while the weights were read: take a smaller model, or fewer "
+                "bits for each weight (dtype "
+                "bfloat16, or quantization)"
+            )
+        sized = next(
+            (name for name in ("kv_bytes", "num_blocks") if getattr(self.config, name) is not None),
+            "gpu_memory_utilization",
+        )
+        return (
+            f"out of memory while starting: lower {sized} (now {getattr(self.config, sized)}), "
+            "max_num_batched_tokens, "
+            "max_num_seqs or max_model_len"
+        )
 
     def request(
-        self, request_id: str, tokens: Sequence[int], params: SamplingParams | None = None, *, priority: int = 0,
-        salt: str | None = None, pooling: Pooling | None = None,
-    ) -> Request:  # fmt: skip
+        self,
+        request_id: str,
+        tokens: Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        salt: str | None = None,
+        pooling: Pooling | None = None,
+    ) -> Request:
         """A request for this model: with its end-of-sequence tokens, and a seed if params has none.
 
         `siblings` makes one for each answer of it. Raises ValueError for an empty prompt.
         """
-        return Request(request_id, list(tokens), params or SamplingParams(), self.eos_ids,
-                       seed=self._seeds.getrandbits(64), priority=priority, salt=salt, pooling=pooling)  # fmt: skip
+        return Request(
+            request_id,
+            list(tokens),
+            params or SamplingParams(),
+            self.eos_ids,
+            seed=self._seeds.getrandbits(64),
+            priority=priority,
+            salt=salt,
+            pooling=pooling,
+        )
 
     def refuse(self, request: Request) -> None:
-        """Raise ValueError for a request that can never run: too long, its id in use, a token that does not exist, no token
-        that may come first."""
+        """Raise ValueError for a request that can never run: too long, its id in use, a token that
+        does not exist, no token that may come first."""
         for token in request.tokens:
             if token < 0 or (self.vocab_size is not None and token >= self.vocab_size):
-                raise ValueError(f"token id {token} is not in the vocabulary of {self.vocab_size} tokens")
+                raise ValueError(
+                    f"token id {token} is not in the vocabulary of {self.vocab_size} tokens"
+                )
         if self.vocab_size is not None:
             request.params.check_vocabulary(self.vocab_size)
             if request.params.min_tokens and request.banned.issuperset(range(self.vocab_size)):
                 least = request.params.min_tokens
-                raise ValueError(f"min_tokens is {least}, and stop_token_ids and end-of-sequence tokens "
-                                 "are the whole vocabulary: no token may come first")  # fmt: skip
+                raise ValueError(
+                    f"min_tokens is {least}, and stop_token_ids and end-of-sequence tokens "
+                    "are the whole vocabulary: no token may come first"
+                )
         self.scheduler.refuse(request)
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises what `refuse` raises, QueueFull if too many wait, ValueError for a form of output that
-        cannot be compiled (ImportError without the library for it), and RequestFailed for any other error that concerns
-        this request alone."""
+        """Queue a request. Raises what `refuse` raises, QueueFull if too many wait, ValueError for
+        a form of output that cannot be compiled (ImportError without the library for it), and
+        RequestFailed for any other error that concerns this request alone."""
         self.refuse(request)
         if not self.has_work:
             self.executor.check()  # raises RunError if a user's module was given other weights
@@ -183,11 +240,15 @@ class Engine:
         if request.pooling is not None:
             self.prepare_pooling()
         if request.params.structured is not None:
-            self._state(request.id).matcher = self.structured_outputs.matcher(request.params.structured)
+            self._state(request.id).matcher = self.structured_outputs.matcher(
+                request.params.structured
+            )
         self.scheduler.add(request)
 
     def abort(self, request_id: str) -> bool:
-        """Drop a request; False if there is none of this id (it may just have finished). No output of it follows."""
+        """Drop a request; False if there is none of this id (it may just have finished). No output
+        of it follows.
+        """
         found = self.scheduler.abort(request_id)
         if found:
             self._forget(request_id)
@@ -200,9 +261,9 @@ class Engine:
     def step(self) -> list[Output]:
         """Decide about a step and launch it, then take what came of the step before.
 
-        What is new of each request; [] does not mean that nothing is to come, see has_work. A request that failed has
-        an Output with the error. If a step fails as a whole, what it raised comes through, and the requests are as they
-        were before it.
+        What is new of each request; [] does not mean that nothing is to come, see has_work. A
+        request that failed has an Output with the error. If a step fails as a whole, what it raised
+        comes through, and the requests are as they were before it.
         """
         began, self._waited = time.perf_counter(), 0.0
         outputs, self._others = self._others, []
@@ -216,7 +277,9 @@ class Engine:
                 launched = _Flight(step, self.executor.launch(step))
                 mask = None
                 if self._matchers(step):
-                    outputs += self._collect()  # a mask is made of known tokens, with which requests may end
+                    outputs += (
+                        self._collect()
+                    )  # a mask is made of known tokens, with which requests may end
                     mask = self.structured_outputs.mask(step, self._matchers(step))
                 launched.running.sample(mask)
             except BaseException:
@@ -230,14 +293,19 @@ class Engine:
             self.host_ms += MEMORY * (milliseconds - self.host_ms) if self.host_ms else milliseconds
         return outputs
 
-    def embed(self, prompts: Sequence[Sequence[int]], pooling: Pooling = "mean") -> list[list[float]]:
+    def embed(
+        self, prompts: Sequence[Sequence[int]], pooling: Pooling = "mean"
+    ) -> list[list[float]]:
         """For each prompt the mean of its tokens' hidden states, or the last one's; not normalized.
 
-        They are requests like others (`request(pooling=...)`, `Output.embedding`), and run together with them. The first
-        one compiles the model once more, without its head. Raises ValueError as `add` does, before anything is computed,
-        and for a model whose head is not known, and RequestFailed if hidden states are NaN.
+        They are requests like others (`request(pooling=...)`, `Output.embedding`), and run together
+        with them. The first one compiles the model once more, without its head. Raises ValueError
+        as `add` does, before anything is computed, and for a model whose head is not known, and
+        RequestFailed if hidden states are NaN.
         """
-        requests = [self.request(f"embed {i}", prompt, pooling=pooling) for i, prompt in enumerate(prompts)]
+        requests = [
+            self.request(f"embed {i}", prompt, pooling=pooling) for i, prompt in enumerate(prompts)
+        ]
         for request in requests:
             self.refuse(request)
         ids = {request.id for request in requests}
@@ -265,7 +333,8 @@ class Engine:
         return self.executor.pools
 
     def prepare_pooling(self) -> None:
-        """Compile the model once more, over the same weights and caches, without its head; steps may run meanwhile.
+        """Compile the model once more, over the same weights and caches, without its head; steps
+        may run meanwhile.
 
         Raises ValueError for a model whose head is not known.
         """
@@ -275,7 +344,10 @@ class Engine:
         """Guess what follows the tokens of requests that have only their last one to compute."""
         for request in self.scheduler.running:
             if request.pending == 1 and request.num_new and not request.pooling:
-                request.draft = self.fence.run(request.id, "guessing its next tokens", self._guess, request) or ()
+                request.draft = (
+                    self.fence.run(request.id, "guessing its next tokens", self._guess, request)
+                    or ()
+                )
 
     def _guess(self, request: Request) -> tuple[int, ...]:
         config, state = self.config, self._state(request.id)
@@ -287,8 +359,16 @@ class Engine:
         """Of the requests for which the step draws and whose output must have a form."""
         if not self._states:
             return {}
-        states = [(chunk.request_id, self._states.get(chunk.request_id)) for chunk in step.chunks if chunk.num_draws]
-        return {name: state.matcher for name, state in states if state is not None and state.matcher is not None}
+        states = [
+            (chunk.request_id, self._states.get(chunk.request_id))
+            for chunk in step.chunks
+            if chunk.num_draws
+        ]
+        return {
+            name: state.matcher
+            for name, state in states
+            if state is not None and state.matcher is not None
+        }
 
     def _collect(self) -> list[Output]:
         """What came of the step in flight, if there is one."""
@@ -303,11 +383,19 @@ class Engine:
             if result.error is not None and request.finish_reason is None:
                 self.fence.failed.setdefault(request.id, result.error)
         failed = self._failed()
-        found = {request.id: result for request, result in zip(requests, results, strict=True)
-                 if request.finish_reason is None}  # fmt: skip
-        outputs = self.scheduler.finish_step(flight.step, [
-            result.tokens for result, chunk in zip(results, flight.step.chunks, strict=True) if chunk.num_draws
-        ])  # fmt: skip
+        found = {
+            request.id: result
+            for request, result in zip(requests, results, strict=True)
+            if request.finish_reason is None
+        }
+        outputs = self.scheduler.finish_step(
+            flight.step,
+            [
+                result.tokens
+                for result, chunk in zip(results, flight.step.chunks, strict=True)
+                if chunk.num_draws
+            ],
+        )
         for name, result in found.items():
             if result.scores:
                 self._state(name).scores.extend(result.scores)
@@ -319,7 +407,13 @@ class Engine:
         state = self._states.get(name)
         if state is not None:
             if state.matcher is not None:
-                self.fence.run(name, "following its form of output", accept_tokens, state.matcher, output.token_ids)
+                self.fence.run(
+                    name,
+                    "following its form of output",
+                    accept_tokens,
+                    state.matcher,
+                    output.token_ids,
+                )
             if output.token_ids:
                 scores, state.scores = state.scores, []
         if name in self.fence.failed:
@@ -336,8 +430,14 @@ class Engine:
         )
 
     def _failed(self) -> list[Output]:
-        """The last outputs of the requests that failed since this was last asked, and are dropped now."""
-        return [self._end(name, error) for name, error in self.fence.take().items() if name in self.scheduler.requests]
+        """The last outputs of the requests that failed since this was last asked, and are dropped
+        now.
+        """
+        return [
+            self._end(name, error)
+            for name, error in self.fence.take().items()
+            if name in self.scheduler.requests
+        ]
 
     def _end(self, request_id: str, error: RequestError) -> Output:
         """Drop a request that failed, which the scheduler may have dropped already."""
@@ -358,8 +458,13 @@ class Engine:
     def _grammars(self) -> GrammarCompiler:
         if self.tokenizer is None or self.vocab_size is None:
             raise ValueError("structured output needs the model's tokenizer, and there is none")
-        return GrammarCompiler(self.tokenizer, self.eos_ids, self.vocab_size, seconds=self.config.grammar_seconds,
-                        cache_bytes=self.config.grammar_cache_bytes)  # fmt: skip
+        return GrammarCompiler(
+            self.tokenizer,
+            self.eos_ids,
+            self.vocab_size,
+            seconds=self.config.grammar_seconds,
+            cache_bytes=self.config.grammar_cache_bytes,
+        )
 
     def stats(self) -> Stats:
         """What it has done and what it is doing."""
@@ -370,7 +475,9 @@ class Engine:
             kv_blocks_used=pool.num_blocks - pool.num_free,
             kv_blocks_total=pool.num_blocks,
             kv_tokens=pool.num_tokens,
-            kv_tokens_used=pool.tokens_used({request.id: request.computed for request in self.scheduler.running}),
+            kv_tokens_used=pool.tokens_used(
+                {request.id: request.computed for request in self.scheduler.running}
+            ),
             max_len=self.max_len,
             steps=ran.steps,
             graph_rows=ran.graph_rows,

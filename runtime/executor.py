@@ -1,7 +1,7 @@
 """What the engine needs of whatever runs its steps.
 
-`atomc.runtime.worker.Worker` runs them in this process. Another executor may send them elsewhere: a step is plain data
-(atomc.runtime.step), and so is a Result.
+`atomc.runtime.worker.Worker` runs them in this process. Another executor may send them elsewhere: a
+step is plain data (atomc.runtime.step), and so is a Result.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,8 +25,8 @@ class Limits:
     max_num_seqs     slots
     max_num_batched_tokens   of one step
     no_prefix_cache  why blocks cannot be shared; empty: they can
-    can_roll_back    whether a step that failed may be launched again. False: the sequences in it begin again, because it
-                     may have advanced their state already
+    can_roll_back    whether a step that failed may be launched again. False: the sequences in it
+                     begin again, because it may have advanced their state already
     """
 
     capacity: Capacity
@@ -39,8 +39,8 @@ class Limits:
 
 @dataclass(frozen=True)
 class Result:
-    """What one chunk gave: the drawn tokens with their log-probabilities if asked for, those of tokens of the prompt, and
-    a pooled hidden state; or why the request failed."""
+    """What one chunk gave: the drawn tokens with their log-probabilities if asked for, those of
+    tokens of the prompt, and a pooled hidden state; or why the request failed."""
 
     tokens: Sequence[int] = ()
     logprobs: tuple[TokenLogprobs, ...] | None = None
@@ -62,7 +62,8 @@ class Launched(Protocol):
     """A step that runs. What it computes stays on the device until `results`."""
 
     def sample(self, mask: Tensor | None = None) -> None:
-        """Sample the step's tokens; nothing for a step of hidden states. Called once, before the next step is launched.
+        """Sample the step's tokens; nothing for a step of hidden states. Called once, before the
+        next step is launched.
 
         mask  [num_draws, W] i32, the allowed tokens (see Sampler)
         """
@@ -72,11 +73,11 @@ class Launched(Protocol):
 
 
 class Executor(Protocol):
-    """Runs steps in the order in which they are launched, several of them at once: the token that a step draws last for a
-    slot is fed to the next one.
+    """Runs steps in the order in which they are launched, several of them at once: the token that a
+    step draws last for a slot is fed to the next one.
 
-    An error of one request is in its Result, one of a whole step is raised; the step may then be launched again, unless
-    limits.can_roll_back says otherwise.
+    An error of one request is in its Result, one of a whole step is raised; the step may then be
+    launched again, unless limits.can_roll_back says otherwise.
     """
 
     limits: Limits
@@ -89,7 +90,8 @@ class Executor(Protocol):
         """Start to compute the step's logits, or its pooled hidden states."""
 
     def prepare_pooling(self) -> None:
-        """Compile the model once more, over the same weights and caches, without its head; steps may run meanwhile.
+        """Compile the model once more, over the same weights and caches, without its head; steps
+        may run meanwhile.
 
         Raises ValueError for a model whose head is not known.
         """

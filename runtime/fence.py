@@ -14,7 +14,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RequestError:
-    """Why a request failed. by_client: the request is the cause; otherwise the model, or the engine's own code."""
+    """Why a request failed. by_client: the request is the cause; otherwise the model, or the
+    engine's own code.
+    """
 
     message: str
     by_client: bool = False
@@ -29,12 +31,16 @@ class RequestFailed(Exception):
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether a library written in Rust panicked. pyo3's PanicException is no Exception, and each library has its own."""
+    """Whether a library written in Rust panicked. pyo3's PanicException is no Exception, and each
+    library has its own.
+    """
     return type(error).__name__ == "PanicException"
 
 
 def is_contained(error: BaseException) -> bool:
-    """Whether the error may end a request instead of the engine: not one that stops the process or is the device's."""
+    """Whether the error may end a request instead of the engine: not one that stops the process or
+    is the device's.
+    """
     return not device_failed(error) and (isinstance(error, Exception) or is_panic(error))
 
 
@@ -47,19 +53,30 @@ def contained(request_id: str, doing: str, error: BaseException) -> RequestError
         raise error
     if isinstance(error, RequestFailed):
         found = error.error
-        log.log(logging.INFO if found.by_client else logging.ERROR, "request %s failed: %s", request_id, found.message)
+        log.log(
+            logging.INFO if found.by_client else logging.ERROR,
+            "request %s failed: %s",
+            request_id,
+            found.message,
+        )
         return found
     log.error("request %s failed while %s", request_id, doing, exc_info=error)
-    return RequestError(f"the engine failed while {doing}: {type(error).__name__}; its log says more")
+    return RequestError(
+        f"the engine failed while {doing}: {type(error).__name__}; its log says more"
+    )
 
 
 class Fence:
-    """Runs the steps of the engine that belong to one request, and keeps what went wrong until `take` is called."""
+    """Runs the steps of the engine that belong to one request, and keeps what went wrong until
+    `take` is called.
+    """
 
     def __init__(self) -> None:
         self.failed: dict[str, RequestError] = {}
 
-    def run(self, request_id: str, doing: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
+    def run(
+        self, request_id: str, doing: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T | None:
         """What `work` returns; None if it raised, which fails the request.
 
         doing   completes "the engine failed while ..."

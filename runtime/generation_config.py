@@ -34,7 +34,9 @@ def eos_token_ids(folder: Path, vocab_size: int | None) -> frozenset[int]:
     for file in (FILE, "config.json"):
         found = _read(folder, file).get("eos_token_id")
         if found is not None:
-            return frozenset(_checked(file, found if isinstance(found, list) else [found], vocab_size))
+            return frozenset(
+                _checked(file, found if isinstance(found, list) else [found], vocab_size)
+            )
     return frozenset()
 
 
@@ -45,7 +47,9 @@ def _read(folder: Path, file: str) -> dict[str, Any]:
 def _number(name: str, value: Any) -> float:
     is_int = name == "top_k"
     if isinstance(value, bool) or not isinstance(value, int if is_int else int | float):
-        raise ValueError(f"{FILE}: {name} is {value!r:.40}, it must be a{' whole' if is_int else ''} number")
+        raise ValueError(
+            f"{FILE}: {name} is {value!r:.40}, it must be a{' whole' if is_int else ''} number"
+        )
     if is_int and value == -1:  # vLLM's value for all tokens
         return 0
     if name == "temperature" and 0 < value < MIN_TEMPERATURE:  # some checkpoints' value for greedy
@@ -61,8 +65,14 @@ def _number(name: str, value: Any) -> float:
 def _checked(file: str, found: Sequence[Any], vocab_size: int | None) -> list[int]:
     for token in found:
         if isinstance(token, bool) or not isinstance(token, int) or token < 0:
-            raise ValueError(f"{file}: eos_token_id has {token!r:.40}, it must be a token id or a list of token ids")
+            raise ValueError(
+                f"{file}: eos_token_id has {token!r:.40}, it must be a token id or a list of "
+                "token ids"
+            )
         if vocab_size is not None and token >= vocab_size:
-            raise ValueError(f"{file}: eos_token_id has {token!r:.40}, it must be below {vocab_size}, the size of the "
-                             "vocabulary")  # fmt: skip
+            raise ValueError(
+                f"{file}: eos_token_id has {token!r:.40}, it must be below {vocab_size}, the "
+                "size of the "
+                "vocabulary"
+            )
     return list(found)

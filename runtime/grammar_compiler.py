@@ -36,38 +36,59 @@ class GrammarCompiler:
     seconds       CPU time limit for compiling one grammar
     cache_bytes   size of the LRU cache of compiled grammars
 
-    A grammar's size is the memory that its validation took (GrammarValidator). Raises ImportError, naming the extra to
-    install, if llguidance is missing, and ValueError for an unsuitable tokenizer or empty eos_ids.
+    A grammar's size is the memory that its validation took (GrammarValidator). Raises ImportError,
+    naming the extra to install, if llguidance is missing, and ValueError for an unsuitable
+    tokenizer or empty eos_ids.
     """
 
     def __init__(
-        self, tokenizer: Any, eos_ids: frozenset[int], vocab_size: int, *, seconds: float = 5.0, cache_bytes: int = 2**29
+        self,
+        tokenizer: Any,
+        eos_ids: frozenset[int],
+        vocab_size: int,
+        *,
+        seconds: float = 5.0,
+        cache_bytes: int = 2**29,
     ) -> None:
         try:
             import llguidance
         except ImportError as error:
-            raise ImportError("structured output needs the library `llguidance`: pip install 'atomc[serve]'") from error
+            raise ImportError(
+                "structured output needs the library `llguidance`: pip install 'atomc[serve]'"
+            ) from error
         if not eos_ids:
-            raise ValueError("structured output needs an end-of-sequence token: the model has no eos_token_id in "
-                             "generation_config.json or config.json")  # fmt: skip
+            raise ValueError(
+                "structured output needs an end-of-sequence token: the model has no "
+                "eos_token_id in "
+                "generation_config.json or config.json"
+            )
         inner = getattr(tokenizer, "backend_tokenizer", tokenizer)
         if not hasattr(inner, "to_str"):
-            raise ValueError(f"structured output needs a tokenizer with a tokenizer.json, not {type(tokenizer).__name__}")
+            raise ValueError(
+                "structured output needs a tokenizer with a tokenizer.json, not "
+                f"{type(tokenizer).__name__}"
+            )
         self.eos_ids = eos_ids
         self.vocab_size = max(vocab_size, inner.get_vocab_size())
         self.cache_bytes = cache_bytes
         self._library = llguidance
         text = _unpadded(inner)
-        self._validator = GrammarValidator(text, self.vocab_size, eos_ids, seconds=seconds, memory=COMPILE_MEMORY_BYTES)
+        self._validator = GrammarValidator(
+            text, self.vocab_size, eos_ids, seconds=seconds, memory=COMPILE_MEMORY_BYTES
+        )
         self._validator.start()
-        self._tokens = llguidance.LLTokenizer(text, n_vocab=self.vocab_size, eos_token=sorted(eos_ids))
+        self._tokens = llguidance.LLTokenizer(
+            text, n_vocab=self.vocab_size, eos_token=sorted(eos_ids)
+        )
         self._limits = parser_limits()
         self._executor = llguidance.LLExecutor()
         self._lock = threading.Lock()
         self._cache: OrderedDict[Structured, CompiledGrammar] = OrderedDict()
         self._refused: OrderedDict[Structured, str] = OrderedDict()
         # Cached grammars, and those of running requests.
-        self._live: weakref.WeakValueDictionary[Structured, CompiledGrammar] = weakref.WeakValueDictionary()
+        self._live: weakref.WeakValueDictionary[Structured, CompiledGrammar] = (
+            weakref.WeakValueDictionary()
+        )
         self._slow = False
 
     @property
@@ -105,31 +126,43 @@ class GrammarCompiler:
         """Mark as most recently used, and evict the least recently used grammars."""
         self._cache[structured] = grammar
         self._cache.move_to_end(structured)
-        while len(self._cache) > 1 and sum(each.num_bytes for each in self._cache.values()) > self.cache_bytes:
+        while (
+            len(self._cache) > 1
+            and sum(each.num_bytes for each in self._cache.values()) > self.cache_bytes
+        ):
             self._cache.popitem(last=False)
 
     def _compile(self, structured: Structured) -> "CompiledGrammar":
         validated = self._validator.run(structured)
-        start = self._library.LLMatcher(self._tokens, validated.text, log_level=0, limits=self._limits)
+        start = self._library.LLMatcher(
+            self._tokens, validated.text, log_level=0, limits=self._limits
+        )
         start.compute_bitmask()  # the first mask is the slowest; all copies of the matcher share it
         return CompiledGrammar(start, self.eos_ids, max(validated.num_bytes, MIN_GRAMMAR_BYTES))
 
     def mask(self, num_rows: int) -> Tensor:
         """A mask [num_rows, W] i32 that allows everything; pinned if there is a GPU."""
         num_words = -(-self.vocab_size // 32)
-        return torch.full((num_rows, num_words), -1, dtype=torch.int32, pin_memory=torch.cuda.is_available())
+        return torch.full(
+            (num_rows, num_words), -1, dtype=torch.int32, pin_memory=torch.cuda.is_available()
+        )
 
-    def fill(self, mask: Tensor, rows: "Sequence[tuple[GrammarMatcher, int, Sequence[int]]]") -> None:
+    def fill(
+        self, mask: Tensor, rows: "Sequence[tuple[GrammarMatcher, int, Sequence[int]]]"
+    ) -> None:
         """Set rows of a mask, for all matchers in parallel.
 
-        rows   (matcher, row, draft): sets `row`, and one further row for each token of the draft, as if the tokens before
-               it had been accepted. Rows after a token that is not allowed are left unchanged.
+        rows   (matcher, row, draft): sets `row`, and one further row for each token of the draft,
+               as if the tokens before it had been accepted. Rows after a token that is not allowed
+               are left unchanged.
         """
         place = (mask.data_ptr(), mask.shape[1] * mask.element_size(), mask.shape[0])
         began = time.perf_counter()
         single = [(matcher.inner, row) for matcher, row, draft in rows if not draft]
         if self._slow:
-            self._fill_one_by_one(mask, [(matcher, row) for matcher, row, draft in rows if not draft])
+            self._fill_one_by_one(
+                mask, [(matcher, row) for matcher, row, draft in rows if not draft]
+            )
         elif single:
             self._executor.unsafe_compute_mask_ptr(single, *place)
         drafted = [(matcher.inner, row, list(draft)) for matcher, row, draft in rows if draft]
@@ -138,12 +171,19 @@ class GrammarCompiler:
         self._slow = not self._slow and time.perf_counter() - began > SLOW_SECONDS
 
     def _fill_one_by_one(self, mask: Tensor, rows: "Sequence[tuple[GrammarMatcher, int]]") -> None:
-        """As `fill`, but stops the matchers that exceed SLOW_SECONDS, because they delay all others."""
+        """As `fill`, but stops the matchers that exceed SLOW_SECONDS, because they delay all
+        others.
+        """
         for matcher, row in rows:
             began = time.thread_time()
-            matcher.inner.unsafe_compute_mask_ptr(mask[row].data_ptr(), mask.shape[1] * mask.element_size())
+            matcher.inner.unsafe_compute_mask_ptr(
+                mask[row].data_ptr(), mask.shape[1] * mask.element_size()
+            )
             if time.thread_time() - began > SLOW_SECONDS:
-                matcher.stop_reason = f"computing the mask exceeded the limit of {1000 * SLOW_SECONDS:.0f} ms per step"
+                matcher.stop_reason = (
+                    "computing the mask exceeded the limit of "
+                    f"{1000 * SLOW_SECONDS:.0f} ms per step"
+                )
 
 
 class CompiledGrammar:

@@ -5,21 +5,23 @@ from typing import Any
 
 from atomc.runtime.sampling.sampling_params import Structured
 
-# No white space between JSON tokens: a small model tends to generate much of it. A schema can override this with
-# "x-guidance".
+# No white space between JSON tokens: a small model tends to generate much of it. A schema can
+# override this with "x-guidance".
 _JSON: Any = {"whitespace_flexible": False}
 
 
 def parser_limits() -> Any:
-    """Limits per step. llguidance's defaults are four to five times higher and allow steps of 200 ms, which delay all
-    requests. Typical schemas need a hundredth of these limits."""
+    """Limits per step. llguidance's defaults are four to five times higher and allow steps of 200
+    ms, which delay all requests. Typical schemas need a hundredth of these limits."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(step_lexer_fuel=50_000, step_max_items=10_000, max_lexer_states=50_000)
 
 
 def source(structured: Structured) -> tuple[str, str]:
-    """The name of the field that is set, and llguidance's grammar. Raises ValueError for an invalid schema."""
+    """The name of the field that is set, and llguidance's grammar. Raises ValueError for an invalid
+    schema.
+    """
     from llguidance import LLMatcher as of
 
     if structured.regex is not None:

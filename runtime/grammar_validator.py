@@ -23,17 +23,29 @@ class ValidatedGrammar:
 
 
 class GrammarValidator:
-    """Compiles grammars in a worker process, which starts with the first grammar and ends with this object. Thread-safe.
+    """Compiles grammars in a worker process, which starts with the first grammar and ends with this
+    object. Thread-safe.
 
     seconds   CPU time limit per grammar
     memory    memory limit per grammar in bytes
     """
 
     def __init__(
-        self, tokenizer: str, vocab_size: int, eos_ids: frozenset[int], *, seconds: float, memory: int
+        self,
+        tokenizer: str,
+        vocab_size: int,
+        eos_ids: frozenset[int],
+        *,
+        seconds: float,
+        memory: int,
     ) -> None:
-        self._settings = {"tokenizer": tokenizer, "vocab_size": vocab_size, "eos_ids": sorted(eos_ids), "seconds": seconds,
-                       "memory": memory}  # fmt: skip
+        self._settings = {
+            "tokenizer": tokenizer,
+            "vocab_size": vocab_size,
+            "eos_ids": sorted(eos_ids),
+            "seconds": seconds,
+            "memory": memory,
+        }
         self._lock = threading.Lock()
         self._worker: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
@@ -44,9 +56,15 @@ class GrammarValidator:
             self._ensure_process()
 
     def run(self, structured: Structured) -> ValidatedGrammar:
-        """Raises ValueError with the reason for a grammar that does not compile within the limits."""
+        """Raises ValueError with the reason for a grammar that does not compile within the
+        limits.
+        """
         values = {each.name: getattr(structured, each.name) for each in fields(structured)}
-        fields_given = {name: value for name, value in values.items() if value is not None and value is not False}
+        fields_given = {
+            name: value
+            for name, value in values.items()
+            if value is not None and value is not False
+        }
         parent_end, child_end = socket.socketpair()
         with parent_end:
             with child_end, self._lock:
@@ -71,7 +89,9 @@ class GrammarValidator:
             file.write(json.dumps(self._settings).encode())
             file.seek(0)
             command = [sys.executable, "-m", WORKER, str(child_end.fileno())]
-            self._worker = subprocess.Popen(command, stdin=file, stdout=subprocess.DEVNULL, pass_fds=[child_end.fileno()])
+            self._worker = subprocess.Popen(
+                command, stdin=file, stdout=subprocess.DEVNULL, pass_fds=[child_end.fileno()]
+            )
         self._socket = parent_end
         weakref.finalize(self, _stop_process, parent_end, self._worker)
         return parent_end

@@ -1,7 +1,7 @@
 """A process that validates grammars, each in its own fork, with limits on time, memory and stack.
 
-A grammar is a program from a client: compiling it can take minutes and gigabytes, or overflow the stack. The engine
-compiles the grammars that pass again.
+A grammar is a program from a client: compiling it can take minutes and gigabytes, or overflow the
+stack. The engine compiles the grammars that pass again.
 """
 
 import json
@@ -19,7 +19,8 @@ from typing import Any
 from atomc.runtime.grammar_source import parser_limits, source
 from atomc.runtime.sampling.sampling_params import Structured
 
-# Stack limit of the validation. Threads that compute masks in the engine have at least twice as much.
+# Stack limit of the validation. Threads that compute masks in the engine have at least twice as
+# much.
 STACK_BYTES = 2**20
 # Number of tokens to sample, and the CPU time limit per mask, which one mask may exceed.
 WALK_TOKENS = 64
@@ -36,11 +37,15 @@ SIGNAL_MESSAGES: dict[int, str] = {
 
 
 def main() -> None:
-    """Serve the socket given by its file descriptor until its other end is closed; stdin has the settings as JSON."""
+    """Serve the socket given by its file descriptor until its other end is closed; stdin has the
+    settings as JSON.
+    """
     from llguidance import LLTokenizer
 
     settings = json.load(sys.stdin)
-    tokens = LLTokenizer(settings["tokenizer"], n_vocab=settings["vocab_size"], eos_token=settings["eos_ids"])
+    tokens = LLTokenizer(
+        settings["tokenizer"], n_vocab=settings["vocab_size"], eos_token=settings["eos_ids"]
+    )
     listener = socket.socket(fileno=int(sys.argv[1]))
     os.nice(NICE)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # reap the supervisors automatically
@@ -56,7 +61,9 @@ def main() -> None:
 
 
 def _supervise(tokens: Any, settings: Mapping[str, Any], connection: socket.socket) -> None:
-    """Answer one request: a child sends the result; if a signal ends it, send the error for that signal."""
+    """Answer one request: a child sends the result; if a signal ends it, send the error for that
+    signal.
+    """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     with connection, connection.makefile("rb") as file:
         fields = json.load(file)
@@ -72,8 +79,12 @@ def _supervise(tokens: Any, settings: Mapping[str, Any], connection: socket.sock
             connection.sendall(json.dumps({"error": f"{_name(fields)}: {message}"}).encode())
 
 
-def _validate_limited(tokens: Any, settings: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The result of the validation, or its error. A limit may end the process by a signal instead."""
+def _validate_limited(
+    tokens: Any, settings: Mapping[str, Any], fields: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The result of the validation, or its error. A limit may end the process by a signal
+    instead.
+    """
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # discard the library's panic messages
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     before = _memory_use()
@@ -84,9 +95,15 @@ def _validate_limited(tokens: Any, settings: Mapping[str, Any], fields: Mapping[
         signal.setitimer(signal.ITIMER_PROF, settings["seconds"])
         text, matcher = _validate(tokens, structured)
     except MemoryError:
-        return {"error": f"{_name(fields)}: " + SIGNAL_MESSAGES[signal.SIGABRT].format(megabytes=settings["memory"] >> 20)}
+        return {
+            "error": f"{_name(fields)}: "
+            + SIGNAL_MESSAGES[signal.SIGABRT].format(megabytes=settings["memory"] >> 20)
+        }
     except UnicodeError:
-        return {"error": f"{_name(fields)}: it has text that is not valid Unicode, such as a lone surrogate"}
+        return {
+            "error": f"{_name(fields)}: it has text that is not valid Unicode, such as a lone "
+            "surrogate"
+        }
     except ValueError as error:
         return {"error": str(error)}
     except BaseException as error:  # a panic in Rust is no Exception
@@ -121,8 +138,8 @@ def _validate(tokens: Any, structured: Structured) -> tuple[str, Any]:
 
 
 def _sample_walk(matcher: Any, allowed: list[int], name: str, eos_ids: set[int]) -> None:
-    """Sample tokens. Raises ValueError if masks take too long, or if a limit is exceeded within the first few tokens;
-    after these, exceeding it fails only the request."""
+    """Sample tokens. Raises ValueError if masks take too long, or if a limit is exceeded within the
+    first few tokens; after these, exceeding it fails only the request."""
     rng, slow = random.Random(0), 0
     for number in range(WALK_TOKENS):
         choices = [token for token in allowed if token not in eos_ids]
@@ -135,8 +152,10 @@ def _sample_walk(matcher: Any, allowed: list[int], name: str, eos_ids: set[int])
         mask = matcher.compute_bitmask()
         slow += time.process_time() - began > MASK_SECONDS
         if slow > 1:
-            raise ValueError(f"{name}: it is too complex: computing its masks exceeds the limit of "
-                             f"{1000 * MASK_SECONDS:.0f} ms per step")  # fmt: skip
+            raise ValueError(
+                f"{name}: it is too complex: computing its masks exceeds the limit of "
+                f"{1000 * MASK_SECONDS:.0f} ms per step"
+            )
         if number < FIRST_TOKENS and _too_large(matcher):
             raise ValueError(f"{name}: it is too complex: {_message(matcher.get_error())}")
         if matcher.is_error():
@@ -151,12 +170,20 @@ def _too_large(matcher: Any) -> bool:
 
 
 def _is_exhausted(error: str) -> bool:
-    """Whether the text cannot continue. llguidance has no code for this: `stop_reason` is InternalError."""
+    """Whether the text cannot continue. llguidance has no code for this: `stop_reason` is
+    InternalError.
+    """
     return error.startswith("NoExtension")
 
 
 def _ids(mask: bytes) -> list[int]:
-    return [8 * place + bit for place, byte in enumerate(mask) if byte for bit in range(8) if byte >> bit & 1]
+    return [
+        8 * place + bit
+        for place, byte in enumerate(mask)
+        if byte
+        for bit in range(8)
+        if byte >> bit & 1
+    ]
 
 
 def _message(message: str) -> str:
@@ -187,7 +214,9 @@ def _memory_use() -> MemoryUse:
     """Without /proc, a grammar has no memory limit, and its size counts as 0."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
-            size, resident, shared = (int(number) * os.sysconf("SC_PAGESIZE") for number in file.read().split()[:3])
+            size, resident, shared = (
+                int(number) * os.sysconf("SC_PAGESIZE") for number in file.read().split()[:3]
+            )
     except FileNotFoundError:
         return MemoryUse(2**40, 0)
     return MemoryUse(size, resident - shared)

@@ -1,7 +1,8 @@
 """CUDA graphs of whole steps, one for each shape, all in one pool of memory.
 
-A decode step has one row a sequence, or 1 + k with drafts of k tokens; other steps (a prompt, chunks of prompts, both
-mixed with decode) are padded to the next captured number of rows, with room for all sequences.
+A decode step has one row a sequence, or 1 + k with drafts of k tokens; other steps (a prompt,
+chunks of prompts, both mixed with decode) are padded to the next captured number of rows, with room
+for all sequences.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,30 +26,50 @@ def decode_sizes(max_num_seqs: int) -> list[int]:
 
 
 def step_shapes(max_num_seqs: int, max_num_rows: int, columns: int, drafts: int = 0) -> list[Shape]:
-    """Decode steps of every size, with drafts too, and mixed steps up to the token budget, the most useful first."""
+    """Decode steps of every size, with drafts too, and mixed steps up to the token budget, the most
+    useful first.
+    """
     most = min(max_num_rows, MOST_PREFILL_ROWS)
-    mixed = [rows for rows in (64, 128, *range(256, MOST_PREFILL_ROWS + 1, 256)) if rows < most] + [most]
+    mixed = [rows for rows in (64, 128, *range(256, MOST_PREFILL_ROWS + 1, 256)) if rows < most] + [
+        most
+    ]
     sizes = [size for size in decode_sizes(max_num_seqs) if size <= max_num_rows]
     decode = [Shape(size, size, size, columns) for size in sizes]
-    drafted = [Shape(rows, size, rows, columns) for size in sizes
-               if drafts and (rows := size * (1 + drafts)) <= max_num_rows]  # fmt: skip
+    drafted = [
+        Shape(rows, size, rows, columns)
+        for size in sizes
+        if drafts and (rows := size * (1 + drafts)) <= max_num_rows
+    ]
     wanted = max_num_seqs * (1 + drafts)
-    others = [Shape(rows, _uneven(rows, max_num_seqs), min(rows, wanted), columns) for rows in mixed]
+    others = [
+        Shape(rows, _uneven(rows, max_num_seqs), min(rows, wanted), columns) for rows in mixed
+    ]
     # The largest of a kind first: the smaller ones then fit into the memory that it took.
     return [*decode[::-1], *drafted[::-1], *others[::-1]]
 
 
-def launched_shapes(max_num_seqs: int, max_num_rows: int, columns: int, drafts: int = 0) -> list[Shape]:
+def launched_shapes(
+    max_num_seqs: int, max_num_rows: int, columns: int, drafts: int = 0
+) -> list[Shape]:
     """Shapes whose steps launch each kernel that a step may need, the largest first.
 
-    What is compiled changes at powers of two, so that one shape between two of them is enough; a long prompt that runs
-    alone is cut as no captured step is.
+    What is compiled changes at powers of two, so that one shape between two of them is enough; a
+    long prompt that runs alone is cut as no captured step is.
     """
-    largest = Shape(max_num_rows, _uneven(max_num_rows, max_num_seqs), min(max_num_rows, max_num_seqs), columns)
-    return [largest, Shape(max_num_rows, 1, 1, columns), *[
-        shape for shape in step_shapes(max_num_seqs, max_num_rows, columns, drafts)
-        if _power_of_two(shape.rows) or _power_of_two(shape.sequences) or shape.sequences == max_num_seqs
-    ]]  # fmt: skip
+    largest = Shape(
+        max_num_rows, _uneven(max_num_rows, max_num_seqs), min(max_num_rows, max_num_seqs), columns
+    )
+    return [
+        largest,
+        Shape(max_num_rows, 1, 1, columns),
+        *[
+            shape
+            for shape in step_shapes(max_num_seqs, max_num_rows, columns, drafts)
+            if _power_of_two(shape.rows)
+            or _power_of_two(shape.sequences)
+            or shape.sequences == max_num_seqs
+        ],
+    ]
 
 
 def _power_of_two(number: int) -> bool:
@@ -56,45 +77,79 @@ def _power_of_two(number: int) -> bool:
 
 
 def _uneven(rows: int, sequences: int) -> int:
-    """So many sequences, or some more, that their rows cannot be equally many: kernels tell decode steps by that."""
+    """So many sequences, or some more, that their rows cannot be equally many: kernels tell decode
+    steps by that.
+    """
     while rows % sequences == 0 and rows > 1:
         sequences += 1
     return sequences
 
 
 class StepGraphs:
-    """Steps captured once for each shape; `call(shape)` runs the step that lies in the static places.
+    """Steps captured once for each shape; `call(shape)` runs the step that lies in the static
+    places.
 
-    budget   bytes that all graphs together may take; shapes that would take more are left out, with a note
-    met      every kernel of these steps is compiled and loaded: the first step alone is run before it is captured
+    budget   bytes that all graphs together may take; shapes that would take more are left out, with
+             a note
+    met      every kernel of these steps is compiled and loaded: the first step alone is run before
+             it is captured
     """
 
-    def __init__(self, call: Callable[[Shape], Tensor], shapes: Sequence[Shape], report: Report, device: torch.device,
-                 *, budget: int | None = None, met: bool = False, progress: bool = True):  # fmt: skip
+    def __init__(
+        self,
+        call: Callable[[Shape], Tensor],
+        shapes: Sequence[Shape],
+        report: Report,
+        device: torch.device,
+        *,
+        budget: int | None = None,
+        met: bool = False,
+        progress: bool = True,
+    ):
         self.captured: dict[Shape, Captured] = {}
         self.bytes = 0
         pool = Pool(device)
         left_out: list[Shape] = []
-        for shape in tqdm(shapes, desc="capturing", unit="graph", disable=None if progress else True):
+        for shape in tqdm(
+            shapes, desc="capturing", unit="graph", disable=None if progress else True
+        ):
             if budget is not None and self.bytes >= budget:
                 left_out.append(shape)
                 continue
             with torch.no_grad():
-                captured = self.captured[shape] = pool.capture(partial(call, shape), warm_up=not (met and self.captured))
+                captured = self.captured[shape] = pool.capture(
+                    partial(call, shape), warm_up=not (met and self.captured)
+                )
             self.bytes += captured.bytes
-            report.cuda_graphs.append({"rows": shape.rows, "sequences": shape.sequences, "bytes": captured.bytes})
+            report.cuda_graphs.append(
+                {"rows": shape.rows, "sequences": shape.sequences, "bytes": captured.bytes}
+            )
         if left_out:
-            report.notes.append(f"{len(left_out)} of {len(shapes)} CUDA graphs are left out: the others take "
-                                f"{self.bytes / 2**20:.0f} MiB already; raise gpu_memory_utilization")  # fmt: skip
+            report.notes.append(
+                f"{len(left_out)} of {len(shapes)} CUDA graphs are left out: the others take "
+                f"{self.bytes / 2**20:.0f} MiB already; raise gpu_memory_utilization"
+            )
         self._shapes = sorted(self.captured)
 
     def shape_for(self, rows: int, sequences: int, wanted: int, longest: int) -> Shape | None:
-        """The smallest captured shape that holds such a step, or None. longest: rows of one sequence."""
-        return next((shape for shape in self._shapes if shape.rows >= rows and shape.sequences >= sequences
-                     and shape.wanted >= wanted
-                     and (shape.rows % shape.sequences or longest <= shape.rows // shape.sequences)), None)  # fmt: skip
+        """The smallest captured shape that holds such a step, or None. longest: rows of one
+        sequence.
+        """
+        return next(
+            (
+                shape
+                for shape in self._shapes
+                if shape.rows >= rows
+                and shape.sequences >= sequences
+                and shape.wanted >= wanted
+                and (shape.rows % shape.sequences or longest <= shape.rows // shape.sequences)
+            ),
+            None,
+        )
 
     def __call__(self, shape: Shape) -> Tensor:
-        """Logits [R, V] of the step that lies in the static places; they are overwritten by the next call."""
+        """Logits [R, V] of the step that lies in the static places; they are overwritten by the
+        next call.
+        """
         logits: Tensor = self.captured[shape].replay()
         return logits

@@ -8,14 +8,18 @@ HEADS = ("lm_head", "embed_out")
 
 
 def headless_model(module: nn.Module) -> nn.Module:
-    """A model that returns what the head of `module` gets. Both have the same parameters, and `module` stays as it is.
+    """A model that returns what the head of `module` gets. Both have the same parameters, and
+    `module` stays as it is.
 
     Raises ValueError if there is no head by a name we know.
     """
     for path, _ in module.named_modules():
         if path.rpartition(".")[2] in HEADS:
             return _replaced(module, path, nn.Identity())
-    raise ValueError(f"{type(module).__name__} has no head named {' or '.join(HEADS)}, so its hidden states are not known")
+    raise ValueError(
+        f"{type(module).__name__} has no head named {' or '.join(HEADS)}, so its hidden states "
+        "are not known"
+    )
 
 
 def _replaced(module: nn.Module, path: str, new: nn.Module) -> nn.Module:

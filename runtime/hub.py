@@ -3,37 +3,49 @@
 import re
 from pathlib import Path
 
-# Configs, tokenizers, chat templates, and safetensors weights; no files that can contain code or pickles.
+# Configs, tokenizers, chat templates, and safetensors weights; no files that can contain code or
+# pickles.
 FILES = ("*.json", "*.txt", "*.model", "*.jinja")
 WEIGHTS = ("*.safetensors",)
 NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def model_folder(name: str, *, weights: bool = True) -> Path:
-    """The directory `name`, or the local copy of the hub's model of this name, which is downloaded if missing.
+    """The directory `name`, or the local copy of the hub's model of this name, which is downloaded
+    if missing.
 
-    HF_HUB_OFFLINE=1 disables network access, HF_HOME sets the location of copies. Raises FileNotFoundError for a name
-    that is neither, ValueError for a model that cannot be downloaded, ImportError without huggingface_hub.
+    HF_HUB_OFFLINE=1 disables network access, HF_HOME sets the location of copies. Raises
+    FileNotFoundError for a name that is neither, ValueError for a model that cannot be downloaded,
+    ImportError without huggingface_hub.
     """
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
     if folder.exists() or not NAME.fullmatch(name):
-        raise FileNotFoundError(f"{name} is neither a directory nor a name on the hub such as Qwen/Qwen3-0.6B")
+        raise FileNotFoundError(
+            f"{name} is neither a directory nor a name on the hub such as Qwen/Qwen3-0.6B"
+        )
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
         from huggingface_hub.utils import logging
     except ImportError as error:
-        raise ImportError(f"{name} is not a directory; to download it from the hub: pip install 'atomc[hf]'") from error
+        raise ImportError(
+            f"{name} is not a directory; to download it from the hub: pip install 'atomc[hf]'"
+        ) from error
     logging.set_verbosity_error()
     try:
         return Path(snapshot_download(name, allow_patterns=[*FILES, *(WEIGHTS if weights else ())]))
     except LocalEntryNotFoundError as error:
-        raise ValueError(f"{name} is not a directory and not in the local cache, and the hub cannot be reached (or "
-                         "HF_HUB_OFFLINE is set): pass a directory, or download it first") from error  # fmt: skip
+        raise ValueError(
+            f"{name} is not a directory and not in the local cache, and the hub cannot be "
+            "reached (or "
+            "HF_HUB_OFFLINE is set): pass a directory, or download it first"
+        ) from error
     except HfHubHTTPError as error:
-        raise ValueError(f"{name} is not a directory, and downloading it failed: {_first_line(error)}") from error
+        raise ValueError(
+            f"{name} is not a directory, and downloading it failed: {_first_line(error)}"
+        ) from error
 
 
 def _first_line(error: Exception) -> str:

@@ -30,17 +30,24 @@ class LLM:
     progress   show progress bars during the start
     settings   further fields of EngineConfig; max_queue is unlimited by default
 
-    Attributes: `program.report` has the compiler's report, `phases` the seconds of each phase of the start, and
-    `tokens_per_second` the throughput of the last `generate` or `stream`, over all its requests.
+    Attributes: `program.report` has the compiler's report, `phases` the seconds of each phase of
+    the start, and `tokens_per_second` the throughput of the last `generate` or `stream`, over all
+    its requests.
 
-    Raises what Engine raises. Generating raises RunError if a module's weights were replaced after construction.
+    Raises what Engine raises. Generating raises RunError if a module's weights were replaced after
+    construction.
     """
 
     def __init__(
-        self, model: str | Path | nn.Module | None = None, *, dtype: torch.dtype | str | None = None,
-        device: torch.device | str | None = None, options: Options | Mapping[str, Any] | None = None,
-        progress: bool = True, **settings: Any,
-    ) -> None:  # fmt: skip
+        self,
+        model: str | Path | nn.Module | None = None,
+        *,
+        dtype: torch.dtype | str | None = None,
+        device: torch.device | str | None = None,
+        options: Options | Mapping[str, Any] | None = None,
+        progress: bool = True,
+        **settings: Any,
+    ) -> None:
         module = model if isinstance(model, nn.Module) else None
         config = EngineConfig(
             model=None if module is not None or model is None else str(model),
@@ -58,31 +65,41 @@ class LLM:
         self._fence = Fence()
 
     def generate(
-        self, prompts: str | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *, progress: bool = False,
-    ) -> list[Completion]:  # fmt: skip
+        self,
+        prompts: str | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+    ) -> list[Completion]:
         """params.n completions for each prompt, in the order of the prompts.
 
         prompts           a text, or a list of texts and lists of token ids
         sampling_params   for all prompts, or one for each; None: greedy
         progress          show a progress bar of finished requests
 
-        A request that fails has finish_reason "error" and the reason in `error`; other requests are not affected. Raises
-        ValueError before the first step for a prompt that is empty, too long or has unknown token ids, for structured
-        output that cannot be compiled, and for a text without a tokenizer.
+        A request that fails has finish_reason "error" and the reason in `error`; other requests are
+        not affected. Raises ValueError before the first step for a prompt that is empty, too long
+        or has unknown token ids, for structured output that cannot be compiled, and for a text
+        without a tokenizer.
         """
         if isinstance(prompts, str):
             prompts = [prompts]
         if any(isinstance(prompt, int) for prompt in prompts):
-            raise ValueError("prompts is one list of token ids, expected a list of such lists: pass [ids]")
+            raise ValueError(
+                "prompts is one list of token ids, expected a list of such lists: pass [ids]"
+            )
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params or SamplingParams()] * len(prompts)
         if len(sampling_params) != len(prompts):
-            raise ValueError(f"{len(sampling_params)} sampling_params for {len(prompts)} prompts: "
-                             "pass one for all, or one for each")  # fmt: skip
-        builders = [CompletionBuilder(request, self.tokenizer)
-                    for prompt, params in zip(prompts, sampling_params, strict=True)
-                    for request in siblings(self._request(prompt, params))]  # fmt: skip
+            raise ValueError(
+                f"{len(sampling_params)} sampling_params for {len(prompts)} prompts: "
+                "pass one for all, or one for each"
+            )
+        builders = [
+            CompletionBuilder(request, self.tokenizer)
+            for prompt, params in zip(prompts, sampling_params, strict=True)
+            for request in siblings(self._request(prompt, params))
+        ]
         started = time.perf_counter()
         with tqdm(total=len(builders), unit="answer", disable=None if progress else True) as bar:
             self._finish(builders, bar)
@@ -90,17 +107,22 @@ class LLM:
         self.tokens_per_second = sum(len(builder.token_ids) for builder in builders) / seconds
         return [builder.completion() for builder in builders]
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> Iterator[str]:
         """The new text of one prompt in pieces, which concatenate to the text of `generate`.
 
-        Pieces have complete characters only. Closing the iterator aborts the request. Raises ValueError as `generate`
-        does, and if there is no tokenizer or params.n is not 1; RequestFailed, after the generated text, if it fails.
+        Pieces have complete characters only. Closing the iterator aborts the request. Raises
+        ValueError as `generate` does, and if there is no tokenizer or params.n is not 1;
+        RequestFailed, after the generated text, if it fails.
         """
         if self.tokenizer is None:
             raise ValueError("no tokenizer to stream text: use generate, which returns token ids")
         params = sampling_params or SamplingParams()
         if params.n != 1:
-            raise ValueError(f"n is {params.n}, expected 1 for a stream: use generate for several completions")
+            raise ValueError(
+                f"n is {params.n}, expected 1 for a stream: use generate for several completions"
+            )
         return self._pieces(CompletionBuilder(self._request(prompt, params), self.tokenizer))
 
     def _pieces(self, builder: "CompletionBuilder") -> Iterator[str]:
@@ -161,7 +183,9 @@ class LLM:
                 for error in self._fence.take().values():
                     builder.fail(error)
                 if builder.finish_reason is not None and output.finish_reason is None:
-                    self.engine.abort(output.request_id)  # a stop string, which the engine does not check
+                    self.engine.abort(
+                        output.request_id
+                    )  # a stop string, which the engine does not check
 
     def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
         """A new request. Raises ValueError if it does not fit."""
@@ -175,8 +199,11 @@ class LLM:
         if not isinstance(prompt, str):
             return list(prompt)
         if self.tokenizer is None:
-            raise ValueError(f"no tokenizer for the prompt {prompt[:40]!r}: pass token ids, or use a checkpoint with "
-                             "tokenizer.json")  # fmt: skip
+            raise ValueError(
+                f"no tokenizer for the prompt {prompt[:40]!r}: pass token ids, or use a "
+                "checkpoint with "
+                "tokenizer.json"
+            )
         return list(self.tokenizer.encode(prompt).ids)
 
 
@@ -210,8 +237,13 @@ class CompletionBuilder:
         assert self.finish_reason is not None
         request, first = self.request, self._first or Output(self.request.id, ())
         return Completion(
-            self.text, tuple(self.token_ids), self.finish_reason, tuple(request.tokens[: request.num_prompt]),
+            self.text,
+            tuple(self.token_ids),
+            self.finish_reason,
+            tuple(request.tokens[: request.num_prompt]),
             logprobs=None if request.params.logprobs is None else tuple(self.logprobs),
-            prompt_logprobs=first.prompt_logprobs, stop_reason=self._stop_reason, num_cached=first.num_cached,
+            prompt_logprobs=first.prompt_logprobs,
+            stop_reason=self._stop_reason,
+            num_cached=first.num_cached,
             error=self.error,
-        )  # fmt: skip
+        )

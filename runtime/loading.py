@@ -16,7 +16,9 @@ from atomc.runtime.hub import model_folder
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model that is ready to compile, and its settings. max_len: maximum sequence length in tokens."""
+    """A model that is ready to compile, and its settings. max_len: maximum sequence length in
+    tokens.
+    """
 
     module: nn.Module
     tokenizer: Any | None
@@ -25,27 +27,47 @@ class LoadedModel:
     max_len: int
 
 
-def load(config: EngineConfig, module: nn.Module | None = None, *, progress: bool = True) -> LoadedModel:
+def load(
+    config: EngineConfig, module: nn.Module | None = None, *, progress: bool = True
+) -> LoadedModel:
     """Loads the config's checkpoint, or uses `module` instead.
 
-    Raises ValueError for inconsistent settings, FileNotFoundError for an incomplete checkpoint, ImportError if the
-    tokenizer needs a library that is not installed.
+    Raises ValueError for inconsistent settings, FileNotFoundError for an incomplete checkpoint,
+    ImportError if the tokenizer needs a library that is not installed.
     """
     from atomc.models import loader, wrap_stock
 
     if module is not None:
-        if config.model or config.dtype or config.device or config.quantization or config.load_format != "auto":
-            raise ValueError("model, dtype, device, quantization and load_format apply to checkpoints: leave them out for "
-                             "a module")  # fmt: skip
+        if (
+            config.model
+            or config.dtype
+            or config.device
+            or config.quantization
+            or config.load_format != "auto"
+        ):
+            raise ValueError(
+                "model, dtype, device, quantization and load_format apply to checkpoints: "
+                "leave them out for "
+                "a module"
+            )
         # Stock transformers models have a method that replaces their attention.
         model = wrap_stock(module) if hasattr(module, "set_attn_implementation") else module
         return _loaded_model(model, None, _eos_ids_of_module(model), config)
     folder = _demo() if config.model is None else model_folder(config.model)
     model = loader.load(
-        folder, dtype=dtype_of(config.dtype), device=config.device or ("cuda" if torch.cuda.is_available() else "cpu"),
-        load_format=config.load_format, quantization=_quantization(config), progress=progress,
-    )  # fmt: skip
-    return _loaded_model(model, load_tokenizer(folder), eos_token_ids(folder, _config_value(model, "vocab_size")), config)
+        folder,
+        dtype=dtype_of(config.dtype),
+        device=config.device or ("cuda" if torch.cuda.is_available() else "cpu"),
+        load_format=config.load_format,
+        quantization=_quantization(config),
+        progress=progress,
+    )
+    return _loaded_model(
+        model,
+        load_tokenizer(folder),
+        eos_token_ids(folder, _config_value(model, "vocab_size")),
+        config,
+    )
 
 
 def _quantization(config: EngineConfig) -> dict[str, Any] | str | None:
@@ -62,7 +84,9 @@ def dtype_of(name: str | None) -> torch.dtype | None:
     return found
 
 
-def _loaded_model(module: nn.Module, tokenizer: Any | None, eos_ids: frozenset[int], config: EngineConfig) -> LoadedModel:
+def _loaded_model(
+    module: nn.Module, tokenizer: Any | None, eos_ids: frozenset[int], config: EngineConfig
+) -> LoadedModel:
     max_len = _max_len(module, config.max_model_len)
     return LoadedModel(module, tokenizer, eos_ids, _config_value(module, "vocab_size"), max_len)
 
@@ -74,8 +98,10 @@ def _max_len(module: nn.Module, max_model_len: int | None) -> int:
     if max_len is None:
         raise ValueError("the model's config has no max_position_embeddings: set max_model_len")
     if trained_len is not None and max_len > trained_len:
-        raise ValueError(f"max_model_len={max_len} exceeds the model's limit of {trained_len} tokens "
-                         "(max_position_embeddings in its config)")  # fmt: skip
+        raise ValueError(
+            f"max_model_len={max_len} exceeds the model's limit of {trained_len} tokens "
+            "(max_position_embeddings in its config)"
+        )
     return max_len
 
 

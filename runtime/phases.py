@@ -14,7 +14,9 @@ class Phases:
     def __init__(self, names: Sequence[str], *, progress: bool) -> None:
         self.seconds: dict[str, float] = {}
         # disable=None: no bar where there is no terminal.
-        self._bar = tqdm(total=len(names), unit="phase", leave=False, disable=None if progress else True)
+        self._bar = tqdm(
+            total=len(names), unit="phase", leave=False, disable=None if progress else True
+        )
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -30,7 +32,9 @@ class Phases:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """No garbage collection inside: while compiling it takes a second in all, and a capture may free nothing."""
+    """No garbage collection inside: while compiling it takes a second in all, and a capture may
+    free nothing.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:

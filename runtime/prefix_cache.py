@@ -1,7 +1,7 @@
 """Names of full blocks by what they hold, so that requests find what others have computed.
 
-The key of a block is a digest of its tokens and of the key before it; the first one's parent is the salt. Equal keys
-mean equal tokens from the beginning, under one salt.
+The key of a block is a digest of its tokens and of the key before it; the first one's parent is the
+salt. Equal keys mean equal tokens from the beginning, under one salt.
 """
 
 import hashlib
@@ -11,11 +11,15 @@ from collections.abc import Callable, Sequence
 DIGEST = 16  # bytes: two different beginnings never meet by chance, nor can anybody make them
 
 
-def extend_keys(keys: list[bytes], tokens: Sequence[int], block_size: int, salt: str | None) -> None:
+def extend_keys(
+    keys: list[bytes], tokens: Sequence[int], block_size: int, salt: str | None
+) -> None:
     """Append the keys of the full blocks of `tokens` that are still missing."""
     for i in range(len(keys), len(tokens) // block_size):
         parent = keys[-1] if keys else _digest(b"" if salt is None else b"salt " + salt.encode())
-        keys.append(_digest(parent + array("q", tokens[i * block_size : (i + 1) * block_size]).tobytes()))
+        keys.append(
+            _digest(parent + array("q", tokens[i * block_size : (i + 1) * block_size]).tobytes())
+        )
 
 
 def first_read(position: int, window: int) -> int:
@@ -24,9 +28,13 @@ def first_read(position: int, window: int) -> int:
 
 
 def longest_match(
-    keys: Sequence[bytes], block_size: int, windows: Sequence[int], cached: Sequence[Callable[[bytes], bool]]
+    keys: Sequence[bytes],
+    block_size: int,
+    windows: Sequence[int],
+    cached: Sequence[Callable[[bytes], bool]],
 ) -> int:
-    """So many leading blocks can be taken from the cache: each group has those that later tokens read.
+    """So many leading blocks can be taken from the cache: each group has those that later tokens
+    read.
 
     cached   for each group, whether it has a block of this key
     """
@@ -35,8 +43,11 @@ def longest_match(
         if not window:
             count = next((i for i in range(count) if not has(keys[i])), count)
     windowed = [(window, has) for window, has in zip(windows, cached, strict=True) if window]
-    while count and not all(has(keys[i]) for window, has in windowed
-                            for i in range(first_read(count * block_size, window) // block_size, count)):  # fmt: skip
+    while count and not all(
+        has(keys[i])
+        for window, has in windowed
+        for i in range(first_read(count * block_size, window) // block_size, count)
+    ):
         count -= 1
     return count
 

@@ -14,18 +14,23 @@ Pooling = Literal["mean", "last"]
 
 @dataclass(eq=False)
 class Request:
-    """One sequence in progress. `tokens` are the prompt and the generated tokens; the first `computed` are in the KV cache.
+    """One sequence in progress. `tokens` are the prompt and the generated tokens; the first
+    `computed` are in the KV cache.
 
     eos_ids       the model's end-of-sequence tokens
     seed          used if params.seed is None
     priority      lower values run first and are preempted last, with scheduling_policy="priority"
     salt          requests share cached prefixes only with requests of the same salt
-    pooling       return the mean of the prompt's hidden states, or the last of them, instead of new tokens
-    draft         speculative tokens after `tokens`: computed in the next step, and kept up to the first wrong one
-    drawing       number of tokens that steps in flight sample: counted as computed or pending, not in `tokens` yet
+    pooling       return the mean of the prompt's hidden states, or the last of them, instead of new
+                  tokens
+    draft         speculative tokens after `tokens`: computed in the next step, and kept up to the
+                  first wrong one
+    drawing       number of tokens that steps in flight sample: counted as computed or pending, not
+                  in `tokens` yet
     scored        prompt rows whose log-probabilities are computed or in flight
     num_cached    prompt tokens from the prefix cache
-    keys          keys of the full blocks of `tokens` (atomc.runtime.prefix_cache); the first num_named are in its index
+    keys          keys of the full blocks of `tokens` (atomc.runtime.prefix_cache); the first
+                  num_named are in its index
     slot          row of the request while it runs, else None
     announced     a step has sent the worker the request's parameters for this slot
     number        position in the order of arrival, set by the scheduler
@@ -60,7 +65,9 @@ class Request:
 
     def __post_init__(self) -> None:
         if not self.tokens:
-            raise ValueError(f"request {self.id!r}: the prompt is empty, it needs at least one token")
+            raise ValueError(
+                f"request {self.id!r}: the prompt is empty, it needs at least one token"
+            )
         self.tokens = list(self.tokens)
         self.num_prompt = len(self.tokens)
         if self.params.seed is not None:
@@ -73,7 +80,9 @@ class Request:
 
     @property
     def pending(self) -> int:
-        """Number of tokens not in the cache yet: a prompt, the rest of one, or the last sampled token."""
+        """Number of tokens not in the cache yet: a prompt, the rest of one, or the last sampled
+        token.
+        """
         return len(self.tokens) + self.drawing - self.computed
 
     @property
@@ -97,10 +106,14 @@ class Request:
         return min(room, self.params.max_tokens - (self.length - self.num_prompt))
 
     def accept(self, token: int, max_len: int) -> None:
-        """Append a sampled token; sets finish_reason if it is the last one, or if there are max_len tokens."""
+        """Append a sampled token; sets finish_reason if it is the last one, or if there are max_len
+        tokens.
+        """
         self.tokens.append(token)
         # Structured output always ends at an end-of-sequence token: no token may follow.
-        if token in self.eos_ids and (not self.params.ignore_eos or self.params.structured is not None):
+        if token in self.eos_ids and (
+            not self.params.ignore_eos or self.params.structured is not None
+        ):
             self.finish_reason = "stop"
         elif token in self.params.stop_token_ids:
             self.finish_reason, self.stop_reason = "stop", token
@@ -109,17 +122,33 @@ class Request:
 
     def output(self, start: int) -> "Output":
         """The output with the tokens from position `start` on."""
-        return Output(self.id, tuple(self.tokens[start:]), finish_reason=self.finish_reason,
-                      stop_reason=self.stop_reason, num_cached=self.num_cached)  # fmt: skip
+        return Output(
+            self.id,
+            tuple(self.tokens[start:]),
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            num_cached=self.num_cached,
+        )
 
 
 def siblings(request: Request) -> list[Request]:
-    """params.n requests with the same prompt, the ids "id/0", "id/1", ..., and consecutive seeds."""
+    """params.n requests with the same prompt, the ids "id/0", "id/1", ..., and consecutive
+    seeds.
+    """
     if request.params.n == 1:
         return [request]
     params = replace(request.params, n=1, seed=None)
-    return [replace(request, id=f"{request.id}/{i}", params=params, seed=request.seed + i, tokens=list(request.tokens),
-                    keys=[]) for i in range(request.params.n)]  # fmt: skip
+    return [
+        replace(
+            request,
+            id=f"{request.id}/{i}",
+            params=params,
+            seed=request.seed + i,
+            tokens=list(request.tokens),
+            keys=[],
+        )
+        for i in range(request.params.n)
+    ]
 
 
 @dataclass(frozen=True)
@@ -129,8 +158,8 @@ class Output:
     token_ids         the new tokens
     logprobs          one per new token; None if not requested
     prompt_logprobs   one per prompt token, the first None; only in the first Output
-    finish_reason     "stop": a stop or end-of-sequence token; "length": max_tokens or max_model_len reached;
-                      "abort"; "error": see error; None: not finished
+    finish_reason     "stop": a stop or end-of-sequence token; "length": max_tokens or max_model_len
+                      reached; "abort"; "error": see error; None: not finished
     stop_reason       the stop token; None for the model's end-of-sequence tokens
     num_cached        prompt tokens from the prefix cache
     embedding         the pooled hidden state, for a request with `pooling`
@@ -154,8 +183,9 @@ class Completion:
 
     text               the new text, without the stop token or stop string; "" without a tokenizer
     token_ids          the new tokens, including a stop token
-    finish_reason      "stop": a stop token, end-of-sequence token or stop string; "length": max_tokens or max_model_len
-                       reached; "error": the request failed, text and token_ids have what was generated before
+    finish_reason      "stop": a stop token, end-of-sequence token or stop string; "length":
+                       max_tokens or max_model_len reached; "error": the request failed, text and
+                       token_ids have what was generated before
     prompt_token_ids   the tokens of the prompt
     logprobs, prompt_logprobs, stop_reason, num_cached, error   as in Output
     """

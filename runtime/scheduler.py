@@ -20,7 +20,10 @@ class QueueFull(Exception):
     """Too many requests wait. Try again after retry_after seconds."""
 
     def __init__(self, waiting: int, retry_after: float) -> None:
-        super().__init__(f"{waiting} requests wait already, the queue takes no more: try again in {retry_after:.0f} s")
+        super().__init__(
+            f"{waiting} requests wait already, the queue takes no more: try again in "
+            f"{retry_after:.0f} s"
+        )
         self.retry_after = retry_after
 
 
@@ -39,7 +42,9 @@ class Counters:
 
 @dataclass
 class _Flight:
-    """A step that was decided and is not finished, its requests, and which admission of them it belongs to."""
+    """A step that was decided and is not finished, its requests, and which admission of them it
+    belongs to.
+    """
 
     step: ScheduledStep
     requests: list[Request]
@@ -51,7 +56,9 @@ class _Flight:
 
 @dataclass
 class _Deciding:
-    """A step while it is decided: its chunks and their requests, and how many tokens more it takes."""
+    """A step while it is decided: its chunks and their requests, and how many tokens more it
+    takes.
+    """
 
     pooled: bool
     budget: int
@@ -64,16 +71,20 @@ class _Deciding:
 
 
 class Scheduler:
-    """Continuous batching: prompts in chunks; whoever comes last in the order gives way when blocks run out.
+    """Continuous batching: prompts in chunks; whoever comes last in the order gives way when blocks
+    run out.
 
-    The order is that of arrival; with policy "priority" the lowest priority comes first, and those of equal priority
-    in the order of arrival. `running` requests own blocks and `waiting` ones do not; both are in order. Who gives way
-    waits, and computes all its tokens again that the prefix cache has lost.
+    The order is that of arrival; with policy "priority" the lowest priority comes first, and those
+    of equal priority in the order of arrival. `running` requests own blocks and `waiting` ones do
+    not; both are in order. Who gives way waits, and computes all its tokens again that the prefix
+    cache has lost.
 
-    Several steps may be decided before the first of them is finished; they are finished in the same order. Whatever is
-    released may be used by the next step at once: the device runs one step after the other.
+    Several steps may be decided before the first of them is finished; they are finished in the same
+    order. Whatever is released may be used by the next step at once: the device runs one step after
+    the other.
 
-    What raises for a single request is kept by the fence; until that request is aborted it may be in steps.
+    What raises for a single request is kept by the fence; until that request is aborted it may be
+    in steps.
 
     can_roll_back   as in Limits
 
@@ -81,11 +92,22 @@ class Scheduler:
     """
 
     def __init__(
-        self, pool: BlockPool, *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int,
-        max_queue: int = 1024, policy: str = "fcfs", fence: Fence | None = None, can_roll_back: bool = True,
-    ) -> None:  # fmt: skip
-        for name, value in (("max_num_seqs", max_num_seqs), ("max_num_batched_tokens", max_num_batched_tokens),
-                            ("max_model_len", max_model_len)):  # fmt: skip
+        self,
+        pool: BlockPool,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        max_queue: int = 1024,
+        policy: str = "fcfs",
+        fence: Fence | None = None,
+        can_roll_back: bool = True,
+    ) -> None:
+        for name, value in (
+            ("max_num_seqs", max_num_seqs),
+            ("max_num_batched_tokens", max_num_batched_tokens),
+            ("max_model_len", max_model_len),
+        ):
             if value < 1:
                 raise ValueError(f"{name} is {value}, it must be at least 1")
         self.pool = pool
@@ -131,8 +153,13 @@ class Scheduler:
         longest = self.max_len if request.pooling else self.max_len - 1
         if request.num_prompt > longest:
             raise ValueError(
-                f"request {request.id!r}: a prompt of {request.num_prompt} tokens does not fit, at most {longest} do"
-                + ("" if request.pooling else f" (one token is to follow, and a sequence has at most {self.max_len})")
+                f"request {request.id!r}: a prompt of {request.num_prompt} tokens does not "
+                f"fit, at most {longest} do"
+                + (
+                    ""
+                    if request.pooling
+                    else f" (one token is to follow, and a sequence has at most {self.max_len})"
+                )
                 + "; shorten it, or raise max_model_len or the size of the cache"
             )
         if request.id in self.requests:
@@ -150,10 +177,11 @@ class Scheduler:
         insort(self.waiting, request, key=self._rank)
 
     def next_step(self) -> ScheduledStep | None:
-        """Running requests first, in order; then admit new ones while tokens, sequences and blocks last.
+        """Running requests first, in order; then admit new ones while tokens, sequences and blocks
+        last.
 
-        None if there is nothing to do, or not before a step in flight is finished. Steps of hidden states take turns
-        with the others.
+        None if there is nothing to do, or not before a step in flight is finished. Steps of hidden
+        states take turns with the others.
         """
         kinds = (not self._pooled_last, self._pooled_last) if self._num_pooled else (False,)
         for pooled in kinds:
@@ -163,33 +191,52 @@ class Scheduler:
                 self._released.clear()
                 self._flights.append(flight)
                 return flight.step
-        assert self._flights or not self.requests or self.fence.failed, "requests, and none of them fits"
+        assert self._flights or not self.requests or self.fence.failed, (
+            "requests, and none of them fits"
+        )
         return None
 
     def finish_step(self, step: ScheduledStep, tokens: Sequence[Sequence[int]]) -> list[Output]:
-        """Take the drawn tokens, some for each chunk that draws, and return what is new of each request.
+        """Take the drawn tokens, some for each chunk that draws, and return what is new of each
+        request.
 
-        A chunk with a draft gets the tokens of it that are right and one more. A request aborted, or finished, while
-        the step ran is passed over.
+        A chunk with a draft gets the tokens of it that are right and one more. A request aborted,
+        or finished, while the step ran is passed over.
         """
         flight = self._flights.popleft()
         assert flight.step is step, "steps are finished in the order in which they were decided"
         drawn = iter(tokens)
         outputs = []
-        for chunk, request, admission in zip(step.chunks, flight.requests, flight.admissions, strict=True):
+        for chunk, request, admission in zip(
+            step.chunks, flight.requests, flight.admissions, strict=True
+        ):
             new = next(drawn) if chunk.num_draws else ()
             if request.finish_reason is None:
-                output = self.fence.run(request.id, "taking its new tokens", self._finish, chunk, request, admission, new)
+                output = self.fence.run(
+                    request.id,
+                    "taking its new tokens",
+                    self._finish,
+                    chunk,
+                    request,
+                    admission,
+                    new,
+                )
                 outputs += [output] if output is not None else []
-        assert next(drawn, None) is None, f"{len(tokens)} lots of tokens for a step that draws fewer"
+        assert next(drawn, None) is None, (
+            f"{len(tokens)} lots of tokens for a step that draws fewer"
+        )
         return outputs
 
     def undo_step(self, step: ScheduledStep) -> None:
-        """Forget the decision made last: the step could not be run, or it is not known how far it came."""
+        """Forget the decision made last: the step could not be run, or it is not known how far it
+        came.
+        """
         flight = self._flights.pop()
         assert flight.step is step, "only the last step can be undone"
         self._released.update(step.released)
-        for chunk, request, admission in zip(step.chunks, flight.requests, flight.admissions, strict=True):
+        for chunk, request, admission in zip(
+            step.chunks, flight.requests, flight.admissions, strict=True
+        ):
             request.drawing -= bool(chunk.num_draws)
             if request.slot is not None and request.admitted == admission:
                 request.announced = chunk.admission is None
@@ -200,7 +247,9 @@ class Scheduler:
                     self._preempt(request)
 
     def abort(self, request_id: str, reason: FinishReason = "abort") -> bool:
-        """Drop a request and its blocks; False if there is none of this id (it may just have finished)."""
+        """Drop a request and its blocks; False if there is none of this id (it may just have
+        finished).
+        """
         request = self.requests.get(request_id)
         if request is None:
             return False
@@ -214,10 +263,15 @@ class Scheduler:
         self._check_queues()
         for request in (*self.running, *self.waiting):
             self._check_request(request)
-        assert {request.id for request in self._computing.values()} <= self.pool.owners, "keys of who does not run"
-        expected = sum(bool(chunk.num_draws) for flight in self._flights
-                       for chunk, request in zip(flight.step.chunks, flight.requests, strict=True)
-                       if request.finish_reason is None)  # fmt: skip
+        assert {request.id for request in self._computing.values()} <= self.pool.owners, (
+            "keys of who does not run"
+        )
+        expected = sum(
+            bool(chunk.num_draws)
+            for flight in self._flights
+            for chunk, request in zip(flight.step.chunks, flight.requests, strict=True)
+            if request.finish_reason is None
+        )
         drawing = sum(request.drawing for request in (*self.running, *self.waiting))
         assert expected == drawing, "tokens in flight are counted wrong"
 
@@ -225,21 +279,29 @@ class Scheduler:
         queued = sorted(request.id for request in (*self.running, *self.waiting))
         assert sorted(self.requests) == queued, "a request is lost, or is twice"
         assert len(self.running) <= self.max_num_seqs, "more sequences than allowed"
-        assert self.pool.owners == {request.id for request in self.running}, "who runs and who owns blocks differ"
+        assert self.pool.owners == {request.id for request in self.running}, (
+            "who runs and who owns blocks differ"
+        )
         slots = [request.slot for request in self.running if request.slot is not None]
-        assert sorted(slots + self._free_slots) == list(range(self.max_num_seqs)), "a slot is lost, or has two owners"
+        assert sorted(slots + self._free_slots) == list(range(self.max_num_seqs)), (
+            "a slot is lost, or has two owners"
+        )
         for queue in (self.running, self.waiting):
             assert queue == sorted(queue, key=self._rank), "a queue is out of order"
 
     def _check_request(self, request: Request) -> None:
         assert request.finish_reason is None, f"finished, and still here: {request}"
         pending = request.pending + (len(request.draft) if request.drawing else 0)
-        assert pending > 0 or (request.pooling and pending == 0), f"nothing to compute for {request}"
+        assert pending > 0 or (request.pooling and pending == 0), (
+            f"nothing to compute for {request}"
+        )
         assert request.length <= self.max_len, f"too long: {request}"
-        assert request.num_named * self.pool.block_size <= request.computed or request.slot is None, (
-            f"named before computed: {request}")  # fmt: skip
+        assert (
+            request.num_named * self.pool.block_size <= request.computed or request.slot is None
+        ), f"named before computed: {request}"
         assert request.computed == 0 or request.slot is not None, (
-            f"{request.id} waits and has {request.computed} tokens in no block")  # fmt: skip
+            f"{request.id} waits and has {request.computed} tokens in no block"
+        )
 
     def _decided(self, pooled: bool) -> _Flight | None:
         """The next step of this kind."""
@@ -283,7 +345,9 @@ class Scheduler:
             deciding.budget -= count
 
     def _wanted(self, request: Request, budget: int) -> int:
-        """So many tokens of the request can be computed now; none while the device decides about a draft."""
+        """So many tokens of the request can be computed now; none while the device decides about a
+        draft.
+        """
         if request.drawing and request.draft:
             return 0
         if request.pending + len(request.draft) == 1:
@@ -297,8 +361,10 @@ class Scheduler:
         return count
 
     def _admit(self, request: Request, budget: int) -> bool:
-        """Give a waiting request a slot, what the cache has of it, and blocks for all its tokens, also if they take
-        several steps: it is not to give way halfway. False if there are not enough."""
+        """Give a waiting request a slot, what the cache has of it, and blocks for all its tokens,
+        also if they take several steps: it is not to give way halfway. False if there are not
+        enough.
+        """
         found = self._found(request)
         computed = found * self.pool.block_size
         now = computed + min(len(request.tokens) - computed, budget)
@@ -320,10 +386,15 @@ class Scheduler:
         return True
 
     def _found(self, request: Request) -> int:
-        """Leading blocks that are cached; at least one token is left to compute, all if each one's output is wanted."""
+        """Leading blocks that are cached; at least one token is left to compute, all if each one's
+        output is wanted.
+        """
         if not self.pool.shares or request.pooling == "mean" or self._scores(request):
             return 0
-        return self.fence.run(request.id, "looking for its prefix in the cache", self._match, request) or 0
+        return (
+            self.fence.run(request.id, "looking for its prefix in the cache", self._match, request)
+            or 0
+        )
 
     def _match(self, request: Request) -> int:
         extend_keys(request.keys, request.tokens, self.pool.block_size, request.salt)
@@ -334,15 +405,26 @@ class Scheduler:
         if not self._computing:
             return False
         found = self._found(request)
-        return found < (len(request.tokens) - 1) // self.pool.block_size and bool(request.keys) and (
-            request.keys[found] in self._computing)  # fmt: skip
+        return (
+            found < (len(request.tokens) - 1) // self.pool.block_size
+            and bool(request.keys)
+            and (request.keys[found] in self._computing)
+        )
 
     def _make_way(self, pooled: bool) -> None:
         """Whoever runs gives way to whoever waits and is more urgent."""
         for request in self.waiting.copy():
-            if request.drawing or (request.pooling is not None) != pooled or self._awaits_others(request):
+            if (
+                request.drawing
+                or (request.pooling is not None) != pooled
+                or self._awaits_others(request)
+            ):
                 continue
-            while self.running and self.running[-1].priority > request.priority and not self._fits(request):
+            while (
+                self.running
+                and self.running[-1].priority > request.priority
+                and not self._fits(request)
+            ):
                 self._preempt(self.running[-1])
             if not self._fits(request):
                 return
@@ -352,10 +434,14 @@ class Scheduler:
             return False
         found = self._found(request)
         now = found * self.pool.block_size + self.max_num_batched_tokens
-        return self.pool.has_room(request.keys[:found], min(now, len(request.tokens)), len(request.tokens))
+        return self.pool.has_room(
+            request.keys[:found], min(now, len(request.tokens)), len(request.tokens)
+        )
 
     def _make_room(self, request: Request, num_tokens: int) -> bool:
-        """Reserve blocks for num_tokens, the last in the order giving way. False if this was the last and gave way."""
+        """Reserve blocks for num_tokens, the last in the order giving way. False if this was the
+        last and gave way.
+        """
         while not self.pool.reserve(request.id, num_tokens):
             last = self.running[-1]
             self._preempt(last)
@@ -407,16 +493,25 @@ class Scheduler:
             scored = request.tokens[first + 1 : min(end + 1, request.num_prompt)]
             request.scored = min(end, request.num_prompt - 1)
         chunk = Chunk(
-            request.id, request.slot, (*tokens, *request.draft) if last else tuple(tokens), start,
-            self.pool.news(request.id), request.drawing > 0 and end > known, num_draws, wanted, tuple(scored),
+            request.id,
+            request.slot,
+            (*tokens, *request.draft) if last else tuple(tokens),
+            start,
+            self.pool.news(request.id),
+            request.drawing > 0 and end > known,
+            num_draws,
+            wanted,
+            tuple(scored),
             None if request.announced else _admission(request),
-        )  # fmt: skip
+        )
         request.announced = True
         request.computed = end
         request.drawing += num_draws > 0
         return chunk
 
-    def _finish(self, chunk: Chunk, request: Request, admission: int, new: Sequence[int]) -> Output | None:
+    def _finish(
+        self, chunk: Chunk, request: Request, admission: int, new: Sequence[int]
+    ) -> Output | None:
         """What is new of a request after its chunk, if anything is."""
         known = len(request.tokens)
         if chunk.num_draws:
@@ -472,5 +567,11 @@ class Scheduler:
 def _admission(request: Request) -> Admission:
     """The request as the worker needs it, before its first chunk is computed."""
     cached = request.tokens[: request.computed] if request.params.penalized else ()
-    return Admission(request.params, request.seed & SEED_BITS, request.num_prompt, request.eos_ids, request.pooling,
-                     tuple(cached))  # fmt: skip
+    return Admission(
+        request.params,
+        request.seed & SEED_BITS,
+        request.num_prompt,
+        request.eos_ids,
+        request.pooling,
+        tuple(cached),
+    )

@@ -1,10 +1,10 @@
 """Whether a transformers class computes in the runtime what it computes by itself.
 
-The runtime gives a class position_ids and calls it once for the new tokens of many sequences. A class that takes no
-positions, or that mixes tokens in another way than attention, compiles and then answers wrongly. Its code does not say
-which it is (ALiBi needs no positions either), so the numbers decide: two short sequences run in chunks, mixed and token by
-token through the compiled program, and each at once through the class's own forward, with its own attention, on the same
-weights.
+The runtime gives a class position_ids and calls it once for the new tokens of many sequences. A
+class that takes no positions, or that mixes tokens in another way than attention, compiles and then
+answers wrongly. Its code does not say which it is (ALiBi needs no positions either), so the numbers
+decide: two short sequences run in chunks, mixed and token by token through the compiled program,
+and each at once through the class's own forward, with its own attention, on the same weights.
 """
 
 import inspect
@@ -39,21 +39,29 @@ STEPS = (
 LENGTHS = tuple(sum(step[i][1] for step in STEPS) for i in range(2))
 PAGE = 32  # tokens a block, where a block holds a whole sequence
 
-# Relative size of one rounding: of a result in 16 bits that of its dtype; in fp32 and fp64, of sums of thousands of terms
-# in another order.
-ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-18, torch.float64: 2.0**-40}
+# Relative size of one rounding: of a result in 16 bits that of its dtype; in fp32 and fp64, of sums
+# of thousands of terms in another order.
+ROUNDING = {
+    torch.bfloat16: 2.0**-8,
+    torch.float16: 2.0**-11,
+    torch.float32: 2.0**-18,
+    torch.float64: 2.0**-40,
+}
 TF32 = 2.0**-11
-# Both sides round about ten times a layer, independently of each other, so that the difference of their logits grows with
-# the square root of the number of layers. Random and trained models show 0.3 to 2 roundings times this root; a factor of 8
-# leaves room. Logits of wrong positions differ by 0.3 to 1.4 of their spread (1.4: unrelated). In fp32 the limit is 1e-4
-# and less, in bf16 0.04 at 2 layers and 0.25 at 64.
+# Both sides round about ten times a layer, independently of each other, so that the difference of
+# their logits grows with the square root of the number of layers. Random and trained models show
+# 0.3 to 2 roundings times this root; a factor of 8 leaves room. Logits of wrong positions differ by
+# 0.3 to 1.4 of their spread (1.4: unrelated). In fp32 the limit is 1e-4 and less, in bf16 0.04 at 2
+# layers and 0.25 at 64.
 ROOM = 8.0
-# So many rows of each kind must agree. Not all: where experts are routed, a rounding may choose another expert, which makes
-# a large difference in that row and some in those that attend to it. Of wrong positions, no row agrees.
+# So many rows of each kind must agree. Not all: where experts are routed, a rounding may choose
+# another expert, which makes a large difference in that row and some in those that attend to it. Of
+# wrong positions, no row agrees.
 AGREEING = 0.25
-# Some models make more of a rounding: experts in many layers, or codes of 8 and 4 bits that tip over. Where the limit is
-# passed, the class's own forward says how much: it is repeated with embeddings that differ by the roundings of all layers,
-# and the limit is so many times what comes of that; beyond MOST, nothing can be said.
+# Some models make more of a rounding: experts in many layers, or codes of 8 and 4 bits that tip
+# over. Where the limit is passed, the class's own forward says how much: it is repeated with
+# embeddings that differ by the roundings of all layers, and the limit is so many times what comes
+# of that; beyond MOST, nothing can be said.
 ABOVE_OWN = 3.0
 MOST = 0.7
 # Where the program keeps keys and values in 8 bits and the class does not.
@@ -62,7 +70,9 @@ CACHE_IN_8_BITS = 0.25
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of it: errors (kind of row, relative error of the logits) against the limit. why_not: it was not run."""
+    """What came of it: errors (kind of row, relative error of the logits) against the limit.
+    why_not: it was not run.
+    """
 
     errors: tuple[tuple[str, float], ...] = ()
     limit: float = 0.0
@@ -79,10 +89,12 @@ class Verdict:
 def self_check(model: StockModel, program: Program, options: Options, *, columns: int = 1) -> None:
     """Compare the program with the class's own forward, and note in its report what came of it.
 
-    columns   of the block tables of the steps to come: with as many here, kernels are compiled once for both
+    columns   of the block tables of the steps to come: with as many here, kernels are compiled once
+              for both
 
-    A class that was right is remembered in the cache of compiled graphs, beside the program. The caches that the program is
-    bound to may be others afterwards. Raises ValueError if the two differ by more than rounding.
+    A class that was right is remembered in the cache of compiled graphs, beside the program. The
+    caches that the program is bound to may be others afterwards. Raises ValueError if the two
+    differ by more than rounding.
     """
     name = type(model.hf_model).__name__
     start = time.perf_counter()
@@ -94,33 +106,42 @@ def self_check(model: StockModel, program: Program, options: Options, *, columns
         return
     if not verdict.right:
         raise ValueError(
-            f"{name} computes something else in the runtime than by itself: its logits differ by {verdict.numbers()} of "
-            f"their spread, and rounding explains {verdict.limit:.1e}{_reason(model.hf_model)}; use another class, or "
+            f"{name} computes something else in the runtime than by itself: its logits differ "
+            f"by {verdict.numbers()} of "
+            "their spread, and rounding explains "
+            f"{verdict.limit:.1e}{_reason(model.hf_model)}; use another class, or "
             "--no-self-check (self_check=False) to run it nevertheless"
         )
     if entry is not None and known is None:
         _keep(entry, verdict)
     when = "at an earlier start" if known else f"in {time.perf_counter() - start:.2f} s"
-    program.report.notes.append(f"self-check {when}: as {name}'s own forward; logits differ by {verdict.numbers()} of "
-                                f"their spread, up to {verdict.limit:.1e} is rounding")  # fmt: skip
+    program.report.notes.append(
+        f"self-check {when}: as {name}'s own forward; logits differ by {verdict.numbers()} of "
+        f"their spread, up to {verdict.limit:.1e} is rounding"
+    )
 
 
 def _entry(model: StockModel, program: Program, options: Options) -> Entry | None:
-    """The place of the verdict in the cache: the program, and what else the class's own forward consists of. None if the
-    cache was not asked for the program."""
+    """The place of the verdict in the cache: the program, and what else the class's own forward
+    consists of. None if the cache was not asked for the program."""
     if program.key is None:
         return None
     import transformers
 
     kind = type(model.hf_model)
-    return Entry({
-        "kind of program": "self-check",
-        "program": program.key,
-        "class": f"{kind.__module__}.{kind.__qualname__}, {file_digest(Path(inspect.getfile(kind)))}",
-        "configuration": digest(model.config.to_json_string(use_diff=False)),
-        "version of transformers": transformers.__version__,
-        **sources_in("models"), **sources_in("runtime/self_check.py"),
-    }, options)  # fmt: skip
+    return Entry(
+        {
+            "kind of program": "self-check",
+            "program": program.key,
+            "class": f"{kind.__module__}.{kind.__qualname__}, "
+            f"{file_digest(Path(inspect.getfile(kind)))}",
+            "configuration": digest(model.config.to_json_string(use_diff=False)),
+            "version of transformers": transformers.__version__,
+            **sources_in("models"),
+            **sources_in("runtime/self_check.py"),
+        },
+        options,
+    )
 
 
 def _read(entry: Entry) -> Verdict | None:
@@ -128,7 +149,11 @@ def _read(entry: Entry) -> Verdict | None:
         found = entry.read()
     except (OSError, DamagedEntry):
         return None
-    return None if found is None else Verdict(tuple((kind, error) for kind, error in found["errors"]), found["limit"])
+    return (
+        None
+        if found is None
+        else Verdict(tuple((kind, error) for kind, error in found["errors"]), found["limit"])
+    )
 
 
 def _keep(entry: Entry, verdict: Verdict) -> None:
@@ -147,14 +172,22 @@ def verdict_of(model: StockModel, program: Program, *, columns: int = 1) -> Verd
     hf_model = model.hf_model
     longest = getattr(hf_model.config.get_text_config(), "max_position_embeddings", None)
     if isinstance(longest, int) and longest < max(LENGTHS):
-        return Verdict(why_not=f"it needs sequences of {max(LENGTHS)} tokens, the model has {longest} positions")
+        return Verdict(
+            why_not=f"it needs sequences of {max(LENGTHS)} tokens, the model has {longest} "
+            "positions"
+        )
     vocab_size = hf_model.config.get_text_config().vocab_size
-    sequences = [_tokens(hf_model.config, vocab_size, length, seed) for seed, length in enumerate(LENGTHS)]
+    sequences = [
+        _tokens(hf_model.config, vocab_size, length, seed) for seed, length in enumerate(LENGTHS)
+    ]
     try:
         expected = _own_logits(hf_model, sequences)
-    except Exception as error:  # layers whose kernels run compiled only; whatever it is, there is nothing to compare with
+    # layers whose kernels run compiled only; whatever it is, there is nothing to compare with
+    except Exception as error:
         first_line = next(iter(str(error).splitlines()), "")
-        return Verdict(why_not=f"the class's own forward fails: {type(error).__name__}: {first_line}")
+        return Verdict(
+            why_not=f"the class's own forward fails: {type(error).__name__}: {first_line}"
+        )
     if not all(logits.isfinite().any(-1).all() for logits in expected):
         return Verdict(why_not="the class's own forward gives no finite logits")
     errors: dict[str, list[float]] = {}
@@ -169,27 +202,42 @@ def verdict_of(model: StockModel, program: Program, *, columns: int = 1) -> Verd
         return verdict
     own = ABOVE_OWN * _own_noise(hf_model, sequences, expected, noise)
     if own > MOST:
-        return Verdict(why_not=f"a rounding changes the logits of the class's own forward by {own / ABOVE_OWN:.1e}")
+        return Verdict(
+            why_not="a rounding changes the logits of the class's own forward by "
+            f"{own / ABOVE_OWN:.1e}"
+        )
     return Verdict(found, max(limit, own))
 
 
 def _agreed(errors: Sequence[float]) -> float:
-    return float(torch.tensor(errors).nan_to_num(nan=math.inf).quantile(AGREEING, interpolation="higher"))
+    return float(
+        torch.tensor(errors).nan_to_num(nan=math.inf).quantile(AGREEING, interpolation="higher")
+    )
 
 
 def _noise(program: Program) -> float:
     """The relative size of the roundings of all layers together."""
     rounding = ROUNDING.get(program.dtype, ROUNDING[torch.bfloat16])
-    if program.dtype == torch.float32 and program.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32:
+    if (
+        program.dtype == torch.float32
+        and program.device.type == "cuda"
+        and torch.backends.cuda.matmul.allow_tf32
+    ):
         rounding = TF32
     return rounding * math.sqrt(len(program.specs))
 
 
-def _own_noise(hf_model: Any, sequences: Sequence[Sequence[int]], expected: Sequence[Tensor], noise: float) -> float:
+def _own_noise(
+    hf_model: Any, sequences: Sequence[Sequence[int]], expected: Sequence[Tensor], noise: float
+) -> float:
     """How much the logits of the class's own forward change with such noise in its embeddings."""
 
     def disturb(_: nn.Module, __: Any, out: Tensor) -> Tensor:
-        signs = torch.randint(2, out.shape, generator=torch.Generator().manual_seed(0)).to(out.device) * 2 - 1
+        signs = (
+            torch.randint(2, out.shape, generator=torch.Generator().manual_seed(0)).to(out.device)
+            * 2
+            - 1
+        )
         return (out.double() * (1 + noise * signs)).to(out.dtype)
 
     hook = hf_model.get_input_embeddings().register_forward_hook(disturb)
@@ -197,20 +245,29 @@ def _own_noise(hf_model: Any, sequences: Sequence[Sequence[int]], expected: Sequ
         found = _own_logits(hf_model, sequences)
     finally:
         hook.remove()
-    return _agreed([_difference(row, other) for out, own in zip(found, expected, strict=True)
-                    for row, other in zip(out, own, strict=True)])  # fmt: skip
+    return _agreed(
+        [
+            _difference(row, other)
+            for out, own in zip(found, expected, strict=True)
+            for row, other in zip(out, own, strict=True)
+        ]
+    )
 
 
 def _own_logits(hf_model: Any, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
     """Logits [T, V] of each sequence, by the class's own forward."""
     with torch.no_grad(), own_attention(hf_model):
-        return [hf_model(input_ids=torch.tensor([tokens], device=hf_model.device), use_cache=False).logits[0].float()
-                for tokens in sequences]  # fmt: skip
+        return [
+            hf_model(input_ids=torch.tensor([tokens], device=hf_model.device), use_cache=False)
+            .logits[0]
+            .float()
+            for tokens in sequences
+        ]
 
 
 def _difference(out: Tensor, expected: Tensor) -> float:
-    """Of one row of logits, against their spread. Columns that the class masks, with -inf or the smallest number, are
-    left out."""
+    """Of one row of logits, against their spread. Columns that the class masks, with -inf or the
+    smallest number, are left out."""
     real = expected > torch.finfo(expected.dtype).min / 1e8
     out, expected = out[real], expected[real]
     spread = float(torch.linalg.vector_norm(expected - expected.mean()))
@@ -220,26 +277,48 @@ def _difference(out: Tensor, expected: Tensor) -> float:
 
 def _tokens(config: Any, vocab_size: int, count: int, seed: int) -> list[int]:
     """Tokens of which none is special: classes count positions from padding, or look for images."""
-    special = {value for name, value in config.to_dict().items() if name.endswith("token_id") and isinstance(value, int)}
+    special = {
+        value
+        for name, value in config.to_dict().items()
+        if name.endswith("token_id") and isinstance(value, int)
+    }
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randint(vocab_size, (count + 8 * len(special),), generator=generator).tolist()
     return ([token for token in drawn if token not in special] or drawn)[:count]
 
 
-def _ragged(program: Program, sequences: Sequence[Sequence[int]], wide: int) -> Iterator[tuple[str, int, int, Tensor]]:
+def _ragged(
+    program: Program, sequences: Sequence[Sequence[int]], wide: int
+) -> Iterator[tuple[str, int, int, Tensor]]:
     """(kind of rows, number of the sequence, its first position, logits) of each chunk of STEPS."""
     block_size = block_size_of(program.specs) or PAGE
     columns = -(-max(LENGTHS) // block_size)
-    runner = Runner(program, num_blocks=len(sequences) * columns, block_size=block_size, max_num_seqs=len(sequences),
-                    max_num_rows=sum(LENGTHS), max_columns=max(columns, wide))  # fmt: skip
+    runner = Runner(
+        program,
+        num_blocks=len(sequences) * columns,
+        block_size=block_size,
+        max_num_seqs=len(sequences),
+        max_num_rows=sum(LENGTHS),
+        max_columns=max(columns, wide),
+    )
     done = [0] * len(sequences)
     for number, step in enumerate(STEPS):
         chunks = []
-        wanted = [max(count - 1, 1) for _, count in step]  # not all: a class may give more logits than are wanted
+        wanted = [
+            max(count - 1, 1) for _, count in step
+        ]  # not all: a class may give more logits than are wanted
         for i, (_, count) in enumerate(step):
             new = (0, tuple(range(i * columns, (i + 1) * columns))) if number == 0 else (0, ())
-            chunks.append(Chunk(str(i), i, tuple(sequences[i][done[i] : done[i] + count]), done[i],
-                                (new,) * len(groups_of(program.specs)), num_wanted=wanted[i]))  # fmt: skip
+            chunks.append(
+                Chunk(
+                    str(i),
+                    i,
+                    tuple(sequences[i][done[i] : done[i] + count]),
+                    done[i],
+                    (new,) * len(groups_of(program.specs)),
+                    num_wanted=wanted[i],
+                )
+            )
         out = runner.logits(ScheduledStep(tuple(chunks))).float()
         logits = torch.split(out[: sum(wanted)], wanted)
         for i, (kind, count) in enumerate(step):

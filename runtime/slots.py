@@ -20,13 +20,18 @@ class SlotState:
 
     counts   of its tokens, if it has penalties
     total    the sum of the prompt's hidden states so far, for mean pooling
-    error    why it failed, if it did: its results are the error, and its further tokens do not matter
+    error    why it failed, if it did: its results are the error, and its further tokens do not
+             matter
     """
 
     def __init__(self, request_id: str, request: Admission) -> None:
         self.request_id = request_id
         self.request = request
-        self.counts = RequestCounts(request.num_prompt, list(request.tokens)) if request.params.penalized else None
+        self.counts = (
+            RequestCounts(request.num_prompt, list(request.tokens))
+            if request.params.penalized
+            else None
+        )
         self.total: Tensor | None = None
         self.error: RequestError | None = None
 
@@ -35,11 +40,15 @@ class SlotState:
         of, draft = self.request, chunk.draft
         params, counts = (of.params, self.counts) if self.error is None else (GREEDY, None)
         index = chunk.end - len(draft) - of.num_prompt
-        return [SampleSpec(params, of.seed, index + i, of.num_prompt, of.eos_ids, draft[:i], counts)
-                for i in range(chunk.num_draws)]  # fmt: skip
+        return [
+            SampleSpec(params, of.seed, index + i, of.num_prompt, of.eos_ids, draft[:i], counts)
+            for i in range(chunk.num_draws)
+        ]
 
     def run(self, doing: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
-        """What `work` returns; None if it raised, which fails the request. doing: as in `contained`."""
+        """What `work` returns; None if it raised, which fails the request. doing: as in
+        `contained`.
+        """
         try:
             return work(*args, **kwargs)
         except BaseException as error:
@@ -53,14 +62,18 @@ class SlotState:
 
 
 class Slots:
-    """The states of all slots. A request's is made by its first chunk in the slot, and dropped when it has left."""
+    """The states of all slots. A request's is made by its first chunk in the slot, and dropped when
+    it has left.
+    """
 
     def __init__(self, counts: TokenCounts) -> None:
         self.counts = counts
         self.states: dict[int, SlotState] = {}
 
     def enter(self, step: ScheduledStep) -> list[SlotState]:
-        """The state of each chunk's request, after what the step says of it. The same step may come twice."""
+        """The state of each chunk's request, after what the step says of it. The same step may come
+        twice.
+        """
         for slot in step.released:
             self.release(slot)
         return [self._state(chunk) for chunk in step.chunks]
@@ -75,7 +88,9 @@ class Slots:
             self.release(chunk.slot)
             self.states[chunk.slot] = SlotState(chunk.request_id, chunk.admission)
         state = self.states[chunk.slot]
-        assert state.request_id == chunk.request_id, f"slot {chunk.slot} is of {state.request_id}, not {chunk.request_id}"
+        assert state.request_id == chunk.request_id, (
+            f"slot {chunk.slot} is of {state.request_id}, not {chunk.request_id}"
+        )
         if state.counts is not None and not state.counts.length:
             known = len(chunk.tokens) - len(chunk.draft)
             state.counts.tokens[chunk.start :] = chunk.tokens[:known]
@@ -84,4 +99,8 @@ class Slots:
 
 def sample_specs(step: ScheduledStep, states: Sequence[SlotState]) -> list[SampleSpec]:
     """One for each token that the step draws, in the order of the chunks."""
-    return [draw for chunk, state in zip(step.chunks, states, strict=True) for draw in state.draws(chunk)]
+    return [
+        draw
+        for chunk, state in zip(step.chunks, states, strict=True)
+        for draw in state.draws(chunk)
+    ]

@@ -10,12 +10,16 @@ class Stats:
 
     kv_blocks_used    blocks used by requests; unused cached blocks count as free
     kv_tokens         capacity of the KV cache in tokens
-    kv_tokens_used    tokens that the cache holds for requests; a used block may hold few of its tokens
+    kv_tokens_used    tokens that the cache holds for requests; a used block may hold few of its
+                      tokens
     max_len           maximum sequence length in tokens
     prefix_queries    prompt tokens looked up in the prefix cache; prefix_hits: tokens found
-    steps             number of steps by kind: "full graph", "piecewise", or "eager: " with the reason
-    graph_rows        rows of steps that ran as a CUDA graph, without graph_padding, the padding rows
-    host_ms           host time per step in milliseconds, mean of the last steps, without waiting for the device
+    steps             number of steps by kind: "full graph", "piecewise", or "eager: " with the
+                      reason
+    graph_rows        rows of steps that ran as a CUDA graph, without graph_padding, the padding
+                      rows
+    host_ms           host time per step in milliseconds, mean of the last steps, without waiting
+                      for the device
     no_prefix_cache   why there is no prefix cache; empty if there is one
     """
 

@@ -1,7 +1,9 @@
-"""A scheduled step: plain values without references to live objects, so that msgspec can encode it for another process.
+"""A scheduled step: plain values without references to live objects, so that msgspec can encode it
+for another process.
 
-The worker that runs steps keeps state for each slot (atomc.runtime.slots). A step holds what this state lacks: all that is
-needed of a request when the request enters a slot, later only the tokens and blocks that are new.
+The worker that runs steps keeps state for each slot (atomc.runtime.slots). A step holds what this
+state lacks: all that is needed of a request when the request enters a slot, later only the tokens
+and blocks that are new.
 """
 
 from typing import NamedTuple
@@ -16,7 +18,8 @@ class Admission(NamedTuple):
 
     seed      of 64 bits
     eos_ids   tokens that end generation, unless params.ignore_eos
-    tokens    before the first chunk, whose keys and values come from the prefix cache; () where no penalty counts them
+    tokens    before the first chunk, whose keys and values come from the prefix cache; () where no
+              penalty counts them
     """
 
     params: SamplingParams
@@ -28,16 +31,20 @@ class Admission(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """The tokens of one request that a step computes: a prompt, a part of one, or the last drawn token and a draft.
+    """The tokens of one request that a step computes: a prompt, a part of one, or the last drawn
+    token and a draft.
 
-    slot        the row of block tables and of per-sequence state that is the request's while it runs
+    slot        the row of block tables and of per-sequence state that is the request's while it
+                runs
     start       position of the first token; all before it are in the cache
-    fed         one more token comes behind `tokens`: the one that the step before draws for this slot
+    fed         one more token comes behind `tokens`: the one that the step before draws for this
+                slot
     blocks      for each group, the blocks that its table has more than in the chunk before
-    num_draws   one token is drawn after each of so many last rows: 0 if the request has more to compute first, else 1 and
-                one for each token of a draft, with which `tokens` end
+    num_draws   one token is drawn after each of so many last rows: 0 if the request has more to
+                compute first, else 1 and one for each token of a draft, with which `tokens` end
     num_wanted  of so many last rows, logits or hidden states are wanted
-    scored      tokens of the prompt whose log-probabilities are wanted: those after the first len(scored) wanted rows
+    scored      tokens of the prompt whose log-probabilities are wanted: those after the first
+                len(scored) wanted rows
     admission   with the first chunk since the request got its slot
     """
 
@@ -69,7 +76,8 @@ class ScheduledStep(NamedTuple):
     """The decision about one step; at least one chunk.
 
     pooled     hidden states are wanted, not logits
-    released   slots that requests left since the step before; one of them may be entered again by this step
+    released   slots that requests left since the step before; one of them may be entered again by
+               this step
     """
 
     chunks: tuple[Chunk, ...]

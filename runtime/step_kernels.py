@@ -28,7 +28,9 @@ class StepKernels:
         self._helper: Any = None  # compiles beside this process
 
     def begin(self, module: nn.Module, vocab_size: int | None) -> None:
-        """Where kernels are not in Triton's cache: a helper gets ready beside the tracing, and compiles those that draw."""
+        """Where kernels are not in Triton's cache: a helper gets ready beside the tracing, and
+        compiles those that draw.
+        """
         # What fails here, fails with its reason where kernels are launched.
         with suppress(Exception):
             weight = next(module.parameters())
@@ -36,7 +38,9 @@ class StepKernels:
                 from atomc.kernels.triton.forked import helper_for
 
                 of = self.config
-                self._helper = helper_for(f"{type(module)} {of.model} {of.dtype} {of.quantization} {of.options}")
+                self._helper = helper_for(
+                    f"{type(module)} {of.model} {of.dtype} {of.quantization} {of.options}"
+                )
                 if self._helper is not None and vocab_size is not None:
                     with self._helper.told(only=True):
                         _draw_both_ways(Sampler(weight.device, 1), weight.new_zeros(1, vocab_size))
@@ -48,8 +52,12 @@ class StepKernels:
         from atomc.kernels.triton.together import compile_together
 
         helper, self._helper = self._helper, None
-        met = compile_together(partial(self._launch_all, runner, sampler, max_num_seqs), helper=helper)
-        self.met = met and torch.version.hip is None  # what HIP may load during a capture was not tried
+        met = compile_together(
+            partial(self._launch_all, runner, sampler, max_num_seqs), helper=helper
+        )
+        self.met = (
+            met and torch.version.hip is None
+        )  # what HIP may load during a capture was not tried
 
     def end(self) -> None:
         if self._helper is not None:
@@ -57,7 +65,9 @@ class StepKernels:
 
     def _launch_all(self, runner: Runner, sampler: Sampler, max_num_seqs: int) -> None:
         at = runner.staging
-        for shape in launched_shapes(max_num_seqs, at.rows, at.columns, self.config.speculative_tokens):
+        for shape in launched_shapes(
+            max_num_seqs, at.rows, at.columns, self.config.speculative_tokens
+        ):
             logits = runner.empty_step(shape)
             if shape.rows == at.rows:
                 _draw_both_ways(sampler, logits)

@@ -1,7 +1,7 @@
 """Structured output: creates the matcher of each request, and the token masks of each step.
 
-This runs on the scheduler's side: a matcher accepts the tokens that the scheduler accepted, and fails its request if it
-stops. A worker only gets the mask of a step.
+This runs on the scheduler's side: a matcher accepts the tokens that the scheduler accepted, and
+fails its request if it stops. A worker only gets the mask of a step.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,19 +32,25 @@ class StructuredOutputs:
         return self._compiler
 
     def matcher(self, structured: Structured) -> GrammarMatcher:
-        """A matcher for a new request. Raises ValueError if the grammar cannot be compiled, ImportError without
-        llguidance."""
+        """A matcher for a new request. Raises ValueError if the grammar cannot be compiled,
+        ImportError without llguidance."""
         try:
             return self.compiler().compile(structured).matcher()
         except RecursionError as error:
-            raise ValueError("structured output: the grammar is nested too deeply to be compiled") from error
+            raise ValueError(
+                "structured output: the grammar is nested too deeply to be compiled"
+            ) from error
         except BaseException as error:
             if not is_panic(error):
                 raise
-            raise ValueError(f"structured output: the grammar cannot be compiled: {_first_line(error)}") from error
+            raise ValueError(
+                f"structured output: the grammar cannot be compiled: {_first_line(error)}"
+            ) from error
 
     def mask(self, step: ScheduledStep, matchers: Mapping[str, GrammarMatcher]) -> Tensor | None:
-        """The mask of allowed tokens, [num_draws, W] i32 (see GrammarCompiler.mask); None: all. matchers: by request id."""
+        """The mask of allowed tokens, [num_draws, W] i32 (see GrammarCompiler.mask); None: all.
+        matchers: by request id.
+        """
         rows, row = {}, 0
         for chunk in step.chunks:
             if chunk.num_draws and (matcher := matchers.get(chunk.request_id)) is not None:
@@ -59,16 +65,20 @@ class StructuredOutputs:
             if not is_contained(error):
                 raise
             for request_id, one in rows.items():
-                self.fence.run(request_id, "computing its grammar mask", self.compiler().fill, mask, [one])
+                self.fence.run(
+                    request_id, "computing its grammar mask", self.compiler().fill, mask, [one]
+                )
         return mask
 
 
 def accept_tokens(matcher: GrammarMatcher, tokens: Sequence[int]) -> None:
-    """Accept sampled tokens. Raises RequestFailed if the grammar does not allow them: the masks prevent that, except if a
-    limit of the matcher stopped it, or if no token was allowed."""
+    """Accept sampled tokens. Raises RequestFailed if the grammar does not allow them: the masks
+    prevent that, except if a limit of the matcher stopped it, or if no token was allowed."""
     if not all([matcher.accept(token) for token in tokens]):
         reason = _first_line(matcher.error)
-        message = "no token can continue the requested structured output" + (f": {reason}" if reason else "")
+        message = "no token can continue the requested structured output" + (
+            f": {reason}" if reason else ""
+        )
         raise RequestFailed(RequestError(message, by_client=True))
 
 

@@ -18,7 +18,8 @@ class Threads:
 
 
 def choose(asked: int | None, *, spare: int = 0) -> Threads:
-    """What was asked for, else what OMP_NUM_THREADS says, else a thread for each physical core that the process may use.
+    """What was asked for, else what OMP_NUM_THREADS says, else a thread for each physical core that
+    the process may use.
 
     spare   so many cores are left to others, where there are more than two
     """
@@ -32,7 +33,9 @@ def choose(asked: int | None, *, spare: int = 0) -> Threads:
         return Threads(torch.get_num_threads(), "as torch is set; threads changes it")
     left = f", less {cores - count} for the front process" if count < cores else ""
     shared = ", and 1 suits a machine that others use too" if count > 1 else ""
-    return Threads(count, f"physical cores that this process may use{left}; threads changes it{shared}")
+    return Threads(
+        count, f"physical cores that this process may use{left}; threads changes it{shared}"
+    )
 
 
 def use(threads: Threads) -> None:

@@ -1,7 +1,8 @@
-"""Compile the Triton kernels that cases call, for a GPU that need not be here: python compile_triton.py sm90 op/case ...
+"""Compile the Triton kernels that cases call, for a GPU that need not be here: python
+compile_triton.py sm90 op/case ...
 
-Triton's interpreter takes what its compiler does not, such as a name with two types in two branches. Prints a line for each
-kernel: its name, and "compiled" or the compiler's error.
+Triton's interpreter takes what its compiler does not, such as a name with two types in two
+branches. Prints a line for each kernel: its name, and "compiled" or the compiler's error.
 """
 
 import os
@@ -22,8 +23,15 @@ from triton.runtime.jit import JITFunction
 from atomc import kernels, ops
 
 TARGETS = {"sm90": GPUTarget("cuda", 90, 32), "gfx942": GPUTarget("hip", "gfx942", 64)}
-TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.uint8: "u8", torch.int8: "i8",
-         torch.int32: "i32", torch.int64: "i64"}  # fmt: skip
+TYPES = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.uint8: "u8",
+    torch.int8: "i8",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
 OPTIONS = ("num_warps", "num_stages")
 
 

@@ -1,4 +1,6 @@
-"""What every test runs under: strict, one thread a worker, Triton in its interpreter where there is no GPU."""
+"""What every test runs under: strict, one thread a worker, Triton in its interpreter where there is
+no GPU.
+"""
 
 import gc
 import importlib.util
@@ -28,8 +30,11 @@ if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("trito
 
 
 def pytest_addoption(parser):
-    parser.addoption("--grid-seed", type=int,
-                     help="draws the cells of tests/kernel_grid.py that run beside the fixed ones")  # fmt: skip
+    parser.addoption(
+        "--grid-seed",
+        type=int,
+        help="draws the cells of tests/kernel_grid.py that run beside the fixed ones",
+    )
 
 
 def pytest_configure(config):
@@ -64,7 +69,9 @@ def forget_what_dynamo_compiled():
 
 @pytest.fixture
 def own_heap():
-    """What was there before the test is none of what gc looks at, and after thousands of tests looking takes seconds."""
+    """What was there before the test is none of what gc looks at, and after thousands of tests
+    looking takes seconds.
+    """
     gc.freeze()
     yield
     gc.unfreeze()

@@ -1,7 +1,8 @@
-"""Triton's interpreter computes with bf16 and fp8 as a GPU does: every result rounds to nearest, ties to even.
+"""Triton's interpreter computes with bf16 and fp8 as a GPU does: every result rounds to nearest,
+ties to even.
 
-By itself it cuts fp32 off where bf16 rounds, rounds to fp8 without a carry, and adds and multiplies the bits of bf16 as
-integers. The fp8 of gfx942 it does not know at all.
+By itself it cuts fp32 off where bf16 rounds, rounds to fp8 without a carry, and adds and multiplies
+the bits of bf16 as integers. The fp8 of gfx942 it does not know at all.
 """
 
 from typing import Any
@@ -13,12 +14,18 @@ from triton.runtime import interpreter
 from triton.runtime.interpreter import TensorHandle
 
 TORCH = {
-    "fp8e4nv": torch.float8_e4m3fn, "fp8e4b8": torch.float8_e4m3fnuz, "fp8e5": torch.float8_e5m2,
-    "fp8e5b16": torch.float8_e5m2fnuz, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32,
+    "fp8e4nv": torch.float8_e4m3fn,
+    "fp8e4b8": torch.float8_e4m3fnuz,
+    "fp8e5": torch.float8_e5m2,
+    "fp8e5b16": torch.float8_e5m2fnuz,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
     "fp64": torch.float64,
-}  # fmt: skip
+}
 BITS = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
-# Half a step above the largest e4m3fn: from there on it depends on the GPU whether the code is 448 or NaN.
+# Half a step above the largest e4m3fn: from there on it depends on the GPU whether the code is 448
+# or NaN.
 E4M3FN_OVERFLOW = 464
 
 
@@ -45,10 +52,14 @@ def converted(values: Any, source: Any, target: Any) -> Any:
     numbers = torch.from_numpy(np.array(values, order="C"))
     if given is not None:
         numbers = numbers.view(given)
-    if wanted == torch.float8_e4m3fn:  # torch saturates, a GPU need not: a kernel that counts on it has to say so
+    if (
+        wanted == torch.float8_e4m3fn
+    ):  # torch saturates, a GPU need not: a kernel that counts on it has to say so
         numbers = numbers.float()
         numbers = numbers.masked_fill(numbers.abs() > E4M3FN_OVERFLOW, float("nan"))
-    codes = numbers.to(wanted).view(getattr(torch, BITS[target.primitive_bitwidth].__name__)).numpy()
+    codes = (
+        numbers.to(wanted).view(getattr(torch, BITS[target.primitive_bitwidth].__name__)).numpy()
+    )
     return codes.view(interpreter._get_np_dtype(target))
 
 
@@ -61,7 +72,9 @@ def widened(handle: Any) -> Any:
 
 
 def through_fp32(computed: Any) -> Any:
-    """The builder's method `computed` on bf16: in fp32, and the result rounded. The last argument may be a function."""
+    """The builder's method `computed` on bf16: in fp32, and the result rounded. The last argument
+    may be a function.
+    """
 
     def rounded(self: Any, *given: Any) -> Any:
         if not any(isinstance(x, TensorHandle) and is_bf16(x) for x in given):
@@ -75,7 +88,9 @@ def through_fp32(computed: Any) -> Any:
 
 
 def summed_by_halves(codes: Any, axis: int) -> Any:
-    """The sum of a power of two of bf16 numbers along an axis, rounded after each addition as a tree of threads does."""
+    """The sum of a power of two of bf16 numbers along an axis, rounded after each addition as a
+    tree of threads does.
+    """
     while codes.shape[axis] > 1:
         lower, upper = np.split(codes, 2, axis)
         codes = to_bf16(from_bf16(lower) + from_bf16(upper))
@@ -113,7 +128,9 @@ def round_to_nearest() -> None:
     def create_atomic_rmw(self, operation, pointers, value, mask, *rest):
         if not is_bf16(value):
             return update(self, operation, pointers, value, mask, *rest)
-        assert operation == interpreter._ir.ATOMIC_OP.FADD, f"Triton has no atomic {operation} in bf16"
+        assert operation == interpreter._ir.ATOMIC_OP.FADD, (
+            f"Triton has no atomic {operation} in bf16"
+        )
         where, added, wanted = np.broadcast_arrays(pointers.data, value.data, mask.data)
         before = np.zeros(where.shape, dtype=np.uint16)
         for at in np.ndindex(where.shape):  # one after another: an address may come twice
@@ -139,13 +156,18 @@ def round_to_nearest() -> None:
     def patched(lang, scope):
         patch(lang, scope)
         known = lang.dtype.to_ir
-        scope.set_attr(lang.dtype, "to_ir", lambda self, builder: tl.float8e4b8 if self == tl.float8e4b8 else
-                       known(self, builder))  # fmt: skip
+        scope.set_attr(
+            lang.dtype,
+            "to_ir",
+            lambda self, builder: tl.float8e4b8 if self == tl.float8e4b8 else known(self, builder),
+        )
 
     interpreter._convert_float = convert_float
     builder.cast_impl, builder.create_dot, builder.ternary_op = cast_impl, create_dot, ternary_op
     builder.create_atomic_rmw = create_atomic_rmw
-    builder.get_bf16 = lambda self, value: TensorHandle(to_bf16(np.array([value], dtype=np.float32)), tl.bfloat16)
+    builder.get_bf16 = lambda self, value: TensorHandle(
+        to_bf16(np.array([value], dtype=np.float32)), tl.bfloat16
+    )
     for name in ("binary_op", "unary_op", "create_fma", "create_erf", "create_rsqrt"):
         setattr(builder, name, through_fp32(getattr(builder, name)))
     reductions.apply_impl = reduced

@@ -1,8 +1,8 @@
 """The grid of every kernel, every case and every dtype, and which cells of it run per change.
 
-Fixed: each case of each kernel in one dtype, by turns, of those that the kernel takes; of the cases of one long shape, a
-kernel runs one. Drawn: a few of the others, by a seed. All of them run under `make test-all`, and on a GPU under
-`make test-gpu`.
+Fixed: each case of each kernel in one dtype, by turns, of those that the kernel takes; of the cases
+of one long shape, a kernel runs one. Drawn: a few of the others, by a seed. All of them run under
+`make test-all`, and on a GPU under `make test-gpu`.
 """
 
 import random
@@ -22,8 +22,11 @@ for provider in kernels.PROVIDERS:
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 KERNELS = [kernel for op in ops.REGISTRY.values() for kernel in op.kernels]
-TRIED = [kernel for kernel in KERNELS if kernel.provider != "aiter"]  # AITER's are tried in tests/aiter
-# Shapes of hundreds of programs, which the interpreter runs one after another: 1 to 10 seconds where others take 0.05.
+TRIED = [
+    kernel for kernel in KERNELS if kernel.provider != "aiter"
+]  # AITER's are tried in tests/aiter
+# Shapes of hundreds of programs, which the interpreter runs one after another: 1 to 10 seconds
+# where others take 0.05.
 LONG = frozenset({"many", "many rows", "many tokens", "several tiles", "every size"})
 DRAWN = 0.04
 
@@ -38,9 +41,17 @@ class Cell(NamedTuple):
         return f"{name_of(self.kernel)}-{self.case}-{str(self.dtype).removeprefix('torch.')}"
 
     def taken(self) -> bool:
-        """Whether the kernel takes it on the CPU or the GPU that its provider is for, be that here or not."""
-        platform = Platform.named("h200") if self.kernel.provider in ("triton", "cuda") else Platform.detect("cpu")
-        arguments = CASES[self.kernel.op][self.case](Draw(self.dtype, layout=self.kernel.layout or "paged"))
+        """Whether the kernel takes it on the CPU or the GPU that its provider is for, be that here
+        or not.
+        """
+        platform = (
+            Platform.named("h200")
+            if self.kernel.provider in ("triton", "cuda")
+            else Platform.detect("cpu")
+        )
+        arguments = CASES[self.kernel.op][self.case](
+            Draw(self.dtype, layout=self.kernel.layout or "paged")
+        )
         return refusal_text(self.kernel, platform, arguments) is None
 
 
@@ -74,5 +85,8 @@ def grid(seed: int, kernels: Sequence[ops.Kernel] = TRIED) -> list[tuple[Cell, b
     draw, cells = random.Random(seed), []
     for kernel in kernels:
         always = {(cell.case, cell.dtype) for cell in fixed(kernel)}
-        cells += [(cell, (cell.case, cell.dtype) in always or draw.random() < DRAWN) for cell in cells_of(kernel)]
+        cells += [
+            (cell, (cell.case, cell.dtype) in always or draw.random() < DRAWN)
+            for cell in cells_of(kernel)
+        ]
     return cells

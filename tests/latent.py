@@ -1,7 +1,8 @@
-"""Latent attention as a program writes it, its weights absorbed into the queries, and the pass that gives it a paged cache.
+"""Latent attention as a program writes it, its weights absorbed into the queries, and the pass that
+gives it a paged cache.
 
-Compiled for the runtime, attention over a handle is bound by passes/bind_state.py; of latent attention, whose keys are a
-latent and a rotated part for all heads, this does the same.
+Compiled for the runtime, attention over a handle is bound by passes/bind_state.py; of latent
+attention, whose keys are a latent and a rotated part for all heads, this does the same.
 """
 
 import torch
@@ -22,7 +23,9 @@ aten = torch.ops.aten
 
 
 def bind_latent(gm: GraphModule, context: Context) -> list[Fired]:
-    """attention(q, cat(latent, k_pe), latent, handle) becomes a write into the latent cache and a paged read."""
+    """attention(q, cat(latent, k_pe), latent, handle) becomes a write into the latent cache and a
+    paged read.
+    """
     graph, fired = gm.graph, []
     inputs = RuntimeInputs(graph)
     for node in [node for node in graph.nodes if node.target is ops.attention.overload]:
@@ -30,21 +33,37 @@ def bind_latent(gm: GraphModule, context: Context) -> list[Fired]:
         latent, k_pe = call(k).operands
         assert latent is v and call(v).op == "view", "values are the latent, as one head"
         width, fp8 = value(k).shape[-1], value(handle).dtype in FP8
-        spec = StateSpec.of("latent", "latent", ((width,),), value(handle).dtype if fp8 else value(k).dtype)
+        spec = StateSpec.of(
+            "latent", "latent", ((width,),), value(handle).dtype if fp8 else value(k).dtype
+        )
         cache, *scales = inputs.state(len(fired), spec).values()
-        slots, tables = (inputs.step(StepInput(field, 0), value(q).shape[0]) for field in ("slots", "block_tables"))
-        starts, lengths = (inputs.step(StepInput(field), None) for field in ("query_start", "seq_lens"))
+        slots, tables = (
+            inputs.step(StepInput(field, 0), value(q).shape[0])
+            for field in ("slots", "block_tables")
+        )
+        starts, lengths = (
+            inputs.step(StepInput(field), None) for field in ("query_start", "seq_lens")
+        )
         sequences = starts, lengths, tables
         with graph.inserting_before(node):
-            token = graph.call_function(ops.mla_kv_write.overload, (call(v).operands[0], k_pe, cache, slots, *scales))
+            token = graph.call_function(
+                ops.mla_kv_write.overload, (call(v).operands[0], k_pe, cache, slots, *scales)
+            )
             keys = graph.call_function(aten.unsqueeze.default, (cache, 2))
             values = graph.call_function(aten.slice.Tensor, (keys, 3, 0, value(v).shape[-1]))
             read = graph.call_function(
                 ops.paged_attention.overload,
-                (q, keys, values, *sequences, token, None, *scales, *scales), {"scale": node.kwargs["scale"]},
-            )  # fmt: skip
+                (q, keys, values, *sequences, token, None, *scales, *scales),
+                {"scale": node.kwargs["scale"]},
+            )
             for made in (token, keys, values, read):
-                made.meta.update({key: node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in node.meta})
+                made.meta.update(
+                    {
+                        key: node.meta[key]
+                        for key in ("nn_module_stack", "stack_trace")
+                        if key in node.meta
+                    }
+                )
                 infer(graph, made)
         node.replace_all_uses_with(read)
         graph.erase_node(node)
@@ -61,7 +80,8 @@ def latent_handle(width: int, fp8: bool = False) -> Tensor:
 
 
 class Absorbed(nn.Module):
-    """The attention of a stock DeepSeek-V3 layer over tokens [T, D], the keys' half of kv_b_proj absorbed into its queries.
+    """The attention of a stock DeepSeek-V3 layer over tokens [T, D], the keys' half of kv_b_proj
+    absorbed into its queries.
 
     scheme  None, "fp8" or "mxfp4": of that product
     """
@@ -71,7 +91,9 @@ class Absorbed(nn.Module):
         self.stock, self.scheme = attention, scheme
         heads = attention.kv_b_proj.weight.unflatten(0, (attention.num_heads, -1))
         weight = heads[:, : attention.qk_nope_head_dim].transpose(1, 2).contiguous()  # [H, L, P]
-        self.values = nn.Parameter(heads[:, attention.qk_nope_head_dim :].contiguous(), requires_grad=False)
+        self.values = nn.Parameter(
+            heads[:, attention.qk_nope_head_dim :].contiguous(), requires_grad=False
+        )
         if scheme == "fp8":
             scale = weight.abs().max().float().reshape(1) / 448
             codes = ops.quant_fp8_static(weight, scale)
@@ -88,14 +110,18 @@ class Absorbed(nn.Module):
     def to_latent(self, q: Tensor) -> Tensor:
         if self.scheme == "fp8":
             codes, scales = ops.quant_fp8_group(q)
-            return ops.scaled_bmm_fp8(codes, self.weight, scales, self.weight_scale, out_dtype=q.dtype)
+            return ops.scaled_bmm_fp8(
+                codes, self.weight, scales, self.weight_scale, out_dtype=q.dtype
+            )
         if self.scheme == "mxfp4":
             codes, scales = ops.quant_mxfp4(q)
             return ops.bmm_mxfp4(codes, self.weight, scales, self.weight_scale, out_dtype=q.dtype)
         return torch.einsum("thp,hlp->thl", q, self.weight)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_pos_emb_interleave
+        from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
+            apply_rotary_pos_emb_interleave,
+        )
 
         s = self.stock
         q = s.q_b_proj(s.q_a_layernorm(s.q_a_proj(x))).unflatten(-1, (-1, s.qk_head_dim))

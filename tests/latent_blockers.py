@@ -1,6 +1,7 @@
 """What keeps the chains of latent attention from firing: rows of the table in test_blockers.py.
 
-A row gives for each blocker a function, its inputs, and patterns of the first reason's kind, expectation and finding.
+A row gives for each blocker a function, its inputs, and patterns of the first reason's kind,
+expectation and finding.
 """
 
 from collections.abc import Callable
@@ -12,7 +13,8 @@ from torch import Tensor
 
 from atomc import ops
 
-# T tokens, H heads, L latent width, R rotated width, P and V what is not rotated of a key and a value.
+# T tokens, H heads, L latent width, R rotated width, P and V what is not rotated of a key and a
+# value.
 T, H, L, R, P, V = 6, 4, 64, 8, 32, 24
 RANDOM = torch.Generator().manual_seed(1)
 Change = Callable[[Tensor], Tensor]
@@ -42,7 +44,13 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 CODES, SCALES = ops.quant_fp8_per_token(rand(T, L))
 WEIGHT, WEIGHT_SCALE = (rand(H * (P + V), L) * 20).to(torch.float8_e4m3fn), torch.tensor([0.01])
 KEYS = CODES, WEIGHT, SCALES, WEIGHT_SCALE, rand(T, 1, R)
-Q_NOPE, Q_LATENT, Q_PE, KV_C, K_PE = rand(T, H, P), rand(T, H, L), rand(T, H, R), rand(T, L), rand(T, 1, R)
+Q_NOPE, Q_LATENT, Q_PE, KV_C, K_PE = (
+    rand(T, H, P),
+    rand(T, H, L),
+    rand(T, H, R),
+    rand(T, L),
+    rand(T, 1, R),
+)
 TABLES = rand(T, 1, R // 2), rand(T, 1, R // 2)
 ROTATED = Q_LATENT, Q_PE, KV_C, K_PE, *TABLES, latent_handle(L + R)
 W_K, W_K_SCALE = (rand(H, L, P) * 20).to(torch.float8_e4m3fn), torch.tensor([0.01])
@@ -50,12 +58,19 @@ MULTIPLIED = Q_NOPE, Q_PE, KV_C, K_PE, *TABLES, latent_handle(L + R), W_K, W_K_S
 
 
 def keys_and_values(
-    after: Change = same, nope: Change = same, pe: Change = same, dim: int = -1, swapped: bool = False,
-    out: torch.dtype = torch.bfloat16, read: bool = False,
-) -> Callable[..., Any]:  # fmt: skip
+    after: Change = same,
+    nope: Change = same,
+    pe: Change = same,
+    dim: int = -1,
+    swapped: bool = False,
+    out: torch.dtype = torch.bfloat16,
+    read: bool = False,
+) -> Callable[..., Any]:
     """A product, of each head P columns beside the rotated part, and V."""
 
-    def function(x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, k_pe: Tensor) -> Any:
+    def function(
+        x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, k_pe: Tensor
+    ) -> Any:
         product = ops.scaled_linear_fp8(x, weight, x_scale, weight_scale, out_dtype=out)
         both = after(product).view(T, H, P + V)
         parts = nope(both[..., :P]), pe(k_pe.expand(T, H, R))
@@ -67,15 +82,27 @@ def keys_and_values(
 
 def attention(q: Tensor, q_pe: Tensor, kv_c: Tensor, k_pe: Tensor, handle: Tensor) -> Tensor:
     latent = kv_c.unsqueeze(-2)
-    return ops.attention(torch.cat((q, q_pe), -1), torch.cat((latent, k_pe), -1), latent, handle, scale=0.1)
+    return ops.attention(
+        torch.cat((q, q_pe), -1), torch.cat((latent, k_pe), -1), latent, handle, scale=0.1
+    )
 
 
 def latent_attention(
-    of_q: Change = same, of_k: Change = same, after: Change = same, read: bool = False, other_tables: bool = False,
+    of_q: Change = same,
+    of_k: Change = same,
+    after: Change = same,
+    read: bool = False,
+    other_tables: bool = False,
     key_tables: Change = same,
-) -> Callable[..., Any]:  # fmt: skip
+) -> Callable[..., Any]:
     def function(
-        q: Tensor, q_pe: Tensor, kv_c: Tensor, k_pe: Tensor, cos: Tensor, sin: Tensor, handle: Tensor
+        q: Tensor,
+        q_pe: Tensor,
+        kv_c: Tensor,
+        k_pe: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        handle: Tensor,
     ) -> Any:
         turned = of_q(rotated(q_pe, cos, sin))
         tables = (sin, cos) if other_tables else (cos, sin)
@@ -86,17 +113,30 @@ def latent_attention(
 
 
 def multiplied(
-    before: Change = same, between: Change = same, after: Change = same, group: int = 128, read: bool = False,
+    before: Change = same,
+    between: Change = same,
+    after: Change = same,
+    group: int = 128,
+    read: bool = False,
     out: torch.dtype = torch.bfloat16,
-) -> Callable[..., Any]:  # fmt: skip
+) -> Callable[..., Any]:
     """Latent attention whose queries are quantized and brought to the latent space."""
 
     def function(
-        q: Tensor, q_pe: Tensor, kv_c: Tensor, k_pe: Tensor, cos: Tensor, sin: Tensor, handle: Tensor, weight: Tensor,
+        q: Tensor,
+        q_pe: Tensor,
+        kv_c: Tensor,
+        k_pe: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        handle: Tensor,
+        weight: Tensor,
         weight_scale: Tensor,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         codes, scales = ops.quant_fp8_group(before(q), group)
-        product = ops.scaled_bmm_fp8(between(codes), weight, scales, weight_scale, out_dtype=out, group=group)
+        product = ops.scaled_bmm_fp8(
+            between(codes), weight, scales, weight_scale, out_dtype=out, group=group
+        )
         turned = rotated(q_pe, cos, sin), rotated(k_pe, cos, sin)
         found = attention(after(product), turned[0], kv_c, turned[1], handle)
         return found, *([product.abs()] if read else [])
@@ -104,7 +144,11 @@ def multiplied(
     return function
 
 
-DOUBLED, MOVED, READ_TOO = r"^mul\(other=2\).* in between", r"^to\(.*device=meta\).* in between", "^abs .* reads it too"
+DOUBLED, MOVED, READ_TOO = (
+    r"^mul\(other=2\).* in between",
+    r"^to\(.*device=meta\).* in between",
+    "^abs .* reads it too",
+)
 NO_EPS, NO_CASTS = "n/a: it has no eps", "n/a: it has no cast"
 QUERIES, PRODUCT = "cat.* reading rope", "mla_rope_kv_write.* reading scaled_bmm_fp8"
 CACHE = "n/a: the cache is made where the keys are"

@@ -15,9 +15,20 @@ from atomc.weights import packed as packed_weights
 
 Model = TypeVar("Model", bound=nn.Module)
 EAGER = {"glue": "eager"}
-UNMERGED = {**EAGER, "passes": dict.fromkeys(["merge_qkv", "merge_gate_up", "merge_linears"], False)}
-WIDTHS = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-              vocab_size=128, head_dim=16, max_position_embeddings=64)  # fmt: skip
+UNMERGED = {
+    **EAGER,
+    "passes": dict.fromkeys(["merge_qkv", "merge_gate_up", "merge_linears"], False),
+}
+WIDTHS = dict(
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=128,
+    head_dim=16,
+    max_position_embeddings=64,
+)
 
 
 class Attention(nn.Module):
@@ -29,7 +40,10 @@ class Attention(nn.Module):
         self.o = nn.Linear(width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (linear(x).unflatten(-1, (-1, 8)).transpose(-2, -3) for linear in (self.q, self.k, self.v))
+        q, k, v = (
+            linear(x).unflatten(-1, (-1, 8)).transpose(-2, -3)
+            for linear in (self.q, self.k, self.v)
+        )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return self.o(y.transpose(-2, -3).flatten(-2))  # type: ignore[no-any-return]
 
@@ -37,7 +51,9 @@ class Attention(nn.Module):
 class Gated(nn.Module):
     def __init__(self, width: int = 32, bias: bool = False):
         super().__init__()
-        self.gate, self.up, self.down = (nn.Linear(a, b, bias=bias) for a, b in ((width, 48), (width, 48), (48, width)))
+        self.gate, self.up, self.down = (
+            nn.Linear(a, b, bias=bias) for a, b in ((width, 48), (width, 48), (48, width))
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
@@ -77,7 +93,11 @@ def last() -> atomc.Report:
 
 
 def merges(report: atomc.Report | None = None) -> dict[str, int]:
-    return {name: count for name, count in (report or last()).matches.items() if name.startswith("merge")}
+    return {
+        name: count
+        for name, count in (report or last()).matches.items()
+        if name.startswith("merge")
+    }
 
 
 def widths() -> list[list[int]]:
@@ -89,11 +109,17 @@ def close(actual: Tensor, expected: Tensor) -> None:
 
 
 def live_bytes() -> int:
-    """The bytes of all tensors that are alive, each byte counted once however many tensors lie on it."""
+    """The bytes of all tensors that are alive, each byte counted once however many tensors lie on
+    it.
+    """
     gc.collect()
     spans = set()
     for item in gc.get_objects():
-        if type(item) in (Tensor, nn.Parameter) and item.device.type == "cpu" and item.layout == torch.strided:
+        if (
+            type(item) in (Tensor, nn.Parameter)
+            and item.device.type == "cpu"
+            and item.layout == torch.strided
+        ):
             storage = item.untyped_storage()
             spans.add((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
     total = reached = 0
@@ -118,7 +144,9 @@ def weights(*linears: nn.Linear) -> list[nn.Parameter]:
 def stock(kind: str, **config: Any) -> nn.Module:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    made = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**WIDTHS, **config))
+    made = getattr(transformers, f"{kind}ForCausalLM")(
+        getattr(transformers, f"{kind}Config")(**WIDTHS, **config)
+    )
     for name, parameter in made.named_parameters():
         if name.endswith("bias"):
             nn.init.normal_(parameter)
@@ -126,8 +154,14 @@ def stock(kind: str, **config: Any) -> nn.Module:
 
 
 def own(device: str = "cpu") -> nn.Module:
-    config = {**WIDTHS, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu",
-              "rms_norm_eps": 1e-6, "tie_word_embeddings": True}  # fmt: skip
+    config = {
+        **WIDTHS,
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+    }
     model = ready(models.build(config, device=device))
     if device != "meta":
         torch.manual_seed(0)

@@ -1,4 +1,6 @@
-"""An executor whose worker runs in another process: steps and masks go there as bytes, results come back as bytes."""
+"""An executor whose worker runs in another process: steps and masks go there as bytes, results come
+back as bytes.
+"""
 
 import multiprocessing
 from multiprocessing.connection import Connection
@@ -51,7 +53,9 @@ def serve(config: EngineConfig, pipe: Connection) -> None:
                 case Sample(mask, num_rows):
                     bits = None
                     if mask is not None:
-                        bits = torch.frombuffer(bytearray(mask), dtype=torch.int32).view(num_rows, -1)
+                        bits = torch.frombuffer(bytearray(mask), dtype=torch.int32).view(
+                            num_rows, -1
+                        )
                     launched[-1].sample(bits)
                 case Collect():
                     pipe.send_bytes(encode(launched.pop(0).results()))

@@ -1,4 +1,6 @@
-"""Run passes on the graph of a plain function, traced as the backend traces it, and compare numbers before and after."""
+"""Run passes on the graph of a plain function, traced as the backend traces it, and compare numbers
+before and after.
+"""
 
 import operator
 from collections.abc import Callable, Sequence
@@ -27,13 +29,17 @@ TIDY = passes.PIPELINE[0]
 
 
 def since(before: Sequence[Report]) -> list[Report]:
-    """The reports that were added to these; only the last are kept, so their number tells nothing."""
+    """The reports that were added to these; only the last are kept, so their number tells
+    nothing.
+    """
     return [report for report in reports() if not any(report is old for old in before)]
 
 
 @dataclass
 class Traced:
-    """What became of a function: the report of lifting and passes, the graph as text, and how often each pass fired."""
+    """What became of a function: the report of lifting and passes, the graph as text, and how often
+    each pass fired.
+    """
 
     report: Report = field(default_factory=lambda: Report("function"))
     text: str = ""
@@ -41,10 +47,15 @@ class Traced:
 
 
 def rewritten(
-    what: Rewrite | Pass | Sequence[Rewrite | Pass], function: Callable[..., Any], *inputs: Tensor, matches: int = 1,
-    dynamic: bool | None = False, tolerance: float = 0.0,
-) -> str:  # fmt: skip
-    """The graph of function(*inputs) after `what`, as short text; `matches` counts the sites of its last rewrite.
+    what: Rewrite | Pass | Sequence[Rewrite | Pass],
+    function: Callable[..., Any],
+    *inputs: Tensor,
+    matches: int = 1,
+    dynamic: bool | None = False,
+    tolerance: float = 0.0,
+) -> str:
+    """The graph of function(*inputs) after `what`, as short text; `matches` counts the sites of its
+    last rewrite.
 
     The numbers must be those of eager: equal, or within `tolerance` of the largest.
     """
@@ -57,10 +68,17 @@ def rewritten(
 
 
 def explained(
-    function: Callable[..., Any], *inputs: Tensor, paged: bool = False, dynamic: bool | None = False,
-    tolerance: float = 0.0, off: Sequence[str] = (), **options: Any,
-) -> Report:  # fmt: skip
-    """The report of the whole pipeline on function(*inputs); paged as for the runtime. Numbers as in `rewritten`."""
+    function: Callable[..., Any],
+    *inputs: Tensor,
+    paged: bool = False,
+    dynamic: bool | None = False,
+    tolerance: float = 0.0,
+    off: Sequence[str] = (),
+    **options: Any,
+) -> Report:
+    """The report of the whole pipeline on function(*inputs); paged as for the runtime. Numbers as
+    in `rewritten`.
+    """
     context = _context(paged, off, **options)
     chosen, left_out = pipeline.selected(passes.PIPELINE, context)
     traced = after_passes(chosen, function, *inputs, dynamic=dynamic, context=context)
@@ -70,10 +88,15 @@ def explained(
 
 
 def after_passes(
-    chosen: Sequence[Pass], function: Callable[..., Any], *inputs: Tensor, dynamic: bool | None = False,
+    chosen: Sequence[Pass],
+    function: Callable[..., Any],
+    *inputs: Tensor,
+    dynamic: bool | None = False,
     context: Context | None = None,
-) -> Traced:  # fmt: skip
-    """Lift, trace, run the passes, run the result, and compare with eager. Inputs that are written are compared too."""
+) -> Traced:
+    """Lift, trace, run the passes, run the result, and compare with eager. Inputs that are written
+    are compared too.
+    """
     context = context or _context()
     traced = Traced()
 
@@ -91,12 +114,16 @@ def after_passes(
     with torch.no_grad():
         result = _compiled(function, change, lift, dynamic)(*written)
         expected = function(*expected_written)
-    traced.error = max([error(a, b) for a, b in zip(_flat(result), _flat(expected), strict=True)]
-                       + [error(a, b) for a, b in zip(written, expected_written, strict=True)])  # fmt: skip
+    traced.error = max(
+        [error(a, b) for a, b in zip(_flat(result), _flat(expected), strict=True)]
+        + [error(a, b) for a, b in zip(written, expected_written, strict=True)]
+    )
     return traced
 
 
-def functional_graph(function: Callable[..., Any], *inputs: Tensor, dynamic: bool | None = False) -> Graph:
+def functional_graph(
+    function: Callable[..., Any], *inputs: Tensor, dynamic: bool | None = False
+) -> Graph:
     """The functional ATen graph of a function, before any pass."""
     graphs: list[Graph] = []
 
@@ -110,10 +137,16 @@ def functional_graph(function: Callable[..., Any], *inputs: Tensor, dynamic: boo
 
 
 def error(actual: Any, expected: Any) -> float:
-    """The largest difference in units of the largest value; infinite if shape, dtype or kind differ."""
+    """The largest difference in units of the largest value; infinite if shape, dtype or kind
+    differ.
+    """
     if not isinstance(expected, Tensor):
         return 0.0 if actual == expected else float("inf")
-    if actual.shape != expected.shape or actual.dtype != expected.dtype or actual.device != expected.device:
+    if (
+        actual.shape != expected.shape
+        or actual.dtype != expected.dtype
+        or actual.device != expected.device
+    ):
         return float("inf")
     if expected.is_meta or not expected.numel() or torch.equal(actual, expected):
         return 0.0
@@ -121,9 +154,13 @@ def error(actual: Any, expected: Any) -> float:
 
 
 def text_of(graph: Graph, names: Sequence[str]) -> str:
-    """The graph, one op a line: `%0 = add(x, r)`; result i of several is `%0.i`. names: of the first placeholders."""
+    """The graph, one op a line: `%0 = add(x, r)`; result i of several is `%0.i`. names: of the
+    first placeholders.
+    """
     placeholders = graph.find_nodes(op="placeholder")
-    spelled = {node: node.name for node in placeholders} | dict(zip(placeholders, names, strict=False))
+    spelled = {node: node.name for node in placeholders} | dict(
+        zip(placeholders, names, strict=False)
+    )
     lines: list[str] = []
     for node in graph.nodes:
         if node.op == "output":
@@ -145,13 +182,21 @@ def _spell(argument: Any, spelled: dict[Node, str]) -> str:
         return spelled[argument]
     if isinstance(argument, list | tuple):
         return "[" + ", ".join(_spell(part, spelled) for part in argument) + "]"
-    return str(argument).removeprefix("torch.") if isinstance(argument, torch.dtype) else repr(argument)
+    return (
+        str(argument).removeprefix("torch.")
+        if isinstance(argument, torch.dtype)
+        else repr(argument)
+    )
 
 
 def _passes(what: Rewrite | Pass | Sequence[Rewrite | Pass]) -> list[Pass]:
     parts = [what] if isinstance(what, Rewrite | Pass) else list(what)
     rewrites = [part for part in parts if isinstance(part, Rewrite)]
-    return [TIDY, rewriting(rewrites[0].name, rewrites)] if rewrites else [p for p in parts if isinstance(p, Pass)]
+    return (
+        [TIDY, rewriting(rewrites[0].name, rewrites)]
+        if rewrites
+        else [p for p in parts if isinstance(p, Pass)]
+    )
 
 
 def _context(paged: bool = False, off: Sequence[str] = (), **options: Any) -> Context:
@@ -160,14 +205,18 @@ def _context(paged: bool = False, off: Sequence[str] = (), **options: Any) -> Co
 
 
 def _compiled(
-    function: Callable[..., Any], change: Callable[[GraphModule, list[str]], Callable[..., Any]],
-    lift: Callable[[GraphModule], None], dynamic: bool | None,
-) -> Callable[..., Any]:  # fmt: skip
+    function: Callable[..., Any],
+    change: Callable[[GraphModule, list[str]], Callable[..., Any]],
+    lift: Callable[[GraphModule], None],
+    dynamic: bool | None,
+) -> Callable[..., Any]:
     def backend(gm: GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         placeholders = gm.graph.find_nodes(op="placeholder")
         names = [_name(source_name(node)) for node in placeholders]
-        floats = {placeholders.index(node): float(examples[placeholders.index(node)])
-                  for node in lifted_floats(gm.graph)}  # fmt: skip
+        floats = {
+            placeholders.index(node): float(examples[placeholders.index(node)])
+            for node in lifted_floats(gm.graph)
+        }
         dynamo = dynamo_graph(gm, examples, floats)
         lift(dynamo)
         captured = capture(dynamo, examples)
@@ -179,7 +228,13 @@ def _compiled(
 
 def _name(source: str | None) -> str:
     """L['x'] -> x, L['x'].size()[0] -> x.size(0)"""
-    return (source or "?").removeprefix("L['").replace("']", "", 1).replace("()[", "(").replace("]", ")")
+    return (
+        (source or "?")
+        .removeprefix("L['")
+        .replace("']", "", 1)
+        .replace("()[", "(")
+        .replace("]", ")")
+    )
 
 
 def _flat(result: Any) -> list[Any]:
@@ -187,9 +242,15 @@ def _flat(result: Any) -> list[Any]:
 
 
 def _state_input(node: Node, added: Sequence[Node]) -> Tensor:
-    """What a step of one sequence, from its first token on, gives an input that binding the state has added."""
+    """What a step of one sequence, from its first token on, gives an input that binding the state
+    has added.
+    """
     fake = node.meta["val"]
-    tokens = next(other.meta["val"].shape[0] for other in added if (of := step_input(other)) and of.field == "slots")
+    tokens = next(
+        other.meta["val"].shape[0]
+        for other in added
+        if (of := step_input(other)) and of.field == "slots"
+    )
     tokens = tokens if isinstance(tokens, int) else tokens.node.hint
     match graph_input(node):
         case StepInput("slots"):

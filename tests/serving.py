@@ -61,13 +61,27 @@ def few_files():
 
 @contextlib.contextmanager
 def serving(*flags, cache=True):
-    """A server on a free port, stopped at the end. Without `cache` it compiles whatever others have compiled."""
+    """A server on a free port, stopped at the end. Without `cache` it compiles whatever others have
+    compiled.
+    """
     command = [sys.executable, "-m", "atomc", "serve", "--port", "0", *map(str, flags)]
-    settings = {"OMP_NUM_THREADS": "1", "ATOMC_CACHE": str(int(cache)), "ATOMC_CACHE_DIR": COMPILED.name}
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
-                               preexec_fn=few_files, env=os.environ | settings)  # fmt: skip
+    settings = {
+        "OMP_NUM_THREADS": "1",
+        "ATOMC_CACHE": str(int(cache)),
+        "ATOMC_CACHE_DIR": COMPILED.name,
+    }
+    process = subprocess.Popen(
+        command,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+        preexec_fn=few_files,
+        env=os.environ | settings,
+    )
     server = Server(process)
-    threading.Thread(target=lambda: server.lines.extend(map(str.rstrip, process.stderr)), daemon=True).start()
+    threading.Thread(
+        target=lambda: server.lines.extend(map(str.rstrip, process.stderr)), daemon=True
+    ).start()
     try:
         server.url = server.wait_for(r"listening on (\S+)")[1]
         yield server

@@ -1,4 +1,6 @@
-"""A dozen of the architectures of bench/architectures.py: compiled as eager, and served as transformers generates."""
+"""A dozen of the architectures of bench/architectures.py: compiled as eager, and served as
+transformers generates.
+"""
 
 import json
 import os
@@ -38,15 +40,23 @@ ELSEWHERE = ("llama", "mistral")
 def rows(request, tmp_path_factory):
     """What the script writes of those whose tests run, by name."""
     file = tmp_path_factory.mktemp("rows") / "rows.jsonl"
-    names = ",".join(item.callspec.params["name"] for item in request.session.items if item.path == request.path)
-    done = subprocess.run([sys.executable, SCRIPT, "--only", names, "--rows", file], capture_output=True, text=True,
-                          env={**os.environ, "OMP_NUM_THREADS": "1"})  # fmt: skip
+    names = ",".join(
+        item.callspec.params["name"] for item in request.session.items if item.path == request.path
+    )
+    done = subprocess.run(
+        [sys.executable, SCRIPT, "--only", names, "--rows", file],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return {row["name"]: row for row in map(json.loads, file.read_text().splitlines())}
 
 
-@pytest.mark.parametrize("name", [
-    pytest.param(name, marks=pytest.mark.slow if name in ELSEWHERE else ()) for name in SERVED])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name in ELSEWHERE else ()) for name in SERVED],
+)
 def test_it_is_compiled_as_eager_and_served_as_transformers_generates(rows, name):
     assert (rows[name]["compiled"], rows[name]["served"]) == ("equal", "equal")
 

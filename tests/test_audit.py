@@ -1,4 +1,6 @@
-"""Audits: a wrong kernel is ranked first and found by search; the result stays; what is at fault can be left out."""
+"""Audits: a wrong kernel is ranked first and found by search; the result stays; what is at fault
+can be left out.
+"""
 
 import json
 import logging
@@ -26,9 +28,20 @@ from atomc.report.render.audit import audit_text, headline, ranked_by
 from atomc.report.report import reports
 
 EAGER = {"strict": True, "glue": "eager"}
-CONFIG = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu", "rms_norm_eps": 1e-6,
-          "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-          "num_key_value_heads": 2, "vocab_size": 256, "head_dim": 16, "max_position_embeddings": 64}  # fmt: skip
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+}
 T = 7
 IDS, POSITIONS = torch.arange(T) * 5 % 256, torch.arange(T)
 FAULTY = 1
@@ -37,7 +50,9 @@ FAULTY = 1
 def own():
     torch.manual_seed(0)
     model = models.build(CONFIG, torch.float32).eval().requires_grad_(False)
-    for layer in model.model.layers:  # all ones otherwise, so that no kernel could tell layers apart
+    for (
+        layer
+    ) in model.model.layers:  # all ones otherwise, so that no kernel could tell layers apart
         layer.post_attention_layernorm.weight += torch.randn(64) * 0.1
     return model
 
@@ -49,7 +64,9 @@ def small():
 
 @pytest.fixture
 def wrong_in():
-    """Registers an add_rms_norm that is 1% too large where the weight is one of the given, and takes it out again."""
+    """Registers an add_rms_norm that is 1% too large where the weight is one of the given, and
+    takes it out again.
+    """
     before = list(ops.add_rms_norm.kernels)
 
     def register(*weights):
@@ -81,19 +98,30 @@ def runs(monkeypatch):
 def audited(model, *args, **options):
     """What the compiled model returns, and the audit of that call."""
     with torch.no_grad():
-        out = torch.compile(model, backend="atom", options={**EAGER, "audit": True, **options})(*args)
+        out = torch.compile(model, backend="atom", options={**EAGER, "audit": True, **options})(
+            *args
+        )
     return out, reports()[-1].audit
 
 
 def step(count, sequences=1):
     """So many new tokens of each sequence, in caches of one block a sequence."""
     rows = count * sequences
-    group = GroupStep(torch.cat([torch.arange(count) + 16 * s for s in range(sequences)]),
-                      torch.arange(sequences, dtype=torch.int32)[:, None])  # fmt: skip
+    group = GroupStep(
+        torch.cat([torch.arange(count) + 16 * s for s in range(sequences)]),
+        torch.arange(sequences, dtype=torch.int32)[:, None],
+    )
     lengths = torch.full((sequences,), count, dtype=torch.int32)
     starts = torch.arange(0, rows + 1, count, dtype=torch.int32)
-    return Step(torch.arange(rows) * 5 % 256, torch.arange(count).repeat(sequences), starts, lengths,
-                torch.arange(rows), (group,), torch.arange(sequences))  # fmt: skip
+    return Step(
+        torch.arange(rows) * 5 % 256,
+        torch.arange(count).repeat(sequences),
+        starts,
+        lengths,
+        torch.arange(rows),
+        (group,),
+        torch.arange(sequences),
+    )
 
 
 def audited_step(model):
@@ -109,8 +137,14 @@ def audited_step(model):
 
 def found_first(audit, runs, path):
     first = audit["sites"][0]
-    assert (first["rewrite"], first["module_path"], first["kernel"]) == ("add_rms_norm", path, "faulty")
-    assert first["sqnr"] == pytest.approx(40, abs=0.1) and first["relative"] == pytest.approx(0.01, rel=1e-3)
+    assert (first["rewrite"], first["module_path"], first["kernel"]) == (
+        "add_rms_norm",
+        path,
+        "faulty",
+    )
+    assert first["sqnr"] == pytest.approx(40, abs=0.1) and first["relative"] == pytest.approx(
+        0.01, rel=1e-3
+    )
     assert all(site["sqnr"] is None or site["sqnr"] > 100 for site in audit["sites"][1:])
     found = audit["blame"]
     assert (found["rewrite"], found["module_path"]) == ("add_rms_norm", path)
@@ -143,14 +177,23 @@ def test_in_the_program_of_the_runtime_too(wrong_in, runs):
 def test_in_a_stock_model_and_with_regions_too(wrong_in, runs):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-                                      num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64)  # fmt: skip
+    config = transformers.LlamaConfig(
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+    )
     model = atomc.prepare(transformers.LlamaForCausalLM(config).eval().requires_grad_(False))
     weight = model.model.layers[FAULTY].post_attention_layernorm.weight
     weight += torch.randn(32) * 0.1
     wrong_in(weight)
     with torch.no_grad():
-        torch.compile(model, backend="atom", options={**EAGER, "audit": True})(IDS[None] % 96, use_cache=False)
+        torch.compile(model, backend="atom", options={**EAGER, "audit": True})(
+            IDS[None] % 96, use_cache=False
+        )
     found_first(reports()[-1].audit, runs, f"model.layers.{FAULTY}.post_attention_layernorm")
 
 
@@ -164,7 +207,9 @@ def test_a_kernel_that_is_wrong_everywhere_is_left_out_everywhere(wrong_in):
 
 
 def test_what_is_written_to_a_cache_is_compared_too(monkeypatch):
-    monkeypatch.setattr(ops.qk_norm_rope_kv_write, "kernels", list(ops.qk_norm_rope_kv_write.kernels))
+    monkeypatch.setattr(
+        ops.qk_norm_rope_kv_write, "kernels", list(ops.qk_norm_rope_kv_write.kernels)
+    )
 
     @ops.qk_norm_rope_kv_write.kernel("faulty", layout="paged")
     def qk_norm_rope_kv_write(q, k, v, *rest, **more):
@@ -181,14 +226,29 @@ def test_what_is_written_to_a_cache_is_compared_too(monkeypatch):
 
 
 def place(rewrite, number):
-    return AuditSite(None, "op", "kernel", rewrite, (rewrite,), f"layers.{number}", number, "", (), True, False, ())
+    return AuditSite(
+        None,
+        "op",
+        "kernel",
+        rewrite,
+        (rewrite,),
+        f"layers.{number}",
+        number,
+        "",
+        (),
+        True,
+        False,
+        (),
+    )
 
 
 @pytest.mark.parametrize("rewrites", [1, 2, 3, 6, 8, 13, 16])
 def test_the_search_takes_no_more_runs_than_promised_whoever_it_is(rewrites):
     order = [f"rewrite_{i}" for i in range(rewrites)]
     for culprit in order:
-        places = sorted((place(name, i) for name in order for i in range(3)), key=lambda p: p.rewrite != culprit)
+        places = sorted(
+            (place(name, i) for name in order for i in range(3)), key=lambda p: p.rewrite != culprit
+        )
         count = 0
 
         def run(left_out, culprit=culprit):
@@ -229,17 +289,25 @@ def test_every_op_that_was_lowered_has_a_place():
     assert len(audit["sites"]) == len(report.kernels)
     assert {site["against"] for site in audit["sites"]} == {"original nodes"}
     sites = {(site.rewrite, site.module_path) for site in report.sites}
-    assert {(s["rewrite"], s["module_path"]) for s in audit["sites"] if s["rewrite"] != "lift"} <= sites
+    assert {
+        (s["rewrite"], s["module_path"]) for s in audit["sites"] if s["rewrite"] != "lift"
+    } <= sites
     fused = next(site for site in audit["sites"] if site["rewrite"] == "qk_norm_rope")
-    assert set(fused["rewrites"]) == {"rms_norm", "rope", "qk_norm_rope"} and fused["rewrites"][-1] == "qk_norm_rope"
+    assert (
+        set(fused["rewrites"]) == {"rms_norm", "rope", "qk_norm_rope"}
+        and fused["rewrites"][-1] == "qk_norm_rope"
+    )
 
 
 def test_padding_is_not_audited_and_a_step_of_several_sequences_op_by_op():
     program = compile_model(own(), {**EAGER, "audit": True, "layout": "paged"})
     program.bind([spec.allocate(2, 16, "cpu") for spec in program.specs])
     nowhere = step(T).groups[0]._replace(slots=torch.full((T,), -1))
-    empty = step(T)._replace(groups=(nowhere,), query_start=torch.zeros(2, dtype=torch.int32),
-                             seq_lens=torch.zeros(1, dtype=torch.int32))  # fmt: skip
+    empty = step(T)._replace(
+        groups=(nowhere,),
+        query_start=torch.zeros(2, dtype=torch.int32),
+        seq_lens=torch.zeros(1, dtype=torch.int32),
+    )
     with torch.no_grad():
         program(empty)
         assert program.report.audit == {}
@@ -294,9 +362,13 @@ def test_in_16_bits_the_bound_is_what_the_original_itself_is_away_from_fp32():
     _, audit = audited(model, IDS, POSITIONS)
     outputs = audit["outputs"]
     assert 1e-3 < outputs["original"] < 0.1 and outputs["bound"] == 2 * outputs["original"]
-    assert "blame" not in audit and all(site["sqnr"] is None or site["sqnr"] > 35 for site in audit["sites"])
+    assert "blame" not in audit and all(
+        site["sqnr"] is None or site["sqnr"] > 35 for site in audit["sites"]
+    )
     _, strict = audited(model, IDS, POSITIONS, audit_bound=1e-6)
-    assert strict["outputs"]["bound"] == 1e-6 and strict["blame"]["rewrite"] == ""  # bf16 itself is further away
+    assert (
+        strict["outputs"]["bound"] == 1e-6 and strict["blame"]["rewrite"] == ""
+    )  # bf16 itself is further away
 
 
 # ---- numbers
@@ -305,7 +377,9 @@ def test_in_16_bits_the_bound_is_what_the_original_itself_is_away_from_fp32():
 def test_errors_are_of_the_largest_value_and_in_decibels():
     assert error(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0])) == Error(0.0, 0.0, None)
     found = error(torch.tensor([1.01, 2.02]), torch.tensor([1.0, 2.0]))
-    assert found.max_abs == pytest.approx(0.02, rel=1e-3) and found.relative == pytest.approx(0.01, rel=1e-3)
+    assert found.max_abs == pytest.approx(0.02, rel=1e-3) and found.relative == pytest.approx(
+        0.01, rel=1e-3
+    )
     assert found.sqnr == pytest.approx(40, abs=0.01)
 
 
@@ -336,13 +410,18 @@ def test_a_rewrite_can_be_left_out_in_some_modules():
     assert [site.layer for site in report.sites if site.rewrite == "add_rms_norm"] == [0]
     off = "off here (options={'passes': {'add_rms_norm': ['layers.1']}})"
     assert report.why("add_rms_norm", "layers.1") == f"add_rms_norm below layers.1: {off}"
-    assert "fired at 1 site in layers 0" in report.why("add_rms_norm") and off in report.why("add_rms_norm")
+    assert "fired at 1 site in layers 0" in report.why("add_rms_norm") and off in report.why(
+        "add_rms_norm"
+    )
 
 
 def test_merges_and_lifts_can_be_left_out_in_some_modules_also_where_layers_are_traced_once():
     model = atomc.prepare(own())
-    passes = {"merge_qkv": ["model.layers.0"], "merge_gate_up": ["*.layers.1.mlp"],
-              "lift": ["model.layers.1.self_attn.o_proj"]}  # fmt: skip
+    passes = {
+        "merge_qkv": ["model.layers.0"],
+        "merge_gate_up": ["*.layers.1.mlp"],
+        "lift": ["model.layers.1.self_attn.o_proj"],
+    }
     out, _ = audited(model, IDS, POSITIONS, passes=passes)
     report = reports()[-1]
     assert report.matches["merge_qkv"] == 1 and report.matches["merge_gate_up"] == 1
@@ -352,30 +431,44 @@ def test_merges_and_lifts_can_be_left_out_in_some_modules_also_where_layers_are_
 
 
 def test_lifting_can_be_left_out_as_a_whole():
-    report = explain(Model(1).requires_grad_(False), X, options={**EAGER, "passes": {"lift": False}})
+    report = explain(
+        Model(1).requires_grad_(False), X, options={**EAGER, "passes": {"lift": False}}
+    )
     assert report.matches["linear"] == 0 and "the pass is off" in report.why("lift")
 
 
 def test_a_module_in_which_nothing_would_fire_is_told():
-    report = explain(Model(1).requires_grad_(False), X, options={**EAGER, "passes": {"rope": ["layers.7"]}})
-    assert "option passes: 'rope' is left out in 'layers.7', where it would not fire anyway" in report.notes
+    report = explain(
+        Model(1).requires_grad_(False), X, options={**EAGER, "passes": {"rope": ["layers.7"]}}
+    )
+    assert (
+        "option passes: 'rope' is left out in 'layers.7', where it would not fire anyway"
+        in report.notes
+    )
 
 
-@pytest.mark.parametrize(("passes", "sentence"), [
-    ({"rope": []}, "expected True or False for each pass, or a list of the modules"),
-    ({"rope": [3]}, "expected True or False for each pass, or a list of the modules"),
-    ({"tidy": ["layers.1"]}, "'tidy' is left out as a whole or not at all"),
-    ({"ropes": ["layers.1"]}, "no pass 'ropes'; passes are"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("passes", "sentence"),
+    [
+        ({"rope": []}, "expected True or False for each pass, or a list of the modules"),
+        ({"rope": [3]}, "expected True or False for each pass, or a list of the modules"),
+        ({"tidy": ["layers.1"]}, "'tidy' is left out as a whole or not at all"),
+        ({"ropes": ["layers.1"]}, "no pass 'ropes'; passes are"),
+    ],
+)
 def test_what_cannot_be_left_out_is_refused(passes, sentence):
     with pytest.raises(atomc.OptionsError, match=sentence):
         explain(Model(1).requires_grad_(False), X, options={**EAGER, "passes": passes})
 
 
-@pytest.mark.parametrize(("options", "sentence"), [
-    ({"audit": 1}, "audit=1: expected True or False"), ({"audit_bound": 0}, "audit_bound=0: expected a number above 0"),
-    ({"record": True}, "record=True keeps inputs and outputs beside a dump"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"audit": 1}, "audit=1: expected True or False"),
+        ({"audit_bound": 0}, "audit_bound=0: expected a number above 0"),
+        ({"record": True}, "record=True keeps inputs and outputs beside a dump"),
+    ],
+)
 def test_wrong_options_are_refused(options, sentence):
     with pytest.raises(atomc.OptionsError, match=sentence):
         Options.of(options)
@@ -385,17 +478,26 @@ def test_wrong_options_are_refused(options, sentence):
 
 
 def test_options_survive_the_round_trip_through_a_file(tmp_path, monkeypatch):
-    options = {"glue": "eager", "providers": ["torch"], "strict": True, "dump": None,
-               "passes": {"add_rms_norm": ["model.layers.3.*"], "rope": False}}  # fmt: skip
+    options = {
+        "glue": "eager",
+        "providers": ["torch"],
+        "strict": True,
+        "dump": None,
+        "passes": {"add_rms_norm": ["model.layers.3.*"], "rope": False},
+    }
     file = tmp_path / "options.toml"
     file.write_text(written_options(options))
-    assert read_options(file) == {name: value for name, value in options.items() if value is not None}
+    assert read_options(file) == {
+        name: value for name, value in options.items() if value is not None
+    }
     monkeypatch.setenv("ATOMC_OPTIONS", str(file))
     chosen = Options.of({"rounding": "hf"})
     assert (chosen.glue, chosen.rounding, chosen.passes["rope"]) == ("eager", "hf", False)
 
 
-@pytest.mark.parametrize(("text", "sentence"), [("[options", "Expected ']'"), ("a = 1", "no table \\[options\\], only")])
+@pytest.mark.parametrize(
+    ("text", "sentence"), [("[options", "Expected ']'"), ("a = 1", "no table \\[options\\], only")]
+)
 def test_a_file_without_options_is_told(tmp_path, text, sentence):
     (tmp_path / "options.toml").write_text(text)
     with pytest.raises(atomc.OptionsError, match=f"options.toml: .*{sentence}"):
@@ -409,7 +511,11 @@ def test_the_command_audits_the_demo(capsys):
     assert main(["audit", "--json", "-p", "It was a truth", "--tokens", "8"]) == 0
     found = json.loads(capsys.readouterr().out)
     (graph,) = found["graphs"]
-    assert graph["model"] == "Qwen3ForCausalLM" and len(graph["sites"]) == 30 and graph["outputs"]["compiled"] < 0.05
+    assert (
+        graph["model"] == "Qwen3ForCausalLM"
+        and len(graph["sites"]) == 30
+        and graph["outputs"]["compiled"] < 0.05
+    )
     assert found["eager"] < 0.05
 
 
@@ -440,21 +546,41 @@ def build():
 def test_the_command_writes_options_that_avoid_the_fault(tmp_path, monkeypatch, capsys, wrong_in):
     (tmp_path / "faulty_model.py").write_text(FAULTY_MODEL)
     monkeypatch.chdir(tmp_path)
-    assert main(["audit", "faulty_model:build", "--glue", "eager", "--write-options", "without.toml"]) == 1
+    assert (
+        main(["audit", "faulty_model:build", "--glue", "eager", "--write-options", "without.toml"])
+        == 1
+    )
     out = capsys.readouterr().out
     assert "The cause is add_rms_norm in layers.1.norm" in out and "see without.toml" in out
     assert read_options(tmp_path / "without.toml")["passes"] == {"add_rms_norm": ["layers.1.norm"]}
-    assert main(["audit", "faulty_model:build", "--options", "without.toml", "--write-options", "none.toml"]) == 0
+    assert (
+        main(
+            [
+                "audit",
+                "faulty_model:build",
+                "--options",
+                "without.toml",
+                "--write-options",
+                "none.toml",
+            ]
+        )
+        == 0
+    )
     assert "no options written: the results are within the bound" in capsys.readouterr().out
     assert not (tmp_path / "none.toml").exists()
     sys.modules.pop("faulty_model")
 
 
-@pytest.mark.parametrize(("arguments", "sentence"), [
-    (["--record"], "--record needs --dump DIR"), (["--tokens", "0"], "--tokens 0: expected at least 1"),
-    (["test_report:nothing"], "test_report has no function 'nothing'"),
-    (["test_report:Model", "-p", "x"], "need a checkpoint"), (["--options", "none.toml"], "none.toml"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--record"], "--record needs --dump DIR"),
+        (["--tokens", "0"], "--tokens 0: expected at least 1"),
+        (["test_report:nothing"], "test_report has no function 'nothing'"),
+        (["test_report:Model", "-p", "x"], "need a checkpoint"),
+        (["--options", "none.toml"], "none.toml"),
+    ],
+)
 def test_what_the_command_cannot_do_is_one_line_and_exit_code_2(arguments, sentence, capsys):
     assert main(["audit", *arguments]) == 2
     err = capsys.readouterr().err
@@ -476,12 +602,17 @@ def attention(q, k, v, *rest, **more):
 """
 
 
-def test_what_the_model_calls_itself_cannot_be_left_out_and_that_is_said(tmp_path, monkeypatch, capsys):
+def test_what_the_model_calls_itself_cannot_be_left_out_and_that_is_said(
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr(ops.attention, "kernels", list(ops.attention.kernels))
     (tmp_path / "attending.py").write_text(WRONG_ATTENTION)
     monkeypatch.chdir(tmp_path)
     assert main(["audit", "attending:own", "--write-options", "without.toml"]) == 1
     out = capsys.readouterr().out
-    assert "The cause is lift" in out and "none can leave out lift there; providers = [...] chooses other kernels" in out
+    assert (
+        "The cause is lift" in out
+        and "none can leave out lift there; providers = [...] chooses other kernels" in out
+    )
     assert not (tmp_path / "without.toml").exists()
     sys.modules.pop("attending")

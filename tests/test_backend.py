@@ -27,7 +27,9 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x32 = x.to(torch.float32)
-        return self.weight * (x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+        return self.weight * (x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + self.eps)).to(
+            x.dtype
+        )
 
 
 class Block(nn.Module):
@@ -58,26 +60,34 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
 
 
 def test_the_backend_is_found_by_name_in_a_program_that_never_imports_atomc() -> None:
-    code = ("import torch; m = torch.nn.Linear(4, 4).requires_grad_(False); x = torch.randn(3, 4)\n"
-            "c = torch.compile(m, backend='atom', options={'glue': 'eager', 'strict': True})\n"
-            "torch.testing.assert_close(c(x), m(x)); print('same')")  # fmt: skip
+    code = (
+        "import torch; m = torch.nn.Linear(4, 4).requires_grad_(False); x = torch.randn(3, 4)\n"
+        "c = torch.compile(m, backend='atom', options={'glue': 'eager', 'strict': True})\n"
+        "torch.testing.assert_close(c(x), m(x)); print('same')"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "same", done.stderr
 
 
 @pytest.mark.parametrize("glue", ["eager", "inductor"])
-def test_a_compiled_block_equals_eager_and_the_report_says_what_fired(block: Block, glue: str) -> None:
+def test_a_compiled_block_equals_eager_and_the_report_says_what_fired(
+    block: Block, glue: str
+) -> None:
     x = torch.randn(5, 32)
     assert_close(torch.compile(block, backend="atom", options={"glue": glue})(x), block(x))
     report = last()
     assert report.treated and report.model == "Block"
     assert report.matches["rms_norm"] == report.matches["silu_and_mul"] == 1
     assert {choice.op: choice.chosen for choice in report.kernels}["silu_and_mul"] == {
-        "eager": "torch", "inductor": "inline"}[glue]  # fmt: skip
+        "eager": "torch",
+        "inductor": "inline",
+    }[glue]
 
 
 def test_a_module_without_anything_to_recognise_equals_eager() -> None:
-    model = nn.Sequential(nn.Conv1d(3, 4, 3), nn.BatchNorm1d(4), nn.ReLU(), nn.Flatten(), nn.Linear(24, 5)).eval()
+    model = nn.Sequential(
+        nn.Conv1d(3, 4, 3), nn.BatchNorm1d(4), nn.ReLU(), nn.Flatten(), nn.Linear(24, 5)
+    ).eval()
     x = torch.randn(2, 3, 8)
     with torch.inference_mode():
         assert_close(torch.compile(model, backend="atom", options=EAGER)(x), model(x))
@@ -94,20 +104,32 @@ def test_a_module_without_anything_to_recognise_equals_eager() -> None:
         ({"passes": ["rms_norm"]}, "expected a dict"),
         ({"passes": {"rms_nrm": False}}, "no pass 'rms_nrm'; passes are"),
         ({"passes": {"rms_norm": 0}}, "expected True or False for each pass"),
-        ({"passes": {"rms_norm": False, "add_rms_norm": True}}, "'add_rms_norm' cannot take effect, it needs 'rms_norm'"),
-        ({"passes": {"rope_kv_write": True}}, "'rope_kv_write' cannot take effect outside the runtime"),
+        (
+            {"passes": {"rms_norm": False, "add_rms_norm": True}},
+            "'add_rms_norm' cannot take effect, it needs 'rms_norm'",
+        ),
+        (
+            {"passes": {"rope_kv_write": True}},
+            "'rope_kv_write' cannot take effect outside the runtime",
+        ),
         ({"providers": "torch"}, "expected a list of provider names"),
         ({"providers": ["tritn"]}, "no provider 'tritn'; providers are"),
         ({"inductor": {"no_such_key": 1}}, "Inductor has no option 'no_such_key'"),
     ],
 )
-def test_a_wrong_option_is_one_clear_error_and_is_not_wrapped(block: Block, options: dict[str, Any], says: str) -> None:
+def test_a_wrong_option_is_one_clear_error_and_is_not_wrapped(
+    block: Block, options: dict[str, Any], says: str
+) -> None:
     with pytest.raises(atomc.OptionsError, match=says) as caught:
-        torch.compile(block, backend="atom", options={"strict": False, **options})(torch.randn(5, 32))
+        torch.compile(block, backend="atom", options={"strict": False, **options})(
+            torch.randn(5, 32)
+        )
     assert isinstance(caught.value, ValueError)
 
 
-@pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"])
+@pytest.mark.parametrize(
+    "mode", ["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
+)
 def test_the_modes_of_torch_compile_are_accepted(block: Block, mode: str) -> None:
     x = torch.randn(5, 32)
     assert_close(torch.compile(block, backend="atom", mode=mode)(x), block(x))
@@ -122,13 +144,17 @@ def test_another_mode_is_an_error_that_lists_the_modes(block: Block) -> None:
 
 def test_options_for_inductor_are_handed_on(block: Block) -> None:
     x = torch.randn(5, 32)
-    compiled = torch.compile(block, backend="atom", options={"glue": "inductor", "inductor": {"max_autotune": False}})
+    compiled = torch.compile(
+        block, backend="atom", options={"glue": "inductor", "inductor": {"max_autotune": False}}
+    )
     assert_close(compiled(x), block(x))
 
 
 def test_no_global_setting_of_dynamo_or_inductor_changes(block: Block) -> None:
     before = torch._dynamo.config.save_config(), torch._inductor.config.save_config()
-    torch.compile(block, backend="atom", dynamic=True, options={"glue": "inductor"})(torch.randn(5, 32))
+    torch.compile(block, backend="atom", dynamic=True, options={"glue": "inductor"})(
+        torch.randn(5, 32)
+    )
     assert (torch._dynamo.config.save_config(), torch._inductor.config.save_config()) == before
 
 
@@ -141,11 +167,15 @@ def test_a_bug_of_ours_is_raised_when_strict_and_otherwise_the_graph_runs_throug
 ) -> None:
     x = torch.randn(5, 32)
     with register_pass(Pass("failing", fail)):
-        with pytest.raises(Exception, match=r"pass 'failing' failed \(after tidy, .*rms_norm.*a bug of ours"):
+        with pytest.raises(
+            Exception, match=r"pass 'failing' failed \(after tidy, .*rms_norm.*a bug of ours"
+        ):
             torch.compile(block, backend="atom", options={"strict": True})(x)
         torch._dynamo.reset()
         with caplog.at_level(logging.WARNING, "atomc"):
-            assert_close(torch.compile(block, backend="atom", options={"strict": False})(x), block(x))
+            assert_close(
+                torch.compile(block, backend="atom", options={"strict": False})(x), block(x)
+            )
     assert "Inductor compiles it" in caplog.text
     assert not last().treated and "pass 'failing' failed" in last().why_not
     assert "the graph was not treated: PassError" in last().why("rms_norm")
@@ -180,7 +210,9 @@ def test_evaluation_without_inference_mode_is_right_and_says_why_it_was_not_trea
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
-def test_parameters_that_could_want_gradients_are_treated_when_none_are_recorded(context: Any) -> None:
+def test_parameters_that_could_want_gradients_are_treated_when_none_are_recorded(
+    context: Any,
+) -> None:
     model = Block().eval()
     x = torch.randn(5, 32)
     with context():
@@ -210,7 +242,9 @@ def test_an_eps_changed_after_the_first_call_is_seen(block: Block, dynamic: bool
     for eps in (1e-6, 1e-2, 1e-6, 0.5):
         block.norm.eps = eps
         assert_close(compiled(x), block.norm(x))
-    assert all(report.treated and report.matches["rms_norm"] == 1 for report in atomc.reports()[-1:])
+    assert all(
+        report.treated and report.matches["rms_norm"] == 1 for report in atomc.reports()[-1:]
+    )
 
 
 def test_a_float_that_never_repeats_stays_right() -> None:
@@ -250,7 +284,9 @@ def test_a_graph_over_two_devices_equals_eager() -> None:
         return F.silu(x) * x, (F.silu(y) * y).cpu() + x
 
     x = torch.randn(5, 32)
-    for ours, theirs in zip(torch.compile(both, backend="atom")(x, x.cuda()), both(x, x.cuda()), strict=True):
+    for ours, theirs in zip(
+        torch.compile(both, backend="atom")(x, x.cuda()), both(x, x.cuda()), strict=True
+    ):
         assert_close(ours, theirs)
 
 
@@ -275,7 +311,9 @@ def test_threads_that_compile_at_once_do_not_disturb_each_other() -> None:
         except BaseException as error:  # whatever happens in a thread must reach the test
             wrong.append(error)
 
-    threads = [threading.Thread(target=work, args=pair) for pair in zip(models, inputs, strict=True)]
+    threads = [
+        threading.Thread(target=work, args=pair) for pair in zip(models, inputs, strict=True)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -289,7 +327,10 @@ class Lora(nn.Module):
     def __init__(self, base: nn.Linear, rank: int):
         super().__init__()
         self.base, self.scale = base, 2.0
-        self.a, self.b = nn.Linear(base.in_features, rank, bias=False), nn.Linear(rank, base.out_features, bias=False)
+        self.a, self.b = (
+            nn.Linear(base.in_features, rank, bias=False),
+            nn.Linear(rank, base.out_features, bias=False),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.base(x) + self.b(self.a(x)) * self.scale
@@ -309,7 +350,9 @@ def test_the_environment_can_disable_atomc(block: Block, monkeypatch: pytest.Mon
     assert not last().treated and "ATOMC_DISABLE" in last().why_not
 
 
-def test_a_malformed_environment_variable_is_an_error(block: Block, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_malformed_environment_variable_is_an_error(
+    block: Block, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("ATOMC_DISABLE", "maybe")
     with pytest.raises(atomc.OptionsError, match="ATOMC_DISABLE='maybe': expected 0 or 1"):
         torch.compile(block, backend="atom")(torch.randn(5, 32))
@@ -317,7 +360,9 @@ def test_a_malformed_environment_variable_is_an_error(block: Block, monkeypatch:
 
 def test_passes_can_be_left_out_one_by_one(block: Block) -> None:
     x = torch.randn(5, 32)
-    compiled = torch.compile(block, backend="atom", options={**EAGER, "passes": {"rms_norm": False}})
+    compiled = torch.compile(
+        block, backend="atom", options={**EAGER, "passes": {"rms_norm": False}}
+    )
     assert_close(compiled(x), block(x))
     assert last().matches["rms_norm"] == 0 and last().matches["silu_and_mul"] == 1
 
@@ -331,7 +376,9 @@ def test_inputs_written_in_place_are_written() -> None:
     ours, theirs = torch.zeros(5, 4), torch.zeros(5, 4)
     with torch.inference_mode():
         ours, theirs = torch.zeros(5, 4), torch.zeros(5, 4)
-        assert torch.equal(torch.compile(step, backend="atom", options=EAGER)(ours, row, at), step(theirs, row, at))
+        assert torch.equal(
+            torch.compile(step, backend="atom", options=EAGER)(ours, row, at), step(theirs, row, at)
+        )
     assert torch.equal(ours, theirs) and ours.abs().sum() > 0
 
 
@@ -345,41 +392,59 @@ def test_outputs_may_be_views_of_inputs_numbers_and_nothing() -> None:
     torch.testing.assert_close(product, F.silu(x) * x)
 
 
-@pytest.mark.parametrize("function", [
-    lambda x: (x.transpose(0, 1), x.mul_(2)),
-    lambda x: (x[None], x.zero_()),
-    lambda x: (x + 1, x.add_(1)),  # one of the two equal sums is the input
-    lambda x: (torch.cat((x.mul_(2), x[:0])),),
-])  # fmt: skip
-def test_outputs_share_the_memory_of_an_input_that_is_written_as_they_do_in_eager(function: Any) -> None:
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: (x.transpose(0, 1), x.mul_(2)),
+        lambda x: (x[None], x.zero_()),
+        lambda x: (x + 1, x.add_(1)),  # one of the two equal sums is the input
+        lambda x: (torch.cat((x.mul_(2), x[:0])),),
+    ],
+)
+def test_outputs_share_the_memory_of_an_input_that_is_written_as_they_do_in_eager(
+    function: Any,
+) -> None:
     theirs, ours = torch.ones(2, 3), torch.ones(2, 3)
     with torch.inference_mode():
-        expected, found = function(theirs), torch.compile(function, backend="atom", options={"glue": "eager"})(ours)
+        expected, found = (
+            function(theirs),
+            torch.compile(function, backend="atom", options={"glue": "eager"})(ours),
+        )
         theirs.add_(1)
         ours.add_(1)
     for got, wanted in zip([ours, *found], [theirs, *expected], strict=True):
         assert torch.equal(got, wanted)
 
 
-@pytest.mark.parametrize("function, shape", [
-    (lambda x: x.t() * 2, (5,)),
-    (lambda x: x.transpose(0, -1) * 2, ()),
-    (lambda x: F.linear(x, torch.ones(4, 8)), (0, 8)),
-    (lambda x: F.layer_norm(x, (8,)), (0, 8)),
-    (lambda x: ((y := torch.sub(x, 1, alpha=2)), y.squeeze(0), x.reshape(-1)), (1,)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "function, shape",
+    [
+        (lambda x: x.t() * 2, (5,)),
+        (lambda x: x.transpose(0, -1) * 2, ()),
+        (lambda x: F.linear(x, torch.ones(4, 8)), (0, 8)),
+        (lambda x: F.layer_norm(x, (8,)), (0, 8)),
+        (lambda x: ((y := torch.sub(x, 1, alpha=2)), y.squeeze(0), x.reshape(-1)), (1,)),
+    ],
+)
 def test_vectors_scalars_and_nothing_are_compiled(function: Any, shape: tuple[int, ...]) -> None:
     x = torch.randn(shape)
     with torch.inference_mode():
-        torch.testing.assert_close(torch.compile(function, backend="atom", options={"glue": "eager"})(x), function(x))
+        torch.testing.assert_close(
+            torch.compile(function, backend="atom", options={"glue": "eager"})(x), function(x)
+        )
     assert last().treated
 
 
 def test_an_op_with_an_effect_besides_its_result_goes_to_inductor_by_name() -> None:
     x = torch.eye(3) * 2
     with torch.inference_mode():
-        assert_close(torch.compile(torch.linalg.inv, backend="atom", options={"strict": False})(x), x / 4)
-    assert "ops with side effects are not supported: aten._linalg_check_errors.default" in last().why_not
+        assert_close(
+            torch.compile(torch.linalg.inv, backend="atom", options={"strict": False})(x), x / 4
+        )
+    assert (
+        "ops with side effects are not supported: aten._linalg_check_errors.default"
+        in last().why_not
+    )
 
 
 def test_a_graph_break_names_the_users_line_and_dynamos_reason(block: Block) -> None:
@@ -410,11 +475,15 @@ def test_a_model_on_the_meta_device_can_be_explained_but_not_run() -> None:
     x = torch.randn(5, 32, device="meta")
     report = atomc.explain(model, x)
     assert report.treated and report.matches["rms_norm"] == 1
-    with pytest.raises(atomc.RunError, match=r"meta device and cannot run: load its weights, or use atomc\.explain"):
+    with pytest.raises(
+        atomc.RunError, match=r"meta device and cannot run: load its weights, or use atomc\.explain"
+    ):
         torch.compile(model, backend="atom")(x)
 
 
-def test_explaining_does_not_run_the_model_and_compiles_nothing(block: Block, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explaining_does_not_run_the_model_and_compiles_nothing(
+    block: Block, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: Any, **__: Any) -> Any:
         raise AssertionError("Inductor was called")
 

@@ -15,7 +15,13 @@ import pytest
 from atomc.cli import main
 from atomc.runtime.bench import load
 from atomc.runtime.bench.client import Server
-from atomc.runtime.bench.datasets import FIRST_ID, LAST_ID, SampleRequest, random_requests, requests_from_file
+from atomc.runtime.bench.datasets import (
+    FIRST_ID,
+    LAST_ID,
+    SampleRequest,
+    random_requests,
+    requests_from_file,
+)
 from atomc.runtime.bench.metrics import RequestTiming, distribution, format_summary, summarize
 
 FIRST, GAP, TOKENS = 0.06, 0.02, 4
@@ -36,7 +42,9 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         with self.server.lock:
-            self.server.asked.append(body | {"path": self.path, "key": self.headers.get("Authorization")})
+            self.server.asked.append(
+                body | {"path": self.path, "key": self.headers.get("Authorization")}
+            )
             self.server.now += 1
             self.server.most = max(self.server.most, self.server.now)
         if self.server.way == "refuse" and len(self.server.asked) > 1:
@@ -46,7 +54,9 @@ class Handler(BaseHTTPRequestHandler):
             self.stream("messages" in body)
 
     def over(self):
-        """Called before [DONE] is sent, because the client may send its next request right after it."""
+        """Called before [DONE] is sent, because the client may send its next request right after
+        it.
+        """
         with self.server.lock:
             self.server.now -= 1
 
@@ -120,11 +130,33 @@ def sent(server, *samples, **how):
 
 def test_figures_are_those_of_what_the_server_did(theirs, tmp_path):
     file = tmp_path / "run.json"
-    printed = run("bench", "serve", "--base-url", theirs.url, "--num-prompts", 6, "--max-concurrency", 2, "--input-len", 5,
-                  "--output-len", TOKENS, "--json", file, "-q", "--api-key", KEY)  # fmt: skip
+    printed = run(
+        "bench",
+        "serve",
+        "--base-url",
+        theirs.url,
+        "--num-prompts",
+        6,
+        "--max-concurrency",
+        2,
+        "--input-len",
+        5,
+        "--output-len",
+        TOKENS,
+        "--json",
+        file,
+        "-q",
+        "--api-key",
+        KEY,
+    )
     found = json.loads(file.read_text())
     told = found["figures"]
-    assert (told["completed"], told["failed"], told["input_tokens"], told["output_tokens"]) == (6, 0, 30, 24)
+    assert (told["completed"], told["failed"], told["input_tokens"], told["output_tokens"]) == (
+        6,
+        0,
+        30,
+        24,
+    )
     assert told["most_at_once"] == theirs.most == 2
     # On a busy machine a late read shortens the next gap, so only sums of times are checked.
     assert told["ttft_ms"]["p50"] >= 1e3 * FIRST
@@ -140,8 +172,25 @@ def test_figures_are_those_of_what_the_server_did(theirs, tmp_path):
 
 
 def test_what_is_sent_is_what_was_asked_for(theirs):
-    run("bench", "serve", "--base-url", f"{theirs.url}/v1/", "--num-prompts", 3, "--input-len", 7, "--prefix-len", 2,
-        "--output-len", 4, "--api-key", KEY, "--extra", "top_k=3", "-q")  # fmt: skip
+    run(
+        "bench",
+        "serve",
+        "--base-url",
+        f"{theirs.url}/v1/",
+        "--num-prompts",
+        3,
+        "--input-len",
+        7,
+        "--prefix-len",
+        2,
+        "--output-len",
+        4,
+        "--api-key",
+        KEY,
+        "--extra",
+        "top_k=3",
+        "-q",
+    )
     first, *asked = theirs.asked
     assert first["max_tokens"] == 1
     assert [each["path"] for each in asked] == ["/v1/completions"] * 3
@@ -150,13 +199,33 @@ def test_what_is_sent_is_what_was_asked_for(theirs):
     assert len({tuple(each["prompt"]) for each in asked}) == 3
     assert len({tuple(each["prompt"][:2]) for each in asked}) == 1
     fields = ("model", "temperature", "ignore_eos", "top_k", "stream", "stream_options")
-    assert [asked[0][name] for name in fields] == ["theirs", 0.0, True, 3, True, {"include_usage": True}]
+    assert [asked[0][name] for name in fields] == [
+        "theirs",
+        0.0,
+        True,
+        3,
+        True,
+        {"include_usage": True},
+    ]
 
 
 def test_messages_of_a_file_go_to_the_chat_endpoint(theirs, tmp_path):
     file = tmp_path / "asks.jsonl"
-    file.write_text('{"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}\n\n{"prompt": "She"}\n')
-    run("bench", "serve", "--base-url", theirs.url, "--dataset", file, "--num-prompts", 2, "--respect-eos", "-q")
+    file.write_text(
+        '{"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}\n\n{"prompt": "She"}\n'
+    )
+    run(
+        "bench",
+        "serve",
+        "--base-url",
+        theirs.url,
+        "--dataset",
+        file,
+        "--num-prompts",
+        2,
+        "--respect-eos",
+        "-q",
+    )
     asked = {each["path"]: each for each in theirs.asked[1:]}
     assert asked["/v1/chat/completions"]["messages"] == [{"role": "user", "content": "Hi"}]
     assert asked["/v1/chat/completions"]["max_tokens"] == 3
@@ -198,7 +267,10 @@ def test_requests_that_fail_are_counted_with_their_errors_and_not_timed(theirs):
 def test_requests_come_at_the_rate_that_was_asked_for(theirs):
     due = load.arrivals(8, 40.0, seed=3)
     timed = sent(theirs, *[SampleRequest("Hi", TOKENS)] * 8, rate=40.0, seed=3)
-    assert all(each.start >= planned for each, planned in zip(timed, due, strict=True)), (timed, due)
+    assert all(each.start >= planned for each, planned in zip(timed, due, strict=True)), (
+        timed,
+        due,
+    )
     # Requests overlap: one takes five times as long as the mean gap between two.
     assert theirs.most > 2
 
@@ -228,14 +300,22 @@ def wrong(capsys):
 
 def test_what_a_user_gets_wrong_is_one_line(wrong, theirs, tmp_path):
     serve = ("bench", "serve", "-q", "--base-url", theirs.url)
-    assert "cannot connect to http://127.0.0.1:1:" in wrong("bench", "serve", "--base-url", "http://127.0.0.1:1")
-    assert "'ftp://x/v1/models' is not an HTTP URL" in wrong("bench", "serve", "--base-url", "ftp://x")
-    assert "the request rate is 0.0, expected a number above 0" in wrong(*serve, "--request-rate", 0)
+    assert "cannot connect to http://127.0.0.1:1:" in wrong(
+        "bench", "serve", "--base-url", "http://127.0.0.1:1"
+    )
+    assert "'ftp://x/v1/models' is not an HTTP URL" in wrong(
+        "bench", "serve", "--base-url", "ftp://x"
+    )
+    assert "the request rate is 0.0, expected a number above 0" in wrong(
+        *serve, "--request-rate", 0
+    )
     assert "the spread of lengths is 2.0" in wrong(*serve, "--spread", 2)
     assert "'0': expected a number of at least 1" in wrong(*serve, "--num-prompts", 0)
     assert "No such file" in wrong(*serve, "--dataset", tmp_path / "gone.txt")
     (tmp_path / "bad.jsonl").write_text('{"prompt": 3}\n')
-    assert "bad.jsonl:1: expected an object with prompt" in wrong(*serve, "--dataset", tmp_path / "bad.jsonl")
+    assert "bad.jsonl:1: expected an object with prompt" in wrong(
+        *serve, "--dataset", tmp_path / "bad.jsonl"
+    )
     (tmp_path / "empty.txt").write_text("\n")
     assert "empty.txt has no prompt" in wrong(*serve, "--dataset", tmp_path / "empty.txt")
 
@@ -245,7 +325,11 @@ def test_what_a_user_gets_wrong_is_one_line(wrong, theirs, tmp_path):
 
 def test_random_prompts_repeat_for_a_seed_and_have_the_lengths_asked_for():
     samples = random_requests(200, 20, 10, spread=0.5, seed=1)
-    assert samples == random_requests(200, 20, 10, spread=0.5, seed=1) != random_requests(200, 20, 10, spread=0.5, seed=2)
+    assert (
+        samples
+        == random_requests(200, 20, 10, spread=0.5, seed=1)
+        != random_requests(200, 20, 10, spread=0.5, seed=2)
+    )
     assert {len(sample.prompt) for sample in samples} == set(range(10, 31))
     assert {sample.max_tokens for sample in samples} == set(range(5, 16))
     assert all(FIRST_ID <= token < LAST_ID for sample in samples for token in sample.prompt)
@@ -260,7 +344,9 @@ def test_prompts_of_a_file_are_repeated_if_they_are_too_few(tmp_path):
 
 def test_percentiles_are_interpolated_and_in_milliseconds():
     found = distribution([4.0, 1.0, 2.0])
-    assert found == pytest.approx({"mean": 7000 / 3, "p50": 2000, "p90": 3600, "p95": 3800, "p99": 3960, "max": 4000})
+    assert found == pytest.approx(
+        {"mean": 7000 / 3, "p50": 2000, "p90": 3600, "p95": 3800, "p99": 3960, "max": 4000}
+    )
     assert distribution([0.003])["p99"] == pytest.approx(3.0) and distribution([]) == {}
 
 
@@ -270,7 +356,11 @@ def test_figures_of_known_times():
     found = summarize([one, two, RequestTiming(0.0, end=0.5, error="no")])
     assert (found["seconds"], found["most_at_once"], found["failed"]) == (4.0, 2, 1)
     assert (found["output_tokens_per_second"], found["total_tokens_per_second"]) == (1.0, 8.5)
-    assert (found["ttft_ms"]["mean"], found["tpot_ms"]["mean"], found["itl_ms"]["p50"]) == (1500.0, 500.0, 500.0)
+    assert (found["ttft_ms"]["mean"], found["tpot_ms"]["mean"], found["itl_ms"]["p50"]) == (
+        1500.0,
+        500.0,
+        500.0,
+    )
     assert found["e2e_ms"]["max"] == 3000.0
 
 
@@ -301,18 +391,32 @@ def test_latency_runs_batch_after_batch(tmp_path):
 
 def test_throughput_runs_all_at_once(tmp_path):
     (tmp_path / "lines.txt").write_text("She looked at him and said\nIt was\n")
-    printed = run("bench", "throughput", "--num-prompts", 5, "--dataset", tmp_path / "lines.txt", *SMALL)
+    printed = run(
+        "bench", "throughput", "--num-prompts", 5, "--dataset", tmp_path / "lines.txt", *SMALL
+    )
     assert "5 requests in" in printed and "at most 5 at once" in printed and "15 out" in printed
 
 
 def test_messages_need_a_server(wrong, tmp_path):
     (tmp_path / "asks.jsonl").write_text('{"messages": [{"role": "user", "content": "Hi"}]}\n')
     told = wrong("bench", "throughput", "--dataset", tmp_path / "asks.jsonl", *SMALL)
-    assert told == "atomc: a dataset with messages needs a server, which applies the chat template: atomc bench serve"
+    assert (
+        told == "atomc: a dataset with messages needs a server, which applies the chat template: "
+        "atomc bench serve"
+    )
 
 
 def test_startup_tells_a_cold_start_from_a_warm_one_and_where_the_seconds_went(tmp_path):
-    printed = run("bench", "startup", "--json", tmp_path / "s.json", "--options", "glue=eager", "--max-num-seqs", 2)
+    printed = run(
+        "bench",
+        "startup",
+        "--json",
+        tmp_path / "s.json",
+        "--options",
+        "glue=eager",
+        "--max-num-seqs",
+        2,
+    )
     cold, warm = json.loads((tmp_path / "s.json").read_text())["starts"]
     assert (cold["way"], warm["way"]) == ("cold", "warm")
     parts = {"python", "import", "load", "compile", "allocate", "warm up", "first token", "rest"}

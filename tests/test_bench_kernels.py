@@ -1,4 +1,6 @@
-"""bench/kernels.py times kernels where there is no GPU, too, and says why a provider has none for a case."""
+"""bench/kernels.py times kernels where there is no GPU, too, and says why a provider has none for a
+case.
+"""
 
 import importlib.util
 import json
@@ -34,13 +36,36 @@ def test_a_kernel_for_other_numbers_of_tokens_is_named_as_the_reason(
     assert bench.serving(case, arguments, 2, "zentorch") == "zentorch has no linear"
 
 
-def test_a_small_selection_is_timed(bench: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_small_selection_is_timed(
+    bench: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(bench, "ROTATED_BYTES", 1)
     monkeypatch.setattr(bench, "copy_bandwidth", lambda: 1e9)
-    monkeypatch.setattr(sys, "argv", ["kernels.py", "--provider", "torch", "--ops", "rms_norm", "kv_write", "--tokens",
-                                      "3", "--hidden", "1024", "--json", str(tmp_path / "times.json")])  # fmt: skip
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        [
+            "kernels.py",
+            "--provider",
+            "torch",
+            "--ops",
+            "rms_norm",
+            "kv_write",
+            "--tokens",
+            "3",
+            "--hidden",
+            "1024",
+            "--json",
+            str(tmp_path / "times.json"),
+        ],
+    )
     bench.main()
-    lines = {line["op"]: line for line in json.loads((tmp_path / "times.json").read_text())["lines"]}
+    lines = {
+        line["op"]: line for line in json.loads((tmp_path / "times.json").read_text())["lines"]
+    }
     assert set(lines) == {"rms_norm", "kv_write"}
     assert all("us" in line or "refused" in line for line in lines.values())
-    assert lines["rms_norm"]["bytes"] == 2 * (3 * 1024 + 1024 + 3 * 1024) and "library_us" in lines["rms_norm"]
+    assert (
+        lines["rms_norm"]["bytes"] == 2 * (3 * 1024 + 1024 + 3 * 1024)
+        and "library_us" in lines["rms_norm"]
+    )

@@ -1,4 +1,6 @@
-"""What keeps a rewrite from firing is named: a table of rewrites and blockers, the first reason asserted in each cell."""
+"""What keeps a rewrite from firing is named: a table of rewrites and blockers, the first reason
+asserted in each cell.
+"""
 
 import re
 from collections.abc import Callable
@@ -18,7 +20,8 @@ from atomc import ops, passes
 from atomc.compiler.pipeline import register_pass
 
 functional, GROUP = torch.ops._c10d_functional, one_process_group()
-# T tokens, N query heads, K key/value heads, D row width, I inner width, H rotated columns of a partial rotation.
+# T tokens, N query heads, K key/value heads, D row width, I inner width, H rotated columns of a
+# partial rotation.
 T, N, K, D, I, H = 6, 4, 2, 16, 24, 8  # noqa: E741
 RANDOM = torch.Generator().manual_seed(0)
 
@@ -29,7 +32,15 @@ def rand(*shape: int) -> Tensor:
 
 X, R, W, B = rand(T, D), rand(T, D), rand(D), rand(D)
 GATE, UP = rand(T, I), rand(T, I)
-Q, KEYS, V, QW, KW, COS, SIN = rand(T, N, D), rand(T, K, D), rand(T, K, D), rand(D), rand(D), rand(T, 1, D), rand(T, 1, D)
+Q, KEYS, V, QW, KW, COS, SIN = (
+    rand(T, N, D),
+    rand(T, K, D),
+    rand(T, K, D),
+    rand(D),
+    rand(D),
+    rand(T, 1, D),
+    rand(T, 1, D),
+)
 KV = ops.kv_state(K, D).bfloat16()
 NORM = X, W
 ADD_NORM = X, R, W
@@ -62,8 +73,14 @@ def heads_mixed(x: Tensor) -> Tensor:
     return x.transpose(0, 1).reshape(x.shape)
 
 
-def normed(x: Tensor, w: Tensor, eps: float = 1e-6, dim: int = -1, cast: bool = True,
-           before_weight: Callable[[Tensor], Tensor] = same) -> Tensor:  # fmt: skip
+def normed(
+    x: Tensor,
+    w: Tensor,
+    eps: float = 1e-6,
+    dim: int = -1,
+    cast: bool = True,
+    before_weight: Callable[[Tensor], Tensor] = same,
+) -> Tensor:
     x_f32 = x.float()
     y = x_f32 * torch.rsqrt(x_f32.pow(2).mean(dim, keepdim=True) + eps)
     return w * before_weight(y.to(x.dtype) if cast else y)
@@ -105,17 +122,27 @@ def rotate_half(x: Tensor, dim: int = -1) -> Tensor:
     return torch.cat((-b, a), dim)
 
 
-def rotated(x: Tensor, cos: Tensor, sin: Tensor, dim: int = -1, between: Callable[[Tensor], Tensor] = same) -> Tensor:
+def rotated(
+    x: Tensor, cos: Tensor, sin: Tensor, dim: int = -1, between: Callable[[Tensor], Tensor] = same
+) -> Tensor:
     return x * cos + between(rotate_half(x, dim)) * sin
 
 
-def partly_rotated(x: Tensor, cos: Tensor, sin: Tensor, rest: Callable[[Tensor], Tensor] = same,
-                   between: Callable[[Tensor], Tensor] = same, dim: int = -1) -> Tensor:  # fmt: skip
+def partly_rotated(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    rest: Callable[[Tensor], Tensor] = same,
+    between: Callable[[Tensor], Tensor] = same,
+    dim: int = -1,
+) -> Tensor:
     return torch.cat((between(rotated(x[..., :H], cos, sin)), rest(x[..., H:])), dim)
 
 
 def repeated(x: Tensor, dim: int = 2) -> Tensor:
-    """[B, K, T, D] -> [B, T, N, D]; over dim 2 each head is followed by its copies, over dim 1 by the next head."""
+    """[B, K, T, D] -> [B, T, N, D]; over dim 2 each head is followed by its copies, over dim 1 by
+    the next head.
+    """
     shape = list(x.shape)
     shape.insert(dim, N // K)
     return x.unsqueeze(dim).expand(shape).reshape(-1, N, T, D).transpose(1, 2)
@@ -126,10 +153,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, kv: Tensor | None = None) -> Tensor:
 
 
 def qk_attention(
-    after_norm: Callable[[Tensor], Tensor] = same, after_rope: Callable[[Tensor], Tensor] = same,
-    value: Callable[[Tensor], Tensor] = same, **k_norm: Any,
-) -> Callable[..., Tensor]:  # fmt: skip
-    """Attention behind the q/k norms and the rotation; the keyword arguments go to the norm of k."""
+    after_norm: Callable[[Tensor], Tensor] = same,
+    after_rope: Callable[[Tensor], Tensor] = same,
+    value: Callable[[Tensor], Tensor] = same,
+    **k_norm: Any,
+) -> Callable[..., Tensor]:
+    """Attention behind the q/k norms and the rotation; the keyword arguments go to the norm of
+    k.
+    """
 
     def function(q, k, v, qw, kw, cos, sin, kv=None):
         q = rotated(after_norm(normed(q, qw)), cos, sin)
@@ -139,12 +170,16 @@ def qk_attention(
 
 
 def rope_attention(
-    after_rope: Callable[[Tensor], Tensor] = same, value: Callable[[Tensor], Tensor] = same, **rotation: Any
+    after_rope: Callable[[Tensor], Tensor] = same,
+    value: Callable[[Tensor], Tensor] = same,
+    **rotation: Any,
 ) -> Callable[..., Tensor]:
     """Attention behind the rotation; the keyword arguments go to the rotation of k."""
 
     def function(q, k, v, cos, sin, kv):
-        return attend(rotated(q, cos, sin), after_rope(rotated(k, cos, sin, **rotation)), value(v), kv)
+        return attend(
+            rotated(q, cos, sin), after_rope(rotated(k, cos, sin, **rotation)), value(v), kv
+        )
 
     return function
 
@@ -267,7 +302,9 @@ def rope_write_of_v_as_keys(q, k, v, cos, sin, kv):
 
 @dataclass(frozen=True)
 class Cell:
-    """A function that the rewrite must leave alone, and the first reason it must give (patterns of its sentence)."""
+    """A function that the rewrite must leave alone, and the first reason it must give (patterns of
+    its sentence).
+    """
 
     function: Callable[..., Any]
     inputs: tuple[Tensor, ...]
@@ -277,17 +314,37 @@ class Cell:
     of: str = ""  # the earlier rewrite that missed first, if that is the reason
 
 
-BLOCKERS = ("extra user", "mutation", "view that changes meaning", "device", "eps differs", "not the last dim",
-            "dtype promotion", "operand order", "missing cast")  # fmt: skip
-DOUBLED, MOVED, READ_TOO = r"^mul\(other=2\).* in between", r"^to\(.*device=meta\).* in between", "^abs .* reads it too"
+BLOCKERS = (
+    "extra user",
+    "mutation",
+    "view that changes meaning",
+    "device",
+    "eps differs",
+    "not the last dim",
+    "dtype promotion",
+    "operand order",
+    "missing cast",
+)
+DOUBLED, MOVED, READ_TOO = (
+    r"^mul\(other=2\).* in between",
+    r"^to\(.*device=meta\).* in between",
+    "^abs .* reads it too",
+)
 OTHER_DIM = "attribute", r"mean with dim=\(-1,\)", r"^dim=\(-2,\)"
 NO_CAST = "missing cast", "^a cast to bfloat16", "^mul .* used as it is, in float32"
 COMMUTES = "n/a: both operands of each of its ops may change places"
 CACHE_DEVICE = "n/a: the caches are made where the keys are"
-KEPT, ONE_OPERAND = "n/a: a norm that others read is written too", "n/a: a quantizer reads one tensor"
-PAD_OF_ADD, NORM_OF_SUM = "constant_pad_nd.* reading .*add_rms_norm", "rms_norm.* reading all_reduce"
+KEPT, ONE_OPERAND = (
+    "n/a: a norm that others read is written too",
+    "n/a: a quantizer reads one tensor",
+)
+PAD_OF_ADD, NORM_OF_SUM = (
+    "constant_pad_nd.* reading .*add_rms_norm",
+    "rms_norm.* reading all_reduce",
+)
 QUANT_OF_NORM, QUANT_OF_ADD, QUANT_OF_GATED = (
-    f"quant_fp8_per_token.* reading .*{op}" for op in ("rms_norm", "add_rms_norm", "silu_and_mul"))
+    f"quant_fp8_per_token.* reading .*{op}" for op in ("rms_norm", "add_rms_norm", "silu_and_mul")
+)
 NO_EPS, ONE_EPS, NO_CASTS = "n/a: it has no eps", "n/a: it has one eps", "n/a: it has no cast"
 
 TABLE: dict[str, dict[str, Cell | str]] = {
@@ -599,9 +656,18 @@ TABLE: dict[str, dict[str, Cell | str]] = {
         "missing cast": NO_CASTS,
     },
 }  # fmt: skip
-TABLE |= {rewrite: {blocker: cell if isinstance(cell, str) else Cell(*cell) for blocker, cell in row.items()}
-          for rewrite, row in ROWS.items()}  # fmt: skip
-REAL = [(rewrite, blocker) for rewrite, row in TABLE.items() for blocker, cell in row.items() if isinstance(cell, Cell)]
+TABLE |= {
+    rewrite: {
+        blocker: cell if isinstance(cell, str) else Cell(*cell) for blocker, cell in row.items()
+    }
+    for rewrite, row in ROWS.items()
+}
+REAL = [
+    (rewrite, blocker)
+    for rewrite, row in TABLE.items()
+    for blocker, cell in row.items()
+    if isinstance(cell, Cell)
+]
 
 
 def test_every_rewrite_has_its_row_and_every_cell_is_a_case_or_says_why_not():
@@ -626,5 +692,6 @@ def test_the_blocked_rewrite_does_not_fire_and_names_the_blocker(rewrite, blocke
     assert re.search(cell.kind, first.kind) and re.search(cell.expected, first.expected), first
     assert re.search(cell.found, first.found), first
     assert first.source.startswith(("test_blockers.py:", "latent_blockers.py:"))
-    # The one sentence that a user reads says the same, though the reason may lie in an earlier rewrite.
+    # The one sentence that a user reads says the same, though the reason may lie in an earlier
+    # rewrite.
     assert first.text() in report.why(rewrite)

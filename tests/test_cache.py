@@ -1,4 +1,6 @@
-"""A second start finds on disk what the first one compiled; and never what something else compiled."""
+"""A second start finds on disk what the first one compiled; and never what something else
+compiled.
+"""
 
 import dataclasses
 import hashlib
@@ -26,9 +28,20 @@ from atomc.options import Options
 from atomc.program import compile_model
 from atomc.report.records import CacheOutcome
 
-TINY = dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3", vocab_size=64, hidden_size=32, intermediate_size=48,
-            num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=64,
-            rms_norm_eps=1e-6, hidden_act="silu")  # fmt: skip
+TINY = dict(
+    architectures=["Qwen3ForCausalLM"],
+    model_type="qwen3",
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=64,
+    rms_norm_eps=1e-6,
+    hidden_act="silu",
+)
 
 
 class Block(nn.Module):
@@ -43,7 +56,10 @@ class Block(nn.Module):
 
     def forward(self, x):
         x = self.norm(x)
-        q, k, v = (linear(x).unflatten(-1, (-1, 8)).transpose(-2, -3) for linear in (self.q, self.k, self.v))
+        q, k, v = (
+            linear(x).unflatten(-1, (-1, 8)).transpose(-2, -3)
+            for linear in (self.q, self.k, self.v)
+        )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return torch.sin(y.transpose(-2, -3).flatten(-2)) + x
 
@@ -53,13 +69,17 @@ X = torch.linspace(-1, 1, 6 * 32).view(1, 6, 32)
 
 @pytest.fixture
 def start(tmp_path):
-    """start(model, ...): what the model returns when compiled as by a new process, and the report."""
+    """start(model, ...): what the model returns when compiled as by a new process, and the
+    report.
+    """
 
     def run(model, *args, folder=tmp_path, dynamic=None, **options):
         torch._dynamo.reset()
         chosen = {"glue": "eager", "cache": True, "cache_dir": str(folder), **options}
         with torch.inference_mode():
-            out = torch.compile(model, backend="atom", options=chosen, dynamic=dynamic)(*(args or (X,)))
+            out = torch.compile(model, backend="atom", options=chosen, dynamic=dynamic)(
+                *(args or (X,))
+            )
         return out, atomc.reports()[-1]
 
     return run
@@ -145,7 +165,9 @@ def test_an_input_that_is_written_is_written_by_a_hit_too(start):
 
 def test_an_own_model_and_a_stock_one_start_warm(start):
     transformers = pytest.importorskip("transformers")
-    config = transformers.Qwen3Config(**{k: v for k, v in TINY.items() if k not in ("architectures", "model_type")})
+    config = transformers.Qwen3Config(
+        **{k: v for k, v in TINY.items() if k not in ("architectures", "model_type")}
+    )
     ids = torch.arange(5)[None]
     outs = []
     for cached in ("miss", "hit"):
@@ -172,8 +194,15 @@ def test_the_program_of_the_runtime_starts_warm(tmp_path):
         block_size = 64
         program.bind([spec.allocate(2, block_size, "cpu") for spec in program.specs])
         group = GroupStep(ids + block_size, torch.tensor([[1]], dtype=torch.int32))
-        step = Step(ids, ids, torch.tensor([0, 5], dtype=torch.int32), torch.tensor([5], dtype=torch.int32), ids, (group,),
-                    torch.zeros(1, dtype=torch.int64))  # fmt: skip
+        step = Step(
+            ids,
+            ids,
+            torch.tensor([0, 5], dtype=torch.int32),
+            torch.tensor([5], dtype=torch.int32),
+            ids,
+            (group,),
+            torch.zeros(1, dtype=torch.int64),
+        )
         outs.append(program(step))
     assert torch.equal(*outs)
 
@@ -228,7 +257,10 @@ def test_a_kernel_that_depends_on_variables_around_it_switches_the_cache_off(sta
         found, report = start(nn.RMSNorm(32).eval().requires_grad_(False))
     finally:
         REGISTRY["rms_norm"].kernels.pop()
-    assert report.cache.startswith("off: ") and "it depends on variables of the enclosing function" in report.cache
+    assert (
+        report.cache.startswith("off: ")
+        and "it depends on variables of the enclosing function" in report.cache
+    )
     torch.testing.assert_close(found, 3 * F.rms_norm(X, (32,), eps=torch.finfo(torch.float32).eps))
 
 
@@ -239,11 +271,18 @@ def test_a_damaged_entry_is_rebuilt_with_one_line(start, tmp_path, damage, caplo
     whole = entry.read_bytes()
     if damage == "what it refers to":  # a kernel that is gone, under a right checksum
         rest = whole.partition(b"\n")[2].replace(b"attention", b"attentoin")
-        entry.write_bytes(b"atomc-cache 1 " + hashlib.sha256(rest).hexdigest().encode() + b"\n" + rest)
+        entry.write_bytes(
+            b"atomc-cache 1 " + hashlib.sha256(rest).hexdigest().encode() + b"\n" + rest
+        )
     else:
         middle = len(whole) // 2
-        entry.write_bytes({"a byte": whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1:],
-                           "the end": whole[:middle], "everything": b""}[damage])  # fmt: skip
+        entry.write_bytes(
+            {
+                "a byte": whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :],
+                "the end": whole[:middle],
+                "everything": b"",
+            }[damage]
+        )
     with caplog.at_level(logging.WARNING, "atomc"):
         found, report = start(Block())
     assert report.cache.startswith("miss: the entry was damaged and is rebuilt: ")
@@ -258,7 +297,9 @@ def test_what_depends_on_packs_of_another_graph_is_not_kept(start, tmp_path):
     two.q.weight = one.q.weight
     _, first = start(one)
     _, second = start(lambda x: two(x) * 2)
-    assert first.cached == CacheOutcome("miss", "the cache is empty") and len(entries(tmp_path)) == 1
+    assert (
+        first.cached == CacheOutcome("miss", "the cache is empty") and len(entries(tmp_path)) == 1
+    )
     (reason,) = {miss.found for miss in second.near if miss.kind == "packed"}
     assert second.cached == CacheOutcome("miss", "no entry for this graph", reason)
 
@@ -296,7 +337,9 @@ def test_beyond_the_cap_what_was_not_used_for_longest_goes(tmp_path):
         os.utime(entry.path, (time.time() - 100 + age,) * 2)
     assert many[0].read()["i"] == 0  # now the last used
     size = many[0].path.stat().st_size
-    store.Entry({"graph": "new"}, options(tmp_path, 3 * size + size // 2)).write({"i": 3, "bulk": "x" * 1000})
+    store.Entry({"graph": "new"}, options(tmp_path, 3 * size + size // 2)).write(
+        {"i": 3, "bulk": "x" * 1000}
+    )
     assert [entry.read() is not None for entry in many] == [True, False, True]
     assert store.usage(options(tmp_path)).entries == 3
 
@@ -379,10 +422,20 @@ print(json.dumps({
 
 
 def process(folder, seed, glue="inductor"):
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), "PYTHONHASHSEED": seed,
-                   "ATOMC_CACHE": "1", "ATOMC_CACHE_DIR": str(folder / "atomc")}  # fmt: skip
-    return subprocess.Popen([sys.executable, "-c", PROGRAM, glue], env=environment, stdout=subprocess.PIPE,
-                            stderr=subprocess.PIPE, text=True)  # fmt: skip
+    environment = {
+        **os.environ,
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+        "PYTHONHASHSEED": seed,
+        "ATOMC_CACHE": "1",
+        "ATOMC_CACHE_DIR": str(folder / "atomc"),
+    }
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, glue],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 def said(running):

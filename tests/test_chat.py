@@ -1,4 +1,6 @@
-"""Chat templates: the same text as in transformers, and clear errors for templates or messages that cannot be rendered."""
+"""Chat templates: the same text as in transformers, and clear errors for templates or messages that
+cannot be rendered.
+"""
 
 import contextlib
 import json
@@ -182,13 +184,36 @@ SYSTEM = {"role": "system", "content": "Answer briefly."}
 ASSISTANT = {"role": "assistant", "content": "Which month?"}
 THOUGHT = {"role": "assistant", "content": "20", "reasoning_content": "\nMay is mild.\n"}
 ARGUMENTS = {"city": "Malm\u00f6", "days": [1, 2], "exact": True}
-CALL = {"role": "assistant", "content": None, "tool_calls": [
-    {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": json.dumps(ARGUMENTS)}}]}  # fmt: skip
+CALL = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [
+        {
+            "id": "call_1",
+            "type": "function",
+            "function": {"name": "weather", "arguments": json.dumps(ARGUMENTS)},
+        }
+    ],
+}
 ANSWER = {"role": "tool", "tool_call_id": "call_1", "content": '{"celsius": 20}'}
-TOOLS = [{"type": "function", "function": {"name": "weather", "description": "The weather's \"state\".", "parameters": {
-    "type": "object", "required": ["city"], "properties": {
-        "city": {"type": "string"}, "days": {"type": "array", "items": {"type": "integer"}},
-        "unit": {"type": "string", "enum": ["C", "F"]}}}}}]  # fmt: skip
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": 'The weather\'s "state".',
+            "parameters": {
+                "type": "object",
+                "required": ["city"],
+                "properties": {
+                    "city": {"type": "string"},
+                    "days": {"type": "array", "items": {"type": "integer"}},
+                    "unit": {"type": "string", "enum": ["C", "F"]},
+                },
+            },
+        },
+    }
+]
 CONVERSATIONS = {
     "one": ([USER], None, {}),
     "more": ([USER, ASSISTANT, USER], None, {}),
@@ -207,12 +232,18 @@ SPECIAL = {"bos_token": "<bos>", "eos_token": "<eos>"}
 def theirs():
     """The text that transformers renders, or None if the template raises."""
     transformers = pytest.importorskip("transformers")
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(PATH / "tokenizer.json"), **SPECIAL)
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(PATH / "tokenizer.json"), **SPECIAL
+    )
 
     def rendered(template, messages, tools, kwargs):
         try:
             return tokenizer.apply_chat_template(
-                messages, tools, chat_template=template, tokenize=False, **{"add_generation_prompt": True} | kwargs
+                messages,
+                tools,
+                chat_template=template,
+                tokenize=False,
+                **{"add_generation_prompt": True} | kwargs,
             )
         except Exception:
             return None
@@ -225,35 +256,51 @@ def with_objects(message):
     if "tool_calls" not in message:
         return message
     (call,) = message["tool_calls"]
-    return message | {"tool_calls": [call | {"function": call["function"] | {"arguments": ARGUMENTS}}]}
+    return message | {
+        "tool_calls": [call | {"function": call["function"] | {"arguments": ARGUMENTS}}]
+    }
 
 
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
 @pytest.mark.parametrize("family", TEMPLATES)
 def test_a_template_renders_as_in_transformers(theirs, family, conversation):
     messages, tools, kwargs = CONVERSATIONS[conversation]
-    expected = theirs(TEMPLATES[family], [with_objects(message) for message in messages], tools, kwargs)
+    expected = theirs(
+        TEMPLATES[family], [with_objects(message) for message in messages], tools, kwargs
+    )
     template = ChatTemplate(TEMPLATES[family], SPECIAL)
     if expected is None:
-        with pytest.raises(ValueError, match=r"the chat template (rejected|failed on) the messages"):
+        with pytest.raises(
+            ValueError, match=r"the chat template (rejected|failed on) the messages"
+        ):
             template.render(messages, tools, **kwargs)
     else:
         assert template.render(messages, tools, **kwargs) == expected
 
 
 def test_most_of_these_conversations_are_rendered_and_not_refused(theirs):
-    texts = [theirs(template, [with_objects(message) for message in messages], tools, kwargs)
-             for template in TEMPLATES.values() for messages, tools, kwargs in CONVERSATIONS.values()]  # fmt: skip
+    texts = [
+        theirs(template, [with_objects(message) for message in messages], tools, kwargs)
+        for template in TEMPLATES.values()
+        for messages, tools, kwargs in CONVERSATIONS.values()
+    ]
     assert sum(text is None for text in texts) <= 9
 
 
 def test_arguments_are_a_text_for_a_template_that_joins_them():
     text = json.dumps(ARGUMENTS)
-    assert ChatTemplate(DEEPSEEK, SPECIAL).render([USER, CALL]).endswith(f"<call>weather\n```json\n{text}\n```")
+    assert (
+        ChatTemplate(DEEPSEEK, SPECIAL)
+        .render([USER, CALL])
+        .endswith(f"<call>weather\n```json\n{text}\n```")
+    )
 
 
 def test_arguments_that_are_not_json_stay_as_the_model_wrote_them():
-    call = {"role": "assistant", "tool_calls": [{"function": {"name": "weather", "arguments": '{"city": '}}]}
+    call = {
+        "role": "assistant",
+        "tool_calls": [{"function": {"name": "weather", "arguments": '{"city": '}}],
+    }
     assert '"arguments": {"city": }\n</tool_call>' in ChatTemplate(QWEN).render([USER, call])
 
 
@@ -268,8 +315,13 @@ def test_a_template_that_fails_is_an_error_with_the_reason():
 
 
 def test_text_parts_become_one_text():
-    parts = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
-    assert ChatTemplate(CHATML).render([parts]) == ChatTemplate(CHATML).render([{"role": "user", "content": "a\nb"}])
+    parts = {
+        "role": "user",
+        "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+    }
+    assert ChatTemplate(CHATML).render([parts]) == ChatTemplate(CHATML).render(
+        [{"role": "user", "content": "a\nb"}]
+    )
 
 
 def test_developer_is_system_for_a_template_that_does_not_know_it():
@@ -284,8 +336,16 @@ def test_developer_is_system_for_a_template_that_does_not_know_it():
         ([], {}, "messages is empty"),
         (["hello"], {}, "a message is 'hello', expected an object with a role"),
         ([{"content": "x"}], {}, "expected an object with a role"),
-        ([{"role": "user", "content": 3}], {}, "the content of a message is a int, expected a string or a list of parts"),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], {}, "a content part of type 'image_url' is not supported"),
+        (
+            [{"role": "user", "content": 3}],
+            {},
+            "the content of a message is a int, expected a string or a list of parts",
+        ),
+        (
+            [{"role": "user", "content": [{"type": "image_url"}]}],
+            {},
+            "a content part of type 'image_url' is not supported",
+        ),
         ([USER], {"bos_token": "x"}, "chat_template_kwargs cannot set 'bos_token'"),
         ([USER], {"messages": []}, "chat_template_kwargs cannot set 'messages'"),
         ([USER], {"tools": []}, "chat_template_kwargs cannot set 'tools'"),
@@ -325,7 +385,9 @@ def test_a_namespace_may_have_a_name_called_self():
 
 
 def test_an_invalid_template_is_reported_with_its_line():
-    with pytest.raises(ValueError, match="the chat template 'default' is not valid Jinja: line 2: "):
+    with pytest.raises(
+        ValueError, match="the chat template 'default' is not valid Jinja: line 2: "
+    ):
         ChatTemplate("a\n{% if %}")
 
 
@@ -342,7 +404,11 @@ def folder_with(path, config=None, **files):
 
 
 def test_the_text_in_tokenizer_config_is_found_with_special_tokens_of_both_spellings(tmp_path):
-    config = {"chat_template": "{{ bos_token + eos_token }}", "bos_token": "<s>", "eos_token": {"content": "</s>"}}
+    config = {
+        "chat_template": "{{ bos_token + eos_token }}",
+        "bos_token": "<s>",
+        "eos_token": {"content": "</s>"},
+    }
     assert load_chat_template(folder_with(tmp_path, config)).render([USER]) == "<s></s>"
 
 
@@ -352,14 +418,19 @@ def test_a_template_file_takes_precedence_over_tokenizer_config(tmp_path):
 
 
 def test_the_users_template_file_takes_precedence(tmp_path):
-    folder = folder_with(tmp_path, {"chat_template": "config", "bos_token": "<s>"}, mine_jinja="mine {{ bos_token }}")
+    folder = folder_with(
+        tmp_path, {"chat_template": "config", "bos_token": "<s>"}, mine_jinja="mine {{ bos_token }}"
+    )
     assert load_chat_template(folder, tmp_path / "mine.jinja").render([USER]) == "mine <s>"
 
 
 @pytest.mark.parametrize("where", ["config", "files"])
 def test_the_template_for_tools_is_taken_with_tools_only(tmp_path, where):
     if where == "config":
-        named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
+        named = [
+            {"name": "default", "template": "plain"},
+            {"name": "tool_use", "template": "tools"},
+        ]
         template = load_chat_template(folder_with(tmp_path, {"chat_template": named}))
     else:
         more = {"additional_chat_templates__tool_use_jinja": "tools"}
@@ -383,12 +454,16 @@ def test_a_template_of_the_wrong_type_is_reported(tmp_path):
 
 def test_named_templates_without_a_default_are_reported(tmp_path):
     named = [{"name": "rag", "template": "x"}]
-    with pytest.raises(ValueError, match=r"chat templates are \['rag'\], expected one named 'default'"):
+    with pytest.raises(
+        ValueError, match=r"chat templates are \['rag'\], expected one named 'default'"
+    ):
         load_chat_template(folder_with(tmp_path, {"chat_template": named})).render([USER])
 
 
 def test_the_demo_can_be_talked_to():
-    text = load_chat_template(PATH).render([SYSTEM, USER | {"content": "She said"}, {"role": "assistant", "content": None}])
+    text = load_chat_template(PATH).render(
+        [SYSTEM, USER | {"content": "She said"}, {"role": "assistant", "content": None}]
+    )
     assert text == "Answer briefly.\n\nShe said\n\n\n\n"
 
 
@@ -396,7 +471,9 @@ def test_the_bos_that_a_template_writes_is_the_only_one():
     tokenizers = pytest.importorskip("tokenizers")
     tokenizer = tokenizers.Tokenizer.from_file(str(PATH / "tokenizer.json"))
     end = "<|endoftext|>"
-    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(single=f"{end} $A", special_tokens=[(end, 0)])
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single=f"{end} $A", special_tokens=[(end, 0)]
+    )
     text = ChatTemplate(GEMMA, {"bos_token": end}).render([USER])
     assert tokenizer.encode(text).ids[:2] == [0, 0]
     assert tokenizer.encode(text, add_special_tokens=False).ids[0] == 0

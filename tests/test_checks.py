@@ -1,4 +1,6 @@
-"""The checks that refusals are made of: what each refuses, by which code, and that none adds a guard to a graph."""
+"""The checks that refusals are made of: what each refuses, by which code, and that none adds a
+guard to a graph.
+"""
 
 import pytest
 import torch
@@ -14,36 +16,78 @@ X, HALF = torch.ones(2, 3, 8), torch.ones(2, 3, 8, dtype=torch.bfloat16)
 CACHE = torch.ones(4, 16, 2, 8)
 
 
-@pytest.mark.parametrize(("found", "expected"), [
-    (checks.unlike(checks.HALVES, q=HALF, bias=None), None),
-    (checks.unlike(checks.HALVES, q=X),
-     Refusal("dtype", "q is torch.float32: written for torch.bfloat16 or torch.float16")),
-    (checks.unlike((torch.float32,), q=X, k=HALF),
-     Refusal("dtype", "q is torch.float32, k is torch.bfloat16: written for torch.float32, all alike")),
-    (checks.unlike(checks.FLOATS, q=X, k=HALF), Refusal("dtype", "q is torch.float32, k is torch.bfloat16: written for "
-     "torch.bfloat16 or torch.float16 or torch.float32, all alike")),
-    (checks.wrong_rank((2, 3), q=X), None),
-    (checks.wrong_rank((4,), q=X), Refusal("shape", "q has 3 dimensions: written for 4")),
-    (checks.unlike_shapes(X, residual=None, up=X[:1]), Refusal("shape", "up is [1, 3, 8], expected [2, 3, 8]")),
-    (checks.unaligned_heads(X, X[..., :4], 128),
-     Refusal("shape", "heads of 8 and 4: written for multiples of 8 up to 128")),
-    (checks.strided(q=X, k=X.transpose(1, 2)), Refusal("layout", "the last dimension of k is not contiguous")),
-    (checks.scattered_slots(torch.arange(8)), None),
-    (checks.scattered_slots(torch.arange(8)[::2]), Refusal("layout", "slots are not one contiguous row")),
-    (checks.scattered_blocks(CACHE), None),
-    (checks.scattered_blocks(CACHE, CACHE[:, :8]), Refusal("layout", "the blocks of the cache do not follow each other")),
-    (checks.unsupported("it", mask=None, window=0, softcap=0.0), None),
-    (checks.unsupported("it", sinks=torch.zeros(1)), Refusal("argument", "it takes no sinks")),
-    (checks.unknown(("a", "b"), style="c"), Refusal("argument", "style 'c' is not one of ('a', 'b')")),
-    (checks.odd_group(64, 16), None),
-    (checks.odd_group(8, 16), Refusal("shape", "groups of 8 columns: written for powers of two from 16 on")),
-    (checks.older_than((8, 9), Platform.named("h200"), "it runs"), None),
-    (checks.older_than((8, 9), Platform.named("sm80"), "it runs"),
-     Refusal("hardware", "it runs on NVIDIA GPUs from sm89 on")),
-    (checks.older_than((8, 9), Platform.named("gfx950"), "it runs"),
-     Refusal("hardware", "it runs on NVIDIA GPUs from sm89 on")),
-])  # fmt: skip
-def test_a_check_returns_its_refusal_or_nothing(found: Refusal | None, expected: Refusal | None) -> None:
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        (checks.unlike(checks.HALVES, q=HALF, bias=None), None),
+        (
+            checks.unlike(checks.HALVES, q=X),
+            Refusal("dtype", "q is torch.float32: written for torch.bfloat16 or torch.float16"),
+        ),
+        (
+            checks.unlike((torch.float32,), q=X, k=HALF),
+            Refusal(
+                "dtype",
+                "q is torch.float32, k is torch.bfloat16: written for torch.float32, all alike",
+            ),
+        ),
+        (
+            checks.unlike(checks.FLOATS, q=X, k=HALF),
+            Refusal(
+                "dtype",
+                "q is torch.float32, k is torch.bfloat16: written for "
+                "torch.bfloat16 or torch.float16 or torch.float32, all alike",
+            ),
+        ),
+        (checks.wrong_rank((2, 3), q=X), None),
+        (checks.wrong_rank((4,), q=X), Refusal("shape", "q has 3 dimensions: written for 4")),
+        (
+            checks.unlike_shapes(X, residual=None, up=X[:1]),
+            Refusal("shape", "up is [1, 3, 8], expected [2, 3, 8]"),
+        ),
+        (
+            checks.unaligned_heads(X, X[..., :4], 128),
+            Refusal("shape", "heads of 8 and 4: written for multiples of 8 up to 128"),
+        ),
+        (
+            checks.strided(q=X, k=X.transpose(1, 2)),
+            Refusal("layout", "the last dimension of k is not contiguous"),
+        ),
+        (checks.scattered_slots(torch.arange(8)), None),
+        (
+            checks.scattered_slots(torch.arange(8)[::2]),
+            Refusal("layout", "slots are not one contiguous row"),
+        ),
+        (checks.scattered_blocks(CACHE), None),
+        (
+            checks.scattered_blocks(CACHE, CACHE[:, :8]),
+            Refusal("layout", "the blocks of the cache do not follow each other"),
+        ),
+        (checks.unsupported("it", mask=None, window=0, softcap=0.0), None),
+        (checks.unsupported("it", sinks=torch.zeros(1)), Refusal("argument", "it takes no sinks")),
+        (
+            checks.unknown(("a", "b"), style="c"),
+            Refusal("argument", "style 'c' is not one of ('a', 'b')"),
+        ),
+        (checks.odd_group(64, 16), None),
+        (
+            checks.odd_group(8, 16),
+            Refusal("shape", "groups of 8 columns: written for powers of two from 16 on"),
+        ),
+        (checks.older_than((8, 9), Platform.named("h200"), "it runs"), None),
+        (
+            checks.older_than((8, 9), Platform.named("sm80"), "it runs"),
+            Refusal("hardware", "it runs on NVIDIA GPUs from sm89 on"),
+        ),
+        (
+            checks.older_than((8, 9), Platform.named("gfx950"), "it runs"),
+            Refusal("hardware", "it runs on NVIDIA GPUs from sm89 on"),
+        ),
+    ],
+)
+def test_a_check_returns_its_refusal_or_nothing(
+    found: Refusal | None, expected: Refusal | None
+) -> None:
     assert found == expected
 
 
@@ -53,6 +97,10 @@ def test_checks_of_sizes_and_strides_add_no_guard() -> None:
     with FakeTensorMode(shape_env=shapes) as mode:
         cache: Tensor = mode.from_tensor(CACHE, symbolic_context=context)
         slots = cache.new_empty(cache.shape[0])
-        assert checks.scattered_blocks(cache) or checks.strided(cache=cache) or checks.scattered_slots(slots) is None
+        assert (
+            checks.scattered_blocks(cache)
+            or checks.strided(cache=cache)
+            or checks.scattered_slots(slots) is None
+        )
         assert checks.unlike_shapes(cache, other=cache) is None
     assert shapes.guards == []

@@ -1,4 +1,6 @@
-"""The command line, called in this process: its output, and one line with exit code 2 for user errors."""
+"""The command line, called in this process: its output, and one line with exit code 2 for user
+errors.
+"""
 
 import contextlib
 import io
@@ -55,7 +57,10 @@ def explained():
 
 def figures(table):
     """The sites by rewrite, of the first table."""
-    return {name: int(sites) for name, sites in re.findall(r"^(\w+) +(\d+) ", table.partition("\nop ")[0], re.MULTILINE)}
+    return {
+        name: int(sites)
+        for name, sites in re.findall(r"^(\w+) +(\d+) ", table.partition("\nop ")[0], re.MULTILINE)
+    }
 
 
 def test_generate_writes_the_prompt_and_goes_on(generated):
@@ -64,7 +69,9 @@ def test_generate_writes_the_prompt_and_goes_on(generated):
 
 def test_generate_says_how_fast_it_was_and_what_the_compiler_did(generated):
     assert re.search(r"^\d+\.\d tokens/s$", generated, re.MULTILINE)
-    assert re.search(r"^seconds to start: load \d.*, compile \d.*, warm up \d", generated, re.MULTILINE)
+    assert re.search(
+        r"^seconds to start: load \d.*, compile \d.*, warm up \d", generated, re.MULTILINE
+    )
     rewrites, runs, rest = generated.splitlines()[-3:]
     assert rewrites.startswith("3 layers: ") and rewrites.endswith(" fired")
     expected = {"13 rms_norm", "3 silu_and_mul", "6 add_rms_norm", "3 qk_norm_rope_kv_write"}
@@ -81,7 +88,9 @@ def test_the_demo_writes_the_same_text_each_time_and_another_with_another_seed(g
 
 def test_several_prompts_are_each_continued():
     pytest.importorskip("tokenizers")
-    out = run("generate", "-p", "He said", "-p", "She said", "--max-tokens", 4, "--temperature", 0, "-q")
+    out = run(
+        "generate", "-p", "He said", "-p", "She said", "--max-tokens", 4, "--temperature", 0, "-q"
+    )
     first, second = out.strip().split("\n\n")
     assert first.startswith("He said") and second.startswith("She said")
     assert len(first) > 10 and len(second) > 11
@@ -103,7 +112,14 @@ def test_sampling_follows_the_model_unless_a_flag_says_otherwise(tmp_path):
 
 def test_explain_counts_the_rewrites_of_the_demo_model(explained):
     found = figures(explained)
-    expected = {"rms_norm": 13, "add_rms_norm": 6, "silu_and_mul": 3, "qk_norm_rope": 3, "rope": 6, "linear": 22}
+    expected = {
+        "rms_norm": 13,
+        "add_rms_norm": 6,
+        "silu_and_mul": 3,
+        "qk_norm_rope": 3,
+        "rope": 6,
+        "linear": 22,
+    }
     assert {name: found[name] for name in expected} == expected
 
 
@@ -120,7 +136,9 @@ def test_explain_of_the_runtime_shows_the_cache():
 
 
 def test_explain_knows_machines_that_are_not_here():
-    assert "not torch for" not in run("explain", "--layers", 1, "--platform", "gfx950", "--why", "rms_norm")
+    assert "not torch for" not in run(
+        "explain", "--layers", 1, "--platform", "gfx950", "--why", "rms_norm"
+    )
 
 
 def test_why_answers_for_one_module():
@@ -188,23 +206,51 @@ def test_explain_a_model_of_the_users_shows_each_graph_and_the_break(here):
     [
         (["generate", "/nowhere", "-p", "x"], "/nowhere is neither a directory nor"),
         (["generate", PATH.parent], "this model needs a prompt, such as -p"),
-        (["generate", "--temperature", "-1"], "temperature is -1.0, it must be 0 (greedy) or at least"),
+        (
+            ["generate", "--temperature", "-1"],
+            "temperature is -1.0, it must be 0 (greedy) or at least",
+        ),
         (["generate", "--glue", "best"], "argument --glue: invalid choice: 'best'"),
         (["generate", "--max-model-len", "100000"], "2048"),
         (["explain", "/nowhere"], "/nowhere is neither a directory nor"),
         (["explain", "--layers", "4"], "--layers 4: the model has 3"),
-        (["explain", "--layers", "1", "--why", "nothing"], "no rewrite 'nothing'; rewrites are ['add_layer_norm'"),
+        (
+            ["explain", "--layers", "1", "--why", "nothing"],
+            "no rewrite 'nothing'; rewrites are ['add_layer_norm'",
+        ),
         (["explain", "--module-path", "layers.0"], "--module-path needs --why: set both"),
         (["explain", "--platform", "abacus"], "unknown platform 'abacus'; known are gfx942"),
-        (["explain", "no_such_module:build"], "no_such_module:build: module 'no_such_module' is not in"),
-        (["explain", "users_net:nothing"], "users_net has no function 'nothing'; it has Net, with_inputs, alone, number"),
-        (["explain", "users_net:number"], "users_net:number returned int, expected a module, (module, args)"),
-        (["explain", "users_net:alone", "--quantization", "fp8"], "quantize(model, 'fp8') in users_net:alone"),
-        (["explain", "--dtype", "fp8", "--quantization", "int8"], "--dtype fp8 and --quantization int8 differ"),
-        (["generate", "--quantization", "fp3"], "argument --quantization: invalid choice: 'fp3' (choose from 'fp8',"),
+        (
+            ["explain", "no_such_module:build"],
+            "no_such_module:build: module 'no_such_module' is not in",
+        ),
+        (
+            ["explain", "users_net:nothing"],
+            "users_net has no function 'nothing'; it has Net, with_inputs, alone, number",
+        ),
+        (
+            ["explain", "users_net:number"],
+            "users_net:number returned int, expected a module, (module, args)",
+        ),
+        (
+            ["explain", "users_net:alone", "--quantization", "fp8"],
+            "quantize(model, 'fp8') in users_net:alone",
+        ),
+        (
+            ["explain", "--dtype", "fp8", "--quantization", "int8"],
+            "--dtype fp8 and --quantization int8 differ",
+        ),
+        (
+            ["generate", "--quantization", "fp3"],
+            "argument --quantization: invalid choice: 'fp3' (choose from 'fp8',",
+        ),
         (["explain", "users_net:alone"], "give the inputs of Net(x, scale)"),
         (["explain", "--fast"], "unrecognized arguments: --fast"),
-        (["fly"], "invalid choice: 'fly' (choose from 'generate', 'explain', 'audit', 'diff', 'serve', 'bench', 'doctor')"),
+        (
+            ["fly"],
+            "invalid choice: 'fly' (choose from 'generate', 'explain', 'audit', 'diff', "
+            "'serve', 'bench', 'doctor')",
+        ),
         ([], "the following arguments are required"),
     ],
 )
@@ -226,7 +272,9 @@ def test_a_folder_without_weights_can_be_explained(tmp_path):
 def test_doctor_names_machine_libraries_and_kernels():
     out = run("doctor")
     assert Platform.detect().name in out
-    assert re.search(r"^torch +\S+ +\d+$", out, re.MULTILINE) and re.search(r"^transformers ", out, re.MULTILINE)
+    assert re.search(r"^torch +\S+ +\d+$", out, re.MULTILINE) and re.search(
+        r"^transformers ", out, re.MULTILINE
+    )
 
 
 @pytest.mark.parametrize("command", ["generate", "explain", "serve", "doctor"])
@@ -237,7 +285,10 @@ def test_help_shows_an_example(command, capsys):
 
 
 def test_help_and_version_need_not_import_torch():
-    code = "import sys, atomc.cli\ntry: atomc.cli.main(['--version'])\nexcept SystemExit: print('torch' in sys.modules)"
+    code = (
+        "import sys, atomc.cli\ntry: atomc.cli.main(['--version'])\nexcept SystemExit: "
+        "print('torch' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert re.fullmatch(r"atomc \d+\.\d+\.\d+\nFalse\n", done.stdout)
 
@@ -245,5 +296,7 @@ def test_help_and_version_need_not_import_torch():
 def test_a_reader_that_stops_reading_is_no_error():
     read, write = os.pipe()
     os.close(read)
-    done = subprocess.run([sys.executable, "-m", "atomc", "doctor"], stdout=write, stderr=subprocess.PIPE, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "atomc", "doctor"], stdout=write, stderr=subprocess.PIPE, text=True
+    )
     assert done.stderr == ""

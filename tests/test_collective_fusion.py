@@ -64,7 +64,9 @@ def test_a_sum_that_others_read_stays():
 
 
 def test_the_largest_of_all_processes_is_no_sum():
-    report = explained(lambda x, w: normed(functional.all_reduce(x, "max", distributed.group.WORLD), w), X, W)
+    report = explained(
+        lambda x, w: normed(functional.all_reduce(x, "max", distributed.group.WORLD), w), X, W
+    )
     assert not report.matches["all_reduce"]
 
 
@@ -77,7 +79,10 @@ def test_a_padded_norm_behind_an_add_is_one_op(columns):
     chosen = [NAMED[name] for name in ("tidy", "rms_norm", "add_rms_norm", "add_rms_norm_pad")]
     traced = after_passes(chosen, function, X, R, W)
     assert traced.error == 0
-    assert traced.text == f"%0 = add_rms_norm_pad(x, r, w, 1e-06, {columns}, 'after')\nreturn %0.0, %0.1"
+    assert (
+        traced.text
+        == f"%0 = add_rms_norm_pad(x, r, w, 1e-06, {columns}, 'after')\nreturn %0.0, %0.1"
+    )
 
 
 @pytest.mark.parametrize("pad", [(2, 0), (0, -3), (0, 0, 0, 2)])

@@ -25,7 +25,8 @@ def test_the_interpreter_has_nothing_to_compile_and_nothing_runs():
     assert not called
 
 
-# Triton compiles for a GPU that is not there. Of its driver, what launches: it writes down the thread and the device.
+# Triton compiles for a GPU that is not there. Of its driver, what launches: it writes down the
+# thread and the device.
 ELSEWHERE = """
 import os
 import sys
@@ -116,8 +117,15 @@ except triton.CompilationError:
 def test_each_kernel_is_compiled_and_loaded_once_in_a_thread_and_does_not_run(kind, tmp_path):
     script = tmp_path / "elsewhere.py"  # Triton reads the source of kernels
     script.write_text(ELSEWHERE)
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, script, kind], env=environment, capture_output=True, text=True)
+    environment = {
+        **os.environ,
+        "TRITON_INTERPRET": "0",
+        "TRITON_CACHE_DIR": str(tmp_path),
+        "PYTHONPATH": str(ROOT),
+    }
+    done = subprocess.run(
+        [sys.executable, script, kind], env=environment, capture_output=True, text=True
+    )
     assert done.stdout == "told\n", done.stderr
 
 

@@ -19,11 +19,18 @@ from atomc.report import contract
 pytestmark = pytest.mark.xdist_group("contract")
 LAYERS = 3
 IDS = torch.zeros(1, 9, dtype=torch.int64)
-KEPT = {"add_rms_norm": "2*layers", "rope": ">= layers", "silu_and_mul": LAYERS, "rms_norm": "2*layers + 1"}
+KEPT = {
+    "add_rms_norm": "2*layers",
+    "rope": ">= layers",
+    "silu_and_mul": LAYERS,
+    "rms_norm": "2*layers + 1",
+}
 
 
 class Rescaled(nn.Module):
-    """A norm that divides a sum instead of taking a mean, and is then scaled: no RMSNorm of ours."""
+    """A norm that divides a sum instead of taking a mean, and is then scaled: no RMSNorm of
+    ours.
+    """
 
     def __init__(self, norm):
         super().__init__()
@@ -35,8 +42,15 @@ class Rescaled(nn.Module):
 
 
 def llama(edited=None):
-    config = LlamaConfig(vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=LAYERS,
-                         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64)  # fmt: skip
+    config = LlamaConfig(
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+    )
     model = LlamaForCausalLM(config).eval().requires_grad_(False)
     if edited is not None:
         layer = model.model.layers[edited]
@@ -63,7 +77,9 @@ def test_an_edit_that_breaks_a_fusion_in_one_layer_is_named_with_layer_rewrite_a
 
 
 def test_the_backend_raises_it_out_of_the_users_call():
-    model = torch.compile(llama(edited=2), backend="atom", options={"expect": KEPT, "glue": "eager"})
+    model = torch.compile(
+        llama(edited=2), backend="atom", options={"expect": KEPT, "glue": "eager"}
+    )
     with torch.inference_mode(), pytest.raises(atomc.ContractError, match="not in layers 2"):
         model(IDS, use_cache=False)
 
@@ -79,20 +95,30 @@ def test_in_mode_warn_the_program_goes_on(caplog):
 
 def test_the_program_of_the_runtime_is_held_to_it_too():
     model = wrap_stock(llama())
-    program = compile_model(model, options={"strict": True, "glue": "eager", "expect": {"rope_kv_write": "layers"}})
+    program = compile_model(
+        model, options={"strict": True, "glue": "eager", "expect": {"rope_kv_write": "layers"}}
+    )
     assert program.report.matches["rope_kv_write"] == LAYERS
-    with pytest.raises(atomc.ContractError, match="rope_kv_write fired 3 times in 3 layers, expected 9"):
-        compile_model(wrap_stock(llama()), options={"glue": "eager", "expect": {"rope_kv_write": "3*layers"}})
+    with pytest.raises(
+        atomc.ContractError, match="rope_kv_write fired 3 times in 3 layers, expected 9"
+    ):
+        compile_model(
+            wrap_stock(llama()), options={"glue": "eager", "expect": {"rope_kv_write": "3*layers"}}
+        )
 
 
 def test_more_than_expected_breaks_it_unless_it_says_at_least():
-    with pytest.raises(atomc.ContractError, match=r"rope fired 6 times in 3 layers, expected 3 \(layers\)"):
+    with pytest.raises(
+        atomc.ContractError, match=r"rope fired 6 times in 3 layers, expected 3 \(layers\)"
+    ):
         explain(llama(), expect={"rope": "layers"})
     explain(llama(), expect={"rope": ">= layers"})
 
 
 def test_a_pass_that_is_off_is_the_reason():
-    with pytest.raises(atomc.ContractError, match=r"none in layers 0-2\. silu_and_mul: the pass is off"):
+    with pytest.raises(
+        atomc.ContractError, match=r"none in layers 0-2\. silu_and_mul: the pass is off"
+    ):
         explain(llama(), expect={"silu_and_mul": "layers"}, passes={"silu_and_mul": False})
 
 
@@ -103,18 +129,26 @@ def test_a_graph_that_goes_to_inductor_keeps_no_contract():
 
 
 def test_a_graph_without_layers_promises_nothing():
-    report = atomc.explain(lambda x: x + 1, torch.zeros(3), options={"strict": True, "expect": KEPT})
+    report = atomc.explain(
+        lambda x: x + 1, torch.zeros(3), options={"strict": True, "expect": KEPT}
+    )
     assert report.treated
 
 
-@pytest.mark.parametrize("count", ["2*layer", "layers**2", "1.5", "", "print(1)", True, "layers //0"])
+@pytest.mark.parametrize(
+    "count", ["2*layer", "layers**2", "1.5", "", "print(1)", True, "layers //0"]
+)
 def test_what_is_no_count_is_refused_before_anything_compiles(count):
     with pytest.raises(atomc.OptionsError, match="option expect: the count"):
-        torch.compile(lambda x: x + 1, backend="atom", options={"expect": {"rope": count}})(torch.zeros(3))
+        torch.compile(lambda x: x + 1, backend="atom", options={"expect": {"rope": count}})(
+            torch.zeros(3)
+        )
 
 
 def test_an_unknown_rewrite_is_refused_with_those_that_exist():
-    with pytest.raises(atomc.OptionsError, match=r"no rewrite 'add_rmsnorm'; rewrites are .*'add_rms_norm'"):
+    with pytest.raises(
+        atomc.OptionsError, match=r"no rewrite 'add_rmsnorm'; rewrites are .*'add_rms_norm'"
+    ):
         explain(llama(), expect={"add_rmsnorm": 1})
 
 
@@ -140,7 +174,10 @@ def test_a_baseline_tells_what_changed_and_why(report):
     found = contract.differences(saved, [explain(llama(edited=1))])
     fired = next(line for line in found if line.startswith("add_rms_norm fired"))
     assert "expected 6; not in layers 1. Near miss: rms_norm in model.layers.1" in fired
-    assert any(re.fullmatch("add_rms_norm for .* tokens: inline x6 became inline x5", line) for line in found)
+    assert any(
+        re.fullmatch("add_rms_norm for .* tokens: inline x6 became inline x5", line)
+        for line in found
+    )
 
 
 def test_a_baseline_tells_a_number_of_graphs_that_changed(report):
@@ -191,7 +228,9 @@ def build():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Holds a program whose model is edited by setting EDITED, and broken in two by setting BREAK; and its baseline."""
+    """Holds a program whose model is edited by setting EDITED, and broken in two by setting BREAK;
+    and its baseline.
+    """
     folder = tmp_path_factory.mktemp("ci")
     (folder / "edited_program.py").write_text(EDITED)
     with pytest.MonkeyPatch.context() as patched:
@@ -212,28 +251,41 @@ def test_in_ci_an_edit_of_one_layer_fails_the_check_with_rewrite_layer_and_reaso
     assert main(["explain", "edited_program:build", "--check", "base.json"]) == 1
     out = capsys.readouterr().out
     assert "add_rms_norm fired 5 times in 3 layers, expected 6; not in layers 1. " in out
-    assert "Near miss: rms_norm in model.layers.1.post_attention_layernorm (test_contract.py:" in out
+    assert (
+        "Near miss: rms_norm in model.layers.1.post_attention_layernorm (test_contract.py:" in out
+    )
     assert "expected mean(" in out and "found div(" in out
 
 
 def test_in_ci_a_graph_break_fails_the_check_with_its_place(program, capsys):
     program.setenv("BREAK", "1")
     assert main(["explain", "edited_program:build", "--check", "base.json"]) == 1
-    first = next(line for line in capsys.readouterr().out.splitlines() if "graphs instead of" in line)
-    assert re.match(r"\d graphs instead of 1 \(breaks at edited_program.py:\d+: .*graph_break", first)
+    first = next(
+        line for line in capsys.readouterr().out.splitlines() if "graphs instead of" in line
+    )
+    assert re.match(
+        r"\d graphs instead of 1 \(breaks at edited_program.py:\d+: .*graph_break", first
+    )
 
 
 def test_a_rewrite_that_is_left_out_in_one_module_breaks_it_with_that_reason():
     off = {"add_rms_norm": ["model.layers.2.input_layernorm"]}
-    with pytest.raises(atomc.ContractError, match="add_rms_norm fired 5 times in 3 layers, expected 6") as caught:
+    with pytest.raises(
+        atomc.ContractError, match="add_rms_norm fired 5 times in 3 layers, expected 6"
+    ) as caught:
         explain(llama(), expect=KEPT, passes=off)
-    assert "not in layers 2" in str(caught.value) and "off here (options={'passes': " in str(caught.value)
+    assert "not in layers 2" in str(caught.value) and "off here (options={'passes': " in str(
+        caught.value
+    )
 
 
 def test_other_kernels_break_a_baseline(report):
     saved = contract.baseline([report])
     found = contract.differences(saved, [explain(llama(), glue="eager")])
-    assert any(re.fullmatch("silu_and_mul for .* tokens: inline x3 became torch x3", line) for line in found)
+    assert any(
+        re.fullmatch("silu_and_mul for .* tokens: inline x3 became torch x3", line)
+        for line in found
+    )
 
 
 def test_what_is_no_baseline_is_refused(tmp_path, capsys):

@@ -41,12 +41,17 @@ def test_a_linear_reads_input_weight_and_bias_once_and_writes_its_output():
     assert found.cost.flops == 2 * 5 * 24 * 40
 
 
-@pytest.mark.parametrize(("product", "shapes", "flops"), [
-    (torch.baddbmm, [(3, 5, 40), (3, 5, 24), (3, 24, 40)], 2 * 3 * 5 * 24 * 40),
-    (torch.addmm, [(5, 40), (5, 24), (24, 40)], 2 * 5 * 24 * 40),
-    (torch.bmm, [(3, 5, 24), (3, 24, 40)], 2 * 3 * 5 * 24 * 40),
-])  # fmt: skip
-def test_a_product_sums_over_the_columns_of_its_first_matrix_whatever_is_added(product, shapes, flops):
+@pytest.mark.parametrize(
+    ("product", "shapes", "flops"),
+    [
+        (torch.baddbmm, [(3, 5, 40), (3, 5, 24), (3, 24, 40)], 2 * 3 * 5 * 24 * 40),
+        (torch.addmm, [(5, 40), (5, 24), (24, 40)], 2 * 5 * 24 * 40),
+        (torch.bmm, [(3, 5, 24), (3, 24, 40)], 2 * 3 * 5 * 24 * 40),
+    ],
+)
+def test_a_product_sums_over_the_columns_of_its_first_matrix_whatever_is_added(
+    product, shapes, flops
+):
     found = only(costs(product, *(torch.randn(shape) for shape in shapes)))
     assert found.cost.flops == flops
 
@@ -60,7 +65,15 @@ def test_a_fused_norm_reads_two_rows_and_writes_two():
 def test_a_product_of_codes_reads_codes_and_scales_and_sums_over_its_inputs():
     x, w = torch.zeros(5, 64, dtype=torch.int8), torch.zeros(40, 64, dtype=torch.int8)
     by_row, by_output = torch.ones(5, 1), torch.ones(40, 1)
-    found = only(costs(lambda *given: ops.scaled_linear_int8(*given, out_dtype=torch.bfloat16), x, w, by_row, by_output))
+    found = only(
+        costs(
+            lambda *given: ops.scaled_linear_int8(*given, out_dtype=torch.bfloat16),
+            x,
+            w,
+            by_row,
+            by_output,
+        )
+    )
     assert found.cost.bytes == 5 * 64 + 40 * 64 + 4 * (5 + 40) + 2 * 5 * 40
     assert found.cost.flops == 2 * 5 * 64 * 40
 
@@ -148,12 +161,26 @@ def program_costs(monkeypatch, layers, window=None):
 
     monkeypatch.setattr(pipeline, "run", watched)
     kind = "mistral" if window else "llama"
-    config = {"model_type": kind, "architectures": [f"{kind.capitalize()}ForCausalLM"], "vocab_size": 96,
-              "hidden_size": 32, "intermediate_size": 48,
-              "num_hidden_layers": layers, "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5,
-              "max_position_embeddings": 64, "rope_theta": 1e4, "tie_word_embeddings": False, "hidden_act": "silu",
-              **({"sliding_window": window} if window else {})}  # fmt: skip
-    compile_model(ready(build(config, dtype=torch.bfloat16, device="meta")), options={"glue": "eager", "strict": True})
+    config = {
+        "model_type": kind,
+        "architectures": [f"{kind.capitalize()}ForCausalLM"],
+        "vocab_size": 96,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 64,
+        "rope_theta": 1e4,
+        "tie_word_embeddings": False,
+        "hidden_act": "silu",
+        **({"sliding_window": window} if window else {}),
+    }
+    compile_model(
+        ready(build(config, dtype=torch.bfloat16, device="meta")),
+        options={"glue": "eager", "strict": True},
+    )
     return only(found)
 
 
@@ -161,7 +188,9 @@ def test_a_step_of_the_runtime_is_a_formula_of_its_tokens_rows_sequences_and_con
     found = program_costs(monkeypatch, layers=2)
     whole = cost.total(found)
     assert whole.bytes.free_symbols == {T, R, S, C}
-    weights = 2 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 48 * 32) + 96 * 32 + 5 * 32  # two layers, head, norms
+    weights = (
+        2 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 48 * 32) + 96 * 32 + 5 * 32
+    )  # two layers, head, norms
     constants = whole.bytes.subs({T: 0, R: 0, S: 0})
     assert 2 * weights <= constants <= 2 * weights + 64  # and the rotary frequencies
     kv_per_token = 2 * 2 * 2 * 8 * 2  # layers, k and v, heads, width, bytes
@@ -169,7 +198,11 @@ def test_a_step_of_the_runtime_is_a_formula_of_its_tokens_rows_sequences_and_con
 
 
 def test_decode_attends_to_its_context_and_a_prompt_to_half_of_it(monkeypatch):
-    attention = next(entry.cost for entry in program_costs(monkeypatch, layers=1) if entry.op == "paged_attention")
+    attention = next(
+        entry.cost
+        for entry in program_costs(monkeypatch, layers=1)
+        if entry.op == "paged_attention"
+    )
     assert attention.at(T=3, S=3, C=50)[1] == 2 * 3 * 50 * 4 * 16
     assert attention.at(T=50, S=1, C=50)[1] == 2 * (50 * 51 / 2) * 4 * 16
 
@@ -182,7 +215,9 @@ def test_a_window_bounds_what_is_read(monkeypatch):
 
 
 def test_a_cache_write_moves_its_rows_and_not_the_cache(monkeypatch):
-    write = next(entry.cost for entry in program_costs(monkeypatch, layers=1) if entry.op == "rope_kv_write")
+    write = next(
+        entry.cost for entry in program_costs(monkeypatch, layers=1) if entry.op == "rope_kv_write"
+    )
     assert write.bytes.free_symbols == {T}
 
 

@@ -1,4 +1,6 @@
-"""How often each rewrite fires on whole models, by formula, whatever the depth and however sizes are made dynamic."""
+"""How often each rewrite fires on whole models, by formula, whatever the depth and however sizes
+are made dynamic.
+"""
 
 from collections.abc import Callable
 from functools import cache
@@ -17,8 +19,16 @@ from atomc.torch_compat.tracing import mark_unbacked
 
 transformers = pytest.importorskip("transformers")
 
-TINY = dict(vocab_size=96, hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2,
-            max_position_embeddings=128, head_dim=16, pad_token_id=0)  # fmt: skip
+TINY = dict(
+    vocab_size=96,
+    hidden_size=64,
+    intermediate_size=96,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=128,
+    head_dim=16,
+    pad_token_id=0,
+)
 OURS = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 STRICT = {"strict": True, "glue": "eager"}
@@ -36,23 +46,39 @@ def formula(kind: str, layers: int) -> dict[str, int]:
     }
 
 
-def own(kind: str, layers: int, device: str = "meta", dtype: torch.dtype = torch.bfloat16) -> nn.Module:
-    config = {**TINY, "num_hidden_layers": layers, "architectures": [OURS[kind]], "model_type": kind}
+def own(
+    kind: str, layers: int, device: str = "meta", dtype: torch.dtype = torch.bfloat16
+) -> nn.Module:
+    config = {
+        **TINY,
+        "num_hidden_layers": layers,
+        "architectures": [OURS[kind]],
+        "model_type": kind,
+    }
     return models.build(config, dtype=dtype, device=device).eval().requires_grad_(False)
 
 
 def stock(
-    kind: str, layers: int, device: str = "meta", dtype: torch.dtype = torch.bfloat16, **differs: object
+    kind: str,
+    layers: int,
+    device: str = "meta",
+    dtype: torch.dtype = torch.bfloat16,
+    **differs: object,
 ) -> nn.Module:
-    config = transformers.AutoConfig.for_model(kind, **(TINY | {"num_hidden_layers": layers, "eos_token_id": 0} | differs))
+    config = transformers.AutoConfig.for_model(
+        kind, **(TINY | {"num_hidden_layers": layers, "eos_token_id": 0} | differs)
+    )
     with torch.device(device):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype,
-                                                              attn_implementation="eager" if kind == "gpt_oss" else "sdpa")
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation="eager" if kind == "gpt_oss" else "sdpa"
+        )
     return model.eval().requires_grad_(False)
 
 
 def counted(report: Report, names: dict[str, int]) -> dict[str, int]:
-    """How often the named rewrites fired. Nothing nearly fired, and nothing was refused without a reason."""
+    """How often the named rewrites fired. Nothing nearly fired, and nothing was refused without a
+    reason.
+    """
     assert report.treated, report.why_not
     assert [miss.text() for miss in report.near] == [] and report.bugs == []
     return {name: report.matches[name] for name in names}
@@ -66,11 +92,23 @@ def per_change(*values: object, now: bool) -> Any:
     return pytest.param(*values, marks=() if now else pytest.mark.slow)
 
 
-# Per change one layer of ours and four of stock in any number of tokens, and the other way around in a known one.
-@pytest.mark.parametrize(("make", "layers", "dynamic"), [
-    per_change(make, layers, dynamic, now=(make, layers, dynamic) in (
-        (own, 1, True), (own, 4, False), (stock, 1, False), (stock, 4, True)))
-    for make in (own, stock) for layers in (1, 2, 4) for dynamic in (False, True)])  # fmt: skip
+# Per change one layer of ours and four of stock in any number of tokens, and the other way around
+# in a known one.
+@pytest.mark.parametrize(
+    ("make", "layers", "dynamic"),
+    [
+        per_change(
+            make,
+            layers,
+            dynamic,
+            now=(make, layers, dynamic)
+            in ((own, 1, True), (own, 4, False), (stock, 1, False), (stock, 4, True)),
+        )
+        for make in (own, stock)
+        for layers in (1, 2, 4)
+        for dynamic in (False, True)
+    ],
+)
 @pytest.mark.parametrize("kind", OURS)
 def test_the_counts_follow_the_formula_at_any_depth(
     kind: str, make: Callable[..., nn.Module], layers: int, dynamic: bool
@@ -81,10 +119,16 @@ def test_the_counts_follow_the_formula_at_any_depth(
     assert report.num_ops["rms_norm"] == 1
 
 
-@pytest.mark.parametrize(("kind", "make", "dynamic"), [
-    per_change("qwen3", stock, True, now=False), ("qwen3", stock, False), per_change("qwen3", own, False, now=False),
-    per_change("llama", stock, False, now=False), ("llama", own, True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "make", "dynamic"),
+    [
+        per_change("qwen3", stock, True, now=False),
+        ("qwen3", stock, False),
+        per_change("qwen3", own, False, now=False),
+        per_change("llama", stock, False, now=False),
+        ("llama", own, True),
+    ],
+)
 def test_the_counts_follow_the_formula_at_28_layers(
     kind: str, make: Callable[..., nn.Module], dynamic: bool
 ) -> None:
@@ -94,13 +138,19 @@ def test_the_counts_follow_the_formula_at_28_layers(
     assert {site.layer for site in report.sites if site.rewrite == "silu_and_mul"} == set(range(28))
 
 
-@pytest.mark.parametrize("make", [own, lambda kind, layers: models.wrap_stock(stock(kind, layers))], ids=["own", "stock"])
+@pytest.mark.parametrize(
+    "make", [own, lambda kind, layers: models.wrap_stock(stock(kind, layers))], ids=["own", "stock"]
+)
 @pytest.mark.parametrize(("kind", "layers"), [("qwen3", 3), ("llama", 2), ("mistral", 1)])
 def test_in_the_runtime_each_layer_writes_its_keys_in_one_op(
     kind: str, make: Callable[..., nn.Module], layers: int
 ) -> None:
     normed = kind == "qwen3"
-    expected = {**formula(kind, layers), "qk_norm_rope_kv_write": normed * layers, "rope_kv_write": (not normed) * layers}
+    expected = {
+        **formula(kind, layers),
+        "qk_norm_rope_kv_write": normed * layers,
+        "rope_kv_write": (not normed) * layers,
+    }
 
     model = make(kind, layers)
     report = program.compile_model(model, options=STRICT).report
@@ -121,13 +171,17 @@ class SwappedAdds(qwen3.Layer):
 class ReshapedNorms(qwen3.Layer):
     def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD[None])[0], cos, sin)
-        x_TD = x_TD + self.mlp(self.post_attention_layernorm(x_TD.reshape(1, -1, 64)).reshape(x_TD.shape))
+        x_TD = x_TD + self.mlp(
+            self.post_attention_layernorm(x_TD.reshape(1, -1, 64)).reshape(x_TD.shape)
+        )
         return x_TD
 
 
 @pytest.mark.parametrize("layer", [SwappedAdds, ReshapedNorms])
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-def test_swapped_adds_and_a_reshape_before_the_norm_change_no_count(layer: type[nn.Module], dynamic: bool) -> None:
+def test_swapped_adds_and_a_reshape_before_the_norm_change_no_count(
+    layer: type[nn.Module], dynamic: bool
+) -> None:
     model = own("qwen3", 2, device="cpu", dtype=torch.float32)
     for given in model.model.layers:
         given.__class__ = layer
@@ -158,7 +212,14 @@ OF_ONE_LAYER = {
     "llama": formula("llama", 1),
     "mistral": formula("llama", 1),
     "phi3": formula("llama", 1),
-    "gemma3_text": {"rms_norm": 7, "add_rms_norm": 2, "gelu_and_mul": 1, "attention": 1, "rope": 2, "qk_norm_rope": 1},
+    "gemma3_text": {
+        "rms_norm": 7,
+        "add_rms_norm": 2,
+        "gelu_and_mul": 1,
+        "attention": 1,
+        "rope": 2,
+        "qk_norm_rope": 1,
+    },
     # Its attention is written out, and its experts are one op of transformers.
     "gpt_oss": {"rms_norm": 3, "add_rms_norm": 2, "rope": 2},
     "mixtral": {**formula("llama", 1), "silu_and_mul": 1},
@@ -168,18 +229,29 @@ OF_ONE_LAYER = {
 @cache
 def one_layer(kind: str) -> Callable[[Tensor, Tensor], Tensor]:
     model = stock(kind, 1, device="cpu", dtype=torch.float32, **KINDS[kind])
-    return lambda ids, positions: model(input_ids=ids, position_ids=positions, use_cache=False).logits
+    return lambda ids, positions: (
+        model(input_ids=ids, position_ids=positions, use_cache=False).logits
+    )
 
 
-def tokens(count: int, mark: Callable[[Tensor, int], object] = lambda x, dim: None) -> tuple[Tensor, Tensor]:
+def tokens(
+    count: int, mark: Callable[[Tensor, int], object] = lambda x, dim: None
+) -> tuple[Tensor, Tensor]:
     ids, positions = torch.arange(count)[None] % 96, torch.arange(count)[None]
     mark(ids, 1), mark(positions, 1)
     return ids, positions
 
 
-def check(forward: Callable[..., Tensor], expected: dict[str, int], *inputs: tuple[Tensor, Tensor],
-          dynamic: bool | None = None, graphs: int = 1) -> None:  # fmt: skip
-    """Compiled, it computes what eager does for each of the inputs, and each graph has the expected counts."""
+def check(
+    forward: Callable[..., Tensor],
+    expected: dict[str, int],
+    *inputs: tuple[Tensor, Tensor],
+    dynamic: bool | None = None,
+    graphs: int = 1,
+) -> None:
+    """Compiled, it computes what eager does for each of the inputs, and each graph has the expected
+    counts.
+    """
     before = atomc.reports()
     compiled = torch.compile(forward, backend="atom", options=STRICT, dynamic=dynamic)
     with torch.inference_mode():
@@ -213,16 +285,24 @@ def test_the_same_is_recognised_when_sizes_become_dynamic_by_themselves() -> Non
 @pytest.mark.parametrize("kind", OURS)
 def test_the_same_is_recognised_when_nothing_is_known_about_the_token_count(kind: str) -> None:
     # One graph, also for a single token.
-    check(own(kind, 1, device="cpu", dtype=torch.float32), formula(kind, 1), tokens(12, mark_unbacked), tokens(1))
+    check(
+        own(kind, 1, device="cpu", dtype=torch.float32),
+        formula(kind, 1),
+        tokens(12, mark_unbacked),
+        tokens(1),
+    )
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gpt_oss"])
-def test_a_stock_layer_is_recognised_whole_when_nothing_is_known_about_the_token_count(kind: str) -> None:
+def test_a_stock_layer_is_recognised_whole_when_nothing_is_known_about_the_token_count(
+    kind: str,
+) -> None:
     before = atomc.reports()
     compiled = torch.compile(one_layer(kind), backend="atom", options=STRICT)
     with torch.inference_mode():
         compiled(*tokens(12, mark_unbacked))
-    # The mask code of transformers may break the graph at sizes it cannot know; not within the layers.
+    # The mask code of transformers may break the graph at sizes it cannot know; not within the
+    # layers.
     of_layers = [report for report in since(before) if report.matches["rms_norm"]]
     assert [counted(report, OF_ONE_LAYER[kind]) for report in of_layers] == [OF_ONE_LAYER[kind]]
 
@@ -236,5 +316,7 @@ def test_a_compiled_stock_model_computes_what_eager_does(kind: str, dtype: torch
     with torch.inference_mode():
         actual = compiled(input_ids=ids, position_ids=positions, use_cache=False).logits
         expected = model(input_ids=ids, position_ids=positions, use_cache=False).logits
-    assert (actual - expected).abs().max() <= (1e-4 if dtype == torch.float32 else 1e-2) * expected.abs().max()
+    assert (actual - expected).abs().max() <= (
+        1e-4 if dtype == torch.float32 else 1e-2
+    ) * expected.abs().max()
     assert counted(atomc.reports()[-1], formula(kind, 2)) == formula(kind, 2)

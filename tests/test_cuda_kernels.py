@@ -1,4 +1,6 @@
-"""Provider `cuda`: what it refuses, where it is chosen, and that the library that it names is what runs."""
+"""Provider `cuda`: what it refuses, where it is chosen, and that the library that it names is what
+runs.
+"""
 
 from typing import Any
 
@@ -52,20 +54,32 @@ def test_cudnn_takes_prompts_of_16_bits(width: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ({"mask": torch.ones(7, 7, dtype=torch.bool)}, "torch's entry to cuDNN's attention takes no mask"),
+        (
+            {"mask": torch.ones(7, 7, dtype=torch.bool)},
+            "torch's entry to cuDNN's attention takes no mask",
+        ),
         ({"sinks": torch.ones(8)}, "torch's entry to cuDNN's attention takes no sinks"),
         ({"window": 5}, "torch's entry to cuDNN's attention takes no window"),
         ({"softcap": 2.0}, "torch's entry to cuDNN's attention takes no softcap"),
-        ({"k": torch.ones(7, 2, 64)},
-         "q is torch.bfloat16, k is torch.float32, v is torch.bfloat16: "
-         "written for torch.bfloat16 or torch.float16, all alike"),
-        ({"v": torch.ones(7, 2, 36, dtype=torch.bfloat16)},
-         "heads of 64 and 36: written for multiples of 8 up to 256"),
-        ({"k": torch.ones(7, 64, 2, dtype=torch.bfloat16).transpose(1, 2)},
-         "the last dimension of k is not contiguous"),
-        ({"q": torch.ones(1, 1, 7, 8, 64, dtype=torch.bfloat16)}, "q has 5 dimensions: written for 3 or 4"),
+        (
+            {"k": torch.ones(7, 2, 64)},
+            "q is torch.bfloat16, k is torch.float32, v is torch.bfloat16: "
+            "written for torch.bfloat16 or torch.float16, all alike",
+        ),
+        (
+            {"v": torch.ones(7, 2, 36, dtype=torch.bfloat16)},
+            "heads of 64 and 36: written for multiples of 8 up to 256",
+        ),
+        (
+            {"k": torch.ones(7, 64, 2, dtype=torch.bfloat16).transpose(1, 2)},
+            "the last dimension of k is not contiguous",
+        ),
+        (
+            {"q": torch.ones(1, 1, 7, 8, 64, dtype=torch.bfloat16)},
+            "q has 5 dimensions: written for 3 or 4",
+        ),
     ],
-)  # fmt: skip
+)
 def test_cudnn_says_what_it_does_not_take(given: dict[str, Any], reason: str) -> None:
     assert refused(ops.attention, H200, attended(Draw(torch.bfloat16)) | given) == reason
 
@@ -96,8 +110,12 @@ class Layer(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-def chosen(rows: int, options: dict[str, Any] | None = None, dtype: torch.dtype = torch.bfloat16,
-           dynamic: bool | None = None) -> dict[str, list[tuple[str, str]]]:  # fmt: skip
+def chosen(
+    rows: int,
+    options: dict[str, Any] | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    dynamic: bool | None = None,
+) -> dict[str, list[tuple[str, str]]]:
     """Op -> (tokens, provider), of a layer compiled for an H200 that need not be here."""
     torch._dynamo.reset()
     layer = Layer(128).to(dtype).requires_grad_(False)
@@ -115,8 +133,11 @@ def test_few_rows_run_in_triton_and_more_in_cublas() -> None:
     pytest.importorskip("triton")
     assert chosen(300, dynamic=True)["linear"] == [("1 to 16", "triton"), ("17 and more", "cuda")]
     assert [chosen(rows)["linear"] for rows in (1, 16, 17, 300)] == [
-        [("1 to 16", "triton")], [("1 to 16", "triton")], [("any", "cuda")], [("any", "cuda")]
-    ]  # fmt: skip
+        [("1 to 16", "triton")],
+        [("1 to 16", "triton")],
+        [("any", "cuda")],
+        [("any", "cuda")],
+    ]
     assert chosen(16, dtype=torch.float32)["linear"] == [("any", "cuda")]
 
 
@@ -135,7 +156,8 @@ def test_where_inductor_times_matrix_products_they_are_left_to_it() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("heads", [(8, 8), (8, 2), (6, 1)])
 @pytest.mark.parametrize(
-    ("tokens", "keys", "causal"), [(513, 513, True), (129, 700, False), (1, 300, False), (77, 33, True)]
+    ("tokens", "keys", "causal"),
+    [(513, 513, True), (129, 700, False), (1, 300, False), (77, 33, True)],
 )
 def test_cudnn_attends_as_the_meaning_does_in_a_graph_that_is_replayed(
     dtype: torch.dtype, heads: tuple[int, int], tokens: int, keys: int, causal: bool

@@ -23,10 +23,22 @@ from atomc.runtime.graphs import decode_sizes, launched_shapes, step_shapes
 from atomc.runtime.llm import LLM
 from atomc.runtime.sampling.sampling_params import SamplingParams
 
-TINY = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 128, "hidden_size": 64,
-        "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "head_dim": 64, "max_position_embeddings": 128, "rms_norm_eps": 1e-6, "hidden_act": "silu",
-        "rope_theta": 10000.0, "tie_word_embeddings": True}  # fmt: skip
+TINY = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+}
 
 
 GPU = ("triton", "cuda", "torch")
@@ -40,22 +52,46 @@ def test_the_sizes_to_capture_grow_with_the_batch_and_end_at_its_bound() -> None
 
 
 def test_mixed_steps_are_captured_up_to_the_token_budget() -> None:
-    assert [shape[:3] for shape in step_shapes(4, 100, 9)] == [(4, 4, 4), (2, 2, 2), (1, 1, 1), (100, 6, 4), (64, 5, 4)]
+    assert [shape[:3] for shape in step_shapes(4, 100, 9)] == [
+        (4, 4, 4),
+        (2, 2, 2),
+        (1, 1, 1),
+        (100, 6, 4),
+        (64, 5, 4),
+    ]
     assert step_shapes(1, 10_000, 9)[1] == (2048, 3, 1, 9)
     assert (8, 2, 8, 9) in step_shapes(4, 100, 9, drafts=3)
 
 
 def compiled_for(shape, group, kv_heads, width, block_size=16):
-    """What of a step's shape decides which attention kernels and which rows-of-a-program kernels are compiled."""
-    cut = tiling(shape.rows, shape.sequences, group, kv_heads, width, 2, shape.columns * block_size, 132)
+    """What of a step's shape decides which attention kernels and which rows-of-a-program kernels
+    are compiled.
+    """
+    cut = tiling(
+        shape.rows, shape.sequences, group, kv_heads, width, 2, shape.columns * block_size, 132
+    )
     joined = triton.next_power_of_2(cut.splits) if cut.splits > 1 else 0
-    linears = {tile_for(rows, n, 1024) for rows in (shape.rows, shape.wanted) if rows <= MAX_ROWS for n in (1024, 4096)}
-    return {cut._replace(splits=cut.splits > 1), ("join", joined), heads_a_program(shape.rows), *linears}
+    linears = {
+        tile_for(rows, n, 1024)
+        for rows in (shape.rows, shape.wanted)
+        if rows <= MAX_ROWS
+        for n in (1024, 4096)
+    }
+    return {
+        cut._replace(splits=cut.splits > 1),
+        ("join", joined),
+        heads_a_program(shape.rows),
+        *linears,
+    }
 
 
-@pytest.mark.parametrize("group, kv_heads, width", [(2, 8, 128), (4, 8, 128), (1, 16, 64), (7, 4, 128), (16, 2, 256)])
-@pytest.mark.parametrize("sequences, rows, columns, drafts",
-                         [(256, 8192, 256, 0), (256, 8192, 2560, 3), (17, 8192, 64, 0), (64, 2048, 256, 0)])  # fmt: skip
+@pytest.mark.parametrize(
+    "group, kv_heads, width", [(2, 8, 128), (4, 8, 128), (1, 16, 64), (7, 4, 128), (16, 2, 256)]
+)
+@pytest.mark.parametrize(
+    "sequences, rows, columns, drafts",
+    [(256, 8192, 256, 0), (256, 8192, 2560, 3), (17, 8192, 64, 0), (64, 2048, 256, 0)],
+)
 def test_a_step_of_any_shape_takes_kernels_that_were_launched_at_the_start(
     group, kv_heads, width, sequences, rows, columns, drafts
 ) -> None:
@@ -63,7 +99,11 @@ def test_a_step_of_any_shape_takes_kernels_that_were_launched_at_the_start(
     for shape in launched_shapes(sequences, rows, columns, drafts):
         met |= compiled_for(shape, group, kv_heads, width)
     graphs = step_shapes(sequences, rows, columns, drafts)
-    beyond = [Shape(many, some, some, columns) for many in range(2049, rows + 1, 487) for some in (1, 2, 5, 20, sequences)]
+    beyond = [
+        Shape(many, some, some, columns)
+        for many in range(2049, rows + 1, 487)
+        for some in (1, 2, 5, 20, sequences)
+    ]
     for shape in graphs + beyond:
         assert compiled_for(shape, group, kv_heads, width) <= met, shape
 
@@ -71,22 +111,34 @@ def test_a_step_of_any_shape_takes_kernels_that_were_launched_at_the_start(
 def test_a_step_of_every_range_that_kernels_tell_apart_is_launched_at_the_start() -> None:
     assert [load(provider) for provider in ("triton", "cuda")] == [None, None]
     starts = {1}
-    for tokens in [kernel.tokens for op in ops.REGISTRY.values() for kernel in op.kernels if kernel.provider in GPU]:
+    for tokens in [
+        kernel.tokens
+        for op in ops.REGISTRY.values()
+        for kernel in op.kernels
+        if kernel.provider in GPU
+    ]:
         starts |= {tokens.first} if tokens.last is None else {tokens.first, tokens.last + 1}
     rows = {shape.rows for shape in launched_shapes(256, 8192, 256)}
     for first, end in itertools.pairwise([*sorted(starts), 8193]):
         assert rows & set(range(first, end)), f"no step of {first} to {end - 1} tokens"
 
 
-# Layouts of inputs: name -> (what makes one of 4096 numbers, how many elements of memory a buffer needs for it).
+# Layouts of inputs: name -> (what makes one of 4096 numbers, how many elements of memory a buffer
+# needs for it).
 LAYOUTS = {
     "expanded": (lambda x: x[:1].expand(64, 1), 1),
     "expanded in several dimensions": (lambda x: x[3:8, None, None].expand(5, 4, 6), 5),
     "expanded in all": (lambda x: x[9].expand(2, 3, 4), 1),
     "a number": (lambda x: x[3], 1),
     "transposed": (lambda x: x[:60].view(6, 10).t(), 60),
-    "channels last": (lambda x: x[:240].view(2, 3, 5, 8).to(memory_format=torch.channels_last), 240),
-    "columns of a matrix, from the middle of its memory": (lambda x: x[7:907].view(30, 30)[:, 3:9], 29 * 30 + 6),
+    "channels last": (
+        lambda x: x[:240].view(2, 3, 5, 8).to(memory_format=torch.channels_last),
+        240,
+    ),
+    "columns of a matrix, from the middle of its memory": (
+        lambda x: x[7:907].view(30, 30)[:, 3:9],
+        29 * 30 + 6,
+    ),
     "every seventh": (lambda x: x[1:50:7], 43),
     "windows": (lambda x: x[:20].unfold(0, 5, 2), 19),
     "windows, expanded": (lambda x: x[:20].unfold(0, 5, 2)[:, None].expand(-1, 3, -1), 19),
@@ -94,11 +146,13 @@ LAYOUTS = {
     "no rows": (lambda x: x[:0].view(0, 4), 0),
     "no columns, expanded": (lambda x: x[:1, None].expand(3, 4)[:, :0], 0),
     "one row with a stride of its own": (lambda x: x.as_strided((1, 4), (77, 1), 0), 4),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_static_buffer_has_the_layout_of_the_input_and_no_more_memory_than_it_spans(layout) -> None:
+def test_a_static_buffer_has_the_layout_of_the_input_and_no_more_memory_than_it_spans(
+    layout,
+) -> None:
     made, num_elements = LAYOUTS[layout]
     first, second = made(torch.arange(4096.0)), made(-torch.arange(4096.0) - 1)
     buffer = StaticBuffer(first)
@@ -124,7 +178,10 @@ def test_a_few_columns_of_a_huge_matrix_get_no_buffer_as_large_as_that() -> None
     expanded = torch.zeros(1, dtype=torch.int8).expand(2**14, 2**14)
     assert StaticBuffer(expanded).tensor.untyped_storage().nbytes() == 1
     columns = torch.empty(2**10, 2**17, dtype=torch.int8, device="meta")[:, :4]
-    with pytest.raises(RuntimeError, match=r"shape \[1024, 4\] and strides \[131072, 1\] is spread over 134086660 bytes"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"shape \[1024, 4\] and strides \[131072, 1\] is spread over 134086660 bytes",
+    ):
         StaticBuffer(columns)
 
 
@@ -203,19 +260,38 @@ def test_a_stock_model_decodes_a_batch_whose_positions_are_expanded() -> None:
     transformers = pytest.importorskip("transformers", reason="stock models")
     torch.manual_seed(0)
     config = transformers.Qwen3MoeConfig(
-        vocab_size=96, hidden_size=64, intermediate_size=96, moe_intermediate_size=32, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_experts=4, num_experts_per_tok=2,
+        vocab_size=96,
+        hidden_size=64,
+        intermediate_size=96,
+        moe_intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
         max_position_embeddings=64,
-    )  # fmt: skip
-    # In bf16, because the experts of transformers read sizes back to the host in fp32, which no graph can hold.
-    model = transformers.Qwen3MoeForCausalLM(config).to(torch.bfloat16).eval().requires_grad_(False).cuda()
+    )
+    # In bf16, because the experts of transformers read sizes back to the host in fp32, which no
+    # graph can hold.
+    model = (
+        transformers.Qwen3MoeForCausalLM(config)
+        .to(torch.bfloat16)
+        .eval()
+        .requires_grad_(False)
+        .cuda()
+    )
     ids = torch.randint(0, 96, (64, 8), device="cuda")
     compiled = torch.compile(model, backend="atom", mode="reduce-overhead")
 
     def decoded(call) -> list[Tensor]:
         cache, logits = transformers.StaticCache(config=config, max_cache_len=16), []
         with torch.inference_mode():
-            model(ids[:, :4], position_ids=torch.arange(4, device="cuda").expand(64, 4), past_key_values=cache)
+            model(
+                ids[:, :4],
+                position_ids=torch.arange(4, device="cuda").expand(64, 4),
+                past_key_values=cache,
+            )
             for step in range(4, 8):
                 positions = torch.tensor([[step]], device="cuda").expand(64, 1)
                 out = call(ids[:, step : step + 1], position_ids=positions, past_key_values=cache)
@@ -223,9 +299,13 @@ def test_a_stock_model_decodes_a_batch_whose_positions_are_expanded() -> None:
         return logits
 
     for actual, expected in zip(decoded(compiled), decoded(model), strict=True):
-        assert torch.linalg.vector_norm(actual - expected) < 0.05 * torch.linalg.vector_norm(expected)
+        assert torch.linalg.vector_norm(actual - expected) < 0.05 * torch.linalg.vector_norm(
+            expected
+        )
     report = atomc.reports()[-1]
-    assert report.cuda_graphs and not any("no CUDA graph" in note for note in report.notes), report.notes
+    assert report.cuda_graphs and not any("no CUDA graph" in note for note in report.notes), (
+        report.notes
+    )
 
 
 @pytest.mark.gpu
@@ -238,8 +318,15 @@ def test_the_runtime_generates_the_same_tokens_with_and_without_graphs(dtype: to
     params = SamplingParams(max_tokens=24, ignore_eos=True)
     found = {}
     for eager in (False, True):
-        llm = LLM(model, max_num_seqs=8, max_model_len=96, num_blocks=64, enforce_eager=eager, progress=False,
-                  options={"glue": "eager"})  # fmt: skip
+        llm = LLM(
+            model,
+            max_num_seqs=8,
+            max_model_len=96,
+            num_blocks=64,
+            enforce_eager=eager,
+            progress=False,
+            options={"glue": "eager"},
+        )
         found[eager] = [completion.token_ids for completion in llm.generate(prompts, params)]
         assert (llm.engine.stats().steps.get("full graph", 0) > 0) is not eager
         assert bool(llm.program.report.cuda_graphs) is not eager
@@ -248,19 +335,34 @@ def test_the_runtime_generates_the_same_tokens_with_and_without_graphs(dtype: to
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_after_the_start_no_kernel_is_compiled_and_none_is_loaded(dtype, monkeypatch, tmp_path) -> None:
+def test_after_the_start_no_kernel_is_compiled_and_none_is_loaded(
+    dtype, monkeypatch, tmp_path
+) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     model = build({**TINY, "max_position_embeddings": 4096}, dtype=dtype, device="cuda")
     fill_randomly(model, "cuda")
     ready(model)
     late, captured = [], []
-    monkeypatch.setattr(triton.knobs.compilation, "listener", lambda *, src, **_: captured and late.append(src.name))
+    monkeypatch.setattr(
+        triton.knobs.compilation, "listener", lambda *, src, **_: captured and late.append(src.name)
+    )
     capture = Pool.capture
-    monkeypatch.setattr(Pool, "capture", lambda *args, **how: captured.append(how) or capture(*args, **how))
-    llm = LLM(model, max_num_seqs=24, max_model_len=4096, max_num_batched_tokens=4096, progress=False,
-              options={"glue": "eager"})  # fmt: skip
+    monkeypatch.setattr(
+        Pool, "capture", lambda *args, **how: captured.append(how) or capture(*args, **how)
+    )
+    llm = LLM(
+        model,
+        max_num_seqs=24,
+        max_model_len=4096,
+        max_num_batched_tokens=4096,
+        progress=False,
+        options={"glue": "eager"},
+    )
     for lengths in ((1,), (3, 5), (40,) * 20, (4000,), (3000, 700, 2), range(1, 25)):
-        for params in (SamplingParams(max_tokens=3), SamplingParams(max_tokens=3, temperature=1.0, top_k=5)):
+        for params in (
+            SamplingParams(max_tokens=3),
+            SamplingParams(max_tokens=3, temperature=1.0, top_k=5),
+        ):
             llm.generate([[token % 128 for token in range(length)] for length in lengths], params)
     assert not late
     assert [how["warm_up"] for how in captured[:3]] == [True, False, False]

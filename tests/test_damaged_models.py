@@ -27,17 +27,43 @@ pytest.importorskip("tokenizers")
 pytest.importorskip("jinja2")
 
 VOCAB = 3072  # of the demo's tokenizer
-SIZES = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "head_dim": 4, "max_position_embeddings": 64, "rope_theta": 10000.0,
-         "eos_token_id": 0, "dtype": "float32"}  # fmt: skip
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "max_position_embeddings": 64,
+    "rope_theta": 10000.0,
+    "eos_token_id": 0,
+    "dtype": "float32",
+}
 CONFIGS = {
     "llama": SIZES | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
     "qwen3": SIZES | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
-    "mixtral": SIZES | {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 2,
-                        "bos_token_id": 0, "pad_token_id": 0},
-    "gpt2": {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": VOCAB, "n_embd": 16, "n_layer": 2,
-             "n_head": 4, "n_positions": 64, "bos_token_id": 0, "eos_token_id": 0, "dtype": "float32"},
-}  # fmt: skip
+    "mixtral": SIZES
+    | {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "num_local_experts": 2,
+        "bos_token_id": 0,
+        "pad_token_id": 0,
+    },
+    "gpt2": {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "vocab_size": VOCAB,
+        "n_embd": 16,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 64,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "dtype": "float32",
+    },
+}
 INDEX = "model.safetensors.index.json"
 Damage = Callable[[Path], None]
 
@@ -54,7 +80,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
             model.hf_model.save_pretrained(folder)  # type: ignore[union-attr, operator]
         else:
             folder.mkdir()
-            save_file({name: weight.detach() for name, weight in model.named_parameters()}, folder / "model.safetensors")
+            save_file(
+                {name: weight.detach() for name, weight in model.named_parameters()},
+                folder / "model.safetensors",
+            )
         (folder / "config.json").write_text(json.dumps(config))
         for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
             shutil.copy(Path(demo.PATH) / name, folder)
@@ -74,13 +103,19 @@ def refusals(folder: Path) -> set[str]:
     def refusal(read: Callable[[], object]) -> str | None:
         try:
             read()
-        except (ValueError, OSError, ImportError) as error:  # which the command line prints in one line
+        except (
+            ValueError,
+            OSError,
+            ImportError,
+        ) as error:  # which the command line prints in one line
             return " ".join(str(error).split()).replace(f"{folder}", "PATH")
         return None
 
-    found = {refusal(lambda: load(EngineConfig(model=str(folder), device="cpu"), progress=False)),
-             refusal(lambda: load_model_info(folder, "model", ServerConfig())),
-             refusal(lambda: build_model(folder))}  # fmt: skip
+    found = {
+        refusal(lambda: load(EngineConfig(model=str(folder), device="cpu"), progress=False)),
+        refusal(lambda: load_model_info(folder, "model", ServerConfig())),
+        refusal(lambda: build_model(folder)),
+    }
     return {sentence for sentence in found if sentence is not None}
 
 
@@ -88,7 +123,10 @@ def refusals(folder: Path) -> set[str]:
 
 
 def text(file: str, content: str | bytes) -> Damage:
-    return lambda folder: (folder / file).write_bytes(content if isinstance(content, bytes) else content.encode()) and None
+    return lambda folder: (
+        (folder / file).write_bytes(content if isinstance(content, bytes) else content.encode())
+        and None
+    )
 
 
 def fields(file: str, **values: Any) -> Damage:
@@ -97,7 +135,9 @@ def fields(file: str, **values: Any) -> Damage:
     def damage(folder: Path) -> None:
         path = folder / file
         found = (json.loads(path.read_text()) if path.exists() else {}) | values
-        path.write_text(json.dumps({name: value for name, value in found.items() if value is not DELETED}))
+        path.write_text(
+            json.dumps({name: value for name, value in found.items() if value is not DELETED})
+        )
 
     return damage
 
@@ -153,7 +193,9 @@ def header(change: Callable[[dict[str, Any]], object], length: int | None = None
         change(found)
         new = json.dumps(found).encode()
         new += b" " * (-len(new) % 8)
-        file.write_bytes(struct.pack("<Q", len(new) if length is None else length) + new + raw[8 + size :])
+        file.write_bytes(
+            struct.pack("<Q", len(new) if length is None else length) + new + raw[8 + size :]
+        )
 
     return damage
 
@@ -168,7 +210,9 @@ def index(file_name: object, make: Damage = lambda folder: None) -> Damage:
     def damage(folder: Path) -> None:
         names = load_file(folder / "model.safetensors")
         (folder / "model.safetensors").rename(folder / "shard.safetensors")
-        (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(names, file_name)}))
+        (folder / INDEX).write_text(
+            json.dumps({"metadata": {}, "weight_map": dict.fromkeys(names, file_name)})
+        )
         make(folder)
 
     return damage
@@ -197,20 +241,36 @@ def pipe(file: str) -> Damage:
 
 
 DEEP = "[" * 100_000
-NOT_ARCHITECTURES = "config.json names no architecture (architectures: {}); expected a list such as ['LlamaForCausalLM']"
+NOT_ARCHITECTURES = (
+    "config.json names no architecture (architectures: {}); expected a list "
+    "such as ['LlamaForCausalLM']"
+)
 SAME = "are config.json and the weights of the same checkpoint?"
 OTHER_SHAPES = "PATH: {} tensors of MixtralForCausalLM have another shape, such as "
 NOT_MADE = "config.json: transformers cannot build a {} from it: "
 NOT_A_TOKENIZER = "PATH/tokenizer.json is not a valid tokenizer: "
-SPECIAL = "tokenizer_config.json, special_tokens_map.json: {}, expected a string or an object with a string `content`"
+SPECIAL = (
+    "tokenizer_config.json, special_tokens_map.json: {}, expected a string or an object "
+    "with a string `content`"
+)
 GENERATION = "generation_config.json: "
 FIT = "PATH does not fit LlamaForCausalLM: "
 EXPECTED_FILE = ", expected a file in the model's folder such as model-00001-of-00002.safetensors"
-GROUP = {"weights": {"num_bits": 4, "strategy": "group", "group_size": 32}, "format": "pack-quantized"}
+GROUP = {
+    "weights": {"num_bits": 4, "strategy": "group", "group_size": 32},
+    "format": "pack-quantized",
+}
 AT = "config.json: quantization_config"
 
-UNKNOWN_TOKEN = {"type": "TemplateProcessing", "pair": [], "special_tokens": {},
-                 "single": [{"SpecialToken": {"id": "<q>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]}
+UNKNOWN_TOKEN = {
+    "type": "TemplateProcessing",
+    "pair": [],
+    "special_tokens": {},
+    "single": [
+        {"SpecialToken": {"id": "<q>", "type_id": 0}},
+        {"Sequence": {"id": "A", "type_id": 0}},
+    ],
+}
 
 # (kind of model, damage, what at least one reader's sentence starts with)
 REFUSED: list[tuple[str, Damage, str]] = [
@@ -466,7 +526,10 @@ WORK: list[tuple[str, Damage]] = [
     ("llama", generation(top_k=-1)),
     ("llama", generation(temperature=1e-6)),
     ("llama", generation(temperature=None, top_p=1, eos_token_id=[0, VOCAB - 1])),
-    ("llama", weights(lambda found: {name: weight * float("nan") for name, weight in found.items()})),
+    (
+        "llama",
+        weights(lambda found: {name: weight * float("nan") for name, weight in found.items()}),
+    ),
     ("llama", tokenizer(lambda found: found["model"]["vocab"].update(zz=VOCAB + 7))),
     ("llama", tokenizer(lambda found: found["model"]["vocab"].update(zz=2**31))),
     ("mixtral", weights(lambda found: found | {"bogus.weight": torch.zeros(1)})),
@@ -479,13 +542,23 @@ WORK: list[tuple[str, Damage]] = [
 
 
 @pytest.mark.parametrize(("kind", "damage"), WORK)
-def test_a_folder_with_what_does_no_harm_works(whole: Path, tmp_path: Path, kind: str, damage: Damage) -> None:
+def test_a_folder_with_what_does_no_harm_works(
+    whole: Path, tmp_path: Path, kind: str, damage: Damage
+) -> None:
     assert refusals(damaged(whole, tmp_path, kind, damage)) == set()
 
 
-def test_padding_and_truncation_of_tokenizer_json_do_not_change_prompts(whole: Path, tmp_path: Path) -> None:
-    padding = {"strategy": {"Fixed": 10**9}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0,
-               "pad_type_id": 0, "pad_token": "x"}  # fmt: skip
+def test_padding_and_truncation_of_tokenizer_json_do_not_change_prompts(
+    whole: Path, tmp_path: Path
+) -> None:
+    padding = {
+        "strategy": {"Fixed": 10**9},
+        "direction": "Right",
+        "pad_to_multiple_of": None,
+        "pad_id": 0,
+        "pad_type_id": 0,
+        "pad_token": "x",
+    }
     truncation = {"direction": "Right", "max_length": 1, "strategy": "LongestFirst", "stride": 0}
     change = tokenizer(lambda found: found.update(padding=padding, truncation=truncation))
     text = "one two three four"
@@ -495,7 +568,9 @@ def test_padding_and_truncation_of_tokenizer_json_do_not_change_prompts(whole: P
 
 
 @pytest.mark.parametrize("kind", ["llama", "mixtral"])
-def test_links_of_the_hubs_cache_into_its_store_are_followed(whole: Path, tmp_path: Path, kind: str) -> None:
+def test_links_of_the_hubs_cache_into_its_store_are_followed(
+    whole: Path, tmp_path: Path, kind: str
+) -> None:
     folder = damaged(whole, tmp_path, kind, index("shard.safetensors"))
     replace_by_hub_links(folder)
     assert refusals(folder / "models--a--b" / "snapshots" / "0123") == set()
@@ -513,7 +588,9 @@ def test_random_weights_that_memory_cannot_hold_are_refused(
 ) -> None:
     folder = damaged(whole, tmp_path, kind, config(hidden_size=2**20, intermediate_size=2**20))
     monkeypatch.setattr(limits, "free_on_host", lambda: 2**30)
-    with pytest.raises(ValueError, match=r"ForCausalLM whose weights take \d+\.\d GiB, and cpu has 1\.0 GiB free"):
+    with pytest.raises(
+        ValueError, match=r"ForCausalLM whose weights take \d+\.\d GiB, and cpu has 1\.0 GiB free"
+    ):
         loader.load(folder, load_format="dummy")
 
 
@@ -523,12 +600,27 @@ def test_a_tied_weight_counts_once_among_the_parameters_that_a_config_describes(
     assert counted == sum(weight.numel() for weight in models.build(CONFIGS["gpt2"]).parameters())
 
 
-@pytest.mark.parametrize(("values", "part", "sentence"), [
-    ({"num_hidden_layers": "2"}, {"layers": 1}, "num_hidden_layers '2' is not a positive integer"),
-    ({"layer_types": 3}, {"layers": 1}, "layer_types 3 are not 1 of "),
-    ({"num_attention_heads": "4"}, {"devices": 2}, "num_attention_heads '4' is not a positive integer"),
-    ({"hidden_size": [], "head_dim": None}, {"devices": 2}, r"hidden_size \[\] is not a positive integer"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("values", "part", "sentence"),
+    [
+        (
+            {"num_hidden_layers": "2"},
+            {"layers": 1},
+            "num_hidden_layers '2' is not a positive integer",
+        ),
+        ({"layer_types": 3}, {"layers": 1}, "layer_types 3 are not 1 of "),
+        (
+            {"num_attention_heads": "4"},
+            {"devices": 2},
+            "num_attention_heads '4' is not a positive integer",
+        ),
+        (
+            {"hidden_size": [], "head_dim": None},
+            {"devices": 2},
+            r"hidden_size \[\] is not a positive integer",
+        ),
+    ],
+)
 def test_a_part_of_a_damaged_model_is_refused(
     whole: Path, tmp_path: Path, values: dict[str, Any], part: dict[str, int], sentence: str
 ) -> None:
@@ -541,10 +633,15 @@ def test_the_command_line_says_it_in_one_line(
     whole: Path, tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = damaged(whole, tmp_path, "mixtral", config(layer_types=["bogus"]))
-    assert main([command, str(folder), *(["-p", "Hello", "--quiet"] if command == "generate" else [])]) == 2
+    assert (
+        main([command, str(folder), *(["-p", "Hello", "--quiet"] if command == "generate" else [])])
+        == 2
+    )
     written = capsys.readouterr()
     assert written.out == ""
-    assert [line for line in written.err.splitlines() if line.startswith("atomc: ")] == written.err.splitlines()[-1:]
+    assert [
+        line for line in written.err.splitlines() if line.startswith("atomc: ")
+    ] == written.err.splitlines()[-1:]
     assert "Traceback" not in written.err
 
 

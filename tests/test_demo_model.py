@@ -1,4 +1,6 @@
-"""The demo model in the package: small, in the shape that later steps rely on, and as good as its folder says."""
+"""The demo model in the package: small, in the shape that later steps rely on, and as good as its
+folder says.
+"""
 
 import json
 import math
@@ -56,16 +58,21 @@ def test_transformers_splits_text_as_tokenizers_does():
 def test_stock_transformers_reaches_the_recorded_perplexity(dtype):
     transformers = pytest.importorskip("transformers")
     tokenizer = transformers.AutoTokenizer.from_pretrained(PATH)
-    model = transformers.AutoModelForCausalLM.from_pretrained(PATH, dtype=getattr(torch, dtype)).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        PATH, dtype=getattr(torch, dtype)
+    ).eval()
     ids = tokenizer((PATH / "held_out.txt").read_text())["input_ids"][: RECORDED["slice"]["tokens"]]
     context, stride = RECORDED["context"], RECORDED["stride"]
 
-    # Every window after the first scores its last `stride` tokens; the slice is whole strides, so no window is shorter.
+    # Every window after the first scores its last `stride` tokens; the slice is whole strides, so
+    # no window is shorter.
     losses = []
     for start in range(0, len(ids) - context + 1, stride):
         window = torch.tensor(ids[start : start + context])
         with torch.inference_mode():
             logits = model(window[None]).logits[0, :-1].float()
-        losses.append(F.cross_entropy(logits, window[1:], reduction="none")[-stride if start else 0 :])
+        losses.append(
+            F.cross_entropy(logits, window[1:], reduction="none")[-stride if start else 0 :]
+        )
     assert sum(map(len, losses)) == len(ids) - 1
     assert math.exp(torch.cat(losses).mean()) == pytest.approx(RECORDED["slice"][dtype], rel=0.01)

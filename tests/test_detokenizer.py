@@ -14,10 +14,24 @@ END = DEMO.token_to_id("<|endoftext|>")
 
 def falling_back():
     """A tokenizer as in SentencePiece: words with U+2581, letters, and bytes as fallback."""
-    pieces = ["<unk>", "</s>", "\u2581", "\u2581a", "b", "\u2581\u2581", *(f"<0x{byte:02X}>" for byte in range(256))]
-    model = tokenizers.models.BPE({piece: i for i, piece in enumerate(pieces)}, [], unk_token="<unk>", byte_fallback=True)
+    pieces = [
+        "<unk>",
+        "</s>",
+        "\u2581",
+        "\u2581a",
+        "b",
+        "\u2581\u2581",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+    ]
+    model = tokenizers.models.BPE(
+        {piece: i for i, piece in enumerate(pieces)}, [], unk_token="<unk>", byte_fallback=True
+    )
     tokenizer = tokenizers.Tokenizer(model)
-    parts = (tokenizers.decoders.Replace("\u2581", " "), tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse())
+    parts = (
+        tokenizers.decoders.Replace("\u2581", " "),
+        tokenizers.decoders.ByteFallback(),
+        tokenizers.decoders.Fuse(),
+    )
     tokenizer.decoder = tokenizers.decoders.Sequence(list(parts))
     tokenizer.add_special_tokens(["</s>"])
     return tokenizer
@@ -42,14 +56,19 @@ def test_pieces_are_whole_characters_and_make_the_text(text, split):
 
 
 def test_bytes_that_fall_back_wait_for_the_rest_of_their_character():
-    ids = [FALLING_BACK.token_to_id(piece) for piece in ("\u2581a", "<0xE4>", "<0xB8>", "<0xAD>", "b", "\u2581\u2581", "b")]
+    ids = [
+        FALLING_BACK.token_to_id(piece)
+        for piece in ("\u2581a", "<0xE4>", "<0xB8>", "<0xAD>", "b", "\u2581\u2581", "b")
+    ]
     detokenizer = Detokenizer(FALLING_BACK, [5])
     assert [detokenizer.add([token]) for token in ids] == [" a", "", "", "\u4e2d", "b", "  ", "b"]
 
 
 @pytest.mark.parametrize("tokenizer", [DEMO, FALLING_BACK], ids=["byte level", "byte fallback"])
 def test_bytes_that_are_no_characters_do_not_wait_for_ever(tokenizer):
-    first = next(i for i in range(tokenizer.get_vocab_size()) if TokenTexts(tokenizer).bytes(i) == b"\x80")
+    first = next(
+        i for i in range(tokenizer.get_vocab_size()) if TokenTexts(tokenizer).bytes(i) == b"\x80"
+    )
     detokenizer = Detokenizer(tokenizer, [])
     pieces = [detokenizer.add([first]) for _ in range(100)]
     assert len(detokenizer.window) < 30
@@ -80,4 +99,6 @@ def test_tokens_that_fall_back_have_their_bytes():
 
 def test_every_byte_has_a_token_in_the_demo():
     texts = TokenTexts(DEMO)
-    assert {texts.bytes(token) for token in range(DEMO.get_vocab_size())} >= {bytes([byte]) for byte in range(256)}
+    assert {texts.bytes(token) for token in range(DEMO.get_vocab_size())} >= {
+        bytes([byte]) for byte in range(256)
+    }

@@ -1,4 +1,6 @@
-"""What README, CONTRIBUTING and docs/ print is true: Python blocks run, commands parse, files and rewrites exist."""
+"""What README, CONTRIBUTING and docs/ print is true: Python blocks run, commands parse, files and
+rewrites exist.
+"""
 
 import argparse
 import importlib
@@ -21,8 +23,12 @@ def blocks(page, language):
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
-def test_python_blocks_run_one_after_another_and_print_what_they_say(page, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name
+)
+def test_python_blocks_run_one_after_another_and_print_what_they_say(
+    page, tmp_path, capsys, monkeypatch
+):
     if "transformers" in page.read_text():
         pytest.importorskip("transformers")
         pytest.importorskip("tokenizers")
@@ -33,7 +39,9 @@ def test_python_blocks_run_one_after_another_and_print_what_they_say(page, tmp_p
     code = "\n".join(blocks(page, "python"))
     name = f"page_{page.stem.lower()}"
     (tmp_path / f"{name}.py").write_text(code)
-    (tmp_path / "options.toml").write_text('[options]\nglue = "eager"\n')  # the pages show no option that only tests want
+    (tmp_path / "options.toml").write_text(
+        '[options]\nglue = "eager"\n'
+    )  # the pages show no option that only tests want
     monkeypatch.setenv("ATOMC_OPTIONS", str(tmp_path / "options.toml"))
     monkeypatch.syspath_prepend(tmp_path)
     importlib.import_module(name)
@@ -45,8 +53,11 @@ def test_python_blocks_run_one_after_another_and_print_what_they_say(page, tmp_p
 COMMANDS = [
     pytest.param(command, id=command.strip())
     for page in PAGES
-    for command in re.findall(r"(?:^|`)(atomc (?:generate|explain|audit|diff|serve|bench|doctor)[^`#\n]*)",
-                              page.read_text(), re.MULTILINE)
+    for command in re.findall(
+        r"(?:^|`)(atomc (?:generate|explain|audit|diff|serve|bench|doctor)[^`#\n]*)",
+        page.read_text(),
+        re.MULTILINE,
+    )
 ]
 
 
@@ -56,13 +67,23 @@ def test_commands_parse(command):
 
 
 def flags(parser):
-    inner = [parsers for action in parser._actions if isinstance(action, argparse._SubParsersAction)
-             for parsers in action.choices.values()]  # fmt: skip
-    return {flag for action in parser._actions for flag in action.option_strings}.union(*map(flags, inner))
+    inner = [
+        parsers
+        for action in parser._actions
+        if isinstance(action, argparse._SubParsersAction)
+        for parsers in action.choices.values()
+    ]
+    return {flag for action in parser._actions for flag in action.option_strings}.union(
+        *map(flags, inner)
+    )
 
 
 def test_flags_exist():
-    written = "".join(path.read_text() for folder in ("atomc/cli", "bench") for path in (ROOT / folder).glob("*.py"))
+    written = "".join(
+        path.read_text()
+        for folder in ("atomc/cli", "bench")
+        for path in (ROOT / folder).glob("*.py")
+    )
     known = flags(_parser()) | set(re.findall(r"--[a-z-]+", written))
     named = {flag for page in PAGES for flag in re.findall(r"`(--[a-z][a-z-]+)", page.read_text())}
     assert sorted(named - known) == []
@@ -71,16 +92,23 @@ def test_flags_exist():
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_files_that_are_named_exist(page):
     text = page.read_text()
-    named = re.findall(r"`((?:atomc|passes|models|runtime|tests|bench)/[\w/-]+(?:\.py|\.txt|\.json|/))`", text)
+    named = re.findall(
+        r"`((?:atomc|passes|models|runtime|tests|bench)/[\w/-]+(?:\.py|\.txt|\.json|/))`", text
+    )
     run = re.findall(r"python (bench/\w+\.py)", text)
     prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
-    linked = [(page.parent / link).resolve().relative_to(ROOT) for link in re.findall(r"\]\(([^)#]+)[^)]*\)", prose)]
+    linked = [
+        (page.parent / link).resolve().relative_to(ROOT)
+        for link in re.findall(r"\]\(([^)#]+)[^)]*\)", prose)
+    ]
     assert [str(path) for path in (*named, *run, *linked) if not (ROOT / path).exists()] == []
 
 
 def test_every_page_is_in_the_index():
     text = (ROOT / "docs/index.md").read_text()
-    assert [page.name for page in (ROOT / "docs").glob("*.md") if f"({page.name})" not in text] == ["index.md"]
+    assert [page.name for page in (ROOT / "docs").glob("*.md") if f"({page.name})" not in text] == [
+        "index.md"
+    ]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -90,7 +118,9 @@ def test_pages_are_ascii(page):
 
 def test_every_rewrite_has_its_place():
     text = (ROOT / "docs/rewrites.md").read_text()
-    titles = {name for line in re.findall("^### (.*)$", text, re.MULTILINE) for name in line.split(", ")}
+    titles = {
+        name for line in re.findall("^### (.*)$", text, re.MULTILINE) for name in line.split(", ")
+    }
     names = {p.name for p in passes.PIPELINE}
     assert {p.name for p in passes.PIPELINE if p.rewrites} <= titles <= names
 
@@ -102,10 +132,20 @@ def test_every_option_is_in_the_table():
 
 
 def test_messages_in_troubleshooting_are_in_the_code():
-    sources = [path for folder in ("atomc", "passes", "models", "runtime") for path in (ROOT / folder).rglob("*.py")]
+    sources = [
+        path
+        for folder in ("atomc", "passes", "models", "runtime")
+        for path in (ROOT / folder).rglob("*.py")
+    ]
     # A literal may go on in the next line.
     code = re.sub(r"[\"']\s*\n\s*f?[\"']", "", "\n".join(path.read_text() for path in sources))
-    rows = re.findall(r"^\| (?:\d+ \| )?(.*?) \|", (ROOT / "docs/troubleshooting.md").read_text(), re.MULTILINE)
-    messages = [message for cell in rows for message in re.findall(r"`` (.*?) ``|`([^`]* [^`]*)`", cell)]
-    pieces = [piece.strip(" ;:,()%") for message in messages for piece in "".join(message).split("...")]
+    rows = re.findall(
+        r"^\| (?:\d+ \| )?(.*?) \|", (ROOT / "docs/troubleshooting.md").read_text(), re.MULTILINE
+    )
+    messages = [
+        message for cell in rows for message in re.findall(r"`` (.*?) ``|`([^`]* [^`]*)`", cell)
+    ]
+    pieces = [
+        piece.strip(" ;:,()%") for message in messages for piece in "".join(message).split("...")
+    ]
     assert [piece for piece in pieces if len(piece) > 5 and piece not in code] == []

@@ -1,4 +1,5 @@
-"""Dumps: every file runs on its own, all files of a graph compute the same, and the same compile writes the same bytes.
+"""Dumps: every file runs on its own, all files of a graph compute the same, and the same compile
+writes the same bytes.
 
 With a record they run on what really went in, and say whether they give what really came out.
 """
@@ -24,20 +25,37 @@ from atomc.ops.state import GroupStep, Step
 from atomc.program import compile_model
 
 pytestmark = pytest.mark.xdist_group("dump")
-WIDTHS = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-              vocab_size=256, head_dim=16, max_position_embeddings=64)  # fmt: skip
+WIDTHS = dict(
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=256,
+    head_dim=16,
+    max_position_embeddings=64,
+)
 
 
 def own():
-    config = {**WIDTHS, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu",
-              "rms_norm_eps": 1e-6}  # fmt: skip
+    config = {
+        **WIDTHS,
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+    }
     return models.build(config, device="meta").eval().requires_grad_(False)
 
 
 def stock():
     transformers = pytest.importorskip("transformers")
     with torch.device("meta"):
-        return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**WIDTHS)).eval().requires_grad_(False)
+        return (
+            transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**WIDTHS))
+            .eval()
+            .requires_grad_(False)
+        )
 
 
 def dump_stock(folder):
@@ -53,8 +71,14 @@ def dump_runtime(folder):
 
 
 def last_graph(folder):
-    """The files of the graph dumped last, in order; earlier ones may be attempts that were given up."""
-    return sorted(max(folder.glob("graph_*"), key=lambda graph: int(graph.name.removeprefix("graph_"))).iterdir())
+    """The files of the graph dumped last, in order; earlier ones may be attempts that were given
+    up.
+    """
+    return sorted(
+        max(
+            folder.glob("graph_*"), key=lambda graph: int(graph.name.removeprefix("graph_"))
+        ).iterdir()
+    )
 
 
 @pytest.fixture(scope="module")
@@ -84,14 +108,20 @@ def test_every_stage_of_a_graph_computes_the_same(dump, dumped):
     expected = outputs(first)
     assert expected[0].std() > 0.1
     for file in later:
-        torch.testing.assert_close(outputs(file), expected, msg=lambda text, file=file: f"{file.name}: {text}")
+        torch.testing.assert_close(
+            outputs(file), expected, msg=lambda text, file=file: f"{file.name}: {text}"
+        )
 
 
 def test_stages_are_numbered_and_named_by_the_pass(dumped):
     numbers, names = zip(*(file.stem.split("_", 1) for file in dumped(dump_runtime)), strict=True)
     assert numbers == tuple(f"{i:02}" for i in range(len(names)))
     assert names[0] == "captured" and names[-1] == "lower"
-    rewrites = [name for name in names if name in ("rms_norm", "add_rms_norm", "bind_state", "qk_norm_rope_kv_write")]
+    rewrites = [
+        name
+        for name in names
+        if name in ("rms_norm", "add_rms_norm", "bind_state", "qk_norm_rope_kv_write")
+    ]
     assert rewrites == ["rms_norm", "add_rms_norm", "bind_state", "qk_norm_rope_kv_write"]
 
 
@@ -105,18 +135,27 @@ for file in sys.argv[1:]:
 @pytest.mark.parametrize("dump", [dump_stock, dump_own, dump_runtime])
 def test_every_file_runs_as_a_program(dump, dumped, tmp_path):
     files = dumped(dump)
-    done = subprocess.run([sys.executable, "-c", RUN_ALL, *files], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", RUN_ALL, *files], cwd=tmp_path, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     checksums = [float(number) for number in re.findall("checksum: (.*)", done.stdout)]
-    assert len(checksums) == len(files) and max(checksums) == pytest.approx(min(checksums), rel=1e-5)
+    assert len(checksums) == len(files) and max(checksums) == pytest.approx(
+        min(checksums), rel=1e-5
+    )
 
 
 def test_a_file_runs_alone(dumped, tmp_path):
     lowered = dumped(dump_own)[-1]
-    done = subprocess.run([sys.executable, "-I", lowered], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-I", lowered], cwd=tmp_path, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
-    assert re.fullmatch(r"output 0: float32\[12, 256\], mean magnitude \S+\nchecksum: \S+\n"
-                        r"reproduces the outputs of 00_captured\.py\n", done.stdout)
+    assert re.fullmatch(
+        r"output 0: float32\[12, 256\], mean magnitude \S+\nchecksum: \S+\n"
+        r"reproduces the outputs of 00_captured\.py\n",
+        done.stdout,
+    )
 
 
 # ---- recorded
@@ -142,7 +181,11 @@ def record_demo(folder):
 def stock_on_cpu():
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**WIDTHS)).eval().requires_grad_(False)
+    return (
+        transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**WIDTHS))
+        .eval()
+        .requires_grad_(False)
+    )
 
 
 def record_stock(folder):
@@ -155,19 +198,31 @@ def record_fp8(folder):
 
 def record_runtime(folder):
     """The second part of a prompt: what the first left in the cache is recorded, too."""
-    program = compile_model(load(PATH, progress=False, dtype=torch.float32), recording(folder, layout="paged"))
+    program = compile_model(
+        load(PATH, progress=False, dtype=torch.float32), recording(folder, layout="paged")
+    )
     caches = [spec.allocate(2, 16, "cpu") for spec in program.specs]
     for cache in (cache for layer in caches for cache in layer.values()):
         cache[0, :4].normal_()
     program.bind(caches)
     group = GroupStep(torch.arange(4, 4 + T), torch.tensor([[0]], dtype=torch.int32))
     with torch.no_grad():
-        program(Step(IDS, POSITIONS + 4, *(torch.tensor(x, dtype=torch.int32) for x in ([0, T], [4 + T])), torch.arange(T),
-                     (group,), torch.zeros(1, dtype=torch.int64)))  # fmt: skip
+        program(
+            Step(
+                IDS,
+                POSITIONS + 4,
+                *(torch.tensor(x, dtype=torch.int32) for x in ([0, T], [4 + T])),
+                torch.arange(T),
+                (group,),
+                torch.zeros(1, dtype=torch.int64),
+            )
+        )
 
 
 def run_as_programs(files, folder):
-    return subprocess.run([sys.executable, "-c", RUN_ALL, *files], cwd=folder, capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, "-c", RUN_ALL, *files], cwd=folder, capture_output=True, text=True
+    )
 
 
 @pytest.mark.parametrize("record", [record_demo, record_stock, record_fp8])
@@ -185,7 +240,10 @@ def test_stages_of_the_runtime_reproduce_what_was_recorded_once_they_have_a_cach
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("\nreproduces the recorded outputs\n") == len(files) - bound > 2
     # What is in the cache already is not in the captured graph.
-    assert subprocess.run([sys.executable, files[0]], cwd=tmp_path, capture_output=True).returncode == 1
+    assert (
+        subprocess.run([sys.executable, files[0]], cwd=tmp_path, capture_output=True).returncode
+        == 1
+    )
 
 
 def test_outputs_that_are_not_reproduced_are_told_with_exit_code_1(dumped, tmp_path):
@@ -195,9 +253,14 @@ def test_outputs_that_are_not_reproduced_are_told_with_exit_code_1(dumped, tmp_p
     recorded = torch.load(tmp_path / RECORDED)
     recorded["outputs"][0][0, 3, 5] += 1.0
     torch.save(recorded, tmp_path / RECORDED)
-    done = subprocess.run([sys.executable, tmp_path / files[0].name], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, tmp_path / files[0].name], capture_output=True, text=True
+    )
     assert done.returncode == 1
-    assert re.search(r"output 0: off by 1, the largest value is \S+\ndoes not reproduce the recorded outputs", done.stdout)
+    assert re.search(
+        r"output 0: off by 1, the largest value is \S+\ndoes not reproduce the recorded outputs",
+        done.stdout,
+    )
 
 
 def test_a_record_holds_weights_and_inputs_but_not_what_is_made_of_them(dumped):
@@ -205,7 +268,8 @@ def test_a_record_holds_weights_and_inputs_but_not_what_is_made_of_them(dumped):
     recorded = torch.load(files[-1], weights_only=True)
     assert files[-1].name == RECORDED and [x.shape for x in recorded["outputs"]] == [(1, T, 256)]
     assert sum(x.numel() for x in recorded["inputs"].values() if x.dtype == torch.float32) > sum(
-        parameter.numel() for parameter in stock().parameters())  # the head's weights are the embedding's, twice
+        parameter.numel() for parameter in stock().parameters()
+    )  # the head's weights are the embedding's, twice
     assert not [name for name in recorded["inputs"] if name.startswith(("packed", "prepared"))]
 
 
@@ -213,7 +277,9 @@ def test_a_weight_that_a_kernel_prepares_is_prepared_again(tmp_path, monkeypatch
     monkeypatch.setattr(ops.rms_norm, "kernels", [PREPARING])
     run_once(nn.RMSNorm(8).requires_grad_(False), recording(tmp_path), torch.ones(2, 8))
     lowered = max((tmp_path / "graph_0").glob("*.py"))
-    assert re.search(r'"prepared_\d": Prepared\(\'test_dump\', \'doubled\', \(\'\w+\',\)\),', lowered.read_text())
+    assert re.search(
+        r'"prepared_\d": Prepared\(\'test_dump\', \'doubled\', \(\'\w+\',\)\),', lowered.read_text()
+    )
     (out,) = outputs(lowered)
     assert out.shape == (2, 8)
 
@@ -246,8 +312,13 @@ test_dump.dump_runtime(sys.argv[2])
 
 def test_another_process_writes_the_same_bytes(dumped, tmp_path):
     arguments = [str(Path(__file__).parent), str(tmp_path)]
-    subprocess.run([sys.executable, "-c", DUMP_AGAIN, *arguments], check=True, env={"PYTHONHASHSEED": "7"})
-    written = [[(file.name, file.read_bytes()) for file in files] for files in (dumped(dump_runtime), last_graph(tmp_path))]
+    subprocess.run(
+        [sys.executable, "-c", DUMP_AGAIN, *arguments], check=True, env={"PYTHONHASHSEED": "7"}
+    )
+    written = [
+        [(file.name, file.read_bytes()) for file in files]
+        for files in (dumped(dump_runtime), last_graph(tmp_path))
+    ]
     assert written[0] == written[1]
 
 
@@ -268,13 +339,19 @@ def test_each_line_says_dtype_shape_and_module(dumped):
 
 def test_inputs_are_named_as_the_user_knows_them(dumped):
     text = dumped(dump_runtime)[0].read_text()
-    assert re.search(r"^    .*  # float32\[64\]  \S*layers\.1\.input_layernorm\.weight$", text, re.MULTILINE)
+    assert re.search(
+        r"^    .*  # float32\[64\]  \S*layers\.1\.input_layernorm\.weight$", text, re.MULTILINE
+    )
     assert re.search(r"^    .*  # int64\[u\d+\]  input_ids$", text, re.MULTILINE)
 
 
 def test_packed_weights_are_made_of_their_parts(dumped):
     text = dumped(dump_runtime)[-1].read_text()
-    assert re.search(r'^    "packed_0": Packed\(\(\'\w+\', \'\w+\', \'\w+\'\)\),  # float32\[128, 64\]', text, re.MULTILINE)
+    assert re.search(
+        r'^    "packed_0": Packed\(\(\'\w+\', \'\w+\', \'\w+\'\)\),  # float32\[128, 64\]',
+        text,
+        re.MULTILINE,
+    )
 
 
 def test_a_lowered_file_calls_the_kernels_by_name(dumped):
@@ -306,11 +383,16 @@ def test_stages_of_an_earlier_process_are_removed_and_nothing_else(tmp_path):
     for name in ("07_stale.py", "notes.py"):
         (tmp_path / "graph_0" / name).touch()
     explain(torch.sin, torch.ones(3), options={"dump": str(tmp_path)})
-    assert sorted(file.name for file in (tmp_path / "graph_0").iterdir()) == ["00_captured.py", "notes.py"]
+    assert sorted(file.name for file in (tmp_path / "graph_0").iterdir()) == [
+        "00_captured.py",
+        "notes.py",
+    ]
 
 
 def with_constants(x):
-    return x * torch.tensor([1.5, float("inf"), 3.0]) + torch.tensor([[float(i) for i in range(300)]]).view(100, 3)
+    return x * torch.tensor([1.5, float("inf"), 3.0]) + torch.tensor(
+        [[float(i) for i in range(300)]]
+    ).view(100, 3)
 
 
 def test_small_constants_are_written_out_and_large_ones_made_up(tmp_path):
@@ -323,7 +405,9 @@ def test_small_constants_are_written_out_and_large_ones_made_up(tmp_path):
 
 
 def test_an_input_keeps_its_order_in_memory(tmp_path):
-    explain(lambda x: x.t().contiguous().view(-1), torch.ones(3, 4).t(), options={"dump": str(tmp_path)})
+    explain(
+        lambda x: x.t().contiguous().view(-1), torch.ones(3, 4).t(), options={"dump": str(tmp_path)}
+    )
     (file,) = (tmp_path / "graph_0").iterdir()
     assert "Input(torch.float32, (4, 3), strides=(1, 4))" in file.read_text()
     assert outputs(file)[0].shape == (12,)
@@ -334,7 +418,9 @@ def test_a_kernel_that_cannot_be_imported_is_written_as_its_meaning(tmp_path, mo
         return ops.rms_norm.reference(x, weight, eps, style)
 
     monkeypatch.setattr(ops.rms_norm, "kernels", [Kernel("rms_norm", "mine", mine)])
-    report = explain(nn.RMSNorm(8).requires_grad_(False), torch.ones(2, 8), options={"dump": str(tmp_path)})
+    report = explain(
+        nn.RMSNorm(8).requires_grad_(False), torch.ones(2, 8), options={"dump": str(tmp_path)}
+    )
     assert [choice.chosen for choice in report.kernels] == ["mine"]
     lowered = max((tmp_path / "graph_0").iterdir())
     assert "torch.ops.atom.rms_norm(" in lowered.read_text()

@@ -1,4 +1,6 @@
-"""The engine on the demo model: what a request gets does not depend on what else runs, nor on how."""
+"""The engine on the demo model: what a request gets does not depend on what else runs, nor on
+how.
+"""
 
 import json
 import sys
@@ -31,7 +33,10 @@ MIXES = 20  # bench/equality.py runs more
 
 def engine(layout="paged", **config):
     config = {**COMMON, "max_num_seqs": 8, "kv_bytes": 2**26, "max_model_len": 512, **config}
-    return Engine(EngineConfig(**config, options={"strict": True, "glue": "eager", "layout": layout}), progress=False)
+    return Engine(
+        EngineConfig(**config, options={"strict": True, "glue": "eager", "layout": layout}),
+        progress=False,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +71,9 @@ def test_what_a_request_gets_is_what_it_gets_alone(alone, number):
     one = equality.engine_of(equality.ENGINES[number], COMMON, {}, LONGEST)
     for seed in range(number, MIXES, len(equality.ENGINES)):
         requests = equality.mix(seed, one.vocab_size, one.max_len - equality.LONGEST_ANSWER, 6)
-        assert equality.differences(alone, requests, equality.run_mix(one, requests), bound=0.0) == []
+        assert (
+            equality.differences(alone, requests, equality.run_mix(one, requests), bound=0.0) == []
+        )
 
 
 def test_in_fp32_too_where_products_do_not_depend_on_their_rows():
@@ -75,14 +82,21 @@ def test_in_fp32_too_where_products_do_not_depend_on_their_rows():
     one = equality.engine_of({**equality.ENGINES[1], "num_blocks": 30}, common, options, LONGEST)
     for seed in range(2):
         requests = equality.mix(seed, one.vocab_size, LONGEST, 6)
-        assert equality.differences(alone, requests, equality.run_mix(one, requests), bound=0.0) == []
+        assert (
+            equality.differences(alone, requests, equality.run_mix(one, requests), bound=0.0) == []
+        )
 
 
 def test_the_first_call_launches_and_the_next_one_tells(plain):
     plain.add(plain.request("a", [5, 6, 7], SamplingParams(max_tokens=2, ignore_eos=True)))
     assert plain.step() == [] and plain.has_work
     (first,), (last,) = plain.step(), plain.step()
-    assert (first.finish_reason, last.finish_reason, len(first.token_ids), len(last.token_ids)) == (None, "length", 1, 1)
+    assert (first.finish_reason, last.finish_reason, len(first.token_ids), len(last.token_ids)) == (
+        None,
+        "length",
+        1,
+        1,
+    )
     assert plain.step() == [] and not plain.has_work
 
 
@@ -101,7 +115,9 @@ def test_log_probabilities_of_output_and_prompt(plain):
         assert score.token == prompt[position + 1]
         assert score.logprob == pytest.approx(float(expected[position, score.token]), abs=1e-4)
         assert score.top[0][0] == int(expected[position].argmax())
-    for position, one in enumerate((one for output in outputs for one in output.logprobs), len(prompt) - 1):
+    for position, one in enumerate(
+        (one for output in outputs for one in output.logprobs), len(prompt) - 1
+    ):
         assert one.rank == 1 and one.top[0] == (one.token, one.logprob) and len(one.top) == 2
         assert one.logprob == pytest.approx(float(expected[position].max()), abs=1e-4)
 
@@ -112,7 +128,9 @@ def test_answers_to_one_prompt_differ_and_share_its_blocks(plain):
     found = run(plain, *siblings(request))
     assert len({tuple(tokens(outputs)) for outputs in found.values()}) == 3
     assert [found[f"a/{i}"][0].num_cached for i in range(3)] == [0, 32, 32]
-    assert [tokens(outputs) for outputs in run(plain, *siblings(request)).values()] == [*map(tokens, found.values())]
+    assert [tokens(outputs) for outputs in run(plain, *siblings(request)).values()] == [
+        *map(tokens, found.values())
+    ]
 
 
 def test_a_salt_keeps_prefixes_apart(plain):
@@ -121,21 +139,35 @@ def test_a_salt_keeps_prefixes_apart(plain):
     def cached(name, salt):
         return run(plain, plain.request(name, [7] * 40, params, salt=salt))[name][0].num_cached
 
-    assert [cached("a", "x"), cached("b", "x"), cached("c", "y"), cached("d", None)] == [0, 32, 0, 0]
+    assert [cached("a", "x"), cached("b", "x"), cached("c", "y"), cached("d", None)] == [
+        0,
+        32,
+        0,
+        0,
+    ]
 
 
 def test_output_fits_the_form_that_was_asked_for(plain):
-    schema = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 99}}, "required": ["a"],
-              "additionalProperties": False}  # fmt: skip
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "integer", "maximum": 99}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
     params = SamplingParams(max_tokens=60, temperature=1.0, seed=1)
     forms = {"json": Structured(json_schema=schema), "choice": Structured(choice=("king", "queen"))}
-    requests = [plain.request(name, [5, 6], replace(params, structured=form)) for name, form in forms.items()]
+    requests = [
+        plain.request(name, [5, 6], replace(params, structured=form))
+        for name, form in forms.items()
+    ]
     free = plain.request("free", [5, 6], params)
     found = run(plain, *requests, free)
     text = {name: plain.tokenizer.decode(tokens(outputs)) for name, outputs in found.items()}
     assert text["choice"] in ("king", "queen") and abs(json.loads(text["json"])["a"]) >= 0
     assert all(found[name][-1].finish_reason == "stop" for name in forms)
-    assert tokens(run(plain, plain.request("alone", [5, 6], replace(params)))["alone"]) == tokens(found["free"])
+    assert tokens(run(plain, plain.request("alone", [5, 6], replace(params)))["alone"]) == tokens(
+        found["free"]
+    )
 
 
 def test_a_form_that_cannot_be_compiled_is_refused(plain):
@@ -147,11 +179,16 @@ def test_a_form_that_cannot_be_compiled_is_refused(plain):
 def test_drafts_change_no_token_and_are_counted(plain):
     one = engine(speculative_tokens=4)
     prompt = [11, 12, 13, 14, 15] * 6
-    for params in (SamplingParams(max_tokens=30, ignore_eos=True),
-                   SamplingParams(max_tokens=30, ignore_eos=True, temperature=0.7, seed=5, repetition_penalty=1.2),
-                   SamplingParams(max_tokens=30, structured=Structured(regex="(the king |a queen ){4}"))):  # fmt: skip
+    for params in (
+        SamplingParams(max_tokens=30, ignore_eos=True),
+        SamplingParams(
+            max_tokens=30, ignore_eos=True, temperature=0.7, seed=5, repetition_penalty=1.2
+        ),
+        SamplingParams(max_tokens=30, structured=Structured(regex="(the king |a queen ){4}")),
+    ):
         assert tokens(run(one, one.request("a", prompt, params))["a"]) == tokens(
-            run(plain, plain.request("a", prompt, params))["a"])  # fmt: skip
+            run(plain, plain.request("a", prompt, params))["a"]
+        )
     stats = one.stats()
     assert stats.drafted > stats.accepted > 0 and stats.generated_tokens <= 90
 
@@ -167,7 +204,9 @@ def test_embeddings_are_the_hidden_states_while_others_generate(plain):
             with torch.no_grad():
                 states = module(torch.tensor(prompt), torch.arange(len(prompt)))
             expected = states.mean(0) if pooling == "mean" else states[-1]
-            torch.testing.assert_close(torch.tensor(found, dtype=torch.float64), expected, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(
+                torch.tensor(found, dtype=torch.float64), expected, atol=1e-4, rtol=1e-4
+            )
     outputs = []
     while plain.has_work:
         outputs += plain.step()
@@ -208,8 +247,10 @@ def test_a_full_queue_refuses_and_says_when_to_come_again(plain, monkeypatch):
 
 @pytest.mark.parametrize(
     ("prompt", "message"),
-    [([5] * 600, "a prompt of 600 tokens does not fit, at most 511 do"),
-     ([3072], "token id 3072 is not in the vocabulary")],
+    [
+        ([5] * 600, "a prompt of 600 tokens does not fit, at most 511 do"),
+        ([3072], "token id 3072 is not in the vocabulary"),
+    ],
 )
 def test_what_can_never_run_is_refused(plain, prompt, message):
     with pytest.raises(ValueError, match=message):
@@ -220,7 +261,10 @@ def test_what_can_never_run_is_refused(plain, prompt, message):
 def test_the_layout_without_shared_blocks_says_so(caplog):
     with caplog.at_level("INFO", logger="atomc"):
         one = engine("contiguous")
-    said = "in layout 'contiguous' a block holds a whole sequence, so none can be shared; layout 'paged' has one"
+    said = (
+        "in layout 'contiguous' a block holds a whole sequence, so none can be shared; "
+        "layout 'paged' has one"
+    )
     assert not one.scheduler.pool.shares
     assert one.stats().no_prefix_cache == said
     assert f"no prefix cache: {said}" in one.program.report.notes
@@ -228,14 +272,19 @@ def test_the_layout_without_shared_blocks_says_so(caplog):
 
 
 def test_a_prefix_cache_that_the_layout_cannot_have_is_refused():
-    with pytest.raises(ValueError, match=r"enable_prefix_caching: in layout 'contiguous' .* layout 'paged' has one"):
+    with pytest.raises(
+        ValueError, match=r"enable_prefix_caching: in layout 'contiguous' .* layout 'paged' has one"
+    ):
         engine("contiguous", enable_prefix_caching=True)
 
 
 def test_a_cpu_has_a_prefix_cache_if_nothing_is_said():
     one = engine(None)
     assert one.scheduler.pool.shares and one.stats().no_prefix_cache == ""
-    assert engine(None, enable_prefix_caching=False).stats().no_prefix_cache == "enable_prefix_caching is off"
+    assert (
+        engine(None, enable_prefix_caching=False).stats().no_prefix_cache
+        == "enable_prefix_caching is off"
+    )
 
 
 def test_a_step_on_a_cpu_has_256_tokens_if_nothing_is_said_and_at_least_one_for_each_sequence():
@@ -246,10 +295,21 @@ def test_a_step_on_a_cpu_has_256_tokens_if_nothing_is_said_and_at_least_one_for_
 
 def test_stats_add_up(plain):
     before = plain.stats()
-    run(plain, plain.request("a", list(range(300, 340)), SamplingParams(max_tokens=5, ignore_eos=True)))
+    run(
+        plain,
+        plain.request("a", list(range(300, 340)), SamplingParams(max_tokens=5, ignore_eos=True)),
+    )
     after = plain.stats()
-    assert after.generated_tokens - before.generated_tokens == 5 and after.prompt_tokens - before.prompt_tokens == 40
-    assert (after.running, after.waiting, after.kv_blocks_used, after.kv_tokens_used) == (0, 0, 0, 0)
+    assert (
+        after.generated_tokens - before.generated_tokens == 5
+        and after.prompt_tokens - before.prompt_tokens == 40
+    )
+    assert (after.running, after.waiting, after.kv_blocks_used, after.kv_tokens_used) == (
+        0,
+        0,
+        0,
+        0,
+    )
     assert sum(after.steps.values()) - sum(before.steps.values()) == 5 and after.host_ms > 0
 
 
@@ -258,20 +318,28 @@ def test_a_stop_string_ends_a_request_and_n_gives_as_many_answers():
     (whole,) = llm.generate("Once upon a time", SamplingParams(max_tokens=20))
     stop = whole.text[8:11]
     (cut,) = llm.generate("Once upon a time", SamplingParams(max_tokens=20, stop=(stop,)))
-    assert cut.text == whole.text[: whole.text.index(stop)] and (cut.finish_reason, cut.stop_reason) == ("stop", stop)
+    assert cut.text == whole.text[: whole.text.index(stop)] and (
+        cut.finish_reason,
+        cut.stop_reason,
+    ) == ("stop", stop)
     assert not llm.engine.scheduler.requests
     params = SamplingParams(max_tokens=4, n=2, temperature=1.0, seed=2, logprobs=0)
     answers = llm.generate(["Once", "The king"], params)
-    assert [len(answer.logprobs) for answer in answers] == [len(answer.token_ids) for answer in answers]
+    assert [len(answer.logprobs) for answer in answers] == [
+        len(answer.token_ids) for answer in answers
+    ]
     assert len(answers) == 4 and answers[0].prompt_token_ids == answers[1].prompt_token_ids
     assert answers[0].token_ids != answers[1].token_ids
 
 
 def test_a_config_that_cannot_be_is_refused():
-    for given, message in (({"gpu_memory_utilization": 1.5}, "above 0 and at most 1"),
-                           ({"max_queue": 0}, "max_queue is 0"),
-                           ({"scheduling_policy": "random"}, "expected one of"),
-                           ({"ngram_max": 1}, "least ngram_min"), ({"speculative_tokens": -1}, "must be 0")):  # fmt: skip
+    for given, message in (
+        ({"gpu_memory_utilization": 1.5}, "above 0 and at most 1"),
+        ({"max_queue": 0}, "max_queue is 0"),
+        ({"scheduling_policy": "random"}, "expected one of"),
+        ({"ngram_max": 1}, "least ngram_min"),
+        ({"speculative_tokens": -1}, "must be 0"),
+    ):
         with pytest.raises(ValueError, match=message):
             EngineConfig(**given)
     with pytest.raises(ValueError, match="unknown dtype 'float13'"):
@@ -279,7 +347,9 @@ def test_a_config_that_cannot_be_is_refused():
 
 
 def test_a_cache_that_memory_cannot_hold_is_refused_with_what_to_lower():
-    with pytest.raises(ValueError, match=r"while starting: lower num_blocks \(now 1000000000000\), max_num_batched"):
+    with pytest.raises(
+        ValueError, match=r"while starting: lower num_blocks \(now 1000000000000\), max_num_batched"
+    ):
         engine(kv_bytes=None, num_blocks=10**12)
 
 
@@ -288,7 +358,9 @@ def test_weights_that_memory_cannot_hold_are_refused_with_what_to_do(monkeypatch
         return torch.empty(2**60)
 
     monkeypatch.setattr(loader, "load", full)
-    with pytest.raises(ValueError, match="out of memory while the weights were read: take a smaller model"):
+    with pytest.raises(
+        ValueError, match="out of memory while the weights were read: take a smaller model"
+    ):
         engine()
 
 

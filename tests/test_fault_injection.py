@@ -1,5 +1,5 @@
-"""Each step of the engine that belongs to one request raises in turn, under 20 others: the request fails with the reason,
-the others get the tokens of their lone runs, and nothing is left behind."""
+"""Each step of the engine that belongs to one request raises in turn, under 20 others: the request
+fails with the reason, the others get the tokens of their lone runs, and nothing is left behind."""
 
 import random
 from dataclasses import dataclass, replace
@@ -28,15 +28,31 @@ from atomc.runtime.text_stream import TextStream
 pytestmark = pytest.mark.xdist_group("engine")
 
 # fp64, so that rounding does not change tokens.
-CONFIG = {"dtype": "float64", "device": "cpu", "max_num_seqs": 24, "kv_bytes": 2**26, "max_model_len": 256, "seed": 0,
-          "max_num_batched_tokens": 128, "options": {"strict": True, "glue": "eager", "layout": "paged"}}  # fmt: skip
+CONFIG = {
+    "dtype": "float64",
+    "device": "cpu",
+    "max_num_seqs": 24,
+    "kv_bytes": 2**26,
+    "max_model_len": 256,
+    "seed": 0,
+    "max_num_batched_tokens": 128,
+    "options": {"strict": True, "glue": "eager", "layout": "paged"},
+}
 PROMPT = [11, 12, 13, 14, 15] * 7  # more than two blocks, and repetitive, so that there are drafts
 VICTIM_LOGPROBS = 7
 KINDS = [
-    {}, {"temperature": 0.9, "top_p": 0.9}, {"repetition_penalty": 1.3, "presence_penalty": 0.5}, {"logprobs": 2},
-    {"temperature": 0.8, "structured": Structured(regex="(the king |a queen ){3}"), "ignore_eos": False},
-    {"prompt_logprobs": 1}, {"temperature": 1.0, "top_k": 5, "logit_bias": {9: 2.0}, "min_tokens": 2},
-]  # fmt: skip
+    {},
+    {"temperature": 0.9, "top_p": 0.9},
+    {"repetition_penalty": 1.3, "presence_penalty": 0.5},
+    {"logprobs": 2},
+    {
+        "temperature": 0.8,
+        "structured": Structured(regex="(the king |a queen ){3}"),
+        "ignore_eos": False,
+    },
+    {"prompt_logprobs": 1},
+    {"temperature": 1.0, "top_k": 5, "logit_bias": {9: 2.0}, "min_tokens": 2},
+]
 
 
 class PanicException(BaseException):
@@ -47,23 +63,44 @@ def others(engine):
     """20 requests; some share a prefix with the victim."""
     rng = random.Random(0)
     for i in range(20):
-        prompt = PROMPT[: rng.choice([0, 0, 16, 33])] + rng.choices(range(1, 40), k=rng.randint(1, 40))
-        params = {"max_tokens": rng.randint(4, 12), "seed": i, "ignore_eos": True, **KINDS[i % len(KINDS)]}
+        prompt = PROMPT[: rng.choice([0, 0, 16, 33])] + rng.choices(
+            range(1, 40), k=rng.randint(1, 40)
+        )
+        params = {
+            "max_tokens": rng.randint(4, 12),
+            "seed": i,
+            "ignore_eos": True,
+            **KINDS[i % len(KINDS)],
+        }
         yield engine.request(f"other {i}", prompt, SamplingParams(**params))
 
 
 def victim(engine, **given):
     """A request that uses every feature except pooling."""
-    params = SamplingParams(max_tokens=12, temperature=0.7, seed=5, repetition_penalty=1.1, logit_bias={9: 1.0},
-                            logprobs=VICTIM_LOGPROBS, structured=Structured(regex="(the king |a queen ){9}"))  # fmt: skip
+    params = SamplingParams(
+        max_tokens=12,
+        temperature=0.7,
+        seed=5,
+        repetition_penalty=1.1,
+        logit_bias={9: 1.0},
+        logprobs=VICTIM_LOGPROBS,
+        structured=Structured(regex="(the king |a queen ){9}"),
+    )
     salt = given.pop("salt", None)
     pooling = given.pop("pooling", None)
-    return engine.request("victim", PROMPT, SamplingParams() if pooling else replace(params, **given), salt=salt,
-                          pooling=pooling)  # fmt: skip
+    return engine.request(
+        "victim",
+        PROMPT,
+        SamplingParams() if pooling else replace(params, **given),
+        salt=salt,
+        pooling=pooling,
+    )
 
 
 def run(engine, requests, late=()):
-    """The outputs of each request by id; `late` ones are added after two steps. An error of `add` counts as the output."""
+    """The outputs of each request by id; `late` ones are added after two steps. An error of `add`
+    counts as the output.
+    """
     found, steps, late = {}, 0, list(late)
     for request in requests:
         engine.add(request)
@@ -159,7 +196,9 @@ class Hook:
                     raise error
             return (original.fget if isinstance(original, property) else original)(*args, **kwargs)
 
-        monkeypatch.setattr(owner, self.name, property(broken) if isinstance(original, property) else broken)
+        monkeypatch.setattr(
+            owner, self.name, property(broken) if isinstance(original, property) else broken
+        )
         return raised
 
 
@@ -172,7 +211,10 @@ def drafter_is_victims(engine, drafter):
 
 
 def counts_are_victims(engine, counts):
-    return any(state.counts is counts and state.request_id == "victim" for state in engine.executor.slots.states.values())
+    return any(
+        state.counts is counts and state.request_id == "victim"
+        for state in engine.executor.slots.states.values()
+    )
 
 
 SCORED = (("prompt_logprobs", 1),)
@@ -211,9 +253,13 @@ HOOKS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("error", [RuntimeError("broken"), PanicException("broken")], ids=["error", "panic"])
+@pytest.mark.parametrize(
+    "error", [RuntimeError("broken"), PanicException("broken")], ids=["error", "panic"]
+)
 @pytest.mark.parametrize("hook", HOOKS, ids=str)
-def test_what_raises_for_one_request_fails_it_and_changes_no_token_of_the_others(engine, alone, hook, error, monkeypatch):
+def test_what_raises_for_one_request_fails_it_and_changes_no_token_of_the_others(
+    engine, alone, hook, error, monkeypatch
+):
     if hook.speculates and not engine._speculates:
         pytest.skip("this engine makes no drafts")
     with monkeypatch.context() as patch:
@@ -221,7 +267,9 @@ def test_what_raises_for_one_request_fails_it_and_changes_no_token_of_the_others
         found = run(engine, others(engine), late=[victim(engine, **dict(hook.given))])
     assert raised
     last = found.pop("victim")[-1]
-    assert isinstance(last, RequestFailed | ValueError) or (last.finish_reason == "error" and last.error.message)
+    assert isinstance(last, RequestFailed | ValueError) or (
+        last.finish_reason == "error" and last.error.message
+    )
     assert {name: tokens(outputs) for name, outputs in found.items()} == alone
     nothing_is_left(engine)
     (again,) = run(engine, [victim(engine)]).values()
@@ -276,7 +324,9 @@ def test_logits_of_which_no_token_can_be_drawn_are_an_error_of_the_model_at_that
 
 def test_what_a_request_with_undefined_logits_computed_is_not_shared(engine, monkeypatch):
     def cached():
-        return run(engine, [victim(engine, salt="poisoned", **dict(GREEDY))])["victim"][0].num_cached
+        return run(engine, [victim(engine, salt="poisoned", **dict(GREEDY))])["victim"][
+            0
+        ].num_cached
 
     assert [cached(), cached()] == [0, 32]
     with monkeypatch.context() as patch:
@@ -321,7 +371,10 @@ def test_log_probabilities_of_a_prompt_that_are_nan_are_an_error(engine, alone, 
 
         patch.setattr(engine.executor.runner, "logits", logits)
         (last,) = run(engine, [victim(engine, prompt_logprobs=0, **dict(GREEDY))])["victim"]
-    assert "NaN for the prompt, at positions 0 to 34" in last.error.message and not last.error.by_client
+    assert (
+        "NaN for the prompt, at positions 0 to 34" in last.error.message
+        and not last.error.by_client
+    )
     nothing_is_left(engine)
 
 
@@ -360,14 +413,18 @@ def test_a_form_without_a_next_token_is_the_clients_error(engine, monkeypatch):
 
 def test_a_schema_nested_too_deep_is_refused(engine):
     form = Structured(json_schema='{"properties":{"a":' * 500 + "{}" + "}}" * 500)
-    with pytest.raises(ValueError, match=r"json_schema: (it is nested too deep|recursion limit exceeded)"):
+    with pytest.raises(
+        ValueError, match=r"json_schema: (it is nested too deep|recursion limit exceeded)"
+    ):
         engine.add(victim(engine, structured=form))
     nothing_is_left(engine)
 
 
 def test_min_tokens_that_leaves_no_token_is_refused(engine):
     given = {"structured": None, "min_tokens": 2, "stop_token_ids": range(1, engine.vocab_size)}
-    with pytest.raises(ValueError, match=r"min_tokens is 2, .* whole vocabulary: no token may come first"):
+    with pytest.raises(
+        ValueError, match=r"min_tokens is 2, .* whole vocabulary: no token may come first"
+    ):
         engine.add(victim(engine, **given, logit_bias={}))
     assert run(engine, [victim(engine, **{**given, "stop_token_ids": range(2, engine.vocab_size)})])
 
@@ -389,9 +446,16 @@ def test_what_raises_for_all_rows_of_a_step_is_no_requests_fault(engine, monkeyp
 
 
 @pytest.mark.parametrize(
-    "error", [KeyboardInterrupt(), SystemExit(), GeneratorExit(), torch.OutOfMemoryError("full"),
-              RuntimeError("CUDA error: device-side assert triggered")], ids=lambda error: type(error).__name__,
-)  # fmt: skip
+    "error",
+    [
+        KeyboardInterrupt(),
+        SystemExit(),
+        GeneratorExit(),
+        torch.OutOfMemoryError("full"),
+        RuntimeError("CUDA error: device-side assert triggered"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
 def test_what_stops_the_process_or_is_the_devices_is_not_contained(error):
     def work():
         raise error
@@ -403,27 +467,42 @@ def test_what_stops_the_process_or_is_the_devices_is_not_contained(error):
 # Text
 
 
-@pytest.mark.parametrize("error", [RuntimeError("broken"), PanicException("broken")], ids=["error", "panic"])
+@pytest.mark.parametrize(
+    "error", [RuntimeError("broken"), PanicException("broken")], ids=["error", "panic"]
+)
 @pytest.mark.parametrize(
     ("owner", "name", "concerns"),
-    [(Detokenizer, "flush", lambda self: not self.skip_special_tokens),
-     (TextStream, "_match_stop", lambda self, *_: self.params.stop == ("victim",))],
-)  # fmt: skip
-def test_text_that_cannot_be_made_fails_one_prompt_of_many(llm, owner, name, concerns, error, monkeypatch):
+    [
+        (Detokenizer, "flush", lambda self: not self.skip_special_tokens),
+        (TextStream, "_match_stop", lambda self, *_: self.params.stop == ("victim",)),
+    ],
+)
+def test_text_that_cannot_be_made_fails_one_prompt_of_many(
+    llm, owner, name, concerns, error, monkeypatch
+):
     requests = list(others(llm.engine))
-    prompts, params = [request.tokens for request in requests], [request.params for request in requests]
+    prompts, params = (
+        [request.tokens for request in requests],
+        [request.params for request in requests],
+    )
     expected = llm.generate(prompts, params)
     of_victim = SamplingParams(max_tokens=12, skip_special_tokens=False, stop=("victim",))
     with monkeypatch.context() as patch:
-        raised = Hook(owner, name, lambda engine, *args: concerns(*args), at=3).break_(llm.engine, error, patch)
+        raised = Hook(owner, name, lambda engine, *args: concerns(*args), at=3).break_(
+            llm.engine, error, patch
+        )
         *found, last = llm.generate([*prompts, PROMPT], [*params, of_victim])
-    assert raised and [(one.text, one.token_ids) for one in found] == [(one.text, one.token_ids) for one in expected]
+    assert raised and [(one.text, one.token_ids) for one in found] == [
+        (one.text, one.token_ids) for one in expected
+    ]
     assert last.finish_reason == "error" and "failed while detokenizing" in last.error.message
     assert all(one.error is None for one in found)
     nothing_is_left(llm.engine)
 
 
-def test_a_prompt_that_fails_does_not_lose_the_others_and_a_stream_of_it_raises_after_its_text(llm, monkeypatch):
+def test_a_prompt_that_fails_does_not_lose_the_others_and_a_stream_of_it_raises_after_its_text(
+    llm, monkeypatch
+):
     params = SamplingParams(max_tokens=6, ignore_eos=True)
     expected = llm.generate([[5], [6]], params)
     original, failing = llm.engine.executor.runner.logits, set()
@@ -439,7 +518,11 @@ def test_a_prompt_that_fails_does_not_lose_the_others_and_a_stream_of_it_raises_
     monkeypatch.setattr(llm.engine.executor.runner, "logits", logits)
     first, last, second = llm.generate([[5], [7], [6]], params)
     assert [first, second] == expected
-    assert last.finish_reason == "error" and "NaN in step 4" in last.error.message and len(last.token_ids) == 3
+    assert (
+        last.finish_reason == "error"
+        and "NaN in step 4" in last.error.message
+        and len(last.token_ids) == 3
+    )
     pieces = llm.stream([7], params)
     with pytest.raises(RequestFailed, match="NaN in step 4"):
         for piece in pieces:
@@ -461,5 +544,9 @@ def test_what_is_raised_when_a_prompt_is_added_fails_that_prompt(llm, monkeypatc
 
     monkeypatch.setattr(llm.engine.scheduler, "add", add)
     last, first = llm.generate([[7], [5]], params)
-    assert first == expected and last.finish_reason == "error" and "failed while admitting it" in last.error.message
+    assert (
+        first == expected
+        and last.finish_reason == "error"
+        and "failed while admitting it" in last.error.message
+    )
     nothing_is_left(llm.engine)

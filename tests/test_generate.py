@@ -11,15 +11,26 @@ transformers = pytest.importorskip("transformers", reason="generate is transform
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
-TINY = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 256, "eos_token_id": None, "pad_token_id": 0}  # fmt: skip
+TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 256,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
 NEW_TOKENS = 12
 
 
 @pytest.fixture
 def model():
     torch.manual_seed(0)
-    made = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**TINY)).eval().requires_grad_(False)
+    made = (
+        transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**TINY)).eval().requires_grad_(False)
+    )
     for parameter in made.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.2)
@@ -32,7 +43,9 @@ def ids() -> Tensor:
 
 
 def generated(model, ids, **kwargs):
-    return model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False, cache_implementation="static", **kwargs)
+    return model.generate(
+        ids, max_new_tokens=NEW_TOKENS, do_sample=False, cache_implementation="static", **kwargs
+    )
 
 
 def test_generate_with_a_compiled_forward_gives_the_tokens_of_eager(model, ids) -> None:
@@ -56,7 +69,9 @@ def test_the_cache_is_written_in_place_and_never_copied(model, ids) -> None:
     assert "aten.copy_" not in final
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="transformers compiles generate by itself on a GPU only")
+@pytest.mark.skipif(
+    DEVICE == "cpu", reason="transformers compiles generate by itself on a GPU only"
+)
 def test_generate_with_a_compile_config_gives_the_tokens_of_eager(model, ids) -> None:
     expected = generated(model, ids, disable_compile=True)
     config = transformers.CompileConfig(backend="atom", mode="reduce-overhead")

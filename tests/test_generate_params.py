@@ -1,4 +1,6 @@
-"""Sampling parameters end to end on the demo model: stop strings, n, log-probabilities, grammars, penalties, drafts."""
+"""Sampling parameters end to end on the demo model: stop strings, n, log-probabilities, grammars,
+penalties, drafts.
+"""
 
 import json
 import math
@@ -14,10 +16,18 @@ pytest.importorskip("tokenizers")
 # Otherwise each worker compiles the model.
 pytestmark = pytest.mark.xdist_group("generate_params")
 
-PROMPTS = ["Once upon a time", "She looked at him and said", "In the beginning", "The king of the country was a"]
+PROMPTS = [
+    "Once upon a time",
+    "She looked at him and said",
+    "In the beginning",
+    "The king of the country was a",
+]
 PERSON = {
     "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 10}, "age": {"type": "integer", "maximum": 99, "minimum": 0}},
+    "properties": {
+        "name": {"type": "string", "maxLength": 10},
+        "age": {"type": "integer", "maximum": 99, "minimum": 0},
+    },
     "required": ["name", "age"],
     "additionalProperties": False,
 }
@@ -50,10 +60,18 @@ def test_a_stop_string_ends_the_text_where_it_appears(llm):
     stopped = one(llm, ignore_eos=True, stop=(stop,))
     assert stopped.text == whole.text[: whole.text.index(stop)]
     assert (stopped.finish_reason, stopped.stop_reason) == ("stop", stop)
-    assert stopped.token_ids == whole.token_ids[: len(stopped.token_ids)] and len(stopped.token_ids) < 24
+    assert (
+        stopped.token_ids == whole.token_ids[: len(stopped.token_ids)]
+        and len(stopped.token_ids) < 24
+    )
     kept = one(llm, ignore_eos=True, stop=(stop,), include_stop_str_in_output=True)
     assert kept.text == stopped.text + stop
-    assert "".join(llm.stream(PROMPTS[0], SamplingParams(max_tokens=24, ignore_eos=True, stop=(stop,)))) == stopped.text
+    assert (
+        "".join(
+            llm.stream(PROMPTS[0], SamplingParams(max_tokens=24, ignore_eos=True, stop=(stop,)))
+        )
+        == stopped.text
+    )
     assert not llm.engine.scheduler.requests
 
 
@@ -64,7 +82,11 @@ def test_min_tokens_delays_stop_tokens_and_strings(llm):
     later = one(llm, stop_token_ids=(token,), min_tokens=10)
     assert len(later.token_ids) >= 10 and token not in later.token_ids[:10]
     letter = whole.text.strip()[0]
-    assert len(one(llm, stop=(letter,)).token_ids) < 10 <= len(one(llm, stop=(letter,), min_tokens=10).token_ids)
+    assert (
+        len(one(llm, stop=(letter,)).token_ids)
+        < 10
+        <= len(one(llm, stop=(letter,), min_tokens=10).token_ids)
+    )
 
 
 def test_each_of_n_answers_is_that_of_its_own_seed(llm):
@@ -72,7 +94,10 @@ def test_each_of_n_answers_is_that_of_its_own_seed(llm):
     answers = llm.generate(PROMPTS[0], params)
     assert len({answer.token_ids for answer in answers}) == 3
     for i, answer in enumerate(answers):
-        assert llm.generate(PROMPTS[0], replace(params, n=1, seed=5 + i))[0].token_ids == answer.token_ids
+        assert (
+            llm.generate(PROMPTS[0], replace(params, n=1, seed=5 + i))[0].token_ids
+            == answer.token_ids
+        )
 
 
 def test_logprobs_come_with_each_token_and_agree_with_those_of_the_prompt(llm):
@@ -86,7 +111,9 @@ def test_logprobs_come_with_each_token_and_agree_with_those_of_the_prompt(llm):
     assert answer.prompt_logprobs[0] is None and len(answer.prompt_logprobs) == len(prompt)
     assert [each.token for each in answer.prompt_logprobs[1:]] == list(prompt[1:])
     # The output as a prompt: the same tokens at the same positions, computed in one step.
-    (again,) = llm.generate([[*prompt, *answer.token_ids]], SamplingParams(max_tokens=1, prompt_logprobs=0))
+    (again,) = llm.generate(
+        [[*prompt, *answer.token_ids]], SamplingParams(max_tokens=1, prompt_logprobs=0)
+    )
     for a, b in zip(answer.logprobs, again.prompt_logprobs[len(prompt) :], strict=True):
         assert a.token == b.token and abs(a.logprob - b.logprob) < 1e-3
 
@@ -102,20 +129,35 @@ def test_a_penalty_ends_repetition(llm):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_form_is_kept_by_each_answer_of_a_batch(llm, temperature):
-    forms = [Structured(json_schema=PERSON), Structured(regex=r"[a-z]{3,12} [0-9]{2}"),
-             Structured(choice=("yes", "no", "maybe")),
-             Structured(grammar='start: "<" /[a-z]{1,8}/ ">"'), None]  # fmt: skip
-    params = [SamplingParams(max_tokens=80, temperature=temperature, seed=i, structured=form)
-              for i in range(3) for form in forms]  # fmt: skip
+    forms = [
+        Structured(json_schema=PERSON),
+        Structured(regex=r"[a-z]{3,12} [0-9]{2}"),
+        Structured(choice=("yes", "no", "maybe")),
+        Structured(grammar='start: "<" /[a-z]{1,8}/ ">"'),
+        None,
+    ]
+    params = [
+        SamplingParams(max_tokens=80, temperature=temperature, seed=i, structured=form)
+        for i in range(3)
+        for form in forms
+    ]
     answers = llm.generate([PROMPTS[i % len(PROMPTS)] for i in range(len(params))], params)
-    ended = [answer.finish_reason == "stop" for answer, of in zip(answers, params, strict=True) if of.structured]
+    ended = [
+        answer.finish_reason == "stop"
+        for answer, of in zip(answers, params, strict=True)
+        if of.structured
+    ]
     assert sum(ended) >= 9
     for answer, of in zip(answers, params, strict=True):
         if of.structured is None or answer.finish_reason == "length":
             continue
         if of.structured.json_schema:
             person = json.loads(answer.text)
-            assert person.keys() == {"name", "age"} and person["age"] in range(100) and len(person["name"]) <= 10
+            assert (
+                person.keys() == {"name", "age"}
+                and person["age"] in range(100)
+                and len(person["name"]) <= 10
+            )
         elif of.structured.choice:
             assert answer.text in of.structured.choice
         else:
@@ -132,7 +174,12 @@ KINDS = {
     "greedy": {},
     "random": {"temperature": 0.9, "seed": 3},
     "filters": {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.02, "seed": 4},
-    "penalties": {"temperature": 0.7, "repetition_penalty": 1.2, "frequency_penalty": 0.3, "seed": 5},
+    "penalties": {
+        "temperature": 0.7,
+        "repetition_penalty": 1.2,
+        "frequency_penalty": 0.3,
+        "seed": 5,
+    },
     "greedy penalties": {"presence_penalty": 0.6, "min_tokens": 5, "logit_bias": {300: 1.0}},
     "schema": {"structured": Structured(json_schema=PERSON)},
     "random regex": {"structured": Structured(regex="(ab ){4,9}c"), "temperature": 1.0, "seed": 6},
@@ -141,19 +188,29 @@ KINDS = {
 
 def test_drafts_change_no_token(llm, guessing):
     prompts = [*PROMPTS, "one two three one two three one two three one two"]
-    params = [SamplingParams(max_tokens=40, **{"ignore_eos": "structured" not in kind, **kind})
-              for kind in KINDS.values() for _ in prompts]  # fmt: skip
+    params = [
+        SamplingParams(max_tokens=40, **{"ignore_eos": "structured" not in kind, **kind})
+        for kind in KINDS.values()
+        for _ in prompts
+    ]
     prompts = prompts * len(KINDS)
     plain, guessed = llm.generate(prompts, params), guessing.generate(prompts, params)
-    different = [(name, i) for i, (a, b) in enumerate(zip(plain, guessed, strict=True)) if a.token_ids != b.token_ids
-                 for name in [list(KINDS)[i * len(KINDS) // len(prompts)]]]  # fmt: skip
+    different = [
+        (name, i)
+        for i, (a, b) in enumerate(zip(plain, guessed, strict=True))
+        if a.token_ids != b.token_ids
+        for name in [list(KINDS)[i * len(KINDS) // len(prompts)]]
+    ]
     assert not different
     stats = guessing.engine.stats()
     assert stats.accepted > 20
 
 
 def test_a_seed_gives_the_same_tokens_alone_and_among_others(llm):
-    params = [SamplingParams(max_tokens=16, ignore_eos="structured" not in kind, **kind) for kind in KINDS.values()]
+    params = [
+        SamplingParams(max_tokens=16, ignore_eos="structured" not in kind, **kind)
+        for kind in KINDS.values()
+    ]
     together = llm.generate([PROMPTS[0]] * len(params), params)
     for of, answer in zip(params, together, strict=True):
         assert llm.generate(PROMPTS[0], of)[0].token_ids == answer.token_ids

@@ -1,5 +1,5 @@
-"""Requests over HTTP that used to end the engine or to delay all others: each is rejected or fails with the reason, and
-another stream continues."""
+"""Requests over HTTP that used to end the engine or to delay all others: each is rejected or fails
+with the reason, and another stream continues."""
 
 import json
 import re
@@ -29,7 +29,13 @@ POISON = 777
 DEEP = '{"properties":{"a":' * 500 + "{}" + "}}" * 500
 # From Python's JSON parser before 3.12, or from the schema compiler.
 TOO_DEEP = "json_schema: (it is nested too deep|recursion limit exceeded)"
-BYSTANDER = {"prompt": "She looked at him and said", "max_tokens": 30, "temperature": 0.8, "seed": 3, "ignore_eos": True}
+BYSTANDER = {
+    "prompt": "She looked at him and said",
+    "max_tokens": 30,
+    "temperature": 0.8,
+    "seed": 3,
+    "ignore_eos": True,
+}
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +47,9 @@ def server(tmp_path_factory):
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
     weights["model.embed_tokens.weight"][POISON] = float("nan")
     save_file(weights, folder / "model.safetensors")
-    config = json.loads((Path(demo.PATH) / "config.json").read_text()) | {"tie_word_embeddings": False}
+    config = json.loads((Path(demo.PATH) / "config.json").read_text()) | {
+        "tie_word_embeddings": False
+    }
     (folder / "config.json").write_text(json.dumps(config))
     with serving(folder, "--served-model-name", "atomc-demo", "--options", "layout=paged") as found:
         yield found
@@ -73,21 +81,41 @@ REFUSED = [
     (asked(structured_outputs={"json": DEEP}), TOO_DEEP),
     (asked(guided_regex=r"[^\s\S]"), "regex: no text matches it"),
     (asked(guided_json={"$ref": "#"}), "json_schema: no text matches it"),
-    (asked(guided_regex="(a{1000}){500}", temperature=1), "regex: it (is too complex|takes more than)"),
-    (asked(repetition_penalty=1e-38, temperature=1), "repetition_penalty is 1e-38, it must be at least 1e-06"),
-    (asked(repetition_penalty=1e38), r"repetition_penalty is 1e\+38, it must be at least 1e-06 and at most 1000000"),
+    (
+        asked(guided_regex="(a{1000}){500}", temperature=1),
+        "regex: it (is too complex|takes more than)",
+    ),
+    (
+        asked(repetition_penalty=1e-38, temperature=1),
+        "repetition_penalty is 1e-38, it must be at least 1e-06",
+    ),
+    (
+        asked(repetition_penalty=1e38),
+        r"repetition_penalty is 1e\+38, it must be at least 1e-06 and at most 1000000",
+    ),
     (asked(stop_token_ids=list(range(3072)), min_tokens=2), "stop_token_ids"),
     (asked(stop_token_ids=list(range(3072)), min_tokens=2, temperature=1), "stop_token_ids"),
-]  # fmt: skip
+]
 FAILED = [
-    (asked(prompt=[5, POISON]), "the model produced logits that are NaN in step 1 of this request (position 2)"),
+    (
+        asked(prompt=[5, POISON]),
+        "the model produced logits that are NaN in step 1 of this request (position 2)",
+    ),
     (asked(prompt=[5, POISON], temperature=1), "NaN in step 1"),
-    (asked(prompt=[5, POISON], temperature=1, top_p=0.9, top_k=3, frequency_penalty=1, logprobs=2), "NaN in step 1"),
+    (
+        asked(
+            prompt=[5, POISON], temperature=1, top_p=0.9, top_k=3, frequency_penalty=1, logprobs=2
+        ),
+        "NaN in step 1",
+    ),
     (asked(prompt=[5, POISON], guided_regex="[a-z]{9}"), "NaN in step 1"),
     (asked(prompt=[5, POISON], n=3, temperature=1), "NaN in step 1"),
-    (asked(prompt=[5, POISON, 6], echo=True, logprobs=1), "NaN in step 1 of this request (position 3)"),
+    (
+        asked(prompt=[5, POISON, 6], echo=True, logprobs=1),
+        "NaN in step 1 of this request (position 3)",
+    ),
     (asked(logit_bias={POISON: 100}), "NaN in step 2 of this request (position 4)"),
-]  # fmt: skip
+]
 
 
 @pytest.fixture
@@ -126,7 +154,11 @@ def test_what_fails_in_a_stream_is_its_last_event(http, bystander, body, part):
 
 
 def test_a_chat_fails_in_the_same_way(http, bystander):
-    body = {"messages": [{"role": "user", "content": "She said"}], "max_tokens": 5, "logit_bias": {str(POISON): 100}}
+    body = {
+        "messages": [{"role": "user", "content": "She said"}],
+        "max_tokens": 5,
+        "logit_bias": {str(POISON): 100},
+    }
     answer = http.post("/v1/chat/completions", json=body)
     assert answer.status_code == 500 and "NaN in step 2" in answer.json()["error"]["message"]
     answer = http.post("/v1/chat/completions", json=body | {"stream": True})
@@ -135,21 +167,31 @@ def test_a_chat_fails_in_the_same_way(http, bystander):
 
 
 def test_an_embedding_that_is_nan_is_a_500_and_another_is_not(http, bystander):
-    answer = http.post("/v1/embeddings", json={"input": [[5, 6], [5, POISON]]}, headers={"X-Request-Id": "hostile"})
+    answer = http.post(
+        "/v1/embeddings", json={"input": [[5, 6], [5, POISON]]}, headers={"X-Request-Id": "hostile"}
+    )
     message = answer.json()["error"]["message"]
-    assert answer.status_code == 500 and "hidden states that are NaN" in message and "(request hostile)" in message
+    assert (
+        answer.status_code == 500
+        and "hidden states that are NaN" in message
+        and "(request hostile)" in message
+    )
     assert http.post("/v1/embeddings", json={"input": [[5, 6]]}).status_code == 200
 
 
 def test_an_infinite_temperature_in_fp32_draws_any_token_that_a_form_allows(http, bystander):
-    answer = http.post("/v1/completions", json=asked(temperature=1e300, guided_regex="[ab]", max_tokens=9))
+    answer = http.post(
+        "/v1/completions", json=asked(temperature=1e300, guided_regex="[ab]", max_tokens=9)
+    )
     assert answer.status_code == 200 and answer.json()["choices"][0]["text"] in ("a", "b")
 
 
 def test_the_engine_is_the_one_that_was_started_and_the_log_names_the_requests(server, http):
     assert http.get("/health").status_code == 200
     assert len([line for line in server.lines if "engine" in line and "starting" in line]) == 1
-    answer = http.post("/v1/completions", json=asked(prompt=[5, POISON]), headers={"X-Request-Id": "named"})
+    answer = http.post(
+        "/v1/completions", json=asked(prompt=[5, POISON]), headers={"X-Request-Id": "named"}
+    )
     assert answer.status_code == 500
     until = time.monotonic() + 30  # the log comes through a pipe
     while not any("request named failed" in line and "NaN" in line for line in server.lines):
@@ -163,11 +205,29 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 # Each of these used to block all streams for 3 to 200 seconds. The limit allows for a busy machine:
 # bench/bystander.py measures milliseconds.
 LIMIT_SECONDS = 3.0
-FROZE = ["lark grammar of 2 MB", "lark grammar of 200 kB", "regex (a{1000}){1000}", "regex (a{1000}){300}",
-         "regex slow after 200 letters", "grammar of a chain of rules", "prompt of 10 MB", "message of 10 MB",
-         "tokenize 10 MB", "prompt of 5,000,000 token ids", "stop: 900,000 texts", "n=128, logprobs=20",
-         "body of 5,000,000 lists", "body of 500,000 unknown fields"]  # fmt: skip
-STREAM = {"prompt": "She looked at him", "max_tokens": 1900, "ignore_eos": True, "temperature": 0, "stream": True}
+FROZE = [
+    "lark grammar of 2 MB",
+    "lark grammar of 200 kB",
+    "regex (a{1000}){1000}",
+    "regex (a{1000}){300}",
+    "regex slow after 200 letters",
+    "grammar of a chain of rules",
+    "prompt of 10 MB",
+    "message of 10 MB",
+    "tokenize 10 MB",
+    "prompt of 5,000,000 token ids",
+    "stop: 900,000 texts",
+    "n=128, logprobs=20",
+    "body of 5,000,000 lists",
+    "body of 500,000 unknown fields",
+]
+STREAM = {
+    "prompt": "She looked at him",
+    "max_tokens": 1900,
+    "ignore_eos": True,
+    "temperature": 0,
+    "stream": True,
+}
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +246,9 @@ class Stream(threading.Thread):
 
     def run(self):
         while not self.stopped:
-            with httpx.stream("POST", f"{self.url}/v1/completions", json=STREAM, timeout=60) as answer:
+            with httpx.stream(
+                "POST", f"{self.url}/v1/completions", json=STREAM, timeout=60
+            ) as answer:
                 for line in answer.iter_lines():
                     if line.startswith("data: {"):
                         assert "error" not in line
@@ -222,14 +284,21 @@ def beside_a_stream(demo_server, path, body):
     stream = Stream(demo_server.url)
     stream.wait_for(5)
     began = time.monotonic()
-    answer = httpx.post(demo_server.url + path, content=body, headers={"Content-Type": "application/json"}, timeout=120)
+    answer = httpx.post(
+        demo_server.url + path,
+        content=body,
+        headers={"Content-Type": "application/json"},
+        timeout=120,
+    )
     ended = time.monotonic()
     stream.wait_for(5)
     stream.stopped = True
     stream.join()
     meanwhile = [began, *[at for at in stream.times if at > began]]
     longest = max(after - before for before, after in pairwise(meanwhile))
-    assert longest < LIMIT_SECONDS, f"{longest:.1f} s without a token, and the request took {ended - began:.1f} s"
+    assert longest < LIMIT_SECONDS, (
+        f"{longest:.1f} s without a token, and the request took {ended - began:.1f} s"
+    )
     return answer
 
 
@@ -238,7 +307,11 @@ def test_sixty_grammars_take_bounded_memory(demo_server):
     before = demo_server.memory(demo_server.engine_pid)
     with httpx.Client(base_url=demo_server.url, timeout=120) as client:
         for number in range(60):
-            body = {"prompt": "Once", "max_tokens": 1, "guided_regex": f"(.*)a(.{{1,{240 + number}}})b(.{{1,300}})c"}
+            body = {
+                "prompt": "Once",
+                "max_tokens": 1,
+                "guided_regex": f"(.*)a(.{{1,{240 + number}}})b(.{{1,300}})c",
+            }
             assert client.post("/v1/completions", json=body).status_code in (200, 400)
     assert demo_server.memory(demo_server.engine_pid) - before < 700 * 2**20
 
@@ -249,9 +322,13 @@ def test_memory_of_large_bodies_goes_back_to_the_system(demo_server):
     body = json.dumps({"prompt": "She looked at him. " * 1_500_000, "max_tokens": 1}).encode()
     with httpx.Client(base_url=demo_server.url, timeout=120) as client:
         for _ in range(6):
-            answer = client.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
+            answer = client.post(
+                "/v1/completions", content=body, headers={"Content-Type": "application/json"}
+            )
             assert answer.status_code == 400
     until = time.monotonic() + 30
     while demo_server.memory(demo_server.process.pid) - before > 100 * 2**20:
-        assert time.monotonic() < until, f"{(demo_server.memory(demo_server.process.pid) - before) >> 20} MiB are kept"
+        assert time.monotonic() < until, (
+            f"{(demo_server.memory(demo_server.process.pid) - before) >> 20} MiB are kept"
+        )
         time.sleep(0.5)

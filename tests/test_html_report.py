@@ -1,4 +1,6 @@
-"""The report as a page, in a browser: it says the right things, is usable by keyboard, valid, and asks for nothing."""
+"""The report as a page, in a browser: it says the right things, is usable by keyboard, valid, and
+asks for nothing.
+"""
 
 import argparse
 import json
@@ -18,7 +20,15 @@ import atomc
 from atomc.cli import main
 from atomc.cli.explain import _names
 from atomc.graph.graph_printer import parse
-from atomc.report.records import CacheOutcome, FusionOpportunity, KernelChoice, Miss, OpCost, Site, Stage
+from atomc.report.records import (
+    CacheOutcome,
+    FusionOpportunity,
+    KernelChoice,
+    Miss,
+    OpCost,
+    Site,
+    Stage,
+)
 from atomc.report.render import formula
 from atomc.report.render.compare import Comparison
 from atomc.report.render.graph_diff import align, fold_layers, hunks
@@ -26,8 +36,15 @@ from atomc.report.render.html import page as html_of
 from atomc.report.report import Report
 
 pytestmark = pytest.mark.xdist_group("html report")  # three models are compiled once
-TINY = dict(vocab_size=96, hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2,
-            head_dim=16, max_position_embeddings=128)  # fmt: skip
+TINY = dict(
+    vocab_size=96,
+    hidden_size=64,
+    intermediate_size=96,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    max_position_embeddings=128,
+)
 LAYERS = 9
 MAX_BYTES = 3_000_000
 
@@ -51,7 +68,11 @@ def fp8_llama():
     from atomc import models
     from atomc.program import compile_model
 
-    config = TINY | {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2, "rms_norm_eps": 1e-5}
+    config = TINY | {
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": 2,
+        "rms_norm_eps": 1e-5,
+    }
     model = atomc.quantize(models.build(config, dtype=torch.bfloat16, device="cpu"), "fp8")
     return compile_model(model.requires_grad_(False), {"glue": "eager"}, keep_texts=True).report
 
@@ -63,7 +84,9 @@ def mixtral():
 
 @pytest.fixture
 def opened(browser, tmp_path):
-    """opened(text, **how) -> the page, from a file; what it says on the console and asks for is in said and asked."""
+    """opened(text, **how) -> the page, from a file; what it says on the console and asks for is in
+    said and asked.
+    """
     contexts = []
 
     def show(text, **how):
@@ -86,14 +109,22 @@ def opened(browser, tmp_path):
 def cells(page):
     """rewrite -> the texts of its cells."""
     rows = page.query_selector_all(".grid tbody tr:has(.cell)")
-    return {row.query_selector("th").inner_text(): [cell.inner_text() for cell in row.query_selector_all(".cell")]
-            for row in rows}  # fmt: skip
+    return {
+        row.query_selector("th").inner_text(): [
+            cell.inner_text() for cell in row.query_selector_all(".cell")
+        ]
+        for row in rows
+    }
 
 
 def choose(page, selector, value):
     """Move a slider as a hand does."""
-    page.evaluate("([selector, value]) => { const slider = document.querySelector(selector); slider.value = value;"
-                  "slider.dispatchEvent(new Event('input', {bubbles: true})); }", [selector, str(value)])  # fmt: skip
+    page.evaluate(
+        "([selector, value]) => { const slider = document.querySelector(selector); "
+        "slider.value = value;"
+        "slider.dispatchEvent(new Event('input', {bubbles: true})); }",
+        [selector, str(value)],
+    )
 
 
 # ---- three models in a browser
@@ -152,7 +183,9 @@ def test_rewrites_that_cannot_apply_are_folded_away(qwen3, opened):
     names = {name for name, numbers in cells(page).items() if set(numbers) == {"\u2013"}}
     assert "gelu_and_mul" in names and "rms_norm" not in names
     assert page.inner_text(".grid .more") == f"{len(names)} rewrites that cannot apply here"
-    assert page.is_hidden(".grid tr:has-text('gelu_and_mul')") and page.is_visible(".grid tr:has(a:text-is('rms_norm'))")
+    assert page.is_hidden(".grid tr:has-text('gelu_and_mul')") and page.is_visible(
+        ".grid tr:has(a:text-is('rms_norm'))"
+    )
     page.focus(".grid .more")
     page.keyboard.press("Enter")
     assert page.is_visible(".grid tr:has-text('gelu_and_mul')")
@@ -165,7 +198,9 @@ def test_a_cell_says_why_by_click_and_by_keyboard(qwen3, opened):
     page.click(".grid tr:has-text('gelu_and_mul') .cell >> nth=0")
     assert "the graph has no gelu" in page.inner_text(".reason")
     page.click(".grid tr:has(a:text-is('add_rms_norm')) .cell >> nth=1")
-    assert "fired" in page.inner_text(".reason") and "modeling_qwen3.py:" in page.inner_text(".reason")
+    assert "fired" in page.inner_text(".reason") and "modeling_qwen3.py:" in page.inner_text(
+        ".reason"
+    )
     before = page.inner_text(".reason")
     page.keyboard.press("ArrowUp")
     page.keyboard.press("Enter")
@@ -182,10 +217,14 @@ def test_the_slider_changes_the_numbers_to_those_of_the_formulas(qwen3, opened):
         choose(page, "[data-size=T]", power)
         assert page.inner_text("output") == str(2**power)
         assert page.inner_text("[data-total=bytes]") == spelled(sum_of(qwen3, "bytes", T=2**power))
-        assert page.inner_text("[data-total=flops]") == spelled(sum_of(qwen3, "flops", T=2**power), flops=True)
+        assert page.inner_text("[data-total=flops]") == spelled(
+            sum_of(qwen3, "flops", T=2**power), flops=True
+        )
     page.select_option("select[name=machine]", label="NVIDIA H200")
     assert re.match(r"[\d.]+\s(\u00b5s|ms)", page.inner_text("[data-total=time]"))
-    shares = [float(text.inner_text().rstrip("\u00a0%")) for text in page.query_selector_all(".percent")]
+    shares = [
+        float(text.inner_text().rstrip("\u00a0%")) for text in page.query_selector_all(".percent")
+    ]
     assert shares == sorted(shares, reverse=True) and abs(sum(shares) - 100) < 1
 
 
@@ -197,7 +236,9 @@ def spelled(number, flops=False):
     units = ["", "k", "M", "G", "T", "P"] if flops else ["B", "kB", "MB", "GB", "TB"]
     while number >= 1000:
         number, units = number / 1000, units[1:]
-    return (f"{number:.0f}" if number >= 100 else f"{number:#.3g}".rstrip(".")) + "\u00a0" + units[0]
+    return (
+        (f"{number:.0f}" if number >= 100 else f"{number:#.3g}".rstrip(".")) + "\u00a0" + units[0]
+    )
 
 
 def test_the_diff_of_a_pass_shows_what_went_and_what_came(qwen3, opened):
@@ -211,8 +252,13 @@ def test_the_diff_of_a_pass_shows_what_went_and_what_came(qwen3, opened):
 
     gone, made = marked("gone", "first-child"), marked("made", "last-child")
     assert "atom.rms_norm(" in gone and "aten.add(" in gone
-    assert "atom.add_rms_norm(" in made and "atom.rms_norm(" not in made.replace("atom.add_rms_norm(", "")
-    assert "8 times like this, in layers" in step.inner_text() or "9 times like this, in layers" in step.inner_text()
+    assert "atom.add_rms_norm(" in made and "atom.rms_norm(" not in made.replace(
+        "atom.add_rms_norm(", ""
+    )
+    assert (
+        "8 times like this, in layers" in step.inner_text()
+        or "9 times like this, in layers" in step.inner_text()
+    )
 
 
 def test_a_kernel_leads_back_to_the_lines_of_the_program(qwen3, opened):
@@ -243,16 +289,32 @@ HOSTILE = '</script><script>alert(1)</script><img src=x onerror="alert(2)">\'"&{
 
 def hostile():
     return Report(
-        HOSTILE, treated=True, matches=Counter({HOSTILE: 1}), known=[HOSTILE], about={HOSTILE: HOSTILE}, notes=[HOSTILE],
-        sites=[Site(HOSTILE, f"layers.0.{HOSTILE}", 0, HOSTILE, {HOSTILE: HOSTILE})], cached=CacheOutcome("miss", HOSTILE),
+        HOSTILE,
+        treated=True,
+        matches=Counter({HOSTILE: 1}),
+        known=[HOSTILE],
+        about={HOSTILE: HOSTILE},
+        notes=[HOSTILE],
+        sites=[Site(HOSTILE, f"layers.0.{HOSTILE}", 0, HOSTILE, {HOSTILE: HOSTILE})],
+        cached=CacheOutcome("miss", HOSTILE),
         near=[Miss("other", "", HOSTILE, 0, HOSTILE, 0.5, "op", HOSTILE, HOSTILE)],
         kernels=[KernelChoice(HOSTILE, HOSTILE, "any", HOSTILE, [(HOSTILE, HOSTILE)], "n")],
         costs=[OpCost(HOSTILE, HOSTILE, 0, HOSTILE, "2*T", "alert(3)", ["n"], ["n"])],
         machine={"name": HOSTILE, "arch": HOSTILE},
-        savings=[FusionOpportunity("neighbours", HOSTILE, HOSTILE, 0, HOSTILE, "4*T")], phases={HOSTILE: 1.0},
-        stages=[Stage(HOSTILE, 1, f"n = {HOSTILE}  # f32[2]  {HOSTILE}  {HOSTILE}", f"m = {HOSTILE}  # f32[2]  -  -")],
-        cuda_graphs=[{HOSTILE: 1, "bytes": 5}], state=[HOSTILE], recompile=HOSTILE,
-    )  # fmt: skip
+        savings=[FusionOpportunity("neighbours", HOSTILE, HOSTILE, 0, HOSTILE, "4*T")],
+        phases={HOSTILE: 1.0},
+        stages=[
+            Stage(
+                HOSTILE,
+                1,
+                f"n = {HOSTILE}  # f32[2]  {HOSTILE}  {HOSTILE}",
+                f"m = {HOSTILE}  # f32[2]  -  -",
+            )
+        ],
+        cuda_graphs=[{HOSTILE: 1, "bytes": 5}],
+        state=[HOSTILE],
+        recompile=HOSTILE,
+    )
 
 
 def test_hostile_names_are_only_shown(opened):
@@ -267,7 +329,11 @@ def test_hostile_names_are_only_shown(opened):
 
 
 def test_a_script_that_got_in_would_not_run(opened):
-    page = opened(html_of([Report("M", treated=True)]).replace("</main>", "<script>document.title = 'x'</script></main>"))
+    page = opened(
+        html_of([Report("M", treated=True)]).replace(
+            "</main>", "<script>document.title = 'x'</script></main>"
+        )
+    )
     assert page.title() != "x"
     assert any("Content Security Policy" in text for text in page.said)
 
@@ -276,7 +342,9 @@ def test_reports_of_graphs_that_were_not_treated_or_are_empty_are_shown(opened):
     page = opened(html_of([Report("A", why_not="gradients are wanted"), Report("B", treated=True)]))
     assert "gradients are wanted" in page.inner_text("main")
     page.click(".tabs >> text=1: B")
-    page.wait_for_selector("#g0", state="hidden")  # which is what the page does when its address has changed
+    page.wait_for_selector(
+        "#g0", state="hidden"
+    )  # which is what the page does when its address has changed
     assert page.is_visible("#g1")
     assert page.said == []
     assert "No graph was compiled" in html_of([])
@@ -284,16 +352,37 @@ def test_reports_of_graphs_that_were_not_treated_or_are_empty_are_shown(opened):
 
 def test_64_layers_make_a_page_of_less_than_3_mb_even_if_no_two_are_alike(qwen3):
     def lines_of_layer_5(text):
-        return [line for line in text.splitlines() if "layers.5." in line.split(" = ")[0] + line.rpartition("  # ")[2]]
+        return [
+            line
+            for line in text.splitlines()
+            if "layers.5." in line.split(" = ")[0] + line.rpartition("  # ")[2]
+        ]
 
     def different(text):
         """Layer 5 of the graph for 64 layers of different widths."""
-        return "\n".join(re.sub(r"\b(\w+_\d+)\b", rf"\g<1>{i:02}", line).replace("layers.5", f"layers.{i}")
-                         .replace("64]", f"{64 + i}]") for i in range(64) for line in lines_of_layer_5(text))  # fmt: skip
+        return "\n".join(
+            re.sub(r"\b(\w+_\d+)\b", rf"\g<1>{i:02}", line)
+            .replace("layers.5", f"layers.{i}")
+            .replace("64]", f"{64 + i}]")
+            for i in range(64)
+            for line in lines_of_layer_5(text)
+        )
 
-    stages = [replace(stage, text=different(stage.text), before=different(stage.before)) for stage in qwen3.stages]
-    costs = [replace(cost, layer=i, module_path=cost.module_path.replace("layers.5", f"layers.{i}"), flops=f"{i}*T")
-             for i in range(64) for cost in qwen3.costs if cost.layer == 5]  # fmt: skip
+    stages = [
+        replace(stage, text=different(stage.text), before=different(stage.before))
+        for stage in qwen3.stages
+    ]
+    costs = [
+        replace(
+            cost,
+            layer=i,
+            module_path=cost.module_path.replace("layers.5", f"layers.{i}"),
+            flops=f"{i}*T",
+        )
+        for i in range(64)
+        for cost in qwen3.costs
+        if cost.layer == 5
+    ]
     text = html_of([replace(qwen3, stages=stages, costs=costs)])
     assert text.count("shown</th>") == 0 and text.count('<tr class="block">') > 64
     assert MAX_BYTES / 2 < len(text.encode()) < MAX_BYTES
@@ -301,14 +390,20 @@ def test_64_layers_make_a_page_of_less_than_3_mb_even_if_no_two_are_alike(qwen3)
 
 
 def test_the_start_is_told_in_words_seconds_and_bytes(opened):
-    report = Report("M", treated=True, cached=CacheOutcome("miss", "option rounding changed from 'fp32' to 'hf'"),
-                    phases={"trace": 0.5, "passes": 1.5},
-                    cuda_graphs=[{"rows": 1, "bytes": 2_000_000}, {"rows": 8, "bytes": 500_000}])  # fmt: skip
+    report = Report(
+        "M",
+        treated=True,
+        cached=CacheOutcome("miss", "option rounding changed from 'fp32' to 'hf'"),
+        phases={"trace": 0.5, "passes": 1.5},
+        cuda_graphs=[{"rows": 1, "bytes": 2_000_000}, {"rows": 8, "bytes": 500_000}],
+    )
     page = opened(html_of([report]))
     text = page.inner_text("#g0-start")
     assert "Miss, compiled again: option rounding changed from 'fp32' to 'hf'." in text
     assert "2 graphs, 2.5 MB in total" in text and "rows 8" in text and "2.000" in text
-    widths = page.evaluate("[...document.querySelectorAll('.phases .bar')].map(bar => bar.style.width)")
+    widths = page.evaluate(
+        "[...document.querySelectorAll('.phases .bar')].map(bar => bar.style.width)"
+    )
     assert widths[:2] == ["33.3333%", "100%"]
 
 
@@ -335,26 +430,40 @@ double_1 = atom.double(add)  # f32[4]  layers.1.mlp  m.py:1
 add_1 = aten.add(double_1, add)  # f32[4]  layers.1  m.py:2
 return [add_1]"""
 # The first layer reads what the second one reads.
-ALIKE = BEFORE.replace("x = input", "add_9 = input").replace("(x", "(add_9").replace(", x)", ", add_9)")
+ALIKE = (
+    BEFORE.replace("x = input", "add_9 = input").replace("(x", "(add_9").replace(", x)", ", add_9)")
+)
 
 
 def test_nodes_stand_beside_what_became_of_them():
-    rows = [(row.kind, row.left and row.left.name, row.right and row.right.name)
-            for row in align(parse(BEFORE), parse(AFTER))]  # fmt: skip
+    rows = [
+        (row.kind, row.left and row.left.name, row.right and row.right.name)
+        for row in align(parse(BEFORE), parse(AFTER))
+    ]
     assert rows == [
-        ("same", "x", "x"), ("replaced", "mul", "double"), ("changed", "add", "add"),
-        ("replaced", "mul_1", "double_1"), ("changed", "add_1", "add_1"), ("same", "return", "return"),
-    ]  # fmt: skip
+        ("same", "x", "x"),
+        ("replaced", "mul", "double"),
+        ("changed", "add", "add"),
+        ("replaced", "mul_1", "double_1"),
+        ("changed", "add_1", "add_1"),
+        ("same", "return", "return"),
+    ]
 
 
 def test_a_node_that_moved_is_shown_where_it_was_and_where_it_is():
-    kinds = Counter(row.kind for row in align(parse("a = f()\nb = g()\nc = h()"), parse("c = h()\na = f()\nb = g()")))
+    kinds = Counter(
+        row.kind
+        for row in align(parse("a = f()\nb = g()\nc = h()"), parse("c = h()\na = f()\nb = g()"))
+    )
     assert kinds == {"same": 2, "gone": 1, "made": 1}
 
 
 def test_what_changes_alike_in_two_layers_is_one_hunk():
     (hunk, other) = hunks(parse(BEFORE), parse(AFTER))
-    assert (hunk.count, other.count) == (1, 1)  # the first layer reads the input, the second the first
+    assert (hunk.count, other.count) == (
+        1,
+        1,
+    )  # the first layer reads the input, the second the first
     (hunk,) = hunks(parse(ALIKE), parse(ALIKE.replace("aten.mul(", "atom.double(")))
     assert (hunk.count, hunk.layers) == (2, {0, 1})
 
@@ -366,15 +475,22 @@ def test_layers_that_look_alike_are_listed_once():
 
 @pytest.mark.parametrize(
     "text, sizes, expected",
-    [("2*T*(C - T/(2*S) + 1/2)", {"T": 4, "C": 10, "S": 2}, 76.0), ("Min(C, 5) + Max(T, 1)**2", {"C": 9, "T": 3}, 14.0),
-     ("(T + 7)//8", {"T": 9}, 2.0), ("floor(T/8) - ceiling(T/8) + Mod(T, 8)", {"T": 9}, 0.0), ("-3*s0", {"s0": 2}, -6.0)],
-)  # fmt: skip
+    [
+        ("2*T*(C - T/(2*S) + 1/2)", {"T": 4, "C": 10, "S": 2}, 76.0),
+        ("Min(C, 5) + Max(T, 1)**2", {"C": 9, "T": 3}, 14.0),
+        ("(T + 7)//8", {"T": 9}, 2.0),
+        ("floor(T/8) - ceiling(T/8) + Mod(T, 8)", {"T": 9}, 0.0),
+        ("-3*s0", {"s0": 2}, -6.0),
+    ],
+)
 def test_formulas_are_parsed(text, sizes, expected):
     assert formula.evaluated(formula.tree(text), sizes) == expected
     assert formula.names_in(formula.tree(text)) == set(sizes)
 
 
-@pytest.mark.parametrize("text", ["__import__('os').system('true')", "T.real", "[T]", "T if T else 1", "", "f(T)", "'T'"])
+@pytest.mark.parametrize(
+    "text", ["__import__('os').system('true')", "T.real", "[T]", "T if T else 1", "", "f(T)", "'T'"]
+)
 def test_nothing_but_formulas_is_taken(text):
     assert formula.tree(text) is None
 
@@ -388,10 +504,14 @@ def test_bytes_that_could_be_saved_are_those_of_what_passes_between_kernels():
     def two_norms(x, w):
         return ops.layer_norm(ops.rms_norm(x, w, 1e-6), w, w, 1e-6)
 
-    report = atomc.explain(two_norms, torch.randn(8, 32), torch.randn(32), options={"glue": "inductor"})
+    report = atomc.explain(
+        two_norms, torch.randn(8, 32), torch.randn(32), options={"glue": "inductor"}
+    )
     (saving,) = report.savings
     assert (saving.kind, saving.what) == ("neighbours", "rms_norm > layer_norm")
-    assert saving.bytes == str(4 * (2 * 8 * 32 + 32))  # between them written and read, and the weight read twice
+    assert saving.bytes == str(
+        4 * (2 * 8 * 32 + 32)
+    )  # between them written and read, and the weight read twice
 
 
 def test_a_near_miss_says_what_it_costs():
@@ -399,10 +519,17 @@ def test_a_near_miss_says_what_it_costs():
         total = x + residual
         return F.layer_norm(total * 2.0, (32,), w, w), total
 
-    report = atomc.explain(scaled_before_the_norm, *torch.randn(2, 8, 32), torch.randn(32), options={"glue": "inductor"})
+    report = atomc.explain(
+        scaled_before_the_norm,
+        *torch.randn(2, 8, 32),
+        torch.randn(32),
+        options={"glue": "inductor"},
+    )
     (saving,) = [saving for saving in report.savings if saving.kind == "near miss"]
     assert saving.what == "add_layer_norm" and saving.source.startswith("test_html_report.py:")
-    assert saving.bytes == str(2 * 4 * 8 * 32)  # the sum times two, written by one kernel and read by the other
+    assert saving.bytes == str(
+        2 * 4 * 8 * 32
+    )  # the sum times two, written by one kernel and read by the other
 
 
 # ---- files
@@ -410,7 +537,9 @@ def test_a_near_miss_says_what_it_costs():
 
 def test_the_option_writes_one_page_with_every_graph(tmp_path):
     path = tmp_path / "out.html"
-    compiled = torch.compile(lambda x: F.silu(x) * x, backend="atom", options={"report": str(path), "glue": "eager"})
+    compiled = torch.compile(
+        lambda x: F.silu(x) * x, backend="atom", options={"report": str(path), "glue": "eager"}
+    )
     compiled(torch.randn(3))
     first = path.read_text()
     compiled(torch.randn(4, 4))
@@ -448,19 +577,25 @@ def test_an_empty_name_is_refused():
 def test_the_command_writes_the_page(tmp_path, capsys):
     path = tmp_path / "out.html"
     assert main(["explain", "--layers", "2", "--html", str(path)]) == 0
-    assert re.search(r"<code>\d+\*T \+ \d+</code>", path.read_text())  # a formula of the number of tokens
+    assert re.search(
+        r"<code>\d+\*T \+ \d+</code>", path.read_text()
+    )  # a formula of the number of tokens
     assert capsys.readouterr().out == ""
 
 
 def test_without_jinja2_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "jinja2", None)
-    with pytest.raises(ImportError, match=r"needs the library `jinja2`: pip install 'atomc\[report\]'"):
+    with pytest.raises(
+        ImportError, match=r"needs the library `jinja2`: pip install 'atomc\[report\]'"
+    ):
         Report("M").to_html()
 
 
 def test_a_process_of_its_own_renders_json():
     data = json.dumps(Report("M", treated=True).to_dict())
-    done = subprocess.run([sys.executable, "-m", "atomc.report.render"], input=data, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "atomc.report.render"], input=data, capture_output=True, text=True
+    )
     assert done.stdout == html_of([Report("M", treated=True)]), done.stderr
 
 
@@ -469,13 +604,24 @@ def test_a_process_of_its_own_renders_json():
 
 def two():
     known = ["norm", "rope"]
-    first = Report("A", treated=True, matches=Counter(norm=2, lower=3), known=known,
-                   kernels=[KernelChoice("norm", "", "any", "triton")] * 2,
-                   costs=[OpCost("norm", "", 0, "", "8*T", "T")])  # fmt: skip
-    second = Report("B", treated=True, matches=Counter(norm=1), known=known, absent={"rope": "the graph has no neg"},
-                    kernels=[KernelChoice("norm", "", "any", "torch")],
-                    costs=[OpCost("norm", "", 0, "", "16*T", "T")],
-                    near=[Miss("norm", "", "layers.1", 1, "m.py:3", 0.9, "op", "add", "mul")])  # fmt: skip
+    first = Report(
+        "A",
+        treated=True,
+        matches=Counter(norm=2, lower=3),
+        known=known,
+        kernels=[KernelChoice("norm", "", "any", "triton")] * 2,
+        costs=[OpCost("norm", "", 0, "", "8*T", "T")],
+    )
+    second = Report(
+        "B",
+        treated=True,
+        matches=Counter(norm=1),
+        known=known,
+        absent={"rope": "the graph has no neg"},
+        kernels=[KernelChoice("norm", "", "any", "torch")],
+        costs=[OpCost("norm", "", 0, "", "16*T", "T")],
+        near=[Miss("norm", "", "layers.1", 1, "m.py:3", 0.9, "op", "add", "mul")],
+    )
     return first, second
 
 
@@ -484,7 +630,10 @@ def test_two_reports_side_by_side_say_what_differs_and_why():
     lines = [re.sub(r"\s+", " ", line) for line in text.splitlines()]
     assert "* norm 2 1" in lines and "* norm triton x2 torch x1" in lines
     assert "* bytes of a decode step 8 B 16 B" in lines
-    assert any(line.startswith(" norm: norm in layers.1 (m.py:3), 90% there: expected add; found mul") for line in lines)
+    assert any(
+        line.startswith(" norm: norm in layers.1 (m.py:3), 90% there: expected add; found mul")
+        for line in lines
+    )
 
 
 def test_a_page_of_two_opens_on_what_differs(opened):
@@ -499,13 +648,16 @@ def test_a_page_of_two_opens_on_what_differs(opened):
     assert page.said == []
 
 
-@pytest.mark.parametrize("model, other, names", [
-    (None, "some/demo", ("the demo model", "demo")),
-    (None, "demo", ("the demo model", "demo")),
-    ("one/model", "two/model", ("one/model", "two/model")),
-    ("org/model", "old.json", ("model", "old.json")),
-    ("/", ".", ("/", os.path.basename(os.getcwd()))),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "model, other, names",
+    [
+        (None, "some/demo", ("the demo model", "demo")),
+        (None, "demo", ("the demo model", "demo")),
+        ("one/model", "two/model", ("one/model", "two/model")),
+        ("org/model", "old.json", ("model", "old.json")),
+        ("/", ".", ("/", os.path.basename(os.getcwd()))),
+    ],
+)
 def test_each_side_of_a_comparison_has_a_name(model, other, names):
     assert _names(argparse.Namespace(model=model, beside=other)) == names
 

@@ -10,8 +10,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "atomc"
 
-# From the lowest. A name stands for atomc/<name>.py or for the whole folder. A new module goes into the lowest layer
-# that holds all it imports.
+# From the lowest. A name stands for atomc/<name>.py or for the whole folder. A new module goes into
+# the lowest layer that holds all it imports.
 LAYERS = [
     {"demo", "json_file", "cgroup", "errors"},
     {"platform", "options", "torch_compat"},
@@ -30,11 +30,13 @@ LAYERS = [
     {"cli"},
 ]
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
-# Passes ask `select` whether somebody serves an op; models are plain PyTorch and know ops only (their
-# loader: quantization, files, weights, memory and what an exception of torch means, too).
-HIDDEN = {"passes": {"kernels"},
-          "models": RANK.keys() - {"models", "ops", "quantization", "weights", "json_file", "cgroup",
-                                   "torch_compat"}}  # fmt: skip
+# Passes ask `select` whether somebody serves an op; models are plain PyTorch and know ops only
+# (their loader: quantization, files, weights, memory and what an exception of torch means, too).
+HIDDEN = {
+    "passes": {"kernels"},
+    "models": RANK.keys()
+    - {"models", "ops", "quantization", "weights", "json_file", "cgroup", "torch_compat"},
+}
 # They hand out names of all layers, lazily.
 EXEMPT = {"__init__.py", "__main__.py"}
 
@@ -51,12 +53,16 @@ def sources():
 
 
 def imported(text):
-    """The modules of atomc that a source imports at any depth, as (line, name below atomc); "" for atomc itself."""
+    """The modules of atomc that a source imports at any depth, as (line, name below atomc); "" for
+    atomc itself.
+    """
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module == "atomc":
-            names = [f"atomc.{alias.name}" if alias.name in RANK else "atomc" for alias in node.names]
+            names = [
+                f"atomc.{alias.name}" if alias.name in RANK else "atomc" for alias in node.names
+            ]
         elif isinstance(node, ast.ImportFrom):
             names = ["." * node.level + (node.module or "")]
         else:
@@ -66,7 +72,9 @@ def imported(text):
             if head == "atomc":
                 yield node.lineno, rest.partition(".")[0]
             elif not head:
-                raise AssertionError(f"line {node.lineno}: relative import of {name}: write atomc...")
+                raise AssertionError(
+                    f"line {node.lineno}: relative import of {name}: write atomc..."
+                )
 
 
 def violations(path, text):
@@ -77,7 +85,10 @@ def violations(path, text):
     found = []
     for line, other in imported(text):
         if other == "":
-            found.append(f"{path}:{line}: import the module that defines the name, not atomc, which stands above all")
+            found.append(
+                f"{path}:{line}: import the module that defines the name, not atomc, which "
+                "stands above all"
+            )
         elif other not in RANK:
             found.append(f"{path}:{line}: add {other!r} to LAYERS")
         elif RANK[other] > RANK[own]:
@@ -95,12 +106,31 @@ def test_imports_go_one_way(path):
 @pytest.mark.parametrize(
     "path, text, wrong",
     [
-        ("ops/op.py", "from atomc.rewriting.rewrite import Rewrite",
-         "ops must not import rewriting, which stands above it"),
-        ("ops/op.py", "def f():\n    import atomc.backend", "ops must not import backend, which stands above it"),
-        ("ops/op.py", "from atomc import ops, cli", "ops must not import cli, which stands above it"),
-        ("passes/fuse/a.py", "from atomc.kernels.triton import norm", "passes must not know kernels"),
-        ("kernels/triton/a.py", "import atomc.passes as p", "kernels must not import passes, which stands above it"),
+        (
+            "ops/op.py",
+            "from atomc.rewriting.rewrite import Rewrite",
+            "ops must not import rewriting, which stands above it",
+        ),
+        (
+            "ops/op.py",
+            "def f():\n    import atomc.backend",
+            "ops must not import backend, which stands above it",
+        ),
+        (
+            "ops/op.py",
+            "from atomc import ops, cli",
+            "ops must not import cli, which stands above it",
+        ),
+        (
+            "passes/fuse/a.py",
+            "from atomc.kernels.triton import norm",
+            "passes must not know kernels",
+        ),
+        (
+            "kernels/triton/a.py",
+            "import atomc.passes as p",
+            "kernels must not import passes, which stands above it",
+        ),
         ("models/llama.py", "from atomc.platform import Platform", "models must not know platform"),
         ("backend.py", "from atomc import Options", "import the module that defines the name"),
         ("brand_new.py", "", "add 'brand_new' to LAYERS"),
@@ -118,7 +148,10 @@ def test_a_relative_import_is_refused():
 
 
 def test_an_import_of_the_own_or_a_lower_layer_is_allowed():
-    assert violations("models/llama.py", "from atomc import ops\nfrom atomc.models.layers import MLP") == []
+    assert (
+        violations("models/llama.py", "from atomc import ops\nfrom atomc.models.layers import MLP")
+        == []
+    )
     assert violations("runtime/runner.py", "from atomc.ops import Step\nimport atomc.backend") == []
 
 
@@ -135,9 +168,14 @@ print(*sorted({"passes", "models", "runtime"} & {name.partition(".")[0] for name
 
 
 def test_no_module_is_imported_under_a_second_name():
-    names = ["atomc." + ".".join(path.with_suffix("").parts).removesuffix(".__init__") for path in sources()
-             if path.name != "__main__.py" and str(path) not in EXEMPT]  # fmt: skip
+    names = [
+        "atomc." + ".".join(path.with_suffix("").parts).removesuffix(".__init__")
+        for path in sources()
+        if path.name != "__main__.py" and str(path) not in EXEMPT
+    ]
     # From the root, where a bare `import models` would find the folder.
-    done = subprocess.run([sys.executable, "-c", IMPORT_ALL, *names], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT_ALL, *names], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == ""

@@ -1,4 +1,6 @@
-"""What AOTAutograd is shown of a graph with regions, and what stands in their place when it is done."""
+"""What AOTAutograd is shown of a graph with regions, and what stands in their place when it is
+done.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,7 +29,9 @@ class Layer(nn.Module):
 
 
 class Stack(nn.Module):
-    def __init__(self, depth: int = 4, around: Callable[[nn.ModuleList, Tensor], Any] | None = None):
+    def __init__(
+        self, depth: int = 4, around: Callable[[nn.ModuleList, Tensor], Any] | None = None
+    ):
         super().__init__()
         torch.manual_seed(0)
         self.layers, self.around = nn.ModuleList(Layer() for _ in range(depth)), around or in_a_row
@@ -90,11 +94,13 @@ def note() -> str:
     return "; ".join(text for text in atomc.reports()[-1].notes if "traced" in text)
 
 
-def test_aot_autograd_is_shown_as_much_of_many_layers_as_of_few(shown: list[tuple[int, int]]) -> None:
+def test_aot_autograd_is_shown_as_much_of_many_layers_as_of_few(
+    shown: list[tuple[int, int]],
+) -> None:
     compiled(Stack(3))
     few = shown.copy()
     compiled(Stack(9))
-    assert shown[len(few):] == few and [inputs for inputs, _ in few] == [5, 0]
+    assert shown[len(few) :] == few and [inputs for inputs, _ in few] == [5, 0]
     assert note() == "1 layers traced, 9 inlined"
 
 
@@ -117,7 +123,9 @@ def test_inputs_have_the_numbers_and_sources_that_dynamo_gave_them() -> None:
     def backend(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         captured = functional.capture(functional.dynamo_graph(gm, inputs, {}), inputs)
         graphs.append(captured.graph)
-        for node, given in zip(captured.graph.graph.find_nodes(op="placeholder"), inputs, strict=True):
+        for node, given in zip(
+            captured.graph.graph.find_nodes(op="placeholder"), inputs, strict=True
+        ):
             value = node.meta["val"]
             assert (value.shape, value.stride()) == (given.shape, given.stride())
             assert value.fake_mode is not None and not value.requires_grad
@@ -131,8 +139,13 @@ def test_inputs_have_the_numbers_and_sources_that_dynamo_gave_them() -> None:
     assert len({node.meta["source"] for node in placeholders}) == len(placeholders)
 
 
-def test_where_aot_autograd_does_something_around_the_graph_every_layer_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_aot_autograd_does_something_around_the_graph_every_layer_is_traced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(tracing, "added_by_aot", lambda functional, num_inputs: "it does something")
     model = Stack()
     torch.testing.assert_close(compiled(model), model(X), rtol=0, atol=1e-5)
-    assert note() == "every layer was traced, because tracing regions failed: CannotInline: it does something"
+    assert (
+        note()
+        == "every layer was traced, because tracing regions failed: CannotInline: it does something"
+    )

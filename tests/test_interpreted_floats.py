@@ -1,4 +1,6 @@
-"""Interpreted kernels convert and compute in bf16, fp16 and fp8 as torch does: bit by bit, over all that there is."""
+"""Interpreted kernels convert and compute in bf16, fp16 and fp8 as torch does: bit by bit, over all
+that there is.
+"""
 
 import os
 
@@ -9,13 +11,19 @@ from torch import Tensor
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
-pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="Triton compiles here")
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="Triton compiles here"
+)
 
 SIXTEEN = [torch.bfloat16, torch.float16]
 FP8 = [torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2]
 # Triton casts from fp8 to wider numbers only.
-CASTS = [(source, target) for source in (*SIXTEEN, *FP8) for target in (torch.float32, torch.float64, *SIXTEEN, *FP8)
-         if source != target and not (source in FP8 and target in FP8)]  # fmt: skip
+CASTS = [
+    (source, target)
+    for source in (*SIXTEEN, *FP8)
+    for target in (torch.float32, torch.float64, *SIXTEEN, *FP8)
+    if source != target and not (source in FP8 and target in FP8)
+]
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -75,12 +83,16 @@ def every(dtype: torch.dtype) -> Tensor:
 
 
 def borders(dtype: torch.dtype) -> Tensor:
-    """fp32 numbers halfway between neighbours of the dtype, and those beside them; and numbers of random bits."""
+    """fp32 numbers halfway between neighbours of the dtype, and those beside them; and numbers of
+    random bits.
+    """
     numbers = every(dtype).double()
     numbers = numbers[numbers.isfinite()].unique()
     halfway = ((numbers[1:] + numbers[:-1]) / 2).float()
     beside = [halfway.nextafter(torch.tensor(float(to))) for to in ("-inf", "inf")]
-    words = torch.randint(-(2**31), 2**31, (2**16,), generator=torch.Generator().manual_seed(0)).to(torch.int32)
+    words = torch.randint(-(2**31), 2**31, (2**16,), generator=torch.Generator().manual_seed(0)).to(
+        torch.int32
+    )
     found = torch.cat((halfway, *beside, every(dtype).float(), words.view(torch.float32)))
     return torch.nn.functional.pad(found, (0, -len(found) % 4096))
 
@@ -100,7 +112,9 @@ def in_blocks(x: Tensor, dtype: torch.dtype) -> Tensor:
 def assert_converted(x: Tensor, dtype: torch.dtype) -> None:
     expected = x.to(dtype)
     if dtype == torch.float8_e4m3fn:  # a kernel that wants the largest number instead has to say so
-        expected = torch.where(x.float().abs() > 464, torch.tensor(float("nan")), expected.float()).to(dtype)
+        expected = torch.where(
+            x.float().abs() > 464, torch.tensor(float("nan")), expected.float()
+        ).to(dtype)
     assert_same_bits(in_blocks(x, dtype), expected)
 
 
@@ -110,7 +124,9 @@ def test_a_cast_of_fp32_rounds_to_the_nearest_and_ties_to_even(dtype: torch.dtyp
 
 
 @pytest.mark.parametrize(("source", "target"), CASTS, ids=str)
-def test_a_cast_of_every_number_of_few_bits_is_that_of_torch(source: torch.dtype, target: torch.dtype):
+def test_a_cast_of_every_number_of_few_bits_is_that_of_torch(
+    source: torch.dtype, target: torch.dtype
+):
     assert_converted(every(source), target)
 
 
@@ -119,9 +135,15 @@ def test_a_cast_that_is_told_to_cuts_off():
     assert converted(x, torch.bfloat16, "rtz").tolist() == [1.0, 1.0, 1.0078125, -1.0078125]
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int16, torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.uint8, torch.int16, torch.int32, torch.int64], ids=str
+)
 def test_integers_become_the_nearest_number_in_bf16(dtype: torch.dtype):
-    x = torch.arange(64).to(dtype) if dtype.itemsize == 1 else (torch.arange(64) * 509 - 9999).to(dtype)
+    x = (
+        torch.arange(64).to(dtype)
+        if dtype.itemsize == 1
+        else (torch.arange(64) * 509 - 9999).to(dtype)
+    )
     assert_same_bits(converted(x, torch.bfloat16), x.bfloat16())
 
 
@@ -136,8 +158,16 @@ def test_arithmetic_in_bf16_rounds_each_result():
     b[:8] = a[:8]
     compute[(1,)](a, b, out := torch.empty(8, 64, dtype=torch.bfloat16), 64)
     constant = torch.tensor([0.1, 0.3]).bfloat16()
-    expected = [a + b, a - b, a * b, torch.maximum(a, b), torch.where(a < b, a, constant[0]), a.abs() + constant[1],
-                (a == b).bfloat16() + torch.arange(64).bfloat16(), -a]  # fmt: skip
+    expected = [
+        a + b,
+        a - b,
+        a * b,
+        torch.maximum(a, b),
+        torch.where(a < b, a, constant[0]),
+        a.abs() + constant[1],
+        (a == b).bfloat16() + torch.arange(64).bfloat16(),
+        -a,
+    ]
     assert_same_bits(out, torch.stack(expected))
 
 

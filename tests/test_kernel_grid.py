@@ -1,4 +1,6 @@
-"""What runs of the kernels' grid per change: something of everything, the same again by the same seed."""
+"""What runs of the kernels' grid per change: something of everything, the same again by the same
+seed.
+"""
 
 from dataclasses import replace
 from functools import cache
@@ -30,7 +32,9 @@ def running(at: int) -> list[Cell]:
 
 
 @each_kernel
-def test_it_runs_in_each_dtype_and_each_case_that_it_takes_but_in_one_case_of_a_long_shape(at: int) -> None:
+def test_it_runs_in_each_dtype_and_each_case_that_it_takes_but_in_one_case_of_a_long_shape(
+    at: int,
+) -> None:
     assert {cell.dtype for cell in running(at)} == {cell.dtype for cell in taken(at)}
     assert {shape(cell.case) for cell in running(at)} == {shape(cell.case) for cell in taken(at)}
     left_out = {cell.case for cell in taken(at)} - {cell.case for cell in running(at)}
@@ -52,9 +56,13 @@ def test_a_seed_draws_the_same_again_and_another_one_others_beside_the_same_fixe
     assert len(drawn(SEED)) < 1.3 * len(always)
 
 
-def test_a_worker_draws_what_the_controller_draws_and_a_seed_that_is_given_is_kept(pytestconfig: pytest.Config) -> None:
+def test_a_worker_draws_what_the_controller_draws_and_a_seed_that_is_given_is_kept(
+    pytestconfig: pytest.Config,
+) -> None:
     assert isinstance(pytestconfig.option.grid_seed, int)  # a run without one has drawn it
-    controller, worker = (SimpleNamespace(option=SimpleNamespace(grid_seed=seed)) for seed in (SEED, None))
+    controller, worker = (
+        SimpleNamespace(option=SimpleNamespace(grid_seed=seed)) for seed in (SEED, None)
+    )
     node = SimpleNamespace(config=controller, workerinput={})
     conftest.pytest_configure(controller)
     conftest.pytest_configure_node(node)
@@ -84,7 +92,13 @@ def broken(kernel: ops.Kernel) -> ops.Kernel:
         result = kernel.function(**arguments)
         mutated = map(arguments.get, ops.REGISTRY[kernel.op].mutates)
         results = result if isinstance(result, tuple) else (result,)
-        off(next(value for value in (*results, *mutated) if isinstance(value, Tensor) and value.numel()))
+        off(
+            next(
+                value
+                for value in (*results, *mutated)
+                if isinstance(value, Tensor) and value.numel()
+            )
+        )
         return result
 
     return replace(kernel, function=function)
@@ -96,4 +110,6 @@ def test_a_wrong_number_of_it_fails_a_cell_that_runs(at: int) -> None:
         pytest.skip("it takes nothing on this machine")
     cell = next(cell for cell in running(at) if shape(cell.case) not in LONG)
     with pytest.raises(AssertionError):
-        test_kernels.test_a_kernel_computes_what_its_op_means(broken(cell.kernel), *cell[1:], device="cpu")
+        test_kernels.test_a_kernel_computes_what_its_op_means(
+            broken(cell.kernel), *cell[1:], device="cpu"
+        )

@@ -18,17 +18,22 @@ from atomc import kernels, ops
 from atomc.kernels.torch.sequence import on_a_cpu, reads_it_as_it_is
 from atomc.platform import Platform
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)] if torch.cuda.is_available() else ["cpu"]
+DEVICES = (
+    ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)] if torch.cuda.is_available() else ["cpu"]
+)
 # How far a kernel may be from the meaning, in roundings of its dtype.
 ROUNDINGS = {torch.float32: 32, torch.bfloat16: 4, torch.float16: 4}
-# Ops that quantize what they compute. There the order of a sum, or another exp, may move a value over the border between
-# two codes: so many of them may differ, each by one step. (A quantizer alone has to give the meaning's codes.)
+# Ops that quantize what they compute. There the order of a sum, or another exp, may move a value
+# over the border between two codes: so many of them may differ, each by one step. (A quantizer
+# alone has to give the meaning's codes.)
 COMPUTED = {"rms_norm_quant", "add_rms_norm_quant", "silu_and_mul_quant", "qk_norm_rope_kv_write"}
 MOVED = 0.01
 
 
 def interpreted(kernel: ops.Kernel, device: str) -> bool:
-    """Whether Triton's interpreter plays a GPU for this kernel: where there is none, as conftest has it."""
+    """Whether Triton's interpreter plays a GPU for this kernel: where there is none, as conftest
+    has it.
+    """
     return kernel.provider == "triton" and device == "cpu" and not torch.cuda.is_available()
 
 
@@ -42,16 +47,23 @@ def run(kernel: ops.Kernel, arguments: dict[str, Any]) -> Any:
     workspace = {}
     if kernel.workspace is not None:
         device = next(value.device for value in arguments.values() if isinstance(value, Tensor))
-        workspace["workspace"] = torch.empty(kernel.workspace(**arguments), dtype=torch.uint8, device=device)
-    prepared = {names[0]: prepare(*map(arguments.get, names)).tensors for names, prepare in kernel.prepare.items()
-                if arguments.get(names[0]) is not None}  # fmt: skip
+        workspace["workspace"] = torch.empty(
+            kernel.workspace(**arguments), dtype=torch.uint8, device=device
+        )
+    prepared = {
+        names[0]: prepare(*map(arguments.get, names)).tensors
+        for names, prepare in kernel.prepare.items()
+        if arguments.get(names[0]) is not None
+    }
     with PoisonedMemory():
         return kernel.function(**arguments | prepared | workspace)
 
 
 def in_fp32(arguments: dict[str, Any]) -> dict[str, Any]:
-    wide = {name: value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
-            for name, value in arguments.items()}  # fmt: skip
+    wide = {
+        name: value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
+        for name, value in arguments.items()
+    }
     return wide | ({"out_dtype": torch.float32} if "out_dtype" in wide else {})
 
 
@@ -74,7 +86,9 @@ def steps(codes: Tensor) -> Tensor:
 def assert_neighbours(actual: Tensor, meaning: Tensor, moved: float = MOVED) -> None:
     apart = (steps(actual) - steps(meaning)).abs()
     assert apart.max() <= 1, f"a code is {int(apart.max())} steps off"
-    assert apart.sum() <= max(2, moved * apart.numel()), f"{int(apart.sum())} of {apart.numel()} codes differ"
+    assert apart.sum() <= max(2, moved * apart.numel()), (
+        f"{int(apart.sum())} of {apart.numel()} codes differ"
+    )
 
 
 def tensors(result: Any) -> tuple[Tensor, ...]:
@@ -82,15 +96,27 @@ def tensors(result: Any) -> tuple[Tensor, ...]:
 
 
 def strides(tensor: Tensor) -> list[int]:
-    """The strides that matter: of dimensions with more than one element, of a tensor that has any."""
-    return [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1 and tensor.numel()]
+    """The strides that matter: of dimensions with more than one element, of a tensor that has
+    any.
+    """
+    return [
+        stride
+        for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+        if size > 1 and tensor.numel()
+    ]
 
 
 def assert_as_exact(
     actual: Tensor, meaning: Tensor, truth: Tensor, dtype: torch.dtype, computed: bool = False
 ) -> None:
-    """`actual` is near `truth`, the meaning in fp32, and not much further than `meaning`, the one in `dtype`."""
-    assert (actual.dtype, actual.shape, actual.device) == (meaning.dtype, meaning.shape, meaning.device)
+    """`actual` is near `truth`, the meaning in fp32, and not much further than `meaning`, the one
+    in `dtype`.
+    """
+    assert (actual.dtype, actual.shape, actual.device) == (
+        meaning.dtype,
+        meaning.shape,
+        meaning.device,
+    )
     if actual.numel() == 0:
         return
     if is_code(actual):
@@ -108,7 +134,9 @@ def assert_as_exact(
     )
     if dtype != torch.float32:
         rms, own_rms = error.square().mean().sqrt(), own_error.square().mean().sqrt()
-        assert rms <= 1.5 * own_rms + 0.02 * rounding * size, f"error {rms:.3g}, the meaning has {own_rms:.3g}"
+        assert rms <= 1.5 * own_rms + 0.02 * rounding * size, (
+            f"error {rms:.3g}, the meaning has {own_rms:.3g}"
+        )
 
 
 @pytest.fixture(params=DEVICES)
@@ -119,11 +147,18 @@ def device(request: pytest.FixtureRequest) -> str:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.function is test_a_kernel_computes_what_its_op_means:
         cells = grid(metafunc.config.getoption("grid_seed"))
-        metafunc.parametrize(("kernel", "case", "dtype"), [
-            pytest.param(*cell, id=cell.name, marks=[] if now else [pytest.mark.slow]) for cell, now in cells])  # fmt: skip
+        metafunc.parametrize(
+            ("kernel", "case", "dtype"),
+            [
+                pytest.param(*cell, id=cell.name, marks=[] if now else [pytest.mark.slow])
+                for cell, now in cells
+            ],
+        )
 
 
-def test_a_kernel_computes_what_its_op_means(kernel: ops.Kernel, case: str, dtype: torch.dtype, device: str) -> None:
+def test_a_kernel_computes_what_its_op_means(
+    kernel: ops.Kernel, case: str, dtype: torch.dtype, device: str
+) -> None:
     def arguments() -> dict[str, Any]:
         return CASES[kernel.op][case](Draw(dtype, device, kernel.layout or "paged"))
 
@@ -143,8 +178,12 @@ def test_a_kernel_computes_what_its_op_means(kernel: ops.Kernel, case: str, dtyp
     for name, value in before.items():
         if name in op.mutates and value is not None:
             written = for_meaning[name] != value
-            assert_as_exact(given[name], for_meaning[name], for_truth[name], dtype, op.name in COMPUTED)
-            assert torch.equal(given[name][~written], value[~written]), f"{name} was written where it should not be"
+            assert_as_exact(
+                given[name], for_meaning[name], for_truth[name], dtype, op.name in COMPUTED
+            )
+            assert torch.equal(given[name][~written], value[~written]), (
+                f"{name} was written where it should not be"
+            )
         elif isinstance(value, Tensor):
             assert torch.equal(given[name], value), f"{name} was written, and the op says it is not"
 
@@ -168,7 +207,9 @@ def test_a_kernel_takes_the_arguments_of_its_op(kernel: ops.Kernel) -> None:
     assert parameters == {name: (p.kind, p.default) for name, p in op.signature.parameters.items()}
 
 
-@pytest.mark.parametrize("op", ["kv_write", "paged_attention", "rope_kv_write", "qk_norm_rope_kv_write"])
+@pytest.mark.parametrize(
+    "op", ["kv_write", "paged_attention", "rope_kv_write", "qk_norm_rope_kv_write"]
+)
 @pytest.mark.parametrize("platform", ["sm90", "gfx942"])
 def test_every_platform_has_a_kernel_for_a_paged_cache_and_a_gpu_none_of_ours_for_a_contiguous_one(
     op: str, platform: str
@@ -180,25 +221,41 @@ def test_every_platform_has_a_kernel_for_a_paged_cache_and_a_gpu_none_of_ours_fo
         if kernel.provider == "torch"
     ]
     elsewhere = [("paged", "written for the CPU"), ("contiguous", "written for the CPU")]
-    assert reasons == ([("paged", None), elsewhere[1]] if op == "paged_attention" else [*elsewhere, ("paged", None)])
+    assert reasons == (
+        [("paged", None), elsewhere[1]]
+        if op == "paged_attention"
+        else [*elsewhere, ("paged", None)]
+    )
 
 
-@pytest.mark.parametrize("op", ["kv_write", "paged_attention", "rope_kv_write", "qk_norm_rope_kv_write"])
+@pytest.mark.parametrize(
+    "op", ["kv_write", "paged_attention", "rope_kv_write", "qk_norm_rope_kv_write"]
+)
 def test_on_a_cpu_a_paged_cache_comes_before_a_contiguous_one(op: str) -> None:
     arguments = next(iter(CASES[op].values()))(Draw(torch.float32))
-    layouts = [kernel.layout for kernel in ops.REGISTRY[op].kernels if kernel.provider == "torch"
-               and refusal_text(kernel, Platform.detect("cpu"), arguments) is None]  # fmt: skip
+    layouts = [
+        kernel.layout
+        for kernel in ops.REGISTRY[op].kernels
+        if kernel.provider == "torch"
+        and refusal_text(kernel, Platform.detect("cpu"), arguments) is None
+    ]
     assert layouts[:2] == ["paged", "contiguous"]
 
 
-@pytest.mark.parametrize("kernel", [k for k in KERNELS if k.refuses in (on_a_cpu, reads_it_as_it_is)], ids=name_of)
+@pytest.mark.parametrize(
+    "kernel", [k for k in KERNELS if k.refuses in (on_a_cpu, reads_it_as_it_is)], ids=name_of
+)
 def test_a_cache_with_scales_is_refused(kernel: ops.Kernel) -> None:
     arguments = next(iter(CASES[kernel.op].values()))(Draw(torch.float32, layout=kernel.layout))
     scales = {"k_scale": torch.ones(1), "v_scale": torch.ones(1)}
-    assert refusal_text(kernel, Platform.detect("cpu"), arguments | scales) == "the cache has scales"
+    assert (
+        refusal_text(kernel, Platform.detect("cpu"), arguments | scales) == "the cache has scales"
+    )
 
 
-@pytest.mark.parametrize("kernel", [k for k in KERNELS if k.refuses is reads_it_as_it_is], ids=name_of)
+@pytest.mark.parametrize(
+    "kernel", [k for k in KERNELS if k.refuses is reads_it_as_it_is], ids=name_of
+)
 def test_a_cache_of_another_dtype_is_refused(kernel: ops.Kernel) -> None:
     arguments = CASES["paged_attention"]["decode"](Draw(torch.float32))
     arguments["q"] = arguments["q"].bfloat16()
@@ -208,7 +265,10 @@ def test_a_cache_of_another_dtype_is_refused(kernel: ops.Kernel) -> None:
 
 
 def test_an_unknown_provider_is_told_the_known_ones() -> None:
-    assert kernels.load("magic") == "provider 'magic' is not one of ours (aiter, triton, cuda, zentorch, onednn, torch)"
+    assert (
+        kernels.load("magic")
+        == "provider 'magic' is not one of ours (aiter, triton, cuda, zentorch, onednn, torch)"
+    )
 
 
 def test_a_provider_without_a_folder_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,10 +276,15 @@ def test_a_provider_without_a_folder_is_not_built(monkeypatch: pytest.MonkeyPatc
     assert kernels.load("future") == "provider 'future' is not built in this version"
 
 
-def test_a_provider_whose_library_does_not_load_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_provider_whose_library_does_not_load_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     package = tmp_path / "broken"
     package.mkdir()
     (package / "__init__.py").write_text("raise OSError('libvendor.so: no such file')")
     monkeypatch.setattr(kernels, "PROVIDERS", ("broken",))
     monkeypatch.setattr(kernels, "__path__", [*kernels.__path__, str(tmp_path)])
-    assert kernels.load("broken") == "provider 'broken' cannot be imported: OSError: libvendor.so: no such file"
+    assert (
+        kernels.load("broken")
+        == "provider 'broken' cannot be imported: OSError: libvendor.so: no such file"
+    )

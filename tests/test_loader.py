@@ -17,28 +17,48 @@ from atomc.models.loader import load, load_config
 from atomc.quantization.apply import linears
 from atomc.quantization.config import online
 
-CONFIG = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 48, "hidden_size": 32,
-          "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-          "head_dim": 8, "max_position_embeddings": 64, "dtype": "float32"}  # fmt: skip
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 48,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "dtype": "float32",
+}
 IDS, POSITIONS = torch.tensor([3, 1, 4, 1, 5]), torch.arange(5)
 
 
 def weights(**differs: object) -> dict[str, Tensor]:
     """The tensors of a random model with that config."""
     torch.manual_seed(0)
-    return {name: weight.detach() for name, weight in models.build(CONFIG | differs).named_parameters()}
+    return {
+        name: weight.detach() for name, weight in models.build(CONFIG | differs).named_parameters()
+    }
 
 
-def checkpoint(path: Path, *shards: dict[str, Tensor], index: dict[str, str] | None = None, **differs: object) -> Path:
-    """A directory with config.json and the shards; with an index if there are several or one is given."""
+def checkpoint(
+    path: Path, *shards: dict[str, Tensor], index: dict[str, str] | None = None, **differs: object
+) -> Path:
+    """A directory with config.json and the shards; with an index if there are several or one is
+    given.
+    """
     (path / "config.json").write_text(json.dumps(CONFIG | differs))
     if len(shards) == 1 and index is None:
         save_file(shards[0], path / "model.safetensors")
         return path
     for i, shard in enumerate(shards):
         save_file(shard, path / f"{i}.safetensors")
-    weight_map = index or {name: f"{i}.safetensors" for i, shard in enumerate(shards) for name in shard}
-    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    weight_map = index or {
+        name: f"{i}.safetensors" for i, shard in enumerate(shards) for name in shard
+    }
+    (path / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
     return path
 
 
@@ -85,7 +105,9 @@ def test_the_index_decides_where_a_tensor_in_two_shards_is_read(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_reading_into_memory_gives_what_mapping_gives(tmp_path: Path, dtype: torch.dtype | None) -> None:
+def test_reading_into_memory_gives_what_mapping_gives(
+    tmp_path: Path, dtype: torch.dtype | None
+) -> None:
     path = checkpoint(tmp_path, *halves(weights()))
     mapped = load(path, dtype=dtype)
     assert_holds(load(path, dtype=dtype, mmap=False), dict(mapped.named_parameters()))
@@ -98,7 +120,9 @@ def test_a_model_read_into_memory_outlives_its_files(tmp_path: Path) -> None:
     assert_holds(model, tensors)
 
 
-def test_weights_are_cast_to_the_dtype_asked_for_or_that_of_the_config_or_the_stored_one(tmp_path: Path) -> None:
+def test_weights_are_cast_to_the_dtype_asked_for_or_that_of_the_config_or_the_stored_one(
+    tmp_path: Path,
+) -> None:
     tensors = {name: tensor.to(torch.bfloat16) for name, tensor in weights().items()}
 
     def dtypes(path: Path, dtype: torch.dtype | None = None) -> set[torch.dtype]:
@@ -108,7 +132,9 @@ def test_weights_are_cast_to_the_dtype_asked_for_or_that_of_the_config_or_the_st
         return {tensor.dtype for tensor in (*model.parameters(), *handles)}
 
     assert dtypes(checkpoint(tmp_path, tensors, dtype=None)) == {torch.bfloat16}
-    assert dtypes(checkpoint(tmp_path, tensors, dtype=None, torch_dtype="float16")) == {torch.float16}
+    assert dtypes(checkpoint(tmp_path, tensors, dtype=None, torch_dtype="float16")) == {
+        torch.float16
+    }
     assert dtypes(checkpoint(tmp_path, tensors, dtype="float16"), torch.float32) == {torch.float32}
 
 
@@ -116,7 +142,9 @@ def test_weights_are_cast_to_the_dtype_asked_for_or_that_of_the_config_or_the_st
 def test_tied_embeddings_are_one_tensor_under_either_name(tmp_path: Path, stored: str) -> None:
     tensors = weights(tie_word_embeddings=True)
     embedding = tensors["model.embed_tokens.weight"]
-    on_disk = {name: tensor for name, tensor in tensors.items() if name != "model.embed_tokens.weight"}
+    on_disk = {
+        name: tensor for name, tensor in tensors.items() if name != "model.embed_tokens.weight"
+    }
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         if stored in (name, "both"):
             on_disk[name] = embedding.clone()
@@ -129,13 +157,17 @@ def test_layers_that_the_model_does_not_have_are_skipped_and_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tensors = weights()
-    extra = {"model.layers.2.eh_proj.weight": torch.zeros(2), "mtp.fc.weight": torch.zeros(2),
-             "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}  # fmt: skip
+    extra = {
+        "model.layers.2.eh_proj.weight": torch.zeros(2),
+        "mtp.fc.weight": torch.zeros(2),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4),
+    }
     with caplog.at_level(logging.INFO, "atomc"):
         model = load(checkpoint(tmp_path, tensors | extra))
     assert_holds(model, tensors)
     assert [record.getMessage() for record in caplog.records] == [
-        f"{tmp_path}: skipped model.layers.0.self_attn.rotary_emb.inv_freq, model.layers.2.eh_proj.weight, "
+        f"{tmp_path}: skipped model.layers.0.self_attn.rotary_emb.inv_freq, "
+        "model.layers.2.eh_proj.weight, "
         "mtp.fc.weight, which are no part of Qwen3ForCausalLM"
     ]
 
@@ -172,7 +204,8 @@ def test_everything_that_does_not_fit_is_said_at_once(tmp_path: Path) -> None:
     tensors["lm_head.weight"] = torch.zeros(47, 32)
     tensors["model.layers.1.mlp.up_proj.weight"] = torch.zeros(40, 32, dtype=torch.int8)
     assert refusal(checkpoint(tmp_path, tensors)) == (
-        "PATH does not fit Qwen3ForCausalLM: missing model.norm.weight; unexpected model.layers.0.mlp.up_proj.bias; "
+        "PATH does not fit Qwen3ForCausalLM: missing model.norm.weight; unexpected "
+        "model.layers.0.mlp.up_proj.bias; "
         "model.layers.1.mlp.up_proj.weight is I8, expected F64 or F32 or F16 or BF16, "
         "lm_head.weight is [47, 32], expected [48, 32]. "
         "Are config.json and the weights of the same checkpoint?"
@@ -183,7 +216,8 @@ def test_a_long_list_of_missing_tensors_is_cut(tmp_path: Path) -> None:
     tensors = {name: tensor for name, tensor in weights().items() if ".layers." not in name}
     assert refusal(checkpoint(tmp_path, tensors)).startswith(
         "PATH does not fit Qwen3ForCausalLM: missing model.layers.0.self_attn.q_proj.weight, "
-        "model.layers.0.self_attn.k_proj.weight, model.layers.0.self_attn.v_proj.weight and 19 more. "
+        "model.layers.0.self_attn.k_proj.weight, model.layers.0.self_attn.v_proj.weight and 19 "
+        "more. "
     )
 
 
@@ -209,7 +243,8 @@ def test_an_index_that_names_the_wrong_file_is_refused(tmp_path: Path) -> None:
     index = {**dict.fromkeys(first, "0.safetensors"), **dict.fromkeys(second, "1.safetensors")}
     index["model.norm.weight"] = "0.safetensors"
     assert refusal(checkpoint(tmp_path, first, second, index=index)) == (
-        "PATH/model.safetensors.index.json: model.norm.weight not in the file it names (0.safetensors)"
+        "PATH/model.safetensors.index.json: model.norm.weight not in the file it names "
+        "(0.safetensors)"
     )
 
 
@@ -217,7 +252,8 @@ def test_an_index_without_a_map_is_refused(tmp_path: Path) -> None:
     checkpoint(tmp_path, *halves(weights()))
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": ["a"]}')
     assert refusal(tmp_path) == (
-        "PATH/model.safetensors.index.json has no weight_map (name of tensor -> file); download it again"
+        "PATH/model.safetensors.index.json has no weight_map (name of tensor -> file); "
+        "download it again"
     )
 
 
@@ -225,7 +261,8 @@ def test_a_directory_without_weights_says_what_it_has(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     (tmp_path / "pytorch_model.bin").touch()
     assert refusal(tmp_path, FileNotFoundError) == (
-        "PATH has neither model.safetensors nor model.safetensors.index.json; it has config.json, pytorch_model.bin"
+        "PATH has neither model.safetensors nor model.safetensors.index.json; it has "
+        "config.json, pytorch_model.bin"
     )
 
 
@@ -233,7 +270,10 @@ def test_what_is_not_a_checkpoint_directory_is_refused(tmp_path: Path) -> None:
     assert refusal(tmp_path / "no", FileNotFoundError) == (
         "PATH is not a directory; expected one with config.json and *.safetensors"
     )
-    assert refusal(tmp_path, FileNotFoundError) == "PATH has no config.json; is it a complete checkpoint?"
+    assert (
+        refusal(tmp_path, FileNotFoundError)
+        == "PATH has no config.json; is it a complete checkpoint?"
+    )
     (tmp_path / "config.json").write_text("{")
     assert refusal(tmp_path).startswith("PATH/config.json is not JSON: ")
     (tmp_path / "config.json").write_text("[]")
@@ -243,44 +283,71 @@ def test_what_is_not_a_checkpoint_directory_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("differs", "sentence"),
     [
-        ({"architectures": None}, "config.json names no architecture (architectures: None); "
-                                  "expected a list such as ['LlamaForCausalLM']"),
-        ({"dtype": "bf16"}, "config.json: dtype 'bf16' is not a dtype of torch, such as 'bfloat16'"),
-        ({"quantization_config": {"quant_method": "bitsandbytes"}},
-         "PATH: quantized weights of quant_method 'bitsandbytes' are not supported, only fp8, compressed-tensors, gptq, "
-         "awq, mxfp4, quark"),
+        (
+            {"architectures": None},
+            "config.json names no architecture (architectures: None); "
+            "expected a list such as ['LlamaForCausalLM']",
+        ),
+        (
+            {"dtype": "bf16"},
+            "config.json: dtype 'bf16' is not a dtype of torch, such as 'bfloat16'",
+        ),
+        (
+            {"quantization_config": {"quant_method": "bitsandbytes"}},
+            "PATH: quantized weights of quant_method 'bitsandbytes' are not supported, only "
+            "fp8, compressed-tensors, gptq, "
+            "awq, mxfp4, quark",
+        ),
     ],
-)  # fmt: skip
-def test_a_config_we_cannot_use_is_refused(tmp_path: Path, differs: dict[str, object], sentence: str) -> None:
+)
+def test_a_config_we_cannot_use_is_refused(
+    tmp_path: Path, differs: dict[str, object], sentence: str
+) -> None:
     assert refusal(checkpoint(tmp_path, weights(), **differs)) == sentence
 
 
 def test_an_unknown_architecture_is_refused_with_those_that_exist(tmp_path: Path) -> None:
     text = refusal(checkpoint(tmp_path, weights(), architectures=["LamaForCausalLM"]))
     assert text.startswith("no model ")
-    assert "LamaForCausalLM: atomc has LlamaForCausalLM, MistralForCausalLM, Qwen3ForCausalLM" in text
+    assert (
+        "LamaForCausalLM: atomc has LlamaForCausalLM, MistralForCausalLM, Qwen3ForCausalLM" in text
+    )
 
 
 def test_a_stock_checkpoint_that_lacks_a_tensor_is_refused(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    config = transformers.Phi3Config(vocab_size=48, hidden_size=32, intermediate_size=40, num_hidden_layers=1,
-                                     num_attention_heads=4, num_key_value_heads=2, pad_token_id=0)  # fmt: skip
+    config = transformers.Phi3Config(
+        vocab_size=48,
+        hidden_size=32,
+        intermediate_size=40,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        pad_token_id=0,
+    )
     model = transformers.Phi3ForCausalLM(config)
     model.save_pretrained(tmp_path)
-    tensors = {name: weight.detach() for name, weight in model.state_dict().items() if name != "model.norm.weight"}
+    tensors = {
+        name: weight.detach()
+        for name, weight in model.state_dict().items()
+        if name != "model.norm.weight"
+    }
     save_file(tensors, tmp_path / "model.safetensors")
-    assert refusal(tmp_path) == ("PATH: 1 tensors of Phi3ForCausalLM are missing, such as model.norm.weight; "
-                                 "is config.json of the same checkpoint?")  # fmt: skip
+    assert refusal(tmp_path) == (
+        "PATH: 1 tensors of Phi3ForCausalLM are missing, such as model.norm.weight; "
+        "is config.json of the same checkpoint?"
+    )
 
 
 def test_an_unknown_load_format_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"load_format 'gguf' is not one of \('auto', 'safetensors', 'dummy'\)"):
+    with pytest.raises(
+        ValueError, match=r"load_format 'gguf' is not one of \('auto', 'safetensors', 'dummy'\)"
+    ):
         load(checkpoint(tmp_path, weights()), load_format="gguf")
 
 
 def test_load_config_returns_the_file_as_it_is(tmp_path: Path) -> None:
     assert load_config(checkpoint(tmp_path, weights())) == CONFIG
-
 
 
 class Tied(nn.Module):
@@ -298,10 +365,17 @@ class Tied(nn.Module):
 def headers(**shapes: tuple[int, ...]) -> dict[str, Stored]:
     """Tensors of these shapes in a file that nobody reads."""
     names = {name.replace("__", "."): shape for name, shape in shapes.items()}
-    return {name: Stored(Path("a.safetensors"), "F16", shape, name) for name, shape in names.items()}
+    return {
+        name: Stored(Path("a.safetensors"), "F16", shape, name) for name, shape in names.items()
+    }
 
 
-SHAPES = {"embed__weight": (48, 32), "q_proj__weight": (16, 32), "k_proj__weight": (8, 32), "norm__weight": (32,)}
+SHAPES = {
+    "embed__weight": (48, 32),
+    "q_proj__weight": (16, 32),
+    "k_proj__weight": (8, 32),
+    "norm__weight": (32,),
+}
 
 
 def planned(stored: dict[str, Stored], scheme: str | None = None) -> LoadPlan:
@@ -326,14 +400,30 @@ def test_a_plan_says_which_tensor_becomes_which_parameter_without_reading_one() 
 def test_a_plan_groups_the_layers_that_are_quantized_together_and_keeps_tied_ones() -> None:
     stored = headers(**SHAPES)
     plan = planned(stored, "fp8")
-    assert plan.quantized == ((Quantize("q_proj", stored["q_proj.weight"], torch.bfloat16),
-                               Quantize("k_proj", stored["k_proj.weight"], torch.bfloat16)),)  # fmt: skip
-    assert [fill.names for fill in plan.fills] == [("embed.weight", "head.weight"), ("norm.weight",)]
+    assert plan.quantized == (
+        (
+            Quantize("q_proj", stored["q_proj.weight"], torch.bfloat16),
+            Quantize("k_proj", stored["k_proj.weight"], torch.bfloat16),
+        ),
+    )
+    assert [fill.names for fill in plan.fills] == [
+        ("embed.weight", "head.weight"),
+        ("norm.weight",),
+    ]
 
 
 def test_a_plan_reads_a_tied_parameter_once_and_names_all_that_does_not_fit() -> None:
     both = planned(headers(**SHAPES, head__weight=(48, 32)))
-    assert [fill.stored.name for fill in both.fills if "head.weight" in fill.names] == ["embed.weight"]
-    with pytest.raises(ValueError, match=r"^folder does not fit Tied: missing norm.weight; unexpected bias; "
-                                         r"k_proj.weight is \[9, 32\], expected \[8, 32\]\."):  # fmt: skip
-        planned(headers(embed__weight=(48, 32), q_proj__weight=(16, 32), k_proj__weight=(9, 32), bias=(1,)))
+    assert [fill.stored.name for fill in both.fills if "head.weight" in fill.names] == [
+        "embed.weight"
+    ]
+    with pytest.raises(
+        ValueError,
+        match=r"^folder does not fit Tied: missing norm.weight; unexpected bias; "
+        r"k_proj.weight is \[9, 32\], expected \[8, 32\]\.",
+    ):
+        planned(
+            headers(
+                embed__weight=(48, 32), q_proj__weight=(16, 32), k_proj__weight=(9, 32), bias=(1,)
+            )
+        )

@@ -1,4 +1,6 @@
-"""The search that decides: what it finds, what it refuses and why; no answer about sizes becomes a guard."""
+"""The search that decides: what it finds, what it refuses and why; no answer about sizes becomes a
+guard.
+"""
 
 import pytest
 import torch
@@ -35,8 +37,12 @@ def replaced(x, y, w):
 
 def rewrite(pattern, replacement, shapes, **more):
     """A rewrite whose example has bf16 tensors of these shapes, and these numbers."""
+
     def made():
-        return {name: tensor_example(*given) if isinstance(given, tuple) else given for name, given in shapes.items()}
+        return {
+            name: tensor_example(*given) if isinstance(given, tuple) else given
+            for name, given in shapes.items()
+        }
 
     return Rewrite("made", pattern, replacement, made, **more)
 
@@ -44,21 +50,30 @@ def rewrite(pattern, replacement, shapes, **more):
 def found(pattern, function, *inputs, dynamic=False):
     """The kinds of what forbids the rewrite at each place where the structure fits."""
     graph = functional_graph(function, *inputs, dynamic=dynamic)
-    return [[difference.kind for difference in wrong] for _, wrong in matches(pattern, Index(graph))]
+    return [
+        [difference.kind for difference in wrong] for _, wrong in matches(pattern, Index(graph))
+    ]
 
 
 # ---- structure
 
 
-@pytest.mark.parametrize("function", [
-    lambda x, y, w: torch.exp(x) * y + w, lambda x, y, w: w + y * torch.exp(x), lambda x, y, w: w + torch.exp(x) * y,
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, y, w: torch.exp(x) * y + w,
+        lambda x, y, w: w + y * torch.exp(x),
+        lambda x, y, w: w + torch.exp(x) * y,
+    ],
+)
 def test_operands_of_commutative_ops_match_in_both_orders(function):
     assert found(Pattern(scaled, example()), function, X, Y, W) == [[]]
 
 
 def test_operands_of_other_ops_do_not():
-    pattern = Pattern(lambda x, y: torch.exp(x) / y, {"x": tensor_example(3, 10), "y": tensor_example(3, 10)})
+    pattern = Pattern(
+        lambda x, y: torch.exp(x) / y, {"x": tensor_example(3, 10), "y": tensor_example(3, 10)}
+    )
     assert found(pattern, lambda x, y: torch.exp(x) / y, X, Y) == [[]]
     assert found(pattern, lambda x, y: y / torch.exp(x), X, Y) == []
 
@@ -83,8 +98,11 @@ def test_several_outputs_are_found_in_any_order_of_the_graph():
 
 
 def test_outputs_read_together_are_not_mixed_up_with_those_of_another_layer():
-    pattern = Pattern(lambda x, y, w: (x * w, y * w), {"x": tensor_example(3, 10), "y": tensor_example(4, 10),
-                                                       "w": tensor_example(10)}, read_together=True)  # fmt: skip
+    pattern = Pattern(
+        lambda x, y, w: (x * w, y * w),
+        {"x": tensor_example(3, 10), "y": tensor_example(4, 10), "w": tensor_example(10)},
+        read_together=True,
+    )
 
     def function(a, b, c, d, w):
         return torch.cat((a * w, b * w)), torch.cat((c * w, d * w))
@@ -92,21 +110,31 @@ def test_outputs_read_together_are_not_mixed_up_with_those_of_another_layer():
     graph = functional_graph(function, X, Y, X + 1, Y + 1, W)
     sites = [site for site, wrong in matches(pattern, Index(graph)) if not wrong]
     # Each product starts a search; the second of a pair finds nothing behind it.
-    assert [[node.name for node in site.outputs()] for site in sites] == [["mul", "mul_1"], ["mul_2", "mul_3"]]
+    assert [[node.name for node in site.outputs()] for site in sites] == [
+        ["mul", "mul_1"],
+        ["mul_2", "mul_3"],
+    ]
 
 
 def test_numbers_of_the_pattern_must_agree_and_captured_ones_are_told():
     def pattern(x, eps, base):
         return torch.exp(x + eps) * base
 
-    made = rewrite(pattern, lambda x, eps, base: aten.mul.Tensor(x, eps + base), {"x": (3, 10), "eps": 0.5, "base": 7})
+    made = rewrite(
+        pattern,
+        lambda x, eps, base: aten.mul.Tensor(x, eps + base),
+        {"x": (3, 10), "eps": 0.5, "base": 7},
+    )
     graph = functional_graph(lambda x: torch.exp(x + 0.125) * 3, X)
     fired, _ = apply(graph, made, Index(graph))
     assert [f.attrs for f in fired] == [{"eps": 0.125, "base": 3}]
 
 
 def test_one_number_at_two_places_is_one_number():
-    pattern = Pattern(lambda x, eps: torch.exp(x + eps) * torch.sin(x * eps), {"x": tensor_example(3, 10), "eps": 0.5})
+    pattern = Pattern(
+        lambda x, eps: torch.exp(x + eps) * torch.sin(x * eps),
+        {"x": tensor_example(3, 10), "eps": 0.5},
+    )
     assert found(pattern, lambda x: torch.exp(x + 0.1) * torch.sin(x * 0.1), X) == [[]]
     assert found(pattern, lambda x: torch.exp(x + 0.1) * torch.sin(x * 0.2), X) == []
 
@@ -116,9 +144,21 @@ def test_views_between_are_seen_through_only_where_that_is_declared():
         return torch.exp((x + y).view(-1, 2, 8))
 
     inputs = {"x": tensor_example(3, 10), "y": tensor_example(3, 10)}
-    assert found(Pattern(lambda x, y: torch.exp(x + y), inputs, sees_through=True), through, torch.randn(4, 8),
-                 torch.randn(4, 8)) == [[]]  # fmt: skip
-    assert found(Pattern(lambda x, y: torch.exp(x + y), inputs), through, torch.randn(4, 8), torch.randn(4, 8)) == []
+    assert found(
+        Pattern(lambda x, y: torch.exp(x + y), inputs, sees_through=True),
+        through,
+        torch.randn(4, 8),
+        torch.randn(4, 8),
+    ) == [[]]
+    assert (
+        found(
+            Pattern(lambda x, y: torch.exp(x + y), inputs),
+            through,
+            torch.randn(4, 8),
+            torch.randn(4, 8),
+        )
+        == []
+    )
 
 
 def test_a_cast_matches_its_absence_where_the_dtype_is_right():
@@ -142,21 +182,35 @@ def test_the_example_says_which_sizes_ranks_and_dtypes_are_equal():
 
 
 def test_sizes_that_are_equal_only_today_are_refused():
-    pattern = Pattern(lambda x, y: torch.exp(x).sum() * y, {"x": tensor_example(3, 10), "y": tensor_example(3, 10)})
+    pattern = Pattern(
+        lambda x, y: torch.exp(x).sum() * y,
+        {"x": tensor_example(3, 10), "y": tensor_example(3, 10)},
+    )
     x, y = torch.randn(3, 8), torch.randn(3, 8)
     mark_unbacked(x, 0)
     mark_unbacked(y, 0)
     graph = functional_graph(lambda x, y: torch.exp(x).sum() * y, x, y, dynamic=None)
     [(_, reasons)] = matches(pattern, Index(graph))
-    assert reasons[0].kind == "size" and "which cannot be shown equal for every size" in reasons[0].found
+    assert (
+        reasons[0].kind == "size"
+        and "which cannot be shown equal for every size" in reasons[0].found
+    )
 
 
 def test_an_intermediate_that_somebody_reads_stays():
     pattern = Pattern(scaled, example())
-    assert found(pattern, lambda x, y, w: (scaled(x, y, w), torch.exp(x) * y), X, Y, W) == [[]]  # not shared yet
-    graph = functional_graph(lambda x, y, w: (lambda p: (p + w, p.neg()))(torch.exp(x) * y), X, Y, W)
+    assert found(pattern, lambda x, y, w: (scaled(x, y, w), torch.exp(x) * y), X, Y, W) == [
+        []
+    ]  # not shared yet
+    graph = functional_graph(
+        lambda x, y, w: (lambda p: (p + w, p.neg()))(torch.exp(x) * y), X, Y, W
+    )
     [(_, [reason])] = matches(pattern, Index(graph))
-    assert reason.kind == "extra user" and reason.found.startswith("neg ") and reason.found.endswith("reads it too")
+    assert (
+        reason.kind == "extra user"
+        and reason.found.startswith("neg ")
+        and reason.found.endswith("reads it too")
+    )
 
 
 LIBRARY = torch.library.Library("atomc_test", "FRAGMENT")
@@ -221,7 +275,9 @@ def test_everything_is_on_one_device():
     w = graph.find_nodes(op="placeholder")[2]
     w.meta["val"] = w.meta["val"].to("meta")
     [(_, wrong)] = matches(Pattern(scaled, example()), Index(graph))
-    assert ("device", "everything on cpu", "input w on meta") in {(d.kind, d.expected, d.found) for d in wrong}
+    assert ("device", "everything on cpu", "input w on meta") in {
+        (d.kind, d.expected, d.found) for d in wrong
+    }
 
 
 # ---- rewriting
@@ -247,7 +303,9 @@ def test_overlapping_sites_do_not_both_fire():
     graph = functional_graph(lambda x: torch.sin(torch.sin(torch.sin(x))), X)
     fired, refused = apply(graph, made, Index(graph))
     assert len(fired) == 1
-    assert [miss.first.kind for miss in refused] == ["taken"] or refused[0].first.kind == "extra user"
+    assert [miss.first.kind for miss in refused] == ["taken"] or refused[
+        0
+    ].first.kind == "extra user"
 
 
 def test_new_nodes_know_where_they_come_from():
@@ -267,7 +325,9 @@ def test_a_guard_gets_the_arguments_by_name_and_its_sentence_is_the_reason():
 
     made = Rewrite("guarded", scaled, lambda x, y, w: aten.add.Tensor(x, w), example, guard)
     report = after_passes([TIDY, rewriting("guarded", [made])], scaled, X, Y, W).report
-    assert [(miss.kind, miss.found) for miss in report.misses("guarded")] == [("guard", "8 columns")]
+    assert [(miss.kind, miss.found) for miss in report.misses("guarded")] == [
+        ("guard", "8 columns")
+    ]
 
 
 def test_a_guard_that_forces_an_answer_about_sizes_is_caught():
@@ -275,14 +335,18 @@ def test_a_guard_that_forces_an_answer_about_sizes_is_caught():
         return None if x.shape[0] == 5 else "not five rows"
 
     made = Rewrite("forcing", scaled, replaced, example, guard)
-    with pytest.raises(Exception, match="pass 'forcing' added a guard on the sizes of the inputs") as caught:
+    with pytest.raises(
+        Exception, match="pass 'forcing' added a guard on the sizes of the inputs"
+    ) as caught:
         after_passes([rewriting("forcing", [made])], scaled, X, Y, W, dynamic=True)
     assert isinstance(caught.value.inner_exception, PassError)
 
 
 def test_a_rewrite_that_makes_what_it_looks_for_is_reported_as_a_bug():
     made = Rewrite("again", scaled, replaced, example)
-    with pytest.raises(Exception, match=r"pass 'again': .*the matcher refused it, but nothing differs"):
+    with pytest.raises(
+        Exception, match=r"pass 'again': .*the matcher refused it, but nothing differs"
+    ):
         after_passes([rewriting("again", [made])], scaled, X, Y, W)
     context = Context(Options(), Platform.detect("cpu"))
     report = after_passes([rewriting("again", [made])], scaled, X, Y, W, context=context).report
@@ -295,7 +359,9 @@ def test_an_error_in_the_explanation_of_a_near_miss_costs_the_explanation_alone(
 
     made = Rewrite("adding", scaled, replaced, example)
     monkeypatch.setattr("atomc.compiler.pipeline.misses", fails)
-    with pytest.raises(Exception, match=r"pass 'adding': .*cannot be told: IndexError: no such dimension"):
+    with pytest.raises(
+        Exception, match=r"pass 'adding': .*cannot be told: IndexError: no such dimension"
+    ):
         after_passes([rewriting("adding", [made])], scaled, X, Y, W)
     context = Context(Options(), Platform.detect("cpu"))
     report = after_passes([rewriting("adding", [made])], scaled, X, Y, W, context=context).report
@@ -313,12 +379,16 @@ def test_a_pass_that_breaks_the_graph_is_named_with_what_ran_before():
 
 def test_only_ops_may_stand_in_a_replacement():
     made = Rewrite("python", scaled, lambda x, y, w: torch.exp(x), example)
-    with pytest.raises(Exception, match=r"replacement of 'python' makes .*only ops of atomc.ops and torch.ops.aten"):
+    with pytest.raises(
+        Exception, match=r"replacement of 'python' makes .*only ops of atomc.ops and torch.ops.aten"
+    ):
         rewritten(made, scaled, X, Y, W)
 
 
 def test_pattern_and_replacement_take_the_same_arguments():
-    with pytest.raises(ValueError, match="rewrite 'odd': pattern and replacement take different arguments"):
+    with pytest.raises(
+        ValueError, match="rewrite 'odd': pattern and replacement take different arguments"
+    ):
         Rewrite("odd", scaled, lambda x, y: x, example)
 
 
@@ -335,7 +405,10 @@ def test_nothing_is_traced_until_it_is_asked_for():
 
 
 def test_a_pass_stands_behind_those_it_needs():
-    first, second = Pass("first", lambda gm, context: []), Pass("second", lambda gm, context: [], after=("first",))
+    first, second = (
+        Pass("first", lambda gm, context: []),
+        Pass("second", lambda gm, context: [], after=("first",)),
+    )
     check_order([first, second])
     with pytest.raises(ValueError, match=r"pass 'second' must stand after \['first'\]"):
         check_order([second, first])
@@ -343,17 +416,26 @@ def test_a_pass_stands_behind_those_it_needs():
         check_order([first, first])
 
 
-@pytest.mark.parametrize(("switches", "paged", "says"), [
-    ({"rms_nrom": False}, False, "no pass 'rms_nrom'; passes are "),
-    ({"add_rms_norm": True, "rms_norm": False}, False, "'add_rms_norm' cannot take effect, it needs 'rms_norm', which"),
-    ({"rope_kv_write": True}, False, "'rope_kv_write' cannot take effect outside the runtime"),
-    ({"bind_state": False}, True, "'bind_state' cannot be left out, the runtime needs it"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("switches", "paged", "says"),
+    [
+        ({"rms_nrom": False}, False, "no pass 'rms_nrom'; passes are "),
+        (
+            {"add_rms_norm": True, "rms_norm": False},
+            False,
+            "'add_rms_norm' cannot take effect, it needs 'rms_norm', which",
+        ),
+        ({"rope_kv_write": True}, False, "'rope_kv_write' cannot take effect outside the runtime"),
+        ({"bind_state": False}, True, "'bind_state' cannot be left out, the runtime needs it"),
+    ],
+)
 def test_a_switch_that_cannot_take_effect_is_an_error(switches, paged, says):
     from atomc import passes
 
     with pytest.raises(OptionsError, match=says):
-        selected(passes.PIPELINE, Context(Options(passes=switches), Platform.detect("cpu"), paged=paged))
+        selected(
+            passes.PIPELINE, Context(Options(passes=switches), Platform.detect("cpu"), paged=paged)
+        )
 
 
 def test_a_fusion_across_the_whole_pipeline_adds_no_guard_to_dynamic_sizes():

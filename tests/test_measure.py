@@ -18,7 +18,9 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def lowered(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
-    (folder / "config.json").write_text(json.dumps({**SMALL, "num_hidden_layers": 2, "vocab_size": 512}))
+    (folder / "config.json").write_text(
+        json.dumps({**SMALL, "num_hidden_layers": 2, "vocab_size": 512})
+    )
     return TimedProgram(build_model(folder), platform=Platform.detect("cpu"))
 
 
@@ -48,13 +50,16 @@ def test_a_step_is_made_up_as_the_runtime_would_pass_it(lowered):
     assert sorted(blocks) == list(range(len(blocks)))
     size = bench.block_size
     assert group.slots.tolist() == [
-        blocks[s * bench.columns + p // size] * size + p % size for s, p in [(0, 29), (0, 30), (0, 31), (1, 30), (1, 31)]
+        blocks[s * bench.columns + p // size] * size + p % size
+        for s, p in [(0, 29), (0, 30), (0, 31), (1, 30), (1, 31)]
     ]
 
 
 def test_inputs_have_the_sizes_of_the_step(lowered):
     bench = bench_of(lowered, Workload(5, 2, 32))
-    attention = next(node for node in bench.gm.graph.nodes if node.meta.get("op") == "paged_attention")
+    attention = next(
+        node for node in bench.gm.graph.nodes if node.meta.get("op") == "paged_attention"
+    )
     piece, inputs = bench._piece([attention])
     given = dict(zip((node.name for node in inputs), bench._inputs(inputs), strict=True))
     cache = given[next(node.name for node in inputs if is_cache(node))]
@@ -80,7 +85,9 @@ def test_a_plan_of_this_machine_shows_measured_beside_predicted(lowered):
 
 @pytest.mark.gpu
 def test_on_a_gpu_kernels_are_timed_in_a_cuda_graph(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({**SMALL, "num_hidden_layers": 1, "vocab_size": 512}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({**SMALL, "num_hidden_layers": 1, "vocab_size": 512})
+    )
     gpu = TimedProgram(build_model(tmp_path), {"glue": "eager"})
     predicted, timed = gpu.time(Workload(8, 8, 64))
     assert "triton" in {p.kernel for p in predicted}

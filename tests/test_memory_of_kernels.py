@@ -1,4 +1,6 @@
-"""An interpreted kernel that leaves its tensors is told where it does: the tests of kernels run under this."""
+"""An interpreted kernel that leaves its tensors is told where it does: the tests of kernels run
+under this.
+"""
 
 import os
 
@@ -10,7 +12,9 @@ from torch import Tensor
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
-pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="Triton compiles here")
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="Triton compiles here"
+)
 
 
 @triton.jit
@@ -26,7 +30,9 @@ def count(target, at):
 
 
 def part(size: int, dtype: torch.dtype = torch.int32) -> Tensor:
-    """The first elements of a longer tensor: what lies behind them is there, and not the kernel's."""
+    """The first elements of a longer tensor: what lies behind them is there, and not the
+    kernel's.
+    """
     return torch.zeros(64, dtype=dtype)[:size]
 
 
@@ -38,12 +44,16 @@ def test_a_kernel_that_stays_in_its_tensors_runs():
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.float16, torch.uint8])
 def test_a_read_behind_the_end_is_an_error(dtype: torch.dtype):
-    with pytest.raises(Exception, match="1 of 8 elements are read outside, 0 bytes behind the end of a tensor"):
+    with pytest.raises(
+        Exception, match="1 of 8 elements are read outside, 0 bytes behind the end of a tensor"
+    ):
         copy[(1,)](part(7, dtype), part(8, dtype), 7, 8, BLOCK=8)
 
 
 def test_a_write_behind_the_end_is_an_error():
-    with pytest.raises(Exception, match="2 of 8 elements are written outside, 0 bytes behind the end of a tensor"):
+    with pytest.raises(
+        Exception, match="2 of 8 elements are written outside, 0 bytes behind the end of a tensor"
+    ):
         copy[(1,)](part(8), part(6), 8, 8, BLOCK=8)
 
 
@@ -61,9 +71,18 @@ def test_the_gap_between_strided_rows_is_inside_and_the_row_behind_the_last_is_n
 def test_what_is_read_behind_the_end_can_be_poison(monkeypatch: pytest.MonkeyPatch):
     from triton.runtime import interpreter
 
-    for name in ("create_masked_load", "create_masked_store", "create_atomic_cas", "create_atomic_rmw"):
-        monkeypatch.setattr(interpreter.InterpreterBuilder, name, getattr(interpreter.InterpreterBuilder, name))
-    monkeypatch.setattr(interpreter.GridExecutor, "_init_args_hst", interpreter.GridExecutor._init_args_hst)
+    for name in (
+        "create_masked_load",
+        "create_masked_store",
+        "create_atomic_cas",
+        "create_atomic_rmw",
+    ):
+        monkeypatch.setattr(
+            interpreter.InterpreterBuilder, name, getattr(interpreter.InterpreterBuilder, name)
+        )
+    monkeypatch.setattr(
+        interpreter.GridExecutor, "_init_args_hst", interpreter.GridExecutor._init_args_hst
+    )
     check_bounds(poison=True)
     source, target = part(7), torch.zeros(8, dtype=torch.int32)
     copy[(1,)](source, target, 7, 8, BLOCK=8)

@@ -24,7 +24,7 @@ from merged_models import (
     weights,
     whole,
     widths,
-)  # fmt: skip
+)
 from rewriting import STRIDES_HOLD
 from torch import Tensor, nn
 
@@ -68,7 +68,10 @@ def test_stock_models_merge_in_every_layer_and_nothing_else_changes(kind: str, b
     assert merges() == {"merge_qkv": 2, "merge_gate_up": 2}
     assert (last().num_ops["linear"], without.num_ops["linear"]) == (4 * 2 + 1, 7 * 2 + 1)
     others = {name: n for name, n in last().matches.items() if name != "lower"}
-    assert others == {**{name: n for name, n in without.matches.items() if name != "lower"}, **merges()}
+    assert others == {
+        **{name: n for name, n in without.matches.items() if name != "lower"},
+        **merges(),
+    }
 
 
 def test_programs_for_the_runtime_merge_and_share_packs_with_the_backend() -> None:
@@ -78,7 +81,9 @@ def test_programs_for_the_runtime_merge_and_share_packs_with_the_backend() -> No
     before = live_bytes()
     programs = [compile_model(model, options=EAGER) for _ in range(2)]
     close(compiled(model)(ids, ids), expected)
-    assert all(merges(program.report) == {"merge_qkv": 2, "merge_gate_up": 2} for program in programs)
+    assert all(
+        merges(program.report) == {"merge_qkv": 2, "merge_gate_up": 2} for program in programs
+    )
     assert merges() == {"merge_qkv": 2, "merge_gate_up": 2}
     mlp = model.model.layers[0].mlp
     assert live_bytes() - before < whole(*weights(mlp.gate_proj, mlp.up_proj)).nbytes
@@ -88,7 +93,10 @@ def test_a_model_on_the_meta_device_is_counted_and_explained() -> None:
     report = atomc.explain(own("meta"))
     assert merges(report) == {"merge_qkv": 2, "merge_gate_up": 2}
     assert report.why("merge_qkv").startswith("merge_qkv: fired at 2 sites in layers 0-1")
-    assert merges(compile_model(own("meta"), options=EAGER).report) == {"merge_qkv": 2, "merge_gate_up": 2}
+    assert merges(compile_model(own("meta"), options=EAGER).report) == {
+        "merge_qkv": 2,
+        "merge_gate_up": 2,
+    }
 
 
 def test_linears_that_are_neither_are_merged_too() -> None:
@@ -110,7 +118,9 @@ def test_linears_with_and_without_a_bias_are_merged_among_themselves() -> None:
 
 
 def test_linears_of_different_layers_are_left_apart() -> None:
-    """The keys of an encoder's output in all layers of a decoder: merged they would be one huge result, kept to the end."""
+    """The keys of an encoder's output in all layers of a decoder: merged they would be one huge
+    result, kept to the end.
+    """
     layers = ready(nn.ModuleList(nn.Linear(32, 8) for _ in range(3)))
 
     def run(x: Tensor) -> list[Tensor]:
@@ -129,10 +139,14 @@ def test_each_kind_can_be_left_out(layer: nn.Module, off: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_merged_within_its_own_rounding(layer: nn.Module, dtype: torch.dtype) -> None:
+def test_half_precision_is_merged_within_its_own_rounding(
+    layer: nn.Module, dtype: torch.dtype
+) -> None:
     layer.to(dtype)
     x = X.to(dtype)
-    torch.testing.assert_close(compiled(layer)(x), compiled(layer, **UNMERGED)(x), rtol=0, atol=torch.finfo(dtype).eps * 4)
+    torch.testing.assert_close(
+        compiled(layer)(x), compiled(layer, **UNMERGED)(x), rtol=0, atol=torch.finfo(dtype).eps * 4
+    )
     assert merges() == {} and merges(atomc.reports()[-2]) == {"merge_qkv": 1, "merge_gate_up": 1}
 
 
@@ -158,7 +172,11 @@ def test_each_value_of_a_python_float_is_compiled_with_the_merge(mlp: Gated) -> 
 
 
 def test_a_weight_that_is_read_elsewhere_is_left_alone() -> None:
-    embedding, head, other = nn.Embedding(40, 32), nn.Linear(32, 40, bias=False), nn.Linear(32, 8, bias=False)
+    embedding, head, other = (
+        nn.Embedding(40, 32),
+        nn.Linear(32, 40, bias=False),
+        nn.Linear(32, 8, bias=False),
+    )
     head.weight = embedding.weight
     for module in (embedding, head, other):
         ready(module)
@@ -209,7 +227,10 @@ def test_two_models_that_share_a_weight_are_right_after_every_change() -> None:
     torch.manual_seed(0)
     one, two = ready(Gated()), ready(Gated())
     two.gate.weight = one.gate.weight
-    first, second = compiled(one), torch.compile(lambda x: two(x) * 1, backend="atom", options=EAGER)
+    first, second = (
+        compiled(one),
+        torch.compile(lambda x: two(x) * 1, backend="atom", options=EAGER),
+    )
     for _ in range(2):
         close(first(X), one(X))
         close(second(X), two(X))
@@ -226,13 +247,18 @@ class Lora(nn.Module):
     def __init__(self, base: nn.Linear, rank: int):
         super().__init__()
         self.base = base
-        self.a, self.b = nn.Linear(base.in_features, rank, bias=False), nn.Linear(rank, base.out_features, bias=False)
+        self.a, self.b = (
+            nn.Linear(base.in_features, rank, bias=False),
+            nn.Linear(rank, base.out_features, bias=False),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.base(x) + self.b(self.a(x)) * 2.0  # type: ignore[no-any-return]
 
 
-def test_linears_wrapped_by_lora_are_right_before_and_after_folding_the_update(layer: nn.Module) -> None:
+def test_linears_wrapped_by_lora_are_right_before_and_after_folding_the_update(
+    layer: nn.Module,
+) -> None:
     layer.attention.q = ready(Lora(layer.attention.q, 4))
     layer.mlp.gate = ready(Lora(layer.mlp.gate, 4))
     run = compiled(layer)
@@ -263,8 +289,12 @@ def test_a_part_that_is_returned_is_a_tensor_of_its_own(mlp: Gated) -> None:
     assert merges() == {"merge_linears": 1}
 
 
-@pytest.mark.parametrize("view", [lambda x: x.view(-1), lambda x: x.as_strided((3, 4), (1, 2)), lambda x: x.view(10, -1)])
-def test_views_of_any_kind_behind_a_part_are_right(mlp: Gated, view: Callable[[Tensor], Tensor]) -> None:
+@pytest.mark.parametrize(
+    "view", [lambda x: x.view(-1), lambda x: x.as_strided((3, 4), (1, 2)), lambda x: x.view(10, -1)]
+)
+def test_views_of_any_kind_behind_a_part_are_right(
+    mlp: Gated, view: Callable[[Tensor], Tensor]
+) -> None:
     def run(x: Tensor) -> Tensor:
         return view(mlp.gate(x)).sum() * view(mlp.up(x)).sin().sum()
 

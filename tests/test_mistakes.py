@@ -33,7 +33,9 @@ def http(tmp_path_factory):
     template = tmp_path_factory.mktemp("template") / "template.jinja"
     template.write_text(TEMPLATE)
     with (
-        serving("--grammar-seconds", 1, "--chat-template", template, "--max-bodies-bytes", 17 * 2**20) as server,
+        serving(
+            "--grammar-seconds", 1, "--chat-template", template, "--max-bodies-bytes", 17 * 2**20
+        ) as server,
         httpx.Client(base_url=server.url, timeout=120) as client,
     ):
         yield client
@@ -63,82 +65,230 @@ def schema(depth):
         ("completions", {**TEXT, "guided_json": {"$ref": "#"}}, "json_schema: no text matches it"),
         ("completions", {**TEXT, "guided_json": {"enum": []}}, "json_schema: "),
         ("completions", {**TEXT, "guided_json": "[" * 5000}, "json_schema: it is nested too deep"),
-        ("completions", {**TEXT, "guided_json": deep(500)}, "json_schema: recursion limit exceeded"),
+        (
+            "completions",
+            {**TEXT, "guided_json": deep(500)},
+            "json_schema: recursion limit exceeded",
+        ),
         ("completions", {**TEXT, "guided_json": schema(55)}, None),
         ("completions", {**TEXT, "guided_json": {"const": "\ud800"}}, "json_schema: Value is not"),
         ("completions", {**TEXT, "guided_regex": "\ud800"}, "not valid Unicode"),
         ("completions", {**TEXT, "guided_regex": "(a{1000}){1000}"}, "regex: it "),
         ("completions", {**TEXT, "guided_grammar": "start: <[99999999]>"}, "grammar: "),
         ("completions", {**TEXT, "guided_grammar": "\0"}, "grammar: "),
-        ("chat/completions", {**CHAT, "tools": tools({"$defs": 1}), "tool_choice": "required"}, "$defs"),
-        ("chat/completions", {**CHAT, "tools": tools({"$ref": "#"}), "tool_choice": F}, "no text matches it"),
+        (
+            "chat/completions",
+            {**CHAT, "tools": tools({"$defs": 1}), "tool_choice": "required"},
+            "$defs",
+        ),
+        (
+            "chat/completions",
+            {**CHAT, "tools": tools({"$ref": "#"}), "tool_choice": F},
+            "no text matches it",
+        ),
         # Variables of the chat template.
-        *[("chat/completions", {**CHAT, "chat_template_kwargs": {name: 1}}, f"chat_template_kwargs cannot set '{name}'")
-          for name in ("messages", "tools", "bos_token")],
-        *[("chat/completions", {**CHAT, "chat_template_kwargs": {name: 1}}, None)
-          for name in ("self", "add_generation_prompt", "args", "kwargs", "environment", "\0", "a b")],
-        ("chat/completions", {**CHAT, "chat_template_kwargs": {"self_name": "\ud800"}}, "not valid Unicode"),
-        ("chat/completions", {**CHAT, "chat_template_kwargs": {"rounds": "x"}}, "the chat template failed on the messages"),
-        ("chat/completions", {**CHAT, "messages": [{"role": "assistant", "tool_calls": [
-            {"function": {"name": "f", "arguments": "[" * 100_000}}]}, USER]}, None),
+        *[
+            (
+                "chat/completions",
+                {**CHAT, "chat_template_kwargs": {name: 1}},
+                f"chat_template_kwargs cannot set '{name}'",
+            )
+            for name in ("messages", "tools", "bos_token")
+        ],
+        *[
+            ("chat/completions", {**CHAT, "chat_template_kwargs": {name: 1}}, None)
+            for name in (
+                "self",
+                "add_generation_prompt",
+                "args",
+                "kwargs",
+                "environment",
+                "\0",
+                "a b",
+            )
+        ],
+        (
+            "chat/completions",
+            {**CHAT, "chat_template_kwargs": {"self_name": "\ud800"}},
+            "not valid Unicode",
+        ),
+        (
+            "chat/completions",
+            {**CHAT, "chat_template_kwargs": {"rounds": "x"}},
+            "the chat template failed on the messages",
+        ),
+        (
+            "chat/completions",
+            {
+                **CHAT,
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "tool_calls": [{"function": {"name": "f", "arguments": "[" * 100_000}}],
+                    },
+                    USER,
+                ],
+            },
+            None,
+        ),
         # JSON itself.
         ("completions", deep(129), "more than 128 levels of nested lists and objects"),
         ("completions", "[" * 200_000, "more than 128 levels of nested lists and objects"),
         ("completions", '{"prompt":"a","b":' + deep(100) + "}", "b is not a field of this request"),
-        ("completions", '{"prompt":' + "1" * 5000 + "}", "the body cannot be parsed: Exceeds the limit"),
+        (
+            "completions",
+            '{"prompt":' + "1" * 5000 + "}",
+            "the body cannot be parsed: Exceeds the limit",
+        ),
         ("completions", b'{"prompt":"\xff"}', "the body is not JSON: it is not UTF-8"),
-        ("completions", '{"prompt":"a","temperature":NaN}', "temperature: Input should be a finite number"),
-        ("completions", '{"prompt":"a","temperature":1e999}', "temperature: Input should be a finite number"),
+        (
+            "completions",
+            '{"prompt":"a","temperature":NaN}',
+            "temperature: Input should be a finite number",
+        ),
+        (
+            "completions",
+            '{"prompt":"a","temperature":1e999}',
+            "temperature: Input should be a finite number",
+        ),
         ("completions", {**TEXT, "seed": 10**30}, "seed"),
         ("completions", {**TEXT, "prompt": "\ud800"}, "not valid Unicode"),
         # Limits.
-        ("completions", {**TEXT, **{f"f{i}": 1 for i in range(200)}}, "the object has 202 fields, at most 128 are"),
-        ("completions", {**TEXT, "prompt": [[]] * 300_000}, "the body has more than 262144 JSON values"),
-        ("completions", {**TEXT, "prompt": [-1] * 200_000}, "prompt.str: Input should be a valid string"),
-        ("completions", {**TEXT, "prompt": "She said. " * 100_000}, "maximum context length is 2048"),
+        (
+            "completions",
+            {**TEXT, **{f"f{i}": 1 for i in range(200)}},
+            "the object has 202 fields, at most 128 are",
+        ),
+        (
+            "completions",
+            {**TEXT, "prompt": [[]] * 300_000},
+            "the body has more than 262144 JSON values",
+        ),
+        (
+            "completions",
+            {**TEXT, "prompt": [-1] * 200_000},
+            "prompt.str: Input should be a valid string",
+        ),
+        (
+            "completions",
+            {**TEXT, "prompt": "She said. " * 100_000},
+            "maximum context length is 2048",
+        ),
         ("completions", {**TEXT, "prompt": ["Once"] * 1025}, "asks for 1025 choices"),
-        ("completions", {**TEXT, "prompt": ["She said. " * 200] * 64, "n": 128}, "asks for 8192 choices"),
-        ("completions", {**TEXT, "stop": ["a"] * 33}, "stop has 33 strings, at most 32 are allowed"),
-        ("completions", {**TEXT, "stop": "a" * 257}, "stop has a string of 257 characters, at most 256 are allowed"),
-        ("completions", {**TEXT, "stop_token_ids": [1] * 1025}, "stop_token_ids has 1025 tokens, at most 1024"),
-        ("completions", {**TEXT, "logit_bias": {str(i): 1 for i in range(1025)}}, "it has 1025 tokens, at most 1024"),
+        (
+            "completions",
+            {**TEXT, "prompt": ["She said. " * 200] * 64, "n": 128},
+            "asks for 8192 choices",
+        ),
+        (
+            "completions",
+            {**TEXT, "stop": ["a"] * 33},
+            "stop has 33 strings, at most 32 are allowed",
+        ),
+        (
+            "completions",
+            {**TEXT, "stop": "a" * 257},
+            "stop has a string of 257 characters, at most 256 are allowed",
+        ),
+        (
+            "completions",
+            {**TEXT, "stop_token_ids": [1] * 1025},
+            "stop_token_ids has 1025 tokens, at most 1024",
+        ),
+        (
+            "completions",
+            {**TEXT, "logit_bias": {str(i): 1 for i in range(1025)}},
+            "it has 1025 tokens, at most 1024",
+        ),
         ("completions", {**TEXT, "n": 128, "logprobs": 20}, "exceed the limit of 512"),
-        ("completions", {**TEXT, "prompt": ["a"] * 60, "prompt_logprobs": 20}, "exceed the limit of 512"),
-        ("chat/completions", {**CHAT, "n": 128, "logprobs": True, "top_logprobs": 20}, "exceed the limit of 512"),
-        ("chat/completions", {**CHAT, "messages": [USER] * 4097}, "messages has 4097 messages, at most 4096"),
-        ("chat/completions", {**CHAT, "tools": [F] * 129}, "tools has 129 tools, at most 128 are allowed"),
-        ("completions", {**TEXT, "guided_choice": ["a"] * 1025}, "choice has 1025 strings, at most 1024"),
-        ("completions", {**TEXT, "guided_regex": "a" * 300_000}, "regex has 300000 characters, at most 262144"),
-        ("completions", {**TEXT, "guided_choice": ["a" * 100_000] * 3}, "choice has 300000 characters"),
-        ("completions", {**TEXT, "guided_json": {"title": "a" * 300_000}}, "json_schema has 300013 characters"),
+        (
+            "completions",
+            {**TEXT, "prompt": ["a"] * 60, "prompt_logprobs": 20},
+            "exceed the limit of 512",
+        ),
+        (
+            "chat/completions",
+            {**CHAT, "n": 128, "logprobs": True, "top_logprobs": 20},
+            "exceed the limit of 512",
+        ),
+        (
+            "chat/completions",
+            {**CHAT, "messages": [USER] * 4097},
+            "messages has 4097 messages, at most 4096",
+        ),
+        (
+            "chat/completions",
+            {**CHAT, "tools": [F] * 129},
+            "tools has 129 tools, at most 128 are allowed",
+        ),
+        (
+            "completions",
+            {**TEXT, "guided_choice": ["a"] * 1025},
+            "choice has 1025 strings, at most 1024",
+        ),
+        (
+            "completions",
+            {**TEXT, "guided_regex": "a" * 300_000},
+            "regex has 300000 characters, at most 262144",
+        ),
+        (
+            "completions",
+            {**TEXT, "guided_choice": ["a" * 100_000] * 3},
+            "choice has 300000 characters",
+        ),
+        (
+            "completions",
+            {**TEXT, "guided_json": {"title": "a" * 300_000}},
+            "json_schema has 300013 characters",
+        ),
         ("embeddings", {"input": ["Once"] * 1025}, "asks for 1025 choices"),
         ("embeddings", {"input": "She said. " * 1000}, "maximum context length is 2048"),
         ("../tokenize", {"prompt": "She said. " * 300_000}, "maximum context length is 131072"),
-        ("../detokenize", {"tokens": [1] * 131_073}, "tokens has 131073 tokens, at most 131072 are allowed"),
+        (
+            "../detokenize",
+            {"tokens": [1] * 131_073},
+            "tokens has 131073 tokens, at most 131072 are allowed",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_mistake_is_answered_with_what_is_wrong(http, path, body, said):
-    content = body if isinstance(body, bytes) else (body if isinstance(body, str) else json.dumps(body)).encode()
+    content = (
+        body
+        if isinstance(body, bytes)
+        else (body if isinstance(body, str) else json.dumps(body)).encode()
+    )
     answer = http.post(f"/v1/{path}", content=content, headers={"Content-Type": "application/json"})
     if said is None:
         assert answer.status_code == 200, answer.text
     else:
-        assert (answer.status_code, said in answer.json()["error"]["message"]) == (400, True), answer.text
+        assert (answer.status_code, said in answer.json()["error"]["message"]) == (400, True), (
+            answer.text
+        )
 
 
 def num_values(value):
     """The number of JSON values: lists, objects, and items after a comma."""
-    inner = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else None
+    inner = (
+        list(value.values())
+        if isinstance(value, dict)
+        else value
+        if isinstance(value, list)
+        else None
+    )
     return 0 if inner is None else 1 + max(len(inner) - 1, 0) + sum(map(num_values, inner))
 
 
 def depth(value):
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    inner = (
+        value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    )
     return 0 if inner is None else 1 + max(map(depth, inner), default=0)
 
 
 TEXTS = st.sampled_from(["", "a", '"', "\\", '\\\\"', "[[[[[[[[{{{,,,,,,", "]}", "\u4e2d"])
-JSON = st.recursive(TEXTS | st.none() | st.integers(), lambda inner: st.lists(inner) | st.dictionaries(TEXTS, inner))
+JSON = st.recursive(
+    TEXTS | st.none() | st.integers(), lambda inner: st.lists(inner) | st.dictionaries(TEXTS, inner)
+)
 
 
 @settings(max_examples=300, deadline=None)
@@ -156,9 +306,14 @@ def test_values_and_nesting_of_a_body_are_counted_without_parsing_it(value, asci
 
 
 def test_a_template_that_loops_ends(http):
-    answer = http.post("/v1/chat/completions", json={**CHAT, "chat_template_kwargs": {"rounds": 90_000}})
+    answer = http.post(
+        "/v1/chat/completions", json={**CHAT, "chat_template_kwargs": {"rounds": 90_000}}
+    )
     assert answer.status_code == 400
-    assert answer.json()["error"]["message"] == "rendering the chat template exceeded the limit of 10 s"
+    assert (
+        answer.json()["error"]["message"]
+        == "rendering the chat template exceeded the limit of 10 s"
+    )
 
 
 def test_bodies_that_are_too_large_together_are_refused_for_a_while(http):
@@ -173,7 +328,9 @@ def test_bodies_that_are_too_large_together_are_refused_for_a_while(http):
 
     def post(_):
         try:
-            return http.post("/v1/completions", content=body(), headers={"Content-Type": "application/json"})
+            return http.post(
+                "/v1/completions", content=body(), headers={"Content-Type": "application/json"}
+            )
         finally:
             refused.set()
 

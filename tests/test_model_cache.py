@@ -1,4 +1,6 @@
-"""A model of ours that the cache knows is not traced: what it then computes, and what makes it another model."""
+"""A model of ours that the cache knows is not traced: what it then computes, and what makes it
+another model.
+"""
 
 import functools
 import json
@@ -32,16 +34,36 @@ from atomc.rewriting.graph_pass import Pass
 from atomc.runtime.headless_model import headless_model
 
 pytestmark = pytest.mark.xdist_group("known")
-TINY = dict(architectures=["LlamaForCausalLM"], model_type="llama", vocab_size=48, hidden_size=128, intermediate_size=160,
-            num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=64,
-            rms_norm_eps=1e-5, hidden_act="silu")  # fmt: skip
+TINY = dict(
+    architectures=["LlamaForCausalLM"],
+    model_type="llama",
+    vocab_size=48,
+    hidden_size=128,
+    intermediate_size=160,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    max_position_embeddings=64,
+    rms_norm_eps=1e-5,
+    hidden_act="silu",
+)
 QWEN3 = {**TINY, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 MODELS = {
     "untied": {},
     "tied": {"tie_word_embeddings": True},
     "biases": {"attention_bias": True, "mlp_bias": True},
-    "window": {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 3},
-    "window of one layer": {**QWEN3, "use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1},
+    "window": {
+        "model_type": "mistral",
+        "architectures": ["MistralForCausalLM"],
+        "sliding_window": 3,
+    },
+    "window of one layer": {
+        **QWEN3,
+        "use_sliding_window": True,
+        "sliding_window": 3,
+        "max_window_layers": 1,
+    },
     "fp8": {},
     "int4": {},
 }
@@ -58,8 +80,12 @@ def model_of(name="untied", seed=0, **differs):
 
 
 def started(model, folder, **options):
-    """The program of the model, as a process starts it that shares the cache in this folder with others."""
-    return compile_model(model, {"glue": "eager", "cache": True, "cache_dir": str(folder), **options})
+    """The program of the model, as a process starts it that shares the cache in this folder with
+    others.
+    """
+    return compile_model(
+        model, {"glue": "eager", "cache": True, "cache_dir": str(folder), **options}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -89,8 +115,15 @@ def step_of(program, ids=IDS):
     block = torch.tensor([[1]], dtype=torch.int32)
     group = GroupStep(torch.arange(len(ids)) + 64, block)
     first = torch.tensor([0, len(ids)], dtype=torch.int32)
-    return Step(ids, torch.arange(len(ids)), first, length, torch.arange(len(ids)), (group,) * groups,
-                torch.zeros(1, dtype=torch.int64))  # fmt: skip
+    return Step(
+        ids,
+        torch.arange(len(ids)),
+        first,
+        length,
+        torch.arange(len(ids)),
+        (group,) * groups,
+        torch.zeros(1, dtype=torch.int64),
+    )
 
 
 def logits(program):
@@ -113,14 +146,18 @@ def test_a_second_start_traces_nothing_and_computes_the_same(tmp_path, name):
     assert (cold.report.cache, warm.report.cache) == ("miss: the cache is empty", "hit")
     assert "dynamo" in cold.report.phases and warm.report.phases.keys() == {"cache"}
     assert traced_since(cold) == traced_since(warm) == [] and warm.specs == cold.specs
-    old, new = ({**vars(program.report), "phases": None, "cached": None} for program in (cold, warm))
+    old, new = (
+        {**vars(program.report), "phases": None, "cached": None} for program in (cold, warm)
+    )
     assert new == old
     assert torch.equal(logits(warm), logits(cold))
     torch.testing.assert_close(logits(warm), plain(model_of(name)), rtol=1e-3, atol=1e-3)
 
 
 def test_code_of_inductor_is_loaded_again_without_a_trace(tmp_path):
-    outs = [logits(started(model_of(num_hidden_layers=1), tmp_path, glue="inductor")) for _ in range(2)]
+    outs = [
+        logits(started(model_of(num_hidden_layers=1), tmp_path, glue="inductor")) for _ in range(2)
+    ]
     assert atomc.reports()[-1].cache == "hit" and atomc.reports()[-1].phases.keys() == {"cache"}
     assert any(note.startswith("glue: inductor") for note in atomc.reports()[-1].notes)
     assert torch.equal(*outs)
@@ -182,13 +219,16 @@ def described_now(model, **options):
     return model_parts(model, Options.of({"glue": "eager", **options}), Platform.detect("cpu"))
 
 
-@pytest.mark.parametrize("change, said", [
-    (set_eps, "module model.norm changed from atomc.models.layers.RMSNorm, eps=1e-05, "),
-    (add_a_parameter, "bias: Parameter torch.float32 [128]"),
-    (tie, "module lm_head changed from "),
-    (share_a_layer, "module model.layers changed from "),
-    (transpose_a_weight, "module model.layers.0.mlp.down_proj changed"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (set_eps, "module model.norm changed from atomc.models.layers.RMSNorm, eps=1e-05, "),
+        (add_a_parameter, "bias: Parameter torch.float32 [128]"),
+        (tie, "module lm_head changed from "),
+        (share_a_layer, "module model.layers changed from "),
+        (transpose_a_weight, "module model.layers.0.mlp.down_proj changed"),
+    ],
+)
 def test_a_change_of_a_model_is_seen(change, said):
     model = model_of()
     before = described_now(model)
@@ -223,7 +263,9 @@ def test_a_function_of_torch_in_the_place_of_another_is_seen(monkeypatch):
     assert said.startswith("names in torch.nn.functional changed from ")
 
 
-@pytest.mark.parametrize("form", [AWQ, GPTQ, GPTQ_V2, MXFP4_PACK_QUANTIZED, PACK_QUANTIZED], ids=lambda form: form.name)
+@pytest.mark.parametrize(
+    "form", [AWQ, GPTQ, GPTQ_V2, MXFP4_PACK_QUANTIZED, PACK_QUANTIZED], ids=lambda form: form.name
+)
 def test_a_model_of_each_format_of_checkpoints_is_known(form):
     model = model_of("int4")
     for layer in model.modules():
@@ -251,13 +293,18 @@ def test_a_changed_model_is_traced_and_the_change_is_named(start):
     set_eps(changed)
     expected = plain(changed)
     program = start(changed)
-    assert program.report.cache.startswith("miss: module model.norm changed from atomc.models.layers.RMSNorm, eps=1e-05, ")
+    assert program.report.cache.startswith(
+        "miss: module model.norm changed from atomc.models.layers.RMSNorm, eps=1e-05, "
+    )
     assert "dynamo" in program.report.phases
     torch.testing.assert_close(logits(program), expected)
 
 
 def test_a_changed_option_is_named(start):
-    assert start(model_of(), rounding="hf").report.cache == "miss: option rounding changed from 'fp32' to 'hf'"
+    assert (
+        start(model_of(), rounding="hf").report.cache
+        == "miss: option rounding changed from 'fp32' to 'hf'"
+    )
 
 
 class Doubled(layers.MLP):
@@ -284,12 +331,18 @@ def forward_of_the_module(model, patch):
 def forward_of_the_class(model, patch):
     own = layers.MLP.forward
     patch.setattr(layers.MLP, "forward", lambda self, x: 2 * own(self, x))
-    return "atomc.models.layers.MLP.forward was replaced by forward_of_the_class.<locals>.<lambda> of "
+    return (
+        "atomc.models.layers.MLP.forward was replaced by forward_of_the_class.<locals>.<lambda> of "
+    )
 
 
 def a_function_beside_the_class(model, patch):
     own = llama.apply_rope
-    patch.setattr(llama, "apply_rope", lambda q, k, cos, sin: (2 * own(q, k, cos, sin)[0], own(q, k, cos, sin)[1]))
+    patch.setattr(
+        llama,
+        "apply_rope",
+        lambda q, k, cos, sin: (2 * own(q, k, cos, sin)[0], own(q, k, cos, sin)[1]),
+    )
     return "atomc.models.llama.apply_rope is a_function_beside_the_class.<locals>.<lambda> of "
 
 
@@ -313,7 +366,10 @@ def a_function_in_another_precision(model, patch):
 def a_forward_of_torch_that_calls_another(model, patch):
     own = nn.Linear.forward
     patch.setattr(nn.Linear, "forward", torch.no_grad()(lambda self, x: 2 * own(self, x)))
-    return "torch.nn.modules.linear.Linear.forward is a_forward_of_torch_that_calls_another.<locals>.<lambda> of "
+    return (
+        "torch.nn.modules.linear.Linear.forward is "
+        "a_forward_of_torch_that_calls_another.<locals>.<lambda> of "
+    )
 
 
 def an_object_for_a_method(model, patch):
@@ -349,10 +405,23 @@ def prepared(model, patch):
     return "atomc.models.llama.Layer.forward was replaced by "
 
 
-REFUSED = [hook, another_class, forward_of_the_module, forward_of_the_class, a_function_beside_the_class,
-           a_function_of_torch, a_decorated_function, a_function_in_another_precision,
-           a_forward_of_torch_that_calls_another, an_object_for_a_method, an_object_for_a_function,
-           an_attribute_without_a_text, an_attribute_that_contains_itself, a_sparse_tensor, prepared]  # fmt: skip
+REFUSED = [
+    hook,
+    another_class,
+    forward_of_the_module,
+    forward_of_the_class,
+    a_function_beside_the_class,
+    a_function_of_torch,
+    a_decorated_function,
+    a_function_in_another_precision,
+    a_forward_of_torch_that_calls_another,
+    an_object_for_a_method,
+    an_object_for_a_function,
+    an_attribute_without_a_text,
+    an_attribute_that_contains_itself,
+    a_sparse_tensor,
+    prepared,
+]
 
 
 @pytest.mark.parametrize("change", REFUSED, ids=lambda change: change.__name__)
@@ -367,7 +436,10 @@ def test_what_cannot_be_described_is_not_known(monkeypatch, change):
 
 def test_under_a_mode_of_torch_or_with_a_hook_on_all_modules_no_model_is_known():
     model = model_of()
-    with torch.device("cpu"), pytest.raises(Uncacheable, match="a torch function or dispatch mode is active"):
+    with (
+        torch.device("cpu"),
+        pytest.raises(Uncacheable, match="a torch function or dispatch mode is active"),
+    ):
         described_now(model)
     handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
     with pytest.raises(Uncacheable, match="a global module hook"):
@@ -388,7 +460,11 @@ def test_what_is_not_known_is_traced_at_each_start(start, monkeypatch):
 
 def test_who_wants_to_see_graphs_gets_them(start):
     seen = []
-    program = compile_model(model_of(), {"glue": "eager", "cache": False}, observers=[lambda name, gm: seen.append(name)])
+    program = compile_model(
+        model_of(),
+        {"glue": "eager", "cache": False},
+        observers=[lambda name, gm: seen.append(name)],
+    )
     assert seen and traced_since(program) == []
     program = start(model_of(), report=os.devnull)
     assert "dynamo" in program.report.phases and traced_since(program) == []
@@ -396,16 +472,24 @@ def test_who_wants_to_see_graphs_gets_them(start):
 
 def test_a_transformers_model_is_not_known():
     transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(**{name: value for name, value in TINY.items() if name != "architectures"})
+    config = transformers.LlamaConfig(
+        **{name: value for name, value in TINY.items() if name != "architectures"}
+    )
     with pytest.raises(Uncacheable, match="config is a transformers"):
-        described_now(wrap_stock(transformers.LlamaForCausalLM(config).eval().requires_grad_(False)))
+        described_now(
+            wrap_stock(transformers.LlamaForCausalLM(config).eval().requires_grad_(False))
+        )
 
 
 # Entries
 
 
 def entry_of_the_model(folder):
-    (path,) = [path for path in folder.glob("*.atomc") if b'"model": "atomc.models.llama' in path.read_bytes()]
+    (path,) = [
+        path
+        for path in folder.glob("*.atomc")
+        if b'"model": "atomc.models.llama' in path.read_bytes()
+    ]
     return path
 
 
@@ -414,13 +498,19 @@ def test_a_damaged_entry_is_rebuilt_from_that_of_the_graph(start, tmp_path, dama
     entry = entry_of_the_model(tmp_path / "cache")
     whole = entry.read_bytes()
     middle = len(whole) // 2
-    entry.write_bytes({"a byte": whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1:],
-                       "everything": b""}[damage])  # fmt: skip
+    entry.write_bytes(
+        {
+            "a byte": whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :],
+            "everything": b"",
+        }[damage]
+    )
     with caplog.at_level(logging.WARNING, "atomc"):
         program = start(model_of())
     assert program.report.cache == "hit" and "passes" not in program.report.phases
     (note,) = traced_since(program)
-    assert note.startswith("traced, and then found in the cache: the entry was damaged and is rebuilt: ")
+    assert note.startswith(
+        "traced, and then found in the cache: the entry was damaged and is rebuilt: "
+    )
     assert "rebuilds a damaged cache entry" in caplog.text
     torch.testing.assert_close(logits(program), plain(model_of()))
     assert start(model_of()).report.phases.keys() == {"cache"}
@@ -481,14 +571,28 @@ report = llm.engine.program.report
 print(json.dumps({"cache": report.cache, "tokens": list(answer.token_ids), "phases": list(report.phases),
                   "loaded": [name for name in sys.argv[2:] if name in sys.modules]}))
 """
-TRACING = ("torch._dynamo", "torch._inductor", "torch._functorch.aot_autograd", "torch.fx.experimental.symbolic_shapes",
-           "sympy", "transformers", "atomc.passes", "atomc.compiler.driver", "atomc.compiler.trace_model")  # fmt: skip
+TRACING = (
+    "torch._dynamo",
+    "torch._inductor",
+    "torch._functorch.aot_autograd",
+    "torch.fx.experimental.symbolic_shapes",
+    "sympy",
+    "transformers",
+    "atomc.passes",
+    "atomc.compiler.driver",
+    "atomc.compiler.trace_model",
+)
 
 
 def process(folder, **options):
     environment = {**os.environ, "ATOMC_CACHE": "1", "ATOMC_CACHE_DIR": str(folder)}
-    return subprocess.Popen([sys.executable, "-c", TOKENS, json.dumps(options), *TRACING], env=environment, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
+    return subprocess.Popen(
+        [sys.executable, "-c", TOKENS, json.dumps(options), *TRACING],
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
 
 
 def said(running):

@@ -1,4 +1,6 @@
-"""Our models against Hugging Face's on the same random weights, and the stock classes behind our forward."""
+"""Our models against Hugging Face's on the same random weights, and the stock classes behind our
+forward.
+"""
 
 import logging
 from pathlib import Path
@@ -16,20 +18,48 @@ from atomc.models.rotary import Rotary, rope_parameters
 
 transformers = pytest.importorskip("transformers")
 
-TINY = dict(vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, max_position_embeddings=128, pad_token_id=0)  # fmt: skip
-LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-          "original_max_position_embeddings": 16}  # fmt: skip
-YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+TINY = dict(
+    vocab_size=96,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=128,
+    pad_token_id=0,
+)
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 
 # name -> model_type and what differs from TINY
 OURS = {
     "llama": ("llama", {}),
     "llama, llama3 rope": ("llama", {"rope_parameters": LLAMA3}),
-    "llama, linear rope": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}}),
+    "llama, linear rope": (
+        "llama",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}},
+    ),
     "llama, yarn": ("llama", {"rope_parameters": YARN}),
-    "llama, yarn with mscale": ("llama", {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}}),
-    "llama, yarn not truncated": ("llama", {"rope_parameters": YARN | {"truncate": False, "beta_fast": 8}}),
+    "llama, yarn with mscale": (
+        "llama",
+        {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}},
+    ),
+    "llama, yarn not truncated": (
+        "llama",
+        {"rope_parameters": YARN | {"truncate": False, "beta_fast": 8}},
+    ),
     "llama, bias": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "llama, head_dim": ("llama", {"head_dim": 24}),
     "llama, tied": ("llama", {"tie_word_embeddings": True}),
@@ -38,26 +68,48 @@ OURS = {
     "mistral, no window": ("mistral", {"sliding_window": None}),
     "qwen3": ("qwen3", {"head_dim": 16}),
     "qwen3, one key head": ("qwen3", {"head_dim": 24, "num_key_value_heads": 1}),
-    "qwen3, tied, bias": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True, "attention_bias": True}),
+    "qwen3, tied, bias": (
+        "qwen3",
+        {"head_dim": 16, "tie_word_embeddings": True, "attention_bias": True},
+    ),
     "qwen3, window on the second layer": (
-        "qwen3", {"head_dim": 16, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
-}  # fmt: skip
+        "qwen3",
+        {"head_dim": 16, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+    ),
+}
 STOCK = {
     "phi3, window": ("phi3", {"sliding_window": 6}),
-    "gemma3, window": ("gemma3_text", {"head_dim": 16, "sliding_window": 5, "num_hidden_layers": 3,
-                                       "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
-    "gemma2, softcap": ("gemma2", {"head_dim": 16, "attn_logit_softcapping": 2.0, "sliding_window": 5}),
-    "gpt_oss, sinks": ("gpt_oss", {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "gemma3, window": (
+        "gemma3_text",
+        {
+            "head_dim": 16,
+            "sliding_window": 5,
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "gemma2, softcap": (
+        "gemma2",
+        {"head_dim": 16, "attn_logit_softcapping": 2.0, "sliding_window": 5},
+    ),
+    "gpt_oss, sinks": (
+        "gpt_oss",
+        {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
     "gpt_neox": ("gpt_neox", {"num_key_value_heads": 4}),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
-}  # fmt: skip
+}
 IDS = torch.randint(0, 96, (33,), generator=torch.Generator().manual_seed(0))
 
 
 def hf_model(model_type: str, **differs: object) -> nn.Module:
-    """A transformers model whose random weights are large enough that every part of it shows in the logits."""
+    """A transformers model whose random weights are large enough that every part of it shows in the
+    logits.
+    """
     config = transformers.AutoConfig.for_model(model_type, **(TINY | differs))
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation="eager"
+    )
     generator = torch.Generator().manual_seed(1)
     for name, weight in model.named_parameters():
         mean = 1.0 if "norm" in name else 0.0
@@ -69,8 +121,11 @@ def hf_logits(model: nn.Module, ids: Tensor, positions: Tensor) -> Tensor:
     """[T, V], or [B, T, V] if the ids have a batch."""
     flat = ids.dim() == 1
     with torch.no_grad():
-        logits = model(input_ids=ids[None] if flat else ids, position_ids=positions[None] if flat else positions,
-                       use_cache=False).logits  # fmt: skip
+        logits = model(
+            input_ids=ids[None] if flat else ids,
+            position_ids=positions[None] if flat else positions,
+            use_cache=False,
+        ).logits
     return logits[0] if flat else logits
 
 
@@ -102,7 +157,9 @@ def test_bf16_is_as_close_to_fp32_as_hugging_face_is(name: str, tmp_path: Path) 
     theirs.save_pretrained(tmp_path)
     positions = torch.arange(33)
     expected = hf_logits(theirs, IDS, positions)
-    in_bf16 = type(theirs).from_pretrained(tmp_path, dtype=torch.bfloat16, attn_implementation="eager")
+    in_bf16 = type(theirs).from_pretrained(
+        tmp_path, dtype=torch.bfloat16, attn_implementation="eager"
+    )
 
     ours = load(tmp_path, dtype=torch.bfloat16)(IDS, positions)
     assert ours.dtype == torch.bfloat16
@@ -135,8 +192,10 @@ def test_an_architecture_without_a_file_runs_as_its_transformers_class(
     with caplog.at_level(logging.INFO, "atomc"):
         ours = load(tmp_path)
     notices = [r.getMessage() for r in caplog.records if r.name == "atomc"]
-    assert notices == [f"{type(theirs).__name__} has no model file in atomc; using the class of transformers "
-                       f"{transformers.__version__}"]
+    assert notices == [
+        f"{type(theirs).__name__} has no model file in atomc; using the class of transformers "
+        f"{transformers.__version__}"
+    ]
     for length in (1, 33):
         ids, positions = IDS[:length], torch.arange(length)
         with torch.no_grad():
@@ -168,17 +227,22 @@ def test_a_stock_model_built_in_bf16_keeps_its_rotary_frequencies_in_fp32() -> N
     config = hf_model("phi3").config.to_dict() | {"architectures": ["Phi3ForCausalLM"]}
     model = models.build(config, torch.bfloat16)
     assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
-    assert {b.dtype for name, b in model.named_buffers() if name.endswith("inv_freq")} == {torch.float32}
+    assert {b.dtype for name, b in model.named_buffers() if name.endswith("inv_freq")} == {
+        torch.float32
+    }
 
 
 @pytest.mark.parametrize(
     ("model_type", "differs", "sentence"),
     [
         ("bloom", {}, "BloomForCausalLM does not support a custom attention"),
-        ("deepseek_v3", {"n_routed_experts": 2, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 1},
-         "DeepseekV3ForCausalLM has no attention layer with a layer_idx and a head_dim"),
+        (
+            "deepseek_v3",
+            {"n_routed_experts": 2, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 1},
+            "DeepseekV3ForCausalLM has no attention layer with a layer_idx and a head_dim",
+        ),
     ],
-)  # fmt: skip
+)
 def test_attention_that_cannot_be_given_a_state_is_refused(
     model_type: str, differs: dict[str, object], sentence: str
 ) -> None:
@@ -188,7 +252,9 @@ def test_attention_that_cannot_be_given_a_state_is_refused(
 
 def test_a_state_handle_that_does_not_fit_the_keys_is_refused() -> None:
     model = models.wrap_stock(hf_model("gpt2", num_key_value_heads=2))
-    with pytest.raises(ValueError, match=r"GPT2Attention: keys \[1, 4, 33, 16\] .* do not match its state handle"):
+    with pytest.raises(
+        ValueError, match=r"GPT2Attention: keys \[1, 4, 33, 16\] .* do not match its state handle"
+    ):
         model(IDS, torch.arange(33))
 
 
@@ -203,7 +269,10 @@ def test_a_state_handle_that_does_not_fit_the_keys_is_refused() -> None:
 def test_layers_whose_state_or_mask_we_do_not_know_are_refused(
     model_type: str, differs: dict[str, object], kind: str
 ) -> None:
-    with pytest.raises(ValueError, match=rf"has layers of kind {kind}, only full_attention and sliding_attention are"):
+    with pytest.raises(
+        ValueError,
+        match=rf"has layers of kind {kind}, only full_attention and sliding_attention are",
+    ):
         models.wrap_stock(hf_model(model_type, **differs))
 
 
@@ -217,24 +286,46 @@ HF = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]} | TINY
         ({"vocab_size": None}, "llama: config.json lacks 'vocab_size', a positive integer"),
         ({"num_hidden_layers": "2"}, "llama: num_hidden_layers '2' is not a positive integer"),
         ({"rms_norm_eps": -1}, "llama: rms_norm_eps -1 is not a positive number of fp32"),
-        ({"num_key_value_heads": 3}, "llama: num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
-        ({"hidden_size": 66}, "llama: hidden_size 66 is not a multiple of num_attention_heads 4, "
-                              "and config.json has no head_dim"),
+        (
+            {"num_key_value_heads": 3},
+            "llama: num_attention_heads 4 is not a multiple of num_key_value_heads 3",
+        ),
+        (
+            {"hidden_size": 66},
+            "llama: hidden_size 66 is not a multiple of num_attention_heads 4, "
+            "and config.json has no head_dim",
+        ),
         ({"head_dim": 15}, "llama: head_dim 15 is odd, rotary positions need pairs of columns"),
-        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
-         "llama: rope_type 'dynamic' is not supported, only default, linear, llama3, yarn"),
-        ({"rope_scaling": {"type": "su", "factor": 2.0}},
-         "llama: rope_type 'su' is not supported, only default, linear, llama3, yarn"),
-        ({"rope_parameters": {"rope_type": "linear"}},
-         "llama: rope_type 'linear' needs the number 'factor', rope_parameters has {'rope_type': 'linear'}"),
-        ({"rope_parameters": {"partial_rotary_factor": 0.5}},
-         "llama: partial_rotary_factor 0.5 is not supported, only 1.0"),
-        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}},
-         "llama: rope_parameters per layer type (full_attention) are not supported"),
-        ({"model_type": "mistral", "sliding_window": 0}, "mistral: sliding_window 0 is not a positive integer"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
+            "llama: rope_type 'dynamic' is not supported, only default, linear, llama3, yarn",
+        ),
+        (
+            {"rope_scaling": {"type": "su", "factor": 2.0}},
+            "llama: rope_type 'su' is not supported, only default, linear, llama3, yarn",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "linear"}},
+            "llama: rope_type 'linear' needs the number 'factor', rope_parameters has "
+            "{'rope_type': 'linear'}",
+        ),
+        (
+            {"rope_parameters": {"partial_rotary_factor": 0.5}},
+            "llama: partial_rotary_factor 0.5 is not supported, only 1.0",
+        ),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+            "llama: rope_parameters per layer type (full_attention) are not supported",
+        ),
+        (
+            {"model_type": "mistral", "sliding_window": 0},
+            "mistral: sliding_window 0 is not a positive integer",
+        ),
     ],
-)  # fmt: skip
-def test_an_unsupported_llama_config_is_refused_in_one_sentence(differs: dict[str, object], sentence: str) -> None:
+)
+def test_an_unsupported_llama_config_is_refused_in_one_sentence(
+    differs: dict[str, object], sentence: str
+) -> None:
     with pytest.raises(ValueError) as raised:
         models.build(HF | differs, device="meta")
     assert str(raised.value) == sentence
@@ -242,12 +333,17 @@ def test_an_unsupported_llama_config_is_refused_in_one_sentence(differs: dict[st
 
 def test_an_unknown_layer_type_of_qwen3_is_refused() -> None:
     config = HF | {"model_type": "qwen3", "layer_types": ["full_attention", "chunked_attention"]}
-    with pytest.raises(ValueError, match=r"qwen3: layer_types .*chunked_attention.* are not 2 of 'full_attention' or"):
+    with pytest.raises(
+        ValueError,
+        match=r"qwen3: layer_types .*chunked_attention.* are not 2 of 'full_attention' or",
+    ):
         Qwen3Config.from_hf(config)
 
 
 def test_rope_settings_of_older_configs_mean_the_same() -> None:
-    scaling = {key: value for key, value in LLAMA3.items() if key not in ("rope_type", "rope_theta")}
+    scaling = {
+        key: value for key, value in LLAMA3.items() if key not in ("rope_type", "rope_theta")
+    }
     older = HF | {"rope_theta": 10000.0, "rope_scaling": scaling | {"type": "llama3"}}
     newer = HF | {"rope_parameters": LLAMA3}
     assert {**rope_parameters(older), "type": None} == {**rope_parameters(newer), "type": None}
@@ -271,14 +367,19 @@ def test_rotary_frequencies_stay_fp32_and_survive_meta() -> None:
 
 
 def test_the_number_of_heads_is_not_in_forward() -> None:
-    """A shard of the q, k, v and o weights runs without a change to the model: head groups 0 and 1 add up to all."""
+    """A shard of the q, k, v and o weights runs without a change to the model: head groups 0 and 1
+    add up to all.
+    """
     model = LlamaForCausalLM(LlamaConfig.from_hf(HF)).eval()
     x, positions = torch.randn(5, 64), torch.arange(5)
     attention = model.model.layers[0].self_attn
     cos, sin = model.model.rotary_emb(x, positions)
     with torch.no_grad():
         whole = attention(x, cos, sin)
-        full = {name: getattr(attention, name).weight for name in ("q_proj", "k_proj", "v_proj", "o_proj")}
+        full = {
+            name: getattr(attention, name).weight
+            for name in ("q_proj", "k_proj", "v_proj", "o_proj")
+        }
         total = torch.zeros_like(whole)
         for rank in range(2):
             for name, weight in full.items():

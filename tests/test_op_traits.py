@@ -1,4 +1,6 @@
-"""An op says what the compiler must know of it: one defined here is costed, merged and planned like ours, by no table."""
+"""An op says what the compiler must know of it: one defined here is costed, merged and planned like
+ours, by no table.
+"""
 
 import ast
 import re
@@ -29,11 +31,25 @@ from atomc.rewriting.graph_pass import Pass
 
 H200 = Platform.named("h200")
 WIDTH, INNER, LAYERS = 64, 96, 2
-CONFIG = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": LAYERS, "rms_norm_eps": 1e-5, "vocab_size": 128,
-          "hidden_size": WIDTH, "intermediate_size": INNER, "num_attention_heads": 4, "num_key_value_heads": 2,
-          "head_dim": 16, "max_position_embeddings": 128}  # fmt: skip
-PROJECTED = QuantizedWeight("int8", lambda given: f"a scale for {given['span']} outputs", codes=1, rate=2,
-                            stored=("codes", "weight_scale"))  # fmt: skip
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": LAYERS,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": 128,
+    "hidden_size": WIDTH,
+    "intermediate_size": INNER,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+}
+PROJECTED = QuantizedWeight(
+    "int8",
+    lambda given: f"a scale for {given['span']} outputs",
+    codes=1,
+    rate=2,
+    stored=("codes", "weight_scale"),
+)
 
 
 def project_cost(call):
@@ -41,8 +57,12 @@ def project_cost(call):
     return moved, 2 * call["tokens"].numel * call["codes"].shape[0]
 
 
-def project(bias: Tensor | None, codes: Tensor, weight_scale: Tensor, tokens: Tensor, *, span: int = 1) -> Tensor:
-    """tokens [..., K] by codes [N, K] int8 with a scale per output -> [..., N]. Its rows are no first argument."""
+def project(
+    bias: Tensor | None, codes: Tensor, weight_scale: Tensor, tokens: Tensor, *, span: int = 1
+) -> Tensor:
+    """tokens [..., K] by codes [N, K] int8 with a scale per output -> [..., N]. Its rows are no
+    first argument.
+    """
     total = tokens.float() @ codes.float().T * weight_scale.flatten()
     return (total if bias is None else total + bias).to(tokens.dtype)
 
@@ -65,10 +85,21 @@ def own_project_of_few(bias, codes, weight_scale, tokens, *, span=1):
 
 @pytest.fixture(scope="module")
 def added():
-    """Three ops of names that nobody knows: a quantized linear with kernels of its own, a gated activation, another."""
+    """Three ops of names that nobody knows: a quantized linear with kernels of its own, a gated
+    activation, another.
+    """
     known = set(REGISTRY)
-    traits = {"kind": Kind.LINEAR, "rows": "tokens", "cost": project_cost, "quantized_weight": PROJECTED}
-    made = [op(**traits)(project), op(kind=Kind.GATE, rows=None)(clip_and_mul), op(kind=Kind.OTHER, rows=None)(turned)]
+    traits = {
+        "kind": Kind.LINEAR,
+        "rows": "tokens",
+        "cost": project_cost,
+        "quantized_weight": PROJECTED,
+    }
+    made = [
+        op(**traits)(project),
+        op(kind=Kind.GATE, rows=None)(clip_and_mul),
+        op(kind=Kind.OTHER, rows=None)(turned),
+    ]
     made[0].kernel("mine", tokens=Tokens(1, 4))(own_project_of_few)
     made[0].kernel("mine")(own_project)
     yield made
@@ -80,7 +111,9 @@ class Projected(nn.Module):
     def __init__(self, added, inputs, outputs, dtype=torch.float32):
         super().__init__()
         self.op = added[0]
-        self.codes = nn.Parameter(torch.zeros(outputs, inputs, dtype=torch.int8), requires_grad=False)
+        self.codes = nn.Parameter(
+            torch.zeros(outputs, inputs, dtype=torch.int8), requires_grad=False
+        )
         self.weight_scale = nn.Parameter(torch.ones(outputs, 1), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -103,13 +136,20 @@ def program(model):
 
 def looked_at(look, function, *inputs, dynamic=False):
     found = []
-    after_passes([TIDY, Pass("look", lambda gm, context: found.append(look(gm)) or [])], function, *inputs, dynamic=dynamic)
+    after_passes(
+        [TIDY, Pass("look", lambda gm, context: found.append(look(gm)) or [])],
+        function,
+        *inputs,
+        dynamic=dynamic,
+    )
     return found[-1]
 
 
 def test_a_new_op_costs_what_it_says_and_one_that_says_nothing_reads_and_writes(added):
     x, codes, scale = torch.randn(5, 24), torch.zeros(40, 24, dtype=torch.int8), torch.ones(40, 1)
-    (found,) = looked_at(cost.graph_costs, lambda x, *weight: added[0](None, *weight, x), x, codes, scale)
+    (found,) = looked_at(
+        cost.graph_costs, lambda x, *weight: added[0](None, *weight, x), x, codes, scale
+    )
     assert found.op == "project" and found.cost.flops == 2 * 5 * 24 * 40
     assert found.cost.bytes == x.nbytes + codes.nbytes + scale.nbytes + 4 * 5 * 40
     (found,) = looked_at(cost.graph_costs, lambda x: added[2](x), x)
@@ -118,39 +158,63 @@ def test_a_new_op_costs_what_it_says_and_one_that_says_nothing_reads_and_writes(
 
 def test_the_rows_of_a_new_op_are_the_tokens_wherever_the_argument_stands(added):
     x, codes, scale = torch.randn(5, 24), torch.zeros(40, 24, dtype=torch.int8), torch.ones(40, 1)
-    assert looked_at(ranges.token_expression, lambda x, *weight: added[0](None, *weight, x), x, codes, scale) == 5
+    assert (
+        looked_at(
+            ranges.token_expression, lambda x, *weight: added[0](None, *weight, x), x, codes, scale
+        )
+        == 5
+    )
     assert looked_at(ranges.token_expression, lambda x: added[2](x), x) is None
 
 
 def test_a_graph_is_lowered_for_each_range_that_kernels_of_a_new_op_tell_apart(program):
-    chosen = {(choice.tokens, choice.chosen) for choice in program.report.kernels if choice.op == "project"}
+    chosen = {
+        (choice.tokens, choice.chosen)
+        for choice in program.report.kernels
+        if choice.op == "project"
+    }
     assert {("1 to 4", "mine"), ("17 and more", "mine")} <= chosen  # those of linear end at 16
     assert {tokens for tokens, _ in chosen} == {choice.tokens for choice in program.report.kernels}
 
 
 def test_the_weights_of_a_new_op_are_listed_with_what_they_save(program):
     assert [(found.op, found.scheme, found.layer) for found in program.report.few_bits] == [
-        ("project", "int8, a scale for 1 outputs", layer) for layer in range(LAYERS)]  # fmt: skip
+        ("project", "int8, a scale for 1 outputs", layer) for layer in range(LAYERS)
+    ]
     assert {found.bytes for found in program.report.few_bits} == {INNER * WIDTH + 4 * WIDTH}
     assert {found.full_bytes for found in program.report.few_bits} == {2 * INNER * WIDTH}
 
 
 @pytest.mark.parametrize(
     ("scheme", "said"),
-    [("fp8", "fp8, a scale an output"), ("fp8_block", "fp8, a scale a square of 128"),
-     ("mxfp4", "mxfp4, a scale for 32 inputs")],
-)  # fmt: skip
-def test_the_weight_of_an_op_whose_scheme_is_an_argument_is_listed_as_that_scheme_stores_it(scheme, said):
+    [
+        ("fp8", "fp8, a scale an output"),
+        ("fp8_block", "fp8, a scale a square of 128"),
+        ("mxfp4", "mxfp4, a scale for 32 inputs"),
+    ],
+)
+def test_the_weight_of_an_op_whose_scheme_is_an_argument_is_listed_as_that_scheme_stores_it(
+    scheme, said
+):
     codes = torch.uint8 if scheme == "mxfp4" else torch.float8_e4m3fn
     x, weight = torch.ones(3, 64).to(codes), torch.ones(256, 64).to(codes)
-    scales = {"fp8": ((3, 1), (256, 1)), "fp8_block": ((3, 1), (2, 1)), "mxfp4": ((3, 4), (256, 4))}[scheme]
-    x_scale, weight_scale = (torch.ones(shape).to(torch.uint8 if scheme == "mxfp4" else torch.float32) for shape in scales)
+    scales = {
+        "fp8": ((3, 1), (256, 1)),
+        "fp8_block": ((3, 1), (2, 1)),
+        "mxfp4": ((3, 4), (256, 4)),
+    }[scheme]
+    x_scale, weight_scale = (
+        torch.ones(shape).to(torch.uint8 if scheme == "mxfp4" else torch.float32)
+        for shape in scales
+    )
 
     def keys_and_values(*given):
         return ops.linear_split_cat(*given, nope=64, scheme=scheme, out_dtype=torch.bfloat16)
 
     rotated = torch.ones(3, 2, 16, dtype=torch.bfloat16)
-    (found,) = looked_at(quantized_weights, keys_and_values, x, weight, x_scale, weight_scale, rotated)
+    (found,) = looked_at(
+        quantized_weights, keys_and_values, x, weight, x_scale, weight_scale, rotated
+    )
     assert (found.op, found.scheme) == ("linear_split_cat", said)
     assert found.bytes == weight.nbytes + weight_scale.nbytes
     assert found.full_bytes == 2 * weight.numel() * (2 if scheme == "mxfp4" else 1)
@@ -165,19 +229,35 @@ def test_a_new_linear_is_no_neighbour_to_fuse_and_another_op_is(added, tmp_path)
 
     options = {"report": str(tmp_path / "report.html"), "cache": False}
     report = atomc.explain(step, x, norm, codes, scale, options=options)
-    neighbours = [(found.what, found.bytes) for found in report.savings if found.kind == "neighbours"]
+    neighbours = [
+        (found.what, found.bytes) for found in report.savings if found.kind == "neighbours"
+    ]
     assert neighbours == [("rms_norm > turned", str(2 * x.nbytes))]
 
 
 def test_a_new_op_is_planned_with_its_kernel_its_cost_and_its_rate(model, program):
     tokens = 4096
-    (line,) = (line for line in plan(model, H200, Workload(tokens, 8, 1024), program=program).lines if line.op == "project")
-    assert (line.kernel, line.calls, line.module_path) == ("mine", LAYERS, "model.layers.*.mlp.down_proj")
+    (line,) = (
+        line
+        for line in plan(model, H200, Workload(tokens, 8, 1024), program=program).lines
+        if line.op == "project"
+    )
+    assert (line.kernel, line.calls, line.module_path) == (
+        "mine",
+        LAYERS,
+        "model.layers.*.mlp.down_proj",
+    )
     assert line.flops == 2 * tokens * INNER * WIDTH
     assert line.bytes == 2 * tokens * (INNER + WIDTH) + INNER * WIDTH + 4 * WIDTH
     slow = replace(Platform.named("sm100"), flops=1e9)  # no kernel was measured there
-    (line,) = (line for line in plan(model, slow, Workload(tokens, 8, 1024), program=program).lines if line.op == "project")
-    assert line.least == pytest.approx(line.flops / 2e9) and line.seconds == pytest.approx(LAUNCH + line.least)
+    (line,) = (
+        line
+        for line in plan(model, slow, Workload(tokens, 8, 1024), program=program).lines
+        if line.op == "project"
+    )
+    assert line.least == pytest.approx(line.flops / 2e9) and line.seconds == pytest.approx(
+        LAUNCH + line.least
+    )
 
 
 def test_linears_before_a_new_gated_activation_are_merged_as_its_gate_and_what_it_gates(added):
@@ -190,15 +270,22 @@ def test_linears_before_a_new_gated_activation_are_merged_as_its_gate_and_what_i
             up = self.up_proj(x)
             return added[1](self.gate_proj(x), up)
 
-    report = atomc.explain(Mlp().requires_grad_(False), torch.randn(3, WIDTH), options={"cache": False})
+    report = atomc.explain(
+        Mlp().requires_grad_(False), torch.randn(3, WIDTH), options={"cache": False}
+    )
     assert report.matches["merge_gate_up"] == 1 and report.matches["merge_linears"] == 0
 
 
 def test_a_kernel_of_a_new_linear_is_refused_where_a_row_may_not_depend_on_others(added):
     x, codes, scale = torch.randn(5, 24), torch.zeros(40, 24, dtype=torch.int8), torch.ones(40, 1)
     with pytest.raises(Exception, match="no such kernel serves project"):
-        atomc.explain(lambda x, *weight: added[0](None, *weight, x), x, codes, scale,
-                      options={"batch_invariant": True, "strict": True, "cache": False})  # fmt: skip
+        atomc.explain(
+            lambda x, *weight: added[0](None, *weight, x),
+            x,
+            codes,
+            scale,
+            options={"batch_invariant": True, "strict": True, "cache": False},
+        )
 
 
 @pytest.mark.parametrize(
@@ -233,9 +320,18 @@ def quantized(x: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("traits", "said"),
     [
-        ({"kind": Kind.LINEAR, "rows": "x", "quantized_weight": PROJECTED}, r"no parameter \['codes'\], it has \['x'"),
-        ({"kind": Kind.OTHER, "rows": "tokens"}, r"no parameter \['tokens'\], it has \['x', 'weight', 'weight_scale'\]"),
-        ({"kind": Kind.LINEAR | Kind.NORM, "rows": "x"}, r"give its cost=, which has no default for .*LINEAR"),
+        (
+            {"kind": Kind.LINEAR, "rows": "x", "quantized_weight": PROJECTED},
+            r"no parameter \['codes'\], it has \['x'",
+        ),
+        (
+            {"kind": Kind.OTHER, "rows": "tokens"},
+            r"no parameter \['tokens'\], it has \['x', 'weight', 'weight_scale'\]",
+        ),
+        (
+            {"kind": Kind.LINEAR | Kind.NORM, "rows": "x"},
+            r"give its cost=, which has no default for .*LINEAR",
+        ),
         ({"kind": Kind.ATTENTION, "rows": None}, "give its cost="),
         ({"kind": Kind.LINEAR, "rows": "x", "cost": product}, "say how its weight is stored"),
     ],
@@ -278,21 +374,34 @@ def names_ops(text: str) -> list[str]:
 
 
 def test_no_module_but_those_of_ops_kernels_and_rewrites_names_an_op():
-    found = {(str(path), name) for path in sources() if path.parts[0] not in NAMED
-             for name in names_ops((PACKAGE / path).read_text())}  # fmt: skip
+    found = {
+        (str(path), name)
+        for path in sources()
+        if path.parts[0] not in NAMED
+        for name in names_ops((PACKAGE / path).read_text())
+    }
     assert found == set(ALSO)
 
 
 @pytest.mark.parametrize(
     "text",
-    ['TABLE = {"rms_norm": 2}', 'x = node.op == "atom::linear"', 'ok = "norm" in kernel.op', 'ok = "norm" in op.name',
-     'op in ("linear", "mm")'],
-)  # fmt: skip
+    [
+        'TABLE = {"rms_norm": 2}',
+        'x = node.op == "atom::linear"',
+        'ok = "norm" in kernel.op',
+        'ok = "norm" in op.name',
+        'op in ("linear", "mm")',
+    ],
+)
 def test_a_table_of_ops_is_found(text):
     assert names_ops(text)
 
 
 def test_the_docs_list_every_trait():
     text = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text()
-    absent = [name for name in ("kind", "rows", "cost", "quantized_weight", "rounds_once") if f"`{name}`" not in text]
+    absent = [
+        name
+        for name in ("kind", "rows", "cost", "quantized_weight", "rounds_once")
+        if f"`{name}`" not in text
+    ]
     assert absent == []

@@ -1,4 +1,6 @@
-"""What ops mean: against formulas, against torch and transformers, and as torch.library sees them."""
+"""What ops mean: against formulas, against torch and transformers, and as torch.library sees
+them.
+"""
 
 import math
 from types import SimpleNamespace
@@ -16,7 +18,9 @@ from atomc import ops
 from atomc.ops.formats import FP8
 from atomc.ops.op import op_of, register_kernel
 
-EVERY_CASE = [pytest.param(name, case, id=f"{name}-{case}") for name, cases in CASES.items() for case in cases]
+EVERY_CASE = [
+    pytest.param(name, case, id=f"{name}-{case}") for name, cases in CASES.items() for case in cases
+]
 FIRST_CASES = [pytest.param(name, next(iter(cases)), id=name) for name, cases in CASES.items()]
 
 
@@ -44,7 +48,9 @@ def test_the_schema_tells_what_is_written_and_the_shape_rule_what_comes_out(
 ) -> None:
     args, kwargs = bound(name, case, dtype)
     # The check of the schema multiplies each input, for which torch has nothing in fp8.
-    fp8 = any(isinstance(value, Tensor) and value.dtype in FP8 for value in (*args, *kwargs.values()))
+    fp8 = any(
+        isinstance(value, Tensor) and value.dtype in FP8 for value in (*args, *kwargs.values())
+    )
     checks = ("test_faketensor",) if fp8 else ("test_schema", "test_faketensor")
     torch.library.opcheck(ops.REGISTRY[name].overload, args, kwargs, test_utils=checks)
 
@@ -52,7 +58,9 @@ def test_the_schema_tells_what_is_written_and_the_shape_rule_what_comes_out(
 @pytest.mark.parametrize(("name", "case"), FIRST_CASES)
 def test_aot_traces_the_op_with_symbolic_sizes(name: str, case: str) -> None:
     args, kwargs = bound(name, case, torch.float32)
-    torch.library.opcheck(ops.REGISTRY[name].overload, args, kwargs, test_utils="test_aot_dispatch_dynamic")
+    torch.library.opcheck(
+        ops.REGISTRY[name].overload, args, kwargs, test_utils="test_aot_dispatch_dynamic"
+    )
 
 
 def test_a_call_is_one_node_of_a_traced_graph() -> None:
@@ -69,17 +77,28 @@ def test_a_call_is_one_node_of_a_traced_graph() -> None:
 NO_GRADIENTS = ("kv_write", "mla_kv_write", "bmm_mxfp4")
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in NO_GRADIENTS and "quant" not in name])
+@pytest.mark.parametrize(
+    "name", [name for name in CASES if name not in NO_GRADIENTS and "quant" not in name]
+)
 def test_a_call_with_gradients_has_those_of_the_meaning(name: str) -> None:
     op = ops.REGISTRY[name]
 
     def gradients(function: Any) -> dict[str, Tensor | None]:
         arguments = next(iter(CASES[name].values()))(Draw(torch.float32))
-        leaves = {key: value.requires_grad_() for key, value in arguments.items()
-                  if isinstance(value, Tensor) and value.is_floating_point() and key not in op.mutates}  # fmt: skip
+        leaves = {
+            key: value.requires_grad_()
+            for key, value in arguments.items()
+            if isinstance(value, Tensor) and value.is_floating_point() and key not in op.mutates
+        }
         out = function(**arguments)
         loss = sum(part.square().sum() for part in (out if isinstance(out, tuple) else (out,)))
-        return dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values()), allow_unused=True), strict=True))
+        return dict(
+            zip(
+                leaves,
+                torch.autograd.grad(loss, list(leaves.values()), allow_unused=True),
+                strict=True,
+            )
+        )
 
     of_the_op, of_the_meaning = gradients(op), gradients(op.reference)
     assert any(grad is not None and grad.any() for grad in of_the_op.values())
@@ -127,7 +146,9 @@ def with_weight(norm: torch.nn.Module, weight: Tensor) -> torch.nn.Module:
         ("one_plus", "gemma3", "Gemma3RMSNorm"),
     ],
 )
-def test_rms_norm_styles_equal_hugging_face_bit_for_bit(style: str, module: str, norm: str, dtype: torch.dtype) -> None:
+def test_rms_norm_styles_equal_hugging_face_bit_for_bit(
+    style: str, module: str, norm: str, dtype: torch.dtype
+) -> None:
     x, weight = torch.randn(7, 64, dtype=dtype), torch.randn(64, dtype=dtype)
     expected = with_weight(getattr(hf(module), norm)(64, eps=1e-5), weight)(x)
     assert_close(ops.rms_norm(x, weight, 1e-5, style), expected, rtol=0, atol=0)
@@ -158,8 +179,12 @@ def test_layer_norm_follows_its_formula() -> None:
 
 
 def test_the_sum_is_rounded_before_it_is_normed() -> None:
-    x, residual, weight, bias = (torch.randn(7, 64).bfloat16(), torch.randn(7, 64).bfloat16(),
-                                 torch.randn(64).bfloat16(), torch.randn(64).bfloat16())  # fmt: skip
+    x, residual, weight, bias = (
+        torch.randn(7, 64).bfloat16(),
+        torch.randn(7, 64).bfloat16(),
+        torch.randn(64).bfloat16(),
+        torch.randn(64).bfloat16(),
+    )
     total = x + residual
     rms = ops.add_rms_norm(x, residual, weight, 1e-5, "before")
     assert_close(rms, (ops.rms_norm(total, weight, 1e-5, "before"), total), rtol=0, atol=0)
@@ -179,7 +204,9 @@ def test_linear_and_embedding_follow_their_formulas() -> None:
     x, weight, bias = torch.randn(2, 7, 64), torch.randn(33, 64), torch.randn(33)
     assert_close(ops.linear(x, weight, bias), torch.einsum("btk,nk->btn", x, weight) + bias)
     assert_close(ops.linear(x, weight), torch.einsum("btk,nk->btn", x, weight))
-    assert torch.equal(ops.embedding(torch.tensor([[2, 0]]), weight), torch.stack((weight[2], weight[0]))[None])
+    assert torch.equal(
+        ops.embedding(torch.tensor([[2, 0]]), weight), torch.stack((weight[2], weight[0]))[None]
+    )
 
 
 # Rotary positions
@@ -191,7 +218,9 @@ def angles(tokens: int, pairs: int) -> Tensor:
 
 def as_rotation(x: Tensor, angle: Tensor) -> Tensor:
     """x [T, N, R / 2, 2] with each pair turned by its angle [T, R / 2]."""
-    return torch.view_as_real(torch.view_as_complex(x.contiguous()) * torch.polar(torch.ones(()), angle)[:, None])
+    return torch.view_as_real(
+        torch.view_as_complex(x.contiguous()) * torch.polar(torch.ones(()), angle)[:, None]
+    )
 
 
 def test_rope_turns_the_pairs_that_its_style_names() -> None:
@@ -207,10 +236,15 @@ def test_rope_turns_the_pairs_that_its_style_names() -> None:
 
 @pytest.mark.parametrize("style", ["neox", "half", "gptj", "pairs_to_half"])
 def test_a_partial_rotation_passes_the_rest_through(style: str) -> None:
-    x, angle = torch.randn(7, 3, 80), angles(7, 16)[:, None].repeat(1, 1, 2 if style == "neox" else 1)
+    x, angle = (
+        torch.randn(7, 3, 80),
+        angles(7, 16)[:, None].repeat(1, 1, 2 if style == "neox" else 1),
+    )
     out = ops.rope(x, angle.cos(), angle.sin(), style)
     assert torch.equal(out[..., 32:], x[..., 32:])
-    assert torch.equal(out[..., :32], ops.rope(x[..., :32].contiguous(), angle.cos(), angle.sin(), style))
+    assert torch.equal(
+        out[..., :32], ops.rope(x[..., :32].contiguous(), angle.cos(), angle.sin(), style)
+    )
 
 
 @pytest.mark.parametrize(
@@ -229,7 +263,11 @@ def test_rope_styles_equal_hugging_face_bit_for_bit(
     angle = angles(7, width)[None].to(dtype)
     cos, sin = angle.cos(), angle.sin()
     # DeepSeek's tables are full-width, of which it would use the first half alone.
-    given = (torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)) if style == "pairs_to_half" else (cos, sin)
+    given = (
+        (torch.cat((cos, cos), -1), torch.cat((sin, sin), -1))
+        if style == "pairs_to_half"
+        else (cos, sin)
+    )
     expected = getattr(hf(module), function)(q, k, *given)
     actual = tuple(ops.rope(x, cos[:, None], sin[:, None], style) for x in (q, k))
     assert_close(actual, expected, rtol=0, atol=0)
@@ -248,18 +286,33 @@ def test_qk_norm_rope_is_rope_of_the_norms(case: str) -> None:
 # Attention
 
 
-def sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None, causal: bool = False) -> Tensor:
+def sdpa(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None, causal: bool = False
+) -> Tensor:
     """scaled_dot_product_attention on [..., T, N, D], each key head repeated by hand."""
     group = q.shape[-2] // k.shape[-2]
     k, v = k.repeat_interleave(group, -2), v.repeat_interleave(group, -2)
     heads = (x.transpose(-2, -3) for x in (q, k, v))
-    return F.scaled_dot_product_attention(*heads, mask, is_causal=causal, scale=scale).transpose(-2, -3)
+    return F.scaled_dot_product_attention(*heads, mask, is_causal=causal, scale=scale).transpose(
+        -2, -3
+    )
 
 
 @pytest.mark.parametrize(
-    "case", ["causal", "one token", "odd sizes", "one key head, narrow", "batch", "not causal", "causal, more keys",
-             "packed", "heads before tokens", "with a handle"],
-)  # fmt: skip
+    "case",
+    [
+        "causal",
+        "one token",
+        "odd sizes",
+        "one key head, narrow",
+        "batch",
+        "not causal",
+        "causal, more keys",
+        "packed",
+        "heads before tokens",
+        "with a handle",
+    ],
+)
 def test_attention_is_scaled_dot_product_attention(case: str) -> None:
     a = CASES["attention"][case](Draw(torch.float32))
     expected = sdpa(a["q"], a["k"], a["v"], a["scale"], causal=a.get("causal", True))
@@ -283,16 +336,24 @@ def test_the_window_counts_the_query_itself() -> None:
     out = ops.attention(**a)
     for t in range(33):
         keys = slice(max(0, t - 4), t + 1)
-        assert_close(out[t : t + 1], sdpa(a["q"][t : t + 1], a["k"][keys], a["v"][keys], a["scale"]))
+        assert_close(
+            out[t : t + 1], sdpa(a["q"][t : t + 1], a["k"][keys], a["v"][keys], a["scale"])
+        )
 
 
-def hugging_face_eager(module: str, a: dict[str, Any], sinks: Tensor | None, **kwargs: Any) -> Tensor:
+def hugging_face_eager(
+    module: str, a: dict[str, Any], sinks: Tensor | None, **kwargs: Any
+) -> Tensor:
     """The eager attention of a transformers model, with its own causal mask."""
     q, k, v = (a[name].transpose(0, 1)[None] for name in "qkv")
     hidden = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1)
     mask = torch.zeros(hidden.shape).masked_fill(hidden, torch.finfo().min)[None, None]
-    layer = SimpleNamespace(num_key_value_groups=q.shape[1] // k.shape[1], sinks=sinks, training=False)
-    return hf(module).eager_attention_forward(layer, q, k, v, mask, scaling=a["scale"], dropout=0.0, **kwargs)[0][0]
+    layer = SimpleNamespace(
+        num_key_value_groups=q.shape[1] // k.shape[1], sinks=sinks, training=False
+    )
+    return hf(module).eager_attention_forward(
+        layer, q, k, v, mask, scaling=a["scale"], dropout=0.0, **kwargs
+    )[0][0]
 
 
 def test_softcap_is_that_of_gemma() -> None:
@@ -314,10 +375,14 @@ def test_kv_write_writes_each_row_to_its_slot_and_nothing_else(case: str, layout
     a = CASES["kv_write"][case](Draw(torch.float32, layout=layout))
     expected = {name: a[f"{name}_cache"].clone() for name in "kv"}
     for name, cache in expected.items():
-        for row, slot in zip(a[name].reshape(-1, *a[name].shape[-2:]), a["slots"].tolist(), strict=True):
+        for row, slot in zip(
+            a[name].reshape(-1, *a[name].shape[-2:]), a["slots"].tolist(), strict=True
+        ):
             if slot >= 0:
                 scale = a.get(f"{name}_scale", torch.ones(1))
-                cache[slot // cache.shape[1], slot % cache.shape[1]] = (row * (1 / scale)).clamp(-448, 448)
+                cache[slot // cache.shape[1], slot % cache.shape[1]] = (row * (1 / scale)).clamp(
+                    -448, 448
+                )
     token = ops.kv_write(**a)
     assert token.shape == (0,)
     for name, cache in expected.items():
@@ -334,9 +399,13 @@ def test_the_joined_writes_are_their_parts(norm: bool) -> None:
         if norm:
             q_part = ops.rms_norm(q_part, parts["q_weight"], parts["eps"], parts["norm_style"])
             k_part = ops.rms_norm(k_part, parts["k_weight"], parts["eps"], parts["norm_style"])
-        q_part, k_part = (ops.rope(x, parts["cos"], parts["sin"], parts["rope_style"]) for x in (q_part, k_part))
+        q_part, k_part = (
+            ops.rope(x, parts["cos"], parts["sin"], parts["rope_style"]) for x in (q_part, k_part)
+        )
         scales = {scale: parts[scale] for scale in ("k_scale", "v_scale") if scale in parts}
-        ops.kv_write(k_part, parts["v"], parts["k_cache"], parts["v_cache"], parts["slots"], **scales)
+        ops.kv_write(
+            k_part, parts["v"], parts["k_cache"], parts["v_cache"], parts["slots"], **scales
+        )
         assert token.shape == (0,)
         assert torch.equal(q, q_part)
         assert torch.equal(a["k_cache"], parts["k_cache"])
@@ -345,18 +414,28 @@ def test_the_joined_writes_are_their_parts(norm: bool) -> None:
 
 @pytest.mark.parametrize("layout", ops.LAYOUTS)
 @pytest.mark.parametrize(
-    "case", [case for case in CASES["paged_attention"] if "softcap" not in case and "sinks" not in case]
+    "case",
+    [case for case in CASES["paged_attention"] if "softcap" not in case and "sinks" not in case],
 )
-def test_paged_attention_is_attention_of_each_sequence_over_its_keys(case: str, layout: str) -> None:
+def test_paged_attention_is_attention_of_each_sequence_over_its_keys(
+    case: str, layout: str
+) -> None:
     a = CASES["paged_attention"][case](Draw(torch.float32, layout=layout))
     out, q = (x.reshape(-1, *x.shape[-2:]) for x in (ops.paged_attention(**a), a["q"]))
     caches = [a[f"{name}_cache"].float() * a.get(f"{name}_scale", torch.ones(1)) for name in "kv"]
     bounds, block_size = a["query_start"].tolist(), a["k_cache"].shape[1]
     for s, length in enumerate(a["seq_lens"].tolist()):
         rows = slice(bounds[s], bounds[s + 1])
-        slots = [int(a["block_tables"][s, p // block_size]) * block_size + p % block_size for p in range(length)]
-        k, v = (torch.stack([cache[slot // block_size, slot % block_size] for slot in slots])
-                if slots else cache[0, :0] for cache in caches)  # fmt: skip
+        slots = [
+            int(a["block_tables"][s, p // block_size]) * block_size + p % block_size
+            for p in range(length)
+        ]
+        k, v = (
+            torch.stack([cache[slot // block_size, slot % block_size] for slot in slots])
+            if slots
+            else cache[0, :0]
+            for cache in caches
+        )
         new = rows.stop - rows.start
         seen = torch.ones(new, length, dtype=torch.bool).tril(length - new)
         if a.get("window"):
@@ -368,11 +447,18 @@ def test_paged_attention_is_attention_of_each_sequence_over_its_keys(case: str, 
 @pytest.mark.parametrize("layout", ops.LAYOUTS)
 @pytest.mark.parametrize(
     "attributes",
-    [{}, {"window": 6}, {"softcap": 2.0}, {"sinks": torch.linspace(-1, 1, 8)},
-     {"window": 6, "softcap": 2.0, "sinks": torch.linspace(-1, 1, 8)}],
+    [
+        {},
+        {"window": 6},
+        {"softcap": 2.0},
+        {"sinks": torch.linspace(-1, 1, 8)},
+        {"window": 6, "softcap": 2.0, "sinks": torch.linspace(-1, 1, 8)},
+    ],
     ids=["plain", "window", "softcap", "sinks", "all"],
-)  # fmt: skip
-@pytest.mark.parametrize("chunks", [[40], [17, 16, 7], [36, 1, 1, 1, 1]], ids=["whole", "chunks", "decode"])
+)
+@pytest.mark.parametrize(
+    "chunks", [[40], [17, 16, 7], [36, 1, 1, 1, 1]], ids=["whole", "chunks", "decode"]
+)
 def test_writing_and_then_reading_is_attention_over_the_whole_sequence(
     chunks: list[int], attributes: dict[str, Any], layout: str
 ) -> None:
@@ -383,14 +469,27 @@ def test_writing_and_then_reading_is_attention_over_the_whole_sequence(
     outputs, start = [], 0
     for new in chunks:
         rows = slice(start, start + new)
-        slots = torch.tensor([blocks[p // block_size] * block_size + p % block_size for p in range(start, start + new)])
+        slots = torch.tensor(
+            [
+                blocks[p // block_size] * block_size + p % block_size
+                for p in range(start, start + new)
+            ]
+        )
         token = ops.kv_write(k[rows], v[rows], k_cache, v_cache, slots)
         start += new
-        outputs.append(ops.paged_attention(
-            q[rows], k_cache, v_cache, torch.tensor([0, new], dtype=torch.int32),
-            torch.tensor([start], dtype=torch.int32), torch.tensor([blocks], dtype=torch.int32), token,
-            scale=0.125, **attributes,
-        ))  # fmt: skip
+        outputs.append(
+            ops.paged_attention(
+                q[rows],
+                k_cache,
+                v_cache,
+                torch.tensor([0, new], dtype=torch.int32),
+                torch.tensor([start], dtype=torch.int32),
+                torch.tensor([blocks], dtype=torch.int32),
+                token,
+                scale=0.125,
+                **attributes,
+            )
+        )
     assert_close(torch.cat(outputs), ops.attention(q, k, v, scale=0.125, **attributes))
 
 

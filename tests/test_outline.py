@@ -60,7 +60,12 @@ def note(model: nn.Module, *shapes: tuple[int, ...], dynamic: bool | None = None
 def test_layers_that_are_alike_are_traced_once_and_named_each(dynamic: bool) -> None:
     model = Stack(*(Layer() for _ in range(4)))
     assert note(model, (3, 5, 8), (2, 7, 8), dynamic=dynamic) == "1 layers traced, 4 inlined"
-    assert [site.layer for site in atomc.reports()[-1].sites if site.rewrite == "silu_and_mul"] == [0, 1, 2, 3]
+    assert [site.layer for site in atomc.reports()[-1].sites if site.rewrite == "silu_and_mul"] == [
+        0,
+        1,
+        2,
+        3,
+    ]
 
 
 def test_layers_with_another_constant_are_another_kind() -> None:
@@ -75,7 +80,11 @@ def test_two_layers_are_traced_each() -> None:
 def test_layers_that_write_are_traced_each_and_write() -> None:
     model = Stack(*(Counting() for _ in range(3)))
     assert note(model) == ""
-    assert [float(layer.calls) for layer in model.layers] == [2.0, 2.0, 2.0]  # once compiled, once not
+    assert [float(layer.calls) for layer in model.layers] == [
+        2.0,
+        2.0,
+        2.0,
+    ]  # once compiled, once not
 
 
 def test_a_layer_that_is_entered_twice_is_traced_each_time() -> None:

@@ -1,4 +1,6 @@
-"""What is installed: an import that costs little, a wheel and an sdist with real files, make targets that pin torch."""
+"""What is installed: an import that costs little, a wheel and an sdist with real files, make
+targets that pin torch.
+"""
 
 import os
 import subprocess
@@ -21,7 +23,9 @@ wheel_test = pytest.mark.xdist_group("wheel")
 
 
 def output(*command, **options):
-    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, **options)
+    done = subprocess.run(
+        [str(part) for part in command], capture_output=True, text=True, **options
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -34,14 +38,26 @@ def package_files():
                 yield str((Path(folder) / name).relative_to(ROOT))
 
 
-@pytest.mark.parametrize("heavy", ["transformers", "triton", "fastapi", "torch._inductor", "torch._dynamo"])
+@pytest.mark.parametrize(
+    "heavy", ["transformers", "triton", "fastapi", "torch._inductor", "torch._dynamo"]
+)
 def test_importing_atomc_does_not_import(heavy):
-    assert output(sys.executable, "-c", f"import sys, atomc; print({heavy!r} in sys.modules)", cwd=ROOT) == "False\n"
+    assert (
+        output(
+            sys.executable, "-c", f"import sys, atomc; print({heavy!r} in sys.modules)", cwd=ROOT
+        )
+        == "False\n"
+    )
 
 
 def test_text_is_generated_without_the_libraries_of_the_server():
-    blocked = "import sys; sys.modules.update(dict.fromkeys(['fastapi', 'msgspec', 'uvicorn', 'zmq']))"
-    run = "from atomc.cli import main; sys.exit(main(['generate', '-p', 'Once', '--max-tokens', '2', '--glue', 'eager']))"
+    blocked = (
+        "import sys; sys.modules.update(dict.fromkeys(['fastapi', 'msgspec', 'uvicorn', 'zmq']))"
+    )
+    run = (
+        "from atomc.cli import main; sys.exit(main(['generate', '-p', 'Once', "
+        "'--max-tokens', '2', '--glue', 'eager']))"
+    )
     output(sys.executable, "-c", f"{blocked}; {run}", cwd=ROOT)
 
 
@@ -52,7 +68,11 @@ def test_every_python_file_is_ascii():
 
 
 def test_torch_is_pinned_to_a_tested_version_by_the_constraints_only():
-    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    pins = dict(
+        line.split("==")
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if "==" in line
+    )
     assert pins["torch"].rpartition(".")[0] == TESTED_TORCH[-1]
     assert f"torch>={TESTED_TORCH[0]}" in PROJECT["project"]["dependencies"]
 
@@ -67,7 +87,9 @@ def dry_run(folder, target):
 
 @pytest.mark.parametrize("target", ["demo", "test", "test-libraries"])
 def test_nothing_is_installed_without_the_constraints(tmp_path, target):
-    setuptools, ours, *others = [line for line in dry_run(tmp_path, target) if "pip install" in line]
+    setuptools, ours, *others = [
+        line for line in dry_run(tmp_path, target) if "pip install" in line
+    ]
     for line in (setuptools, ours, *others):
         assert "--constraint constraints.txt" in line
     assert "--no-build-isolation" in ours
@@ -90,7 +112,14 @@ def test_warm_environment_asks_no_index(tmp_path):
 def test_gpu_tests_run_with_the_python_that_is_there(tmp_path):
     entry_point, command = dry_run(tmp_path, "test-gpu")
     assert "egg_info" in entry_point
-    assert command.split()[1:] == ["python3", "-m", "pytest", "tests", "-m", "gpu"] and command.startswith("PYTHONPATH=.")
+    assert command.split()[1:] == [
+        "python3",
+        "-m",
+        "pytest",
+        "tests",
+        "-m",
+        "gpu",
+    ] and command.startswith("PYTHONPATH=.")
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +143,10 @@ def test_wheel_holds_every_file_of_the_package(built):
     with zipfile.ZipFile(wheel) as content:
         names = set(content.namelist())
     assert set(package_files()) - names == set()
-    assert {name.partition("/")[0] for name in names} == {"atomc", f"{wheel.name.split('-py3')[0]}.dist-info"}
+    assert {name.partition("/")[0] for name in names} == {
+        "atomc",
+        f"{wheel.name.split('-py3')[0]}.dist-info",
+    }
 
 
 @wheel_test
@@ -133,8 +165,11 @@ def installed(built, tmp_path_factory):
     output(sys.executable, "-m", "venv", "--without-pip", venv)
     (wheel,) = built.glob("*.whl")
     python = venv / "bin/python"
-    output(sys.executable, "-m", "pip", "--python", python, "install", "--no-index", "--no-deps", wheel)
-    # No .pth file is read in a folder that a .pth file names, so the editable install of this tree stays out.
+    output(
+        sys.executable, "-m", "pip", "--python", python, "install", "--no-index", "--no-deps", wheel
+    )
+    # No .pth file is read in a folder that a .pth file names, so the editable install of this tree
+    # stays out.
     (site,) = venv.glob("lib/python*/site-packages")
     (site / "outside.pth").write_text(str(Path(torch.__file__).parents[1]))
     return python
@@ -171,7 +206,10 @@ def test_linked_folders_are_installed_as_real_ones(installed, tmp_path):
     files = [Path(name) for name in output(installed, "-I", "-c", LINKED, cwd=tmp_path).split()]
     assert [path.parent.name for path in files] == ["models", "passes", "runtime"]
     for path in files:
-        assert path.resolve().is_relative_to(installed.parents[1].resolve()) and not path.parent.is_symlink()
+        assert (
+            path.resolve().is_relative_to(installed.parents[1].resolve())
+            and not path.parent.is_symlink()
+        )
 
 
 @wheel_test

@@ -1,4 +1,6 @@
-"""Merged weights lie in the memory of the originals: bytes, weights that change or move, threads and gradients."""
+"""Merged weights lie in the memory of the originals: bytes, weights that change or move, threads
+and gradients.
+"""
 
 import copy
 import gc
@@ -26,7 +28,7 @@ from merged_models import (
     stock,
     weights,
     whole,
-)  # fmt: skip
+)
 from torch import Tensor, nn
 
 import atomc
@@ -47,7 +49,9 @@ def mlp() -> Gated:
 # Memory
 
 
-def test_no_byte_is_held_twice_over_prefill_decode_recompile_and_compiling_twice(layer: nn.Module) -> None:
+def test_no_byte_is_held_twice_over_prefill_decode_recompile_and_compiling_twice(
+    layer: nn.Module,
+) -> None:
     def once() -> None:
         run = torch.compile(layer, backend="atom", dynamic=False, options=EAGER)
         for tokens in (5, 1, 7):
@@ -55,14 +59,19 @@ def test_no_byte_is_held_twice_over_prefill_decode_recompile_and_compiling_twice
 
     once()
     torch._dynamo.reset()
-    layer.load_state_dict({name: tensor.clone() for name, tensor in layer.state_dict().items()}, assign=True)
+    layer.load_state_dict(
+        {name: tensor.clone() for name, tensor in layer.state_dict().items()}, assign=True
+    )
     before = live_bytes()
     once()
     once()
     compiled(layer, rounding="hf")(X)
     assert len({report.recompile for report in atomc.reports()[-5:]}) > 1 and merges()
     assert live_bytes() - before < 1024  # a weight has 2048
-    assert whole(*weights(layer.attention.q, layer.attention.k, layer.attention.v)).shape == (64, 32)
+    assert whole(*weights(layer.attention.q, layer.attention.k, layer.attention.v)).shape == (
+        64,
+        32,
+    )
 
 
 def test_ranges_of_token_counts_share_their_packs(layer: nn.Module) -> None:
@@ -81,7 +90,9 @@ def test_ranges_of_token_counts_share_their_packs(layer: nn.Module) -> None:
             close(run(x), layer(x))
         assert live_bytes() - before < 1024
     finally:
-        ops.linear.kernels.remove(next(kernel for kernel in ops.linear.kernels if kernel.provider == "few rows"))
+        ops.linear.kernels.remove(
+            next(kernel for kernel in ops.linear.kernels if kernel.provider == "few rows")
+        )
     assert few == [(64, 32), (32, 32), (96, 32), (32, 48)]
 
 
@@ -133,22 +144,37 @@ def there_and_back(model: Gated) -> None:
 
 
 def loaded(model: Gated) -> None:
-    model.load_state_dict({name: torch.randn_like(weight) for name, weight in model.state_dict().items()})
+    model.load_state_dict(
+        {name: torch.randn_like(weight) for name, weight in model.state_dict().items()}
+    )
 
 
 def assigned(model: Gated) -> None:
-    model.load_state_dict({name: torch.randn_like(weight) for name, weight in model.state_dict().items()}, assign=True)
+    model.load_state_dict(
+        {name: torch.randn_like(weight) for name, weight in model.state_dict().items()}, assign=True
+    )
 
 
 def shared_memory(model: Gated) -> None:
     model.share_memory()
 
 
-CHANGES = [in_place, new_data, swapped, new_parameter, there_and_back, loaded, assigned, shared_memory]
+CHANGES = [
+    in_place,
+    new_data,
+    swapped,
+    new_parameter,
+    there_and_back,
+    loaded,
+    assigned,
+    shared_memory,
+]
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_weights_that_change_after_the_merge_are_seen(mlp: Gated, change: Callable[[Gated], None]) -> None:
+def test_weights_that_change_after_the_merge_are_seen(
+    mlp: Gated, change: Callable[[Gated], None]
+) -> None:
     run = compiled(mlp)
     for _ in range(3):
         close(run(X), mlp(X))
@@ -166,7 +192,9 @@ def test_weights_that_are_given_the_memory_of_another_model_follow_it(mlp: Gated
     close(run(X), other(X))
     other.gate.weight.mul_(2)
     close(run(X), other(X))
-    assert any("concatenated in each call, which is slow: another tensor" in note for note in last().notes)
+    assert any(
+        "concatenated in each call, which is slow: another tensor" in note for note in last().notes
+    )
 
 
 def test_a_deep_copy_has_weights_of_its_own(mlp: Gated) -> None:
@@ -214,7 +242,9 @@ def test_a_saved_checkpoint_holds_the_same_tensors_as_before(tmp_path: Any) -> N
     assert saved.keys() == expected.keys()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in saved.items())
     torch.save(model.state_dict(), tmp_path / "state.pt")
-    assert (tmp_path / "state.pt").stat().st_size < 1.2 * sum(tensor.nbytes for tensor in expected.values())
+    assert (tmp_path / "state.pt").stat().st_size < 1.2 * sum(
+        tensor.nbytes for tensor in expected.values()
+    )
 
 
 # How the program runs
@@ -222,7 +252,9 @@ def test_a_saved_checkpoint_holds_the_same_tensors_as_before(tmp_path: Any) -> N
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("made_in", [torch.enable_grad, torch.inference_mode])
-def test_parameters_that_could_want_gradients_are_merged_unless_made_in_inference_mode(context: Any, made_in: Any) -> None:
+def test_parameters_that_could_want_gradients_are_merged_unless_made_in_inference_mode(
+    context: Any, made_in: Any
+) -> None:
     torch.manual_seed(0)
     with made_in():
         model = Gated().eval()
@@ -257,7 +289,8 @@ def test_threads_that_compile_and_run_one_model_agree(mlp: Gated) -> None:
             for _ in range(5):
                 close(run(X), expected)
         except BaseException as error:  # whatever happens in a thread must reach the test
-            # torch has one flag for all threads: while one traces, a first call in another is refused.
+            # torch has one flag for all threads: while one traces, a first call in another is
+            # refused.
             if "using FX to symbolically trace" not in str(error):
                 wrong.append(error)
 
@@ -272,9 +305,14 @@ def test_threads_that_compile_and_run_one_model_agree(mlp: Gated) -> None:
 # Packs by themselves
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float8_e4m3fn", "uint8", "int32"])
+@pytest.mark.parametrize(
+    "dtype", ["float32", "bfloat16", "float16", "float8_e4m3fn", "uint8", "int32"]
+)
 def test_a_pack_is_the_memory_of_its_parts_in_every_dtype(dtype: str) -> None:
-    a, b = (nn.Parameter((torch.rand(n, 16) * 100).to(getattr(torch, dtype)), requires_grad=False) for n in (4, 8))
+    a, b = (
+        nn.Parameter((torch.rand(n, 16) * 100).to(getattr(torch, dtype)), requires_grad=False)
+        for n in (4, 8)
+    )
     expected = [a.clone(), b.clone()]
     whole = pack([a, b])
     assert isinstance(whole, Tensor) and whole.shape == (12, 16)
@@ -293,9 +331,17 @@ def test_what_does_not_fit_together_is_refused_with_a_reason() -> None:
 
     a, b, c = parameter(4, 8), parameter(4, 8), parameter(4, 8)
     assert refusal([a, parameter(4, 6)]) == "float32[4, 8] on cpu and float32[4, 6] on cpu differ"
-    assert refusal([a, parameter(4, 8, dtype=torch.bfloat16)]) == "float32[4, 8] on cpu and bfloat16[4, 8] on cpu differ"
-    assert refusal([a, parameter(4, 8, device="meta")]) == "float32[4, 8] on cpu and float32[4, 8] on meta differ"
-    assert refusal([nn.Parameter(torch.zeros(8, 4).t()), a]) == "it is not contiguous, or has no rows"
+    assert (
+        refusal([a, parameter(4, 8, dtype=torch.bfloat16)])
+        == "float32[4, 8] on cpu and bfloat16[4, 8] on cpu differ"
+    )
+    assert (
+        refusal([a, parameter(4, 8, device="meta")])
+        == "float32[4, 8] on cpu and float32[4, 8] on meta differ"
+    )
+    assert (
+        refusal([nn.Parameter(torch.zeros(8, 4).t()), a]) == "it is not contiguous, or has no rows"
+    )
     assert isinstance(pack([a, b]), Tensor)
     assert pack([b, c]) == "it is already packed with 1 other parameters"
     assert packed_together(c) == []
@@ -309,7 +355,15 @@ def test_captured_graphs_follow_weights_that_change_or_move() -> None:
     torch.manual_seed(0)
     model, x = ready(Gated()).cuda(), X.cuda()
     run = torch.compile(model, backend="atom", mode="reduce-overhead")
-    for change in (in_place, new_data_on_gpu, assigned, in_place, new_data_on_gpu, assigned, there_and_back):
+    for change in (
+        in_place,
+        new_data_on_gpu,
+        assigned,
+        in_place,
+        new_data_on_gpu,
+        assigned,
+        there_and_back,
+    ):
         for _ in range(3):
             torch.testing.assert_close(run(x), model(x), rtol=0, atol=1e-4)
         change(model)  # type: ignore[operator]

@@ -1,4 +1,6 @@
-"""What the case table cannot ask of the Triton kernel: other cuts, other blocks, and lengths that change in a graph."""
+"""What the case table cannot ask of the Triton kernel: other cuts, other blocks, and lengths that
+change in a graph.
+"""
 
 from itertools import product
 from typing import Any
@@ -22,13 +24,21 @@ H200 = Platform.named("h200")
 
 
 def close(actual: Tensor, arguments: dict[str, Any]) -> None:
-    torch.testing.assert_close(actual, ops.paged_attention.reference(**arguments), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        actual, ops.paged_attention.reference(**arguments), rtol=1e-5, atol=1e-5
+    )
 
 
 def cut_as(cut: kernel.Tiling, arguments: dict[str, Any]) -> Tensor:
     names = ("q", "k_cache", "v_cache", "query_start", "seq_lens", "block_tables")
-    sinks, window, softcap = arguments.get("sinks"), arguments.get("window", 0), arguments.get("softcap", 0.0)
-    return kernel.attend(*(arguments[name] for name in names), sinks, arguments["scale"], window, softcap, cut)
+    sinks, window, softcap = (
+        arguments.get("sinks"),
+        arguments.get("window", 0),
+        arguments.get("softcap", 0.0),
+    )
+    return kernel.attend(
+        *(arguments[name] for name in names), sinks, arguments["scale"], window, softcap, cut
+    )
 
 
 CUTS = {
@@ -43,7 +53,9 @@ CUTS = {
 
 @pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
 @pytest.mark.parametrize("attributes", [{}, {"window": 6}], ids=["causal", "window"])
-def test_a_cut_changes_no_result_whatever_the_sequences(cut: kernel.Tiling, attributes: dict[str, int]) -> None:
+def test_a_cut_changes_no_result_whatever_the_sequences(
+    cut: kernel.Tiling, attributes: dict[str, int]
+) -> None:
     draw = Draw(torch.float32, DEVICE)
     arguments = paged(draw, MIXED, heads=(6, 2), padding=3, **attributes)
     close(cut_as(cut, arguments), arguments)
@@ -59,12 +71,16 @@ def test_blocks_have_any_size(block_size: int, monkeypatch: pytest.MonkeyPatch) 
     close(kernel.paged_attention(**arguments), arguments)
 
 
-@pytest.mark.parametrize("sequences", [[(1, 150), (1, 20)], [(40, 50), (1, 70), (0, 7)]], ids=["decode", "mixed"])
+@pytest.mark.parametrize(
+    "sequences", [[(1, 150), (1, 20)], [(40, 50), (1, 70), (0, 7)]], ids=["decode", "mixed"]
+)
 @pytest.mark.parametrize("width", [96, 256])
 def test_heads_have_any_width_up_to_256(width: int, sequences: list[tuple[int, int]]) -> None:
     arguments = paged(Draw(torch.float16, DEVICE), sequences, heads=(3, 1), width=width)
     exact = ops.paged_attention.reference(**arguments | {"q": arguments["q"].float()})
-    torch.testing.assert_close(kernel.paged_attention(**arguments).float(), exact, rtol=4e-3, atol=4e-3)
+    torch.testing.assert_close(
+        kernel.paged_attention(**arguments).float(), exact, rtol=4e-3, atol=4e-3
+    )
 
 
 def test_what_stands_in_a_block_table_behind_a_sequence_is_not_read() -> None:
@@ -77,17 +93,23 @@ def test_what_stands_in_a_block_table_behind_a_sequence_is_not_read() -> None:
 
 def test_strided_tables_and_larger_caches_are_read_in_place() -> None:
     arguments = paged(Draw(torch.float32, DEVICE), MIXED)
-    arguments["block_tables"] = torch.cat([arguments["block_tables"]] * 2, 1)[:, : arguments["block_tables"].shape[1]]
+    arguments["block_tables"] = torch.cat([arguments["block_tables"]] * 2, 1)[
+        :, : arguments["block_tables"].shape[1]
+    ]
     both = torch.stack((arguments["k_cache"], arguments["v_cache"]), 1)
     arguments["k_cache"], arguments["v_cache"] = both.unbind(1)
     close(kernel.paged_attention(**arguments), arguments)
 
 
 def test_a_tile_holds_a_group_and_a_split_some_keys() -> None:
-    shapes = product((1, 7, 64, 575, 8192), (1, 7, 64), (1, 2, 5, 8, 71), (1, 8), (64, 128, 256), (2, 4))
+    shapes = product(
+        (1, 7, 64, 575, 8192), (1, 7, 64), (1, 2, 5, 8, 71), (1, 8), (64, 128, 256), (2, 4)
+    )
     for num_rows, num_sequences, group, kv_heads, width, itemsize in shapes:
         for longest in (16, 1024, 131072):
-            cut = kernel.tiling(num_rows, num_sequences, group, kv_heads, width, itemsize, longest, 132)
+            cut = kernel.tiling(
+                num_rows, num_sequences, group, kv_heads, width, itemsize, longest, 132
+            )
             assert group <= cut.rows <= 128
             assert 1 <= cut.splits <= kernel.MAX_SPLITS
             assert (cut.splits - 1) * cut.keys < longest
@@ -95,7 +117,10 @@ def test_a_tile_holds_a_group_and_a_split_some_keys() -> None:
 
 def test_only_steps_of_one_token_a_sequence_leave_a_sequence_to_one_program() -> None:
     shapes = ((64, 64, 2), (64, 1, 8), (256, 256, 4))
-    assert all(kernel.tiling(rows, rows, group, 8, 128, 2, longest, 132).by_sequence for rows, longest, group in shapes)
+    assert all(
+        kernel.tiling(rows, rows, group, 8, 128, 2, longest, 132).by_sequence
+        for rows, longest, group in shapes
+    )
     for rows in (512, 1024, 2048):  # a prompt, captured with room for 256 sequences
         assert not kernel.tiling(rows, 256, 2, 8, 128, 2, 40960, 132).by_sequence
 
@@ -117,7 +142,8 @@ def test_a_refusal_says_what_came() -> None:
     assert refusal() is None
     assert refusal(k_scale=torch.ones(1)) == "a cache of torch.float32 takes no k_scale"
     assert refusal(q=torch.ones(1, 8, 64, dtype=torch.bfloat16)) == (
-        "k_cache is torch.float32: written for torch.bfloat16 or torch.float8_e4m3fn or torch.float8_e4m3fnuz"
+        "k_cache is torch.float32: written for torch.bfloat16 or torch.float8_e4m3fn or "
+        "torch.float8_e4m3fnuz"
     )
     assert refusal(q=torch.ones(1, 258, 64)) == (
         "129 query heads share a key/value head: more than 128 do not fit one program"

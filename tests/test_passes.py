@@ -1,4 +1,6 @@
-"""Each pass fires on every spelling of its idea and leaves alone what only looks like it; numbers agree each time."""
+"""Each pass fires on every spelling of its idea and leaves alone what only looks like it; numbers
+agree each time.
+"""
 
 import pytest
 import torch
@@ -24,7 +26,12 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=[
 T, N, K, D = 5, 4, 2, 16
 X, R, W, B = torch.randn(3, D), torch.randn(3, D), torch.randn(D), torch.randn(D)
 GATE, UP, PACKED = torch.randn(3, 24), torch.randn(3, 24), torch.randn(3, 48)
-Q, KEYS, COS, SIN = torch.randn(T, N, D), torch.randn(T, K, D), torch.randn(T, 1, D), torch.randn(T, 1, D)
+Q, KEYS, COS, SIN = (
+    torch.randn(T, N, D),
+    torch.randn(T, K, D),
+    torch.randn(T, 1, D),
+    torch.randn(T, 1, D),
+)
 
 
 def cast(dtype, *tensors):
@@ -51,7 +58,9 @@ def after_with_x_times_x(x, w):
 
 def after_with_eps_first(x, w):
     x_f32 = x.float()
-    return w * (x_f32 * torch.rsqrt(1e-6 + torch.mean(torch.square(x_f32), dim=1, keepdim=True))).to(x.dtype)
+    return w * (
+        x_f32 * torch.rsqrt(1e-6 + torch.mean(torch.square(x_f32), dim=1, keepdim=True))
+    ).to(x.dtype)
 
 
 def before(x, w):
@@ -61,18 +70,29 @@ def before(x, w):
 
 def one_plus(x, w):
     x_f32 = x.float()
-    return (x_f32 * torch.rsqrt(x_f32.pow(2).mean(-1, keepdim=True) + 1e-6) * (1.0 + w.float())).type_as(x)
+    return (
+        x_f32 * torch.rsqrt(x_f32.pow(2).mean(-1, keepdim=True) + 1e-6) * (1.0 + w.float())
+    ).type_as(x)
 
 
-SPELLINGS = {after: "after", after_with_weight_behind: "after", after_with_x_times_x: "after",
-             after_with_eps_first: "after", before: "before", one_plus: "one_plus"}  # fmt: skip
+SPELLINGS = {
+    after: "after",
+    after_with_weight_behind: "after",
+    after_with_x_times_x: "after",
+    after_with_eps_first: "after",
+    before: "before",
+    one_plus: "one_plus",
+}
 
 
 @pytest.mark.parametrize("function", SPELLINGS)
 def test_every_spelling_of_a_norm_becomes_one_op(function):
-    assert rewritten(RMS_NORM, function, *cast(torch.bfloat16, X, W)) == f"""\
+    assert (
+        rewritten(RMS_NORM, function, *cast(torch.bfloat16, X, W))
+        == f"""\
 %0 = rms_norm(x, w, 1e-06, '{SPELLINGS[function]}')
 return %0"""
+    )
 
 
 @pytest.mark.parametrize("function", SPELLINGS)
@@ -82,10 +102,14 @@ def test_in_fp32_the_same_norms_are_recognised_though_no_cast_is_left(function):
     assert f"rms_norm(x, w, 1e-06, '{style}')" in rewritten(RMS_NORM, function, X, W)
 
 
-@pytest.mark.parametrize(("function", "style"), [(after, "after"), (before, "before"), (one_plus, "one_plus")])
+@pytest.mark.parametrize(
+    ("function", "style"), [(after, "after"), (before, "before"), (one_plus, "one_plus")]
+)
 def test_an_fp32_weight_of_a_bf16_row_is_an_attribute(function, style):
     report = explained(function, X.bfloat16(), W)
-    assert [site.attrs for site in report.sites] == [{"style": style, "weight": "fp32", "eps": 1e-6}]
+    assert [site.attrs for site in report.sites] == [
+        {"style": style, "weight": "fp32", "eps": 1e-6}
+    ]
 
 
 @DTYPES
@@ -101,7 +125,9 @@ def test_f_rms_norm_and_the_module_are_lifted_whole(dtype):
     def both(x, w):
         return module(F.rms_norm(x, (D,), w, 1e-6))
 
-    report = explained(both, *cast(dtype, X, W), tolerance=1e-2 if dtype == torch.bfloat16 else 1e-6)
+    report = explained(
+        both, *cast(dtype, X, W), tolerance=1e-2 if dtype == torch.bfloat16 else 1e-6
+    )
     assert report.matches["rms_norm"] == 2
     assert {site.attrs["style"] for site in report.sites} == {"before"}
 
@@ -120,7 +146,10 @@ def test_of_two_norms_of_one_sum_the_first_takes_the_add():
         return ops.rms_norm(total, w, 1e-6), ops.rms_norm(total, b, 1e-6)
 
     report = explained(function, X, R, W, B)
-    assert report.matches["add_rms_norm"] == 1 and report.num_ops == {"add_rms_norm": 1, "rms_norm": 1}
+    assert report.matches["add_rms_norm"] == 1 and report.num_ops == {
+        "add_rms_norm": 1,
+        "rms_norm": 1,
+    }
     [miss] = report.misses("add_rms_norm")
     assert (miss.kind, miss.found) == ("taken", "taken by add_rms_norm")
 
@@ -148,7 +177,9 @@ def up_comes_first(gate_up):
 
 
 @DTYPES
-@pytest.mark.parametrize("function", [lambda g, u: F.silu(g) * u, lambda g, u: u * F.silu(g)], ids=["gate*up", "up*gate"])
+@pytest.mark.parametrize(
+    "function", [lambda g, u: F.silu(g) * u, lambda g, u: u * F.silu(g)], ids=["gate*up", "up*gate"]
+)
 def test_silu_times_up_is_one_op_in_either_order(function, dtype):
     assert "= silu_and_mul(g, u)" in rewritten(SILU_AND_MUL, function, *cast(dtype, GATE, UP))
 
@@ -218,7 +249,13 @@ def test_a_partial_rotation_passes_on_what_it_does_not_rotate(function):
         return torch.cat((function(x[..., :8], cos, sin), x[..., 8:]), dim=-1)
 
     width = 8 if function is neox else 4
-    text = rewritten([TIDY, *passes_named("rope", "rope_partial")], partial, Q, COS[..., :width], SIN[..., :width])
+    text = rewritten(
+        [TIDY, *passes_named("rope", "rope_partial")],
+        partial,
+        Q,
+        COS[..., :width],
+        SIN[..., :width],
+    )
     assert text == f"%0 = rope(x, cos, sin, '{function.__name__}')\nreturn %0"
 
 
@@ -226,7 +263,10 @@ def test_a_rotation_of_everything_written_as_partial_is_whole():
     def partial(x, cos, sin):
         return torch.cat((neox(x[..., :D], cos, sin), x[..., D:]), dim=-1)
 
-    assert rewritten([TIDY, *passes_named("rope")], partial, Q, COS, SIN) == "%0 = rope(x, cos, sin, 'neox')\nreturn %0"
+    assert (
+        rewritten([TIDY, *passes_named("rope")], partial, Q, COS, SIN)
+        == "%0 = rope(x, cos, sin, 'neox')\nreturn %0"
+    )
 
 
 def test_halves_of_unequal_width_are_no_rotation():
@@ -243,13 +283,18 @@ def test_tables_that_do_not_broadcast_to_the_rows_are_refused_with_their_shapes(
     report = explained(wider, Q[:, :1], COS.expand(T, N, D), SIN.expand(T, N, D))
     assert not report.matches["rope"]
     assert (report.misses("rope")[0].kind, report.misses("rope")[0].found) == (
-        "guard", "cos [5, 4, 16] is not broadcast to x [5, 1, 16]")  # fmt: skip
+        "guard",
+        "cos [5, 4, 16] is not broadcast to x [5, 1, 16]",
+    )
 
 
 def test_an_odd_number_of_columns_is_no_rotation():
     report = explained(neox, Q[..., :9], COS[..., :9], SIN[..., :9])
     assert not report.matches["rope"]
-    assert (report.misses("rope")[0].kind, report.misses("rope")[0].found) == ("guard", "9 columns are no pairs")
+    assert (report.misses("rope")[0].kind, report.misses("rope")[0].found) == (
+        "guard",
+        "9 columns are no pairs",
+    )
     kernels.load("triton")
     [kernel] = [kernel for kernel in ops.rope.kernels if kernel.provider == "triton"]
     given = {"x": Q[..., :9], "cos": COS[..., :9], "sin": SIN[..., :9]}
@@ -260,15 +305,25 @@ def test_what_stands_behind_a_transpose_moves_before_it():
     def function(x, w, cos, sin):
         return ops.rope(ops.rms_norm(x.transpose(1, 2), w, 1e-6), cos, sin)
 
-    text = rewritten(ROPE_BEFORE_TRANSPOSE, function, Q[None], W, COS[None, :, 0][:, None], SIN[None, :, 0][:, None],
-                     matches=2)  # fmt: skip
-    assert text == """\
+    text = rewritten(
+        ROPE_BEFORE_TRANSPOSE,
+        function,
+        Q[None],
+        W,
+        COS[None, :, 0][:, None],
+        SIN[None, :, 0][:, None],
+        matches=2,
+    )
+    assert (
+        text
+        == """\
 %0 = rms_norm(x, w, 1e-06, 'after')
 %1 = transpose(cos, 1, 2)
 %2 = transpose(sin, 1, 2)
 %3 = rope(%0, %1, %2, 'neox')
 %4 = transpose(%3, 1, 2)
 return %4"""
+    )
 
 
 # ---- attention
@@ -276,13 +331,19 @@ return %4"""
 
 def repeat(x, group):
     batch, heads, tokens, width = x.shape
-    return x[:, :, None].expand(batch, heads, group, tokens, width).reshape(batch, heads * group, tokens, width)
+    return (
+        x[:, :, None]
+        .expand(batch, heads, group, tokens, width)
+        .reshape(batch, heads * group, tokens, width)
+    )
 
 
 MASKS = {
     "none": None,
     "bool": torch.ones(T, T, dtype=torch.bool).tril(),
-    "float": torch.zeros(T, T).masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), float("-inf")),
+    "float": torch.zeros(T, T).masked_fill(
+        torch.ones(T, T, dtype=torch.bool).triu(1), float("-inf")
+    ),
 }
 
 
@@ -295,7 +356,9 @@ def test_grouped_attention_reads_keys_and_values_by_group(grouped, mask, dtype):
     def function(q, k, v):
         if grouped == "repeated":
             k, v = repeat(k, N // K), repeat(v, N // K)
-        return F.scaled_dot_product_attention(q, k, v, given, is_causal=given is None, enable_gqa=grouped != "repeated")
+        return F.scaled_dot_product_attention(
+            q, k, v, given, is_causal=given is None, enable_gqa=grouped != "repeated"
+        )
 
     given = given.to(dtype) if mask == "float" else given
     inputs = cast(dtype, torch.randn(2, N, T, D), torch.randn(2, K, T, D), torch.randn(2, K, T, D))
@@ -307,8 +370,12 @@ def test_grouped_attention_reads_keys_and_values_by_group(grouped, mask, dtype):
 
 def test_sdpa_with_dropout_or_a_bottom_right_mask_stays_with_torch():
     keys = torch.randn(1, N, T + 2, D)
-    report = explained(lambda q, k: F.scaled_dot_product_attention(q, k, k, is_causal=True), torch.randn(1, N, T, D), keys,
-                       tolerance=1e-6)  # fmt: skip
+    report = explained(
+        lambda q, k: F.scaled_dot_product_attention(q, k, k, is_causal=True),
+        torch.randn(1, N, T, D),
+        keys,
+        tolerance=1e-6,
+    )
     assert not report.matches["attention"]
 
 
@@ -316,10 +383,15 @@ def test_sdpa_with_dropout_or_a_bottom_right_mask_stays_with_torch():
 
 
 @DTYPES
-@pytest.mark.parametrize("function", [lambda x, r, w: (after(x + r, w), x + r), lambda x, r, w: (after(r + x, w), r + x)],
-                         ids=["x+r", "r+x"])  # fmt: skip
+@pytest.mark.parametrize(
+    "function",
+    [lambda x, r, w: (after(x + r, w), x + r), lambda x, r, w: (after(r + x, w), r + x)],
+    ids=["x+r", "r+x"],
+)
 def test_add_then_norm_becomes_one_op(function, dtype):
-    text = rewritten(passes_named("tidy", "rms_norm", "add_rms_norm"), function, *cast(dtype, X, R, W))
+    text = rewritten(
+        passes_named("tidy", "rms_norm", "add_rms_norm"), function, *cast(dtype, X, R, W)
+    )
     assert text.endswith("return %0.0, %0.1") and text.startswith("%0 = add_rms_norm(")
 
 
@@ -328,10 +400,13 @@ def test_a_reshape_between_add_and_norm_changes_nothing_but_shapes():
         total = x + r
         return ops.rms_norm(total.view(2, 6, D), w, 1e-6), total
 
-    assert rewritten(ADD_RMS_NORM, function, torch.randn(12, D), torch.randn(12, D), W) == """\
+    assert (
+        rewritten(ADD_RMS_NORM, function, torch.randn(12, D), torch.randn(12, D), W)
+        == """\
 %0 = add_rms_norm(x, r, w, 1e-06, 'after')
 %1 = view(%0.0, [2, 6, 16])
 return %1, %0.1"""
+    )
 
 
 def test_a_sum_that_nobody_else_reads_is_fused_as_well():
@@ -341,7 +416,13 @@ def test_a_sum_that_nobody_else_reads_is_fused_as_well():
 
 @pytest.mark.parametrize("style", ["after", "before", "one_plus"])
 def test_an_fp32_weight_does_not_keep_a_bf16_sum_from_its_norm(style):
-    text = rewritten(ADD_RMS_NORM, lambda x, r, w: ops.rms_norm(x + r, w, 1e-6, style), X.bfloat16(), R.bfloat16(), W)
+    text = rewritten(
+        ADD_RMS_NORM,
+        lambda x, r, w: ops.rms_norm(x + r, w, 1e-6, style),
+        X.bfloat16(),
+        R.bfloat16(),
+        W,
+    )
     assert f"add_rms_norm(x, r, w, 1e-06, '{style}')" in text
 
 
@@ -351,7 +432,14 @@ def test_a_broadcast_residual_is_left_alone():
 
 
 def test_a_scaled_residual_is_left_alone():
-    rewritten(ADD_RMS_NORM, lambda x, r, w: ops.rms_norm(torch.add(x, r, alpha=2), w, 1e-6), X, R, W, matches=0)
+    rewritten(
+        ADD_RMS_NORM,
+        lambda x, r, w: ops.rms_norm(torch.add(x, r, alpha=2), w, 1e-6),
+        X,
+        R,
+        W,
+        matches=0,
+    )
 
 
 @DTYPES
@@ -360,9 +448,12 @@ def test_layer_norm_is_lifted_and_folds_the_add_before_it(dtype):
         total = x + r
         return F.layer_norm(total, (D,), w, b, 1e-5), total
 
-    assert rewritten(ADD_LAYER_NORM, function, *cast(dtype, X, R, W, B)) == """\
+    assert (
+        rewritten(ADD_LAYER_NORM, function, *cast(dtype, X, R, W, B))
+        == """\
 %0 = add_layer_norm(x, r, w, b, 1e-05)
 return %0.0, %0.1"""
+    )
 
 
 def test_layer_norm_of_a_module_and_without_parameters_is_lifted():
@@ -374,7 +465,9 @@ def test_layer_norm_of_a_module_and_without_parameters_is_lifted():
 
 def test_rms_norm_of_a_transposed_tensor_lies_as_torchs_does_and_fuses_where_nobody_sees_it():
     x, w = torch.randn(2, 4, T, D), torch.randn(D)
-    compiled = torch.compile(lambda x, w: F.rms_norm(x, (D,), w), backend="atom", options={"glue": "eager"})
+    compiled = torch.compile(
+        lambda x, w: F.rms_norm(x, (D,), w), backend="atom", options={"glue": "eager"}
+    )
     expected = F.rms_norm(x.transpose(1, 2), (D,), w)
     found = compiled(x.transpose(1, 2), w)
     torch.testing.assert_close(found, expected)
@@ -409,12 +502,17 @@ def normed_and_rotated(x, w, cos, sin, eps=1e-6):
 
 def test_q_and_k_that_one_attention_reads_are_normed_and_rotated_by_one_op():
     def function(q, k, v, qw, kw, cos, sin):
-        return ops.attention(normed_and_rotated(q, qw, cos, sin), normed_and_rotated(k, kw, cos, sin), v, scale=0.25)
+        return ops.attention(
+            normed_and_rotated(q, qw, cos, sin), normed_and_rotated(k, kw, cos, sin), v, scale=0.25
+        )
 
-    assert rewritten(QK_NORM_ROPE, function, Q, KEYS, KEYS, W, B, COS, SIN) == """\
+    assert (
+        rewritten(QK_NORM_ROPE, function, Q, KEYS, KEYS, W, B, COS, SIN)
+        == """\
 %0 = qk_norm_rope(q, k, qw, kw, cos, sin, 1e-06, 'after', 'neox')
 %1 = attention(%0.0, %0.1, v, scale=0.25)
 return %1"""
+    )
 
 
 def test_q_and_k_that_nothing_reads_together_are_not_a_pair():
@@ -426,17 +524,24 @@ def test_q_and_k_that_nothing_reads_together_are_not_a_pair():
 
 def test_two_layers_that_share_their_tables_are_paired_by_layer():
     def function(q, k, q2, k2, w, cos, sin):
-        first = ops.attention(normed_and_rotated(q, w, cos, sin), normed_and_rotated(k, w, cos, sin), k, scale=0.25)
+        first = ops.attention(
+            normed_and_rotated(q, w, cos, sin), normed_and_rotated(k, w, cos, sin), k, scale=0.25
+        )
         q2 = q2 + first
-        return ops.attention(normed_and_rotated(q2, w, cos, sin), normed_and_rotated(k2, w, cos, sin), k2, scale=0.25)
+        return ops.attention(
+            normed_and_rotated(q2, w, cos, sin), normed_and_rotated(k2, w, cos, sin), k2, scale=0.25
+        )
 
-    assert rewritten(QK_NORM_ROPE, function, Q, KEYS, Q + 1, KEYS + 1, W, COS, SIN, matches=2) == """\
+    assert (
+        rewritten(QK_NORM_ROPE, function, Q, KEYS, Q + 1, KEYS + 1, W, COS, SIN, matches=2)
+        == """\
 %0 = qk_norm_rope(q, k, w, w, cos, sin, 1e-06, 'after', 'neox')
 %1 = attention(%0.0, %0.1, k, scale=0.25)
 %2 = add(q2, %1)
 %3 = qk_norm_rope(%2, k2, w, w, cos, sin, 1e-06, 'after', 'neox')
 %4 = attention(%3.0, %3.1, k2, scale=0.25)
 return %4"""
+    )
 
 
 # ---- the runtime's forms
@@ -447,10 +552,13 @@ def test_in_the_runtime_norms_rotation_and_the_write_of_keys_are_one_op():
         q, k = neox(after(q, qw), cos, sin), neox(after(k, kw), cos, sin)
         return ops.attention(q, k, v, kv, scale=0.25)
 
-    assert paged(function, Q, KEYS, KEYS + 1, W, B, COS, SIN, ops.kv_state(K, D)) == """\
+    assert (
+        paged(function, Q, KEYS, KEYS + 1, W, B, COS, SIN, ops.kv_state(K, D))
+        == """\
 %0 = qk_norm_rope_kv_write(q, k, v, qw, kw, cos, sin, 1e-06, k_cache_0, v_cache_0, slots_0, norm_style='after', rope_style='neox')
 %1 = paged_attention(%0.0, k_cache_0, v_cache_0, query_start, seq_lens, block_tables_0, %0.1, None, scale=0.25)
-return %1"""  # noqa: E501
+return %1"""
+    )
 
 
 def test_in_the_runtime_the_rotation_and_the_write_of_keys_are_one_op():
@@ -458,21 +566,32 @@ def test_in_the_runtime_the_rotation_and_the_write_of_keys_are_one_op():
         return ops.attention(half(q, cos, sin), half(k, cos, sin), v, kv, scale=0.25, window=3)
 
     inputs = Q, KEYS, KEYS + 1, COS[..., : D // 2], SIN[..., : D // 2], ops.kv_state(K, D)
-    assert paged(function, *inputs) == """\
+    assert (
+        paged(function, *inputs)
+        == """\
 %0 = rope_kv_write(q, k, v, cos, sin, k_cache_0, v_cache_0, slots_0, rope_style='half')
 %1 = paged_attention(%0.0, k_cache_0, v_cache_0, query_start, seq_lens, block_tables_0, %0.1, None, scale=0.25, window=3)
 return %1"""
+    )
 
 
 def test_without_a_rotation_keys_are_written_as_they_are():
-    text = paged(lambda q, k, kv: ops.attention(q, k, k, kv, scale=0.25), Q, KEYS, ops.kv_state(K, D))
-    assert text.startswith("%0 = kv_write(k, k, k_cache_0, v_cache_0, slots_0)\n%1 = paged_attention(q, ")
+    text = paged(
+        lambda q, k, kv: ops.attention(q, k, k, kv, scale=0.25), Q, KEYS, ops.kv_state(K, D)
+    )
+    assert text.startswith(
+        "%0 = kv_write(k, k, k_cache_0, v_cache_0, slots_0)\n%1 = paged_attention(q, "
+    )
 
 
 def paged(function, *inputs):
-    """The graph of a function after all passes of the runtime; attention over a fresh cache gives the same numbers."""
+    """The graph of a function after all passes of the runtime; attention over a fresh cache gives
+    the same numbers.
+    """
     context = Context(Options(strict=True), Platform.detect("cpu"), paged=True)
-    traced = after_passes(pipeline.selected(passes.PIPELINE, context)[0], function, *inputs, context=context)
+    traced = after_passes(
+        pipeline.selected(passes.PIPELINE, context)[0], function, *inputs, context=context
+    )
     assert traced.error < 1e-6
     return traced.text
 
@@ -486,19 +605,25 @@ def tidied(function, *inputs, **options):
 
 def test_equal_nodes_become_one_but_random_ones_do_not():
     assert tidied(lambda x: x.exp() + x.exp(), X) == "%0 = exp(x)\n%1 = add(%0, %0)\nreturn %1"
-    assert tidied(lambda x: (torch.rand_like(x) != torch.rand_like(x)).all(), X).count("rand_like") == 2
+    assert (
+        tidied(lambda x: (torch.rand_like(x) != torch.rand_like(x)).all(), X).count("rand_like")
+        == 2
+    )
 
 
 def test_numbers_that_are_equal_but_of_another_type_keep_their_nodes_apart():
     assert tidied(lambda x: (x.long() + 1) * (x.long() + 1.0), X).count("add") == 2
 
 
-@pytest.mark.parametrize("function", [
-    lambda x: x.transpose(0, 1).transpose(0, 1).exp(),
-    lambda x: x[:, :D].exp(),
-    lambda x: x.view(3, D).exp(),
-    lambda x: torch.cat((x, x[:, D:]), -1).exp(),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.transpose(0, 1).transpose(0, 1).exp(),
+        lambda x: x[:, :D].exp(),
+        lambda x: x.view(3, D).exp(),
+        lambda x: torch.cat((x, x[:, D:]), -1).exp(),
+    ],
+)
 def test_views_that_give_back_what_is_there_go(function):
     assert tidied(function, X) == "%0 = exp(x)\nreturn %0"
 
@@ -507,45 +632,63 @@ def test_views_that_change_something_stay():
     assert "transpose" in tidied(lambda x: x.view(3, 4, 4).transpose(0, 1).transpose(1, 2).exp(), X)
     assert "slice" in tidied(lambda x: x[:, : D - 1].exp(), X)
     assert "cat" in tidied(lambda x: torch.cat((x.bfloat16(), x[:, D:]), -1).exp(), X)
-    assert "div" in tidied(lambda x: (y := x.amax(0, keepdim=True).expand_as(x), y / 1), X)  # which lie differently
+    assert "div" in tidied(
+        lambda x: (y := x.amax(0, keepdim=True).expand_as(x), y / 1), X
+    )  # which lie differently
     assert "view(x, int32)" in tidied(lambda x: x.view(torch.int32).abs(), X)
 
 
-@pytest.mark.parametrize("function", [
-    lambda x: (x * 1.0).exp(),
-    lambda x: (1 * x).exp(),
-    lambda x: (x / 1).exp(),
-    lambda x: (x - 0.0).exp(),
-    lambda x: (x**1).exp(),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: (x * 1.0).exp(),
+        lambda x: (1 * x).exp(),
+        lambda x: (x / 1).exp(),
+        lambda x: (x - 0.0).exp(),
+        lambda x: (x**1).exp(),
+    ],
+)
 def test_arithmetic_that_changes_nothing_goes(function):
     assert tidied(function, X) == "%0 = exp(x)\nreturn %0"
 
 
 def test_arithmetic_that_changes_a_bit_a_dtype_or_a_shape_stays():
-    for function in (lambda x: 1 / (x + 0.0), lambda x: (x * 2.0).exp(), lambda x: torch.add(x, 1, alpha=0).exp(),
-                     lambda x: torch.div(x, 1, rounding_mode="floor").exp(), lambda x: (1 - x).exp(),
-                     lambda x: (x.int() * 1.0).exp(), lambda x: 1 / (0.0 - x)):  # fmt: skip
+    for function in (
+        lambda x: 1 / (x + 0.0),
+        lambda x: (x * 2.0).exp(),
+        lambda x: torch.add(x, 1, alpha=0).exp(),
+        lambda x: torch.div(x, 1, rounding_mode="floor").exp(),
+        lambda x: (1 - x).exp(),
+        lambda x: (x.int() * 1.0).exp(),
+        lambda x: 1 / (0.0 - x),
+    ):
         text = tidied(function, torch.tensor([-0.0, 1.5, -2.5]))
         assert any(f"= {op}(" in text for op in ("add", "mul", "div", "sub", "rsub"))
     assert tidied(lambda x: (x + 0).exp(), torch.arange(3)) == "%0 = exp(x)\nreturn %0"
 
 
-@pytest.mark.parametrize("function", [
-    lambda x: (x + 1, x + 1),
-    lambda x: (x * 1.0, x),
-    lambda x: ((x * 1.0).view(-1), x),
-    lambda x: (torch.cat((x, x[:0])), x),
-    lambda x: ((y := x.exp()) * 1.0, y),
-    lambda x: (x.sort()[0], x.sort()[0]),
-    lambda x: (x.exp().split(8, 1)[0], x.exp()),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: (x + 1, x + 1),
+        lambda x: (x * 1.0, x),
+        lambda x: ((x * 1.0).view(-1), x),
+        lambda x: (torch.cat((x, x[:0])), x),
+        lambda x: ((y := x.exp()) * 1.0, y),
+        lambda x: (x.sort()[0], x.sort()[0]),
+        lambda x: (x.exp().split(8, 1)[0], x.exp()),
+    ],
+)
 def test_results_that_share_no_memory_in_the_program_share_none_after(function):
     x = X.clone()
     first, second = torch.compile(function, backend="atom", options={"glue": "eager"})(x)
     first.add_(1)
     expected = function(X)
-    assert torch.equal(first, expected[0] + 1) and torch.equal(second, expected[1]) and torch.equal(x, X)
+    assert (
+        torch.equal(first, expected[0] + 1)
+        and torch.equal(second, expected[1])
+        and torch.equal(x, X)
+    )
 
 
 def passes_named(*names):

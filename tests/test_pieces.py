@@ -45,8 +45,12 @@ class Stack(nn.Module):
         return x
 
 
-def compiled_pieces(model: nn.Module, monkeypatch: pytest.MonkeyPatch, prepare: bool = False) -> tuple[list[str], int]:
-    """What the report says of the pieces, and how often Inductor was called; the result is compared with eager."""
+def compiled_pieces(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch, prepare: bool = False
+) -> tuple[list[str], int]:
+    """What the report says of the pieces, and how often Inductor was called; the result is compared
+    with eager.
+    """
     calls = []
     inductor_code = atomc.compiler.partition.inductor_code
 
@@ -97,11 +101,16 @@ def test_pieces_are_alike_whatever_their_inputs_are_called() -> None:
 
 def test_zero_and_minus_zero_and_one_and_true_are_not_alike() -> None:
     a = torch.randn(3)
-    made = [structural_hash(piece(partial(torch.full_like, fill_value=number), a)) for number in (0.0, -0.0, 1, True)]
+    made = [
+        structural_hash(piece(partial(torch.full_like, fill_value=number), a))
+        for number in (0.0, -0.0, 1, True)
+    ]
     assert len(set(made)) == 4
 
 
-def test_vectors_are_known_to_work_only_where_the_compiler_takes_their_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vectors_are_known_to_work_only_where_the_compiler_takes_their_flags(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from torch._inductor import cpp_builder
 
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
@@ -113,9 +122,12 @@ def test_vectors_are_known_to_work_only_where_the_compiler_takes_their_flags(mon
 
 
 def test_code_of_inductors_is_kept_without_imports_that_it_does_not_use() -> None:
-    source = ("import torch\nfrom torch._inductor.hooks import run_intermediate_hooks\n"
-              "from torch._inductor.codegen.memory_planning import _align as align\n"
-              "from torch._inductor.async_compile import AsyncCompile\nasync_compile = AsyncCompile()\nx = align(3)\n")
+    source = (
+        "import torch\nfrom torch._inductor.hooks import run_intermediate_hooks\n"
+        "from torch._inductor.codegen.memory_planning import _align as align\n"
+        "from torch._inductor.async_compile import AsyncCompile\nasync_compile = "
+        "AsyncCompile()\nx = align(3)\n"
+    )
     expected = source.replace("from torch._inductor.hooks import run_intermediate_hooks\n", "")
     assert inductor._without_unused_imports(source) == expected
 

@@ -1,4 +1,6 @@
-"""Plans: what a step costs on a machine that is not here, held against sums made by hand and steps that were measured."""
+"""Plans: what a step costs on a machine that is not here, held against sums made by hand and steps
+that were measured.
+"""
 
 import dataclasses
 import json
@@ -18,19 +20,50 @@ from atomc.quantization import ONLINE, quantize
 
 pytestmark = pytest.mark.xdist_group("plan")
 ROOT = Path(__file__).parents[1]
-QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False, "head_dim": 128,
-         "hidden_act": "silu", "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
-         "dtype": "bfloat16", "vocab_size": 151936, "num_key_value_heads": 8}  # fmt: skip
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "attention_bias": False,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "dtype": "bfloat16",
+    "vocab_size": 151936,
+    "num_key_value_heads": 8,
+}
 SHAPES = {
-    "0.6b": {**QWEN3, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
-             "num_attention_heads": 16, "tie_word_embeddings": True},
-    "8b": {**QWEN3, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
-           "num_attention_heads": 32, "tie_word_embeddings": False},
-}  # fmt: skip
+    "0.6b": {
+        **QWEN3,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "tie_word_embeddings": True,
+    },
+    "8b": {
+        **QWEN3,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "tie_word_embeddings": False,
+    },
+}
 LAYERS, WIDTH, HEADS, KV_HEADS, HEAD, INNER, VOCABULARY = 2, 512, 8, 4, 64, 1024, 4096
-SMALL = {**QWEN3, "hidden_size": WIDTH, "intermediate_size": INNER, "num_hidden_layers": LAYERS, "head_dim": HEAD,
-         "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "vocab_size": VOCABULARY,
-         "tie_word_embeddings": False, "max_position_embeddings": 4096}  # fmt: skip
+SMALL = {
+    **QWEN3,
+    "hidden_size": WIDTH,
+    "intermediate_size": INNER,
+    "num_hidden_layers": LAYERS,
+    "head_dim": HEAD,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "vocab_size": VOCABULARY,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 4096,
+}
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +83,9 @@ def programs():
 def planned(folder, programs):
     def found(platform, load=None, devices=1, quantization=None, config=None):
         where = Platform.named(platform) if isinstance(platform, str) else platform
-        model = build_model(folder(config or SMALL), devices=devices, quantization=quantization, platform=where)
+        model = build_model(
+            folder(config or SMALL), devices=devices, quantization=quantization, platform=where
+        )
         return plan(model, where, load or Workload(), program=programs(model, where))
 
     return found
@@ -79,23 +114,41 @@ def lines_of(found, op):
 
 @pytest.mark.parametrize(
     ("name", "scheme", "batches"),
-    [*((name, None, {1, 8, 64}) for name in SHAPES),
-     *(("8b", scheme, {1}) for scheme in ("fp8", "fp8_per_token", "fp8_block", "int4"))],
-)  # fmt: skip
-def test_predicted_decode_steps_of_the_h200_are_within_a_quarter_of_the_measured_ones(folder, name, scheme, batches):
+    [
+        *((name, None, {1, 8, 64}) for name in SHAPES),
+        *(("8b", scheme, {1}) for scheme in ("fp8", "fp8_per_token", "fp8_block", "int4")),
+    ],
+)
+def test_predicted_decode_steps_of_the_h200_are_within_a_quarter_of_the_measured_ones(
+    folder, name, scheme, batches
+):
     file = ROOT / f"bench/results/decode-{'quant-' if scheme else ''}h200.json"
     figures = [json.loads(line) for line in file.read_text().splitlines()]
-    measured = {f["batch"]: f["tpot_ms"] for f in figures if (f["model"], f["what"], f["context"]) == (name, "atomc", 1024)
-                and f.get("quantization") == scheme}  # fmt: skip
+    measured = {
+        f["batch"]: f["tpot_ms"]
+        for f in figures
+        if (f["model"], f["what"], f["context"]) == (name, "atomc", 1024)
+        and f.get("quantization") == scheme
+    }
     h200 = Platform.named("h200")
     model = build_model(folder(SHAPES[name]), layers=2, quantization=scheme, platform=h200)
     program = compile_for(model, h200)
     assert set(measured) == batches
     for batch, tpot in measured.items():
         found = plan(model, h200, Workload(batch, batch, 1024), program=program)
-        layers = sum(line.seconds * line.calls / 2 for line in found.lines if line.in_layers and line.calls == 2)
-        rest = sum(line.seconds * line.calls for line in found.lines if not (line.in_layers and line.calls == 2))
-        assert (SHAPES[name]["num_hidden_layers"] * layers + rest) * 1e3 == pytest.approx(tpot, rel=0.25)
+        layers = sum(
+            line.seconds * line.calls / 2
+            for line in found.lines
+            if line.in_layers and line.calls == 2
+        )
+        rest = sum(
+            line.seconds * line.calls
+            for line in found.lines
+            if not (line.in_layers and line.calls == 2)
+        )
+        assert (SHAPES[name]["num_hidden_layers"] * layers + rest) * 1e3 == pytest.approx(
+            tpot, rel=0.25
+        )
 
 
 def test_a_machine_on_which_nothing_was_measured_gets_a_lower_bound(planned):
@@ -115,8 +168,11 @@ def test_a_machine_of_which_nothing_is_known_gets_bytes_and_no_time(planned):
 
 
 def test_a_line_through_measurements_gives_floor_and_efficiency_back():
-    timings = [Timing("linear", "triton", tokens, work, 2e-6 + work / 0.8)
-               for tokens in (1, 16) for work in (1e-6, 5e-6, 4e-5)]  # fmt: skip
+    timings = [
+        Timing("linear", "triton", tokens, work, 2e-6 + work / 0.8)
+        for tokens in (1, 16)
+        for work in (1e-6, 5e-6, 4e-5)
+    ]
     table = fit(timings, "machine", 1e12, 1e15, "made up")
     few, many = table.rows
     assert (few.first, few.last, many.first, many.last) == (1, 4, 5, None)
@@ -128,11 +184,22 @@ def test_a_line_through_measurements_gives_floor_and_efficiency_back():
 
 @pytest.mark.parametrize(
     "points",
-    [[(1e-9, 1e-6)], [(1e-9, 1e-6), (2e-9, 0.9e-6)], [(1e-5, 1e-5), (1e-4, 1.1e-4)], [(1e-5, 0.9e-5), (2e-5, 1.9e-5)]],
+    [
+        [(1e-9, 1e-6)],
+        [(1e-9, 1e-6), (2e-9, 0.9e-6)],
+        [(1e-5, 1e-5), (1e-4, 1.1e-4)],
+        [(1e-5, 0.9e-5), (2e-5, 1.9e-5)],
+    ],
     ids=["one point", "less time for more work", "no floor", "faster than the data sheet"],
 )
 def test_no_floor_is_negative_and_no_efficiency_above_1(points):
-    (row,) = fit([Timing("rms_norm", "triton", 1, *point) for point in points], "machine", 1e12, 1e15, "made up").rows
+    (row,) = fit(
+        [Timing("rms_norm", "triton", 1, *point) for point in points],
+        "machine",
+        1e12,
+        1e15,
+        "made up",
+    ).rows
     assert row.floor >= 0 and 0 < row.efficiency <= 1
     assert all(row.seconds(work) == pytest.approx(seconds, rel=0.12) for work, seconds in points)
 
@@ -145,7 +212,9 @@ def test_a_new_table_keeps_the_rows_of_kernels_that_it_did_not_meet():
     old = table("old", ("linear", "triton", 2e-6), ("linear", "cuda", 3e-6))
     new = table("new", ("linear", "triton", 5e-6), ("rope", "triton", 1e-6))
     both = new.over(old)
-    assert both.rows[:2] == new.rows and both.rows[2:] == tuple(row for row in old.rows if row.kernel == "cuda")
+    assert both.rows[:2] == new.rows and both.rows[2:] == tuple(
+        row for row in old.rows if row.kernel == "cuda"
+    )
     assert both.source == "new; rest: old"
     assert new.over(table("old", ("rope", "triton", 9e-6))) is new
 
@@ -160,7 +229,9 @@ def test_a_table_that_is_none_is_refused():
 def test_the_shipped_table_says_where_it_is_from():
     (table,) = shipped().values()
     assert table.machine == Platform.named("h200").name and "bench/" in table.source
-    assert {"linear", "paged_attention", "add_rms_norm", "silu_and_mul"} <= {row.op for row in table.rows}
+    assert {"linear", "paged_attention", "add_rms_norm", "silu_and_mul"} <= {
+        row.op for row in table.rows
+    }
 
 
 def test_a_range_of_tokens_is_read_as_reports_spell_it():
@@ -172,8 +243,14 @@ def test_a_range_of_tokens_is_read_as_reports_spell_it():
 def test_few_tokens_and_many_are_served_by_the_kernels_of_their_ranges(folder, programs):
     h200 = Platform.named("h200")
     report = programs(build_model(folder(SMALL)), h200).report
-    kernels = [{p.kernel for p in predict(report.costs, report.kernels, h200, Workload(t, t, 64).sizes) if p.op == "linear"}
-               for t in (1, 64)]  # fmt: skip
+    kernels = [
+        {
+            p.kernel
+            for p in predict(report.costs, report.kernels, h200, Workload(t, t, 64).sizes)
+            if p.op == "linear"
+        }
+        for t in (1, 64)
+    ]
     assert kernels == [{"triton"}, {"cuda"}]
 
 
@@ -192,7 +269,9 @@ def test_a_step_that_cannot_be_is_refused(load):
 
 
 def weights_of(devices, size=2):
-    """Bytes of SMALL's weights on one of so many devices, `size` bytes a number in its linear layers."""
+    """Bytes of SMALL's weights on one of so many devices, `size` bytes a number in its linear
+    layers.
+    """
     q, kv, inner = HEADS * HEAD // devices, KV_HEADS * HEAD // devices, INNER // devices
     linears = LAYERS * (2 * q * WIDTH + 2 * kv * WIDTH + 3 * inner * WIDTH)
     norms = LAYERS * (2 * WIDTH + 2 * HEAD) + WIDTH
@@ -224,17 +303,32 @@ def test_a_sequence_that_fits_nowhere_is_said_to_be_too_long(planned):
 
 def test_a_device_gets_its_share_of_heads_hidden_units_and_vocabulary():
     found = shard_config(SMALL, 4)
-    assert [found[name] for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")] == [
-        2, 1, 256, 1024]  # fmt: skip
+    assert [
+        found[name]
+        for name in (
+            "num_attention_heads",
+            "num_key_value_heads",
+            "intermediate_size",
+            "vocab_size",
+        )
+    ] == [2, 1, 256, 1024]
     assert found["hidden_size"] == WIDTH and found["head_dim"] == HEAD
-    assert shard_config({key: value for key, value in SMALL.items() if key != "head_dim"}, 2)["head_dim"] == WIDTH // HEADS
+    assert (
+        shard_config({key: value for key, value in SMALL.items() if key != "head_dim"}, 2)[
+            "head_dim"
+        ]
+        == WIDTH // HEADS
+    )
 
 
 @pytest.mark.parametrize(
     "devices, why",
-    [(3, "num_attention_heads is 8, not a multiple of 3"), (8, "num_key_value_heads is 4, not a multiple of 8"),
-     (0, "0 devices: expected at least 1")],
-)  # fmt: skip
+    [
+        (3, "num_attention_heads is 8, not a multiple of 3"),
+        (8, "num_key_value_heads is 4, not a multiple of 8"),
+        (0, "0 devices: expected at least 1"),
+    ],
+)
 def test_what_does_not_divide_is_refused(devices, why):
     with pytest.raises(ValueError, match=why):
         shard_config(SMALL, devices)
@@ -251,7 +345,11 @@ def test_each_device_sends_the_bytes_of_a_ring(planned):
 def test_a_layer_of_a_device_moves_its_share_of_the_weights(planned):
     whole, cut = (planned("h200", Workload(1, 1, 64), devices=n) for n in (1, 4))
     (down,) = [line for line in cut.lines if line.module_path.endswith("down_proj")]
-    assert down.bytes == 2 * (INNER // 4 + INNER // 4 * WIDTH + WIDTH) and down.calls == LAYERS and down.in_layers
+    assert (
+        down.bytes == 2 * (INNER // 4 + INNER // 4 * WIDTH + WIDTH)
+        and down.calls == LAYERS
+        and down.in_layers
+    )
     assert cut.total("bytes", layers_only=True) < whole.total("bytes", layers_only=True) / 3
 
 
@@ -263,7 +361,9 @@ def test_a_model_of_transformers_is_cut_by_its_own_plan(folder):
     assert found.model == "Qwen2ForCausalLM"
     assert (found.communication.all_reduces, found.communication.gathers) == (3, 1)
     whole = {name: x.shape for name, x in model.module.named_parameters() if "proj.weight" in name}
-    assert {tuple(shape) for name, shape in whole.items() if "down_proj" in name} == {(WIDTH, INNER // 2)}
+    assert {tuple(shape) for name, shape in whole.items() if "down_proj" in name} == {
+        (WIDTH, INNER // 2)
+    }
 
 
 def test_a_model_that_does_not_say_how_it_is_cut_is_refused():
@@ -274,14 +374,17 @@ def test_a_model_that_does_not_say_how_it_is_cut_is_refused():
 # Machines and numbers
 
 
-@pytest.mark.parametrize("platform, dtype", [("gfx942", torch.float8_e4m3fnuz), ("gfx950", torch.float8_e4m3fn)])
+@pytest.mark.parametrize(
+    "platform, dtype", [("gfx942", torch.float8_e4m3fnuz), ("gfx950", torch.float8_e4m3fn)]
+)
 def test_an_amd_gpu_gets_its_kernels_and_its_own_fp8(folder, programs, platform, dtype):
     where = Platform.named(platform)
     model = build_model(folder(SMALL), quantization="fp8", platform=where)
     assert model.module.model.layers[0].mlp.down_proj.weight.dtype == dtype
     found = plan(model, where, Workload(), program=programs(model, where))
     assert found.arch == platform and "aiter" in {line.kernel for line in found.lines}
-    # All but the first norm stand behind an addition, and the last one feeds the head, which is not quantized.
+    # All but the first norm stand behind an addition, and the last one feeds the head, which is not
+    # quantized.
     assert sum(line.calls for line in lines_of(found, "add_rms_norm_quant")) == 2 * LAYERS - 1
 
 
@@ -290,16 +393,25 @@ def test_weights_have_the_tensors_of_their_scheme_and_siblings_share_a_scale(fol
     module = build_model(folder(SMALL), quantization=scheme, layers=1).module
     attention = module.model.layers[0].self_attn
     tensors = ONLINE[scheme].tensors(KV_HEADS * HEAD, WIDTH, torch.bfloat16)
-    assert {name: (tuple(x.shape), x.dtype) for name, x in attention.k_proj.named_parameters()} == tensors
+    assert {
+        name: (tuple(x.shape), x.dtype) for name, x in attention.k_proj.named_parameters()
+    } == tensors
     assert (attention.k_proj.weight_scale is attention.v_proj.weight_scale) == (scheme == "fp8")
     quantized = quantize(build({**SMALL, "num_hidden_layers": 1}, torch.bfloat16, "meta"), scheme)
     assert shapes(module) == shapes(quantized)
 
 
 def test_a_quantized_checkpoint_is_planned_as_it_is(folder):
-    stored = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    stored = {
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+        "activation_scheme": "dynamic",
+    }
     model = build_model(folder({**SMALL, "quantization_config": stored}), layers=1)
-    assert model.module.model.layers[0].mlp.up_proj.weight_scale.shape == (INNER // 128, WIDTH // 128)
+    assert model.module.model.layers[0].mlp.up_proj.weight_scale.shape == (
+        INNER // 128,
+        WIDTH // 128,
+    )
     with pytest.raises(ValueError, match="already quantized"):
         build_model(folder({**SMALL, "quantization_config": stored}), quantization="int4")
 
@@ -313,20 +425,58 @@ def test_the_names_of_the_command_line_are_those_of_the_schemes():
 
 def test_a_quantized_plan_is_asked_for_by_either_name(folder, capsys):
     path, texts = folder(SMALL), []
-    for asked in (["--dtype", "fp8"], ["--quantization", "fp8"], ["--quantization", "fp8", "--dtype", "bfloat16"]):
-        assert main(["explain", str(path), "--layers", "1", "--platform", "h200", "--plan", "--json", *asked]) == 0
+    for asked in (
+        ["--dtype", "fp8"],
+        ["--quantization", "fp8"],
+        ["--quantization", "fp8", "--dtype", "bfloat16"],
+    ):
+        assert (
+            main(
+                [
+                    "explain",
+                    str(path),
+                    "--layers",
+                    "1",
+                    "--platform",
+                    "h200",
+                    "--plan",
+                    "--json",
+                    *asked,
+                ]
+            )
+            == 0
+        )
         (data,) = json.loads(capsys.readouterr().out)
-        texts.append([{key: line[key] for key in ("op", "kernel", "bytes")} for line in data["plan"]["lines"]])
+        texts.append(
+            [
+                {key: line[key] for key in ("op", "kernel", "bytes")}
+                for line in data["plan"]["lines"]
+            ]
+        )
     assert texts[0] == texts[1] == texts[2]
     assert "scaled_linear_fp8" in {line["op"] for line in texts[0]}
 
 
 def test_the_command_prints_memory_kernels_and_sums(folder, capsys):
     path = folder(SMALL)
-    asked = ["--layers", "1", "--platform", "gfx950", "--dtype", "fp8", "--tp", "4", "--sequences", "8"]
+    asked = [
+        "--layers",
+        "1",
+        "--platform",
+        "gfx950",
+        "--dtype",
+        "fp8",
+        "--tp",
+        "4",
+        "--sequences",
+        "8",
+    ]
     assert main(["explain", str(path), *asked]) == 0
     out = capsys.readouterr().out
-    assert "plan: Qwen3ForCausalLM in fp8 on AMD Instinct MI355X (gfx950), sharded over 4 devices" in out
+    assert (
+        "plan: Qwen3ForCausalLM in fp8 on AMD Instinct MI355X (gfx950), sharded over 4 devices"
+        in out
+    )
     assert "memory of a device" in out and "each device sends" in out
     assert "lower bound: no kernel was measured on AMD Instinct MI355X" in out
     assert "add_rms_norm_quant" in out.partition("plan: ")[0]  # the fusions stand before the plan
@@ -339,18 +489,25 @@ def test_the_plan_is_in_the_json(folder, capsys):
     found = report["plan"]
     assert found["load"] == {"tokens": 1, "sequences": 1, "context": 1024}
     assert found["memory"]["per_token"] == 2 * KV_HEADS * HEAD  # a byte each
-    assert found["totals"]["bytes"]["step"] == sum(line["bytes"] * line["calls"] for line in found["lines"])
+    assert found["totals"]["bytes"]["step"] == sum(
+        line["bytes"] * line["calls"] for line in found["lines"]
+    )
 
 
 @pytest.mark.parametrize(
     "asked, why",
-    [(["--tp", "3"], "num_attention_heads is 8, not a multiple of 3"),
-     (["--plan", "--why", "rms_norm"], "cannot be combined with --why"),
-     (["--measure", "--platform", "h200"], "leave one of them out"),
-     (["--tokens", "5", "--sequences", "9"], "a step of 5 tokens"),
-     (["--plan", "--efficiency", "{path}/config.json"], "not a table of efficiencies"),
-     (["--platform", "sm80", "--plan", "--efficiency", str(SHIPPED)], "has no table for NVIDIA A100")],
-)  # fmt: skip
+    [
+        (["--tp", "3"], "num_attention_heads is 8, not a multiple of 3"),
+        (["--plan", "--why", "rms_norm"], "cannot be combined with --why"),
+        (["--measure", "--platform", "h200"], "leave one of them out"),
+        (["--tokens", "5", "--sequences", "9"], "a step of 5 tokens"),
+        (["--plan", "--efficiency", "{path}/config.json"], "not a table of efficiencies"),
+        (
+            ["--platform", "sm80", "--plan", "--efficiency", str(SHIPPED)],
+            "has no table for NVIDIA A100",
+        ),
+    ],
+)
 def test_the_command_refuses_in_one_line(folder, capsys, asked, why):
     path = folder(SMALL)
     assert main(["explain", str(path), *(part.format(path=path) for part in asked)]) == 2

@@ -44,7 +44,9 @@ def test_cpu_can_be_asked_for_on_any_machine():
 
 def test_flags_agree_with_the_level_torch_uses():
     level = torch.backends.cpu.get_cpu_capability()
-    assert Platform.detect("cpu").cpu_flags >= {"AVX512": AVX512, "AVX2": {"avx2"}}.get(level, set())
+    assert Platform.detect("cpu").cpu_flags >= {"AVX512": AVX512, "AVX2": {"avx2"}}.get(
+        level, set()
+    )
 
 
 def test_machine_is_probed_once():
@@ -114,9 +116,18 @@ def test_unknown_machine_is_refused_with_the_known_ones():
 
 
 @pytest.mark.parametrize(
-    "name, expected", [("sm80", True), ("gfx942", True), ("cpu", False), ("cpu-zen3", False), ("cpu-zen4", True),
-                       ("cpu-cascadelake", False), ("cpu-sapphirerapids", True), ("cpu-neoverse-v2", True)]
-)  # fmt: skip
+    "name, expected",
+    [
+        ("sm80", True),
+        ("gfx942", True),
+        ("cpu", False),
+        ("cpu-zen3", False),
+        ("cpu-zen4", True),
+        ("cpu-cascadelake", False),
+        ("cpu-sapphirerapids", True),
+        ("cpu-neoverse-v2", True),
+    ],
+)
 def test_bf16_is_supported_where_hardware_multiplies_it(name, expected):
     assert Platform.named(name).supports_bf16 is expected
 
@@ -151,20 +162,32 @@ def test_a_mere_folder_named_aiter_is_nothing(tmp_path, monkeypatch):
 
 
 def test_amds_aiter_is_found_without_importing_it(tmp_path, monkeypatch):
-    install(tmp_path, {
-        "aiter/__init__.py": EXPLODES, "aiter/ops/enum.py": EXPLODES, "aiter/jit/core.py": EXPLODES,
-        "amd_aiter-0.1.7.dist-info/METADATA": "Metadata-Version: 2.1\nName: amd-aiter\nVersion: 0.1.7\n",
-    })  # fmt: skip
+    install(
+        tmp_path,
+        {
+            "aiter/__init__.py": EXPLODES,
+            "aiter/ops/enum.py": EXPLODES,
+            "aiter/jit/core.py": EXPLODES,
+            "amd_aiter-0.1.7.dist-info/METADATA": "Metadata-Version: 2.1\nName: "
+            "amd-aiter\nVersion: 0.1.7\n",
+        },
+    )
     monkeypatch.syspath_prepend(tmp_path)
     assert provider_versions()["aiter"] == (True, "0.1.7", None)
 
 
-@pytest.mark.parametrize("version, found", [(torch.__version__.partition("+")[0] + ".7", True), ("1.4.0", False)])
+@pytest.mark.parametrize(
+    "version, found", [(torch.__version__.partition("+")[0] + ".7", True), ("1.4.0", False)]
+)
 def test_zentorch_is_usable_with_the_torch_it_was_built_for(tmp_path, monkeypatch, version, found):
-    install(tmp_path, {
-        "zentorch/__init__.py": EXPLODES,
-        f"zentorch-{version}.dist-info/METADATA": f"Metadata-Version: 2.1\nName: zentorch\nVersion: {version}\n",
-    })  # fmt: skip
+    install(
+        tmp_path,
+        {
+            "zentorch/__init__.py": EXPLODES,
+            f"zentorch-{version}.dist-info/METADATA": "Metadata-Version: 2.1\nName: "
+            f"zentorch\nVersion: {version}\n",
+        },
+    )
     monkeypatch.syspath_prepend(tmp_path)
     zentorch = provider_versions()["zentorch"]
     assert (zentorch.found, zentorch.version) == (found, version)
@@ -196,13 +219,18 @@ def test_what_is_absent_says_why():
 
 
 def test_compiler_is_found_by_the_command_given():
-    assert provider_versions(f"{sys.executable} -X utf8")["c++"] == (True, f"Python {sys.version.split()[0]}", None)
+    assert provider_versions(f"{sys.executable} -X utf8")["c++"] == (
+        True,
+        f"Python {sys.version.split()[0]}",
+        None,
+    )
     absent = provider_versions("no-such-compiler -O2")["c++"]
     assert not absent.found and absent.reason.startswith("no-such-compiler -O2 is not on the path")
 
 
 @pytest.mark.parametrize(
-    "version, status", [("2.11.0", "tested"), ("2.13.0+cpu", "tested"), ("2.12.1", "untested"), ("2.1.0", "untested")]
+    "version, status",
+    [("2.11.0", "tested"), ("2.13.0+cpu", "tested"), ("2.12.1", "untested"), ("2.1.0", "untested")],
 )
 def test_torch_is_tested_only_in_the_series_named(monkeypatch, version, status):
     monkeypatch.setattr(torch, "__version__", version)
@@ -233,29 +261,62 @@ def test_without_a_topology_each_cpu_is_a_core(tmp_path):
     assert platform.usable_cores(tmp_path, range(3)) == 3
 
 
-@pytest.mark.parametrize(("quota", "cores"), [("max 100000", 8), ("250000 100000", 2), ("50000 100000", 1)])
+@pytest.mark.parametrize(
+    ("quota", "cores"), [("max 100000", 8), ("250000 100000", 2), ("50000 100000", 1)]
+)
 def test_a_quota_of_cgroup_v2_bounds_the_cores(tmp_path, quota, cores):
-    here = files(tmp_path, **{"proc/self/cgroup": "0::/pod/box\n", "sys/fs/cgroup/pod/box/cpu.max": "max 100000\n",
-                              "sys/fs/cgroup/pod/cpu.max": quota + "\n"})  # fmt: skip
+    here = files(
+        tmp_path,
+        **{
+            "proc/self/cgroup": "0::/pod/box\n",
+            "sys/fs/cgroup/pod/box/cpu.max": "max 100000\n",
+            "sys/fs/cgroup/pod/cpu.max": quota + "\n",
+        },
+    )
     assert platform.usable_cores(here, range(8)) == cores
 
 
 @pytest.mark.parametrize(("quota", "cores"), [("-1", 8), ("300000", 3)])
 def test_a_quota_of_cgroup_v1_bounds_the_cores(tmp_path, quota, cores):
     # In a container the path is that of the host, and what is mounted is the container's own group.
-    here = files(tmp_path, **{"proc/self/cgroup": "3:cpu,cpuacct:/docker/1f\n0::/\n",
-                              "sys/fs/cgroup/cpu/cpu.cfs_quota_us": quota, "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000"})
+    here = files(
+        tmp_path,
+        **{
+            "proc/self/cgroup": "3:cpu,cpuacct:/docker/1f\n0::/\n",
+            "sys/fs/cgroup/cpu/cpu.cfs_quota_us": quota,
+            "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000",
+        },
+    )
     assert platform.usable_cores(here, range(8)) == cores
 
 
 def test_memory_that_a_cgroup_leaves_counts_files_as_free(tmp_path):
-    v2 = files(tmp_path / "v2", **{"proc/self/cgroup": "0::/box\n", "sys/fs/cgroup/box/memory.max": "1000",
-                                   "sys/fs/cgroup/box/memory.current": "700",
-                                   "sys/fs/cgroup/box/memory.stat": "anon 600\ninactive_file 50\n"})  # fmt: skip
-    v1 = files(tmp_path / "v1", **{"proc/self/cgroup": "4:memory:/box\n",
-                                   "sys/fs/cgroup/memory/box/memory.limit_in_bytes": "1000",
-                                   "sys/fs/cgroup/memory/box/memory.usage_in_bytes": "1100"})  # fmt: skip
-    unlimited = files(tmp_path / "max", **{"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": "max",
-                                           "sys/fs/cgroup/memory.current": "700"})  # fmt: skip
+    v2 = files(
+        tmp_path / "v2",
+        **{
+            "proc/self/cgroup": "0::/box\n",
+            "sys/fs/cgroup/box/memory.max": "1000",
+            "sys/fs/cgroup/box/memory.current": "700",
+            "sys/fs/cgroup/box/memory.stat": "anon 600\ninactive_file 50\n",
+        },
+    )
+    v1 = files(
+        tmp_path / "v1",
+        **{
+            "proc/self/cgroup": "4:memory:/box\n",
+            "sys/fs/cgroup/memory/box/memory.limit_in_bytes": "1000",
+            "sys/fs/cgroup/memory/box/memory.usage_in_bytes": "1100",
+        },
+    )
+    unlimited = files(
+        tmp_path / "max",
+        **{
+            "proc/self/cgroup": "0::/\n",
+            "sys/fs/cgroup/memory.max": "max",
+            "sys/fs/cgroup/memory.current": "700",
+        },
+    )
     assert (cgroup.memory_left(v2), cgroup.memory_left(v1)) == (350, 0)
-    assert cgroup.memory_left(unlimited) is None and cgroup.memory_left(tmp_path / "elsewhere") is None
+    assert (
+        cgroup.memory_left(unlimited) is None and cgroup.memory_left(tmp_path / "elsewhere") is None
+    )

@@ -1,6 +1,8 @@
-"""What keeps a quantizing chain from firing, or its kernel from running: scheme, group, layout and range, by name.
+"""What keeps a quantizing chain from firing, or its kernel from running: scheme, group, layout and
+range, by name.
 
-The other blockers are in test_blockers.py. Also behind a graph break, in a recompile, and where Inductor takes over.
+The other blockers are in test_blockers.py. Also behind a graph break, in a recompile, and where
+Inductor takes over.
 """
 
 import re
@@ -14,7 +16,20 @@ from kernel_cases import CASES
 from kernel_cases.draw import Draw
 from kernel_cases.rows import one_process_group
 from latent import BIND_LATENT
-from latent_blockers import KEYS, MULTIPLIED, ROTATED, H, L, P, R, T, V, latent_attention, multiplied, rand
+from latent_blockers import (
+    KEYS,
+    MULTIPLIED,
+    ROTATED,
+    H,
+    L,
+    P,
+    R,
+    T,
+    V,
+    latent_attention,
+    multiplied,
+    rand,
+)
 from refusals import refusal_text
 from rewriting import explained, since
 from test_counts import own
@@ -77,30 +92,52 @@ def padded(columns: int) -> Callable[..., Any]:
     return function
 
 
-def int8_keys(x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, k_pe: Tensor) -> Any:
-    both = ops.scaled_linear_int8(x, weight, x_scale, weight_scale, out_dtype=k_pe.dtype).view(T, H, P + V)
+def int8_keys(
+    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, k_pe: Tensor
+) -> Any:
+    both = ops.scaled_linear_int8(x, weight, x_scale, weight_scale, out_dtype=k_pe.dtype).view(
+        T, H, P + V
+    )
     return torch.cat((both[..., :P], k_pe.expand(T, H, R)), -1), both[..., P:] * 1.5
 
 
-INT8 = (torch.ones(T, L, dtype=torch.int8), torch.ones(H * (P + V), L, dtype=torch.int8), torch.ones(T, 1),
-        torch.ones(H * (P + V), 1), KEYS[-1])  # fmt: skip
+INT8 = (
+    torch.ones(T, L, dtype=torch.int8),
+    torch.ones(H * (P + V), L, dtype=torch.int8),
+    torch.ones(T, 1),
+    torch.ones(H * (P + V), 1),
+    KEYS[-1],
+)
 
 
-def turned_product(x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, k_pe: Tensor) -> Any:
+def turned_product(
+    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, k_pe: Tensor
+) -> Any:
     product = ops.scaled_linear_fp8(x, weight, x_scale, weight_scale, out_dtype=k_pe.dtype)
     both = product.t().reshape(T, H, P + V)
     return torch.cat((both[..., :P], k_pe.expand(T, H, R)), -1), both[..., P:] * 1.5
 
 
-def plain_product(q: Tensor, q_pe: Tensor, kv_c: Tensor, k_pe: Tensor, cos: Tensor, sin: Tensor, handle: Tensor,
-                  weight: Tensor, weight_scale: Tensor) -> Any:  # fmt: skip
+def plain_product(
+    q: Tensor,
+    q_pe: Tensor,
+    kv_c: Tensor,
+    k_pe: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    handle: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+) -> Any:
     latent = torch.einsum("thp,hlp->thl", q, weight.to(q.dtype))
     return latent_attention()(latent, q_pe, kv_c, k_pe, cos, sin, handle)
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A function, and what report.why says of the rewrite; `where`: it fires, and it is the kernel there that refuses."""
+    """A function, and what report.why says of the rewrite; `where`: it fires, and it is the kernel
+    there that refuses.
+    """
 
     function: Callable[..., Any]
     inputs: tuple[Tensor, ...]
@@ -110,8 +147,14 @@ class Cell:
 
 BLOCKERS = ("scheme", "group", "layout", "range")
 ANY_ROWS, NO_SCALE = "n/a: its tiles take any size", "n/a: nothing is quantized"
-NO_RANGE, GROUP, SQUARE = "n/a: no Triton kernel sums over processes", one_process_group(), rand(64, 64)
-SUM_TURNED = r"expected (add_)?rms_norm.* reading all_reduce.* directly; found permute\(dims=\(-1, -2\)\)"
+NO_RANGE, GROUP, SQUARE = (
+    "n/a: no Triton kernel sums over processes",
+    one_process_group(),
+    rand(64, 64),
+)
+SUM_TURNED = (
+    r"expected (add_)?rms_norm.* reading all_reduce.* directly; found permute\(dims=\(-1, -2\)\)"
+)
 TABLE: dict[str, dict[str, Cell | str]] = {
     "rms_norm_quant": {
         "scheme": Cell(normed(by_hand), (X, W), BY_HAND),
@@ -141,40 +184,63 @@ TABLE: dict[str, dict[str, Cell | str]] = {
         "scheme": NO_SCALE,
         "group": NO_SCALE,
         "layout": Cell(
-            lambda x, w: ops.rms_norm(ops.all_reduce(x, GROUP).t(), w, 1e-6), (SQUARE, W), SUM_TURNED),
+            lambda x, w: ops.rms_norm(ops.all_reduce(x, GROUP).t(), w, 1e-6),
+            (SQUARE, W),
+            SUM_TURNED,
+        ),
         "range": NO_RANGE,
     },
     "allreduce_add_rms_norm": {
         "scheme": NO_SCALE,
         "group": NO_SCALE,
         "layout": Cell(
-            lambda x, r, w: ops.add_rms_norm(ops.all_reduce(x, GROUP).t(), r, w, 1e-6), (SQUARE, SQUARE, W), SUM_TURNED),
+            lambda x, r, w: ops.add_rms_norm(ops.all_reduce(x, GROUP).t(), r, w, 1e-6),
+            (SQUARE, SQUARE, W),
+            SUM_TURNED,
+        ),
         "range": NO_RANGE,
     },
     "linear_split_cat": {
-        "scheme": Cell(int8_keys, INT8, "no anchor: the graph has no linear_mxfp4 and no scaled_linear_fp8"),
+        "scheme": Cell(
+            int8_keys, INT8, "no anchor: the graph has no linear_mxfp4 and no scaled_linear_fp8"
+        ),
         "group": "n/a: the op has one size of blocks",
-        "layout": Cell(turned_product, KEYS, r"reading scaled_linear_fp8.*; found permute\(dims=\(-1, -2\)\)"),
+        "layout": Cell(
+            turned_product, KEYS, r"reading scaled_linear_fp8.*; found permute\(dims=\(-1, -2\)\)"
+        ),
         "range": ANY_ROWS,
     },
     "mla_rope_kv_write": {
         "scheme": NO_SCALE,
         "group": NO_SCALE,
         "layout": Cell(
-            latent_attention(of_k=lambda k: k.transpose(0, 1).reshape(k.shape)), ROTATED,
-            r"mla_kv_write.* reading rope directly; found permute"),
+            latent_attention(of_k=lambda k: k.transpose(0, 1).reshape(k.shape)),
+            ROTATED,
+            r"mla_kv_write.* reading rope directly; found permute",
+        ),
         "range": ANY_ROWS,
     },
     "bmm_rope_kv_write": {
-        "scheme": Cell(plain_product, MULTIPLIED, "no anchor: the graph has no bmm_mxfp4 and no scaled_bmm_fp8"),
-        "group": Cell(multiplied(group=64), MULTIPLIED, "quant_fp8_group with group=128; found group=64"),
+        "scheme": Cell(
+            plain_product, MULTIPLIED, "no anchor: the graph has no bmm_mxfp4 and no scaled_bmm_fp8"
+        ),
+        "group": Cell(
+            multiplied(group=64), MULTIPLIED, "quant_fp8_group with group=128; found group=64"
+        ),
         "layout": Cell(
-            multiplied(after=lambda x: x.transpose(0, 1).reshape(x.shape)), MULTIPLIED,
-            r"reading scaled_bmm_fp8.*; found permute"),
+            multiplied(after=lambda x: x.transpose(0, 1).reshape(x.shape)),
+            MULTIPLIED,
+            r"reading scaled_bmm_fp8.*; found permute",
+        ),
         "range": ANY_ROWS,
     },
-}  # fmt: skip
-REAL = [(rewrite, blocker) for rewrite, row in TABLE.items() for blocker, cell in row.items() if isinstance(cell, Cell)]
+}
+REAL = [
+    (rewrite, blocker)
+    for rewrite, row in TABLE.items()
+    for blocker, cell in row.items()
+    if isinstance(cell, Cell)
+]
 
 
 @pytest.mark.parametrize(("rewrite", "blocker"), REAL)
@@ -182,8 +248,11 @@ def test_the_reason_is_the_blocker(rewrite: str, blocker: str) -> None:
     cell = TABLE[rewrite][blocker]
     assert isinstance(cell, Cell) and tuple(TABLE[rewrite]) == BLOCKERS
     with register_pass(BIND_LATENT, before="mla_rope_kv_write"):
-        report = (atomc.explain(cell.function, *cell.inputs, platform=cell.where, options=STRICT) if cell.where
-                  else explained(cell.function, *cell.inputs, tolerance=1e-2))  # fmt: skip
+        report = (
+            atomc.explain(cell.function, *cell.inputs, platform=cell.where, options=STRICT)
+            if cell.where
+            else explained(cell.function, *cell.inputs, tolerance=1e-2)
+        )
     assert report.matches[rewrite] == bool(cell.where)
     assert re.search(cell.why, report.why(rewrite)), report.why(rewrite)
 
@@ -192,23 +261,42 @@ def test_the_reason_is_the_blocker(rewrite: str, blocker: str) -> None:
 
 
 def test_a_layout_that_no_reader_of_fp8_has_is_refused_by_name() -> None:
-    with pytest.raises(OptionsError, match=r"option layout='contiguous': has no reader and writer on .*'paged'"):
-        program.compile_model(own("llama", 1), {**STRICT, "kv_cache_dtype": "fp8", "layout": "contiguous"})
+    with pytest.raises(
+        OptionsError, match=r"option layout='contiguous': has no reader and writer on .*'paged'"
+    ):
+        program.compile_model(
+            own("llama", 1), {**STRICT, "kv_cache_dtype": "fp8", "layout": "contiguous"}
+        )
 
 
-@pytest.mark.parametrize("op", ["kv_write", "rope_kv_write", "qk_norm_rope_kv_write", "paged_attention"])
-@pytest.mark.parametrize(("scales", "sentence"), [
-    (torch.ones(2), r"k_scale is torch.float32 \[2\]: written for one number of fp32 a cache"),
-    (torch.ones(1).half(), r"k_scale is torch.float16 \[1\]: written for one number of fp32 a cache"),
-], ids=["a scale a head", "fp16"])  # fmt: skip
+@pytest.mark.parametrize(
+    "op", ["kv_write", "rope_kv_write", "qk_norm_rope_kv_write", "paged_attention"]
+)
+@pytest.mark.parametrize(
+    ("scales", "sentence"),
+    [
+        (torch.ones(2), r"k_scale is torch.float32 \[2\]: written for one number of fp32 a cache"),
+        (
+            torch.ones(1).half(),
+            r"k_scale is torch.float16 \[1\]: written for one number of fp32 a cache",
+        ),
+    ],
+    ids=["a scale a head", "fp16"],
+)
 def test_scales_of_another_kind_are_refused_by_name(op: str, scales: Tensor, sentence: str) -> None:
     pytest.importorskip("triton")
     assert kernels.load("triton") is None
     case = next(make for name, make in CASES[op].items() if name.startswith("fp8"))
     [kernel] = [kernel for kernel in ops.REGISTRY[op].kernels if kernel.provider == "triton"]
     arguments = case(Draw(torch.bfloat16))
-    assert refusal_text(kernel, Platform.named("h200"), arguments | {"k_scale": None, "v_scale": None}) is None
-    assert re.match(sentence, refusal_text(kernel, Platform.named("h200"), arguments | {"k_scale": scales}) or "")
+    assert (
+        refusal_text(kernel, Platform.named("h200"), arguments | {"k_scale": None, "v_scale": None})
+        is None
+    )
+    assert re.match(
+        sentence,
+        refusal_text(kernel, Platform.named("h200"), arguments | {"k_scale": scales}) or "",
+    )
 
 
 # ---- behind a graph break, in a recompile, and where Inductor takes over
@@ -218,20 +306,36 @@ def doubled(y: Tensor) -> Any:
     return ops.quant_fp8_per_token(y * 2)
 
 
-def doubled_keys(x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, k_pe: Tensor) -> Any:
+def doubled_keys(
+    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, k_pe: Tensor
+) -> Any:
     both = ops.scaled_linear_fp8(x, weight, x_scale, weight_scale, out_dtype=k_pe.dtype) * 2
     both = both.view(-1, H, P + V)
     return torch.cat((both[..., :P], k_pe.expand(-1, H, R)), -1), both[..., P:] * 1.5
 
 
 BLOCKED = {
-    "rms_norm_quant": (normed(doubled), (X, W), r"reading rms_norm.*; found mul\(other=2\).* in between"),
-    "silu_and_mul_quant": (gated(doubled), (X, RESIDUAL), r"reading silu_and_mul.*; found mul\(other=2\).* in between"),
-    "linear_split_cat": (doubled_keys, KEYS, r"reading scaled_linear_fp8.*; found mul\(other=2\).* in between"),
+    "rms_norm_quant": (
+        normed(doubled),
+        (X, W),
+        r"reading rms_norm.*; found mul\(other=2\).* in between",
+    ),
+    "silu_and_mul_quant": (
+        gated(doubled),
+        (X, RESIDUAL),
+        r"reading silu_and_mul.*; found mul\(other=2\).* in between",
+    ),
+    "linear_split_cat": (
+        doubled_keys,
+        KEYS,
+        r"reading scaled_linear_fp8.*; found mul\(other=2\).* in between",
+    ),
 }
 
 
-def reasons(rewrite: str, function: Callable[..., Any], *calls: tuple[Tensor, ...], **how: Any) -> list[str]:
+def reasons(
+    rewrite: str, function: Callable[..., Any], *calls: tuple[Tensor, ...], **how: Any
+) -> list[str]:
     """What each graph that these calls compile says of the rewrite."""
     before = atomc.reports()
     compiled = torch.compile(function, backend="atom", options=STRICT, **how)
@@ -274,6 +378,10 @@ def test_a_chain_that_a_graph_break_cuts_says_where() -> None:
 
 
 def test_where_inductor_takes_over_it_says_why_the_graph_was_not_treated() -> None:
-    compiled = torch.compile(normed(ops.quant_fp8_per_token), backend="atom", options={"glue": "eager"})
+    compiled = torch.compile(
+        normed(ops.quant_fp8_per_token), backend="atom", options={"glue": "eager"}
+    )
     compiled(X, W.clone().requires_grad_())
-    assert "the graph was not treated: gradients are enabled" in atomc.reports()[-1].why("rms_norm_quant")
+    assert "the graph was not treated: gradients are enabled" in atomc.reports()[-1].why(
+        "rms_norm_quant"
+    )

@@ -1,4 +1,6 @@
-"""Quantized checkpoints: written by the libraries that define them, or by hand as they are described, then loaded."""
+"""Quantized checkpoints: written by the libraries that define them, or by hand as they are
+described, then loaded.
+"""
 
 import json
 from collections.abc import Callable
@@ -18,9 +20,18 @@ from atomc.program import compile_model
 from atomc.quantization import QuantizedLinear
 from atomc.quantization.scheme import ONLINE, Fp8, as_fnuz
 
-CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 48, "hidden_size": 256,
-          "intermediate_size": 384, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-          "max_position_embeddings": 64, "dtype": "bfloat16"}  # fmt: skip
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 48,
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "dtype": "bfloat16",
+}
 IDS, POSITIONS = torch.tensor([3, 1, 4, 1, 5]), torch.arange(5)
 KEPT = "model.layers.1.mlp.down_proj"
 Tensors = dict[str, Tensor]
@@ -34,7 +45,10 @@ def sqnr(exact: Tensor, other: Tensor) -> float:
 def tensors() -> Tensors:
     """The weights of a random model, in bf16."""
     torch.manual_seed(0)
-    return {name: weight.detach() for name, weight in models.build(CONFIG, torch.bfloat16).named_parameters()}
+    return {
+        name: weight.detach()
+        for name, weight in models.build(CONFIG, torch.bfloat16).named_parameters()
+    }
 
 
 def is_linear(name: str) -> bool:
@@ -44,11 +58,15 @@ def is_linear(name: str) -> bool:
 def write(path: Path, stored: Tensors, quantization: dict[str, Any] | None, **differs: Any) -> Path:
     config = CONFIG | ({"quantization_config": quantization} if quantization else {}) | differs
     (path / "config.json").write_text(json.dumps(config))
-    save_file({name: tensor.contiguous() for name, tensor in stored.items()}, path / "model.safetensors")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in stored.items()}, path / "model.safetensors"
+    )
     return path
 
 
-def checkpoint(path: Path, quantization: dict[str, Any], packed: Callable[[Tensor], Tensors], **differs: Any) -> Path:
+def checkpoint(
+    path: Path, quantization: dict[str, Any], packed: Callable[[Tensor], Tensors], **differs: Any
+) -> Path:
     """Each linear layer but KEPT as `packed` stores it: names without the layer's."""
     stored: Tensors = {}
     for name, weight in tensors().items():
@@ -61,8 +79,11 @@ def checkpoint(path: Path, quantization: dict[str, Any], packed: Callable[[Tenso
 
 
 def layers(model: nn.Module) -> dict[str, QuantizedLinear]:
-    return {name.removeprefix("hf_model."): layer for name, layer in model.named_modules()
-            if isinstance(layer, QuantizedLinear)}  # fmt: skip
+    return {
+        name.removeprefix("hf_model."): layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, QuantizedLinear)
+    }
 
 
 def assert_means(model: nn.Module, reference: Tensors, decibels: float = 40.0) -> None:
@@ -71,7 +92,9 @@ def assert_means(model: nn.Module, reference: Tensors, decibels: float = 40.0) -
     assert set(found) == set(reference) and KEPT not in found
     for name, layer in found.items():
         assert sqnr(reference[name], layer.dequantized()) > decibels, name
-    assert type(model.get_submodule("hf_model." * isinstance(model, StockModel) + KEPT)) is nn.Linear
+    assert (
+        type(model.get_submodule("hf_model." * isinstance(model, StockModel) + KEPT)) is nn.Linear
+    )
     assert torch.isfinite(model(IDS, POSITIONS)).all()
 
 
@@ -87,20 +110,31 @@ def refusal(path: Path, **how: Any) -> str:
 
 
 def compressed(path: Path, preset: str) -> Tensors:
-    """Have compressed-tensors write a quantized model of transformers, and read it back: the weights that it then has."""
+    """Have compressed-tensors write a quantized model of transformers, and read it back: the
+    weights that it then has.
+    """
     pytest.importorskip("compressed_tensors")
     transformers = pytest.importorskip("transformers")
     from compressed_tensors.compressors.model_compressors.model_compressor import ModelCompressor
-    from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config, preset_name_to_scheme
+    from compressed_tensors.quantization import (
+        QuantizationConfig,
+        apply_quantization_config,
+        preset_name_to_scheme,
+    )
     from compressed_tensors.quantization.utils import calculate_qparams
 
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**CONFIG)).to(torch.bfloat16)
     scheme = preset_name_to_scheme(preset, ["Linear"])
-    config = QuantizationConfig(config_groups={"group_0": scheme}, ignore=["lm_head", f"re:.*{KEPT}"],
-                                quantization_status="frozen")  # fmt: skip
+    config = QuantizationConfig(
+        config_groups={"group_0": scheme},
+        ignore=["lm_head", f"re:.*{KEPT}"],
+        quantization_status="frozen",
+    )
     apply_quantization_config(model, config)
-    quantized = {name: layer for name, layer in model.named_modules() if hasattr(layer, "weight_scale")}
+    quantized = {
+        name: layer for name, layer in model.named_modules() if hasattr(layer, "weight_scale")
+    }
     for layer in quantized.values():
         args, weight = layer.quantization_scheme.weights, layer.weight.data.float()
         groups = {
@@ -110,9 +144,13 @@ def compressed(path: Path, preset: str) -> Tensors:
             "block": lambda w: w.reshape(len(w) // 128, 128, -1, 128).transpose(1, 2).flatten(2),
         }[args.strategy](weight)
         scale, zero = calculate_qparams(groups.amin(-1), groups.amax(-1), args)
-        layer.weight_scale.data = scale.reshape(layer.weight_scale.shape).to(layer.weight_scale.dtype)
+        layer.weight_scale.data = scale.reshape(layer.weight_scale.shape).to(
+            layer.weight_scale.dtype
+        )
         if hasattr(layer, "weight_zero_point"):
-            layer.weight_zero_point.data = zero.reshape(layer.weight_zero_point.shape).to(layer.weight_zero_point.dtype)
+            layer.weight_zero_point.data = zero.reshape(layer.weight_zero_point.shape).to(
+                layer.weight_zero_point.dtype
+            )
         if hasattr(layer, "input_scale"):
             layer.input_scale.data.fill_(0.01)
     compressor = ModelCompressor.from_pretrained_model(model)
@@ -155,8 +193,12 @@ def test_a_layer_of_another_kind_than_the_config_says_is_refused(tmp_path: Path)
 
 # fp8 as Hugging Face and DeepSeek store it
 
-FP8_BLOCK = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
-             "modules_to_not_convert": [KEPT]}  # fmt: skip
+FP8_BLOCK = {
+    "quant_method": "fp8",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+    "modules_to_not_convert": [KEPT],
+}
 FP8_TENSOR = {"quant_method": "fp8", "activation_scheme": "dynamic", "ignored_layers": [KEPT]}
 
 
@@ -177,7 +219,9 @@ def test_blocks_of_fp8_mean_what_transformers_says(
     transformers = pytest.importorskip("transformers")
     path = checkpoint(tmp_path, FP8_BLOCK, fp8_blocks)
     theirs = transformers.LlamaForCausalLM.from_pretrained(
-        path, dtype=torch.float32, quantization_config=transformers.FineGrainedFP8Config(dequantize=True)
+        path,
+        dtype=torch.float32,
+        quantization_config=transformers.FineGrainedFP8Config(dequantize=True),
     )
     if stock:
         monkeypatch.setattr(models, "REGISTRY", {})
@@ -202,14 +246,19 @@ def test_scales_of_layers_with_one_input_become_the_largest_of_them(tmp_path: Pa
 
 def test_a_static_scale_is_read_and_shared_too(tmp_path: Path) -> None:
     scales = iter(torch.linspace(0.01, 0.02, 13))
-    path = checkpoint(tmp_path, FP8_TENSOR | {"activation_scheme": "static"},
-                      lambda weight: fp8_tensor(weight) | {"input_scale": next(scales).reshape(1)})  # fmt: skip
+    path = checkpoint(
+        tmp_path,
+        FP8_TENSOR | {"activation_scheme": "static"},
+        lambda weight: fp8_tensor(weight) | {"input_scale": next(scales).reshape(1)},
+    )
     model = load(path, progress=False)
     attention = model.get_submodule("model.layers.0.self_attn")
     assert attention.q_proj.method.scheme == Fp8("tensor", "static")
     assert attention.q_proj.input_scale is attention.v_proj.input_scale
     stored = load_file(path / "model.safetensors")
-    largest = max(stored[f"model.layers.0.self_attn.{name}_proj.input_scale"].item() for name in "qkv")
+    largest = max(
+        stored[f"model.layers.0.self_attn.{name}_proj.input_scale"].item() for name in "qkv"
+    )
     assert attention.q_proj.input_scale.item() == largest
 
 
@@ -253,7 +302,9 @@ def meant(weight: Tensor) -> Tensor:
 
 
 def words(codes: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
-    """Eight neighbours of the last dimension in an int32; at bits 4i lies the one of number order[i]."""
+    """Eight neighbours of the last dimension in an int32; at bits 4i lies the one of number
+    order[i].
+    """
     packed = torch.zeros(*codes.shape[:-1], codes.shape[-1] // 8, dtype=torch.int64)
     for word in range(packed.shape[-1]):
         for i, number in enumerate(order):
@@ -274,16 +325,34 @@ def gptq(weight: Tensor, less: int = 1, **more: Tensor) -> Tensors:
 def awq(weight: Tensor) -> Tensors:
     codes, scale, zero = grouped(weight)
     order = (0, 2, 4, 6, 1, 3, 5, 7)
-    return {"qweight": words(codes.t(), order), "scales": scale.t().half(), "qzeros": words(zero.t(), order)}
+    return {
+        "qweight": words(codes.t(), order),
+        "scales": scale.t().half(),
+        "qzeros": words(zero.t(), order),
+    }
 
 
-GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": False, "sym": False,
-                        "modules_to_not_convert": [KEPT]}  # fmt: skip
-AWQ: dict[str, Any] = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm",
-                       "modules_to_not_convert": [KEPT]}  # fmt: skip
+GPTQ: dict[str, Any] = {
+    "quant_method": "gptq",
+    "bits": 4,
+    "group_size": 64,
+    "desc_act": False,
+    "sym": False,
+    "modules_to_not_convert": [KEPT],
+}
+AWQ: dict[str, Any] = {
+    "quant_method": "awq",
+    "bits": 4,
+    "group_size": 64,
+    "zero_point": True,
+    "version": "gemm",
+    "modules_to_not_convert": [KEPT],
+}
 INT4 = [
     pytest.param(GPTQ, gptq, id="gptq"),
-    pytest.param(GPTQ | {"checkpoint_format": "gptq_v2"}, lambda weight: gptq(weight, less=0), id="gptq_v2"),
+    pytest.param(
+        GPTQ | {"checkpoint_format": "gptq_v2"}, lambda weight: gptq(weight, less=0), id="gptq_v2"
+    ),
     pytest.param(AWQ, awq, id="awq"),
 ]
 
@@ -300,26 +369,46 @@ def test_int4_of_other_orders_means_the_same_values(
 def test_activation_order_is_refused_also_where_only_the_weights_show_it(tmp_path: Path) -> None:
     shuffled = torch.randperm(384, generator=torch.Generator().manual_seed(0)).int() // 64
     path = checkpoint(
-        tmp_path, GPTQ, lambda weight: gptq(weight, **({"g_idx": shuffled} if weight.shape[1] == 384 else {}))
+        tmp_path,
+        GPTQ,
+        lambda weight: gptq(weight, **({"g_idx": shuffled} if weight.shape[1] == 384 else {})),
     )
     assert refusal(path) == (
-        "PATH: model.layers.0.mlp.down_proj: g_idx is not in order: activation order (desc_act) is not supported, "
+        "PATH: model.layers.0.mlp.down_proj: g_idx is not in order: activation order "
+        "(desc_act) is not supported, "
         "quantize with desc_act=False"
     )
 
 
 def test_a_symmetric_config_with_other_zero_points_is_refused(tmp_path: Path) -> None:
     path = checkpoint(tmp_path, GPTQ | {"sym": True}, gptq)
-    assert refusal(path).endswith("qzeros has zero points other than 8, but the config is symmetric")
+    assert refusal(path).endswith(
+        "qzeros has zero points other than 8, but the config is symmetric"
+    )
 
 
 # MXFP4
 
 
-QUARK = {"quant_method": "quark", "exclude": ["lm_head", f"*{KEPT}"], "global_quant_config": {
-    "weight": {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"},
-    "input_tensors": {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0",
-                      "is_dynamic": True}}}  # fmt: skip
+QUARK = {
+    "quant_method": "quark",
+    "exclude": ["lm_head", f"*{KEPT}"],
+    "global_quant_config": {
+        "weight": {
+            "dtype": "fp4",
+            "qscheme": "per_group",
+            "group_size": 32,
+            "scale_format": "e8m0",
+        },
+        "input_tensors": {
+            "dtype": "fp4",
+            "qscheme": "per_group",
+            "group_size": 32,
+            "scale_format": "e8m0",
+            "is_dynamic": True,
+        },
+    },
+}
 
 
 def test_mxfp4_of_quark(tmp_path: Path) -> None:
@@ -332,7 +421,9 @@ def test_mxfp4_of_quark(tmp_path: Path) -> None:
         if is_linear(name):
             made = packed(weight)
             values = e2m1_values(unpack_e2m1(made["weight"])).view(len(weight), -1, 32)
-            reference[name.removesuffix(".weight")] = (values * e8m0_values(made["weight_scale"])[..., None]).flatten(1)
+            reference[name.removesuffix(".weight")] = (
+                values * e8m0_values(made["weight_scale"])[..., None]
+            ).flatten(1)
     assert_means(model, reference, 200.0)
 
 
@@ -359,7 +450,9 @@ def without(name: str) -> Callable[[Path], None]:
 
 def with_tensor(name: str, tensor: Tensor) -> Callable[[Path], None]:
     def spoil(path: Path) -> None:
-        save_file(load_file(path / "model.safetensors") | {name: tensor}, path / "model.safetensors")
+        save_file(
+            load_file(path / "model.safetensors") | {name: tensor}, path / "model.safetensors"
+        )
 
     return spoil
 
@@ -377,18 +470,38 @@ UP = "model.layers.0.mlp.up_proj"
     [
         (without(f"{UP}.weight_scale_inv"), f"missing {UP}.weight_scale"),
         (without(f"{UP}.weight"), f"missing {UP}.weight."),
-        (with_tensor(f"{UP}.weight_scale_inv", torch.ones(3, 3)), f"{UP}.weight_scale is [3, 3], expected [3, 2]"),
-        (with_tensor(f"{UP}.weight", torch.ones(384, 256)), f"{UP}.weight is F32, expected F8_E4M3"),
+        (
+            with_tensor(f"{UP}.weight_scale_inv", torch.ones(3, 3)),
+            f"{UP}.weight_scale is [3, 3], expected [3, 2]",
+        ),
+        (
+            with_tensor(f"{UP}.weight", torch.ones(384, 256)),
+            f"{UP}.weight is F32, expected F8_E4M3",
+        ),
         (with_tensor(f"{UP}.qweight", torch.ones(384, 256)), f"unexpected {UP}.qweight"),
-        (with_tensor(f"{KEPT}.weight", torch.ones(256, 384).to(torch.float8_e4m3fn)),
-         f"{KEPT}.weight is F8_E4M3, expected F64 or F32 or F16 or BF16"),
+        (
+            with_tensor(f"{KEPT}.weight", torch.ones(256, 384).to(torch.float8_e4m3fn)),
+            f"{KEPT}.weight is F8_E4M3, expected F64 or F32 or F16 or BF16",
+        ),
         (truncated, "model.safetensors is damaged or incomplete"),
     ],
-    ids=["no scale", "no weight", "wrong shape", "not quantized", "another format", "quantized", "truncated"],
-)  # fmt: skip
+    ids=[
+        "no scale",
+        "no weight",
+        "wrong shape",
+        "not quantized",
+        "another format",
+        "quantized",
+        "truncated",
+    ],
+)
 @pytest.mark.parametrize("stock", [False, True], ids=["ours", "stock"])
 def test_a_checkpoint_that_does_not_fit_is_refused_by_name(
-    spoil: Callable[[Path], None], sentence: str, stock: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    spoil: Callable[[Path], None],
+    sentence: str,
+    stock: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     path = checkpoint(tmp_path, FP8_BLOCK, fp8_blocks)
     spoil(path)
@@ -403,7 +516,9 @@ def test_a_checkpoint_that_does_not_fit_is_refused_by_name(
 
 def test_a_file_beside_the_weights_counts_more_than_config_json(tmp_path: Path) -> None:
     path = checkpoint(tmp_path, {"quant_method": "unheard"}, gptq)
-    (path / "quantize_config.json").write_text(json.dumps({key: GPTQ[key] for key in GPTQ if key != "quant_method"}))
+    (path / "quantize_config.json").write_text(
+        json.dumps({key: GPTQ[key] for key in GPTQ if key != "quant_method"})
+    )
     assert len(layers(load(path, progress=False))) == 13
 
 
@@ -416,7 +531,8 @@ def test_what_the_caller_says_counts_most(tmp_path: Path) -> None:
 def test_quantizing_what_is_quantized_is_refused(tmp_path: Path) -> None:
     path = checkpoint(tmp_path, FP8_BLOCK, fp8_blocks)
     assert refusal(path, quantization="int8") == (
-        "PATH is already quantized (fp8), so it cannot be quantized to int8: omit `quantization`, or use the "
+        "PATH is already quantized (fp8), so it cannot be quantized to int8: omit "
+        "`quantization`, or use the "
         "original checkpoint"
     )
     assert len(layers(load(path, progress=False, quantization="fp8"))) == 13

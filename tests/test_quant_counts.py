@@ -1,4 +1,6 @@
-"""How often norms and activations quantize their own result in quantized Llamas, by formula, whatever the depth."""
+"""How often norms and activations quantize their own result in quantized Llamas, by formula,
+whatever the depth.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,9 +15,16 @@ from atomc import models, program
 from atomc.quantization.linear import LinearMethod, QuantizedLinear
 from atomc.report.report import Report
 
-# How a scheme of atomc.quantize quantizes activations. "static" stands for a checkpoint that brings their scales.
-ACTIVATIONS = {"fp8": "fp8_per_token", "fp8_per_token": "fp8_per_token", "fp8_block": "fp8_group", "int8": "int8_per_token",
-               "mxfp4": "mxfp4", "static": "fp8_static"}  # fmt: skip
+# How a scheme of atomc.quantize quantizes activations. "static" stands for a checkpoint that brings
+# their scales.
+ACTIVATIONS = {
+    "fp8": "fp8_per_token",
+    "fp8_per_token": "fp8_per_token",
+    "fp8_block": "fp8_group",
+    "int8": "int8_per_token",
+    "mxfp4": "mxfp4",
+    "static": "fp8_static",
+}
 # Rows of every projection that end at the border of a block of 128, so that all merge.
 BLOCKS = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 64}
 
@@ -23,9 +32,10 @@ BLOCKS = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 64}
 def formula(scheme: str, layers: int) -> dict[str, int]:
     """Each layer quantizes for four products: q, k, v; o; gate, up; down.
 
-    Before the first and the third stands a norm: 2L, one of which, the model's first, has no add before it. The norm at
-    the other border, the model's last, is read by lm_head, which is kept as it is. Before the fourth stands the
-    activation: L. Before the second stands attention, behind which the quantizer stays: L.
+    Before the first and the third stands a norm: 2L, one of which, the model's first, has no add
+    before it. The norm at the other border, the model's last, is read by lm_head, which is kept as
+    it is. Before the fourth stands the activation: L. Before the second stands attention, behind
+    which the quantizer stays: L.
     """
     activations = ACTIVATIONS[scheme]
     return {
@@ -52,15 +62,32 @@ def check(report: Report, scheme: str, layers: int) -> None:
     expected = formula(scheme, layers)
     assert counted(report, expected) == expected
     quantizer = f"quant_{ACTIVATIONS[scheme]}"
-    # What is left behind: the quantizers behind attention, and the norm at the end, which joined its add.
-    left = {name: report.num_ops.get(name, 0) for name in ("rms_norm", "add_rms_norm", "silu_and_mul", quantizer)}
+    # What is left behind: the quantizers behind attention, and the norm at the end, which joined
+    # its add.
+    left = {
+        name: report.num_ops.get(name, 0)
+        for name in ("rms_norm", "add_rms_norm", "silu_and_mul", quantizer)
+    }
     assert left == {"rms_norm": 0, "add_rms_norm": 1, "silu_and_mul": 0, quantizer: layers}
-    assert sum(count for name, count in report.num_ops.items() if "linear" in name and name != "linear") == 4 * layers
+    assert (
+        sum(
+            count for name, count in report.num_ops.items() if "linear" in name and name != "linear"
+        )
+        == 4 * layers
+    )
 
 
-@pytest.mark.parametrize(("make", "layers", "dynamic"), [
-    (own, 1, False), (own, 2, True), (own, 4, False), (stock, 1, True), (stock, 2, False), (stock, 4, True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("make", "layers", "dynamic"),
+    [
+        (own, 1, False),
+        (own, 2, True),
+        (own, 4, False),
+        (stock, 1, True),
+        (stock, 2, False),
+        (stock, 4, True),
+    ],
+)
 def test_an_fp8_llama_follows_the_formula_at_any_depth(
     make: Callable[..., nn.Module], layers: int, dynamic: bool
 ) -> None:
@@ -68,7 +95,9 @@ def test_an_fp8_llama_follows_the_formula_at_any_depth(
     check(atomc.explain(model, dynamic=dynamic, options=STRICT), "fp8", layers)
 
 
-@pytest.mark.parametrize(("scheme", "make"), [("fp8_per_token", own), ("int8", stock), ("mxfp4", own), ("static", stock)])
+@pytest.mark.parametrize(
+    ("scheme", "make"), [("fp8_per_token", own), ("int8", stock), ("mxfp4", own), ("static", stock)]
+)
 def test_every_scheme_follows_it(scheme: str, make: Callable[..., nn.Module]) -> None:
     check(atomc.explain(quantized(make("llama", 2, "cpu"), scheme), options=STRICT), scheme, 2)
 
@@ -78,9 +107,14 @@ def test_blocks_that_end_at_the_border_of_a_projection_follow_it() -> None:
     check(atomc.explain(quantized(model, "fp8_block"), options=STRICT), "fp8_block", 2)
 
 
-@pytest.mark.parametrize(("make", "scheme", "cache"), [
-    (own, "fp8", "auto"), (lambda *given: models.wrap_stock(stock(*given)), "int8", "fp8"),
-], ids=["own", "stock"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("make", "scheme", "cache"),
+    [
+        (own, "fp8", "auto"),
+        (lambda *given: models.wrap_stock(stock(*given)), "int8", "fp8"),
+    ],
+    ids=["own", "stock"],
+)
 def test_in_the_runtime_keys_are_written_quantized_as_well(
     make: Callable[..., nn.Module], scheme: str, cache: str
 ) -> None:

@@ -13,10 +13,16 @@ from atomc.ops.schemes import SCHEMES
 from atomc.passes.fuse.quantizers import QUANTIZERS
 
 # Every quantizer with every value that its attributes may have.
-KINDS = [(quantizer, dict(zip(quantizer.decided, values, strict=True))) for quantizer in QUANTIZERS
-         for values in product(*(decided.values for decided in quantizer.decided.values()))]  # fmt: skip
+KINDS = [
+    (quantizer, dict(zip(quantizer.decided, values, strict=True)))
+    for quantizer in QUANTIZERS
+    for values in product(*(decided.values for decided in quantizer.decided.values()))
+]
 EACH_KIND = pytest.mark.parametrize(
-    ("quantizer", "decided"), KINDS, ids=[" ".join([q.scheme, *map(str, decided.values())]) for q, decided in KINDS])
+    ("quantizer", "decided"),
+    KINDS,
+    ids=[" ".join([q.scheme, *map(str, decided.values())]) for q, decided in KINDS],
+)
 NAMED = {p.name: p for p in passes.PIPELINE}
 X, R, W = torch.randn(3, 5, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
 W = W[0]
@@ -43,8 +49,13 @@ def test_every_quantizer_joins_the_norm_before_it(quantizer, decided, dtype):
         return shown(quantizer(ops.rms_norm(x, w, 1e-6), scale, **decided))
 
     text = rewritten(only("rms_norm_quant"), function, X.to(dtype), W.to(dtype), SCALE)
-    assert f"= rms_norm_quant(x, w, 1e-06, {'scale' if quantizer.is_static else 'None'}, 'after'" in text
-    assert f"scheme='{quantizer.scheme}'" in text and "quant_fp8" not in text.replace("rms_norm_quant", "")
+    assert (
+        f"= rms_norm_quant(x, w, 1e-06, {'scale' if quantizer.is_static else 'None'}, 'after'"
+        in text
+    )
+    assert f"scheme='{quantizer.scheme}'" in text and "quant_fp8" not in text.replace(
+        "rms_norm_quant", ""
+    )
 
 
 @EACH_KIND
@@ -96,7 +107,9 @@ def test_of_two_different_quantizers_one_joins_and_the_other_reads_what_is_kept(
 
 
 def test_a_view_between_changes_whose_rows_share_a_scale_and_is_a_near_miss():
-    report = explained(lambda x, w: shown(ops.quant_fp8_per_token(ops.rms_norm(x, w, 1e-6).view(10, 32))), X, W)
+    report = explained(
+        lambda x, w: shown(ops.quant_fp8_per_token(ops.rms_norm(x, w, 1e-6).view(10, 32))), X, W
+    )
     [miss] = report.misses("rms_norm_quant")
     assert "view" in miss.found
 
@@ -126,7 +139,9 @@ def test_the_whole_pipeline_fuses_a_written_out_norm_behind_an_add():
         def forward(self, x, r):
             total = x + r
             wide = total.float()
-            y = self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(total.dtype)
+            y = self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(
+                total.dtype
+            )
             return (*shown(ops.quant_fp8_per_token(y)), total)
 
     report = explained(Block(), X, R)
@@ -142,11 +157,15 @@ def test_a_quantizer_of_something_else_is_left_alone_with_what_is_missing():
 
 def test_without_a_quantizer_it_says_so():
     report = explained(lambda x, w: ops.rms_norm(x, w, 1e-6), X, W)
-    assert "no anchor: the graph has no quant_fp8_group and no quant_fp8_per_token" in report.why("rms_norm_quant")
+    assert "no anchor: the graph has no quant_fp8_group and no quant_fp8_per_token" in report.why(
+        "rms_norm_quant"
+    )
 
 
 def test_arithmetic_between_norm_and_quantizer_is_a_near_miss_with_its_name():
-    report = explained(lambda x, w: shown(ops.quant_fp8_per_token(ops.rms_norm(x, w, 1e-6) * 2)), X, W)
+    report = explained(
+        lambda x, w: shown(ops.quant_fp8_per_token(ops.rms_norm(x, w, 1e-6) * 2)), X, W
+    )
     [miss] = report.misses("rms_norm_quant")
     assert "mul" in miss.found and miss.kind == "extra op"
 
@@ -154,7 +173,9 @@ def test_arithmetic_between_norm_and_quantizer_is_a_near_miss_with_its_name():
 def test_groups_of_another_size_are_left_alone():
     report = explained(lambda x, w: shown(ops.quant_fp8_group(ops.rms_norm(x, w, 1e-6), 32)), X, W)
     assert not report.matches["rms_norm_quant"]
-    assert "it takes in no quant_fp8_group like quant_fp8_group(group=32" in report.why("rms_norm_quant")
+    assert "it takes in no quant_fp8_group like quant_fp8_group(group=32" in report.why(
+        "rms_norm_quant"
+    )
 
 
 def test_a_norm_behind_an_add_takes_the_quantizer_first():
@@ -175,7 +196,12 @@ def test_an_unknown_scheme_is_named_with_those_that_exist():
 
 
 def test_a_weight_in_neither_the_dtype_of_the_model_nor_fp32_is_a_near_miss():
-    report = explained(lambda x, w: shown(ops.quant_fp8_per_token(ops.rms_norm(x, w, 1e-6))), X, W.half())
+    report = explained(
+        lambda x, w: shown(ops.quant_fp8_per_token(ops.rms_norm(x, w, 1e-6))), X, W.half()
+    )
     [miss] = report.misses("rms_norm_quant")
     assert (miss.kind, miss.expected, miss.found) == (
-        "dtype", "`weight` in bfloat16 (the dtype of `x`) or float32", "float16")  # fmt: skip
+        "dtype",
+        "`weight` in bfloat16 (the dtype of `x`) or float32",
+        "float16",
+    )

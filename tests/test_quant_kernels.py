@@ -1,4 +1,6 @@
-"""Linear layers in few bits beyond the table of tests/test_kernels.py: every code, exact sums, refusals, who is chosen."""
+"""Linear layers in few bits beyond the table of tests/test_kernels.py: every code, exact sums,
+refusals, who is chosen.
+"""
 
 import importlib
 from typing import Any
@@ -6,7 +8,14 @@ from typing import Any
 import pytest
 import torch
 from kernel_cases.draw import Draw
-from kernel_cases.scaled_linear import fp8_operands, int4_operands, int8_operands, mxfp4_operands, scaled_blocks, scaled_fp8
+from kernel_cases.scaled_linear import (
+    fp8_operands,
+    int4_operands,
+    int8_operands,
+    mxfp4_operands,
+    scaled_blocks,
+    scaled_fp8,
+)
 from refusals import refusal_text
 from torch import Tensor, nn
 
@@ -19,15 +28,23 @@ pytest.importorskip("triton")
 assert kernels.load("triton") is None
 assert kernels.load("cuda") is None
 # Only where there is Triton.
-four_bits, int4_pairs, unpacking = (importlib.import_module(f"atomc.kernels.triton.{name}")
-                                    for name in ("four_bits", "int4_pairs", "unpacking"))  # fmt: skip
+four_bits, int4_pairs, unpacking = (
+    importlib.import_module(f"atomc.kernels.triton.{name}")
+    for name in ("four_bits", "int4_pairs", "unpacking")
+)
 
 H200 = Platform.named("h200")
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where it is a CPU, Triton's interpreter runs
+DEVICE = (
+    "cuda" if torch.cuda.is_available() else "cpu"
+)  # where it is a CPU, Triton's interpreter runs
 
 
 def kernel_of(op: str, module: str) -> ops.Kernel:
-    [found] = [kernel for kernel in ops.REGISTRY[op].kernels if kernel.function.__module__ == f"atomc.kernels.{module}"]
+    [found] = [
+        kernel
+        for kernel in ops.REGISTRY[op].kernels
+        if kernel.function.__module__ == f"atomc.kernels.{module}"
+    ]
     return found
 
 
@@ -36,8 +53,17 @@ def one_hot(columns: int) -> Tensor:
 
 
 # One program for all outputs: of one row of x, on the cores, and of several, on the tensor core.
-TILES = {"one row": {"BLOCK_N": 128, "BLOCK_W": 4, "num_warps": 4},
-         "rows": {"BLOCK_M": 32, "BLOCK_N": 128, "BLOCK_K": 32, "PARTS": 1, "num_warps": 1, "num_stages": 1}}  # fmt: skip
+TILES = {
+    "one row": {"BLOCK_N": 128, "BLOCK_W": 4, "num_warps": 4},
+    "rows": {
+        "BLOCK_M": 32,
+        "BLOCK_N": 128,
+        "BLOCK_K": 32,
+        "PARTS": 1,
+        "num_warps": 1,
+        "num_stages": 1,
+    },
+}
 
 
 @pytest.mark.parametrize("tile", list(TILES))
@@ -46,19 +72,39 @@ def test_every_int4_code_at_every_place_of_a_word_is_read_exactly(tile: str, zer
     codes = torch.stack([(torch.arange(32) + shift) % 16 for shift in range(16)])
     offset = torch.arange(16, dtype=torch.uint8)[:, None] if zeros else None
     out = four_bits.multiply(
-        one_hot(32), pack_int4(codes).to(DEVICE), torch.full((16, 1), 0.25, device=DEVICE),
-        None if offset is None else offset.to(DEVICE), None, None, 32, torch.float32, TILES[tile],
-    )  # fmt: skip
+        one_hot(32),
+        pack_int4(codes).to(DEVICE),
+        torch.full((16, 1), 0.25, device=DEVICE),
+        None if offset is None else offset.to(DEVICE),
+        None,
+        None,
+        32,
+        torch.float32,
+        TILES[tile],
+    )
     assert torch.equal(out.cpu(), ((codes - (8 if offset is None else offset)) * 0.25).float().T)
 
 
 @pytest.mark.parametrize("tile", list(TILES))
-def test_every_e2m1_code_at_every_place_of_a_word_is_read_exactly_under_every_scale(tile: str) -> None:
-    codes = torch.stack([(torch.arange(32) + shift) % 16 for shift in range(16)] * 5).to(torch.uint8)
+def test_every_e2m1_code_at_every_place_of_a_word_is_read_exactly_under_every_scale(
+    tile: str,
+) -> None:
+    codes = torch.stack([(torch.arange(32) + shift) % 16 for shift in range(16)] * 5).to(
+        torch.uint8
+    )
     magnitudes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     scales = torch.tensor([1, 100, 127, 200, 250], dtype=torch.uint8).repeat_interleave(16)[:, None]
-    out = four_bits.multiply(one_hot(32), unpacking.as_words(pack_e2m1(codes)).to(DEVICE), scales.to(DEVICE), None, None,
-                             None, 32, torch.float32, TILES[tile])  # fmt: skip
+    out = four_bits.multiply(
+        one_hot(32),
+        unpacking.as_words(pack_e2m1(codes)).to(DEVICE),
+        scales.to(DEVICE),
+        None,
+        None,
+        None,
+        32,
+        torch.float32,
+        TILES[tile],
+    )
     values = torch.cat([magnitudes, -magnitudes])[codes.long()] * 2.0 ** (scales.int() - 127)
     assert torch.equal(out.cpu(), values.T)
 
@@ -74,7 +120,9 @@ def test_a_scale_that_is_not_finite_shows_in_the_outputs_it_belongs_to_and_in_no
 @pytest.mark.parametrize("rows", [1, 5])
 def test_sums_of_int8_products_are_exact(module: str, rows: int) -> None:
     draw = Draw(torch.float32, DEVICE)
-    given = int8_operands(draw, rows, 4224, out=24) | {"x_scale": torch.ones(rows, 1, device=DEVICE)}
+    given = int8_operands(draw, rows, 4224, out=24) | {
+        "x_scale": torch.ones(rows, 1, device=DEVICE)
+    }
     given |= {"weight_scale": torch.ones(24, 1, device=DEVICE)}
     given["x"][0], given["weight"][0] = 127, 127  # a sum beyond 2^24, where fp32 skips numbers
     exact = given["x"].double() @ given["weight"].double().T
@@ -96,59 +144,184 @@ def few(op: str, **changed: Any) -> dict[str, Any]:
 E4M3 = torch.float8_e4m3fn
 
 
-@pytest.mark.parametrize(("op", "module", "platform", "changed", "sentence"), [
-    ("scaled_linear_fp8", "triton.scaled_linear", "sm80", {}, "sm80 has no instructions for fp8, which come with sm89"),
-    ("scaled_linear_fp8", "triton.scaled_linear", "gfx942", {}, "its tiles are cut for NVIDIA GPUs"),
-    ("scaled_linear_fp8", "triton.scaled_linear", "h200", {"out_dtype": torch.float32},
-     "the result is torch.float32: written for torch.bfloat16 or torch.float16"),
-    ("scaled_linear_fp8", "triton.scaled_linear", "h200", {"x": torch.zeros(3, 128).to(torch.float8_e5m2)},
-     "x is torch.float8_e5m2, weight is torch.float8_e4m3fn: written for torch.float8_e4m3fn or torch.int8, all alike"),
-    ("scaled_linear_fp8", "triton.scaled_linear", "h200", {"x": torch.zeros(17, 128).to(E4M3)},
-     "x has more than 16 rows, which are left to tiles of many"),
-    ("scaled_linear_fp8", "triton.scaled_linear", "h200", {"weight": torch.zeros(128, 48).to(E4M3).t()},
-     "the rows of the weight do not follow each other, or their number varies"),
-    ("scaled_linear_fp8", "triton.scaled_linear_tiles", "h200", {},
-     "rows and columns of the weight are multiples of 16, where cuBLAS is faster"),
-    ("scaled_linear_fp8", "cuda.scaled_linear", "sm80", {}, "fp8 products of cuBLAS run on NVIDIA GPUs from sm89 on"),
-    ("scaled_linear_fp8", "cuda.scaled_linear", "gfx942", {}, "fp8 products of cuBLAS run on NVIDIA GPUs from sm89 on"),
-    ("scaled_linear_fp8", "cuda.scaled_linear", "h200", {"weight": torch.zeros(40, 128).to(E4M3)},
-     "a weight of 40 x 128: cuBLAS takes multiples of 16"),
-    ("scaled_linear_fp8", "cuda.scaled_linear", "h200", {"x": torch.zeros(3, 128).to(torch.float8_e4m3fnuz)},
-     "x is torch.float8_e4m3fnuz, weight is torch.float8_e4m3fn: written for torch.float8_e4m3fn, all alike"),
-    ("scaled_linear_fp8", "cuda.scaled_linear", "h200", {"bias": torch.zeros(48)},
-     "bias is torch.float32: written for torch.bfloat16"),
-    ("scaled_linear_fp8", "cuda.scaled_linear", "h200", {"out_dtype": torch.float32},
-     "the result is torch.float32: written for torch.bfloat16 or torch.float16"),
-    ("scaled_linear_fp8", "cuda.scaled_linear", "sm100", {"out_dtype": torch.float16},
-     "the result is torch.float16: with a scale a row, sm100 has bfloat16 only"),
-    ("scaled_linear_fp8", "cuda.scaled_linear", "h200", {"weight": torch.zeros(128, 48).to(E4M3).t()},
-     "the rows of the weight do not follow each other"),
-    ("scaled_linear_fp8_block", "triton.scaled_linear_tiles", "h200", {"block": 64}, "blocks of 64: written for 128"),
-    ("linear_w4a16", "triton.four_bits", "h200", {"group": 16}, "groups of 16: written for 32, 64 and 128"),
-    ("linear_w4a16", "triton.dequantized", "h200", {"x": torch.zeros(3, 128)},
-     "x is torch.float32: written for torch.bfloat16 or torch.float16"),
-    ("linear_mxfp4", "triton.four_bits", "h200", {"x": torch.zeros(3, 128).half()},
-     "x is torch.float16: written for torch.float32 or torch.bfloat16 or torch.float8_e4m3fn or torch.uint8"),
-    ("linear_mxfp4", "triton.four_bits", "sm80", {"x": torch.zeros(3, 128).to(E4M3), "x_scale": torch.ones(1)},
-     "sm80 has no instructions for fp8, which come with sm89"),
-    ("linear_mxfp4", "triton.dequantized", "h200", {"x": torch.zeros(3, 128).to(E4M3), "x_scale": torch.ones(1)},
-     "x is torch.float8_e4m3fn: written for torch.bfloat16 or torch.uint8"),
-])  # fmt: skip
-def test_a_refusal_says_why(op: str, module: str, platform: str, changed: dict[str, Any], sentence: str) -> None:
-    assert refusal_text(kernel_of(op, module), Platform.named(platform), few(op, **changed)) == sentence
+@pytest.mark.parametrize(
+    ("op", "module", "platform", "changed", "sentence"),
+    [
+        (
+            "scaled_linear_fp8",
+            "triton.scaled_linear",
+            "sm80",
+            {},
+            "sm80 has no instructions for fp8, which come with sm89",
+        ),
+        (
+            "scaled_linear_fp8",
+            "triton.scaled_linear",
+            "gfx942",
+            {},
+            "its tiles are cut for NVIDIA GPUs",
+        ),
+        (
+            "scaled_linear_fp8",
+            "triton.scaled_linear",
+            "h200",
+            {"out_dtype": torch.float32},
+            "the result is torch.float32: written for torch.bfloat16 or torch.float16",
+        ),
+        (
+            "scaled_linear_fp8",
+            "triton.scaled_linear",
+            "h200",
+            {"x": torch.zeros(3, 128).to(torch.float8_e5m2)},
+            "x is torch.float8_e5m2, weight is torch.float8_e4m3fn: written for "
+            "torch.float8_e4m3fn or torch.int8, all alike",
+        ),
+        (
+            "scaled_linear_fp8",
+            "triton.scaled_linear",
+            "h200",
+            {"x": torch.zeros(17, 128).to(E4M3)},
+            "x has more than 16 rows, which are left to tiles of many",
+        ),
+        (
+            "scaled_linear_fp8",
+            "triton.scaled_linear",
+            "h200",
+            {"weight": torch.zeros(128, 48).to(E4M3).t()},
+            "the rows of the weight do not follow each other, or their number varies",
+        ),
+        (
+            "scaled_linear_fp8",
+            "triton.scaled_linear_tiles",
+            "h200",
+            {},
+            "rows and columns of the weight are multiples of 16, where cuBLAS is faster",
+        ),
+        (
+            "scaled_linear_fp8",
+            "cuda.scaled_linear",
+            "sm80",
+            {},
+            "fp8 products of cuBLAS run on NVIDIA GPUs from sm89 on",
+        ),
+        (
+            "scaled_linear_fp8",
+            "cuda.scaled_linear",
+            "gfx942",
+            {},
+            "fp8 products of cuBLAS run on NVIDIA GPUs from sm89 on",
+        ),
+        (
+            "scaled_linear_fp8",
+            "cuda.scaled_linear",
+            "h200",
+            {"weight": torch.zeros(40, 128).to(E4M3)},
+            "a weight of 40 x 128: cuBLAS takes multiples of 16",
+        ),
+        (
+            "scaled_linear_fp8",
+            "cuda.scaled_linear",
+            "h200",
+            {"x": torch.zeros(3, 128).to(torch.float8_e4m3fnuz)},
+            "x is torch.float8_e4m3fnuz, weight is torch.float8_e4m3fn: written for "
+            "torch.float8_e4m3fn, all alike",
+        ),
+        (
+            "scaled_linear_fp8",
+            "cuda.scaled_linear",
+            "h200",
+            {"bias": torch.zeros(48)},
+            "bias is torch.float32: written for torch.bfloat16",
+        ),
+        (
+            "scaled_linear_fp8",
+            "cuda.scaled_linear",
+            "h200",
+            {"out_dtype": torch.float32},
+            "the result is torch.float32: written for torch.bfloat16 or torch.float16",
+        ),
+        (
+            "scaled_linear_fp8",
+            "cuda.scaled_linear",
+            "sm100",
+            {"out_dtype": torch.float16},
+            "the result is torch.float16: with a scale a row, sm100 has bfloat16 only",
+        ),
+        (
+            "scaled_linear_fp8",
+            "cuda.scaled_linear",
+            "h200",
+            {"weight": torch.zeros(128, 48).to(E4M3).t()},
+            "the rows of the weight do not follow each other",
+        ),
+        (
+            "scaled_linear_fp8_block",
+            "triton.scaled_linear_tiles",
+            "h200",
+            {"block": 64},
+            "blocks of 64: written for 128",
+        ),
+        (
+            "linear_w4a16",
+            "triton.four_bits",
+            "h200",
+            {"group": 16},
+            "groups of 16: written for 32, 64 and 128",
+        ),
+        (
+            "linear_w4a16",
+            "triton.dequantized",
+            "h200",
+            {"x": torch.zeros(3, 128)},
+            "x is torch.float32: written for torch.bfloat16 or torch.float16",
+        ),
+        (
+            "linear_mxfp4",
+            "triton.four_bits",
+            "h200",
+            {"x": torch.zeros(3, 128).half()},
+            "x is torch.float16: written for torch.float32 or torch.bfloat16 or "
+            "torch.float8_e4m3fn or torch.uint8",
+        ),
+        (
+            "linear_mxfp4",
+            "triton.four_bits",
+            "sm80",
+            {"x": torch.zeros(3, 128).to(E4M3), "x_scale": torch.ones(1)},
+            "sm80 has no instructions for fp8, which come with sm89",
+        ),
+        (
+            "linear_mxfp4",
+            "triton.dequantized",
+            "h200",
+            {"x": torch.zeros(3, 128).to(E4M3), "x_scale": torch.ones(1)},
+            "x is torch.float8_e4m3fn: written for torch.bfloat16 or torch.uint8",
+        ),
+    ],
+)
+def test_a_refusal_says_why(
+    op: str, module: str, platform: str, changed: dict[str, Any], sentence: str
+) -> None:
+    assert (
+        refusal_text(kernel_of(op, module), Platform.named(platform), few(op, **changed))
+        == sentence
+    )
 
 
 FEW_AND_MANY = [("1 to 16", "triton"), ("17 and more", "triton")]
 
 
-@pytest.mark.parametrize(("scheme", "op", "expected"), [
-    ("fp8", "scaled_linear_fp8", [("1 to 16", "triton"), ("17 and more", "cuda")]),
-    ("fp8_per_token", "scaled_linear_fp8", [("1 to 16", "triton"), ("17 and more", "cuda")]),
-    ("fp8_block", "scaled_linear_fp8_block", FEW_AND_MANY),
-    ("int8", "scaled_linear_int8", FEW_AND_MANY),
-    ("int4", "linear_w4a16", [("1 to 64", "triton"), ("65 and more", "triton")]),
-    ("mxfp4", "linear_mxfp4", [("1 to 64", "triton"), ("65 and more", "triton")]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("scheme", "op", "expected"),
+    [
+        ("fp8", "scaled_linear_fp8", [("1 to 16", "triton"), ("17 and more", "cuda")]),
+        ("fp8_per_token", "scaled_linear_fp8", [("1 to 16", "triton"), ("17 and more", "cuda")]),
+        ("fp8_block", "scaled_linear_fp8_block", FEW_AND_MANY),
+        ("int8", "scaled_linear_int8", FEW_AND_MANY),
+        ("int4", "linear_w4a16", [("1 to 64", "triton"), ("65 and more", "triton")]),
+        ("mxfp4", "linear_mxfp4", [("1 to 64", "triton"), ("65 and more", "triton")]),
+    ],
+)
 def test_a_number_of_rows_decides_which_kernel_multiplies(
     scheme: str, op: str, expected: list[tuple[str, str]]
 ) -> None:
@@ -156,15 +329,19 @@ def test_a_number_of_rows_decides_which_kernel_multiplies(
     x = torch.randn(300, 128, dtype=torch.bfloat16)
     torch._dynamo.mark_dynamic(x, 0)
     report = atomc.explain(atomc.quantize(layer, scheme), x, platform="h200")
-    assert [(choice.tokens, choice.chosen) for choice in report.kernels if choice.op == op] == expected
+    assert [
+        (choice.tokens, choice.chosen) for choice in report.kernels if choice.op == op
+    ] == expected
 
 
 @pytest.mark.parametrize("op", ["linear_w4a16", "linear_mxfp4"])
-def test_many_rows_find_the_kernel_that_unpacks_once_before_the_one_that_takes_any_number(op: str) -> None:
+def test_many_rows_find_the_kernel_that_unpacks_once_before_the_one_that_takes_any_number(
+    op: str,
+) -> None:
     triton = [kernel for kernel in ops.REGISTRY[op].kernels if kernel.provider == "triton"]
-    assert [(kernel.function.__module__.rpartition(".")[2], 64 in kernel.tokens) for kernel in triton] == [
-        ("dequantized", False), ("four_bits", True)
-    ]  # fmt: skip
+    assert [
+        (kernel.function.__module__.rpartition(".")[2], 64 in kernel.tokens) for kernel in triton
+    ] == [("dequantized", False), ("four_bits", True)]
 
 
 def error(out: Tensor, exact: Tensor) -> float:
@@ -172,18 +349,26 @@ def error(out: Tensor, exact: Tensor) -> float:
 
 
 LARGE = {
-    "scaled_linear_fp8": [lambda draw, rows: scaled_fp8(draw, rows, 4096, out=6144, per="tensor"),
-                          lambda draw, rows: scaled_fp8(draw, rows, 12288, out=4096, bias=True),
-                          lambda draw, rows: scaled_fp8(draw, rows, 4096, out=4096, per="token")],
-    "scaled_linear_fp8_block": [lambda draw, rows: scaled_blocks(draw, rows, 4096, out=6144),
-                                lambda draw, rows: scaled_blocks(draw, rows, 12288, out=4096, bias=True)],
+    "scaled_linear_fp8": [
+        lambda draw, rows: scaled_fp8(draw, rows, 4096, out=6144, per="tensor"),
+        lambda draw, rows: scaled_fp8(draw, rows, 12288, out=4096, bias=True),
+        lambda draw, rows: scaled_fp8(draw, rows, 4096, out=4096, per="token"),
+    ],
+    "scaled_linear_fp8_block": [
+        lambda draw, rows: scaled_blocks(draw, rows, 4096, out=6144),
+        lambda draw, rows: scaled_blocks(draw, rows, 12288, out=4096, bias=True),
+    ],
     "scaled_linear_int8": [lambda draw, rows: int8_operands(draw, rows, 4096, out=6144)],
-    "linear_w4a16": [lambda draw, rows: int4_operands(draw, rows, 4096, out=4096),
-                     lambda draw, rows: int4_operands(draw, rows, 12288, out=4096, group=128, zeros=True)],
-    "linear_mxfp4": [lambda draw, rows: mxfp4_operands(draw, rows, 4096, out=4096),
-                     lambda draw, rows: mxfp4_operands(draw, rows, 4096, out=4096, activation="mxfp4"),
-                     lambda draw, rows: mxfp4_operands(draw, rows, 4096, out=4096, activation="fp8 per token")],
-}  # fmt: skip
+    "linear_w4a16": [
+        lambda draw, rows: int4_operands(draw, rows, 4096, out=4096),
+        lambda draw, rows: int4_operands(draw, rows, 12288, out=4096, group=128, zeros=True),
+    ],
+    "linear_mxfp4": [
+        lambda draw, rows: mxfp4_operands(draw, rows, 4096, out=4096),
+        lambda draw, rows: mxfp4_operands(draw, rows, 4096, out=4096, activation="mxfp4"),
+        lambda draw, rows: mxfp4_operands(draw, rows, 4096, out=4096, activation="fp8 per token"),
+    ],
+}
 
 
 @pytest.mark.gpu
@@ -192,44 +377,70 @@ LARGE = {
 def test_layers_of_a_real_size_are_as_exact_as_bf16_lets_them_be(op: str, rows: int) -> None:
     for make in LARGE[op]:
         given = make(Draw(torch.bfloat16, "cuda"), rows)
-        exact = ops.REGISTRY[op].reference(**given | ({"out_dtype": torch.float32} if "out_dtype" in given else
-                                                      {"x": given["x"].float()}))  # fmt: skip
+        exact = ops.REGISTRY[op].reference(
+            **given
+            | ({"out_dtype": torch.float32} if "out_dtype" in given else {"x": given["x"].float()})
+        )
         for kernel in ops.REGISTRY[op].kernels:
-            if kernel.provider in ("triton", "cuda") and not refusal_text(kernel, Platform.detect("cuda"), given):
-                # Rounding to bf16 alone is 1.7e-3; a weight of int4 that is rounded, too, 2.4e-3; pairs of int4 in bf16,
-                # and many rows of fp8 that cuBLAS sums, 3.1e-3.
+            if kernel.provider in ("triton", "cuda") and not refusal_text(
+                kernel, Platform.detect("cuda"), given
+            ):
+                # Rounding to bf16 alone is 1.7e-3; a weight of int4 that is rounded, too, 2.4e-3;
+                # pairs of int4 in bf16, and many rows of fp8 that cuBLAS sums, 3.1e-3.
                 pairs = op == "linear_w4a16" and rows <= int4_pairs.MAX_ROWS
                 coarse = pairs or (kernel.provider == "cuda" and rows == 300)
-                assert error(kernel.function(**given), exact) < (3.5e-3 if coarse else 2.6e-3), kernel.function.__module__
+                assert error(kernel.function(**given), exact) < (3.5e-3 if coarse else 2.6e-3), (
+                    kernel.function.__module__
+                )
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize("columns", [32, 352, 9216])
-def test_every_int4_code_at_every_place_of_a_word_is_read_exactly_two_at_a_time(columns: int, zeros: bool) -> None:
+def test_every_int4_code_at_every_place_of_a_word_is_read_exactly_two_at_a_time(
+    columns: int, zeros: bool
+) -> None:
     codes = torch.stack([(torch.arange(columns) + shift) % 16 for shift in range(16)] * 2)[:30]
     offset = (torch.arange(30)[:, None] + torch.arange(columns // 32)) % 16
     scale = 2.0 ** (torch.arange(columns // 32) % 5).expand(30, -1).contiguous()
-    exact = (codes - (offset.repeat_interleave(32, 1) if zeros else 8)) * scale.repeat_interleave(32, 1)
-    words, ones = pack_int4(codes).to(DEVICE), torch.eye(columns, device=DEVICE, dtype=torch.bfloat16)
+    exact = (codes - (offset.repeat_interleave(32, 1) if zeros else 8)) * scale.repeat_interleave(
+        32, 1
+    )
+    words, ones = (
+        pack_int4(codes).to(DEVICE),
+        torch.eye(columns, device=DEVICE, dtype=torch.bfloat16),
+    )
     for first in [*range(32), columns - 3, columns - 2]:
         for rows in range(1, int4_pairs.MAX_ROWS + 1):
-            out = int4_pairs.multiply(ones[first : first + rows], words, scale.to(DEVICE), offset.to(DEVICE, torch.uint8) if
-                                      zeros else None, torch.ones(30, device=DEVICE), 32)  # fmt: skip
+            out = int4_pairs.multiply(
+                ones[first : first + rows],
+                words,
+                scale.to(DEVICE),
+                offset.to(DEVICE, torch.uint8) if zeros else None,
+                torch.ones(30, device=DEVICE),
+                32,
+            )
             assert torch.equal(out.cpu().float(), exact.T[first : first + rows] + 1)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 8, 40])
-def test_layers_read_what_the_quantizer_before_them_wrote_in_a_graph_that_is_replayed(rows: int) -> None:
+def test_layers_read_what_the_quantizer_before_them_wrote_in_a_graph_that_is_replayed(
+    rows: int,
+) -> None:
     draw = Draw(torch.bfloat16, "cuda")
     layer = fp8_operands(draw, rows, 4096, out=4096)
     scale = torch.full((1,), 2e-4, device="cuda")
     x = draw.normal(rows, 4096)
     quant = kernel_of("quant_fp8_per_token", "triton.quant").function
-    kernel = next(kernel for provider in ("triton", "cuda") for kernel in ops.scaled_linear_fp8.kernels
-                  if kernel.provider == provider and rows in kernel.tokens
-                  and not refusal_text(kernel, H200, few("scaled_linear_fp8")))  # fmt: skip
+    kernel = next(
+        kernel
+        for provider in ("triton", "cuda")
+        for kernel in ops.scaled_linear_fp8.kernels
+        if kernel.provider == provider
+        and rows in kernel.tokens
+        and not refusal_text(kernel, H200, few("scaled_linear_fp8"))
+    )
 
     def step(after: Any = lambda: None) -> Tensor:
         now = x
@@ -252,10 +463,16 @@ def test_layers_read_what_the_quantizer_before_them_wrote_in_a_graph_that_is_rep
 
 @pytest.mark.parametrize("scheme", ["fp8_per_token", "int8_per_token"])
 @pytest.mark.parametrize("rows", [2, 70])
-def test_wide_gated_rows_are_quantized_alike_in_one_launch_and_in_two(scheme: str, rows: int) -> None:
+def test_wide_gated_rows_are_quantized_alike_in_one_launch_and_in_two(
+    scheme: str, rows: int
+) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    gate, up = torch.randn(2, rows, 8200, generator=torch.Generator().manual_seed(0)).to(device, torch.float16)
-    (kernel,) = (kernel.function for kernel in ops.silu_and_mul_quant.kernels if kernel.provider == "triton")
+    gate, up = torch.randn(2, rows, 8200, generator=torch.Generator().manual_seed(0)).to(
+        device, torch.float16
+    )
+    (kernel,) = (
+        kernel.function for kernel in ops.silu_and_mul_quant.kernels if kernel.provider == "triton"
+    )
     codes, scales = kernel(gate, up, scheme=scheme)
     expected, expected_scales = ops.silu_and_mul_quant.reference(gate, up, scheme=scheme)
     torch.testing.assert_close(scales, expected_scales)

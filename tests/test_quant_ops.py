@@ -1,4 +1,6 @@
-"""What the quantizing ops and the linear layers in few bits mean: by hand, and against torch's own formats."""
+"""What the quantizing ops and the linear layers in few bits mean: by hand, and against torch's own
+formats.
+"""
 
 import math
 from itertools import pairwise
@@ -33,27 +35,49 @@ def seed() -> None:
 
 
 def sqnr(exact: Tensor, other: Tensor) -> float:
-    return float(10 * torch.log10(exact.double().square().mean() / (exact.double() - other.double()).square().mean()))
+    return float(
+        10
+        * torch.log10(
+            exact.double().square().mean() / (exact.double() - other.double()).square().mean()
+        )
+    )
 
 
 # Formats
 
 
 def test_the_sixteen_codes_of_e2m1() -> None:
-    assert e2m1_values(torch.arange(16, dtype=torch.uint8)).tolist() == [*E2M1, *(-value for value in E2M1)]
+    assert e2m1_values(torch.arange(16, dtype=torch.uint8)).tolist() == [
+        *E2M1,
+        *(-value for value in E2M1),
+    ]
 
 
 def test_a_value_gets_the_nearest_code_of_e2m1_and_on_a_border_the_even_one() -> None:
     for low, (small, large) in enumerate(pairwise(E2M1)):
         border = torch.tensor((small + large) / 2)
-        below, above = torch.nextafter(border, torch.tensor(0.0)), torch.nextafter(border, torch.tensor(9.0))
+        below, above = (
+            torch.nextafter(border, torch.tensor(0.0)),
+            torch.nextafter(border, torch.tensor(9.0)),
+        )
         even = low if low % 2 == 0 else low + 1
         assert e2m1_codes(torch.stack((below, border, above))).tolist() == [low, even, low + 1]
-        assert e2m1_codes(-torch.stack((below, border, above))).tolist() == [low + 8, even + 8, low + 9]
+        assert e2m1_codes(-torch.stack((below, border, above))).tolist() == [
+            low + 8,
+            even + 8,
+            low + 9,
+        ]
 
 
 def test_beyond_the_largest_e2m1_a_value_is_cut_off_and_zero_keeps_its_sign() -> None:
-    assert e2m1_codes(torch.tensor([7.0, 1e9, -math.inf, 0.0, -0.0, math.nan])).tolist() == [7, 7, 15, 0, 8, 0]
+    assert e2m1_codes(torch.tensor([7.0, 1e9, -math.inf, 0.0, -0.0, math.nan])).tolist() == [
+        7,
+        7,
+        15,
+        0,
+        8,
+        0,
+    ]
 
 
 def test_the_even_index_of_two_codes_lies_in_the_low_bits() -> None:
@@ -64,7 +88,9 @@ def test_the_even_index_of_two_codes_lies_in_the_low_bits() -> None:
 
 def test_e8m0_is_a_power_of_two_as_torch_has_it() -> None:
     codes = torch.arange(256, dtype=torch.uint8)
-    assert_close(e8m0_values(codes), codes.view(torch.float8_e8m0fnu).float(), rtol=0, atol=0, equal_nan=True)
+    assert_close(
+        e8m0_values(codes), codes.view(torch.float8_e8m0fnu).float(), rtol=0, atol=0, equal_nan=True
+    )
 
 
 def test_code_i_of_a_word_lies_at_bits_4i() -> None:
@@ -93,7 +119,9 @@ def test_e4m3fnuz_has_its_own_largest_number() -> None:
     x = torch.tensor([[1.0, -480.0]])
     q, scale = ops.quant_fp8_per_token(x, torch.float8_e4m3fnuz)
     assert (q.dtype, scale.item(), q.float()[0, 1].item()) == (torch.float8_e4m3fnuz, 2.0, -240.0)
-    assert ops.quant_fp8_static(x, torch.ones(1), torch.float8_e4m3fnuz).float().tolist() == [[1.0, -240.0]]
+    assert ops.quant_fp8_static(x, torch.ones(1), torch.float8_e4m3fnuz).float().tolist() == [
+        [1.0, -240.0]
+    ]
 
 
 def test_int8_by_hand() -> None:
@@ -105,7 +133,10 @@ def test_each_group_has_its_own_scale_and_the_last_may_be_shorter() -> None:
     x = torch.ones(2, 130)
     x[0, 3], x[1, 129] = 448.0, -896.0
     q, scale = ops.quant_fp8_group(x)
-    assert scale.tolist() == [[1.0, torch.tensor(1 / 448).item()], [torch.tensor(1 / 448).item(), 2.0]]
+    assert scale.tolist() == [
+        [1.0, torch.tensor(1 / 448).item()],
+        [torch.tensor(1 / 448).item(), 2.0],
+    ]
     assert q.float()[1, 128:].tolist() == [0.5, -448.0]
 
 
@@ -120,7 +151,10 @@ def test_a_group_is_what_a_row_of_that_width_would_be() -> None:
 @pytest.mark.parametrize("shape", [(7, 300), (2, 3, 300), (300,), (0, 300)])
 def test_column_major_scales_are_the_same_numbers_in_another_order(shape: tuple[int, ...]) -> None:
     x = torch.randn(shape)
-    (q, scale), (same, other) = ops.quant_fp8_group(x), ops.quant_fp8_group(x, column_major_scales=True)
+    (q, scale), (same, other) = (
+        ops.quant_fp8_group(x),
+        ops.quant_fp8_group(x, column_major_scales=True),
+    )
     assert q.float().equal(same.float())
     assert scale.equal(other)
     assert other.reshape(-1, 3).t().is_contiguous()
@@ -134,15 +168,33 @@ def test_mxfp4_by_hand() -> None:
     assert scale.tolist() == [[127 - 2, 127 + 2]]
     assert packed[0, :2].tolist() == [6 | (8 + 4) << 4, 2 | 1 << 4]
     assert packed[0, 16].item() == 7
-    assert mxfp4_values(packed, scale)[0, [0, 1, 2, 3, 32]].tolist() == [1.0, -0.5, 0.25, 0.125, 24.0]
+    assert mxfp4_values(packed, scale)[0, [0, 1, 2, 3, 32]].tolist() == [
+        1.0,
+        -0.5,
+        0.25,
+        0.125,
+        24.0,
+    ]
 
 
 @pytest.mark.parametrize(
     ("amax", "even", "up"),
-    [(4.0, 127, 127), (6.0, 127, 127), (6.0001, 127, 128), (6.5, 127, 128), (6.9999, 127, 128), (7.0, 128, 128),
-     (7.9, 128, 128), (8.0, 128, 128), (2.0**-126, 0, 0), (2.0**-149, 0, 0), (0.0, 0, 0), (2.5e38, 252, 252),
-     (3.3e38, 253, 253)],
-)  # fmt: skip
+    [
+        (4.0, 127, 127),
+        (6.0, 127, 127),
+        (6.0001, 127, 128),
+        (6.5, 127, 128),
+        (6.9999, 127, 128),
+        (7.0, 128, 128),
+        (7.9, 128, 128),
+        (8.0, 128, 128),
+        (2.0**-126, 0, 0),
+        (2.0**-149, 0, 0),
+        (0.0, 0, 0),
+        (2.5e38, 252, 252),
+        (3.3e38, 253, 253),
+    ],
+)
 def test_the_two_roundings_of_the_mxfp4_scale(amax: float, even: int, up: int) -> None:
     x = torch.zeros(32)
     x[5] = -amax
@@ -214,7 +266,9 @@ def test_wrong_attributes_are_told_the_right_ones() -> None:
 
 
 def exact(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    return torch.nn.functional.linear(
+        x.double(), weight.double(), None if bias is None else bias.double()
+    )
 
 
 def quantized_weight(out: int, width: int) -> Tensor:
@@ -223,20 +277,36 @@ def quantized_weight(out: int, width: int) -> Tensor:
 
 @pytest.mark.parametrize("dtype", FP8, ids=str)
 @pytest.mark.parametrize("bias", [True, False])
-def test_an_fp8_linear_is_the_product_of_what_its_codes_mean(dtype: torch.dtype, bias: bool) -> None:
+def test_an_fp8_linear_is_the_product_of_what_its_codes_mean(
+    dtype: torch.dtype, bias: bool
+) -> None:
     q, x_scale = ops.quant_fp8_per_token(torch.randn(2, 5, 200), dtype)
     weight, weight_scale = ops.quant_fp8_per_token(quantized_weight(33, 200), dtype)
     b = torch.randn(33) if bias else None
     out = ops.scaled_linear_fp8(q, weight, x_scale, weight_scale, b, out_dtype=torch.float32)
-    assert_close(out.double(), exact(q.float() * x_scale, weight.float() * weight_scale, b), rtol=1e-5, atol=1e-5)
+    assert_close(
+        out.double(),
+        exact(q.float() * x_scale, weight.float() * weight_scale, b),
+        rtol=1e-5,
+        atol=1e-5,
+    )
     rounded = ops.scaled_linear_fp8(q, weight, x_scale, weight_scale, b, out_dtype=torch.bfloat16)
     assert rounded.equal(out.bfloat16())
 
 
 def test_an_fp8_linear_with_one_scale_each() -> None:
-    x, weight = torch.tensor([[1.0, 2.0]]).to(FP8[0]), torch.tensor([[3.0, 4.0], [-1.0, 0.5]]).to(FP8[0])
-    out = ops.scaled_linear_fp8(x, weight, torch.tensor([0.5]), torch.tensor([2.0]), torch.tensor([1.0, 0.0]),
-                                out_dtype=torch.bfloat16)  # fmt: skip
+    x, weight = (
+        torch.tensor([[1.0, 2.0]]).to(FP8[0]),
+        torch.tensor([[3.0, 4.0], [-1.0, 0.5]]).to(FP8[0]),
+    )
+    out = ops.scaled_linear_fp8(
+        x,
+        weight,
+        torch.tensor([0.5]),
+        torch.tensor([2.0]),
+        torch.tensor([1.0, 0.0]),
+        out_dtype=torch.bfloat16,
+    )
     assert out.tolist() == [[12.0, 0.0]]
 
 
@@ -249,7 +319,9 @@ def test_an_fp8_linear_in_blocks(out: int, width: int) -> None:
     for i in range(out):
         for j in range(width):
             dense[i, j] = weight[i, j].float() * weight_scale[i // 128, j // 128]
-    x = torch.cat([part.float() * x_scale[:, i : i + 1] for i, part in enumerate(q.split(128, -1))], -1)
+    x = torch.cat(
+        [part.float() * x_scale[:, i : i + 1] for i, part in enumerate(q.split(128, -1))], -1
+    )
     result = ops.scaled_linear_fp8_block(q, weight, x_scale, weight_scale, out_dtype=torch.float32)
     assert sqnr(exact(x, dense), result) > 110
 
@@ -258,15 +330,28 @@ def test_the_integers_of_an_int8_linear_are_summed_exactly() -> None:
     x = torch.full((1, 8192), 127, dtype=torch.int8)
     weight = torch.full((2, 8192), 127, dtype=torch.int8)
     weight[1, 0] = 126  # too little to show in a sum of fp32 products
-    total = ops.scaled_linear_int8(x, weight, torch.ones(1, 1), torch.ones(2, 1), out_dtype=torch.float32)
-    assert total.tolist() == [[torch.tensor(float(127 * 127 * 8192 - back)).item() for back in (0, 127)]]
+    total = ops.scaled_linear_int8(
+        x, weight, torch.ones(1, 1), torch.ones(2, 1), out_dtype=torch.float32
+    )
+    assert total.tolist() == [
+        [torch.tensor(float(127 * 127 * 8192 - back)).item() for back in (0, 127)]
+    ]
     assert total[0, 0] != total[0, 1]
 
 
 def test_an_int8_linear_by_hand() -> None:
-    x, weight = torch.tensor([[1, -2]], dtype=torch.int8), torch.tensor([[3, 4], [5, -6]], dtype=torch.int8)
-    out = ops.scaled_linear_int8(x, weight, torch.tensor([[0.5]]), torch.tensor([[2.0], [4.0]]), torch.tensor([1.0, 2.0]),
-                                 out_dtype=torch.float32)  # fmt: skip
+    x, weight = (
+        torch.tensor([[1, -2]], dtype=torch.int8),
+        torch.tensor([[3, 4], [5, -6]], dtype=torch.int8),
+    )
+    out = ops.scaled_linear_int8(
+        x,
+        weight,
+        torch.tensor([[0.5]]),
+        torch.tensor([[2.0], [4.0]]),
+        torch.tensor([1.0, 2.0]),
+        out_dtype=torch.float32,
+    )
     assert out.tolist() == [[-4.0, 36.0]]
 
 
@@ -275,9 +360,12 @@ def test_an_int4_linear_by_hand(zeros: list[list[int]] | None) -> None:
     codes = torch.arange(16).expand(1, 16)
     scale = torch.tensor([[0.5, 2.0]], dtype=torch.bfloat16)
     out = ops.linear_w4a16(
-        torch.ones(1, 16, dtype=torch.bfloat16), pack_int4(codes), scale,
-        None if zeros is None else torch.tensor(zeros, dtype=torch.uint8), group=8,
-    )  # fmt: skip
+        torch.ones(1, 16, dtype=torch.bfloat16),
+        pack_int4(codes),
+        scale,
+        None if zeros is None else torch.tensor(zeros, dtype=torch.uint8),
+        group=8,
+    )
     first = sum(code - (8 if zeros is None else 3) for code in range(8))
     assert out.tolist() == [[0.5 * first + 2.0 * sum(code - 8 for code in range(8, 16))]]
     assert out.dtype == torch.bfloat16
@@ -299,7 +387,9 @@ def test_an_mxfp4_linear_is_the_product_of_what_its_codes_mean(activation: str) 
         x_scale = torch.tensor([0.01])
         given = ops.quant_fp8_static(x, x_scale)
         x = given.float() * x_scale
-    out = ops.linear_mxfp4(given, weight, weight_scale, x_scale, torch.ones(33), out_dtype=torch.float32)
+    out = ops.linear_mxfp4(
+        given, weight, weight_scale, x_scale, torch.ones(33), out_dtype=torch.float32
+    )
     assert sqnr(exact(x, mxfp4_values(weight, weight_scale), torch.ones(33)), out) > 110
 
 
@@ -330,7 +420,9 @@ def call_of(name: str, rows: int, **changed: Any) -> dict[str, Any]:
         ("linear_mxfp4", {"bias": torch.ones(4)}, ("weight", "weight_scale", "bias")),
     ],
 )
-def test_what_is_packed_to_merge(name: str, changed: dict[str, Any], packed: tuple[str, ...]) -> None:
+def test_what_is_packed_to_merge(
+    name: str, changed: dict[str, Any], packed: tuple[str, ...]
+) -> None:
     calls = [call_of(name, 256, **changed), call_of(name, 128, **changed)]
     concat = ops.REGISTRY[name].concat
     assert concat is not None and concat(calls) == packed
@@ -339,7 +431,10 @@ def test_what_is_packed_to_merge(name: str, changed: dict[str, Any], packed: tup
 def test_blocks_are_merged_at_their_borders_only() -> None:
     concat = ops.scaled_linear_fp8_block.concat
     assert concat is not None
-    assert concat([call_of("scaled_linear_fp8_block", rows) for rows in (128, 64)]) == ("weight", "weight_scale")
+    assert concat([call_of("scaled_linear_fp8_block", rows) for rows in (128, 64)]) == (
+        "weight",
+        "weight_scale",
+    )
     assert concat([call_of("scaled_linear_fp8_block", rows) for rows in (64, 128)]) == (
         "64 rows end inside a block of 128 that shares one scale"
     )

@@ -1,4 +1,6 @@
-"""Random programs of views, arithmetic, casts and writes in place: numbers, strides, shared memory."""
+"""Random programs of views, arithmetic, casts and writes in place: numbers, strides, shared
+memory.
+"""
 
 import random
 import re
@@ -10,7 +12,8 @@ from torch import Tensor
 
 SHAPES = [(), (1,), (3,), (2, 4), (4, 2), (1, 4), (2, 3, 4), (2, 1, 4), (0, 4), (2, 2, 2, 3)]
 DTYPES = [torch.float32] * 4 + [torch.bfloat16, torch.float64, torch.int32, torch.int8]
-# x is a value of the program, y another, d a dimension of x, n its size. What raises for the x at hand is left out.
+# x is a value of the program, y another, d a dimension of x, n its size. What raises for the x at
+# hand is left out.
 VIEWS = [
     "x.transpose(0, d)", "x.transpose(-1, d)", "x.movedim(d, 0)", "x.flip(d)", "x.roll(1, d)", "x.unsqueeze(d)",
     "x.squeeze(d)", "x.squeeze()", "x.narrow(d, 1, n - 1)", "x.select(d, n - 1)", "x.chunk(2, d)[0]",
@@ -32,10 +35,18 @@ VALUES = [
     "torch.cat((x.reshape(-1), y.reshape(-1)))",
 ]  # fmt: skip
 WRITES = [
-    "x.add_(1)", "x.mul_(2)", "x.zero_()", "x.copy_(x.flip(0))", "x.neg_()", "x[:1].fill_(3)", "x[..., -1:].add_(1)",
-    "x.transpose(0, -1)[:1].mul_(2)", "x.reshape(-1)[:2].zero_()", "x.select(0, 0).copy_(x.select(0, -1))",
+    "x.add_(1)",
+    "x.mul_(2)",
+    "x.zero_()",
+    "x.copy_(x.flip(0))",
+    "x.neg_()",
+    "x[:1].fill_(3)",
+    "x[..., -1:].add_(1)",
+    "x.transpose(0, -1)[:1].mul_(2)",
+    "x.reshape(-1)[:2].zero_()",
+    "x.select(0, 0).copy_(x.select(0, -1))",
     "x.narrow(-1, 0, 1).sub_(2)",
-]  # fmt: skip
+]
 
 
 class Program:
@@ -46,8 +57,13 @@ class Program:
         torch.manual_seed(seed)
         shape = self.random.choice(SHAPES)
         count = self.random.randint(1, 3)
-        shapes = [shape if self.random.random() < 0.7 else self.random.choice(SHAPES) for _ in range(count)]
-        self.inputs = [(torch.randn(s) * 4).round(decimals=1).to(self.random.choice(DTYPES)) for s in shapes]
+        shapes = [
+            shape if self.random.random() < 0.7 else self.random.choice(SHAPES)
+            for _ in range(count)
+        ]
+        self.inputs = [
+            (torch.randn(s) * 4).round(decimals=1).to(self.random.choice(DTYPES)) for s in shapes
+        ]
         self.values = {f"x{i}": x.clone() for i, x in enumerate(self.inputs)}
         self.lines: list[str] = []
         for _ in range(self.random.randint(2, 9)):
@@ -99,8 +115,14 @@ def test_a_random_program_does_what_torchs_own_tracing_does(seed):
         pytest.skip(f"torch cannot trace it: {type(error).__name__}")
     found = torch.compile(program.function(), backend="atom", options={"glue": "eager"})(*ours)
     for got, wanted in zip([*found, *ours], [*expected, *theirs], strict=True):
-        torch.testing.assert_close(got, wanted, equal_nan=True, rtol=1e-2 if wanted.dtype == torch.bfloat16 else 1e-4,
-                                   atol=1e-3, msg=lambda told: f"{told}\n{program.text}")  # fmt: skip
+        torch.testing.assert_close(
+            got,
+            wanted,
+            equal_nan=True,
+            rtol=1e-2 if wanted.dtype == torch.bfloat16 else 1e-4,
+            atol=1e-3,
+            msg=lambda told: f"{told}\n{program.text}",
+        )
         assert wanted.numel() < 2 or got.stride() == wanted.stride(), program.text
     assert sharing([*found, *ours]) == sharing([*expected, *theirs]), program.text
 
@@ -116,4 +138,6 @@ def test_a_copy_of_a_strided_input_that_is_written_stays_a_copy():
     expected = program(theirs)
     found = torch.compile(program, backend="atom", options={"glue": "eager"})(ours)
     assert torch.equal(found, expected) and torch.equal(ours, theirs)
-    assert found.stride() == expected.stride() and sharing([found, ours]) == sharing([expected, theirs])
+    assert found.stride() == expected.stride() and sharing([found, ours]) == sharing(
+        [expected, theirs]
+    )

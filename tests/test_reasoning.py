@@ -5,11 +5,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atomc.runtime.server.message_deltas import ContentDelta, ReasoningDelta, merge_deltas
-from atomc.runtime.server.reasoning_parsers import REASONING_PARSERS, detect_reasoning_parser, reasoning_parser
+from atomc.runtime.server.reasoning_parsers import (
+    REASONING_PARSERS,
+    detect_reasoning_parser,
+    reasoning_parser,
+)
 
 OPEN = "<|im_start|>assistant\n<think>\n"
 OFF = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
-CALL = "<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>"
+CALL = (
+    "<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>"
+)
 
 
 def parsed(name, prompt, *parts):
@@ -78,9 +84,22 @@ def test_any_two_parts_give_the_same(case):
 
 FRAGMENTS = {
     "think": ["<think>", "</think>", "\n", " ", "<", "</", "think>", "x"],
-    "gpt-oss": ["<|start|>", "assistant", "<|channel|>", "analysis", "final", " to=functions.f", "<|message|>", "<|end|>",
-                "<|call|>", "\n", "<", "x", "to="],
-}  # fmt: skip
+    "gpt-oss": [
+        "<|start|>",
+        "assistant",
+        "<|channel|>",
+        "analysis",
+        "final",
+        " to=functions.f",
+        "<|message|>",
+        "<|end|>",
+        "<|call|>",
+        "\n",
+        "<",
+        "x",
+        "to=",
+    ],
+}
 
 
 @pytest.mark.parametrize("name", FRAGMENTS)
@@ -104,7 +123,9 @@ def test_thoughts_come_as_they_are_thought():
 
 
 def test_an_unknown_parser_is_rejected():
-    with pytest.raises(ValueError, match="unknown reasoning parser 'x', expected one of think, qwen3"):
+    with pytest.raises(
+        ValueError, match="unknown reasoning parser 'x', expected one of think, qwen3"
+    ):
         reasoning_parser("x")
 
 

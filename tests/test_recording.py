@@ -1,4 +1,6 @@
-"""bench/recording.py: what changed between two recordings is found, and sentences are told from the rest."""
+"""bench/recording.py: what changed between two recordings is found, and sentences are told from the
+rest.
+"""
 
 import copy
 import json
@@ -12,11 +14,30 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 
 import recording
 
-REPORT = {"error": {}, "graphs": [{
-    "matches": {"add_rms_norm": 2}, "notes": ["a note"], "kernels": [
-        {"op": "linear", "chosen": "torch", "refused": [["triton", "there is no GPU"], ["onednn", "no bf16"]]}],
-    "near": [{"rewrite": "qk_norm_rope", "kind": "dtype", "expected": "float32", "found": "bfloat16"}],
-}]}  # fmt: skip
+REPORT = {
+    "error": {},
+    "graphs": [
+        {
+            "matches": {"add_rms_norm": 2},
+            "notes": ["a note"],
+            "kernels": [
+                {
+                    "op": "linear",
+                    "chosen": "torch",
+                    "refused": [["triton", "there is no GPU"], ["onednn", "no bf16"]],
+                }
+            ],
+            "near": [
+                {
+                    "rewrite": "qk_norm_rope",
+                    "kind": "dtype",
+                    "expected": "float32",
+                    "found": "bfloat16",
+                }
+            ],
+        }
+    ],
+}
 DUMP = '"""graph_0 after captured."""\n\ndef forward(x):\n    return x\n'
 TOKENS = {"engine 0, mix 0": {"0-0": [1, 2, 3]}}
 
@@ -26,7 +47,9 @@ def written(folder: Path, report: Any = REPORT, dump: str = DUMP, tokens: Any = 
     (where / "graph_0").mkdir(parents=True)
     (where / "graph_0" / "00_captured.py").write_text(dump)
     (where / "report.json").write_text(json.dumps(report))
-    (where / "baseline.json").write_text(json.dumps({"graphs": [{"rewrites": {"add_rms_norm": 2}}]}))
+    (where / "baseline.json").write_text(
+        json.dumps({"graphs": [{"rewrites": {"add_rms_norm": 2}}]})
+    )
     (folder / "demo" / "tokens.json").write_text(json.dumps(tokens))
     return folder
 
@@ -52,8 +75,11 @@ def test_equal_recordings_have_no_difference(tmp_path: Path) -> None:
 
 
 def test_a_changed_dump_and_changed_tokens_are_found(tmp_path: Path) -> None:
-    assert changed(tmp_path, dump=DUMP.replace("return x", "return x + 1"),
-                   tokens={"engine 0, mix 0": {"0-0": [1, 2, 4]}}) == ["dump", "tokens"]  # fmt: skip
+    assert changed(
+        tmp_path,
+        dump=DUMP.replace("return x", "return x + 1"),
+        tokens={"engine 0, mix 0": {"0-0": [1, 2, 4]}},
+    ) == ["dump", "tokens"]
 
 
 def test_a_dump_that_only_one_has_is_found(tmp_path: Path) -> None:
@@ -63,17 +89,26 @@ def test_a_dump_that_only_one_has_is_found(tmp_path: Path) -> None:
     assert [(d.kind, d.first, d.second) for d in found] == [("dump", "absent", "there")]
 
 
-@pytest.mark.parametrize(("path", "value", "kinds"), [
-    (["matches", "add_rms_norm"], 1, ["report"]),
-    (["near", 0, "kind"], "shape", ["report"]),
-    (["near", 0, "found"], "half precision", ["sentence"]),
-    (["kernels", 0, "chosen"], "onednn", ["report"]),
-    (["kernels", 0, "refused"], [["triton", "no GPU here"], ["onednn", "no bf16"]], ["sentence"]),
-    (["kernels", 0, "refused"], [["triton", "there is no GPU"]], ["report"]),
-    (["notes"], ["another note"], ["sentence"]),
-    (["near", 0, "code"], "new", []),
-])  # fmt: skip
-def test_sentences_are_told_from_other_data(tmp_path: Path, path: list[Any], value: Any, kinds: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("path", "value", "kinds"),
+    [
+        (["matches", "add_rms_norm"], 1, ["report"]),
+        (["near", 0, "kind"], "shape", ["report"]),
+        (["near", 0, "found"], "half precision", ["sentence"]),
+        (["kernels", 0, "chosen"], "onednn", ["report"]),
+        (
+            ["kernels", 0, "refused"],
+            [["triton", "no GPU here"], ["onednn", "no bf16"]],
+            ["sentence"],
+        ),
+        (["kernels", 0, "refused"], [["triton", "there is no GPU"]], ["report"]),
+        (["notes"], ["another note"], ["sentence"]),
+        (["near", 0, "code"], "new", []),
+    ],
+)
+def test_sentences_are_told_from_other_data(
+    tmp_path: Path, path: list[Any], value: Any, kinds: list[str]
+) -> None:
     assert changed(tmp_path, report=report_with(path, value)) == kinds
 
 

@@ -21,11 +21,26 @@ EAGER = {"glue": "eager"}
 PROMPT = [5, 17, 3, 88, 41, 9, 60]
 IDS = torch.tensor([PROMPT])
 IDENTITY = {"vocab_size": 96, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-LLAMA = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-             max_position_embeddings=128, initializer_range=0.3)  # fmt: skip
+LLAMA = dict(
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=128,
+    initializer_range=0.3,
+)
 GPT = dict(n_positions=128, n_embd=64, n_layer=2, n_head=4, initializer_range=0.3)
-PEGASUS = dict(d_model=64, decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=96, encoder_layers=1,
-               encoder_attention_heads=4, encoder_ffn_dim=96, max_position_embeddings=128)  # fmt: skip
+PEGASUS = dict(
+    d_model=64,
+    decoder_layers=2,
+    decoder_attention_heads=4,
+    decoder_ffn_dim=96,
+    encoder_layers=1,
+    encoder_attention_heads=4,
+    encoder_ffn_dim=96,
+    max_position_embeddings=128,
+)
 IN_YOUR_OWN = 'torch.compile(model, backend="atom") in a program of your own has no such limit'
 
 
@@ -36,24 +51,46 @@ def stock(name: str, **differs: object) -> nn.Module:
 
 
 def served(model: nn.Module, **options: object) -> LLM:
-    return LLM(model, max_num_seqs=2, max_model_len=64, num_blocks=32, progress=False, options={**EAGER, **options})
+    return LLM(
+        model,
+        max_num_seqs=2,
+        max_model_len=64,
+        num_blocks=32,
+        progress=False,
+        options={**EAGER, **options},
+    )
 
 
 REFUSED = {
-    "DiffLlama": (LLAMA, r"it branches on a number that is only known at run time, Eq\(u\d+, 0\) in `.*groupnorm.*` "
-                         r"\(transformers/models/diffllama/modeling_diffllama\.py:\d+\)"),
-    "Doge": (LLAMA, r"it branches on a number that is only known at run time, u\d+ > 2048 in `if .*keep_window_size:` "
-                    r"\(transformers/models/doge/modeling_doge\.py:\d+\)"),
-    "BigBirdPegasus": (PEGASUS, r"attention in hf_model\.model\.decoder\.layers\.0\.self_attn "
-                                r"\(modeling_bigbird_pegasus\.py:\d+\): it has a mask or is not causal, and a paged cache "
-                                r"serves causal attention only"),
-}  # fmt: skip
+    "DiffLlama": (
+        LLAMA,
+        r"it branches on a number that is only known at run time, Eq\(u\d+, 0\) in `.*groupnorm.*` "
+        r"\(transformers/models/diffllama/modeling_diffllama\.py:\d+\)",
+    ),
+    "Doge": (
+        LLAMA,
+        r"it branches on a number that is only known at run time, u\d+ > 2048 in `if "
+        r".*keep_window_size:` "
+        r"\(transformers/models/doge/modeling_doge\.py:\d+\)",
+    ),
+    "BigBirdPegasus": (
+        PEGASUS,
+        r"attention in hf_model\.model\.decoder\.layers\.0\.self_attn "
+        r"\(modeling_bigbird_pegasus\.py:\d+\): it has a mask or is not causal, and a paged cache "
+        r"serves causal attention only",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_class_that_cannot_be_served_is_refused_with_its_line_and_compiles_in_a_program_of_ones_own(name) -> None:
+def test_a_class_that_cannot_be_served_is_refused_with_its_line_and_compiles_in_a_program_of_ones_own(
+    name,
+) -> None:
     config, reason = REFUSED[name]
-    with pytest.raises(ValueError, match=f"^{name}ForCausalLM cannot be served: {reason}; {re.escape(IN_YOUR_OWN)}$"):
+    with pytest.raises(
+        ValueError,
+        match=f"^{name}ForCausalLM cannot be served: {reason}; {re.escape(IN_YOUR_OWN)}$",
+    ):
         served(stock(name, **config))
     model = stock(name, **config)
     with torch.no_grad():
@@ -63,17 +100,23 @@ def test_a_class_that_cannot_be_served_is_refused_with_its_line_and_compiles_in_
     assert any(report.treated for report in atomc.reports())
 
 
-@pytest.mark.parametrize("name, config", [
-    ("JetMoe", {**LLAMA, "kv_channels": 16, "num_local_experts": 4, "num_experts_per_tok": 2}),
-    ("GPTBigCode", GPT), ("GPTBigCode", {**GPT, "multi_query": False}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, config",
+    [
+        ("JetMoe", {**LLAMA, "kv_channels": 16, "num_local_experts": 4, "num_experts_per_tok": 2}),
+        ("GPTBigCode", GPT),
+        ("GPTBigCode", {**GPT, "multi_query": False}),
+    ],
+)
 def test_keys_are_kept_for_as_many_heads_as_the_attention_hands_over(name, config) -> None:
     model, ids = stock(name, **config), IDS
     with torch.no_grad():
         for _ in range(6):
-            ids = torch.cat([ids, model(ids, use_cache=False).logits[:, -1].argmax(-1, keepdim=True)], dim=1)
+            ids = torch.cat(
+                [ids, model(ids, use_cache=False).logits[:, -1].argmax(-1, keepdim=True)], dim=1
+            )
     (completion,) = served(model).generate([PROMPT], SamplingParams(max_tokens=6, ignore_eos=True))
-    assert list(completion.token_ids) == ids[0, len(PROMPT):].tolist()
+    assert list(completion.token_ids) == ids[0, len(PROMPT) :].tolist()
 
 
 class Undecided(nn.Module):
@@ -109,16 +152,30 @@ class Uneven(nn.Module):
 
 
 def test_keys_and_values_of_unequal_width_are_refused_with_their_line() -> None:
-    with pytest.raises(ValueError, match=r"attention in .*\(test_refused_models.py:\d+\): keys are 16 wide, values 8"):
+    with pytest.raises(
+        ValueError,
+        match=r"attention in .*\(test_refused_models.py:\d+\): keys are 16 wide, values 8",
+    ):
         compile_model(Uneven(), {**EAGER, "cache": False})
 
 
-@pytest.mark.parametrize("what, reason, code", [
-    ("length", r"it branches on a number that is only known at run time, u\d+ > 100 in `.*> 100:`", "> 100:"),
-    ("value", "torch.compile cannot trace it as one graph: Data-dependent branching", "x.sum() > 0:"),
-    ("raises", "it raises KeyError: nothing of that name", "raise KeyError"),
-    ("shapes", "TorchRuntimeError: .*", "x @ x"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "what, reason, code",
+    [
+        (
+            "length",
+            r"it branches on a number that is only known at run time, u\d+ > 100 in `.*> 100:`",
+            "> 100:",
+        ),
+        (
+            "value",
+            "torch.compile cannot trace it as one graph: Data-dependent branching",
+            "x.sum() > 0:",
+        ),
+        ("raises", "it raises KeyError: nothing of that name", "raise KeyError"),
+        ("shapes", "TorchRuntimeError: .*", "x @ x"),
+    ],
+)
 def test_a_users_model_is_refused_with_the_line_of_the_users(what, reason, code) -> None:
     sentence = rf"^Undecided cannot be served: {reason} \(.*test_refused_models\.py:\d+\)$"
     with pytest.raises(ValueError, match=sentence) as caught:

@@ -1,4 +1,6 @@
-"""One layer of each kind is traced and stands for all of its kind; everything else stays as it was."""
+"""One layer of each kind is traced and stands for all of its kind; everything else stays as it
+was.
+"""
 
 import copy
 import pickle
@@ -24,18 +26,41 @@ from atomc.program import compile_model
 transformers = pytest.importorskip("transformers", reason="stock models")
 
 EAGER = {"glue": "eager"}
-TINY = dict(vocab_size=96, hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-            max_position_embeddings=128, pad_token_id=0, hidden_act="silu", rms_norm_eps=1e-6)  # fmt: skip
-ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention", "full_attention", "sliding_attention"]
+TINY = dict(
+    vocab_size=96,
+    hidden_size=64,
+    intermediate_size=96,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    max_position_embeddings=128,
+    pad_token_id=0,
+    hidden_act="silu",
+    rms_norm_eps=1e-6,
+)
+ALTERNATING = [
+    "sliding_attention",
+    "full_attention",
+    "sliding_attention",
+    "full_attention",
+    "sliding_attention",
+]
 STOCK: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {},
     "phi3": {},
-    "gemma3_text": {"sliding_window": 5, "hidden_activation": "gelu_pytorch_tanh",
-                     "layer_types": ALTERNATING},
-    "gpt_oss": {"sliding_window": 5, "num_local_experts": 4, "num_experts_per_tok": 2,
-                 "layer_types": ALTERNATING},
-}  # fmt: skip
+    "gemma3_text": {
+        "sliding_window": 5,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "layer_types": ALTERNATING,
+    },
+    "gpt_oss": {
+        "sliding_window": 5,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "layer_types": ALTERNATING,
+    },
+}
 IDS = torch.randint(0, 96, (1, 33), generator=torch.Generator().manual_seed(0))
 
 
@@ -90,8 +115,14 @@ def traced(report: atomc.Report) -> list[str]:
 
 
 def counts(traced: int, inlined: int, in_torch_2_11: tuple[int, int]) -> list[list[str]]:
-    """What the report may note. torch 2.11 takes the first of layers that are alike for one of another kind, more often."""
-    pairs = {(traced, inlined), in_torch_2_11} if torch.__version__.startswith("2.11.") else {(traced, inlined)}
+    """What the report may note. torch 2.11 takes the first of layers that are alike for one of
+    another kind, more often.
+    """
+    pairs = (
+        {(traced, inlined), in_torch_2_11}
+        if torch.__version__.startswith("2.11.")
+        else {(traced, inlined)}
+    )
     return [[f"{traced} layers traced, {inlined} inlined"] for traced, inlined in pairs]
 
 
@@ -99,17 +130,26 @@ def stock(model_type: str, depth: int) -> nn.Module:
     differs = dict(STOCK[model_type])
     if "layer_types" in differs:
         differs["layer_types"] = differs["layer_types"][:depth]
-    config = transformers.AutoConfig.for_model(model_type, **(TINY | differs | {"num_hidden_layers": depth}))
+    config = transformers.AutoConfig.for_model(
+        model_type, **(TINY | differs | {"num_hidden_layers": depth})
+    )
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa" if
-                                                          model_type != "gpt_oss" else "eager")  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(
+        config,
+        dtype=torch.float32,
+        attn_implementation="sdpa" if model_type != "gpt_oss" else "eager",
+    )
     for weight in model.parameters():
         weight.data.normal_(0.0 if weight.dim() > 1 else 1.0, 0.15)
     return model.eval().requires_grad_(False)
 
 
 def ours(depth: int) -> nn.Module:
-    config = TINY | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_hidden_layers": depth}
+    config = TINY | {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "num_hidden_layers": depth,
+    }
     model = build(config, torch.float32, "meta")
     allocate_buffers(model, "cpu")
     fill_randomly(model, "cpu")
@@ -127,13 +167,17 @@ def same_sites(a: atomc.Report, b: atomc.Report) -> None:
     """The same rewrites in the same layers, from the same lines."""
     assert a.matches == b.matches
     assert Counter((s.rewrite, s.module_path, s.layer, s.source) for s in a.sites) == Counter(
-        (s.rewrite, s.module_path, s.layer, s.source) for s in b.sites)  # fmt: skip
+        (s.rewrite, s.module_path, s.layer, s.source) for s in b.sites
+    )
     assert Counter((m.rewrite, m.module_path, m.found) for m in a.near) == Counter(
-        (m.rewrite, m.module_path, m.found) for m in b.near)  # fmt: skip
+        (m.rewrite, m.module_path, m.found) for m in b.near
+    )
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "phi3", "gemma3_text"])
-def test_a_prepared_stock_model_computes_what_an_unprepared_one_does_from_one_layer(model_type: str) -> None:
+def test_a_prepared_stock_model_computes_what_an_unprepared_one_does_from_one_layer(
+    model_type: str,
+) -> None:
     model = stock(model_type, 3)
     plain = torch.compile(model, backend="atom", options=EAGER)
     flat = [logits(plain, length) for length in (12, 33)]
@@ -149,22 +193,40 @@ def test_a_prepared_stock_model_computes_what_an_unprepared_one_does_from_one_la
 
 
 @pytest.mark.parametrize("depth", [2, 7])
-def test_the_program_of_a_model_is_traced_from_one_layer_and_the_classes_stay_as_they_were(depth: int) -> None:
+def test_the_program_of_a_model_is_traced_from_one_layer_and_the_classes_stay_as_they_were(
+    depth: int,
+) -> None:
     model = ours(depth)
     kind = type(model.model.layers[0])
-    before = dict(vars(kind)), [dict(vars(layer)) for layer in model.model.layers], dict(vars(kind.forward))
+    before = (
+        dict(vars(kind)),
+        [dict(vars(layer)) for layer in model.model.layers],
+        dict(vars(kind.forward)),
+    )
     program = compile_model(model, EAGER)
     assert traced(program.report) in counts(1, depth, in_torch_2_11=(2, depth))
     assert program.report.matches["qk_norm_rope_kv_write"] == depth
-    assert [spec.name for spec in program.specs] == [f"model.layers.{i}.self_attn" for i in range(depth)]
-    assert (dict(vars(kind)), [dict(vars(layer)) for layer in model.model.layers], dict(vars(kind.forward))) == before
+    assert [spec.name for spec in program.specs] == [
+        f"model.layers.{i}.self_attn" for i in range(depth)
+    ]
+    assert (
+        dict(vars(kind)),
+        [dict(vars(layer)) for layer in model.model.layers],
+        dict(vars(kind.forward)),
+    ) == before
 
 
 @pytest.mark.parametrize("model_type", ["gemma3_text", "gpt_oss"])
 def test_layers_with_and_without_a_window_are_two_kinds(model_type: str) -> None:
     report = atomc.explain(wrap_stock(stock(model_type, 5)), IDS[0], torch.arange(33))
     assert traced(report) == ["2 layers traced, 5 inlined"]
-    assert sorted(site.layer for site in report.sites if site.rewrite == "attention") == [0, 1, 2, 3, 4]
+    assert sorted(site.layer for site in report.sites if site.rewrite == "attention") == [
+        0,
+        1,
+        2,
+        3,
+        4,
+    ]
 
 
 def test_a_first_layer_of_another_kind_is_traced_beside_the_others() -> None:
@@ -172,14 +234,21 @@ def test_a_first_layer_of_another_kind_is_traced_beside_the_others() -> None:
     model.layers[0].up = nn.Linear(16, 16, bias=False)
     report = atomc.explain(model.requires_grad_(False), X)
     assert traced(report) in counts(1, 4, in_torch_2_11=(2, 5))
-    assert [site.layer for site in report.sites if site.rewrite == "silu_and_mul"] == [0, 1, 2, 3, 4]
+    assert [site.layer for site in report.sites if site.rewrite == "silu_and_mul"] == [
+        0,
+        1,
+        2,
+        3,
+        4,
+    ]
 
 
 def test_explaining_traces_one_layer_and_names_each() -> None:
     report = atomc.explain(ours(12))
     assert traced(report) == ["1 layers traced, 12 inlined"]
     assert {site.module_path for site in report.sites if site.rewrite == "silu_and_mul"} == {
-        f"model.layers.{i}.mlp" for i in range(12)}  # fmt: skip
+        f"model.layers.{i}.mlp" for i in range(12)
+    }
     linears = Counter(site.layer for site in report.sites if site.rewrite == "linear")
     assert linears == {None: 1, **dict.fromkeys(range(12), 7)}
 
@@ -191,8 +260,12 @@ def test_a_prepared_model_works_for_every_number_of_tokens(dynamic: bool | None)
     for length in (9, 5, 1, 17):
         ids, positions = IDS[0, :length], torch.arange(length)
         expected = model(ids, positions)
-        torch.testing.assert_close(compiled(ids, positions), expected, rtol=0, atol=1e-6 * float(expected.abs().max()))
-    assert all(traced(report) in counts(1, 4, in_torch_2_11=(2, 4)) for report in atomc.reports()[-2:])
+        torch.testing.assert_close(
+            compiled(ids, positions), expected, rtol=0, atol=1e-6 * float(expected.abs().max())
+        )
+    assert all(
+        traced(report) in counts(1, 4, in_torch_2_11=(2, 4)) for report in atomc.reports()[-2:]
+    )
 
 
 def test_another_eps_in_one_layer_is_seen_under_dynamic_shapes() -> None:
@@ -207,7 +280,9 @@ def test_another_eps_in_one_layer_is_seen_under_dynamic_shapes() -> None:
 def test_inductor_gets_no_region_that_takes_python_floats() -> None:
     model = atomc.prepare(ours(2))
     disabled = torch.compile(model, backend="atom", dynamic=True, options={"disable": True})
-    torch.testing.assert_close(disabled(IDS[0, :9], torch.arange(9)), model(IDS[0, :9], torch.arange(9)))
+    torch.testing.assert_close(
+        disabled(IDS[0, :9], torch.arange(9)), model(IDS[0, :9], torch.arange(9))
+    )
 
 
 def test_layers_that_differ_by_a_constant_are_each_traced_and_right() -> None:
@@ -227,23 +302,39 @@ def test_layers_that_write_a_buffer_are_each_traced_and_a_note_says_so() -> None
     assert last().matches["silu_and_mul"] == 4
 
 
-def test_a_failure_to_trace_a_region_is_a_note_and_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_to_trace_a_region_is_a_note_and_no_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def fail(*_: Any) -> Any:
         raise NotImplementedError("no regions today")
 
     monkeypatch.setattr("atomc.capture.functional.traced_region", fail)
     model = stack()
     report = atomc.explain(model, X)
-    assert traced(report) == ["every layer was traced, because tracing regions failed: NotImplementedError: no regions "
-                              "today"]
-    assert report.matches["silu_and_mul"] == 4 and {site.layer for site in report.sites} >= {0, 1, 2, 3}
+    assert traced(report) == [
+        "every layer was traced, because tracing regions failed: NotImplementedError: no regions "
+        "today"
+    ]
+    assert report.matches["silu_and_mul"] == 4 and {site.layer for site in report.sites} >= {
+        0,
+        1,
+        2,
+        3,
+    }
 
 
 def test_explaining_layers_with_graph_breaks_falls_back_to_tracing_each() -> None:
     atomc.explain(stack(kind="breaks"), X)
-    made = [report for report in atomc.reports() if any("UncapturedHigherOrderOpError" in note for note in report.notes)]
+    made = [
+        report
+        for report in atomc.reports()
+        if any("UncapturedHigherOrderOpError" in note for note in report.notes)
+    ]
     assert len(made) == 1
-    assert any(report.matches["silu_and_mul"] for report in atomc.reports()[atomc.reports().index(made[0]):])
+    assert any(
+        report.matches["silu_and_mul"]
+        for report in atomc.reports()[atomc.reports().index(made[0]) :]
+    )
 
 
 class ThroughMethods(Stack):
@@ -255,7 +346,9 @@ class ThroughMethods(Stack):
         return x
 
 
-def test_layers_that_torch_takes_for_one_another_are_an_error_when_prepared_and_a_note_otherwise() -> None:
+def test_layers_that_torch_takes_for_one_another_are_an_error_when_prepared_and_a_note_otherwise() -> (
+    None
+):
     model = ThroughMethods().eval().requires_grad_(False)
     expected = Stack.forward(model, X)
     regions.mark(model.layers)
@@ -281,14 +374,22 @@ def test_a_layer_whose_forward_was_replaced_is_not_marked() -> None:
 
 
 def test_unmarking_leaves_the_class_its_forward_and_dynamo_as_they_were() -> None:
-    before, forward, chained = dict(vars(Layer)), dict(vars(Layer.forward)), dict(vars(ChainedSource))
+    before, forward, chained = (
+        dict(vars(Layer)),
+        dict(vars(Layer.forward)),
+        dict(vars(ChainedSource)),
+    )
     one, two = stack(), stack()
     atomc.prepare(one)
     atomc.prepare(two)
     regions.unprepare(one)
     assert Layer.forward is not before["forward"]
     regions.unprepare(two)
-    assert (dict(vars(Layer)), dict(vars(Layer.forward)), dict(vars(ChainedSource))) == (before, forward, chained)
+    assert (dict(vars(Layer)), dict(vars(Layer.forward)), dict(vars(ChainedSource))) == (
+        before,
+        forward,
+        chained,
+    )
     assert not any(regions.FLAG in vars(layer) for layer in (*one.layers, *two.layers))
 
 
@@ -300,7 +401,12 @@ def test_a_source_is_cloned_for_the_next_layer_as_torch_does_but_shares_what_sta
     layers = AttrSource(LocalSource("self"), "layers")
     first, second = DictGetItemSource(layers, "0"), DictGetItemSource(layers, "1")
     weight = AttrSource(AttrSource(first, "gate"), "weight")
-    for source in (weight, DictGetItemSource(layers, ConstDictKeySource(first, 0)), AttrSource(layers, "training"), layers):
+    for source in (
+        weight,
+        DictGetItemSource(layers, ConstDictKeySource(first, 0)),
+        AttrSource(layers, "training"),
+        layers,
+    ):
         made = source.clone(lambda s: {first: second}.get(s, s))
         expected = own(source, lambda s: {first: second}.get(s, s))
         assert type(made) is type(expected) and made == expected and made.name == expected.name
@@ -314,7 +420,10 @@ class Derived(Layer):
 
 def test_a_class_that_inherits_its_forward_goes_back_to_inheriting() -> None:
     model = nn.Module()
-    model.a, model.b = nn.ModuleList(Layer(i, "") for i in range(2)), nn.ModuleList(Derived(i, "") for i in range(2))
+    model.a, model.b = (
+        nn.ModuleList(Layer(i, "") for i in range(2)),
+        nn.ModuleList(Derived(i, "") for i in range(2)),
+    )
     own = Layer.forward
     atomc.prepare(model)
     torch.testing.assert_close(model.b[0](X), own(model.b[0], X))

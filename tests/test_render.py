@@ -23,9 +23,16 @@ REPORT = Report(
     "Tiny",
     treated=True,
     matches=Counter({"norm": 3}),
-    sites=[fired("norm", "layers.0.norm", 0), fired("norm", "layers.1.norm", 1), fired("norm", "norm", None),
-           fired("lower", "norm", None)],
-    kernels=[KernelChoice("norm", f"layers.{i}", "any", "mine", [("theirs", "rows are too long")]) for i in range(2)]
+    sites=[
+        fired("norm", "layers.0.norm", 0),
+        fired("norm", "layers.1.norm", 1),
+        fired("norm", "norm", None),
+        fired("lower", "norm", None),
+    ],
+    kernels=[
+        KernelChoice("norm", f"layers.{i}", "any", "mine", [("theirs", "rows are too long")])
+        for i in range(2)
+    ]
     + [KernelChoice("linear", "head", "any", "torch", [])],
     phases={"trace": 0.5, "passes": 1.25},
     notes=["glue: eager (as the option says)"],
@@ -33,11 +40,13 @@ REPORT = Report(
     near=[miss(0), miss(1)],
     known=["norm", "add_norm", "gelu"],
     absent={"gelu": "the graph has no gelu"},
-)  # fmt: skip
+)
 
 
 def test_a_report_reads_like_this():
-    assert report_text(REPORT) == """\
+    assert (
+        report_text(REPORT)
+        == """\
 Tiny: compiled
 
 rewrite  sites  layers  in
@@ -65,6 +74,7 @@ notes
 
 seconds: trace 0.50, passes 1.25; together 1.75
 """
+    )
 
 
 def test_to_text_is_the_same_text():
@@ -72,19 +82,31 @@ def test_to_text_is_the_same_text():
 
 
 def test_a_graph_that_was_not_treated_says_why_and_nothing_else():
-    assert report_text(Report("Tiny", why_not="gradients are wanted")) == "Tiny: not treated: gradients are wanted\n"
+    assert (
+        report_text(Report("Tiny", why_not="gradients are wanted"))
+        == "Tiny: not treated: gradients are wanted\n"
+    )
 
 
 def test_a_graph_break_and_a_failed_guard_are_shown():
-    report = Report("Tiny", treated=True, graph_break=GraphBreak("model.py:7", "print(x)", "print is not traced"),
-                    recompile="L['x'].size()[0] == 3")  # fmt: skip
+    report = Report(
+        "Tiny",
+        treated=True,
+        graph_break=GraphBreak("model.py:7", "print(x)", "print is not traced"),
+        recompile="L['x'].size()[0] == 3",
+    )
     lines = report_text(report).splitlines()
     assert "graph break at model.py:7 (print(x)): print is not traced" in lines
     assert "recompiled, because this guard failed: L['x'].size()[0] == 3" in lines
 
 
 def test_a_reason_that_holds_for_several_rewrites_is_said_once():
-    report = Report("Tiny", treated=True, known=["norm", "gelu"], graph_break=GraphBreak("model.py:7", "", "a reason"))
+    report = Report(
+        "Tiny",
+        treated=True,
+        known=["norm", "gelu"],
+        graph_break=GraphBreak("model.py:7", "", "a reason"),
+    )
     lines = report_text(report).splitlines()
     assert "norm          broken here: Dynamo ended the graph at model.py:7 (): a reason" in lines
     assert "gelu          as norm" in lines
@@ -92,22 +114,32 @@ def test_a_reason_that_holds_for_several_rewrites_is_said_once():
 
 def test_a_pass_that_is_off_is_listed_as_such():
     text = report_text(Report("Tiny", treated=True, known=["norm"], off=["norm"]))
-    assert "norm          the pass is off (options={'passes': {'norm': False}})" in text.splitlines()
+    assert (
+        "norm          the pass is off (options={'passes': {'norm': False}})" in text.splitlines()
+    )
 
 
 def test_a_provider_that_serves_no_op_is_named_once():
     refused = [("theirs", "not installed")]
-    report = Report("Tiny", treated=True, kernels=[KernelChoice(op, "", "any", "torch", refused) for op in ("a", "b")])
+    report = Report(
+        "Tiny",
+        treated=True,
+        kernels=[KernelChoice(op, "", "any", "torch", refused) for op in ("a", "b")],
+    )
     assert report_text(report).count("not theirs for all: not installed") == 1
 
 
 def test_a_provider_that_runs_an_op_has_refused_with_another_of_its_kernels():
     kernels = [KernelChoice("linear", "", "any", "ours", [("ours", "too narrow")])]
-    assert "not another ours kernel for all: too narrow" in report_text(Report("Tiny", treated=True, kernels=kernels))
+    assert "not another ours kernel for all: too narrow" in report_text(
+        Report("Tiny", treated=True, kernels=kernels)
+    )
 
 
 def test_misses_that_differ_are_listed_each():
-    report = Report("Tiny", treated=True, near=[miss(0), miss(0, rewrite="other")], known=["add_norm", "other"])
+    report = Report(
+        "Tiny", treated=True, near=[miss(0), miss(0, rewrite="other")], known=["add_norm", "other"]
+    )
     assert report_text(report).count("75% matched") == 2
 
 
@@ -118,17 +150,27 @@ def test_of_very_many_misses_the_rest_is_counted():
 
 def test_no_line_is_wider_than_the_terminal():
     long = "because " + "it does not fit " * 20
-    report = Report("Tiny", treated=True, sites=[fired("norm", f"model.part_{i}.norm", None) for i in range(20)],
-                    kernels=[KernelChoice("norm", "", "any", "torch", [("mine", long)])], notes=[long],
-                    near=[miss(0, found=long)])  # fmt: skip
+    report = Report(
+        "Tiny",
+        treated=True,
+        sites=[fired("norm", f"model.part_{i}.norm", None) for i in range(20)],
+        kernels=[KernelChoice("norm", "", "any", "torch", [("mine", long)])],
+        notes=[long],
+        near=[miss(0, found=long)],
+    )
     assert max(map(len, report_text(report).splitlines())) <= WIDTH
 
 
 @pytest.mark.parametrize(
     "path, expected",
-    [("model.layers.12.mlp", "model.layers.*.mlp"), ("0", "*"), ("layers.3.experts.5", "layers.*.experts.*"),
-     ("conv2d.weight", "conv2d.weight"), ("", "")],
-)  # fmt: skip
+    [
+        ("model.layers.12.mlp", "model.layers.*.mlp"),
+        ("0", "*"),
+        ("layers.3.experts.5", "layers.*.experts.*"),
+        ("conv2d.weight", "conv2d.weight"),
+        ("", ""),
+    ],
+)
 def test_layer_numbers_are_left_out_of_a_path(path, expected):
     assert collapsed(path) == expected
 
@@ -140,11 +182,17 @@ def test_columns_are_aligned_and_numbers_end_in_one_column():
 
 
 def test_a_summary_is_three_lines():
-    assert summary(REPORT) == """\
+    assert (
+        summary(REPORT)
+        == """\
 2 layers: 3 norm fired
 mine runs 2 norm; torch runs 1 linear
 2 near misses, such as add_norm in model.layers.0.mlp; glue: eager (as the option says)"""
+    )
 
 
 def test_a_summary_of_what_was_not_compiled_says_why():
-    assert summary(Report("Tiny", why_not="gradients are wanted")) == "not compiled: gradients are wanted"
+    assert (
+        summary(Report("Tiny", why_not="gradients are wanted"))
+        == "not compiled: gradients are wanted"
+    )

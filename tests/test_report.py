@@ -72,7 +72,10 @@ def test_a_rewrite_that_fired_says_where_and_what_runs_it():
 
 def test_a_pass_that_is_off_says_how_it_was_switched_off():
     report = report_of(Model(), passes={"add_rms_norm": False})
-    assert report.why("add_rms_norm") == "add_rms_norm: the pass is off (options={'passes': {'add_rms_norm': False}})"
+    assert (
+        report.why("add_rms_norm")
+        == "add_rms_norm: the pass is off (options={'passes': {'add_rms_norm': False}})"
+    )
     assert report.matches["rms_norm"] == 3
 
 
@@ -80,7 +83,9 @@ def test_a_graph_that_was_not_treated_says_why():
     model, x = Model(), X.clone()
     compiled = torch.compile(model, backend="atom", options=STRICT)
     compiled(x).sum().backward()
-    assert "add_rms_norm: the graph was not treated: gradients are enabled" in reports()[-1].why("add_rms_norm")
+    assert "add_rms_norm: the graph was not treated: gradients are enabled" in reports()[-1].why(
+        "add_rms_norm"
+    )
 
     report_of(Model().eval(), disable=True)
     assert "the graph was not treated: atomc is disabled" in reports()[-1].why("rms_norm")
@@ -99,14 +104,17 @@ def test_a_graph_break_is_named_with_the_users_line():
     report_of(broken)
     first, second = since(before)
     assert first.why("add_rms_norm").startswith(
-        f"add_rms_norm: broken here: Dynamo ended the graph at test_report.py:{line} (torch._dynamo.graph_break())")
+        f"add_rms_norm: broken here: Dynamo ended the graph at test_report.py:{line} "
+        "(torch._dynamo.graph_break())"
+    )
     assert second.matches["rms_norm"] == 1 and second.graph_break is None
 
 
 def test_without_an_anchor_the_nearest_op_is_named():
     report = report_of(Model(1))
     assert report.why("gelu_and_mul").startswith(
-        "gelu_and_mul: no anchor: the graph has no gelu; the nearest op found is mul")
+        "gelu_and_mul: no anchor: the graph has no gelu; the nearest op found is mul"
+    )
     assert "rope: no anchor: " in report.why("rope")
 
 
@@ -114,14 +122,18 @@ def test_a_near_miss_says_what_was_expected_what_was_found_and_where():
     report = report_of(Model(2, odd=(0, 1)))
     line = Norm.forward.__code__.co_firstlineno + 1
     assert report.why("rms_norm") == (
-        f"rms_norm: near miss (and 1 more like it): rms_norm in layers.0.norm (test_report.py:{line}), 100% there: "
-        "expected mean with dim=(-1,); found dim=(-2,)")  # fmt: skip
+        "rms_norm: near miss (and 1 more like it): rms_norm in layers.0.norm "
+        f"(test_report.py:{line}), 100% there: "
+        "expected mean with dim=(-1,); found dim=(-2,)"
+    )
     assert [miss.layer for miss in report.misses("rms_norm")] == [0, 1]
 
 
 def test_a_fusion_without_its_parts_shows_the_miss_of_the_part():
     report = report_of(Model(2, odd=(0, 1)))
-    assert report.why("add_rms_norm").startswith("add_rms_norm: needs rms_norm, which did not fire everywhere. Near miss: ")
+    assert report.why("add_rms_norm").startswith(
+        "add_rms_norm: needs rms_norm, which did not fire everywhere. Near miss: "
+    )
     assert report.misses("rms_norm")[0].text() in report.why("add_rms_norm")
 
 
@@ -132,9 +144,14 @@ def test_what_another_rewrite_took_is_said_with_its_name():
         return ops.attention(q, k, k, kv, scale=1.0)
 
     tables = torch.randn(5, 1, 16), torch.randn(5, 1, 16)
-    report = explained(function, torch.randn(5, 2, 16), torch.randn(16), *tables, ops.kv_state(2, 16), paged=True)
+    report = explained(
+        function, torch.randn(5, 2, 16), torch.randn(16), *tables, ops.kv_state(2, 16), paged=True
+    )
     assert report.matches["qk_norm_rope_kv_write"] == 1
-    assert report.why("rope_kv_write") == "rope_kv_write: taken by qk_norm_rope_kv_write, which used every kv_write (1)"
+    assert (
+        report.why("rope_kv_write")
+        == "rope_kv_write: taken by qk_norm_rope_kv_write, which used every kv_write (1)"
+    )
 
 
 def test_two_fusions_that_want_one_node_say_who_got_it():
@@ -144,7 +161,9 @@ def test_two_fusions_that_want_one_node_say_who_got_it():
 
     report = report_of(function)
     assert report.matches["add_rms_norm"] == 1
-    assert [(miss.kind, miss.found) for miss in report.misses("add_rms_norm")] == [("taken", "taken by add_rms_norm")]
+    assert [(miss.kind, miss.found) for miss in report.misses("add_rms_norm")] == [
+        ("taken", "taken by add_rms_norm")
+    ]
 
 
 def test_a_report_of_a_version_without_codes_is_read():
@@ -168,21 +187,31 @@ def a_kernel_that_refuses():
 
     ops.silu_and_mul.kernel("picky", refuses=refuses)(lambda gate, up: None)
     yield
-    ops.silu_and_mul.kernels[:] = [kernel for kernel in ops.silu_and_mul.kernels if kernel.provider != "picky"]
+    ops.silu_and_mul.kernels[:] = [
+        kernel for kernel in ops.silu_and_mul.kernels if kernel.provider != "picky"
+    ]
 
 
 def test_a_rewrite_that_fired_lists_the_kernels_that_refused(a_kernel_that_refuses):
     report = report_of(Model(2))
     why = report.why("silu_and_mul")
-    assert "fired at 2 sites in layers 0-1; runs as " in why and "picky: rows of 48 are not for it" in why
-    assert all(("picky", "rows of 48 are not for it") in choice.refused for choice in report.kernels
-               if choice.op == "silu_and_mul")  # fmt: skip
+    assert (
+        "fired at 2 sites in layers 0-1; runs as " in why
+        and "picky: rows of 48 are not for it" in why
+    )
+    assert all(
+        ("picky", "rows of 48 are not for it") in choice.refused
+        for choice in report.kernels
+        if choice.op == "silu_and_mul"
+    )
 
 
 def test_the_answer_can_be_had_for_one_module():
     report = report_of(Model(3, odd=(1,)))
     assert "fired at 1 site in layers 2" in report.why("add_rms_norm", "layers.2")
-    assert "near miss" in report.why("rms_norm", "layers.1") and "fired at 2 sites" in report.why("rms_norm")
+    assert "near miss" in report.why("rms_norm", "layers.1") and "fired at 2 sites" in report.why(
+        "rms_norm"
+    )
     assert "needs rms_norm" in report.why("add_rms_norm", "layers.1")
     assert "nothing like it is in this part of the graph" in report.why("silu_and_mul", "layers.7")
 
@@ -190,7 +219,9 @@ def test_the_answer_can_be_had_for_one_module():
 def test_an_unknown_rewrite_is_an_error_that_lists_what_there_is():
     report = report_of(Model(1))
     for ask in (report.why, report.misses):
-        with pytest.raises(ValueError, match=r"no rewrite 'add_rmsnorm'; rewrites are \['add_layer_norm', 'add_rms"):
+        with pytest.raises(
+            ValueError, match=r"no rewrite 'add_rmsnorm'; rewrites are \['add_layer_norm', 'add_rms"
+        ):
             ask("add_rmsnorm")
 
 
@@ -200,7 +231,10 @@ def test_an_unknown_rewrite_is_an_error_that_lists_what_there_is():
 def test_sites_have_module_layer_line_and_attributes():
     report = report_of(Model(2))
     sites = [site for site in report.sites if site.rewrite == "rms_norm"]
-    assert [(site.module_path, site.layer) for site in sites] == [("layers.0.norm", 0), ("layers.1.norm", 1)]
+    assert [(site.module_path, site.layer) for site in sites] == [
+        ("layers.0.norm", 0),
+        ("layers.1.norm", 1),
+    ]
     line = Norm.forward.__code__.co_firstlineno + 1
     assert {site.source for site in sites} == {f"test_report.py:{line}"}
     assert sites[0].attrs == {"style": "after", "weight": "as x", "eps": 1e-6}
@@ -219,7 +253,11 @@ def test_a_report_goes_through_json_and_has_no_tensors():
     def leaves(item):
         if isinstance(item, dict):
             item = list(item.values())
-        return [leaf for part in item for leaf in leaves(part)] if isinstance(item, list | tuple) else [item]
+        return (
+            [leaf for part in item for leaf in leaves(part)]
+            if isinstance(item, list | tuple)
+            else [item]
+        )
 
     assert {type(leaf) for leaf in leaves(report.to_dict())} <= {str, int, float, bool, type(None)}
 
@@ -235,7 +273,9 @@ def test_stages_of_explain_hold_the_graph_after_each_pass_that_changed_it():
 
 def test_ops_left_before_lowering_are_counted():
     num_ops = report_of(Model(2)).num_ops
-    assert num_ops["add_rms_norm"] == 2 and num_ops["silu_and_mul"] == 2 and "rms_norm" not in num_ops
+    assert (
+        num_ops["add_rms_norm"] == 2 and num_ops["silu_and_mul"] == 2 and "rms_norm" not in num_ops
+    )
 
 
 def test_reports_are_kept_newest_last_and_not_for_ever():
@@ -255,7 +295,9 @@ def test_reports_are_kept_newest_last_and_not_for_ever():
 def test_breaks_and_recompiles_are_listed_over_all_reports():
     broken = keep(Report("a", graph_break=GraphBreak("model.py:3", "print(x)", "print")))
     again = keep(Report("b", recompile="x.size()[0] == 5"))
-    assert reports().breaks[-1] == broken.graph_break and reports().recompiles[-1] == again.recompile
+    assert (
+        reports().breaks[-1] == broken.graph_break and reports().recompiles[-1] == again.recompile
+    )
     forget(broken)
     forget(again)
 
@@ -267,6 +309,8 @@ def test_a_miss_reads_as_a_sentence_with_and_without_a_place():
     assert bare.text() == "rope in the graph, 100% there: expected neg; found abs"
 
 
-@pytest.mark.parametrize(("numbers", "text"), [((), ""), ((3,), "3"), ((0, 1, 2, 5), "0-2, 5"), ((4, 0, 4, 1), "0-1, 4")])
+@pytest.mark.parametrize(
+    ("numbers", "text"), [((), ""), ((3,), "3"), ((0, 1, 2, 5), "0-2, 5"), ((4, 0, 4, 1), "0-1, 4")]
+)
 def test_numbers_are_written_as_spans(numbers, text):
     assert spans(numbers) == text

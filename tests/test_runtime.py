@@ -1,4 +1,6 @@
-"""Tiny random models through the paged runner: the same numbers as the plain model on each whole sequence alone."""
+"""Tiny random models through the paged runner: the same numbers as the plain model on each whole
+sequence alone.
+"""
 
 import copy
 import json
@@ -33,10 +35,19 @@ MAX_LEN = 64
 NUM_BLOCKS = 24
 VOCAB = 101
 TINY = {
-    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": MAX_LEN, "rms_norm_eps": 1e-5,
-    "hidden_act": "silu", "rope_theta": 10000.0, "dtype": "float32",
-}  # fmt: skip
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": MAX_LEN,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "rope_theta": 10000.0,
+    "dtype": "float32",
+}
 QWEN3 = {**TINY, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
 CONFIGS = {
     "qwen3": QWEN3,
@@ -76,7 +87,9 @@ class Alone:
             ids, positions = torch.tensor(tokens), torch.arange(len(tokens))
             with torch.no_grad():
                 if hasattr(self.model, "set_attn_implementation"):
-                    out = self.model(input_ids=ids[None], position_ids=positions[None], use_cache=False).logits[0]
+                    out = self.model(
+                        input_ids=ids[None], position_ids=positions[None], use_cache=False
+                    ).logits[0]
                 else:
                     out = self.model(ids, positions)
             self.seen[key] = out[-1]
@@ -90,7 +103,9 @@ class Alone:
 
 
 def compiled(model, layout, glue):
-    """The program with this layout of the state: with "paged", by the kernels that a GPU gets from the same provider."""
+    """The program with this layout of the state: with "paged", by the kernels that a GPU gets from
+    the same provider.
+    """
     if layout == "contiguous":
         program = compile_model(model, options={"strict": True, "glue": glue, "layout": layout})
     else:
@@ -101,8 +116,15 @@ def compiled(model, layout, glue):
 
 
 # All but one: Inductor takes long for the stock model.
-SERVED = [("qwen3", "contiguous"), ("qwen3", "paged"), ("llama", "contiguous"), ("llama", "paged"),
-          ("windowed", "contiguous"), ("windowed", "paged"), ("stock", "paged")]  # fmt: skip
+SERVED = [
+    ("qwen3", "contiguous"),
+    ("qwen3", "paged"),
+    ("llama", "contiguous"),
+    ("llama", "paged"),
+    ("windowed", "contiguous"),
+    ("windowed", "paged"),
+    ("stock", "paged"),
+]
 
 
 @pytest.fixture(scope="module", params=SERVED, ids="-".join)
@@ -113,16 +135,28 @@ def served(request):
     block_size = LAYOUTS[layout].block_size or MAX_LEN
     # Inductor compiles one of them: it takes seconds.
     program = compiled(model, layout, "auto" if name == "qwen3" else "eager")
-    runner = Runner(program, num_blocks=NUM_BLOCKS, block_size=block_size, max_num_seqs=8, max_num_rows=80,
-                    max_columns=-(-MAX_LEN // block_size))  # fmt: skip
+    runner = Runner(
+        program,
+        num_blocks=NUM_BLOCKS,
+        block_size=block_size,
+        max_num_seqs=8,
+        max_num_rows=80,
+        max_columns=-(-MAX_LEN // block_size),
+    )
     return runner, block_size, Alone(plain)
 
 
-def scheduler_for(runner, block_size, num_blocks=NUM_BLOCKS, max_num_seqs=8, max_num_batched_tokens=64):
+def scheduler_for(
+    runner, block_size, num_blocks=NUM_BLOCKS, max_num_seqs=8, max_num_batched_tokens=64
+):
     return Scheduler(
-        BlockPool(num_blocks, block_size, [group.window for group in groups_of(runner.program.specs)]),
-        max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, max_model_len=MAX_LEN,
-    )  # fmt: skip
+        BlockPool(
+            num_blocks, block_size, [group.window for group in groups_of(runner.program.specs)]
+        ),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=MAX_LEN,
+    )
 
 
 def prompts_of(*lengths, seed=0):
@@ -135,7 +169,9 @@ def assert_close(logits, expected):
 
 
 def run_and_compare(runner, scheduler, alone, requests, arrivals=None, aborts=None, padding=0):
-    """Greedy steps until all requests ended; compares every row of logits. The number of steps, and who gave way."""
+    """Greedy steps until all requests ended; compares every row of logits. The number of steps, and
+    who gave way.
+    """
     arrivals, aborts, gave_way = arrivals or {}, aborts or {}, set()
     for now in range(2000):
         for request in requests:
@@ -165,14 +201,20 @@ def test_prefill_and_decode_give_the_logits_of_the_whole_sequence(served):
     runner, block_size, alone = served
     (prompt,) = prompts_of(19)
     request = Request("a", prompt, SamplingParams(max_tokens=20))
-    assert run_and_compare(runner, scheduler_for(runner, block_size), alone, [request]) == (20, set())
+    assert run_and_compare(runner, scheduler_for(runner, block_size), alone, [request]) == (
+        20,
+        set(),
+    )
     assert request.new_tokens == alone.greedy(prompt, 20)
 
 
 def test_ragged_batches_give_the_logits_of_each_sequence_alone(served):
     runner, block_size, alone = served
     prompts = prompts_of(1, 17, 2, 31, 16, 5)
-    requests = [Request(str(i), prompt, SamplingParams(max_tokens=4 + i)) for i, prompt in enumerate(prompts)]
+    requests = [
+        Request(str(i), prompt, SamplingParams(max_tokens=4 + i))
+        for i, prompt in enumerate(prompts)
+    ]
     arrivals = {str(i): i // 2 for i in range(6)}
     run_and_compare(runner, scheduler_for(runner, block_size), alone, requests, arrivals)
     for request, prompt in zip(requests, prompts, strict=True):
@@ -182,7 +224,9 @@ def test_ragged_batches_give_the_logits_of_each_sequence_alone(served):
 @pytest.mark.parametrize("chunk", [1, 3, 7, 17])
 def test_chunks_of_any_size_give_the_logits_of_the_whole_prompt(served, chunk):
     runner, block_size, alone = served
-    requests = [Request(str(i), p, SamplingParams(max_tokens=3)) for i, p in enumerate(prompts_of(23, 9))]
+    requests = [
+        Request(str(i), p, SamplingParams(max_tokens=3)) for i, p in enumerate(prompts_of(23, 9))
+    ]
     scheduler = scheduler_for(runner, block_size, max_num_batched_tokens=chunk)
     steps, _ = run_and_compare(runner, scheduler, alone, requests)
     assert steps > 23 // chunk
@@ -190,7 +234,9 @@ def test_chunks_of_any_size_give_the_logits_of_the_whole_prompt(served, chunk):
 
 def test_padding_rows_change_nothing(served):
     runner, block_size, alone = served
-    requests = [Request(str(i), p, SamplingParams(max_tokens=4)) for i, p in enumerate(prompts_of(3, 20, 1))]
+    requests = [
+        Request(str(i), p, SamplingParams(max_tokens=4)) for i, p in enumerate(prompts_of(3, 20, 1))
+    ]
     run_and_compare(runner, scheduler_for(runner, block_size), alone, requests, padding=5)
     for request in requests:
         assert request.new_tokens == alone.greedy(request.tokens[: request.num_prompt], 4)
@@ -200,19 +246,27 @@ def test_random_arrivals_lengths_and_aborts_in_a_small_pool_change_no_token(serv
     runner, block_size, alone = served
     generator = random.Random(1)
     lengths = [generator.choice([1, 3, 14, 15, 16, 17, 30]) for _ in range(24)]
-    requests = [Request(str(i), prompt, SamplingParams(max_tokens=generator.randint(1, 20)))
-                for i, prompt in enumerate(prompts_of(*lengths, seed=2))]  # fmt: skip
+    requests = [
+        Request(str(i), prompt, SamplingParams(max_tokens=generator.randint(1, 20)))
+        for i, prompt in enumerate(prompts_of(*lengths, seed=2))
+    ]
     arrivals = {request.id: generator.randrange(40) for request in requests}
-    aborts = {request.id: arrivals[request.id] + generator.randrange(12) for request in requests[::4]}
+    aborts = {
+        request.id: arrivals[request.id] + generator.randrange(12) for request in requests[::4]
+    }
     # As many blocks as the longest request may need.
-    scheduler = scheduler_for(runner, block_size, num_blocks=-(-MAX_LEN // block_size), max_num_batched_tokens=24)
+    scheduler = scheduler_for(
+        runner, block_size, num_blocks=-(-MAX_LEN // block_size), max_num_batched_tokens=24
+    )
     _, gave_way = run_and_compare(runner, scheduler, alone, requests, arrivals, aborts)
     # Nobody has to where one block holds a whole sequence.
     assert len(gave_way) > 2 or block_size == MAX_LEN
     assert not scheduler.pool.owners and not scheduler.requests
     for request in requests:
         assert request.finish_reason == "length" or request.id in aborts
-        assert request.new_tokens == alone.greedy(request.tokens[: request.num_prompt], request.num_new)
+        assert request.new_tokens == alone.greedy(
+            request.tokens[: request.num_prompt], request.num_new
+        )
 
 
 def test_a_request_never_reads_what_the_last_owner_of_its_blocks_left(served):
@@ -227,8 +281,12 @@ def test_a_request_never_reads_what_the_last_owner_of_its_blocks_left(served):
 
 def test_drawn_tokens_do_not_depend_on_the_batch(served):
     runner, block_size, _ = served
-    params = [SamplingParams(8, temperature=1.5, seed=1), SamplingParams(8, temperature=0.8, top_k=9, seed=2),
-              SamplingParams(8, temperature=1.2, top_p=0.9, seed=3), SamplingParams(8)]  # fmt: skip
+    params = [
+        SamplingParams(8, temperature=1.5, seed=1),
+        SamplingParams(8, temperature=0.8, top_k=9, seed=2),
+        SamplingParams(8, temperature=1.2, top_p=0.9, seed=3),
+        SamplingParams(8),
+    ]
 
     def tokens(which, max_num_batched_tokens):
         requests = [Request(str(i), prompts_of(5, 18, 2, 7)[i], params[i]) for i in which]
@@ -250,14 +308,27 @@ def test_drawn_tokens_do_not_depend_on_the_batch(served):
 
 def test_a_step_becomes_ragged_rows_with_padding_behind():
     def chunk(name, slot, tokens, start, blocks, drawing=1, **more):
-        return Chunk(name, slot, tokens, start, ((0, blocks),) * 2, num_draws=drawing, num_wanted=drawing, **more)
+        return Chunk(
+            name,
+            slot,
+            tokens,
+            start,
+            ((0, blocks),) * 2,
+            num_draws=drawing,
+            num_wanted=drawing,
+            **more,
+        )
 
     staging = InputBatch(rows=8, sequences=4, columns=5, block_size=4, num_groups=2)
     a, b = chunk("a", 2, (7, 8), 3, (5, 2)), chunk("b", 0, (9,), 0, (1,), drawing=0)
     step = ScheduledStep((a, b, chunk("c", 3, (6,), 8, (0, 4, 3))))
     shape = staging.write(step, num_rows=6)
     tensors = staging.step(shape)
-    assert {name: value.tolist() for name, value in tensors._asdict().items() if name not in ("groups", "state_slots")} == {
+    assert {
+        name: value.tolist()
+        for name, value in tensors._asdict().items()
+        if name not in ("groups", "state_slots")
+    } == {
         "input_ids": [7, 8, 9, 6, 0, 0],
         "positions": [3, 4, 0, 8, 0, 0],
         "query_start": [0, 2, 3, 4],
@@ -279,14 +350,20 @@ def test_a_step_becomes_ragged_rows_with_padding_behind():
     assert tensors.input_ids.tolist() == [60, 70, 0, 0]
     assert tensors.query_start.tolist() == [0, 1, 2, 2] and tensors.seq_lens.tolist() == [10, 6, 0]
     assert tensors.groups[0].slots.tolist() == [13, 9, -1, -1]
-    assert tensors.groups[0].block_tables.tolist() == [[0, 4, 3, 0, 0], [5, 2, 0, 0, 0], [0, 0, 0, 0, 0]]
+    assert tensors.groups[0].block_tables.tolist() == [
+        [0, 4, 3, 0, 0],
+        [5, 2, 0, 0, 0],
+        [0, 0, 0, 0, 0],
+    ]
 
 
 def test_more_new_blocks_than_a_step_has_room_for_arrive_all_the_same():
     staging = InputBatch(rows=2, sequences=1, columns=40, block_size=1)
     chunk = Chunk("a", 0, (5,), 39, ((0, tuple(range(40, 80))),))
     assert staging.num_updates < 40
-    assert staging.step(staging.write(ScheduledStep((chunk,)))).groups[0].block_tables.tolist() == [[*range(40, 80)]]
+    assert staging.step(staging.write(ScheduledStep((chunk,)))).groups[0].block_tables.tolist() == [
+        [*range(40, 80)]
+    ]
 
 
 BYTES = 1000
@@ -305,11 +382,23 @@ MODEL = {"groups": [(BYTES, 0)], "block_size": 16, "max_num_seqs": 4, "longest":
         ({"available": 10**9, "max_model_len": 20}, Capacity((8,), 16, 20)),
         # One block for each sequence.
         ({"available": 10**9, "block_size": None}, Capacity((4,), 1000, 1000)),
-        ({"available": 2500 * BYTES, "block_size": None, "max_model_len": 900}, Capacity((2,), 900, 900)),
-        ({"available": 20000 * BYTES, "block_size": None, "longest": 9000}, Capacity((4,), 5000, 5000)),
-        ({"available": 5000 * BYTES, "block_size": None, "longest": 9000}, Capacity((2,), 2048, 2048)),
+        (
+            {"available": 2500 * BYTES, "block_size": None, "max_model_len": 900},
+            Capacity((2,), 900, 900),
+        ),
+        (
+            {"available": 20000 * BYTES, "block_size": None, "longest": 9000},
+            Capacity((4,), 5000, 5000),
+        ),
+        (
+            {"available": 5000 * BYTES, "block_size": None, "longest": 9000},
+            Capacity((2,), 2048, 2048),
+        ),
         ({"available": 500 * BYTES, "block_size": None}, Capacity((1,), 500, 500)),
-        ({"available": 1, "block_size": None, "num_blocks": 3, "max_model_len": 50}, Capacity((3,), 50, 50)),
+        (
+            {"available": 1, "block_size": None, "num_blocks": 3, "max_model_len": 50},
+            Capacity((3,), 50, 50),
+        ),
     ],
 )
 def test_the_cache_takes_what_fits_and_what_can_be_used(given, expected):
@@ -328,15 +417,26 @@ def test_the_cache_takes_what_fits_and_what_can_be_used(given, expected):
     ],
 )
 def test_layers_with_a_window_get_what_they_can_use(given, expected):
-    size = {**MODEL, "groups": [(BYTES // 2, 0), (BYTES // 2, 40)], "max_num_batched_tokens": 20, **given}
+    size = {
+        **MODEL,
+        "groups": [(BYTES // 2, 0), (BYTES // 2, 40)],
+        "max_num_batched_tokens": 20,
+        **given,
+    }
     assert capacity(**size).num_blocks == expected
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"max_model_len": 600}, "a sequence of 600 tokens does not fit into the cache, which holds 496"),
-        ({"block_size": None, "max_model_len": 600}, "a sequence of 600 tokens does not fit .* which holds 500"),
+        (
+            {"max_model_len": 600},
+            "a sequence of 600 tokens does not fit into the cache, which holds 496",
+        ),
+        (
+            {"block_size": None, "max_model_len": 600},
+            "a sequence of 600 tokens does not fit .* which holds 500",
+        ),
         ({"kv_bytes": 10}, "does not fit into the cache, which holds 0"),
     ],
 )
@@ -349,7 +449,9 @@ def write_checkpoint(folder):
     """A Qwen3 of random weights whose 256 + 2 tokens are bytes and two special ones."""
     tokenizers = pytest.importorskip("tokenizers")
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({char: i for i, char in enumerate(alphabet)}, []))
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.BPE({char: i for i, char in enumerate(alphabet)}, [])
+    )
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     tokenizer.add_special_tokens(["<end>", "<pad>"])
@@ -363,8 +465,14 @@ def write_checkpoint(folder):
 def llm(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoint")
     write_checkpoint(folder)
-    return LLM(folder, load_format="dummy", kv_bytes=2**20, max_num_seqs=4, options={"strict": True, "glue": "eager"},
-               progress=False)  # fmt: skip
+    return LLM(
+        folder,
+        load_format="dummy",
+        kv_bytes=2**20,
+        max_num_seqs=4,
+        options={"strict": True, "glue": "eager"},
+        progress=False,
+    )
 
 
 def test_an_llm_starts_from_a_folder_and_says_what_it_did(llm):
@@ -378,7 +486,9 @@ def test_generate_answers_texts_and_token_ids_in_order(llm):
     params = SamplingParams(max_tokens=6, ignore_eos=True)
     first, second = llm.generate(["Once", [1, 2, 3]], params)
     assert first == llm.generate("Once", params)[0]
-    assert list(first.prompt_token_ids) == llm.tokenizer.encode("Once").ids and second.prompt_token_ids == (1, 2, 3)
+    assert list(first.prompt_token_ids) == llm.tokenizer.encode(
+        "Once"
+    ).ids and second.prompt_token_ids == (1, 2, 3)
     assert len(first.token_ids) == 6 and first.finish_reason == "length"
     assert first.text == llm.tokenizer.decode(list(first.token_ids))
     assert llm.tokens_per_second > 0 and not llm.engine.scheduler.pool.owners
@@ -389,13 +499,18 @@ def test_a_stop_token_ends_the_completion_and_is_not_text(llm):
     whole = llm.generate("Once", params)[0]
     stop = whole.token_ids[4]
     first = whole.token_ids.index(stop)
-    stopped = llm.generate("Once", SamplingParams(9, 1.0, seed=5, ignore_eos=True, stop_token_ids=(stop,)))[0]
+    stopped = llm.generate(
+        "Once", SamplingParams(9, 1.0, seed=5, ignore_eos=True, stop_token_ids=(stop,))
+    )[0]
     assert stopped.finish_reason == "stop" and stopped.token_ids == whole.token_ids[: first + 1]
     assert stopped.text == llm.tokenizer.decode(list(whole.token_ids[:first]))
 
 
 def test_parameters_are_given_for_all_prompts_or_for_each(llm):
-    each = [SamplingParams(max_tokens=1, ignore_eos=True), SamplingParams(max_tokens=3, ignore_eos=True)]
+    each = [
+        SamplingParams(max_tokens=1, ignore_eos=True),
+        SamplingParams(max_tokens=3, ignore_eos=True),
+    ]
     assert [len(completion.token_ids) for completion in llm.generate([[1], [2]], each)] == [1, 3]
     with pytest.raises(ValueError, match="2 sampling_params for 1 prompts"):
         llm.generate([[1]], each)
@@ -438,12 +553,16 @@ def test_half_a_character_at_the_end_is_shown_as_such(llm):
 
 def test_special_tokens_have_no_text(llm):
     detokenizer = Detokenizer(llm.tokenizer, prompt=[256])
-    assert detokenizer.add([*llm.tokenizer.encode("a").ids, 257]) == "a" and detokenizer.flush() == ""
+    assert (
+        detokenizer.add([*llm.tokenizer.encode("a").ids, 257]) == "a" and detokenizer.flush() == ""
+    )
 
 
 def test_a_word_after_the_prompt_keeps_its_space():
     tokenizers = pytest.importorskip("tokenizers")
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"\u2581once": 0, "\u2581upon": 1}, "\u2581once"))
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"\u2581once": 0, "\u2581upon": 1}, "\u2581once")
+    )
     tokenizer.decoder = tokenizers.decoders.Metaspace()
     assert tokenizer.decode([1]) == "upon"
     assert Detokenizer(tokenizer, prompt=[0]).add([1]) == " upon"
@@ -472,7 +591,10 @@ def test_a_module_generates_from_token_ids():
     model, plain = tiny("llama")
     llm = LLM(model, max_model_len=40, options={"strict": True, "glue": "eager"}, progress=False)
     (completion,) = llm.generate([[3, 1, 4, 1, 5]], SamplingParams(max_tokens=8))
-    assert list(completion.token_ids) == Alone(plain).greedy([3, 1, 4, 1, 5], 8) and completion.text == ""
+    assert (
+        list(completion.token_ids) == Alone(plain).greedy([3, 1, 4, 1, 5], 8)
+        and completion.text == ""
+    )
     with pytest.raises(ValueError, match="no tokenizer for the prompt 'Hello'"):
         llm.generate("Hello")
     with pytest.raises(ValueError, match="no tokenizer"):
@@ -510,7 +632,11 @@ class Stateless(torch.nn.Embedding):
 
 def test_a_model_without_state_handles_is_refused():
     with pytest.raises(ValueError, match="Stateless keeps no state"):
-        LLM(loader.ready(Stateless(9, 4)), max_model_len=8, options={"strict": True, "glue": "eager"})
+        LLM(
+            loader.ready(Stateless(9, 4)),
+            max_model_len=8,
+            options={"strict": True, "glue": "eager"},
+        )
 
 
 def test_weights_replaced_after_compiling_are_noticed():
@@ -524,10 +650,18 @@ def test_weights_replaced_after_compiling_are_noticed():
 
 def test_a_stock_transformers_model_generates_as_it_does_itself():
     transformers = pytest.importorskip("transformers")
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**CONFIGS["llama"], eos_token_id=[3, 4])).eval()
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**CONFIGS["llama"], eos_token_id=[3, 4])
+    ).eval()
     prompt = [5, 6, 7, 8]
-    expected = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=12, eos_token_id=None)
+    expected = model.generate(
+        torch.tensor([prompt]), do_sample=False, max_new_tokens=12, eos_token_id=None
+    )
     llm = LLM(model, options={"strict": True, "glue": "eager"}, progress=False)
-    assert (llm.engine.eos_ids, llm.engine.vocab_size, llm.engine.scheduler.max_len) == ({3, 4}, VOCAB, MAX_LEN)
+    assert (llm.engine.eos_ids, llm.engine.vocab_size, llm.engine.scheduler.max_len) == (
+        {3, 4},
+        VOCAB,
+        MAX_LEN,
+    )
     (completion,) = llm.generate([prompt], SamplingParams(max_tokens=12, ignore_eos=True))
     assert [*prompt, *completion.token_ids] == expected[0].tolist()

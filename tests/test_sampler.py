@@ -32,7 +32,9 @@ def drawn(**params):
 
 def ids_at(numbers, logits=LOGITS, **params):
     params = SamplingParams(**{"temperature": 1.0, **params})
-    return inverse_transform(logits.expand(len(numbers), -1), [params] * len(numbers), np.array(numbers))[0].tolist()
+    return inverse_transform(
+        logits.expand(len(numbers), -1), [params] * len(numbers), np.array(numbers)
+    )[0].tolist()
 
 
 def after(prompt, output, **params):
@@ -57,7 +59,16 @@ def test_greedy_reads_bf16_logits_as_they_are():
 
 
 def test_the_number_picks_a_token_by_its_share_of_the_mass():
-    assert ids_at([0.0, 0.2499, 0.2501, 0.34, 0.36, 0.84, 0.86, 1 - 2**-53]) == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert ids_at([0.0, 0.2499, 0.2501, 0.34, 0.36, 0.84, 0.86, 1 - 2**-53]) == [
+        0,
+        0,
+        1,
+        1,
+        2,
+        2,
+        3,
+        3,
+    ]
 
 
 def test_temperature_sharpens_and_flattens():
@@ -131,12 +142,17 @@ def left(logits, params):
 
 @settings(max_examples=150, deadline=None)
 @given(
-    st.integers(0, 10**6), st.integers(2, 1500), st.floats(0.1, 3.0), st.integers(0, 40),
-    st.sampled_from([1.0, 0.999, 0.9, 0.5, 0.1]), st.sampled_from([0.0, 0.01, 0.3]), st.floats(0, 1, exclude_max=True),
-)  # fmt: skip
+    st.integers(0, 10**6),
+    st.integers(2, 1500),
+    st.floats(0.1, 3.0),
+    st.integers(0, 40),
+    st.sampled_from([1.0, 0.999, 0.9, 0.5, 0.1]),
+    st.sampled_from([0.0, 0.01, 0.3]),
+    st.floats(0, 1, exclude_max=True),
+)
 def test_a_token_is_where_the_cumulated_probability_of_what_is_left_passes_the_number(
     seed, V, temperature, top_k, top_p, min_p, number
-):  # fmt: skip
+):
     logits = torch.randn(V, generator=torch.Generator().manual_seed(seed)) * 3
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     kept = left(logits, params)
@@ -158,20 +174,36 @@ def test_a_thousand_seeds_draw_the_distribution_of_the_filters():
 
 
 KINDS = [
-    {}, {"temperature": 1.0}, {"temperature": 0.7, "top_k": 20}, {"temperature": 1.3, "top_p": 0.8},
-    {"temperature": 0.9, "top_k": 50, "top_p": 0.95}, {"temperature": 1.1, "min_p": 0.05},
-    {"temperature": 1.0, "repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.3},
+    {},
+    {"temperature": 1.0},
+    {"temperature": 0.7, "top_k": 20},
+    {"temperature": 1.3, "top_p": 0.8},
+    {"temperature": 0.9, "top_k": 50, "top_p": 0.95},
+    {"temperature": 1.1, "min_p": 0.05},
+    {
+        "temperature": 1.0,
+        "repetition_penalty": 1.3,
+        "presence_penalty": 0.4,
+        "frequency_penalty": 0.3,
+    },
     {"logit_bias": {5: 3.0, 6: -100.0}, "min_tokens": 4, "stop_token_ids": (7,)},
     {"temperature": 1.0, "top_p": 0.7, "frequency_penalty": -0.5, "logit_bias": {5: 3.0}},
-]  # fmt: skip
+]
 
 
 def mixed_draws(count, V):
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, V, (count, 30), generator=generator).tolist()
-    return [SampleSpec(SamplingParams(**KINDS[i % len(KINDS)], logprobs=3), i, 3, 27,
-                       counts=RequestCounts(27, list(tokens[i])))
-            for i in range(count)]  # fmt: skip
+    return [
+        SampleSpec(
+            SamplingParams(**KINDS[i % len(KINDS)], logprobs=3),
+            i,
+            3,
+            27,
+            counts=RequestCounts(27, list(tokens[i])),
+        )
+        for i in range(count)
+    ]
 
 
 @pytest.mark.parametrize("V", [40, 3001])
@@ -179,12 +211,16 @@ def test_a_row_draws_the_same_token_in_any_batch(V):
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(45, V, generator=generator) * 3
     together = Sampler(CPU, 45)(logits, mixed_draws(45, V))
-    alone = [Sampler(CPU, 1)(logits[i : i + 1], [draw]) for i, draw in enumerate(mixed_draws(45, V))]
+    alone = [
+        Sampler(CPU, 1)(logits[i : i + 1], [draw]) for i, draw in enumerate(mixed_draws(45, V))
+    ]
     assert [one.tokens.item() for one in alone] == together.tokens.tolist()
     assert [one.token_logprobs()[0] for one in alone] == together.token_logprobs()
     order = torch.randperm(45, generator=generator)
     draws = mixed_draws(45, V)
-    assert sample(logits[order], [draws[i] for i in order]).tolist() == together.tokens[order].tolist()
+    assert (
+        sample(logits[order], [draws[i] for i in order]).tolist() == together.tokens[order].tolist()
+    )
 
 
 def test_the_kernel_draws_the_same_tokens(monkeypatch):
@@ -194,25 +230,49 @@ def test_the_kernel_draws_the_same_tokens(monkeypatch):
     # Rows of several blocks and of less than one, top_k within the parts and beyond.
     monkeypatch.setattr(kernel, "BLOCK", 64)
     monkeypatch.setattr(kernel, "PARTS", 16)
-    kinds = [(0.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.0), (0.8, 5, 1.0, 0.0), (1.5, 30, 0.9, 0.0), (1.2, 0, 0.9, 0.05),
-             (1.0, 0, 1.0, 0.2)]  # fmt: skip
+    kinds = [
+        (0.0, 0, 1.0, 0.0),
+        (1.0, 0, 1.0, 0.0),
+        (0.8, 5, 1.0, 0.0),
+        (1.5, 30, 0.9, 0.0),
+        (1.2, 0, 0.9, 0.05),
+        (1.0, 0, 1.0, 0.2),
+    ]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for V, seed in ((130, 0), (50, 1)):
-        logits = (torch.randn(len(kinds), V, generator=torch.Generator().manual_seed(seed)) * 3).bfloat16()
-        draws = [SampleSpec(params=SamplingParams(temperature=t, top_k=k, top_p=p, min_p=m), seed=seed)
-                 for t, k, p, m in kinds]  # fmt: skip
+        logits = (
+            torch.randn(len(kinds), V, generator=torch.Generator().manual_seed(seed)) * 3
+        ).bfloat16()
+        draws = [
+            SampleSpec(params=SamplingParams(temperature=t, top_k=k, top_p=p, min_p=m), seed=seed)
+            for t, k, p, m in kinds
+        ]
         numbers = uniform([seed] * len(kinds), [0] * len(kinds))
-        rows = [(t, min(k or V, V), p, m, number) for (t, k, p, m), number in zip(kinds, numbers, strict=True)]
+        rows = [
+            (t, min(k or V, V), p, m, number)
+            for (t, k, p, m), number in zip(kinds, numbers, strict=True)
+        ]
         columns = torch.tensor(rows, dtype=torch.float64, device=device).T.contiguous()
         found, largest = kernel.inverse_transform(logits.to(device), columns, filtered=True)
         assert found.tolist() == sample(logits, draws).tolist()
         assert largest.tolist() == logits.float().amax(-1).tolist()
 
 
-UNDEFINED = {"NaN": [math.nan] * 130, "one NaN": [1.0] * 70 + [math.nan] + [0.0] * 59, "-NaN": [1.0, -math.nan] * 65,
-             "inf": [0.0] * 65 + [math.inf] * 65, "-inf": [-math.inf] * 130}  # fmt: skip
+UNDEFINED = {
+    "NaN": [math.nan] * 130,
+    "one NaN": [1.0] * 70 + [math.nan] + [0.0] * 59,
+    "-NaN": [1.0, -math.nan] * 65,
+    "inf": [0.0] * 65 + [math.inf] * 65,
+    "-inf": [-math.inf] * 130,
+}
 # temperature, top_k, top_p, min_p
-FILTERS = [(0.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.0), (0.8, 5, 1.0, 0.0), (1.2, 0, 0.9, 0.05), (1.5, 30, 0.9, 0.2)]
+FILTERS = [
+    (0.0, 0, 1.0, 0.0),
+    (1.0, 0, 1.0, 0.0),
+    (0.8, 5, 1.0, 0.0),
+    (1.2, 0, 0.9, 0.05),
+    (1.5, 30, 0.9, 0.2),
+]
 
 
 def same(a, b):
@@ -224,11 +284,20 @@ def same(a, b):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bad", UNDEFINED.values(), ids=UNDEFINED.keys())
 @pytest.mark.parametrize("kinds", [FILTERS, FILTERS[:1]], ids=["random", "greedy"])
-def test_rows_without_a_largest_finite_logit_are_told_and_change_no_other_row(kinds, bad, dtype, device):
-    logits = (torch.randn(2 * len(kinds), 130, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
+def test_rows_without_a_largest_finite_logit_are_told_and_change_no_other_row(
+    kinds, bad, dtype, device
+):
+    logits = (torch.randn(2 * len(kinds), 130, generator=torch.Generator().manual_seed(0)) * 3).to(
+        dtype
+    )
     logits[::2] = torch.tensor(bad, dtype=dtype)
-    draws = [SampleSpec(params=SamplingParams(temperature=t, top_k=k, top_p=p, min_p=m, logprobs=2), seed=i)
-             for i, (t, k, p, m) in enumerate(kinds) for _ in range(2)]  # fmt: skip
+    draws = [
+        SampleSpec(
+            params=SamplingParams(temperature=t, top_k=k, top_p=p, min_p=m, logprobs=2), seed=i
+        )
+        for i, (t, k, p, m) in enumerate(kinds)
+        for _ in range(2)
+    ]
     found = Sampler(torch.device(device), len(draws))(logits.to(device), draws)
     tokens, tops = found.tokens.cpu(), found.tops.cpu().float()
     expected = torch.tensor(bad, dtype=dtype).float().amax().expand(len(kinds))
@@ -250,12 +319,16 @@ def test_the_kernel_tells_rows_without_a_largest_finite_logit(bad, monkeypatch):
     logits[::2] = torch.tensor(bad)
     rows = [(t, min(k or 130, 130), p, m, 0.7) for t, k, p, m in FILTERS for _ in range(2)]
     columns = torch.tensor(rows, dtype=torch.float64, device=device).T.contiguous()
-    tokens, tops = (found.cpu() for found in kernel.inverse_transform(logits.to(device), columns, filtered=True))
+    tokens, tops = (
+        found.cpu() for found in kernel.inverse_transform(logits.to(device), columns, filtered=True)
+    )
     assert same(tops[::2], torch.tensor(bad).amax().expand(len(FILTERS)))
     assert torch.equal(tops[1::2], logits[1::2].amax(-1))
     assert all(0 <= token < 130 for token in tokens.tolist())
     params = [SamplingParams(temperature=t, top_k=k, top_p=p, min_p=m) for t, k, p, m in FILTERS]
-    assert torch.equal(tokens[1::2], inverse_transform(logits[1::2], params, np.full(len(params), 0.7))[0])
+    assert torch.equal(
+        tokens[1::2], inverse_transform(logits[1::2], params, np.full(len(params), 0.7))[0]
+    )
 
 
 def test_a_temperature_that_is_infinite_in_fp32_draws_what_a_mask_leaves():
@@ -308,11 +381,15 @@ def test_seeds_may_be_negative_or_of_64_bits():
     assert uniform([-1], [0]) == uniform([2**64 - 1], [0]) != uniform([1], [0])
 
 
-def penalized(logits, prompt, output, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0):
+def penalized(
+    logits, prompt, output, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0
+):
     """The logits that penalties leave, one token at a time."""
     changed = logits.tolist()
     for i in {*prompt, *output}:
-        changed[i] = changed[i] / repetition_penalty if changed[i] > 0 else changed[i] * repetition_penalty
+        changed[i] = (
+            changed[i] / repetition_penalty if changed[i] > 0 else changed[i] * repetition_penalty
+        )
     for i in set(output):
         changed[i] -= presence_penalty + frequency_penalty * output.count(i)
     return torch.tensor(changed)
@@ -320,11 +397,19 @@ def penalized(logits, prompt, output, repetition_penalty=1.0, presence_penalty=0
 
 @settings(max_examples=100, deadline=None)
 @given(
-    st.lists(st.integers(0, 9), min_size=1, max_size=8), st.lists(st.integers(0, 9), max_size=8),
-    st.floats(0.2, 3.0), st.floats(-2, 2), st.floats(-2, 2), st.integers(0, 1000),
-)  # fmt: skip
-def test_penalties_change_the_logits_of_tokens_that_came(prompt, output, repetition, presence, frequency, seed):
-    given = dict(repetition_penalty=repetition, presence_penalty=presence, frequency_penalty=frequency)
+    st.lists(st.integers(0, 9), min_size=1, max_size=8),
+    st.lists(st.integers(0, 9), max_size=8),
+    st.floats(0.2, 3.0),
+    st.floats(-2, 2),
+    st.floats(-2, 2),
+    st.integers(0, 1000),
+)
+def test_penalties_change_the_logits_of_tokens_that_came(
+    prompt, output, repetition, presence, frequency, seed
+):
+    given = dict(
+        repetition_penalty=repetition, presence_penalty=presence, frequency_penalty=frequency
+    )
     logits = torch.randn(10, generator=torch.Generator().manual_seed(seed)) * 2
     changed = Sampler(CPU, 1)._changed(logits[None], [after(prompt, output, **given)], None)[0]
     assert torch.allclose(changed, penalized(logits, prompt, output, **given), atol=1e-5)
@@ -361,13 +446,18 @@ def test_more_requests_come_than_have_counts_at_a_time():
     running: dict[int, tuple[list[int], SampleSpec]] = {}
     for step in range(200):
         while len(running) < 3:
-            running[step * 3 + len(running)] = [step % 9], after([step % 9], [], frequency_penalty=0.5)
+            running[step * 3 + len(running)] = (
+                [step % 9],
+                after([step % 9], [], frequency_penalty=0.5),
+            )
         names = sorted(running)[: 1 + step % 3]
         draws = [at(running[name][1], len(running[name][0]) - 1) for name in names]
         logits = torch.randn(len(names), 9, generator=generator)
         found = sampler(logits, draws).tokens.tolist()
-        assert found == [penalized(row, [], running[name][0][1:], frequency_penalty=0.5).argmax().item()
-                         for row, name in zip(logits, names, strict=True)]  # fmt: skip
+        assert found == [
+            penalized(row, [], running[name][0][1:], frequency_penalty=0.5).argmax().item()
+            for row, name in zip(logits, names, strict=True)
+        ]
         for name, token in zip(names, found, strict=True):
             running[name][0].append(token)
         for name in [name for name in names if len(running[name][0]) > 5 + name % 7]:
@@ -380,12 +470,16 @@ def test_bias_is_added_after_penalties():
     assert sample(logits, [drawn(logit_bias={2: 2.5})]).tolist() == [2]
     assert sample(logits, [drawn(logit_bias={0: -100.0, 1: -100.0})]).tolist() == [2]
     # 2 / 2 + 0.5 is more than 1; (2 + 0.5) / 4 would not be.
-    assert sample(logits, [after([0], [], repetition_penalty=2.0, logit_bias={0: 0.5})]).tolist() == [0]
+    assert sample(
+        logits, [after([0], [], repetition_penalty=2.0, logit_bias={0: 0.5})]
+    ).tolist() == [0]
 
 
 def test_nothing_ends_a_request_before_min_tokens():
     logits = torch.tensor([[1.0, 3.0, 2.0, 0.5]])
-    draw = SampleSpec(params=SamplingParams(min_tokens=2, stop_token_ids=(2,)), eos_ids=frozenset({1}))
+    draw = SampleSpec(
+        params=SamplingParams(min_tokens=2, stop_token_ids=(2,)), eos_ids=frozenset({1})
+    )
     assert [sample(logits, [replace(draw, index=index)]).item() for index in range(3)] == [0, 0, 1]
     ignoring = replace(draw.params, ignore_eos=True)
     assert sample(logits, [replace(draw, params=ignoring)]).tolist() == [1]
@@ -400,7 +494,9 @@ def test_a_masked_token_is_never_drawn(V):
     words[:, :V] = allowed
     mask = (words.view(30, -1, 32) << torch.arange(32)).sum(-1).to(torch.int32)
     logits = torch.randn(30, V, generator=generator)
-    draws = [SampleSpec(params=SamplingParams(temperature=(i % 2) * 2.0), seed=i) for i in range(30)]
+    draws = [
+        SampleSpec(params=SamplingParams(temperature=(i % 2) * 2.0), seed=i) for i in range(30)
+    ]
     tokens = sample(logits, draws, mask=mask)
     assert allowed.gather(1, tokens[:, None]).all()
     assert tokens[::2].tolist() == logits.masked_fill(~allowed, -math.inf)[::2].argmax(-1).tolist()
@@ -414,7 +510,9 @@ def test_the_given_logits_stay_as_they_are():
 
 
 def test_logprobs_are_those_of_the_model_whatever_the_filters_are():
-    sampled = Sampler(CPU, 2)(LOGITS.expand(2, -1), [drawn(logit_bias={1: 5.0}, logprobs=2), drawn()])
+    sampled = Sampler(CPU, 2)(
+        LOGITS.expand(2, -1), [drawn(logit_bias={1: 5.0}, logprobs=2), drawn()]
+    )
     found, none = sampled.token_logprobs()
     assert none is None and found.token == 1 and found.rank == 4
     assert math.isclose(found.logprob, math.log(0.1), abs_tol=1e-6)

@@ -10,7 +10,10 @@ from atomc.runtime.sampling.sampling_params import SamplingParams, Structured
     [
         ({"n": 0}, "n is 0, it must be at least 1"),
         ({"max_tokens": 0}, "max_tokens is 0, it must be at least 1"),
-        ({"max_tokens": 4, "min_tokens": 5}, "min_tokens is 5, it must be at least 0 and at most max_tokens=4"),
+        (
+            {"max_tokens": 4, "min_tokens": 5},
+            "min_tokens is 5, it must be at least 0 and at most max_tokens=4",
+        ),
         ({"min_tokens": -1}, "min_tokens is -1"),
         ({"temperature": -1.0}, "temperature is -1.0, it must be 0"),
         ({"temperature": float("nan")}, "temperature is nan"),
@@ -24,15 +27,24 @@ from atomc.runtime.sampling.sampling_params import SamplingParams, Structured
         ({"presence_penalty": 2.5}, "presence_penalty is 2.5, it must be at least -2"),
         ({"frequency_penalty": -2.5}, "frequency_penalty is -2.5"),
         ({"seed": 2**64}, "seed is 18446744073709551616, it must be a number of 64 bits"),
-        ({"logit_bias": {-1: 0.0}}, "logit_bias is {-1: 0.0}, it must be token ids with numbers from -100 to 100"),
+        (
+            {"logit_bias": {-1: 0.0}},
+            "logit_bias is {-1: 0.0}, it must be token ids with numbers from -100 to 100",
+        ),
         ({"logit_bias": {1: 101.0}}, "logit_bias is"),
         ({"logit_bias": {1: float("nan")}}, "logit_bias is"),
         ({"stop": ("a", "")}, "stop is .'a', ''., it must be texts that are not empty"),
         ({"stop_token_ids": (-1,)}, "stop_token_ids is"),
         ({"logprobs": -1}, "logprobs is -1"),
         ({"prompt_logprobs": -1}, "prompt_logprobs is -1"),
-        ({"structured": Structured(regex="a"), "min_tokens": 1}, "min_tokens is 1, it must be 0 with structured"),
-        ({"structured": Structured(regex="a"), "ignore_eos": True}, "ignore_eos is True, it must be False with structured"),
+        (
+            {"structured": Structured(regex="a"), "min_tokens": 1},
+            "min_tokens is 1, it must be 0 with structured",
+        ),
+        (
+            {"structured": Structured(regex="a"), "ignore_eos": True},
+            "ignore_eos is True, it must be False with structured",
+        ),
     ],
 )
 def test_parameters_out_of_range_are_refused(params, message):
@@ -52,9 +64,14 @@ def test_one_stop_text_may_come_alone():
     assert SamplingParams(stop="ab").stop == ("ab",) == SamplingParams(stop=["ab"]).stop
 
 
-@pytest.mark.parametrize("given", [{}, {"regex": "a", "json_object": True}, {"json_schema": "{}", "choice": ("a",)}])
+@pytest.mark.parametrize(
+    "given", [{}, {"regex": "a", "json_object": True}, {"json_schema": "{}", "choice": ("a",)}]
+)
 def test_structured_output_is_exactly_one_thing(given):
-    with pytest.raises(ValueError, match="expected exactly one of json_schema, json_object, regex, choice and grammar"):
+    with pytest.raises(
+        ValueError,
+        match="expected exactly one of json_schema, json_object, regex, choice and grammar",
+    ):
         Structured(**given)
 
 
@@ -73,9 +90,14 @@ def test_a_schema_keeps_the_order_of_its_properties_and_can_be_a_key():
 def test_parameters_travel_between_processes():
     msgspec = pytest.importorskip("msgspec")
     params = SamplingParams(
-        max_tokens=None, logit_bias={3: 1.5}, stop=("x", "y"), stop_token_ids=(4,), seed=2**63, logprobs=2,
+        max_tokens=None,
+        logit_bias={3: 1.5},
+        stop=("x", "y"),
+        stop_token_ids=(4,),
+        seed=2**63,
+        logprobs=2,
         structured=Structured(json_schema={"type": "object"}),
-    )  # fmt: skip
+    )
     assert not params.penalized and not params.filtered
     data = msgspec.msgpack.encode(params)
     assert msgspec.msgpack.decode(data, type=SamplingParams) == params

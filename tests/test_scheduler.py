@@ -1,4 +1,6 @@
-"""What the scheduler decides, as values, and what holds under random arrivals, lengths and aborts."""
+"""What the scheduler decides, as values, and what holds under random arrivals, lengths and
+aborts.
+"""
 
 import random
 
@@ -20,12 +22,21 @@ from atomc.runtime.step import Admission, Chunk, ScheduledStep
 
 
 def scheduler(
-    num_blocks=16, block_size=4, max_num_seqs=8, max_num_batched_tokens=64, max_model_len=64, shares=False, **more
-):  # fmt: skip
+    num_blocks=16,
+    block_size=4,
+    max_num_seqs=8,
+    max_num_batched_tokens=64,
+    max_model_len=64,
+    shares=False,
+    **more,
+):
     return Scheduler(
-        BlockPool(num_blocks, block_size, shares=shares), max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens, max_model_len=max_model_len, **more,
-    )  # fmt: skip
+        BlockPool(num_blocks, block_size, shares=shares),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=max_model_len,
+        **more,
+    )
 
 
 def request(name, num_prompt, **params):
@@ -34,7 +45,10 @@ def request(name, num_prompt, **params):
 
 def shares(step):
     """What each request computes: (id, start, number of tokens, whether a token is drawn)."""
-    return [(chunk.request_id, chunk.start, chunk.num_tokens, bool(chunk.num_draws)) for chunk in step.chunks]
+    return [
+        (chunk.request_id, chunk.start, chunk.num_tokens, bool(chunk.num_draws))
+        for chunk in step.chunks
+    ]
 
 
 def finished(outputs):
@@ -60,10 +74,14 @@ def test_a_step_is_a_value_that_carries_all_it_needs():
     s.add(Request("b", [5], params))
     step = s.next_step()
     a, b = Admission(SamplingParams(), 0, 5, frozenset()), Admission(params, 1, 1, frozenset())
-    assert step == ScheduledStep((
-        Chunk("a", 0, (7, 8, 9, 10, 11), 0, ((0, (0, 1)),), num_draws=1, num_wanted=1, admission=a),
-        Chunk("b", 1, (5,), 0, ((0, (2,)),), num_draws=1, num_wanted=1, admission=b),
-    ))  # fmt: skip
+    assert step == ScheduledStep(
+        (
+            Chunk(
+                "a", 0, (7, 8, 9, 10, 11), 0, ((0, (0, 1)),), num_draws=1, num_wanted=1, admission=a
+            ),
+            Chunk("b", 1, (5,), 0, ((0, (2,)),), num_draws=1, num_wanted=1, admission=b),
+        )
+    )
     assert step.num_tokens == 6
 
 
@@ -119,7 +137,13 @@ def test_the_newest_gives_way_when_blocks_run_out_and_computes_again():
     s.add(request("b", 4, max_tokens=3))
     assert advance(s)[0] == [("a", 0, 4, True), ("b", 0, 4, True)]
     assert advance(s)[0] == [("a", 4, 1, True)]
-    assert [request.id for request in s.waiting] == ["b"] and s.waiting[0].tokens == [0, 1, 2, 3, 100]
+    assert [request.id for request in s.waiting] == ["b"] and s.waiting[0].tokens == [
+        0,
+        1,
+        2,
+        3,
+        100,
+    ]
     assert advance(s) == ([("a", 5, 1, True)], ["a"])
     assert advance(s)[0] == [("b", 0, 5, True)]
 
@@ -146,7 +170,9 @@ def test_a_prompt_waits_until_all_of_it_has_blocks():
 def test_a_prompt_that_can_never_fit_is_refused():
     s = scheduler(num_blocks=3, block_size=4)
     s.add(request("a", 11))
-    with pytest.raises(ValueError, match=r"request 'b': a prompt of 12 tokens does not fit, at most 11 do"):
+    with pytest.raises(
+        ValueError, match=r"request 'b': a prompt of 12 tokens does not fit, at most 11 do"
+    ):
         s.add(request("b", 12))
     with pytest.raises(ValueError, match="at most 4 do"):
         scheduler(max_model_len=5).add(request("a", 5))
@@ -181,7 +207,11 @@ def test_a_sequence_stops_at_the_longest_that_fits():
 
 @pytest.mark.parametrize(
     ("params", "reason"),
-    [({}, "stop"), ({"ignore_eos": True}, None), ({"ignore_eos": True, "stop_token_ids": (2,)}, "stop")],
+    [
+        ({}, "stop"),
+        ({"ignore_eos": True}, None),
+        ({"ignore_eos": True, "stop_token_ids": (2,)}, "stop"),
+    ],
 )
 def test_stop_tokens_end_a_request_and_are_kept(params, reason):
     s = scheduler()
@@ -258,8 +288,9 @@ def test_the_next_step_is_decided_before_the_tokens_of_the_last_are_known():
     a = request("a", 3, max_tokens=3)
     s.add(a)
     first, second = s.next_step(), s.next_step()
-    assert [(chunk.tokens, chunk.fed, chunk.start) for step in (first, second) for chunk in step.chunks] == [
-        ((0, 1, 2), False, 0), ((), True, 3)]  # fmt: skip
+    assert [
+        (chunk.tokens, chunk.fed, chunk.start) for step in (first, second) for chunk in step.chunks
+    ] == [((0, 1, 2), False, 0), ((), True, 3)]
     s.check()
     assert finished(s.finish_step(first, [[7]])) == [] and a.tokens == [0, 1, 2, 7]
     third = s.next_step()
@@ -287,7 +318,10 @@ def test_a_draft_is_kept_as_far_as_it_is_right():
     advance(s, token=3)
     a.draft = (4, 5, 6)
     step = s.next_step()
-    assert step.chunks[0].tokens == (3, 4, 5, 6) and (step.num_draws, step.chunks[0].draft) == (4, (4, 5, 6))
+    assert step.chunks[0].tokens == (3, 4, 5, 6) and (step.num_draws, step.chunks[0].draft) == (
+        4,
+        (4, 5, 6),
+    )
     s.finish_step(step, [[4, 5, 9]])
     s.check()
     assert a.tokens == [0, 1, 2, 3, 4, 5, 9] and (a.computed, a.pending) == (6, 1)
@@ -352,7 +386,9 @@ def test_answers_to_one_prompt_share_its_blocks():
 
 
 def test_blocks_behind_a_window_are_let_go():
-    s = Scheduler(BlockPool([8, 5], 4, [0, 4]), max_num_seqs=1, max_num_batched_tokens=4, max_model_len=32)
+    s = Scheduler(
+        BlockPool([8, 5], 4, [0, 4]), max_num_seqs=1, max_num_batched_tokens=4, max_model_len=32
+    )
     s.add(request("a", 20, max_tokens=4))
     while s.requests:
         advance(s)
@@ -405,30 +441,50 @@ EOS = 0
 
 
 class Machine(RuleBasedStateMachine):
-    """A scheduler, and a device whose cache holds histories: what it draws shows whether it read the right ones."""
+    """A scheduler, and a device whose cache holds histories: what it draws shows whether it read
+    the right ones.
+    """
 
     @initialize(
-        num_blocks=st.integers(8, 16), block_size=st.sampled_from([2, 3, 4]), max_num_seqs=st.integers(1, 4),
-        budget=st.integers(1, 20), window=st.sampled_from([0, 3, 6]), shares=st.booleans(),
+        num_blocks=st.integers(8, 16),
+        block_size=st.sampled_from([2, 3, 4]),
+        max_num_seqs=st.integers(1, 4),
+        budget=st.integers(1, 20),
+        window=st.sampled_from([0, 3, 6]),
+        shares=st.booleans(),
         policy=st.sampled_from(["fcfs", "priority"]),
-    )  # fmt: skip
+    )
     def start(self, num_blocks, block_size, max_num_seqs, budget, window, shares, policy):
         windows = [0, window] if window else [0]
         self.pool = BlockPool(num_blocks, block_size, windows, shares=shares)
-        self.s = Scheduler(self.pool, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, max_model_len=28,
-                           policy=policy, max_queue=12)  # fmt: skip
+        self.s = Scheduler(
+            self.pool,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=budget,
+            max_model_len=28,
+            policy=policy,
+            max_queue=12,
+        )
         self.caches = [{} for _ in windows]
         self.tables = [{} for _ in windows]
         self.last = {}
         self.flights = []
         self.all = []
 
-    @rule(prefix=st.sampled_from(PREFIXES), cut=st.integers(0, 14), rest=st.lists(st.integers(0, V - 1), max_size=4),
-          max_tokens=st.integers(1, 9), salt=st.sampled_from([None, None, "x"]), priority=st.integers(0, 2))  # fmt: skip
+    @rule(
+        prefix=st.sampled_from(PREFIXES),
+        cut=st.integers(0, 14),
+        rest=st.lists(st.integers(0, V - 1), max_size=4),
+        max_tokens=st.integers(1, 9),
+        salt=st.sampled_from([None, None, "x"]),
+        priority=st.integers(0, 2),
+    )
     def add(self, prefix, cut, rest, max_tokens, salt, priority):
         prompt = [*prefix[:cut], *rest] or [1]
         params = SamplingParams(max_tokens=max_tokens)
-        r = Request(f"r{len(self.all)}", prompt, params, frozenset({EOS}), priority=priority, salt=salt)
+        r = Request(
+            f"r{len(self.all)}", prompt, params, frozenset({EOS}), priority=priority, salt=salt
+        )
         if len(prompt) < self.s.max_len and len(self.s.waiting) < self.s.max_queue:
             self.s.add(r)
             self.all.append(r)
@@ -487,7 +543,11 @@ class Machine(RuleBasedStateMachine):
                 table = self.tables[g].setdefault(chunk.slot, {})
                 table.update(enumerate(blocks, start))
             tokens = [*chunk.tokens, *([self.last[chunk.slot]] if chunk.fed else [])]
-            state = hash(r.salt) if chunk.start == 0 else self.caches[0][self.place(0, chunk, chunk.start - 1)]
+            state = (
+                hash(r.salt)
+                if chunk.start == 0
+                else self.caches[0][self.place(0, chunk, chunk.start - 1)]
+            )
             after = []
             for position, token in enumerate(tokens, chunk.start):
                 state = history(state, token)
@@ -500,10 +560,13 @@ class Machine(RuleBasedStateMachine):
             for token in [*r.tokens[: chunk.start], *tokens]:
                 truth = history(truth, token)
                 states.append(truth)
-            # A fed token may be the only one that the host does not know, and is the last: all before it are compared.
+            # A fed token may be the only one that the host does not know, and is the last: all
+            # before it are compared.
             for g, group in enumerate(self.pool.groups):
                 for position in range(first_read(chunk.start, group.window), chunk.end):
-                    assert self.caches[g][self.place(g, chunk, position)] == states[position], "read what is another's"
+                    assert self.caches[g][self.place(g, chunk, position)] == states[position], (
+                        "read what is another's"
+                    )
             if chunk.num_draws:
                 new = []
                 for i, state in enumerate(after[-chunk.num_draws :]):
@@ -535,10 +598,16 @@ class Machine(RuleBasedStateMachine):
             self.s.check()
             if not self.s.requests:
                 break
-        assert not self.s.requests and not self.pool.owners and self.pool.num_free == self.pool.num_blocks
+        assert (
+            not self.s.requests
+            and not self.pool.owners
+            and self.pool.num_free == self.pool.num_blocks
+        )
         for r in self.all:
             expected = alone(r.tokens[: r.num_prompt], r.salt, r.params.max_tokens, self.s.max_len)
-            assert r.tokens == (expected[: len(r.tokens)] if r.finish_reason == "abort" else expected)
+            assert r.tokens == (
+                expected[: len(r.tokens)] if r.finish_reason == "abort" else expected
+            )
 
 
 TestMachine = Machine.TestCase

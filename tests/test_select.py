@@ -1,4 +1,6 @@
-"""The kernel protocol as the compiler uses it: refusals, token ranges, prepared weights, plans, workspaces, layouts."""
+"""The kernel protocol as the compiler uses it: refusals, token ranges, prepared weights, plans,
+workspaces, layouts.
+"""
 
 from contextlib import contextmanager
 from typing import Any
@@ -33,7 +35,9 @@ def registered(op: ops.Op, provider: str, function: Any, **protocol: Any):
 
 
 def chosen_for(op: str) -> list[tuple[str, str]]:
-    return [(choice.tokens, choice.chosen) for choice in atomc.reports()[-1].kernels if choice.op == op]
+    return [
+        (choice.tokens, choice.chosen) for choice in atomc.reports()[-1].kernels if choice.op == op
+    ]
 
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:
@@ -47,11 +51,17 @@ def test_a_refusal_is_reported_with_its_code_and_a_sentence_alone_as_other() -> 
     def sentence(platform: Platform, gate: Tensor, up: Tensor) -> str:
         return "not today"
 
-    with registered(ops.silu_and_mul, "a", lambda: None, refuses=coded), \
-         registered(ops.silu_and_mul, "b", lambda: 0, refuses=sentence):  # fmt: skip
-        report = atomc.explain(gated, torch.randn(3, 8), torch.randn(3, 8), options=EAGER, platform="h200")
+    with (
+        registered(ops.silu_and_mul, "a", lambda: None, refuses=coded),
+        registered(ops.silu_and_mul, "b", lambda: 0, refuses=sentence),
+    ):
+        report = atomc.explain(
+            gated, torch.randn(3, 8), torch.randn(3, 8), options=EAGER, platform="h200"
+        )
     (choice,) = [choice for choice in report.kernels if choice.op == "silu_and_mul"]
-    assert choice.refused_by("shape") == [("a", "not these rows")] and choice.refused_by("other") == [("b", "not today")]
+    assert choice.refused_by("shape") == [("a", "not these rows")] and choice.refused_by(
+        "other"
+    ) == [("b", "not today")]
     assert len(choice.codes) == len(choice.refused)
 
 
@@ -69,20 +79,27 @@ def test_a_kernel_from_outside_is_preferred_and_its_refusal_is_reported() -> Non
         assert chosen_for("silu_and_mul") == [("any", "mine")]
         y = torch.randn(3, 6)
         torch.testing.assert_close(compiled(y, y), gated(y, y))
-        (choice,) = [choice for choice in atomc.reports()[-1].kernels if choice.op == "silu_and_mul"]
+        (choice,) = [
+            choice for choice in atomc.reports()[-1].kernels if choice.op == "silu_and_mul"
+        ]
         assert choice.chosen == "torch" and ("mine", "rows of 6, written for 8") in choice.refused
         assert "mine: rows of 6, written for 8" in atomc.reports()[-1].why("silu_and_mul")
 
 
 def test_registering_the_same_function_twice_is_an_error() -> None:
-    with registered(ops.silu_and_mul, "mine", gated), pytest.raises(ValueError, match="is registered already"):
+    with (
+        registered(ops.silu_and_mul, "mine", gated),
+        pytest.raises(ValueError, match="is registered already"),
+    ):
         ops.silu_and_mul.kernel("mine")(gated)
 
 
 def test_an_unknown_op_or_parameter_is_an_error_that_lists_what_exists() -> None:
     with pytest.raises(ValueError, match=r"no op 'rms'; ops are .*'rms_norm'"):
         atomc.register_kernel("rms", "mine")
-    with pytest.raises(ValueError, match=r"prepare names \['wight'\], the op has \['x', 'weight', 'bias'\]"):
+    with pytest.raises(
+        ValueError, match=r"prepare names \['wight'\], the op has \['x', 'weight', 'bias'\]"
+    ):
         ops.linear.kernel("mine", prepare={"wight": lambda w: Prepared((w,))})
 
 
@@ -108,8 +125,10 @@ def test_each_range_of_tokens_gets_its_own_kernel_and_the_borders_are_right(dyna
         return F.linear(x, weight, bias)
 
     model = Mlp().eval().requires_grad_(False)
-    with registered(ops.linear, "few", few, tokens=ops.Tokens(1, 8)), \
-            registered(ops.linear, "many", many, tokens=ops.Tokens(256)):  # fmt: skip
+    with (
+        registered(ops.linear, "few", few, tokens=ops.Tokens(1, 8)),
+        registered(ops.linear, "many", many, tokens=ops.Tokens(256)),
+    ):
         options = {**EAGER, "providers": ("few", "many", "torch")}
         compiled = torch.compile(model, backend="atom", dynamic=dynamic, options=options)
         for shape in ((1, 1), (1, 7), (2, 4), (1, 9), (5, 51), (2, 128), (1, 257)):
@@ -117,13 +136,24 @@ def test_each_range_of_tokens_gets_its_own_kernel_and_the_borders_are_right(dyna
             x = torch.randn(*shape, 6)
             torch.testing.assert_close(compiled(x), model(x))
             count = shape[0] * shape[1]
-            assert seen == ([("few", count)] * 2 if count <= 8 else [("many", count)] * 2 if count >= 256 else [])
+            assert seen == (
+                [("few", count)] * 2
+                if count <= 8
+                else [("many", count)] * 2
+                if count >= 256
+                else []
+            )
             if not dynamic:
-                expected = "1 to 8" if count <= 8 else "256 and more" if count >= 256 else "9 to 255"
+                expected = (
+                    "1 to 8" if count <= 8 else "256 and more" if count >= 256 else "9 to 255"
+                )
                 assert {tokens for tokens, _ in chosen_for("linear")} == {expected}
     if dynamic:
-        assert any({tokens for tokens, _ in [(c.tokens, c.chosen) for c in report.kernels]}
-                   == {"1 to 8", "9 to 255", "256 and more"} for report in atomc.reports())  # fmt: skip
+        assert any(
+            {tokens for tokens, _ in [(c.tokens, c.chosen) for c in report.kernels]}
+            == {"1 to 8", "9 to 255", "256 and more"}
+            for report in atomc.reports()
+        )
 
 
 def test_a_range_that_no_call_can_have_is_not_compiled() -> None:
@@ -145,9 +175,17 @@ def test_the_ranges_of_kernels_behind_one_for_any_number_of_tokens_split_nothing
         return F.linear(x, weight, bias)
 
     model = Mlp().eval().requires_grad_(False)
-    with registered(ops.linear, "few", few, tokens=ops.Tokens(2, 8)), registered(ops.linear, "any", product):
-        for providers, expected in ((("any", "few"), {"any"}), (("few", "any"), {"2 to 8", "9 and more"})):
-            compiled = torch.compile(model, backend="atom", dynamic=True, options={**EAGER, "providers": providers})
+    with (
+        registered(ops.linear, "few", few, tokens=ops.Tokens(2, 8)),
+        registered(ops.linear, "any", product),
+    ):
+        for providers, expected in (
+            (("any", "few"), {"any"}),
+            (("few", "any"), {"2 to 8", "9 and more"}),
+        ):
+            compiled = torch.compile(
+                model, backend="atom", dynamic=True, options={**EAGER, "providers": providers}
+            )
             compiled(torch.randn(3, 6))
             assert {tokens for tokens, _ in chosen_for("linear")} == expected
             torch._dynamo.reset()
@@ -181,9 +219,15 @@ def test_a_weight_that_is_computed_in_the_graph_cannot_be_prepared() -> None:
         return F.linear(x, w * 2)
 
     x, w = torch.randn(3, 6), torch.randn(4, 6)
-    with registered(ops.linear, "mine", product, prepare={"weight": lambda weight: Prepared((weight,))}):
-        torch.testing.assert_close(torch.compile(scaled, backend="atom", options=EAGER)(x, w), scaled(x, w))
-    assert "it prepares `weight` once, but here that is computed in the graph" in str(atomc.reports()[-1].kernels)
+    with registered(
+        ops.linear, "mine", product, prepare={"weight": lambda weight: Prepared((weight,))}
+    ):
+        torch.testing.assert_close(
+            torch.compile(scaled, backend="atom", options=EAGER)(x, w), scaled(x, w)
+        )
+    assert "it prepares `weight` once, but here that is computed in the graph" in str(
+        atomc.reports()[-1].kernels
+    )
 
 
 def test_a_workspace_has_the_size_that_the_kernel_asks_for() -> None:
@@ -205,10 +249,22 @@ def test_a_workspace_has_the_size_that_the_kernel_asks_for() -> None:
     assert sizes == [4 * 24, 4 * 40]
 
 
-TINY = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 64, "hidden_size": 32,
-        "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "head_dim": 8, "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "hidden_act": "silu",
-        "rope_theta": 10000.0, "tie_word_embeddings": True}  # fmt: skip
+TINY = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+}
 
 
 @pytest.fixture
@@ -230,11 +286,34 @@ def test_a_plan_is_made_once_a_step_for_all_layers(tiny: nn.Module) -> None:
         return ops.paged_attention.reference(*args, **kwargs)
 
     def attend(
-        q: Tensor, k_cache: Tensor, v_cache: Tensor, query_start: Tensor, seq_lens: Tensor, block_tables: Tensor,
-        token: Tensor, sinks: Any = None, k_scale: Any = None, v_scale: Any = None, *, scale: float, window: int = 0,
-        softcap: float = 0.0, plan: tuple[Tensor, ...],
-    ) -> Tensor:  # fmt: skip
-        return planned(q, k_cache, v_cache, query_start, seq_lens, block_tables, token, sinks, scale=scale, plan=plan)
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        query_start: Tensor,
+        seq_lens: Tensor,
+        block_tables: Tensor,
+        token: Tensor,
+        sinks: Any = None,
+        k_scale: Any = None,
+        v_scale: Any = None,
+        *,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+        plan: tuple[Tensor, ...],
+    ) -> Tensor:
+        return planned(
+            q,
+            k_cache,
+            v_cache,
+            query_start,
+            seq_lens,
+            block_tables,
+            token,
+            sinks,
+            scale=scale,
+            plan=plan,
+        )
 
     ids, positions = torch.arange(5), torch.arange(5)
     with registered(ops.paged_attention, "mine", attend, layout="paged", plan=plan):
@@ -242,8 +321,15 @@ def test_a_plan_is_made_once_a_step_for_all_layers(tiny: nn.Module) -> None:
         assert {spec.paging.layout for spec in program.specs} == {"paged"}
         program.bind([spec.allocate(2, 16, "cpu") for spec in program.specs])
         group = GroupStep(torch.arange(5) + 16, torch.tensor([[1]], dtype=torch.int32))
-        step = Step(ids, positions, torch.tensor([0, 5], dtype=torch.int32), torch.tensor([5], dtype=torch.int32),
-                    torch.arange(5), (group,), torch.zeros(1, dtype=torch.int64))  # fmt: skip
+        step = Step(
+            ids,
+            positions,
+            torch.tensor([0, 5], dtype=torch.int32),
+            torch.tensor([5], dtype=torch.int32),
+            torch.arange(5),
+            (group,),
+            torch.zeros(1, dtype=torch.int64),
+        )
         with torch.no_grad():
             torch.testing.assert_close(program(step), tiny(ids, positions))
     assert plans == [2]
@@ -253,8 +339,13 @@ def test_a_layout_without_a_writer_is_not_chosen(tiny: nn.Module) -> None:
     with registered(ops.paged_attention, "mine", ops.paged_attention.reference, layout="swizzled"):
         program = compile_model(tiny, EAGER)
     assert {spec.paging.layout for spec in program.specs} == {"paged"}
-    (refusal, *_) = [reason for choice in program.report.kernels if choice.op == "paged_attention"
-                     for provider, reason in choice.refused if provider == "mine"]  # fmt: skip
+    (refusal, *_) = [
+        reason
+        for choice in program.report.kernels
+        if choice.op == "paged_attention"
+        for provider, reason in choice.refused
+        if provider == "mine"
+    ]
     assert refusal == "works on layout 'swizzled', the state is laid out 'paged'"
 
 
@@ -263,8 +354,13 @@ def test_kernels_of_a_machine_that_is_not_here_can_be_asked_for(tiny: nn.Module)
     served = {choice.op: choice.chosen for choice in report.kernels}
     assert served["rms_norm"] == served["qk_norm_rope"] == "triton"
     here = atomc.explain(tiny, options=EAGER)
-    (reason,) = {reason for choice in here.kernels if choice.op == "rms_norm"
-                 for provider, reason in choice.refused if provider == "triton"}  # fmt: skip
+    (reason,) = {
+        reason
+        for choice in here.kernels
+        if choice.op == "rms_norm"
+        for provider, reason in choice.refused
+        if provider == "triton"
+    }
     assert reason == "Triton kernels run on a GPU"
 
 
@@ -280,7 +376,9 @@ def test_a_norm_that_rounds_once_is_refused_where_the_models_roundings_are_asked
     with registered(ops.rms_norm, "mine", once, rounds="once"):
         compiled = torch.compile(norm, backend="atom", options={**EAGER, "rounding": "hf"})
         assert torch.equal(compiled(x, weight), norm(x, weight))
-    assert "it rounds once, rounding='hf' asks for the model's own roundings" in str(atomc.reports()[-1].kernels)
+    assert "it rounds once, rounding='hf' asks for the model's own roundings" in str(
+        atomc.reports()[-1].kernels
+    )
 
 
 def test_the_order_of_providers_is_the_users() -> None:
@@ -289,11 +387,17 @@ def test_the_order_of_providers_is_the_users() -> None:
 
 
 def test_numbers_of_tokens_are_spelled_and_wrong_ones_refused() -> None:
-    assert [str(tokens) for tokens in (ops.Tokens(), ops.Tokens(2, 8), ops.Tokens(3, 3))] == ["1 and more", "2 to 8", "3"]
+    assert [str(tokens) for tokens in (ops.Tokens(), ops.Tokens(2, 8), ops.Tokens(3, 3))] == [
+        "1 and more",
+        "2 to 8",
+        "3",
+    ]
     assert 8 in ops.Tokens(2, 8) and 9 not in ops.Tokens(2, 8) and 9 in ops.Tokens(9)
     assert ops.Tokens(3, 8).within(ops.Tokens(2)) and not ops.Tokens(2).within(ops.Tokens(2, 8))
     for first, last in ((0, 4), (5, 4)):
         with pytest.raises(ValueError, match=f"no numbers of tokens from {first} to {last}"):
             ops.Tokens(first, last)
-    with pytest.raises(TypeError, match=r"kernel of linear: tokens is \(1, 8\), expected atomc.ops.Tokens"):
+    with pytest.raises(
+        TypeError, match=r"kernel of linear: tokens is \(1, 8\), expected atomc.ops.Tokens"
+    ):
         ops.linear.kernel("mine", tokens=(1, 8))

@@ -12,18 +12,52 @@ from atomc.runtime.self_check import verdict_of
 
 transformers = pytest.importorskip("transformers")
 
-TINY = dict(vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-            max_position_embeddings=64, pad_token_id=0)  # fmt: skip
+TINY = dict(
+    vocab_size=96,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    max_position_embeddings=64,
+    pad_token_id=0,
+)
 # Their decoders count positions from the tokens that they kept themselves.
-SEQ2SEQ = dict(vocab_size=96, d_model=64, decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=96,
-               encoder_layers=2, encoder_attention_heads=4, encoder_ffn_dim=96, max_position_embeddings=64,
-               pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1)  # fmt: skip
-WITHOUT_POSITIONS = ["bart", "blenderbot", "blenderbot-small", "marian", "mbart", "pegasus", "plbart"]
+SEQ2SEQ = dict(
+    vocab_size=96,
+    d_model=64,
+    decoder_layers=2,
+    decoder_attention_heads=4,
+    decoder_ffn_dim=96,
+    encoder_layers=2,
+    encoder_attention_heads=4,
+    encoder_ffn_dim=96,
+    max_position_embeddings=64,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+    decoder_start_token_id=1,
+)
+WITHOUT_POSITIONS = [
+    "bart",
+    "blenderbot",
+    "blenderbot-small",
+    "marian",
+    "mbart",
+    "pegasus",
+    "plbart",
+]
 RIGHT = {
     "learned positions": ("gpt2", {}),
     "rotary positions, window": ("mistral", {"sliding_window": 6, "num_key_value_heads": 2}),
-    "experts": ("mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 6,
-                            "num_key_value_heads": 2}),
+    "experts": (
+        "mixtral",
+        {
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "num_hidden_layers": 6,
+            "num_key_value_heads": 2,
+        },
+    ),
 }
 
 
@@ -32,7 +66,11 @@ def stock(model_type, dtype=torch.float32, **differs):
     sizes = SEQ2SEQ if model_type in WITHOUT_POSITIONS else TINY
     config = transformers.AutoConfig.for_model(model_type, **(sizes | differs))
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
+    model = (
+        transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+        .eval()
+        .requires_grad_(False)
+    )
     for weight in model.parameters():
         if weight.dim() > 1:
             weight.normal_(0.0, 0.15)
@@ -53,14 +91,22 @@ def test_a_class_whose_positions_are_ignored_is_refused_with_the_numbers(model_t
     with pytest.raises(ValueError) as error:
         llm_of(stock(model_type))
     text = str(error.value)
-    assert "computes something else in the runtime than by itself: its logits differ by" in text and "\n" not in text
-    assert "a decode step of their spread, and rounding explains 4.3e-05 (its forward takes no position_ids" in text
+    assert (
+        "computes something else in the runtime than by itself: its logits differ by" in text
+        and "\n" not in text
+    )
+    assert (
+        "a decode step of their spread, and rounding explains 4.3e-05 (its forward takes no "
+        "position_ids" in text
+    )
     assert "--no-self-check (self_check=False)" in text
 
 
 def test_a_class_that_gives_more_logits_than_are_wanted_is_refused():
     sizes = {"max_target_positions": 64, "num_mel_bins": 8, "max_source_positions": 16}
-    with pytest.raises(ValueError, match=r"WhisperForCausalLM computes something else .* no logits_to_keep"):
+    with pytest.raises(
+        ValueError, match=r"WhisperForCausalLM computes something else .* no logits_to_keep"
+    ):
         llm_of(stock("whisper", **(SEQ2SEQ | sizes)))
 
 
@@ -74,15 +120,21 @@ def test_ignored_positions_are_orders_of_magnitude_from_rounding():
     assert min(errors.values()) > 0.5
 
 
-@pytest.mark.parametrize(("dtype", "layout"), [(torch.float32, "paged"), (torch.bfloat16, "contiguous")],
-                         ids=["fp32, paged", "bf16, contiguous"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("dtype", "layout"),
+    [(torch.float32, "paged"), (torch.bfloat16, "contiguous")],
+    ids=["fp32, paged", "bf16, contiguous"],
+)
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_class_that_is_right_is_served_and_the_report_says_so(name, dtype, layout):
     model_type, differs = RIGHT[name]
     model = stock(model_type, dtype, **differs)
     llm = llm_of(model, {"layout": layout})
     (note,) = notes(llm)
-    assert note.startswith("self-check in ") and f"as {type(model).__name__}'s own forward; logits differ by" in note
+    assert (
+        note.startswith("self-check in ")
+        and f"as {type(model).__name__}'s own forward; logits differ by" in note
+    )
     assert llm.generate([[5, 6, 7]])[0].token_ids
 
 
@@ -95,7 +147,9 @@ def test_many_layers_in_bf16_stay_within_rounding():
 @pytest.mark.parametrize("scheme", ["fp8", "int4"])
 def test_a_quantized_class_is_compared_in_the_same_state(scheme):
     sizes = {"hidden_size": 128, "intermediate_size": 128}
-    assert notes(llm_of(quantize(stock("llama", torch.bfloat16, **sizes), scheme)))[0].startswith("self-check in ")
+    assert notes(llm_of(quantize(stock("llama", torch.bfloat16, **sizes), scheme)))[0].startswith(
+        "self-check in "
+    )
 
 
 def test_a_quantized_class_whose_positions_are_ignored_is_refused():
@@ -125,7 +179,11 @@ def test_the_verdict_is_kept_beside_the_program_and_belongs_to_its_configuration
 
     def said(**differs):
         torch._dynamo.reset()
-        return notes(llm_of(stock("gpt2", **differs), cached))[0].partition(":")[0].partition(" in ")[0]
+        return (
+            notes(llm_of(stock("gpt2", **differs), cached))[0]
+            .partition(":")[0]
+            .partition(" in ")[0]
+        )
 
     assert said() == "self-check"
     assert usage(Options.of(cached)).entries == 2

@@ -1,4 +1,6 @@
-"""`atomc doctor` and its self-test: what runs here is tried, a wrong kernel is found, the last start is explained."""
+"""`atomc doctor` and its self-test: what runs here is tried, a wrong kernel is found, the last
+start is explained.
+"""
 
 import json
 from dataclasses import asdict
@@ -29,7 +31,11 @@ def only(monkeypatch):
 
     def found(*names, provider="torch"):
         for name, op in REGISTRY.items():
-            own = [kernel for kernel in op.kernels if kernel.provider == provider][:1] if name in names else []
+            own = (
+                [kernel for kernel in op.kernels if kernel.provider == provider][:1]
+                if name in names
+                else []
+            )
             monkeypatch.setattr(op, "kernels", own)
         return lambda: list(self_test(CPU))
 
@@ -47,7 +53,10 @@ def test_examples_are_arguments_of_their_op_and_the_same_each_time(op):
             first, second = (make(RandomInputs(torch.bfloat16, "cpu", rows)) for _ in range(2))
             op.signature.bind(**first)
             tensors = [name for name, x in first.items() if isinstance(x, torch.Tensor)]
-            assert tensors and all(first[name].view(torch.uint8).equal(second[name].view(torch.uint8)) for name in tensors)
+            assert tensors and all(
+                first[name].view(torch.uint8).equal(second[name].view(torch.uint8))
+                for name in tensors
+            )
 
 
 def test_kernels_of_this_machine_pass(only):
@@ -102,7 +111,11 @@ def test_a_kernel_of_another_machine_is_not_tried_and_says_why(only):
 def test_doctor_names_the_versions_that_kernels_go_by(capsys):
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
-    versions = {line.split()[0]: line.split()[1] for line in out.splitlines() if line.startswith(("torch ", "onednn "))}
+    versions = {
+        line.split()[0]: line.split()[1]
+        for line in out.splitlines()
+        if line.startswith(("torch ", "onednn "))
+    }
     assert versions["torch"] == torch.__version__ and versions["onednn"][0].isdigit()
     assert "last start" in out
 
@@ -110,16 +123,28 @@ def test_doctor_names_the_versions_that_kernels_go_by(capsys):
 def test_doctor_says_what_the_cache_did_in_the_last_start(tmp_path):
     options = Options(cache_dir=str(tmp_path))
     assert doctor._last_start(last_start(options)) == [("last start", "not known")]
-    for outcome in (CacheOutcome("hit"), CacheOutcome("miss", "no entry for this graph"), CacheOutcome("hit")):
+    for outcome in (
+        CacheOutcome("hit"),
+        CacheOutcome("miss", "no entry for this graph"),
+        CacheOutcome("hit"),
+    ):
         record_start(options, Report("Qwen3", cached=outcome))
     rows = doctor._last_start(last_start(options))
-    assert rows[0][1].endswith("Qwen3: hit (2 graphs)") and rows[1] == ("", "Qwen3: miss: no entry for this graph")
+    assert rows[0][1].endswith("Qwen3: hit (2 graphs)") and rows[1] == (
+        "",
+        "Qwen3: miss: no entry for this graph",
+    )
 
 
 def test_only_the_graphs_of_the_last_process_count(tmp_path):
     options = Options(cache_dir=str(tmp_path))
-    lines = [StartRecord(1.0, 10, "A", "hit"), StartRecord(2.0, 11, "B", "miss: the cache is empty")]
-    (tmp_path / "starts.jsonl").write_text("\n".join([*(json.dumps(asdict(line)) for line in lines), "torn {"]))
+    lines = [
+        StartRecord(1.0, 10, "A", "hit"),
+        StartRecord(2.0, 11, "B", "miss: the cache is empty"),
+    ]
+    (tmp_path / "starts.jsonl").write_text(
+        "\n".join([*(json.dumps(asdict(line)) for line in lines), "torn {"])
+    )
     assert last_start(options) == lines[1:]
 
 

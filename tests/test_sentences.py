@@ -1,6 +1,7 @@
 """No decision by sentence: production code searches in no text that was written for people.
 
-Found by how things are called: a text for people is a reason, a note, a message, an exception as `str` and so on.
+Found by how things are called: a text for people is a reason, a note, a message, an exception as
+`str` and so on.
 """
 
 import ast
@@ -21,7 +22,8 @@ PATTERNS = {"search", "match", "fullmatch", "findall", "finditer", "sub", "subn"
 
 # What may be searched in all the same: a file, or a file and how the code in it begins.
 ALLOWED = {
-    "atomc/cache/graph_fingerprint.py: _ADDRESS.search": "the repr of a constant, in which an address must not be",
+    "atomc/cache/graph_fingerprint.py: _ADDRESS.search": "the repr of a constant, in which an "
+    "address must not be",
     "atomc/cgroup.py: line.": "files of the system",
     "atomc/cli/doctor.py: 'MKL-DNN' in line": "torch's description of its own build",
     "atomc/report/contract.py: text.": "formulas that a user wrote",
@@ -32,12 +34,15 @@ ALLOWED = {
     "atomc/report/render/html.py: re.sub('>": "white space of a page",
     "atomc/report/render/html.py: text.replace('<'": "escapes of a page",
     "atomc/report/render/graph_diff.py": "the notation of a graph",
-    "atomc/torch_compat/exceptions.py": "messages of torch, where its exceptions have no class for it",
+    "atomc/torch_compat/exceptions.py": "messages of torch, where its exceptions have no class "
+    "for it",
     "atomc/torch_compat/trace_failure.py": "messages of Dynamo, which has no code for it",
     "models/limits.py: line.": "files of the system",
     "runtime/bench/client.py: line.": "lines of HTTP",
     "runtime/bench/http_client.py: line.": "lines of HTTP",
-    "runtime/grammar_worker.py: error.startswith('NoExtension')": "a message of llguidance, which has no code for it",
+    "runtime/grammar_worker.py: error.startswith('NoExtension')": "a message of llguidance, "
+    "which has no code for "
+    "it",
     "runtime/grammar_worker.py: message.partition": "a message of llguidance, without its state",
     "runtime/server/app.py: first['msg'].": "a message of pydantic, without its prefix",
     "runtime/server/chat_template.py: 'tool_calls' in message": "a mapping: the message of a chat",
@@ -57,13 +62,17 @@ def is_sentence(node: ast.AST) -> bool:
         case ast.Call(func=ast.Name(id="str"), args=[argument]):
             return is_sentence(argument)
         case ast.Call(func=ast.Attribute() as function):
-            return is_sentence(function) or (function.attr in {"lower", "strip", "rstrip"} and is_sentence(function.value))
+            return is_sentence(function) or (
+                function.attr in {"lower", "strip", "rstrip"} and is_sentence(function.value)
+            )
     return False
 
 
 def words(node: ast.AST) -> bool:
     """Whether this is a text of several words."""
-    return isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value.strip()
+    return (
+        isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value.strip()
+    )
 
 
 def searches(source: str) -> Iterator[tuple[int, str]]:
@@ -71,16 +80,24 @@ def searches(source: str) -> Iterator[tuple[int, str]]:
     for node in ast.walk(ast.parse(source)):
         match node:
             case ast.Compare(left=left, ops=[ast.In() | ast.NotIn()], comparators=[right]):
-                # A name in a name is a membership, but a name in an attribute, or in `str` of something, is a search.
+                # A name in a name is a membership, but a name in an attribute, or in `str` of
+                # something, is a search.
                 wrong = is_sentence(right) and (
-                    isinstance(left, ast.Constant) or (isinstance(left, ast.Name) and not isinstance(right, ast.Name))
+                    isinstance(left, ast.Constant)
+                    or (isinstance(left, ast.Name) and not isinstance(right, ast.Name))
                 )
-                wrong = wrong or (words(left) and isinstance(right, ast.Name | ast.Attribute | ast.Call))
+                wrong = wrong or (
+                    words(left) and isinstance(right, ast.Name | ast.Attribute | ast.Call)
+                )
             case ast.Compare(left=left, ops=[ast.Eq() | ast.NotEq()], comparators=[right]):
                 wrong = is_sentence(left) and words(right)
-            case ast.Call(func=ast.Attribute(value=receiver, attr=name), args=[first, *_]) if name in SEARCHES:
+            case ast.Call(func=ast.Attribute(value=receiver, attr=name), args=[first, *_]) if (
+                name in SEARCHES
+            ):
                 newline = isinstance(first, ast.Constant) and first.value == "\n"
-                wrong = (is_sentence(receiver) and not newline) or (name != "count" and words(first))
+                wrong = (is_sentence(receiver) and not newline) or (
+                    name != "count" and words(first)
+                )
             case ast.Call(func=ast.Attribute(attr=name), args=arguments) if name in PATTERNS:
                 wrong = any(is_sentence(argument) for argument in arguments)
             case _:
@@ -95,7 +112,9 @@ def test_production_code_searches_in_no_sentence() -> None:
     for path in (path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))):
         name = str(path.relative_to(ROOT))
         for line, code in searches(path.read_text()):
-            allowed = next((place for place in ALLOWED if f"{name}: {code}".startswith(place)), None)
+            allowed = next(
+                (place for place in ALLOWED if f"{name}: {code}".startswith(place)), None
+            )
             if allowed is None:
                 found.append(f"{name}:{line}: {code}")
             used.add(allowed)
@@ -103,39 +122,45 @@ def test_production_code_searches_in_no_sentence() -> None:
     assert ALLOWED.keys() <= used, f"no longer needed: {ALLOWED.keys() - used}"
 
 
-@pytest.mark.parametrize("snippet", [
-    'crowded = next((miss.found for miss in report.near if "packed with" in miss.found), None)',
-    'said, *unkept = report.cache.partition("; not kept: ")',
-    'if self.looked_at or report.cache.startswith("off"): pass',
-    'why = self.start.said.partition(": ")[2]',
-    'missing = [reason for _, reason in choice.refused if _OF_MACHINE.search(reason)]',
-    'found = [reason for _, reason in row["refused"] if not reason.startswith(BY_DESIGN)]',
-    'fuses = any(note.startswith("glue: inductor") for note in program.report.notes)',
-    'return [note for note in report.notes if not note.startswith("glue: ")]',
-    'return report.why(name).partition(": ")[2]',
-    """return f"Miss, compiled anew: {cache.removeprefix('miss: ')}." """,
-    'found = cause.rewrite in first.expected.split("(")[0]',
-    'if not str(error).startswith("explain: "): raise',
-    """raise ValueError(str(error).replace('explain', 'audit', 1))""",
-    """if isinstance(error, MemoryError) or "can't allocate memory" in str(error): raise""",
-    'return any(part in str(error) for part in DEVICE_MESSAGES)',
-    'raise invalid(str(error), str(error).partition(" ")[0]) from error',
-    'return [f"{line} ({why})" if line.startswith("treated") else line for line in found]',
-    'if not allowed or "NoExtension" in error: pass',
-    'last = None if not tokens or "and more" in tokens else numbers[-1]',
-    'if reason == "the cache is empty": pass',
-    're.search(r"runs? on", reason)',
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "snippet",
+    [
+        'crowded = next((miss.found for miss in report.near if "packed with" in miss.found), None)',
+        'said, *unkept = report.cache.partition("; not kept: ")',
+        'if self.looked_at or report.cache.startswith("off"): pass',
+        'why = self.start.said.partition(": ")[2]',
+        "missing = [reason for _, reason in choice.refused if _OF_MACHINE.search(reason)]",
+        'found = [reason for _, reason in row["refused"] if not reason.startswith(BY_DESIGN)]',
+        'fuses = any(note.startswith("glue: inductor") for note in program.report.notes)',
+        'return [note for note in report.notes if not note.startswith("glue: ")]',
+        'return report.why(name).partition(": ")[2]',
+        """return f"Miss, compiled anew: {cache.removeprefix('miss: ')}." """,
+        'found = cause.rewrite in first.expected.split("(")[0]',
+        'if not str(error).startswith("explain: "): raise',
+        """raise ValueError(str(error).replace('explain', 'audit', 1))""",
+        """if isinstance(error, MemoryError) or "can't allocate memory" in str(error): raise""",
+        "return any(part in str(error) for part in DEVICE_MESSAGES)",
+        'raise invalid(str(error), str(error).partition(" ")[0]) from error',
+        'return [f"{line} ({why})" if line.startswith("treated") else line for line in found]',
+        'if not allowed or "NoExtension" in error: pass',
+        'last = None if not tokens or "and more" in tokens else numbers[-1]',
+        'if reason == "the cache is empty": pass',
+        're.search(r"runs? on", reason)',
+    ],
+)
 def test_a_search_in_a_sentence_is_found(snippet: str) -> None:
     assert len(list(searches(snippet))) >= 1
 
 
-@pytest.mark.parametrize("snippet", [
-    'if miss.kind == "packed": pass',
-    'if refusal.code in ("hardware", "library"): pass',
-    'if note not in self.notes: self.notes.append(note)',
-    'first = next(iter(str(error).splitlines()), "")',
-    'name = path.removeprefix("atomc/")',
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "snippet",
+    [
+        'if miss.kind == "packed": pass',
+        'if refusal.code in ("hardware", "library"): pass',
+        "if note not in self.notes: self.notes.append(note)",
+        'first = next(iter(str(error).splitlines()), "")',
+        'name = path.removeprefix("atomc/")',
+    ],
+)
 def test_what_is_no_search_in_a_sentence_is_let_through(snippet: str) -> None:
     assert list(searches(snippet)) == []

@@ -1,4 +1,6 @@
-"""The server's API over HTTP on the demo model: with OpenAI's client, and with requests that it would not send."""
+"""The server's API over HTTP on the demo model: with OpenAI's client, and with requests that it
+would not send.
+"""
 
 import json
 import math
@@ -22,22 +24,56 @@ WEATHER = {
     "type": "function",
     "function": {
         "name": "weather",
-        "parameters": {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"],
-                       "additionalProperties": False},
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"enum": ["Paris", "Rome"]}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
     },
-}  # fmt: skip
-CLOCK = {"type": "function", "function": {"name": "clock", "parameters": {"$ref": "#/$defs/Zone", "$defs": {
-    "Zone": {"type": "object", "properties": {"zone": {"enum": ["UTC"]}}, "required": ["zone"],
-             "additionalProperties": False}}}}}  # fmt: skip
+}
+CLOCK = {
+    "type": "function",
+    "function": {
+        "name": "clock",
+        "parameters": {
+            "$ref": "#/$defs/Zone",
+            "$defs": {
+                "Zone": {
+                    "type": "object",
+                    "properties": {"zone": {"enum": ["UTC"]}},
+                    "required": ["zone"],
+                    "additionalProperties": False,
+                }
+            },
+        },
+    },
+}
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     profiles = tmp_path_factory.mktemp("profiles")
-    with serving("--api-key", KEY, "--api-key", "second-key", "--max-body-bytes", 200_000, "--max-logprobs", 5,
-                 "--profile-dir", profiles, "--allow-origin", "https://page.example",
-                 "--tool-call-parser", "hermes", "--reasoning-parser", "think",
-                 "--options", "layout=paged") as found:  # fmt: skip
+    with serving(
+        "--api-key",
+        KEY,
+        "--api-key",
+        "second-key",
+        "--max-body-bytes",
+        200_000,
+        "--max-logprobs",
+        5,
+        "--profile-dir",
+        profiles,
+        "--allow-origin",
+        "https://page.example",
+        "--tool-call-parser",
+        "hermes",
+        "--reasoning-parser",
+        "think",
+        "--options",
+        "layout=paged",
+    ) as found:
         found.profiles = profiles
         yield found
 
@@ -49,7 +85,9 @@ def client(server):
 
 @pytest.fixture(scope="module")
 def http(server):
-    with httpx.Client(base_url=server.url, headers={"Authorization": f"Bearer {KEY}"}, timeout=60) as found:
+    with httpx.Client(
+        base_url=server.url, headers={"Authorization": f"Bearer {KEY}"}, timeout=60
+    ) as found:
         yield found
 
 
@@ -81,13 +119,22 @@ def test_a_completion_is_the_text_that_llm_gives(client):
     (expected,) = llm.generate("She looked at him", SamplingParams(max_tokens=12))
     found = client.completions.create(prompt="She looked at him", **greedy(max_tokens=12))
     assert found.choices[0].text == expected.text and found.choices[0].finish_reason == "length"
-    assert found.usage.prompt_tokens == len(expected.prompt_token_ids) and found.usage.completion_tokens == 12
+    assert (
+        found.usage.prompt_tokens == len(expected.prompt_token_ids)
+        and found.usage.completion_tokens == 12
+    )
 
 
 def test_a_stream_gives_the_text_of_the_whole_answer(client):
     whole = client.completions.create(prompt="In the beginning", **greedy(max_tokens=20))
-    chunks = list(client.completions.create(prompt="In the beginning", stream=True, **greedy(max_tokens=20),
-                                            stream_options={"include_usage": True}))  # fmt: skip
+    chunks = list(
+        client.completions.create(
+            prompt="In the beginning",
+            stream=True,
+            **greedy(max_tokens=20),
+            stream_options={"include_usage": True},
+        )
+    )
     assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == whole.choices[0].text
     assert chunks[-2].choices[0].finish_reason == "length"
     assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens == 20
@@ -99,63 +146,99 @@ def test_prompts_are_texts_tokens_and_lists_of_either(client, http):
     alone = [client.completions.create(prompt=text, **greedy()).choices[0].text for text in texts]
     for prompt in (texts, tokens):
         choices = client.completions.create(prompt=prompt, **greedy()).choices
-        assert [choice.text for choice in choices] == alone and [choice.index for choice in choices] == [0, 1]
+        assert [choice.text for choice in choices] == alone and [
+            choice.index for choice in choices
+        ] == [0, 1]
     assert client.completions.create(prompt=tokens[1], **greedy()).choices[0].text == alone[1]
 
 
 def test_n_answers_differ_and_come_again_with_the_same_seed(client):
     def texts():
-        found = client.completions.create(prompt="Once", n=4, seed=7, temperature=1, max_tokens=12, model="atomc-demo")
+        found = client.completions.create(
+            prompt="Once", n=4, seed=7, temperature=1, max_tokens=12, model="atomc-demo"
+        )
         return [choice.text for choice in found.choices]
 
     assert len(set(texts())) == 4 and texts() == texts()
 
 
 def test_echo_puts_the_prompt_before_the_answer_with_its_logprobs(client):
-    found = client.completions.create(prompt="She said", echo=True, logprobs=2, **greedy(max_tokens=3)).choices[0]
-    plain = client.completions.create(prompt="She said", logprobs=2, **greedy(max_tokens=3)).choices[0]
+    found = client.completions.create(
+        prompt="She said", echo=True, logprobs=2, **greedy(max_tokens=3)
+    ).choices[0]
+    plain = client.completions.create(
+        prompt="She said", logprobs=2, **greedy(max_tokens=3)
+    ).choices[0]
     assert found.text == "She said" + plain.text
     logprobs = found.logprobs
-    assert logprobs.token_logprobs[0] is None and all(value <= 0 for value in logprobs.token_logprobs[1:])
+    assert logprobs.token_logprobs[0] is None and all(
+        value <= 0 for value in logprobs.token_logprobs[1:]
+    )
     assert logprobs.token_logprobs[-3:] == pytest.approx(plain.logprobs.token_logprobs, abs=1e-3)
     assert "".join(logprobs.tokens) == found.text
-    assert [found.text[at] for at in logprobs.text_offset] == [token[0] for token in logprobs.tokens]
+    assert [found.text[at] for at in logprobs.text_offset] == [
+        token[0] for token in logprobs.tokens
+    ]
     assert all(2 <= len(top) <= 3 for top in logprobs.top_logprobs[1:])
 
 
 def test_echo_without_new_tokens_scores_a_prompt(client):
-    found = client.completions.create(prompt="She said", echo=True, logprobs=1, **greedy(max_tokens=0)).choices[0]
-    assert found.text == "She said" and len(found.logprobs.tokens) == len(found.logprobs.token_logprobs) >= 2
+    found = client.completions.create(
+        prompt="She said", echo=True, logprobs=1, **greedy(max_tokens=0)
+    ).choices[0]
+    assert (
+        found.text == "She said"
+        and len(found.logprobs.tokens) == len(found.logprobs.token_logprobs) >= 2
+    )
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_stop_string_ends_the_answer_before_it(client, stream):
     whole = client.completions.create(prompt="She said", **greedy(max_tokens=30)).choices[0].text
     stop = whole[7:11]
-    found = client.completions.create(prompt="She said", stop=stop, stream=stream, **greedy(max_tokens=30))
+    found = client.completions.create(
+        prompt="She said", stop=stop, stream=stream, **greedy(max_tokens=30)
+    )
     choices = [chunk.choices[0] for chunk in found] if stream else found.choices
     assert "".join(choice.text for choice in choices) == whole[: whole.index(stop)]
     assert choices[-1].finish_reason == "stop" and choices[-1].stop_reason == stop
 
 
 def test_fields_beyond_openai_reach_the_sampler(client):
-    free = {"model": "atomc-demo", "prompt": "She said", "max_tokens": 6, "temperature": 2, "seed": 1}
+    free = {
+        "model": "atomc-demo",
+        "prompt": "She said",
+        "max_tokens": 6,
+        "temperature": 2,
+        "seed": 1,
+    }
     likeliest = client.completions.create(prompt="She said", **greedy(max_tokens=6)).choices[0].text
     for extra in ({"top_k": 1}, {"min_p": 1.0}):
         assert client.completions.create(**free, extra_body=extra).choices[0].text == likeliest
-    (token,) = client.completions.create(prompt="She said", logprobs=0, **greedy(max_tokens=1)).choices[0].logprobs.tokens
-    banned = client.completions.create(prompt="She said", logit_bias={"5": 100}, **greedy(max_tokens=1), logprobs=0)
+    (token,) = (
+        client.completions.create(prompt="She said", logprobs=0, **greedy(max_tokens=1))
+        .choices[0]
+        .logprobs.tokens
+    )
+    banned = client.completions.create(
+        prompt="She said", logit_bias={"5": 100}, **greedy(max_tokens=1), logprobs=0
+    )
     assert banned.choices[0].logprobs.tokens != [token]
-    stopped = client.completions.create(prompt="She said", logit_bias={"5": 100}, **greedy(),
-                                        extra_body={"stop_token_ids": [5]}).choices[0]  # fmt: skip
+    stopped = client.completions.create(
+        prompt="She said", logit_bias={"5": 100}, **greedy(), extra_body={"stop_token_ids": [5]}
+    ).choices[0]
     assert stopped.finish_reason == "stop" and stopped.stop_reason == 5
 
 
 def test_a_second_request_with_the_same_beginning_says_what_was_cached(http):
     prompt = list(range(40, 440))
-    used = [http.post("/v1/completions", json=greedy(prompt=prompt)).json()["usage"] for _ in range(2)]
+    used = [
+        http.post("/v1/completions", json=greedy(prompt=prompt)).json()["usage"] for _ in range(2)
+    ]
     assert used[1]["prompt_tokens_details"]["cached_tokens"] > 300
-    salted = http.post("/v1/completions", json=greedy(prompt=prompt, cache_salt="mine")).json()["usage"]
+    salted = http.post("/v1/completions", json=greedy(prompt=prompt, cache_salt="mine")).json()[
+        "usage"
+    ]
     assert salted["prompt_tokens_details"]["cached_tokens"] == 0
 
 
@@ -164,8 +247,11 @@ def test_a_second_request_with_the_same_beginning_says_what_was_cached(http):
 
 def test_a_chat_answers_and_streams_the_same(client):
     whole = client.chat.completions.create(messages=HELLO, **greedy())
-    chunks = list(client.chat.completions.create(messages=HELLO, stream=True, stream_options={"include_usage": True},
-                                                 **greedy()))  # fmt: skip
+    chunks = list(
+        client.chat.completions.create(
+            messages=HELLO, stream=True, stream_options={"include_usage": True}, **greedy()
+        )
+    )
     text = whole.choices[0].message.content
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == text
     assert chunks[0].choices[0].delta.role == whole.choices[0].message.role == "assistant"
@@ -180,29 +266,58 @@ def test_content_may_be_parts_of_text(client):
 
 
 def test_max_completion_tokens_goes_before_max_tokens(client):
-    found = client.chat.completions.create(messages=HELLO, max_completion_tokens=3, **greedy(max_tokens=9))
+    found = client.chat.completions.create(
+        messages=HELLO, max_completion_tokens=3, **greedy(max_tokens=9)
+    )
     assert found.usage.completion_tokens == 3
 
 
 def test_chat_logprobs_have_bytes_and_the_most_likely_tokens(client):
-    whole = client.chat.completions.create(messages=HELLO, logprobs=True, top_logprobs=3, **greedy()).choices[0]
-    assert b"".join(bytes(each.bytes) for each in whole.logprobs.content).decode() == whole.message.content
+    whole = client.chat.completions.create(
+        messages=HELLO, logprobs=True, top_logprobs=3, **greedy()
+    ).choices[0]
+    assert (
+        b"".join(bytes(each.bytes) for each in whole.logprobs.content).decode()
+        == whole.message.content
+    )
     for each in whole.logprobs.content:
-        assert each.logprob <= 0 and len(each.top_logprobs) == 3 and each.top_logprobs[0].token == each.token
-    chunks = list(client.chat.completions.create(messages=HELLO, logprobs=True, top_logprobs=3, stream=True, **greedy()))
-    streamed = [each for chunk in chunks if chunk.choices[0].logprobs for each in chunk.choices[0].logprobs.content]
+        assert (
+            each.logprob <= 0
+            and len(each.top_logprobs) == 3
+            and each.top_logprobs[0].token == each.token
+        )
+    chunks = list(
+        client.chat.completions.create(
+            messages=HELLO, logprobs=True, top_logprobs=3, stream=True, **greedy()
+        )
+    )
+    streamed = [
+        each
+        for chunk in chunks
+        if chunk.choices[0].logprobs
+        for each in chunk.choices[0].logprobs.content
+    ]
     assert [each.token for each in streamed] == [each.token for each in whole.logprobs.content]
 
 
 def test_a_json_schema_makes_json_of_that_schema(client):
-    schema = {"type": "object", "properties": {"name": {"enum": ["Ann", "Bob"]}, "age": {"enum": [1, 2]}},
-              "required": ["name", "age"], "additionalProperties": False}  # fmt: skip
-    form = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema, "strict": True}}
+    schema = {
+        "type": "object",
+        "properties": {"name": {"enum": ["Ann", "Bob"]}, "age": {"enum": [1, 2]}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+    form = {
+        "type": "json_schema",
+        "json_schema": {"name": "person", "schema": schema, "strict": True},
+    }
     asked = {"messages": HELLO, "response_format": form, **greedy(max_tokens=300)}
     for stream in (False, True):
         found = client.chat.completions.create(**asked, stream=stream)
         text = (
-            "".join(chunk.choices[0].delta.content or "" for chunk in found) if stream else found.choices[0].message.content
+            "".join(chunk.choices[0].delta.content or "" for chunk in found)
+            if stream
+            else found.choices[0].message.content
         )
         person = json.loads(text)
         assert person["name"] in ("Ann", "Bob") and person["age"] in (1, 2)
@@ -220,30 +335,44 @@ def test_a_json_schema_makes_json_of_that_schema(client):
     ],
 )
 def test_vllms_names_for_structured_output(client, extra, pattern):
-    found = client.chat.completions.create(messages=HELLO, extra_body=extra, **greedy(max_tokens=40))
+    found = client.chat.completions.create(
+        messages=HELLO, extra_body=extra, **greedy(max_tokens=40)
+    )
     text, ended = found.choices[0].message.content, found.choices[0].finish_reason == "stop"
     assert re.fullmatch(pattern, text) if ended else text.startswith("xy")
 
 
 def test_a_function_by_name_is_called(client):
     choice = {"type": "function", "function": {"name": "weather"}}
-    found = client.chat.completions.create(messages=HELLO, tools=[CLOCK, WEATHER], tool_choice=choice,
-                                           **greedy(max_tokens=300)).choices[0]  # fmt: skip
+    found = client.chat.completions.create(
+        messages=HELLO, tools=[CLOCK, WEATHER], tool_choice=choice, **greedy(max_tokens=300)
+    ).choices[0]
     (call,) = found.message.tool_calls
-    assert call.function.name == "weather" and json.loads(call.function.arguments)["city"] in ("Paris", "Rome")
+    assert call.function.name == "weather" and json.loads(call.function.arguments)["city"] in (
+        "Paris",
+        "Rome",
+    )
     assert found.message.content is None and call.id.startswith("call_")
 
 
 @pytest.mark.parametrize("tools", [[WEATHER], [CLOCK], [WEATHER, CLOCK]])
 def test_required_tools_are_called_whole_and_streamed(client, tools):
-    asked = {"messages": HELLO, "tools": tools, "tool_choice": "required", "parallel_tool_calls": False}
+    asked = {
+        "messages": HELLO,
+        "tools": tools,
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+    }
     whole = client.chat.completions.create(**asked, **greedy(max_tokens=400)).choices[0]
     (call,) = whole.message.tool_calls
     assert whole.finish_reason == "tool_calls"
     assert call.function.name in [tool["function"]["name"] for tool in tools]
     arguments = json.loads(call.function.arguments)
     assert arguments.get("zone") == "UTC" or arguments.get("city") in ("Paris", "Rome")
-    chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**asked, stream=True, **greedy(max_tokens=400))]
+    chunks = [
+        chunk.choices[0]
+        for chunk in client.chat.completions.create(**asked, stream=True, **greedy(max_tokens=400))
+    ]
     calls = [each for chunk in chunks for each in chunk.delta.tool_calls or []]
     assert calls[0].function.name == call.function.name and calls[0].id
     assert "".join(each.function.arguments for each in calls) == call.function.arguments
@@ -266,15 +395,26 @@ def test_reasoning_content_and_tool_calls_are_separated(client, stream):
     found = client.chat.completions.create(**asked, stream=stream, **greedy(max_tokens=300))
     parts = [chunk.choices[0].delta for chunk in found] if stream else [found.choices[0].message]
     thought = "".join(getattr(part, "reasoning_content", None) or "" for part in parts)
-    assert (thought, "".join(part.content or "" for part in parts)) == ("Paris it is.", "One moment.")
+    assert (thought, "".join(part.content or "" for part in parts)) == (
+        "Paris it is.",
+        "One moment.",
+    )
     calls = [call.function for part in parts for call in part.tool_calls or []]
-    assert calls[0].name == "weather" and "".join(call.arguments for call in calls) == '{"city": "Paris"}'
+    assert (
+        calls[0].name == "weather"
+        and "".join(call.arguments for call in calls) == '{"city": "Paris"}'
+    )
     if not stream:
         assert found.choices[0].finish_reason == "tool_calls"
 
 
 def test_without_a_choice_of_tools_none_is_called(client):
-    asked = {"messages": HELLO, "tools": [WEATHER], "tool_choice": "none", "extra_body": {"guided_choice": [WRITTEN]}}
+    asked = {
+        "messages": HELLO,
+        "tools": [WEATHER],
+        "tool_choice": "none",
+        "extra_body": {"guided_choice": [WRITTEN]},
+    }
     message = client.chat.completions.create(**asked, **greedy(max_tokens=300)).choices[0].message
     assert message.tool_calls is None and "<tool_call>" in message.content
 
@@ -286,9 +426,14 @@ def test_tokens_there_and_back(http):
     found = http.post("/tokenize", json={"prompt": "She said", "return_token_strs": True}).json()
     assert found["count"] == len(found["tokens"]) and found["max_model_len"] == 2048
     assert "".join(found["token_strs"]) == "She said"
-    assert http.post("/detokenize", json={"tokens": found["tokens"]}).json() == {"prompt": "She said"}
+    assert http.post("/detokenize", json={"tokens": found["tokens"]}).json() == {
+        "prompt": "She said"
+    }
     chat = http.post("/tokenize", json={"messages": HELLO}).json()
-    assert http.post("/detokenize", json={"tokens": chat["tokens"]}).json()["prompt"] == HELLO[0]["content"] + "\n\n"
+    assert (
+        http.post("/detokenize", json={"tokens": chat["tokens"]}).json()["prompt"]
+        == HELLO[0]["content"] + "\n\n"
+    )
 
 
 def test_health_ready_and_metrics_need_no_key(server, http):
@@ -296,12 +441,25 @@ def test_health_ready_and_metrics_need_no_key(server, http):
         assert httpx.get(server.url + path, timeout=60).status_code == 200
     text = http.get("/metrics").text
     label = r'\{model_name="atomc-demo"\}'
-    for name in ("up", "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prefix_cache_hits_total",
-                 "num_preemptions_total", "generation_tokens_total", "time_to_first_token_seconds_count",
-                 "e2e_request_latency_seconds_count", "request_time_per_output_token_seconds_count"):  # fmt: skip
+    for name in (
+        "up",
+        "num_requests_running",
+        "num_requests_waiting",
+        "kv_cache_usage_perc",
+        "prefix_cache_hits_total",
+        "num_preemptions_total",
+        "generation_tokens_total",
+        "time_to_first_token_seconds_count",
+        "e2e_request_latency_seconds_count",
+        "request_time_per_output_token_seconds_count",
+    ):
         assert re.search(rf"^atomc:{name}{label} \d", text, re.MULTILINE), name
-    assert re.search(r'^atomc:steps_total\{kind="eager[^"]*",model_name="atomc-demo"\} \d', text, re.MULTILINE)
-    finished = r'^atomc:request_success_total\{finished_reason="length",model_name="atomc-demo"\} \d'
+    assert re.search(
+        r'^atomc:steps_total\{kind="eager[^"]*",model_name="atomc-demo"\} \d', text, re.MULTILINE
+    )
+    finished = (
+        r'^atomc:request_success_total\{finished_reason="length",model_name="atomc-demo"\} \d'
+    )
     assert re.search(finished, text, re.MULTILINE)
 
 
@@ -328,7 +486,9 @@ def test_embeddings_are_of_length_one_alike_for_alike_texts_and_the_same_in_base
     assert all(math.isclose(math.hypot(*vector), 1, rel_tol=1e-3) for vector in vectors)
     alike, other = (sum(map(operator.mul, vectors[0], vector)) for vector in vectors[1:])
     assert alike > other
-    plain = http.post("/v1/embeddings", json={"input": texts[0], "encoding_format": "float"}).json()["data"]
+    plain = http.post(
+        "/v1/embeddings", json={"input": texts[0], "encoding_format": "float"}
+    ).json()["data"]
     assert plain[0]["embedding"] == pytest.approx(vectors[0], abs=1e-2)
     last = http.post("/v1/embeddings", json={"input": texts[0], "pooling": "last"}).json()["data"]
     assert last[0]["embedding"] != plain[0]["embedding"]
@@ -343,45 +503,133 @@ def test_embeddings_are_of_length_one_alike_for_alike_texts_and_the_same_in_base
         ("/v1/completions", {"prompt": ""}, 400, "the prompt is empty|prompt is empty"),
         ("/v1/completions", {"prompt": []}, 400, "prompt is empty"),
         ("/v1/completions", {}, 400, "prompt: Field required"),
-        ("/v1/completions", {"prompt": [99999]}, 400, "token id 99999 is not in the vocabulary of 3072 tokens"),
-        ("/v1/completions", {"prompt": [5] * 2048}, 400, "maximum context length is 2048 tokens, .* 2048 in the prompt"),
-        ("/v1/completions", {"prompt": [5] * 2000, "max_tokens": 49}, 400, "has 2000 in the prompt and asks for 49 more"),
+        (
+            "/v1/completions",
+            {"prompt": [99999]},
+            400,
+            "token id 99999 is not in the vocabulary of 3072 tokens",
+        ),
+        (
+            "/v1/completions",
+            {"prompt": [5] * 2048},
+            400,
+            "maximum context length is 2048 tokens, .* 2048 in the prompt",
+        ),
+        (
+            "/v1/completions",
+            {"prompt": [5] * 2000, "max_tokens": 49},
+            400,
+            "has 2000 in the prompt and asks for 49 more",
+        ),
         ("/v1/completions", {"prompt": "x", "max_tokens": 0}, 400, "max_tokens is 0"),
         ("/v1/completions", {"prompt": "x", "max_tokens": 10**30}, 400, "max_tokens"),
-        ("/v1/completions", {"prompt": "x", "temperature": -1}, 400, "temperature is -1.0, it must be"),
-        ("/v1/completions", {"prompt": "x", "temprature": 1}, 400, "temprature is not a field of this request"),
+        (
+            "/v1/completions",
+            {"prompt": "x", "temperature": -1},
+            400,
+            "temperature is -1.0, it must be",
+        ),
+        (
+            "/v1/completions",
+            {"prompt": "x", "temprature": 1},
+            400,
+            "temprature is not a field of this request",
+        ),
         ("/v1/completions", {"prompt": "x", "best_of": 3}, 400, "best_of=3 is not supported"),
         ("/v1/completions", {"prompt": "x", "suffix": "y"}, 400, "suffix is not supported"),
-        ("/v1/completions", {"prompt": "x", "logprobs": 6}, 400, "logprobs is 6, it must be at least 0 and at most 5"),
-        ("/v1/completions", {"prompt": "x", "model": "gpt-4"}, 404, "'gpt-4' does not exist, expected atomc-demo"),
+        (
+            "/v1/completions",
+            {"prompt": "x", "logprobs": 6},
+            400,
+            "logprobs is 6, it must be at least 0 and at most 5",
+        ),
+        (
+            "/v1/completions",
+            {"prompt": "x", "model": "gpt-4"},
+            404,
+            "'gpt-4' does not exist, expected atomc-demo",
+        ),
         ("/v1/completions", {"prompt": "x", "seed": 2**70}, 400, "seed"),
         ("/v1/completions", {"prompt": "x", "stop_token_ids": [4000]}, 400, "token id 4000"),
         ("/v1/completions", {"prompt": "x", "guided_regex": "["}, 400, "regex"),
-        ("/v1/completions", {"prompt": "x", "guided_regex": "a", "guided_choice": ["b"]}, 400, "several kinds of"),
-        ("/v1/completions", {"prompt": ["x"] * 100, "n": 20}, 400, "asks for 2000 choices, the queue holds at most 1024"),
+        (
+            "/v1/completions",
+            {"prompt": "x", "guided_regex": "a", "guided_choice": ["b"]},
+            400,
+            "several kinds of",
+        ),
+        (
+            "/v1/completions",
+            {"prompt": ["x"] * 100, "n": 20},
+            400,
+            "asks for 2000 choices, the queue holds at most 1024",
+        ),
         ("/v1/chat/completions", {"messages": []}, 400, "messages is empty"),
-        ("/v1/chat/completions", {"messages": [{"content": "x"}]}, 400, "expected an object with a role"),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "image_url"),
-        ("/v1/chat/completions", {"messages": HELLO, "top_logprobs": 2}, 400, "top_logprobs needs logprobs"),
-        ("/v1/chat/completions", {"messages": HELLO, "tool_choice": "required"}, 400, "tools is empty"),
-        ("/v1/chat/completions", {"messages": HELLO, "response_format": {"type": "json_schema"}}, 400, "needs a field"),
-        ("/v1/chat/completions", {"messages": HELLO, "tools": [WEATHER],
-                                  "tool_choice": {"type": "function", "function": {"name": "sun"}}}, 400, "'sun'"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"content": "x"}]},
+            400,
+            "expected an object with a role",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            400,
+            "image_url",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": HELLO, "top_logprobs": 2},
+            400,
+            "top_logprobs needs logprobs",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": HELLO, "tool_choice": "required"},
+            400,
+            "tools is empty",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": HELLO, "response_format": {"type": "json_schema"}},
+            400,
+            "needs a field",
+        ),
+        (
+            "/v1/chat/completions",
+            {
+                "messages": HELLO,
+                "tools": [WEATHER],
+                "tool_choice": {"type": "function", "function": {"name": "sun"}},
+            },
+            400,
+            "'sun'",
+        ),
         ("/v1/embeddings", {"input": "x", "dimensions": 7}, 400, "dimensions is 7, expected 256"),
-        ("/v1/embeddings", {"input": [5] * 2049}, 400, "maximum context length is 2048 tokens, an input has 2049"),
+        (
+            "/v1/embeddings",
+            {"input": [5] * 2049},
+            400,
+            "maximum context length is 2048 tokens, an input has 2049",
+        ),
         ("/detokenize", {"tokens": [4000]}, 400, "token id 4000"),
         ("/tokenize", {}, 400, "expected one of them"),
         ("/v1/nothing", {}, 404, "no endpoint POST /v1/nothing"),
         ("/v1/models", {}, 405, "no endpoint POST /v1/models"),
     ],
-)  # fmt: skip
+)
 def test_an_invalid_request_gets_an_error_with_the_reason(http, path, body, status, part):
     answer = http.post(path, json=body)
     assert answer.status_code == status, answer.text
     error = answer.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"} and error["type"] == "invalid_request_error"
+    assert (
+        set(error) == {"message", "type", "param", "code"}
+        and error["type"] == "invalid_request_error"
+    )
     assert re.search(part, error["message"]), error["message"]
-    assert "/work" not in answer.text and "Traceback" not in answer.text and ".py" not in answer.text
+    assert (
+        "/work" not in answer.text and "Traceback" not in answer.text and ".py" not in answer.text
+    )
 
 
 @pytest.mark.parametrize(
@@ -395,18 +643,28 @@ def test_an_invalid_request_gets_an_error_with_the_reason(http, path, body, stat
     ],
 )
 def test_a_body_that_is_no_request_is_a_400(http, content, part):
-    answer = http.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
+    answer = http.post(
+        "/v1/completions", content=content, headers={"Content-Type": "application/json"}
+    )
     assert answer.status_code == 400 and re.search(part, answer.json()["error"]["message"])
 
 
 def test_json_with_another_content_type_is_rejected(http):
-    answer = http.post("/v1/completions", content=b'{"prompt": "x"}',
-                       headers={"Content-Type": "application/x-www-form-urlencoded"})  # fmt: skip
+    answer = http.post(
+        "/v1/completions",
+        content=b'{"prompt": "x"}',
+        headers={"Content-Type": "application/x-www-form-urlencoded"},
+    )
     assert answer.status_code == 400
-    assert "Content-Type is 'application/x-www-form-urlencoded': send JSON" in answer.json()["error"]["message"]
+    assert (
+        "Content-Type is 'application/x-www-form-urlencoded': send JSON"
+        in answer.json()["error"]["message"]
+    )
 
 
-@pytest.mark.parametrize("header", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Basic {KEY}"}])
+@pytest.mark.parametrize(
+    "header", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Basic {KEY}"}]
+)
 def test_without_a_key_there_is_a_401(server, header):
     for path in ("/v1/models", "/compiler", "/status", "/openapi.json", "/nowhere"):
         answer = httpx.get(server.url + path, headers=header)
@@ -415,7 +673,12 @@ def test_without_a_key_there_is_a_401(server, header):
 
 
 def test_each_of_several_keys_opens(server):
-    assert httpx.get(f"{server.url}/v1/models", headers={"Authorization": "Bearer second-key"}).status_code == 200
+    assert (
+        httpx.get(
+            f"{server.url}/v1/models", headers={"Authorization": "Bearer second-key"}
+        ).status_code
+        == 200
+    )
 
 
 def test_a_large_body_is_a_413_whether_or_not_it_says_its_size(http):
@@ -426,25 +689,45 @@ def test_a_large_body_is_a_413_whether_or_not_it_says_its_size(http):
 
 
 def test_the_clients_request_id_is_returned_and_logged(server, http):
-    answer = http.post("/v1/completions", json=greedy(prompt="x"), headers={"X-Request-Id": "my-request-7"})
-    assert answer.headers["x-request-id"] == "my-request-7" and answer.json()["id"] == "cmpl-my-request-7"
+    answer = http.post(
+        "/v1/completions", json=greedy(prompt="x"), headers={"X-Request-Id": "my-request-7"}
+    )
+    assert (
+        answer.headers["x-request-id"] == "my-request-7"
+        and answer.json()["id"] == "cmpl-my-request-7"
+    )
     line = server.wait_for("request my-request-7: .*", 60)[0]
-    assert re.search(r"prompt \d+, cached \d+, new 8, ttft \d\.\d+, seconds \d\.\d+, finish length$", line)
+    assert re.search(
+        r"prompt \d+, cached \d+, new 8, ttft \d\.\d+, seconds \d\.\d+, finish length$", line
+    )
     answer = http.get("/health", headers={"X-Request-Id": "two words"})
     assert re.fullmatch("[0-9a-f]{32}", answer.headers["x-request-id"])
 
 
 def test_only_pages_of_the_origins_that_are_allowed_may_call(server):
-    asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
-    found = [httpx.options(f"{server.url}/v1/completions", headers={"Origin": origin, **asked})
-             for origin in ("https://page.example", "https://other.example")]  # fmt: skip
+    asked = {
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization",
+    }
+    found = [
+        httpx.options(f"{server.url}/v1/completions", headers={"Origin": origin, **asked})
+        for origin in ("https://page.example", "https://other.example")
+    ]
     assert found[0].headers["access-control-allow-origin"] == "https://page.example"
     assert "access-control-allow-origin" not in found[1].headers
 
 
 def test_a_client_that_goes_away_frees_its_place(http):
     def running():
-        return int(float(re.search(r"^atomc:num_requests_running\{.*\} (\S+)", http.get("/metrics").text, re.MULTILINE)[1]))
+        return int(
+            float(
+                re.search(
+                    r"^atomc:num_requests_running\{.*\} (\S+)",
+                    http.get("/metrics").text,
+                    re.MULTILINE,
+                )[1]
+            )
+        )
 
     body = greedy(prompt="Once", max_tokens=2000, ignore_eos=True)
     with http.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
@@ -481,15 +764,29 @@ def test_no_request_that_fits_the_openapi_schema_breaks_the_server(server, http)
         if "profile" in operation.path:
             continue
         paths += 1
-        examples = 15 if operation.method.upper() == "POST" or "{" in operation.path else 1  # nothing differs
+        examples = (
+            15 if operation.method.upper() == "POST" or "{" in operation.path else 1
+        )  # nothing differs
 
         @given(case=operation.as_strategy())
-        @settings(max_examples=examples, deadline=None, database=None, derandomize=True, phases=[Phase.generate],
-                  suppress_health_check=list(HealthCheck))  # fmt: skip
+        @settings(
+            max_examples=examples,
+            deadline=None,
+            database=None,
+            derandomize=True,
+            phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        )
         def answers(case):
-            if isinstance(case.body, dict) and "max_tokens" in case.body and isinstance(case.body["max_tokens"], int):
+            if (
+                isinstance(case.body, dict)
+                and "max_tokens" in case.body
+                and isinstance(case.body["max_tokens"], int)
+            ):
                 case.body["max_tokens"] = min(case.body["max_tokens"], 8)
-            answer = case.call(base_url=server.url, headers={"Authorization": f"Bearer {KEY}"}, timeout=60)
+            answer = case.call(
+                base_url=server.url, headers={"Authorization": f"Bearer {KEY}"}, timeout=60
+            )
             assert answer.status_code < 500, (case.body, answer.text)
             if answer.status_code >= 400:
                 assert set(answer.json()["error"]) == {"message", "type", "param", "code"}

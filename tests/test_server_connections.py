@@ -27,7 +27,9 @@ LATE_HEAD, LATE_BODY = b'"code":"header_timeout"', b'"code":"body_timeout"'
 def server(tmp_path_factory):
     keys = tmp_path_factory.mktemp("keys") / "keys"
     keys.write_text(f"\ufeff{IN_FILE}\n\n")
-    with serving("--header-timeout", 3, "--body-timeout", 3, "--api-key", KEY, "--api-key-file", keys) as found:
+    with serving(
+        "--header-timeout", 3, "--body-timeout", 3, "--api-key", KEY, "--api-key-file", keys
+    ) as found:
         yield found
 
 
@@ -56,63 +58,111 @@ def said(server, first, drip=b""):
             feeder.join()
 
 
-@pytest.mark.parametrize("first, drip, answer", [
-    (b"", b"", b""),
-    (b"GET /health HTTP/1.1\r\nHost", b"", LATE_HEAD),
-    (b"GET /health HTTP/1.1\r\nX-Slow: ", b"a", LATE_HEAD),
-    (STALLED, b"", LATE_BODY),
-    (STALLED, b" ", LATE_BODY),
-], ids=["nothing is sent", "half a head", "a head byte by byte", "half a body", "a body byte by byte"])  # fmt: skip
+@pytest.mark.parametrize(
+    "first, drip, answer",
+    [
+        (b"", b"", b""),
+        (b"GET /health HTTP/1.1\r\nHost", b"", LATE_HEAD),
+        (b"GET /health HTTP/1.1\r\nX-Slow: ", b"a", LATE_HEAD),
+        (STALLED, b"", LATE_BODY),
+        (STALLED, b" ", LATE_BODY),
+    ],
+    ids=[
+        "nothing is sent",
+        "half a head",
+        "a head byte by byte",
+        "half a body",
+        "a body byte by byte",
+    ],
+)
 def test_a_connection_that_sends_too_slowly_is_closed(server, first, drip, answer):
     found = said(server, first, drip)
     assert answer in found
     assert found.startswith(b"HTTP/1.1 408 ") == bool(answer)
 
 
-@pytest.mark.parametrize("first, drip", [
-    (b"GET /health HTTP/1.1\r\nHost: x\r\n\r\nGET /hea", b"l"),
-    (b"POST /nowhere HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n", b" "),
-], ids=["a second head", "a body that was answered already"])  # fmt: skip
-def test_slow_data_after_a_response_closes_the_connection_without_a_second_response(server, first, drip):
+@pytest.mark.parametrize(
+    "first, drip",
+    [
+        (b"GET /health HTTP/1.1\r\nHost: x\r\n\r\nGET /hea", b"l"),
+        (b"POST /nowhere HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n", b" "),
+    ],
+    ids=["a second head", "a body that was answered already"],
+)
+def test_slow_data_after_a_response_closes_the_connection_without_a_second_response(
+    server, first, drip
+):
     assert said(server, first, drip).count(b"HTTP/1.1 ") <= 1
 
 
 def test_a_long_body_is_served_if_it_arrives_fast_enough(server):
     def parts():
-        yield b'{"prompt": "Once", "max_tokens": 2, "ignore_eos": true' + 100_000 * b" "  # 10 seconds more
+        yield (
+            b'{"prompt": "Once", "max_tokens": 2, "ignore_eos": true' + 100_000 * b" "
+        )  # 10 seconds more
         time.sleep(5)
         yield b"}"
 
     headers = {"Authorization": f"Bearer {KEY}".encode(), "Content-Type": "application/json"}
-    answer = httpx.post(f"{server.url}/v1/completions", content=parts(), headers=headers, timeout=60)
+    answer = httpx.post(
+        f"{server.url}/v1/completions", content=parts(), headers=headers, timeout=60
+    )
     assert answer.json()["usage"]["completion_tokens"] == 2
 
 
-@pytest.mark.parametrize("header", [
-    f"Bearer {KEY}".encode(), f"Bearer {KEY}".encode("latin-1"), f"bearer   {KEY}".encode(), f"Bearer {IN_FILE}".encode(),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "header",
+    [
+        f"Bearer {KEY}".encode(),
+        f"Bearer {KEY}".encode("latin-1"),
+        f"bearer   {KEY}".encode(),
+        f"Bearer {IN_FILE}".encode(),
+    ],
+)
 def test_a_key_that_is_not_ascii_opens(server, header):
-    assert httpx.get(f"{server.url}/v1/models", headers={"Authorization": header}, timeout=60).status_code == 200
+    assert (
+        httpx.get(
+            f"{server.url}/v1/models", headers={"Authorization": header}, timeout=60
+        ).status_code
+        == 200
+    )
 
 
-@pytest.mark.parametrize("headers", [
-    [], [b"Bearer"], [b"Bearer "], [KEY.encode()], [b"Basic " + KEY.encode()], [b"Bearer " + KEY.encode()[:-1]],
-    [b"Bearer wrong", b"Bearer " + KEY.encode()], [b"Bearer " + KEY.encode()] * 2,
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [],
+        [b"Bearer"],
+        [b"Bearer "],
+        [KEY.encode()],
+        [b"Basic " + KEY.encode()],
+        [b"Bearer " + KEY.encode()[:-1]],
+        [b"Bearer wrong", b"Bearer " + KEY.encode()],
+        [b"Bearer " + KEY.encode()] * 2,
+    ],
+)
 def test_anything_but_one_key_does_not(headers):
     assert not ApiKeys([KEY]).authorizes([(b"authorization", header) for header in headers])
 
 
-@pytest.mark.parametrize("key, part", [
-    ("", "an api_key is empty"), (" a", "begins or ends with white space"), ("a\n", "begins or ends"),
-    ("a\x00b", "not printable"), ("\udcff", "not printable"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "key, part",
+    [
+        ("", "an api_key is empty"),
+        (" a", "begins or ends with white space"),
+        ("a\n", "begins or ends"),
+        ("a\x00b", "not printable"),
+        ("\udcff", "not printable"),
+    ],
+)
 def test_a_key_that_no_client_can_send_is_refused(key, part):
     with pytest.raises(ValueError, match=part):
         ServerConfig(api_key=(key,))
 
 
-@pytest.mark.parametrize("content, part", [(b"\n \n", "no key"), (b"\xff\xfe", "is not UTF-8"), (b"a\x00", "printable")])
+@pytest.mark.parametrize(
+    "content, part", [(b"\n \n", "no key"), (b"\xff\xfe", "is not UTF-8"), (b"a\x00", "printable")]
+)
 def test_a_file_without_good_keys_is_refused(tmp_path, content, part):
     (tmp_path / "keys").write_bytes(content)
     with pytest.raises(ValueError, match=part):
@@ -137,7 +187,11 @@ def test_connections_are_kept_alive_by_the_system(server):
     with httpx.Client(base_url=server.url, timeout=60) as client:
         client.get("/health")
         with open("/proc/net/tcp") as file:
-            ours = [line.split() for line in file if f":{port:04X} " in line.split()[1] + " " and line.split()[3] == "01"]
+            ours = [
+                line.split()
+                for line in file
+                if f":{port:04X} " in line.split()[1] + " " and line.split()[3] == "01"
+            ]
         # Timer kind 2 is keepalive.
         assert {line[5].partition(":")[0] for line in ours} == {"02"}
 

@@ -23,7 +23,9 @@ def configs(*argv):
     """The configs that `atomc serve` creates from these arguments."""
     arguments = _parser().parse_args(["serve", *map(str, argv)])
     file = read_toml(Path(arguments.config), ServerConfig, EngineConfig) if arguments.config else {}
-    return tuple(config(**values_of(arguments, file, config)) for config in (ServerConfig, EngineConfig))
+    return tuple(
+        config(**values_of(arguments, file, config)) for config in (ServerConfig, EngineConfig)
+    )
 
 
 @pytest.fixture
@@ -41,7 +43,9 @@ def test_without_flags_the_configs_are_their_defaults():
 
 
 def test_each_field_of_both_configs_has_a_flag_with_help_in_a_group():
-    names = {each.name for config in (ServerConfig, EngineConfig) for each in fields(config)} - {"model"}
+    names = {each.name for config in (ServerConfig, EngineConfig) for each in fields(config)} - {
+        "model"
+    }
     parsed = vars(_parser().parse_args(["serve"]))
     assert not names & parsed.keys()  # not given, so that a file can set them
     assert {each.name for each in fields(EngineConfig)} - {"model"} == set(GROUPS)
@@ -53,9 +57,22 @@ def test_flags_are_typed_as_their_fields():
         "--max-model-len", 512, "--no-enable-prefix-caching", "--scheduling-policy", "priority", "--options", "glue=eager",
         "--options", 'passes={"rope": false}', "--dtype", "float32", "--speculative-tokens", 3,
     )  # fmt: skip
-    assert (server.port, server.api_key, server.log_requests, server.drain_seconds) == (1, ("a", "b"), False, 0.5)
-    assert (engine.model, engine.max_model_len, engine.enable_prefix_caching) == ("some/model", 512, False)
-    assert (engine.scheduling_policy, engine.dtype, engine.speculative_tokens) == ("priority", "float32", 3)
+    assert (server.port, server.api_key, server.log_requests, server.drain_seconds) == (
+        1,
+        ("a", "b"),
+        False,
+        0.5,
+    )
+    assert (engine.model, engine.max_model_len, engine.enable_prefix_caching) == (
+        "some/model",
+        512,
+        False,
+    )
+    assert (engine.scheduling_policy, engine.dtype, engine.speculative_tokens) == (
+        "priority",
+        "float32",
+        3,
+    )
     assert engine.options == {"glue": "eager", "passes": {"rope": False}}
 
 
@@ -74,7 +91,11 @@ def test_a_file_sets_what_no_flag_says(tmp_path):
     (tmp_path / "server.toml").write_text(FILE)
     server, engine = configs("--config", tmp_path / "server.toml", "--port", 99)
     assert (server.port, server.served_model_name) == (99, ("one", "two"))
-    assert (engine.model, engine.max_model_len, engine.options) == ("some/model", 256, {"glue": "eager"})
+    assert (engine.model, engine.max_model_len, engine.options) == (
+        "some/model",
+        256,
+        {"glue": "eager"},
+    )
     assert configs("other/model", "--config", tmp_path / "server.toml")[1].model == "other/model"
 
 
@@ -98,11 +119,17 @@ def test_a_wrong_file_is_refused(tmp_path, wrong, text, part):
 @pytest.mark.parametrize(
     "argv, part",
     [
-        (["/nowhere"], "/nowhere is neither a directory nor a name on the hub such as Qwen/Qwen3-0.6B"),
+        (
+            ["/nowhere"],
+            "/nowhere is neither a directory nor a name on the hub such as Qwen/Qwen3-0.6B",
+        ),
         (["--config", "/nowhere.toml"], "/nowhere.toml"),
         (["--ssl-keyfile", "x"], "needs ssl_certfile: set both"),
         (["--ssl-certfile", __file__], f"{__file__} is not a certificate with its key: "),
-        (["--ssl-certfile", "/nowhere.pem"], "/nowhere.pem is not a certificate with its key: [Errno 2] No such file"),
+        (
+            ["--ssl-certfile", "/nowhere.pem"],
+            "/nowhere.pem is not a certificate with its key: [Errno 2] No such file",
+        ),
         (["--host", "256.1.1.1"], "cannot listen on 256.1.1.1 port 8000"),
         (["--api-key", ""], "an api_key is empty"),
         (["--max-num-seqs", "0"], "max_num_seqs is 0, it must be at least 1"),
@@ -116,9 +143,15 @@ def test_a_wrong_flag_is_one_line(wrong, argv, part):
 @pytest.mark.parametrize(
     "argv, part",
     [
-        (["--max-num-sequences", "3"], "--max-num-sequences (did you mean --max-num-seqs?); see atomc serve --help"),
+        (
+            ["--max-num-sequences", "3"],
+            "--max-num-sequences (did you mean --max-num-seqs?); see atomc serve --help",
+        ),
         (["--max_model_length=9"], "--max_model_length=9 (did you mean --max-model-len?)"),
-        (["--tensor-parallel-size", "2"], "--tensor-parallel-size (atomc runs a model on one device)"),
+        (
+            ["--tensor-parallel-size", "2"],
+            "--tensor-parallel-size (atomc runs a model on one device)",
+        ),
         (["--kv-cache-memory-bytes=1"], "--kv-cache-memory-bytes=1 (use --kv-bytes)"),
         (["--xyz"], "--xyz; see"),
         (["one", "two"], "unrecognized arguments: two; see"),
@@ -132,10 +165,14 @@ def test_a_flag_that_does_not_exist_is_refused_with_the_one_that_does(capsys, ar
 
 
 def test_flags_of_other_servers_lead_to_flags_that_exist():
-    serve = next(action for action in _parser()._actions if action.dest == "command").choices["serve"]
+    serve = next(action for action in _parser()._actions if action.dest == "command").choices[
+        "serve"
+    ]
     for flag, hint in FOREIGN_FLAGS["atomc serve"].items():
         assert flag not in serve._option_string_actions, f"{flag} is one of ours"
-        assert all(named in serve._option_string_actions for named in re.findall(r"--[\w-]+", hint)), hint
+        assert all(
+            named in serve._option_string_actions for named in re.findall(r"--[\w-]+", hint)
+        ), hint
 
 
 def test_a_port_in_use_is_reported_before_the_model_is_loaded(wrong):
@@ -144,12 +181,16 @@ def test_a_port_in_use_is_reported_before_the_model_is_loaded(wrong):
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        assert f"cannot listen on 127.0.0.1 port {port}: Address already in use" in wrong("--port", port)
+        assert f"cannot listen on 127.0.0.1 port {port}: Address already in use" in wrong(
+            "--port", port
+        )
 
 
 def test_what_the_model_does_not_allow_is_one_line_from_the_engines_process(wrong):
     pytest.importorskip("fastapi")
-    assert "max_model_len=4096 exceeds the model's limit of 2048 tokens" in wrong("--port", 0, "--max-model-len", 4096)
+    assert "max_model_len=4096 exceeds the model's limit of 2048 tokens" in wrong(
+        "--port", 0, "--max-model-len", 4096
+    )
 
 
 def test_a_missing_extra_says_which(monkeypatch, wrong):
@@ -161,8 +202,14 @@ def test_a_missing_extra_says_which(monkeypatch, wrong):
 
 def test_the_front_process_needs_no_torch_so_that_the_engine_starts_at_once():
     pytest.importorskip("fastapi")
-    code = "import sys, atomc.runtime.server.serve, atomc.runtime.server.app; print('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
+    code = (
+        "import sys, atomc.runtime.server.serve, atomc.runtime.server.app; print('torch' in "
+        "sys.modules)"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
+        == "False\n"
+    )
 
 
 def test_help_is_grouped_and_says_defaults(capsys):
@@ -170,7 +217,13 @@ def test_help_is_grouped_and_says_defaults(capsys):
         main(["serve", "--help"])
     text = " ".join(capsys.readouterr().out.split())
     assert text.startswith("usage: atomc serve [MODEL] [flags]")
-    for part in ("server: --host", "security: --api-key", "memory and batching:", "(default: 8000)", "--no-log-requests"):
+    for part in (
+        "server: --host",
+        "security: --api-key",
+        "memory and batching:",
+        "(default: 8000)",
+        "--no-log-requests",
+    ):
         assert part in text
 
 
@@ -179,7 +232,9 @@ def test_a_model_is_a_directory_or_a_name_on_the_hub(tmp_path, monkeypatch):
     constants = pytest.importorskip("huggingface_hub.constants")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(ValueError, match="nobody/nothing is not a directory and not in the local cache"):
+    with pytest.raises(
+        ValueError, match="nobody/nothing is not a directory and not in the local cache"
+    ):
         model_folder("nobody/nothing")
     snapshot = tmp_path / "models--some--model" / "snapshots" / ("0" * 40)
     os.makedirs(snapshot)

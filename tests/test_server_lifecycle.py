@@ -18,18 +18,25 @@ from serving import serving  # noqa: E402
 from atomc.runtime.server.deadline import ALARM_SECONDS, CLOSE_SECONDS  # noqa: E402
 from atomc.runtime.server.supervisor import backoff  # noqa: E402
 
-pytestmark = [pytest.mark.xdist_group("server lifecycle"),
-              pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]  # fmt: skip
+pytestmark = [
+    pytest.mark.xdist_group("server lifecycle"),
+    pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
+]
 LONG = {"prompt": "Once", "max_tokens": 2000, "ignore_eos": True, "temperature": 0}
 SHORT = LONG | {"max_tokens": 4}
 EXIT_SECONDS = 60  # only a server that hangs takes this long, even on a busy machine
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
-ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}" + 3 * "{% endfor %}"
+ENDLESS = (
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}"
+    + 3 * "{% endfor %}"
+)
 
 
 def end_of_stream(server, after_first):
     """The last line of a stream; calls after_first() after the first line."""
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=LONG | {"stream": True}, timeout=60) as answer:
+    with httpx.stream(
+        "POST", f"{server.url}/v1/completions", json=LONG | {"stream": True}, timeout=60
+    ) as answer:
         lines = (line for line in answer.iter_lines() if line)
         next(lines)
         after_first()
@@ -86,7 +93,10 @@ def test_a_dead_engine_is_restarted_a_few_times_and_then_the_server_ends():
         until(lambda: health(server).status_code == 200)
         answer = httpx.post(f"{server.url}/v1/completions", json=SHORT, timeout=60)
         assert answer.json()["usage"]["completion_tokens"] == 4
-        assert 'engine_restarts_total{model_name="atomc-demo"} 1.0' in httpx.get(f"{server.url}/metrics", timeout=60).text
+        assert (
+            'engine_restarts_total{model_name="atomc-demo"} 1.0'
+            in httpx.get(f"{server.url}/metrics", timeout=60).text
+        )
 
         kill_engine(server)
         until(lambda: "(attempt 2 of 2)" in health(server).text)
@@ -115,22 +125,32 @@ def test_a_signal_ends_a_server_whose_engine_is_being_restarted():
 def test_sigterm_ends_a_server_whose_chat_template_does_not_end(tmp_path):
     template = tmp_path / "endless.jinja"
     template.write_text(ENDLESS)
-    with serving("--drain-seconds", 1, "--chat-template", template) as server, ThreadPoolExecutor() as pool:
+    with (
+        serving("--drain-seconds", 1, "--chat-template", template) as server,
+        ThreadPoolExecutor() as pool,
+    ):
+
         def threads():
             return len(os.listdir(f"/proc/{server.process.pid}/task"))
 
         before = threads()
-        answers = [pool.submit(httpx.post, f"{server.url}/v1/chat/completions", json=CHAT, timeout=60) for _ in range(2)]
+        answers = [
+            pool.submit(httpx.post, f"{server.url}/v1/chat/completions", json=CHAT, timeout=60)
+            for _ in range(2)
+        ]
         until(lambda: threads() >= before + 2)  # both are being rendered
         began = time.monotonic()
         server.process.send_signal(signal.SIGTERM)
         status = server.process.wait(EXIT_SECONDS)
         # --drain-seconds plus 5; the rest allows for a busy machine.
         assert time.monotonic() - began < 1 + 5 + 10
-        # SIGALRM, without responses, if the machine is so busy that the server's thread runs too late.
+        # SIGALRM, without responses, if the machine is so busy that the server's thread runs too
+        # late.
         assert status in (0, -signal.SIGALRM)
         if status == 0:
-            assert {answer.result().json()["error"]["code"] for answer in answers} == {"shutting_down"}
+            assert {answer.result().json()["error"]["code"] for answer in answers} == {
+                "shutting_down"
+            }
         assert "Traceback" not in server.log
 
 
@@ -160,11 +180,19 @@ if sys.argv[1] == "holds the interpreter":
 """
 
 
-@pytest.mark.parametrize("what, status, said", [
-    ("ends", 0, ""), ("is over", 0, ""), ("stuck", 5, "last\n"), ("holds the interpreter", -signal.SIGALRM, ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "what, status, said",
+    [
+        ("ends", 0, ""),
+        ("is over", 0, ""),
+        ("stuck", 5, "last\n"),
+        ("holds the interpreter", -signal.SIGALRM, ""),
+    ],
+)
 def test_the_earliest_deadline_exits_a_process_that_does_not_end(what, status, said):
-    ended = subprocess.run([sys.executable, "-c", DEADLINE, what], capture_output=True, text=True, timeout=120)
+    ended = subprocess.run(
+        [sys.executable, "-c", DEADLINE, what], capture_output=True, text=True, timeout=120
+    )
     assert (ended.returncode, ended.stdout) == (status, said)
 
 

@@ -1,4 +1,6 @@
-"""The server under load and failures: a dead engine, a full queue, slow readers, many clients, shutdown."""
+"""The server under load and failures: a dead engine, a full queue, slow readers, many clients,
+shutdown.
+"""
 
 import asyncio
 import json
@@ -18,8 +20,10 @@ pytest.importorskip("tokenizers")
 httpx = pytest.importorskip("httpx")
 from serving import Server, serving  # noqa: E402
 
-pytestmark = [pytest.mark.xdist_group("server limits"),
-              pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]  # fmt: skip
+pytestmark = [
+    pytest.mark.xdist_group("server limits"),
+    pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
+]
 LONG = {"prompt": "Once", "max_tokens": 2000, "ignore_eos": True, "temperature": 0}
 SHORT = {"prompt": "Once", "max_tokens": 4, "ignore_eos": True, "temperature": 0}
 
@@ -27,7 +31,9 @@ SHORT = {"prompt": "Once", "max_tokens": 4, "ignore_eos": True, "temperature": 0
 @pytest.fixture(scope="module")
 def small():
     """A server with few slots whose engine the last test kills; it restarts once."""
-    with serving("--max-num-seqs", 8, "--max-queue", 64, "--engine-patience", 1, "--restart-engine", 1) as server:
+    with serving(
+        "--max-num-seqs", 8, "--max-queue", 64, "--engine-patience", 1, "--restart-engine", 1
+    ) as server:
         yield server
 
 
@@ -93,8 +99,13 @@ def test_a_full_queue_is_a_503_that_says_when_to_come_again(small):
     async def ask():
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(base_url=small.url, timeout=60, limits=limits) as client:
-            answers = [asyncio.create_task(client.post("/v1/completions", json=LONG)) for _ in range(asked)]
-            first = [await each for each in islice(asyncio.as_completed(answers), asked - running - waiting)]
+            answers = [
+                asyncio.create_task(client.post("/v1/completions", json=LONG)) for _ in range(asked)
+            ]
+            first = [
+                await each
+                for each in islice(asyncio.as_completed(answers), asked - running - waiting)
+            ]
             for answer in answers:
                 answer.cancel()
             return first
@@ -144,22 +155,38 @@ def test_killing_the_engine_ends_50_streams_with_an_error_and_turns_health_red(s
 
 
 def test_a_restart_serves_again(server):
-    assert httpx.post(f"{server.url}/v1/completions", json=SHORT, timeout=60).json()["usage"]["completion_tokens"] == 4
+    assert (
+        httpx.post(f"{server.url}/v1/completions", json=SHORT, timeout=60).json()["usage"][
+            "completion_tokens"
+        ]
+        == 4
+    )
     assert httpx.get(f"{server.url}/health").status_code == 200
 
 
 def test_tools_of_a_model_whose_way_is_not_known_are_refused_with_what_to_do(server):
     function = {"name": "weather", "parameters": {"type": "object"}}
-    body = {"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function", "function": function}]}
+    body = {
+        "messages": [{"role": "user", "content": "x"}],
+        "tools": [{"type": "function", "function": function}],
+    }
     answer = httpx.post(f"{server.url}/v1/chat/completions", json=body)
-    assert answer.status_code == 400 and "--tool-call-parser, one of hermes" in answer.json()["error"]["message"]
+    assert (
+        answer.status_code == 400
+        and "--tool-call-parser, one of hermes" in answer.json()["error"]["message"]
+    )
 
 
 def test_a_thousand_connections_are_served_in_bounded_memory(server):
     before = [server.memory(pid) for pid in (server.process.pid, server.engine_pid)]
     body = json.dumps(SHORT).encode()
-    head = ["POST /v1/completions HTTP/1.1", "Host: x", "Connection: close", "Content-Type: application/json",
-            f"Content-Length: {len(body)}"]  # fmt: skip
+    head = [
+        "POST /v1/completions HTTP/1.1",
+        "Host: x",
+        "Connection: close",
+        "Content-Type: application/json",
+        f"Content-Length: {len(body)}",
+    ]
     asked = "\r\n".join([*head, "", ""]).encode() + body
 
     async def run():
@@ -172,22 +199,42 @@ def test_a_thousand_connections_are_served_in_bounded_memory(server):
     enough_files(1200)
     answers = asyncio.run(run())
     assert {answer.partition(b"\r\n")[0] for answer in answers} == {b"HTTP/1.1 200 OK"}
-    assert len({json.loads(answer.partition(b"\r\n\r\n")[2])["choices"][0]["text"] for answer in answers}) == 1
+    assert (
+        len(
+            {
+                json.loads(answer.partition(b"\r\n\r\n")[2])["choices"][0]["text"]
+                for answer in answers
+            }
+        )
+        == 1
+    )
     after = [server.memory(pid) for pid in (server.process.pid, server.engine_pid)]
     assert after[0] - before[0] < 100 * 2**20 and after[1] - before[1] < 200 * 2**20
 
 
 def test_a_slow_reader_does_not_delay_others_and_gets_all_its_output(server):
     body = json.dumps({**LONG, "max_tokens": 500, "n": 8, "logprobs": 20, "stream": True}).encode()
-    head = ["POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json", f"Content-Length: {len(body)}"]
+    head = [
+        "POST /v1/completions HTTP/1.1",
+        "Host: x",
+        "Content-Type: application/json",
+        f"Content-Length: {len(body)}",
+    ]
     with socket.socket() as reader:
         reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         reader.connect(address(server))
         reader.sendall("\r\n".join([*head, "", ""]).encode() + body)
         before = server.memory(server.process.pid)
-        wait_until(lambda: "atomc:num_requests_running" in httpx.get(f"{server.url}/metrics", timeout=60).text)
+        wait_until(
+            lambda: (
+                "atomc:num_requests_running" in httpx.get(f"{server.url}/metrics", timeout=60).text
+            )
+        )
         for _ in range(5):
-            assert httpx.post(f"{server.url}/v1/completions", json=SHORT, timeout=60).status_code == 200
+            assert (
+                httpx.post(f"{server.url}/v1/completions", json=SHORT, timeout=60).status_code
+                == 200
+            )
 
         def idle():
             text = httpx.get(f"{server.url}/metrics", timeout=60).text
@@ -232,8 +279,13 @@ def test_sigterm_lets_short_answers_finish_and_cuts_long_ones_with_an_error(serv
 
 
 def test_an_engine_does_not_outlive_its_server():
-    server = Server(subprocess.Popen([sys.executable, "-m", "atomc", "serve", "--port", "0"], stderr=subprocess.PIPE,
-                                     text=True))  # fmt: skip
+    server = Server(
+        subprocess.Popen(
+            [sys.executable, "-m", "atomc", "serve", "--port", "0"],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    )
     server.lines.append(server.process.stderr.readline())
     engine_pid = server.engine_pid
     assert alive(engine_pid)

@@ -25,19 +25,44 @@ POSITIONS = torch.arange(len(PROMPT))
 def stock(name: str, **differs: object) -> nn.Module:
     """A tiny one with weights large enough that a wrong number shows."""
     torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**{
-        "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "max_position_embeddings": 128, "initializer_range": 0.3, "pad_token_id": 0,
-        "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False, **differs,
-    })  # fmt: skip
+    config = getattr(transformers, f"{name}Config")(
+        **{
+            "vocab_size": 96,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 128,
+            "initializer_range": 0.3,
+            "pad_token_id": 0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "tie_word_embeddings": False,
+            **differs,
+        }
+    )
     return getattr(transformers, f"{name}ForCausalLM")(config).eval().requires_grad_(False)
 
 
 def ours(**differs: object) -> nn.Module:
-    config = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 96, "hidden_size": 64,
-              "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-              "head_dim": 16, "max_position_embeddings": 128, "rms_norm_eps": 1e-6, "hidden_act": "silu",
-              "rope_theta": 10000.0, "tie_word_embeddings": True, **differs}  # fmt: skip
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": 96,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+        **differs,
+    }
     model = models.build(config, torch.float32, "cpu")
     loader.fill_randomly(model, "cpu")
     return loader.ready(model)
@@ -50,7 +75,7 @@ def greedy(model: nn.Module, count: int) -> tuple[int, ...]:
         for _ in range(count):
             logits = model(ids, use_cache=False).logits
             ids = torch.cat([ids, logits[:, -1].argmax(-1, keepdim=True)], dim=1)
-    return tuple(ids[0, len(PROMPT):].tolist())
+    return tuple(ids[0, len(PROMPT) :].tolist())
 
 
 def generated(model: nn.Module, count: int) -> tuple[int, ...]:
@@ -60,12 +85,30 @@ def generated(model: nn.Module, count: int) -> tuple[int, ...]:
 
 GEMMA2 = dict(head_dim=32, query_pre_attn_scalar=64, sliding_window=4, attn_logit_softcapping=20.0)
 PHI3 = dict(num_attention_heads=2, rms_norm_eps=1e-2)
-DEEPSEEK = dict(q_lora_rank=32, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16, n_group=1,
-                n_routed_experts=4, topk_group=1, num_experts_per_tok=2, moe_intermediate_size=32)  # fmt: skip
+DEEPSEEK = dict(
+    q_lora_rank=32,
+    kv_lora_rank=16,
+    qk_rope_head_dim=8,
+    qk_nope_head_dim=16,
+    v_head_dim=16,
+    n_group=1,
+    n_routed_experts=4,
+    topk_group=1,
+    num_experts_per_tok=2,
+    moe_intermediate_size=32,
+)
 
 
-def test_three_stock_models_in_one_process_generate_what_each_does_alone_also_after_a_refused_one() -> None:
-    for name, differs in (("Llama", {}), ("Gemma2", GEMMA2), ("DeepseekV3", DEEPSEEK), ("Doge", {}), ("Phi3", PHI3)):
+def test_three_stock_models_in_one_process_generate_what_each_does_alone_also_after_a_refused_one() -> (
+    None
+):
+    for name, differs in (
+        ("Llama", {}),
+        ("Gemma2", GEMMA2),
+        ("DeepseekV3", DEEPSEEK),
+        ("Doge", {}),
+        ("Phi3", PHI3),
+    ):
         model = stock(name, **differs)
         if name in ("DeepseekV3", "Doge"):
             with pytest.raises(ValueError, match=f"^{name}ForCausalLM "):
@@ -78,7 +121,9 @@ def test_three_stock_models_in_one_process_generate_what_each_does_alone_also_af
 
 def test_ten_models_in_one_process_are_all_compiled() -> None:
     for i in range(10):
-        model = stock("Llama", num_hidden_layers=1, rms_norm_eps=10.0 ** -i, hidden_size=32 + 32 * (i % 3))
+        model = stock(
+            "Llama", num_hidden_layers=1, rms_norm_eps=10.0**-i, hidden_size=32 + 32 * (i % 3)
+        )
         expected = greedy(model, 3)
         assert generated(model, 3) == expected, i
         assert atomc.reports()[-1].treated
@@ -110,7 +155,9 @@ class Wrapper(nn.Module):
 
 
 def attends(scale: float, eps: float, window: int) -> tuple[nn.Module, tuple[Tensor, ...]]:
-    return Scaled(scale, eps, window), (torch.randn(2, 7, 4, 16, generator=torch.Generator().manual_seed(0)),)
+    return Scaled(scale, eps, window), (
+        torch.randn(2, 7, 4, 16, generator=torch.Generator().manual_seed(0)),
+    )
 
 
 def wrapped(name: str, **differs: object) -> tuple[nn.Module, tuple[Tensor, ...]]:
@@ -127,35 +174,59 @@ def of_ours(**differs: object) -> tuple[nn.Module, tuple[Tensor, ...]]:
 
 SHARING_CODE = {
     "our ops": lambda: [attends(0.25, 1e-6, 3), attends(0.5, 1e-3, 5), attends(0.125, 1e-1, 2)],
-    "a class of transformers": lambda: [wrapped("Llama"), wrapped("Llama", head_dim=32, rms_norm_eps=1e-2),
-                                        wrapped("Llama", num_attention_heads=8, hidden_size=32, rms_norm_eps=1e-1)],
-    "stock classes behind our forward": lambda: [as_ours("Llama"), as_ours("Gemma2", **GEMMA2), as_ours("Phi3", **PHI3)],
+    "a class of transformers": lambda: [
+        wrapped("Llama"),
+        wrapped("Llama", head_dim=32, rms_norm_eps=1e-2),
+        wrapped("Llama", num_attention_heads=8, hidden_size=32, rms_norm_eps=1e-1),
+    ],
+    "stock classes behind our forward": lambda: [
+        as_ours("Llama"),
+        as_ours("Gemma2", **GEMMA2),
+        as_ours("Phi3", **PHI3),
+    ],
     "our classes": lambda: [of_ours(), of_ours(head_dim=32, rms_norm_eps=1e-2)],
-}  # fmt: skip
+}
 
 
-@pytest.mark.parametrize("kind, dynamic, prepared", [
-    ("our ops", None, False), ("our ops", True, False), ("a class of transformers", None, False),
-    ("a class of transformers", True, True), ("stock classes behind our forward", None, False),
-    pytest.param("stock classes behind our forward", None, True, marks=pytest.mark.slow), ("our classes", None, False),
-])  # fmt: skip
-def test_models_that_share_code_compute_what_they_do_without_a_compiler(kind, dynamic, prepared) -> None:
+@pytest.mark.parametrize(
+    "kind, dynamic, prepared",
+    [
+        ("our ops", None, False),
+        ("our ops", True, False),
+        ("a class of transformers", None, False),
+        ("a class of transformers", True, True),
+        ("stock classes behind our forward", None, False),
+        pytest.param("stock classes behind our forward", None, True, marks=pytest.mark.slow),
+        ("our classes", None, False),
+    ],
+)
+def test_models_that_share_code_compute_what_they_do_without_a_compiler(
+    kind, dynamic, prepared
+) -> None:
     for model, args in SHARING_CODE[kind]():
         with torch.no_grad():
             expected = model(*args)
-            compiled = torch.compile(atomc.prepare(model) if prepared else model, backend="atom", dynamic=dynamic,
-                                     options=EAGER)  # fmt: skip
+            compiled = torch.compile(
+                atomc.prepare(model) if prepared else model,
+                backend="atom",
+                dynamic=dynamic,
+                options=EAGER,
+            )
             actual = compiled(*args)
         atomc.unprepare(model)
-        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+        torch.testing.assert_close(
+            actual, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max())
+        )
         assert atomc.reports()[-1].treated
 
 
-def test_more_models_than_dynamo_recompiles_for_are_all_compiled_if_each_counts_for_itself() -> None:
+def test_more_models_than_dynamo_recompiles_for_are_all_compiled_if_each_counts_for_itself() -> (
+    None
+):
     if "isolate_recompiles" not in torch.compile.__code__.co_varnames:
         pytest.skip("this torch counts the compiles of all models of a class together")
     for i in range(10):
-        model, args = attends(0.5, 10.0 ** -i, i + 1)
+        model, args = attends(0.5, 10.0**-i, i + 1)
         before = atomc.reports()[-1:]
         with torch.no_grad():
             compiled = torch.compile(model, backend="atom", isolate_recompiles=True)
@@ -176,7 +247,9 @@ def floats_made_inputs(model: nn.Module, args: tuple[Tensor, ...]) -> list[str]:
     return found
 
 
-def test_a_program_that_the_runtime_compiles_leaves_nothing_for_the_next_compile_of_a_user() -> None:
+def test_a_program_that_the_runtime_compiles_leaves_nothing_for_the_next_compile_of_a_user() -> (
+    None
+):
     model, args = as_ours("Llama", rms_norm_eps=1e-2)
     other, _ = as_ours("Llama", rms_norm_eps=1e-4)
     compile_model(copy.deepcopy(model), EAGER)

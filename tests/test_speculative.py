@@ -86,7 +86,10 @@ def test_a_step_reads_only_what_is_new():
         tokens.items = 0
     runs = 2 + 3 + 4
     assert read[0] > runs * 4_900
-    assert read[1:] == [2 * runs, 2 * runs]  # the runs that the new token follows, and those that end with it
+    assert read[1:] == [
+        2 * runs,
+        2 * runs,
+    ]  # the runs that the new token follows, and those that end with it
 
 
 def test_tokens_up_to_the_first_wrong_guess_are_accepted():
@@ -104,12 +107,16 @@ def model(tokens):
 
 
 def run(params, draft, *, seed=0, sampler=None):
-    """The new tokens after [0, 1], with a draft of draft(tokens) at each step; and the number of steps."""
+    """The new tokens after [0, 1], with a draft of draft(tokens) at each step; and the number of
+    steps.
+    """
     tokens, sampler, steps, counts = [0, 1], sampler or Sampler(CPU, 2), 0, RequestCounts(2, [0, 1])
     while len(tokens) < 40:
         guesses = tuple(draft(tokens))
-        draws = [SampleSpec(params, seed, len(tokens) - 2 + i, 2, draft=guesses[:i], counts=counts)
-                 for i in range(len(guesses) + 1)]  # fmt: skip
+        draws = [
+            SampleSpec(params, seed, len(tokens) - 2 + i, 2, draft=guesses[:i], counts=counts)
+            for i in range(len(guesses) + 1)
+        ]
         logits = torch.stack([model([*tokens, *guesses[:i]]) for i in range(len(guesses) + 1)])
         new = accepted(guesses, sampler(logits, draws).tokens.tolist())
         assert 1 <= len(new) <= len(guesses) + 1
@@ -123,7 +130,12 @@ PARAMS = {
     "greedy": {},
     "temperature": {"temperature": 1.0},
     "filters": {"temperature": 0.8, "top_k": 4, "top_p": 0.9, "min_p": 0.05},
-    "penalties": {"temperature": 1.0, "repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": 0.7},
+    "penalties": {
+        "temperature": 1.0,
+        "repetition_penalty": 1.2,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.7,
+    },
     "greedy penalties": {"frequency_penalty": 0.3, "presence_penalty": -0.2},
     "bias": {"temperature": 1.0, "logit_bias": {2: 1.0}, "min_tokens": 9, "stop_token_ids": (3,)},
 }
@@ -135,7 +147,9 @@ def test_tokens_are_those_of_a_run_without_drafts(kind):
     plain, steps = run(params, lambda tokens: [])
     assert steps == len(plain)
     for _ in range(10):
-        guessed, _ = run(params, lambda tokens: [generator.randrange(V) for _ in range(generator.randint(0, 4))])
+        guessed, _ = run(
+            params, lambda tokens: [generator.randrange(V) for _ in range(generator.randint(0, 4))]
+        )
         assert guessed == plain
     ngram = NGram(1, 2)
     assert run(params, lambda tokens: ngram.propose(tokens, 3))[0] == plain
@@ -148,9 +162,15 @@ def test_tokens_are_those_of_a_run_without_drafts(kind):
 def test_a_guess_is_accepted_as_often_as_it_is_likely_and_else_another_is_drawn():
     params = SamplingParams(temperature=0.9, top_k=5)
     values, _ = (model([0, 1]) / 0.9).sort(descending=True)
-    probabilities = (model([0, 1]) / 0.9).masked_fill(model([0, 1]) / 0.9 < values[4], -torch.inf).softmax(-1)
+    probabilities = (
+        (model([0, 1]) / 0.9).masked_fill(model([0, 1]) / 0.9 < values[4], -torch.inf).softmax(-1)
+    )
     count, guess = 4000, int(probabilities.argmax())
-    draws = [SampleSpec(params, seed, i, 2, draft=(guess,)[:i]) for seed in range(count) for i in range(2)]
+    draws = [
+        SampleSpec(params, seed, i, 2, draft=(guess,)[:i])
+        for seed in range(count)
+        for i in range(2)
+    ]
     logits = torch.stack([model([0, 1]), model([0, 1, guess])]).repeat(count, 1)
     drawn = Sampler(CPU, 1)(logits, draws).tokens.view(count, 2).tolist()
     found = [accepted((guess,), tokens) for tokens in drawn]
@@ -159,7 +179,9 @@ def test_a_guess_is_accepted_as_often_as_it_is_likely_and_else_another_is_drawn(
     expected = probabilities * count
     likely = expected > 0
     assert firsts[~likely].sum() == 0
-    assert ((firsts - expected)[likely] ** 2 / expected[likely]).sum() < 18.5  # 0.999 of 4 degrees of freedom
+    assert (
+        (firsts - expected)[likely] ** 2 / expected[likely]
+    ).sum() < 18.5  # 0.999 of 4 degrees of freedom
 
 
 def test_counts_survive_drafts_and_are_those_of_one_request_though_another_had_their_row():
@@ -167,6 +189,11 @@ def test_counts_survive_drafts_and_are_those_of_one_request_though_another_had_t
     expected = {seed: run(params, lambda tokens: [], seed=seed)[0] for seed in range(3)}
     sampler, generator = Sampler(CPU, 1), random.Random(2)
     for seed in (0, 1, 2, 0, 1, 2):
-        found, _ = run(params, lambda tokens: [generator.randrange(V) for _ in range(2)], seed=seed, sampler=sampler)
+        found, _ = run(
+            params,
+            lambda tokens: [generator.randrange(V) for _ in range(2)],
+            seed=seed,
+            sampler=sampler,
+        )
         assert found == expected[seed]
     assert len(sampler.counts.output) == 1

@@ -1,5 +1,5 @@
-"""Ops with state of other kinds than keys and values, defined here and in no table, through compiler and runtime: greedy
-tokens are those of the plain model on each whole sequence.
+"""Ops with state of other kinds than keys and values, defined here and in no table, through
+compiler and runtime: greedy tokens are those of the plain model on each whole sequence.
 
 T new tokens, S sequences, D width.
 """
@@ -47,15 +47,26 @@ def decayed_sum(x: Tensor, state: Tensor | None = None, *, decay: float) -> Tens
 
 
 def decayed_sum_step(
-    x: Tensor, recurrent_state: Tensor, query_start: Tensor, seq_lens: Tensor, state_slots: Tensor, *, decay: float
+    x: Tensor,
+    recurrent_state: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    state_slots: Tensor,
+    *,
+    decay: float,
 ) -> Tensor:
-    """The same of ragged sequences, whose sums before the step are in their slots of recurrent_state [slots, D]."""
+    """The same of ragged sequences, whose sums before the step are in their slots of
+    recurrent_state [slots, D].
+    """
     before = state_before(recurrent_state, query_start, seq_lens, state_slots)
     row, owner, real = rows_of(x, query_start)
     ago = row - query_start[owner]
     near = (owner[:, None] == owner) & (row[:, None] >= row) & real
     weights = (decay ** (row[:, None] - row).clamp(min=0).to(x.dtype)) * near
-    sums = weights @ x.masked_fill(~real[:, None], 0) + decay ** (ago[:, None] + 1).to(x.dtype) * before[owner]
+    sums = (
+        weights @ x.masked_fill(~real[:, None], 0)
+        + decay ** (ago[:, None] + 1).to(x.dtype) * before[owner]
+    )
     last, new = (query_start[1:] - 1).clamp(min=0), query_start.diff()[:, None] > 0
     recurrent_state[state_slots] = torch.where(new, sums[last], before)
     return sums
@@ -74,8 +85,14 @@ def sum_spec(name, given, codes):
 
 
 def sum_form(given, state, step):
-    return MADE["decayed_sum_step"](given["x"], state["recurrent_state"], step.query_start, step.seq_lens, step.state_slots,
-                                    decay=given["decay"])  # fmt: skip
+    return MADE["decayed_sum_step"](
+        given["x"],
+        state["recurrent_state"],
+        step.query_start,
+        step.seq_lens,
+        step.state_slots,
+        decay=given["decay"],
+    )
 
 
 def own_decayed_sum_step(x, recurrent_state, query_start, seq_lens, state_slots, *, decay):
@@ -92,7 +109,9 @@ def recall(q: Tensor, m: Tensor, state: Tensor | None = None) -> Tensor:
 
 
 def recall_write(m: Tensor, kv_cache: Tensor, slots: Tensor) -> Tensor:
-    """As kv_write. Rows without a slot stand behind all others, and repeat the first: nothing waits for the device."""
+    """As kv_write. Rows without a slot stand behind all others, and repeat the first: nothing waits
+    for the device.
+    """
     flat = kv_cache.view(-1, m.shape[-1])
     source = torch.where(slots >= 0, torch.arange(len(slots), device=slots.device), 0)
     at, known = slots[source].clamp(min=0), (slots[source] >= 0)[:, None]
@@ -101,7 +120,12 @@ def recall_write(m: Tensor, kv_cache: Tensor, slots: Tensor) -> Tensor:
 
 
 def recall_read(
-    q: Tensor, kv_cache: Tensor, query_start: Tensor, seq_lens: Tensor, block_tables: Tensor, token: Tensor
+    q: Tensor,
+    kv_cache: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    token: Tensor,
 ) -> Tensor:
     """Rows of no sequence are zero."""
     row, owner, real = rows_of(q, query_start)
@@ -118,7 +142,9 @@ def recall_spec(name, given, codes):
 
 def recall_form(given, state, step):
     token = MADE["recall_write"](given["m"], state["kv_cache"], step.slots)
-    return MADE["recall_read"](given["q"], state["kv_cache"], step.query_start, step.seq_lens, step.block_tables, token)
+    return MADE["recall_read"](
+        given["q"], state["kv_cache"], step.query_start, step.seq_lens, step.block_tables, token
+    )
 
 
 def own_recall_write(m, kv_cache, slots):
@@ -148,7 +174,9 @@ def write_cost(call):
 
 def read_cost(call):
     """Each sequence reads its tokens once."""
-    return 2 * call["q"].bytes + call["seq_lens"].shape[0] * call.context * ODD * 8, 4 * call["q"].numel * call.context
+    return 2 * call["q"].bytes + call["seq_lens"].shape[0] * call.context * ODD * 8, 4 * call[
+        "q"
+    ].numel * call.context
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -157,15 +185,28 @@ def made():
     known = set(REGISTRY)
     rows = lambda given: given["x"].shape[0]  # noqa: E731
     MADE["decayed_sum"] = op(
-        kind=Kind.OTHER, rows=None, shape=like, state=StateBinding("state", rows, sum_spec, sum_form))(decayed_sum)
-    MADE["decayed_sum_step"] = op(kind=Kind.STATE_WRITE, rows=None, mutates=("recurrent_state",), cost=sum_cost,
-                                  shape=like)(decayed_sum_step)  # fmt: skip
+        kind=Kind.OTHER,
+        rows=None,
+        shape=like,
+        state=StateBinding("state", rows, sum_spec, sum_form),
+    )(decayed_sum)
+    MADE["decayed_sum_step"] = op(
+        kind=Kind.STATE_WRITE, rows=None, mutates=("recurrent_state",), cost=sum_cost, shape=like
+    )(decayed_sum_step)
     MADE["decayed_sum_step"].kernel("mine")(own_decayed_sum_step)
     MADE["recall"] = op(
-        kind=Kind.OTHER, rows=None, shape=like,
-        state=StateBinding("state", lambda given: given["q"].shape[0], recall_spec, recall_form))(recall)
-    MADE["recall_write"] = op(kind=Kind.STATE_WRITE, rows=None, mutates=("kv_cache",), cost=write_cost,
-                              shape=lambda m, *_: m.new_empty((0,)))(recall_write)  # fmt: skip
+        kind=Kind.OTHER,
+        rows=None,
+        shape=like,
+        state=StateBinding("state", lambda given: given["q"].shape[0], recall_spec, recall_form),
+    )(recall)
+    MADE["recall_write"] = op(
+        kind=Kind.STATE_WRITE,
+        rows=None,
+        mutates=("kv_cache",),
+        cost=write_cost,
+        shape=lambda m, *_: m.new_empty((0,)),
+    )(recall_write)
     MADE["recall_write"].kernel("mine", layout="paged")(own_recall_write)
     MADE["recall_read"] = op(kind=Kind.OTHER, rows=None, cost=read_cost, shape=like)(recall_read)
     MADE["recall_read"].kernel("mine", layout="paged")(own_recall_read)
@@ -189,7 +230,11 @@ class Summed(nn.Module):
 class Recalling(nn.Module):
     def __init__(self):
         super().__init__()
-        self.q, self.m, self.out = nn.Linear(WIDTH, ODD), nn.Linear(WIDTH, ODD), nn.Linear(ODD, WIDTH)
+        self.q, self.m, self.out = (
+            nn.Linear(WIDTH, ODD),
+            nn.Linear(WIDTH, ODD),
+            nn.Linear(ODD, WIDTH),
+        )
         self.state = ops.state_handle(ODD)
 
     def forward(self, x):
@@ -208,9 +253,11 @@ class Attending(nn.Module):
 
 
 KINDS = {
-    "summed": (Summed, Summed), "recalling": (Recalling, Recalling), "mixed": (Summed, Attending, Recalling, Summed),
+    "summed": (Summed, Summed),
+    "recalling": (Recalling, Recalling),
+    "mixed": (Summed, Attending, Recalling, Summed),
     "windowed": (Attending, Summed, lambda: Attending(window=5)),
-}  # fmt: skip
+}
 WITH_SUMS = ("summed", "mixed", "windowed")
 
 
@@ -238,8 +285,14 @@ def toy(kind, device="cpu", dtype=torch.float64):
 
 
 def started(kind, module=None, **config):
-    given = {"max_model_len": MAX_LEN, "max_num_seqs": 4, "max_num_batched_tokens": 16, "num_blocks": 40, "seed": 0,
-             "options": OPTIONS}  # fmt: skip
+    given = {
+        "max_model_len": MAX_LEN,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 16,
+        "num_blocks": 40,
+        "seed": 0,
+        "options": OPTIONS,
+    }
     return Engine(EngineConfig(**{**given, **config}), module=module or toy(kind), progress=False)
 
 
@@ -262,12 +315,16 @@ def alone(kind, prompt, count):
 
 
 def requests_of(engine, prompts, count=8, **given):
-    return [engine.request(str(i), prompt, SamplingParams(max_tokens=count, ignore_eos=True), **given)
-            for i, prompt in enumerate(prompts)]  # fmt: skip
+    return [
+        engine.request(str(i), prompt, SamplingParams(max_tokens=count, ignore_eos=True), **given)
+        for i, prompt in enumerate(prompts)
+    ]
 
 
 def run(engine, requests, aborts=None, fails=()):
-    """The tokens of each request. aborts: by the step before which a request is aborted; fails: errors that may come."""
+    """The tokens of each request. aborts: by the step before which a request is aborted; fails:
+    errors that may come.
+    """
     found, step = {request.id: [] for request in requests}, 0
     for request in requests:
         engine.add(request)
@@ -293,13 +350,19 @@ class Failed(Exception):
 LENGTHS = (1, 37, 5, 17, 16, 2, 23)
 
 
-def test_tokens_are_those_of_the_whole_sequence_over_chunks_ragged_batches_and_slots_used_again(served):
+def test_tokens_are_those_of_the_whole_sequence_over_chunks_ragged_batches_and_slots_used_again(
+    served,
+):
     kind, engine = served
     prompts = prompts_of(*LENGTHS)  # more than there are slots, and longer than a step
-    assert run(engine, requests_of(engine, prompts)) == [alone(kind, prompt, 8) for prompt in prompts]
+    assert run(engine, requests_of(engine, prompts)) == [
+        alone(kind, prompt, 8) for prompt in prompts
+    ]
     # Each slot and each block was used before.
     prompts = prompts_of(*LENGTHS, seed=1)
-    assert run(engine, requests_of(engine, prompts)) == [alone(kind, prompt, 8) for prompt in prompts]
+    assert run(engine, requests_of(engine, prompts)) == [
+        alone(kind, prompt, 8) for prompt in prompts
+    ]
 
 
 def test_state_that_an_aborted_request_leaves_is_nobodys(served):
@@ -316,7 +379,9 @@ def test_state_that_an_aborted_request_leaves_is_nobodys(served):
 def test_requests_that_give_their_blocks_back_start_from_nothing_again(kind):
     engine = started(kind, num_blocks=6)
     prompts = prompts_of(20, 25, 18, 30)
-    assert run(engine, requests_of(engine, prompts, 30)) == [alone(kind, prompt, 30) for prompt in prompts]
+    assert run(engine, requests_of(engine, prompts, 30)) == [
+        alone(kind, prompt, 30) for prompt in prompts
+    ]
     assert engine.stats().preemptions > 1
 
 
@@ -324,8 +389,12 @@ def test_requests_without_blocks_give_way_to_more_urgent_ones():
     engine = started("summed", scheduling_policy="priority", max_num_seqs=2)
     prompts = prompts_of(20, 25, 18, 30)
     requests = requests_of(engine, prompts)
-    urgent = [engine.request(f"urgent {i}", prompt, SamplingParams(max_tokens=4, ignore_eos=True), priority=-1)
-              for i, prompt in enumerate(prompts[2:])]  # fmt: skip
+    urgent = [
+        engine.request(
+            f"urgent {i}", prompt, SamplingParams(max_tokens=4, ignore_eos=True), priority=-1
+        )
+        for i, prompt in enumerate(prompts[2:])
+    ]
     found = {}
     for request in requests:
         engine.add(request)
@@ -338,15 +407,23 @@ def test_requests_without_blocks_give_way_to_more_urgent_ones():
         engine.check()
     assert engine.stats().preemptions == 2
     assert [found[str(i)] for i in range(4)] == [alone("summed", prompt, 8) for prompt in prompts]
-    assert [found[f"urgent {i}"] for i in range(2)] == [alone("summed", prompt, 4) for prompt in prompts[2:]]
+    assert [found[f"urgent {i}"] for i in range(2)] == [
+        alone("summed", prompt, 4) for prompt in prompts[2:]
+    ]
 
 
 def test_drawn_tokens_do_not_depend_on_chunks_or_the_batch(served):
     kind, engine = served
 
     def tokens(engine, which):
-        requests = [engine.request(str(i), prompts_of(*LENGTHS)[i], SamplingParams(
-            max_tokens=8, temperature=1.0, seed=i, ignore_eos=True)) for i in which]  # fmt: skip
+        requests = [
+            engine.request(
+                str(i),
+                prompts_of(*LENGTHS)[i],
+                SamplingParams(max_tokens=8, temperature=1.0, seed=i, ignore_eos=True),
+            )
+            for i in which
+        ]
         return run(engine, requests)
 
     together = tokens(engine, range(7))
@@ -372,16 +449,22 @@ def test_only_state_of_tokens_is_shared_by_prefixes(served):
 
 
 def test_a_prefix_cache_or_drafts_that_cannot_be_are_refused_with_the_layer():
-    with pytest.raises(ValueError, match=r"enable_prefix_caching: layers\.0 keeps one state a sequence"):
+    with pytest.raises(
+        ValueError, match=r"enable_prefix_caching: layers\.0 keeps one state a sequence"
+    ):
         started("mixed", enable_prefix_caching=True)
-    with pytest.raises(ValueError, match=r"speculative_tokens is 3: layers\.1 keeps one state a sequence"):
+    with pytest.raises(
+        ValueError, match=r"speculative_tokens is 3: layers\.1 keeps one state a sequence"
+    ):
         started("windowed", speculative_tokens=3)
 
 
 def test_wrong_drafts_are_taken_out_of_state_of_tokens():
     engine = started("recalling", speculative_tokens=3, num_blocks=30)
     prompts = [[1, 2, 3] * 8, [7, 8] * 9, prompts_of(20)[0]]
-    assert run(engine, requests_of(engine, prompts, 20)) == [alone("recalling", prompt, 20) for prompt in prompts]
+    assert run(engine, requests_of(engine, prompts, 20)) == [
+        alone("recalling", prompt, 20) for prompt in prompts
+    ]
     assert engine.stats().drafted > engine.stats().accepted > 0
 
 
@@ -389,7 +472,9 @@ def test_wrong_drafts_are_taken_out_of_state_of_tokens():
 
 
 def failing(original, errors, at):
-    """`original`, which raises at the calls with these numbers: at odd ones after it has run, at even ones before."""
+    """`original`, which raises at the calls with these numbers: at odd ones after it has run, at
+    even ones before.
+    """
     calls = 0
 
     def call(*args, **kwargs):
@@ -406,11 +491,15 @@ def failing(original, errors, at):
 
 
 @pytest.mark.parametrize("at", [range(1, 20, 6), range(4, 22, 3), (3, 4, 5, 7, 9, 13)], ids=str)
-def test_a_step_that_failed_behind_the_model_or_before_it_advances_no_state_twice(served, at, monkeypatch):
+def test_a_step_that_failed_behind_the_model_or_before_it_advances_no_state_twice(
+    served, at, monkeypatch
+):
     kind, engine = served
     errors, prompts = [], prompts_of(20, 5, 37, 3)
     with monkeypatch.context() as patch:
-        patch.setattr(engine.executor.runner, "logits", failing(engine.executor.runner.logits, errors, at))
+        patch.setattr(
+            engine.executor.runner, "logits", failing(engine.executor.runner.logits, errors, at)
+        )
         found = run(engine, requests_of(engine, prompts), fails=errors)
     assert len(errors) > 2 and found == [alone(kind, prompt, 8) for prompt in prompts]
 
@@ -419,7 +508,9 @@ def test_a_step_that_failed_while_tokens_were_drawn_advances_no_state_twice(serv
     kind, engine = served
     errors, prompts = [], prompts_of(20, 5, 37, 3)
     with monkeypatch.context() as patch:
-        patch.setattr(OutputProcessor, "draw", failing(OutputProcessor.draw, errors, range(2, 20, 3)))
+        patch.setattr(
+            OutputProcessor, "draw", failing(OutputProcessor.draw, errors, range(2, 20, 3))
+        )
         found = run(engine, requests_of(engine, prompts), fails=errors)
     assert len(errors) > 2 and found == [alone(kind, prompt, 8) for prompt in prompts]
 
@@ -451,12 +542,21 @@ def test_a_request_that_fails_alone_leaves_the_state_of_others(served, monkeypat
 
 def test_padding_and_warm_up_write_the_spare_slot_only():
     program = compile_model(toy("mixed"), OPTIONS)
-    runner = Runner(program, num_blocks=8, block_size=16, max_num_seqs=3, max_num_rows=32, max_columns=4)
-    states = [tensors["recurrent_state"] for tensors in runner.caches if "recurrent_state" in tensors]
+    runner = Runner(
+        program, num_blocks=8, block_size=16, max_num_seqs=3, max_num_rows=32, max_columns=4
+    )
+    states = [
+        tensors["recurrent_state"] for tensors in runner.caches if "recurrent_state" in tensors
+    ]
     assert [len(state) for state in states] == [4, 4]  # one more than sequences
     for state in states:
         state.fill_(7.0)
-    caches = [tensor for tensors in runner.caches for role, tensor in tensors.items() if role != "recurrent_state"]
+    caches = [
+        tensor
+        for tensors in runner.caches
+        for role, tensor in tensors.items()
+        if role != "recurrent_state"
+    ]
     before = [cache.clone() for cache in caches]
     runner.padding_only(8)
     assert all((state[:3] == 7.0).all() for state in states)
@@ -464,13 +564,23 @@ def test_padding_and_warm_up_write_the_spare_slot_only():
     # A step that is padded writes the slots of its sequences, and no others.
     chunk = Chunk("a", 1, (5, 6), 0, ((0, (2,)),), num_draws=1, num_wanted=1)
     logits = runner.logits(ScheduledStep((chunk,)), num_rows=9)
-    torch.testing.assert_close(logits[0], toy("mixed")(torch.tensor([5, 6]), torch.arange(2))[-1], atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        logits[0], toy("mixed")(torch.tensor([5, 6]), torch.arange(2))[-1], atol=1e-6, rtol=0
+    )
     assert all((state[[0, 2]] == 7.0).all() and (state[1] != 7.0).all() for state in states)
 
 
 def test_a_runner_of_padding_alone_has_one_slot():
     program = compile_model(toy("summed"), OPTIONS)
-    runner = Runner(program, num_blocks=(), block_size=16, max_num_seqs=3, max_num_rows=32, max_columns=4, num_slots=0)
+    runner = Runner(
+        program,
+        num_blocks=(),
+        block_size=16,
+        max_num_seqs=3,
+        max_num_rows=32,
+        max_columns=4,
+        num_slots=0,
+    )
     assert {len(tensors["recurrent_state"]) for tensors in runner.caches} == {1}
     assert runner.padding_only(2).shape == (2, VOCAB)
 
@@ -481,16 +591,26 @@ def test_a_runner_of_padding_alone_has_one_slot():
 def test_a_program_lists_its_state_and_layers_that_are_paged_alike_are_a_group():
     program = compile_model(toy("windowed"), OPTIONS)
     assert [(spec.name, spec.kind, spec.group) for spec in program.specs] == [
-        ("layers.0", "kv", 0), ("layers.1", "recurrent", None), ("layers.2", "kv", 1)]  # fmt: skip
+        ("layers.0", "kv", 0),
+        ("layers.1", "recurrent", None),
+        ("layers.2", "kv", 1),
+    ]
     assert groups_of(program.specs) == [StateGroup(2 * WIDTH * 8, 0), StateGroup(2 * WIDTH * 8, 5)]
     assert program.report.state == [
-        "layers.0: kv [1, 16] torch.float64 layout paged", "layers.1: recurrent [16] torch.float64 per sequence",
-        "layers.2: kv [1, 16] torch.float64 layout paged"]  # fmt: skip
+        "layers.0: kv [1, 16] torch.float64 layout paged",
+        "layers.1: recurrent [16] torch.float64 per sequence",
+        "layers.2: kv [1, 16] torch.float64 layout paged",
+    ]
     program = compile_model(toy("mixed"), OPTIONS)
     assert [spec.group for spec in program.specs] == [None, 0, 0, None]
     assert groups_of(program.specs) == [StateGroup((2 * WIDTH + ODD) * 8, 0)]
-    assert program.specs[2].bytes_per_token() == ODD * 8 and program.specs[2].bytes_per_sequence() == 0
-    assert program.specs[0].bytes_per_token() == 0 and program.specs[0].bytes_per_sequence() == WIDTH * 8
+    assert (
+        program.specs[2].bytes_per_token() == ODD * 8 and program.specs[2].bytes_per_sequence() == 0
+    )
+    assert (
+        program.specs[0].bytes_per_token() == 0
+        and program.specs[0].bytes_per_sequence() == WIDTH * 8
+    )
 
 
 def test_tensors_of_the_state_of_other_shapes_or_numbers_are_refused():
@@ -501,7 +621,10 @@ def test_tensors_of_the_state_of_other_shapes_or_numbers_are_refused():
     with pytest.raises(ValueError, match="of 3 layers came, the program has 4"):
         program.bind(states[:3])
     states[2] = {"kv_cache": torch.zeros(4, 16, ODD + 1, dtype=torch.float64)}
-    expected = r"kv_cache of layers.2 is torch.float64 \[4, 16, 8\], expected torch.float64 \[blocks, block_size, 7\]"
+    expected = (
+        r"kv_cache of layers.2 is torch.float64 \[4, 16, 8\], expected torch.float64 "
+        r"\[blocks, block_size, 7\]"
+    )
     with pytest.raises(ValueError, match=expected):
         program.bind(states)
     states[2] = {}
@@ -513,7 +636,11 @@ def test_specs_and_inputs_survive_the_cache_and_an_entry_of_old_specs_is_one_lin
     options = {**OPTIONS, "cache": True, "cache_dir": str(tmp_path)}
     cold, warm = compile_model(toy("mixed"), options), compile_model(toy("mixed"), options)
     assert (cold.report.cache, warm.report.cache) == ("miss: the cache is empty", "hit")
-    assert warm.specs == cold.specs and warm._state_inputs == cold._state_inputs and warm._step_inputs == cold._step_inputs
+    assert (
+        warm.specs == cold.specs
+        and warm._state_inputs == cold._state_inputs
+        and warm._step_inputs == cold._step_inputs
+    )
     assert StateInput(0, "recurrent_state", per_sequence=True) in warm._state_inputs
     assert StepInput("state_slots") in dict(warm._step_inputs).values()
     for path in tmp_path.glob("*.atomc"):
@@ -539,7 +666,9 @@ def test_a_form_that_calls_something_else_than_ops_is_an_error(monkeypatch):
     def form(given, state, step):
         return torch.cumsum(given["x"], 0)
 
-    monkeypatch.setattr(MADE["decayed_sum"], "state", StateBinding("state", lambda given: 1, sum_spec, form))
+    monkeypatch.setattr(
+        MADE["decayed_sum"], "state", StateBinding("state", lambda given: 1, sum_spec, form)
+    )
     with pytest.raises(Exception, match=r"only ops of atomc\.ops"):
         compile_model(toy("summed"), {**OPTIONS, "cache": False})
 
@@ -560,51 +689,86 @@ def test_state_of_sequences_is_charged_before_blocks():
     given = {"groups": [(100, 0)], "block_size": 16, "max_num_seqs": 4, "longest": 1000}
     assert capacity(**given, available=100_000) == Capacity((62,), 16, 992)
     # Five slots, one of them spare.
-    assert capacity(**given, available=100_000, bytes_per_sequence=10_000) == Capacity((31,), 16, 496)
-    assert capacity(**given, available=0, kv_bytes=100_000, bytes_per_sequence=10_000) == Capacity((31,), 16, 496)
-    assert capacity(**given, available=0, num_blocks=70, bytes_per_sequence=10_000) == Capacity((70,), 16, 1000)
-    with pytest.raises(ValueError, match=r"the state of 4 sequences takes 150000 bytes \(30000 each\).*lower max_num_seqs"):
+    assert capacity(**given, available=100_000, bytes_per_sequence=10_000) == Capacity(
+        (31,), 16, 496
+    )
+    assert capacity(**given, available=0, kv_bytes=100_000, bytes_per_sequence=10_000) == Capacity(
+        (31,), 16, 496
+    )
+    assert capacity(**given, available=0, num_blocks=70, bytes_per_sequence=10_000) == Capacity(
+        (70,), 16, 1000
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"the state of 4 sequences takes 150000 bytes \(30000 each\).*lower max_num_seqs",
+    ):
         capacity(**given, available=100_000, bytes_per_sequence=30_000)
 
 
 def test_a_model_that_keeps_nothing_per_token_is_as_long_as_it_may_be():
-    given = {"groups": [], "block_size": 16, "max_num_seqs": 4, "longest": 1000, "bytes_per_sequence": 100}
+    given = {
+        "groups": [],
+        "block_size": 16,
+        "max_num_seqs": 4,
+        "longest": 1000,
+        "bytes_per_sequence": 100,
+    }
     assert capacity(**given, available=10_000) == Capacity((), 16, 1000)
     assert capacity(**given, available=10_000, max_model_len=300) == Capacity((), 16, 300)
     with pytest.raises(ValueError, match="the state of 4 sequences takes 500 bytes"):
         capacity(**given, available=499)
     engine = started("summed", num_blocks=None, kv_bytes=4096)
-    assert engine.max_len == MAX_LEN and engine.stats().kv_blocks_total == engine.stats().kv_tokens == 0
+    assert (
+        engine.max_len == MAX_LEN
+        and engine.stats().kv_blocks_total == engine.stats().kv_tokens == 0
+    )
     with pytest.raises(ValueError, match="a prompt of 96 tokens does not fit"):
         engine.add(engine.request("long", [1] * MAX_LEN))
 
 
-@pytest.mark.parametrize(("kind", "per_token", "per_sequence"), [
-    ("summed", 0, 2 * WIDTH * 8), ("recalling", 2 * ODD * 8, 0), ("mixed", (2 * WIDTH + ODD) * 8, 2 * WIDTH * 8),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "per_token", "per_sequence"),
+    [
+        ("summed", 0, 2 * WIDTH * 8),
+        ("recalling", 2 * ODD * 8, 0),
+        ("mixed", (2 * WIDTH + ODD) * 8, 2 * WIDTH * 8),
+    ],
+)
 def test_a_plan_counts_both_kinds_of_memory(kind, per_token, per_sequence):
     model = Model(toy(kind, "meta"), {"max_position_embeddings": 64}, None, torch.float64, 1)
     found = plan(model, Platform.named("h200"), Workload(), options={"layout": "paged"})
     memory = found.memory
     assert (memory.per_token, memory.per_sequence) == (per_token, per_sequence)
     of_one = 64 * per_token + per_sequence
-    assert memory.fits == min(memory.cache // of_one, 10**6) or abs(memory.fits / (memory.cache / of_one) - 1) < 1e-3
+    assert (
+        memory.fits == min(memory.cache // of_one, 10**6)
+        or abs(memory.fits / (memory.cache / of_one) - 1) < 1e-3
+    )
     assert ("state of one sequence" in found.to_text()) == bool(per_sequence)
 
 
 def test_kernels_over_both_kinds_of_state_are_timed_on_made_up_state():
     model = Model(toy("mixed", "meta"), {"max_position_embeddings": 64}, None, torch.float64, 1)
-    predicted, timed = TimedProgram(model, {"layout": "paged"}).time(Workload(tokens=4, sequences=2, context=40))
-    assert {"decayed_sum_step", "recall_write", "recall_read"} <= {kernel.op for kernel in predicted}
+    predicted, timed = TimedProgram(model, {"layout": "paged"}).time(
+        Workload(tokens=4, sequences=2, context=40)
+    )
+    assert {"decayed_sum_step", "recall_write", "recall_read"} <= {
+        kernel.op for kernel in predicted
+    }
     assert len(timed) == len(predicted) and min(timed.values()) > 0
 
 
 def test_a_dump_makes_up_a_step_for_both_kinds_of_state(tmp_path):
     compile_model(toy("mixed"), {**OPTIONS, "cache": False, "dump": str(tmp_path)})
-    texts = [path.read_text() for path in tmp_path.rglob("*.py") if "state_slots" in path.read_text()]
+    texts = [
+        path.read_text() for path in tmp_path.rglob("*.py") if "state_slots" in path.read_text()
+    ]
     assert texts
-    for recipe in (f"torch.zeros((1, {WIDTH}), dtype=torch.float64", f"torch.zeros((1, 16, {ODD}), dtype=torch.float64",
-                   "torch.tensor([0], dtype=torch.int64"):  # fmt: skip
+    for recipe in (
+        f"torch.zeros((1, {WIDTH}), dtype=torch.float64",
+        f"torch.zeros((1, 16, {ODD}), dtype=torch.float64",
+        "torch.tensor([0], dtype=torch.int64",
+    ):
         assert recipe in texts[-1]
 
 
@@ -613,12 +777,18 @@ def test_a_dump_makes_up_a_step_for_both_kinds_of_state(tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
-def test_full_graph_steps_choose_the_tokens_that_the_plain_model_rates_highest_on_the_whole_sequence(kind):
+def test_full_graph_steps_choose_the_tokens_that_the_plain_model_rates_highest_on_the_whole_sequence(
+    kind,
+):
     model = toy(kind, "cuda", torch.float32)
-    engine = started(kind, model, options={**OPTIONS, "glue": "eager"}, num_blocks=6, max_num_batched_tokens=32)
+    engine = started(
+        kind, model, options={**OPTIONS, "glue": "eager"}, num_blocks=6, max_num_batched_tokens=32
+    )
     for seed in range(2):  # the second time over slots and blocks that were used before
         prompts = prompts_of(*LENGTHS, seed=seed)
-        for prompt, tokens in zip(prompts, run(engine, requests_of(engine, prompts, 12)), strict=True):
+        for prompt, tokens in zip(
+            prompts, run(engine, requests_of(engine, prompts, 12)), strict=True
+        ):
             ids = torch.tensor([*prompt, *tokens], device="cuda")
             logits = model(ids, torch.arange(len(ids), device="cuda"))[len(prompt) - 1 : -1]
             chosen = logits.gather(1, ids[len(prompt) :, None])[:, 0]

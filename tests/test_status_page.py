@@ -1,4 +1,6 @@
-"""The status page in a browser: live values, no external requests, light and dark, large and small screens."""
+"""The status page in a browser: live values, no external requests, light and dark, large and small
+screens.
+"""
 
 import json
 import os
@@ -15,7 +17,13 @@ pytest.importorskip("fastapi")
 
 from serving import serving
 
-from atomc.runtime.server.status import PAGE, compile_summary, content_policy, tokens_per_second_history, ttft_summary
+from atomc.runtime.server.status import (
+    PAGE,
+    compile_summary,
+    content_policy,
+    tokens_per_second_history,
+    ttft_summary,
+)
 
 pytestmark = pytest.mark.xdist_group("status page")
 KEY = "a-key"
@@ -41,7 +49,9 @@ def page(browser, server):
 
 
 def until(page, seen, seconds=60):
-    """Waits until the condition holds. The page's own policy forbids what wait_for_function does."""
+    """Waits until the condition holds. The page's own policy forbids what wait_for_function
+    does.
+    """
     for _ in range(20 * seconds):
         if seen():
             return
@@ -64,17 +74,29 @@ def opened(page, server, key=KEY):
 def request(server, path, body=None):
     headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
     data = None if body is None else json.dumps(body).encode()
-    with urllib.request.urlopen(urllib.request.Request(server.url + path, data, headers), timeout=120) as response:
+    with urllib.request.urlopen(
+        urllib.request.Request(server.url + path, data, headers), timeout=120
+    ) as response:
         return response.read()
 
 
 def generate(server, tokens):
-    return request(server, "/v1/completions", {"model": "atomc-demo", "prompt": "She looked at him and said " * 20,
-                                               "max_tokens": tokens, "ignore_eos": True})  # fmt: skip
+    return request(
+        server,
+        "/v1/completions",
+        {
+            "model": "atomc-demo",
+            "prompt": "She looked at him and said " * 20,
+            "max_tokens": tokens,
+            "ignore_eos": True,
+        },
+    )
 
 
 def number(page, name):
-    return float(page.text_content(f"#{name}").replace(",", "").replace("\u2013", "nan").rstrip("%"))
+    return float(
+        page.text_content(f"#{name}").replace(",", "").replace("\u2013", "nan").rstrip("%")
+    )
 
 
 def test_figures_change_while_requests_run(page, server):
@@ -83,7 +105,14 @@ def test_figures_change_while_requests_run(page, server):
     assert number(page, "running") == 0
     with ThreadPoolExecutor(4) as pool:
         answers = [pool.submit(generate, server, 400) for _ in range(4)]
-        until(page, lambda: number(page, "running") >= 1 and number(page, "speed") > 0 and number(page, "kv") > 0)
+        until(
+            page,
+            lambda: (
+                number(page, "running") >= 1
+                and number(page, "speed") > 0
+                and number(page, "kv") > 0
+            ),
+        )
         until(page, lambda: page.get_attribute("#line", "d").startswith("M"))
         for answer in answers:
             answer.result()
@@ -97,8 +126,16 @@ def test_the_cache_counts_tokens_beside_blocks(page, server):
     opened(page, server)
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(generate, server, 600)
-        until(page, lambda: re.fullmatch(r"[1-9]\d* of 8,192 blocks in use", page.text_content("#kv-blocks")))
-        until(page, lambda: re.fullmatch(r"[1-9]\d* of 131,072 tokens", page.text_content("#kv-tokens")))
+        until(
+            page,
+            lambda: re.fullmatch(
+                r"[1-9]\d* of 8,192 blocks in use", page.text_content("#kv-blocks")
+            ),
+        )
+        until(
+            page,
+            lambda: re.fullmatch(r"[1-9]\d* of 131,072 tokens", page.text_content("#kv-tokens")),
+        )
         answer.result()
 
 
@@ -109,12 +146,16 @@ def test_times_to_the_first_token_errors_and_uptime_are_shown(page, server):
     opened(page, server)
     until(page, lambda: page.text_content("#first").endswith(" ms"))
     assert "with status 404" in page.text_content("#errors-more") and number(page, "errors") >= 1
-    assert page.text_content("#uptime").endswith(" s") and page.text_content("#uptime-more").startswith("since ")
+    assert page.text_content("#uptime").endswith(" s") and page.text_content(
+        "#uptime-more"
+    ).startswith("since ")
 
 
 def test_outdated_values_are_dimmed_and_dated(page):
     def dimmed(card):
-        return float(page.evaluate(f"getComputedStyle(document.querySelector('{card}')).opacity")) < 1
+        return (
+            float(page.evaluate(f"getComputedStyle(document.querySelector('{card}')).opacity")) < 1
+        )
 
     engine, front = "section[aria-labelledby=h-running]", "section[aria-labelledby=h-errors]"
     with serving("--api-key", KEY, "--restart-engine", 1, "--max-num-seqs", 8) as server:
@@ -122,8 +163,10 @@ def test_outdated_values_are_dimmed_and_dated(page):
         assert page.is_hidden("#stale") and not dimmed(engine)
         os.kill(server.engine_pid, signal.SIGKILL)
         says(page, "state", "not serving")
-        assert "(attempt 1 of 1): the engine's process was killed by signal 9. The engine's values are from" in (
-            page.text_content("#stale"))  # fmt: skip
+        assert (
+            "(attempt 1 of 1): the engine's process was killed by signal 9. The engine's "
+            "values are from" in (page.text_content("#stale"))
+        )
         assert dimmed(engine) and not dimmed(front)
 
         says(page, "state", "serving")
@@ -132,7 +175,9 @@ def test_outdated_values_are_dimmed_and_dated(page):
 
         server.process.send_signal(signal.SIGTERM)
         says(page, "state", "no response from the server")
-        assert page.text_content("#stale").startswith("no response from the server. All values are from")
+        assert page.text_content("#stale").startswith(
+            "no response from the server. All values are from"
+        )
         assert dimmed(engine) and dimmed(front)
 
 
@@ -149,7 +194,10 @@ def test_nothing_is_asked_of_another_host_and_nothing_is_wrong(page, server):
     opened(page, server)
     until(page, lambda: sum(url.endswith("/status") for url in page.asked) >= 3)
     assert page.said == []
-    assert {re.sub(r"^(https?://[^/]+|data:).*", r"\1", url) for url in page.asked} <= {server.url, "data:"}
+    assert {re.sub(r"^(https?://[^/]+|data:).*", r"\1", url) for url in page.asked} <= {
+        server.url,
+        "data:",
+    }
 
 
 def test_what_the_compiler_did_is_shown_with_a_link_to_all_of_it(page, server):
@@ -167,7 +215,10 @@ def test_the_whole_report_is_a_page_that_is_saved_with_the_key(page, server):
     with page.expect_download(timeout=120_000) as saved:
         page.click("#report")
     text = Path(saved.value.path()).read_text()
-    assert saved.value.suggested_filename == "atomc-report.html" and "Kernels and what they cost" in text
+    assert (
+        saved.value.suggested_filename == "atomc-report.html"
+        and "Kernels and what they cost" in text
+    )
     assert request(server, "/compiler/report").decode() == text
     assert page.said == []
 
@@ -234,7 +285,9 @@ def test_text_stands_out_from_what_is_behind_it(page, server, scheme):
 
 def test_the_page_is_open_and_its_figures_need_the_key(server):
     with urllib.request.urlopen(server.url, timeout=60) as response:
-        assert response.headers["Content-Security-Policy"] == content_policy(response.read().decode())
+        assert response.headers["Content-Security-Policy"] == content_policy(
+            response.read().decode()
+        )
     with pytest.raises(urllib.error.HTTPError, match="401"):
         urllib.request.urlopen(f"{server.url}/status", timeout=60)
     status = json.loads(request(server, "/status"))
@@ -255,27 +308,53 @@ def test_the_policy_allows_this_page_only():
 def test_speeds_of_past_seconds_add_up_to_what_was_generated():
     assert tokens_per_second_history([], 10.0) == []
     assert tokens_per_second_history([(10.0, 5)], 10.5) == [0.0]
-    assert tokens_per_second_history([(0.0, 100), (2.0, 140), (4.0, 140)], 4.0) == [20.0, 20.0, 0.0, 0.0]
-    assert tokens_per_second_history([(0.5, 0), (0.9, 8), (1.3, 8), (3.1, 44)], 4.2) == [8.0, 18.0, 18.0, 0.0]
+    assert tokens_per_second_history([(0.0, 100), (2.0, 140), (4.0, 140)], 4.0) == [
+        20.0,
+        20.0,
+        0.0,
+        0.0,
+    ]
+    assert tokens_per_second_history([(0.5, 0), (0.9, 8), (1.3, 8), (3.1, 44)], 4.2) == [
+        8.0,
+        18.0,
+        18.0,
+        0.0,
+    ]
 
 
 def test_first_tokens_are_those_of_the_last_requests():
     assert ttft_summary([]) is None
     assert ttft_summary([0.5]) == {"requests": 1, "median": 0.5, "p95": 0.5}
-    assert ttft_summary([i / 100 for i in range(101)]) == {"requests": 101, "median": 0.5, "p95": 0.95}
+    assert ttft_summary([i / 100 for i in range(101)]) == {
+        "requests": 101,
+        "median": 0.5,
+        "p95": 0.95,
+    }
 
 
 def test_a_report_is_summed_up():
     report = {
-        "treated": True, "why_not": "", "near": [1], "notes": ["n"], "phases": {"trace": 1.0, "passes": 0.5},
+        "treated": True,
+        "why_not": "",
+        "near": [1],
+        "notes": ["n"],
+        "phases": {"trace": 1.0, "passes": 0.5},
         "matches": {"rms_norm": 4, "rope": 0, "lower": 9},
         "sites": [{"layer": 0}, {"layer": 1}, {"layer": 1}, {"layer": None}],
-        "kernels": [{"op": "rms_norm", "chosen": "triton"}] * 2 + [{"op": "linear", "chosen": "torch"}],
+        "kernels": [{"op": "rms_norm", "chosen": "triton"}] * 2
+        + [{"op": "linear", "chosen": "torch"}],
         "cuda_graphs": [{"rows": 1, "bytes": 3}, {"rows": 2, "bytes": 4}],
-    }  # fmt: skip
+    }
     found = compile_summary(report)
     assert found["rewrites"] == {"rms_norm": 4}
-    assert found["kernels"] == [{"op": "rms_norm", "runs_as": "triton", "nodes": 2},
-                                {"op": "linear", "runs_as": "torch", "nodes": 1}]  # fmt: skip
-    assert (found["layers"], found["graphs"], found["graph_bytes"], found["seconds"]) == (2, 2, 7, 1.5)
+    assert found["kernels"] == [
+        {"op": "rms_norm", "runs_as": "triton", "nodes": 2},
+        {"op": "linear", "runs_as": "torch", "nodes": 1},
+    ]
+    assert (found["layers"], found["graphs"], found["graph_bytes"], found["seconds"]) == (
+        2,
+        2,
+        7,
+        1.5,
+    )
     assert Path(PAGE).is_file()

@@ -1,4 +1,6 @@
-"""A scheduled step is plain data, and small; a worker's state of a slot follows from the steps alone."""
+"""A scheduled step is plain data, and small; a worker's state of a slot follows from the steps
+alone.
+"""
 
 import random
 
@@ -18,13 +20,21 @@ encode = msgspec.msgpack.encode
 decode = msgspec.msgpack.Decoder(ScheduledStep).decode
 PLAIN = (int, float, str, bool, type(None))
 PENALIZED = SamplingParams(max_tokens=9, frequency_penalty=0.5, logit_bias={3: 1.0})
-KINDS = [SamplingParams(max_tokens=9), PENALIZED, SamplingParams(max_tokens=3, prompt_logprobs=2),
-         SamplingParams(max_tokens=5, temperature=0.5, seed=-1, stop_token_ids=(7,), min_tokens=2)]  # fmt: skip
+KINDS = [
+    SamplingParams(max_tokens=9),
+    PENALIZED,
+    SamplingParams(max_tokens=3, prompt_logprobs=2),
+    SamplingParams(max_tokens=5, temperature=0.5, seed=-1, stop_token_ids=(7,), min_tokens=2),
+]
 
 
 def scheduler(num_blocks=16, block_size=4, max_num_seqs=4, max_num_batched_tokens=12, shares=True):
-    return Scheduler(BlockPool(num_blocks, block_size, shares=shares), max_num_seqs=max_num_seqs,
-                     max_num_batched_tokens=max_num_batched_tokens, max_model_len=600)  # fmt: skip
+    return Scheduler(
+        BlockPool(num_blocks, block_size, shares=shares),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=600,
+    )
 
 
 def slots():
@@ -32,7 +42,9 @@ def slots():
 
 
 def steps(s, requests, drafts=True):
-    """All steps of these requests and of those in them, each before its tokens are known; some have drafts."""
+    """All steps of these requests and of those in them, each before its tokens are known; some have
+    drafts.
+    """
     rng, waiting = random.Random(0), list(requests)
     while waiting or s.requests:
         if waiting:
@@ -48,8 +60,16 @@ def steps(s, requests, drafts=True):
 
 def mix(count=8):
     rng = random.Random(1)
-    return [Request(str(i), [5, 6, 7, 8] * rng.randint(0, 3) + rng.choices(range(9), k=rng.randint(1, 20)),
-                    KINDS[i % len(KINDS)], frozenset({60}), seed=2**64 + i) for i in range(count)]  # fmt: skip
+    return [
+        Request(
+            str(i),
+            [5, 6, 7, 8] * rng.randint(0, 3) + rng.choices(range(9), k=rng.randint(1, 20)),
+            KINDS[i % len(KINDS)],
+            frozenset({60}),
+            seed=2**64 + i,
+        )
+        for i in range(count)
+    ]
 
 
 def parts(value):
@@ -64,8 +84,14 @@ def parts(value):
 def test_a_step_is_the_same_after_a_journey():
     s = scheduler()
     found = [step for step in steps(s, mix())]
-    assert s.counters.preemptions and s.counters.accepted < s.counters.drafted and s.counters.prefix_hits
-    assert any(step.released for step in found) and any(chunk.scored for step in found for chunk in step.chunks)
+    assert (
+        s.counters.preemptions
+        and s.counters.accepted < s.counters.drafted
+        and s.counters.prefix_hits
+    )
+    assert any(step.released for step in found) and any(
+        chunk.scored for step in found for chunk in step.chunks
+    )
     for step in found:
         assert decode(encode(step)) == step
 
@@ -96,11 +122,18 @@ def test_params_do_not_change_with_the_mapping_that_they_were_made_of():
     assert params.logit_bias == {3: 1.0}
 
 
-@pytest.mark.parametrize("params", [SamplingParams(max_tokens=200), SamplingParams(max_tokens=200, frequency_penalty=0.5)])
+@pytest.mark.parametrize(
+    "params",
+    [SamplingParams(max_tokens=200), SamplingParams(max_tokens=200, frequency_penalty=0.5)],
+)
 def test_a_decode_step_does_not_hold_the_tokens_before(params):
     s = scheduler(num_blocks=200, max_num_batched_tokens=400)
     requests = [Request(str(i), list(range(300 + i, 390 + i)), params) for i in range(4)]
-    sizes = [len(encode(step)) for step in steps(s, requests, drafts=False) if all(c.num_tokens == 1 for c in step.chunks)]
+    sizes = [
+        len(encode(step))
+        for step in steps(s, requests, drafts=False)
+        if all(c.num_tokens == 1 for c in step.chunks)
+    ]
     assert len(sizes) > 150 and max(sizes) < 4 * 40
 
 
@@ -111,7 +144,13 @@ def test_a_step_names_what_a_request_needs_only_when_it_gets_a_slot():
     admissions = []
     while s.requests and len(admissions) < 20:
         step = s.next_step()
-        admissions.append([(chunk.request_id, chunk.start) for chunk in step.chunks if chunk.admission is not None])
+        admissions.append(
+            [
+                (chunk.request_id, chunk.start)
+                for chunk in step.chunks
+                if chunk.admission is not None
+            ]
+        )
         s.finish_step(step, [[9]] * step.num_draws)
     assert admissions[0] == [("a", 0), ("b", 0)] and s.counters.preemptions
     assert [one for each in admissions[1:] for one in each] == [("b", 0)] * s.counters.preemptions
@@ -174,7 +213,9 @@ def test_a_worker_drops_the_state_of_a_slot_when_it_is_told_that_the_request_lef
 
 def test_a_worker_notices_a_step_of_another_request_than_the_slot_has():
     worker = slots()
-    chunk = Chunk("a", 0, (5,), 0, ((0, (0,)),), admission=Admission(SamplingParams(), 0, 1, frozenset()))
+    chunk = Chunk(
+        "a", 0, (5,), 0, ((0, (0,)),), admission=Admission(SamplingParams(), 0, 1, frozenset())
+    )
     worker.enter(ScheduledStep((chunk,)))
     with pytest.raises(AssertionError, match="slot 0 is of a, not b"):
         worker.enter(ScheduledStep((Chunk("b", 0, (6,), 1, ((0, ()),)),)))

@@ -1,4 +1,6 @@
-"""What lies differently in memory after a change lies right for all that is behind it, and outside as in eager."""
+"""What lies differently in memory after a change lies right for all that is behind it, and outside
+as in eager.
+"""
 
 from collections.abc import Callable
 
@@ -40,7 +42,9 @@ def joined_with_nothing(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("function", [scores, flattened, joined_with_nothing])
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_views_behind_a_changed_place_are_right(function: Callable[[Tensor], Tensor], dynamic: bool) -> None:
+def test_views_behind_a_changed_place_are_right(
+    function: Callable[[Tensor], Tensor], dynamic: bool
+) -> None:
     ours = torch.compile(function, backend="atom", dynamic=dynamic, options={"glue": "eager"})
     if dynamic:
         torch.testing.assert_close(ours(X), function(X))

@@ -66,10 +66,14 @@ def written(structured, generator, length=400):
 
 def is_person(value):
     return (
-        value.keys() <= {"name", "age", "tags", "more"} and isinstance(value["name"], str) and len(value["name"]) <= 8
-        and value["age"] in range(151) and set(value.get("tags", [])) <= {"a", "b"} and len(value.get("tags", [])) <= 3
+        value.keys() <= {"name", "age", "tags", "more"}
+        and isinstance(value["name"], str)
+        and len(value["name"]) <= 8
+        and value["age"] in range(151)
+        and set(value.get("tags", [])) <= {"a", "b"}
+        and len(value.get("tags", [])) <= 3
         and (value.get("more") is None or is_person(value["more"]))
-    )  # fmt: skip
+    )
 
 
 @settings(max_examples=40, deadline=None)
@@ -100,7 +104,10 @@ def test_json_is_compact_unless_the_schema_says_otherwise(text, more, fits):
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.integers(0, 10**9), st.sampled_from([r"[a-f]{2,5}(-[0-9]+)?", r"(yes|no), [a-z]{1,9}!", "\u4e2d+x", "^ab?$"]))
+@given(
+    st.integers(0, 10**9),
+    st.sampled_from([r"[a-f]{2,5}(-[0-9]+)?", r"(yes|no), [a-z]{1,9}!", "\u4e2d+x", "^ab?$"]),
+)
 def test_any_draw_under_a_regex_matches_it_as_a_whole(seed, regex):
     text = written(Structured(regex=regex), random.Random(seed))
     assert text is None or re.fullmatch(regex, text.decode())
@@ -109,7 +116,9 @@ def test_any_draw_under_a_regex_matches_it_as_a_whole(seed, regex):
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 10**9), st.lists(st.text(min_size=1, max_size=6), min_size=1, max_size=4))
 def test_any_draw_of_a_choice_is_one_of_its_texts(seed, texts):
-    assert written(Structured(choice=tuple(texts)), random.Random(seed)) in [text.encode() for text in texts]
+    assert written(Structured(choice=tuple(texts)), random.Random(seed)) in [
+        text.encode() for text in texts
+    ]
 
 
 @settings(max_examples=15, deadline=None)
@@ -121,8 +130,20 @@ def test_any_draw_under_a_grammar_is_derived_from_it(seed):
 
 def test_the_ends_of_short_outputs_are_found():
     # Otherwise the tests above would pass with outputs that never end.
-    assert sum(written(Structured(regex="[a-c]{1,9}"), random.Random(seed)) is not None for seed in range(20)) == 20
-    assert sum(written(Structured(json_schema=PERSON), random.Random(seed)) is not None for seed in range(20)) >= 15
+    assert (
+        sum(
+            written(Structured(regex="[a-c]{1,9}"), random.Random(seed)) is not None
+            for seed in range(20)
+        )
+        == 20
+    )
+    assert (
+        sum(
+            written(Structured(json_schema=PERSON), random.Random(seed)) is not None
+            for seed in range(20)
+        )
+        >= 15
+    )
 
 
 @pytest.mark.parametrize(
@@ -136,7 +157,7 @@ def test_the_ends_of_short_outputs_are_found():
         ({"regex": "a(?=b)"}, "regex: .*look-ahead"),
         ({"grammar": "start: missing"}, 'grammar: .*unknown name: "missing"'),
     ],
-)  # fmt: skip
+)
 def test_a_form_that_cannot_be_compiled_is_refused(form, message):
     with pytest.raises(ValueError, match=f"(?s){message}"):
         GRAMMARS.compile(Structured(**form))
@@ -158,7 +179,10 @@ def test_what_is_compiled_is_kept_within_its_bytes_and_the_oldest_is_dropped():
 
 
 def chain(length):
-    return "".join(f'r{i}: r{i + 1} | "x{i}"\n' for i in range(length)) + f'r{length}: "y"\nstart: r0\n'
+    return (
+        "".join(f'r{i}: r{i + 1} | "x{i}"\n' for i in range(length))
+        + f'r{length}: "y"\nstart: r0\n'
+    )
 
 
 def nested(depth):
@@ -175,10 +199,19 @@ WIDE = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in ra
     ("form", "message"),
     [
         ({"regex": "(a{1000}){1000}"}, "regex: it takes more than 0.3 s to compile"),
-        ({"json_schema": {"type": "string", "pattern": "^(a{1000}){1000}$"}}, "json_schema: it takes more than 0.3 s"),
-        ({"grammar": chain(50_000)}, "grammar: it (takes more than 0.3 s|needs more than 256 MiB|is nested too deep)"),
+        (
+            {"json_schema": {"type": "string", "pattern": "^(a{1000}){1000}$"}},
+            "json_schema: it takes more than 0.3 s",
+        ),
+        (
+            {"grammar": chain(50_000)},
+            "grammar: it (takes more than 0.3 s|needs more than 256 MiB|is nested too deep)",
+        ),
         ({"grammar": chain(2_000)}, "grammar: it is nested too deep"),
-        ({"json_schema": WIDE}, "json_schema: it is too complex: .*too many|json_schema: it is too complex: .*items"),
+        (
+            {"json_schema": WIDE},
+            "json_schema: it is too complex: .*too many|json_schema: it is too complex: .*items",
+        ),
         ({"json_schema": nested(200)}, "json_schema: recursion limit exceeded"),
         ({"json_schema": "[" * 100_000}, "json_schema: it is nested too deep"),
         ({"json_schema": '{"a":' * 500 + "1" + "}" * 500}, "json_schema: recursion limit exceeded"),
@@ -187,7 +220,7 @@ WIDE = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in ra
         ({"regex": "a\ud800"}, "regex: it has text that is not valid Unicode"),
         ({"choice": ("a", "\ud800")}, "choice: "),
     ],
-)  # fmt: skip
+)
 def test_a_grammar_over_its_limits_is_rejected_and_others_still_compile(form, message):
     with pytest.raises(ValueError, match=f"^{message}"):
         SHORT_OF_TIME.compile(Structured(**form))
@@ -196,13 +229,17 @@ def test_a_grammar_over_its_limits_is_rejected_and_others_still_compile(form, me
 
 def test_a_form_whose_masks_take_long_is_refused():
     # It compiles in a second or two, and each step takes 0.2 s.
-    with pytest.raises(ValueError, match="regex: it is too complex: computing its masks exceeds the limit"):
+    with pytest.raises(
+        ValueError, match="regex: it is too complex: computing its masks exceeds the limit"
+    ):
         GRAMMARS.compile(Structured(regex="(a{1000}){300}"))
 
 
 def test_an_output_whose_masks_turn_out_slow_ends_and_its_neighbour_goes_on(monkeypatch):
     grammars = GrammarCompiler(DEMO, frozenset({END}), VOCAB)
-    slow, other = (grammars.compile(Structured(regex=regex)).matcher() for regex in ("[a-z]{9}", "[0-9]{9}"))
+    slow, other = (
+        grammars.compile(Structured(regex=regex)).matcher() for regex in ("[a-z]{9}", "[0-9]{9}")
+    )
     monkeypatch.setattr("atomc.runtime.grammar_compiler.SLOW_SECONDS", 0.0)
     mask = grammars.mask(1)
     grammars.fill(mask, [(slow, 0, ())])
@@ -268,12 +305,15 @@ def test_rows_behind_a_draft_are_as_if_its_tokens_had_come():
     draft = DEMO.encode('{"name').ids
     assert len(draft) > 2
     mask, matcher = GRAMMARS.mask(len(draft) + 4), grammar.matcher()
-    GRAMMARS.fill(mask, [(matcher, 1, draft), (grammar.matcher(), len(draft) + 2, [DEMO.token_to_id("x")])])
+    GRAMMARS.fill(
+        mask, [(matcher, 1, draft), (grammar.matcher(), len(draft) + 2, [DEMO.token_to_id("x")])]
+    )
     step = grammar.matcher()
     for row, token in enumerate([*draft, None], start=1):
         assert allowed(mask, VOCAB)[row].nonzero()[:, 0].tolist() == may_follow(step)
         assert token is None or step.accept(token)
-    # Other rows are unchanged, including those after the disallowed token, and so is the matcher's state.
+    # Other rows are unchanged, including those after the disallowed token, and so is the matcher's
+    # state.
     assert allowed(mask, VOCAB)[[0, -1]].all() and not allowed(mask, VOCAB)[-2].all()
     assert may_follow(matcher) == may_follow(grammar.matcher()) and not matcher.error
 
@@ -283,14 +323,20 @@ def test_rows_without_a_form_may_draw_anything():
     GRAMMARS.fill(mask, [(matcher, 1, ())])
     logits = torch.zeros(2, VOCAB)
     logits[:, VOCAB - 1] = 5.0
-    tokens = Sampler(torch.device("cpu"), 2)(logits, [SampleSpec(params=SamplingParams())] * 2, mask=mask).tokens.tolist()
+    tokens = Sampler(torch.device("cpu"), 2)(
+        logits, [SampleSpec(params=SamplingParams())] * 2, mask=mask
+    ).tokens.tolist()
     assert tokens[0] == VOCAB - 1 and DEMO.id_to_token(tokens[1]) in {"y", "ye", "yes", "n", "no"}
 
 
 def test_a_tokenizer_of_transformers_will_do():
     transformers = pytest.importorskip("transformers")
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=DEMO)
-    matcher = GrammarCompiler(tokenizer, frozenset({END}), VOCAB).compile(Structured(regex="once")).matcher()
+    matcher = (
+        GrammarCompiler(tokenizer, frozenset({END}), VOCAB)
+        .compile(Structured(regex="once"))
+        .matcher()
+    )
     assert all(matcher.accept(token) for token in DEMO.encode("once").ids) and matcher.complete
 
 

@@ -9,7 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atomc.demo import PATH
-from atomc.runtime.server.message_deltas import ContentDelta, ReasoningDelta, ToolCallArguments, ToolCallStart, merge_deltas
+from atomc.runtime.server.message_deltas import (
+    ContentDelta,
+    ReasoningDelta,
+    ToolCallArguments,
+    ToolCallStart,
+    merge_deltas,
+)
 from atomc.runtime.server.output_parser import OutputParser, uses_special_tokens
 from atomc.runtime.server.reasoning_parsers import reasoning_parser
 from atomc.runtime.server.tool_parsers import TOOL_PARSERS, detect_tool_parser, tool_parser
@@ -33,7 +39,9 @@ def called(*calls, before="", after=""):
     """The deltas of a message with these calls, (name, arguments) each."""
     found = [ContentDelta(before)] if before else []
     for index, (name, arguments) in enumerate(calls):
-        found += [ToolCallStart(index, f"id{index}", name)] + ([ToolCallArguments(index, arguments)] if arguments else [])
+        found += [ToolCallStart(index, f"id{index}", name)] + (
+            [ToolCallArguments(index, arguments)] if arguments else []
+        )
     return found + ([ContentDelta(after)] if after else [])
 
 
@@ -223,21 +231,38 @@ def test_any_text_in_any_parts_gives_the_same_as_at_once(name, data):
 def written(name, calls):
     """The calls in the model's format."""
     if name == "hermes":
-        bodies = [f'{{"name": {json.dumps(function)}, "arguments": {arguments}}}' for function, arguments in calls]
+        bodies = [
+            f'{{"name": {json.dumps(function)}, "arguments": {arguments}}}'
+            for function, arguments in calls
+        ]
         return "\n".join(f"<tool_call>\n{body}\n</tool_call>" for body in bodies)
     if name == "llama3":
-        return "; ".join(f'{{"name": {json.dumps(function)}, "parameters": {arguments}}}' for function, arguments in calls)
+        return "; ".join(
+            f'{{"name": {json.dumps(function)}, "parameters": {arguments}}}'
+            for function, arguments in calls
+        )
     if name == "deepseek":
-        return CALLS + "".join(f"{CALL}{function}{SEPARATOR}{text}{CALL_END}" for function, text in calls) + CALLS_END
+        return (
+            CALLS
+            + "".join(f"{CALL}{function}{SEPARATOR}{text}{CALL_END}" for function, text in calls)
+            + CALLS_END
+        )
     header = "<|channel|>commentary to=functions."
-    messages = [f"{header}{function} <|constrain|>json<|message|>{arguments}<|call|>" for function, arguments in calls]
+    messages = [
+        f"{header}{function} <|constrain|>json<|message|>{arguments}<|call|>"
+        for function, arguments in calls
+    ]
     return "<|start|>assistant".join(messages)
 
 
-JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
-                    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3))  # fmt: skip
-CALLED = st.tuples(st.from_regex(r"[a-zA-Z_][\w-]{0,20}", fullmatch=True).filter(str.isascii),
-                   st.dictionaries(st.text(), JSON, max_size=4).map(json.dumps))  # fmt: skip
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+)
+CALLED = st.tuples(
+    st.from_regex(r"[a-zA-Z_][\w-]{0,20}", fullmatch=True).filter(str.isascii),
+    st.dictionaries(st.text(), JSON, max_size=4).map(json.dumps),
+)
 
 
 @pytest.mark.parametrize("name", FRAGMENTS)
@@ -269,30 +294,40 @@ def test_content_is_unchanged(name):
 
 def test_ids_are_new_each_time():
     text = '<tool_call>{"name": "f"}</tool_call>' * 2
-    ids = [piece.id for piece in parsed(tool_parser("hermes"), text) if isinstance(piece, ToolCallStart)]
+    ids = [
+        piece.id
+        for piece in parsed(tool_parser("hermes"), text)
+        if isinstance(piece, ToolCallStart)
+    ]
     assert len(set(ids)) == 2
     assert all(re.fullmatch(r"call_[0-9a-f]{24}", found) for found in ids)
 
 
 def test_an_unknown_parser_is_rejected():
-    with pytest.raises(ValueError, match="unknown tool parser 'yaml', expected one of hermes, qwen3"):
+    with pytest.raises(
+        ValueError, match="unknown tool parser 'yaml', expected one of hermes, qwen3"
+    ):
         tool_parser("yaml")
 
 
 @pytest.mark.parametrize(
     "template, model_type, name",
     [
-        ("...<tool_call>\n{\"name\": <function-name>, \"arguments\": ...}\n</tool_call>", "qwen3", "hermes"),
+        (
+            '...<tool_call>\n{"name": <function-name>, "arguments": ...}\n</tool_call>',
+            "qwen3",
+            "hermes",
+        ),
         ("{'<tool_call>\\n<function=' + name}", "qwen3_moe", None),
         ("<tool_call>{name}\n<arg_key>", "glm4_moe", None),
         (f"{{{{ '{CALLS}{CALL}' }}}}", "deepseek_v3", "deepseek"),
-        ("<|start_header_id|>... {\"name\": function name, \"parameters\": ...}", "llama", "llama3"),
+        ('<|start_header_id|>... {"name": function name, "parameters": ...}', "llama", "llama3"),
         ("{{ '<|python_tag|>' }}", "llama", "llama3"),
         ("<|start|>assistant<|channel|>final<|message|>", None, "gpt-oss"),
         ("", "gpt_oss", "gpt-oss"),
         ("<|im_start|>", "qwen2", None),
     ],
-)  # fmt: skip
+)
 def test_the_template_tells_the_parser(template, model_type, name):
     assert detect_tool_parser(template, model_type) == name
     assert name is None or name in TOOL_PARSERS
@@ -303,18 +338,27 @@ def test_the_template_tells_the_parser(template, model_type, name):
 
 @pytest.mark.parametrize("size", [1, 2, 5, 1000])
 def test_what_is_left_of_thinking_is_read_for_calls(size):
-    text = f'<think>\nI call <tool_call>.\n</think>\n\nSo.\n<tool_call>\n{{"name": "f", "arguments": {CITY}}}\n</tool_call>'
+    text = (
+        f'<think>\nI call <tool_call>.\n</think>\n\nSo.\n<tool_call>\n{{"name": "f", '
+        f'"arguments": {CITY}}}\n</tool_call>'
+    )
     answer = OutputParser(reasoning_parser("think"), parser("hermes"))
     parts = [text[at : at + size] for at in range(0, len(text), size)]
-    assert parsed(answer, *parts) == [ReasoningDelta("I call <tool_call>."), *called(("f", CITY), before="So.")]
+    assert parsed(answer, *parts) == [
+        ReasoningDelta("I call <tool_call>."),
+        *called(("f", CITY), before="So."),
+    ]
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 1000])
 def test_harmony_gives_reasoning_calls_and_content(size):
-    text = ("<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
-            f"<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{CITY}<|call|>"
-            "<|start|>assistant<|channel|>analysis<|message|>So.<|end|>"
-            "<|start|>assistant<|channel|>final<|message|>Done.")  # fmt: skip
+    text = (
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
+        "<|start|>assistant<|channel|>commentary to=functions.f "
+        f"<|constrain|>json<|message|>{CITY}<|call|>"
+        "<|start|>assistant<|channel|>analysis<|message|>So.<|end|>"
+        "<|start|>assistant<|channel|>final<|message|>Done."
+    )
     answer = OutputParser(reasoning_parser("gpt-oss"), parser("gpt-oss"))
     parts = [text[at : at + size] for at in range(0, len(text), size)]
     before = [ReasoningDelta("Hm."), ContentDelta("I look.")]
@@ -323,7 +367,9 @@ def test_harmony_gives_reasoning_calls_and_content(size):
 
 
 def test_without_parsers_all_is_content():
-    assert parsed(OutputParser(None, None), "<think>", "", "<tool_call>") == [ContentDelta("<think><tool_call>")]
+    assert parsed(OutputParser(None, None), "<think>", "", "<tool_call>") == [
+        ContentDelta("<think><tool_call>")
+    ]
 
 
 def test_text_must_be_made_with_special_tokens_if_markers_are_special():

@@ -1,4 +1,6 @@
-"""torch's own tools see us: the structured trace, TORCH_LOGS, profiles, torch._dynamo.explain and list_backends."""
+"""torch's own tools see us: the structured trace, TORCH_LOGS, profiles, torch._dynamo.explain and
+list_backends.
+"""
 
 import ast
 import logging
@@ -75,12 +77,16 @@ def test_the_graph_before_and_after_each_changing_pass_is_in_the_structured_trac
     names = [name for name, _, _ in found]
     assert names == sorted(names) and names[0] == "atomc_00_captured" and "_lower" in names[-1]
     changed = [stage.name for stage in atomc.reports()[-1].stages]
-    assert [re.sub(r"^atomc_\d\d_|(?<=lower)_.*", "", name) for name in names[1:]] == changed[changed[0] == "lift":]
+    assert [re.sub(r"^atomc_\d\d_|(?<=lower)_.*", "", name) for name in names[1:]] == changed[
+        changed[0] == "lift" :
+    ]
     texts = [text for _, _, text in found]
     assert len(set(texts)) == len(texts)
     (gated,) = [i for i, name in enumerate(names) if name.endswith("silu_and_mul")]
     assert "atom.silu_and_mul" in texts[gated] and "atom.silu_and_mul" not in texts[gated - 1]
-    assert all({"frame_id", "frame_compile_id"} <= data.keys() for _, data, _ in found)  # tlparse sorts by these
+    assert all(
+        {"frame_id", "frame_compile_id"} <= data.keys() for _, data, _ in found
+    )  # tlparse sorts by these
 
 
 def test_each_range_of_token_counts_has_a_lowered_graph_of_its_own(traced):
@@ -92,7 +98,10 @@ def test_each_range_of_token_counts_has_a_lowered_graph_of_its_own(traced):
     gm.meta["tokens"] = ops.Tokens(17)
     write("lower", gm)
     assert [name for name, _, _ in ours(traced)] == [
-        "atomc_00_captured", "atomc_01_lower_2_to_16", "atomc_02_lower_17_and_more"]  # fmt: skip
+        "atomc_00_captured",
+        "atomc_01_lower_2_to_16",
+        "atomc_02_lower_17_and_more",
+    ]
 
 
 def test_nobody_writes_where_nobody_listens(monkeypatch):
@@ -111,8 +120,12 @@ with torch.no_grad():
 
 
 def test_torch_logs_turns_our_logging_on():
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True,
-                          env={**os.environ, "TORCH_LOGS": "+atomc"})  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "TORCH_LOGS": "+atomc"},
+    )
     assert done.returncode == 0, done.stderr
     assert "pass lower changed 1 sites" in done.stderr
 
@@ -161,7 +174,9 @@ def test_the_names_are_there_after_a_warm_start_too(model, tmp_path):
 
 
 def test_pieces_for_inductor_are_named_by_the_module_that_they_begin_in(model, monkeypatch):
-    monkeypatch.setattr(pieces, "inductor_code", lambda gm, examples, patches: (gm.forward, "left as it is"))
+    monkeypatch.setattr(
+        pieces, "inductor_code", lambda gm, examples, patches: (gm.forward, "left as it is")
+    )
     function = compiled(model, glue="inductor")
     function(X)
     names, _ = profiled(function, X)
@@ -170,13 +185,23 @@ def test_pieces_for_inductor_are_named_by_the_module_that_they_begin_in(model, m
 
 def test_without_a_profiler_nothing_but_the_call_happens():
     calls = []
-    function = profiler_ranges.profiled(lambda x: calls.append(x), lambda: pytest.fail("no profiler listens"))
+    function = profiler_ranges.profiled(
+        lambda x: calls.append(x), lambda: pytest.fail("no profiler listens")
+    )
     function(1)
     assert calls == [1]
 
 
 def test_ranges_lie_around_what_computes_and_not_around_what_frees():
-    source = "def forward(self, x):\n    a = f(x);  x = None\n    b = a[0];  a = None\n    return (b,)"
+    source = (
+        "def forward(self, x):\n    a = f(x);  x = None\n    b = a[0];  a = None\n    return (b,)"
+    )
     text = ast.unparse(profiler_ranges.with_ranges(source, {"a": "mlp: f", "x": "never"}))
-    assert text.splitlines()[1:] == ["    with record_function('mlp: f'):", "        a = f(x)", "    x = None",
-                                     "    b = a[0]", "    a = None", "    return (b,)"]  # fmt: skip
+    assert text.splitlines()[1:] == [
+        "    with record_function('mlp: f'):",
+        "        a = f(x)",
+        "    x = None",
+        "    b = a[0]",
+        "    a = None",
+        "    return (b,)",
+    ]

@@ -1,4 +1,6 @@
-"""Kernels around the cache compile for GPUs that are not here; the interpreter says nothing of that."""
+"""Kernels around the cache compile for GPUs that are not here; the interpreter says nothing of
+that.
+"""
 
 import os
 import subprocess
@@ -9,10 +11,18 @@ import pytest
 
 pytest.importorskip("triton")
 
-CALLS = ("kv_write/fp8 with scales", "rope_kv_write/fp8, scales", "qk_norm_rope_kv_write/fp8, scales",
-         "paged_attention/fp8 with scales, decode", "mla_kv_write/fp8", "mla_rope_kv_write/several tokens",
-         "bmm_rope_kv_write/fp8, fp8 cache", "bmm_rope_kv_write/mxfp4, several tokens",
-         "linear_split_cat/fp8_block, several tokens", "linear_split_cat/mxfp4, several tokens")  # fmt: skip
+CALLS = (
+    "kv_write/fp8 with scales",
+    "rope_kv_write/fp8, scales",
+    "qk_norm_rope_kv_write/fp8, scales",
+    "paged_attention/fp8 with scales, decode",
+    "mla_kv_write/fp8",
+    "mla_rope_kv_write/several tokens",
+    "bmm_rope_kv_write/fp8, fp8 cache",
+    "bmm_rope_kv_write/mxfp4, several tokens",
+    "linear_split_cat/fp8_block, several tokens",
+    "linear_split_cat/mxfp4, several tokens",
+)
 
 
 @pytest.mark.parametrize("target", ["sm90", "gfx942"])
@@ -21,7 +31,11 @@ def test_every_kernel_compiles(target: str, tmp_path: Path) -> None:
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
     environment.pop("TRITON_INTERPRET", None)
     script = Path(__file__).with_name("compile_triton.py")
-    done = subprocess.run([sys.executable, script, target, *CALLS], env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, script, target, *CALLS], env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     lines = done.stdout.splitlines()
-    assert len(lines) >= len(CALLS) and all(line.endswith(" compiled") for line in lines), done.stdout
+    assert len(lines) >= len(CALLS) and all(line.endswith(" compiled") for line in lines), (
+        done.stdout
+    )

@@ -1,4 +1,6 @@
-"""What the table of kernels does not show of the Triton ones: where they refuse, and that asking costs no guard."""
+"""What the table of kernels does not show of the Triton ones: where they refuse, and that asking
+costs no guard.
+"""
 
 from typing import Any
 
@@ -18,7 +20,9 @@ pytest.importorskip("triton")
 assert kernels.load("triton") is None
 
 H200, MI300 = Platform.named("h200"), Platform.named("gfx942")
-TRITON = [kernel for op in ops.REGISTRY.values() for kernel in op.kernels if kernel.provider == "triton"]
+TRITON = [
+    kernel for op in ops.REGISTRY.values() for kernel in op.kernels if kernel.provider == "triton"
+]
 
 
 def kernel_of(op: str) -> ops.Kernel:
@@ -34,8 +38,13 @@ def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 @pytest.mark.parametrize("kernel", TRITON, ids=lambda kernel: kernel.op)
-def test_no_triton_kernel_runs_on_a_cpu_also_where_its_interpreter_could(kernel: ops.Kernel) -> None:
-    assert refusal_text(kernel, Platform.named("cpu"), an_example(kernel.op)) == "Triton kernels run on a GPU"
+def test_no_triton_kernel_runs_on_a_cpu_also_where_its_interpreter_could(
+    kernel: ops.Kernel,
+) -> None:
+    assert (
+        refusal_text(kernel, Platform.named("cpu"), an_example(kernel.op))
+        == "Triton kernels run on a GPU"
+    )
 
 
 @pytest.mark.parametrize("kernel", TRITON, ids=lambda kernel: kernel.op)
@@ -46,40 +55,89 @@ def test_a_gpu_takes_the_first_example_of_each_op(kernel: ops.Kernel) -> None:
 ALIKE = "written for torch.bfloat16 or torch.float16 or torch.float32, all alike"
 
 
-@pytest.mark.parametrize(("op", "changed", "sentence"), [
-    ("rms_norm", {"x": normal(2, 64).double()}, "x is torch.float64: only fp32, bf16 and fp16 are computed here"),
-    ("rms_norm", {"x": normal(1, 1, 1, 2, 64)}, "x has 5 dimensions: written for 1 to 4"),
-    ("rms_norm", {"x": normal(64, 2).t()}, "the last dimension of x is not contiguous"),
-    ("rms_norm", {"x": normal(1, 70000), "weight": normal(70000)},
-     "rows of 70000 do not fit one program (at most 65536)"),
-    ("add_rms_norm", {"residual": normal(64)}, "residual is [64], expected [1, 64]"),
-    ("add_layer_norm", {"residual": normal(1, 64).float()}, f"x is torch.bfloat16, residual is torch.float32: {ALIKE}"),
-    ("silu_and_mul", {"up": normal(64)}, "up is [64], expected [1, 64]"),
-    ("gelu_and_mul", {"approximate": "sigmoid"}, "approximate 'sigmoid' is not one of ('none', 'tanh')"),
-    ("rope", {"sin": normal(7, 1, 64).float()}, f"cos is torch.bfloat16, sin is torch.float32: {ALIKE}"),
-    ("rope", {"cos": normal(5, 1, 64), "sin": normal(5, 1, 64)}, "tables of 5 rows along a dimension of 7"),
-    ("rope", {"sin": normal(7, 1, 128)[..., :64]}, "cos and sin lie differently in memory"),
-    ("qk_norm_rope", {"k": normal(7, 2, 64).float()}, "q and k differ in dtype, rank or width"),
-    ("qk_norm_rope", {"k_weight": normal(64).float()},
-     f"q_weight is torch.bfloat16, k_weight is torch.float32: {ALIKE}"),
-    ("kv_write", {"k_scale": torch.ones(1)}, "a cache of torch.bfloat16 takes no k_scale"),
-    ("kv_write", {"k_cache": normal(16, 5, 2, 64).transpose(0, 1)}, "the blocks of the cache do not follow each other"),
-    ("linear", {"x": normal(1, 64).float()},
-     "x is torch.float32, weight is torch.bfloat16: written for torch.bfloat16 or torch.float16, all alike"),
-    ("linear", {"x": normal(4, 5, 64)}, "x has more than 16 rows, from which on cuBLAS is as fast"),
-    ("linear", {"x": normal(1, 60), "weight": normal(33, 60)},
-     "the rows of the weight are not 16-byte units that follow each other"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("op", "changed", "sentence"),
+    [
+        (
+            "rms_norm",
+            {"x": normal(2, 64).double()},
+            "x is torch.float64: only fp32, bf16 and fp16 are computed here",
+        ),
+        ("rms_norm", {"x": normal(1, 1, 1, 2, 64)}, "x has 5 dimensions: written for 1 to 4"),
+        ("rms_norm", {"x": normal(64, 2).t()}, "the last dimension of x is not contiguous"),
+        (
+            "rms_norm",
+            {"x": normal(1, 70000), "weight": normal(70000)},
+            "rows of 70000 do not fit one program (at most 65536)",
+        ),
+        ("add_rms_norm", {"residual": normal(64)}, "residual is [64], expected [1, 64]"),
+        (
+            "add_layer_norm",
+            {"residual": normal(1, 64).float()},
+            f"x is torch.bfloat16, residual is torch.float32: {ALIKE}",
+        ),
+        ("silu_and_mul", {"up": normal(64)}, "up is [64], expected [1, 64]"),
+        (
+            "gelu_and_mul",
+            {"approximate": "sigmoid"},
+            "approximate 'sigmoid' is not one of ('none', 'tanh')",
+        ),
+        (
+            "rope",
+            {"sin": normal(7, 1, 64).float()},
+            f"cos is torch.bfloat16, sin is torch.float32: {ALIKE}",
+        ),
+        (
+            "rope",
+            {"cos": normal(5, 1, 64), "sin": normal(5, 1, 64)},
+            "tables of 5 rows along a dimension of 7",
+        ),
+        ("rope", {"sin": normal(7, 1, 128)[..., :64]}, "cos and sin lie differently in memory"),
+        ("qk_norm_rope", {"k": normal(7, 2, 64).float()}, "q and k differ in dtype, rank or width"),
+        (
+            "qk_norm_rope",
+            {"k_weight": normal(64).float()},
+            f"q_weight is torch.bfloat16, k_weight is torch.float32: {ALIKE}",
+        ),
+        ("kv_write", {"k_scale": torch.ones(1)}, "a cache of torch.bfloat16 takes no k_scale"),
+        (
+            "kv_write",
+            {"k_cache": normal(16, 5, 2, 64).transpose(0, 1)},
+            "the blocks of the cache do not follow each other",
+        ),
+        (
+            "linear",
+            {"x": normal(1, 64).float()},
+            "x is torch.float32, weight is torch.bfloat16: written for torch.bfloat16 or "
+            "torch.float16, all alike",
+        ),
+        (
+            "linear",
+            {"x": normal(4, 5, 64)},
+            "x has more than 16 rows, from which on cuBLAS is as fast",
+        ),
+        (
+            "linear",
+            {"x": normal(1, 60), "weight": normal(33, 60)},
+            "the rows of the weight are not 16-byte units that follow each other",
+        ),
+    ],
+)
 def test_a_refusal_says_why(op: str, changed: dict[str, Any], sentence: str) -> None:
     assert refusal_text(kernel_of(op), H200, an_example(op) | changed) == sentence
 
 
 def test_few_rows_on_an_amd_gpu_are_left_to_its_library() -> None:
-    assert refusal_text(kernel_of("linear"), MI300, an_example("linear")) == "its tiles are cut for NVIDIA GPUs"
+    assert (
+        refusal_text(kernel_of("linear"), MI300, an_example("linear"))
+        == "its tiles are cut for NVIDIA GPUs"
+    )
 
 
 # Attention without a cache is written for few tokens, and has to see that they are few.
-@pytest.mark.parametrize("kernel", [k for k in TRITON if k.op != "attention"], ids=lambda kernel: kernel.op)
+@pytest.mark.parametrize(
+    "kernel", [k for k in TRITON if k.op != "attention"], ids=lambda kernel: kernel.op
+)
 def test_a_kernel_takes_any_number_of_tokens_without_a_guard(kernel: ops.Kernel) -> None:
     shapes = ShapeEnv()
     mode = FakeTensorMode(shape_env=shapes)
@@ -87,12 +145,18 @@ def test_a_kernel_takes_any_number_of_tokens_without_a_guard(kernel: ops.Kernel)
 
     def fake(name: str, value: Any) -> Any:
         if not isinstance(value, Tensor) or name in fixed:
-            return mode.from_tensor(value, static_shapes=True) if isinstance(value, Tensor) else value
+            return (
+                mode.from_tensor(value, static_shapes=True) if isinstance(value, Tensor) else value
+            )
         # Sizes that are equal become one symbol, as those of one graph are.
         sizes = [DimDynamic.DUCK] + [DimDynamic.STATIC] * (value.dim() - 1)
-        return mode.from_tensor(value, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes))
+        return mode.from_tensor(
+            value, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes)
+        )
 
-    made = next(make for name, make in CASES[kernel.op].items() if name not in ("one row", "one token"))
+    made = next(
+        make for name, make in CASES[kernel.op].items() if name not in ("one row", "one token")
+    )
     arguments = {name: fake(name, value) for name, value in made(Draw(torch.bfloat16)).items()}
     assert refusal_text(kernel, H200, arguments) is None
     assert not shapes.guards
@@ -104,12 +168,23 @@ def test_kernels_that_start_before_the_last_one_ends_read_what_it_wrote(tokens: 
     call = {kernel.op: kernel.function for kernel in TRITON}
     draw = Draw(torch.bfloat16, "cuda")
     width, inner, heads = 1024, 3072, (16, 8)
-    layers = [{
-        "norm": draw.normal(width), "qkv": draw.normal(4096, width) / 32, "o": draw.normal(width, 2048) / 45,
-        "gate_up": draw.normal(2 * inner, width) / 32, "down": draw.normal(width, inner) / 55,
-        "head_norm": draw.normal(128), "caches": draw.caches([tokens], heads[1], 128)[:2],
-    } for _ in range(6)]  # fmt: skip
-    x, residual, slots = draw.normal(tokens, width), draw.normal(tokens, width), torch.arange(tokens, device="cuda")
+    layers = [
+        {
+            "norm": draw.normal(width),
+            "qkv": draw.normal(4096, width) / 32,
+            "o": draw.normal(width, 2048) / 45,
+            "gate_up": draw.normal(2 * inner, width) / 32,
+            "down": draw.normal(width, inner) / 55,
+            "head_norm": draw.normal(128),
+            "caches": draw.caches([tokens], heads[1], 128)[:2],
+        }
+        for _ in range(6)
+    ]
+    x, residual, slots = (
+        draw.normal(tokens, width),
+        draw.normal(tokens, width),
+        torch.arange(tokens, device="cuda"),
+    )
     cos, sin = draw.tables(tokens, 1, 128)
 
     def step(after_each: Any) -> list[Tensor]:
@@ -121,9 +196,21 @@ def test_kernels_that_start_before_the_last_one_ends_read_what_it_wrote(tokens: 
                 merged = call["linear"](row, layer[linear])
                 after_each()
                 if linear == "qkv":
-                    q, k, v = (p.unflatten(-1, (-1, 128)) for p in merged.split([2048, 1024, 1024], -1))
-                    q, _ = call["qk_norm_rope_kv_write"](q, k, v, layer["head_norm"], layer["head_norm"], cos, sin, 1e-6,
-                                                         *layer["caches"], slots)  # fmt: skip
+                    q, k, v = (
+                        p.unflatten(-1, (-1, 128)) for p in merged.split([2048, 1024, 1024], -1)
+                    )
+                    q, _ = call["qk_norm_rope_kv_write"](
+                        q,
+                        k,
+                        v,
+                        layer["head_norm"],
+                        layer["head_norm"],
+                        cos,
+                        sin,
+                        1e-6,
+                        *layer["caches"],
+                        slots,
+                    )
                     after_each()
                     now = call["linear"](q.flatten(-2), layer["o"])
                 else:

@@ -71,7 +71,9 @@ def test_each_parameter_has_the_one_address_that_the_table_says(scheme: str | No
         parts = pack.parameters()
         whole = pack.whole()
         assert sum(part.nbytes for part in parts) == whole.nbytes
-        assert [part.data_ptr() for part in parts] == [part.data_ptr() for part in whole.split([len(p) for p in parts])]
+        assert [part.data_ptr() for part in parts] == [
+            part.data_ptr() for part in whole.split([len(p) for p in parts])
+        ]
 
 
 def test_a_parameter_that_others_move_does_not_lie_at_its_address() -> None:
@@ -94,7 +96,9 @@ def test_the_table_forgets_a_parameter_with_what_was_made_of_it_and_others() -> 
     a, b = parameter(4), parameter(4)
     key = id(b)
     entry, _ = prepared_weight([a, b], [a, b], summed)
-    assert list(location_of(a).prepared.values()) == list(location_of(b).prepared.values()) == [entry]
+    assert (
+        list(location_of(a).prepared.values()) == list(location_of(b).prepared.values()) == [entry]
+    )
     assert key in weights._table
     del b
     gc.collect()
@@ -118,10 +122,18 @@ def test_what_was_made_of_packed_parameters_is_freed_with_the_first_of_them_at_o
 
 def moving(tree: ast.AST) -> list[int]:
     """The lines that make a parameter, or give one other memory."""
-    made = [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Call)
-            and ast.unparse(node.func) in ("nn.Parameter", "Parameter", "torch.nn.Parameter")]  # fmt: skip
-    return made + [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Assign)
-                   and any(isinstance(to, ast.Attribute) and to.attr == "data" for to in node.targets)]  # fmt: skip
+    made = [
+        node.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func) in ("nn.Parameter", "Parameter", "torch.nn.Parameter")
+    ]
+    return made + [
+        node.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign)
+        and any(isinstance(to, ast.Attribute) and to.attr == "data" for to in node.targets)
+    ]
 
 
 def test_no_module_but_the_owner_makes_or_moves_a_parameter() -> None:
@@ -147,12 +159,20 @@ def test_a_second_graph_over_the_same_parameters_reuses_what_was_made() -> None:
     third = compile_model(model, EAGER)
     assert live_bytes() - before < 1024
     made = [[program._arguments[i] for i in program._made] for program in (first, second, third)]
-    packed, prepared = ([[x for x in one if isinstance(x, kind)] for one in made] for kind in (Tensor, tuple))
-    assert packed[0] and [[x.data_ptr() for x in one] for one in packed] == 3 * [[x.data_ptr() for x in packed[0]]]
-    assert prepared[0] and all(x is y for one in prepared for x, y in zip(one, prepared[0], strict=True))
+    packed, prepared = (
+        [[x for x in one if isinstance(x, kind)] for one in made] for kind in (Tensor, tuple)
+    )
+    assert packed[0] and [[x.data_ptr() for x in one] for one in packed] == 3 * [
+        [x.data_ptr() for x in packed[0]]
+    ]
+    assert prepared[0] and all(
+        x is y for one in prepared for x, y in zip(one, prepared[0], strict=True)
+    )
 
 
-def test_to_make_a_program_of_what_was_compiled_moves_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_to_make_a_program_of_what_was_compiled_moves_no_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     asked: list[str] = []
     init = Program.__init__
 
@@ -163,7 +183,9 @@ def test_to_make_a_program_of_what_was_compiled_moves_no_memory(monkeypatch: pyt
 
     monkeypatch.setattr(Program, "__init__", watched)
     monkeypatch.setattr(weight_inputs, "pack", counted(weight_inputs.pack, "packed", asked))
-    monkeypatch.setattr(weight_inputs, "prepared_weight", counted(weight_inputs.prepared_weight, "prepared", asked))
+    monkeypatch.setattr(
+        weight_inputs, "prepared_weight", counted(weight_inputs.prepared_weight, "prepared", asked)
+    )
     model = own()
     lay = spans(model)
     compile_model(model, EAGER)
@@ -186,9 +208,16 @@ def test_the_merge_pass_looks_and_moves_nothing() -> None:
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What has looked for changes of weights."""
     found: list[str] = []
-    watched = ((Snapshot, "unchanged"), (Snapshot, "__init__"), (WeightInputs, "refresh"), (WeightInputs, "refresh_packed"))
+    watched = (
+        (Snapshot, "unchanged"),
+        (Snapshot, "__init__"),
+        (WeightInputs, "refresh"),
+        (WeightInputs, "refresh_packed"),
+    )
     for owner, name in watched:
-        monkeypatch.setattr(owner, name, counted(getattr(owner, name), f"{owner.__name__}.{name}", found))
+        monkeypatch.setattr(
+            owner, name, counted(getattr(owner, name), f"{owner.__name__}.{name}", found)
+        )
     return found
 
 
@@ -229,14 +258,23 @@ def beside(weight: Tensor) -> Prepared:
     return Prepared((weight.detach() / 2,))
 
 
-@pytest.mark.parametrize("read, prepares, replaced", [
-    ((), (halved, halved), [0, 1, 2]),
-    ((), (halved, beside), [0, 1]),
-    ((0,), (halved, halved), [1, 2]),
-    ((3,), (halved, halved), [2]),
-])  # fmt: skip
-def test_an_owner_is_told_which_weights_only_prepared_ones_stand_for(read, prepares, replaced) -> None:
-    args = [parameter(2, 4), parameter(3, 4), parameter(5, 4)]  # the first two are packed, as the fourth
+@pytest.mark.parametrize(
+    "read, prepares, replaced",
+    [
+        ((), (halved, halved), [0, 1, 2]),
+        ((), (halved, beside), [0, 1]),
+        ((0,), (halved, halved), [1, 2]),
+        ((3,), (halved, halved), [2]),
+    ],
+)
+def test_an_owner_is_told_which_weights_only_prepared_ones_stand_for(
+    read, prepares, replaced
+) -> None:
+    args = [
+        parameter(2, 4),
+        parameter(3, 4),
+        parameter(5, 4),
+    ]  # the first two are packed, as the fourth
     wanted = [PreparedInput((3,), (0, 1), prepares[0]), PreparedInput((2,), (2,), prepares[1])]
     inputs = WeightInputs({3: [0, 1]}, wanted, set(read), [])
     pack, (half,), (other,) = inputs.materialize(args)

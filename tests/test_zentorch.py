@@ -1,6 +1,8 @@
-"""zentorch: where it may run, what it is refused for, how it is checked, and that it never reads stale weights.
+"""zentorch: where it may run, what it is refused for, how it is checked, and that it never reads
+stale weights.
 
-Most of it runs with a package of that name that we write here; what needs AMD's own is skipped where that is absent.
+Most of it runs with a package of that name that we write here; what needs AMD's own is skipped
+where that is absent.
 """
 
 import gc
@@ -23,8 +25,9 @@ from atomc.kernels.zentorch import library
 from atomc.ops.formats import pack_int4
 from atomc.platform import Platform
 
-# The ops that we call, as zentorch computes them, with its habit of remembering a weight by its address.
-FAKE = '''
+# The ops that we call, as zentorch computes them, with its habit of remembering a weight by its
+# address.
+FAKE = """
 import torch
 from torch import Tensor
 
@@ -82,7 +85,7 @@ for name, function in {{"zentorch_qlinear": qlinear, "zentorch_qlinear.out": qli
     if HOW != "lacking" or "woq" in name:
         library.impl(name, function, "CPU")
 library.impl("zentorch_clear_weight_cache", packed.clear, "CompositeExplicitAutograd")
-'''
+"""
 
 
 def install(folder: Path, text: str) -> None:
@@ -108,14 +111,26 @@ def nothing_found_yet() -> Iterator[None]:
 
 def int8_arguments(rows: int = 3, dtype: torch.dtype = torch.float32) -> dict[str, object]:
     generator = torch.Generator().manual_seed(0)
-    x, weight = (torch.randint(-127, 128, (n, 64), generator=generator, dtype=torch.int8) for n in (rows, 16))
-    return {"x": x, "weight": weight, "x_scale": torch.rand(rows, 1), "weight_scale": torch.rand(16, 1), "out_dtype": dtype}
+    x, weight = (
+        torch.randint(-127, 128, (n, 64), generator=generator, dtype=torch.int8) for n in (rows, 16)
+    )
+    return {
+        "x": x,
+        "weight": weight,
+        "x_scale": torch.rand(rows, 1),
+        "weight_scale": torch.rand(16, 1),
+        "out_dtype": dtype,
+    }
 
 
 def int4_arguments(rows: int = 3) -> dict[str, object]:
     weight = pack_int4(torch.randint(0, 16, (16, 64), generator=torch.Generator().manual_seed(0)))
-    return {"x": torch.randn(rows, 64).bfloat16(), "weight": weight, "weight_scale": torch.rand(16, 2).bfloat16(),
-            "group": 32}  # fmt: skip
+    return {
+        "x": torch.randn(rows, 64).bfloat16(),
+        "weight": weight,
+        "weight_scale": torch.rand(16, 2).bfloat16(),
+        "group": 32,
+    }
 
 
 def kernels_of(op: str) -> list[ops.Kernel]:
@@ -124,24 +139,42 @@ def kernels_of(op: str) -> list[ops.Kernel]:
 
 
 [INT8], [INT4, INT4_FEW] = kernels_of("scaled_linear_int8"), kernels_of("linear_w4a16")
-INTEL = "zentorch is made for AMD's CPUs, this is one of GenuineIntel; its int8 layers for fp32 may be tried here: "
+INTEL = (
+    "zentorch is made for AMD's CPUs, this is one of GenuineIntel; its int8 layers for "
+    "fp32 may be tried here: "
+)
 GATE = [
     ("cpu-zen4", (), None, None),
     ("cpu-zen5", (), None, None),
-    ("cpu-zen3", (), "zentorch needs avx512_bf16 and avx512_vnni and avx512bw", "zentorch needs avx512_bf16"),
+    (
+        "cpu-zen3",
+        (),
+        "zentorch needs avx512_bf16 and avx512_vnni and avx512bw",
+        "zentorch needs avx512_bf16",
+    ),
     ("cpu-cascadelake", (), INTEL, "zentorch needs avx512_bf16, which this CPU has not"),
     ("cpu-sapphirerapids", (), INTEL, INTEL),
     ("cpu-cascadelake", ("zentorch",), None, "zentorch needs avx512_bf16, which this CPU has not"),
     ("cpu-sapphirerapids", ("zentorch", "onednn"), None, INTEL),
-    ("cpu-neoverse-v2", ("zentorch",), "written for x86 CPUs, this is aarch64", "written for x86 CPUs, this is aarch64"),
+    (
+        "cpu-neoverse-v2",
+        ("zentorch",),
+        "written for x86 CPUs, this is aarch64",
+        "written for x86 CPUs, this is aarch64",
+    ),
     ("h200", (), "written for x86 CPUs, this is sm90", "written for x86 CPUs, this is sm90"),
 ]
 
 
 @pytest.mark.parametrize(("name", "asked", "int8", "int4"), GATE)
-def test_the_cpu_decides_before_the_package_is_looked_at(name: str, asked: tuple[str, ...], int8, int4) -> None:
+def test_the_cpu_decides_before_the_package_is_looked_at(
+    name: str, asked: tuple[str, ...], int8, int4
+) -> None:
     where = replace(Platform.named(name), asked=asked)
-    for kernel, arguments, expected in ((INT8, int8_arguments(), int8), (INT4, int4_arguments(), int4)):
+    for kernel, arguments, expected in (
+        (INT8, int8_arguments(), int8),
+        (INT4, int4_arguments(), int4),
+    ):
         reason = refusal_text(kernel, where, arguments)
         assert reason is None if expected is None else str(reason).startswith(expected)
 
@@ -168,36 +201,72 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("kernel", "given", "reason"), WRONG)
-def test_what_zentorch_would_take_and_compute_wrong_is_refused(kernel: ops.Kernel, given, reason: str) -> None:
+def test_what_zentorch_would_take_and_compute_wrong_is_refused(
+    kernel: ops.Kernel, given, reason: str
+) -> None:
     arguments = int8_arguments() if kernel is INT8 else int4_arguments()
     assert str(refusal_text(kernel, ZEN4, arguments | given)).startswith(reason)
 
 
-def test_few_rows_of_int4_are_left_to_pytorchs_kernel_unless_it_cannot_or_zentorch_is_asked_for() -> None:
+def test_few_rows_of_int4_are_left_to_pytorchs_kernel_unless_it_cannot_or_zentorch_is_asked_for() -> (
+    None
+):
     faster = "PyTorch's own kernel is faster for fewer than 32 rows"
     assert refusal_text(INT4_FEW, ZEN4, int4_arguments()) == faster
-    assert refusal_text(INT4_FEW, replace(ZEN4, asked=("zentorch", "onednn")), int4_arguments()) is None
-    odd = {"weight": torch.zeros(9, 8, dtype=torch.int32), "weight_scale": torch.ones(9, 2).bfloat16()}
+    assert (
+        refusal_text(INT4_FEW, replace(ZEN4, asked=("zentorch", "onednn")), int4_arguments())
+        is None
+    )
+    odd = {
+        "weight": torch.zeros(9, 8, dtype=torch.int32),
+        "weight_scale": torch.ones(9, 2).bfloat16(),
+    }
     assert refusal_text(INT4_FEW, ZEN4, int4_arguments() | odd) is None
 
 
-@pytest.mark.parametrize(("how", "int8", "int4"), [
-    ("killed", "zentorch did not compute int8 in a check: the process was killed by signal 4",
-     "zentorch did not compute int4 in a check: the process was killed by signal 4"),
-    ("lacking", "zentorch cannot compute int8: AttributeError: '_OpNamespace' 'zentorch' object has no attribute", None),
-    ("wrong", "zentorch computes int8 wrong here: -6 dB above the error, expected are 40", None),
-    ("unwritten", None, "zentorch computes int4 wrong here: nan dB above the error"),
-    ("absent", "zentorch did not compute int8 in a check: the process ended with 1: ", "zentorch did not compute"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("how", "int8", "int4"),
+    [
+        (
+            "killed",
+            "zentorch did not compute int8 in a check: the process was killed by signal 4",
+            "zentorch did not compute int4 in a check: the process was killed by signal 4",
+        ),
+        (
+            "lacking",
+            "zentorch cannot compute int8: AttributeError: '_OpNamespace' 'zentorch' object "
+            "has no attribute",
+            None,
+        ),
+        (
+            "wrong",
+            "zentorch computes int8 wrong here: -6 dB above the error, expected are 40",
+            None,
+        ),
+        ("unwritten", None, "zentorch computes int4 wrong here: nan dB above the error"),
+        (
+            "absent",
+            "zentorch did not compute int8 in a check: the process ended with 1: ",
+            "zentorch did not compute",
+        ),
+    ],
+)
 def test_what_zentorch_computes_is_checked_in_a_process_of_its_own(
     how: str, int8, int4, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nothing_found_yet
 ) -> None:
-    install(tmp_path, FAKE.format(how=how) if how != "absent" else "raise OSError('libzentorch.so: no such file')")
+    install(
+        tmp_path,
+        FAKE.format(how=how)
+        if how != "absent"
+        else "raise OSError('libzentorch.so: no such file')",
+    )
     monkeypatch.syspath_prepend(tmp_path)
     for kind, expected in (("int8", int8), ("int4", int4)):
         reason = library.unproven(kind)
         assert reason is None if expected is None else reason.text.startswith(expected)
-    assert library.checked() is library.checked() and 0 < library.checked().seconds < library.PATIENCE
+    assert (
+        library.checked() is library.checked() and 0 < library.checked().seconds < library.PATIENCE
+    )
 
 
 @pytest.fixture
@@ -214,14 +283,20 @@ def without_zentorch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", hidden)
 
 
-def test_who_could_expect_zentorch_is_told_once_why_it_is_not_used(zen4_here, monkeypatch, caplog) -> None:
+def test_who_could_expect_zentorch_is_told_once_why_it_is_not_used(
+    zen4_here, monkeypatch, caplog
+) -> None:
     without_zentorch(monkeypatch)
     with caplog.at_level(logging.WARNING, "atomc"):
-        reasons = {refusal_text(INT8, zen4_here, int8_arguments()), refusal_text(INT4, zen4_here, int4_arguments()),
-                   refusal_text(INT8, zen4_here, int8_arguments())}  # fmt: skip
+        reasons = {
+            refusal_text(INT8, zen4_here, int8_arguments()),
+            refusal_text(INT4, zen4_here, int4_arguments()),
+            refusal_text(INT8, zen4_here, int8_arguments()),
+        }
     assert reasons == {"not installed: pip install zentorch"}
     assert [record.getMessage() for record in caplog.records] == [
-        "zentorch would run quantized linears on this CPU, and is not used: not installed: pip install zentorch"
+        "zentorch would run quantized linears on this CPU, and is not used: not installed: pip "
+        "install zentorch"
     ]
 
 
@@ -232,12 +307,16 @@ def test_nobody_is_told_where_zentorch_would_not_run(caplog) -> None:
     assert caplog.records == []
 
 
-def test_a_package_that_does_not_load_is_a_reason(zen4_here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_that_does_not_load_is_a_reason(
+    zen4_here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if "zentorch" in sys.modules:
         pytest.skip("zentorch is loaded in this process already")
     install(tmp_path, "raise OSError('libgomp.so.1: no such file')")
     monkeypatch.syspath_prepend(tmp_path)
-    assert "cannot be imported: OSError: libgomp.so.1: no such file" in str(refusal_text(INT8, zen4_here, int8_arguments()))
+    assert "cannot be imported: OSError: libgomp.so.1: no such file" in str(
+        refusal_text(INT8, zen4_here, int8_arguments())
+    )
 
 
 @pytest.fixture
@@ -261,7 +340,11 @@ class Mlp(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.gate, self.up, self.down = nn.Linear(64, 96), nn.Linear(64, 96, bias=False), nn.Linear(96, 64)
+        self.gate, self.up, self.down = (
+            nn.Linear(64, 96),
+            nn.Linear(64, 96, bias=False),
+            nn.Linear(96, 64),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(torch.sigmoid(self.gate(x)) * self.up(x))
@@ -280,18 +363,26 @@ X = torch.randn(5, 64, generator=torch.Generator().manual_seed(1))
 
 
 def compare(scheme: str, dtype: torch.dtype) -> None:
-    """Compiled as eager, after writing into weights, and for another model in the memory of one that is gone."""
-    tolerance = {"rtol": 2e-2, "atol": 2e-2} if dtype != torch.float32 else {"rtol": 1e-4, "atol": 1e-5}
+    """Compiled as eager, after writing into weights, and for another model in the memory of one
+    that is gone.
+    """
+    tolerance = (
+        {"rtol": 2e-2, "atol": 2e-2} if dtype != torch.float32 else {"rtol": 1e-4, "atol": 1e-5}
+    )
     for _ in range(2):
         torch._dynamo.reset()
         model = quantized(scheme, dtype)
-        compiled = torch.compile(model, backend="atom", options={**EAGER, "providers": ("zentorch", "torch")})
+        compiled = torch.compile(
+            model, backend="atom", options={**EAGER, "providers": ("zentorch", "torch")}
+        )
         for change in (1, -1):
             for layer in (model.gate, model.down):
                 layer.weight_scale.mul_(1 + torch.rand(1).item())
                 layer.weight.mul_(change) if scheme == "int8" else layer.weight.bitwise_xor_(change)
             for rows in (5, 1):
-                torch.testing.assert_close(compiled(X[:rows].to(dtype)), model(X[:rows].to(dtype)), **tolerance)
+                torch.testing.assert_close(
+                    compiled(X[:rows].to(dtype)), model(X[:rows].to(dtype)), **tolerance
+                )
         assert chosen() == {"zentorch"}
         del model, compiled
 
@@ -305,11 +396,17 @@ def test_a_quantized_model_runs_by_zentorch_and_never_reads_stale_weights(
 
 
 @torch.no_grad()
-def test_where_zentorch_refuses_another_kernel_runs_and_the_report_says_why(zen4_here, monkeypatch) -> None:
+def test_where_zentorch_refuses_another_kernel_runs_and_the_report_says_why(
+    zen4_here, monkeypatch
+) -> None:
     without_zentorch(monkeypatch)
     model = quantized("int8", torch.float32)
-    torch.testing.assert_close(torch.compile(model, backend="atom", options=EAGER)(X), model(X), rtol=1e-4, atol=1e-5)
-    [choice, *_] = [choice for choice in atomc.reports()[-1].kernels if choice.op == "scaled_linear_int8"]
+    torch.testing.assert_close(
+        torch.compile(model, backend="atom", options=EAGER)(X), model(X), rtol=1e-4, atol=1e-5
+    )
+    [choice, *_] = [
+        choice for choice in atomc.reports()[-1].kernels if choice.op == "scaled_linear_int8"
+    ]
     assert choice.chosen in ("onednn", "inline")
     assert ("zentorch", "not installed: pip install zentorch") in choice.refused
 
@@ -320,22 +417,39 @@ with_amds_own = pytest.mark.skipif(not REAL, reason="zentorch is not installed")
 
 
 @with_amds_own
-@pytest.mark.parametrize(("scheme", "dtype"), [("int8", torch.float32), ("int8", torch.bfloat16), ("int4", torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("scheme", "dtype"),
+    [("int8", torch.float32), ("int8", torch.bfloat16), ("int4", torch.bfloat16)],
+)
 @torch.no_grad()
 def test_amds_zentorch_computes_the_same(scheme: str, dtype: torch.dtype) -> None:
-    if reason := library.unfit(replace(HERE, asked=("zentorch",)), "int8", needs_bf16=dtype == torch.bfloat16):
+    if reason := library.unfit(
+        replace(HERE, asked=("zentorch",)), "int8", needs_bf16=dtype == torch.bfloat16
+    ):
         pytest.skip(reason)
     compare(scheme, dtype)
 
 
 @with_amds_own
-@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 1, 1), (4, 7, 3), (5, 1001, 17), (70, 4097, 129)])
+@pytest.mark.parametrize(
+    ("rows", "inputs", "outputs"), [(1, 1, 1), (4, 7, 3), (5, 1001, 17), (70, 4097, 129)]
+)
 def test_amds_zentorch_multiplies_odd_sizes_right(rows: int, inputs: int, outputs: int) -> None:
     if reason := library.unfit(replace(HERE, asked=("zentorch",)), "int8", needs_bf16=False):
         pytest.skip(reason)
     x, weight = (torch.randint(-127, 128, (n, inputs), dtype=torch.int8) for n in (rows, outputs))
-    given = {"x": x, "weight": weight, "x_scale": torch.rand(rows, 1), "weight_scale": torch.rand(outputs, 1),
-             "bias": torch.randn(outputs), "out_dtype": torch.float32}  # fmt: skip
-    prepared = {names[0]: prepare(*map(given.get, names)).tensors for names, prepare in INT8.prepare.items()}
+    given = {
+        "x": x,
+        "weight": weight,
+        "x_scale": torch.rand(rows, 1),
+        "weight_scale": torch.rand(outputs, 1),
+        "bias": torch.randn(outputs),
+        "out_dtype": torch.float32,
+    }
+    prepared = {
+        names[0]: prepare(*map(given.get, names)).tensors for names, prepare in INT8.prepare.items()
+    }
     found = INT8.function(**given | prepared)
-    torch.testing.assert_close(found, ops.scaled_linear_int8.reference(**given), rtol=1e-5, atol=1e-3)
+    torch.testing.assert_close(
+        found, ops.scaled_linear_int8.reference(**given), rtol=1e-5, atol=1e-3
+    )

@@ -1,4 +1,6 @@
-"""A kernel that a user registered in a file of theirs, whose source can change between two starts."""
+"""A kernel that a user registered in a file of theirs, whose source can change between two
+starts.
+"""
 
 import contextlib
 import importlib.util

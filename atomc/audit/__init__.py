@@ -1,1 +1,3 @@
-"""Compares the kernels of a compiled graph with the original nodes on real inputs: see docs/audit.md."""
+"""Compares the kernels of a compiled graph with the original nodes on real inputs: see
+docs/audit.md.
+"""

@@ -1,4 +1,6 @@
-"""Finds the rewrite that causes a numerical difference, by bisection over the rewrites in the order in which they ran."""
+"""Finds the rewrite that causes a numerical difference, by bisection over the rewrites in the order
+in which they ran.
+"""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -28,9 +30,12 @@ class Blame:
 
 
 def bisect_rewrites(
-    run: Callable[[Sequence[AuditSite]], float], ranked: Sequence[AuditSite], order: Sequence[str], bound: float,
+    run: Callable[[Sequence[AuditSite]], float],
+    ranked: Sequence[AuditSite],
+    order: Sequence[str],
+    bound: float,
     known: Collection[str] = (),
-) -> Blame:  # fmt: skip
+) -> Blame:
     """Find the first rewrite with which the difference exceeds the bound.
 
     run     the difference without these sites; with all sites it exceeds the bound
@@ -38,7 +43,8 @@ def bisect_rewrites(
     order   their rewrites, in the order in which they ran
     known   the names of all passes
 
-    Takes at most log2(len(order)) + 2 runs, the last to check whether the worst site alone is the cause.
+    Takes at most log2(len(order)) + 2 runs, the last to check whether the worst site alone is the
+    cause.
     """
     few, many, runs = 0, len(order), 0  # the first `many` rewrites exceed the bound
     while few < many:
@@ -54,11 +60,17 @@ def bisect_rewrites(
     sites = [site for site in ranked if site.rewrite == rewrite]
     alone = len(sites) == 1 or run(sites[:1]) <= bound
     path = sites[0].module_path if alone else None
-    return Blame(rewrite, path, len(sites), runs + (len(sites) > 1), disabling_option(sites[0], path, known))
+    return Blame(
+        rewrite, path, len(sites), runs + (len(sites) > 1), disabling_option(sites[0], path, known)
+    )
 
 
-def disabling_option(site: AuditSite, path: str | None, known: Collection[str]) -> dict[str, bool | list[str]]:
-    """The value of option `passes` that disables the rewrite of a site, in one module or everywhere; {} if none can."""
+def disabling_option(
+    site: AuditSite, path: str | None, known: Collection[str]
+) -> dict[str, bool | list[str]]:
+    """The value of option `passes` that disables the rewrite of a site, in one module or
+    everywhere; {} if none can.
+    """
     if site.rewrite in REQUIRED:
         return {}
     # An op that is not lifted is recognised again by its own pass.

@@ -1,7 +1,8 @@
 """Runs one call of a lowered graph node by node, and compares its kernels with the original nodes.
 
-Each site runs three times on its inputs in the lowered graph: the selected kernel; the original nodes, or the op's
-reference if these are unknown, in their own dtypes; and the same in fp32, against which the first two are measured.
+Each site runs three times on its inputs in the lowered graph: the selected kernel; the original
+nodes, or the op's reference if these are unknown, in their own dtypes; and the same in fp32,
+against which the first two are measured.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,7 +13,15 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from atomc.audit.error import Error, worst
-from atomc.audit.evaluate import Values, evaluate_graph, evaluate_node, flatten, free_dead, last_uses, upcast
+from atomc.audit.evaluate import (
+    Values,
+    evaluate_graph,
+    evaluate_node,
+    flatten,
+    free_dead,
+    last_uses,
+    upcast,
+)
 from atomc.audit.node_correspondence import NodeCorrespondence
 from atomc.audit.sites import AuditSite, Slice
 from atomc.graph.mutation import mutated
@@ -24,28 +33,37 @@ Progress = Callable[[Iterable[Node]], Iterable[Node]]
 
 
 class SiteErrors:
-    """Errors of one site against fp32: `error` of the kernel, `original` of the original nodes in their own dtypes.
+    """Errors of one site against fp32: `error` of the kernel, `original` of the original nodes in
+    their own dtypes.
 
-    against  "original nodes" or "meaning" (the op's reference), with ", not in fp32" if they do not run in fp32
+    against  "original nodes" or "meaning" (the op's reference), with ", not in fp32" if they do not
+             run in fp32
     """
 
     def __init__(self) -> None:
         self.error, self.original, self.against = Error(), Error(), ""
 
     def add(self, found: Any, own: Any, exact: Any, against: str) -> None:
-        """Add an output of the kernel, of the original nodes in their own dtypes, and in fp32; the worst one is kept."""
+        """Add an output of the kernel, of the original nodes in their own dtypes, and in fp32; the
+        worst one is kept.
+        """
         error, original = worst(flatten(found), flatten(exact)), worst(flatten(own), flatten(exact))
         if not self.against or error.rank > self.error.rank:
             self.error, self.original, self.against = error, original, against
 
 
 class KernelComparison:
-    """Runs the captured and the lowered graph of one compile on the arguments of one call, which are not written."""
+    """Runs the captured and the lowered graph of one compile on the arguments of one call, which
+    are not written.
+    """
 
     def __init__(
-        self, correspondence: NodeCorrespondence, lowered: GraphModule, inputs: Mapping[str, Any],
+        self,
+        correspondence: NodeCorrespondence,
+        lowered: GraphModule,
+        inputs: Mapping[str, Any],
         sites: Sequence[AuditSite],
-    ):  # fmt: skip
+    ):
         self.correspondence, self.lowered, self.inputs = correspondence, lowered, inputs
         self.sites = {site.node: site for site in sites}
         self.fused = {node.name: node for node in correspondence.fused.graph.nodes}
@@ -95,8 +113,10 @@ class KernelComparison:
     def _start(self) -> Values:
         """The arguments, with clones of those that nodes write in place."""
         written = {target.name for node in self.order for target in mutated(node)}
-        return {name: given.clone() if name in written and isinstance(given, Tensor) else given
-                for name, given in self.inputs.items()}  # fmt: skip
+        return {
+            name: given.clone() if name in written and isinstance(given, Tensor) else given
+            for name, given in self.inputs.items()
+        }
 
     def _returned(self, output: Node, known: Values) -> list[Any]:
         return flatten(torch.fx.node.map_arg(output.args[0], lambda n: known[n.name]))
@@ -125,28 +145,45 @@ class KernelComparison:
             exact, against = self._exact(part, known)
             measured.add(known[part.output.name], self._slice(part, known), exact, against)
         if before is not None:
-            self._compare_with_reference(site, fused, before, known, measured, returned=not by_nodes and not written)
+            self._compare_with_reference(
+                site, fused, before, known, measured, returned=not by_nodes and not written
+            )
         return measured
 
     def _copies(self, site: AuditSite, written: Sequence[Node], known: Values) -> Values | None:
-        """The inputs of the op, with clones of those that it writes; None if these are too large."""
+        """The inputs of the op, with clones of those that it writes; None if these are too
+        large.
+        """
         fused = self.fused[site.node.name]
         if sum(known[node.name].nbytes for node in written) > MAX_COPIED_BYTES:
-            self.notes.append(f"{site.op} in {site.module_path} is not compared: its caches are too large to copy")
+            self.notes.append(
+                f"{site.op} in {site.module_path} is not compared: its caches are too large to copy"
+            )
             return None
         read = {node.name: known[node.name] for node in fused.all_input_nodes}
         return read | {node.name: known[node.name].clone() for node in written}
 
     def _compare_with_reference(
-        self, site: AuditSite, fused: Node, before: Values, known: Values, measured: SiteErrors, *, returned: bool
+        self,
+        site: AuditSite,
+        fused: Node,
+        before: Values,
+        known: Values,
+        measured: SiteErrors,
+        *,
+        returned: bool,
     ) -> None:
-        """Compare the tensors that were written, and the result if `returned`, with those of the op's reference."""
+        """Compare the tensors that were written, and the result if `returned`, with those of the
+        op's reference.
+        """
         op = op_of(fused.target)
         assert op is not None
         names = [node.name for node in mutated(fused)]
         made = []
         for exact in (False, True):
-            copies = {name: value.clone() if name in names else value for name, value in before.items()}
+            copies = {
+                name: value.clone() if name in names else value for name, value in before.items()
+            }
             args, kwargs = torch.fx.node.map_arg((fused.args, fused.kwargs), _reader(copies))
             if exact:
                 args, kwargs = _upcast_except(args, kwargs, {id(copies[name]) for name in names})
@@ -168,13 +205,19 @@ class KernelComparison:
         """The result of the original nodes for inputs from the lowered graph."""
         values: dict[Node, Any] = {}
         for captured, node in part.given.items():
-            values[captured] = self.inputs[node.name] if node.op == "placeholder" else known[node.name]
+            values[captured] = (
+                self.inputs[node.name] if node.op == "placeholder" else known[node.name]
+            )
         for node in part.nodes:
-            values[node] = evaluate_node(self.correspondence.captured, node, values.__getitem__, exact=exact)
+            values[node] = evaluate_node(
+                self.correspondence.captured, node, values.__getitem__, exact=exact
+            )
         return values[part.nodes[-1]]
 
     def _evaluate_original(self, site: AuditSite, known: Values) -> None:
-        """Evaluate a site by the op's reference, and its outputs by the original nodes where these are known."""
+        """Evaluate a site by the op's reference, and its outputs by the original nodes where these
+        are known.
+        """
         fused = self.fused[site.node.name]
         op = op_of(fused.target)
         assert op is not None

@@ -14,8 +14,8 @@ LARGEST = torch.finfo(torch.float32).max
 
 @dataclass(frozen=True)
 class Error:
-    """max_abs: the largest difference; relative: max_abs / largest reference value; sqnr: signal to quantization noise
-    ratio in decibels, None if nothing differs."""
+    """max_abs: the largest difference; relative: max_abs / largest reference value; sqnr: signal to
+    quantization noise ratio in decibels, None if nothing differs."""
 
     max_abs: float = 0.0
     relative: float = 0.0
@@ -28,7 +28,9 @@ class Error:
 
 
 def error(found: Any, expected: Any) -> Error:
-    """The error of one value, a tensor or a number; of any other type, it is equal or has the largest error."""
+    """The error of one value, a tensor or a number; of any other type, it is equal or has the
+    largest error.
+    """
     if not (isinstance(found, Tensor | int | float) and isinstance(expected, Tensor | int | float)):
         return Error() if found == expected else Error(LARGEST, LARGEST, -LARGEST)
     a, b = (torch.as_tensor(x).detach() for x in (found, expected))

@@ -24,7 +24,9 @@ def upcast(given: Any) -> Any:
     return torch.float32 if isinstance(given, torch.dtype) and given in NARROW else given
 
 
-def evaluate_node(gm: GraphModule, node: Node, read: Callable[[Node], Any], *, exact: bool = False) -> Any:
+def evaluate_node(
+    gm: GraphModule, node: Node, read: Callable[[Node], Any], *, exact: bool = False
+) -> Any:
     """The result of a node for the input values that `read` gives. exact: in fp32.
 
     An op runs its reference. Tensors that it writes in place are cloned first.
@@ -88,10 +90,16 @@ def flatten(value: Any) -> list[Any]:
 
 def placeholders(gm: GraphModule, args: Iterable[Any]) -> Values:
     """Arguments by the names of the graph's placeholders."""
-    return dict(zip((node.name for node in gm.graph.find_nodes(op="placeholder")), args, strict=True))
+    return dict(
+        zip((node.name for node in gm.graph.find_nodes(op="placeholder")), args, strict=True)
+    )
 
 
 def step_arguments(gm: GraphModule, args: Iterable[Any]) -> dict[StepInput, Any]:
     """The arguments that the runtime takes from a step."""
     nodes = gm.graph.find_nodes(op="placeholder")
-    return {given: arg for node, arg in zip(nodes, args, strict=True) if (given := step_input(node)) is not None}
+    return {
+        given: arg
+        for node, arg in zip(nodes, args, strict=True)
+        if (given := step_input(node)) is not None
+    }

@@ -26,7 +26,9 @@ class NodeCorrespondence:
     def __init__(self, gm: GraphModule):
         self.captured = self.fused = copy_graph(gm)
         self._replaced_by: dict[str, str] = {}
-        self._absorbed: list[tuple[str, frozenset[str]]] = []  # (rewrite, origins) of each erased node
+        self._absorbed: list[
+            tuple[str, frozenset[str]]
+        ] = []  # (rewrite, origins) of each erased node
         self._gm = gm
         gm._register_replace_node_hook(self._replaced)
         gm._register_erase_node_hook(self._erased)
@@ -45,7 +47,9 @@ class NodeCorrespondence:
         self.fused = copy_graph(self._gm)
 
     def rewrites_of(self, node: Node) -> list[str]:
-        """The rewrites that produced a node and the nodes that it absorbed; that of the node itself last."""
+        """The rewrites that produced a node and the nodes that it absorbed; that of the node itself
+        last.
+        """
         origins = node.meta.get("origins", frozenset())
         found = {name: None for name, made_of in self._absorbed if made_of and made_of <= origins}
         last = node.meta.get("site", ("", ""))[0]
@@ -73,7 +77,9 @@ class NodeCorrespondence:
 
 
 def _comparable(node: Node, other: Node) -> bool:
-    """Whether the two can have the same value. An input that is written in place does not keep the captured one's value."""
+    """Whether the two can have the same value. An input that is written in place does not keep the
+    captured one's value.
+    """
     if (node.op == "placeholder") != (other.op == "placeholder"):
         return False
     a, b = value(node), value(other)

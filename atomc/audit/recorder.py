@@ -1,7 +1,8 @@
 """Records a compile, and audits or records the first call of the compiled function.
 
-`options={"audit": True}`: the first call is audited, its result is unchanged; the findings are stored in `report.audit` and
-logged once. `options={"dump": DIR, "record": True}`: its inputs and outputs are stored in the folder of the dump.
+`options={"audit": True}`: the first call is audited, its result is unchanged; the findings are
+stored in `report.audit` and logged once. `options={"dump": DIR, "record": True}`: its inputs and
+outputs are stored in the folder of the dump.
 """
 
 import logging
@@ -39,7 +40,9 @@ BOUND_FACTOR = 2.0
 
 
 class Recorder:
-    """Records one compile from the captured graph on, and wraps the function of each range of token counts."""
+    """Records one compile from the captured graph on, and wraps the function of each range of token
+    counts.
+    """
 
     def __init__(self, gm: GraphModule, options: Options, report: Report, dumper: Dumper):
         self.options, self.report, self.dumper = options, report, dumper
@@ -59,16 +62,30 @@ class Recorder:
                 return function.call(*args)
             with self._lock:
                 first, self._done = not self._done, True
-            return self._run_first_call(lowered, function.call, args) if first else function.call(*args)
+            return (
+                self._run_first_call(lowered, function.call, args)
+                if first
+                else function.call(*args)
+            )
 
         return replace(function, call=call)
 
-    def _run_first_call(self, lowered: GraphModule, call: Callable[..., Any], args: Sequence[Any]) -> Any:
-        audit = self._try("audit", lambda: self._audit(lowered, args)) if self.correspondence is not None else None
-        given = [x.clone() if isinstance(x, Tensor) else x for x in args] if self.options.record else []
+    def _run_first_call(
+        self, lowered: GraphModule, call: Callable[..., Any], args: Sequence[Any]
+    ) -> Any:
+        audit = (
+            self._try("audit", lambda: self._audit(lowered, args))
+            if self.correspondence is not None
+            else None
+        )
+        given = (
+            [x.clone() if isinstance(x, Tensor) else x for x in args] if self.options.record else []
+        )
         out = call(*args)
         if self.options.record:
-            self._try("record", lambda: self.dumper.record(placeholders(lowered, given), flatten(out)))
+            self._try(
+                "record", lambda: self.dumper.record(placeholders(lowered, given), flatten(out))
+            )
         if audit is not None:
             self._try("audit", lambda: audit.end(flatten(out)))
         return out
@@ -94,9 +111,13 @@ class Audit:
     """The audit of one call: it runs before the call, and `end` compares what the call returned."""
 
     def __init__(
-        self, correspondence: NodeCorrespondence, lowered: GraphModule, args: Sequence[Any], report: Report,
+        self,
+        correspondence: NodeCorrespondence,
+        lowered: GraphModule,
+        args: Sequence[Any],
+        report: Report,
         bound: float | None,
-    ):  # fmt: skip
+    ):
         self.report, self.given_bound = report, bound
         start = time.perf_counter()
         inputs = placeholders(lowered, args)
@@ -107,19 +128,26 @@ class Audit:
         self.ranked = sorted(sites, key=lambda site: -self.measured[site.node].error.rank)
         self.order = rewrite_order(sites, list(report.requires))
         self.exact = self.comparison.captured(exact=True) if self.whole else []
-        self.original = worst(self.comparison.captured(exact=False), self.exact).relative if self.whole else 0.0
+        self.original = (
+            worst(self.comparison.captured(exact=False), self.exact).relative if self.whole else 0.0
+        )
         self.seconds = time.perf_counter() - start
 
     def end(self, outputs: Sequence[Any]) -> None:
         """Store the findings in the report, and log them."""
         start = time.perf_counter()
-        sites = [_site_row(site, self.measured[site.node], self.report.requires) for site in self.ranked]
+        sites = [
+            _site_row(site, self.measured[site.node], self.report.requires) for site in self.ranked
+        ]
         found: dict[str, Any] = {"sites": sites, "notes": self.comparison.notes}
         if self.whole:
             found |= self._whole(outputs)
         else:
-            found["notes"].append("the outputs of the graph are not compared: the step has several sequences, or one that "
-                                  "began in an earlier call; attention is compared with its reference")  # fmt: skip
+            found["notes"].append(
+                "the outputs of the graph are not compared: the step has several sequences, or "
+                "one that "
+                "began in an earlier call; attention is compared with its reference"
+            )
         self.report.audit = {**found, "seconds": self.seconds + time.perf_counter() - start}
         self._log()
 
@@ -127,8 +155,14 @@ class Audit:
         """The errors of the outputs against fp32, and their cause if they exceed the bound."""
         compiled, kernels = worst(outputs, self.exact), worst(self.kernels, self.exact)
         bound = self.given_bound or max(MIN_BOUND, BOUND_FACTOR * self.original)
-        found: dict[str, Any] = {"outputs": {"compiled": compiled.relative, "kernels": kernels.relative,
-                                             "original": self.original, "bound": bound}}  # fmt: skip
+        found: dict[str, Any] = {
+            "outputs": {
+                "compiled": compiled.relative,
+                "kernels": kernels.relative,
+                "original": self.original,
+                "bound": bound,
+            }
+        }
         if kernels.relative > bound:
             found["blame"] = asdict(self._blame(bound))
         elif compiled.relative > bound:
@@ -143,17 +177,28 @@ class Audit:
 
     def _log(self) -> None:
         beyond = "blame" in self.report.audit
-        (log.warning if beyond else log.info)("atomc audit of %s: %s", self.report.model, headline(self.report.audit))
+        (log.warning if beyond else log.info)(
+            "atomc audit of %s: %s", self.report.model, headline(self.report.audit)
+        )
 
 
 def _site_row(site: AuditSite, measured: SiteErrors, known: Collection[str]) -> dict[str, Any]:
-    """A site with the errors of its kernel and of the original nodes against fp32, as plain data."""
+    """A site with the errors of its kernel and of the original nodes against fp32, as plain
+    data.
+    """
     return {
-        "rewrite": site.rewrite, "rewrites": list(site.rewrites), "op": site.op, "kernel": site.kernel,
-        "module_path": site.module_path, "layer": site.layer, "source": site.source, "against": measured.against,
-        **asdict(measured.error), "original": asdict(measured.original),
+        "rewrite": site.rewrite,
+        "rewrites": list(site.rewrites),
+        "op": site.op,
+        "kernel": site.kernel,
+        "module_path": site.module_path,
+        "layer": site.layer,
+        "source": site.source,
+        "against": measured.against,
+        **asdict(measured.error),
+        "original": asdict(measured.original),
         "passes": disabling_option(site, site.module_path, known),
-    }  # fmt: skip
+    }
 
 
 def _progress_bar(nodes: Iterable[Node]) -> Iterable[Node]:
@@ -163,17 +208,24 @@ def _progress_bar(nodes: Iterable[Node]) -> Iterable[Node]:
 
 def _in_capture(args: Sequence[Any]) -> bool:
     """Whether a CUDA graph is being captured, during which tensors cannot be read."""
-    return any(isinstance(x, Tensor) and x.is_cuda for x in args) and torch.cuda.is_current_stream_capturing()
+    return (
+        any(isinstance(x, Tensor) and x.is_cuda for x in args)
+        and torch.cuda.is_current_stream_capturing()
+    )
 
 
 def _only_padding(lowered: GraphModule, args: Sequence[Any]) -> bool:
-    """Whether it is a step without tokens, which the runtime uses to measure the memory of a step."""
+    """Whether it is a step without tokens, which the runtime uses to measure the memory of a
+    step.
+    """
     slots = [x for given, x in step_arguments(lowered, args).items() if given.field == "slots"]
     return bool(slots) and all(bool((x < 0).all()) for x in slots)
 
 
 def _from_start(lowered: GraphModule, args: Sequence[Any]) -> bool:
-    """Whether attention reads only rows of this call: no runtime, or one sequence from its first token on."""
+    """Whether attention reads only rows of this call: no runtime, or one sequence from its first
+    token on.
+    """
     step = step_arguments(lowered, args)
     lengths, starts = step.get(StepInput("seq_lens")), step.get(StepInput("query_start"))
     if lengths is None or starts is None:

@@ -1,7 +1,7 @@
 """The sites of an audit: ops of a lowered graph, each with the original nodes that it replaces.
 
-The outputs of a site correspond to captured nodes. The original nodes of an output, its slice, are the captured nodes
-between it and the nearest values that the lowered graph also computes.
+The outputs of a site correspond to captured nodes. The original nodes of an output, its slice, are
+the captured nodes between it and the nearest values that the lowered graph also computes.
 """
 
 import operator
@@ -40,7 +40,8 @@ class AuditSite:
     rewrites  the rewrites whose results it absorbed, then its own
     slices    one for each of its outputs that corresponds to a captured node
     whole     whether these are all of its outputs
-    cached    whether it reads a cache, whose content is the responsibility of the site that wrote it
+    cached    whether it reads a cache, whose content is the responsibility of the site that wrote
+              it
     between   the nodes from it to these outputs
     """
 
@@ -58,10 +59,13 @@ class AuditSite:
     between: tuple[Node, ...]
 
 
-def audit_sites(lowered: GraphModule, correspondence: NodeCorrespondence, *, from_start: bool = True) -> list[AuditSite]:
+def audit_sites(
+    lowered: GraphModule, correspondence: NodeCorrespondence, *, from_start: bool = True
+) -> list[AuditSite]:
     """All sites, in the order of the graph.
 
-    from_start  False if attention reads rows that were cached before this call, which the graph does not contain
+    from_start  False if attention reads rows that were cached before this call, which the graph
+                does not contain
     """
     found = correspondence.counterparts(lowered.graph)
     captured_of: dict[Node, Node] = {}
@@ -76,18 +80,35 @@ def audit_sites(lowered: GraphModule, correspondence: NodeCorrespondence, *, fro
         outputs, between, whole = _outputs(node, captured_of)
         before = {a: b for a, b in found.items() if position[b] < position[node]}
         slices = [_slice(captured_of[output], output, before, captured_order) for output in outputs]
-        cached = _reads_cache(node) and any(_attends_to_cache(n) for part in slices for n in part.nodes)
+        cached = _reads_cache(node) and any(
+            _attends_to_cache(n) for part in slices for n in part.nodes
+        )
         if cached and not from_start:
             slices = []
         rewrite, path = node.meta.get("site", ("lift", module_path(node)))
-        sites.append(AuditSite(node, node.meta["op"], node.meta.get("kernel", "inline"), rewrite,
-                               tuple(correspondence.rewrites_of(node)), path, layer_of(path), source_line(node),
-                               tuple(slices), whole, cached, tuple(between)))  # fmt: skip
+        sites.append(
+            AuditSite(
+                node,
+                node.meta["op"],
+                node.meta.get("kernel", "inline"),
+                rewrite,
+                tuple(correspondence.rewrites_of(node)),
+                path,
+                layer_of(path),
+                source_line(node),
+                tuple(slices),
+                whole,
+                cached,
+                tuple(between),
+            )
+        )
     return sites
 
 
 def _outputs(node: Node, captured_of: dict[Node, Node]) -> tuple[list[Node], list[Node], bool]:
-    """(outputs of a site that correspond to captured nodes, the nodes between, whether these are all of its outputs)."""
+    """(outputs of a site that correspond to captured nodes, the nodes between, whether these are
+    all of its outputs).
+    """
     outputs, between, waiting, whole = [], [], [node], bool(node.users)
     for here in waiting:
         if here in captured_of:
@@ -102,7 +123,9 @@ def _outputs(node: Node, captured_of: dict[Node, Node]) -> tuple[list[Node], lis
 
 
 def _accesses_value(reader: Node, source: Node) -> bool:
-    return reader.target is operator.getitem or (call(reader).op in _VALUE_ACCESS and reader.all_input_nodes == [source])
+    return reader.target is operator.getitem or (
+        call(reader).op in _VALUE_ACCESS and reader.all_input_nodes == [source]
+    )
 
 
 def _slice(root: Node, output: Node, before: dict[Node, Node], order: dict[Node, int]) -> Slice:

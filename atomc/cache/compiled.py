@@ -1,6 +1,8 @@
-"""A compiled graph at run time: its callable, the arguments appended to each call, and the choice of a token range.
+"""A compiled graph at run time: its callable, the arguments appended to each call, and the choice
+of a token range.
 
-This module neither traces nor compiles: a start that finds everything in the cache imports nothing that does.
+This module neither traces nor compiles: a start that finds everything in the cache imports nothing
+that does.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +21,8 @@ from atomc.weights.inputs import PreparedInput, WeightInputs
 
 @dataclass
 class Compiled:
-    """One graph after all stages. `call` takes the graph's inputs, then `packed`, then the state inputs, then `extras`.
+    """One graph after all stages. `call` takes the graph's inputs, then `packed`, then the state
+    inputs, then `extras`.
 
     inputs   the names of all of these except the extras
     packed   name -> the names of the parameters that the caller packs
@@ -47,7 +50,8 @@ class Dispatch:
     """How the number of tokens of a call is computed from its arguments.
 
     starts  the first number of tokens of each range
-    where   per symbol: the number of an argument and the dimension whose size it is; None for the argument itself
+    where   per symbol: the number of an argument and the dimension whose size it is; None for the
+            argument itself
     count   the number of tokens, as a Python expression of the symbols
     """
 
@@ -61,7 +65,9 @@ class Dispatch:
         count = eval(f"lambda {', '.join(self.symbols)}: {self.count}", {"__builtins__": {}})
 
         def call(*args: Any) -> Any:
-            number = count(*[args[i] if dim is None else args[i].shape[dim] for i, dim in self.where])
+            number = count(
+                *[args[i] if dim is None else args[i].shape[dim] for i, dim in self.where]
+            )
             chosen = max((k for k, start in enumerate(self.starts) if start <= number), default=0)
             return callables[chosen](*args)
 
@@ -69,22 +75,33 @@ class Dispatch:
 
 
 def serialize_compiled(
-    compiled: Compiled, functions: Sequence[Plain], extras_of: Sequence[tuple[int, int, int]], chosen_by: Dispatch | None,
+    compiled: Compiled,
+    functions: Sequence[Plain],
+    extras_of: Sequence[tuple[int, int, int]],
+    chosen_by: Dispatch | None,
     device: str | None,
-) -> Plain:  # fmt: skip
-    """Plain data of a compiled graph: of its functions, one per range, and of what `combine_ranges` takes.
+) -> Plain:
+    """Plain data of a compiled graph: of its functions, one per range, and of what `combine_ranges`
+    takes.
 
     Raises Uncacheable if a function of an extra cannot be found again by name.
     """
     return {
-        "inputs": compiled.inputs, "packed": compiled.packed, "syncing": compiled.syncing, "read": compiled.read,
+        "inputs": compiled.inputs,
+        "packed": compiled.packed,
+        "syncing": compiled.syncing,
+        "read": compiled.read,
         "state": [spec.to_plain() for spec in compiled.state],
         "step_inputs": {name: asdict(given) for name, given in compiled.step_inputs.items()},
         "state_inputs": {name: asdict(given) for name, given in compiled.state_inputs.items()},
-        "extras": [{**vars(extra), "function": reference(extra.function)} for extra in compiled.extras],
-        "functions": functions, "extras_of": extras_of, "device": device,
+        "extras": [
+            {**vars(extra), "function": reference(extra.function)} for extra in compiled.extras
+        ],
+        "functions": functions,
+        "extras_of": extras_of,
+        "device": device,
         "dispatch": asdict(chosen_by) if chosen_by else None,
-    }  # fmt: skip
+    }
 
 
 def deserialize_compiled(plain: Plain) -> Compiled:
@@ -96,30 +113,47 @@ def deserialize_compiled(plain: Plain) -> Compiled:
         return combine_ranges(parts, plain["extras_of"], chosen_by, plain["device"])
 
     call = profiled(made(named=False), lambda: made(named=True))
-    extras = [Extra(**{**extra, "function": resolve(extra["function"])}) for extra in plain["extras"]]
+    extras = [
+        Extra(**{**extra, "function": resolve(extra["function"])}) for extra in plain["extras"]
+    ]
     state = [StateSpec.of_plain(spec) for spec in plain["state"]]
     step_inputs = {name: StepInput(**given) for name, given in plain["step_inputs"].items()}
     state_inputs = {name: StateInput(**given) for name, given in plain["state_inputs"].items()}
-    return Compiled(call, plain["inputs"], plain["packed"], step_inputs, state_inputs, state, extras, plain["syncing"],
-                    plain["read"])  # fmt: skip
+    return Compiled(
+        call,
+        plain["inputs"],
+        plain["packed"],
+        step_inputs,
+        state_inputs,
+        state,
+        extras,
+        plain["syncing"],
+        plain["read"],
+    )
 
 
 def combine_ranges(
-    calls: Sequence[Callable[..., Any]], extras_of: Sequence[tuple[int, int, int]], chosen_by: Dispatch | None,
+    calls: Sequence[Callable[..., Any]],
+    extras_of: Sequence[tuple[int, int, int]],
+    chosen_by: Dispatch | None,
     device: str | None,
-) -> Callable[..., Any]:  # fmt: skip
+) -> Callable[..., Any]:
     """One callable of the callables for each range, run on the device.
 
     extras_of  per range: (number of inputs, number of the first extra, number of extras)
     """
     if chosen_by is not None:
-        calls = [_with_own_extras(call, *where) for call, where in zip(calls, extras_of, strict=True)]
+        calls = [
+            _with_own_extras(call, *where) for call, where in zip(calls, extras_of, strict=True)
+        ]
     call = chosen_by.select_from(calls) if chosen_by is not None else calls[0]
     return _on_device(device, call)
 
 
 def _on_device(device: str | None, call: Callable[..., Any]) -> Callable[..., Any]:
-    """Make the GPU of the graph's tensors the current one, because Triton launches on the current GPU."""
+    """Make the GPU of the graph's tensors the current one, because Triton launches on the current
+    GPU.
+    """
     if device is None or torch.cuda.device_count() < 2:
         return call
 
@@ -130,15 +164,19 @@ def _on_device(device: str | None, call: Callable[..., Any]) -> Callable[..., An
     return guarded
 
 
-def _with_own_extras(call: Callable[..., Any], inputs: int, start: int, count: int) -> Callable[..., Any]:
+def _with_own_extras(
+    call: Callable[..., Any], inputs: int, start: int, count: int
+) -> Callable[..., Any]:
     """Pass only the extras of its own range to a callable."""
-    return lambda *args: call(*args[:inputs], *args[inputs + start:inputs + start + count])
+    return lambda *args: call(*args[:inputs], *args[inputs + start : inputs + start + count])
 
 
 def with_weights(
     compiled: Compiled, weights: WeightInputs, example_inputs: Sequence[Any], notes: list[str]
 ) -> Callable[..., Any]:
-    """Append the packed and prepared weights to each call, refreshed if the user changed a weight since the last call."""
+    """Append the packed and prepared weights to each call, refreshed if the user changed a weight
+    since the last call.
+    """
     plans = [extra for extra in compiled.extras if extra.kind != "prepared"]
     if plans:
         raise ValueError(f"a kernel needs a {plans[0].kind}, which exists only in the runtime")
@@ -159,5 +197,7 @@ def weight_inputs(compiled: Compiled, notes: list[str]) -> WeightInputs:
         names = [name for name in extra.weights if name is not None]
         parts = tuple(number[part] for name in names for part in compiled.packed.get(name, (name,)))
         wanted.append(PreparedInput(given, parts, extra.function))
-    groups = {number[name]: [number[part] for part in parts] for name, parts in compiled.packed.items()}
+    groups = {
+        number[name]: [number[part] for part in parts] for name, parts in compiled.packed.items()
+    }
     return WeightInputs(groups, wanted, {number[name] for name in compiled.read}, notes)

@@ -1,7 +1,9 @@
-"""Cache key inputs other than the program, as named parts: compiles with equal parts give equal results.
+"""Cache key inputs other than the program, as named parts: compiles with equal parts give equal
+results.
 
-The parts are options, versions, the machine, settings of torch and its compilers, and the source of every kernel, op and
-pass. The program is a graph from Dynamo (atomc.cache.graph_fingerprint) or a model (atomc.cache.model_fingerprint).
+The parts are options, versions, the machine, settings of torch and its compilers, and the source of
+every kernel, op and pass. The program is a graph from Dynamo (atomc.cache.graph_fingerprint) or a
+model (atomc.cache.model_fingerprint).
 """
 
 import dataclasses
@@ -23,7 +25,12 @@ from atomc.ops.op import REGISTRY
 from atomc.options import Options
 from atomc.platform import Platform
 from atomc.rewriting.registered import REGISTERED
-from atomc.torch_compat.core import autocast_is_on, changed_settings, compiler_variables, outside_of_tracing
+from atomc.torch_compat.core import (
+    autocast_is_on,
+    changed_settings,
+    compiler_variables,
+    outside_of_tracing,
+)
 from atomc.weights import packed, prepared
 
 if TYPE_CHECKING:
@@ -34,15 +41,38 @@ Parts = dict[str, str]
 KERNEL_SOURCE, OUR_KERNELS = "source of kernel", "source of atomc/kernels/"
 
 # These change reports and files, but not the compiled code.
-_REPORTING_OPTIONS = ("strict", "disable", "dump", "report", "expect", "expect_mode", "cache", "cache_dir", "cache_size")
+_REPORTING_OPTIONS = (
+    "strict",
+    "disable",
+    "dump",
+    "report",
+    "expect",
+    "expect_mode",
+    "cache",
+    "cache_dir",
+    "cache_size",
+)
 # Folders and files of the package that do not influence what is compiled.
-_NOT_COMPILING = ("runtime", "models", "planning", "demo", "report/render", "cli", "kernels",
-                  "__main__.py", "__init__.py", "compiler/explain.py", "report/contract.py")  # fmt: skip
+_NOT_COMPILING = (
+    "runtime",
+    "models",
+    "planning",
+    "demo",
+    "report/render",
+    "cli",
+    "kernels",
+    "__main__.py",
+    "__init__.py",
+    "compiler/explain.py",
+    "report/contract.py",
+)
 PLAIN_TENSORS = (Tensor, nn.Parameter, nn.Buffer)
 
 
 def environment_parts(options: Options, platform: Platform) -> Parts:
-    """The parts that are equal for every program. Raises Uncacheable if a kernel or pass cannot be identified."""
+    """The parts that are equal for every program. Raises Uncacheable if a kernel or pass cannot be
+    identified.
+    """
     if autocast_is_on():
         raise Uncacheable("autocast is on")
     parts = {f"option {name}": repr(value) for name, value in _options(options)}
@@ -66,15 +96,22 @@ def _options(options: Options) -> Iterator[tuple[str, Any]]:
 def _machine(platform: Platform) -> Iterator[tuple[str, str]]:
     for name, value in vars(platform).items():
         if name == "memory":
-            yield name, f"{value >> 30} GiB"  # the part reserved by the system differs from start to start
+            yield (
+                name,
+                f"{value >> 30} GiB",
+            )  # the part reserved by the system differs from start to start
         else:
             yield name, " ".join(sorted(value)) if isinstance(value, frozenset) else str(value)
 
 
 @functools.cache
 def _versions() -> dict[str, str]:
-    found = {"torch": f"{torch.__version__} ({torch.version.git_version})", "Python": sys.version.split(" ")[0],
-             "CUDA": str(torch.version.cuda), "ROCm": str(torch.version.hip)}  # fmt: skip
+    found = {
+        "torch": f"{torch.__version__} ({torch.version.git_version})",
+        "Python": sys.version.split(" ")[0],
+        "CUDA": str(torch.version.cuda),
+        "ROCm": str(torch.version.hip),
+    }
     for name in ("atomc", "triton", "amd-aiter", "zentorch"):
         try:
             found[name] = importlib.metadata.version(name)
@@ -89,14 +126,22 @@ def _settings() -> dict[str, str]:
         "threads": str(torch.get_num_threads()),
         "default dtype": str(torch.get_default_dtype()),
         "matmul precision": torch.get_float32_matmul_precision(),
-        "fp16 and bf16 reductions": repr([getattr(torch.backends.cuda.matmul, name) for name in (
-            "allow_tf32", "allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")]),
+        "fp16 and bf16 reductions": repr(
+            [
+                getattr(torch.backends.cuda.matmul, name)
+                for name in (
+                    "allow_tf32",
+                    "allow_fp16_reduced_precision_reduction",
+                    "allow_bf16_reduced_precision_reduction",
+                )
+            ]
+        ),
         "deterministic algorithms": str(torch.are_deterministic_algorithms_enabled()),
         "inference mode": str(torch.is_inference_mode_enabled()),
         "CPU capability": torch.backends.cpu.get_cpu_capability(),
         "Inductor's configuration": ", ".join(changed_settings("torch._inductor.config")),
         "variables of torch's compilers": ", ".join(compiler_variables()),
-    }  # fmt: skip
+    }
 
 
 def _sources(options: Options) -> Parts:
@@ -109,7 +154,9 @@ def _sources(options: Options) -> Parts:
             if kernel.provider == kernels.INVARIANT and not invariant:
                 continue  # loaded for another program
             name = f"{KERNEL_SOURCE} {kernel.provider} {op.name}"
-            parts[name] = digest(parts.get(name, "") + kernel.function.__qualname__ + source_of(kernel.function))
+            parts[name] = digest(
+                parts.get(name, "") + kernel.function.__qualname__ + source_of(kernel.function)
+            )
     for i, (added, before) in enumerate(REGISTERED):
         sources = "".join(map(source_of, _functions(added)))
         parts[f"source of pass {added.name}"] = f"{sources}, the {i}th, before {before}"
@@ -117,7 +164,9 @@ def _sources(options: Options) -> Parts:
 
 
 def sources_in(place: str) -> Parts:
-    """A digest per file of a folder of the package, or of one file; "": all that influence compilation except kernels."""
+    """A digest per file of a folder of the package, or of one file; "": all that influence
+    compilation except kernels.
+    """
     files = [place] if place.endswith(".py") else _package_files(place)
     return {f"source of atomc/{path}": file_digest(PACKAGE / path) for path in files}
 
@@ -132,7 +181,9 @@ def _functions(added: "Pass") -> list[Callable[..., Any]]:
 
 @functools.cache
 def _package_files(folder: str) -> tuple[str, ...]:
-    """The files below a folder of the package; "": all that influence compilation except kernels."""
+    """The files below a folder of the package; "": all that influence compilation except
+    kernels.
+    """
     found = []
     waiting = [PACKAGE / folder]
     while waiting:
@@ -151,11 +202,18 @@ def source_of(function: Callable[..., Any]) -> str:
     """A digest of the file that defines a function. Raises Uncacheable for a closure."""
     function = inspect.unwrap(function)
     if "<locals>" in function.__qualname__ and getattr(function, "__closure__", None):
-        raise Uncacheable(f"{function.__qualname__} is a closure: it depends on variables of the enclosing function")
+        raise Uncacheable(
+            f"{function.__qualname__} is a closure: it depends on variables of the enclosing "
+            "function"
+        )
     code = getattr(function, "__code__", None)
     if code is None:
         return function.__module__ or ""
-    return file_digest(Path(code.co_filename)) if Path(code.co_filename).is_file() else digest(code.co_code)
+    return (
+        file_digest(Path(code.co_filename))
+        if Path(code.co_filename).is_file()
+        else digest(code.co_code)
+    )
 
 
 def file_digest(path: Path) -> str:
@@ -180,7 +238,9 @@ def tensor_layout(tensor: Tensor) -> str:
 
 
 def input_kind(item: Any) -> str:
-    """Properties of a real input that compilation reads: its type, and why it cannot be prepared or packed."""
+    """Properties of a real input that compilation reads: its type, and why it cannot be prepared or
+    packed.
+    """
     kind = type(item).__name__
     if not isinstance(item, Tensor):
         return kind
@@ -193,4 +253,6 @@ def input_kind(item: Any) -> str:
         refused = {"no copy": prepared.unpreparable(item), "no pack": packed.unpackable(item)}
     else:
         refused = {"made in inference mode": item.is_inference() or None}
-    return ", ".join([kind, *(f"{what}: {why}" for what, why in refused.items() if why is not None)])
+    return ", ".join(
+        [kind, *(f"{what}: {why}" for what, why in refused.items() if why is not None)]
+    )

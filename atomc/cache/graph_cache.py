@@ -23,28 +23,45 @@ class GraphCache:
     """
 
     def __init__(
-        self, gm: GraphModule, example_inputs: Sequence[Any], context: Context, report: Report, floats: dict[int, float]
+        self,
+        gm: GraphModule,
+        example_inputs: Sequence[Any],
+        context: Context,
+        report: Report,
+        floats: dict[int, float],
     ):
         self.report, self.options = report, context.options
         self.mode = fake_mode_of(gm.graph)
-        self.sizes = [node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder")]
+        self.sizes = [
+            node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder")
+        ]
         self.lookup: CacheLookup | None = None
         self.entry: Plain | None = None
         if report.treated:
             if not report.cached.kind:
                 report.cached = CacheOutcome("off")
             return
-        self.lookup = CacheLookup(context.options, lambda: parts_of(
-            gm, example_inputs, context.options, context.platform, floats, paged=context.paged))  # fmt: skip
+        self.lookup = CacheLookup(
+            context.options,
+            lambda: parts_of(
+                gm, example_inputs, context.options, context.platform, floats, paged=context.paged
+            ),
+        )
         report.cached = self.lookup.outcome
 
     @property
     def key(self) -> str | None:
         """The key of this graph; None if the cache was not used."""
-        return self.lookup.entry.key if self.lookup is not None and self.lookup.entry is not None else None
+        return (
+            self.lookup.entry.key
+            if self.lookup is not None and self.lookup.entry is not None
+            else None
+        )
 
     def load(self) -> tuple[Compiled, Sequence[int]] | None:
-        """(the compiled graph, the numbers of the inputs that it writes) from the cache; None on a miss."""
+        """(the compiled graph, the numbers of the inputs that it writes) from the cache; None on a
+        miss.
+        """
         if self.lookup is None:
             return None
         found = self.lookup.load(self.report, self._mismatch)
@@ -61,7 +78,9 @@ class GraphCache:
         return None if fits else "compiled under other size guards"
 
     def store(self, compiled: Compiled, written: Sequence[int], around: str | None) -> None:
-        """Write the compiled graph to the cache. around: work outside of it in each call, which an entry cannot hold."""
+        """Write the compiled graph to the cache. around: work outside of it in each call, which an
+        entry cannot hold.
+        """
         plain = compiled.plain
         if self.lookup is None or self.lookup.entry is None or plain is None:
             return
@@ -70,8 +89,12 @@ class GraphCache:
         def data() -> Plain:
             if around or crowded or self.report.bugs:
                 raise Uncacheable(around or crowded or self.report.bugs[0])
-            return {"written": list(written), "report": plain_report(self.report),
-                    "guards": guards_of(self.mode, self.sizes), "compiled": plain()}  # fmt: skip
+            return {
+                "written": list(written),
+                "report": plain_report(self.report),
+                "guards": guards_of(self.mode, self.sizes),
+                "compiled": plain(),
+            }
 
         self.entry = self.lookup.store(data)
         self.report.cached = self.lookup.outcome

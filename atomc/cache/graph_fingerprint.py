@@ -1,4 +1,5 @@
-"""The cache key of a graph from Dynamo, as named parts: the graph, its inputs, and the parts equal for every program.
+"""The cache key of a graph from Dynamo, as named parts: the graph, its inputs, and the parts equal
+for every program.
 
 Values of weights are not included: compiled code reads them at each call.
 """
@@ -31,21 +32,33 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 def parts_of(
-    gm: GraphModule, example_inputs: Sequence[Any], options: Options, platform: Platform, floats: dict[int, float], *,
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    options: Options,
+    platform: Platform,
+    floats: dict[int, float],
+    *,
     paged: bool,
-) -> Parts:  # fmt: skip
-    """The parts for one graph from Dynamo. Raises Uncacheable if an object in it cannot be identified."""
+) -> Parts:
+    """The parts for one graph from Dynamo. Raises Uncacheable if an object in it cannot be
+    identified.
+    """
     lines: list[str] = []
     places: list[str] = []
     _describe(gm, lines, places)
-    parts = {"kind of program": "runtime" if paged else "torch.compile", **environment_parts(options, platform)}
+    parts = {
+        "kind of program": "runtime" if paged else "torch.compile",
+        **environment_parts(options, platform),
+    }
     placeholders = gm.graph.find_nodes(op="placeholder")
     first: dict[int, int] = {}
     for i, each in enumerate(example_inputs):
         first.setdefault(id(each), i)
     for i, (node, each) in enumerate(zip(placeholders, example_inputs, strict=True)):
         fake = _value(node.meta.get("example_value"))
-        parts[f"input {i}"] = f"{source_name(node)}: {fake}, first {first[id(each)]}, {input_kind(each)}"
+        parts[f"input {i}"] = (
+            f"{source_name(node)}: {fake}, first {first[id(each)]}, {input_kind(each)}"
+        )
     parts["sizes"] = "; ".join(size_facts(gm.graph))
     parts["floats"] = repr(sorted(floats.items()))
     parts["graph"] = digest("\n".join(lines))
@@ -54,13 +67,18 @@ def parts_of(
 
 
 def _describe(gm: GraphModule, lines: list[str], places: list[str]) -> None:
-    """Append a line per node of the graph and its subgraphs, and each node's line in the user's program."""
+    """Append a line per node of the graph and its subgraphs, and each node's line in the user's
+    program.
+    """
     for node in gm.graph.nodes:
         if node.op == "get_attr":
             lines.append(f"{node.name} = {_attribute(gm, node, lines, places)}")
         elif node.op != "placeholder":
             target = _target(node.target)
-            lines.append(f"{node.name} = {node.op} {target} {_spell(node.args)} {_spell(node.kwargs)} {module_path(node)}")
+            lines.append(
+                f"{node.name} = {node.op} {target} {_spell(node.args)} {_spell(node.kwargs)} "
+                f"{module_path(node)}"
+            )
             places.append(source_line(node))
         else:
             lines.append(f"{node.name} = input")
@@ -83,7 +101,13 @@ def _target(target: Any) -> str:
     if isinstance(target, str) or type(target).__module__ == "torch._ops":
         return str(target)
     name = f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', None) or target.__name__}"
-    known = (target.__module__ or "torch").partition(".")[0] in ("torch", "_operator", "builtins", "math", "einops")
+    known = (target.__module__ or "torch").partition(".")[0] in (
+        "torch",
+        "_operator",
+        "builtins",
+        "math",
+        "einops",
+    )
     return name if known else f"{name} {source_of(target)}"
 
 
@@ -104,7 +128,9 @@ def _spell(item: Any) -> str:
             return str(item)
     text = repr(item)
     if _ADDRESS.search(text):
-        raise Uncacheable(f"a {type(item).__name__} in the graph cannot be compared between processes")
+        raise Uncacheable(
+            f"a {type(item).__name__} in the graph cannot be compared between processes"
+        )
     return f"{type(item).__name__} {text}"
 
 

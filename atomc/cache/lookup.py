@@ -37,7 +37,9 @@ class CacheLookup:
         except Uncacheable as error:
             self.outcome = CacheOutcome("off", str(error))
 
-    def load(self, report: Report, mismatch: Callable[[Plain], str | None]) -> tuple[Compiled, Plain] | None:
+    def load(
+        self, report: Report, mismatch: Callable[[Plain], str | None]
+    ) -> tuple[Compiled, Plain] | None:
         """(the compiled program, its whole entry) from the cache; None on a miss.
 
         report    receives the stored report
@@ -50,7 +52,9 @@ class CacheLookup:
             return self._read(self.entry, report, mismatch)
         except OSError as error:
             self.entry, self.outcome = None, CacheOutcome("off", str(error))
-        except Exception as error:  # a damaged entry can raise anything; the program is compiled again
+        except (
+            Exception
+        ) as error:  # a damaged entry can raise anything; the program is compiled again
             log.warning("atomc rebuilds a damaged cache entry, %s: %s", self.entry.path, error)
             self.outcome = CacheOutcome("miss", f"the entry was damaged and is rebuilt: {error}")
             self.entry.delete()
@@ -77,7 +81,9 @@ class CacheLookup:
         return compiled, data
 
     def store(self, data: Callable[[], Plain]) -> Plain | None:
-        """Write an entry and return its content; None if it could not be written. `data` may raise Uncacheable."""
+        """Write an entry and return its content; None if it could not be written. `data` may raise
+        Uncacheable.
+        """
         if self.entry is None:
             return None
         try:

@@ -1,8 +1,9 @@
 """Finds a compiled model in the cache without tracing it, by a description of its modules.
 
-Code, module attributes and tensors determine what a model computes. A model that consists of code of atomc and torch is
-described module by module; a model with an equal description runs the stored program on its own tensors. A model with a
-hook, a replaced forward or a class from elsewhere has no reliable description: it is Uncacheable, and traced at each start.
+Code, module attributes and tensors determine what a model computes. A model that consists of code
+of atomc and torch is described module by module; a model with an equal description runs the stored
+program on its own tensors. A model with a hook, a replaced forward or a class from elsewhere has no
+reliable description: it is Uncacheable, and traced at each start.
 """
 
 import time
@@ -68,7 +69,13 @@ class ModelCache:
         record_start(self.options, report)
         return CachedModel(compiled, inputs, report)
 
-    def store(self, report: Report, entry: Plain | None, sources: Sequence[str | None], inputs: Sequence[Any]) -> None:
+    def store(
+        self,
+        report: Report,
+        entry: Plain | None,
+        sources: Sequence[str | None],
+        inputs: Sequence[Any],
+    ) -> None:
         """Store the traced model under its description; the report says why it was traced.
 
         entry  the content of the cache entry of its graph, None if there is none
@@ -85,11 +92,19 @@ class ModelCache:
         else:
             report.cached = replace(self.lookup.outcome, not_kept=report.cached.not_kept)
         if entry is not None:
-            self.lookup.store(lambda: {**entry, "model": report.model, "places": self._places(entry, sources, inputs)})
+            self.lookup.store(
+                lambda: {
+                    **entry,
+                    "model": report.model,
+                    "places": self._places(entry, sources, inputs),
+                }
+            )
             unknown = self.lookup.outcome.not_kept
             report.notes += [f"traced at each start: {unknown}"] * bool(unknown)
 
-    def _places(self, entry: Plain, sources: Sequence[str | None], inputs: Sequence[Any]) -> list[str | None]:
+    def _places(
+        self, entry: Plain, sources: Sequence[str | None], inputs: Sequence[Any]
+    ) -> list[str | None]:
         """The path in the model of each input of the graph; None for an input of the step."""
         if entry["guards"] is not None:
             raise Uncacheable("it was compiled under size guards")
@@ -101,5 +116,7 @@ class ModelCache:
             elif isinstance(given, Tensor) and id(given) in paths:
                 found.append(paths[id(given)])
             else:
-                raise Uncacheable(f"its graph reads {source}, which is neither a parameter nor a buffer")
+                raise Uncacheable(
+                    f"its graph reads {source}, which is neither a parameter nor a buffer"
+                )
         return found

@@ -1,4 +1,6 @@
-"""The cache key of a model that is not traced: a description of its modules, equal for models that compute the same."""
+"""The cache key of a model that is not traced: a description of its modules, equal for models that
+compute the same.
+"""
 
 import contextlib
 import enum
@@ -27,20 +29,50 @@ from atomc.cache.fingerprint import (
 )
 from atomc.options import Options
 from atomc.platform import Platform
-from atomc.torch_compat.core import changed_settings, hooks_of, hooks_on_all_modules, torch_modes_active
+from atomc.torch_compat.core import (
+    changed_settings,
+    hooks_of,
+    hooks_on_all_modules,
+    torch_modes_active,
+)
 
 _PACKAGE, _TORCH = str(PACKAGE), str(Path(torch.__file__).parent)
 _STDLIB = sysconfig.get_paths()["stdlib"]
-# Modules with the code of models; the globals of other modules of the package may change at run time.
+# Modules with the code of models; the globals of other modules of the package may change at run
+# time.
 _MODEL_CODE = ("atomc.models", "atomc.quantization", "atomc.ops")
 # Attributes of every nn.Module; all others are set by its class.
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"}
 _SETTINGS = ("torch._dynamo.config", "torch._functorch.config", "torch.fx.experimental._config")
-_PLAIN_TYPES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout,
-                torch.memory_format, torch.Size)  # fmt: skip
-# Methods that a call of a torch module runs. Others are not compared: Dynamo replaces some, such as __init__.
-_CALL_METHODS = frozenset({"forward", "__call__", "_wrapped_call_impl", "_call_impl", "__getattr__", "__getattribute__",
-                        "__iter__", "__len__", "__getitem__"})  # fmt: skip
+_PLAIN_TYPES = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+    torch.Size,
+)
+# Methods that a call of a torch module runs. Others are not compared: Dynamo replaces some, such as
+# __init__.
+_CALL_METHODS = frozenset(
+    {
+        "forward",
+        "__call__",
+        "_wrapped_call_impl",
+        "_call_impl",
+        "__getattr__",
+        "__getattribute__",
+        "__iter__",
+        "__len__",
+        "__getitem__",
+    }
+)
 # Callables of these kinds (ops, builtins, types) are identified by kind and name.
 _KNOWN_BY_NAME = ("atomc.", "torch.", "typing.", "types.", "collections.abc.", "builtins.")
 # A larger tensor is a weight, which must be a parameter or a buffer.
@@ -48,24 +80,39 @@ _MAX_CONSTANT_BYTES = 2**20
 
 
 def model_parts(model: nn.Module, options: Options, platform: Platform) -> Parts:
-    """The parts of a model's cache key. Raises Uncacheable for a model that must be traced, with the reason."""
+    """The parts of a model's cache key. Raises Uncacheable for a model that must be traced, with
+    the reason.
+    """
     if torch_modes_active():
         raise Uncacheable("a torch function or dispatch mode is active, such as a default device")
     if hooks_on_all_modules():
         raise Uncacheable("a global module hook is registered")
     tree = _ModelDescriber(model)
-    parts = {"kind of program": "runtime, by its modules", **environment_parts(options, platform), **sources_in("models")}
+    parts = {
+        "kind of program": "runtime, by its modules",
+        **environment_parts(options, platform),
+        **sources_in("models"),
+    }
     parts |= {f"setting of {name}": ", ".join(changed_settings(name)) for name in _SETTINGS}
-    parts |= {f"module {path or '(root)'}": tree.module(path, module) for path, module in model.named_modules()}
+    parts |= {
+        f"module {path or '(root)'}": tree.module(path, module)
+        for path, module in model.named_modules()
+    }
     parts |= tree.code()
     parts["model"] = f"{_name(type(model))} of {len(tree.paths)} modules"
     return parts
 
 
 def named_tensors(model: nn.Module) -> list[tuple[Tensor, str]]:
-    """(tensor, path) for each parameter and buffer; a shared one appears once for each of its paths."""
-    return [(tensor, f"{path}.{name}".removeprefix(".")) for path, module in model.named_modules()
-            for name, tensor in (*module._parameters.items(), *module._buffers.items()) if tensor is not None]  # fmt: skip
+    """(tensor, path) for each parameter and buffer; a shared one appears once for each of its
+    paths.
+    """
+    return [
+        (tensor, f"{path}.{name}".removeprefix("."))
+        for path, module in model.named_modules()
+        for name, tensor in (*module._parameters.items(), *module._buffers.items())
+        if tensor is not None
+    ]
 
 
 class _ModelDescriber:
@@ -77,7 +124,9 @@ class _ModelDescriber:
         self.memory: dict[int, str] = {}
         for tensor, path in named_tensors(model):
             if type(tensor) not in PLAIN_TENSORS or tensor.layout != torch.strided:
-                raise Uncacheable(f"{path} is a {type(tensor).__name__} with layout {tensor.layout}")
+                raise Uncacheable(
+                    f"{path} is a {type(tensor).__name__} with layout {tensor.layout}"
+                )
             self.tensors.setdefault(id(tensor), path)
             if tensor.nbytes:
                 self.memory.setdefault(tensor.untyped_storage().data_ptr(), path)
@@ -91,23 +140,34 @@ class _ModelDescriber:
             raise Uncacheable(f"{where} has a hook ({hook})")
         self.classes[type(module)] = None
         if not _is_ours(type(module)) and not type(module).__module__.startswith("torch.nn."):
-            raise Uncacheable(f"{where} is a {_name(type(module))}, a class outside atomc and torch.nn")
+            raise Uncacheable(
+                f"{where} is a {_name(type(module))}, a class outside atomc and torch.nn"
+            )
         words = [_name(type(module))]
-        words += [f"{name}={self.value(value, within + name)}" for name, value in sorted(vars(module).items())
-                  if name not in _MODULE_ATTRIBUTES]  # fmt: skip
+        words += [
+            f"{name}={self.value(value, within + name)}"
+            for name, value in sorted(vars(module).items())
+            if name not in _MODULE_ATTRIBUTES
+        ]
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            words.append(f"{name}: {'none' if tensor is None else self.tensor(tensor, within + name)}")
+            words.append(
+                f"{name}: {'none' if tensor is None else self.tensor(tensor, within + name)}"
+            )
         for name, child in module._modules.items():
             at = "" if child is None else self.paths[id(child)]
             words.append(f"child {name}" + ("" if at == within + name else f" is {at or 'none'}"))
         return ", ".join(words)
 
     def tensor(self, tensor: Tensor, path: str) -> str:
-        """A parameter or buffer: its kind and layout, and the tensors that it is or shares memory with."""
+        """A parameter or buffer: its kind and layout, and the tensors that it is or shares memory
+        with.
+        """
         first = self.tensors[id(tensor)]
         memory = self.memory.get(tensor.untyped_storage().data_ptr(), path)
         words = [input_kind(tensor), tensor_layout(tensor)]
-        words += [f"is {first}"] * (first != path) + [f"in the memory of {memory}"] * (memory != path)
+        words += [f"is {first}"] * (first != path) + [f"in the memory of {memory}"] * (
+            memory != path
+        )
         words += [f"from {tensor.storage_offset()}"] * bool(tensor.storage_offset())
         return " ".join([*words, *["with gradient"] * tensor.requires_grad])
 
@@ -128,9 +188,17 @@ class _ModelDescriber:
         if kind in (list, tuple):
             return f"{kind.__name__}({self._items(value, where)})"
         if kind in (set, frozenset):
-            return f"{kind.__name__}({', '.join(sorted(self.value(item, where) for item in value))})"
+            return (
+                f"{kind.__name__}({', '.join(sorted(self.value(item, where) for item in value))})"
+            )
         if kind is dict:
-            return "{" + ", ".join(f"{self.value(k, where)}: {self.value(v, where)}" for k, v in value.items()) + "}"
+            return (
+                "{"
+                + ", ".join(
+                    f"{self.value(k, where)}: {self.value(v, where)}" for k, v in value.items()
+                )
+                + "}"
+            )
         if isinstance(value, nn.Module):
             if id(value) not in self.paths:
                 raise Uncacheable(f"{where} is a module outside of the model")
@@ -148,7 +216,9 @@ class _ModelDescriber:
     def _object(self, value: Any, kind: type, where: str) -> str:
         """An object of a class of atomc, by its attributes."""
         if not _is_ours(kind):
-            raise Uncacheable(f"{where} is a {_name(kind)}, which cannot be compared between processes")
+            raise Uncacheable(
+                f"{where} is a {_name(kind)}, which cannot be compared between processes"
+            )
         self.classes[kind] = None
         if isinstance(value, enum.Enum):
             return f"{_name(kind)}.{value.name}"
@@ -162,21 +232,31 @@ class _ModelDescriber:
         return ", ".join(self.value(item, where) for item in items)
 
     def _function(self, function: types.FunctionType, where: str) -> str:
-        """A function's qualified name, which must resolve to it; its source file is a separate part of the key.
+        """A function's qualified name, which must resolve to it; its source file is a separate part
+        of the key.
 
-        A function that wraps another is refused: it has the name of the wrapped one, but depends on its decorator.
+        A function that wraps another is refused: it has the name of the wrapped one, but depends on
+        its decorator.
         """
         file = function.__code__.co_filename
         ours = file.startswith((_PACKAGE, _TORCH, _STDLIB, "<frozen "))
         if not ours or not _found_by_name(function) or hasattr(function, "__wrapped__"):
-            raise Uncacheable(f"{where} is {function.__qualname__} of {file}, which is not code of atomc")
+            raise Uncacheable(
+                f"{where} is {function.__qualname__} of {file}, which is not code of atomc"
+            )
         return f"{function.__module__}.{function.__name__}"
 
     def code(self) -> Parts:
-        """Parts for the classes and the modules that they use: a class or a global that was replaced changes the key."""
-        bases = dict.fromkeys(base for kind in self.classes for base in kind.__mro__ if base is not object)
+        """Parts for the classes and the modules that they use: a class or a global that was
+        replaced changes the key.
+        """
+        bases = dict.fromkeys(
+            base for kind in self.classes for base in kind.__mro__ if base is not object
+        )
         for base in bases:
-            if not _is_ours(base) and not base.__module__.startswith(("torch.nn.", "typing", "abc", "enum", "builtins")):
+            if not _is_ours(base) and not base.__module__.startswith(
+                ("torch.nn.", "typing", "abc", "enum", "builtins")
+            ):
                 raise Uncacheable(f"{_name(base)} is not a class of atomc or torch")
         parts = {f"class {_name(base)}": digest(self._class(base)) for base in bases}
         waiting = [base.__module__ for base in bases if _is_ours(base)] + ["torch.nn.functional"]
@@ -186,7 +266,9 @@ class _ModelDescriber:
                 parts[f"names in {name}"], others = self._namespace(name)
                 waiting += others
         for base in filter(_is_ours, bases):
-            parts |= sources_in(str(Path(sys.modules[base.__module__].__file__ or "").relative_to(PACKAGE)))
+            parts |= sources_in(
+                str(Path(sys.modules[base.__module__].__file__ or "").relative_to(PACKAGE))
+            )
         return parts
 
     def _class(self, kind: type) -> str:
@@ -214,7 +296,9 @@ class _ModelDescriber:
         return "\n".join(lines)
 
     def _namespace(self, name: str) -> tuple[str, list[str]]:
-        """(digest of the globals of a module, the modules with code of models that they come from)."""
+        """(digest of the globals of a module, the modules with code of models that they come
+        from).
+        """
         lines, others = [], []
         for key, item in sorted(vars(sys.modules[name]).items()):
             if key.startswith("__"):
@@ -223,13 +307,19 @@ class _ModelDescriber:
                 lines.append(f"{key}: {self._function(item, f'{name}.{key}')}")
             else:
                 lines.append(f"{key}: {self._constant(item, f'{name}.{key}')}")
-            home = item.__name__ if isinstance(item, types.ModuleType) else getattr(item, "__module__", None) or ""
+            home = (
+                item.__name__
+                if isinstance(item, types.ModuleType)
+                else getattr(item, "__module__", None) or ""
+            )
             if isinstance(home, str) and home.startswith(_MODEL_CODE) and home in sys.modules:
                 others.append(home)
         return digest("\n".join(lines)), others
 
     def _constant(self, item: Any, where: str) -> str:
-        """The text of a constant; without a stable repr, its type and name: its source is a separate part of the key."""
+        """The text of a constant; without a stable repr, its type and name: its source is a
+        separate part of the key.
+        """
         try:
             return self.value(item, where)
         except Uncacheable:
@@ -247,10 +337,15 @@ def _functions_in(item: Any) -> list[types.FunctionType]:
 
 
 def _found_by_name(item: Any) -> bool:
-    """Whether its module and qualified name resolve to it; False for an object created at run time."""
+    """Whether its module and qualified name resolve to it; False for an object created at run
+    time.
+    """
     with contextlib.suppress(AttributeError):
         found = sys.modules.get(item.__module__)
-        return getattr(found, item.__name__, None) is item or operator.attrgetter(item.__qualname__)(found) is item
+        return (
+            getattr(found, item.__name__, None) is item
+            or operator.attrgetter(item.__qualname__)(found) is item
+        )
     return False
 
 

@@ -6,9 +6,9 @@ An entry is a file of plain data, named by the digest of the cache key (atomc.ca
     {"option rounding": "'fp32'", ...}          the parts of the key, to report what changed
     torch.save of the data, read with weights_only
 
-Entries are written to a temporary file and renamed, so that readers see a whole entry or none. The least recently used
-entries are deleted when the folder exceeds its limit. An error in the cache does not fail a program: it is compiled, and
-the report says why.
+Entries are written to a temporary file and renamed, so that readers see a whole entry or none. The
+least recently used entries are deleted when the folder exceeds its limit. An error in the cache
+does not fail a program: it is compiled, and the report says why.
 """
 
 import contextlib
@@ -80,7 +80,9 @@ def clear(options: Options) -> Usage:
 
 @dataclass(frozen=True)
 class StartRecord:
-    """The outcome of the cache for one graph of a process. at: seconds since 1970; said: as Report.cache."""
+    """The outcome of the cache for one graph of a process. at: seconds since 1970; said: as
+    Report.cache.
+    """
 
     at: float
     process: int
@@ -89,7 +91,9 @@ class StartRecord:
 
 
 def record_start(options: Options, report: Report) -> None:
-    """Append the outcome for a graph, for `last_start`. Does nothing if the folder is absent or not writable."""
+    """Append the outcome for a graph, for `last_start`. Does nothing if the folder is absent or not
+    writable.
+    """
     path = options.cache_folder / _STARTS
     line = json.dumps(asdict(StartRecord(time.time(), os.getpid(), report.model, report.cache)))
     with contextlib.suppress(OSError):
@@ -100,7 +104,9 @@ def record_start(options: Options, report: Report) -> None:
 
 
 def last_start(options: Options) -> list[StartRecord]:
-    """The graphs of the last process that used the cache, in order, without lines that cannot be read."""
+    """The graphs of the last process that used the cache, in order, without lines that cannot be
+    read.
+    """
     found = []
     with contextlib.suppress(OSError):
         for line in (options.cache_folder / _STARTS).read_text(errors="replace").splitlines():
@@ -119,7 +125,9 @@ class Entry:
         self.path = self.folder / f"{self.key}.atomc"
 
     def read(self) -> Plain | None:
-        """The stored data; None if there is no entry. Raises DamagedEntry, or OSError if it cannot be read or trusted."""
+        """The stored data; None if there is no entry. Raises DamagedEntry, or OSError if it cannot
+        be read or trusted.
+        """
         if not self.path.exists():
             return None
         reason = untrusted(self.folder) or untrusted(self.path)
@@ -137,13 +145,18 @@ class Entry:
         return found
 
     def write(self, data: Plain) -> None:
-        """Store the data, and evict the least recently used entries beyond the size limit. Raises OSError."""
+        """Store the data, and evict the least recently used entries beyond the size limit. Raises
+        OSError.
+        """
         buffer = io.BytesIO()
         torch.save(data, buffer)
         rest = json.dumps(self.parts).encode() + b"\n" + buffer.getvalue()
         whole = _header(rest) + b"\n" + rest
         if len(whole) > self.options.cache_size:
-            raise OSError(f"the entry has {len(whole)} bytes, the limit of the cache is {self.options.cache_size}")
+            raise OSError(
+                f"the entry has {len(whole)} bytes, the limit of the cache is "
+                f"{self.options.cache_size}"
+            )
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         reason = untrusted(self.folder)
         if reason:
@@ -170,8 +183,10 @@ class Entry:
         newest_first = sorted(_entries(self.folder), key=lambda entry: -entry[1])
         for path, _, _ in newest_first[:_MAX_COMPARED]:
             parts = _read_parts(path)
-            similarity = (parts.get(what) == self.parts[what],
-                        sum(self.parts.get(name) == value for name, value in parts.items()))  # fmt: skip
+            similarity = (
+                parts.get(what) == self.parts[what],
+                sum(self.parts.get(name) == value for name, value in parts.items()),
+            )
             if parts and (nearest is None or similarity > nearest[0]):
                 nearest = similarity, parts
         if nearest is None:
@@ -198,7 +213,11 @@ class Entry:
 
 def differences(old: Parts, new: Parts) -> list[str]:
     """The parts that changed, one phrase each, at most three."""
-    changed = [name for name in [*new, *(name for name in old if name not in new)] if old.get(name) != new.get(name)]
+    changed = [
+        name
+        for name in [*new, *(name for name in old if name not in new)]
+        if old.get(name) != new.get(name)
+    ]
     # A changed kernel also changes the part of its file: report it once.
     if any(name.startswith(KERNEL_SOURCE) for name in changed):
         changed = [name for name in changed if not name.startswith(OUR_KERNELS)]
@@ -215,7 +234,9 @@ def differences(old: Parts, new: Parts) -> list[str]:
 
 
 def untrusted(path: Path) -> str | None:
-    """Why a file or folder must not be loaded from, or None: an entry contains code, so only its user may write it."""
+    """Why a file or folder must not be loaded from, or None: an entry contains code, so only its
+    user may write it.
+    """
     if not hasattr(os, "getuid") or not path.exists():
         return None
     found = path.stat()
@@ -256,12 +277,25 @@ def _read_parts(path: Path) -> Parts:
 
 
 # Fields of a report that describe this start, and are not stored.
-_OF_THIS_START = ("model", "treated", "why_not", "phases", "graph_break", "recompile", "cuda_graphs", "cached")
+_OF_THIS_START = (
+    "model",
+    "treated",
+    "why_not",
+    "phases",
+    "graph_break",
+    "recompile",
+    "cuda_graphs",
+    "cached",
+)
 
 
 def plain_report(report: Report) -> Plain:
     """The fields of a report that describe the compiled graph, as plain data."""
-    data = {field.name: getattr(report, field.name) for field in fields(report) if field.name not in _OF_THIS_START}
+    data = {
+        field.name: getattr(report, field.name)
+        for field in fields(report)
+        if field.name not in _OF_THIS_START
+    }
     for name in PARTS:
         data[name] = [asdict(item) for item in data[name]]
     return {**data, "matches": dict(report.matches)}
@@ -274,7 +308,9 @@ def fill_report(report: Report, data: Plain) -> None:
             report.matches.update(value)
         elif isinstance(value, list):
             kind = PARTS.get(name)
-            getattr(report, name).extend(kind(**item) for item in value) if kind else getattr(report, name).extend(value)
+            getattr(report, name).extend(kind(**item) for item in value) if kind else getattr(
+                report, name
+            ).extend(value)
         elif isinstance(value, dict):
             getattr(report, name).update(value)
         else:

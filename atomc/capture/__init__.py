@@ -1,1 +1,3 @@
-"""Converts Dynamo's graph to a functional ATen graph (functional.py); repeated layers are traced once (regions.py)."""
+"""Converts Dynamo's graph to a functional ATen graph (functional.py); repeated layers are traced
+once (regions.py).
+"""

@@ -1,4 +1,6 @@
-"""Converts Python floats that Dynamo lifted to 0-d inputs (eps, under dynamic=True) back to constants, also in regions."""
+"""Converts Python floats that Dynamo lifted to 0-d inputs (eps, under dynamic=True) back to
+constants, also in regions.
+"""
 
 from typing import Any
 
@@ -11,8 +13,9 @@ from atomc.capture.inline_regions import inline, region, regions_of
 def restore_float_constants(gm: GraphModule, floats: dict[int, float]) -> None:
     """Replace the inputs with these numbers by constants. The inputs themselves stay, unused.
 
-    torch 2.13 passes such a float to a region in three ways, even for one region: as the input, as the result of `item` on
-    it, and as a constant. If calls of one region pass different values, all regions are inlined.
+    torch 2.13 passes such a float to a region in three ways, even for one region: as the input, as
+    the result of `item` on it, and as a constant. If calls of one region pass different values, all
+    regions are inlined.
     """
     known = _float_values(gm, floats)
 
@@ -20,7 +23,11 @@ def restore_float_constants(gm: GraphModule, floats: dict[int, float]) -> None:
         return operand if isinstance(operand, float) else known.get(operand)
 
     everywhere = regions_of(gm)
-    if any(len(set(map(constant, same))) > 1 for calls in everywhere.values() for same in _operands(calls)):
+    if any(
+        len(set(map(constant, same))) > 1
+        for calls in everywhere.values()
+        for same in _operands(calls)
+    ):
         inline_floats(gm)
         known, everywhere = _float_values(gm, floats), {}
     for name, calls in everywhere.items():
@@ -64,7 +71,12 @@ def _float_values(gm: GraphModule, floats: dict[int, float]) -> dict[Any, float]
     """The inputs, and the `item` nodes on them, with their values."""
     placeholders = gm.graph.find_nodes(op="placeholder")
     known: dict[Any, float] = {placeholders[number]: value for number, value in floats.items()}
-    return known | {reader: value for node, value in known.items() for reader in node.users if _reads_number(reader)}
+    return known | {
+        reader: value
+        for node, value in known.items()
+        for reader in node.users
+        if _reads_number(reader)
+    }
 
 
 def _reads_number(node: Node) -> bool:

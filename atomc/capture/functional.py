@@ -1,6 +1,7 @@
 """Converts Dynamo's graph to a functional ATen graph in two steps.
 
-1. On Dynamo's graph, Python floats that became inputs are restored as constants, and composite calls are lifted to ops.
+1. On Dynamo's graph, Python floats that became inputs are restored as constants, and composite
+   calls are lifted to ops.
 2. AOTAutograd traces the graph on fake tensors, each region once; then the regions are inlined.
 """
 
@@ -37,7 +38,8 @@ from atomc.torch_compat.tracing import (
 class Captured:
     """A functional ATen graph whose placeholder i is input i of Dynamo's graph.
 
-    wrap     converts a callable with the signature of `graph` to one with the signature of Dynamo's graph
+    wrap     converts a callable with the signature of `graph` to one with the signature of Dynamo's
+             graph
     around   the additional work of the wrapped callable; None: `wrap` returns its argument
     written  the numbers of the inputs that the graph writes in place
     notes    for the report
@@ -50,11 +52,15 @@ class Captured:
     notes: tuple[str, ...] = ()
 
 
-def dynamo_graph(gm: GraphModule, example_inputs: Sequence[Any], floats: dict[int, float]) -> GraphModule:
-    """A copy of Dynamo's graph, prepared for `capture`: repeated layers are regions, lifted floats are constants.
+def dynamo_graph(
+    gm: GraphModule, example_inputs: Sequence[Any], floats: dict[int, float]
+) -> GraphModule:
+    """A copy of Dynamo's graph, prepared for `capture`: repeated layers are regions, lifted floats
+    are constants.
 
     floats: input number -> the value to compile for.
-    Raises SharingError if Dynamo passes the weights of one layer to the region call of another layer.
+    Raises SharingError if Dynamo passes the weights of one layer to the region call of another
+    layer.
     """
     check_sharing(gm, example_inputs)
     copy = editable_copy(gm)
@@ -69,20 +75,30 @@ def dynamo_graph(gm: GraphModule, example_inputs: Sequence[Any], floats: dict[in
 def capture(dynamo: GraphModule, example_inputs: Sequence[Any]) -> Captured:
     """The functional graph of a result of `dynamo_graph`, which is modified.
 
-    Each region is traced once and then inlined. If that fails, every layer is traced, and a note says so.
+    Each region is traced once and then inlined. If that fails, every layer is traced, and a note
+    says so.
     """
     placeholders = dynamo.graph.find_nodes(op="placeholder")
     for node in placeholders:
         if not hasattr(node, "_dynamo_source"):
             node._dynamo_source = None
-    fakes = [node.meta.get("example_value", given) for node, given in zip(placeholders, example_inputs, strict=True)]
+    fakes = [
+        node.meta.get("example_value", given)
+        for node, given in zip(placeholders, example_inputs, strict=True)
+    ]
     mode = fake_mode_of(dynamo.graph)
     if mode is not None:
-        fakes = [mode.from_tensor(x, static_shapes=True) if isinstance(x, Tensor) and not isinstance(x, FakeTensor) else x
-                 for x in fakes]  # fmt: skip
+        fakes = [
+            mode.from_tensor(x, static_shapes=True)
+            if isinstance(x, Tensor) and not isinstance(x, FakeTensor)
+            else x
+            for x in fakes
+        ]
     captured = _capture(dynamo, fakes)
     check_effects(captured.graph)
-    for node, from_dynamo in zip(captured.graph.graph.find_nodes(op="placeholder"), placeholders, strict=True):
+    for node, from_dynamo in zip(
+        captured.graph.graph.find_nodes(op="placeholder"), placeholders, strict=True
+    ):
         node.meta["source"] = source_name(from_dynamo)
         name, dim = argument_of(from_dynamo) or ("", None)
         if name in MODEL_INPUTS:
@@ -109,7 +125,9 @@ def _without_regions(dynamo: GraphModule, fakes: Sequence[Any], *notes: str) -> 
         functional.target.function = compiled
         return compiled if functional.around is None else functional.call
 
-    return Captured(functional.graph, wrap, functional.around, written_inputs(functional.graph), notes)
+    return Captured(
+        functional.graph, wrap, functional.around, written_inputs(functional.graph), notes
+    )
 
 
 def _with_regions(gm: GraphModule, fakes: Sequence[Any]) -> Captured:
@@ -121,10 +139,14 @@ def _with_regions(gm: GraphModule, fakes: Sequence[Any]) -> Captured:
             raise CannotInline(functional.around)
         count = regions.inline_calls(functional.graph)
     note = f"{len(regions.bodies)} layers traced, {count} inlined"
-    return Captured(functional.graph, lambda compiled: compiled, None, written_inputs(functional.graph), (note,))
+    return Captured(
+        functional.graph, lambda compiled: compiled, None, written_inputs(functional.graph), (note,)
+    )
 
 
-def traced_region(body: GraphModule, inputs: Sequence[Any], mode: FakeTensorMode | None) -> GraphModule:
+def traced_region(
+    body: GraphModule, inputs: Sequence[Any], mode: FakeTensorMode | None
+) -> GraphModule:
     """The functional graph of a region, as if it were a graph of its own."""
     for node in body.graph.find_nodes(op="placeholder"):
         node._dynamo_source = None
@@ -135,35 +157,56 @@ def traced_region(body: GraphModule, inputs: Sequence[Any], mode: FakeTensorMode
 def check_sharing(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
     """Raise SharingError if Dynamo reused the weights of one layer for another.
 
-    torch 2.13 does so for layers called through a bound method, such as those with hooks of accelerate.
+    torch 2.13 does so for layers called through a bound method, such as those with hooks of
+    accelerate.
     """
     inputs = dict(zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True))
     for calls in regions_of(gm).values():
         paths: dict[tuple[Node, ...], str] = {}
         for call in calls:
-            weights = tuple(x for x in call.args[2:] if isinstance(x, Node) and isinstance(inputs.get(x), nn.Parameter))
+            weights = tuple(
+                x
+                for x in call.args[2:]
+                if isinstance(x, Node) and isinstance(inputs.get(x), nn.Parameter)
+            )
             path = module_path(call)
             if weights and paths.setdefault(weights, path) != path:
-                raise SharingError(f"torch.compile uses the weights of {paths[weights]} for {path}: it does not "
-                                   "distinguish the prepared layers; call atomc.unprepare(model) first")  # fmt: skip
+                raise SharingError(
+                    f"torch.compile uses the weights of {paths[weights]} for {path}: it does not "
+                    "distinguish the prepared layers; call atomc.unprepare(model) first"
+                )
 
 
 def check_effects(functional: GraphModule) -> None:
-    """Raise NotImplementedError for ops with side effects, which AOTAutograd orders with token inputs."""
-    effects = {str(node.args[1]) for node in functional.graph.nodes if node.target is torch.ops.higher_order.with_effects}
+    """Raise NotImplementedError for ops with side effects, which AOTAutograd orders with token
+    inputs.
+    """
+    effects = {
+        str(node.args[1])
+        for node in functional.graph.nodes
+        if node.target is torch.ops.higher_order.with_effects
+    }
     if effects:
-        raise NotImplementedError(f"ops with side effects are not supported: {', '.join(sorted(effects))}")
+        raise NotImplementedError(
+            f"ops with side effects are not supported: {', '.join(sorted(effects))}"
+        )
 
 
 def written_inputs(functional: GraphModule) -> tuple[int, ...]:
     """The numbers of the inputs that the graph writes in place."""
     targets = {target for node in functional.graph.nodes for target in mutated(node)}
-    return tuple(i for i, node in enumerate(functional.graph.find_nodes(op="placeholder")) if node in targets)
+    return tuple(
+        i for i, node in enumerate(functional.graph.find_nodes(op="placeholder")) if node in targets
+    )
 
 
 def has_no_autocast(gm: GraphModule) -> bool:
-    """Whether the graph does not enter autocast, which would change the result of ops in a region."""
-    return all(node.target is not torch.amp.autocast_mode._enter_autocast for node in gm.graph.nodes)
+    """Whether the graph does not enter autocast, which would change the result of ops in a
+    region.
+    """
+    return all(
+        node.target is not torch.amp.autocast_mode._enter_autocast for node in gm.graph.nodes
+    )
 
 
 def wants_gradients(inputs: Sequence[Any]) -> bool:

@@ -1,10 +1,12 @@
 """Inlines regions, which Dynamo traced once for several layers, at each of their calls.
 
-    y = invoke_subgraph(region, x, weights of layer 3)    =>    the region's nodes, reading x and the weights of layer 3
+    y = invoke_subgraph(region, x, weights of layer 3)    =>    the region's nodes, reading x and
+                                                          the weights of layer 3
 
-While AOTAutograd traces the graph, consecutive calls are replaced by one opaque op, and inputs that only they read are
-removed: AOTAutograd traces each region once, separately, and the rest of the graph without the weights of layers. Inlined
-nodes have the module path of their call, not that of the layer that was traced.
+While AOTAutograd traces the graph, consecutive calls are replaced by one opaque op, and inputs that
+only they read are removed: AOTAutograd traces each region once, separately, and the rest of the
+graph without the weights of layers. Inlined nodes have the module path of their call, not that of
+the layer that was traced.
 """
 
 import itertools
@@ -26,14 +28,19 @@ Stack = Mapping[str, Any]
 
 _LIBRARY = torch.library.Library("atom", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define(  # type: ignore[no-untyped-call]
-    "regions(int number, Tensor[] tensors, SymInt[] sizes) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,))
+    "regions(int number, Tensor[] tensors, SymInt[] sizes) -> Tensor[]",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
 _REGIONS = torch.ops.atom.regions.default
 _numbers = itertools.count()
 _outputs: dict[int, list[Tensor]] = {}  # of the calls that are being traced, by number
 
 
 def _fake_outputs(number: int, tensors: list[Tensor], sizes: list[int]) -> list[Tensor]:
-    return [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in _outputs[number]]
+    return [
+        torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+        for x in _outputs[number]
+    ]
 
 
 torch.library.register_fake("atom::regions", _fake_outputs, lib=_LIBRARY)
@@ -66,7 +73,9 @@ def region(gm: GraphModule, name: str) -> GraphModule:
 
 
 class Call(NamedTuple):
-    """A call of a region. results: (getitem node, number of the output) for each output. stack: see `stack_of`."""
+    """A call of a region. results: (getitem node, number of the output) for each output. stack: see
+    `stack_of`.
+    """
 
     region: str
     operands: tuple[Any, ...]
@@ -76,7 +85,9 @@ class Call(NamedTuple):
 
 @dataclass
 class ConsecutiveCalls:
-    """Consecutive calls. operands: nodes that they read, sizes last; outputs: their results that other nodes read."""
+    """Consecutive calls. operands: nodes that they read, sizes last; outputs: their results that
+    other nodes read.
+    """
 
     calls: list[Call]
     operands: list[Node]
@@ -86,14 +97,19 @@ class ConsecutiveCalls:
 class TracedRegions:
     """The regions of one graph from Dynamo, while it is converted to a functional graph.
 
-    with TracedRegions(gm, functional) as regions:  functional(body, inputs) -> the functional graph of one region
-        ...                                       trace gm, whose calls are opaque ops and whose inputs are those in `kept`
-        regions.inline_calls(traced)              restores all inputs, and replaces the opaque ops by nodes
+    with TracedRegions(gm, functional) as regions:  functional(body, inputs) -> the functional graph
+                                                    of one region
+        ...                                       trace gm, whose calls are opaque ops and whose
+                                                  inputs are those in `kept`
+        regions.inline_calls(traced)              restores all inputs, and replaces the opaque ops
+                                                  by nodes
 
     kept  the numbers of the inputs that remain in gm
     """
 
-    def __init__(self, gm: GraphModule, functional: Callable[[GraphModule, Sequence[Any]], GraphModule]):
+    def __init__(
+        self, gm: GraphModule, functional: Callable[[GraphModule, Sequence[Any]], GraphModule]
+    ):
         self.gm, self.functional = gm, functional
         self.inputs: list[Node] = list(gm.graph.find_nodes(op="placeholder"))
         self.bodies: dict[str, GraphModule] = {}
@@ -105,7 +121,9 @@ class TracedRegions:
         for name, calls in regions_of(self.gm).items():
             body = region(self.gm, name)
             inline(body)
-            inputs = [node.meta["example_value"] for node in body.graph.find_nodes(op="placeholder")]
+            inputs = [
+                node.meta["example_value"] for node in body.graph.find_nodes(op="placeholder")
+            ]
             num_outputs = len(_returned(body))
             self.bodies[name], self.traced[name] = self.functional(body, inputs), stack_of(calls[0])
             _check_region(self.bodies[name], len(inputs), num_outputs)
@@ -113,7 +131,11 @@ class TracedRegions:
         for calls in list(_call_runs(self.gm.graph)):
             number = next(_numbers)
             self.runs[number] = run = _consecutive_calls(calls, withheld)
-            made = {reader: _returned(self.bodies[call.region])[i] for call in run.calls for reader, i in call.results}
+            made = {
+                reader: _returned(self.bodies[call.region])[i]
+                for call in run.calls
+                for reader, i in call.results
+            }
             _outputs[number] = [_value(made[output]) for output in run.outputs]
             _make_opaque(self.gm.graph, calls, run, number)
         for node in withheld:
@@ -129,9 +151,13 @@ class TracedRegions:
             _outputs.pop(number, None)
 
     def inline_calls(self, gm: GraphModule) -> int:
-        """Replace each opaque op by functional nodes, which share fake tensors (`val`). Returns the number of calls."""
+        """Replace each opaque op by functional nodes, which share fake tensors (`val`). Returns the
+        number of calls.
+        """
         if _writes(gm.graph):
-            raise CannotInline("the graph writes in place")  # shared fake tensors do not show aliases of another layer
+            raise CannotInline(
+                "the graph writes in place"
+            )  # shared fake tensors do not show aliases of another layer
         graph, inputs = self._with_all_inputs(gm.graph)
         for name, body in self.bodies.items():
             _move_attributes(gm, body, name)
@@ -142,7 +168,9 @@ class TracedRegions:
         return sum(len(run.calls) for run in self.runs.values())
 
     def _with_all_inputs(self, graph: Graph) -> tuple[Graph, dict[Node, Node]]:
-        """(a copy of the functional graph with all inputs, input of Dynamo's graph -> its input)."""
+        """(a copy of the functional graph with all inputs, input of Dynamo's graph -> its
+        input).
+        """
         whole = Graph()
         kept = dict(zip(self.kept, graph.find_nodes(op="placeholder"), strict=True))
         inputs = {node: whole.placeholder(f"arg{i}_1") for i, node in enumerate(self.inputs)}
@@ -160,9 +188,16 @@ class TracedRegions:
 
     def _expand(self, graph: Graph, node: Node, inputs: dict[Node, Node]) -> None:
         number, tensors, sizes = node.args
-        assert isinstance(number, int) and isinstance(tensors, list | tuple) and isinstance(sizes, list | tuple)
+        assert (
+            isinstance(number, int)
+            and isinstance(tensors, list | tuple)
+            and isinstance(sizes, list | tuple)
+        )
         run = self.runs[number]
-        known: dict[Any, Any] = {**inputs, **dict(zip(run.operands, (*tensors, *sizes), strict=True))}
+        known: dict[Any, Any] = {
+            **inputs,
+            **dict(zip(run.operands, (*tensors, *sizes), strict=True)),
+        }
         for call in run.calls:
             body = self.bodies[call.region]
             operands = [known[x] if isinstance(x, Node) else x for x in call.operands]
@@ -176,9 +211,13 @@ class TracedRegions:
 
 
 def _only_regions_read(node: Node) -> bool:
-    """Whether only regions read this input, and it has no dynamic size, so that AOTAutograd does not need it."""
+    """Whether only regions read this input, and it has no dynamic size, so that AOTAutograd does
+    not need it.
+    """
     value = _value(node)
-    static = type(value) is FakeTensor and all(type(size) is int for size in (*value.shape, *value.stride()))
+    static = type(value) is FakeTensor and all(
+        type(size) is int for size in (*value.shape, *value.stride())
+    )
     return static and all(user.target is INVOKE_SUBGRAPH for user in node.users)
 
 
@@ -193,26 +232,43 @@ def _call_runs(graph: Graph) -> Iterator[list[Node]]:
     for node in graph.nodes:
         if node.target is INVOKE_SUBGRAPH:
             calls.append(node)
-        elif calls and node.op != "get_attr" and not (node.target is operator.getitem and node.args[0] in calls):
+        elif (
+            calls
+            and node.op != "get_attr"
+            and not (node.target is operator.getitem and node.args[0] in calls)
+        ):
             yield calls
             calls = []
 
 
 def _consecutive_calls(calls: list[Node], withheld: set[Node]) -> ConsecutiveCalls:
-    named = [Call(str(_source(call).target), call.args[2:], [(reader, _output_index(reader)) for reader in call.users],
-                  stack_of(call)) for call in calls]  # fmt: skip
+    named = [
+        Call(
+            str(_source(call).target),
+            call.args[2:],
+            [(reader, _output_index(reader)) for reader in call.users],
+            stack_of(call),
+        )
+        for call in calls
+    ]
     results = [reader for call in named for reader, _ in call.results]
     inside = {*calls, *results}
-    read = dict.fromkeys(x for call in named for x in call.operands if isinstance(x, Node) and x not in inside)
+    read = dict.fromkeys(
+        x for call in named for x in call.operands if isinstance(x, Node) and x not in inside
+    )
     operands = [x for x in read if x not in withheld]
     operands.sort(key=lambda x: not isinstance(_value(x), Tensor))  # sizes last
-    return ConsecutiveCalls(named, operands, [reader for reader in results if not inside.issuperset(reader.users)])
+    return ConsecutiveCalls(
+        named, operands, [reader for reader in results if not inside.issuperset(reader.users)]
+    )
 
 
 def _make_opaque(graph: Graph, calls: list[Node], run: ConsecutiveCalls, number: int) -> None:
     num_tensors = sum(isinstance(_value(x), Tensor) for x in run.operands)
     with graph.inserting_after(calls[-1]):
-        opaque = graph.call_function(_REGIONS, (number, run.operands[:num_tensors], run.operands[num_tensors:]))
+        opaque = graph.call_function(
+            _REGIONS, (number, run.operands[:num_tensors], run.operands[num_tensors:])
+        )
     before = opaque
     for i, result in enumerate(run.outputs):
         with graph.inserting_after(before):
@@ -265,9 +321,11 @@ def stack_of(call: Node) -> Stack:
 
 
 def path_in_layer(path: str, traced: Stack, actual: Stack) -> str:
-    """A module path of the traced layer, in the form of `clean_path`, converted to the path in another layer."""
+    """A module path of the traced layer, in the form of `clean_path`, converted to the path in
+    another layer.
+    """
     old, new = clean_path(_innermost(traced)), clean_path(_innermost(actual))
-    return new + path[len(old):] if path == old or path.startswith(old + ".") else path
+    return new + path[len(old) :] if path == old or path.startswith(old + ".") else path
 
 
 def _innermost(stack: Stack) -> str:
@@ -291,7 +349,10 @@ def _returned(body: GraphModule) -> Sequence[Any]:
 
 
 def _check_region(body: GraphModule, num_inputs: int, num_outputs: int) -> None:
-    if (len(body.graph.find_nodes(op="placeholder")), len(_returned(body))) != (num_inputs, num_outputs):
+    if (len(body.graph.find_nodes(op="placeholder")), len(_returned(body))) != (
+        num_inputs,
+        num_outputs,
+    ):
         raise CannotInline("a region changes its signature")
     if _writes(body.graph):
         raise CannotInline("a region writes in place")
@@ -301,13 +362,22 @@ def _check_region(body: GraphModule, num_inputs: int, num_outputs: int) -> None:
 
 def _check_operands(body: GraphModule, operands: Sequence[Any], call: Call) -> None:
     for placeholder, operand in zip(body.graph.find_nodes(op="placeholder"), operands, strict=True):
-        if isinstance(_value(placeholder), Tensor) and not _same_layout(_value(placeholder), _value(operand)):
-            raise CannotInline(f"{clean_path(_innermost(call.stack))} reads {operand} with another shape, dtype or layout "
-                               "than the traced layer")  # fmt: skip
+        if isinstance(_value(placeholder), Tensor) and not _same_layout(
+            _value(placeholder), _value(operand)
+        ):
+            raise CannotInline(
+                f"{clean_path(_innermost(call.stack))} reads {operand} with another shape, "
+                "dtype or layout "
+                "than the traced layer"
+            )
 
 
 def _value(operand: object) -> Any:
-    return operand.meta.get("val", operand.meta.get("example_value")) if isinstance(operand, Node) else operand
+    return (
+        operand.meta.get("val", operand.meta.get("example_value"))
+        if isinstance(operand, Node)
+        else operand
+    )
 
 
 def _same_layout(a: Tensor, b: Tensor) -> bool:
@@ -317,7 +387,9 @@ def _same_layout(a: Tensor, b: Tensor) -> bool:
 
 def _move_attributes(gm: GraphModule, body: GraphModule, name: str) -> None:
     """Move modules and constants of the region to the graph, with the region's name as prefix."""
-    moved = {str(node.target): f"{name}_{node.target}" for node in body.graph.find_nodes(op="get_attr")}
+    moved = {
+        str(node.target): f"{name}_{node.target}" for node in body.graph.find_nodes(op="get_attr")
+    }
     for node in body.graph.find_nodes(op="get_attr"):
         node.target = moved[str(node.target)]
     for old, new in moved.items():
@@ -325,10 +397,19 @@ def _move_attributes(gm: GraphModule, body: GraphModule, name: str) -> None:
 
 
 def _copy_body(
-    graph: Graph, body: GraphModule, before: Node, operands: Sequence[Any], traced: Stack, actual: Stack
+    graph: Graph,
+    body: GraphModule,
+    before: Node,
+    operands: Sequence[Any],
+    traced: Stack,
+    actual: Stack,
 ) -> list[Any]:
-    """Copy a region's nodes before a node of the graph; returns the copies of the region's outputs."""
-    copies: dict[Node, Any] = dict(zip(body.graph.find_nodes(op="placeholder"), operands, strict=True))
+    """Copy a region's nodes before a node of the graph; returns the copies of the region's
+    outputs.
+    """
+    copies: dict[Node, Any] = dict(
+        zip(body.graph.find_nodes(op="placeholder"), operands, strict=True)
+    )
     moved = _stack_mapper(_innermost(traced), _innermost(actual))
     with graph.inserting_before(before):
         for node in body.graph.nodes:
@@ -341,14 +422,20 @@ def _copy_body(
 
 
 def _stack_mapper(old: str, new: str) -> Callable[[Stack], Stack]:
-    """A function that moves nn_module_stacks from one layer to another; nodes of one module continue to share theirs."""
+    """A function that moves nn_module_stacks from one layer to another; nodes of one module
+    continue to share theirs.
+    """
     done: dict[int, Stack] = {}
 
     def moved(stack: Stack) -> Stack:
         if id(stack) not in done:
-            done[id(stack)] = {key: (new + entry[0][len(old):] if entry[0].startswith(old) else entry[0], *entry[1:])
-                               for key, entry in stack.items()}  # fmt: skip
+            done[id(stack)] = {
+                key: (
+                    new + entry[0][len(old) :] if entry[0].startswith(old) else entry[0],
+                    *entry[1:],
+                )
+                for key, entry in stack.items()
+            }
         return done[id(stack)]
 
     return (lambda stack: stack) if old == new or not old else moved
-

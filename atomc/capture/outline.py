@@ -1,10 +1,11 @@
-"""Outlines repeated layers of Dynamo's graph into regions, so that one layer of each kind is traced.
+"""Outlines repeated layers of Dynamo's graph into regions, so that one layer of each kind is
+traced.
 
     layers.0: x > a > b > y                  y = invoke_subgraph(region, x, weights of layer 0)
     layers.1: y > a > b > z            =>    z = invoke_subgraph(region, y, weights of layer 1)
 
-Dynamo creates such calls itself for layers that `atomc.prepare` marked. In other models Dynamo traces every layer, but
-AOTAutograd need not.
+Dynamo creates such calls itself for layers that `atomc.prepare` marked. In other models Dynamo
+traces every layer, but AOTAutograd need not.
 """
 
 import operator
@@ -30,7 +31,8 @@ class Layer:
     """The consecutive nodes of one layer.
 
     stack    its nn_module_stack, the layer innermost
-    inputs   the nodes that it reads, in order of first use; then the inputs with their dynamic sizes
+    inputs   the nodes that it reads, in order of first use; then the inputs with their dynamic
+             sizes
     outputs  the nodes that are read outside of it
     """
 
@@ -41,14 +43,18 @@ class Layer:
 
 
 def outline(gm: GraphModule) -> int:
-    """Replace the nodes of identical layers by calls of a region, in place. Returns the number of regions."""
+    """Replace the nodes of identical layers by calls of a region, in place. Returns the number of
+    regions.
+    """
     if any(_may_write(node) for node in gm.graph.nodes):  # another layer may read what was written
         return 0
     kinds: dict[Hashable, list[Layer]] = {}
     sizes = _sizes(gm.graph)
     for layer in _layers(gm.graph):
         _find_inputs_and_outputs(layer, sizes)
-        if len(layer.nodes) >= MIN_NODES and all(isinstance(_value(node), Tensor) for node in layer.outputs):
+        if len(layer.nodes) >= MIN_NODES and all(
+            isinstance(_value(node), Tensor) for node in layer.outputs
+        ):
             kinds.setdefault(_structural_hash(layer), []).append(layer)
     identical = [layers for layers in kinds.values() if len(layers) >= MIN_LAYERS]
     for number, layers in enumerate(identical):
@@ -64,7 +70,9 @@ def outline(gm: GraphModule) -> int:
 
 
 def _layers(graph: Graph) -> list[Layer]:
-    """Consecutive nodes of each outermost numbered module, without modules that are entered twice."""
+    """Consecutive nodes of each outermost numbered module, without modules that are entered
+    twice.
+    """
     runs: list[Layer] = []
     paths: list[str] = []
     for node in graph.nodes:
@@ -91,7 +99,9 @@ def _numbered_module(node: Node) -> tuple[str, dict[str, Any]]:
 
 def _find_inputs_and_outputs(layer: Layer, sizes: dict[Any, Node]) -> None:
     inside = set(layer.nodes)
-    inputs = dict.fromkeys(x for node in layer.nodes for x in node.all_input_nodes if x not in inside)
+    inputs = dict.fromkeys(
+        x for node in layer.nodes for x in node.all_input_nodes if x not in inside
+    )
     symbols = {s for x in inputs for s in _symbols(_value(x))}
     inputs |= dict.fromkeys(node for symbol, node in sizes.items() if symbol in symbols)
     layer.inputs = list(inputs)
@@ -119,10 +129,12 @@ def _structural_hash(layer: Layer) -> Hashable:
     numbers = {node: i for i, node in enumerate([*layer.inputs, *layer.nodes])}
     return (
         tuple(structural_key(_value(node), numbers) for node in layer.inputs),
-        tuple((node.op, node.target, structural_key((node.args, node.kwargs, _value(node)), numbers))
-              for node in layer.nodes),
+        tuple(
+            (node.op, node.target, structural_key((node.args, node.kwargs, _value(node)), numbers))
+            for node in layer.nodes
+        ),
         tuple(numbers[node] for node in layer.outputs),
-    )  # fmt: skip
+    )
 
 
 def _body(layer: Layer) -> Graph:
@@ -143,7 +155,9 @@ def _call(graph: Graph, name: str, layer: Layer, renamed: dict[Node, Node]) -> N
     operands = [renamed.get(node, node) for node in layer.inputs]
     with graph.inserting_before(layer.nodes[-1].next):
         call = graph.call_function(INVOKE_SUBGRAPH, (graph.get_attr(name), name, *operands))
-        call.meta.update(nn_module_stack=layer.stack, example_value=tuple(map(_value, layer.outputs)))
+        call.meta.update(
+            nn_module_stack=layer.stack, example_value=tuple(map(_value, layer.outputs))
+        )
         for i, node in enumerate(layer.outputs):
             output = graph.call_function(operator.getitem, (call, i))
             output.meta.update(node.meta)
@@ -165,12 +179,29 @@ def _may_write(node: Node) -> bool:
     if isinstance(node.target, torch._ops.OpOverloadPacket):
         return any(schema.is_mutable for schema in node.target._schemas.values())
     name = getattr(node.target, "__name__", "")
-    in_place = name.endswith("_") and not name.endswith("__") and getattr(operator, name, None) is not node.target
-    return in_place or "out" in node.kwargs or node.kwargs.get("inplace") is True or node.target in _WRITING
+    in_place = (
+        name.endswith("_")
+        and not name.endswith("__")
+        and getattr(operator, name, None) is not node.target
+    )
+    return (
+        in_place
+        or "out" in node.kwargs
+        or node.kwargs.get("inplace") is True
+        or node.target in _WRITING
+    )
 
 
-_WRITING = {operator.setitem, operator.delitem, INVOKE_SUBGRAPH, *(
-    function for name, function in vars(operator).items() if name.startswith("i") and f"__{name}__" in vars(operator))}
+_WRITING = {
+    operator.setitem,
+    operator.delitem,
+    INVOKE_SUBGRAPH,
+    *(
+        function
+        for name, function in vars(operator).items()
+        if name.startswith("i") and f"__{name}__" in vars(operator)
+    ),
+}
 
 
 def _value(node: Node) -> Any:

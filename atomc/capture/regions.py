@@ -1,7 +1,9 @@
-"""Marks the repeated layers of a model as nested compile regions, so that torch.compile traces one layer of each kind.
+"""Marks the repeated layers of a model as nested compile regions, so that torch.compile traces one
+layer of each kind.
 
-A mark is a flag on the layer. While any layer of a class has the flag, the class has a `forward` that checks it: other
-models with this class are compiled as before, and a call without torch.compile is unchanged.
+A mark is a flag on the layer. While any layer of a class has the flag, the class has a `forward`
+that checks it: other models with this class are compiled as before, and a call without
+torch.compile is unchanged.
 """
 
 import contextlib
@@ -17,22 +19,31 @@ from torch import nn
 
 from atomc.errors import SharingError
 from atomc.torch_compat.dynamo_sources import share_source_links
-from atomc.torch_compat.tracing import ShortenTraceback, TracingError, forget_region, nested_compile_region
+from atomc.torch_compat.tracing import (
+    ShortenTraceback,
+    TracingError,
+    forget_region,
+    nested_compile_region,
+)
 
 T = TypeVar("T")
 
 FLAG = "_atomc_region"
 
 _marked: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
-_original_forwards: dict[type[nn.Module], Any] = {}  # of classes that check the flag; None if it is inherited
+_original_forwards: dict[
+    type[nn.Module], Any
+] = {}  # of classes that check the flag; None if it is inherited
 _lock = threading.Lock()
 
 
 def prepare(model: nn.Module) -> nn.Module:
-    """Prepare the model to be compiled for inference, in place: eval mode, no gradients, repeated layers marked.
+    """Prepare the model to be compiled for inference, in place: eval mode, no gradients, repeated
+    layers marked.
 
-    torch.compile then traces one layer of each kind, with any backend, until `atomc.unprepare(model)`. A layer
-    must be traceable as a whole: torch.compile raises UncapturedHigherOrderOpError for a graph break inside a layer.
+    torch.compile then traces one layer of each kind, with any backend, until
+    `atomc.unprepare(model)`. A layer must be traceable as a whole: torch.compile raises
+    UncapturedHigherOrderOpError for a graph break inside a layer.
     """
     mark(repeated_layers(model))
     return model.eval().requires_grad_(False)
@@ -45,12 +56,16 @@ def unprepare(model: nn.Module) -> nn.Module:
 
 
 def trace_once(model: object, trace: Callable[[], T], undo: Callable[[Exception], None]) -> T:
-    """trace() with the repeated layers of the model marked; if Dynamo fails, undo(why) and trace() without marks."""
+    """trace() with the repeated layers of the model marked; if Dynamo fails, undo(why) and trace()
+    without marks.
+    """
     with _marks(model, present=True):
         try:
             return trace()
         except (TracingError, SharingError) as error:
-            if isinstance(error, ShortenTraceback) and not isinstance(error, SharingError):  # raised by a backend
+            if isinstance(error, ShortenTraceback) and not isinstance(
+                error, SharingError
+            ):  # raised by a backend
                 raise
             why = error
     with _marks(model, present=False):
@@ -61,7 +76,10 @@ def trace_once(model: object, trace: Callable[[], T], undo: Callable[[Exception]
 def region_failure_note(why: Exception) -> str:
     """The note for the report that every layer was traced, and why."""
     first_line = (str(why).splitlines() or [""])[0]
-    return f"every layer was traced, because tracing regions failed: {type(why).__name__}: {first_line}"
+    return (
+        f"every layer was traced, because tracing regions failed: {type(why).__name__}: "
+        f"{first_line}"
+    )
 
 
 @contextlib.contextmanager
@@ -79,16 +97,20 @@ def _marks(model: object, present: bool) -> Iterator[None]:
 
 
 def repeated_layers(model: nn.Module) -> list[nn.Module]:
-    """Modules with parameters of which a ModuleList contains several of the same class; outermost only.
+    """Modules with parameters of which a ModuleList contains several of the same class; outermost
+    only.
 
-    Modules with a replaced `forward` are excluded: torch 2.13 confuses layers that it calls through a bound method.
+    Modules with a replaced `forward` are excluded: torch 2.13 confuses layers that it calls through
+    a bound method.
     """
     found: list[nn.Module] = []
     for child in model.children():
         entries = list(child) if isinstance(child, nn.ModuleList) else [child]
         kinds = Counter(map(type, entries))
         for entry in entries:
-            unmodified = "forward" not in vars(entry) and isinstance(type(entry).forward, types.FunctionType)
+            unmodified = "forward" not in vars(entry) and isinstance(
+                type(entry).forward, types.FunctionType
+            )
             repeated = kinds[type(entry)] > 1 and next(entry.parameters(), None) is not None
             found += [entry] if unmodified and repeated else repeated_layers(entry)
     return found
@@ -128,7 +150,9 @@ def unmark(layers: Iterable[nn.Module]) -> None:
 def _original_forward(kind: type[nn.Module]) -> Callable[..., Any]:
     """The forward that the class defines or inherits, without flag check."""
     for base in kind.__mro__:
-        found = _original_forwards.get(base) or (vars(base).get("forward") if base not in _original_forwards else None)
+        found = _original_forwards.get(base) or (
+            vars(base).get("forward") if base not in _original_forwards else None
+        )
         if found is not None:
             return found  # type: ignore[no-any-return]
     raise AssertionError(f"{kind.__name__} has no forward")

@@ -9,9 +9,11 @@ from torch.fx import Node
 
 
 def structural_key(item: Any, numbers: Mapping[Node, int]) -> Hashable:
-    """The key of an argument or value of a node: nodes by number, sizes by symbol, tensors by dtype, device and layout.
+    """The key of an argument or value of a node: nodes by number, sizes by symbol, tensors by
+    dtype, device and layout.
 
-    Symbols with equal hints are not equal: guards may hold for one of them only. 0.0 is not -0.0, and 1 is not True.
+    Symbols with equal hints are not equal: guards may hold for one of them only. 0.0 is not -0.0,
+    and 1 is not True.
     """
     if isinstance(item, Node):
         return "node", numbers[item]
@@ -22,7 +24,9 @@ def structural_key(item: Any, numbers: Mapping[Node, int]) -> Hashable:
     if isinstance(item, slice):
         return "slice", structural_key((item.start, item.stop, item.step), numbers)
     if isinstance(item, torch.SymInt | torch.SymFloat | torch.SymBool):
-        known = isinstance(item, torch.SymInt) and item.node.expr.is_number  # a guard of a later layer specialized it
+        known = (
+            isinstance(item, torch.SymInt) and item.node.expr.is_number
+        )  # a guard of a later layer specialized it
         return (int, int(item.node.expr)) if known else ("symbol", item.node.expr)
     if isinstance(item, Tensor):
         layout = structural_key((*item.shape, *item.stride()), numbers)

@@ -1,6 +1,8 @@
-"""The command line: `atomc generate`, `atomc explain`, `atomc audit`, `atomc diff`, `atomc serve`, ...
+"""The command line: `atomc generate`, `atomc explain`, `atomc audit`, `atomc diff`, `atomc serve`,
+...
 
-Slow modules are imported only when a command runs. Errors that a user can cause are one line on stderr, with exit code 2.
+Slow modules are imported only when a command runs. Errors that a user can cause are one line on
+stderr, with exit code 2.
 """
 
 import argparse
@@ -13,8 +15,15 @@ from atomc.cli import audit, bench, diff, doctor, explain, generate, serve
 from atomc.cli.parser import Parser
 from atomc.options import let_openmp_sleep
 
-COMMANDS = {"generate": generate, "explain": explain, "audit": audit, "diff": diff, "serve": serve, "bench": bench,
-            "doctor": doctor}  # fmt: skip
+COMMANDS = {
+    "generate": generate,
+    "explain": explain,
+    "audit": audit,
+    "diff": diff,
+    "serve": serve,
+    "bench": bench,
+    "doctor": doctor,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,7 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _user_error(error: BaseException) -> BaseException | None:
-    """The error if a user can cause it, else None; unwraps errors that Dynamo raises while tracing."""
+    """The error if a user can cause it, else None; unwraps errors that Dynamo raises while
+    tracing.
+    """
     from atomc.errors import RunError
 
     inner = getattr(error, "inner_exception", None)
@@ -52,7 +63,10 @@ def _user_error(error: BaseException) -> BaseException | None:
 
 def _parser() -> argparse.ArgumentParser:
     version = import_module("atomc").__version__
-    parser = Parser("atomc", description="A torch.compile backend for language models that explains what it does.")
+    parser = Parser(
+        "atomc",
+        description="A torch.compile backend for language models that explains what it does.",
+    )
     parser.add_argument("--version", action="version", version=f"atomc {version}")
     commands = parser.add_subparsers(dest="command", required=True, metavar=" | ".join(COMMANDS))
     for module in COMMANDS.values():

@@ -12,18 +12,25 @@ GLUES = ("eager", "inductor", "auto")
 SCHEMES = ("fp8", "fp8_per_token", "fp8_block", "int8", "int4", "mxfp4", "mxfp4_a16")
 
 
-def command(commands: Any, name: str, run: Any, text: str, examples: str) -> argparse.ArgumentParser:
+def command(
+    commands: Any, name: str, run: Any, text: str, examples: str
+) -> argparse.ArgumentParser:
     """Adds a parser for the command `name`, which calls `run(arguments)`."""
     parser: argparse.ArgumentParser = commands.add_parser(
-        name, help=text, description=text, epilog=f"examples:\n{examples}",
+        name,
+        help=text,
+        description=text,
+        epilog=f"examples:\n{examples}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
     parser.set_defaults(run=run)
     return parser
 
 
 def add_quantization(parser: argparse.ArgumentParser, what: str) -> None:
-    parser.add_argument("--quantization", choices=SCHEMES, metavar="SCHEME", help=f"{what}: {', '.join(SCHEMES)}")
+    parser.add_argument(
+        "--quantization", choices=SCHEMES, metavar="SCHEME", help=f"{what}: {', '.join(SCHEMES)}"
+    )
 
 
 def dtype_named(name: str | None) -> "torch.dtype | None":
@@ -33,7 +40,7 @@ def dtype_named(name: str | None) -> "torch.dtype | None":
 
 
 def default_glue(device: str | None) -> str:
-    """"auto" with a GPU; "eager" on a CPU, where Inductor would run a C++ compiler."""
+    """ "auto" with a GPU; "eager" on a CPU, where Inductor would run a C++ compiler."""
     import torch
 
     return "auto" if device != "cpu" and torch.cuda.is_available() else "eager"

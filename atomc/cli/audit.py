@@ -1,4 +1,6 @@
-"""`atomc audit`: measures the numerical error of each rewritten site, and finds the one that causes a difference."""
+"""`atomc audit`: measures the numerical error of each rewritten site, and finds the one that causes
+a difference.
+"""
 
 import argparse
 import contextlib
@@ -18,49 +20,101 @@ if TYPE_CHECKING:
     from atomc.report.report import Report
 
 TOKENS = 64
-PROMPT = ("She looked at him and said that it was a truth universally acknowledged. He answered: 17 times 3 is 51, "
-          "and no more of it. In the beginning was the word, and the word was long; so they went on, one by one.")
+PROMPT = (
+    "She looked at him and said that it was a truth universally acknowledged. He answered: 17 "
+    "times 3 is 51, "
+    "and no more of it. In the beginning was the word, and the word was long; so they went on, "
+    "one by one."
+)
 ORDERS = ("sqnr", "max", "relative")
-# A difference that is left, of the one before: then nothing was left out, as where the model itself calls the op.
+# A difference that is left, of the one before: then nothing was left out, as where the model itself
+# calls the op.
 LITTLE = 0.9
 
 
 def add(commands: Any) -> None:
     parser = command(
-        commands, "audit", run,
-        "Run a model with each rewritten site next to its original nodes in fp32: rank the sites by error, and find the "
+        commands,
+        "audit",
+        run,
+        "Run a model with each rewritten site next to its original nodes in fp32: rank the "
+        "sites by error, and find the "
         "rewrite that causes a difference. Exit code 1 if the outputs are too far from fp32.",
         "  atomc audit\n  atomc audit path/to/Qwen3-0.6B --prompts prompts.txt --dtype bfloat16\n"
         "  atomc audit path/to/Qwen3-0.6B --runtime --bound 0.01 --write-options without.toml\n"
         "  atomc audit my_package.my_module:build_model --options without.toml\n"
         "  atomc audit --dump graphs --record",
-    )  # fmt: skip
-    parser.add_argument("model", nargs="?", help="a checkpoint directory, a name on the Hugging Face hub, or "
-                        "package.module:function, which returns a module, (module, args) or (module, args, kwargs); "
-                        "default: the demo model")  # fmt: skip
-    parser.add_argument("-p", "--prompt", action="append", help="the input; may be given several times")
+    )
+    parser.add_argument(
+        "model",
+        nargs="?",
+        help="a checkpoint directory, a name on the Hugging Face hub, or "
+        "package.module:function, which returns a module, (module, args) or (module, args, "
+        "kwargs); "
+        "default: the demo model",
+    )
+    parser.add_argument(
+        "-p", "--prompt", action="append", help="the input; may be given several times"
+    )
     parser.add_argument("--prompts", metavar="FILE", help="the input, from a text file")
-    parser.add_argument("--tokens", type=int, default=TOKENS, metavar="N", help="maximum length (default: %(default)s)")
-    parser.add_argument("--runtime", action="store_true", help="compile with a paged KV cache, as `atomc generate` does")
-    parser.add_argument("--bound", type=float, metavar="X", help="maximum distance of the outputs from fp32, relative to "
-                        "the largest value; default: twice that of the original model")  # fmt: skip
-    parser.add_argument("--by", choices=ORDERS, default="sqnr", help="the order of the sites (default: %(default)s)")
-    parser.add_argument("--rows", type=int, default=20, metavar="N", help="number of sites shown (default: %(default)s)")
-    parser.add_argument("--options", metavar="FILE", help="TOML with a table [options], for the compiler")
-    parser.add_argument("--write-options", metavar="FILE", help="disable the rewrite that causes the difference, audit "
-                        "again, and write options for --options, `atomc serve --config` and ATOMC_OPTIONS")  # fmt: skip
-    parser.add_argument("--dump", metavar="DIR", help="write one runnable file per pass that changed the graph")
-    parser.add_argument("--record", action="store_true", help="with --dump: also store inputs, weights and outputs")
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        default=TOKENS,
+        metavar="N",
+        help="maximum length (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--runtime",
+        action="store_true",
+        help="compile with a paged KV cache, as `atomc generate` does",
+    )
+    parser.add_argument(
+        "--bound",
+        type=float,
+        metavar="X",
+        help="maximum distance of the outputs from fp32, relative to "
+        "the largest value; default: twice that of the original model",
+    )
+    parser.add_argument(
+        "--by", choices=ORDERS, default="sqnr", help="the order of the sites (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--rows",
+        type=int,
+        default=20,
+        metavar="N",
+        help="number of sites shown (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--options", metavar="FILE", help="TOML with a table [options], for the compiler"
+    )
+    parser.add_argument(
+        "--write-options",
+        metavar="FILE",
+        help="disable the rewrite that causes the difference, audit "
+        "again, and write options for --options, `atomc serve --config` and ATOMC_OPTIONS",
+    )
+    parser.add_argument(
+        "--dump", metavar="DIR", help="write one runnable file per pass that changed the graph"
+    )
+    parser.add_argument(
+        "--record", action="store_true", help="with --dump: also store inputs, weights and outputs"
+    )
     add_quantization(parser, "quantize a checkpoint when it is read")
     parser.add_argument("--dtype", choices=DTYPES, help="default: the checkpoint's")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU if there is one")
-    parser.add_argument("--glue", choices=GLUES, help="what runs the ops without a kernel; default: eager on a CPU")
+    parser.add_argument(
+        "--glue", choices=GLUES, help="what runs the ops without a kernel; default: eager on a CPU"
+    )
     parser.add_argument("--json", action="store_true", help="the report as JSON")
 
 
 @dataclass(frozen=True)
 class AuditResult:
-    """The result of one compile and one call. eager: error against the uncompiled model, relative to its largest value."""
+    """The result of one compile and one call. eager: error against the uncompiled model, relative
+    to its largest value.
+    """
 
     reports: "list[Report]"
     eager: float
@@ -72,8 +126,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.tokens < 1:
         raise ValueError(f"--tokens {arguments.tokens}: expected at least 1")
     given = read_options(Path(arguments.options)) if arguments.options else {}
-    chosen: dict[str, Any] = {"glue": arguments.glue or given.get("glue") or default_glue(arguments.device),
-                              "audit": True, "audit_bound": arguments.bound}  # fmt: skip
+    chosen: dict[str, Any] = {
+        "glue": arguments.glue or given.get("glue") or default_glue(arguments.device),
+        "audit": True,
+        "audit_bound": arguments.bound,
+    }
     if arguments.dump:
         chosen |= {"dump": arguments.dump, "record": arguments.record}
     elif arguments.record:
@@ -82,9 +139,26 @@ def run(arguments: argparse.Namespace) -> int:
     with contextlib.redirect_stdout(sys.stderr):  # keep the model's own output out of the report
         model, args, kwargs = _model(arguments)
         first = _run_audit(model, args, kwargs, {**given, **chosen}, runtime=arguments.runtime)
-        written = _without(first, given, lambda options: _run_audit(
-            model, args, kwargs, {**options, "glue": chosen["glue"], "audit": True, "audit_bound": arguments.bound},
-            runtime=arguments.runtime)) if arguments.write_options else None  # fmt: skip
+        written = (
+            _without(
+                first,
+                given,
+                lambda options: _run_audit(
+                    model,
+                    args,
+                    kwargs,
+                    {
+                        **options,
+                        "glue": chosen["glue"],
+                        "audit": True,
+                        "audit_bound": arguments.bound,
+                    },
+                    runtime=arguments.runtime,
+                ),
+            )
+            if arguments.write_options
+            else None
+        )
     if written is not None and written.options is not None:
         from atomc.options import written_options
 
@@ -107,19 +181,31 @@ def _model(arguments: argparse.Namespace) -> tuple[Any, tuple[Any, ...], dict[st
 
     folder = model_folder(str(name or PATH))
     device = arguments.device or _default_device()
-    model = loader.load(folder, dtype=dtype_named(arguments.dtype), device=device, quantization=arguments.quantization)
+    model = loader.load(
+        folder,
+        dtype=dtype_named(arguments.dtype),
+        device=device,
+        quantization=arguments.quantization,
+    )
     return model, _ids_and_positions(model, load_tokenizer(folder), arguments, device), {}
 
 
-def _load_function_model(name: str, arguments: argparse.Namespace) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """The model of a function and its inputs; by default `explain`'s example inputs with random token ids."""
+def _load_function_model(
+    name: str, arguments: argparse.Namespace
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """The model of a function and its inputs; by default `explain`'s example inputs with random
+    token ids.
+    """
     import torch
 
     from atomc.cli.explain import load_function
     from atomc.compiler.explain import NothingToExplain, example_inputs
 
     if arguments.prompt or arguments.prompts or arguments.quantization:
-        raise ValueError(f"--prompt, --prompts and --quantization need a checkpoint; return (module, args) from {name}")
+        raise ValueError(
+            "--prompt, --prompts and --quantization need a checkpoint; return (module, args) "
+            f"from {name}"
+        )
     model, args, kwargs = load_function(name)
     if isinstance(model, torch.nn.Module):
         model.requires_grad_(False)
@@ -132,14 +218,19 @@ def _load_function_model(name: str, arguments: argparse.Namespace) -> tuple[Any,
     return model, args, {**kwargs, "input_ids": _random_ids(model, kwargs["input_ids"])}
 
 
-def _ids_and_positions(model: Any, tokenizer: Any, arguments: argparse.Namespace, device: str) -> "tuple[Tensor, Tensor]":
+def _ids_and_positions(
+    model: Any, tokenizer: Any, arguments: argparse.Namespace, device: str
+) -> "tuple[Tensor, Tensor]":
     import torch
 
     prompts = list(arguments.prompt or [])
     if arguments.prompts:
         prompts.append(Path(arguments.prompts).read_text(encoding="utf-8"))
     if prompts and tokenizer is None:
-        raise ValueError("the checkpoint has no tokenizer.json for the prompt: leave the prompt out to use random tokens")
+        raise ValueError(
+            "the checkpoint has no tokenizer.json for the prompt: leave the prompt out to use "
+            "random tokens"
+        )
     if tokenizer is None:
         ids = _random_ids(model, torch.zeros(arguments.tokens, dtype=torch.int64, device=device))
     else:
@@ -154,7 +245,9 @@ def _random_ids(model: Any, like: "Tensor") -> "Tensor":
     import torch
 
     config = getattr(model, "config", None)
-    known = getattr(config, "vocab_size", None) or getattr(getattr(config, "text_config", None), "vocab_size", None)
+    known = getattr(config, "vocab_size", None) or getattr(
+        getattr(config, "text_config", None), "vocab_size", None
+    )
     generator = torch.Generator().manual_seed(0)
     return torch.randint(int(known or 64), like.shape, generator=generator).to(like.device)
 
@@ -169,7 +262,12 @@ def _default_device() -> str:
 
 
 def _run_audit(
-    model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: dict[str, Any], *, runtime: bool
+    model: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: dict[str, Any],
+    *,
+    runtime: bool,
 ) -> AuditResult:
     """Compile the model, call it once, and compare the output with the uncompiled model's."""
     import torch
@@ -192,7 +290,10 @@ def _run_audit(
     found = [report for report in reports() if id(report) not in earlier]
     untreated = [report.why_not for report in found if not report.treated]
     if not any(report.audit for report in found):
-        raise ValueError(f"nothing was compiled by atomc: {untreated[0] if untreated else 'Dynamo found no graph'}")
+        raise ValueError(
+            "nothing was compiled by atomc: "
+            f"{untreated[0] if untreated else 'Dynamo found no graph'}"
+        )
     return AuditResult(found, worst(*leaves).relative)
 
 
@@ -205,15 +306,25 @@ def _step(model: Any, args: tuple[Any, ...], options: dict[str, Any]) -> "Tensor
 
     program = compile_model(model, options=options)
     if not program.specs:
-        raise ValueError("--runtime: the model keeps no state; its attention layers own no handle (ops.kv_state)")
+        raise ValueError(
+            "--runtime: the model keeps no state; its attention layers own no handle (ops.kv_state)"
+        )
     ids, positions, rows = args
     count, device = len(ids), ids.device
     block_size = block_size_of(program.specs) or count
     blocks = -(-count // block_size)
     program.bind([spec.allocate(blocks, block_size, device) for spec in program.specs])
-    group = GroupStep(torch.arange(count, device=device), torch.arange(blocks, dtype=torch.int32, device=device)[None])
-    starts, lengths = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, count], [count]))
-    groups, slots = tuple(group for _ in groups_of(program.specs)), torch.zeros(1, dtype=torch.int64, device=device)
+    group = GroupStep(
+        torch.arange(count, device=device),
+        torch.arange(blocks, dtype=torch.int32, device=device)[None],
+    )
+    starts, lengths = (
+        torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, count], [count])
+    )
+    groups, slots = (
+        tuple(group for _ in groups_of(program.specs)),
+        torch.zeros(1, dtype=torch.int64, device=device),
+    )
     return program(Step(ids, positions, starts, lengths, rows, groups, slots))
 
 
@@ -239,8 +350,12 @@ class Without:
     text: str
 
 
-def _without(first: AuditResult, given: Mapping[str, Any], audited: Callable[[dict[str, Any]], AuditResult]) -> Without:
-    """The options that leave out the least that suffices: a rewrite in a place, or also those that it took in."""
+def _without(
+    first: AuditResult, given: Mapping[str, Any], audited: Callable[[dict[str, Any]], AuditResult]
+) -> Without:
+    """The options that leave out the least that suffices: a rewrite in a place, or also those that
+    it took in.
+    """
     audit = next((report.audit for report in first.reports if "blame" in report.audit), None)
     if audit is None:
         return Without(None, "no options written: the results are within the bound")
@@ -253,24 +368,40 @@ def _without(first: AuditResult, given: Mapping[str, Any], audited: Callable[[di
     for passes in _least_first(audit):
         options = {**given, "passes": _merged(given.get("passes", {}), passes)}
         again = audited(options)
-        tried = max(report.audit["outputs"]["compiled"] for report in again.reports if "outputs" in report.audit)
+        tried = max(
+            report.audit["outputs"]["compiled"]
+            for report in again.reports
+            if "outputs" in report.audit
+        )
         if tried <= outputs["bound"]:
             return Without(options, f"without it: {tried:.2g} of the largest value away from fp32")
     if tried > LITTLE * outputs["compiled"]:
-        return Without(None, f"no options written: none can leave out {blame['rewrite']} there; providers = [...] chooses "
-                             "other kernels")  # fmt: skip
-    return Without(options, f"without it the results are still {tried:.2g} of the largest value away from fp32; "
-                            "audit again with these options")  # fmt: skip
+        return Without(
+            None,
+            f"no options written: none can leave out {blame['rewrite']} there; providers = "
+            "[...] chooses "
+            "other kernels",
+        )
+    return Without(
+        options,
+        f"without it the results are still {tried:.2g} of the largest value away from fp32; "
+        "audit again with these options",
+    )
 
 
 def _least_first(audit: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Values of the option `passes` against what is blamed: without that rewrite there; without those it took in, too."""
+    """Values of the option `passes` against what is blamed: without that rewrite there; without
+    those it took in, too.
+    """
     blame = audit["blame"]
     if not blame["passes"]:
         return []
     path = blame["module_path"]
-    site = next(site for site in audit["sites"]
-                if site["rewrite"] == blame["rewrite"] and path in (None, site["module_path"]))  # fmt: skip
+    site = next(
+        site
+        for site in audit["sites"]
+        if site["rewrite"] == blame["rewrite"] and path in (None, site["module_path"])
+    )
     if len(site["rewrites"]) < 2:
         return [blame["passes"]]
     return [blame["passes"], dict.fromkeys(site["rewrites"], False if path is None else [path])]
@@ -281,7 +412,9 @@ def _merged(before: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any
     merged = dict(before)
     for name, off in more.items():
         both = isinstance(off, list) and isinstance(merged.get(name), list | tuple)
-        merged[name] = [*merged[name], *off] if both else off if merged.get(name) is not False else False
+        merged[name] = (
+            [*merged[name], *off] if both else off if merged.get(name) is not False else False
+        )
     return merged
 
 
@@ -290,15 +423,27 @@ def _print(arguments: argparse.Namespace, first: AuditResult, written: Without |
 
     graphs = [report for report in first.reports if report.audit]
     if arguments.json:
-        found: dict[str, Any] = {"graphs": [{"model": report.model, **report.audit} for report in graphs],
-                                 "eager": first.eager}  # fmt: skip
+        found: dict[str, Any] = {
+            "graphs": [{"model": report.model, **report.audit} for report in graphs],
+            "eager": first.eager,
+        }
         if written is not None:
             found["without"] = {"options": written.options, "text": written.text}
         print(json.dumps(found, indent=1))
         return
     for number, report in enumerate(graphs):
-        print(f"graph {number}, " * (len(graphs) > 1) + f"{report.model}: "
-              + audit_text(report.audit, by=arguments.by, rows=arguments.rows) + "\n")  # fmt: skip
-    print(f"the uncompiled model differs from the compiled one by {first.eager:.2g} of the largest value")
+        print(
+            f"graph {number}, " * (len(graphs) > 1)
+            + f"{report.model}: "
+            + audit_text(report.audit, by=arguments.by, rows=arguments.rows)
+            + "\n"
+        )
+    print(
+        f"the uncompiled model differs from the compiled one by {first.eager:.2g} of the "
+        "largest value"
+    )
     if written is not None:
-        print(written.text + (f"; see {arguments.write_options}" if written.options is not None else ""))
+        print(
+            written.text
+            + (f"; see {arguments.write_options}" if written.options is not None else "")
+        )

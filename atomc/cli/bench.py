@@ -29,7 +29,9 @@ def add(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "bench", help="Measure a server or an engine.", description="Measure a server or an engine."
     )
-    kinds = parser.add_subparsers(dest="bench", required=True, metavar="serve | latency | throughput | startup")
+    kinds = parser.add_subparsers(
+        dest="bench", required=True, metavar="serve | latency | throughput | startup"
+    )
     _add_serve(kinds)
     _add_latency(kinds)
     _add_throughput(kinds)
@@ -41,22 +43,44 @@ def add(commands: Any) -> None:
 
 def _add_serve(kinds: Any) -> None:
     parser = command(
-        kinds, "serve", _serve, "Send requests to a server with OpenAI's API and print throughput and latencies.",
+        kinds,
+        "serve",
+        _serve,
+        "Send requests to a server with OpenAI's API and print throughput and latencies.",
         "  atomc bench serve --num-prompts 64 --max-concurrency 8 --plot run.png\n"
-        "  atomc bench serve --base-url http://127.0.0.1:8001 --request-rate 4 --input-len 512 --output-len 128\n"
+        "  atomc bench serve --base-url http://127.0.0.1:8001 --request-rate 4 --input-len 512 "
+        "--output-len 128\n"
         "  atomc bench serve --dataset prompts.jsonl --json run.json --extra temperature=0.7",
-    )  # fmt: skip
-    parser.add_argument("--base-url", default=URL, metavar="URL", help="with or without /v1 (default: %(default)s)")
+    )
+    parser.add_argument(
+        "--base-url", default=URL, metavar="URL", help="with or without /v1 (default: %(default)s)"
+    )
     parser.add_argument("--model", metavar="NAME", help="default: the first in the server's list")
     parser.add_argument("--api-key", metavar="KEY", help="default: OPENAI_API_KEY, if set")
-    parser.add_argument("--request-rate", type=float, default=math.inf, metavar="X", help="requests per second, as a "
-                        "Poisson process; inf: all at once (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--max-concurrency", type=_count, metavar="N", help="maximum number of concurrent requests")
-    parser.add_argument("--respect-eos", action="store_true",
-                        help="let the model end its responses; otherwise requests set ignore_eos, an extension of the API "
-                        "by vLLM, SGLang and atomc")  # fmt: skip
-    parser.add_argument("--extra", action="append", default=[], metavar="NAME=VALUE",
-                        help="an additional field of every request; may be given several times")  # fmt: skip
+    parser.add_argument(
+        "--request-rate",
+        type=float,
+        default=math.inf,
+        metavar="X",
+        help="requests per second, as a Poisson process; inf: all at once (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--max-concurrency", type=_count, metavar="N", help="maximum number of concurrent requests"
+    )
+    parser.add_argument(
+        "--respect-eos",
+        action="store_true",
+        help="let the model end its responses; otherwise requests set ignore_eos, an extension "
+        "of the API "
+        "by vLLM, SGLang and atomc",
+    )
+    parser.add_argument(
+        "--extra",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="an additional field of every request; may be given several times",
+    )
     _add_prompts(parser, num_prompts=64)
     _add_output(parser, plot=True)
 
@@ -74,9 +98,13 @@ def _serve(arguments: argparse.Namespace) -> None:
     async def run() -> "tuple[str, list[RequestTiming]]":
         model = arguments.model or await first_model(arguments.base_url, key)
         return model, await load.run(
-            Server(arguments.base_url, model, key, extra), samples, rate=arguments.request_rate,
-            max_concurrency=arguments.max_concurrency, seed=arguments.prompt_seed, progress=not arguments.quiet,
-        )  # fmt: skip
+            Server(arguments.base_url, model, key, extra),
+            samples,
+            rate=arguments.request_rate,
+            max_concurrency=arguments.max_concurrency,
+            seed=arguments.prompt_seed,
+            progress=not arguments.quiet,
+        )
 
     model, requests = asyncio.run(run())
     limit = f"{arguments.max_concurrency} at a time" if arguments.max_concurrency else "all at once"
@@ -89,12 +117,30 @@ def _serve(arguments: argparse.Namespace) -> None:
 
 def _add_latency(kinds: Any) -> None:
     parser = command(
-        kinds, "latency", _latency, "Run batches one after another in this process, without a server.",
-        "  atomc bench latency\n  atomc bench latency path/to/Qwen3-0.6B --batch-size 8 --input-len 1024 --output-len 128",
-    )  # fmt: skip
-    parser.add_argument("--batch-size", type=_count, default=1, metavar="N", help="batch size (default: %(default)s)")
-    parser.add_argument("--repeat", type=_count, default=5, metavar="N", help="measured batches (default: %(default)s)")
-    parser.add_argument("--warm-up", type=int, default=1, metavar="N", help="warm-up batches (default: %(default)s)")
+        kinds,
+        "latency",
+        _latency,
+        "Run batches one after another in this process, without a server.",
+        "  atomc bench latency\n  atomc bench latency path/to/Qwen3-0.6B --batch-size 8 "
+        "--input-len 1024 --output-len 128",
+    )
+    parser.add_argument(
+        "--batch-size",
+        type=_count,
+        default=1,
+        metavar="N",
+        help="batch size (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--repeat",
+        type=_count,
+        default=5,
+        metavar="N",
+        help="measured batches (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--warm-up", type=int, default=1, metavar="N", help="warm-up batches (default: %(default)s)"
+    )
     _add_lengths(parser)
     _add_output(parser, plot=True)
     _add_engine(parser)
@@ -106,8 +152,14 @@ def _latency(arguments: argparse.Namespace) -> None:
 
     size = arguments.batch_size
     # No prompt repeats, so that the prefix cache has no hits.
-    samples = random_requests(size * (arguments.warm_up + arguments.repeat), arguments.input_len, arguments.output_len,
-                       prefix_len=arguments.prefix_len, spread=arguments.spread, seed=arguments.prompt_seed)  # fmt: skip
+    samples = random_requests(
+        size * (arguments.warm_up + arguments.repeat),
+        arguments.input_len,
+        arguments.output_len,
+        prefix_len=arguments.prefix_len,
+        spread=arguments.spread,
+        seed=arguments.prompt_seed,
+    )
     engine = _engine(arguments)
     batches = [samples[at : at + size] for at in range(0, len(samples), size)]
     for batch in batches[: arguments.warm_up]:
@@ -116,7 +168,12 @@ def _latency(arguments: argparse.Namespace) -> None:
     requests: list[RequestTiming] = []
     for batch in batches[arguments.warm_up :]:
         requests += offline.run(engine, batch, began, progress=False)
-    _print_results(arguments, requests, f"{arguments.repeat} batches of {size}", machine=_machine(engine.program.device))
+    _print_results(
+        arguments,
+        requests,
+        f"{arguments.repeat} batches of {size}",
+        machine=_machine(engine.program.device),
+    )
 
 
 # throughput
@@ -124,10 +181,14 @@ def _latency(arguments: argparse.Namespace) -> None:
 
 def _add_throughput(kinds: Any) -> None:
     parser = command(
-        kinds, "throughput", _throughput, "Run many prompts in this process, all queued at once, without a server.",
+        kinds,
+        "throughput",
+        _throughput,
+        "Run many prompts in this process, all queued at once, without a server.",
         "  atomc bench throughput\n"
-        "  atomc bench throughput path/to/Qwen3-0.6B --num-prompts 256 --input-len 512 --output-len 256",
-    )  # fmt: skip
+        "  atomc bench throughput path/to/Qwen3-0.6B --num-prompts 256 --input-len 512 "
+        "--output-len 256",
+    )
     _add_prompts(parser, num_prompts=64)
     _add_output(parser, plot=True)
     _add_engine(parser)
@@ -138,10 +199,18 @@ def _throughput(arguments: argparse.Namespace) -> None:
 
     samples = _samples(arguments)
     if any(sample.is_chat for sample in samples):  # checked before the engine starts
-        raise ValueError("a dataset with messages needs a server, which applies the chat template: atomc bench serve")
+        raise ValueError(
+            "a dataset with messages needs a server, which applies the chat template: atomc "
+            "bench serve"
+        )
     engine = _engine(arguments)
     requests = offline.run(engine, samples, time.perf_counter(), progress=not arguments.quiet)
-    _print_results(arguments, requests, f"{len(samples)} prompts at once", machine=_machine(engine.program.device))
+    _print_results(
+        arguments,
+        requests,
+        f"{len(samples)} prompts at once",
+        machine=_machine(engine.program.device),
+    )
 
 
 # startup
@@ -149,13 +218,27 @@ def _throughput(arguments: argparse.Namespace) -> None:
 
 def _add_startup(kinds: Any) -> None:
     parser = command(
-        kinds, "startup", _startup, "Measure the start of a process up to its first token, first cold, then warm.",
+        kinds,
+        "startup",
+        _startup,
+        "Measure the start of a process up to its first token, first cold, then warm.",
         "  atomc bench startup\n  atomc bench startup path/to/Qwen3-0.6B --server --repeat 3",
-    )  # fmt: skip
-    parser.add_argument("--server", action="store_true", help="start `atomc serve` until it is ready, instead of an engine")
-    parser.add_argument("--repeat", type=_count, default=1, metavar="N", help="warm starts (default: %(default)s)")
-    parser.add_argument("--limit", type=float, default=900.0, metavar="SECONDS",
-                        help="timeout of one start (default: %(default)s)")  # fmt: skip
+    )
+    parser.add_argument(
+        "--server",
+        action="store_true",
+        help="start `atomc serve` until it is ready, instead of an engine",
+    )
+    parser.add_argument(
+        "--repeat", type=_count, default=1, metavar="N", help="warm starts (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--limit",
+        type=float,
+        default=900.0,
+        metavar="SECONDS",
+        help="timeout of one start (default: %(default)s)",
+    )
     _add_output(parser, plot=False)
     _add_engine(parser)
 
@@ -164,7 +247,9 @@ def _startup(arguments: argparse.Namespace) -> None:
     from atomc.runtime.bench.startup import format_starts, starts
 
     flags = _serve_flags(arguments) if arguments.server else None
-    found = list(starts(_config(arguments), warm=arguments.repeat, limit=arguments.limit, flags=flags))
+    found = list(
+        starts(_config(arguments), warm=arguments.repeat, limit=arguments.limit, flags=flags)
+    )
     print(format_starts(found))
     _write(arguments, {"machine": _machine(found[0]["device"]), "starts": found})
 
@@ -179,26 +264,57 @@ def _count(text: str) -> int:
 
 
 def _add_prompts(parser: argparse.ArgumentParser, num_prompts: int) -> None:
-    parser.add_argument("--num-prompts", type=_count, default=num_prompts, metavar="N", help="default: %(default)s")
-    parser.add_argument("--dataset", metavar="FILE", help="prompts from a file: .jsonl with prompt or messages (and "
-                        "optionally max_tokens) per line, or text with one prompt per line")  # fmt: skip
+    parser.add_argument(
+        "--num-prompts", type=_count, default=num_prompts, metavar="N", help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--dataset",
+        metavar="FILE",
+        help="prompts from a file: .jsonl with prompt or messages (and "
+        "optionally max_tokens) per line, or text with one prompt per line",
+    )
     _add_lengths(parser)
 
 
 def _add_lengths(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("random prompts").add_argument
-    add("--input-len", type=_count, default=128, metavar="N", help="tokens per prompt (default: %(default)s)")
-    add("--output-len", type=_count, default=64, metavar="N",
-        help="new tokens per request, also for a --dataset without max_tokens (default: %(default)s)")  # fmt: skip
-    add("--prefix-len", type=int, default=0, metavar="N",
-        help="tokens of a common prefix, added to every prompt (default: %(default)s)")  # fmt: skip
-    add("--spread", type=float, default=0.0, metavar="X",
-        help="relative spread of lengths; 0.5: from 0.5 to 1.5 times the length (default: %(default)s)")  # fmt: skip
+    add(
+        "--input-len",
+        type=_count,
+        default=128,
+        metavar="N",
+        help="tokens per prompt (default: %(default)s)",
+    )
+    add(
+        "--output-len",
+        type=_count,
+        default=64,
+        metavar="N",
+        help="new tokens per request, also for a --dataset without max_tokens (default: "
+        "%(default)s)",
+    )
+    add(
+        "--prefix-len",
+        type=int,
+        default=0,
+        metavar="N",
+        help="tokens of a common prefix, added to every prompt (default: %(default)s)",
+    )
+    add(
+        "--spread",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="relative spread of lengths; 0.5: from 0.5 to 1.5 times the length (default: "
+        "%(default)s)",
+    )
     add("--prompt-seed", type=int, default=0, metavar="N", help="default: %(default)s")
 
 
 def _add_output(parser: argparse.ArgumentParser, plot: bool) -> None:
-    parser.add_argument("--json", metavar="FILE", help="write settings, metrics and the timing of each request")
+    parser.add_argument(
+        "--json", metavar="FILE", help="write settings, metrics and the timing of each request"
+    )
     if plot:
         parser.add_argument("--plot", metavar="FILE", help="plot the run as a .png, .svg or .pdf")
     parser.add_argument("-q", "--quiet", action="store_true", help="no progress bar")
@@ -208,9 +324,14 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     from atomc.runtime.config import EngineConfig
     from atomc.runtime.server.flags import add_flags
 
-    parser.add_argument("model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL",
-                        help="a checkpoint directory or a name on the Hugging Face hub; default: the demo model of "
-                        "atomc")  # fmt: skip
+    parser.add_argument(
+        "model",
+        nargs="?",
+        default=argparse.SUPPRESS,
+        metavar="MODEL",
+        help="a checkpoint directory or a name on the Hugging Face hub; default: the demo model of "
+        "atomc",
+    )
     add_flags(parser, EngineConfig, GROUPS, leave_out=POSITIONAL)
     parser.usage = f"{parser.prog} [MODEL] [flags]"
 
@@ -221,8 +342,14 @@ def _samples(arguments: argparse.Namespace) -> "list[SampleRequest]":
     count, new = arguments.num_prompts, arguments.output_len
     if arguments.dataset:
         return requests_from_file(Path(arguments.dataset), count, new, seed=arguments.prompt_seed)
-    return random_requests(count, arguments.input_len, new, prefix_len=arguments.prefix_len, spread=arguments.spread,
-                       seed=arguments.prompt_seed)  # fmt: skip
+    return random_requests(
+        count,
+        arguments.input_len,
+        new,
+        prefix_len=arguments.prefix_len,
+        spread=arguments.spread,
+        seed=arguments.prompt_seed,
+    )
 
 
 def _config(arguments: argparse.Namespace) -> "EngineConfig":
@@ -263,7 +390,10 @@ def _serve_flags(arguments: argparse.Namespace) -> list[str]:
 
 
 def _print_results(
-    arguments: argparse.Namespace, requests: "Sequence[RequestTiming]", title: str, machine: dict[str, Any]
+    arguments: argparse.Namespace,
+    requests: "Sequence[RequestTiming]",
+    title: str,
+    machine: dict[str, Any],
 ) -> None:
     """Print the metrics, and write --json and --plot."""
     from atomc.runtime.bench.metrics import format_summary, summarize
@@ -271,8 +401,17 @@ def _print_results(
 
     summary = summarize(requests)
     print(f"{title}\n{format_summary(summary)}")
-    each = [{"start": one.start, "ttft": one.ttft, "e2e": one.e2e, "input_tokens": one.input_tokens,
-             "output_tokens": one.output_tokens, "error": one.error} for one in requests]  # fmt: skip
+    each = [
+        {
+            "start": one.start,
+            "ttft": one.ttft,
+            "e2e": one.e2e,
+            "input_tokens": one.input_tokens,
+            "output_tokens": one.output_tokens,
+            "error": one.error,
+        }
+        for one in requests
+    ]
     _write(arguments, {"title": title, "machine": machine, "figures": summary, "requests": each})
     if arguments.plot:
         rate = f"{summary['output_tokens_per_second']:,.0f} output tokens/s"
@@ -281,15 +420,24 @@ def _print_results(
 
 def _write(arguments: argparse.Namespace, found: dict[str, Any]) -> None:
     if arguments.json:
-        settings = {name: "inf" if value == math.inf else value  # JSON has no infinity
-                    for name, value in vars(arguments).items() if name not in UNSAVED_ARGUMENTS}  # fmt: skip
+        settings = {
+            name: "inf" if value == math.inf else value  # JSON has no infinity
+            for name, value in vars(arguments).items()
+            if name not in UNSAVED_ARGUMENTS
+        }
         header = {"version": import_module("atomc").__version__, "settings": settings}
-        Path(arguments.json).write_text(json.dumps(header | found, indent=1, default=str) + "\n", encoding="utf-8")
+        Path(arguments.json).write_text(
+            json.dumps(header | found, indent=1, default=str) + "\n", encoding="utf-8"
+        )
 
 
 def _machine(device: Any) -> dict[str, Any]:
     import torch
 
     gpu = torch.cuda.get_device_name() if str(device).startswith("cuda") else None
-    return {"device": gpu or platform.machine(), "cores": os.cpu_count(), "torch": torch.__version__,
-            "python": platform.python_version()}  # fmt: skip
+    return {
+        "device": gpu or platform.machine(),
+        "cores": os.cpu_count(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }

@@ -9,15 +9,25 @@ from atomc.cli.arguments import command
 
 def add(commands: Any) -> None:
     parser = command(
-        commands, "diff", run,
-        "Compare the graphs of two dumps, such as of two versions, ranks or machines: ops, attributes, shapes, modules and "
+        commands,
+        "diff",
+        run,
+        "Compare the graphs of two dumps, such as of two versions, ranks or machines: ops, "
+        "attributes, shapes, modules and "
         "edges. Exit code 1 if they differ.",
-        "  atomc explain --dump before; git pull; atomc explain --dump after\n  atomc diff before after\n"
+        "  atomc explain --dump before; git pull; atomc explain --dump after\n  atomc diff "
+        "before after\n"
         "  atomc diff before/graph_0 after/graph_0 --all",
-    )  # fmt: skip
-    parser.add_argument("first", type=Path, help="a directory written by --dump, one of its graphs, or one file")
+    )
+    parser.add_argument(
+        "first", type=Path, help="a directory written by --dump, one of its graphs, or one file"
+    )
     parser.add_argument("second", type=Path, help="the dump to compare with")
-    parser.add_argument("--all", action="store_true", help="details of every stage, not only of the first that differs")
+    parser.add_argument(
+        "--all",
+        action="store_true",
+        help="details of every stage, not only of the first that differs",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -1,4 +1,6 @@
-"""`atomc doctor`: reports the machine, the available libraries and kernels, and the compile cache; runs a self-test."""
+"""`atomc doctor`: reports the machine, the available libraries and kernels, and the compile cache;
+runs a self-test.
+"""
 
 import argparse
 import sys
@@ -20,12 +22,22 @@ LIBRARY_OF_PROVIDER = {"invariant": "triton"}
 
 
 def add(commands: Any) -> None:
-    added = command(commands, "doctor", run,
-                    "Report the machine, the available libraries and kernels, and the contents of the compile cache.",
-                    "  atomc doctor\n  atomc doctor --self-test\n  atomc doctor --clear")  # fmt: skip
-    added.add_argument("--clear", action="store_true", help="delete the compile cache, and do nothing else")
-    added.add_argument("--self-test", action="store_true", help="compare each available kernel with its reference; exit "
-                       "code 1 if one fails")  # fmt: skip
+    added = command(
+        commands,
+        "doctor",
+        run,
+        "Report the machine, the available libraries and kernels, and the contents of the "
+        "compile cache.",
+        "  atomc doctor\n  atomc doctor --self-test\n  atomc doctor --clear",
+    )
+    added.add_argument(
+        "--clear", action="store_true", help="delete the compile cache, and do nothing else"
+    )
+    added.add_argument(
+        "--self-test",
+        action="store_true",
+        help="compare each available kernel with its reference; exit code 1 if one fails",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -34,7 +46,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.clear:
         deleted = store.clear(Options.of())
-        print(f"{_entries(deleted)} deleted from {deleted.folder}, {_format_bytes(deleted.bytes)} freed")
+        print(
+            f"{_entries(deleted)} deleted from {deleted.folder}, "
+            f"{_format_bytes(deleted.bytes)} freed"
+        )
         return 0
     _print_machine()
     _print_libraries()
@@ -52,7 +67,9 @@ def _print_machine() -> None:
 
     version = import_module("atomc").__version__
     python = ".".join(map(str, sys.version_info[:3]))
-    print(f"atomc {version}, torch {torch.__version__} ({torch_status()} with it), Python {python}\n")
+    print(
+        f"atomc {version}, torch {torch.__version__} ({torch_status()} with it), Python {python}\n"
+    )
     here = Platform.detect()
     how, why = glue_of(Options(), here)
     print(table(("machine", ""), [*_machine(here), ("glue", f"{how}: {why}")]) + "\n")
@@ -65,14 +82,24 @@ def _print_libraries() -> None:
     from atomc.report.render.table import table
 
     libraries = provider_versions()
-    rows = [(name, library.version or "yes" if library.found else "-", library.reason or "")
-            for name, library in libraries.items()]  # fmt: skip
+    rows = [
+        (name, library.version or "yes" if library.found else "-", library.reason or "")
+        for name, library in libraries.items()
+    ]
     print(table(("library", "found", "why not"), rows) + "\n")
-    missing = {provider: kernels.load(provider) for provider in (*kernels.PROVIDERS, kernels.INVARIANT)}
-    counts = {provider: sum(kernel.provider == provider for op in REGISTRY.values() for kernel in op.kernels)
-              for provider in missing}  # fmt: skip
-    found = [(provider, _provider_version(provider, libraries), str(counts[provider]), reason or "")
-             for provider, reason in missing.items()]  # fmt: skip
+    missing = {
+        provider: kernels.load(provider) for provider in (*kernels.PROVIDERS, kernels.INVARIANT)
+    }
+    counts = {
+        provider: sum(
+            kernel.provider == provider for op in REGISTRY.values() for kernel in op.kernels
+        )
+        for provider in missing
+    }
+    found = [
+        (provider, _provider_version(provider, libraries), str(counts[provider]), reason or "")
+        for provider, reason in missing.items()
+    ]
     print(table(("kernels", "version", "number", "why not"), found, numbers=[2]) + "\n")
 
 
@@ -94,8 +121,13 @@ def _cache(options: "Options") -> str:
     from atomc.report.render.table import table
 
     usage = store.usage(options)
-    contents = f"{_entries(usage)}, {_format_bytes(usage.bytes)} of {_format_bytes(options.cache_size)}"
-    rows = [("folder", str(usage.folder)), ("holds", contents if options.cache else f"{contents}; off")]
+    contents = (
+        f"{_entries(usage)}, {_format_bytes(usage.bytes)} of {_format_bytes(options.cache_size)}"
+    )
+    rows = [
+        ("folder", str(usage.folder)),
+        ("holds", contents if options.cache else f"{contents}; off"),
+    ]
     reason = store.untrusted(usage.folder)
     unused = [("not used", reason)] if reason else []
     return table(("cache", ""), [*rows, *unused, *_last_start(store.last_start(options))])
@@ -132,7 +164,9 @@ def _format_bytes(number: int) -> str:
 
 def _machine(here: "Platform") -> list[tuple[str, str]]:
     units = "cores" if here.is_cpu else "multiprocessors"
-    rows = [("platform", f"{here.kind} {here.arch}, {here.name}"),
-            ("size", f"{here.num_sms} {units}, {here.memory / 2**30:.1f} GiB"),
-            ("bf16", "in hardware" if here.supports_bf16 else "slower than fp32: not in hardware")]  # fmt: skip
+    rows = [
+        ("platform", f"{here.kind} {here.arch}, {here.name}"),
+        ("size", f"{here.num_sms} {units}, {here.memory / 2**30:.1f} GiB"),
+        ("bf16", "in hardware" if here.supports_bf16 else "slower than fp32: not in hardware"),
+    ]
     return [*rows, ("flags", " ".join(sorted(here.cpu_flags)))] if here.cpu_flags else rows

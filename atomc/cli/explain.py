@@ -14,38 +14,87 @@ from atomc.cli.arguments import DTYPES, SCHEMES, add_quantization, command
 
 def add(commands: Any) -> None:
     parser = command(
-        commands, "explain", run,
-        "Report what the compiler does to a model: rewrites, near misses, kernels. Loads no weights and runs nothing.",
+        commands,
+        "explain",
+        run,
+        "Report what the compiler does to a model: rewrites, near misses, kernels. Loads no "
+        "weights and runs nothing.",
         "  atomc explain\n  atomc explain path/to/Qwen3-0.6B --runtime\n"
         "  atomc explain path/to/Qwen3-0.6B --why qk_norm_rope --module-path layers.3\n"
-        "  atomc explain path/to/Qwen3-8B --platform gfx950 --quantization fp8 --tp 8 --sequences 64\n"
+        "  atomc explain path/to/Qwen3-8B --platform gfx950 --quantization fp8 --tp 8 "
+        "--sequences 64\n"
         "  atomc explain my_package.my_module:build_model --dump graphs\n"
         "  atomc explain path/to/Qwen3-0.6B --html out.html\n"
         "  atomc explain path/to/Qwen3-0.6B --beside path/to/Llama-3.2-1B\n"
         "  atomc explain path/to/Qwen3-0.6B --save base.json     # once, then in CI:\n"
-        "  atomc explain path/to/Qwen3-0.6B --check base.json    # exit code 1 if a rewrite or kernel changed",
-    )  # fmt: skip
-    parser.add_argument("model", nargs="?", help="a directory with config.json, a name on the Hugging Face hub, or "
-                        "package.module:function, which returns a module, (module, args) or (module, args, kwargs); "
-                        "default: the demo model")  # fmt: skip
-    parser.add_argument("--why", metavar="REWRITE", help="only report why this rewrite fired or did not")
-    parser.add_argument("--module-path", metavar="PATH", help="with --why: only below this module, such as layers.3.mlp")
-    parser.add_argument("--dump", metavar="DIR", help="write one runnable file per pass that changed the graph")
-    parser.add_argument("--layers", type=int, metavar="N", help="only the first N layers of a config.json")
-    parser.add_argument("--dtype", choices=(*DTYPES, *SCHEMES), metavar="DTYPE", help="of the weights of a config.json: "
-                        f"{', '.join(DTYPES)}, or a quantization scheme; default: the config's")  # fmt: skip
+        "  atomc explain path/to/Qwen3-0.6B --check base.json    # exit code 1 if a rewrite or "
+        "kernel changed",
+    )
+    parser.add_argument(
+        "model",
+        nargs="?",
+        help="a directory with config.json, a name on the Hugging Face hub, or "
+        "package.module:function, which returns a module, (module, args) or (module, args, "
+        "kwargs); "
+        "default: the demo model",
+    )
+    parser.add_argument(
+        "--why", metavar="REWRITE", help="only report why this rewrite fired or did not"
+    )
+    parser.add_argument(
+        "--module-path",
+        metavar="PATH",
+        help="with --why: only below this module, such as layers.3.mlp",
+    )
+    parser.add_argument(
+        "--dump", metavar="DIR", help="write one runnable file per pass that changed the graph"
+    )
+    parser.add_argument(
+        "--layers", type=int, metavar="N", help="only the first N layers of a config.json"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=(*DTYPES, *SCHEMES),
+        metavar="DTYPE",
+        help="of the weights of a config.json: "
+        f"{', '.join(DTYPES)}, or a quantization scheme; default: the config's",
+    )
     add_quantization(parser, "quantize the weights of a config.json")
-    parser.add_argument("--platform", metavar="NAME", help="compile for another machine, such as gfx950 or sm90")
-    parser.add_argument("--dynamic", action="store_true", help="dynamic shapes, as torch.compile(dynamic=True)")
-    parser.add_argument("--runtime", action="store_true", help="compile with a paged KV cache, as `atomc generate` does")
-    parser.add_argument("--json", action="store_true", help="the report as JSON, a list with one object per graph")
-    parser.add_argument("--html", metavar="FILE", help="the report as a self-contained HTML page; compiled for any number "
-                        "of tokens, so that costs are formulas")  # fmt: skip
-    parser.add_argument("--beside", metavar="MODEL", help="compare with another model, or with a file that --json wrote, "
-                        "such as with another version")  # fmt: skip
-    parser.add_argument("--save", metavar="FILE", help="save the count of each rewrite and the kernel of each op")
-    parser.add_argument("--check", metavar="FILE", help="compare with a file that --save wrote; if anything changed, print "
-                        "the differences with reasons and exit with code 1")  # fmt: skip
+    parser.add_argument(
+        "--platform", metavar="NAME", help="compile for another machine, such as gfx950 or sm90"
+    )
+    parser.add_argument(
+        "--dynamic", action="store_true", help="dynamic shapes, as torch.compile(dynamic=True)"
+    )
+    parser.add_argument(
+        "--runtime",
+        action="store_true",
+        help="compile with a paged KV cache, as `atomc generate` does",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="the report as JSON, a list with one object per graph"
+    )
+    parser.add_argument(
+        "--html",
+        metavar="FILE",
+        help="the report as a self-contained HTML page; compiled for any number "
+        "of tokens, so that costs are formulas",
+    )
+    parser.add_argument(
+        "--beside",
+        metavar="MODEL",
+        help="compare with another model, or with a file that --json wrote, "
+        "such as with another version",
+    )
+    parser.add_argument(
+        "--save", metavar="FILE", help="save the count of each rewrite and the kernel of each op"
+    )
+    parser.add_argument(
+        "--check",
+        metavar="FILE",
+        help="compare with a file that --save wrote; if anything changed, print "
+        "the differences with reasons and exit with code 1",
+    )
     planning.add(parser)
 
 
@@ -124,7 +173,10 @@ def _measure_bandwidth(found: list[Any]) -> None:
 
 def _names(arguments: argparse.Namespace) -> tuple[str, str]:
     """The names of the two compared models."""
-    given = ("the demo model" if arguments.model is None else str(arguments.model), str(arguments.beside))
+    given = (
+        "the demo model" if arguments.model is None else str(arguments.model),
+        str(arguments.beside),
+    )
     # "." has no name of its own.
     first, second = (Path(name).name or Path(name).resolve().name or name for name in given)
     return (first, second) if first != second else given
@@ -151,11 +203,15 @@ def _read_baseline(file: str) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise ValueError(f"{file} is not a baseline: {error}") from error
     if not isinstance(saved, dict):
-        raise ValueError(f"{file} is not a baseline: expected a file written by `atomc explain --save`")
+        raise ValueError(
+            f"{file} is not a baseline: expected a file written by `atomc explain --save`"
+        )
     return saved
 
 
-def _compile(arguments: argparse.Namespace, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _compile(
+    arguments: argparse.Namespace, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
     from atomc.compiler.explain import NothingToExplain, explain
     from atomc.platform import Platform
     from atomc.program import compile_model
@@ -164,7 +220,12 @@ def _compile(arguments: argparse.Namespace, model: Any, args: tuple[Any, ...], k
     platform: Platform | None = Platform.named(arguments.platform) if arguments.platform else None
     if arguments.runtime:
         # Nothing runs, so Inductor need not compile anything.
-        compile_model(model, options={**options, "glue": "eager"}, platform=platform, keep_texts=bool(arguments.html))
+        compile_model(
+            model,
+            options={**options, "glue": "eager"},
+            platform=platform,
+            keep_texts=bool(arguments.html),
+        )
         return
     try:
         dynamic = arguments.dynamic or bool(arguments.html) or None
@@ -173,22 +234,30 @@ def _compile(arguments: argparse.Namespace, model: Any, args: tuple[Any, ...], k
         raise ValueError(f"{error}; the function can return (module, args)") from error
 
 
-def _model(arguments: argparse.Namespace, name: str | None) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+def _model(
+    arguments: argparse.Namespace, name: str | None
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """The model, its args and its kwargs; empty for a checkpoint, whose inputs are generated."""
     if name is not None and ":" in name and not Path(name).exists():
         if arguments.quantization:
-            raise ValueError(f"--quantization needs a config.json; call atomc.quantize(model, "
-                             f"{arguments.quantization!r}) in {name} instead")  # fmt: skip
+            raise ValueError(
+                f"--quantization needs a config.json; call atomc.quantize(model, "
+                f"{arguments.quantization!r}) in {name} instead"
+            )
         return load_function(name)
     from atomc.demo import PATH
     from atomc.runtime.hub import model_folder
 
-    return planning.model_of(model_folder(str(name or PATH), weights=False), arguments).module, (), {}
+    return (
+        planning.model_of(model_folder(str(name or PATH), weights=False), arguments).module,
+        (),
+        {},
+    )
 
 
 def load_function(name: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """The result of package.module:function as (model, args, kwargs). Raises ValueError if the function does not exist or
-    returns another type."""
+    """The result of package.module:function as (model, args, kwargs). Raises ValueError if the
+    function does not exist or returns another type."""
     module_name, _, function_name = name.partition(":")
     sys.path.insert(0, str(Path.cwd()))
     try:
@@ -196,13 +265,22 @@ def load_function(name: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise
-        raise ValueError(f"{name}: module {error.name!r} is not in the current directory or on the path") from error
+        raise ValueError(
+            f"{name}: module {error.name!r} is not in the current directory or on the path"
+        ) from error
     finally:
         sys.path.pop(0)
     function = getattr(module, function_name, None)
     if not callable(function):
-        named = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == module_name]
-        raise ValueError(f"{name}: {module_name} has no function {function_name!r}; it has {', '.join(named) or 'none'}")
+        named = [
+            key
+            for key, value in vars(module).items()
+            if getattr(value, "__module__", "") == module_name
+        ]
+        raise ValueError(
+            f"{name}: {module_name} has no function {function_name!r}; it has "
+            f"{', '.join(named) or 'none'}"
+        )
     match function():
         case (model, tuple() | list() as args, dict() as kwargs) if callable(model):
             return model, tuple(args), kwargs
@@ -211,5 +289,7 @@ def load_function(name: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         case model if callable(model):
             return model, (), {}
         case other:
-            raise ValueError(f"{name} returned {type(other).__name__}, expected a module, (module, args) or "
-                             "(module, args, kwargs)")  # fmt: skip
+            raise ValueError(
+                f"{name} returned {type(other).__name__}, expected a module, (module, args) or "
+                "(module, args, kwargs)"
+            )

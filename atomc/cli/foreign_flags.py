@@ -7,11 +7,13 @@ _LEAVE_OUT = "not needed, leave it out"
 FOREIGN_FLAGS = {
     "atomc serve": {
         "--allowed-origins": "use --allow-origin",
-        "--block-size": "a block has 16 tokens with --options layout=paged, a whole sequence with layout=contiguous",
+        "--block-size": "a block has 16 tokens with --options layout=paged, a whole sequence "
+        "with layout=contiguous",
         "--chunked-prefill-size": "use --max-num-batched-tokens",
         "--compilation-config": "use --options, such as --options glue=eager",
         "--context-length": "use --max-model-len",
-        "--cpu-offload-gb": "offloading is not supported; --quantization reduces the size of the weights",
+        "--cpu-offload-gb": "offloading is not supported; --quantization reduces the size of "
+        "the weights",
         "--data-parallel-size": _ONE_DEVICE,
         "--disable-cuda-graph": "use --enforce-eager",
         "--disable-log-requests": "use --no-log-requests",
@@ -19,7 +21,8 @@ FOREIGN_FLAGS = {
         "--disable-radix-cache": "use --no-enable-prefix-caching",
         "--download-dir": "set the environment variable HF_HOME",
         "--enable-auto-tool-choice": _LEAVE_OUT,
-        "--enable-chunked-prefill": "chunked prefill is always on, with --max-num-batched-tokens per step",
+        "--enable-chunked-prefill": "chunked prefill is always on, with "
+        "--max-num-batched-tokens per step",
         "--enable-lora": "LoRA is not supported",
         "--guided-decoding-backend": _LEAVE_OUT,
         "--kv-cache-dtype": "use --options kv_cache_dtype=fp8",
@@ -33,7 +36,8 @@ FOREIGN_FLAGS = {
         "--random-seed": "use --seed",
         "--revision": "download that revision and pass its directory",
         "--schedule-policy": "use --scheduling-policy",
-        "--speculative-config": "use --speculative-tokens N, optionally with --ngram-min and --ngram-max",
+        "--speculative-config": "use --speculative-tokens N, optionally with --ngram-min and "
+        "--ngram-max",
         "--swap-space": "preempted requests are recomputed, not swapped: leave it out",
         "--task": "the server offers both generation and embeddings: leave it out",
         "--tensor-parallel-size": _ONE_DEVICE,

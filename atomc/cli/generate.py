@@ -19,28 +19,64 @@ MAX_TOKENS = 96
 
 def add(commands: Any) -> None:
     parser = command(
-        commands, "generate", run, "Generate text; print the start time by phase and a summary of the compiler's report.",
-        "  atomc generate\n  atomc generate path/to/Qwen3-0.6B -p 'The capital of France is' --max-tokens 32",
-    )  # fmt: skip
-    parser.add_argument("model", nargs="?", help="a checkpoint directory or a name on the Hugging Face hub; default: the "
-                        "demo model of atomc")  # fmt: skip
-    parser.add_argument("-p", "--prompt", action="append", help="may be given several times; optional for the demo model")
-    parser.add_argument("--max-tokens", type=int, default=MAX_TOKENS, help="maximum new tokens (default: %(default)s)")
+        commands,
+        "generate",
+        run,
+        "Generate text; print the start time by phase and a summary of the compiler's report.",
+        "  atomc generate\n  atomc generate path/to/Qwen3-0.6B -p 'The capital of France is' "
+        "--max-tokens 32",
+    )
+    parser.add_argument(
+        "model",
+        nargs="?",
+        help="a checkpoint directory or a name on the Hugging Face hub; default: the "
+        "demo model of atomc",
+    )
+    parser.add_argument(
+        "-p",
+        "--prompt",
+        action="append",
+        help="may be given several times; optional for the demo model",
+    )
+    parser.add_argument(
+        "--max-tokens",
+        type=int,
+        default=MAX_TOKENS,
+        help="maximum new tokens (default: %(default)s)",
+    )
     sampling = "default: from the model's generation_config.json, else greedy"
     parser.add_argument("--temperature", type=float, help=f"0: greedy ({sampling})")
-    parser.add_argument("--top-p", type=float, help="sample from the most likely tokens with this total probability")
+    parser.add_argument(
+        "--top-p", type=float, help="sample from the most likely tokens with this total probability"
+    )
     parser.add_argument("--top-k", type=int, help="sample from this many most likely tokens")
-    parser.add_argument("--seed", type=int, help="the seed of sampling (default: random; fixed for the demo model)")
+    parser.add_argument(
+        "--seed", type=int, help="the seed of sampling (default: random; fixed for the demo model)"
+    )
     parser.add_argument("--dtype", choices=DTYPES, help="default: the checkpoint's")
     add_quantization(parser, "quantize the weights when they are read")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU if there is one")
-    parser.add_argument("--glue", choices=GLUES, help="what runs the ops without a kernel; default: eager on a CPU, which "
-                        "needs no C++ compiler, else auto")  # fmt: skip
-    parser.add_argument("--max-model-len", type=int, metavar="N", help="maximum sequence length in tokens")
-    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: OMP_NUM_THREADS, else one per "
-                        "physical core available to the process; use 1 on a shared machine)")  # fmt: skip
-    parser.add_argument("--no-self-check", action="store_true", help="do not compare a few steps of a transformers model "
-                        "with its own forward first")  # fmt: skip
+    parser.add_argument(
+        "--glue",
+        choices=GLUES,
+        help="what runs the ops without a kernel; default: eager on a CPU, which "
+        "needs no C++ compiler, else auto",
+    )
+    parser.add_argument(
+        "--max-model-len", type=int, metavar="N", help="maximum sequence length in tokens"
+    )
+    parser.add_argument(
+        "--threads",
+        type=int,
+        metavar="N",
+        help="CPU threads (default: OMP_NUM_THREADS, else one per "
+        "physical core available to the process; use 1 on a shared machine)",
+    )
+    parser.add_argument(
+        "--no-self-check",
+        action="store_true",
+        help="do not compare a few steps of a transformers model with its own forward first",
+    )
     parser.add_argument("-q", "--quiet", action="store_true", help="print the text only")
 
 
@@ -54,10 +90,16 @@ def run(arguments: argparse.Namespace) -> None:
     folder = model_folder(str(arguments.model or PATH))
     params = _sampling_params(arguments, folder)
     llm = LLM(
-        folder, dtype=dtype_named(arguments.dtype), device=arguments.device, quantization=arguments.quantization,
-        max_model_len=arguments.max_model_len, threads=arguments.threads, self_check=not arguments.no_self_check,
-        options={"glue": arguments.glue or default_glue(arguments.device)}, progress=not arguments.quiet,
-    )  # fmt: skip
+        folder,
+        dtype=dtype_named(arguments.dtype),
+        device=arguments.device,
+        quantization=arguments.quantization,
+        max_model_len=arguments.max_model_len,
+        threads=arguments.threads,
+        self_check=not arguments.no_self_check,
+        options={"glue": arguments.glue or default_glue(arguments.device)},
+        progress=not arguments.quiet,
+    )
     prompts = arguments.prompt or [DEMO_PROMPT]
     _print_texts(llm, prompts, params)
     if not arguments.quiet:
@@ -90,7 +132,12 @@ def _print_texts(llm: "LLM", prompts: Sequence[str], params: "SamplingParams") -
         print()
         return
     completions = llm.generate(list(prompts), params)
-    print("\n\n".join(prompt + completion.text for prompt, completion in zip(prompts, completions, strict=True)))
+    print(
+        "\n\n".join(
+            prompt + completion.text
+            for prompt, completion in zip(prompts, completions, strict=True)
+        )
+    )
 
 
 def _print_figures(llm: "LLM") -> None:

@@ -10,7 +10,9 @@ from atomc.cli.foreign_flags import FOREIGN_FLAGS
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports an unknown flag by the subcommand that got it, with a hint or the most similar flag."""
+    """Reports an unknown flag by the subcommand that got it, with a hint or the most similar
+    flag.
+    """
 
     def error(self, message: str) -> NoReturn:
         print(f"atomc: {message}; see {self.prog} --help", file=sys.stderr)

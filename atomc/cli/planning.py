@@ -1,4 +1,6 @@
-"""Planning in `atomc explain`: kernels, bytes, time and memory of one step, also for a machine that is not present."""
+"""Planning in `atomc explain`: kernels, bytes, time and memory of one step, also for a machine that
+is not present.
+"""
 
 import argparse
 import contextlib
@@ -15,24 +17,61 @@ if TYPE_CHECKING:
     from atomc.planning.plan_report import Plan, Workload
 
 # Each of PLAN_FLAGS requests a plan; INCOMPATIBLE_FLAGS cannot be combined with one.
-PLAN_FLAGS = ("plan", "measure", "tp", "tokens", "sequences", "context", "max_model_len", "kv_cache_dtype", "efficiency")
+PLAN_FLAGS = (
+    "plan",
+    "measure",
+    "tp",
+    "tokens",
+    "sequences",
+    "context",
+    "max_model_len",
+    "kv_cache_dtype",
+    "efficiency",
+)
 INCOMPATIBLE_FLAGS = ("why", "html", "beside", "save", "check", "dynamic")
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of a plan."""
-    group = parser.add_argument_group("a plan of one step of a config.json; each of these flags requests it")
-    group.add_argument("--plan", action="store_true", help="plan a step that decodes one token after 1023")
-    group.add_argument("--measure", action="store_true", help="time each kernel on this machine, next to its prediction")
+    group = parser.add_argument_group(
+        "a plan of one step of a config.json; each of these flags requests it"
+    )
+    group.add_argument(
+        "--plan", action="store_true", help="plan a step that decodes one token after 1023"
+    )
+    group.add_argument(
+        "--measure",
+        action="store_true",
+        help="time each kernel on this machine, next to its prediction",
+    )
     group.add_argument("--tp", type=int, metavar="N", help="tensor parallelism over N devices")
-    group.add_argument("--tokens", type=int, metavar="T", help="new tokens in the step; default: one per sequence")
-    group.add_argument("--sequences", type=int, metavar="S", help="sequences in the step; default: 1")
-    group.add_argument("--context", type=int, metavar="C", help="sequence length including new tokens; default: 1024")
-    group.add_argument("--max-model-len", type=int, metavar="N", help="maximum sequence length, to compute how many "
-                       "sequences fit; default: the model's")  # fmt: skip
-    group.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), help="the dtype of the KV cache")
-    group.add_argument("--efficiency", metavar="FILE", help="a table written by bench/efficiency.py; default: atomc's "
-                       "table for the machine, if there is one")  # fmt: skip
+    group.add_argument(
+        "--tokens", type=int, metavar="T", help="new tokens in the step; default: one per sequence"
+    )
+    group.add_argument(
+        "--sequences", type=int, metavar="S", help="sequences in the step; default: 1"
+    )
+    group.add_argument(
+        "--context",
+        type=int,
+        metavar="C",
+        help="sequence length including new tokens; default: 1024",
+    )
+    group.add_argument(
+        "--max-model-len",
+        type=int,
+        metavar="N",
+        help="maximum sequence length, to compute how many sequences fit; default: the model's",
+    )
+    group.add_argument(
+        "--kv-cache-dtype", choices=("auto", "fp8"), help="the dtype of the KV cache"
+    )
+    group.add_argument(
+        "--efficiency",
+        metavar="FILE",
+        help="a table written by bench/efficiency.py; default: atomc's "
+        "table for the machine, if there is one",
+    )
 
 
 def is_requested(arguments: argparse.Namespace) -> bool:
@@ -40,12 +79,16 @@ def is_requested(arguments: argparse.Namespace) -> bool:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the compiler's report and the plan. Raises ValueError if the model cannot be planned or measured."""
+    """Print the compiler's report and the plan. Raises ValueError if the model cannot be planned or
+    measured.
+    """
     from atomc.demo import PATH
     from atomc.report.report import reports
     from atomc.runtime.hub import model_folder
 
-    others = [f"--{name}" for name in INCOMPATIBLE_FLAGS if getattr(arguments, name) not in (None, False)]
+    others = [
+        f"--{name}" for name in INCOMPATIBLE_FLAGS if getattr(arguments, name) not in (None, False)
+    ]
     if others:
         raise ValueError(f"a plan cannot be combined with {', '.join(others)}, only with --json")
     name = str(arguments.model or PATH)
@@ -62,17 +105,28 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def model_of(folder: Path, arguments: argparse.Namespace) -> "Model":
-    """The model of a config.json on the meta device, with --dtype, --quantization, --layers and --tp applied."""
+    """The model of a config.json on the meta device, with --dtype, --quantization, --layers and
+    --tp applied.
+    """
     from atomc.planning.plan import build_model
     from atomc.platform import Platform
 
     scheme = arguments.dtype if arguments.dtype in SCHEMES else arguments.quantization
     if arguments.quantization and arguments.quantization != scheme:
-        raise ValueError(f"--dtype {scheme} and --quantization {arguments.quantization} differ: leave one of them out")
+        raise ValueError(
+            f"--dtype {scheme} and --quantization {arguments.quantization} differ: leave one "
+            "of them out"
+        )
     dtype = dtype_named(arguments.dtype) if arguments.dtype in DTYPES else None
     platform = Platform.named(arguments.platform) if arguments.platform else None
-    return build_model(folder, dtype=dtype, quantization=scheme, devices=1 if arguments.tp is None else arguments.tp,
-                 layers=arguments.layers, platform=platform)  # fmt: skip
+    return build_model(
+        folder,
+        dtype=dtype,
+        quantization=scheme,
+        devices=1 if arguments.tp is None else arguments.tp,
+        layers=arguments.layers,
+        platform=platform,
+    )
 
 
 def _plan_of(folder: Path, arguments: argparse.Namespace) -> "Plan":
@@ -80,23 +134,37 @@ def _plan_of(folder: Path, arguments: argparse.Namespace) -> "Plan":
     from atomc.platform import Platform
 
     if arguments.measure and arguments.platform:
-        raise ValueError(f"--measure times this machine, not --platform {arguments.platform}: leave one of them out")
+        raise ValueError(
+            f"--measure times this machine, not --platform {arguments.platform}: leave one of "
+            "them out"
+        )
     options: dict[str, Any] = {"dump": arguments.dump} if arguments.dump else {}
     if arguments.kv_cache_dtype:
         options["kv_cache_dtype"] = arguments.kv_cache_dtype
     platform = Platform.named(arguments.platform) if arguments.platform else Platform.detect()
-    load, table, model = _load(arguments), _table(arguments.efficiency, platform.name), model_of(folder, arguments)
+    load, table, model = (
+        _load(arguments),
+        _table(arguments.efficiency, platform.name),
+        model_of(folder, arguments),
+    )
     if arguments.measure:
-        return measure_plan(model, load, longest=arguments.max_model_len, options=options, table=table)
-    return plan(model, platform, load, longest=arguments.max_model_len, options=options, table=table)
+        return measure_plan(
+            model, load, longest=arguments.max_model_len, options=options, table=table
+        )
+    return plan(
+        model, platform, load, longest=arguments.max_model_len, options=options, table=table
+    )
 
 
 def _load(arguments: argparse.Namespace) -> "Workload":
     from atomc.planning.plan_report import Workload
 
     sequences = 1 if arguments.sequences is None else arguments.sequences
-    return Workload(sequences if arguments.tokens is None else arguments.tokens, sequences,
-                1024 if arguments.context is None else arguments.context)  # fmt: skip
+    return Workload(
+        sequences if arguments.tokens is None else arguments.tokens,
+        sequences,
+        1024 if arguments.context is None else arguments.context,
+    )
 
 
 def _table(file: str | None, machine: str) -> "Table | None":
@@ -107,5 +175,8 @@ def _table(file: str | None, machine: str) -> "Table | None":
         return None
     found = tables(Path(file))
     if machine not in found:
-        raise ValueError(f"--efficiency {file} has no table for {machine}, only for {', '.join(found) or 'no machine'}")
+        raise ValueError(
+            f"--efficiency {file} has no table for {machine}, only for "
+            f"{', '.join(found) or 'no machine'}"
+        )
     return found[machine]

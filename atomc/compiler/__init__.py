@@ -1,1 +1,3 @@
-"""From a graph to a callable: pipeline, kernel selection, token ranges, partition, CUDA graphs, and explain."""
+"""From a graph to a callable: pipeline, kernel selection, token ranges, partition, CUDA graphs, and
+explain.
+"""

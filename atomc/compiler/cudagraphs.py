@@ -1,6 +1,8 @@
-"""CUDA graphs: static inputs, one shared pool, capture, replay, bytes. The backend and the runtime both use this.
+"""CUDA graphs: static inputs, one shared pool, capture, replay, bytes. The backend and the runtime
+both use this.
 
-A captured call reads its inputs where they lay during capture; HIP graphs on ROCm go through the same torch functions.
+A captured call reads its inputs where they lay during capture; HIP graphs on ROCm go through the
+same torch functions.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +21,9 @@ MOST_GRAPHS = 32
 
 @dataclass
 class Captured:
-    """One captured call. `output` is where each replay writes; bytes is what capturing added to the pool."""
+    """One captured call. `output` is where each replay writes; bytes is what capturing added to the
+    pool.
+    """
 
     graph: torch.cuda.CUDAGraph
     output: Any
@@ -31,7 +35,9 @@ class Captured:
 
 
 class Pool:
-    """Captures calls one after another into one memory pool: graphs that never run at once share their temporaries."""
+    """Captures calls one after another into one memory pool: graphs that never run at once share
+    their temporaries.
+    """
 
     def __init__(self, device: torch.device | str = "cuda"):
         self.device = torch.device(device)
@@ -40,21 +46,26 @@ class Pool:
         self.num_graphs = 0
 
     def capture(self, call: Callable[[], Any], *, warm_up: bool = True) -> Captured:
-        """Capture `call`, whose inputs must stay where they are. Raises what CUDA raises if it cannot be captured.
+        """Capture `call`, whose inputs must stay where they are. Raises what CUDA raises if it
+        cannot be captured.
 
-        warm_up  call it once before: Triton compiles, Inductor measures, cuBLAS allocates its workspace. Not needed where
-                 an earlier capture was warmed up and all kernels have run: they are loaded as they come.
+        warm_up  call it once before: Triton compiles, Inductor measures, cuBLAS allocates its
+                 workspace. Not needed where an earlier capture was warmed up and all kernels have
+                 run: they are loaded as they come.
         """
         with torch.cuda.device(self.device):
             self.stream.wait_stream(torch.cuda.current_stream())
             graph = torch.cuda.CUDAGraph()
-            # Not torch.cuda.graph(), which waits for the device and gives all free memory back before each capture.
+            # Not torch.cuda.graph(), which waits for the device and gives all free memory back
+            # before each capture.
             with torch.cuda.stream(self.stream):
                 if warm_up:
                     call()
                 before = torch.cuda.memory_reserved(self.device)
                 # "relaxed" lets a kernel be loaded during capture.
-                graph.capture_begin(pool=self.handle, capture_error_mode="global" if warm_up else "relaxed")
+                graph.capture_begin(
+                    pool=self.handle, capture_error_mode="global" if warm_up else "relaxed"
+                )
                 try:
                     output = call()
                 finally:
@@ -65,20 +76,30 @@ class Pool:
 
 
 class Graphed:
-    """A callable that replays a graph per set of input shapes; parameters and marked inputs stay where they are.
+    """A callable that replays a graph per set of input shapes; parameters and marked inputs stay
+    where they are.
 
-    Other tensors are copied into static buffers before a replay, and results are copied out, so that the caller may keep
-    them. Whatever cannot be captured runs as it is, with a note.
+    Other tensors are copied into static buffers before a replay, and results are copied out, so
+    that the caller may keep them. Whatever cannot be captured runs as it is, with a note.
 
-    settle   called with the inputs before a capture: it may move those that stay, by whose addresses graphs are told apart
+    settle   called with the inputs before a capture: it may move those that stay, by whose
+             addresses graphs are told apart
     """
 
-    def __init__(self, call: Callable[..., Any], written: Sequence[int], notes: list[str], graphs: list[dict[str, Any]],
-                 settle: Callable[[Sequence[Any]], Any] = lambda args: None):  # fmt: skip
+    def __init__(
+        self,
+        call: Callable[..., Any],
+        written: Sequence[int],
+        notes: list[str],
+        graphs: list[dict[str, Any]],
+        settle: Callable[[Sequence[Any]], Any] = lambda args: None,
+    ):
         self.settle = settle
         self.call, self.written, self.notes, self.graphs = call, sorted(written), notes, graphs
         self.pool: Pool | None = None
-        self.staying: list[int] | None = None  # the inputs that must not move; known from the first call on
+        self.staying: list[int] | None = (
+            None  # the inputs that must not move; known from the first call on
+        )
         self.moving: list[int] = []
         self.captured: dict[Any, _Entry | None] = {}
 
@@ -93,12 +114,17 @@ class Graphed:
         return _cloned(entry.graph.replay())
 
     def _fix_staying(self, args: Sequence[Any]) -> None:
-        stays = [isinstance(x, Tensor) and (i in self.written or is_static_input(x)) for i, x in enumerate(args)]
+        stays = [
+            isinstance(x, Tensor) and (i in self.written or is_static_input(x))
+            for i, x in enumerate(args)
+        ]
         self.staying = [i for i, fixed in enumerate(stays) if fixed]
         self.moving = [i for i, fixed in enumerate(stays) if not fixed]
 
     def _entry(self, args: Sequence[Any]) -> "_Entry | None":
-        """The graph for these inputs, captured if there is none for where they lie; None: they cannot be captured."""
+        """The graph for these inputs, captured if there is none for where they lie; None: they
+        cannot be captured.
+        """
         key = tuple([_kind(args[i]) for i in self.moving])
         if key in self.captured and self._fits(self.captured[key], args):
             return self.captured[key]
@@ -141,7 +167,9 @@ class Graphed:
             static[i] = buffer.tensor
         self.pool = self.pool or Pool(_devices(args).pop())
         captured = self.pool.capture(lambda: self.call(*static))
-        self.graphs.append({"inputs": [list(args[i].shape) for _, i in copied], "bytes": captured.bytes})
+        self.graphs.append(
+            {"inputs": [list(args[i].shape) for _, i in copied], "bytes": captured.bytes}
+        )
         return _Entry(captured, copied, self._pointers(args))
 
 

@@ -1,4 +1,5 @@
-"""The way of a graph: from the cache, or captured > passes > lowered, per range of token counts > glue.
+"""The way of a graph: from the cache, or captured > passes > lowered, per range of token counts >
+glue.
 
 `build` is what the backend and the runtime call, `compile_graph` what explain does.
 """
@@ -64,8 +65,15 @@ class Built:
     key: str | None
 
 
-def build(gm: GraphModule, inputs: Sequence[Any], context: Context, report: Report, floats: dict[int, float]) -> Built:
-    """What an earlier start has kept of the graph with these floats, or all stages, kept for later ones.
+def build(
+    gm: GraphModule,
+    inputs: Sequence[Any],
+    context: Context,
+    report: Report,
+    floats: dict[int, float],
+) -> Built:
+    """What an earlier start has kept of the graph with these floats, or all stages, kept for later
+    ones.
 
     floats: input number -> the value of a Python float that Dynamo made an input.
     """
@@ -79,9 +87,15 @@ def build(gm: GraphModule, inputs: Sequence[Any], context: Context, report: Repo
 
 
 def compile_graph(
-    gm: GraphModule, inputs: Sequence[Any], context: Context, report: Report, floats: dict[int, float]
+    gm: GraphModule,
+    inputs: Sequence[Any],
+    context: Context,
+    report: Report,
+    floats: dict[int, float],
 ) -> tuple[Captured, Compiled]:
-    """All stages for a graph of Dynamo's. If nothing is to be built, `call` is the captured graph's forward."""
+    """All stages for a graph of Dynamo's. If nothing is to be built, `call` is the captured graph's
+    forward.
+    """
     with timed(report, "trace"):
         dynamo = dynamo_graph(gm, inputs, floats)
     lift(dynamo, context, report)
@@ -103,14 +117,18 @@ def timed(report: Report, phase: str) -> Iterator[None]:
 
 def inductor_patches(options: Options) -> dict[str, Any]:
     """Inductor's configuration for these options."""
-    patches = {name: on for name, on in mode_options(options.mode).items() if "cudagraph" not in name}
+    patches = {
+        name: on for name, on in mode_options(options.mode).items() if "cudagraph" not in name
+    }
     if options.rounding == "hf":
         patches["emulate_precision_casts"] = True
     return {**patches, **options.inductor}
 
 
 def lift(dynamo: GraphModule, context: Context, report: Report) -> None:
-    """Lift composite calls of Dynamo's graph, in place: of a region once, in the report for each of its calls."""
+    """Lift composite calls of Dynamo's graph, in place: of a region once, in the report for each of
+    its calls.
+    """
     chosen = context.options.passes.get(pipeline.LIFT, True)
     if chosen is False:
         return
@@ -134,8 +152,16 @@ def _compiled(gm: GraphModule, context: Context, report: Report) -> Compiled:
     options = context.options
     chosen, report.off = pipeline.selected(passes.PIPELINE, context)
     dumper = Dumper(options.dump)
-    observers = [lambda name, graph: dumper(graph, name), *structured_trace.observers(), *context.observers]
-    recorder = Recorder(gm, options, report, dumper) if context.build and (options.audit or options.record) else None
+    observers = [
+        lambda name, graph: dumper(graph, name),
+        *structured_trace.observers(),
+        *context.observers,
+    ]
+    recorder = (
+        Recorder(gm, options, report, dumper)
+        if context.build and (options.audit or options.record)
+        else None
+    )
     for observer in observers:
         observer("captured", gm)
     with timed(report, "passes"):
@@ -160,10 +186,18 @@ def _compiled(gm: GraphModule, context: Context, report: Report) -> Compiled:
 
 
 def _describe(
-    gm: GraphModule, costs: list[cost.NodeCost], context: Context, report: Report, *, glue_fuses: bool
+    gm: GraphModule,
+    costs: list[cost.NodeCost],
+    context: Context,
+    report: Report,
+    *,
+    glue_fuses: bool,
 ) -> None:
     """What the report says of the graph before it is lowered."""
-    report.machine = {name: getattr(context.platform, name) for name in ("name", "arch", "device", "bandwidth", "flops")}
+    report.machine = {
+        name: getattr(context.platform, name)
+        for name in ("name", "arch", "device", "bandwidth", "flops")
+    }
     report.costs, report.few_bits = [_op_cost(c) for c in costs], quantized_weights(gm)
     if context.keep_texts:
         report.savings = fusion_opportunities(gm, costs, report.near, glue_fuses=glue_fuses)
@@ -188,13 +222,24 @@ class Lowered:
 
 
 def _lowered(
-    gm: GraphModule, context: Context, report: Report, observers: Sequence[pipeline.Observer], *, eager: bool
+    gm: GraphModule,
+    context: Context,
+    report: Report,
+    observers: Sequence[pipeline.Observer],
+    *,
+    eager: bool,
 ) -> list[Lowered]:
-    """The graph for each range of token counts that kernels tell apart, one layout of state in all of them."""
+    """The graph for each range of token counts that kernels tell apart, one layout of state in all
+    of them.
+    """
     inputs = gm.graph.find_nodes(op="placeholder")
-    weights = {node.name: unpreparable(given) for node, given in zip(inputs, context.inputs, strict=False)}
+    weights = {
+        node.name: unpreparable(given) for node, given in zip(inputs, context.inputs, strict=False)
+    }
     weights |= {node.name: None for node in inputs if "packed" in node.meta}
-    select = partial(Selection, context.options, context.platform, eager=eager, weights=weights, copied={})
+    select = partial(
+        Selection, context.options, context.platform, eager=eager, weights=weights, copied={}
+    )
     spans = ranges.ranges_of(gm, select().could_serve)
     layout = None
     lowered = []
@@ -204,7 +249,9 @@ def _lowered(
             one.meta["tokens"] = span
             selection = select(layout=layout, tokens=span)
             layout = layout or selection.fix_layout(list(one.graph.nodes))
-            done = pipeline.run(one, [passes.LOWER], replace(context, choose=selection.choose), report, observers)
+            done = pipeline.run(
+                one, [passes.LOWER], replace(context, choose=selection.choose), report, observers
+            )
             report.kernels += selection.choices
             read = {node.name for node in one.graph.find_nodes(op="placeholder") if node.users}
             lowered.append(Lowered(one, span, layout, done.extras, read, selection.syncing))
@@ -212,7 +259,10 @@ def _lowered(
 
 
 def _assembled(
-    gm: GraphModule, lowered: Sequence[Lowered], functions: Sequence[Function], state: Sequence[StateSpec]
+    gm: GraphModule,
+    lowered: Sequence[Lowered],
+    functions: Sequence[Function],
+    state: Sequence[StateSpec],
 ) -> Compiled:
     """One callable of the functions for each range, and how to make plain data of it."""
     inputs = [node for node in gm.graph.find_nodes(op="placeholder") if "extra" not in node.meta]
@@ -228,13 +278,28 @@ def _assembled(
     syncing = [name for one in lowered for name in one.syncing]
     call = profiled(
         combine_ranges([function.call for function in functions], extras_of, chosen_by, device),
-        lambda: combine_ranges([function.named() for function in functions], extras_of, chosen_by, device),
+        lambda: combine_ranges(
+            [function.named() for function in functions], extras_of, chosen_by, device
+        ),
     )
 
-    compiled = Compiled(call, names, packed, _of_type(StepInput, inputs), _of_type(StateInput, inputs), list(state), extras,
-                        syncing, read)  # fmt: skip
-    return replace(compiled, plain=lambda: serialize_compiled(
-        compiled, [function.plain() for function in functions], extras_of, chosen_by, device))  # fmt: skip
+    compiled = Compiled(
+        call,
+        names,
+        packed,
+        _of_type(StepInput, inputs),
+        _of_type(StateInput, inputs),
+        list(state),
+        extras,
+        syncing,
+        read,
+    )
+    return replace(
+        compiled,
+        plain=lambda: serialize_compiled(
+            compiled, [function.plain() for function in functions], extras_of, chosen_by, device
+        ),
+    )
 
 
 def _of_type(kind: type[T], inputs: Sequence[Node]) -> dict[str, T]:
@@ -244,23 +309,41 @@ def _of_type(kind: type[T], inputs: Sequence[Node]) -> dict[str, T]:
 
 def _op_cost(found: cost.NodeCost) -> OpCost:
     nodes = [node.name for node in found.nodes]
-    made_of = sorted(set[str]().union(*(node.meta.get("origins", {node.name}) for node in found.nodes)))
+    made_of = sorted(
+        set[str]().union(*(node.meta.get("origins", {node.name}) for node in found.nodes))
+    )
     apart = str(found.apart) if found.apart != found.cost.bytes else ""
-    return OpCost(found.op, found.module_path, found.layer, found.source, str(found.cost.bytes), str(found.cost.flops),
-                  nodes, made_of, apart, str(found.nodes[-1].meta.get("made_by", "")))  # fmt: skip
+    return OpCost(
+        found.op,
+        found.module_path,
+        found.layer,
+        found.source,
+        str(found.cost.bytes),
+        str(found.cost.flops),
+        nodes,
+        made_of,
+        apart,
+        str(found.nodes[-1].meta.get("made_by", "")),
+    )
 
 
 def _device(gm: GraphModule) -> str | None:
     """The GPU that the graph's tensors lie on."""
     values = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
-    return next((str(x.device) for x in values if isinstance(x, Tensor) and x.device.type == "cuda"), None)
+    return next(
+        (str(x.device) for x in values if isinstance(x, Tensor) and x.device.type == "cuda"), None
+    )
 
 
 def _glue(gm: GraphModule, how: str, options: Options, report: Report) -> Function:
     if how == "eager":
         return of_graph(gm)
     if options.glue == "auto" and (count := left_for_glue(gm)) <= FEW_OPS:
-        _note_glue(report, "eager", f"eager here: {count} ops stand between kernels, not worth starting Inductor")
+        _note_glue(
+            report,
+            "eager",
+            f"eager here: {count} ops stand between kernels, not worth starting Inductor",
+        )
         return of_graph(gm)
     function, pieces = compile_glue(gm, inductor_patches(options))
     _note_glue(report, how, pieces)

@@ -1,4 +1,6 @@
-"""What each way into the compiler does first with a graph from Dynamo: a report, and whether atomc compiles it."""
+"""What each way into the compiler does first with a graph from Dynamo: a report, and whether atomc
+compiles it.
+"""
 
 import logging
 import threading
@@ -19,13 +21,17 @@ log = logging.getLogger("atomc")
 
 
 def new_report(gm: GraphModule) -> Report:
-    """A report with the model, the graph break after the graph, and the guard that caused the recompile."""
+    """A report with the model, the graph break after the graph, and the guard that caused the
+    recompile.
+    """
     report = Report(model_name(gm))
     broken = break_reason(gm)
     if broken is not None:
         reason, stack = broken
         file, line, code = stack[-1] if stack else ("", 0, "")
-        report.graph_break = GraphBreak(f"{file.rsplit('/', 1)[-1]}:{line}", code.strip(), reason.split("\n")[0].strip())
+        report.graph_break = GraphBreak(
+            f"{file.rsplit('/', 1)[-1]}:{line}", code.strip(), reason.split("\n")[0].strip()
+        )
     report.recompile = recompile_reason()
     return report
 
@@ -50,8 +56,11 @@ def skip_reason(example_inputs: Sequence[Any], options: Options) -> str | None:
         return "atomc is disabled (ATOMC_DISABLE=1 or options={'disable': True})"
     if torch.is_grad_enabled() and wants_gradients(example_inputs):
         _warn_about_training()
-        return ("gradients are enabled and a parameter or input requires them: this is a training graph; "
-                "run under torch.inference_mode() or call model.requires_grad_(False)")  # fmt: skip
+        return (
+            "gradients are enabled and a parameter or input requires them: this is a training "
+            "graph; "
+            "run under torch.inference_mode() or call model.requires_grad_(False)"
+        )
     return None
 
 
@@ -61,5 +70,8 @@ _warned = threading.Event()
 def _warn_about_training() -> None:
     if not _warned.is_set():
         _warned.set()
-        log.warning("atomc compiles for inference only: this graph requires gradients, Inductor compiles it. "
-                    "Run it under torch.inference_mode(), or call model.requires_grad_(False).")  # fmt: skip
+        log.warning(
+            "atomc compiles for inference only: this graph requires gradients, Inductor "
+            "compiles it. "
+            "Run it under torch.inference_mode(), or call model.requires_grad_(False)."
+        )

@@ -21,7 +21,13 @@ from atomc.report.render.page import publish
 from atomc.report.report import Report, forget, keep
 from atomc.rewriting.graph_pass import Context
 from atomc.torch_compat.automatic_dynamic import isolated_dynamo_state
-from atomc.torch_compat.tracing import RestartAnalysis, ShortenTraceback, lifted_floats, raised_unwrapped, with_fresh_code
+from atomc.torch_compat.tracing import (
+    RestartAnalysis,
+    ShortenTraceback,
+    lifted_floats,
+    raised_unwrapped,
+    with_fresh_code,
+)
 
 EXAMPLE_TOKENS = 12
 
@@ -31,16 +37,24 @@ class NothingToExplain(TypeError):
 
 
 def explain(
-    model: Callable[..., Any], *args: Any, options: Mapping[str, Any] | Options | None = None,
-    platform: Platform | str | None = None, dynamic: bool | None = None, **kwargs: Any,
-) -> Report:  # fmt: skip
-    """The report for model(*args, **kwargs), which is traced and lowered, but neither built nor run.
+    model: Callable[..., Any],
+    *args: Any,
+    options: Mapping[str, Any] | Options | None = None,
+    platform: Platform | str | None = None,
+    dynamic: bool | None = None,
+    **kwargs: Any,
+) -> Report:
+    """The report for model(*args, **kwargs), which is traced and lowered, but neither built nor
+    run.
 
-    platform  a Platform or the name of one that need not be here ("gfx950"); default: the machine of the model's device
+    platform  a Platform or the name of one that need not be here ("gfx950"); default: the machine
+              of the model's device
     dynamic   as in torch.compile
-    Without args, a language model gets generated token ids. The model may be on the meta device. Of several graphs
-    (graph breaks) the report with the most sites is returned; all are in `atomc.reports()`.
-    Raises TypeError if no inputs are given and none can be generated, OptionsError for wrong options.
+    Without args, a language model gets generated token ids. The model may be on the meta device. Of
+    several graphs (graph breaks) the report with the most sites is returned; all are in
+    `atomc.reports()`.
+    Raises TypeError if no inputs are given and none can be generated, OptionsError for wrong
+    options.
     """
     chosen = Options.of(options)
     if not args and not kwargs:
@@ -70,32 +84,46 @@ def explain(
     with torch.no_grad():
         trace_once(model, dynamo, undo)
     if not made:
-        raise NothingToExplain("explain: Dynamo found no graph in this call; is there a tensor operation in it?")
+        raise NothingToExplain(
+            "explain: Dynamo found no graph in this call; is there a tensor operation in it?"
+        )
     made[0].notes += notes
     for report in made:
         publish(report, chosen)
     return max(made, key=lambda report: len(report.sites))
 
 
-def example_inputs(model: Callable[..., Any], asked: str = "explain") -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Token ids for a language model: (args, kwargs). Raises NothingToExplain for a model with other inputs.
+def example_inputs(
+    model: Callable[..., Any], asked: str = "explain"
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Token ids for a language model: (args, kwargs). Raises NothingToExplain for a model with
+    other inputs.
 
     asked  the name of the public function, for the error
     """
     forward = model.forward if isinstance(model, nn.Module) else model
     names = list(inspect.signature(forward).parameters)
-    device = next(model.parameters()).device if isinstance(model, nn.Module) else torch.device("cpu")
+    device = (
+        next(model.parameters()).device if isinstance(model, nn.Module) else torch.device("cpu")
+    )
     ids = torch.zeros(EXAMPLE_TOKENS, dtype=torch.int64, device=device)
     positions = torch.arange(EXAMPLE_TOKENS, device=device)
     if names[:2] == ["input_ids", "positions"]:
         return (), {"input_ids": ids, "positions": positions}
     if "input_ids" in names:
-        return (), {"input_ids": ids[None], **({"use_cache": False} if "use_cache" in names else {})}
-    raise NothingToExplain(f"{asked}: give the inputs of {type(model).__name__}({', '.join(names)}) as in "
-                           f"{asked}(model, x, ...)")  # fmt: skip
+        return (), {
+            "input_ids": ids[None],
+            **({"use_cache": False} if "use_cache" in names else {}),
+        }
+    raise NothingToExplain(
+        f"{asked}: give the inputs of {type(model).__name__}({', '.join(names)}) as in "
+        f"{asked}(model, x, ...)"
+    )
 
 
-def _inspect(gm: GraphModule, inputs: Sequence[Any], options: Options, platform: Platform | None) -> Report:
+def _inspect(
+    gm: GraphModule, inputs: Sequence[Any], options: Options, platform: Platform | None
+) -> Report:
     """Run all stages except building: kernels are selected, but nothing is compiled."""
     report = keep(new_report(gm))
     reason = skip_reason(inputs, options)
@@ -106,9 +134,17 @@ def _inspect(gm: GraphModule, inputs: Sequence[Any], options: Options, platform:
     device = next((x.device.type for x in inputs if isinstance(x, Tensor) and not x.is_meta), None)
     where = platform or Platform.detect(device)
     placeholders = gm.graph.find_nodes(op="placeholder")
-    floats = {i: float(inputs[i]) for node in lifted_floats(gm.graph) for i in [placeholders.index(node)]}
+    floats = {
+        i: float(inputs[i]) for node in lifted_floats(gm.graph) for i in [placeholders.index(node)]
+    }
     try:
-        compile_graph(gm, inputs, Context(options, where, build=False, inputs=inputs, keep_texts=True), report, floats)
+        compile_graph(
+            gm,
+            inputs,
+            Context(options, where, build=False, inputs=inputs, keep_texts=True),
+            report,
+            floats,
+        )
         report.treated = True
     except RestartAnalysis:  # Dynamo traces again with floats it now knows to be constants
         forget(report)
@@ -124,7 +160,9 @@ def _inspect(gm: GraphModule, inputs: Sequence[Any], options: Options, platform:
 
 
 def empty_outputs(gm: GraphModule, given: Sequence[Any]) -> list[Any]:
-    """Zeros with the shapes and dtypes of the graph's outputs, for code that continues after a graph break."""
+    """Zeros with the shapes and dtypes of the graph's outputs, for code that continues after a
+    graph break.
+    """
     symbols: dict[sympy.Symbol, int] = {}
     for node, actual in zip(gm.graph.find_nodes(op="placeholder"), given, strict=True):
         fake = node.meta.get("example_value")
@@ -141,7 +179,9 @@ def empty_outputs(gm: GraphModule, given: Sequence[Any]) -> list[Any]:
     def like(item: Any) -> Any:
         fake = item.meta.get("example_value") if isinstance(item, Node) else item
         if isinstance(fake, Tensor):
-            return torch.zeros([known(size) for size in fake.shape], dtype=fake.dtype, device=fake.device)
+            return torch.zeros(
+                [known(size) for size in fake.shape], dtype=fake.dtype, device=fake.device
+            )
         return known(fake) if isinstance(fake, torch.SymInt) else fake
 
     returned = gm.graph.output_node().args[0]

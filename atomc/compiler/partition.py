@@ -1,4 +1,6 @@
-"""What runs a lowered graph: kernels are called as they are, the glue between them goes to Inductor or runs eagerly."""
+"""What runs a lowered graph: kernels are called as they are, the glue between them goes to Inductor
+or runs eagerly.
+"""
 
 import contextlib
 import shutil
@@ -21,12 +23,14 @@ from atomc.torch_compat.inductor import inductor_code, num_cache_hits
 from atomc.torch_compat.tracing import fake_mode_of, tracing_context
 
 # Nothing to gain from compiling a piece of these only.
-_TRIVIAL = ("view", "_unsafe_view", "reshape", "transpose", "permute", "unsqueeze", "squeeze", "slice", "select", "t",
-            "expand", "split", "split_with_sizes", "getitem", "sym_size", "alias", "detach")  # fmt: skip
+_TRIVIAL = (
+    "view", "_unsafe_view", "reshape", "transpose", "permute", "unsqueeze", "squeeze", "slice",
+    "select", "t", "expand", "split", "split_with_sizes", "getitem", "sym_size", "alias", "detach",
+)  # fmt: skip
 
 
-# Of a whole graph beside its kernels, as the embedding and the tables of positions are of a served model: their launches
-# take some us of a step, the start of Inductor 5 s.
+# Of a whole graph beside its kernels, as the embedding and the tables of positions are of a served
+# model: their launches take some us of a step, the start of Inductor 5 s.
 FEW_OPS = 16
 
 
@@ -40,9 +44,11 @@ def glue_of(options: Options, platform: Platform) -> tuple[str, str]:
 
 
 def compile_glue(gm: GraphModule, patches: Mapping[str, Any]) -> tuple[Function, str]:
-    """Cut the graph at its kernels and compile what lies between, equal pieces once; also says how many there were.
+    """Cut the graph at its kernels and compile what lies between, equal pieces once; also says how
+    many there were.
 
-    Inductor keeps what it compiles on disk, keyed by graph, options, versions and platform (TORCHINDUCTOR_CACHE_DIR).
+    Inductor keeps what it compiles on disk, keyed by graph, options, versions and platform
+    (TORCHINDUCTOR_CACHE_DIR).
     """
     mode, loaded = fake_mode_of(gm.graph), num_cache_hits()
     kernels = [node for node in gm.graph.nodes if "kernel" in node.meta]
@@ -63,13 +69,18 @@ def compile_glue(gm: GraphModule, patches: Mapping[str, Any]) -> tuple[Function,
         # A piece that writes may be told from its equals by what its inputs alias.
         key = name if _writes(piece) else structural_hash(piece)
         if key not in compiled:
-            compiled[key] = _by_inductor(piece, _examples(piece) if key == name else _fresh(piece, mode), mode, patches)
+            compiled[key] = _by_inductor(
+                piece, _examples(piece) if key == name else _fresh(piece, mode), mode, patches
+            )
         functions[name] = compiled[key]
     return of_pieces(whole, functions), f"{count} pieces, {len(compiled)} unique" + _known(loaded)
 
 
 def _by_inductor(
-    gm: GraphModule, examples: Sequence[Any], mode: FakeTensorMode | None, patches: Mapping[str, Any]
+    gm: GraphModule,
+    examples: Sequence[Any],
+    mode: FakeTensorMode | None,
+    patches: Mapping[str, Any],
 ) -> Function:
     returns_tuple = isinstance(gm.graph.output_node().args[0], tuple | list)
     with tracing_context(mode):
@@ -86,10 +97,17 @@ def structural_hash(piece: GraphModule) -> Hashable:
     """Equal for pieces that compute the same of inputs alike, whatever these are called."""
     numbers = {node: i for i, node in enumerate(piece.graph.nodes)}
     return tuple(
-        (node.op, node.target if node.op == "call_function" else None,
-         id(getattr(piece, str(node.target))) if node.op == "get_attr" else None,
-         structural_key((node.args if node.op != "placeholder" else (), node.kwargs, node.meta.get("val")), numbers))
-        for node in piece.graph.nodes)  # fmt: skip
+        (
+            node.op,
+            node.target if node.op == "call_function" else None,
+            id(getattr(piece, str(node.target))) if node.op == "get_attr" else None,
+            structural_key(
+                (node.args if node.op != "placeholder" else (), node.kwargs, node.meta.get("val")),
+                numbers,
+            ),
+        )
+        for node in piece.graph.nodes
+    )
 
 
 def _writes(piece: GraphModule) -> bool:
@@ -97,10 +115,16 @@ def _writes(piece: GraphModule) -> bool:
 
 
 def _fresh(piece: GraphModule, mode: FakeTensorMode | None) -> Sequence[Any]:
-    """Example inputs with separate storage: inlined regions share fake tensors, which Inductor would take for one input."""
+    """Example inputs with separate storage: inlined regions share fake tensors, which Inductor
+    would take for one input.
+    """
     with mode or contextlib.nullcontext():
-        return [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) if isinstance(x, Tensor) else x
-                for x in _examples(piece)]  # fmt: skip
+        return [
+            torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+            if isinstance(x, Tensor)
+            else x
+            for x in _examples(piece)
+        ]
 
 
 def _piece_numbers(gm: GraphModule) -> dict[Node, int]:
@@ -118,24 +142,36 @@ def _piece_numbers(gm: GraphModule) -> dict[Node, int]:
 
 
 def left_for_glue(gm: GraphModule) -> int:
-    """How many ops between kernels compute tensors; the meaning of one of ours counts as four. Of a graph without kernels:
+    """How many ops between kernels compute tensors; the meaning of one of ours counts as four. Of a
+    graph without kernels:
     as many as can be."""
     calls = [node for node in gm.graph.nodes if node.op == "call_function"]
     if not any("kernel" in node.meta for node in calls):
         return sys.maxsize
-    return sum(4 if "op" in node.meta else 1 for node in calls if "kernel" not in node.meta
-               and _name(node) not in _TRIVIAL and isinstance(node.meta.get("val"), Tensor))  # fmt: skip
+    return sum(
+        4 if "op" in node.meta else 1
+        for node in calls
+        if "kernel" not in node.meta
+        and _name(node) not in _TRIVIAL
+        and isinstance(node.meta.get("val"), Tensor)
+    )
 
 
 def worth_compiling(piece: GraphModule) -> bool:
     """Whether a piece holds glue that Inductor can make faster: neither kernels nor views only."""
     calls = [node for node in piece.graph.nodes if node.op == "call_function"]
-    return not any("kernel" in node.meta for node in calls) and any(_name(node) not in _TRIVIAL for node in calls)
+    return not any("kernel" in node.meta for node in calls) and any(
+        _name(node) not in _TRIVIAL for node in calls
+    )
 
 
 def _name(node: Node) -> str:
     schema = getattr(node.target, "_schema", None)
-    return schema.name.removeprefix("aten::") if schema is not None else getattr(node.target, "__name__", "")
+    return (
+        schema.name.removeprefix("aten::")
+        if schema is not None
+        else getattr(node.target, "__name__", "")
+    )
 
 
 def _examples(gm: GraphModule) -> Sequence[Any]:

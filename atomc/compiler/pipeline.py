@@ -37,8 +37,8 @@ class PassError(RuntimeError):
 def selected(pipeline: Sequence[Pass], context: Context) -> tuple[list[Pass], list[str]]:
     """The passes to run, and the names of those left out by option.
 
-    Raises OptionsError for a switch of an unknown pass or one that cannot take effect, ValueError for a pipeline whose
-    order breaks an `after`.
+    Raises OptionsError for a switch of an unknown pass or one that cannot take effect, ValueError
+    for a pipeline whose order breaks an `after`.
     """
     pipeline = with_registered(pipeline)
     check_order(pipeline)
@@ -53,7 +53,9 @@ def selected(pipeline: Sequence[Pass], context: Context) -> tuple[list[Pass], li
             raise OptionsError(f"option passes: {p.name!r} {wrong}")
     if context.paged and "bind_state" in off:
         raise OptionsError("option passes: 'bind_state' cannot be left out, the runtime needs it")
-    return [p for p in pipeline if p.name not in off and (context.paged or not p.paged)], sorted(off)
+    return [p for p in pipeline if p.name not in off and (context.paged or not p.paged)], sorted(
+        off
+    )
 
 
 def _wrong_switch(p: Pass, switch: bool | Sequence[str], off: set[str], paged: bool) -> str | None:
@@ -86,7 +88,8 @@ class Registration:
 
 
 def register_pass(added: Pass | Rewrite, *, before: str | None = None) -> Registration:
-    """Add a pass, or a rewrite as a pass of its own, at the end of the pipeline or before a named pass.
+    """Add a pass, or a rewrite as a pass of its own, at the end of the pipeline or before a named
+    pass.
 
     Raises ValueError if a pass of that name exists.
     """
@@ -103,7 +106,9 @@ def with_registered(pipeline: Sequence[Pass]) -> list[Pass]:
     for added, before in REGISTERED:
         names = [p.name for p in whole]
         if before is not None and before not in names:
-            raise ValueError(f"register_pass: {added.name!r} is to stand before {before!r}; passes are {names}")
+            raise ValueError(
+                f"register_pass: {added.name!r} is to stand before {before!r}; passes are {names}"
+            )
         whole.insert(len(whole) if before is None else names.index(before), added)
     return whole
 
@@ -121,21 +126,33 @@ def check_order(pipeline: Sequence[Pass]) -> None:
 
 
 def run(
-    gm: GraphModule, passes: Sequence[Pass], context: Context, report: Report, observers: Sequence[Observer] = ()
+    gm: GraphModule,
+    passes: Sequence[Pass],
+    context: Context,
+    report: Report,
+    observers: Sequence[Observer] = (),
 ) -> Outcome:
-    """Run the passes on the graph and write what happened into the report. Returns what all of them did and found."""
+    """Run the passes on the graph and write what happened into the report. Returns what all of them
+    did and found.
+    """
     unused: list[str] = []
     with sizes_stay_symbolic():
         so_far = _Run(gm, context, report)
         for p in passes:
             outcome = so_far.run(p)
-            unused += [f"option passes: {p.name!r} is left out in {pattern!r}, where it would not fire anyway"
-                       for pattern in _patterns(p, context) if pattern not in outcome.off]  # fmt: skip
+            unused += [
+                f"option passes: {p.name!r} is left out in {pattern!r}, where it would not "
+                "fire anyway"
+                for pattern in _patterns(p, context)
+                if pattern not in outcome.off
+            ]
             for observer in observers if outcome.fired else ():
                 observer(p.name, gm)
     report.notes += unused
     if context.choose is None:  # lowering leaves none
-        report.num_ops = dict(Counter(op.name for node in gm.graph.nodes if (op := op_of(node.target))))
+        report.num_ops = dict(
+            Counter(op.name for node in gm.graph.nodes if (op := op_of(node.target)))
+        )
     return so_far.done
 
 
@@ -183,8 +200,12 @@ class _Run:
             if outcome.fired:
                 sort_topologically(self.gm.graph)
                 self.gm.graph.lint()
-        except Exception as error:  # whatever it is, say in which pass; the caller decides what to do about it
-            raise PassError(f"pass {p.name!r} failed (after {', '.join(self.ran) or 'none'}): {error}") from error
+        except (
+            Exception
+        ) as error:  # whatever it is, say in which pass; the caller decides what to do about it
+            raise PassError(
+                f"pass {p.name!r} failed (after {', '.join(self.ran) or 'none'}): {error}"
+            ) from error
         if self.report.bugs and self.context.options.strict:
             raise PassError(f"pass {p.name!r}: {self.report.bugs[0]}")
         if num_guards(self.mode) != self.guards:
@@ -203,7 +224,9 @@ class _Run:
             return off.text
 
         index = Index(self.gm.graph)
-        possible = [(rewrite, case) for rewrite, case in _cases(p) if not rewrite.unmet(case, index)]
+        possible = [
+            (rewrite, case) for rewrite, case in _cases(p) if not rewrite.unmet(case, index)
+        ]
         for rewrite, case in possible:
             fired, more_refused = apply(self.gm.graph, rewrite, index, off_here, case)
             if fired:
@@ -216,30 +239,40 @@ class _Run:
         try:
             explained, unexplained = misses(index, possible, self.done.near)
         except Exception as error:  # which costs the explanation, not the compilation
-            self.report.bugs.append(f"{p.name}: what nearly fired cannot be told: {type(error).__name__}: {error}")
+            self.report.bugs.append(
+                f"{p.name}: what nearly fired cannot be told: {type(error).__name__}: {error}"
+            )
             return done
         shown = _nodes_of(done.near)
         done.near += [miss for miss in explained if not (miss.nodes & shown)]
         for miss in _best(unexplained, _nodes_of(refused)):
-            self.report.bugs.append(f"{p.name} at {describe(miss.anchor)}: the matcher refused it, but nothing differs")
+            self.report.bugs.append(
+                f"{p.name} at {describe(miss.anchor)}: the matcher refused it, but nothing differs"
+            )
         if not done.fired and not done.near:
             self.say_what_is_absent(index, p, possible)
         return done
 
-    def say_what_is_absent(self, index: Index, p: Pass, possible: Sequence[tuple[Rewrite, Case]]) -> None:
+    def say_what_is_absent(
+        self, index: Index, p: Pass, possible: Sequence[tuple[Rewrite, Case]]
+    ) -> None:
         """possible: those of the pass whose needs the graph meets."""
         needed = _least_unmet(p, index)
         if not possible and not any(op in self.consumed for op in needed):
             self.report.absent[p.name] = _needed(needed, index)
             return
-        ops = {call(node).op for rewrite, case in possible[:1] for node in rewrite.traced(case).nodes} or set(needed)
+        ops = {
+            call(node).op for rewrite, case in possible[:1] for node in rewrite.traced(case).nodes
+        } or set(needed)
         missing = [op for op in sorted((ops - GENERIC) or ops) if not index[op]]
         taken = next((op for op in missing if op in self.consumed), None)
         if taken is None:
             self.report.absent[p.name] = _absent(missing, ops, index)
             return
         winner, count = self.consumed[taken].most_common(1)[0]
-        self.report.taken[p.name] = f"taken by {winner}, which used every {taken.removeprefix('atom::')} ({count})"
+        self.report.taken[p.name] = (
+            f"taken by {winner}, which used every {taken.removeprefix('atom::')} ({count})"
+        )
 
 
 def _patterns(p: Pass, context: Context) -> Sequence[str]:
@@ -279,15 +312,27 @@ def _least_unmet(p: Pass, index: Index) -> list[str]:
 
 
 def _absent(missing: Sequence[str], ops: set[str], index: Index) -> str:
-    """Which telling ops of a pattern the graph does not have, and which other op of it there is fewest of."""
+    """Which telling ops of a pattern the graph does not have, and which other op of it there is
+    fewest of.
+    """
     shown = [op.removeprefix("atom::") for op in missing]
-    text = f"the graph has no {' and no '.join(shown)}" if shown else "its ops stand nowhere together"
-    nearest = min((op for op in sorted(ops) if index[op]), key=lambda op: len(index[op]), default=None)
-    return text if nearest is None else f"{text}; the nearest op found is {describe(index[nearest][0])}"
+    text = (
+        f"the graph has no {' and no '.join(shown)}" if shown else "its ops stand nowhere together"
+    )
+    nearest = min(
+        (op for op in sorted(ops) if index[op]), key=lambda op: len(index[op]), default=None
+    )
+    return (
+        text
+        if nearest is None
+        else f"{text}; the nearest op found is {describe(index[nearest][0])}"
+    )
 
 
 def _needed(ops: Sequence[str], index: Index) -> str:
-    """Which of the ops that a pass cannot do without the graph does not have, or not with attributes that it takes in."""
+    """Which of the ops that a pass cannot do without the graph does not have, or not with
+    attributes that it takes in.
+    """
     for op in ops:
         for node in index[op]:
             return f"it takes in no {op.removeprefix('atom::')} like {describe(node)}"
@@ -295,9 +340,16 @@ def _needed(ops: Sequence[str], index: Index) -> str:
 
 
 def record(
-    report: Report, p: Pass, fired: Sequence[Fired], gm: GraphModule, context: Context, before: str = ""
+    report: Report,
+    p: Pass,
+    fired: Sequence[Fired],
+    gm: GraphModule,
+    context: Context,
+    before: str = "",
 ) -> None:
-    """Write sites and the changed graph into the report. before: the graph before it, if no stage has it."""
+    """Write sites and the changed graph into the report. before: the graph before it, if no stage
+    has it.
+    """
     if not fired:
         return
     text = graph_text(gm) if context.keep_texts or context.choose is not None else ""
@@ -321,13 +373,24 @@ def miss_of(near: NearMiss) -> Miss:
     first = near.first
     node = first.node if first.node is not None else near.anchor
     path = module_path(node) or module_path(near.anchor)
-    return Miss(near.rewrite, near.variant, path, layer_of(path), source_line(node) or source_line(near.anchor),
-                near.matched / near.total, first.kind, first.expected, first.found,
-                sorted(node.name for node in near.nodes))  # fmt: skip
+    return Miss(
+        near.rewrite,
+        near.variant,
+        path,
+        layer_of(path),
+        source_line(node) or source_line(near.anchor),
+        near.matched / near.total,
+        first.kind,
+        first.expected,
+        first.found,
+        sorted(node.name for node in near.nodes),
+    )
 
 
 def about(p: Pass) -> str:
-    """What a pass does: the docstring of the file that it is written in; of one from outside, that of its function."""
+    """What a pass does: the docstring of the file that it is written in; of one from outside, that
+    of its function.
+    """
     made_by = p.rewrites[0].example if p.rewrites else p.run
     module = sys.modules.get(getattr(made_by, "__module__", ""))
     if module is not None and module.__name__.startswith("atomc."):

@@ -1,4 +1,6 @@
-"""Token ranges: kernels declare where they are meant to be used, and a graph is lowered once per range that results."""
+"""Token ranges: kernels declare where they are meant to be used, and a graph is lowered once per
+range that results.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
@@ -16,7 +18,9 @@ from atomc.torch_compat.tracing import bounds
 
 
 def token_expression(gm: GraphModule) -> sympy.Expr | None:
-    """The number of tokens the graph works on, in its symbols, by the first op that says which rows they are; or None."""
+    """The number of tokens the graph works on, in its symbols, by the first op that says which rows
+    they are; or None.
+    """
     for node in gm.graph.nodes:
         op = op_of(node.target)
         if op is not None and op.rows is not None:
@@ -26,17 +30,29 @@ def token_expression(gm: GraphModule) -> sympy.Expr | None:
 
 
 def ranges_of(gm: GraphModule, could_serve: Callable[[Node], Sequence[Kernel]]) -> list[Tokens]:
-    """The ranges of token counts that the kernels which could serve tell apart, and that a call can have.
+    """The ranges of token counts that the kernels which could serve tell apart, and that a call can
+    have.
 
-    A static graph has one. Dynamo's dynamic sizes are 2 at least: a size of 1 is a graph of its own.
+    A static graph has one. Dynamo's dynamic sizes are 2 at least: a size of 1 is a graph of its
+    own.
     """
     tokens = token_expression(gm)
     if tokens is None:
         return [ALL_TOKENS]
-    least, most = (max(1, int(tokens)),) * 2 if tokens.is_number else bounds(gm.graph, tokens)  # without tokens as with one
-    declared = {kernel.tokens for node in gm.graph.nodes if op_of(node.target) for kernel in could_serve(node)}
-    return [span for span in _told_apart(declared)
-            if (span.last is None or least <= span.last) and (most is None or span.first <= most)]  # fmt: skip
+    least, most = (
+        (max(1, int(tokens)),) * 2 if tokens.is_number else bounds(gm.graph, tokens)
+    )  # without tokens as with one
+    declared = {
+        kernel.tokens
+        for node in gm.graph.nodes
+        if op_of(node.target)
+        for kernel in could_serve(node)
+    }
+    return [
+        span
+        for span in _told_apart(declared)
+        if (span.last is None or least <= span.last) and (most is None or span.first <= most)
+    ]
 
 
 def _told_apart(declared: Iterable[Tokens]) -> list[Tokens]:
@@ -56,11 +72,18 @@ def dispatch(gm: GraphModule, ranges: Sequence[Tokens]) -> Dispatch | None:
     assert tokens is not None
     symbols = sorted(tokens.free_symbols, key=str)
     starts = tuple(span.first for span in ranges)
-    return Dispatch(starts, tuple(map(str, symbols)), tuple(_where(gm, symbol) for symbol in symbols), sympy.pycode(tokens))
+    return Dispatch(
+        starts,
+        tuple(map(str, symbols)),
+        tuple(_where(gm, symbol) for symbol in symbols),
+        sympy.pycode(tokens),
+    )
 
 
 def _where(gm: GraphModule, symbol: sympy.Symbol) -> tuple[int, int | None]:
-    """The input that tells a symbol's value: (number, None) for a size, (number, dimension) for a tensor."""
+    """The input that tells a symbol's value: (number, None) for a size, (number, dimension) for a
+    tensor.
+    """
     inputs: list[Node] = gm.graph.find_nodes(op="placeholder")
     for i, node in enumerate(inputs):
         if isinstance(value(node), torch.SymInt) and expression(value(node)) == symbol:

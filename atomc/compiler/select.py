@@ -12,7 +12,17 @@ from torch.fx import Node
 from atomc import kernels
 from atomc.errors import OptionsError
 from atomc.graph.provenance import module_path
-from atomc.ops.op import ALL_TOKENS, REGISTRY, Kernel, Op, PreferInductor, Refusal, Tokens, op_of, refusal
+from atomc.ops.op import (
+    ALL_TOKENS,
+    REGISTRY,
+    Kernel,
+    Op,
+    PreferInductor,
+    Refusal,
+    Tokens,
+    op_of,
+    refusal,
+)
 from atomc.ops.op_traits import Kind
 from atomc.options import Options
 from atomc.platform import Platform
@@ -26,15 +36,30 @@ MOST_COPIED = 0.25
 class Selection:
     """Kernel choice for the nodes of one graph and one range of token counts.
 
-    eager    the ops without a hand-written kernel run one by one; otherwise their meaning is left to the glue compiler
-    weights  the inputs of which a kernel may keep a copy in a layout of its own (None), and why not of others
-    copied   the copies that kernels have been promised, of other ranges too: (weight, function) -> bytes
+    eager    the ops without a hand-written kernel run one by one; otherwise their meaning is left
+             to the glue compiler
+    weights  the inputs of which a kernel may keep a copy in a layout of its own (None), and why not
+             of others
+    copied   the copies that kernels have been promised, of other ranges too: (weight, function) ->
+             bytes
     """
 
-    def __init__(self, options: Options, platform: Platform, *, eager: bool, layout: str | None = None,
-                 tokens: Tokens = ALL_TOKENS, weights: Mapping[str, str | None] | None = None,
-                 copied: dict[tuple[str, Any], int] | None = None):  # fmt: skip
-        self.options, self.platform, self.eager = options, replace(platform, asked=options.providers), eager
+    def __init__(
+        self,
+        options: Options,
+        platform: Platform,
+        *,
+        eager: bool,
+        layout: str | None = None,
+        tokens: Tokens = ALL_TOKENS,
+        weights: Mapping[str, str | None] | None = None,
+        copied: dict[tuple[str, Any], int] | None = None,
+    ):
+        self.options, self.platform, self.eager = (
+            options,
+            replace(platform, asked=options.providers),
+            eager,
+        )
         self.layout, self.tokens = layout, tokens
         self.weights = weights or {}
         self.copied = {} if copied is None else copied
@@ -44,9 +69,19 @@ class Selection:
         self.order: list[str] = []
         wanted = options.providers or kernels.PROVIDERS
         for provider in (kernels.INVARIANT, *wanted) if options.batch_invariant else wanted:
-            if provider not in (*kernels.PROVIDERS, kernels.INVARIANT) and provider not in _all_providers():
-                raise OptionsError(f"option providers: no provider {provider!r}; providers are {list(kernels.PROVIDERS)}")
-            reason = kernels.load(provider) if provider in (*kernels.PROVIDERS, kernels.INVARIANT) else None
+            if (
+                provider not in (*kernels.PROVIDERS, kernels.INVARIANT)
+                and provider not in _all_providers()
+            ):
+                raise OptionsError(
+                    f"option providers: no provider {provider!r}; providers are "
+                    f"{list(kernels.PROVIDERS)}"
+                )
+            reason = (
+                kernels.load(provider)
+                if provider in (*kernels.PROVIDERS, kernels.INVARIANT)
+                else None
+            )
             if reason:
                 self.absent[provider] = Refusal("library", reason)
             else:
@@ -58,30 +93,48 @@ class Selection:
 
     def fix_layout(self, graph_nodes: list[Node]) -> str | None:
         """Choose the first layout that every reader and writer of state in the graph can use."""
-        users = [node for node in graph_nodes if (op := op_of(node.target)) and any(k.layout for k in op.kernels)]
+        users = [
+            node
+            for node in graph_nodes
+            if (op := op_of(node.target)) and any(k.layout for k in op.kernels)
+        ]
         if not users:
             return None
         users.sort(key=lambda node: bool(_op(node).mutates))  # readers first: they take the time
         usable = [self._layouts(node) for node in users]
         candidates = list(dict.fromkeys(chain.from_iterable(usable)))
         for layout in candidates:
-            if self.options.layout in (None, layout) and all(layout in layouts for layouts in usable):
+            if self.options.layout in (None, layout) and all(
+                layout in layouts for layouts in usable
+            ):
                 self.layout = layout
                 return layout
         if self.options.layout is not None:
-            raise OptionsError(f"option layout={self.options.layout!r}: has no reader and writer on "
-                               f"{self.platform.name}; of the layouts {candidates} some have")  # fmt: skip
+            raise OptionsError(
+                f"option layout={self.options.layout!r}: has no reader and writer on "
+                f"{self.platform.name}; of the layouts {candidates} some have"
+            )
         if self.options.batch_invariant:
-            raise OptionsError("option batch_invariant=True: no such kernel reads and writes state on "
-                               f"{self.platform.name}")  # fmt: skip
-        raise ValueError(f"no state layout of {candidates} has a reader and a writer on {self.platform.name}")
+            raise OptionsError(
+                "option batch_invariant=True: no such kernel reads and writes state on "
+                f"{self.platform.name}"
+            )
+        raise ValueError(
+            f"no state layout of {candidates} has a reader and a writer on {self.platform.name}"
+        )
 
     def _layouts(self, node: Node) -> list[str]:
         """The layouts of state that kernels for this node work on, the preferred one first."""
-        return [kernel.layout for kernel in self._ranked(_op(node)) if kernel.layout and not self._refuses(kernel, node)]
+        return [
+            kernel.layout
+            for kernel in self._ranked(_op(node))
+            if kernel.layout and not self._refuses(kernel, node)
+        ]
 
     def choose(self, node: Node) -> Kernel | None:
-        """The kernel that runs this node, None for its meaning; the choice and all refusals are remembered."""
+        """The kernel that runs this node, None for its meaning; the choice and all refusals are
+        remembered.
+        """
         op = _op(node)
         refused = list(self.absent.items())
         for kernel in self._ranked(op):
@@ -95,25 +148,40 @@ class Selection:
             if (kernel.provider, reason) not in refused:
                 refused.append((kernel.provider, reason))
         if self.options.batch_invariant and _joins_rows(op):
-            raise OptionsError(f"option batch_invariant=True: no such kernel serves {op.name} on {self.platform.name}: "
-                               f"{_spelled(refused)}")  # fmt: skip
+            raise OptionsError(
+                f"option batch_invariant=True: no such kernel serves {op.name} on "
+                f"{self.platform.name}: "
+                f"{_spelled(refused)}"
+            )
         if op.mutates:
-            raise ValueError(f"{op.name}: no kernel serves it on {self.platform.name}: {_spelled(refused)}")
+            raise ValueError(
+                f"{op.name}: no kernel serves it on {self.platform.name}: {_spelled(refused)}"
+            )
         self._remember(op, node, INLINE, refused)
         return None
 
-    def _remember(self, op: Op, node: Node, chosen: str, refused: list[tuple[str, Refusal]]) -> None:
+    def _remember(
+        self, op: Op, node: Node, chosen: str, refused: list[tuple[str, Refusal]]
+    ) -> None:
         tokens = "any" if self.tokens == ALL_TOKENS else str(self.tokens)
         codes: list[str] = [reason.code for _, reason in refused]
-        self.choices.append(KernelChoice(op.name, module_path(node), tokens, chosen, _spelled(refused), node.name, codes))
+        self.choices.append(
+            KernelChoice(
+                op.name, module_path(node), tokens, chosen, _spelled(refused), node.name, codes
+            )
+        )
 
     def _ranked(self, op: Op) -> list[Kernel]:
         """The op's kernels in order of preference."""
-        return sorted((kernel for kernel in op.kernels if kernel.provider in self.order),
-                      key=lambda kernel: self.order.index(kernel.provider))
+        return sorted(
+            (kernel for kernel in op.kernels if kernel.provider in self.order),
+            key=lambda kernel: self.order.index(kernel.provider),
+        )
 
     def could_serve(self, node: Node) -> list[Kernel]:
-        """The kernels that nothing but the number of tokens could keep from this node, up to one that takes any number."""
+        """The kernels that nothing but the number of tokens could keep from this node, up to one
+        that takes any number.
+        """
         found: list[Kernel] = []
         for kernel in self._ranked(_op(node)):
             if self._refuses(kernel, node, any_tokens=True) is None:
@@ -140,20 +208,36 @@ class Selection:
     def _other_layout(self, kernel: Kernel) -> Refusal | None:
         if self.layout is None or kernel.layout in (None, self.layout):
             return None
-        return Refusal("layout", f"works on layout {kernel.layout!r}, the state is laid out {self.layout!r}")
+        return Refusal(
+            "layout", f"works on layout {kernel.layout!r}, the state is laid out {self.layout!r}"
+        )
 
     def _batch_dependent(self, kernel: Kernel, op: Op) -> Refusal | None:
-        if not self.options.batch_invariant or not _joins_rows(op) or kernel.provider == kernels.INVARIANT:
+        if (
+            not self.options.batch_invariant
+            or not _joins_rows(op)
+            or kernel.provider == kernels.INVARIANT
+        ):
             return None
-        return Refusal("option", "its result for a row depends on the number of rows, which batch_invariant=True forbids")
+        return Refusal(
+            "option",
+            "its result for a row depends on the number of rows, which batch_invariant=True "
+            "forbids",
+        )
 
-    def _other_rounding(self, kernel: Kernel, op: Op, arguments: Mapping[str, Any]) -> Refusal | None:
+    def _other_rounding(
+        self, kernel: Kernel, op: Op, arguments: Mapping[str, Any]
+    ) -> Refusal | None:
         if self.options.rounding != "hf" or kernel.rounds != "once" or op.rounds_once(arguments):
             return None
         return Refusal("option", "it rounds once, rounding='hf' asks for the model's own roundings")
 
     def _other_tokens(self, kernel: Kernel) -> Refusal | None:
-        return None if self.tokens.within(kernel.tokens) else Refusal("tokens", f"is meant for {kernel.tokens} tokens")
+        return (
+            None
+            if self.tokens.within(kernel.tokens)
+            else Refusal("tokens", f"is meant for {kernel.tokens} tokens")
+        )
 
     def _no_copies(self, kernel: Kernel, nodes: dict[str, Any]) -> Refusal | None:
         """Why the copies that this kernel wants of its weights cannot be kept, or None."""
@@ -162,14 +246,24 @@ class Selection:
             if reason := self.weights.get(weight.name, "nobody says whether it stays the same"):
                 return Refusal("copy", f"it keeps a copy of `{name}`: {reason}")
             together[weight.name, prepare] = _nbytes(weight)
-        if kernel.prepare and self.platform.memory and sum(together.values()) > MOST_COPIED * self.platform.memory:
-            return Refusal("copy", f"copies of weights would take {sum(together.values()) / 1e9:.1f} GB, more than "
-                           f"{MOST_COPIED:.0%} of this machine's memory")  # fmt: skip
+        if (
+            kernel.prepare
+            and self.platform.memory
+            and sum(together.values()) > MOST_COPIED * self.platform.memory
+        ):
+            return Refusal(
+                "copy",
+                f"copies of weights would take {sum(together.values()) / 1e9:.1f} GB, more than "
+                f"{MOST_COPIED:.0%} of this machine's memory",
+            )
         return None
 
     def _promise_copies(self, kernel: Kernel, node: Node) -> None:
         _, nodes = _arguments(kernel, node)
-        self.copied |= {(weight.name, prepare): _nbytes(weight) for _, weight, prepare in _prepared(kernel, nodes)}
+        self.copied |= {
+            (weight.name, prepare): _nbytes(weight)
+            for _, weight, prepare in _prepared(kernel, nodes)
+        }
 
     def _better_by_inductor(self, kernel: Kernel) -> Refusal | None:
         """Why Inductor's code for the meaning is preferred to this kernel, or None."""
@@ -177,11 +271,16 @@ class Selection:
             return None
         match kernel.prefer_inductor:
             case PreferInductor.MAX_AUTOTUNE if self.options.mode.startswith("max-autotune"):
-                return Refusal("option", f"mode={self.options.mode!r} asks Inductor to time matrix products")
+                return Refusal(
+                    "option", f"mode={self.options.mode!r} asks Inductor to time matrix products"
+                )
             case PreferInductor.FREE_ROUNDING if self.options.rounding == "hf":
                 return None
             case PreferInductor.ALWAYS | PreferInductor.FREE_ROUNDING:
-                return Refusal("slower", "its meaning is left to the glue compiler, which fuses it with its neighbours")
+                return Refusal(
+                    "slower",
+                    "its meaning is left to the glue compiler, which fuses it with its neighbours",
+                )
         return None
 
 
@@ -189,8 +288,12 @@ def _spelled(refused: Sequence[tuple[str, Refusal]]) -> list[tuple[str, str]]:
     return [(provider, reason.text) for provider, reason in refused]
 
 
-def _prepared(kernel: Kernel, nodes: Mapping[str, Any]) -> Iterator[tuple[str, Node, Callable[..., Any]]]:
-    """The weights of which the kernel keeps copies: the name of the argument, the node, what makes the copy."""
+def _prepared(
+    kernel: Kernel, nodes: Mapping[str, Any]
+) -> Iterator[tuple[str, Node, Callable[..., Any]]]:
+    """The weights of which the kernel keeps copies: the name of the argument, the node, what makes
+    the copy.
+    """
     for names, prepare in kernel.prepare.items():
         for name in names:
             if nodes[name] is not None:
@@ -200,13 +303,17 @@ def _prepared(kernel: Kernel, nodes: Mapping[str, Any]) -> Iterator[tuple[str, N
 def _computed_weight(kernel: Kernel, nodes: Mapping[str, Any]) -> Refusal | None:
     for name, weight, _ in _prepared(kernel, nodes):
         if weight.op != "placeholder":
-            return Refusal("copy", f"it prepares `{name}` once, but here that is computed in the graph")
+            return Refusal(
+                "copy", f"it prepares `{name}` once, but here that is computed in the graph"
+            )
     return None
 
 
 def _nbytes(weight: Node) -> int:
     fake = weight.meta["val"]
-    return math.prod(size for size in fake.shape if isinstance(size, int)) * int(fake.element_size())
+    return math.prod(size for size in fake.shape if isinstance(size, int)) * int(
+        fake.element_size()
+    )
 
 
 def _joins_rows(op: Op) -> bool:
@@ -227,5 +334,8 @@ def _all_providers() -> list[str]:
 def _arguments(kernel: Kernel, node: Node) -> tuple[dict[str, Any], dict[str, Any]]:
     """The op's arguments by name: as fake tensors and numbers, and as nodes."""
     nodes = _op(node).bind(*node.args, **node.kwargs)
-    fakes = {name: torch.fx.node.map_arg(given, lambda n: n.meta.get("val")) for name, given in nodes.items()}
+    fakes = {
+        name: torch.fx.node.map_arg(given, lambda n: n.meta.get("val"))
+        for name, given in nodes.items()
+    }
     return fakes, nodes

@@ -1,4 +1,6 @@
-"""Compiles a graph once per tuple of the Python floats that Dynamo lifted to inputs without guarding their values."""
+"""Compiles a graph once per tuple of the Python floats that Dynamo lifted to inputs without
+guarding their values.
+"""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -17,19 +19,31 @@ from atomc.platform import Platform
 from atomc.report import contract
 from atomc.report.report import Report
 from atomc.rewriting.graph_pass import Context
-from atomc.torch_compat.tracing import editable_copy, fake_mode_of, lifted_floats, num_guards, tracing_context
+from atomc.torch_compat.tracing import (
+    editable_copy,
+    fake_mode_of,
+    lifted_floats,
+    num_guards,
+    tracing_context,
+)
 
 # Beyond this many tuples of values, the graph runs uncompiled.
 MAX_FLOAT_VALUES = 8
 
 
 class Specialized:
-    """One graph, compiled once per tuple of the Python floats that Dynamo lifted to inputs without guarding them."""
+    """One graph, compiled once per tuple of the Python floats that Dynamo lifted to inputs without
+    guarding them.
+    """
 
     def __init__(
-        self, gm: GraphModule, example_inputs: Sequence[Any], options: Options, platform: Platform | None,
+        self,
+        gm: GraphModule,
+        example_inputs: Sequence[Any],
+        options: Options,
+        platform: Platform | None,
         report: Report,
-    ):  # fmt: skip
+    ):
         self.gm, self.inputs, self.options, self.report = gm, list(example_inputs), options, report
         self.platform = platform or Platform.detect(device_of(example_inputs))
         placeholders = gm.graph.find_nodes(op="placeholder")
@@ -62,9 +76,14 @@ class Specialized:
         return self.compiled[values](*args)
 
     def recompile(self, values: tuple[float, ...], args: Sequence[Any]) -> Callable[..., Any]:
-        """Compile for further values, outside of Dynamo: a result that needs new guards is discarded."""
+        """Compile for further values, outside of Dynamo: a result that needs new guards is
+        discarded.
+        """
         if len(self.compiled) >= MAX_FLOAT_VALUES:
-            note = f"a Python float took more than {MAX_FLOAT_VALUES} values: further ones run uncompiled"
+            note = (
+                f"a Python float took more than {MAX_FLOAT_VALUES} values: further ones run "
+                "uncompiled"
+            )
             self.report.notes.append(note)
             return runnable(self.gm).forward
         guards = num_guards(self.mode)
@@ -77,7 +96,9 @@ class Specialized:
             self.report.notes.append(f"floats {values} run uncompiled: {error}")
             return runnable(self.gm).forward
         if num_guards(self.mode) != guards:
-            self.report.notes.append(f"floats {values} run uncompiled: compiling for them needs a new guard")
+            self.report.notes.append(
+                f"floats {values} run uncompiled: compiling for them needs a new guard"
+            )
             return runnable(self.gm).forward
         self.report.notes.append(f"compiled again for floats {values}")
         return made
@@ -85,22 +106,32 @@ class Specialized:
 
 def device_of(inputs: Sequence[Any]) -> str | None:
     """The device type of the first tensor."""
-    return next((x.device.type for x in inputs if isinstance(x, Tensor) and not x.is_meta and x.dim()), None)
+    return next(
+        (x.device.type for x in inputs if isinstance(x, Tensor) and not x.is_meta and x.dim()), None
+    )
 
 
 def compile_for(
-    gm: GraphModule, example_inputs: Sequence[Any], options: Options, platform: Platform, report: Report,
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    options: Options,
+    platform: Platform,
+    report: Report,
     floats: dict[int, float],
-) -> Callable[..., Any]:  # fmt: skip
+) -> Callable[..., Any]:
     """One graph with given floats, compiled or from the cache, with the signature of `gm`."""
-    context = Context(options, platform, inputs=example_inputs, keep_texts=options.report is not None)
+    context = Context(
+        options, platform, inputs=example_inputs, keep_texts=options.report is not None
+    )
     built = build(gm, example_inputs, context, report, floats)
     weights = weight_inputs(built.compiled, report.notes)
     made = built.wrap(with_weights(built.compiled, weights, example_inputs, report.notes))
     report.treated = True
     contract.check(report, options)
     if wants_cuda_graphs(options) and not platform.is_cpu:
-        return Graphed(made, built.written, report.notes, report.cuda_graphs, settle=weights.refresh_packed)
+        return Graphed(
+            made, built.written, report.notes, report.cuda_graphs, settle=weights.refresh_packed
+        )
     return made
 
 
@@ -110,7 +141,9 @@ def wants_cuda_graphs(options: Options) -> bool:
 
 
 def runnable(gm: GraphModule) -> GraphModule:
-    """Dynamo's graph, with regions inlined if `dynamic=True` passes them Python floats, which Inductor rejects."""
+    """Dynamo's graph, with regions inlined if `dynamic=True` passes them Python floats, which
+    Inductor rejects.
+    """
     operands = [x for calls in regions_of(gm).values() for call in calls for x in call.args[2:]]
     if not operands or not (lifted_floats(gm.graph) or any(isinstance(x, float) for x in operands)):
         return gm

@@ -1,4 +1,6 @@
-"""Static memory for an input of a CUDA graph, with the strides of the input, which compiled code asserts."""
+"""Static memory for an input of a CUDA graph, with the strides of the input, which compiled code
+asserts.
+"""
 
 import torch
 from torch import Tensor
@@ -9,17 +11,21 @@ MAX_SPREAD = 4
 
 
 class StaticBuffer:
-    """`tensor` has the shape, strides, dtype and device of an input; `fill` copies the values of another input.
+    """`tensor` has the shape, strides, dtype and device of an input; `fill` copies the values of
+    another input.
 
-    Elements of the input that share memory (an expanded dimension, overlapping windows) also share it here, and are
-    copied once.
+    Elements of the input that share memory (an expanded dimension, overlapping windows) also share
+    it here, and are copied once.
     """
 
     def __init__(self, like: Tensor):
         span = _span(like)
         if span * like.element_size() > max(SMALL_BYTES, MAX_SPREAD * like.nbytes):
-            raise RuntimeError(f"an input of shape {list(like.shape)} and strides {list(like.stride())} is spread over "
-                               f"{span * like.element_size()} bytes of memory: pass it contiguous")  # fmt: skip
+            raise RuntimeError(
+                f"an input of shape {list(like.shape)} and strides {list(like.stride())} is "
+                "spread over "
+                f"{span * like.element_size()} bytes of memory: pass it contiguous"
+            )
         memory = torch.empty(span, dtype=like.dtype, device=like.device)
         self.tensor = memory.as_strided(like.shape, like.stride(), 0)
         self._flat = _overlaps(like)
@@ -50,7 +56,9 @@ def _span(x: Tensor) -> int:
 def _overlaps(x: Tensor) -> bool:
     """Whether elements may share memory other than along a dimension of stride 0."""
     taken = 1
-    for stride, size in sorted((stride, size) for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1):
+    for stride, size in sorted(
+        (stride, size) for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1
+    ):
         if stride and stride < taken:
             return True
         taken += (size - 1) * stride

@@ -18,7 +18,13 @@ from atomc.platform import Platform
 from atomc.report.report import Report, forget, keep
 from atomc.rewriting.graph_pass import Context
 from atomc.torch_compat.automatic_dynamic import isolated_dynamo_state
-from atomc.torch_compat.tracing import ShortenTraceback, mark_unbacked, raised_unwrapped, source_name, with_fresh_code
+from atomc.torch_compat.tracing import (
+    ShortenTraceback,
+    mark_unbacked,
+    raised_unwrapped,
+    source_name,
+    with_fresh_code,
+)
 
 
 class TracedModel(NamedTuple):
@@ -39,7 +45,9 @@ class TracedModel(NamedTuple):
 
 
 class _TraceFinished(ShortenTraceback):
-    """Ends the call of a model that is only traced, before Dynamo creates guards, which are not needed."""
+    """Ends the call of a model that is only traced, before Dynamo creates guards, which are not
+    needed.
+    """
 
     def __init__(self, trace_model: TracedModel) -> None:
         super().__init__(first_useful_frame=None)
@@ -47,9 +55,12 @@ class _TraceFinished(ShortenTraceback):
 
 
 def trace_model(
-    model: nn.Module, options: Options, platform: Platform, observers: Sequence[Callable[[str, GraphModule], None]],
+    model: nn.Module,
+    options: Options,
+    platform: Platform,
+    observers: Sequence[Callable[[str, GraphModule], None]],
     keep_texts: bool,
-) -> TracedModel:  # fmt: skip
+) -> TracedModel:
     """Trace and compile the model; see atomc.program.compile_model."""
     device = next(model.parameters()).device
     reports: list[Report] = []  # of this trace, and of an earlier one that failed
@@ -57,15 +68,26 @@ def trace_model(
     def backend(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         reports.append(keep(new_report(gm)))
         # A model on meta is analysed, but not built.
-        context = Context(options, platform, paged=True, build=device.type != "meta", inputs=inputs, observers=observers,
-                          keep_texts=keep_texts or options.report is not None)  # fmt: skip
+        context = Context(
+            options,
+            platform,
+            paged=True,
+            build=device.type != "meta",
+            inputs=inputs,
+            observers=observers,
+            keep_texts=keep_texts or options.report is not None,
+        )
         with raised_unwrapped():
             built = build(gm, inputs, context, reports[-1], {})
         sources = [source_name(node) for node in gm.graph.find_nodes(op="placeholder")]
         compiled = built.compiled
-        owned = [None if name in compiled.step_inputs else given
-                 for name, given in zip(compiled.inputs, inputs, strict=False)]  # fmt: skip
-        raise _TraceFinished(TracedModel(compiled, sources, owned, reports[-1], built.entry, built.key))
+        owned = [
+            None if name in compiled.step_inputs else given
+            for name, given in zip(compiled.inputs, inputs, strict=False)
+        ]
+        raise _TraceFinished(
+            TracedModel(compiled, sources, owned, reports[-1], built.entry, built.key)
+        )
 
     def step(input_ids: Tensor, positions: Tensor, logits_rows: Tensor) -> Tensor:
         logits: Tensor = model(input_ids, positions, logits_rows)
@@ -74,7 +96,9 @@ def trace_model(
     def dynamo() -> TracedModel:
         try:
             with isolated_dynamo_state():
-                torch.compile(with_fresh_code(step), backend=backend, fullgraph=True, dynamic=False)(*example)
+                torch.compile(
+                    with_fresh_code(step), backend=backend, fullgraph=True, dynamic=False
+                )(*example)
         except _TraceFinished as done:
             return done.traced
         raise AssertionError("Dynamo found no graph in the model's forward")
@@ -87,8 +111,11 @@ def trace_model(
             forget(reports.pop())
 
     with torch.no_grad():
-        example = (torch.zeros(6, dtype=torch.int64, device=device), torch.arange(6, device=device),
-                   torch.arange(3, device=device))  # fmt: skip
+        example = (
+            torch.zeros(6, dtype=torch.int64, device=device),
+            torch.arange(6, device=device),
+            torch.arange(3, device=device),
+        )
         for tensor in example:
             mark_unbacked(tensor, 0)
         start = time.perf_counter()

@@ -1,10 +1,12 @@
-"""Cost model: bytes moved and flops of a graph as formulas of its sizes, independent of the kernels that run it.
+"""Cost model: bytes moved and flops of a graph as formulas of its sizes, independent of the kernels
+that run it.
 
-A node reads each operand once and writes each result once; views cost nothing. Connected pointwise nodes are one kernel
-(the glue compiler fuses them): only the inputs and outputs of such a group count.
+A node reads each operand once and writes each result once; views cost nothing. Connected pointwise
+nodes are one kernel (the glue compiler fuses them): only the inputs and outputs of such a group
+count.
 
-Symbols: T tokens of the step, R rows of logits, S sequences, C tokens of context of a sequence, including the new ones.
-Other sizes keep the names that they have in the graph.
+Symbols: T tokens of the step, R rows of logits, S sequences, C tokens of context of a sequence,
+including the new ones. Other sizes keep the names that they have in the graph.
 """
 
 import functools
@@ -25,8 +27,15 @@ from atomc.ops.op import op_of
 from atomc.ops.op_cost import OpCall, Operand, Work, lookup, read_and_write
 
 # Matrix products of PyTorch -> the index of the operand that is the first matrix.
-PRODUCTS = {"aten::mm": 0, "aten::addmm": 1, "aten::bmm": 0, "aten::baddbmm": 1, "aten::linear": 0, "aten::matmul": 0,
-            "aten::_grouped_mm": 0}  # fmt: skip
+PRODUCTS = {
+    "aten::mm": 0,
+    "aten::addmm": 1,
+    "aten::bmm": 0,
+    "aten::baddbmm": 1,
+    "aten::linear": 0,
+    "aten::matmul": 0,
+    "aten::_grouped_mm": 0,
+}
 LOOKUPS = frozenset({"aten::embedding", "aten::index_select"})
 NEVER_FUSED = PRODUCTS.keys() | LOOKUPS
 
@@ -46,11 +55,15 @@ class Cost:
 
         Raises ValueError naming the sizes that are missing.
         """
-        values = {sympy.Symbol(name, positive=True, integer=True): size for name, size in sizes.items()}
+        values = {
+            sympy.Symbol(name, positive=True, integer=True): size for name, size in sizes.items()
+        }
         found = self.bytes.subs(values), self.flops.subs(values)
         missing = found[0].free_symbols | found[1].free_symbols
         if missing:
-            raise ValueError(f"cost: sizes {sorted(map(str, missing))} are missing, given were {sorted(sizes)}")
+            raise ValueError(
+                f"cost: sizes {sorted(map(str, missing))} are missing, given were {sorted(sizes)}"
+            )
         return float(found[0]), float(found[1])
 
 
@@ -59,7 +72,8 @@ NOTHING = Cost(sympy.Integer(0), sympy.Integer(0))
 
 @dataclass(frozen=True)
 class NodeCost:
-    """The cost of one kernel. `op` is an op's name, an ATen name, or "glue" for a group of pointwise nodes.
+    """The cost of one kernel. `op` is an op's name, an ATen name, or "glue" for a group of
+    pointwise nodes.
 
     nodes  of the kernel, in the order of the graph
     apart  the bytes moved if each node were a kernel of its own
@@ -96,17 +110,25 @@ def call_of(node: Node) -> OpCall:
     """The call of a node with symbolic sizes; the call of an ATen op has no named arguments."""
     op = op_of(node.target)
     given = op.bind(*node.args, **node.kwargs) if op is not None else {}
-    arguments = {name: _operand(value(x) if isinstance(x, Node) else x) for name, x in given.items()}
+    arguments = {
+        name: _operand(value(x) if isinstance(x, Node) else x) for name, x in given.items()
+    }
     reads, results = (tuple(map(_operand, tensors)) for tensors in (_reads(node), _results(node)))
     return OpCall(arguments, op.mutates if op is not None else (), reads, results, C)
 
 
 def _operand(found: Any) -> Any:
-    return Operand(tuple(map(expression, found.shape)), found.dtype) if isinstance(found, Tensor) else found
+    return (
+        Operand(tuple(map(expression, found.shape)), found.dtype)
+        if isinstance(found, Tensor)
+        else found
+    )
 
 
 def graph_costs(gm: GraphModule) -> list[NodeCost]:
-    """The costs of a graph before lowering, in its order; connected pointwise nodes are one entry "glue"."""
+    """The costs of a graph before lowering, in its order; connected pointwise nodes are one entry
+    "glue".
+    """
     sizes = symbols_of(gm.graph)
     found: list[NodeCost] = []
     for group in groups(gm.graph):
@@ -116,17 +138,23 @@ def graph_costs(gm: GraphModule) -> list[NodeCost]:
             apart = cost.bytes
         else:
             name, cost = "glue", _fused_cost(group, sizes)
-            apart = simplified(sympy.Add(*[read_and_write(call_of(node))[0] for node in group]).xreplace(sizes))
+            apart = simplified(
+                sympy.Add(*[read_and_write(call_of(node))[0] for node in group]).xreplace(sizes)
+            )
         if cost != NOTHING:
             path = module_path(first)
-            found.append(NodeCost(name, path, layer_of(path), source_line(first), cost, tuple(group), apart))
+            found.append(
+                NodeCost(name, path, layer_of(path), source_line(first), cost, tuple(group), apart)
+            )
     return found
 
 
 def total(costs: Iterable[NodeCost]) -> Cost:
     """The sum of the costs."""
     found = list(costs)
-    moved, flops = (sympy.Add(*[getattr(c.cost, what) for c in found]) for what in ("bytes", "flops"))
+    moved, flops = (
+        sympy.Add(*[getattr(c.cost, what) for c in found]) for what in ("bytes", "flops")
+    )
     return Cost(simplified(moved), simplified(flops))
 
 
@@ -155,12 +183,20 @@ def bytes_of(given: Any) -> sympy.Expr:
 
 def _reads(node: Node) -> list[Tensor]:
     """The tensors that a node reads, with the sizes that they have in memory."""
-    return [value(given) for given in map(view_base, node.all_input_nodes) if isinstance(value(given), Tensor)]
+    return [
+        value(given)
+        for given in map(view_base, node.all_input_nodes)
+        if isinstance(value(given), Tensor)
+    ]
 
 
 def _results(node: Node) -> list[Tensor]:
     found = value(node)
-    return [item for item in (found if isinstance(found, tuple | list) else [found]) if isinstance(item, Tensor)]
+    return [
+        item
+        for item in (found if isinstance(found, tuple | list) else [found])
+        if isinstance(item, Tensor)
+    ]
 
 
 def _product_flops(node: Node) -> sympy.Expr:
@@ -177,16 +213,22 @@ def _pointwise(node: Node) -> bool:
 def groups(graph: Graph) -> list[list[Node]]:
     """The nodes with a cost: pointwise nodes in groups of connected ones, each other node alone.
 
-    Pointwise nodes with a kernel between them are in different groups: their depths, counted in kernels, differ.
+    Pointwise nodes with a kernel between them are in different groups: their depths, counted in
+    kernels, differ.
     """
     group_of: dict[Node, list[Node]] = {}
     found: list[list[Node]] = []
     depth: dict[Node, int] = {}
     for node in graph.nodes:
         given = node.all_input_nodes
-        depth[node] = max((depth[n] + (n not in group_of and _is_kernel(n)) for n in given), default=0)
-        # By the first node of each group: the group of a view may have been merged into another one.
-        near = [group_of[group_of[n][0]] for n in given if n in group_of and depth[n] == depth[node]]
+        depth[node] = max(
+            (depth[n] + (n not in group_of and _is_kernel(n)) for n in given), default=0
+        )
+        # By the first node of each group: the group of a view may have been merged into another
+        # one.
+        near = [
+            group_of[group_of[n][0]] for n in given if n in group_of and depth[n] == depth[node]
+        ]
         if _pointwise(node):
             mine: list[Node] = near[0] if near else []
             for other in near:
@@ -200,7 +242,9 @@ def groups(graph: Graph) -> list[list[Node]]:
             found.append([node])
         elif near:  # a view belongs to the group of its base
             group_of[node] = near[0]
-    return [group for group in found if group_of.get(group[0], group) is group]  # without merged groups
+    return [
+        group for group in found if group_of.get(group[0], group) is group
+    ]  # without merged groups
 
 
 def _is_kernel(node: Node) -> bool:
@@ -210,7 +254,12 @@ def _is_kernel(node: Node) -> bool:
 def _fused_cost(group: list[Node], sizes: Mapping[sympy.Symbol, sympy.Expr]) -> Cost:
     """The cost of a fused group: each input is read once, each output is written once."""
     inside = set(group)
-    entering = {view_base(given) for node in group for given in node.all_input_nodes if storage_node(given) not in inside}
+    entering = {
+        view_base(given)
+        for node in group
+        for given in node.all_input_nodes
+        if storage_node(given) not in inside
+    }
     leaving = {node for node in group if any(user not in inside for user in _readers(node))}
     moved = bytes_of([value(node) for node in entering | leaving])
     flops = sympy.Add(*[_numel(out) for node in group for out in _results(node)])

@@ -1,7 +1,8 @@
 """Predicts the time of a kernel: launch floor + max(bytes / bandwidth, flops / peak) / efficiency.
 
-Efficiencies are measured per machine, op, kernel and range of tokens: `efficiency.json` contains the shipped tables,
-`python bench/efficiency.py` measures one. Without a measurement, an efficiency of 1 gives a lower bound.
+Efficiencies are measured per machine, op, kernel and range of tokens: `efficiency.json` contains
+the shipped tables, `python bench/efficiency.py` measures one. Without a measurement, an efficiency
+of 1 gives a lower bound.
 """
 
 import functools
@@ -29,7 +30,9 @@ GLUE = "glue"
 
 @dataclass(frozen=True)
 class Timing:
-    """One measured call. work: seconds by the roofline of the data sheet, max(bytes / bandwidth, flops / peak)."""
+    """One measured call. work: seconds by the roofline of the data sheet, max(bytes / bandwidth,
+    flops / peak).
+    """
 
     op: str
     kernel: str
@@ -40,7 +43,9 @@ class Timing:
 
 @dataclass(frozen=True)
 class Row:
-    """The measured efficiency of a kernel for `first` to `last` tokens per step. points: the number of measured calls."""
+    """The measured efficiency of a kernel for `first` to `last` tokens per step. points: the number
+    of measured calls.
+    """
 
     op: str
     kernel: str
@@ -56,7 +61,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """The rows of one machine. bandwidth (bytes/s) and flops (1/s): the peaks that the efficiencies refer to."""
+    """The rows of one machine. bandwidth (bytes/s) and flops (1/s): the peaks that the efficiencies
+    refer to.
+    """
 
     machine: str
     bandwidth: float
@@ -67,13 +74,24 @@ class Table:
     def row(self, op: str, kernel: str, tokens: int) -> Row | None:
         """The measured row; None if this kernel was not measured."""
         found = [row for row in self.rows if (row.op, row.kernel) == (op, kernel)]
-        return next((row for row in found if row.first <= tokens and (row.last is None or tokens <= row.last)), None)
+        return next(
+            (
+                row
+                for row in found
+                if row.first <= tokens and (row.last is None or tokens <= row.last)
+            ),
+            None,
+        )
 
     def over(self, older: "Table") -> "Table":
         """This table, with the older table's rows for kernels that it lacks."""
         known = {(row.op, row.kernel) for row in self.rows}
         left = tuple(row for row in older.rows if (row.op, row.kernel) not in known)
-        return replace(self, rows=self.rows + left, source=f"{self.source}; rest: {older.source}") if left else self
+        return (
+            replace(self, rows=self.rows + left, source=f"{self.source}; rest: {older.source}")
+            if left
+            else self
+        )
 
     def to_dict(self) -> dict[str, Any]:
         return {"version": VERSION, **asdict(self)}
@@ -83,11 +101,16 @@ class Table:
         """The table of `to_dict` data. Raises ValueError for other data or another version."""
         try:
             if data["version"] != VERSION:
-                raise ValueError(f"the table is of version {data['version']!r}, expected {VERSION}: measure again")
+                raise ValueError(
+                    f"the table is of version {data['version']!r}, expected {VERSION}: measure "
+                    "again"
+                )
             rows = tuple(Row(**row) for row in data["rows"])
             return Table(data["machine"], data["bandwidth"], data["flops"], data["source"], rows)
         except (KeyError, TypeError) as error:
-            raise ValueError(f"not a table of efficiencies: {error}; bench/efficiency.py writes one") from error
+            raise ValueError(
+                f"not a table of efficiencies: {error}; bench/efficiency.py writes one"
+            ) from error
 
 
 def tables(file: Path) -> dict[str, Table]:
@@ -133,10 +156,14 @@ class Predicted:
 
 
 def predict(
-    costs: Iterable[OpCost], choices: Sequence[KernelChoice], platform: Platform, sizes: Mapping[str, int],
+    costs: Iterable[OpCost],
+    choices: Sequence[KernelChoice],
+    platform: Platform,
+    sizes: Mapping[str, int],
     table: Table | None = None,
-) -> list[Predicted]:  # fmt: skip
-    """The time of each kernel in a step of these sizes: T tokens, R rows of logits, S sequences, C tokens of context.
+) -> list[Predicted]:
+    """The time of each kernel in a step of these sizes: T tokens, R rows of logits, S sequences, C
+    tokens of context.
 
     costs, choices  of a report: its costs and its kernels
 
@@ -147,26 +174,48 @@ def predict(
 
 
 def _predicted(
-    cost: OpCost, kernels: Mapping[str, str], platform: Platform, sizes: Mapping[str, int], table: Table | None
+    cost: OpCost,
+    kernels: Mapping[str, str],
+    platform: Platform,
+    sizes: Mapping[str, int],
+    table: Table | None,
 ) -> Predicted:
-    moved, flops = (evaluated(formula, tuple(sorted(sizes.items()))) for formula in (cost.bytes, cost.flops))
+    moved, flops = (
+        evaluated(formula, tuple(sorted(sizes.items()))) for formula in (cost.bytes, cost.flops)
+    )
     kernel = next((kernels[node] for node in cost.nodes if node in kernels), GLUE)
     least = work(platform, cost.op, moved, flops, table)
     row = table.row(*name_in_table(cost.op, kernel), sizes["T"]) if table else None
     floor = LAUNCH if platform.device == "cuda" else 0.0
     seconds = None if least is None else row.seconds(least) if row else floor + least
-    return Predicted(cost.op, kernel, cost.module_path, cost.layer, moved, flops, least, seconds, row is not None,
-                     tuple(cost.nodes))  # fmt: skip
+    return Predicted(
+        cost.op,
+        kernel,
+        cost.module_path,
+        cost.layer,
+        moved,
+        flops,
+        least,
+        seconds,
+        row is not None,
+        tuple(cost.nodes),
+    )
 
 
 def name_in_table(op: str, kernel: str) -> tuple[str, str]:
-    """The (op, kernel) of a table row: ATen nodes, fused groups and ops without a kernel share one entry."""
+    """The (op, kernel) of a table row: ATen nodes, fused groups and ops without a kernel share one
+    entry.
+    """
     return (op, kernel) if op in REGISTRY and kernel != "inline" else (GLUE, GLUE)
 
 
-def work(platform: Platform, op: str, moved: float, flops: float, table: Table | None = None) -> float | None:
+def work(
+    platform: Platform, op: str, moved: float, flops: float, table: Table | None = None
+) -> float | None:
     """Seconds by the roofline of the machine's bandwidth and peak; None without a bandwidth."""
-    bandwidth, peak = (table.bandwidth, table.flops) if table else (platform.bandwidth, platform.flops)
+    bandwidth, peak = (
+        (table.bandwidth, table.flops) if table else (platform.bandwidth, platform.flops)
+    )
     if bandwidth is None:
         return None
     return max(moved / bandwidth, flops / (peak * rate(op)) if peak else 0.0)
@@ -187,18 +236,29 @@ def _kernels_for(choices: Iterable[KernelChoice], tokens: int) -> dict[str, str]
 def evaluated(formula: str, sizes: tuple[tuple[str, int], ...]) -> float:
     """The value of a formula of a report. Raises ValueError naming missing sizes."""
     symbols = {name: sympy.Symbol(name) for name in "TRSC"}
-    found = sympy.sympify(formula, locals=symbols).subs({symbols[name]: size for name, size in sizes})
+    found = sympy.sympify(formula, locals=symbols).subs(
+        {symbols[name]: size for name, size in sizes}
+    )
     if found.free_symbols:
-        raise ValueError(f"the graph has sizes {sorted(map(str, found.free_symbols))} that a step does not define; "
-                         "a plan needs a model compiled for the runtime")  # fmt: skip
+        raise ValueError(
+            f"the graph has sizes {sorted(map(str, found.free_symbols))} that a step does not "
+            "define; "
+            "a plan needs a model compiled for the runtime"
+        )
     return float(found)
 
 
-def fit(timings: Iterable[Timing], machine: str, bandwidth: float, flops: float, source: str) -> Table:
-    """A row for each op, kernel and measured number of tokens; ranges are split at the geometric mean of two numbers."""
+def fit(
+    timings: Iterable[Timing], machine: str, bandwidth: float, flops: float, source: str
+) -> Table:
+    """A row for each op, kernel and measured number of tokens; ranges are split at the geometric
+    mean of two numbers.
+    """
     groups: dict[tuple[str, str], dict[int, list[Timing]]] = {}
     for timing in timings:
-        groups.setdefault((timing.op, timing.kernel), {}).setdefault(timing.tokens, []).append(timing)
+        groups.setdefault((timing.op, timing.kernel), {}).setdefault(timing.tokens, []).append(
+            timing
+        )
     rows = []
     for (op, kernel), by_tokens in sorted(groups.items()):
         measured = sorted(by_tokens)
@@ -215,9 +275,11 @@ def _ranges(tokens: Sequence[int]) -> list[tuple[int, int | None]]:
 
 
 def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """(floor, efficiency) that minimize the sum of squared relative errors of floor + work / efficiency.
+    """(floor, efficiency) that minimize the sum of squared relative errors of floor + work /
+    efficiency.
 
-    The floor is at least 0, and the efficiency at most 1: data in a cache may exceed the bandwidth of the memory.
+    The floor is at least 0, and the efficiency at most 1: data in a cache may exceed the bandwidth
+    of the memory.
     """
     n = sum(1 / t**2 for _, t in points)
     w, ww = sum(w / t**2 for w, t in points), sum(w * w / t**2 for w, t in points)

@@ -1,7 +1,9 @@
-"""Fusion opportunities: the memory traffic that near misses, and pairs of neighbouring kernels, would save if fused.
+"""Fusion opportunities: the memory traffic that near misses, and pairs of neighbouring kernels,
+would save if fused.
 
-A fused kernel reads a common input once, and neither writes nor reads the tensors between its parts. Matrix products and
-attention are excluded from pairs of neighbours: fusing into them is not decided by traffic alone.
+A fused kernel reads a common input once, and neither writes nor reads the tensors between its
+parts. Matrix products and attention are excluded from pairs of neighbours: fusing into them is not
+decided by traffic alone.
 """
 
 import re
@@ -26,9 +28,15 @@ _NEVER_FUSED_NAMES = re.compile("linear|attention|embedding|index_select|all_red
 def fusion_opportunities(
     gm: GraphModule, costs: Sequence[NodeCost], near: Sequence[Miss], *, glue_fuses: bool
 ) -> list[FusionOpportunity]:
-    """The opportunities in a graph before lowering. glue_fuses: whether connected pointwise nodes run as one kernel."""
+    """The opportunities in a graph before lowering. glue_fuses: whether connected pointwise nodes
+    run as one kernel.
+    """
     traffic = _Traffic(gm.graph, costs)
-    return [*_from_near_misses(traffic, near), *_from_neighbours(traffic), *([] if glue_fuses else _from_glue(costs))]
+    return [
+        *_from_near_misses(traffic, near),
+        *_from_neighbours(traffic),
+        *([] if glue_fuses else _from_glue(costs)),
+    ]
 
 
 class _Traffic:
@@ -42,8 +50,12 @@ class _Traffic:
         self.readers: dict[Node, set[int]] = {}
         for i, cost in enumerate(costs):
             inside = set(cost.nodes)
-            read = {view_base(x): None for node in cost.nodes for x in node.all_input_nodes
-                    if storage_node(x) not in inside}  # fmt: skip
+            read = {
+                view_base(x): None
+                for node in cost.nodes
+                for x in node.all_input_nodes
+                if storage_node(x) not in inside
+            }
             self.reads.append(read)
             for tensor in read:
                 self.readers.setdefault(tensor, set()).add(i)
@@ -68,7 +80,9 @@ class _Traffic:
     def neighbours(self) -> Iterator[tuple[int, int]]:
         """(writer, reader) for kernels without a kernel on a path between them."""
         depth: list[int] = []
-        written = [{w for tensor in read if (w := self.writer(tensor)) is not None} for read in self.reads]
+        written = [
+            {w for tensor in read if (w := self.writer(tensor)) is not None} for read in self.reads
+        ]
         for i in sorted(range(len(self.costs)), key=lambda i: max(self.costs[i].nodes)):
             depth.extend([0] * (i + 1 - len(depth)))
             depth[i] = 1 + max((depth[w] for w in written[i] if w < len(depth)), default=0)
@@ -80,7 +94,9 @@ def _from_near_misses(traffic: _Traffic, near: Sequence[Miss]) -> Iterator[Fusio
     for miss in near:
         kernels = {traffic.number[name] for name in miss.nodes if name in traffic.number}
         saved = str(traffic.saved(kernels))
-        yield FusionOpportunity("near miss", miss.rewrite, miss.module_path, miss.layer, miss.source, saved)
+        yield FusionOpportunity(
+            "near miss", miss.rewrite, miss.module_path, miss.layer, miss.source, saved
+        )
 
 
 def _from_neighbours(traffic: _Traffic) -> Iterator[FusionOpportunity]:
@@ -90,15 +106,28 @@ def _from_neighbours(traffic: _Traffic) -> Iterator[FusionOpportunity]:
             continue
         saved = traffic.saved({first, second})
         if saved != 0:
-            yield FusionOpportunity("neighbours", f"{one.op} > {other.op}", other.module_path, other.layer, other.source,
-                                    str(saved))
+            yield FusionOpportunity(
+                "neighbours",
+                f"{one.op} > {other.op}",
+                other.module_path,
+                other.layer,
+                other.source,
+                str(saved),
+            )
 
 
 def _from_glue(costs: Sequence[NodeCost]) -> Iterator[FusionOpportunity]:
     for cost in costs:
         saved = simplified(cost.apart - cost.cost.bytes)
         if saved != 0 and cost.op == "glue":
-            yield FusionOpportunity("glue", f"{len(cost.nodes)} ops", cost.module_path, cost.layer, cost.source, str(saved))
+            yield FusionOpportunity(
+                "glue",
+                f"{len(cost.nodes)} ops",
+                cost.module_path,
+                cost.layer,
+                cost.source,
+                str(saved),
+            )
 
 
 def _never_fused(kernel: NodeCost) -> bool:

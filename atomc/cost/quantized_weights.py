@@ -14,11 +14,16 @@ from atomc.report.records import QuantizedWeightSize
 
 def quantized_weights(gm: GraphModule) -> list[QuantizedWeightSize]:
     """One for each linear op with a quantized weight, in the order of the graph before lowering."""
-    return [_size_of(node, op, op.quantized_weight) for node in gm.graph.nodes
-            if (op := op_of(node.target)) and op.quantized_weight]  # fmt: skip
+    return [
+        _size_of(node, op, op.quantized_weight)
+        for node in gm.graph.nodes
+        if (op := op_of(node.target)) and op.quantized_weight
+    ]
 
 
-def _size_of(node: Node, op: Op, declared: QuantizedWeight | Mapping[str, QuantizedWeight]) -> QuantizedWeightSize:
+def _size_of(
+    node: Node, op: Op, declared: QuantizedWeight | Mapping[str, QuantizedWeight]
+) -> QuantizedWeightSize:
     bound = op.bind(*node.args, **node.kwargs)
     given = {name: value(x) if isinstance(x, Node) else x for name, x in bound.items()}
     weight = declared if isinstance(declared, QuantizedWeight) else declared[given["scheme"]]
@@ -26,5 +31,12 @@ def _size_of(node: Node, op: Op, declared: QuantizedWeight | Mapping[str, Quanti
     path = module_path(node)
     stored = [given[name] for name in weight.stored if given[name] is not None]
     full = math.prod(stored[0].shape) * weight.codes * out.element_size()
-    return QuantizedWeightSize(op.name, f"{weight.format}, {weight.scales(given)}", path, layer_of(path), node.name,
-                   sum(math.prod(x.shape) * x.element_size() for x in stored), full)  # fmt: skip
+    return QuantizedWeightSize(
+        op.name,
+        f"{weight.format}, {weight.scales(given)}",
+        path,
+        layer_of(path),
+        node.name,
+        sum(math.prod(x.shape) * x.element_size() for x in stored),
+        full,
+    )

@@ -1,7 +1,7 @@
 """Compares dumps by ops, attributes, shapes, modules and data flow, ignoring the names of nodes.
 
-Two dumps with the same graphs are equal, independent of the version, rank or machine that wrote them. Symbols of sizes are
-compared by order of appearance.
+Two dumps with the same graphs are equal, independent of the version, rank or machine that wrote
+them. Symbols of sizes are compared by order of appearance.
 """
 
 import ast
@@ -23,7 +23,9 @@ MAX_LINES = 40
 
 @dataclass(frozen=True)
 class DumpLine:
-    """One node of a dumped graph. says: its text without names; reads: numbers of lines, or names of inputs."""
+    """One node of a dumped graph. says: its text without names; reads: numbers of lines, or names
+    of inputs.
+    """
 
     op: str
     says: str
@@ -35,7 +37,8 @@ class DumpLine:
 
 
 def differences(first: Path, second: Path, *, every_stage: bool = False) -> list[str]:
-    """The differences of two dumps, two graphs of dumps or two files, one line each; [] if they compute the same.
+    """The differences of two dumps, two graphs of dumps or two files, one line each; [] if they
+    compute the same.
 
     every_stage  include the details of stages after the first one that differs
     Raises ValueError for anything that is not a dump.
@@ -45,18 +48,30 @@ def differences(first: Path, second: Path, *, every_stage: bool = False) -> list
     a, b = _graphs(first), _graphs(second)
     found = [f"{len(b)} graphs instead of {len(a)}"] if len(a) != len(b) else []
     for number, (left, right) in enumerate(zip(a, b, strict=False)):
-        found += [f"graph {number}: {line}" if len(a) > 1 else line for line in _of_graphs(left, right, every_stage)]
+        found += [
+            f"graph {number}: {line}" if len(a) > 1 else line
+            for line in _of_graphs(left, right, every_stage)
+        ]
     return found
 
 
 def _graphs(folder: Path) -> list[dict[str, Path]]:
     """The stages of each graph, by name; a pass that ran several times is numbered."""
     if not folder.is_dir():
-        raise ValueError(f"{folder} is not a folder, or the other one is a file: give two dumps, two graphs or two files")
-    graphs = sorted((int(found[1]), sub) for sub in folder.iterdir() if (found := re.fullmatch(r"graph_(\d+)", sub.name)))
+        raise ValueError(
+            f"{folder} is not a folder, or the other one is a file: give two dumps, two graphs "
+            "or two files"
+        )
+    graphs = sorted(
+        (int(found[1]), sub)
+        for sub in folder.iterdir()
+        if (found := re.fullmatch(r"graph_(\d+)", sub.name))
+    )
     stages = [_stages(sub) for _, sub in graphs] or [_stages(folder)]
     if not all(stages):
-        raise ValueError(f"{folder} does not contain a dump: expected graph_0/00_captured.py and so on")
+        raise ValueError(
+            f"{folder} does not contain a dump: expected graph_0/00_captured.py and so on"
+        )
     return stages
 
 
@@ -106,12 +121,21 @@ def _read(file: Path) -> dict[str, list[DumpLine]]:
         raise ValueError(f"{file} is not a dump: {error}") from error
     source = text.splitlines()
     symbols: dict[str, str] = {}
-    tables = {target.id: node.value for node in module.body if isinstance(node, ast.Assign)
-              for target in node.targets if isinstance(target, ast.Name)}  # fmt: skip
+    tables = {
+        target.id: node.value
+        for node in module.body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
     functions = [node for node in module.body if isinstance(node, ast.FunctionDef)]
     if "INPUTS" not in tables or not functions:
         raise ValueError(f"{file} is not a dump: it needs INPUTS and forward")
-    constants = _entries(tables["CONSTANTS"].args[0]) if isinstance(tables.get("CONSTANTS"), ast.Call) else {}  # type: ignore[attr-defined]
+    constants = (
+        _entries(tables["CONSTANTS"].args[0])  # type: ignore[attr-defined]
+        if isinstance(tables.get("CONSTANTS"), ast.Call)
+        else {}
+    )
     inputs: dict[str, DumpLine] = {}
     for name, value in _entries(tables["INPUTS"]).items():
         inputs[name] = _input(name, value, _comment(value, source, symbols), inputs)
@@ -125,28 +149,48 @@ def _read(file: Path) -> dict[str, list[DumpLine]]:
 def _entries(table: ast.expr) -> dict[str, ast.expr]:
     if not isinstance(table, ast.Dict):
         return {}
-    return {key.value: value for key, value in zip(table.keys, table.values, strict=True)
-            if isinstance(key, ast.Constant) and isinstance(key.value, str)}  # fmt: skip
+    return {
+        key.value: value
+        for key, value in zip(table.keys, table.values, strict=True)
+        if isinstance(key, ast.Constant) and isinstance(key.value, str)
+    }
 
 
-def _input(name: str, value: ast.expr, comment: tuple[str, str], earlier: Mapping[str, DumpLine]) -> DumpLine:
-    """An input is identified by its name in the user's program; a packed or prepared one, by the names of its parts."""
+def _input(
+    name: str, value: ast.expr, comment: tuple[str, str], earlier: Mapping[str, DumpLine]
+) -> DumpLine:
+    """An input is identified by its name in the user's program; a packed or prepared one, by the
+    names of its parts.
+    """
     shape, path = comment
     text = ast.unparse(value)
-    if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id in ("Packed", "Prepared"):
+    if (
+        isinstance(value, ast.Call)
+        and isinstance(value.func, ast.Name)
+        and value.func.id in ("Packed", "Prepared")
+    ):
         *rest, parts = [ast.literal_eval(argument) for argument in value.args]
-        text = path = ", ".join([*rest, *(earlier[part].path for part in parts if part is not None)])
+        text = path = ", ".join(
+            [*rest, *(earlier[part].path for part in parts if part is not None)]
+        )
     return DumpLine("input", f"input {text}  {shape}".rstrip(), path or name, ())
 
 
 def _lines(
-    function: ast.FunctionDef, source: Sequence[str], symbols: dict[str, str], constants: Mapping[str, ast.expr],
+    function: ast.FunctionDef,
+    source: Sequence[str],
+    symbols: dict[str, str],
+    constants: Mapping[str, ast.expr],
     inputs: Mapping[str, str],
-) -> Iterator[DumpLine]:  # fmt: skip
-    known: dict[str, int | str] = {argument.arg: inputs.get(argument.arg, argument.arg) for argument in function.args.args}
+) -> Iterator[DumpLine]:
+    known: dict[str, int | str] = {
+        argument.arg: inputs.get(argument.arg, argument.arg) for argument in function.args.args
+    }
     for i, statement in enumerate(function.body):
         shape, path = _comment(statement, source, symbols)
-        value = statement.value if isinstance(statement, ast.Assign | ast.Expr | ast.Return) else None
+        value = (
+            statement.value if isinstance(statement, ast.Assign | ast.Expr | ast.Return) else None
+        )
         if value is None:
             continue
         anonymous = _WithoutNames(known, constants)
@@ -174,15 +218,27 @@ class _WithoutNames(ast.NodeTransformer):
         return ast.Name("_")
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
-        if isinstance(node.value, ast.Name) and node.value.id == "CONSTANTS" and isinstance(node.slice, ast.Constant):
+        if (
+            isinstance(node.value, ast.Name)
+            and node.value.id == "CONSTANTS"
+            and isinstance(node.slice, ast.Constant)
+        ):
             return self.constants.get(str(node.slice.value), node)
         self.generic_visit(node)
         return node
 
 
-def _comment(node: ast.expr | ast.stmt, source: Sequence[str], symbols: dict[str, str]) -> tuple[str, str]:
+def _comment(
+    node: ast.expr | ast.stmt, source: Sequence[str], symbols: dict[str, str]
+) -> tuple[str, str]:
     """(dtype and shape, module) from the comment after a line."""
-    line = source[(node.end_lineno or 1) - 1].encode()[node.end_col_offset or 0 :].decode().lstrip(",").strip()
+    line = (
+        source[(node.end_lineno or 1) - 1]
+        .encode()[node.end_col_offset or 0 :]
+        .decode()
+        .lstrip(",")
+        .strip()
+    )
     parts = [part.strip() for part in line.removeprefix("#").split("  ") if part.strip()]
     shape = parts.pop(0) if parts and _VALUE.match(parts[0]) else ""
     shape = _SYMBOL.sub(lambda found: symbols.setdefault(found[0], f"s{len(symbols)}"), shape)
@@ -193,7 +249,9 @@ def _comment(node: ast.expr | ast.stmt, source: Sequence[str], symbols: dict[str
 
 
 def _of_lines(a: Sequence[DumpLine], b: Sequence[DumpLine]) -> list[str]:
-    matcher = SequenceMatcher(None, [line.text() for line in a], [line.text() for line in b], autojunk=False)
+    matcher = SequenceMatcher(
+        None, [line.text() for line in a], [line.text() for line in b], autojunk=False
+    )
     removed: list[DumpLine] = []
     added: list[DumpLine] = []
     partner: dict[int, int] = {}
@@ -205,15 +263,19 @@ def _of_lines(a: Sequence[DumpLine], b: Sequence[DumpLine]) -> list[str]:
             added += b[m:n]
     found = [*_grouped("-", removed), *_grouped("+", added)]
     for i, j in partner.items():
-        found += [f"{a[i].text()}: reads {_read_by(b, there)} instead of {_read_by(a, here)}"
-                  for here, there in zip(a[i].reads, b[j].reads, strict=True)
-                  if _reads_differ(here, there, partner)]  # fmt: skip
+        found += [
+            f"{a[i].text()}: reads {_read_by(b, there)} instead of {_read_by(a, here)}"
+            for here, there in zip(a[i].reads, b[j].reads, strict=True)
+            if _reads_differ(here, there, partner)
+        ]
     more = len(found) - MAX_LINES
     return [*found[:MAX_LINES], f"and {more} more lines"] if more > 0 else found
 
 
 def _reads_differ(here: int | str, there: int | str, partner: Mapping[int, int]) -> bool:
-    """Whether two equal lines read different lines. A line without partner is reported itself, and does not count."""
+    """Whether two equal lines read different lines. A line without partner is reported itself, and
+    does not count.
+    """
     if isinstance(here, str) or isinstance(there, str):
         return here != there
     return here in partner and there in partner.values() and partner[here] != there

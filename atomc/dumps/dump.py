@@ -1,8 +1,10 @@
-"""Writes one runnable Python file per pass that changed the graph, numbered in order: 00_captured.py, 01_rms_norm.py, ...
+"""Writes one runnable Python file per pass that changed the graph, numbered in order:
+00_captured.py, 01_rms_norm.py, ...
 
-Each graph of a process has its own folder, graph_0, graph_1, ... The files contain no weights: their inputs come from a
-seeded generator, so that equal compiles write equal bytes and all files of a graph compute the same. The real inputs and
-outputs of one call may be stored in the same folder, in recorded.pt.
+Each graph of a process has its own folder, graph_0, graph_1, ... The files contain no weights:
+their inputs come from a seeded generator, so that equal compiles write equal bytes and all files of
+a graph compute the same. The real inputs and outputs of one call may be stored in the same folder,
+in recorded.pt.
 """
 
 import itertools
@@ -58,13 +60,22 @@ class Dumper:
     def record(self, inputs: Mapping[str, Any], outputs: Sequence[Any]) -> None:
         """Store the inputs and outputs of one call, without packed and prepared inputs."""
         assert self.folder is not None
-        made = tuple(name for name, recipe in self.inputs.items() if recipe.startswith(("Packed(", "Prepared(")))
+        made = tuple(
+            name
+            for name, recipe in self.inputs.items()
+            if recipe.startswith(("Packed(", "Prepared("))
+        )
         given = {name: _plain(value) for name, value in inputs.items() if name not in made}
-        torch.save({"inputs": given, "outputs": [_plain(value) for value in outputs]}, self.folder / RECORDED)
+        torch.save(
+            {"inputs": given, "outputs": [_plain(value) for value in outputs]},
+            self.folder / RECORDED,
+        )
 
 
 def _next_folder(parent: Path) -> Path:
-    """The next of graph_0, graph_1, ... in this process, with the files of an earlier process deleted."""
+    """The next of graph_0, graph_1, ... in this process, with the files of an earlier process
+    deleted.
+    """
     number = next(_numbers.setdefault(parent.resolve(), itertools.count()))
     folder = parent / f"graph_{number}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -86,13 +97,22 @@ def _file_text(gm: GraphModule, title: str, inputs: dict[str, str]) -> str:
     lines = [f'"""{title}."""', ""]
     lines += [f"import {module}" for module in sorted(code.modules | {"atomc.ops", "torch"})]
     needs = ["Input"]
-    needs += [kind for kind in ("Packed", "Prepared") if any(inputs[name].startswith(f"{kind}(") for name in names)]
+    needs += [
+        kind
+        for kind in ("Packed", "Prepared")
+        if any(inputs[name].startswith(f"{kind}(") for name in names)
+    ]
     needs += ["make"] * bool(code.constants)
     lines += ["", f"from atomc.dumps.replay import {', '.join(needs)}, run"]
     lines += ["", "# The same name gives the same numbers in every file."]
     lines += ["INPUTS = {", *(f'    "{name}": {inputs[name]},{notes[name]}' for name in names), "}"]
     if code.constants:
-        lines += ["", "CONSTANTS = make({", *(f'    "{name}": {text},' for name, text in code.constants.items()), "})"]
+        lines += [
+            "",
+            "CONSTANTS = make({",
+            *(f'    "{name}": {text},' for name, text in code.constants.items()),
+            "})",
+        ]
     for function in [*code.functions, body]:
         lines += ["", "", *function]
     lines += ["", "", 'if __name__ == "__main__":', "    run(forward, INPUTS)", ""]
@@ -100,7 +120,9 @@ def _file_text(gm: GraphModule, title: str, inputs: dict[str, str]) -> str:
 
 
 class _Code:
-    """Converts graphs to Python functions, and collects the imports and constants that they need."""
+    """Converts graphs to Python functions, and collects the imports and constants that they
+    need.
+    """
 
     def __init__(self) -> None:
         self.modules: set[str] = set()
@@ -108,9 +130,15 @@ class _Code:
         self.functions: list[list[str]] = []
 
     def function(self, name: str, gm: GraphModule) -> list[str]:
-        """The lines of a function that computes the graph, with dtype, shape and module as comments."""
+        """The lines of a function that computes the graph, with dtype, shape and module as
+        comments.
+        """
         parameters = ", ".join(node.name for node in gm.graph.find_nodes(op="placeholder"))
-        lines = [f"def {name}(", *textwrap.wrap(parameters, 120, initial_indent=TAB, subsequent_indent=TAB), "):"]
+        lines = [
+            f"def {name}(",
+            *textwrap.wrap(parameters, 120, initial_indent=TAB, subsequent_indent=TAB),
+            "):",
+        ]
         for node in gm.graph.nodes:
             if node.op == "output":
                 lines.append(f"    return {self.spell(node.args[0])}")
@@ -131,9 +159,16 @@ class _Code:
             case tuple():
                 return f"({', '.join(map(self.spell, argument))}{',' * (len(argument) == 1)})"
             case dict():
-                return "{" + ", ".join(f"{key!r}: {self.spell(value)}" for key, value in argument.items()) + "}"
+                return (
+                    "{"
+                    + ", ".join(f"{key!r}: {self.spell(value)}" for key, value in argument.items())
+                    + "}"
+                )
             case slice():
-                return f"slice({self.spell(argument.start)}, {self.spell(argument.stop)}, {self.spell(argument.step)})"
+                return (
+                    f"slice({self.spell(argument.start)}, {self.spell(argument.stop)}, "
+                    f"{self.spell(argument.step)})"
+                )
             case torch.device():
                 return f"torch.{argument!r}".replace("meta", "cpu")
             case float() if not math.isfinite(argument):
@@ -163,9 +198,14 @@ class _Code:
         if getattr(torch, name, None) is target:
             return f"torch.{name}"
         module = {"_operator": "operator"}.get(target.__module__, target.__module__)
-        if name in REGISTRY and REGISTRY[name].reference is target:  # the name of a reference is bound to its op
+        if (
+            name in REGISTRY and REGISTRY[name].reference is target
+        ):  # the name of a reference is bound to its op
             # In atomc.ops, an op may hide the module of the same name.
-            module, name = "atomc.ops" if module.startswith("atomc.ops.") else module, f"{name}.reference"
+            module, name = (
+                "atomc.ops" if module.startswith("atomc.ops.") else module,
+                f"{name}.reference",
+            )
         self.modules.add(module)
         return f"{module}.{name}"
 
@@ -198,8 +238,12 @@ def _recipe(value: Tensor, below: int | None = None) -> str:
     extra = (f", below={below}" if below is not None else "") + _device_argument(value)
     strides = tuple(_concrete(stride) for stride in value.stride())
     dense = torch.empty(shape, device="meta")
-    if not all(size == 0 or size == 1 or a == b for size, a, b in zip(shape, strides, dense.stride(), strict=True)):
-        # Only the order of the dimensions matters: overlapping or padded memory is written as dense.
+    if not all(
+        size == 0 or size == 1 or a == b
+        for size, a, b in zip(shape, strides, dense.stride(), strict=True)
+    ):
+        # Only the order of the dimensions matters: overlapping or padded memory is written as
+        # dense.
         order = sorted(range(len(shape)), key=lambda dim: -strides[dim])
         inverse = [order.index(dim) for dim in range(len(shape))]
         extra += f", strides={dense.permute(order).contiguous().permute(inverse).stride()}"
@@ -236,17 +280,26 @@ class _Inputs:
             return f"Packed({node.meta['packed']})"
         if "extra" in node.meta and node.meta["extra"].kind == "prepared":
             extra = node.meta["extra"]
-            return f"Prepared({extra.function.__module__!r}, {extra.function.__qualname__!r}, {extra.weights})"
+            return (
+                f"Prepared({extra.function.__module__!r}, {extra.function.__qualname__!r}, "
+                f"{extra.weights})"
+            )
         if isinstance(value, torch.SymInt):
             return str(_concrete(value))
         if not isinstance(value, Tensor):
             return repr(value) if isinstance(value, int | float | bool | str) else "None"
-        return self._of_a_step(node) or _recipe(value, _index_bound(node) if not value.is_floating_point() else None)
+        return self._of_a_step(node) or _recipe(
+            value, _index_bound(node) if not value.is_floating_point() else None
+        )
 
     def _of_a_step(self, node: Node) -> str | None:
-        """An input that the runtime passes, for one new sequence in one block; None for an input of the program."""
+        """An input that the runtime passes, for one new sequence in one block; None for an input of
+        the program.
+        """
         value = node.meta["val"]
-        rows = self._field("slots") if self._field("slots") is not None else self._field("input_ids")
+        rows = (
+            self._field("slots") if self._field("slots") is not None else self._field("input_ids")
+        )
         if rows is None or self._field("seq_lens") is None:  # not compiled for the runtime
             return None
         T = _concrete(rows.shape[-1])
@@ -267,26 +320,50 @@ class _Inputs:
             case StateInput(per_sequence=True):
                 return f"torch.zeros({(1, *value.shape[1:])}, dtype={value.dtype}{on})"
             case StateInput():
-                return f"torch.zeros({(1, -(-T // 16) * 16, *value.shape[2:])}, dtype={value.dtype}{on})"
+                return (
+                    f"torch.zeros({(1, -(-T // 16) * 16, *value.shape[2:])}, "
+                    f"dtype={value.dtype}{on})"
+                )
         return None
 
     def _field(self, field: str) -> Any:
         """The fake value of the input that is this tensor of the step, None if there is none."""
-        return next((node.meta["val"] for node in self.placeholders
-                     if (of := step_input(node)) and of.field == field and of.dim is None), None)  # fmt: skip
+        return next(
+            (
+                node.meta["val"]
+                for node in self.placeholders
+                if (of := step_input(node)) and of.field == field and of.dim is None
+            ),
+            None,
+        )
 
 
-_VIEWS = ("view", "reshape", "unsqueeze", "squeeze", "slice", "select", "expand", "_to_copy", "alias", "clone")
+_VIEWS = (
+    "view",
+    "reshape",
+    "unsqueeze",
+    "squeeze",
+    "slice",
+    "select",
+    "expand",
+    "_to_copy",
+    "alias",
+    "clone",
+)
 
 
 def _index_bound(node: Node) -> int | None:
-    """The smallest number of rows of the tables that these integers index; None if they index none."""
+    """The smallest number of rows of the tables that these integers index; None if they index
+    none.
+    """
     found = []
     for reader in node.users:
         schema = getattr(reader.target, "_schema", None)
         name = schema.name.partition("::")[2] if schema is not None else ""
         op, args = op_of(reader.target), reader.args
-        if (op is not None and op.kind is Kind.LOOKUP) or reader.target is torch.ops.aten.embedding.default:
+        if (
+            op is not None and op.kind is Kind.LOOKUP
+        ) or reader.target is torch.ops.aten.embedding.default:
             table = args[1] if args[0] is node else args[0]
             found.append(_rows(table, 0))
         elif name in ("index_select", "gather"):

@@ -1,4 +1,6 @@
-"""The run-time support of dumped files: inputs, recorded or from a seeded generator, and the comparison of outputs."""
+"""The run-time support of dumped files: inputs, recorded or from a seeded generator, and the
+comparison of outputs.
+"""
 
 import importlib
 import math
@@ -27,7 +29,8 @@ CODES_TOLERANCE = 0.1
 class Input:
     """A generated weight or input: the same values for the same name, in every file.
 
-    below    integers are random below this; without it they are 0, 1, 2, ... along the last dimension
+    below    integers are random below this; without it they are 0, 1, 2, ... along the last
+             dimension
     strides  None: contiguous
     """
 
@@ -57,7 +60,9 @@ class Input:
             below = 128
         if below is not None:
             return torch.randint(max(below, 1), self.shape, generator=generator)
-        counted: Tensor = torch.arange(self.shape[-1] if self.shape else 1).expand(self.shape or (1,))
+        counted: Tensor = torch.arange(self.shape[-1] if self.shape else 1).expand(
+            self.shape or (1,)
+        )
         return counted.contiguous().view(self.shape)
 
 
@@ -70,7 +75,9 @@ class Packed:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A prepared weight: the tensors that module.function returns for the weights of these names."""
+    """A prepared weight: the tensors that module.function returns for the weights of these
+    names.
+    """
 
     module: str
     function: str
@@ -78,12 +85,16 @@ class Prepared:
 
     def make(self, made: Mapping[str, Any]) -> tuple[Tensor, ...]:
         function = operator.attrgetter(self.function)(importlib.import_module(self.module))
-        tensors: tuple[Tensor, ...] = function(*[None if name is None else made[name] for name in self.names]).tensors
+        tensors: tuple[Tensor, ...] = function(
+            *[None if name is None else made[name] for name in self.names]
+        ).tensors
         return tensors
 
 
 def make(recipes: Mapping[str, Any], recorded: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The inputs by name, recorded ones as copies; values that are not recipes are used as they are."""
+    """The inputs by name, recorded ones as copies; values that are not recipes are used as they
+    are.
+    """
     made: dict[str, Any] = {}
     for name, given in recipes.items():
         if recorded is not None and name in recorded:
@@ -103,13 +114,18 @@ def make(recipes: Mapping[str, Any], recorded: Mapping[str, Any] | None = None) 
 
 
 def run(forward: Callable[..., Any], inputs: Mapping[str, Any]) -> None:
-    """Call forward on the inputs, print each output, and compare the outputs with the recorded ones.
+    """Call forward on the inputs, print each output, and compare the outputs with the recorded
+    ones.
 
-    Without recorded outputs, compare with those of the captured graph, 00_captured.py, for the same inputs. Exits with
-    code 1 if they differ.
+    Without recorded outputs, compare with those of the captured graph, 00_captured.py, for the same
+    inputs. Exits with code 1 if they differ.
     """
     file = Path(forward.__code__.co_filename)
-    recorded = torch.load(file.with_name(RECORDED), weights_only=True) if file.with_name(RECORDED).is_file() else None
+    recorded = (
+        torch.load(file.with_name(RECORDED), weights_only=True)
+        if file.with_name(RECORDED).is_file()
+        else None
+    )
     outputs = _outputs(forward, inputs, recorded)
     checksum = 0.0
     for number, output in enumerate(outputs):
@@ -125,11 +141,20 @@ def run(forward: Callable[..., Any], inputs: Mapping[str, Any]) -> None:
         expected, name = recorded["outputs"], "the recorded outputs"
     elif file.name != FIRST and file.with_name(FIRST).is_file():
         first = runpy.run_path(str(file.with_name(FIRST)))
-        expected, name = _outputs(first["forward"], first["INPUTS"], None), f"the outputs of {FIRST}"
+        expected, name = (
+            _outputs(first["forward"], first["INPUTS"], None),
+            f"the outputs of {FIRST}",
+        )
     else:
         return
-    codes = any(isinstance(x, Input) and x.dtype.itemsize == 1 and x.dtype != torch.bool for x in inputs.values())
-    texts = [_mismatch(number, *pair, codes) for number, pair in enumerate(zip(outputs, expected, strict=True))]
+    codes = any(
+        isinstance(x, Input) and x.dtype.itemsize == 1 and x.dtype != torch.bool
+        for x in inputs.values()
+    )
+    texts = [
+        _mismatch(number, *pair, codes)
+        for number, pair in enumerate(zip(outputs, expected, strict=True))
+    ]
     far = list(filter(None, texts))
     print("\n".join(far) or f"reproduces {name}")
     if far:
@@ -137,7 +162,9 @@ def run(forward: Callable[..., Any], inputs: Mapping[str, Any]) -> None:
         sys.exit(1)
 
 
-def _outputs(forward: Callable[..., Any], inputs: Mapping[str, Any], recorded: Mapping[str, Any] | None) -> Sequence[Any]:
+def _outputs(
+    forward: Callable[..., Any], inputs: Mapping[str, Any], recorded: Mapping[str, Any] | None
+) -> Sequence[Any]:
     with torch.inference_mode():
         outputs = forward(**make(inputs, recorded and recorded["inputs"]))
     return outputs if isinstance(outputs, tuple | list) else [outputs]
@@ -148,8 +175,10 @@ def _mismatch(number: int, found: Any, expected: Any, codes: bool) -> str:
     if not isinstance(found, Tensor) or not isinstance(expected, Tensor):
         return "" if found == expected else f"output {number}: {found!r} instead of {expected!r}"
     if (found.shape, found.dtype) != (expected.shape, expected.dtype):
-        return (f"output {number}: {found.dtype}{list(found.shape)} instead of "
-                f"{expected.dtype}{list(expected.shape)}")  # fmt: skip
+        return (
+            f"output {number}: {found.dtype}{list(found.shape)} instead of "
+            f"{expected.dtype}{list(expected.shape)}"
+        )
     a, b = (x.to(torch.float64) for x in (found, expected.to(found.device)))
     same = (a == b) | (a.isnan() & b.isnan())
     if bool(same.all()):

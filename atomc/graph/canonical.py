@@ -1,7 +1,8 @@
 """One spelling per idea: what an ATen node says, independent of how it was written.
 
-chunk, split and slice are one `slice`; `x * x` and `pow(x, 2)` one `square`; transpose, t and permute one `permute`;
-reshape and unsqueeze one `view`; dimensions count from the end; defaults are filled in. The graph itself is not changed.
+chunk, split and slice are one `slice`; `x * x` and `pow(x, 2)` one `square`; transpose, t and
+permute one `permute`; reshape and unsqueeze one `view`; dimensions count from the end; defaults are
+filled in. The graph itself is not changed.
 """
 
 import operator
@@ -18,18 +19,43 @@ from atomc.graph.expressions import expression
 from atomc.graph.sizes import known_equal
 from atomc.ops.op import op_of
 
-COMMUTATIVE = frozenset({"add", "mul", "maximum", "minimum", "eq", "ne", "bitwise_and", "bitwise_or"})
+COMMUTATIVE = frozenset(
+    {"add", "mul", "maximum", "minimum", "eq", "ne", "bitwise_and", "bitwise_or"}
+)
 VIEWS = frozenset({"view", "clone"})
 # Ops that many ideas share: a pattern is not looked for because of these alone.
-GENERIC = frozenset({"add", "mul", "sub", "div", "neg", "view", "permute", "slice", "cast", "to", "expand", "getitem",
-                     "cat", "clone", "mean", "sum", "square", "pow", "stack"})  # fmt: skip
+GENERIC = frozenset(
+    {
+        "add",
+        "mul",
+        "sub",
+        "div",
+        "neg",
+        "view",
+        "permute",
+        "slice",
+        "cast",
+        "to",
+        "expand",
+        "getitem",
+        "cat",
+        "clone",
+        "mean",
+        "sum",
+        "square",
+        "pow",
+        "stack",
+    }
+)
 _SPLITS = frozenset({"aten::split", "aten::split_with_sizes"})
 _TO_THE_END = 2**62
 
 
 @dataclass(frozen=True)
 class Capture:
-    """Stands in a traced pattern for a number, string, dtype or flag that the site decides; `among`: one of these only."""
+    """Stands in a traced pattern for a number, string, dtype or flag that the site decides;
+    `among`: one of these only.
+    """
 
     name: str
     among: tuple[Any, ...] = ()
@@ -37,7 +63,9 @@ class Capture:
 
 @dataclass
 class Call:
-    """op: its name; operands: the tensors it reads, lists flattened; attrs: everything else by schema name."""
+    """op: its name; operands: the tensors it reads, lists flattened; attrs: everything else by
+    schema name.
+    """
 
     op: str
     operands: list[Node]
@@ -85,15 +113,20 @@ def _by_schema(node: Node, schema: Any) -> Call:
     given = []
     for name, found in _arguments(node, schema):
         parts = found if isinstance(found, list | tuple) else [found]
-        if any(isinstance(part, Node) and isinstance(value(part), Tensor | tuple | list) for part in parts):
+        if any(
+            isinstance(part, Node) and isinstance(value(part), Tensor | tuple | list)
+            for part in parts
+        ):
             operands += [part for part in parts if isinstance(part, Node)]
             given.append(name)
         elif isinstance(found, list | tuple):
             attrs[name] = tuple(_number(part) for part in found)
         elif found is not None:
             attrs[name] = _number(found)
-    if any(isinstance(argument.type, torch.OptionalType) and "Tensor" in str(argument.type)
-           for argument in schema.arguments):
+    if any(
+        isinstance(argument.type, torch.OptionalType) and "Tensor" in str(argument.type)
+        for argument in schema.arguments
+    ):
         attrs["given"] = tuple(given)
     written = Call(schema.name.removeprefix("aten::"), operands, attrs)
     attrs.update(_dims_from_end(written))
@@ -108,7 +141,9 @@ def _arguments(node: Node, schema: Any) -> Iterator[tuple[str, Any]]:
             yield argument.name, node.args[i]
         else:
             # A schema knows the default of a dtype by its number only.
-            default = ours.signature.parameters[argument.name].default if ours else argument.default_value
+            default = (
+                ours.signature.parameters[argument.name].default if ours else argument.default_value
+            )
             yield argument.name, node.kwargs.get(argument.name, default)
 
 
@@ -128,10 +163,16 @@ def _from_end(dim: int, rank: int) -> int:
 
 def _dims_from_end(written: Call) -> dict[str, Any]:
     rank = _rank(written.operands) + (written.op == "stack")
-    names = ("dim", "dims", "dim0", "dim1") if written.op != "permute" else ()  # whose order says something
+    names = (
+        ("dim", "dims", "dim0", "dim1") if written.op != "permute" else ()
+    )  # whose order says something
     dims_of = {name: written.attrs[name] for name in names if name in written.attrs}
-    return {name: tuple(sorted(_from_end(d, rank) for d in dims)) if isinstance(dims, tuple) else _from_end(dims, rank)
-            for name, dims in dims_of.items()}  # fmt: skip
+    return {
+        name: tuple(sorted(_from_end(d, rank) for d in dims))
+        if isinstance(dims, tuple)
+        else _from_end(dims, rank)
+        for name, dims in dims_of.items()
+    }
 
 
 def _getitem(node: Node) -> Call:
@@ -142,7 +183,9 @@ def _getitem(node: Node) -> Call:
         return Call("getitem", [source], {"index": index})
     x, parts = source.args[0], value(source)
     assert isinstance(x, Node)
-    dim = _from_end(source.args[2] if len(source.args) > 2 else source.kwargs.get("dim", 0), value(x).dim())  # type: ignore[arg-type]
+    dim = _from_end(
+        source.args[2] if len(source.args) > 2 else source.kwargs.get("dim", 0), value(x).dim()
+    )  # type: ignore[arg-type]
     start: Any = 0
     for part in parts[:index]:
         start = start + part.shape[dim]
@@ -157,7 +200,9 @@ def _cast(node: Node, written: Call) -> Call:
     if same_place and plain:
         return Call("cast", operands, {"dtype": value(node).dtype})
     made = {"dtype": value(node).dtype, "device": value(node).device}
-    return Call("to", operands, made if plain else {**made, "memory_format": attrs["memory_format"]})
+    return Call(
+        "to", operands, made if plain else {**made, "memory_format": attrs["memory_format"]}
+    )
 
 
 def _view(node: Node, written: Call) -> Call:
@@ -171,13 +216,19 @@ def _expand(node: Node, written: Call) -> Call:
 
 
 def _permute(_: Node, written: Call) -> Call:
-    """The order of dimensions from the end, without the leading ones that stay: then the rank does not matter."""
+    """The order of dimensions from the end, without the leading ones that stay: then the rank does
+    not matter.
+    """
     rank = _rank(written.operands)
     order = list(range(-rank, 0))
     if written.op == "permute":
         order = [_from_end(d, rank) for d in written.attrs["dims"]]
     elif rank > 1:
-        a, b = (written.attrs["dim0"], written.attrs["dim1"]) if written.op == "transpose" else (-2, -1)
+        a, b = (
+            (written.attrs["dim0"], written.attrs["dim1"])
+            if written.op == "transpose"
+            else (-2, -1)
+        )
         order[a], order[b] = order[b], order[a]
     while order and order[0] == -len(order):
         order.pop(0)
@@ -193,7 +244,11 @@ def _slice(_: Node, written: Call) -> Call:
     start = attrs.get("start", 0)
     if isinstance(start, int) and start < 0 and not isinstance(size, torch.SymInt):
         start += size
-    return Call("slice", written.operands, {"dim": dim, "start": start, "end": end, "step": attrs.get("step", 1)})
+    return Call(
+        "slice",
+        written.operands,
+        {"dim": dim, "start": start, "end": end, "step": attrs.get("step", 1)},
+    )
 
 
 def _square(_: Node, written: Call) -> Call:
@@ -215,15 +270,29 @@ def _clone(_: Node, written: Call) -> Call:
 
 # By the name in the schema: what makes the canonical call of a node and of the call as written.
 _SPELLINGS: dict[str, Callable[[Node, Call], Call]] = {
-    "_to_copy": _cast, "prims::convert_element_type": _cast,
-    "view": _view, "_unsafe_view": _view, "reshape": _view, "unsqueeze": _view, "squeeze": _view, "expand": _expand,
-    "transpose": _permute, "t": _permute, "permute": _permute,
-    "slice": _slice, "square": _square, "pow": _pow, "mul": _mul, "clone": _clone,
-}  # fmt: skip
+    "_to_copy": _cast,
+    "prims::convert_element_type": _cast,
+    "view": _view,
+    "_unsafe_view": _view,
+    "reshape": _view,
+    "unsqueeze": _view,
+    "squeeze": _view,
+    "expand": _expand,
+    "transpose": _permute,
+    "t": _permute,
+    "permute": _permute,
+    "slice": _slice,
+    "square": _square,
+    "pow": _pow,
+    "mul": _mul,
+    "clone": _clone,
+}
 
 
 def readers(node: Node) -> list[Node]:
-    """Who reads a node. In the place of a split stand its parts, which are slices of what is split."""
+    """Who reads a node. In the place of a split stand its parts, which are slices of what is
+    split.
+    """
     found: list[Node] = []
     for user in node.users:
         split = getattr(getattr(user.target, "_schema", None), "name", "") in _SPLITS
@@ -232,13 +301,19 @@ def readers(node: Node) -> list[Node]:
 
 
 def keeps_last_dim(node: Node) -> bool:
-    """Whether a view leaves the last dimension as it is, so that a row-wise op may move across it."""
+    """Whether a view leaves the last dimension as it is, so that a row-wise op may move across
+    it.
+    """
     source = value(call(node).operands[0])
-    return bool(source.dim() and value(node).dim() and known_equal(value(node).shape[-1], source.shape[-1]))
+    return bool(
+        source.dim() and value(node).dim() and known_equal(value(node).shape[-1], source.shape[-1])
+    )
 
 
 def spell(node: object, of_pattern: bool = False) -> str:
-    """A node in few words, without defaults: `mean(dim=(-1,), keepdim=True)`. Of a pattern's node only what is constant."""
+    """A node in few words, without defaults: `mean(dim=(-1,), keepdim=True)`. Of a pattern's node
+    only what is constant.
+    """
     if not isinstance(node, Node):
         return repr(node)
     if node.op != "call_function":
@@ -247,18 +322,30 @@ def spell(node: object, of_pattern: bool = False) -> str:
     if made.op == "getitem":
         return f"result {made.attrs['index']} of {spell(made.operands[0], of_pattern)}"
     defaults = _defaults(node, made.op)
-    attrs = {name: attr for name, attr in made.attrs.items()
-             if name != "given" and not (name in defaults and _is_default(attr, defaults[name]))
-             and not (of_pattern and _decided_by_site(attr))}  # fmt: skip
+    attrs = {
+        name: attr
+        for name, attr in made.attrs.items()
+        if name != "given"
+        and not (name in defaults and _is_default(attr, defaults[name]))
+        and not (of_pattern and _decided_by_site(attr))
+    }
     op = made.op.replace("atom::", "")
-    return f"{op}({', '.join(f'{name}={_spell_attr(attr)}' for name, attr in attrs.items())})" if attrs else op
+    return (
+        f"{op}({', '.join(f'{name}={_spell_attr(attr)}' for name, attr in attrs.items())})"
+        if attrs
+        else op
+    )
 
 
 def _defaults(node: Node, op: str) -> dict[str, Any]:
     if op == "slice":  # to the end, and every column
         return {"end": None, "step": 1}
     schema = getattr(node.target, "_schema", None)
-    return {a.name: a.default_value for a in schema.arguments if a.has_default_value()} if schema is not None else {}
+    return (
+        {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
+        if schema is not None
+        else {}
+    )
 
 
 def input_name(placeholder: Node) -> str:
@@ -266,16 +353,24 @@ def input_name(placeholder: Node) -> str:
     source = placeholder.meta.get("source")
     if not source:
         return placeholder.name
-    keys = [key for key in re.findall(r"\w+", source) if key not in ("L", "G", "_modules", "_parameters", "_buffers")]
+    keys = [
+        key
+        for key in re.findall(r"\w+", source)
+        if key not in ("L", "G", "_modules", "_parameters", "_buffers")
+    ]
     return ".".join(keys[1:] if len(keys) > 1 and keys[0] == "self" else keys)
 
 
 def _decided_by_site(attr: Any) -> bool:
-    return isinstance(attr, Capture | torch.SymInt) or (isinstance(attr, tuple) and any(map(_decided_by_site, attr)))
+    return isinstance(attr, Capture | torch.SymInt) or (
+        isinstance(attr, tuple) and any(map(_decided_by_site, attr))
+    )
 
 
 def _is_default(attr: Any, default: Any) -> bool:
-    return type(attr) is type(default) and not isinstance(attr, torch.SymInt) and bool(attr == default)
+    return (
+        type(attr) is type(default) and not isinstance(attr, torch.SymInt) and bool(attr == default)
+    )
 
 
 def _spell_attr(attr: Any) -> str:

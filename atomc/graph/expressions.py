@@ -36,4 +36,6 @@ def substitute(size: Any, values: Mapping[sympy.Symbol, Any]) -> Any:
     """
     if not isinstance(size, torch.SymInt):
         return size
-    return expression(size).xreplace({symbol: expression(value) for symbol, value in values.items()})
+    return expression(size).xreplace(
+        {symbol: expression(value) for symbol, value in values.items()}
+    )

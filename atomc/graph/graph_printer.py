@@ -1,9 +1,10 @@
 """Prints a graph, one line per node, with its type and origin.
 
-    add_1 = atom.add_rms_norm(linear_3, add, .weight, 1e-06)  # bf16[T, 1024]  model.layers.0.norm  model.py:12
+    add_1 = atom.add_rms_norm(linear_3, add, .weight, 1e-06)  # bf16[T, 1024]  model.layers.0.norm
+                                                              model.py:12
 
-The fields after "#" are the type, the module and the line of the user's program; "-" for an empty field. Weights have their
-names relative to the module.
+The fields after "#" are the type, the module and the line of the user's program; "-" for an empty
+field. Weights have their names relative to the module.
 """
 
 import operator
@@ -26,7 +27,9 @@ TO_THE_END = 2**62
 
 @dataclass(frozen=True)
 class NodeLine:
-    """The fields of a printed node; a graph's output has the name "return". str() prints it, `parse` reads it."""
+    """The fields of a printed node; a graph's output has the name "return". str() prints it,
+    `parse` reads it.
+    """
 
     name: str
     call: str
@@ -59,7 +62,11 @@ class NodeLine:
     @property
     def place(self) -> str:
         """The module path relative to its layer; the whole path outside of layers."""
-        return re.sub(r"^(?:.*?\.)??\d+(?:\.|$)", "", self.path) if self.layer is not None else self.path
+        return (
+            re.sub(r"^(?:.*?\.)??\d+(?:\.|$)", "", self.path)
+            if self.layer is not None
+            else self.path
+        )
 
 
 def parse(text: str) -> list[NodeLine]:
@@ -86,7 +93,9 @@ def _line(node: Node) -> NodeLine:
 
 
 def _input(node: Node) -> str:
-    """The user's name of an input, without the prefix of arguments that `atomc.explain` passes on."""
+    """The user's name of an input, without the prefix of arguments that `atomc.explain` passes
+    on.
+    """
     return input_name(node).removeprefix("kwargs.")
 
 
@@ -102,18 +111,27 @@ def _call(node: Node, path: str) -> str:
     if node.target is operator.getitem:
         return f"{_spell(node.args[0], path)}[{_spell(node.args[1], path)}]"
     given = [_spell(argument, path) for argument in node.args]
-    given += [f"{key}={_spell(argument, path)}" for key, argument in node.kwargs.items() if not _is_default(key, argument)]
+    given += [
+        f"{key}={_spell(argument, path)}"
+        for key, argument in node.kwargs.items()
+        if not _is_default(key, argument)
+    ]
     text = ", ".join(given)
     return f"{_name(node)}({text if len(text) <= MAX_ARGUMENTS_LENGTH else text[:MAX_ARGUMENTS_LENGTH] + ' ...'})"
 
 
 def _is_default(key: str, argument: Any) -> bool:
     """Whether an argument is a default for the placement of a result, or the meta device."""
-    return bool({"pin_memory": False, "layout": torch.strided, "device": torch.device("meta")}.get(key, ...) == argument)
+    return bool(
+        {"pin_memory": False, "layout": torch.strided, "device": torch.device("meta")}.get(key, ...)
+        == argument
+    )
 
 
 def _name(node: Node) -> str:
-    """"aten.mul", "atom.rms_norm", "triton.rms_norm" for a kernel, "inline.rms_norm" for an op left to the glue."""
+    """ "aten.mul", "atom.rms_norm", "triton.rms_norm" for a kernel, "inline.rms_norm" for an op
+    left to the glue.
+    """
     if node.op == "call_method":
         return f".{node.target}"
     if isinstance(node.target, torch._ops.OpOverload):
@@ -132,9 +150,16 @@ def _spell(argument: Any, path: str) -> str:
         case list() | tuple():
             return f"[{', '.join(_spell(part, path) for part in argument)}]"
         case dict():
-            return "{" + ", ".join(f"{key}: {_spell(part, path)}" for key, part in argument.items()) + "}"
+            return (
+                "{"
+                + ", ".join(f"{key}: {_spell(part, path)}" for key, part in argument.items())
+                + "}"
+            )
         case slice():
-            return ":".join("" if x is None else _spell(x, path) for x in (argument.start, argument.stop, argument.step))
+            return ":".join(
+                "" if x is None else _spell(x, path)
+                for x in (argument.start, argument.stop, argument.step)
+            )
         case torch.dtype():
             return short(argument)
         case int() if argument >= TO_THE_END:
@@ -145,7 +170,9 @@ def _spell(argument: Any, path: str) -> str:
 
 
 def _spell_node(node: Node, path: str) -> str:
-    """The name of a node; of an input in the module at `path` or below only what follows the path."""
+    """The name of a node; of an input in the module at `path` or below only what follows the
+    path.
+    """
     if isinstance(_value(node), torch.SymInt):
         return str(_value(node))
     if node.op != "placeholder":
@@ -176,6 +203,6 @@ def short(dtype: torch.dtype) -> str:
     """bf16, f32, i64, f8_e4m3fn."""
     name = str(dtype).removeprefix("torch.")
     for long, letter in sorted(_SHORT.items(), key=lambda item: -len(item[0])):
-        if name.startswith(long) and name[len(long):len(long) + 1].isdigit():
-            return letter + name[len(long):]
+        if name.startswith(long) and name[len(long) : len(long) + 1].isdigit():
+            return letter + name[len(long) :]
     return name

@@ -17,7 +17,9 @@ def with_ranges(source: str, labels: Mapping[str, str]) -> ast.Module:
 def _ranged(line: ast.stmt, labels: Mapping[str, str]) -> ast.stmt:
     target = line.targets[0] if isinstance(line, ast.Assign) else getattr(line, "target", None)
     label = labels.get(target.id) if isinstance(target, ast.Name) else None
-    if label is None or (isinstance(line, ast.Assign) and isinstance(line.value, ast.Constant)):  # `x = None` frees x
+    if label is None or (
+        isinstance(line, ast.Assign) and isinstance(line.value, ast.Constant)
+    ):  # `x = None` frees x
         return line
     entered = ast.parse(f"with record_function({label!r}): pass").body[0]
     assert isinstance(entered, ast.With)
@@ -25,8 +27,12 @@ def _ranged(line: ast.stmt, labels: Mapping[str, str]) -> ast.stmt:
     return entered
 
 
-def profiled(call: Callable[..., object], named: Callable[[], Callable[..., object]]) -> Callable[..., object]:
-    """`call`; while a profiler is active, the result of `named()`, the same function with a range around each kernel."""
+def profiled(
+    call: Callable[..., object], named: Callable[[], Callable[..., object]]
+) -> Callable[..., object]:
+    """`call`; while a profiler is active, the result of `named()`, the same function with a range
+    around each kernel.
+    """
     made: list[Callable[..., object]] = []
 
     def run(*args: object) -> object:

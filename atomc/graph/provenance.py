@@ -16,7 +16,9 @@ _FRAME = re.compile(r'File "([^"]*)", line (\d+), in (\S+)\n\s*(.*)')
 
 
 def module_path(node: Node) -> str:
-    """The path of the innermost module that made the node, as in `named_modules`: "model.layers.3.mlp"."""
+    """The path of the innermost module that made the node, as in `named_modules`:
+    "model.layers.3.mlp".
+    """
     stack = node.meta.get("nn_module_stack")
     return clean_path(next(reversed(stack.values()))[0]) if stack else ""
 
@@ -35,13 +37,17 @@ def layer_of(path: str) -> int | None:
 
 
 def frames(node: Node) -> list[tuple[str, int, str, str]]:
-    """(file, line, function, code) of the user's stack, innermost last; what calls an op for the user is no frame of it."""
+    """(file, line, function, code) of the user's stack, innermost last; what calls an op for the
+    user is no frame of it.
+    """
     found = _FRAME.findall(node.meta.get("stack_trace") or "")
     return [(f, int(line), name, code) for f, line, name, code in found if f not in _BETWEEN]
 
 
 def source_line(node: Node) -> str:
-    """The line of the user's program the node was traced from, "file.py:12"; the file without its folder."""
+    """The line of the user's program the node was traced from, "file.py:12"; the file without its
+    folder.
+    """
     found = frames(node)
     return f"{found[-1][0].rsplit('/', 1)[-1]}:{found[-1][1]}" if found else ""
 
@@ -53,7 +59,9 @@ def describe(node: Node) -> str:
 
 
 def inherited(matched: Iterable[Node], first_output: Node, rewrite: str) -> dict[str, Any]:
-    """Metadata of the nodes that replace `matched`: common module, the first output's line, all origins."""
+    """Metadata of the nodes that replace `matched`: common module, the first output's line, all
+    origins.
+    """
     matched = list(matched)
     origins: set[str] = set().union(*(node.meta.get("origins", {node.name}) for node in matched))
     return {

@@ -1,4 +1,6 @@
-"""Comparing sizes without ever adding a guard, as kernels do. Those that are no numbers: atomc.graph.expressions."""
+"""Comparing sizes without ever adding a guard, as kernels do. Those that are no numbers:
+atomc.graph.expressions.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,7 +9,9 @@ import torch
 
 
 def known_equal(a: Any, b: Any) -> bool:
-    """True only if a == b for every value of their symbols. (`a == b` and guard_or_false would add a guard.)"""
+    """True only if a == b for every value of their symbols. (`a == b` and guard_or_false would add
+    a guard.)
+    """
     if isinstance(a, int) and isinstance(b, int):
         return a == b
     from atomc.graph.expressions import always_equal  # sympy is loaded where there are symbols
@@ -17,7 +21,9 @@ def known_equal(a: Any, b: Any) -> bool:
 
 def same_shape(a: torch.Tensor, b: torch.Tensor) -> bool:
     """True only if the two shapes are equal for every value of their symbols."""
-    return a.dim() == b.dim() and all(known_equal(m, n) for m, n in zip(a.shape, b.shape, strict=True))
+    return a.dim() == b.dim() and all(
+        known_equal(m, n) for m, n in zip(a.shape, b.shape, strict=True)
+    )
 
 
 def spell_shape(shape: Sequence[Any]) -> str:

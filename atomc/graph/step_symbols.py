@@ -1,6 +1,7 @@
 """Symbols for the sizes of a step, and which symbol of a graph is which.
 
-T tokens of the step, R rows of logits, S sequences, C tokens of context of a sequence, including the new ones.
+T tokens of the step, R rows of logits, S sequences, C tokens of context of a sequence, including
+the new ones.
 """
 
 from typing import Any
@@ -25,7 +26,9 @@ def symbols_of(graph: Graph) -> dict[sympy.Symbol, sympy.Expr]:
         match step_input(node):
             case StepInput("input_ids" | "positions", dim=None) if len(shape) == 1:
                 _name(found, shape[0], T)
-            case StepInput("input_ids", dim=None) if len(shape) == 2:  # [batch, tokens]: the step has batch * tokens tokens
+            case StepInput("input_ids", dim=None) if (
+                len(shape) == 2
+            ):  # [batch, tokens]: the step has batch * tokens tokens
                 _name(found, shape[0], S)
                 if isinstance(shape[0], int) and shape[0] == 1:
                     _name(found, shape[1], T)

@@ -19,7 +19,9 @@ Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
 
 class Values:
-    """Computes values of nodes on fake tensors. Layers of a model are alike: what they have in common is computed once."""
+    """Computes values of nodes on fake tensors. Layers of a model are alike: what they have in
+    common is computed once.
+    """
 
     def __init__(self, graph: Graph):
         mode = fake_mode_of(graph)
@@ -28,8 +30,12 @@ class Values:
         self.known: dict[Any, Any] = {}
 
     def of(self, node: Node, changed: dict[Node, Any] | None = None) -> Any:
-        """What the node returns, given those of its inputs that have changed. Raises what its function raises."""
-        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: (changed or {}).get(n, value(n)))
+        """What the node returns, given those of its inputs that have changed. Raises what its
+        function raises.
+        """
+        args, kwargs = torch.fx.node.map_arg(
+            (node.args, node.kwargs), lambda n: (changed or {}).get(n, value(n))
+        )
         key = (node.target, _key(args), _key(kwargs))
         if key not in self.known:
             with self.mode, torch.no_grad(), without_new_guards(self.mode):
@@ -40,7 +46,13 @@ class Values:
 def _key(given: Any) -> Any:
     """Equal for what looks equal to a fake kernel."""
     if isinstance(given, Tensor):
-        return given.dtype, given.device, _key(given.shape), _key(given.stride()), _key(given.storage_offset())
+        return (
+            given.dtype,
+            given.device,
+            _key(given.shape),
+            _key(given.stride()),
+            _key(given.storage_offset()),
+        )
     if isinstance(given, list | tuple):
         return tuple(map(_key, given))
     if isinstance(given, dict):
@@ -49,8 +61,10 @@ def _key(given: Any) -> Any:
 
 
 def spread_strides(graph: Graph, node: Node, before: Tensor, values: Values) -> None:
-    """Recompute the values behind a node that has new strides. Where these would be seen outside of the graph, or a view
-    cannot be had with them, readers get a copy that lies as the node's value did before."""
+    """Recompute the values behind a node that has new strides. Where these would be seen outside of
+    the graph, or a view cannot be had with them, readers get a copy that lies as the node's value
+    did before.
+    """
     changed = values_behind(node, value(node), values)
     if changed is not None:
         for reader, new in changed.items():
@@ -67,10 +81,14 @@ def spread_strides(graph: Graph, node: Node, before: Tensor, values: Values) -> 
 
 
 def _copy_lying_like(example: Tensor) -> list[Call]:
-    """The calls, one after the other, that make a dense copy with its dimensions in the order of the example's strides."""
+    """The calls, one after the other, that make a dense copy with its dimensions in the order of
+    the example's strides.
+    """
     dims = list(range(example.dim()))
     strides = [expression(stride) for stride in example.stride()]
-    order = sorted(dims, key=lambda dim: -strides[dim].subs(dict.fromkeys(strides[dim].free_symbols, 8)))
+    order = sorted(
+        dims, key=lambda dim: -strides[dim].subs(dict.fromkeys(strides[dim].free_symbols, 8))
+    )
     clone: Call = (aten.clone.default, (), {"memory_format": torch.contiguous_format})
     if order == dims:
         return [clone]
@@ -79,7 +97,9 @@ def _copy_lying_like(example: Tensor) -> list[Call]:
 
 
 def values_behind(start: Node, now: Any, values: Values) -> dict[Node, Any] | None:
-    """The values that change when a node's strides are those of `now`; None if one is returned or cannot be like that."""
+    """The values that change when a node's strides are those of `now`; None if one is returned or
+    cannot be like that.
+    """
     changed: dict[Node, Any] = {start: now}
     waiting = list(start.users)
     heapq.heapify(waiting)
@@ -93,7 +113,9 @@ def values_behind(start: Node, now: Any, values: Values) -> dict[Node, Any] | No
             return None  # fake kernels take views for possible here that are not (torch 2.13)
         try:
             new = values.of(node, changed)
-        except Exception:  # a view that this layout does not allow, or a size that decides and is not known
+        except (
+            Exception
+        ):  # a view that this layout does not allow, or a size that decides and is not known
             return None
         if not same_strides(new, value(node)):
             changed[node] = new
@@ -105,7 +127,8 @@ def values_behind(start: Node, now: Any, values: Values) -> dict[Node, Any] | No
 def _is_expanded(x: Any) -> bool:
     """Whether elements of a tensor may lie in one place."""
     return isinstance(x, Tensor) and any(
-        known_equal(stride, 0) and not known_equal(size, 1) for size, stride in zip(x.shape, x.stride(), strict=True)
+        known_equal(stride, 0) and not known_equal(size, 1)
+        for size, stride in zip(x.shape, x.stride(), strict=True)
     )
 
 
@@ -113,4 +136,6 @@ def same_strides(a: Any, b: Any) -> bool:
     """True only if two values of one shape are known to lie alike in memory."""
     if isinstance(a, list | tuple):
         return all(map(same_strides, a, b))
-    return not isinstance(a, Tensor) or all(known_equal(m, n) for m, n in zip(a.stride(), b.stride(), strict=True))
+    return not isinstance(a, Tensor) or all(
+        known_equal(m, n) for m, n in zip(a.stride(), b.stride(), strict=True)
+    )

@@ -1,4 +1,6 @@
-"""Output for torch's own tools: graphs in the structured trace, and names of nodes for profiler ranges."""
+"""Output for torch's own tools: graphs in the structured trace, and names of nodes for profiler
+ranges.
+"""
 
 from collections.abc import Callable
 
@@ -14,12 +16,16 @@ Observer = Callable[[str, GraphModule], None]
 
 
 def observers() -> list[Observer]:
-    """One observer, which writes each graph to the structured trace if that is enabled (TORCH_TRACE=folder)."""
+    """One observer, which writes each graph to the structured trace if that is enabled
+    (TORCH_TRACE=folder).
+    """
     return [_structured_trace_writer()] if traces_structured() else []
 
 
 def _structured_trace_writer() -> Observer:
-    """Writes graphs numbered in the order of the passes, so that two consecutive ones show the effect of one pass."""
+    """Writes graphs numbered in the order of the passes, so that two consecutive ones show the
+    effect of one pass.
+    """
     number = 0
 
     def write(name: str, gm: GraphModule) -> None:
@@ -35,9 +41,14 @@ def _structured_trace_writer() -> Observer:
 
 
 def labels_of(graph: Graph) -> dict[str, str]:
-    """Node -> the name of its profiler range, "model.layers.3.mlp: silu_and_mul [triton]", for nodes that compute."""
-    return {node.name: label_of(node) for node in graph.nodes
-            if node.op == "call_function" and ("op" in node.meta or name_of(node) not in ZERO_COST)}  # fmt: skip
+    """Node -> the name of its profiler range, "model.layers.3.mlp: silu_and_mul [triton]", for
+    nodes that compute.
+    """
+    return {
+        node.name: label_of(node)
+        for node in graph.nodes
+        if node.op == "call_function" and ("op" in node.meta or name_of(node) not in ZERO_COST)
+    }
 
 
 def label_of(node: Node) -> str:

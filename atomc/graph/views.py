@@ -6,21 +6,24 @@ from torch.fx import Node
 
 # Views, assertions and allocations: they move no data.
 ZERO_COST = frozenset({
-    "view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "expand", "transpose", "t", "permute", "slice", "select",
-    "split", "split_with_sizes", "chunk", "unbind", "alias", "detach", "as_strided", "unflatten", "flatten",
-    "_assert_scalar", "sym_size", "sym_constrain_range_for_size", "lift_fresh_copy", "empty", "getitem",
+    "view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "expand", "transpose", "t",
+    "permute", "slice", "select", "split", "split_with_sizes", "chunk", "unbind", "alias", "detach",
+    "as_strided", "unflatten", "flatten", "_assert_scalar", "sym_size",
+    "sym_constrain_range_for_size", "lift_fresh_copy", "empty", "getitem",
 })  # fmt: skip
-PARTIAL_VIEWS = frozenset({"slice", "select", "split", "split_with_sizes", "chunk", "unbind", "getitem"})
+PARTIAL_VIEWS = frozenset(
+    {"slice", "select", "split", "split_with_sizes", "chunk", "unbind", "getitem"}
+)
 
 
 def schema_name(node: Node) -> str:
-    """"atom::rms_norm", "aten::mm"; "" without a schema."""
+    """ "atom::rms_norm", "aten::mm"; "" without a schema."""
     schema = getattr(node.target, "_schema", None)
     return "" if schema is None else str(schema.name)
 
 
 def name_of(node: Node) -> str:
-    """"rms_norm", "mm", "getitem"."""
+    """ "rms_norm", "mm", "getitem"."""
     if schema := schema_name(node):
         return schema.partition("::")[2]
     if node.target is operator.getitem:
@@ -29,8 +32,14 @@ def name_of(node: Node) -> str:
 
 
 def view_base(node: Node) -> Node:
-    """The tensor that a view reads: the node that allocated the memory, or a view of only a part of it."""
-    while node.op == "call_function" and name_of(node) in ZERO_COST - PARTIAL_VIEWS and node.all_input_nodes:
+    """The tensor that a view reads: the node that allocated the memory, or a view of only a part of
+    it.
+    """
+    while (
+        node.op == "call_function"
+        and name_of(node) in ZERO_COST - PARTIAL_VIEWS
+        and node.all_input_nodes
+    ):
         node = node.all_input_nodes[0]
     return node
 

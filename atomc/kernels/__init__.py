@@ -1,4 +1,6 @@
-"""How ops run: one folder per provider, whose modules register their kernels when they are imported."""
+"""How ops run: one folder per provider, whose modules register their kernels when they are
+imported.
+"""
 
 import functools
 import importlib
@@ -18,7 +20,8 @@ def load(provider: str) -> str | None:
         return f"provider {provider!r} is not built in this version"
     try:
         importlib.import_module(package)
-    # A vendor's library fails in its own ways: a missing .so is an OSError, a version check a RuntimeError.
+    # A vendor's library fails in its own ways: a missing .so is an OSError, a version check a
+    # RuntimeError.
     except Exception as error:
         return f"provider {provider!r} cannot be imported: {type(error).__name__}: {error}"
     return None

@@ -1,8 +1,9 @@
-"""Checks that kernels of several providers make of their arguments: each returns a Refusal, or None where it holds.
+"""Checks that kernels of several providers make of their arguments: each returns a Refusal, or None
+where it holds.
 
-A refusal is a chain of them: `unlike(HALVES, q=q, k=k) or wrong_rank((3, 4), q=q)`; the first that fails is the reason.
-Tensors are given under the names that the sentence shows, as None where an optional one was left out. Sizes and strides
-are compared without adding a guard to a graph.
+A refusal is a chain of them: `unlike(HALVES, q=q, k=k) or wrong_rank((3, 4), q=q)`; the first that
+fails is the reason. Tensors are given under the names that the sentence shows, as None where an
+optional one was left out. Sizes and strides are compared without adding a guard to a graph.
 """
 
 from collections.abc import Collection
@@ -29,7 +30,9 @@ def older_than(capability: tuple[int, int], platform: Platform, what: str) -> Re
 
 def no_fp8_products(platform: Platform, *dtypes: torch.dtype) -> Refusal | None:
     """Where one of the dtypes is e4m3fn, and an NVIDIA GPU has no instructions for it."""
-    if torch.float8_e4m3fn not in dtypes or (platform.capability is not None and platform.capability >= FP8_MULTIPLIED):
+    if torch.float8_e4m3fn not in dtypes or (
+        platform.capability is not None and platform.capability >= FP8_MULTIPLIED
+    ):
         return None
     return Refusal("hardware", f"{platform.arch} has no instructions for fp8, which come with sm89")
 
@@ -46,7 +49,9 @@ def unlike(dtypes: Collection[torch.dtype], **tensors: Tensor | None) -> Refusal
     if len(set(given.values())) <= 1 and all(dtype in dtypes for dtype in given.values()):
         return None
     came = ", ".join(f"{name} is {dtype}" for name, dtype in given.items())
-    return Refusal("dtype", f"{came}: written for {_listed(dtypes)}{', all alike' if len(given) > 1 else ''}")
+    return Refusal(
+        "dtype", f"{came}: written for {_listed(dtypes)}{', all alike' if len(given) > 1 else ''}"
+    )
 
 
 def _listed(choices: Collection[Any]) -> str:
@@ -63,7 +68,9 @@ def wrong_rank(ranks: Collection[int], **tensors: Tensor) -> Refusal | None:
     """Unless each has one of these numbers of dimensions."""
     for name, tensor in tensors.items():
         if tensor.dim() not in ranks:
-            return Refusal("shape", f"{name} has {tensor.dim()} dimensions: written for {_listed(ranks)}")
+            return Refusal(
+                "shape", f"{name} has {tensor.dim()} dimensions: written for {_listed(ranks)}"
+            )
     return None
 
 
@@ -71,31 +78,46 @@ def unlike_shapes(x: Tensor, **others: Tensor | None) -> Refusal | None:
     """Unless the others that are given have the shape of x."""
     for name, other in others.items():
         if other is not None and not same_shape(x, other):
-            return Refusal("shape", f"{name} is {spell_shape(other.shape)}, expected {spell_shape(x.shape)}")
+            return Refusal(
+                "shape", f"{name} is {spell_shape(other.shape)}, expected {spell_shape(x.shape)}"
+            )
     return None
 
 
 def too_wide(width: Any, most: int, what: str = "rows") -> Refusal | None:
-    return Refusal("shape", f"{what} of {width} do not fit one program (at most {most})") if width > most else None
+    return (
+        Refusal("shape", f"{what} of {width} do not fit one program (at most {most})")
+        if width > most
+        else None
+    )
 
 
 def unaligned_heads(q: Tensor, v: Tensor, widest: int) -> Refusal | None:
     """Unless heads are a multiple of 8 wide, up to this width."""
     widths = (q.shape[-1], v.shape[-1])
     if any(width % 8 or width > widest for width in widths):
-        return Refusal("shape", f"heads of {widths[0]} and {widths[1]}: written for multiples of 8 up to {widest}")
+        return Refusal(
+            "shape",
+            f"heads of {widths[0]} and {widths[1]}: written for multiples of 8 up to {widest}",
+        )
     return None
 
 
 def odd_group(group: int, least: int = 1) -> Refusal | None:
     """Unless groups of so many columns are a power of two."""
     if group < least or group & (group - 1):
-        return Refusal("shape", f"groups of {group} columns: written for powers of two from {least} on")
+        return Refusal(
+            "shape", f"groups of {group} columns: written for powers of two from {least} on"
+        )
     return None
 
 
 def uneven(width: int, block: int) -> Refusal | None:
-    return Refusal("shape", f"rows of {width} are no whole blocks of {block}") if width % block else None
+    return (
+        Refusal("shape", f"rows of {width} are no whole blocks of {block}")
+        if width % block
+        else None
+    )
 
 
 def strided(**tensors: Tensor) -> Refusal | None:

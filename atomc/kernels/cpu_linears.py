@@ -1,6 +1,8 @@
-"""What quantized linears on x86 CPUs have in common, whoever multiplies. T rows, N outputs, K inputs, G groups.
+"""What quantized linears on x86 CPUs have in common, whoever multiplies. T rows, N outputs, K
+inputs, G groups.
 
-The libraries look neither at strides nor at the number and dtype of scales: what they would misread is refused here.
+The libraries look neither at strides nor at the number and dtype of scales: what they would misread
+is refused here.
 """
 
 import torch
@@ -13,7 +15,9 @@ from atomc.platform import Platform
 INT4PACK_GROUPS = (32, 64, 128, 256)
 
 
-def unlike_int8(platform: Platform, x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor) -> Refusal | None:
+def unlike_int8(
+    platform: Platform, x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor
+) -> Refusal | None:
     """Why these are no operands of an int8 product on an x86 CPU, or None."""
     if reason := elsewhere(platform):
         return reason
@@ -21,14 +25,22 @@ def unlike_int8(platform: Platform, x: Tensor, weight: Tensor, x_scale: Tensor, 
         if dtype != torch.int8:
             return Refusal("dtype", f"{name} is {dtype}: written for torch.int8")
     if weight_scale.dtype != torch.float32 or not sized(weight_scale, weight.shape[0], 1):
-        return Refusal("dtype", f"the scales of the weight are {spelled(weight_scale)}, expected one in fp32 an output")
+        return Refusal(
+            "dtype",
+            f"the scales of the weight are {spelled(weight_scale)}, expected one in fp32 an output",
+        )
     if x_scale.dtype != torch.float32:
         return Refusal("dtype", f"the scales of x are {x_scale.dtype}: written for torch.float32")
     return scattered(weight)
 
 
 def unlike_int4(
-    platform: Platform, x: Tensor, weight: Tensor, weight_scale: Tensor, zeros: Tensor | None, group: int
+    platform: Platform,
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    zeros: Tensor | None,
+    group: int,
 ) -> Refusal | None:
     """Why these are no operands of a product with int4 weights on an x86 CPU, or None."""
     if reason := elsewhere(platform):
@@ -38,15 +50,30 @@ def unlike_int4(
     if reason := scattered(weight):
         return reason
     expected = (weight.shape[0], weight.shape[1] * 8 // group)
-    if not weight_scale.is_floating_point() or weight_scale.dtype.itemsize > 4 or not sized(weight_scale, *expected):
-        return Refusal("dtype", f"the scales of the weight are {spelled(weight_scale)}, expected floats {list(expected)}")
+    if (
+        not weight_scale.is_floating_point()
+        or weight_scale.dtype.itemsize > 4
+        or not sized(weight_scale, *expected)
+    ):
+        return Refusal(
+            "dtype",
+            f"the scales of the weight are {spelled(weight_scale)}, expected floats "
+            f"{list(expected)}",
+        )
     if zeros is not None and (zeros.dtype != torch.uint8 or not sized(zeros, *expected)):
-        return Refusal("dtype", f"the zero points are {spelled(zeros)}, expected uint8 {list(expected)}")
+        return Refusal(
+            "dtype", f"the zero points are {spelled(zeros)}, expected uint8 {list(expected)}"
+        )
     return None
 
 
 def unlike_int4pack(
-    platform: Platform, x: Tensor, weight: Tensor, weight_scale: Tensor, zeros: Tensor | None, group: int
+    platform: Platform,
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    zeros: Tensor | None,
+    group: int,
 ) -> Refusal | None:
     """Why PyTorch's own kernel for int4 weights on a CPU cannot multiply these, or None."""
     if reason := unlike_int4(platform, x, weight, weight_scale, zeros, group):
@@ -55,9 +82,13 @@ def unlike_int4pack(
         return Refusal("hardware", "written for CPUs with AVX2")
     for name, dtype in {"x": x.dtype, "weight_scale": weight_scale.dtype}.items():
         if dtype != torch.bfloat16:
-            return Refusal("dtype", f"{name} is {dtype}: PyTorch's kernel is fast in torch.bfloat16 only")
+            return Refusal(
+                "dtype", f"{name} is {dtype}: PyTorch's kernel is fast in torch.bfloat16 only"
+            )
     if group not in INT4PACK_GROUPS:
-        return Refusal("shape", f"groups of {group}: written for {', '.join(map(str, INT4PACK_GROUPS))}")
+        return Refusal(
+            "shape", f"groups of {group}: written for {', '.join(map(str, INT4PACK_GROUPS))}"
+        )
     if weight.shape[0] % 16:
         return Refusal("shape", f"{weight.shape[0]} outputs are no multiple of 16")
     return None
@@ -73,19 +104,29 @@ def scattered(weight: Tensor) -> Refusal | None:
     """Why a weight is no matrix whose rows follow each other, or None."""
     if weight.dim() != 2 or not all(isinstance(size, int) for size in weight.shape):
         return Refusal("shape", "the weight is no matrix of constant size")
-    return None if weight.is_contiguous() else Refusal("layout", "the rows of the weight do not follow each other")
+    return (
+        None
+        if weight.is_contiguous()
+        else Refusal("layout", "the rows of the weight do not follow each other")
+    )
 
 
 def sized(tensor: Tensor, *shape: int) -> bool:
-    return tensor.dim() == len(shape) and all(known_equal(a, b) for a, b in zip(tensor.shape, shape, strict=True))
+    return tensor.dim() == len(shape) and all(
+        known_equal(a, b) for a, b in zip(tensor.shape, shape, strict=True)
+    )
 
 
 def spelled(tensor: Tensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)}"
 
 
-def finish(total: Tensor, x: Tensor, x_scale: Tensor | None, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """Sums [T, N] fp32, scaled by output, times the scales of the rows, plus bias: [..., N]. Uses up `total`."""
+def finish(
+    total: Tensor, x: Tensor, x_scale: Tensor | None, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    """Sums [T, N] fp32, scaled by output, times the scales of the rows, plus bias: [..., N]. Uses
+    up `total`.
+    """
     out = total.view(*x.shape[:-1], total.shape[-1])
     if x_scale is not None:
         out = out.mul_(x_scale)

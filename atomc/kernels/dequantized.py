@@ -1,7 +1,8 @@
-"""Linear layers on CPUs whose weight is made fp32 a few rows at a time: memory is read in few bits, caches hold the rest.
+"""Linear layers on CPUs whose weight is made fp32 a few rows at a time: memory is read in few bits,
+caches hold the rest.
 
-Codes are looked up in tables: PyTorch converts fp8 on a CPU one by one (Zen 4: 3 ns a number, and 0.5 by a table).
-T rows, N outputs, K inputs.
+Codes are looked up in tables: PyTorch converts fp8 on a CPU one by one (Zen 4: 3 ns a number, and
+0.5 by a table). T rows, N outputs, K inputs.
 """
 
 import functools
@@ -13,12 +14,16 @@ from torch import Tensor
 
 from atomc.ops.formats import e2m1_values
 
-# Bytes of fp32 weight at a time. Zen 4, 1 MiB of L2, MXFP4 2560x2560, 1 row: 0.5: 8.1 ms, 1: 6.7, 1.3: 6.1, 2.6: 6.0.
+# Bytes of fp32 weight at a time. Zen 4, 1 MiB of L2, MXFP4 2560x2560, 1 row: 0.5: 8.1 ms, 1: 6.7,
+# 1.3: 6.1, 2.6: 6.0.
 CHUNK = 5 * 2**18
 
 
-def multiply(x: Tensor, outputs: int, rows_of: Callable[[int, int], Tensor], multiple: int = 16) -> Tensor:
-    """x @ weight.T [T, N] in fp32. x [T, K] fp32; rows_of(a, b) are the weight's rows from a to b, [b - a, K] fp32.
+def multiply(
+    x: Tensor, outputs: int, rows_of: Callable[[int, int], Tensor], multiple: int = 16
+) -> Tensor:
+    """x @ weight.T [T, N] in fp32. x [T, K] fp32; rows_of(a, b) are the weight's rows from a to b,
+    [b - a, K] fp32.
 
     multiple  of which a is
     """
@@ -29,7 +34,11 @@ def multiply(x: Tensor, outputs: int, rows_of: Callable[[int, int], Tensor], mul
 
 def fp8_values(codes: Tensor) -> Tensor:
     """fp8 [n, K] as fp32."""
-    return _fp8_table(codes.dtype).index_select(0, codes.view(torch.uint8).flatten().to(torch.int32)).view(codes.shape)
+    return (
+        _fp8_table(codes.dtype)
+        .index_select(0, codes.view(torch.uint8).flatten().to(torch.int32))
+        .view(codes.shape)
+    )
 
 
 def e2m1_pairs(packed: Tensor) -> Tensor:
@@ -47,4 +56,6 @@ def _fp8_table(dtype: torch.dtype) -> Tensor:
 @functools.cache
 def _e2m1_table() -> Tensor:
     codes = torch.arange(256)
-    return torch.view_as_complex(torch.stack((e2m1_values(codes & 15), e2m1_values(codes >> 4)), -1))
+    return torch.view_as_complex(
+        torch.stack((e2m1_values(codes & 15), e2m1_values(codes >> 4)), -1)
+    )

@@ -1,16 +1,31 @@
-"""What operations mean. Each op is called like a function; `.reference` is its meaning, `.kernel` adds a way to run it."""
+"""What operations mean. Each op is called like a function; `.reference` is its meaning, `.kernel`
+adds a way to run it.
+"""
 
 from atomc.ops.activation import gelu_and_mul, silu_and_mul
 from atomc.ops.activation_quant import silu_and_mul_quant
 from atomc.ops.attention import attention, kv_write, paged_attention
 from atomc.ops.collective import all_reduce, allreduce_add_rms_norm, allreduce_rms_norm
 from atomc.ops.linear import embedding, linear
-from atomc.ops.mla import bmm_mxfp4, bmm_rope_kv_write, linear_split_cat, mla_kv_write, mla_rope_kv_write, scaled_bmm_fp8
+from atomc.ops.mla import (
+    bmm_mxfp4,
+    bmm_rope_kv_write,
+    linear_split_cat,
+    mla_kv_write,
+    mla_rope_kv_write,
+    scaled_bmm_fp8,
+)
 from atomc.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from atomc.ops.norm_pad import add_rms_norm_pad
 from atomc.ops.norm_quant import add_rms_norm_quant, rms_norm_quant
 from atomc.ops.op import REGISTRY, Kernel, Op, Prepared, Refusal, Tokens, op_of
-from atomc.ops.quant import quant_fp8_group, quant_fp8_per_token, quant_fp8_static, quant_int8_per_token, quant_mxfp4
+from atomc.ops.quant import (
+    quant_fp8_group,
+    quant_fp8_per_token,
+    quant_fp8_static,
+    quant_int8_per_token,
+    quant_mxfp4,
+)
 from atomc.ops.rope import qk_norm_rope, qk_norm_rope_kv_write, rope, rope_kv_write
 from atomc.ops.scaled_linear import (
     linear_mxfp4,

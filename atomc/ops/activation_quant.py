@@ -1,4 +1,6 @@
-"""Gated activations whose product is quantized before it is written (quantizers: atomc.ops.schemes)."""
+"""Gated activations whose product is quantized before it is written (quantizers:
+atomc.ops.schemes).
+"""
 
 import torch
 from torch import Tensor
@@ -10,17 +12,35 @@ from atomc.ops.schemes import quantized
 
 
 def _silu_and_mul_quant_shape(
-    gate: Tensor, up: Tensor, scale: Tensor | None = None, *, scheme: str, dtype: torch.dtype = torch.float8_e4m3fn,
-    group: int = 128, column_major: bool = False, rounding: str = "even",
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    gate: Tensor,
+    up: Tensor,
+    scale: Tensor | None = None,
+    *,
+    scheme: str,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    group: int = 128,
+    column_major: bool = False,
+    rounding: str = "even",
+) -> tuple[Tensor, Tensor]:
     y = gate.new_empty(gate.shape, dtype=torch.result_type(gate, up))
     return quantized(y, scale, scheme, dtype, group, column_major, rounding, shape_only=True)
 
 
 @op(kind=Kind.GATE | Kind.QUANTIZE, rows=None, shape=_silu_and_mul_quant_shape)
 def silu_and_mul_quant(
-    gate: Tensor, up: Tensor, scale: Tensor | None = None, *, scheme: str, dtype: torch.dtype = torch.float8_e4m3fn,
-    group: int = 128, column_major: bool = False, rounding: str = "even",
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The codes and scales of silu(gate) * up. Both [..., I]; scale [1] if static. The product is rounded in between."""
-    return quantized(silu_and_mul.reference(gate, up), scale, scheme, dtype, group, column_major, rounding)
+    gate: Tensor,
+    up: Tensor,
+    scale: Tensor | None = None,
+    *,
+    scheme: str,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    group: int = 128,
+    column_major: bool = False,
+    rounding: str = "even",
+) -> tuple[Tensor, Tensor]:
+    """The codes and scales of silu(gate) * up. Both [..., I]; scale [1] if static. The product is
+    rounded in between.
+    """
+    return quantized(
+        silu_and_mul.reference(gate, up), scale, scheme, dtype, group, column_major, rounding
+    )

@@ -1,8 +1,8 @@
 """Attention, without state and over a paged cache, and the write that precedes it.
 
-T new tokens, S keys or sequences, N query heads, K key/value heads (N a multiple of K), D head width.
-Caches are [blocks, block_size, K, D]; a layout (atomc.ops.state) only changes their strides. In an fp8 cache a number is
-its code times k_scale or v_scale, [1] fp32 (None: 1).
+T new tokens, S keys or sequences, N query heads, K key/value heads (N a multiple of K), D head
+width. Caches are [blocks, block_size, K, D]; a layout (atomc.ops.state) only changes their strides.
+In an fp8 cache a number is its code times k_scale or v_scale, [1] fp32 (None: 1).
 """
 
 import math
@@ -30,7 +30,8 @@ def _scores(q: Tensor, k: Tensor, scale: float, softcap: float) -> Tensor:
 
 
 def _weighted_values(scores: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
-    """softmax(scores [..., N, T, S]) @ v [..., S, K, D] -> [..., T, N, D] in fp32; a row that sees no key is zero.
+    """softmax(scores [..., N, T, S]) @ v [..., S, K, D] -> [..., T, N, D] in fp32; a row that sees
+    no key is zero.
 
     sinks [N] are logits of a key without value (GPT-OSS).
     """
@@ -52,7 +53,9 @@ def _attention_cost(call: OpCall) -> Work:
     pairs = rows * (keys - (rows - 1) / 2) if call["causal"] else rows * keys
     if call["window"]:
         pairs = least(pairs, rows * call["window"])
-    return bytes_of([q, k, v, *call.results]), 2 * math.prod(q.shape[:-3]) * pairs * q.shape[-2] * width
+    return bytes_of([q, k, v, *call.results]), 2 * math.prod(q.shape[:-3]) * pairs * q.shape[
+        -2
+    ] * width
 
 
 def _attention_shape(q: Tensor, k: Tensor, v: Tensor, *_: object, **__: object) -> Tensor:
@@ -66,32 +69,60 @@ def _tokens(given: Mapping[str, Any]) -> Any:
 def _kv_spec(name: str, given: Mapping[str, Any], codes: torch.dtype | None) -> StateSpec:
     k, v = given["k"], given["v"]
     if given.get("mask") is not None or not given.get("causal", True):
-        raise ValueError("it has a mask or is not causal, and a paged cache serves causal attention only")
+        raise ValueError(
+            "it has a mask or is not causal, and a paged cache serves causal attention only"
+        )
     if k.shape[-1] != v.shape[-1]:  # no kernel writes or reads such a pair of caches
         raise ValueError(f"keys are {k.shape[-1]} wide, values {v.shape[-1]}")
-    return StateSpec.of(name, "kv", (k.shape[-2:], v.shape[-2:]), codes or k.dtype, window=given.get("window", 0))
+    return StateSpec.of(
+        name, "kv", (k.shape[-2:], v.shape[-2:]), codes or k.dtype, window=given.get("window", 0)
+    )
 
 
 def _paged(given: Mapping[str, Any], state: Mapping[str, Tensor], step: StepFields) -> Tensor:
-    caches, scales = (state["k_cache"], state["v_cache"]), [state[role] for role in ("k_scale", "v_scale") if role in state]
+    caches, scales = (
+        (state["k_cache"], state["v_cache"]),
+        [state[role] for role in ("k_scale", "v_scale") if role in state],
+    )
     slots, block_tables = step.slots, step.block_tables
     token = kv_write(given["k"], given["v"], *caches, slots, *scales)
     how = {name: given[name] for name in ("scale", "window", "softcap") if name in given}
     found: Tensor = paged_attention(
-        given["q"], *caches, step.query_start, step.seq_lens, block_tables, token, given.get("sinks"), *scales, **how
+        given["q"],
+        *caches,
+        step.query_start,
+        step.seq_lens,
+        block_tables,
+        token,
+        given.get("sinks"),
+        *scales,
+        **how,
     )
     return found
 
 
 @op(
-    kind=Kind.ATTENTION, rows=None, cost=_attention_cost, shape=_attention_shape,
+    kind=Kind.ATTENTION,
+    rows=None,
+    cost=_attention_cost,
+    shape=_attention_shape,
     state=StateBinding(handle="kv", tokens=_tokens, spec=_kv_spec, form=_paged),
 )
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, kv: Tensor | None = None, mask: Tensor | None = None,
-    sinks: Tensor | None = None, *, scale: float, causal: bool = True, window: int = 0, softcap: float = 0.0,
-) -> Tensor:  # fmt: skip
-    """softmax(scale * q k^T) v over what is given. q [..., T, N, D], k and v [..., S, K, D] -> [..., T, N, D].
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv: Tensor | None = None,
+    mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    *,
+    scale: float,
+    causal: bool = True,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> Tensor:
+    """softmax(scale * q k^T) v over what is given. q [..., T, N, D], k and v [..., S, K, D] ->
+    [..., T, N, D].
 
     kv       the layer's state handle (kv_state); only the runtime looks at it
     mask     [..., N or 1, T, S], bool (True: may see) or float (added to the scores)
@@ -106,7 +137,9 @@ def attention(
     if window:
         scores = scores.masked_fill(columns <= rows - window, float("-inf"))
     if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+        scores = (
+            scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+        )
     return _weighted_values(scores, v, sinks).to(q.dtype).contiguous()
 
 
@@ -127,17 +160,26 @@ def _token(k: Tensor, *_: object, **__: object) -> Tensor:
 
 
 @op(
-    kind=Kind.STATE_WRITE, rows=None, cost=state_write,
-    mutates=("k_cache", "v_cache", "k_scale", "v_scale"), shape=_token,
+    kind=Kind.STATE_WRITE,
+    rows=None,
+    cost=state_write,
+    mutates=("k_cache", "v_cache", "k_scale", "v_scale"),
+    shape=_token,
 )
 def kv_write(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor,
-    k_scale: Tensor | None = None, v_scale: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Write row t of k and v [..., K, D] (T rows in all) to slot slots[t] of the caches; slot -1 writes nothing.
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> Tensor:
+    """Write row t of k and v [..., K, D] (T rows in all) to slot slots[t] of the caches; slot -1
+    writes nothing.
 
-    slots [T] i64 = block * block_size + offset. Returns an empty token: whoever reads the caches takes it as an
-    operand, so that no pass can swap the two.
+    slots [T] i64 = block * block_size + offset. Returns an empty token: whoever reads the caches
+    takes it as an operand, so that no pass can swap the two.
     """
     block_size = k_cache.shape[1]
     rows = slots >= 0
@@ -154,26 +196,43 @@ def _paged_attention_cost(call: OpCall) -> Work:
     read, seen = call.context, call.context - (tokens / sequences - 1) / 2
     if window:
         read, seen = least(read, window + tokens / sequences), least(seen, window)
-    per_token = sum(math.prod(cache.shape[2:]) * cache.dtype.itemsize for cache in (k_cache, v_cache))
+    per_token = sum(
+        math.prod(cache.shape[2:]) * cache.dtype.itemsize for cache in (k_cache, v_cache)
+    )
     moved = bytes_of([q, *call.results]) + sequences * read * per_token
     return moved, 2 * tokens * seen * q.shape[1] * (q.shape[2] + v_cache.shape[3])
 
 
-def _paged_attention_shape(q: Tensor, k_cache: Tensor, v_cache: Tensor, *_: object, **__: object) -> Tensor:
+def _paged_attention_shape(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, *_: object, **__: object
+) -> Tensor:
     return q.new_empty((*q.shape[:-1], v_cache.shape[-1]))
 
 
 @op(kind=Kind.ATTENTION, rows=None, cost=_paged_attention_cost, shape=_paged_attention_shape)
 def paged_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, query_start: Tensor, seq_lens: Tensor, block_tables: Tensor,
-    token: Tensor, sinks: Tensor | None = None, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
-    *, scale: float, window: int = 0, softcap: float = 0.0,
-) -> Tensor:  # fmt: skip
-    """Causal attention of ragged sequences over their cached keys. q [..., N, D] (T rows in all) -> the same shape.
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    token: Tensor,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> Tensor:
+    """Causal attention of ragged sequences over their cached keys. q [..., N, D] (T rows in all) ->
+    the same shape.
 
-    Sequence s owns rows query_start[s]:query_start[s + 1] of q, the last of its seq_lens[s] tokens; its keys lie in
-    blocks block_tables[s]. Any number of new tokens, also none. Rows of no sequence (padding) are zero.
-    token is what the write returned. window, softcap and sinks as in `attention`.
+    Sequence s owns rows query_start[s]:query_start[s + 1] of q, the last of its seq_lens[s] tokens;
+    its keys lie in blocks block_tables[s]. Any number of new tokens, also none. Rows of no sequence
+    (padding) are zero. token is what the write returned. window, softcap and sinks as in
+    `attention`.
     """
     rows = q.reshape(-1, *q.shape[-2:])
     out = q.new_zeros((rows.shape[0], q.shape[-2], v_cache.shape[-1]))

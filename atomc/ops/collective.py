@@ -1,6 +1,7 @@
 """Sums over the processes of a group, alone and with the norm that follows them.
 
-group: the name of a process group of torch.distributed; all its processes call with the same shapes, in the same order.
+group: the name of a process group of torch.distributed; all its processes call with the same
+shapes, in the same order.
 """
 
 import torch
@@ -17,18 +18,29 @@ def _all_reduce_shape(x: Tensor, group: str) -> Tensor:
 
 @op(kind=Kind.COLLECTIVE, rows=None, shape=_all_reduce_shape)
 def all_reduce(x: Tensor, group: str) -> Tensor:
-    """The sum of every process's x, in x.dtype. Raises what torch.distributed does for an unknown group."""
+    """The sum of every process's x, in x.dtype. Raises what torch.distributed does for an unknown
+    group.
+    """
     summed: Tensor = torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", group)
     waited: Tensor = torch.ops._c10d_functional.wait_tensor(summed)
     return waited
 
 
-def _allreduce_rms_norm_shape(x: Tensor, weight: Tensor, eps: float, group: str, style: str = "after") -> Tensor:
+def _allreduce_rms_norm_shape(
+    x: Tensor, weight: Tensor, eps: float, group: str, style: str = "after"
+) -> Tensor:
     return x.new_empty(x.shape, dtype=torch.result_type(x, weight) if style == "after" else x.dtype)
 
 
-@op(kind=Kind.COLLECTIVE | Kind.NORM, rows="x", rounds_once=rounds_once, shape=_allreduce_rms_norm_shape)
-def allreduce_rms_norm(x: Tensor, weight: Tensor, eps: float, group: str, style: str = "after") -> Tensor:
+@op(
+    kind=Kind.COLLECTIVE | Kind.NORM,
+    rows="x",
+    rounds_once=rounds_once,
+    shape=_allreduce_rms_norm_shape,
+)
+def allreduce_rms_norm(
+    x: Tensor, weight: Tensor, eps: float, group: str, style: str = "after"
+) -> Tensor:
     """rms_norm of the sum of every process's x. x [..., D], weight [D]."""
     return rms_norm.reference(all_reduce.reference(x, group), weight, eps, style)  # type: ignore[no-any-return]
 
@@ -37,12 +49,21 @@ def _allreduce_add_rms_norm_shape(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, group: str, style: str = "after"
 ) -> tuple[Tensor, Tensor]:
     total = x.new_empty(x.shape) + residual
-    return torch.empty_like(total, dtype=torch.result_type(x, weight) if style == "after" else x.dtype), total
+    return torch.empty_like(
+        total, dtype=torch.result_type(x, weight) if style == "after" else x.dtype
+    ), total
 
 
-@op(kind=Kind.COLLECTIVE | Kind.NORM, rows="x", rounds_once=rounds_once, shape=_allreduce_add_rms_norm_shape)
+@op(
+    kind=Kind.COLLECTIVE | Kind.NORM,
+    rows="x",
+    rounds_once=rounds_once,
+    shape=_allreduce_add_rms_norm_shape,
+)
 def allreduce_add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, group: str, style: str = "after"
 ) -> tuple[Tensor, Tensor]:
-    """add_rms_norm of the sum of every process's x and of residual, which all processes hold. Both [..., D]."""
+    """add_rms_norm of the sum of every process's x and of residual, which all processes hold. Both
+    [..., D].
+    """
     return add_rms_norm.reference(all_reduce.reference(x, group), residual, weight, eps, style)  # type: ignore[no-any-return]

@@ -1,8 +1,10 @@
 """Numbers of four and eight bits: what their bits mean, in plain PyTorch.
 
-fp8    e4m3fn (largest 448) and e4m3fnuz (largest 240; no negative zero, its bits are NaN), dtypes of torch
+fp8    e4m3fn (largest 448) and e4m3fnuz (largest 240; no negative zero, its bits are NaN), dtypes
+       of torch
 e8m0   uint8, an exponent: 2^(byte - 127); 255 is NaN
-e2m1   four bits, sign and one of 0, 0.5, 1, 1.5, 2, 3, 4, 6; two codes a byte, the even index in the low bits
+e2m1   four bits, sign and one of 0, 0.5, 1, 1.5, 2, 3, 4, 6; two codes a byte, the even index in
+       the low bits
 int4   four bits, 0..15, eight codes an int32, index i at bits 4i
 """
 
@@ -12,10 +14,14 @@ from torch import Tensor
 FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 # An amax below this counts as this, so that no scale is zero and zeros stay zeros.
 AMAX_FLOOR = 1e-10
-# Added to the bits of a float32 before its mantissa is cut off: the exponent grows from this mantissa on.
+# Added to the bits of a float32 before its mantissa is cut off: the exponent grows from this
+# mantissa on.
 MX_ROUNDINGS = {
-    "even": 0x200000,  # at 1.75 and above: an amax of 6 to 7 becomes 6 (the kernels of AITER that are written in Triton)
-    "up": 0x3FFFFF,  # above 1.5: the smallest scale under which amax / scale <= 6 (AITER's HIP kernels)
+    # at 1.75 and above: an amax of 6 to 7 becomes 6 (the kernels of AITER that are written in
+    # Triton)
+    "even": 0x200000,
+    # above 1.5: the smallest scale under which amax / scale <= 6 (AITER's HIP kernels)
+    "up": 0x3FFFFF,
 }
 
 
@@ -33,7 +39,9 @@ def e8m0_values(codes: Tensor) -> Tensor:
 
 
 def e8m0_scales(amax: Tensor, rounding: str) -> Tensor:
-    """The scale code, uint8, of blocks of e2m1 whose largest magnitude is amax (fp32, >= 0 or NaN)."""
+    """The scale code, uint8, of blocks of e2m1 whose largest magnitude is amax (fp32, >= 0 or
+    NaN).
+    """
     bits = amax.view(torch.int32)
     # The largest exponent of e2m1 is 2.
     codes = (((bits + MX_ROUNDINGS[rounding]) >> 23) - 2).clamp(min=0)
@@ -46,7 +54,9 @@ def e2m1_codes(x: Tensor) -> Tensor:
     code = (size > 0.25).to(torch.uint8)
     for border in (0.75, 1.25, 1.75, 2.5, 3.5, 5.0):
         # On a border the even code wins: these are 2, 2, 4, 4, 6, 6.
-        code = code + (size >= border if border in (0.75, 1.75, 3.5) else size > border).to(torch.uint8)
+        code = code + (size >= border if border in (0.75, 1.75, 3.5) else size > border).to(
+            torch.uint8
+        )
     return code + torch.signbit(x).to(torch.uint8) * 8
 
 

@@ -1,7 +1,8 @@
-"""What the runtime passes to an input of a compiled graph: a tensor of the step, a size of one, or a tensor of the state.
+"""What the runtime passes to an input of a compiled graph: a tensor of the step, a size of one, or
+a tensor of the state.
 
-The input's node carries it (atomc.graph.inputs), and so does the compiled graph. `name` is what dumps call the input;
-nothing reads it.
+The input's node carries it (atomc.graph.inputs), and so does the compiled graph. `name` is what
+dumps call the input; nothing reads it.
 """
 
 from dataclasses import dataclass
@@ -35,7 +36,9 @@ class StepInput:
 
     def of(self, step: Step) -> Tensor | int:
         """What this step passes."""
-        tensor: Tensor = getattr(step if self.group is None else step.groups[self.group], self.field)
+        tensor: Tensor = getattr(
+            step if self.group is None else step.groups[self.group], self.field
+        )
         return tensor if self.dim is None else tensor.shape[self.dim]
 
 
@@ -45,7 +48,8 @@ class StateInput:
 
     spec  the number of the layer's StateSpec in the program
     role  which tensor: one of StateSpec.roles, which the runtime allocates, or one of SCALES
-    per_sequence  its first dimension are slots of sequences; otherwise its first two are blocks and their tokens
+    per_sequence  its first dimension are slots of sequences; otherwise its first two are blocks and
+                  their tokens
     """
 
     spec: int

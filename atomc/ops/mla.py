@@ -1,9 +1,10 @@
 """Multi-head latent attention (DeepSeek-V2, section 2.1): what stands around its attention.
 
-T tokens, H query heads, P and V what is not rotated of a key and a value of one head, L latent width, R rotated width.
-The cache [blocks, block_size, L + R] holds a token's normed latent and behind it its rotated key, one for all heads:
-attention over it is paged_attention with one key head, whose values are the first L columns. In an fp8 cache a number is
-its code times `scale`, [1] fp32 (None: 1).
+T tokens, H query heads, P and V what is not rotated of a key and a value of one head, L latent
+width, R rotated width. The cache [blocks, block_size, L + R] holds a token's normed latent and
+behind it its rotated key, one for all heads:
+attention over it is paged_attention with one key head, whose values are the first L columns. In an
+fp8 cache a number is its code times `scale`, [1] fp32 (None: 1).
 """
 
 from dataclasses import replace
@@ -42,13 +43,16 @@ def _token(kv_c: Tensor, *_: object, **__: object) -> Tensor:
 def mla_kv_write(
     kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slots: Tensor, scale: Tensor | None = None
 ) -> Tensor:
-    """Write row t of kv_c [..., L] and, behind it, of k_pe [..., R] (T rows each) to slot slots[t]; -1 writes nothing.
+    """Write row t of kv_c [..., L] and, behind it, of k_pe [..., R] (T rows each) to slot slots[t];
+    -1 writes nothing.
 
     Slots and the token that is returned as in kv_write.
     """
     rows = slots >= 0
     block, offset = slots[rows] // kv_cache.shape[1], slots[rows] % kv_cache.shape[1]
-    parts = [as_cached(part.reshape(-1, part.shape[-1])[rows], kv_cache, scale) for part in (kv_c, k_pe)]
+    parts = [
+        as_cached(part.reshape(-1, part.shape[-1])[rows], kv_cache, scale) for part in (kv_c, k_pe)
+    ]
     kv_cache[block, offset] = torch.cat(parts, -1)
     return kv_c.new_empty((0,))
 
@@ -59,45 +63,82 @@ def _joined(q_nope: Tensor, width: int, q_pe: Tensor, cos: Tensor) -> Tensor:
 
 
 def _mla_rope_kv_write_shape(
-    q_nope: Tensor, q_pe: Tensor, kv_c: Tensor, k_pe: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, slots: Tensor,
-    scale: Tensor | None = None, rope_style: str = "neox",
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q_nope: Tensor,
+    q_pe: Tensor,
+    kv_c: Tensor,
+    k_pe: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    kv_cache: Tensor,
+    slots: Tensor,
+    scale: Tensor | None = None,
+    rope_style: str = "neox",
+) -> tuple[Tensor, Tensor]:
     return _joined(q_nope, q_nope.shape[-1], q_pe, cos), kv_c.new_empty((0,))
 
 
 @op(
-    kind=Kind.ROPE | Kind.STATE_WRITE, rows=None, cost=state_write,
-    mutates=("kv_cache",), shape=_mla_rope_kv_write_shape,
+    kind=Kind.ROPE | Kind.STATE_WRITE,
+    rows=None,
+    cost=state_write,
+    mutates=("kv_cache",),
+    shape=_mla_rope_kv_write_shape,
 )
 def mla_rope_kv_write(
-    q_nope: Tensor, q_pe: Tensor, kv_c: Tensor, k_pe: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, slots: Tensor,
-    scale: Tensor | None = None, rope_style: str = "neox",
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Queries in the latent space beside their rotated part, [..., H, L + R], and the token of the write.
+    q_nope: Tensor,
+    q_pe: Tensor,
+    kv_c: Tensor,
+    k_pe: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    kv_cache: Tensor,
+    slots: Tensor,
+    scale: Tensor | None = None,
+    rope_style: str = "neox",
+) -> tuple[Tensor, Tensor]:
+    """Queries in the latent space beside their rotated part, [..., H, L + R], and the token of the
+    write.
 
     q_nope [..., H, L], q_pe [..., H, R], kv_c [..., L], k_pe [..., 1, R]; cos and sin as in rope.
     """
-    token = mla_kv_write.reference(kv_c, rope.reference(k_pe, cos, sin, rope_style), kv_cache, slots, scale)
+    token = mla_kv_write.reference(
+        kv_c, rope.reference(k_pe, cos, sin, rope_style), kv_cache, slots, scale
+    )
     return torch.cat((q_nope, rope.reference(q_pe, cos, sin, rope_style)), -1), token
 
 
 def _scaled_bmm_fp8_shape(
-    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, *, out_dtype: torch.dtype, group: int = 128
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    *,
+    out_dtype: torch.dtype,
+    group: int = 128,
 ) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[1]), dtype=out_dtype)
 
 
 @op(kind=Kind.BMM, rows=None, cost=product, shape=_scaled_bmm_fp8_shape)
 def scaled_bmm_fp8(
-    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, *, out_dtype: torch.dtype, group: int = 128
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    *,
+    out_dtype: torch.dtype,
+    group: int = 128,
 ) -> Tensor:
-    """Each head's x @ weight.T of what the scales say. x [..., H, P] and weight [H, L, P] fp8 -> [..., H, L].
+    """Each head's x @ weight.T of what the scales say. x [..., H, P] and weight [H, L, P] fp8 ->
+    [..., H, L].
 
     x_scale       [..., H, ceil(P / group)], as quant_fp8_group gives it
     weight_scale  [1]
     """
     by_row = x_scale.to(torch.float32).repeat_interleave(group, -1)[..., : x.shape[-1]]
-    return _by_head(x.to(torch.float32) * by_row, weight.to(torch.float32) * weight_scale).to(out_dtype)
+    return _by_head(x.to(torch.float32) * by_row, weight.to(torch.float32) * weight_scale).to(
+        out_dtype
+    )
 
 
 def _bmm_mxfp4_shape(
@@ -112,7 +153,8 @@ def bmm_mxfp4(
 ) -> Tensor:
     """Each head's x @ weight.T, both in MXFP4 -> [..., H, L].
 
-    x [..., H, P/2] and weight [H, L, P/2] uint8, two e2m1 codes a byte; their scales [..., P/32] uint8, e8m0.
+    x [..., H, P/2] and weight [H, L, P/2] uint8, two e2m1 codes a byte; their scales [..., P/32]
+    uint8, e8m0.
     """
     return _by_head(mxfp4_values(x, x_scale), mxfp4_values(weight, weight_scale)).to(out_dtype)
 
@@ -129,67 +171,131 @@ def _product_and_write(call: OpCall) -> Work:
 
 
 def _bmm_rope_kv_write_shape(
-    q_nope: Tensor, weight: Tensor, weight_scale: Tensor, q_pe: Tensor, kv_c: Tensor, k_pe: Tensor, cos: Tensor,
-    sin: Tensor, kv_cache: Tensor, slots: Tensor, scale: Tensor | None = None, *, scheme: str, rope_style: str = "neox",
-    group: int = 128, dtype: torch.dtype = torch.float8_e4m3fn, rounding: str = "even",
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q_nope: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    q_pe: Tensor,
+    kv_c: Tensor,
+    k_pe: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    kv_cache: Tensor,
+    slots: Tensor,
+    scale: Tensor | None = None,
+    *,
+    scheme: str,
+    rope_style: str = "neox",
+    group: int = 128,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    rounding: str = "even",
+) -> tuple[Tensor, Tensor]:
     return _joined(q_nope, weight.shape[1], q_pe, cos), kv_c.new_empty((0,))
 
 
 @op(
-    kind=Kind.BMM | Kind.ROPE | Kind.STATE_WRITE, rows=None, cost=_product_and_write,
-    mutates=("kv_cache",), shape=_bmm_rope_kv_write_shape,
+    kind=Kind.BMM | Kind.ROPE | Kind.STATE_WRITE,
+    rows=None,
+    cost=_product_and_write,
+    mutates=("kv_cache",),
+    shape=_bmm_rope_kv_write_shape,
 )
 def bmm_rope_kv_write(
-    q_nope: Tensor, weight: Tensor, weight_scale: Tensor, q_pe: Tensor, kv_c: Tensor, k_pe: Tensor, cos: Tensor,
-    sin: Tensor, kv_cache: Tensor, slots: Tensor, scale: Tensor | None = None, *, scheme: str, rope_style: str = "neox",
-    group: int = 128, dtype: torch.dtype = torch.float8_e4m3fn, rounding: str = "even",
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """mla_rope_kv_write of queries that are first quantized and brought to the latent space, in q_nope's dtype.
+    q_nope: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    q_pe: Tensor,
+    kv_c: Tensor,
+    k_pe: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    kv_cache: Tensor,
+    slots: Tensor,
+    scale: Tensor | None = None,
+    *,
+    scheme: str,
+    rope_style: str = "neox",
+    group: int = 128,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    rounding: str = "even",
+) -> tuple[Tensor, Tensor]:
+    """mla_rope_kv_write of queries that are first quantized and brought to the latent space, in
+    q_nope's dtype.
 
-    q_nope [..., H, P]; weight and weight_scale as in scaled_bmm_fp8 (scheme "fp8") or bmm_mxfp4 ("mxfp4"), and of
-    their quantizers group and dtype, or rounding.
+    q_nope [..., H, P]; weight and weight_scale as in scaled_bmm_fp8 (scheme "fp8") or bmm_mxfp4
+    ("mxfp4"), and of their quantizers group and dtype, or rounding.
     """
     if scheme == "fp8":
         codes, scales = quant_fp8_group.reference(q_nope, group, False, dtype)
-        latent = scaled_bmm_fp8.reference(codes, weight, scales, weight_scale, out_dtype=q_nope.dtype, group=group)
+        latent = scaled_bmm_fp8.reference(
+            codes, weight, scales, weight_scale, out_dtype=q_nope.dtype, group=group
+        )
     elif scheme == "mxfp4":
         codes, scales = quant_mxfp4.reference(q_nope, rounding)
         latent = bmm_mxfp4.reference(codes, weight, scales, weight_scale, out_dtype=q_nope.dtype)
     else:
         raise ValueError(f"bmm_rope_kv_write: scheme {scheme!r} is not one of {BMM_SCHEMES}")
-    written = mla_rope_kv_write.reference(latent, q_pe, kv_c, k_pe, cos, sin, kv_cache, slots, scale, rope_style)
+    written = mla_rope_kv_write.reference(
+        latent, q_pe, kv_c, k_pe, cos, sin, kv_cache, slots, scale, rope_style
+    )
     return written[0], written[1]
 
 
 def _linear_split_cat_shape(
-    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, k_pe: Tensor, *, nope: int, scheme: str,
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    k_pe: Tensor,
+    *,
+    nope: int,
+    scheme: str,
     out_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     *lead, heads, rotated = k_pe.shape
-    k = x.new_empty((*lead, heads, nope + rotated), dtype=torch.promote_types(out_dtype, k_pe.dtype))
+    k = x.new_empty(
+        (*lead, heads, nope + rotated), dtype=torch.promote_types(out_dtype, k_pe.dtype)
+    )
     return k, x.new_empty((*lead, heads, weight.shape[0] // heads - nope), dtype=out_dtype)
 
 
-@op(kind=Kind.LINEAR, rows="x", cost=product, quantized_weight=_SPLIT_CAT_WEIGHTS, shape=_linear_split_cat_shape)
+@op(
+    kind=Kind.LINEAR,
+    rows="x",
+    cost=product,
+    quantized_weight=_SPLIT_CAT_WEIGHTS,
+    shape=_linear_split_cat_shape,
+)
 def linear_split_cat(
-    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, k_pe: Tensor, *, nope: int, scheme: str,
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    k_pe: Tensor,
+    *,
+    nope: int,
+    scheme: str,
     out_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Keys and values of all heads from the latent: x @ weight.T, of each head P columns for the key, before its rotated
-    part, and V for the value. k_pe [..., H, R] -> [..., H, P + R] and [..., H, V].
+) -> tuple[Tensor, Tensor]:
+    """Keys and values of all heads from the latent: x @ weight.T, of each head P columns for the
+    key, before its rotated part, and V for the value. k_pe [..., H, R] -> [..., H, P + R] and [...,
+    H, V].
 
     nope          P
-    scheme, x, weight and their scales   as scaled_linear_fp8 ("fp8"), scaled_linear_fp8_block ("fp8_block") or
+    scheme, x, weight and their scales   as scaled_linear_fp8 ("fp8"), scaled_linear_fp8_block
+                                         ("fp8_block") or
                   linear_mxfp4 ("mxfp4") have them; weight [H * (P + V), ...]
     """
     if scheme == "fp8":
         both = scaled_linear_fp8.reference(x, weight, x_scale, weight_scale, out_dtype=out_dtype)
     elif scheme == "fp8_block":
-        both = scaled_linear_fp8_block.reference(x, weight, x_scale, weight_scale, out_dtype=out_dtype)
+        both = scaled_linear_fp8_block.reference(
+            x, weight, x_scale, weight_scale, out_dtype=out_dtype
+        )
     elif scheme == "mxfp4":
         both = linear_mxfp4.reference(x, weight, weight_scale, x_scale, out_dtype=out_dtype)
     else:
         raise ValueError(f"linear_split_cat: scheme {scheme!r} is not one of {SPLIT_CAT_SCHEMES}")
     heads = both.view(*k_pe.shape[:-1], weight.shape[0] // k_pe.shape[-2])
-    return torch.cat((heads[..., :nope], k_pe), -1), heads[..., nope:].clone(memory_format=torch.contiguous_format)
+    return torch.cat((heads[..., :nope], k_pe), -1), heads[..., nope:].clone(
+        memory_format=torch.contiguous_format
+    )

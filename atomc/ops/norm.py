@@ -1,7 +1,8 @@
 """RMSNorm and LayerNorm over the last dimension, alone and behind a residual add.
 
 Three RMSNorm styles cover the stock models; they differ in what is rounded when:
-after     round the normalised row to x.dtype, then multiply by the weight (Llama, Qwen3, Mistral, DeepSeek)
+after     round the normalised row to x.dtype, then multiply by the weight (Llama, Qwen3, Mistral,
+          DeepSeek)
 before    multiply in fp32, round once (GPT-OSS, torch.nn.functional.rms_norm)
 one_plus  multiply by 1 + weight in fp32, round once (Gemma, Qwen3.5)
 """
@@ -26,7 +27,8 @@ def rounds_once(arguments: Mapping[str, Any]) -> bool:
 
 @op(kind=Kind.NORM, rows="x", rounds_once=rounds_once)
 def rms_norm(x: Tensor, weight: Tensor, eps: float, style: str = "after") -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight. x [..., D], weight [D] -> [..., D] (Zhang and Sennrich 2019, eq. 4).
+    """x / sqrt(mean(x^2) + eps) * weight. x [..., D], weight [D] -> [..., D] (Zhang and Sennrich
+    2019, eq. 4).
 
     In x.dtype, except that "after" with a wider weight promotes, as it does in Hugging Face.
     """
@@ -52,7 +54,9 @@ def add_rms_norm(
 
 @op(kind=Kind.NORM, rows="x")
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """(x - mean) / sqrt(var + eps) * weight + bias over the last dimension (Ba et al. 2016). x [..., D] -> [..., D]."""
+    """(x - mean) / sqrt(var + eps) * weight + bias over the last dimension (Ba et al. 2016). x
+    [..., D] -> [..., D].
+    """
     return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 

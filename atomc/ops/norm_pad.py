@@ -20,6 +20,8 @@ def _add_rms_norm_pad_shape(
 def add_rms_norm_pad(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, columns: int, style: str = "after"
 ) -> tuple[Tensor, Tensor]:
-    """add_rms_norm with so many columns of zeros behind the norm: [..., D + columns], and the sum [..., D]."""
+    """add_rms_norm with so many columns of zeros behind the norm: [..., D + columns], and the sum
+    [..., D].
+    """
     y, total = add_rms_norm.reference(x, residual, weight, eps, style)
     return F.pad(y, (0, columns)), total

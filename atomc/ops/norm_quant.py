@@ -1,7 +1,8 @@
 """RMSNorm whose result is quantized before it is written, alone and behind a residual add.
 
-The result of the norm itself is rounded to its dtype before it is quantized, as the two ops one after the other do.
-`keep`: the unquantized result is wanted too; without it that output is empty. Quantizers: atomc.ops.schemes.
+The result of the norm itself is rounded to its dtype before it is quantized, as the two ops one
+after the other do. `keep`: the unquantized result is wanted too; without it that output is empty.
+Quantizers: atomc.ops.schemes.
 """
 
 import torch
@@ -18,45 +19,96 @@ def _normed(x: Tensor, weight: Tensor, style: str) -> Tensor:
 
 
 def _rms_norm_quant_shape(
-    x: Tensor, weight: Tensor, eps: float, scale: Tensor | None = None, style: str = "after", *, scheme: str,
-    dtype: torch.dtype = torch.float8_e4m3fn, group: int = 128, column_major: bool = False, rounding: str = "even",
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    scale: Tensor | None = None,
+    style: str = "after",
+    *,
+    scheme: str,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    group: int = 128,
+    column_major: bool = False,
+    rounding: str = "even",
     keep: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     y = _normed(x, weight, style)
-    codes, scales = quantized(y, scale, scheme, dtype, group, column_major, rounding, shape_only=True)
+    codes, scales = quantized(
+        y, scale, scheme, dtype, group, column_major, rounding, shape_only=True
+    )
     return codes, scales, y if keep else y.new_empty(0)
 
 
 @op(kind=Kind.NORM | Kind.QUANTIZE, rows="x", rounds_once=rounds_once, shape=_rms_norm_quant_shape)
 def rms_norm_quant(
-    x: Tensor, weight: Tensor, eps: float, scale: Tensor | None = None, style: str = "after", *, scheme: str,
-    dtype: torch.dtype = torch.float8_e4m3fn, group: int = 128, column_major: bool = False, rounding: str = "even",
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    scale: Tensor | None = None,
+    style: str = "after",
+    *,
+    scheme: str,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    group: int = 128,
+    column_major: bool = False,
+    rounding: str = "even",
     keep: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The codes and scales of rms_norm(x, weight, eps, style), and that norm if `keep`. x [..., D]; scale [1] if static."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The codes and scales of rms_norm(x, weight, eps, style), and that norm if `keep`. x [..., D];
+    scale [1] if static.
+    """
     y = rms_norm.reference(x, weight, eps, style)
     codes, scales = quantized(y, scale, scheme, dtype, group, column_major, rounding)
     return codes, scales, y if keep else y.new_empty(0)
 
 
 def _add_rms_norm_quant_shape(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, scale: Tensor | None = None, style: str = "after", *,
-    scheme: str, dtype: torch.dtype = torch.float8_e4m3fn, group: int = 128, column_major: bool = False,
-    rounding: str = "even", keep: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    scale: Tensor | None = None,
+    style: str = "after",
+    *,
+    scheme: str,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    group: int = 128,
+    column_major: bool = False,
+    rounding: str = "even",
+    keep: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     total = torch.empty_like(x)
     y = _normed(total, weight, style)
-    codes, scales = quantized(y, scale, scheme, dtype, group, column_major, rounding, shape_only=True)
+    codes, scales = quantized(
+        y, scale, scheme, dtype, group, column_major, rounding, shape_only=True
+    )
     return codes, scales, total, y if keep else y.new_empty(0)
 
 
-@op(kind=Kind.NORM | Kind.QUANTIZE, rows="x", rounds_once=rounds_once, shape=_add_rms_norm_quant_shape)
+@op(
+    kind=Kind.NORM | Kind.QUANTIZE,
+    rows="x",
+    rounds_once=rounds_once,
+    shape=_add_rms_norm_quant_shape,
+)
 def add_rms_norm_quant(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, scale: Tensor | None = None, style: str = "after", *,
-    scheme: str, dtype: torch.dtype = torch.float8_e4m3fn, group: int = 128, column_major: bool = False,
-    rounding: str = "even", keep: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """rms_norm_quant of x + residual, with that sum before the kept norm: codes, scales, sum, norm. All [..., D]."""
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    scale: Tensor | None = None,
+    style: str = "after",
+    *,
+    scheme: str,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    group: int = 128,
+    column_major: bool = False,
+    rounding: str = "even",
+    keep: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """rms_norm_quant of x + residual, with that sum before the kept norm: codes, scales, sum, norm.
+    All [..., D].
+    """
     total = x + residual
     y = rms_norm.reference(total, weight, eps, style)
     codes, scales = quantized(y, scale, scheme, dtype, group, column_major, rounding)

@@ -1,9 +1,10 @@
 """An op is its meaning in PyTorch: schema, shape rule and test truth are one function.
 
-`@op(...)` registers the function as `torch.ops.atom.<name>`: the meaning is the reference kernel, the fake kernel (unless a
-cheaper shape rule is given) and, when gradients are wanted, what runs instead, so that autograd differentiates it. What
-else the compiler must know of an op is declared there, too: no other module lists ops by name.
-Kernels that compute the same thing faster are added with `@ops.<name>.kernel(provider, ...)`.
+`@op(...)` registers the function as `torch.ops.atom.<name>`: the meaning is the reference kernel,
+the fake kernel (unless a cheaper shape rule is given) and, when gradients are wanted, what runs
+instead, so that autograd differentiates it. What else the compiler must know of an op is declared
+there, too: no other module lists ops by name. Kernels that compute the same thing faster are added
+with `@ops.<name>.kernel(provider, ...)`.
 """
 
 import inspect
@@ -24,7 +25,8 @@ _library = torch.library.Library("atom", "FRAGMENT")  # type: ignore[no-untyped-
 
 @dataclass(frozen=True)
 class Tokens:
-    """The numbers of tokens from first to last, both included; without a last one, all from the first.
+    """The numbers of tokens from first to last, both included; without a last one, all from the
+    first.
 
     Raises ValueError if there are no such numbers.
     """
@@ -34,13 +36,16 @@ class Tokens:
 
     def __post_init__(self) -> None:
         if self.first < 1 or (self.last is not None and self.last < self.first):
-            raise ValueError(f"no numbers of tokens from {self.first} to {self.last}: expected 1 <= first <= last")
+            raise ValueError(
+                f"no numbers of tokens from {self.first} to {self.last}: expected 1 <= first "
+                "<= last"
+            )
 
     def __contains__(self, number: int) -> bool:
         return self.first <= number and (self.last is None or number <= self.last)
 
     def __str__(self) -> str:
-        """"1", "2 to 8", "9 and more"."""
+        """ "1", "2 to 8", "9 and more"."""
         if self.first == self.last:
             return str(self.first)
         return f"{self.first} and more" if self.last is None else f"{self.first} to {self.last}"
@@ -57,18 +62,33 @@ class Tokens:
 
     def within(self, others: "Tokens") -> bool:
         """Whether all of these are among the others."""
-        return self.first in others and (others.last is None if self.last is None else self.last in others)
+        return self.first in others and (
+            others.last is None if self.last is None else self.last in others
+        )
 
 
 ALL_TOKENS = Tokens()
 
 
-Code = Literal["hardware", "library", "dtype", "shape", "layout", "argument", "option", "tokens", "slower", "copy", "other"]
+Code = Literal[
+    "hardware",
+    "library",
+    "dtype",
+    "shape",
+    "layout",
+    "argument",
+    "option",
+    "tokens",
+    "slower",
+    "copy",
+    "other",
+]
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a kernel cannot or should not run an op: a code to decide by, and a sentence for the user.
+    """Why a kernel cannot or should not run an op: a code to decide by, and a sentence for the
+    user.
 
     hardware   the device or its instructions
     library    a library is missing, broken or too old
@@ -89,8 +109,9 @@ class Refusal:
 class Prepared:
     """What a kernel made of weights.
 
-    replaces  the tensors hold all that the kernel reads, in memory of their own: the weights' memory may be freed by their
-              owner if nothing else reads it (other kernels, a second program, a save). False: the weights must stay
+    replaces  the tensors hold all that the kernel reads, in memory of their own: the weights'
+              memory may be freed by their owner if nothing else reads it (other kernels, a second
+              program, a save). False: the weights must stay
     """
 
     tensors: tuple[Tensor, ...]
@@ -98,26 +119,33 @@ class Prepared:
 
 
 class PreferInductor(Enum):
-    """When Inductor's code for the meaning is preferred to a kernel, wherever the glue is compiled."""
+    """When Inductor's code for the meaning is preferred to a kernel, wherever the glue is
+    compiled.
+    """
 
     NEVER = auto()
     ALWAYS = auto()  # it fuses the meaning with its neighbours
-    FREE_ROUNDING = auto()  # the same, unless rounding="hf": fused code may keep fp32 where the model rounds
+    FREE_ROUNDING = (
+        auto()
+    )  # the same, unless rounding="hf": fused code may keep fp32 where the model rounds
     MAX_AUTOTUNE = auto()  # mode="max-autotune" asks it to time several ways to compute it
 
 
 @dataclass(frozen=True, eq=False)
 class Kernel:
-    """One way to run an op. `function` takes the op's arguments and returns what the meaning returns.
+    """One way to run an op. `function` takes the op's arguments and returns what the meaning
+    returns.
 
-    refuses:   (platform, *args) -> Refusal, or None. The args are fake tensors and numbers. A sentence alone has the code
-               "other".
+    refuses:   (platform, *args) -> Refusal, or None. The args are fake tensors and numbers. A
+               sentence alone has the code "other".
     tokens:    the numbers of tokens for which the kernel is meant.
-    layout:    the memory layout of the state it reads or writes (atomc.ops.state.LAYOUTS), None if it touches none.
-    prepare:   names of parameters -> function(*weights) -> Prepared; the kernel then receives the prepared tensors as a
-               tuple under the first name. Runs once, after selection; not at all where the first parameter is None.
-    plan:      (step, spec) -> tuple of tensors, once a step into static buffers, before the layers run; the kernel
-               receives it as `plan=`.
+    layout:    the memory layout of the state it reads or writes (atomc.ops.state.LAYOUTS), None if
+               it touches none.
+    prepare:   names of parameters -> function(*weights) -> Prepared; the kernel then receives the
+               prepared tensors as a tuple under the first name. Runs once, after selection; not at
+               all where the first parameter is None.
+    plan:      (step, spec) -> tuple of tensors, once a step into static buffers, before the layers
+               run; the kernel receives it as `plan=`.
     workspace: (*args) -> bytes; the kernel receives a uint8 tensor of that size as `workspace=`.
     rounds:    "as meaning", or "once" if it keeps fp32 where the meaning rounds in between.
     syncs:     the host waits for the device inside, so that no CUDA graph can hold it.
@@ -142,7 +170,8 @@ class Kernel:
 class Extra:
     """A graph input that the traced program did not have; whoever calls the graph fills it.
 
-    kind      "prepared": function(*weights) -> Prepared, once; "plan": function(step, spec), once a step
+    kind      "prepared": function(*weights) -> Prepared, once; "plan": function(step, spec), once a
+              step
     weights   the names of the placeholders of the weights to prepare, None where there is none
     """
 
@@ -152,9 +181,10 @@ class Extra:
     weights: tuple[str | None, ...] = ()
 
 
-# Several calls on one input, each as its arguments by name (tensors are fake ones), with the same optional ones given ->
-# which parameters to pack, row behind row, so that one call returns all results side by side in the last dimension (the
-# other arguments must be the same in all calls); or why that cannot be.
+# Several calls on one input, each as its arguments by name (tensors are fake ones), with the same
+# optional ones given -> which parameters to pack, row behind row, so that one call returns all
+# results side by side in the last dimension (the other arguments must be the same in all calls); or
+# why that cannot be.
 Concat = Callable[[Sequence[Mapping[str, Any]]], tuple[str, ...] | str]
 
 
@@ -163,14 +193,23 @@ COST_DIFFERS = Kind.LINEAR | Kind.BMM | Kind.ATTENTION | Kind.LOOKUP | Kind.STAT
 
 
 class Op:
-    """A registered op: call it like a function; `reference` is its meaning, the other attributes what `op` was given."""
+    """A registered op: call it like a function; `reference` is its meaning, the other attributes
+    what `op` was given.
+    """
 
     def __init__(
-        self, meaning: Callable[..., Any], kind: Kind, rows: str | None, cost: CostRule | None,
+        self,
+        meaning: Callable[..., Any],
+        kind: Kind,
+        rows: str | None,
+        cost: CostRule | None,
         quantized_weight: QuantizedWeight | Mapping[str, QuantizedWeight] | None,
-        rounds_once: Callable[[Mapping[str, Any]], bool] | None, mutates: Sequence[str], shape: Callable[..., Any] | None,
-        concat: Concat | None, state: StateBinding | None,
-    ):  # fmt: skip
+        rounds_once: Callable[[Mapping[str, Any]], bool] | None,
+        mutates: Sequence[str],
+        shape: Callable[..., Any] | None,
+        concat: Concat | None,
+        state: StateBinding | None,
+    ):
         self.name = meaning.__name__
         self.reference = meaning
         self.kind, self.rows = kind, rows
@@ -195,12 +234,22 @@ class Op:
         parameters = self.signature.parameters
         weight = self.quantized_weight
         weights = weight.values() if isinstance(weight, Mapping) else [weight] if weight else []
-        named = {self.rows, self.state and self.state.handle, *(name for found in weights for name in found.stored)}
+        named = {
+            self.rows,
+            self.state and self.state.handle,
+            *(name for found in weights for name in found.stored),
+        }
         unknown = named - {None, *parameters}
         if unknown:
-            raise ValueError(f"op {self.name}: no parameter {sorted(map(str, unknown))}, it has {list(parameters)}")
+            raise ValueError(
+                f"op {self.name}: no parameter {sorted(map(str, unknown))}, it has "
+                f"{list(parameters)}"
+            )
         if cost is None and self.kind & COST_DIFFERS:
-            raise ValueError(f"op {self.name}: give its cost=, which has no default for {self.kind & COST_DIFFERS}")
+            raise ValueError(
+                f"op {self.name}: give its cost=, which has no default for "
+                f"{self.kind & COST_DIFFERS}"
+            )
         if not weights and Kind.LINEAR in self.kind and "weight_scale" in parameters:
             raise ValueError(f"op {self.name}: say how its weight is stored (quantized_weight=)")
 
@@ -216,7 +265,11 @@ class Op:
 
     def handle(self, *args: Any, **kwargs: Any) -> Any:
         """The state handle of a call; None if it has none."""
-        return None if self.state is None else self.signature.bind(*args, **kwargs).arguments.get(self.state.handle)
+        return (
+            None
+            if self.state is None
+            else self.signature.bind(*args, **kwargs).arguments.get(self.state.handle)
+        )
 
     def bind(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The arguments of a call by parameter, defaults included."""
@@ -240,23 +293,47 @@ class Op:
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Register the decorated function as a way to run this op (see Kernel for the arguments).
 
-        Raises ValueError if `prepare` names no parameter of the op or the same function is registered twice for one layout,
-        TypeError if `tokens` are no Tokens.
+        Raises ValueError if `prepare` names no parameter of the op or the same function is
+        registered twice for one layout, TypeError if `tokens` are no Tokens.
         """
         if not isinstance(tokens, Tokens):
-            raise TypeError(f"kernel of {self.name}: tokens is {tokens!r}, expected atomc.ops.Tokens(1, 16) or the like")
-        preparing = {(names,) if isinstance(names, str) else names: made for names, made in (prepare or {}).items()}
+            raise TypeError(
+                f"kernel of {self.name}: tokens is {tokens!r}, expected atomc.ops.Tokens(1, "
+                "16) or the like"
+            )
+        preparing = {
+            (names,) if isinstance(names, str) else names: made
+            for names, made in (prepare or {}).items()
+        }
         unknown = {name for names in preparing for name in names} - set(self.signature.parameters)
         if unknown:
-            raise ValueError(f"kernel of {self.name}: prepare names {sorted(unknown)}, "
-                             f"the op has {list(self.signature.parameters)}")
+            raise ValueError(
+                f"kernel of {self.name}: prepare names {sorted(unknown)}, "
+                f"the op has {list(self.signature.parameters)}"
+            )
 
         def register(function: Callable[..., Any]) -> Callable[..., Any]:
             if any(known.function is function and known.layout == layout for known in self.kernels):
-                raise ValueError(f"kernel {function.__module__}.{function.__qualname__} of {self.name} "
-                                 "is registered already")
-            self.kernels.append(Kernel(self.name, provider, function, refuses, tokens, layout, preparing,
-                                       plan, workspace, rounds, syncs, prefer_inductor))
+                raise ValueError(
+                    f"kernel {function.__module__}.{function.__qualname__} of {self.name} "
+                    "is registered already"
+                )
+            self.kernels.append(
+                Kernel(
+                    self.name,
+                    provider,
+                    function,
+                    refuses,
+                    tokens,
+                    layout,
+                    preparing,
+                    plan,
+                    workspace,
+                    rounds,
+                    syncs,
+                    prefer_inductor,
+                )
+            )
             return function
 
         return register
@@ -280,28 +357,39 @@ def op(
     """Make an op of its meaning, the decorated function.
 
     kind      what it does; decides how it is treated wherever ops are not named
-    rows      the parameter [..., K] whose leading dimensions are the tokens of the step, None if that is no parameter's
-    cost      its bytes and flops; may be left out if it reads each operand and writes each result once
-    quantized_weight  of a linear whose weight is stored in few bits; a mapping if the argument `scheme` decides
-    rounds_once  (arguments by name) -> whether the meaning rounds its result only; default: it rounds in between
+    rows      the parameter [..., K] whose leading dimensions are the tokens of the step, None if
+              that is no parameter's
+    cost      its bytes and flops; may be left out if it reads each operand and writes each result
+              once
+    quantized_weight  of a linear whose weight is stored in few bits; a mapping if the argument
+                      `scheme` decides
+    rounds_once  (arguments by name) -> whether the meaning rounds its result only; default: it
+                 rounds in between
     mutates   the parameters written in place
-    shape     replaces the meaning as the fake kernel, where the meaning depends on data or is slow on fake tensors
+    shape     replaces the meaning as the fake kernel, where the meaning depends on data or is slow
+              on fake tensors
     concat    how several calls on one input become one (see Concat)
     state     how it is bound for the runtime, if it takes a state handle (see StateBinding)
 
-    Raises ValueError if a trait that this kind needs is missing, or a trait names a parameter that the op does not have.
+    Raises ValueError if a trait that this kind needs is missing, or a trait names a parameter that
+    the op does not have.
     """
 
     def register(meaning: Callable[..., Any]) -> Op:
-        made = Op(meaning, kind, rows, cost, quantized_weight, rounds_once, mutates, shape, concat, state)
+        made = Op(
+            meaning, kind, rows, cost, quantized_weight, rounds_once, mutates, shape, concat, state
+        )
         REGISTRY[made.name] = made
         return made
 
     return register
 
 
-def register_kernel(op_name: str, provider: str, **protocol: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Public way to add a kernel from outside: `@atomc.register_kernel("rms_norm", "mine", refuses=...)`.
+def register_kernel(
+    op_name: str, provider: str, **protocol: Any
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Public way to add a kernel from outside: `@atomc.register_kernel("rms_norm", "mine",
+    refuses=...)`.
 
     Raises ValueError for an unknown op.
     """

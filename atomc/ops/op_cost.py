@@ -1,4 +1,5 @@
-"""The bytes and flops of one call of an op as formulas of its sizes: the rules that several ops share.
+"""The bytes and flops of one call of an op as formulas of its sizes: the rules that several ops
+share.
 
 An op names its rule with `@op(cost=...)`; atomc.cost.cost applies them to a graph.
 """
@@ -10,7 +11,8 @@ from typing import Any
 
 import torch
 
-# Of sympy, or a number. sympy is not imported here: it takes long, and a start from the cache needs none.
+# Of sympy, or a number. sympy is not imported here: it takes long, and a start from the cache needs
+# none.
 Formula = Any
 Work = tuple[Formula, Formula]  # bytes moved, floating-point operations
 
@@ -67,8 +69,12 @@ def least(a: Formula, b: Formula) -> Formula:
 
 
 def read_and_write(call: OpCall) -> Work:
-    """Each operand is read once, each result written once, with one operation per number written."""
-    return bytes_of(call.reads) + bytes_of(call.results), sum(result.numel for result in call.results)
+    """Each operand is read once, each result written once, with one operation per number
+    written.
+    """
+    return bytes_of(call.reads) + bytes_of(call.results), sum(
+        result.numel for result in call.results
+    )
 
 
 def product(call: OpCall) -> Work:
@@ -86,8 +92,18 @@ def lookup(call: OpCall) -> Work:
 
 
 def state_write(call: OpCall) -> Work:
-    """Reads its rows and writes as many, one for each of `slots` [T], into the caches, which are not read."""
-    rows = [x for name, x in call.arguments.items() if isinstance(x, Operand) and name not in call.mutates]
-    caches = [x for name in call.mutates if isinstance(x := call[name], Operand) and len(x.shape) >= 3]
-    written = sum(call["slots"].shape[0] * math.prod(x.shape[2:]) * x.dtype.itemsize for x in caches)
+    """Reads its rows and writes as many, one for each of `slots` [T], into the caches, which are
+    not read.
+    """
+    rows = [
+        x
+        for name, x in call.arguments.items()
+        if isinstance(x, Operand) and name not in call.mutates
+    ]
+    caches = [
+        x for name in call.mutates if isinstance(x := call[name], Operand) and len(x.shape) >= 3
+    ]
+    written = sum(
+        call["slots"].shape[0] * math.prod(x.shape[2:]) * x.dtype.itemsize for x in caches
+    )
     return bytes_of([*rows, *call.results]) + written, sum(result.numel for result in call.results)

@@ -30,10 +30,12 @@ class QuantizedWeight:
     """How the weight of a linear is stored.
 
     format  as reports name it: "fp8", "int4"
-    scales  (arguments by name, tensors are fake) -> what shares a scale, for reports: "a scale an output"
+    scales  (arguments by name, tensors are fake) -> what shares a scale, for reports: "a scale an
+            output"
     codes   how many codes one element of the stored weight holds
     rate    products per second, relative to the peak of bf16
-    stored  the parameters that hold it: first the codes, then what gives them back; one may be None in a call
+    stored  the parameters that hold it: first the codes, then what gives them back; one may be None
+            in a call
     """
 
     format: str
@@ -44,7 +46,9 @@ class QuantizedWeight:
 
 
 class StepFields(Protocol):
-    """Tensors of a step: those of atomc.ops.Step, and of the layer's own group those of GroupStep."""
+    """Tensors of a step: those of atomc.ops.Step, and of the layer's own group those of
+    GroupStep.
+    """
 
     query_start: Tensor
     seq_lens: Tensor
@@ -55,15 +59,17 @@ class StepFields(Protocol):
 
 @dataclass(frozen=True)
 class StateBinding:
-    """How an op that takes a layer's state handle is compiled for the runtime. `given`: the arguments of a call, by name.
+    """How an op that takes a layer's state handle is compiled for the runtime. `given`: the
+    arguments of a call, by name.
 
     handle   the parameter that takes the handle; a call without one keeps nothing
     tokens   (given, tensors are fake) -> how many new tokens the call has, which may be symbolic
-    spec     (the layer's name, given, the 8-bit dtype that is asked for or None) -> StateSpec. Raises ValueError with the
-             reason for a call that cannot be served
-    form     (given, tensors of the state by role, step) -> what the op would return: the call of an op that returns the
-             same. It, and what it is computed from, are ops of atomc.ops or torch.ops.aten. An op that reads what another
-             has written takes something that the writer returned as an operand; one that does both needs no order
+    spec     (the layer's name, given, the 8-bit dtype that is asked for or None) -> StateSpec.
+             Raises ValueError with the reason for a call that cannot be served
+    form     (given, tensors of the state by role, step) -> what the op would return: the call of an
+             op that returns the same. It, and what it is computed from, are ops of atomc.ops or
+             torch.ops.aten. An op that reads what another has written takes something that the
+             writer returned as an operand; one that does both needs no order
     """
 
     handle: str

@@ -1,10 +1,11 @@
 """Activations in few bits, with the scales that give them back: x is about q * scale.
 
-T rows, K columns; a group is a run of columns that shares a scale. All is computed in fp32. A dynamic scale is
-amax * (1 / largest), with an amax of at least AMAX_FLOOR (a product, since torch divides by a number on a CPU and
-multiplies by its reciprocal on a GPU); values are multiplied by the reciprocal of the scale (one division a scale, not
-one a value), cut off at the largest number and rounded to nearest even. A group with an infinity or NaN
-comes back as NaN or infinity, never as finite numbers: its scale is not finite (a static scale saturates infinities).
+T rows, K columns; a group is a run of columns that shares a scale. All is computed in fp32. A
+dynamic scale is amax * (1 / largest), with an amax of at least AMAX_FLOOR (a product, since torch
+divides by a number on a CPU and multiplies by its reciprocal on a GPU); values are multiplied by
+the reciprocal of the scale (one division a scale, not one a value), cut off at the largest number
+and rounded to nearest even. A group with an infinity or NaN comes back as NaN or infinity, never as
+finite numbers: its scale is not finite (a static scale saturates infinities).
 """
 
 import math
@@ -13,7 +14,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from atomc.ops.formats import AMAX_FLOOR, FP8, MX_ROUNDINGS, e2m1_codes, e8m0_scales, e8m0_values, in_groups, pack_e2m1
+from atomc.ops.formats import (
+    AMAX_FLOOR,
+    FP8,
+    MX_ROUNDINGS,
+    e2m1_codes,
+    e8m0_scales,
+    e8m0_values,
+    in_groups,
+    pack_e2m1,
+)
 from atomc.ops.op import op
 from atomc.ops.op_traits import Kind
 
@@ -28,7 +38,9 @@ def to_fp8(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.clamp(-largest, largest).to(dtype)
 
 
-def _quant_fp8_static_shape(x: Tensor, scale: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
+def _quant_fp8_static_shape(
+    x: Tensor, scale: Tensor, dtype: torch.dtype = torch.float8_e4m3fn
+) -> Tensor:
     return x.new_empty(x.shape, dtype=dtype)
 
 
@@ -42,15 +54,21 @@ def _per_token_shape(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape, dtype=dtype), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
 
 
-def _quant_fp8_per_token_shape(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[Tensor, Tensor]:
+def _quant_fp8_per_token_shape(
+    x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn
+) -> tuple[Tensor, Tensor]:
     return _per_token_shape(x, dtype)
 
 
 @op(kind=Kind.QUANTIZE, rows=None, shape=_quant_fp8_per_token_shape)
-def quant_fp8_per_token(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[Tensor, Tensor]:
+def quant_fp8_per_token(
+    x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn
+) -> tuple[Tensor, Tensor]:
     """Each row in fp8 under a scale of its own. x [..., K] -> [..., K] fp8 and [..., 1] fp32."""
     x_f32 = x.to(torch.float32)
-    scale = x_f32.abs().amax(-1, keepdim=True).clamp(min=AMAX_FLOOR) * (1.0 / torch.finfo(dtype).max)
+    scale = x_f32.abs().amax(-1, keepdim=True).clamp(min=AMAX_FLOOR) * (
+        1.0 / torch.finfo(dtype).max
+    )
     return to_fp8(x_f32 * (1.0 / scale), dtype).contiguous(), scale.contiguous()
 
 
@@ -63,7 +81,10 @@ def empty_group_scales(x: Tensor, groups: int, column_major: bool) -> Tensor:
 
 
 def _quant_fp8_group_shape(
-    x: Tensor, group: int = 128, column_major_scales: bool = False, dtype: torch.dtype = torch.float8_e4m3fn
+    x: Tensor,
+    group: int = 128,
+    column_major_scales: bool = False,
+    dtype: torch.dtype = torch.float8_e4m3fn,
 ) -> tuple[Tensor, Tensor]:
     groups = -(-x.shape[-1] // group)
     return x.new_empty(x.shape, dtype=dtype), empty_group_scales(x, groups, column_major_scales)
@@ -71,32 +92,41 @@ def _quant_fp8_group_shape(
 
 @op(kind=Kind.QUANTIZE, rows=None, shape=_quant_fp8_group_shape)
 def quant_fp8_group(
-    x: Tensor, group: int = 128, column_major_scales: bool = False, dtype: torch.dtype = torch.float8_e4m3fn
+    x: Tensor,
+    group: int = 128,
+    column_major_scales: bool = False,
+    dtype: torch.dtype = torch.float8_e4m3fn,
 ) -> tuple[Tensor, Tensor]:
     """Each run of `group` columns in fp8 under a scale of its own; the last run may be shorter.
 
-    x [..., K] -> [..., K] fp8 and [..., ceil(K / group)] fp32. column_major_scales: the scales of all rows for one group
-    lie side by side, as some GEMMs read them; the shape is the same.
+    x [..., K] -> [..., K] fp8 and [..., ceil(K / group)] fp32. column_major_scales: the scales of
+    all rows for one group lie side by side, as some GEMMs read them; the shape is the same.
     """
     width = x.shape[-1]
     groups = -(-width // group)
     padded = in_groups(F.pad(x.to(torch.float32), (0, groups * group - width)), group)
-    scale = padded.abs().amax(-1, keepdim=True).clamp(min=AMAX_FLOOR) * (1.0 / torch.finfo(dtype).max)
+    scale = padded.abs().amax(-1, keepdim=True).clamp(min=AMAX_FLOOR) * (
+        1.0 / torch.finfo(dtype).max
+    )
     q = to_fp8(padded * (1.0 / scale), dtype).flatten(-2)[..., :width].contiguous()
     return q, empty_group_scales(x, groups, column_major_scales).copy_(scale.squeeze(-1))
 
 
 def _quant_mxfp4_shape(x: Tensor, rounding: str = "even") -> tuple[Tensor, Tensor]:
     lead, width = x.shape[:-1], x.shape[-1]
-    return x.new_empty((*lead, width // 2), dtype=torch.uint8), x.new_empty((*lead, width // 32), dtype=torch.uint8)
+    return x.new_empty((*lead, width // 2), dtype=torch.uint8), x.new_empty(
+        (*lead, width // 32), dtype=torch.uint8
+    )
 
 
 @op(kind=Kind.QUANTIZE, rows=None, shape=_quant_mxfp4_shape)
 def quant_mxfp4(x: Tensor, rounding: str = "even") -> tuple[Tensor, Tensor]:
-    """Each run of 32 columns in e2m1 under an e8m0 scale (OCP Microscaling v1.0). K is a multiple of 32.
+    """Each run of 32 columns in e2m1 under an e8m0 scale (OCP Microscaling v1.0). K is a multiple
+    of 32.
 
-    x [..., K] -> [..., K/2] uint8, two codes a byte, and [..., K/32] uint8. The scale is the power of two below amax / 4,
-    or the next one if amax is near it; "even" and "up" say from where on (atomc.ops.formats.MX_ROUNDINGS).
+    x [..., K] -> [..., K/2] uint8, two codes a byte, and [..., K/32] uint8. The scale is the power
+    of two below amax / 4, or the next one if amax is near it; "even" and "up" say from where on
+    (atomc.ops.formats.MX_ROUNDINGS).
     """
     if rounding not in MX_ROUNDINGS:
         raise ValueError(f"quant_mxfp4: rounding {rounding!r} is not one of {tuple(MX_ROUNDINGS)}")
@@ -104,9 +134,12 @@ def quant_mxfp4(x: Tensor, rounding: str = "even") -> tuple[Tensor, Tensor]:
         raise ValueError(f"quant_mxfp4: {x.shape[-1]} columns are no multiple of 32")
     blocks = in_groups(x.to(torch.float32), 32)
     scale = e8m0_scales(blocks.abs().amax(-1), rounding)
-    # 254 - code is the code of the reciprocal. Of NaN it would be that of a number, which the scale corrects.
+    # 254 - code is the code of the reciprocal. Of NaN it would be that of a number, which the scale
+    # corrects.
     inverse = e8m0_values((254 - scale.to(torch.int32)).clamp(min=0).to(torch.uint8))
-    return pack_e2m1(e2m1_codes(blocks * inverse.unsqueeze(-1)).flatten(-2)).contiguous(), scale.contiguous()
+    return pack_e2m1(
+        e2m1_codes(blocks * inverse.unsqueeze(-1)).flatten(-2)
+    ).contiguous(), scale.contiguous()
 
 
 def _quant_int8_per_token_shape(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -115,7 +148,9 @@ def _quant_int8_per_token_shape(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @op(kind=Kind.QUANTIZE, rows=None, shape=_quant_int8_per_token_shape)
 def quant_int8_per_token(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Each row in -127..127 under a scale of its own. x [..., K] -> [..., K] int8 and [..., 1] fp32."""
+    """Each row in -127..127 under a scale of its own. x [..., K] -> [..., K] int8 and [..., 1]
+    fp32.
+    """
     x_f32 = x.to(torch.float32)
     scale = x_f32.abs().amax(-1, keepdim=True).clamp(min=AMAX_FLOOR) * (1.0 / INT8_MAX)
     q = (x_f32 * (1.0 / scale)).round().clamp(-INT8_MAX, INT8_MAX)

@@ -1,7 +1,9 @@
-"""Rotary positions (Su et al. 2021), alone, behind the q/k norms, and with the write into the cache.
+"""Rotary positions (Su et al. 2021), alone, behind the q/k norms, and with the write into the
+cache.
 
-D head width, R rotated width: cos and sin are R wide (neox) or R/2 wide (the other styles) and broadcast against x in
-all dimensions but the last. What lies beyond R passes through. Styles name which pairs rotate and where they go:
+D head width, R rotated width: cos and sin are R wide (neox) or R/2 wide (the other styles) and
+broadcast against x in all dimensions but the last. What lies beyond R passes through. Styles name
+which pairs rotate and where they go:
 neox           (x[i], x[i + R/2]), full-width tables (Llama, Qwen3: `rotate_half`)
 half           the same pairs, half-width tables (GPT-OSS)
 pairs_to_half  (x[2i], x[2i + 1]), written to i and i + R/2 (DeepSeek "interleaved")
@@ -39,7 +41,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
 
 
 def _rope_shape(x: Tensor, cos: Tensor, sin: Tensor, style: str = "neox") -> Tensor:
-    """The meaning's result without its ten fake calls: products keep x's strides, cat and stack are contiguous."""
+    """The meaning's result without its ten fake calls: products keep x's strides, cat and stack are
+    contiguous.
+    """
     dtype = torch.result_type(x, cos)
     if style == "neox" and cos.shape[-1] == x.shape[-1]:
         return torch.empty_like(x, dtype=dtype)
@@ -56,44 +60,85 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, style: str = "neox") -> Tensor:
 
 
 def _normed_shape(x: Tensor, weight: Tensor, norm_style: str) -> Tensor:
-    return torch.empty_like(x, dtype=torch.result_type(x, weight) if norm_style == "after" else x.dtype)
+    return torch.empty_like(
+        x, dtype=torch.result_type(x, weight) if norm_style == "after" else x.dtype
+    )
 
 
 def _qk_norm_rope_shape(
-    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float,
-    norm_style: str = "after", rope_style: str = "neox",
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return (_rope_shape(_normed_shape(q, q_weight, norm_style), cos, sin, rope_style),
-            _rope_shape(_normed_shape(k, k_weight, norm_style), cos, sin, rope_style))  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    norm_style: str = "after",
+    rope_style: str = "neox",
+) -> tuple[Tensor, Tensor]:
+    return (
+        _rope_shape(_normed_shape(q, q_weight, norm_style), cos, sin, rope_style),
+        _rope_shape(_normed_shape(k, k_weight, norm_style), cos, sin, rope_style),
+    )
 
 
 @op(kind=Kind.NORM | Kind.ROPE, rows=None, shape=_qk_norm_rope_shape)
 def qk_norm_rope(
-    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float,
-    norm_style: str = "after", rope_style: str = "neox",
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    norm_style: str = "after",
+    rope_style: str = "neox",
+) -> tuple[Tensor, Tensor]:
     """rope(rms_norm(q)) and rope(rms_norm(k)). q [..., N, D], k [..., K, D], weights [D]."""
     q_normed = rms_norm.reference(q, q_weight, eps, norm_style)
     k_normed = rms_norm.reference(k, k_weight, eps, norm_style)
-    return rope.reference(q_normed, cos, sin, rope_style), rope.reference(k_normed, cos, sin, rope_style)
+    return rope.reference(q_normed, cos, sin, rope_style), rope.reference(
+        k_normed, cos, sin, rope_style
+    )
 
 
 def _rope_kv_write_shape(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor,
-    k_scale: Tensor | None = None, v_scale: Tensor | None = None, rope_style: str = "neox",
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    rope_style: str = "neox",
+) -> tuple[Tensor, Tensor]:
     q_rotated = _rope_shape(q, cos, sin, rope_style)
     return q_rotated, q_rotated.new_empty((0,))
 
 
 @op(
-    kind=Kind.ROPE | Kind.STATE_WRITE, rows=None, cost=state_write,
-    mutates=("k_cache", "v_cache", "k_scale", "v_scale"), shape=_rope_kv_write_shape,
+    kind=Kind.ROPE | Kind.STATE_WRITE,
+    rows=None,
+    cost=state_write,
+    mutates=("k_cache", "v_cache", "k_scale", "v_scale"),
+    shape=_rope_kv_write_shape,
 )
 def rope_kv_write(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor,
-    k_scale: Tensor | None = None, v_scale: Tensor | None = None, rope_style: str = "neox",
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    rope_style: str = "neox",
+) -> tuple[Tensor, Tensor]:
     """The rotated q, and the token of kv_write(rope(k), v). Shapes as in rope and kv_write."""
     k_rotated = rope.reference(k, cos, sin, rope_style)
     token = kv_write.reference(k_rotated, v, k_cache, v_cache, slots, k_scale, v_scale)
@@ -101,23 +146,52 @@ def rope_kv_write(
 
 
 def _qk_norm_rope_kv_write_shape(
-    q: Tensor, k: Tensor, v: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float,
-    k_cache: Tensor, v_cache: Tensor, slots: Tensor, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
-    norm_style: str = "after", rope_style: str = "neox",
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    norm_style: str = "after",
+    rope_style: str = "neox",
+) -> tuple[Tensor, Tensor]:
     q_rotated = _rope_shape(_normed_shape(q, q_weight, norm_style), cos, sin, rope_style)
     return q_rotated, q_rotated.new_empty((0,))
 
 
 @op(
-    kind=Kind.NORM | Kind.ROPE | Kind.STATE_WRITE, rows=None, cost=state_write,
-    mutates=("k_cache", "v_cache", "k_scale", "v_scale"), shape=_qk_norm_rope_kv_write_shape,
+    kind=Kind.NORM | Kind.ROPE | Kind.STATE_WRITE,
+    rows=None,
+    cost=state_write,
+    mutates=("k_cache", "v_cache", "k_scale", "v_scale"),
+    shape=_qk_norm_rope_kv_write_shape,
 )
 def qk_norm_rope_kv_write(
-    q: Tensor, k: Tensor, v: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float,
-    k_cache: Tensor, v_cache: Tensor, slots: Tensor, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
-    norm_style: str = "after", rope_style: str = "neox",
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    norm_style: str = "after",
+    rope_style: str = "neox",
+) -> tuple[Tensor, Tensor]:
     """qk_norm_rope, then kv_write of its k and of v: the q, and the token."""
-    q_rotated, k_rotated = qk_norm_rope.reference(q, k, q_weight, k_weight, cos, sin, eps, norm_style, rope_style)
+    q_rotated, k_rotated = qk_norm_rope.reference(
+        q, k, q_weight, k_weight, cos, sin, eps, norm_style, rope_style
+    )
     return q_rotated, kv_write.reference(k_rotated, v, k_cache, v_cache, slots, k_scale, v_scale)

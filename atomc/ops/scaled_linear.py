@@ -1,7 +1,8 @@
-"""Linear layers whose operands are in few bits: x @ weight.T of what the bits mean, summed in fp32, rounded once.
+"""Linear layers whose operands are in few bits: x @ weight.T of what the bits mean, summed in fp32,
+rounded once.
 
-T rows, K inputs, N outputs. Scales multiply: a value is its code times its scale. The weight's parameters lie in rows of
-outputs, [N, ...], so that layers of one input can be stacked.
+T rows, K inputs, N outputs. Scales multiply: a value is its code times its scale. The weight's
+parameters lie in rows of outputs, [N, ...], so that layers of one input can be stacked.
 """
 
 from collections.abc import Mapping, Sequence
@@ -46,30 +47,48 @@ def _of_groups(arguments: Mapping[str, Any]) -> str:
 FP8_WEIGHT = QuantizedWeight("fp8", _of_outputs, codes=1, rate=2)
 FP8_BLOCK_WEIGHT = QuantizedWeight("fp8", _of_squares, codes=1, rate=2)
 INT8_WEIGHT = QuantizedWeight("int8", _of_outputs, codes=1, rate=2)
-INT4_WEIGHT = QuantizedWeight("int4", _of_groups, codes=8, rate=1, stored=("weight", "weight_scale", "zeros"))
+INT4_WEIGHT = QuantizedWeight(
+    "int4", _of_groups, codes=8, rate=1, stored=("weight", "weight_scale", "zeros")
+)
 MXFP4_WEIGHT = QuantizedWeight("mxfp4", lambda _: "a scale for 32 inputs", codes=2, rate=4)
 
 
 def _scaled_linear_shape(
-    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None = None, *,
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
     out_dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype)
 
 
 def _stacked_fp8(calls: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """A scale per output is stacked with its row. One for a whole weight must be the same parameter everywhere."""
+    """A scale per output is stacked with its row. One for a whole weight must be the same parameter
+    everywhere.
+    """
     return _with_bias(("weight", "weight_scale") if _per_row(calls) else ("weight",), calls)
 
 
 @op(
-    kind=Kind.LINEAR, rows="x", cost=product, quantized_weight=FP8_WEIGHT,
-    shape=_scaled_linear_shape, concat=_stacked_fp8,
+    kind=Kind.LINEAR,
+    rows="x",
+    cost=product,
+    quantized_weight=FP8_WEIGHT,
+    shape=_scaled_linear_shape,
+    concat=_stacked_fp8,
 )
 def scaled_linear_fp8(
-    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None = None, *,
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
     out_dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """(x @ weight.T) * x_scale * weight_scale + bias. x [..., K] and weight [N, K] fp8 -> [..., N].
 
     x_scale       [1], or [..., 1]: one a row
@@ -80,9 +99,15 @@ def scaled_linear_fp8(
 
 
 def _scaled_linear_fp8_block_shape(
-    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None = None, *,
-    out_dtype: torch.dtype, block: int = 128,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+    block: int = 128,
+) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype)
 
 
@@ -96,13 +121,23 @@ def _stacked_blocks(calls: Sequence[Mapping[str, Any]]) -> tuple[str, ...] | str
 
 
 @op(
-    kind=Kind.LINEAR, rows="x", cost=product, quantized_weight=FP8_BLOCK_WEIGHT,
-    shape=_scaled_linear_fp8_block_shape, concat=_stacked_blocks,
+    kind=Kind.LINEAR,
+    rows="x",
+    cost=product,
+    quantized_weight=FP8_BLOCK_WEIGHT,
+    shape=_scaled_linear_fp8_block_shape,
+    concat=_stacked_blocks,
 )
 def scaled_linear_fp8_block(
-    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None = None, *,
-    out_dtype: torch.dtype, block: int = 128,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+    block: int = 128,
+) -> Tensor:
     """x @ weight.T + bias of what the scales say. x [..., K] and weight [N, K] fp8 -> [..., N].
 
     x_scale       [..., ceil(K / block)], as quant_fp8_group gives it
@@ -112,7 +147,9 @@ def scaled_linear_fp8_block(
     by_row = x_scale.to(torch.float32).repeat_interleave(block, -1)[..., :columns]
     squares = weight_scale.to(torch.float32).repeat_interleave(block, 0)[:rows]
     squares = squares.repeat_interleave(block, 1)[:, :columns]
-    return _finish(F.linear(x.to(torch.float32) * by_row, weight.to(torch.float32) * squares), bias, out_dtype)
+    return _finish(
+        F.linear(x.to(torch.float32) * by_row, weight.to(torch.float32) * squares), bias, out_dtype
+    )
 
 
 def _stacked_int8(calls: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
@@ -120,18 +157,28 @@ def _stacked_int8(calls: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
 
 
 @op(
-    kind=Kind.LINEAR, rows="x", cost=product, quantized_weight=INT8_WEIGHT,
-    shape=_scaled_linear_shape, concat=_stacked_int8,
+    kind=Kind.LINEAR,
+    rows="x",
+    cost=product,
+    quantized_weight=INT8_WEIGHT,
+    shape=_scaled_linear_shape,
+    concat=_stacked_int8,
 )
 def scaled_linear_int8(
-    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None = None, *,
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
     out_dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """(x @ weight.T) * x_scale * weight_scale + bias; the sum of integers is exact.
 
     x [..., K] and weight [N, K] int8, x_scale [..., 1], weight_scale [N, 1] -> [..., N].
     """
-    # Products and sums of this size are exact in fp64, and every device has a matrix product for it.
+    # Products and sums of this size are exact in fp64, and every device has a matrix product for
+    # it.
     total = F.linear(x.to(torch.float64), weight.to(torch.float64)).to(torch.float32)
     return _finish(total * x_scale * weight_scale.flatten(), bias, out_dtype)
 
@@ -144,9 +191,14 @@ def int4_weight(weight: Tensor, weight_scale: Tensor, zeros: Tensor | None, grou
 
 
 def _linear_w4a16_shape(
-    x: Tensor, weight: Tensor, weight_scale: Tensor, zeros: Tensor | None = None, bias: Tensor | None = None, *,
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    zeros: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
     group: int,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
@@ -156,20 +208,33 @@ def _stacked_int4(calls: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
 
 
 @op(
-    kind=Kind.LINEAR, rows="x", cost=product, quantized_weight=INT4_WEIGHT,
-    shape=_linear_w4a16_shape, concat=_stacked_int4,
+    kind=Kind.LINEAR,
+    rows="x",
+    cost=product,
+    quantized_weight=INT4_WEIGHT,
+    shape=_linear_w4a16_shape,
+    concat=_stacked_int4,
 )
 def linear_w4a16(
-    x: Tensor, weight: Tensor, weight_scale: Tensor, zeros: Tensor | None = None, bias: Tensor | None = None, *,
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    zeros: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
     group: int,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """x @ ((code - zero) * weight_scale).T + bias, in x.dtype. x [..., K] -> [..., N].
 
     weight        [N, K/8] int32, eight codes 0..15 a word (atomc.ops.formats)
     weight_scale  [N, K/group]; K is a multiple of group
     zeros         [N, K/group] uint8, 0..15; None: 8 everywhere, the symmetric -8..7
     """
-    return _finish(F.linear(x.to(torch.float32), int4_weight(weight, weight_scale, zeros, group)), bias, x.dtype)
+    return _finish(
+        F.linear(x.to(torch.float32), int4_weight(weight, weight_scale, zeros, group)),
+        bias,
+        x.dtype,
+    )
 
 
 def mxfp4_values(packed: Tensor, scale: Tensor) -> Tensor:
@@ -179,25 +244,40 @@ def mxfp4_values(packed: Tensor, scale: Tensor) -> Tensor:
 
 
 def _linear_mxfp4_shape(
-    x: Tensor, weight: Tensor, weight_scale: Tensor, x_scale: Tensor | None = None, bias: Tensor | None = None, *,
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    x_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
     out_dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype)
 
 
 @op(
-    kind=Kind.LINEAR, rows="x", cost=product, quantized_weight=MXFP4_WEIGHT,
-    shape=_linear_mxfp4_shape, concat=_stacked_int8,
+    kind=Kind.LINEAR,
+    rows="x",
+    cost=product,
+    quantized_weight=MXFP4_WEIGHT,
+    shape=_linear_mxfp4_shape,
+    concat=_stacked_int8,
 )
 def linear_mxfp4(
-    x: Tensor, weight: Tensor, weight_scale: Tensor, x_scale: Tensor | None = None, bias: Tensor | None = None, *,
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    x_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
     out_dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """x @ weight.T + bias with an MXFP4 weight -> [..., N].
 
     weight        [N, K/2] uint8, two e2m1 codes a byte
     weight_scale  [N, K/32] uint8, e8m0
-    x, x_scale    [..., K] of 16 bits or fp32, and None; or fp8 with [1] or [..., 1]; or MXFP4, [..., K/2] and [..., K/32]
+    x, x_scale    [..., K] of 16 bits or fp32, and None; or fp8 with [1] or [..., 1]; or MXFP4,
+                  [..., K/2] and [..., K/32]
     """
     if x.dtype == torch.uint8:
         assert x_scale is not None

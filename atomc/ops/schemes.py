@@ -9,18 +9,33 @@ rounding              mxfp4: how its scales are rounded
 import torch
 from torch import Tensor
 
-from atomc.ops.quant import quant_fp8_group, quant_fp8_per_token, quant_fp8_static, quant_int8_per_token, quant_mxfp4
+from atomc.ops.quant import (
+    quant_fp8_group,
+    quant_fp8_per_token,
+    quant_fp8_static,
+    quant_int8_per_token,
+    quant_mxfp4,
+)
 
 SCHEMES = ("fp8_static", "fp8_per_token", "fp8_group", "mxfp4", "int8_per_token")
 
 
 def quantized(
-    y: Tensor, scale: Tensor | None, scheme: str, dtype: torch.dtype, group: int, column_major: bool, rounding: str,
-    *, shape_only: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(codes, scales) of y [..., K] as the scheme's quantizer gives them; of fp8_static, which has its scale, no scales.
+    y: Tensor,
+    scale: Tensor | None,
+    scheme: str,
+    dtype: torch.dtype,
+    group: int,
+    column_major: bool,
+    rounding: str,
+    *,
+    shape_only: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """(codes, scales) of y [..., K] as the scheme's quantizer gives them; of fp8_static, which has
+    its scale, no scales.
 
-    shape_only: on fake tensors, by the quantizers' shape rules. Raises ValueError for an unknown scheme.
+    shape_only: on fake tensors, by the quantizers' shape rules. Raises ValueError for an unknown
+    scheme.
     """
     if scheme == "fp8_static":
         static = quant_fp8_static if shape_only else quant_fp8_static.reference

@@ -1,7 +1,8 @@
-"""Times each distinct kernel of a step on this machine, on random inputs of the same sizes, without the model's weights.
+"""Times each distinct kernel of a step on this machine, on random inputs of the same sizes, without
+the model's weights.
 
-A kernel is called many times over copies of its inputs that together exceed the caches: in a CUDA graph on a GPU, one by
-one on a CPU.
+A kernel is called many times over copies of its inputs that together exceed the caches: in a CUDA
+graph on a GPU, one by one on a CPU.
 """
 
 import math
@@ -38,7 +39,9 @@ PEAKS = 4  # measurements of a peak, of which the best counts: other load on the
 
 @dataclass(frozen=True)
 class Sizes:
-    """A step: T new tokens of S sequences, each with C tokens of context including the new ones. R rows have logits."""
+    """A step: T new tokens of S sequences, each with C tokens of context including the new ones. R
+    rows have logits.
+    """
 
     T: int
     S: int
@@ -58,7 +61,9 @@ class KernelTimer:
     device  of this machine; the graph may have been traced on meta
     """
 
-    def __init__(self, gm: GraphModule, specs: Sequence[StateSpec], sizes: Sizes, device: torch.device):
+    def __init__(
+        self, gm: GraphModule, specs: Sequence[StateSpec], sizes: Sizes, device: torch.device
+    ):
         self.gm, self.specs, self.sizes, self.device = gm, specs, sizes, device
         self.nodes = {node.name: node for node in gm.graph.nodes}
         self.known: dict[Any, float] = {}
@@ -68,14 +73,24 @@ class KernelTimer:
         self.step = self._step()
         self.generator = torch.Generator(device).manual_seed(0)
 
-    def seconds(self, names: Iterable[str], inline: Callable[[GraphModule], Callable[..., Any]] | None = None) -> float:
-        """Seconds of one call of these nodes together. inline: the compiler for nodes without a kernel."""
+    def seconds(
+        self,
+        names: Iterable[str],
+        inline: Callable[[GraphModule], Callable[..., Any]] | None = None,
+    ) -> float:
+        """Seconds of one call of these nodes together. inline: the compiler for nodes without a
+        kernel.
+        """
         group = [self.nodes[name] for name in names]
         piece, inputs = self._piece(group)
         key = structural_hash(piece)
         if key not in self.known:
             made = self._inputs(inputs)
-            call = inline(piece) if inline and not any("kernel" in node.meta for node in group) else piece.forward
+            call = (
+                inline(piece)
+                if inline and not any("kernel" in node.meta for node in group)
+                else piece.forward
+            )
             sets = [made] + [self._inputs(inputs) for _ in range(self._copies(made) - 1)]
             self.known[key] = time_call(call, sets, self.device, synced=self.sizes.T > 64)
         return self.known[key]
@@ -85,7 +100,9 @@ class KernelTimer:
         return min(MAX_COPIES, max(2, math.ceil(ROTATED_BYTES[self.device.type] / max(size, 1))))
 
     def _piece(self, group: Sequence[Node]) -> tuple[GraphModule, list[Node]]:
-        """(a graph of these nodes, the nodes whose results it reads). Views of inputs are part of the graph."""
+        """(a graph of these nodes, the nodes whose results it reads). Views of inputs are part of
+        the graph.
+        """
         wanted = set(group)
         for node in reversed(self.gm.graph.nodes):
             if node in wanted:
@@ -122,7 +139,9 @@ class KernelTimer:
     def _symbols(self) -> dict[sympy.Symbol, int]:
         """Symbol of the graph -> its value in this step."""
         named = {T: self.sizes.T, S: self.sizes.S, R: self.sizes.R, C: self.sizes.C}
-        found = {symbol: int(size.subs(named)) for symbol, size in symbols_of(self.gm.graph).items()}
+        found = {
+            symbol: int(size.subs(named)) for symbol, size in symbols_of(self.gm.graph).items()
+        }
         for node in self.gm.graph.find_nodes(op="placeholder"):
             given = step_input(node)
             if given is not None and given.field == "block_tables":
@@ -144,22 +163,37 @@ class KernelTimer:
     def _number(self, size: Any) -> int:
         found = expression(size).subs(self.symbols)
         if found.free_symbols:
-            raise ValueError(f"size {found} is unknown in a step: only models compiled for the runtime can be timed")
+            raise ValueError(
+                f"size {found} is unknown in a step: only models compiled for the runtime can "
+                "be timed"
+            )
         return int(found)
 
     def _step(self) -> Step:
         """A step at the end of the context of its sequences, whose blocks are in random order."""
         new, S, C = self.sizes.new(), self.sizes.S, self.sizes.C
-        tables = torch.randperm(S * self.columns, generator=torch.Generator().manual_seed(0)).view(S, -1)
+        tables = torch.randperm(S * self.columns, generator=torch.Generator().manual_seed(0)).view(
+            S, -1
+        )
         positions = [range(C - count, C) for count in new]
-        slots = [int(tables[s, p // self.block_size]) * self.block_size + p % self.block_size
-                 for s in range(S) for p in positions[s]]  # fmt: skip
+        slots = [
+            int(tables[s, p // self.block_size]) * self.block_size + p % self.block_size
+            for s in range(S)
+            for p in positions[s]
+        ]
         starts = torch.tensor([0, *new]).cumsum(0)
         group = GroupStep(torch.tensor(slots), tables.int())
         groups = tuple(self._here(group) for _ in groups_of(self.specs))
         rows = (starts[1:] - 1).repeat(-(-self.sizes.R // S))[: self.sizes.R]
-        step = Step(torch.zeros(self.sizes.T, dtype=torch.int64), torch.tensor([p for run in positions for p in run]),
-                    starts.int(), torch.full((S,), C, dtype=torch.int32), rows, (), torch.arange(S))  # fmt: skip
+        step = Step(
+            torch.zeros(self.sizes.T, dtype=torch.int64),
+            torch.tensor([p for run in positions for p in run]),
+            starts.int(),
+            torch.full((S,), C, dtype=torch.int32),
+            rows,
+            (),
+            torch.arange(S),
+        )
         here: Step = self._here(step)
         return here._replace(groups=groups)
 
@@ -185,14 +219,18 @@ class KernelTimer:
             case StepInput() as given:
                 return given.of(self.step)
             case StateInput(number, role, is_scale=False):
-                made = self.specs[number].allocate(self.sizes.S * self.columns, self.block_size, self.device,
-                                                   slots=self.sizes.S)[role]  # fmt: skip
+                made = self.specs[number].allocate(
+                    self.sizes.S * self.columns, self.block_size, self.device, slots=self.sizes.S
+                )[role]
                 return made.copy_(self._random(made))
         if "extra" in node.meta:
             extra = node.meta["extra"]
             if extra.kind == "plan":
                 return extra.function(self.step, self.specs)
-            weights = [None if weight is None else self._like(value(self.nodes[weight])) for weight in extra.weights]
+            weights = [
+                None if weight is None else self._like(value(self.nodes[weight]))
+                for weight in extra.weights
+            ]
             return extra.function(*weights).tensors
         return None
 
@@ -206,8 +244,12 @@ class KernelTimer:
         return self._random(found)
 
     def _random(self, like: Tensor) -> Tensor:
-        """Random values with the same shape, strides and dtype; zeros for integers, which may be indices."""
-        shape, strides = ([self._number(size) for size in sizes] for sizes in (like.shape, like.stride()))
+        """Random values with the same shape, strides and dtype; zeros for integers, which may be
+        indices.
+        """
+        shape, strides = (
+            [self._number(size) for size in sizes] for sizes in (like.shape, like.stride())
+        )
         made = torch.empty_strided(shape, strides, dtype=like.dtype, device=self.device)
         if not like.dtype.is_floating_point:
             return made.zero_()
@@ -217,8 +259,12 @@ class KernelTimer:
 
 
 def _belongs_to_reader(node: Node) -> bool:
-    """Whether a node is timed as part of its reader: a view, or a workspace or size that lowering added for it."""
-    return node.op == "call_function" and ("val" not in node.meta or ("op" not in node.meta and _is_view(node)))
+    """Whether a node is timed as part of its reader: a view, or a workspace or size that lowering
+    added for it.
+    """
+    return node.op == "call_function" and (
+        "val" not in node.meta or ("op" not in node.meta and _is_view(node))
+    )
 
 
 def _is_view(node: Node) -> bool:
@@ -233,10 +279,21 @@ def _tensors(given: Any) -> Iterable[Tensor]:
             yield from _tensors(item)
 
 
-def time_call(call: Callable[..., Any], sets: Sequence[Sequence[Any]], device: torch.device, synced: bool = False) -> float:
-    """Median seconds of one call, rotating through the sets of inputs. synced: calls are long, so that few suffice."""
+def time_call(
+    call: Callable[..., Any],
+    sets: Sequence[Sequence[Any]],
+    device: torch.device,
+    synced: bool = False,
+) -> float:
+    """Median seconds of one call, rotating through the sets of inputs. synced: calls are long, so
+    that few suffice.
+    """
     with torch.no_grad():
-        return _on_gpu(call, sets, 8 if synced else 32) if device.type == "cuda" else _on_cpu(call, sets)
+        return (
+            _on_gpu(call, sets, 8 if synced else 32)
+            if device.type == "cuda"
+            else _on_cpu(call, sets)
+        )
 
 
 def _on_cpu(call: Callable[..., Any], sets: Sequence[Sequence[Any]]) -> float:
@@ -283,6 +340,11 @@ def with_peaks(platform: Platform, dtype: torch.dtype) -> Platform:
     copy = min(time_call(target.copy_, [[source]], device, synced=True) for _ in range(PEAKS))
     side = 4096 if device.type == "cuda" else 1024
     factor = torch.randn(side, side, dtype=dtype, device=device)
-    product = min(time_call(torch.mm, [[factor, factor]], device, synced=True) for _ in range(PEAKS))
-    return replace(platform, bandwidth=platform.bandwidth or 2 * source.nbytes / copy,
-                   flops=platform.flops or 2 * side**3 / product)  # fmt: skip
+    product = min(
+        time_call(torch.mm, [[factor, factor]], device, synced=True) for _ in range(PEAKS)
+    )
+    return replace(
+        platform,
+        bandwidth=platform.bandwidth or 2 * source.nbytes / copy,
+        flops=platform.flops or 2 * side**3 / product,
+    )

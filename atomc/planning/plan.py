@@ -1,7 +1,9 @@
-"""Plans a model on a machine without weights and without the machine: kernels, bytes and time of a step, and memory.
+"""Plans a model on a machine without weights and without the machine: kernels, bytes and time of a
+step, and memory.
 
-The model, or one device's shard of it, is built on the meta device and compiled for the runtime on that machine. Times are
-predictions (atomc.cost.efficiency); collectives are counted in bytes, not in time.
+The model, or one device's shard of it, is built on the meta device and compiled for the runtime on
+that machine. Times are predictions (atomc.cost.efficiency); collectives are counted in bytes, not
+in time.
 """
 
 import re
@@ -34,7 +36,13 @@ from atomc.report.report import Report
 from atomc.runtime.capacity import CPU_SHARE, GRAPH_SHARE, SPARE_SLOTS, blocks_of_one, capacity
 
 # Sizes in a config.json that tensor parallelism divides.
-SHARDED_SIZES = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size", "vocab_size")
+SHARDED_SIZES = (
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "vocab_size",
+)
 ROW_SHARDED, VOCAB_SHARDED = ("row", "rowwise"), ("vocab",)
 MAX_NUM_BATCHED_TOKENS = 2048
 UTILIZATION = 0.9
@@ -53,10 +61,16 @@ class Model:
 
 
 def build_model(
-    folder: Path, *, dtype: torch.dtype | None = None, quantization: Request = None, devices: int = 1,
-    layers: int | None = None, platform: Platform | None = None,
-) -> Model:  # fmt: skip
-    """The model of a config.json on meta: one device's shard, quantized like its checkpoint or as requested.
+    folder: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    quantization: Request = None,
+    devices: int = 1,
+    layers: int | None = None,
+    platform: Platform | None = None,
+) -> Model:
+    """The model of a config.json on meta: one device's shard, quantized like its checkpoint or as
+    requested.
 
     Raises ValueError for a size that cannot be divided, and as loading the model does.
     """
@@ -66,7 +80,11 @@ def build_model(
     chosen = decide(quantization, folder, config)
     if devices > 1:
         config = shard_config(config, devices)
-    plain = {name: value for name, value in config.items() if name not in ("quantization_config", "compression_config")}
+    plain = {
+        name: value
+        for name, value in config.items()
+        if name not in ("quantization_config", "compression_config")
+    }
     dtype = dtype or loader.config_dtype(config) or torch.float32
     module = models.build(plain, dtype=dtype, device="meta")
     if chosen is not None:
@@ -81,12 +99,17 @@ def _first_layers(layers: int, config: dict[str, Any]) -> dict[str, Any]:
     count = integer(config, "num_hidden_layers", layers)
     if not 1 <= layers <= count:
         raise ValueError(f"--layers {layers}: the model has {count}")
-    kinds = {"layer_types": config["layer_types"][:layers]} if isinstance(config.get("layer_types"), list) else {}
+    kinds = (
+        {"layer_types": config["layer_types"][:layers]}
+        if isinstance(config.get("layer_types"), list)
+        else {}
+    )
     return {**config, "num_hidden_layers": layers, **kinds}
 
 
 def shard_config(config: Mapping[str, Any], devices: int) -> dict[str, Any]:
-    """The config of one device's shard: heads, hidden units of MLPs and vocabulary are divided, the model width is not.
+    """The config of one device's shard: heads, hidden units of MLPs and vocabulary are divided, the
+    model width is not.
 
     Raises ValueError naming a size that cannot be divided.
     """
@@ -94,24 +117,35 @@ def shard_config(config: Mapping[str, Any], devices: int) -> dict[str, Any]:
         raise ValueError(f"{devices} devices: expected at least 1")
     absent = [name for name in ("num_attention_heads", "vocab_size") if name not in config]
     if absent:
-        raise ValueError(f"cannot shard this model over {devices} devices: its config.json has no {absent[0]}")
+        raise ValueError(
+            f"cannot shard this model over {devices} devices: its config.json has no {absent[0]}"
+        )
     heads = integer(dict(config), "num_attention_heads")
     found = {**config, "num_key_value_heads": config.get("num_key_value_heads") or heads}
     for name in SHARDED_SIZES:
         size = found.get(name)
         if isinstance(size, int) and size % devices:
-            raise ValueError(f"cannot shard this model over {devices} devices: {name} is {size}, not "
-                             f"a multiple of {devices}")  # fmt: skip
+            raise ValueError(
+                f"cannot shard this model over {devices} devices: {name} is {size}, not "
+                f"a multiple of {devices}"
+            )
         if isinstance(size, int):
             found[name] = size // devices
-    found.setdefault("head_dim", config.get("head_dim") or integer(dict(config), "hidden_size", 0) // heads)
+    found.setdefault(
+        "head_dim", config.get("head_dim") or integer(dict(config), "hidden_size", 0) // heads
+    )
     return found
 
 
 def _quantize(
-    module: nn.Module, methods: Mapping[str, LinearMethod], dtype: torch.dtype, platform: Platform | None
+    module: nn.Module,
+    methods: Mapping[str, LinearMethod],
+    dtype: torch.dtype,
+    platform: Platform | None,
 ) -> None:
-    """Replace linear layers by quantized ones on meta; siblings share a per-tensor scale, as after loading."""
+    """Replace linear layers by quantized ones on meta; siblings share a per-tensor scale, as after
+    loading.
+    """
     fnuz = platform is not None and platform.arch == "gfx942"
     for group in apply.groups(methods):
         shared: dict[str, nn.Parameter] = {}
@@ -120,17 +154,22 @@ def _quantize(
             if fnuz and isinstance(scheme, Fp8 | Fp8Block):
                 scheme = replace(scheme, dtype=torch.float8_e4m3fnuz)
             old: Any = module.get_submodule(name)
-            layer = QuantizedLinear(old.in_features, old.out_features, old.bias, LinearMethod(scheme))
+            layer = QuantizedLinear(
+                old.in_features, old.out_features, old.bias, LinearMethod(scheme)
+            )
             layer.method.create_weights(layer, dtype, "meta")
             for scale in ("weight_scale", "input_scale"):
                 parameter = layer._parameters.get(scale)
                 if parameter is not None and parameter.shape == (1,):
-                    layer.register_parameter(scale, shared.setdefault(f"{scale} {scheme}", parameter))
+                    layer.register_parameter(
+                        scale, shared.setdefault(f"{scale} {scheme}", parameter)
+                    )
             apply.replace(module, name, layer)
 
 
 def sharding(module: nn.Module) -> dict[str, str]:
-    """Name of a module -> how its parameters are sharded, from SHARD in the model's file or the plan of transformers.
+    """Name of a module -> how its parameters are sharded, from SHARD in the model's file or the
+    plan of transformers.
 
     Raises ValueError for a model that has neither.
     """
@@ -146,9 +185,15 @@ def sharding(module: nn.Module) -> dict[str, str]:
 
 
 def plan(
-    model: Model, platform: Platform, load: Workload, *, longest: int | None = None,
-    options: Mapping[str, Any] | None = None, table: Table | None = None, program: Program | None = None,
-) -> Plan:  # fmt: skip
+    model: Model,
+    platform: Platform,
+    load: Workload,
+    *,
+    longest: int | None = None,
+    options: Mapping[str, Any] | None = None,
+    table: Table | None = None,
+    program: Program | None = None,
+) -> Plan:
     """The plan of a step on this platform.
 
     longest   tokens of the longest sequence; None: max_position_embeddings
@@ -158,31 +203,54 @@ def plan(
     program = program or compile_for(model, platform, options)
     table = table or table_for(platform)
     predicted = predict(program.report.costs, program.report.kernels, platform, load.sizes, table)
-    weights = str(model.dtype).removeprefix("torch.") if model.quantization is None else model.quantization.method
+    weights = (
+        str(model.dtype).removeprefix("torch.")
+        if model.quantization is None
+        else model.quantization.method
+    )
     name = type(getattr(model.module, "hf_model", model.module)).__name__
     return Plan(
-        name, platform.name, platform.arch, model.devices, weights, load,
-        program.report.num_layers, plan_rows(predicted, program.report.num_layers),
+        name,
+        platform.name,
+        platform.arch,
+        model.devices,
+        weights,
+        load,
+        program.report.num_layers,
+        plan_rows(predicted, program.report.num_layers),
         _memory(model, program, platform, longest),
-        _communication(model, load) if model.devices > 1 else None, _lower_bound(platform, table, predicted),
-        table.source if table else "", _notes(program.report, model),
-    )  # fmt: skip
+        _communication(model, load) if model.devices > 1 else None,
+        _lower_bound(platform, table, predicted),
+        table.source if table else "",
+        _notes(program.report, model),
+    )
 
 
 def compile_for(
-    model: Model, platform: Platform, options: Mapping[str, Any] | None = None,
+    model: Model,
+    platform: Platform,
+    options: Mapping[str, Any] | None = None,
     observers: Sequence[Callable[[str, GraphModule], None]] = (),
-) -> Program:  # fmt: skip
-    """The model compiled for the runtime on that platform, without building the glue and without the cache."""
+) -> Program:
+    """The model compiled for the runtime on that platform, without building the glue and without
+    the cache.
+    """
     glue = "eager" if platform.is_cpu else "auto"
     options = {"glue": glue, **(options or {}), "cache": False}
     return compile_model(model.module, options=options, platform=platform, observers=observers)
 
 
 class TimedProgram:
-    """A model compiled for this machine to time its kernels: the program, and the graph of each range of token counts."""
+    """A model compiled for this machine to time its kernels: the program, and the graph of each
+    range of token counts.
+    """
 
-    def __init__(self, model: Model, options: Mapping[str, Any] | None = None, platform: Platform | None = None):
+    def __init__(
+        self,
+        model: Model,
+        options: Mapping[str, Any] | None = None,
+        platform: Platform | None = None,
+    ):
         self.model, self.platform = model, with_peaks(platform or Platform.detect(), model.dtype)
         self.graphs: list[GraphModule] = []
         self.program = compile_for(model, self.platform, options, [self._take])
@@ -192,8 +260,12 @@ class TimedProgram:
         if name == "lower":
             self.graphs.append(gm)
 
-    def time(self, load: Workload, table: Table | None = None) -> tuple[list[Predicted], dict[int, float]]:
-        """(the predictions for each kernel of a step, number of a prediction -> measured seconds)."""
+    def time(
+        self, load: Workload, table: Table | None = None
+    ) -> tuple[list[Predicted], dict[int, float]]:
+        """(the predictions for each kernel of a step, number of a prediction -> measured
+        seconds).
+        """
         report = self.program.report
         predicted = predict(report.costs, report.kernels, self.platform, load.sizes, table)
         return predicted, dict(enumerate(self.time_some(load, predicted)))
@@ -201,7 +273,9 @@ class TimedProgram:
     def time_some(self, load: Workload, wanted: Sequence[Predicted]) -> list[float]:
         """The measured seconds of these kernels in a step."""
         gm = next(gm for gm in self.graphs if load.tokens in gm.meta["tokens"])
-        bench = KernelTimer(gm, self.program.specs, Sizes(**load.sizes), torch.device(self.platform.device))
+        bench = KernelTimer(
+            gm, self.program.specs, Sizes(**load.sizes), torch.device(self.platform.device)
+        )
         return [bench.seconds(p.nodes, self._inline if self.fuses else None) for p in wanted]
 
     def _inline(self, piece: GraphModule) -> Callable[..., Any]:
@@ -210,19 +284,29 @@ class TimedProgram:
 
 
 def measure_plan(
-    model: Model, load: Workload, *, longest: int | None = None, options: Mapping[str, Any] | None = None,
+    model: Model,
+    load: Workload,
+    *,
+    longest: int | None = None,
+    options: Mapping[str, Any] | None = None,
     table: Table | None = None,
-) -> Plan:  # fmt: skip
+) -> Plan:
     """The plan of a step on this machine, with the measured time of each kernel."""
     lowered = TimedProgram(model, options)
     table = table or table_for(lowered.platform)
-    found = plan(model, lowered.platform, load, longest=longest, table=table, program=lowered.program)
+    found = plan(
+        model, lowered.platform, load, longest=longest, table=table, program=lowered.program
+    )
     predicted, timed = lowered.time(load, table)
     return replace(found, lines=plan_rows(predicted, found.layers, timed))
 
 
-def plan_rows(predicted: Sequence[Predicted], layers: int, timed: Mapping[int, float] | None = None) -> list[PlanRow]:
-    """One row for kernels that are equal in all layers. timed: number of a prediction -> measured seconds."""
+def plan_rows(
+    predicted: Sequence[Predicted], layers: int, timed: Mapping[int, float] | None = None
+) -> list[PlanRow]:
+    """One row for kernels that are equal in all layers. timed: number of a prediction -> measured
+    seconds.
+    """
     groups: dict[tuple[Any, ...], list[int]] = {}
     for i, p in enumerate(predicted):
         key = (p.op, p.kernel, collapsed(p.module_path), p.bytes, p.flops, p.layer is not None)
@@ -233,13 +317,29 @@ def plan_rows(predicted: Sequence[Predicted], layers: int, timed: Mapping[int, f
         # A kernel that fuses the end of a layer with the start of the next has no layer number.
         inside = inside or len(numbers) >= max(layers, 2)
         seconds = sum(timed[i] for i in numbers) / len(numbers) if timed else None
-        found.append(PlanRow(op, kernel, path, len(numbers), inside, moved, flops, p.least, p.seconds, p.measured, seconds))
+        found.append(
+            PlanRow(
+                op,
+                kernel,
+                path,
+                len(numbers),
+                inside,
+                moved,
+                flops,
+                p.least,
+                p.seconds,
+                p.measured,
+                seconds,
+            )
+        )
     return found
 
 
 def _lower_bound(platform: Platform, table: Table | None, predicted: Sequence[Predicted]) -> str:
     if platform.bandwidth is None and table is None:
-        return f"the bandwidth of {platform.name} is unknown: measure it (--measure, on that machine)"
+        return (
+            f"the bandwidth of {platform.name} is unknown: measure it (--measure, on that machine)"
+        )
     if table is None:
         return f"lower bound: no kernel was measured on {platform.name}"
     absent = list(dict.fromkeys(f"{p.op} by {p.kernel}" for p in predicted if not p.measured))
@@ -263,9 +363,13 @@ def _memory(model: Model, program: Program, platform: Platform, longest: int | N
     per_token = sum(spec.bytes_per_token() for spec in program.specs)
     per_sequence = sum(spec.bytes_per_sequence() for spec in program.specs)
     if not platform.memory or not program.specs:
-        return Memory(platform.memory, weights, copies, 0, per_token, length, None, None, per_sequence)
+        return Memory(
+            platform.memory, weights, copies, 0, per_token, length, None, None, per_sequence
+        )
     fits, that_fits = _sequences(program.specs, cache, length)
-    return Memory(platform.memory, weights, copies, cache, per_token, length, fits, that_fits, per_sequence)
+    return Memory(
+        platform.memory, weights, copies, cache, per_token, length, fits, that_fits, per_sequence
+    )
 
 
 def _sequences(specs: Sequence[StateSpec], room: int, length: int) -> tuple[int, int]:
@@ -278,7 +382,11 @@ def _sequences(specs: Sequence[StateSpec], room: int, length: int) -> tuple[int,
     most = left // per_sequence
     if most < 1:
         return 0, 0
-    fits = bisect_left(range(1, most + 1), True, key=lambda n: _in_blocks(specs, left - n * per_sequence, length)[0] < n)
+    fits = bisect_left(
+        range(1, most + 1),
+        True,
+        key=lambda n: _in_blocks(specs, left - n * per_sequence, length)[0] < n,
+    )
     return fits, length if fits else _in_blocks(specs, left - per_sequence, length)[1]
 
 
@@ -287,8 +395,13 @@ def _in_blocks(specs: Sequence[StateSpec], room: int, length: int) -> tuple[int,
     groups, block_size = groups_of(specs), block_size_of(specs) or length
     if not groups:
         return MANY_SEQUENCES, length
-    sizes = {"groups": groups, "block_size": block_size, "available": room, "longest": length,
-             "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS}  # fmt: skip
+    sizes = {
+        "groups": groups,
+        "block_size": block_size,
+        "available": room,
+        "longest": length,
+        "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS,
+    }
     try:
         found = capacity(**sizes, max_num_seqs=MANY_SEQUENCES, max_model_len=length)  # type: ignore[arg-type]
     except ValueError:
@@ -296,15 +409,22 @@ def _in_blocks(specs: Sequence[StateSpec], room: int, length: int) -> tuple[int,
             return 0, capacity(**sizes, max_num_seqs=MANY_SEQUENCES).max_model_len  # type: ignore[arg-type]
         except ValueError:
             return 0, 0
-    each = [blocks_of_one(length, window, block_size, MAX_NUM_BATCHED_TOKENS) for _, window in groups]
-    return min(count // of_one for count, of_one in zip(found.num_blocks, each, strict=True)), length
+    each = [
+        blocks_of_one(length, window, block_size, MAX_NUM_BATCHED_TOKENS) for _, window in groups
+    ]
+    return min(
+        count // of_one for count, of_one in zip(found.num_blocks, each, strict=True)
+    ), length
 
 
 def _communication(model: Model, load: Workload) -> Communication:
     """All-reduces after row-sharded layers and the embedding, and a gather of the logits."""
     how = sharding(model.module)
     width, size = model.config["hidden_size"], model.dtype.itemsize
-    paths = {re.sub(r"\.experts\.\d+(?=\.)", ".experts", name) for name, _ in model.module.named_modules()}
+    paths = {
+        re.sub(r"\.experts\.\d+(?=\.)", ".experts", name)
+        for name, _ in model.module.named_modules()
+    }
     leaves = [path.rpartition(".")[2] for path in paths]
     rows = sum(how.get(leaf) in ROW_SHARDED for leaf in leaves)
     tables = [leaf for leaf in leaves if how.get(leaf) in VOCAB_SHARDED]

@@ -8,7 +8,9 @@ from atomc.report.render.table import table
 
 @dataclass(frozen=True)
 class Workload:
-    """One step: `tokens` new tokens of `sequences` sequences in total, each of `context` tokens including new ones."""
+    """One step: `tokens` new tokens of `sequences` sequences in total, each of `context` tokens
+    including new ones.
+    """
 
     tokens: int = 1
     sequences: int = 1
@@ -16,11 +18,17 @@ class Workload:
 
     def __post_init__(self) -> None:
         if min(self.tokens, self.sequences, self.context) < 1:
-            raise ValueError(f"a step of {self.tokens} tokens, {self.sequences} sequences and {self.context} tokens of "
-                             "context: each must be at least 1")  # fmt: skip
+            raise ValueError(
+                f"a step of {self.tokens} tokens, {self.sequences} sequences and "
+                f"{self.context} tokens of "
+                "context: each must be at least 1"
+            )
         if not self.sequences <= self.tokens <= self.sequences * self.context:
-            raise ValueError(f"a step of {self.tokens} tokens for {self.sequences} sequences of {self.context} tokens: "
-                             f"expected {self.sequences} to {self.sequences * self.context} tokens")  # fmt: skip
+            raise ValueError(
+                f"a step of {self.tokens} tokens for {self.sequences} sequences of "
+                f"{self.context} tokens: "
+                f"expected {self.sequences} to {self.sequences * self.context} tokens"
+            )
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -32,7 +40,8 @@ class Workload:
 class PlanRow:
     """One kernel and the number of its calls in a step. module_path: * stands for all layers.
 
-    least     seconds of one call by the data sheet, max(bytes / bandwidth, flops / peak); None if unknown
+    least     seconds of one call by the data sheet, max(bytes / bandwidth, flops / peak); None if
+              unknown
     seconds   of one call, predicted; None for an unknown machine
     measured  whether the prediction uses a measured efficiency; else it is a lower bound
     timed     seconds of one call, measured here; None if not measured
@@ -53,9 +62,11 @@ class PlanRow:
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory of one device, in bytes. `fits`: the number of sequences of `longest` tokens that fit, None if unknown.
+    """Memory of one device, in bytes. `fits`: the number of sequences of `longest` tokens that fit,
+    None if unknown.
 
-    per_token, per_sequence  bytes of state: for each token of a sequence, and for each sequence whatever its length
+    per_token, per_sequence  bytes of state: for each token of a sequence, and for each sequence
+                             whatever its length
     """
 
     total: int
@@ -71,7 +82,9 @@ class Memory:
 
 @dataclass(frozen=True)
 class Communication:
-    """Collectives of one step: their number, and the bytes that each device sends for ring algorithms."""
+    """Collectives of one step: their number, and the bytes that each device sends for ring
+    algorithms.
+    """
 
     all_reduces: int
     gathers: int
@@ -81,7 +94,9 @@ class Communication:
 
 @dataclass
 class Plan:
-    """The cost of a step on a machine. `lower_bound` says why the times are only lower bounds, "" if they are predicted."""
+    """The cost of a step on a machine. `lower_bound` says why the times are only lower bounds, ""
+    if they are predicted.
+    """
 
     model: str
     machine: str
@@ -98,14 +113,26 @@ class Plan:
     notes: list[str] = field(default_factory=list)
 
     def total(self, what: str, *, layers_only: bool = False) -> float | None:
-        """The sum of "bytes", "flops", "least", "seconds" or "timed" over the step; None if a row has none."""
-        values = [(getattr(line, what), line.calls) for line in self.lines if line.in_layers or not layers_only]
-        return None if any(value is None for value, _ in values) else float(sum(value * calls for value, calls in values))
+        """The sum of "bytes", "flops", "least", "seconds" or "timed" over the step; None if a row
+        has none.
+        """
+        values = [
+            (getattr(line, what), line.calls)
+            for line in self.lines
+            if line.in_layers or not layers_only
+        ]
+        return (
+            None
+            if any(value is None for value, _ in values)
+            else float(sum(value * calls for value, calls in values))
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain data, with totals."""
-        totals = {what: {"step": self.total(what), "layers": self.total(what, layers_only=True)}
-                  for what in ("bytes", "flops", "least", "seconds", "timed")}  # fmt: skip
+        totals = {
+            what: {"step": self.total(what), "layers": self.total(what, layers_only=True)}
+            for what in ("bytes", "flops", "least", "seconds", "timed")
+        }
         return {**asdict(self), "totals": totals}
 
     def to_text(self) -> str:
@@ -121,18 +148,28 @@ def plan_text(plan: Plan) -> str:
 
 def _title(plan: Plan) -> str:
     load, many = plan.load, f", sharded over {plan.devices} devices" if plan.devices > 1 else ""
-    return (f"plan: {plan.model} in {plan.weights} on {plan.machine} ({plan.arch}){many}; a step of {load.tokens} tokens, "
-            f"{load.sequences} sequences of {load.context}")  # fmt: skip
+    return (
+        f"plan: {plan.model} in {plan.weights} on {plan.machine} ({plan.arch}){many}; a step "
+        f"of {load.tokens} tokens, "
+        f"{load.sequences} sequences of {load.context}"
+    )
 
 
 def _memory(plan: Plan) -> str:
     memory = plan.memory
-    rows = [("weights", _bytes_text(memory.weights)), ("cache of one token", _bytes_text(memory.per_token))]
-    rows += [("state of one sequence", _bytes_text(memory.per_sequence))] if memory.per_sequence else []
+    rows = [
+        ("weights", _bytes_text(memory.weights)),
+        ("cache of one token", _bytes_text(memory.per_token)),
+    ]
+    rows += (
+        [("state of one sequence", _bytes_text(memory.per_sequence))] if memory.per_sequence else []
+    )
     rows += [("prepared weights", _bytes_text(memory.copies))] if memory.copies else []
     if memory.fits is not None:
-        rows += [("room for the cache", f"{_bytes_text(memory.cache)} of {_bytes_text(memory.total)}"),
-                 (f"sequences of {memory.longest} tokens", str(memory.fits))]  # fmt: skip
+        rows += [
+            ("room for the cache", f"{_bytes_text(memory.cache)} of {_bytes_text(memory.total)}"),
+            (f"sequences of {memory.longest} tokens", str(memory.fits)),
+        ]
         if not memory.fits:
             rows.append(("longest sequence that fits", str(memory.longest_that_fits)))
     return table(("memory of a device" if plan.devices > 1 else "memory", ""), rows)
@@ -142,15 +179,29 @@ def _communication(plan: Plan) -> str:
     found = plan.communication
     if found is None:
         return ""
-    return (f"a step has {found.all_reduces} all-reduces of {_bytes_text(found.message)} and {found.gathers} gather of the "
-            f"logits: each device sends {_bytes_text(found.sent)} (not in the time)")  # fmt: skip
+    return (
+        f"a step has {found.all_reduces} all-reduces of {_bytes_text(found.message)} and "
+        f"{found.gathers} gather of the "
+        f"logits: each device sends {_bytes_text(found.sent)} (not in the time)"
+    )
 
 
 def _kernels(plan: Plan) -> str:
     timed = any(line.timed is not None for line in plan.lines)
     step = plan.total("timed" if timed else "seconds")
     rows = [_row(line, step, timed) for line in sorted(plan.lines, key=_by_time)]
-    header = ["kernel", "by", "calls", "MB", "least us", "us", "measured us", "ms a step", "share", "in"]
+    header = [
+        "kernel",
+        "by",
+        "calls",
+        "MB",
+        "least us",
+        "us",
+        "measured us",
+        "ms a step",
+        "share",
+        "in",
+    ]
     header = [name for name in header if timed or name != "measured us"]
     return table(header, rows, numbers=range(2, len(header) - 1))
 
@@ -162,22 +213,38 @@ def _by_time(line: PlanRow) -> float:
 def _row(line: PlanRow, step: float | None, timed: bool) -> list[str]:
     one = line.timed if timed else line.seconds
     whole = None if one is None else one * line.calls
-    return [line.op, line.kernel, str(line.calls), f"{line.bytes / 1e6:.3f}", _scaled(line.least, 1e6, 2),
-            _scaled(line.seconds, 1e6, 2),
-            *([_scaled(line.timed, 1e6, 2)] if timed else []), _scaled(whole, 1e3, 3),
-            "-" if whole is None or not step else f"{whole / step:.0%}", line.module_path or "-"]  # fmt: skip
+    return [
+        line.op,
+        line.kernel,
+        str(line.calls),
+        f"{line.bytes / 1e6:.3f}",
+        _scaled(line.least, 1e6, 2),
+        _scaled(line.seconds, 1e6, 2),
+        *([_scaled(line.timed, 1e6, 2)] if timed else []),
+        _scaled(whole, 1e3, 3),
+        "-" if whole is None or not step else f"{whole / step:.0%}",
+        line.module_path or "-",
+    ]
 
 
 def _sums(plan: Plan) -> str:
     """Totals of all layers and of the step; then the source of the times."""
     lines = []
     for name, layers_only in (("layers", True), ("step", False)):
-        moved, least, seconds, timed = (plan.total(what, layers_only=layers_only)
-                                        for what in ("bytes", "least", "seconds", "timed"))  # fmt: skip
-        text = f"{name}: {_bytes_text(moved or 0)}, at least {_scaled(least, 1e3, 3)} ms, {_scaled(seconds, 1e3, 3)} ms"
+        moved, least, seconds, timed = (
+            plan.total(what, layers_only=layers_only)
+            for what in ("bytes", "least", "seconds", "timed")
+        )
+        text = (
+            f"{name}: {_bytes_text(moved or 0)}, at least {_scaled(least, 1e3, 3)} ms, "
+            f"{_scaled(seconds, 1e3, 3)} ms"
+        )
         text += f", measured {_scaled(timed, 1e3, 3)} ms" if timed is not None else ""
         if layers_only and plan.layers and seconds is not None and moved is not None:
-            text += f" ({plan.layers}, each {_bytes_text(moved / plan.layers)} and {seconds / plan.layers * 1e6:.1f} us)"
+            text += (
+                f" ({plan.layers}, each {_bytes_text(moved / plan.layers)} and "
+                f"{seconds / plan.layers * 1e6:.1f} us)"
+            )
         lines.append(text)
     lines.append(plan.lower_bound or f"efficiencies: {plan.source}")
     return "\n".join(lines)

@@ -1,7 +1,7 @@
 """Quantized weights: configs of checkpoints, quantized linear layers, and quantizing a model.
 
-    QuantizationConfig -> get_quant_method(layer, prefix) -> LinearMethod
-        create_weights, (load), process_weights_after_loading, apply
+QuantizationConfig -> get_quant_method(layer, prefix) -> LinearMethod
+    create_weights, (load), process_weights_after_loading, apply
 """
 
 from atomc.quantization.adopt import adopt
@@ -10,4 +10,13 @@ from atomc.quantization.config import QuantizationConfig, decide, parse
 from atomc.quantization.linear import LinearMethod, QuantizedLinear
 from atomc.quantization.scheme import ONLINE
 
-__all__ = ["ONLINE", "LinearMethod", "QuantizationConfig", "QuantizedLinear", "adopt", "decide", "parse", "quantize"]
+__all__ = [
+    "ONLINE",
+    "LinearMethod",
+    "QuantizationConfig",
+    "QuantizedLinear",
+    "adopt",
+    "decide",
+    "parse",
+    "quantize",
+]

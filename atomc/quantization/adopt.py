@@ -1,6 +1,7 @@
 """Converts linear layers that transformers quantized to QuantizedLinear, with their codes.
 
-Other libraries keep the tensors of the checkpoint in a layer, under the same names: they are converted like a checkpoint.
+Other libraries keep the tensors of the checkpoint in a layer, under the same names: they are
+converted like a checkpoint.
 """
 
 from typing import Any
@@ -16,17 +17,23 @@ BEFORE_FIRST_CALL = "before its first call, which unpacks what compressed-tensor
 
 
 def adopt(model: nn.Module) -> nn.Module:
-    """Replace the linear layers that transformers quantized by QuantizedLinear, in place, and return the model.
+    """Replace the linear layers that transformers quantized by QuantizedLinear, in place, and
+    return the model.
 
-    Raises ValueError for a model that is not quantized, an unsupported format, and a layer without codes
-    (compressed-tensors converts them to 16 bits in the first call).
+    Raises ValueError for a model that is not quantized, an unsupported format, and a layer without
+    codes (compressed-tensors converts them to 16 bits in the first call).
     """
     given = getattr(getattr(model, "config", None), "quantization_config", None)
     if given is None:
-        raise ValueError(f"{type(model).__name__} is not quantized: pass the scheme to quantize it to")
+        raise ValueError(
+            f"{type(model).__name__} is not quantized: pass the scheme to quantize it to"
+        )
     settings = given if isinstance(given, dict) else given.to_dict()
     if settings.get("quantization_status") == "decompressed":  # an enum that is a string
-        raise ValueError(f"the layers of {type(model).__name__} are already unpacked: adopt it {BEFORE_FIRST_CALL}")
+        raise ValueError(
+            f"the layers of {type(model).__name__} are already unpacked: adopt it "
+            f"{BEFORE_FIRST_CALL}"
+        )
     config = parse(settings)
     dtype = next((x.dtype for x in model.parameters() if _is_float(x.dtype)), torch.bfloat16)
     ours = {}
@@ -39,7 +46,9 @@ def adopt(model: nn.Module) -> nn.Module:
             ours[name] = _convert(name, layer, method, config, dtype)
     for name, made in ours.items():
         apply.replace(model, name, made)
-    unpacking: Any = getattr(model, "ct_decompress_hook", None)  # of compressed-tensors, before the first call
+    unpacking: Any = getattr(
+        model, "ct_decompress_hook", None
+    )  # of compressed-tensors, before the first call
     if unpacking is not None:
         unpacking.remove()
     apply.process_weights_after_loading(model)
@@ -55,7 +64,10 @@ def _convert(
     made = QuantizedLinear(layer.in_features, layer.out_features, layer.bias, method)
     method.create_weights(made, dtype, "meta")
     made.train(layer.training)
-    stored = {config.rename.get(key, key): x for key, x in (*layer._parameters.items(), *layer._buffers.items())}
+    stored = {
+        config.rename.get(key, key): x
+        for key, x in (*layer._parameters.items(), *layer._buffers.items())
+    }
     optional = method.format.optional if method.format else frozenset()
     for key, wanted in list(made.named_parameters(recurse=False)):
         found = stored.get(key)
@@ -63,11 +75,16 @@ def _convert(
             continue
         if found is None and key in optional:
             del made._parameters[key]
-        elif (not isinstance(found, Tensor) or found.shape != wanted.shape
-              or not _compatible_dtypes(found.dtype, wanted.dtype)):  # fmt: skip
+        elif (
+            not isinstance(found, Tensor)
+            or found.shape != wanted.shape
+            or not _compatible_dtypes(found.dtype, wanted.dtype)
+        ):
             here = f"{found.dtype} {list(found.shape)}" if isinstance(found, Tensor) else "missing"
-            raise ValueError(f"{name}.{key} is {here}, expected {wanted.dtype} {list(wanted.shape)}: "
-                             f"adopt the model {BEFORE_FIRST_CALL}")  # fmt: skip
+            raise ValueError(
+                f"{name}.{key} is {here}, expected {wanted.dtype} {list(wanted.shape)}: "
+                f"adopt the model {BEFORE_FIRST_CALL}"
+            )
         else:
             made.set(key, found.data.to(wanted.dtype))
     return made

@@ -16,8 +16,11 @@ from atomc.weights.registry import parameter_of
 log = logging.getLogger("atomc")
 
 
-def linears(model: nn.Module, config: QuantizationConfig, strip: str = "") -> dict[str, LinearMethod]:
-    """Name -> method of the linear layers to quantize, in the order of the model. `strip`: a prefix not in checkpoints.
+def linears(
+    model: nn.Module, config: QuantizationConfig, strip: str = ""
+) -> dict[str, LinearMethod]:
+    """Name -> method of the linear layers to quantize, in the order of the model. `strip`: a prefix
+    not in checkpoints.
 
     A layer whose weight is tied to another parameter (a head to the embedding) is not quantized.
     """
@@ -38,7 +41,9 @@ def replace(model: nn.Module, name: str, layer: nn.Module) -> None:
     setattr(model.get_submodule(owner), leaf, layer)
 
 
-def create_weights(model: nn.Module, methods: Mapping[str, LinearMethod], dtype: torch.dtype) -> None:
+def create_weights(
+    model: nn.Module, methods: Mapping[str, LinearMethod], dtype: torch.dtype
+) -> None:
     """Replace linear layers by quantized ones on meta."""
     for name, method in methods.items():
         old = model.get_submodule(name)
@@ -63,7 +68,8 @@ def quantized(model: nn.Module) -> Iterator[tuple[str, QuantizedLinear]]:
 
 
 def process_weights_after_loading(model: nn.Module) -> None:
-    """Convert the stored tensors of each layer to those of its scheme, one layer at a time; siblings then share scales.
+    """Convert the stored tensors of each layer to those of its scheme, one layer at a time;
+    siblings then share scales.
 
     Raises ValueError, naming the layer, for tensors that contradict the config.
     """
@@ -107,16 +113,21 @@ def fp8_dtype(device: torch.device) -> torch.dtype:
 
 
 def quantize_layers(
-    model: nn.Module, names: Sequence[str], methods: Mapping[str, LinearMethod],
+    model: nn.Module,
+    names: Sequence[str],
+    methods: Mapping[str, LinearMethod],
     weight_of: Callable[[str], Tensor | None] | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Replace these layers, which share an input and a scheme, by quantized ones.
 
     weight_of  gives the weight of a layer that does not hold it
     """
     old: list[Any] = [model.get_submodule(name) for name in names]
     weights = [(weight_of(name) if weight_of else None) for name in names]
-    given = [layer.weight.data if weight is None else weight for layer, weight in zip(old, weights, strict=True)]
+    given = [
+        layer.weight.data if weight is None else weight
+        for layer, weight in zip(old, weights, strict=True)
+    ]
     scheme = methods[names[0]].scheme
     tensors = scheme.quantize(given)
     shared: dict[int, nn.Parameter] = {}
@@ -124,46 +135,69 @@ def quantize_layers(
         bias = layer.bias
         if bias is not None:
             bias.requires_grad_(False)
-        quantized_layer = QuantizedLinear(layer.in_features, layer.out_features, bias, methods[name])
+        quantized_layer = QuantizedLinear(
+            layer.in_features, layer.out_features, bias, methods[name]
+        )
         quantized_layer.train(layer.training)
         # A tensor shared by several layers becomes a parameter shared by them.
-        quantized_layer.replace_parameters({
-            key: shared.setdefault(id(tensor), parameter_of(tensor)) for key, tensor in made.items()
-        })  # fmt: skip
+        quantized_layer.replace_parameters(
+            {
+                key: shared.setdefault(id(tensor), parameter_of(tensor))
+                for key, tensor in made.items()
+            }
+        )
         convert_to_device_fp8(quantized_layer, given[0].device)
         replace(model, name, quantized_layer)
-    share_scales([layer for name in names if isinstance(layer := model.get_submodule(name), QuantizedLinear)])
+    share_scales(
+        [layer for name in names if isinstance(layer := model.get_submodule(name), QuantizedLinear)]
+    )
 
 
 def quantize(model: nn.Module, scheme: str, ignore: Sequence[str] = ()) -> nn.Module:
     """Quantize the linear layers of a model in place, and return it.
 
     scheme  "fp8", "fp8_per_token", "fp8_block", "int8", "int4", "mxfp4" or "mxfp4_a16"
-    ignore  patterns of layers to skip, as in checkpoints: "down_proj", "model.layers.0", "re:.*self_attn.*"
+    ignore  patterns of layers to skip, as in checkpoints: "down_proj", "model.layers.0",
+            "re:.*self_attn.*"
 
-    Embeddings, weights tied to them, and lm_head are not quantized. Layers that are already quantized (by transformers or
-    atomc) are unchanged, with a line in the log. Raises ValueError for an unknown scheme, a layer that the scheme does not
-    support, and a model without a layer to quantize.
+    Embeddings, weights tied to them, and lm_head are not quantized. Layers that are already
+    quantized (by transformers or atomc) are unchanged, with a line in the log. Raises ValueError
+    for an unknown scheme, a layer that the scheme does not support, and a model without a layer to
+    quantize.
     """
     config = online(scheme, ignore)
     methods = linears(model, config, "hf_model." if hasattr(model, "hf_model") else "")
-    foreign = sorted({type(layer).__name__ for layer in model.modules() if is_quantized_by_library(layer)})
+    foreign = sorted(
+        {type(layer).__name__ for layer in model.modules() if is_quantized_by_library(layer)}
+    )
     if foreign:
-        log.warning("quantize: layers of type %s are already quantized and are not changed", ", ".join(foreign))
+        log.warning(
+            "quantize: layers of type %s are already quantized and are not changed",
+            ", ".join(foreign),
+        )
     if not methods:
-        raise ValueError(f"{type(model).__name__} has no linear layer to quantize to {scheme!r}"
-                         + (f": its layers are already {', '.join(foreign)}" if foreign else
-                            f"; ignored are {', '.join(config.ignore)}"))  # fmt: skip
+        raise ValueError(
+            f"{type(model).__name__} has no linear layer to quantize to {scheme!r}"
+            + (
+                f": its layers are already {', '.join(foreign)}"
+                if foreign
+                else f"; ignored are {', '.join(config.ignore)}"
+            )
+        )
     for group in groups(methods):
         quantize_layers(model, [name for name, _ in group], methods)
     return model
 
 
 def is_quantized_by_library(layer: nn.Module) -> bool:
-    """Whether another library quantized this layer: its weight has an 8-bit dtype, a tensor subclass, or is packed."""
+    """Whether another library quantized this layer: its weight has an 8-bit dtype, a tensor
+    subclass, or is packed.
+    """
     if isinstance(layer, QuantizedLinear):
         return False
     weight = layer._parameters.get("weight")
-    few = weight is not None and (weight.dtype.itemsize == 1 or type(weight) not in (nn.Parameter, Tensor))
+    few = weight is not None and (
+        weight.dtype.itemsize == 1 or type(weight) not in (nn.Parameter, Tensor)
+    )
     own = {*layer._parameters, *layer._buffers}
     return few or bool(own & {"weight_packed", "qweight", "weight_scale", "weight_scale_inv"})

@@ -1,7 +1,7 @@
 """Parses the `quantization_config` of each kind of checkpoint.
 
-A parser takes the config as in config.json. It raises ValueError for a setting that is not supported, naming the field, its
-value and the supported values.
+A parser takes the config as in config.json. It raises ValueError for a setting that is not
+supported, naming the field, its value and the supported values.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,8 +14,11 @@ from atomc.quantization.scheme import Fp8, Fp8Block, Int4, Int8, Mxfp4, Scheme
 
 Config = Mapping[str, Any]
 LM_HEAD = ("lm_head",)
-UPGRADED = ("activations have a dynamic scale per row instead of per tensor as in the config: more accurate, and one pass "
-            "less")  # fmt: skip
+UPGRADED = (
+    "activations have a dynamic scale per row instead of per tensor as in the config: more "
+    "accurate, and one pass "
+    "less"
+)
 
 
 @dataclass(frozen=True)
@@ -30,11 +33,15 @@ class Parsed:
 
 
 def only(method: str, config: Config, name: str, *supported: object, default: object = None) -> Any:
-    """The value of the field; `default` if it is missing or null. Raises ValueError for an unsupported value."""
+    """The value of the field; `default` if it is missing or null. Raises ValueError for an
+    unsupported value.
+    """
     value = config.get(name)
     value = default if value is None else value
     if value not in supported:
-        raise ValueError(f"{method}: {name} {value!r} is not supported, only {' or '.join(map(repr, supported))}")
+        raise ValueError(
+            f"{method}: {name} {value!r} is not supported, only {' or '.join(map(repr, supported))}"
+        )
     return value
 
 
@@ -54,9 +61,14 @@ def fp8(config: Config) -> Parsed:
     if block is None:
         scheme = Fp8("tensor", "static" if activation == "static" else "token")
     elif list(block) != [128, 128]:
-        raise ValueError(f"fp8: weight_block_size {list(block)} is not supported, only [128, 128] or none")
+        raise ValueError(
+            f"fp8: weight_block_size {list(block)} is not supported, only [128, 128] or none"
+        )
     elif activation != "dynamic":
-        raise ValueError("fp8: activation_scheme 'static' with weight_block_size is not supported, only 'dynamic'")
+        raise ValueError(
+            "fp8: activation_scheme 'static' with weight_block_size is not supported, only "
+            "'dynamic'"
+        )
     else:
         scheme = Fp8Block()
     return Parsed(
@@ -76,23 +88,43 @@ def compressed_tensors(config: Config) -> Parsed:
     only(method, config, "quantization_status", "compressed", "frozen", default="compressed")
     sparsity = (config.get("sparsity_config") or {}).get("format", "dense")
     if sparsity != "dense":
-        raise ValueError(f"{method}: sparsity_config.format {sparsity!r} is not supported, only 'dense'")
+        raise ValueError(
+            f"{method}: sparsity_config.format {sparsity!r} is not supported, only 'dense'"
+        )
     groups = config.get("config_groups") or {}
     if not groups:
-        raise ValueError(f"{method}: config_groups is empty, so no layer is quantized; remove quantization_config")
+        raise ValueError(
+            f"{method}: config_groups is empty, so no layer is quantized; remove "
+            "quantization_config"
+        )
     rules, notes = [], []
     for name, group in groups.items():
         where = f"{method}: config_groups.{name}"
-        scheme, form, note = _compressed_group(where, group, group.get("format") or config.get("format"))
+        scheme, form, note = _compressed_group(
+            where, group, group.get("format") or config.get("format")
+        )
         rules.append((tuple(group.get("targets") or ("Linear",)), scheme, form))
         notes += note
     kv = config.get("kv_cache_scheme")
     if kv is not None and not isinstance(kv, Mapping):
         raise ValueError(f"{method}: kv_cache_scheme is {kv!r}, expected an object")
-    if kv is not None and (kv.get("num_bits"), kv.get("type"), kv.get("strategy", "tensor")) != (8, "float", "tensor"):
-        raise ValueError(f"{method}: kv_cache_scheme of {kv.get('num_bits')} bits, type {kv.get('type')!r}, strategy "
-                         f"{kv.get('strategy')!r} is not supported, only 8, 'float', 'tensor'")  # fmt: skip
-    return Parsed(tuple(rules), names(config, "ignore"), {}, "fp8" if kv else None, tuple(dict.fromkeys(notes)))
+    if kv is not None and (kv.get("num_bits"), kv.get("type"), kv.get("strategy", "tensor")) != (
+        8,
+        "float",
+        "tensor",
+    ):
+        raise ValueError(
+            f"{method}: kv_cache_scheme of {kv.get('num_bits')} bits, type {kv.get('type')!r}, "
+            "strategy "
+            f"{kv.get('strategy')!r} is not supported, only 8, 'float', 'tensor'"
+        )
+    return Parsed(
+        tuple(rules),
+        names(config, "ignore"),
+        {},
+        "fp8" if kv else None,
+        tuple(dict.fromkeys(notes)),
+    )
 
 
 # (scheme, format, notes) of a group
@@ -113,19 +145,24 @@ def _compressed_group(where: str, group: Config, form: str | None) -> _Group:
         "mxfp4-pack-quantized": _mxfp4_pack_quantized,
     }
     if form not in readers:
-        raise ValueError(f"{where}.format {form!r} is not supported, only {', '.join(map(str, readers))}")
+        raise ValueError(
+            f"{where}.format {form!r} is not supported, only {', '.join(map(str, readers))}"
+        )
     return readers[form](where, weights, inputs)
 
 
 def _pack_quantized(where: str, weights: Config, inputs: Config | None) -> _Group:
     at = f"{where}.weights"
     if inputs is not None:
-        raise ValueError(f"{where}.input_activations are not supported with 'pack-quantized', only null")
+        raise ValueError(
+            f"{where}.input_activations are not supported with 'pack-quantized', only null"
+        )
     only(at, weights, "num_bits", 4)
     only(at, weights, "type", "int", default="int")
     only(at, weights, "strategy", "group")
     only(at, weights, "dynamic", False, default=False)
-    # "weight" and "static" store the weights in the order of the inputs; only the order of quantization differs.
+    # "weight" and "static" store the weights in the order of the inputs; only the order of
+    # quantization differs.
     only(at, weights, "actorder", False, "weight", "static", default=False)
     group = only(at, weights, "group_size", *Int4.GROUPS)
     return Int4(group, not weights.get("symmetric", True)), PACK_QUANTIZED, []
@@ -140,7 +177,10 @@ def _int_quantized(where: str, weights: Config, inputs: Config | None) -> _Group
     only(at, weights, "symmetric", True, default=True)
     only(at, weights, "actorder", False, default=False)
     if inputs is None:
-        raise ValueError(f"{x} is missing: int8 weights with 16-bit activations are not supported, only with int8 ones")
+        raise ValueError(
+            f"{x} is missing: int8 weights with 16-bit activations are not supported, only "
+            "with int8 ones"
+        )
     only(x, inputs, "num_bits", 8)
     only(x, inputs, "type", "int", default="int")
     only(x, inputs, "dynamic", True)
@@ -157,13 +197,19 @@ def _float_quantized(where: str, weights: Config, inputs: Config | None) -> _Gro
     only(at, weights, "symmetric", True, default=True)
     strategy = only(at, weights, "strategy", "tensor", "channel", "block")
     if inputs is None:
-        raise ValueError(f"{x} is missing: fp8 weights with 16-bit activations are not supported, only with fp8 ones")
+        raise ValueError(
+            f"{x} is missing: fp8 weights with 16-bit activations are not supported, only with "
+            "fp8 ones"
+        )
     only(x, inputs, "num_bits", 8)
     only(x, inputs, "type", "float")
     only(x, inputs, "symmetric", True, default=True)
     if strategy == "block":
         if list(weights.get("block_structure") or ()) != [128, 128]:
-            raise ValueError(f"{at}.block_structure {weights.get('block_structure')} is not supported, only [128, 128]")
+            raise ValueError(
+                f"{at}.block_structure {weights.get('block_structure')} is not supported, only "
+                "[128, 128]"
+            )
         only(x, inputs, "strategy", "group")
         only(x, inputs, "group_size", 128)
         only(x, inputs, "dynamic", True)
@@ -195,7 +241,10 @@ def _mxfp4_pack_quantized(where: str, weights: Config, inputs: Config | None) ->
 def _group_size(method: str, config: Config, *fields: str) -> int:
     found = next((config[name] for name in fields if config.get(name) is not None), None)
     if found not in Int4.GROUPS:
-        raise ValueError(f"{method}: group_size {found!r} is not supported, only {' or '.join(map(str, Int4.GROUPS))}")
+        raise ValueError(
+            f"{method}: group_size {found!r} is not supported, only "
+            f"{' or '.join(map(str, Int4.GROUPS))}"
+        )
     return int(found)
 
 
@@ -203,15 +252,21 @@ def gptq(config: Config) -> Parsed:
     only("gptq", config, "bits", 4)
     form = only("gptq", config, "checkpoint_format", "gptq", "gptq_v2", default="gptq")
     if config.get("desc_act"):
-        raise ValueError("gptq: desc_act True (activation order) is not supported, only False: the weights of a "
-                         "group are not adjacent")  # fmt: skip
+        raise ValueError(
+            "gptq: desc_act True (activation order) is not supported, only False: the weights of a "
+            "group are not adjacent"
+        )
     if config.get("dynamic"):
-        raise ValueError("gptq: dynamic (settings per module) is not supported, only one setting for all modules")
+        raise ValueError(
+            "gptq: dynamic (settings per module) is not supported, only one setting for all modules"
+        )
     only("gptq", config, "lm_head", False, default=False)
     # Zero points are always stored; sym decides whether they are used.
     scheme = Int4(_group_size("gptq", config, "group_size"), not config.get("sym", True))
-    return Parsed(((("Linear",), scheme, GPTQ if form == "gptq" else GPTQ_V2),),
-                  LM_HEAD + names(config, "modules_to_not_convert"))  # fmt: skip
+    return Parsed(
+        ((("Linear",), scheme, GPTQ if form == "gptq" else GPTQ_V2),),
+        LM_HEAD + names(config, "modules_to_not_convert"),
+    )
 
 
 def awq(config: Config) -> Parsed:
@@ -219,7 +274,10 @@ def awq(config: Config) -> Parsed:
     only("awq", bits, "bits", 4)
     version = str(config.get("version") or config.get("format") or "gemm").lower()
     only("awq", {"version": version}, "version", "gemm")
-    scheme = Int4(_group_size("awq", config, "group_size", "q_group_size"), bool(config.get("zero_point", True)))
+    scheme = Int4(
+        _group_size("awq", config, "group_size", "q_group_size"),
+        bool(config.get("zero_point", True)),
+    )
     return Parsed(((("Linear",), scheme, AWQ),), LM_HEAD + names(config, "modules_to_not_convert"))
 
 
@@ -235,13 +293,18 @@ def quark(config: Config) -> Parsed:
     method = "quark"
     for name in ("layer_quant_config", "layer_type_quant_config"):
         if config.get(name):
-            raise ValueError(f"quark: {name} is not supported, only one setting for all layers (global_quant_config)")
+            raise ValueError(
+                f"quark: {name} is not supported, only one setting for all layers "
+                "(global_quant_config)"
+            )
     setting = config.get("global_quant_config") or {}
     weight, inputs = setting.get("weight"), setting.get("input_tensors")
     if weight is None:
         raise ValueError("quark: global_quant_config.weight is missing, so no layer is quantized")
     if setting.get("output_tensors") or setting.get("bias"):
-        raise ValueError("quark: global_quant_config with output_tensors or bias is not supported, only null")
+        raise ValueError(
+            "quark: global_quant_config with output_tensors or bias is not supported, only null"
+        )
     for at, part in (("weight", weight), ("input_tensors", inputs)):
         if part is not None:
             where = f"{method}: global_quant_config.{at}"
@@ -252,8 +315,11 @@ def quark(config: Config) -> Parsed:
     if inputs is not None:
         only("quark: global_quant_config.input_tensors", inputs, "is_dynamic", True)
     kv = config.get("kv_cache_quant_config")
-    return Parsed(((("Linear",), Mxfp4("16-bit" if inputs is None else "mxfp4"), None),), names(config, "exclude"),
-                  kv_cache_dtype="fp8" if kv else None)  # fmt: skip
+    return Parsed(
+        ((("Linear",), Mxfp4("16-bit" if inputs is None else "mxfp4"), None),),
+        names(config, "exclude"),
+        kv_cache_dtype="fp8" if kv else None,
+    )
 
 
 PARSERS: dict[str, Callable[[Config], Parsed]] = {

@@ -1,6 +1,7 @@
 """The quantization of a checkpoint's layers: one table of rules for all formats.
 
-The source is the command line, else a quantization file in the checkpoint's folder, else config.json.
+The source is the command line, else a quantization file in the checkpoint's folder, else
+config.json.
 """
 
 import fnmatch
@@ -18,8 +19,13 @@ from atomc.quantization.field_types import check_types
 from atomc.quantization.linear import LinearMethod
 from atomc.quantization.scheme import ONLINE
 
-# Files in the folder of the weights, in order of precedence -> the method of a file without `quant_method`.
-FILES = {"quantization_config.json": None, "quantize_config.json": "gptq", "quant_config.json": "awq"}
+# Files in the folder of the weights, in order of precedence -> the method of a file without
+# `quant_method`.
+FILES = {
+    "quantization_config.json": None,
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+}
 # Names of merged layers in vLLM and others -> the layers that they consist of.
 FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -31,12 +37,16 @@ FUSED = {
 def matches(pattern: str, name: str) -> bool:
     """Whether a pattern of a config matches the module of this name.
 
-    "re:..." is a regular expression that matches from the start; a pattern with * or ? is a glob; any other is a sequence
-    of whole components of the name: "lm_head", "model.layers.3", "mlp.down_proj". A merged layer's name matches its parts.
+    "re:..." is a regular expression that matches from the start; a pattern with * or ? is a glob;
+    any other is a sequence of whole components of the name: "lm_head", "model.layers.3",
+    "mlp.down_proj". A merged layer's name matches its parts.
     """
     parent, _, leaf = name.rpartition(".")
     fused = [whole for whole, parts in FUSED.items() if leaf in parts and whole in pattern]
-    return any(_matches(pattern, alias) for alias in (name, *(f"{parent}.{whole}".strip(".") for whole in fused)))
+    return any(
+        _matches(pattern, alias)
+        for alias in (name, *(f"{parent}.{whole}".strip(".") for whole in fused))
+    )
 
 
 def _matches(pattern: str, name: str) -> bool:
@@ -55,7 +65,9 @@ class Rule:
     method: LinearMethod
 
     def covers(self, layer: nn.Module, name: str) -> bool:
-        return any(target == type(layer).__name__ or matches(target, name) for target in self.targets)
+        return any(
+            target == type(layer).__name__ or matches(target, name) for target in self.targets
+        )
 
 
 @dataclass(frozen=True)
@@ -80,16 +92,22 @@ class QuantizationConfig:
     notes: tuple[str, ...] = ()
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> LinearMethod | None:
-        """The method of the linear layer of this name; None if it is not quantized. Raises ValueError if it cannot be."""
-        if any(pattern == type(layer).__name__ or matches(pattern, prefix) for pattern in self.ignore):
+        """The method of the linear layer of this name; None if it is not quantized. Raises
+        ValueError if it cannot be.
+        """
+        if any(
+            pattern == type(layer).__name__ or matches(pattern, prefix) for pattern in self.ignore
+        ):
             return None
         rule = next((rule for rule in self.rules if rule.covers(layer, prefix)), None)
         if rule is None:
             return None
         reason = rule.method.scheme.refuses(int(layer.out_features), int(layer.in_features))  # type: ignore[arg-type]
         if reason:
-            raise ValueError(f"{self.method}: {prefix} cannot be {rule.method.scheme.description}: {reason}; "
-                             "add it to `ignore` or choose another scheme")  # fmt: skip
+            raise ValueError(
+                f"{self.method}: {prefix} cannot be {rule.method.scheme.description}: {reason}; "
+                "add it to `ignore` or choose another scheme"
+            )
         return rule.method
 
 
@@ -102,7 +120,9 @@ def online(name: str, ignore: Sequence[str] = ()) -> QuantizationConfig:
         raise ValueError(f"quantization {name!r} is not one of the schemes {', '.join(ONLINE)}")
     for pattern in ignore:
         check_pattern(pattern)
-    return QuantizationConfig(name, True, (Rule(("Linear",), LinearMethod(ONLINE[name])),), ("lm_head", *ignore))
+    return QuantizationConfig(
+        name, True, (Rule(("Linear",), LinearMethod(ONLINE[name])),), ("lm_head", *ignore)
+    )
 
 
 def check_pattern(pattern: str) -> None:
@@ -111,24 +131,37 @@ def check_pattern(pattern: str) -> None:
         try:
             re.compile(pattern.removeprefix("re:"))
         except re.error as error:
-            raise ValueError(f"ignore pattern {pattern!r} is not a regular expression: {error}") from error
+            raise ValueError(
+                f"ignore pattern {pattern!r} is not a regular expression: {error}"
+            ) from error
 
 
 def parse(config: Mapping[str, Any]) -> QuantizationConfig:
-    """The config of a checkpoint's `quantization_config`. Raises ValueError for unsupported settings."""
+    """The config of a checkpoint's `quantization_config`. Raises ValueError for unsupported
+    settings.
+    """
     method = config.get("quant_method")
     if method not in checkpoints.PARSERS:
-        raise ValueError(f"quantized weights of quant_method {method!r} are not supported, only "
-                         f"{', '.join(checkpoints.PARSERS)}")  # fmt: skip
+        raise ValueError(
+            f"quantized weights of quant_method {method!r} are not supported, only "
+            f"{', '.join(checkpoints.PARSERS)}"
+        )
     found = checkpoints.PARSERS[method](config)
-    rules = tuple(Rule(targets, LinearMethod(scheme, format, found.notes)) for targets, scheme, format in found.rules)
+    rules = tuple(
+        Rule(targets, LinearMethod(scheme, format, found.notes))
+        for targets, scheme, format in found.rules
+    )
     for pattern in (*found.ignore, *(target for rule in rules for target in rule.targets)):
         check_pattern(pattern)
-    return QuantizationConfig(method, False, rules, found.ignore, found.rename, found.kv_cache_dtype, found.notes)
+    return QuantizationConfig(
+        method, False, rules, found.ignore, found.rename, found.kv_cache_dtype, found.notes
+    )
 
 
 def stored_config(path: Path, config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The quantization_config of a checkpoint directory whose config.json is given; None if it is not quantized."""
+    """The quantization_config of a checkpoint directory whose config.json is given; None if it is
+    not quantized.
+    """
     for name, method in FILES.items():
         if (path / name).is_file():
             found = read_json(path / name)
@@ -136,7 +169,9 @@ def stored_config(path: Path, config: Mapping[str, Any]) -> Mapping[str, Any] | 
             return found if method is None else {"quant_method": method} | found
     inside = config.get("quantization_config") or config.get("compression_config")
     if inside is not None and not isinstance(inside, Mapping):
-        raise ValueError(f"config.json: quantization_config is a {type(inside).__name__}, expected an object")
+        raise ValueError(
+            f"config.json: quantization_config is a {type(inside).__name__}, expected an object"
+        )
     check_types(inside or {}, "config.json: quantization_config")
     return inside
 
@@ -145,7 +180,9 @@ Request = str | Mapping[str, Any] | None
 
 
 def requested(wanted: Request) -> QuantizationConfig | None:
-    """The config for `quantization=`: a scheme's name, {"scheme": name, "ignore": [patterns]}, or a quantization_config."""
+    """The config for `quantization=`: a scheme's name, {"scheme": name, "ignore": [patterns]}, or a
+    quantization_config.
+    """
     if wanted is None:
         return None
     if isinstance(wanted, str):
@@ -154,13 +191,17 @@ def requested(wanted: Request) -> QuantizationConfig | None:
         return parse(wanted)
     unknown = sorted(set(wanted) - {"scheme", "ignore"})
     if unknown or "scheme" not in wanted:
-        raise ValueError(f"quantization {dict(wanted)} is neither {{'scheme': name, 'ignore': [patterns]}} nor a "
-                         "quantization_config with its quant_method")  # fmt: skip
+        raise ValueError(
+            f"quantization {dict(wanted)} is neither {{'scheme': name, 'ignore': [patterns]}} "
+            "nor a "
+            "quantization_config with its quant_method"
+        )
     return online(wanted["scheme"], tuple(wanted.get("ignore", ())))
 
 
 def decide(wanted: Request, path: Path, config: Mapping[str, Any]) -> QuantizationConfig | None:
-    """How to load the checkpoint at `path`: as requested, else by a file there, else by config.json.
+    """How to load the checkpoint at `path`: as requested, else by a file there, else by
+    config.json.
 
     Raises ValueError for a request to quantize a checkpoint that is already quantized.
     """
@@ -169,8 +210,11 @@ def decide(wanted: Request, path: Path, config: Mapping[str, Any]) -> Quantizati
         wanted = None
     requested_config = requested(wanted)
     if requested_config is not None and requested_config.online and stored is not None:
-        raise ValueError(f"{path} is already quantized ({stored.get('quant_method')}), so it cannot be quantized to "
-                         f"{requested_config.method}: omit `quantization`, or use the original checkpoint")  # fmt: skip
+        raise ValueError(
+            f"{path} is already quantized ({stored.get('quant_method')}), so it cannot be "
+            "quantized to "
+            f"{requested_config.method}: omit `quantization`, or use the original checkpoint"
+        )
     if requested_config is not None or stored is None:
         return requested_config
     try:

@@ -5,16 +5,32 @@ from typing import Any
 
 OBJECT, NAMES, NUMBERS, TEXT = "an object", "a list of names", "a list of numbers", "a text"
 EXPECTED = {
-    "config_groups": OBJECT, "weights": OBJECT, "input_activations": OBJECT, "output_activations": OBJECT,
-    "sparsity_config": OBJECT, "global_quant_config": OBJECT, "weight": OBJECT, "input_tensors": OBJECT,
-    "ignore": NAMES, "ignored_layers": NAMES, "modules_to_not_convert": NAMES, "exclude": NAMES, "targets": NAMES,
-    "weight_block_size": NUMBERS, "block_structure": NUMBERS,
-    "quant_method": TEXT, "format": TEXT, "checkpoint_format": TEXT, "activation_scheme": TEXT,
-}  # fmt: skip
+    "config_groups": OBJECT,
+    "weights": OBJECT,
+    "input_activations": OBJECT,
+    "output_activations": OBJECT,
+    "sparsity_config": OBJECT,
+    "global_quant_config": OBJECT,
+    "weight": OBJECT,
+    "input_tensors": OBJECT,
+    "ignore": NAMES,
+    "ignored_layers": NAMES,
+    "modules_to_not_convert": NAMES,
+    "exclude": NAMES,
+    "targets": NAMES,
+    "weight_block_size": NUMBERS,
+    "block_structure": NUMBERS,
+    "quant_method": TEXT,
+    "format": TEXT,
+    "checkpoint_format": TEXT,
+    "activation_scheme": TEXT,
+}
 
 
 def check_types(config: Mapping[str, Any], where: str) -> None:
-    """Raise ValueError for a field of the wrong type, also in nested objects; null counts as missing."""
+    """Raise ValueError for a field of the wrong type, also in nested objects; null counts as
+    missing.
+    """
     for name, value in config.items():
         expected = OBJECT if where.endswith(".config_groups") else EXPECTED.get(name)
         if expected is not None and value is not None and not _is(value, expected):

@@ -13,7 +13,8 @@ from atomc.weights.registry import parameter_of
 
 @dataclass(frozen=True)
 class Format:
-    """How a kind of checkpoint stores the tensors of a scheme, if it differs from the scheme itself.
+    """How a kind of checkpoint stores the tensors of a scheme, if it differs from the scheme
+    itself.
 
     stored    (scheme, out, in, dtype) -> name -> shape and dtype
     convert   the stored tensors -> the scheme's
@@ -34,18 +35,27 @@ class LinearMethod:
     format: Format | None = None
     notes: tuple[str, ...] = field(default=(), compare=False)
 
-    def create_weights(self, layer: "QuantizedLinear", dtype: torch.dtype, device: torch.device | str) -> None:
+    def create_weights(
+        self, layer: "QuantizedLinear", dtype: torch.dtype, device: torch.device | str
+    ) -> None:
         """Empty parameters, named and shaped as the checkpoint stores them."""
         stored = self.format.stored if self.format else type(self.scheme).tensors
-        for name, (shape, kind) in stored(self.scheme, layer.out_features, layer.in_features, dtype).items():
+        for name, (shape, kind) in stored(
+            self.scheme, layer.out_features, layer.in_features, dtype
+        ).items():
             layer.set(name, torch.empty(shape, dtype=kind, device=device))
 
     def process_weights_after_loading(self, layer: "QuantizedLinear") -> None:
-        """Convert the loaded tensors to those of the scheme. Raises ValueError if they contradict it."""
+        """Convert the loaded tensors to those of the scheme. Raises ValueError if they contradict
+        it.
+        """
         if self.format is None:
             return
-        found = {name: weight.data for name, weight in layer.named_parameters(recurse=False)
-                 if name != "bias" and not weight.is_meta}  # fmt: skip
+        found = {
+            name: weight.data
+            for name, weight in layer.named_parameters(recurse=False)
+            if name != "bias" and not weight.is_meta
+        }
         converted = self.format.convert(self.scheme, found)
         layer.replace_parameters(converted)
 
@@ -54,9 +64,13 @@ class LinearMethod:
 
 
 class QuantizedLinear(nn.Module):
-    """y = x @ weight.T + bias with a quantized weight. x [..., K] -> [..., N]. Its parameters have no gradients."""
+    """y = x @ weight.T + bias with a quantized weight. x [..., K] -> [..., N]. Its parameters have
+    no gradients.
+    """
 
-    def __init__(self, in_features: int, out_features: int, bias: nn.Parameter | None, method: LinearMethod):
+    def __init__(
+        self, in_features: int, out_features: int, bias: nn.Parameter | None, method: LinearMethod
+    ):
         super().__init__()
         self.in_features, self.out_features, self.method = in_features, out_features, method
         self.register_parameter("bias", bias)
@@ -82,21 +96,33 @@ class QuantizedLinear(nn.Module):
         return self.method.scheme.dequantize(self)
 
     def extra_repr(self) -> str:
-        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {self.method.scheme.description}"
+        return (
+            f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, "
+            f"{self.method.scheme.description}"
+        )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "QuantizedLinear":
         """`.to(dtype)`, `.half()` and so on move codes and scales, but do not convert them."""
 
         def moved(tensor: Tensor) -> Tensor:
             made = fn(tensor)
-            return made if made.dtype == tensor.dtype or tensor is self.bias else tensor.to(made.device)
+            return (
+                made
+                if made.dtype == tensor.dtype or tensor is self.bias
+                else tensor.to(made.device)
+            )
 
         super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
         return self
 
 
 # Names of layers that read the same input; they share a per-tensor scale.
-SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"), ("w1", "w3"))
+SIBLINGS = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("w1", "w3"),
+)
 
 
 def siblings_of(name: str) -> tuple[str, ...]:
@@ -107,12 +133,18 @@ def siblings_of(name: str) -> tuple[str, ...]:
 
 
 def share_scales(layers: Sequence[QuantizedLinear]) -> bool:
-    """Give fp8 layers of one input that have a scale each the largest of them, as one parameter; whether it was done.
+    """Give fp8 layers of one input that have a scale each the largest of them, as one parameter;
+    whether it was done.
 
-    Codes are rounded anew where the scale changes: values move by up to half a step of the larger scale.
+    Codes are rounded anew where the scale changes: values move by up to half a step of the larger
+    scale.
     """
     scheme = layers[0].method.scheme
-    if len(layers) < 2 or not isinstance(scheme, Fp8) or any(layer.method.scheme != scheme for layer in layers):
+    if (
+        len(layers) < 2
+        or not isinstance(scheme, Fp8)
+        or any(layer.method.scheme != scheme for layer in layers)
+    ):
         return False
     names = ("weight_scale", "input_scale") if scheme.weight == "tensor" else ("input_scale",)
     given = {name: largest for name in names if (largest := _largest(layers, name)) is not None}
@@ -125,7 +157,9 @@ def share_scales(layers: Sequence[QuantizedLinear]) -> bool:
 
 
 def _largest(layers: Sequence[QuantizedLinear], name: str) -> nn.Parameter | None:
-    """The largest of the layers' scales of this name; None if they have none, or share it already."""
+    """The largest of the layers' scales of this name; None if they have none, or share it
+    already.
+    """
     if name not in layers[0]._parameters:
         return None
     parts: list[Any] = [getattr(layer, name) for layer in layers]

@@ -3,10 +3,12 @@
 N outputs, K inputs, G groups; words are int32, code i of a word at bits 4i.
 
 ours                weight [N, K/8]; weight_scale [N, G]; zeros uint8 [N, G]
-compressed-tensors  weight_packed [N, K/8]; weight_scale [N, G]; weight_zero_point [N/8, G], packed along N
-GPTQ                qweight [K/8, N], packed along K; scales [G, N]; qzeros [G, N/8], zero points minus one; g_idx [K]
-AWQ                 qweight [K, N/8], packed along N, the codes of a word in the order 0 2 4 6 1 3 5 7; scales [G, N];
-                    qzeros [G, N/8] likewise
+compressed-tensors  weight_packed [N, K/8]; weight_scale [N, G]; weight_zero_point [N/8, G], packed
+                    along N
+GPTQ                qweight [K/8, N], packed along K; scales [G, N]; qzeros [G, N/8], zero points
+                    minus one; g_idx [K]
+AWQ                 qweight [K, N/8], packed along N, the codes of a word in the order 0 2 4 6 1 3 5
+                    7; scales [G, N]; qzeros [G, N/8] likewise
 """
 
 from typing import Any
@@ -40,7 +42,11 @@ def _compressed(scheme: Int4, out_features: int, in_features: int, dtype: torch.
         "weight_scale": ((out_features, groups), dtype),
         "weight_shape": ((2,), torch.int64),
     }
-    return found | ({"weight_zero_point": ((-(-out_features // 8), groups), torch.int32)} if scheme.zeros else {})
+    return found | (
+        {"weight_zero_point": ((-(-out_features // 8), groups), torch.int32)}
+        if scheme.zeros
+        else {}
+    )
 
 
 def _from_compressed(scheme: Int4, stored: Tensors) -> Tensors:
@@ -51,11 +57,15 @@ def _from_compressed(scheme: Int4, stored: Tensors) -> Tensors:
         raise ValueError(f"weight_shape is {shape}, weight_packed has {[rows, columns]}")
     found = {"weight": packed, "weight_scale": scale}
     if scheme.zeros:
-        found["zeros"] = unpack_int4(stored["weight_zero_point"].t()).t()[:rows].to(torch.uint8).contiguous()
+        found["zeros"] = (
+            unpack_int4(stored["weight_zero_point"].t()).t()[:rows].to(torch.uint8).contiguous()
+        )
     return found
 
 
-PACK_QUANTIZED = Format("pack-quantized", _compressed, _from_compressed, frozenset({"weight_shape"}))
+PACK_QUANTIZED = Format(
+    "pack-quantized", _compressed, _from_compressed, frozenset({"weight_shape"})
+)
 
 
 def _packed_mxfp4(scheme: Any, out_features: int, in_features: int, dtype: torch.dtype) -> Shapes:
@@ -94,10 +104,15 @@ def _from_gptq_v2(scheme: Int4, stored: Tensors) -> Tensors:
 def _from_gptq(scheme: Int4, stored: Tensors, less: int) -> Tensors:
     codes = unpack_int4(stored["qweight"].t())
     if "g_idx" in stored:
-        ordered = torch.arange(codes.shape[1], device=codes.device, dtype=torch.int32) // scheme.group
+        ordered = (
+            torch.arange(codes.shape[1], device=codes.device, dtype=torch.int32) // scheme.group
+        )
         if not stored["g_idx"].equal(ordered):
-            raise ValueError("g_idx is not in order: activation order (desc_act) is not supported, quantize with "
-                             "desc_act=False")  # fmt: skip
+            raise ValueError(
+                "g_idx is not in order: activation order (desc_act) is not supported, quantize "
+                "with "
+                "desc_act=False"
+            )
     zeros = (unpack_int4(stored["qzeros"]) + less & 15).t()
     return {
         "weight": pack_int4(codes),
@@ -124,13 +139,20 @@ def _awq(scheme: Int4, out_features: int, in_features: int, dtype: torch.dtype) 
 
 def _in_order(packed: Tensor) -> Tensor:
     """Codes [..., N] in order, of words [..., N/8] in AWQ's order."""
-    shifts = torch.tensor([4 * AWQ_ORDER.index(i) for i in range(8)], dtype=torch.int32, device=packed.device)
+    shifts = torch.tensor(
+        [4 * AWQ_ORDER.index(i) for i in range(8)], dtype=torch.int32, device=packed.device
+    )
     return ((packed.unsqueeze(-1) >> shifts) & 15).flatten(-2)
 
 
 def _from_awq(scheme: Int4, stored: Tensors) -> Tensors:
-    found = {"weight": pack_int4(_in_order(stored["qweight"]).t()), "weight_scale": stored["scales"].t().contiguous()}
-    return found | (_zeros(scheme, _in_order(stored["qzeros"]).t(), "qzeros") if scheme.zeros else {})
+    found = {
+        "weight": pack_int4(_in_order(stored["qweight"]).t()),
+        "weight_scale": stored["scales"].t().contiguous(),
+    }
+    return found | (
+        _zeros(scheme, _in_order(stored["qzeros"]).t(), "qzeros") if scheme.zeros else {}
+    )
 
 
 AWQ = Format("awq", _awq, _from_awq)

@@ -1,4 +1,5 @@
-"""Quantization schemes: the tensors of a linear layer, how a weight is quantized, and the ops that apply them.
+"""Quantization schemes: the tensors of a linear layer, how a weight is quantized, and the ops that
+apply them.
 
 A scheme's tensors are the parameters of its op, by name, with one row per output:
 weight         [N, ...] codes
@@ -38,7 +39,9 @@ class Scheme(Protocol):
         """Shape and dtype of each tensor, in a model of that dtype."""
 
     def quantize(self, weights: Sequence[Tensor]) -> list[Tensors]:
-        """The tensors of these weights [N, K], which share an input; a per-tensor scale is one shared tensor."""
+        """The tensors of these weights [N, K], which share an input; a per-tensor scale is one
+        shared tensor.
+        """
 
     def dequantize(self, layer: Any) -> Tensor:
         """The dequantized weight, fp32 [N, K]."""
@@ -49,7 +52,8 @@ class Scheme(Protocol):
 
 @dataclass(frozen=True)
 class Fp8:
-    """e4m3 weights with a scale per tensor or output; activations with a static scale or one per row.
+    """e4m3 weights with a scale per tensor or output; activations with a static scale or one per
+    row.
 
     weight      "tensor" or "channel"
     activation  "static" or "token"
@@ -68,17 +72,31 @@ class Fp8:
 
     def tensors(self, out_features: int, in_features: int, dtype: torch.dtype) -> Shapes:
         scale = (1,) if self.weight == "tensor" else (out_features, 1)
-        found: Shapes = {"weight": ((out_features, in_features), self.dtype), "weight_scale": (scale, torch.float32)}
-        return found | ({"input_scale": ((1,), torch.float32)} if self.activation == "static" else {})
+        found: Shapes = {
+            "weight": ((out_features, in_features), self.dtype),
+            "weight_scale": (scale, torch.float32),
+        }
+        return found | (
+            {"input_scale": ((1,), torch.float32)} if self.activation == "static" else {}
+        )
 
     def quantize(self, weights: Sequence[Tensor]) -> list[Tensors]:
         if self.weight == "channel":
             pairs = [ops.quant_fp8_per_token.reference(weight, self.dtype) for weight in weights]
             return [{"weight": codes, "weight_scale": scale} for codes, scale in pairs]
-        amax = torch.stack([weight.abs().max().to(torch.float32) for weight in weights]).max().clamp(min=AMAX_FLOOR)
+        amax = (
+            torch.stack([weight.abs().max().to(torch.float32) for weight in weights])
+            .max()
+            .clamp(min=AMAX_FLOOR)
+        )
         scale = (amax / torch.finfo(self.dtype).max).reshape(1)
-        return [{"weight": to_fp8(weight.to(torch.float32) * (1.0 / scale), self.dtype), "weight_scale": scale}
-                for weight in weights]  # fmt: skip
+        return [
+            {
+                "weight": to_fp8(weight.to(torch.float32) * (1.0 / scale), self.dtype),
+                "weight_scale": scale,
+            }
+            for weight in weights
+        ]
 
     def dequantize(self, layer: Any) -> Tensor:
         values: Tensor = layer.weight.to(torch.float32) * layer.weight_scale
@@ -86,16 +104,23 @@ class Fp8:
 
     def apply(self, layer: Any, x: Tensor) -> Tensor:
         if self.activation == "static":
-            q, scale = ops.quant_fp8_static(x, layer.input_scale, layer.weight.dtype), layer.input_scale
+            q, scale = (
+                ops.quant_fp8_static(x, layer.input_scale, layer.weight.dtype),
+                layer.input_scale,
+            )
         else:
             q, scale = ops.quant_fp8_per_token(x, layer.weight.dtype)
-        out: Tensor = ops.scaled_linear_fp8(q, layer.weight, scale, layer.weight_scale, layer.bias, out_dtype=x.dtype)
+        out: Tensor = ops.scaled_linear_fp8(
+            q, layer.weight, scale, layer.weight_scale, layer.bias, out_dtype=x.dtype
+        )
         return out
 
 
 @dataclass(frozen=True)
 class Fp8Block:
-    """e4m3 weights with a scale per 128 x 128 block, activations with a scale per 1 x 128 block (DeepSeek-V3)."""
+    """e4m3 weights with a scale per 128 x 128 block, activations with a scale per 1 x 128 block
+    (DeepSeek-V3).
+    """
 
     dtype: torch.dtype = E4M3
     block: ClassVar[int] = 128
@@ -106,7 +131,10 @@ class Fp8Block:
 
     def tensors(self, out_features: int, in_features: int, dtype: torch.dtype) -> Shapes:
         squares = -(-out_features // self.block), -(-in_features // self.block)
-        return {"weight": ((out_features, in_features), self.dtype), "weight_scale": (squares, torch.float32)}
+        return {
+            "weight": ((out_features, in_features), self.dtype),
+            "weight_scale": (squares, torch.float32),
+        }
 
     def quantize(self, weights: Sequence[Tensor]) -> list[Tensors]:
         return [self._quantize(weight.to(torch.float32)) for weight in weights]
@@ -115,19 +143,30 @@ class Fp8Block:
         (rows, columns), block = weight.shape, self.block
         padded = torch.nn.functional.pad(weight, (0, -columns % block, 0, -rows % block))
         squares = padded.view(-(-rows // block), block, -1, block)
-        scale = squares.abs().amax((1, 3), keepdim=True).clamp(min=AMAX_FLOOR) / torch.finfo(self.dtype).max
+        scale = (
+            squares.abs().amax((1, 3), keepdim=True).clamp(min=AMAX_FLOOR)
+            / torch.finfo(self.dtype).max
+        )
         codes = to_fp8(squares * (1.0 / scale), self.dtype).view(padded.shape)[:rows, :columns]
         return {"weight": codes.contiguous(), "weight_scale": scale[:, 0, :, 0].contiguous()}
 
     def dequantize(self, layer: Any) -> Tensor:
         scale = layer.weight_scale.repeat_interleave(self.block, 0).repeat_interleave(self.block, 1)
-        values: Tensor = layer.weight.to(torch.float32) * scale[: layer.weight.shape[0], : layer.weight.shape[1]]
+        values: Tensor = (
+            layer.weight.to(torch.float32) * scale[: layer.weight.shape[0], : layer.weight.shape[1]]
+        )
         return values
 
     def apply(self, layer: Any, x: Tensor) -> Tensor:
         q, scale = ops.quant_fp8_group(x, self.block, dtype=layer.weight.dtype)
         out: Tensor = ops.scaled_linear_fp8_block(
-            q, layer.weight, scale, layer.weight_scale, layer.bias, out_dtype=x.dtype, block=self.block
+            q,
+            layer.weight,
+            scale,
+            layer.weight_scale,
+            layer.bias,
+            out_dtype=x.dtype,
+            block=self.block,
         )
         return out
 
@@ -142,11 +181,22 @@ class Int8:
         return None
 
     def tensors(self, out_features: int, in_features: int, dtype: torch.dtype) -> Shapes:
-        return {"weight": ((out_features, in_features), torch.int8), "weight_scale": ((out_features, 1), torch.float32)}
+        return {
+            "weight": ((out_features, in_features), torch.int8),
+            "weight_scale": ((out_features, 1), torch.float32),
+        }
 
     def quantize(self, weights: Sequence[Tensor]) -> list[Tensors]:
-        return [dict(zip(("weight", "weight_scale"), ops.quant_int8_per_token.reference(weight), strict=True))
-                for weight in weights]  # fmt: skip
+        return [
+            dict(
+                zip(
+                    ("weight", "weight_scale"),
+                    ops.quant_int8_per_token.reference(weight),
+                    strict=True,
+                )
+            )
+            for weight in weights
+        ]
 
     def dequantize(self, layer: Any) -> Tensor:
         values: Tensor = layer.weight.to(torch.float32) * layer.weight_scale
@@ -154,7 +204,9 @@ class Int8:
 
     def apply(self, layer: Any, x: Tensor) -> Tensor:
         q, scale = ops.quant_int8_per_token(x)
-        out: Tensor = ops.scaled_linear_int8(q, layer.weight, scale, layer.weight_scale, layer.bias, out_dtype=x.dtype)
+        out: Tensor = ops.scaled_linear_int8(
+            q, layer.weight, scale, layer.weight_scale, layer.bias, out_dtype=x.dtype
+        )
         return out
 
 
@@ -171,7 +223,10 @@ class Int4:
 
     @property
     def description(self) -> str:
-        return f"int4 (groups of {self.group}{', zero points' if self.zeros else ''}, activations 16-bit)"
+        return (
+            f"int4 (groups of {self.group}{', zero points' if self.zeros else ''}, "
+            "activations 16-bit)"
+        )
 
     def refuses(self, out_features: int, in_features: int) -> str | None:
         if in_features % self.group:
@@ -197,11 +252,15 @@ class Int4:
         return {"weight": pack_int4(codes.flatten(-2)), "weight_scale": scale.squeeze(-1)}
 
     def dequantize(self, layer: Any) -> Tensor:
-        return int4_weight(layer.weight, layer.weight_scale, layer.zeros if self.zeros else None, self.group)
+        return int4_weight(
+            layer.weight, layer.weight_scale, layer.zeros if self.zeros else None, self.group
+        )
 
     def apply(self, layer: Any, x: Tensor) -> Tensor:
         zeros = layer.zeros if self.zeros else None
-        out: Tensor = ops.linear_w4a16(x, layer.weight, layer.weight_scale, zeros, layer.bias, group=self.group)
+        out: Tensor = ops.linear_w4a16(
+            x, layer.weight, layer.weight_scale, zeros, layer.bias, group=self.group
+        )
         return out
 
 
@@ -221,7 +280,11 @@ class Mxfp4:
         return f"mxfp4 (activations {self.activation})"
 
     def refuses(self, out_features: int, in_features: int) -> str | None:
-        return f"{in_features} inputs are not a multiple of 32, the group size of MXFP4" if in_features % 32 else None
+        return (
+            f"{in_features} inputs are not a multiple of 32, the group size of MXFP4"
+            if in_features % 32
+            else None
+        )
 
     def tensors(self, out_features: int, in_features: int, dtype: torch.dtype) -> Shapes:
         return {
@@ -242,7 +305,9 @@ class Mxfp4:
             q, scale = ops.quant_mxfp4(x, self.rounding)
         elif self.activation == "fp8":
             q, scale = ops.quant_fp8_per_token(x)
-        out: Tensor = ops.linear_mxfp4(q, layer.weight, layer.weight_scale, scale, layer.bias, out_dtype=x.dtype)
+        out: Tensor = ops.linear_mxfp4(
+            q, layer.weight, layer.weight_scale, scale, layer.bias, out_dtype=x.dtype
+        )
         return out
 
 
@@ -269,7 +334,7 @@ def as_fnuz(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """
     bits = codes.view(torch.uint8)
     bits = torch.where(bits == 0x80, 0, bits)
-    doubled = torch.where(scale == 255, scale, scale + 1) if scale.dtype == torch.uint8 else scale * 2.0
+    doubled = (
+        torch.where(scale == 255, scale, scale + 1) if scale.dtype == torch.uint8 else scale * 2.0
+    )
     return bits.view(torch.float8_e4m3fnuz), doubled
-
-

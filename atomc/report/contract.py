@@ -1,9 +1,11 @@
-"""Contracts on how often each rewrite fires and which kernel runs each op, checked when a graph is compiled.
+"""Contracts on how often each rewrite fires and which kernel runs each op, checked when a graph is
+compiled.
 
-    options={"expect": {"add_rms_norm": "2*layers", "qk_norm_rope": "layers"}, "expect_mode": "error"}
+    options={"expect": {"add_rms_norm": "2*layers", "qk_norm_rope": "layers"}, "expect_mode":
+    "error"}
 
-A count is a number or a formula of `layers`, the number of layers in the graph; ">= layers" is a minimum. A baseline is
-the counts of a report, saved as JSON, to compare with a later compile.
+A count is a number or a formula of `layers`, the number of layers in the graph; ">= layers" is a
+minimum. A baseline is the counts of a report, saved as JSON, to compare with a later compile.
 """
 
 import ast
@@ -22,8 +24,11 @@ log = logging.getLogger("atomc")
 
 VERSION = 1
 _BINARY: dict[type[ast.operator], Callable[[int, int], int]] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
-}  # fmt: skip
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+}
 
 
 def expected(rewrite: str, count: int | str, layers: int) -> tuple[int, bool]:
@@ -36,8 +41,10 @@ def expected(rewrite: str, count: int | str, layers: int) -> tuple[int, bool]:
     try:
         return _number(ast.parse(text.removeprefix(">=").strip(), mode="eval").body, layers), least
     except (SyntaxError, ValueError, ZeroDivisionError) as error:
-        raise OptionsError(f"option expect: the count {count!r} of {rewrite!r} is not valid ({error}): expected "
-                           "a number or a formula such as 'layers', '2*layers + 1', '>= layers'") from error  # fmt: skip
+        raise OptionsError(
+            f"option expect: the count {count!r} of {rewrite!r} is not valid ({error}): expected "
+            "a number or a formula such as 'layers', '2*layers + 1', '>= layers'"
+        ) from error
 
 
 def _number(node: ast.expr, layers: int) -> int:
@@ -60,39 +67,67 @@ def check_formulas(expect: Mapping[str, int | str]) -> None:
 def violations(report: Report, expect: Mapping[str, int | str]) -> list[str]:
     """The violations of a graph, one sentence each, with the layers and the reason.
 
-    A graph without layers (a part of a program between two graph breaks) has no violations. Raises OptionsError for an
-    unknown rewrite or a wrong formula.
+    A graph without layers (a part of a program between two graph breaks) has no violations. Raises
+    OptionsError for an unknown rewrite or a wrong formula.
     """
-    counts = {rewrite: expected(rewrite, count, report.num_layers) for rewrite, count in expect.items()}
+    counts = {
+        rewrite: expected(rewrite, count, report.num_layers) for rewrite, count in expect.items()
+    }
     if not report.treated:
-        return [f"{', '.join(expect)} expected, but the graph was not treated: {report.why_not}"] if expect else []
+        return (
+            [f"{', '.join(expect)} expected, but the graph was not treated: {report.why_not}"]
+            if expect
+            else []
+        )
     if report.num_layers == 0:
         return []
-    unknown = [name for name in expect if report.known and name not in (*report.known, *report.off, *report.matches)]
+    unknown = [
+        name
+        for name in expect
+        if report.known and name not in (*report.known, *report.off, *report.matches)
+    ]
     if unknown:
-        raise OptionsError(f"option expect: no rewrite {unknown[0]!r}; rewrites are {sorted(report.known)}")
-    return [_violation_text(report, name, number, least, str(expect[name])) for name, (number, least) in counts.items()
-            if report.matches[name] < number or (report.matches[name] > number and not least)]  # fmt: skip
+        raise OptionsError(
+            f"option expect: no rewrite {unknown[0]!r}; rewrites are {sorted(report.known)}"
+        )
+    return [
+        _violation_text(report, name, number, least, str(expect[name]))
+        for name, (number, least) in counts.items()
+        if report.matches[name] < number or (report.matches[name] > number and not least)
+    ]
 
 
 def _violation_text(report: Report, rewrite: str, number: int, least: bool, formula: str) -> str:
     expected_text = f"{'at least ' * least}{number}"
     expected_text += f" ({formula.removeprefix('>=').strip()})" if "layers" in formula else ""
-    text = f"{rewrite} fired {report.matches[rewrite]} times in {report.num_layers} layers, expected {expected_text}"
+    text = (
+        f"{rewrite} fired {report.matches[rewrite]} times in {report.num_layers} layers, "
+        f"expected {expected_text}"
+    )
     if report.matches[rewrite] > number:
         return text
     causes = [rewrite, *report.built_on(rewrite)]
     near = [miss for name in causes for miss in report.near if miss.rewrite == name]
     if near:
         layers = spans(miss.layer for miss in near if miss.layer is not None)
-        return f"{text}; " + (f"not in layers {layers}. " if layers else "") + f"Near miss: {near[0].text()}"
+        return (
+            f"{text}; "
+            + (f"not in layers {layers}. " if layers else "")
+            + f"Near miss: {near[0].text()}"
+        )
     per_layer = Counter(site.layer for site in report.sites if site.rewrite == rewrite)
     without = [layer for layer in report.layers if not per_layer[layer]]
-    return f"{text}; " + (f"none in layers {spans(without)}. " if without else "") + report.why(rewrite)
+    return (
+        f"{text}; "
+        + (f"none in layers {spans(without)}. " if without else "")
+        + report.why(rewrite)
+    )
 
 
 def check(report: Report, options: Options) -> None:
-    """Raise ContractError, or warn with expect_mode="warn", if the graph violates option `expect`."""
+    """Raise ContractError, or warn with expect_mode="warn", if the graph violates option
+    `expect`.
+    """
     found = violations(report, options.expect)
     if not found:
         return
@@ -112,22 +147,34 @@ def _counted(report: Report) -> dict[str, Any]:
     kernels: dict[str, Counter[str]] = {}
     for choice in report.kernels:
         kernels.setdefault(f"{choice.op} for {choice.tokens} tokens", Counter())[choice.chosen] += 1
-    return {"model": report.model, "treated": report.treated, "layers": report.num_layers,
-            "rewrites": {name: count for name, count in sorted(report.matches.items()) if count},
-            "kernels": {op: dict(sorted(chosen.items())) for op, chosen in sorted(kernels.items())}}  # fmt: skip
+    return {
+        "model": report.model,
+        "treated": report.treated,
+        "layers": report.num_layers,
+        "rewrites": {name: count for name, count in sorted(report.matches.items()) if count},
+        "kernels": {op: dict(sorted(chosen.items())) for op, chosen in sorted(kernels.items())},
+    }
 
 
 def differences(saved: Mapping[str, Any], reports: Sequence[Report]) -> list[str]:
-    """The changes since a baseline was saved, one line each; for a rewrite that fires less often, with the reason.
+    """The changes since a baseline was saved, one line each; for a rewrite that fires less often,
+    with the reason.
 
     Raises ValueError for a baseline of another version.
     """
     if saved.get("version") != VERSION:
-        raise ValueError(f"the baseline is of version {saved.get('version')!r}, expected {VERSION}: save it again")
+        raise ValueError(
+            f"the baseline is of version {saved.get('version')!r}, expected {VERSION}: save it "
+            "again"
+        )
     before, now = saved["graphs"], [_counted(report) for report in reports]
     found = []
     if len(before) != len(now):
-        breaks = [f"{r.graph_break.source}: {r.graph_break.reason}" for r in reports if r.graph_break is not None]
+        breaks = [
+            f"{r.graph_break.source}: {r.graph_break.reason}"
+            for r in reports
+            if r.graph_break is not None
+        ]
         where = f" (breaks at {'; '.join(breaks)})" if breaks else ""
         found.append(f"{len(now)} graphs instead of {len(before)}{where}")
     many = len(now) > 1
@@ -140,8 +187,11 @@ def differences(saved: Mapping[str, Any], reports: Sequence[Report]) -> list[str
 def _changes(old: Mapping[str, Any], new: Mapping[str, Any], report: Report) -> list[str]:
     lost = old["treated"] and not new["treated"]
     why = {"treated": f" ({report.why_not})"} if lost else {}
-    found = [f"{name}: {old[name]!r} became {new[name]!r}{why.get(name, '')}" for name in ("model", "treated", "layers")
-             if old[name] != new[name]]  # fmt: skip
+    found = [
+        f"{name}: {old[name]!r} became {new[name]!r}{why.get(name, '')}"
+        for name in ("model", "treated", "layers")
+        if old[name] != new[name]
+    ]
     if lost:
         return found
     for rewrite in sorted(old["rewrites"].keys() | new["rewrites"].keys()):

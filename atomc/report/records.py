@@ -1,4 +1,6 @@
-"""The records of a report: rewrites, near misses, kernels, costs and so on, as plain dataclasses."""
+"""The records of a report: rewrites, near misses, kernels, costs and so on, as plain
+dataclasses.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -17,15 +19,18 @@ class Site:
 
 
 # Why a pattern does not match: differences of structure, of values, or conditions of rewriting.
-MissKind = Literal["extra op", "missing op", "missing cast", "other op", "operand order", "arguments", "attribute",
-                   "scalar", "same value", "no reader",
-                   "dtype", "size", "view", "device", "extra user", "mutation", "cycle",
-                   "guard", "taken", "off", "packed"]  # fmt: skip
+MissKind = Literal[
+    "extra op", "missing op", "missing cast", "other op", "operand order", "arguments", "attribute",
+    "scalar", "same value", "no reader", "dtype", "size", "view", "device", "extra user",
+    "mutation", "cycle", "guard", "taken", "off", "packed",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Miss:
-    """One place where a rewrite nearly fired. `depth` is the fraction of the pattern that matched."""
+    """One place where a rewrite nearly fired. `depth` is the fraction of the pattern that
+    matched.
+    """
 
     rewrite: str
     variant: str
@@ -41,7 +46,10 @@ class Miss:
     def text(self) -> str:
         where = self.module_path or "the graph"
         line = f" ({self.source})" if self.source else ""
-        return f"{self.rewrite} in {where}{line}, {self.depth:.0%} there: expected {self.expected}; found {self.found}"
+        return (
+            f"{self.rewrite} in {where}{line}, {self.depth:.0%} there: expected "
+            f"{self.expected}; found {self.found}"
+        )
 
 
 def another_kernel(provider: str) -> str:
@@ -53,7 +61,8 @@ class KernelChoice:
     """The kernel selected for one op and a range of token counts.
 
     refused   (provider, reason), in order of preference
-    codes     the code (atomc.ops.op.Refusal) of each of these; empty in a report of an older version
+    codes     the code (atomc.ops.op.Refusal) of each of these; empty in a report of an older
+              version
     """
 
     op: str
@@ -66,8 +75,13 @@ class KernelChoice:
 
     @property
     def others(self) -> list[tuple[str, str]]:
-        """`refused` for display: a refusal of the provider that runs the op is of another kernel of it."""
-        return [(another_kernel(name) if name == self.chosen else name, reason) for name, reason in self.refused]
+        """`refused` for display: a refusal of the provider that runs the op is of another kernel of
+        it.
+        """
+        return [
+            (another_kernel(name) if name == self.chosen else name, reason)
+            for name, reason in self.refused
+        ]
 
     def refused_by(self, *codes: str) -> list[tuple[str, str]]:
         """The entries of `refused` with one of these codes."""
@@ -114,7 +128,8 @@ class OpCost:
 class FusionOpportunity:
     """Memory traffic that fusing kernels would save.
 
-    kind  "near miss": `what` is the rewrite; "neighbours": `what` is the two ops; "glue": pointwise ops that run one by one
+    kind  "near miss": `what` is the rewrite; "neighbours": `what` is the two ops; "glue": pointwise
+          ops that run one by one
     """
 
     kind: str
@@ -171,7 +186,9 @@ class CacheOutcome:
 
 @dataclass(frozen=True)
 class Glue:
-    """The compiler of the ops between kernels, "inductor" or "eager"; `note` is also in Report.notes."""
+    """The compiler of the ops between kernels, "inductor" or "eager"; `note` is also in
+    Report.notes.
+    """
 
     how: str
     note: str
@@ -179,9 +196,15 @@ class Glue:
 
 # The record type of each list of a report.
 PARTS: dict[str, Any] = {
-    "sites": Site, "kernels": KernelChoice, "stages": Stage, "near": Miss, "costs": OpCost, "savings": FusionOpportunity,
-    "few_bits": QuantizedWeightSize, "glue": Glue,
-}  # fmt: skip
+    "sites": Site,
+    "kernels": KernelChoice,
+    "stages": Stage,
+    "near": Miss,
+    "costs": OpCost,
+    "savings": FusionOpportunity,
+    "few_bits": QuantizedWeightSize,
+    "glue": Glue,
+}
 
 
 def spans(numbers: Iterable[int]) -> str:

@@ -1,4 +1,6 @@
-"""What the compiler did to one graph, as data without tensors; atomc.report.render converts it to text and HTML."""
+"""What the compiler did to one graph, as data without tensors; atomc.report.render converts it to
+text and HTML.
+"""
 
 import contextlib
 import json
@@ -44,7 +46,9 @@ class Report:
     stages: list[Stage] = field(default_factory=list)
     phases: dict[str, float] = field(default_factory=dict)
     cuda_graphs: list[dict[str, Any]] = field(default_factory=list)
-    machine: dict[str, Any] = field(default_factory=dict)  # name, arch, and bandwidth and flops if known
+    machine: dict[str, Any] = field(
+        default_factory=dict
+    )  # name, arch, and bandwidth and flops if known
     cached: CacheOutcome = field(default_factory=CacheOutcome)
     notes: list[str] = field(default_factory=list)
     glue: list[Glue] = field(default_factory=list)
@@ -54,16 +58,26 @@ class Report:
     near: list[Miss] = field(default_factory=list)
     off: list[str] = field(default_factory=list)  # passes that are disabled
     known: list[str] = field(default_factory=list)  # every rewrite that could have fired
-    absent: dict[str, str] = field(default_factory=dict)  # rewrite -> the op it needs that is not in the graph
-    taken: dict[str, str] = field(default_factory=dict)  # rewrite -> the rewrite that consumed its ops
-    requires: dict[str, list[str]] = field(default_factory=dict)  # rewrite -> earlier passes whose ops it matches
+    absent: dict[str, str] = field(
+        default_factory=dict
+    )  # rewrite -> the op it needs that is not in the graph
+    taken: dict[str, str] = field(
+        default_factory=dict
+    )  # rewrite -> the rewrite that consumed its ops
+    requires: dict[str, list[str]] = field(
+        default_factory=dict
+    )  # rewrite -> earlier passes whose ops it matches
     num_ops: dict[str, int] = field(default_factory=dict)  # ops left in the graph before lowering
     costs: list[OpCost] = field(default_factory=list)  # of the graph before lowering, in its order
     savings: list[FusionOpportunity] = field(default_factory=list)
     few_bits: list[QuantizedWeightSize] = field(default_factory=list)
     about: dict[str, str] = field(default_factory=dict)  # rewrite -> the docstring of its file
-    audit: dict[str, Any] = field(default_factory=dict)  # of the first call, if requested: see docs/audit.md
-    bugs: list[str] = field(default_factory=list)  # of the matcher: rejections that it could not explain
+    audit: dict[str, Any] = field(
+        default_factory=dict
+    )  # of the first call, if requested: see docs/audit.md
+    bugs: list[str] = field(
+        default_factory=list
+    )  # of the matcher: rejections that it could not explain
 
     @property
     def cache(self) -> str:
@@ -87,8 +101,9 @@ class Report:
     def why(self, rewrite: str, module_path: str | None = None) -> str:
         """Why the rewrite fired or did not, in the whole graph or below one module.
 
-        One of: pass off; graph not treated; no anchor; near miss; taken by another rewrite; broken here; fired, but a
-        kernel refused; fired. Raises ValueError for a rewrite that does not exist.
+        One of: pass off; graph not treated; no anchor; near miss; taken by another rewrite; broken
+        here; fired, but a kernel refused; fired. Raises ValueError for a rewrite that does not
+        exist.
         """
         everywhere = rewrite in self.off or not self.treated
         place = f" below {module_path}" if module_path and not everywhere else ""
@@ -101,11 +116,17 @@ class Report:
             return f"the pass is off (options={{'passes': {{{rewrite!r}: False}}}})"
         if not self.treated:
             return f"the graph was not treated: {self.why_not}"
-        sites = [site for site in self.sites if site.rewrite == rewrite and _below(site.module_path, module_path)]
+        sites = [
+            site
+            for site in self.sites
+            if site.rewrite == rewrite and _below(site.module_path, module_path)
+        ]
         near = [miss for miss in self.misses(rewrite) if _below(miss.module_path, module_path)]
         if sites:
             off = [miss for miss in near if miss.kind == "off"]
-            return self._fired(rewrite, sites) + (f"; {off[0].found} and at {len(off)} sites in all" if off else "")
+            return self._fired(rewrite, sites) + (
+                f"; {off[0].found} and at {len(off)} sites in all" if off else ""
+            )
         if near:
             more = f" (and {len(near) - 1} more like it)" if len(near) > 1 else ""
             if near[0].kind in ("taken", "off"):
@@ -118,13 +139,24 @@ class Report:
         if rewrite in self.taken:
             return self.taken[rewrite]
         if self.graph_break is not None:
-            return (f"broken here: Dynamo ended the graph at {self.graph_break.source} "
-                    f"({self.graph_break.code}): {self.graph_break.reason}")  # fmt: skip
+            return (
+                f"broken here: Dynamo ended the graph at {self.graph_break.source} "
+                f"({self.graph_break.code}): {self.graph_break.reason}"
+            )
         for earlier in self.built_on(rewrite):
-            upstream = [miss for miss in self.near if miss.rewrite == earlier and _below(miss.module_path, module_path)]
+            upstream = [
+                miss
+                for miss in self.near
+                if miss.rewrite == earlier and _below(miss.module_path, module_path)
+            ]
             if upstream:
-                return f"needs {earlier}, which did not fire everywhere. Near miss: {upstream[0].text()}"
-        return f"no anchor: {self.absent.get(rewrite, 'nothing like it is in this part of the graph')}"
+                return (
+                    f"needs {earlier}, which did not fire everywhere. Near miss: "
+                    f"{upstream[0].text()}"
+                )
+        return (
+            f"no anchor: {self.absent.get(rewrite, 'nothing like it is in this part of the graph')}"
+        )
 
     def built_on(self, rewrite: str) -> list[str]:
         """The passes that this one requires, directly or indirectly, nearest first."""
@@ -137,13 +169,21 @@ class Report:
         layers = spans(site.layer for site in sites if site.layer is not None)
         where = f" in layers {layers}" if layers else ""
         text = f"fired at {len(sites)} site{'s' * (len(sites) > 1)}{where}"
-        refused = {(provider, reason) for choice in self.kernels if choice.op == rewrite
-                   for provider, reason in choice.refused}  # fmt: skip
+        refused = {
+            (provider, reason)
+            for choice in self.kernels
+            if choice.op == rewrite
+            for provider, reason in choice.refused
+        }
         chosen = Counter(choice.chosen for choice in self.kernels if choice.op == rewrite)
         if chosen:
-            text += "; runs as " + ", ".join(f"{name} x{count}" for name, count in chosen.most_common())
+            text += "; runs as " + ", ".join(
+                f"{name} x{count}" for name, count in chosen.most_common()
+            )
         if refused:
-            text += "; refused: " + "; ".join(f"{provider}: {reason}" for provider, reason in sorted(refused))
+            text += "; refused: " + "; ".join(
+                f"{provider}: {reason}" for provider, reason in sorted(refused)
+            )
         return text
 
     def _check(self, rewrite: str) -> None:
@@ -152,7 +192,12 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain data."""
-        return {"version": VERSION, **asdict(self), "matches": dict(self.matches), "cache": self.cache}
+        return {
+            "version": VERSION,
+            **asdict(self),
+            "matches": dict(self.matches),
+            "cache": self.cache,
+        }
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=1, default=str)
@@ -161,13 +206,18 @@ class Report:
     def of(cls, data: Mapping[str, Any]) -> "Report":
         """The report of `to_dict` data. Raises ValueError for other data or another version."""
         if not isinstance(data, Mapping) or data.get("version") != VERSION:
-            raise ValueError(f"not a report of version {VERSION}: expected the output of `atomc explain --json`")
+            raise ValueError(
+                f"not a report of version {VERSION}: expected the output of `atomc explain --json`"
+            )
         names = {f.name for f in fields(cls)} & set(data)
         found: dict[str, Any] = {
-            name: [PARTS[name](**item) for item in data[name]] if name in PARTS else data[name] for name in names
+            name: [PARTS[name](**item) for item in data[name]] if name in PARTS else data[name]
+            for name in names
         }
-        found["kernels"] = [replace(choice, refused=[(provider, reason) for provider, reason in choice.refused])
-                            for choice in found.get("kernels", ())]  # fmt: skip
+        found["kernels"] = [
+            replace(choice, refused=[(provider, reason) for provider, reason in choice.refused])
+            for choice in found.get("kernels", ())
+        ]
         found["matches"] = Counter(found.get("matches", {}))
         if found.get("graph_break"):
             found["graph_break"] = GraphBreak(**found["graph_break"])
@@ -187,7 +237,12 @@ class Report:
 
 
 def _below(path: str, prefix: str | None) -> bool:
-    return prefix is None or path == prefix or path.startswith(prefix + ".") or f".{prefix}." in f".{path}."
+    return (
+        prefix is None
+        or path == prefix
+        or path.startswith(prefix + ".")
+        or f".{prefix}." in f".{path}."
+    )
 
 
 class Reports(list[Report]):

@@ -1,4 +1,6 @@
-"""What a pass is: a name, what it does to a graph, what must run before it; what it is given, and what it returns."""
+"""What a pass is: a name, what it does to a graph, what must run before it; what it is given, and
+what it returns.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +19,9 @@ from atomc.rewriting.rewrite import Fired, Rewrite
 
 
 class Off(NamedTuple):
-    """A pass that the options leave out in a module: by which pattern, and how the report says so."""
+    """A pass that the options leave out in a module: by which pattern, and how the report says
+    so.
+    """
 
     pattern: str
     text: str
@@ -32,7 +36,8 @@ class Context:
     choose  the kernel for an op's node, None for its meaning; in lowering only
     inputs  what the graph's first placeholders are fed: the parameters among them may be packed
     keep_texts  the report gets the graph after each changing pass, not only the final one
-    observers  shown the captured graph, and the graph after each pass that changed it, each with its name
+    observers  shown the captured graph, and the graph after each pass that changed it, each with
+               its name
     """
 
     options: Options
@@ -89,7 +94,8 @@ class Pass:
     run       returns the sites that it changed, or an Outcome
     after     names of passes that must stand earlier; building the pipeline checks it
     paged     True if it only has a meaning for the runtime
-    cleanup   True if it changes no meaning worth a line in the report; where it does not apply is not explained
+    cleanup   True if it changes no meaning worth a line in the report; where it does not apply is
+              not explained
     by_site   True if it asks `Context.off_here` at each site; the runner does so for rewrites
     """
 
@@ -103,9 +109,15 @@ class Pass:
 
 
 def rewriting(
-    name: str, rewrites: Rewrite | Sequence[Rewrite], *, after: Sequence[str] = (), paged: bool = False,
+    name: str,
+    rewrites: Rewrite | Sequence[Rewrite],
+    *,
+    after: Sequence[str] = (),
+    paged: bool = False,
     cleanup: bool = False,
-) -> Pass:  # fmt: skip
+) -> Pass:
     """A pass that applies a rewrite, or several in order."""
     applied = (rewrites,) if isinstance(rewrites, Rewrite) else tuple(rewrites)
-    return Pass(name, rewrites=applied, after=tuple(after), paged=paged, cleanup=cleanup, by_site=True)
+    return Pass(
+        name, rewrites=applied, after=tuple(after), paged=paged, cleanup=cleanup, by_site=True
+    )

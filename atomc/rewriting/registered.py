@@ -1,4 +1,5 @@
-"""The passes that were added from outside, each with the name of the one that it stands before, or None: at the end.
+"""The passes that were added from outside, each with the name of the one that it stands before, or
+None: at the end.
 
 A list of its own, so that whoever asks whether there are any need not import the pipeline.
 """

@@ -1,4 +1,6 @@
-"""A Rewrite is data: a pattern function, a replacement function, a guard, an example. `apply` makes one sweep with it."""
+"""A Rewrite is data: a pattern function, a replacement function, a guard, an example. `apply` makes
+one sweep with it.
+"""
 
 import operator
 import threading
@@ -30,7 +32,8 @@ _tracing = threading.Lock()
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """One of the patterns that a rewrite stands for: a style, or an operand that is there or absent.
+    """One of the patterns that a rewrite stands for: a style, or an operand that is there or
+    absent.
 
     variant  its name among the rewrite's cases
     given    what the rewrite's `example` is called with for it
@@ -44,21 +47,26 @@ class Case:
 
 @dataclass(frozen=True, eq=False)
 class Rewrite:
-    """Replace what looks like `pattern` by `replacement`; both are plain functions of the same named arguments.
+    """Replace what looks like `pattern` by `replacement`; both are plain functions of the same
+    named arguments.
 
-    The pattern is traced, so it may use all of torch; the replacement is called once a site with graph nodes, so it uses
-    atomc.ops and torch.ops.aten.<name>.<overload>. An argument is what the site decides: a node, or what is captured
-    (Pattern); where it decides nothing, what the example says.
+    The pattern is traced, so it may use all of torch; the replacement is called once a site with
+    graph nodes, so it uses atomc.ops and torch.ops.aten.<name>.<overload>. An argument is what the
+    site decides: a node, or what is captured (Pattern); where it decides nothing, what the example
+    says.
 
-    example        name -> fake-sized tensor or number; it specifies which sizes, ranks and dtypes are equal (Pattern)
+    example        name -> fake-sized tensor or number; it specifies which sizes, ranks and dtypes
+                   are equal (Pattern)
     guard          the arguments as fake tensors and numbers -> the sentence why not, or None
     variant        which of several patterns of the same name this is
     cases          the patterns, most specific first: each is traced with an example of its own
-    attrs          what a site is, shown in the report beside what is captured; or a function like `guard` that says it
+    attrs          what a site is, shown in the report beside what is captured; or a function like
+                   `guard` that says it
     sees_through   views that keep the last dimension may stand between the pattern's nodes
-    read_together  the pattern's outputs are operands of one node, in this order; a static cache may lie in between
-    needs          op of ours, or "aten::cat" -> attributes that one of its nodes must have (OneOf: one of these); without
-                   such a node nothing is traced or explained
+    read_together  the pattern's outputs are operands of one node, in this order; a static cache may
+                   lie in between
+    needs          op of ours, or "aten::cat" -> attributes that one of its nodes must have (OneOf:
+                   one of these); without such a node nothing is traced or explained
     """
 
     name: str
@@ -75,34 +83,54 @@ class Rewrite:
     _traced: dict[Case, Pattern] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        if signature(self.pattern).parameters.keys() != signature(self.replacement).parameters.keys():
-            raise ValueError(f"rewrite {self.name!r}: pattern and replacement take different arguments")
+        if (
+            signature(self.pattern).parameters.keys()
+            != signature(self.replacement).parameters.keys()
+        ):
+            raise ValueError(
+                f"rewrite {self.name!r}: pattern and replacement take different arguments"
+            )
 
     def traced(self, case: Case | None = None) -> Pattern:
         """The pattern of a case (of the first by default), traced on first use."""
         case = case or self.cases[0]
         with _tracing, outside_of_tracing():
             if case not in self._traced:
-                self._traced[case] = Pattern(self.pattern, self.example(**case.given), sees_through=self.sees_through,
-                                             read_together=self.read_together)  # fmt: skip
+                self._traced[case] = Pattern(
+                    self.pattern,
+                    self.example(**case.given),
+                    sees_through=self.sees_through,
+                    read_together=self.read_together,
+                )
         return self._traced[case]
 
     def unmet(self, case: Case, index: Index) -> list[str]:
-        """Canonical names of the ops that a case needs and that the graph has not, or not with these attributes."""
-        needs = {op.removeprefix("aten::") if "::" in op else f"atom::{op}": attrs
-                 for op, attrs in (*self.needs.items(), *case.needs.items())}  # fmt: skip
-        return [op for op, attrs in needs.items() if not any(_has(node, attrs) for node in index[op])]
+        """Canonical names of the ops that a case needs and that the graph has not, or not with
+        these attributes.
+        """
+        needs = {
+            op.removeprefix("aten::") if "::" in op else f"atom::{op}": attrs
+            for op, attrs in (*self.needs.items(), *case.needs.items())
+        }
+        return [
+            op for op, attrs in needs.items() if not any(_has(node, attrs) for node in index[op])
+        ]
 
 
 def _has(node: Node, attrs: Mapping[str, Any]) -> bool:
     found = call(node).attrs
-    return all(name in found and (found[name] in wanted if isinstance(wanted, OneOf) else found[name] == wanted)
-               for name, wanted in attrs.items())  # fmt: skip
+    return all(
+        name in found
+        and (found[name] in wanted if isinstance(wanted, OneOf) else found[name] == wanted)
+        for name, wanted in attrs.items()
+    )
 
 
 @dataclass
 class Fired:
-    """One place where a rewrite was applied. `node` is what was replaced; it still carries its metadata."""
+    """One place where a rewrite was applied. `node` is what was replaced; it still carries its
+    metadata.
+    """
 
     name: str
     node: Node
@@ -113,10 +141,14 @@ class Fired:
 
 
 def apply(
-    graph: Graph, rewrite: Rewrite, index: Index, off_here: OffHere | None = None,
+    graph: Graph,
+    rewrite: Rewrite,
+    index: Index,
+    off_here: OffHere | None = None,
     case: Case | None = None,
-) -> tuple[list[Fired], list[NearMiss]]:  # fmt: skip
-    """One sweep: replace every site. Returns what fired, and the sites that fit but for a stated reason.
+) -> tuple[list[Fired], list[NearMiss]]:
+    """One sweep: replace every site. Returns what fired, and the sites that fit but for a stated
+    reason.
 
     index     of the graph as it is; another one is due after something fired
     off_here  says where the user left it out
@@ -132,8 +164,18 @@ def apply(
     for site, differences in matches(pattern, index):
         wrong = differences or _objections(rewrite, site, claimed, off_here)
         if wrong:
-            refused.append(NearMiss(rewrite.name, rewrite.variant or case.variant, site.outputs()[0], len(pattern.nodes),
-                                    len(pattern.nodes), 0, wrong, site.nodes()))  # fmt: skip
+            refused.append(
+                NearMiss(
+                    rewrite.name,
+                    rewrite.variant or case.variant,
+                    site.outputs()[0],
+                    len(pattern.nodes),
+                    len(pattern.nodes),
+                    0,
+                    wrong,
+                    site.nodes(),
+                )
+            )
         else:
             sites.append(site)
             claimed |= set(site.matched.values())
@@ -149,12 +191,18 @@ def apply(
     return fired, refused
 
 
-def _objections(rewrite: Rewrite, site: Site, claimed: set[Node], off_here: OffHere | None) -> list[Difference]:
+def _objections(
+    rewrite: Rewrite, site: Site, claimed: set[Node], off_here: OffHere | None
+) -> list[Difference]:
     """Why a site that fits is left alone: an earlier one of the sweep, the guard, the options."""
     first = site.outputs()[0]
     # Several readers may share an input view; only what disappears can be claimed twice.
     if shared := sorted(claimed & set(site.matched.values())):
-        return [Difference("taken", f"{describe(shared[0])} for itself", f"taken by {rewrite.name}", shared[0])]
+        return [
+            Difference(
+                "taken", f"{describe(shared[0])} for itself", f"taken by {rewrite.name}", shared[0]
+            )
+        ]
     if rewrite.guard is not None and (reason := rewrite.guard(**_values(site))):
         return [Difference("guard", f"what {rewrite.name} asks for", reason, first)]
     if off_here is not None and (off := off_here(rewrite.name, first)):
@@ -166,19 +214,31 @@ def misses(
     index: Index, cases: list[tuple[Rewrite, Case]], causes: list[NearMiss]
 ) -> tuple[list[NearMiss], list[NearMiss]]:
     """Explain what is left over for these cases; see near_miss.near_misses."""
-    patterns = [(rewrite.name, rewrite.variant or case.variant, rewrite.traced(case)) for rewrite, case in cases]
+    patterns = [
+        (rewrite.name, rewrite.variant or case.variant, rewrite.traced(case))
+        for rewrite, case in cases
+    ]
     return near_misses(patterns, index, causes)
 
 
 def _values(site: Site) -> dict[str, Any]:
     """What the arguments are at a site, tensors as fake ones."""
-    return {name: value(given) if isinstance(given, Node) else given for name, given in site.arguments().items()}
+    return {
+        name: value(given) if isinstance(given, Node) else given
+        for name, given in site.arguments().items()
+    }
 
 
 def _replace(
-    graph: Graph, rewrite: Rewrite, site: Site, renamed: dict[Node, Node], moved: list[tuple[Node, Any]]
+    graph: Graph,
+    rewrite: Rewrite,
+    site: Site,
+    renamed: dict[Node, Node],
+    moved: list[tuple[Node, Any]],
 ) -> Fired:
-    """Replace one site. Outputs that lie differently from then on are added to `moved`, with their values before."""
+    """Replace one site. Outputs that lie differently from then on are added to `moved`, with their
+    values before.
+    """
     # An earlier site of this sweep may have replaced an input of this one.
     site.bound = {name: _renamed(bound, renamed) for name, bound in site.bound.items()}
     attrs = rewrite.attrs(**_values(site)) if callable(rewrite.attrs) else rewrite.attrs
@@ -217,12 +277,21 @@ def _renamed(bound: Any, renamed: Mapping[Node, Node]) -> Any:
 def _results(graph: Graph, rewrite: Rewrite, site: Site) -> list[Node]:
     """Call the replacement; one node per output."""
     tracer = GraphAppendingTracer(graph)
-    result = rewrite.replacement(**{name: Proxy(given, tracer) if isinstance(given, Node) else given
-                                    for name, given in site.arguments().items()})  # fmt: skip
+    result = rewrite.replacement(
+        **{
+            name: Proxy(given, tracer) if isinstance(given, Node) else given
+            for name, given in site.arguments().items()
+        }
+    )
     num_outputs = len(site.pattern.outputs)
     if num_outputs == 1:
         return [result.node]
-    return [part.node for part in (result if isinstance(result, tuple) else [result[i] for i in range(num_outputs)])]
+    return [
+        part.node
+        for part in (
+            result if isinstance(result, tuple) else [result[i] for i in range(num_outputs)]
+        )
+    ]
 
 
 def _as_seen(graph: Graph, site: Site, new: Node, output: Node, meta: Mapping[str, Any]) -> Node:
@@ -242,13 +311,22 @@ def _between(first: Node, last: Node) -> list[Node]:
     return nodes
 
 
-def _describe_new_nodes(graph: Graph, made: list[Node], meta: dict[str, Any], replaced: list[Any]) -> None:
-    """Give new nodes their metadata; the values are the replaced ones where one op stands for all, else traced."""
+def _describe_new_nodes(
+    graph: Graph, made: list[Node], meta: dict[str, Any], replaced: list[Any]
+) -> None:
+    """Give new nodes their metadata; the values are the replaced ones where one op stands for all,
+    else traced.
+    """
     calls = [node for node in made if node.target is not operator.getitem]
     for node in made:
-        if node.target is not operator.getitem and not isinstance(node.target, torch._ops.OpOverload):
-            raise TypeError(f"replacement of {meta['made_by']!r} makes {node.format_node()}: only ops of atomc.ops and "
-                            "torch.ops.aten.<name>.<overload> may stand in a replacement")  # fmt: skip
+        if node.target is not operator.getitem and not isinstance(
+            node.target, torch._ops.OpOverload
+        ):
+            raise TypeError(
+                f"replacement of {meta['made_by']!r} makes {node.format_node()}: only ops of "
+                "atomc.ops and "
+                "torch.ops.aten.<name>.<overload> may stand in a replacement"
+            )
         node.meta.update(meta)
         if node.target is operator.getitem:
             node.meta["val"] = value(node.args[0])[node.args[1]]  # type: ignore[arg-type]
@@ -300,14 +378,20 @@ def sort_topologically(graph: Graph) -> None:
 def remove_dead_nodes(graph: Graph) -> None:
     """Erase what nobody reads, but writes stay."""
     for node in reversed(list(graph.nodes)):
-        if node.op == "call_function" and not node.users and not mutated(node) and not node.is_impure():
+        if (
+            node.op == "call_function"
+            and not node.users
+            and not mutated(node)
+            and not node.is_impure()
+        ):
             graph.erase_node(node)
 
 
 def tensor_example(*shape: int, dtype: torch.dtype | OneOf = torch.bfloat16) -> Any:
     """A tensor for an example: only its sizes and dtype count.
 
-    Of which dtype the site decides: one of several. If an argument of the example is the same OneOf, both say the same.
+    Of which dtype the site decides: one of several. If an argument of the example is the same
+    OneOf, both say the same.
     """
     if isinstance(dtype, OneOf):
         return OneOf(*(torch.empty(*shape, dtype=each) for each in dtype.values), follows=dtype)

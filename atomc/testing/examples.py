@@ -1,7 +1,7 @@
 """Small example arguments for each op, to run a kernel without a model.
 
-T tokens, D width, M width of the MLP, N query heads, K key/value heads, H head width; of latent attention, L latent width,
-R rotated width, P width of a key that is not rotated.
+T tokens, D width, M width of the MLP, N query heads, K key/value heads, H head width; of latent
+attention, L latent width, R rotated width, P width of a key that is not rotated.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,9 @@ Arguments = dict[str, Any]
 
 
 class RandomInputs:
-    """Random tensors of one dtype on one device, from a fixed seed; T rows, caches of one layout."""
+    """Random tensors of one dtype on one device, from a fixed seed; T rows, caches of one
+    layout.
+    """
 
     def __init__(self, dtype: torch.dtype, device: str, rows: int, layout: str = "paged"):
         self.dtype, self.device, self.T, self.layout = dtype, device, rows, layout
@@ -49,7 +51,10 @@ class RandomInputs:
 
     def angles(self, width: int = H) -> Arguments:
         angle = 3 * torch.randn(self.T, 1, width // 2, generator=self.generator).repeat(1, 1, 2)
-        return {"cos": angle.cos().to(self.dtype).to(self.device), "sin": angle.sin().to(self.dtype).to(self.device)}
+        return {
+            "cos": angle.cos().to(self.dtype).to(self.device),
+            "sin": angle.sin().to(self.dtype).to(self.device),
+        }
 
     def slots(self) -> Tensor:
         """A slot for each row; the last of several is -1, which is not written."""
@@ -79,7 +84,9 @@ def _gated(n: RandomInputs, **more: Any) -> Arguments:
     return {"gate": gate, "up": up, **more}
 
 
-def _quantizing(make: Callable[[RandomInputs], Arguments], scheme: str, n: RandomInputs) -> Arguments:
+def _quantizing(
+    make: Callable[[RandomInputs], Arguments], scheme: str, n: RandomInputs
+) -> Arguments:
     scale = torch.tensor([0.02], device=n.device) if scheme == "fp8_static" else None
     return make(n) | {"scheme": scheme, "scale": scale}
 
@@ -91,7 +98,13 @@ def _linear(n: RandomInputs) -> Arguments:
 def _of_codes(op: Op, n: RandomInputs, **weights: Any) -> Arguments:
     x, x_scale = n.quantized(op, n.T, D)
     weight, weight_scale = n.quantized(op, M, D, **weights)
-    return {"x": x, "weight": weight, "x_scale": x_scale, "weight_scale": weight_scale, "out_dtype": n.dtype}
+    return {
+        "x": x,
+        "weight": weight,
+        "x_scale": x_scale,
+        "weight_scale": weight_scale,
+        "out_dtype": n.dtype,
+    }
 
 
 def _blocks(n: RandomInputs) -> Arguments:
@@ -123,7 +136,12 @@ def _written(n: RandomInputs) -> Arguments:
 
 
 def _rope_written(n: RandomInputs) -> Arguments:
-    return dict(zip("qkv", n.heads(N, K, K), strict=True)) | n.angles() | n.caches() | {"slots": n.slots()}
+    return (
+        dict(zip("qkv", n.heads(N, K, K), strict=True))
+        | n.angles()
+        | n.caches()
+        | {"slots": n.slots()}
+    )
 
 
 def _norm_rope_written(n: RandomInputs) -> Arguments:
@@ -134,9 +152,18 @@ def _paged(n: RandomInputs) -> Arguments:
     """The last T tokens of a sequence of CONTEXT."""
     caches = n.caches()
     blocks = torch.arange(caches["k_cache"].shape[0], dtype=torch.int32, device=n.device)
-    starts, length = (torch.tensor(given, dtype=torch.int32, device=n.device) for given in ([0, n.T], [CONTEXT]))
-    return {"q": n(n.T, N, H), **caches, "query_start": starts, "seq_lens": length, "block_tables": blocks[None],
-            "token": n(0), "scale": H**-0.5}  # fmt: skip
+    starts, length = (
+        torch.tensor(given, dtype=torch.int32, device=n.device) for given in ([0, n.T], [CONTEXT])
+    )
+    return {
+        "q": n(n.T, N, H),
+        **caches,
+        "query_start": starts,
+        "seq_lens": length,
+        "block_tables": blocks[None],
+        "token": n(0),
+        "scale": H**-0.5,
+    }
 
 
 def _latent(n: RandomInputs) -> Arguments:
@@ -150,30 +177,56 @@ def _latent_queries(n: RandomInputs) -> Arguments:
 
 def _by_head(scheme: str, n: RandomInputs) -> Arguments:
     if scheme == "mxfp4":
-        (x, x_scale), (weight, scale) = (n.quantized(ops.quant_mxfp4, *shape) for shape in ((n.T, N, P), (N, L, P)))
+        (x, x_scale), (weight, scale) = (
+            n.quantized(ops.quant_mxfp4, *shape) for shape in ((n.T, N, P), (N, L, P))
+        )
     else:
-        (x, x_scale), weight = n.quantized(ops.quant_fp8_group, n.T, N, P), n(N, L, P).to(torch.float8_e4m3fn)
+        (x, x_scale), weight = (
+            n.quantized(ops.quant_fp8_group, n.T, N, P),
+            n(N, L, P).to(torch.float8_e4m3fn),
+        )
         scale = torch.full((1,), 0.02, device=n.device)
-    return {"x": x, "weight": weight, "x_scale": x_scale, "weight_scale": scale, "out_dtype": n.dtype}
+    return {
+        "x": x,
+        "weight": weight,
+        "x_scale": x_scale,
+        "weight_scale": scale,
+        "out_dtype": n.dtype,
+    }
 
 
 def _by_head_and_written(scheme: str, n: RandomInputs) -> Arguments:
     weights = _by_head(scheme, n)
-    return _latent(n) | n.angles(R) | {
-        "q_nope": n(n.T, N, P), "q_pe": n(n.T, N, R), "weight": weights["weight"], "weight_scale": weights["weight_scale"],
-        "scheme": scheme}  # fmt: skip
+    return (
+        _latent(n)
+        | n.angles(R)
+        | {
+            "q_nope": n(n.T, N, P),
+            "q_pe": n(n.T, N, R),
+            "weight": weights["weight"],
+            "weight_scale": weights["weight_scale"],
+            "scheme": scheme,
+        }
+    )
 
 
 def _keys_and_values(n: RandomInputs) -> Arguments:
     """The rows of each head have P columns of the key and P of the value."""
-    return _of_codes(ops.quant_fp8_per_token, n) | {"k_pe": n(n.T, M // (2 * P), R), "nope": P, "scheme": "fp8"}
+    return _of_codes(ops.quant_fp8_per_token, n) | {
+        "k_pe": n(n.T, M // (2 * P), R),
+        "nope": P,
+        "scheme": "fp8",
+    }
 
 
 EXAMPLES: dict[Op, dict[str, Callable[[RandomInputs], Arguments]]] = {
     ops.silu_and_mul: {"": _gated},
     ops.gelu_and_mul: {"": _gated, "tanh": partial(_gated, approximate="tanh")},
     ops.rms_norm: {"": _normed, "one_plus": partial(_normed, style="one_plus")},
-    ops.add_rms_norm: {"": partial(_normed, residual=True), "one_plus": partial(_normed, residual=True, style="one_plus")},
+    ops.add_rms_norm: {
+        "": partial(_normed, residual=True),
+        "one_plus": partial(_normed, residual=True, style="one_plus"),
+    },
     ops.layer_norm: {"": _layer_normed},
     ops.add_layer_norm: {"": partial(_layer_normed, residual=True)},
     ops.add_rms_norm_pad: {"": partial(_normed, residual=True, columns=64)},
@@ -182,7 +235,9 @@ EXAMPLES: dict[Op, dict[str, Callable[[RandomInputs], Arguments]]] = {
         scheme: partial(_quantizing, partial(_normed, residual=True), scheme) for scheme in SCHEMES
     },
     ops.silu_and_mul_quant: {scheme: partial(_quantizing, _gated, scheme) for scheme in SCHEMES},
-    ops.quant_fp8_static: {"": lambda n: {"x": n(n.T, D), "scale": torch.tensor([0.02], device=n.device)}},
+    ops.quant_fp8_static: {
+        "": lambda n: {"x": n(n.T, D), "scale": torch.tensor([0.02], device=n.device)}
+    },
     ops.quant_fp8_per_token: {"": lambda n: {"x": n(n.T, D)}},
     ops.quant_fp8_group: {"": lambda n: {"x": n(n.T, D)}},
     ops.quant_int8_per_token: {"": lambda n: {"x": n(n.T, D)}},
@@ -205,6 +260,8 @@ EXAMPLES: dict[Op, dict[str, Callable[[RandomInputs], Arguments]]] = {
     ops.mla_rope_kv_write: {"": _latent_queries},
     ops.scaled_bmm_fp8: {"": partial(_by_head, "fp8")},
     ops.bmm_mxfp4: {"": partial(_by_head, "mxfp4")},
-    ops.bmm_rope_kv_write: {scheme: partial(_by_head_and_written, scheme) for scheme in ("fp8", "mxfp4")},
+    ops.bmm_rope_kv_write: {
+        scheme: partial(_by_head_and_written, scheme) for scheme in ("fp8", "mxfp4")
+    },
     ops.linear_split_cat: {"": _keys_and_values},
 }

@@ -1,7 +1,8 @@
-"""Self-test: compares each kernel that is available on this machine with the reference of its op, on small inputs.
+"""Self-test: compares each kernel that is available on this machine with the reference of its op,
+on small inputs.
 
-`atomc doctor --self-test` prints the results. It takes seconds and finds a broken driver, library or compiler; the tests of
-the repository use far more inputs.
+`atomc doctor --self-test` prints the results. It takes seconds and finds a broken driver, library
+or compiler; the tests of the repository use far more inputs.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,8 @@ from atomc.testing.examples import EXAMPLES, Arguments, RandomInputs
 # One token, and more than the kernels for few tokens accept.
 ROWS = (1, 33)
 DTYPES = {"cuda": (torch.bfloat16, torch.float16), "cpu": (torch.float32, torch.bfloat16)}
-# Tolerance against the reference in fp32, in units of eps of the dtype: other orders of sums, another exp.
+# Tolerance against the reference in fp32, in units of eps of the dtype: other orders of sums,
+# another exp.
 ROUNDINGS = {torch.float32: 64.0, torch.bfloat16: 8.0, torch.float16: 8.0}
 # The fraction of quantized codes that may differ: their inputs may be rounded in another order.
 OTHER_CODES = 0.02
@@ -61,24 +63,38 @@ def _try(op: Op, kernel: Kernel, here: Platform) -> KernelResult:
 
     if op not in EXAMPLES:
         collective = Kind.COLLECTIVE in op.kind
-        return result(None, "it needs several processes" if collective else "there is no example to try it on")
+        return result(
+            None, "it needs several processes" if collective else "there is no example to try it on"
+        )
     for name, make in EXAMPLES[op].items():
         for dtype in DTYPES[here.device]:
             for rows in ROWS:
-                where = ", ".join(part for part in (name, str(dtype).removeprefix("torch."), f"{rows} rows") if part)
+                where = ", ".join(
+                    part
+                    for part in (name, str(dtype).removeprefix("torch."), f"{rows} rows")
+                    if part
+                )
                 try:
                     given = make(RandomInputs(dtype, here.device, rows, kernel.layout or "paged"))
-                    if (refused := refusal(kernel, here, given) or _token_refusal(kernel, rows)) is not None:
+                    if (
+                        refused := refusal(kernel, here, given) or _token_refusal(kernel, rows)
+                    ) is not None:
                         reasons.append(refused.text)
                         continue
                     count += 1
                     numbers = RandomInputs(dtype, here.device, rows, kernel.layout or "paged")
                     error = _error(op, kernel, make, numbers, given)
                 except Exception as error_:  # any exception of a kernel is a result of the test
-                    return result(False, f"{where}: {type(error_).__name__}: {str(error_).strip().splitlines()[0]}")
+                    return result(
+                        False,
+                        f"{where}: {type(error_).__name__}: {str(error_).strip().splitlines()[0]}",
+                    )
                 worst = max(worst, error)
                 if not error <= ROUNDINGS[dtype]:
-                    return result(False, f"{where}: {error:.3g} roundings off, {ROUNDINGS[dtype]:.0f} are allowed")
+                    return result(
+                        False,
+                        f"{where}: {error:.3g} roundings off, {ROUNDINGS[dtype]:.0f} are allowed",
+                    )
     if count:
         return result(True, "")
     return result(None, "refused: " + "; ".join(dict.fromkeys(reasons)))
@@ -89,15 +105,28 @@ def _token_refusal(kernel: Kernel, rows: int) -> Refusal | None:
 
 
 def _error(
-    op: Op, kernel: Kernel, make: Callable[[RandomInputs], Arguments], numbers: RandomInputs, given: Arguments
+    op: Op,
+    kernel: Kernel,
+    make: Callable[[RandomInputs], Arguments],
+    numbers: RandomInputs,
+    given: Arguments,
 ) -> float:
-    """The largest error of the kernel's results and written tensors, in units of eps. `given`: the result of `make`."""
+    """The largest error of the kernel's results and written tensors, in units of eps. `given`: the
+    result of `make`.
+    """
     meant = _upcast(make(numbers))
-    truth = _tensors(op.reference(**meant)) + [meant[name] for name in op.mutates if meant.get(name) is not None]
-    actual = _tensors(_run(kernel, given)) + [given[name] for name in op.mutates if given.get(name) is not None]
+    truth = _tensors(op.reference(**meant)) + [
+        meant[name] for name in op.mutates if meant.get(name) is not None
+    ]
+    actual = _tensors(_run(kernel, given)) + [
+        given[name] for name in op.mutates if given.get(name) is not None
+    ]
     if len(actual) != len(truth):
         raise ValueError(f"returned {len(actual)} tensors, the reference {len(truth)}")
-    return max([_distance(a, b, numbers.dtype) for a, b in zip(actual, truth, strict=True) if a.numel()], default=0.0)
+    return max(
+        [_distance(a, b, numbers.dtype) for a, b in zip(actual, truth, strict=True) if a.numel()],
+        default=0.0,
+    )
 
 
 def _run(kernel: Kernel, given: Arguments) -> Any:
@@ -109,14 +138,22 @@ def _run(kernel: Kernel, given: Arguments) -> Any:
             arguments[names[0]] = prepare(*weights).tensors
     if kernel.workspace is not None:
         device = next(x.device for x in given.values() if isinstance(x, Tensor))
-        arguments["workspace"] = torch.empty(kernel.workspace(**given), dtype=torch.uint8, device=device)
+        arguments["workspace"] = torch.empty(
+            kernel.workspace(**given), dtype=torch.uint8, device=device
+        )
     return kernel.function(**arguments)
 
 
 def _upcast(arguments: Arguments) -> Arguments:
-    """The arguments in fp32, so that the reference does not round; quantized codes are unchanged."""
-    wide = {name: x.float() if isinstance(x, Tensor) and x.dtype.is_floating_point and x.dtype.itemsize > 1 else x
-            for name, x in arguments.items()}  # fmt: skip
+    """The arguments in fp32, so that the reference does not round; quantized codes are
+    unchanged.
+    """
+    wide = {
+        name: x.float()
+        if isinstance(x, Tensor) and x.dtype.is_floating_point and x.dtype.itemsize > 1
+        else x
+        for name, x in arguments.items()
+    }
     return wide | ({"out_dtype": torch.float32} if "out_dtype" in wide else {})
 
 
@@ -139,21 +176,46 @@ def _distance(actual: Tensor, truth: Tensor, dtype: torch.dtype) -> float:
 
 
 def text(found: Sequence[KernelResult]) -> str:
-    """Tables of failed, then passed kernels, then of those that were not run, with the reason, by provider."""
+    """Tables of failed, then passed kernels, then of those that were not run, with the reason, by
+    provider.
+    """
     order = sorted(found, key=lambda one: (one.passed is not False, one.passed is None))
-    rows = [(one.provider, one.op + (f" ({one.layout})" if one.layout else ""), _verdict(one.passed), str(one.tried),
-             f"{one.error:.2g}" if one.passed else "", one.said) for one in order if one.passed is not None]  # fmt: skip
-    parts = [table(("kernel", "op", "self-test", "inputs", "roundings", ""), rows, numbers=[3, 4])] if rows else []
+    rows = [
+        (
+            one.provider,
+            one.op + (f" ({one.layout})" if one.layout else ""),
+            _verdict(one.passed),
+            str(one.tried),
+            f"{one.error:.2g}" if one.passed else "",
+            one.said,
+        )
+        for one in order
+        if one.passed is not None
+    ]
+    parts = (
+        [table(("kernel", "op", "self-test", "inputs", "roundings", ""), rows, numbers=[3, 4])]
+        if rows
+        else []
+    )
     untried = [one for one in order if one.passed is None]
     reasons: dict[tuple[str, str], list[str]] = {}
     for one in untried:
         reasons.setdefault((one.provider, one.said), []).append(one.op)
     if untried:
-        parts.append(table(("kernel", "not tried", "why"), [(provider, f"{len(ops)} ops" if len(ops) > 1 else ops[0], why)
-                                                           for (provider, why), ops in reasons.items()]))  # fmt: skip
+        parts.append(
+            table(
+                ("kernel", "not tried", "why"),
+                [
+                    (provider, f"{len(ops)} ops" if len(ops) > 1 else ops[0], why)
+                    for (provider, why), ops in reasons.items()
+                ],
+            )
+        )
     failed = sum(one.passed is False for one in found)
     passed = sum(one.passed is True for one in found)
-    return "\n\n".join([*parts, f"{passed} kernels passed, {failed} failed, {len(untried)} were not tried"])
+    return "\n\n".join(
+        [*parts, f"{passed} kernels passed, {failed} failed, {len(untried)} were not tried"]
+    )
 
 
 def _verdict(passed: bool | None) -> str:

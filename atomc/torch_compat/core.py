@@ -39,11 +39,15 @@ __all__ = [
 
 def storage_use_count(tensor: Tensor) -> int:
     """How many tensors share this tensor's storage."""
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) - 1  # minus the storage object created here
+    return (
+        int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) - 1
+    )  # minus the storage object created here
 
 
 def torch_modes_active() -> bool:
-    """Whether a torch function or dispatch mode is active, such as a default device or a fake mode."""
+    """Whether a torch function or dispatch mode is active, such as a default device or a fake
+    mode.
+    """
     return bool(torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack())
 
 
@@ -59,16 +63,28 @@ def hooks_on_all_modules() -> bool:
     return any(getattr(torch.nn.modules.module, f"_global{name}") for name in _HOOKS)
 
 
-# Prefixes of environment variables that torch's compilers read; the location of their caches is irrelevant.
-_VARIABLES = ("TORCHINDUCTOR_", "TORCHDYNAMO_", "TORCH_COMPILE", "INDUCTOR_", "AOTINDUCTOR_", "AOT_INDUCTOR_", "CUTLASS_",
-              "CUTEDSL_", "ENABLE_", "CXX")  # fmt: skip
+# Prefixes of environment variables that torch's compilers read; the location of their caches is
+# irrelevant.
+_VARIABLES = (
+    "TORCHINDUCTOR_",
+    "TORCHDYNAMO_",
+    "TORCH_COMPILE",
+    "INDUCTOR_",
+    "AOTINDUCTOR_",
+    "AOT_INDUCTOR_",
+    "CUTLASS_",
+    "CUTEDSL_",
+    "ENABLE_",
+    "CXX",
+)
 _IRRELEVANT_VARIABLES = ("TORCHINDUCTOR_CACHE_DIR",)
 
 
 def changed_settings(name: str) -> list[str]:
     """The non-default values of a config module of torch, such as torch._inductor.config, as text.
 
-    A module that was not imported has its defaults, which depend on the environment (`compiler_variables`).
+    A module that was not imported has its defaults, which depend on the environment
+    (`compiler_variables`).
     """
     module = sys.modules.get(name)
     if module is None:
@@ -76,7 +92,11 @@ def changed_settings(name: str) -> list[str]:
     changed = []
     for key, value in module.save_config_portable().items():
         entry = module._config[key]
-        usual = next(x for x in (entry.env_value_force, entry.env_value_default, entry.default) if x is not NOT_SET)
+        usual = next(
+            x
+            for x in (entry.env_value_force, entry.env_value_default, entry.default)
+            if x is not NOT_SET
+        )
         if value != usual:
             changed.append(f"{key}={value!r}")
     return sorted(changed)
@@ -84,8 +104,11 @@ def changed_settings(name: str) -> list[str]:
 
 def compiler_variables() -> list[str]:
     """The environment variables that torch's compilers read."""
-    return sorted(f"{name}={value}" for name, value in os.environ.items()
-                  if name.startswith(_VARIABLES) and name not in _IRRELEVANT_VARIABLES)  # fmt: skip
+    return sorted(
+        f"{name}={value}"
+        for name, value in os.environ.items()
+        if name.startswith(_VARIABLES) and name not in _IRRELEVANT_VARIABLES
+    )
 
 
 def without_autocast() -> contextlib.AbstractContextManager[None]:
@@ -107,16 +130,27 @@ def outside_of_tracing() -> Iterator[None]:
 
 
 def traces_structured() -> bool:
-    """Whether torch's structured trace is enabled. (Its handler removes itself at the first line if it is not.)"""
+    """Whether torch's structured trace is enabled. (Its handler removes itself at the first line if
+    it is not.)
+    """
     return bool(trace_log.handlers)
 
 
 def structured_trace(name: str, text: Callable[[], str]) -> None:
     """Write a text to torch's structured trace, as an artifact of the current compile."""
-    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text,
-                     expect_trace_id=False)  # fmt: skip
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": name, "encoding": "string"},
+        payload_fn=text,
+        expect_trace_id=False,
+    )
 
 
 def is_static_input(x: Tensor) -> bool:
-    """Whether a graph input has a static address: a parameter, a buffer, or a tensor of mark_static_address."""
-    return isinstance(x, torch.nn.Parameter) or getattr(x, "_dynamo_static_input_type", None) is not None
+    """Whether a graph input has a static address: a parameter, a buffer, or a tensor of
+    mark_static_address.
+    """
+    return (
+        isinstance(x, torch.nn.Parameter)
+        or getattr(x, "_dynamo_static_input_type", None) is not None
+    )

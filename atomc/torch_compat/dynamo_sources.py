@@ -1,7 +1,8 @@
 """A faster clone for Dynamo's sources, which record where in a model an input was found.
 
-For each layer that reuses a region, torch 2.13 clones each source of the region with all of its links from the model down,
-a third of the time of Dynamo per layer. Sources are immutable, so a clone can share unchanged links.
+For each layer that reuses a region, torch 2.13 clones each source of the region with all of its
+links from the model down, a third of the time of Dynamo per layer. Sources are immutable, so a
+clone can share unchanged links.
 """
 
 import dataclasses
@@ -15,7 +16,9 @@ from torch._guards import ChainedSource, Source
 
 Transform = Callable[[Source], Source]
 
-_own_clone: Any = vars(ChainedSource).get("clone")  # None before torch 2.12, which does not reuse regions
+_own_clone: Any = vars(ChainedSource).get(
+    "clone"
+)  # None before torch 2.12, which does not reuse regions
 _done: MutableMapping[Transform, dict[Source, Source]] = weakref.WeakKeyDictionary()
 
 
@@ -37,7 +40,11 @@ def _cloned(source: Source, transform: Transform, known: dict[Source, Source]) -
     found = known.get(source)
     if found is None:
         chained = type(source).clone is _clone
-        cloned = transform(_with_cloned_links(source, transform, known)) if chained else source.clone(transform)
+        cloned = (
+            transform(_with_cloned_links(source, transform, known))
+            if chained
+            else source.clone(transform)
+        )
         found = known[source] = cloned
     return found
 

@@ -1,4 +1,6 @@
-"""Classifies exceptions of torch. Does not import torch, which the front process of the server does not need."""
+"""Classifies exceptions of torch. Does not import torch, which the front process of the server does
+not need.
+"""
 
 # Exception classes, by name, and parts of messages that mean a failed device.
 DEVICE_ERRORS = ("AcceleratorError", "OutOfMemoryError")
@@ -12,7 +14,9 @@ def out_of_memory(error: BaseException) -> bool:
 
 def device_failed(error: BaseException) -> bool:
     """Whether the device failed or is out of memory."""
-    return any(_is_a(name, error) for name in DEVICE_ERRORS) or any(part in str(error) for part in DEVICE_MESSAGES)
+    return any(_is_a(name, error) for name in DEVICE_ERRORS) or any(
+        part in str(error) for part in DEVICE_MESSAGES
+    )
 
 
 def _is_a(name: str, error: BaseException) -> bool:

@@ -16,8 +16,12 @@ from torch.fx import GraphModule
 from atomc.torch_compat.tracing import added_by_aot
 
 
-def inductor(gm: GraphModule, inputs: Sequence[Any], patches: Mapping[str, Any] | None = None) -> Callable[..., Any]:
-    """Compile a graph with Inductor, as its own backend does; `patches`: values for torch._inductor.config."""
+def inductor(
+    gm: GraphModule, inputs: Sequence[Any], patches: Mapping[str, Any] | None = None
+) -> Callable[..., Any]:
+    """Compile a graph with Inductor, as its own backend does; `patches`: values for
+    torch._inductor.config.
+    """
     from torch._inductor.compile_fx import compile_fx
 
     compiled: Any = compile_fx(gm, list(inputs), config_patches=dict(patches or {}))
@@ -42,11 +46,15 @@ class InductorCode:
 def inductor_code(
     gm: GraphModule, inputs: Sequence[Any], patches: Mapping[str, Any]
 ) -> tuple[Callable[..., Any], InductorCode | str]:
-    """As `inductor`, for a graph without gradients; also the code, or why the code alone is not sufficient."""
+    """As `inductor`, for a graph without gradients; also the code, or why the code alone is not
+    sufficient.
+    """
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     made: list[tuple[Any, InductorCode | str]] = []
-    returns_tuple = isinstance(gm.graph.output_node().args[0], tuple | list)  # Inductor always returns a tuple
+    returns_tuple = isinstance(
+        gm.graph.output_node().args[0], tuple | list
+    )  # Inductor always returns a tuple
 
     def remembering(inner: GraphModule, examples: Sequence[Any], **kwargs: Any) -> Any:
         reason = added_by_aot(inner, len(inputs))
@@ -57,7 +65,9 @@ def inductor_code(
     compiled: Any
     # A graph from AOTAutograd's cache has no source code.
     with torch._functorch.config.patch(enable_autograd_cache=False):
-        compiled = compile_fx(gm, list(inputs), inner_compile=remembering, config_patches=_without_isa_check(patches))
+        compiled = compile_fx(
+            gm, list(inputs), inner_compile=remembering, config_patches=_without_isa_check(patches)
+        )
     if len(made) != 1:
         return compiled, f"Inductor compiled {len(made)} functions for one graph"
     out, code = made[0]
@@ -71,24 +81,43 @@ def _code_of(compiled: Any) -> InductorCode | str:
 
     if type(compiled) is not CompiledFxGraph:
         return f"Inductor returned a {type(compiled).__name__}"
-    if compiled.cudagraph_info is not None or compiled.frozen_param_names or compiled.torchbind_constants:
+    if (
+        compiled.cudagraph_info is not None
+        or compiled.frozen_param_names
+        or compiled.torchbind_constants
+    ):
         return "it contains CUDA graphs of Inductor, frozen parameters or script objects"
     if torch._inductor.config.cpp_wrapper:
         return "Inductor's cpp_wrapper is on"
     written = list(compiled.mutated_input_idxs)
     checked = list(compiled.inputs_to_check)
-    if getattr(compiled, "_defers_input_alignment", False):  # since 2.13 the code aligns the others itself
+    if getattr(
+        compiled, "_defers_input_alignment", False
+    ):  # since 2.13 the code aligns the others itself
         checked = [i for i in checked if i in written]
-    return InductorCode(_without_unused_imports(compiled.source_code), dict(compiled.constants or {}), checked, written)
+    return InductorCode(
+        _without_unused_imports(compiled.source_code),
+        dict(compiled.constants or {}),
+        checked,
+        written,
+    )
 
 
 def _without_unused_imports(source: str) -> str:
-    """Inductor's code without unused imports from Inductor, which take half of the time to load it."""
-    imported = re.compile(r"^from torch\._inductor\.[\w.]+ import (?:\w+ as )?(\w+)\n", re.MULTILINE)
-    return imported.sub(lambda line: line[0] if len(re.findall(rf"\b{line[1]}\b", source)) > 1 else "", source)
+    """Inductor's code without unused imports from Inductor, which take half of the time to load
+    it.
+    """
+    imported = re.compile(
+        r"^from torch\._inductor\.[\w.]+ import (?:\w+ as )?(\w+)\n", re.MULTILINE
+    )
+    return imported.sub(
+        lambda line: line[0] if len(re.findall(rf"\b{line[1]}\b", source)) > 1 else "", source
+    )
 
 
-def from_code(code: InductorCode, returns_tuple: bool, patches: Mapping[str, Any]) -> Callable[..., Any]:
+def from_code(
+    code: InductorCode, returns_tuple: bool, patches: Mapping[str, Any]
+) -> Callable[..., Any]:
     """The function that `inductor_code` returned with this code, in another process."""
     from torch._inductor.codecache import PyCodeCache
     from torch._inductor.utils import align_inputs_from_check_idxs
@@ -97,24 +126,34 @@ def from_code(code: InductorCode, returns_tuple: bool, patches: Mapping[str, Any
     with torch._inductor.config.patch(_without_isa_check(patches)):
         key, path = PyCodeCache.write(code.source)
         call = PyCodeCache.load_by_key_path(key, path, attrs=code.constants).call
-    return _unboxed(align_inputs_from_check_idxs(call, code.checked, OrderedSet(code.written)), returns_tuple)
+    return _unboxed(
+        align_inputs_from_check_idxs(call, code.checked, OrderedSet(code.written)), returns_tuple
+    )
 
 
 def _without_isa_check(patches: Mapping[str, Any]) -> dict[str, Any]:
-    """The patches, plus one that skips Inductor's check of each vector ISA, which builds libraries for 8 s."""
+    """The patches, plus one that skips Inductor's check of each vector ISA, which builds libraries
+    for 8 s.
+    """
     known = _vector_isa_works() and torch._inductor.config.cpp.vec_isa_ok is None
     return {"cpp.vec_isa_ok": True, **patches} if known else dict(patches)
 
 
 @functools.cache
 def _vector_isa_works() -> bool:
-    """Whether torch supports the vector ISA of this CPU, and the compiler accepts the flags of all its extensions."""
+    """Whether torch supports the vector ISA of this CPU, and the compiler accepts the flags of all
+    its extensions.
+    """
     if not sys.platform.startswith("linux") or torch.backends.cpu.get_cpu_capability() != "AVX512":
         return False
     from torch._inductor import cpu_vec_isa
 
     has = set(cpu_vec_isa.x86_isa_checker())
-    flags = [isa.build_arch_flags() for isa in cpu_vec_isa.supported_vec_isa_list if {*str(isa).split()} <= has]
+    flags = [
+        isa.build_arch_flags()
+        for isa in cpu_vec_isa.supported_vec_isa_list
+        if {*str(isa).split()} <= has
+    ]
     if not _compiler_accepts(" ".join(flags)):
         return False
 
@@ -122,7 +161,10 @@ def _vector_isa_works() -> bool:
         return _compiler_accepts(isa.build_arch_flags())
 
     # Inductor caches the result.
-    with patch.object(cpu_vec_isa.VecISA, "check_build", quickly), torch._inductor.config.patch({"cpp.vec_isa_ok": True}):
+    with (
+        patch.object(cpu_vec_isa.VecISA, "check_build", quickly),
+        torch._inductor.config.patch({"cpp.vec_isa_ok": True}),
+    ):
         cpu_vec_isa.valid_vec_isa_list()
     return True
 

@@ -1,4 +1,6 @@
-"""Explains an exception of Dynamo: why a program cannot be traced as one graph, and the line of the user's code."""
+"""Explains an exception of Dynamo: why a program cannot be traced as one graph, and the line of the
+user's code.
+"""
 
 import re
 from pathlib import Path
@@ -17,8 +19,8 @@ _RAISED = re.compile(r"raised exception (\w+)\((.*)\)$", re.MULTILINE)
 
 class TraceFailure(NamedTuple):
     """where      "package/file.py:12", "" if unknown
-    only_here  only the runtime fails, because it needs one graph for all lengths of a step; torch.compile in a user's
-               program may guard on sizes and break the graph
+    only_here  only the runtime fails, because it needs one graph for all lengths of a step;
+               torch.compile in a user's program may guard on sizes and break the graph
     """
 
     reason: str
@@ -36,12 +38,18 @@ def trace_failure(error: BaseException) -> TraceFailure:
     number = _UNKNOWN_NUMBER.search(text)
     if number is not None:
         code = f" in `{frame.line.strip()}`" if frame and frame.line else ""
-        return TraceFailure(f"it branches on a number that is only known at run time, {number[1]}{code}", where, True)
+        return TraceFailure(
+            f"it branches on a number that is only known at run time, {number[1]}{code}",
+            where,
+            True,
+        )
     if not isinstance(error, Unsupported):
         return TraceFailure(f"{type(error).__name__}: {first_line}", where, False)
     raised = _RAISED.search(text)
     if raised is None:
-        return TraceFailure(f"torch.compile cannot trace it as one graph: {first_line}", where, True)
+        return TraceFailure(
+            f"torch.compile cannot trace it as one graph: {first_line}", where, True
+        )
     said = raised[2].strip("'\"")
     if stack and stack[-1].filename == _ADAPTER:
         return TraceFailure(said, where, True)

@@ -13,7 +13,12 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.exc import ShortenTraceback
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis as RestartAnalysis
 from torch._dynamo.exc import TorchDynamoException as TracingError
-from torch._dynamo.source import DictGetItemSource, LocalSource, TensorProperty, TensorPropertySource
+from torch._dynamo.source import (
+    DictGetItemSource,
+    LocalSource,
+    TensorProperty,
+    TensorPropertySource,
+)
 from torch._dynamo.utils import get_metrics_context
 from torch._guards import TracingContext, tracing
 from torch.fx import Graph, GraphModule, Node
@@ -68,7 +73,9 @@ INVOKE_SUBGRAPH = torch.ops.higher_order.invoke_subgraph
 
 
 def source_name(placeholder: Node) -> str | None:
-    """The source of an input, as a Python expression over the frame's locals: "L['x']". None if unknown."""
+    """The source of an input, as a Python expression over the frame's locals: "L['x']". None if
+    unknown.
+    """
     source = getattr(placeholder, "_dynamo_source", None)
     if source is None:
         return None
@@ -77,7 +84,8 @@ def source_name(placeholder: Node) -> str | None:
 
 
 def argument_of(placeholder: Node) -> tuple[str, int | None] | None:
-    """(name, None) if an input is an argument of the traced function, (name, dim) if it is the size of a dimension of one.
+    """(name, None) if an input is an argument of the traced function, (name, dim) if it is the size
+    of a dimension of one.
 
     An item of a dict argument, as of **kwargs, counts as an argument. None for any other input.
     """
@@ -90,18 +98,27 @@ def argument_of(placeholder: Node) -> tuple[str, int | None] | None:
 
 
 def lifted_floats(graph: Graph) -> list[Node]:
-    """Placeholders of Python floats that Dynamo lifted to 0-d inputs, without guards on their values."""
+    """Placeholders of Python floats that Dynamo lifted to 0-d inputs, without guards on their
+    values.
+    """
     return [node for node in graph.find_nodes(op="placeholder") if _is_lifted_float(node)]
 
 
 def _is_lifted_float(placeholder: Node) -> bool:
     argument, fake = placeholder.meta.get("grapharg"), placeholder.meta.get("example_value")
     passed_as_tensor = getattr(argument, "pass_arg_as_tensor", False)
-    return passed_as_tensor and isinstance(fake, Tensor) and fake.dim() == 0 and fake.dtype == torch.float64
+    return (
+        passed_as_tensor
+        and isinstance(fake, Tensor)
+        and fake.dim() == 0
+        and fake.dtype == torch.float64
+    )
 
 
 def break_reason(gm: GraphModule) -> tuple[str, list[tuple[str, int, str]]] | None:
-    """Why Dynamo ended this graph early: (reason, [(file, line, code)], innermost last); None if it did not."""
+    """Why Dynamo ended this graph early: (reason, [(file, line, code)], innermost last); None if it
+    did not.
+    """
     reason = getattr(gm, "compile_subgraph_reason", None)
     if reason is None or not reason.graph_break:
         return None
@@ -114,10 +131,14 @@ def recompile_reason() -> str | None:
 
 
 def compiled_function() -> str:
-    """The qualified name of the function that Dynamo is compiling: "Block.forward"; "" outside of a compile."""
+    """The qualified name of the function that Dynamo is compiling: "Block.forward"; "" outside of a
+    compile.
+    """
     frame = inspect.currentframe()
     while frame is not None:
-        if frame.f_code.co_name == "_compile" and frame.f_code.co_filename.endswith("convert_frame.py"):
+        if frame.f_code.co_name == "_compile" and frame.f_code.co_filename.endswith(
+            "convert_frame.py"
+        ):
             code = frame.f_locals.get("code")
             return code.co_qualname if isinstance(code, types.CodeType) else ""
         frame = frame.f_back
@@ -128,7 +149,8 @@ def compiled_function() -> str:
 def raised_unwrapped() -> Iterator[None]:
     """A context for a backend: errors of atomc raised inside leave torch.compile unwrapped.
 
-    Dynamo wraps all exceptions except its own class ShortenTraceback, so they are raised as a subclass of it.
+    Dynamo wraps all exceptions except its own class ShortenTraceback, so they are raised as a
+    subclass of it.
     """
     try:
         yield
@@ -136,14 +158,21 @@ def raised_unwrapped() -> Iterator[None]:
         if isinstance(error, ShortenTraceback):
             raise
         kind = type(error)
-        both = type(kind.__name__, (ShortenTraceback, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
-        raise both(str(error), first_useful_frame=None).with_traceback(error.__traceback__) from error.__cause__
+        both = type(
+            kind.__name__,
+            (ShortenTraceback, kind),
+            {"__module__": kind.__module__, "__doc__": kind.__doc__},
+        )
+        raise both(str(error), first_useful_frame=None).with_traceback(
+            error.__traceback__
+        ) from error.__cause__
 
 
 def editable_copy(gm: GraphModule) -> GraphModule:
     """A copy that may be edited: Dynamo reads its own graph again after the backend has returned.
 
-    Its code is generated at the first call, not at each `recompile()`, since a graph that is only traced is not called.
+    Its code is generated at the first call, not at each `recompile()`, since a graph that is only
+    traced is not called.
     """
     graph = Graph()
     copies: dict[Node, Node] = {}
@@ -183,7 +212,9 @@ def num_guards(mode: FakeTensorMode | None) -> int:
 @contextlib.contextmanager
 def without_new_guards(mode: FakeTensorMode) -> Iterator[None]:
     """A context in which conditions on sizes are evaluated with hints, without adding guards."""
-    with mode.shape_env.suppress_guards() if mode.shape_env is not None else contextlib.nullcontext():
+    with (
+        mode.shape_env.suppress_guards() if mode.shape_env is not None else contextlib.nullcontext()
+    ):
         yield
 
 
@@ -195,15 +226,27 @@ def tracing_context(mode: FakeTensorMode | None) -> Iterator[None]:
 
 
 def with_fresh_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with a code object of its own, so that Dynamo never takes an earlier compile for this one."""
-    return types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__, None,
-                              function.__closure__)  # fmt: skip
+    """The function with a code object of its own, so that Dynamo never takes an earlier compile for
+    this one.
+    """
+    return types.FunctionType(
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        None,
+        function.__closure__,
+    )
 
 
 def nested_compile_region(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function as a region that Dynamo traces once for all equal calls."""
-    limit = "max_reuse_entries"  # since 2.12; Dynamo raises beyond it: more than the layers of any model
-    many = {limit: 1024} if limit in inspect.signature(torch.compiler.nested_compile_region).parameters else {}
+    # since 2.12; Dynamo raises beyond it: more than the layers of any model
+    limit = "max_reuse_entries"
+    many = (
+        {limit: 1024}
+        if limit in inspect.signature(torch.compiler.nested_compile_region).parameters
+        else {}
+    )
     made: Callable[..., Any] = torch.compiler.nested_compile_region(function, **many)  # type: ignore[arg-type]
     return made
 
@@ -229,7 +272,9 @@ class Functional(NamedTuple):
 
 
 class Target:
-    """A callable that is set later: AOTAutograd wraps the result of its compiler before the graph is compiled."""
+    """A callable that is set later: AOTAutograd wraps the result of its compiler before the graph
+    is compiled.
+    """
 
     function: Callable[..., Any]
 
@@ -238,7 +283,9 @@ class Target:
 
 
 def functional_graph(gm: GraphModule, fakes: Sequence[Any]) -> Functional:
-    """The functional ATen graph of `gm`: AOTAutograd for inference, without decompositions; input mutations stay in it."""
+    """The functional ATen graph of `gm`: AOTAutograd for inference, without decompositions; input
+    mutations stay in it.
+    """
     from torch._functorch._aot_autograd.utils import make_boxed_func
     from torch._functorch.aot_autograd import aot_module_simplified
 
@@ -252,14 +299,20 @@ def functional_graph(gm: GraphModule, fakes: Sequence[Any]) -> Functional:
     with torch._dynamo.utils.preserve_rng_state():
         compile_boxed: Any = inference_compiler
         call = aot_module_simplified(
-            gm, list(fakes), fw_compiler=compile_boxed, inference_compiler=compile_boxed,
-            decompositions={}, keep_inference_input_mutations=True,
-        )  # fmt: skip
+            gm,
+            list(fakes),
+            fw_compiler=compile_boxed,
+            inference_compiler=compile_boxed,
+            decompositions={},
+            keep_inference_input_mutations=True,
+        )
     return Functional(*found[0], call, target)
 
 
 def added_by_aot(functional: GraphModule, num_inputs: int) -> str | None:
-    """What AOTAutograd will do around the functional graph that it hands to its compiler; None if only call it."""
+    """What AOTAutograd will do around the functional graph that it hands to its compiler; None if
+    only call it.
+    """
     context = TracingContext.try_get()
     meta = context.fw_metadata if context is not None else None
     if meta is None:
@@ -274,7 +327,10 @@ def added_by_aot(functional: GraphModule, num_inputs: int) -> str | None:
         return "an output is a view of an input that the graph writes"
     if any(type(info).__name__ != "PlainTensorMeta" for info in meta.subclass_inp_meta):
         return "an input is a tensor subclass"
-    inputs, outputs = functional.graph.find_nodes(op="placeholder"), functional.graph.output_node().args[0]
+    inputs, outputs = (
+        functional.graph.find_nodes(op="placeholder"),
+        functional.graph.output_node().args[0],
+    )
     if (len(inputs), len(outputs)) != (num_inputs, len(meta.output_info)):  # type: ignore[arg-type]
         return "inputs or outputs are rearranged around the graph"
     return None
@@ -283,7 +339,9 @@ def added_by_aot(functional: GraphModule, num_inputs: int) -> str | None:
 def _returns_view_of_written(meta: Any) -> bool:
     written = {i for i, info in enumerate(meta.input_info) if info.mutates_data}
     kinds = ("alias_of_input", "is_input")
-    return any(info.base_idx in written for info in meta.output_info if info.output_type.name in kinds)
+    return any(
+        info.base_idx in written for info in meta.output_info if info.output_type.name in kinds
+    )
 
 
 def guards_of(mode: FakeTensorMode | None, inputs: Sequence[Any]) -> str | None:
@@ -322,7 +380,9 @@ def size_facts(graph: Graph) -> list[str]:
 
 
 def bounds(graph: Graph, size: sympy.Expr) -> tuple[int, int | None]:
-    """(smallest, largest) value of a size of Dynamo's graph, by the ranges of its symbols; None: no largest value."""
+    """(smallest, largest) value of a size of Dynamo's graph, by the ranges of its symbols; None: no
+    largest value.
+    """
     mode = fake_mode_of(graph)
     if mode is None or mode.shape_env is None:
         return 0, None
@@ -331,8 +391,8 @@ def bounds(graph: Graph, size: sympy.Expr) -> tuple[int, int | None]:
 
 
 def sizes_stay_symbolic() -> contextlib.AbstractContextManager[None]:
-    """A context in which fake tensors use torch's Python kernels, as in AOTAutograd: C++ kernels specialize symbolic sizes,
-    for example of padding."""
+    """A context in which fake tensors use torch's Python kernels, as in AOTAutograd: C++ kernels
+    specialize symbolic sizes, for example of padding."""
     found: contextlib.AbstractContextManager[None] = enable_python_dispatcher()
     return found
 

@@ -1,1 +1,3 @@
-"""Where parameters live: packed (merged), prepared (relaid for a kernel), and passed to a compiled graph."""
+"""Where parameters live: packed (merged), prepared (relaid for a kernel), and passed to a compiled
+graph.
+"""

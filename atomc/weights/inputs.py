@@ -1,7 +1,9 @@
-"""Additional weight inputs of a compiled graph: packed weights, then the weights that kernels prepared from them.
+"""Additional weight inputs of a compiled graph: packed weights, then the weights that kernels
+prepared from them.
 
-`materialize` finds or creates them. Under torch.compile the user owns the weights and may write or move them between two
-calls: `refresh` checks for that before each call. The runtime calls `materialize` once.
+`materialize` finds or creates them. Under torch.compile the user owns the weights and may write or
+move them between two calls: `refresh` checks for that before each call. The runtime calls
+`materialize` once.
 """
 
 from collections.abc import Container, Mapping, Sequence
@@ -39,10 +41,18 @@ class WeightInputs:
     """
 
     def __init__(
-        self, groups: Mapping[int, Sequence[int]], prepared_inputs: Sequence[PreparedInput], read: Container[int],
+        self,
+        groups: Mapping[int, Sequence[int]],
+        prepared_inputs: Sequence[PreparedInput],
+        read: Container[int],
         notes: list[str],
-    ):  # fmt: skip
-        self.groups, self.prepared_inputs, self.read, self.notes = groups, list(prepared_inputs), read, notes
+    ):
+        self.groups, self.prepared_inputs, self.read, self.notes = (
+            groups,
+            list(prepared_inputs),
+            read,
+            notes,
+        )
         self._packed_parts = [i for group in self.groups.values() for i in group]
         self._prepared_parts = [i for one in self.prepared_inputs for i in one.parts]
         # Addresses of the parts, and the packed weights; None if a group could not be packed.
@@ -51,20 +61,25 @@ class WeightInputs:
         self._prepared: list[PreparedWeight] = []
 
     def refresh(self, args: Sequence[Any]) -> list[Any]:
-        """As `materialize`. While no weight changes, this only compares addresses, counts of writes and samples."""
+        """As `materialize`. While no weight changes, this only compares addresses, counts of writes
+        and samples.
+        """
         packed = self.refresh_packed(args)
         if not self.prepared_inputs:
             return packed
         parameters = [args[i] for i in self._prepared_parts]
         if self._snapshot is None or not self._snapshot.unchanged(parameters):
             with weights.lock:
-                snapshot = Snapshot(parameters)  # taken first: the next call detects writes from here on
+                snapshot = Snapshot(
+                    parameters
+                )  # taken first: the next call detects writes from here on
                 self._prepare([*args, *packed])
                 self._snapshot = snapshot
         return [*packed, *(one.tensors for one in self._prepared)]
 
     def materialize(self, args: Sequence[Any]) -> list[Any]:
-        """One tensor per packed weight and a tuple of tensors per prepared weight, found or computed from these arguments.
+        """One tensor per packed weight and a tuple of tensors per prepared weight, found or
+        computed from these arguments.
 
         Parameters move into newly packed weights.
         """
@@ -83,7 +98,9 @@ class WeightInputs:
 
     def _pack(self, args: Sequence[Any]) -> list[Any]:
         found, addresses, concatenated = [], [], False
-        with weights.lock:  # no other thread packs these parameters while their addresses are recorded
+        with (
+            weights.lock
+        ):  # no other thread packs these parameters while their addresses are recorded
             for group in self.groups.values():
                 parts = [args[i] for i in group]
                 whole = pack(parts)
@@ -107,8 +124,12 @@ class WeightInputs:
         self._prepared = found
 
     def replaced_inputs(self) -> list[int]:
-        """The arguments of which the callable reads only prepared weights: their owner may free their memory."""
-        made = list(zip(self.prepared_inputs, self._prepared, strict=False))  # on meta nothing is prepared
+        """The arguments of which the callable reads only prepared weights: their owner may free
+        their memory.
+        """
+        made = list(
+            zip(self.prepared_inputs, self._prepared, strict=False)
+        )  # on meta nothing is prepared
         replaced = [i for one, entry in made if entry.replaces for i in one.parts]
         kept = {i for one, entry in made if not entry.replaces for i in one.parts}
         kept |= {i for number, group in self.groups.items() if number in self.read for i in group}

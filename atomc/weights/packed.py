@@ -1,11 +1,13 @@
-"""Packed weights: parameters stored as consecutive rows of one tensor, so that one kernel can read them together.
+"""Packed weights: parameters stored as consecutive rows of one tensor, so that one kernel can read
+them together.
 
-    q.weight [N, K], k.weight [M, K]    =>    packed [N + M, K];  q.weight is packed[:N], k.weight is packed[N:]
+    q.weight [N, K], k.weight [M, K]    =>    packed [N + M, K];  q.weight is packed[:N], k.weight
+                                        is packed[N:]
 
-The parts share the memory of the packed weight through DLPack: each part has its own storage, as Dynamo and safetensors
-require, and an in-place write to a part writes the packed weight. The parts own the packed weight: it is freed with the
-last of them. An assignment of new memory (`.data =`, `.to()`) removes a parameter from its packed weight, so a reader must
-call `pack` before each use.
+The parts share the memory of the packed weight through DLPack: each part has its own storage, as
+Dynamo and safetensors require, and an in-place write to a part writes the packed weight. The parts
+own the packed weight: it is freed with the last of them. An assignment of new memory (`.data =`,
+`.to()`) removes a parameter from its packed weight, so a reader must call `pack` before each use.
 """
 
 from collections.abc import Sequence
@@ -21,7 +23,9 @@ from atomc.weights.registry import PackedWeight, location_of
 
 
 def pack(parameters: Sequence[nn.Parameter]) -> Tensor | str:
-    """The packed weight of these parameters, created if needed; a string with the reason if they cannot be packed."""
+    """The packed weight of these parameters, created if needed; a string with the reason if they
+    cannot be packed.
+    """
     with weights.lock:
         existing = location_of(parameters[0]).packed
         parts = existing.parameters() if existing is not None else []
@@ -32,7 +36,9 @@ def pack(parameters: Sequence[nn.Parameter]) -> Tensor | str:
 
 
 def packed_together(parameter: nn.Parameter) -> list[nn.Parameter]:
-    """All parameters of the packed weight that contains this one, including it; [] if it is not packed."""
+    """All parameters of the packed weight that contains this one, including it; [] if it is not
+    packed.
+    """
     with weights.lock:
         packed = location_of(parameter).packed
         return packed.parameters() if packed is not None else []
@@ -44,20 +50,28 @@ def refusal(parameters: Sequence[Any]) -> str | None:
 
 
 def mismatch(parameters: Sequence[Any]) -> str | None:
-    """Why the dtypes, devices or shapes of these parameters do not allow one packed weight, or None."""
+    """Why the dtypes, devices or shapes of these parameters do not allow one packed weight, or
+    None.
+    """
     for parameter in parameters:
         reason = unpackable(parameter)
         if reason:
             return reason
     first = parameters[0]
     for other in parameters[1:]:
-        if (other.dtype, other.device, other.shape[1:]) != (first.dtype, first.device, first.shape[1:]):
+        if (other.dtype, other.device, other.shape[1:]) != (
+            first.dtype,
+            first.device,
+            first.shape[1:],
+        ):
             return f"{_describe(first)} and {_describe(other)} differ"
     return None
 
 
 def packed_with_others(parameters: Sequence[nn.Parameter]) -> str | None:
-    """Why these cannot be packed: one of them is already packed with other parameters; else None."""
+    """Why these cannot be packed: one of them is already packed with other parameters; else
+    None.
+    """
     for parameter in parameters:
         together = packed_together(parameter)
         if together and {id(p) for p in together} != {id(p) for p in parameters}:
@@ -79,18 +93,25 @@ def unpackable(parameter: Any) -> str | None:
     if parameter.untyped_storage().nbytes() != parameter.nbytes:
         return "it is part of a larger storage"
     if storage_use_count(parameter) > 1:
-        return "another tensor shares its memory (a state_dict in use, or weights tied through .data)"
+        return (
+            "another tensor shares its memory (a state_dict in use, or weights tied through .data)"
+        )
     if parameter.device.type == "cpu" and parameter.is_shared():  # type: ignore[no-untyped-call]
         return "it is shared between processes"
     return None
 
 
 def _describe(parameter: Tensor) -> str:
-    return f"{str(parameter.dtype).removeprefix('torch.')}{list(parameter.shape)} on {parameter.device}"
+    return (
+        f"{str(parameter.dtype).removeprefix('torch.')}{list(parameter.shape)} on "
+        f"{parameter.device}"
+    )
 
 
 def _move_into_one_tensor(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """Copy the parameters into one tensor and move them there. Their old memory is freed before this returns."""
+    """Copy the parameters into one tensor and move them there. Their old memory is freed before
+    this returns.
+    """
     first = parameters[0]
     with outside_of_tracing():
         if first.is_meta:
@@ -103,7 +124,8 @@ def _move_into_one_tensor(parameters: Sequence[nn.Parameter]) -> Tensor:
             for parameter, count in zip(parameters, rows, strict=True):
                 part = whole.narrow(0, start, count)
                 part.copy_(parameter)
-                # The capsule keeps `part` alive, and `part` its base: so the parts own the packed weight.
+                # The capsule keeps `part` alive, and `part` its base: so the parts own the packed
+                # weight.
                 packed.parts.append(weights.move(parameter, torch.utils.dlpack.from_dlpack(part)))
                 start += count
     for location in packed.parts:

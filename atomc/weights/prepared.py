@@ -1,7 +1,8 @@
-"""Prepared weights: tensors that kernels compute from weights before the first step, such as another layout.
+"""Prepared weights: tensors that kernels compute from weights before the first step, such as
+another layout.
 
-Parameters own them, as they own packed weights: all graphs share one copy, which is freed with the parameters. They are
-computed again when the parameters change.
+Parameters own them, as they own packed weights: all graphs share one copy, which is freed with the
+parameters. They are computed again when the parameters change.
 """
 
 import weakref
@@ -42,6 +43,8 @@ def prepared_weight(
             return known, False
         snapshot = Snapshot(parameters)
         made = prepare(*given)
-        entry = PreparedWeight(list(map(weakref.ref, parameters)), snapshot, made.tensors, made.replaces)
+        entry = PreparedWeight(
+            list(map(weakref.ref, parameters)), snapshot, made.tensors, made.replaces
+        )
         weights.register_prepared(key, entry)
         return entry, known is not None

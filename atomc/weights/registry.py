@@ -1,15 +1,21 @@
 """The memory of parameters: one table, and the only code that allocates memory for a parameter.
 
-    parameter -> Location: its address; the packed weight that contains it; the weights that kernels prepared from it
+    parameter -> Location: its address; the packed weight that contains it; the weights that kernels
+    prepared from it
 
-| a kernel reads    | in memory                              | created by                                            |
+| a kernel reads    | in memory                              | created by
+                    |
 |-------------------|----------------------------------------|-------------------------------------------------------|
-| the parameter     | at the parameter's address             | `parameter_of`: the loader and quantization           |
-| a packed weight   | of its parameters, which are its rows  | atomc.weights.packed, which moves the parameters      |
-| a prepared weight | of its own, or replacing the parameter | atomc.weights.prepared, with a function of the kernel |
+| the parameter     | at the parameter's address             | `parameter_of`: the loader and
+                    quantization           |
+| a packed weight   | of its parameters, which are its rows  | atomc.weights.packed, which moves the
+                    parameters      |
+| a prepared weight | of its own, or replacing the parameter | atomc.weights.prepared, with a
+function of the kernel |
 
-The table holds parameters weakly and prepared weights strongly: an entry is removed with its parameter. A user may move a
-parameter (`.data =`, `.to()`), so that its address changes; packed and prepared weights are then created again.
+The table holds parameters weakly and prepared weights strongly: an entry is removed with its
+parameter. A user may move a parameter (`.data =`, `.to()`), so that its address changes; packed and
+prepared weights are then created again.
 """
 
 import threading
@@ -26,7 +32,9 @@ from atomc.weights.snapshot import Snapshot
 
 @dataclass(eq=False)
 class PackedWeight:
-    """A tensor whose rows are parameters, which own it: its memory is freed with the last of them."""
+    """A tensor whose rows are parameters, which own it: its memory is freed with the last of
+    them.
+    """
 
     whole: WeakTensor
     parts: "list[Location]"
@@ -43,7 +51,8 @@ class PackedWeight:
 class PreparedWeight:
     """Tensors that a kernel computed from parameters, such as another layout.
 
-    replaces  the kernel reads only these tensors, so the parameters' memory may be freed if nothing else reads it
+    replaces  the kernel reads only these tensors, so the parameters' memory may be freed if nothing
+              else reads it
     """
 
     parameters: "list[weakref.ref[nn.Parameter]]"
@@ -53,7 +62,9 @@ class PreparedWeight:
 
     def is_current_for(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Whether it was computed from these parameters and their present values."""
-        same = all(ref() is parameter for ref, parameter in zip(self.parameters, parameters, strict=True))
+        same = all(
+            ref() is parameter for ref, parameter in zip(self.parameters, parameters, strict=True)
+        )
         return same and self.snapshot.unchanged(parameters)
 
 
@@ -74,7 +85,9 @@ class Location:
     def is_part_of(self, packed: PackedWeight) -> bool:
         """Whether this packed weight contains the parameter, which has not been moved since."""
         parameter = self.parameter()
-        return self.packed is packed and parameter is not None and parameter.data_ptr() == self.address
+        return (
+            self.packed is packed and parameter is not None and parameter.data_ptr() == self.address
+        )
 
 
 lock = threading.RLock()
@@ -86,19 +99,27 @@ def location_of(parameter: nn.Parameter) -> Location:
     key = id(parameter)
     found = _table.get(key)
     if found is None:
-        found = _table[key] = Location(weakref.ref(parameter, _on_parameter_death(key)), parameter.data_ptr())
+        found = _table[key] = Location(
+            weakref.ref(parameter, _on_parameter_death(key)), parameter.data_ptr()
+        )
     return found
 
 
 def _on_parameter_death(key: int) -> Callable[[Any], None]:
     def forget(_: Any) -> None:
         gone = _table.pop(key)
-        for made, prepared in gone.prepared.items():  # one of several parameters is removed with the first of them
+        for (
+            made,
+            prepared,
+        ) in gone.prepared.items():  # one of several parameters is removed with the first of them
             for other in prepared.parameters:
                 parameter = other()
                 if parameter is not None:
                     location_of(parameter).prepared.pop(made, None)
-        gone.prepared, gone.packed = {}, None  # a packed weight and its parts form a reference cycle
+        gone.prepared, gone.packed = (
+            {},
+            None,
+        )  # a packed weight and its parts form a reference cycle
 
     return forget
 
@@ -111,7 +132,9 @@ def parameter_of(tensor: Tensor) -> nn.Parameter:
 
 
 def move(parameter: nn.Parameter, memory: Tensor) -> Location:
-    """Move the parameter to this memory, which already holds its values. Its old memory is freed if nothing shares it."""
+    """Move the parameter to this memory, which already holds its values. Its old memory is freed if
+    nothing shares it.
+    """
     parameter.data = memory
     location = location_of(parameter)
     location.address, location.packed = parameter.data_ptr(), None
@@ -119,7 +142,9 @@ def move(parameter: nn.Parameter, memory: Tensor) -> Location:
 
 
 def register_prepared(key: Hashable, made: PreparedWeight) -> None:
-    """Add a prepared weight to the entry of each of its parameters, replacing an older one of this key."""
+    """Add a prepared weight to the entry of each of its parameters, replacing an older one of this
+    key.
+    """
     for ref in made.parameters:
         parameter = ref()
         assert parameter is not None

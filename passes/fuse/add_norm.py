@@ -1,8 +1,8 @@
 """Fold a residual add into the norm that follows it.
 
-    x -+                              x -+
-       add -+- rms_norm -> y    =>       add_rms_norm -+-> y
-    r -+    +-> sum                   r -+             +-> sum
+x -+                              x -+
+   add -+- rms_norm -> y    =>       add_rms_norm -+-> y
+r -+    +-> sum                   r -+             +-> sum
 """
 
 from typing import Any
@@ -13,7 +13,9 @@ from atomc import ops
 from atomc.rewriting.rewrite import Rewrite, norm_weight_example, tensor_example
 
 
-def _rms_pattern(x: Tensor, residual: Tensor, weight: Tensor, eps: float, style: str) -> tuple[Tensor, Tensor]:
+def _rms_pattern(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, style: str
+) -> tuple[Tensor, Tensor]:
     total = x + residual
     return ops.rms_norm(total, weight, eps, style), total
 
@@ -23,27 +25,50 @@ def _rms_replacement(x: Tensor, residual: Tensor, weight: Tensor, eps: float, st
 
 
 def _rms_example() -> dict[str, Any]:
-    return {"x": tensor_example(3, 10), "residual": tensor_example(3, 10), "weight": norm_weight_example(10), "eps": 1e-6,
-            "style": "after"}  # fmt: skip
+    return {
+        "x": tensor_example(3, 10),
+        "residual": tensor_example(3, 10),
+        "weight": norm_weight_example(10),
+        "eps": 1e-6,
+        "style": "after",
+    }
 
 
 def _rms_attrs(x: Tensor, weight: Tensor, **_: object) -> dict[str, Any]:
     return {"weight": "as x" if weight.dtype == x.dtype else "fp32"}
 
 
-def _layer_pattern(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _layer_pattern(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
     total = x + residual
     return ops.layer_norm(total, weight, bias, eps), total
 
 
-def _layer_replacement(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Any:
+def _layer_replacement(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
+) -> Any:
     return ops.add_layer_norm(x, residual, weight, bias, eps)
 
 
 def _layer_example() -> dict[str, Any]:
-    return {"x": tensor_example(3, 10), "residual": tensor_example(3, 10), "weight": tensor_example(10),
-            "bias": tensor_example(10), "eps": 1e-6}  # fmt: skip
+    return {
+        "x": tensor_example(3, 10),
+        "residual": tensor_example(3, 10),
+        "weight": tensor_example(10),
+        "bias": tensor_example(10),
+        "eps": 1e-6,
+    }
 
 
-ADD_RMS_NORM = Rewrite("add_rms_norm", _rms_pattern, _rms_replacement, _rms_example, sees_through=True, attrs=_rms_attrs)
-ADD_LAYER_NORM = Rewrite("add_layer_norm", _layer_pattern, _layer_replacement, _layer_example, sees_through=True)
+ADD_RMS_NORM = Rewrite(
+    "add_rms_norm",
+    _rms_pattern,
+    _rms_replacement,
+    _rms_example,
+    sees_through=True,
+    attrs=_rms_attrs,
+)
+ADD_LAYER_NORM = Rewrite(
+    "add_layer_norm", _layer_pattern, _layer_replacement, _layer_example, sees_through=True
+)

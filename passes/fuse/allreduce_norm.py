@@ -1,10 +1,11 @@
-"""The sum over a process group joins the norm behind it, so that what was summed is not written and read again.
+"""The sum over a process group joins the norm behind it, so that what was summed is not written and
+read again.
 
-    x > all_reduce -+                        x -+
-                    add_rms_norm -+-> y  =>     allreduce_add_rms_norm -+-> y
-    r --------------+             +-> sum    r -+                       +-> sum
+x > all_reduce -+                        x -+
+                add_rms_norm -+-> y  =>     allreduce_add_rms_norm -+-> y
+r --------------+             +-> sum    r -+                       +-> sum
 
-    x > all_reduce > rms_norm -> y       =>  x > allreduce_rms_norm -> y
+x > all_reduce > rms_norm -> y       =>  x > allreduce_rms_norm -> y
 """
 
 from typing import Any
@@ -24,14 +25,21 @@ def _replacement(x: Tensor, weight: Tensor, eps: float, group: str, style: str) 
 
 
 def _example() -> dict[str, Any]:
-    return {"x": tensor_example(3, 10), "weight": norm_weight_example(10), "eps": 1e-6, "group": "a group",
-            "style": "after"}  # fmt: skip
+    return {
+        "x": tensor_example(3, 10),
+        "weight": norm_weight_example(10),
+        "eps": 1e-6,
+        "group": "a group",
+        "style": "after",
+    }
 
 
 def _add_pattern(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, group: str, style: str, swapped: bool
 ) -> Any:
-    added = (residual, ops.all_reduce(x, group)) if swapped else (ops.all_reduce(x, group), residual)
+    added = (
+        (residual, ops.all_reduce(x, group)) if swapped else (ops.all_reduce(x, group), residual)
+    )
     return ops.add_rms_norm(*added, weight, eps, style)
 
 
@@ -48,6 +56,10 @@ def _add_example(swapped: bool) -> dict[str, Any]:
 _NEEDS: dict[str, dict[str, Any]] = {"all_reduce": {}}
 ALLREDUCE_RMS_NORM = Rewrite("allreduce_rms_norm", _pattern, _replacement, _example, needs=_NEEDS)
 ALLREDUCE_ADD_RMS_NORM = Rewrite(
-    "allreduce_add_rms_norm", _add_pattern, _add_replacement, _add_example, needs=_NEEDS,
+    "allreduce_add_rms_norm",
+    _add_pattern,
+    _add_replacement,
+    _add_example,
+    needs=_NEEDS,
     cases=[Case("", {"swapped": False}), Case("added the other way round", {"swapped": True})],
-)  # fmt: skip
+)

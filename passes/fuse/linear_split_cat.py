@@ -1,11 +1,13 @@
-"""In the latent attention of DeepSeek, the product that makes keys and values writes them where they belong.
+"""In the latent attention of DeepSeek, the product that makes keys and values writes them where
+they belong.
 
     x > linear > view +- [..., :P] --+            x --+
                       |              cat -> k         linear_split_cat -+-> k
                       +- [..., P:] ----> v   =>  k_pe +                 +-> v
     k_pe ----------------------------+
 
-k_pe are the rotated keys, spread over the heads. Heads may lie before tokens, as they do in stock models.
+k_pe are the rotated keys, spread over the heads. Heads may lie before tokens, as they do in stock
+models.
 """
 
 from itertools import product
@@ -23,9 +25,16 @@ transpose = torch.ops.aten.transpose.int
 
 
 def _pattern(
-    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, k_pe: Tensor, nope: int, scheme: str,
-    heads_first: bool, out: torch.dtype,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    k_pe: Tensor,
+    nope: int,
+    scheme: str,
+    heads_first: bool,
+    out: torch.dtype,
+) -> tuple[Tensor, Tensor]:
     if scheme == "fp8":
         both = ops.scaled_linear_fp8(x, weight, x_scale, weight_scale, out_dtype=out)
     elif scheme == "fp8_block":
@@ -41,31 +50,55 @@ def _pattern(
 
 
 def _replacement(
-    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, k_pe: Tensor, nope: int, scheme: str,
-    heads_first: bool, out: torch.dtype,
-) -> Any:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    k_pe: Tensor,
+    nope: int,
+    scheme: str,
+    heads_first: bool,
+    out: torch.dtype,
+) -> Any:
     rotated = transpose(k_pe, 1, 2) if heads_first else k_pe
-    made = ops.linear_split_cat(x, weight, x_scale, weight_scale, rotated, nope=nope, scheme=scheme, out_dtype=out)
+    made = ops.linear_split_cat(
+        x, weight, x_scale, weight_scale, rotated, nope=nope, scheme=scheme, out_dtype=out
+    )
     return (transpose(made[0], 1, 2), transpose(made[1], 1, 2)) if heads_first else made
 
 
 def _example(scheme: str, heads_first: bool) -> dict[str, Any]:
     rows, spread = ((2, 1, 5), (2, 7, 5, 12)) if heads_first else ((5,), (5, 7, 12))
     operands = _mxfp4(rows) if scheme == "mxfp4" else _fp8(rows, scheme == "fp8_block")
-    return {**operands, "k_pe": tensor_example(*spread), "nope": 17, "scheme": scheme, "heads_first": heads_first,
-            "out": _MODELS}  # fmt: skip
+    return {
+        **operands,
+        "k_pe": tensor_example(*spread),
+        "nope": 17,
+        "scheme": scheme,
+        "heads_first": heads_first,
+        "out": _MODELS,
+    }
 
 
 def _fp8(rows: tuple[int, ...], blocks: bool) -> dict[str, Any]:
     """x and the weight with their scales; seven heads of 31 outputs."""
     codes = OneOf(*FP8)
     of_x, of_weight = ((*rows, 3), (11, 3)) if blocks else ((1,), (1,))
-    return {"x": tensor_example(*rows, 320, dtype=codes), "weight": tensor_example(217, 320, dtype=codes),
-            "x_scale": torch.ones(of_x), "weight_scale": torch.ones(of_weight)}  # fmt: skip
+    return {
+        "x": tensor_example(*rows, 320, dtype=codes),
+        "weight": tensor_example(217, 320, dtype=codes),
+        "x_scale": torch.ones(of_x),
+        "weight_scale": torch.ones(of_weight),
+    }
 
 
 def _mxfp4(rows: tuple[int, ...]) -> dict[str, Any]:
-    shapes = {"x": (*rows, 48), "weight": (217, 48), "x_scale": (*rows, 3), "weight_scale": (217, 3)}
+    shapes = {
+        "x": (*rows, 48),
+        "weight": (217, 48),
+        "x_scale": (*rows, 3),
+        "weight_scale": (217, 3),
+    }
     return {name: tensor_example(*shape, dtype=torch.uint8) for name, shape in shapes.items()}
 
 
@@ -74,9 +107,24 @@ def _attrs(scheme: str, **_: object) -> dict[str, Any]:
 
 
 _MODELS = OneOf(torch.bfloat16, torch.float16, torch.float32)
-_LINEARS = {"fp8": "scaled_linear_fp8", "fp8_block": "scaled_linear_fp8_block", "mxfp4": "linear_mxfp4"}
+_LINEARS = {
+    "fp8": "scaled_linear_fp8",
+    "fp8_block": "scaled_linear_fp8_block",
+    "mxfp4": "linear_mxfp4",
+}
 LINEAR_SPLIT_CAT = Rewrite(
-    "linear_split_cat", _pattern, _replacement, _example, attrs=_attrs, needs={"aten::cat": {}, "aten::expand": {}},
-    cases=[Case(f"{scheme}{', heads before tokens' * first}", {"scheme": scheme, "heads_first": first},
-                {linear: {"out_dtype": _MODELS}}) for (scheme, linear), first in product(_LINEARS.items(), (True, False))],
-)  # fmt: skip
+    "linear_split_cat",
+    _pattern,
+    _replacement,
+    _example,
+    attrs=_attrs,
+    needs={"aten::cat": {}, "aten::expand": {}},
+    cases=[
+        Case(
+            f"{scheme}{', heads before tokens' * first}",
+            {"scheme": scheme, "heads_first": first},
+            {linear: {"out_dtype": _MODELS}},
+        )
+        for (scheme, linear), first in product(_LINEARS.items(), (True, False))
+    ],
+)

@@ -1,9 +1,10 @@
-"""In the latent attention of DeepSeek, the rotation of queries and keys joins the write into the latent cache.
+"""In the latent attention of DeepSeek, the rotation of queries and keys joins the write into the
+latent cache.
 
-    q_nope -----------+                                q_nope, q_pe -+
-    q_pe > rope > cat +--> q                                         mla_rope_kv_write -+-> q, token
-    k_pe > rope -+                               =>     kv_c, k_pe --+
-    kv_c --------+- mla_kv_write -> token
+q_nope -----------+                                q_nope, q_pe -+
+q_pe > rope > cat +--> q                                         mla_rope_kv_write -+-> q, token
+k_pe > rope -+                               =>     kv_c, k_pe --+
+kv_c --------+- mla_kv_write -> token
 """
 
 from typing import Any
@@ -20,25 +21,49 @@ from atomc.rewriting.rewrite import Case, Rewrite, tensor_example
 
 
 def _pattern(
-    q_nope: Tensor, q_pe: Tensor, kv_c: Tensor, k_pe: Tensor, cos: Tensor, sin: Tensor, style: str, **cache: Tensor
+    q_nope: Tensor,
+    q_pe: Tensor,
+    kv_c: Tensor,
+    k_pe: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    style: str,
+    **cache: Tensor,
 ) -> Any:
     q = torch.cat((q_nope, ops.rope(q_pe, cos, sin, style)), -1)
     return q, ops.mla_kv_write(kv_c, ops.rope(k_pe, cos, sin, style), *cache.values())
 
 
 def _replacement(
-    q_nope: Tensor, q_pe: Tensor, kv_c: Tensor, k_pe: Tensor, cos: Tensor, sin: Tensor, style: str, **cache: Tensor
+    q_nope: Tensor,
+    q_pe: Tensor,
+    kv_c: Tensor,
+    k_pe: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    style: str,
+    **cache: Tensor,
 ) -> Any:
-    return ops.mla_rope_kv_write(q_nope, q_pe, kv_c, k_pe, cos, sin, *cache.values(), rope_style=style)
+    return ops.mla_rope_kv_write(
+        q_nope, q_pe, kv_c, k_pe, cos, sin, *cache.values(), rope_style=style
+    )
 
 
 def example(scaled: bool) -> dict[str, Any]:
     """For a pattern that ends in a write into a latent cache; one in fp8 has a scale."""
     cache = tensor_example(9, 16, 34, dtype=OneOf(*FP8) if scaled else torch.bfloat16)
-    return {"q_nope": tensor_example(5, 7, 22), "q_pe": tensor_example(5, 7, 12), "kv_c": tensor_example(5, 22),
-            "k_pe": tensor_example(5, 1, 12), "cos": tensor_example(6), "sin": tensor_example(6), "kv_cache": cache,
-            "slots": torch.zeros(5, dtype=torch.int64), **({"scale": torch.ones(1)} if scaled else {}),
-            "style": "half"}  # fmt: skip
+    return {
+        "q_nope": tensor_example(5, 7, 22),
+        "q_pe": tensor_example(5, 7, 12),
+        "kv_c": tensor_example(5, 22),
+        "k_pe": tensor_example(5, 1, 12),
+        "cos": tensor_example(6),
+        "sin": tensor_example(6),
+        "kv_cache": cache,
+        "slots": torch.zeros(5, dtype=torch.int64),
+        **({"scale": torch.ones(1)} if scaled else {}),
+        "style": "half",
+    }
 
 
 def _attrs(**given: Any) -> dict[str, Any]:
@@ -47,7 +72,14 @@ def _attrs(**given: Any) -> dict[str, Any]:
 
 _WRITTEN = ("kv_c", "k_pe", "kv_cache", "slots")
 MLA_ROPE_KV_WRITE = Rewrite(
-    "mla_rope_kv_write", _pattern, _replacement, example, attrs=_attrs, read_together=True,
-    cases=[Case("", {"scaled": False}, {"mla_kv_write": {"given": _WRITTEN}}),
-           Case("fp8", {"scaled": True}, {"mla_kv_write": {"given": (*_WRITTEN, "scale")}})],
-)  # fmt: skip
+    "mla_rope_kv_write",
+    _pattern,
+    _replacement,
+    example,
+    attrs=_attrs,
+    read_together=True,
+    cases=[
+        Case("", {"scaled": False}, {"mla_kv_write": {"given": _WRITTEN}}),
+        Case("fp8", {"scaled": True}, {"mla_kv_write": {"given": (*_WRITTEN, "scale")}}),
+    ],
+)

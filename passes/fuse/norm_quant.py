@@ -1,10 +1,10 @@
 """A norm quantizes its own result; if that is read elsewhere, it writes it too.
 
-    x > rms_norm > y -+- quantizer -> codes, scales        x > rms_norm_quant -+-> codes, scales
-                      +-> y                          =>                        +-> y
+x > rms_norm > y -+- quantizer -> codes, scales        x > rms_norm_quant -+-> codes, scales
+                  +-> y                          =>                        +-> y
 
-    x, r > add_rms_norm -+- quantizer -> codes, scales     x, r > add_rms_norm_quant -+-> codes, scales
-                         +-> sum                     =>                               +-> sum
+x, r > add_rms_norm -+- quantizer -> codes, scales     x, r > add_rms_norm_quant -+-> codes, scales
+                     +-> sum                     =>                               +-> sum
 """
 
 from collections.abc import Mapping
@@ -18,53 +18,124 @@ from atomc.rewriting.rewrite import Case, Rewrite, norm_weight_example, tensor_e
 
 
 def _pattern(
-    x: Tensor, weight: Tensor, eps: float, style: str, quantizer: Quantizer, keep: bool,
-    scale: Tensor | None, **decided: Any,
-) -> Any:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    style: str,
+    quantizer: Quantizer,
+    keep: bool,
+    scale: Tensor | None,
+    **decided: Any,
+) -> Any:
     y = ops.rms_norm(x, weight, eps, style)
     return (*quantizer(y, scale, **decided), y) if keep else quantizer(y, scale, **decided)
 
 
 def _replacement(
-    x: Tensor, weight: Tensor, eps: float, style: str, quantizer: Quantizer, keep: bool,
-    scale: Tensor | None, **decided: Any,
-) -> Any:  # fmt: skip
-    made = ops.rms_norm_quant(x, weight, eps, scale, style, scheme=quantizer.scheme, keep=keep, **quantizer.fixed,
-                              **decided)  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    style: str,
+    quantizer: Quantizer,
+    keep: bool,
+    scale: Tensor | None,
+    **decided: Any,
+) -> Any:
+    made = ops.rms_norm_quant(
+        x,
+        weight,
+        eps,
+        scale,
+        style,
+        scheme=quantizer.scheme,
+        keep=keep,
+        **quantizer.fixed,
+        **decided,
+    )
     return quantizer.results(made, [2] * keep)
 
 
 def _example(quantizer: Quantizer, keep: bool) -> dict[str, Any]:
-    return {"x": tensor_example(3, 64), "weight": norm_weight_example(64), "eps": 1e-6, "style": "after",
-            "quantizer": quantizer, "keep": keep, **quantizer.example()}  # fmt: skip
+    return {
+        "x": tensor_example(3, 64),
+        "weight": norm_weight_example(64),
+        "eps": 1e-6,
+        "style": "after",
+        "quantizer": quantizer,
+        "keep": keep,
+        **quantizer.example(),
+    }
 
 
 def _add_pattern(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, style: str, quantizer: Quantizer, keep: bool,
-    scale: Tensor | None, **decided: Any,
-) -> Any:  # fmt: skip
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    style: str,
+    quantizer: Quantizer,
+    keep: bool,
+    scale: Tensor | None,
+    **decided: Any,
+) -> Any:
     y, total = ops.add_rms_norm(x, residual, weight, eps, style)
-    return (*quantizer(y, scale, **decided), total, y) if keep else (*quantizer(y, scale, **decided), total)
+    return (
+        (*quantizer(y, scale, **decided), total, y)
+        if keep
+        else (*quantizer(y, scale, **decided), total)
+    )
 
 
 def _add_replacement(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, style: str, quantizer: Quantizer, keep: bool,
-    scale: Tensor | None, **decided: Any,
-) -> Any:  # fmt: skip
-    made = ops.add_rms_norm_quant(x, residual, weight, eps, scale, style, scheme=quantizer.scheme, keep=keep,
-                                  **quantizer.fixed, **decided)  # fmt: skip
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    style: str,
+    quantizer: Quantizer,
+    keep: bool,
+    scale: Tensor | None,
+    **decided: Any,
+) -> Any:
+    made = ops.add_rms_norm_quant(
+        x,
+        residual,
+        weight,
+        eps,
+        scale,
+        style,
+        scheme=quantizer.scheme,
+        keep=keep,
+        **quantizer.fixed,
+        **decided,
+    )
     return quantizer.results(made, [2, 3] if keep else [2])
 
 
 def _add_example(quantizer: Quantizer, keep: bool) -> dict[str, Any]:
-    return {"x": tensor_example(3, 64), "residual": tensor_example(3, 64), **_example(quantizer, keep)}
+    return {
+        "x": tensor_example(3, 64),
+        "residual": tensor_example(3, 64),
+        **_example(quantizer, keep),
+    }
 
 
 def _attrs(quantizer: Quantizer, keep: bool, **_: object) -> Mapping[str, Any]:
     return {"scheme": quantizer.scheme, **({"keep": True} if keep else {})}
 
 
-_CASES = [Case(f"{quantizer.scheme}{', kept' * keep}", {"quantizer": quantizer, "keep": keep}, quantizer.needs)
-          for quantizer in QUANTIZERS for keep in (False, True)]  # fmt: skip
-RMS_NORM_QUANT = Rewrite("rms_norm_quant", _pattern, _replacement, _example, attrs=_attrs, cases=_CASES)
-ADD_RMS_NORM_QUANT = Rewrite("add_rms_norm_quant", _add_pattern, _add_replacement, _add_example, attrs=_attrs, cases=_CASES)
+_CASES = [
+    Case(
+        f"{quantizer.scheme}{', kept' * keep}",
+        {"quantizer": quantizer, "keep": keep},
+        quantizer.needs,
+    )
+    for quantizer in QUANTIZERS
+    for keep in (False, True)
+]
+RMS_NORM_QUANT = Rewrite(
+    "rms_norm_quant", _pattern, _replacement, _example, attrs=_attrs, cases=_CASES
+)
+ADD_RMS_NORM_QUANT = Rewrite(
+    "add_rms_norm_quant", _add_pattern, _add_replacement, _add_example, attrs=_attrs, cases=_CASES
+)

@@ -1,8 +1,8 @@
 """The norms of queries and keys and their rotation become one op; a pair is one site.
 
-    q > rms_norm > rope -+                 q -+
-                         +- attention  =>     qk_norm_rope -+- attention
-    k > rms_norm > rope -+                 k -+
+q > rms_norm > rope -+                 q -+
+                     +- attention  =>     qk_norm_rope -+- attention
+k > rms_norm > rope -+                 k -+
 """
 
 from typing import Any
@@ -14,24 +14,48 @@ from atomc.rewriting.rewrite import Rewrite, tensor_example
 
 
 def _pattern(
-    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float, norm_style: str,
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    norm_style: str,
     rope_style: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return (ops.rope(ops.rms_norm(q, q_weight, eps, norm_style), cos, sin, rope_style),
-            ops.rope(ops.rms_norm(k, k_weight, eps, norm_style), cos, sin, rope_style))  # fmt: skip
+) -> tuple[Tensor, Tensor]:
+    return (
+        ops.rope(ops.rms_norm(q, q_weight, eps, norm_style), cos, sin, rope_style),
+        ops.rope(ops.rms_norm(k, k_weight, eps, norm_style), cos, sin, rope_style),
+    )
 
 
 def _replacement(
-    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float, norm_style: str,
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    norm_style: str,
     rope_style: str,
-) -> Any:  # fmt: skip
+) -> Any:
     return ops.qk_norm_rope(q, k, q_weight, k_weight, cos, sin, eps, norm_style, rope_style)
 
 
 def _example() -> dict[str, Any]:
-    return {"q": tensor_example(5, 7, 22), "k": tensor_example(5, 3, 22), "q_weight": tensor_example(22),
-            "k_weight": tensor_example(22), "cos": tensor_example(12), "sin": tensor_example(12), "eps": 1e-6,
-            "norm_style": "after", "rope_style": "neox"}  # fmt: skip
+    return {
+        "q": tensor_example(5, 7, 22),
+        "k": tensor_example(5, 3, 22),
+        "q_weight": tensor_example(22),
+        "k_weight": tensor_example(22),
+        "cos": tensor_example(12),
+        "sin": tensor_example(12),
+        "eps": 1e-6,
+        "norm_style": "after",
+        "rope_style": "neox",
+    }
 
 
 QK_NORM_ROPE = Rewrite("qk_norm_rope", _pattern, _replacement, _example, read_together=True)

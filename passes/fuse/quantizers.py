@@ -18,7 +18,8 @@ class Quantizer:
     """One way to quantize a result.
 
     op       its op
-    decided  attributes of which a site decides, by the names that they have as arguments of fused ops
+    decided  attributes of which a site decides, by the names that they have as arguments of fused
+             ops
     fixed    attributes that the op's node must have
     renamed  what the quantizer's op calls an argument of fused ops
     """
@@ -40,15 +41,25 @@ class Quantizer:
 
     def example(self) -> dict[str, Any]:
         """What a site decides; a scale is absent where the quantizer makes it."""
-        return {"scale": tensor_example(1, dtype=torch.float32) if self.is_static else None, **self.decided}
+        return {
+            "scale": tensor_example(1, dtype=torch.float32) if self.is_static else None,
+            **self.decided,
+        }
 
     def __call__(self, y: Tensor, scale: Tensor | None, **decided: Any) -> tuple[Tensor, ...]:
         """Its results: codes, and scales unless they are given."""
         attributes = self._attributes(decided)
-        return (self.op(y, scale, **attributes),) if self.is_static else tuple(self.op(y, **attributes))
+        return (
+            (self.op(y, scale, **attributes),)
+            if self.is_static
+            else tuple(self.op(y, **attributes))
+        )
 
     def _attributes(self, decided: Mapping[str, Any]) -> dict[str, Any]:
-        return {**self.fixed, **{self.renamed.get(name, name): given for name, given in decided.items()}}
+        return {
+            **self.fixed,
+            **{self.renamed.get(name, name): given for name, given in decided.items()},
+        }
 
     def results(self, made: Any, further: Sequence[int]) -> Any:
         """What a fused op returns in place of these results and its own `further` ones."""
@@ -60,8 +71,13 @@ _FP8 = {"dtype": OneOf(*FP8)}
 QUANTIZERS = (
     Quantizer(ops.quant_fp8_static, "fp8_static", _FP8),
     Quantizer(ops.quant_fp8_per_token, "fp8_per_token", _FP8),
-    Quantizer(ops.quant_fp8_group, "fp8_group", {"column_major": OneOf(False, True), **_FP8}, {"group": 128},
-              {"column_major": "column_major_scales"}),
+    Quantizer(
+        ops.quant_fp8_group,
+        "fp8_group",
+        {"column_major": OneOf(False, True), **_FP8},
+        {"group": 128},
+        {"column_major": "column_major_scales"},
+    ),
     Quantizer(ops.quant_mxfp4, "mxfp4", {"rounding": OneOf(*MX_ROUNDINGS)}),
     Quantizer(ops.quant_int8_per_token, "int8_per_token", {}),
-)  # fmt: skip
+)

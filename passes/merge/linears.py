@@ -4,9 +4,9 @@
     x -+- linear(k_proj) -> k    =>    x - linear(packed) - split_with_sizes --+-> k
        +- linear(v_proj) -> v                                                  +-> v
 
-The packed parameters are further inputs of the graph: node.meta["packed"] names the inputs they are made of, see
-atomc.weights.packed. Any op whose `concat` allows it is merged, within a layer of the model. Equal but for the order in
-which a matrix product of another width adds up its terms.
+The packed parameters are further inputs of the graph: node.meta["packed"] names the inputs they are
+made of, see atomc.weights.packed. Any op whose `concat` allows it is merged, within a layer of the
+model. Equal but for the order in which a matrix product of another width adds up its terms.
 """
 
 import operator
@@ -32,8 +32,20 @@ from atomc.weights import packed as packed_weights
 aten = torch.ops.aten
 # Attention that is written out.
 PRODUCTS = ("bmm", "baddbmm", "matmul")
-# What queries, keys and values go through on their way to attention, beside norms and rotary positions.
-ON_THE_WAY = VIEWS | {"permute", "slice", "expand", "unsqueeze", "cat", "cast", "add", "mul", "neg", "getitem"}
+# What queries, keys and values go through on their way to attention, beside norms and rotary
+# positions.
+ON_THE_WAY = VIEWS | {
+    "permute",
+    "slice",
+    "expand",
+    "unsqueeze",
+    "cat",
+    "cast",
+    "add",
+    "mul",
+    "neg",
+    "getitem",
+}
 
 _SHARED = "parameters that can share one memory"
 Real = dict[Node, Any]  # what the graph's inputs are fed
@@ -52,7 +64,9 @@ Refused = tuple[Node, MissKind, str]
 
 
 def merge(kind: str) -> Callable[[GraphModule, Context], Outcome]:
-    """The pass over all groups of a kind: "merge_qkv", "merge_gate_up", or "merge_linears" for the others."""
+    """The pass over all groups of a kind: "merge_qkv", "merge_gate_up", or "merge_linears" for the
+    others.
+    """
 
     def run(gm: GraphModule, context: Context) -> Outcome:
         done = Outcome()
@@ -69,8 +83,17 @@ def merge(kind: str) -> Callable[[GraphModule, Context], Outcome]:
                         done.fired.append(_merge(gm.graph, part, names, kind, values))
                     else:
                         done.off.add(off.pattern)
-                        done.near.append(_miss(kind, part, Difference("off", f"{kind} to be on", off.text, part[0].node)))
-                done.near += [_miss(kind, group, Difference(of, _SHARED, why, node)) for node, of, why in refused]
+                        done.near.append(
+                            _miss(
+                                kind,
+                                part,
+                                Difference("off", f"{kind} to be on", off.text, part[0].node),
+                            )
+                        )
+                done.near += [
+                    _miss(kind, group, Difference(of, _SHARED, why, node))
+                    for node, of, why in refused
+                ]
         return done
 
     return run
@@ -92,17 +115,26 @@ def _groups(graph: Graph) -> list[list[_Linear]]:
 def _gate_first(group: list[_Linear]) -> list[_Linear]:
     """A gate before what it gates: the order in which kernels for both expect them."""
     gated = _gated([linear.node for linear in group])
-    return sorted(group, key=lambda linear: gated.index(linear.node)) if len(gated) == len(group) else group
+    return (
+        sorted(group, key=lambda linear: gated.index(linear.node))
+        if len(gated) == len(group)
+        else group
+    )
 
 
 def _kind(nodes: Sequence[Node]) -> str:
     if len(nodes) == 2 and _gated(nodes):
         return "merge_gate_up"
-    return "merge_qkv" if len(nodes) == 3 and all(map(_reaches_attention, nodes)) else "merge_linears"
+    return (
+        "merge_qkv" if len(nodes) == 3 and all(map(_reaches_attention, nodes)) else "merge_linears"
+    )
 
 
 def _reaches_attention(node: Node) -> bool:
-    return any(_kind_of(reader) is Kind.ATTENTION or call(reader).op in PRODUCTS for reader in _readers(node, _on_the_way))
+    return any(
+        _kind_of(reader) is Kind.ATTENTION or call(reader).op in PRODUCTS
+        for reader in _readers(node, _on_the_way)
+    )
 
 
 def _on_the_way(node: Node) -> bool:
@@ -141,8 +173,12 @@ def _readers(node: Node, through: Callable[[Node], bool]) -> Iterator[Node]:
             seen |= set(reader.users)
 
 
-def _mergeable(group: list[_Linear], real: Real) -> tuple[list[tuple[list[_Linear], tuple[str, ...]]], list[Refused]]:
-    """The parts of a group to merge, each with the names of the arguments to pack; and what is left alone, and why."""
+def _mergeable(
+    group: list[_Linear], real: Real
+) -> tuple[list[tuple[list[_Linear], tuple[str, ...]]], list[Refused]]:
+    """The parts of a group to merge, each with the names of the arguments to pack; and what is left
+    alone, and why.
+    """
     assert group[0].op.concat is not None
     names = group[0].op.concat([_values(linear) for linear in group])
     if isinstance(names, str):
@@ -150,7 +186,9 @@ def _mergeable(group: list[_Linear], real: Real) -> tuple[list[tuple[list[_Linea
     fit: list[_Linear] = []
     refused: list[Refused] = []
     for linear in group:
-        reason = next((reason for name in names if (reason := _unfit(linear.arguments[name], real))), None)
+        reason = next(
+            (reason for name in names if (reason := _unfit(linear.arguments[name], real))), None
+        )
         if reason is None and not isinstance(value(linear.node).shape[-1], int):
             reason = "its width is not constant"
         if reason:
@@ -170,7 +208,10 @@ def _mergeable(group: list[_Linear], real: Real) -> tuple[list[tuple[list[_Linea
 
 
 def _values(linear: _Linear) -> dict[str, Any]:
-    return {name: value(given) if isinstance(given, Node) else given for name, given in linear.arguments.items()}
+    return {
+        name: value(given) if isinstance(given, Node) else given
+        for name, given in linear.arguments.items()
+    }
 
 
 def _unfit(given: Any, real: Real) -> str | None:
@@ -183,8 +224,12 @@ def _unfit(given: Any, real: Real) -> str | None:
     return f"{input_name(given)}: {reason}" if reason else None
 
 
-def _as_packed_before(group: list[_Linear], name: str, real: Real) -> tuple[list[list[_Linear]], list[Refused]]:
-    """What to merge with each other: as an earlier graph has packed the parameters, and all others together."""
+def _as_packed_before(
+    group: list[_Linear], name: str, real: Real
+) -> tuple[list[list[_Linear]], list[Refused]]:
+    """What to merge with each other: as an earlier graph has packed the parameters, and all others
+    together.
+    """
     found: list[list[_Linear]] = []
     others: list[_Linear] = []
     refused: list[Refused] = []
@@ -203,10 +248,16 @@ def _as_packed_before(group: list[_Linear], name: str, real: Real) -> tuple[list
     return found + ([others] if len(others) > 1 else []), refused
 
 
-def _different(group: list[_Linear], names: tuple[str, ...], real: Real) -> tuple[MissKind, str] | None:
+def _different(
+    group: list[_Linear], names: tuple[str, ...], real: Real
+) -> tuple[MissKind, str] | None:
     """Why these cannot be merged with each other, or None."""
     rest = [name for name in group[0].arguments if name not in names]
-    differing = [name for name in rest if any(other.arguments[name] != group[0].arguments[name] for other in group)]
+    differing = [
+        name
+        for name in rest
+        if any(other.arguments[name] != group[0].arguments[name] for other in group)
+    ]
     if differing:
         return "guard", f"they differ in {', '.join(differing)}"
     for name in names:
@@ -221,14 +272,28 @@ def _different(group: list[_Linear], names: tuple[str, ...], real: Real) -> tupl
 def _miss(kind: str, group: list[_Linear], difference: Difference) -> NearMiss:
     node = difference.node
     assert node is not None
-    return NearMiss(kind, "", node, len(group) - 1, len(group), 0, [difference], {linear.node for linear in group})
+    return NearMiss(
+        kind,
+        "",
+        node,
+        len(group) - 1,
+        len(group),
+        0,
+        [difference],
+        {linear.node for linear in group},
+    )
 
 
-def _merge(graph: Graph, group: list[_Linear], names: tuple[str, ...], kind: str, values: Values) -> Fired:
+def _merge(
+    graph: Graph, group: list[_Linear], names: tuple[str, ...], kind: str, values: Values
+) -> Fired:
     nodes = [linear.node for linear in group]
     first = min(nodes)
     widths = [value(node).shape[-1] for node in nodes]
-    packed = {name: _packed_input(graph, [linear.arguments[name] for linear in group], values) for name in names}
+    packed = {
+        name: _packed_input(graph, [linear.arguments[name] for linear in group], values)
+        for name in names
+    }
     with graph.inserting_before(first):
         bound = group[0].op.signature.bind(**{**group[0].arguments, **packed})
         whole = graph.call_function(group[0].op.overload, bound.args, bound.kwargs)
@@ -238,7 +303,10 @@ def _merge(graph: Graph, group: list[_Linear], names: tuple[str, ...], kind: str
         made.meta.update(inherited(nodes, first, kind))
         made.meta["val"] = values.of(made)
     for i, (node, part) in enumerate(zip(nodes, parts, strict=True)):
-        part.meta.update({key: item for key, item in node.meta.items() if key != "canonical"}, val=value(split)[i])
+        part.meta.update(
+            {key: item for key, item in node.meta.items() if key != "canonical"},
+            val=value(split)[i],
+        )
         node.replace_all_uses_with(part)
         graph.erase_node(node)
         spread_strides(graph, part, value(node), values)
@@ -253,6 +321,8 @@ def _packed_input(graph: Graph, parts: list[Node], values: Values) -> Node:
         made: Node = graph.placeholder(f"packed_{number}")
     first = value(parts[0])
     with values.mode:  # one of its own: equal inputs would be taken for one
-        made.meta["val"] = first.new_empty((sum(value(part).shape[0] for part in parts), *first.shape[1:]))
+        made.meta["val"] = first.new_empty(
+            (sum(value(part).shape[0] for part in parts), *first.shape[1:])
+        )
     made.meta["packed"] = tuple(part.name for part in parts)
     return made

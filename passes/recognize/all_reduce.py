@@ -1,6 +1,6 @@
 """A sum over a process group that is waited for at once is one op.
 
-    x > all_reduce(sum) > wait_tensor    =>    all_reduce(x)
+x > all_reduce(sum) > wait_tensor    =>    all_reduce(x)
 """
 
 from typing import Any
@@ -13,7 +13,9 @@ from atomc.rewriting.rewrite import Rewrite, tensor_example
 
 
 def _pattern(x: Tensor, group: str) -> Any:
-    return torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce(x, "sum", group))
+    return torch.ops._c10d_functional.wait_tensor(
+        torch.ops._c10d_functional.all_reduce(x, "sum", group)
+    )
 
 
 def _example() -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """A new tensor that is filled slice by slice, until nothing of it is left, is a cat.
 
-    empty > slice_scatter(a, dim, 0, n) > slice_scatter(b, dim, n, end)    =>    cat([a, b], dim)
+empty > slice_scatter(a, dim, 0, n) > slice_scatter(b, dim, n, end)    =>    cat([a, b], dim)
 """
 
 from typing import Any
@@ -36,7 +36,9 @@ def cat_of_slices(gm: GraphModule, context: Context) -> list[Fired]:
 
 
 def _parts(node: Node) -> list[Node]:
-    """What fills a tensor along one dimension, in order of place; nothing if parts of it are left, or written twice."""
+    """What fills a tensor along one dimension, in order of place; nothing if parts of it are left,
+    or written twice.
+    """
     written: list[tuple[Any, Any, Node]] = []
     last = node
     while node.target is aten.slice_scatter.default:

@@ -1,6 +1,6 @@
 """Gated activations become one op.
 
-    gate > silu (or gelu) > * up    =>    silu_and_mul(gate, up)
+gate > silu (or gelu) > * up    =>    silu_and_mul(gate, up)
 """
 
 from typing import Any
@@ -27,5 +27,10 @@ def _gelu_example() -> dict[str, Any]:
     return {**_example(), "approximate": "none"}
 
 
-SILU_AND_MUL = Rewrite("silu_and_mul", ops.silu_and_mul.reference, lambda gate, up: ops.silu_and_mul(gate, up), _example)
+SILU_AND_MUL = Rewrite(
+    "silu_and_mul",
+    ops.silu_and_mul.reference,
+    lambda gate, up: ops.silu_and_mul(gate, up),
+    _example,
+)
 GELU_AND_MUL = Rewrite("gelu_and_mul", _gelu_pattern, _gelu_replacement, _gelu_example)

@@ -1,8 +1,9 @@
 """Keys and values repeated for grouped queries need not be: attention reads them by group.
 
-    k > [:, :, None] > expand > reshape > transpose -+
-    v > [:, :, None] > expand > reshape > transpose -+- attention    =>    attention(q, k.transpose, v.transpose)
-                                                 q -+
+k > [:, :, None] > expand > reshape > transpose -+
+v > [:, :, None] > expand > reshape > transpose -+- attention    =>    attention(q, k.transpose,
+                                                                 v.transpose)
+                                             q -+
 """
 
 from typing import Any
@@ -23,23 +24,41 @@ def _repeated(x: Tensor, group: int) -> Tensor:
     return spread.reshape(batch, heads * group, length, width).transpose(1, 2)
 
 
-def _pattern(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
+def _pattern(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, causal: bool
+) -> Tensor:
     group = q.shape[2] // k.shape[1]
-    return ops.attention(q, _repeated(k, group), _repeated(v, group), None, mask, scale=scale, causal=causal)  # type: ignore[no-any-return]
+    return ops.attention(  # type: ignore[no-any-return]
+        q, _repeated(k, group), _repeated(v, group), None, mask, scale=scale, causal=causal
+    )
 
 
-def _replacement(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
+def _replacement(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, causal: bool
+) -> Tensor:
     masked = () if mask is None else (None, mask)
-    return ops.attention(q, transpose(k, 1, 2), transpose(v, 1, 2), *masked, scale=scale, causal=causal)  # type: ignore[no-any-return]
+    return ops.attention(  # type: ignore[no-any-return]
+        q, transpose(k, 1, 2), transpose(v, 1, 2), *masked, scale=scale, causal=causal
+    )
 
 
 def _example(masked: bool) -> dict[str, Any]:
-    return {"q": tensor_example(2, 5, 21, 12), "k": tensor_example(2, 3, 11, 12), "v": tensor_example(2, 3, 11, 12),
-            "mask": tensor_example(5, 11, dtype=OneOf(torch.bool, torch.bfloat16)) if masked else None, "scale": 0.25,
-            "causal": OneOf(False, True)}  # fmt: skip
+    return {
+        "q": tensor_example(2, 5, 21, 12),
+        "k": tensor_example(2, 3, 11, 12),
+        "v": tensor_example(2, 3, 11, 12),
+        "mask": tensor_example(5, 11, dtype=OneOf(torch.bool, torch.bfloat16)) if masked else None,
+        "scale": 0.25,
+        "causal": OneOf(False, True),
+    }
 
 
 REPEAT_KV = Rewrite(
-    "repeat_kv", _pattern, _replacement, _example, attrs=lambda causal, **_: {"causal": causal},
-    needs={"aten::expand": {}}, cases=[Case("", {"masked": False}), Case("mask", {"masked": True})],
-)  # fmt: skip
+    "repeat_kv",
+    _pattern,
+    _replacement,
+    _example,
+    attrs=lambda causal, **_: {"causal": causal},
+    needs={"aten::expand": {}},
+    cases=[Case("", {"masked": False}), Case("mask", {"masked": True})],
+)

@@ -1,6 +1,7 @@
 """RMSNorm written out becomes one op; the op's own meaning, traced once per style, is the pattern.
 
-    x > to fp32 > square > mean > + eps > rsqrt > * x > (styles: round, * weight)    =>    rms_norm(x, weight)
+x > to fp32 > square > mean > + eps > rsqrt > * x > (styles: round, * weight)    =>    rms_norm(x,
+                                                                                 weight)
 """
 
 from typing import Any
@@ -21,7 +22,12 @@ def _replacement(x: Tensor, weight: Tensor, eps: float, style: str) -> Tensor:
 
 
 def _example(style: str) -> dict[str, Any]:
-    return {"x": tensor_example(3, 10), "weight": norm_weight_example(10), "eps": 1e-6, "style": style}
+    return {
+        "x": tensor_example(3, 10),
+        "weight": norm_weight_example(10),
+        "eps": 1e-6,
+        "style": style,
+    }
 
 
 def _attrs(x: Tensor, weight: Tensor, style: str, **_: object) -> dict[str, Any]:
@@ -29,5 +35,11 @@ def _attrs(x: Tensor, weight: Tensor, style: str, **_: object) -> dict[str, Any]
 
 
 # Most specific first: in fp32 the later styles also fit what the earlier ones mean.
-RMS_NORM = Rewrite("rms_norm", _pattern, _replacement, _example, attrs=_attrs,
-                   cases=[Case(style, {"style": style}) for style in RMS_NORM_STYLES])  # fmt: skip
+RMS_NORM = Rewrite(
+    "rms_norm",
+    _pattern,
+    _replacement,
+    _example,
+    attrs=_attrs,
+    cases=[Case(style, {"style": style}) for style in RMS_NORM_STYLES],
+)

@@ -1,7 +1,8 @@
 """Rotary positions become one op; its meaning, traced once per style, is the pattern.
 
-    x * cos + cat(-x[half:], x[:half]) * sin           =>    rope(x, cos, sin, "neox"), and the other styles
-    cat(rope(x[:r], cos, sin), x[r:])                  =>    rope(x, cos, sin), partial
+x * cos + cat(-x[half:], x[:half]) * sin           =>    rope(x, cos, sin, "neox"), and the other
+                                                   styles
+cat(rope(x[:r], cos, sin), x[r:])                  =>    rope(x, cos, sin), partial
 """
 
 from typing import Any
@@ -17,11 +18,16 @@ from atomc.rewriting.rewrite import Case, Rewrite, tensor_example
 
 
 def turns_pairs(x: Tensor, cos: Tensor, sin: Tensor, **_: object) -> str | None:
-    """x is made of pairs. The tables have one shape, and every dimension but the last is 1 or that of x."""
+    """x is made of pairs. The tables have one shape, and every dimension but the last is 1 or that
+    of x.
+    """
     if isinstance(x.shape[-1], int) and x.shape[-1] % 2:
         return f"{x.shape[-1]} columns are no pairs"
     if cos.dim() > x.dim() or len(cos.shape) != len(sin.shape):
-        return f"cos {spell_shape(cos.shape)} and sin {spell_shape(sin.shape)} for x {spell_shape(x.shape)}"
+        return (
+            f"cos {spell_shape(cos.shape)} and sin {spell_shape(sin.shape)} for x "
+            f"{spell_shape(x.shape)}"
+        )
     for size, of_x in zip(reversed(cos.shape[:-1]), reversed(x.shape[:-1]), strict=False):
         if not (known_equal(size, 1) or known_equal(size, of_x)):
             return f"cos {spell_shape(cos.shape)} is not broadcast to x {spell_shape(x.shape)}"
@@ -38,7 +44,12 @@ def _replacement(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
 
 def _example(style: str) -> dict[str, Any]:
     width = 12 // _columns_of_an_angle(style)
-    return {"x": tensor_example(3, 12), "cos": tensor_example(width), "sin": tensor_example(width), "style": style}
+    return {
+        "x": tensor_example(3, 12),
+        "cos": tensor_example(width),
+        "sin": tensor_example(width),
+        "style": style,
+    }
 
 
 def _partial_pattern(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
@@ -60,6 +71,15 @@ def _attrs(style: str, **_: object) -> dict[str, Any]:
 
 
 _STYLES = [Case(style, {"style": style}) for style in ROPE_STYLES]
-ROPE = Rewrite("rope", _pattern, _replacement, _example, guard=turns_pairs, attrs=_attrs, cases=_STYLES)
-ROPE_PARTIAL = Rewrite("rope_partial", _partial_pattern, _replacement, _partial_example, attrs=_attrs, cases=_STYLES,
-                       needs={"aten::slice": {}})  # fmt: skip
+ROPE = Rewrite(
+    "rope", _pattern, _replacement, _example, guard=turns_pairs, attrs=_attrs, cases=_STYLES
+)
+ROPE_PARTIAL = Rewrite(
+    "rope_partial",
+    _partial_pattern,
+    _replacement,
+    _partial_example,
+    attrs=_attrs,
+    cases=_STYLES,
+    needs={"aten::slice": {}},
+)

@@ -3,7 +3,8 @@
     rms_norm(x.transpose(1, 2), weight)    =>    rms_norm(x, weight).transpose(1, 2)
     rope(x.transpose(1, 2), cos, sin)      =>    rope(x, cos.T, sin.T).transpose(1, 2)
 
-This brings stock models ([B, heads, T, D]) to the order of ours ([.., T, heads, D]); the transposes then cancel.
+This brings stock models ([B, heads, T, D]) to the order of ours ([.., T, heads, D]); the transposes
+then cancel.
 """
 
 from typing import Any
@@ -30,7 +31,12 @@ def _norm_guard(x: Tensor, **_: object) -> str | None:
 
 
 def _norm_example() -> dict[str, Any]:
-    return {"x": tensor_example(2, 5, 3, 22), "weight": tensor_example(22), "eps": 1e-6, "style": "after"}
+    return {
+        "x": tensor_example(2, 5, 3, 22),
+        "weight": tensor_example(22),
+        "eps": 1e-6,
+        "style": "after",
+    }
 
 
 def _rope_pattern(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
@@ -46,13 +52,31 @@ def _rope_guard(x: Tensor, cos: Tensor, **_: object) -> str | None:
 
 
 def _rope_example() -> dict[str, Any]:
-    return {"x": tensor_example(2, 5, 3, 22), "cos": tensor_example(12), "sin": tensor_example(12), "style": "neox"}
+    return {
+        "x": tensor_example(2, 5, 3, 22),
+        "cos": tensor_example(12),
+        "sin": tensor_example(12),
+        "style": "neox",
+    }
 
 
 # The norm first: a rotation behind it then sees the transpose.
 ROPE_BEFORE_TRANSPOSE = [
-    Rewrite("rope_before_transpose", _norm_pattern, _norm_replacement, _norm_example, _norm_guard, variant="rms_norm",
-            needs={"aten::permute": {}}),
-    Rewrite("rope_before_transpose", _rope_pattern, _rope_replacement, _rope_example, _rope_guard,
-            needs={"aten::permute": {}}),
-]  # fmt: skip
+    Rewrite(
+        "rope_before_transpose",
+        _norm_pattern,
+        _norm_replacement,
+        _norm_example,
+        _norm_guard,
+        variant="rms_norm",
+        needs={"aten::permute": {}},
+    ),
+    Rewrite(
+        "rope_before_transpose",
+        _rope_pattern,
+        _rope_replacement,
+        _rope_example,
+        _rope_guard,
+        needs={"aten::permute": {}},
+    ),
+]

@@ -34,14 +34,30 @@ class Server:
         return f"{self.url.rstrip('/').removesuffix('/v1')}/v1/{path}"
 
     async def send(self, sample: SampleRequest, began: float) -> RequestTiming:
-        """Send one request; returns its timing, relative to `began` (time.perf_counter). A failure is `timing.error`."""
-        path, prompt = ("chat/completions", "messages") if sample.is_chat else ("completions", "prompt")
-        body = {"model": self.model, prompt: sample.prompt, "max_tokens": sample.max_tokens, "stream": True,
-                "stream_options": {"include_usage": True}, **self.extra}  # fmt: skip
-        headers = {"Content-Type": "application/json", "Accept": "text/event-stream", **self.headers()}
+        """Send one request; returns its timing, relative to `began` (time.perf_counter). A failure
+        is `timing.error`.
+        """
+        path, prompt = (
+            ("chat/completions", "messages") if sample.is_chat else ("completions", "prompt")
+        )
+        body = {
+            "model": self.model,
+            prompt: sample.prompt,
+            "max_tokens": sample.max_tokens,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **self.extra,
+        }
+        headers = {
+            "Content-Type": "application/json",
+            "Accept": "text/event-stream",
+            **self.headers(),
+        }
         timing = RequestTiming(time.perf_counter() - began)
         try:
-            async with request("POST", self.address(path), headers, json.dumps(body).encode()) as response:
+            async with request(
+                "POST", self.address(path), headers, json.dumps(body).encode()
+            ) as response:
                 if response.status == 200:
                     await _read(response.lines(), timing, began)
                 else:
@@ -53,16 +69,22 @@ class Server:
 
 
 async def first_model(url: str, key: str | None) -> str:
-    """The name of the first model in the server's list. Raises ValueError if the server does not respond."""
+    """The name of the first model in the server's list. Raises ValueError if the server does not
+    respond.
+    """
     server = Server(url, "", key)
     try:
         async with request("GET", server.address("models"), server.headers()) as response:
             body = await response.body()
     except ConnectionFailed as error:
-        raise ValueError(f"cannot connect to {url}: {error}; start `atomc serve` or set --base-url") from error
+        raise ValueError(
+            f"cannot connect to {url}: {error}; start `atomc serve` or set --base-url"
+        ) from error
     if response.status != 200:
-        raise ValueError(f"{server.address('models')}: status {response.status}: {_message(body)}; set --model"
-                         + (" and --api-key" if response.status == 401 else ""))  # fmt: skip
+        raise ValueError(
+            f"{server.address('models')}: status {response.status}: {_message(body)}; set --model"
+            + (" and --api-key" if response.status == 401 else "")
+        )
     try:
         return str(json.loads(body)["data"][0]["id"])
     except (ValueError, LookupError, TypeError) as error:
@@ -86,15 +108,23 @@ async def _read(lines: Any, timing: RequestTiming, began: float) -> None:
         if any(_has_token(choice) for choice in event.get("choices") or ()):
             timing.times.append(now)
         if usage := event.get("usage"):
-            timing.input_tokens, timing.output_tokens = usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0)
+            timing.input_tokens, timing.output_tokens = (
+                usage.get("prompt_tokens", 0),
+                usage.get("completion_tokens", 0),
+            )
     timing.error = "the response ended before [DONE]"
 
 
 def _has_token(choice: dict[str, Any]) -> bool:
     """Whether this chunk has text; the first chunk of a chat has a role only."""
     delta = choice.get("delta") or {}
-    return bool(choice.get("text") or delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning")
-                or delta.get("tool_calls"))  # fmt: skip
+    return bool(
+        choice.get("text")
+        or delta.get("content")
+        or delta.get("reasoning_content")
+        or delta.get("reasoning")
+        or delta.get("tool_calls")
+    )
 
 
 def _message(body: bytes) -> str:

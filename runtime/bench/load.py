@@ -17,7 +17,9 @@ from atomc.runtime.bench.metrics import RequestTiming
 
 
 def arrivals(count: int, rate: float, seed: int) -> list[float]:
-    """Send times in seconds: a Poisson process with `rate` per second that starts at 0; inf: all at 0."""
+    """Send times in seconds: a Poisson process with `rate` per second that starts at 0; inf: all at
+    0.
+    """
     if not rate > 0:
         raise ValueError(f"the request rate is {rate}, expected a number above 0 or inf")
     rng = random.Random(seed)
@@ -26,9 +28,14 @@ def arrivals(count: int, rate: float, seed: int) -> list[float]:
 
 
 async def run(
-    server: Server, samples: Sequence[SampleRequest], *, rate: float = math.inf, max_concurrency: int | None = None,
-    seed: int = 0, progress: bool = True,
-) -> list[RequestTiming]:  # fmt: skip
+    server: Server,
+    samples: Sequence[SampleRequest],
+    *,
+    rate: float = math.inf,
+    max_concurrency: int | None = None,
+    seed: int = 0,
+    progress: bool = True,
+) -> list[RequestTiming]:
     """Sends all requests and returns their timings, in the order of `samples`.
 
     Sends the first one alone before, uncounted. Raises ValueError if that fails.
@@ -36,7 +43,9 @@ async def run(
     first = await server.send(SampleRequest(samples[0].prompt, 1), time.perf_counter())
     if first.error is not None:
         raise ValueError(f"the first request to {server.url} failed: {first.error}")
-    semaphore: Any = asyncio.Semaphore(max_concurrency) if max_concurrency is not None else nullcontext()
+    semaphore: Any = (
+        asyncio.Semaphore(max_concurrency) if max_concurrency is not None else nullcontext()
+    )
     due = arrivals(len(samples), rate, seed)
     began = time.perf_counter()
 
@@ -49,4 +58,6 @@ async def run(
             bar.update()
             return timing
 
-        return await asyncio.gather(*(one(sample, at) for sample, at in zip(samples, due, strict=True)))
+        return await asyncio.gather(
+            *(one(sample, at) for sample, at in zip(samples, due, strict=True))
+        )

@@ -63,11 +63,18 @@ def latencies(done: Sequence[RequestTiming]) -> dict[str, list[float]]:
 
 
 def summarize(requests: Sequence[RequestTiming]) -> dict[str, Any]:
-    """The metrics as plain data. Throughput counts complete responses, from the first start to the last end."""
+    """The metrics as plain data. Throughput counts complete responses, from the first start to the
+    last end.
+    """
     done = [each for each in requests if each.error is None]
     errors = Counter(each.error for each in requests if each.error is not None)
-    seconds = max((each.end for each in requests), default=0.0) - min((each.start for each in requests), default=0.0)
-    num_input_tokens, num_output_tokens = sum(each.input_tokens for each in done), sum(each.output_tokens for each in done)
+    seconds = max((each.end for each in requests), default=0.0) - min(
+        (each.start for each in requests), default=0.0
+    )
+    num_input_tokens, num_output_tokens = (
+        sum(each.input_tokens for each in done),
+        sum(each.output_tokens for each in done),
+    )
 
     def rate(count: int) -> float:
         return count / seconds if seconds > 0 else 0.0
@@ -99,22 +106,37 @@ def distribution(seconds: Sequence[float]) -> dict[str, float]:
         return {}
     values = 1e3 * np.asarray(seconds)
     percentiles = zip(PERCENTILES, np.percentile(values, PERCENTILES).tolist(), strict=True)
-    return {"mean": float(values.mean()), **{f"p{percent}": value for percent, value in percentiles},
-            "max": float(values.max())}  # fmt: skip
+    return {
+        "mean": float(values.mean()),
+        **{f"p{percent}": value for percent, value in percentiles},
+        "max": float(values.max()),
+    }
 
 
 def format_summary(found: dict[str, Any]) -> str:
     """The metrics as a table for a terminal."""
     failed = f", {found['failed']} failed" if found["failed"] else ""
-    lines = [f"{found['completed']} requests in {found['seconds']:.2f} s{failed}, at most {found['most_at_once']} at once",
-             f"  {found['input_tokens']:,} tokens in, {found['output_tokens']:,} out", ""]  # fmt: skip
-    rates = {"requests/s": "requests_per_second", "output tokens/s": "output_tokens_per_second",
-             "all tokens/s": "total_tokens_per_second"}  # fmt: skip
-    lines += [f"{label:<18}{found[name]:>10,.{2 if found[name] < 100 else 0}f}" for label, name in rates.items()]
+    lines = [
+        f"{found['completed']} requests in {found['seconds']:.2f} s{failed}, at most "
+        f"{found['most_at_once']} at once",
+        f"  {found['input_tokens']:,} tokens in, {found['output_tokens']:,} out",
+        "",
+    ]
+    rates = {
+        "requests/s": "requests_per_second",
+        "output tokens/s": "output_tokens_per_second",
+        "all tokens/s": "total_tokens_per_second",
+    }
+    lines += [
+        f"{label:<18}{found[name]:>10,.{2 if found[name] < 100 else 0}f}"
+        for label, name in rates.items()
+    ]
     columns = ["mean", *(f"p{percent}" for percent in PERCENTILES), "max"]
     lines += ["", f"{'milliseconds':<18}" + "".join(f"{column:>10}" for column in columns)]
     for name in LATENCIES:
         if values := found[f"{name}_ms"]:
-            lines.append(f"{name.upper():<18}" + "".join(f"{values[column]:>10,.2f}" for column in columns))
+            lines.append(
+                f"{name.upper():<18}" + "".join(f"{values[column]:>10,.2f}" for column in columns)
+            )
     lines += ["", *(f"failed x{count}: {error}" for error, count in found["errors"].items())]
     return "\n".join(lines).rstrip()

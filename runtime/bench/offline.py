@@ -11,20 +11,26 @@ from atomc.runtime.engine import Engine
 from atomc.runtime.sampling.sampling_params import SamplingParams
 
 
-def run(engine: Engine, samples: Sequence[SampleRequest], began: float, *, progress: bool = True) -> list[RequestTiming]:
+def run(
+    engine: Engine, samples: Sequence[SampleRequest], began: float, *, progress: bool = True
+) -> list[RequestTiming]:
     """Queues all requests at once; returns their timings, relative to `began` (time.perf_counter).
 
     Raises ValueError before the first step for a prompt that is too long or cannot be tokenized.
     """
     prompts = [tokens(engine, sample) for sample in samples]
     requests = [
-        engine.request(str(number), prompt, SamplingParams(max_tokens=sample.max_tokens, ignore_eos=True))
+        engine.request(
+            str(number), prompt, SamplingParams(max_tokens=sample.max_tokens, ignore_eos=True)
+        )
         for number, (sample, prompt) in enumerate(zip(samples, prompts, strict=True))
     ]
     for request in requests:
         engine.refuse(request)
     start = time.perf_counter() - began
-    timings = {request.id: RequestTiming(start, input_tokens=request.num_prompt) for request in requests}
+    timings = {
+        request.id: RequestTiming(start, input_tokens=request.num_prompt) for request in requests
+    }
     with tqdm(total=len(requests), unit="request", disable=None if progress else True) as bar:
         for request in requests:
             engine.add(request)

@@ -1,4 +1,6 @@
-"""Plots a run: throughput over time, a timeline of the requests, and the distributions of the latencies."""
+"""Plots a run: throughput over time, a timeline of the requests, and the distributions of the
+latencies.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,13 +15,15 @@ BINS = 60
 
 
 def plot(requests: Sequence[RequestTiming], file: Path, title: str) -> None:
-    """Writes a PNG, SVG or PDF, by the file's suffix. Raises ImportError without matplotlib, and ValueError if no request
-    succeeded."""
+    """Writes a PNG, SVG or PDF, by the file's suffix. Raises ImportError without matplotlib, and
+    ValueError if no request succeeded."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("--plot needs the library `matplotlib`: pip install 'atomc[bench]'") from error
+        raise ImportError(
+            "--plot needs the library `matplotlib`: pip install 'atomc[bench]'"
+        ) from error
     done = sorted((each for each in requests if each.error is None), key=lambda each: each.start)
     if not done:
         raise ValueError("no request succeeded, so there is nothing to plot")
@@ -40,11 +44,15 @@ def plot(requests: Sequence[RequestTiming], file: Path, title: str) -> None:
 
 
 def _plot_throughput(axes: Any, done: Sequence[RequestTiming]) -> None:
-    """Output tokens per second in each of BINS intervals; a chunk counts with the request's mean tokens per chunk."""
+    """Output tokens per second in each of BINS intervals; a chunk counts with the request's mean
+    tokens per chunk.
+    """
     first, last = min(each.start for each in done), max(each.end for each in done)
     times = [time for each in done for time in each.times]
     weights = [each.output_tokens / len(each.times) for each in done for _ in each.times]
-    tokens, edges = np.histogram(times, bins=BINS, range=(first, max(last, first + 1e-9)), weights=weights)
+    tokens, edges = np.histogram(
+        times, bins=BINS, range=(first, max(last, first + 1e-9)), weights=weights
+    )
     rates = tokens / np.diff(edges)
     axes.stairs(rates, edges, fill=True, color=STREAMING, alpha=0.25)
     axes.stairs(rates, edges, color=STREAMING, linewidth=1.4)
@@ -58,8 +66,22 @@ def _plot_timeline(axes: Any, done: Sequence[RequestTiming]) -> None:
     rows = range(len(done))
     width = min(4.0, max(0.6, 260 / len(done)))
     firsts = [each.start + each.ttft for each in done]
-    axes.hlines(rows, [each.start for each in done], firsts, color=WAITING, linewidth=width, label="before the first token")
-    axes.hlines(rows, firsts, [each.end for each in done], color=STREAMING, linewidth=width, label="streaming")
+    axes.hlines(
+        rows,
+        [each.start for each in done],
+        firsts,
+        color=WAITING,
+        linewidth=width,
+        label="before the first token",
+    )
+    axes.hlines(
+        rows,
+        firsts,
+        [each.end for each in done],
+        color=STREAMING,
+        linewidth=width,
+        label="streaming",
+    )
     axes.set_ylabel("request", fontsize=9)
     axes.set_xlabel("seconds", fontsize=9)
     axes.set_ylim(len(done) - 0.5, -0.5)
@@ -71,7 +93,16 @@ def _plot_distribution(axes: Any, name: str, description: str, seconds: Sequence
     """The empirical distribution function of a latency."""
     axes.set_title(f"{name.upper()}: {description.partition(',')[0]}", fontsize=8.5, loc="left")
     if not seconds:
-        axes.text(0.5, 0.5, "one token each", ha="center", va="center", transform=axes.transAxes, color=SOFT, fontsize=9)
+        axes.text(
+            0.5,
+            0.5,
+            "one token each",
+            ha="center",
+            va="center",
+            transform=axes.transAxes,
+            color=SOFT,
+            fontsize=9,
+        )
         axes.set_axis_off()
         return
     milliseconds = 1e3 * np.asarray(seconds)

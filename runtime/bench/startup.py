@@ -1,7 +1,9 @@
-"""Measures the time from the start of a process to its first token, by phase: the engine alone, or the server.
+"""Measures the time from the start of a process to its first token, by phase: the engine alone, or
+the server.
 
-A cold start has empty caches of compiled code; a warm start has those that the previous start wrote. In both, the files
-of the model and of the libraries may be in the page cache of the operating system.
+A cold start has empty caches of compiled code; a warm start has those that the previous start
+wrote. In both, the files of the model and of the libraries may be in the page cache of the
+operating system.
 """
 
 import json
@@ -23,14 +25,23 @@ from atomc.runtime.config import EngineConfig
 # Environment variables of cache directories.
 CACHES = ("ATOMC_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH")
 PROMPT = [300, 301, 302, 303]
-LARGE_MODULES = ("torch._dynamo", "sympy", "torch._inductor.compile_fx", "transformers", "triton.compiler")
+LARGE_MODULES = (
+    "torch._dynamo",
+    "sympy",
+    "torch._inductor.compile_fx",
+    "transformers",
+    "triton.compiler",
+)
 POLL_SECONDS = 0.02
 
 Start = dict[str, Any]
 
 
-def starts(config: EngineConfig, *, warm: int, limit: float, flags: Sequence[str] | None = None) -> Iterator[Start]:
-    """Yields the result of one cold start and then of `warm` warm ones: {"way", "seconds", "phases", ...}.
+def starts(
+    config: EngineConfig, *, warm: int, limit: float, flags: Sequence[str] | None = None
+) -> Iterator[Start]:
+    """Yields the result of one cold start and then of `warm` warm ones: {"way", "seconds",
+    "phases", ...}.
 
     limit   timeout of one start in seconds
     flags   flags of `atomc serve`, to start the server; None: the engine alone
@@ -41,15 +52,31 @@ def starts(config: EngineConfig, *, warm: int, limit: float, flags: Sequence[str
         caches = {name: str(Path(folder, name.lower())) for name in CACHES}
         for number in range(1 + warm):
             way = "cold" if number == 0 else "warm"
-            one = engine_start(config, caches, limit) if flags is None else server_start(flags, caches, limit)
+            one = (
+                engine_start(config, caches, limit)
+                if flags is None
+                else server_start(flags, caches, limit)
+            )
             yield {"way": way, **one}
 
 
 def engine_start(config: EngineConfig, environment: Mapping[str, str], limit: float) -> Start:
     """Seconds from the start of a process with an engine to its first token."""
-    command = [sys.executable, "-m", "atomc.runtime.bench.startup", json.dumps(asdict(config)), str(time.time())]
+    command = [
+        sys.executable,
+        "-m",
+        "atomc.runtime.bench.startup",
+        json.dumps(asdict(config)),
+        str(time.time()),
+    ]
     try:
-        done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=limit)
+        done = subprocess.run(
+            command,
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+            timeout=limit,
+        )
     except subprocess.TimeoutExpired as error:
         raise ValueError(f"the engine was not ready after {limit:.0f} s") from error
     if done.returncode:
@@ -62,23 +89,39 @@ def server_start(flags: Sequence[str], environment: Mapping[str, str], limit: fl
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "atomc", "serve", *flags, "--host", "127.0.0.1", "--port", str(port)]
+    command = [
+        sys.executable,
+        "-m",
+        "atomc",
+        "serve",
+        *flags,
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+    ]
     with tempfile.TemporaryFile("w+") as log:
         began = time.perf_counter()
-        process = subprocess.Popen(command, env={**os.environ, **environment}, stdout=log, stderr=log)
+        process = subprocess.Popen(
+            command, env={**os.environ, **environment}, stdout=log, stderr=log
+        )
         try:
             while not get(f"http://127.0.0.1:{port}/ready"):
                 if process.poll() is not None or time.perf_counter() - began > limit:
                     log.seek(0)
-                    raise ValueError(f"the server was not ready after {time.perf_counter() - began:.0f} s: "
-                                     f"{last_line(log.read())}")  # fmt: skip
+                    raise ValueError(
+                        f"the server was not ready after {time.perf_counter() - began:.0f} s: "
+                        f"{last_line(log.read())}"
+                    )
                 time.sleep(POLL_SECONDS)
             seconds = time.perf_counter() - began
             status = json.loads(get(f"http://127.0.0.1:{port}/status") or b"{}")
         finally:
             process.terminate()
             process.wait()
-    return start_result(seconds, dict(status.get("phases", {})), {"device": status.get("device", "")})
+    return start_result(
+        seconds, dict(status.get("phases", {})), {"device": status.get("device", "")}
+    )
 
 
 def start_result(seconds: float, phases: dict[str, float], more: Mapping[str, Any]) -> Start:
@@ -104,12 +147,18 @@ def format_starts(found: Sequence[Start]) -> str:
     names = list(dict.fromkeys(name for start in found for name in start["phases"]))
     lines = [f"{'seconds':<14}" + "".join(f"{start['way']:>9}" for start in found)]
     for name in names:
-        lines.append(f"{name:<14}" + "".join(f"{start['phases'].get(name, 0.0):>9.2f}" for start in found))
-    return "\n".join([*lines, f"{'total':<14}" + "".join(f"{start['seconds']:>9.2f}" for start in found)])
+        lines.append(
+            f"{name:<14}" + "".join(f"{start['phases'].get(name, 0.0):>9.2f}" for start in found)
+        )
+    return "\n".join(
+        [*lines, f"{'total':<14}" + "".join(f"{start['seconds']:>9.2f}" for start in found)]
+    )
 
 
 def triton_kernels() -> dict[str, float]:
-    """A live counter of the Triton kernels that this process compiles or finds in the disk cache, and of the seconds."""
+    """A live counter of the Triton kernels that this process compiles or finds in the disk cache,
+    and of the seconds.
+    """
     counts = {"compiled": 0, "found": 0, "seconds": 0.0}
     try:
         from triton import knobs
@@ -125,18 +174,27 @@ def triton_kernels() -> dict[str, float]:
 
 
 def details(start: Start) -> str:
-    """The compile phases, the number of compiled kernels, and the imported libraries that are slow to import."""
+    """The compile phases, the number of compiled kernels, and the imported libraries that are slow
+    to import.
+    """
     parts = sorted(start.get("compile", {}).items(), key=lambda part: -part[1])
     kernels = start.get("triton", {})
-    lines = ["compile: " + ", ".join(f"{name} {seconds:.2f}" for name, seconds in parts),
-             "Triton: {compiled} kernels compiled, {found} found, {seconds:.2f} s".format(**kernels) if kernels else "",
-             f"CUDA graphs: {start.get('graphs', 0)}; imported {', '.join(start.get('imported', [])) or 'nothing large'}",
-             *start.get("notes", [])]  # fmt: skip
+    lines = [
+        "compile: " + ", ".join(f"{name} {seconds:.2f}" for name, seconds in parts),
+        "Triton: {compiled} kernels compiled, {found} found, {seconds:.2f} s".format(**kernels)
+        if kernels
+        else "",
+        f"CUDA graphs: {start.get('graphs', 0)}; imported "
+        f"{', '.join(start.get('imported', [])) or 'nothing large'}",
+        *start.get("notes", []),
+    ]
     return "\n".join(f"  {line}" for line in lines if line)
 
 
 def main(config: str, spawned: float) -> None:
-    """The measured process: start an engine, generate a token, and print the seconds of each phase as JSON."""
+    """The measured process: start an engine, generate a token, and print the seconds of each phase
+    as JSON.
+    """
     phases = {"python": time.time() - spawned}
     mark = time.perf_counter()
     from atomc.runtime.engine import Engine
@@ -152,10 +210,20 @@ def main(config: str, spawned: float) -> None:
     first = time.perf_counter() - mark
     seconds = time.time() - spawned
     report = engine.program.report
-    more = {"compile": dict(report.phases), "graphs": len(report.cuda_graphs), "notes": report.notes,
-            "triton": kernels, "imported": [name for name in LARGE_MODULES if name in sys.modules],
-            "device": str(engine.program.device)}  # fmt: skip
-    print(json.dumps(start_result(seconds, {**phases, **engine.phases, "first token": first}, more), default=str))
+    more = {
+        "compile": dict(report.phases),
+        "graphs": len(report.cuda_graphs),
+        "notes": report.notes,
+        "triton": kernels,
+        "imported": [name for name in LARGE_MODULES if name in sys.modules],
+        "device": str(engine.program.device),
+    }
+    print(
+        json.dumps(
+            start_result(seconds, {**phases, **engine.phases, "first token": first}, more),
+            default=str,
+        )
+    )
 
 
 if __name__ == "__main__":

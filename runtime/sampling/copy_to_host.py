@@ -7,7 +7,9 @@ from torch import Tensor
 
 
 class HostCopier:
-    """Copies results to the host beside the steps, so that nobody waits for a later step to get them."""
+    """Copies results to the host beside the steps, so that nobody waits for a later step to get
+    them.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -26,7 +28,9 @@ class HostCopier:
 class HostCopy:
     """Tensors that are being copied; `sources` must live until they have arrived."""
 
-    def __init__(self, copies: Sequence[Tensor], sources: Sequence[Tensor], arrived: torch.cuda.Event | None) -> None:
+    def __init__(
+        self, copies: Sequence[Tensor], sources: Sequence[Tensor], arrived: torch.cuda.Event | None
+    ) -> None:
         self._copies, self._sources, self._arrived = copies, sources, arrived
 
     def wait(self) -> Sequence[Tensor]:

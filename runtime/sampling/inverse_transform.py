@@ -1,7 +1,8 @@
-"""A token from each row of logits by inverse-transform sampling, after temperature, top_k, top_p and min_p.
+"""A token from each row of logits by inverse-transform sampling, after temperature, top_k, top_p
+and min_p.
 
-R rows, V vocabulary. Probabilities are counted in whole numbers: their sums are exact in any order, so that a row's
-token depends neither on the other rows nor on how a device adds.
+R rows, V vocabulary. Probabilities are counted in whole numbers: their sums are exact in any order,
+so that a row's token depends neither on the other rows nor on how a device adds.
 """
 
 from collections.abc import Sequence
@@ -14,25 +15,29 @@ from torch import Tensor
 from atomc.runtime.sampling.pack_to_device import pack_to_device
 from atomc.runtime.sampling.sampling_params import SamplingParams
 
-# A row is searched in two levels: the block in which the cumulated probability passes the number, then the token.
+# A row is searched in two levels: the block in which the cumulated probability passes the number,
+# then the token.
 BLOCK = 512
-# Numbers in a tensor, on a CPU: so large that calls cost little, so small that memory is used again and stays in a cache.
+# Numbers in a tensor, on a CPU: so large that calls cost little, so small that memory is used again
+# and stays in a cache.
 AT_ONCE = 2**20
-# Logits divided by this are all the same; a temperature that is infinite in fp32 would make -inf / inf of a masked token.
+# Logits divided by this are all the same; a temperature that is infinite in fp32 would make -inf /
+# inf of a masked token.
 HOTTEST = 1e30
 
 
 def inverse_transform(
     logits: Tensor, params: Sequence[SamplingParams], numbers: npt.NDArray[np.float64]
 ) -> tuple[Tensor, Tensor]:
-    """Token ids [R] i64 of logits [R, V], and the largest logit of each row [R]; params and numbers, in [0, 1), are one
-    for each row.
+    """Token ids [R] i64 of logits [R, V], and the largest logit of each row [R]; params and
+    numbers, in [0, 1), are one for each row.
 
-    Where the largest logit is not finite (NaN if any logit of the row is), the token means nothing, but is in range.
+    Where the largest logit is not finite (NaN if any logit of the row is), the token means nothing,
+    but is in range.
 
-    The token is the one, in order of ids, at which the cumulated probability passes the number's share of what the
-    filters leave. Tokens as likely as the last one that a filter leaves stay, too. Greedy rows are the exact argmax,
-    the smallest id among equals.
+    The token is the one, in order of ids, at which the cumulated probability passes the number's
+    share of what the filters leave. Tokens as likely as the last one that a filter leaves stay,
+    too. Greedy rows are the exact argmax, the smallest id among equals.
     """
     random = [i for i, of in enumerate(params) if of.temperature > 0]
     if logits.device.type == "cuda" and random:
@@ -58,18 +63,27 @@ def _on_gpu(
     from atomc.kernels.triton import inverse_transform as kernel
 
     V = logits.shape[-1]
-    rows = [(min(of.temperature, HOTTEST), min(of.top_k or V, V), of.top_p, of.min_p, number)
-            for of, number in zip(params, numbers.tolist(), strict=True)]  # fmt: skip
+    rows = [
+        (min(of.temperature, HOTTEST), min(of.top_k or V, V), of.top_p, of.min_p, number)
+        for of, number in zip(params, numbers.tolist(), strict=True)
+    ]
     packed = pack_to_device(logits.device, rows)
     filtered = any(of.top_p < 1.0 or 0 < of.top_k < V for of in params)
     return kernel.inverse_transform(logits, packed[..., 0], filtered=filtered)
 
 
-def _drawn(logits: Tensor, params: Sequence[SamplingParams], numbers: npt.NDArray[np.float64]) -> Tensor:
-    """No row is greedy, and the largest logit of each is finite. Waits for the device if a row has top_p."""
+def _drawn(
+    logits: Tensor, params: Sequence[SamplingParams], numbers: npt.NDArray[np.float64]
+) -> Tensor:
+    """No row is greedy, and the largest logit of each is finite. Waits for the device if a row has
+    top_p.
+    """
     R, V = logits.shape
     num_blocks = -(-V // BLOCK)
-    rows = [(min(of.temperature, HOTTEST), of.min_p, number) for of, number in zip(params, numbers, strict=True)]
+    rows = [
+        (min(of.temperature, HOTTEST), of.min_p, number)
+        for of, number in zip(params, numbers, strict=True)
+    ]
     temperature, min_p, number = pack_to_device(logits.device, rows)
     weights = logits.new_zeros((R, num_blocks * BLOCK), dtype=torch.float32)
     scaled = weights[:, :V]
@@ -118,7 +132,8 @@ def _least_counts(counts: Tensor, params: Sequence[SamplingParams]) -> Tensor:
             kept.mul_(kept >= least[rows])
         total = kept.sum(-1, keepdim=True)
         limit = torch.minimum((p * total).ceil().long(), total)
-        # All that are no larger than this make less than 1 - top_p together: only the others are sorted.
+        # All that are no larger than this make less than 1 - top_p together: only the others are
+        # sorted.
         negligible = ((total - limit) // V).clamp_(min=1) - 1
         num_sorted = int((kept > negligible).sum(-1).max())
         largest = kept.topk(num_sorted).values

@@ -1,11 +1,15 @@
-"""How likely tokens were: log-softmax of the model's logits, before temperature, penalties and filters."""
+"""How likely tokens were: log-softmax of the model's logits, before temperature, penalties and
+filters.
+"""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """One token's log-probability and rank (1: the most likely), and the most likely tokens with theirs, best first."""
+    """One token's log-probability and rank (1: the most likely), and the most likely tokens with
+    theirs, best first.
+    """
 
     token: int
     logprob: float

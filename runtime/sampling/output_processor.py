@@ -56,7 +56,9 @@ class StepOutputs:
         if self.sampled is not None:
             found.tokens, found.tops = next(arrived).tolist(), next(arrived).tolist()
             if self.sampled.logprobs is not None:
-                found.logprobs = dict(zip(self.sampled.rows, self.sampled.logprobs.rows(next(arrived)), strict=True))
+                found.logprobs = dict(
+                    zip(self.sampled.rows, self.sampled.logprobs.rows(next(arrived)), strict=True)
+                )
         found.scores = {i: scores.rows(next(arrived)) for i, scores in self.scores.items()}
         return found
 
@@ -72,7 +74,9 @@ class _Arrived:
     pooled: dict[int, list[float]] = field(default_factory=dict)
 
     def result(self, chunk: Chunk, draws: Sequence[SampleSpec], number: int, row: int) -> Result:
-        """Of the chunk with this number, whose first draw is that of `row`. Raises RequestFailed if there is none."""
+        """Of the chunk with this number, whose first draw is that of `row`. Raises RequestFailed if
+        there is none.
+        """
         tokens: Sequence[int] = self.tokens[row : row + len(draws)]
         if len(tokens) > 1:
             tokens = accepted(chunk.draft, tokens)
@@ -83,11 +87,19 @@ class _Arrived:
         logprobs = tuple([self.logprobs[i].read() for i in rows if i in self.logprobs])
         scores = [score.read() for score in self.scores.get(number, ())]
         if any(isnan(score.logprob) for score in scores):
-            raise RequestFailed(RequestError("the model produced logits that are NaN for the prompt, at positions "
-                                             f"{chunk.start} to {chunk.end - 1}"))  # fmt: skip
+            raise RequestFailed(
+                RequestError(
+                    "the model produced logits that are NaN for the prompt, at positions "
+                    f"{chunk.start} to {chunk.end - 1}"
+                )
+            )
         pooled = self.pooled.get(number)
         if pooled is not None and not all(map(isfinite, pooled)):
-            raise RequestFailed(RequestError("the model produced hidden states that are NaN or infinite: nothing to pool"))
+            raise RequestFailed(
+                RequestError(
+                    "the model produced hidden states that are NaN or infinite: nothing to pool"
+                )
+            )
         return Result(tokens, logprobs or None, scores, None if pooled is None else tuple(pooled))
 
 
@@ -96,29 +108,44 @@ def _undrawable(draw: SampleSpec, top: float) -> RequestError:
     step = f"in step {draw.index + 1} of this request (position {draw.length})"
     if top == float("-inf"):
         if draw.params.structured is not None:
-            return RequestError(f"no token can continue the form of output that was asked for, {step}", by_client=True)
+            return RequestError(
+                f"no token can continue the form of output that was asked for, {step}",
+                by_client=True,
+            )
         if draw.banned:
-            return RequestError(f"no token is left {step}: min_tokens excludes stop_token_ids and end-of-sequence tokens, "
-                                "and the model excludes the others", by_client=True)  # fmt: skip
+            return RequestError(
+                f"no token is left {step}: min_tokens excludes stop_token_ids and "
+                "end-of-sequence tokens, "
+                "and the model excludes the others",
+                by_client=True,
+            )
     what = "NaN" if isnan(top) else "infinite"
-    return RequestError(f"the model produced logits that are {what} {step}: no token can be drawn from them")
+    return RequestError(
+        f"the model produced logits that are {what} {step}: no token can be drawn from them"
+    )
 
 
 class OutputProcessor:
-    """Draws the tokens of steps, and pools hidden states. What fails for one request is kept in its state."""
+    """Draws the tokens of steps, and pools hidden states. What fails for one request is kept in its
+    state.
+    """
 
     def __init__(self, device: torch.device, max_num_seqs: int) -> None:
         self.sampler = Sampler(device, max_num_seqs)
         self.outbox = HostCopier(device)
 
     def draw(self, drawn: StepOutputs, logits: Tensor, mask: Tensor | None) -> Tensor | None:
-        """Bring results of a step with logits [R, V] on their way; the drawn tokens on the device."""
+        """Bring results of a step with logits [R, V] on their way; the drawn tokens on the
+        device.
+        """
         step, states = drawn.step, drawn.states
         bounds = list(pairwise(accumulate([chunk.num_wanted for chunk in step.chunks], initial=0)))
         drawing: list[int] = []
         for i, (chunk, (start, end)) in enumerate(zip(step.chunks, bounds, strict=True)):
             if chunk.scored:
-                asked = states[i].run("scoring its prompt", _scores, chunk, logits[start:end], states[i])
+                asked = states[i].run(
+                    "scoring its prompt", _scores, chunk, logits[start:end], states[i]
+                )
                 drawn.scores |= {i: asked} if asked is not None else {}
             drawing.extend(range(end - chunk.num_draws, end))
         tables = [scores.table for scores in drawn.scores.values()]
@@ -145,8 +172,12 @@ class OutputProcessor:
             drawn.draws = sample_specs(drawn.step, drawn.states)
             return self.sampler(logits, drawn.draws, mask=mask)
 
-    def _fail_alone(self, drawn: StepOutputs, logits: Tensor, mask: Tensor | None, error: BaseException) -> None:
-        """Fail the requests whose own draws raise. Raises the error if there is none, or if all of several do."""
+    def _fail_alone(
+        self, drawn: StepOutputs, logits: Tensor, mask: Tensor | None, error: BaseException
+    ) -> None:
+        """Fail the requests whose own draws raise. Raises the error if there is none, or if all of
+        several do.
+        """
         failed: list[tuple[SlotState, BaseException]] = []
         start, num_requests = 0, 0
         for chunk, state in zip(drawn.step.chunks, drawn.states, strict=True):
@@ -154,7 +185,9 @@ class OutputProcessor:
             num_requests += chunk.num_draws > 0
             try:
                 if chunk.num_draws:
-                    self.sampler.sample(logits[rows], drawn.draws[rows], mask=None if mask is None else mask[rows])
+                    self.sampler.sample(
+                        logits[rows], drawn.draws[rows], mask=None if mask is None else mask[rows]
+                    )
             except BaseException as its:
                 if not is_contained(its):
                     raise
@@ -165,10 +198,14 @@ class OutputProcessor:
             state.fail("drawing its next token", found)
 
     def pool(self, drawn: StepOutputs, hidden: Tensor) -> None:
-        """Bring the pooled states of a step with hidden states [R, D] on their way: for each prompt that ends, their mean
-        or the last one."""
-        rows = torch.split(hidden.to(torch.float32), [chunk.num_wanted for chunk in drawn.step.chunks])
-        for i, (chunk, state, states) in enumerate(zip(drawn.step.chunks, drawn.states, rows, strict=True)):
+        """Bring the pooled states of a step with hidden states [R, D] on their way: for each prompt
+        that ends, their mean or the last one."""
+        rows = torch.split(
+            hidden.to(torch.float32), [chunk.num_wanted for chunk in drawn.step.chunks]
+        )
+        for i, (chunk, state, states) in enumerate(
+            zip(drawn.step.chunks, drawn.states, rows, strict=True)
+        ):
             pooled = state.run("pooling its hidden states", _pooled, chunk, state, states)
             drawn.pooled |= {i: pooled} if pooled is not None else {}
         if drawn.pooled:

@@ -8,7 +8,9 @@ from torch import Tensor
 
 
 def pack_to_device(device: torch.device, rows: Sequence[Sequence[float]]) -> Tensor:
-    """[C, R, 1] f64 of R rows of C numbers (whole ones below 2**53 stay exact), in one copy that nobody waits for."""
+    """[C, R, 1] f64 of R rows of C numbers (whole ones below 2**53 stay exact), in one copy that
+    nobody waits for.
+    """
     packed = torch.from_numpy(np.array(rows, dtype=np.float64).T.copy())[..., None]
     if device.type == "cuda":
         packed = packed.pin_memory()

@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 class RequestCounts:
     """Those of one request, since it got its slot.
 
-    tokens   from the first one of the prompt; complete before the first draw, which counts them, and [] after it
+    tokens   from the first one of the prompt; complete before the first draw, which counts them,
+             and [] after it
     row      of TokenCounts, from the first draw on
-    length   so many tokens are counted, or up to `pending` more, which only the device knows; 0 before the first draw
+    length   so many tokens are counted, or up to `pending` more, which only the device knows; 0
+             before the first draw
     """
 
     num_prompt: int

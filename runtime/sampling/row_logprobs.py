@@ -28,7 +28,10 @@ class Logprobs:
 
     def rows(self, table: Tensor) -> "list[LogprobsRow]":
         """One for each row, from a copy of the table; waits for the device if it lies there."""
-        return [LogprobsRow(values, count) for values, count in zip(table.tolist(), self.counts, strict=True)]
+        return [
+            LogprobsRow(values, count)
+            for values, count in zip(table.tolist(), self.counts, strict=True)
+        ]
 
     def read(self, table: Tensor) -> list[TokenLogprobs]:
         return [row.read() for row in self.rows(table)]
@@ -48,10 +51,16 @@ class LogprobsRow:
 
 
 def logprobs(logits: Tensor, tokens: Tensor, counts: Sequence[int]) -> Logprobs:
-    """Of tokens [L] i64 in the rows of logits [L, V], with the counts[i] most likely ones of row i."""
+    """Of tokens [L] i64 in the rows of logits [L, V], with the counts[i] most likely ones of row
+    i.
+    """
     num_top = min(max(counts, default=0), logits.shape[-1])
-    parts = [_table(rows, ids[:, None], num_top) for rows, ids in
-             zip(torch.split(logits, ROWS_AT_ONCE), torch.split(tokens, ROWS_AT_ONCE), strict=True)]  # fmt: skip
+    parts = [
+        _table(rows, ids[:, None], num_top)
+        for rows, ids in zip(
+            torch.split(logits, ROWS_AT_ONCE), torch.split(tokens, ROWS_AT_ONCE), strict=True
+        )
+    ]
     table = parts[0] if len(parts) == 1 else torch.cat(parts)
     return Logprobs(table, tuple(min(count, num_top) for count in counts))
 
@@ -61,4 +70,6 @@ def _table(logits: Tensor, tokens: Tensor, num_top: int) -> Tensor:
     values = all_values.gather(-1, tokens)
     ranks = (all_values > values).sum(-1, keepdim=True) + 1
     top = all_values.topk(num_top, dim=-1)
-    return torch.cat([part.double() for part in (tokens, values, ranks, top.indices, top.values)], -1)
+    return torch.cat(
+        [part.double() for part in (tokens, values, ranks, top.indices, top.values)], -1
+    )

@@ -1,4 +1,6 @@
-"""How a request's next token is drawn: its parameters, and one number that depends on its seed and index alone."""
+"""How a request's next token is drawn: its parameters, and one number that depends on its seed and
+index alone.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,18 +45,24 @@ class SampleSpec:
         """Tokens that would end the request before min_tokens of them came."""
         if self.index >= self.params.min_tokens:
             return frozenset()
-        return (frozenset() if self.params.ignore_eos else self.eos_ids).union(self.params.stop_token_ids)
+        return (frozenset() if self.params.ignore_eos else self.eos_ids).union(
+            self.params.stop_token_ids
+        )
 
 
 def uniform(seeds: Sequence[int], indices: Sequence[int]) -> npt.NDArray[np.float64]:
-    """Number indices[i] of the stream seeds[i], in [0, 1): the same on every device, in every batch, after a preemption."""
+    """Number indices[i] of the stream seeds[i], in [0, 1): the same on every device, in every
+    batch, after a preemption.
+    """
     state = _mixed(np.array([seed & _MASK for seed in seeds], np.uint64))
     numbers = _mixed(state + (np.array(indices, np.uint64) + np.uint64(1)) * _GOLDEN)
     return (numbers >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def _mixed(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The output function of SplitMix64 (Steele et al. 2014, "Fast Splittable Pseudorandom Number Generators")."""
+    """The output function of SplitMix64 (Steele et al. 2014, "Fast Splittable Pseudorandom Number
+    Generators").
+    """
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))

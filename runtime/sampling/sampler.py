@@ -21,8 +21,8 @@ from atomc.runtime.sampling.token_counts import TokenCounts
 class Sampled:
     """Sampled tokens [R] i64, on the device, and how likely those of `rows` were.
 
-    tops   the largest logit of each row [R], after penalties, bias and mask; where it is not finite, nothing could be
-           drawn, and the token is any id
+    tops   the largest logit of each row [R], after penalties, bias and mask; where it is not
+           finite, nothing could be drawn, and the token is any id
     """
 
     tokens: Tensor
@@ -31,7 +31,9 @@ class Sampled:
     logprobs: Logprobs | None = None
 
     def token_logprobs(self, table: Tensor | None = None) -> list[TokenLogprobs | None]:
-        """One for each row, None where it was not asked for; from a copy of logprobs.table, or waiting for the device."""
+        """One for each row, None where it was not asked for; from a copy of logprobs.table, or
+        waiting for the device.
+        """
         found: list[TokenLogprobs | None] = [None] * len(self.tokens)
         if self.logprobs is not None:
             values = self.logprobs.read(self.logprobs.table if table is None else table)
@@ -46,21 +48,29 @@ class Sampler:
     def __init__(self, device: torch.device, max_num_seqs: int) -> None:
         self.counts = TokenCounts(device, max_num_seqs)
 
-    def __call__(self, logits: Tensor, draws: Sequence[SampleSpec], *, mask: Tensor | None = None) -> Sampled:
+    def __call__(
+        self, logits: Tensor, draws: Sequence[SampleSpec], *, mask: Tensor | None = None
+    ) -> Sampled:
         """Row i of logits [R, V] drawn as draws[i] says, whatever the other rows are.
 
-        Greedy rows are the exact argmax, the smallest id among equals. Where bit t % 32 of mask[i, t // 32] is 0, row
-        i does not draw token t; mask [R, W] i32 may lie on the host. Rows of one request with a draft (see
-        atomc.runtime.speculative) lie behind each other.
+        Greedy rows are the exact argmax, the smallest id among equals. Where bit t % 32 of mask[i,
+        t // 32] is 0, row i does not draw token t; mask [R, W] i32 may lie on the host. Rows of one
+        request with a draft (see atomc.runtime.speculative) lie behind each other.
         """
         sampled = self.sample(logits, draws, mask=mask)
         penalized = [i for i, draw in enumerate(draws) if draw.params.penalized]
         guessed = any(draws[i].draft for i in penalized)
-        self.counts.add(penalized, [draws[i] for i in penalized], sampled.tokens,
-                        _right(draws, sampled.tokens) if guessed else None)  # fmt: skip
+        self.counts.add(
+            penalized,
+            [draws[i] for i in penalized],
+            sampled.tokens,
+            _right(draws, sampled.tokens) if guessed else None,
+        )
         return sampled
 
-    def sample(self, logits: Tensor, draws: Sequence[SampleSpec], *, mask: Tensor | None = None) -> Sampled:
+    def sample(
+        self, logits: Tensor, draws: Sequence[SampleSpec], *, mask: Tensor | None = None
+    ) -> Sampled:
         """The same without counting the tokens, so that it may be repeated."""
         numbers = uniform([draw.seed for draw in draws], [draw.index for draw in draws])
         changed = self._changed(logits, draws, mask)
@@ -79,9 +89,16 @@ class Sampler:
         penalized = [i for i, draw in enumerate(draws) if draw.params.penalized]
         # A ban is a bias, too, and comes after that of the user.
         V = logits.shape[-1]
-        biases = [(i * V + token, bias) for i, draw in enumerate(draws) if draw.params.logit_bias or draw.params.min_tokens
-                  for token, bias in {**draw.params.logit_bias, **dict.fromkeys(draw.banned, -torch.inf)}.items()
-                  if token < V]  # fmt: skip
+        biases = [
+            (i * V + token, bias)
+            for i, draw in enumerate(draws)
+            if draw.params.logit_bias or draw.params.min_tokens
+            for token, bias in {
+                **draw.params.logit_bias,
+                **dict.fromkeys(draw.banned, -torch.inf),
+            }.items()
+            if token < V
+        ]
         if not (penalized or biases or mask is not None):
             return logits
         logits = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)

@@ -22,7 +22,8 @@ class Structured:
     choice        one of these texts
     grammar       text that matches this Lark grammar
 
-    Raises ValueError for no field or several. Whether it compiles is checked in atomc.runtime.grammar_compiler.
+    Raises ValueError for no field or several. Whether it compiles is checked in
+    atomc.runtime.grammar_compiler.
     """
 
     json_schema: Mapping[str, Any] | str | None = None
@@ -38,12 +39,21 @@ class Structured:
         if self.choice is not None:
             object.__setattr__(self, "choice", tuple(self.choice))
             if not self.choice or "" in self.choice:
-                raise ValueError(f"choice is {list(self.choice)}, expected at least one text and no empty text")
-        given = [name for name in ("json_schema", "regex", "choice", "grammar") if getattr(self, name) is not None]
+                raise ValueError(
+                    f"choice is {list(self.choice)}, expected at least one text and no empty text"
+                )
+        given = [
+            name
+            for name in ("json_schema", "regex", "choice", "grammar")
+            if getattr(self, name) is not None
+        ]
         given += ["json_object"] * self.json_object
         if len(given) != 1:
-            raise ValueError(f"structured output has {' and '.join(given) or 'nothing'}, expected exactly one of "
-                             "json_schema, json_object, regex, choice and grammar")  # fmt: skip
+            raise ValueError(
+                f"structured output has {' and '.join(given) or 'nothing'}, expected exactly "
+                "one of "
+                "json_schema, json_object, regex, choice and grammar"
+            )
 
 
 class ParameterError(ValueError):
@@ -63,25 +73,28 @@ class SamplingParams:
     top_k                keep the n most likely tokens; 0: all
     top_p                keep the most likely tokens with this total probability, after top_k
     min_p                keep tokens with at least this probability relative to the most likely one
-    seed                 None: a different one per request; results for a seed do not depend on the batch
-    stop_token_ids       tokens that end generation, in addition to the model's end-of-sequence tokens
+    seed                 None: a different one per request; results for a seed do not depend on the
+                         batch
+    stop_token_ids       tokens that end generation, in addition to the model's end-of-sequence
+                         tokens
     ignore_eos           do not stop at the model's end-of-sequence tokens
     n                    number of completions per prompt
     min_tokens           number of new tokens before a stop or end-of-sequence token is allowed
-    repetition_penalty   divides the positive and multiplies the negative logits of tokens in prompt and output; from
-                         1e-6 to 1e6
+    repetition_penalty   divides the positive and multiplies the negative logits of tokens in prompt
+                         and output; from 1e-6 to 1e6
     presence_penalty     subtracted from the logits of tokens in the output
     frequency_penalty    the same, times the number of occurrences
     logit_bias           added to the logits of these token ids
     stop                 texts that end generation
     include_stop_str_in_output   keep the stop text in the output
-    logprobs             number of most likely tokens whose log-probabilities to return, besides the sampled token's
+    logprobs             number of most likely tokens whose log-probabilities to return, besides the
+                         sampled token's
     prompt_logprobs      the same for prompt tokens
     structured           a constraint on the output
     skip_special_tokens  leave special tokens out of the text
 
-    Penalties and bias apply first, then temperature, top_k, top_p and min_p. Log-probabilities are the model's, before
-    all of these. Raises ParameterError, a ValueError, for values out of range.
+    Penalties and bias apply first, then temperature, top_k, top_p and min_p. Log-probabilities are
+    the model's, before all of these. Raises ParameterError, a ValueError, for values out of range.
     """
 
     max_tokens: int | None = 64
@@ -108,46 +121,97 @@ class SamplingParams:
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        object.__setattr__(
+            self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        )
         expect = self._expect
         expect("n", self.n >= 1, "at least 1")
-        expect("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1, or None (as many as fit)")
+        expect(
+            "max_tokens",
+            self.max_tokens is None or self.max_tokens >= 1,
+            "at least 1, or None (as many as fit)",
+        )
         longest = math.inf if self.max_tokens is None else self.max_tokens
-        expect("min_tokens", 0 <= self.min_tokens <= longest, f"at least 0 and at most max_tokens={self.max_tokens}")
-        expect("temperature", self.temperature == 0 or MIN_TEMPERATURE <= self.temperature < math.inf,
-               f"0 (greedy) or at least {MIN_TEMPERATURE}")  # fmt: skip
+        expect(
+            "min_tokens",
+            0 <= self.min_tokens <= longest,
+            f"at least 0 and at most max_tokens={self.max_tokens}",
+        )
+        expect(
+            "temperature",
+            self.temperature == 0 or MIN_TEMPERATURE <= self.temperature < math.inf,
+            f"0 (greedy) or at least {MIN_TEMPERATURE}",
+        )
         expect("top_k", self.top_k >= 0, "0 (all tokens) or positive")
         expect("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1")
         expect("min_p", 0.0 <= self.min_p <= 1.0, "at least 0 and at most 1")
         least, most = PENALTIES
-        expect("repetition_penalty", least <= self.repetition_penalty <= most,
-               f"at least {least} and at most {most:.0f} (1: none)")  # fmt: skip
-        expect("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "at least -2 and at most 2 (0: none)")
-        expect("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "at least -2 and at most 2 (0: none)")
+        expect(
+            "repetition_penalty",
+            least <= self.repetition_penalty <= most,
+            f"at least {least} and at most {most:.0f} (1: none)",
+        )
+        expect(
+            "presence_penalty",
+            -2.0 <= self.presence_penalty <= 2.0,
+            "at least -2 and at most 2 (0: none)",
+        )
+        expect(
+            "frequency_penalty",
+            -2.0 <= self.frequency_penalty <= 2.0,
+            "at least -2 and at most 2 (0: none)",
+        )
         expect("seed", self.seed is None or -(2**63) <= self.seed < 2**64, "a number of 64 bits")
-        expect("logit_bias", all(token >= 0 and -100.0 <= bias <= 100.0 for token, bias in self.logit_bias.items()),
-               "token ids with numbers from -100 to 100")  # fmt: skip
+        expect(
+            "logit_bias",
+            all(token >= 0 and -100.0 <= bias <= 100.0 for token, bias in self.logit_bias.items()),
+            "token ids with numbers from -100 to 100",
+        )
         expect("stop", "" not in self.stop, "texts that are not empty")
-        expect("stop_token_ids", all(token >= 0 for token in self.stop_token_ids), "token ids, which are not negative")
+        expect(
+            "stop_token_ids",
+            all(token >= 0 for token in self.stop_token_ids),
+            "token ids, which are not negative",
+        )
         expect("logprobs", self.logprobs is None or self.logprobs >= 0, "at least 0, or None")
-        expect("prompt_logprobs", self.prompt_logprobs is None or self.prompt_logprobs >= 0, "at least 0, or None")
-        expect("min_tokens", self.min_tokens == 0 or self.structured is None,
-               "0 with structured output, which determines its own end")  # fmt: skip
-        expect("ignore_eos", not (self.ignore_eos and self.structured is not None),
-               "False with structured output, which determines its own end")  # fmt: skip
+        expect(
+            "prompt_logprobs",
+            self.prompt_logprobs is None or self.prompt_logprobs >= 0,
+            "at least 0, or None",
+        )
+        expect(
+            "min_tokens",
+            self.min_tokens == 0 or self.structured is None,
+            "0 with structured output, which determines its own end",
+        )
+        expect(
+            "ignore_eos",
+            not (self.ignore_eos and self.structured is not None),
+            "False with structured output, which determines its own end",
+        )
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raises ValueError if a token id, or a number of log-probabilities, exceeds the vocabulary."""
+        """Raises ValueError if a token id, or a number of log-probabilities, exceeds the
+        vocabulary.
+        """
         for token in self.logit_bias:
             if token >= vocab_size:
-                raise ValueError(f"logit_bias has token {token}, the vocabulary has {vocab_size} tokens")
+                raise ValueError(
+                    f"logit_bias has token {token}, the vocabulary has {vocab_size} tokens"
+                )
         for name in ("logprobs", "prompt_logprobs"):
             if (getattr(self, name) or 0) > vocab_size:
-                raise ValueError(f"{name} is {getattr(self, name)}, the vocabulary has {vocab_size} tokens")
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}, the vocabulary has {vocab_size} tokens"
+                )
 
     @cached_property
     def penalized(self) -> bool:
-        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (
+            1.0,
+            0.0,
+            0.0,
+        )
 
     @cached_property
     def filtered(self) -> bool:
@@ -155,4 +219,6 @@ class SamplingParams:
 
     def _expect(self, name: str, holds: bool, expectation: str) -> None:
         if not holds:
-            raise ParameterError(name, f"{name} is {getattr(self, name)!r}, it must be {expectation}")
+            raise ParameterError(
+                name, f"{name} is {getattr(self, name)!r}, it must be {expectation}"
+            )

@@ -33,15 +33,22 @@ class TokenCounts:
             counts.row = None
 
     def penalize(self, logits: Tensor, rows: Sequence[int], draws: Sequence[SampleSpec]) -> None:
-        """Change logits [R, V] f32 in place: its row rows[i] is penalized as draws[i] says, after its own tokens."""
+        """Change logits [R, V] f32 in place: its row rows[i] is penalized as draws[i] says, after
+        its own tokens.
+        """
         if not len(self.output):
-            self.output, self.prompt = (values.new_zeros((0, logits.shape[-1])) for values in (self.output, self.prompt))
+            self.output, self.prompt = (
+                values.new_zeros((0, logits.shape[-1])) for values in (self.output, self.prompt)
+            )
         places = [self._row(draw) for draw in draws]
         params = [draw.params for draw in draws]
-        row, slot, repetition, presence, frequency = pack_to_device(self.device, [
-            (row, place, of.repetition_penalty, of.presence_penalty, of.frequency_penalty)
-            for row, place, of in zip(rows, places, params, strict=True)
-        ])  # fmt: skip
+        row, slot, repetition, presence, frequency = pack_to_device(
+            self.device,
+            [
+                (row, place, of.repetition_penalty, of.presence_penalty, of.frequency_penalty)
+                for row, place, of in zip(rows, places, params, strict=True)
+            ],
+        )
         index, slots = row[:, 0].long(), slot[:, 0].long()
         counts = self._counts_of(slots, draws)
         # What no request asks for costs nothing; it would change nothing either.
@@ -57,7 +64,9 @@ class TokenCounts:
             logits[index] = values
 
     def _counts_of(self, slots: Tensor, draws: Sequence[SampleSpec]) -> Tensor:
-        """A copy of the rows slots[i] of the output's counts, with the drafts of draws[i] counted as well."""
+        """A copy of the rows slots[i] of the output's counts, with the drafts of draws[i] counted
+        as well.
+        """
         counts = self.output[slots]
         guesses = [(i, token) for i, draw in enumerate(draws) for token in draw.draft]
         if guesses:
@@ -65,12 +74,21 @@ class TokenCounts:
             _count(counts, i, token)
         return counts
 
-    def add(self, rows: Sequence[int], draws: Sequence[SampleSpec], tokens: Tensor, accepted: Tensor | None = None) -> None:
-        """Count tokens[rows[i]], which draws[i] drew; only where accepted [R] says so, if it is given."""
+    def add(
+        self,
+        rows: Sequence[int],
+        draws: Sequence[SampleSpec],
+        tokens: Tensor,
+        accepted: Tensor | None = None,
+    ) -> None:
+        """Count tokens[rows[i]], which draws[i] drew; only where accepted [R] says so, if it is
+        given.
+        """
         if not rows:
             return
-        row, slot = pack_to_device(self.device, [(row, _counts(draw).place)
-                                          for row, draw in zip(rows, draws, strict=True)])[..., 0].long()  # fmt: skip
+        row, slot = pack_to_device(
+            self.device, [(row, _counts(draw).place) for row, draw in zip(rows, draws, strict=True)]
+        )[..., 0].long()
         _count(self.output, slot, tokens[row], None if accepted is None else accepted[row])
         for draw in draws:
             counts = _counts(draw)
@@ -84,12 +102,16 @@ class TokenCounts:
         counts, length = _counts(draw), draw.length - len(draw.draft)
         if not counts.length:
             self._make(counts, length)
-        assert counts.length <= length <= counts.length + counts.pending, f"{counts} are not those of {length} tokens"
+        assert counts.length <= length <= counts.length + counts.pending, (
+            f"{counts} are not those of {length} tokens"
+        )
         counts.length, counts.pending = length, 0
         return counts.place
 
     def _make(self, counts: RequestCounts, length: int) -> None:
-        assert len(counts.tokens) == length, f"{len(counts.tokens)} of {length} tokens are known, counts need all"
+        assert len(counts.tokens) == length, (
+            f"{len(counts.tokens)} of {length} tokens are known, counts need all"
+        )
         row = counts.row = self._free_row() if counts.row is None else counts.row
         tokens = torch.tensor(counts.tokens, dtype=torch.int64).to(self.device)
         prompt, output = tokens[: counts.num_prompt], tokens[counts.num_prompt :]
@@ -117,7 +139,9 @@ def _counts(draw: SampleSpec) -> RequestCounts:
 
 
 def _count(counts: Tensor, rows: Tensor, tokens: Tensor, where: Tensor | None = None) -> None:
-    """Add 1 at counts[rows[i], tokens[i]], or only where it is true; a place may come several times."""
+    """Add 1 at counts[rows[i], tokens[i]], or only where it is true; a place may come several
+    times.
+    """
     ones = torch.ones_like(tokens, dtype=torch.int32) if where is None else where.int()
     counts.view(-1).scatter_add_(0, rows * counts.shape[-1] + tokens, ones)
 

@@ -10,8 +10,11 @@ def check_key(key: str, where: str) -> None:
     if not key:
         raise ValueError(f"an {where} is empty")
     if key != key.strip() or not key.isprintable():
-        raise ValueError(f"an {where} begins or ends with white space or has a character that is not printable: clients "
-                         "cannot send it in a header")  # fmt: skip
+        raise ValueError(
+            f"an {where} begins or ends with white space or has a character that is not "
+            "printable: clients "
+            "cannot send it in a header"
+        )
 
 
 def read_keys(file: str) -> list[str]:

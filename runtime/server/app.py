@@ -1,4 +1,6 @@
-"""The FastAPI application: routes, middlewares, and exception handlers that return OpenAI's error format."""
+"""The FastAPI application: routes, middlewares, and exception handlers that return OpenAI's error
+format.
+"""
 
 from http import HTTPStatus
 from typing import Any
@@ -44,7 +46,8 @@ class ErrorAnswer(BaseModel):
 def create_app(service: Service) -> Any:
     """The ASGI application."""
     error_responses: dict[int | str, dict[str, Any]] = {
-        code: {"model": ErrorAnswer, "description": HTTPStatus(code).phrase} for code in (400, 401, 404, 413, 429, 500, 503)
+        code: {"model": ErrorAnswer, "description": HTTPStatus(code).phrase}
+        for code in (400, 401, 404, 413, 429, 500, 503)
     }
     app = FastAPI(title="atomc", docs_url=None, redoc_url=None, responses=error_responses)
     app.router.route_class = checked_json_route(lambda: service.model.max_len)
@@ -59,15 +62,21 @@ def create_app(service: Service) -> Any:
     app.add_exception_handler(UnicodeError, _on_unicode_error)
     authenticated = AuthMiddleware(
         BodyBudgetMiddleware(app, service.config.max_bodies_bytes),
-        keys=ApiKeys(service.config.api_key), open_paths=OPEN_PATHS,
+        keys=ApiKeys(service.config.api_key),
+        open_paths=OPEN_PATHS,
         max_body_bytes=service.config.max_body_bytes,
         count_error=lambda code: service.metrics.refused.labels(service.metrics.model, code).inc(),
-    )  # fmt: skip
+    )
     timed = BodyTimeoutMiddleware(authenticated, service.config.body_timeout)
     if not service.config.allow_origin:
         return timed
-    return CORSMiddleware(timed, allow_origins=service.config.allow_origin, allow_methods=["GET", "POST"],
-                          allow_headers=["*"], expose_headers=["X-Request-Id"])  # fmt: skip
+    return CORSMiddleware(
+        timed,
+        allow_origins=service.config.allow_origin,
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+        expose_headers=["X-Request-Id"],
+    )
 
 
 def _add_routes(app: FastAPI, service: Service) -> None:
@@ -146,24 +155,42 @@ async def _on_validation_error(request: Request, error: Exception) -> Response:
     name = location[0] if location else None
     content_type = request.headers.get("content-type", "")
     if not location and "json" not in content_type:
-        got = f"Content-Type is {content_type!r}" if content_type else "the request has no Content-Type"
-        return error_response(APIError(400, f"{got}: send JSON with the header 'Content-Type: application/json'"))
+        got = (
+            f"Content-Type is {content_type!r}"
+            if content_type
+            else "the request has no Content-Type"
+        )
+        return error_response(
+            APIError(400, f"{got}: send JSON with the header 'Content-Type: application/json'")
+        )
     if first["type"] == "json_invalid":
         return error_response(APIError(400, f"the body is not JSON: {first['ctx']['error']}"))
     if first["type"] == "extra_forbidden":
-        return error_response(APIError(400, f"{'.'.join(location)} is not a field of this request", param=name))
+        return error_response(
+            APIError(400, f"{'.'.join(location)} is not a field of this request", param=name)
+        )
     message = first["msg"].removeprefix("Value error, ")
-    return error_response(APIError(400, f"{'.'.join(location) or 'the body'}: {message}", param=name))
+    return error_response(
+        APIError(400, f"{'.'.join(location) or 'the body'}: {message}", param=name)
+    )
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    if isinstance(error.__cause__, APIError):  # raised by the middleware while FastAPI reads the body
+    if isinstance(
+        error.__cause__, APIError
+    ):  # raised by the middleware while FastAPI reads the body
         return error_response(error.__cause__)
     kind = "invalid_request_error" if error.status_code < 500 else "server_error"
-    message = f"no endpoint {request.method} {request.url.path}" if error.status_code in (404, 405) else str(error.detail)
+    message = (
+        f"no endpoint {request.method} {request.url.path}"
+        if error.status_code in (404, 405)
+        else str(error.detail)
+    )
     return error_response(APIError(error.status_code, message, kind, headers=error.headers))
 
 
 async def _on_unicode_error(request: Request, error: Exception) -> Response:
-    return error_response(APIError(400, "the body has text that is not valid Unicode, such as a lone surrogate"))
+    return error_response(
+        APIError(400, "the body has text that is not valid Unicode, such as a lone surrogate")
+    )

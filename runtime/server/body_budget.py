@@ -9,15 +9,19 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from atomc.runtime.server.errors import APIError
 
 RETRY_SECONDS = 1
-# A rejected client that still sends gets this long to read the response before the connection is closed.
+# A rejected client that still sends gets this long to read the response before the connection is
+# closed.
 LINGER_SECONDS = 1.0
-# Above this body size, return freed memory to the operating system, which glibc would otherwise keep.
+# Above this body size, return freed memory to the operating system, which glibc would otherwise
+# keep.
 TRIM_BYTES = 2**20
 TRIM_SECONDS = 1.0
 
 
 class BodyBudgetMiddleware:
-    """ASGI middleware: responds with a 429 to a request whose body would bring the total above `max_bytes`."""
+    """ASGI middleware: responds with a 429 to a request whose body would bring the total above
+    `max_bytes`.
+    """
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self.app = app
@@ -46,7 +50,11 @@ class BodyBudgetMiddleware:
             return message
 
         async def send_and_linger(message: Message) -> None:
-            if not rejected or message["type"] != "http.response.body" or message.get("more_body", False):
+            if (
+                not rejected
+                or message["type"] != "http.response.body"
+                or message.get("more_body", False)
+            ):
                 await send(message)
                 return
             await send({**message, "more_body": True})
@@ -67,13 +75,20 @@ class BodyBudgetMiddleware:
 
     def _over_budget(self) -> APIError:
         # The rest of the body is not read, so the connection cannot be reused.
-        return APIError(429, f"the bodies of all running requests have {self.bytes_held} bytes, the limit is "
-                        f"{self.max_bytes}: try again later", "overloaded", code="too_many_bytes",
-                        headers={"Retry-After": str(RETRY_SECONDS), "Connection": "close"})  # fmt: skip
+        return APIError(
+            429,
+            f"the bodies of all running requests have {self.bytes_held} bytes, the limit is "
+            f"{self.max_bytes}: try again later",
+            "overloaded",
+            code="too_many_bytes",
+            headers={"Retry-After": str(RETRY_SECONDS), "Connection": "close"},
+        )
 
 
 async def _discard(receive: Receive) -> None:
-    """Reads the rest of a body for a while: closing with unread data resets the connection, which can lose the response."""
+    """Reads the rest of a body for a while: closing with unread data resets the connection, which
+    can lose the response.
+    """
     with suppress(TimeoutError):
         async with asyncio.timeout(LINGER_SECONDS):
             while (await receive()).get("more_body", False):

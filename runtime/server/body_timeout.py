@@ -11,8 +11,8 @@ MIN_BYTES_PER_SECOND = 10_000
 
 
 class BodyTimeoutMiddleware:
-    """ASGI middleware: responds with a 408 if the body is not complete after `seconds`, plus one second for every
-    MIN_BYTES_PER_SECOND received."""
+    """ASGI middleware: responds with a 408 if the body is not complete after `seconds`, plus one
+    second for every MIN_BYTES_PER_SECOND received."""
 
     def __init__(self, app: ASGIApp, seconds: float) -> None:
         self.app = app
@@ -36,8 +36,12 @@ class BodyTimeoutMiddleware:
                     message = await receive()
             except TimeoutError:
                 # The rest of the body is not read, so the connection cannot be reused.
-                raise APIError(408, "timed out waiting for the body of the request", code="body_timeout",
-                               headers={"Connection": "close"}) from None  # fmt: skip
+                raise APIError(
+                    408,
+                    "timed out waiting for the body of the request",
+                    code="body_timeout",
+                    headers={"Connection": "close"},
+                ) from None
             deadline += len(message.get("body", b"")) / MIN_BYTES_PER_SECOND
             complete = not message.get("more_body", False)
             return message

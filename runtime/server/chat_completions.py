@@ -13,7 +13,14 @@ from atomc.runtime.sampling.logprobs import TokenLogprobs
 from atomc.runtime.sampling.sampling_params import Structured
 from atomc.runtime.server.errors import invalid
 from atomc.runtime.server.generation import Generation
-from atomc.runtime.server.http import SSE_DONE, EventStream, JSONResponse, cancel_on_disconnect, request_id, sse_event
+from atomc.runtime.server.http import (
+    SSE_DONE,
+    EventStream,
+    JSONResponse,
+    cancel_on_disconnect,
+    request_id,
+    sse_event,
+)
 from atomc.runtime.server.limits import TOOLS, check_length, check_total_size
 from atomc.runtime.server.logprobs import chat_logprobs, encoded
 from atomc.runtime.server.message_deltas import (
@@ -36,7 +43,12 @@ from atomc.runtime.server.sampling import (
     structured_output,
 )
 from atomc.runtime.server.service import Service
-from atomc.runtime.server.tool_choice import NamedToolParser, RequiredToolParser, arguments_schema, calls_schema
+from atomc.runtime.server.tool_choice import (
+    NamedToolParser,
+    RequiredToolParser,
+    arguments_schema,
+    calls_schema,
+)
 from atomc.runtime.server.tool_parsers import TOOL_PARSERS, tool_parser
 from atomc.runtime.text_stream import TextDelta
 
@@ -54,28 +66,44 @@ async def chat_completions(service: Service, body: ChatRequest, request: Request
     kwargs = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         kwargs.setdefault("reasoning_effort", body.reasoning_effort)
-    text = await model.render_chat(body.messages, tool_mode.template_tools, body.add_generation_prompt, kwargs)
+    text = await model.render_chat(
+        body.messages, tool_mode.template_tools, body.add_generation_prompt, kwargs
+    )
     prompt = await model.encode_chat(text)
     if not prompt:
         raise invalid("the chat template rendered an empty prompt", "messages")
     check_total_size(body.n, body.top_logprobs, body.n * len(prompt), model.max_len, "messages")
-    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    max_tokens = (
+        body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    )
     check_context_length(len(prompt), max_tokens, model)
     structured = structured_output(body, body.response_format)
     if structured is not None and tool_mode.structured is not None:
-        raise invalid("tool_choice requires a tool call, which cannot be combined with response_format", "tool_choice")
+        raise invalid(
+            "tool_choice requires a tool call, which cannot be combined with response_format",
+            "tool_choice",
+        )
     structured = structured or tool_mode.structured
-    # A grammar applies from the first token on, even if the prompt ends with an opening reasoning tag.
+    # A grammar applies from the first token on, even if the prompt ends with an opening reasoning
+    # tag.
     prompt_text = text if structured is None else ""
     parsers = [tool_mode.parser(), _reasoning_parser(model.reasoning, prompt_text)]
-    keep_special_tokens = not body.skip_special_tokens or uses_special_tokens(model.tokenizer, *parsers)
+    keep_special_tokens = not body.skip_special_tokens or uses_special_tokens(
+        model.tokenizer, *parsers
+    )
     params = sampling_params(
-        body, model, max_tokens=max_tokens, logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        structured=structured, skip_special_tokens=not keep_special_tokens,
-    )  # fmt: skip
+        body,
+        model,
+        max_tokens=max_tokens,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        structured=structured,
+        skip_special_tokens=not keep_special_tokens,
+    )
     generation = service.generation(request_id(request), [prompt], params, body)
     await service.start(generation, request)
-    response = _ResponseBuilder(service, body, request_id(request), generation, tool_mode, prompt_text)
+    response = _ResponseBuilder(
+        service, body, request_id(request), generation, tool_mode, prompt_text
+    )
     if body.stream:
         return EventStream(response.stream())
     return JSONResponse(await cancel_on_disconnect(request, response.complete()))
@@ -89,7 +117,8 @@ class _ToolMode:
     parser_name      the tool parser, for tool_choice "auto"
     function_name    the function that tool_choice names
     required         tool_choice is "required"
-    structured       the structured output that forces the calls, for a named function and for "required"
+    structured       the structured output that forces the calls, for a named function and for
+                     "required"
     """
 
     template_tools: list[dict[str, Any]] | None = None
@@ -121,9 +150,12 @@ def _tool_mode(service: Service, body: ChatRequest) -> _ToolMode:
     if choice == "auto":
         parser_name = service.model.tools
         if parser_name is None:
-            raise invalid("the tool call format of this model is unknown: use tool_choice 'required' or a named function, "
-                          f"or start the server with --tool-call-parser, one of {', '.join(TOOL_PARSERS)}",
-                          "tools")  # fmt: skip
+            raise invalid(
+                "the tool call format of this model is unknown: use tool_choice 'required' or "
+                "a named function, "
+                f"or start the server with --tool-call-parser, one of {', '.join(TOOL_PARSERS)}",
+                "tools",
+            )
         return _ToolMode(template_tools, parser_name)
     functions = [tool.function for tool in tools]
     try:
@@ -134,14 +166,18 @@ def _tool_mode(service: Service, body: ChatRequest) -> _ToolMode:
         schema = calls_schema(functions, body.parallel_tool_calls is not False)
     except ValueError as error:
         raise invalid(str(error), "tools") from error
-    return _ToolMode(template_tools, required=True, structured=check_structured(Structured(json_schema=schema)))
+    return _ToolMode(
+        template_tools, required=True, structured=check_structured(Structured(json_schema=schema))
+    )
 
 
 def _function_named(functions: Sequence[Function], name: str) -> Function:
     found = next((function for function in functions if function.name == name), None)
     if found is None:
         names = ", ".join(function.name for function in functions)
-        raise invalid(f"tool_choice names {name!r}, expected one of the tools: {names}", "tool_choice")
+        raise invalid(
+            f"tool_choice names {name!r}, expected one of the tools: {names}", "tool_choice"
+        )
     return found
 
 
@@ -153,7 +189,9 @@ class _ChoiceState:
     started: bool = False
     has_tool_calls: bool = False
     deltas: list[MessageDelta] = field(default_factory=list)
-    logprobs: list[msgspec.Raw] = field(default_factory=list)  # encoded per delta, to keep the event loop free
+    logprobs: list[msgspec.Raw] = field(
+        default_factory=list
+    )  # encoded per delta, to keep the event loop free
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -162,13 +200,32 @@ class _ResponseBuilder:
     """Builds the response to one request: one JSON body, or a stream of events."""
 
     def __init__(
-        self, service: Service, body: ChatRequest, name: str, generation: Generation, tool_mode: _ToolMode, prompt_text: str
+        self,
+        service: Service,
+        body: ChatRequest,
+        name: str,
+        generation: Generation,
+        tool_mode: _ToolMode,
+        prompt_text: str,
     ) -> None:
-        self.service, self.body, self.generation, self.tool_mode = service, body, generation, tool_mode
-        self.head = {"id": f"chatcmpl-{name}", "created": int(time.time()), "model": service.model.names[0]}
+        self.service, self.body, self.generation, self.tool_mode = (
+            service,
+            body,
+            generation,
+            tool_mode,
+        )
+        self.head = {
+            "id": f"chatcmpl-{name}",
+            "created": int(time.time()),
+            "model": service.model.names[0],
+        }
         reasoning = service.model.reasoning
-        self.states = [_ChoiceState(OutputParser(_reasoning_parser(reasoning, prompt_text), tool_mode.parser()))
-                     for _ in range(body.n)]  # fmt: skip
+        self.states = [
+            _ChoiceState(
+                OutputParser(_reasoning_parser(reasoning, prompt_text), tool_mode.parser())
+            )
+            for _ in range(body.n)
+        ]
 
     async def complete(self) -> dict[str, Any]:
         try:
@@ -182,11 +239,21 @@ class _ResponseBuilder:
             raise
         self.generation.close()
         choices = [
-            {"index": index, "message": _message(state.deltas), "logprobs": self._all_logprobs(state),
-             "finish_reason": state.finish_reason, "stop_reason": state.stop_reason}
+            {
+                "index": index,
+                "message": _message(state.deltas),
+                "logprobs": self._all_logprobs(state),
+                "finish_reason": state.finish_reason,
+                "stop_reason": state.stop_reason,
+            }
             for index, state in enumerate(self.states)
-        ]  # fmt: skip
-        return {**self.head, "object": "chat.completion", "choices": choices, "usage": self.generation.usage()}
+        ]
+        return {
+            **self.head,
+            "object": "chat.completion",
+            "choices": choices,
+            "usage": self.generation.usage(),
+        }
 
     async def stream(self) -> AsyncIterator[bytes]:
         head = {**self.head, "object": "chat.completion.chunk"}
@@ -195,7 +262,11 @@ class _ResponseBuilder:
             async for choice, delta in self.generation:
                 state = self.states[choice.index]
                 for chunk in self._chunks(state, choice.index, delta):
-                    usage = {"usage": self.generation.usage()} if options and options.continuous_usage_stats else {}
+                    usage = (
+                        {"usage": self.generation.usage()}
+                        if options and options.continuous_usage_stats
+                        else {}
+                    )
                     yield sse_event({**head, "choices": [chunk], **usage})
             if options is not None and options.include_usage:
                 yield sse_event({**head, "choices": [], "usage": self.generation.usage()})
@@ -207,7 +278,9 @@ class _ResponseBuilder:
             self.generation.close()
 
     def _chunks(self, state: _ChoiceState, index: int, delta: TextDelta) -> list[dict[str, Any]]:
-        """One chunk per message delta; the first has the log-probabilities. A separate last one has the finish reason."""
+        """One chunk per message delta; the first has the log-probabilities. A separate last one has
+        the finish reason.
+        """
         deltas = [_delta(each) for each in self._parse(state, delta)]
         if not state.started and (deltas or delta.token_ids or state.finish_reason):
             state.started = True
@@ -219,17 +292,25 @@ class _ResponseBuilder:
             chunks = chunks or [dict(empty)]
             chunks[0]["logprobs"] = self._logprobs(delta.logprobs)
         if state.finish_reason is not None:
-            chunks.append({**empty, "finish_reason": state.finish_reason, "stop_reason": state.stop_reason})
+            chunks.append(
+                {**empty, "finish_reason": state.finish_reason, "stop_reason": state.stop_reason}
+            )
         return chunks
 
     def _parse(self, state: _ChoiceState, delta: TextDelta) -> list[MessageDelta]:
         deltas = state.parser.feed(delta.text)
         if delta.finish_reason is not None:
             deltas += state.parser.finish()
-        state.has_tool_calls = state.has_tool_calls or any(isinstance(each, ToolCallStart) for each in deltas)
+        state.has_tool_calls = state.has_tool_calls or any(
+            isinstance(each, ToolCallStart) for each in deltas
+        )
         if delta.finish_reason is not None:
             # OpenAI: "stop" if tool_choice names the function.
-            is_call = state.has_tool_calls and delta.finish_reason == "stop" and self.tool_mode.function_name is None
+            is_call = (
+                state.has_tool_calls
+                and delta.finish_reason == "stop"
+                and self.tool_mode.function_name is None
+            )
             state.finish_reason = "tool_calls" if is_call else delta.finish_reason
             state.stop_reason = delta.stop_reason
         return deltas
@@ -253,7 +334,11 @@ def _delta(delta: MessageDelta) -> dict[str, Any]:
             return {"content": text}
         case ToolCallStart(index, call_id, name):
             function = {"name": name, "arguments": ""}
-            return {"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": function}]}
+            return {
+                "tool_calls": [
+                    {"index": index, "id": call_id, "type": "function", "function": function}
+                ]
+            }
         case ToolCallArguments(index, text):
             return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
 
@@ -265,9 +350,19 @@ def _message(deltas: Sequence[MessageDelta]) -> dict[str, Any]:
     calls: list[dict[str, Any]] = []
     for delta in deltas:
         if isinstance(delta, ToolCallStart):
-            calls.append({"id": delta.id, "type": "function", "function": {"name": delta.name, "arguments": ""}})
+            calls.append(
+                {
+                    "id": delta.id,
+                    "type": "function",
+                    "function": {"name": delta.name, "arguments": ""},
+                }
+            )
         elif isinstance(delta, ToolCallArguments):
             calls[delta.index]["function"]["arguments"] += delta.text
-    message: dict[str, Any] = {"role": "assistant", "content": content if content or not calls else None, "refusal": None}
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": content if content or not calls else None,
+        "refusal": None,
+    }
     message |= {"reasoning_content": reasoning} if reasoning else {}
     return message | ({"tool_calls": calls} if calls else {})

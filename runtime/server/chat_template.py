@@ -1,7 +1,8 @@
 """Renders chat templates.
 
-A template is a Jinja program from the checkpoint: it runs in Jinja's immutable sandbox and gets plain JSON values only.
-Its functions and filters are those of transformers' `apply_chat_template`, and the rendered text is the same.
+A template is a Jinja program from the checkpoint: it runs in Jinja's immutable sandbox and gets
+plain JSON values only. Its functions and filters are those of transformers' `apply_chat_template`,
+and the rendered text is the same.
 """
 
 import json
@@ -12,7 +13,15 @@ from typing import Any
 
 from atomc.json_file import read_json
 
-SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+SPECIAL_TOKENS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
 # Keys that clients use for the reasoning; templates read the first or the second.
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 # Older versions allow a sandbox escape (CVE-2025-27516).
@@ -24,18 +33,23 @@ Message = Mapping[str, Any]
 
 
 class ChatTemplate:
-    """The chat template of a model, or named ones: "default", and "tool_use" for requests with tools.
+    """The chat template of a model, or named ones: "default", and "tool_use" for requests with
+    tools.
 
     special_tokens   name -> text, such as bos_token; templates write them themselves
 
     Raises ValueError for a syntax error, and ImportError without jinja2.
     """
 
-    def __init__(self, templates: str | Mapping[str, str], special_tokens: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, templates: str | Mapping[str, str], special_tokens: Mapping[str, str] | None = None
+    ) -> None:
         self.sources = {DEFAULT: templates} if isinstance(templates, str) else dict(templates)
         self.special_tokens = dict(special_tokens or {})
         environment = _environment()
-        self._compiled = {name: _compile_template(environment, name, text) for name, text in self.sources.items()}
+        self._compiled = {
+            name: _compile_template(environment, name, text) for name, text in self.sources.items()
+        }
 
     @property
     def source(self) -> str:
@@ -43,16 +57,22 @@ class ChatTemplate:
         return "\n".join(self.sources.values())
 
     def render(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None, /,
-        add_generation_prompt: bool = True, **kwargs: Any,
-    ) -> str:  # fmt: skip
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        /,
+        add_generation_prompt: bool = True,
+        **kwargs: Any,
+    ) -> str:
         """The prompt. It includes the special tokens: tokenize it without adding any.
 
-        messages   in OpenAI's format: role, content (a string, or parts of type text), tool_calls, tool_call_id, ...
+        messages   in OpenAI's format: role, content (a string, or parts of type text), tool_calls,
+                   tool_call_id, ...
         tools      in OpenAI's format: {"type": "function", "function": {...}}
         kwargs     further template variables, such as enable_thinking=False; may come from a client
 
-        Raises ValueError for messages of another format, and with the template's message if it raises an error.
+        Raises ValueError for messages of another format, and with the template's message if it
+        raises an error.
         """
         if not messages:
             raise ValueError("messages is empty, expected at least one message")
@@ -60,11 +80,15 @@ class ChatTemplate:
             if name in kwargs:
                 raise ValueError(f"chat_template_kwargs cannot set {name!r}: the server sets it")
         name = self._name(tools)
-        # "developer" is OpenAI's newer name of the system role, which most templates do not support.
+        # "developer" is OpenAI's newer name of the system role, which most templates do not
+        # support.
         roles = {} if "developer" in self.sources[name] else {"developer": "system"}
         normalized = [_message(message, roles) for message in messages]
         variables = self.special_tokens | {"documents": None} | _to_json_types(kwargs)
-        variables |= {"tools": _to_json_types(tools) if tools else None, "add_generation_prompt": add_generation_prompt}
+        variables |= {
+            "tools": _to_json_types(tools) if tools else None,
+            "add_generation_prompt": add_generation_prompt,
+        }
         return self._render(name, normalized, variables)
 
     def _render(self, name: str, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
@@ -75,38 +99,50 @@ class ChatTemplate:
                 parsed = [_with_parsed_arguments(message) for message in messages]
                 return str(self._compiled[name].render({**variables, "messages": parsed}))
             except TypeError:
-                # Most templates expect tool call arguments as an object; DeepSeek's concatenates them as a string.
+                # Most templates expect tool call arguments as an object; DeepSeek's concatenates
+                # them as a string.
                 if not any("tool_calls" in message for message in messages):
                     raise
                 return str(self._compiled[name].render({**variables, "messages": messages}))
         except TemplateError as error:
             raise ValueError(f"the chat template rejected the messages: {error}") from error
         except Exception as error:  # a template is foreign code, which can raise anything
-            raise ValueError(f"the chat template failed on the messages: {type(error).__name__}: {error}") from error
+            raise ValueError(
+                f"the chat template failed on the messages: {type(error).__name__}: {error}"
+            ) from error
 
     def _name(self, tools: Sequence[Mapping[str, Any]] | None) -> str:
         if tools and WITH_TOOLS in self.sources:
             return WITH_TOOLS
         if DEFAULT in self.sources:
             return DEFAULT
-        raise ValueError(f"the model's chat templates are {sorted(self.sources)}, expected one named {DEFAULT!r}: "
-                         "set one with --chat-template")  # fmt: skip
+        raise ValueError(
+            f"the model's chat templates are {sorted(self.sources)}, expected one named "
+            f"{DEFAULT!r}: "
+            "set one with --chat-template"
+        )
 
 
 def load_chat_template(folder: Path, file: Path | None = None) -> ChatTemplate | None:
-    """The template of a model folder, or of `file` with the folder's special tokens; None if there is none.
+    """The template of a model folder, or of `file` with the folder's special tokens; None if there
+    is none.
 
-    Reads chat_template.jinja and additional_chat_templates/*.jinja, else tokenizer_config.json. Raises ValueError and
-    FileNotFoundError for invalid or missing files.
+    Reads chat_template.jinja and additional_chat_templates/*.jinja, else tokenizer_config.json.
+    Raises ValueError and FileNotFoundError for invalid or missing files.
     """
     config_file = folder / "tokenizer_config.json"
     config = read_json(config_file) if config_file.is_file() else {}
     special = _special_tokens(folder, config)
     if file is not None:
         if not file.is_file():
-            raise FileNotFoundError(f"--chat-template {file}: no such file; expected a Jinja template")
+            raise FileNotFoundError(
+                f"--chat-template {file}: no such file; expected a Jinja template"
+            )
         return ChatTemplate(_text(file), special)
-    found = {path.stem: _text(path) for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    found = {
+        path.stem: _text(path)
+        for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))
+    }
     if (folder / "chat_template.jinja").is_file():
         found[DEFAULT] = _text(folder / "chat_template.jinja")
     found = found or _templates_in(config, config_file)
@@ -117,7 +153,9 @@ def _text(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is not UTF-8 text ({error}), expected a Jinja template") from error
+        raise ValueError(
+            f"{file} is not UTF-8 text ({error}), expected a Jinja template"
+        ) from error
 
 
 def _templates_in(config: Mapping[str, Any], file: Path) -> dict[str, str]:
@@ -129,26 +167,36 @@ def _templates_in(config: Mapping[str, Any], file: Path) -> dict[str, str]:
         case [*entries] if all(_is_named_template(entry) for entry in entries):
             return {entry["name"]: entry["template"] for entry in entries}
         case other:
-            raise ValueError(f"{file}: chat_template is a {type(other).__name__}, expected a string or a list of "
-                             "{name, template}, both strings")  # fmt: skip
+            raise ValueError(
+                f"{file}: chat_template is a {type(other).__name__}, expected a string or a "
+                "list of "
+                "{name, template}, both strings"
+            )
 
 
 def _is_named_template(entry: Any) -> bool:
-    return isinstance(entry, dict) and all(isinstance(entry.get(key), str) for key in ("name", "template"))
+    return isinstance(entry, dict) and all(
+        isinstance(entry.get(key), str) for key in ("name", "template")
+    )
 
 
 def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Special tokens by name; older checkpoints have them in special_tokens_map.json."""
     older = folder / "special_tokens_map.json"
-    named = (read_json(older) if older.is_file() else {}) | {key: value for key, value in config.items() if value}
+    named = (read_json(older) if older.is_file() else {}) | {
+        key: value for key, value in config.items() if value
+    }
     return {name: _token_text(name, named[name]) for name in SPECIAL_TOKENS if named.get(name)}
 
 
 def _token_text(name: str, value: Any) -> str:
     text = value.get("content") if isinstance(value, dict) else value
     if not isinstance(text, str):
-        raise ValueError(f"tokenizer_config.json, special_tokens_map.json: {name} is {value!r:.60}, expected a string or "
-                         "an object with a string `content`")  # fmt: skip
+        raise ValueError(
+            f"tokenizer_config.json, special_tokens_map.json: {name} is {value!r:.60}, "
+            "expected a string or "
+            "an object with a string `content`"
+        )
     return text
 
 
@@ -156,15 +204,23 @@ def _token_text(name: str, value: Any) -> str:
 
 
 def _message(message: Message, roles: Mapping[str, str]) -> dict[str, Any]:
-    """A message as templates expect it: without nulls, content as a string, reasoning under the keys they read."""
+    """A message as templates expect it: without nulls, content as a string, reasoning under the
+    keys they read.
+    """
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise ValueError(f"a message is {message!r:.80}, expected an object with a role")
-    normalized: dict[str, Any] = _to_json_types({key: value for key, value in message.items() if value is not None})
+    normalized: dict[str, Any] = _to_json_types(
+        {key: value for key, value in message.items() if value is not None}
+    )
     normalized["role"] = roles.get(normalized["role"], normalized["role"])
     if "content" in normalized:
         normalized["content"] = _content(normalized["content"])
     reasoning = next((normalized[key] for key in REASONING_KEYS if key in normalized), None)
-    return normalized if reasoning is None else {"thinking": reasoning, **normalized, "reasoning_content": reasoning}
+    return (
+        normalized
+        if reasoning is None
+        else {"thinking": reasoning, **normalized, "reasoning_content": reasoning}
+    )
 
 
 def _content(content: Any) -> str:
@@ -172,18 +228,31 @@ def _content(content: Any) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise ValueError(f"the content of a message is a {type(content).__name__}, expected a string or a list of parts")
+        raise ValueError(
+            f"the content of a message is a {type(content).__name__}, expected a string or a "
+            "list of parts"
+        )
     for part in content:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+        if (
+            not isinstance(part, dict)
+            or part.get("type") != "text"
+            or not isinstance(part.get("text"), str)
+        ):
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise ValueError(f"a content part of type {kind!r} is not supported, only 'text' with a string")
+            raise ValueError(
+                f"a content part of type {kind!r} is not supported, only 'text' with a string"
+            )
     return "\n".join(part["text"] for part in content)
 
 
 def _with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:
     """The message with the arguments of its tool calls as objects instead of JSON text."""
     calls = message.get("tool_calls")
-    return {**message, "tool_calls": [_parse_arguments(call) for call in calls]} if isinstance(calls, list) else message
+    return (
+        {**message, "tool_calls": [_parse_arguments(call) for call in calls]}
+        if isinstance(calls, list)
+        else message
+    )
 
 
 def _parse_arguments(call: Any) -> Any:
@@ -195,7 +264,11 @@ def _parse_arguments(call: Any) -> Any:
         arguments = json.loads(text or "{}")
     except (ValueError, RecursionError):
         return call  # not JSON: keep the model's text
-    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+    return (
+        {**call, "function": {**function, "arguments": arguments}}
+        if isinstance(arguments, dict)
+        else call
+    )
 
 
 def _to_json_types(value: Any) -> Any:
@@ -213,7 +286,9 @@ def _to_json_types(value: Any) -> Any:
             return {str(key): _to_json_types(item) for key, item in value.items()}
         case list() | tuple():
             return [_to_json_types(item) for item in value]
-    raise ValueError(f"a {type(value).__name__} cannot be passed to a chat template, expected JSON values")
+    raise ValueError(
+        f"a {type(value).__name__} cannot be passed to a chat template, expected JSON values"
+    )
 
 
 # The Jinja environment
@@ -225,8 +300,14 @@ def _compile_template(environment: Any, name: str, text: str) -> Any:
     try:
         return environment.from_string(text)
     except TemplateSyntaxError as error:
-        raise ValueError(f"the chat template {name!r} is not valid Jinja: line {error.lineno}: {error}") from error
-    except (RecursionError, SyntaxError, MemoryError) as error:  # from compiling the Python code that Jinja generates
+        raise ValueError(
+            f"the chat template {name!r} is not valid Jinja: line {error.lineno}: {error}"
+        ) from error
+    except (
+        RecursionError,
+        SyntaxError,
+        MemoryError,
+    ) as error:  # from compiling the Python code that Jinja generates
         raise ValueError(f"the chat template {name!r} is nested too deeply: {error}") from error
 
 
@@ -235,10 +316,17 @@ def _environment() -> Any:
         import jinja2
         from jinja2.sandbox import ImmutableSandboxedEnvironment
     except ImportError as error:
-        raise ImportError("chat templates need the library `jinja2`: pip install 'atomc[serve]'") from error
-    if tuple(int(part) for part in jinja2.__version__.split(".")[:3] if part.isdigit()) < MIN_JINJA_VERSION:
-        raise ImportError(f"jinja2 {jinja2.__version__} allows templates to escape the sandbox: "
-                          "pip install -U 'jinja2>=3.1.6'")  # fmt: skip
+        raise ImportError(
+            "chat templates need the library `jinja2`: pip install 'atomc[serve]'"
+        ) from error
+    if (
+        tuple(int(part) for part in jinja2.__version__.split(".")[:3] if part.isdigit())
+        < MIN_JINJA_VERSION
+    ):
+        raise ImportError(
+            f"jinja2 {jinja2.__version__} allows templates to escape the sandbox: "
+            "pip install -U 'jinja2>=3.1.6'"
+        )
     from jinja2 import nodes
     from jinja2.ext import Extension, loopcontrols
 
@@ -249,12 +337,16 @@ def _environment() -> Any:
 
         def parse(self, parser: Any) -> nodes.Node:
             line = next(parser.stream).lineno
-            return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+            return nodes.Scope(
+                parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line
+            )
 
     class Namespace(jinja2.utils.Namespace):
         """Rejects names with a leading underscore, which give access to Python internals."""
 
-        def __init__(*args: Any, **kwargs: Any) -> None:  # no `self`, which a template may pass as a keyword
+        def __init__(
+            *args: Any, **kwargs: Any
+        ) -> None:  # no `self`, which a template may pass as a keyword
             for key in dict(*args[1:], **kwargs):
                 _refuse_private(key)
             jinja2.utils.Namespace.__init__(*args, **kwargs)
@@ -263,10 +355,16 @@ def _environment() -> Any:
             _refuse_private(name)
             super().__setitem__(name, value)
 
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
     environment.filters["tojson"] = _tojson
-    environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now,
-                            "dict": _Dict(), "namespace": Namespace}  # fmt: skip
+    environment.globals |= {
+        "raise_exception": _raise_exception,
+        "strftime_now": _strftime_now,
+        "dict": _Dict(),
+        "namespace": Namespace,
+    }
     return environment
 
 
@@ -288,11 +386,16 @@ class _Dict:
 
 
 def _tojson(
-    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None,
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
-) -> str:  # fmt: skip
+) -> str:
     """JSON without HTML escapes, unlike Jinja's own filter."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _raise_exception(message: str) -> None:

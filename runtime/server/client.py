@@ -1,4 +1,6 @@
-"""The frontend's client of the engine process: sends requests, receives outputs and detects that the engine has died."""
+"""The frontend's client of the engine process: sends requests, receives outputs and detects that
+the engine has died.
+"""
 
 import asyncio
 import contextlib
@@ -45,7 +47,9 @@ class ShuttingDown(EngineDead):
 
 
 class EngineRestarting(EngineDead):
-    """The engine process has ended and is being restarted. retry_after: estimated seconds until it is ready."""
+    """The engine process has ended and is being restarted. retry_after: estimated seconds until it
+    is ready.
+    """
 
     def __init__(self, message: str, retry_after: float) -> None:
         super().__init__(message)
@@ -61,7 +65,9 @@ class EngineFailed(Exception):
 
 
 class RequestRefused(Exception):
-    """The engine rejected a request. retry_after: seconds after which to retry, None: never. by_client: as in Refused."""
+    """The engine rejected a request. retry_after: seconds after which to retry, None: never.
+    by_client: as in Refused.
+    """
 
     def __init__(self, refused: Refused) -> None:
         super().__init__(refused.message)
@@ -69,7 +75,9 @@ class RequestRefused(Exception):
 
 
 class EngineProcess:
-    """A process that runs an engine. Starts at once, before the frontend's slow imports; `close` ends it."""
+    """A process that runs an engine. Starts at once, before the frontend's slow imports; `close`
+    ends it.
+    """
 
     def __init__(self, config: EngineConfig, *, progress: bool = True) -> None:
         self.config = config
@@ -77,7 +85,10 @@ class EngineProcess:
         self.folder = Path(tempfile.mkdtemp(prefix="atomc-"))
         self.address = f"ipc://{self.folder / 'engine'}"
         self.process: BaseProcess = get_context("spawn").Process(
-            target=run_engine_process, args=(config, self.address, progress), name="atomc engine", daemon=True
+            target=run_engine_process,
+            args=(config, self.address, progress),
+            name="atomc engine",
+            daemon=True,
         )
         self.process.start()
 
@@ -94,10 +105,12 @@ class EngineProcess:
 
 
 class EngineClient:
-    """The connection to an engine process, for one event loop. `await connect()` first, `await close()` last.
+    """The connection to an engine process, for one event loop. `await connect()` first, `await
+    close()` last.
 
     info            what the engine reported when it was ready, start_seconds after the start
-    stats           the last stats, at most PING_SECONDS old while the engine responds; None before the first
+    stats           the last stats, at most PING_SECONDS old while the engine responds; None before
+                    the first
     stats_time      time.monotonic of `stats`
     token_history   (time, generated tokens) of the stats of the last HISTORY_SECONDS
     health_timeout  seconds without a response after which unhealthy_reason is set
@@ -141,7 +154,9 @@ class EngineClient:
 
     async def connect(self) -> None:
         """Returns when the engine is ready. Raises EngineFailed if it cannot start."""
-        asyncio.get_running_loop().add_reader(self.engine.process.sentinel, self._on_sentinel, self.engine)
+        asyncio.get_running_loop().add_reader(
+            self.engine.process.sentinel, self._on_sentinel, self.engine
+        )
         self._tasks.append(asyncio.create_task(self._receive()))
         self.info = await self._started
         self.start_seconds = time.monotonic() - self._attached
@@ -195,7 +210,11 @@ class EngineClient:
         if self.dead is not None:
             return str(self.dead)
         seconds = self.unanswered_seconds
-        return f"the engine has not answered for {seconds:.0f} s" if seconds > self.health_timeout else None
+        return (
+            f"the engine has not answered for {seconds:.0f} s"
+            if seconds > self.health_timeout
+            else None
+        )
 
     def submit(self, requests: Sequence[Submit]) -> "RequestStream":
         """Send requests to the engine; returns the stream of their outputs. Raises EngineDead."""
@@ -212,7 +231,9 @@ class EngineClient:
 
     def abort(self, ids: Iterable[str]) -> None:
         """Abort these requests; finished ones are ignored."""
-        running = [request_id for request_id in ids if self._streams.pop(request_id, None) is not None]
+        running = [
+            request_id for request_id in ids if self._streams.pop(request_id, None) is not None
+        ]
         if running and self.dead is None:
             self._send(messages.Abort(running))
 
@@ -223,8 +244,12 @@ class EngineClient:
         for stream in streams:
             stream.fail(ShuttingDown())
 
-    async def call(self, name: Literal["stats", "report", "start_profile", "stop_profile"], folder: str = "") -> str:
-        """The engine's reply. Raises ValueError with the engine's message if it fails, or EngineDead."""
+    async def call(
+        self, name: Literal["stats", "report", "start_profile", "stop_profile"], folder: str = ""
+    ) -> str:
+        """The engine's reply. Raises ValueError with the engine's message if it fails, or
+        EngineDead.
+        """
         self._check()
         number = next(self._numbers)
         future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -309,11 +334,21 @@ class EngineClient:
         if engine is not self.engine:  # a restart has replaced it
             return
         exitcode = engine.process.exitcode
-        how = f"was killed by signal {-exitcode}" if exitcode and exitcode < 0 else f"ended with code {exitcode}"
+        how = (
+            f"was killed by signal {-exitcode}"
+            if exitcode and exitcode < 0
+            else f"ended with code {exitcode}"
+        )
         if not self._started.done():
             # The kernel's OOM killer sends SIGKILL.
-            why = f", perhaps for lack of memory: lower {MEMORY_FLAGS}" if exitcode == -signal.SIGKILL else ""
-            self._started.set_exception(EngineFailed(f"the engine's process {how} while it started{why}", False))
+            why = (
+                f", perhaps for lack of memory: lower {MEMORY_FLAGS}"
+                if exitcode == -signal.SIGKILL
+                else ""
+            )
+            self._started.set_exception(
+                EngineFailed(f"the engine's process {how} while it started{why}", False)
+            )
         self._mark_dead(EngineDead(f"the engine's process {how}"))
 
     def _mark_dead(self, why: EngineDead) -> None:
@@ -331,7 +366,8 @@ class EngineClient:
 class RequestStream:
     """Outputs of a group of requests, for one reader.
 
-    Unread outputs of a request are merged, so a slow reader neither blocks the engine nor lets a queue grow.
+    Unread outputs of a request are merged, so a slow reader neither blocks the engine nor lets a
+    queue grow.
     """
 
     def __init__(self, client: EngineClient, ids: Sequence[str]) -> None:
@@ -343,7 +379,9 @@ class RequestStream:
         self._error: Exception | None = None
 
     async def wait_accepted(self) -> None:
-        """Returns when the engine has accepted all requests. Raises EngineDead, or RequestRefused (all are aborted)."""
+        """Returns when the engine has accepted all requests. Raises EngineDead, or RequestRefused
+        (all are aborted).
+        """
         await self._accepted.wait()
         if self._error is not None:
             raise self._error
@@ -399,7 +437,9 @@ class _MergedOutput:
     def __init__(self, first: Output) -> None:
         self.first = first
         self.token_ids: list[int] = list(first.token_ids)
-        self.logprobs: list[TokenLogprobs] | None = None if first.logprobs is None else list(first.logprobs)
+        self.logprobs: list[TokenLogprobs] | None = (
+            None if first.logprobs is None else list(first.logprobs)
+        )
         self.finish_reason: FinishReason | None = first.finish_reason
         self.stop_reason, self.error = first.stop_reason, first.error
 
@@ -407,9 +447,22 @@ class _MergedOutput:
         self.token_ids += output.token_ids
         if output.logprobs is not None:
             self.logprobs = [*(self.logprobs or ()), *output.logprobs]
-        self.finish_reason, self.stop_reason, self.error = output.finish_reason, output.stop_reason, output.error
+        self.finish_reason, self.stop_reason, self.error = (
+            output.finish_reason,
+            output.stop_reason,
+            output.error,
+        )
 
     def output(self, request_id: str) -> Output:
         logprobs = None if self.logprobs is None else tuple(self.logprobs)
-        return Output(request_id, tuple(self.token_ids), logprobs, self.first.prompt_logprobs, self.finish_reason,
-                      self.stop_reason, self.first.num_cached, self.first.embedding, self.error)  # fmt: skip
+        return Output(
+            request_id,
+            tuple(self.token_ids),
+            logprobs,
+            self.first.prompt_logprobs,
+            self.finish_reason,
+            self.stop_reason,
+            self.first.num_cached,
+            self.first.embedding,
+            self.error,
+        )

@@ -1,4 +1,6 @@
-"""Compiles what requests need, grammars and the headless model for embeddings, in threads beside the engine loop."""
+"""Compiles what requests need, grammars and the headless model for embeddings, in threads beside
+the engine loop.
+"""
 
 import logging
 import os
@@ -46,14 +48,16 @@ class PendingCompile:
 class CompileQueue:
     """Requests that wait for a compile; `len` is their number.
 
-    Prepares the tokenizer for grammars on construction: for a large vocabulary this takes seconds, which would delay the
-    first requests.
+    Prepares the tokenizer for grammars on construction: for a large vocabulary this takes seconds,
+    which would delay the first requests.
     """
 
     def __init__(self, engine: "Engine") -> None:
         self._engine = engine
         self._compiler: GrammarCompiler | None = None
-        with suppress(ImportError, ValueError):  # requests that need grammars are rejected with the reason
+        with suppress(
+            ImportError, ValueError
+        ):  # requests that need grammars are rejected with the reason
             self._compiler = engine.structured_outputs.compiler()
         self._queue: SimpleQueue[tuple[CompileKey, Future[None]]] = SimpleQueue()
         self._pending: dict[CompileKey, PendingCompile] = {}
@@ -66,7 +70,9 @@ class CompileQueue:
 
     def enqueue(self, submit: Submit) -> bool:
         """Queue the request's compile; returns False if it needs none, or if it is done."""
-        key: CompileKey | None = "hidden states" if submit.pooling is not None else submit.params.structured
+        key: CompileKey | None = (
+            "hidden states" if submit.pooling is not None else submit.params.structured
+        )
         if key is None:
             return False
         pending = self._pending.get(key)
@@ -78,7 +84,8 @@ class CompileQueue:
         return True
 
     def completed(self) -> Iterator[tuple[Submit, Exception | None]]:
-        """Requests whose compile has ended, with its error (ValueError, RequestFailed or CompileUnavailable) or None.
+        """Requests whose compile has ended, with its error (ValueError, RequestFailed or
+        CompileUnavailable) or None.
 
         Requests that the caller does not consume are yielded again by the next call.
         """
@@ -105,11 +112,23 @@ class CompileQueue:
     def _submit(self, key: CompileKey) -> "Future[None]":
         future: Future[None] = Future()
         compiler = self._compiler
-        if isinstance(key, Structured) and compiler is not None and compiler.num_bytes > compiler.cache_bytes:
-            future.set_exception(CompileUnavailable("compiled grammars of running requests use all of grammar_cache_bytes="
-                                                    f"{compiler.cache_bytes}: try again later"))  # fmt: skip
+        if (
+            isinstance(key, Structured)
+            and compiler is not None
+            and compiler.num_bytes > compiler.cache_bytes
+        ):
+            future.set_exception(
+                CompileUnavailable(
+                    "compiled grammars of running requests use all of grammar_cache_bytes="
+                    f"{compiler.cache_bytes}: try again later"
+                )
+            )
         elif len(self._pending) >= MAX_PENDING:
-            future.set_exception(CompileUnavailable(f"{MAX_PENDING} grammars are waiting to be compiled: try again later"))
+            future.set_exception(
+                CompileUnavailable(
+                    f"{MAX_PENDING} grammars are waiting to be compiled: try again later"
+                )
+            )
         else:
             self._queue.put((key, future))
         return future
@@ -136,9 +155,13 @@ class CompileQueue:
             self._compiler.compile(key)
         except ValueError:
             raise
-        except BaseException as error:  # the grammar was validated: the machine failed, or the library panicked
+        except (
+            BaseException
+        ) as error:  # the grammar was validated: the machine failed, or the library panicked
             log.exception("a grammar could not be compiled")
-            raise CompileUnavailable("the grammar could not be compiled: try again later") from error
+            raise CompileUnavailable(
+                "the grammar could not be compiled: try again later"
+            ) from error
 
     def _compile_headless(self) -> None:
         interval = sys.getswitchinterval()
@@ -148,9 +171,13 @@ class CompileQueue:
             self._engine.prepare_pooling()
         except ValueError:
             raise
-        except Exception as error:  # fails the waiting requests only; generation continues with the compiled program
+        # fails the waiting requests only; generation continues with the compiled program
+        except Exception as error:
             log.exception("the headless model could not be compiled")
-            what = f"the engine failed while compiling the model for embeddings: {type(error).__name__}"
+            what = (
+                "the engine failed while compiling the model for embeddings: "
+                f"{type(error).__name__}"
+            )
             raise RequestFailed(RequestError(f"{what}; see the server's log")) from error
         finally:
             sys.setswitchinterval(interval)

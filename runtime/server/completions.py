@@ -13,11 +13,23 @@ from starlette.responses import Response
 from atomc.runtime.sampling.logprobs import TokenLogprobs
 from atomc.runtime.server.errors import invalid
 from atomc.runtime.server.generation import Choice, Generation
-from atomc.runtime.server.http import SSE_DONE, EventStream, JSONResponse, cancel_on_disconnect, request_id, sse_event
+from atomc.runtime.server.http import (
+    SSE_DONE,
+    EventStream,
+    JSONResponse,
+    cancel_on_disconnect,
+    request_id,
+    sse_event,
+)
 from atomc.runtime.server.logprobs import completion_logprobs, encoded
 from atomc.runtime.server.prompts import tokenize_prompts
 from atomc.runtime.server.protocol import CompletionRequest
-from atomc.runtime.server.sampling import check_context_length, check_logprobs, sampling_params, structured_output
+from atomc.runtime.server.sampling import (
+    check_context_length,
+    check_logprobs,
+    sampling_params,
+    structured_output,
+)
 from atomc.runtime.server.service import Service
 from atomc.runtime.text_stream import TextDelta
 
@@ -28,7 +40,9 @@ THREAD_TOKENS = 128
 
 @dataclass
 class ChoiceDelta:
-    """What is new of one choice. openai_logprobs: the log-probabilities so far, as the API returns them."""
+    """What is new of one choice. openai_logprobs: the log-probabilities so far, as the API returns
+    them.
+    """
 
     text: str = ""
     tokens: list[int] = field(default_factory=list)
@@ -47,18 +61,31 @@ async def completions(service: Service, body: CompletionRequest, request: Reques
         raise invalid(f"best_of={body.best_of} is not supported: use n", "best_of")
     check_logprobs(body.logprobs, "logprobs", service.config)
     check_logprobs(body.prompt_logprobs, "prompt_logprobs", service.config)
-    prompts = await tokenize_prompts(service, body.prompt, "prompt", body.add_special_tokens, n=body.n,
-                                     logprobs=max(body.logprobs or 0, body.prompt_logprobs or 0))  # fmt: skip
+    prompts = await tokenize_prompts(
+        service,
+        body.prompt,
+        "prompt",
+        body.add_special_tokens,
+        n=body.n,
+        logprobs=max(body.logprobs or 0, body.prompt_logprobs or 0),
+    )
     max_tokens = MAX_TOKENS if body.max_tokens is None else body.max_tokens
     for prompt in prompts:
         check_context_length(len(prompt), max_tokens, model)
-    # A request for the prompt log-probabilities only, as evaluations send, still computes one token.
+    # A request for the prompt log-probabilities only, as evaluations send, still computes one
+    # token.
     prompt_only = max_tokens == 0 and body.echo
     params = sampling_params(
-        body, model, max_tokens=1 if prompt_only else max_tokens, logprobs=body.logprobs,
-        prompt_logprobs=body.logprobs if body.echo and body.prompt_logprobs is None else body.prompt_logprobs,
-        structured=structured_output(body, body.response_format), skip_special_tokens=body.skip_special_tokens,
-    )  # fmt: skip
+        body,
+        model,
+        max_tokens=1 if prompt_only else max_tokens,
+        logprobs=body.logprobs,
+        prompt_logprobs=body.logprobs
+        if body.echo and body.prompt_logprobs is None
+        else body.prompt_logprobs,
+        structured=structured_output(body, body.response_format),
+        skip_special_tokens=body.skip_special_tokens,
+    )
     generation = service.generation(request_id(request), prompts, params, body)
     await service.start(generation, request)
     response = _ResponseBuilder(service, body, request_id(request), generation, prompt_only)
@@ -71,11 +98,25 @@ class _ResponseBuilder:
     """Builds the response to one request: one JSON body, or a stream of events."""
 
     def __init__(
-        self, service: Service, body: CompletionRequest, name: str, generation: Generation, prompt_only: bool
+        self,
+        service: Service,
+        body: CompletionRequest,
+        name: str,
+        generation: Generation,
+        prompt_only: bool,
     ) -> None:
-        self.service, self.body, self.generation, self.prompt_only = service, body, generation, prompt_only
-        self.head = {"id": f"cmpl-{name}", "object": "text_completion", "created": int(time.time()),
-                     "model": service.model.names[0]}  # fmt: skip
+        self.service, self.body, self.generation, self.prompt_only = (
+            service,
+            body,
+            generation,
+            prompt_only,
+        )
+        self.head = {
+            "id": f"cmpl-{name}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": service.model.names[0],
+        }
         self.offsets = dict.fromkeys((choice.index for choice in generation.choices.values()), 0)
 
     async def complete(self) -> dict[str, Any]:
@@ -96,10 +137,15 @@ class _ResponseBuilder:
             self.generation.close(error)
             raise
         self.generation.close()
-        choices = [_choice(index, part, part.openai_logprobs or None) for index, part in sorted(parts.items())]
+        choices = [
+            _choice(index, part, part.openai_logprobs or None)
+            for index, part in sorted(parts.items())
+        ]
         if self.body.prompt_logprobs is not None:
             for choice in self.generation.choices.values():
-                choices[choice.index]["prompt_logprobs"] = await asyncio.to_thread(_prompt_logprobs, choice)
+                choices[choice.index]["prompt_logprobs"] = await asyncio.to_thread(
+                    _prompt_logprobs, choice
+                )
         return {**self.head, "choices": choices, "usage": self.generation.usage()}
 
     async def stream(self) -> AsyncIterator[bytes]:
@@ -108,7 +154,11 @@ class _ResponseBuilder:
             async for choice, delta in self.generation:
                 part = await self._part(choice, delta)
                 if part.tokens or part.text or part.finish_reason:
-                    logprobs = None if self.body.logprobs is None else await self._logprobs(choice.index, part)
+                    logprobs = (
+                        None
+                        if self.body.logprobs is None
+                        else await self._logprobs(choice.index, part)
+                    )
                     chunk = {**self.head, "choices": [_choice(choice.index, part, logprobs)]}
                     if options is not None and options.continuous_usage_stats:
                         chunk["usage"] = self.generation.usage()
@@ -124,8 +174,13 @@ class _ResponseBuilder:
 
     async def _part(self, choice: Choice, delta: TextDelta) -> ChoiceDelta:
         """The new part of a choice; the first one includes the prompt if `echo` is set."""
-        new = ChoiceDelta(delta.text, list(delta.token_ids), list(delta.logprobs or ()), delta.finish_reason,
-                          delta.stop_reason)  # fmt: skip
+        new = ChoiceDelta(
+            delta.text,
+            list(delta.token_ids),
+            list(delta.logprobs or ()),
+            delta.finish_reason,
+            delta.stop_reason,
+        )
         if self.prompt_only:
             new = ChoiceDelta(finish_reason="length" if delta.finish_reason else None)
         if self.body.echo and choice.num_new == len(delta.token_ids):
@@ -138,27 +193,48 @@ class _ResponseBuilder:
         prompt = self.body.prompt
         texts = [prompt] if isinstance(prompt, str) else prompt
         text = texts[choice.index // self.generation.n]
-        return text if isinstance(text, str) else await self.service.model.decode(choice.prompt, skip_special_tokens=True)
+        return (
+            text
+            if isinstance(text, str)
+            else await self.service.model.decode(choice.prompt, skip_special_tokens=True)
+        )
 
     async def _logprobs(self, index: int, part: ChoiceDelta) -> dict[str, list[Any]]:
-        """Log-probabilities of `part`, in OpenAI's format; formatted in a thread if they are many."""
+        """Log-probabilities of `part`, in OpenAI's format; formatted in a thread if they are
+        many.
+        """
         given = (self.service.model, part.tokens, part.logprobs, self.offsets[index])
         many = len(part.tokens) > THREAD_TOKENS
-        logprobs = await asyncio.to_thread(completion_logprobs, *given) if many else completion_logprobs(*given)
+        logprobs = (
+            await asyncio.to_thread(completion_logprobs, *given)
+            if many
+            else completion_logprobs(*given)
+        )
         self.offsets[index] += sum(map(len, logprobs["tokens"]))
         return logprobs
 
 
 def _choice(index: int, part: ChoiceDelta, logprobs: dict[str, list[Any]] | None) -> dict[str, Any]:
-    return {"index": index, "text": part.text, "logprobs": logprobs, "finish_reason": part.finish_reason,
-            "stop_reason": part.stop_reason}  # fmt: skip
+    return {
+        "index": index,
+        "text": part.text,
+        "logprobs": logprobs,
+        "finish_reason": part.finish_reason,
+        "stop_reason": part.stop_reason,
+    }
 
 
 def _prompt_logprobs(choice: Choice) -> list[msgspec.Raw]:
     """In vLLM's format: for each prompt token, token id -> log-probability and rank."""
-    return encoded([
-        None if each is None else
-        {str(token): {"logprob": logprob, "rank": rank + 1} for rank, (token, logprob) in enumerate(each.top)}
-        | {str(each.token): {"logprob": each.logprob, "rank": each.rank}}
-        for each in choice.prompt_logprobs or ()
-    ])  # fmt: skip
+    return encoded(
+        [
+            None
+            if each is None
+            else {
+                str(token): {"logprob": logprob, "rank": rank + 1}
+                for rank, (token, logprob) in enumerate(each.top)
+            }
+            | {str(each.token): {"logprob": each.logprob, "rank": each.rank}}
+            for each in choice.prompt_logprobs or ()
+        ]
+    )

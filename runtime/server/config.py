@@ -1,4 +1,6 @@
-"""ServerConfig: the settings of the HTTP server. The flags of `atomc serve` are its fields and EngineConfig's."""
+"""ServerConfig: the settings of the HTTP server. The flags of `atomc serve` are its fields and
+EngineConfig's.
+"""
 
 import math
 from dataclasses import dataclass, field
@@ -13,57 +15,109 @@ def _option(default: Any, text: str, group: str = "server") -> Any:
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """Settings of one HTTP server. Field metadata: help text and group of the flag. Raises ValueError for wrong values."""
+    """Settings of one HTTP server. Field metadata: help text and group of the flag. Raises
+    ValueError for wrong values.
+    """
 
-    host: str = _option("127.0.0.1", "the address to listen on; 0.0.0.0 accepts connections from other machines")
+    host: str = _option(
+        "127.0.0.1", "the address to listen on; 0.0.0.0 accepts connections from other machines"
+    )
     port: int = _option(8000, "the port to listen on; 0: any free port")
-    served_model_name: tuple[str, ...] = _option((), "the model's name for clients; may be given several times, responses "
-                                                 "have the first; default: the directory's or the hub's name")  # fmt: skip
-    generation_config: Literal["model", "none"] = _option("model", "the source of sampling defaults: the model's "
-                                                          "generation_config.json, or none")  # fmt: skip
+    served_model_name: tuple[str, ...] = _option(
+        (),
+        "the model's name for clients; may be given several times, responses "
+        "have the first; default: the directory's or the hub's name",
+    )
+    generation_config: Literal["model", "none"] = _option(
+        "model", "the source of sampling defaults: the model's generation_config.json, or none"
+    )
     max_logprobs: int = _option(20, "maximum number of logprobs of a request")
     drain_seconds: float = _option(30.0, "seconds for running requests to finish at shutdown")
-    engine_patience: float = _option(60.0, "seconds without a response of the engine after which /health fails")
-    engine_timeout: float = _option(600.0, "seconds without a response after which the engine is killed; 0: never")
-    restart_engine: int = _option(0, "maximum number of restarts in a row after the engine died, with growing "
-                                  "pauses; after that, and with 0, the server exits")  # fmt: skip
-    header_timeout: float = _option(10.0, "seconds for a connection to send the headers of a request")
-    body_timeout: float = _option(30.0, "seconds for a request to send its body, plus one for every 10 kB of it")
+    engine_patience: float = _option(
+        60.0, "seconds without a response of the engine after which /health fails"
+    )
+    engine_timeout: float = _option(
+        600.0, "seconds without a response after which the engine is killed; 0: never"
+    )
+    restart_engine: int = _option(
+        0,
+        "maximum number of restarts in a row after the engine died, with growing "
+        "pauses; after that, and with 0, the server exits",
+    )
+    header_timeout: float = _option(
+        10.0, "seconds for a connection to send the headers of a request"
+    )
+    body_timeout: float = _option(
+        30.0, "seconds for a request to send its body, plus one for every 10 kB of it"
+    )
     log_requests: bool = _option(True, "log one line per finished request")
-    profile_dir: str | None = _option(None, "enables /start_profile and /stop_profile, which write to this directory")
-    chat_template: str | None = _option(None, "a file with a Jinja template that replaces the model's", "chat")
-    tool_call_parser: str | None = _option(None, "the format of tool calls: hermes (also qwen3), llama3, deepseek or "
-                                           "gpt-oss; default: detected from the chat template", "chat")  # fmt: skip
-    reasoning_parser: str | None = _option(None, "the format of reasoning: think (also qwen3, deepseek-r1) or gpt-oss; "
-                                           "none: part of the content; default: detected from the chat template",
-                                           "chat")  # fmt: skip
-    api_key: tuple[str, ...] = _option((), "a key that clients must send; may be given several times", "security")
-    api_key_file: str | None = _option(None, "a file with one key per line, which `ps` does not show", "security")
-    allow_origin: tuple[str, ...] = _option((), "an origin whose web pages may call the server (CORS); may be given "
-                                            "several times; *: all origins", "security")  # fmt: skip
+    profile_dir: str | None = _option(
+        None, "enables /start_profile and /stop_profile, which write to this directory"
+    )
+    chat_template: str | None = _option(
+        None, "a file with a Jinja template that replaces the model's", "chat"
+    )
+    tool_call_parser: str | None = _option(
+        None,
+        "the format of tool calls: hermes (also qwen3), llama3, deepseek or "
+        "gpt-oss; default: detected from the chat template",
+        "chat",
+    )
+    reasoning_parser: str | None = _option(
+        None,
+        "the format of reasoning: think (also qwen3, deepseek-r1) or gpt-oss; "
+        "none: part of the content; default: detected from the chat template",
+        "chat",
+    )
+    api_key: tuple[str, ...] = _option(
+        (), "a key that clients must send; may be given several times", "security"
+    )
+    api_key_file: str | None = _option(
+        None, "a file with one key per line, which `ps` does not show", "security"
+    )
+    allow_origin: tuple[str, ...] = _option(
+        (),
+        "an origin whose web pages may call the server (CORS); may be given "
+        "several times; *: all origins",
+        "security",
+    )
     max_body_bytes: int = _option(16 * 2**20, "maximum size of a request body", "security")
-    max_bodies_bytes: int = _option(256 * 2**20, "maximum total size of the bodies of running requests", "security")
+    max_bodies_bytes: int = _option(
+        256 * 2**20, "maximum total size of the bodies of running requests", "security"
+    )
     ssl_certfile: str | None = _option(None, "serve HTTPS with this certificate", "security")
     ssl_keyfile: str | None = _option(None, "the private key of the certificate", "security")
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 2**16:
             raise ValueError(f"port is {self.port}, expected 0 (any free one) to 65535")
-        for name, least in (("max_logprobs", 0), ("max_body_bytes", 1), ("drain_seconds", 0), ("engine_patience", 1),
-                            ("engine_timeout", 0), ("restart_engine", 0)):  # fmt: skip
+        for name, least in (
+            ("max_logprobs", 0),
+            ("max_body_bytes", 1),
+            ("drain_seconds", 0),
+            ("engine_patience", 1),
+            ("engine_timeout", 0),
+            ("restart_engine", 0),
+        ):
             if not getattr(self, name) >= least:  # also rejects nan
                 raise ValueError(f"{name} is {getattr(self, name)}, it must be at least {least}")
         if self.max_bodies_bytes < self.max_body_bytes:
-            raise ValueError(f"max_bodies_bytes is {self.max_bodies_bytes}, it must be at least "
-                             f"max_body_bytes={self.max_body_bytes}")  # fmt: skip
+            raise ValueError(
+                f"max_bodies_bytes is {self.max_bodies_bytes}, it must be at least "
+                f"max_body_bytes={self.max_body_bytes}"
+            )
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise ValueError("ssl_keyfile needs ssl_certfile: set both")
         for name in ("header_timeout", "body_timeout"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, it must be above 0")
         if not math.isfinite(self.drain_seconds):
-            raise ValueError(f"drain_seconds is {self.drain_seconds}, expected a finite number of seconds")
+            raise ValueError(
+                f"drain_seconds is {self.drain_seconds}, expected a finite number of seconds"
+            )
         for key in self.api_key:
             check_key(key, "api_key")
         if self.generation_config not in ("model", "none"):
-            raise ValueError(f"generation_config is {self.generation_config!r}, expected 'model' or 'none'")
+            raise ValueError(
+                f"generation_config is {self.generation_config!r}, expected 'model' or 'none'"
+            )

@@ -15,13 +15,13 @@ ALARM_SECONDS = 1.4
 
 
 class Deadline:
-    """Exits this process at the deadline without waiting for threads, such as one that renders a chat template with an
-    endless loop. Python itself would wait for them.
+    """Exits this process at the deadline without waiting for threads, such as one that renders a
+    chat template with an endless loop. Python itself would wait for them.
 
     before_exit   called before the exit, to end child processes; may be set later
 
-    A thread that holds the GIL in one long call blocks this thread, too. Then SIGALRM ends the process ALARM_SECONDS
-    later.
+    A thread that holds the GIL in one long call blocks this thread, too. Then SIGALRM ends the
+    process ALARM_SECONDS later.
     """
 
     def __init__(self, before_exit: Callable[[], None] = lambda: None) -> None:
@@ -52,5 +52,8 @@ class Deadline:
                 break
         if self._active:
             self.before_exit()
-            log.error("a thread still runs at the shutdown deadline, such as a chat template: exiting anyway")
+            log.error(
+                "a thread still runs at the shutdown deadline, such as a chat template: "
+                "exiting anyway"
+            )
             os._exit(earliest[1])

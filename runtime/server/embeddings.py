@@ -26,23 +26,41 @@ async def embeddings(service: Service, body: EmbeddingRequest, request: Request)
     prompts = await tokenize_prompts(service, body.input, "input")
     for prompt in prompts:
         if len(prompt) > model.max_len:
-            raise invalid(f"this model's maximum context length is {model.max_len} tokens, an input has {len(prompt)}",
-                          "input", "context_length_exceeded")  # fmt: skip
+            raise invalid(
+                f"this model's maximum context length is {model.max_len} tokens, an input has "
+                f"{len(prompt)}",
+                "input",
+                "context_length_exceeded",
+            )
     params = SamplingParams(max_tokens=1)
-    submits = [Submit(service.client.next_id(), prompt, params, pooling=body.pooling) for prompt in prompts]
+    submits = [
+        Submit(service.client.next_id(), prompt, params, pooling=body.pooling) for prompt in prompts
+    ]
     stream = service.client.submit(submits)
     try:
-        encoded = await cancel_on_disconnect(request, _collect_embeddings(stream, body, request_id(request)))
+        encoded = await cancel_on_disconnect(
+            request, _collect_embeddings(stream, body, request_id(request))
+        )
     finally:
         stream.close()
-    data = [{"object": "embedding", "index": index, "embedding": encoded[submit.id]}
-            for index, submit in enumerate(submits)]  # fmt: skip
+    data = [
+        {"object": "embedding", "index": index, "embedding": encoded[submit.id]}
+        for index, submit in enumerate(submits)
+    ]
     total = sum(map(len, prompts))
-    return JSONResponse({"object": "list", "data": data, "model": model.names[0],
-                 "usage": {"prompt_tokens": total, "total_tokens": total}})  # fmt: skip
+    return JSONResponse(
+        {
+            "object": "list",
+            "data": data,
+            "model": model.names[0],
+            "usage": {"prompt_tokens": total, "total_tokens": total},
+        }
+    )
 
 
-async def _collect_embeddings(stream: RequestStream, body: EmbeddingRequest, name: str) -> dict[str, msgspec.Raw]:
+async def _collect_embeddings(
+    stream: RequestStream, body: EmbeddingRequest, name: str
+) -> dict[str, msgspec.Raw]:
     """The embedding of each request, as JSON."""
     await stream.wait_accepted()
     encoded: dict[str, msgspec.Raw] = {}
@@ -58,10 +76,15 @@ async def _collect_embeddings(stream: RequestStream, body: EmbeddingRequest, nam
 
 def _encode_embedding(vector: Sequence[float], body: EmbeddingRequest) -> msgspec.Raw:
     if body.dimensions not in (None, len(vector)):
-        raise invalid(f"dimensions is {body.dimensions}, expected {len(vector)}, the size of this model's embeddings",
-                      "dimensions")  # fmt: skip
+        raise invalid(
+            f"dimensions is {body.dimensions}, expected {len(vector)}, the size of this "
+            "model's embeddings",
+            "dimensions",
+        )
     vector = _normalize(vector) if body.normalize else vector
-    return msgspec.Raw(msgspec.json.encode(_base64(vector) if body.encoding_format == "base64" else vector))
+    return msgspec.Raw(
+        msgspec.json.encode(_base64(vector) if body.encoding_format == "base64" else vector)
+    )
 
 
 def _normalize(vector: Sequence[float]) -> list[float]:

@@ -35,8 +35,11 @@ FRONTEND_CORES = 1  # cores left to the frontend process
 
 
 def run_engine_process(config: EngineConfig, address: str, progress: bool) -> None:
-    """The entry point of the process: starts an engine, serves the frontend at `address`, and exits with the frontend."""
-    # Ctrl-C reaches all processes of the terminal, and SIGTERM all processes of a service; the frontend handles them.
+    """The entry point of the process: starts an engine, serves the frontend at `address`, and exits
+    with the frontend.
+    """
+    # Ctrl-C reaches all processes of the terminal, and SIGTERM all processes of a service; the
+    # frontend handles them.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     let_openmp_sleep()
@@ -45,7 +48,8 @@ def run_engine_process(config: EngineConfig, address: str, progress: bool) -> No
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     socket = zmq.Context().socket(zmq.PAIR)
-    # No limit, so that nothing is dropped or blocks; the accepted requests bound the number of messages.
+    # No limit, so that nothing is dropped or blocks; the accepted requests bound the number of
+    # messages.
     socket.set_hwm(0)
     socket.linger = LINGER_MS
     socket.connect(address)
@@ -60,7 +64,9 @@ def run_engine_process(config: EngineConfig, address: str, progress: bool) -> No
 
 
 def _serve(config: EngineConfig, socket: "zmq.Socket[bytes]", progress: bool) -> bool:
-    """Run the engine loop. Returns False after Stop; True if it failed, after reporting the error to the frontend."""
+    """Run the engine loop. Returns False after Stop; True if it failed, after reporting the error
+    to the frontend.
+    """
     try:
         loop = EngineLoop(create_engine(config, progress), socket)
         loop.run()
@@ -70,7 +76,9 @@ def _serve(config: EngineConfig, socket: "zmq.Socket[bytes]", progress: bool) ->
         message = _user_error_message(error)
         if message is None:
             log.exception("the engine failed")
-        failed = Failed(message or f"the engine failed: {type(error).__name__}", by_user=message is not None)
+        failed = Failed(
+            message or f"the engine failed: {type(error).__name__}", by_user=message is not None
+        )
         socket.send(msgspec.msgpack.encode(failed))
         return True
     return False
@@ -93,8 +101,11 @@ def _user_error_message(error: BaseException) -> str | None:
     if inner is not None:
         return _user_error_message(inner)
     if out_of_memory(error):
-        return ("out of memory on the device: lower --gpu-memory-utilization, --max-num-seqs, --max-num-batched-tokens or "
-                "--max-model-len")  # fmt: skip
+        return (
+            "out of memory on the device: lower --gpu-memory-utilization, --max-num-seqs, "
+            "--max-num-batched-tokens or "
+            "--max-model-len"
+        )
     known = isinstance(error, ValueError | OSError | ImportError | RunError)
     return " ".join(str(error).split()) if known else None
 
@@ -112,7 +123,9 @@ def create_engine(config: EngineConfig, progress: bool) -> "Engine":
 
 
 class EngineLoop:
-    """Receives commands, runs one engine step, sends the progress; sleeps while there is no work."""
+    """Receives commands, runs one engine step, sends the progress; sleeps while there is no
+    work.
+    """
 
     def __init__(self, engine: "Engine", socket: "zmq.Socket[bytes]") -> None:
         self.engine = engine
@@ -126,12 +139,18 @@ class EngineLoop:
     def run(self) -> None:
         """Runs until a Stop command."""
         stats = self.engine.stats()
-        self._send(messages.Started(
-            model=self.engine.program.report.model, device=str(self.engine.program.device),
-            max_len=self.engine.max_len, vocab_size=self.engine.vocab_size, kv_tokens=stats.kv_tokens,
-            num_sequences=stats.kv_tokens // self.engine.max_len, phases=self.engine.phases,
-            threads=str(self.engine.threads or ""),
-        ))  # fmt: skip
+        self._send(
+            messages.Started(
+                model=self.engine.program.report.model,
+                device=str(self.engine.program.device),
+                max_len=self.engine.max_len,
+                vocab_size=self.engine.vocab_size,
+                kv_tokens=stats.kv_tokens,
+                num_sequences=stats.kv_tokens // self.engine.max_len,
+                phases=self.engine.phases,
+                threads=str(self.engine.threads or ""),
+            )
+        )
         while True:
             for command in self._receive_commands():
                 if isinstance(command, messages.Stop):
@@ -187,12 +206,22 @@ class EngineLoop:
         try:
             if error is not None:
                 raise error
-            self.engine.add(self.engine.request(command.id, command.tokens, command.params, priority=command.priority,
-                                                salt=command.salt, pooling=command.pooling))  # fmt: skip
+            self.engine.add(
+                self.engine.request(
+                    command.id,
+                    command.tokens,
+                    command.params,
+                    priority=command.priority,
+                    salt=command.salt,
+                    pooling=command.pooling,
+                )
+            )
         except (ValueError, ImportError) as error:
             self._progress.refused.append(Refused(command.id, str(error)))
         except RequestFailed as error:
-            self._progress.refused.append(Refused(command.id, str(error), by_client=error.error.by_client))
+            self._progress.refused.append(
+                Refused(command.id, str(error), by_client=error.error.by_client)
+            )
         except (QueueFull, CompileUnavailable) as error:
             self._progress.refused.append(Refused(command.id, str(error), error.retry_after))
         else:
@@ -217,7 +246,10 @@ class EngineLoop:
 
         if self.profile is not None:
             raise ValueError("a profile is already running: call /stop_profile first")
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+        activities = [
+            ProfilerActivity.CPU,
+            *([ProfilerActivity.CUDA] if torch.cuda.is_available() else []),
+        ]
         self.profile = torch.profiler.profile(activities=activities)
         self.profile.start()
         return "started"
@@ -234,5 +266,3 @@ class EngineLoop:
 
     def _send(self, event: messages.Event) -> None:
         self.socket.send(self._encode(event))
-
-

@@ -1,4 +1,6 @@
-"""Errors that clients receive, in the form of the OpenAI API. No message contains a path or a stack trace."""
+"""Errors that clients receive, in the form of the OpenAI API. No message contains a path or a stack
+trace.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,9 +15,15 @@ class APIError(Exception):
     """A response with this status and the body {"error": {"message", "type", "param", "code"}}."""
 
     def __init__(
-        self, status: int, message: str, kind: str = "invalid_request_error", *, param: str | None = None,
-        code: str | None = None, headers: Mapping[str, str] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        status: int,
+        message: str,
+        kind: str = "invalid_request_error",
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         # The message may quote the request, which can be long or contain lone surrogates.
         message = message[:MAX_MESSAGE_CHARACTERS].encode(errors="backslashreplace").decode()
         super().__init__(message)
@@ -24,7 +32,14 @@ class APIError(Exception):
         self.headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
-        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.kind,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> APIError:
@@ -46,11 +61,21 @@ def to_api_error(error: Exception) -> APIError:
         case ShuttingDown():
             return APIError(503, str(error), "service_unavailable", code="shutting_down")
         case EngineRestarting(retry_after=seconds):
-            return APIError(503, str(error), "service_unavailable", code="engine_restarting", headers=_retry_after(seconds))
+            return APIError(
+                503,
+                str(error),
+                "service_unavailable",
+                code="engine_restarting",
+                headers=_retry_after(seconds),
+            )
         case EngineDead():
-            return APIError(503, f"{error}; no request can be served", "service_unavailable", code="engine_dead")
+            return APIError(
+                503, f"{error}; no request can be served", "service_unavailable", code="engine_dead"
+            )
         case RequestRefused(retry_after=float() | int() as seconds):
-            return APIError(503, str(error), "overloaded", code="queue_full", headers=_retry_after(seconds))
+            return APIError(
+                503, str(error), "overloaded", code="queue_full", headers=_retry_after(seconds)
+            )
         case RequestRefused(by_client=False):
             return APIError(500, str(error), "server_error")
         case RequestRefused():

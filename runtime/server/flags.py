@@ -13,7 +13,11 @@ Values = dict[str, Any]
 
 
 def add_flags(
-    parser: argparse.ArgumentParser, config: type, groups: Mapping[str, str], *, leave_out: Iterable[str] = ()
+    parser: argparse.ArgumentParser,
+    config: type,
+    groups: Mapping[str, str],
+    *,
+    leave_out: Iterable[str] = (),
 ) -> None:
     """Adds a flag per field, in the group of its metadata or of `groups`.
 
@@ -30,21 +34,35 @@ def add_flags(
 
 
 def values_of(
-    arguments: argparse.Namespace, from_file: Mapping[str, Any], config: type, *, leave_out: Iterable[str] = ()
+    arguments: argparse.Namespace,
+    from_file: Mapping[str, Any],
+    config: type,
+    *,
+    leave_out: Iterable[str] = (),
 ) -> Values:
-    """The values of a config's fields, from flags, else from the file. Raises ValueError for a wrong type in the file."""
+    """The values of a config's fields, from flags, else from the file. Raises ValueError for a
+    wrong type in the file.
+    """
     values: Values = {}
     for each in fields(config):
         if each.name in from_file:
             values[each.name] = _checked(each, from_file[each.name])
         if each.name not in leave_out and hasattr(arguments, each.name):
             given = getattr(arguments, each.name)
-            values[each.name] = dict(given) if _kind(each) is dict else tuple(given) if _kind(each) is tuple else given
+            values[each.name] = (
+                dict(given)
+                if _kind(each) is dict
+                else tuple(given)
+                if _kind(each) is tuple
+                else given
+            )
     return values
 
 
 def read_toml(file: Path, *configs: type) -> Values:
-    """The keys of the file, with _ for -. Raises ValueError for invalid TOML and for unknown keys."""
+    """The keys of the file, with _ for -. Raises ValueError for invalid TOML and for unknown
+    keys.
+    """
     try:
         found = tomllib.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:  # not TOML, or not UTF-8
@@ -53,8 +71,10 @@ def read_toml(file: Path, *configs: type) -> Values:
     values = {key.replace("-", "_"): value for key, value in found.items()}
     unknown = [key for key in found if key.replace("-", "_") not in names]
     if unknown:
-        raise ValueError(f"--config {file} has unknown keys {', '.join(map(repr, unknown))}, expected "
-                         f"{', '.join(sorted(names))}")  # fmt: skip
+        raise ValueError(
+            f"--config {file} has unknown keys {', '.join(map(repr, unknown))}, expected "
+            f"{', '.join(sorted(names))}"
+        )
     return values
 
 
@@ -86,7 +106,11 @@ def _flag(each: "Field[Any]") -> dict[str, Any]:
 def _help(each: "Field[Any]") -> str:
     text = str(each.metadata["help"])
     has_default = each.default is not MISSING and each.default is not None and each.default != ()
-    default = {True: "yes", False: "no"}.get(each.default, each.default) if isinstance(each.default, bool) else each.default
+    default = (
+        {True: "yes", False: "no"}.get(each.default, each.default)
+        if isinstance(each.default, bool)
+        else each.default
+    )
     return (f"{text} (default: {default})" if has_default else text).replace("%", "%%")
 
 
@@ -101,7 +125,9 @@ def named_value(text: str) -> tuple[str, Any]:
 
 
 def _checked(each: "Field[Any]", value: Any) -> Any:
-    """The value of a key in a config file. Raises ValueError if it does not have the type of the field."""
+    """The value of a key in a config file. Raises ValueError if it does not have the type of the
+    field.
+    """
     kind = _kind(each)
     if kind is tuple:
         value = (value,) if isinstance(value, str) else value
@@ -112,6 +138,8 @@ def _checked(each: "Field[Any]", value: Any) -> Any:
     else:
         valid = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
     if not valid:
-        expected = {"tuple": "a list of strings", "dict": "a table"}.get(kind.__name__, kind.__name__)
+        expected = {"tuple": "a list of strings", "dict": "a table"}.get(
+            kind.__name__, kind.__name__
+        )
         raise ValueError(f"{each.name} is {value!r} in the config file, expected {expected}")
     return value

@@ -1,4 +1,6 @@
-"""Generates the choices of one HTTP request, `n` per prompt, with usage, metrics and the request's log line."""
+"""Generates the choices of one HTTP request, `n` per prompt, with usage, metrics and the request's
+log line.
+"""
 
 import logging
 import time
@@ -40,10 +42,19 @@ class Generation:
     """`await start()`, iterate, and always `close()`. Choice i * n + j is number j of prompt i."""
 
     def __init__(
-        self, client: EngineClient, model: ModelInfo, metrics: Metrics, request_id: str, prompts: Sequence[Sequence[int]],
-        params: SamplingParams, *, n: int = 1, priority: int = 0, salt: str | None = None,
+        self,
+        client: EngineClient,
+        model: ModelInfo,
+        metrics: Metrics,
+        request_id: str,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        *,
+        n: int = 1,
+        priority: int = 0,
+        salt: str | None = None,
         log_requests: bool = True,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._client, self._metrics = client, metrics
         self._request_id, self._log_requests = request_id, log_requests
         self.n, self.prompts = n, prompts
@@ -52,7 +63,13 @@ class Generation:
         for number, prompt in enumerate(prompts):
             group = client.next_id()
             for offset in range(n):
-                submit = Submit(f"{group}/{offset}", list(prompt), _choice_params(params, offset), priority, salt)
+                submit = Submit(
+                    f"{group}/{offset}",
+                    list(prompt),
+                    _choice_params(params, offset),
+                    priority,
+                    salt,
+                )
                 self._submits.append(submit)
                 stream = self._run_contained(TextStream, model.tokenizer, prompt, params)
                 self.choices[submit.id] = Choice(number * n + offset, prompt, stream)
@@ -61,7 +78,9 @@ class Generation:
         self._closed = False
 
     async def start(self) -> None:
-        """Returns when the engine has accepted all. Raises RequestRefused, APIError if the engine failed, or EngineDead."""
+        """Returns when the engine has accepted all. Raises RequestRefused, APIError if the engine
+        failed, or EngineDead.
+        """
         self._request_stream = self._client.submit(self._submits)
         try:
             await self._request_stream.wait_accepted()
@@ -72,7 +91,9 @@ class Generation:
             raise from_request_error(RequestError(str(refused)), self._request_id) from refused
 
     async def __aiter__(self) -> AsyncIterator[tuple[Choice, TextDelta]]:
-        """Yields (choice, new text) until all choices have finished. Raises EngineDead, or APIError if one failed."""
+        """Yields (choice, new text) until all choices have finished. Raises EngineDead, or APIError
+        if one failed.
+        """
         assert self._request_stream is not None, "start() comes first"
         async for output in self._request_stream:
             choice = self.choices[output.request_id]
@@ -83,8 +104,12 @@ class Generation:
                 self._metrics.observe_ttft(choice.last - self.started)
             if output.error is not None:
                 if not output.error.by_client:
-                    log.error("request %s failed (%s in the engine): %s", self._request_id, output.request_id,
-                              output.error.message)  # fmt: skip
+                    log.error(
+                        "request %s failed (%s in the engine): %s",
+                        self._request_id,
+                        output.request_id,
+                        output.error.message,
+                    )
                 raise from_request_error(output.error, self._request_id)
             if output.finish_reason == "abort":
                 raise APIError(500, "the engine aborted this request", "server_error")
@@ -101,8 +126,12 @@ class Generation:
         """Token counts in OpenAI's format; a prompt with several choices counts once."""
         prompt = sum(len(prompt) for prompt in self.prompts)
         new = sum(choice.num_new for choice in self.choices.values())
-        return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new,
-                "prompt_tokens_details": {"cached_tokens": self._num_cached()}}  # fmt: skip
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": new,
+            "total_tokens": prompt + new,
+            "prompt_tokens_details": {"cached_tokens": self._num_cached()},
+        }
 
     def close(self, error: BaseException | None = None) -> None:
         """Aborts unfinished choices and logs the request, with the error that ended it, if any."""
@@ -115,26 +144,39 @@ class Generation:
             return
         choices = self.choices.values()
         first = min((choice.first for choice in choices if choice.first), default=None)
-        ended = (to_api_error(error).code or "error") if isinstance(error, Exception) else "disconnect"
+        ended = (
+            (to_api_error(error).code or "error") if isinstance(error, Exception) else "disconnect"
+        )
         reasons = sorted({choice.finish_reason or ended for choice in choices})
         log.info(
-            "request %s: prompt %d, cached %d, new %d, ttft %s, seconds %.3f, finish %s", self._request_id,
-            sum(len(prompt) for prompt in self.prompts), self._num_cached(), sum(choice.num_new for choice in choices),
-            "-" if first is None else f"{first - self.started:.3f}", time.monotonic() - self.started, "+".join(reasons),
-        )  # fmt: skip
+            "request %s: prompt %d, cached %d, new %d, ttft %s, seconds %.3f, finish %s",
+            self._request_id,
+            sum(len(prompt) for prompt in self.prompts),
+            self._num_cached(),
+            sum(choice.num_new for choice in choices),
+            "-" if first is None else f"{first - self.started:.3f}",
+            time.monotonic() - self.started,
+            "+".join(reasons),
+        )
 
     def _num_cached(self) -> int:
-        return sum(choice.num_cached for choice in self.choices.values() if choice.index % self.n == 0)
+        return sum(
+            choice.num_cached for choice in self.choices.values() if choice.index % self.n == 0
+        )
 
     def _run_contained(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """The result of `work`. Raises APIError if it fails, also for a panic in Rust, which is no Exception."""
+        """The result of `work`. Raises APIError if it fails, also for a panic in Rust, which is no
+        Exception.
+        """
         try:
             return work(*args, **kwargs)
         except BaseException as error:
             if not is_contained(error):
                 raise
             log.error("request %s failed while detokenizing", self._request_id, exc_info=error)
-            raise from_request_error(RequestError("internal error while detokenizing"), self._request_id) from error
+            raise from_request_error(
+                RequestError("internal error while detokenizing"), self._request_id
+            ) from error
 
     def _record_metrics(self, choice: Choice) -> None:
         metrics = self._metrics
@@ -147,5 +189,11 @@ class Generation:
 
 
 def _choice_params(params: SamplingParams, number: int) -> SamplingParams:
-    """A different seed for each choice of a prompt; with the same seed all choices would be equal."""
-    return params if params.seed is None or number == 0 else replace(params, seed=(params.seed + number) % 2**63)
+    """A different seed for each choice of a prompt; with the same seed all choices would be
+    equal.
+    """
+    return (
+        params
+        if params.seed is None or number == 0
+        else replace(params, seed=(params.seed + number) % 2**63)
+    )

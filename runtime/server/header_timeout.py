@@ -10,8 +10,8 @@ from atomc.runtime.server.http import error_response
 
 
 def header_timeout_protocol(header_timeout: float) -> type[asyncio.Protocol]:
-    """uvicorn's protocol with a timeout for the headers. The time starts with the connection, and for each further
-    request with its first byte."""
+    """uvicorn's protocol with a timeout for the headers. The time starts with the connection, and
+    for each further request with its first byte."""
 
     class HeaderTimeoutProtocol(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
         def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -43,7 +43,8 @@ def header_timeout_protocol(header_timeout: float) -> type[asyncio.Protocol]:
                 self._timer = None
 
         def _too_late(self) -> None:
-            # After a response, late data may be the rest of a body that was already answered: send no second response.
+            # After a response, late data may be the rest of a body that was already answered: send
+            # no second response.
             if self._received_data and self.cycle is None:
                 self.transport.write(TIMEOUT_RESPONSE)
             self.transport.close()
@@ -52,9 +53,16 @@ def header_timeout_protocol(header_timeout: float) -> type[asyncio.Protocol]:
 
 
 def _too_late() -> bytes:
-    error = error_response(APIError(408, "timed out waiting for the headers of the request", code="header_timeout"))
+    error = error_response(
+        APIError(408, "timed out waiting for the headers of the request", code="header_timeout")
+    )
     head = b"".join(b"%s: %s\r\n" % header for header in error.raw_headers)
-    return b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\n" + head + b"\r\n" + bytes(error.body)
+    return (
+        b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\n"
+        + head
+        + b"\r\n"
+        + bytes(error.body)
+    )
 
 
 TIMEOUT_RESPONSE = _too_late()

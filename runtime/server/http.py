@@ -1,4 +1,6 @@
-"""Shared HTTP code: responses, server-sent events, and the middleware for request ids, API keys, body size and errors."""
+"""Shared HTTP code: responses, server-sent events, and the middleware for request ids, API keys,
+body size and errors.
+"""
 
 import asyncio
 import logging
@@ -45,8 +47,11 @@ class EventStream(StreamingResponse):
     """Server-sent events; closes `events` when the client disconnects."""
 
     def __init__(self, events: AsyncIterator[bytes]) -> None:
-        super().__init__(events, media_type="text/event-stream",
-                         headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})  # fmt: skip
+        super().__init__(
+            events,
+            media_type="text/event-stream",
+            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
+        )
         self._events = events
 
     async def stream_response(self, send: Send) -> None:
@@ -83,14 +88,22 @@ def request_id(request: Request) -> str:
 
 
 class AuthMiddleware:
-    """ASGI middleware: assigns request ids, checks API keys and body sizes, and turns exceptions into error responses.
+    """ASGI middleware: assigns request ids, checks API keys and body sizes, and turns exceptions
+    into error responses.
 
     open_paths    paths that need no key
     count_error   called with the status of each error response
     """
 
-    def __init__(self, app: ASGIApp, *, keys: ApiKeys, open_paths: frozenset[str], max_body_bytes: int,
-                 count_error: Callable[[int], None]) -> None:  # fmt: skip
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        keys: ApiKeys,
+        open_paths: frozenset[str],
+        max_body_bytes: int,
+        count_error: Callable[[int], None],
+    ) -> None:
         self.app = app
         self.keys = keys
         self.open_paths = open_paths
@@ -129,9 +142,12 @@ class AuthMiddleware:
 
     def _check(self, path: str, headers: Headers) -> None:
         if path not in self.open_paths and not self.keys.authorizes(headers.raw):
-            raise APIError(401, "missing or invalid API key: send the header 'Authorization: Bearer KEY'",
-                           code="invalid_api_key",
-                           headers={"WWW-Authenticate": "Bearer"})  # fmt: skip
+            raise APIError(
+                401,
+                "missing or invalid API key: send the header 'Authorization: Bearer KEY'",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length) > self.max_body_bytes:
             raise self._too_large()
@@ -152,5 +168,9 @@ class AuthMiddleware:
 
     def _too_large(self) -> APIError:
         # The rest of the body is not read, so the connection cannot be reused.
-        return APIError(413, f"the body exceeds the limit of {self.max_body_bytes} bytes", code="body_too_large",
-                        headers={"Connection": "close"})  # fmt: skip
+        return APIError(
+            413,
+            f"the body exceeds the limit of {self.max_body_bytes} bytes",
+            code="body_too_large",
+            headers={"Connection": "close"},
+        )

@@ -35,37 +35,60 @@ def check_length(limit: int, value: Sized | None, param: str, items: str) -> Non
 def check_stop_strings(stop_strings: Iterable[str]) -> None:
     for stop in stop_strings:
         if len(stop) > STOP_CHARACTERS:
-            raise invalid(f"stop has a string of {len(stop)} characters, at most {STOP_CHARACTERS} are allowed", "stop")
+            raise invalid(
+                f"stop has a string of {len(stop)} characters, at most {STOP_CHARACTERS} are "
+                "allowed",
+                "stop",
+            )
 
 
 def check_grammar_length(text: str | Iterable[str] | None, param: str) -> None:
-    """Raises a 400 for a schema, regular expression, grammar or list of choices that is too long."""
+    """Raises a 400 for a schema, regular expression, grammar or list of choices that is too
+    long.
+    """
     length = len(text) if isinstance(text, str) else sum(map(len, text or ()))
     if length > GRAMMAR_CHARACTERS:
-        raise invalid(f"{param} has {length} characters, at most {GRAMMAR_CHARACTERS} are allowed", param)
+        raise invalid(
+            f"{param} has {length} characters, at most {GRAMMAR_CHARACTERS} are allowed", param
+        )
 
 
-def check_total_size(num_choices: int, logprobs: int | None, num_tokens: int, max_len: int, param: str) -> None:
-    """Raises a 400 if all choices together have too many log-probabilities per token, or too many prompt tokens."""
+def check_total_size(
+    num_choices: int, logprobs: int | None, num_tokens: int, max_len: int, param: str
+) -> None:
+    """Raises a 400 if all choices together have too many log-probabilities per token, or too many
+    prompt tokens.
+    """
     if num_choices * (logprobs or 0) > LOGPROBS:
-        raise invalid(f"{logprobs} log-probabilities per token in {num_choices} choices exceed the limit of {LOGPROBS} "
-                      "(log-probabilities times choices)", "logprobs")  # fmt: skip
+        raise invalid(
+            f"{logprobs} log-probabilities per token in {num_choices} choices exceed the limit "
+            f"of {LOGPROBS} "
+            "(log-probabilities times choices)",
+            "logprobs",
+        )
     limit = max(PROMPT_TOKENS, max_len)
     if num_tokens > limit:
-        raise invalid(f"the prompts of all choices have {num_tokens} tokens, at most {limit} are allowed in one request: "
-                      "split the request", param)  # fmt: skip
+        raise invalid(
+            f"the prompts of all choices have {num_tokens} tokens, at most {limit} are allowed "
+            "in one request: "
+            "split the request",
+            param,
+        )
 
 
 COUNT_BYTES = 2**16
 
 
 def check_json(body: bytes, max_len: int) -> None:
-    """Raises a 400 for a body with too many values or too deep a nesting: parsing it would block the event loop."""
+    """Raises a 400 for a body with too many values or too deep a nesting: parsing it would block
+    the event loop.
+    """
     limit = max(JSON_VALUES, 2 * max_len)
     num_opening = body.count(b"[") + body.count(b"{")
     if num_opening <= JSON_DEPTH and num_opening + body.count(b",") <= limit:
         return
-    # Count outside of strings only. The count of a body that is not JSON may be wrong; the parser refuses it.
+    # Count outside of strings only. The count of a body that is not JSON may be wrong; the parser
+    # refuses it.
     plain = body.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in body else body
     inside, num_values, brackets = 0, 0, b""
     for start in range(0, len(plain), COUNT_BYTES):
@@ -75,7 +98,10 @@ def check_json(body: bytes, max_len: int) -> None:
         brackets += outside.translate(None, delete=NOT_BRACKETS)
         num_values += outside.count(b",") + outside.count(b"[") + outside.count(b"{")
         if num_values > limit:
-            raise invalid(f"the body has more than {limit} JSON values: split the request, or send text, not token ids")
+            raise invalid(
+                f"the body has more than {limit} JSON values: split the request, or send text, "
+                "not token ids"
+            )
     if len(brackets) > JSON_DEPTH and _depth(brackets) > JSON_DEPTH:
         raise invalid(f"the body has more than {JSON_DEPTH} levels of nested lists and objects")
 
@@ -92,7 +118,9 @@ def _depth(brackets: bytes) -> int:
 
 
 def check_fields(value: Any) -> Any:
-    """Raises ValueError for an object with too many fields: listing the unknown ones would be slow."""
+    """Raises ValueError for an object with too many fields: listing the unknown ones would be
+    slow.
+    """
     if isinstance(value, dict) and len(value) > FIELDS:
         raise ValueError(f"the object has {len(value)} fields, at most {FIELDS} are allowed")
     return value

@@ -11,11 +11,18 @@ from atomc.runtime.server.model_info import ModelInfo
 
 def chat_logprobs(model: ModelInfo, logprobs: Sequence[TokenLogprobs], top: int) -> dict[str, Any]:
     """For chat completions: one entry per token, with the `top` most likely tokens."""
-    return {"content": [
-        {**_entry(model, each.token, each.logprob),
-         "top_logprobs": [_entry(model, token, logprob) for token, logprob in each.top[:top]]}
-        for each in logprobs
-    ], "refusal": None}  # fmt: skip
+    return {
+        "content": [
+            {
+                **_entry(model, each.token, each.logprob),
+                "top_logprobs": [
+                    _entry(model, token, logprob) for token, logprob in each.top[:top]
+                ],
+            }
+            for each in logprobs
+        ],
+        "refusal": None,
+    }
 
 
 def encoded(values: Sequence[Any]) -> list[msgspec.Raw]:
@@ -31,9 +38,11 @@ def _entry(model: ModelInfo, token: int, logprob: float) -> dict[str, Any]:
 def completion_logprobs(
     model: ModelInfo, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs | None], offset: int
 ) -> dict[str, list[Any]]:
-    """For completions: four lists with one item per token; offset: character position of the first token's text.
+    """For completions: four lists with one item per token; offset: character position of the first
+    token's text.
 
-    The first token of a prompt has no log-probability. As in OpenAI's API, top_logprobs includes the chosen token.
+    The first token of a prompt has no log-probability. As in OpenAI's API, top_logprobs includes
+    the chosen token.
     """
     texts = [model.token_text_and_bytes(token)[0] for token in tokens]
     offsets = []

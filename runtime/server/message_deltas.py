@@ -41,7 +41,8 @@ MessageDelta = ReasoningDelta | ContentDelta | ToolCallStart | ToolCallArguments
 
 
 class Parser(Protocol):
-    """Converts the streamed text of one choice to deltas. Their concatenation does not depend on how the text is split.
+    """Converts the streamed text of one choice to deltas. Their concatenation does not depend on
+    how the text is split.
 
     markers   delimiters of the format; those that are special tokens must be kept in the text
     """

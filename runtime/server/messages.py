@@ -74,7 +74,9 @@ class Started(msgspec.Struct, tag=True):
 
 
 class Failed(msgspec.Struct, tag=True):
-    """The engine did not start, or failed; the process exits. by_user: the message describes an error a user can fix."""
+    """The engine did not start, or failed; the process exits. by_user: the message describes an
+    error a user can fix.
+    """
 
     message: str
     by_user: bool

@@ -1,4 +1,6 @@
-"""Prometheus metrics. The names are vLLM's with the prefix atomc, so that a dashboard needs one change."""
+"""Prometheus metrics. The names are vLLM's with the prefix atomc, so that a dashboard needs one
+change.
+"""
 
 from collections import deque
 from collections.abc import Iterable
@@ -10,8 +12,13 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from atomc.runtime.server.client import EngineClient
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
-TPOT_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
+TTFT_BUCKETS = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40,
+    80, 160,
+)  # fmt: skip
+TPOT_BUCKETS = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5,
+)  # fmt: skip
 LATENCY_BUCKETS = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480)
 # Requests whose time to the first token is kept for the status page.
 NUM_RECENT = 256
@@ -25,18 +32,42 @@ class Metrics:
         self.registry = CollectorRegistry()
 
         def histogram(name: str, text: str, buckets: Iterable[float]) -> Any:
-            one = Histogram(f"atomc:{name}", text, ["model_name"], buckets=tuple(buckets), registry=self.registry)
+            one = Histogram(
+                f"atomc:{name}",
+                text,
+                ["model_name"],
+                buckets=tuple(buckets),
+                registry=self.registry,
+            )
             return one.labels(model)
 
-        self.ttft = histogram("time_to_first_token_seconds", "Time to the first token.", TTFT_BUCKETS)
-        self.tpot = histogram("request_time_per_output_token_seconds", "Mean time per token after the first.", TPOT_BUCKETS)
-        self.e2e_latency = histogram("e2e_request_latency_seconds", "Time to the last token.", LATENCY_BUCKETS)
+        self.ttft = histogram(
+            "time_to_first_token_seconds", "Time to the first token.", TTFT_BUCKETS
+        )
+        self.tpot = histogram(
+            "request_time_per_output_token_seconds",
+            "Mean time per token after the first.",
+            TPOT_BUCKETS,
+        )
+        self.e2e_latency = histogram(
+            "e2e_request_latency_seconds", "Time to the last token.", LATENCY_BUCKETS
+        )
         self.prompt_tokens = histogram("request_prompt_tokens", "Tokens per prompt.", TOKEN_BUCKETS)
-        self.new_tokens = histogram("request_generation_tokens", "Generated tokens per choice.", TOKEN_BUCKETS)
-        self.finished = Counter("atomc:request_success", "Finished choices by finish reason.",
-                                ["model_name", "finished_reason"], registry=self.registry)  # fmt: skip
-        self.refused = Counter("atomc:request_refused", "Requests answered with an error, by HTTP status.",
-                               ["model_name", "status"], registry=self.registry)  # fmt: skip
+        self.new_tokens = histogram(
+            "request_generation_tokens", "Generated tokens per choice.", TOKEN_BUCKETS
+        )
+        self.finished = Counter(
+            "atomc:request_success",
+            "Finished choices by finish reason.",
+            ["model_name", "finished_reason"],
+            registry=self.registry,
+        )
+        self.refused = Counter(
+            "atomc:request_refused",
+            "Requests answered with an error, by HTTP status.",
+            ["model_name", "status"],
+            registry=self.registry,
+        )
         self.model = model
         self.recent_ttft: deque[float] = deque(maxlen=NUM_RECENT)
         self.registry.register(EngineCollector(client, model))
@@ -47,8 +78,12 @@ class Metrics:
 
     def errors(self) -> dict[str, int]:
         """Number of error responses by HTTP status."""
-        return {sample.labels["status"]: int(sample.value) for metric in self.refused.collect() for sample in metric.samples
-                if sample.name.endswith("_total")}  # fmt: skip
+        return {
+            sample.labels["status"]: int(sample.value)
+            for metric in self.refused.collect()
+            for sample in metric.samples
+            if sample.name.endswith("_total")
+        }
 
     def text(self) -> bytes:
         return generate_latest(self.registry)
@@ -63,23 +98,39 @@ class EngineCollector:
 
     def collect(self) -> Iterable[Metric]:
         stats = self.client.stats
-        yield self._gauge("up", "1 while the engine can serve.", 0.0 if self.client.unhealthy_reason else 1.0)
+        yield self._gauge(
+            "up", "1 while the engine can serve.", 0.0 if self.client.unhealthy_reason else 1.0
+        )
         if stats is None:
             return
         used = stats.kv_blocks_used / max(stats.kv_blocks_total, 1)
         yield self._gauge("num_requests_running", "Running requests.", stats.running)
         yield self._gauge("num_requests_waiting", "Waiting requests.", stats.waiting)
-        yield self._gauge("kv_cache_usage_perc", "Share of the KV cache blocks in use, 0 to 1.", used)
+        yield self._gauge(
+            "kv_cache_usage_perc", "Share of the KV cache blocks in use, 0 to 1.", used
+        )
         yield self._gauge("kv_cache_tokens", "Tokens in the KV cache.", stats.kv_tokens_used)
         yield self._gauge("host_step_milliseconds", "Host time per step.", stats.host_ms)
         for name, text, value in (
             ("engine_restarts", "Restarts of the engine after it died.", self.client.restarts),
-            ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_queries),
+            (
+                "prefix_cache_queries",
+                "Prompt tokens looked up in the prefix cache.",
+                stats.prefix_queries,
+            ),
             ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_hits),
             ("num_preemptions", "Preempted requests, which are recomputed.", stats.preemptions),
             ("prompt_tokens", "Prompt tokens computed.", stats.prompt_tokens),
-            ("graph_rows", "Rows of steps that ran as a CUDA graph, without padding.", stats.graph_rows),
-            ("graph_padding_rows", "Padding rows of steps that ran as a CUDA graph.", stats.graph_padding),
+            (
+                "graph_rows",
+                "Rows of steps that ran as a CUDA graph, without padding.",
+                stats.graph_rows,
+            ),
+            (
+                "graph_padding_rows",
+                "Padding rows of steps that ran as a CUDA graph.",
+                stats.graph_padding,
+            ),
             ("generation_tokens", "Tokens generated.", stats.generated_tokens),
             ("spec_decode_num_draft_tokens", "Draft tokens.", stats.drafted),
             ("spec_decode_num_accepted_tokens", "Accepted draft tokens.", stats.accepted),
@@ -87,7 +138,9 @@ class EngineCollector:
             family = CounterMetricFamily(f"atomc:{name}", text, labels=["model_name"])
             family.add_metric([self.model], value)
             yield family
-        steps = CounterMetricFamily("atomc:steps", "Steps by kind of execution.", labels=["model_name", "kind"])
+        steps = CounterMetricFamily(
+            "atomc:steps", "Steps by kind of execution.", labels=["model_name", "kind"]
+        )
         for kind, number in stats.steps.items():
             steps.add_metric([self.model, kind], number)
         yield steps

@@ -1,4 +1,6 @@
-"""What the frontend knows of the model: names, tokenizer, chat template, parsers and sampling defaults."""
+"""What the frontend knows of the model: names, tokenizer, chat template, parsers and sampling
+defaults.
+"""
 
 import asyncio
 import time
@@ -19,7 +21,8 @@ from atomc.runtime.server.tool_parsers import TOOL_PARSERS, detect_tool_parser
 
 # Longer texts are tokenized in a thread, to keep the event loop free.
 LONG_TEXT = 1024
-# Long texts are first counted in pieces of this many characters; cutting a text adds at most this many tokens per piece.
+# Long texts are first counted in pieces of this many characters; cutting a text adds at most this
+# many tokens per piece.
 PIECE_CHARACTERS, EXTRA_TOKENS = 2**16, 64
 RENDER_SECONDS = 10.0
 
@@ -31,7 +34,8 @@ class ModelInfo:
     names              names for clients; responses have the first
     defaults           sampling parameters of requests that do not set them
     tools, reasoning   names of the parsers; None: the model's format is unknown
-    max_len            maximum sequence length in tokens; with vocab_size, set when the engine is ready
+    max_len            maximum sequence length in tokens; with vocab_size, set when the engine is
+                       ready
     """
 
     names: tuple[str, ...]
@@ -50,19 +54,31 @@ class ModelInfo:
     def check_name(self, name: str | None) -> None:
         """Raises a 404 for another name than this model's. None is accepted."""
         if name is not None and name not in self.names:
-            raise APIError(404, f"the model {name!r} does not exist, expected {', '.join(self.names)}", param="model",
-                           code="model_not_found")  # fmt: skip
+            raise APIError(
+                404,
+                f"the model {name!r} does not exist, expected {', '.join(self.names)}",
+                param="model",
+                code="model_not_found",
+            )
 
     def check_tokens(self, tokens: Sequence[int], param: str) -> None:
         """Raises a 400 for a token id outside of the vocabulary."""
         size = self.vocab_size
         if size is not None and tokens and max(tokens) >= size:
-            raise invalid(f"{param}: token id {max(tokens)} is not in the vocabulary of {size} tokens", param)
+            raise invalid(
+                f"{param}: token id {max(tokens)} is not in the vocabulary of {size} tokens", param
+            )
 
-    async def encode(self, texts: Sequence[str], add_special_tokens: bool = True, *, param: str = "prompt",
-                      limit: int | None = None) -> list[list[int]]:  # fmt: skip
-        """The tokens of each text. Raises a 400 for a text of more than `limit` tokens (None: max_len), and if the model
-        has no tokenizer."""
+    async def encode(
+        self,
+        texts: Sequence[str],
+        add_special_tokens: bool = True,
+        *,
+        param: str = "prompt",
+        limit: int | None = None,
+    ) -> list[list[int]]:
+        """The tokens of each text. Raises a 400 for a text of more than `limit` tokens (None:
+        max_len), and if the model has no tokenizer."""
         tokenizer = self.tokenizer
         if tokenizer is None:
             raise invalid("this model has no tokenizer: send token ids", param)
@@ -76,7 +92,8 @@ class ModelInfo:
     def _ids(self, text: str, add_special_tokens: bool, limit: int, param: str) -> list[int]:
         """The tokens of one text. encode_batch_fast releases the GIL."""
         assert self.tokenizer is not None
-        text.encode()  # raises UnicodeError for lone surrogates, where tokenizers raises a TypeError
+        # raises UnicodeError for lone surrogates, where tokenizers raises a TypeError
+        text.encode()
         if len(text) > PIECE_CHARACTERS:
             # Count in pieces, to stop early in a text that is far too long.
             least = 0
@@ -86,28 +103,42 @@ class ModelInfo:
                 least += max(len(encoding) - EXTRA_TOKENS, 0)
                 if least > limit:
                     raise context_length_error(limit, f"at least {least}", param)
-        (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        (encoding,) = self.tokenizer.encode_batch_fast(
+            [text], add_special_tokens=add_special_tokens
+        )
         return list(encoding.ids)
 
     async def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None,
-        add_generation_prompt: bool, kwargs: Mapping[str, Any],
-    ) -> str:  # fmt: skip
-        """The prompt that the chat template renders. Raises a 400 with the template's error message if it fails."""
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+        kwargs: Mapping[str, Any],
+    ) -> str:
+        """The prompt that the chat template renders. Raises a 400 with the template's error message
+        if it fails.
+        """
         if self.template is None or self.tokenizer is None:
-            raise invalid("this model has no chat template: use /v1/completions or start the server with --chat-template")
+            raise invalid(
+                "this model has no chat template: use /v1/completions or start the server with "
+                "--chat-template"
+            )
         template = self.template
         check_length(MESSAGES, messages, "messages", "messages")
         check_length(TOOLS, tools, "tools", "tools")
 
         def render() -> str:
-            return template.render(messages, tools, **{**kwargs, "add_generation_prompt": add_generation_prompt})
+            return template.render(
+                messages, tools, **{**kwargs, "add_generation_prompt": add_generation_prompt}
+            )
 
         try:
             return await asyncio.to_thread(run_with_timeout, RENDER_SECONDS, render)
         except TimeoutError as error:
-            raise invalid(f"rendering the chat template exceeded the limit of {RENDER_SECONDS:.0f} s",
-                          "messages") from error  # fmt: skip
+            raise invalid(
+                f"rendering the chat template exceeded the limit of {RENDER_SECONDS:.0f} s",
+                "messages",
+            ) from error
         except ValueError as error:
             raise invalid(str(error), "messages") from error
 
@@ -122,7 +153,9 @@ class ModelInfo:
             raise invalid("this model has no tokenizer")
 
         def decode() -> str:
-            return str(tokenizer.decode_batch([list(tokens)], skip_special_tokens=skip_special_tokens)[0])
+            return str(
+                tokenizer.decode_batch([list(tokens)], skip_special_tokens=skip_special_tokens)[0]
+            )
 
         return decode() if len(tokens) < LONG_TEXT else await asyncio.to_thread(decode)
 
@@ -135,23 +168,32 @@ class ModelInfo:
 
 
 def context_length_error(limit: int, length: str, param: str) -> APIError:
-    return invalid(f"this model's maximum context length is {limit} tokens, and {param} has {length}: shorten it", param,
-                   "context_length_exceeded")  # fmt: skip
+    return invalid(
+        f"this model's maximum context length is {limit} tokens, and {param} has {length}: "
+        "shorten it",
+        param,
+        "context_length_exceeded",
+    )
 
 
 def load_model_info(folder: Path, name: str, config: ServerConfig) -> ModelInfo:
-    """Reads a model's folder. Raises ValueError and FileNotFoundError for invalid or missing files."""
+    """Reads a model's folder. Raises ValueError and FileNotFoundError for invalid or missing
+    files.
+    """
     from atomc.json_file import read_json
 
     model_config = read_json(folder / "config.json")
-    template = load_chat_template(folder, Path(config.chat_template) if config.chat_template else None)
+    template = load_chat_template(
+        folder, Path(config.chat_template) if config.chat_template else None
+    )
     source, model_type = template.source if template else "", model_config.get("model_type")
     return ModelInfo(
         names=config.served_model_name or (name,),
         tokenizer=load_tokenizer(folder),
         template=template,
         defaults=sampling_defaults(folder) if config.generation_config == "model" else {},
-        tools=_parser(config.tool_call_parser, TOOL_PARSERS, "tool_call_parser") or detect_tool_parser(source, model_type),
+        tools=_parser(config.tool_call_parser, TOOL_PARSERS, "tool_call_parser")
+        or detect_tool_parser(source, model_type),
         reasoning=_reasoning(config.reasoning_parser, source, model_type),
     )
 
@@ -159,7 +201,9 @@ def load_model_info(folder: Path, name: str, config: ServerConfig) -> ModelInfo:
 def _reasoning(chosen: str | None, source: str, model_type: str | None) -> str | None:
     if chosen == "none":
         return None
-    return _parser(chosen, REASONING_PARSERS, "reasoning_parser") or detect_reasoning_parser(source, model_type)
+    return _parser(chosen, REASONING_PARSERS, "reasoning_parser") or detect_reasoning_parser(
+        source, model_type
+    )
 
 
 def _parser(chosen: str | None, known: Mapping[str, Any], what: str) -> str | None:

@@ -1,4 +1,6 @@
-"""Endpoints other than generation: models, tokenization, health, metrics, compiler report, profiling."""
+"""Endpoints other than generation: models, tokenization, health, metrics, compiler report,
+profiling.
+"""
 
 import asyncio
 import sys
@@ -25,25 +27,52 @@ async def models(service: Service, name: str | None = None) -> Response:
     """The list of model names, or the entry of one name."""
     model = service.model
     model.check_name(name)
-    data = [{"id": name, "object": "model", "created": model.created, "owned_by": "atomc", "root": model.names[0],
-             "parent": None, "max_model_len": model.max_len} for name in model.names]  # fmt: skip
-    return JSONResponse({"object": "list", "data": data} if name is None else data[model.names.index(name)])
+    data = [
+        {
+            "id": name,
+            "object": "model",
+            "created": model.created,
+            "owned_by": "atomc",
+            "root": model.names[0],
+            "parent": None,
+            "max_model_len": model.max_len,
+        }
+        for name in model.names
+    ]
+    return JSONResponse(
+        {"object": "list", "data": data} if name is None else data[model.names.index(name)]
+    )
 
 
 async def tokenize(service: Service, body: TokenizeRequest) -> Response:
     model = service.model
     model.check_name(body.model)
     if (body.prompt is None) == (body.messages is None):
-        raise invalid("the request has both or neither of prompt and messages, expected one of them", "prompt")
+        raise invalid(
+            "the request has both or neither of prompt and messages, expected one of them", "prompt"
+        )
     if body.prompt is not None:
-        (tokens,) = await model.encode([body.prompt], body.add_special_tokens, limit=max(TOKENS, model.max_len))
+        (tokens,) = await model.encode(
+            [body.prompt], body.add_special_tokens, limit=max(TOKENS, model.max_len)
+        )
     else:
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools] if body.tools else None
         kwargs = body.chat_template_kwargs or {}
-        text = await model.render_chat(body.messages or [], tools, body.add_generation_prompt, kwargs)
+        text = await model.render_chat(
+            body.messages or [], tools, body.add_generation_prompt, kwargs
+        )
         tokens = await model.encode_chat(text)
-    spelled = await asyncio.to_thread(_token_texts, model, tokens) if body.return_token_strs else None
-    return JSONResponse({"count": len(tokens), "max_model_len": model.max_len, "tokens": tokens, "token_strs": spelled})
+    spelled = (
+        await asyncio.to_thread(_token_texts, model, tokens) if body.return_token_strs else None
+    )
+    return JSONResponse(
+        {
+            "count": len(tokens),
+            "max_model_len": model.max_len,
+            "tokens": tokens,
+            "token_strs": spelled,
+        }
+    )
 
 
 async def detokenize(service: Service, body: DetokenizeRequest) -> Response:
@@ -73,7 +102,9 @@ async def ready(service: Service) -> Response:
 
 
 async def metrics(service: Service) -> Response:
-    """Prometheus metrics; the engine's gauges are current if it responds within STATS_SECONDS, else its last ones."""
+    """Prometheus metrics; the engine's gauges are current if it responds within STATS_SECONDS, else
+    its last ones.
+    """
     if service.client.dead is None:
         # Without a response, return the last values; `atomc:up` says whether the engine is healthy.
         with suppress(TimeoutError, EngineDead):
@@ -96,8 +127,12 @@ async def compiler_page(service: Service) -> Response:
     if renderer.returncode:
         last = stderr.decode(errors="replace").strip().rpartition("\n")[2]
         raise APIError(500, f"the report could not be rendered: {last}", "server_error")
-    headers = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", "Cache-Control": "no-cache",
-               "Content-Security-Policy": "frame-ancestors 'none'"}  # fmt: skip
+    headers = {
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-cache",
+        "Content-Security-Policy": "frame-ancestors 'none'",
+    }
     return Response(text, media_type="text/html", headers=headers)
 
 
@@ -110,4 +145,3 @@ async def profile(service: Service, start: bool) -> Response:
     except ValueError as error:
         raise invalid(str(error)) from error
     return JSONResponse({"status": "started"} if start else {"status": "stopped", "file": value})
-

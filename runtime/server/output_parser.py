@@ -6,7 +6,9 @@ from atomc.runtime.server.message_deltas import ContentDelta, MessageDelta, Pars
 
 
 class OutputParser:
-    """Feeds the text to the reasoning parser, and the content it returns to the tool parser; either may be None."""
+    """Feeds the text to the reasoning parser, and the content it returns to the tool parser; either
+    may be None.
+    """
 
     def __init__(self, reasoning: Parser | None, tools: Parser | None) -> None:
         self._reasoning = reasoning
@@ -15,7 +17,9 @@ class OutputParser:
     def feed(self, text: str) -> list[MessageDelta]:
         if not text:
             return []
-        return self._parse_tool_calls(self._reasoning.feed(text) if self._reasoning else [ContentDelta(text)])
+        return self._parse_tool_calls(
+            self._reasoning.feed(text) if self._reasoning else [ContentDelta(text)]
+        )
 
     def finish(self) -> list[MessageDelta]:
         deltas = self._parse_tool_calls(self._reasoning.finish()) if self._reasoning else []
@@ -31,6 +35,11 @@ class OutputParser:
 
 
 def uses_special_tokens(tokenizer: Any, *parsers: Parser | None) -> bool:
-    """Whether a marker of these parsers is a special token, so that the text must include special tokens."""
+    """Whether a marker of these parsers is a special token, so that the text must include special
+    tokens.
+    """
     markers = {marker for parser in parsers if parser is not None for marker in parser.markers}
-    return any(token.special and token.content in markers for token in tokenizer.get_added_tokens_decoder().values())
+    return any(
+        token.special and token.content in markers
+        for token in tokenizer.get_added_tokens_decoder().values()
+    )

@@ -11,15 +11,20 @@ Prompts = str | list[int] | list[str] | list[list[int]]
 
 
 async def tokenize_prompts(
-    service: Service, prompts: Prompts, param: str, add_special_tokens: bool = True, *, n: int = 1,
+    service: Service,
+    prompts: Prompts,
+    param: str,
+    add_special_tokens: bool = True,
+    *,
+    n: int = 1,
     logprobs: int | None = None,
-) -> list[list[int]]:  # fmt: skip
+) -> list[list[int]]:
     """The tokens of each prompt.
 
     n, logprobs   choices per prompt and log-probabilities per token, for the limits
 
-    Raises a 400 for an empty list, an empty prompt, a prompt longer than max_len, an unknown token id, and for too many
-    choices, tokens or log-probabilities.
+    Raises a 400 for an empty list, an empty prompt, a prompt longer than max_len, an unknown token
+    id, and for too many choices, tokens or log-probabilities.
     """
     is_single = isinstance(prompts, str) or (prompts and isinstance(prompts[0], int))
     separate: Sequence[Any] = [prompts] if is_single else prompts
@@ -41,4 +46,8 @@ async def tokenize_prompts(
 def check_num_choices(service: Service, number: int, param: str) -> None:
     """Raises a 400 for more choices than the queue holds."""
     if number > service.max_requests:
-        raise invalid(f"the request asks for {number} choices, the queue holds at most {service.max_requests}", param)
+        raise invalid(
+            f"the request asks for {number} choices, the queue holds at most "
+            f"{service.max_requests}",
+            param,
+        )

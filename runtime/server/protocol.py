@@ -1,6 +1,7 @@
 """Request bodies: OpenAI's fields and vLLM's extensions.
 
-Unknown fields are rejected by name. Fields about the client or about OpenAI's own service are accepted and ignored.
+Unknown fields are rejected by name. Fields about the client or about OpenAI's own service are
+accepted and ignored.
 """
 
 from typing import Annotated, Any, Literal, TypeVar
@@ -94,7 +95,9 @@ class GenerationRequest(StrictModel):
     stop: str | FailFastList[str] | None = None
     presence_penalty: FiniteFloat | None = None
     frequency_penalty: FiniteFloat | None = None
-    logit_bias: Annotated[dict[TokenId, FiniteFloat] | None, BeforeValidator(_check_logit_bias)] = None
+    logit_bias: Annotated[dict[TokenId, FiniteFloat] | None, BeforeValidator(_check_logit_bias)] = (
+        None
+    )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     # extensions of OpenAI's API

@@ -3,7 +3,13 @@
 from collections.abc import Callable, Mapping
 from typing import ClassVar
 
-from atomc.runtime.server.message_deltas import ContentDelta, MessageDelta, Parser, ReasoningDelta, merge_deltas
+from atomc.runtime.server.message_deltas import (
+    ContentDelta,
+    MessageDelta,
+    Parser,
+    ReasoningDelta,
+    merge_deltas,
+)
 from atomc.runtime.server.text_buffer import TextBuffer, partial_marker_length
 from atomc.runtime.server.tool_parsers.harmony import CHANNEL, START, HarmonyParser
 
@@ -13,10 +19,11 @@ OPEN, CLOSE = "<think>", "</think>"
 class ThinkParser:
     """<think>...</think> at the start of the text, as in Qwen3, DeepSeek-R1 and QwQ.
 
-    prompt   the rendered chat; some templates end with the opening tag, then the text starts inside the reasoning
+    prompt   the rendered chat; some templates end with the opening tag, then the text starts inside
+             the reasoning
 
-    Newlines next to the tags are dropped. Later tags are content. Format: chat templates and model cards of
-    Qwen/Qwen3-8B, Qwen/QwQ-32B and deepseek-ai/DeepSeek-R1.
+    Newlines next to the tags are dropped. Later tags are content. Format: chat templates and model
+    cards of Qwen/Qwen3-8B, Qwen/QwQ-32B and deepseek-ai/DeepSeek-R1.
     """
 
     markers: ClassVar[tuple[str, ...]] = (OPEN, CLOSE)
@@ -26,7 +33,9 @@ class ThinkParser:
         self._text = TextBuffer()
         self._deltas: list[MessageDelta] = []
         self._has_content = self._has_reasoning = False
-        self._newlines = ""  # trailing newlines of the reasoning, emitted only if more reasoning follows
+        self._newlines = (
+            ""  # trailing newlines of the reasoning, emitted only if more reasoning follows
+        )
         self._state = self._at_start
 
     def feed(self, text: str) -> list[MessageDelta]:
@@ -98,12 +107,16 @@ REASONING_PARSERS: Mapping[str, Callable[[str], Parser]] = {
 def reasoning_parser(name: str, prompt: str = "") -> Parser:
     """A parser for one response to this prompt. Raises ValueError for an unknown name."""
     if name not in REASONING_PARSERS:
-        raise ValueError(f"unknown reasoning parser {name!r}, expected one of {', '.join(REASONING_PARSERS)}")
+        raise ValueError(
+            f"unknown reasoning parser {name!r}, expected one of {', '.join(REASONING_PARSERS)}"
+        )
     return REASONING_PARSERS[name](prompt)
 
 
 def detect_reasoning_parser(chat_template: str, model_type: str | None = None) -> str | None:
-    """The name of the parser for the reasoning format of this chat template; None if it is unknown."""
+    """The name of the parser for the reasoning format of this chat template; None if it is
+    unknown.
+    """
     if model_type == "gpt_oss" or (START in chat_template and CHANNEL in chat_template):
         return "gpt-oss"
     return "think" if CLOSE in chat_template else None

@@ -18,14 +18,30 @@ from atomc.runtime.server.model_info import ModelInfo
 from atomc.runtime.server.protocol import GenerationRequest, ResponseFormat
 
 DEFAULT_TEMPERATURE = 1.0
-SHARED_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+SHARED_FIELDS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
 
 
 def sampling_params(
-    body: GenerationRequest, model: ModelInfo, *, max_tokens: int | None, logprobs: int | None = None,
-    prompt_logprobs: int | None = None, structured: Structured | None = None, skip_special_tokens: bool = True,
-) -> SamplingParams:  # fmt: skip
-    """The request's values, else the model's defaults, else OpenAI's. Raises a 400 for values out of range."""
+    body: GenerationRequest,
+    model: ModelInfo,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
+    structured: Structured | None = None,
+    skip_special_tokens: bool = True,
+) -> SamplingParams:
+    """The request's values, else the model's defaults, else OpenAI's. Raises a 400 for values out
+    of range.
+    """
     check_length(STOP_TOKENS, body.stop_token_ids, "stop_token_ids", "tokens")
     stop_token_ids = tuple(body.stop_token_ids or ())
     model.check_tokens(stop_token_ids, "stop_token_ids")
@@ -33,19 +49,33 @@ def sampling_params(
     given: dict[str, Any] = {"temperature": DEFAULT_TEMPERATURE, **model.defaults}
     given |= {name: value for name in SHARED_FIELDS if (value := getattr(body, name)) is not None}
     # vLLM's -1 means all tokens; here that is 0.
-    given["top_k"] = max(given.get("top_k", 0), 0) if given.get("top_k", 0) >= -1 else given["top_k"]
+    given["top_k"] = (
+        max(given.get("top_k", 0), 0) if given.get("top_k", 0) >= -1 else given["top_k"]
+    )
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     check_length(STOP_STRINGS, stop, "stop", "strings")
     check_stop_strings(stop)
     if stop and model.tokenizer is None:
-        raise invalid("this model has no tokenizer, so stop strings cannot be found: use stop_token_ids", "stop")
+        raise invalid(
+            "this model has no tokenizer, so stop strings cannot be found: use stop_token_ids",
+            "stop",
+        )
     try:
         return SamplingParams(
-            max_tokens=max_tokens, min_tokens=body.min_tokens, seed=body.seed, stop=stop, stop_token_ids=stop_token_ids,
-            include_stop_str_in_output=body.include_stop_str_in_output, ignore_eos=body.ignore_eos,
-            logit_bias=body.logit_bias or {}, logprobs=logprobs, prompt_logprobs=prompt_logprobs, structured=structured,
-            skip_special_tokens=skip_special_tokens, **given,
-        )  # fmt: skip
+            max_tokens=max_tokens,
+            min_tokens=body.min_tokens,
+            seed=body.seed,
+            stop=stop,
+            stop_token_ids=stop_token_ids,
+            include_stop_str_in_output=body.include_stop_str_in_output,
+            ignore_eos=body.ignore_eos,
+            logit_bias=body.logit_bias or {},
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            structured=structured,
+            skip_special_tokens=skip_special_tokens,
+            **given,
+        )
     except ParameterError as error:
         raise invalid(str(error), error.name) from error
 
@@ -56,49 +86,80 @@ def check_context_length(num_prompt: int, max_tokens: int | None, model: ModelIn
     num_requested = 1 if max_tokens is None else max_tokens
     if num_requested > num_available:
         least = "at least " if max_tokens is None else ""
-        raise invalid(f"this model's maximum context length is {model.max_len} tokens, and the request has {num_prompt} in "
-                      f"the prompt and asks for {least}{num_requested} more: shorten the prompt or reduce max_tokens",
-                      "max_tokens" if num_prompt < model.max_len else "prompt", "context_length_exceeded")  # fmt: skip
+        raise invalid(
+            f"this model's maximum context length is {model.max_len} tokens, and the request "
+            f"has {num_prompt} in "
+            f"the prompt and asks for {least}{num_requested} more: shorten the prompt or "
+            "reduce max_tokens",
+            "max_tokens" if num_prompt < model.max_len else "prompt",
+            "context_length_exceeded",
+        )
 
 
-def structured_output(body: GenerationRequest, response_format: ResponseFormat | None) -> Structured | None:
-    """The requested structured output, from any of the fields that can request it; None if there is none."""
+def structured_output(
+    body: GenerationRequest, response_format: ResponseFormat | None
+) -> Structured | None:
+    """The requested structured output, from any of the fields that can request it; None if there is
+    none.
+    """
     requested = list(_structured_outputs(body, response_format))
     if not requested:
         return None
     try:
         if len(requested) > 1:
-            raise ValueError("the request has several kinds of structured output, expected one: "
-                             f"{', '.join(sorted({key for one in requested for key in one}))}")  # fmt: skip
+            raise ValueError(
+                "the request has several kinds of structured output, expected one: "
+                f"{', '.join(sorted({key for one in requested for key in one}))}"
+            )
         check_length(CHOICES, requested[0].get("choice"), "choice", "strings")
         return check_structured(Structured(**requested[0]))
     except (ValueError, TypeError) as error:
-        raise invalid(str(error), "response_format" if response_format else "structured_outputs") from error
+        raise invalid(
+            str(error), "response_format" if response_format else "structured_outputs"
+        ) from error
 
 
 def check_structured(structured: Structured) -> Structured:
-    """Returns its argument. Raises a 400 if the schema, expression, grammar or choices are too long."""
+    """Returns its argument. Raises a 400 if the schema, expression, grammar or choices are too
+    long.
+    """
     for name in ("json_schema", "regex", "choice", "grammar"):
         value = getattr(structured, name)
-        check_grammar_length(str(value) if name == "json_schema" and value is not None else value, name)
+        check_grammar_length(
+            str(value) if name == "json_schema" and value is not None else value, name
+        )
     return structured
 
 
-def _structured_outputs(body: GenerationRequest, response_format: ResponseFormat | None) -> list[Mapping[str, Any]]:
+def _structured_outputs(
+    body: GenerationRequest, response_format: ResponseFormat | None
+) -> list[Mapping[str, Any]]:
     requested: list[dict[str, Any]] = []
     if response_format is not None and response_format.type == "json_object":
         requested.append({"json_object": True})
     elif response_format is not None and response_format.type == "json_schema":
         if response_format.json_schema is None:
-            raise invalid("response_format 'json_schema' needs a field json_schema: {name, schema}", "response_format")
+            raise invalid(
+                "response_format 'json_schema' needs a field json_schema: {name, schema}",
+                "response_format",
+            )
         schema = response_format.json_schema.schema_
         requested.append({"json_object": True} if schema is None else {"json_schema": schema})
     if (outputs := body.structured_outputs) is not None:
-        named = {"json_schema": outputs.json_, "regex": outputs.regex, "choice": outputs.choice,
-                 "grammar": outputs.grammar, "json_object": outputs.json_object or None}  # fmt: skip
+        named = {
+            "json_schema": outputs.json_,
+            "regex": outputs.regex,
+            "choice": outputs.choice,
+            "grammar": outputs.grammar,
+            "json_object": outputs.json_object or None,
+        }
         requested.append({name: value for name, value in named.items() if value is not None})
-    for name, value in (("json_schema", body.guided_json), ("regex", body.guided_regex), ("choice", body.guided_choice),
-                        ("grammar", body.guided_grammar)):  # fmt: skip
+    for name, value in (
+        ("json_schema", body.guided_json),
+        ("regex", body.guided_regex),
+        ("choice", body.guided_choice),
+        ("grammar", body.guided_grammar),
+    ):
         if value is not None:
             requested.append({name: value})
     return list(requested)
@@ -107,4 +168,6 @@ def _structured_outputs(body: GenerationRequest, response_format: ResponseFormat
 def check_logprobs(number: int | None, param: str, config: ServerConfig) -> None:
     """Raises a 400 for more log-probabilities than --max-logprobs."""
     if number is not None and not 0 <= number <= config.max_logprobs:
-        raise invalid(f"{param} is {number}, it must be at least 0 and at most {config.max_logprobs}", param)
+        raise invalid(
+            f"{param} is {number}, it must be at least 0 and at most {config.max_logprobs}", param
+        )

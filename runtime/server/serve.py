@@ -29,21 +29,24 @@ DEMO_NAME = "atomc-demo"
 KEEP_ALIVE_SECONDS = 30
 BACKLOG = 2048
 ERROR_GRACE_SECONDS = 1.0
-# TCP keepalive: a client that vanished without closing its connection is detected after two minutes.
+# TCP keepalive: a client that vanished without closing its connection is detected after two
+# minutes.
 KEEP_ALIVE_PROBES = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}
 
 
 def serve(server: ServerConfig, engine: EngineConfig) -> None:
     """Serve until SIGINT or SIGTERM.
 
-    Raises ValueError, OSError or ImportError for an error that a user can fix, and SystemExit(1) if the engine did not
-    start for another reason, or died.
+    Raises ValueError, OSError or ImportError for an error that a user can fix, and SystemExit(1) if
+    the engine did not start for another reason, or died.
     """
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     logging.getLogger("atomc").setLevel(logging.INFO)
     _check_certificate(server)
     if server.api_key_file is not None:
-        server = replace(server, api_key=(*server.api_key, *read_keys(server.api_key_file)), api_key_file=None)
+        server = replace(
+            server, api_key=(*server.api_key, *read_keys(server.api_key_file)), api_key_file=None
+        )
     folder, name = _model_folder(engine)
     listener = _bind(server)
     _raise_open_file_limit()
@@ -81,18 +84,26 @@ def _model_folder(engine: EngineConfig) -> tuple[Path, str]:
         return Path(PATH), DEMO_NAME
     folder = model_folder(engine.model)
     # Do not disclose local paths to clients.
-    return folder, folder.resolve().name if Path(engine.model).expanduser().is_dir() else engine.model
+    return folder, folder.resolve().name if Path(
+        engine.model
+    ).expanduser().is_dir() else engine.model
 
 
 def _check_certificate(server: ServerConfig) -> None:
-    """Raises ValueError for files that are not a certificate and its key, before anything is loaded."""
+    """Raises ValueError for files that are not a certificate and its key, before anything is
+    loaded.
+    """
     if server.ssl_certfile is None:
         return
     try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(server.ssl_certfile, server.ssl_keyfile)
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(
+            server.ssl_certfile, server.ssl_keyfile
+        )
     except OSError as error:  # includes ssl.SSLError, for invalid contents
         files = " and ".join(file for file in (server.ssl_certfile, server.ssl_keyfile) if file)
-        raise ValueError(f"--ssl-certfile and --ssl-keyfile: {files} is not a certificate with its key: {error}") from error
+        raise ValueError(
+            f"--ssl-certfile and --ssl-keyfile: {files} is not a certificate with its key: {error}"
+        ) from error
 
 
 def _raise_open_file_limit() -> None:
@@ -102,8 +113,8 @@ def _raise_open_file_limit() -> None:
 
 
 def _bind(server: ServerConfig) -> socket.socket:
-    """A bound socket that does not listen yet: clients cannot connect before the engine is ready. Raises OSError if the
-    address is in use."""
+    """A bound socket that does not listen yet: clients cannot connect before the engine is ready.
+    Raises OSError if the address is in use."""
     family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -117,12 +128,20 @@ def _bind(server: ServerConfig) -> socket.socket:
     except OSError as error:
         listener.close()
         reason = error.strerror or str(error)
-        raise OSError(f"cannot listen on {server.host} port {server.port}: {reason}; choose another with --port") from error
+        raise OSError(
+            f"cannot listen on {server.host} port {server.port}: {reason}; choose another with "
+            "--port"
+        ) from error
     return listener
 
 
 async def _run(
-    config: ServerConfig, process: EngineProcess, deadline: Deadline, listener: socket.socket, folder: Path, name: str
+    config: ServerConfig,
+    process: EngineProcess,
+    deadline: Deadline,
+    listener: socket.socket,
+    folder: Path,
+    name: str,
 ) -> int:
     """The process's exit status."""
     import uvicorn
@@ -145,21 +164,40 @@ async def _run(
         await client.connect()
         copy_sizes()
         supervisor = Supervisor(
-            client, restarts=config.restart_engine, timeout=config.engine_timeout, on_restarted=copy_sizes
+            client,
+            restarts=config.restart_engine,
+            timeout=config.engine_timeout,
+            on_restarted=copy_sizes,
         )
-        service = Service(client, model, config, Metrics(client, model.names[0]), max_requests=process.config.max_queue)
+        service = Service(
+            client,
+            model,
+            config,
+            Metrics(client, model.names[0]),
+            max_requests=process.config.max_queue,
+        )
         app = ShutdownMiddleware(create_app(service))
         deadline.before_exit = lambda: client.engine.kill()
         server = WebServer(
             uvicorn.Config(
-                app, log_config=None, access_log=False, server_header=False, lifespan="off", ws="none",
-                backlog=BACKLOG, timeout_keep_alive=KEEP_ALIVE_SECONDS, http=header_timeout_protocol(config.header_timeout),
-                ssl_certfile=config.ssl_certfile, ssl_keyfile=config.ssl_keyfile,
+                app,
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                lifespan="off",
+                ws="none",
+                backlog=BACKLOG,
+                timeout_keep_alive=KEEP_ALIVE_SECONDS,
+                http=header_timeout_protocol(config.header_timeout),
+                ssl_certfile=config.ssl_certfile,
+                ssl_keyfile=config.ssl_keyfile,
             ),
-            drain_seconds=config.drain_seconds, abort_engine_requests=client.abort_all,
-            cancel_http_requests=app.cancel_requests, deadline=deadline,
+            drain_seconds=config.drain_seconds,
+            abort_engine_requests=client.abort_all,
+            cancel_http_requests=app.cancel_requests,
+            deadline=deadline,
             on_listening=lambda: _log_summary(service, listener),
-        )  # fmt: skip
+        )
         watching = asyncio.create_task(_exit_with_engine(server, supervisor))
         await server.serve(sockets=[listener])
         watching.cancel()
@@ -169,7 +207,9 @@ async def _run(
 
 
 async def _exit_with_engine(server: "WebServer", supervisor: Supervisor) -> None:
-    """Ends the server when the engine has died; requests get its error for ERROR_GRACE_SECONDS before that."""
+    """Ends the server when the engine has died; requests get its error for ERROR_GRACE_SECONDS
+    before that.
+    """
     log.error("%s; the server ends", await supervisor.run())
     server.exit_within(CLOSE_SECONDS, status=1)
     await asyncio.sleep(ERROR_GRACE_SECONDS)
@@ -180,14 +220,30 @@ def _log_summary(service: Any, listener: socket.socket) -> None:
     """Logs the model, the cache size, the settings and the address."""
     model, info, config = service.model, service.client.info, service.config
     log.info("model %s: %s on %s", model.names[0], info.model, info.device)
-    log.info("cache: %d tokens, %d sequences of full length (%d)", info.kv_tokens, info.num_sequences, info.max_len)
+    log.info(
+        "cache: %d tokens, %d sequences of full length (%d)",
+        info.kv_tokens,
+        info.num_sequences,
+        info.max_len,
+    )
     if info.threads:
         log.info("%s", info.threads)
     stats = service.client.stats
-    log.info("prefix cache: %s", f"none, {stats.no_prefix_cache}" if stats and stats.no_prefix_cache else "yes")
-    log.info("chat template %s, tool calls %s, reasoning %s, defaults %s", "yes" if model.template else "none",
-             model.tools or "none", model.reasoning or "none", dict(model.defaults) or "none")  # fmt: skip
-    log.info("seconds to start: %s", ", ".join(f"{name} {seconds:.2f}" for name, seconds in info.phases.items()))
+    log.info(
+        "prefix cache: %s",
+        f"none, {stats.no_prefix_cache}" if stats and stats.no_prefix_cache else "yes",
+    )
+    log.info(
+        "chat template %s, tool calls %s, reasoning %s, defaults %s",
+        "yes" if model.template else "none",
+        model.tools or "none",
+        model.reasoning or "none",
+        dict(model.defaults) or "none",
+    )
+    log.info(
+        "seconds to start: %s",
+        ", ".join(f"{name} {seconds:.2f}" for name, seconds in info.phases.items()),
+    )
     if not (config.api_key or config.api_key_file):
         log.info("no --api-key: every client that can reach the port can use the model")
     scheme = "https" if config.ssl_certfile else "http"

@@ -39,14 +39,28 @@ class Service:
     _ready_started: float = field(default=-PROBE_SECONDS, init=False)
 
     def generation(
-        self, name: str, prompts: Sequence[Sequence[int]], params: SamplingParams, body: GenerationRequest
+        self,
+        name: str,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        body: GenerationRequest,
     ) -> Generation:
-        return Generation(self.client, self.model, self.metrics, name, prompts, params, n=body.n, priority=body.priority,
-                          salt=body.cache_salt, log_requests=self.config.log_requests)  # fmt: skip
+        return Generation(
+            self.client,
+            self.model,
+            self.metrics,
+            name,
+            prompts,
+            params,
+            n=body.n,
+            priority=body.priority,
+            salt=body.cache_salt,
+            log_requests=self.config.log_requests,
+        )
 
     async def start(self, generation: Generation, request: Request) -> None:
-        """Returns when the engine has accepted the request. Raises APIError, RequestRefused or EngineDead if it does not,
-        ClientDisconnect if the client disconnects."""
+        """Returns when the engine has accepted the request. Raises APIError, RequestRefused or
+        EngineDead if it does not, ClientDisconnect if the client disconnects."""
         try:
             await cancel_on_disconnect(request, generation.start())
         except BaseException as error:
@@ -62,21 +76,34 @@ class Service:
         return api_error
 
     async def ready(self) -> None:
-        """Generates one token, at most once per PROBE_SECONDS. Raises APIError, RequestRefused or EngineDead."""
+        """Generates one token, at most once per PROBE_SECONDS. Raises APIError, RequestRefused or
+        EngineDead.
+        """
         now = time.monotonic()
-        if self._ready_task is None or (self._ready_task.done() and now - self._ready_started > PROBE_SECONDS):
+        if self._ready_task is None or (
+            self._ready_task.done() and now - self._ready_started > PROBE_SECONDS
+        ):
             self._ready_task, self._ready_started = asyncio.create_task(self._generate_one()), now
         await asyncio.shield(self._ready_task)
 
     async def _generate_one(self) -> None:
-        stream = self.client.submit([Submit(self.client.next_id(), [0], SamplingParams(max_tokens=1, ignore_eos=True))])
+        stream = self.client.submit(
+            [Submit(self.client.next_id(), [0], SamplingParams(max_tokens=1, ignore_eos=True))]
+        )
         try:
             async with asyncio.timeout(READY_SECONDS):
                 await stream.wait_accepted()
                 async for output in stream:
                     if output.error is not None:
-                        raise APIError(503, f"no token: {output.error.message}", "service_unavailable", code="not_ready")
+                        raise APIError(
+                            503,
+                            f"no token: {output.error.message}",
+                            "service_unavailable",
+                            code="not_ready",
+                        )
         except TimeoutError as error:
-            raise APIError(503, f"no token in {READY_SECONDS:.0f} s", "service_unavailable", code="not_ready") from error
+            raise APIError(
+                503, f"no token in {READY_SECONDS:.0f} s", "service_unavailable", code="not_ready"
+            ) from error
         finally:
             stream.close()

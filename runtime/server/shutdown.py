@@ -10,7 +10,8 @@ from atomc.runtime.server.http import error_response
 
 
 class ShutdownMiddleware:
-    """ASGI middleware: `cancel_requests()` cancels all requests, which respond with a 503 if they have not responded yet.
+    """ASGI middleware: `cancel_requests()` cancels all requests, which respond with a 503 if they
+    have not responded yet.
 
     A request that waits for a thread does not wait for it any longer.
     """

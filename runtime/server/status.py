@@ -33,8 +33,12 @@ def router(service: Service) -> APIRouter:
     routes = APIRouter(include_in_schema=False)
     status = Status(service)
     page = PAGE.read_text(encoding="utf-8")
-    headers = {"Content-Security-Policy": content_policy(page), "X-Content-Type-Options": "nosniff",
-               "Referrer-Policy": "no-referrer", "Cache-Control": "no-cache"}  # fmt: skip
+    headers = {
+        "Content-Security-Policy": content_policy(page),
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-cache",
+    }
 
     @routes.get("/")
     async def show() -> HTMLResponse:
@@ -57,17 +61,31 @@ class Status:
         self._compile_summary: dict[str, Any] | None = None
 
     async def figures(self) -> dict[str, Any]:
-        """Model, engine stats and compiler summary. sick: the client's unhealthy_reason; age: seconds since `stats`."""
+        """Model, engine stats and compiler summary. sick: the client's unhealthy_reason; age:
+        seconds since `stats`.
+        """
         client, metrics = self._client, self._service.metrics
         await self._refresh()
         now = time.monotonic()
-        found = {"model": metrics.model, "sick": client.unhealthy_reason,
-                 "stats": asdict(client.stats) if client.stats else None, "age": now - client.stats_time,
-                 "uptime": now - self._service.started, "restarts": client.restarts,
-                 "errors": metrics.errors(), "first_token": ttft_summary(metrics.recent_ttft)}  # fmt: skip
+        found = {
+            "model": metrics.model,
+            "sick": client.unhealthy_reason,
+            "stats": asdict(client.stats) if client.stats else None,
+            "age": now - client.stats_time,
+            "uptime": now - self._service.started,
+            "restarts": client.restarts,
+            "errors": metrics.errors(),
+            "first_token": ttft_summary(metrics.recent_ttft),
+        }
         names = ("device", "max_len", "kv_tokens", "num_sequences", "phases")
-        found |= {"class": client.info.model, **{name: getattr(client.info, name) for name in names}}
-        return found | {"speeds": tokens_per_second_history(client.token_history, now), "compiler": self._compile_summary}
+        found |= {
+            "class": client.info.model,
+            **{name: getattr(client.info, name) for name in names},
+        }
+        return found | {
+            "speeds": tokens_per_second_history(client.token_history, now),
+            "compiler": self._compile_summary,
+        }
 
     async def _refresh(self) -> None:
         if time.monotonic() - self._refreshed < FRESH_SECONDS or self._client.unhealthy_reason:
@@ -77,21 +95,29 @@ class Status:
             async with asyncio.timeout(ANSWER_SECONDS):
                 await self._client.call("stats")
                 if self._compile_summary is None:
-                    self._compile_summary = compile_summary(json.loads(await self._client.call("report")))
+                    self._compile_summary = compile_summary(
+                        json.loads(await self._client.call("report"))
+                    )
         except (TimeoutError, EngineDead):
             pass
 
 
 def ttft_summary(seconds: Collection[float]) -> dict[str, float] | None:
-    """Median and 95th percentile of the time to first token in seconds, and the number of requests."""
+    """Median and 95th percentile of the time to first token in seconds, and the number of
+    requests.
+    """
     if not seconds:
         return None
     median, most = np.quantile(list(seconds), (0.5, 0.95))
     return {"requests": len(seconds), "median": float(median), "p95": float(most)}
 
 
-def tokens_per_second_history(token_history: Collection[tuple[float, int]], now: float) -> list[float]:
-    """Tokens generated in each of the last seconds, oldest first. token_history: (time, total generated tokens)."""
+def tokens_per_second_history(
+    token_history: Collection[tuple[float, int]], now: float
+) -> list[float]:
+    """Tokens generated in each of the last seconds, oldest first. token_history: (time, total
+    generated tokens).
+    """
     if not token_history:
         return []
     times, counts = zip(*token_history, strict=True)
@@ -100,15 +126,24 @@ def tokens_per_second_history(token_history: Collection[tuple[float, int]], now:
 
 
 def compile_summary(report: dict[str, Any]) -> dict[str, Any]:
-    """The parts of the compiler's report for the page: number of sites per rewrite, and kernels per op."""
+    """The parts of the compiler's report for the page: number of sites per rewrite, and kernels per
+    op.
+    """
     runs = Counter((choice["op"], choice["chosen"]) for choice in report["kernels"])
     graphs = report["cuda_graphs"]
     return {
         "treated": report["treated"],
         "why_not": report["why_not"],
         "layers": len({site["layer"] for site in report["sites"] if site["layer"] is not None}),
-        "rewrites": {name: sites for name, sites in report["matches"].items() if sites and name not in NOT_REWRITES},
-        "kernels": [{"op": op, "runs_as": chosen, "nodes": nodes} for (op, chosen), nodes in runs.most_common()],
+        "rewrites": {
+            name: sites
+            for name, sites in report["matches"].items()
+            if sites and name not in NOT_REWRITES
+        },
+        "kernels": [
+            {"op": op, "runs_as": chosen, "nodes": nodes}
+            for (op, chosen), nodes in runs.most_common()
+        ],
         "near_misses": len(report["near"]),
         "seconds": sum(report["phases"].values()),
         "graphs": len(graphs),
@@ -118,11 +153,18 @@ def compile_summary(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def content_policy(page: str) -> str:
-    """A Content-Security-Policy that allows the page's own style and script, by hash, and requests to this server only."""
-    style, script = (re.search(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL) for tag in ("style", "script"))
+    """A Content-Security-Policy that allows the page's own style and script, by hash, and requests
+    to this server only.
+    """
+    style, script = (
+        re.search(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL) for tag in ("style", "script")
+    )
     assert style is not None and script is not None
-    return (f"default-src 'none'; style-src {_hash(style[1])}; script-src {_hash(script[1])}; connect-src 'self'; "
-            "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'")  # fmt: skip
+    return (
+        f"default-src 'none'; style-src {_hash(style[1])}; script-src {_hash(script[1])}; "
+        "connect-src 'self'; "
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
 
 
 def _hash(text: str) -> str:

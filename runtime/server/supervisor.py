@@ -23,7 +23,12 @@ class Supervisor:
     """
 
     def __init__(
-        self, client: EngineClient, *, restarts: int, timeout: float, on_restarted: Callable[[], None] = lambda: None
+        self,
+        client: EngineClient,
+        *,
+        restarts: int,
+        timeout: float,
+        on_restarted: Callable[[], None] = lambda: None,
     ) -> None:
         self._client = client
         self._restarts, self._timeout, self._on_restarted = restarts, timeout, on_restarted
@@ -69,17 +74,23 @@ class Supervisor:
         self._attempt += 1
         seconds = backoff(self._attempt) + self._client.start_seconds
         return EngineRestarting(
-            f"the engine is being restarted (attempt {self._attempt} of {self._restarts}): {why}", retry_after=seconds
+            f"the engine is being restarted (attempt {self._attempt} of {self._restarts}): {why}",
+            retry_after=seconds,
         )
 
     async def _kill_unresponsive(self) -> None:
-        """Kills an engine that exceeds the timeout. Writing a profile blocks the engine and may take longer."""
+        """Kills an engine that exceeds the timeout. Writing a profile blocks the engine and may
+        take longer.
+        """
         client = self._client
         while self._timeout:
             await asyncio.sleep(CHECK_SECONDS)
             seconds = client.unanswered_seconds
             if client.dead is None and seconds > self._timeout and not client.writing_profile:
-                client.kill_engine(f"the engine did not answer for {seconds:.0f} s (--engine-timeout) and was killed")
+                client.kill_engine(
+                    f"the engine did not answer for {seconds:.0f} s (--engine-timeout) and was "
+                    "killed"
+                )
 
 
 def backoff(attempt: int) -> float:

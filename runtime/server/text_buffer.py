@@ -15,9 +15,11 @@ class TextBuffer:
         return taken
 
     def take_until(self, *markers: str) -> tuple[str, str]:
-        """Take the text before the first marker, and the marker; the marker is "" if none was found.
+        """Take the text before the first marker, and the marker; the marker is "" if none was
+        found.
 
-        Without a marker, a suffix that may be the start of one stays in the buffer. No marker may contain another.
+        Without a marker, a suffix that may be the start of one stays in the buffer. No marker may
+        contain another.
         """
         matches = [(index, marker) for marker in markers if (index := self.rest.find(marker)) >= 0]
         if matches:

@@ -9,9 +9,11 @@ T = TypeVar("T")
 
 
 def run_with_timeout(seconds: float, work: Callable[[], T]) -> T:
-    """The result of `work`, which runs in this thread. Raises TimeoutError inside of it after `seconds`.
+    """The result of `work`, which runs in this thread. Raises TimeoutError inside of it after
+    `seconds`.
 
-    This interrupts Python code, such as a looping template; a call into C is interrupted when it returns.
+    This interrupts Python code, such as a looping template; a call into C is interrupted when it
+    returns.
     """
     lock = threading.Lock()
     done = False
@@ -23,7 +25,9 @@ def run_with_timeout(seconds: float, work: Callable[[], T]) -> T:
         with lock:
             if not done:
                 timed_out = True
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(TimeoutError))
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                    ctypes.c_ulong(thread), ctypes.py_object(TimeoutError)
+                )
 
     timer = threading.Timer(seconds, interrupt)
     timer.daemon = True

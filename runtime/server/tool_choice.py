@@ -17,10 +17,11 @@ def arguments_schema(function: Function) -> dict[str, Any]:
 
 
 def calls_schema(functions: Sequence[Function], parallel: bool) -> dict[str, Any]:
-    """The schema of a list of calls, exactly one unless `parallel`: [{"name": "f", "parameters": {...}}].
+    """The schema of a list of calls, exactly one unless `parallel`: [{"name": "f", "parameters":
+    {...}}].
 
-    Moves $defs to the top level, where $ref expects them. Raises ValueError if two functions have different definitions
-    of one name.
+    Moves $defs to the top level, where $ref expects them. Raises ValueError if two functions have
+    different definitions of one name.
     """
     definitions: dict[str, dict[str, Any]] = {}
     calls = []
@@ -29,12 +30,24 @@ def calls_schema(functions: Sequence[Function], parallel: bool) -> dict[str, Any
         for key in DEFINITIONS:
             defined = parameters.pop(key, {})
             if not isinstance(defined, dict):
-                raise ValueError(f"{key} in the parameters of {function.name!r} is {defined!r:.80}, expected an object")
+                raise ValueError(
+                    f"{key} in the parameters of {function.name!r} is {defined!r:.80}, "
+                    "expected an object"
+                )
             for name, definition in defined.items():
                 if definitions.setdefault(key, {}).setdefault(name, definition) != definition:
-                    raise ValueError(f"two tools have different definitions of {name!r} in {key}: rename one")
+                    raise ValueError(
+                        f"two tools have different definitions of {name!r} in {key}: rename one"
+                    )
         properties = {"name": {"const": function.name}, "parameters": parameters}
-        calls.append({"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False})
+        calls.append(
+            {
+                "type": "object",
+                "properties": properties,
+                "required": [*properties],
+                "additionalProperties": False,
+            }
+        )
     limit = {} if parallel else {"maxItems": 1}
     return {"type": "array", "items": {"anyOf": calls}, "minItems": 1, **limit, **definitions}
 

@@ -28,13 +28,26 @@ class WebServer(uvicorn.Server):
     """
 
     def __init__(
-        self, config: uvicorn.Config, *, drain_seconds: float, abort_engine_requests: Callable[[], None],
-        cancel_http_requests: Callable[[], None], deadline: Deadline, on_listening: Callable[[], None],
-    ) -> None:  # fmt: skip
+        self,
+        config: uvicorn.Config,
+        *,
+        drain_seconds: float,
+        abort_engine_requests: Callable[[], None],
+        cancel_http_requests: Callable[[], None],
+        deadline: Deadline,
+        on_listening: Callable[[], None],
+    ) -> None:
         super().__init__(config)
         self.status = 0
-        self._drain_seconds, self._deadline, self._on_listening = drain_seconds, deadline, on_listening
-        self._abort_engine_requests, self._cancel_http_requests = abort_engine_requests, cancel_http_requests
+        self._drain_seconds, self._deadline, self._on_listening = (
+            drain_seconds,
+            deadline,
+            on_listening,
+        )
+        self._abort_engine_requests, self._cancel_http_requests = (
+            abort_engine_requests,
+            cancel_http_requests,
+        )
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -73,10 +86,13 @@ class WebServer(uvicorn.Server):
             connection.transport.abort()
 
     async def _abort_closed_connections(self) -> None:
-        """Abort connections that are closed on this side with all data sent; over TLS they wait for the client's
-        close_notify."""
+        """Abort connections that are closed on this side with all data sent; over TLS they wait for
+        the client's close_notify."""
         while True:
             await asyncio.sleep(TLS_CLOSE_SECONDS)
             for connection in list(self.server_state.connections):
-                if connection.transport.is_closing() and not connection.transport.get_write_buffer_size():
+                if (
+                    connection.transport.is_closing()
+                    and not connection.transport.get_write_buffer_size()
+                ):
                     connection.transport.abort()

@@ -1,4 +1,6 @@
-"""Which kernels we have of AITER, what to try them with, and a process that does so with AITER's real code."""
+"""Which kernels we have of AITER, what to try them with, and a process that does so with AITER's
+real code.
+"""
 
 import json
 import os
@@ -32,11 +34,19 @@ KERNELS = {
     for kernel in op.kernels
     if kernel.provider == "aiter"
 }
-PLAINLY_NAMED = ("activation_quant", "linear_split_cat", "mla", "norm_rope_kv_write", "paged_attention", "rope_kv_write")
+PLAINLY_NAMED = (
+    "activation_quant",
+    "linear_split_cat",
+    "mla",
+    "norm_rope_kv_write",
+    "paged_attention",
+    "rope_kv_write",
+)
 IN_TRITON = sorted(
-    name for name in KERNELS if name.partition(".")[0].endswith("_triton")
-    or name.partition(".")[0] in PLAINLY_NAMED
-)  # fmt: skip
+    name
+    for name in KERNELS
+    if name.partition(".")[0].endswith("_triton") or name.partition(".")[0] in PLAINLY_NAMED
+)
 COMPILED = sorted(set(KERNELS) - set(IN_TRITON))
 
 
@@ -50,7 +60,9 @@ def unscaled(draw: Draw, make: Callable[..., dict[str, Any]], **rest: Any) -> di
 
 
 def of_whole_tiles(arch: str) -> dict[str, Cases]:
-    """More cases: sizes that AITER's products have tiles for, the fp8 of the architecture, a cache in bfloat16."""
+    """More cases: sizes that AITER's products have tiles for, the fp8 of the architecture, a cache
+    in bfloat16.
+    """
     fp8 = FP8_OF[arch]
     return {
         "linear": {"whole tiles": lambda draw: linear(draw, 33, 128, out=64)},
@@ -58,7 +70,9 @@ def of_whole_tiles(arch: str) -> dict[str, Cases]:
             "whole tiles": lambda draw: scaled_fp8(draw, 33, 256, out=64, dtype=fp8),
             "odd sizes, native": lambda draw: scaled_fp8(draw, 7, 80, out=33, dtype=fp8),
             "bias, native": lambda draw: scaled_fp8(draw, 7, 80, out=33, bias=True, dtype=fp8),
-            "per tensor, native": lambda draw: scaled_fp8(draw, 33, 256, out=64, per="tensor", dtype=fp8),
+            "per tensor, native": lambda draw: scaled_fp8(
+                draw, 33, 256, out=64, per="tensor", dtype=fp8
+            ),
         },
         "scaled_linear_fp8_block": {
             "whole tiles": lambda draw: scaled_blocks(draw, 33, 256, out=64, dtype=fp8),
@@ -70,38 +84,63 @@ def of_whole_tiles(arch: str) -> dict[str, Cases]:
             "few rows": lambda draw: mxfp4_operands(draw, 5, 512, out=96, activation="mxfp4"),
         },
         "rope_kv_write": {
-            **{f"{style}, bf16 cache": partial(tables_in_bf16, rope_style=style) for style in ("neox", "half", "gptj")},
+            **{
+                f"{style}, bf16 cache": partial(tables_in_bf16, rope_style=style)
+                for style in ("neox", "half", "gptj")
+            },
             "some nowhere, bf16 cache": partial(tables_in_bf16, tokens=33, skip=(0, 4, 32)),
             "packed, bf16 cache": partial(tables_in_bf16, packed=True, heads=(6, 2), width=128),
             "no tokens, bf16 cache": partial(tables_in_bf16, tokens=0),
         },
         "mla_rope_kv_write": {
-            f"{style}, bf16 cache": partial(unscaled, make=latent_rope_written, rope_style=style, latent=64, skip=(2,))
+            f"{style}, bf16 cache": partial(
+                unscaled, make=latent_rope_written, rope_style=style, latent=64, skip=(2,)
+            )
             for style in ("neox", "half", "gptj")
         },
         "bmm_rope_kv_write": {
             **{
                 f"{scheme}, bf16 cache, {nope}": partial(
-                    unscaled, make=multiplied_and_written, scheme=scheme, nope=nope, latent=64, dtype=fp8, skip=(2,)
+                    unscaled,
+                    make=multiplied_and_written,
+                    scheme=scheme,
+                    nope=nope,
+                    latent=64,
+                    dtype=fp8,
+                    skip=(2,),
                 )
                 for scheme in ("fp8", "mxfp4")
                 for nope in (128, 256)
             },
         },
         "linear_split_cat": {
-            "fp8_block, native": partial(split_and_joined, scheme="fp8_block", dtype=fp8, latent=256),
-            "mxfp4, whole tiles": partial(split_and_joined, scheme="mxfp4", latent=512, nope=32, values=32),
+            "fp8_block, native": partial(
+                split_and_joined, scheme="fp8_block", dtype=fp8, latent=256
+            ),
+            "mxfp4, whole tiles": partial(
+                split_and_joined, scheme="mxfp4", latent=512, nope=32, values=32
+            ),
         },
         "qk_norm_rope_kv_write": {
             **{
-                f"packed, {norm}, {rope}": partial(norm_rope_written, packed=True, norm_style=norm, rope_style=rope)
+                f"packed, {norm}, {rope}": partial(
+                    norm_rope_written, packed=True, norm_style=norm, rope_style=rope
+                )
                 for norm in RMS_NORM_STYLES
                 for rope in ("neox", "half", "gptj")
             },
-            "packed, some nowhere": partial(norm_rope_written, packed=True, tokens=33, skip=(0, 4, 32)),
-            "packed, half rotates": partial(norm_rope_written, packed=True, width=128, rotated=64, heads=(4, 4)),
-            "packed, half rotates, gptj": partial(norm_rope_written, packed=True, rotated=32, rope_style="gptj"),
-            "packed, fp32 weight": partial(norm_rope_written, packed=True, norm_style="before", weight=torch.float32),
+            "packed, some nowhere": partial(
+                norm_rope_written, packed=True, tokens=33, skip=(0, 4, 32)
+            ),
+            "packed, half rotates": partial(
+                norm_rope_written, packed=True, width=128, rotated=64, heads=(4, 4)
+            ),
+            "packed, half rotates, gptj": partial(
+                norm_rope_written, packed=True, rotated=32, rope_style="gptj"
+            ),
+            "packed, fp32 weight": partial(
+                norm_rope_written, packed=True, norm_style="before", weight=torch.float32
+            ),
         },
         "paged_attention": {
             "long": lambda draw: paged(draw, [(1, 700), (1, 3), (1, 530)]),
@@ -117,7 +156,10 @@ def cases(kernel: Kernel, arch: str) -> Cases:
 
 def prepared(kernel: Kernel, given: dict[str, Any]) -> dict[str, Any]:
     """The arguments as the kernel gets them."""
-    made = {names[0]: prepare(*map(given.get, names)).tensors for names, prepare in kernel.prepare.items()}
+    made = {
+        names[0]: prepare(*map(given.get, names)).tensors
+        for names, prepare in kernel.prepare.items()
+    }
     return given | made
 
 
@@ -125,15 +167,23 @@ class Stage:
     """A process in which AITER's real code stands: see child.py."""
 
     def __init__(self, mode: str, arch: str, folder: Path):
-        environment = dict(os.environ, PYTHONPATH=os.pathsep.join(map(str, (HERE, HERE.parent, HERE.parents[1]))))
+        environment = dict(
+            os.environ, PYTHONPATH=os.pathsep.join(map(str, (HERE, HERE.parent, HERE.parents[1])))
+        )
         environment.pop("TRITON_INTERPRET", None)
         self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "child.py"), mode, arch, source(), str(folder)], env=environment, text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+            [sys.executable, str(HERE / "child.py"), mode, arch, source(), str(folder)],
+            env=environment,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
 
     def tell(self, **request: Any) -> dict[str, Any]:
-        """What the process answers. Raises RuntimeError with all that it printed if it ended instead."""
+        """What the process answers. Raises RuntimeError with all that it printed if it ended
+        instead.
+        """
         assert self.process.stdin and self.process.stdout
         printed = []
         try:
@@ -160,7 +210,9 @@ def source() -> str:
 
 
 def is_todays() -> bool:
-    """Whether it has the folders of today; before, it had fewer functions, and its MXFP4 rounded ties away from zero."""
+    """Whether it has the folders of today; before, it had fewer functions, and its MXFP4 rounded
+    ties away from zero.
+    """
     return Path(source(), "aiter/ops/triton/quant").is_dir()
 
 

@@ -1,7 +1,9 @@
-"""A stage on which AITER's real code can be imported, interpreted, compiled and run without ROCm and without its GPU.
+"""A stage on which AITER's real code can be imported, interpreted, compiled and run without ROCm
+and without its GPU.
 
-Three things are played: the command-line tools of ROCm that AITER asks for the architecture, the one compiled module that
-it calls while it is imported, and the driver from which Triton learns what it compiles for.
+Three things are played: the command-line tools of ROCm that AITER asks for the architecture, the
+one compiled module that it calls while it is imported, and the driver from which Triton learns what
+it compiles for.
 """
 
 import enum
@@ -20,9 +22,16 @@ TOOLS = {
     "hipcc": "#!/bin/sh\necho 7.0.0\n",
 }
 TABLES = (
-    "GEMM_BF16", "GEMM_A8W8", "GEMM_A8W8_BPRESHUFFLE", "GEMM_A8W8_BLOCKSCALE", "GEMM_A8W8_BLOCKSCALE_BPRESHUFFLE",
-    "GEMM_A4W4", "A8W8_BATCHED_GEMM", "BF16_BATCHED_GEMM", "FMOE",
-)  # fmt: skip
+    "GEMM_BF16",
+    "GEMM_A8W8",
+    "GEMM_A8W8_BPRESHUFFLE",
+    "GEMM_A8W8_BLOCKSCALE",
+    "GEMM_A8W8_BLOCKSCALE_BPRESHUFFLE",
+    "GEMM_A4W4",
+    "A8W8_BATCHED_GEMM",
+    "BF16_BATCHED_GEMM",
+    "FMOE",
+)
 UNITS = {"gfx942": 304, "gfx950": 256}
 # What launches say to AMD's compiler, and NVIDIA's does not know.
 AMD_ONLY = ("waves_per_eu", "matrix_instr_nonkdim", "kpack", "schedule_hint")
@@ -30,16 +39,23 @@ AMD_ONLY = ("waves_per_eu", "matrix_instr_nonkdim", "kpack", "schedule_hint")
 ENUMS = {
     "ActivationType": {"No": -1, "Silu": 0, "Gelu": 1, "Swiglu": 2, "Situv2": 3},
     "QuantType": {
-        "No": 0, "per_Tensor": 1, "per_Token": 2, "per_1x32": 3, "per_1x128": 4, "per_128x128": 5, "per_256x128": 6,
+        "No": 0,
+        "per_Tensor": 1,
+        "per_Token": 2,
+        "per_1x32": 3,
+        "per_1x128": 4,
+        "per_128x128": 5,
+        "per_256x128": 6,
         "per_1024x128": 7,
     },
     "MlaVersion": {"V32": 0, "V40": 1},
     "MxScaleRoundMode": {"RoundDown": 0, "RoundUp": 1, "Even": 2, "Ceil": 3},
-}  # fmt: skip
+}
 
 
 def set_up(folder: Path, source: str, arch: str, on_cuda: bool = False) -> None:
-    """Let `import aiter` find the checkout at `source`, and believe in a GPU of this architecture, in this process.
+    """Let `import aiter` find the checkout at `source`, and believe in a GPU of this architecture,
+    in this process.
 
     on_cuda  there is a GPU of NVIDIA's, which is to stay what it is
     """
@@ -49,24 +65,34 @@ def set_up(folder: Path, source: str, arch: str, on_cuda: bool = False) -> None:
         tool.write_text(text.format(arch=arch, units=UNITS[arch]))
         tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
     os.environ.update(
-        PATH=f"{folder / 'bin'}:{os.environ['PATH']}", ROCM_HOME=str(folder), AITER_JIT_DIR=str(folder / "jit"),
-        GPU_ARCHS=arch, CU_NUM=str(UNITS[arch]), AITER_LOG_LEVEL="ERROR",
+        PATH=f"{folder / 'bin'}:{os.environ['PATH']}",
+        ROCM_HOME=str(folder),
+        AITER_JIT_DIR=str(folder / "jit"),
+        GPU_ARCHS=arch,
+        CU_NUM=str(UNITS[arch]),
+        AITER_LOG_LEVEL="ERROR",
         **{f"AITER_CONFIG_{table}": str(folder / "no table") for table in TABLES},
-    )  # fmt: skip
+    )
     (folder / "jit").mkdir(exist_ok=True)
     for name in ("module_aiter_core", "module_aiter_enum"):  # of today's versions, of those before
         sys.modules[name] = _compiled_enums(name)
         sys.modules[f"aiter.jit.{name}"] = _compiled_enums(f"aiter.jit.{name}")
     import torch
 
-    importlib.import_module("torch._dynamo")  # it looks for pandas, too, and would take the stand-in for real
+    importlib.import_module(
+        "torch._dynamo"
+    )  # it looks for pandas, too, and would take the stand-in for real
 
-    if importlib.util.find_spec("pandas") is None:  # by which AITER reads its tables of tuned products
+    if (
+        importlib.util.find_spec("pandas") is None
+    ):  # by which AITER reads its tables of tuned products
         sys.modules["pandas"] = stand_in = types.ModuleType("pandas")
         stand_in.DataFrame = dict
     if not on_cuda:  # of whom versions ask the number of multiprocessors
         torch.cuda.current_device = lambda: 0
-        torch.cuda.get_device_properties = lambda device=None: types.SimpleNamespace(multi_processor_count=UNITS[arch])
+        torch.cuda.get_device_properties = lambda device=None: types.SimpleNamespace(
+            multi_processor_count=UNITS[arch]
+        )
     sys.path.insert(0, source)
     sys.dont_write_bytecode = True
     drive_triton_for(arch)
@@ -136,15 +162,29 @@ def interpret() -> None:
 
     # The interpreter has no product of codes with scales.
     def dot_scaled(
-        lhs, lhs_scale, lhs_format, rhs, rhs_scale, rhs_format, acc, fast_math, lhs_k_pack, rhs_k_pack, out_dtype
+        lhs,
+        lhs_scale,
+        lhs_format,
+        rhs,
+        rhs_scale,
+        rhs_format,
+        acc,
+        fast_math,
+        lhs_k_pack,
+        rhs_k_pack,
+        out_dtype,
     ):
         from atomc.ops.scaled_linear import mxfp4_values
 
         formats = {getattr(given, "value", given) for given in (lhs_format, rhs_format)}
         assert formats == {"e2m1"} and lhs_k_pack and rhs_k_pack, "only MXFP4 by MXFP4 is played"
-        a, a_scale, b, b_scale = (torch.from_numpy(x.handle.data.copy()) for x in (lhs, lhs_scale, rhs, rhs_scale))
+        a, a_scale, b, b_scale = (
+            torch.from_numpy(x.handle.data.copy()) for x in (lhs, lhs_scale, rhs, rhs_scale)
+        )
         product = mxfp4_values(a, a_scale) @ mxfp4_values(b.t().contiguous(), b_scale).t()
-        return tl.tensor(interpreter.TensorHandle(acc.handle.data + product.numpy(), tl.float32), acc.type)
+        return tl.tensor(
+            interpreter.TensorHandle(acc.handle.data + product.numpy(), tl.float32), acc.type
+        )
 
     interpreter.interpreter_semantic.dot_scaled = dot_scaled
 
@@ -164,7 +204,9 @@ def interpret() -> None:
         self.generic_visit(node)
         if not isinstance(node.op, ast.Not):
             return node
-        elementwise = ast.parse("(lambda x: x == 0 if hasattr(x, 'handle') else not x)(0)", mode="eval").body
+        elementwise = ast.parse(
+            "(lambda x: x == 0 if hasattr(x, 'handle') else not x)(0)", mode="eval"
+        ).body
         elementwise.args = [node.operand]
         return ast.fix_missing_locations(ast.copy_location(elementwise, node))
 
@@ -179,7 +221,9 @@ def interpret() -> None:
 
 
 def replace_device_functions() -> None:
-    """Plain arithmetic for two functions of ROCm's device library. Call after the import of AITER."""
+    """Plain arithmetic for two functions of ROCm's device library. Call after the import of
+    AITER.
+    """
     import device_functions
 
     for module in list(sys.modules.values()):
@@ -190,14 +234,18 @@ def replace_device_functions() -> None:
 
 
 def answer_for_the_device() -> None:
-    """Say how many tokens a program takes, which AITER reckons from the multiprocessors of a GPU. Call after the import."""
+    """Say how many tokens a program takes, which AITER reckons from the multiprocessors of a GPU.
+    Call after the import.
+    """
     module = sys.modules.get("aiter.ops.triton.rope.fused_qkv_split_qk_norm_rope_cache")
     if module is not None:
         module.infer_rope_cache_triton_block_t = lambda tokens, device: 4
 
 
 def compile_only(compiled: list[str]) -> None:
-    """Let a launch of a Triton kernel compile it to an object, note its name in `compiled`, and launch nothing."""
+    """Let a launch of a Triton kernel compile it to an object, note its name in `compiled`, and
+    launch nothing.
+    """
     from triton.runtime.jit import JITFunction
 
     original = JITFunction.run
@@ -219,8 +267,8 @@ def leave_out_what_is_amds() -> None:
     from triton.runtime.autotuner import Autotuner
     from triton.runtime.jit import JITFunction
 
-    # AITER writes exponents, negative ones too, as unsigned bytes: AMD's compiler goes by whole numbers with a sign, and
-    # they wrap around; NVIDIA's instruction makes them 0.
+    # AITER writes exponents, negative ones too, as unsigned bytes: AMD's compiler goes by whole
+    # numbers with a sign, and they wrap around; NVIDIA's instruction makes them 0.
     cast = TritonSemantic.cast
 
     def casted(self, value, dtype, *args, **kwargs):
@@ -233,7 +281,11 @@ def leave_out_what_is_amds() -> None:
     run, init = JITFunction.run, Autotuner.__init__
 
     def launched(self, *args, grid, warmup, **kwargs):
-        kwargs = {name: value for name, value in kwargs.items() if name not in AMD_ONLY or name in self.arg_names}
+        kwargs = {
+            name: value
+            for name, value in kwargs.items()
+            if name not in AMD_ONLY or name in self.arg_names
+        }
         return run(self, *args, grid=grid, warmup=warmup, **kwargs)
 
     def tuned(self, fn, arg_names, configs, *args, **kwargs):
@@ -247,20 +299,32 @@ def leave_out_what_is_amds() -> None:
 
 
 def run_on_cuda() -> None:
-    """Give Triton its own driver back. Call after the import of AITER, which asks for the architecture but once."""
+    """Give Triton its own driver back. Call after the import of AITER, which asks for the
+    architecture but once.
+    """
     from triton.runtime import driver
 
     driver.reset_active()
 
 
 def _accept_unused_keys(first_only: bool) -> None:
-    """AITER names keys of autotuners that its kernels do not take, which its own Triton lets pass."""
+    """AITER names keys of autotuners that its kernels do not take, which its own Triton lets
+    pass.
+    """
     from triton.runtime.autotuner import Autotuner
 
     original = Autotuner.__init__
 
     def init(self, fn, arg_names, configs, key, *args, **kwargs):
         used = [name for name in key if name in arg_names]
-        original(self, fn, arg_names, configs[:1] if first_only and configs else configs, used, *args, **kwargs)
+        original(
+            self,
+            fn,
+            arg_names,
+            configs[:1] if first_only and configs else configs,
+            used,
+            *args,
+            **kwargs,
+        )
 
     Autotuner.__init__ = init

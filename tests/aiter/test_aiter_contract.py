@@ -1,4 +1,6 @@
-"""What our kernels hand to AITER's functions fits their signatures, and kernels refuse what AITER does not take."""
+"""What our kernels hand to AITER's functions fits their signatures, and kernels refuse what AITER
+does not take.
+"""
 
 import contextlib
 import inspect
@@ -41,13 +43,20 @@ def signatures() -> dict[str, inspect.Signature]:
     found = {}
     for entry in json.loads(API.read_text())["functions"]:
         if entry["object"] == "function":
-            found[f"{'triton.' * ('triton' in entry['current'])}{entry['name']}"] = inspect.Signature([
-                inspect.Parameter(
-                    given["name"], getattr(inspect.Parameter, given["kind"].upper()),
-                    default=inspect.Parameter.empty if given["required"] else given["default"],
+            found[f"{'triton.' * ('triton' in entry['current'])}{entry['name']}"] = (
+                inspect.Signature(
+                    [
+                        inspect.Parameter(
+                            given["name"],
+                            getattr(inspect.Parameter, given["kind"].upper()),
+                            default=inspect.Parameter.empty
+                            if given["required"]
+                            else given["default"],
+                        )
+                        for given in entry["params"]
+                    ]
                 )
-                for given in entry["params"]
-            ])  # fmt: skip
+            )
     return found
 
 
@@ -86,7 +95,9 @@ def test_every_call_binds_to_the_signature_of_aiters_function(
             assert set(function.takes) <= signatures[short(function)].parameters.keys()
 
 
-def test_functions_without_a_listed_signature_are_known(signatures: dict[str, inspect.Signature]) -> None:
+def test_functions_without_a_listed_signature_are_known(
+    signatures: dict[str, inspect.Signature],
+) -> None:
     assert {short(function) for function in library.FUNCTIONS} - signatures.keys() == UNLISTED
 
 
@@ -94,13 +105,17 @@ GATE, UP = torch.randn(5, 128, dtype=torch.bfloat16).chunk(2, -1)
 
 
 def reasons(op: ops.Op, platform: Platform, **given: Any) -> list[str | None]:
-    refused = [refusal(kernel, platform, given) for kernel in op.kernels if kernel.provider == "aiter"]
+    refused = [
+        refusal(kernel, platform, given) for kernel in op.kernels if kernel.provider == "aiter"
+    ]
     return [found and found.text for found in refused]
 
 
 def test_aiter_serves_amds_gpus_alone() -> None:
     assert reasons(ops.silu_and_mul, Platform.named("gfx950"), gate=GATE, up=UP) == [None]
-    assert reasons(ops.silu_and_mul, Platform.named("sm90"), gate=GATE, up=UP) == ["AITER runs on AMD GPUs"]
+    assert reasons(ops.silu_and_mul, Platform.named("sm90"), gate=GATE, up=UP) == [
+        "AITER runs on AMD GPUs"
+    ]
     gfx90a = replace(Platform.named("gfx942"), arch="gfx90a")
     assert reasons(ops.silu_and_mul, gfx90a, gate=GATE, up=UP) == [
         "AITER's kernels are used on gfx942 and gfx950, this is gfx90a"
@@ -127,15 +142,24 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 
 def test_the_unrelated_aiter_is_the_reason(installed: Path) -> None:
     (installed / "__init__.py").write_text("")
-    [reason] = reasons(ops.silu_and_mul, replace(Platform.named("gfx950"), here=True), gate=GATE, up=UP)
-    assert reason == "the installed package `aiter` is another project, not AMD's: pip install amd-aiter"
+    [reason] = reasons(
+        ops.silu_and_mul, replace(Platform.named("gfx950"), here=True), gate=GATE, up=UP
+    )
+    assert (
+        reason
+        == "the installed package `aiter` is another project, not AMD's: pip install amd-aiter"
+    )
 
 
 def test_an_installation_that_fails_in_its_own_way_is_a_reason(installed: Path) -> None:
     (installed / "ops/enum.py").write_text("")
     (installed / "__init__.py").write_text("raise RuntimeError('ROCm version file not found')")
-    [reason] = reasons(ops.silu_and_mul, replace(Platform.named("gfx950"), here=True), gate=GATE, up=UP)
-    assert reason is not None and reason.endswith("cannot be imported: RuntimeError: ROCm version file not found")
+    [reason] = reasons(
+        ops.silu_and_mul, replace(Platform.named("gfx950"), here=True), gate=GATE, up=UP
+    )
+    assert reason is not None and reason.endswith(
+        "cannot be imported: RuntimeError: ROCm version file not found"
+    )
 
 
 def test_a_function_that_this_version_lacks_is_named(installed: Path) -> None:
@@ -144,24 +168,35 @@ def test_a_function_that_this_version_lacks_is_named(installed: Path) -> None:
     here = replace(Platform.named("gfx950"), here=True)
     x = torch.randn(3, 64, dtype=torch.bfloat16)
     [compiled, in_triton] = reasons(ops.add_rms_norm, here, x=x, residual=x, weight=x[0], eps=1e-5)
-    assert compiled == "this AITER has no aiter.rmsnorm2d_fwd_with_add that we can call (it takes no gemma_norm)"
+    assert (
+        compiled == "this AITER has no aiter.rmsnorm2d_fwd_with_add that we can call (it takes no "
+        "gemma_norm)"
+    )
     assert in_triton is not None and "No module named 'aiter.ops.triton'" in in_triton
 
 
-def test_a_version_that_reads_scales_past_the_end_gets_rows_of_whole_blocks(installed: Path) -> None:
+def test_a_version_that_reads_scales_past_the_end_gets_rows_of_whole_blocks(
+    installed: Path,
+) -> None:
     (installed / "ops/enum.py").write_text("")
     (installed / "__init__.py").write_text("")
     here = replace(Platform.named("gfx950"), here=True)
     module = installed / "ops/triton/gemm_afp4wfp4.py"
     module.parent.mkdir()
     module.write_text("def gemm_afp4wfp4(x, w, x_scales, w_scales, dtype): ...")
-    given = {width: mxfp4_operands(Draw(torch.bfloat16), 3, width, activation="mxfp4") for width in (256, 288, 512)}
+    given = {
+        width: mxfp4_operands(Draw(torch.bfloat16), 3, width, activation="mxfp4")
+        for width in (256, 288, 512)
+    }
     said = {
         (platform.here, width): reasons(ops.linear_mxfp4, platform, **operands)[-1]
         for platform in (here, Platform.named("gfx950"))
         for width, operands in given.items()
     }
-    assert said.pop((True, 288)) == "rows of 288: this AITER reads scales of 256 at a time, past the end of the last row"
+    assert (
+        said.pop((True, 288))
+        == "rows of 288: this AITER reads scales of 256 at a time, past the end of the last row"
+    )
     assert set(said.values()) == {None}
 
 
@@ -169,10 +204,13 @@ def test_the_latents_product_in_mxfp4_gets_rows_of_whole_blocks() -> None:
     draw, platform = Draw(torch.bfloat16), Platform.named("gfx950")
     widths = (128, 160, 512, 1536, 2048)
     said = {
-        width: reasons(ops.linear_split_cat, platform, **split_and_joined(draw, "mxfp4", latent=width))[0]
+        width: reasons(
+            ops.linear_split_cat, platform, **split_and_joined(draw, "mxfp4", latent=width)
+        )[0]
         for width in widths
     }
     assert said == dict.fromkeys(widths) | {
-        width: f"rows of {width}: AITER reads scales of 1024 at a time, past the end of the last row"
+        width: f"rows of {width}: AITER reads scales of 1024 at a time, past the end of the "
+        "last row"
         for width in (160, 1536)
     }

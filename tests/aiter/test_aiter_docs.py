@@ -1,4 +1,6 @@
-"""The table of docs/aiter.md names each kernel, what it calls and its proof; explain chooses AITER's kernels."""
+"""The table of docs/aiter.md names each kernel, what it calls and its proof; explain chooses
+AITER's kernels.
+"""
 
 import re
 from pathlib import Path
@@ -17,7 +19,9 @@ def rows() -> list[tuple[str, set[str], str, str]]:
     found = []
     op = ""
     text = PAGE.read_text()
-    for first, functions, where, proof in re.findall(r"^\| (.*?) ?\| (.*?) \| (.*?) \| (.*?) \|$", text, re.MULTILINE):
+    for first, functions, where, proof in re.findall(
+        r"^\| (.*?) ?\| (.*?) \| (.*?) \| (.*?) \|$", text, re.MULTILINE
+    ):
         op = first.strip("`") or op
         found.append((op, set(re.findall(r"`(\w+)`", functions)), where, proof))
     return [row for row in found if row[0] in {kernel.op for kernel in KERNELS.values()}]
@@ -25,20 +29,34 @@ def rows() -> list[tuple[str, set[str], str, str]]:
 
 def test_the_table_has_a_row_for_each_kernel_with_its_kind_of_proof() -> None:
     run = {"interpreter", "object"}
-    written = sorted((op, where == "Triton", run <= set(proof.split(", "))) for op, _, where, proof in rows())
-    assert written == sorted((kernel.op, name in IN_TRITON, name in IN_TRITON) for name, kernel in KERNELS.items())
+    written = sorted(
+        (op, where == "Triton", run <= set(proof.split(", "))) for op, _, where, proof in rows()
+    )
+    assert written == sorted(
+        (kernel.op, name in IN_TRITON, name in IN_TRITON) for name, kernel in KERNELS.items()
+    )
 
 
 def test_the_table_names_every_function_of_aiter_that_is_called() -> None:
     asked_not_called = {"get_tp_group", "_gemm_splitk_reduce_kernel"}
-    assert set().union(*(functions for _, functions, _, _ in rows())) == {
-        function.name for function in library.FUNCTIONS
-    } - asked_not_called
+    assert (
+        set().union(*(functions for _, functions, _, _ in rows()))
+        == {function.name for function in library.FUNCTIONS} - asked_not_called
+    )
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_explain_chooses_aiter_for_the_runtime(arch: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_chooses_aiter_for_the_runtime(
+    arch: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     main(["explain", "--runtime", "--layers", "1", "--platform", arch])
     chosen = dict(re.findall(r"^(\w+) +\d+ +any +(\w+)$", capsys.readouterr().out, re.MULTILINE))
-    ops = ("rms_norm", "add_rms_norm", "linear", "qk_norm_rope_kv_write", "paged_attention", "silu_and_mul")
+    ops = (
+        "rms_norm",
+        "add_rms_norm",
+        "linear",
+        "qk_norm_rope_kv_write",
+        "paged_attention",
+        "silu_and_mul",
+    )
     assert chosen == {"embedding": "torch"} | dict.fromkeys(ops, "aiter")

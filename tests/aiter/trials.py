@@ -10,7 +10,16 @@ from aiter_cases import ANSWER, KERNELS, cases, is_todays, prepared
 from kernel_cases.draw import Draw
 from memory import PoisonedMemory
 from stage import answer_for_the_device, replace_device_functions, run_on_cuda
-from test_kernels import COMPUTED, assert_as_exact, assert_neighbours, in_fp32, is_code, run, strides, tensors
+from test_kernels import (
+    COMPUTED,
+    assert_as_exact,
+    assert_neighbours,
+    in_fp32,
+    is_code,
+    run,
+    strides,
+    tensors,
+)
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
@@ -26,7 +35,8 @@ from atomc.quantization import quantize
 __all__ = ["ANSWER", "answer"]
 
 Make = Callable[[], dict[str, Any]]
-# In the interpreter thousands of programs, one after another in Python; other modes without a GPU learn nothing from them.
+# In the interpreter thousands of programs, one after another in Python; other modes without a GPU
+# learn nothing from them.
 SLOW = ("many", "wide", "several tiles", "long, one row")
 
 
@@ -34,7 +44,9 @@ def answer(mode: str, arch: str, compiled: list[str], request: dict[str, Any]) -
     torch.set_num_threads(1)
     if reason := library.missing():
         raise RuntimeError(reason)
-    lacking = {repr(f): f.found for f in library.FUNCTIONS if isinstance(f.found, str)}  # which imports them all
+    lacking = {
+        repr(f): f.found for f in library.FUNCTIONS if isinstance(f.found, str)
+    }  # which imports them all
     answer_for_the_device()
     if mode in ("interpret", "cuda"):
         replace_device_functions()
@@ -88,14 +100,19 @@ def compare(kernel: Kernel, arguments: Make, dtype: torch.dtype) -> None:
             # What AITER quantizes it has in fp32, or rounds once where the op rounds twice.
             assert_neighbours(got, exact, moved=0.04)
         else:
-            # AITER's quantizers divide where the op multiplies by a reciprocal, or the other way round.
-            assert_as_exact(got, low, exact, dtype, op.name in COMPUTED or op.name.startswith("quant"))
+            # AITER's quantizers divide where the op multiplies by a reciprocal, or the other way
+            # round.
+            assert_as_exact(
+                got, low, exact, dtype, op.name in COMPUTED or op.name.startswith("quant")
+            )
         assert strides(got) == strides(low)
     for name, value in before.items():
         if name in op.mutates and value is not None:
             written = for_meaning[name] != value
             assert_as_exact(given[name], for_meaning[name], for_truth[name], value.dtype)
-            assert torch.equal(given[name][~written], value[~written]), f"{name} was written where it should not be"
+            assert torch.equal(given[name][~written], value[~written]), (
+                f"{name} was written where it should not be"
+            )
         elif isinstance(value, Tensor):
             assert torch.equal(given[name], value), f"{name} was written, and the op says it is not"
 
@@ -108,7 +125,9 @@ def objects(kernel: Kernel, arguments: Make, compiled: list[str]) -> list[str]:
 
 
 def called_on_fakes(kernel: Kernel, arguments: Make) -> list[str]:
-    """The functions of AITER that a call on fake tensors calls; the result is shaped as the op says."""
+    """The functions of AITER that a call on fake tensors calls; the result is shaped as the op
+    says.
+    """
     called: list[str] = []
     found = {function: function.found for function in library.FUNCTIONS}
 
@@ -137,15 +156,24 @@ def called_on_fakes(kernel: Kernel, arguments: Make) -> list[str]:
 
 LACKS = "this AITER has no "
 CONFIG: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 48, "hidden_size": 256,
-    "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 64, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 64, "dtype": "float16",
-}  # fmt: skip
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 48,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "head_dim": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "dtype": "float16",
+}
 PROMPT = [3, 1, 4, 1, 5, 9, 2]
 
 
 def whole_model(arch: str, scheme: str, device: str) -> dict[str, Any]:
-    """A small Llama in `scheme`, as a backend compiles it and as the runtime does, with all that AITER has in Triton.
+    """A small Llama in `scheme`, as a backend compiles it and as the runtime does, with all that
+    AITER has in Triton.
 
     kernels  op -> who serves it, of both programs
     lacking  ops of which this AITER has not every function
@@ -171,7 +199,12 @@ def whole_model(arch: str, scheme: str, device: str) -> dict[str, Any]:
     choices = list(atomc.reports()[-1].kernels)
     generated = []
     for providers in ((), ("torch",)):
-        llm = atomc.LLM(made(), max_model_len=64, enforce_eager=True, options={**options, "providers": providers})
+        llm = atomc.LLM(
+            made(),
+            max_model_len=64,
+            enforce_eager=True,
+            options={**options, "providers": providers},
+        )
         choices += [] if providers else atomc.reports()[-1].kernels
         params = atomc.SamplingParams(max_tokens=4, temperature=0.0)
         with PoisonedMemory():
@@ -179,8 +212,17 @@ def whole_model(arch: str, scheme: str, device: str) -> dict[str, Any]:
         generated.append([list(answer.token_ids) for answer in answers])
     noise = (exact.double() - got.double()).square().mean()
     return {
-        "kernels": {op: sorted({c.chosen for c in choices if c.op == op}) for op in {c.op for c in choices}},
-        "lacking": sorted({c.op for c in choices for who, why in c.refused if who == "aiter" and why.startswith(LACKS)}),
+        "kernels": {
+            op: sorted({c.chosen for c in choices if c.op == op}) for op in {c.op for c in choices}
+        },
+        "lacking": sorted(
+            {
+                c.op
+                for c in choices
+                for who, why in c.refused
+                if who == "aiter" and why.startswith(LACKS)
+            }
+        ),
         "sqnr": float(10 * torch.log10(exact.double().square().mean() / noise)),
         "tokens": generated,
     }

@@ -1,6 +1,7 @@
 """Arguments to try each op with: one table for the meanings and for every kernel.
 
-A case is a function from `Draw` to the op's arguments; it makes the same numbers each time it is called.
+A case is a function from `Draw` to the op's arguments; it makes the same numbers each time it is
+called.
 """
 
 from functools import partial
@@ -8,7 +9,14 @@ from functools import partial
 from kernel_cases.attention import ATTENTION, PAGED_ATTENTION
 from kernel_cases.draw import FNUZ, Cases
 from kernel_cases.linear import EMBEDDING, LINEAR
-from kernel_cases.mla import BMM_MXFP4, BMM_ROPE_KV_WRITE, LINEAR_SPLIT_CAT, MLA_KV_WRITE, MLA_ROPE_KV_WRITE, SCALED_BMM_FP8
+from kernel_cases.mla import (
+    BMM_MXFP4,
+    BMM_ROPE_KV_WRITE,
+    LINEAR_SPLIT_CAT,
+    MLA_KV_WRITE,
+    MLA_ROPE_KV_WRITE,
+    SCALED_BMM_FP8,
+)
 from kernel_cases.quant import (
     QUANT_FP8_STATIC,
     norm_quant_cases,
@@ -47,7 +55,9 @@ CASES: dict[str, Cases] = {
     "add_layer_norm": layer_norm_cases(residual=True),
     "linear": LINEAR,
     "add_rms_norm_pad": padding_cases(),
-    "all_reduce": {kind: reducing(lambda draw, kind=kind: {"x": row_inputs(draw, kind)[0]}) for kind in ROWS},
+    "all_reduce": {
+        kind: reducing(lambda draw, kind=kind: {"x": row_inputs(draw, kind)[0]}) for kind in ROWS
+    },
     "allreduce_rms_norm": reducing_norm_cases(residual=False),
     "allreduce_add_rms_norm": reducing_norm_cases(residual=True),
     "rms_norm_quant": norm_quant_cases(residual=False),

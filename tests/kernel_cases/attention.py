@@ -9,9 +9,14 @@ from kernel_cases.draw import E4M3, E4M3FNUZ, Cases, Draw, cache_scales, slots_o
 
 
 def attended(
-    draw: Draw, tokens: int = 7, keys: int | None = None, heads: tuple[int, int] = (8, 2), width: int = 64,
-    batch: tuple[int, ...] = (), **attributes: Any,
-) -> dict[str, Any]:  # fmt: skip
+    draw: Draw,
+    tokens: int = 7,
+    keys: int | None = None,
+    heads: tuple[int, int] = (8, 2),
+    width: int = 64,
+    batch: tuple[int, ...] = (),
+    **attributes: Any,
+) -> dict[str, Any]:
     keys = tokens if keys is None else keys
     return {
         "q": draw.normal(*batch, tokens, heads[0], width),
@@ -61,20 +66,34 @@ ATTENTION: Cases = {
     "sinks, softcap, window, batch": lambda draw: (
         attended(draw, 33, window=5, softcap=2.0, batch=(2,)) | {"sinks": draw.normal(8)}
     ),
-    "bool mask": lambda draw: attended(draw, 7, 33, causal=False) | {"mask": bool_mask(draw, 7, 33)},
-    "bool mask, causal": lambda draw: attended(draw, 7, batch=(2,)) | {"mask": bool_mask(draw, 2, 1, 7, 7)},
+    "bool mask": lambda draw: (
+        attended(draw, 7, 33, causal=False) | {"mask": bool_mask(draw, 7, 33)}
+    ),
+    "bool mask, causal": lambda draw: (
+        attended(draw, 7, batch=(2,)) | {"mask": bool_mask(draw, 2, 1, 7, 7)}
+    ),
     "bool mask of each head": lambda draw: attended(draw, 7) | {"mask": bool_mask(draw, 8, 7, 7)},
-    "bool mask, window": lambda draw: attended(draw, 33, window=5) | {"mask": bool_mask(draw, 1, 33, 33)},
+    "bool mask, window": lambda draw: (
+        attended(draw, 33, window=5) | {"mask": bool_mask(draw, 1, 33, 33)}
+    ),
     "float mask": lambda draw: attended(draw, 7, 33, causal=False) | {"mask": draw.normal(7, 33)},
-    "float mask, causal": lambda draw: attended(draw, 7, batch=(2,)) | {"mask": draw.normal(2, 1, 7, 7)},
+    "float mask, causal": lambda draw: (
+        attended(draw, 7, batch=(2,)) | {"mask": draw.normal(2, 1, 7, 7)}
+    ),
     "float mask that hides a row": lambda draw: (
         attended(draw, 7, 33, causal=False)
         | {"mask": draw.normal(7, 33).masked_fill(~bool_mask(draw, 7, 33), float("-inf"))}
     ),
-    "fp32 mask": lambda draw: attended(draw, 7) | {"mask": draw.normal(1, 7, 7, dtype=torch.float32)},
+    "fp32 mask": lambda draw: (
+        attended(draw, 7) | {"mask": draw.normal(1, 7, 7, dtype=torch.float32)}
+    ),
     "smallest number as mask": lambda draw: (
         attended(draw, 7, causal=False)
-        | {"mask": torch.zeros(7, 7, device=draw.device).masked_fill(~bool_mask(draw, 7, 7), torch.finfo().min)}
+        | {
+            "mask": torch.zeros(7, 7, device=draw.device).masked_fill(
+                ~bool_mask(draw, 7, 7), torch.finfo().min
+            )
+        }
     ),
     "values narrower than keys": lambda draw: attended(draw) | {"v": draw.normal(7, 2, 32)},
     "packed": packed_attention,
@@ -84,17 +103,26 @@ ATTENTION: Cases = {
 
 
 def paged(
-    draw: Draw, sequences: list[tuple[int, int]], heads: tuple[int, int] = (8, 2), width: int = 64, padding: int = 0,
-    cache: torch.dtype | None = None, **attributes: Any,
-) -> dict[str, Any]:  # fmt: skip
-    """Sequences of (new tokens, length) over caches that hold their keys, and rows of no sequence behind them."""
+    draw: Draw,
+    sequences: list[tuple[int, int]],
+    heads: tuple[int, int] = (8, 2),
+    width: int = 64,
+    padding: int = 0,
+    cache: torch.dtype | None = None,
+    **attributes: Any,
+) -> dict[str, Any]:
+    """Sequences of (new tokens, length) over caches that hold their keys, and rows of no sequence
+    behind them.
+    """
     lengths = [length for _, length in sequences]
     k_cache, v_cache, blocks = draw.caches(lengths, heads[1], width, cache)
     block_size = k_cache.shape[1]
     for own, length in zip(blocks, lengths, strict=True):
         slots = draw.ints(slots_of(own, range(length), block_size))
         for state in (k_cache, v_cache):
-            state[slots // block_size, slots % block_size] = draw.normal(length, heads[1], width).to(state.dtype)
+            state[slots // block_size, slots % block_size] = draw.normal(
+                length, heads[1], width
+            ).to(state.dtype)
     starts = torch.tensor([0] + [new for new, _ in sequences]).cumsum(0)
     return {
         "q": draw.normal(int(starts[-1]) + padding, heads[0], width),
@@ -137,11 +165,15 @@ PAGED_ATTENTION: Cases = {
     "softcap": lambda draw: paged(draw, MIXED, softcap=2.0),
     "sinks, decode": lambda draw: paged(draw, DECODE) | {"sinks": draw.normal(8)},
     "sinks": lambda draw: paged(draw, MIXED) | {"sinks": draw.normal(8)},
-    "sinks, softcap, window": lambda draw: paged(draw, MIXED, softcap=2.0, window=6) | {"sinks": draw.normal(8)},
+    "sinks, softcap, window": lambda draw: (
+        paged(draw, MIXED, softcap=2.0, window=6) | {"sinks": draw.normal(8)}
+    ),
     "fp8": lambda draw: paged(draw, MIXED, cache=E4M3),
     "fp8 with scales, decode": lambda draw: paged(draw, DECODE, cache=E4M3) | cache_scales(draw),
     "fp8 with scales": lambda draw: paged(draw, MIXED, cache=E4M3, window=6) | cache_scales(draw),
-    "fp8 with scales, softcap": lambda draw: paged(draw, MIXED, cache=E4M3, softcap=2.0) | cache_scales(draw),
+    "fp8 with scales, softcap": lambda draw: (
+        paged(draw, MIXED, cache=E4M3, softcap=2.0) | cache_scales(draw)
+    ),
     "e4m3fnuz with scales": lambda draw: paged(draw, CHUNKS, cache=E4M3FNUZ) | cache_scales(draw),
     "packed": lambda draw: paged(draw, CHUNKS) | {"q": draw.heads(26, 8, 2, 2, width=64)[0]},
     "batch of one": lambda draw: paged(draw, CHUNKS) | {"q": draw.normal(1, 26, 8, 64)},

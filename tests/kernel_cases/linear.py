@@ -34,7 +34,10 @@ LINEAR: Cases = {
 EMBEDDING: Cases = {
     "one id": lambda draw: {"ids": draw.below(50, 1), "weight": draw.normal(50, 64)},
     "batch": lambda draw: {"ids": draw.below(50, 2, 7), "weight": draw.normal(50, 80)},
-    "int32": lambda draw: {"ids": draw.below(50, 7, dtype=torch.int32), "weight": draw.normal(50, 64)},
+    "int32": lambda draw: {
+        "ids": draw.below(50, 7, dtype=torch.int32),
+        "weight": draw.normal(50, 64),
+    },
     "no ids": lambda draw: {"ids": draw.below(50, 0), "weight": draw.normal(50, 64)},
     "every second id": lambda draw: {"ids": draw.below(50, 14)[::2], "weight": draw.normal(50, 64)},
 }

@@ -1,4 +1,6 @@
-"""Latent attention. H heads, L latent width, R rotated width, P and V what is not rotated of a key and a value."""
+"""Latent attention. H heads, L latent width, R rotated width, P and V what is not rotated of a key
+and a value.
+"""
 
 from functools import partial
 from typing import Any
@@ -15,31 +17,59 @@ from kernel_cases.scaled_linear import mxfp4_operands, scale_of, scaled_blocks, 
 def side_by_side(draw: Draw, *lead: int, widths: list[int]) -> tuple[Tensor, ...]:
     """Parts of one tensor. (torch.library's check cannot clone such parts without elements.)"""
     parts = draw.normal(*lead, sum(widths)).split(widths, -1)
-    return parts if 0 not in lead else tuple(part.clone(memory_format=torch.contiguous_format) for part in parts)
+    return (
+        parts
+        if 0 not in lead
+        else tuple(part.clone(memory_format=torch.contiguous_format) for part in parts)
+    )
 
 
 def latent_written(
-    draw: Draw, tokens: int = 7, latent: int = 48, rotated: int = 16, skip: tuple[int, ...] = (),
-    cache: torch.dtype | None = None, batch: bool = False,
-) -> dict[str, Any]:  # fmt: skip
-    """The latent and the rotated key of new tokens, cut from one projection, and the cache that they go to."""
+    draw: Draw,
+    tokens: int = 7,
+    latent: int = 48,
+    rotated: int = 16,
+    skip: tuple[int, ...] = (),
+    cache: torch.dtype | None = None,
+    batch: bool = False,
+) -> dict[str, Any]:
+    """The latent and the rotated key of new tokens, cut from one projection, and the cache that
+    they go to.
+    """
     k_cache, _, [blocks] = draw.caches([12 + tokens], 1, latent + rotated, cache)
     slots = slots_of(blocks, range(12, 12 + tokens), k_cache.shape[1])
     kv_c, k_pe = side_by_side(draw, *([1] if batch else []), tokens, widths=[latent, rotated])
-    arguments = {"kv_c": kv_c, "k_pe": k_pe.unsqueeze(-2), "kv_cache": k_cache.squeeze(2),
-                 "slots": draw.ints([-1 if t in skip else slot for t, slot in enumerate(slots)])}  # fmt: skip
+    arguments = {
+        "kv_c": kv_c,
+        "k_pe": k_pe.unsqueeze(-2),
+        "kv_cache": k_cache.squeeze(2),
+        "slots": draw.ints([-1 if t in skip else slot for t, slot in enumerate(slots)]),
+    }
     return arguments | ({} if cache is None else {"scale": cache_scales(draw)["k_scale"]})
 
 
 def latent_rope_written(
-    draw: Draw, tokens: int = 7, heads: int = 6, nope: int | None = None, rope_style: str = "half",
-    table: torch.dtype | None = None, **rest: Any,
-) -> dict[str, Any]:  # fmt: skip
+    draw: Draw,
+    tokens: int = 7,
+    heads: int = 6,
+    nope: int | None = None,
+    rope_style: str = "half",
+    table: torch.dtype | None = None,
+    **rest: Any,
+) -> dict[str, Any]:
     arguments = latent_written(draw, tokens, **rest)
     latent, rotated = arguments["kv_c"].shape[-1], arguments["k_pe"].shape[-1]
-    q_nope, q_pe = side_by_side(draw, *arguments["kv_c"].shape[:-1], heads, widths=[nope or latent, rotated])
+    q_nope, q_pe = side_by_side(
+        draw, *arguments["kv_c"].shape[:-1], heads, widths=[nope or latent, rotated]
+    )
     cos, sin = rotary(draw, tokens, rotated, style=rope_style, table=table)
-    return arguments | {"q_nope": q_nope, "q_pe": q_pe, "cos": cos, "sin": sin, "rope_style": rope_style}
+    return arguments | {
+        "q_nope": q_nope,
+        "q_pe": q_pe,
+        "cos": cos,
+        "sin": sin,
+        "rope_style": rope_style,
+    }
 
 
 LATENT_WRITES: dict[str, Any] = {
@@ -63,31 +93,54 @@ MLA_ROPE_KV_WRITE: Cases = {
 }
 
 
-def bmm_operands(draw: Draw, scheme: str, heads: int, latent: int, nope: int, dtype: torch.dtype = E4M3) -> dict[str, Any]:
+def bmm_operands(
+    draw: Draw, scheme: str, heads: int, latent: int, nope: int, dtype: torch.dtype = E4M3
+) -> dict[str, Any]:
     """The weight of each head, and its scales."""
     if scheme == "mxfp4":
-        return {"weight": draw.below(256, heads, latent, nope // 2, dtype=torch.uint8),
-                "weight_scale": 115 + draw.below(12, heads, latent, nope // 32, dtype=torch.uint8)}  # fmt: skip
-    return {"weight": (draw.normal(heads, latent, nope) * 20).to(dtype), "weight_scale": scale_of(draw, 1)}
+        return {
+            "weight": draw.below(256, heads, latent, nope // 2, dtype=torch.uint8),
+            "weight_scale": 115 + draw.below(12, heads, latent, nope // 32, dtype=torch.uint8),
+        }
+    return {
+        "weight": (draw.normal(heads, latent, nope) * 20).to(dtype),
+        "weight_scale": scale_of(draw, 1),
+    }
 
 
-def multiplied(draw: Draw, scheme: str, tokens: int = 7, batch: tuple[int, ...] = (), nope: int = 64) -> dict[str, Any]:
+def multiplied(
+    draw: Draw, scheme: str, tokens: int = 7, batch: tuple[int, ...] = (), nope: int = 64
+) -> dict[str, Any]:
     operands = bmm_operands(draw, scheme, 3, 40, nope)
     shape = (*batch, tokens, 3)
     if scheme == "mxfp4":
-        operands |= {"x": draw.below(256, *shape, nope // 2, dtype=torch.uint8),
-                     "x_scale": 120 + draw.below(12, *shape, nope // 32, dtype=torch.uint8)}  # fmt: skip
+        operands |= {
+            "x": draw.below(256, *shape, nope // 2, dtype=torch.uint8),
+            "x_scale": 120 + draw.below(12, *shape, nope // 32, dtype=torch.uint8),
+        }
     else:
-        operands |= {"x": (draw.normal(*shape, nope) * 20).to(E4M3), "x_scale": scale_of(draw, *shape, -(-nope // 128))}
+        operands |= {
+            "x": (draw.normal(*shape, nope) * 20).to(E4M3),
+            "x_scale": scale_of(draw, *shape, -(-nope // 128)),
+        }
     return operands | {"out_dtype": draw.dtype}
 
 
 def multiplied_and_written(
-    draw: Draw, scheme: str = "fp8", heads: int = 6, nope: int = 64, latent: int = 48, dtype: torch.dtype = E4M3,
-    attributes: dict[str, Any] | None = None, **rest: Any,
-) -> dict[str, Any]:  # fmt: skip
+    draw: Draw,
+    scheme: str = "fp8",
+    heads: int = 6,
+    nope: int = 64,
+    latent: int = 48,
+    dtype: torch.dtype = E4M3,
+    attributes: dict[str, Any] | None = None,
+    **rest: Any,
+) -> dict[str, Any]:
     arguments = latent_rope_written(draw, heads=heads, nope=nope, latent=latent, **rest)
-    arguments |= bmm_operands(draw, scheme, heads, latent, nope, dtype) | {"scheme": scheme, **(attributes or {})}
+    arguments |= bmm_operands(draw, scheme, heads, latent, nope, dtype) | {
+        "scheme": scheme,
+        **(attributes or {}),
+    }
     return arguments | ({"dtype": dtype} if scheme == "fp8" else {})
 
 
@@ -115,7 +168,9 @@ BMM_ROPE_KV_WRITE: Cases = {
         "fp8 cache": dict(cache=E4M3),
     }.items()
 } | {
-    "mxfp4, rounded up": partial(multiplied_and_written, scheme="mxfp4", attributes={"rounding": "up"}),
+    "mxfp4, rounded up": partial(
+        multiplied_and_written, scheme="mxfp4", attributes={"rounding": "up"}
+    ),
     "e4m3fnuz": partial(multiplied_and_written, dtype=E4M3FNUZ, cache=E4M3FNUZ),
     "groups of 32": partial(multiplied_and_written, attributes={"group": 32}),
     "neox": partial(multiplied_and_written, rope_style="neox"),
@@ -123,9 +178,17 @@ BMM_ROPE_KV_WRITE: Cases = {
 
 
 def split_and_joined(
-    draw: Draw, scheme: str, tokens: int = 7, heads: int = 3, nope: int = 24, values: int = 40, latent: int = 160,
-    heads_first: bool = False, per: str = "row", **rest: Any,
-) -> dict[str, Any]:  # fmt: skip
+    draw: Draw,
+    scheme: str,
+    tokens: int = 7,
+    heads: int = 3,
+    nope: int = 24,
+    values: int = 40,
+    latent: int = 160,
+    heads_first: bool = False,
+    per: str = "row",
+    **rest: Any,
+) -> dict[str, Any]:
     shape = (1, 1, tokens) if heads_first else (tokens,)
     out = heads * (nope + values)
     if scheme == "mxfp4":

@@ -12,9 +12,13 @@ from kernel_cases.draw import EPS, Cases, Draw
 
 
 def rotary(
-    draw: Draw, tokens: int = 7, width: int = 64, rotated: int | None = None, style: str = "neox",
+    draw: Draw,
+    tokens: int = 7,
+    width: int = 64,
+    rotated: int | None = None,
+    style: str = "neox",
     table: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     columns = (rotated or width) // (1 if style == "neox" else 2)
     return draw.tables(tokens, 1, columns, dtype=table)
 
@@ -43,23 +47,37 @@ def rope_cases() -> Cases:
     cases["no tokens"] = partial(roped, tokens=0)
     cases["batch"] = lambda draw: roped(draw) | {"x": draw.normal(2, 7, 4, 64)}
     cases["batch of heads"] = lambda draw: (
-        dict(zip(("cos", "sin"), draw.tables(2, 1, 7, 64), strict=True)) | {"x": draw.normal(2, 4, 7, 64)}
+        dict(zip(("cos", "sin"), draw.tables(2, 1, 7, 64), strict=True))
+        | {"x": draw.normal(2, 4, 7, 64)}
     )
     return cases
 
 
-def qk(draw: Draw, heads: tuple[int, int] = (8, 2), tokens: int = 7, width: int = 64) -> dict[str, Any]:
+def qk(
+    draw: Draw, heads: tuple[int, int] = (8, 2), tokens: int = 7, width: int = 64
+) -> dict[str, Any]:
     return {"q": draw.normal(tokens, heads[0], width), "k": draw.normal(tokens, heads[1], width)}
 
 
 def qk_weights(draw: Draw, width: int = 64, dtype: torch.dtype | None = None) -> dict[str, Any]:
-    return {"q_weight": draw.normal(width, dtype=dtype), "k_weight": draw.normal(width, dtype=dtype), "eps": EPS}
+    return {
+        "q_weight": draw.normal(width, dtype=dtype),
+        "k_weight": draw.normal(width, dtype=dtype),
+        "eps": EPS,
+    }
 
 
 def qk_normed(
-    draw: Draw, heads: tuple[int, int] = (8, 2), tokens: int = 7, width: int = 64, packed: bool = False,
-    norm_style: str = "after", rope_style: str = "neox", weight: torch.dtype | None = None, **table: Any,
-) -> dict[str, Any]:  # fmt: skip
+    draw: Draw,
+    heads: tuple[int, int] = (8, 2),
+    tokens: int = 7,
+    width: int = 64,
+    packed: bool = False,
+    norm_style: str = "after",
+    rope_style: str = "neox",
+    weight: torch.dtype | None = None,
+    **table: Any,
+) -> dict[str, Any]:
     cos, sin = rotary(draw, tokens, width, style=rope_style, **table)
     arguments = qk(draw, heads, tokens, width) | qk_weights(draw, width, weight)
     if packed:
@@ -83,6 +101,7 @@ QK_NORM_ROPE: Cases = {
     "fp32 weight, before": partial(qk_normed, weight=torch.float32, norm_style="before"),
     "fp32 tables": partial(qk_normed, table=torch.float32),
     "heads before tokens": lambda draw: (
-        qk_normed(draw) | {"q": draw.normal(8, 7, 64).transpose(0, 1), "k": draw.normal(2, 7, 64).transpose(0, 1)}
+        qk_normed(draw)
+        | {"q": draw.normal(8, 7, 64).transpose(0, 1), "k": draw.normal(2, 7, 64).transpose(0, 1)}
     ),
 }

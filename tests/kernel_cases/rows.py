@@ -38,8 +38,18 @@ def row_inputs(draw: Draw, kind: str) -> tuple[Tensor, Tensor]:
     raise AssertionError(kind)
 
 
-ROWS = ("one row", "odd sizes", "narrow batch", "no rows", "one vector", "packed", "heads of a packed projection",
-        "transposed", "last dimension strided", "wide")  # fmt: skip
+ROWS = (
+    "one row",
+    "odd sizes",
+    "narrow batch",
+    "no rows",
+    "one vector",
+    "packed",
+    "heads of a packed projection",
+    "transposed",
+    "last dimension strided",
+    "wide",
+)
 
 
 def gated(draw: Draw, kind: str, **attributes: Any) -> dict[str, Any]:
@@ -48,10 +58,20 @@ def gated(draw: Draw, kind: str, **attributes: Any) -> dict[str, Any]:
 
 
 def normed(
-    draw: Draw, kind: str, residual: bool, weight: torch.dtype | None = None, scale: float = 1.0, **attributes: Any
+    draw: Draw,
+    kind: str,
+    residual: bool,
+    weight: torch.dtype | None = None,
+    scale: float = 1.0,
+    **attributes: Any,
 ) -> dict[str, Any]:
     x, other = row_inputs(draw, kind)
-    arguments = {"x": x * scale, "weight": draw.normal(x.shape[-1], dtype=weight), "eps": EPS, **attributes}
+    arguments = {
+        "x": x * scale,
+        "weight": draw.normal(x.shape[-1], dtype=weight),
+        "eps": EPS,
+        **attributes,
+    }
     return arguments | {"residual": other * scale} if residual else arguments
 
 
@@ -67,16 +87,23 @@ def rms_norm_cases(residual: bool) -> Cases:
     return cases
 
 
-def layer_normed(draw: Draw, kind: str, residual: bool, weight: bool = True, bias: bool = True) -> dict[str, Any]:
+def layer_normed(
+    draw: Draw, kind: str, residual: bool, weight: bool = True, bias: bool = True
+) -> dict[str, Any]:
     arguments = normed(draw, kind, residual)
     width = arguments["x"].shape[-1]
-    return arguments | {"weight": arguments["weight"] if weight else None, "bias": draw.normal(width) if bias else None}
+    return arguments | {
+        "weight": arguments["weight"] if weight else None,
+        "bias": draw.normal(width) if bias else None,
+    }
 
 
 def layer_norm_cases(residual: bool) -> Cases:
     return {kind: partial(layer_normed, kind=kind, residual=residual) for kind in ROWS} | {
         "no bias": partial(layer_normed, kind="packed", residual=residual, bias=False),
-        "neither weight nor bias": partial(layer_normed, kind="packed", residual=residual, weight=False, bias=False),
+        "neither weight nor bias": partial(
+            layer_normed, kind="packed", residual=residual, weight=False, bias=False
+        ),
     }
 
 
@@ -97,9 +124,12 @@ def reducing_norm_cases(residual: bool) -> Cases:
 
 
 def padding_cases() -> Cases:
-    kinds = {kind: partial(normed, kind=kind, residual=True, columns=64) for kind in (*ROWS, "many")}
+    kinds = {
+        kind: partial(normed, kind=kind, residual=True, columns=64) for kind in (*ROWS, "many")
+    }
     return kinds | {
         "one column": partial(normed, kind="odd sizes", residual=True, columns=1),
-        "before, fp32 weight": partial(normed, kind="packed", residual=True, columns=17, style="before",
-                                       weight=torch.float32),
+        "before, fp32 weight": partial(
+            normed, kind="packed", residual=True, columns=17, style="before", weight=torch.float32
+        ),
     }

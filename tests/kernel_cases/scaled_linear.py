@@ -12,7 +12,11 @@ from kernel_cases.draw import Cases, Draw
 
 
 def fp8_operands(
-    draw: Draw, *shape: int, out: int = 33, bias: bool = False, dtype: torch.dtype = torch.float8_e4m3fn
+    draw: Draw,
+    *shape: int,
+    out: int = 33,
+    bias: bool = False,
+    dtype: torch.dtype = torch.float8_e4m3fn,
 ) -> dict[str, Any]:
     """Operands of a linear layer in fp8, without scales."""
     return {
@@ -27,7 +31,9 @@ def scale_of(draw: Draw, *shape: int) -> Tensor:
     return (draw.normal(*shape, dtype=torch.float32).abs() + 0.1) / 400
 
 
-def scaled_fp8(draw: Draw, *shape: int, per: str = "row", out: int = 33, **rest: Any) -> dict[str, Any]:
+def scaled_fp8(
+    draw: Draw, *shape: int, per: str = "row", out: int = 33, **rest: Any
+) -> dict[str, Any]:
     scales = {"x_scale": scale_of(draw, 1), "weight_scale": scale_of(draw, 1)}
     if per == "row":
         scales = {"x_scale": scale_of(draw, *shape[:-1], 1), "weight_scale": scale_of(draw, out, 1)}
@@ -38,7 +44,10 @@ def scaled_fp8(draw: Draw, *shape: int, per: str = "row", out: int = 33, **rest:
 
 def scaled_blocks(draw: Draw, *shape: int, out: int = 160, **rest: Any) -> dict[str, Any]:
     blocks = -(-shape[-1] // 128)
-    scales = {"x_scale": scale_of(draw, *shape[:-1], blocks), "weight_scale": scale_of(draw, -(-out // 128), blocks)}
+    scales = {
+        "x_scale": scale_of(draw, *shape[:-1], blocks),
+        "weight_scale": scale_of(draw, -(-out // 128), blocks),
+    }
     return fp8_operands(draw, *shape, out=out, **rest) | scales
 
 
@@ -112,7 +121,9 @@ def _linear_shape(
 SCALED_LINEAR_FP8: Cases = {
     **linear_shapes(scaled_fp8),
     "per tensor": lambda draw: scaled_fp8(draw, 7, 128, per="tensor"),
-    "per tensor, one row, bias": lambda draw: scaled_fp8(draw, 1, 64, per="tensor", out=272, bias=True),
+    "per tensor, one row, bias": lambda draw: scaled_fp8(
+        draw, 1, 64, per="tensor", out=272, bias=True
+    ),
     "per token, a tensor of weights": lambda draw: scaled_fp8(draw, 5, 128, per="token"),
     "width of no multiple of 16": lambda draw: scaled_fp8(draw, 5, 72, out=40),
     "fnuz": lambda draw: scaled_fp8(draw, 5, 128, dtype=torch.float8_e4m3fnuz),
@@ -138,7 +149,9 @@ LINEAR_W4A16: Cases = {
     "groups of 128": lambda draw: int4_operands(draw, 5, 256, group=128),
     "one group": lambda draw: int4_operands(draw, 5, 128, group=128),
     "zero points": lambda draw: int4_operands(draw, 5, 128, zeros=True),
-    "zero points, one row, bias": lambda draw: int4_operands(draw, 1, 256, group=128, out=64, zeros=True, bias=True),
+    "zero points, one row, bias": lambda draw: int4_operands(
+        draw, 1, 256, group=128, out=64, zeros=True, bias=True
+    ),
 }
 
 LINEAR_MXFP4: Cases = {

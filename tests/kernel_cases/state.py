@@ -13,12 +13,20 @@ from kernel_cases.rope import qk_weights, rotary
 
 
 def written(
-    draw: Draw, positions: list[range], heads: int = 2, width: int = 64, skip: tuple[int, ...] = (),
+    draw: Draw,
+    positions: list[range],
+    heads: int = 2,
+    width: int = 64,
+    skip: tuple[int, ...] = (),
     cache: torch.dtype | None = None,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """New tokens at these positions of as many sequences; rows `skip` are written nowhere."""
     k_cache, v_cache, blocks = draw.caches([p.stop for p in positions], heads, width, cache)
-    slots = [slot for own, p in zip(blocks, positions, strict=True) for slot in slots_of(own, p, k_cache.shape[1])]
+    slots = [
+        slot
+        for own, p in zip(blocks, positions, strict=True)
+        for slot in slots_of(own, p, k_cache.shape[1])
+    ]
     slots = [-1 if t in skip else slot for t, slot in enumerate(slots)]
     k, v = draw.normal(len(slots), heads, width), draw.normal(len(slots), heads, width)
     return {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "slots": draw.ints(slots)}
@@ -38,18 +46,23 @@ KV_WRITE: Cases = {
     "no tokens": lambda draw: written(draw, [range(3, 3)]),
     "many tokens": lambda draw: written(draw, [range(0, 2100)]),
     "values narrower than keys": lambda draw: (
-        written(draw, [range(9, 16)]) | dict(zip(("v", "v_cache"), narrow_values(draw), strict=True))
+        written(draw, [range(9, 16)])
+        | dict(zip(("v", "v_cache"), narrow_values(draw), strict=True))
     ),
     "one head, narrow": lambda draw: written(draw, [range(0, 33)], heads=1, width=8),
     "odd width": lambda draw: written(draw, [range(15, 18)], heads=4, width=80),
     "packed": lambda draw: (
-        written(draw, [range(9, 16)]) | dict(zip(("k", "v"), draw.heads(7, 8, 2, 2, width=64)[1:], strict=True))
+        written(draw, [range(9, 16)])
+        | dict(zip(("k", "v"), draw.heads(7, 8, 2, 2, width=64)[1:], strict=True))
     ),
     "batch": lambda draw: (
-        written(draw, [range(9, 16), range(0, 7)]) | {"k": draw.normal(2, 7, 2, 64), "v": draw.normal(2, 7, 2, 64)}
+        written(draw, [range(9, 16), range(0, 7)])
+        | {"k": draw.normal(2, 7, 2, 64), "v": draw.normal(2, 7, 2, 64)}
     ),
     "fp8": lambda draw: written(draw, [range(9, 42), range(0, 3)], skip=(0, 7), cache=E4M3),
-    "fp8 with scales": lambda draw: written(draw, [range(9, 42), range(0, 3)], skip=(2,), cache=E4M3) | cache_scales(draw),
+    "fp8 with scales": lambda draw: (
+        written(draw, [range(9, 42), range(0, 3)], skip=(2,), cache=E4M3) | cache_scales(draw)
+    ),
     "wider than the cache": lambda draw: (
         written(draw, [range(9, 16)]) | {"k": draw.normal(7, 2, 64, dtype=torch.float32)}
     ),
@@ -57,13 +70,22 @@ KV_WRITE: Cases = {
 
 
 def rope_written(
-    draw: Draw, tokens: int = 7, heads: tuple[int, int] = (8, 2), width: int = 64, skip: tuple[int, ...] = (),
-    packed: bool = False, rope_style: str = "neox", cache: torch.dtype | None = None, **table: Any,
-) -> dict[str, Any]:  # fmt: skip
+    draw: Draw,
+    tokens: int = 7,
+    heads: tuple[int, int] = (8, 2),
+    width: int = 64,
+    skip: tuple[int, ...] = (),
+    packed: bool = False,
+    rope_style: str = "neox",
+    cache: torch.dtype | None = None,
+    **table: Any,
+) -> dict[str, Any]:
     arguments = written(draw, [range(12, 12 + tokens)], heads[1], width, skip, cache)
     arguments["q"] = draw.normal(tokens, heads[0], width)
     if packed:
-        arguments |= zip(("q", "k", "v"), draw.heads(tokens, *heads, heads[1], width=width), strict=True)
+        arguments |= zip(
+            ("q", "k", "v"), draw.heads(tokens, *heads, heads[1], width=width), strict=True
+        )
     cos, sin = rotary(draw, tokens, width, style=rope_style, **table)
     return arguments | {"cos": cos, "sin": sin, "rope_style": rope_style}
 
@@ -71,7 +93,9 @@ def rope_written(
 ROPE_KV_WRITE: Cases = {
     **{style: partial(rope_written, rope_style=style) for style in ROPE_STYLES},
     **{
-        f"{style}, packed, partial": partial(rope_written, packed=True, width=80, rotated=32, rope_style=style)
+        f"{style}, packed, partial": partial(
+            rope_written, packed=True, width=80, rotated=32, rope_style=style
+        )
         for style in ROPE_STYLES
     },
     "one token": partial(rope_written, tokens=1),
@@ -81,7 +105,9 @@ ROPE_KV_WRITE: Cases = {
     "as many keys as queries": partial(rope_written, heads=(4, 4), width=128),
     "one key head, narrow": partial(rope_written, heads=(6, 1), width=8),
     "fp32 tables": partial(rope_written, table=torch.float32),
-    "heads before tokens": lambda draw: rope_written(draw) | {"q": draw.normal(8, 7, 64).transpose(0, 1)},
+    "heads before tokens": lambda draw: (
+        rope_written(draw) | {"q": draw.normal(8, 7, 64).transpose(0, 1)}
+    ),
     "heads before tokens, partial": lambda draw: (
         rope_written(draw, rotated=32) | {"q": draw.normal(8, 7, 64).transpose(0, 1)}
     ),
@@ -92,7 +118,9 @@ def norm_rope_written(
     draw: Draw, norm_style: str = "after", weight: torch.dtype | None = None, **rest: Any
 ) -> dict[str, Any]:
     arguments = rope_written(draw, **rest)
-    return arguments | qk_weights(draw, arguments["q"].shape[-1], weight) | {"norm_style": norm_style}
+    return (
+        arguments | qk_weights(draw, arguments["q"].shape[-1], weight) | {"norm_style": norm_style}
+    )
 
 
 QK_NORM_ROPE_KV_WRITE: Cases = {
@@ -102,7 +130,9 @@ QK_NORM_ROPE_KV_WRITE: Cases = {
         for rope in ROPE_STYLES
     },
     "packed": partial(norm_rope_written, packed=True),
-    "packed, partial": partial(norm_rope_written, packed=True, width=80, rotated=32, rope_style="half"),
+    "packed, partial": partial(
+        norm_rope_written, packed=True, width=80, rotated=32, rope_style="half"
+    ),
     "one token": partial(norm_rope_written, tokens=1),
     "no tokens": partial(norm_rope_written, tokens=0),
     "some nowhere": partial(norm_rope_written, tokens=33, skip=(0, 4, 32)),
@@ -124,7 +154,11 @@ def with_cache_scales(make: Make) -> Make:
 
 
 for name, how in FP8_WRITES.items():
-    ROPE_KV_WRITE |= {name: partial(rope_written, **how),
-                      f"{name}, scales": with_cache_scales(partial(rope_written, **how))}  # fmt: skip
-    QK_NORM_ROPE_KV_WRITE |= {name: partial(norm_rope_written, **how),
-                              f"{name}, scales": with_cache_scales(partial(norm_rope_written, **how))}  # fmt: skip
+    ROPE_KV_WRITE |= {
+        name: partial(rope_written, **how),
+        f"{name}, scales": with_cache_scales(partial(rope_written, **how)),
+    }
+    QK_NORM_ROPE_KV_WRITE |= {
+        name: partial(norm_rope_written, **how),
+        f"{name}, scales": with_cache_scales(partial(norm_rope_written, **how)),
+    }

@@ -1,4 +1,6 @@
-"""Ops run by AITER, AMD's kernels for its GPUs: compiled ones first, those in Triton where these refuse."""
+"""Ops run by AITER, AMD's kernels for its GPUs: compiled ones first, those in Triton where these
+refuse.
+"""
 
 from atomc.kernels.aiter import (
     activation,

@@ -1,4 +1,6 @@
-"""Gated activations by AITER's HIP kernels: gate and up side by side in one tensor, computed in fp32, rounded once."""
+"""Gated activations by AITER's HIP kernels: gate and up side by side in one tensor, computed in
+fp32, rounded once.
+"""
 
 from torch import Tensor
 
@@ -16,12 +18,17 @@ aiter_gelu_tanh_and_mul = Function("gelu_tanh_and_mul", "aiter")
 def apart(gate: Tensor, up: Tensor) -> Refusal | None:
     """Why the two are not halves of one tensor's rows, or None."""
     if not neighbours(gate, up):
-        return Refusal("layout", "gate and up do not lie side by side in one tensor, as a merged projection leaves them")
+        return Refusal(
+            "layout",
+            "gate and up do not lie side by side in one tensor, as a merged projection leaves them",
+        )
     return scattered(gate=gate)
 
 
 def _refuse_silu_and_mul(platform: Platform, gate: Tensor, up: Tensor) -> Refusal | None:
-    return unfit(platform, aiter_silu_and_mul) or unlike(HALVES, gate=gate, up=up) or apart(gate, up)
+    return (
+        unfit(platform, aiter_silu_and_mul) or unlike(HALVES, gate=gate, up=up) or apart(gate, up)
+    )
 
 
 @ops.silu_and_mul.kernel("aiter", refuses=_refuse_silu_and_mul, rounds="once")
@@ -33,7 +40,9 @@ def silu_and_mul(gate: Tensor, up: Tensor) -> Tensor:
     return out.view(gate.shape)
 
 
-def _refuse_gelu_and_mul(platform: Platform, gate: Tensor, up: Tensor, approximate: str = "none") -> Refusal | None:
+def _refuse_gelu_and_mul(
+    platform: Platform, gate: Tensor, up: Tensor, approximate: str = "none"
+) -> Refusal | None:
     function = aiter_gelu_tanh_and_mul if approximate == "tanh" else aiter_gelu_and_mul
     if reason := unknown(("none", "tanh"), approximate=approximate):
         return reason

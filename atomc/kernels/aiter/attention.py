@@ -10,14 +10,26 @@ from atomc.kernels.checks import HALVES, strided, unaligned_heads, unlike, unsup
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
-flash_attn_func = Function("flash_attn_func", "aiter", takes=["softmax_scale", "causal", "window_size"])
+flash_attn_func = Function(
+    "flash_attn_func", "aiter", takes=["softmax_scale", "causal", "window_size"]
+)
 WIDEST = 256
 
 
 def _refuse(
-    platform: Platform, q: Tensor, k: Tensor, v: Tensor, kv: Tensor | None = None, mask: Tensor | None = None,
-    sinks: Tensor | None = None, *, scale: float, causal: bool = True, window: int = 0, softcap: float = 0.0,
-) -> Refusal | None:  # fmt: skip
+    platform: Platform,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv: Tensor | None = None,
+    mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    *,
+    scale: float,
+    causal: bool = True,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> Refusal | None:
     return (
         unfit(platform, flash_attn_func)
         or unlike(HALVES, q=q, k=k, v=v)
@@ -32,7 +44,9 @@ def _refuse(
 def _masked_otherwise(q: Tensor, k: Tensor, causal: bool, window: int) -> Refusal | None:
     if (causal or window) and not known_equal(q.shape[-3], k.shape[-3]):
         return Refusal(
-            "argument", "AITER aligns a causal mask with the last key, and there may be more or fewer keys than queries"
+            "argument",
+            "AITER aligns a causal mask with the last key, and there may be more or fewer keys "
+            "than queries",
         )
     if window and not causal:
         return Refusal("argument", "AITER's window ends at the query, here later keys are seen")
@@ -41,14 +55,25 @@ def _masked_otherwise(q: Tensor, k: Tensor, causal: bool, window: int) -> Refusa
 
 @ops.attention.kernel("aiter", refuses=_refuse)
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, kv: Tensor | None = None, mask: Tensor | None = None,
-    sinks: Tensor | None = None, *, scale: float, causal: bool = True, window: int = 0, softcap: float = 0.0,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv: Tensor | None = None,
+    mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    *,
+    scale: float,
+    causal: bool = True,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> Tensor:
     if not q.numel() or not k.numel():
         return q.new_zeros((*q.shape[:-1], v.shape[-1]))
     q4, k4, v4 = (x if x.dim() == 4 else x.unsqueeze(0) for x in (q, k, v))
     # Its op is an autograd function, which wants to save what it is given.
     seen = (window - 1 if window else -1, 0 if causal else -1, 0)
     with torch.no_grad():
-        out: Tensor = flash_attn_func(q4, k4, v4, softmax_scale=scale, causal=causal, window_size=seen)
+        out: Tensor = flash_attn_func(
+            q4, k4, v4, softmax_scale=scale, causal=causal, window_size=seen
+        )
     return out.contiguous().view(*q.shape[:-1], v.shape[-1])

@@ -1,6 +1,8 @@
-"""Sums over processes, alone and with the norm that follows, by AITER's kernels over the links between GPUs.
+"""Sums over processes, alone and with the norm that follows, by AITER's kernels over the links
+between GPUs.
 
-AITER has one group of its own, made by its init_dist_env; only sums over the same processes can be its.
+AITER has one group of its own, made by its init_dist_env; only sums over the same processes can be
+its.
 """
 
 from torch import Tensor
@@ -12,9 +14,13 @@ from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 get_tp_group = Function("get_tp_group", "aiter.dist.parallel_state")
-tensor_model_parallel_all_reduce = Function("tensor_model_parallel_all_reduce", "aiter.dist.communication_op")
+tensor_model_parallel_all_reduce = Function(
+    "tensor_model_parallel_all_reduce", "aiter.dist.communication_op"
+)
 tensor_model_parallel_fused_allreduce_rmsnorm = Function(
-    "tensor_model_parallel_fused_allreduce_rmsnorm", "aiter.dist.communication_op", takes=["gemma_norm"]
+    "tensor_model_parallel_fused_allreduce_rmsnorm",
+    "aiter.dist.communication_op",
+    takes=["gemma_norm"],
 )
 
 
@@ -26,12 +32,18 @@ def _foreign(platform: Platform, group: str) -> Refusal | None:
         own = get_tp_group().device_group.group_name
     except Exception:  # an assertion, or what its other versions raise before init_dist_env
         return Refusal("library", "AITER's group is not set up (aiter.init_dist_env)")
-    return None if own == group else Refusal("argument", f"the sum is over group {group!r}, AITER's is {own!r}")
+    return (
+        None
+        if own == group
+        else Refusal("argument", f"the sum is over group {group!r}, AITER's is {own!r}")
+    )
 
 
 def _refuse_all_reduce(platform: Platform, x: Tensor, group: str) -> Refusal | None:
     return (
-        unfit(platform, get_tp_group, tensor_model_parallel_all_reduce) or unlike(HALVES, x=x) or _foreign(platform, group)
+        unfit(platform, get_tp_group, tensor_model_parallel_all_reduce)
+        or unlike(HALVES, x=x)
+        or _foreign(platform, group)
     )
 
 
@@ -42,7 +54,13 @@ def all_reduce(x: Tensor, group: str) -> Tensor:
 
 
 def _refuse_allreduce_add_rms_norm(
-    platform: Platform, x: Tensor, residual: Tensor, weight: Tensor, eps: float, group: str, style: str = "after"
+    platform: Platform,
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    group: str,
+    style: str = "after",
 ) -> Refusal | None:
     return (
         unfit(platform, get_tp_group, tensor_model_parallel_fused_allreduce_rmsnorm)

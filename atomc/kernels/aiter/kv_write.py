@@ -14,7 +14,9 @@ reshape_and_cache_flash = Function("reshape_and_cache_flash", "aiter")
 
 
 def odd_blocks(cache: Tensor) -> Refusal | None:
-    """Why AITER does not take blocks of so many tokens. Where a graph leaves it open it is the layout's, a power of two."""
+    """Why AITER does not take blocks of so many tokens. Where a graph leaves it open it is the
+    layout's, a power of two.
+    """
     size = cache.shape[1]
     if isinstance(size, int) and size & (size - 1):
         return Refusal("shape", f"blocks of {size} tokens: AITER takes a power of two")
@@ -28,7 +30,9 @@ def odd_heads(q: Tensor, k: Tensor, v: Tensor) -> Refusal | None:
     width = q.shape[-1]
     if width == k.shape[-1] == v.shape[-1] and not width & (width - 1):
         return None
-    return Refusal("shape", f"heads of {width}, {k.shape[-1]} and {v.shape[-1]}: AITER takes one power of two")
+    return Refusal(
+        "shape", f"heads of {width}, {k.shape[-1]} and {v.shape[-1]}: AITER takes one power of two"
+    )
 
 
 def scaled(**scales: Tensor | None) -> Refusal | None:
@@ -37,7 +41,9 @@ def scaled(**scales: Tensor | None) -> Refusal | None:
 
 
 def coded(*scales: Tensor | None, **caches: Tensor) -> Refusal | None:
-    """Unless the caches are bfloat16, without scales: AITER does not saturate what is too large for codes."""
+    """Unless the caches are bfloat16, without scales: AITER does not saturate what is too large for
+    codes.
+    """
     if any(scale is not None for scale in scales):
         return Refusal("dtype", "the cache has scales: written for torch.bfloat16")
     return unlike((torch.bfloat16,), **caches)
@@ -57,9 +63,15 @@ def unpaged(k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> Refusal | None:
 
 
 def _refuse(
-    platform: Platform, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor,
-    k_scale: Tensor | None = None, v_scale: Tensor | None = None,
-) -> Refusal | None:  # fmt: skip
+    platform: Platform,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> Refusal | None:
     if reason := (
         unfit(platform, reshape_and_cache_flash)
         or unlike(HALVES, k=k, v=v, k_cache=k_cache, v_cache=v_cache)
@@ -75,9 +87,14 @@ def _refuse(
 
 @ops.kv_write.kernel("aiter", layout="paged", refuses=_refuse)
 def kv_write(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor,
-    k_scale: Tensor | None = None, v_scale: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> Tensor:
     if k.numel():
         one = k.new_ones(1, dtype=torch.float32)  # read by the kernel, also where it scales nothing
         reshape_and_cache_flash(k, v, k_cache, v_cache, slots, "auto", one, one)

@@ -1,7 +1,9 @@
-"""AITER as our kernels see it: which of its functions are there, and what all of its kernels ask of a machine.
+"""AITER as our kernels see it: which of its functions are there, and what all of its kernels ask of
+a machine.
 
-A version of AITER is known by its functions: each is looked for where versions have it, and must take the arguments that
-we give. A machine that is not here has the AITER that these kernels were written for.
+A version of AITER is known by its functions: each is looked for where versions have it, and must
+take the arguments that we give. A machine that is not here has the AITER that these kernels were
+written for.
 """
 
 import functools
@@ -65,7 +67,8 @@ class Function:
         for module in self.modules:
             try:
                 function = getattr(importlib.import_module(module), self.name)
-            # Modules of AITER compile and ask the device when they are imported, and fail as these do.
+            # Modules of AITER compile and ask the device when they are imported, and fail as these
+            # do.
             except Exception as error:
                 reasons.append(f"{type(error).__name__}: {error}")
                 continue
@@ -92,7 +95,9 @@ def _lacking(function: Callable[..., Any], name: str, takes: Sequence[str]) -> l
         registered = getattr(torch.ops.aiter, name, None)
         if registered is None:
             return []
-        known = {argument.name for argument in registered.default._schema.arguments}  # what the wrapper hides
+        known = {
+            argument.name for argument in registered.default._schema.arguments
+        }  # what the wrapper hides
     return [argument for argument in takes if argument not in known]
 
 
@@ -101,7 +106,10 @@ def unfit(platform: Platform, *functions: Function) -> Refusal | None:
     if not platform.is_rocm:
         return Refusal("hardware", "AITER runs on AMD GPUs")
     if platform.arch not in FP8_OF:
-        return Refusal("hardware", f"AITER's kernels are used on {' and '.join(FP8_OF)}, this is {platform.arch}")
+        return Refusal(
+            "hardware",
+            f"AITER's kernels are used on {' and '.join(FP8_OF)}, this is {platform.arch}",
+        )
     if platform.here:
         for function in functions:
             if isinstance(function.found, str):
@@ -112,23 +120,33 @@ def unfit(platform: Platform, *functions: Function) -> Refusal | None:
 def foreign_fp8(platform: Platform, dtype: torch.dtype) -> Refusal | None:
     """Why codes of this dtype are none that the machine computes with."""
     native = FP8_OF[platform.arch]
-    return None if dtype == native else Refusal("dtype", f"{platform.arch} computes with {native}, the codes are {dtype}")
+    return (
+        None
+        if dtype == native
+        else Refusal("dtype", f"{platform.arch} computes with {native}, the codes are {dtype}")
+    )
 
 
 def no_mxfp4(platform: Platform) -> Refusal | None:
-    return Refusal("hardware", "gfx942 does not multiply MXFP4") if platform.arch == "gfx942" else None
+    return (
+        Refusal("hardware", "gfx942 does not multiply MXFP4") if platform.arch == "gfx942" else None
+    )
 
 
 def rounded_up(rounding: str) -> Refusal | None:
     """Unless scales of MXFP4 are rounded to even."""
     if rounding == "even":
         return None
-    return Refusal("argument", f"AITER's Triton kernels round scales to even, here rounding={rounding!r}")
+    return Refusal(
+        "argument", f"AITER's Triton kernels round scales to even, here rounding={rounding!r}"
+    )
 
 
 def by_column(column_major: bool) -> Refusal | None:
     """If scales are to be written column by column."""
-    return Refusal("layout", "AITER's kernel writes the scales row by row") if column_major else None
+    return (
+        Refusal("layout", "AITER's kernel writes the scales row by row") if column_major else None
+    )
 
 
 def scattered(**tensors: Tensor | None) -> Refusal | None:

@@ -1,4 +1,6 @@
-"""Linear layers in 16 bits by AITER's tuned products: hipBLASLt, assembly or skinny kernels, as its tables say."""
+"""Linear layers in 16 bits by AITER's tuned products: hipBLASLt, assembly or skinny kernels, as its
+tables say.
+"""
 
 from torch import Tensor
 
@@ -11,7 +13,9 @@ from atomc.platform import Platform
 gemm_a16w16 = Function("gemm_a16w16", "aiter.tuned_gemm", takes=["bias"])
 
 
-def _refuse(platform: Platform, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Refusal | None:
+def _refuse(
+    platform: Platform, x: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> Refusal | None:
     if reason := unfit(platform, gemm_a16w16) or unlike(HALVES, x=x, weight=weight, bias=bias):
         return reason
     return scattered(x=x, weight=weight)

@@ -1,5 +1,5 @@
-"""What stands around latent attention, by AITER's Triton kernels: rotary positions and the write, behind a product by head
-in fp8 or MXFP4 where the op has one. The latent is a power of two wide.
+"""What stands around latent attention, by AITER's Triton kernels: rotary positions and the write,
+behind a product by head in fp8 or MXFP4 where the op has one. The latent is a power of two wide.
 """
 
 import torch
@@ -14,9 +14,11 @@ from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 fused_qk_rope_cat_and_cache_mla = Function(
-    "fused_qk_rope_cat_and_cache_mla", "aiter.ops.triton.fusions.fused_kv_cache", "aiter.ops.triton.fused_kv_cache",
+    "fused_qk_rope_cat_and_cache_mla",
+    "aiter.ops.triton.fusions.fused_kv_cache",
+    "aiter.ops.triton.fused_kv_cache",
     takes=["apply_scale", "q_out"],
-)  # fmt: skip
+)
 BMM = "aiter.ops.triton.fusions.fused_bmm_rope_kv_cache"
 fused_fp8_bmm_rope_cat_and_cache_mla = Function(
     "fused_fp8_bmm_rope_cat_and_cache_mla", BMM, takes=["group_size", "is_neox", "q_out_dtype"]
@@ -27,9 +29,16 @@ fused_fp4_bmm_rope_cat_and_cache_mla = Function(
 
 
 def _unwritable(
-    q_nope: Tensor, q_pe: Tensor, kv_c: Tensor, k_pe: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor,
-    scale: Tensor | None, rope_style: str,
-) -> Refusal | None:  # fmt: skip
+    q_nope: Tensor,
+    q_pe: Tensor,
+    kv_c: Tensor,
+    k_pe: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    kv_cache: Tensor,
+    scale: Tensor | None,
+    rope_style: str,
+) -> Refusal | None:
     return (
         unlike(HALVES, q_nope=q_nope, q_pe=q_pe, kv_c=kv_c, k_pe=k_pe, cos=cos, sin=sin)
         or coded(scale, kv_cache=kv_cache)
@@ -46,7 +55,10 @@ def _unwritable(
 
 def _odd_widths(latent: int, rotated: int) -> Refusal | None:
     if latent & (latent - 1) or rotated & (rotated - 1):
-        return Refusal("shape", f"a latent of {latent} and {rotated} rotated columns: AITER takes powers of two")
+        return Refusal(
+            "shape",
+            f"a latent of {latent} and {rotated} rotated columns: AITER takes powers of two",
+        )
     return None
 
 
@@ -56,9 +68,18 @@ def _by_token(kv_cache: Tensor) -> Tensor:
 
 
 def _refuse_mla_rope_kv_write(
-    platform: Platform, q_nope: Tensor, q_pe: Tensor, kv_c: Tensor, k_pe: Tensor, cos: Tensor, sin: Tensor,
-    kv_cache: Tensor, slots: Tensor, scale: Tensor | None = None, rope_style: str = "neox",
-) -> Refusal | None:  # fmt: skip
+    platform: Platform,
+    q_nope: Tensor,
+    q_pe: Tensor,
+    kv_c: Tensor,
+    k_pe: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    kv_cache: Tensor,
+    slots: Tensor,
+    scale: Tensor | None = None,
+    rope_style: str = "neox",
+) -> Refusal | None:
     return unfit(platform, fused_qk_rope_cat_and_cache_mla) or _unwritable(
         q_nope, q_pe, kv_c, k_pe, cos, sin, kv_cache, scale, rope_style
     )
@@ -66,49 +87,116 @@ def _refuse_mla_rope_kv_write(
 
 @ops.mla_rope_kv_write.kernel("aiter", layout="paged", refuses=_refuse_mla_rope_kv_write)
 def mla_rope_kv_write(
-    q_nope: Tensor, q_pe: Tensor, kv_c: Tensor, k_pe: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, slots: Tensor,
-    scale: Tensor | None = None, rope_style: str = "neox",
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q_nope: Tensor,
+    q_pe: Tensor,
+    kv_c: Tensor,
+    k_pe: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    kv_cache: Tensor,
+    slots: Tensor,
+    scale: Tensor | None = None,
+    rope_style: str = "neox",
+) -> tuple[Tensor, Tensor]:
     out = q_nope.new_empty((*q_nope.shape[:-1], q_nope.shape[-1] + q_pe.shape[-1]))
     if q_nope.numel():
-        rows = torch.arange(q_nope.shape[0], device=q_nope.device)  # token t has row t of the tables
+        rows = torch.arange(
+            q_nope.shape[0], device=q_nope.device
+        )  # token t has row t of the tables
         fused_qk_rope_cat_and_cache_mla(
-            q_nope, q_pe, kv_c.unsqueeze(1), k_pe, _by_token(kv_cache), slots, rows, cos.flatten(0, 1), sin.flatten(0, 1),
-            None, rope_style != "gptj", apply_scale=False, q_out=out,
-        )  # fmt: skip
+            q_nope,
+            q_pe,
+            kv_c.unsqueeze(1),
+            k_pe,
+            _by_token(kv_cache),
+            slots,
+            rows,
+            cos.flatten(0, 1),
+            sin.flatten(0, 1),
+            None,
+            rope_style != "gptj",
+            apply_scale=False,
+            q_out=out,
+        )
     return out, kv_c.new_empty((0,))
 
 
 def _refuse_bmm_rope_kv_write(
-    platform: Platform, q_nope: Tensor, weight: Tensor, weight_scale: Tensor, q_pe: Tensor, kv_c: Tensor, k_pe: Tensor,
-    cos: Tensor, sin: Tensor, kv_cache: Tensor, slots: Tensor, scale: Tensor | None = None, *, scheme: str,
-    rope_style: str = "neox", group: int = 128, dtype: torch.dtype = torch.float8_e4m3fn, rounding: str = "even",
-) -> Refusal | None:  # fmt: skip
+    platform: Platform,
+    q_nope: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    q_pe: Tensor,
+    kv_c: Tensor,
+    k_pe: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    kv_cache: Tensor,
+    slots: Tensor,
+    scale: Tensor | None = None,
+    *,
+    scheme: str,
+    rope_style: str = "neox",
+    group: int = 128,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    rounding: str = "even",
+) -> Refusal | None:
     if scheme not in ("fp8", "mxfp4"):
         return Refusal("argument", f"AITER has no product by head in {scheme}")
-    function = fused_fp8_bmm_rope_cat_and_cache_mla if scheme == "fp8" else fused_fp4_bmm_rope_cat_and_cache_mla
+    function = (
+        fused_fp8_bmm_rope_cat_and_cache_mla
+        if scheme == "fp8"
+        else fused_fp4_bmm_rope_cat_and_cache_mla
+    )
     if reason := unfit(platform, function):
         return reason
-    if scheme == "fp8" and (reason := foreign_fp8(platform, weight.dtype) or foreign_fp8(platform, dtype)):
+    if scheme == "fp8" and (
+        reason := foreign_fp8(platform, weight.dtype) or foreign_fp8(platform, dtype)
+    ):
         return reason
     product = odd_group(group) if scheme == "fp8" else rounded_up(rounding) or no_mxfp4(platform)
     return product or _unwritable(q_nope, q_pe, kv_c, k_pe, cos, sin, kv_cache, scale, rope_style)
 
 
-@ops.bmm_rope_kv_write.kernel("aiter", layout="paged", refuses=_refuse_bmm_rope_kv_write, rounds="once")
+@ops.bmm_rope_kv_write.kernel(
+    "aiter", layout="paged", refuses=_refuse_bmm_rope_kv_write, rounds="once"
+)
 def bmm_rope_kv_write(
-    q_nope: Tensor, weight: Tensor, weight_scale: Tensor, q_pe: Tensor, kv_c: Tensor, k_pe: Tensor, cos: Tensor,
-    sin: Tensor, kv_cache: Tensor, slots: Tensor, scale: Tensor | None = None, *, scheme: str, rope_style: str = "neox",
-    group: int = 128, dtype: torch.dtype = torch.float8_e4m3fn, rounding: str = "even",
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q_nope: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    q_pe: Tensor,
+    kv_c: Tensor,
+    k_pe: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    kv_cache: Tensor,
+    slots: Tensor,
+    scale: Tensor | None = None,
+    *,
+    scheme: str,
+    rope_style: str = "neox",
+    group: int = 128,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    rounding: str = "even",
+) -> tuple[Tensor, Tensor]:
     token = kv_c.new_empty((0,))
     if not q_nope.numel():
         return q_nope.new_empty((*q_nope.shape[:-1], weight.shape[1] + q_pe.shape[-1])), token
     rows = torch.arange(q_nope.shape[0], device=q_nope.device)  # token t has row t of the tables
     given = (
-        q_nope.transpose(0, 1), weight, weight_scale, q_pe, kv_c.unsqueeze(1), k_pe, _by_token(kv_cache), slots, rows,
-        cos.flatten(0, 1), sin.flatten(0, 1),
-    )  # fmt: skip
+        q_nope.transpose(0, 1),
+        weight,
+        weight_scale,
+        q_pe,
+        kv_c.unsqueeze(1),
+        k_pe,
+        _by_token(kv_cache),
+        slots,
+        rows,
+        cos.flatten(0, 1),
+        sin.flatten(0, 1),
+    )
     how = {"is_neox": rope_style != "gptj", "q_out_dtype": q_nope.dtype}
     if scheme == "fp8":
         out = fused_fp8_bmm_rope_cat_and_cache_mla(*given, group_size=group, **how)[0]

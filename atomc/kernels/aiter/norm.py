@@ -1,4 +1,6 @@
-"""Norms by AITER's HIP and CK kernels, in fp32 from the sum that is normed to the product with the weight, rounded once."""
+"""Norms by AITER's HIP and CK kernels, in fp32 from the sum that is normed to the product with the
+weight, rounded once.
+"""
 
 import torch
 from torch import Tensor
@@ -18,14 +20,21 @@ layernorm2d_fwd_with_add = Function("layernorm2d_fwd_with_add", "aiter")
 MAX_COLUMNS = 8192
 
 
-def _refuse_rms_norm(platform: Platform, x: Tensor, weight: Tensor, eps: float, style: str = "after") -> Refusal | None:
+def _refuse_rms_norm(
+    platform: Platform, x: Tensor, weight: Tensor, eps: float, style: str = "after"
+) -> Refusal | None:
     if reason := unfit(platform, rmsnorm if style == "one_plus" else rmsnorm2d_fwd):
         return reason
     return _rows(x=x, weight=weight)
 
 
 def _refuse_add_rms_norm(
-    platform: Platform, x: Tensor, residual: Tensor, weight: Tensor, eps: float, style: str = "after"
+    platform: Platform,
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    style: str = "after",
 ) -> Refusal | None:
     return unfit(platform, rmsnorm2d_fwd_with_add) or _rows(x=x, residual=residual, weight=weight)
 
@@ -54,7 +63,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, style: str = "after") -> Ten
 
 
 @ops.add_rms_norm.kernel("aiter", refuses=_refuse_add_rms_norm, rounds="once")
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, style: str = "after") -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, style: str = "after"
+) -> tuple[Tensor, Tensor]:
     flat, other = dense_rows(x), dense_rows(residual)
     out, total = torch.empty_like(flat), torch.empty_like(flat)
     if not x.numel():
@@ -70,12 +81,19 @@ def _refuse_layer_norm(
 
 
 def _refuse_add_layer_norm(
-    platform: Platform, x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    platform: Platform,
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
 ) -> Refusal | None:
     return unfit(platform, layernorm2d_fwd_with_add) or _affine(x, residual, weight, bias)
 
 
-def _affine(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None) -> Refusal | None:
+def _affine(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None
+) -> Refusal | None:
     if weight is None or bias is None:
         return Refusal("argument", "AITER's LayerNorm takes a weight and a bias")
     return _rows(x, residual, weight=weight, bias=bias)

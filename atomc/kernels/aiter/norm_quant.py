@@ -1,4 +1,5 @@
-"""Norms whose result AITER's HIP kernels quantize: fp8 and int8 per token, fp8 in groups, MXFP4 with scales rounded up.
+"""Norms whose result AITER's HIP kernels quantize: fp8 and int8 per token, fp8 in groups, MXFP4
+with scales rounded up.
 
 The norm stays in fp32 until it is quantized.
 """
@@ -7,22 +8,42 @@ import torch
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.aiter.library import Function, by_column, dense_rows, foreign_fp8, scattered, unfit
+from atomc.kernels.aiter.library import (
+    Function,
+    by_column,
+    dense_rows,
+    foreign_fp8,
+    scattered,
+    unfit,
+)
 from atomc.kernels.aiter.packing import as_e2m1, as_e8m0
 from atomc.kernels.checks import HALVES, too_wide, unlike
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
-rmsnorm_quant = Function("rmsnorm_quant", "aiter", takes=["group_size", "shuffle_scale", "gemma_norm"])
-add_rmsnorm_quant = Function("add_rmsnorm_quant", "aiter", takes=["group_size", "shuffle_scale", "gemma_norm"])
+rmsnorm_quant = Function(
+    "rmsnorm_quant", "aiter", takes=["group_size", "shuffle_scale", "gemma_norm"]
+)
+add_rmsnorm_quant = Function(
+    "add_rmsnorm_quant", "aiter", takes=["group_size", "shuffle_scale", "gemma_norm"]
+)
 
 MAX_COLUMNS = 8192
 
 
 def _refuse(
-    platform: Platform, function: Function, x: Tensor, residual: Tensor | None, weight: Tensor, scheme: str,
-    dtype: torch.dtype, group: int, column_major: bool, rounding: str, keep: bool,
-) -> Refusal | None:  # fmt: skip
+    platform: Platform,
+    function: Function,
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    scheme: str,
+    dtype: torch.dtype,
+    group: int,
+    column_major: bool,
+    rounding: str,
+    keep: bool,
+) -> Refusal | None:
     if reason := (
         unfit(platform, function)
         or unlike(HALVES, x=x, residual=residual, weight=weight)
@@ -31,9 +52,13 @@ def _refuse(
     ):
         return reason
     if keep:
-        return Refusal("argument", "AITER's compiled kernel does not write the norm besides its codes")
+        return Refusal(
+            "argument", "AITER's compiled kernel does not write the norm besides its codes"
+        )
     if scheme == "fp8_static":
-        return Refusal("argument", "AITER's compiled kernel finds its scale itself, here it is given")
+        return Refusal(
+            "argument", "AITER's compiled kernel finds its scale itself, here it is given"
+        )
     if scheme.startswith("fp8") and (reason := foreign_fp8(platform, dtype)):
         return reason
     if scheme == "fp8_group":
@@ -41,38 +66,86 @@ def _refuse(
             return reason
         if group not in (64, 128) or x.shape[-1] % group:
             return Refusal(
-                "shape", f"groups of {group} in rows of {x.shape[-1]}: AITER's kernel takes whole groups of 64 or 128"
+                "shape",
+                f"groups of {group} in rows of {x.shape[-1]}: AITER's kernel takes whole "
+                "groups of 64 or 128",
             )
     if scheme == "mxfp4" and rounding != "up":
-        return Refusal("argument", f"AITER's compiled kernel rounds the scales of MXFP4 up, here rounding={rounding!r}")
+        return Refusal(
+            "argument",
+            f"AITER's compiled kernel rounds the scales of MXFP4 up, here rounding={rounding!r}",
+        )
     return None
 
 
 def _refuse_rms_norm_quant(
-    platform: Platform, x: Tensor, weight: Tensor, eps: float, scale: Tensor | None = None, style: str = "after", *,
-    scheme: str, dtype: torch.dtype = torch.float8_e4m3fn, group: int = 128, column_major: bool = False,
-    rounding: str = "even", keep: bool = False,
-) -> Refusal | None:  # fmt: skip
-    return _refuse(platform, rmsnorm_quant, x, None, weight, scheme, dtype, group, column_major, rounding, keep)
+    platform: Platform,
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    scale: Tensor | None = None,
+    style: str = "after",
+    *,
+    scheme: str,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    group: int = 128,
+    column_major: bool = False,
+    rounding: str = "even",
+    keep: bool = False,
+) -> Refusal | None:
+    return _refuse(
+        platform, rmsnorm_quant, x, None, weight, scheme, dtype, group, column_major, rounding, keep
+    )
 
 
 def _refuse_add_rms_norm_quant(
-    platform: Platform, x: Tensor, residual: Tensor, weight: Tensor, eps: float, scale: Tensor | None = None,
-    style: str = "after", *, scheme: str, dtype: torch.dtype = torch.float8_e4m3fn, group: int = 128,
-    column_major: bool = False, rounding: str = "even", keep: bool = False,
-) -> Refusal | None:  # fmt: skip
-    return _refuse(platform, add_rmsnorm_quant, x, residual, weight, scheme, dtype, group, column_major, rounding, keep)
+    platform: Platform,
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    scale: Tensor | None = None,
+    style: str = "after",
+    *,
+    scheme: str,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    group: int = 128,
+    column_major: bool = False,
+    rounding: str = "even",
+    keep: bool = False,
+) -> Refusal | None:
+    return _refuse(
+        platform,
+        add_rmsnorm_quant,
+        x,
+        residual,
+        weight,
+        scheme,
+        dtype,
+        group,
+        column_major,
+        rounding,
+        keep,
+    )
 
 
-def _outputs(flat: Tensor, scheme: str, dtype: torch.dtype, group: int) -> tuple[Tensor, Tensor, int]:
+def _outputs(
+    flat: Tensor, scheme: str, dtype: torch.dtype, group: int
+) -> tuple[Tensor, Tensor, int]:
     """Codes and scales to be written, and AITER's size of a group (0: the row)."""
     count, width = flat.shape
     if scheme == "mxfp4":
         codes = flat.new_empty((count, width // 2), dtype=torch.uint8)
         return codes, flat.new_empty((count, width // 32), dtype=torch.uint8), 32
-    codes = flat.new_empty((count, width), dtype=torch.int8 if scheme == "int8_per_token" else dtype)
+    codes = flat.new_empty(
+        (count, width), dtype=torch.int8 if scheme == "int8_per_token" else dtype
+    )
     groups = width // group if scheme == "fp8_group" else 1
-    return codes, flat.new_empty((count, groups), dtype=torch.float32), group if scheme == "fp8_group" else 0
+    return (
+        codes,
+        flat.new_empty((count, groups), dtype=torch.float32),
+        group if scheme == "fp8_group" else 0,
+    )
 
 
 def _typed(codes: Tensor, scales: Tensor, scheme: str) -> tuple[Tensor, Tensor]:
@@ -81,35 +154,74 @@ def _typed(codes: Tensor, scales: Tensor, scheme: str) -> tuple[Tensor, Tensor]:
 
 @ops.rms_norm_quant.kernel("aiter", refuses=_refuse_rms_norm_quant, rounds="once")
 def rms_norm_quant(
-    x: Tensor, weight: Tensor, eps: float, scale: Tensor | None = None, style: str = "after", *, scheme: str,
-    dtype: torch.dtype = torch.float8_e4m3fn, group: int = 128, column_major: bool = False, rounding: str = "even",
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    scale: Tensor | None = None,
+    style: str = "after",
+    *,
+    scheme: str,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    group: int = 128,
+    column_major: bool = False,
+    rounding: str = "even",
     keep: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     flat = dense_rows(x)
     codes, scales, size = _outputs(flat, scheme, dtype, group)
     out, found = _typed(codes, scales, scheme)
     if x.numel():
-        rmsnorm_quant(out, flat, found, weight, eps, group_size=size, shuffle_scale=False, gemma_norm=style == "one_plus")
+        rmsnorm_quant(
+            out,
+            flat,
+            found,
+            weight,
+            eps,
+            group_size=size,
+            shuffle_scale=False,
+            gemma_norm=style == "one_plus",
+        )
     lead = x.shape[:-1]
     return codes.view(*lead, codes.shape[-1]), scales.view(*lead, scales.shape[-1]), x.new_empty(0)
 
 
 @ops.add_rms_norm_quant.kernel("aiter", refuses=_refuse_add_rms_norm_quant, rounds="once")
 def add_rms_norm_quant(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, scale: Tensor | None = None, style: str = "after", *,
-    scheme: str, dtype: torch.dtype = torch.float8_e4m3fn, group: int = 128, column_major: bool = False,
-    rounding: str = "even", keep: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    scale: Tensor | None = None,
+    style: str = "after",
+    *,
+    scheme: str,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    group: int = 128,
+    column_major: bool = False,
+    rounding: str = "even",
+    keep: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     flat, other = dense_rows(x), dense_rows(residual)
     codes, scales, size = _outputs(flat, scheme, dtype, group)
     out, found = _typed(codes, scales, scheme)
     total = torch.empty_like(flat)
     if x.numel():
         add_rmsnorm_quant(
-            out, flat, other, total, found, weight, eps, group_size=size, shuffle_scale=False,
+            out,
+            flat,
+            other,
+            total,
+            found,
+            weight,
+            eps,
+            group_size=size,
+            shuffle_scale=False,
             gemma_norm=style == "one_plus",
-        )  # fmt: skip
+        )
     lead = x.shape[:-1]
     return (
-        codes.view(*lead, codes.shape[-1]), scales.view(*lead, scales.shape[-1]), total.view(x.shape), x.new_empty(0)
-    )  # fmt: skip
+        codes.view(*lead, codes.shape[-1]),
+        scales.view(*lead, scales.shape[-1]),
+        total.view(x.shape),
+        x.new_empty(0),
+    )

@@ -1,6 +1,8 @@
-"""The norms of queries and keys, rotary positions and the write into a paged cache in one Triton kernel of AITER's.
+"""The norms of queries and keys, rotary positions and the write into a paged cache in one Triton
+kernel of AITER's.
 
-q, k and v are parts of one projection's rows. AITER multiplies by 1 + weight: it gets the weight less one, in fp32.
+q, k and v are parts of one projection's rows. AITER multiplies by 1 + weight: it gets the weight
+less one, in fp32.
 """
 
 import torch
@@ -16,14 +18,19 @@ from atomc.ops.op import Prepared, Refusal
 from atomc.platform import Platform
 
 fused_qkv_split_qk_norm_rope_cache = Function(
-    "fused_qkv_split_qk_norm_rope_cache", "aiter.ops.triton.rope.fused_qkv_split_qk_norm_rope_cache",
+    "fused_qkv_split_qk_norm_rope_cache",
+    "aiter.ops.triton.rope.fused_qkv_split_qk_norm_rope_cache",
     takes=["reuse_freqs_front_part", "eps", "kv_cache_layout"],
-)  # fmt: skip
+)
 
 
 def _less_one(weight: Tensor) -> Prepared:
-    """The weight as AITER wants it of norms that multiply by it, and of those that multiply by 1 + weight."""
-    return Prepared((weight.detach().to(torch.float32) - 1.0, weight.detach().clone()), replaces=True)
+    """The weight as AITER wants it of norms that multiply by it, and of those that multiply by 1 +
+    weight.
+    """
+    return Prepared(
+        (weight.detach().to(torch.float32) - 1.0, weight.detach().clone()), replaces=True
+    )
 
 
 def _in_one_row(*parts: Tensor) -> bool:
@@ -31,9 +38,14 @@ def _in_one_row(*parts: Tensor) -> bool:
     first = parts[0]
     at = first.storage_offset()
     for part in parts:
-        if part.untyped_storage()._cdata != first.untyped_storage()._cdata or part.dtype != first.dtype:
+        if (
+            part.untyped_storage()._cdata != first.untyped_storage()._cdata
+            or part.dtype != first.dtype
+        ):
             return False
-        if not known_equal(part.storage_offset(), at) or not known_equal(part.stride(0), first.stride(0)):
+        if not known_equal(part.storage_offset(), at) or not known_equal(
+            part.stride(0), first.stride(0)
+        ):
             return False
         if not known_equal(part.stride(1), part.shape[2]) or not known_equal(part.stride(2), 1):
             return False
@@ -52,23 +64,47 @@ def _rows_of(*parts: Tensor) -> Tensor:
 def _separate(q: Tensor, k: Tensor, v: Tensor) -> Refusal | None:
     if _in_one_row(q, k, v):
         return None
-    return Refusal("layout", "q, k and v do not follow each other in one row, as a merged projection leaves them")
+    return Refusal(
+        "layout",
+        "q, k and v do not follow each other in one row, as a merged projection leaves them",
+    )
 
 
 def _wider_than_head(q: Tensor, cos: Tensor, rope_style: str) -> Refusal | None:
     rotated, width = rotated_width(cos, rope_style), q.shape[-1]
-    return Refusal("shape", f"the tables rotate {rotated} columns, a head has {width}") if rotated > width else None
+    return (
+        Refusal("shape", f"the tables rotate {rotated} columns, a head has {width}")
+        if rotated > width
+        else None
+    )
 
 
 def _refuse(
-    platform: Platform, q: Tensor, k: Tensor, v: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor,
-    eps: float, k_cache: Tensor, v_cache: Tensor, slots: Tensor, k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None, norm_style: str = "after", rope_style: str = "neox",
-) -> Refusal | None:  # fmt: skip
+    platform: Platform,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    norm_style: str = "after",
+    rope_style: str = "neox",
+) -> Refusal | None:
     return (
         unfit(platform, fused_qkv_split_qk_norm_rope_cache)
         or unlike(HALVES, q=q, k=k, v=v, cos=cos, sin=sin, k_cache=k_cache, v_cache=v_cache)
-        or (unlike((q.dtype,), q_weight=q_weight, k_weight=k_weight) if norm_style == "after" else None)
+        or (
+            unlike((q.dtype,), q_weight=q_weight, k_weight=k_weight)
+            if norm_style == "after"
+            else None
+        )
         or scaled(k_scale=k_scale, v_scale=v_scale)
         or moving(rope_style)
         or odd_heads(q, k, v)
@@ -81,20 +117,49 @@ def _refuse(
 
 
 @ops.qk_norm_rope_kv_write.kernel(
-    "aiter", layout="paged", refuses=_refuse, rounds="once", prepare={"q_weight": _less_one, "k_weight": _less_one}
+    "aiter",
+    layout="paged",
+    refuses=_refuse,
+    rounds="once",
+    prepare={"q_weight": _less_one, "k_weight": _less_one},
 )
 def qk_norm_rope_kv_write(
-    q: Tensor, k: Tensor, v: Tensor, q_weight: tuple[Tensor, Tensor], k_weight: tuple[Tensor, Tensor], cos: Tensor,
-    sin: Tensor, eps: float, k_cache: Tensor, v_cache: Tensor, slots: Tensor, k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None, norm_style: str = "after", rope_style: str = "neox",
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_weight: tuple[Tensor, Tensor],
+    k_weight: tuple[Tensor, Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    norm_style: str = "after",
+    rope_style: str = "neox",
+) -> tuple[Tensor, Tensor]:
     if not q.numel():
         return q.new_empty(q.shape), q.new_empty((0,))
     style = norm_style == "one_plus"
     positions = torch.arange(q.shape[0], device=q.device)  # token t has row t of the tables
     rotated, _, _ = fused_qkv_split_qk_norm_rope_cache(
-        _rows_of(q, k, v), q_weight[style], k_weight[style], cos.flatten(0, 1), sin.flatten(0, 1), positions, k_cache,
-        v_cache, slots, q.shape[1], k.shape[1], q.shape[2], rope_style != "gptj",
-        reuse_freqs_front_part=rope_style != "neox", eps=eps, kv_cache_layout="NHD",
-    )  # fmt: skip
+        _rows_of(q, k, v),
+        q_weight[style],
+        k_weight[style],
+        cos.flatten(0, 1),
+        sin.flatten(0, 1),
+        positions,
+        k_cache,
+        v_cache,
+        slots,
+        q.shape[1],
+        k.shape[1],
+        q.shape[2],
+        rope_style != "gptj",
+        reuse_freqs_front_part=rope_style != "neox",
+        eps=eps,
+        kv_cache_layout="NHD",
+    )
     return rotated, rotated.new_empty((0,))

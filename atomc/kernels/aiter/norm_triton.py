@@ -1,4 +1,6 @@
-"""Norms by AITER's Triton kernels: where its compiled ones are missing or refuse, and with columns of zeros behind."""
+"""Norms by AITER's Triton kernels: where its compiled ones are missing or refuse, and with columns
+of zeros behind.
+"""
 
 import torch
 from torch import Tensor
@@ -9,12 +11,17 @@ from atomc.kernels.checks import FLOATS, too_wide, unlike, wrong_rank
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
-triton_rms_norm = Function("rms_norm", "aiter.ops.triton.normalization.rmsnorm", "aiter.ops.triton.rmsnorm")
+triton_rms_norm = Function(
+    "rms_norm", "aiter.ops.triton.normalization.rmsnorm", "aiter.ops.triton.rmsnorm"
+)
 fused_add_rmsnorm_pad = Function(
-    "fused_add_rmsnorm_pad", "aiter.ops.triton.normalization.fused_add_rmsnorm_pad",
+    "fused_add_rmsnorm_pad",
+    "aiter.ops.triton.normalization.fused_add_rmsnorm_pad",
     "aiter.ops.triton.fused_add_rmsnorm_pad",
-)  # fmt: skip
-triton_layer_norm = Function("layer_norm", "aiter.ops.triton.normalization.norm", "aiter.ops.triton.norm")
+)
+triton_layer_norm = Function(
+    "layer_norm", "aiter.ops.triton.normalization.norm", "aiter.ops.triton.norm"
+)
 triton_layer_norm_with_add = Function(
     "layernorm2d_fwd_with_add", "aiter.ops.triton.normalization.norm", "aiter.ops.triton.norm"
 )
@@ -35,12 +42,18 @@ def unreadable(
         return reason
     if style == "one_plus":
         return Refusal("argument", "AITER's Triton norms multiply by the weight, not by 1 + weight")
-    if style == "after" and weight is not None and torch.promote_types(x.dtype, weight.dtype) != x.dtype:
+    if (
+        style == "after"
+        and weight is not None
+        and torch.promote_types(x.dtype, weight.dtype) != x.dtype
+    ):
         return Refusal("dtype", f"the weight is {weight.dtype}, and AITER's norm stays {x.dtype}")
     return None
 
 
-def _refuse_rms_norm(platform: Platform, x: Tensor, weight: Tensor, eps: float, style: str = "after") -> Refusal | None:
+def _refuse_rms_norm(
+    platform: Platform, x: Tensor, weight: Tensor, eps: float, style: str = "after"
+) -> Refusal | None:
     return unfit(platform, triton_rms_norm) or unreadable(x, None, weight, style)
 
 
@@ -53,13 +66,20 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, style: str = "after") -> Ten
 
 
 def _refuse_add_rms_norm(
-    platform: Platform, x: Tensor, residual: Tensor, weight: Tensor, eps: float, style: str = "after"
+    platform: Platform,
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    style: str = "after",
 ) -> Refusal | None:
     return unfit(platform, fused_add_rmsnorm_pad) or unreadable(x, residual, weight, style)
 
 
 @ops.add_rms_norm.kernel("aiter", refuses=_refuse_add_rms_norm, rounds="once")
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, style: str = "after") -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, style: str = "after"
+) -> tuple[Tensor, Tensor]:
     if not x.numel():
         return torch.empty_like(x), torch.empty_like(x)
     out, total = fused_add_rmsnorm_pad(rows(x), weight, eps, rows(residual))
@@ -67,7 +87,13 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, style:
 
 
 def _refuse_add_rms_norm_pad(
-    platform: Platform, x: Tensor, residual: Tensor, weight: Tensor, eps: float, columns: int, style: str = "after"
+    platform: Platform,
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    columns: int,
+    style: str = "after",
 ) -> Refusal | None:
     return unfit(platform, fused_add_rmsnorm_pad) or unreadable(x, residual, weight, style)
 
@@ -80,7 +106,9 @@ def add_rms_norm_pad(
     if not x.numel():
         return x.new_empty((*x.shape[:-1], width)), torch.empty_like(x)
     # The next multiple of a number that is larger than the row is that number.
-    out, total = fused_add_rmsnorm_pad(rows(x), weight, eps, rows(residual), x_pad_to_multiple=width if columns else 0)
+    out, total = fused_add_rmsnorm_pad(
+        rows(x), weight, eps, rows(residual), x_pad_to_multiple=width if columns else 0
+    )
     return out.view(*x.shape[:-1], width), total.view(x.shape)
 
 
@@ -91,12 +119,19 @@ def _refuse_layer_norm(
 
 
 def _refuse_add_layer_norm(
-    platform: Platform, x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    platform: Platform,
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
 ) -> Refusal | None:
     return unfit(platform, triton_layer_norm_with_add) or _affine(x, residual, weight, bias)
 
 
-def _affine(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None) -> Refusal | None:
+def _affine(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None
+) -> Refusal | None:
     if weight is None or bias is None:
         return Refusal("argument", "AITER's LayerNorm takes a weight and a bias")
     return unreadable(x, residual)

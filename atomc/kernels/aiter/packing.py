@@ -18,7 +18,8 @@ def as_e8m0(scale: Tensor) -> Tensor:
 
 
 def shuffled_weight(weight: Tensor) -> Tensor:
-    """[N, K] of bytes in tiles of 16 rows and 32 columns, each read by a wave as it lies; the same shape.
+    """[N, K] of bytes in tiles of 16 rows and 32 columns, each read by a wave as it lies; the same
+    shape.
 
     Raises ValueError if N is no multiple of 16 or K none of 32.
     """
@@ -30,7 +31,9 @@ def shuffled_weight(weight: Tensor) -> Tensor:
 
 
 def shuffled_scale(scale: Tensor) -> Tensor:
-    """e8m0 [N, K/32] in tiles of 32 rows and 8 columns, padded by ones to whole 256 rows and 8 columns."""
+    """e8m0 [N, K/32] in tiles of 32 rows and 8 columns, padded by ones to whole 256 rows and 8
+    columns.
+    """
     n, k = scale.shape
     padded = F.pad(scale, (0, -k % 8, 0, -n % 256), value=127)
     tiles = padded.view(padded.shape[0] // 32, 2, 16, padded.shape[1] // 8, 2, 4)
@@ -49,7 +52,9 @@ def untiled(weight: Tensor) -> Refusal | None:
     """Why shuffled_weight does not take this weight, or None."""
     n, k = weight.shape
     if not isinstance(n, int) or not isinstance(k, int) or n % 16 or k % 32:
-        return Refusal("shape", f"a weight of {n} x {k} bytes does not fill AITER's tiles of 16 x 32")
+        return Refusal(
+            "shape", f"a weight of {n} x {k} bytes does not fill AITER's tiles of 16 x 32"
+        )
     if weight.stride() != (k, 1):
         return Refusal("layout", "the rows of the weight do not follow each other")
     return None

@@ -11,7 +11,9 @@ from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 static_per_tensor_quant = Function("static_per_tensor_quant", "aiter")
-dynamic_per_token_scaled_quant = Function("dynamic_per_token_scaled_quant", "aiter", takes=["shuffle_scale"])
+dynamic_per_token_scaled_quant = Function(
+    "dynamic_per_token_scaled_quant", "aiter", takes=["shuffle_scale"]
+)
 dynamic_per_group_scaled_quant_fp4 = Function(
     "dynamic_per_group_scaled_quant_fp4", "aiter", takes=["group_size", "shuffle_scale"]
 )
@@ -26,7 +28,11 @@ def _rows_of_halves(x: Tensor) -> Refusal | None:
 def _refuse_static(
     platform: Platform, x: Tensor, scale: Tensor, dtype: torch.dtype = torch.float8_e4m3fn
 ) -> Refusal | None:
-    return unfit(platform, static_per_tensor_quant) or foreign_fp8(platform, dtype) or _rows_of_halves(x)
+    return (
+        unfit(platform, static_per_tensor_quant)
+        or foreign_fp8(platform, dtype)
+        or _rows_of_halves(x)
+    )
 
 
 @ops.quant_fp8_static.kernel("aiter", refuses=_refuse_static)
@@ -40,18 +46,29 @@ def quant_fp8_static(x: Tensor, scale: Tensor, dtype: torch.dtype = torch.float8
 
 def _per_token(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     flat = dense_rows(x)
-    codes, scales = torch.empty_like(flat, dtype=dtype), flat.new_empty((flat.shape[0], 1), dtype=torch.float32)
+    codes, scales = (
+        torch.empty_like(flat, dtype=dtype),
+        flat.new_empty((flat.shape[0], 1), dtype=torch.float32),
+    )
     if x.numel():
         dynamic_per_token_scaled_quant(codes, flat, scales)
     return codes.view(x.shape), scales.view(*x.shape[:-1], 1)
 
 
-def _refuse_per_token(platform: Platform, x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Refusal | None:
-    return unfit(platform, dynamic_per_token_scaled_quant) or foreign_fp8(platform, dtype) or _rows_of_halves(x)
+def _refuse_per_token(
+    platform: Platform, x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn
+) -> Refusal | None:
+    return (
+        unfit(platform, dynamic_per_token_scaled_quant)
+        or foreign_fp8(platform, dtype)
+        or _rows_of_halves(x)
+    )
 
 
 @ops.quant_fp8_per_token.kernel("aiter", refuses=_refuse_per_token)
-def quant_fp8_per_token(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[Tensor, Tensor]:
+def quant_fp8_per_token(
+    x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn
+) -> tuple[Tensor, Tensor]:
     return _per_token(x, dtype)
 
 
@@ -65,31 +82,49 @@ def quant_int8_per_token(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _refuse_group(
-    platform: Platform, x: Tensor, group: int = 128, column_major_scales: bool = False,
+    platform: Platform,
+    x: Tensor,
+    group: int = 128,
+    column_major_scales: bool = False,
     dtype: torch.dtype = torch.float8_e4m3fn,
-) -> Refusal | None:  # fmt: skip
-    if reason := unfit(platform, dynamic_per_token_scaled_quant) or foreign_fp8(platform, dtype) or _rows_of_halves(x):
+) -> Refusal | None:
+    if (
+        reason := unfit(platform, dynamic_per_token_scaled_quant)
+        or foreign_fp8(platform, dtype)
+        or _rows_of_halves(x)
+    ):
         return reason
     if group not in (32, 64, 128) or x.shape[-1] % group:
         return Refusal(
-            "shape", f"groups of {group} in rows of {x.shape[-1]}: AITER's kernel takes whole groups of 32, 64 or 128"
+            "shape",
+            f"groups of {group} in rows of {x.shape[-1]}: AITER's kernel takes whole groups of "
+            "32, 64 or 128",
         )
     return by_column(column_major_scales)
 
 
 @ops.quant_fp8_group.kernel("aiter", refuses=_refuse_group)
 def quant_fp8_group(
-    x: Tensor, group: int = 128, column_major_scales: bool = False, dtype: torch.dtype = torch.float8_e4m3fn
+    x: Tensor,
+    group: int = 128,
+    column_major_scales: bool = False,
+    dtype: torch.dtype = torch.float8_e4m3fn,
 ) -> tuple[Tensor, Tensor]:
     codes, scales = _per_token(x.reshape(-1, group), dtype)
     return codes.view(x.shape), scales.view(*x.shape[:-1], x.shape[-1] // group)
 
 
 def _refuse_mxfp4(platform: Platform, x: Tensor, rounding: str = "even") -> Refusal | None:
-    if reason := unfit(platform, dynamic_per_group_scaled_quant_fp4) or _rows_of_halves(x) or uneven(x.shape[-1], 32):
+    if (
+        reason := unfit(platform, dynamic_per_group_scaled_quant_fp4)
+        or _rows_of_halves(x)
+        or uneven(x.shape[-1], 32)
+    ):
         return reason
     if rounding != "up":
-        return Refusal("argument", f"AITER's compiled kernel rounds scales up, here rounding={rounding!r}")
+        return Refusal(
+            "argument", f"AITER's compiled kernel rounds scales up, here rounding={rounding!r}"
+        )
     return None
 
 
@@ -99,5 +134,7 @@ def quant_mxfp4(x: Tensor, rounding: str = "even") -> tuple[Tensor, Tensor]:
     codes = flat.new_empty((flat.shape[0], flat.shape[1] // 2), dtype=torch.uint8)
     scales = flat.new_empty((flat.shape[0], flat.shape[1] // 32), dtype=torch.uint8)
     if x.numel():
-        dynamic_per_group_scaled_quant_fp4(as_e2m1(codes), flat, as_e8m0(scales), group_size=32, shuffle_scale=False)
+        dynamic_per_group_scaled_quant_fp4(
+            as_e2m1(codes), flat, as_e8m0(scales), group_size=32, shuffle_scale=False
+        )
     return codes.view(*x.shape[:-1], codes.shape[-1]), scales.view(*x.shape[:-1], scales.shape[-1])

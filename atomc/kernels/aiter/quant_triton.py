@@ -1,6 +1,7 @@
 """Quantizers by AITER's Triton kernels: where its compiled ones are missing or refuse.
 
-Not the one by row, which makes NaN of a row of zeros, and not the static one, which cuts nothing off.
+Not the one by row, which makes NaN of a row of zeros, and not the static one, which cuts nothing
+off.
 """
 
 import torch
@@ -15,34 +16,51 @@ from atomc.platform import Platform
 QUANT = ("aiter.ops.triton.quant.quant", "aiter.ops.triton.quant")
 dynamic_mxfp4_quant = Function("dynamic_mxfp4_quant", *QUANT)
 fused_flatten_fp8_group_quant = Function(
-    "fused_flatten_fp8_group_quant", "aiter.ops.triton.quant.fused_fp8_quant", "aiter.ops.triton.fused_fp8_quant",
+    "fused_flatten_fp8_group_quant",
+    "aiter.ops.triton.quant.fused_fp8_quant",
+    "aiter.ops.triton.fused_fp8_quant",
     takes=["dtype_quant"],
-)  # fmt: skip
+)
 WIDEST = 65536
 
 
-def _refuse(platform: Platform, function: Function, x: Tensor, dtype: torch.dtype | None = None) -> Refusal | None:
-    if reason := (unfit(platform, function) or unlike(FLOATS, x=x) or scattered(x=x) or too_wide(x.shape[-1], WIDEST)):
+def _refuse(
+    platform: Platform, function: Function, x: Tensor, dtype: torch.dtype | None = None
+) -> Refusal | None:
+    if reason := (
+        unfit(platform, function)
+        or unlike(FLOATS, x=x)
+        or scattered(x=x)
+        or too_wide(x.shape[-1], WIDEST)
+    ):
         return reason
     return foreign_fp8(platform, dtype) if dtype is not None else None
 
 
 def _refuse_group(
-    platform: Platform, x: Tensor, group: int = 128, column_major_scales: bool = False,
+    platform: Platform,
+    x: Tensor,
+    group: int = 128,
+    column_major_scales: bool = False,
     dtype: torch.dtype = torch.float8_e4m3fn,
-) -> Refusal | None:  # fmt: skip
+) -> Refusal | None:
     if reason := _refuse(platform, fused_flatten_fp8_group_quant, x, dtype):
         return reason
     if group & (group - 1) or x.shape[-1] % group:
         return Refusal(
-            "shape", f"groups of {group} in rows of {x.shape[-1]}: AITER's kernel takes whole groups, a power of two wide"
+            "shape",
+            f"groups of {group} in rows of {x.shape[-1]}: AITER's kernel takes whole groups, a "
+            "power of two wide",
         )
     return None
 
 
 @ops.quant_fp8_group.kernel("aiter", refuses=_refuse_group)
 def quant_fp8_group(
-    x: Tensor, group: int = 128, column_major_scales: bool = False, dtype: torch.dtype = torch.float8_e4m3fn
+    x: Tensor,
+    group: int = 128,
+    column_major_scales: bool = False,
+    dtype: torch.dtype = torch.float8_e4m3fn,
 ) -> tuple[Tensor, Tensor]:
     if not x.numel():
         return ops.quant_fp8_group.reference(x, group, column_major_scales, dtype)  # type: ignore[no-any-return]
@@ -53,7 +71,9 @@ def quant_fp8_group(
 
 
 def _refuse_mxfp4(platform: Platform, x: Tensor, rounding: str = "even") -> Refusal | None:
-    return _refuse(platform, dynamic_mxfp4_quant, x) or uneven(x.shape[-1], 32) or rounded_up(rounding)
+    return (
+        _refuse(platform, dynamic_mxfp4_quant, x) or uneven(x.shape[-1], 32) or rounded_up(rounding)
+    )
 
 
 @ops.quant_mxfp4.kernel("aiter", refuses=_refuse_mxfp4)

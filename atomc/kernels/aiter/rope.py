@@ -1,4 +1,5 @@
-"""Rotary positions by AITER's HIP kernel, in fp32, rounded once: each token has a row of the tables.
+"""Rotary positions by AITER's HIP kernel, in fp32, rounded once: each token has a row of the
+tables.
 
 S tokens, the one dimension in which the tables differ; B and H are the others of x.
 """
@@ -25,7 +26,9 @@ def rotated_width(cos: Tensor, style: str) -> int:
 
 
 def table_dimension(x: Tensor, cos: Tensor) -> int | None:
-    """The one dimension of x in which the tables are as long as x; None if there are more, or one is shorter."""
+    """The one dimension of x in which the tables are as long as x; None if there are more, or one
+    is shorter.
+    """
     lead = (1,) * (x.dim() - cos.dim()) + tuple(cos.shape[:-1])
     long = [d for d, size in enumerate(lead) if not known_equal(size, 1)]
     if not long:
@@ -50,7 +53,9 @@ def partly_rotated(width: int, cos: Tensor, style: str) -> Refusal | None:
 
 
 def not_by_token(x: Tensor, cos: Tensor, sin: Tensor) -> Refusal | None:
-    """Unless the tables have a row for each token of x [T, heads, D], with the same strides in both."""
+    """Unless the tables have a row for each token of x [T, heads, D], with the same strides in
+    both.
+    """
     if table_dimension(x, cos) != 0 or table_dimension(x, sin) != 0:
         return Refusal("shape", "the tables do not have a row for each token")
     if not all(known_equal(a, b) for a, b in zip(cos.stride(), sin.stride(), strict=True)):
@@ -74,7 +79,9 @@ def by_token(x: Tensor, dimension: int) -> Tensor:
 
 
 def table_rows(table: Tensor) -> Tensor:
-    """A table as [S, 1, 1, columns], one row behind the other: AITER's compiled kernel does not look at its strides."""
+    """A table as [S, 1, 1, columns], one row behind the other: AITER's compiled kernel does not
+    look at its strides.
+    """
     return table.reshape(-1, 1, 1, table.shape[-1]).contiguous()
 
 
@@ -85,7 +92,9 @@ def empty_rotated(x: Tensor, cos: Tensor, style: str) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def _refuse(platform: Platform, x: Tensor, cos: Tensor, sin: Tensor, style: str = "neox") -> Refusal | None:
+def _refuse(
+    platform: Platform, x: Tensor, cos: Tensor, sin: Tensor, style: str = "neox"
+) -> Refusal | None:
     return unfit(platform, rope_cached_fwd_impl) or unrotatable(x, cos, sin, style)
 
 
@@ -96,7 +105,12 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, style: str = "neox") -> Tensor:
         dimension = table_dimension(x, cos)
         assert dimension is not None
         rope_cached_fwd_impl(
-            by_token(out, dimension), by_token(x, dimension), table_rows(cos), table_rows(sin), ROTATIONS[style],
-            style != "neox", False,
-        )  # fmt: skip
+            by_token(out, dimension),
+            by_token(x, dimension),
+            table_rows(cos),
+            table_rows(sin),
+            ROTATIONS[style],
+            style != "neox",
+            False,
+        )
     return out

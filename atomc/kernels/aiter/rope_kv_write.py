@@ -1,4 +1,6 @@
-"""Rotary positions and the write into a paged cache in one Triton kernel of AITER's. Heads are a power of two wide."""
+"""Rotary positions and the write into a paged cache in one Triton kernel of AITER's. Heads are a
+power of two wide.
+"""
 
 import torch
 from torch import Tensor
@@ -12,15 +14,27 @@ from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 fused_qk_rope_reshape_and_cache = Function(
-    "fused_qk_rope_reshape_and_cache", "aiter.ops.triton.fusions.fused_kv_cache", "aiter.ops.triton.fused_kv_cache",
+    "fused_qk_rope_reshape_and_cache",
+    "aiter.ops.triton.fusions.fused_kv_cache",
+    "aiter.ops.triton.fused_kv_cache",
     takes=["apply_scale", "q_out", "output_zeros"],
-)  # fmt: skip
+)
 
 
 def _refuse(
-    platform: Platform, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor,
-    slots: Tensor, k_scale: Tensor | None = None, v_scale: Tensor | None = None, rope_style: str = "neox",
-) -> Refusal | None:  # fmt: skip
+    platform: Platform,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    rope_style: str = "neox",
+) -> Refusal | None:
     return (
         unfit(platform, fused_qk_rope_reshape_and_cache)
         or unlike(HALVES, q=q, k=k, v=v, cos=cos, sin=sin)
@@ -36,14 +50,37 @@ def _refuse(
 
 @ops.rope_kv_write.kernel("aiter", layout="paged", refuses=_refuse)
 def rope_kv_write(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor,
-    k_scale: Tensor | None = None, v_scale: Tensor | None = None, rope_style: str = "neox",
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    rope_style: str = "neox",
+) -> tuple[Tensor, Tensor]:
     out = empty_rotated(q, cos, rope_style)
     if q.numel():
         rows = torch.arange(q.shape[0], device=q.device)  # token t has row t of the tables
         fused_qk_rope_reshape_and_cache(
-            q, k, v, k_cache, v_cache, slots, rows, cos.flatten(0, 1), sin.flatten(0, 1), None, None,
-            rope_style != "gptj", True, apply_scale=False, q_out=out, output_zeros=False,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            k_cache,
+            v_cache,
+            slots,
+            rows,
+            cos.flatten(0, 1),
+            sin.flatten(0, 1),
+            None,
+            None,
+            rope_style != "gptj",
+            True,
+            apply_scale=False,
+            q_out=out,
+            output_zeros=False,
+        )
     return out, out.new_empty((0,))

@@ -16,16 +16,22 @@ from atomc.kernels.aiter.rope import (
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
-triton_rope_cached_fwd = Function("rope_cached_fwd", "aiter.ops.triton.rope.rope", "aiter.ops.triton.rope")
+triton_rope_cached_fwd = Function(
+    "rope_cached_fwd", "aiter.ops.triton.rope.rope", "aiter.ops.triton.rope"
+)
 
 
-def _refuse(platform: Platform, x: Tensor, cos: Tensor, sin: Tensor, style: str = "neox") -> Refusal | None:
+def _refuse(
+    platform: Platform, x: Tensor, cos: Tensor, sin: Tensor, style: str = "neox"
+) -> Refusal | None:
     if reason := unfit(platform, triton_rope_cached_fwd) or unrotatable(x, cos, sin, style):
         return reason
     width, rotated = x.shape[-1], rotated_width(cos, style)
     if rotated not in (width, width // 2) or rotated & (rotated - 1):
         return Refusal(
-            "shape", f"{rotated} of {width} columns rotate: AITER's Triton kernel rotates all or half, a power of two"
+            "shape",
+            f"{rotated} of {width} columns rotate: AITER's Triton kernel rotates all or half, "
+            "a power of two",
         )
     return None
 
@@ -37,7 +43,12 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, style: str = "neox") -> Tensor:
         dimension = table_dimension(x, cos)
         assert dimension is not None
         rotated = triton_rope_cached_fwd(
-            by_token(x, dimension), table_rows(cos), table_rows(sin), ROTATIONS[style], style != "neox", False
+            by_token(x, dimension),
+            table_rows(cos),
+            table_rows(sin),
+            ROTATIONS[style],
+            style != "neox",
+            False,
         )
         by_token(out, dimension).copy_(rotated)
     return out

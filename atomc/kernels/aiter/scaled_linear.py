@@ -9,7 +9,14 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.aiter.library import Function, foreign_fp8, no_mxfp4, rows, scattered, unfit
 from atomc.kernels.aiter.linear import gemm_a16w16
-from atomc.kernels.aiter.packing import as_e2m1, as_e8m0, relaid_scale, relaid_weight, shuffled_scale, untiled
+from atomc.kernels.aiter.packing import (
+    as_e2m1,
+    as_e8m0,
+    relaid_scale,
+    relaid_weight,
+    shuffled_scale,
+    untiled,
+)
 from atomc.kernels.checks import HALVES, unsupported, wrong_result
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
@@ -20,7 +27,9 @@ gemm_a8w8_blockscale = Function("gemm_a8w8_blockscale", "aiter")
 gemm_a4w4 = Function("gemm_a4w4", "aiter", takes=["dtype", "bpreshuffle"])
 
 
-def unmultiplied(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Refusal | None:
+def unmultiplied(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+) -> Refusal | None:
     """What AITER's products in few bits have in common, and do not take."""
     if reason := wrong_result(HALVES, out_dtype) or unsupported("AITER's kernel", bias=bias):
         return reason
@@ -31,10 +40,20 @@ def unmultiplied(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torc
 
 
 def _refuse_fp8_tensor(
-    platform: Platform, x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None = None, *,
+    platform: Platform,
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
     out_dtype: torch.dtype,
-) -> Refusal | None:  # fmt: skip
-    if reason := unfit(platform, gemm_a16w16) or foreign_fp8(platform, weight.dtype) or foreign_fp8(platform, x.dtype):
+) -> Refusal | None:
+    if (
+        reason := unfit(platform, gemm_a16w16)
+        or foreign_fp8(platform, weight.dtype)
+        or foreign_fp8(platform, x.dtype)
+    ):
         return reason
     if x_scale.dim() != 1 or weight_scale.dim() != 1:
         return Refusal("argument", "AITER's tuned products take one scale a tensor")
@@ -43,25 +62,42 @@ def _refuse_fp8_tensor(
 
 @ops.scaled_linear_fp8.kernel("aiter", refuses=_refuse_fp8_tensor)
 def scaled_linear_fp8(
-    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None = None, *,
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
     out_dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     if not x.numel():
         return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype)
-    out: Tensor = gemm_a16w16(rows(x), weight, otype=out_dtype, scale_a=x_scale, scale_b=weight_scale)
+    out: Tensor = gemm_a16w16(
+        rows(x), weight, otype=out_dtype, scale_a=x_scale, scale_b=weight_scale
+    )
     return out.view(*x.shape[:-1], weight.shape[0])
 
 
 def _refuse_blocks(
-    platform: Platform, x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None = None, *,
-    out_dtype: torch.dtype, block: int = 128,
-) -> Refusal | None:  # fmt: skip
+    platform: Platform,
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+    block: int = 128,
+) -> Refusal | None:
     if reason := unfit(platform, gemm_a8w8_blockscale) or foreign_fp8(platform, weight.dtype):
         return reason
     if reason := foreign_fp8(platform, x.dtype) or unmultiplied(x, weight, bias, out_dtype):
         return reason
     if block != 128 or weight.shape[1] % 128:
-        return Refusal("shape", f"blocks of {block} in rows of {weight.shape[1]}: AITER takes whole blocks of 128")
+        return Refusal(
+            "shape",
+            f"blocks of {block} in rows of {weight.shape[1]}: AITER takes whole blocks of 128",
+        )
     if scattered(x_scale=x_scale):
         return Refusal("layout", "AITER's kernel reads the scales row by row")
     return None
@@ -69,9 +105,15 @@ def _refuse_blocks(
 
 @ops.scaled_linear_fp8_block.kernel("aiter", refuses=_refuse_blocks)
 def scaled_linear_fp8_block(
-    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None = None, *,
-    out_dtype: torch.dtype, block: int = 128,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+    block: int = 128,
+) -> Tensor:
     if not x.numel():
         return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype)
     out: Tensor = gemm_a8w8_blockscale(
@@ -81,20 +123,33 @@ def scaled_linear_fp8_block(
 
 
 def _refuse_int8(
-    platform: Platform, x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None = None, *,
+    platform: Platform,
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
     out_dtype: torch.dtype,
-) -> Refusal | None:  # fmt: skip
+) -> Refusal | None:
     return unfit(platform, gemm_a8w8) or unmultiplied(x, weight, bias, out_dtype)
 
 
 @ops.scaled_linear_int8.kernel("aiter", refuses=_refuse_int8)
 def scaled_linear_int8(
-    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None = None, *,
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
     out_dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     if not x.numel():
         return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype)
-    out: Tensor = gemm_a8w8(rows(x).contiguous(), weight, rows(x_scale).contiguous(), weight_scale, dtype=out_dtype)
+    out: Tensor = gemm_a8w8(
+        rows(x).contiguous(), weight, rows(x_scale).contiguous(), weight_scale, dtype=out_dtype
+    )
     return out.view(*x.shape[:-1], weight.shape[0])
 
 
@@ -105,9 +160,15 @@ def not_mxfp4(x: Tensor, x_scale: Tensor | None) -> Refusal | None:
 
 
 def _refuse_mxfp4(
-    platform: Platform, x: Tensor, weight: Tensor, weight_scale: Tensor, x_scale: Tensor | None = None,
-    bias: Tensor | None = None, *, out_dtype: torch.dtype,
-) -> Refusal | None:  # fmt: skip
+    platform: Platform,
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    x_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+) -> Refusal | None:
     return (
         unfit(platform, gemm_a4w4)
         or no_mxfp4(platform)
@@ -118,17 +179,28 @@ def _refuse_mxfp4(
     )
 
 
-@ops.linear_mxfp4.kernel("aiter", refuses=_refuse_mxfp4, prepare={"weight": relaid_weight, "weight_scale": relaid_scale})
+@ops.linear_mxfp4.kernel(
+    "aiter", refuses=_refuse_mxfp4, prepare={"weight": relaid_weight, "weight_scale": relaid_scale}
+)
 def linear_mxfp4(
-    x: Tensor, weight: tuple[Tensor], weight_scale: tuple[Tensor], x_scale: Tensor | None = None,
-    bias: Tensor | None = None, *, out_dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    weight: tuple[Tensor],
+    weight_scale: tuple[Tensor],
+    x_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+) -> Tensor:
     [tiles], [scale_tiles] = weight, weight_scale
     if not x.numel():
         return x.new_empty((*x.shape[:-1], tiles.shape[0]), dtype=out_dtype)
     assert x_scale is not None
     out: Tensor = gemm_a4w4(
-        as_e2m1(rows(x).contiguous()), as_e2m1(tiles), as_e8m0(shuffled_scale(rows(x_scale))), as_e8m0(scale_tiles),
-        dtype=out_dtype, bpreshuffle=True,
-    )  # fmt: skip
+        as_e2m1(rows(x).contiguous()),
+        as_e2m1(tiles),
+        as_e8m0(shuffled_scale(rows(x_scale))),
+        as_e8m0(scale_tiles),
+        dtype=out_dtype,
+        bpreshuffle=True,
+    )
     return out.view(*x.shape[:-1], tiles.shape[0])

@@ -1,4 +1,6 @@
-"""Linear layers in fp8 with a scale a token and one an output, by AITER's product over a shuffled weight."""
+"""Linear layers in fp8 with a scale a token and one an output, by AITER's product over a shuffled
+weight.
+"""
 
 import torch
 from torch import Tensor
@@ -12,21 +14,38 @@ from atomc.platform import Platform
 
 
 def _refuse(
-    platform: Platform, x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None = None, *,
+    platform: Platform,
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
     out_dtype: torch.dtype,
-) -> Refusal | None:  # fmt: skip
+) -> Refusal | None:
     if reason := unfit(platform, gemm_a8w8_bpreshuffle) or foreign_fp8(platform, weight.dtype):
         return reason
     if x_scale.dim() < 2 or weight_scale.dim() != 2:
-        return Refusal("argument", "AITER's kernel takes a scale for each token and for each output")
-    return foreign_fp8(platform, x.dtype) or unmultiplied(x, weight, bias, out_dtype) or untiled(weight)
+        return Refusal(
+            "argument", "AITER's kernel takes a scale for each token and for each output"
+        )
+    return (
+        foreign_fp8(platform, x.dtype)
+        or unmultiplied(x, weight, bias, out_dtype)
+        or untiled(weight)
+    )
 
 
 @ops.scaled_linear_fp8.kernel("aiter", refuses=_refuse, prepare={"weight": relaid_weight})
 def scaled_linear_fp8(
-    x: Tensor, weight: tuple[Tensor], x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None = None, *,
+    x: Tensor,
+    weight: tuple[Tensor],
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
     out_dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     [tiles] = weight
     if not x.numel():
         return x.new_empty((*x.shape[:-1], tiles.shape[0]), dtype=out_dtype)

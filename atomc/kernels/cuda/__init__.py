@@ -1,4 +1,6 @@
-"""Ops run by NVIDIA's libraries, through torch: matrix products by cuBLAS, attention without state by cuDNN."""
+"""Ops run by NVIDIA's libraries, through torch: matrix products by cuBLAS, attention without state
+by cuDNN.
+"""
 
 from atomc.kernels.cuda import attention, linear, scaled_linear
 

@@ -1,29 +1,55 @@
-"""Attention without state by cuDNN: prompts of a fixed length, as `generate` with a static cache has them.
+"""Attention without state by cuDNN: prompts of a fixed length, as `generate` with a static cache
+has them.
 
-Not over a paged cache: torch's entry to cuDNN takes no block tables and aligns a causal mask with the first key, and its
-form for ragged sequences plans anew at each call.
+Not over a paged cache: torch's entry to cuDNN takes no block tables and aligns a causal mask with
+the first key, and its form for ragged sequences plans anew at each call.
 """
 
 import torch
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.checks import HALVES, older_than, strided, unaligned_heads, unlike, unsupported, wrong_rank
+from atomc.kernels.checks import (
+    HALVES,
+    older_than,
+    strided,
+    unaligned_heads,
+    unlike,
+    unsupported,
+    wrong_rank,
+)
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 
 def _out_of_reach(
-    platform: Platform, q: Tensor, k: Tensor, v: Tensor, kv: Tensor | None = None, mask: Tensor | None = None,
-    sinks: Tensor | None = None, *, window: int = 0, softcap: float = 0.0, **_: object,
-) -> Refusal | None:  # fmt: skip
+    platform: Platform,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv: Tensor | None = None,
+    mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    *,
+    window: int = 0,
+    softcap: float = 0.0,
+    **_: object,
+) -> Refusal | None:
     return (
         older_than((8, 0), platform, "cuDNN's attention runs")
-        or unsupported("torch's entry to cuDNN's attention", mask=mask, sinks=sinks, window=window, softcap=softcap)
+        or unsupported(
+            "torch's entry to cuDNN's attention",
+            mask=mask,
+            sinks=sinks,
+            window=window,
+            softcap=softcap,
+        )
         or unlike(HALVES, q=q, k=k, v=v)
         or wrong_rank((3, 4), q=q)
         or _unplanned(q, k, v)
-        or unaligned_heads(q, v, 256 if platform.capability == (9, 0) else 128)  # heads of 256 are for Hopper alone
+        or unaligned_heads(
+            q, v, 256 if platform.capability == (9, 0) else 128
+        )  # heads of 256 are for Hopper alone
         or strided(q=q, k=k, v=v)
     )
 
@@ -36,13 +62,24 @@ def _unplanned(*tensors: Tensor) -> Refusal | None:
 
 @ops.attention.kernel("cuda", refuses=_out_of_reach)
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, kv: Tensor | None = None, mask: Tensor | None = None,
-    sinks: Tensor | None = None, *, scale: float, causal: bool = True, window: int = 0, softcap: float = 0.0,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv: Tensor | None = None,
+    mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    *,
+    scale: float,
+    causal: bool = True,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> Tensor:
     if not q.numel() or not k.numel():
         return q.new_zeros((*q.shape[:-1], v.shape[-1]))
     q4, k4, v4 = (x.view(-1, *x.shape[-3:]).transpose(1, 2) for x in (q, k, v))
     # The op itself: scaled_dot_product_attention would pick among its backends.
-    found = torch.ops.aten._scaled_dot_product_cudnn_attention(q4, k4, v4, None, False, is_causal=causal, scale=scale)
+    found = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        q4, k4, v4, None, False, is_causal=causal, scale=scale
+    )
     out: Tensor = found[0]
     return out.transpose(1, 2).contiguous().view(*q.shape[:-1], v.shape[-1])

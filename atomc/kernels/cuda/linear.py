@@ -1,4 +1,6 @@
-"""Linear layers by cuBLAS, where Triton's kernel for few rows has refused: it has all the others."""
+"""Linear layers by cuBLAS, where Triton's kernel for few rows has refused: it has all the
+others.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +12,9 @@ from atomc.ops.op import PreferInductor, Refusal
 from atomc.platform import Platform
 
 
-def _not_a_product(platform: Platform, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Refusal | None:
+def _not_a_product(
+    platform: Platform, x: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> Refusal | None:
     if not platform.is_cuda:
         return Refusal("hardware", "cuBLAS runs on NVIDIA GPUs")
     return unlike((*FLOATS, torch.float64), x=x, weight=weight, bias=bias)

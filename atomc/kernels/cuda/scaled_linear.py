@@ -1,4 +1,6 @@
-"""Linear layers in fp8 by cuBLAS and CUTLASS, through torch._scaled_mm, with a scale a tensor or a scale a row."""
+"""Linear layers in fp8 by cuBLAS and CUTLASS, through torch._scaled_mm, with a scale a tensor or a
+scale a row.
+"""
 
 import torch
 from torch import Tensor
@@ -8,22 +10,35 @@ from atomc.kernels.checks import FP8_MULTIPLIED, HALVES, older_than, unlike, wro
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
-# From so many rows on, sums are kept in the tensor core's own precision. H200: the layers of Qwen3-8B take 7% less time for
-# 65,536 rows; a row of 12,288 is off by 3.1e-3 instead of the 1.7e-3 of the result's rounding, where rounding its values to
-# fp8 costs 2.6e-2.
+# From so many rows on, sums are kept in the tensor core's own precision. H200: the layers of
+# Qwen3-8B take 7% less time for
+# 65,536 rows; a row of 12,288 is off by 3.1e-3 instead of the 1.7e-3 of the result's rounding,
+# where rounding its values to fp8 costs 2.6e-2.
 FAST_ROWS = 256
 
 
 def _not_scaled(
-    platform: Platform, x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None = None, *,
+    platform: Platform,
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
     out_dtype: torch.dtype,
-) -> Refusal | None:  # fmt: skip
+) -> Refusal | None:
     return (
         older_than(FP8_MULTIPLIED, platform, "fp8 products of cuBLAS run")
         or unlike((torch.float8_e4m3fn,), x=x, weight=weight)
         or _odd_weight(weight)
-        or wrong_result(HALVES, out_dtype)  # sums of fp8 products are not exact enough for more than 16 bits
-        or (_scaled_by_row(platform, out_dtype) if x_scale.dim() > 1 or weight_scale.dim() > 1 else None)
+        or wrong_result(
+            HALVES, out_dtype
+        )  # sums of fp8 products are not exact enough for more than 16 bits
+        or (
+            _scaled_by_row(platform, out_dtype)
+            if x_scale.dim() > 1 or weight_scale.dim() > 1
+            else None
+        )
         or unlike((out_dtype,), bias=bias)
         or _scattered(weight)
     )
@@ -31,13 +46,19 @@ def _not_scaled(
 
 def _odd_weight(weight: Tensor) -> Refusal | None:
     n, k = weight.shape
-    return Refusal("shape", f"a weight of {n} x {k}: cuBLAS takes multiples of 16") if n % 16 or k % 16 else None
+    return (
+        Refusal("shape", f"a weight of {n} x {k}: cuBLAS takes multiples of 16")
+        if n % 16 or k % 16
+        else None
+    )
 
 
 def _scaled_by_row(platform: Platform, out_dtype: torch.dtype) -> Refusal | None:
     if out_dtype == torch.bfloat16 or platform.capability == (9, 0):
         return None
-    return Refusal("dtype", f"the result is {out_dtype}: with a scale a row, {platform.arch} has bfloat16 only")
+    return Refusal(
+        "dtype", f"the result is {out_dtype}: with a scale a row, {platform.arch} has bfloat16 only"
+    )
 
 
 def _scattered(weight: Tensor) -> Refusal | None:
@@ -48,9 +69,14 @@ def _scattered(weight: Tensor) -> Refusal | None:
 
 @ops.scaled_linear_fp8.kernel("cuda", refuses=_not_scaled)
 def scaled_linear_fp8(
-    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None = None, *,
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
     out_dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     n, k = weight.shape
     if not x.numel():
         return x.new_empty((*x.shape[:-1], n), dtype=out_dtype)
@@ -59,6 +85,13 @@ def scaled_linear_fp8(
         # Both have one a row, or both one for all.
         x_scale = x_scale.reshape(-1, 1).expand(len(rows), 1).contiguous()
         weight_scale = weight_scale.reshape(1, -1).expand(1, n).contiguous()
-    out = torch._scaled_mm(rows, weight.t(), x_scale, weight_scale, bias=bias, out_dtype=out_dtype,
-                           use_fast_accum=len(rows) >= FAST_ROWS)  # fmt: skip
+    out = torch._scaled_mm(
+        rows,
+        weight.t(),
+        x_scale,
+        weight_scale,
+        bias=bias,
+        out_dtype=out_dtype,
+        use_fast_accum=len(rows) >= FAST_ROWS,
+    )
     return out.view(*x.shape[:-1], n)

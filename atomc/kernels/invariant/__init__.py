@@ -1,7 +1,8 @@
-"""Kernels whose result for a row does not depend on what else is in the step: for Options(batch_invariant=True).
+"""Kernels whose result for a row does not depend on what else is in the step: for
+Options(batch_invariant=True).
 
-Each cuts its work in the same way whatever the number of rows, and sums in a fixed order. Written in Triton, on its GPUs,
-and as calls of torch on a CPU.
+Each cuts its work in the same way whatever the number of rows, and sums in a fixed order. Written
+in Triton, on its GPUs, and as calls of torch on a CPU.
 """
 
 import importlib.util

@@ -1,4 +1,6 @@
-"""Attention over a paged cache, never split, with one tile for all steps: the keys of a row are summed from the first."""
+"""Attention over a paged cache, never split, with one tile for all steps: the keys of a row are
+summed from the first.
+"""
 
 import triton
 from torch import Tensor
@@ -10,22 +12,56 @@ from atomc.platform import Platform
 
 
 def _unaligned(
-    platform: Platform, q: Tensor, k_cache: Tensor, v_cache: Tensor, query_start: Tensor, seq_lens: Tensor,
-    block_tables: Tensor, k_scale: Tensor | None = None, v_scale: Tensor | None = None, *, scale: float,
-    window: int = 0, **_: object,
-) -> Refusal | None:  # fmt: skip
+    platform: Platform,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    *,
+    scale: float,
+    window: int = 0,
+    **_: object,
+) -> Refusal | None:
     if window:
-        return Refusal("argument", f"with a window of {window} the first key of a tile depends on the tile's other rows")
-    return varying._out_of_reach(platform, q, k_cache, v_cache, query_start, seq_lens, block_tables, k_scale, v_scale,
-                                 scale=scale)  # fmt: skip
+        return Refusal(
+            "argument",
+            f"with a window of {window} the first key of a tile depends on the tile's other rows",
+        )
+    return varying._out_of_reach(
+        platform,
+        q,
+        k_cache,
+        v_cache,
+        query_start,
+        seq_lens,
+        block_tables,
+        k_scale,
+        v_scale,
+        scale=scale,
+    )
 
 
 @ops.paged_attention.kernel("invariant", layout="paged", refuses=_unaligned)
 def paged_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, query_start: Tensor, seq_lens: Tensor, block_tables: Tensor,
-    token: Tensor, sinks: Tensor | None = None, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
-    *, scale: float, window: int = 0, softcap: float = 0.0,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    token: Tensor,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> Tensor:
     rows = q.reshape(-1, *q.shape[-2:])
     if rows.shape[0] == 0:
         return q.new_empty((*q.shape[:-1], v_cache.shape[-1]))
@@ -36,6 +72,19 @@ def paged_attention(
         cut = varying.Tiling(max(least, 32), 16 if width > 128 else 32, 1, 8, 2)
     else:
         cut = varying.Tiling(max(least, 64), 32 if width > 128 else 64, 1, 4, 2)
-    out = varying.attend(rows, k_cache, v_cache, query_start, seq_lens, block_tables, sinks, scale, window, softcap, cut,
-                         k_scale, v_scale)  # fmt: skip
+    out = varying.attend(
+        rows,
+        k_cache,
+        v_cache,
+        query_start,
+        seq_lens,
+        block_tables,
+        sinks,
+        scale,
+        window,
+        softcap,
+        cut,
+        k_scale,
+        v_scale,
+    )
     return out.view(*q.shape[:-1], v_cache.shape[-1])

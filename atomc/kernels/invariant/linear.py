@@ -1,4 +1,6 @@
-"""Linear layers in Triton with one tile for all numbers of rows. M rows of x, N rows of the weight, K columns."""
+"""Linear layers in Triton with one tile for all numbers of rows. M rows of x, N rows of the weight,
+K columns.
+"""
 
 import torch
 import triton
@@ -13,9 +15,19 @@ from atomc.platform import Platform
 
 @triton.jit(do_not_specialize=["M"])
 def _multiply(
-    x_ptr, weight_ptr, bias_ptr, out_ptr, M, N, x_row, weight_row, K: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    M,
+    N,
+    x_row,
+    weight_row,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     k = tl.arange(0, BLOCK_K)
@@ -31,7 +43,9 @@ def _multiply(
     tl.store(out_ptr + m.to(tl.int64) * N + n, sums.to(out_ptr.dtype.element_ty), (m < M) & (n < N))
 
 
-def _unlike(platform: Platform, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Refusal | None:
+def _unlike(
+    platform: Platform, x: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> Refusal | None:
     if reason := unfit(platform, x=x, weight=weight, bias=bias):
         return reason
     if weight.dtype != x.dtype or (bias is not None and bias.dtype != x.dtype):
@@ -47,7 +61,19 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         wide = x.dtype == torch.float32
         block_m, block_n, block_k = (32, 64, 32) if wide else (64, 128, 64)
         _multiply[(triton.cdiv(rows.shape[0], block_m), triton.cdiv(n, block_n))](
-            rows, weight, bias, out, rows.shape[0], n, rows.stride(0), weight.stride(0), K=k, BLOCK_M=block_m,
-            BLOCK_N=block_n, BLOCK_K=block_k, num_warps=4, num_stages=2 if wide else 3,
-        )  # fmt: skip
+            rows,
+            weight,
+            bias,
+            out,
+            rows.shape[0],
+            n,
+            rows.stride(0),
+            weight.stride(0),
+            K=k,
+            BLOCK_M=block_m,
+            BLOCK_N=block_n,
+            BLOCK_K=block_k,
+            num_warps=4,
+            num_stages=2 if wide else 3,
+        )
     return out

@@ -1,6 +1,7 @@
 """On a CPU: the calls for a row have the same shapes in every step.
 
-A matrix product takes TILE rows, the last ones padded; attention takes one token, whose keys are the same in any step.
+A matrix product takes TILE rows, the last ones padded; attention takes one token, whose keys are
+the same in any step.
 """
 
 import torch
@@ -16,7 +17,9 @@ from atomc.platform import Platform
 TILE = 8
 
 
-def _elsewhere(platform: Platform, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Refusal | None:
+def _elsewhere(
+    platform: Platform, x: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> Refusal | None:
     return None if platform.is_cpu else Refusal("hardware", "written for the CPU")
 
 
@@ -35,24 +38,47 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _has_scales(
-    platform: Platform, q: Tensor, k_cache: Tensor, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+    platform: Platform,
+    q: Tensor,
+    k_cache: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     **_: object,
-) -> Refusal | None:  # fmt: skip
-    return no_scales(platform, k_scale, v_scale) if platform.is_cpu else Refusal("hardware", "written for the CPU")
+) -> Refusal | None:
+    return (
+        no_scales(platform, k_scale, v_scale)
+        if platform.is_cpu
+        else Refusal("hardware", "written for the CPU")
+    )
 
 
 @ops.paged_attention.kernel("invariant", layout="paged", refuses=_has_scales, syncs=True)
 def paged_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, query_start: Tensor, seq_lens: Tensor, block_tables: Tensor,
-    token: Tensor, sinks: Tensor | None = None, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
-    *, scale: float, window: int = 0, softcap: float = 0.0,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    token: Tensor,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> Tensor:
     rows = q.reshape(-1, *q.shape[-2:])
     out = q.new_zeros((*rows.shape[:-1], v_cache.shape[-1]))
-    for new, first, keys, values in gathered(k_cache, v_cache, query_start, seq_lens, block_tables, window):
+    for new, first, keys, values in gathered(
+        k_cache, v_cache, query_start, seq_lens, block_tables, window
+    ):
         keys, values = keys.to(q.dtype), values.to(q.dtype)
         for row in range(new.start, new.stop):
             end = len(keys) - (new.stop - row) + 1
             seen = slice(max(0, first + end - window) - first if window else 0, end)
-            out[row] = attend(rows[row : row + 1], keys[seen], values[seen], sinks, scale, window, softcap)[0]
+            out[row] = attend(
+                rows[row : row + 1], keys[seen], values[seen], sinks, scale, window, softcap
+            )[0]
     return out.view(*q.shape[:-1], v_cache.shape[-1])

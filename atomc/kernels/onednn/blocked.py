@@ -1,4 +1,6 @@
-"""Weights in the blocked layout that oneDNN multiplies by fastest: copies, which the caller must keep up to date."""
+"""Weights in the blocked layout that oneDNN multiplies by fastest: copies, which the caller must
+keep up to date.
+"""
 
 import torch
 from torch import Tensor
@@ -8,8 +10,12 @@ from atomc.platform import Platform
 
 
 def blocked(weight: Tensor, rows: int) -> Prepared:
-    """A copy of the weight [N, K] in the layout that oneDNN picks for so many rows of x; it serves any number."""
-    return Prepared((torch.ops.mkldnn._reorder_linear_weight(weight.detach(), rows),), replaces=True)
+    """A copy of the weight [N, K] in the layout that oneDNN picks for so many rows of x; it serves
+    any number.
+    """
+    return Prepared(
+        (torch.ops.mkldnn._reorder_linear_weight(weight.detach(), rows),), replaces=True
+    )
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -18,7 +24,9 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out
 
 
-def unfit(platform: Platform, dtype: torch.dtype, x: Tensor, weight: Tensor, bias: Tensor | None) -> Refusal | None:
+def unfit(
+    platform: Platform, dtype: torch.dtype, x: Tensor, weight: Tensor, bias: Tensor | None
+) -> Refusal | None:
     """Why oneDNN cannot, or should not, multiply these in `dtype`."""
     if not platform.is_cpu:
         return Refusal("hardware", "oneDNN kernels run on a CPU")
@@ -27,7 +35,9 @@ def unfit(platform: Platform, dtype: torch.dtype, x: Tensor, weight: Tensor, bia
     given = [t.dtype for t in (x, weight, bias) if t is not None]
     if any(found != dtype for found in given):
         return Refusal(
-            "dtype", f"arguments are {', '.join(str(found) for found in dict.fromkeys(given))}: written for {dtype}"
+            "dtype",
+            f"arguments are {', '.join(str(found) for found in dict.fromkeys(given))}: written "
+            f"for {dtype}",
         )
     if weight.dim() != 2 or not all(isinstance(size, int) for size in weight.shape):
         return Refusal("shape", "the weight is no matrix of constant size")

@@ -1,4 +1,6 @@
-"""Linear layers with MXFP4 weights on CPUs: both operands made fp32. T rows, N outputs, K inputs."""
+"""Linear layers with MXFP4 weights on CPUs: both operands made fp32. T rows, N outputs, K
+inputs.
+"""
 
 import torch
 from torch import Tensor
@@ -12,9 +14,15 @@ from atomc.platform import Platform
 
 
 def _unreadable(
-    platform: Platform, x: Tensor, weight: Tensor, weight_scale: Tensor, x_scale: Tensor | None = None,
-    bias: Tensor | None = None, *, out_dtype: torch.dtype,
-) -> Refusal | None:  # fmt: skip
+    platform: Platform,
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    x_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+) -> Refusal | None:
     return elsewhere(platform) or scattered(weight)
 
 
@@ -23,12 +31,18 @@ def _values(packed: Tensor, scale: Tensor) -> Tensor:
     return in_groups(e2m1_pairs(packed), 32).mul_(e8m0_values(scale).unsqueeze(-1)).flatten(-2)
 
 
-# Zen 4, 2560x2560, 1 row: 6 ms; what Inductor makes of the meaning takes 35, and the same layer in fp32 2.
+# Zen 4, 2560x2560, 1 row: 6 ms; what Inductor makes of the meaning takes 35, and the same layer in
+# fp32 2.
 @ops.linear_mxfp4.kernel("onednn", refuses=_unreadable)
 def linear_mxfp4(
-    x: Tensor, weight: Tensor, weight_scale: Tensor, x_scale: Tensor | None = None, bias: Tensor | None = None, *,
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    x_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
     out_dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     rows = x.reshape(-1, x.shape[-1])
     if x.dtype == torch.uint8:
         assert x_scale is not None

@@ -1,4 +1,6 @@
-"""Linear layers with int4 weights and bf16 activations: PyTorch's kernel, over words in an order of its own."""
+"""Linear layers with int4 weights and bf16 activations: PyTorch's kernel, over words in an order of
+its own.
+"""
 
 import torch
 from torch import Tensor
@@ -9,7 +11,8 @@ from atomc.ops.formats import unpack_int4
 from atomc.ops.op import Prepared, Refusal
 from atomc.platform import Platform
 
-# Zen 4, one thread, F.linear's time in fp32 by ours at 2048x1024 and 4096x4096. 1 row: 4.0, 3.7; 8: 2.7, 3.5; 64: 1.3, 1.6;
+# Zen 4, one thread, F.linear's time in fp32 by ours at 2048x1024 and 4096x4096. 1 row: 4.0, 3.7; 8:
+# 2.7, 3.5; 64: 1.3, 1.6;
 # 256: 1.1, 1.1. What Inductor makes of the meaning, at 2560x2560: 0.4 at 1 row, 0.7 at 64.
 MOST_ROWS = 128
 
@@ -17,33 +20,55 @@ MOST_ROWS = 128
 def _packed(weight: Tensor) -> Prepared:
     """[N, K/8] int32 as [N, K/2] uint8 in the order of the kernel, the same bytes in all."""
     # Its number of inner tiles is read on a GPU only.
-    return Prepared((torch.ops.aten._convert_weight_to_int4pack_for_cpu(unpack_int4(weight.detach()), 1),), replaces=True)
+    return Prepared(
+        (torch.ops.aten._convert_weight_to_int4pack_for_cpu(unpack_int4(weight.detach()), 1),),
+        replaces=True,
+    )
 
 
 def _scales_and_zeros(weight_scale: Tensor, zeros: Tensor | None) -> Prepared:
     """[G, N, 2] bf16: a code q means (q - 8) * scale + zero, and here (q - z) * scale."""
     scale = weight_scale.detach().t()
-    zero = torch.zeros_like(scale) if zeros is None else (8.0 - zeros.detach().t().to(torch.float32)) * scale
+    zero = (
+        torch.zeros_like(scale)
+        if zeros is None
+        else (8.0 - zeros.detach().t().to(torch.float32)) * scale
+    )
     return Prepared((torch.stack((scale, zero.to(scale.dtype)), -1).contiguous(),), replaces=True)
 
 
 def _unfit(
-    platform: Platform, x: Tensor, weight: Tensor, weight_scale: Tensor, zeros: Tensor | None = None,
-    bias: Tensor | None = None, *, group: int,
-) -> Refusal | None:  # fmt: skip
+    platform: Platform,
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    zeros: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    group: int,
+) -> Refusal | None:
     return unlike_int4pack(platform, x, weight, weight_scale, zeros, group)
 
 
 @ops.linear_w4a16.kernel(
-    "onednn", tokens=ops.Tokens(1, MOST_ROWS), refuses=_unfit,
+    "onednn",
+    tokens=ops.Tokens(1, MOST_ROWS),
+    refuses=_unfit,
     prepare={"weight": _packed, ("weight_scale", "zeros"): _scales_and_zeros},
-)  # fmt: skip
+)
 def linear_w4a16(
-    x: Tensor, weight: tuple[Tensor], weight_scale: tuple[Tensor], zeros: Tensor | None = None, bias: Tensor | None = None,
-    *, group: int,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    weight: tuple[Tensor],
+    weight_scale: tuple[Tensor],
+    zeros: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    group: int,
+) -> Tensor:
     rows = x.reshape(-1, x.shape[-1])
-    out: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(rows.contiguous(), weight[0], group, weight_scale[0])
+    out: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(
+        rows.contiguous(), weight[0], group, weight_scale[0]
+    )
     if bias is not None:
         out.add_(bias)
     return out.view(*x.shape[:-1], -1)

@@ -8,20 +8,31 @@ from atomc.kernels.cpu_linears import finish, unlike_int8
 from atomc.ops.op import Prepared, Refusal
 from atomc.platform import Platform
 
-# Zen 4, one thread, F.linear's time in fp32 by ours (and by `_int_mm`, below) at 2048x1024 and 4096x4096. 1 row: 1.7 (2.1),
-# 2.3 (3.3); 2: 2.4 (2.4), 4.2 (1.2); 8: 3.1 (2.6), 7.5 (1.7); 64: 4.2 (3.3), 6.6 (3.6); 256: 4.2 (4.1), 5.1 (4.2).
+# Zen 4, one thread, F.linear's time in fp32 by ours (and by `_int_mm`, below) at 2048x1024 and
+# 4096x4096. 1 row: 1.7 (2.1),
+# 2.3 (3.3); 2: 2.4 (2.4), 4.2 (1.2); 8: 3.1 (2.6), 7.5 (1.7); 64: 4.2 (3.3), 6.6 (3.6); 256: 4.2
+# (4.1), 5.1 (4.2).
 FEWEST_ROWS = 2
 
 
 def inexact(
-    platform: Platform, x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None = None, *,
+    platform: Platform,
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
     out_dtype: torch.dtype,
-) -> Refusal | None:  # fmt: skip
+) -> Refusal | None:
     if reason := unlike_int8(platform, x, weight, x_scale, weight_scale):
         return reason
     if platform.has("avx512_vnni") or platform.has("avx_vnni"):
         return None
-    return Refusal("hardware", "on a CPU without VNNI oneDNN does not sum products of int8 exactly, or not fast")
+    return Refusal(
+        "hardware",
+        "on a CPU without VNNI oneDNN does not sum products of int8 exactly, or not fast",
+    )
 
 
 def _packed(weight: Tensor) -> Prepared:
@@ -30,15 +41,35 @@ def _packed(weight: Tensor) -> Prepared:
     return Prepared((torch.ops.onednn.qlinear_prepack(weight.detach(), None), zeros), replaces=True)
 
 
-@ops.scaled_linear_int8.kernel("onednn", tokens=ops.Tokens(FEWEST_ROWS), refuses=inexact, prepare={"weight": _packed})
+@ops.scaled_linear_int8.kernel(
+    "onednn", tokens=ops.Tokens(FEWEST_ROWS), refuses=inexact, prepare={"weight": _packed}
+)
 def scaled_linear_int8(
-    x: Tensor, weight: tuple[Tensor, Tensor], x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None = None, *,
+    x: Tensor,
+    weight: tuple[Tensor, Tensor],
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
     out_dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     packed, zeros = weight
-    # Signed activations run by a reference kernel, a hundred times slower: code + 128, with 128 as the zero point.
+    # Signed activations run by a reference kernel, a hundred times slower: code + 128, with 128 as
+    # the zero point.
     rows = x.reshape(-1, x.shape[-1]).contiguous().view(torch.uint8) ^ 128
     total = torch.ops.onednn.qlinear_pointwise(
-        rows, 1.0, 128, packed, weight_scale.flatten(), zeros, None, 1.0, 0, torch.float32, "none", [], ""
+        rows,
+        1.0,
+        128,
+        packed,
+        weight_scale.flatten(),
+        zeros,
+        None,
+        1.0,
+        0,
+        torch.float32,
+        "none",
+        [],
+        "",
     )
     return finish(total, x, x_scale, bias, out_dtype)

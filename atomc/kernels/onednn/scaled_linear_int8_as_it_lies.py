@@ -1,4 +1,6 @@
-"""Linear layers in int8 by oneDNN over the weight as it lies: for one row, and where no copy can be kept."""
+"""Linear layers in int8 by oneDNN over the weight as it lies: for one row, and where no copy can be
+kept.
+"""
 
 import torch
 from torch import Tensor
@@ -10,8 +12,17 @@ from atomc.kernels.onednn.scaled_linear_int8 import inexact
 
 @ops.scaled_linear_int8.kernel("onednn", refuses=inexact)
 def scaled_linear_int8(
-    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None = None, *,
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
     out_dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
-    total = torch._int_mm(x.reshape(-1, x.shape[-1]), weight.t()).to(torch.float32).mul_(weight_scale.t())
+) -> Tensor:
+    total = (
+        torch._int_mm(x.reshape(-1, x.shape[-1]), weight.t())
+        .to(torch.float32)
+        .mul_(weight_scale.t())
+    )
     return finish(total, x, x_scale, bias, out_dtype)

@@ -1,6 +1,8 @@
-"""Linear layers in int8 on CPUs that have no instruction for them: products of fp32. T rows, N outputs, K inputs.
+"""Linear layers in int8 on CPUs that have no instruction for them: products of fp32. T rows, N
+outputs, K inputs.
 
-A sum of up to 1,040 products of codes is exact in fp32; longer ones are rounded as any sum in fp32 is.
+A sum of up to 1,040 products of codes is exact in fp32; longer ones are rounded as any sum in fp32
+is.
 """
 
 import torch
@@ -14,18 +16,30 @@ from atomc.platform import Platform
 
 
 def _unreadable(
-    platform: Platform, x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None = None, *,
+    platform: Platform,
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
     out_dtype: torch.dtype,
-) -> Refusal | None:  # fmt: skip
+) -> Refusal | None:
     return scattered(weight) if platform.is_cpu else Refusal("hardware", "written for the CPU")
 
 
-# Zen 4, 2560x2560, 1 row: 2.9 ms. What Inductor makes of the meaning, whose sums are in fp64, takes 33.
+# Zen 4, 2560x2560, 1 row: 2.9 ms. What Inductor makes of the meaning, whose sums are in fp64, takes
+# 33.
 @ops.scaled_linear_int8.kernel("onednn", refuses=_unreadable)
 def scaled_linear_int8(
-    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None = None, *,
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
     out_dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     rows = x.reshape(-1, x.shape[-1]).to(torch.float32)
     total = multiply(rows, weight.shape[0], lambda a, b: weight[a:b].to(torch.float32))
     return finish(total.mul_(weight_scale.t()), x, x_scale, bias, out_dtype)

@@ -1,4 +1,6 @@
-"""Attention through scaled_dot_product_attention, without state and over a paged cache, on any device."""
+"""Attention through scaled_dot_product_attention, without state and over a paged cache, on any
+device.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -15,9 +17,13 @@ kv_write = eager(ops.kv_write, __name__, layout="paged")
 
 
 def _sdpa_has_it(
-    platform: Platform, q: Tensor, mask: Tensor | None = None, sinks: Tensor | None = None, softcap: float = 0.0,
+    platform: Platform,
+    q: Tensor,
+    mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    softcap: float = 0.0,
     **_: object,
-) -> Refusal | None:  # fmt: skip
+) -> Refusal | None:
     if softcap:
         return Refusal("argument", "scaled_dot_product_attention has no softcap")
     if sinks is not None:
@@ -25,18 +31,32 @@ def _sdpa_has_it(
     # Rounding a wider mask would change which numbers outweigh every score.
     mask_dtypes = (torch.bool, q.dtype, torch.float32) if platform.is_cpu else (torch.bool, q.dtype)
     if mask is not None and mask.dtype not in mask_dtypes:
-        return Refusal("dtype", f"scaled_dot_product_attention takes no {mask.dtype} mask with a {q.dtype} query here")
+        return Refusal(
+            "dtype",
+            f"scaled_dot_product_attention takes no {mask.dtype} mask with a {q.dtype} query here",
+        )
     return None
 
 
 @ops.attention.kernel("torch", refuses=_sdpa_has_it)
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, kv: Tensor | None = None, mask: Tensor | None = None,
-    sinks: Tensor | None = None, *, scale: float, causal: bool = True, window: int = 0, softcap: float = 0.0,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv: Tensor | None = None,
+    mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    *,
+    scale: float,
+    causal: bool = True,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> Tensor:
     if q.dim() == 3:
         mask = mask if mask is None or mask.dim() == 2 else mask[None]
-        out: Tensor = attention(q[None], k[None], v[None], None, mask, scale=scale, causal=causal, window=window)
+        out: Tensor = attention(
+            q[None], k[None], v[None], None, mask, scale=scale, causal=causal, window=window
+        )
         return out[0]
     mask = _seen(q, k, mask, causal, window)
     heads, keys, values = q.transpose(-2, -3), k.transpose(-2, -3), v.transpose(-2, -3)
@@ -44,16 +64,21 @@ def attention(
     if q.is_cpu and q.dtype != torch.float32 and q.shape[-3] == 1 and not causal:
         out = _one_token(heads, keys, values, mask, scale)
     else:
-        out = F.scaled_dot_product_attention(heads, keys, values, mask, is_causal=causal, scale=scale, enable_gqa=True)
+        out = F.scaled_dot_product_attention(
+            heads, keys, values, mask, is_causal=causal, scale=scale, enable_gqa=True
+        )
     if mask is not None and q.is_cuda:
-        # There a row that sees no key becomes the mean of all values, in half precision (torch 2.11, H200).
+        # There a row that sees no key becomes the mean of all values, in half precision (torch
+        # 2.11, H200).
         blind = ~mask.any(-1) if mask.dtype == torch.bool else (mask == float("-inf")).all(-1)
         out = out.masked_fill(blind[..., None], 0.0)
     return out.transpose(-2, -3).contiguous()
 
 
 def _seen(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, window: int) -> Tensor | None:
-    """The mask together with what window and causal hide; as it is where scaled_dot_product_attention can do the rest."""
+    """The mask together with what window and causal hide; as it is where
+    scaled_dot_product_attention can do the rest.
+    """
     if not window and not (causal and mask is not None):
         return mask
     rows = torch.arange(q.shape[-3], device=q.device)[:, None]
@@ -67,9 +92,11 @@ def _seen(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, window: int) 
 
 
 def _one_token(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """q [..., N, 1, D] over k and v [..., K, S, D], the heads of a group as rows of one matrix product.
+    """q [..., N, 1, D] over k and v [..., K, S, D], the heads of a group as rows of one matrix
+    product.
 
-    Zen 4, bf16, 16 over 8 heads of 64, 512 keys: 0.21 ms for 0.92 a row at a time, with enable_gqa; fp32 0.19 for 0.17.
+    Zen 4, bf16, 16 over 8 heads of 64, 512 keys: 0.21 ms for 0.92 a row at a time, with enable_gqa;
+    fp32 0.19 for 0.17.
     """
     folded = q.reshape(*k.shape[:-2], -1, q.shape[-1])
     group = folded.shape[-2]
@@ -83,15 +110,28 @@ def _one_token(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: floa
 
 @ops.paged_attention.kernel("torch", layout="paged", syncs=True)
 def paged_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, query_start: Tensor, seq_lens: Tensor, block_tables: Tensor,
-    token: Tensor, sinks: Tensor | None = None, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
-    *, scale: float, window: int = 0, softcap: float = 0.0,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    token: Tensor,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> Tensor:
     rows = q.reshape(-1, *q.shape[-2:])
     out = q.new_zeros((*rows.shape[:-1], v_cache.shape[-1]))
     # Numbers times a scale are rounded in 16 bits.
     wide = q.dtype if k_scale is None and v_scale is None else torch.float32
-    for new, _, keys, values in gathered(k_cache, v_cache, query_start, seq_lens, block_tables, window):
+    for new, _, keys, values in gathered(
+        k_cache, v_cache, query_start, seq_lens, block_tables, window
+    ):
         keys, values = from_cache(keys, k_scale, wide), from_cache(values, v_scale, wide)
         out[new] = attend(rows[new].to(wide), keys, values, sinks, scale, window, softcap)
     return out.view(*q.shape[:-1], v_cache.shape[-1])

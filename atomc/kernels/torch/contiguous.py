@@ -1,4 +1,6 @@
-"""Attention over the "contiguous" layout, on a CPU: a sequence is one block, so its keys are a slice of the cache."""
+"""Attention over the "contiguous" layout, on a CPU: a sequence is one block, so its keys are a
+slice of the cache.
+"""
 
 from torch import Tensor
 
@@ -8,10 +10,21 @@ from atomc.kernels.torch.sequence import attend, reads_it_as_it_is, sequences
 
 @ops.paged_attention.kernel("torch", layout="contiguous", refuses=reads_it_as_it_is)
 def paged_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, query_start: Tensor, seq_lens: Tensor, block_tables: Tensor,
-    token: Tensor, sinks: Tensor | None = None, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
-    *, scale: float, window: int = 0, softcap: float = 0.0,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    token: Tensor,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> Tensor:
     rows = q.reshape(-1, *q.shape[-2:])
     out = q.new_zeros((*rows.shape[:-1], v_cache.shape[-1]))
     block = block_tables[:, 0].tolist()

@@ -1,4 +1,6 @@
-"""An op's meaning as a kernel of its own, for ops where a few torch calls in a row are good enough."""
+"""An op's meaning as a kernel of its own, for ops where a few torch calls in a row are good
+enough.
+"""
 
 from collections.abc import Callable
 from types import FunctionType
@@ -10,12 +12,15 @@ from atomc.ops.op_traits import Kind
 
 
 def eager(
-    op: Op, module: str, layout: str | None = None, refuses: Callable[..., Refusal | None] | None = None
+    op: Op,
+    module: str,
+    layout: str | None = None,
+    refuses: Callable[..., Refusal | None] | None = None,
 ) -> Callable[..., Any]:
     """The op's meaning, registered under the name that `module` gives it.
 
-    A copy of the function, because a lowered graph names its target by module and name, and under those of the meaning
-    lies the op itself.
+    A copy of the function, because a lowered graph names its target by module and name, and under
+    those of the meaning lies the op itself.
     """
     meaning = op.reference
     assert isinstance(meaning, FunctionType)

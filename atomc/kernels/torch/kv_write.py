@@ -1,4 +1,6 @@
-"""Writes into caches without scales on a CPU, the same in both layouts; a block of the contiguous one is a sequence."""
+"""Writes into caches without scales on a CPU, the same in both layouts; a block of the contiguous
+one is a sequence.
+"""
 
 from torch import Tensor
 
@@ -7,30 +9,64 @@ from atomc.kernels.torch.sequence import on_a_cpu, write
 
 
 @ops.kv_write.kernel("torch", layout="contiguous", refuses=on_a_cpu)
-@ops.kv_write.kernel("torch", layout="paged", refuses=on_a_cpu)  # the first choice: it is registered first
+@ops.kv_write.kernel(
+    "torch", layout="paged", refuses=on_a_cpu
+)  # the first choice: it is registered first
 def kv_write(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor,
-    k_scale: Tensor | None = None, v_scale: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> Tensor:
     return write(k, v, k_cache, v_cache, slots)
 
 
 @ops.rope_kv_write.kernel("torch", layout="contiguous", refuses=on_a_cpu)
-@ops.rope_kv_write.kernel("torch", layout="paged", refuses=on_a_cpu)  # the first choice: it is registered first
+@ops.rope_kv_write.kernel(
+    "torch", layout="paged", refuses=on_a_cpu
+)  # the first choice: it is registered first
 def rope_kv_write(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor,
-    k_scale: Tensor | None = None, v_scale: Tensor | None = None, rope_style: str = "neox",
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    rope_style: str = "neox",
+) -> tuple[Tensor, Tensor]:
     token = write(ops.rope.reference(k, cos, sin, rope_style), v, k_cache, v_cache, slots)
     return ops.rope.reference(q, cos, sin, rope_style), token
 
 
 @ops.qk_norm_rope_kv_write.kernel("torch", layout="contiguous", refuses=on_a_cpu)
-@ops.qk_norm_rope_kv_write.kernel("torch", layout="paged", refuses=on_a_cpu)  # the first choice: it is registered first
+@ops.qk_norm_rope_kv_write.kernel(
+    "torch", layout="paged", refuses=on_a_cpu
+)  # the first choice: it is registered first
 def qk_norm_rope_kv_write(
-    q: Tensor, k: Tensor, v: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float,
-    k_cache: Tensor, v_cache: Tensor, slots: Tensor, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
-    norm_style: str = "after", rope_style: str = "neox",
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    q, k = ops.qk_norm_rope.reference(q, k, q_weight, k_weight, cos, sin, eps, norm_style, rope_style)
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    norm_style: str = "after",
+    rope_style: str = "neox",
+) -> tuple[Tensor, Tensor]:
+    q, k = ops.qk_norm_rope.reference(
+        q, k, q_weight, k_weight, cos, sin, eps, norm_style, rope_style
+    )
     return q, write(k, v, k_cache, v_cache, slots)

@@ -1,4 +1,6 @@
-"""Norms, run as torch calls: every rounding is that of the meaning, which Inductor does not promise."""
+"""Norms, run as torch calls: every rounding is that of the meaning, which Inductor does not
+promise.
+"""
 
 from atomc import ops
 from atomc.kernels.torch.eager import eager

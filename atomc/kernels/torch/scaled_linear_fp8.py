@@ -1,4 +1,6 @@
-"""Linear layers in fp8 on CPUs, which multiply none, where no glue compiler makes loops of the meaning."""
+"""Linear layers in fp8 on CPUs, which multiply none, where no glue compiler makes loops of the
+meaning.
+"""
 
 import torch
 from torch import Tensor
@@ -16,19 +18,32 @@ def _on_a_gpu(platform: Platform, *args: object, **_: object) -> Refusal | None:
 
 @ops.scaled_linear_fp8.kernel("torch", refuses=_on_a_gpu, prefer_inductor=PreferInductor.ALWAYS)
 def scaled_linear_fp8(
-    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None = None, *,
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
     out_dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     rows = x.reshape(-1, x.shape[-1]).to(torch.float32)
     total = multiply(rows, weight.shape[0], lambda a, b: fp8_values(weight[a:b]))
     return finish(total.mul_(weight_scale.flatten()), x, x_scale, bias, out_dtype)
 
 
-@ops.scaled_linear_fp8_block.kernel("torch", refuses=_on_a_gpu, prefer_inductor=PreferInductor.ALWAYS)
+@ops.scaled_linear_fp8_block.kernel(
+    "torch", refuses=_on_a_gpu, prefer_inductor=PreferInductor.ALWAYS
+)
 def scaled_linear_fp8_block(
-    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None = None, *,
-    out_dtype: torch.dtype, block: int = 128,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+    block: int = 128,
+) -> Tensor:
     columns = weight.shape[1]
     by_column = weight_scale.repeat_interleave(block, 1)[:, :columns]
 

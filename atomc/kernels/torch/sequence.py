@@ -15,22 +15,34 @@ from atomc.platform import Platform
 
 def no_scales(
     platform: Platform, k_scale: Tensor | None = None, v_scale: Tensor | None = None, **_: object
-) -> Refusal | None:  # fmt: skip
-    return None if k_scale is None and v_scale is None else Refusal("argument", "the cache has scales")
+) -> Refusal | None:
+    return (
+        None if k_scale is None and v_scale is None else Refusal("argument", "the cache has scales")
+    )
 
 
 def on_a_cpu(
     platform: Platform, k_scale: Tensor | None = None, v_scale: Tensor | None = None, **_: object
-) -> Refusal | None:  # fmt: skip
-    return no_scales(platform, k_scale, v_scale) if platform.is_cpu else Refusal("hardware", "written for the CPU")
+) -> Refusal | None:
+    return (
+        no_scales(platform, k_scale, v_scale)
+        if platform.is_cpu
+        else Refusal("hardware", "written for the CPU")
+    )
 
 
 def reads_it_as_it_is(
-    platform: Platform, q: Tensor, k_cache: Tensor, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+    platform: Platform,
+    q: Tensor,
+    k_cache: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     **_: object,
-) -> Refusal | None:  # fmt: skip
+) -> Refusal | None:
     if q.dtype != k_cache.dtype:
-        return Refusal("dtype", f"the cache is {k_cache.dtype}, the query {q.dtype}: nothing is converted")
+        return Refusal(
+            "dtype", f"the cache is {k_cache.dtype}, the query {q.dtype}: nothing is converted"
+        )
     return on_a_cpu(platform, k_scale, v_scale)
 
 
@@ -49,54 +61,86 @@ def write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor)
     return token
 
 
-def sequences(query_start: Tensor, seq_lens: Tensor, window: int) -> Iterator[tuple[int, slice, int, int]]:
-    """(sequence, its rows, first key that they see, number of keys), for each sequence with new tokens."""
+def sequences(
+    query_start: Tensor, seq_lens: Tensor, window: int
+) -> Iterator[tuple[int, slice, int, int]]:
+    """(sequence, its rows, first key that they see, number of keys), for each sequence with new
+    tokens.
+    """
     bounds = query_start.tolist()
     for s, length in enumerate(seq_lens.tolist()):
         start, end = bounds[s], bounds[s + 1]
         if start < end:
-            yield s, slice(start, end), max(0, length - (end - start) - window + 1) if window else 0, length
+            yield (
+                s,
+                slice(start, end),
+                max(0, length - (end - start) - window + 1) if window else 0,
+                length,
+            )
 
 
 def gathered(
-    k_cache: Tensor, v_cache: Tensor, query_start: Tensor, seq_lens: Tensor, block_tables: Tensor, window: int
+    k_cache: Tensor,
+    v_cache: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    window: int,
 ) -> Iterator[tuple[slice, int, Tensor, Tensor]]:
-    """(rows, first key that they see, keys and values [S, K, D] from that one on) of each sequence with new tokens.
+    """(rows, first key that they see, keys and values [S, K, D] from that one on) of each sequence
+    with new tokens.
 
     The caches are in blocks; keys and values are valid until the next sequence.
     """
     block_size = k_cache.shape[1]
-    found = [(s, new, first, length, first // block_size, -(-length // block_size))
-             for s, new, first, length in sequences(query_start, seq_lens, window)]  # fmt: skip
-    k_room, v_room = _room(k_cache, v_cache, max((end - start for *_, start, end in found), default=0))
+    found = [
+        (s, new, first, length, first // block_size, -(-length // block_size))
+        for s, new, first, length in sequences(query_start, seq_lens, window)
+    ]
+    k_room, v_room = _room(
+        k_cache, v_cache, max((end - start for *_, start, end in found), default=0)
+    )
     for s, new, first, length, start, end in found:
         blocks = block_tables[s, start:end]
         seen = slice(first - start * block_size, length - start * block_size)
-        # Not k_cache[blocks], which copies number by number on a CPU. Zen 4, 512 keys, 8 heads of 64, bf16, with attention:
+        # Not k_cache[blocks], which copies number by number on a CPU. Zen 4, 512 keys, 8 heads of
+        # 64, bf16, with attention:
         # 0.39 ms for 0.22, and 0.22 for the contiguous layout.
         keys = torch.index_select(k_cache, 0, blocks, out=k_room[: end - start]).flatten(0, 1)[seen]
-        values = torch.index_select(v_cache, 0, blocks, out=v_room[: end - start]).flatten(0, 1)[seen]
+        values = torch.index_select(v_cache, 0, blocks, out=v_room[: end - start]).flatten(0, 1)[
+            seen
+        ]
         yield new, first, keys, values
 
 
 def _room(k_cache: Tensor, v_cache: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
     """Memory for so many blocks of keys and of values, for one sequence after another.
 
-    In one piece, which malloc keeps for the next call: what is freed in two goes back to the system, and filling it anew
-    takes as long as reading the keys does.
+    In one piece, which malloc keeps for the next call: what is freed in two goes back to the
+    system, and filling it anew takes as long as reading the keys does.
     """
     k_size, v_size = (blocks * cache.shape[1:].numel() for cache in (k_cache, v_cache))
     room = k_cache.new_empty(k_size + v_size)
-    return room[:k_size].view(blocks, *k_cache.shape[1:]), room[k_size:].view(blocks, *v_cache.shape[1:])
+    return room[:k_size].view(blocks, *k_cache.shape[1:]), room[k_size:].view(
+        blocks, *v_cache.shape[1:]
+    )
 
 
 def attend(
-    q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None, scale: float, window: int, softcap: float
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    window: int,
+    softcap: float,
 ) -> Tensor:
-    """Causal attention of the last T tokens of a sequence. q [T, N, D], keys and values [S, K, D] -> [T, N, D].
+    """Causal attention of the last T tokens of a sequence. q [T, N, D], keys and values [S, K, D]
+    -> [T, N, D].
 
-    The group is folded into the query length, [1, K, T * G, D], which reads a key once for G heads and lets one token
-    be a matrix product: Cascade Lake, 16 over 8 heads of 128, 1024 keys, bf16: 0.33 ms for 2.9 with enable_gqa.
+    The group is folded into the query length, [1, K, T * G, D], which reads a key once for G heads
+    and lets one token be a matrix product: Cascade Lake, 16 over 8 heads of 128, 1024 keys, bf16:
+    0.33 ms for 2.9 with enable_gqa.
     """
     num_new, num_heads, _ = q.shape
     num_keys, kv_heads, _ = keys.shape
@@ -110,28 +154,45 @@ def attend(
         )
         return out[0].transpose(0, 1)
 
-    folded = q.view(num_new, kv_heads, group, -1).transpose(0, 1).reshape(1, kv_heads, num_new * group, -1)
+    folded = (
+        q.view(num_new, kv_heads, group, -1)
+        .transpose(0, 1)
+        .reshape(1, kv_heads, num_new * group, -1)
+    )
     seen = None
     if num_new > 1:
-        position = torch.arange(num_keys - num_new, num_keys, device=q.device).repeat_interleave(group)[:, None]
+        position = torch.arange(num_keys - num_new, num_keys, device=q.device).repeat_interleave(
+            group
+        )[:, None]
         columns = torch.arange(num_keys, device=q.device)[None, :]
         seen = columns <= position
         if window:
             seen &= columns > position - window
     if plain:
         if folded.shape[2] == 1 and q.dtype != torch.float32:
-            # One row alone takes a slow matrix-vector path: same machine, 16 heads, 1024 keys: 0.66 ms for 3.04.
+            # One row alone takes a slow matrix-vector path: same machine, 16 heads, 1024 keys: 0.66
+            # ms for 3.04.
             folded = folded.repeat(1, 1, 2, 1)
-        out = F.scaled_dot_product_attention(folded, keys, values, seen, scale=scale)[:, :, : num_new * group]
+        out = F.scaled_dot_product_attention(folded, keys, values, seen, scale=scale)[
+            :, :, : num_new * group
+        ]
     else:
         out = _with_sinks_and_softcap(folded, keys, values, seen, sinks, scale, softcap)
     return out.reshape(kv_heads, num_new, group, -1).transpose(0, 1).reshape(num_new, num_heads, -1)
 
 
 def _with_sinks_and_softcap(
-    q: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None, sinks: Tensor | None, scale: float, softcap: float
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    seen: Tensor | None,
+    sinks: Tensor | None,
+    scale: float,
+    softcap: float,
 ) -> Tensor:
-    """What scaled_dot_product_attention has no argument for, in fp32. q [1, K, T * G, D], keys [1, K, S, D]."""
+    """What scaled_dot_product_attention has no argument for, in fp32. q [1, K, T * G, D], keys [1,
+    K, S, D].
+    """
     scores = q.to(torch.float32) @ keys.to(torch.float32).transpose(-1, -2) * scale
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)

@@ -7,14 +7,24 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.checks import FLOATS, unknown, unlike, unlike_shapes
-from atomc.kernels.triton.launch import begin, inner_sizes, num_rows, overlap, row_offset, row_strides, unfit
+from atomc.kernels.triton.launch import (
+    begin,
+    inner_sizes,
+    num_rows,
+    overlap,
+    row_offset,
+    row_strides,
+    unfit,
+)
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 
 @triton.jit
 def silu(x, DTYPE: tl.constexpr):
-    """x / (1 + exp(-x)) of x in fp32; before 16 bits to about 2^-21: a division takes six instructions more than a root."""
+    """x / (1 + exp(-x)) of x in fp32; before 16 bits to about 2^-21: a division takes six
+    instructions more than a root.
+    """
     if tl.float32 == DTYPE:
         return x * tl.sigmoid(x)
     else:
@@ -24,9 +34,25 @@ def silu(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def _gated(
-    gate_ptr, up_ptr, out_ptr, d1, d2, g0, g1, g2, u0, u1, u2, o0, o1, o2,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    gate_ptr,
+    up_ptr,
+    out_ptr,
+    d1,
+    d2,
+    g0,
+    g1,
+    g2,
+    u0,
+    u1,
+    u2,
+    o0,
+    o1,
+    o2,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    PDL: tl.constexpr,
+):
     row = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < WIDTH
@@ -41,7 +67,11 @@ def _gated(
         # (1 + tanh(z)) / 2 is sigmoid(2 z).
         activated = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
     out = activated.to(gate_ptr.dtype.element_ty).to(tl.float32) * up
-    tl.store(out_ptr + row_offset(row, d1, d2, o0, o1, o2) + column, out.to(out_ptr.dtype.element_ty), inside)
+    tl.store(
+        out_ptr + row_offset(row, d1, d2, o0, o1, o2) + column,
+        out.to(out_ptr.dtype.element_ty),
+        inside,
+    )
 
 
 def unlike_gate(gate: Tensor, up: Tensor) -> Refusal | None:
@@ -49,20 +79,37 @@ def unlike_gate(gate: Tensor, up: Tensor) -> Refusal | None:
     return unlike(FLOATS, gate=gate, up=up) or unlike_shapes(gate, up=up)
 
 
-def _alike(platform: Platform, gate: Tensor, up: Tensor, approximate: str = "none") -> Refusal | None:
-    return unfit(platform, gate=gate, up=up) or unlike_gate(gate, up) or unknown(("none", "tanh"), approximate=approximate)
+def _alike(
+    platform: Platform, gate: Tensor, up: Tensor, approximate: str = "none"
+) -> Refusal | None:
+    return (
+        unfit(platform, gate=gate, up=up)
+        or unlike_gate(gate, up)
+        or unknown(("none", "tanh"), approximate=approximate)
+    )
 
 
 def _launch(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     out = torch.empty_like(gate)
     if rows := num_rows(out):
-        # H200, silu_and_mul, us with 512 / 1024 / 2048 columns: 1 x 3072 0.73 / 0.73 / 0.80, 64 x 12288 2.8 / 2.4 / 2.6,
+        # H200, silu_and_mul, us with 512 / 1024 / 2048 columns: 1 x 3072 0.73 / 0.73 / 0.80, 64 x
+        # 12288 2.8 / 2.4 / 2.6,
         # 1024 x 3072 8.5 / 6.2 / 6.0, 8192 x 12288 238 / - / 143.
         block = 2048 if rows >= 1024 else 1024
         _gated[(rows, triton.cdiv(gate.shape[-1], block))](
-            gate, up, out, *inner_sizes(gate), *row_strides(gate), *row_strides(up), *row_strides(out),
-            WIDTH=gate.shape[-1], BLOCK=block, ACTIVATION=activation, num_warps=8, **overlap(gate.device),
-        )  # fmt: skip
+            gate,
+            up,
+            out,
+            *inner_sizes(gate),
+            *row_strides(gate),
+            *row_strides(up),
+            *row_strides(out),
+            WIDTH=gate.shape[-1],
+            BLOCK=block,
+            ACTIVATION=activation,
+            num_warps=8,
+            **overlap(gate.device),
+        )
     return out
 
 

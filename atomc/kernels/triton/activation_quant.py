@@ -1,6 +1,8 @@
-"""SiLU(gate) * up that is written quantized, in Triton: in one pass, or in two where that is faster.
+"""SiLU(gate) * up that is written quantized, in Triton: in one pass, or in two where that is
+faster.
 
-Codes may differ from the meaning's where exp is rounded otherwise: tests/test_kernels.py holds them to neighbours, and few.
+Codes may differ from the meaning's where exp is rounded otherwise: tests/test_kernels.py holds them
+to neighbours, and few.
 """
 
 import torch
@@ -10,7 +12,15 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.triton.activation import silu, silu_and_mul, unlike_gate
-from atomc.kernels.triton.launch import begin, inner_sizes, num_rows, overlap, row_offset, row_strides, unfit
+from atomc.kernels.triton.launch import (
+    begin,
+    inner_sizes,
+    num_rows,
+    overlap,
+    row_offset,
+    row_strides,
+    unfit,
+)
 from atomc.kernels.triton.quant import (
     Quantized,
     quant_fp8_per_token,
@@ -21,47 +31,102 @@ from atomc.kernels.triton.quant import (
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
-# One program has to see the whole row: few of them leave most of the device idle. H200, rows of 12,288 to fp8, us in one
-# pass and in two: 16 rows 3.7 and 3.1, 1,024 rows 25.1 and 32.0.
+# One program has to see the whole row: few of them leave most of the device idle. H200, rows of
+# 12,288 to fp8, us in one pass and in two: 16 rows 3.7 and 3.1, 1,024 rows 25.1 and 32.0.
 PER_ROW, WIDE, FEW = ("fp8_per_token", "int8_per_token"), 8192, 64
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _gated_quant(
-    gate_ptr, up_ptr, codes_ptr, scales_ptr, static_ptr, rows, d1, d2, g0, g1, g2, u0, u1, u2, row_step, group_step,
-    D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, SCHEME: tl.constexpr, GROUP: tl.constexpr,
-    FNUZ: tl.constexpr, BY_BITS: tl.constexpr, MX_BIAS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    gate_ptr,
+    up_ptr,
+    codes_ptr,
+    scales_ptr,
+    static_ptr,
+    rows,
+    d1,
+    d2,
+    g0,
+    g1,
+    g2,
+    u0,
+    u1,
+    u2,
+    row_step,
+    group_step,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    SCHEME: tl.constexpr,
+    GROUP: tl.constexpr,
+    FNUZ: tl.constexpr,
+    BY_BITS: tl.constexpr,
+    MX_BIAS: tl.constexpr,
+    PDL: tl.constexpr,
+):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     first = tl.program_id(1) * BLOCK
     column = first + tl.arange(0, BLOCK)[None, :]
     inside = (row < rows) & (column < D)
     begin(PDL)
-    gate = tl.load(gate_ptr + row_offset(row, d1, d2, g0, g1, g2) + column, inside, 0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + row_offset(row, d1, d2, g0, g1, g2) + column, inside, 0.0).to(
+        tl.float32
+    )
     up = tl.load(up_ptr + row_offset(row, d1, d2, u0, u1, u2) + column, inside, 0.0).to(tl.float32)
     DTYPE: tl.constexpr = gate_ptr.dtype.element_ty
     y = (silu(gate, DTYPE).to(DTYPE).to(tl.float32) * up).to(DTYPE)
-    store_quantized(y, codes_ptr, scales_ptr, static_ptr, row, first, rows, D, row_step, group_step,
-                    ROWS, BLOCK, SCHEME, GROUP, FNUZ, BY_BITS, MX_BIAS)  # fmt: skip
+    store_quantized(
+        y,
+        codes_ptr,
+        scales_ptr,
+        static_ptr,
+        row,
+        first,
+        rows,
+        D,
+        row_step,
+        group_step,
+        ROWS,
+        BLOCK,
+        SCHEME,
+        GROUP,
+        FNUZ,
+        BY_BITS,
+        MX_BIAS,
+    )
 
 
 def _tile(out: Quantized, rows: int, columns: int) -> dict[str, int]:
     tile = out.tile(rows, columns)
     if out.whole_rows:
-        # H200, us with 4 / 8 / 16 / 32 warps: 1,024 rows of 3,072 6.6 / 5.8 / 6.3 / -, 8,192 of them 31.7 / 32.8 / - / -,
+        # H200, us with 4 / 8 / 16 / 32 warps: 1,024 rows of 3,072 6.6 / 5.8 / 6.3 / -, 8,192 of
+        # them 31.7 / 32.8 / - / -,
         # 1,024 rows of 12,288 20.6 / 19.7 / 20.3 / -, 65,536 of them - / 914 / 1059 / 1033.
-        return tile | {"num_warps": max(8 if tile["BLOCK"] > 2048 and rows <= 4096 else 4, tile["BLOCK"] // 2048)}
+        return tile | {
+            "num_warps": max(
+                8 if tile["BLOCK"] > 2048 and rows <= 4096 else 4, tile["BLOCK"] // 2048
+            )
+        }
     if columns > 1024 and columns % 2048 and out.group <= 1024 <= rows:
-        # The last block of 2,048 would do little. H200, rows of 3,072, us in blocks of 2,048 and so: 1,024 rows to mxfp4
+        # The last block of 2,048 would do little. H200, rows of 3,072, us in blocks of 2,048 and
+        # so: 1,024 rows to mxfp4
         # 8.1 and 6.4, 8,192 rows 46.6 and 37.9; to fp8_group 6.3 and 5.7, 34.2 and 32.5.
         return {"BLOCK": 1024, "ROWS": 2, "num_warps": 8}
     return tile
 
 
 def _unfit(
-    platform: Platform, gate: Tensor, up: Tensor, scale: Tensor | None = None, *, scheme: str,
-    dtype: torch.dtype = torch.float8_e4m3fn, group: int = 128, column_major: bool = False, rounding: str = "even",
-) -> Refusal | None:  # fmt: skip
+    platform: Platform,
+    gate: Tensor,
+    up: Tensor,
+    scale: Tensor | None = None,
+    *,
+    scheme: str,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    group: int = 128,
+    column_major: bool = False,
+    rounding: str = "even",
+) -> Refusal | None:
     return (
         unquantizable(platform, gate, scheme, dtype, group, rounding, "gate")
         or unfit(platform, up=up)
@@ -71,18 +136,37 @@ def _unfit(
 
 @ops.silu_and_mul_quant.kernel("triton", refuses=_unfit)
 def silu_and_mul_quant(
-    gate: Tensor, up: Tensor, scale: Tensor | None = None, *, scheme: str, dtype: torch.dtype = torch.float8_e4m3fn,
-    group: int = 128, column_major: bool = False, rounding: str = "even",
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    gate: Tensor,
+    up: Tensor,
+    scale: Tensor | None = None,
+    *,
+    scheme: str,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    group: int = 128,
+    column_major: bool = False,
+    rounding: str = "even",
+) -> tuple[Tensor, Tensor]:
     if scheme in PER_ROW and gate.shape[-1] > WIDE and num_rows(gate) <= FEW:
         y = silu_and_mul(gate, up)
-        codes, scales = quant_int8_per_token(y) if scheme == "int8_per_token" else quant_fp8_per_token(y, dtype)
+        codes, scales = (
+            quant_int8_per_token(y) if scheme == "int8_per_token" else quant_fp8_per_token(y, dtype)
+        )
         return codes, scales
     out = Quantized(gate, scale, scheme, dtype, group, column_major, rounding)
     if rows := num_rows(gate):
         tile = _tile(out, rows, gate.shape[-1])
         _gated_quant[(triton.cdiv(rows, tile["ROWS"]), triton.cdiv(gate.shape[-1], tile["BLOCK"]))](
-            gate, up, *out.pointers, rows, *inner_sizes(gate), *row_strides(gate), *row_strides(up), *out.steps,
-            D=gate.shape[-1], **out.constants, **tile, **overlap(gate.device),
-        )  # fmt: skip
+            gate,
+            up,
+            *out.pointers,
+            rows,
+            *inner_sizes(gate),
+            *row_strides(gate),
+            *row_strides(up),
+            *out.steps,
+            D=gate.shape[-1],
+            **out.constants,
+            **tile,
+            **overlap(gate.device),
+        )
     return out.codes, out.scales

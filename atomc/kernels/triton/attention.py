@@ -1,11 +1,14 @@
-"""Attention over a paged cache in Triton: one kernel for any mix of sequences, and one that joins what it split.
+"""Attention over a paged cache in Triton: one kernel for any mix of sequences, and one that joins
+what it split.
 
-A program takes a tile of query rows against some of the keys of one key/value head. The rows of a tile are the G query
-heads that share this head, of consecutive new tokens of one sequence: each key is read once for all of them.
+A program takes a tile of query rows against some of the keys of one key/value head. The rows of a
+tile are the G query heads that share this head, of consecutive new tokens of one sequence: each key
+is read once for all of them.
 
-Everything that the host decides comes from shapes, so that a step can be captured into a CUDA graph and replayed with
-other lengths. A cache in fp8 is read as bytes; its scales join that of the scores and the division by the weights.
-T rows of q, S sequences, N query heads, K key/value heads, G = N / K, D head width.
+Everything that the host decides comes from shapes, so that a step can be captured into a CUDA graph
+and replayed with other lengths. A cache in fp8 is read as bytes; its scales join that of the scores
+and the division by the weights. T rows of q, S sequences, N query heads, K key/value heads, G = N /
+K, D head width.
 """
 
 import functools
@@ -20,25 +23,56 @@ from torch import Tensor
 from atomc import ops
 from atomc.graph.sizes import known_equal
 from atomc.kernels.checks import no_bf16_products, too_wide, unlike
-from atomc.kernels.triton.kv_write import as_numbers, codes_of, in_bytes, scale_of_numbers, uncachable
+from atomc.kernels.triton.kv_write import (
+    as_numbers,
+    codes_of,
+    in_bytes,
+    scale_of_numbers,
+    uncachable,
+)
 from atomc.kernels.triton.launch import begin, overlap, unfit
 from atomc.ops.formats import FP8
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 MAX_WIDTH, MAX_GROUP, MAX_SPLITS = 256, 128, 128
-# H200, 32 over 8 heads of 128, one sequence of 1,024 keys: 6.7 us, 6.9 with all 128 columns in one program.
+# H200, 32 over 8 heads of 128, one sequence of 1,024 keys: 6.7 us, 6.9 with all 128 columns in one
+# program.
 JOINED_COLUMNS = 64
 LOG2_E = math.log2(math.e)
 
 
 @triton.jit
 def _walk(
-    acc, total, peak, q, table, k_ptr, v_ptr, k_block, k_slot, v_block, v_slot, first, last, position, inner, unit,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, OFFSET: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr, MASKED: tl.constexpr, CODES: tl.constexpr,
-):  # fmt: skip
-    """Softmax so far (weighted values, sum of weights, highest score in base 2) after the keys first..last.
+    acc,
+    total,
+    peak,
+    q,
+    table,
+    k_ptr,
+    v_ptr,
+    k_block,
+    k_slot,
+    v_block,
+    v_slot,
+    first,
+    last,
+    position,
+    inner,
+    unit,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    OFFSET: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SPLIT: tl.constexpr,
+    MASKED: tl.constexpr,
+    CODES: tl.constexpr,
+):
+    """Softmax so far (weighted values, sum of weights, highest score in base 2) after the keys
+    first..last.
 
     Without MASKED each row sees all of these keys, and there are whole tiles of them.
     """
@@ -90,14 +124,52 @@ def _walk(
 
 @triton.jit(do_not_specialize=["num_rows", "num_sequences", "table_row"])
 def _attend(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, query_start, seq_lens, block_tables, sinks, k_scale, v_scale, num_rows,
-    num_sequences, table_row, q_row, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head, inner, unit,
-    N: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    OFFSET: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, BY_SEQUENCE: tl.constexpr,
-    SPLIT: tl.constexpr, LOG2_E: tl.constexpr, CODES: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """One tile, or with BY_SEQUENCE all of a sequence, over this program's split of the keys that a tile sees."""
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    lse_ptr,
+    query_start,
+    seq_lens,
+    block_tables,
+    sinks,
+    k_scale,
+    v_scale,
+    num_rows,
+    num_sequences,
+    table_row,
+    q_row,
+    q_head,
+    k_block,
+    k_slot,
+    k_head,
+    v_block,
+    v_slot,
+    v_head,
+    inner,
+    unit,
+    N: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    OFFSET: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
+    BY_SEQUENCE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    LOG2_E: tl.constexpr,
+    CODES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One tile, or with BY_SEQUENCE all of a sequence, over this program's split of the keys that a
+    tile sees.
+    """
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     SEARCH: tl.constexpr = 128
     if PDL:
@@ -113,13 +185,14 @@ def _attend(
         first_tile = 0
         end_tile = end - start
     else:
-        # Sequence s owns the tiles from query_start[s] // BLOCK_Q + s on: enough for its rows. The longest rows come
-        # last in a sequence; started first, they leave no long tail.
+        # Sequence s owns the tiles from query_start[s] // BLOCK_Q + s on: enough for its rows. The
+        # longest rows come last in a sequence; started first, they leave no long tail.
         tile = tl.num_programs(0) - 1 - tl.program_id(0)
         if num_sequences == 1:
-            # First those of all heads, so that the longest share no multiprocessor. H200, heads of 128: 1 x 1,024 tokens,
-            # 32 heads: 32 us for 43; 1 x 8,192, 16 heads: 597 for 669. But 63 decodes and a chunk of 512, of which one
-            # computes while the other reads: 93 for 81.
+            # First those of all heads, so that the longest share no multiprocessor. H200, heads of
+            # 128: 1 x 1,024 tokens,
+            # 32 heads: 32 us for 43; 1 x 8,192, 16 heads: 597 for 669. But 63 decodes and a chunk
+            # of 512, of which one computes while the other reads: 93 for 81.
             program = tl.program_id(0) + tl.num_programs(0) * kv_head
             tile = tl.num_programs(0) - 1 - program // tl.num_programs(1)
             kv_head = program % tl.num_programs(1)
@@ -129,7 +202,8 @@ def _attend(
             starts = tl.load(query_start + each, mask=each <= num_sequences, other=num_rows)
             ends = tl.load(query_start + each + 1, mask=each < num_sequences, other=num_rows)
             lengths = tl.load(seq_lens + each, mask=each < num_sequences, other=0)
-            # True for one of all. The sums pick its numbers without a second load that waits for the first.
+            # True for one of all. The sums pick its numbers without a second load that waits for
+            # the first.
             owns = (starts // BLOCK_Q + each <= tile) & (tile <= ends // BLOCK_Q + each)
             s += tl.sum(tl.where(owns, each, 0))
             start += tl.sum(tl.where(owns, starts, 0))
@@ -180,19 +254,70 @@ def _attend(
         acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
         if not BY_SEQUENCE and not WINDOW:
             # Most keys of a wide tile are seen by all of its rows.
-            whole = tl.maximum(tl.minimum(last, lowest_position + 1) - first, 0) // BLOCK_N * BLOCK_N
+            whole = (
+                tl.maximum(tl.minimum(last, lowest_position + 1) - first, 0) // BLOCK_N * BLOCK_N
+            )
             acc, total, peak = _walk(
-                acc, total, peak, q, table, k_ptr, v_ptr, k_block, k_slot, v_block, v_slot, first, first + whole,
-                position, inner, unit, D, DV, BLOCK_N, BLOCK_SIZE, OFFSET, WINDOW, SOFTCAP, SPLIT, False, CODES,
-            )  # fmt: skip
+                acc,
+                total,
+                peak,
+                q,
+                table,
+                k_ptr,
+                v_ptr,
+                k_block,
+                k_slot,
+                v_block,
+                v_slot,
+                first,
+                first + whole,
+                position,
+                inner,
+                unit,
+                D,
+                DV,
+                BLOCK_N,
+                BLOCK_SIZE,
+                OFFSET,
+                WINDOW,
+                SOFTCAP,
+                SPLIT,
+                False,
+                CODES,
+            )
             first += whole
         acc, total, peak = _walk(
-            acc, total, peak, q, table, k_ptr, v_ptr, k_block, k_slot, v_block, v_slot, first, last,
-            position, inner, unit, D, DV, BLOCK_N, BLOCK_SIZE, OFFSET, WINDOW, SOFTCAP, SPLIT, True, CODES,
-        )  # fmt: skip
+            acc,
+            total,
+            peak,
+            q,
+            table,
+            k_ptr,
+            v_ptr,
+            k_block,
+            k_slot,
+            v_block,
+            v_slot,
+            first,
+            last,
+            position,
+            inner,
+            unit,
+            D,
+            DV,
+            BLOCK_N,
+            BLOCK_SIZE,
+            OFFSET,
+            WINDOW,
+            SOFTCAP,
+            SPLIT,
+            True,
+            CODES,
+        )
 
         if PDL:
-            # Not earlier, or `join` takes room from what runs: H200, 8 x 1,024 keys, 8 splits: 14.4 us for 18.3.
+            # Not earlier, or `join` takes room from what runs: H200, 8 x 1,024 keys, 8 splits: 14.4
+            # us for 18.3.
             tl.extra.cuda.gdc_launch_dependents()
         # A row that sees no key is zero, and its peak is -inf.
         total = tl.where(total == 0.0, 1.0, total)
@@ -208,10 +333,18 @@ def _attend(
 
 @triton.jit(do_not_specialize=["num_splits"])
 def join(
-    partial_ptr, lse_ptr, out_ptr, num_splits,
-    DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SPLITS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Some columns of one head of one row: the splits' results, each with the weight of its keys."""
+    partial_ptr,
+    lse_ptr,
+    out_ptr,
+    num_splits,
+    DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Some columns of one head of one row: the splits' results, each with the weight of its
+    keys.
+    """
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, BLOCK_SPLITS)
@@ -230,7 +363,8 @@ def join(
 
 
 class Tiling(NamedTuple):
-    """How the work is cut: tiles of `rows` x `keys`, and `splits` programs for the keys of one tile.
+    """How the work is cut: tiles of `rows` x `keys`, and `splits` programs for the keys of one
+    tile.
 
     by_sequence: a program takes all tiles of its sequence, and need not search for it.
     registers: the most that a thread may have, so that more programs run at once.
@@ -246,18 +380,30 @@ class Tiling(NamedTuple):
 
 
 def tiling(
-    num_rows: int, num_sequences: int, group: int, kv_heads: int, width: int, itemsize: int, longest: int, num_sms: int
+    num_rows: int,
+    num_sequences: int,
+    group: int,
+    kv_heads: int,
+    width: int,
+    itemsize: int,
+    longest: int,
+    num_sms: int,
 ) -> Tiling:
-    """What suits these shapes. `longest` is the room in the block tables, not the length of any sequence."""
+    """What suits these shapes. `longest` is the room in the block tables, not the length of any
+    sequence.
+    """
     per_sequence = triton.cdiv(num_rows, max(num_sequences, 1)) * group
     least = max(16, triton.next_power_of_2(group))
-    # More rows than sequences may be drafts for all of them, or in a captured step a prompt beside padding sequences.
+    # More rows than sequences may be drafts for all of them, or in a captured step a prompt beside
+    # padding sequences.
     by_sequence = num_rows == num_sequences and group <= 64
-    # H200, bf16, heads of 128, medians of CUDA graph replays; bench/attention.py --sweep found the best of about ten.
+    # H200, bf16, heads of 128, medians of CUDA graph replays; bench/attention.py --sweep found the
+    # best of about ten.
     if by_sequence:
         rows = max(least, triton.next_power_of_2(per_sequence))
         if num_sequences * kv_heads <= num_sms // 4:
-            # 1 x 1,024 keys over 8 heads: 6.8 us; 7.0 as below, and 8.7 if the tables have room for 40,960.
+            # 1 x 1,024 keys over 8 heads: 6.8 us; 7.0 as below, and 8.7 if the tables have room for
+            # 40,960.
             keys, warps, stages, registers, at_once = 128, 8, 5, None, 1
         else:
             # 64 x 1,024 keys over 8 heads: 67 us, 84 with the 155 registers it likes, 80 as above.
@@ -266,23 +412,39 @@ def tiling(
         rows, keys, warps, stages, registers, at_once = 128, 64, 8, 2, 128, 2
         tiles = num_rows // max(rows // group, 1) + min(num_sequences, num_rows)
         if per_sequence <= 64 or tiles * kv_heads <= at_once * num_sms:
-            # 63 decodes and a chunk of 512: 82 us, 129 with 128 rows; 1 x 1,024 tokens: 16 heads 23 us for 34, 32 heads
-            # 32 for 36. But 16 x 1,024 tokens, 32 heads: 535 for 401, or 494 with 128 rows and all registers that it likes.
+            # 63 decodes and a chunk of 512: 82 us, 129 with 128 rows; 1 x 1,024 tokens: 16 heads 23
+            # us for 34, 32 heads
+            # 32 for 36. But 16 x 1,024 tokens, 32 heads: 535 for 401, or 494 with 128 rows and all
+            # registers that it likes.
             rows, keys, warps, stages, registers = max(least, 64), 64, 4, 5, None
     if width * itemsize > 256:
         keys, registers = keys // 2, None
     if itemsize == 4:
         rows, keys, warps, stages = max(least, min(rows, 32)), 16 if width > 128 else 32, 8, 2
-    tiles = num_sequences if by_sequence else num_rows // (rows // group) + min(num_sequences, num_rows)
-    splits = min(at_once * num_sms // max(tiles * kv_heads, 1), triton.cdiv(longest, keys), MAX_SPLITS)
+    tiles = (
+        num_sequences if by_sequence else num_rows // (rows // group) + min(num_sequences, num_rows)
+    )
+    splits = min(
+        at_once * num_sms // max(tiles * kv_heads, 1), triton.cdiv(longest, keys), MAX_SPLITS
+    )
     return Tiling(rows, keys, max(splits, 1), warps, stages, by_sequence, registers)
 
 
 def attend(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, query_start: Tensor, seq_lens: Tensor, block_tables: Tensor,
-    sinks: Tensor | None, scale: float, window: int, softcap: float, cut: Tiling, k_scale: Tensor | None = None,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    window: int,
+    softcap: float,
+    cut: Tiling,
+    k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """paged_attention of q [T, N, D], cut as told."""
     num_rows, num_heads, width = q.shape
     _, block_size, kv_heads, value_width = v_cache.shape
@@ -297,38 +459,82 @@ def attend(
     block_dv = max(16, triton.next_power_of_2(value_width))
     tiles = num_sequences + 1 + (0 if cut.by_sequence else num_rows // (cut.rows // group))
     _attend[(tiles, kv_heads, cut.splits)](
-        q, in_bytes(k_cache), in_bytes(v_cache), into, lse, query_start, seq_lens, block_tables, sinks, k_scale, v_scale,
-        num_rows, num_sequences, block_tables.stride(0), q.stride(0), q.stride(1), *k_cache.stride()[:3],
-        *v_cache.stride()[:3], 2 * scale / softcap if softcap else 1.0, (softcap or scale) * LOG2_E,
-        N=num_heads, GROUP=group, D=width, DV=value_width, BLOCK_D=max(16, triton.next_power_of_2(width)),
-        BLOCK_DV=block_dv, BLOCK_M=cut.rows, BLOCK_N=cut.keys, BLOCK_SIZE=block_size,
-        OFFSET=tl.int32 if max(reach(k_cache), reach(v_cache)) < 2**31 else tl.int64, WINDOW=window,
-        SOFTCAP=softcap != 0.0, SINKS=sinks is not None, BY_SEQUENCE=cut.by_sequence, SPLIT=cut.splits > 1,
-        LOG2_E=LOG2_E, CODES=codes_of(k_cache)["CODES"], num_warps=cut.warps, num_stages=cut.stages, **limit,
+        q,
+        in_bytes(k_cache),
+        in_bytes(v_cache),
+        into,
+        lse,
+        query_start,
+        seq_lens,
+        block_tables,
+        sinks,
+        k_scale,
+        v_scale,
+        num_rows,
+        num_sequences,
+        block_tables.stride(0),
+        q.stride(0),
+        q.stride(1),
+        *k_cache.stride()[:3],
+        *v_cache.stride()[:3],
+        2 * scale / softcap if softcap else 1.0,
+        (softcap or scale) * LOG2_E,
+        N=num_heads,
+        GROUP=group,
+        D=width,
+        DV=value_width,
+        BLOCK_D=max(16, triton.next_power_of_2(width)),
+        BLOCK_DV=block_dv,
+        BLOCK_M=cut.rows,
+        BLOCK_N=cut.keys,
+        BLOCK_SIZE=block_size,
+        OFFSET=tl.int32 if max(reach(k_cache), reach(v_cache)) < 2**31 else tl.int64,
+        WINDOW=window,
+        SOFTCAP=softcap != 0.0,
+        SINKS=sinks is not None,
+        BY_SEQUENCE=cut.by_sequence,
+        SPLIT=cut.splits > 1,
+        LOG2_E=LOG2_E,
+        CODES=codes_of(k_cache)["CODES"],
+        num_warps=cut.warps,
+        num_stages=cut.stages,
+        **limit,
         **overlap(q.device),
-    )  # fmt: skip
+    )
     if lse is not None:
         block_splits, columns = triton.next_power_of_2(cut.splits), min(block_dv, JOINED_COLUMNS)
         join[(num_rows * num_heads, triton.cdiv(value_width, columns))](
-            into, lse, out, cut.splits, DV=value_width, BLOCK_DV=columns, BLOCK_SPLITS=block_splits,
-            num_warps=4 if block_splits <= 32 else 8, **overlap(q.device),
-        )  # fmt: skip
+            into,
+            lse,
+            out,
+            cut.splits,
+            DV=value_width,
+            BLOCK_DV=columns,
+            BLOCK_SPLITS=block_splits,
+            num_warps=4 if block_splits <= 32 else 8,
+            **overlap(q.device),
+        )
     return out
 
 
 def reach(cache: Tensor) -> int:
     """How many elements lie between the first and the last one."""
-    return sum((size - 1) * stride for size, stride in zip(cache.shape, cache.stride(), strict=True))
+    return sum(
+        (size - 1) * stride for size, stride in zip(cache.shape, cache.stride(), strict=True)
+    )
 
 
 @functools.cache
 def has_room(device: torch.device) -> bool:
     """Whether a program may have the shared memory that `tiling` counts on: 141,824 bytes.
 
-    If not, smaller tiles and two stages do. These are compiled for sm89 and gfx942, and run on neither.
+    If not, smaller tiles and two stages do. These are compiled for sm89 and gfx942, and run on
+    neither.
     """
     properties = torch.cuda.get_device_properties(device)
-    return getattr(properties, "shared_memory_per_block_optin", 0) >= 141_824  # a name that ROCm does not have
+    return (
+        getattr(properties, "shared_memory_per_block_optin", 0) >= 141_824
+    )  # a name that ROCm does not have
 
 
 @functools.cache
@@ -339,44 +545,96 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def _out_of_reach(
-    platform: Platform, q: Tensor, k_cache: Tensor, v_cache: Tensor, query_start: Tensor, seq_lens: Tensor,
-    block_tables: Tensor, k_scale: Tensor | None = None, v_scale: Tensor | None = None, *, scale: float, **_: object,
-) -> Refusal | None:  # fmt: skip
+    platform: Platform,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    *,
+    scale: float,
+    **_: object,
+) -> Refusal | None:
     scales = {"k_scale": k_scale, "v_scale": v_scale}
-    if reason := unfit(platform, q=q) or uncachable(platform, scales, k_cache=k_cache, v_cache=v_cache):
+    if reason := unfit(platform, q=q) or uncachable(
+        platform, scales, k_cache=k_cache, v_cache=v_cache
+    ):
         return reason
     if reason := no_bf16_products(platform, q.dtype) or unlike((q.dtype, *FP8), k_cache=k_cache):
         return reason
-    for name, numbers in (("query_start", query_start), ("seq_lens", seq_lens), ("block_tables", block_tables)):
+    for name, numbers in (
+        ("query_start", query_start),
+        ("seq_lens", seq_lens),
+        ("block_tables", block_tables),
+    ):
         if numbers.dtype != torch.int32 or not known_equal(numbers.stride(-1), 1):
             return Refusal("dtype", f"{name} is not of int32, one beside the other")
     if scale <= 0:
-        return Refusal("argument", f"a scale of {scale} would turn the highest score into the lowest")
+        return Refusal(
+            "argument", f"a scale of {scale} would turn the highest score into the lowest"
+        )
     width, group = max(k_cache.shape[-1], v_cache.shape[-1]), q.shape[-2] // k_cache.shape[-2]
     if reason := too_wide(width, MAX_WIDTH, "heads"):
         return reason
     if group > MAX_GROUP:
-        return Refusal("shape", f"{group} query heads share a key/value head: more than {MAX_GROUP} do not fit one program")
+        return Refusal(
+            "shape",
+            f"{group} query heads share a key/value head: more than {MAX_GROUP} do not fit one "
+            "program",
+        )
     return None
 
 
 @ops.paged_attention.kernel("triton", layout="paged", refuses=_out_of_reach)
 def paged_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, query_start: Tensor, seq_lens: Tensor, block_tables: Tensor,
-    token: Tensor, sinks: Tensor | None = None, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
-    *, scale: float, window: int = 0, softcap: float = 0.0,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    token: Tensor,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> Tensor:
     rows = q.reshape(-1, *q.shape[-2:])
     if rows.shape[0] == 0:
         return q.new_empty((*q.shape[:-1], v_cache.shape[-1]))
     block_size, kv_heads = k_cache.shape[1:3]
     cut = tiling(
-        rows.shape[0], seq_lens.shape[0], rows.shape[1] // kv_heads, kv_heads, max(rows.shape[2], v_cache.shape[-1]),
-        q.element_size(), block_tables.shape[1] * block_size, multiprocessors(q.device),
-    )  # fmt: skip
+        rows.shape[0],
+        seq_lens.shape[0],
+        rows.shape[1] // kv_heads,
+        kv_heads,
+        max(rows.shape[2], v_cache.shape[-1]),
+        q.element_size(),
+        block_tables.shape[1] * block_size,
+        multiprocessors(q.device),
+    )
     if q.is_cuda and not has_room(q.device):
         keys = 4096 // triton.next_power_of_2(rows.shape[2])
         cut = cut._replace(keys=max(16, min(cut.keys, keys)), stages=2, registers=None)
-    out = attend(rows, k_cache, v_cache, query_start, seq_lens, block_tables, sinks, scale, window, softcap, cut,
-                 k_scale, v_scale)  # fmt: skip
+    out = attend(
+        rows,
+        k_cache,
+        v_cache,
+        query_start,
+        seq_lens,
+        block_tables,
+        sinks,
+        scale,
+        window,
+        softcap,
+        cut,
+        k_scale,
+        v_scale,
+    )
     return out.view(*q.shape[:-1], v_cache.shape[-1])

@@ -1,5 +1,6 @@
-"""Linear layers of many rows with weights of four bits: the weight is unpacked into 16 bits, once a call, and cuBLAS
-multiplies. Written and read again, that costs less from 65 rows on than unpacking each tile as often as it is read.
+"""Linear layers of many rows with weights of four bits: the weight is unpacked into 16 bits, once a
+call, and cuBLAS multiplies. Written and read again, that costs less from 65 rows on than unpacking
+each tile as often as it is read.
 
 A weight of int4 is rounded to 16 bits there; e2m1 with a power of two is exact in bf16.
 """
@@ -12,7 +13,15 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.checks import HALVES, unlike, wrong_result
-from atomc.kernels.triton.unpacking import MAX_ROWS, as_words, other_group, scale_of, unfit, unpacked, zero_of
+from atomc.kernels.triton.unpacking import (
+    MAX_ROWS,
+    as_words,
+    other_group,
+    scale_of,
+    unfit,
+    unpacked,
+    zero_of,
+)
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
@@ -21,50 +30,92 @@ MANY = ops.Tokens(MAX_ROWS + 1)
 
 @triton.jit(do_not_specialize=["rows"])
 def _unpack(
-    words_ptr, scale_ptr, zeros_ptr, out_ptr, rows, W: tl.constexpr, GROUP: tl.constexpr, INT4: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    words_ptr,
+    scale_ptr,
+    zeros_ptr,
+    out_ptr,
+    rows,
+    W: tl.constexpr,
+    GROUP: tl.constexpr,
+    INT4: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]).to(tl.int64)
     word = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = (row < rows) & (word < W)
     words = tl.load(words_ptr + row * W + word, inside, 0)
     at = row * (W * 8 // GROUP) + word // (GROUP // 8)
     scale, zero = scale_of(scale_ptr, at, inside, INT4), zero_of(zeros_ptr, at, inside)
-    values = tl.reshape(unpacked(words, scale, zero, INT4, out_ptr.dtype.element_ty), (ROWS, BLOCK * 8))
+    values = tl.reshape(
+        unpacked(words, scale, zero, INT4, out_ptr.dtype.element_ty), (ROWS, BLOCK * 8)
+    )
     column = tl.program_id(1) * BLOCK * 8 + tl.arange(0, BLOCK * 8)[None, :]
     tl.store(out_ptr + row * (W * 8) + column, values, (row < rows) & (column < W * 8))
 
 
-def dequantized(words: Tensor, scale: Tensor, zeros: Tensor | None, group: int, dtype: torch.dtype) -> Tensor:
+def dequantized(
+    words: Tensor, scale: Tensor, zeros: Tensor | None, group: int, dtype: torch.dtype
+) -> Tensor:
     """What the codes mean: words int32 [..., K/8], scale [..., K/group] -> [..., K]."""
     width = words.shape[-1]
     out = words.new_empty((*words.shape[:-1], width * 8), dtype=dtype)
     if rows := words.numel() // width:
         _unpack[(triton.cdiv(rows, 4), triton.cdiv(width, 128))](
-            words, scale, zeros, out, rows, W=width, GROUP=group, INT4=scale.dtype != torch.uint8, ROWS=4, BLOCK=128
+            words,
+            scale,
+            zeros,
+            out,
+            rows,
+            W=width,
+            GROUP=group,
+            INT4=scale.dtype != torch.uint8,
+            ROWS=4,
+            BLOCK=128,
         )
     return out
 
 
 def _unfit_int4(
-    platform: Platform, x: Tensor, weight: Tensor, weight_scale: Tensor, zeros: Tensor | None = None,
-    bias: Tensor | None = None, *, group: int,
-) -> Refusal | None:  # fmt: skip
-    return unfit(platform, weight, weight_scale, bias) or unlike(HALVES, x=x, bias=bias) or other_group(group)
+    platform: Platform,
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    zeros: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    group: int,
+) -> Refusal | None:
+    return (
+        unfit(platform, weight, weight_scale, bias)
+        or unlike(HALVES, x=x, bias=bias)
+        or other_group(group)
+    )
 
 
 @ops.linear_w4a16.kernel("triton", tokens=MANY, refuses=_unfit_int4)
 def linear_w4a16(
-    x: Tensor, weight: Tensor, weight_scale: Tensor, zeros: Tensor | None = None, bias: Tensor | None = None, *,
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    zeros: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
     group: int,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     return F.linear(x, dequantized(weight, weight_scale, zeros, group, x.dtype), bias)
 
 
 def _unfit_mxfp4(
-    platform: Platform, x: Tensor, weight: Tensor, weight_scale: Tensor, x_scale: Tensor | None = None,
-    bias: Tensor | None = None, *, out_dtype: torch.dtype,
-) -> Refusal | None:  # fmt: skip
+    platform: Platform,
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    x_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+) -> Refusal | None:
     return (
         unfit(platform, weight, weight_scale, bias)
         or unlike((torch.bfloat16, torch.uint8), x=x)  # uint8: packed e2m1
@@ -75,9 +126,14 @@ def _unfit_mxfp4(
 
 @ops.linear_mxfp4.kernel("triton", tokens=MANY, refuses=_unfit_mxfp4)
 def linear_mxfp4(
-    x: Tensor, weight: Tensor, weight_scale: Tensor, x_scale: Tensor | None = None, bias: Tensor | None = None, *,
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    x_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
     out_dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     if x_scale is not None:
         x = dequantized(as_words(x), x_scale, None, 32, out_dtype)
     return F.linear(x, dequantized(as_words(weight), weight_scale, None, 32, out_dtype), bias)

@@ -1,7 +1,9 @@
-"""Attention of a few new tokens over dense keys, with any mask: what a static cache of transformers asks for.
+"""Attention of a few new tokens over dense keys, with any mask: what a static cache of transformers
+asks for.
 
-A program takes all query rows that share a key/value head against one split of the keys, and looks at the mask before
-it reads keys: what nobody sees costs one look. T new tokens, S keys, N query heads, K key/value heads, G = N / K.
+A program takes all query rows that share a key/value head against one split of the keys, and looks
+at the mask before it reads keys: what nobody sees costs one look. T new tokens, S keys, N query
+heads, K key/value heads, G = N / K.
 """
 
 from typing import no_type_check
@@ -25,12 +27,45 @@ BLOCK_N = 64
 @no_type_check
 @triton.jit(do_not_specialize=["num_keys"])
 def _attend(
-    q_ptr, k_ptr, v_ptr, mask_ptr, sinks, out_ptr, lse_ptr, num_keys, q_batch, q_token, q_head, k_batch, k_token, k_head,
-    v_batch, v_token, v_head, m_batch, m_head, m_token, m_key, inner, unit,
-    T: tl.constexpr, N: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr, LOG2_E: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    mask_ptr,
+    sinks,
+    out_ptr,
+    lse_ptr,
+    num_keys,
+    q_batch,
+    q_token,
+    q_head,
+    k_batch,
+    k_token,
+    k_head,
+    v_batch,
+    v_token,
+    v_head,
+    m_batch,
+    m_head,
+    m_token,
+    m_key,
+    inner,
+    unit,
+    T: tl.constexpr,
+    N: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MASK: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    LOG2_E: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """MASK: 0 none, 1 bool, 2 added to the scores."""
     begin(PDL)
     batch = tl.program_id(0).to(tl.int64)
@@ -71,15 +106,23 @@ def _attend(
             seen = seen & (tl.load(at, mask=seen, other=0) != 0)
         if tl.max(seen.to(tl.int32)) > 0:
             there = (key < last)[:, None] & (d < D)[None, :]
-            k = tl.load(k_ptr + key.to(tl.int64)[:, None] * k_token + d[None, :], mask=there, other=0.0)
-            v = tl.load(v_ptr + key.to(tl.int64)[:, None] * v_token + d[None, :], mask=there, other=0.0)
+            k = tl.load(
+                k_ptr + key.to(tl.int64)[:, None] * k_token + d[None, :], mask=there, other=0.0
+            )
+            v = tl.load(
+                v_ptr + key.to(tl.int64)[:, None] * v_token + d[None, :], mask=there, other=0.0
+            )
             scores = tl.dot(q, tl.trans(k), input_precision="ieee")
             if SOFTCAP:
                 # cap * tanh(scores / cap): the sigmoid overflows for no score.
                 scores = 2.0 * tl.sigmoid(scores * inner) - 1.0
             scores = scores * unit
             if MASK == 2:
-                added = tl.load(mask_ptr + mask_row[:, None] + key.to(tl.int64)[None, :] * m_key, mask=seen, other=0.0)
+                added = tl.load(
+                    mask_ptr + mask_row[:, None] + key.to(tl.int64)[None, :] * m_key,
+                    mask=seen,
+                    other=0.0,
+                )
                 added = added.to(tl.float32)
                 seen = seen & (added != -float("inf"))
                 # The smallest number, a mask of transformers', must not become -inf in base 2.
@@ -98,24 +141,44 @@ def _attend(
     out_row = ((batch * T + token) * N + head) * tl.num_programs(2) + split
     if SPLIT:
         tl.store(lse_ptr + out_row, peak + tl.log2(total), mask=valid)
-    tl.store(out_ptr + out_row[:, None] * D + d[None, :], acc.to(out_ptr.dtype.element_ty),
-             mask=valid[:, None] & (d < D)[None, :])  # fmt: skip
+    tl.store(
+        out_ptr + out_row[:, None] * D + d[None, :],
+        acc.to(out_ptr.dtype.element_ty),
+        mask=valid[:, None] & (d < D)[None, :],
+    )
 
 
 def _many_rows(
-    platform: Platform, q: Tensor, k: Tensor, v: Tensor, kv: Tensor | None = None, mask: Tensor | None = None,
-    sinks: Tensor | None = None, *, scale: float, **_: object,
-) -> Refusal | None:  # fmt: skip
+    platform: Platform,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv: Tensor | None = None,
+    mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    *,
+    scale: float,
+    **_: object,
+) -> Refusal | None:
     if reason := unfit(platform, q=q, k=k, v=v) or no_bf16_products(platform, q.dtype):
         return reason
     if not isinstance(q.shape[-3], int) or q.shape[-3] * (q.shape[-2] // k.shape[-2]) > MAX_ROWS:
-        return Refusal("shape", f"written for few new tokens: at most {MAX_ROWS} query rows may share a key/value head")
+        return Refusal(
+            "shape",
+            f"written for few new tokens: at most {MAX_ROWS} query rows may share a key/value head",
+        )
     if reason := unlike(FLOATS, q=q, k=k, v=v):
         return reason
     if q.shape[-1] != v.shape[-1] or q.shape[-1] > MAX_WIDTH:
-        return Refusal("shape", f"heads of {q.shape[-1]} and {v.shape[-1]}: written for equal ones of at most {MAX_WIDTH}")
+        return Refusal(
+            "shape",
+            f"heads of {q.shape[-1]} and {v.shape[-1]}: written for equal ones of at most "
+            f"{MAX_WIDTH}",
+        )
     if scale <= 0:
-        return Refusal("argument", f"a scale of {scale} would turn the highest score into the lowest")
+        return Refusal(
+            "argument", f"a scale of {scale} would turn the highest score into the lowest"
+        )
     if mask is not None and mask.dim() > 4:
         return Refusal("shape", f"the mask has {mask.dim()} dimensions")
     return None
@@ -123,9 +186,18 @@ def _many_rows(
 
 @ops.attention.kernel("triton", refuses=_many_rows)
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, kv: Tensor | None = None, mask: Tensor | None = None,
-    sinks: Tensor | None = None, *, scale: float, causal: bool = True, window: int = 0, softcap: float = 0.0,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv: Tensor | None = None,
+    mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    *,
+    scale: float,
+    causal: bool = True,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> Tensor:
     out = q.new_empty(q.shape)
     if q.dim() == 3:
         q, k, v = q[None], k[None], v[None]
@@ -135,7 +207,11 @@ def attention(
         return out
     group = num_heads // kv_heads
     # 2 programs a multiprocessor, each with at least two tiles of keys.
-    splits = min(2 * multiprocessors(q.device) // (batch * kv_heads), triton.cdiv(num_keys, 2 * BLOCK_N), MAX_SPLITS)
+    splits = min(
+        2 * multiprocessors(q.device) // (batch * kv_heads),
+        triton.cdiv(num_keys, 2 * BLOCK_N),
+        MAX_SPLITS,
+    )
     splits = max(splits, 1)
     into, lse = out, None
     if splits > 1:
@@ -146,19 +222,49 @@ def attention(
         mask_strides = mask.expand(batch, num_heads, num_new, num_keys).stride()
     block_d = max(16, triton.next_power_of_2(width))
     _attend[(batch, kv_heads, splits)](
-        q, k, v, mask.view(torch.uint8) if mask is not None and mask.dtype == torch.bool else mask, sinks, into, lse,
-        num_keys, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *mask_strides,
-        2 * scale / softcap if softcap else 1.0, (softcap or scale) * LOG2_E,
-        T=num_new, N=num_heads, GROUP=group, D=width, BLOCK_D=block_d,
-        BLOCK_M=max(16, triton.next_power_of_2(group * num_new)), BLOCK_N=BLOCK_N if width <= 128 else BLOCK_N // 2,
-        MASK=0 if mask is None else 1 if mask.dtype == torch.bool else 2, CAUSAL=causal, WINDOW=window,
-        SOFTCAP=softcap != 0.0, SINKS=sinks is not None, SPLIT=splits > 1, LOG2_E=LOG2_E,
-        num_warps=4, num_stages=2, **overlap(q.device),
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        mask.view(torch.uint8) if mask is not None and mask.dtype == torch.bool else mask,
+        sinks,
+        into,
+        lse,
+        num_keys,
+        *q.stride()[:3],
+        *k.stride()[:3],
+        *v.stride()[:3],
+        *mask_strides,
+        2 * scale / softcap if softcap else 1.0,
+        (softcap or scale) * LOG2_E,
+        T=num_new,
+        N=num_heads,
+        GROUP=group,
+        D=width,
+        BLOCK_D=block_d,
+        BLOCK_M=max(16, triton.next_power_of_2(group * num_new)),
+        BLOCK_N=BLOCK_N if width <= 128 else BLOCK_N // 2,
+        MASK=0 if mask is None else 1 if mask.dtype == torch.bool else 2,
+        CAUSAL=causal,
+        WINDOW=window,
+        SOFTCAP=softcap != 0.0,
+        SINKS=sinks is not None,
+        SPLIT=splits > 1,
+        LOG2_E=LOG2_E,
+        num_warps=4,
+        num_stages=2,
+        **overlap(q.device),
+    )
     if lse is not None:
         block_splits = triton.next_power_of_2(splits)
         join[(batch * num_new * num_heads,)](
-            into, lse, out, splits, DV=width, BLOCK_DV=block_d, BLOCK_SPLITS=block_splits,
-            num_warps=4 if block_splits <= 32 else 8, **overlap(q.device),
-        )  # fmt: skip
+            into,
+            lse,
+            out,
+            splits,
+            DV=width,
+            BLOCK_DV=block_d,
+            BLOCK_SPLITS=block_splits,
+            num_warps=4 if block_splits <= 32 else 8,
+            **overlap(q.device),
+        )
     return out

@@ -1,8 +1,10 @@
-"""Triton kernels compiled in processes: threads of one would wait for each other, for half of the work is in Python.
+"""Triton kernels compiled in processes: threads of one would wait for each other, for half of the
+work is in Python.
 
-`python -m atomc.kernels.triton.forked` is the helper. It imports what compiling needs while whoever started it traces a
-model, reads a line for each kernel, forks a process that compiles it, and ends with its input. It has no threads and no
-GPU, which a fork would break. The kernels are in Triton's cache then, where they are looked up; what is not is compiled.
+`python -m atomc.kernels.triton.forked` is the helper. It imports what compiling needs while whoever
+started it traces a model, reads a line for each kernel, forks a process that compiles it, and ends
+with its input. It has no threads and no GPU, which a fork would break. The kernels are in Triton's
+cache then, where they are looked up; what is not is compiled.
 """
 
 import contextlib
@@ -41,17 +43,26 @@ class Helper:
         self.left = left
         self._sent: set[str] = set()
         environment = {
-            **os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "OMP_NUM_THREADS": "1",
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+            "OMP_NUM_THREADS": "1",
             "TRITON_CACHE_DIR": triton.knobs.cache.dir,
-        }  # fmt: skip
+        }
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__], env=environment, text=True, pipesize=2**20, stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+            [sys.executable, "-m", __name__],
+            env=environment,
+            text=True,
+            pipesize=2**20,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
 
     @contextlib.contextmanager
     def told(self, *, only: bool = False) -> Iterator[None]:
-        """The helper compiles what is launched inside. only: nobody else does, and it is not launched."""
+        """The helper compiles what is launched inside. only: nobody else does, and it is not
+        launched.
+        """
 
         def hook(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
             target = astuple(triton.runtime.driver.active.get_current_target())
@@ -74,7 +85,9 @@ class Helper:
         return told is not None and bool(select.select([told], [], [], 0.0)[0])
 
     def finish(self) -> None:
-        """Wait until all is compiled that it was told. A helper that is not ready yet is not waited for: threads are."""
+        """Wait until all is compiled that it was told. A helper that is not ready yet is not waited
+        for: threads are.
+        """
         if self.ready:
             with contextlib.suppress(OSError, subprocess.TimeoutExpired):
                 self._process.communicate(timeout=SECONDS)
@@ -92,8 +105,14 @@ class Helper:
 
 
 def helper_for(start: str) -> Helper | None:
-    """A helper, unless an earlier start with this description has left its kernels in Triton's cache, or cores are few."""
-    if (os.cpu_count() or 1) < FEWEST_CORES or triton.knobs.runtime.interpret or triton.knobs.runtime.jit_cache_hook:
+    """A helper, unless an earlier start with this description has left its kernels in Triton's
+    cache, or cores are few.
+    """
+    if (
+        (os.cpu_count() or 1) < FEWEST_CORES
+        or triton.knobs.runtime.interpret
+        or triton.knobs.runtime.jit_cache_hook
+    ):
         return None
     what = f"{start} {triton.__version__} {torch.__version__}"
     left = Path(triton.knobs.cache.dir, f"atomc-{hashlib.sha256(what.encode()).hexdigest()}")
@@ -103,7 +122,9 @@ def helper_for(start: str) -> Helper | None:
 def main() -> None:
     driver = _driver()
     triton.runtime.driver.set_active(driver)
-    triton_key()  # a part of the name of each kernel, for which Triton reads itself: once, and not in each process
+    # a part of the name of each kernel, for which Triton reads itself: once, and not in each
+    # process
+    triton_key()
     print("ready", flush=True)
     for number, line in enumerate(sys.stdin):
         if number >= (os.cpu_count() or 1):

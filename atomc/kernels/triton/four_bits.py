@@ -1,4 +1,5 @@
-"""Linear layers with weights of four bits, in Triton: codes are unpacked in registers, behind a weight read once.
+"""Linear layers with weights of four bits, in Triton: codes are unpacked in registers, behind a
+weight read once.
 
 M rows of x, N rows of the weight, K columns, G groups of columns.
 """
@@ -44,11 +45,27 @@ def one_of_four(values, NUMBER: tl.constexpr, SIXTEEN: tl.constexpr):
 
 @triton.jit
 def _row(
-    x_ptr, x_scale_ptr, words_ptr, scale_ptr, zeros_ptr, bias_ptr, out_ptr, N, x_row, K: tl.constexpr,
-    GROUP: tl.constexpr, INT4: tl.constexpr, CODED: tl.constexpr, SIXTEEN: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_W: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """One row of x a program, all in fp32. SIXTEEN: the type of an x of 16 bits, which is read four at a time, or None."""
+    x_ptr,
+    x_scale_ptr,
+    words_ptr,
+    scale_ptr,
+    zeros_ptr,
+    bias_ptr,
+    out_ptr,
+    N,
+    x_row,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+    INT4: tl.constexpr,
+    CODED: tl.constexpr,
+    SIXTEEN: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One row of x a program, all in fp32. SIXTEEN: the type of an x of 16 bits, which is read four
+    at a time, or None.
+    """
     WORDS: tl.constexpr = K // 8
     GROUPS: tl.constexpr = K // GROUP
     m = tl.program_id(1).to(tl.int64)
@@ -61,11 +78,15 @@ def _row(
         word = start + tl.arange(0, BLOCK_W)[None, :]
         there = word < WORDS
         inside = (n < N) & there
-        # A thread takes a word at a time and the values of x that meet it: with several in a row, as it would read them
-        # by itself, x would have to go round through shared memory.
-        words = tl.load(words_ptr + tl.multiple_of(row * WORDS + word, (1, 1)), inside, 0, cache_modifier=".cg")
+        # A thread takes a word at a time and the values of x that meet it: with several in a row,
+        # as it would read them by itself, x would have to go round through shared memory.
+        words = tl.load(
+            words_ptr + tl.multiple_of(row * WORDS + word, (1, 1)), inside, 0, cache_modifier=".cg"
+        )
         # As if scales of neighbours lay in a row, which makes threads go along rows here, too.
-        group = tl.max_contiguous(tl.multiple_of(row * GROUPS + word // (GROUP // 8), (1, 1)), (1, BLOCK_W))
+        group = tl.max_contiguous(
+            tl.multiple_of(row * GROUPS + word // (GROUP // 8), (1, 1)), (1, BLOCK_W)
+        )
         scale = scale_of(scale_ptr, group, inside, INT4)
         zero = zero_of(zeros_ptr, group, inside)
         if CODED:
@@ -97,10 +118,27 @@ def _row(
 
 @triton.jit(do_not_specialize=["M"])
 def _rows(
-    x_ptr, x_scale_ptr, words_ptr, scale_ptr, zeros_ptr, bias_ptr, out_ptr, M, N, x_row, K: tl.constexpr,
-    GROUP: tl.constexpr, INT4: tl.constexpr, CODED: tl.constexpr, NUMBER: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    x_scale_ptr,
+    words_ptr,
+    scale_ptr,
+    zeros_ptr,
+    bias_ptr,
+    out_ptr,
+    M,
+    N,
+    x_row,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+    INT4: tl.constexpr,
+    CODED: tl.constexpr,
+    NUMBER: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PARTS: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Several rows of x a program, on the tensor core, with values in NUMBER."""
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)[None, :, None]
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :, None]
@@ -118,11 +156,17 @@ def _rows(
         group = word_now // (GROUP // 8)
         there = word_now < K // 8
         inside = (n < N) & there
-        words = tl.load(words_ptr + n.to(tl.int64) * (K // 8) + word_now, inside, 0, cache_modifier=".cg")
-        # As if scales of neighbours lay in a row, but read one at a time: threads then go along rows, as for words.
+        words = tl.load(
+            words_ptr + n.to(tl.int64) * (K // 8) + word_now, inside, 0, cache_modifier=".cg"
+        )
+        # As if scales of neighbours lay in a row, but read one at a time: threads then go along
+        # rows, as for words.
         group_at = tl.multiple_of(n.to(tl.int64) * (K // GROUP) + group, (1, 1, 1))
         group_at = tl.max_contiguous(group_at, (1, 1, BLOCK_K // 8))
-        scale, zero = scale_of(scale_ptr, group_at, inside, INT4), zero_of(zeros_ptr, group_at, inside)
+        scale, zero = (
+            scale_of(scale_ptr, group_at, inside, INT4),
+            zero_of(zeros_ptr, group_at, inside),
+        )
         weight = tl.reshape(unpacked(words, scale, zero, INT4, NUMBER), (PARTS, BLOCK_N, BLOCK_K))
         if CODED:
             codes = tl.load(x_ptr + m.to(tl.int64) * (K // 8) + word_now, (m < M) & there, 0)
@@ -131,7 +175,9 @@ def _rows(
             of_x = e8m0(tl.load(x_scale_ptr + group_at, (m < M) & there, 0))
             x = tl.reshape(unpacked(codes, of_x, 0.0, False, NUMBER), (PARTS, BLOCK_M, BLOCK_K))
         else:
-            x = tl.load(x_ptr + m.to(tl.int64) * K + start + k, (m < M) & (k < K - start), 0.0).to(NUMBER)
+            x = tl.load(x_ptr + m.to(tl.int64) * K + start + k, (m < M) & (k < K - start), 0.0).to(
+                NUMBER
+            )
         if SWAP:
             sums = tl.dot(weight, tl.permute(x, (0, 2, 1)), sums, input_precision="ieee")
         else:
@@ -146,29 +192,65 @@ def _rows(
         out *= tl.load(x_scale_ptr + down * x_row, down < M, 0.0)
     if bias_ptr is not None:
         out += tl.load(bias_ptr + across, across < N, 0.0).to(tl.float32)
-    tl.store(out_ptr + down.to(tl.int64) * N + across, out.to(out_ptr.dtype.element_ty), (down < M) & (across < N))
+    tl.store(
+        out_ptr + down.to(tl.int64) * N + across,
+        out.to(out_ptr.dtype.element_ty),
+        (down < M) & (across < N),
+    )
 
 
 def tile_for(rows: int, k: int, dtype: torch.dtype, int4: bool = False) -> dict[str, int]:
-    """The launch shape for so many rows [k] of this type; without BLOCK_M: one row a program. A warp a part."""
+    """The launch shape for so many rows [k] of this type; without BLOCK_M: one row a program. A
+    warp a part.
+    """
     if rows == 1:
         return {"BLOCK_N": 4, "BLOCK_W": min(triton.next_power_of_2(k), 4096) // 8, "num_warps": 4}
     if dtype == torch.float32:  # not on the tensor core, and twice as large
-        return {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 32, "PARTS": 4, "num_warps": 4, "num_stages": 2}
+        return {
+            "BLOCK_M": 16,
+            "BLOCK_N": 16,
+            "BLOCK_K": 32,
+            "PARTS": 4,
+            "num_warps": 4,
+            "num_stages": 2,
+        }
     if rows <= 8:
-        # H200, 8 rows, us with 128 columns in 3 stages / 256 in 2: int4 4096 -> 4096 12.4 / 12.4, 4096 -> 6144 17.7 / 16.4,
-        # 12288 -> 4096 31.9 / 31.0; mxfp4 4096 -> 4096 12.4 / 12.5, 4096 -> 24576 57 / 58. 16 rows lose: 20 / 25 in 6144.
+        # H200, 8 rows, us with 128 columns in 3 stages / 256 in 2: int4 4096 -> 4096 12.4 / 12.4,
+        # 4096 -> 6144 17.7 / 16.4,
+        # 12288 -> 4096 31.9 / 31.0; mxfp4 4096 -> 4096 12.4 / 12.5, 4096 -> 24576 57 / 58. 16 rows
+        # lose: 20 / 25 in 6144.
         stages = {"BLOCK_K": 256, "num_stages": 2} if int4 else {"BLOCK_K": 128, "num_stages": 3}
         return {"BLOCK_M": 8, "BLOCK_N": 16, "PARTS": 4, "num_warps": 4, **stages}
     if rows <= 16:
-        return {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 128, "PARTS": 4, "num_warps": 4, "num_stages": 3}
-    return {"BLOCK_M": 64, "BLOCK_N": 32, "BLOCK_K": 64, "PARTS": 4, "num_warps": 4, "num_stages": 2}
+        return {
+            "BLOCK_M": 16,
+            "BLOCK_N": 16,
+            "BLOCK_K": 128,
+            "PARTS": 4,
+            "num_warps": 4,
+            "num_stages": 3,
+        }
+    return {
+        "BLOCK_M": 64,
+        "BLOCK_N": 32,
+        "BLOCK_K": 64,
+        "PARTS": 4,
+        "num_warps": 4,
+        "num_stages": 2,
+    }
 
 
 def multiply(
-    x: Tensor, words: Tensor, scale: Tensor, zeros: Tensor | None, x_scale: Tensor | None, bias: Tensor | None,
-    group: int, out_dtype: torch.dtype, tile: dict[str, int],
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    words: Tensor,
+    scale: Tensor,
+    zeros: Tensor | None,
+    x_scale: Tensor | None,
+    bias: Tensor | None,
+    group: int,
+    out_dtype: torch.dtype,
+    tile: dict[str, int],
+) -> Tensor:
     """The op, cut as told. words int32 [N, K/8]; of int4 if their scales are floats."""
     n, k = words.shape[0], words.shape[1] * 8
     out = x.new_empty((*x.shape[:-1], n), dtype=out_dtype)
@@ -180,19 +262,41 @@ def multiply(
         cut = {"K": k, **more, **tile, **overlap(x.device)}
         if "BLOCK_M" in tile:
             _rows[(triton.cdiv(n, tile["BLOCK_N"]), triton.cdiv(rows, tile["BLOCK_M"]))](
-                by_row, x_scale, words, scale, zeros, bias, out, rows, n, x_row, NUMBER=_number(x), **cut
+                by_row,
+                x_scale,
+                words,
+                scale,
+                zeros,
+                bias,
+                out,
+                rows,
+                n,
+                x_row,
+                NUMBER=_number(x),
+                **cut,
             )
         else:
             sixteen = TRITON_DTYPE[x.dtype] if x.dtype in (torch.bfloat16, torch.float16) else None
             _row[(triton.cdiv(n, tile["BLOCK_N"]), rows)](
-                by_row if sixteen is None else by_fours(by_row), x_scale, words, scale, zeros, bias, out, n, x_row,
-                SIXTEEN=sixteen, **cut,
-            )  # fmt: skip
+                by_row if sixteen is None else by_fours(by_row),
+                x_scale,
+                words,
+                scale,
+                zeros,
+                bias,
+                out,
+                n,
+                x_row,
+                SIXTEEN=sixteen,
+                **cut,
+            )
     return out
 
 
 def _number(x: Tensor) -> Any:
-    """In what products are computed: in that of x, and codes in bf16, which holds e4m3 and e2m1 with a power of two."""
+    """In what products are computed: in that of x, and codes in bf16, which holds e4m3 and e2m1
+    with a power of two.
+    """
     # fp16 holds few powers of two; fp32 is for the interpreter, which does not multiply bf16.
     if x.dtype in TRITON_DTYPE:
         return TRITON_DTYPE[x.dtype]
@@ -200,9 +304,15 @@ def _number(x: Tensor) -> Any:
 
 
 def _unfit_int4(
-    platform: Platform, x: Tensor, weight: Tensor, weight_scale: Tensor, zeros: Tensor | None = None,
-    bias: Tensor | None = None, *, group: int,
-) -> Refusal | None:  # fmt: skip
+    platform: Platform,
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    zeros: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    group: int,
+) -> Refusal | None:
     return (
         unfit(platform, weight, weight_scale, bias)
         or unlike(FLOATS, x=x)
@@ -213,9 +323,14 @@ def _unfit_int4(
 
 @ops.linear_w4a16.kernel("triton", refuses=_unfit_int4)
 def linear_w4a16(
-    x: Tensor, weight: Tensor, weight_scale: Tensor, zeros: Tensor | None = None, bias: Tensor | None = None, *,
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    zeros: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
     group: int,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     if int4_pairs.serves(x):
         return int4_pairs.multiply(x, weight, weight_scale, zeros, bias, group)
     tile = tile_for(num_rows(x), weight.shape[1] * 8, x.dtype, int4=True)
@@ -223,9 +338,15 @@ def linear_w4a16(
 
 
 def _unfit_mxfp4(
-    platform: Platform, x: Tensor, weight: Tensor, weight_scale: Tensor, x_scale: Tensor | None = None,
-    bias: Tensor | None = None, *, out_dtype: torch.dtype,
-) -> Refusal | None:  # fmt: skip
+    platform: Platform,
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    x_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+) -> Refusal | None:
     return (
         unfit(platform, weight, weight_scale, bias)
         # Not float16, which does not hold all powers of two that scales are. uint8: packed e2m1.
@@ -237,8 +358,13 @@ def _unfit_mxfp4(
 
 @ops.linear_mxfp4.kernel("triton", refuses=_unfit_mxfp4)
 def linear_mxfp4(
-    x: Tensor, weight: Tensor, weight_scale: Tensor, x_scale: Tensor | None = None, bias: Tensor | None = None, *,
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    x_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
     out_dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     tile = tile_for(num_rows(x), weight.shape[1] * 2, x.dtype)
     return multiply(x, as_words(weight), weight_scale, None, x_scale, bias, 32, out_dtype, tile)

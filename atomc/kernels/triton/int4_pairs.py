@@ -1,7 +1,9 @@
-"""Linear layers of a row or two of bf16 with weights of int4, in Triton for NVIDIA GPUs: two products an instruction.
+"""Linear layers of a row or two of bf16 with weights of int4, in Triton for NVIDIA GPUs: two
+products an instruction.
 
-Reading four bits takes so little time that the arithmetic is what counts. Products of one word, eight of them, are summed
-in bf16, words in fp32: the error is that of rounding the result to bf16 twice.
+Reading four bits takes so little time that the arithmetic is what counts. Products of one word,
+eight of them, are summed in bf16, words in fp32: the error is that of rounding the result to bf16
+twice.
 """
 
 import torch
@@ -13,8 +15,9 @@ from atomc.kernels.triton.launch import by_fours, let_next_start, num_rows, over
 
 MAX_ROWS = 2
 
-# Codes i and i + 4 of a word lie 16 bits apart: in the last bits of a bf16 that is 128 they count in units. $4 is the word,
-# $5 what is added, $0 to $3 are the pairs (0, 4), (1, 5), (2, 6) and (3, 7).
+# Codes i and i + 4 of a word lie 16 bits apart: in the last bits of a bf16 that is 128 they count
+# in units. $4 is the word, $5 what is added, $0 to $3 are the pairs (0, 4), (1, 5), (2, 6) and (3,
+# 7).
 UNPACK = tl.constexpr("""{
 .reg .b32 w1, w2, w3, one;
 mov.b32 one, 0x3F803F80;
@@ -52,12 +55,26 @@ add.f32 $0, low, high;
 
 
 @triton.jit
-def _chunk(words_ptr, scale_ptr, zeros_ptr, row, word, inside, WORDS: tl.constexpr, GROUPS: tl.constexpr,
-           GROUP: tl.constexpr, BLOCK_W: tl.constexpr):  # fmt: skip
+def _chunk(
+    words_ptr,
+    scale_ptr,
+    zeros_ptr,
+    row,
+    word,
+    inside,
+    WORDS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
     """Words of some rows, their scales, and what 128 + code is to be lessened by, as two bf16."""
     # A thread takes a word at a time, of rows that follow each other: see four_bits._row.
-    words = tl.load(words_ptr + tl.multiple_of(row * WORDS + word, (1, 1)), inside, 0, cache_modifier=".cg")
-    group = tl.max_contiguous(tl.multiple_of(row * GROUPS + word // (GROUP // 8), (1, 1)), (1, BLOCK_W))
+    words = tl.load(
+        words_ptr + tl.multiple_of(row * WORDS + word, (1, 1)), inside, 0, cache_modifier=".cg"
+    )
+    group = tl.max_contiguous(
+        tl.multiple_of(row * GROUPS + word // (GROUP // 8), (1, 1)), (1, BLOCK_W)
+    )
     scale = tl.load(scale_ptr + group, inside, 0.0)
     minus = tl.full((1, 1), -0x3CF73CF8, tl.int32)  # -136 twice
     if zeros_ptr is not None:
@@ -67,20 +84,46 @@ def _chunk(words_ptr, scale_ptr, zeros_ptr, row, word, inside, WORDS: tl.constex
 
 @triton.jit
 def _few(
-    x_ptr, words_ptr, scale_ptr, zeros_ptr, bias_ptr, out_ptr, N, K: tl.constexpr, GROUP: tl.constexpr,
-    UNPACK: tl.constexpr, PAIR: tl.constexpr, DOT: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_W: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """x four values at a time, [ROWS, K/4] i64. A program takes BLOCK_N rows of the weight, and unpacks a word once."""
+    x_ptr,
+    words_ptr,
+    scale_ptr,
+    zeros_ptr,
+    bias_ptr,
+    out_ptr,
+    N,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+    UNPACK: tl.constexpr,
+    PAIR: tl.constexpr,
+    DOT: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """x four values at a time, [ROWS, K/4] i64. A program takes BLOCK_N rows of the weight, and
+    unpacks a word once.
+    """
     WORDS: tl.constexpr = K // 8
     GROUPS: tl.constexpr = K // GROUP
     n = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
     row = n.to(tl.int64)
     word = tl.arange(0, BLOCK_W)[None, :]
     let_next_start(PDL)
-    # The weight is there before the kernel: no kernel that lets the next one start early writes words of int4.
-    next_words, next_scale, next_minus = _chunk(words_ptr, scale_ptr, zeros_ptr, row, word, (n < N) & (word < WORDS), WORDS,
-                                                GROUPS, GROUP, BLOCK_W)  # fmt: skip
+    # The weight is there before the kernel: no kernel that lets the next one start early writes
+    # words of int4.
+    next_words, next_scale, next_minus = _chunk(
+        words_ptr,
+        scale_ptr,
+        zeros_ptr,
+        row,
+        word,
+        (n < N) & (word < WORDS),
+        WORDS,
+        GROUPS,
+        GROUP,
+        BLOCK_W,
+    )
     wait_for_last(PDL)
     sums = (tl.zeros((BLOCK_N, BLOCK_W), tl.float32),) * ROWS
     for start in tl.static_range(0, WORDS, BLOCK_W):
@@ -89,22 +132,50 @@ def _few(
         if start + BLOCK_W < WORDS:
             following = start + BLOCK_W + word
             inside = (n < N) & (following < WORDS)
-            next_words, next_scale, next_minus = _chunk(words_ptr, scale_ptr, zeros_ptr, row, following, inside, WORDS,
-                                                        GROUPS, GROUP, BLOCK_W)  # fmt: skip
+            next_words, next_scale, next_minus = _chunk(
+                words_ptr,
+                scale_ptr,
+                zeros_ptr,
+                row,
+                following,
+                inside,
+                WORDS,
+                GROUPS,
+                GROUP,
+                BLOCK_W,
+            )
         q0, q1, q2, q3 = tl.inline_asm_elementwise(
-            UNPACK, "=&r,=&r,=&r,=&r,r,r", [words, minus], dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True,
+            UNPACK,
+            "=&r,=&r,=&r,=&r,r,r",
+            [words, minus],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+            is_pure=True,
             pack=1,
-        )  # fmt: skip
+        )
         for m in tl.static_range(ROWS):
             x = x_ptr + (m * WORDS + start + word) * 2
             low, high = tl.load(x, here, 0), tl.load(x + 1, here, 0)
             x0, x1, x2, x3 = tl.inline_asm_elementwise(
-                PAIR, "=r,=r,=r,=r,r,r,r,r",
-                [low.to(tl.int32), (low >> 32).to(tl.int32), high.to(tl.int32), (high >> 32).to(tl.int32)],
-                dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
-            )  # fmt: skip
-            part = tl.inline_asm_elementwise(DOT, "=f,r,r,r,r,r,r,r,r", [q0, q1, q2, q3, x0, x1, x2, x3],
-                                             dtype=tl.float32, is_pure=True, pack=1)  # fmt: skip
+                PAIR,
+                "=r,=r,=r,=r,r,r,r,r",
+                [
+                    low.to(tl.int32),
+                    (low >> 32).to(tl.int32),
+                    high.to(tl.int32),
+                    (high >> 32).to(tl.int32),
+                ],
+                dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+                is_pure=True,
+                pack=1,
+            )
+            part = tl.inline_asm_elementwise(
+                DOT,
+                "=f,r,r,r,r,r,r,r,r",
+                [q0, q1, q2, q3, x0, x1, x2, x3],
+                dtype=tl.float32,
+                is_pure=True,
+                pack=1,
+            )
             sums = sums[:m] + (sums[m] + part * scale.to(tl.float32),) + sums[m + 1 :]  # noqa: RUF005
     for m in tl.static_range(ROWS):
         out = tl.sum(sums[m], 1)[:, None]
@@ -114,20 +185,40 @@ def _few(
 
 
 def serves(x: Tensor) -> bool:
-    """Whether x is a row or two of bf16 on a GPU that multiplies pairs of bf16 and starts kernels early."""
+    """Whether x is a row or two of bf16 on a GPU that multiplies pairs of bf16 and starts kernels
+    early.
+    """
     return x.dtype == torch.bfloat16 and 1 <= num_rows(x) <= MAX_ROWS and overlap(x.device)["PDL"]
 
 
-def multiply(x: Tensor, words: Tensor, scale: Tensor, zeros: Tensor | None, bias: Tensor | None, group: int) -> Tensor:
+def multiply(
+    x: Tensor, words: Tensor, scale: Tensor, zeros: Tensor | None, bias: Tensor | None, group: int
+) -> Tensor:
     """The op linear_w4a16. words int32 [N, K/8]."""
     n, k = words.shape[0], words.shape[1] * 8
     out = x.new_empty((*x.shape[:-1], n))
     rows = num_rows(x)
-    # H200, one and two rows, us: 4096 -> 4096 4.4 5.9, 4096 -> 24576 19 27, 12288 -> 4096 11.6 16.7. Without maxnreg, which
-    # makes the compiler order instructions otherwise, 4.8 7.2, 21 27, 11.4 25.
+    # H200, one and two rows, us: 4096 -> 4096 4.4 5.9, 4096 -> 24576 19 27, 12288 -> 4096 11.6
+    # 16.7. Without maxnreg, which makes the compiler order instructions otherwise, 4.8 7.2, 21 27,
+    # 11.4 25.
     _few[(triton.cdiv(n, 4),)](
-        by_fours(x.reshape(rows, k)), words, scale, zeros, bias, out, n, K=k, GROUP=group, UNPACK=UNPACK, PAIR=PAIR,
-        DOT=DOT, ROWS=rows, BLOCK_N=4, BLOCK_W=min(triton.next_power_of_2(k // 8), 128), num_warps=4, maxnreg=64,
+        by_fours(x.reshape(rows, k)),
+        words,
+        scale,
+        zeros,
+        bias,
+        out,
+        n,
+        K=k,
+        GROUP=group,
+        UNPACK=UNPACK,
+        PAIR=PAIR,
+        DOT=DOT,
+        ROWS=rows,
+        BLOCK_N=4,
+        BLOCK_W=min(triton.next_power_of_2(k // 8), 128),
+        num_warps=4,
+        maxnreg=64,
         **overlap(x.device),
-    )  # fmt: skip
+    )
     return out

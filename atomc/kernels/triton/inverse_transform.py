@@ -1,8 +1,10 @@
-"""Drawing tokens in Triton, as atomc.runtime.sampling.inverse_transform does it: one launch, and nobody waits.
+"""Drawing tokens in Triton, as atomc.runtime.sampling.inverse_transform does it: one launch, and
+nobody waits.
 
-A program takes one row and reads it a few times: the largest logit, the mass, what the filters may keep (compacted,
-so that the search for the last token kept reads little), and the token at which the mass passes the number. Mass is
-counted in whole numbers: a row's token does not depend on the order of adding.
+A program takes one row and reads it a few times: the largest logit, the mass, what the filters may
+keep (compacted, so that the search for the last token kept reads little), and the token at which
+the mass passes the number. Mass is counted in whole numbers: a row's token does not depend on the
+order of adding.
 """
 
 import torch
@@ -57,23 +59,37 @@ def _found(found_ptr, num_found, least, scale, BLOCK: tl.constexpr):
 
 @triton.jit
 def _least(
-    row_ptr, found_ptr, V, top, temperature, largest, top_k, top_p, scale, BLOCK: tl.constexpr,
-    PARTS: tl.constexpr, ONE: tl.constexpr,
-):  # fmt: skip
+    row_ptr,
+    found_ptr,
+    V,
+    top,
+    temperature,
+    largest,
+    top_k,
+    top_p,
+    scale,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+    ONE: tl.constexpr,
+):
     """The bits of the smallest weight that top_k and then top_p leave."""
     lane = tl.arange(0, BLOCK)
     bound = tl.full([], 0, tl.int32)
     total = tl.full([], 0, tl.int64)
     if top_k >= V:
         total = _row_mass(row_ptr, V, top, temperature, 0, scale, BLOCK)
-        # V weights below this make less than 1 - top_p together; half of it, to be safe from rounding.
+        # V weights below this make less than 1 - top_p together; half of it, to be safe from
+        # rounding.
         negligible = (1.0 - top_p) * total.to(tl.float64) / (2.0 * V * scale)
         bound = negligible.to(tl.float32).to(tl.int32, bitcast=True)
     elif top_k <= PARTS:
-        # As many parts of the row as top_k have a weight of at least this, so that the top_k do, too.
+        # As many parts of the row as top_k have a weight of at least this, so that the top_k do,
+        # too.
         parts = tl.max(tl.reshape(largest, [PARTS, BLOCK // PARTS]), 1)
         weights = tl.sort(tl.exp((parts - top) / temperature), descending=True)
-        bound = tl.max(tl.where(tl.arange(0, PARTS) == top_k - 1, weights.to(tl.int32, bitcast=True), 0), 0)
+        bound = tl.max(
+            tl.where(tl.arange(0, PARTS) == top_k - 1, weights.to(tl.int32, bitcast=True), 0), 0
+        )
     num_found = tl.full([], 0, tl.int32)
     for start in range(0, V, BLOCK):
         bits = _weights(row_ptr, start + lane, V, top, temperature).to(tl.int32, bitcast=True)
@@ -81,7 +97,8 @@ def _least(
         tl.store(found_ptr + num_found + tl.cumsum(inside, 0) - 1, bits, inside > 0)
         num_found += tl.sum(inside)
     tl.debug_barrier()
-    # The largest `low` of which there are top_k weights at least as large, and then the mass of top_p of these.
+    # The largest `low` of which there are top_k weights at least as large, and then the mass of
+    # top_p of these.
     low = tl.full([], 0, tl.int32)
     if top_k < V:
         high = tl.full([], ONE + 1, tl.int32)
@@ -129,9 +146,19 @@ def _token(row_ptr, V, top, temperature, least, number, scale, BLOCK: tl.constex
 
 @triton.jit
 def _inverse_transform(
-    logits_ptr, stride, columns_ptr, found_ptr, tokens_ptr, tops_ptr, V, scale, FILTERED: tl.constexpr, BLOCK: tl.constexpr,
-    PARTS: tl.constexpr, ONE: tl.constexpr,
-):  # fmt: skip
+    logits_ptr,
+    stride,
+    columns_ptr,
+    found_ptr,
+    tokens_ptr,
+    tops_ptr,
+    V,
+    scale,
+    FILTERED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+    ONE: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     R = tl.num_programs(0)
     row_ptr = logits_ptr + row * stride
@@ -159,17 +186,33 @@ def _inverse_transform(
         if FILTERED:
             top_k = tl.load(columns_ptr + R + row).to(tl.int32)
             if (top_k < V) | (top_p < 1.0):
-                least = tl.maximum(least, _least(row_ptr, found_ptr + row * V, V, top, temperature, largest, top_k, top_p,
-                                                 scale, BLOCK, PARTS, ONE))  # fmt: skip
+                least = tl.maximum(
+                    least,
+                    _least(
+                        row_ptr,
+                        found_ptr + row * V,
+                        V,
+                        top,
+                        temperature,
+                        largest,
+                        top_k,
+                        top_p,
+                        scale,
+                        BLOCK,
+                        PARTS,
+                        ONE,
+                    ),
+                )
         token = _token(row_ptr, V, top, temperature, least, number, scale, BLOCK)
     tl.store(tokens_ptr + row, token.to(tl.int64))
 
 
 def inverse_transform(logits: Tensor, columns: Tensor, *, filtered: bool) -> tuple[Tensor, Tensor]:
-    """Token ids [R] i64 of logits [R, V], and the largest logit of each row [R] f32, NaN if any of the row is.
+    """Token ids [R] i64 of logits [R, V], and the largest logit of each row [R] f32, NaN if any of
+    the row is.
 
-    columns [5, R] f64 are temperature (0: greedy), top_k (V: all), top_p, min_p and the number in [0, 1) of each row;
-    filtered: some row has top_k or top_p.
+    columns [5, R] f64 are temperature (0: greedy), top_k (V: all), top_p, min_p and the number in
+    [0, 1) of each row; filtered: some row has top_k or top_p.
     """
     R, V = logits.shape
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
@@ -179,7 +222,18 @@ def inverse_transform(logits: Tensor, columns: Tensor, *, filtered: bool) -> tup
     found = torch.empty((R, V) if filtered else (R, 0), dtype=torch.int32, device=logits.device)
     scale = 2.0 ** (62 - V.bit_length())
     _inverse_transform[(R,)](
-        logits, logits.stride(0), columns, found, tokens, tops, V, scale, FILTERED=filtered, BLOCK=BLOCK,
-        PARTS=PARTS, ONE=ONE, num_warps=NUM_WARPS,
-    )  # fmt: skip
+        logits,
+        logits.stride(0),
+        columns,
+        found,
+        tokens,
+        tops,
+        V,
+        scale,
+        FILTERED=filtered,
+        BLOCK=BLOCK,
+        PARTS=PARTS,
+        ONE=ONE,
+        num_warps=NUM_WARPS,
+    )
     return tokens, tops

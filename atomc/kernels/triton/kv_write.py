@@ -1,7 +1,7 @@
 """The write of new keys and values into a paged cache in Triton, in fp8 where the cache is.
 
-A cache in fp8 is seen as bytes (CODES "fn" or "fnuz", the kind of its codes; "" for any other cache), so that every
-device and the interpreter can take it; codes equal the meaning's bit for bit.
+A cache in fp8 is seen as bytes (CODES "fn" or "fnuz", the kind of its codes; "" for any other
+cache), so that every device and the interpreter can take it; codes equal the meaning's bit for bit.
 """
 
 from typing import Any
@@ -13,7 +13,14 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.graph.sizes import known_equal
-from atomc.kernels.checks import FLOATS, scattered_blocks, scattered_slots, strided, unlike, unsupported
+from atomc.kernels.checks import (
+    FLOATS,
+    scattered_blocks,
+    scattered_slots,
+    strided,
+    unlike,
+    unsupported,
+)
 from atomc.kernels.triton.launch import (
     begin,
     heads_a_program,
@@ -39,7 +46,9 @@ def cache_offset(slots_ptr, row, inside, HEADS: tl.constexpr, token_stride, head
 
 @triton.jit
 def inverse_scale(scale_ptr):
-    """What numbers are multiplied by before they are rounded to codes; 1 for a cache without scales."""
+    """What numbers are multiplied by before they are rounded to codes; 1 for a cache without
+    scales.
+    """
     inverse = 1.0
     if scale_ptr is not None:
         inverse = tl.div_rn(1.0, tl.load(scale_ptr).to(tl.float32))
@@ -57,7 +66,8 @@ def as_cached(x, inverse, DTYPE: tl.constexpr, CODES: tl.constexpr, BY_BITS: tl.
 
 @triton.jit
 def as_numbers(code, DTYPE: tl.constexpr, CODES: tl.constexpr):
-    """What was loaded from a cache, in DTYPE; of codes (bytes) the number / 256, or / 128 if they are "fnuz".
+    """What was loaded from a cache, in DTYPE; of codes (bytes) the number / 256, or / 128 if they
+    are "fnuz".
 
     The bits of a code, moved to those of a half-precision number: exact, on every device.
     """
@@ -82,29 +92,90 @@ def scale_of_numbers(scale_ptr, CODES: tl.constexpr):
 
 
 @triton.jit
-def copy_rows(from_ptr, from_at, to_ptr, to_at, inside, inverse, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-              CODES: tl.constexpr, BY_BITS: tl.constexpr):  # fmt: skip
-    """WIDTH columns from each offset to each other one, as cached; the three are columns of a block."""
+def copy_rows(
+    from_ptr,
+    from_at,
+    to_ptr,
+    to_at,
+    inside,
+    inverse,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CODES: tl.constexpr,
+    BY_BITS: tl.constexpr,
+):
+    """WIDTH columns from each offset to each other one, as cached; the three are columns of a
+    block.
+    """
     column = tl.arange(0, BLOCK)[None, :]
     inside = inside & (column < WIDTH)
     value = tl.load(from_ptr + from_at + column, inside, 0.0)
-    tl.store(to_ptr + to_at + column, as_cached(value, inverse, to_ptr.dtype.element_ty, CODES, BY_BITS), inside)
+    tl.store(
+        to_ptr + to_at + column,
+        as_cached(value, inverse, to_ptr.dtype.element_ty, CODES, BY_BITS),
+        inside,
+    )
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _kv_write(
-    k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slots_ptr, k_scale_ptr, v_scale_ptr, rows, d1, k0, k1, k2, v0, v1, v2,
-    k_token, k_head, v_token, v_head, HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, ROWS: tl.constexpr, CODES: tl.constexpr, BY_BITS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    k_ptr,
+    v_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    slots_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    rows,
+    d1,
+    k0,
+    k1,
+    k2,
+    v0,
+    v1,
+    v2,
+    k_token,
+    k_head,
+    v_token,
+    v_head,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    ROWS: tl.constexpr,
+    CODES: tl.constexpr,
+    BY_BITS: tl.constexpr,
+    PDL: tl.constexpr,
+):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     begin(PDL)
     k_at, inside = cache_offset(slots_ptr, row, row < rows, HEADS, k_token, k_head)
     v_at, _ = cache_offset(slots_ptr, row, row < rows, HEADS, v_token, v_head)
-    copy_rows(k_ptr, row_offset(row, d1, HEADS, k0, k1, k2), k_cache_ptr, k_at, inside, inverse_scale(k_scale_ptr), D,
-              BLOCK_D, CODES, BY_BITS)  # fmt: skip
-    copy_rows(v_ptr, row_offset(row, d1, HEADS, v0, v1, v2), v_cache_ptr, v_at, inside, inverse_scale(v_scale_ptr), DV,
-              BLOCK_DV, CODES, BY_BITS)  # fmt: skip
+    copy_rows(
+        k_ptr,
+        row_offset(row, d1, HEADS, k0, k1, k2),
+        k_cache_ptr,
+        k_at,
+        inside,
+        inverse_scale(k_scale_ptr),
+        D,
+        BLOCK_D,
+        CODES,
+        BY_BITS,
+    )
+    copy_rows(
+        v_ptr,
+        row_offset(row, d1, HEADS, v0, v1, v2),
+        v_cache_ptr,
+        v_at,
+        inside,
+        inverse_scale(v_scale_ptr),
+        DV,
+        BLOCK_DV,
+        CODES,
+        BY_BITS,
+    )
 
 
 def in_bytes(cache: Tensor) -> Tensor:
@@ -115,42 +186,69 @@ def in_bytes(cache: Tensor) -> Tensor:
 def codes_of(cache: Tensor) -> dict[str, Any]:
     """What a cache holds, as launch arguments of a kernel that writes it.
 
-    Before codes a product that is rounded stays so: contracted with the sum that it goes into it would be nearer to the
-    truth, but where the two cancel each other a code may be several steps from that of the op's meaning.
+    Before codes a product that is rounded stays so: contracted with the sum that it goes into it
+    would be nearer to the truth, but where the two cancel each other a code may be several steps
+    from that of the op's meaning.
     """
     if cache.dtype not in FP8:
         return {"CODES": "", "BY_BITS": False}
     codes = "fnuz" if cache.dtype == torch.float8_e4m3fnuz else "fn"
-    return {"CODES": codes, "BY_BITS": by_bits(cache.dtype, cache.device), "enable_fp_fusion": False}
+    return {
+        "CODES": codes,
+        "BY_BITS": by_bits(cache.dtype, cache.device),
+        "enable_fp_fusion": False,
+    }
 
 
-def uncachable(platform: Platform, scales: dict[str, Tensor | None], **caches: Tensor) -> Refusal | None:
-    """Why the rows of these caches, or the scales of their codes, cannot be read or written here."""
+def uncachable(
+    platform: Platform, scales: dict[str, Tensor | None], **caches: Tensor
+) -> Refusal | None:
+    """Why the rows of these caches, or the scales of their codes, cannot be read or written
+    here.
+    """
     plain = {name: cache for name, cache in caches.items() if cache.dtype not in FP8}
     codes = {name: cache for name, cache in caches.items() if cache.dtype in FP8}
     return (
         unfit(platform, **plain)
         or unlike((*FLOATS, *FP8), **caches)
         or strided(**codes)
-        or (unsupported(f"a cache of {next(iter(plain.values())).dtype}", **scales) if plain else _not_numbers(**scales))
+        or (
+            unsupported(f"a cache of {next(iter(plain.values())).dtype}", **scales)
+            if plain
+            else _not_numbers(**scales)
+        )
     )
 
 
 def _not_numbers(**scales: Tensor | None) -> Refusal | None:
     """Unless each scale that is given is one number in fp32."""
     for name, scale in scales.items():
-        if scale is not None and (scale.dtype != torch.float32 or not known_equal(scale.numel(), 1)):
-            return Refusal("dtype", f"{name} is {scale.dtype} {list(scale.shape)}: written for one number of fp32 a cache")
+        if scale is not None and (
+            scale.dtype != torch.float32 or not known_equal(scale.numel(), 1)
+        ):
+            return Refusal(
+                "dtype",
+                f"{name} is {scale.dtype} {list(scale.shape)}: written for one number of fp32 "
+                "a cache",
+            )
     return None
 
 
 def unwritable(
-    platform: Platform, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor,
-    k_scale: Tensor | None = None, v_scale: Tensor | None = None,
-) -> Refusal | None:  # fmt: skip
+    platform: Platform,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> Refusal | None:
     """Why k and v cannot be written to these caches here."""
     scales = {"k_scale": k_scale, "v_scale": v_scale}
-    if reason := unfit(platform, k=k, v=v) or uncachable(platform, scales, k_cache=k_cache, v_cache=v_cache):
+    if reason := unfit(platform, k=k, v=v) or uncachable(
+        platform, scales, k_cache=k_cache, v_cache=v_cache
+    ):
         return reason
     if k.dim() not in (3, 4) or v.dim() != k.dim():
         return Refusal("shape", "keys and values come as [T, K, D] or [B, T, K, D]")
@@ -159,17 +257,41 @@ def unwritable(
 
 @ops.kv_write.kernel("triton", layout="paged", refuses=unwritable)
 def kv_write(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor,
-    k_scale: Tensor | None = None, v_scale: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> Tensor:
     if rows := num_rows(k):
         d1, heads = inner_sizes(k)
         rows_a_program = heads_a_program(rows)
         _kv_write[(triton.cdiv(rows, rows_a_program),)](
-            k, v, in_bytes(k_cache), in_bytes(v_cache), slots, k_scale, v_scale, rows, d1, *row_strides(k),
-            *row_strides(v), k_cache.stride(1), k_cache.stride(2), v_cache.stride(1), v_cache.stride(2), HEADS=heads,
-            D=k.shape[-1], DV=v.shape[-1], BLOCK_D=triton.next_power_of_2(k.shape[-1]),
-            BLOCK_DV=triton.next_power_of_2(v.shape[-1]), ROWS=rows_a_program, num_warps=4, **codes_of(k_cache),
+            k,
+            v,
+            in_bytes(k_cache),
+            in_bytes(v_cache),
+            slots,
+            k_scale,
+            v_scale,
+            rows,
+            d1,
+            *row_strides(k),
+            *row_strides(v),
+            k_cache.stride(1),
+            k_cache.stride(2),
+            v_cache.stride(1),
+            v_cache.stride(2),
+            HEADS=heads,
+            D=k.shape[-1],
+            DV=v.shape[-1],
+            BLOCK_D=triton.next_power_of_2(k.shape[-1]),
+            BLOCK_DV=triton.next_power_of_2(v.shape[-1]),
+            ROWS=rows_a_program,
+            num_warps=4,
+            **codes_of(k_cache),
             **overlap(k.device),
-        )  # fmt: skip
+        )
     return k.new_empty((0,))

@@ -1,7 +1,9 @@
-"""What the Triton kernels share: where they run, how the rows of a tensor lie, and the start before the last one ends.
+"""What the Triton kernels share: where they run, how the rows of a tensor lie, and the start before
+the last one ends.
 
-A row is the last dimension of a tensor. The dimensions before it are told as three, (d0, d1, d2) with zero strides
-where a tensor has fewer, so that a kernel takes slices of a packed projection and transposed heads as they are.
+A row is the last dimension of a tensor. The dimensions before it are told as three, (d0, d1, d2)
+with zero strides where a tensor has fewer, so that a kernel takes slices of a packed projection and
+transposed heads as they are.
 """
 
 import functools
@@ -43,9 +45,13 @@ def unfit(platform: Platform, **tensors: Tensor | None) -> Refusal | None:
         if tensor is None:
             continue
         if tensor.dtype not in FLOATS:
-            return Refusal("dtype", f"{name} is {tensor.dtype}: only fp32, bf16 and fp16 are computed here")
+            return Refusal(
+                "dtype", f"{name} is {tensor.dtype}: only fp32, bf16 and fp16 are computed here"
+            )
         if not 1 <= tensor.dim() <= MAX_DIMS:
-            return Refusal("shape", f"{name} has {tensor.dim()} dimensions: written for 1 to {MAX_DIMS}")
+            return Refusal(
+                "shape", f"{name} has {tensor.dim()} dimensions: written for 1 to {MAX_DIMS}"
+            )
         if not isinstance(tensor.shape[-1], int):
             return Refusal("shape", f"the rows of {name} have no fixed width")
         if tensor.shape[-1] > 1 and not known_equal(tensor.stride(-1), 1):
@@ -74,37 +80,54 @@ def row_strides(x: Tensor) -> tuple[int, int, int]:
 
 
 def heads_a_program(rows: int) -> int:
-    """How many rows as narrow as a head a program takes. With warps in proportion, all are summed in the same order."""
-    # H200, qk_norm_rope_kv_write of 24 heads of 128, us with 1 / 4 / 8 / 16 / 32 rows: 1 token 1.1 / 1.0 / - / - / -,
-    # 64 tokens - / 2.2 / 2.5 / - / 5.0, 1,024 tokens 31 / - / 6.8 / 6.4 / 6.9, 8,192 tokens 238 / - / 39.5 / 37.6 / 38.0.
+    """How many rows as narrow as a head a program takes. With warps in proportion, all are summed
+    in the same order.
+    """
+    # H200, qk_norm_rope_kv_write of 24 heads of 128, us with 1 / 4 / 8 / 16 / 32 rows: 1 token 1.1
+    # / 1.0 / - / - / -,
+    # 64 tokens - / 2.2 / 2.5 / - / 5.0, 1,024 tokens 31 / - / 6.8 / 6.4 / 6.9, 8,192 tokens 238 / -
+    # / 39.5 / 37.6 / 38.0.
     return 16 if rows > 4096 else 4
 
 
 @functools.cache
 def overlap(device: torch.device) -> dict[str, Any]:
-    """Launch arguments of a kernel that waits by itself: from Hopper on, it may start before the last one has ended."""
-    if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) < (9, 0):
+    """Launch arguments of a kernel that waits by itself: from Hopper on, it may start before the
+    last one has ended.
+    """
+    if (
+        device.type != "cuda"
+        or torch.version.hip
+        or torch.cuda.get_device_capability(device) < (9, 0)
+    ):
         return {"PDL": False}
     return {"PDL": True, "launch_pdl": True}
 
 
 @functools.cache
 def at_most_64_registers(device: torch.device) -> dict[str, Any]:
-    """Launch arguments of a program of four warps of which eight are to fit a multiprocessor of NVIDIA's."""
-    # H200, add_rms_norm_quant of 1,024 rows of 4,096 to fp8, us as it comes (72 registers) and with 64: 9.8 and 8.7.
+    """Launch arguments of a program of four warps of which eight are to fit a multiprocessor of
+    NVIDIA's.
+    """
+    # H200, add_rms_norm_quant of 1,024 rows of 4,096 to fp8, us as it comes (72 registers) and with
+    # 64: 9.8 and 8.7.
     return {"maxnreg": 64} if device.type == "cuda" and not torch.version.hip else {}
 
 
 @triton.jit
 def wait_for_last(PDL: tl.constexpr):
-    """Wait until all that kernels before this one write is there. Stands before every load and every store."""
+    """Wait until all that kernels before this one write is there. Stands before every load and
+    every store.
+    """
     if PDL:
         tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
 def let_next_start(PDL: tl.constexpr):
-    """The next kernel may take its place on the device: it is launched when all programs are here, and then waits."""
+    """The next kernel may take its place on the device: it is launched when all programs are here,
+    and then waits.
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
@@ -120,4 +143,8 @@ def begin(PDL: tl.constexpr):
 def row_offset(row, d1, d2, s0, s1, s2):
     """Where rows (numbers in an int32 tensor) begin."""
     outer = row // d2
-    return (outer // d1).to(tl.int64) * s0 + (outer % d1).to(tl.int64) * s1 + (row % d2).to(tl.int64) * s2
+    return (
+        (outer // d1).to(tl.int64) * s0
+        + (outer % d1).to(tl.int64) * s1
+        + (row % d2).to(tl.int64) * s2
+    )

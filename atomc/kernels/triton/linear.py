@@ -1,7 +1,8 @@
-"""Linear layers of a few rows in Triton: all that counts is how fast the weight comes out of memory.
+"""Linear layers of a few rows in Triton: all that counts is how fast the weight comes out of
+memory.
 
-A program owns some rows of the weight and sums over all of K, in parts that it adds in a fixed order at the end.
-M rows of x, N rows of the weight, K columns.
+A program owns some rows of the weight and sums over all of K, in parts that it adds in a fixed
+order at the end. M rows of x, N rows of the weight, K columns.
 """
 
 import math
@@ -33,11 +34,27 @@ MAX_ROWS = 16
 
 @triton.jit(do_not_specialize=["M"])
 def _by_multiplying(
-    x_ptr, weight_ptr, bias_ptr, out_ptr, M, d1, d2, x0, x1, x2, N, K: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    M,
+    d1,
+    d2,
+    x0,
+    x1,
+    x2,
+    N,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
+):
     first = tl.program_id(0) * BLOCK_N
-    # Three dimensions from the start: expanded later, one of the two would change its layout at each step.
+    # Three dimensions from the start: expanded later, one of the two would change its layout at
+    # each step.
     m = (tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None, None]
     n = (first + tl.arange(0, BLOCK_N))[None, :, None]
     k = tl.arange(0, BLOCK_K)[None, None, :]
@@ -61,9 +78,24 @@ def _by_multiplying(
 
 @triton.jit(do_not_specialize=["M"])
 def _by_tensor_core(
-    x_ptr, weight_ptr, bias_ptr, out_ptr, M, d1, d2, x0, x1, x2, N, K: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    M,
+    d1,
+    d2,
+    x0,
+    x1,
+    x2,
+    N,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PARTS: tl.constexpr,
+    PDL: tl.constexpr,
+):
     first = tl.program_id(0) * BLOCK_N
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = first + tl.arange(0, BLOCK_N)
@@ -78,7 +110,9 @@ def _by_tensor_core(
     else:
         sums = tl.zeros((PARTS, BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, LENGTH, BLOCK_K):
-        weight = tl.load(weight_at + start, (n < N)[None, :, None] & (k < K - start), 0.0, cache_modifier=".cg")
+        weight = tl.load(
+            weight_at + start, (n < N)[None, :, None] & (k < K - start), 0.0, cache_modifier=".cg"
+        )
         x = tl.load(x_at + start, (m < M)[None, :, None] & (k < K - start), 0.0)
         # The instruction takes 16 rows and 8 columns.
         if BLOCK_M < 16:
@@ -91,12 +125,17 @@ def _by_tensor_core(
         out = tl.trans(out)
     if bias_ptr is not None:
         out += tl.load(bias_ptr + n, n < N, 0.0).to(tl.float32)[None, :]
-    tl.store(out_ptr + m.to(tl.int64)[:, None] * N + n[None, :], out.to(out_ptr.dtype.element_ty),
-             (m < M)[:, None] & (n < N)[None, :])  # fmt: skip
+    tl.store(
+        out_ptr + m.to(tl.int64)[:, None] * N + n[None, :],
+        out.to(out_ptr.dtype.element_ty),
+        (m < M)[:, None] & (n < N)[None, :],
+    )
 
 
 class Tile(NamedTuple):
-    """What a program takes at a time: rows of x, rows and columns of the weight; parts of K, 0: no tensor core."""
+    """What a program takes at a time: rows of x, rows and columns of the weight; parts of K, 0: no
+    tensor core.
+    """
 
     rows: int
     weight_rows: int
@@ -107,18 +146,23 @@ class Tile(NamedTuple):
 
 
 def tile_for(rows: int, n: int, k: int) -> Tile:
-    """What is fastest on an H200, of 40 tiles at ten shapes of Qwen3-0.6B and 8B. Numbers are us, ours / cuBLAS."""
+    """What is fastest on an H200, of 40 tiles at ten shapes of Qwen3-0.6B and 8B. Numbers are us,
+    ours / cuBLAS.
+    """
     narrow = n < 2048  # so that there are more programs than multiprocessors
     if rows == 1:
-        # 1024->4096 3.7 / 4.9, 3072->1024 3.0 / 7.4, 4096->6144 13.0 / 15.6, 12288->4096 25 / 29, 4096->151936 273 / 299
+        # 1024->4096 3.7 / 4.9, 3072->1024 3.0 / 7.4, 4096->6144 13.0 / 15.6, 12288->4096 25 / 29,
+        # 4096->151936 273 / 299
         return Tile(1, 2 if narrow else 4, min(2048, max(1024, triton.next_power_of_2(k))), 0, 4)
     if rows == 2 and narrow:
         # 2048->1024 2.8 / 8.3, 3072->1024 3.7 / 7.5; by tensor core 3.5, 4.3
         return Tile(2, 2, 1024, 0, 4)
     if rows <= 8:
-        # 8 rows: 2048->1024 3.5 / 5.8, 1024->4096 4.0 / 5.3, 4096->6144 14.4 / 15.4, 4096->24576 49.3 / 52.7
+        # 8 rows: 2048->1024 3.5 / 5.8, 1024->4096 4.0 / 5.3, 4096->6144 14.4 / 15.4, 4096->24576
+        # 49.3 / 52.7
         return Tile(8, 16, 64, 4, 4, 6 if narrow else 4) if k < 4096 else Tile(8, 16, 128, 4, 4, 3)
-    # 16 rows: 2048->1024 3.5 / 5.8, 1024->151936 80.8 / 81.3, 4096->6144 15.2 / 15.4, 4096->24576 52.5 / 50.9
+    # 16 rows: 2048->1024 3.5 / 5.8, 1024->151936 80.8 / 81.3, 4096->6144 15.2 / 15.4, 4096->24576
+    # 52.5 / 50.9
     if narrow:
         return Tile(16, 8, 64, 4, 4, 6)
     return Tile(16, 16, 256, 1, 1, 4) if k < 2048 and n > 8192 else Tile(16, 16, 256, 2, 2, 3)
@@ -129,20 +173,39 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile) -> Tens
     n, k = weight.shape
     out = x.new_empty((*x.shape[:-1], n))
     if rows := num_rows(x):
-        # H200, us a layer without attention, the next kernel let in before / after the loop. One row: Qwen3-0.6B
-        # 17.6 / 17.1, 8B 96 / 104. Two rows: 0.6B 23.6 / 19.9. By tensor core, 8 rows: 0.6B 26.8 / 22.2, 8B 110 / 107.
-        # With the weight prefetched into the L2 cache before the wait, 8B took 109 at one row and 128 at eight.
+        # H200, us a layer without attention, the next kernel let in before / after the loop. One
+        # row: Qwen3-0.6B
+        # 17.6 / 17.1, 8B 96 / 104. Two rows: 0.6B 23.6 / 19.9. By tensor core, 8 rows: 0.6B 26.8 /
+        # 22.2, 8B 110 / 107. With the weight prefetched into the L2 cache before the wait, 8B took
+        # 109 at one row and 128 at eight.
         early = {"EARLY": rows == 1 and k >= 4096}
-        kernel, more = (_by_tensor_core, {"PARTS": tile.parts}) if tile.parts else (_by_multiplying, early)
+        kernel, more = (
+            (_by_tensor_core, {"PARTS": tile.parts}) if tile.parts else (_by_multiplying, early)
+        )
         kernel[(triton.cdiv(n, tile.weight_rows), triton.cdiv(rows, tile.rows))](
-            x, weight, bias, out, rows, *inner_sizes(x), *row_strides(x), n, K=k, BLOCK_M=tile.rows,
-            BLOCK_N=tile.weight_rows, BLOCK_K=tile.columns, num_warps=tile.warps, num_stages=tile.stages, **more,
+            x,
+            weight,
+            bias,
+            out,
+            rows,
+            *inner_sizes(x),
+            *row_strides(x),
+            n,
+            K=k,
+            BLOCK_M=tile.rows,
+            BLOCK_N=tile.weight_rows,
+            BLOCK_K=tile.columns,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+            **more,
             **overlap(x.device),
-        )  # fmt: skip
+        )
     return out
 
 
-def _no_gain(platform: Platform, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Refusal | None:
+def _no_gain(
+    platform: Platform, x: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> Refusal | None:
     if reason := unfit(platform, x=x, weight=weight, bias=bias) or not_nvidia(platform):
         return reason
     if reason := unlike(HALVES, x=x, weight=weight, bias=bias):
@@ -151,9 +214,13 @@ def _no_gain(platform: Platform, x: Tensor, weight: Tensor, bias: Tensor | None 
     if not isinstance(n, int):
         return Refusal("shape", "the weight has no fixed number of rows")
     if k % 8 or not known_equal(weight.stride(0), k):
-        return Refusal("layout", "the rows of the weight are not 16-byte units that follow each other")
+        return Refusal(
+            "layout", "the rows of the weight are not 16-byte units that follow each other"
+        )
     if math.prod(size for size in x.shape[:-1] if isinstance(size, int)) > MAX_ROWS:
-        return Refusal("slower", f"x has more than {MAX_ROWS} rows, from which on cuBLAS is as fast")
+        return Refusal(
+            "slower", f"x has more than {MAX_ROWS} rows, from which on cuBLAS is as fast"
+        )
     return None
 
 

@@ -1,4 +1,5 @@
-"""Norms in Triton: a row is read once and stays in registers, and is rounded where the meaning rounds.
+"""Norms in Triton: a row is read once and stays in registers, and is rounded where the meaning
+rounds.
 
 A program takes one wide row or several narrow ones.
 """
@@ -44,7 +45,9 @@ def row_sum(x_ptr, residual_ptr, sum_ptr, x_at, residual_at, sum_at, inside, ADD
 
 @triton.jit
 def weighted(y, weight, DTYPE: tl.constexpr, STYLE: tl.constexpr):
-    """The normalised y times the weight, both fp32, rounded as the style says; DTYPE is that of the norm's input."""
+    """The normalised y times the weight, both fp32, rounded as the style says; DTYPE is that of the
+    norm's input.
+    """
     if STYLE == "after":
         return weight * y.to(DTYPE).to(tl.float32)
     elif STYLE == "one_plus":
@@ -55,48 +58,118 @@ def weighted(y, weight, DTYPE: tl.constexpr, STYLE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"])
 def _rms_norm(
-    x_ptr, residual_ptr, weight_ptr, out_ptr, sum_ptr, rows, d1, d2, x0, x1, x2, r0, r1, r2, o0, o1, o2, s0, s1, s2,
-    eps, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STYLE: tl.constexpr,
-    ADD: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    sum_ptr,
+    rows,
+    d1,
+    d2,
+    x0,
+    x1,
+    x2,
+    r0,
+    r1,
+    r2,
+    o0,
+    o1,
+    o2,
+    s0,
+    s1,
+    s2,
+    eps,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    STYLE: tl.constexpr,
+    ADD: tl.constexpr,
+    PDL: tl.constexpr,
+):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     inside = (row < rows) & (column < D)
     begin(PDL)
     weight = tl.load(weight_ptr + column, column < D, 0.0).to(tl.float32)
     x = row_sum(
-        x_ptr, residual_ptr, sum_ptr, row_offset(row, d1, d2, x0, x1, x2) + column,
-        row_offset(row, d1, d2, r0, r1, r2) + column, row_offset(row, d1, d2, s0, s1, s2) + column, inside, ADD,
-    )  # fmt: skip
+        x_ptr,
+        residual_ptr,
+        sum_ptr,
+        row_offset(row, d1, d2, x0, x1, x2) + column,
+        row_offset(row, d1, d2, r0, r1, r2) + column,
+        row_offset(row, d1, d2, s0, s1, s2) + column,
+        inside,
+        ADD,
+    )
     y = x * tl.rsqrt(tl.sum(x * x, 1)[:, None] / D + eps)
     y = weighted(y, weight, x_ptr.dtype.element_ty, STYLE)
     if WIDTH > D:
         y = tl.where(column < D, y, 0.0)
-    tl.store(out_ptr + row_offset(row, d1, d2, o0, o1, o2) + column, y.to(out_ptr.dtype.element_ty),
-             (row < rows) & (column < WIDTH))  # fmt: skip
+    tl.store(
+        out_ptr + row_offset(row, d1, d2, o0, o1, o2) + column,
+        y.to(out_ptr.dtype.element_ty),
+        (row < rows) & (column < WIDTH),
+    )
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _layer_norm(
-    x_ptr, residual_ptr, weight_ptr, bias_ptr, out_ptr, sum_ptr, rows, d1, d2, x0, x1, x2, r0, r1, r2, o0, o1, o2,
-    s0, s1, s2, eps, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, WEIGHT: tl.constexpr,
-    BIAS: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    sum_ptr,
+    rows,
+    d1,
+    d2,
+    x0,
+    x1,
+    x2,
+    r0,
+    r1,
+    r2,
+    o0,
+    o1,
+    o2,
+    s0,
+    s1,
+    s2,
+    eps,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    BIAS: tl.constexpr,
+    ADD: tl.constexpr,
+    PDL: tl.constexpr,
+):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     inside = (row < rows) & (column < D)
     begin(PDL)
     x = row_sum(
-        x_ptr, residual_ptr, sum_ptr, row_offset(row, d1, d2, x0, x1, x2) + column,
-        row_offset(row, d1, d2, r0, r1, r2) + column, row_offset(row, d1, d2, s0, s1, s2) + column, inside, ADD,
-    )  # fmt: skip
+        x_ptr,
+        residual_ptr,
+        sum_ptr,
+        row_offset(row, d1, d2, x0, x1, x2) + column,
+        row_offset(row, d1, d2, r0, r1, r2) + column,
+        row_offset(row, d1, d2, s0, s1, s2) + column,
+        inside,
+        ADD,
+    )
     centred = tl.where(column < D, x - tl.sum(x, 1)[:, None] / D, 0.0)
     y = centred * tl.rsqrt(tl.sum(centred * centred, 1)[:, None] / D + eps)
     if WEIGHT:
         y *= tl.load(weight_ptr + column, column < D, 0.0).to(tl.float32)
     if BIAS:
         y += tl.load(bias_ptr + column, column < D, 0.0).to(tl.float32)
-    tl.store(out_ptr + row_offset(row, d1, d2, o0, o1, o2) + column, y.to(out_ptr.dtype.element_ty), inside)
+    tl.store(
+        out_ptr + row_offset(row, d1, d2, o0, o1, o2) + column,
+        y.to(out_ptr.dtype.element_ty),
+        inside,
+    )
 
 
 def tile(rows: int, columns: int) -> dict[str, int]:
@@ -105,15 +178,21 @@ def tile(rows: int, columns: int) -> dict[str, int]:
     if block <= 256:
         narrow = heads_a_program(rows)
         return {"BLOCK": block, "ROWS": narrow, "num_warps": narrow}
-    # H200, add_rms_norm, us with 2 / 4 / 8 / 16 warps: 1 x 1024 0.89 / 0.87 / 0.88 / -, 8192 x 1024 18.4 / 18.1 / - / -,
-    # 1 x 4096 - / 1.18 / 1.18 / 1.21, 64 x 4096 - / 2.10 / 2.15 / 2.26, 8192 x 4096 - / 67.0 / 67.4 / 66.6.
+    # H200, add_rms_norm, us with 2 / 4 / 8 / 16 warps: 1 x 1024 0.89 / 0.87 / 0.88 / -, 8192 x 1024
+    # 18.4 / 18.1 / - / -,
+    # 1 x 4096 - / 1.18 / 1.18 / 1.21, 64 x 4096 - / 2.10 / 2.15 / 2.26, 8192 x 4096 - / 67.0 / 67.4
+    # / 66.6.
     return {"BLOCK": block, "ROWS": 1, "num_warps": min(MAX_WARPS, max(4, block // 1024))}
 
 
 def _normed_rows(
-    platform: Platform, x: Tensor, residual: Tensor | None = None, weight: Tensor | None = None,
-    bias: Tensor | None = None, **_: object,
-) -> Refusal | None:  # fmt: skip
+    platform: Platform,
+    x: Tensor,
+    residual: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    **_: object,
+) -> Refusal | None:
     return (
         unfit(platform, x=x, residual=residual, weight=weight, bias=bias)
         or too_wide(x.shape[-1], MAX_COLUMNS)
@@ -128,35 +207,85 @@ def styled_rows(platform: Platform, style: str = "after", **arguments: Any) -> R
 
 @ops.rms_norm.kernel("triton", refuses=styled_rows)
 def rms_norm(x: Tensor, weight: Tensor, eps: float, style: str = "after") -> Tensor:
-    out = torch.empty_like(x, dtype=torch.promote_types(x.dtype, weight.dtype) if style == "after" else x.dtype)
+    out = torch.empty_like(
+        x, dtype=torch.promote_types(x.dtype, weight.dtype) if style == "after" else x.dtype
+    )
     if rows := num_rows(out):
         cut = tile(rows, x.shape[-1])
         _rms_norm[(triton.cdiv(rows, cut["ROWS"]),)](
-            x, None, weight, out, None, rows, *inner_sizes(x), *row_strides(x), 0, 0, 0, *row_strides(out), 0, 0, 0,
-            eps, D=x.shape[-1], WIDTH=x.shape[-1], STYLE=style, ADD=False, **cut, **overlap(x.device),
-        )  # fmt: skip
+            x,
+            None,
+            weight,
+            out,
+            None,
+            rows,
+            *inner_sizes(x),
+            *row_strides(x),
+            0,
+            0,
+            0,
+            *row_strides(out),
+            0,
+            0,
+            0,
+            eps,
+            D=x.shape[-1],
+            WIDTH=x.shape[-1],
+            STYLE=style,
+            ADD=False,
+            **cut,
+            **overlap(x.device),
+        )
     return out
 
 
 @ops.add_rms_norm.kernel("triton", refuses=styled_rows)
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, style: str = "after") -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, style: str = "after"
+) -> tuple[Tensor, Tensor]:
     total = torch.empty_like(x)
-    out = torch.empty_like(x, dtype=torch.promote_types(x.dtype, weight.dtype) if style == "after" else x.dtype)
+    out = torch.empty_like(
+        x, dtype=torch.promote_types(x.dtype, weight.dtype) if style == "after" else x.dtype
+    )
     if rows := num_rows(out):
         cut = tile(rows, x.shape[-1])
         _rms_norm[(triton.cdiv(rows, cut["ROWS"]),)](
-            x, residual, weight, out, total, rows, *inner_sizes(x), *row_strides(x), *row_strides(residual),
-            *row_strides(out), *row_strides(total), eps, D=x.shape[-1], WIDTH=out.shape[-1], STYLE=style, ADD=True,
-            **cut, **overlap(x.device),
-        )  # fmt: skip
+            x,
+            residual,
+            weight,
+            out,
+            total,
+            rows,
+            *inner_sizes(x),
+            *row_strides(x),
+            *row_strides(residual),
+            *row_strides(out),
+            *row_strides(total),
+            eps,
+            D=x.shape[-1],
+            WIDTH=out.shape[-1],
+            STYLE=style,
+            ADD=True,
+            **cut,
+            **overlap(x.device),
+        )
     return out, total
 
 
 def _padded_rows(
-    platform: Platform, x: Tensor, residual: Tensor, weight: Tensor, eps: float, columns: int, style: str = "after"
+    platform: Platform,
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    columns: int,
+    style: str = "after",
 ) -> Refusal | None:
     if x.shape[-1] + columns > MAX_COLUMNS:
-        return Refusal("shape", f"rows of {x.shape[-1]} and {columns} do not fit one program (at most {MAX_COLUMNS})")
+        return Refusal(
+            "shape",
+            f"rows of {x.shape[-1]} and {columns} do not fit one program (at most {MAX_COLUMNS})",
+        )
     return styled_rows(platform, style, x=x, residual=residual, weight=weight)
 
 
@@ -170,10 +299,25 @@ def add_rms_norm_pad(
     if rows := num_rows(out):
         cut = tile(rows, out.shape[-1])
         _rms_norm[(triton.cdiv(rows, cut["ROWS"]),)](
-            x, residual, weight, out, total, rows, *inner_sizes(x), *row_strides(x), *row_strides(residual),
-            *row_strides(out), *row_strides(total), eps, D=x.shape[-1], WIDTH=out.shape[-1], STYLE=style, ADD=True,
-            **cut, **overlap(x.device),
-        )  # fmt: skip
+            x,
+            residual,
+            weight,
+            out,
+            total,
+            rows,
+            *inner_sizes(x),
+            *row_strides(x),
+            *row_strides(residual),
+            *row_strides(out),
+            *row_strides(total),
+            eps,
+            D=x.shape[-1],
+            WIDTH=out.shape[-1],
+            STYLE=style,
+            ADD=True,
+            **cut,
+            **overlap(x.device),
+        )
     return out, total
 
 
@@ -183,10 +327,30 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     if rows := num_rows(out):
         cut = tile(rows, x.shape[-1])
         _layer_norm[(triton.cdiv(rows, cut["ROWS"]),)](
-            x, None, weight, bias, out, None, rows, *inner_sizes(x), *row_strides(x), 0, 0, 0, *row_strides(out),
-            0, 0, 0, eps, D=x.shape[-1], WEIGHT=weight is not None, BIAS=bias is not None, ADD=False, **cut,
+            x,
+            None,
+            weight,
+            bias,
+            out,
+            None,
+            rows,
+            *inner_sizes(x),
+            *row_strides(x),
+            0,
+            0,
+            0,
+            *row_strides(out),
+            0,
+            0,
+            0,
+            eps,
+            D=x.shape[-1],
+            WEIGHT=weight is not None,
+            BIAS=bias is not None,
+            ADD=False,
+            **cut,
             **overlap(x.device),
-        )  # fmt: skip
+        )
     return out
 
 
@@ -199,8 +363,24 @@ def add_layer_norm(
     if rows := num_rows(out):
         cut = tile(rows, x.shape[-1])
         _layer_norm[(triton.cdiv(rows, cut["ROWS"]),)](
-            x, residual, weight, bias, out, total, rows, *inner_sizes(x), *row_strides(x), *row_strides(residual),
-            *row_strides(out), *row_strides(total), eps, D=x.shape[-1], WEIGHT=weight is not None,
-            BIAS=bias is not None, ADD=True, **cut, **overlap(x.device),
-        )  # fmt: skip
+            x,
+            residual,
+            weight,
+            bias,
+            out,
+            total,
+            rows,
+            *inner_sizes(x),
+            *row_strides(x),
+            *row_strides(residual),
+            *row_strides(out),
+            *row_strides(total),
+            eps,
+            D=x.shape[-1],
+            WEIGHT=weight is not None,
+            BIAS=bias is not None,
+            ADD=True,
+            **cut,
+            **overlap(x.device),
+        )
     return out, total

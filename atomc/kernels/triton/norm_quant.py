@@ -1,6 +1,7 @@
 """RMSNorm that writes its result quantized, in Triton: a row is read once and stays in registers.
 
-Codes may differ from the meaning's where the order in which squares are added moves a value over the border between two:
+Codes may differ from the meaning's where the order in which squares are added moves a value over
+the border between two:
 tests/test_kernels.py holds them to neighbours, and few.
 """
 
@@ -29,33 +30,100 @@ TRITON_DTYPE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.fl
 
 @triton.jit(do_not_specialize=["rows"])
 def _norm_quant(
-    x_ptr, residual_ptr, weight_ptr, codes_ptr, scales_ptr, static_ptr, sum_ptr, kept_ptr, rows, d1, d2, x0, x1, x2,
-    r0, r1, r2, s0, s1, s2, k0, k1, k2, row_step, group_step, eps, NORMED: tl.constexpr, D: tl.constexpr,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr, STYLE: tl.constexpr, ADD: tl.constexpr, KEEP: tl.constexpr,
-    SCHEME: tl.constexpr, GROUP: tl.constexpr, FNUZ: tl.constexpr, BY_BITS: tl.constexpr, MX_BIAS: tl.constexpr,
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    codes_ptr,
+    scales_ptr,
+    static_ptr,
+    sum_ptr,
+    kept_ptr,
+    rows,
+    d1,
+    d2,
+    x0,
+    x1,
+    x2,
+    r0,
+    r1,
+    r2,
+    s0,
+    s1,
+    s2,
+    k0,
+    k1,
+    k2,
+    row_step,
+    group_step,
+    eps,
+    NORMED: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    STYLE: tl.constexpr,
+    ADD: tl.constexpr,
+    KEEP: tl.constexpr,
+    SCHEME: tl.constexpr,
+    GROUP: tl.constexpr,
+    FNUZ: tl.constexpr,
+    BY_BITS: tl.constexpr,
+    MX_BIAS: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     inside = (row < rows) & (column < D)
     begin(PDL)
     weight = tl.load(weight_ptr + column, column < D, 0.0).to(tl.float32)
     x = row_sum(
-        x_ptr, residual_ptr, sum_ptr, row_offset(row, d1, d2, x0, x1, x2) + column,
-        row_offset(row, d1, d2, r0, r1, r2) + column, row_offset(row, d1, d2, s0, s1, s2) + column, inside, ADD,
-    )  # fmt: skip
+        x_ptr,
+        residual_ptr,
+        sum_ptr,
+        row_offset(row, d1, d2, x0, x1, x2) + column,
+        row_offset(row, d1, d2, r0, r1, r2) + column,
+        row_offset(row, d1, d2, s0, s1, s2) + column,
+        inside,
+        ADD,
+    )
     y = x * tl.rsqrt(tl.sum(x * x, 1)[:, None] / D + eps)
     y = weighted(y, weight, x_ptr.dtype.element_ty, STYLE).to(NORMED)
     if KEEP:
         tl.store(kept_ptr + row_offset(row, d1, d2, k0, k1, k2) + column, y, inside)
-    store_quantized(y, codes_ptr, scales_ptr, static_ptr, row, 0, rows, D, row_step, group_step,
-                    ROWS, BLOCK, SCHEME, GROUP, FNUZ, BY_BITS, MX_BIAS)  # fmt: skip
+    store_quantized(
+        y,
+        codes_ptr,
+        scales_ptr,
+        static_ptr,
+        row,
+        0,
+        rows,
+        D,
+        row_step,
+        group_step,
+        ROWS,
+        BLOCK,
+        SCHEME,
+        GROUP,
+        FNUZ,
+        BY_BITS,
+        MX_BIAS,
+    )
 
 
 def _launch(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, scale: Tensor | None, style: str, scheme: str,
-    dtype: torch.dtype, group: int, column_major: bool, rounding: str, keep: bool,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:  # fmt: skip
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    scale: Tensor | None,
+    style: str,
+    scheme: str,
+    dtype: torch.dtype,
+    group: int,
+    column_major: bool,
+    rounding: str,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     normed = torch.promote_types(x.dtype, weight.dtype) if style == "after" else x.dtype
     out = Quantized(x, scale, scheme, dtype, group, column_major, rounding)
     total = None if residual is None else torch.empty_like(x)
@@ -65,44 +133,92 @@ def _launch(
         cut["BLOCK"] = max(cut["BLOCK"], out.group)
         nowhere = (0, 0, 0)
         _norm_quant[(triton.cdiv(rows, cut["ROWS"]),)](
-            x, residual, weight, *out.pointers, total, kept, rows, *inner_sizes(x), *row_strides(x),
-            *(nowhere if residual is None else row_strides(residual)), *(nowhere if total is None else row_strides(total)),
-            *(row_strides(kept) if keep else nowhere), *out.steps, eps, NORMED=TRITON_DTYPE[normed], D=x.shape[-1],
-            STYLE=style, ADD=residual is not None, KEEP=keep, **out.constants, **cut, **overlap(x.device),
+            x,
+            residual,
+            weight,
+            *out.pointers,
+            total,
+            kept,
+            rows,
+            *inner_sizes(x),
+            *row_strides(x),
+            *(nowhere if residual is None else row_strides(residual)),
+            *(nowhere if total is None else row_strides(total)),
+            *(row_strides(kept) if keep else nowhere),
+            *out.steps,
+            eps,
+            NORMED=TRITON_DTYPE[normed],
+            D=x.shape[-1],
+            STYLE=style,
+            ADD=residual is not None,
+            KEEP=keep,
+            **out.constants,
+            **cut,
+            **overlap(x.device),
             **at_most_64_registers(x.device),
-        )  # fmt: skip
+        )
     return out.codes, out.scales, total, kept
 
 
 def _unfit(
-    platform: Platform, x: Tensor, weight: Tensor, eps: float, scale: Tensor | None = None, style: str = "after", *,
-    scheme: str, dtype: torch.dtype = torch.float8_e4m3fn, group: int = 128, column_major: bool = False,
-    rounding: str = "even", keep: bool = False, residual: Tensor | None = None,
-) -> Refusal | None:  # fmt: skip
+    platform: Platform,
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    scale: Tensor | None = None,
+    style: str = "after",
+    *,
+    scheme: str,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    group: int = 128,
+    column_major: bool = False,
+    rounding: str = "even",
+    keep: bool = False,
+    residual: Tensor | None = None,
+) -> Refusal | None:
     reason = unquantizable(platform, x, scheme, dtype, group, rounding)
     return reason or styled_rows(platform, style, x=x, residual=residual, weight=weight)
 
 
 @ops.rms_norm_quant.kernel("triton", refuses=_unfit)
 def rms_norm_quant(
-    x: Tensor, weight: Tensor, eps: float, scale: Tensor | None = None, style: str = "after", *, scheme: str,
-    dtype: torch.dtype = torch.float8_e4m3fn, group: int = 128, column_major: bool = False, rounding: str = "even",
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    scale: Tensor | None = None,
+    style: str = "after",
+    *,
+    scheme: str,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    group: int = 128,
+    column_major: bool = False,
+    rounding: str = "even",
     keep: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     codes, scales, _, kept = _launch(
         x, None, weight, eps, scale, style, scheme, dtype, group, column_major, rounding, keep
-    )  # fmt: skip
+    )
     return codes, scales, kept
 
 
 @ops.add_rms_norm_quant.kernel("triton", refuses=_unfit)
 def add_rms_norm_quant(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, scale: Tensor | None = None, style: str = "after", *,
-    scheme: str, dtype: torch.dtype = torch.float8_e4m3fn, group: int = 128, column_major: bool = False,
-    rounding: str = "even", keep: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    scale: Tensor | None = None,
+    style: str = "after",
+    *,
+    scheme: str,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    group: int = 128,
+    column_major: bool = False,
+    rounding: str = "even",
+    keep: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     codes, scales, total, kept = _launch(
         x, residual, weight, eps, scale, style, scheme, dtype, group, column_major, rounding, keep
-    )  # fmt: skip
+    )
     assert total is not None
     return codes, scales, total, kept

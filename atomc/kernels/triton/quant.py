@@ -1,7 +1,7 @@
 """Quantizers in Triton, and how a kernel that computed a row writes it quantized.
 
-Codes equal the meaning's bit for bit: the same operations, each rounded as there. A magnitude is compared by its bits, as
-a whole number, by which NaN is the largest.
+Codes equal the meaning's bit for bit: the same operations, each rounded as there. A magnitude is
+compared by its bits, as a whole number, by which NaN is the largest.
 
 A tile is ROWS x BLOCK values, zero where there is none. SCHEME is one of atomc.ops.schemes.
 """
@@ -17,7 +17,15 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.checks import odd_group, too_wide, unknown
-from atomc.kernels.triton.launch import begin, inner_sizes, num_rows, overlap, row_offset, row_strides, unfit
+from atomc.kernels.triton.launch import (
+    begin,
+    inner_sizes,
+    num_rows,
+    overlap,
+    row_offset,
+    row_strides,
+    unfit,
+)
 from atomc.ops.formats import AMAX_FLOOR, FP8, MX_ROUNDINGS
 from atomc.ops.op import Refusal
 from atomc.ops.quant import empty_group_scales
@@ -42,13 +50,16 @@ def amax_scale(y, AXIS: tl.constexpr, LARGEST: tl.constexpr):
 
 @triton.jit
 def fp8_codes(x, FNUZ: tl.constexpr, BY_BITS: tl.constexpr):
-    """x, fp32, cut off and rounded to a code in a byte; BY_BITS where the device has no instruction for it."""
+    """x, fp32, cut off and rounded to a code in a byte; BY_BITS where the device has no instruction
+    for it.
+    """
     LARGEST: tl.constexpr = 240.0 if FNUZ else 448.0
     x = tl.clamp(x, -LARGEST, LARGEST, tl.PropagateNan.ALL)
     if BY_BITS:
         size = tl.abs(x)
         bits = size.to(tl.int32, bitcast=True)
-        # Three bits of mantissa stay; below the smallest normal number the steps are even, as those of 2^14 (2^13).
+        # Three bits of mantissa stay; below the smallest normal number the steps are even, as those
+        # of 2^14 (2^13).
         LEAST_BITS: tl.constexpr = 0x3C000000 if FNUZ else 0x3C800000
         code = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - ((LEAST_BITS >> 20) - 8)
         small = (size + (8192.0 if FNUZ else 16384.0)).to(tl.int32, bitcast=True) & 15
@@ -77,15 +88,22 @@ def _number(value: tl.constexpr, like):
 
 @triton.jit
 def e2m1_codes(x):
-    """The codes of x, fp32 or fp16, as whole numbers of its width: of 16 bits a device computes two at a time."""
+    """The codes of x, fp32 or fp16, as whole numbers of its width: of 16 bits a device computes two
+    at a time.
+    """
     SHORT: tl.constexpr = x.dtype == tl.float16
     BITS: tl.constexpr = tl.int16 if SHORT else tl.int32
     bits = x.to(BITS, bitcast=True)
     size = tl.minimum(tl.maximum(tl.abs(x), _number(0.0, x)), _number(6.0, x))  # NaN becomes 0
-    # At this size a code's step is half of 1, 2 or 4; so is the last bit of 512 times that in fp16, of 2^22 times in fp32.
-    # The sum is rounded to steps, and its last four bits are the code if they begin at 0, 2 or 4, and 8 for the sign.
-    power = tl.maximum(size, _number(1.0, x)).to(BITS, bitcast=True) & _number(0x7C00 if SHORT else 0x7F800000, bits)
-    signed = (power | (bits & _number(-0x8000 if SHORT else -0x80000000, bits))).to(x.dtype, bitcast=True)
+    # At this size a code's step is half of 1, 2 or 4; so is the last bit of 512 times that in fp16,
+    # of 2^22 times in fp32. The sum is rounded to steps, and its last four bits are the code if
+    # they begin at 0, 2 or 4, and 8 for the sign.
+    power = tl.maximum(size, _number(1.0, x)).to(BITS, bitcast=True) & _number(
+        0x7C00 if SHORT else 0x7F800000, bits
+    )
+    signed = (power | (bits & _number(-0x8000 if SHORT else -0x80000000, bits))).to(
+        x.dtype, bitcast=True
+    )
     power = power.to(x.dtype, bitcast=True)
     start = tl.maximum(power * _number(3.0, x) - _number(4.0, x), _number(0.0, x))
     start += power * _number(514.0 if SHORT else 4194306.0, x) + signed * _number(-2.0, x)
@@ -94,14 +112,29 @@ def e2m1_codes(x):
 
 @triton.jit
 def store_quantized(
-    y, codes_ptr, scales_ptr, static_ptr, row, first, rows, D, row_step, group_step,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, SCHEME: tl.constexpr, GROUP: tl.constexpr, FNUZ: tl.constexpr,
-    BY_BITS: tl.constexpr, MX_BIAS: tl.constexpr,
-):  # fmt: skip
+    y,
+    codes_ptr,
+    scales_ptr,
+    static_ptr,
+    row,
+    first,
+    rows,
+    D,
+    row_step,
+    group_step,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SCHEME: tl.constexpr,
+    GROUP: tl.constexpr,
+    FNUZ: tl.constexpr,
+    BY_BITS: tl.constexpr,
+    MX_BIAS: tl.constexpr,
+):
     """Write the codes of a tile in a floating dtype, and its scales.
 
-    row [ROWS, 1], of `rows`; the columns are those of D from `first` on, all of them where a row has one scale.
-    row_step, group_step: from one scale to that of the next row, and of the next group.
+    row [ROWS, 1], of `rows`; the columns are those of D from `first` on, all of them where a row
+    has one scale. row_step, group_step: from one scale to that of the next row, and of the next
+    group.
     """
     row = row.to(tl.int64)
     column = first + tl.arange(0, BLOCK)[None, :]
@@ -115,7 +148,11 @@ def store_quantized(
     elif SCHEME == "fp8_per_token":
         scale = amax_scale(y, 1, LARGEST)[:, None]
         tl.store(scales_ptr + row, scale, row < rows)
-        tl.store(codes_ptr + row * D + column, fp8_codes(y * tl.div_rn(1.0, scale), FNUZ, BY_BITS), inside)
+        tl.store(
+            codes_ptr + row * D + column,
+            fp8_codes(y * tl.div_rn(1.0, scale), FNUZ, BY_BITS),
+            inside,
+        )
     elif SCHEME == "int8_per_token":
         scale = amax_scale(y, 1, 127.0)[:, None]
         tl.store(scales_ptr + row, scale, row < rows)
@@ -138,32 +175,77 @@ def store_quantized(
             # 2^-127 is below the normal numbers.
             exponent = tl.maximum(254 - code, 0)
             inverse = tl.where(exponent == 0, 0x400000, exponent << 23).to(tl.float32, bitcast=True)
-            # Of what has 16 bits, what is at least 0.25 is exact in fp16, and less becomes 0 as it does in fp32.
-            scaled = (grouped * inverse[:, :, None]).to(tl.float32 if tl.float32 == DTYPE else tl.float16)
+            # Of what has 16 bits, what is at least 0.25 is exact in fp16, and less becomes 0 as it
+            # does in fp32.
+            scaled = (grouped * inverse[:, :, None]).to(
+                tl.float32 if tl.float32 == DTYPE else tl.float16
+            )
             low, high = tl.split(e2m1_codes(tl.reshape(scaled, (ROWS, BLOCK // 2, 2))))
             pair = first // 2 + tl.arange(0, BLOCK // 2)[None, :]
-            tl.store(codes_ptr + row * (D // 2) + pair, (low | (high << 4)).to(tl.uint8),
-                     (row < rows) & (pair < D // 2))  # fmt: skip
+            tl.store(
+                codes_ptr + row * (D // 2) + pair,
+                (low | (high << 4)).to(tl.uint8),
+                (row < rows) & (pair < D // 2),
+            )
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _quantize(
-    x_ptr, codes_ptr, scales_ptr, static_ptr, rows, d1, d2, x0, x1, x2, row_step, group_step, D: tl.constexpr,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr, SCHEME: tl.constexpr, GROUP: tl.constexpr, FNUZ: tl.constexpr,
-    BY_BITS: tl.constexpr, MX_BIAS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    codes_ptr,
+    scales_ptr,
+    static_ptr,
+    rows,
+    d1,
+    d2,
+    x0,
+    x1,
+    x2,
+    row_step,
+    group_step,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    SCHEME: tl.constexpr,
+    GROUP: tl.constexpr,
+    FNUZ: tl.constexpr,
+    BY_BITS: tl.constexpr,
+    MX_BIAS: tl.constexpr,
+    PDL: tl.constexpr,
+):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     first = tl.program_id(1) * BLOCK
     column = first + tl.arange(0, BLOCK)[None, :]
     begin(PDL)
-    x = tl.load(x_ptr + row_offset(row, d1, d2, x0, x1, x2) + column, (row < rows) & (column < D), 0.0)
-    store_quantized(x, codes_ptr, scales_ptr, static_ptr, row, first, rows, D, row_step, group_step,
-                    ROWS, BLOCK, SCHEME, GROUP, FNUZ, BY_BITS, MX_BIAS)  # fmt: skip
+    x = tl.load(
+        x_ptr + row_offset(row, d1, d2, x0, x1, x2) + column, (row < rows) & (column < D), 0.0
+    )
+    store_quantized(
+        x,
+        codes_ptr,
+        scales_ptr,
+        static_ptr,
+        row,
+        first,
+        rows,
+        D,
+        row_step,
+        group_step,
+        ROWS,
+        BLOCK,
+        SCHEME,
+        GROUP,
+        FNUZ,
+        BY_BITS,
+        MX_BIAS,
+    )
 
 
 @functools.cache
 def by_bits(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether a device has no instruction that rounds to this fp8. (That of Triton's interpreter rounds some down.)"""
+    """Whether a device has no instruction that rounds to this fp8. (That of Triton's interpreter
+    rounds some down.)
+    """
     if device.type != "cuda":
         return True
     fnuz = dtype == torch.float8_e4m3fnuz
@@ -174,12 +256,20 @@ def by_bits(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 class Quantized:
-    """Room for the codes and scales of rows shaped as x, and what store_quantized wants to know of them."""
+    """Room for the codes and scales of rows shaped as x, and what store_quantized wants to know of
+    them.
+    """
 
     def __init__(
-        self, x: Tensor, scale: Tensor | None, scheme: str, dtype: torch.dtype = torch.float8_e4m3fn,
-        group: int = 128, column_major: bool = False, rounding: str = "even",
-    ):  # fmt: skip
+        self,
+        x: Tensor,
+        scale: Tensor | None,
+        scheme: str,
+        dtype: torch.dtype = torch.float8_e4m3fn,
+        group: int = 128,
+        column_major: bool = False,
+        rounding: str = "even",
+    ):
         lead, width = x.shape[:-1], x.shape[-1]
         self.steps = (1, 0)
         self.static = scale
@@ -190,7 +280,9 @@ class Quantized:
             self.scales = x.new_empty((*lead, width // 32), dtype=torch.uint8)
             self.steps = (width // 32, 1)
         else:
-            self.codes = x.new_empty(x.shape, dtype=torch.int8 if scheme == "int8_per_token" else dtype)
+            self.codes = x.new_empty(
+                x.shape, dtype=torch.int8 if scheme == "int8_per_token" else dtype
+            )
             self.scales = x.new_empty((*lead, 1) if self.whole_rows else 0, dtype=torch.float32)
         if scheme == "fp8_group":
             groups = triton.cdiv(width, group)
@@ -198,9 +290,12 @@ class Quantized:
             self.steps = (1, num_rows(x)) if column_major else (groups, 1)
         fp8 = scheme.startswith("fp8")
         self.constants: dict[str, Any] = {
-            "SCHEME": scheme, "GROUP": self.group, "FNUZ": dtype == torch.float8_e4m3fnuz,
-            "BY_BITS": fp8 and by_bits(dtype, x.device), "MX_BIAS": MX_ROUNDINGS[rounding],
-        }  # fmt: skip
+            "SCHEME": scheme,
+            "GROUP": self.group,
+            "FNUZ": dtype == torch.float8_e4m3fnuz,
+            "BY_BITS": fp8 and by_bits(dtype, x.device),
+            "MX_BIAS": MX_ROUNDINGS[rounding],
+        }
 
     @property
     def pointers(self) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -208,7 +303,9 @@ class Quantized:
         return codes, self.scales, self.static
 
     def tile(self, rows: int, columns: int, most: int = 2048) -> dict[str, int]:
-        """The launch shape for so many rows of so many columns: whole rows, where a row has one scale."""
+        """The launch shape for so many rows of so many columns: whole rows, where a row has one
+        scale.
+        """
         block = max(triton.next_power_of_2(columns), self.group)
         if not self.whole_rows:
             block = max(min(block, most), self.group)
@@ -217,9 +314,14 @@ class Quantized:
 
 
 def unquantizable(
-    platform: Platform, x: Tensor, scheme: str, dtype: torch.dtype = torch.float8_e4m3fn, group: int = 128,
-    rounding: str = "even", name: str = "x",
-) -> Refusal | None:  # fmt: skip
+    platform: Platform,
+    x: Tensor,
+    scheme: str,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    group: int = 128,
+    rounding: str = "even",
+    name: str = "x",
+) -> Refusal | None:
     """Why no kernel here can quantize rows like those of x."""
     if reason := unfit(platform, **{name: x}):
         return reason
@@ -232,7 +334,9 @@ def unquantizable(
         return reason
     if scheme == "mxfp4" and (width % 32 or rounding not in MX_ROUNDINGS):
         return Refusal(
-            "shape", f"mxfp4 takes rows of a multiple of 32, here {width}, rounded as one of {tuple(MX_ROUNDINGS)}"
+            "shape",
+            f"mxfp4 takes rows of a multiple of 32, here {width}, rounded as one of "
+            f"{tuple(MX_ROUNDINGS)}",
         )
     return too_wide(width, MAX_COLUMNS)
 
@@ -242,13 +346,23 @@ def _launch(x: Tensor, out: Quantized) -> tuple[Tensor, Tensor]:
         tile = out.tile(rows, x.shape[-1])
         columns = triton.cdiv(x.shape[-1], tile["BLOCK"])
         _quantize[(triton.cdiv(rows, tile["ROWS"]), columns)](
-            x, *out.pointers, rows, *inner_sizes(x), *row_strides(x), *out.steps, D=x.shape[-1], **out.constants,
-            **tile, **overlap(x.device),
-        )  # fmt: skip
+            x,
+            *out.pointers,
+            rows,
+            *inner_sizes(x),
+            *row_strides(x),
+            *out.steps,
+            D=x.shape[-1],
+            **out.constants,
+            **tile,
+            **overlap(x.device),
+        )
     return out.codes, out.scales
 
 
-def _static(platform: Platform, x: Tensor, scale: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Refusal | None:
+def _static(
+    platform: Platform, x: Tensor, scale: Tensor, dtype: torch.dtype = torch.float8_e4m3fn
+) -> Refusal | None:
     return unquantizable(platform, x, "fp8_static", dtype)
 
 
@@ -257,25 +371,35 @@ def quant_fp8_static(x: Tensor, scale: Tensor, dtype: torch.dtype = torch.float8
     return _launch(x, Quantized(x, scale, "fp8_static", dtype))[0]
 
 
-def _per_token(platform: Platform, x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Refusal | None:
+def _per_token(
+    platform: Platform, x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn
+) -> Refusal | None:
     return unquantizable(platform, x, "fp8_per_token", dtype)
 
 
 @ops.quant_fp8_per_token.kernel("triton", refuses=_per_token)
-def quant_fp8_per_token(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[Tensor, Tensor]:
+def quant_fp8_per_token(
+    x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn
+) -> tuple[Tensor, Tensor]:
     return _launch(x, Quantized(x, None, "fp8_per_token", dtype))
 
 
 def _group(
-    platform: Platform, x: Tensor, group: int = 128, column_major_scales: bool = False,
+    platform: Platform,
+    x: Tensor,
+    group: int = 128,
+    column_major_scales: bool = False,
     dtype: torch.dtype = torch.float8_e4m3fn,
-) -> Refusal | None:  # fmt: skip
+) -> Refusal | None:
     return unquantizable(platform, x, "fp8_group", dtype, group)
 
 
 @ops.quant_fp8_group.kernel("triton", refuses=_group)
 def quant_fp8_group(
-    x: Tensor, group: int = 128, column_major_scales: bool = False, dtype: torch.dtype = torch.float8_e4m3fn
+    x: Tensor,
+    group: int = 128,
+    column_major_scales: bool = False,
+    dtype: torch.dtype = torch.float8_e4m3fn,
 ) -> tuple[Tensor, Tensor]:
     return _launch(x, Quantized(x, None, "fp8_group", dtype, group, column_major_scales))
 

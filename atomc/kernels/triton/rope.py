@@ -1,7 +1,8 @@
-"""Rotary positions in Triton, behind the q/k norms and with the write into a paged cache where the op says so.
+"""Rotary positions in Triton, behind the q/k norms and with the write into a paged cache where the
+op says so.
 
-A program takes a few rows of q or of k, each one head of one token. A row is in three parts: the two that rotate into
-each other, R/2 wide, and the rest that passes through.
+A program takes a few rows of q or of k, each one head of one token. A row is in three parts: the
+two that rotate into each other, R/2 wide, and the rest that passes through.
 """
 
 import torch
@@ -39,8 +40,16 @@ from atomc.platform import Platform
 
 
 @triton.jit
-def _parts(ptr, at, inside, D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, BLOCK_REST: tl.constexpr,
-           STYLE: tl.constexpr):  # fmt: skip
+def _parts(
+    ptr,
+    at,
+    inside,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    STYLE: tl.constexpr,
+):
     """The two rotating parts and the rest of rows that begin at `at`, in fp32."""
     i = tl.arange(0, BLOCK)[None, :]
     first, second = i, i + HALF
@@ -56,8 +65,22 @@ def _parts(ptr, at, inside, D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.const
 
 
 @triton.jit
-def store_parts(ptr, at, inside, a, b, rest, inverse, D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
-                BLOCK_REST: tl.constexpr, STYLE: tl.constexpr, CODES: tl.constexpr, BY_BITS: tl.constexpr):  # fmt: skip
+def store_parts(
+    ptr,
+    at,
+    inside,
+    a,
+    b,
+    rest,
+    inverse,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    STYLE: tl.constexpr,
+    CODES: tl.constexpr,
+    BY_BITS: tl.constexpr,
+):
     """Write the parts of rows that begin at `at`, as a cache holds them."""
     DTYPE: tl.constexpr = ptr.dtype.element_ty
     i = tl.arange(0, BLOCK)[None, :]
@@ -78,18 +101,35 @@ def _rounded(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def rotated(
-    x_ptr, at, inside, weight_ptr, cos_ptr, sin_ptr, table_at, eps, NORMED: tl.constexpr, OUT: tl.constexpr,
-    D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, BLOCK_REST: tl.constexpr, NORM: tl.constexpr,
+    x_ptr,
+    at,
+    inside,
+    weight_ptr,
+    cos_ptr,
+    sin_ptr,
+    table_at,
+    eps,
+    NORMED: tl.constexpr,
+    OUT: tl.constexpr,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    NORM: tl.constexpr,
     STYLE: tl.constexpr,
-):  # fmt: skip
-    """The parts of rows that begin at `at`, normed unless NORM is "" (rounded to NORMED) and rotated (to OUT)."""
+):
+    """The parts of rows that begin at `at`, normed unless NORM is "" (rounded to NORMED) and
+    rotated (to OUT).
+    """
     a, b, rest = _parts(x_ptr, at, inside, D, HALF, BLOCK, BLOCK_REST, STYLE)
     if NORM != "":
         square = tl.sum(a * a, 1) + tl.sum(b * b, 1)
         if D > 2 * HALF:
             square += tl.sum(rest * rest, 1)
         scale = tl.rsqrt(square / D + eps)[:, None]
-        a_weight, b_weight, rest_weight = _parts(weight_ptr, at * 0, inside, D, HALF, BLOCK, BLOCK_REST, STYLE)
+        a_weight, b_weight, rest_weight = _parts(
+            weight_ptr, at * 0, inside, D, HALF, BLOCK, BLOCK_REST, STYLE
+        )
         DTYPE: tl.constexpr = x_ptr.dtype.element_ty
         a = _rounded(weighted(a * scale, a_weight, DTYPE, NORM), NORMED)
         b = _rounded(weighted(b * scale, b_weight, DTYPE, NORM), NORMED)
@@ -109,11 +149,47 @@ def rotated(
 
 @triton.jit(do_not_specialize=["q_rows", "k_rows", "q_programs"])
 def _rope(
-    q_ptr, k_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr, q_rows, k_rows, q_programs,
-    q_d1, q_d2, k_d1, k_d2, q0, q1, q2, k0, k1, k2, t0, t1, t2, q_out0, q_out1, q_out2, k_out0, k_out1, k_out2, eps,
-    NORMED: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, BLOCK_REST: tl.constexpr,
-    ROWS: tl.constexpr, NORM: tl.constexpr, STYLE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_out_ptr,
+    k_out_ptr,
+    q_rows,
+    k_rows,
+    q_programs,
+    q_d1,
+    q_d2,
+    k_d1,
+    k_d2,
+    q0,
+    q1,
+    q2,
+    k0,
+    k1,
+    k2,
+    t0,
+    t1,
+    t2,
+    q_out0,
+    q_out1,
+    q_out2,
+    k_out0,
+    k_out1,
+    k_out2,
+    eps,
+    NORMED: tl.constexpr,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    ROWS: tl.constexpr,
+    NORM: tl.constexpr,
+    STYLE: tl.constexpr,
+    PDL: tl.constexpr,
+):
     program = tl.program_id(0)
     begin(PDL)
     OUT: tl.constexpr = q_out_ptr.dtype.element_ty
@@ -121,31 +197,133 @@ def _rope(
         row = program * ROWS + tl.arange(0, ROWS)[:, None]
         inside = row < q_rows
         a, b, rest = rotated(
-            q_ptr, row_offset(row, q_d1, q_d2, q0, q1, q2), inside, q_weight_ptr, cos_ptr, sin_ptr,
-            row_offset(row, q_d1, q_d2, t0, t1, t2), eps, NORMED, OUT, D, HALF, BLOCK, BLOCK_REST, NORM, STYLE,
-        )  # fmt: skip
-        store_parts(q_out_ptr, row_offset(row, q_d1, q_d2, q_out0, q_out1, q_out2), inside, a, b, rest, 1.0, D, HALF,
-                    BLOCK, BLOCK_REST, STYLE, "", False)  # fmt: skip
+            q_ptr,
+            row_offset(row, q_d1, q_d2, q0, q1, q2),
+            inside,
+            q_weight_ptr,
+            cos_ptr,
+            sin_ptr,
+            row_offset(row, q_d1, q_d2, t0, t1, t2),
+            eps,
+            NORMED,
+            OUT,
+            D,
+            HALF,
+            BLOCK,
+            BLOCK_REST,
+            NORM,
+            STYLE,
+        )
+        store_parts(
+            q_out_ptr,
+            row_offset(row, q_d1, q_d2, q_out0, q_out1, q_out2),
+            inside,
+            a,
+            b,
+            rest,
+            1.0,
+            D,
+            HALF,
+            BLOCK,
+            BLOCK_REST,
+            STYLE,
+            "",
+            False,
+        )
     elif k_ptr is not None:
         row = (program - q_programs) * ROWS + tl.arange(0, ROWS)[:, None]
         inside = row < k_rows
         a, b, rest = rotated(
-            k_ptr, row_offset(row, k_d1, k_d2, k0, k1, k2), inside, k_weight_ptr, cos_ptr, sin_ptr,
-            row_offset(row, k_d1, k_d2, t0, t1, t2), eps, NORMED, OUT, D, HALF, BLOCK, BLOCK_REST, NORM, STYLE,
-        )  # fmt: skip
-        store_parts(k_out_ptr, row_offset(row, k_d1, k_d2, k_out0, k_out1, k_out2), inside, a, b, rest, 1.0, D, HALF,
-                    BLOCK, BLOCK_REST, STYLE, "", False)  # fmt: skip
+            k_ptr,
+            row_offset(row, k_d1, k_d2, k0, k1, k2),
+            inside,
+            k_weight_ptr,
+            cos_ptr,
+            sin_ptr,
+            row_offset(row, k_d1, k_d2, t0, t1, t2),
+            eps,
+            NORMED,
+            OUT,
+            D,
+            HALF,
+            BLOCK,
+            BLOCK_REST,
+            NORM,
+            STYLE,
+        )
+        store_parts(
+            k_out_ptr,
+            row_offset(row, k_d1, k_d2, k_out0, k_out1, k_out2),
+            inside,
+            a,
+            b,
+            rest,
+            1.0,
+            D,
+            HALF,
+            BLOCK,
+            BLOCK_REST,
+            STYLE,
+            "",
+            False,
+        )
 
 
 @triton.jit(do_not_specialize=["q_rows", "k_rows", "q_programs"])
 def _rope_kv_write(
-    q_ptr, k_ptr, v_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, q_out_ptr, k_cache_ptr, v_cache_ptr, slots_ptr,
-    k_scale_ptr, v_scale_ptr, q_rows, k_rows, q_programs, d1, q0, q1, q2, k0, k1, k2, v0, v1, v2, t0, t1, t2, q_out0,
-    q_out1, q_out2, k_token, k_head, v_token, v_head, eps, NORMED: tl.constexpr, Q_HEADS: tl.constexpr,
-    K_HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_REST: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr, NORM: tl.constexpr, STYLE: tl.constexpr,
-    CODES: tl.constexpr, BY_BITS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_out_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    slots_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    q_rows,
+    k_rows,
+    q_programs,
+    d1,
+    q0,
+    q1,
+    q2,
+    k0,
+    k1,
+    k2,
+    v0,
+    v1,
+    v2,
+    t0,
+    t1,
+    t2,
+    q_out0,
+    q_out1,
+    q_out2,
+    k_token,
+    k_head,
+    v_token,
+    v_head,
+    eps,
+    NORMED: tl.constexpr,
+    Q_HEADS: tl.constexpr,
+    K_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    ROWS: tl.constexpr,
+    NORM: tl.constexpr,
+    STYLE: tl.constexpr,
+    CODES: tl.constexpr,
+    BY_BITS: tl.constexpr,
+    PDL: tl.constexpr,
+):
     program = tl.program_id(0)
     begin(PDL)
     OUT: tl.constexpr = q_out_ptr.dtype.element_ty
@@ -153,28 +331,95 @@ def _rope_kv_write(
         row = program * ROWS + tl.arange(0, ROWS)[:, None]
         inside = row < q_rows
         a, b, rest = rotated(
-            q_ptr, row_offset(row, d1, Q_HEADS, q0, q1, q2), inside, q_weight_ptr, cos_ptr, sin_ptr,
-            row_offset(row, d1, Q_HEADS, t0, t1, t2), eps, NORMED, OUT, D, HALF, BLOCK, BLOCK_REST, NORM, STYLE,
-        )  # fmt: skip
-        store_parts(q_out_ptr, row_offset(row, d1, Q_HEADS, q_out0, q_out1, q_out2), inside, a, b, rest, 1.0, D, HALF,
-                    BLOCK, BLOCK_REST, STYLE, "", False)  # fmt: skip
+            q_ptr,
+            row_offset(row, d1, Q_HEADS, q0, q1, q2),
+            inside,
+            q_weight_ptr,
+            cos_ptr,
+            sin_ptr,
+            row_offset(row, d1, Q_HEADS, t0, t1, t2),
+            eps,
+            NORMED,
+            OUT,
+            D,
+            HALF,
+            BLOCK,
+            BLOCK_REST,
+            NORM,
+            STYLE,
+        )
+        store_parts(
+            q_out_ptr,
+            row_offset(row, d1, Q_HEADS, q_out0, q_out1, q_out2),
+            inside,
+            a,
+            b,
+            rest,
+            1.0,
+            D,
+            HALF,
+            BLOCK,
+            BLOCK_REST,
+            STYLE,
+            "",
+            False,
+        )
     else:
         row = (program - q_programs) * ROWS + tl.arange(0, ROWS)[:, None]
         inside = row < k_rows
         a, b, rest = rotated(
-            k_ptr, row_offset(row, d1, K_HEADS, k0, k1, k2), inside, k_weight_ptr, cos_ptr, sin_ptr,
-            row_offset(row, d1, K_HEADS, t0, t1, t2), eps, NORMED, OUT, D, HALF, BLOCK, BLOCK_REST, NORM, STYLE,
-        )  # fmt: skip
+            k_ptr,
+            row_offset(row, d1, K_HEADS, k0, k1, k2),
+            inside,
+            k_weight_ptr,
+            cos_ptr,
+            sin_ptr,
+            row_offset(row, d1, K_HEADS, t0, t1, t2),
+            eps,
+            NORMED,
+            OUT,
+            D,
+            HALF,
+            BLOCK,
+            BLOCK_REST,
+            NORM,
+            STYLE,
+        )
         k_at, inside = cache_offset(slots_ptr, row, inside, K_HEADS, k_token, k_head)
         v_at, _ = cache_offset(slots_ptr, row, inside, K_HEADS, v_token, v_head)
-        store_parts(k_cache_ptr, k_at, inside, a, b, rest, inverse_scale(k_scale_ptr), D, HALF, BLOCK, BLOCK_REST, STYLE,
-                    CODES, BY_BITS)  # fmt: skip
-        copy_rows(v_ptr, row_offset(row, d1, K_HEADS, v0, v1, v2), v_cache_ptr, v_at, inside, inverse_scale(v_scale_ptr),
-                  DV, BLOCK_DV, CODES, BY_BITS)  # fmt: skip
+        store_parts(
+            k_cache_ptr,
+            k_at,
+            inside,
+            a,
+            b,
+            rest,
+            inverse_scale(k_scale_ptr),
+            D,
+            HALF,
+            BLOCK,
+            BLOCK_REST,
+            STYLE,
+            CODES,
+            BY_BITS,
+        )
+        copy_rows(
+            v_ptr,
+            row_offset(row, d1, K_HEADS, v0, v1, v2),
+            v_cache_ptr,
+            v_at,
+            inside,
+            inverse_scale(v_scale_ptr),
+            DV,
+            BLOCK_DV,
+            CODES,
+            BY_BITS,
+        )
 
 
 def _warps(rows_a_program: int) -> int:
-    # H200, qk_norm_rope_kv_write of 48 heads of 128, us with a warp for 1 / 2 / 4 rows: 1 token 2.2 / 2.0 / 1.7, 64 tokens
+    # H200, qk_norm_rope_kv_write of 48 heads of 128, us with a warp for 1 / 2 / 4 rows: 1 token 2.2
+    # / 2.0 / 1.7, 64 tokens
     # 2.4 / 2.2 / 2.0, 1,024 tokens 10.3 / 9.3 / 9.3, 65,536 tokens 517 / 416 / 397.
     return rows_a_program // 4
 
@@ -182,7 +427,10 @@ def _warps(rows_a_program: int) -> int:
 def table_strides(table: Tensor, x: Tensor) -> tuple[int, int, int]:
     """The strides by which a table follows the rows of x, zero where it is broadcast."""
     strides = [0] * (x.dim() - table.dim())
-    strides += [0 if size == 1 else step for size, step in zip(table.shape[:-1], table.stride()[:-1], strict=True)]
+    strides += [
+        0 if size == 1 else step
+        for size, step in zip(table.shape[:-1], table.stride()[:-1], strict=True)
+    ]
     last = strides[-1] if x.dim() > 2 else 0
     return strides[0] if strides else 0, strides[1] if x.dim() > 3 else 0, last
 
@@ -192,15 +440,21 @@ def cut_rows(x: Tensor, cos: Tensor, style: str) -> dict[str, int]:
     half = cos.shape[-1] // 2 if style == "neox" else cos.shape[-1]
     rest = x.shape[-1] - 2 * half
     return {
-        "D": x.shape[-1], "HALF": half, "BLOCK": triton.next_power_of_2(half),
+        "D": x.shape[-1],
+        "HALF": half,
+        "BLOCK": triton.next_power_of_2(half),
         "BLOCK_REST": triton.next_power_of_2(max(rest, 1)),
-    }  # fmt: skip
+    }
 
 
 def _new_rows(x: Tensor, cos: Tensor, style: str, dtype: torch.dtype) -> Tensor:
-    """What the rotated x is written to. The meaning concatenates, unless it rotates whole rows by full-width tables."""
+    """What the rotated x is written to. The meaning concatenates, unless it rotates whole rows by
+    full-width tables.
+    """
     whole = style == "neox" and cos.shape[-1] == x.shape[-1]
-    return torch.empty_like(x, dtype=dtype, memory_format=torch.preserve_format if whole else torch.contiguous_format)
+    return torch.empty_like(
+        x, dtype=dtype, memory_format=torch.preserve_format if whole else torch.contiguous_format
+    )
 
 
 def _normed_dtype(x: Tensor, weight: Tensor, style: str) -> torch.dtype:
@@ -208,13 +462,19 @@ def _normed_dtype(x: Tensor, weight: Tensor, style: str) -> torch.dtype:
 
 
 def triton_dtype(dtype: torch.dtype) -> tl.dtype:
-    return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype]
+    return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[
+        dtype
+    ]
 
 
-def unrotatable(platform: Platform, x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Refusal | None:
+def unrotatable(
+    platform: Platform, x: Tensor, cos: Tensor, sin: Tensor, style: str
+) -> Refusal | None:
     """Why these rows cannot be rotated by these tables here."""
     if reason := (
-        unfit(platform, x=x, cos=cos, sin=sin) or unknown(ROPE_STYLES, style=style) or unlike(FLOATS, cos=cos, sin=sin)
+        unfit(platform, x=x, cos=cos, sin=sin)
+        or unknown(ROPE_STYLES, style=style)
+        or unlike(FLOATS, cos=cos, sin=sin)
     ):
         return reason
     if style == "neox" and isinstance(cos.shape[-1], int) and cos.shape[-1] % 2:
@@ -230,7 +490,9 @@ def unrotatable(platform: Platform, x: Tensor, cos: Tensor, sin: Tensor, style: 
     return None
 
 
-def _one(platform: Platform, x: Tensor, cos: Tensor, sin: Tensor, style: str = "neox") -> Refusal | None:
+def _one(
+    platform: Platform, x: Tensor, cos: Tensor, sin: Tensor, style: str = "neox"
+) -> Refusal | None:
     return unrotatable(platform, x, cos, sin, style)
 
 
@@ -241,20 +503,56 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, style: str = "neox") -> Tensor:
         rows_a_program = heads_a_program(rows)
         programs = triton.cdiv(rows, rows_a_program)
         _rope[(programs,)](
-            x, None, None, None, cos, sin, out, None, rows, 0, programs, *inner_sizes(x), 1, 1, *row_strides(x),
-            0, 0, 0, *table_strides(cos, x), *row_strides(out), 0, 0, 0, 0.0, NORMED=None, NORM="", STYLE=style,
-            ROWS=rows_a_program, num_warps=_warps(rows_a_program), **cut_rows(x, cos, style), **overlap(x.device),
-        )  # fmt: skip
+            x,
+            None,
+            None,
+            None,
+            cos,
+            sin,
+            out,
+            None,
+            rows,
+            0,
+            programs,
+            *inner_sizes(x),
+            1,
+            1,
+            *row_strides(x),
+            0,
+            0,
+            0,
+            *table_strides(cos, x),
+            *row_strides(out),
+            0,
+            0,
+            0,
+            0.0,
+            NORMED=None,
+            NORM="",
+            STYLE=style,
+            ROWS=rows_a_program,
+            num_warps=_warps(rows_a_program),
+            **cut_rows(x, cos, style),
+            **overlap(x.device),
+        )
     return out
 
 
 def _both(
-    platform: Platform, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, q_weight: Tensor | None = None,
-    k_weight: Tensor | None = None, norm_style: str = "after", rope_style: str = "neox",
-) -> Refusal | None:  # fmt: skip
+    platform: Platform,
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    norm_style: str = "after",
+    rope_style: str = "neox",
+) -> Refusal | None:
     """Why q and k cannot be rotated by these tables in one launch here."""
     if reason := (
-        unknown(RMS_NORM_STYLES, style=norm_style) or unfit(platform, q=q, k=k, q_weight=q_weight, k_weight=k_weight)
+        unknown(RMS_NORM_STYLES, style=norm_style)
+        or unfit(platform, q=q, k=k, q_weight=q_weight, k_weight=k_weight)
     ):
         return reason
     if q.dtype != k.dtype or q.dim() != k.dim() or q.shape[-1] != k.shape[-1]:
@@ -267,17 +565,32 @@ def _both(
 
 
 def _normed_both(
-    platform: Platform, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor,
-    eps: float = 0.0, norm_style: str = "after", rope_style: str = "neox",
-) -> Refusal | None:  # fmt: skip
+    platform: Platform,
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float = 0.0,
+    norm_style: str = "after",
+    rope_style: str = "neox",
+) -> Refusal | None:
     return _both(platform, q, k, cos, sin, q_weight, k_weight, norm_style, rope_style)
 
 
 @ops.qk_norm_rope.kernel("triton", refuses=_normed_both)
 def qk_norm_rope(
-    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float,
-    norm_style: str = "after", rope_style: str = "neox",
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    norm_style: str = "after",
+    rope_style: str = "neox",
+) -> tuple[Tensor, Tensor]:
     normed = _normed_dtype(q, q_weight, norm_style)
     dtype = torch.promote_types(normed, cos.dtype)
     q_out, k_out = _new_rows(q, cos, rope_style, dtype), _new_rows(k, cos, rope_style, dtype)
@@ -286,28 +599,76 @@ def qk_norm_rope(
         rows_a_program = heads_a_program(q_rows + k_rows)
         q_programs = triton.cdiv(q_rows, rows_a_program)
         _rope[(q_programs + triton.cdiv(k_rows, rows_a_program),)](
-            q, k, q_weight, k_weight, cos, sin, q_out, k_out, q_rows, k_rows, q_programs, *inner_sizes(q),
-            *inner_sizes(k), *row_strides(q), *row_strides(k), *table_strides(cos, q), *row_strides(q_out),
-            *row_strides(k_out), eps, NORMED=triton_dtype(normed), NORM=norm_style, STYLE=rope_style,
-            ROWS=rows_a_program, num_warps=_warps(rows_a_program), **cut_rows(q, cos, rope_style), **overlap(q.device),
-        )  # fmt: skip
+            q,
+            k,
+            q_weight,
+            k_weight,
+            cos,
+            sin,
+            q_out,
+            k_out,
+            q_rows,
+            k_rows,
+            q_programs,
+            *inner_sizes(q),
+            *inner_sizes(k),
+            *row_strides(q),
+            *row_strides(k),
+            *table_strides(cos, q),
+            *row_strides(q_out),
+            *row_strides(k_out),
+            eps,
+            NORMED=triton_dtype(normed),
+            NORM=norm_style,
+            STYLE=rope_style,
+            ROWS=rows_a_program,
+            num_warps=_warps(rows_a_program),
+            **cut_rows(q, cos, rope_style),
+            **overlap(q.device),
+        )
     return q_out, k_out
 
 
 def _rotated_and_written(
-    platform: Platform, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor,
-    slots: Tensor, k_scale: Tensor | None = None, v_scale: Tensor | None = None, q_weight: Tensor | None = None,
-    k_weight: Tensor | None = None, eps: float = 0.0, norm_style: str = "after", rope_style: str = "neox",
-) -> Refusal | None:  # fmt: skip
+    platform: Platform,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 0.0,
+    norm_style: str = "after",
+    rope_style: str = "neox",
+) -> Refusal | None:
     reason = unwritable(platform, k, v, k_cache, v_cache, slots, k_scale, v_scale)
     return reason or _both(platform, q, k, cos, sin, q_weight, k_weight, norm_style, rope_style)
 
 
 def _launch_with_write(
-    q: Tensor, k: Tensor, v: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor, sin: Tensor,
-    eps: float, k_cache: Tensor, v_cache: Tensor, slots: Tensor, k_scale: Tensor | None, v_scale: Tensor | None, norm: str,
-    style: str, normed: torch.dtype,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    norm: str,
+    style: str,
+    normed: torch.dtype,
+) -> tuple[Tensor, Tensor]:
     q_out = _new_rows(q, cos, style, torch.promote_types(normed, cos.dtype))
     if k_rows := num_rows(k):
         (d1, q_heads), (_, k_heads) = inner_sizes(q), inner_sizes(k)
@@ -315,34 +676,116 @@ def _launch_with_write(
         rows_a_program = heads_a_program(q_rows + k_rows)
         q_programs = triton.cdiv(q_rows, rows_a_program)
         _rope_kv_write[(q_programs + triton.cdiv(k_rows, rows_a_program),)](
-            q, k, v, q_weight, k_weight, cos, sin, q_out, in_bytes(k_cache), in_bytes(v_cache), slots, k_scale, v_scale,
-            q_rows, k_rows, q_programs, d1, *row_strides(q), *row_strides(k), *row_strides(v), *table_strides(cos, q),
+            q,
+            k,
+            v,
+            q_weight,
+            k_weight,
+            cos,
+            sin,
+            q_out,
+            in_bytes(k_cache),
+            in_bytes(v_cache),
+            slots,
+            k_scale,
+            v_scale,
+            q_rows,
+            k_rows,
+            q_programs,
+            d1,
+            *row_strides(q),
+            *row_strides(k),
+            *row_strides(v),
+            *table_strides(cos, q),
             *row_strides(q_out),
-            k_cache.stride(1), k_cache.stride(2), v_cache.stride(1), v_cache.stride(2), eps,
-            NORMED=triton_dtype(normed), Q_HEADS=q_heads, K_HEADS=k_heads, DV=v.shape[-1],
-            BLOCK_DV=triton.next_power_of_2(v.shape[-1]), NORM=norm, STYLE=style, ROWS=rows_a_program,
-            num_warps=_warps(rows_a_program), **cut_rows(q, cos, style), **codes_of(k_cache), **overlap(q.device),
-        )  # fmt: skip
+            k_cache.stride(1),
+            k_cache.stride(2),
+            v_cache.stride(1),
+            v_cache.stride(2),
+            eps,
+            NORMED=triton_dtype(normed),
+            Q_HEADS=q_heads,
+            K_HEADS=k_heads,
+            DV=v.shape[-1],
+            BLOCK_DV=triton.next_power_of_2(v.shape[-1]),
+            NORM=norm,
+            STYLE=style,
+            ROWS=rows_a_program,
+            num_warps=_warps(rows_a_program),
+            **cut_rows(q, cos, style),
+            **codes_of(k_cache),
+            **overlap(q.device),
+        )
     return q_out, q_out.new_empty((0,))
 
 
 @ops.rope_kv_write.kernel("triton", layout="paged", refuses=_rotated_and_written)
 def rope_kv_write(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor,
-    k_scale: Tensor | None = None, v_scale: Tensor | None = None, rope_style: str = "neox",
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    rope_style: str = "neox",
+) -> tuple[Tensor, Tensor]:
     return _launch_with_write(
-        q, k, v, None, None, cos, sin, 0.0, k_cache, v_cache, slots, k_scale, v_scale, "", rope_style, q.dtype
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        None,
+        None,
+        cos,
+        sin,
+        0.0,
+        k_cache,
+        v_cache,
+        slots,
+        k_scale,
+        v_scale,
+        "",
+        rope_style,
+        q.dtype,
+    )
 
 
 @ops.qk_norm_rope_kv_write.kernel("triton", layout="paged", refuses=_rotated_and_written)
 def qk_norm_rope_kv_write(
-    q: Tensor, k: Tensor, v: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float,
-    k_cache: Tensor, v_cache: Tensor, slots: Tensor, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
-    norm_style: str = "after", rope_style: str = "neox",
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    norm_style: str = "after",
+    rope_style: str = "neox",
+) -> tuple[Tensor, Tensor]:
     return _launch_with_write(
-        q, k, v, q_weight, k_weight, cos, sin, eps, k_cache, v_cache, slots, k_scale, v_scale, norm_style, rope_style,
+        q,
+        k,
+        v,
+        q_weight,
+        k_weight,
+        cos,
+        sin,
+        eps,
+        k_cache,
+        v_cache,
+        slots,
+        k_scale,
+        v_scale,
+        norm_style,
+        rope_style,
         _normed_dtype(q, q_weight, norm_style),
-    )  # fmt: skip
+    )

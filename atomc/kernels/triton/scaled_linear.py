@@ -1,7 +1,9 @@
-"""Linear layers of a few rows whose operands are codes of 8 bits, in Triton: the weight is read once, as fast as it comes.
+"""Linear layers of a few rows whose operands are codes of 8 bits, in Triton: the weight is read
+once, as fast as it comes.
 
-A program owns some rows of the weight and sums over all of K. Scales of whole rows multiply the sum; those of blocks of
-columns multiply what each block adds to it. M rows of x, N rows of the weight, K columns, G blocks of columns.
+A program owns some rows of the weight and sums over all of K. Scales of whole rows multiply the
+sum; those of blocks of columns multiply what each block adds to it. M rows of x, N rows of the
+weight, K columns, G blocks of columns.
 """
 
 import math
@@ -13,7 +15,14 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.checks import FLOATS, HALVES, no_fp8_products, unlike, wrong_result
-from atomc.kernels.triton.launch import let_next_start, not_nvidia, num_rows, overlap, scattered, wait_for_last
+from atomc.kernels.triton.launch import (
+    let_next_start,
+    not_nvidia,
+    num_rows,
+    overlap,
+    scattered,
+    wait_for_last,
+)
 from atomc.kernels.triton.linear import Tile
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
@@ -23,11 +32,27 @@ BLOCK = 128
 
 
 @triton.jit
-def finished(sums, x_scale_ptr, weight_scale_ptr, bias_ptr, m, n, M, N, x_row, weight_row, BLOCKS: tl.constexpr):
-    """Sums in fp32, with the scales of rows, unless blocks had theirs, and the bias. m and n as the dimensions of sums."""
+def finished(
+    sums,
+    x_scale_ptr,
+    weight_scale_ptr,
+    bias_ptr,
+    m,
+    n,
+    M,
+    N,
+    x_row,
+    weight_row,
+    BLOCKS: tl.constexpr,
+):
+    """Sums in fp32, with the scales of rows, unless blocks had theirs, and the bias. m and n as the
+    dimensions of sums.
+    """
     out = sums.to(tl.float32)
     if not BLOCKS:
-        out *= tl.load(x_scale_ptr + m * x_row, m < M, 0.0) * tl.load(weight_scale_ptr + n * weight_row, n < N, 0.0)
+        out *= tl.load(x_scale_ptr + m * x_row, m < M, 0.0) * tl.load(
+            weight_scale_ptr + n * weight_row, n < N, 0.0
+        )
     if bias_ptr is not None:
         out += tl.load(bias_ptr + n, n < N, 0.0).to(tl.float32)
     return out
@@ -35,10 +60,26 @@ def finished(sums, x_scale_ptr, weight_scale_ptr, bias_ptr, m, n, M, N, x_row, w
 
 @triton.jit(do_not_specialize=["M"])
 def _by_multiplying(
-    x_ptr, weight_ptr, x_scale_ptr, weight_scale_ptr, bias_ptr, out_ptr, M, N, x_row, x_group, weight_row,
-    K: tl.constexpr, BLOCKS: tl.constexpr, WHOLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    weight_ptr,
+    x_scale_ptr,
+    weight_scale_ptr,
+    bias_ptr,
+    out_ptr,
+    M,
+    N,
+    x_row,
+    x_group,
+    weight_row,
+    K: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
+):
     first = tl.program_id(0) * BLOCK_N
     m = (tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None, None]
     n = (first + tl.arange(0, BLOCK_N))[None, :, None]
@@ -61,17 +102,44 @@ def _by_multiplying(
         sums += x * weight
     if not EARLY:
         let_next_start(PDL)
-    out = finished(tl.sum(sums, 2)[:, :, None], x_scale_ptr, weight_scale_ptr, bias_ptr, m, n, M, N, x_row, weight_row,
-                   BLOCKS)  # fmt: skip
+    out = finished(
+        tl.sum(sums, 2)[:, :, None],
+        x_scale_ptr,
+        weight_scale_ptr,
+        bias_ptr,
+        m,
+        n,
+        M,
+        N,
+        x_row,
+        weight_row,
+        BLOCKS,
+    )
     tl.store(out_ptr + m.to(tl.int64) * N + n, out.to(out_ptr.dtype.element_ty), (m < M) & (n < N))
 
 
 @triton.jit(do_not_specialize=["M"])
 def _by_tensor_core(
-    x_ptr, weight_ptr, x_scale_ptr, weight_scale_ptr, bias_ptr, out_ptr, M, N, x_row, x_group, weight_row,
-    K: tl.constexpr, BLOCKS: tl.constexpr, WHOLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    weight_ptr,
+    x_scale_ptr,
+    weight_scale_ptr,
+    bias_ptr,
+    out_ptr,
+    M,
+    N,
+    x_row,
+    x_group,
+    weight_row,
+    K: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PARTS: tl.constexpr,
+    PDL: tl.constexpr,
+):
     first = tl.program_id(0) * BLOCK_N
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = first + tl.arange(0, BLOCK_N)
@@ -87,14 +155,22 @@ def _by_tensor_core(
     wait_for_last(PDL)
     sums = tl.zeros((PARTS, BLOCK_N if SWAP else BLOCK_M, BLOCK_M if SWAP else BLOCK_N), WIDE)
     for start in range(0, LENGTH, BLOCK_K):
-        weight = tl.load(weight_at + start, (n < N)[None, :, None] & (k < K - start), 0.0, cache_modifier=".cg")
+        weight = tl.load(
+            weight_at + start, (n < N)[None, :, None] & (k < K - start), 0.0, cache_modifier=".cg"
+        )
         x = tl.load(x_at + start, (m < M)[None, :, None] & (k < K - start), 0.0)
         if BLOCKS:
             group = part * (LENGTH // 128) + start // 128
             there = group * 128 < K
             of_weight = tl.load(weight_scale_ptr + (first // 128) * weight_row + group, there, 0.0)
-            of_x = tl.load(x_scale_ptr + m[None, :] * x_row + group[:, None] * x_group,
-                           (m < M)[None, :] & there[:, None], 0.0) * of_weight[:, None]  # fmt: skip
+            of_x = (
+                tl.load(
+                    x_scale_ptr + m[None, :] * x_row + group[:, None] * x_group,
+                    (m < M)[None, :] & there[:, None],
+                    0.0,
+                )
+                * of_weight[:, None]
+            )
             if SWAP:
                 sums += tl.dot(weight, tl.permute(x, (0, 2, 1)), out_dtype=WIDE) * of_x[:, None, :]
             else:
@@ -107,9 +183,24 @@ def _by_tensor_core(
     out = tl.sum(sums, 0)
     if SWAP:
         out = tl.trans(out)
-    out = finished(out, x_scale_ptr, weight_scale_ptr, bias_ptr, m[:, None], n[None, :], M, N, x_row, weight_row, BLOCKS)
-    tl.store(out_ptr + m.to(tl.int64)[:, None] * N + n[None, :], out.to(out_ptr.dtype.element_ty),
-             (m < M)[:, None] & (n < N)[None, :])  # fmt: skip
+    out = finished(
+        out,
+        x_scale_ptr,
+        weight_scale_ptr,
+        bias_ptr,
+        m[:, None],
+        n[None, :],
+        M,
+        N,
+        x_row,
+        weight_row,
+        BLOCKS,
+    )
+    tl.store(
+        out_ptr + m.to(tl.int64)[:, None] * N + n[None, :],
+        out.to(out_ptr.dtype.element_ty),
+        (m < M)[:, None] & (n < N)[None, :],
+    )
 
 
 def tile_for(rows: int, n: int, k: int) -> Tile:
@@ -121,8 +212,12 @@ def tile_for(rows: int, n: int, k: int) -> Tile:
     return Tile(16, 16, BLOCK, 4, 4, 3)
 
 
-def steps(x: Tensor, x_scale: Tensor, weight_scale: Tensor, blocks: bool) -> tuple[Tensor, int, int, int]:
-    """x_scale by rows, its steps to the next row and group, and that of weight_scale to the next row (of blocks)."""
+def steps(
+    x: Tensor, x_scale: Tensor, weight_scale: Tensor, blocks: bool
+) -> tuple[Tensor, int, int, int]:
+    """x_scale by rows, its steps to the next row and group, and that of weight_scale to the next
+    row (of blocks).
+    """
     if blocks:
         by_row = x_scale.reshape(num_rows(x), -1)
         return by_row, by_row.stride(0), by_row.stride(1), weight_scale.stride(0)
@@ -130,27 +225,60 @@ def steps(x: Tensor, x_scale: Tensor, weight_scale: Tensor, blocks: bool) -> tup
 
 
 def multiply(
-    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype,
-    tile: Tile, blocks: bool = False,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    tile: Tile,
+    blocks: bool = False,
+) -> Tensor:
     """The op, cut as told. `blocks`: scales are of blocks of 128."""
     n, k = weight.shape
     out = x.new_empty((*x.shape[:-1], n), dtype=out_dtype)
     if rows := num_rows(out):
         by_row, *strides = steps(x, x_scale, weight_scale, blocks)
-        kernel, more = (_by_tensor_core, {"PARTS": tile.parts}) if tile.parts else (_by_multiplying, {"EARLY": k >= 4096})
+        kernel, more = (
+            (_by_tensor_core, {"PARTS": tile.parts})
+            if tile.parts
+            else (_by_multiplying, {"EARLY": k >= 4096})
+        )
         kernel[(triton.cdiv(n, tile.weight_rows), triton.cdiv(rows, tile.rows))](
-            x.reshape(rows, k), weight, by_row, weight_scale, bias, out, rows, n, *strides, K=k, BLOCKS=blocks,
-            WHOLE=x.dtype == torch.int8, BLOCK_M=tile.rows, BLOCK_N=tile.weight_rows, BLOCK_K=tile.columns,
-            num_warps=tile.warps, num_stages=tile.stages, **more, **overlap(x.device),
-        )  # fmt: skip
+            x.reshape(rows, k),
+            weight,
+            by_row,
+            weight_scale,
+            bias,
+            out,
+            rows,
+            n,
+            *strides,
+            K=k,
+            BLOCKS=blocks,
+            WHOLE=x.dtype == torch.int8,
+            BLOCK_M=tile.rows,
+            BLOCK_N=tile.weight_rows,
+            BLOCK_K=tile.columns,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+            **more,
+            **overlap(x.device),
+        )
     return out
 
 
 def unmultipliable(
-    platform: Platform, x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None = None, *,
-    out_dtype: torch.dtype, block: int = BLOCK,
-) -> Refusal | None:  # fmt: skip
+    platform: Platform,
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+    block: int = BLOCK,
+) -> Refusal | None:
     """Why no kernel here can multiply these codes."""
     return (
         not_nvidia(platform)
@@ -165,12 +293,26 @@ def unmultipliable(
 
 
 def _few(
-    platform: Platform, x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None = None, *,
-    out_dtype: torch.dtype, block: int = BLOCK,
-) -> Refusal | None:  # fmt: skip
-    reason = unmultipliable(platform, x, weight, x_scale, weight_scale, bias, out_dtype=out_dtype, block=block)
-    if reason is None and math.prod(size for size in x.shape[:-1] if isinstance(size, int)) > MAX_ROWS:
-        return Refusal("slower", f"x has more than {MAX_ROWS} rows, which are left to tiles of many")
+    platform: Platform,
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+    block: int = BLOCK,
+) -> Refusal | None:
+    reason = unmultipliable(
+        platform, x, weight, x_scale, weight_scale, bias, out_dtype=out_dtype, block=block
+    )
+    if (
+        reason is None
+        and math.prod(size for size in x.shape[:-1] if isinstance(size, int)) > MAX_ROWS
+    ):
+        return Refusal(
+            "slower", f"x has more than {MAX_ROWS} rows, which are left to tiles of many"
+        )
     return reason
 
 
@@ -179,24 +321,44 @@ FEW = ops.Tokens(1, MAX_ROWS)
 
 @ops.scaled_linear_fp8.kernel("triton", tokens=FEW, refuses=_few)
 def scaled_linear_fp8(
-    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None = None, *,
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
     out_dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
-    return multiply(x, weight, x_scale, weight_scale, bias, out_dtype, tile_for(num_rows(x), *weight.shape))
+) -> Tensor:
+    return multiply(
+        x, weight, x_scale, weight_scale, bias, out_dtype, tile_for(num_rows(x), *weight.shape)
+    )
 
 
 @ops.scaled_linear_fp8_block.kernel("triton", tokens=FEW, refuses=_few)
 def scaled_linear_fp8_block(
-    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None = None, *,
-    out_dtype: torch.dtype, block: int = 128,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+    block: int = 128,
+) -> Tensor:
     tile = tile_for(num_rows(x), *weight.shape)
     return multiply(x, weight, x_scale, weight_scale, bias, out_dtype, tile, blocks=True)
 
 
 @ops.scaled_linear_int8.kernel("triton", tokens=FEW, refuses=_few)
 def scaled_linear_int8(
-    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None = None, *,
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
     out_dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
-    return multiply(x, weight, x_scale, weight_scale, bias, out_dtype, tile_for(num_rows(x), *weight.shape))
+) -> Tensor:
+    return multiply(
+        x, weight, x_scale, weight_scale, bias, out_dtype, tile_for(num_rows(x), *weight.shape)
+    )

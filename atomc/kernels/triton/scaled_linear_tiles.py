@@ -1,7 +1,9 @@
-"""Linear layers of many rows whose operands are codes of 8 bits, in Triton: a matrix product in tiles.
+"""Linear layers of many rows whose operands are codes of 8 bits, in Triton: a matrix product in
+tiles.
 
-For blocks of 128 each block's sum is multiplied by its two scales in fp32. The tensor core adds products of fp8 with 14
-bits; here at most 128 of them before a sum in fp32 takes over. Letters as in scaled_linear.py.
+For blocks of 128 each block's sum is multiplied by its two scales in fp32. The tensor core adds
+products of fp8 with 14 bits; here at most 128 of them before a sum in fp32 takes over. Letters as
+in scaled_linear.py.
 """
 
 from typing import Any
@@ -20,11 +22,27 @@ from atomc.platform import Platform
 
 @triton.jit(do_not_specialize=["M"])
 def _tiles(
-    x_ptr, weight_ptr, x_scale_ptr, weight_scale_ptr, bias_ptr, out_ptr, M, N, x_row, x_group, weight_row,
-    K: tl.constexpr, BLOCKS: tl.constexpr, WHOLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, TALL: tl.constexpr,
-):  # fmt: skip
-    # Programs that run at the same time lie in a band of TALL tiles of x, so that what they read stays in the L2 cache.
+    x_ptr,
+    weight_ptr,
+    x_scale_ptr,
+    weight_scale_ptr,
+    bias_ptr,
+    out_ptr,
+    M,
+    N,
+    x_row,
+    x_group,
+    weight_row,
+    K: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    TALL: tl.constexpr,
+):
+    # Programs that run at the same time lie in a band of TALL tiles of x, so that what they read
+    # stays in the L2 cache.
     program, across, down = tl.program_id(0), tl.cdiv(N, BLOCK_N), tl.cdiv(M, BLOCK_M)
     top = program // (TALL * across) * TALL
     height = tl.minimum(down - top, TALL)
@@ -48,60 +66,128 @@ def _tiles(
             sums = tl.dot(x, weight, sums, out_dtype=WIDE)
         else:
             sums += tl.dot(x, weight, out_dtype=WIDE)
-    out = finished(sums, x_scale_ptr, weight_scale_ptr, bias_ptr, m[:, None], n[None, :], M, N, x_row, weight_row, BLOCKS)
-    tl.store(out_ptr + m.to(tl.int64)[:, None] * N + n[None, :], out.to(out_ptr.dtype.element_ty),
-             (m < M)[:, None] & (n < N)[None, :])  # fmt: skip
+    out = finished(
+        sums,
+        x_scale_ptr,
+        weight_scale_ptr,
+        bias_ptr,
+        m[:, None],
+        n[None, :],
+        M,
+        N,
+        x_row,
+        weight_row,
+        BLOCKS,
+    )
+    tl.store(
+        out_ptr + m.to(tl.int64)[:, None] * N + n[None, :],
+        out.to(out_ptr.dtype.element_ty),
+        (m < M)[:, None] & (n < N)[None, :],
+    )
 
 
 def tile_for(rows: int) -> dict[str, int]:
     """The launch shape for so many rows of x."""
     if rows <= 64:
-        return {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 128, "TALL": 8, "num_warps": 4, "num_stages": 4}
-    return {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 128, "TALL": 8, "num_warps": 8, "num_stages": 3}
+        return {
+            "BLOCK_M": 64,
+            "BLOCK_N": 64,
+            "BLOCK_K": 128,
+            "TALL": 8,
+            "num_warps": 4,
+            "num_stages": 4,
+        }
+    return {
+        "BLOCK_M": 128,
+        "BLOCK_N": 128,
+        "BLOCK_K": 128,
+        "TALL": 8,
+        "num_warps": 8,
+        "num_stages": 3,
+    }
 
 
 def multiply(
-    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype,
-    tile: dict[str, int], blocks: bool = False,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    tile: dict[str, int],
+    blocks: bool = False,
+) -> Tensor:
     n, k = weight.shape
     out = x.new_empty((*x.shape[:-1], n), dtype=out_dtype)
     if rows := num_rows(out):
         by_row, *strides = steps(x, x_scale, weight_scale, blocks)
         _tiles[(triton.cdiv(rows, tile["BLOCK_M"]) * triton.cdiv(n, tile["BLOCK_N"]),)](
-            x.reshape(rows, k), weight, by_row, weight_scale, bias, out, rows, n, *strides, K=k, BLOCKS=blocks,
-            WHOLE=x.dtype == torch.int8, **tile,
-        )  # fmt: skip
+            x.reshape(rows, k),
+            weight,
+            by_row,
+            weight_scale,
+            bias,
+            out,
+            rows,
+            n,
+            *strides,
+            K=k,
+            BLOCKS=blocks,
+            WHOLE=x.dtype == torch.int8,
+            **tile,
+        )
     return out
 
 
-def _left_by_cublas(platform: Platform, x: Tensor, weight: Tensor, *rest: Any, **more: Any) -> Refusal | None:
+def _left_by_cublas(
+    platform: Platform, x: Tensor, weight: Tensor, *rest: Any, **more: Any
+) -> Refusal | None:
     if reason := unmultipliable(platform, x, weight, *rest, **more):
         return reason
     if not any(size % 16 for size in weight.shape):
-        return Refusal("slower", "rows and columns of the weight are multiples of 16, where cuBLAS is faster")
+        return Refusal(
+            "slower", "rows and columns of the weight are multiples of 16, where cuBLAS is faster"
+        )
     return None
 
 
 @ops.scaled_linear_fp8.kernel("triton", refuses=_left_by_cublas)
 def scaled_linear_fp8(
-    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None = None, *,
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
     out_dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     return multiply(x, weight, x_scale, weight_scale, bias, out_dtype, tile_for(num_rows(x)))
 
 
 @ops.scaled_linear_fp8_block.kernel("triton", refuses=unmultipliable)
 def scaled_linear_fp8_block(
-    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None = None, *,
-    out_dtype: torch.dtype, block: int = BLOCK,
-) -> Tensor:  # fmt: skip
-    return multiply(x, weight, x_scale, weight_scale, bias, out_dtype, tile_for(num_rows(x)), blocks=True)
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+    block: int = BLOCK,
+) -> Tensor:
+    return multiply(
+        x, weight, x_scale, weight_scale, bias, out_dtype, tile_for(num_rows(x)), blocks=True
+    )
 
 
 @ops.scaled_linear_int8.kernel("triton", refuses=unmultipliable)
 def scaled_linear_int8(
-    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None = None, *,
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
     out_dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     return multiply(x, weight, x_scale, weight_scale, bias, out_dtype, tile_for(num_rows(x)))

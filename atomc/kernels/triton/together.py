@@ -1,4 +1,6 @@
-"""Triton kernels compiled many at once, before they are needed: one after the other, 40 of them take 9 s."""
+"""Triton kernels compiled many at once, before they are needed: one after the other, 40 of them
+take 9 s.
+"""
 
 import threading
 from collections.abc import Callable
@@ -28,11 +30,14 @@ class _Loading(triton.AsyncCompileMode):  # type: ignore[misc]
         return coming
 
 
-def compile_together(launches: Callable[[], object], *, threads: int = 16, helper: Helper | None = None) -> bool:
+def compile_together(
+    launches: Callable[[], object], *, threads: int = 16, helper: Helper | None = None
+) -> bool:
     """Call `launches`, compiling and loading the kernels that it launches instead of running them.
 
-    Returns whether that was possible. What kernels would have written is not there: launches must not decide by it. A
-    kernel that does not compile says so where it is launched next. helper: a process that compiles before the threads do.
+    Returns whether that was possible. What kernels would have written is not there: launches must
+    not decide by it. A kernel that does not compile says so where it is launched next. helper: a
+    process that compiles before the threads do.
     """
     if triton.knobs.runtime.interpret:
         return False
@@ -47,7 +52,11 @@ def compile_together(launches: Callable[[], object], *, threads: int = 16, helpe
         driver.set_current_device(device)
 
     pool = ThreadPoolExecutor(threads, initializer=begin)
-    with pool, _Loading(pool, ignore_errors=True), patch.object(triton.JITFunction, "run", compiled_only):
+    with (
+        pool,
+        _Loading(pool, ignore_errors=True),
+        patch.object(triton.JITFunction, "run", compiled_only),
+    ):
         try:
             if helper is None:
                 compiled.set()

@@ -1,7 +1,9 @@
-"""zentorch as our kernels see it: on which CPUs it may run, and whether it computes here what it should.
+"""zentorch as our kernels see it: on which CPUs it may run, and whether it computes here what it
+should.
 
-Asked in this order: the CPU, the package, its ops, and real products in a process of their own. On a CPU without the
-instructions that it uses, zentorch kills the process or returns memory that nobody wrote: no exception says so.
+Asked in this order: the CPU, the package, its ops, and real products in a process of their own. On
+a CPU without the instructions that it uses, zentorch kills the process or returns memory that
+nobody wrote: no exception says so.
 """
 
 import functools
@@ -31,19 +33,30 @@ PATIENCE = 120  # seconds for the check
 
 
 def unfit(platform: Platform, kind: str, *, needs_bf16: bool = True) -> Refusal | None:
-    """Why zentorch cannot run this kind of linear (a key of self_check.CHECKS) on this x86 CPU, or None.
+    """Why zentorch cannot run this kind of linear (a key of self_check.CHECKS) on this x86 CPU, or
+    None.
 
-    needs_bf16  it computes in bf16; what does not may be had on another maker's CPU, if it is asked for
+    needs_bf16  it computes in bf16; what does not may be had on another maker's CPU, if it is asked
+                for
     """
-    needed = AVX512 | {"avx512_vnni"} | ({"avx512_bf16"} if needs_bf16 or platform.vendor == AMD else set())
+    needed = (
+        AVX512
+        | {"avx512_vnni"}
+        | ({"avx512_bf16"} if needs_bf16 or platform.vendor == AMD else set())
+    )
     lacking = sorted(flag for flag in needed if not platform.has(flag))
     if lacking:
-        return Refusal("hardware", f"zentorch needs {' and '.join(lacking)}, which this CPU has not")
+        return Refusal(
+            "hardware", f"zentorch needs {' and '.join(lacking)}, which this CPU has not"
+        )
     if platform.vendor != AMD and ("zentorch" not in platform.asked or needs_bf16):
-        allowed = "its int8 layers for fp32 may be tried here: name zentorch in the option `providers`"
+        allowed = (
+            "its int8 layers for fp32 may be tried here: name zentorch in the option `providers`"
+        )
         return Refusal(
             "hardware",
-            f"zentorch is made for AMD's CPUs, this is one of {platform.vendor or 'an unknown maker'}; {allowed}",
+            "zentorch is made for AMD's CPUs, this is one of "
+            f"{platform.vendor or 'an unknown maker'}; {allowed}",
         )
     if not platform.here:
         return None
@@ -58,13 +71,18 @@ def missing() -> str | None:
     status = provider_versions()["zentorch"]
     reason = status.reason
     if status.found:
-        # Of warnings it prints one about its own cache on stdout, where programs write their results.
+        # Of warnings it prints one about its own cache on stdout, where programs write their
+        # results.
         os.environ.setdefault("ZENDNNL_API_LOG_LEVEL", "1")
         try:
             importlib.import_module("zentorch")
-        # A library that does not load is an OSError, a version check an ImportError or RuntimeError.
+        # A library that does not load is an OSError, a version check an ImportError or
+        # RuntimeError.
         except Exception as error:
-            reason = f"zentorch {status.version or ''} cannot be imported: {type(error).__name__}: {error}"
+            reason = (
+                f"zentorch {status.version or ''} cannot be imported: "
+                f"{type(error).__name__}: {error}"
+            )
     if reason:
         log.warning("zentorch would run quantized linears on this CPU, and is not used: %s", reason)
     return reason
@@ -81,13 +99,16 @@ def unproven(kind: str) -> Refusal | None:
     if not worst >= LEAST_DECIBELS:
         return Refusal(
             "library",
-            f"zentorch computes {kind} wrong here: {worst:.0f} dB above the error, expected are {LEAST_DECIBELS:.0f}",
+            f"zentorch computes {kind} wrong here: {worst:.0f} dB above the error, expected "
+            f"are {LEAST_DECIBELS:.0f}",
         )
     return None
 
 
 class Checked(NamedTuple):
-    """What the check found of each kind: decibels of signal over error for some numbers of rows, or an exception."""
+    """What the check found of each kind: decibels of signal over error for some numbers of rows, or
+    an exception.
+    """
 
     decibels: dict[str, list[float]]
     errors: dict[str, str]
@@ -97,21 +118,34 @@ class Checked(NamedTuple):
 
 @functools.cache
 def checked() -> Checked:
-    """Run the check in a process of its own, once; it takes as long as to import torch and zentorch."""
+    """Run the check in a process of its own, once; it takes as long as to import torch and
+    zentorch.
+    """
     program = Path(__file__).with_name("self_check.py").read_text()
     start = time.perf_counter()
     try:
-        done = subprocess.run([sys.executable, "-c", program, json.dumps(sys.path)], stdin=subprocess.DEVNULL,
-                              capture_output=True, text=True, timeout=PATIENCE)  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "-c", program, json.dumps(sys.path)],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+        )
         output, ending = done.stdout, _ending(done)
     except (OSError, subprocess.TimeoutExpired) as error:
         output, ending = "", f"{type(error).__name__}: {error}"
     seconds = time.perf_counter() - start
     rows = [json.loads(line) for line in output.splitlines() if line.startswith('{"kind"')]
-    decibels, errors = ({row["kind"]: row[key] for row in rows if key in row} for key in ("decibels", "error"))
+    decibels, errors = (
+        {row["kind"]: row[key] for row in rows if key in row} for key in ("decibels", "error")
+    )
     found = Checked(decibels, errors, ending, seconds)
     spelled = ", ".join(f"{kind} {min(values):.0f} dB" for kind, values in found.decibels.items())
-    log.info("zentorch was checked in %.1f s: %s", seconds, spelled or "; ".join(errors.values()) or ending)
+    log.info(
+        "zentorch was checked in %.1f s: %s",
+        seconds,
+        spelled or "; ".join(errors.values()) or ending,
+    )
     return found
 
 
@@ -131,11 +165,13 @@ def function(name: str) -> Any:
 
 
 def as_it_lies(weight: torch.Tensor) -> Prepared:
-    """The weight at its own address, by which zentorch keeps what it packs of it: it replaces nothing.
+    """The weight at its own address, by which zentorch keeps what it packs of it: it replaces
+    nothing.
 
     Run again whenever the weight changed or moved.
     """
-    # It keeps packs by address, where another weight may have lain and may lie once this one is gone.
+    # It keeps packs by address, where another weight may have lain and may lie once this one is
+    # gone.
     forget = function("zentorch_clear_weight_cache")
     forget()
     kept = weight.detach()

@@ -1,4 +1,6 @@
-"""Linear layers with int4 weights and bf16 activations by zentorch. T rows, K inputs, N outputs, G groups."""
+"""Linear layers with int4 weights and bf16 activations by zentorch. T rows, K inputs, N outputs, G
+groups.
+"""
 
 from collections.abc import Callable
 
@@ -11,37 +13,61 @@ from atomc.kernels.zentorch.library import as_it_lies, function, unfit
 from atomc.ops.op import Prepared, Refusal
 from atomc.platform import Platform
 
-# Zen 4, one thread, F.linear's time in fp32 by ours (by PyTorch's kernel) at 2048x1024 and 4096x4096. 1 row: 2.6 (4.2), 2.3
-# (3.6); 8: 2.2 (2.7), 3.0 (3.5); 16: 1.8 (1.9), 2.0 (2.0); 32: 1.4 (1.4), 1.7 (1.6); 256: 2.5 (1.1), 2.7 (1.1).
+# Zen 4, one thread, F.linear's time in fp32 by ours (by PyTorch's kernel) at 2048x1024 and
+# 4096x4096. 1 row: 2.6 (4.2), 2.3 (3.6); 8: 2.2 (2.7), 3.0 (3.5); 16: 1.8 (1.9), 2.0 (2.0); 32: 1.4
+# (1.4), 1.7 (1.6); 256: 2.5 (1.1), 2.7 (1.1).
 FEWEST_ROWS = 32
 
 
 def _by_group(weight_scale: Tensor, zeros: Tensor | None) -> Prepared:
     """Scales and zero points [N, G] as [G, N]; zero points of 8 for layers that have none."""
     scale = weight_scale.detach().t().contiguous()
-    zero = torch.full_like(scale, 8, dtype=torch.int8) if zeros is None else zeros.detach().t().to(torch.int8).contiguous()
+    zero = (
+        torch.full_like(scale, 8, dtype=torch.int8)
+        if zeros is None
+        else zeros.detach().t().to(torch.int8).contiguous()
+    )
     return Prepared((scale, zero))
 
 
 def unfit_int4(
-    platform: Platform, x: Tensor, weight: Tensor, weight_scale: Tensor, zeros: Tensor | None = None,
-    bias: Tensor | None = None, *, group: int,
-) -> Refusal | None:  # fmt: skip
+    platform: Platform,
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    zeros: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    group: int,
+) -> Refusal | None:
     if x.dtype != torch.bfloat16:
         return Refusal("dtype", f"x is {x.dtype}: zentorch has this for torch.bfloat16")
     if bias is not None and bias.dtype not in (torch.bfloat16, torch.float32):
-        return Refusal("dtype", f"the bias is {bias.dtype}: zentorch has this for torch.bfloat16 and torch.float32")
+        return Refusal(
+            "dtype",
+            f"the bias is {bias.dtype}: zentorch has this for torch.bfloat16 and torch.float32",
+        )
     return unlike_int4(platform, x, weight, weight_scale, zeros, group) or unfit(platform, "int4")
 
 
-PREPARE: dict[str | tuple[str, ...], Callable[..., Prepared]] = {"weight": as_it_lies, ("weight_scale", "zeros"): _by_group}
+PREPARE: dict[str | tuple[str, ...], Callable[..., Prepared]] = {
+    "weight": as_it_lies,
+    ("weight_scale", "zeros"): _by_group,
+}
 
 
-@ops.linear_w4a16.kernel("zentorch", tokens=ops.Tokens(FEWEST_ROWS), refuses=unfit_int4, prepare=PREPARE)
+@ops.linear_w4a16.kernel(
+    "zentorch", tokens=ops.Tokens(FEWEST_ROWS), refuses=unfit_int4, prepare=PREPARE
+)
 def linear_w4a16(
-    x: Tensor, weight: tuple[Tensor], weight_scale: tuple[Tensor, Tensor], zeros: Tensor | None = None,
-    bias: Tensor | None = None, *, group: int,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    weight: tuple[Tensor],
+    weight_scale: tuple[Tensor, Tensor],
+    zeros: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    group: int,
+) -> Tensor:
     if x.numel() == 0:
         return x.new_empty((*x.shape[:-1], weight[0].shape[0]))
     scale, zero = weight_scale

@@ -1,4 +1,6 @@
-"""Few rows of linear layers with int4 weights by zentorch: where PyTorch's kernel, which is faster, is no choice."""
+"""Few rows of linear layers with int4 weights by zentorch: where PyTorch's kernel, which is faster,
+is no choice.
+"""
 
 from torch import Tensor
 
@@ -10,19 +12,34 @@ from atomc.platform import Platform
 
 
 def _slower(
-    platform: Platform, x: Tensor, weight: Tensor, weight_scale: Tensor, zeros: Tensor | None = None,
-    bias: Tensor | None = None, *, group: int,
-) -> Refusal | None:  # fmt: skip
+    platform: Platform,
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    zeros: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    group: int,
+) -> Refusal | None:
     if reason := for_many.unfit_int4(platform, x, weight, weight_scale, zeros, bias, group=group):
         return reason
-    if "zentorch" in platform.asked or unlike_int4pack(platform, x, weight, weight_scale, zeros, group):
+    if "zentorch" in platform.asked or unlike_int4pack(
+        platform, x, weight, weight_scale, zeros, group
+    ):
         return None
-    return Refusal("slower", f"PyTorch's own kernel is faster for fewer than {for_many.FEWEST_ROWS} rows")
+    return Refusal(
+        "slower", f"PyTorch's own kernel is faster for fewer than {for_many.FEWEST_ROWS} rows"
+    )
 
 
 @ops.linear_w4a16.kernel("zentorch", refuses=_slower, prepare=for_many.PREPARE)
 def linear_w4a16(
-    x: Tensor, weight: tuple[Tensor], weight_scale: tuple[Tensor, Tensor], zeros: Tensor | None = None,
-    bias: Tensor | None = None, *, group: int,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    weight: tuple[Tensor],
+    weight_scale: tuple[Tensor, Tensor],
+    zeros: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    group: int,
+) -> Tensor:
     return for_many.linear_w4a16(x, weight, weight_scale, zeros, bias, group=group)  # type: ignore[no-any-return]

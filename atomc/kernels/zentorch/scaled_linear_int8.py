@@ -11,29 +11,48 @@ from atomc.platform import Platform
 
 
 def _scales(weight_scale: Tensor) -> Prepared:
-    """One an output; and the scale and zero points that say nothing, as the op wants them: x's scales are applied later."""
+    """One an output; and the scale and zero points that say nothing, as the op wants them: x's
+    scales are applied later.
+    """
     count = weight_scale.numel()
     zeros = torch.zeros(count, dtype=torch.int32)
-    return Prepared((weight_scale.detach().reshape(count).contiguous(), torch.ones(1), zeros[:1].clone(), zeros))
+    return Prepared(
+        (weight_scale.detach().reshape(count).contiguous(), torch.ones(1), zeros[:1].clone(), zeros)
+    )
 
 
 def _unfit(
-    platform: Platform, x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None = None, *,
+    platform: Platform,
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
     out_dtype: torch.dtype,
-) -> Refusal | None:  # fmt: skip
+) -> Refusal | None:
     if reason := unlike_int8(platform, x, weight, x_scale, weight_scale):
         return reason
     return unfit(platform, "int8", needs_bf16=out_dtype != torch.float32)
 
 
-@ops.scaled_linear_int8.kernel("zentorch", refuses=_unfit, prepare={"weight": as_it_lies, "weight_scale": _scales})
+@ops.scaled_linear_int8.kernel(
+    "zentorch", refuses=_unfit, prepare={"weight": as_it_lies, "weight_scale": _scales}
+)
 def scaled_linear_int8(
-    x: Tensor, weight: tuple[Tensor], x_scale: Tensor, weight_scale: tuple[Tensor, Tensor, Tensor, Tensor],
-    bias: Tensor | None = None, *, out_dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    weight: tuple[Tensor],
+    x_scale: Tensor,
+    weight_scale: tuple[Tensor, Tensor, Tensor, Tensor],
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+) -> Tensor:
     scale, one, zero, zeros = weight_scale
     rows = x.reshape(-1, x.shape[-1])
     if rows.shape[0] == 0:
         return x.new_empty((*x.shape[:-1], weight[0].shape[0]), dtype=out_dtype)
-    total = function("zentorch_qlinear")(rows, weight[0], one, zero, scale, zeros, None, None, None, torch.float32)
+    total = function("zentorch_qlinear")(
+        rows, weight[0], one, zero, scale, zeros, None, None, None, torch.float32
+    )
     return finish(total, x, x_scale, bias, out_dtype)

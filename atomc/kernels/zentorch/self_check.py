@@ -1,7 +1,9 @@
-"""A program of its own: multiplies small matrices by zentorch, and prints for each kind of linear how right the result is.
+"""A program of its own: multiplies small matrices by zentorch, and prints for each kind of linear
+how right the result is.
 
-Where the CPU lacks an instruction that zentorch uses, the process is killed, or the output stays as it was, NaN here.
-Run by atomc.kernels.zentorch.library, with the list of folders to import from; imports nothing of atomc.
+Where the CPU lacks an instruction that zentorch uses, the process is killed, or the output stays as
+it was, NaN here. Run by atomc.kernels.zentorch.library, with the list of folders to import from;
+imports nothing of atomc.
 """
 
 import json
@@ -32,8 +34,19 @@ def int8(rows: int) -> float:
     forget()
     x, weight = (torch.randint(-127, 128, (count, K), dtype=torch.int8) for count in (rows, N))
     scale, out = torch.rand(N) + 0.1, torch.full((rows, N), float("nan"))
-    torch.ops.zentorch.zentorch_qlinear.out(out, x, weight, torch.ones(1), torch.zeros(1, dtype=torch.int32), scale,
-                                            torch.zeros(N, dtype=torch.int32), None, None, None, out.dtype)  # fmt: skip
+    torch.ops.zentorch.zentorch_qlinear.out(
+        out,
+        x,
+        weight,
+        torch.ones(1),
+        torch.zeros(1, dtype=torch.int32),
+        scale,
+        torch.zeros(N, dtype=torch.int32),
+        None,
+        None,
+        None,
+        out.dtype,
+    )
     return decibels(out, x.double() @ weight.double().t() * scale.double())
 
 
@@ -41,10 +54,18 @@ def int4(rows: int) -> float:
     forget()
     x = torch.randn(rows, K).to(torch.bfloat16)
     codes, zero = (torch.randint(0, 16, (N, count), dtype=torch.int32) for count in (K, K // GROUP))
-    scale, out = (torch.rand(N, K // GROUP) + 0.1).to(torch.bfloat16), torch.full((rows, N), float("nan"), dtype=x.dtype)
-    words = (codes.view(N, K // 8, 8) << torch.arange(0, 32, 4, dtype=torch.int32)).sum(-1).to(torch.int32)
-    torch.ops.zentorch.zentorch_woq_linear.out(x, words.t(), scale.t().contiguous(), zero.t().to(torch.int8).contiguous(),
-                                               None, out=out)  # fmt: skip
+    scale, out = (
+        (torch.rand(N, K // GROUP) + 0.1).to(torch.bfloat16),
+        torch.full((rows, N), float("nan"), dtype=x.dtype),
+    )
+    words = (
+        (codes.view(N, K // 8, 8) << torch.arange(0, 32, 4, dtype=torch.int32))
+        .sum(-1)
+        .to(torch.int32)
+    )
+    torch.ops.zentorch.zentorch_woq_linear.out(
+        x, words.t(), scale.t().contiguous(), zero.t().to(torch.int8).contiguous(), None, out=out
+    )
     weight = (codes.view(N, -1, GROUP) - zero.unsqueeze(-1)).double() * scale.double().unsqueeze(-1)
     return decibels(out, x.double() @ weight.flatten(1).t())
 
@@ -61,7 +82,9 @@ def main() -> None:
     for name, check in CHECKS.items():
         try:
             found: dict[str, Any] = {"decibels": [check(rows) for rows in ROWS]}
-        except Exception as error:  # an op that this version lacks, or takes otherwise, says nothing of the others
+        except (
+            Exception
+        ) as error:  # an op that this version lacks, or takes otherwise, says nothing of the others
             found = {"error": f"{type(error).__name__}: {error}"}
         # A line each, at once: what kills the process must not take along what was found.
         print("\n" + json.dumps({"kind": name, **found}), flush=True)

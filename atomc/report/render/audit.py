@@ -1,4 +1,6 @@
-"""An audit as text: the errors of the graph's outputs, their cause, and the sites with the largest errors."""
+"""An audit as text: the errors of the graph's outputs, their cause, and the sites with the largest
+errors.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +12,9 @@ ORDERS = ("sqnr", "max", "relative")
 
 
 def audit_text(audit: Mapping[str, Any], *, by: str = "sqnr", rows: int = MAX_ROWS) -> str:
-    """The first `rows` sites by SQNR, or by the largest difference, absolute (`by="max"`) or relative."""
+    """The first `rows` sites by SQNR, or by the largest difference, absolute (`by="max"`) or
+    relative.
+    """
     ranked = ranked_by(audit["sites"], by)
     parts = [headline(audit)]
     if ranked:
@@ -22,7 +26,9 @@ def audit_text(audit: Mapping[str, Any], *, by: str = "sqnr", rows: int = MAX_RO
 
 
 def headline(audit: Mapping[str, Any]) -> str:
-    """The largest error of a site, and the errors of the graph's outputs, in one or two sentences."""
+    """The largest error of a site, and the errors of the graph's outputs, in one or two
+    sentences.
+    """
     sites = audit["sites"]
     if not sites:
         return "nothing was rewritten"
@@ -35,8 +41,11 @@ def headline(audit: Mapping[str, Any]) -> str:
     outputs = audit.get("outputs")
     if outputs is None:
         return text
-    text += (f". Relative error of the outputs against fp32: {outputs['compiled']:.2g}, of the original program "
-             f"{outputs['original']:.2g}, bound {outputs['bound']:.2g}")  # fmt: skip
+    text += (
+        f". Relative error of the outputs against fp32: {outputs['compiled']:.2g}, of the "
+        "original program "
+        f"{outputs['original']:.2g}, bound {outputs['bound']:.2g}"
+    )
     return text + (f". {cause_text(audit['blame'])}" if "blame" in audit else "")
 
 
@@ -44,11 +53,18 @@ def cause_text(blame: Mapping[str, Any]) -> str:
     """The cause of the difference."""
     runs = f" ({blame['runs']} runs)" if blame["runs"] else ""
     if blame["rewrite"] == "glue":
-        return "The kernels are within the bound: the cause is the code of Inductor for the ops between them"
+        return (
+            "The kernels are within the bound: the cause is the code of Inductor for the "
+            "ops between them"
+        )
     if not blame["rewrite"]:
         return f"No rewrite is the cause{runs}: the error remains without all of them"
     places = blame["places"]
-    where = f" in {blame['module_path'] or 'the graph'}" if blame["module_path"] is not None else f", at {places} sites"
+    where = (
+        f" in {blame['module_path'] or 'the graph'}"
+        if blame["module_path"] is not None
+        else f", at {places} sites"
+    )
     return f"The cause is {blame['rewrite']}{where}{runs}"
 
 
@@ -66,8 +82,16 @@ def _name(site: Mapping[str, Any]) -> str:
 def _row(site: Mapping[str, Any]) -> tuple[str, ...]:
     op = "" if site["op"] == site["rewrite"] else f" ({site['op']})"
     source = f" ({site['source']})" if site["source"] else ""
-    return (site["rewrite"] + op, site["kernel"], f"{site['max_abs']:.2g}", f"{site['relative']:.1e}", _decibels(site),
-            _decibels(site["original"]), site["against"], (site["module_path"] or "the graph") + source)  # fmt: skip
+    return (
+        site["rewrite"] + op,
+        site["kernel"],
+        f"{site['max_abs']:.2g}",
+        f"{site['relative']:.1e}",
+        _decibels(site),
+        _decibels(site["original"]),
+        site["against"],
+        (site["module_path"] or "the graph") + source,
+    )
 
 
 def _decibels(error: Mapping[str, Any]) -> str:

@@ -23,7 +23,9 @@ Row = tuple[str, str, str, str]
 class Comparison:
     """The differences of two reports, as rows of (name, first, second, reason)."""
 
-    def __init__(self, first: "Report", second: "Report", names: tuple[str, str] = ("first", "second")):
+    def __init__(
+        self, first: "Report", second: "Report", names: tuple[str, str] = ("first", "second")
+    ):
         self.first, self.second, self.names = first, second, names
 
     @property
@@ -41,17 +43,26 @@ class Comparison:
     def kernels(self) -> list[Row]:
         """The kernels of each op."""
         a, b = _kernels(self.first), _kernels(self.second)
-        return [(op, _spell(a.get(op, Counter())), _spell(b.get(op, Counter())), "") for op in dict.fromkeys([*a, *b])]
+        return [
+            (op, _spell(a.get(op, Counter())), _spell(b.get(op, Counter())), "")
+            for op in dict.fromkeys([*a, *b])
+        ]
 
     @property
     def near(self) -> list[Row]:
         """The number of near misses of each rewrite."""
-        counts = [Counter(miss.rewrite for miss in report.near) for report in (self.first, self.second)]
-        return [(name, str(counts[0][name]), str(counts[1][name]), "") for name in dict.fromkeys([*counts[0], *counts[1]])]
+        counts = [
+            Counter(miss.rewrite for miss in report.near) for report in (self.first, self.second)
+        ]
+        return [
+            (name, str(counts[0][name]), str(counts[1][name]), "")
+            for name in dict.fromkeys([*counts[0], *counts[1]])
+        ]
 
     @property
     def facts(self) -> list[Row]:
         """Model, layers, costs, compile time and cache."""
+
         def row(name: str, read: "Callable[[Report], str]") -> Row:
             return name, read(self.first), read(self.second), ""
 
@@ -71,20 +82,40 @@ class Comparison:
         """Tables for a terminal, with * for differences."""
         header = ("", *self.names)
         parts = []
-        for title, rows in (("", self.facts), ("rewrite", self.rewrites), ("near misses", self.near), ("op", self.kernels)):
-            lines = [(f"{'*' if a != b else ' '} {name}", _truncated(a), b) for name, a, b, _ in rows]
+        for title, rows in (
+            ("", self.facts),
+            ("rewrite", self.rewrites),
+            ("near misses", self.near),
+            ("op", self.kernels),
+        ):
+            lines = [
+                (f"{'*' if a != b else ' '} {name}", _truncated(a), b) for name, a, b, _ in rows
+            ]
             if lines:
                 parts.append(table((f"  {title}", *header[1:]), lines))
-        why = [f"{name}: {reason}" for name, _, _, reason in self.rewrites if reason not in ("", LESS_OFTEN)]
-        return "\n\n".join([*parts, *(["why fewer\n" + "\n".join(f"  {line}" for line in why)] if why else [])]) + "\n"
+        why = [
+            f"{name}: {reason}"
+            for name, _, _, reason in self.rewrites
+            if reason not in ("", LESS_OFTEN)
+        ]
+        return (
+            "\n\n".join(
+                [*parts, *(["why fewer\n" + "\n".join(f"  {line}" for line in why)] if why else [])]
+            )
+            + "\n"
+        )
 
 
-def comparison_text(first: "Sequence[Report]", second: "Sequence[Report]", names: tuple[str, str]) -> str:
+def comparison_text(
+    first: "Sequence[Report]", second: "Sequence[Report]", names: tuple[str, str]
+) -> str:
     """The comparison of each pair of graphs, in order."""
     texts = [Comparison(a, b, names).to_text() for a, b in zip(first, second, strict=False)]
     if len(first) != len(second):
         texts.append(f"{names[0]} has {len(first)} graphs, {names[1]} has {len(second)}\n")
-    return "\n".join(f"graph {i}\n{text}" if len(texts) > 1 else text for i, text in enumerate(texts))
+    return "\n".join(
+        f"graph {i}\n{text}" if len(texts) > 1 else text for i, text in enumerate(texts)
+    )
 
 
 def _truncated(text: str) -> str:
@@ -94,7 +125,11 @@ def _truncated(text: str) -> str:
 
 def _why_fewer(report: "Report", name: str) -> str:
     known = name in (*report.known, *report.off)
-    return report.reason(name) if known and not report.matches[name] else _near_miss_reason(report, name)
+    return (
+        report.reason(name)
+        if known and not report.matches[name]
+        else _near_miss_reason(report, name)
+    )
 
 
 def _near_miss_reason(report: "Report", name: str) -> str:

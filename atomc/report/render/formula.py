@@ -1,4 +1,6 @@
-"""Formulas of sizes as trees that a page can evaluate, parsed from sympy's text without executing it."""
+"""Formulas of sizes as trees that a page can evaluate, parsed from sympy's text without executing
+it.
+"""
 
 import ast
 import math
@@ -10,16 +12,43 @@ from typing import Any
 Tree = Any
 
 _BINARY: dict[type[ast.operator], str] = {
-    ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.FloorDiv: "//", ast.Mod: "%", ast.Pow: "**",
-}  # fmt: skip
-_CALLS = {"Min": "min", "Max": "max", "floor": "floor", "ceiling": "ceil", "Mod": "%", "PythonMod": "%",
-          "CeilToInt": "ceil", "FloorToInt": "floor", "TruncToInt": "floor", "FloorDiv": "//", "CleanDiv": "//",
-          "IntTrueDiv": "/", "FloatTrueDiv": "/", "ToFloat": "+"}  # fmt: skip
+    ast.Add: "+",
+    ast.Sub: "-",
+    ast.Mult: "*",
+    ast.Div: "/",
+    ast.FloorDiv: "//",
+    ast.Mod: "%",
+    ast.Pow: "**",
+}
+_CALLS = {
+    "Min": "min",
+    "Max": "max",
+    "floor": "floor",
+    "ceiling": "ceil",
+    "Mod": "%",
+    "PythonMod": "%",
+    "CeilToInt": "ceil",
+    "FloorToInt": "floor",
+    "TruncToInt": "floor",
+    "FloorDiv": "//",
+    "CleanDiv": "//",
+    "IntTrueDiv": "/",
+    "FloatTrueDiv": "/",
+    "ToFloat": "+",
+}
 _OPERATIONS: dict[str, Callable[..., float]] = {
-    "+": lambda *x: sum(x), "-": lambda a, b=None: -a if b is None else a - b, "*": lambda *x: math.prod(x),
-    "/": operator.truediv, "//": operator.floordiv, "%": operator.mod, "**": operator.pow, "min": min, "max": max,
-    "floor": math.floor, "ceil": math.ceil,
-}  # fmt: skip
+    "+": lambda *x: sum(x),
+    "-": lambda a, b=None: -a if b is None else a - b,
+    "*": lambda *x: math.prod(x),
+    "/": operator.truediv,
+    "//": operator.floordiv,
+    "%": operator.mod,
+    "**": operator.pow,
+    "min": min,
+    "max": max,
+    "floor": math.floor,
+    "ceil": math.ceil,
+}
 
 
 def tree(formula: str) -> Tree | None:

@@ -52,7 +52,9 @@ def fold_layers(lines: Sequence[NodeLine]) -> list[Block]:
 
 
 def _runs(lines: Sequence[NodeLine]) -> Iterator[tuple[int | None, list[NodeLine]]]:
-    """(layer, consecutive lines). Lines without a layer that are in or between layers belong to the layer before them."""
+    """(layer, consecutive lines). Lines without a layer that are in or between layers belong to the
+    layer before them.
+    """
     layers = [line.layer for line in lines]
     following: int | None = None
     after: list[int | None] = [None] * len(lines)
@@ -63,7 +65,9 @@ def _runs(lines: Sequence[NodeLine]) -> Iterator[tuple[int | None, list[NodeLine
     start = 0
     for i, layer in enumerate(layers):
         follows = after[i]
-        inside = layer is None and current is not None and follows is not None and follows >= current
+        inside = (
+            layer is None and current is not None and follows is not None and follows >= current
+        )
         belongs = current if inside else layer
         if belongs != current and i > start:
             yield current, list(lines[start:i])
@@ -78,7 +82,9 @@ def _runs(lines: Sequence[NodeLine]) -> Iterator[tuple[int | None, list[NodeLine
 
 @dataclass(frozen=True)
 class Row:
-    """A node before and after. kind: "same", "changed", "gone", "made", "replaced" (left by right)."""
+    """A node before and after. kind: "same", "changed", "gone", "made", "replaced" (left by
+    right).
+    """
 
     kind: str
     left: NodeLine | None
@@ -100,13 +106,17 @@ class Hunk:
 
 
 def hunks(before: Sequence[NodeLine], after: Sequence[NodeLine]) -> list[Hunk]:
-    """The differences of two graphs whose nodes kept their names; equal changes in several layers once."""
+    """The differences of two graphs whose nodes kept their names; equal changes in several layers
+    once.
+    """
     rows = list(align(before, after))
     groups: dict[tuple[object, ...], Hunk] = {}
     for start, end in _changed_stretches(rows):
         changed = rows[start:end]
-        change = tuple((row.kind, row.left and key(row.left), row.right and key(row.right)) for row in changed)
-        around = rows[max(start - CONTEXT, 0):start], rows[end:end + CONTEXT]
+        change = tuple(
+            (row.kind, row.left and key(row.left), row.right and key(row.right)) for row in changed
+        )
+        around = rows[max(start - CONTEXT, 0) : start], rows[end : end + CONTEXT]
         hunk = groups.setdefault(change, Hunk([*_same(around[0]), *changed, *_same(around[1])]))
         hunk.count += 1
         hunk.layers |= {row.layer for row in changed if row.layer is not None}
@@ -123,11 +133,17 @@ def _changed_stretches(rows: Sequence[Row]) -> Iterator[tuple[int, int]]:
     layer: int | None = None
     for i, row in enumerate(rows):
         changed = row.kind != "same"
-        if start is not None and (not changed or (None not in (layer, row.layer) and row.layer != layer)):
+        if start is not None and (
+            not changed or (None not in (layer, row.layer) and row.layer != layer)
+        ):
             yield start, i
             start = None
         if changed:
-            start, layer = (i, row.layer) if start is None else (start, layer if layer is not None else row.layer)
+            start, layer = (
+                (i, row.layer)
+                if start is None
+                else (start, layer if layer is not None else row.layer)
+            )
     if start is not None:
         yield start, len(rows)
 
@@ -135,7 +151,9 @@ def _changed_stretches(rows: Sequence[Row]) -> Iterator[tuple[int, int]]:
 def align(before: Sequence[NodeLine], after: Sequence[NodeLine]) -> Iterator[Row]:
     """Rows of both graphs, with nodes of the same name in one row where both orders allow it."""
     place = {line.name: i for i, line in enumerate(after)}
-    kept = _longest_increasing([(i, place[line.name]) for i, line in enumerate(before) if line.name in place])
+    kept = _longest_increasing(
+        [(i, place[line.name]) for i, line in enumerate(before) if line.name in place]
+    )
     a = b = 0
     for i, j in [*kept, (len(before), len(after))]:
         yield from _unmatched(before[a:i], after[b:j])
@@ -148,7 +166,9 @@ def align(before: Sequence[NodeLine], after: Sequence[NodeLine]) -> Iterator[Row
 
 def _unmatched(gone: Sequence[NodeLine], made: Sequence[NodeLine]) -> Iterator[Row]:
     both = min(len(gone), len(made))
-    yield from (Row("replaced", left, right) for left, right in zip(gone[:both], made[:both], strict=True))
+    yield from (
+        Row("replaced", left, right) for left, right in zip(gone[:both], made[:both], strict=True)
+    )
     yield from (Row("gone", line, None) for line in gone[both:])
     yield from (Row("made", None, line) for line in made[both:])
 

@@ -1,7 +1,7 @@
 """Reports as one HTML file: what the compiler did, by pass, layer and op.
 
-The file needs no network and can be opened from disk. Its content security policy allows only its own script and style;
-names from a model are escaped.
+The file needs no network and can be opened from disk. Its content security policy allows only its
+own script and style; names from a model are escaped.
 """
 
 import base64
@@ -39,7 +39,11 @@ MAX_HUNKS = 60
 Entry = tuple[str, str]  # (label, text)
 
 
-def page(reports: "Sequence[Report]", others: "Sequence[Report]" = (), names: tuple[str, str] = ("first", "second")) -> str:
+def page(
+    reports: "Sequence[Report]",
+    others: "Sequence[Report]" = (),
+    names: tuple[str, str] = ("first", "second"),
+) -> str:
     """The HTML of reports, one tab per graph; with `others`, also of those and of the differences.
 
     Raises ImportError without jinja2.
@@ -47,9 +51,16 @@ def page(reports: "Sequence[Report]", others: "Sequence[Report]" = (), names: tu
     try:
         from jinja2 import Environment, FileSystemLoader, StrictUndefined
     except ImportError as error:
-        raise ImportError("a report as HTML needs the library `jinja2`: pip install 'atomc[report]'") from error
-    environment = Environment(loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined,
-                              trim_blocks=True, lstrip_blocks=True)  # fmt: skip
+        raise ImportError(
+            "a report as HTML needs the library `jinja2`: pip install 'atomc[report]'"
+        ) from error
+    environment = Environment(
+        loader=FileSystemLoader(HERE),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
     style, script = (f"\n{(HERE / name).read_text()}" for name in ("report.css", "report.js"))
     graphs = [Graph(i, report, names[0] if others else "") for i, report in enumerate(reports)]
     graphs += [Graph(len(reports) + i, report, names[1]) for i, report in enumerate(others)]
@@ -61,15 +72,27 @@ def page(reports: "Sequence[Report]", others: "Sequence[Report]" = (), names: tu
         title += f" to {reports[0].model}"
     many = len(graphs) > 1
     text = environment.get_template("report.html").render(
-        graphs=graphs, many=many, compared=compared, names=names, title=title, machines=data["machines"], spans=spans,
-        style=style, script=script, data=_embedded(data), policy=policy(style, script),
-    )  # fmt: skip
+        graphs=graphs,
+        many=many,
+        compared=compared,
+        names=names,
+        title=title,
+        machines=data["machines"],
+        spans=spans,
+        style=style,
+        script=script,
+        data=_embedded(data),
+        policy=policy(style, script),
+    )
     return re.sub(r">\n\s*<", "><", text).lstrip()
 
 
 def policy(style: str, script: str) -> str:
     """The content security policy: only this style and this script."""
-    return f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; base-uri 'none'; form-action 'none'"
+    return (
+        f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; "
+        "base-uri 'none'; form-action 'none'"
+    )
 
 
 def _hash(text: str) -> str:
@@ -93,15 +116,30 @@ def format_bytes(size: float) -> str:
 
 def _machines() -> list[dict[str, Any]]:
     """The machines with known data sheets, with their measured efficiencies."""
-    return [_machine(p.name, p.bandwidth, p.flops, p.device) for p in DESCRIBED.values() if p.bandwidth]
+    return [
+        _machine(p.name, p.bandwidth, p.flops, p.device) for p in DESCRIBED.values() if p.bandwidth
+    ]
 
 
-def _machine(name: str, bandwidth: float | None, flops: float | None, device: str) -> dict[str, Any]:
-    """launch: minimum seconds of a kernel; rows: (op, kernel, first, last, floor, efficiency) of atomc.cost.efficiency."""
+def _machine(
+    name: str, bandwidth: float | None, flops: float | None, device: str
+) -> dict[str, Any]:
+    """launch: minimum seconds of a kernel; rows: (op, kernel, first, last, floor, efficiency) of
+    atomc.cost.efficiency.
+    """
     table = shipped().get(name)
-    rows = [(row.op, row.kernel, row.first, row.last, row.floor, row.efficiency) for row in table.rows] if table else []
-    return {"name": name, "bandwidth": table.bandwidth if table else bandwidth, "flops": table.flops if table else flops,
-            "launch": LAUNCH if device == "cuda" else 0.0, "rows": rows}  # fmt: skip
+    rows = (
+        [(row.op, row.kernel, row.first, row.last, row.floor, row.efficiency) for row in table.rows]
+        if table
+        else []
+    )
+    return {
+        "name": name,
+        "bandwidth": table.bandwidth if table else bandwidth,
+        "flops": table.flops if table else flops,
+        "launch": LAUNCH if device == "cuda" else 0.0,
+        "rows": rows,
+    }
 
 
 class Graph:
@@ -122,13 +160,17 @@ class Graph:
         self.savings = self._savings()
         self.second = self._second_choices()
         self.quantized_weights = _quantized_weights(report, self.choices)
-        self.symbols = sorted({name for row in self.ops for tree in row["trees"] for name in formula.names_in(tree)})
+        self.symbols = sorted(
+            {name for row in self.ops for tree in row["trees"] for name in formula.names_in(tree)}
+        )
 
     @property
     def machine(self) -> dict[str, Any]:
         """The machine of the compile."""
         own = self.report.machine
-        return _machine(own.get("name", ""), own.get("bandwidth"), own.get("flops"), own.get("device", "cpu"))
+        return _machine(
+            own.get("name", ""), own.get("bandwidth"), own.get("flops"), own.get("device", "cpu")
+        )
 
     @property
     def counts(self) -> list[tuple[str, int]]:
@@ -154,8 +196,13 @@ class Graph:
     @property
     def cuda_graphs(self) -> list[tuple[str, int]]:
         """(sizes, bytes) of each CUDA graph."""
-        return [(", ".join(f"{name} {value}" for name, value in graph.items() if name != "bytes"), graph.get("bytes", 0))
-                for graph in self.report.cuda_graphs]  # fmt: skip
+        return [
+            (
+                ", ".join(f"{name} {value}" for name, value in graph.items() if name != "bytes"),
+                graph.get("bytes", 0),
+            )
+            for graph in self.report.cuda_graphs
+        ]
 
     @property
     def free(self) -> list[str]:
@@ -174,12 +221,15 @@ class Graph:
     def sections(self) -> list[tuple[str, str]]:
         """(id, title) of the sections with content."""
         found = [
-            ("rewrites", "Rewrites", self.grid.rows), ("costs", "Kernels and cost", self.ops),
+            ("rewrites", "Rewrites", self.grid.rows),
+            ("costs", "Kernels and cost", self.ops),
             ("left", "Left on the table", self.savings or self.second),
             ("bits", "Quantized weights", self.quantized_weights),
-            ("passes", "Passes", self.passes), ("graph", "Graph", self.captured or self.final),
-            ("start", "Start", True), ("about", "What rewrites do", self.about),
-        ]  # fmt: skip
+            ("passes", "Passes", self.passes),
+            ("graph", "Graph", self.captured or self.final),
+            ("start", "Start", True),
+            ("about", "What rewrites do", self.about),
+        ]
         return [(name, title) for name, title, there in found if there]
 
     @property
@@ -191,7 +241,10 @@ class Graph:
         """The outcome of the cache in a sentence."""
         cached = self.report.cached
         if cached.kind == "hit":
-            return "Hit: this graph was compiled earlier. No pass ran; the information on passes is from that compile."
+            return (
+                "Hit: this graph was compiled earlier. No pass ran; the information on "
+                "passes is from that compile."
+            )
         why = str(replace(cached, kind=""))
         if cached.kind == "miss":
             return f"Miss, compiled again: {why}."
@@ -202,11 +255,13 @@ class Graph:
     def data(self) -> dict[str, Any]:
         """The data for the script of the page."""
         return {
-            "id": self.id, "ops": [_computed(row) for row in self.ops],
+            "id": self.id,
+            "ops": [_computed(row) for row in self.ops],
             "savings": [[row["count"], row["tree"]] for row in self.savings],
             "machine": self.machine,
-            "phases": [seconds for _, seconds in self.phases], "reasons": self.grid.reasons,
-        }  # fmt: skip
+            "phases": [seconds for _, seconds in self.phases],
+            "reasons": self.grid.reasons,
+        }
 
     def _ops(self) -> list[dict[str, Any]]:
         """Groups of equal kernels: modules, providers, formulas, and the captured nodes."""
@@ -216,15 +271,39 @@ class Graph:
             choices = [choice for node in cost.nodes for choice in self.choices.get(node, [])]
             runs = list(dict.fromkeys((choice.tokens, choice.chosen) for choice in choices))
             refused = list(dict.fromkeys(other for choice in choices for other in choice.others))
-            anywhere = {pair for choice in choices for pair in choice.refused_by(*MACHINE_CODES, *DESIGN_CODES)}
-            key = (cost.op, collapsed(cost.module_path), cost.bytes, cost.flops, tuple(runs), tuple(refused))
-            group = groups.setdefault(key, {
-                "op": cost.op, "path": collapsed(cost.module_path), "count": 0, "layers": set(), "runs": _runs(runs),
-                "ranges": _ranges(runs), "refused": refused, "anywhere": anywhere, "bytes": cost.bytes, "flops": cost.flops,
-                "source": cost.source,
-                "trees": [formula.tree(cost.bytes), formula.tree(cost.flops)], "nodes": len(cost.nodes),
-                "origins": _origins(cost, origin), "made_by": cost.made_by,
-            })  # fmt: skip
+            anywhere = {
+                pair
+                for choice in choices
+                for pair in choice.refused_by(*MACHINE_CODES, *DESIGN_CODES)
+            }
+            key = (
+                cost.op,
+                collapsed(cost.module_path),
+                cost.bytes,
+                cost.flops,
+                tuple(runs),
+                tuple(refused),
+            )
+            group = groups.setdefault(
+                key,
+                {
+                    "op": cost.op,
+                    "path": collapsed(cost.module_path),
+                    "count": 0,
+                    "layers": set(),
+                    "runs": _runs(runs),
+                    "ranges": _ranges(runs),
+                    "refused": refused,
+                    "anywhere": anywhere,
+                    "bytes": cost.bytes,
+                    "flops": cost.flops,
+                    "source": cost.source,
+                    "trees": [formula.tree(cost.bytes), formula.tree(cost.flops)],
+                    "nodes": len(cost.nodes),
+                    "origins": _origins(cost, origin),
+                    "made_by": cost.made_by,
+                },
+            )
             group["count"] += 1
             group["layers"] |= {cost.layer} - {None}
         return [{**group, "layers": spans(group["layers"])} for group in groups.values()]
@@ -233,8 +312,16 @@ class Graph:
         groups: dict[Any, dict[str, Any]] = {}
         for saving in self.report.savings:
             key = (saving.kind, saving.what, collapsed(saving.module_path), saving.bytes)
-            group = groups.setdefault(key, {**asdict(saving), "path": key[2], "count": 0, "layers": set(),
-                                            "tree": formula.tree(saving.bytes)})  # fmt: skip
+            group = groups.setdefault(
+                key,
+                {
+                    **asdict(saving),
+                    "path": key[2],
+                    "count": 0,
+                    "layers": set(),
+                    "tree": formula.tree(saving.bytes),
+                },
+            )
             group["count"] += 1
             group["layers"] |= {saving.layer} - {None}
         return [{**group, "layers": spans(group["layers"])} for group in groups.values()]
@@ -244,9 +331,12 @@ class Graph:
         found = []
         for number, row in enumerate(self.ops):
             ran = {name for kernel, _ in row["runs"] for name in (kernel, another_kernel(kernel))}
-            row["rather"] = [(provider, reason) for provider, reason in row["refused"]
-                             if provider not in {*self.not_here, *ran}
-                             and (provider, reason) not in row["anywhere"]]  # fmt: skip
+            row["rather"] = [
+                (provider, reason)
+                for provider, reason in row["refused"]
+                if provider not in {*self.not_here, *ran}
+                and (provider, reason) not in row["anywhere"]
+            ]
             if row["rather"]:
                 found.append(number)
         return found
@@ -256,7 +346,8 @@ class Graph:
 
 
 class Grid:
-    """Rewrites (rows) by layers (columns): consecutive equal layers share a column; the last column is outside of layers.
+    """Rewrites (rows) by layers (columns): consecutive equal layers share a column; the last column
+    is outside of layers.
 
     reasons  the text of each cell; a cell has the index of its text
     absent   rows of rewrites whose pattern does not occur; there: all other rows
@@ -265,8 +356,11 @@ class Grid:
     def __init__(self, report: "Report"):
         self.report = report
         self.reasons: list[list[Entry]] = []
-        names = [name for name in dict.fromkeys([*report.known, *report.off, *report.matches])
-                 if name not in NOT_REWRITES and "[" not in name]  # fmt: skip
+        names = [
+            name
+            for name in dict.fromkeys([*report.known, *report.off, *report.matches])
+            if name not in NOT_REWRITES and "[" not in name
+        ]
         self.sites: dict[tuple[str, int | None], list[Site]] = {}
         self.near: dict[tuple[str, int | None], list[Miss]] = {}
         for site in report.sites:
@@ -276,35 +370,56 @@ class Grid:
         self.columns = self._columns(names)
         self.prefix = _layer_prefixes(report)
         self.rows = sorted(map(self._row, names), key=_most_telling)
-        self.absent = [row for row in self.rows if all(cell["state"] == "absent" for cell in row["cells"])]
+        self.absent = [
+            row for row in self.rows if all(cell["state"] == "absent" for cell in row["cells"])
+        ]
         self.there = [row for row in self.rows if row not in self.absent]
 
     def _columns(self, names: Sequence[str]) -> list[list[int | None]]:
         layers: list[int | None] = [*self.report.layers, None]
         looks = {layer: tuple(self._look(name, layer) for name in names) for layer in layers}
-        return [list(run) for _, run in itertools.groupby(layers, key=lambda layer: (layer is None, looks[layer]))]
+        return [
+            list(run)
+            for _, run in itertools.groupby(layers, key=lambda layer: (layer is None, looks[layer]))
+        ]
 
     def title(self, column: Sequence[int | None]) -> str:
-        return "elsewhere" if column[0] is None else spans(layer for layer in column if layer is not None)
+        return (
+            "elsewhere"
+            if column[0] is None
+            else spans(layer for layer in column if layer is not None)
+        )
 
     def heading(self, number: int) -> str:
         """The title of a column for use in a sentence."""
         title = self.title(self.columns[number])
-        return "outside of the layers" if title == "elsewhere" else f"layer{'s' * (len(self.columns[number]) > 1)} {title}"
+        return (
+            "outside of the layers"
+            if title == "elsewhere"
+            else f"layer{'s' * (len(self.columns[number]) > 1)} {title}"
+        )
 
     def _look(self, name: str, layer: int | None) -> tuple[int, int]:
         return len(self.sites.get((name, layer), [])), len(self.near.get((name, layer), []))
 
     def _row(self, name: str) -> dict[str, Any]:
         about = self.report.about.get(name, "").partition("\n")[0]
-        return {"name": name, "about": about, "cells": [self._cell(name, column) for column in self.columns],
-                "total": self.report.matches[name]}  # fmt: skip
+        return {
+            "name": name,
+            "about": about,
+            "cells": [self._cell(name, column) for column in self.columns],
+            "total": self.report.matches[name],
+        }
 
     def _cell(self, name: str, column: list[int | None]) -> dict[str, Any]:
         sites = [site for layer in column for site in self.sites.get((name, layer), [])]
         near = [miss for layer in column for miss in self.near.get((name, layer), [])]
-        state = "near" if near else "fired" if sites else "off" if name in self.report.off else "absent"
-        lines = [*_near_lines(near), *_site_lines(sites)] or [("why not", self._why_not(name, column))]
+        state = (
+            "near" if near else "fired" if sites else "off" if name in self.report.off else "absent"
+        )
+        lines = [*_near_lines(near), *_site_lines(sites)] or [
+            ("why not", self._why_not(name, column))
+        ]
         if sites:
             lines += self._kernel_lines(name)
         self.reasons.append(lines)
@@ -322,10 +437,19 @@ class Grid:
 
     def _kernel_lines(self, name: str) -> list[Entry]:
         choices = [choice for choice in self.report.kernels if choice.op == name]
-        runs = _runs(list(dict.fromkeys((choice.tokens, choice.chosen) for choice in choices))) if choices else []
+        runs = (
+            _runs(list(dict.fromkeys((choice.tokens, choice.chosen) for choice in choices)))
+            if choices
+            else []
+        )
         refused = dict.fromkeys(other for choice in choices for other in choice.others)
-        return [*(("runs as", f"{kernel} for {tokens}" if tokens else kernel) for kernel, tokens in runs),
-                *((f"not {provider}", reason) for provider, reason in refused)]  # fmt: skip
+        return [
+            *(
+                ("runs as", f"{kernel} for {tokens}" if tokens else kernel)
+                for kernel, tokens in runs
+            ),
+            *((f"not {provider}", reason) for provider, reason in refused),
+        ]
 
 
 def _most_telling(row: Mapping[str, Any]) -> int:
@@ -347,17 +471,30 @@ def _site_lines(sites: Iterable[Site]) -> list[Entry]:
     found: Counter[str] = Counter()
     for site in sites:
         attributes = ", ".join(f"{name}={value}" for name, value in site.attrs.items())
-        found[_location(site.module_path, site.source) + (f": {attributes}" if attributes else "")] += 1
+        found[
+            _location(site.module_path, site.source) + (f": {attributes}" if attributes else "")
+        ] += 1
     return [("fired", f"{_times(count)} {line}") for line, count in found.items()]
 
 
 def _near_lines(near: Iterable[Miss]) -> list[Entry]:
     found: dict[tuple[str, str, str], list[Miss]] = {}
     for miss in near:
-        found.setdefault((_location(miss.module_path, miss.source), miss.expected, miss.found), []).append(miss)
-    return [said for (place, expected, what), misses in found.items()
-            for said in (("near miss", f"{_times(len(misses))} {place}: {misses[0].depth:.0%} of the pattern matched"),
-                         ("expected", expected), ("found", what))]  # fmt: skip
+        found.setdefault(
+            (_location(miss.module_path, miss.source), miss.expected, miss.found), []
+        ).append(miss)
+    return [
+        said
+        for (place, expected, what), misses in found.items()
+        for said in (
+            (
+                "near miss",
+                f"{_times(len(misses))} {place}: {misses[0].depth:.0%} of the pattern matched",
+            ),
+            ("expected", expected),
+            ("found", what),
+        )
+    ]
 
 
 def _location(path: str, source: str) -> str:
@@ -372,11 +509,20 @@ def _times(count: int) -> str:
 
 
 def _computed(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The data to compute the time of an op. runs: (first, last number of tokens, op and kernel of the table row)."""
+    """The data to compute the time of an op. runs: (first, last number of tokens, op and kernel of
+    the table row).
+    """
     runs = row["ranges"] or [(GLUE, ALL_TOKENS)]
-    ranges = [(tokens.first, tokens.last, *name_in_table(row["op"], kernel)) for kernel, tokens in runs]
-    return {"count": row["count"], "bytes": row["trees"][0], "flops": row["trees"][1], "runs": ranges,
-            "rate": rate(row["op"])}  # fmt: skip
+    ranges = [
+        (tokens.first, tokens.last, *name_in_table(row["op"], kernel)) for kernel, tokens in runs
+    ]
+    return {
+        "count": row["count"],
+        "bytes": row["trees"][0],
+        "flops": row["trees"][1],
+        "runs": ranges,
+        "rate": rate(row["op"]),
+    }
 
 
 def _runs(runs: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
@@ -403,17 +549,34 @@ def _origins(cost: OpCost, captured: Mapping[str, NodeLine]) -> list[NodeLine]:
     return [captured[name] for name in cost.made_of if name in captured]
 
 
-def _quantized_weights(report: "Report", choices: Mapping[str, Sequence[KernelChoice]]) -> list[dict[str, Any]]:
+def _quantized_weights(
+    report: "Report", choices: Mapping[str, Sequence[KernelChoice]]
+) -> list[dict[str, Any]]:
     groups: dict[Any, dict[str, Any]] = {}
     for found in report.few_bits:
-        runs = tuple(dict.fromkeys((choice.tokens, choice.chosen) for choice in choices.get(found.node, [])))
+        runs = tuple(
+            dict.fromkeys((choice.tokens, choice.chosen) for choice in choices.get(found.node, []))
+        )
         key = (found.op, found.scheme, collapsed(found.module_path), runs)
-        group = groups.setdefault(key, {"op": found.op, "scheme": found.scheme, "path": key[2], "runs": _runs(runs),
-                                        "count": 0, "bytes": 0, "saved": 0})  # fmt: skip
+        group = groups.setdefault(
+            key,
+            {
+                "op": found.op,
+                "scheme": found.scheme,
+                "path": key[2],
+                "runs": _runs(runs),
+                "count": 0,
+                "bytes": 0,
+                "saved": 0,
+            },
+        )
         group["count"] += 1
         group["bytes"] += found.bytes
         group["saved"] += found.full_bytes - found.bytes
-    return [{**group, "share": group["saved"] / (group["saved"] + group["bytes"])} for group in groups.values()]
+    return [
+        {**group, "share": group["saved"] / (group["saved"] + group["bytes"])}
+        for group in groups.values()
+    ]
 
 
 # ---- passes
@@ -424,14 +587,26 @@ def _passes(report: "Report") -> list[dict[str, Any]]:
     found, last = [], ""
     for stage in report.stages:
         before = stage.before or last
-        changed: list[Hunk] = hunks(parse(before), parse(stage.text)) if before and stage.text else []
-        found.append({"name": stage.name, "changed": stage.changed, "hunks": changed[:MAX_HUNKS],
-                      "more": len(changed[MAX_HUNKS:]), "kept": bool(before and stage.text),
-                      "about": report.about.get(stage.name, "").partition("\n")[0]})  # fmt: skip
+        changed: list[Hunk] = (
+            hunks(parse(before), parse(stage.text)) if before and stage.text else []
+        )
+        found.append(
+            {
+                "name": stage.name,
+                "changed": stage.changed,
+                "hunks": changed[:MAX_HUNKS],
+                "more": len(changed[MAX_HUNKS:]),
+                "kept": bool(before and stage.text),
+                "about": report.about.get(stage.name, "").partition("\n")[0],
+            }
+        )
         last = stage.text or last
     shown = (step for step in found if step["hunks"] and step["about"] and step["name"] != "lift")
     first = next(shown, None)
-    return [{**step, "first": step is first, "number": number} for number, step in enumerate(found, start=1)]
+    return [
+        {**step, "first": step is first, "number": number}
+        for number, step in enumerate(found, start=1)
+    ]
 
 
 def _captured(report: "Report") -> list[NodeLine]:
@@ -441,4 +616,6 @@ def _captured(report: "Report") -> list[NodeLine]:
 
 
 def _final(report: "Report") -> list[NodeLine]:
-    return parse(report.stages[-1].text) if report.stages and report.stages[-1].name != "lift" else []
+    return (
+        parse(report.stages[-1].text) if report.stages and report.stages[-1].name != "lift" else []
+    )

@@ -1,7 +1,9 @@
-"""The HTML page of `options={"report": "out.html"}`: all graphs of the process, written after each compile.
+"""The HTML page of `options={"report": "out.html"}`: all graphs of the process, written after each
+compile.
 
-It is written again when the process ends, to include CUDA graphs and notes that were added later. With many graphs, some
-compiles do not write it, to limit the time. A failure to write is logged once, and does not fail the program.
+It is written again when the process ends, to include CUDA graphs and notes that were added later.
+With many graphs, some compiles do not write it, to limit the time. A failure to write is logged
+once, and does not fail the program.
 """
 
 import atexit
@@ -18,7 +20,8 @@ from atomc.report.report import Report
 
 log = logging.getLogger("atomc")
 
-# Limits of the time to write pages before exit: seconds, plus a fraction of the time since the first compile.
+# Limits of the time to write pages before exit: seconds, plus a fraction of the time since the
+# first compile.
 SECONDS = 5.0
 SHARE = 0.05
 

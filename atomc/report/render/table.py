@@ -15,8 +15,10 @@ def table(header: Row, rows: Iterable[Row], numbers: Sequence[int] = ()) -> str:
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header) - 1)]
     lines = []
     for row in [header, *rows]:
-        cells = [cell.rjust(width) if i in numbers else cell.ljust(width)
-                 for i, (cell, width) in enumerate(zip(row, widths, strict=False))]  # fmt: skip
+        cells = [
+            cell.rjust(width) if i in numbers else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=False))
+        ]
         start = "  ".join([*cells, ""])
         lines.append(wrapped(row[-1], start, " " * len(start)))
     return "\n".join(lines)
@@ -28,5 +30,14 @@ def collapsed(path: str) -> str:
 
 
 def wrapped(text: str, start: str, indent: str) -> str:
-    return textwrap.fill(text, WIDTH, initial_indent=start, subsequent_indent=indent, break_on_hyphens=False,
-                         break_long_words=False).rstrip() or start.rstrip()  # fmt: skip
+    return (
+        textwrap.fill(
+            text,
+            WIDTH,
+            initial_indent=start,
+            subsequent_indent=indent,
+            break_on_hyphens=False,
+            break_long_words=False,
+        ).rstrip()
+        or start.rstrip()
+    )

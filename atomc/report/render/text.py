@@ -17,19 +17,36 @@ NOT_REWRITES = ("lift", "bind_state", "reinplace", "lower")
 
 
 def report_text(report: "Report") -> str:
-    """Rewrites by layer, rewrites that did not fire and why, kernels, state and phases of one graph."""
+    """Rewrites by layer, rewrites that did not fire and why, kernels, state and phases of one
+    graph.
+    """
     parts = [_title(report)]
     if report.treated:
-        parts += [_rewrites(report), _not_fired(report), _near_misses(report.near), _kernels(report.kernels),
-                  _listed("state", _collapsed_lines(report.state))]  # fmt: skip
+        parts += [
+            _rewrites(report),
+            _not_fired(report),
+            _near_misses(report.near),
+            _kernels(report.kernels),
+            _listed("state", _collapsed_lines(report.state)),
+        ]
     bugs = _listed("bugs of atomc, please report", report.bugs)
-    parts += [_break_and_recompile(report), _audit(report), _listed("notes", report.notes), bugs, _phases(report)]
+    parts += [
+        _break_and_recompile(report),
+        _audit(report),
+        _listed("notes", report.notes),
+        bugs,
+        _phases(report),
+    ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def _title(report: "Report") -> str:
     if report.treated:
-        cache = f"; cache: {report.cache}" if report.cached not in (CacheOutcome(), CacheOutcome("off")) else ""
+        cache = (
+            f"; cache: {report.cache}"
+            if report.cached not in (CacheOutcome(), CacheOutcome("off"))
+            else ""
+        )
         return wrapped(f"{report.model}: compiled{cache}", "", "  ")
     return wrapped(f"{report.model}: not treated: {report.why_not}", "", "  ")
 
@@ -39,10 +56,20 @@ def _rewrites(report: "Report") -> str:
     for site in report.sites:
         if site.rewrite not in NOT_REWRITES:
             sites.setdefault(site.rewrite, []).append(site)
-    rows = [(name, str(len(found)), _layers(site.layer for site in found),
-             ", ".join(dict.fromkeys(collapsed(site.module_path) or "the graph" for site in found)))
-            for name, found in sites.items()]  # fmt: skip
-    return table(("rewrite", "sites", "layers", "in"), rows, numbers=[1]) if rows else "no rewrite fired"
+    rows = [
+        (
+            name,
+            str(len(found)),
+            _layers(site.layer for site in found),
+            ", ".join(dict.fromkeys(collapsed(site.module_path) or "the graph" for site in found)),
+        )
+        for name, found in sites.items()
+    ]
+    return (
+        table(("rewrite", "sites", "layers", "in"), rows, numbers=[1])
+        if rows
+        else "no rewrite fired"
+    )
 
 
 def _layers(layers: Iterable[int | None]) -> str:
@@ -50,12 +77,18 @@ def _layers(layers: Iterable[int | None]) -> str:
 
 
 def _not_fired(report: "Report") -> str:
-    missing = [name for name in [*report.known, *report.off] if not report.matches[name] and name not in NOT_REWRITES]
+    missing = [
+        name
+        for name in [*report.known, *report.off]
+        if not report.matches[name] and name not in NOT_REWRITES
+    ]
     near = {miss.rewrite for miss in report.near}
     rows: dict[str, str] = {}
     for name in dict.fromkeys(missing):
         reason = "near misses, below" if name in near else report.reason(name)
-        same = next((other for other, why in rows.items() if why == reason and name not in near), None)
+        same = next(
+            (other for other, why in rows.items() if why == reason and name not in near), None
+        )
         rows[name] = f"as {same}" if same else reason
     return table(("did not fire", "why"), list(rows.items())) if rows else ""
 
@@ -75,9 +108,15 @@ def _near_misses(near: Sequence[Miss]) -> str:
         times = f" x{len(found)}, layers {layers}" if len(found) > 1 else ""
         source = f", {first.source}" if first.source else ""
         where = collapsed(first.module_path) if len(found) > 1 else first.module_path
-        head = f"{first.rewrite}{variant} in {where or 'the graph'}{times}{source}: {first.depth:.0%} matched"
-        lines += [wrapped(head, "  ", "    "), wrapped(first.expected, "    expected  ", 14 * " "),
-                  wrapped(first.found, "    found     ", 14 * " ")]  # fmt: skip
+        head = (
+            f"{first.rewrite}{variant} in {where or 'the graph'}{times}{source}: "
+            f"{first.depth:.0%} matched"
+        )
+        lines += [
+            wrapped(head, "  ", "    "),
+            wrapped(first.expected, "    expected  ", 14 * " "),
+            wrapped(first.found, "    found     ", 14 * " "),
+        ]
     if len(groups) > MAX_MISSES:
         lines.append(f"  and {len(groups) - MAX_MISSES} more: Report.near has all")
     return "\n".join(lines)
@@ -120,9 +159,17 @@ def _break_and_recompile(report: "Report") -> str:
     lines = []
     if report.graph_break is not None:
         code = f" ({report.graph_break.code})" if report.graph_break.code else ""
-        lines.append(wrapped(f"graph break at {report.graph_break.source}{code}: {report.graph_break.reason}", "", "  "))
+        lines.append(
+            wrapped(
+                f"graph break at {report.graph_break.source}{code}: {report.graph_break.reason}",
+                "",
+                "  ",
+            )
+        )
     if report.recompile is not None:
-        lines.append(wrapped(f"recompiled, because this guard failed: {report.recompile}", "", "  "))
+        lines.append(
+            wrapped(f"recompiled, because this guard failed: {report.recompile}", "", "  ")
+        )
     return "\n".join(lines)
 
 
@@ -130,7 +177,9 @@ def _phases(report: "Report") -> str:
     if not report.phases:
         return ""
     parts = [f"{name} {seconds:.2f}" for name, seconds in report.phases.items()]
-    return wrapped(f"{', '.join(parts)}; together {sum(report.phases.values()):.2f}", "seconds: ", 9 * " ")
+    return wrapped(
+        f"{', '.join(parts)}; together {sum(report.phases.values()):.2f}", "seconds: ", 9 * " "
+    )
 
 
 def summary(report: "Report") -> str:
@@ -138,15 +187,24 @@ def summary(report: "Report") -> str:
     if not report.treated:
         return f"not compiled: {report.why_not}"
     layers = len({site.layer for site in report.sites if site.layer is not None})
-    rewrites = [f"{report.matches[name]} {name}" for name in dict.fromkeys(report.known)
-                if report.matches[name] and name not in NOT_REWRITES]  # fmt: skip
+    rewrites = [
+        f"{report.matches[name]} {name}"
+        for name in dict.fromkeys(report.known)
+        if report.matches[name] and name not in NOT_REWRITES
+    ]
     runs: dict[str, dict[str, int]] = {}
     for choice in report.kernels:
         ops = runs.setdefault(choice.chosen, {})
         ops[choice.op] = ops.get(choice.op, 0) + 1
-    kernels = [f"{chosen} runs {', '.join(f'{count} {op}' for op, count in ops.items())}" for chosen, ops in runs.items()]
+    kernels = [
+        f"{chosen} runs {', '.join(f'{count} {op}' for op, count in ops.items())}"
+        for chosen, ops in runs.items()
+    ]
     near = [f"{miss.rewrite} in {miss.module_path or 'the graph'}" for miss in report.near]
     missed = f"{len(near)} near misses, such as {near[0]}" if near else "nothing nearly fused"
-    lines = [f"{layers} layers: {', '.join(rewrites) or 'no rewrite'} fired", "; ".join(kernels) or "no kernels",
-             "; ".join([missed, *report.notes])]  # fmt: skip
+    lines = [
+        f"{layers} layers: {', '.join(rewrites) or 'no rewrite'} fired",
+        "; ".join(kernels) or "no kernels",
+        "; ".join([missed, *report.notes]),
+    ]
     return "\n".join(lines)

@@ -19,7 +19,8 @@ AttrDifference = tuple[MissKind, str, str]
 def attr_differences(site: Site, p: Node, g: Node) -> Iterator[AttrDifference]:
     """What differs in two calls besides their tensors.
 
-    On the way it binds what the site decides, and leaves what depends on the sizes and dtypes of inputs to conditions.py.
+    On the way it binds what the site decides, and leaves what depends on the sizes and dtypes of
+    inputs to conditions.py.
     """
     wanted, found = call(p), call(g)
     for name in wanted.attrs.keys() | found.attrs.keys():
@@ -35,14 +36,22 @@ def attr_differences(site: Site, p: Node, g: Node) -> Iterator[AttrDifference]:
         elif name == "given" and wanted.op == found.op:
             yield "attribute", *_operands(bare(wanted.op), expected or (), here or ())
         else:
-            yield "attribute", f"{bare(wanted.op)} with {name}={bare(expected)}", f"{name}={bare(here)}"
+            yield (
+                "attribute",
+                f"{bare(wanted.op)} with {name}={bare(expected)}",
+                f"{name}={bare(here)}",
+            )
 
 
 def _follows_from_inputs(op: str, name: str, expected: Any) -> bool:
-    return isinstance(expected, torch.SymInt) or (name in ("shape", "dtype") and op in ("view", "expand", "cast"))
+    return isinstance(expected, torch.SymInt) or (
+        name in ("shape", "dtype") and op in ("view", "expand", "cast")
+    )
 
 
-def _captured(site: Site, what: str, name: str, capture: Capture, here: Any) -> Iterator[AttrDifference]:
+def _captured(
+    site: Site, what: str, name: str, capture: Capture, here: Any
+) -> Iterator[AttrDifference]:
     if capture.among and here not in capture.among:
         yield "attribute", f"{what}={' or '.join(map(bare, capture.among))}", f"{name}={bare(here)}"
     else:
@@ -59,7 +68,9 @@ def _items(site: Site, name: str, expected: Any, here: Any) -> Iterator[AttrDiff
 
 
 def _bind(site: Site, capture: Capture, here: Any) -> Iterator[AttrDifference]:
-    """The argument is what stands here, and the same everywhere; a size that varies is no constant."""
+    """The argument is what stands here, and the same everywhere; a size that varies is no
+    constant.
+    """
     if here is None or isinstance(here, Node | torch.SymInt | torch.SymFloat):
         yield "scalar", f"a constant for `{capture.name}`", str(here)
     elif (first := site.bound.setdefault(capture.name, here)) != here:
@@ -68,9 +79,16 @@ def _bind(site: Site, capture: Capture, here: Any) -> Iterator[AttrDifference]:
 
 def _operands(op: str, expected: tuple[str, ...], here: tuple[str, ...]) -> tuple[str, str]:
     """Which operands of an op are missing, or too many."""
-    missing, extra = ([f"`{name}`" for name in a if name not in b] for a, b in ((expected, here), (here, expected)))
-    wanted = [f"with {' and '.join(missing)}"] * bool(missing) + [f"without {' or '.join(extra)}"] * bool(extra)
-    found = [f"{' and '.join(extra)} given"] * bool(extra) + [f"{' and '.join(missing)} absent"] * bool(missing)
+    missing, extra = (
+        [f"`{name}`" for name in a if name not in b]
+        for a, b in ((expected, here), (here, expected))
+    )
+    wanted = [f"with {' and '.join(missing)}"] * bool(missing) + [
+        f"without {' or '.join(extra)}"
+    ] * bool(extra)
+    found = [f"{' and '.join(extra)} given"] * bool(extra) + [
+        f"{' and '.join(missing)} absent"
+    ] * bool(missing)
     return f"{op} {', '.join(wanted)}", ", ".join(found)
 
 

@@ -1,4 +1,6 @@
-"""What must hold where a pattern's structure fits: sizes, dtypes, devices, and no reader or writer from outside."""
+"""What must hold where a pattern's structure fits: sizes, dtypes, devices, and no reader or writer
+from outside.
+"""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -22,9 +24,15 @@ LAST = 10**6
 def problems(site: Site, partial: bool = False) -> list[Difference]:
     """Everything that forbids the rewrite although the structure fits, most upstream first.
 
-    partial: the structure does not fit (an explanation is being made), so only the values are checked.
+    partial: the structure does not fit (an explanation is being made), so only the values are
+    checked.
     """
-    found = [*_input_problems(site), *_device_problems(site), *_deferred_problems(site), *_dtype_problems(site)]
+    found = [
+        *_input_problems(site),
+        *_device_problems(site),
+        *_deferred_problems(site),
+        *_dtype_problems(site),
+    ]
     if not partial:
         found += [*_escapes(site), *_mutations(site), *_cycles(site)]
     return sorted(found, key=lambda difference: difference.rank)
@@ -35,40 +43,79 @@ def _input_problems(site: Site) -> Iterator[Difference]:
     for name, p, g in site.tensors():
         allowed = site.dtypes(p)
         if value(g).dtype not in allowed:
-            like = f" (the dtype of `{site.pattern.typical_input}`)" if value(p).dtype == site.pattern.model_dtype else ""
+            like = (
+                f" (the dtype of `{site.pattern.typical_input}`)"
+                if value(p).dtype == site.pattern.model_dtype
+                else ""
+            )
             wanted = " or ".join([bare(allowed[0]) + like, *map(bare, allowed[1:])])
             yield Difference("dtype", f"`{name}` in {wanted}", bare(value(g).dtype), g, -1)
-        for d, (size, actual) in enumerate(zip(reversed(value(p).shape), reversed(value(g).shape), strict=False)):
+        for d, (size, actual) in enumerate(
+            zip(reversed(value(p).shape), reversed(value(g).shape), strict=False)
+        ):
             expected = substitute(size, symbols)
             if not known_equal(expected, actual):
-                yield Difference("size", f"`{name}` with size {expected} in dim {-1 - d}", _size(expected, actual), g, -1)
+                yield Difference(
+                    "size",
+                    f"`{name}` with size {expected} in dim {-1 - d}",
+                    _size(expected, actual),
+                    g,
+                    -1,
+                )
         if value(g).dim() < value(p).dim():
-            yield Difference("size", f"`{name}` with at least {value(p).dim()} dimensions",
-                             f"{value(g).dim()} (broadcast)", g, -1)  # fmt: skip
+            yield Difference(
+                "size",
+                f"`{name}` with at least {value(p).dim()} dimensions",
+                f"{value(g).dim()} (broadcast)",
+                g,
+                -1,
+            )
     yield from _rank_problems(site)
 
 
 def _size(expected: Any, actual: Any) -> str:
-    return f"{actual}" if known_different(expected, actual) else f"{actual}, which cannot be shown equal for every size"
+    return (
+        f"{actual}"
+        if known_different(expected, actual)
+        else f"{actual}, which cannot be shown equal for every size"
+    )
 
 
 def _rank_problems(site: Site) -> Iterator[Difference]:
-    """Inputs whose example starts with the same size have the same rank and leading sizes at the site."""
+    """Inputs whose example starts with the same size have the same rank and leading sizes at the
+    site.
+    """
     groups: dict[Any, list[tuple[str, Node, Node]]] = defaultdict(list)
     for name, p, g in site.tensors():
         if value(p).dim():
-            groups[expression(value(p).shape[0]) if value(p).dim() > 1 else name].append((name, p, g))
+            groups[expression(value(p).shape[0]) if value(p).dim() > 1 else name].append(
+                (name, p, g)
+            )
     for (first, p0, g0), *others in groups.values():
         for name, p, g in others:
             extra = value(g).dim() - value(p).dim()
             if extra != value(g0).dim() - value(p0).dim():
                 rank = value(p).dim() + value(g0).dim() - value(p0).dim()
-                yield Difference("size", f"`{name}` of rank {rank}, like `{first}`",
-                                 f"rank {value(g).dim()} (broadcast)", g, -1)  # fmt: skip
-            elif not all(known_equal(a, b) for a, b in
-                         zip(value(g0).shape[:max(0, extra)], value(g).shape[:max(0, extra)], strict=True)):
-                yield Difference("size", f"`{name}` with the leading sizes of `{first}`",
-                                 spell_shape(value(g).shape), g, -1)  # fmt: skip
+                yield Difference(
+                    "size",
+                    f"`{name}` of rank {rank}, like `{first}`",
+                    f"rank {value(g).dim()} (broadcast)",
+                    g,
+                    -1,
+                )
+            elif not all(
+                known_equal(a, b)
+                for a, b in zip(
+                    value(g0).shape[: max(0, extra)], value(g).shape[: max(0, extra)], strict=True
+                )
+            ):
+                yield Difference(
+                    "size",
+                    f"`{name}` with the leading sizes of `{first}`",
+                    spell_shape(value(g).shape),
+                    g,
+                    -1,
+                )
 
 
 def _device_problems(site: Site) -> Iterator[Difference]:
@@ -78,8 +125,13 @@ def _device_problems(site: Site) -> Iterator[Difference]:
     nodes = [node for _, _, node in site.tensors()] + list(site.matched.values())
     for node in nodes:
         if isinstance(value(node), Tensor) and value(node).device != value(first).device:
-            yield Difference("device", f"everything on {value(first).device}",
-                             f"{describe(node)} on {value(node).device}", node, -1)  # fmt: skip
+            yield Difference(
+                "device",
+                f"everything on {value(first).device}",
+                f"{describe(node)} on {value(node).device}",
+                node,
+                -1,
+            )
 
 
 def _deferred_problems(site: Site) -> Iterator[Difference]:
@@ -90,25 +142,47 @@ def _deferred_problems(site: Site) -> Iterator[Difference]:
             if here != site.dtype(expected):
                 cast = f"a cast to {bare(site.dtype(expected))}"
                 if p in site.alias:
-                    yield Difference("missing cast", cast, f"{describe(g)} used as it is, in {bare(here)}", g, rank)
+                    yield Difference(
+                        "missing cast",
+                        cast,
+                        f"{describe(g)} used as it is, in {bare(here)}",
+                        g,
+                        rank,
+                    )
                 else:
                     yield Difference("dtype", cast, f"one to {bare(here)}", g, rank)
         elif name == "shape":
             shape = [substitute(size, symbols) for size in expected]
-            if not all(known_equal(a, b) for a, b in zip(reversed(shape), reversed(here), strict=False)):
+            if not all(
+                known_equal(a, b) for a, b in zip(reversed(shape), reversed(here), strict=False)
+            ):
                 yield Difference("view", f"shape {spell_shape(shape)}", spell_shape(here), g, rank)
         elif here is None or not known_equal(substitute(expected, symbols), here):
-            yield Difference("attribute", f"{call(p).op} with {name}={substitute(expected, symbols)}",
-                             f"{name}={here}", g, rank)  # fmt: skip
+            yield Difference(
+                "attribute",
+                f"{call(p).op} with {name}={substitute(expected, symbols)}",
+                f"{name}={here}",
+                g,
+                rank,
+            )
 
 
 def _dtype_problems(site: Site) -> Iterator[Difference]:
     for p, g in site.matched.items():
-        if call(p).op == call(g).op != "cast" and isinstance(value(g), Tensor) and p not in site.pattern.any_dtype:
+        if (
+            call(p).op == call(g).op != "cast"
+            and isinstance(value(g), Tensor)
+            and p not in site.pattern.any_dtype
+        ):
             wanted = site.dtype(value(p).dtype)
             if value(g).dtype != wanted:
-                yield Difference("dtype", f"{bare(call(p).op)} computed in {bare(wanted)}", bare(value(g).dtype), g,
-                                 site.pattern.position[p])  # fmt: skip
+                yield Difference(
+                    "dtype",
+                    f"{bare(call(p).op)} computed in {bare(wanted)}",
+                    bare(value(g).dtype),
+                    g,
+                    site.pattern.position[p],
+                )
 
 
 def _escapes(site: Site) -> Iterator[Difference]:
@@ -118,21 +192,37 @@ def _escapes(site: Site) -> Iterator[Difference]:
     for node in inside - outputs:
         for reader in readers(node):
             if reader not in inside:
-                who = "the graph returns it" if reader.op == "output" else f"{describe(reader)} reads it too"
-                yield Difference("extra user", f"no other reader of {describe(node)}", who, node,
-                                 position.get(node, 0))  # fmt: skip
+                who = (
+                    "the graph returns it"
+                    if reader.op == "output"
+                    else f"{describe(reader)} reads it too"
+                )
+                yield Difference(
+                    "extra user",
+                    f"no other reader of {describe(node)}",
+                    who,
+                    node,
+                    position.get(node, 0),
+                )
 
 
 def _mutations(site: Site) -> Iterator[Difference]:
     """Somebody outside writes what is read inside."""
     inside = site.nodes()
     own_writes = {node for node in inside if mutated(node)}
-    read = {storage(node) for node in inside} | {storage(b) for b in site.bound.values() if isinstance(b, Node)}
+    read = {storage(node) for node in inside} | {
+        storage(b) for b in site.bound.values() if isinstance(b, Node)
+    }
     for node in _span(inside):
         for written in mutated(node):
             if node not in own_writes and storage(written) in read:
-                yield Difference("mutation", f"{describe(written)} unchanged while it is read",
-                                 f"{describe(node)} writes it", node, LAST)  # fmt: skip
+                yield Difference(
+                    "mutation",
+                    f"{describe(written)} unchanged while it is read",
+                    f"{describe(node)} writes it",
+                    node,
+                    LAST,
+                )
 
 
 def _cycles(site: Site) -> Iterator[Difference]:
@@ -140,13 +230,20 @@ def _cycles(site: Site) -> Iterator[Difference]:
     inside, outputs = site.nodes(), set(site.outputs())
     downstream: set[Node] = set()
     for node in _span(inside):
-        if node not in inside and any(a in outputs or a in downstream for a in node.all_input_nodes):
+        if node not in inside and any(
+            a in outputs or a in downstream for a in node.all_input_nodes
+        ):
             downstream.add(node)
     for node in inside:
         for operand in node.all_input_nodes:
             if operand in downstream:
-                yield Difference("cycle", "inputs ready before any output is used",
-                                 f"{describe(operand)} needs an output of this match", operand, LAST)  # fmt: skip
+                yield Difference(
+                    "cycle",
+                    "inputs ready before any output is used",
+                    f"{describe(operand)} needs an output of this match",
+                    operand,
+                    LAST,
+                )
 
 
 def _span(nodes: set[Node]) -> Iterator[Node]:

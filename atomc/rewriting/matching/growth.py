@@ -1,7 +1,8 @@
 """A tolerant match that grows from one pair of nodes and writes down what differs.
 
-It walks pattern and graph side by side in both directions, notes each difference and steps over it. Where several nodes
-of the graph could stand for one of the pattern, the most similar one does (similarity.py).
+It walks pattern and graph side by side in both directions, notes each difference and steps over it.
+Where several nodes of the graph could stand for one of the pattern, the most similar one does
+(similarity.py).
 """
 
 import itertools
@@ -22,9 +23,10 @@ from atomc.rewriting.matching.similarity import alike, like, similarity
 # Ops that only change how a value lies, looks or is kept: several in a row are one difference.
 LAYOUT = VIEWS | {"permute", "expand", "cast", "to"}
 LONGEST_CHAIN = 5
-# In similarity. Exchanged operands must look better than the given order by more than CLEARLY; below an op that is another
-# one the match goes on where an operand is of the same op and most of its attributes; what stands beside a result must be
-# more than of the same op, and counts less behind ops in between.
+# In similarity. Exchanged operands must look better than the given order by more than CLEARLY;
+# below an op that is another one the match goes on where an operand is of the same op and most of
+# its attributes; what stands beside a result must be more than of the same op, and counts less
+# behind ops in between.
 CLEARLY = 0.4
 WORTH_GOING_ON = 1.5
 WORTH_PLACING = 1.0
@@ -38,7 +40,9 @@ class Growth:
         self.pattern, self.site = pattern, Site(pattern)
         self.found: list[Difference] = []
         self.todo: deque[tuple[Node, Node]] = deque()  # placed, operands not compared yet
-        self.late_casts: list[tuple[Node, Node]] = []  # (graph node, its reader): missing unless the dtype is right
+        self.late_casts: list[
+            tuple[Node, Node]
+        ] = []  # (graph node, its reader): missing unless the dtype is right
         self.replaced: set[Node] = set()  # pattern nodes in whose place another op stands
         self.missing: set[Node] = set()  # pattern nodes that are not there
         self.extra: set[Node] = set()  # graph nodes in between
@@ -54,7 +58,9 @@ class Growth:
     def structural(self) -> list[Difference]:
         """Differences of structure, upstream first, one per kind and node."""
         ordered = sorted(self.found, key=lambda difference: difference.node)  # type: ignore[arg-type,return-value]
-        return list({(difference.kind, difference.node): difference for difference in ordered}.values())
+        return list(
+            {(difference.kind, difference.node): difference for difference in ordered}.values()
+        )
 
     def note(self, kind: MissKind, expected: str, found: str, node: Node, *ops: str) -> None:
         self.found.append(Difference(kind, expected, found, node, ops=ops))
@@ -73,8 +79,12 @@ class Growth:
         for g, reader in self.late_casts:
             wanted = self.site.dtype(self.pattern.model_dtype or value(g).dtype)
             if value(g).dtype != wanted:
-                self.note("missing cast", f"a cast to {bare(wanted)}",
-                          f"{describe(g)} used as it is, in {bare(value(g).dtype)}", reader)  # fmt: skip
+                self.note(
+                    "missing cast",
+                    f"a cast to {bare(wanted)}",
+                    f"{describe(g)} used as it is, in {bare(value(g).dtype)}",
+                    reader,
+                )
 
     def note_missing_readers(self) -> None:
         for p in self.pattern.nodes:
@@ -83,9 +93,17 @@ class Growth:
                 continue
             for reader in filter(self.unplaced, p.users):
                 if reader not in self.replaced:
-                    others = ", ".join(describe(user) for user in here.users if user.op != "output") or "nothing"
-                    self.note("no reader", f"{_wanted(reader)} reading {describe(here)}", f"only {others} reads it", here,
-                              call(reader).op)  # fmt: skip
+                    others = (
+                        ", ".join(describe(user) for user in here.users if user.op != "output")
+                        or "nothing"
+                    )
+                    self.note(
+                        "no reader",
+                        f"{_wanted(reader)} reading {describe(here)}",
+                        f"only {others} reads it",
+                        here,
+                        call(reader).op,
+                    )
 
     def unplaced(self, p: Node) -> bool:
         return self.site.at(p) is None and p in self.pattern.nodes
@@ -101,7 +119,12 @@ class Growth:
         for kind, expected, found in attr_differences(self.site, p, g):
             self.note(kind, expected, found, g)
         if len(wanted.operands) != len(here.operands):
-            self.note("arguments", f"{len(wanted.operands)} tensors into {_wanted(p)}", str(len(here.operands)), g)
+            self.note(
+                "arguments",
+                f"{len(wanted.operands)} tensors into {_wanted(p)}",
+                str(len(here.operands)),
+                g,
+            )
             return
 
         def rate(order: list[Node]) -> float:
@@ -110,11 +133,22 @@ class Growth:
         order = max(here.orders(), key=rate)
         swapped = max(_swaps(here.operands), key=rate, default=order)
         if wanted.op not in COMMUTATIVE and rate(swapped) > rate(order) + CLEARLY:
-            a, b = (self.pattern.inputs.get(q, _wanted(q))
-                    for q, h, other in zip(wanted.operands, order, swapped, strict=True) if h is not other)  # fmt: skip
-            self.note("operand order", f"{a} before {b} in {bare(wanted.op)}", "the operands the other way round", g)
+            a, b = (
+                self.pattern.inputs.get(q, _wanted(q))
+                for q, h, other in zip(wanted.operands, order, swapped, strict=True)
+                if h is not other
+            )
+            self.note(
+                "operand order",
+                f"{a} before {b} in {bare(wanted.op)}",
+                "the operands the other way round",
+                g,
+            )
             order = swapped
-        pairs = sorted(zip(wanted.operands, order, strict=True), key=lambda pair: pair[0] in self.pattern.inputs)
+        pairs = sorted(
+            zip(wanted.operands, order, strict=True),
+            key=lambda pair: pair[0] in self.pattern.inputs,
+        )
         for q, h in pairs:
             self.settle(q, h, g)
 
@@ -131,13 +165,18 @@ class Growth:
     def bind(self, name: str, g: Node, reader: Node) -> None:
         known = self.site.bound.setdefault(name, g)
         if known is not g:
-            self.note("same value", f"`{name}` to be {describe(known)} as elsewhere", describe(g), reader)
+            self.note(
+                "same value", f"`{name}` to be {describe(known)} as elsewhere", describe(g), reader
+            )
 
     def settle_new(self, p: Node, g: Node, reader: Node) -> None:
         wanted, here = call(p), call(g)
         if wanted.op == here.op and alike(p, g) and self.free(g):
             self.place(p, g)
-        elif wanted.op == "cast" and value(g).dtype == wanted.attrs["dtype"] != self.pattern.model_dtype:
+        elif (
+            wanted.op == "cast"
+            and value(g).dtype == wanted.attrs["dtype"] != self.pattern.model_dtype
+        ):
             without_cast(self.site, p, g)
             self.settle(wanted.operands[0], g, reader)
         elif self.pattern.sees_through and here.op in VIEWS and keeps_last_dim(g):
@@ -151,14 +190,18 @@ class Growth:
         chain = self.chain_down(p, g) if call(p).op != "cast" else []
         if chain:
             *between, found = chain
-            self.in_between(between[::-1], f"{describe(reader)} reading {_wanted(p)} directly", call(reader).op)
+            self.in_between(
+                between[::-1], f"{describe(reader)} reading {_wanted(p)} directly", call(reader).op
+            )
             self.place(p, found)
         return bool(chain)
 
     def step_over_missing(self, p: Node, g: Node, reader: Node) -> bool:
         """p is not there: g is what it should read."""
         wanted, here = call(p), call(g)
-        inner = [q for q in wanted.operands if q not in self.pattern.inputs and call(q).op == here.op]
+        inner = [
+            q for q in wanted.operands if q not in self.pattern.inputs and call(q).op == here.op
+        ]
         if not inner and wanted.op == "cast":
             inner = wanted.operands[:1]
         if not inner:
@@ -178,18 +221,30 @@ class Growth:
         self.replaced.add(p)
         maker = here.operands[0] if here.op == "getitem" else g
         if wanted.op in maker.meta.get("consumed", ()):
-            self.note("taken", f"{_wanted(p)} for itself", f"taken by {maker.meta['made_by']}", g, wanted.op)
+            self.note(
+                "taken",
+                f"{_wanted(p)} for itself",
+                f"taken by {maker.meta['made_by']}",
+                g,
+                wanted.op,
+            )
             return
         self.note("other op", _wanted(p), describe(g), g, wanted.op)
         for q in wanted.operands:
             best = max(here.operands, key=lambda h: self.similarity(q, h), default=None)
-            if best is not None and q not in self.pattern.inputs and self.similarity(q, best) >= WORTH_GOING_ON:
+            if (
+                best is not None
+                and q not in self.pattern.inputs
+                and self.similarity(q, best) >= WORTH_GOING_ON
+            ):
                 self.settle(q, best, g)
 
     # ---- upwards: who reads the nodes
 
     def grow_upwards(self) -> bool:
-        """Place one more node that reads, or is read together with, what is placed. False if there is none."""
+        """Place one more node that reads, or is read together with, what is placed. False if there
+        is none.
+        """
         placed = {**self.site.alias, **self.site.matched}
         return any(self.follow_readers(p, g) for p, g in placed.items()) or self.find_together()
 
@@ -210,7 +265,11 @@ class Growth:
 
     def follow_directly(self, reader: Node, users: list[Node]) -> bool:
         op = call(reader).op
-        direct = [user for user in users if call(user).op == op and alike(reader, user) and self.free(user)]
+        direct = [
+            user
+            for user in users
+            if call(user).op == op and alike(reader, user) and self.free(user)
+        ]
         if direct:
             self.place(reader, max(direct, key=lambda user: self.similarity(reader, user)))
         return bool(direct)
@@ -224,7 +283,9 @@ class Growth:
     def follow_through_view(self, reader: Node, users: list[Node]) -> bool:
         for view in users if self.pattern.sees_through else ():
             if call(view).op in VIEWS and keeps_last_dim(view):
-                beyond = next((user for user in view.users if call(user).op == call(reader).op), None)
+                beyond = next(
+                    (user for user in view.users if call(user).op == call(reader).op), None
+                )
                 if beyond is not None:
                     self.site.skipped.append(view)
                     self.place(reader, beyond)
@@ -236,7 +297,9 @@ class Growth:
         chain = self.chain_up(reader, g)
         if chain:
             *between, found = chain
-            self.in_between(between, f"{_wanted(reader)} reading {describe(g)} directly", call(reader).op)
+            self.in_between(
+                between, f"{_wanted(reader)} reading {describe(g)} directly", call(reader).op
+            )
             self.place(reader, found)
         return bool(chain)
 
@@ -245,10 +308,17 @@ class Growth:
         for after in reader.users:
             if after.op == "output" or self.site.at(after) is not None:
                 continue
-            follower = next((u for u in users if call(u).op == call(after).op and self.free(u)), None)
+            follower = next(
+                (u for u in users if call(u).op == call(after).op and self.free(u)), None
+            )
             if follower is not None:
-                self.note("missing op", f"{_wanted(reader)} after {describe(g)}", f"{describe(follower)} reads it as it is",
-                          follower, call(reader).op)  # fmt: skip
+                self.note(
+                    "missing op",
+                    f"{_wanted(reader)} after {describe(g)}",
+                    f"{describe(follower)} reads it as it is",
+                    follower,
+                    call(reader).op,
+                )
                 self.missing.add(reader)
                 self.site.alias[reader] = g
                 self.place(after, follower)
@@ -258,18 +328,27 @@ class Growth:
     # ---- several results that one node reads
 
     def find_together(self) -> bool:
-        """Place one more result of the pattern among what is read together with one that is placed."""
+        """Place one more result of the pattern among what is read together with one that is
+        placed.
+        """
         outputs = self.pattern.outputs if self.pattern.read_together else []
         placed = [(p, g) for p in outputs if (g := self.site.at(p)) is not None]
         unplaced = [p for p in outputs if self.site.at(p) is None and p not in self.replaced]
         for (mate, here), p in itertools.product(placed, unplaced):
             later = outputs.index(p) > outputs.index(mate)
-            found = [(self.similarity_beyond(p, g), g, reader, between) for reader, between in self.readers_beyond(here)
-                     for g in read_beside(reader, [here, *between][-1], later)]  # fmt: skip
-            rating, g, reader, between = max(found, key=lambda entry: entry[0], default=(0.0, here, here, []))
+            found = [
+                (self.similarity_beyond(p, g), g, reader, between)
+                for reader, between in self.readers_beyond(here)
+                for g in read_beside(reader, [here, *between][-1], later)
+            ]
+            rating, g, reader, between = max(
+                found, key=lambda entry: entry[0], default=(0.0, here, here, [])
+            )
             if rating > WORTH_PLACING:
                 if between:
-                    self.in_between(between, f"{describe(here)} read together with {_wanted(p)}", call(here).op)
+                    self.in_between(
+                        between, f"{describe(here)} read together with {_wanted(p)}", call(here).op
+                    )
                 self.settle(p, g, reader)
                 return True
         return False
@@ -285,7 +364,10 @@ class Growth:
     def similarity_beyond(self, p: Node, g: Node) -> float:
         """How much g, or what it is made of, looks like p."""
         chain = self.chain_down(p, g)
-        return max([self.similarity(p, g)] + ([self.similarity(p, chain[-1]) - BEHIND_OTHERS] if chain else []))
+        return max(
+            [self.similarity(p, g)]
+            + ([self.similarity(p, chain[-1]) - BEHIND_OTHERS] if chain else [])
+        )
 
     # ---- ops in between
 
@@ -296,26 +378,39 @@ class Growth:
         self.extra |= set(between)
 
     def chain_down(self, p: Node, g: Node) -> list[Node]:
-        """[g, .., what p says]: the way down from g to an op like p, of which at most one op is not layout."""
+        """[g, .., what p says]: the way down from g to an op like p, of which at most one op is not
+        layout.
+        """
         chains = [[g]]
         for chain in chains:
             for h in call(chain[-1]).operands:
                 if like(self.site, p, h) and self.free(h):
                     return [*chain, h]
-                if len(chain) < LONGEST_CHAIN and _num_real([*chain, h]) <= 1 and h.op == "call_function":
+                if (
+                    len(chain) < LONGEST_CHAIN
+                    and _num_real([*chain, h]) <= 1
+                    and h.op == "call_function"
+                ):
                     chains.append([*chain, h])
         return []
 
     def chain_up(self, p: Node, g: Node) -> list[Node]:
-        """[.., what p says]: the way up from a reader of g to an op like p, of which at most one op is not layout."""
+        """[.., what p says]: the way up from a reader of g to an op like p, of which at most one op
+        is not layout.
+        """
         chains = [[user] for user in readers(g) if self.free(user)]
         for chain in chains:
-            beyond = [user for user in readers(chain[-1]) if like(self.site, p, user) and self.free(user)]
+            beyond = [
+                user for user in readers(chain[-1]) if like(self.site, p, user) and self.free(user)
+            ]
             if beyond:
                 return [*chain, max(beyond, key=lambda user: self.similarity(p, user))]
             if len(chain) < LONGEST_CHAIN:
-                chains += [[*chain, user] for user in readers(chain[-1])
-                           if _num_real([*chain, user]) <= 1 and self.free(user)]  # fmt: skip
+                chains += [
+                    [*chain, user]
+                    for user in readers(chain[-1])
+                    if _num_real([*chain, user]) <= 1 and self.free(user)
+                ]
         return []
 
 

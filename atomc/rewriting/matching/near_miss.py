@@ -1,7 +1,8 @@
-"""Why not here? For each rewrite the places where its pattern nearly matched, ranked by how much of it is there.
+"""Why not here? For each rewrite the places where its pattern nearly matched, ranked by how much of
+it is there.
 
-growth.py finds the differences at one place. Nothing is decided here: search.py does that. A place where no difference is
-found although the search refused it is a bug of ours.
+growth.py finds the differences at one place. Nothing is decided here: search.py does that. A place
+where no difference is found although the search refused it is a bug of ours.
 """
 
 from collections import defaultdict
@@ -16,19 +17,22 @@ from atomc.rewriting.matching.conditions import problems
 from atomc.rewriting.matching.growth import Growth
 from atomc.rewriting.matching.pattern import Difference, Index, Pattern
 
-# A pattern is worth showing if all of it is there but for one edit, which takes two nodes at least, or if it is larger
-# and most of it is there.
+# A pattern is worth showing if all of it is there but for one edit, which takes two nodes at least,
+# or if it is larger and most of it is there.
 SMALLEST_WHOLE = 2
 MOST_EDITS = 2
 LEAST_SHARE = 0.6
 LEAST_UNEDITED = 3
-# A miss that shares more than this part of its nodes with a better one of the same rewrite is the same place.
+# A miss that shares more than this part of its nodes with a better one of the same rewrite is the
+# same place.
 SAME_PLACE = 0.5
 
 
 @dataclass
 class NearMiss:
-    """How far a rewrite's pattern got from one anchor, and every difference found on the way, first cause first."""
+    """How far a rewrite's pattern got from one anchor, and every difference found on the way, first
+    cause first.
+    """
 
     rewrite: str
     variant: str
@@ -51,9 +55,13 @@ class NearMiss:
         """Worth showing: all is there but for one edit, or most of a larger pattern is."""
         if not self.differences or self.absent:
             return False
-        if self.edits <= 1 and (self.matched == self.total >= SMALLEST_WHOLE or self.differences[0].kind == "taken"):
+        if self.edits <= 1 and (
+            self.matched == self.total >= SMALLEST_WHOLE or self.differences[0].kind == "taken"
+        ):
             return True
-        most = self.matched >= LEAST_SHARE * self.total and self.matched - self.edits >= LEAST_UNEDITED
+        most = (
+            self.matched >= LEAST_SHARE * self.total and self.matched - self.edits >= LEAST_UNEDITED
+        )
         return most and self.edits <= MOST_EDITS
 
     @property
@@ -70,16 +78,24 @@ class NearMiss:
 def near_misses(
     patterns: Iterable[tuple[str, str, Pattern]], index: Index, causes: Sequence[NearMiss] = ()
 ) -> tuple[list[NearMiss], list[NearMiss]]:
-    """The best explanation per site for every (rewrite, variant, pattern), in graph order; and those without a reason.
+    """The best explanation per site for every (rewrite, variant, pattern), in graph order; and
+    those without a reason.
 
-    causes: near misses of earlier rewrites; a miss that lacks what one of these would have made points to it.
+    causes: near misses of earlier rewrites; a miss that lacks what one of these would have made
+    points to it.
     """
-    found = [explain(pattern, p, g, rewrite, variant)
-             for rewrite, variant, pattern in patterns for p in anchors(pattern) for g in index[call(p).op]]
+    found = [
+        explain(pattern, p, g, rewrite, variant)
+        for rewrite, variant, pattern in patterns
+        for p in anchors(pattern)
+        for g in index[call(p).op]
+    ]
     shown: list[NearMiss] = []
     taken: dict[str, list[set[Node]]] = defaultdict(list)
     for miss in sorted(found, key=lambda miss: miss.score, reverse=True):
-        if any(len(miss.nodes & nodes) > SAME_PLACE * len(miss.nodes) for nodes in taken[miss.rewrite]):
+        if any(
+            len(miss.nodes & nodes) > SAME_PLACE * len(miss.nodes) for nodes in taken[miss.rewrite]
+        ):
             continue
         if miss.near or (miss.differences and not miss.absent and _caused(miss, causes)):
             miss.because = _caused(miss, causes)
@@ -90,12 +106,20 @@ def near_misses(
 
 def _caused(miss: NearMiss, causes: Sequence[NearMiss]) -> NearMiss | None:
     first = miss.differences[0]
-    return next((cause for cause in causes
-                 if first.node in cause.nodes and any(cause.rewrite in op for op in first.ops)), None)
+    return next(
+        (
+            cause
+            for cause in causes
+            if first.node in cause.nodes and any(cause.rewrite in op for op in first.ops)
+        ),
+        None,
+    )
 
 
 def anchors(pattern: Pattern) -> list[Node]:
-    """The pattern's telling nodes. Decided by the pattern alone, so that the answer does not change with depth."""
+    """The pattern's telling nodes. Decided by the pattern alone, so that the answer does not change
+    with depth.
+    """
     ops = {call(p).op for p in pattern.nodes}
     keep = (ops - GENERIC) or (ops & {"cat", "sub", "neg", "mean"}) or ops
     return [p for p in pattern.nodes if call(p).op in keep]
@@ -108,15 +132,29 @@ def explain(pattern: Pattern, p: Node, g: Node, rewrite: str = "", variant: str 
     site = growth.site
     structural = growth.structural()
     placed = [node for node in pattern.nodes if site.at(node) is not None]
-    differences = structural + problems(site, partial=bool(structural) or len(placed) < len(pattern.nodes))
+    differences = structural + problems(
+        site, partial=bool(structural) or len(placed) < len(pattern.nodes)
+    )
     telling = {call(node).op for node in pattern.nodes} - GENERIC
     absent = tuple(sorted(telling - {call(node).op for node in placed}))
-    return NearMiss(rewrite, variant, g, len(placed), len(pattern.nodes), _num_edits(structural), differences,
-                    site.nodes(), absent, len(growth.missing))  # fmt: skip
+    return NearMiss(
+        rewrite,
+        variant,
+        g,
+        len(placed),
+        len(pattern.nodes),
+        _num_edits(structural),
+        differences,
+        site.nodes(),
+        absent,
+        len(growth.missing),
+    )
 
 
 def _num_edits(structural: Sequence[Difference]) -> int:
-    """How many things are different: one dim given to several ops is one, so is one op put in between at several places."""
+    """How many things are different: one dim given to several ops is one, so is one op put in
+    between at several places.
+    """
 
     def what(d: Difference) -> Any:
         return {"attribute": d.found, "extra op": spell(d.node)}.get(d.kind, id(d))

@@ -1,7 +1,9 @@
-"""The matcher that decides: a small complete search for a traced pattern in a functional ATen graph.
+"""The matcher that decides: a small complete search for a traced pattern in a functional ATen
+graph.
 
-It tries both orders of commutative operands and every reader for a further output, and undoes what fails. What structure
-does not say is checked by conditions.py; near_miss.py explains the places where the search nearly succeeded.
+It tries both orders of commutative operands and every reader for a further output, and undoes what
+fails. What structure does not say is checked by conditions.py; near_miss.py explains the places
+where the search nearly succeeded.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,7 +21,9 @@ Way = tuple[Callable[[], bool], list[tuple[Node, Node]]]
 
 
 def unify(site: Site, pairs: list[tuple[Node, Node]]) -> Iterator[Site]:
-    """Every way to make the pattern node of each pair be its graph node. The site is changed and changed back."""
+    """Every way to make the pattern node of each pair be its graph node. The site is changed and
+    changed back.
+    """
     if not pairs:
         yield site
         return
@@ -41,14 +45,24 @@ def _ways(site: Site, p: Node, g: Node) -> Iterator[Way]:
     else:
         if placed is None:
             yield from _placements(site, p, g)
-        if site.pattern.sees_through and _may_be_skipped(g) and (placed is not None or call(p).op not in VIEWS):
+        if (
+            site.pattern.sees_through
+            and _may_be_skipped(g)
+            and (placed is not None or call(p).op not in VIEWS)
+        ):
             yield partial(_skip, site, g), [(p, call(g).operands[0])]
 
 
 def _placements(site: Site, p: Node, g: Node) -> Iterator[Way]:
-    """p at g, with the operands in each order that means the same; of a cast also none, because the dtype is right."""
+    """p at g, with the operands in each order that means the same; of a cast also none, because the
+    dtype is right.
+    """
     wanted, here = call(p), call(g)
-    if wanted.op == here.op and len(wanted.operands) == len(here.operands) and g not in site.matched.values():
+    if (
+        wanted.op == here.op
+        and len(wanted.operands) == len(here.operands)
+        and g not in site.matched.values()
+    ):
         for order in here.orders():
             yield partial(_place, site, p, g), list(zip(wanted.operands, order, strict=True))
     if wanted.op == "cast" and here.op != "cast":
@@ -74,7 +88,9 @@ def _may_be_skipped(g: Node) -> bool:
 
 
 def without_cast(site: Site, p: Node, g: Node) -> bool:
-    """The pattern casts, the graph need not because g has that dtype already (checked once all is bound)."""
+    """The pattern casts, the graph need not because g has that dtype already (checked once all is
+    bound).
+    """
     site.alias[p] = g
     site.deferred.append((p, g, "dtype", call(p).attrs["dtype"], value(g).dtype))
     return True
@@ -88,7 +104,9 @@ def _candidates(site: Site, output: Node) -> list[Node]:
 
 
 def _together(site: Site, output: Node) -> Iterator[Node]:
-    """What is read by the same nodes as the first output that is placed, before or after it as in the pattern."""
+    """What is read by the same nodes as the first output that is placed, before or after it as in
+    the pattern.
+    """
     outputs = site.pattern.outputs
     first = next(placed for placed in outputs if site.at(placed) is not None)
     here, later = site.outputs()[0], outputs.index(output) > outputs.index(first)
@@ -103,7 +121,7 @@ def read_beside(reader: Node, read: Node, later: bool) -> list[Node]:
     if read not in operands:
         return []
     at = operands.index(read)
-    return operands[at + 1:] if later else operands[:at]
+    return operands[at + 1 :] if later else operands[:at]
 
 
 def _reached(site: Site, p: Node, taken: set[Node]) -> list[Node]:
@@ -111,8 +129,13 @@ def _reached(site: Site, p: Node, taken: set[Node]) -> list[Node]:
     here = site.bound.get(site.pattern.inputs[p]) if p in site.pattern.inputs else site.at(p)
     if here is not None:
         return [here]
-    return [user for operand in call(p).operands for node in _reached(site, operand, taken) for user in _readers(site, node)
-            if call(user).op == call(p).op and user not in taken]  # fmt: skip
+    return [
+        user
+        for operand in call(p).operands
+        for node in _reached(site, operand, taken)
+        for user in _readers(site, node)
+        if call(user).op == call(p).op and user not in taken
+    ]
 
 
 def _readers(site: Site, node: Node) -> Iterator[Node]:
@@ -124,7 +147,9 @@ def _readers(site: Site, node: Node) -> Iterator[Node]:
 
 
 def _through_cache(node: Node, op: str, depth: int = 4) -> Iterator[Node]:
-    """The node itself if it is a call of `op`, else what of that kind was written to the cache that it is a view of."""
+    """The node itself if it is a call of `op`, else what of that kind was written to the cache that
+    it is a view of.
+    """
     here = call(node)
     if here.op == op:
         yield node
@@ -144,13 +169,18 @@ def _complete(site: Site) -> Iterator[Site]:
 
 
 def matches(pattern: Pattern, index: Index) -> Iterator[tuple[Site, list[Difference]]]:
-    """Every place where the structure fits, with what forbids the rewrite there (nothing: it may be rewritten)."""
+    """Every place where the structure fits, with what forbids the rewrite there (nothing: it may be
+    rewritten).
+    """
     root = min(pattern.outputs, key=lambda output: len(index[call(output).op]))
     starts = list(index[call(root).op])
-    if call(root).op == "cast":  # where the model's dtype is right already, the last cast is not there
+    if (
+        call(root).op == "cast"
+    ):  # where the model's dtype is right already, the last cast is not there
         starts += index[call(call(root).operands[0]).op]
     for start in starts:
-        # The last cast may vanish at a node that is itself followed by a cast: take the first way that may be rewritten.
+        # The last cast may vanish at a node that is itself followed by a cast: take the first way
+        # that may be rewritten.
         best: tuple[Site, list[Difference]] | None = None
         for site in unify(Site(pattern), [(root, start)]):
             done = next(_complete(site), None)

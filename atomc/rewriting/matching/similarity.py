@@ -1,4 +1,6 @@
-"""How much the graph below a node looks like the pattern below one of its nodes: a number to choose candidates by."""
+"""How much the graph below a node looks like the pattern below one of its nodes: a number to choose
+candidates by.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -30,11 +32,18 @@ def similarity(site: Site, p: Node, g: Node, depth: int = DEPTH) -> float:
         return UNBOUND_INPUT
     wanted, here = call(p), call(g)
     if wanted.op != here.op:
-        return similarity(site, wanted.operands[0], g, depth) if wanted.op == "cast" and depth else 0.0
+        return (
+            similarity(site, wanted.operands[0], g, depth) if wanted.op == "cast" and depth else 0.0
+        )
     score = 1.0 + EQUAL_ATTRS * _equal_attrs(wanted, here)
     if depth and wanted.operands:
-        score += max(sum(similarity(site, q, h, depth - 1) for q, h in zip(wanted.operands, order, strict=False))
-                     for order in here.orders())  # fmt: skip
+        score += max(
+            sum(
+                similarity(site, q, h, depth - 1)
+                for q, h in zip(wanted.operands, order, strict=False)
+            )
+            for order in here.orders()
+        )
     return score
 
 
@@ -47,13 +56,19 @@ def like(site: Site, p: Node, g: Node) -> bool:
     """The same op, and of casts one to the same dtype."""
     wanted, here = call(p), call(g)
     dtype = wanted.attrs.get("dtype")
-    same_cast = wanted.op != "cast" or isinstance(dtype, Capture) or site.dtype(dtype) == here.attrs.get("dtype")
+    same_cast = (
+        wanted.op != "cast"
+        or isinstance(dtype, Capture)
+        or site.dtype(dtype) == here.attrs.get("dtype")
+    )
     return wanted.op == here.op and same_cast and alike(p, g)
 
 
 def _equal_attrs(wanted: Call, here: Call) -> float:
     """The share of constant attributes that agree, sizes taken from the operands."""
-    constant = {name: attr for name, attr in wanted.attrs.items() if not isinstance(attr, Capture | tuple)}
+    constant = {
+        name: attr for name, attr in wanted.attrs.items() if not isinstance(attr, Capture | tuple)
+    }
     symbolic = any(isinstance(attr, torch.SymInt) for attr in constant.values())
     sizes = _sizes(wanted, here) if symbolic else {}
     equal = [_equal(attr, here.attrs.get(name), sizes) for name, attr in constant.items()]
@@ -69,5 +84,10 @@ def _equal(attr: Any, found: Any, sizes: Mapping[Any, Any]) -> bool:
 def _sizes(wanted: Call, here: Call) -> dict[Any, Any]:
     """What the symbols of the pattern's operands are here."""
     tensors = [(value(q), value(h)) for q, h in zip(wanted.operands, here.operands, strict=False)]
-    return {expression(a): b for q, h in tensors if isinstance(q, Tensor) and isinstance(h, Tensor)
-            for a, b in zip(reversed(q.shape), reversed(h.shape), strict=False) if isinstance(a, torch.SymInt)}  # fmt: skip
+    return {
+        expression(a): b
+        for q, h in tensors
+        if isinstance(q, Tensor) and isinstance(h, Tensor)
+        for a, b in zip(reversed(q.shape), reversed(h.shape), strict=False)
+        if isinstance(a, torch.SymInt)
+    }

@@ -1,10 +1,11 @@
 """Tool calls between special tokens, as in DeepSeek-V3, R1 and V3.1. V3.1, here with ASCII bars:
 
-    <|tool_calls_begin|><|tool_call_begin|>weather<|tool_sep|>{"city": "Paris"}<|tool_call_end|><|tool_calls_end|>
+    <|tool_calls_begin|><|tool_call_begin|>weather<|tool_sep|>{"city":
+    "Paris"}<|tool_call_end|><|tool_calls_end|>
 
-V3 and R1 write "function", the separator, the name, a newline, and the arguments as a Markdown code block of json.
-Format: chat templates and model cards (section "Toolcall") of deepseek-ai/DeepSeek-V3-0324, DeepSeek-R1-0528 and
-DeepSeek-V3.1.
+V3 and R1 write "function", the separator, the name, a newline, and the arguments as a Markdown code
+block of json. Format: chat templates and model cards (section "Toolcall") of
+deepseek-ai/DeepSeek-V3-0324, DeepSeek-R1-0528 and DeepSeek-V3.1.
 """
 
 from collections.abc import Callable
@@ -74,7 +75,9 @@ class DeepSeekToolParser(StateMachineParser):
         return True
 
     def _name(self, head: str) -> str | None:
-        """The function name. head: the text between separator and arguments. None if it matches neither format."""
+        """The function name. head: the text between separator and arguments. None if it matches
+        neither format.
+        """
         if not head.strip(SPACE):
             return self._kind or None
         name, _, block = head.partition("\n")

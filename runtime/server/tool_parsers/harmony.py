@@ -1,10 +1,12 @@
 """The harmony format of GPT-OSS: messages on channels, including tool calls.
 
     <|channel|>analysis<|message|>...<|end|>
-    <|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Paris"}<|call|>
+    <|start|>assistant<|channel|>commentary to=functions.weather
+    <|constrain|>json<|message|>{"city": "Paris"}<|call|>
     <|start|>assistant<|channel|>final<|message|>...<|return|>
 
-without the newlines. The prompt ends with "<|start|>assistant", so the text starts inside a header. Format:
+without the newlines. The prompt ends with "<|start|>assistant", so the text starts inside a header.
+Format:
 cookbook.openai.com/articles/openai-harmony and the chat template of openai/gpt-oss-20b.
 """
 
@@ -27,13 +29,16 @@ SEPARATOR = "\n\n"  # between messages of the same channel
 class HarmonyParser(StateMachineParser):
     """Parses all channels.
 
-    reasoning, tools   whether to parse these messages. If not, they stay in the content verbatim for a second parser:
+    reasoning, tools   whether to parse these messages. If not, they stay in the content verbatim
+                       for a second parser:
                        the tool parser reads the content of the reasoning parser
     """
 
     markers: ClassVar[tuple[str, ...]] = (START, CHANNEL, CONSTRAIN, MESSAGE, END, CALL, RETURN)
 
-    def __init__(self, new_id: Callable[[], str] = call_id, *, reasoning: bool = False, tools: bool = True) -> None:
+    def __init__(
+        self, new_id: Callable[[], str] = call_id, *, reasoning: bool = False, tools: bool = True
+    ) -> None:
         super().__init__(new_id)
         self._reasoning, self._tools = reasoning, tools
         self._arguments = JsonScanner()

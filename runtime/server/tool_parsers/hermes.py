@@ -4,8 +4,9 @@
     {"name": "weather", "arguments": {"city": "Paris"}}
     </tool_call>
 
-Format: model cards of NousResearch/Hermes-2-Pro-Llama-3-8B (with github.com/NousResearch/Hermes-Function-Calling) and
-the chat template of Qwen/Qwen3-8B. Several calls are several pairs of tags.
+Format: model cards of NousResearch/Hermes-2-Pro-Llama-3-8B (with
+github.com/NousResearch/Hermes-Function-Calling) and the chat template of Qwen/Qwen3-8B. Several
+calls are several pairs of tags.
 """
 
 from collections.abc import Callable

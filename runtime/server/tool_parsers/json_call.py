@@ -11,7 +11,8 @@ class JsonScanner:
     """Finds the end of a JSON object, list or string, without validating it.
 
     done      the value is complete
-    stopped   the next character cannot be part of it: a "<" outside of a string, which starts a marker
+    stopped   the next character cannot be part of it: a "<" outside of a string, which starts a
+              marker
     """
 
     def __init__(self) -> None:
@@ -72,7 +73,9 @@ class JsonCallParser:
         return bool(self.name) and self._arguments_started
 
     def feed(self, text: str) -> int:
-        """The number of characters consumed: all, unless the call becomes done or invalid before."""
+        """The number of characters consumed: all, unless the call becomes done or invalid
+        before.
+        """
         for index, char in enumerate(text):
             self._state(char)
             if self.invalid:

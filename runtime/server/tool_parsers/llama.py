@@ -3,8 +3,9 @@
     {"name": "weather", "parameters": {"city": "Paris"}}
 
 optionally after <|python_tag|>; several are separated by ";" or a newline. Other JSON is content.
-Format: the prompt format pages of github.com/meta-llama/llama-models (models/llama3_1/prompt_format.md, "JSON based tool
-calling") and the chat template of meta-llama/Llama-3.1-8B-Instruct.
+Format: the prompt format pages of github.com/meta-llama/llama-models
+(models/llama3_1/prompt_format.md, "JSON based tool calling") and the chat template of
+meta-llama/Llama-3.1-8B-Instruct.
 """
 
 from collections.abc import Callable
@@ -30,7 +31,9 @@ class LlamaToolParser(JsonCallStateMachine):
     def _after_call(self) -> bool:
         """After a call, and also at the start and after the tag."""
         between = self._deltas.num_calls and not self._raw
-        skipped = self._text.take(len(self._text.rest) - len(self._text.rest.lstrip(SPACE + ";" * between)))
+        skipped = self._text.take(
+            len(self._text.rest) - len(self._text.rest.lstrip(SPACE + ";" * between))
+        )
         self._raw += "" if between else skipped
         rest = self._text.rest
         if not rest:

@@ -1,4 +1,6 @@
-"""What the parsers of tool calls share: text that is fed, a state that consumes it, and deltas that are taken."""
+"""What the parsers of tool calls share: text that is fed, a state that consumes it, and deltas that
+are taken.
+"""
 
 from collections.abc import Callable
 
@@ -8,7 +10,8 @@ from atomc.runtime.server.tool_parsers.json_call import JsonCallParser
 
 
 class StateMachineParser:
-    """A Parser whose `_state` is called while there is text. A state returns False if it needs more text.
+    """A Parser whose `_state` is called while there is text. A state returns False if it needs more
+    text.
 
     A subclass sets the first `_state` and implements `_finish_content`.
     """
@@ -36,7 +39,9 @@ class StateMachineParser:
 
 
 class JsonCallStateMachine(StateMachineParser):
-    """A StateMachineParser of calls as one JSON object. `_in_call` goes on with `_after_call` or `_not_a_call`."""
+    """A StateMachineParser of calls as one JSON object. `_in_call` goes on with `_after_call` or
+    `_not_a_call`.
+    """
 
     def __init__(self, new_id: Callable[[], str] = call_id) -> None:
         super().__init__(new_id)
