@@ -100,7 +100,8 @@ def _attribute(gm: GraphModule, node: Node, lines: list[str], places: list[str])
 def _target(target: Any) -> str:
     if isinstance(target, str) or type(target).__module__ == "torch._ops":
         return str(target)
-    name = f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', None) or target.__name__}"
+    qualname = getattr(target, "__qualname__", None) or target.__name__
+    name = f"{getattr(target, '__module__', '')}.{qualname}"
     known = (target.__module__ or "torch").partition(".")[0] in (
         "torch",
         "_operator",

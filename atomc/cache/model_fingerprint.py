@@ -226,7 +226,8 @@ class _ModelDescriber:
             return f"{_name(kind)}({self._items(value, where)})"
         if not hasattr(value, "__dict__"):
             raise Uncacheable(f"{where} is a {_name(kind)}, which has no attributes to compare")
-        return f"{_name(kind)}({', '.join(f'{k}={self.value(v, where)}' for k, v in sorted(vars(value).items()))})"
+        fields = [f"{k}={self.value(v, where)}" for k, v in sorted(vars(value).items())]
+        return f"{_name(kind)}({', '.join(fields)})"
 
     def _items(self, items: Iterable[Any], where: str) -> str:
         return ", ".join(self.value(item, where) for item in items)

@@ -24,29 +24,10 @@ COMMUTATIVE = frozenset(
 )
 VIEWS = frozenset({"view", "clone"})
 # Ops that many ideas share: a pattern is not looked for because of these alone.
-GENERIC = frozenset(
-    {
-        "add",
-        "mul",
-        "sub",
-        "div",
-        "neg",
-        "view",
-        "permute",
-        "slice",
-        "cast",
-        "to",
-        "expand",
-        "getitem",
-        "cat",
-        "clone",
-        "mean",
-        "sum",
-        "square",
-        "pow",
-        "stack",
-    }
-)
+GENERIC = frozenset({
+    "add", "mul", "sub", "div", "neg", "view", "permute", "slice", "cast", "to", "expand",
+    "getitem", "cat", "clone", "mean", "sum", "square", "pow", "stack",
+})  # fmt: skip
 _SPLITS = frozenset({"aten::split", "aten::split_with_sizes"})
 _TO_THE_END = 2**62
 
@@ -183,9 +164,8 @@ def _getitem(node: Node) -> Call:
         return Call("getitem", [source], {"index": index})
     x, parts = source.args[0], value(source)
     assert isinstance(x, Node)
-    dim = _from_end(
-        source.args[2] if len(source.args) > 2 else source.kwargs.get("dim", 0), value(x).dim()
-    )  # type: ignore[arg-type]
+    dim = source.args[2] if len(source.args) > 2 else source.kwargs.get("dim", 0)
+    dim = _from_end(dim, value(x).dim())  # type: ignore[arg-type]
     start: Any = 0
     for part in parts[:index]:
         start = start + part.shape[dim]

@@ -117,7 +117,9 @@ def _call(node: Node, path: str) -> str:
         if not _is_default(key, argument)
     ]
     text = ", ".join(given)
-    return f"{_name(node)}({text if len(text) <= MAX_ARGUMENTS_LENGTH else text[:MAX_ARGUMENTS_LENGTH] + ' ...'})"
+    if len(text) > MAX_ARGUMENTS_LENGTH:
+        text = text[:MAX_ARGUMENTS_LENGTH] + " ..."
+    return f"{_name(node)}({text})"
 
 
 def _is_default(key: str, argument: Any) -> bool:
