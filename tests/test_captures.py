@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from rewriting import after_passes, functional_graph
 
 from atomc import ops
+from atomc.rewriting.example import OneOf, tensor_example
 from atomc.rewriting.graph_pass import rewriting
-from atomc.rewriting.matching.captures import OneOf
 from atomc.rewriting.matching.pattern import Index, Pattern
 from atomc.rewriting.matching.search import matches
-from atomc.rewriting.rewrite import Case, Rewrite, tensor_example
+from atomc.rewriting.rewrite import Case, Rewrite
 
 X, Y = torch.randn(4, 8), torch.randn(4, 8)
 W, B = torch.randn(6, 8), torch.randn(6)
@@ -301,7 +301,7 @@ def test_only_cases_whose_ops_are_in_the_graph_are_traced():
             "minus change more than attributes",
         ),
         (lambda x, n: torch.exp(x), {"n": 3}, "no op has n as an attribute"),
-        (lambda x, n: x[..., : n * 2], {"n": 2}, "4 of an op becomes 8, which is no argument"),
+        (lambda x, n: x[..., : n * 2], {"n": 2}, "4 of an op becomes 8, which is not an argument"),
     ],
 )
 def test_what_cannot_be_captured_is_said_when_the_pattern_is_traced(pattern, example, reason):

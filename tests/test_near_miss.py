@@ -12,9 +12,9 @@ from torch import nn
 
 from atomc import ops
 from atomc.graph.canonical import call
+from atomc.rewriting.example import tensor_example
 from atomc.rewriting.matching.near_miss import anchors, explain, near_misses
 from atomc.rewriting.matching.pattern import Index, Pattern
-from atomc.rewriting.rewrite import tensor_example
 
 X, Y, W = torch.randn(3, 8), torch.randn(3, 8), torch.randn(8)
 

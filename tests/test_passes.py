@@ -284,7 +284,7 @@ def test_tables_that_do_not_broadcast_to_the_rows_are_refused_with_their_shapes(
     assert not report.matches["rope"]
     assert (report.misses("rope")[0].kind, report.misses("rope")[0].found) == (
         "guard",
-        "cos [5, 4, 16] is not broadcast to x [5, 1, 16]",
+        "cos [5, 4, 16] does not broadcast to x [5, 1, 16]",
     )
 
 
@@ -293,7 +293,7 @@ def test_an_odd_number_of_columns_is_no_rotation():
     assert not report.matches["rope"]
     assert (report.misses("rope")[0].kind, report.misses("rope")[0].found) == (
         "guard",
-        "9 columns are no pairs",
+        "9 columns do not form pairs",
     )
     kernels.load("triton")
     [kernel] = [kernel for kernel in ops.rope.kernels if kernel.provider == "triton"]

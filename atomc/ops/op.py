@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any, Literal
+from typing import Any, Generic, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,8 @@ from atomc.ops.op_cost import CostRule, read_and_write
 from atomc.ops.op_traits import Kind, QuantizedWeight, StateBinding
 from atomc.platform import Platform
 
+P = ParamSpec("P")
+R = TypeVar("R", covariant=True)
 _library = torch.library.Library("atom", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
@@ -193,8 +195,8 @@ COST_DIFFERS = Kind.LINEAR | Kind.BMM | Kind.ATTENTION | Kind.LOOKUP | Kind.STAT
 
 
 class Op:
-    """A registered op: call it like a function; `reference` is its meaning, the other attributes
-    what `op` was given.
+    """A registered op as the compiler sees it: `reference` is the PyTorch function that defines
+    it, the other attributes are the arguments of `op`.
     """
 
     def __init__(
@@ -255,13 +257,6 @@ class Op:
 
     def __repr__(self) -> str:
         return f"<op {self.name}>"
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled():
-            for value in (*args, *kwargs.values()):
-                if isinstance(value, Tensor) and value.requires_grad:
-                    return self.reference(*args, **kwargs)
-        return self.overload(*args, **kwargs)
 
     def handle(self, *args: Any, **kwargs: Any) -> Any:
         """The state handle of a call; None if it has none."""
@@ -339,6 +334,20 @@ class Op:
         return register
 
 
+class OpFunction(Op, Generic[P, R]):
+    """An op as its callers see it: a function with the signature of its reference."""
+
+    reference: Callable[P, R]
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        function: Callable[P, R] = self.overload
+        if torch.is_grad_enabled():
+            for value in (*args, *kwargs.values()):
+                if isinstance(value, Tensor) and value.requires_grad:
+                    function = self.reference
+        return function(*args, **kwargs)
+
+
 REGISTRY: dict[str, Op] = {}
 
 
@@ -353,7 +362,7 @@ def op(
     shape: Callable[..., Any] | None = None,
     concat: Concat | None = None,
     state: StateBinding | None = None,
-) -> Callable[[Callable[..., Any]], Op]:
+) -> Callable[[Callable[P, R]], OpFunction[P, R]]:
     """Make an op of its meaning, the decorated function.
 
     kind      what it does; decides how it is treated wherever ops are not named
@@ -375,8 +384,8 @@ def op(
     the op does not have.
     """
 
-    def register(meaning: Callable[..., Any]) -> Op:
-        made = Op(
+    def register(meaning: Callable[P, R]) -> OpFunction[P, R]:
+        made: OpFunction[P, R] = OpFunction(
             meaning, kind, rows, cost, quantized_weight, rounds_once, mutates, shape, concat, state
         )
         REGISTRY[made.name] = made

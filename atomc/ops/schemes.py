@@ -9,6 +9,7 @@ rounding              mxfp4: how its scales are rounded
 import torch
 from torch import Tensor
 
+from atomc.ops.op import OpFunction
 from atomc.ops.quant import (
     quant_fp8_group,
     quant_fp8_per_token,
@@ -38,9 +39,11 @@ def quantized(
     scheme.
     """
     if scheme == "fp8_static":
+        if scale is None:
+            raise ValueError("quantization scheme 'fp8_static' needs a scale")
         static = quant_fp8_static if shape_only else quant_fp8_static.reference
         return static(y, scale, dtype), y.new_empty(0, dtype=torch.float32)
-    quantizers = {
+    quantizers: dict[str, tuple[OpFunction[..., tuple[Tensor, Tensor]], tuple[object, ...]]] = {
         "fp8_per_token": (quant_fp8_per_token, (dtype,)),
         "fp8_group": (quant_fp8_group, (group, column_major, dtype)),
         "mxfp4": (quant_mxfp4, (rounding,)),

@@ -1,5 +1,5 @@
-"""A Rewrite is data: a pattern function, a replacement function, a guard, an example. `apply` makes
-one sweep with it.
+"""A Rewrite is data: a pattern function, a replacement function, an example and a guard. `apply`
+replaces its sites in a graph.
 """
 
 import operator
@@ -7,9 +7,9 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import signature
-from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.proxy import GraphAppendingTracer, Proxy
 
@@ -18,67 +18,71 @@ from atomc.graph.mutation import mutated
 from atomc.graph.provenance import describe, inherited
 from atomc.graph.sizes import same_shape
 from atomc.graph.strides import Values, same_strides, spread_strides
-from atomc.rewriting.matching.captures import OneOf
+from atomc.rewriting.example import ExampleValue, OneOf
+from atomc.rewriting.matching.captures import Attr
 from atomc.rewriting.matching.near_miss import NearMiss, near_misses
 from atomc.rewriting.matching.pattern import Difference, Index, Pattern, Site
 from atomc.rewriting.matching.search import matches
 from atomc.torch_compat.core import outside_of_tracing
 from atomc.torch_compat.tracing import fake_mode_of
 
-# The rewrite's name, the first output of a site -> how the user left it out there, or None.
+# (name of the rewrite, first output of a site) -> how an option turns it off there, or None.
 OffHere = Callable[[str, Node], str | None]
+# Op -> attributes that one of its nodes must have.
+Needs = Mapping[str, Mapping[str, ExampleValue]]
+# What a replacement returns; at a site it is called with proxies in the place of tensors.
+Replaced = Tensor | Proxy | tuple[Tensor | Proxy, ...]
+# Attributes of a site, shown in the report.
+Attrs = Mapping[str, Attr]
 _tracing = threading.Lock()
 
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """One of the patterns that a rewrite stands for: a style, or an operand that is there or
-    absent.
+    """One of the patterns of a rewrite: a style, or the presence of an optional operand.
 
     variant  its name among the rewrite's cases
-    given    what the rewrite's `example` is called with for it
+    given    the arguments of the rewrite's `example` for it
     needs    as Rewrite.needs, for this case
     """
 
     variant: str = ""
-    given: Mapping[str, Any] = field(default_factory=dict)
-    needs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    given: Mapping[str, ExampleValue] = field(default_factory=dict)
+    needs: Needs = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
 class Rewrite:
-    """Replace what looks like `pattern` by `replacement`; both are plain functions of the same
-    named arguments.
+    """Replaces each match of `pattern` by `replacement`, two functions with the same parameters.
 
-    The pattern is traced, so it may use all of torch; the replacement is called once a site with
-    graph nodes, so it uses atomc.ops and torch.ops.aten.<name>.<overload>. An argument is what the
-    site decides: a node, or what is captured (Pattern); where it decides nothing, what the example
-    says.
+    The pattern is traced, so it may use all of torch. The replacement is called once per site with
+    graph nodes, so it uses atomc.ops and torch.ops.aten.<name>.<overload>. An argument is a node or
+    a captured attribute (Pattern); one that is neither has the value of the example.
 
-    example        name -> fake-sized tensor or number; it specifies which sizes, ranks and dtypes
-                   are equal (Pattern)
-    guard          the arguments as fake tensors and numbers -> the sentence why not, or None
-    variant        which of several patterns of the same name this is
-    cases          the patterns, most specific first: each is traced with an example of its own
-    attrs          what a site is, shown in the report beside what is captured; or a function like
-                   `guard` that says it
-    sees_through   views that keep the last dimension may stand between the pattern's nodes
-    read_together  the pattern's outputs are operands of one node, in this order; a static cache may
-                   lie in between
-    needs          op of ours, or "aten::cat" -> attributes that one of its nodes must have (OneOf:
-                   one of these); without such a node nothing is traced or explained
+    example        returns argument -> tensor, number or choice; it specifies which sizes, ranks and
+                   dtypes are equal (Pattern)
+    guard          (arguments as fake tensors and numbers) -> why the site does not qualify, or None
+    variant        distinguishes rewrites of the same name
+    cases          the patterns, most specific first; each is traced with an example of its own
+    attrs          attributes of a site for the report, besides the captured ones; or a function
+                   with the arguments of `guard` that returns them
+    sees_through   views that keep the last dimension may occur between the pattern's nodes
+    read_together  the pattern's outputs are operands of one node, in this order; writes into a
+                   static cache may occur in between
+    needs          op of atomc, or "aten::cat" -> attributes that one of its nodes must have (OneOf:
+                   one of these values); without such a node nothing is traced or explained
     """
 
     name: str
-    pattern: Callable[..., Any]
-    replacement: Callable[..., Any]
-    example: Callable[..., Mapping[str, Any]]
+    pattern: Callable[..., Tensor | tuple[Tensor, ...]]
+    replacement: Callable[..., Replaced]
+    example: Callable[..., Mapping[str, ExampleValue]]
     guard: Callable[..., str | None] | None = None
     variant: str = ""
-    attrs: Mapping[str, Any] | Callable[..., Mapping[str, Any]] = field(default_factory=dict)
+    attrs: Attrs | Callable[..., Attrs] = field(default_factory=dict)
     sees_through: bool = False
     read_together: bool = False
-    needs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    needs: Needs = field(default_factory=dict)
     cases: Sequence[Case] = (Case(),)
     _traced: dict[Case, Pattern] = field(default_factory=dict, repr=False)
 
@@ -92,7 +96,7 @@ class Rewrite:
             )
 
     def traced(self, case: Case | None = None) -> Pattern:
-        """The pattern of a case (of the first by default), traced on first use."""
+        """The pattern of a case, by default the first; traced on first use."""
         case = case or self.cases[0]
         with _tracing, outside_of_tracing():
             if case not in self._traced:
@@ -105,8 +109,8 @@ class Rewrite:
         return self._traced[case]
 
     def unmet(self, case: Case, index: Index) -> list[str]:
-        """Canonical names of the ops that a case needs and that the graph has not, or not with
-        these attributes.
+        """Canonical names of the ops that a case needs and that the graph lacks, or has only with
+        other attributes.
         """
         needs = {
             op.removeprefix("aten::") if "::" in op else f"atom::{op}": attrs
@@ -117,7 +121,7 @@ class Rewrite:
         ]
 
 
-def _has(node: Node, attrs: Mapping[str, Any]) -> bool:
+def _has(node: Node, attrs: Mapping[str, ExampleValue]) -> bool:
     found = call(node).attrs
     return all(
         name in found
@@ -128,16 +132,21 @@ def _has(node: Node, attrs: Mapping[str, Any]) -> bool:
 
 @dataclass
 class Fired:
-    """One place where a rewrite was applied. `node` is what was replaced; it still carries its
-    metadata.
+    """One place where a rewrite was applied.
+
+    node      the replaced node (the first output of the pattern), which keeps its metadata
+    attrs     the attributes of the site, captured ones included
+    nodes     all nodes that were replaced
+    made      the new nodes
+    consumed  the ops that were replaced
     """
 
     name: str
     node: Node
-    attrs: dict[str, Any]
-    nodes: set[Node] = field(default_factory=set)  # all that it replaced
+    attrs: Attrs
+    nodes: set[Node] = field(default_factory=set)
     made: list[Node] = field(default_factory=list)
-    consumed: tuple[str, ...] = ()  # the ops that it replaced
+    consumed: tuple[str, ...] = ()
 
 
 def apply(
@@ -147,12 +156,11 @@ def apply(
     off_here: OffHere | None = None,
     case: Case | None = None,
 ) -> tuple[list[Fired], list[NearMiss]]:
-    """One sweep: replace every site. Returns what fired, and the sites that fit but for a stated
-    reason.
+    """Replace every site of one case, by default the first. Returns the replaced sites, and those
+    that match but are refused, with the reason.
 
-    index     of the graph as it is; another one is due after something fired
-    off_here  says where the user left it out
-    case      which of the rewrite's; the first by default
+    index     of the current graph; outdated once a site was replaced
+    off_here  where options turn the rewrite off
     """
     case = case or rewrite.cases[0]
     pattern = rewrite.traced(case)
@@ -180,23 +188,23 @@ def apply(
             sites.append(site)
             claimed |= set(site.matched.values())
     renamed: dict[Node, Node] = {}
-    moved: list[tuple[Node, Any]] = []
+    moved: list[tuple[Node, Tensor]] = []
     fired = [_replace(graph, rewrite, site, renamed, moved) for site in sites]
     if sites:
         sort_topologically(graph)
         values = Values(graph)
         for node, before in moved:
             spread_strides(graph, node, before, values)
-        remove_dead_nodes(graph)  # a split whose parts are gone would count as a reader
+        remove_dead_nodes(graph)  # a split without readers would count as a reader
     return fired, refused
 
 
 def _objections(
     rewrite: Rewrite, site: Site, claimed: set[Node], off_here: OffHere | None
 ) -> list[Difference]:
-    """Why a site that fits is left alone: an earlier one of the sweep, the guard, the options."""
+    """Why a match is not replaced: an earlier site overlaps, the guard, or an option."""
     first = site.outputs()[0]
-    # Several readers may share an input view; only what disappears can be claimed twice.
+    # Sites may share an input view, but not a node that is replaced.
     if shared := sorted(claimed & set(site.matched.values())):
         return [
             Difference(
@@ -213,7 +221,7 @@ def _objections(
 def misses(
     index: Index, cases: list[tuple[Rewrite, Case]], causes: list[NearMiss]
 ) -> tuple[list[NearMiss], list[NearMiss]]:
-    """Explain what is left over for these cases; see near_miss.near_misses."""
+    """Explain why these cases did not match elsewhere; see near_miss.near_misses."""
     patterns = [
         (rewrite.name, rewrite.variant or case.variant, rewrite.traced(case))
         for rewrite, case in cases
@@ -221,8 +229,8 @@ def misses(
     return near_misses(patterns, index, causes)
 
 
-def _values(site: Site) -> dict[str, Any]:
-    """What the arguments are at a site, tensors as fake ones."""
+def _values(site: Site) -> dict[str, Attr]:
+    """The arguments at a site: fake tensors and attributes."""
     return {
         name: value(given) if isinstance(given, Node) else given
         for name, given in site.arguments().items()
@@ -234,12 +242,10 @@ def _replace(
     rewrite: Rewrite,
     site: Site,
     renamed: dict[Node, Node],
-    moved: list[tuple[Node, Any]],
+    moved: list[tuple[Node, Tensor]],
 ) -> Fired:
-    """Replace one site. Outputs that lie differently from then on are added to `moved`, with their
-    values before.
-    """
-    # An earlier site of this sweep may have replaced an input of this one.
+    """Replace one site. Outputs with new strides are added to `moved`, with their values before."""
+    # An earlier site may have replaced an input of this one.
     site.bound = {name: _renamed(bound, renamed) for name, bound in site.bound.items()}
     attrs = rewrite.attrs(**_values(site)) if callable(rewrite.attrs) else rewrite.attrs
     outputs, matched = site.outputs(), site.nodes()
@@ -250,7 +256,7 @@ def _replace(
     with graph.inserting_before(before):
         results = _results(graph, rewrite, site)
     made = _between(last, before)
-    # Behind a view that was seen through the op sees another shape than the replaced nodes did.
+    # After a skipped view, the op has another shape than the replaced nodes.
     replaced = [] if site.skipped else [value(output) for output in outputs]
     _describe_new_nodes(graph, made, meta, replaced)
     for output, new in zip(outputs, results, strict=True):
@@ -264,12 +270,13 @@ def _replace(
     for node in sorted(matched, reverse=True):
         if not node.users:
             graph.erase_node(node)
-    captured = {name: bound for name, bound in site.bound.items() if name in site.pattern.captured}
+    free = site.pattern.captured
+    captured = {name: attr for name, attr in site.captured.items() if name in free}
     return Fired(rewrite.name, outputs[0], {**attrs, **captured}, matched, made, consumed)
 
 
-def _renamed(bound: Any, renamed: Mapping[Node, Node]) -> Any:
-    while isinstance(bound, Node) and bound in renamed:
+def _renamed(bound: Node, renamed: Mapping[Node, Node]) -> Node:
+    while bound in renamed:
         bound = renamed[bound]
     return bound
 
@@ -283,19 +290,17 @@ def _results(graph: Graph, rewrite: Rewrite, site: Site) -> list[Node]:
             for name, given in site.arguments().items()
         }
     )
-    num_outputs = len(site.pattern.outputs)
-    if num_outputs == 1:
-        return [result.node]
-    return [
-        part.node
-        for part in (
-            result if isinstance(result, tuple) else [result[i] for i in range(num_outputs)]
-        )
-    ]
+    parts = result if isinstance(result, tuple) else (result,)
+    nodes = [part.node for part in parts if isinstance(part, Proxy)]
+    count = len(site.pattern.outputs)
+    if len(nodes) == count:
+        return nodes
+    [whole] = nodes
+    return [graph.call_function(operator.getitem, (whole, i)) for i in range(count)]
 
 
-def _as_seen(graph: Graph, site: Site, new: Node, output: Node, meta: Mapping[str, Any]) -> Node:
-    """A view was seen through: the result in the shape that the readers of the output know."""
+def _as_seen(graph: Graph, site: Site, new: Node, output: Node, meta: Mapping[str, object]) -> Node:
+    """The result in the shape of the replaced output, from which it differs by a skipped view."""
     view = next(node for node in site.skipped if call(node).op == "view")
     assert callable(view.target)
     seen = graph.call_function(view.target, (new, *view.args[1:]), dict(view.kwargs))
@@ -312,10 +317,10 @@ def _between(first: Node, last: Node) -> list[Node]:
 
 
 def _describe_new_nodes(
-    graph: Graph, made: list[Node], meta: dict[str, Any], replaced: list[Any]
+    graph: Graph, made: list[Node], meta: Mapping[str, object], replaced: list[Tensor]
 ) -> None:
-    """Give new nodes their metadata; the values are the replaced ones where one op stands for all,
-    else traced.
+    """Give new nodes their metadata. A single op has the value of the replaced outputs; other
+    values are traced.
     """
     calls = [node for node in made if node.target is not operator.getitem]
     for node in made:
@@ -323,9 +328,8 @@ def _describe_new_nodes(
             node.target, torch._ops.OpOverload
         ):
             raise TypeError(
-                f"replacement of {meta['made_by']!r} makes {node.format_node()}: only ops of "
-                "atomc.ops and "
-                "torch.ops.aten.<name>.<overload> may stand in a replacement"
+                f"replacement of {meta['made_by']!r} creates {node.format_node()}: a replacement "
+                "may only call atomc.ops and torch.ops.aten.<name>.<overload>"
             )
         node.meta.update(meta)
         if node.target is operator.getitem:
@@ -342,7 +346,7 @@ def _returns(node: Node, count: int) -> bool:
 
 
 def infer(graph: Graph, node: Node) -> None:
-    """Compute a node's fake value by running it on its inputs' fake values."""
+    """Compute a node's fake value from the fake values of its inputs."""
     args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), value)
     mode = fake_mode_of(graph)
     assert mode is not None and callable(node.target)
@@ -351,7 +355,7 @@ def infer(graph: Graph, node: Node) -> None:
 
 
 def sort_topologically(graph: Graph) -> None:
-    """Stable: a node moves only if one of its inputs stands later."""
+    """Sort the nodes, stable: a node moves only if one of its inputs comes later."""
     seen: set[Node] = set()
     order: list[Node] = []
     for root in list(graph.nodes):
@@ -376,7 +380,7 @@ def sort_topologically(graph: Graph) -> None:
 
 
 def remove_dead_nodes(graph: Graph) -> None:
-    """Erase what nobody reads, but writes stay."""
+    """Erase nodes without readers, except writes."""
     for node in reversed(list(graph.nodes)):
         if (
             node.op == "call_function"
@@ -385,19 +389,3 @@ def remove_dead_nodes(graph: Graph) -> None:
             and not node.is_impure()
         ):
             graph.erase_node(node)
-
-
-def tensor_example(*shape: int, dtype: torch.dtype | OneOf = torch.bfloat16) -> Any:
-    """A tensor for an example: only its sizes and dtype count.
-
-    Of which dtype the site decides: one of several. If an argument of the example is the same
-    OneOf, both say the same.
-    """
-    if isinstance(dtype, OneOf):
-        return OneOf(*(torch.empty(*shape, dtype=each) for each in dtype.values), follows=dtype)
-    return torch.empty(*shape, dtype=dtype)
-
-
-def norm_weight_example(width: int) -> Any:
-    """The weight of a norm: in the model's dtype, or in fp32."""
-    return tensor_example(width, dtype=OneOf(torch.bfloat16, torch.float32))

@@ -1,1 +1,1 @@
-"""Chains of ops become one op."""
+"""Fuse chains of ops into one op."""

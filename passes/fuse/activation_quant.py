@@ -1,34 +1,44 @@
-"""A gated activation quantizes its own result.
+"""Quantize the result of a gated activation in the same op.
 
-gate, up > silu_and_mul > quantizer -> codes, scales   =>   gate, up > silu_and_mul_quant -> codes,
-                                                       scales
+   gate, up > silu_and_mul > quantizer -> codes, scales
+=>
+   gate, up > silu_and_mul_quant -> codes, scales
 """
 
-from typing import Any
+from typing import Unpack
 
 from torch import Tensor
 
 from atomc import ops
-from atomc.passes.fuse.quantizers import QUANTIZERS, Quantizer
-from atomc.rewriting.rewrite import Case, Rewrite, tensor_example
+from atomc.passes.fuse.quantizers import QUANTIZERS, Attributes, Quantizer
+from atomc.rewriting.example import Example, tensor_example
+from atomc.rewriting.rewrite import Case, Rewrite
 
 
 def _pattern(
-    gate: Tensor, up: Tensor, quantizer: Quantizer, scale: Tensor | None, **decided: Any
-) -> Any:
-    return quantizer(ops.silu_and_mul(gate, up), scale, **decided)
+    gate: Tensor,
+    up: Tensor,
+    quantizer: Quantizer,
+    scale: Tensor | None,
+    **captured: Unpack[Attributes],
+) -> tuple[Tensor, ...]:
+    return quantizer(ops.silu_and_mul(gate, up), scale, **captured)
 
 
 def _replacement(
-    gate: Tensor, up: Tensor, quantizer: Quantizer, scale: Tensor | None, **decided: Any
-) -> Any:
+    gate: Tensor,
+    up: Tensor,
+    quantizer: Quantizer,
+    scale: Tensor | None,
+    **captured: Unpack[Attributes],
+) -> Tensor | tuple[Tensor, ...]:
     made = ops.silu_and_mul_quant(
-        gate, up, scale, scheme=quantizer.scheme, **quantizer.fixed, **decided
+        gate, up, scale, scheme=quantizer.scheme, **quantizer.attributes(captured)
     )
     return quantizer.results(made, [])
 
 
-def _example(quantizer: Quantizer) -> dict[str, Any]:
+def _example(quantizer: Quantizer) -> Example:
     return {
         "gate": tensor_example(3, 64),
         "up": tensor_example(3, 64),
@@ -37,7 +47,7 @@ def _example(quantizer: Quantizer) -> dict[str, Any]:
     }
 
 
-def _attrs(quantizer: Quantizer, **_: object) -> dict[str, Any]:
+def _attrs(quantizer: Quantizer, **_: object) -> dict[str, str]:
     return {"scheme": quantizer.scheme}
 
 

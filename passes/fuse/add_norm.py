@@ -5,12 +5,11 @@ x -+                              x -+
 r -+    +-> sum                   r -+             +-> sum
 """
 
-from typing import Any
-
 from torch import Tensor
 
 from atomc import ops
-from atomc.rewriting.rewrite import Rewrite, norm_weight_example, tensor_example
+from atomc.rewriting.example import Example, norm_weight_example, tensor_example
+from atomc.rewriting.rewrite import Rewrite
 
 
 def _rms_pattern(
@@ -20,11 +19,13 @@ def _rms_pattern(
     return ops.rms_norm(total, weight, eps, style), total
 
 
-def _rms_replacement(x: Tensor, residual: Tensor, weight: Tensor, eps: float, style: str) -> Any:
+def _rms_replacement(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, style: str
+) -> tuple[Tensor, Tensor]:
     return ops.add_rms_norm(x, residual, weight, eps, style)
 
 
-def _rms_example() -> dict[str, Any]:
+def _rms_example() -> Example:
     return {
         "x": tensor_example(3, 10),
         "residual": tensor_example(3, 10),
@@ -34,7 +35,7 @@ def _rms_example() -> dict[str, Any]:
     }
 
 
-def _rms_attrs(x: Tensor, weight: Tensor, **_: object) -> dict[str, Any]:
+def _rms_attrs(x: Tensor, weight: Tensor, **_: object) -> dict[str, str]:
     return {"weight": "as x" if weight.dtype == x.dtype else "fp32"}
 
 
@@ -47,11 +48,11 @@ def _layer_pattern(
 
 def _layer_replacement(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
-) -> Any:
+) -> tuple[Tensor, Tensor]:
     return ops.add_layer_norm(x, residual, weight, bias, eps)
 
 
-def _layer_example() -> dict[str, Any]:
+def _layer_example() -> Example:
     return {
         "x": tensor_example(3, 10),
         "residual": tensor_example(3, 10),

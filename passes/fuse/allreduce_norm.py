@@ -1,5 +1,5 @@
-"""The sum over a process group joins the norm behind it, so that what was summed is not written and
-read again.
+"""Fuse the sum over a process group with the norm that reads it: the sum is not written to memory
+and read again.
 
 x > all_reduce -+                        x -+
                 add_rms_norm -+-> y  =>     allreduce_add_rms_norm -+-> y
@@ -8,23 +8,22 @@ r --------------+             +-> sum    r -+                       +-> sum
 x > all_reduce > rms_norm -> y       =>  x > allreduce_rms_norm -> y
 """
 
-from typing import Any
-
 from torch import Tensor
 
 from atomc import ops
-from atomc.rewriting.rewrite import Case, Rewrite, norm_weight_example, tensor_example
+from atomc.rewriting.example import Example, norm_weight_example, tensor_example
+from atomc.rewriting.rewrite import Case, Rewrite
 
 
-def _pattern(x: Tensor, weight: Tensor, eps: float, group: str, style: str) -> Any:
+def _pattern(x: Tensor, weight: Tensor, eps: float, group: str, style: str) -> Tensor:
     return ops.rms_norm(ops.all_reduce(x, group), weight, eps, style)
 
 
-def _replacement(x: Tensor, weight: Tensor, eps: float, group: str, style: str) -> Any:
+def _replacement(x: Tensor, weight: Tensor, eps: float, group: str, style: str) -> Tensor:
     return ops.allreduce_rms_norm(x, weight, eps, group, style)
 
 
-def _example() -> dict[str, Any]:
+def _example() -> Example:
     return {
         "x": tensor_example(3, 10),
         "weight": norm_weight_example(10),
@@ -36,24 +35,23 @@ def _example() -> dict[str, Any]:
 
 def _add_pattern(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, group: str, style: str, swapped: bool
-) -> Any:
-    added = (
-        (residual, ops.all_reduce(x, group)) if swapped else (ops.all_reduce(x, group), residual)
-    )
-    return ops.add_rms_norm(*added, weight, eps, style)
+) -> tuple[Tensor, Tensor]:
+    summed = ops.all_reduce(x, group)
+    first, second = (residual, summed) if swapped else (summed, residual)
+    return ops.add_rms_norm(first, second, weight, eps, style)
 
 
 def _add_replacement(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, group: str, style: str, swapped: bool
-) -> Any:
+) -> tuple[Tensor, Tensor]:
     return ops.allreduce_add_rms_norm(x, residual, weight, eps, group, style)
 
 
-def _add_example(swapped: bool) -> dict[str, Any]:
+def _add_example(swapped: bool) -> Example:
     return {**_example(), "residual": tensor_example(3, 10), "swapped": swapped}
 
 
-_NEEDS: dict[str, dict[str, Any]] = {"all_reduce": {}}
+_NEEDS: dict[str, Example] = {"all_reduce": {}}
 ALLREDUCE_RMS_NORM = Rewrite("allreduce_rms_norm", _pattern, _replacement, _example, needs=_NEEDS)
 ALLREDUCE_ADD_RMS_NORM = Rewrite(
     "allreduce_add_rms_norm",
@@ -61,5 +59,5 @@ ALLREDUCE_ADD_RMS_NORM = Rewrite(
     _add_replacement,
     _add_example,
     needs=_NEEDS,
-    cases=[Case("", {"swapped": False}), Case("added the other way round", {"swapped": True})],
+    cases=[Case("", {"swapped": False}), Case("operands exchanged", {"swapped": True})],
 )

@@ -1,17 +1,17 @@
-"""In the latent attention of DeepSeek, the product that brings queries to the latent space joins
-rotation and write.
+"""Fuse the product that maps queries into the latent space with their rotation and the write
+(DeepSeek's latent attention).
 
     q_nope > quantizer > bmm -+
-    q_pe ---------------------+- mla_rope_kv_write -> q, token    =>    bmm_rope_kv_write -> q,
-                                                                  token
+    q_pe ---------------------+- mla_rope_kv_write -> q, token
     kv_c, k_pe ---------------+
+ =>
+    q_nope, q_pe, kv_c, k_pe > bmm_rope_kv_write -> q, token
 
-The quantizer is that of the product: fp8 in groups of 128 under one scale of the weight, or MXFP4.
+The product is in fp8, with activations in groups of 128 and one scale for the weight, or in MXFP4.
 """
 
-from collections.abc import Mapping
 from itertools import product
-from typing import Any
+from typing import TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -19,8 +19,15 @@ from torch import Tensor
 from atomc import ops
 from atomc.ops.formats import FP8
 from atomc.passes.fuse.mla_kv_write import example
-from atomc.rewriting.matching.captures import OneOf
-from atomc.rewriting.rewrite import Case, Rewrite, tensor_example
+from atomc.rewriting.example import Example, OneOf, tensor_example
+from atomc.rewriting.rewrite import Case, Rewrite
+
+
+class _Captured(TypedDict, total=False):
+    """Attributes of the quantizer: dtype in fp8, rounding in MXFP4."""
+
+    dtype: torch.dtype
+    rounding: str
 
 
 def _pattern(
@@ -38,18 +45,15 @@ def _pattern(
     style: str,
     scheme: str,
     out: torch.dtype,
-    **how: Any,
+    **captured: Unpack[_Captured],
 ) -> tuple[Tensor, Tensor]:
     if scheme == "fp8":
-        codes, scales = ops.quant_fp8_group(q_nope, 128, False, **how)
+        codes, scales = ops.quant_fp8_group(q_nope, 128, False, dtype=captured["dtype"])
         latent = ops.scaled_bmm_fp8(codes, weight, scales, weight_scale, out_dtype=out)
     else:
-        codes, scales = ops.quant_mxfp4(q_nope, **how)
+        codes, scales = ops.quant_mxfp4(q_nope, rounding=captured["rounding"])
         latent = ops.bmm_mxfp4(codes, weight, scales, weight_scale, out_dtype=out)
-    q, token = ops.mla_rope_kv_write(
-        latent, q_pe, kv_c, k_pe, cos, sin, kv_cache, slots, scale, style
-    )
-    return q, token
+    return ops.mla_rope_kv_write(latent, q_pe, kv_c, k_pe, cos, sin, kv_cache, slots, scale, style)
 
 
 def _replacement(
@@ -67,8 +71,8 @@ def _replacement(
     style: str,
     scheme: str,
     out: torch.dtype,
-    **how: Any,
-) -> Any:
+    **captured: Unpack[_Captured],
+) -> tuple[Tensor, Tensor]:
     return ops.bmm_rope_kv_write(
         q_nope,
         weight,
@@ -83,13 +87,12 @@ def _replacement(
         scale,
         scheme=scheme,
         rope_style=style,
-        **how,
+        **captured,
     )
 
 
-def _example(scheme: str, scaled: bool) -> dict[str, Any]:
-    # `out` is the dtype of what is multiplied: the product's result is in the model's dtype here,
-    # and so at every site.
+def _example(scheme: str, scaled: bool) -> Example:
+    # The result of the product is in the model's dtype, here and so at every site.
     return {
         **example(scaled),
         **({} if scaled else {"scale": None}),
@@ -100,7 +103,7 @@ def _example(scheme: str, scaled: bool) -> dict[str, Any]:
     }
 
 
-def _fp8() -> dict[str, Any]:
+def _fp8() -> Example:
     dtype = OneOf(*FP8)
     return {
         "weight": tensor_example(7, 22, 64, dtype=dtype),
@@ -109,7 +112,7 @@ def _fp8() -> dict[str, Any]:
     }
 
 
-def _mxfp4() -> dict[str, Any]:
+def _mxfp4() -> Example:
     return {
         "weight": tensor_example(7, 22, 32, dtype=torch.uint8),
         "weight_scale": tensor_example(7, 22, 2, dtype=torch.uint8),
@@ -117,7 +120,7 @@ def _mxfp4() -> dict[str, Any]:
     }
 
 
-def _attrs(scheme: str, **_: object) -> Mapping[str, Any]:
+def _attrs(scheme: str, **_: object) -> dict[str, str]:
     return {"scheme": scheme}
 
 

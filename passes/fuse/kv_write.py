@@ -1,4 +1,4 @@
-"""What is done to keys right before they are written to the cache joins the write.
+"""Fuse the norm and the rotation of keys with the write of keys and values into the cache.
 
     q > rope ---------------> paged_attention          q -+
     k > rope > kv_write ----> token              =>       rope_kv_write -+-> q, token
@@ -8,35 +8,36 @@
                   +-> k > kv_write -> token      =>           qk_norm_rope_kv_write -+-> q, token
     v ------------------^                               k, v -+
 
-A cache in fp8 has scales, which go to the write as they are: the op, and its kernels, round to what
-the cache holds, so that a quantizing write is the same op at a site of scheme "fp8".
+An fp8 cache has scales, which are passed on unchanged: the op rounds to the dtype of the cache, so
+the same op also quantizes. Such a site has scheme "fp8".
 """
-
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from atomc import ops
 from atomc.ops.formats import FP8
-from atomc.rewriting.matching.captures import OneOf
-from atomc.rewriting.rewrite import Case, Rewrite, tensor_example
+from atomc.ops.op import OpFunction
+from atomc.rewriting.example import Example, OneOf, tensor_example
+from atomc.rewriting.rewrite import Case, Rewrite
 
-# In all of these `cache` is what a write takes besides keys and values: both caches, slots, and
-# both scales or none.
+# `cache` are the arguments of a write after keys and values: both caches, slots, and both scales or
+# none.
+_rope_kv_write: OpFunction[..., tuple[Tensor, Tensor]] = ops.rope_kv_write
+_qk_norm_rope_kv_write: OpFunction[..., tuple[Tensor, Tensor]] = ops.qk_norm_rope_kv_write
 
 
 def _rope_pattern(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, style: str, **cache: Tensor
-) -> Any:
+) -> tuple[Tensor, Tensor]:
     token = ops.kv_write(ops.rope(k, cos, sin, style), v, *cache.values())
     return ops.rope(q, cos, sin, style), token
 
 
 def _rope_replacement(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, style: str, **cache: Tensor
-) -> Any:
-    return ops.rope_kv_write(q, k, v, cos, sin, *cache.values(), rope_style=style)
+) -> tuple[Tensor, Tensor]:
+    return _rope_kv_write(q, k, v, cos, sin, *cache.values(), rope_style=style)
 
 
 def _norm_pattern(
@@ -51,7 +52,7 @@ def _norm_pattern(
     norm_style: str,
     rope_style: str,
     **cache: Tensor,
-) -> Any:
+) -> tuple[Tensor, Tensor]:
     q, k = ops.qk_norm_rope(q, k, q_weight, k_weight, cos, sin, eps, norm_style, rope_style)
     return q, ops.kv_write(k, v, *cache.values())
 
@@ -68,8 +69,8 @@ def _norm_replacement(
     norm_style: str,
     rope_style: str,
     **cache: Tensor,
-) -> Any:
-    return ops.qk_norm_rope_kv_write(
+) -> tuple[Tensor, Tensor]:
+    return _qk_norm_rope_kv_write(
         q,
         k,
         v,
@@ -84,7 +85,8 @@ def _norm_replacement(
     )
 
 
-def _example(cache: torch.dtype | OneOf, scales: tuple[str, ...] = ()) -> dict[str, Any]:
+def _example(fp8: bool) -> Example:
+    cache = OneOf(*FP8) if fp8 else torch.bfloat16
     return {
         "q": tensor_example(5, 7, 22),
         "k": tensor_example(5, 3, 22),
@@ -94,17 +96,17 @@ def _example(cache: torch.dtype | OneOf, scales: tuple[str, ...] = ()) -> dict[s
         "k_cache": tensor_example(9, 16, 3, 22, dtype=cache),
         "v_cache": tensor_example(9, 16, 3, 22, dtype=cache),
         "slots": torch.zeros(5, dtype=torch.int64),
-        **{name: torch.ones(1) for name in scales},
+        **({name: torch.ones(1) for name in _SCALES} if fp8 else {}),
     }
 
 
-def _rope_example(**cache: Any) -> dict[str, Any]:
-    return {**_example(**cache), "style": "neox"}
+def _rope_example(fp8: bool) -> Example:
+    return {**_example(fp8), "style": "neox"}
 
 
-def _norm_example(**cache: Any) -> dict[str, Any]:
+def _norm_example(fp8: bool) -> Example:
     return {
-        **_example(**cache),
+        **_example(fp8),
         "q_weight": tensor_example(22),
         "k_weight": tensor_example(22),
         "eps": 1e-6,
@@ -113,19 +115,15 @@ def _norm_example(**cache: Any) -> dict[str, Any]:
     }
 
 
-def _attrs(**given: Any) -> dict[str, Any]:
+def _attrs(**given: object) -> dict[str, str]:
     return {"scheme": "fp8"} if "k_scale" in given else {}
 
 
 _SCALES = ("k_scale", "v_scale")
 _WRITTEN = ("k", "v", "k_cache", "v_cache", "slots")
 _CASES = [
-    Case("", {"cache": torch.bfloat16}, {"kv_write": {"given": _WRITTEN}}),
-    Case(
-        "fp8",
-        {"cache": OneOf(*FP8), "scales": _SCALES},
-        {"kv_write": {"given": _WRITTEN + _SCALES}},
-    ),
+    Case("", {"fp8": False}, {"kv_write": {"given": _WRITTEN}}),
+    Case("fp8", {"fp8": True}, {"kv_write": {"given": _WRITTEN + _SCALES}}),
 ]
 ROPE_KV_WRITE = Rewrite(
     "rope_kv_write",

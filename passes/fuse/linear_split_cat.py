@@ -1,27 +1,27 @@
-"""In the latent attention of DeepSeek, the product that makes keys and values writes them where
-they belong.
+"""Let the linear layer that computes keys and values write them to their final places (DeepSeek's
+latent attention).
 
     x > linear > view +- [..., :P] --+            x --+
                       |              cat -> k         linear_split_cat -+-> k
                       +- [..., P:] ----> v   =>  k_pe +                 +-> v
     k_pe ----------------------------+
 
-k_pe are the rotated keys, spread over the heads. Heads may lie before tokens, as they do in stock
-models.
+k_pe are the rotated keys, expanded over the heads. The dimension of heads may be before that of
+tokens, as in the classes of transformers.
 """
 
+from collections.abc import Callable
 from itertools import product
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from atomc import ops
 from atomc.ops.formats import FP8
-from atomc.rewriting.matching.captures import OneOf
-from atomc.rewriting.rewrite import Case, Rewrite, tensor_example
+from atomc.rewriting.example import Example, OneOf, tensor_example
+from atomc.rewriting.rewrite import Case, Rewrite
 
-transpose = torch.ops.aten.transpose.int
+transpose: Callable[[Tensor, int, int], Tensor] = torch.ops.aten.transpose.int
 
 
 def _pattern(
@@ -59,7 +59,7 @@ def _replacement(
     scheme: str,
     heads_first: bool,
     out: torch.dtype,
-) -> Any:
+) -> tuple[Tensor, Tensor]:
     rotated = transpose(k_pe, 1, 2) if heads_first else k_pe
     made = ops.linear_split_cat(
         x, weight, x_scale, weight_scale, rotated, nope=nope, scheme=scheme, out_dtype=out
@@ -67,7 +67,7 @@ def _replacement(
     return (transpose(made[0], 1, 2), transpose(made[1], 1, 2)) if heads_first else made
 
 
-def _example(scheme: str, heads_first: bool) -> dict[str, Any]:
+def _example(scheme: str, heads_first: bool) -> Example:
     rows, spread = ((2, 1, 5), (2, 7, 5, 12)) if heads_first else ((5,), (5, 7, 12))
     operands = _mxfp4(rows) if scheme == "mxfp4" else _fp8(rows, scheme == "fp8_block")
     return {
@@ -80,7 +80,7 @@ def _example(scheme: str, heads_first: bool) -> dict[str, Any]:
     }
 
 
-def _fp8(rows: tuple[int, ...], blocks: bool) -> dict[str, Any]:
+def _fp8(rows: tuple[int, ...], blocks: bool) -> Example:
     """x and the weight with their scales; seven heads of 31 outputs."""
     codes = OneOf(*FP8)
     of_x, of_weight = ((*rows, 3), (11, 3)) if blocks else ((1,), (1,))
@@ -92,7 +92,7 @@ def _fp8(rows: tuple[int, ...], blocks: bool) -> dict[str, Any]:
     }
 
 
-def _mxfp4(rows: tuple[int, ...]) -> dict[str, Any]:
+def _mxfp4(rows: tuple[int, ...]) -> Example:
     shapes = {
         "x": (*rows, 48),
         "weight": (217, 48),
@@ -102,7 +102,7 @@ def _mxfp4(rows: tuple[int, ...]) -> dict[str, Any]:
     return {name: tensor_example(*shape, dtype=torch.uint8) for name, shape in shapes.items()}
 
 
-def _attrs(scheme: str, **_: object) -> dict[str, Any]:
+def _attrs(scheme: str, **_: object) -> dict[str, str]:
     return {"scheme": scheme}
 
 

@@ -1,5 +1,5 @@
-"""In the latent attention of DeepSeek, the rotation of queries and keys joins the write into the
-latent cache.
+"""Fuse the rotation of queries and keys with the write into the latent cache (DeepSeek's latent
+attention).
 
 q_nope -----------+                                q_nope, q_pe -+
 q_pe > rope > cat +--> q                                         mla_rope_kv_write -+-> q, token
@@ -7,17 +7,17 @@ k_pe > rope -+                               =>     kv_c, k_pe --+
 kv_c --------+- mla_kv_write -> token
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from atomc import ops
 from atomc.ops.formats import FP8
-from atomc.rewriting.matching.captures import OneOf
-from atomc.rewriting.rewrite import Case, Rewrite, tensor_example
+from atomc.ops.op import OpFunction
+from atomc.rewriting.example import Example, OneOf, tensor_example
+from atomc.rewriting.rewrite import Case, Rewrite
 
-# `cache` is what the write takes besides keys: the cache, slots, and a scale or none.
+# `cache` are the arguments of the write after the keys: the cache, slots, and a scale or none.
+_mla_rope_kv_write: OpFunction[..., tuple[Tensor, Tensor]] = ops.mla_rope_kv_write
 
 
 def _pattern(
@@ -29,7 +29,7 @@ def _pattern(
     sin: Tensor,
     style: str,
     **cache: Tensor,
-) -> Any:
+) -> tuple[Tensor, Tensor]:
     q = torch.cat((q_nope, ops.rope(q_pe, cos, sin, style)), -1)
     return q, ops.mla_kv_write(kv_c, ops.rope(k_pe, cos, sin, style), *cache.values())
 
@@ -43,14 +43,12 @@ def _replacement(
     sin: Tensor,
     style: str,
     **cache: Tensor,
-) -> Any:
-    return ops.mla_rope_kv_write(
-        q_nope, q_pe, kv_c, k_pe, cos, sin, *cache.values(), rope_style=style
-    )
+) -> tuple[Tensor, Tensor]:
+    return _mla_rope_kv_write(q_nope, q_pe, kv_c, k_pe, cos, sin, *cache.values(), rope_style=style)
 
 
-def example(scaled: bool) -> dict[str, Any]:
-    """For a pattern that ends in a write into a latent cache; one in fp8 has a scale."""
+def example(scaled: bool) -> Example:
+    """For a pattern that ends in a write into a latent cache; an fp8 cache has a scale."""
     cache = tensor_example(9, 16, 34, dtype=OneOf(*FP8) if scaled else torch.bfloat16)
     return {
         "q_nope": tensor_example(5, 7, 22),
@@ -66,7 +64,7 @@ def example(scaled: bool) -> dict[str, Any]:
     }
 
 
-def _attrs(**given: Any) -> dict[str, Any]:
+def _attrs(**given: object) -> dict[str, str]:
     return {"scheme": "fp8"} if "scale" in given else {}
 
 

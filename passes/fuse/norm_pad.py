@@ -1,37 +1,36 @@
-"""A norm behind an add writes the zeros that its row is padded with.
+"""Let the norm after an add write the zeros that pad its rows.
 
 x -+                                    x -+
    add_rms_norm -+-> pad -> rows   =>      add_rms_norm_pad -+-> rows
 r -+             +-> sum                r -+                 +-> sum
 """
 
-from typing import Any
-
 import torch.nn.functional as F
 from torch import Tensor
 
 from atomc import ops
-from atomc.rewriting.rewrite import Rewrite, tensor_example
+from atomc.rewriting.example import Example, tensor_example
+from atomc.rewriting.rewrite import Rewrite
 
 
 def _pattern(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, columns: int, style: str
-) -> Any:
+) -> tuple[Tensor, Tensor]:
     y, total = ops.add_rms_norm(x, residual, weight, eps, style)
     return F.pad(y, (0, columns)), total
 
 
 def _replacement(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, columns: int, style: str
-) -> Any:
+) -> tuple[Tensor, Tensor]:
     return ops.add_rms_norm_pad(x, residual, weight, eps, columns, style)
 
 
-def _columns_are_added(columns: int, **_: Any) -> str | None:
+def _columns_are_added(columns: int, **_: object) -> str | None:
     return None if columns > 0 else f"columns to be added, these are {columns}"
 
 
-def _example() -> dict[str, Any]:
+def _example() -> Example:
     return {
         "x": tensor_example(3, 10),
         "residual": tensor_example(3, 10),

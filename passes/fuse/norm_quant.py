@@ -1,4 +1,4 @@
-"""A norm quantizes its own result; if that is read elsewhere, it writes it too.
+"""Quantize the result of a norm in the same op, which also writes it if it has other readers.
 
 x > rms_norm > y -+- quantizer -> codes, scales        x > rms_norm_quant -+-> codes, scales
                   +-> y                          =>                        +-> y
@@ -7,14 +7,14 @@ x, r > add_rms_norm -+- quantizer -> codes, scales     x, r > add_rms_norm_quant
                      +-> sum                     =>                               +-> sum
 """
 
-from collections.abc import Mapping
-from typing import Any
+from typing import Unpack
 
 from torch import Tensor
 
 from atomc import ops
-from atomc.passes.fuse.quantizers import QUANTIZERS, Quantizer
-from atomc.rewriting.rewrite import Case, Rewrite, norm_weight_example, tensor_example
+from atomc.passes.fuse.quantizers import QUANTIZERS, Attributes, Quantizer
+from atomc.rewriting.example import Example, norm_weight_example, tensor_example
+from atomc.rewriting.rewrite import Case, Rewrite
 
 
 def _pattern(
@@ -25,10 +25,11 @@ def _pattern(
     quantizer: Quantizer,
     keep: bool,
     scale: Tensor | None,
-    **decided: Any,
-) -> Any:
+    **captured: Unpack[Attributes],
+) -> tuple[Tensor, ...]:
     y = ops.rms_norm(x, weight, eps, style)
-    return (*quantizer(y, scale, **decided), y) if keep else quantizer(y, scale, **decided)
+    quantized = quantizer(y, scale, **captured)
+    return (*quantized, y) if keep else quantized
 
 
 def _replacement(
@@ -39,8 +40,8 @@ def _replacement(
     quantizer: Quantizer,
     keep: bool,
     scale: Tensor | None,
-    **decided: Any,
-) -> Any:
+    **captured: Unpack[Attributes],
+) -> Tensor | tuple[Tensor, ...]:
     made = ops.rms_norm_quant(
         x,
         weight,
@@ -49,13 +50,12 @@ def _replacement(
         style,
         scheme=quantizer.scheme,
         keep=keep,
-        **quantizer.fixed,
-        **decided,
+        **quantizer.attributes(captured),
     )
     return quantizer.results(made, [2] * keep)
 
 
-def _example(quantizer: Quantizer, keep: bool) -> dict[str, Any]:
+def _example(quantizer: Quantizer, keep: bool) -> Example:
     return {
         "x": tensor_example(3, 64),
         "weight": norm_weight_example(64),
@@ -76,14 +76,11 @@ def _add_pattern(
     quantizer: Quantizer,
     keep: bool,
     scale: Tensor | None,
-    **decided: Any,
-) -> Any:
+    **captured: Unpack[Attributes],
+) -> tuple[Tensor, ...]:
     y, total = ops.add_rms_norm(x, residual, weight, eps, style)
-    return (
-        (*quantizer(y, scale, **decided), total, y)
-        if keep
-        else (*quantizer(y, scale, **decided), total)
-    )
+    quantized = quantizer(y, scale, **captured)
+    return (*quantized, total, y) if keep else (*quantized, total)
 
 
 def _add_replacement(
@@ -95,8 +92,8 @@ def _add_replacement(
     quantizer: Quantizer,
     keep: bool,
     scale: Tensor | None,
-    **decided: Any,
-) -> Any:
+    **captured: Unpack[Attributes],
+) -> Tensor | tuple[Tensor, ...]:
     made = ops.add_rms_norm_quant(
         x,
         residual,
@@ -106,13 +103,12 @@ def _add_replacement(
         style,
         scheme=quantizer.scheme,
         keep=keep,
-        **quantizer.fixed,
-        **decided,
+        **quantizer.attributes(captured),
     )
     return quantizer.results(made, [2, 3] if keep else [2])
 
 
-def _add_example(quantizer: Quantizer, keep: bool) -> dict[str, Any]:
+def _add_example(quantizer: Quantizer, keep: bool) -> Example:
     return {
         "x": tensor_example(3, 64),
         "residual": tensor_example(3, 64),
@@ -120,7 +116,7 @@ def _add_example(quantizer: Quantizer, keep: bool) -> dict[str, Any]:
     }
 
 
-def _attrs(quantizer: Quantizer, keep: bool, **_: object) -> Mapping[str, Any]:
+def _attrs(quantizer: Quantizer, keep: bool, **_: object) -> dict[str, str | bool]:
     return {"scheme": quantizer.scheme, **({"keep": True} if keep else {})}
 
 

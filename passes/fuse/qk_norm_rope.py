@@ -1,16 +1,15 @@
-"""The norms of queries and keys and their rotation become one op; a pair is one site.
+"""Fuse the norms and the rotations of queries and keys; a pair is one site.
 
 q > rms_norm > rope -+                 q -+
                      +- attention  =>     qk_norm_rope -+- attention
 k > rms_norm > rope -+                 k -+
 """
 
-from typing import Any
-
 from torch import Tensor
 
 from atomc import ops
-from atomc.rewriting.rewrite import Rewrite, tensor_example
+from atomc.rewriting.example import Example, tensor_example
+from atomc.rewriting.rewrite import Rewrite
 
 
 def _pattern(
@@ -40,11 +39,11 @@ def _replacement(
     eps: float,
     norm_style: str,
     rope_style: str,
-) -> Any:
+) -> tuple[Tensor, Tensor]:
     return ops.qk_norm_rope(q, k, q_weight, k_weight, cos, sin, eps, norm_style, rope_style)
 
 
-def _example() -> dict[str, Any]:
+def _example() -> Example:
     return {
         "q": tensor_example(5, 7, 22),
         "k": tensor_example(5, 3, 22),

@@ -1,33 +1,41 @@
-"""The quantizers that fused ops take in: one for each op that quantizes."""
+"""The quantizers that fused ops can contain: one for each op that quantizes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypedDict, Unpack
 
 import torch
 from torch import Tensor
 
 from atomc import ops
 from atomc.ops.formats import FP8, MX_ROUNDINGS
-from atomc.rewriting.matching.captures import OneOf
-from atomc.rewriting.rewrite import tensor_example
+from atomc.ops.op import OpFunction
+from atomc.rewriting.example import Example, ExampleValue, OneOf, tensor_example
+
+
+class Attributes(TypedDict, total=False):
+    """The attributes of a scheme, named as arguments of fused ops."""
+
+    group: int
+    dtype: torch.dtype
+    column_major: bool
+    rounding: str
 
 
 @dataclass(frozen=True, eq=False)
 class Quantizer:
     """One way to quantize a result.
 
-    op       its op
-    decided  attributes of which a site decides, by the names that they have as arguments of fused
-             ops
-    fixed    attributes that the op's node must have
-    renamed  what the quantizer's op calls an argument of fused ops
+    op        its op
+    captured  the attributes captured at a site, and their values
+    group     columns per scale, if the scheme has groups; other groups are not fused
+    renamed   argument of fused ops -> what the quantizer's op calls it, if that differs
     """
 
-    op: ops.Op
+    op: OpFunction[..., Tensor | tuple[Tensor, Tensor]]
     scheme: str
-    decided: Mapping[str, OneOf]
-    fixed: Mapping[str, Any] = field(default_factory=dict)
+    captured: Mapping[str, ExampleValue]
+    group: int | None = None
     renamed: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -35,34 +43,35 @@ class Quantizer:
         return self.scheme == "fp8_static"
 
     @property
-    def needs(self) -> dict[str, Mapping[str, Any]]:
+    def needs(self) -> dict[str, Example]:
         """For Case.needs."""
-        return {self.op.name: self._attributes(self.decided)}
+        group: Example = {"group": self.group} if self.group else {}
+        return {self.op.name: {self._name(of): x for of, x in {**group, **self.captured}.items()}}
 
-    def example(self) -> dict[str, Any]:
-        """What a site decides; a scale is absent where the quantizer makes it."""
-        return {
-            "scale": tensor_example(1, dtype=torch.float32) if self.is_static else None,
-            **self.decided,
-        }
+    def example(self) -> Example:
+        """The arguments besides the input; only a static quantizer takes a scale."""
+        scale = tensor_example(1, dtype=torch.float32) if self.is_static else None
+        return {"scale": scale, **self.captured}
 
-    def __call__(self, y: Tensor, scale: Tensor | None, **decided: Any) -> tuple[Tensor, ...]:
-        """Its results: codes, and scales unless they are given."""
-        attributes = self._attributes(decided)
-        return (
-            (self.op(y, scale, **attributes),)
-            if self.is_static
-            else tuple(self.op(y, **attributes))
-        )
+    def __call__(
+        self, y: Tensor, scale: Tensor | None, **captured: Unpack[Attributes]
+    ) -> tuple[Tensor, ...]:
+        """The results of the op: codes, and scales if it computes them."""
+        given = (y, scale) if self.is_static else (y,)
+        made = self.op(*given, **{self._name(of): x for of, x in self.attributes(captured).items()})
+        return made if isinstance(made, tuple) else (made,)
 
-    def _attributes(self, decided: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            **self.fixed,
-            **{self.renamed.get(name, name): given for name, given in decided.items()},
-        }
+    def attributes(self, captured: Attributes) -> Attributes:
+        """What a fused op is called with, besides the scheme."""
+        return {"group": self.group, **captured} if self.group else captured
 
-    def results(self, made: Any, further: Sequence[int]) -> Any:
-        """What a fused op returns in place of these results and its own `further` ones."""
+    def _name(self, argument: str) -> str:
+        return self.renamed.get(argument, argument)
+
+    def results(
+        self, made: tuple[Tensor, ...], further: Sequence[int]
+    ) -> Tensor | tuple[Tensor, ...]:
+        """What replaces the results of the quantizer, then the `further` results of a fused op."""
         found = tuple(made[i] for i in [*([0] if self.is_static else [0, 1]), *further])
         return found if len(found) > 1 else found[0]
 
@@ -75,7 +84,7 @@ QUANTIZERS = (
         ops.quant_fp8_group,
         "fp8_group",
         {"column_major": OneOf(False, True), **_FP8},
-        {"group": 128},
+        128,
         {"column_major": "column_major_scales"},
     ),
     Quantizer(ops.quant_mxfp4, "mxfp4", {"rounding": OneOf(*MX_ROUNDINGS)}),

@@ -1,1 +1,1 @@
-"""Idioms become ops: the graph is raised to what it means."""
+"""Replace idioms of models, written in plain PyTorch, by ops."""

@@ -1,24 +1,24 @@
-"""A sum over a process group that is waited for at once is one op.
+"""Replace a sum over a process group and the wait for it by one op.
 
 x > all_reduce(sum) > wait_tensor    =>    all_reduce(x)
 """
-
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from atomc import ops
-from atomc.rewriting.rewrite import Rewrite, tensor_example
+from atomc.rewriting.example import Example, tensor_example
+from atomc.rewriting.rewrite import Rewrite
+
+functional = torch.ops._c10d_functional
 
 
-def _pattern(x: Tensor, group: str) -> Any:
-    return torch.ops._c10d_functional.wait_tensor(
-        torch.ops._c10d_functional.all_reduce(x, "sum", group)
-    )
+def _pattern(x: Tensor, group: str) -> Tensor:
+    summed: Tensor = functional.wait_tensor(functional.all_reduce(x, "sum", group))
+    return summed
 
 
-def _example() -> dict[str, Any]:
+def _example() -> Example:
     return {"x": tensor_example(3, 10), "group": "a group"}
 
 

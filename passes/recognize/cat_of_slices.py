@@ -1,14 +1,13 @@
-"""A new tensor that is filled slice by slice, until nothing of it is left, is a cat.
+"""Replace writes that fill a new tensor slice by slice by a cat.
 
 empty > slice_scatter(a, dim, 0, n) > slice_scatter(b, dim, n, end)    =>    cat([a, b], dim)
 """
-
-from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
 from atomc.graph.canonical import call, value
+from atomc.graph.expressions import Size
 from atomc.graph.sizes import known_equal
 from atomc.rewriting.graph_pass import Context
 from atomc.rewriting.rewrite import Fired, remove_dead_nodes
@@ -36,10 +35,10 @@ def cat_of_slices(gm: GraphModule, context: Context) -> list[Fired]:
 
 
 def _parts(node: Node) -> list[Node]:
-    """What fills a tensor along one dimension, in order of place; nothing if parts of it are left,
-    or written twice.
+    """The parts that fill a tensor along one dimension, in order; none if they leave a gap or
+    overlap.
     """
-    written: list[tuple[Any, Any, Node]] = []
+    written: list[tuple[Size, Size, Node]] = []
     last = node
     while node.target is aten.slice_scatter.default:
         where = {name: given for name, given in call(node).attrs.items() if name in ("dim", "step")}
@@ -51,7 +50,7 @@ def _parts(node: Node) -> list[Node]:
     if not written or call(node).op not in EMPTY:
         return []
     size = value(last).shape[call(last).attrs["dim"]]
-    filled: Any = 0
+    filled: Size = 0
     parts: list[Node] = []
     while not known_equal(filled, size):
         found = [(end, part) for start, end, part in written if known_equal(start, filled)]
@@ -62,8 +61,8 @@ def _parts(node: Node) -> list[Node]:
     return parts if len(parts) == len(written) else []
 
 
-def _range(node: Node) -> tuple[Any, Any]:
-    """The first column that is written, and the one behind the last."""
+def _range(node: Node) -> tuple[Size, Size]:
+    """The first column that is written, and the one after the last."""
     attrs = call(node).attrs
     start = attrs.get("start") or 0
     return start, start + value(call(node).operands[1]).shape[attrs["dim"]]

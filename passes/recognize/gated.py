@@ -1,29 +1,28 @@
-"""Gated activations become one op.
+"""Replace gated activations by one op.
 
 gate > silu (or gelu) > * up    =>    silu_and_mul(gate, up)
 """
 
-from typing import Any
-
 from torch import Tensor
 
 from atomc import ops
-from atomc.rewriting.rewrite import Rewrite, tensor_example
+from atomc.rewriting.example import Example, tensor_example
+from atomc.rewriting.rewrite import Rewrite
 
 
-def _example() -> dict[str, Any]:
+def _example() -> Example:
     return {"gate": tensor_example(3, 10), "up": tensor_example(3, 10)}
 
 
 def _gelu_pattern(gate: Tensor, up: Tensor, approximate: str) -> Tensor:
-    return ops.gelu_and_mul.reference(gate, up, approximate)  # type: ignore[no-any-return]
+    return ops.gelu_and_mul.reference(gate, up, approximate)
 
 
 def _gelu_replacement(gate: Tensor, up: Tensor, approximate: str) -> Tensor:
-    return ops.gelu_and_mul(gate, up, approximate)  # type: ignore[no-any-return]
+    return ops.gelu_and_mul(gate, up, approximate)
 
 
-def _gelu_example() -> dict[str, Any]:
+def _gelu_example() -> Example:
     return {**_example(), "approximate": "none"}
 
 

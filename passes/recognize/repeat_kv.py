@@ -1,21 +1,22 @@
-"""Keys and values repeated for grouped queries need not be: attention reads them by group.
+"""Remove the repetition of keys and values for grouped queries: attention reads them by group.
 
-k > [:, :, None] > expand > reshape > transpose -+
-v > [:, :, None] > expand > reshape > transpose -+- attention    =>    attention(q, k.transpose,
-                                                                 v.transpose)
-                                             q -+
+   k > [:, :, None] > expand > reshape > transpose -+
+   v > [:, :, None] > expand > reshape > transpose -+- attention
+                                                 q -+
+=>
+   attention(q, k.transpose, v.transpose)
 """
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from atomc import ops
-from atomc.rewriting.matching.captures import OneOf
-from atomc.rewriting.rewrite import Case, Rewrite, tensor_example
+from atomc.rewriting.example import Example, OneOf, tensor_example
+from atomc.rewriting.rewrite import Case, Rewrite
 
-transpose = torch.ops.aten.transpose.int
+transpose: Callable[[Tensor, int, int], Tensor] = torch.ops.aten.transpose.int
 
 
 def _repeated(x: Tensor, group: int) -> Tensor:
@@ -28,7 +29,7 @@ def _pattern(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, causal: bool
 ) -> Tensor:
     group = q.shape[2] // k.shape[1]
-    return ops.attention(  # type: ignore[no-any-return]
+    return ops.attention(
         q, _repeated(k, group), _repeated(v, group), None, mask, scale=scale, causal=causal
     )
 
@@ -37,12 +38,12 @@ def _replacement(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, causal: bool
 ) -> Tensor:
     masked = () if mask is None else (None, mask)
-    return ops.attention(  # type: ignore[no-any-return]
+    return ops.attention(
         q, transpose(k, 1, 2), transpose(v, 1, 2), *masked, scale=scale, causal=causal
     )
 
 
-def _example(masked: bool) -> dict[str, Any]:
+def _example(masked: bool) -> Example:
     return {
         "q": tensor_example(2, 5, 21, 12),
         "k": tensor_example(2, 3, 11, 12),

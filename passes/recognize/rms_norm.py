@@ -1,27 +1,28 @@
-"""RMSNorm written out becomes one op; the op's own meaning, traced once per style, is the pattern.
+"""Replace RMSNorm written in PyTorch by one op. The pattern is the op's reference, traced once per
+style.
 
-x > to fp32 > square > mean > + eps > rsqrt > * x > (styles: round, * weight)    =>    rms_norm(x,
-                                                                                 weight)
+    x > to fp32 > square > mean > + eps > rsqrt > * x > (styles: round, * weight)
+ =>
+    rms_norm(x, weight)
 """
-
-from typing import Any
 
 from torch import Tensor
 
 from atomc import ops
 from atomc.ops.norm import RMS_NORM_STYLES
-from atomc.rewriting.rewrite import Case, Rewrite, norm_weight_example, tensor_example
+from atomc.rewriting.example import Example, norm_weight_example, tensor_example
+from atomc.rewriting.rewrite import Case, Rewrite
 
 
 def _pattern(x: Tensor, weight: Tensor, eps: float, style: str) -> Tensor:
-    return ops.rms_norm.reference(x, weight, eps, style)  # type: ignore[no-any-return]
+    return ops.rms_norm.reference(x, weight, eps, style)
 
 
 def _replacement(x: Tensor, weight: Tensor, eps: float, style: str) -> Tensor:
-    return ops.rms_norm(x, weight, eps, style)  # type: ignore[no-any-return]
+    return ops.rms_norm(x, weight, eps, style)
 
 
-def _example(style: str) -> dict[str, Any]:
+def _example(style: str) -> Example:
     return {
         "x": tensor_example(3, 10),
         "weight": norm_weight_example(10),
@@ -30,11 +31,11 @@ def _example(style: str) -> dict[str, Any]:
     }
 
 
-def _attrs(x: Tensor, weight: Tensor, style: str, **_: object) -> dict[str, Any]:
+def _attrs(x: Tensor, weight: Tensor, style: str, **_: object) -> dict[str, str]:
     return {"style": style, "weight": "as x" if weight.dtype == x.dtype else "fp32"}
 
 
-# Most specific first: in fp32 the later styles also fit what the earlier ones mean.
+# Most specific first: in fp32 the later styles also match models of the earlier ones.
 RMS_NORM = Rewrite(
     "rms_norm",
     _pattern,

@@ -1,11 +1,8 @@
-"""Rotary positions become one op; its meaning, traced once per style, is the pattern.
+"""Replace rotary positions by one op. The pattern is the op's reference, traced once per style.
 
-x * cos + cat(-x[half:], x[:half]) * sin           =>    rope(x, cos, sin, "neox"), and the other
-                                                   styles
-cat(rope(x[:r], cos, sin), x[r:])                  =>    rope(x, cos, sin), partial
+x * cos + cat(-x[half:], x[:half]) * sin    =>    rope(x, cos, sin, "neox"); other styles alike
+cat(rope(x[:r], cos, sin), x[r:])           =>    rope(x, cos, sin), partial
 """
-
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,16 +10,16 @@ from torch import Tensor
 from atomc import ops
 from atomc.graph.sizes import known_equal, spell_shape
 from atomc.ops.rope import ROPE_STYLES, rotate
-from atomc.rewriting.matching.captures import OneOf
-from atomc.rewriting.rewrite import Case, Rewrite, tensor_example
+from atomc.rewriting.example import Example, OneOf, tensor_example
+from atomc.rewriting.rewrite import Case, Rewrite
 
 
 def turns_pairs(x: Tensor, cos: Tensor, sin: Tensor, **_: object) -> str | None:
-    """x is made of pairs. The tables have one shape, and every dimension but the last is 1 or that
-    of x.
+    """A guard: x has an even number of columns, the tables have one rank, and their leading sizes
+    broadcast to x.
     """
     if isinstance(x.shape[-1], int) and x.shape[-1] % 2:
-        return f"{x.shape[-1]} columns are no pairs"
+        return f"{x.shape[-1]} columns do not form pairs"
     if cos.dim() > x.dim() or len(cos.shape) != len(sin.shape):
         return (
             f"cos {spell_shape(cos.shape)} and sin {spell_shape(sin.shape)} for x "
@@ -30,7 +27,7 @@ def turns_pairs(x: Tensor, cos: Tensor, sin: Tensor, **_: object) -> str | None:
         )
     for size, of_x in zip(reversed(cos.shape[:-1]), reversed(x.shape[:-1]), strict=False):
         if not (known_equal(size, 1) or known_equal(size, of_x)):
-            return f"cos {spell_shape(cos.shape)} is not broadcast to x {spell_shape(x.shape)}"
+            return f"cos {spell_shape(cos.shape)} does not broadcast to x {spell_shape(x.shape)}"
     return None
 
 
@@ -39,10 +36,10 @@ def _pattern(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
 
 
 def _replacement(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
-    return ops.rope(x, cos, sin, style)  # type: ignore[no-any-return]
+    return ops.rope(x, cos, sin, style)
 
 
-def _example(style: str) -> dict[str, Any]:
+def _example(style: str) -> Example:
     width = 12 // _columns_of_an_angle(style)
     return {
         "x": tensor_example(3, 12),
@@ -57,16 +54,16 @@ def _partial_pattern(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
     return torch.cat((ops.rope(x[..., :width], cos, sin, style), x[..., width:]), -1)
 
 
-def _partial_example(style: str) -> dict[str, Any]:
+def _partial_example(style: str) -> Example:
     return {**_example(style), "x": tensor_example(3, 22), "style": OneOf(style)}
 
 
 def _columns_of_an_angle(style: str) -> int:
-    """How many columns of x a column of cos and sin is for."""
+    """The number of columns of x per column of cos and sin."""
     return 1 if style == "neox" else 2
 
 
-def _attrs(style: str, **_: object) -> dict[str, Any]:
+def _attrs(style: str, **_: object) -> dict[str, str]:
     return {"style": style}
 
 

@@ -1,36 +1,37 @@
-"""Norms and rotations of heads change places with the transpose before them.
+"""Move the transpose before the norm or rotation of heads behind it.
 
     rms_norm(x.transpose(1, 2), weight)    =>    rms_norm(x, weight).transpose(1, 2)
     rope(x.transpose(1, 2), cos, sin)      =>    rope(x, cos.T, sin.T).transpose(1, 2)
 
-This brings stock models ([B, heads, T, D]) to the order of ours ([.., T, heads, D]); the transposes
-then cancel.
+Models of transformers ([B, heads, T, D]) then have the same order as atomc's ([.., T, heads, D]),
+and the transposes cancel.
 """
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from atomc import ops
-from atomc.rewriting.rewrite import Rewrite, tensor_example
+from atomc.rewriting.example import Example, tensor_example
+from atomc.rewriting.rewrite import Rewrite
 
-transpose = torch.ops.aten.transpose.int
+transpose: Callable[[Tensor, int, int], Tensor] = torch.ops.aten.transpose.int
 
 
 def _norm_pattern(x: Tensor, weight: Tensor, eps: float, style: str) -> Tensor:
-    return ops.rms_norm(x.transpose(1, 2), weight, eps, style)  # type: ignore[no-any-return]
+    return ops.rms_norm(x.transpose(1, 2), weight, eps, style)
 
 
 def _norm_replacement(x: Tensor, weight: Tensor, eps: float, style: str) -> Tensor:
-    return transpose(ops.rms_norm(x, weight, eps, style), 1, 2)  # type: ignore[no-any-return]
+    return transpose(ops.rms_norm(x, weight, eps, style), 1, 2)
 
 
 def _norm_guard(x: Tensor, **_: object) -> str | None:
     return None if x.dim() == 4 else f"x has {x.dim()} dimensions"
 
 
-def _norm_example() -> dict[str, Any]:
+def _norm_example() -> Example:
     return {
         "x": tensor_example(2, 5, 3, 22),
         "weight": tensor_example(22),
@@ -40,18 +41,18 @@ def _norm_example() -> dict[str, Any]:
 
 
 def _rope_pattern(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
-    return ops.rope(x.transpose(1, 2), cos, sin, style)  # type: ignore[no-any-return]
+    return ops.rope(x.transpose(1, 2), cos, sin, style)
 
 
 def _rope_replacement(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
-    return transpose(ops.rope(x, transpose(cos, 1, 2), transpose(sin, 1, 2), style), 1, 2)  # type: ignore[no-any-return]
+    return transpose(ops.rope(x, transpose(cos, 1, 2), transpose(sin, 1, 2), style), 1, 2)
 
 
 def _rope_guard(x: Tensor, cos: Tensor, **_: object) -> str | None:
     return None if cos.dim() == x.dim() == 4 else f"cos has {cos.dim()} dimensions, x {x.dim()}"
 
 
-def _rope_example() -> dict[str, Any]:
+def _rope_example() -> Example:
     return {
         "x": tensor_example(2, 5, 3, 22),
         "cos": tensor_example(12),
@@ -60,7 +61,7 @@ def _rope_example() -> dict[str, Any]:
     }
 
 
-# The norm first: a rotation behind it then sees the transpose.
+# The norm first: the transpose then precedes a rotation after it.
 ROPE_BEFORE_TRANSPOSE = [
     Rewrite(
         "rope_before_transpose",

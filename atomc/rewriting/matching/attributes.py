@@ -1,7 +1,6 @@
 """Comparing two calls in everything but their tensors: numbers, strings, dtypes, shapes."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch.fx import Node
@@ -10,17 +9,18 @@ from atomc.graph.canonical import Capture, call
 from atomc.graph.expressions import Size
 from atomc.graph.sizes import known_equal
 from atomc.report.records import MissKind
-from atomc.rewriting.matching.pattern import Site
+from atomc.rewriting.matching.captures import Attr
+from atomc.rewriting.matching.pattern import Deferred, Site
 
 # Kind, what the pattern expects, what was found.
 AttrDifference = tuple[MissKind, str, str]
 
 
 def attr_differences(site: Site, p: Node, g: Node) -> Iterator[AttrDifference]:
-    """What differs in two calls besides their tensors.
+    """The differences of two calls, apart from their tensors.
 
-    On the way it binds what the site decides, and leaves what depends on the sizes and dtypes of
-    inputs to conditions.py.
+    Binds the captured attributes. Attributes that depend on the sizes and dtypes of inputs are
+    deferred to conditions.py.
     """
     wanted, found = call(p), call(g)
     for name in wanted.attrs.keys() | found.attrs.keys():
@@ -28,8 +28,13 @@ def attr_differences(site: Site, p: Node, g: Node) -> Iterator[AttrDifference]:
         if isinstance(expected, Capture):
             yield from _captured(site, f"{bare(wanted.op)} with {name}", name, expected, here)
         elif _follows_from_inputs(wanted.op, name, expected):
-            site.deferred.append((p, g, name, expected, here))
-        elif _holds_capture(expected) and _as_long(expected, here):
+            site.deferred.append(Deferred(p, g, name, expected, here))
+        elif (
+            isinstance(expected, tuple)
+            and isinstance(here, tuple)
+            and len(expected) == len(here)
+            and any(isinstance(item, Capture) for item in expected)
+        ):
             yield from _items(site, name, expected, here)
         elif same_attr(expected, here):
             continue
@@ -43,14 +48,14 @@ def attr_differences(site: Site, p: Node, g: Node) -> Iterator[AttrDifference]:
             )
 
 
-def _follows_from_inputs(op: str, name: str, expected: Any) -> bool:
+def _follows_from_inputs(op: str, name: str, expected: Attr) -> bool:
     return isinstance(expected, torch.SymInt) or (
         name in ("shape", "dtype") and op in ("view", "expand", "cast")
     )
 
 
 def _captured(
-    site: Site, what: str, name: str, capture: Capture, here: Any
+    site: Site, what: str, name: str, capture: Capture, here: Attr
 ) -> Iterator[AttrDifference]:
     if capture.among and here not in capture.among:
         yield "attribute", f"{what}={' or '.join(map(bare, capture.among))}", f"{name}={bare(here)}"
@@ -58,8 +63,10 @@ def _captured(
         yield from _bind(site, capture, here)
 
 
-def _items(site: Site, name: str, expected: Any, here: Any) -> Iterator[AttrDifference]:
-    """Of two tuples as long, of which the site decides some items."""
+def _items(
+    site: Site, name: str, expected: tuple[Attr, ...], here: tuple[Attr, ...]
+) -> Iterator[AttrDifference]:
+    """The differences of two tuples of one length; some expected items are captured."""
     for item, found in zip(expected, here, strict=True):
         if isinstance(item, Capture):
             yield from _bind(site, item, found)
@@ -67,18 +74,18 @@ def _items(site: Site, name: str, expected: Any, here: Any) -> Iterator[AttrDiff
             yield "attribute", f"{name}={bare(item)}", bare(found)
 
 
-def _bind(site: Site, capture: Capture, here: Any) -> Iterator[AttrDifference]:
-    """The argument is what stands here, and the same everywhere; a size that varies is no
+def _bind(site: Site, capture: Capture, here: Attr) -> Iterator[AttrDifference]:
+    """Bind an argument to a constant, which must be the same everywhere; a dynamic size is not
     constant.
     """
     if here is None or isinstance(here, Node | torch.SymInt | torch.SymFloat):
         yield "scalar", f"a constant for `{capture.name}`", str(here)
-    elif (first := site.bound.setdefault(capture.name, here)) != here:
+    elif (first := site.captured.setdefault(capture.name, here)) != here:
         yield "scalar", f"one `{capture.name}` everywhere (first {first})", str(here)
 
 
 def _operands(op: str, expected: tuple[str, ...], here: tuple[str, ...]) -> tuple[str, str]:
-    """Which operands of an op are missing, or too many."""
+    """Which operands of an op are missing, or should be absent."""
     missing, extra = (
         [f"`{name}`" for name in a if name not in b]
         for a, b in ((expected, here), (here, expected))
@@ -92,16 +99,8 @@ def _operands(op: str, expected: tuple[str, ...], here: tuple[str, ...]) -> tupl
     return f"{op} {', '.join(wanted)}", ", ".join(found)
 
 
-def _holds_capture(attr: Any) -> bool:
-    return isinstance(attr, tuple) and any(isinstance(item, Capture) for item in attr)
-
-
-def _as_long(expected: Any, here: Any) -> bool:
-    return isinstance(here, tuple) and len(here) == len(expected)
-
-
-def same_attr(expected: Any, here: Any) -> bool:
-    """Equality that adds no guard where a size is symbolic."""
+def same_attr(expected: Attr, here: Attr) -> bool:
+    """Equality that adds no guard on symbolic sizes."""
     if isinstance(expected, tuple) and isinstance(here, tuple):
         return len(expected) == len(here) and all(map(same_attr, expected, here))
     if isinstance(expected, torch.SymInt) or isinstance(here, torch.SymInt):
@@ -110,7 +109,7 @@ def same_attr(expected: Any, here: Any) -> bool:
 
 
 def bare(item: object) -> str:
-    """Without the namespace: float32, rms_norm; of what the site decides, its name."""
+    """The text of an attribute without namespaces: float32, rms_norm; of a capture, its name."""
     if isinstance(item, Capture):
         return item.name
     if isinstance(item, tuple):

@@ -1,68 +1,56 @@
-"""What a site decides of a pattern besides its tensors: numbers, strings, dtypes and flags.
+"""Captured attributes of a pattern: numbers, strings, dtypes and flags that each site provides.
 
-A float or a string is found among the attributes of the traced ops by its value. For an int or a
-`OneOf` the pattern is traced with two values: where the two traces differ the site decides, and no
-other number can be taken for it.
+A float or a string is located among the attributes of the traced ops by its value. For an int or a
+`OneOf`, the pattern is traced with two values: an attribute in which the traces differ is captured,
+so no other number can be confused with it.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Node
+from torch.fx.node import Argument
 
 from atomc.graph.canonical import Capture, call
+from atomc.rewriting.example import ExampleValue, Fixed, OneOf
+
+# An attribute of a canonical call, or a value that stands for one in a trace.
+Attr = Argument | Capture | Fixed | tuple["Attr", ...]
 
 
-class OneOf:
-    """In an example: the site decides, and it is one of these. The same object in several places is
-    one decision.
-
-    The first two values are those that the pattern is traced with; a single one is a constant. As
-    the dtype of a tensor:
-    see rewrite.tensor_example.
-
-    follows  of values that are tensors, the decision about their dtypes
-    """
-
-    def __init__(self, *values: Any, follows: "OneOf | None" = None):
-        self.values, self.follows = values, follows
-
-    def __contains__(self, item: object) -> bool:
-        return item in self.values
-
-
-def stand_ins(example: Mapping[str, Any], turn: int) -> dict[str, Any]:
-    """The arguments to trace a pattern with. What is captured by difference has another value at
-    turn 1 than at turn 0.
+def stand_ins(example: Mapping[str, ExampleValue], turn: int) -> dict[str, Fixed]:
+    """The arguments to trace a pattern with. Ints and `OneOf` have another value at turn 1 than at
+    turn 0.
     """
     return {
         name: _stand_in(given, i, turn, example) for i, (name, given) in enumerate(example.items())
     }
 
 
-def _stand_in(given: Any, i: int, turn: int, example: Mapping[str, Any]) -> Any:
+def _stand_in(given: ExampleValue, i: int, turn: int, example: Mapping[str, ExampleValue]) -> Fixed:
     if isinstance(given, OneOf):
-        # A dtype that no argument says is no attribute: the trace with the first one shows all.
-        stays = given.follows is not None and not any(
+        # The dtype of a tensor is an attribute only if it is also an argument.
+        fixed = given.follows is not None and not any(
             given.follows is other for other in example.values()
         )
-        return given.values[0 if stays else min(turn, len(given.values) - 1)]
+        return given.values[0 if fixed else min(turn, len(given.values) - 1)]
     if type(given) is int:
         return given + turn * (1 + i)
-    return (
-        given + 0.7310585 + i if isinstance(given, float) else given
-    )  # a number that nobody writes
+    if isinstance(given, float):
+        return given + 0.7310585 + i  # a number that no model contains
+    return given
 
 
-def differing(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[tuple[Any, Any], str]:
-    """(value at turn 0, value at turn 1) -> the argument that has these.
+def differing(
+    first: Mapping[str, Fixed], second: Mapping[str, Fixed]
+) -> dict[tuple[Attr, Attr], str]:
+    """(value at turn 0, value at turn 1) -> the argument with these values.
 
-    Raises ValueError if two arguments cannot be told apart.
+    Raises ValueError if two arguments have the same values.
     """
-    found: dict[tuple[Any, Any], str] = {}
+    found: dict[tuple[Attr, Attr], str] = {}
     for name, value in first.items():
         if not isinstance(value, Tensor) and value is not second[name] and value != second[name]:
             other = found.setdefault((value, second[name]), name)
@@ -71,62 +59,63 @@ def differing(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[tuple
     return found
 
 
-def capture(nodes: Sequence[Node], others: Sequence[Node], example: Mapping[str, Any]) -> set[str]:
-    """Put a Capture in the place of every attribute that the site decides. Returns the arguments
-    that were found.
+def capture(
+    nodes: Sequence[Node], others: Sequence[Node], example: Mapping[str, ExampleValue]
+) -> set[str]:
+    """Replace every captured attribute by a Capture. Returns the arguments that were located.
 
-    nodes, others  of the traces at turn 0 and 1; the same ones if nothing is captured by difference
+    nodes, others  of the traces at turn 0 and 1; the same if no argument differs between them
 
-    Raises ValueError if the traces differ in more than attributes that are arguments, or an
-    argument is no attribute.
+    Raises ValueError if the traces differ in more than attributes that are arguments, or if an
+    argument is not an attribute.
     """
     first = stand_ins(example, 0)
     by_difference = differing(first, stand_ins(example, 1))
-    by_value = {
+    by_value: dict[tuple[type, Attr], str] = {
         (type(first[name]), first[name]): name
         for name, given in example.items()
         if isinstance(given, float | str)
     }
     if _structure(nodes) != _structure(others):
         raise ValueError(
-            f"pattern: {', '.join(by_difference.values())} change more than attributes: make "
-            "it several cases"
+            f"pattern: {', '.join(by_difference.values())} change more than attributes: use "
+            "several cases"
         )
-    decided = _Decided(example, by_value, by_difference)
+    captures = _Captures(example, by_value, by_difference)
     for node, other in zip(nodes, others, strict=True):
         attrs, there = call(node).attrs, call(other).attrs
         for name, attr in attrs.items():
-            attrs[name] = decided.captured(attr, there.get(name))
+            attrs[name] = captures.replace(attr, there.get(name))
     needed = {name for name, given in first.items() if isinstance(given, float)} | set(
         by_difference.values()
     )
-    if needed - decided.found:
+    if needed - captures.found:
         raise ValueError(
-            f"pattern: no op has {', '.join(sorted(needed - decided.found))} as an attribute"
+            f"pattern: no op has {', '.join(sorted(needed - captures.found))} as an attribute"
         )
-    return decided.found
+    return captures.found
 
 
 @dataclass
-class _Decided:
+class _Captures:
     """Which attribute is which argument.
 
     by_value       (type, value) of an attribute that is the same in both traces -> argument
     by_difference  (attribute at turn 0, at turn 1) -> argument
-    found          the arguments that were met
+    found          the arguments located so far
     """
 
-    example: Mapping[str, Any]
-    by_value: Mapping[tuple[Any, Any], str]
-    by_difference: Mapping[tuple[Any, Any], str]
+    example: Mapping[str, ExampleValue]
+    by_value: Mapping[tuple[type, Attr], str]
+    by_difference: Mapping[tuple[Attr, Attr], str]
     found: set[str] = field(default_factory=set)
 
-    def captured(self, here: Any, there: Any) -> Any:
-        """What stands in the place of an attribute that is `here` at turn 0 and `there` at turn
-        1.
+    def replace(self, here: Attr, there: Attr) -> Attr:
+        """The Capture for an attribute that is `here` at turn 0 and `there` at turn 1, or the
+        attribute itself.
         """
         if isinstance(here, tuple) and isinstance(there, tuple):
-            return tuple(self.captured(*both) for both in zip(here, there, strict=True))
+            return tuple(self.replace(*both) for both in zip(here, there, strict=True))
         if isinstance(here, torch.SymInt) or isinstance(there, torch.SymInt):
             return here
         name = (
@@ -139,7 +128,7 @@ class _Decided:
             given = self.example[name]
             return Capture(name, given.values if isinstance(given, OneOf) else ())
         if here != there:
-            raise ValueError(f"pattern: {here} of an op becomes {there}, which is no argument")
+            raise ValueError(f"pattern: {here} of an op becomes {there}, which is not an argument")
         return here
 
 

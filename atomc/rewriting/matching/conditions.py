@@ -139,8 +139,8 @@ def _deferred_problems(site: Site) -> Iterator[Difference]:
     for p, g, name, expected, here in site.deferred:
         rank = site.pattern.position[p]
         if name == "dtype":
-            if here != site.dtype(expected):
-                cast = f"a cast to {bare(site.dtype(expected))}"
+            if here != site.attr(expected):
+                cast = f"a cast to {bare(site.attr(expected))}"
                 if p in site.alias:
                     yield Difference(
                         "missing cast",
@@ -152,6 +152,7 @@ def _deferred_problems(site: Site) -> Iterator[Difference]:
                 else:
                     yield Difference("dtype", cast, f"one to {bare(here)}", g, rank)
         elif name == "shape":
+            assert isinstance(expected, tuple) and isinstance(here, tuple)
             shape = [substitute(size, symbols) for size in expected]
             if not all(
                 known_equal(a, b) for a, b in zip(reversed(shape), reversed(here), strict=False)
@@ -210,9 +211,7 @@ def _mutations(site: Site) -> Iterator[Difference]:
     """Somebody outside writes what is read inside."""
     inside = site.nodes()
     own_writes = {node for node in inside if mutated(node)}
-    read = {storage(node) for node in inside} | {
-        storage(b) for b in site.bound.values() if isinstance(b, Node)
-    }
+    read = {storage(node) for node in inside} | {storage(bound) for bound in site.bound.values()}
     for node in _span(inside):
         for written in mutated(node):
             if node not in own_writes and storage(written) in read:

@@ -277,7 +277,7 @@ class Growth:
     def follow_without_cast(self, reader: Node, g: Node) -> bool:
         if call(reader).op != "cast" or not isinstance(value(g), Tensor):
             return False
-        right = value(g).dtype == self.site.dtype(call(reader).attrs["dtype"])
+        right = value(g).dtype == self.site.attr(call(reader).attrs["dtype"])
         return right and without_cast(self.site, reader, g)
 
     def follow_through_view(self, reader: Node, users: list[Node]) -> bool:

@@ -1,9 +1,9 @@
-"""A traced pattern, and a place in a graph where some or all of it was found."""
+"""A traced pattern, and a complete or partial match of it in a graph."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import NamedTuple
 
 import sympy
 import torch
@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from atomc.graph.canonical import Capture, call, value
-from atomc.graph.expressions import expression
+from atomc.graph.expressions import Size, expression
 from atomc.report.records import MissKind
-from atomc.rewriting.matching.captures import OneOf, capture, differing, stand_ins
+from atomc.rewriting.example import ExampleValue, Fixed, OneOf
+from atomc.rewriting.matching.captures import Attr, capture, differing, stand_ins
 from atomc.torch_compat.tracing import trace_with_symbolic_sizes
 
 
@@ -31,33 +32,31 @@ class Index:
 
 
 class Pattern:
-    """A plain function traced with symbolic sizes. Its example is its specification.
+    """A function traced with symbolic sizes. Its example is its specification.
 
-    Equal sizes in the example must be equal at the site, so different things get different sizes. A
-    16-bit dtype in the example stands for the model's dtype, whichever that is. Floats, strings,
-    ints and `OneOf` are captured wherever an op of the pattern has them as an attribute
-    (captures.py); whatever else the example holds is handed on as it is: None for an operand that
-    is absent, a style, a flag.
+    Sizes that are equal in the example must be equal at a site, so use different sizes otherwise. A
+    16-bit dtype in the example stands for the model's dtype. Floats, strings, ints and `OneOf` are
+    captured where an op of the pattern has them as an attribute (captures.py); other values are
+    passed on unchanged: None for an absent operand, a style, a flag.
 
-    constants  argument -> what the example says of it, where no op of the pattern has it as an
-               attribute
-    captured   arguments that a site decides freely: those that are not `OneOf`
-    choices    input -> the dtypes among which the site decides
-    decided_by such a choice -> the argument that says the same
-    any_dtype  nodes whose dtype follows from what the site decides, so that it is not compared
+    constants  argument -> its value in the example, if no op of the pattern has it as an attribute
+    captured   arguments with any value at a site: those that are not `OneOf`
+    choices    input -> the dtypes that it may have at a site
+    decided_by such a choice -> the argument that is captured with the same value
+    any_dtype  nodes whose dtype depends on the site, so that it is not compared
     """
 
     def __init__(
         self,
-        function: Callable[..., Any],
-        example: Mapping[str, Any],
+        function: Callable[..., Tensor | tuple[Tensor, ...]],
+        example: Mapping[str, ExampleValue],
         *,
         sees_through: bool = False,
         read_together: bool = False,
     ):
         self.sees_through, self.read_together = sees_through, read_together
         arguments, varied = stand_ins(example, 0), stand_ins(example, 1)
-        tensors = [name for name, given in arguments.items() if isinstance(given, Tensor)]
+        tensors = {name: given for name, given in arguments.items() if isinstance(given, Tensor)}
         self.arguments = list(arguments)
         self.graph = _traced(function, arguments, tensors)
         self.inputs = dict(zip(self.graph.find_nodes(op="placeholder"), tensors, strict=True))
@@ -65,9 +64,9 @@ class Pattern:
         self.nodes = _calls(self.graph)
         self.position = {node: i for i, node in enumerate(self.graph.nodes)}
         self.choices = {
-            p: example[name].follows
+            p: given.follows
             for p, name in self.inputs.items()
-            if isinstance(example[name], OneOf)
+            if isinstance(given := example[name], OneOf) and given.follows is not None
         }
         self.model_dtype = self._model_dtype()
         others = (
@@ -88,8 +87,9 @@ class Pattern:
         return next((dtype for dtype in dtypes if dtype in (torch.bfloat16, torch.float16)), None)
 
     def _of_any_dtype(self, others: list[Node]) -> set[Node]:
-        # A dtype follows from the op, its attributes and the dtypes of its operands. others: of the
-        # trace at turn 1.
+        """A dtype depends on the op, its attributes and the dtypes of its operands. others: nodes
+        of the trace at turn 1.
+        """
         found: set[Node] = set()
         possible = {dtype for choice in self.choices.values() for dtype in choice.values}
         for node, other in zip(self.nodes, others, strict=True):
@@ -118,21 +118,24 @@ class Pattern:
 
 
 def _traced(
-    function: Callable[..., Any], arguments: Mapping[str, Any], tensors: list[str]
+    function: Callable[..., Tensor | tuple[Tensor, ...]],
+    arguments: Mapping[str, Fixed],
+    tensors: Mapping[str, Tensor],
 ) -> Graph:
     rest = {name: given for name, given in arguments.items() if name not in tensors}
 
-    def run(*args: Tensor) -> Any:
+    def run(*args: Tensor) -> Tensor | tuple[Tensor, ...]:
         return function(**dict(zip(tensors, args, strict=True)), **rest)
 
-    graph = trace_with_symbolic_sizes(run, *(arguments[name] for name in tensors))
+    graph = trace_with_symbolic_sizes(run, *tensors.values())
     graph.eliminate_dead_code()
     return graph
 
 
 def _returned(graph: Graph) -> list[Node]:
     returned = graph.output_node().args[0]
-    return cast("list[Node]", list(returned) if isinstance(returned, list | tuple) else [returned])
+    outputs = returned if isinstance(returned, Iterable) else (returned,)
+    return [output for output in outputs if isinstance(output, Node)]
 
 
 def _calls(graph: Graph) -> list[Node]:
@@ -143,22 +146,46 @@ def _calls(graph: Graph) -> list[Node]:
     ]
 
 
+class Deferred(NamedTuple):
+    """An attribute that is compared once all inputs of the pattern are bound."""
+
+    pattern_node: Node
+    node: Node
+    name: str
+    expected: Attr
+    found: Attr
+
+
+# The fields of a site, without `pattern`.
+Saved = tuple[
+    dict[Node, Node],
+    dict[Node, Node],
+    dict[str, Node],
+    dict[str, Attr],
+    list[Deferred],
+    list[Node],
+]
+
+
 @dataclass
 class Site:
-    """A (partial) match: pattern nodes -> graph nodes, inputs and captures -> what they are
-    here.
+    """A complete or partial match.
+
+    matched   pattern node -> graph node
+    alias     cast of the pattern -> graph node that has its dtype without a cast
+    bound     input -> graph node
+    captured  captured argument -> attribute
+    deferred  attributes to compare once all inputs are bound
+    skipped   views between the matched nodes
     """
 
     pattern: Pattern
     matched: dict[Node, Node] = field(default_factory=dict)
-    alias: dict[Node, Node] = field(
-        default_factory=dict
-    )  # a cast that is not there because the dtype is right
-    bound: dict[str, Any] = field(default_factory=dict)
-    deferred: list[tuple[Node, Node, str, Any, Any]] = field(
-        default_factory=list
-    )  # checked once all is bound
-    skipped: list[Node] = field(default_factory=list)  # views seen through
+    alias: dict[Node, Node] = field(default_factory=dict)
+    bound: dict[str, Node] = field(default_factory=dict)
+    captured: dict[str, Attr] = field(default_factory=dict)
+    deferred: list[Deferred] = field(default_factory=list)
+    skipped: list[Node] = field(default_factory=list)
 
     def at(self, pattern_node: Node) -> Node | None:
         return self.matched.get(pattern_node) or self.alias.get(pattern_node)
@@ -166,17 +193,18 @@ class Site:
     def nodes(self) -> set[Node]:
         return set(self.matched.values()) | set(self.skipped)
 
-    def saved(self) -> tuple[Any, ...]:
+    def saved(self) -> Saved:
         return (
             dict(self.matched),
             dict(self.alias),
             dict(self.bound),
+            dict(self.captured),
             list(self.deferred),
             list(self.skipped),
         )
 
-    def restore(self, saved: tuple[Any, ...]) -> None:
-        self.matched, self.alias, self.bound, self.deferred, self.skipped = saved
+    def restore(self, saved: Saved) -> None:
+        self.matched, self.alias, self.bound, self.captured, self.deferred, self.skipped = saved
 
     def outputs(self) -> list[Node]:
         found = [self.at(output) for output in self.pattern.outputs]
@@ -186,12 +214,12 @@ class Site:
         """(input name, pattern placeholder, graph node) of every bound tensor input."""
         for placeholder, name in self.pattern.inputs.items():
             node = self.bound.get(name)
-            if isinstance(node, Node) and isinstance(value(node), Tensor):
+            if node is not None and isinstance(value(node), Tensor):
                 yield name, placeholder, node
 
-    def symbols(self) -> dict[sympy.Symbol, Any]:
-        """What the sizes of the example are at this site."""
-        found: dict[sympy.Symbol, Any] = {}
+    def symbols(self) -> dict[sympy.Symbol, Size]:
+        """The sizes of the example at this site."""
+        found: dict[sympy.Symbol, Size] = {}
         for _, placeholder, node in self.tensors():
             for size, actual in zip(
                 reversed(value(placeholder).shape), reversed(value(node).shape), strict=False
@@ -200,11 +228,11 @@ class Site:
                     found.setdefault(expression(size), actual)
         return found
 
-    def arguments(self) -> dict[str, Any]:
-        """What the pattern's arguments are here, in the order of the example: nodes, numbers, and
-        what the example says.
+    def arguments(self) -> dict[str, Attr]:
+        """The pattern's arguments at this site, in the order of the example: nodes, captured
+        attributes and constants.
         """
-        found = {**self.pattern.constants, **self.bound}
+        found: dict[str, Attr] = {**self.pattern.constants, **self.bound, **self.captured}
         return {name: found[name] for name in self.pattern.arguments if name in found}
 
     def model_dtype(self) -> torch.dtype | None:
@@ -217,19 +245,25 @@ class Site:
             None,
         )
 
-    def dtype(self, example: Any) -> Any:
-        """The dtype that an example's dtype, or a captured one, stands for here."""
-        if isinstance(example, Capture):
-            return self.bound.get(example.name, example)
+    def dtype(self, example: torch.dtype) -> torch.dtype:
+        """The dtype for which a dtype of the example stands here."""
         return (self.model_dtype() or example) if example == self.pattern.model_dtype else example
 
+    def attr(self, expected: Attr) -> Attr:
+        """The attribute for which a dtype or a Capture of the pattern stands here."""
+        if isinstance(expected, Capture):
+            return self.captured.get(expected.name, expected)
+        return self.dtype(expected) if isinstance(expected, torch.dtype) else expected
+
     def dtypes(self, placeholder: Node) -> list[torch.dtype]:
-        """The dtypes that an input may have here; one, unless it is the first to decide it."""
+        """The dtypes that an input may have here; only one once an input with the same choice is
+        bound.
+        """
         choice = self.pattern.choices.get(placeholder)
         if choice is None:
             return [self.dtype(value(placeholder).dtype)]
-        decided = self.bound.get(self.pattern.decided_by.get(choice, ""))
-        if decided is not None:
+        decided = self.captured.get(self.pattern.decided_by.get(choice, ""))
+        if isinstance(decided, torch.dtype):
             return [decided]
         first = next(
             value(node).dtype
@@ -242,11 +276,15 @@ class Site:
 
 @dataclass
 class Difference:
-    """One thing that keeps a pattern from matching. `rank` orders the checks: upstream first."""
+    """One reason why a pattern does not match.
+
+    rank  position in the pattern: upstream differences come first
+    ops   the ops expected there
+    """
 
     kind: MissKind
     expected: str
     found: str
     node: Node | None
     rank: int = 0
-    ops: tuple[str, ...] = ()  # that were expected there
+    ops: tuple[str, ...] = ()

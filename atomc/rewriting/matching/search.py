@@ -14,7 +14,7 @@ from torch.fx import Node
 from atomc.graph.canonical import VIEWS, call, keeps_last_dim, readers, value
 from atomc.rewriting.matching.attributes import attr_differences
 from atomc.rewriting.matching.conditions import problems
-from atomc.rewriting.matching.pattern import Difference, Index, Pattern, Site
+from atomc.rewriting.matching.pattern import Deferred, Difference, Index, Pattern, Site
 
 # A change of the site, which returns whether it holds, and the pairs that must hold then.
 Way = tuple[Callable[[], bool], list[tuple[Node, Node]]]
@@ -92,7 +92,7 @@ def without_cast(site: Site, p: Node, g: Node) -> bool:
     bound).
     """
     site.alias[p] = g
-    site.deferred.append((p, g, "dtype", call(p).attrs["dtype"], value(g).dtype))
+    site.deferred.append(Deferred(p, g, "dtype", call(p).attrs["dtype"], value(g).dtype))
     return True
 
 

@@ -1,30 +1,31 @@
-"""How much the graph below a node looks like the pattern below one of its nodes: a number to choose
-candidates by.
+"""A score for how similar the operands of a graph node are to those of a pattern node, used to
+choose between candidates.
 """
 
 from collections.abc import Mapping
-from typing import Any
 
+import sympy
 import torch
 from torch import Tensor
 from torch.fx import Node
 
 from atomc.graph.canonical import COMMUTATIVE, Call, Capture, call, value
-from atomc.graph.expressions import expression, substitute
+from atomc.graph.expressions import Size, expression, substitute
 from atomc.graph.sizes import known_equal
 from atomc.rewriting.matching.attributes import same_attr
+from atomc.rewriting.matching.captures import Attr
 from atomc.rewriting.matching.pattern import Site
 
-# The same op counts 1, its attributes up to EQUAL_ATTRS more, and then its operands, down to DEPTH.
+# The same op scores 1, equal attributes up to EQUAL_ATTRS more; operands are added down to DEPTH.
 DEPTH = 3
 EQUAL_ATTRS = 0.5
 PLACED_HERE = 1.0
 PLACED_ELSEWHERE = -0.5
-UNBOUND_INPUT = 0.1  # anything may be an input, but a telling operand is better
+UNBOUND_INPUT = 0.1  # any node may be an input, but an operand of the same op is better
 
 
 def similarity(site: Site, p: Node, g: Node, depth: int = DEPTH) -> float:
-    """How much g looks like p, given what is placed at the site already."""
+    """The similarity of g and p, given the nodes that are matched already."""
     known = site.bound.get(site.pattern.inputs[p]) if p in site.pattern.inputs else site.at(p)
     if known is not None:
         return PLACED_HERE if known is g else PLACED_ELSEWHERE
@@ -48,24 +49,24 @@ def similarity(site: Site, p: Node, g: Node, depth: int = DEPTH) -> float:
 
 
 def alike(p: Node, g: Node) -> bool:
-    """Not one a product of two tensors and the other of a tensor and a number."""
+    """False if one multiplies (or adds, ...) two tensors, and the other a tensor and a number."""
     return call(p).op not in COMMUTATIVE or len(call(p).operands) == len(call(g).operands)
 
 
 def like(site: Site, p: Node, g: Node) -> bool:
-    """The same op, and of casts one to the same dtype."""
+    """Whether both are the same op, and casts to the same dtype."""
     wanted, here = call(p), call(g)
     dtype = wanted.attrs.get("dtype")
     same_cast = (
         wanted.op != "cast"
         or isinstance(dtype, Capture)
-        or site.dtype(dtype) == here.attrs.get("dtype")
+        or site.attr(dtype) == here.attrs.get("dtype")
     )
     return wanted.op == here.op and same_cast and alike(p, g)
 
 
 def _equal_attrs(wanted: Call, here: Call) -> float:
-    """The share of constant attributes that agree, sizes taken from the operands."""
+    """The fraction of constant attributes that are equal, with sizes taken from the operands."""
     constant = {
         name: attr for name, attr in wanted.attrs.items() if not isinstance(attr, Capture | tuple)
     }
@@ -75,14 +76,14 @@ def _equal_attrs(wanted: Call, here: Call) -> float:
     return sum(equal) / len(equal) if equal else 1.0
 
 
-def _equal(attr: Any, found: Any, sizes: Mapping[Any, Any]) -> bool:
+def _equal(attr: Attr, found: Attr, sizes: Mapping[sympy.Symbol, Size]) -> bool:
     if isinstance(attr, torch.SymInt):
         return found is not None and known_equal(substitute(attr, sizes), found)
     return same_attr(attr, found)
 
 
-def _sizes(wanted: Call, here: Call) -> dict[Any, Any]:
-    """What the symbols of the pattern's operands are here."""
+def _sizes(wanted: Call, here: Call) -> dict[sympy.Symbol, Size]:
+    """The sizes here for the symbols of the pattern's operands."""
     tensors = [(value(q), value(h)) for q, h in zip(wanted.operands, here.operands, strict=False)]
     return {
         expression(a): b
