@@ -10,8 +10,9 @@ from typing import Any
 from torch import Tensor
 from torch.fx import GraphModule
 
-from atomc.compiler.driver import inductor_patches, timed
+from atomc.compiler.driver import inductor_patches
 from atomc.compiler.entry import new_report, skip_reason
+from atomc.compiler.phases import timed
 from atomc.compiler.specialize import Specialized, runnable
 from atomc.errors import OURS, OptionsError, RunError
 from atomc.options import Options

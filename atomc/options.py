@@ -1,4 +1,4 @@
-"""Options: what a user may decide. This is the only reader of the environment."""
+"""The options of a user. Only this module reads the environment."""
 
 import json
 import os
@@ -18,48 +18,53 @@ KVCacheDtype = Literal["auto", "fp8"]
 Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 
 
+# A value of torch._inductor.config, which may also be a table.
+InductorValue = str | int | float | None | Sequence["InductorValue"] | Mapping[str, "InductorValue"]
+# A value of an option, from Python, from TOML or from the environment.
+OptionValue = str | int | float | None | Sequence[str] | Mapping[str, InductorValue]
+
+
 @dataclass(frozen=True)
 class Options:
     """Options of `torch.compile(model, backend="atom", options={...})`; every field may be a key of
     the dict.
 
-    strict     raise what goes wrong in atomc instead of handing the graph to Inductor
+    strict     raise failures of atomc instead of compiling the graph with Inductor
                (ATOMC_STRICT=1)
-    disable    hand every graph to Inductor
+    disable    compile all graphs with Inductor
                (ATOMC_DISABLE=1)
-    passes     {name: False} leaves a pass out, {name: True} insists on it, {name:
-               ["model.layers.3.*"]} leaves it out in and below these modules; names and modules as
-               in the report
+    passes     {name: False} turns a pass off, {name: True} requires that it can run, {name:
+               ["model.layers.3.*"]} turns it off in these modules and their children; names and
+               modules as in the report
     rounding   "fp32": rewrites and kernels may keep fp32 where the model rounds in between; "hf":
                they may not
     glue       what runs the ops without a kernel: "inductor", "eager", or "auto" (Inductor, if it
-               can compile here and there is more than a handful)
-    providers  kernels are preferred in this order, () for the order that suits the platform
-    kv_cache_dtype  "auto": as the checkpoint says, else as keys and values come; "fp8": in e4m3,
-                    half of 16 bits
-    batch_invariant  a request gets bit by bit what it gets alone, whatever runs beside it; slower
-    layout     how state lies in memory, "paged" or "contiguous"; None: as suits the machine
-    inductor   handed on to Inductor, keys as in torch._inductor.config
-    dump       a folder for one runnable file per changing pass
+               works on this machine and there are more than a few ops)
+    providers  providers of kernels in order of preference, () for the default of the platform
+    kv_cache_dtype  "auto": as the checkpoint specifies, else the dtype of keys and values; "fp8":
+                    e4m3, half the size of 16 bits
+    batch_invariant  the result of a request does not depend, bit by bit, on other requests in its
+                     batch; slower
+    layout     memory layout of the state, "paged" or "contiguous"; None: the platform's default
+    inductor   options for Inductor, keys as in torch._inductor.config
+    dump       a folder for one runnable file per pass that changed the graph
                (ATOMC_DUMP=dir)
-    report     a file for one page that shows what became of every graph
+    report     a file for an HTML page that shows the changes of every graph
                (ATOMC_REPORT=file.html)
-    record     keep inputs and outputs of the first call beside the dump, weights too, so that its
-               files run on them
-    audit      compare each place that was rewritten with the original in the first call, see
-               docs/audit.md
-    audit_bound  how far results may be from fp32, of the largest; None: twice as far as those of
+    record     store inputs and outputs of the first call, including weights, with the dump, so that
+               its files run on them
+    audit      compare each rewritten site with the original in the first call, see docs/audit.md
+    audit_bound  maximal error against fp32, relative to the largest value; None: twice the error of
                  the original
     cache      keep compiled graphs on disk, so that a second start compiles nothing
                (ATOMC_CACHE=1)
-    cache_dir  where; None for the user's cache folder, ~/.cache/atomc on Linux
+    cache_dir  the folder; None for the user's cache folder, ~/.cache/atomc on Linux
                (ATOMC_CACHE_DIR=dir)
-    cache_size bytes; what was not used for longest goes first
+    cache_size bytes; the least recently used entries are removed first
                (ATOMC_CACHE_SIZE=10G)
-    expect     {rewrite: how often it must fire}, a number or a formula such as "2*layers" or ">=
-               layers"
-    expect_mode  "error": raise ContractError where that is not kept; "warn": log it
-    mode       what torch.compile(mode=...) gave
+    expect     {rewrite: number of sites}, a number or a formula such as "2*layers" or ">= layers"
+    expect_mode  "error": raise ContractError if `expect` is not met; "warn": log it
+    mode       the mode of torch.compile(mode=...)
     """
 
     strict: bool = False
@@ -71,7 +76,7 @@ class Options:
     kv_cache_dtype: KVCacheDtype = "auto"
     batch_invariant: bool = False
     layout: str | None = None
-    inductor: Mapping[str, Any] = field(default_factory=dict)
+    inductor: Mapping[str, InductorValue] = field(default_factory=dict)
     dump: str | None = None
     report: str | None = None
     record: bool = False
@@ -119,13 +124,12 @@ class Options:
         }
         if wrong:
             raise OptionsError(
-                f"option passes={wrong!r}: expected True or False for each pass, or a list of "
-                "the modules "
-                "in which it is left out, such as ['model.layers.3.*']"
+                f"option passes={wrong!r}: expected True or False for each pass, or a list of the "
+                "modules in which it is off, such as ['model.layers.3.*']"
             )
         if self.record and self.dump is None:
             raise OptionsError(
-                "option record=True keeps inputs and outputs beside a dump: expected dump, too"
+                "option record=True stores inputs and outputs with a dump: set the option dump"
             )
         bound = self.audit_bound
         self._check(
@@ -150,17 +154,17 @@ class Options:
 
     @property
     def cache_folder(self) -> Path:
-        """Where compiled graphs are kept."""
+        """The folder of the cache of compiled graphs."""
         return Path(self.cache_dir).expanduser() if self.cache_dir else _user_caches() / "atomc"
 
     @classmethod
     def of(
         cls, given: "Mapping[str, Any] | Options | None" = None, mode: str | None = None
     ) -> "Options":
-        """The options of one compile: what the user gave, then the environment (a file,
-        ATOMC_OPTIONS), then the defaults.
+        """The options of one compilation: those given, then the environment, then the file
+        ATOMC_OPTIONS, then the defaults.
 
-        Raises OptionsError for an unknown key or value, with what exists.
+        Raises OptionsError for an unknown key or a wrong value, with the valid ones.
         """
         if isinstance(given, Options):
             return replace(given, mode=cast(Mode, mode)) if mode else given
@@ -178,8 +182,8 @@ class Options:
 
 
 def read_options(file: Path) -> dict[str, Any]:
-    """The table `options` of a TOML file, for `options=`. Raises OptionsError for what is not TOML
-    or has no such table.
+    """The table `options` of a TOML file. Raises OptionsError if the file is not TOML or has no
+    such table.
     """
     try:
         found = tomllib.loads(file.read_text(encoding="utf-8"))
@@ -187,13 +191,13 @@ def read_options(file: Path) -> dict[str, Any]:
         raise OptionsError(f"options in {file}: {error}") from error
     table = found.get("options")
     if not isinstance(table, dict):
-        raise OptionsError(f"options in {file}: there is no table [options], only {sorted(found)}")
+        raise OptionsError(f"options in {file}: no table [options], only {sorted(found)}")
     return table
 
 
-def written_options(options: Mapping[str, Any]) -> str:
-    """Options as TOML, which `read_options` and `atomc serve --config` read. Raises TypeError for
-    what it cannot spell.
+def written_options(options: Mapping[str, OptionValue]) -> str:
+    """Options as TOML, which `read_options` and `atomc serve --config` read. Raises TypeError
+    for a value that TOML cannot represent.
     """
     tables = {name: value for name, value in options.items() if isinstance(value, Mapping)}
     lines = [
@@ -210,22 +214,22 @@ def written_options(options: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _texts(value: Any) -> bool:
-    """Whether it is a list of texts, and not empty."""
+def _texts(value: Sequence[str]) -> bool:
+    """Whether it is a non-empty list of strings."""
     return isinstance(value, list | tuple) and bool(value) and _names(value)
 
 
-def _names(value: Any) -> bool:
-    """Whether it holds nothing but texts, and is none itself."""
+def _names(value: Sequence[str]) -> bool:
+    """Whether it contains only strings, and is not a string itself."""
     return not isinstance(value, str) and all(isinstance(part, str) for part in value)
 
 
-def _positive(value: Any) -> bool:
+def _positive(value: float) -> bool:
     return isinstance(value, int | float) and value > 0
 
 
-def _environment() -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _environment() -> dict[str, str | int]:
+    found: dict[str, str | int] = {}
     for name in ("strict", "disable", "cache"):
         text = os.environ.get(f"ATOMC_{name.upper()}")
         if text in ("0", "1"):
@@ -243,17 +247,17 @@ def _environment() -> dict[str, Any]:
 
 
 def openmp_threads() -> int | None:
-    """The number of threads that the user gave to OpenMP; None: none."""
+    """The number of OpenMP threads that the user set, or None."""
     first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return int(first) if first.isdecimal() and int(first) > 0 else None
 
 
 def let_openmp_sleep() -> None:
-    """From now on OpenMP's threads sleep while they wait for work, unless the user decided; for
+    """Let OpenMP threads sleep while they wait for work, unless the user set a policy. Call it
     before torch is imported.
 
-    Threads that spin keep everybody else from the cores, and are themselves waited for: 2 cores
-    with other work on them, 2 threads, the demo model: 4 to 12 ms a token for 40 to 85.
+    Spinning threads take cores from other processes and then wait for each other. Demo model with 2
+    threads on 2 cores under other load: 4 to 12 ms a token instead of 40 to 85.
     """
     if not any(
         name in os.environ for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
@@ -273,7 +277,7 @@ def _bytes(text: str) -> int:
 
 
 def _user_caches() -> Path:
-    """The folder that this system keeps caches of a user in."""
+    """The folder for caches of a user on this system."""
     if os.environ.get("XDG_CACHE_HOME"):
         return Path(os.environ["XDG_CACHE_HOME"])
     if sys.platform == "win32":

@@ -192,11 +192,7 @@ def _spell(argument: Any, spelled: dict[Node, str]) -> str:
 def _passes(what: Rewrite | Pass | Sequence[Rewrite | Pass]) -> list[Pass]:
     parts = [what] if isinstance(what, Rewrite | Pass) else list(what)
     rewrites = [part for part in parts if isinstance(part, Rewrite)]
-    return (
-        [TIDY, rewriting(rewrites[0].name, rewrites)]
-        if rewrites
-        else [p for p in parts if isinstance(p, Pass)]
-    )
+    return [TIDY, rewriting(*rewrites)] if rewrites else [p for p in parts if isinstance(p, Pass)]
 
 
 def _context(paged: bool = False, off: Sequence[str] = (), **options: Any) -> Context:

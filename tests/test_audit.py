@@ -466,7 +466,7 @@ def test_what_cannot_be_left_out_is_refused(passes, sentence):
     [
         ({"audit": 1}, "audit=1: expected True or False"),
         ({"audit_bound": 0}, "audit_bound=0: expected a number above 0"),
-        ({"record": True}, "record=True keeps inputs and outputs beside a dump"),
+        ({"record": True}, "record=True stores inputs and outputs with a dump"),
     ],
 )
 def test_wrong_options_are_refused(options, sentence):

@@ -33,9 +33,7 @@ def bound(pattern, function, *inputs):
 
 def missed(rewrite, function, *inputs):
     """(kind, expected, found) of the one near miss in a function."""
-    [miss] = after_passes([rewriting(rewrite.name, rewrite)], function, *inputs).report.misses(
-        rewrite.name
-    )
+    [miss] = after_passes([rewriting(rewrite)], function, *inputs).report.misses(rewrite.name)
     return miss.kind, miss.expected, miss.found
 
 
@@ -188,7 +186,7 @@ def test_an_operand_may_be_there_or_absent_and_the_replacement_gets_it_or_none()
         cases=[NO_BIAS, BIAS],
         attrs=lambda b, **_: {"bias": b is not None},
     )
-    after = after_passes([rewriting("doubled", made)], function, X, W, B)
+    after = after_passes([rewriting(made)], function, X, W, B)
     assert after.error == 0
     assert [site.attrs for site in after.report.sites if site.rewrite == "doubled"] == [
         {"bias": False},
@@ -239,7 +237,7 @@ GATED = Rewrite(
 
 def test_a_style_is_one_of_several_patterns_and_handed_to_replacement_guard_and_report():
     report = after_passes(
-        [rewriting("gated", GATED)], lambda x, y: (torch.sin(x) * y, torch.cos(x) * y), X, Y
+        [rewriting(GATED)], lambda x, y: (torch.sin(x) * y, torch.cos(x) * y), X, Y
     ).report
     assert [site.attrs for site in report.sites] == [{"style": "sin"}]
     assert [(miss.variant, miss.kind, miss.found) for miss in report.near] == [
@@ -280,7 +278,7 @@ def test_only_cases_whose_ops_are_in_the_graph_are_traced():
     made = Rewrite(
         "gated", gated, lambda x, y, activation: aten.neg.default(x), example_of, cases=cases
     )
-    after_passes([rewriting("gated", made)], lambda x, y: torch.sin(x) - y, X, Y)
+    after_passes([rewriting(made)], lambda x, y: torch.sin(x) - y, X, Y)
     assert traced == ["sin"]
 
 

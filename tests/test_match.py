@@ -325,7 +325,7 @@ def test_a_guard_gets_the_arguments_by_name_and_its_sentence_is_the_reason():
         return f"{x.shape[-1]} columns" if x.shape[-1] == 8 else None
 
     made = Rewrite("guarded", scaled, lambda x, y, w: aten.add.Tensor(x, w), example, guard)
-    report = after_passes([TIDY, rewriting("guarded", [made])], scaled, X, Y, W).report
+    report = after_passes([TIDY, rewriting(made)], scaled, X, Y, W).report
     assert [(miss.kind, miss.found) for miss in report.misses("guarded")] == [
         ("guard", "8 columns")
     ]
@@ -339,7 +339,7 @@ def test_a_guard_that_forces_an_answer_about_sizes_is_caught():
     with pytest.raises(
         Exception, match="pass 'forcing' added a guard on the sizes of the inputs"
     ) as caught:
-        after_passes([rewriting("forcing", [made])], scaled, X, Y, W, dynamic=True)
+        after_passes([rewriting(made)], scaled, X, Y, W, dynamic=True)
     assert isinstance(caught.value.inner_exception, PassError)
 
 
@@ -348,9 +348,9 @@ def test_a_rewrite_that_makes_what_it_looks_for_is_reported_as_a_bug():
     with pytest.raises(
         Exception, match=r"pass 'again': .*the matcher refused it, but nothing differs"
     ):
-        after_passes([rewriting("again", [made])], scaled, X, Y, W)
+        after_passes([rewriting(made)], scaled, X, Y, W)
     context = Context(Options(), Platform.detect("cpu"))
-    report = after_passes([rewriting("again", [made])], scaled, X, Y, W, context=context).report
+    report = after_passes([rewriting(made)], scaled, X, Y, W, context=context).report
     assert len(report.bugs) == 1
 
 
@@ -363,9 +363,9 @@ def test_an_error_in_the_explanation_of_a_near_miss_costs_the_explanation_alone(
     with pytest.raises(
         Exception, match=r"pass 'adding': .*cannot be told: IndexError: no such dimension"
     ):
-        after_passes([rewriting("adding", [made])], scaled, X, Y, W)
+        after_passes([rewriting(made)], scaled, X, Y, W)
     context = Context(Options(), Platform.detect("cpu"))
-    report = after_passes([rewriting("adding", [made])], scaled, X, Y, W, context=context).report
+    report = after_passes([rewriting(made)], scaled, X, Y, W, context=context).report
     assert report.matches["adding"] == 1
     assert "bugs of atomc, please report\n  adding: what nearly fired" in report.to_text()
 

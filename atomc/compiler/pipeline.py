@@ -93,7 +93,7 @@ def register_pass(added: Pass | Rewrite, *, before: str | None = None) -> Regist
 
     Raises ValueError if a pass of that name exists.
     """
-    made = rewriting(added.name, [added]) if isinstance(added, Rewrite) else added
+    made = rewriting(added) if isinstance(added, Rewrite) else added
     if any(known.name == made.name for known, _ in REGISTERED):
         raise ValueError(f"register_pass: there is a pass named {made.name!r} already")
     REGISTERED.append((made, before))

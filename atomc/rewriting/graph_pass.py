@@ -1,15 +1,16 @@
-"""What a pass is: a name, what it does to a graph, what must run before it; what it is given, and
-what it returns.
+"""A pass: a named change of a graph, with the passes that must run before it; its context and its
+outcome.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch.fx import GraphModule, Node
 
 from atomc.graph.provenance import module_path
+from atomc.graph.signature import Input
 from atomc.ops.op import Extra, Kernel
 from atomc.ops.state import StateSpec
 from atomc.options import Options
@@ -19,9 +20,7 @@ from atomc.rewriting.rewrite import Fired, Rewrite
 
 
 class Off(NamedTuple):
-    """A pass that the options leave out in a module: by which pattern, and how the report says
-    so.
-    """
+    """The pattern of an option that turns a pass off in a module, and the text for the report."""
 
     pattern: str
     text: str
@@ -29,15 +28,14 @@ class Off(NamedTuple):
 
 @dataclass(frozen=True)
 class Context:
-    """What a compile is asked for, as a pass sees it.
+    """The settings of one compilation, for passes.
 
-    paged   compiled for the runtime: attention gets a paged cache
-    build   False: kernels are chosen, and nothing is built
-    choose  the kernel for an op's node, None for its meaning; in lowering only
-    inputs  what the graph's first placeholders are fed: the parameters among them may be packed
-    keep_texts  the report gets the graph after each changing pass, not only the final one
-    observers  shown the captured graph, and the graph after each pass that changed it, each with
-               its name
+    paged       compile for the runtime: attention uses a paged cache
+    build       False: kernels are selected, but nothing is compiled
+    choose      returns the kernel for an op's node, None for its reference; only for lowering
+    inputs      the values of the graph's first placeholders; parameters among them may be packed
+    keep_texts  the report gets the graph after each pass that changed it, not only the final one
+    observers   called with a name and the graph: as captured, and after each pass that changed it
     """
 
     options: Options
@@ -45,12 +43,12 @@ class Context:
     paged: bool = False
     build: bool = True
     choose: Callable[[Node], Kernel | None] | None = None
-    inputs: Sequence[Any] = ()
+    inputs: Sequence[Input] = ()
     keep_texts: bool = False
     observers: Sequence[Callable[[str, GraphModule], None]] = ()
 
     def off_here(self, name: str, node: Node) -> Off | None:
-        """How the options leave this pass out in the module that made the node, or None."""
+        """Whether an option turns this pass off in the module of the node: how, or None."""
         patterns = self.options.passes.get(name, False)
         path = module_path(node)
         for pattern in () if isinstance(patterns, bool) else patterns:
@@ -61,11 +59,11 @@ class Context:
 
 @dataclass
 class Outcome:
-    """What passes did and found.
+    """The result of passes.
 
-    fired   the sites
-    near    sites that were left alone, with the reason
-    off     patterns of the options that left out a site
+    fired   the changed sites
+    near    sites that nearly matched, with the reason
+    off     patterns of options that turned a pass off at a site
     notes   for the report
     state   one StateSpec per layer, in graph order
     extras  the inputs that lowering added, in order
@@ -89,35 +87,28 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Pass:
-    """One step of the pipeline: rewrites that make one name, or a function over the whole graph.
+    """One step of the pipeline: rewrites of one name, or a function of the whole graph.
 
-    run       returns the sites that it changed, or an Outcome
-    after     names of passes that must stand earlier; building the pipeline checks it
-    paged     True if it only has a meaning for the runtime
-    cleanup   True if it changes no meaning worth a line in the report; where it does not apply is
-              not explained
-    by_site   True if it asks `Context.off_here` at each site; the runner does so for rewrites
+    run       returns the changed sites, or an Outcome
+    after     names of passes that must come earlier in the pipeline, which is checked
+    paged     runs only for the runtime
+    cleanup   its sites are not in the report, and where it does not match is not explained
+    by_site   can be turned off for single modules: it checks `Context.off_here` at each site; for
+              rewrites, the runner does
     """
 
     name: str
     run: Callable[[GraphModule, Context], Sequence[Fired] | Outcome] | None = None
     rewrites: tuple[Rewrite, ...] = ()
-    after: tuple[str, ...] = ()
+    after: Sequence[str] = ()
     paged: bool = False
     cleanup: bool = False
     by_site: bool = False
 
 
 def rewriting(
-    name: str,
-    rewrites: Rewrite | Sequence[Rewrite],
-    *,
-    after: Sequence[str] = (),
-    paged: bool = False,
-    cleanup: bool = False,
+    *rewrites: Rewrite, after: Sequence[str] = (), paged: bool = False, cleanup: bool = False
 ) -> Pass:
-    """A pass that applies a rewrite, or several in order."""
-    applied = (rewrites,) if isinstance(rewrites, Rewrite) else tuple(rewrites)
-    return Pass(
-        name, rewrites=applied, after=tuple(after), paged=paged, cleanup=cleanup, by_site=True
-    )
+    """The pass that applies rewrites of one name, in order."""
+    name = rewrites[0].name
+    return Pass(name, rewrites=rewrites, after=after, paged=paged, cleanup=cleanup, by_site=True)

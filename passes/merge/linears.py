@@ -23,7 +23,7 @@ from atomc.graph.strides import Values, spread_strides
 from atomc.ops.op import Op, op_of
 from atomc.ops.op_traits import Kind
 from atomc.report.records import MissKind
-from atomc.rewriting.graph_pass import Context, Outcome
+from atomc.rewriting.graph_pass import Context, Outcome, Pass
 from atomc.rewriting.matching.near_miss import NearMiss
 from atomc.rewriting.matching.pattern import Difference
 from atomc.rewriting.rewrite import Fired
@@ -63,9 +63,9 @@ class _Linear:
 Refused = tuple[Node, MissKind, str]
 
 
-def merge(kind: str) -> Callable[[GraphModule, Context], Outcome]:
-    """The pass over all groups of a kind: "merge_qkv", "merge_gate_up", or "merge_linears" for the
-    others.
+def merging(kind: str, after: Sequence[str]) -> Pass:
+    """The pass that merges the groups of a kind: "merge_qkv", "merge_gate_up" or, for all others,
+    "merge_linears".
     """
 
     def run(gm: GraphModule, context: Context) -> Outcome:
@@ -96,7 +96,7 @@ def merge(kind: str) -> Callable[[GraphModule, Context], Outcome]:
                 ]
         return done
 
-    return run
+    return Pass(kind, run, after=after, by_site=True)
 
 
 def _groups(graph: Graph) -> list[list[_Linear]]:

@@ -1,0 +1,45 @@
+"""Writes the machine, the costs and the fusion opportunities of a graph into its report."""
+
+from torch.fx import GraphModule
+
+from atomc.compiler.phases import timed
+from atomc.cost import cost
+from atomc.cost.fusion_opportunities import fusion_opportunities
+from atomc.cost.quantized_weights import quantized_weights
+from atomc.report.records import OpCost
+from atomc.report.report import Report
+from atomc.rewriting.graph_pass import Context
+
+
+def summarize_graph(gm: GraphModule, context: Context, report: Report, *, glue_fuses: bool) -> None:
+    """Report what is known before lowering. glue_fuses: Inductor compiles the glue."""
+    report.machine = {
+        name: getattr(context.platform, name)
+        for name in ("name", "arch", "device", "bandwidth", "flops")
+    }
+    with timed(report, "passes"):
+        costs = cost.graph_costs(gm)
+    report.costs = [_op_cost(found) for found in costs]
+    report.few_bits = quantized_weights(gm)
+    if context.keep_texts:
+        report.savings = fusion_opportunities(gm, costs, report.near, glue_fuses=glue_fuses)
+
+
+def _op_cost(found: cost.NodeCost) -> OpCost:
+    nodes = [node.name for node in found.nodes]
+    made_of = sorted(
+        set[str]().union(*(node.meta.get("origins", {node.name}) for node in found.nodes))
+    )
+    apart = str(found.apart) if found.apart != found.cost.bytes else ""
+    return OpCost(
+        found.op,
+        found.module_path,
+        found.layer,
+        found.source,
+        str(found.cost.bytes),
+        str(found.cost.flops),
+        nodes,
+        made_of,
+        apart,
+        str(found.nodes[-1].meta.get("made_by", "")),
+    )

@@ -1,0 +1,10 @@
+"""Types of what a compiled graph takes and returns."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+Input = Tensor | torch.SymInt | int | float
+Output = Tensor | torch.SymInt | int | float | None
+Call = Callable[..., Sequence[Output]]
