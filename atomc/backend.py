@@ -1,11 +1,7 @@
-"""The backend of torch.compile(model, backend="atom"): takes a graph, returns a callable.
-
-lift > trace (AOTAutograd) > passes > lower, per range of token counts > glue
-"""
+"""The backend of torch.compile(model, backend="atom"): compiles a graph of Dynamo to a callable."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 from torch.fx import GraphModule
@@ -15,7 +11,8 @@ from atomc.compiler.entry import new_report, skip_reason
 from atomc.compiler.phases import timed
 from atomc.compiler.specialize import Specialized, runnable
 from atomc.errors import OURS, OptionsError, RunError
-from atomc.options import Options
+from atomc.graph.signature import Call, Input
+from atomc.options import Options, OptionValue
 from atomc.platform import Platform
 from atomc.report import contract
 from atomc.report.render.page import publish
@@ -32,11 +29,11 @@ log = logging.getLogger("atomc")
 
 def atom(
     gm: GraphModule,
-    example_inputs: Sequence[Any],
+    example_inputs: Sequence[Input],
     *,
-    options: Mapping[str, Any] | Options | None = None,
+    options: Mapping[str, OptionValue] | Options | None = None,
     mode: str | None = None,
-) -> Callable[..., Any]:
+) -> Call:
     """The backend. Raises OptionsError for wrong options; after any other failure, Inductor
     compiles the graph.
     """
@@ -49,10 +46,10 @@ def atom(
 
 def compile_graph(
     gm: GraphModule,
-    example_inputs: Sequence[Any],
+    example_inputs: Sequence[Input],
     options: Options,
     platform: Platform | None = None,
-) -> Callable[..., Any]:
+) -> Call:
     """Compile one graph from Dynamo; or let Inductor compile it, and report why."""
     report = keep(new_report(gm))
     reason = skip_reason(example_inputs, options)
@@ -84,8 +81,8 @@ def compile_graph(
 
 
 def to_inductor(
-    gm: GraphModule, example_inputs: Sequence[Any], options: Options, report: Report, reason: str
-) -> Callable[..., Any]:
+    gm: GraphModule, example_inputs: Sequence[Input], options: Options, report: Report, reason: str
+) -> Call:
     """Compile Dynamo's graph with Inductor, as its own backend does."""
     report.treated, report.why_not = False, reason
     contract.check(report, options)

@@ -1,14 +1,13 @@
-"""A model compiled for the runtime: state bound to a paged cache, called directly past Dynamo's
-guards.
+"""A model compiled for the runtime: state is in a paged cache, and calls bypass Dynamo's guards.
 
-The program binds the parameters that Dynamo found by their source, or the cache by their path, and
-takes a Step per call. Weights that it owns are looked at once; of a user's model `check` finds out
-what the guards would have: whether they still lie where they lay. A model that the cache knows is
-not traced, and nothing that traces is imported.
+The program takes a Step per call and holds the parameters, which Dynamo names by their source and
+the cache by their path. Weights that it owns are read once. For a user's model, `check` replaces
+the guards: it compares the addresses of parameters. A cached model is not traced, and no module for
+tracing is imported.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +15,10 @@ from torch import Tensor, nn
 from atomc.cache.compiled import Compiled, weight_inputs
 from atomc.cache.model_cache import ModelCache
 from atomc.errors import OURS, RunError
+from atomc.graph.signature import Input
 from atomc.ops.inputs import StateInput
 from atomc.ops.state import StateSpec, Step
-from atomc.options import Options
+from atomc.options import Options, OptionValue
 from atomc.platform import Platform
 from atomc.report import contract
 from atomc.report.render.page import publish
@@ -31,22 +31,26 @@ if TYPE_CHECKING:
     from atomc.compiler.trace_model import TracedModel
 
 
+# A weight that the graph reads besides parameters: packed, or prepared by a kernel.
+Weight = Tensor | tuple[Tensor, ...]
+Plan = Callable[[Step, Sequence[StateSpec]], tuple[Tensor, ...]]
+
+
 class Program:
     """model(input_ids [T], positions [T], logits_rows [R]) -> logits [R, V], as one callable of a
     Step.
 
-    inputs  of each input of Dynamo's graph the tensor of the model, None for one of the step
-    made    what the graph reads of weights beside them: packed ones, then prepared ones (none of a
-            model on meta)
-    follow  how `made` follows weights that a user may write; None if the program owns them
+    inputs  for each input of Dynamo's graph the tensor of the model, None for an input of the step
+    made    packed weights, then prepared weights (none for a model on meta)
+    follow  updates `made` after a user wrote weights; None if the program owns the weights
 
     specs   one StateSpec per layer with state, in graph order
-    report  what the compiler did
-    syncing kernels in it that no CUDA graph can hold
-    key     what the cache calls the graph of a traced model; None where it was not asked
-    copied_bytes  of the weights that kernels keep a copy of in a layout of their own
-    replaced_bytes  of those among them that the program itself does not read: an owner may free
-                    them
+    report  the report of the compiler
+    syncing kernels that cannot be captured in a CUDA graph
+    key     the cache key of the graph of a traced model; None if the cache was not used
+    copied_bytes    size of the weights of which kernels keep a prepared copy
+    replaced_bytes  size of those that the program itself does not read, so that their owner may
+                    free them
     """
 
     key: str | None = None
@@ -56,9 +60,9 @@ class Program:
     def __init__(
         self,
         compiled: Compiled,
-        inputs: Sequence[Any],
-        made: Sequence[Any],
-        follow: Callable[[Sequence[Any]], list[Any]] | None,
+        inputs: Sequence[Input | None],
+        made: Sequence[Weight],
+        follow: Callable[[Sequence[Input | None]], list[Weight]] | None,
         report: Report,
         device: torch.device,
         model: nn.Module,
@@ -74,13 +78,14 @@ class Program:
             if follow
             else []
         )
-        self._arguments: list[Any] = [*inputs, *[None] * (len(number) - len(inputs))]
+        missing = len(number) - len(inputs)
+        self._arguments: list[Input | Weight | None] = [*inputs, *[None] * missing]
         self._step_inputs = [(number[name], given) for name, given in compiled.step_inputs.items()]
         self._state_inputs = {given: number[name] for name, given in compiled.state_inputs.items()}
         for given, i in self._state_inputs.items():
             if given.is_scale:
                 self._arguments[i] = _scale(model, self.specs[given.spec], given.role, device)
-        self._plans: dict[Callable[..., Any], list[int]] = {}
+        self._plans: dict[Plan, list[int]] = {}
         self._follow = follow
         self._made = [number[name] for name in compiled.packed]
         for extra in compiled.extras:
@@ -94,18 +99,18 @@ class Program:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the state, which is the model's; of several the one with the fewest bits."""
+        """The dtype of the state; of several, the one with the fewest bits."""
         dtypes = [tensor.dtype for spec in self.specs for tensor in spec.tensors]
         return min(dtypes, key=lambda dtype: dtype.itemsize, default=torch.get_default_dtype())
 
     def bind(self, states: Sequence[Mapping[str, Tensor]]) -> None:
-        """Use these tensors from now on: by role, for each of `specs` in their order.
+        """Use these tensors as state: by role, for each of `specs` in order.
 
-        Raises ValueError if their number, shape or dtype is not what the specs say.
+        Raises ValueError if their number, shape or dtype differs from the specs.
         """
         if len(states) != len(self.specs):
             raise ValueError(
-                f"bind: the state of {len(states)} layers came, the program has "
+                f"bind: got the state of {len(states)} layers, the program has "
                 f"{len(self.specs)} with state"
             )
         for layer, (spec, tensors) in enumerate(zip(self.specs, states, strict=True)):
@@ -117,9 +122,7 @@ class Program:
         self._bound = True
 
     def __call__(self, step: Step) -> Tensor:
-        """Logits [R, V] of the rows step.logits_rows. Raises RunError before `bind`, or if weights
-        have moved.
-        """
+        """Logits [R, V] of the rows step.logits_rows. Raises RunError before `bind`."""
         if not self._bound:
             raise RunError("the program has state but no tensors for it: call bind() first")
         arguments = list(self._arguments)
@@ -134,11 +137,11 @@ class Program:
         return logits
 
     def check(self) -> None:
-        """Follow what a user wrote into the weights; there is nothing to follow in those that the
-        program owns.
+        """Update packed and prepared weights after a user wrote parameters; does nothing if the
+        program owns the weights.
 
-        Raises RunError if a parameter's storage was replaced since compiling: the program would
-        read stale weights.
+        Raises RunError if the storage of a parameter was replaced after compilation: the program
+        would read stale weights.
         """
         if self._follow is None:
             return
@@ -150,16 +153,15 @@ class Program:
                 )
         self._take(self._follow(self._inputs))
 
-    def _take(self, made: Sequence[Any]) -> None:
+    def _take(self, made: Sequence[Weight]) -> None:
         for i, weight in zip(self._made, made, strict=False):
             self._arguments[i] = weight
 
 
 def _scale(model: nn.Module, spec: StateSpec, role: str, device: torch.device) -> Tensor:
-    """What the layer's codes are multiplied by, [1] fp32: its own buffer named like the role, 1 if
-    it has none.
+    """The scale of a layer's state, [1] fp32: the buffer with the name of the role, or 1.
 
-    Scales are made for e4m3fn; the largest number of e4m3fnuz is about half as large.
+    Buffers are scales for e4m3fn; the largest number of e4m3fnuz is about half as large.
     """
     given = model.get_submodule(spec.name)._buffers.get(role)
     if given is None:
@@ -171,25 +173,25 @@ def _scale(model: nn.Module, spec: StateSpec, role: str, device: torch.device) -
 
 def compile_model(
     model: nn.Module,
-    options: Mapping[str, Any] | Options | None = None,
+    options: Mapping[str, OptionValue] | Options | None = None,
     platform: Platform | None = None,
     observers: "Sequence[Callable[[str, GraphModule], None]]" = (),
     keep_texts: bool = False,
     *,
     owned: bool = False,
 ) -> Program:
-    """Compile a model for the runtime, or find it in the cache. Its parameters may move into packs.
+    """Compile a model for the runtime, or load it from the cache. Its parameters may become views
+    of packed weights.
 
     model   forward(input_ids [T], positions [T], logits_rows [R]) -> logits [R, V], whose attention
             calls ops.attention with a state handle (atomc.models; atomc.models.wrap_stock for a
             transformers model)
-    observers  shown the graph after each pass that changed it
+    observers   called with the graph after each pass that changed it
     keep_texts  the report gets the graph after each of these passes, as with options={"report":
                 FILE}
-    owned  nobody else writes or moves the weights from now on: the program never looks for changes
-           of them
-    Raises OptionsError for wrong options, ValueError for a model that cannot be served: it says why
-    and in which line. With ATOMC_STRICT the trace comes with it, else at log level debug.
+    owned       no other code writes or moves the weights, so the program does not check them
+    Raises OptionsError for wrong options, and ValueError with the reason and the line for a model
+    that cannot be served. ATOMC_STRICT adds the traceback, else it is logged at level debug.
     """
     chosen = Options.of(options)
     device = next(model.parameters()).device
@@ -213,7 +215,9 @@ def compile_model(
             compiled, inputs, made, None if owned else weights.refresh, report, device, model
         )
     program.key, program.copied_bytes = key, weights.copied_bytes(inputs)
-    program.replaced_bytes = sum(inputs[i].nbytes for i in weights.replaced_inputs())
+    program.replaced_bytes = sum(
+        x.nbytes for i in weights.replaced_inputs() if isinstance(x := inputs[i], Tensor)
+    )
     report.notes += _notes_of(model)
     publish(report, chosen)
     return program
@@ -239,9 +243,9 @@ def _traced(
 
 
 def _made(
-    weights: WeightInputs, inputs: Sequence[Any], device: torch.device, report: Report
-) -> list[Any]:
-    """Pack the parameters, and prepare what kernels want of them: nothing on meta."""
+    weights: WeightInputs, inputs: Sequence[Input | None], device: torch.device, report: Report
+) -> list[Weight]:
+    """Packed weights, and prepared weights unless on meta."""
     if device.type == "meta":
         return weights.refresh_packed(inputs)
     made = weights.materialize(inputs)
@@ -251,6 +255,6 @@ def _made(
 
 
 def _notes_of(model: nn.Module) -> list[str]:
-    """What its quantized layers do otherwise than their checkpoint says."""
+    """Where quantized layers deviate from their checkpoint."""
     methods = [getattr(layer, "method", None) for layer in model.modules()]
     return list(dict.fromkeys(note for method in methods for note in getattr(method, "notes", ())))

@@ -1,19 +1,18 @@
-"""For the runtime: each state handle becomes tensors of the state, and the op that takes it its
-form for the runtime.
+"""Bind state for the runtime: each op with a state handle becomes ops on the tensors of the state.
 
     q, k, v, handle > attention
  =>
-    token = kv_write(k, v, k_cache!, v_cache!, slots);  paged_attention(q, k_cache, v_cache, ...,
-                                                        token)
+    token = kv_write(k, v, k_cache!, v_cache!, slots)
+    paged_attention(q, k_cache, v_cache, ..., token)
 
-An op declares what it keeps and its form for the runtime (atomc.ops.op_traits.StateBinding). The
-tensors of the state and the fields of a step become further graph inputs. State is kept in fp8 if
-the options or the handle's dtype say so; its scales are inputs, too. The token is a data edge:
-write and read cannot be swapped, and dead-code elimination cannot remove the write.
+An op declares its state and its form for the runtime (atomc.ops.op_traits.StateBinding). The
+tensors of the state and the fields of a step become graph inputs. State is stored in fp8 if the
+options or the handle's dtype request it; its scales are inputs as well. The token is a data
+dependency: write and read cannot be reordered, and dead-code elimination cannot remove the write.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,10 +20,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node, Proxy
-from torch.fx.node import map_aggregate
+from torch.fx.node import Argument, map_aggregate
 from torch.fx.proxy import GraphAppendingTracer
 
 from atomc.graph.canonical import value
+from atomc.graph.expressions import Size
 from atomc.graph.inputs import set_graph_input
 from atomc.graph.provenance import module_path, source_line
 from atomc.ops.formats import FP8
@@ -39,9 +39,9 @@ from atomc.torch_compat.tracing import fake_mode_of, new_unbacked_size
 
 
 def bind_state(gm: GraphModule, context: Context) -> Outcome:
-    """Replace every op that owns a handle. Returns one StateSpec per layer, in graph order.
+    """Replace every op that has a state handle. Returns one StateSpec per layer, in graph order.
 
-    Raises ValueError for one that the runtime cannot serve.
+    Raises ValueError for an op that the runtime does not support.
     """
     sites = _sites(gm.graph, context)
     if not sites:
@@ -54,19 +54,19 @@ def bind_state(gm: GraphModule, context: Context) -> Outcome:
 
 
 class _Site(NamedTuple):
-    """A call with a handle. given: its arguments, by name; values: the same, with fake tensors for
-    nodes.
+    """A call with a state handle. given: its arguments by name; values: the same with fake tensors
+    instead of nodes.
     """
 
     node: Node
     binding: StateBinding
-    given: dict[str, Any]
+    given: dict[str, Argument]
     values: dict[str, Any]
     spec: StateSpec
 
 
 def _sites(graph: Graph, context: Context) -> list[_Site]:
-    """The calls with a handle; those that are paged alike are in one group."""
+    """The calls with a state handle; calls with the same paging are in one group."""
     found = [
         _site(node, op, context)
         for node in graph.nodes
@@ -96,8 +96,8 @@ def _site(node: Node, op: Op, context: Context) -> _Site:
     return _Site(node, op.state, given, values, spec)
 
 
-def _mapped(function: Callable[[Node], Any], given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call with what the function makes of each node."""
+def _mapped(function: Callable[[Node], Any], given: Mapping[str, Argument]) -> dict[str, Any]:
+    """The arguments of a call with the function applied to each node."""
     return {
         name: map_aggregate(x, lambda x: function(x) if isinstance(x, Node) else x)
         for name, x in given.items()
@@ -107,8 +107,9 @@ def _mapped(function: Callable[[Node], Any], given: dict[str, Any]) -> dict[str,
 def _bound(site: _Site, number: int, inputs: "RuntimeInputs") -> Fired:
     """Replace one call by its form for the runtime."""
     node, graph, spec = site.node, inputs.graph, site.spec
-    proxy = partial(Proxy, tracer=GraphAppendingTracer(graph))
-    state: Any = {role: proxy(made) for role, made in inputs.state(number, spec).items()}
+    # Proxies take the place of tensors in the form of the op.
+    proxy: Callable[[Node], Any] = partial(Proxy, tracer=GraphAppendingTracer(graph))
+    state = {role: proxy(made) for role, made in inputs.state(number, spec).items()}
     step: Any = _Fields(inputs, site.binding.tokens(site.values), spec.group, proxy)
     before = node.prev
     with graph.inserting_before(node):
@@ -129,19 +130,15 @@ def _between(first: Node, last: Node) -> list[Node]:
 
 
 def _describe(made: list[Node], result: Node, replaced: Node) -> None:
-    """Metadata of the nodes that stand for the replaced one."""
-    meta: dict[str, Any] = {
-        key: found
-        for key, found in replaced.meta.items()
-        if key in ("nn_module_stack", "stack_trace")
-    }
+    """Set the metadata of the nodes that replace one."""
+    source = ("nn_module_stack", "stack_trace")
+    meta = {key: found for key, found in replaced.meta.items() if key in source}
     meta |= {"origins": replaced.meta.get("origins", {replaced.name}), "made_by": "bind_state"}
     for node in made:
         if not isinstance(node.target, torch._ops.OpOverload):
             raise TypeError(
-                f"the runtime form of {replaced.target} makes {node.format_node()}: only ops "
-                "of atomc.ops and "
-                "torch.ops.aten.<name>.<overload> may stand in it"
+                f"the runtime form of {replaced.target} creates {node.format_node()}: it may only "
+                "call atomc.ops and torch.ops.aten.<name>.<overload>"
             )
         node.meta.update(meta)
         if node is result:
@@ -151,19 +148,17 @@ def _describe(made: list[Node], result: Node, replaced: Node) -> None:
 
 
 def fp8_of(platform: Platform) -> torch.dtype:
-    """The e4m3 of the machine: MI300 has none with a negative zero."""
+    """The e4m3 dtype of the machine: MI300 has the variant without negative zero."""
     return torch.float8_e4m3fnuz if platform.arch == "gfx942" else torch.float8_e4m3fn
 
 
 class _Fields:
-    """The tensors of a step, as the form of an op reads them; each becomes a graph input when it is
-    read.
-    """
+    """The tensors of a step, for the form of an op; each becomes a graph input when it is read."""
 
     def __init__(
         self,
         inputs: "RuntimeInputs",
-        tokens: Any,
+        tokens: Size,
         group: int | None,
         proxy: Callable[[Node], Proxy],
     ):
@@ -175,7 +170,7 @@ class _Fields:
 
 
 class RuntimeInputs:
-    """Further placeholders of the graph for what the runtime passes, made on first use."""
+    """Adds placeholders for the inputs that the runtime passes, on first use."""
 
     def __init__(self, graph: Graph):
         mode = fake_mode_of(graph)
@@ -184,15 +179,14 @@ class RuntimeInputs:
         self.last = graph.find_nodes(op="placeholder")[-1]
         self.made: dict[GraphInput, Node] = {}
         self.sequences, self.block_size = new_unbacked_size(mode), new_unbacked_size(mode)
-        self.rows: dict[
-            int | None, torch.SymInt
-        ] = {}  # of the state: blocks of a group; None: slots of sequences
+        # The first size of the state: blocks by group; slots of sequences under None.
+        self.rows: dict[int | None, torch.SymInt] = {}
         self.device = next(
             value(node).device for node in graph.nodes if isinstance(value(node), Tensor)
         )
 
-    def step(self, given: StepInput, tokens: Any) -> Node:
-        """A tensor of a step with so many new tokens (see Step for the shapes)."""
+    def step(self, given: StepInput, tokens: Size) -> Node:
+        """A tensor of a step with this number of new tokens (see Step for the shapes)."""
         i32, i64 = (partial(torch.empty, dtype=dtype) for dtype in (torch.int32, torch.int64))
         match given:
             case StepInput("slots"):
@@ -206,7 +200,7 @@ class RuntimeInputs:
             case StepInput("state_slots"):
                 return self._get(given, partial(i64, self.sequences))
         raise AttributeError(
-            f"the form of an op reads {given.field!r}, which is no field of StepFields"
+            f"the form of an op reads {given.field!r}, which is not a field of StepFields"
         )
 
     def state(self, layer: int, spec: StateSpec) -> dict[str, Node]:
@@ -234,9 +228,9 @@ class RuntimeInputs:
         return self.made[given]
 
 
-def _row_major(sizes: Sequence[Any], dtype: torch.dtype) -> Tensor:
-    """torch.empty would make a stride behind a symbolic size s a multiple of Max(1, s), equal to
-    nothing.
+def _row_major(sizes: Sequence[Size], dtype: torch.dtype) -> Tensor:
+    """An empty tensor. torch.empty would compute strides from Max(1, s) for a symbolic size s,
+    which equals no other expression.
     """
     strides = [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
     return torch.empty_strided(sizes, strides, dtype=dtype)

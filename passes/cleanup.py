@@ -1,15 +1,15 @@
-"""Tidying that changes no meaning: equal nodes become one; views that undo each other and `x * 1`
-go.
+"""Remove redundant nodes: equal nodes become one; inverse views and `x * 1` are removed.
 
-What is returned keeps its memory: two results that did not share one before must not do so after.
+Returned tensors keep their storage: two results that did not share storage before do not share it
+after.
 """
 
 import operator
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Hashable
 
 import torch
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import Argument
 
 from atomc.graph.canonical import Call, call, value
 from atomc.graph.mutation import mutated, storage
@@ -21,7 +21,7 @@ from atomc.rewriting.rewrite import Fired, remove_dead_nodes
 
 _WHOLE = {"start": 0, "end": None, "step": 1}
 _RANDOM = torch.Tag.nondeterministic_seeded
-# Equal bit for bit. `x + 0` is so for integers only: of -0.0 it makes 0.0.
+# Exact. `x + 0` is exact for integers only: it turns -0.0 into 0.0.
 _NEUTRAL = {
     "mul": {"other": 1},
     "div": {"other": 1},
@@ -32,15 +32,15 @@ _NEUTRAL = {
 
 
 def tidy(gm: GraphModule, context: Context) -> list[Fired]:
-    """Share equal nodes, drop what gives back its input, and drop what nobody reads."""
+    """Merge equal nodes, and remove nodes that return their input or have no readers."""
     fired = share_equal_nodes(gm.graph) + cancel_no_ops(gm.graph)
     remove_dead_nodes(gm.graph)
     return fired
 
 
 def _seen_outside(graph: Graph) -> set[Node]:
-    """The nodes whose memory the program returns, in whole or in part, or that may become an
-    input's, written in place.
+    """The nodes whose storage the program returns, in whole or in part, or that `reinplace` may
+    compute in the storage of an input.
     """
     found = {storage(node) for node in graph.output_node().all_input_nodes}
     found |= {
@@ -55,10 +55,8 @@ def _seen_outside(graph: Graph) -> set[Node]:
 
 
 def share_equal_nodes(graph: Graph) -> list[Fired]:
-    """Common subexpressions: a later node that computes what an earlier one did is replaced by
-    it.
-    """
-    known: dict[Any, Node] = {}
+    """Common subexpression elimination: replace a node by an earlier one that computes the same."""
+    known: dict[Hashable, Node] = {}
     fired = []
     seen = _seen_outside(graph)
     written = {id(target) for node in graph.nodes for target in mutated(node)}
@@ -94,7 +92,7 @@ def _pure(node: Node) -> bool:
     )
 
 
-def _hashable(argument: Any) -> Any:
+def _hashable(argument: Argument) -> Hashable:
     if isinstance(argument, list | tuple):
         return tuple(_hashable(part) for part in argument)
     if isinstance(argument, dict):
@@ -104,8 +102,8 @@ def _hashable(argument: Any) -> Any:
 
 
 def cancel_no_ops(graph: Graph) -> list[Fired]:
-    """What gives back a tensor that is there: transposes that undo each other, slices and copies of
-    all of it, `x * 1`.
+    """Remove nodes that return an existing tensor: inverse transposes, slices and copies of all of
+    it, `x * 1`.
     """
     fired = []
     seen, values = _seen_outside(graph), Values(graph)
@@ -113,10 +111,9 @@ def cancel_no_ops(graph: Graph) -> list[Fired]:
         source = _same_as(node)
         if source is None:
             continue
-        changed: dict[Node, Any] | None = {}
-        if not same_strides(value(source), value(node)):
-            changed = values_behind(node, value(source), values)
-        if changed is None:  # it is returned, or read by what wants it to lie as it does
+        moved = not same_strides(value(source), value(node))
+        changed = values_behind(node, value(source), values) if moved else {}
+        if changed is None:  # it is returned, or a reader needs its strides
             continue
         memory = storage(source)
         if (
@@ -134,7 +131,7 @@ def cancel_no_ops(graph: Graph) -> list[Fired]:
 
 
 def _same_as(node: Node) -> Node | None:
-    """The earlier node that a node gives back, or None."""
+    """The earlier node whose value a node returns, or None."""
     if node.op != "call_function":
         return None
     here = call(node)
@@ -143,12 +140,12 @@ def _same_as(node: Node) -> Node | None:
 
 
 def _cloned_norm(node: Node, here: Call) -> Node | None:
-    """Lifting clones the result of a norm whose input is not dense."""
+    """The input of the clone that lifting adds to a norm whose input is not dense."""
     return here.operands[0] if call(here.operands[0]).op == "atom::rms_norm" else None
 
 
 def _overwritten(node: Node, here: Call) -> Node | None:
-    """What a write in place of the whole tensor becomes."""
+    """The value that overwrites a whole tensor."""
     _, written = here.operands
     return written if _alike(written, node) else None
 
@@ -166,7 +163,7 @@ def _whole_slice(node: Node, here: Call) -> Node | None:
 
 
 def _swapped_back(node: Node, here: Call) -> Node | None:
-    """Of two equal transposes one after the other, the input of the first."""
+    """The input of the first of two equal transposes."""
     inner, dims = call(here.operands[0]), here.attrs["dims"]
     return (
         inner.operands[0]
@@ -176,7 +173,7 @@ def _swapped_back(node: Node, here: Call) -> Node | None:
 
 
 def _neutral(node: Node, here: Call) -> Node | None:
-    """The tensor that arithmetic with a constant leaves as it is, if this is such."""
+    """The operand of arithmetic with the neutral constant."""
     constants = {
         name: attr
         for name, attr in here.attrs.items()
@@ -190,8 +187,8 @@ def _neutral(node: Node, here: Call) -> Node | None:
 
 
 def _only_part(node: Node, here: Call) -> Node | None:
-    """The one part of a cat that is not empty: partial rotary embedding passes on what may be
-    nothing.
+    """The only part of a cat that is not empty: with partial rotary embedding, the rest may be
+    empty.
     """
     parts = [part for part in here.operands if not known_equal(value(part).numel(), 0)]
     return parts[0] if len(parts) == 1 and _alike(parts[0], node) else None
@@ -202,11 +199,11 @@ def _alike(a: Node, b: Node) -> bool:
 
 
 def _is_swap(dims: tuple[int, ...]) -> bool:
-    """Whether a permutation undoes itself."""
+    """Whether a permutation is its own inverse."""
     return all(dims[d] == i - len(dims) for i, d in enumerate(dims))
 
 
-# By op: the operand that a node gives back, if it does.
+# Op -> a function that returns the operand whose value a node returns, or None.
 _GIVES_BACK: dict[str, Callable[[Node, Call], Node | None]] = {
     "alias": lambda node, here: here.operands[0],
     "clone": _cloned_norm,

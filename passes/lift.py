@@ -1,7 +1,7 @@
-"""Composite calls of Dynamo's graph become ops before AOTAutograd takes them apart.
+"""Replace composite calls of Dynamo's graph by ops, before AOTAutograd decomposes them.
 
 F.linear, F.embedding, F.rms_norm, F.layer_norm    =>    the op of the same name
-F.scaled_dot_product_attention                     =>    attention, heads behind tokens
+F.scaled_dot_product_attention                     =>    attention, with tokens before heads
 """
 
 from collections.abc import Callable
@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import Argument, Target
 
 from atomc import ops
 from atomc.graph.sizes import known_equal
@@ -18,7 +19,7 @@ from atomc.graph.strides import same_strides
 from atomc.rewriting.graph_pass import Context, Outcome
 from atomc.rewriting.rewrite import Fired
 
-# torch.fx spells these functions in several ways; all mean the same.
+# Each of these functions has several names in torch.fx.
 LINEAR = (F.linear, torch._C._nn.linear)
 RMS_NORM = (F.rms_norm, torch.rms_norm)
 LAYER_NORM = (F.layer_norm, torch.layer_norm)
@@ -26,9 +27,9 @@ SDPA = (F.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attentio
 
 
 def lift(gm: GraphModule, context: Context) -> Outcome:
-    """Lift every composite call; what cannot be lifted stays as it is, with a note."""
+    """Lift every composite call; one that cannot be lifted stays unchanged, with a note."""
     if _autocasts(gm.graph):
-        return Outcome(notes=["autocast is active: composite calls are left to it"])
+        return Outcome(notes=["autocast is active: composite calls are not lifted"])
     done = Outcome()
     for node in list(gm.graph.nodes):
         lifter = _LIFTERS.get(node.target) if node.op == "call_function" else None
@@ -40,7 +41,7 @@ def lift(gm: GraphModule, context: Context) -> Outcome:
         outcome = lifter(gm.graph, node)
         if isinstance(outcome, str):
             done.notes.append(f"{node.name} ({node.target.__name__}) is not lifted: {outcome}")
-        elif outcome is not None:
+        else:
             new, attrs = outcome
             done.fired.append(Fired(ops.op_of(new.target).name, node, attrs, {node}))  # type: ignore[union-attr]
     gm.recompile()
@@ -52,27 +53,28 @@ def _autocasts(graph: Graph) -> bool:
     return entered or any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
 
 
-def _fake(node: Any) -> Any:
-    return node.meta.get("example_value") if isinstance(node, Node) else node
+def _fake(given: Argument) -> Any:
+    return given.meta.get("example_value") if isinstance(given, Node) else given
 
 
-def _arguments(node: Node, names: tuple[str, ...], **defaults: Any) -> dict[str, Any]:
+def _arguments(node: Node, names: tuple[str, ...], **defaults: Argument) -> dict[str, Argument]:
     return {**defaults, **dict(zip(names, node.args, strict=False)), **node.kwargs}
 
 
-def _replace(node: Node, op: ops.Op, *args: Any, **kwargs: Any) -> Node:
+def _replace(node: Node, op: ops.Op, *args: Argument) -> Node:
     """Turn the call into one of the op, in place, so that metadata and readers stay."""
-    node.target, node.args, node.kwargs = op.overload, args, kwargs
+    node.target, node.args, node.kwargs = op.overload, args, {}
     return node
 
 
-Lifted = tuple[Node, dict[str, Any]] | str | None
+# The new node and the attributes of the site; or why the call is not lifted.
+Lifted = tuple[Node, dict[str, Argument]] | str
 
 
 def _linear(graph: Graph, node: Node) -> Lifted:
     given = _arguments(node, ("input", "weight", "bias"), bias=None)
     if _fake(given["weight"]).dim() != 2:
-        return "the weight is no matrix"
+        return "the weight is not a matrix"
     return _replace(node, ops.linear, given["input"], given["weight"], given["bias"]), {}
 
 
@@ -88,7 +90,7 @@ def _embedding(graph: Graph, node: Node) -> Lifted:
     )
     given = _arguments(node, names, max_norm=None)
     if given["max_norm"] is not None:
-        return "max_norm changes the weight"
+        return "max_norm modifies the weight"
     return _replace(node, ops.embedding, given["input"], given["weight"]), {}
 
 
@@ -107,7 +109,7 @@ def _rms_norm(graph: Graph, node: Node) -> Lifted:
     normed = _replace(node, ops.rms_norm, given["input"], given["weight"], float(eps), "before")
     if not same_strides(
         x, dense := _fake(node)
-    ):  # torch's is contiguous, that of the op lies like x
+    ):  # torch's is contiguous, that of the op has the strides of x
         normed.meta["example_value"] = torch.empty_like(x)
         with graph.inserting_after(normed):
             copy = graph.call_method("contiguous", (normed,))
@@ -129,12 +131,12 @@ def _layer_norm(graph: Graph, node: Node) -> Lifted:
 
 
 def _sdpa(graph: Graph, node: Node) -> Lifted:
-    """[..., N, T, D] becomes [..., T, N, D]; the transposes usually meet their inverse."""
+    """[..., N, T, D] becomes [..., T, N, D]; the transposes usually cancel with others."""
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
     given = _arguments(node, names, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None)
     q, k = _fake(given["query"]), _fake(given["key"])
     if given["dropout_p"]:
-        return "it drops out"
+        return "it has dropout"
     if q.dim() < 3:
         return "it has no head dimension"
     if given["is_causal"] and not known_equal(q.shape[-2], k.shape[-2]):
@@ -157,7 +159,7 @@ def _sdpa(graph: Graph, node: Node) -> Lifted:
     return out, {"causal": bool(given["is_causal"]), "mask": given["attn_mask"] is not None}
 
 
-def _transposed(graph: Graph, x: Node, like: Node) -> Node:
+def _transposed(graph: Graph, x: Argument, like: Node) -> Node:
     made = graph.call_function(torch.transpose, (x, -3, -2))
     made.meta = {key: item for key, item in like.meta.items() if key != "example_value"}
     if isinstance(_fake(x), Tensor):
@@ -166,11 +168,11 @@ def _transposed(graph: Graph, x: Node, like: Node) -> Node:
 
 
 def _already(op: ops.Op) -> Callable[[Graph, Node], Lifted]:
-    """An op that the model called itself counts as recognised."""
+    """A call of the op by the model, which counts as a site."""
     return lambda graph, node: (node, {})
 
 
-_LIFTERS: dict[Any, Callable[[Graph, Node], Lifted]] = {
+_LIFTERS: dict[Target, Callable[[Graph, Node], Lifted]] = {
     **dict.fromkeys(LINEAR, _linear),
     F.embedding: _embedding,
     torch.embedding: _embedding,

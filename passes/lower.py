@@ -1,12 +1,10 @@
-"""Every op gets what runs it: a provider's kernel, or its meaning for the glue compiler to fuse
-with its neighbours.
+"""Lower every op to a provider's kernel, or to its reference, which Inductor fuses with other ops.
 
-The lowered node calls the Python function itself: a dump shows exactly what runs, and a call costs
-0.1 us. What a kernel asks for besides the op's arguments (prepared weights, a plan, a workspace) is
-added here, once for all kernels.
+The lowered node calls the Python function directly: a dump shows what runs, and a call costs 0.1
+us. Further arguments of kernels (prepared weights, a plan, a workspace) are added here.
 """
 
-from typing import Any
+from collections.abc import Hashable
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -19,12 +17,12 @@ from atomc.rewriting.rewrite import Fired
 
 
 def lower(gm: GraphModule, context: Context) -> Outcome:
-    """Replace the target of each op node by the function that `context.choose` picks. Returns the
-    inputs that it added.
+    """Replace the target of each op node by the function that `context.choose` selects. Returns the
+    added inputs.
     """
     assert context.choose is not None
     fired = []
-    extras: dict[Any, Node] = {}
+    extras: dict[Hashable, Node] = {}
     for node in list(gm.graph.nodes):
         op = ops.op_of(node.target)
         if op is None:
@@ -40,7 +38,7 @@ def lower(gm: GraphModule, context: Context) -> Outcome:
 
 
 def _call_kernel(
-    graph: Graph, node: Node, op: ops.Op, kernel: ops.Kernel, extras: dict[Any, Node]
+    graph: Graph, node: Node, op: ops.Op, kernel: ops.Kernel, extras: dict[Hashable, Node]
 ) -> None:
     arguments = op.signature.bind(*node.args, **node.kwargs).arguments
     added: dict[str, Node] = {}
@@ -48,7 +46,7 @@ def _call_kernel(
         weights = [arguments.get(name) for name in names]
         if weights[0] is None:
             continue
-        key: Any = (*weights, prepare)
+        key: Hashable = (*weights, prepare)
         if key not in extras:
             extras[key] = _placeholder(graph, f"prepared_{len(extras)}")
             inputs = tuple(weight.name if weight is not None else None for weight in weights)

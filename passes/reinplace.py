@@ -1,14 +1,13 @@
-"""Inputs that the program writes are written in place; no copy of a whole cache is left.
+"""Write inputs in place, so that no copy of a whole cache remains.
 
     v = index_copy(P, ...);  ... v ...;  copy_(P, v)    =>    index_copy_(P, ...);  ... P ...
 
-P is a graph input. Allowed where nothing reads P, or a view of it, behind v, and P is no other
-operand of v. Where P does not lie in memory as v does, what was traced as a view of v may have been
-a copy: then nothing that is returned may see v.
+P is a graph input. Allowed if no later node than v reads P or a view of it, and P is not another
+operand of v. If P and v have different strides, a traced view of v may become a copy, so v must not
+be part of a returned tensor.
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,9 +33,7 @@ IN_PLACE = {
 
 
 def reinplace(gm: GraphModule, context: Context) -> list[Fired]:
-    """Turn every copy back into an input into the in-place form of what computed it, where that is
-    right.
-    """
+    """Replace copies into an input by the in-place form of the op that computed the value."""
     graph, values = gm.graph, Values(gm.graph)
     position = {node: i for i, node in enumerate(graph.nodes)}
     returned = {storage(node) for node in graph.output_node().all_input_nodes}
@@ -47,9 +44,9 @@ def reinplace(gm: GraphModule, context: Context) -> list[Fired]:
         changed = _changed(target, new, returned, values)
         if changed is None or not _made_in_place(graph, target, new):
             continue
-        for reader, lying in changed.items():
+        for reader, new_value in changed.items():
             if reader is not new:
-                reader.meta["val"] = lying
+                reader.meta["val"] = new_value
         new.replace_all_uses_with(target)
         graph.erase_node(copy)
         fired.append(Fired("reinplace", new, {"input": target.name}))
@@ -57,9 +54,7 @@ def reinplace(gm: GraphModule, context: Context) -> list[Fired]:
 
 
 def _copies_back(graph: Graph) -> Iterator[tuple[Node, Node, Node]]:
-    """The copies of a whole new value into an input, each with the input and the value as they are
-    when it is reached.
-    """
+    """Copies of a new value into a whole input: (copy, input, value), current when yielded."""
     for copy in list(graph.find_nodes(op="call_function", target=aten.copy_.default)):
         target, new = copy.args
         if not isinstance(target, Node) or not isinstance(new, Node) or copy.users:
@@ -70,9 +65,9 @@ def _copies_back(graph: Graph) -> Iterator[tuple[Node, Node, Node]]:
 
 def _changed(
     target: Node, new: Node, returned: set[Node], values: Values
-) -> dict[Node, Any] | None:
-    """The nodes whose values have other strides if the new value has those of the input; None if
-    that cannot be.
+) -> dict[Node, Tensor] | None:
+    """The nodes whose values change strides if the new value has those of the input, None if that
+    is not possible.
     """
     if same_strides(value(target), value(new)):
         return {}
@@ -80,7 +75,7 @@ def _changed(
 
 
 def _made_in_place(graph: Graph, target: Node, new: Node) -> bool:
-    """Let what computes the new value of the input write into it; False if it has no such form."""
+    """Let the op that computes the new value write into the input; False if it has no such form."""
     if new.target in IN_PLACE and new.args[0] is target and target not in new.args[1:]:
         new.target = IN_PLACE[new.target]
         new.meta["val"] = value(target)

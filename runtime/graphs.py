@@ -106,7 +106,7 @@ class StepGraphs:
         met: bool = False,
         progress: bool = True,
     ):
-        self.captured: dict[Shape, Captured] = {}
+        self.captured: dict[Shape, Captured[Tensor]] = {}
         self.bytes = 0
         pool = Pool(device)
         left_out: list[Shape] = []

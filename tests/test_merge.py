@@ -188,7 +188,7 @@ def test_a_weight_that_is_read_elsewhere_is_left_alone() -> None:
     ids = torch.arange(5)
     for ours, theirs in zip(compiled(run)(ids), run(ids), strict=True):
         close(ours, theirs)
-    assert merges() == {} and "weight is read elsewhere, too" in last().why("merge_linears")
+    assert merges() == {} and "weight has other readers" in last().why("merge_linears")
 
 
 def test_weights_that_are_no_parameters_are_left_alone() -> None:

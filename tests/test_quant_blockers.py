@@ -262,7 +262,8 @@ def test_the_reason_is_the_blocker(rewrite: str, blocker: str) -> None:
 
 def test_a_layout_that_no_reader_of_fp8_has_is_refused_by_name() -> None:
     with pytest.raises(
-        OptionsError, match=r"option layout='contiguous': has no reader and writer on .*'paged'"
+        OptionsError,
+        match=r"option layout='contiguous': no kernel reads and writes it on .*'paged'",
     ):
         program.compile_model(
             own("llama", 1), {**STRICT, "kv_cache_dtype": "fp8", "layout": "contiguous"}

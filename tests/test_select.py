@@ -225,7 +225,7 @@ def test_a_weight_that_is_computed_in_the_graph_cannot_be_prepared() -> None:
         torch.testing.assert_close(
             torch.compile(scaled, backend="atom", options=EAGER)(x, w), scaled(x, w)
         )
-    assert "it prepares `weight` once, but here that is computed in the graph" in str(
+    assert "it prepares `weight` once, but the graph computes it in each call" in str(
         atomc.reports()[-1].kernels
     )
 
@@ -346,7 +346,7 @@ def test_a_layout_without_a_writer_is_not_chosen(tiny: nn.Module) -> None:
         for provider, reason in choice.refused
         if provider == "mine"
     ]
-    assert refusal == "works on layout 'swizzled', the state is laid out 'paged'"
+    assert refusal == "supports layout 'swizzled', the state has layout 'paged'"
 
 
 def test_kernels_of_a_machine_that_is_not_here_can_be_asked_for(tiny: nn.Module) -> None:

@@ -618,7 +618,7 @@ def test_tensors_of_the_state_of_other_shapes_or_numbers_are_refused():
     states = [spec.allocate(4, 16, "cpu", slots=2) for spec in program.specs]
     with pytest.raises(RunError, match="has state but no tensors for it"):
         program(None)
-    with pytest.raises(ValueError, match="of 3 layers came, the program has 4"):
+    with pytest.raises(ValueError, match="of 3 layers, the program has 4"):
         program.bind(states[:3])
     states[2] = {"kv_cache": torch.zeros(4, 16, ODD + 1, dtype=torch.float64)}
     expected = (
@@ -669,7 +669,7 @@ def test_a_form_that_calls_something_else_than_ops_is_an_error(monkeypatch):
     monkeypatch.setattr(
         MADE["decayed_sum"], "state", StateBinding("state", lambda given: 1, sum_spec, form)
     )
-    with pytest.raises(Exception, match=r"only ops of atomc\.ops"):
+    with pytest.raises(Exception, match=r"may only call atomc\.ops"):
         compile_model(toy("summed"), {**OPTIONS, "cache": False})
 
 

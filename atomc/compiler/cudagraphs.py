@@ -1,42 +1,48 @@
-"""CUDA graphs: static inputs, one shared pool, capture, replay, bytes. The backend and the runtime
-both use this.
+"""CUDA graphs: static inputs, a shared memory pool, capture and replay, for the backend and the
+runtime.
 
-A captured call reads its inputs where they lay during capture; HIP graphs on ROCm go through the
-same torch functions.
+A captured call reads its inputs at their addresses during capture. HIP graphs on ROCm use the same
+torch functions.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from atomc.compiler.static_buffer import StaticBuffer
+from atomc.graph.signature import Call, Input, Outputs
 from atomc.torch_compat.core import is_static_input
 
+T = TypeVar("T")
 MOST_GRAPHS = 32
+# Of the report: the shapes of the copied inputs, and the bytes of a graph.
+GraphRecord = dict[str, int | list[list[int]]]
 
 
 @dataclass
-class Captured:
-    """One captured call. `output` is where each replay writes; bytes is what capturing added to the
-    pool.
+class Captured(Generic[T]):
+    """One captured call.
+
+    output  what each replay overwrites
+    bytes   memory that the capture added to the pool
     """
 
     graph: torch.cuda.CUDAGraph
-    output: Any
+    output: T
     bytes: int
 
-    def replay(self) -> Any:
+    def replay(self) -> T:
         self.graph.replay()
         return self.output
 
 
 class Pool:
-    """Captures calls one after another into one memory pool: graphs that never run at once share
-    their temporaries.
+    """Captures calls into one memory pool. The graphs share temporaries, so only one may run at a
+    time.
     """
 
     def __init__(self, device: torch.device | str = "cuda"):
@@ -45,19 +51,19 @@ class Pool:
         self.stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self.num_graphs = 0
 
-    def capture(self, call: Callable[[], Any], *, warm_up: bool = True) -> Captured:
-        """Capture `call`, whose inputs must stay where they are. Raises what CUDA raises if it
+    def capture(self, call: Callable[[], T], *, warm_up: bool = True) -> Captured[T]:
+        """Capture `call`, whose inputs must keep their addresses. Raises the error of CUDA if it
         cannot be captured.
 
-        warm_up  call it once before: Triton compiles, Inductor measures, cuBLAS allocates its
-                 workspace. Not needed where an earlier capture was warmed up and all kernels have
-                 run: they are loaded as they come.
+        warm_up  call it once before, so that Triton compiles, Inductor measures and cuBLAS
+                 allocates its workspace. Not needed if all kernels have run before an earlier
+                 capture: they are loaded on demand.
         """
         with torch.cuda.device(self.device):
             self.stream.wait_stream(torch.cuda.current_stream())
             graph = torch.cuda.CUDAGraph()
-            # Not torch.cuda.graph(), which waits for the device and gives all free memory back
-            # before each capture.
+            # torch.cuda.graph() would synchronize and release all cached memory before each
+            # capture.
             with torch.cuda.stream(self.stream):
                 if warm_up:
                     call()
@@ -76,56 +82,56 @@ class Pool:
 
 
 class Graphed:
-    """A callable that replays a graph per set of input shapes; parameters and marked inputs stay
-    where they are.
+    """A callable that replays one graph per set of input shapes.
 
-    Other tensors are copied into static buffers before a replay, and results are copied out, so
-    that the caller may keep them. Whatever cannot be captured runs as it is, with a note.
+    Parameters and inputs marked as static keep their addresses. Other tensors are copied into
+    static buffers before a replay, and results are cloned, so that the caller may keep them. A call
+    that cannot be captured runs without a graph, with a note.
 
-    settle   called with the inputs before a capture: it may move those that stay, by whose
-             addresses graphs are told apart
+    settle   called with the inputs before a capture; it may move the static ones, whose addresses
+             identify a graph
     """
 
     def __init__(
         self,
-        call: Callable[..., Any],
+        call: Call,
         written: Sequence[int],
         notes: list[str],
-        graphs: list[dict[str, Any]],
-        settle: Callable[[Sequence[Any]], Any] = lambda args: None,
+        graphs: list[GraphRecord],
+        settle: Callable[[Sequence[Input]], Sequence[Tensor]] = lambda args: (),
     ):
         self.settle = settle
         self.call, self.written, self.notes, self.graphs = call, sorted(written), notes, graphs
         self.pool: Pool | None = None
-        self.staying: list[int] | None = (
-            None  # the inputs that must not move; known from the first call on
-        )
-        self.moving: list[int] = []
-        self.captured: dict[Any, _Entry | None] = {}
+        self.static: list[int] | None = None  # set by the first call
+        self.copied: list[int] = []
+        self.captured: dict[Hashable, _Entry | None] = {}
 
-    def __call__(self, *args: Any) -> Any:
-        if self.staying is None:
-            self._fix_staying(args)
+    def __call__(self, *args: Input) -> Outputs:
+        if self.static is None:
+            self._find_static(args)
         entry = self._entry(args)
         if entry is None:
             return self.call(*args)
         for buffer, i in entry.copied:
-            buffer.fill(args[i])
+            x = args[i]
+            assert isinstance(x, Tensor)
+            buffer.fill(x)
         return _cloned(entry.graph.replay())
 
-    def _fix_staying(self, args: Sequence[Any]) -> None:
-        stays = [
+    def _find_static(self, args: Sequence[Input]) -> None:
+        static = [
             isinstance(x, Tensor) and (i in self.written or is_static_input(x))
             for i, x in enumerate(args)
         ]
-        self.staying = [i for i, fixed in enumerate(stays) if fixed]
-        self.moving = [i for i, fixed in enumerate(stays) if not fixed]
+        self.static = [i for i, fixed in enumerate(static) if fixed]
+        self.copied = [i for i, fixed in enumerate(static) if not fixed]
 
-    def _entry(self, args: Sequence[Any]) -> "_Entry | None":
-        """The graph for these inputs, captured if there is none for where they lie; None: they
-        cannot be captured.
+    def _entry(self, args: Sequence[Input]) -> "_Entry | None":
+        """The graph for the shapes and addresses of these inputs, captured if there is none; None
+        if they cannot be captured.
         """
-        key = tuple([_kind(args[i]) for i in self.moving])
+        key = tuple([_kind(args[i]) for i in self.copied])
         if key in self.captured and self._fits(self.captured[key], args):
             return self.captured[key]
         self.settle(args)
@@ -133,16 +139,18 @@ class Graphed:
             self.captured[key] = self._capture(args)
         return self.captured[key]
 
-    def _fits(self, entry: "_Entry | None", args: Sequence[Any]) -> bool:
+    def _fits(self, entry: "_Entry | None", args: Sequence[Input]) -> bool:
         return entry is None or entry.pointers == self._pointers(args)
 
-    def _pointers(self, args: Sequence[Any]) -> list[int]:
-        return [args[i].data_ptr() for i in self.staying or ()]
+    def _pointers(self, args: Sequence[Input]) -> list[int]:
+        inputs = [args[i] for i in self.static or ()]
+        return [x.data_ptr() for x in inputs if isinstance(x, Tensor)]
 
-    def _capture(self, args: Sequence[Any]) -> "_Entry | None":
+    def _capture(self, args: Sequence[Input]) -> "_Entry | None":
         reason = self._refused(args)
         if reason is None:
-            with _restored([args[i] for i in self.written]):  # warm-up runs write, too
+            written = [x for i in self.written if isinstance(x := args[i], Tensor)]
+            with _restored(written):  # the warm-up call writes them
                 try:
                     return self._recorded(args)
                 except RuntimeError as error:
@@ -152,7 +160,7 @@ class Graphed:
             self.notes.append(note)
         return None
 
-    def _refused(self, args: Sequence[Any]) -> str | None:
+    def _refused(self, args: Sequence[Input]) -> str | None:
         devices = _devices(args)
         if [device.type for device in devices] != ["cuda"]:
             return f"inputs on {', '.join(sorted(map(str, devices))) or 'no device'}"
@@ -160,26 +168,25 @@ class Graphed:
             return f"there are {MOST_GRAPHS} already"
         return None
 
-    def _recorded(self, args: Sequence[Any]) -> "_Entry":
-        copied = [(StaticBuffer(args[i]), i) for i in self.moving if isinstance(args[i], Tensor)]
+    def _recorded(self, args: Sequence[Input]) -> "_Entry":
+        copied = [(StaticBuffer(x), i) for i in self.copied if isinstance(x := args[i], Tensor)]
         static = list(args)
         for buffer, i in copied:
             static[i] = buffer.tensor
         self.pool = self.pool or Pool(_devices(args).pop())
         captured = self.pool.capture(lambda: self.call(*static))
-        self.graphs.append(
-            {"inputs": [list(args[i].shape) for _, i in copied], "bytes": captured.bytes}
-        )
+        shapes = [list(buffer.tensor.shape) for buffer, _ in copied]
+        self.graphs.append({"inputs": shapes, "bytes": captured.bytes})
         return _Entry(captured, copied, self._pointers(args))
 
 
-def _devices(args: Sequence[Any]) -> set[torch.device]:
+def _devices(args: Sequence[Input]) -> set[torch.device]:
     return {x.device for x in args if isinstance(x, Tensor) and x.dim()}
 
 
 @contextmanager
 def _restored(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Afterwards the tensors hold what they held before."""
+    """Restore the values of the tensors afterwards."""
     saved = [tensor.clone() for tensor in tensors]
     try:
         yield
@@ -190,22 +197,22 @@ def _restored(tensors: Sequence[Tensor]) -> Iterator[None]:
 
 @dataclass
 class _Entry:
-    """A captured call, the buffers that inputs are copied into, and where the other inputs lay."""
+    """A captured call, its (buffer, input number) pairs, and the addresses of the static inputs."""
 
-    graph: Captured
+    graph: Captured[Outputs]
     copied: list[tuple[StaticBuffer, int]]
     pointers: list[int]
 
 
-def _kind(x: Any) -> Any:
+def _kind(x: Input) -> Hashable:
     if not isinstance(x, Tensor):
         return x
-    # Kernels take a number on the host by value, and a graph keeps the one it was captured with.
+    # A graph keeps the value of a tensor on the host, which kernels take by value.
     number = repr(x.item()) if x.dim() == 0 and x.device.type == "cpu" else None
     return x.shape, x.dtype, x.stride(), x.device, number
 
 
-def _cloned(output: Any) -> Any:
+def _cloned(output: Outputs) -> Outputs:
     if isinstance(output, Tensor):
         return output.clone()
     if isinstance(output, list | tuple):

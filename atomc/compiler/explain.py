@@ -8,13 +8,15 @@ import sympy
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
+from torch.fx.node import Argument
 
 from atomc.capture.regions import region_failure_note, trace_once
 from atomc.compiler.driver import compile_graph
 from atomc.compiler.entry import new_report, skip_reason
 from atomc.errors import OURS
-from atomc.graph.expressions import expression
-from atomc.options import Options
+from atomc.graph.expressions import Size, expression
+from atomc.graph.signature import Call, Input, Output
+from atomc.options import Options, OptionValue
 from atomc.platform import Platform
 from atomc.report import contract
 from atomc.report.render.page import publish
@@ -39,7 +41,7 @@ class NothingToExplain(TypeError):
 def explain(
     model: Callable[..., Any],
     *args: Any,
-    options: Mapping[str, Any] | Options | None = None,
+    options: Mapping[str, OptionValue] | Options | None = None,
     platform: Platform | str | None = None,
     dynamic: bool | None = None,
     **kwargs: Any,
@@ -62,7 +64,7 @@ def explain(
     where = Platform.named(platform) if isinstance(platform, str) else platform
     made: list[Report] = []
 
-    def backend(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    def backend(gm: GraphModule, inputs: Sequence[Input]) -> Call:
         with raised_unwrapped():
             made.append(_inspect(gm, inputs, chosen, where))
         return lambda *given: empty_outputs(gm, given)
@@ -95,7 +97,7 @@ def explain(
 
 def example_inputs(
     model: Callable[..., Any], asked: str = "explain"
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
     """Token ids for a language model: (args, kwargs). Raises NothingToExplain for a model with
     other inputs.
 
@@ -122,7 +124,7 @@ def example_inputs(
 
 
 def _inspect(
-    gm: GraphModule, inputs: Sequence[Any], options: Options, platform: Platform | None
+    gm: GraphModule, inputs: Sequence[Input], options: Options, platform: Platform | None
 ) -> Report:
     """Run all stages except building: kernels are selected, but nothing is compiled."""
     report = keep(new_report(gm))
@@ -159,7 +161,7 @@ def _inspect(
     return report
 
 
-def empty_outputs(gm: GraphModule, given: Sequence[Any]) -> list[Any]:
+def empty_outputs(gm: GraphModule, given: Sequence[Input]) -> list[Output]:
     """Zeros with the shapes and dtypes of the graph's outputs, for code that continues after a
     graph break.
     """
@@ -173,16 +175,18 @@ def empty_outputs(gm: GraphModule, given: Sequence[Any]) -> list[Any]:
                 if isinstance(size, torch.SymInt):
                     symbols[expression(size)] = int(number)
 
-    def known(size: Any) -> int:
+    def known(size: Size) -> int:
         return int(expression(size).subs(symbols))
 
-    def like(item: Any) -> Any:
+    def like(item: Argument) -> Output:
         fake = item.meta.get("example_value") if isinstance(item, Node) else item
         if isinstance(fake, Tensor):
             return torch.zeros(
                 [known(size) for size in fake.shape], dtype=fake.dtype, device=fake.device
             )
-        return known(fake) if isinstance(fake, torch.SymInt) else fake
+        if isinstance(fake, torch.SymInt):
+            return known(fake)
+        return fake if isinstance(fake, int | float) else None
 
     returned = gm.graph.output_node().args[0]
     return [like(item) for item in returned]  # type: ignore[union-attr]

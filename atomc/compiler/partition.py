@@ -1,12 +1,9 @@
-"""What runs a lowered graph: kernels are called as they are, the glue between them goes to Inductor
-or runs eagerly.
-"""
+"""Partitions a lowered graph at its kernels and compiles the glue between them with Inductor."""
 
 import contextlib
 import shutil
 import sys
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,21 +13,22 @@ from torch.fx.passes.split_module import split_module
 from atomc.cache.generated import Function, of_graph, of_inductor, of_pieces
 from atomc.capture.structural_hash import structural_key
 from atomc.graph.mutation import mutated
-from atomc.options import Options
+from atomc.graph.signature import Input
+from atomc.options import InductorValue, Options
 from atomc.platform import Platform
 from atomc.torch_compat.core import FakeTensorMode
 from atomc.torch_compat.inductor import inductor_code, num_cache_hits
 from atomc.torch_compat.tracing import fake_mode_of, tracing_context
 
-# Nothing to gain from compiling a piece of these only.
+# A piece of only these ops is not compiled.
 _TRIVIAL = (
     "view", "_unsafe_view", "reshape", "transpose", "permute", "unsqueeze", "squeeze", "slice",
     "select", "t", "expand", "split", "split_with_sizes", "getitem", "sym_size", "alias", "detach",
 )  # fmt: skip
 
 
-# Of a whole graph beside its kernels, as the embedding and the tables of positions are of a served
-# model: their launches take some us of a step, the start of Inductor 5 s.
+# At most so many ops between the kernels of a graph run eagerly, such as the embedding and the
+# tables of positions of a served model: they take some us a step, the start of Inductor 5 s.
 FEW_OPS = 16
 
 
@@ -43,9 +41,9 @@ def glue_of(options: Options, platform: Platform) -> tuple[str, str]:
     return "inductor", "the default"
 
 
-def compile_glue(gm: GraphModule, patches: Mapping[str, Any]) -> tuple[Function, str]:
-    """Cut the graph at its kernels and compile what lies between, equal pieces once; also says how
-    many there were.
+def compile_glue(gm: GraphModule, patches: Mapping[str, InductorValue]) -> tuple[Function, str]:
+    """Cut the graph at its kernels and compile the pieces between, equal pieces once. Returns the
+    function and a text with the number of pieces.
 
     Inductor keeps what it compiles on disk, keyed by graph, options, versions and platform
     (TORCHINDUCTOR_CACHE_DIR).
@@ -66,7 +64,7 @@ def compile_glue(gm: GraphModule, patches: Mapping[str, Any]) -> tuple[Function,
             functions[name] = of_graph(piece)
             continue
         count += 1
-        # A piece that writes may be told from its equals by what its inputs alias.
+        # Equal pieces that write may differ in the aliases of their inputs.
         key = name if _writes(piece) else structural_hash(piece)
         if key not in compiled:
             compiled[key] = _by_inductor(
@@ -78,9 +76,9 @@ def compile_glue(gm: GraphModule, patches: Mapping[str, Any]) -> tuple[Function,
 
 def _by_inductor(
     gm: GraphModule,
-    examples: Sequence[Any],
+    examples: Sequence[Input],
     mode: FakeTensorMode | None,
-    patches: Mapping[str, Any],
+    patches: Mapping[str, InductorValue],
 ) -> Function:
     returns_tuple = isinstance(gm.graph.output_node().args[0], tuple | list)
     with tracing_context(mode):
@@ -94,7 +92,7 @@ def _known(before: int) -> str:
 
 
 def structural_hash(piece: GraphModule) -> Hashable:
-    """Equal for pieces that compute the same of inputs alike, whatever these are called."""
+    """Equal for pieces that compute the same, whatever their nodes are called."""
     numbers = {node: i for i, node in enumerate(piece.graph.nodes)}
     return tuple(
         (
@@ -114,7 +112,7 @@ def _writes(piece: GraphModule) -> bool:
     return any(mutated(node) for node in piece.graph.nodes)
 
 
-def _fresh(piece: GraphModule, mode: FakeTensorMode | None) -> Sequence[Any]:
+def _fresh(piece: GraphModule, mode: FakeTensorMode | None) -> Sequence[Input]:
     """Example inputs with separate storage: inlined regions share fake tensors, which Inductor
     would take for one input.
     """
@@ -142,9 +140,9 @@ def _piece_numbers(gm: GraphModule) -> dict[Node, int]:
 
 
 def left_for_glue(gm: GraphModule) -> int:
-    """How many ops between kernels compute tensors; the meaning of one of ours counts as four. Of a
-    graph without kernels:
-    as many as can be."""
+    """The number of ops between kernels that compute tensors, sys.maxsize without kernels. The
+    reference of an op counts as four.
+    """
     calls = [node for node in gm.graph.nodes if node.op == "call_function"]
     if not any("kernel" in node.meta for node in calls):
         return sys.maxsize
@@ -174,5 +172,5 @@ def _name(node: Node) -> str:
     )
 
 
-def _examples(gm: GraphModule) -> Sequence[Any]:
+def _examples(gm: GraphModule) -> Sequence[Input]:
     return [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]

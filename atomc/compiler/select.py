@@ -1,13 +1,13 @@
-"""Picks the state layout and a kernel per op, and keeps the reason of every refusal."""
+"""Selects the layout of the state and a kernel per op, and records the reason of every refusal."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.fx.node import Argument
 
 from atomc import kernels
 from atomc.errors import OptionsError
@@ -18,6 +18,7 @@ from atomc.ops.op import (
     Kernel,
     Op,
     PreferInductor,
+    Prepared,
     Refusal,
     Tokens,
     op_of,
@@ -29,18 +30,17 @@ from atomc.platform import Platform
 from atomc.report.records import KernelChoice
 
 INLINE = "inline"
-# Of the machine's memory, for copies of weights that kernels want in a layout of their own.
+# The fraction of the machine's memory that prepared weights may take.
 MOST_COPIED = 0.25
+Prepare = Callable[..., Prepared]
 
 
 class Selection:
     """Kernel choice for the nodes of one graph and one range of token counts.
 
-    eager    the ops without a hand-written kernel run one by one; otherwise their meaning is left
-             to the glue compiler
-    weights  the inputs of which a kernel may keep a copy in a layout of its own (None), and why not
-             of others
-    copied   the copies that kernels have been promised, of other ranges too: (weight, function) ->
+    eager    ops without a kernel run eagerly; otherwise Inductor compiles their references
+    weights  input -> why a kernel may not keep a prepared copy of it, or None
+    copied   prepared weights of the selected kernels, other ranges included: (weight, function) ->
              bytes
     """
 
@@ -53,7 +53,7 @@ class Selection:
         layout: str | None = None,
         tokens: Tokens = ALL_TOKENS,
         weights: Mapping[str, str | None] | None = None,
-        copied: dict[tuple[str, Any], int] | None = None,
+        copied: dict[tuple[str, Prepare], int] | None = None,
     ):
         self.options, self.platform, self.eager = (
             options,
@@ -87,7 +87,7 @@ class Selection:
             else:
                 self.order.append(provider)
         if not options.providers:
-            # A kernel that somebody registered from outside is preferred to ours.
+            # Kernels registered from outside come first.
             ours = (*kernels.PROVIDERS, kernels.INVARIANT)
             self.order = [name for name in _all_providers() if name not in ours] + self.order
 
@@ -100,7 +100,7 @@ class Selection:
         ]
         if not users:
             return None
-        users.sort(key=lambda node: bool(_op(node).mutates))  # readers first: they take the time
+        users.sort(key=lambda node: bool(_op(node).mutates))  # readers first: they take most time
         usable = [self._layouts(node) for node in users]
         candidates = list(dict.fromkeys(chain.from_iterable(usable)))
         for layout in candidates:
@@ -111,8 +111,8 @@ class Selection:
                 return layout
         if self.options.layout is not None:
             raise OptionsError(
-                f"option layout={self.options.layout!r}: has no reader and writer on "
-                f"{self.platform.name}; of the layouts {candidates} some have"
+                f"option layout={self.options.layout!r}: no kernel reads and writes it on "
+                f"{self.platform.name}; available layouts are {candidates}"
             )
         if self.options.batch_invariant:
             raise OptionsError(
@@ -124,7 +124,7 @@ class Selection:
         )
 
     def _layouts(self, node: Node) -> list[str]:
-        """The layouts of state that kernels for this node work on, the preferred one first."""
+        """The layouts of state that kernels for this node support, in order of preference."""
         return [
             kernel.layout
             for kernel in self._ranked(_op(node))
@@ -132,8 +132,8 @@ class Selection:
         ]
 
     def choose(self, node: Node) -> Kernel | None:
-        """The kernel that runs this node, None for its meaning; the choice and all refusals are
-        remembered.
+        """The kernel for this node, None for the op's reference. Records the choice and all
+        refusals.
         """
         op = _op(node)
         refused = list(self.absent.items())
@@ -179,8 +179,8 @@ class Selection:
         )
 
     def could_serve(self, node: Node) -> list[Kernel]:
-        """The kernels that nothing but the number of tokens could keep from this node, up to one
-        that takes any number.
+        """The kernels that refuse this node at most for its number of tokens, up to the first for
+        any number.
         """
         found: list[Kernel] = []
         for kernel in self._ranked(_op(node)):
@@ -191,7 +191,7 @@ class Selection:
         return found
 
     def _refuses(self, kernel: Kernel, node: Node, any_tokens: bool = False) -> Refusal | None:
-        """Why this kernel does not serve this node: the first reason of those below, or None."""
+        """Why this kernel cannot run this node: the first reason below, or None."""
         op = _op(node)
         if reason := self._other_layout(kernel) or self._batch_dependent(kernel, op):
             return reason
@@ -209,7 +209,7 @@ class Selection:
         if self.layout is None or kernel.layout in (None, self.layout):
             return None
         return Refusal(
-            "layout", f"works on layout {kernel.layout!r}, the state is laid out {self.layout!r}"
+            "layout", f"supports layout {kernel.layout!r}, the state has layout {self.layout!r}"
         )
 
     def _batch_dependent(self, kernel: Kernel, op: Op) -> Refusal | None:
@@ -226,7 +226,7 @@ class Selection:
         )
 
     def _other_rounding(
-        self, kernel: Kernel, op: Op, arguments: Mapping[str, Any]
+        self, kernel: Kernel, op: Op, arguments: Mapping[str, Argument]
     ) -> Refusal | None:
         if self.options.rounding != "hf" or kernel.rounds != "once" or op.rounds_once(arguments):
             return None
@@ -239,11 +239,11 @@ class Selection:
             else Refusal("tokens", f"is meant for {kernel.tokens} tokens")
         )
 
-    def _no_copies(self, kernel: Kernel, nodes: dict[str, Any]) -> Refusal | None:
-        """Why the copies that this kernel wants of its weights cannot be kept, or None."""
+    def _no_copies(self, kernel: Kernel, nodes: Mapping[str, Argument]) -> Refusal | None:
+        """Why the weights that this kernel prepares cannot be kept in memory, or None."""
         together = self.copied.copy()
         for name, weight, prepare in _prepared(kernel, nodes):
-            if reason := self.weights.get(weight.name, "nobody says whether it stays the same"):
+            if reason := self.weights.get(weight.name, "it is not known to be constant"):
                 return Refusal("copy", f"it keeps a copy of `{name}`: {reason}")
             together[weight.name, prepare] = _nbytes(weight)
         if (
@@ -266,7 +266,7 @@ class Selection:
         }
 
     def _better_by_inductor(self, kernel: Kernel) -> Refusal | None:
-        """Why Inductor's code for the meaning is preferred to this kernel, or None."""
+        """Why Inductor's code for the reference is preferred to this kernel, or None."""
         if self.eager:
             return None
         match kernel.prefer_inductor:
@@ -279,7 +279,7 @@ class Selection:
             case PreferInductor.ALWAYS | PreferInductor.FREE_ROUNDING:
                 return Refusal(
                     "slower",
-                    "its meaning is left to the glue compiler, which fuses it with its neighbours",
+                    "Inductor compiles its reference, which it can fuse with other ops",
                 )
         return None
 
@@ -288,23 +288,19 @@ def _spelled(refused: Sequence[tuple[str, Refusal]]) -> list[tuple[str, str]]:
     return [(provider, reason.text) for provider, reason in refused]
 
 
-def _prepared(
-    kernel: Kernel, nodes: Mapping[str, Any]
-) -> Iterator[tuple[str, Node, Callable[..., Any]]]:
-    """The weights of which the kernel keeps copies: the name of the argument, the node, what makes
-    the copy.
-    """
+def _prepared(kernel: Kernel, nodes: Mapping[str, Argument]) -> Iterator[tuple[str, Node, Prepare]]:
+    """The weights that the kernel prepares: (argument, node, function)."""
     for names, prepare in kernel.prepare.items():
         for name in names:
-            if nodes[name] is not None:
-                yield name, nodes[name], prepare
+            if isinstance(weight := nodes[name], Node):
+                yield name, weight, prepare
 
 
-def _computed_weight(kernel: Kernel, nodes: Mapping[str, Any]) -> Refusal | None:
+def _computed_weight(kernel: Kernel, nodes: Mapping[str, Argument]) -> Refusal | None:
     for name, weight, _ in _prepared(kernel, nodes):
         if weight.op != "placeholder":
             return Refusal(
-                "copy", f"it prepares `{name}` once, but here that is computed in the graph"
+                "copy", f"it prepares `{name}` once, but the graph computes it in each call"
             )
     return None
 
@@ -317,7 +313,7 @@ def _nbytes(weight: Node) -> int:
 
 
 def _joins_rows(op: Op) -> bool:
-    """Whether its kernels cut their work by the number of rows."""
+    """Whether the work split of its kernels depends on the number of rows."""
     return bool(op.kind & (Kind.LINEAR | Kind.BMM | Kind.ATTENTION))
 
 
@@ -331,7 +327,7 @@ def _all_providers() -> list[str]:
     return list(dict.fromkeys(kernel.provider for op in REGISTRY.values() for kernel in op.kernels))
 
 
-def _arguments(kernel: Kernel, node: Node) -> tuple[dict[str, Any], dict[str, Any]]:
+def _arguments(kernel: Kernel, node: Node) -> tuple[dict[str, Argument], dict[str, Argument]]:
     """The op's arguments by name: as fake tensors and numbers, and as nodes."""
     nodes = _op(node).bind(*node.args, **node.kwargs)
     fakes = {

@@ -1,10 +1,7 @@
-"""Compiles a graph once per tuple of the Python floats that Dynamo lifted to inputs without
-guarding their values.
-"""
+"""Compiles a graph once per value of its float inputs, which Dynamo does not guard."""
 
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from torch import Tensor
 from torch.fx import GraphModule
@@ -14,6 +11,7 @@ from atomc.capture.floats import inline_floats
 from atomc.capture.inline_regions import regions_of
 from atomc.compiler.cudagraphs import Graphed
 from atomc.compiler.driver import build
+from atomc.graph.signature import Call, Input, Outputs
 from atomc.options import Options
 from atomc.platform import Platform
 from atomc.report import contract
@@ -27,19 +25,17 @@ from atomc.torch_compat.tracing import (
     tracing_context,
 )
 
-# Beyond this many tuples of values, the graph runs uncompiled.
+# For further values, the graph runs uncompiled.
 MAX_FLOAT_VALUES = 8
 
 
 class Specialized:
-    """One graph, compiled once per tuple of the Python floats that Dynamo lifted to inputs without
-    guarding them.
-    """
+    """A callable of one graph, compiled once per tuple of its float inputs."""
 
     def __init__(
         self,
         gm: GraphModule,
-        example_inputs: Sequence[Any],
+        example_inputs: Sequence[Input],
         options: Options,
         platform: Platform | None,
         report: Report,
@@ -49,10 +45,10 @@ class Specialized:
         placeholders = gm.graph.find_nodes(op="placeholder")
         self.floats = [placeholders.index(node) for node in lifted_floats(gm.graph)]
         self.mode = fake_mode_of(gm.graph)
-        self.compiled: dict[tuple[float, ...], Callable[..., Any]] = {}
+        self.compiled: dict[tuple[float, ...], Call] = {}
         self.lock = threading.Lock()
 
-    def first(self) -> Callable[..., Any]:
+    def first(self) -> Call:
         values = self.values(self.inputs)
         self.compiled[values] = self.compile(values, self.inputs)
         if not self.floats:
@@ -60,14 +56,14 @@ class Specialized:
         self.inputs = []  # do not keep the caller's tensors alive
         return self
 
-    def values(self, args: Sequence[Any]) -> tuple[float, ...]:
+    def values(self, args: Sequence[Input]) -> tuple[float, ...]:
         return tuple(float(args[i]) for i in self.floats)
 
-    def compile(self, values: tuple[float, ...], inputs: Sequence[Any]) -> Callable[..., Any]:
+    def compile(self, values: tuple[float, ...], inputs: Sequence[Input]) -> Call:
         floats = dict(zip(self.floats, values, strict=True))
         return compile_for(self.gm, inputs, self.options, self.platform, self.report, floats)
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Input) -> Outputs:
         values = self.values(args)
         if values not in self.compiled:
             with self.lock:
@@ -75,8 +71,8 @@ class Specialized:
                     self.compiled[values] = self.recompile(values, args)
         return self.compiled[values](*args)
 
-    def recompile(self, values: tuple[float, ...], args: Sequence[Any]) -> Callable[..., Any]:
-        """Compile for further values, outside of Dynamo: a result that needs new guards is
+    def recompile(self, values: tuple[float, ...], args: Sequence[Input]) -> Call:
+        """Compile for further values, outside of Dynamo. A result that needs new guards is
         discarded.
         """
         if len(self.compiled) >= MAX_FLOAT_VALUES:
@@ -104,7 +100,7 @@ class Specialized:
         return made
 
 
-def device_of(inputs: Sequence[Any]) -> str | None:
+def device_of(inputs: Sequence[Input]) -> str | None:
     """The device type of the first tensor."""
     return next(
         (x.device.type for x in inputs if isinstance(x, Tensor) and not x.is_meta and x.dim()), None
@@ -113,12 +109,12 @@ def device_of(inputs: Sequence[Any]) -> str | None:
 
 def compile_for(
     gm: GraphModule,
-    example_inputs: Sequence[Any],
+    example_inputs: Sequence[Input],
     options: Options,
     platform: Platform,
     report: Report,
     floats: dict[int, float],
-) -> Callable[..., Any]:
+) -> Call:
     """One graph with given floats, compiled or from the cache, with the signature of `gm`."""
     context = Context(
         options, platform, inputs=example_inputs, keep_texts=options.report is not None

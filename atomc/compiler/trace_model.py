@@ -2,7 +2,8 @@
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from atomc.cache.store import Plain
 from atomc.capture.regions import region_failure_note, trace_once
 from atomc.compiler.driver import build
 from atomc.compiler.entry import new_report
+from atomc.graph.signature import Call, Input
 from atomc.options import Options
 from atomc.platform import Platform
 from atomc.report.report import Report, forget, keep
@@ -38,7 +40,7 @@ class TracedModel(NamedTuple):
 
     compiled: Compiled
     sources: list[str | None]
-    inputs: list[Any]
+    inputs: list[Input | None]
     report: Report
     entry: Plain | None
     key: str | None
@@ -49,9 +51,9 @@ class _TraceFinished(ShortenTraceback):
     needed.
     """
 
-    def __init__(self, trace_model: TracedModel) -> None:
+    def __init__(self, traced: TracedModel) -> None:
         super().__init__(first_useful_frame=None)
-        self.traced = trace_model
+        self.traced = traced
 
 
 def trace_model(
@@ -63,47 +65,22 @@ def trace_model(
 ) -> TracedModel:
     """Trace and compile the model; see atomc.program.compile_model."""
     device = next(model.parameters()).device
+    context = Context(
+        options,
+        platform,
+        paged=True,
+        build=device.type != "meta",  # a model on meta is analysed, but not built
+        observers=observers,
+        keep_texts=keep_texts or options.report is not None,
+    )
     reports: list[Report] = []  # of this trace, and of an earlier one that failed
-
-    def backend(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        reports.append(keep(new_report(gm)))
-        # A model on meta is analysed, but not built.
-        context = Context(
-            options,
-            platform,
-            paged=True,
-            build=device.type != "meta",
-            inputs=inputs,
-            observers=observers,
-            keep_texts=keep_texts or options.report is not None,
-        )
-        with raised_unwrapped():
-            built = build(gm, inputs, context, reports[-1], {})
-        sources = [source_name(node) for node in gm.graph.find_nodes(op="placeholder")]
-        compiled = built.compiled
-        owned = [
-            None if name in compiled.step_inputs else given
-            for name, given in zip(compiled.inputs, inputs, strict=False)
-        ]
-        raise _TraceFinished(
-            TracedModel(compiled, sources, owned, reports[-1], built.entry, built.key)
-        )
-
-    def step(input_ids: Tensor, positions: Tensor, logits_rows: Tensor) -> Tensor:
-        logits: Tensor = model(input_ids, positions, logits_rows)
-        return logits
-
-    def dynamo() -> TracedModel:
-        try:
-            with isolated_dynamo_state():
-                torch.compile(
-                    with_fresh_code(step), backend=backend, fullgraph=True, dynamic=False
-                )(*example)
-        except _TraceFinished as done:
-            return done.traced
-        raise AssertionError("Dynamo found no graph in the model's forward")
-
     notes: list[str] = []
+
+    def backend(gm: GraphModule, inputs: Sequence[Input]) -> Call:
+        reports.append(keep(new_report(gm)))
+        with raised_unwrapped():
+            traced = _compiled(gm, replace(context, inputs=inputs), reports[-1])
+        raise _TraceFinished(traced)
 
     def undo(why: Exception) -> None:
         notes.append(region_failure_note(why))
@@ -111,16 +88,55 @@ def trace_model(
             forget(reports.pop())
 
     with torch.no_grad():
-        example = (
-            torch.zeros(6, dtype=torch.int64, device=device),
-            torch.arange(6, device=device),
-            torch.arange(3, device=device),
-        )
-        for tensor in example:
-            mark_unbacked(tensor, 0)
+        example = _example_step(device)
         start = time.perf_counter()
-        made = trace_once(model, dynamo, undo)
+        made = trace_once(model, lambda: _run_dynamo(model, example, backend), undo)
         total = time.perf_counter() - start
     made.report.notes += notes
     made.report.phases["dynamo"] = max(0.0, total - sum(made.report.phases.values()))
     return made
+
+
+def _compiled(gm: GraphModule, context: Context, report: Report) -> TracedModel:
+    """The model of a graph of Dynamo, whose inputs are those of the context."""
+    built = build(gm, context.inputs, context, report, {})
+    compiled = built.compiled
+    sources = [source_name(node) for node in gm.graph.find_nodes(op="placeholder")]
+    owned = [
+        None if name in compiled.step_inputs else given
+        for name, given in zip(compiled.inputs, context.inputs, strict=False)
+    ]
+    return TracedModel(compiled, sources, owned, report, built.entry, built.key)
+
+
+def _example_step(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Token ids, positions and logits rows; their sizes are traced as unbacked."""
+    example = (
+        torch.zeros(6, dtype=torch.int64, device=device),
+        torch.arange(6, device=device),
+        torch.arange(3, device=device),
+    )
+    for tensor in example:
+        mark_unbacked(tensor, 0)
+    return example
+
+
+def _run_dynamo(
+    model: nn.Module,
+    example: tuple[Tensor, Tensor, Tensor],
+    backend: Callable[[GraphModule, Sequence[Input]], Call],
+) -> TracedModel:
+    """Call the model under Dynamo until the backend raises _TraceFinished."""
+
+    def step(input_ids: Tensor, positions: Tensor, logits_rows: Tensor) -> Tensor:
+        logits: Tensor = model(input_ids, positions, logits_rows)
+        return logits
+
+    try:
+        with isolated_dynamo_state():
+            torch.compile(with_fresh_code(step), backend=backend, fullgraph=True, dynamic=False)(
+                *example
+            )
+    except _TraceFinished as done:
+        return done.traced
+    raise AssertionError("Dynamo found no graph in the model's forward")

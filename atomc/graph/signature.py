@@ -7,4 +7,5 @@ from torch import Tensor
 
 Input = Tensor | torch.SymInt | int | float
 Output = Tensor | torch.SymInt | int | float | None
-Call = Callable[..., Sequence[Output]]
+Outputs = Output | Sequence["Outputs"]
+Call = Callable[..., Outputs]

@@ -1,1 +1,1 @@
-"""What computes on the same input, at once."""
+"""Merge ops that read the same input."""

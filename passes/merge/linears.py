@@ -1,24 +1,26 @@
-"""Linear layers of one input become one: their parameters are packed, and its result is split.
+"""Merge linear layers with one input: their parameters are packed, and the result is split.
 
        +- linear(q_proj) -> q                                                  +-> q
     x -+- linear(k_proj) -> k    =>    x - linear(packed) - split_with_sizes --+-> k
        +- linear(v_proj) -> v                                                  +-> v
 
-The packed parameters are further inputs of the graph: node.meta["packed"] names the inputs they are
-made of, see atomc.weights.packed. Any op whose `concat` allows it is merged, within a layer of the
-model. Equal but for the order in which a matrix product of another width adds up its terms.
+The packed parameters are new inputs of the graph: node.meta["packed"] lists the packed inputs,
+see atomc.weights.packed. Any op whose `concat` allows it is merged, within a layer of the model.
+Results differ only by the order of additions in a wider matrix product.
 """
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+from torch import nn
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import Argument
 
 from atomc.graph.canonical import VIEWS, call, input_name, value
 from atomc.graph.provenance import inherited, layer_of, module_path
+from atomc.graph.signature import Input
 from atomc.graph.strides import Values, spread_strides
 from atomc.ops.op import Op, op_of
 from atomc.ops.op_traits import Kind
@@ -30,9 +32,9 @@ from atomc.rewriting.rewrite import Fired
 from atomc.weights import packed as packed_weights
 
 aten = torch.ops.aten
-# Attention that is written out.
+# Products of attention written in PyTorch.
 PRODUCTS = ("bmm", "baddbmm", "matmul")
-# What queries, keys and values go through on their way to attention, beside norms and rotary
+# Ops between the projections of queries, keys and values and attention, besides norms and rotary
 # positions.
 ON_THE_WAY = VIEWS | {
     "permute",
@@ -48,7 +50,8 @@ ON_THE_WAY = VIEWS | {
 }
 
 _SHARED = "parameters that can share one memory"
-Real = dict[Node, Any]  # what the graph's inputs are fed
+# Placeholder -> its value.
+Real = Mapping[Node, Input]
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,18 @@ class _Linear:
 
     op: Op
     node: Node
-    arguments: dict[str, Any]
+    arguments: dict[str, Argument]
+
+    def input(self, name: str) -> Node:
+        """The placeholder of a parameter."""
+        given = self.arguments[name]
+        assert isinstance(given, Node)
+        return given
+
+    def parameter(self, name: str, real: "Real") -> nn.Parameter:
+        given = real[self.input(name)]
+        assert isinstance(given, nn.Parameter)
+        return given
 
 
 Refused = tuple[Node, MissKind, str]
@@ -101,7 +115,7 @@ def merging(kind: str, after: Sequence[str]) -> Pass:
 
 def _groups(graph: Graph) -> list[list[_Linear]]:
     """Calls with the same input, in the same layer, with the same optional arguments given."""
-    found: dict[Any, list[_Linear]] = {}
+    found: dict[Hashable, list[_Linear]] = {}
     for node in graph.nodes:
         op = op_of(node.target)
         if op is not None and op.concat is not None:
@@ -113,7 +127,7 @@ def _groups(graph: Graph) -> list[list[_Linear]]:
 
 
 def _gate_first(group: list[_Linear]) -> list[_Linear]:
-    """A gate before what it gates: the order in which kernels for both expect them."""
+    """The gate first: the order that kernels for gate and up expect."""
     gated = _gated([linear.node for linear in group])
     return (
         sorted(group, key=lambda linear: gated.index(linear.node))
@@ -147,7 +161,7 @@ def _kind_of(node: Node) -> Kind | None:
 
 
 def _gated(nodes: Sequence[Node]) -> list[Node]:
-    """Gate and up, if two of the nodes are what a gated activation reads."""
+    """Gate and up, if a gated activation reads two of the nodes."""
     for reader in _readers(nodes[0], lambda node: call(node).op in VIEWS):
         if _kind_of(reader) is Kind.GATE:
             pair = [_behind_views(operand) for operand in call(reader).operands]
@@ -163,7 +177,7 @@ def _behind_views(node: Node) -> Node:
 
 
 def _readers(node: Node, through: Callable[[Node], bool]) -> Iterator[Node]:
-    """What reads a node, also behind readers that it goes through."""
+    """The readers of a node, directly or through other readers."""
     waiting, seen = list(node.users), set(node.users)
     while waiting:
         reader = waiting.pop()
@@ -176,8 +190,8 @@ def _readers(node: Node, through: Callable[[Node], bool]) -> Iterator[Node]:
 def _mergeable(
     group: list[_Linear], real: Real
 ) -> tuple[list[tuple[list[_Linear], tuple[str, ...]]], list[Refused]]:
-    """The parts of a group to merge, each with the names of the arguments to pack; and what is left
-    alone, and why.
+    """The parts of a group to merge, each with the names of the arguments to pack; and the other
+    calls, with the reason.
     """
     assert group[0].op.concat is not None
     names = group[0].op.concat([_values(linear) for linear in group])
@@ -207,19 +221,19 @@ def _mergeable(
     return mergeable, refused
 
 
-def _values(linear: _Linear) -> dict[str, Any]:
+def _values(linear: _Linear) -> dict[str, Argument]:
     return {
         name: value(given) if isinstance(given, Node) else given
         for name, given in linear.arguments.items()
     }
 
 
-def _unfit(given: Any, real: Real) -> str | None:
-    """Why this argument of a call cannot be packed with any other, or None."""
+def _unfit(given: Argument, real: Real) -> str | None:
+    """Why this argument of a call cannot be packed, or None."""
     if not isinstance(given, Node) or given.op != "placeholder" or given not in real:
         return "its weight is computed in the graph"
     if len(given.users) > 1:
-        return f"{input_name(given)} is read elsewhere, too"
+        return f"{input_name(given)} has other readers"
     reason = packed_weights.unpackable(real[given])
     return f"{input_name(given)}: {reason}" if reason else None
 
@@ -227,21 +241,21 @@ def _unfit(given: Any, real: Real) -> str | None:
 def _as_packed_before(
     group: list[_Linear], name: str, real: Real
 ) -> tuple[list[list[_Linear]], list[Refused]]:
-    """What to merge with each other: as an earlier graph has packed the parameters, and all others
-    together.
+    """The calls to merge with each other: as an earlier graph has packed their parameters, and all
+    others together.
     """
     found: list[list[_Linear]] = []
     others: list[_Linear] = []
     refused: list[Refused] = []
-    by_parameter = {id(real[linear.arguments[name]]): linear for linear in group}
+    by_parameter = {id(linear.parameter(name, real)): linear for linear in group}
     for linear in group:
-        parts = packed_weights.packed_together(real[linear.arguments[name]])
+        parts = packed_weights.packed_together(linear.parameter(name, real))
         together = [by_parameter.get(id(parameter)) for parameter in parts]
         here = [other for other in together if other is not None]
         if not together:
             others.append(linear)
         elif len(here) < len(together):
-            reason = f"{input_name(linear.arguments[name])} is packed with others for another graph"
+            reason = f"{input_name(linear.input(name))} is packed with others for another graph"
             refused.append((linear.node, "packed", reason))
         elif here not in found:
             found.append(here)
@@ -261,7 +275,7 @@ def _different(
     if differing:
         return "guard", f"they differ in {', '.join(differing)}"
     for name in names:
-        parameters = [real[linear.arguments[name]] for linear in group]
+        parameters = [linear.parameter(name, real) for linear in group]
         if reason := packed_weights.mismatch(parameters):
             return "guard", reason
         if reason := packed_weights.packed_with_others(parameters):
@@ -291,7 +305,7 @@ def _merge(
     first = min(nodes)
     widths = [value(node).shape[-1] for node in nodes]
     packed = {
-        name: _packed_input(graph, [linear.arguments[name] for linear in group], values)
+        name: _packed_input(graph, [linear.input(name) for linear in group], values)
         for name in names
     }
     with graph.inserting_before(first):
@@ -314,13 +328,13 @@ def _merge(
 
 
 def _packed_input(graph: Graph, parts: list[Node], values: Values) -> Node:
-    """A further input: these parameters, row behind row."""
+    """A new input: the concatenated rows of these parameters."""
     inputs = graph.find_nodes(op="placeholder")
     number = sum("packed" in node.meta for node in inputs)
     with graph.inserting_after(inputs[-1]):
         made: Node = graph.placeholder(f"packed_{number}")
     first = value(parts[0])
-    with values.mode:  # one of its own: equal inputs would be taken for one
+    with values.mode:  # a new fake tensor: inputs that share one count as one input
         made.meta["val"] = first.new_empty(
             (sum(value(part).shape[0] for part in parts), *first.shape[1:])
         )
