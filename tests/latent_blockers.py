@@ -147,7 +147,7 @@ def multiplied(
 DOUBLED, MOVED, READ_TOO = (
     r"^mul\(other=2\).* in between",
     r"^to\(.*device=meta\).* in between",
-    "^abs .* reads it too",
+    "^abs .* also reads it",
 )
 NO_EPS, NO_CASTS = "n/a: it has no eps", "n/a: it has no cast"
 QUERIES, PRODUCT = "cat.* reading rope", "mla_rope_kv_write.* reading scaled_bmm_fp8"
@@ -168,7 +168,7 @@ ROWS: dict[str, dict[str, Any]] = {
         "dtype promotion": (
             keys_and_values(pe=torch.Tensor.float), KEYS, "dtype", "scaled_linear_fp8 computed in float32", "bfloat16"),
         "operand order": (
-            keys_and_values(swapped=True), KEYS, "operand order", r"slice\(.*\) before k_pe in cat", "other way round"),
+            keys_and_values(swapped=True), KEYS, "operand order", r"slice\(.*\) before k_pe in cat", "exchanged"),
         "missing cast": NO_CASTS,
     },
     "mla_rope_kv_write": {
@@ -185,7 +185,7 @@ ROWS: dict[str, dict[str, Any]] = {
             latent_attention(key_tables=lambda x: x.float()), ROTATED, "dtype", "`cos` in bfloat16 .*of `x`",
             "float32"),
         "operand order": (
-            latent_attention(other_tables=True), ROTATED, "operand order", "cos before sin in rope", "other way round"),
+            latent_attention(other_tables=True), ROTATED, "operand order", "cos before sin in rope", "exchanged"),
         "missing cast": NO_CASTS,
     },
     "bmm_rope_kv_write": {

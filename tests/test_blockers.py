@@ -328,7 +328,7 @@ BLOCKERS = (
 DOUBLED, MOVED, READ_TOO = (
     r"^mul\(other=2\).* in between",
     r"^to\(.*device=meta\).* in between",
-    "^abs .* reads it too",
+    "^abs .* also reads it",
 )
 OTHER_DIM = "attribute", r"mean with dim=\(-1,\)", r"^dim=\(-2,\)"
 NO_CAST = "missing cast", "^a cast to bfloat16", "^mul .* used as it is, in float32"
@@ -401,7 +401,7 @@ TABLE: dict[str, dict[str, Cell | str]] = {
         "dtype promotion": Cell(
             rotated, (Q, COS.float(), SIN.float()), "dtype", "`cos` in bfloat16 .*of `x`", "float32"),
         "operand order": Cell(
-            rope_with_its_difference_the_other_way, HALF, "operand order", "mul before mul in sub", "other way round"),
+            rope_with_its_difference_the_other_way, HALF, "operand order", "mul before mul in sub", "exchanged"),
         "missing cast": Cell(
             lambda x, c, s: rotated(x.float(), c, s), ROPE, "dtype", "`cos` in float32 .*of `x`", "bfloat16"),
     },
@@ -422,7 +422,7 @@ TABLE: dict[str, dict[str, Cell | str]] = {
             partly_rotated, (Q, COS[..., :H].float(), SIN[..., :H].float()), "dtype", "`cos` in bfloat16", "float32",
             of="rope"),
         "operand order": Cell(
-            partial_with_the_rest_first, HALF, "operand order", "rope before slice.* in cat", "other way round"),
+            partial_with_the_rest_first, HALF, "operand order", "rope before slice.* in cat", "exchanged"),
         "missing cast": NO_CASTS,
     },
     "repeat_kv": {
@@ -617,7 +617,7 @@ TABLE: dict[str, dict[str, Cell | str]] = {
         "dtype promotion": Cell(
             qk_attention(), (*QK[:4], KW.float(), COS, SIN), "dtype", "`cos` in float32 .*of `x`", "bfloat16", of="rope"),
         "operand order": Cell(
-            qk_with_cos_and_sin_exchanged_for_k, QK, "operand order", "cos before sin in rope", "other way round"),
+            qk_with_cos_and_sin_exchanged_for_k, QK, "operand order", "cos before sin in rope", "exchanged"),
         "missing cast": Cell(qk_attention(cast=False), QK, *NO_CAST, of="rms_norm"),
     },
     "qk_norm_rope_kv_write": {
@@ -636,7 +636,7 @@ TABLE: dict[str, dict[str, Cell | str]] = {
         "dtype promotion": Cell(
             qk_attention(value=torch.Tensor.float), QK_PAGED, "dtype", "`v` in bfloat16 .*of `q`", "float32"),
         "operand order": Cell(
-            qk_write_of_v_as_keys, QK_PAGED, "operand order", "qk_norm_rope before v in kv_write", "other way round"),
+            qk_write_of_v_as_keys, QK_PAGED, "operand order", "qk_norm_rope before v in kv_write", "exchanged"),
         "missing cast": Cell(qk_attention(cast=False), QK_PAGED, *NO_CAST, of="rms_norm"),
     },
     "rope_kv_write": {
@@ -652,7 +652,7 @@ TABLE: dict[str, dict[str, Cell | str]] = {
         "dtype promotion": Cell(
             rope_attention(value=torch.Tensor.float), ROPE_PAGED, "dtype", "`v` in bfloat16 .*of `q`", "float32"),
         "operand order": Cell(
-            rope_write_of_v_as_keys, ROPE_PAGED, "operand order", "rope before v in kv_write", "other way round"),
+            rope_write_of_v_as_keys, ROPE_PAGED, "operand order", "rope before v in kv_write", "exchanged"),
         "missing cast": NO_CASTS,
     },
 }  # fmt: skip

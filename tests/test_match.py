@@ -194,7 +194,7 @@ def test_sizes_that_are_equal_only_today_are_refused():
     [(_, reasons)] = matches(pattern, Index(graph))
     assert (
         reasons[0].kind == "size"
-        and "which cannot be shown equal for every size" in reasons[0].found
+        and "which is not known to be equal for all sizes" in reasons[0].found
     )
 
 
@@ -210,7 +210,7 @@ def test_an_intermediate_that_somebody_reads_stays():
     assert (
         reason.kind == "extra user"
         and reason.found.startswith("neg ")
-        and reason.found.endswith("reads it too")
+        and reason.found.endswith("also reads it")
     )
 
 
@@ -276,7 +276,7 @@ def test_everything_is_on_one_device():
     w = graph.find_nodes(op="placeholder")[2]
     w.meta["val"] = w.meta["val"].to("meta")
     [(_, wrong)] = matches(Pattern(scaled, example()), Index(graph))
-    assert ("device", "everything on cpu", "input w on meta") in {
+    assert ("device", "all tensors on cpu", "input w on meta") in {
         (d.kind, d.expected, d.found) for d in wrong
     }
 
@@ -361,13 +361,15 @@ def test_an_error_in_the_explanation_of_a_near_miss_costs_the_explanation_alone(
     made = Rewrite("adding", scaled, replaced, example)
     monkeypatch.setattr("atomc.compiler.pipeline.misses", fails)
     with pytest.raises(
-        Exception, match=r"pass 'adding': .*cannot be told: IndexError: no such dimension"
+        Exception, match=r"pass 'adding': .*near misses are not explained: IndexError: no such dimension"
     ):
         after_passes([rewriting(made)], scaled, X, Y, W)
     context = Context(Options(), Platform.detect("cpu"))
     report = after_passes([rewriting(made)], scaled, X, Y, W, context=context).report
     assert report.matches["adding"] == 1
-    assert "bugs of atomc, please report\n  adding: what nearly fired" in report.to_text()
+    assert (
+        "bugs of atomc, please report\n  adding: near misses are not explained" in report.to_text()
+    )
 
 
 def test_a_pass_that_breaks_the_graph_is_named_with_what_ran_before():
@@ -412,7 +414,7 @@ def test_a_pass_stands_behind_those_it_needs():
         Pass("second", lambda gm, context: [], after=("first",)),
     )
     check_order([first, second])
-    with pytest.raises(ValueError, match=r"pass 'second' must stand after \['first'\]"):
+    with pytest.raises(ValueError, match=r"pass 'second' must come after \['first'\]"):
         check_order([second, first])
     with pytest.raises(ValueError, match="two passes are named 'first'"):
         check_order([first, first])
@@ -428,7 +430,7 @@ def test_a_pass_stands_behind_those_it_needs():
             "'add_rms_norm' cannot take effect, it needs 'rms_norm', which",
         ),
         ({"rope_kv_write": True}, False, "'rope_kv_write' cannot take effect outside the runtime"),
-        ({"bind_state": False}, True, "'bind_state' cannot be left out, the runtime needs it"),
+        ({"bind_state": False}, True, "'bind_state' cannot be turned off, the runtime needs it"),
     ],
 )
 def test_a_switch_that_cannot_take_effect_is_an_error(switches, paged, says):

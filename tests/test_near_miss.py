@@ -86,7 +86,7 @@ def said(function, *inputs, **options):
             lambda x, y: (lambda r: (r * x, r.abs()))(
                 torch.rsqrt((x / y).mean(-1, keepdim=True) + 1e-5)
             ),
-            ("extra user", "no other reader of rsqrt", "abs reads it too"),
+            ("extra user", "no other reader of rsqrt", "abs also reads it"),
         ),
         (
             lambda x, y: torch.rsqrt((x / y.double()).mean(-1, keepdim=True) + 1e-5) * x,

@@ -45,7 +45,7 @@ X, RESIDUAL, W = rand(6, 64), rand(6, 64), rand(64)
 WIDE = torch.empty(2, 70000, dtype=torch.bfloat16, device="meta")
 TOO_WIDE = r"triton: rows of 70000( and 8)? do not fit one program \(at most 65536\)"
 BY_HAND = "no anchor: the graph has no quant_fp8_group and no quant_fp8_per_token"
-OTHER_GROUP = r"it takes in no quant_fp8_group like quant_fp8_group\(group=32"
+OTHER_GROUP = r"it does not support quant_fp8_group like quant_fp8_group\(group=32"
 TURNED = r"expected quant_fp8_per_token.* reading .* directly; found permute\(dims=\(-1, -2\)\)"
 
 

@@ -173,7 +173,7 @@ def test_arithmetic_between_norm_and_quantizer_is_a_near_miss_with_its_name():
 def test_groups_of_another_size_are_left_alone():
     report = explained(lambda x, w: shown(ops.quant_fp8_group(ops.rms_norm(x, w, 1e-6), 32)), X, W)
     assert not report.matches["rms_norm_quant"]
-    assert "it takes in no quant_fp8_group like quant_fp8_group(group=32" in report.why(
+    assert "it does not support quant_fp8_group like quant_fp8_group(group=32" in report.why(
         "rms_norm_quant"
     )
 

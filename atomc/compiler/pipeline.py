@@ -1,4 +1,4 @@
-"""Runs passes in order; sorts, checks, counts, dumps and times: once, for all."""
+"""Runs passes in order; sorts and checks the graph after each, and fills the report."""
 
 import contextlib
 import inspect
@@ -26,19 +26,19 @@ from atomc.torch_compat.tracing import fake_mode_of, num_guards, sizes_stay_symb
 log = logging.getLogger("atomc")
 
 Observer = Callable[[str, GraphModule], None]
-# The pass that stands before the pipeline, on Dynamo's graph.
+# The name of the pass that runs before the pipeline, on Dynamo's graph.
 LIFT = "lift"
 
 
 class PassError(RuntimeError):
-    """A pass failed; the message says which, where, and what ran before it."""
+    """A pass failed; the message contains its name, the reason, and the passes before it."""
 
 
 def selected(pipeline: Sequence[Pass], context: Context) -> tuple[list[Pass], list[str]]:
-    """The passes to run, and the names of those left out by option.
+    """The passes to run, and the names of those that options turn off.
 
-    Raises OptionsError for a switch of an unknown pass or one that cannot take effect, ValueError
-    for a pipeline whose order breaks an `after`.
+    Raises OptionsError for an unknown pass or an option that cannot take effect, ValueError if
+    the order of the pipeline violates an `after`.
     """
     pipeline = with_registered(pipeline)
     check_order(pipeline)
@@ -52,17 +52,17 @@ def selected(pipeline: Sequence[Pass], context: Context) -> tuple[list[Pass], li
         if wrong := _wrong_switch(p, switches.get(p.name, False), off, context.paged):
             raise OptionsError(f"option passes: {p.name!r} {wrong}")
     if context.paged and "bind_state" in off:
-        raise OptionsError("option passes: 'bind_state' cannot be left out, the runtime needs it")
+        raise OptionsError("option passes: 'bind_state' cannot be turned off, the runtime needs it")
     return [p for p in pipeline if p.name not in off and (context.paged or not p.paged)], sorted(
         off
     )
 
 
 def _wrong_switch(p: Pass, switch: bool | Sequence[str], off: set[str], paged: bool) -> str | None:
-    """Why a pass cannot be switched like this, or None."""
+    """Why a pass cannot have this value of the option, or None."""
     needs_off = sorted(off & set(p.after))
     if not isinstance(switch, bool) and not p.by_site:
-        return "is left out as a whole or not at all, expected True or False"
+        return "can only be turned off as a whole, expected True or False"
     if switch and needs_off and p.rewrites:
         return f"cannot take effect, it needs {needs_off[0]!r}, which is off"
     if switch and p.paged and not paged:
@@ -71,7 +71,7 @@ def _wrong_switch(p: Pass, switch: bool | Sequence[str], off: set[str], paged: b
 
 
 class Registration:
-    """A pass added from outside; `remove()` takes it out again. Also a context manager."""
+    """A registered pass; `remove()` or leaving the context removes it."""
 
     def __init__(self, entry: tuple[Pass, str | None]):
         self._entry = entry
@@ -95,31 +95,32 @@ def register_pass(added: Pass | Rewrite, *, before: str | None = None) -> Regist
     """
     made = rewriting(added) if isinstance(added, Rewrite) else added
     if any(known.name == made.name for known, _ in REGISTERED):
-        raise ValueError(f"register_pass: there is a pass named {made.name!r} already")
+        raise ValueError(f"register_pass: a pass named {made.name!r} already exists")
     REGISTERED.append((made, before))
     return Registration(REGISTERED[-1])
 
 
 def with_registered(pipeline: Sequence[Pass]) -> list[Pass]:
-    """The pipeline with the passes added from outside in their places."""
+    """The pipeline with the registered passes in their places."""
     whole = list(pipeline)
     for added, before in REGISTERED:
         names = [p.name for p in whole]
         if before is not None and before not in names:
             raise ValueError(
-                f"register_pass: {added.name!r} is to stand before {before!r}; passes are {names}"
+                f"register_pass: before={before!r} of {added.name!r} is not a pass; passes are "
+                f"{names}"
             )
         whole.insert(len(whole) if before is None else names.index(before), added)
     return whole
 
 
 def check_order(pipeline: Sequence[Pass]) -> None:
-    """Raise ValueError if a pass stands before one that it needs, or names are not unique."""
+    """Raise ValueError if a pass comes before one that it needs, or names are not unique."""
     seen: set[str] = set()
     for p in pipeline:
         late = set(p.after) - seen
         if late:
-            raise ValueError(f"pass {p.name!r} must stand after {sorted(late)}")
+            raise ValueError(f"pass {p.name!r} must come after {sorted(late)}")
         if p.name in seen:
             raise ValueError(f"two passes are named {p.name!r}")
         seen.add(p.name)
@@ -132,17 +133,14 @@ def run(
     report: Report,
     observers: Sequence[Observer] = (),
 ) -> Outcome:
-    """Run the passes on the graph and write what happened into the report. Returns what all of them
-    did and found.
-    """
+    """Run the passes on the graph and fill the report. Returns the combined outcome."""
     unused: list[str] = []
     with sizes_stay_symbolic():
         so_far = _Run(gm, context, report)
         for p in passes:
             outcome = so_far.run(p)
             unused += [
-                f"option passes: {p.name!r} is left out in {pattern!r}, where it would not "
-                "fire anyway"
+                f"option passes: {p.name!r} is turned off in {pattern!r}, where it has no site"
                 for pattern in _patterns(p, context)
                 if pattern not in outcome.off
             ]
@@ -157,13 +155,13 @@ def run(
 
 
 class _Run:
-    """Passes over one graph, one after another.
+    """The passes over one graph.
 
-    done      what all of them did and found
+    done      the outcome of all passes so far
     ran       their names
-    consumed  op -> how many of it each rewrite replaced
-    guards    on the sizes of the inputs
-    before    the text of the graph as it is, if no stage of the report has it
+    consumed  op -> how many each rewrite replaced
+    guards    the number of guards on the sizes of the inputs, which passes must not change
+    before    the text of the current graph, if no stage of the report has it
     """
 
     def __init__(self, gm: GraphModule, context: Context, report: Report):
@@ -177,7 +175,7 @@ class _Run:
         self.before = "" if report.stages and report.stages[-1].text == text else text
 
     def run(self, p: Pass) -> Outcome:
-        """Run a pass, check the graph, and write what happened into the report."""
+        """Run a pass, check the graph, and fill the report."""
         self.report.requires[p.name] = list(p.after)
         if not p.cleanup:
             self.report.about[p.name] = about(p)
@@ -200,9 +198,7 @@ class _Run:
             if outcome.fired:
                 sort_topologically(self.gm.graph)
                 self.gm.graph.lint()
-        except (
-            Exception
-        ) as error:  # whatever it is, say in which pass; the caller decides what to do about it
+        except Exception as error:  # of any kind: add the name of the pass for the caller
             raise PassError(
                 f"pass {p.name!r} failed (after {', '.join(self.ran) or 'none'}): {error}"
             ) from error
@@ -238,9 +234,9 @@ class _Run:
         done.near = _best(refused, {node for f in done.fired for node in f.nodes})
         try:
             explained, unexplained = misses(index, possible, self.done.near)
-        except Exception as error:  # which costs the explanation, not the compilation
+        except Exception as error:  # a failed explanation must not fail the compilation
             self.report.bugs.append(
-                f"{p.name}: what nearly fired cannot be told: {type(error).__name__}: {error}"
+                f"{p.name}: near misses are not explained: {type(error).__name__}: {error}"
             )
             return done
         shown = _nodes_of(done.near)
@@ -250,13 +246,13 @@ class _Run:
                 f"{p.name} at {describe(miss.anchor)}: the matcher refused it, but nothing differs"
             )
         if not done.fired and not done.near:
-            self.say_what_is_absent(index, p, possible)
+            self.report_absent_ops(index, p, possible)
         return done
 
-    def say_what_is_absent(
+    def report_absent_ops(
         self, index: Index, p: Pass, possible: Sequence[tuple[Rewrite, Case]]
     ) -> None:
-        """possible: those of the pass whose needs the graph meets."""
+        """Report which ops of a pass the graph lacks. possible: the cases whose needs are met."""
         needed = _least_unmet(p, index)
         if not possible and not any(op in self.consumed for op in needed):
             self.report.absent[p.name] = _needed(needed, index)
@@ -276,7 +272,7 @@ class _Run:
 
 
 def _patterns(p: Pass, context: Context) -> Sequence[str]:
-    """The modules in which the options leave a pass out."""
+    """The patterns of modules in which options turn a pass off."""
     patterns = context.options.passes.get(p.name, False)
     return () if isinstance(patterns, bool) else patterns
 
@@ -292,7 +288,7 @@ def _cases(p: Pass) -> list[tuple[Rewrite, Case]]:
 
 
 def _best(refused: list[NearMiss], gone: set[Node]) -> list[NearMiss]:
-    """One refusal per site: not where another variant fired."""
+    """The refusal with the fewest differences per site, except where another variant matched."""
     kept: list[NearMiss] = []
     for miss in sorted(refused, key=lambda miss: len(miss.differences)):
         if miss.anchor not in gone and not any(miss.nodes & other.nodes for other in kept):
@@ -305,19 +301,19 @@ def _nodes_of(found: Iterable[NearMiss]) -> set[Node]:
 
 
 def _least_unmet(p: Pass, index: Index) -> list[str]:
-    """The ops that the graph does not have for those cases of a pass that lack the fewest."""
+    """The ops that the graph lacks, for the cases of a pass that lack the fewest."""
     unmet = [rewrite.unmet(case, index) for rewrite, case in _cases(p)]
     least = min(map(len, unmet))
     return sorted({op for ops in unmet if len(ops) == least for op in ops})
 
 
 def _absent(missing: Sequence[str], ops: set[str], index: Index) -> str:
-    """Which telling ops of a pattern the graph does not have, and which other op of it there is
-    fewest of.
-    """
+    """A text: which characteristic ops of a pattern the graph lacks, and where its rarest op is."""
     shown = [op.removeprefix("atom::") for op in missing]
     text = (
-        f"the graph has no {' and no '.join(shown)}" if shown else "its ops stand nowhere together"
+        f"the graph has no {' and no '.join(shown)}"
+        if shown
+        else "its ops are not connected anywhere"
     )
     nearest = min(
         (op for op in sorted(ops) if index[op]), key=lambda op: len(index[op]), default=None
@@ -330,12 +326,10 @@ def _absent(missing: Sequence[str], ops: set[str], index: Index) -> str:
 
 
 def _needed(ops: Sequence[str], index: Index) -> str:
-    """Which of the ops that a pass cannot do without the graph does not have, or not with
-    attributes that it takes in.
-    """
+    """A text: which ops that a pass needs the graph lacks, or has only with other attributes."""
     for op in ops:
         for node in index[op]:
-            return f"it takes in no {op.removeprefix('atom::')} like {describe(node)}"
+            return f"it does not support {op.removeprefix('atom::')} like {describe(node)}"
     return f"the graph has no {' and no '.join(op.removeprefix('atom::') for op in ops)}"
 
 
@@ -347,8 +341,8 @@ def record(
     context: Context,
     before: str = "",
 ) -> None:
-    """Write sites and the changed graph into the report. before: the graph before it, if no stage
-    has it.
+    """Add the sites and the changed graph to the report. before: the graph before the pass, if no
+    stage has it.
     """
     if not fired:
         return
@@ -369,7 +363,7 @@ def record(
 
 
 def miss_of(near: NearMiss) -> Miss:
-    """A near miss without the graph."""
+    """The entry of a near miss in the report, without nodes."""
     first = near.first
     node = first.node if first.node is not None else near.anchor
     path = module_path(node) or module_path(near.anchor)
@@ -388,8 +382,8 @@ def miss_of(near: NearMiss) -> Miss:
 
 
 def about(p: Pass) -> str:
-    """What a pass does: the docstring of the file that it is written in; of one from outside, that
-    of its function.
+    """The description of a pass: the docstring of its file, or for a registered pass that of its
+    function.
     """
     made_by = p.rewrites[0].example if p.rewrites else p.run
     module = sys.modules.get(getattr(made_by, "__module__", ""))

@@ -1,7 +1,6 @@
-"""The passes that were added from outside, each with the name of the one that it stands before, or
-None: at the end.
+"""Registered passes, each with the name of the pass that it comes before; None: at the end.
 
-A list of its own, so that whoever asks whether there are any need not import the pipeline.
+A separate module, so that reading the list does not import the pipeline.
 """
 
 from typing import TYPE_CHECKING

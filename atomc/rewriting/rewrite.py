@@ -208,11 +208,14 @@ def _objections(
     if shared := sorted(claimed & set(site.matched.values())):
         return [
             Difference(
-                "taken", f"{describe(shared[0])} for itself", f"taken by {rewrite.name}", shared[0]
+                "taken",
+                f"exclusive use of {describe(shared[0])}",
+                f"taken by {rewrite.name}",
+                shared[0],
             )
         ]
     if rewrite.guard is not None and (reason := rewrite.guard(**_values(site))):
-        return [Difference("guard", f"what {rewrite.name} asks for", reason, first)]
+        return [Difference("guard", f"a site that qualifies for {rewrite.name}", reason, first)]
     if off_here is not None and (off := off_here(rewrite.name, first)):
         return [Difference("off", f"{rewrite.name} to be on", off, first)]
     return []

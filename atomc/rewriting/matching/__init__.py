@@ -1,3 +1,1 @@
-"""Where in a graph a traced pattern stands (search.py), and why not where it nearly does
-(near_miss.py, growth.py).
-"""
+"""Finds patterns in a graph (search.py) and explains near misses (near_miss.py, growth.py)."""

@@ -1,31 +1,30 @@
-"""What must hold where a pattern's structure fits: sizes, dtypes, devices, and no reader or writer
-from outside.
+"""Conditions at a site whose structure matches: sizes, dtypes, devices, and no other readers or
+writers.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Hashable, Iterator
 
+import sympy
 from torch import Tensor
 from torch.fx import Node
 
 from atomc.graph.canonical import call, readers, value
-from atomc.graph.expressions import expression, known_different, substitute
+from atomc.graph.expressions import Size, expression, known_different, substitute
 from atomc.graph.mutation import mutated, storage
 from atomc.graph.provenance import describe
 from atomc.graph.sizes import known_equal, spell_shape
 from atomc.rewriting.matching.attributes import bare
 from atomc.rewriting.matching.pattern import Difference, Site
 
-# The rank of what concerns the whole site.
+# The rank of differences of the whole site.
 LAST = 10**6
 
 
 def problems(site: Site, partial: bool = False) -> list[Difference]:
-    """Everything that forbids the rewrite although the structure fits, most upstream first.
+    """All reasons against the rewrite although the structure matches, most upstream first.
 
-    partial: the structure does not fit (an explanation is being made), so only the values are
-    checked.
+    partial: the structure does not match (for explanations), so only values are checked.
     """
     found = [
         *_input_problems(site),
@@ -73,19 +72,19 @@ def _input_problems(site: Site) -> Iterator[Difference]:
     yield from _rank_problems(site)
 
 
-def _size(expected: Any, actual: Any) -> str:
+def _size(expected: sympy.Expr | Size, actual: Size) -> str:
     return (
         f"{actual}"
         if known_different(expected, actual)
-        else f"{actual}, which cannot be shown equal for every size"
+        else f"{actual}, which is not known to be equal for all sizes"
     )
 
 
 def _rank_problems(site: Site) -> Iterator[Difference]:
-    """Inputs whose example starts with the same size have the same rank and leading sizes at the
+    """Inputs whose examples have the same first size have the same rank and leading sizes at the
     site.
     """
-    groups: dict[Any, list[tuple[str, Node, Node]]] = defaultdict(list)
+    groups: dict[Hashable, list[tuple[str, Node, Node]]] = defaultdict(list)
     for name, p, g in site.tensors():
         if value(p).dim():
             groups[expression(value(p).shape[0]) if value(p).dim() > 1 else name].append(
@@ -127,7 +126,7 @@ def _device_problems(site: Site) -> Iterator[Difference]:
         if isinstance(value(node), Tensor) and value(node).device != value(first).device:
             yield Difference(
                 "device",
-                f"everything on {value(first).device}",
+                f"all tensors on {value(first).device}",
                 f"{describe(node)} on {value(node).device}",
                 node,
                 -1,
@@ -187,7 +186,7 @@ def _dtype_problems(site: Site) -> Iterator[Difference]:
 
 
 def _escapes(site: Site) -> Iterator[Difference]:
-    """An intermediate value would be gone, but somebody outside reads it."""
+    """Intermediate values that have other readers."""
     inside, outputs = site.nodes(), set(site.outputs())
     position = {g: site.pattern.position[p] for p, g in site.matched.items()}
     for node in inside - outputs:
@@ -196,7 +195,7 @@ def _escapes(site: Site) -> Iterator[Difference]:
                 who = (
                     "the graph returns it"
                     if reader.op == "output"
-                    else f"{describe(reader)} reads it too"
+                    else f"{describe(reader)} also reads it"
                 )
                 yield Difference(
                     "extra user",
@@ -208,7 +207,7 @@ def _escapes(site: Site) -> Iterator[Difference]:
 
 
 def _mutations(site: Site) -> Iterator[Difference]:
-    """Somebody outside writes what is read inside."""
+    """Other nodes that write what the site reads."""
     inside = site.nodes()
     own_writes = {node for node in inside if mutated(node)}
     read = {storage(node) for node in inside} | {storage(bound) for bound in site.bound.values()}
@@ -225,7 +224,7 @@ def _mutations(site: Site) -> Iterator[Difference]:
 
 
 def _cycles(site: Site) -> Iterator[Difference]:
-    """An input needs an output."""
+    """Inputs that depend on an output."""
     inside, outputs = site.nodes(), set(site.outputs())
     downstream: set[Node] = set()
     for node in _span(inside):
@@ -239,7 +238,7 @@ def _cycles(site: Site) -> Iterator[Difference]:
                 yield Difference(
                     "cycle",
                     "inputs ready before any output is used",
-                    f"{describe(operand)} needs an output of this match",
+                    f"{describe(operand)} depends on an output of this match",
                     operand,
                     LAST,
                 )

@@ -1,8 +1,7 @@
-"""A tolerant match that grows from one pair of nodes and writes down what differs.
+"""A tolerant match that grows from one pair of nodes and records the differences.
 
-It walks pattern and graph side by side in both directions, notes each difference and steps over it.
-Where several nodes of the graph could stand for one of the pattern, the most similar one does
-(similarity.py).
+It walks pattern and graph in parallel in both directions, records each difference and steps over
+it. Of several candidates for a node of the pattern, it takes the most similar one (similarity.py).
 """
 
 import itertools
@@ -20,13 +19,12 @@ from atomc.rewriting.matching.pattern import Difference, Pattern, Site
 from atomc.rewriting.matching.search import read_beside, without_cast
 from atomc.rewriting.matching.similarity import alike, like, similarity
 
-# Ops that only change how a value lies, looks or is kept: several in a row are one difference.
+# Ops that only change layout, shape or dtype: several in a row are one difference.
 LAYOUT = VIEWS | {"permute", "expand", "cast", "to"}
 LONGEST_CHAIN = 5
-# In similarity. Exchanged operands must look better than the given order by more than CLEARLY;
-# below an op that is another one the match goes on where an operand is of the same op and most of
-# its attributes; what stands beside a result must be more than of the same op, and counts less
-# behind ops in between.
+# Thresholds of similarity: exchanged operands must exceed the given order by more than CLEARLY;
+# after another op, the match continues with an operand of at least WORTH_GOING_ON; another result
+# must exceed WORTH_PLACING, and candidates after extra ops lose BEHIND_OTHERS.
 CLEARLY = 0.4
 WORTH_GOING_ON = 1.5
 WORTH_PLACING = 1.0
@@ -34,18 +32,23 @@ BEHIND_OTHERS = 0.5
 
 
 class Growth:
-    """The state of one explanation: what is placed, and what was found to differ."""
+    """The state of one explanation: the match and its differences.
+
+    todo        placed pairs whose operands are not compared yet
+    late_casts  (graph node, its reader): a cast is missing unless the dtype is right
+    replaced    pattern nodes in whose place the graph has another op
+    missing     pattern nodes without a counterpart
+    extra       graph nodes between placed ones
+    """
 
     def __init__(self, pattern: Pattern, p: Node, g: Node):
         self.pattern, self.site = pattern, Site(pattern)
         self.found: list[Difference] = []
-        self.todo: deque[tuple[Node, Node]] = deque()  # placed, operands not compared yet
-        self.late_casts: list[
-            tuple[Node, Node]
-        ] = []  # (graph node, its reader): missing unless the dtype is right
-        self.replaced: set[Node] = set()  # pattern nodes in whose place another op stands
-        self.missing: set[Node] = set()  # pattern nodes that are not there
-        self.extra: set[Node] = set()  # graph nodes in between
+        self.todo: deque[tuple[Node, Node]] = deque()
+        self.late_casts: list[tuple[Node, Node]] = []
+        self.replaced: set[Node] = set()
+        self.missing: set[Node] = set()
+        self.extra: set[Node] = set()
         self.place(p, g)
 
     def run(self) -> None:
@@ -121,7 +124,7 @@ class Growth:
         if len(wanted.operands) != len(here.operands):
             self.note(
                 "arguments",
-                f"{len(wanted.operands)} tensors into {_wanted(p)}",
+                f"{len(wanted.operands)} tensor operands of {_wanted(p)}",
                 str(len(here.operands)),
                 g,
             )
@@ -141,7 +144,7 @@ class Growth:
             self.note(
                 "operand order",
                 f"{a} before {b} in {bare(wanted.op)}",
-                "the operands the other way round",
+                "the operands exchanged",
                 g,
             )
             order = swapped
@@ -186,7 +189,7 @@ class Growth:
             self.step_over_other(p, g)
 
     def step_over_extra(self, p: Node, g: Node, reader: Node) -> bool:
-        """What p says stands below g, behind ops that the pattern does not have."""
+        """The counterpart of p is an operand of g, after ops that the pattern does not have."""
         chain = self.chain_down(p, g) if call(p).op != "cast" else []
         if chain:
             *between, found = chain
@@ -197,7 +200,7 @@ class Growth:
         return bool(chain)
 
     def step_over_missing(self, p: Node, g: Node, reader: Node) -> bool:
-        """p is not there: g is what it should read."""
+        """p has no counterpart: g is the counterpart of its operand."""
         wanted, here = call(p), call(g)
         inner = [
             q for q in wanted.operands if q not in self.pattern.inputs and call(q).op == here.op
@@ -216,14 +219,14 @@ class Growth:
         return True
 
     def step_over_other(self, p: Node, g: Node) -> None:
-        """Another op stands in the place of p. Perhaps only this one differs: go on below it."""
+        """Another op is in the place of p: continue with its operands."""
         wanted, here = call(p), call(g)
         self.replaced.add(p)
         maker = here.operands[0] if here.op == "getitem" else g
         if wanted.op in maker.meta.get("consumed", ()):
             self.note(
                 "taken",
-                f"{_wanted(p)} for itself",
+                f"exclusive use of {_wanted(p)}",
                 f"taken by {maker.meta['made_by']}",
                 g,
                 wanted.op,
@@ -242,8 +245,8 @@ class Growth:
     # ---- upwards: who reads the nodes
 
     def grow_upwards(self) -> bool:
-        """Place one more node that reads, or is read together with, what is placed. False if there
-        is none.
+        """Place one more reader of placed nodes, or a node that is read together with them. False
+        if there is none.
         """
         placed = {**self.site.alias, **self.site.matched}
         return any(self.follow_readers(p, g) for p, g in placed.items()) or self.find_together()
@@ -253,7 +256,7 @@ class Growth:
         return any(self.follow(reader, g) for reader in p.users if self.unplaced(reader))
 
     def follow(self, reader: Node, g: Node) -> bool:
-        """Place a reader of the pattern that should read g, in the first way that does."""
+        """Place a reader in the pattern as a reader of g, in the first possible way."""
         users = readers(g)
         return (
             self.follow_directly(reader, users)
@@ -293,7 +296,7 @@ class Growth:
         return False
 
     def follow_extra(self, reader: Node, g: Node) -> bool:
-        """The reader reads g behind ops that the pattern does not have."""
+        """The reader reads g after ops that the pattern does not have."""
         chain = self.chain_up(reader, g)
         if chain:
             *between, found = chain
@@ -304,7 +307,7 @@ class Growth:
         return bool(chain)
 
     def follow_missing(self, reader: Node, g: Node, users: list[Node]) -> bool:
-        """The reader is not there: what should follow it reads g."""
+        """The reader has no counterpart: its own reader reads g."""
         for after in reader.users:
             if after.op == "output" or self.site.at(after) is not None:
                 continue
@@ -315,7 +318,7 @@ class Growth:
                 self.note(
                     "missing op",
                     f"{_wanted(reader)} after {describe(g)}",
-                    f"{describe(follower)} reads it as it is",
+                    f"{describe(follower)} reads it directly",
                     follower,
                     call(reader).op,
                 )
@@ -354,7 +357,7 @@ class Growth:
         return False
 
     def readers_beyond(self, g: Node) -> list[tuple[Node, list[Node]]]:
-        """Who reads g, directly or behind ops in between."""
+        """The readers of g, directly or after ops in between."""
         found: list[tuple[Node, list[Node]]] = [(user, []) for user in readers(g)]
         for user, between in found:
             if len(between) < LONGEST_CHAIN and _num_real([*between, user]) <= 1:
@@ -362,7 +365,7 @@ class Growth:
         return found
 
     def similarity_beyond(self, p: Node, g: Node) -> float:
-        """How much g, or what it is made of, looks like p."""
+        """The similarity of p and g, or of p and an operand of g after ops in between."""
         chain = self.chain_down(p, g)
         return max(
             [self.similarity(p, g)]
@@ -372,13 +375,13 @@ class Growth:
     # ---- ops in between
 
     def in_between(self, between: list[Node], expected: str, *ops: str) -> None:
-        """Note ops that the pattern does not have, first come first."""
+        """Record ops that the pattern does not have, in order of execution."""
         found = " > ".join([*map(spell, between[:-1]), describe(between[-1])])
         self.note("extra op", expected, f"{found} in between", between[0], *ops)
         self.extra |= set(between)
 
     def chain_down(self, p: Node, g: Node) -> list[Node]:
-        """[g, .., what p says]: the way down from g to an op like p, of which at most one op is not
+        """[g, .., counterpart of p]: a path from g to its operands, with at most one op that is not
         layout.
         """
         chains = [[g]]
@@ -395,8 +398,8 @@ class Growth:
         return []
 
     def chain_up(self, p: Node, g: Node) -> list[Node]:
-        """[.., what p says]: the way up from a reader of g to an op like p, of which at most one op
-        is not layout.
+        """[.., counterpart of p]: a path from a reader of g to its readers, with at most one op
+        that is not layout.
         """
         chains = [[user] for user in readers(g) if self.free(user)]
         for chain in chains:

@@ -1,14 +1,12 @@
-"""Why not here? For each rewrite the places where its pattern nearly matched, ranked by how much of
-it is there.
+"""Near misses: places where the pattern of a rewrite nearly matched, ranked by the matched part.
 
-growth.py finds the differences at one place. Nothing is decided here: search.py does that. A place
-where no difference is found although the search refused it is a bug of ours.
+growth.py finds the differences at one place. search.py decides what matches: a place without
+differences that the search refused is a bug.
 """
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch.fx import Node
 
@@ -17,21 +15,25 @@ from atomc.rewriting.matching.conditions import problems
 from atomc.rewriting.matching.growth import Growth
 from atomc.rewriting.matching.pattern import Difference, Index, Pattern
 
-# A pattern is worth showing if all of it is there but for one edit, which takes two nodes at least,
-# or if it is larger and most of it is there.
+# A near miss is shown if all of the pattern but one edit is matched, which takes at least two
+# nodes, or most of a larger pattern.
 SMALLEST_WHOLE = 2
 MOST_EDITS = 2
 LEAST_SHARE = 0.6
 LEAST_UNEDITED = 3
-# A miss that shares more than this part of its nodes with a better one of the same rewrite is the
-# same place.
+# A miss that shares more than this fraction of its nodes with a better one of the same rewrite is
+# at the same place.
 SAME_PLACE = 0.5
 
 
 @dataclass
 class NearMiss:
-    """How far a rewrite's pattern got from one anchor, and every difference found on the way, first
-    cause first.
+    """A partial match that contains the anchor, with all differences, first cause first.
+
+    edits    structural differences stepped over
+    absent   characteristic ops of the pattern without any match
+    missing  number of nodes of the pattern without a counterpart; they count as matched
+    because  the near miss of a recognition that caused this one
     """
 
     rewrite: str
@@ -39,12 +41,12 @@ class NearMiss:
     anchor: Node
     matched: int
     total: int
-    edits: int  # structural differences stepped over
+    edits: int
     differences: list[Difference]
     nodes: set[Node] = field(default_factory=set)
-    absent: tuple[str, ...] = ()  # telling ops of the pattern that are not here at all
-    missing: int = 0  # nodes of the pattern whose place is empty; they count as matched
-    because: "NearMiss | None" = None  # the recognition miss that caused this one
+    absent: tuple[str, ...] = ()
+    missing: int = 0
+    because: "NearMiss | None" = None
 
     @property
     def score(self) -> tuple[float, int, int]:
@@ -52,7 +54,7 @@ class NearMiss:
 
     @property
     def near(self) -> bool:
-        """Worth showing: all is there but for one edit, or most of a larger pattern is."""
+        """Whether to show it: all but one edit is matched, or most of a larger pattern."""
         if not self.differences or self.absent:
             return False
         if self.edits <= 1 and (
@@ -66,12 +68,12 @@ class NearMiss:
 
     @property
     def complete(self) -> bool:
-        """Nothing differs: where the search refused such a site, one of the two is wrong."""
+        """Whether nothing differs. If the search refused such a site, that is a bug."""
         return not self.differences and self.matched == self.total and not self.missing
 
     @property
     def first(self) -> Difference:
-        """The first cause: of the recognition miss behind this one, if there is one."""
+        """The first cause, of the recognition if that caused this near miss."""
         return self.because.first if self.because else self.differences[0]
 
 
@@ -79,10 +81,10 @@ def near_misses(
     patterns: Iterable[tuple[str, str, Pattern]], index: Index, causes: Sequence[NearMiss] = ()
 ) -> tuple[list[NearMiss], list[NearMiss]]:
     """The best explanation per site for every (rewrite, variant, pattern), in graph order; and
-    those without a reason.
+    those without a difference.
 
-    causes: near misses of earlier rewrites; a miss that lacks what one of these would have made
-    points to it.
+    causes: near misses of earlier rewrites; a miss without the op that one of these would have
+    created refers to it.
     """
     found = [
         explain(pattern, p, g, rewrite, variant)
@@ -117,16 +119,14 @@ def _caused(miss: NearMiss, causes: Sequence[NearMiss]) -> NearMiss | None:
 
 
 def anchors(pattern: Pattern) -> list[Node]:
-    """The pattern's telling nodes. Decided by the pattern alone, so that the answer does not change
-    with depth.
-    """
+    """The characteristic nodes of the pattern, independent of the graph."""
     ops = {call(p).op for p in pattern.nodes}
     keep = (ops - GENERIC) or (ops & {"cat", "sub", "neg", "mean"}) or ops
     return [p for p in pattern.nodes if call(p).op in keep]
 
 
 def explain(pattern: Pattern, p: Node, g: Node, rewrite: str = "", variant: str = "") -> NearMiss:
-    """Grow a match of `pattern` from the pair (p, g) and report how it differs."""
+    """Grow a match of `pattern` from the pair (p, g) and collect the differences."""
     growth = Growth(pattern, p, g)
     growth.run()
     site = growth.site
@@ -152,11 +152,13 @@ def explain(pattern: Pattern, p: Node, g: Node, rewrite: str = "", variant: str 
 
 
 def _num_edits(structural: Sequence[Difference]) -> int:
-    """How many things are different: one dim given to several ops is one, so is one op put in
-    between at several places.
+    """The number of distinct differences: one attribute of several ops counts once, and so does one
+    extra op at several places.
     """
 
-    def what(d: Difference) -> Any:
-        return {"attribute": d.found, "extra op": spell(d.node)}.get(d.kind, id(d))
+    def what(d: Difference) -> str | int:
+        if d.kind == "attribute":
+            return d.found
+        return spell(d.node) if d.kind == "extra op" else id(d)
 
     return len({(d.kind, what(d)) for d in structural})

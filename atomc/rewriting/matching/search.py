@@ -1,9 +1,8 @@
-"""The matcher that decides: a small complete search for a traced pattern in a functional ATen
-graph.
+"""A complete search for a traced pattern in a functional ATen graph.
 
-It tries both orders of commutative operands and every reader for a further output, and undoes what
-fails. What structure does not say is checked by conditions.py; near_miss.py explains the places
-where the search nearly succeeded.
+It tries both orders of commutative operands and every candidate for further outputs, with
+backtracking. conditions.py checks sizes, dtypes and readers; near_miss.py explains places where the
+search nearly succeeded.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,13 +15,13 @@ from atomc.rewriting.matching.attributes import attr_differences
 from atomc.rewriting.matching.conditions import problems
 from atomc.rewriting.matching.pattern import Deferred, Difference, Index, Pattern, Site
 
-# A change of the site, which returns whether it holds, and the pairs that must hold then.
+# A change of the site that returns whether it is valid, and the pairs to match after it.
 Way = tuple[Callable[[], bool], list[tuple[Node, Node]]]
 
 
 def unify(site: Site, pairs: list[tuple[Node, Node]]) -> Iterator[Site]:
-    """Every way to make the pattern node of each pair be its graph node. The site is changed and
-    changed back.
+    """Every way to match the pattern node of each pair with its graph node. The site is changed and
+    restored.
     """
     if not pairs:
         yield site
@@ -36,7 +35,7 @@ def unify(site: Site, pairs: list[tuple[Node, Node]]) -> Iterator[Site]:
 
 
 def _ways(site: Site, p: Node, g: Node) -> Iterator[Way]:
-    """What could make p be g."""
+    """The ways to match p with g."""
     placed = site.at(p)
     if p in site.pattern.inputs:
         yield partial(_bind, site, site.pattern.inputs[p], g), []
@@ -54,8 +53,8 @@ def _ways(site: Site, p: Node, g: Node) -> Iterator[Way]:
 
 
 def _placements(site: Site, p: Node, g: Node) -> Iterator[Way]:
-    """p at g, with the operands in each order that means the same; of a cast also none, because the
-    dtype is right.
+    """p at g, with the operands in each equivalent order; a cast may also be absent if the dtype is
+    right.
     """
     wanted, here = call(p), call(g)
     if (
@@ -88,8 +87,8 @@ def _may_be_skipped(g: Node) -> bool:
 
 
 def without_cast(site: Site, p: Node, g: Node) -> bool:
-    """The pattern casts, the graph need not because g has that dtype already (checked once all is
-    bound).
+    """Match a cast of the pattern with a node that has the dtype already, which is checked once all
+    inputs are bound.
     """
     site.alias[p] = g
     site.deferred.append(Deferred(p, g, "dtype", call(p).attrs["dtype"], value(g).dtype))
@@ -97,16 +96,14 @@ def without_cast(site: Site, p: Node, g: Node) -> bool:
 
 
 def _candidates(site: Site, output: Node) -> list[Node]:
-    """Graph nodes that could be a further output, reached over the readers of what is matched."""
+    """Candidates for a further output, among the readers of matched nodes."""
     taken = set(site.matched.values())
     found = _together(site, output) if site.pattern.read_together else _reached(site, output, taken)
     return [node for node in dict.fromkeys(found) if node not in taken]
 
 
 def _together(site: Site, output: Node) -> Iterator[Node]:
-    """What is read by the same nodes as the first output that is placed, before or after it as in
-    the pattern.
-    """
+    """The nodes read together with the first placed output, in the order of the pattern."""
     outputs = site.pattern.outputs
     first = next(placed for placed in outputs if site.at(placed) is not None)
     here, later = site.outputs()[0], outputs.index(output) > outputs.index(first)
@@ -116,7 +113,7 @@ def _together(site: Site, output: Node) -> Iterator[Node]:
 
 
 def read_beside(reader: Node, read: Node, later: bool) -> list[Node]:
-    """What the reader takes after (or before) `read`."""
+    """The operands of the reader after (or before) `read`."""
     operands = call(reader).operands
     if read not in operands:
         return []
@@ -125,7 +122,7 @@ def read_beside(reader: Node, read: Node, later: bool) -> list[Node]:
 
 
 def _reached(site: Site, p: Node, taken: set[Node]) -> list[Node]:
-    """The place of p, or where it could be, as a reader of where its operands could be."""
+    """The candidates for p: readers of the candidates for its operands."""
     here = site.bound.get(site.pattern.inputs[p]) if p in site.pattern.inputs else site.at(p)
     if here is not None:
         return [here]
@@ -139,7 +136,7 @@ def _reached(site: Site, p: Node, taken: set[Node]) -> list[Node]:
 
 
 def _readers(site: Site, node: Node) -> Iterator[Node]:
-    """Who reads a node, through views if the pattern sees through them."""
+    """The readers of a node, through views if the pattern sees through them."""
     for user in readers(node):
         yield user
         if site.pattern.sees_through and _may_be_skipped(user):
@@ -147,8 +144,8 @@ def _readers(site: Site, node: Node) -> Iterator[Node]:
 
 
 def _through_cache(node: Node, op: str, depth: int = 4) -> Iterator[Node]:
-    """The node itself if it is a call of `op`, else what of that kind was written to the cache that
-    it is a view of.
+    """The node itself if it calls `op`, else the calls of `op` written to the cache that it is
+    a view of.
     """
     here = call(node)
     if here.op == op:
@@ -169,18 +166,14 @@ def _complete(site: Site) -> Iterator[Site]:
 
 
 def matches(pattern: Pattern, index: Index) -> Iterator[tuple[Site, list[Difference]]]:
-    """Every place where the structure fits, with what forbids the rewrite there (nothing: it may be
-    rewritten).
-    """
+    """Every place where the structure matches, with the reasons against the rewrite, if any."""
     root = min(pattern.outputs, key=lambda output: len(index[call(output).op]))
     starts = list(index[call(root).op])
-    if (
-        call(root).op == "cast"
-    ):  # where the model's dtype is right already, the last cast is not there
+    if call(root).op == "cast":  # absent if the model's dtype is right already
         starts += index[call(call(root).operands[0]).op]
     for start in starts:
-        # The last cast may vanish at a node that is itself followed by a cast: take the first way
-        # that may be rewritten.
+        # The last cast may be absent at a node that is followed by a cast: take the first way
+        # without differences.
         best: tuple[Site, list[Difference]] | None = None
         for site in unify(Site(pattern), [(root, start)]):
             done = next(_complete(site), None)
