@@ -361,7 +361,8 @@ def test_an_error_in_the_explanation_of_a_near_miss_costs_the_explanation_alone(
     made = Rewrite("adding", scaled, replaced, example)
     monkeypatch.setattr("atomc.compiler.pipeline.misses", fails)
     with pytest.raises(
-        Exception, match=r"pass 'adding': .*near misses are not explained: IndexError: no such dimension"
+        Exception,
+        match=r"pass 'adding': .*near misses are not explained: IndexError: no such dimension",
     ):
         after_passes([rewriting(made)], scaled, X, Y, W)
     context = Context(Options(), Platform.detect("cpu"))

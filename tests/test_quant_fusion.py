@@ -14,9 +14,9 @@ from atomc.passes.fuse.quantizers import QUANTIZERS
 
 # Every quantizer with every value that its attributes may have.
 KINDS = [
-    (quantizer, dict(zip(quantizer.decided, values, strict=True)))
+    (quantizer, dict(zip(quantizer.captured, values, strict=True)))
     for quantizer in QUANTIZERS
-    for values in product(*(decided.values for decided in quantizer.decided.values()))
+    for values in product(*(choice.values for choice in quantizer.captured.values()))
 ]
 EACH_KIND = pytest.mark.parametrize(
     ("quantizer", "decided"),
