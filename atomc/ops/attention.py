@@ -7,7 +7,6 @@ In an fp8 cache a number is its code times k_scale or v_scale, [1] fp32 (None: 1
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from torch import Tensor
 from atomc.ops.formats import FP8
 from atomc.ops.op import op
 from atomc.ops.op_cost import OpCall, Work, bytes_of, least, state_write
-from atomc.ops.op_traits import Kind, StateBinding, StepFields
+from atomc.ops.op_traits import Arguments, Kind, StateBinding, StepFields
 from atomc.ops.quant import to_fp8
 from atomc.ops.state import StateSpec
 
@@ -50,9 +49,10 @@ def _attention_cost(call: OpCall) -> Work:
     """Reads and writes its operands; each pair of a query and a key that it sees counts."""
     q, k, v = (call[name] for name in "qkv")
     rows, keys, width = q.shape[-3], k.shape[-3], q.shape[-1] + v.shape[-1]
-    pairs = rows * (keys - (rows - 1) / 2) if call["causal"] else rows * keys
-    if call["window"]:
-        pairs = least(pairs, rows * call["window"])
+    causal, window = call.arguments["causal"], call.arguments["window"]
+    pairs = rows * (keys - (rows - 1) / 2) if causal else rows * keys
+    if window:
+        pairs = least(pairs, rows * window)
     return bytes_of([q, k, v, *call.results]), 2 * math.prod(q.shape[:-3]) * pairs * q.shape[
         -2
     ] * width
@@ -62,11 +62,12 @@ def _attention_shape(q: Tensor, k: Tensor, v: Tensor, *_: object, **__: object) 
     return q.new_empty((*q.shape[:-1], v.shape[-1]))
 
 
-def _tokens(given: Mapping[str, Any]) -> Any:
-    return math.prod(given["q"].shape[:-2])
+def _tokens(given: Arguments) -> int | torch.SymInt:
+    tokens: int | torch.SymInt = math.prod(given["q"].shape[:-2])
+    return tokens
 
 
-def _kv_spec(name: str, given: Mapping[str, Any], codes: torch.dtype | None) -> StateSpec:
+def _kv_spec(name: str, given: Arguments, codes: torch.dtype | None) -> StateSpec:
     k, v = given["k"], given["v"]
     if given.get("mask") is not None or not given.get("causal", True):
         raise ValueError(
@@ -79,7 +80,7 @@ def _kv_spec(name: str, given: Mapping[str, Any], codes: torch.dtype | None) -> 
     )
 
 
-def _paged(given: Mapping[str, Any], state: Mapping[str, Tensor], step: StepFields) -> Tensor:
+def _paged(given: Arguments, state: Mapping[str, Tensor], step: StepFields) -> Tensor:
     caches, scales = (
         (state["k_cache"], state["v_cache"]),
         [state[role] for role in ("k_scale", "v_scale") if role in state],
@@ -87,7 +88,7 @@ def _paged(given: Mapping[str, Any], state: Mapping[str, Tensor], step: StepFiel
     slots, block_tables = step.slots, step.block_tables
     token = kv_write(given["k"], given["v"], *caches, slots, *scales)
     how = {name: given[name] for name in ("scale", "window", "softcap") if name in given}
-    found: Tensor = paged_attention(
+    return paged_attention(
         given["q"],
         *caches,
         step.query_start,
@@ -98,7 +99,6 @@ def _paged(given: Mapping[str, Any], state: Mapping[str, Tensor], step: StepFiel
         *scales,
         **how,
     )
-    return found
 
 
 @op(
@@ -192,7 +192,7 @@ def kv_write(
 def _paged_attention_cost(call: OpCall) -> Work:
     """Each sequence reads its context once, and each new token sees what lies before it."""
     q, k_cache, v_cache = (call[name] for name in ("q", "k_cache", "v_cache"))
-    tokens, sequences, window = q.shape[0], call["seq_lens"].shape[0], call["window"]
+    tokens, sequences, window = q.shape[0], call["seq_lens"].shape[0], call.arguments["window"]
     read, seen = call.context, call.context - (tokens / sequences - 1) / 2
     if window:
         read, seen = least(read, window + tokens / sequences), least(seen, window)

@@ -42,7 +42,7 @@ def allreduce_rms_norm(
     x: Tensor, weight: Tensor, eps: float, group: str, style: str = "after"
 ) -> Tensor:
     """rms_norm of the sum of every process's x. x [..., D], weight [D]."""
-    return rms_norm.reference(all_reduce.reference(x, group), weight, eps, style)  # type: ignore[no-any-return]
+    return rms_norm.reference(all_reduce.reference(x, group), weight, eps, style)
 
 
 def _allreduce_add_rms_norm_shape(
@@ -66,4 +66,4 @@ def allreduce_add_rms_norm(
     """add_rms_norm of the sum of every process's x and of residual, which all processes hold. Both
     [..., D].
     """
-    return add_rms_norm.reference(all_reduce.reference(x, group), residual, weight, eps, style)  # type: ignore[no-any-return]
+    return add_rms_norm.reference(all_reduce.reference(x, group), residual, weight, eps, style)

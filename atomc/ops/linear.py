@@ -1,21 +1,20 @@
 """Linear layers and embedding look-up."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from atomc.ops.op import op
 from atomc.ops.op_cost import lookup, product
-from atomc.ops.op_traits import Kind
+from atomc.ops.op_traits import Arguments, Kind
 
 
 def linear_shape(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-def stacked_rows(calls: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+def stacked_rows(calls: Sequence[Arguments]) -> tuple[str, ...]:
     """Rows of weights are outputs: stacked, they are one linear layer."""
     return ("weight",) if calls[0]["bias"] is None else ("weight", "bias")
 

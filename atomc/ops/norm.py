@@ -7,20 +7,17 @@ before    multiply in fp32, round once (GPT-OSS, torch.nn.functional.rms_norm)
 one_plus  multiply by 1 + weight in fp32, round once (Gemma, Qwen3.5)
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from atomc.ops.op import op
-from atomc.ops.op_traits import Kind
+from atomc.ops.op_traits import Arguments, Kind
 
 RMS_NORM_STYLES = ("one_plus", "after", "before")
 
 
-def rounds_once(arguments: Mapping[str, Any]) -> bool:
+def rounds_once(arguments: Arguments) -> bool:
     """Whether the meaning in this style rounds nothing but its result."""
     return bool(arguments["style"] != "after")
 

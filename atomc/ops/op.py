@@ -11,14 +11,25 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any, Literal
+from typing import Any, Generic, Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import ParamSpec, TypeVar
 
 from atomc.ops.op_cost import CostRule, read_and_write
-from atomc.ops.op_traits import Kind, QuantizedWeight, StateBinding
+from atomc.ops.op_traits import Arguments, Kind, QuantizedWeight, StateBinding
 from atomc.platform import Platform
+
+# The parameters and the result of an op's reference. `Op` without them is an op with any.
+P = ParamSpec("P", default=...)
+R = TypeVar("R", default=Any)
+# The same in decorators, where mypy does not accept type variables with defaults.
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+Results = Tensor | tuple[Tensor, ...]
+Function = TypeVar("Function", bound=Callable[..., Results])
+T = TypeVar("T")
 
 _library = torch.library.Library("atom", "FRAGMENT")  # type: ignore[no-untyped-call]
 
@@ -154,7 +165,7 @@ class Kernel:
 
     op: str
     provider: str
-    function: Callable[..., Any]
+    function: Callable[..., Results]
     refuses: Callable[..., Refusal | str | None] | None = None
     tokens: Tokens = ALL_TOKENS
     layout: str | None = None
@@ -185,28 +196,28 @@ class Extra:
 # optional ones given -> which parameters to pack, row behind row, so that one call returns all
 # results side by side in the last dimension (the other arguments must be the same in all calls); or
 # why that cannot be.
-Concat = Callable[[Sequence[Mapping[str, Any]]], tuple[str, ...] | str]
+Concat = Callable[[Sequence[Arguments]], tuple[str, ...] | str]
 
 
 # These kinds compute or move something else than one number per operand and result.
 COST_DIFFERS = Kind.LINEAR | Kind.BMM | Kind.ATTENTION | Kind.LOOKUP | Kind.STATE_WRITE
 
 
-class Op:
+class Op(Generic[P, R]):
     """A registered op: call it like a function; `reference` is its meaning, the other attributes
     what `op` was given.
     """
 
     def __init__(
         self,
-        meaning: Callable[..., Any],
+        meaning: Callable[P, R],
         kind: Kind,
         rows: str | None,
         cost: CostRule | None,
         quantized_weight: QuantizedWeight | Mapping[str, QuantizedWeight] | None,
-        rounds_once: Callable[[Mapping[str, Any]], bool] | None,
+        rounds_once: Callable[[Arguments], bool] | None,
         mutates: Sequence[str],
-        shape: Callable[..., Any] | None,
+        shape: Callable[..., Results] | None,
         concat: Concat | None,
         state: StateBinding | None,
     ):
@@ -256,14 +267,15 @@ class Op:
     def __repr__(self) -> str:
         return f"<op {self.name}>"
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         if torch.is_grad_enabled():
             for value in (*args, *kwargs.values()):
                 if isinstance(value, Tensor) and value.requires_grad:
                     return self.reference(*args, **kwargs)
-        return self.overload(*args, **kwargs)
+        result: R = self.overload(*args, **kwargs)
+        return result
 
-    def handle(self, *args: Any, **kwargs: Any) -> Any:
+    def handle(self, *args: T, **kwargs: T) -> T | None:
         """The state handle of a call; None if it has none."""
         return (
             None
@@ -271,7 +283,7 @@ class Op:
             else self.signature.bind(*args, **kwargs).arguments.get(self.state.handle)
         )
 
-    def bind(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def bind(self, *args: T, **kwargs: T) -> dict[str, T]:
         """The arguments of a call by parameter, defaults included."""
         bound = self.signature.bind(*args, **kwargs)
         bound.apply_defaults()
@@ -290,7 +302,7 @@ class Op:
         rounds: str = "as meaning",
         syncs: bool = False,
         prefer_inductor: PreferInductor = PreferInductor.NEVER,
-    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    ) -> Callable[[Function], Function]:
         """Register the decorated function as a way to run this op (see Kernel for the arguments).
 
         Raises ValueError if `prepare` names no parameter of the op or the same function is
@@ -312,7 +324,7 @@ class Op:
                 f"the op has {list(self.signature.parameters)}"
             )
 
-        def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        def register(function: Function) -> Function:
             if any(known.function is function and known.layout == layout for known in self.kernels):
                 raise ValueError(
                     f"kernel {function.__module__}.{function.__qualname__} of {self.name} "
@@ -348,12 +360,12 @@ def op(
     rows: str | None,
     cost: CostRule | None = None,
     quantized_weight: QuantizedWeight | Mapping[str, QuantizedWeight] | None = None,
-    rounds_once: Callable[[Mapping[str, Any]], bool] | None = None,
+    rounds_once: Callable[[Arguments], bool] | None = None,
     mutates: Sequence[str] = (),
-    shape: Callable[..., Any] | None = None,
+    shape: Callable[..., Results] | None = None,
     concat: Concat | None = None,
     state: StateBinding | None = None,
-) -> Callable[[Callable[..., Any]], Op]:
+) -> Callable[[Callable[Parameters, Result]], Op[Parameters, Result]]:
     """Make an op of its meaning, the decorated function.
 
     kind      what it does; decides how it is treated wherever ops are not named
@@ -375,7 +387,7 @@ def op(
     the op does not have.
     """
 
-    def register(meaning: Callable[..., Any]) -> Op:
+    def register(meaning: Callable[Parameters, Result]) -> Op[Parameters, Result]:
         made = Op(
             meaning, kind, rows, cost, quantized_weight, rounds_once, mutates, shape, concat, state
         )
@@ -385,9 +397,7 @@ def op(
     return register
 
 
-def register_kernel(
-    op_name: str, provider: str, **protocol: Any
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def register_kernel(op_name: str, provider: str, **protocol: Any) -> Callable[[Function], Function]:
     """Public way to add a kernel from outside: `@atomc.register_kernel("rms_norm", "mine",
     refuses=...)`.
 
@@ -405,7 +415,7 @@ def op_of(target: object) -> Op | None:
     return None
 
 
-def refusal(kernel: Kernel, platform: Platform, arguments: dict[str, Any]) -> Refusal | None:
+def refusal(kernel: Kernel, platform: Platform, arguments: Arguments) -> Refusal | None:
     """Why this kernel cannot serve these arguments on this platform, or None."""
     found = kernel.refuses(platform, **arguments) if kernel.refuses else None
     return Refusal("other", found) if isinstance(found, str) else found

@@ -5,15 +5,18 @@ An op names its rule with `@op(cost=...)`; atomc.cost.cost applies them to a gra
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
-# Of sympy, or a number. sympy is not imported here: it takes long, and a start from the cache needs
-# none.
-Formula = Any
+from atomc.ops.op_traits import Arguments
+
+if TYPE_CHECKING:  # importing sympy is slow, and a start from the cache does not need it
+    import sympy
+
+Formula: TypeAlias = "sympy.Expr | float"
 Work = tuple[Formula, Formula]  # bytes moved, floating-point operations
 
 
@@ -35,23 +38,25 @@ class Operand:
 
 @dataclass(frozen=True)
 class OpCall:
-    """One call of an op in a graph. `call["x"]` is the argument x: an Operand if it is a tensor.
+    """One call of an op in a graph. `call["x"]` is the tensor that is passed for x.
 
-    arguments  by parameter, defaults included
+    arguments  by parameter, defaults included; an Operand for each tensor
     mutates    the parameters that the op writes in place
     reads      the tensors that it reads; of a view the memory behind it
     results    the tensors that it returns
     context    the tokens of each sequence that are in the state, the new ones included
     """
 
-    arguments: Mapping[str, Any]
+    arguments: Arguments
     mutates: tuple[str, ...]
     reads: tuple[Operand, ...]
     results: tuple[Operand, ...]
     context: Formula
 
-    def __getitem__(self, name: str) -> Any:
-        return self.arguments[name]
+    def __getitem__(self, name: str) -> Operand:
+        found = self.arguments[name]
+        assert isinstance(found, Operand)
+        return found
 
 
 CostRule = Callable[[OpCall], Work]
@@ -101,7 +106,9 @@ def state_write(call: OpCall) -> Work:
         if isinstance(x, Operand) and name not in call.mutates
     ]
     caches = [
-        x for name in call.mutates if isinstance(x := call[name], Operand) and len(x.shape) >= 3
+        x
+        for name in call.mutates
+        if isinstance(x := call.arguments[name], Operand) and len(x.shape) >= 3
     ]
     written = sum(
         call["slots"].shape[0] * math.prod(x.shape[2:]) * x.dtype.itemsize for x in caches

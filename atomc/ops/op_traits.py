@@ -8,6 +8,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from atomc.ops.state import StateSpec
+
+# The arguments of a call by parameter, of the types in the op's signature. Tensors are fake ones
+# while a graph is compiled, and proxies while a replacement is traced.
+Arguments = Mapping[str, Any]
+
 
 class Kind(Flag):
     """What an op does. A fused op is the union of what it joins: `Kind.NORM | Kind.QUANTIZE`."""
@@ -39,7 +45,7 @@ class QuantizedWeight:
     """
 
     format: str
-    scales: Callable[[Mapping[str, Any]], str]
+    scales: Callable[[Arguments], str]
     codes: int
     rate: int
     stored: tuple[str, ...] = ("weight", "weight_scale")
@@ -73,6 +79,6 @@ class StateBinding:
     """
 
     handle: str
-    tokens: Callable[[Mapping[str, Any]], Any]
-    spec: Callable[[str, Mapping[str, Any], torch.dtype | None], Any]
-    form: Callable[[Mapping[str, Any], Mapping[str, Tensor], StepFields], Tensor]
+    tokens: Callable[[Arguments], int | torch.SymInt]
+    spec: Callable[[str, Arguments, torch.dtype | None], StateSpec]
+    form: Callable[[Arguments, Mapping[str, Tensor], StepFields], Tensor]

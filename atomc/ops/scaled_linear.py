@@ -5,8 +5,7 @@ T rows, K inputs, N outputs. Scales multiply: a value is its code times its scal
 parameters lie in rows of outputs, [N, ...], so that layers of one input can be stacked.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -15,30 +14,30 @@ from torch import Tensor
 from atomc.ops.formats import e2m1_values, e8m0_values, in_groups, unpack_e2m1, unpack_int4
 from atomc.ops.op import op
 from atomc.ops.op_cost import product
-from atomc.ops.op_traits import Kind, QuantizedWeight
+from atomc.ops.op_traits import Arguments, Kind, QuantizedWeight
 
 
 def _finish(total: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     return (total if bias is None else total + bias.to(torch.float32)).to(out_dtype)
 
 
-def _with_bias(names: tuple[str, ...], calls: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+def _with_bias(names: tuple[str, ...], calls: Sequence[Arguments]) -> tuple[str, ...]:
     return names if calls[0]["bias"] is None else (*names, "bias")
 
 
-def _per_row(calls: Sequence[Mapping[str, Any]]) -> bool:
+def _per_row(calls: Sequence[Arguments]) -> bool:
     return bool(calls[0]["weight_scale"].dim() == 2)
 
 
-def _of_outputs(arguments: Mapping[str, Any]) -> str:
+def _of_outputs(arguments: Arguments) -> str:
     return "one scale" if arguments["weight_scale"].numel() == 1 else "a scale an output"
 
 
-def _of_squares(arguments: Mapping[str, Any]) -> str:
+def _of_squares(arguments: Arguments) -> str:
     return f"a scale a square of {arguments['block']}"
 
 
-def _of_groups(arguments: Mapping[str, Any]) -> str:
+def _of_groups(arguments: Arguments) -> str:
     zeros = "" if arguments["zeros"] is None else ", with zeros"
     return f"a scale for {arguments['group']} inputs{zeros}"
 
@@ -65,7 +64,7 @@ def _scaled_linear_shape(
     return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype)
 
 
-def _stacked_fp8(calls: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+def _stacked_fp8(calls: Sequence[Arguments]) -> tuple[str, ...]:
     """A scale per output is stacked with its row. One for a whole weight must be the same parameter
     everywhere.
     """
@@ -111,7 +110,7 @@ def _scaled_linear_fp8_block_shape(
     return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype)
 
 
-def _stacked_blocks(calls: Sequence[Mapping[str, Any]]) -> tuple[str, ...] | str:
+def _stacked_blocks(calls: Sequence[Arguments]) -> tuple[str, ...] | str:
     block = calls[0]["block"]
     for arguments in calls[:-1]:
         rows = arguments["weight"].shape[0]
@@ -152,7 +151,7 @@ def scaled_linear_fp8_block(
     )
 
 
-def _stacked_int8(calls: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+def _stacked_int8(calls: Sequence[Arguments]) -> tuple[str, ...]:
     return _with_bias(("weight", "weight_scale"), calls)
 
 
@@ -202,7 +201,7 @@ def _linear_w4a16_shape(
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-def _stacked_int4(calls: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+def _stacked_int4(calls: Sequence[Arguments]) -> tuple[str, ...]:
     names = ("weight", "weight_scale")
     return _with_bias(names if calls[0]["zeros"] is None else (*names, "zeros"), calls)
 

@@ -38,16 +38,17 @@ def quantized(
     scheme.
     """
     if scheme == "fp8_static":
+        assert scale is not None
         static = quant_fp8_static if shape_only else quant_fp8_static.reference
         return static(y, scale, dtype), y.new_empty(0, dtype=torch.float32)
-    quantizers = {
-        "fp8_per_token": (quant_fp8_per_token, (dtype,)),
-        "fp8_group": (quant_fp8_group, (group, column_major, dtype)),
-        "mxfp4": (quant_mxfp4, (rounding,)),
-        "int8_per_token": (quant_int8_per_token, ()),
-    }
-    if scheme not in quantizers:
-        raise ValueError(f"quantization scheme {scheme!r} is not one of {SCHEMES}")
-    op, attributes = quantizers[scheme]
-    codes, scales = (op if shape_only else op.reference)(y, *attributes)
-    return codes, scales
+    if scheme == "fp8_per_token":
+        per_token = quant_fp8_per_token if shape_only else quant_fp8_per_token.reference
+        return per_token(y, dtype)
+    if scheme == "fp8_group":
+        by_group = quant_fp8_group if shape_only else quant_fp8_group.reference
+        return by_group(y, group, column_major, dtype)
+    if scheme == "mxfp4":
+        return (quant_mxfp4 if shape_only else quant_mxfp4.reference)(y, rounding)
+    if scheme == "int8_per_token":
+        return (quant_int8_per_token if shape_only else quant_int8_per_token.reference)(y)
+    raise ValueError(f"quantization scheme {scheme!r} is not one of {SCHEMES}")

@@ -7,12 +7,14 @@ T new tokens, S sequences, R rows of which logits are wanted, B blocks of the lo
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypedDict, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from atomc.ops.formats import FP8
+
+T = TypeVar("T")
 
 
 def state_handle(*shape: int) -> nn.Buffer:
@@ -101,6 +103,24 @@ class StateTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+class PlainTensor(TypedDict):
+    """A StateTensor in the cache of compiled graphs."""
+
+    role: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class PlainSpec(TypedDict):
+    """A StateSpec in the cache of compiled graphs; `paging` has the fields of Paging."""
+
+    name: str
+    kind: str
+    tensors: list[PlainTensor]
+    paging: tuple[int, str] | None
+    group: int | None
+
+
 @dataclass(frozen=True)
 class StateSpec:
     """What one layer keeps between steps, and all that the runtime asks about it. `StateSpec.of`
@@ -144,19 +164,23 @@ class StateSpec:
         )
 
     @classmethod
-    def of_plain(cls, plain: Mapping[str, Any]) -> "StateSpec":
-        """Of what `to_plain` gave."""
+    def of_plain(cls, plain: PlainSpec) -> "StateSpec":
+        """The spec of a result of `to_plain`."""
         tensors = tuple(StateTensor(**tensor) for tensor in plain["tensors"])
         paging = plain["paging"] and Paging(*plain["paging"])
         return cls(plain["name"], plain["kind"], tensors, paging, plain["group"])
 
-    def to_plain(self) -> dict[str, Any]:
-        """As plain data, for the cache of compiled graphs."""
-        paging = self.paging and tuple(self.paging)
+    def to_plain(self) -> PlainSpec:
+        """Plain data for the cache of compiled graphs."""
         return {
-            **vars(self),
-            "tensors": [dict(vars(tensor)) for tensor in self.tensors],
-            "paging": paging,
+            "name": self.name,
+            "kind": self.kind,
+            "tensors": [
+                {"role": tensor.role, "shape": tensor.shape, "dtype": tensor.dtype}
+                for tensor in self.tensors
+            ],
+            "paging": None if self.paging is None else (self.paging.window, self.paging.layout),
+            "group": self.group,
         }
 
     def __str__(self) -> str:
@@ -229,7 +253,7 @@ class StateSpec:
         paging = self.paging and self.paging._replace(layout=layout)
         return StateSpec(self.name, self.kind, self.tensors, paging, self.group)
 
-    def leading(self, blocks: Any, block_size: Any, slots: Any) -> tuple[Any, ...]:
+    def leading(self, blocks: T, block_size: T, slots: T) -> tuple[T, ...]:
         """The dimensions of each tensor before those of one token or sequence; any of them may be
         symbolic.
         """

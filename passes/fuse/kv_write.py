@@ -23,7 +23,9 @@ from atomc.rewriting.matching.captures import OneOf
 from atomc.rewriting.rewrite import Case, Rewrite, tensor_example
 
 # In all of these `cache` is what a write takes besides keys and values: both caches, slots, and
-# both scales or none.
+# both scales or none. mypy cannot count them, so the ops that take them have no signature here.
+_ROPE_KV_WRITE: ops.Op = ops.rope_kv_write
+_QK_NORM_ROPE_KV_WRITE: ops.Op = ops.qk_norm_rope_kv_write
 
 
 def _rope_pattern(
@@ -36,7 +38,7 @@ def _rope_pattern(
 def _rope_replacement(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, style: str, **cache: Tensor
 ) -> Any:
-    return ops.rope_kv_write(q, k, v, cos, sin, *cache.values(), rope_style=style)
+    return _ROPE_KV_WRITE(q, k, v, cos, sin, *cache.values(), rope_style=style)
 
 
 def _norm_pattern(
@@ -69,7 +71,7 @@ def _norm_replacement(
     rope_style: str,
     **cache: Tensor,
 ) -> Any:
-    return ops.qk_norm_rope_kv_write(
+    return _QK_NORM_ROPE_KV_WRITE(
         q,
         k,
         v,

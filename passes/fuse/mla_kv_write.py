@@ -17,7 +17,9 @@ from atomc.ops.formats import FP8
 from atomc.rewriting.matching.captures import OneOf
 from atomc.rewriting.rewrite import Case, Rewrite, tensor_example
 
-# `cache` is what the write takes besides keys: the cache, slots, and a scale or none.
+# `cache` is what the write takes besides keys: the cache, slots, and a scale or none. mypy cannot
+# count them, so the op that takes them has no signature here.
+_MLA_ROPE_KV_WRITE: ops.Op = ops.mla_rope_kv_write
 
 
 def _pattern(
@@ -44,9 +46,7 @@ def _replacement(
     style: str,
     **cache: Tensor,
 ) -> Any:
-    return ops.mla_rope_kv_write(
-        q_nope, q_pe, kv_c, k_pe, cos, sin, *cache.values(), rope_style=style
-    )
+    return _MLA_ROPE_KV_WRITE(q_nope, q_pe, kv_c, k_pe, cos, sin, *cache.values(), rope_style=style)
 
 
 def example(scaled: bool) -> dict[str, Any]:

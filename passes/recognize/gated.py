@@ -16,11 +16,11 @@ def _example() -> dict[str, Any]:
 
 
 def _gelu_pattern(gate: Tensor, up: Tensor, approximate: str) -> Tensor:
-    return ops.gelu_and_mul.reference(gate, up, approximate)  # type: ignore[no-any-return]
+    return ops.gelu_and_mul.reference(gate, up, approximate)
 
 
 def _gelu_replacement(gate: Tensor, up: Tensor, approximate: str) -> Tensor:
-    return ops.gelu_and_mul(gate, up, approximate)  # type: ignore[no-any-return]
+    return ops.gelu_and_mul(gate, up, approximate)
 
 
 def _gelu_example() -> dict[str, Any]:

@@ -28,7 +28,7 @@ def _pattern(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, causal: bool
 ) -> Tensor:
     group = q.shape[2] // k.shape[1]
-    return ops.attention(  # type: ignore[no-any-return]
+    return ops.attention(
         q, _repeated(k, group), _repeated(v, group), None, mask, scale=scale, causal=causal
     )
 
@@ -37,7 +37,7 @@ def _replacement(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, causal: bool
 ) -> Tensor:
     masked = () if mask is None else (None, mask)
-    return ops.attention(  # type: ignore[no-any-return]
+    return ops.attention(
         q, transpose(k, 1, 2), transpose(v, 1, 2), *masked, scale=scale, causal=causal
     )
 

@@ -19,7 +19,7 @@ transpose = torch.ops.aten.transpose.int
 
 
 def _norm_pattern(x: Tensor, weight: Tensor, eps: float, style: str) -> Tensor:
-    return ops.rms_norm(x.transpose(1, 2), weight, eps, style)  # type: ignore[no-any-return]
+    return ops.rms_norm(x.transpose(1, 2), weight, eps, style)
 
 
 def _norm_replacement(x: Tensor, weight: Tensor, eps: float, style: str) -> Tensor:
@@ -40,7 +40,7 @@ def _norm_example() -> dict[str, Any]:
 
 
 def _rope_pattern(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
-    return ops.rope(x.transpose(1, 2), cos, sin, style)  # type: ignore[no-any-return]
+    return ops.rope(x.transpose(1, 2), cos, sin, style)
 
 
 def _rope_replacement(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:

@@ -178,7 +178,7 @@ def rms_norm_quant(
     keep: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if not x.numel():
-        return ops.rms_norm_quant.reference(  # type: ignore[no-any-return]
+        return ops.rms_norm_quant.reference(
             x,
             weight,
             eps,
@@ -214,7 +214,7 @@ def add_rms_norm_quant(
     keep: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if not x.numel():
-        return ops.add_rms_norm_quant.reference(  # type: ignore[no-any-return]
+        return ops.add_rms_norm_quant.reference(
             x,
             residual,
             weight,

@@ -63,7 +63,7 @@ def quant_fp8_group(
     dtype: torch.dtype = torch.float8_e4m3fn,
 ) -> tuple[Tensor, Tensor]:
     if not x.numel():
-        return ops.quant_fp8_group.reference(x, group, column_major_scales, dtype)  # type: ignore[no-any-return]
+        return ops.quant_fp8_group.reference(x, group, column_major_scales, dtype)
     codes, scales = fused_flatten_fp8_group_quant(rows(x).unsqueeze(1), group, dtype_quant=dtype)
     if column_major_scales:
         scales = scales.t().contiguous().t()
@@ -79,7 +79,7 @@ def _refuse_mxfp4(platform: Platform, x: Tensor, rounding: str = "even") -> Refu
 @ops.quant_mxfp4.kernel("aiter", refuses=_refuse_mxfp4)
 def quant_mxfp4(x: Tensor, rounding: str = "even") -> tuple[Tensor, Tensor]:
     if not x.numel():
-        return ops.quant_mxfp4.reference(x, rounding)  # type: ignore[no-any-return]
+        return ops.quant_mxfp4.reference(x, rounding)
     codes, scales = dynamic_mxfp4_quant(rows(x))
     lead = x.shape[:-1]
     return codes.view(*lead, codes.shape[-1]), scales.contiguous().view(*lead, scales.shape[-1])
