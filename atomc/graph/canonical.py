@@ -7,13 +7,14 @@ filled in. The graph itself is not changed.
 
 import operator
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import FunctionSchema, Tensor
 from torch.fx import Node
+from torch.fx.node import Argument, BaseArgumentTypes, Target
 
 from atomc.graph.expressions import expression
 from atomc.graph.sizes import known_equal
@@ -28,6 +29,7 @@ GENERIC = frozenset({
     "add", "mul", "sub", "div", "neg", "view", "permute", "slice", "cast", "to", "expand",
     "getitem", "cat", "clone", "mean", "sum", "square", "pow", "stack",
 })  # fmt: skip
+CallKey = tuple[Target, tuple[Argument, ...], dict[str, Argument], tuple[Argument, ...]]
 _SPLITS = frozenset({"aten::split", "aten::split_with_sizes"})
 _TO_THE_END = 2**62
 
@@ -39,7 +41,15 @@ class Capture:
     """
 
     name: str
-    among: tuple[Any, ...] = ()
+    among: "tuple[Attr, ...]" = ()
+
+
+# What a node has as fake value: a tensor, a size, or several of these.
+Value: TypeAlias = (
+    "Tensor | torch.SymInt | torch.SymFloat | torch.SymBool | float | Sequence[Value] | None"
+)
+# An argument that is not a tensor; lists are tuples, and sizes that are nodes their values.
+Attr: TypeAlias = "BaseArgumentTypes | Capture | tuple[Attr, ...] | None"
 
 
 @dataclass
@@ -50,7 +60,7 @@ class Call:
 
     op: str
     operands: list[Node]
-    attrs: dict[str, Any]
+    attrs: dict[str, Attr]
 
     def orders(self) -> list[list[Node]]:
         """The orders in which the operands mean the same."""
@@ -59,16 +69,34 @@ class Call:
 
 
 def value(node: Node) -> Any:
-    """The fake value (tensor, size or tuple of these) of a node."""
+    """The fake value of a node (a Value)."""
     return node.meta.get("val")
 
 
+def dim_of(attr: Attr) -> int:
+    """An attribute that is a dimension."""
+    assert isinstance(attr, int)
+    return attr
+
+
+def dims_of(attr: Attr) -> tuple[int, ...]:
+    """An attribute that is several dimensions."""
+    assert isinstance(attr, tuple)
+    return tuple(map(dim_of, attr))
+
+
+def names_of(attr: Attr) -> tuple[str, ...]:
+    """An attribute that is several names, such as `given`; () for None."""
+    return tuple(name for name in attr if isinstance(name, str)) if isinstance(attr, tuple) else ()
+
+
 def call(node: Node) -> Call:
-    """The canonical call of a node; remembered on the node until its target or arguments change."""
-    key: tuple[Any, ...] = (node.target, node.args, dict(node.kwargs))
-    if node.target is operator.getitem:  # a part of a split is a slice of what is split
-        key = (*key, node.args[0].args)  # type: ignore[union-attr]
-    known = node.meta.get("canonical")
+    """The canonical call of a node, cached in its metadata until its target or arguments change."""
+    # A part of a split is a slice of the tensor that is split.
+    source = node.args[0] if node.target is operator.getitem else None
+    split = source.args if isinstance(source, Node) else ()
+    key: CallKey = (node.target, node.args, dict(node.kwargs), split)
+    known: tuple[CallKey, Call] | None = node.meta.get("canonical")
     if known is None or known[0] != key:
         known = node.meta["canonical"] = (key, _call(node))
     return known[1]
@@ -87,10 +115,10 @@ def _call(node: Node) -> Call:
     return spelled(node, written) if spelled is not None else written
 
 
-def _by_schema(node: Node, schema: Any) -> Call:
+def _by_schema(node: Node, schema: FunctionSchema) -> Call:
     """What is written, with dimensions from the end."""
     operands: list[Node] = []
-    attrs: dict[str, Any] = {}
+    attrs: dict[str, Attr] = {}
     given = []
     for name, found in _arguments(node, schema):
         parts = found if isinstance(found, list | tuple) else [found]
@@ -100,10 +128,8 @@ def _by_schema(node: Node, schema: Any) -> Call:
         ):
             operands += [part for part in parts if isinstance(part, Node)]
             given.append(name)
-        elif isinstance(found, list | tuple):
-            attrs[name] = tuple(_number(part) for part in found)
         elif found is not None:
-            attrs[name] = _number(found)
+            attrs[name] = _attr(found)
     if any(
         isinstance(argument.type, torch.OptionalType) and "Tensor" in str(argument.type)
         for argument in schema.arguments
@@ -114,7 +140,7 @@ def _by_schema(node: Node, schema: Any) -> Call:
     return written
 
 
-def _arguments(node: Node, schema: Any) -> Iterator[tuple[str, Any]]:
+def _arguments(node: Node, schema: FunctionSchema) -> Iterator[tuple[str, Argument]]:
     """Every argument by name, with defaults."""
     ours = op_of(node.target)
     for i, argument in enumerate(schema.arguments):
@@ -128,9 +154,15 @@ def _arguments(node: Node, schema: Any) -> Iterator[tuple[str, Any]]:
             yield argument.name, node.kwargs.get(argument.name, default)
 
 
-def _number(found: Any) -> Any:
+def _attr(argument: Argument) -> Attr:
     """A size that is a node becomes its symbolic value."""
-    return value(found) if isinstance(found, Node) else found
+    if isinstance(argument, Node):
+        size: torch.SymInt = value(argument)
+        return size
+    if isinstance(argument, Sequence) and not isinstance(argument, str):
+        return tuple(map(_attr, argument))
+    assert not isinstance(argument, (Mapping, slice))
+    return argument
 
 
 def _rank(operands: list[Node]) -> int:
@@ -142,17 +174,17 @@ def _from_end(dim: int, rank: int) -> int:
     return dim - rank if dim >= 0 else dim
 
 
-def _dims_from_end(written: Call) -> dict[str, Any]:
+def _dims_from_end(written: Call) -> dict[str, Attr]:
     rank = _rank(written.operands) + (written.op == "stack")
     names = (
         ("dim", "dims", "dim0", "dim1") if written.op != "permute" else ()
     )  # whose order says something
-    dims_of = {name: written.attrs[name] for name in names if name in written.attrs}
+    written_dims = {name: written.attrs[name] for name in names if name in written.attrs}
     return {
-        name: tuple(sorted(_from_end(d, rank) for d in dims))
+        name: tuple(sorted(_from_end(d, rank) for d in dims_of(dims)))
         if isinstance(dims, tuple)
-        else _from_end(dims, rank)
-        for name, dims in dims_of.items()
+        else _from_end(dim_of(dims), rank)
+        for name, dims in written_dims.items()
     }
 
 
@@ -165,8 +197,9 @@ def _getitem(node: Node) -> Call:
     x, parts = source.args[0], value(source)
     assert isinstance(x, Node)
     dim = source.args[2] if len(source.args) > 2 else source.kwargs.get("dim", 0)
-    dim = _from_end(dim, value(x).dim())  # type: ignore[arg-type]
-    start: Any = 0
+    assert isinstance(dim, int)
+    dim = _from_end(dim, value(x).dim())
+    start: int | torch.SymInt = 0
     for part in parts[:index]:
         start = start + part.shape[dim]
     end = None if index == len(parts) - 1 else start + parts[index].shape[dim]
@@ -202,10 +235,10 @@ def _permute(_: Node, written: Call) -> Call:
     rank = _rank(written.operands)
     order = list(range(-rank, 0))
     if written.op == "permute":
-        order = [_from_end(d, rank) for d in written.attrs["dims"]]
+        order = [_from_end(d, rank) for d in dims_of(written.attrs["dims"])]
     elif rank > 1:
         a, b = (
-            (written.attrs["dim0"], written.attrs["dim1"])
+            (dim_of(written.attrs["dim0"]), dim_of(written.attrs["dim1"]))
             if written.op == "transpose"
             else (-2, -1)
         )
@@ -317,7 +350,7 @@ def spell(node: object, of_pattern: bool = False) -> str:
     )
 
 
-def _defaults(node: Node, op: str) -> dict[str, Any]:
+def _defaults(node: Node, op: str) -> dict[str, Attr]:
     if op == "slice":  # to the end, and every column
         return {"end": None, "step": 1}
     schema = getattr(node.target, "_schema", None)
@@ -341,19 +374,19 @@ def input_name(placeholder: Node) -> str:
     return ".".join(keys[1:] if len(keys) > 1 and keys[0] == "self" else keys)
 
 
-def _decided_by_site(attr: Any) -> bool:
+def _decided_by_site(attr: Attr) -> bool:
     return isinstance(attr, Capture | torch.SymInt) or (
         isinstance(attr, tuple) and any(map(_decided_by_site, attr))
     )
 
 
-def _is_default(attr: Any, default: Any) -> bool:
+def _is_default(attr: Attr, default: Attr) -> bool:
     return (
         type(attr) is type(default) and not isinstance(attr, torch.SymInt) and bool(attr == default)
     )
 
 
-def _spell_attr(attr: Any) -> str:
+def _spell_attr(attr: Attr) -> str:
     if isinstance(attr, torch.SymInt):
         return str(expression(attr))
     return str(attr).removeprefix("torch.")

@@ -1,13 +1,27 @@
 """Where a node came from: module path, layer, source line; and how rewritten nodes inherit it."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
+from torch import nn
 from torch.fx import Node
 
 from atomc.graph.canonical import spell
+
+# nn_module_stack of a node, the innermost module last: key -> (path, class or its name).
+Stack = Mapping[str, tuple[str, type[nn.Module] | str]]
+
+
+class Provenance(TypedDict):
+    """Metadata of a node that a rewrite made. origins: names of the nodes of the traced graph."""
+
+    nn_module_stack: Stack
+    stack_trace: str | None
+    origins: set[str]
+    made_by: str
+
 
 _BETWEEN = {str(Path(__file__).parents[1] / file) for file in ("ops/op.py", "models/stock.py")}
 _SELF = re.compile(r"^L\['\w+'\]|^G\['\w+'\]")
@@ -58,7 +72,7 @@ def describe(node: Node) -> str:
     return spell(node) + (f" in {path}" if path else "") + (f" ({line})" if line else "")
 
 
-def inherited(matched: Iterable[Node], first_output: Node, rewrite: str) -> dict[str, Any]:
+def inherited(matched: Iterable[Node], first_output: Node, rewrite: str) -> Provenance:
     """Metadata of the nodes that replace `matched`: common module, the first output's line, all
     origins.
     """
@@ -72,7 +86,7 @@ def inherited(matched: Iterable[Node], first_output: Node, rewrite: str) -> dict
     }
 
 
-def _common_stack(nodes: Iterable[Node]) -> dict[str, Any]:
+def _common_stack(nodes: Iterable[Node]) -> Stack:
     stacks = [list((node.meta.get("nn_module_stack") or {}).items()) for node in nodes]
     stacks = [stack for stack in stacks if stack]
     common = []

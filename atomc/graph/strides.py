@@ -1,13 +1,15 @@
 """When a node comes to lie differently in memory, what lies behind it has other strides, too."""
 
 import heapq
-from typing import Any
+from collections.abc import Hashable, Mapping
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.fx import Graph, Node
+from torch.fx.node import Argument
 
-from atomc.graph.canonical import value
+from atomc.graph.canonical import Value, value
 from atomc.graph.expressions import expression
 from atomc.graph.sizes import known_equal
 from atomc.torch_compat.tracing import fake_mode_of, without_new_guards
@@ -15,7 +17,7 @@ from atomc.torch_compat.tracing import fake_mode_of, without_new_guards
 aten = torch.ops.aten
 
 
-Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
+Call = tuple[OpOverload, tuple[Argument, ...], dict[str, Argument]]
 
 
 class Values:
@@ -27,9 +29,9 @@ class Values:
         mode = fake_mode_of(graph)
         assert mode is not None
         self.mode = mode
-        self.known: dict[Any, Any] = {}
+        self.known: dict[Hashable, Value] = {}
 
-    def of(self, node: Node, changed: dict[Node, Any] | None = None) -> Any:
+    def of(self, node: Node, changed: Mapping[Node, Value] | None = None) -> Value:
         """What the node returns, given those of its inputs that have changed. Raises what its
         function raises.
         """
@@ -43,7 +45,7 @@ class Values:
         return self.known[key]
 
 
-def _key(given: Any) -> Any:
+def _key(given: Value | Argument) -> Hashable:
     """Equal for what looks equal to a fake kernel."""
     if isinstance(given, Tensor):
         return (
@@ -96,11 +98,11 @@ def _copy_lying_like(example: Tensor) -> list[Call]:
     return [(aten.permute.default, (order,), {}), clone, (aten.permute.default, (back,), {})]
 
 
-def values_behind(start: Node, now: Any, values: Values) -> dict[Node, Any] | None:
+def values_behind(start: Node, now: Tensor, values: Values) -> dict[Node, Value] | None:
     """The values that change when a node's strides are those of `now`; None if one is returned or
     cannot be like that.
     """
-    changed: dict[Node, Any] = {start: now}
+    changed: dict[Node, Value] = {start: now}
     waiting = list(start.users)
     heapq.heapify(waiting)
     while waiting:
@@ -124,7 +126,7 @@ def values_behind(start: Node, now: Any, values: Values) -> dict[Node, Any] | No
     return changed
 
 
-def _is_expanded(x: Any) -> bool:
+def _is_expanded(x: Value) -> bool:
     """Whether elements of a tensor may lie in one place."""
     return isinstance(x, Tensor) and any(
         known_equal(stride, 0) and not known_equal(size, 1)
@@ -132,10 +134,10 @@ def _is_expanded(x: Any) -> bool:
     )
 
 
-def same_strides(a: Any, b: Any) -> bool:
+def same_strides(a: Value, b: Value) -> bool:
     """True only if two values of one shape are known to lie alike in memory."""
-    if isinstance(a, list | tuple):
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
         return all(map(same_strides, a, b))
-    return not isinstance(a, Tensor) or all(
-        known_equal(m, n) for m, n in zip(a.stride(), b.stride(), strict=True)
-    )
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return all(known_equal(m, n) for m, n in zip(a.stride(), b.stride(), strict=True))
+    return not isinstance(a, Tensor | list | tuple)  # numbers have no strides

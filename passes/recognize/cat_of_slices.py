@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from atomc.graph.canonical import call, value
+from atomc.graph.canonical import call, dim_of, value
 from atomc.graph.sizes import known_equal
 from atomc.rewriting.graph_pass import Context
 from atomc.rewriting.rewrite import Fired, remove_dead_nodes
@@ -26,7 +26,7 @@ def cat_of_slices(gm: GraphModule, context: Context) -> list[Fired]:
         if not parts:
             continue
         with graph.inserting_before(node):
-            cat = graph.call_function(aten.cat.default, (parts, call(node).attrs["dim"]))
+            cat = graph.call_function(aten.cat.default, (parts, dim_of(call(node).attrs["dim"])))
         cat.meta.update(node.meta)
         node.replace_all_uses_with(cat)
         fired.append(Fired("cat_of_slices", node, {}))

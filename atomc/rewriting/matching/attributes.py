@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from atomc.graph.canonical import Capture, call
+from atomc.graph.canonical import Capture, call, names_of
 from atomc.graph.expressions import Size
 from atomc.graph.sizes import known_equal
 from atomc.report.records import MissKind
@@ -34,7 +34,7 @@ def attr_differences(site: Site, p: Node, g: Node) -> Iterator[AttrDifference]:
         elif same_attr(expected, here):
             continue
         elif name == "given" and wanted.op == found.op:
-            yield "attribute", *_operands(bare(wanted.op), expected or (), here or ())
+            yield "attribute", *_operands(bare(wanted.op), names_of(expected), names_of(here))
         else:
             yield (
                 "attribute",
