@@ -22,7 +22,6 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -105,8 +104,8 @@ def location_of(parameter: nn.Parameter) -> Location:
     return found
 
 
-def _on_parameter_death(key: int) -> Callable[[Any], None]:
-    def forget(_: Any) -> None:
+def _on_parameter_death(key: int) -> Callable[["weakref.ref[nn.Parameter]"], None]:
+    def forget(_: "weakref.ref[nn.Parameter]") -> None:
         gone = _table.pop(key)
         for (
             made,
