@@ -15,17 +15,17 @@ def linear_shape(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
 
 
 def stacked_rows(calls: Sequence[Arguments]) -> tuple[str, ...]:
-    """Rows of weights are outputs: stacked, they are one linear layer."""
+    """Linear layers with one input are one layer with concatenated weights."""
     return ("weight",) if calls[0]["bias"] is None else ("weight", "bias")
 
 
 @op(kind=Kind.LINEAR, rows="x", cost=product, shape=linear_shape, concat=stacked_rows)
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias. x [..., K], weight [N, K], bias [N] -> [..., N]."""
+    """x @ weight.T + bias. x [..., K], weight [N, K], bias [N] of one dtype -> [..., N]."""
     return F.linear(x, weight, bias)
 
 
 @op(kind=Kind.LOOKUP, rows=None, cost=lookup)
 def embedding(ids: Tensor, weight: Tensor) -> Tensor:
-    """Rows of weight. ids [...] int, weight [V, D] -> [..., D]."""
+    """Rows of weight. ids [...] int32 or int64, weight [V, D] -> [..., D] in weight.dtype."""
     return F.embedding(ids, weight)

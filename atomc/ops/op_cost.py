@@ -1,5 +1,4 @@
-"""The bytes and flops of one call of an op as formulas of its sizes: the rules that several ops
-share.
+"""Bytes and FLOPs of one call of an op as formulas of its sizes: the rules that several ops share.
 
 An op names its rule with `@op(cost=...)`; atomc.cost.cost applies them to a graph.
 """
@@ -38,13 +37,13 @@ class Operand:
 
 @dataclass(frozen=True)
 class OpCall:
-    """One call of an op in a graph. `call["x"]` is the tensor that is passed for x.
+    """One call of an op in a graph. `call["x"]` is the tensor argument x.
 
     arguments  by parameter, defaults included; an Operand for each tensor
     mutates    the parameters that the op writes in place
-    reads      the tensors that it reads; of a view the memory behind it
+    reads      the tensors that it reads; the base of a view
     results    the tensors that it returns
-    context    the tokens of each sequence that are in the state, the new ones included
+    context    the tokens of each sequence in the state, including the new ones
     """
 
     arguments: Arguments
@@ -74,8 +73,8 @@ def least(a: Formula, b: Formula) -> Formula:
 
 
 def read_and_write(call: OpCall) -> Work:
-    """Each operand is read once, each result written once, with one operation per number
-    written.
+    """Each operand is read once, each result is written once; one operation per element of the
+    results.
     """
     return bytes_of(call.reads) + bytes_of(call.results), sum(
         result.numel for result in call.results
@@ -83,7 +82,7 @@ def read_and_write(call: OpCall) -> Work:
 
 
 def product(call: OpCall) -> Work:
-    """`x` [..., K] times each row of `weight` [..., N, K]; x in uint8 holds two codes a byte."""
+    """`x` [..., K] times each row of `weight` [..., N, K]; uint8 x has two codes per byte."""
     x, weight = call["x"], call["weight"]
     moved, _ = read_and_write(call)
     depth = x.shape[-1] * (2 if x.dtype == torch.uint8 else 1)
@@ -91,14 +90,14 @@ def product(call: OpCall) -> Work:
 
 
 def lookup(call: OpCall) -> Work:
-    """Reads the indices, and of the table only the rows that it returns."""
+    """Reads the indices, and only those rows of the table that it returns."""
     indices = [operand for operand in call.reads if not operand.dtype.is_floating_point]
     return bytes_of(indices) + 2 * bytes_of(call.results), 0
 
 
 def state_write(call: OpCall) -> Work:
-    """Reads its rows and writes as many, one for each of `slots` [T], into the caches, which are
-    not read.
+    """Reads its rows, and writes one row per element of `slots` [T] into the caches, which are not
+    read.
     """
     rows = [
         x

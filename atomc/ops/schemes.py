@@ -1,9 +1,10 @@
-"""One quantizer by the name of its scheme: what fused ops do to their result before they write it.
+"""The quantizers of atomc.ops.quant by the name of their scheme, as fused ops apply them to their
+results.
 
-scheme                one of SCHEMES; the others of these say more about one scheme each
-dtype                 fp8_*: e4m3fn or e4m3fnuz
-group, column_major   fp8_group: columns that share a scale, and how the scales lie
-rounding              mxfp4: how its scales are rounded
+scheme                one of SCHEMES: the quantizer, which says the shapes and dtypes of results
+dtype                 of fp8_*: e4m3fn or e4m3fnuz
+group, column_major   of fp8_group: columns per scale, and the memory layout of the scales
+rounding              of mxfp4: how its scales are rounded
 """
 
 import torch
@@ -31,11 +32,10 @@ def quantized(
     *,
     shape_only: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """(codes, scales) of y [..., K] as the scheme's quantizer gives them; of fp8_static, which has
-    its scale, no scales.
+    """(codes, scales) of y [..., K] from the scheme's quantizer; for fp8_static, whose scale is
+    given, the scales are empty, [0].
 
-    shape_only: on fake tensors, by the quantizers' shape rules. Raises ValueError for an unknown
-    scheme.
+    shape_only: compute only the shapes, on fake tensors. Raises ValueError for an unknown scheme.
     """
     if scheme == "fp8_static":
         assert scale is not None
