@@ -1,8 +1,8 @@
-"""One spelling per idea: what an ATen node says, independent of how it was written.
+"""The canonical form of ATen calls: equal for different calls that compute the same.
 
-chunk, split and slice are one `slice`; `x * x` and `pow(x, 2)` one `square`; transpose, t and
-permute one `permute`; reshape and unsqueeze one `view`; dimensions count from the end; defaults are
-filled in. The graph itself is not changed.
+chunk, split and slice become `slice`; `x * x` and `pow(x, 2)` become `square`; transpose, t and
+permute become `permute`; reshape and unsqueeze become `view`. Dimensions count from the end, and
+defaults are filled in. The graph itself is not changed.
 """
 
 import operator
@@ -24,7 +24,7 @@ COMMUTATIVE = frozenset(
     {"add", "mul", "maximum", "minimum", "eq", "ne", "bitwise_and", "bitwise_or"}
 )
 VIEWS = frozenset({"view", "clone"})
-# Ops that many ideas share: a pattern is not looked for because of these alone.
+# Ops that occur in most graphs: they alone do not indicate that a pattern is near.
 GENERIC = frozenset({
     "add", "mul", "sub", "div", "neg", "view", "permute", "slice", "cast", "to", "expand",
     "getitem", "cat", "clone", "mean", "sum", "square", "pow", "stack",
@@ -36,8 +36,8 @@ _TO_THE_END = 2**62
 
 @dataclass(frozen=True)
 class Capture:
-    """Stands in a traced pattern for a number, string, dtype or flag that the site decides;
-    `among`: one of these only.
+    """A placeholder in a traced pattern for a number, string, dtype or flag of the matched site.
+    among: the allowed values; () for any.
     """
 
     name: str
@@ -54,8 +54,8 @@ Attr: TypeAlias = "BaseArgumentTypes | Capture | tuple[Attr, ...] | None"
 
 @dataclass
 class Call:
-    """op: its name; operands: the tensors it reads, lists flattened; attrs: everything else by
-    schema name.
+    """A canonical call. operands: the tensors that it reads, lists flattened; attrs: the other
+    arguments by their names in the schema.
     """
 
     op: str
@@ -63,7 +63,7 @@ class Call:
     attrs: dict[str, Attr]
 
     def orders(self) -> list[list[Node]]:
-        """The orders in which the operands mean the same."""
+        """The orders of the operands that give the same result."""
         both = self.op in COMMUTATIVE and len(self.operands) == 2
         return [self.operands, self.operands[::-1]] if both else [self.operands]
 
@@ -111,12 +111,12 @@ def _call(node: Node) -> Call:
     if schema is None:
         return Call(str(node.target), list(node.all_input_nodes), {})
     written = _by_schema(node, schema)
-    spelled = _SPELLINGS.get(written.op)
-    return spelled(node, written) if spelled is not None else written
+    canonical = _CANONICAL_FORMS.get(written.op)
+    return canonical(node, written) if canonical is not None else written
 
 
 def _by_schema(node: Node, schema: FunctionSchema) -> Call:
-    """What is written, with dimensions from the end."""
+    """The call as written, with dimensions from the end."""
     operands: list[Node] = []
     attrs: dict[str, Attr] = {}
     given = []
@@ -147,7 +147,7 @@ def _arguments(node: Node, schema: FunctionSchema) -> Iterator[tuple[str, Argume
         if i < len(node.args) and not argument.kwarg_only:
             yield argument.name, node.args[i]
         else:
-            # A schema knows the default of a dtype by its number only.
+            # The default of a dtype in a schema is only a number.
             default = (
                 ours.signature.parameters[argument.name].default if ours else argument.default_value
             )
@@ -178,7 +178,7 @@ def _dims_from_end(written: Call) -> dict[str, Attr]:
     rank = _rank(written.operands) + (written.op == "stack")
     names = (
         ("dim", "dims", "dim0", "dim1") if written.op != "permute" else ()
-    )  # whose order says something
+    )  # the order of its dims matters
     written_dims = {name: written.attrs[name] for name in names if name in written.attrs}
     return {
         name: tuple(sorted(_from_end(d, rank) for d in dims_of(dims)))
@@ -219,7 +219,7 @@ def _cast(node: Node, written: Call) -> Call:
 
 
 def _view(node: Node, written: Call) -> Call:
-    if "dtype" in written.attrs:  # the same bytes read as other numbers
+    if "dtype" in written.attrs:  # a reinterpretation of the bytes
         return Call("view_dtype", written.operands, {"dtype": value(node).dtype})
     return Call("view", written.operands, {"shape": tuple(value(node).shape)})
 
@@ -229,8 +229,8 @@ def _expand(node: Node, written: Call) -> Call:
 
 
 def _permute(_: Node, written: Call) -> Call:
-    """The order of dimensions from the end, without the leading ones that stay: then the rank does
-    not matter.
+    """The order of dimensions from the end, without leading ones that keep their place, so that it
+    is independent of the rank.
     """
     rank = _rank(written.operands)
     order = list(range(-rank, 0))
@@ -281,8 +281,8 @@ def _clone(_: Node, written: Call) -> Call:
     return Call("clone", written.operands, {})
 
 
-# By the name in the schema: what makes the canonical call of a node and of the call as written.
-_SPELLINGS: dict[str, Callable[[Node, Call], Call]] = {
+# By name in the schema: (node, its call as written) -> the canonical call.
+_CANONICAL_FORMS: dict[str, Callable[[Node, Call], Call]] = {
     "_to_copy": _cast,
     "prims::convert_element_type": _cast,
     "view": _view,
@@ -303,9 +303,7 @@ _SPELLINGS: dict[str, Callable[[Node, Call], Call]] = {
 
 
 def readers(node: Node) -> list[Node]:
-    """Who reads a node. In the place of a split stand its parts, which are slices of what is
-    split.
-    """
+    """The nodes that read a node. A split is replaced by its parts, which are slices."""
     found: list[Node] = []
     for user in node.users:
         split = getattr(getattr(user.target, "_schema", None), "name", "") in _SPLITS
@@ -314,9 +312,7 @@ def readers(node: Node) -> list[Node]:
 
 
 def keeps_last_dim(node: Node) -> bool:
-    """Whether a view leaves the last dimension as it is, so that a row-wise op may move across
-    it.
-    """
+    """Whether a view keeps the last dimension, so that a row-wise op may be moved across it."""
     source = value(call(node).operands[0])
     return bool(
         source.dim() and value(node).dim() and known_equal(value(node).shape[-1], source.shape[-1])
@@ -324,8 +320,8 @@ def keeps_last_dim(node: Node) -> bool:
 
 
 def spell(node: object, of_pattern: bool = False) -> str:
-    """A node in few words, without defaults: `mean(dim=(-1,), keepdim=True)`. Of a pattern's node
-    only what is constant.
+    """A short text for a node, without defaults: `mean(dim=(-1,), keepdim=True)`. of_pattern: only
+    attributes that are constant in the pattern.
     """
     if not isinstance(node, Node):
         return repr(node)
@@ -351,7 +347,7 @@ def spell(node: object, of_pattern: bool = False) -> str:
 
 
 def _defaults(node: Node, op: str) -> dict[str, Attr]:
-    if op == "slice":  # to the end, and every column
+    if op == "slice":
         return {"end": None, "step": 1}
     schema = getattr(node.target, "_schema", None)
     return (
@@ -362,7 +358,7 @@ def _defaults(node: Node, op: str) -> dict[str, Attr]:
 
 
 def input_name(placeholder: Node) -> str:
-    """What the user calls an input: the argument's name, or the path of the parameter."""
+    """The user's name of an input: the name of the argument, or the path of the parameter."""
     source = placeholder.meta.get("source")
     if not source:
         return placeholder.name

@@ -1,4 +1,4 @@
-"""Symbolic sizes as expressions of sympy, compared and changed without ever adding a guard."""
+"""Symbolic sizes as sympy expressions, compared and substituted without adding guards."""
 
 from collections.abc import Mapping
 from typing import TypeVar

@@ -1,4 +1,4 @@
-"""Where a node came from: module path, layer, source line; and how rewritten nodes inherit it."""
+"""The origin of a node: module path, layer, source line; and how rewritten nodes inherit it."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -23,7 +23,9 @@ class Provenance(TypedDict):
     made_by: str
 
 
-_BETWEEN = {str(Path(__file__).parents[1] / file) for file in ("ops/op.py", "models/stock.py")}
+_NOT_USER_CODE = {
+    str(Path(__file__).parents[1] / file) for file in ("ops/op.py", "models/stock.py")
+}
 _SELF = re.compile(r"^L\['\w+'\]|^G\['\w+'\]")
 _KEY = re.compile(r"\['?([^'\]]+)'?\]")
 _FRAME = re.compile(r'File "([^"]*)", line (\d+), in (\S+)\n\s*(.*)')
@@ -38,24 +40,24 @@ def module_path(node: Node) -> str:
 
 
 def clean_path(path: str) -> str:
-    """Dynamo's spelling of a module's place as a dotted path."""
+    """Dynamo's expression for a module as a dotted path."""
     path = _SELF.sub("", path).replace("_modules", "").replace(".slice(", ".(")
     path = re.sub(r"\([^)]*\)", "", _KEY.sub(r".\1", path))
     return re.sub(r"\.+", ".", path).strip(".")
 
 
 def layer_of(path: str) -> int | None:
-    """The number of the repeated layer a module path lies in; None outside of one."""
+    """The number of the repeated layer that contains a module path; None outside of layers."""
     found = re.search(r"(?:^|\.)(\d+)(?:\.|$)", path)
     return int(found[1]) if found else None
 
 
 def frames(node: Node) -> list[tuple[str, int, str, str]]:
-    """(file, line, function, code) of the user's stack, innermost last; what calls an op for the
-    user is no frame of it.
+    """(file, line, function, code) of the user's stack, innermost last, without the frames of atomc
+    that call ops.
     """
     found = _FRAME.findall(node.meta.get("stack_trace") or "")
-    return [(f, int(line), name, code) for f, line, name, code in found if f not in _BETWEEN]
+    return [(f, int(line), name, code) for f, line, name, code in found if f not in _NOT_USER_CODE]
 
 
 def source_line(node: Node) -> str:

@@ -1,4 +1,4 @@
-"""Comparing sizes without ever adding a guard, as kernels do. Those that are no numbers:
+"""Comparison of sizes without adding guards, also for kernels. Symbolic sizes:
 atomc.graph.expressions.
 """
 

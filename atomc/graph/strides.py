@@ -1,4 +1,4 @@
-"""When a node comes to lie differently in memory, what lies behind it has other strides, too."""
+"""Propagates the new strides of a node to the nodes that depend on it."""
 
 import heapq
 from collections.abc import Hashable, Mapping
@@ -21,8 +21,8 @@ Call = tuple[OpOverload, tuple[Argument, ...], dict[str, Argument]]
 
 
 class Values:
-    """Computes values of nodes on fake tensors. Layers of a model are alike: what they have in
-    common is computed once.
+    """Computes values of nodes on fake tensors, with a cache: layers of a model repeat the same
+    calls.
     """
 
     def __init__(self, graph: Graph):
@@ -32,8 +32,8 @@ class Values:
         self.known: dict[Hashable, Value] = {}
 
     def of(self, node: Node, changed: Mapping[Node, Value] | None = None) -> Value:
-        """What the node returns, given those of its inputs that have changed. Raises what its
-        function raises.
+        """The value of the node with changed values of inputs. Raises the errors of its
+        function.
         """
         args, kwargs = torch.fx.node.map_arg(
             (node.args, node.kwargs), lambda n: (changed or {}).get(n, value(n))
@@ -46,7 +46,7 @@ class Values:
 
 
 def _key(given: Value | Argument) -> Hashable:
-    """Equal for what looks equal to a fake kernel."""
+    """A key that is equal for values that a fake kernel cannot distinguish."""
     if isinstance(given, Tensor):
         return (
             given.dtype,
@@ -63,9 +63,8 @@ def _key(given: Value | Argument) -> Hashable:
 
 
 def spread_strides(graph: Graph, node: Node, before: Tensor, values: Values) -> None:
-    """Recompute the values behind a node that has new strides. Where these would be seen outside of
-    the graph, or a view cannot be had with them, readers get a copy that lies as the node's value
-    did before.
+    """Recompute the values that depend on a node with new strides. If an output of the graph or an
+    impossible view depends on them, readers get a copy with the previous strides.
     """
     changed = values_behind(node, value(node), values)
     if changed is not None:
@@ -73,7 +72,7 @@ def spread_strides(graph: Graph, node: Node, before: Tensor, values: Values) -> 
             reader.meta["val"] = new
         return
     readers, last = list(node.users), node
-    for target, args, kwargs in _copy_lying_like(before):
+    for target, args, kwargs in _copy_with_strides_of(before):
         with graph.inserting_after(last):
             last = graph.call_function(target, (last, *args), kwargs)
         last.meta.update({key: item for key, item in node.meta.items() if key != "canonical"})
@@ -82,10 +81,8 @@ def spread_strides(graph: Graph, node: Node, before: Tensor, values: Values) -> 
         reader.replace_input_with(node, last)
 
 
-def _copy_lying_like(example: Tensor) -> list[Call]:
-    """The calls, one after the other, that make a dense copy with its dimensions in the order of
-    the example's strides.
-    """
+def _copy_with_strides_of(example: Tensor) -> list[Call]:
+    """The calls that make a dense copy with dimensions in the order of the example's strides."""
     dims = list(range(example.dim()))
     strides = [expression(stride) for stride in example.stride()]
     order = sorted(
@@ -99,8 +96,8 @@ def _copy_lying_like(example: Tensor) -> list[Call]:
 
 
 def values_behind(start: Node, now: Tensor, values: Values) -> dict[Node, Value] | None:
-    """The values that change when a node's strides are those of `now`; None if one is returned or
-    cannot be like that.
+    """The values that change if the node has the value `now`; None if one of them is an output of
+    the graph or cannot be computed.
     """
     changed: dict[Node, Value] = {start: now}
     waiting = list(start.users)
@@ -112,12 +109,10 @@ def values_behind(start: Node, now: Tensor, values: Values) -> dict[Node, Value]
         if node.op != "call_function" or node.target is aten.as_strided.default:
             return None
         if node.target is aten.view.default and _is_expanded(changed.get(node.args[0])):  # type: ignore[arg-type]
-            return None  # fake kernels take views for possible here that are not (torch 2.13)
+            return None  # the fake kernel accepts views that real kernels refuse (torch 2.13)
         try:
             new = values.of(node, changed)
-        except (
-            Exception
-        ):  # a view that this layout does not allow, or a size that decides and is not known
+        except Exception:  # an impossible view, or a branch on an unknown size
             return None
         if not same_strides(new, value(node)):
             changed[node] = new
@@ -127,7 +122,7 @@ def values_behind(start: Node, now: Tensor, values: Values) -> dict[Node, Value]
 
 
 def _is_expanded(x: Value) -> bool:
-    """Whether elements of a tensor may lie in one place."""
+    """Whether several elements of a tensor may share memory."""
     return isinstance(x, Tensor) and any(
         known_equal(stride, 0) and not known_equal(size, 1)
         for size, stride in zip(x.shape, x.stride(), strict=True)
@@ -135,7 +130,7 @@ def _is_expanded(x: Value) -> bool:
 
 
 def same_strides(a: Value, b: Value) -> bool:
-    """True only if two values of one shape are known to lie alike in memory."""
+    """True only if two values of one shape are known to have equal strides."""
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
         return all(map(same_strides, a, b))
     if isinstance(a, Tensor) and isinstance(b, Tensor):
