@@ -1,7 +1,7 @@
 """Inlines regions, which Dynamo traced once for several layers, at each of their calls.
 
-    y = invoke_subgraph(region, x, weights of layer 3)    =>    the region's nodes, reading x and
-                                                          the weights of layer 3
+    y = invoke_subgraph(region, x, weights of layer 3)
+    =>  the nodes of the region, which read x and the weights of layer 3
 
 While AOTAutograd traces the graph, consecutive calls are replaced by one opaque op, and inputs that
 only they read are removed: AOTAutograd traces each region once, separately, and the rest of the
@@ -73,8 +73,8 @@ def region(gm: GraphModule, name: str) -> GraphModule:
 
 
 class Call(NamedTuple):
-    """A call of a region. results: (getitem node, number of the output) for each output. stack: see
-    `stack_of`.
+    """A call of a region. results: (getitem node, number of the output) for each output that is
+    read. stack: see `stack_of`.
     """
 
     region: str
@@ -97,14 +97,12 @@ class ConsecutiveCalls:
 class TracedRegions:
     """The regions of one graph from Dynamo, while it is converted to a functional graph.
 
-    with TracedRegions(gm, functional) as regions:  functional(body, inputs) -> the functional graph
-                                                    of one region
-        ...                                       trace gm, whose calls are opaque ops and whose
-                                                  inputs are those in `kept`
-        regions.inline_calls(traced)              restores all inputs, and replaces the opaque ops
-                                                  by nodes
+    with TracedRegions(gm, functional) as regions:
+        traced = ...                  # trace gm, whose calls are now opaque ops
+        regions.inline_calls(traced)  # replace these by nodes, and restore all inputs
 
-    kept  the numbers of the inputs that remain in gm
+    functional  (region, its inputs) -> its functional graph
+    kept        the numbers of the inputs that remain in gm
     """
 
     def __init__(

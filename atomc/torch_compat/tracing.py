@@ -331,13 +331,13 @@ def added_by_aot(functional: GraphModule, num_inputs: int) -> str | None:
     context = TracingContext.try_get()
     meta = context.fw_metadata if context is not None else None
     if meta is None:
-        return "AOTAutograd does not say what it adds to the graph"
+        return "AOTAutograd has no metadata of what it adds to the graph"
     if autocast_is_on():
         return "autocast is on"
     if meta.mutated_inp_runtime_indices or any(info.mutates_metadata for info in meta.input_info):
-        return "an input is changed behind the graph"
+        return "an input is mutated after the graph"
     if meta.num_intermediate_bases or meta.tokens or meta.is_rng_op_functionalized:
-        return "outputs are made behind the graph"
+        return "outputs are computed after the graph"
     if _returns_view_of_written(meta):
         return "an output is a view of an input that the graph writes"
     if any(type(info).__name__ != "PlainTensorMeta" for info in meta.subclass_inp_meta):

@@ -1,8 +1,8 @@
 """Packed weights: parameters stored as consecutive rows of one tensor, so that one kernel can read
 them together.
 
-    q.weight [N, K], k.weight [M, K]    =>    packed [N + M, K];  q.weight is packed[:N], k.weight
-                                        is packed[N:]
+    q.weight [N, K], k.weight [M, K]
+    =>  packed [N + M, K], where q.weight is packed[:N] and k.weight is packed[N:]
 
 The parts share the memory of the packed weight through DLPack: each part has its own storage, as
 Dynamo and safetensors require, and an in-place write to a part writes the packed weight. The parts
