@@ -3,12 +3,12 @@
     parameter -> Location: its address, the packed weight that contains it, and the weights that
     kernels prepared from it
 
-| a kernel reads    | in memory                     | created by                                    |
-|-------------------|-------------------------------|-----------------------------------------------|
-| the parameter     | at the parameter's address    | `parameter_of` (loader, quantization)         |
-| a packed weight   | of its parameters (its rows)  | weights.packed, which moves the parameters    |
-| a prepared weight | of its own, or instead of the | weights.prepared, by a function of the kernel |
-|                   | parameter                     |                                               |
+| a kernel reads    | in memory                     | created by                                 |
+|-------------------|-------------------------------|--------------------------------------------|
+| the parameter     | at the parameter's address    | `parameter_of` (loader, quantization)      |
+| a packed weight   | of its parameters (its rows)  | weights.packed, which moves the parameters |
+| a prepared weight | of its own, or instead of the | weights.prepared, by the kernel's function |
+|                   | parameter                     |                                            |
 
 The table holds parameters weakly and prepared weights strongly: an entry is removed with its
 parameter. A user may move a parameter (`.data =`, `.to()`), so that its address changes; packed and
