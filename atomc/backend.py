@@ -11,12 +11,12 @@ from atomc.compiler.entry import new_report, skip_reason
 from atomc.compiler.phases import timed
 from atomc.compiler.specialize import Specialized, runnable
 from atomc.errors import OURS, OptionsError, RunError
-from atomc.graph.signature import Call, Input
 from atomc.options import Options, OptionValue
 from atomc.platform import Platform
 from atomc.report import contract
 from atomc.report.render.page import publish
 from atomc.report.report import Report, forget, keep
+from atomc.torch_compat.core import GraphFunction, Input
 from atomc.torch_compat.inductor import inductor, inductor_option_names
 from atomc.torch_compat.tracing import (
     RestartAnalysis,
@@ -33,7 +33,7 @@ def atom(
     *,
     options: Mapping[str, OptionValue] | Options | None = None,
     mode: str | None = None,
-) -> Call:
+) -> GraphFunction:
     """The backend. Raises OptionsError for wrong options; after any other failure, Inductor
     compiles the graph.
     """
@@ -49,7 +49,7 @@ def compile_graph(
     example_inputs: Sequence[Input],
     options: Options,
     platform: Platform | None = None,
-) -> Call:
+) -> GraphFunction:
     """Compile one graph from Dynamo; or let Inductor compile it, and report why."""
     report = keep(new_report(gm))
     reason = skip_reason(example_inputs, options)
@@ -82,7 +82,7 @@ def compile_graph(
 
 def to_inductor(
     gm: GraphModule, example_inputs: Sequence[Input], options: Options, report: Report, reason: str
-) -> Call:
+) -> GraphFunction:
     """Compile Dynamo's graph with Inductor, as its own backend does."""
     report.treated, report.why_not = False, reason
     contract.check(report, options)

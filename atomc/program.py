@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from atomc.cache.compiled import Compiled, weight_inputs
 from atomc.cache.model_cache import ModelCache
 from atomc.errors import OURS, RunError
-from atomc.graph.signature import Input
 from atomc.ops.inputs import StateInput
 from atomc.ops.state import StateSpec, Step
 from atomc.options import Options, OptionValue
@@ -23,6 +22,7 @@ from atomc.platform import Platform
 from atomc.report import contract
 from atomc.report.render.page import publish
 from atomc.report.report import Report, keep
+from atomc.torch_compat.core import Input
 from atomc.weights.inputs import WeightInputs
 
 if TYPE_CHECKING:
@@ -244,7 +244,7 @@ def _traced(
 
 def _made(
     weights: WeightInputs, inputs: Sequence[Input | None], device: torch.device, report: Report
-) -> list[Weight]:
+) -> Sequence[Weight]:
     """Packed weights, and prepared weights unless on meta."""
     if device.type == "meta":
         return weights.refresh_packed(inputs)

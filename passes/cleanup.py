@@ -11,7 +11,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import Argument
 
-from atomc.graph.canonical import Call, call, value
+from atomc.graph.canonical import Call, call, dims_of, value
 from atomc.graph.mutation import mutated, storage
 from atomc.graph.sizes import known_equal, same_shape
 from atomc.graph.strides import Values, same_strides, values_behind
@@ -167,7 +167,7 @@ def _swapped_back(node: Node, here: Call) -> Node | None:
     inner, dims = call(here.operands[0]), here.attrs["dims"]
     return (
         inner.operands[0]
-        if inner.op == "permute" and inner.attrs["dims"] == dims and _is_swap(dims)
+        if inner.op == "permute" and inner.attrs["dims"] == dims and _is_swap(dims_of(dims))
         else None
     )
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from atomc.graph.canonical import value
+from atomc.graph.canonical import Value, value
 from atomc.graph.mutation import storage
 from atomc.graph.sizes import same_shape
 from atomc.graph.strides import Values, same_strides, values_behind
@@ -65,7 +65,7 @@ def _copies_back(graph: Graph) -> Iterator[tuple[Node, Node, Node]]:
 
 def _changed(
     target: Node, new: Node, returned: set[Node], values: Values
-) -> dict[Node, Tensor] | None:
+) -> dict[Node, Value] | None:
     """The nodes whose values change strides if the new value has those of the input, None if that
     is not possible.
     """

@@ -263,7 +263,7 @@ def test_the_layout_without_shared_blocks_says_so(caplog):
         one = engine("contiguous")
     said = (
         "in layout 'contiguous' a block holds a whole sequence, so none can be shared; "
-        "layout 'paged' has one"
+        "use layout 'paged'"
     )
     assert not one.scheduler.pool.shares
     assert one.stats().no_prefix_cache == said
@@ -273,7 +273,7 @@ def test_the_layout_without_shared_blocks_says_so(caplog):
 
 def test_a_prefix_cache_that_the_layout_cannot_have_is_refused():
     with pytest.raises(
-        ValueError, match=r"enable_prefix_caching: in layout 'contiguous' .* layout 'paged' has one"
+        ValueError, match=r"enable_prefix_caching: in layout 'contiguous' .* use layout 'paged'"
     ):
         engine("contiguous", enable_prefix_caching=True)
 

@@ -188,9 +188,9 @@ def test_the_weights_of_a_new_op_are_listed_with_what_they_save(program):
 @pytest.mark.parametrize(
     ("scheme", "said"),
     [
-        ("fp8", "fp8, a scale an output"),
-        ("fp8_block", "fp8, a scale a square of 128"),
-        ("mxfp4", "mxfp4, a scale for 32 inputs"),
+        ("fp8", "fp8, one scale per output"),
+        ("fp8_block", "fp8, one scale per square of 128"),
+        ("mxfp4", "mxfp4, one scale per 32 inputs"),
     ],
 )
 def test_the_weight_of_an_op_whose_scheme_is_an_argument_is_listed_as_that_scheme_stores_it(

@@ -256,7 +256,7 @@ def test_quantizing_keeps_most_of_a_row(quantize: ops.Op) -> None:
 def test_wrong_attributes_are_told_the_right_ones() -> None:
     with pytest.raises(ValueError, match=r"rounding 'down' is not one of \('even', 'up'\)"):
         ops.quant_mxfp4.reference(torch.ones(32), "down")
-    with pytest.raises(ValueError, match="40 columns are no multiple of 32"):
+    with pytest.raises(ValueError, match="40 columns are not a multiple of 32"):
         ops.quant_mxfp4.reference(torch.ones(2, 40))
     with pytest.raises(ValueError, match=r"fp8 dtype torch\.int8 is not one of"):
         ops.quant_fp8_static.reference(torch.ones(2), torch.ones(1), torch.int8)

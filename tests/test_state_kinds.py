@@ -443,14 +443,14 @@ def test_only_state_of_tokens_is_shared_by_prefixes(served):
     notes = [note for note in engine.program.report.notes if note.startswith("no prefix cache")]
     if kind in WITH_SUMS:
         assert request.num_cached == 0
-        assert len(notes) == 1 and "keeps one state a sequence (kind 'recurrent')" in notes[0]
+        assert len(notes) == 1 and "keeps one state per sequence (kind 'recurrent')" in notes[0]
     else:
         assert request.num_cached == 32 and not notes
 
 
 def test_a_prefix_cache_or_drafts_that_cannot_be_are_refused_with_the_layer():
     with pytest.raises(
-        ValueError, match=r"enable_prefix_caching: layers\.0 keeps one state a sequence"
+        ValueError, match=r"enable_prefix_caching: layers\.0 keeps one state per sequence"
     ):
         started("mixed", enable_prefix_caching=True)
     with pytest.raises(

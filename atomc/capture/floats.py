@@ -2,12 +2,11 @@
 constants, also in regions.
 """
 
-from typing import Any
-
 from torch import Tensor
 from torch.fx import GraphModule, Node
+from torch.fx.node import Argument
 
-from atomc.capture.inline_regions import inline, region, regions_of
+from atomc.capture.inline_regions import inline, region, regions_of, replace_uses
 
 
 def restore_float_constants(gm: GraphModule, floats: dict[int, float]) -> None:
@@ -19,8 +18,10 @@ def restore_float_constants(gm: GraphModule, floats: dict[int, float]) -> None:
     """
     known = _float_values(gm, floats)
 
-    def constant(operand: Any) -> float | None:
-        return operand if isinstance(operand, float) else known.get(operand)
+    def constant(operand: Argument) -> float | None:
+        if isinstance(operand, Node):
+            return known.get(operand)
+        return operand if isinstance(operand, float) else None
 
     everywhere = regions_of(gm)
     if any(
@@ -56,21 +57,21 @@ def inline_floats(gm: GraphModule) -> None:
 def _fold_item_calls(gm: GraphModule) -> None:
     for node in gm.graph.find_nodes(op="call_method", target="item"):
         number = node.args[0]
-        if isinstance(number, float) or _reads_number(number):
-            _replace(node, number)
+        if isinstance(number, float) or (isinstance(number, Node) and _reads_number(number)):
+            replace_uses(node, number)
             gm.graph.erase_node(node)
     gm.recompile()
 
 
-def _operands(calls: list[Node]) -> list[tuple[Any, ...]]:
+def _operands(calls: list[Node]) -> list[tuple[Argument, ...]]:
     """The operands of the calls, grouped by position."""
     return list(zip(*(call.args[2:] for call in calls), strict=True))
 
 
-def _float_values(gm: GraphModule, floats: dict[int, float]) -> dict[Any, float]:
+def _float_values(gm: GraphModule, floats: dict[int, float]) -> dict[Node, float]:
     """The inputs, and the `item` nodes on them, with their values."""
     placeholders = gm.graph.find_nodes(op="placeholder")
-    known: dict[Any, float] = {placeholders[number]: value for number, value in floats.items()}
+    known: dict[Node, float] = {placeholders[number]: value for number, value in floats.items()}
     return known | {
         reader: value
         for node, value in known.items()
@@ -86,23 +87,7 @@ def _reads_number(node: Node) -> bool:
 def _make_constant(node: Node, value: float) -> None:
     for reader in list(node.users):
         if _reads_number(reader):
-            _replace(reader, value)
+            replace_uses(reader, value)
             reader.graph.erase_node(reader)
     if not isinstance(node.meta.get("example_value"), Tensor):
-        _replace(node, value)
-
-
-def _replace(node: Node, value: Any) -> None:
-    for reader in list(node.users):
-        reader.args = _substituted(reader.args, node, value)
-        reader.kwargs = _substituted(reader.kwargs, node, value)
-
-
-def _substituted(argument: Any, node: Node, value: Any) -> Any:
-    if isinstance(argument, Node):
-        return value if argument is node else argument
-    if isinstance(argument, tuple | list):
-        return type(argument)(_substituted(part, node, value) for part in argument)
-    if isinstance(argument, dict):
-        return {name: _substituted(part, node, value) for name, part in argument.items()}
-    return argument
+        replace_uses(node, value)

@@ -7,7 +7,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +21,7 @@ from atomc.graph.inputs import set_graph_input
 from atomc.graph.mutation import mutated
 from atomc.graph.provenance import module_path
 from atomc.ops.inputs import MODEL_INPUTS, StepInput
-from atomc.torch_compat.core import FakeTensor, FakeTensorMode
+from atomc.torch_compat.core import FakeTensor, FakeTensorMode, GraphFunction, Input
 from atomc.torch_compat.tracing import (
     RestartAnalysis,
     argument_of,
@@ -46,14 +45,14 @@ class Captured:
     """
 
     graph: GraphModule
-    wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+    wrap: Callable[[GraphFunction], GraphFunction]
     around: str | None
     written: tuple[int, ...]
     notes: tuple[str, ...] = ()
 
 
 def dynamo_graph(
-    gm: GraphModule, example_inputs: Sequence[Any], floats: dict[int, float]
+    gm: GraphModule, example_inputs: Sequence[Input], floats: dict[int, float]
 ) -> GraphModule:
     """A copy of Dynamo's graph, prepared for `capture`: repeated layers are regions, lifted floats
     are constants.
@@ -72,7 +71,7 @@ def dynamo_graph(
     return copy
 
 
-def capture(dynamo: GraphModule, example_inputs: Sequence[Any]) -> Captured:
+def capture(dynamo: GraphModule, example_inputs: Sequence[Input]) -> Captured:
     """The functional graph of a result of `dynamo_graph`, which is modified.
 
     Each region is traced once and then inlined. If that fails, every layer is traced, and a note
@@ -106,7 +105,7 @@ def capture(dynamo: GraphModule, example_inputs: Sequence[Any]) -> Captured:
     return captured
 
 
-def _capture(dynamo: GraphModule, fakes: Sequence[Any]) -> Captured:
+def _capture(dynamo: GraphModule, fakes: Sequence[Input]) -> Captured:
     if not regions_of(dynamo):
         return _without_regions(dynamo, fakes)
     try:
@@ -118,10 +117,10 @@ def _capture(dynamo: GraphModule, fakes: Sequence[Any]) -> Captured:
         return _without_regions(dynamo, fakes, region_failure_note(error))
 
 
-def _without_regions(dynamo: GraphModule, fakes: Sequence[Any], *notes: str) -> Captured:
+def _without_regions(dynamo: GraphModule, fakes: Sequence[Input], *notes: str) -> Captured:
     functional = functional_graph(dynamo, fakes)
 
-    def wrap(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(compiled: GraphFunction) -> GraphFunction:
         functional.target.function = compiled
         return compiled if functional.around is None else functional.call
 
@@ -130,7 +129,7 @@ def _without_regions(dynamo: GraphModule, fakes: Sequence[Any], *notes: str) -> 
     )
 
 
-def _with_regions(gm: GraphModule, fakes: Sequence[Any]) -> Captured:
+def _with_regions(gm: GraphModule, fakes: Sequence[Input]) -> Captured:
     """Trace a graph with regions, each region once, and inline them. Modifies the graph."""
     mode = fake_mode_of(gm.graph)
     with TracedRegions(gm, lambda body, inputs: traced_region(body, inputs, mode)) as regions:
@@ -145,7 +144,7 @@ def _with_regions(gm: GraphModule, fakes: Sequence[Any]) -> Captured:
 
 
 def traced_region(
-    body: GraphModule, inputs: Sequence[Any], mode: FakeTensorMode | None
+    body: GraphModule, inputs: Sequence[Input], mode: FakeTensorMode | None
 ) -> GraphModule:
     """The functional graph of a region, as if it were a graph of its own."""
     for node in body.graph.find_nodes(op="placeholder"):
@@ -154,7 +153,7 @@ def traced_region(
         return functional_graph(body, inputs).graph
 
 
-def check_sharing(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
+def check_sharing(gm: GraphModule, example_inputs: Sequence[Input]) -> None:
     """Raise SharingError if Dynamo reused the weights of one layer for another.
 
     torch 2.13 does so for layers called through a bound method, such as those with hooks of
@@ -209,6 +208,6 @@ def has_no_autocast(gm: GraphModule) -> bool:
     )
 
 
-def wants_gradients(inputs: Sequence[Any]) -> bool:
+def wants_gradients(inputs: Sequence[Input]) -> bool:
     """Whether any input requires a gradient."""
     return any(isinstance(x, Tensor) and x.requires_grad for x in inputs)

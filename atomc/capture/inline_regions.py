@@ -1,7 +1,7 @@
 """Inlines regions, which Dynamo traced once for several layers, at each of their calls.
 
-    y = invoke_subgraph(region, x, weights of layer 3)    =>    the region's nodes, reading x and
-                                                          the weights of layer 3
+    y = invoke_subgraph(region, x, weights of layer 3)
+    =>  the nodes of the region, which read x and the weights of layer 3
 
 While AOTAutograd traces the graph, consecutive calls are replaced by one opaque op, and inputs that
 only they read are removed: AOTAutograd traces each region once, separately, and the rest of the
@@ -11,20 +11,20 @@ the layer that was traced.
 
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import Argument, map_arg
 
-from atomc.graph.provenance import clean_path
+from atomc.graph.canonical import Value
+from atomc.graph.provenance import Stack, clean_path
 from atomc.graph.sizes import known_equal
-from atomc.torch_compat.core import FakeTensor, FakeTensorMode, outside_of_tracing
+from atomc.torch_compat.core import FakeTensor, FakeTensorMode, Input, outside_of_tracing
 from atomc.torch_compat.tracing import INVOKE_SUBGRAPH, fake_mode_of
-
-Stack = Mapping[str, Any]
 
 _LIBRARY = torch.library.Library("atom", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define(  # type: ignore[no-untyped-call]
@@ -73,12 +73,12 @@ def region(gm: GraphModule, name: str) -> GraphModule:
 
 
 class Call(NamedTuple):
-    """A call of a region. results: (getitem node, number of the output) for each output. stack: see
-    `stack_of`.
+    """A call of a region. results: (getitem node, number of the output) for each output that is
+    read. stack: see `stack_of`.
     """
 
     region: str
-    operands: tuple[Any, ...]
+    operands: tuple[Argument, ...]
     results: list[tuple[Node, int]]
     stack: Stack
 
@@ -97,18 +97,16 @@ class ConsecutiveCalls:
 class TracedRegions:
     """The regions of one graph from Dynamo, while it is converted to a functional graph.
 
-    with TracedRegions(gm, functional) as regions:  functional(body, inputs) -> the functional graph
-                                                    of one region
-        ...                                       trace gm, whose calls are opaque ops and whose
-                                                  inputs are those in `kept`
-        regions.inline_calls(traced)              restores all inputs, and replaces the opaque ops
-                                                  by nodes
+    with TracedRegions(gm, functional) as regions:
+        traced = ...                  # trace gm, whose calls are now opaque ops
+        regions.inline_calls(traced)  # replace these by nodes, and restore all inputs
 
-    kept  the numbers of the inputs that remain in gm
+    functional  (region, its inputs) -> its functional graph
+    kept        the numbers of the inputs that remain in gm
     """
 
     def __init__(
-        self, gm: GraphModule, functional: Callable[[GraphModule, Sequence[Any]], GraphModule]
+        self, gm: GraphModule, functional: Callable[[GraphModule, Sequence[Input]], GraphModule]
     ):
         self.gm, self.functional = gm, functional
         self.inputs: list[Node] = list(gm.graph.find_nodes(op="placeholder"))
@@ -136,7 +134,7 @@ class TracedRegions:
                 for call in run.calls
                 for reader, i in call.results
             }
-            _outputs[number] = [_value(made[output]) for output in run.outputs]
+            _outputs[number] = [_tensor(made[output]) for output in run.outputs]
             _make_opaque(self.gm.graph, calls, run, number)
         for node in withheld:
             self.gm.graph.erase_node(node)
@@ -180,7 +178,7 @@ class TracedRegions:
         mode = fake_mode_of(graph)
         with outside_of_tracing():
             for i in set(range(len(self.inputs))) - set(self.kept):
-                inputs[self.inputs[i]].meta["val"] = _fake_like(_value(self.inputs[i]), mode)
+                inputs[self.inputs[i]].meta["val"] = _fake_like(_tensor(self.inputs[i]), mode)
         for node in graph.nodes:
             if node not in copies:
                 copies[node] = whole.node_copy(node, copies.__getitem__)
@@ -194,7 +192,7 @@ class TracedRegions:
             and isinstance(sizes, list | tuple)
         )
         run = self.runs[number]
-        known: dict[Any, Any] = {
+        known: dict[Node, Argument] = {
             **inputs,
             **dict(zip(run.operands, (*tensors, *sizes), strict=True)),
         }
@@ -205,7 +203,7 @@ class TracedRegions:
             made = _copy_body(graph, body, node, operands, self.traced[call.region], call.stack)
             known.update((reader, made[i]) for reader, i in call.results)
         for reader in list(node.users):
-            reader.replace_all_uses_with(known[run.outputs[_output_index(reader)]])
+            replace_uses(reader, known[run.outputs[_output_index(reader)]])
             graph.erase_node(reader)
         graph.erase_node(node)
 
@@ -304,7 +302,7 @@ def inline(gm: GraphModule) -> None:
         for call in calls:
             made = _copy_body(gm.graph, body, call, call.args[2:], traced, stack_of(call))
             for reader in list(call.users):
-                reader.replace_all_uses_with(made[_output_index(reader)])
+                replace_uses(reader, made[_output_index(reader)])
                 gm.graph.erase_node(reader)
             gm.graph.erase_node(call)
         for source in sources:
@@ -313,6 +311,13 @@ def inline(gm: GraphModule) -> None:
     if names:
         gm.graph.lint()
         gm.recompile()
+
+
+def replace_uses(node: Node, value: Argument) -> None:
+    """Replace a node by another node or by a constant wherever it is read."""
+    for reader in list(node.users):
+        reader.args = map_arg(reader.args, lambda x: value if x is node else x)
+        reader.kwargs = map_arg(reader.kwargs, lambda x: value if x is node else x)
 
 
 def stack_of(call: Node) -> Stack:
@@ -342,7 +347,7 @@ def _writes(graph: Graph) -> bool:
     return False
 
 
-def _returned(body: GraphModule) -> Sequence[Any]:
+def _returned(body: GraphModule) -> Sequence[Argument]:
     outputs = body.graph.output_node().args[0]
     assert isinstance(outputs, tuple | list)
     return outputs
@@ -360,10 +365,10 @@ def _check_region(body: GraphModule, num_inputs: int, num_outputs: int) -> None:
         raise CannotInline("a region returns a value that is not a tensor")
 
 
-def _check_operands(body: GraphModule, operands: Sequence[Any], call: Call) -> None:
+def _check_operands(body: GraphModule, operands: Sequence[Argument], call: Call) -> None:
     for placeholder, operand in zip(body.graph.find_nodes(op="placeholder"), operands, strict=True):
         if isinstance(_value(placeholder), Tensor) and not _same_layout(
-            _value(placeholder), _value(operand)
+            _tensor(placeholder), _tensor(operand)
         ):
             raise CannotInline(
                 f"{clean_path(_innermost(call.stack))} reads {operand} with another shape, "
@@ -372,12 +377,18 @@ def _check_operands(body: GraphModule, operands: Sequence[Any], call: Call) -> N
             )
 
 
-def _value(operand: object) -> Any:
+def _value(operand: Argument) -> Argument | Value:
     return (
         operand.meta.get("val", operand.meta.get("example_value"))
         if isinstance(operand, Node)
         else operand
     )
+
+
+def _tensor(operand: Argument) -> Tensor:
+    value = _value(operand)
+    assert isinstance(value, Tensor)
+    return value
 
 
 def _same_layout(a: Tensor, b: Tensor) -> bool:
@@ -400,14 +411,14 @@ def _copy_body(
     graph: Graph,
     body: GraphModule,
     before: Node,
-    operands: Sequence[Any],
+    operands: Sequence[Argument],
     traced: Stack,
     actual: Stack,
-) -> list[Any]:
+) -> list[Argument]:
     """Copy a region's nodes before a node of the graph; returns the copies of the region's
     outputs.
     """
-    copies: dict[Node, Any] = dict(
+    copies: dict[Node, Argument] = dict(
         zip(body.graph.find_nodes(op="placeholder"), operands, strict=True)
     )
     moved = _stack_mapper(_innermost(traced), _innermost(actual))

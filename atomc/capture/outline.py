@@ -12,14 +12,15 @@ import operator
 from collections import Counter
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
+import sympy
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
 from atomc.capture.structural_hash import structural_key
-from atomc.graph.provenance import clean_path
+from atomc.graph.canonical import Value
+from atomc.graph.provenance import Stack, clean_path
 from atomc.torch_compat.tracing import INVOKE_SUBGRAPH
 
 MIN_LAYERS = 3  # tracing two layers takes as long as tracing one and inlining it twice
@@ -36,7 +37,7 @@ class Layer:
     outputs  the nodes that are read outside of it
     """
 
-    stack: dict[str, Any]
+    stack: Stack
     nodes: list[Node]
     inputs: list[Node] = field(default_factory=list)
     outputs: list[Node] = field(default_factory=list)
@@ -87,8 +88,8 @@ def _layers(graph: Graph) -> list[Layer]:
     return [run for path, run in zip(paths, runs, strict=True) if path and times[path] == 1]
 
 
-def _numbered_module(node: Node) -> tuple[str, dict[str, Any]]:
-    stack: dict[str, Any] = {}
+def _numbered_module(node: Node) -> tuple[str, Stack]:
+    stack: dict[str, tuple[str, type[nn.Module] | str]] = {}
     for key, entry in (node.meta.get("nn_module_stack") or {}).items():
         stack[key] = entry
         path = clean_path(entry[0])
@@ -97,7 +98,7 @@ def _numbered_module(node: Node) -> tuple[str, dict[str, Any]]:
     return "", {}
 
 
-def _find_inputs_and_outputs(layer: Layer, sizes: dict[Any, Node]) -> None:
+def _find_inputs_and_outputs(layer: Layer, sizes: dict[sympy.Symbol, Node]) -> None:
     inside = set(layer.nodes)
     inputs = dict.fromkeys(
         x for node in layer.nodes for x in node.all_input_nodes if x not in inside
@@ -108,16 +109,16 @@ def _find_inputs_and_outputs(layer: Layer, sizes: dict[Any, Node]) -> None:
     layer.outputs = [node for node in layer.nodes if any(user not in inside for user in node.users)]
 
 
-def _sizes(graph: Graph) -> dict[Any, Node]:
+def _sizes(graph: Graph) -> dict[sympy.Symbol, Node]:
     """Symbol -> the graph input that is this size."""
     found = {}
     for node in graph.find_nodes(op="placeholder"):
-        if isinstance(_value(node), torch.SymInt):
-            found[_value(node).node.expr] = node
+        if isinstance(size := _value(node), torch.SymInt):
+            found[size.node.expr] = node
     return found
 
 
-def _symbols(value: Any) -> Iterator[Any]:
+def _symbols(value: Value) -> Iterator[sympy.Symbol]:
     if isinstance(value, Tensor):
         for size in (*value.shape, *value.stride()):
             if isinstance(size, torch.SymInt):
@@ -204,5 +205,6 @@ _WRITING = {
 }
 
 
-def _value(node: Node) -> Any:
-    return node.meta.get("example_value")
+def _value(node: Node) -> Value:
+    value: Value = node.meta.get("example_value")
+    return value

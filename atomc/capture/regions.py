@@ -13,7 +13,7 @@ import types
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from torch import nn
 
@@ -26,14 +26,15 @@ from atomc.torch_compat.tracing import (
     nested_compile_region,
 )
 
+P = ParamSpec("P")
 T = TypeVar("T")
+Forward = Callable[..., Any]  # of torch.nn.Module
 
 FLAG = "_atomc_region"
 
 _marked: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
-_original_forwards: dict[
-    type[nn.Module], Any
-] = {}  # of classes that check the flag; None if it is inherited
+# Of the classes that check the flag; None if it is inherited.
+_original_forwards: dict[type[nn.Module], Forward | None] = {}
 _lock = threading.Lock()
 
 
@@ -147,20 +148,22 @@ def unmark(layers: Iterable[nn.Module]) -> None:
         share_source_links(bool(_original_forwards))
 
 
-def _original_forward(kind: type[nn.Module]) -> Callable[..., Any]:
+def _original_forward(kind: type[nn.Module]) -> Forward:
     """The forward that the class defines or inherits, without flag check."""
     for base in kind.__mro__:
         found = _original_forwards.get(base) or (
             vars(base).get("forward") if base not in _original_forwards else None
         )
         if found is not None:
-            return found  # type: ignore[no-any-return]
+            return found
     raise AssertionError(f"{kind.__name__} has no forward")
 
 
-def _dispatch_on_flag(original: Callable[..., Any]) -> Callable[..., Any]:
+def _dispatch_on_flag(
+    original: Callable[Concatenate[nn.Module, P], T],
+) -> Forward:
     @functools.wraps(original)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: nn.Module, *args: P.args, **kwargs: P.kwargs) -> T:
         if getattr(self, FLAG, False):
             return region(self, *args, **kwargs)
         return original(self, *args, **kwargs)

@@ -1,14 +1,16 @@
 """Structural hashing of graphs: keys that are equal for nodes that differ only in their names."""
 
 from collections.abc import Hashable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Node
+from torch.fx.node import Argument
+
+from atomc.graph.canonical import Value
 
 
-def structural_key(item: Any, numbers: Mapping[Node, int]) -> Hashable:
+def structural_key(item: Argument | Value, numbers: Mapping[Node, int]) -> Hashable:
     """The key of an argument or value of a node: nodes by number, sizes by symbol, tensors by
     dtype, device and layout.
 

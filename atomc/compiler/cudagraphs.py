@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from atomc.compiler.static_buffer import StaticBuffer
-from atomc.graph.signature import Call, Input, Outputs
-from atomc.torch_compat.core import is_static_input
+from atomc.torch_compat.core import GraphFunction, Input, Outputs, is_static_input
 
 T = TypeVar("T")
 MOST_GRAPHS = 32
@@ -94,7 +93,7 @@ class Graphed:
 
     def __init__(
         self,
-        call: Call,
+        call: GraphFunction,
         written: Sequence[int],
         notes: list[str],
         graphs: list[GraphRecord],

@@ -27,12 +27,11 @@ from atomc.compiler.phases import timed
 from atomc.compiler.summarize_graph import summarize_graph
 from atomc.dumps.dump import Dumper
 from atomc.graph import structured_trace
-from atomc.graph.signature import Call, Input
 from atomc.options import InductorValue, Options
 from atomc.report.records import Glue
 from atomc.report.report import Report
 from atomc.rewriting.graph_pass import Context
-from atomc.torch_compat.core import without_autocast
+from atomc.torch_compat.core import GraphFunction, Input, without_autocast
 from atomc.torch_compat.inductor import mode_options
 
 
@@ -49,7 +48,7 @@ class Built:
 
     compiled: Compiled
     written: Sequence[int]
-    wrap: Callable[[Call], Call]
+    wrap: Callable[[GraphFunction], GraphFunction]
     entry: Plain | None
     key: str | None
 

@@ -15,7 +15,6 @@ from atomc.compiler.driver import compile_graph
 from atomc.compiler.entry import new_report, skip_reason
 from atomc.errors import OURS
 from atomc.graph.expressions import Size, expression
-from atomc.graph.signature import Call, Input, Output
 from atomc.options import Options, OptionValue
 from atomc.platform import Platform
 from atomc.report import contract
@@ -23,6 +22,7 @@ from atomc.report.render.page import publish
 from atomc.report.report import Report, forget, keep
 from atomc.rewriting.graph_pass import Context
 from atomc.torch_compat.automatic_dynamic import isolated_dynamo_state
+from atomc.torch_compat.core import GraphFunction, Input
 from atomc.torch_compat.tracing import (
     RestartAnalysis,
     ShortenTraceback,
@@ -64,7 +64,7 @@ def explain(
     where = Platform.named(platform) if isinstance(platform, str) else platform
     made: list[Report] = []
 
-    def backend(gm: GraphModule, inputs: Sequence[Input]) -> Call:
+    def backend(gm: GraphModule, inputs: Sequence[Input]) -> GraphFunction:
         with raised_unwrapped():
             made.append(_inspect(gm, inputs, chosen, where))
         return lambda *given: empty_outputs(gm, given)
@@ -136,9 +136,8 @@ def _inspect(
     device = next((x.device.type for x in inputs if isinstance(x, Tensor) and not x.is_meta), None)
     where = platform or Platform.detect(device)
     placeholders = gm.graph.find_nodes(op="placeholder")
-    floats = {
-        i: float(inputs[i]) for node in lifted_floats(gm.graph) for i in [placeholders.index(node)]
-    }
+    lifted = [placeholders.index(node) for node in lifted_floats(gm.graph)]
+    floats = {i: value for i in lifted if isinstance(value := inputs[i], float)}
     try:
         compile_graph(
             gm,
@@ -161,15 +160,15 @@ def _inspect(
     return report
 
 
-def empty_outputs(gm: GraphModule, given: Sequence[Input]) -> list[Output]:
+def empty_outputs(gm: GraphModule, given: Sequence[Input]) -> list[Input]:
     """Zeros with the shapes and dtypes of the graph's outputs, for code that continues after a
     graph break.
     """
     symbols: dict[sympy.Symbol, int] = {}
     for node, actual in zip(gm.graph.find_nodes(op="placeholder"), given, strict=True):
         fake = node.meta.get("example_value")
-        if isinstance(fake, torch.SymInt):
-            symbols[expression(fake)] = int(actual)
+        if isinstance(fake, torch.SymInt) and isinstance(actual, int):
+            symbols[expression(fake)] = actual
         elif isinstance(fake, Tensor) and isinstance(actual, Tensor):
             for size, number in zip(fake.shape, actual.shape, strict=True):
                 if isinstance(size, torch.SymInt):
@@ -178,7 +177,7 @@ def empty_outputs(gm: GraphModule, given: Sequence[Input]) -> list[Output]:
     def known(size: Size) -> int:
         return int(expression(size).subs(symbols))
 
-    def like(item: Argument) -> Output:
+    def like(item: Argument) -> Input:
         fake = item.meta.get("example_value") if isinstance(item, Node) else item
         if isinstance(fake, Tensor):
             return torch.zeros(

@@ -13,10 +13,9 @@ from torch.fx.passes.split_module import split_module
 from atomc.cache.generated import Function, of_graph, of_inductor, of_pieces
 from atomc.capture.structural_hash import structural_key
 from atomc.graph.mutation import mutated
-from atomc.graph.signature import Input
 from atomc.options import InductorValue, Options
 from atomc.platform import Platform
-from atomc.torch_compat.core import FakeTensorMode
+from atomc.torch_compat.core import FakeTensorMode, Input
 from atomc.torch_compat.inductor import inductor_code, num_cache_hits
 from atomc.torch_compat.tracing import fake_mode_of, tracing_context
 

@@ -11,12 +11,12 @@ from atomc.capture.floats import inline_floats
 from atomc.capture.inline_regions import regions_of
 from atomc.compiler.cudagraphs import Graphed
 from atomc.compiler.driver import build
-from atomc.graph.signature import Call, Input, Outputs
 from atomc.options import Options
 from atomc.platform import Platform
 from atomc.report import contract
 from atomc.report.report import Report
 from atomc.rewriting.graph_pass import Context
+from atomc.torch_compat.core import GraphFunction, Input, Outputs
 from atomc.torch_compat.tracing import (
     editable_copy,
     fake_mode_of,
@@ -45,10 +45,10 @@ class Specialized:
         placeholders = gm.graph.find_nodes(op="placeholder")
         self.floats = [placeholders.index(node) for node in lifted_floats(gm.graph)]
         self.mode = fake_mode_of(gm.graph)
-        self.compiled: dict[tuple[float, ...], Call] = {}
+        self.compiled: dict[tuple[float, ...], GraphFunction] = {}
         self.lock = threading.Lock()
 
-    def first(self) -> Call:
+    def first(self) -> GraphFunction:
         values = self.values(self.inputs)
         self.compiled[values] = self.compile(values, self.inputs)
         if not self.floats:
@@ -57,9 +57,10 @@ class Specialized:
         return self
 
     def values(self, args: Sequence[Input]) -> tuple[float, ...]:
-        return tuple(float(args[i]) for i in self.floats)
+        given = [args[i] for i in self.floats]
+        return tuple(float(value) for value in given if isinstance(value, int | float))
 
-    def compile(self, values: tuple[float, ...], inputs: Sequence[Input]) -> Call:
+    def compile(self, values: tuple[float, ...], inputs: Sequence[Input]) -> GraphFunction:
         floats = dict(zip(self.floats, values, strict=True))
         return compile_for(self.gm, inputs, self.options, self.platform, self.report, floats)
 
@@ -71,7 +72,7 @@ class Specialized:
                     self.compiled[values] = self.recompile(values, args)
         return self.compiled[values](*args)
 
-    def recompile(self, values: tuple[float, ...], args: Sequence[Input]) -> Call:
+    def recompile(self, values: tuple[float, ...], args: Sequence[Input]) -> GraphFunction:
         """Compile for further values, outside of Dynamo. A result that needs new guards is
         discarded.
         """
@@ -114,7 +115,7 @@ def compile_for(
     platform: Platform,
     report: Report,
     floats: dict[int, float],
-) -> Call:
+) -> GraphFunction:
     """One graph with given floats, compiled or from the cache, with the signature of `gm`."""
     context = Context(
         options, platform, inputs=example_inputs, keep_texts=options.report is not None

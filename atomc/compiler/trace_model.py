@@ -14,12 +14,12 @@ from atomc.cache.store import Plain
 from atomc.capture.regions import region_failure_note, trace_once
 from atomc.compiler.driver import build
 from atomc.compiler.entry import new_report
-from atomc.graph.signature import Call, Input
 from atomc.options import Options
 from atomc.platform import Platform
 from atomc.report.report import Report, forget, keep
 from atomc.rewriting.graph_pass import Context
 from atomc.torch_compat.automatic_dynamic import isolated_dynamo_state
+from atomc.torch_compat.core import GraphFunction, Input
 from atomc.torch_compat.tracing import (
     ShortenTraceback,
     mark_unbacked,
@@ -76,7 +76,7 @@ def trace_model(
     reports: list[Report] = []  # of this trace, and of an earlier one that failed
     notes: list[str] = []
 
-    def backend(gm: GraphModule, inputs: Sequence[Input]) -> Call:
+    def backend(gm: GraphModule, inputs: Sequence[Input]) -> GraphFunction:
         reports.append(keep(new_report(gm)))
         with raised_unwrapped():
             traced = _compiled(gm, replace(context, inputs=inputs), reports[-1])
@@ -124,9 +124,9 @@ def _example_step(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
 def _run_dynamo(
     model: nn.Module,
     example: tuple[Tensor, Tensor, Tensor],
-    backend: Callable[[GraphModule, Sequence[Input]], Call],
+    backend: Callable[[GraphModule, Sequence[Input]], GraphFunction],
 ) -> TracedModel:
-    """Call the model under Dynamo until the backend raises _TraceFinished."""
+    """GraphFunction the model under Dynamo until the backend raises _TraceFinished."""
 
     def step(input_ids: Tensor, positions: Tensor, logits_rows: Tensor) -> Tensor:
         logits: Tensor = model(input_ids, positions, logits_rows)

@@ -12,19 +12,21 @@ including the new ones. Other sizes keep the names that they have in the graph.
 import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
 import sympy
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from atomc.graph.canonical import call, value
+from atomc.graph.canonical import Value, call, value
 from atomc.graph.expressions import expression
 from atomc.graph.provenance import layer_of, module_path, source_line
 from atomc.graph.step_symbols import C, symbols_of
 from atomc.graph.views import ZERO_COST, name_of, schema_name, storage_node, view_base
 from atomc.ops.op import op_of
 from atomc.ops.op_cost import OpCall, Operand, Work, lookup, read_and_write
+
+T = TypeVar("T")
 
 # Matrix products of PyTorch -> the index of the operand that is the first matrix.
 PRODUCTS = {
@@ -113,16 +115,18 @@ def call_of(node: Node) -> OpCall:
     arguments = {
         name: _operand(value(x) if isinstance(x, Node) else x) for name, x in given.items()
     }
-    reads, results = (tuple(map(_operand, tensors)) for tensors in (_reads(node), _results(node)))
+    reads, results = (
+        tuple(map(_operand_of, tensors)) for tensors in (_reads(node), _results(node))
+    )
     return OpCall(arguments, op.mutates if op is not None else (), reads, results, C)
 
 
-def _operand(found: Any) -> Any:
-    return (
-        Operand(tuple(map(expression, found.shape)), found.dtype)
-        if isinstance(found, Tensor)
-        else found
-    )
+def _operand(found: T) -> T | Operand:
+    return _operand_of(found) if isinstance(found, Tensor) else found
+
+
+def _operand_of(tensor: Tensor) -> Operand:
+    return Operand(tuple(map(expression, tensor.shape)), tensor.dtype)
 
 
 def graph_costs(gm: GraphModule) -> list[NodeCost]:
@@ -172,7 +176,7 @@ def _numel(tensor: Tensor) -> sympy.Expr:
     return sympy.prod([expression(size) for size in tensor.shape])
 
 
-def bytes_of(given: Any) -> sympy.Expr:
+def bytes_of(given: Value) -> sympy.Expr:
     """The size of a tensor, or of all tensors of a tuple, in bytes; 0 for a number."""
     if isinstance(given, Tensor):
         return _numel(given) * given.element_size()

@@ -8,7 +8,7 @@ from torch.fx import GraphModule, Node
 from atomc.graph.canonical import value
 from atomc.graph.provenance import layer_of, module_path
 from atomc.ops.op import Op, op_of
-from atomc.ops.op_traits import QuantizedWeight
+from atomc.ops.op_traits import Arguments, QuantizedWeight
 from atomc.report.records import QuantizedWeightSize
 
 
@@ -25,7 +25,7 @@ def _size_of(
     node: Node, op: Op, declared: QuantizedWeight | Mapping[str, QuantizedWeight]
 ) -> QuantizedWeightSize:
     bound = op.bind(*node.args, **node.kwargs)
-    given = {name: value(x) if isinstance(x, Node) else x for name, x in bound.items()}
+    given: Arguments = {name: value(x) if isinstance(x, Node) else x for name, x in bound.items()}
     weight = declared if isinstance(declared, QuantizedWeight) else declared[given["scheme"]]
     out = value(node)[0] if isinstance(value(node), tuple | list) else value(node)
     path = module_path(node)

@@ -1,19 +1,20 @@
-"""One spelling per idea: what an ATen node says, independent of how it was written.
+"""The canonical form of ATen calls: equal for different calls that compute the same.
 
-chunk, split and slice are one `slice`; `x * x` and `pow(x, 2)` one `square`; transpose, t and
-permute one `permute`; reshape and unsqueeze one `view`; dimensions count from the end; defaults are
-filled in. The graph itself is not changed.
+chunk, split and slice become `slice`; `x * x` and `pow(x, 2)` become `square`; transpose, t and
+permute become `permute`; reshape and unsqueeze become `view`. Dimensions count from the end, and
+defaults are filled in. The graph itself is not changed.
 """
 
 import operator
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import FunctionSchema, Tensor
 from torch.fx import Node
+from torch.fx.node import Argument, Target
 
 from atomc.graph.expressions import expression
 from atomc.graph.sizes import known_equal
@@ -23,52 +24,82 @@ COMMUTATIVE = frozenset(
     {"add", "mul", "maximum", "minimum", "eq", "ne", "bitwise_and", "bitwise_or"}
 )
 VIEWS = frozenset({"view", "clone"})
-# Ops that many ideas share: a pattern is not looked for because of these alone.
+# Ops that occur in most graphs: they alone do not indicate that a pattern is near.
 GENERIC = frozenset({
     "add", "mul", "sub", "div", "neg", "view", "permute", "slice", "cast", "to", "expand",
     "getitem", "cat", "clone", "mean", "sum", "square", "pow", "stack",
 })  # fmt: skip
+CallKey = tuple[Target, tuple[Argument, ...], dict[str, Argument], tuple[Argument, ...]]
 _SPLITS = frozenset({"aten::split", "aten::split_with_sizes"})
 _TO_THE_END = 2**62
 
 
 @dataclass(frozen=True)
 class Capture:
-    """Stands in a traced pattern for a number, string, dtype or flag that the site decides;
-    `among`: one of these only.
+    """A placeholder in a traced pattern for a number, string, dtype or flag of the matched site.
+    among: the allowed values; () for any.
     """
 
     name: str
-    among: tuple[Any, ...] = ()
+    among: "tuple[Attr, ...]" = ()
+
+
+# What a node has as fake value: a tensor, a size, or several of these.
+Value: TypeAlias = (
+    "Tensor | torch.SymInt | torch.SymFloat | torch.SymBool | float | Sequence[Value] | None"
+)
+# An argument that is not a tensor; lists are tuples, and sizes that are nodes their values.
+# In a traced pattern, captures and the values of its example stand for attributes, too.
+Attr: TypeAlias = (
+    "Argument | Capture | Tensor | Callable[..., Tensor | tuple[Tensor, ...]] | tuple[Attr, ...]"
+)
 
 
 @dataclass
 class Call:
-    """op: its name; operands: the tensors it reads, lists flattened; attrs: everything else by
-    schema name.
+    """A canonical call. operands: the tensors that it reads, lists flattened; attrs: the other
+    arguments by their names in the schema.
     """
 
     op: str
     operands: list[Node]
-    attrs: dict[str, Any]
+    attrs: dict[str, Attr]
 
     def orders(self) -> list[list[Node]]:
-        """The orders in which the operands mean the same."""
+        """The orders of the operands that give the same result."""
         both = self.op in COMMUTATIVE and len(self.operands) == 2
         return [self.operands, self.operands[::-1]] if both else [self.operands]
 
 
 def value(node: Node) -> Any:
-    """The fake value (tensor, size or tuple of these) of a node."""
+    """The fake value of a node (a Value)."""
     return node.meta.get("val")
 
 
+def dim_of(attr: Attr) -> int:
+    """An attribute that is a dimension."""
+    assert isinstance(attr, int)
+    return attr
+
+
+def dims_of(attr: Attr) -> tuple[int, ...]:
+    """An attribute that is several dimensions."""
+    assert isinstance(attr, tuple)
+    return tuple(map(dim_of, attr))
+
+
+def names_of(attr: Attr) -> tuple[str, ...]:
+    """An attribute that is several names, such as `given`; () for None."""
+    return tuple(name for name in attr if isinstance(name, str)) if isinstance(attr, tuple) else ()
+
+
 def call(node: Node) -> Call:
-    """The canonical call of a node; remembered on the node until its target or arguments change."""
-    key: tuple[Any, ...] = (node.target, node.args, dict(node.kwargs))
-    if node.target is operator.getitem:  # a part of a split is a slice of what is split
-        key = (*key, node.args[0].args)  # type: ignore[union-attr]
-    known = node.meta.get("canonical")
+    """The canonical call of a node, cached in its metadata until its target or arguments change."""
+    # A part of a split is a slice of the tensor that is split.
+    source = node.args[0] if node.target is operator.getitem else None
+    split = source.args if isinstance(source, Node) else ()
+    key: CallKey = (node.target, node.args, dict(node.kwargs), split)
+    known: tuple[CallKey, Call] | None = node.meta.get("canonical")
     if known is None or known[0] != key:
         known = node.meta["canonical"] = (key, _call(node))
     return known[1]
@@ -83,14 +114,14 @@ def _call(node: Node) -> Call:
     if schema is None:
         return Call(str(node.target), list(node.all_input_nodes), {})
     written = _by_schema(node, schema)
-    spelled = _SPELLINGS.get(written.op)
-    return spelled(node, written) if spelled is not None else written
+    canonical = _CANONICAL_FORMS.get(written.op)
+    return canonical(node, written) if canonical is not None else written
 
 
-def _by_schema(node: Node, schema: Any) -> Call:
-    """What is written, with dimensions from the end."""
+def _by_schema(node: Node, schema: FunctionSchema) -> Call:
+    """The call as written, with dimensions from the end."""
     operands: list[Node] = []
-    attrs: dict[str, Any] = {}
+    attrs: dict[str, Attr] = {}
     given = []
     for name, found in _arguments(node, schema):
         parts = found if isinstance(found, list | tuple) else [found]
@@ -100,10 +131,8 @@ def _by_schema(node: Node, schema: Any) -> Call:
         ):
             operands += [part for part in parts if isinstance(part, Node)]
             given.append(name)
-        elif isinstance(found, list | tuple):
-            attrs[name] = tuple(_number(part) for part in found)
         elif found is not None:
-            attrs[name] = _number(found)
+            attrs[name] = _attr(found)
     if any(
         isinstance(argument.type, torch.OptionalType) and "Tensor" in str(argument.type)
         for argument in schema.arguments
@@ -114,23 +143,29 @@ def _by_schema(node: Node, schema: Any) -> Call:
     return written
 
 
-def _arguments(node: Node, schema: Any) -> Iterator[tuple[str, Any]]:
+def _arguments(node: Node, schema: FunctionSchema) -> Iterator[tuple[str, Argument]]:
     """Every argument by name, with defaults."""
     ours = op_of(node.target)
     for i, argument in enumerate(schema.arguments):
         if i < len(node.args) and not argument.kwarg_only:
             yield argument.name, node.args[i]
         else:
-            # A schema knows the default of a dtype by its number only.
+            # The default of a dtype in a schema is only a number.
             default = (
                 ours.signature.parameters[argument.name].default if ours else argument.default_value
             )
             yield argument.name, node.kwargs.get(argument.name, default)
 
 
-def _number(found: Any) -> Any:
+def _attr(argument: Argument) -> Attr:
     """A size that is a node becomes its symbolic value."""
-    return value(found) if isinstance(found, Node) else found
+    if isinstance(argument, Node):
+        size: torch.SymInt = value(argument)
+        return size
+    if isinstance(argument, Sequence) and not isinstance(argument, str):
+        return tuple(map(_attr, argument))
+    assert not isinstance(argument, (Mapping, slice))
+    return argument
 
 
 def _rank(operands: list[Node]) -> int:
@@ -142,17 +177,17 @@ def _from_end(dim: int, rank: int) -> int:
     return dim - rank if dim >= 0 else dim
 
 
-def _dims_from_end(written: Call) -> dict[str, Any]:
+def _dims_from_end(written: Call) -> dict[str, Attr]:
     rank = _rank(written.operands) + (written.op == "stack")
     names = (
         ("dim", "dims", "dim0", "dim1") if written.op != "permute" else ()
-    )  # whose order says something
-    dims_of = {name: written.attrs[name] for name in names if name in written.attrs}
+    )  # the order of its dims matters
+    written_dims = {name: written.attrs[name] for name in names if name in written.attrs}
     return {
-        name: tuple(sorted(_from_end(d, rank) for d in dims))
+        name: tuple(sorted(_from_end(d, rank) for d in dims_of(dims)))
         if isinstance(dims, tuple)
-        else _from_end(dims, rank)
-        for name, dims in dims_of.items()
+        else _from_end(dim_of(dims), rank)
+        for name, dims in written_dims.items()
     }
 
 
@@ -165,8 +200,9 @@ def _getitem(node: Node) -> Call:
     x, parts = source.args[0], value(source)
     assert isinstance(x, Node)
     dim = source.args[2] if len(source.args) > 2 else source.kwargs.get("dim", 0)
-    dim = _from_end(dim, value(x).dim())  # type: ignore[arg-type]
-    start: Any = 0
+    assert isinstance(dim, int)
+    dim = _from_end(dim, value(x).dim())
+    start: int | torch.SymInt = 0
     for part in parts[:index]:
         start = start + part.shape[dim]
     end = None if index == len(parts) - 1 else start + parts[index].shape[dim]
@@ -186,7 +222,7 @@ def _cast(node: Node, written: Call) -> Call:
 
 
 def _view(node: Node, written: Call) -> Call:
-    if "dtype" in written.attrs:  # the same bytes read as other numbers
+    if "dtype" in written.attrs:  # a reinterpretation of the bytes
         return Call("view_dtype", written.operands, {"dtype": value(node).dtype})
     return Call("view", written.operands, {"shape": tuple(value(node).shape)})
 
@@ -196,16 +232,16 @@ def _expand(node: Node, written: Call) -> Call:
 
 
 def _permute(_: Node, written: Call) -> Call:
-    """The order of dimensions from the end, without the leading ones that stay: then the rank does
-    not matter.
+    """The order of dimensions from the end, without leading ones that keep their place, so that it
+    is independent of the rank.
     """
     rank = _rank(written.operands)
     order = list(range(-rank, 0))
     if written.op == "permute":
-        order = [_from_end(d, rank) for d in written.attrs["dims"]]
+        order = [_from_end(d, rank) for d in dims_of(written.attrs["dims"])]
     elif rank > 1:
         a, b = (
-            (written.attrs["dim0"], written.attrs["dim1"])
+            (dim_of(written.attrs["dim0"]), dim_of(written.attrs["dim1"]))
             if written.op == "transpose"
             else (-2, -1)
         )
@@ -248,8 +284,8 @@ def _clone(_: Node, written: Call) -> Call:
     return Call("clone", written.operands, {})
 
 
-# By the name in the schema: what makes the canonical call of a node and of the call as written.
-_SPELLINGS: dict[str, Callable[[Node, Call], Call]] = {
+# By name in the schema: (node, its call as written) -> the canonical call.
+_CANONICAL_FORMS: dict[str, Callable[[Node, Call], Call]] = {
     "_to_copy": _cast,
     "prims::convert_element_type": _cast,
     "view": _view,
@@ -270,9 +306,7 @@ _SPELLINGS: dict[str, Callable[[Node, Call], Call]] = {
 
 
 def readers(node: Node) -> list[Node]:
-    """Who reads a node. In the place of a split stand its parts, which are slices of what is
-    split.
-    """
+    """The nodes that read a node. A split is replaced by its parts, which are slices."""
     found: list[Node] = []
     for user in node.users:
         split = getattr(getattr(user.target, "_schema", None), "name", "") in _SPLITS
@@ -281,9 +315,7 @@ def readers(node: Node) -> list[Node]:
 
 
 def keeps_last_dim(node: Node) -> bool:
-    """Whether a view leaves the last dimension as it is, so that a row-wise op may move across
-    it.
-    """
+    """Whether a view keeps the last dimension, so that a row-wise op may be moved across it."""
     source = value(call(node).operands[0])
     return bool(
         source.dim() and value(node).dim() and known_equal(value(node).shape[-1], source.shape[-1])
@@ -291,8 +323,8 @@ def keeps_last_dim(node: Node) -> bool:
 
 
 def spell(node: object, of_pattern: bool = False) -> str:
-    """A node in few words, without defaults: `mean(dim=(-1,), keepdim=True)`. Of a pattern's node
-    only what is constant.
+    """A short text for a node, without defaults: `mean(dim=(-1,), keepdim=True)`. of_pattern: only
+    attributes that are constant in the pattern.
     """
     if not isinstance(node, Node):
         return repr(node)
@@ -317,8 +349,8 @@ def spell(node: object, of_pattern: bool = False) -> str:
     )
 
 
-def _defaults(node: Node, op: str) -> dict[str, Any]:
-    if op == "slice":  # to the end, and every column
+def _defaults(node: Node, op: str) -> dict[str, Attr]:
+    if op == "slice":
         return {"end": None, "step": 1}
     schema = getattr(node.target, "_schema", None)
     return (
@@ -329,7 +361,7 @@ def _defaults(node: Node, op: str) -> dict[str, Any]:
 
 
 def input_name(placeholder: Node) -> str:
-    """What the user calls an input: the argument's name, or the path of the parameter."""
+    """The user's name of an input: the name of the argument, or the path of the parameter."""
     source = placeholder.meta.get("source")
     if not source:
         return placeholder.name
@@ -341,19 +373,19 @@ def input_name(placeholder: Node) -> str:
     return ".".join(keys[1:] if len(keys) > 1 and keys[0] == "self" else keys)
 
 
-def _decided_by_site(attr: Any) -> bool:
+def _decided_by_site(attr: Attr) -> bool:
     return isinstance(attr, Capture | torch.SymInt) or (
         isinstance(attr, tuple) and any(map(_decided_by_site, attr))
     )
 
 
-def _is_default(attr: Any, default: Any) -> bool:
+def _is_default(attr: Attr, default: Attr) -> bool:
     return (
         type(attr) is type(default) and not isinstance(attr, torch.SymInt) and bool(attr == default)
     )
 
 
-def _spell_attr(attr: Any) -> str:
+def _spell_attr(attr: Attr) -> str:
     if isinstance(attr, torch.SymInt):
         return str(expression(attr))
     return str(attr).removeprefix("torch.")

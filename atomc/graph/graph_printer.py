@@ -11,13 +11,13 @@ import operator
 import re
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
+from torch.fx.node import Argument
 
-from atomc.graph.canonical import input_name
+from atomc.graph.canonical import Value, input_name
 from atomc.graph.provenance import layer_of, module_path, source_line
 from atomc.graph.step_symbols import symbols_of
 
@@ -99,8 +99,9 @@ def _input(node: Node) -> str:
     return input_name(node).removeprefix("kwargs.")
 
 
-def _value(node: Node) -> Any:
-    return node.meta.get("val", node.meta.get("example_value"))
+def _value(node: Node) -> Value:
+    found: Value = node.meta.get("val", node.meta.get("example_value"))
+    return found
 
 
 def _call(node: Node, path: str) -> str:
@@ -122,7 +123,7 @@ def _call(node: Node, path: str) -> str:
     return f"{_name(node)}({text})"
 
 
-def _is_default(key: str, argument: Any) -> bool:
+def _is_default(key: str, argument: Argument) -> bool:
     """Whether an argument is a default for the placement of a result, or the meta device."""
     return bool(
         {"pin_memory": False, "layout": torch.strided, "device": torch.device("meta")}.get(key, ...)
@@ -145,7 +146,7 @@ def _name(node: Node) -> str:
     return str(getattr(node.target, "__name__", node.target))
 
 
-def _spell(argument: Any, path: str) -> str:
+def _spell(argument: Argument, path: str) -> str:
     match argument:
         case Node():
             return _spell_node(argument, path)
@@ -184,7 +185,7 @@ def _spell_node(node: Node, path: str) -> str:
     return f".{below}" if found and (not outside or outside.endswith(".")) else name
 
 
-def type_of(value: Any) -> str:
+def type_of(value: Value) -> str:
     """bf16[T, 1024]; a tuple of types for several results; "int" and the value for a size."""
     match value:
         case Tensor():

@@ -1,4 +1,4 @@
-"""What the runtime passes to an input of a graph, in the metadata of the input's node."""
+"""Metadata of a graph input: the tensor or size that the runtime passes."""
 
 from torch.fx import Node
 
@@ -6,7 +6,7 @@ from atomc.ops.inputs import GraphInput, StateInput, StepInput
 
 
 def graph_input(node: Node) -> GraphInput | None:
-    """None for what the model owns or computes, and for weights."""
+    """None for weights, buffers and nodes that are not inputs."""
     return node.meta.get("input")
 
 
@@ -20,6 +20,6 @@ def step_input(node: Node) -> StepInput | None:
 
 
 def is_cache(node: Node) -> bool:
-    """Whether the runtime allocates it for a layer's state."""
+    """Whether it is a tensor of state, which the runtime allocates."""
     given = graph_input(node)
     return isinstance(given, StateInput) and not given.is_scale

@@ -1,4 +1,4 @@
-"""Which tensors a call writes in place, and whose memory a view looks at."""
+"""The tensors that a call writes in place, and the base of a view."""
 
 import operator
 
@@ -6,14 +6,14 @@ from torch.fx import Node
 
 
 def storage(node: Node) -> Node:
-    """The node whose memory a view looks at."""
+    """The node that owns the memory of a view."""
     while (source := _viewed(node)) is not None:
         node = source
     return node
 
 
 def _viewed(node: Node) -> Node | None:
-    """What a view, or one part of several, is a view of; None if it is no view."""
+    """The base of a view, or of one of several views; None if the node is not a view."""
     view = node.args[0] if node.target is operator.getitem else node
     schema = getattr(view.target, "_schema", None) if isinstance(view, Node) else None
     alias = schema.arguments[0].alias_info if schema is not None and schema.arguments else None

@@ -1,15 +1,31 @@
-"""Where a node came from: module path, layer, source line; and how rewritten nodes inherit it."""
+"""The origin of a node: module path, layer, source line; and how rewritten nodes inherit it."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
+from torch import nn
 from torch.fx import Node
 
 from atomc.graph.canonical import spell
 
-_BETWEEN = {str(Path(__file__).parents[1] / file) for file in ("ops/op.py", "models/stock.py")}
+# nn_module_stack of a node, the innermost module last: key -> (path, class or its name).
+Stack = Mapping[str, tuple[str, type[nn.Module] | str]]
+
+
+class Provenance(TypedDict):
+    """Metadata of a node that a rewrite made. origins: names of the nodes of the traced graph."""
+
+    nn_module_stack: Stack
+    stack_trace: str | None
+    origins: set[str]
+    made_by: str
+
+
+_NOT_USER_CODE = {
+    str(Path(__file__).parents[1] / file) for file in ("ops/op.py", "models/stock.py")
+}
 _SELF = re.compile(r"^L\['\w+'\]|^G\['\w+'\]")
 _KEY = re.compile(r"\['?([^'\]]+)'?\]")
 _FRAME = re.compile(r'File "([^"]*)", line (\d+), in (\S+)\n\s*(.*)')
@@ -24,24 +40,24 @@ def module_path(node: Node) -> str:
 
 
 def clean_path(path: str) -> str:
-    """Dynamo's spelling of a module's place as a dotted path."""
+    """Dynamo's expression for a module as a dotted path."""
     path = _SELF.sub("", path).replace("_modules", "").replace(".slice(", ".(")
     path = re.sub(r"\([^)]*\)", "", _KEY.sub(r".\1", path))
     return re.sub(r"\.+", ".", path).strip(".")
 
 
 def layer_of(path: str) -> int | None:
-    """The number of the repeated layer a module path lies in; None outside of one."""
+    """The number of the repeated layer that contains a module path; None outside of layers."""
     found = re.search(r"(?:^|\.)(\d+)(?:\.|$)", path)
     return int(found[1]) if found else None
 
 
 def frames(node: Node) -> list[tuple[str, int, str, str]]:
-    """(file, line, function, code) of the user's stack, innermost last; what calls an op for the
-    user is no frame of it.
+    """(file, line, function, code) of the user's stack, innermost last, without the frames of atomc
+    that call ops.
     """
     found = _FRAME.findall(node.meta.get("stack_trace") or "")
-    return [(f, int(line), name, code) for f, line, name, code in found if f not in _BETWEEN]
+    return [(f, int(line), name, code) for f, line, name, code in found if f not in _NOT_USER_CODE]
 
 
 def source_line(node: Node) -> str:
@@ -58,7 +74,7 @@ def describe(node: Node) -> str:
     return spell(node) + (f" in {path}" if path else "") + (f" ({line})" if line else "")
 
 
-def inherited(matched: Iterable[Node], first_output: Node, rewrite: str) -> dict[str, Any]:
+def inherited(matched: Iterable[Node], first_output: Node, rewrite: str) -> Provenance:
     """Metadata of the nodes that replace `matched`: common module, the first output's line, all
     origins.
     """
@@ -72,7 +88,7 @@ def inherited(matched: Iterable[Node], first_output: Node, rewrite: str) -> dict
     }
 
 
-def _common_stack(nodes: Iterable[Node]) -> dict[str, Any]:
+def _common_stack(nodes: Iterable[Node]) -> Stack:
     stacks = [list((node.meta.get("nn_module_stack") or {}).items()) for node in nodes]
     stacks = [stack for stack in stacks if stack]
     common = []

@@ -1,14 +1,17 @@
-"""Comparing sizes without ever adding a guard, as kernels do. Those that are no numbers:
+"""Comparison of sizes without adding guards, also for kernels. Symbolic sizes:
 atomc.graph.expressions.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
+if TYPE_CHECKING:  # loading sympy is slow, and kernels do not need it where sizes are numbers
+    import sympy
 
-def known_equal(a: Any, b: Any) -> bool:
+
+def known_equal(a: "int | torch.SymInt | sympy.Expr", b: "int | torch.SymInt | sympy.Expr") -> bool:
     """True only if a == b for every value of their symbols. (`a == b` and guard_or_false would add
     a guard.)
     """
@@ -26,6 +29,6 @@ def same_shape(a: torch.Tensor, b: torch.Tensor) -> bool:
     )
 
 
-def spell_shape(shape: Sequence[Any]) -> str:
+def spell_shape(shape: Sequence[object]) -> str:
     """[2, s0, 8]"""
     return "[" + ", ".join(str(size) for size in shape) + "]"

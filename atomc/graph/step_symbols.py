@@ -4,14 +4,12 @@ T tokens of the step, R rows of logits, S sequences, C tokens of context of a se
 the new ones.
 """
 
-from typing import Any
-
 import sympy
 from torch import Tensor
 from torch.fx import Graph
 
 from atomc.graph.canonical import value
-from atomc.graph.expressions import expression
+from atomc.graph.expressions import Size, expression
 from atomc.graph.inputs import step_input
 from atomc.ops.inputs import StepInput
 
@@ -41,7 +39,7 @@ def symbols_of(graph: Graph) -> dict[sympy.Symbol, sympy.Expr]:
     return found
 
 
-def _name(found: dict[sympy.Symbol, sympy.Expr], size: Any, symbol: sympy.Symbol) -> None:
+def _name(found: dict[sympy.Symbol, sympy.Expr], size: Size, symbol: sympy.Symbol) -> None:
     expr = expression(size)
     if isinstance(expr, sympy.Symbol) and symbol not in found.values():
         found.setdefault(expr, symbol)

@@ -1,13 +1,15 @@
-"""When a node comes to lie differently in memory, what lies behind it has other strides, too."""
+"""Propagates the new strides of a node to the nodes that depend on it."""
 
 import heapq
-from typing import Any
+from collections.abc import Hashable, Mapping
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.fx import Graph, Node
+from torch.fx.node import Argument
 
-from atomc.graph.canonical import value
+from atomc.graph.canonical import Value, value
 from atomc.graph.expressions import expression
 from atomc.graph.sizes import known_equal
 from atomc.torch_compat.tracing import fake_mode_of, without_new_guards
@@ -15,23 +17,23 @@ from atomc.torch_compat.tracing import fake_mode_of, without_new_guards
 aten = torch.ops.aten
 
 
-Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
+Call = tuple[OpOverload, tuple[Argument, ...], dict[str, Argument]]
 
 
 class Values:
-    """Computes values of nodes on fake tensors. Layers of a model are alike: what they have in
-    common is computed once.
+    """Computes values of nodes on fake tensors, with a cache: layers of a model repeat the same
+    calls.
     """
 
     def __init__(self, graph: Graph):
         mode = fake_mode_of(graph)
         assert mode is not None
         self.mode = mode
-        self.known: dict[Any, Any] = {}
+        self.known: dict[Hashable, Value] = {}
 
-    def of(self, node: Node, changed: dict[Node, Any] | None = None) -> Any:
-        """What the node returns, given those of its inputs that have changed. Raises what its
-        function raises.
+    def of(self, node: Node, changed: Mapping[Node, Value] | None = None) -> Value:
+        """The value of the node with changed values of inputs. Raises the errors of its
+        function.
         """
         args, kwargs = torch.fx.node.map_arg(
             (node.args, node.kwargs), lambda n: (changed or {}).get(n, value(n))
@@ -43,8 +45,8 @@ class Values:
         return self.known[key]
 
 
-def _key(given: Any) -> Any:
-    """Equal for what looks equal to a fake kernel."""
+def _key(given: Value | Argument) -> Hashable:
+    """A key that is equal for values that a fake kernel cannot distinguish."""
     if isinstance(given, Tensor):
         return (
             given.dtype,
@@ -61,9 +63,8 @@ def _key(given: Any) -> Any:
 
 
 def spread_strides(graph: Graph, node: Node, before: Tensor, values: Values) -> None:
-    """Recompute the values behind a node that has new strides. Where these would be seen outside of
-    the graph, or a view cannot be had with them, readers get a copy that lies as the node's value
-    did before.
+    """Recompute the values that depend on a node with new strides. If an output of the graph or an
+    impossible view depends on them, readers get a copy with the previous strides.
     """
     changed = values_behind(node, value(node), values)
     if changed is not None:
@@ -71,7 +72,7 @@ def spread_strides(graph: Graph, node: Node, before: Tensor, values: Values) -> 
             reader.meta["val"] = new
         return
     readers, last = list(node.users), node
-    for target, args, kwargs in _copy_lying_like(before):
+    for target, args, kwargs in _copy_with_strides_of(before):
         with graph.inserting_after(last):
             last = graph.call_function(target, (last, *args), kwargs)
         last.meta.update({key: item for key, item in node.meta.items() if key != "canonical"})
@@ -80,10 +81,8 @@ def spread_strides(graph: Graph, node: Node, before: Tensor, values: Values) -> 
         reader.replace_input_with(node, last)
 
 
-def _copy_lying_like(example: Tensor) -> list[Call]:
-    """The calls, one after the other, that make a dense copy with its dimensions in the order of
-    the example's strides.
-    """
+def _copy_with_strides_of(example: Tensor) -> list[Call]:
+    """The calls that make a dense copy with dimensions in the order of the example's strides."""
     dims = list(range(example.dim()))
     strides = [expression(stride) for stride in example.stride()]
     order = sorted(
@@ -96,11 +95,11 @@ def _copy_lying_like(example: Tensor) -> list[Call]:
     return [(aten.permute.default, (order,), {}), clone, (aten.permute.default, (back,), {})]
 
 
-def values_behind(start: Node, now: Any, values: Values) -> dict[Node, Any] | None:
-    """The values that change when a node's strides are those of `now`; None if one is returned or
-    cannot be like that.
+def values_behind(start: Node, now: Tensor, values: Values) -> dict[Node, Value] | None:
+    """The values that change if the node has the value `now`; None if one of them is an output of
+    the graph or cannot be computed.
     """
-    changed: dict[Node, Any] = {start: now}
+    changed: dict[Node, Value] = {start: now}
     waiting = list(start.users)
     heapq.heapify(waiting)
     while waiting:
@@ -110,12 +109,10 @@ def values_behind(start: Node, now: Any, values: Values) -> dict[Node, Any] | No
         if node.op != "call_function" or node.target is aten.as_strided.default:
             return None
         if node.target is aten.view.default and _is_expanded(changed.get(node.args[0])):  # type: ignore[arg-type]
-            return None  # fake kernels take views for possible here that are not (torch 2.13)
+            return None  # the fake kernel accepts views that real kernels refuse (torch 2.13)
         try:
             new = values.of(node, changed)
-        except (
-            Exception
-        ):  # a view that this layout does not allow, or a size that decides and is not known
+        except Exception:  # an impossible view, or a branch on an unknown size
             return None
         if not same_strides(new, value(node)):
             changed[node] = new
@@ -124,18 +121,18 @@ def values_behind(start: Node, now: Any, values: Values) -> dict[Node, Any] | No
     return changed
 
 
-def _is_expanded(x: Any) -> bool:
-    """Whether elements of a tensor may lie in one place."""
+def _is_expanded(x: Value) -> bool:
+    """Whether several elements of a tensor may share memory."""
     return isinstance(x, Tensor) and any(
         known_equal(stride, 0) and not known_equal(size, 1)
         for size, stride in zip(x.shape, x.stride(), strict=True)
     )
 
 
-def same_strides(a: Any, b: Any) -> bool:
-    """True only if two values of one shape are known to lie alike in memory."""
-    if isinstance(a, list | tuple):
+def same_strides(a: Value, b: Value) -> bool:
+    """True only if two values of one shape are known to have equal strides."""
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
         return all(map(same_strides, a, b))
-    return not isinstance(a, Tensor) or all(
-        known_equal(m, n) for m, n in zip(a.stride(), b.stride(), strict=True)
-    )
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return all(known_equal(m, n) for m, n in zip(a.stride(), b.stride(), strict=True))
+    return not isinstance(a, Tensor | list | tuple)  # numbers have no strides

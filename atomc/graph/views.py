@@ -1,4 +1,4 @@
-"""Names of the ops of nodes, and nodes that only show the memory of another."""
+"""Names of the ops of nodes, and views."""
 
 import operator
 

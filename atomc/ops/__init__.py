@@ -1,5 +1,5 @@
-"""What operations mean. Each op is called like a function; `.reference` is its meaning, `.kernel`
-adds a way to run it.
+"""The ops. Each is called like a function; `.reference` is its definition in PyTorch, and `.kernel`
+registers an implementation.
 """
 
 from atomc.ops.activation import gelu_and_mul, silu_and_mul

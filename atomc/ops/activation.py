@@ -9,15 +9,15 @@ from atomc.ops.op_traits import Kind
 
 @op(kind=Kind.GATE, rows=None)
 def silu_and_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """SwiGLU: silu(gate) * up. Both [..., I] -> [..., I]; the activation is rounded to gate.dtype
-    in between.
+    """SwiGLU: silu(gate) * up. Both [..., I] -> [..., I] in their promoted dtype; silu(gate) is
+    rounded to gate.dtype.
     """
     return F.silu(gate) * up
 
 
 @op(kind=Kind.GATE, rows=None)
 def gelu_and_mul(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
-    """GeGLU: gelu(gate) * up. Both [..., I] -> [..., I]; approximate is "none" (erf) or "tanh"
-    (Gemma).
+    """GeGLU: gelu(gate) * up. Both [..., I] -> [..., I] in their promoted dtype; gelu(gate) is
+    rounded to gate.dtype. approximate: "none" (erf) or "tanh" (Gemma).
     """
     return F.gelu(gate, approximate=approximate) * up

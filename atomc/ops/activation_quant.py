@@ -1,6 +1,4 @@
-"""Gated activations whose product is quantized before it is written (quantizers:
-atomc.ops.schemes).
-"""
+"""Gated activations with a quantized result (quantizers: atomc.ops.schemes)."""
 
 import torch
 from torch import Tensor
@@ -38,8 +36,8 @@ def silu_and_mul_quant(
     column_major: bool = False,
     rounding: str = "even",
 ) -> tuple[Tensor, Tensor]:
-    """The codes and scales of silu(gate) * up. Both [..., I]; scale [1] if static. The product is
-    rounded in between.
+    """The codes and scales of silu_and_mul(gate, up), which is rounded to its dtype before it is
+    quantized. Both [..., I]; scale [1] fp32 for fp8_static, else None. Results: atomc.ops.schemes.
     """
     return quantized(
         silu_and_mul.reference(gate, up), scale, scheme, dtype, group, column_major, rounding

@@ -1,13 +1,12 @@
-"""Attention, without state and over a paged cache, and the write that precedes it.
+"""Attention, without state and over a paged cache, and the write to the cache.
 
 T new tokens, S keys or sequences, N query heads, K key/value heads (N a multiple of K), D head
 width. Caches are [blocks, block_size, K, D]; a layout (atomc.ops.state) only changes their strides.
-In an fp8 cache a number is its code times k_scale or v_scale, [1] fp32 (None: 1).
+Values of an fp8 cache are codes times k_scale or v_scale, [1] fp32 (None: 1).
 """
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from torch import Tensor
 from atomc.ops.formats import FP8
 from atomc.ops.op import op
 from atomc.ops.op_cost import OpCall, Work, bytes_of, least, state_write
-from atomc.ops.op_traits import Kind, StateBinding, StepFields
+from atomc.ops.op_traits import Arguments, Kind, StateBinding, StepFields
 from atomc.ops.quant import to_fp8
 from atomc.ops.state import StateSpec
 
@@ -30,10 +29,10 @@ def _scores(q: Tensor, k: Tensor, scale: float, softcap: float) -> Tensor:
 
 
 def _weighted_values(scores: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
-    """softmax(scores [..., N, T, S]) @ v [..., S, K, D] -> [..., T, N, D] in fp32; a row that sees
-    no key is zero.
+    """softmax(scores [..., N, T, S]) @ v [..., S, K, D] -> [..., T, N, D] in fp32; a row without
+    visible keys is zero.
 
-    sinks [N] are logits of a key without value (GPT-OSS).
+    sinks [N]: logits of an additional key without a value (GPT-OSS).
     """
     if sinks is not None:
         sink = sinks.to(torch.float32)[:, None, None].expand(*scores.shape[:-1], 1)
@@ -47,12 +46,13 @@ def _weighted_values(scores: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
 
 
 def _attention_cost(call: OpCall) -> Work:
-    """Reads and writes its operands; each pair of a query and a key that it sees counts."""
+    """Reads and writes its operands; FLOPs of each pair of a query and a visible key."""
     q, k, v = (call[name] for name in "qkv")
     rows, keys, width = q.shape[-3], k.shape[-3], q.shape[-1] + v.shape[-1]
-    pairs = rows * (keys - (rows - 1) / 2) if call["causal"] else rows * keys
-    if call["window"]:
-        pairs = least(pairs, rows * call["window"])
+    causal, window = call.arguments["causal"], call.arguments["window"]
+    pairs = rows * (keys - (rows - 1) / 2) if causal else rows * keys
+    if window:
+        pairs = least(pairs, rows * window)
     return bytes_of([q, k, v, *call.results]), 2 * math.prod(q.shape[:-3]) * pairs * q.shape[
         -2
     ] * width
@@ -62,43 +62,47 @@ def _attention_shape(q: Tensor, k: Tensor, v: Tensor, *_: object, **__: object) 
     return q.new_empty((*q.shape[:-1], v.shape[-1]))
 
 
-def _tokens(given: Mapping[str, Any]) -> Any:
-    return math.prod(given["q"].shape[:-2])
+def _tokens(arguments: Arguments) -> int | torch.SymInt:
+    tokens: int | torch.SymInt = math.prod(arguments["q"].shape[:-2])
+    return tokens
 
 
-def _kv_spec(name: str, given: Mapping[str, Any], codes: torch.dtype | None) -> StateSpec:
-    k, v = given["k"], given["v"]
-    if given.get("mask") is not None or not given.get("causal", True):
+def _kv_spec(name: str, arguments: Arguments, codes: torch.dtype | None) -> StateSpec:
+    k, v = arguments["k"], arguments["v"]
+    if arguments.get("mask") is not None or not arguments.get("causal", True):
         raise ValueError(
             "it has a mask or is not causal, and a paged cache serves causal attention only"
         )
     if k.shape[-1] != v.shape[-1]:  # no kernel writes or reads such a pair of caches
         raise ValueError(f"keys are {k.shape[-1]} wide, values {v.shape[-1]}")
     return StateSpec.of(
-        name, "kv", (k.shape[-2:], v.shape[-2:]), codes or k.dtype, window=given.get("window", 0)
+        name,
+        "kv",
+        (k.shape[-2:], v.shape[-2:]),
+        codes or k.dtype,
+        window=arguments.get("window", 0),
     )
 
 
-def _paged(given: Mapping[str, Any], state: Mapping[str, Tensor], step: StepFields) -> Tensor:
+def _paged(arguments: Arguments, state: Mapping[str, Tensor], step: StepFields) -> Tensor:
     caches, scales = (
         (state["k_cache"], state["v_cache"]),
         [state[role] for role in ("k_scale", "v_scale") if role in state],
     )
     slots, block_tables = step.slots, step.block_tables
-    token = kv_write(given["k"], given["v"], *caches, slots, *scales)
-    how = {name: given[name] for name in ("scale", "window", "softcap") if name in given}
-    found: Tensor = paged_attention(
-        given["q"],
+    token = kv_write(arguments["k"], arguments["v"], *caches, slots, *scales)
+    how = {name: arguments[name] for name in ("scale", "window", "softcap") if name in arguments}
+    return paged_attention(
+        arguments["q"],
         *caches,
         step.query_start,
         step.seq_lens,
         block_tables,
         token,
-        given.get("sinks"),
+        arguments.get("sinks"),
         *scales,
         **how,
     )
-    return found
 
 
 @op(
@@ -121,11 +125,12 @@ def attention(
     window: int = 0,
     softcap: float = 0.0,
 ) -> Tensor:
-    """softmax(scale * q k^T) v over what is given. q [..., T, N, D], k and v [..., S, K, D] ->
-    [..., T, N, D].
+    """softmax(scale * q k^T) v (Vaswani et al. 2017, eq. 1), with grouped queries (Ainslie et al.
+    2023). q [..., T, N, D], k and v [..., S, K, D] -> [..., T, N, D] in q.dtype, computed in fp32.
 
-    kv       the layer's state handle (kv_state); only the runtime looks at it
-    mask     [..., N or 1, T, S], bool (True: may see) or float (added to the scores)
+    kv       the layer's state handle (kv_state), which only the runtime uses
+    mask     [..., N or 1, T, S], bool (True: visible) or float (added to the scores)
+    sinks    [N], logits of an additional key per head without a value (GPT-OSS)
     causal   query i sees keys 0..i;  window > 0: only the last `window` of these
     softcap  > 0: scores become softcap * tanh(scores / softcap) (Gemma 2)
     """
@@ -144,14 +149,14 @@ def attention(
 
 
 def as_cached(x: Tensor, cache: Tensor, scale: Tensor | None) -> Tensor:
-    """What the cache holds for x: fp8 codes are cut off at the largest number and rounded once."""
+    """x as it is stored in the cache: in an fp8 cache clamped to the largest number and rounded."""
     if scale is not None:
         x = x.to(torch.float32) * (1.0 / scale)
     return to_fp8(x.to(torch.float32), cache.dtype) if cache.dtype in FP8 else x.to(cache.dtype)
 
 
 def from_cache(cached: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The numbers that were cached, in `dtype`."""
+    """The values of stored codes, in `dtype`."""
     return cached.to(dtype) if scale is None else (cached.to(torch.float32) * scale).to(dtype)
 
 
@@ -175,11 +180,11 @@ def kv_write(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> Tensor:
-    """Write row t of k and v [..., K, D] (T rows in all) to slot slots[t] of the caches; slot -1
-    writes nothing.
+    """Write row t of k and v [..., K, D] (T rows in total) to slot slots[t] of the caches; slot -1
+    writes nothing (vLLM, Kwon et al. 2023).
 
-    slots [T] i64 = block * block_size + offset. Returns an empty token: whoever reads the caches
-    takes it as an operand, so that no pass can swap the two.
+    slots [T] i64 = block * block_size + offset. Returns an empty token, [0], which ops that read
+    the caches take as an operand, so that no pass can reorder them.
     """
     block_size = k_cache.shape[1]
     rows = slots >= 0
@@ -190,9 +195,9 @@ def kv_write(
 
 
 def _paged_attention_cost(call: OpCall) -> Work:
-    """Each sequence reads its context once, and each new token sees what lies before it."""
+    """Each sequence reads its context once; each new token attends to the tokens before it."""
     q, k_cache, v_cache = (call[name] for name in ("q", "k_cache", "v_cache"))
-    tokens, sequences, window = q.shape[0], call["seq_lens"].shape[0], call["window"]
+    tokens, sequences, window = q.shape[0], call["seq_lens"].shape[0], call.arguments["window"]
     read, seen = call.context, call.context - (tokens / sequences - 1) / 2
     if window:
         read, seen = least(read, window + tokens / sequences), least(seen, window)
@@ -226,13 +231,13 @@ def paged_attention(
     window: int = 0,
     softcap: float = 0.0,
 ) -> Tensor:
-    """Causal attention of ragged sequences over their cached keys. q [..., N, D] (T rows in all) ->
-    the same shape.
+    """Causal attention of ragged sequences over their cached keys (vLLM, Kwon et al. 2023). q
+    [..., N, D] (T rows in total) -> the same shape and dtype, computed in fp32.
 
-    Sequence s owns rows query_start[s]:query_start[s + 1] of q, the last of its seq_lens[s] tokens;
-    its keys lie in blocks block_tables[s]. Any number of new tokens, also none. Rows of no sequence
-    (padding) are zero. token is what the write returned. window, softcap and sinks as in
-    `attention`.
+    Rows query_start[s]:query_start[s + 1] of q (query_start [S + 1] i32) are the last of the
+    seq_lens[s] tokens (seq_lens [S] i32) of sequence s, whose keys are in blocks block_tables[s]
+    ([S, B] i32). A sequence may have no new tokens. Rows of no sequence (padding) are zero. token:
+    the result of the write. window, softcap and sinks as in `attention`.
     """
     rows = q.reshape(-1, *q.shape[-2:])
     out = q.new_zeros((rows.shape[0], q.shape[-2], v_cache.shape[-1]))

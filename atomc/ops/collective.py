@@ -1,7 +1,7 @@
-"""Sums over the processes of a group, alone and with the norm that follows them.
+"""Sums over the processes of a group, alone and with the norm that follows.
 
-group: the name of a process group of torch.distributed; all its processes call with the same
-shapes, in the same order.
+group: the name of a process group of torch.distributed. All its processes make the same calls, with
+the same shapes, in the same order.
 """
 
 import torch
@@ -18,8 +18,8 @@ def _all_reduce_shape(x: Tensor, group: str) -> Tensor:
 
 @op(kind=Kind.COLLECTIVE, rows=None, shape=_all_reduce_shape)
 def all_reduce(x: Tensor, group: str) -> Tensor:
-    """The sum of every process's x, in x.dtype. Raises what torch.distributed does for an unknown
-    group.
+    """The sum of x over all processes. x [...] -> [...] in x.dtype. Raises the error of
+    torch.distributed for an unknown group.
     """
     summed: Tensor = torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", group)
     waited: Tensor = torch.ops._c10d_functional.wait_tensor(summed)
@@ -41,7 +41,7 @@ def _allreduce_rms_norm_shape(
 def allreduce_rms_norm(
     x: Tensor, weight: Tensor, eps: float, group: str, style: str = "after"
 ) -> Tensor:
-    """rms_norm of the sum of every process's x. x [..., D], weight [D]."""
+    """rms_norm(all_reduce(x)). x [..., D], weight [D] -> [..., D]."""
     return rms_norm.reference(all_reduce.reference(x, group), weight, eps, style)
 
 
@@ -63,7 +63,7 @@ def _allreduce_add_rms_norm_shape(
 def allreduce_add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, group: str, style: str = "after"
 ) -> tuple[Tensor, Tensor]:
-    """add_rms_norm of the sum of every process's x and of residual, which all processes hold. Both
-    [..., D].
+    """add_rms_norm(all_reduce(x), residual): the norm and the sum. x [..., D], residual [..., D]
+    (the same on all processes), weight [D] -> both [..., D].
     """
     return add_rms_norm.reference(all_reduce.reference(x, group), residual, weight, eps, style)

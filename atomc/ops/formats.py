@@ -1,26 +1,24 @@
-"""Numbers of four and eight bits: what their bits mean, in plain PyTorch.
+"""Encoding and decoding of 4-bit and 8-bit number formats, in plain PyTorch.
 
 fp8    e4m3fn (largest 448) and e4m3fnuz (largest 240; no negative zero, its bits are NaN), dtypes
        of torch
 e8m0   uint8, an exponent: 2^(byte - 127); 255 is NaN
-e2m1   four bits, sign and one of 0, 0.5, 1, 1.5, 2, 3, 4, 6; two codes a byte, the even index in
-       the low bits
-int4   four bits, 0..15, eight codes an int32, index i at bits 4i
+e2m1   four bits, sign and one of 0, 0.5, 1, 1.5, 2, 3, 4, 6; two codes per byte, the even
+       index in the low bits
+int4   four bits, 0..15, eight codes per int32, index i at bits 4i
 """
 
 import torch
 from torch import Tensor
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
-# An amax below this counts as this, so that no scale is zero and zeros stay zeros.
+# The lower bound of an amax: no scale is zero, and zeros remain zeros.
 AMAX_FLOOR = 1e-10
-# Added to the bits of a float32 before its mantissa is cut off: the exponent grows from this
-# mantissa on.
+# Added to the bits of a float32 before its mantissa is truncated; rounds the exponent up
 MX_ROUNDINGS = {
-    # at 1.75 and above: an amax of 6 to 7 becomes 6 (the kernels of AITER that are written in
-    # Triton)
+    # for mantissas of at least 1.75: an amax of 6 to 7 is encoded as 6 (AITER's Triton kernels)
     "even": 0x200000,
-    # above 1.5: the smallest scale under which amax / scale <= 6 (AITER's HIP kernels)
+    # for mantissas above 1.5: the smallest scale with amax / scale <= 6 (AITER's HIP kernels)
     "up": 0x3FFFFF,
 }
 
@@ -39,9 +37,7 @@ def e8m0_values(codes: Tensor) -> Tensor:
 
 
 def e8m0_scales(amax: Tensor, rounding: str) -> Tensor:
-    """The scale code, uint8, of blocks of e2m1 whose largest magnitude is amax (fp32, >= 0 or
-    NaN).
-    """
+    """The scale codes (uint8) of e2m1 blocks; amax (fp32, >= 0 or NaN): largest magnitudes."""
     bits = amax.view(torch.int32)
     # The largest exponent of e2m1 is 2.
     codes = (((bits + MX_ROUNDINGS[rounding]) >> 23) - 2).clamp(min=0)
@@ -49,11 +45,11 @@ def e8m0_scales(amax: Tensor, rounding: str) -> Tensor:
 
 
 def e2m1_codes(x: Tensor) -> Tensor:
-    """The nearest code 0..15, uint8, ties to even, beyond 6 saturated; NaN becomes 0. x fp32."""
+    """The nearest code 0..15 (uint8) of x (fp32), ties to even, saturated at 6; NaN becomes 0."""
     size = x.abs()
     code = (size > 0.25).to(torch.uint8)
     for border in (0.75, 1.25, 1.75, 2.5, 3.5, 5.0):
-        # On a border the even code wins: these are 2, 2, 4, 4, 6, 6.
+        # A tie rounds to the even code: 2, 2, 4, 4, 6, 6 at these borders.
         code = code + (size >= border if border in (0.75, 1.75, 3.5) else size > border).to(
             torch.uint8
         )

@@ -1,8 +1,8 @@
-"""What the runtime passes to an input of a compiled graph: a tensor of the step, a size of one, or
-a tensor of the state.
+"""What the runtime passes to an input of a compiled graph: a tensor of the step, the size of one,
+or a tensor of the state.
 
-The input's node carries it (atomc.graph.inputs), and so does the compiled graph. `name` is what
-dumps call the input; nothing reads it.
+It is metadata of the input's node (atomc.graph.inputs) and part of the compiled graph. `name` is
+only used in dumps.
 """
 
 from dataclasses import dataclass
@@ -11,9 +11,9 @@ from torch import Tensor
 
 from atomc.ops.state import KINDS, Step
 
-# The fields of a Step that the model itself takes, as arguments of these names.
+# The fields of a Step that are arguments of the model, with these names.
 MODEL_INPUTS = ("input_ids", "positions", "logits_rows")
-# Roles of scales: [1] fp32, what the codes of a cache are multiplied by.
+# Roles of scales: [1] fp32, the factors of the codes of a cache.
 SCALES = frozenset(scale for kind in KINDS.values() for scale in kind.scales)
 
 
@@ -35,7 +35,7 @@ class StepInput:
         return self.field if self.group is None else f"{self.field}_{self.group}"
 
     def of(self, step: Step) -> Tensor | int:
-        """What this step passes."""
+        """Its value in this step."""
         tensor: Tensor = getattr(
             step if self.group is None else step.groups[self.group], self.field
         )
@@ -48,8 +48,8 @@ class StateInput:
 
     spec  the number of the layer's StateSpec in the program
     role  which tensor: one of StateSpec.roles, which the runtime allocates, or one of SCALES
-    per_sequence  its first dimension are slots of sequences; otherwise its first two are blocks and
-                  their tokens
+    per_sequence  its first dimension is the slot of a sequence; otherwise its first two dimensions
+                  are blocks and tokens of a block
     """
 
     spec: int

@@ -1,32 +1,31 @@
 """Linear layers and embedding look-up."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from atomc.ops.op import op
 from atomc.ops.op_cost import lookup, product
-from atomc.ops.op_traits import Kind
+from atomc.ops.op_traits import Arguments, Kind
 
 
 def linear_shape(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-def stacked_rows(calls: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """Rows of weights are outputs: stacked, they are one linear layer."""
+def stacked_rows(calls: Sequence[Arguments]) -> tuple[str, ...]:
+    """Linear layers with one input are one layer with concatenated weights."""
     return ("weight",) if calls[0]["bias"] is None else ("weight", "bias")
 
 
 @op(kind=Kind.LINEAR, rows="x", cost=product, shape=linear_shape, concat=stacked_rows)
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias. x [..., K], weight [N, K], bias [N] -> [..., N]."""
+    """x @ weight.T + bias. x [..., K], weight [N, K], bias [N] of one dtype -> [..., N]."""
     return F.linear(x, weight, bias)
 
 
 @op(kind=Kind.LOOKUP, rows=None, cost=lookup)
 def embedding(ids: Tensor, weight: Tensor) -> Tensor:
-    """Rows of weight. ids [...] int, weight [V, D] -> [..., D]."""
+    """Rows of weight. ids [...] int32 or int64, weight [V, D] -> [..., D] in weight.dtype."""
     return F.embedding(ids, weight)

@@ -1,10 +1,10 @@
-"""Multi-head latent attention (DeepSeek-V2, section 2.1): what stands around its attention.
+"""Multi-head latent attention (DeepSeek-V2, section 2.1): the ops before and after its attention.
 
-T tokens, H query heads, P and V what is not rotated of a key and a value of one head, L latent
-width, R rotated width. The cache [blocks, block_size, L + R] holds a token's normed latent and
-behind it its rotated key, one for all heads:
-attention over it is paged_attention with one key head, whose values are the first L columns. In an
-fp8 cache a number is its code times `scale`, [1] fp32 (None: 1).
+T tokens, H query heads, P width of the part of a key that is not rotated, V width of a value, L
+latent width, R rotated width. A row of the cache [blocks, block_size, L + R] is the normalized
+latent of a token, followed by its rotated key, which all heads share: attention over it is
+paged_attention with one key head, whose values are the first L columns. Values of an fp8 cache are
+codes times `scale`, [1] fp32 (None: 1).
 """
 
 from dataclasses import replace
@@ -28,8 +28,8 @@ from atomc.ops.scaled_linear import (
     scaled_linear_fp8_block,
 )
 
-# Of a product's operands, by the names that online quantization has for them.
-_OF_128 = replace(FP8_BLOCK_WEIGHT, scales=lambda _: "a scale a square of 128")
+# By scheme: the weights of linear_split_cat.
+_OF_128 = replace(FP8_BLOCK_WEIGHT, scales=lambda _: "one scale per square of 128")
 _SPLIT_CAT_WEIGHTS = {"fp8": FP8_WEIGHT, "fp8_block": _OF_128, "mxfp4": MXFP4_WEIGHT}
 SPLIT_CAT_SCHEMES = tuple(_SPLIT_CAT_WEIGHTS)
 BMM_SCHEMES = ("fp8", "mxfp4")
@@ -43,10 +43,10 @@ def _token(kv_c: Tensor, *_: object, **__: object) -> Tensor:
 def mla_kv_write(
     kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slots: Tensor, scale: Tensor | None = None
 ) -> Tensor:
-    """Write row t of kv_c [..., L] and, behind it, of k_pe [..., R] (T rows each) to slot slots[t];
-    -1 writes nothing.
+    """Write row t of kv_c [..., L], followed by row t of k_pe [..., R] (T rows each), to slot
+    slots[t] of the cache; -1 writes nothing (DeepSeek-V2, section 2.1).
 
-    Slots and the token that is returned as in kv_write.
+    slots [T] i64 and the returned token [0] as in kv_write.
     """
     rows = slots >= 0
     block, offset = slots[rows] // kv_cache.shape[1], slots[rows] % kv_cache.shape[1]
@@ -96,8 +96,8 @@ def mla_rope_kv_write(
     scale: Tensor | None = None,
     rope_style: str = "neox",
 ) -> tuple[Tensor, Tensor]:
-    """Queries in the latent space beside their rotated part, [..., H, L + R], and the token of the
-    write.
+    """q_nope followed by the rotated q_pe, [..., H, L + R], and the token of
+    mla_kv_write(kv_c, rope(k_pe)) (DeepSeek-V2, eq. 14 to 17).
 
     q_nope [..., H, L], q_pe [..., H, R], kv_c [..., L], k_pe [..., 1, R]; cos and sin as in rope.
     """
@@ -129,11 +129,11 @@ def scaled_bmm_fp8(
     out_dtype: torch.dtype,
     group: int = 128,
 ) -> Tensor:
-    """Each head's x @ weight.T of what the scales say. x [..., H, P] and weight [H, L, P] fp8 ->
-    [..., H, L].
+    """x @ weight.T of the dequantized operands, per head. x [..., H, P] and weight [H, L, P] fp8 ->
+    [..., H, L] in out_dtype.
 
-    x_scale       [..., H, ceil(P / group)], as quant_fp8_group gives it
-    weight_scale  [1]
+    x_scale       fp32 [..., H, ceil(P / group)], from quant_fp8_group
+    weight_scale  fp32 [1]
     """
     by_row = x_scale.to(torch.float32).repeat_interleave(group, -1)[..., : x.shape[-1]]
     return _by_head(x.to(torch.float32) * by_row, weight.to(torch.float32) * weight_scale).to(
@@ -151,9 +151,9 @@ def _bmm_mxfp4_shape(
 def bmm_mxfp4(
     x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, *, out_dtype: torch.dtype
 ) -> Tensor:
-    """Each head's x @ weight.T, both in MXFP4 -> [..., H, L].
+    """x @ weight.T per head, both in MXFP4 (OCP Microscaling v1.0) -> [..., H, L] in out_dtype.
 
-    x [..., H, P/2] and weight [H, L, P/2] uint8, two e2m1 codes a byte; their scales [..., P/32]
+    x [..., H, P/2] and weight [H, L, P/2] uint8, two e2m1 codes per byte; their scales [..., P/32]
     uint8, e8m0.
     """
     return _by_head(mxfp4_values(x, x_scale), mxfp4_values(weight, weight_scale)).to(out_dtype)
@@ -165,7 +165,7 @@ def _by_head(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _product_and_write(call: OpCall) -> Work:
-    """Queries of each head by its weight, and a write into the state."""
+    """The product of queries and weights of each head, and a write to the state."""
     moved, _ = state_write(call)
     return moved, 2 * call["q_nope"].numel * call["weight"].shape[1]
 
@@ -218,11 +218,12 @@ def bmm_rope_kv_write(
     dtype: torch.dtype = torch.float8_e4m3fn,
     rounding: str = "even",
 ) -> tuple[Tensor, Tensor]:
-    """mla_rope_kv_write of queries that are first quantized and brought to the latent space, in
-    q_nope's dtype.
+    """mla_rope_kv_write with queries that are quantized and multiplied by `weight`, which projects
+    them to the latent space, in q_nope.dtype (the absorbed W^UK of DeepSeek-V2, section 2.1.2).
 
-    q_nope [..., H, P]; weight and weight_scale as in scaled_bmm_fp8 (scheme "fp8") or bmm_mxfp4
-    ("mxfp4"), and of their quantizers group and dtype, or rounding.
+    q_nope [..., H, P]; weight and weight_scale as in scaled_bmm_fp8 (scheme "fp8"; group and dtype
+    of its quantizer) or bmm_mxfp4 ("mxfp4"; rounding of its quantizer). Other arguments and results
+    as in mla_rope_kv_write. Raises ValueError for another scheme.
     """
     if scheme == "fp8":
         codes, scales = quant_fp8_group.reference(q_nope, group, False, dtype)
@@ -276,14 +277,13 @@ def linear_split_cat(
     scheme: str,
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values of all heads from the latent: x @ weight.T, of each head P columns for the
-    key, before its rotated part, and V for the value. k_pe [..., H, R] -> [..., H, P + R] and [...,
-    H, V].
+    """Keys and values of all heads from the latent (DeepSeek-V2, eq. 10 and 11): of the P + V
+    columns of a head in x @ weight.T, the first P, followed by k_pe, are the key, and the last V
+    the value. k_pe [..., H, R] -> [..., H, P + R] and [..., H, V] in out_dtype.
 
-    nope          P
-    scheme, x, weight and their scales   as scaled_linear_fp8 ("fp8"), scaled_linear_fp8_block
-                                         ("fp8_block") or
-                  linear_mxfp4 ("mxfp4") have them; weight [H * (P + V), ...]
+    nope    P
+    scheme  "fp8", "fp8_block" or "mxfp4": x, weight [H * (P + V), ...] and their scales as in
+            scaled_linear_fp8, scaled_linear_fp8_block or linear_mxfp4; ValueError for another one
     """
     if scheme == "fp8":
         both = scaled_linear_fp8.reference(x, weight, x_scale, weight_scale, out_dtype=out_dtype)

@@ -1,27 +1,24 @@
-"""RMSNorm and LayerNorm over the last dimension, alone and behind a residual add.
+"""RMSNorm and LayerNorm over the last dimension, alone and after a residual add.
 
-Three RMSNorm styles cover the stock models; they differ in what is rounded when:
-after     round the normalised row to x.dtype, then multiply by the weight (Llama, Qwen3, Mistral,
+Three RMSNorm styles, which differ in the order of rounding and scaling, cover the stock models:
+after     round the normalized row to x.dtype, then multiply by the weight (Llama, Qwen3, Mistral,
           DeepSeek)
 before    multiply in fp32, round once (GPT-OSS, torch.nn.functional.rms_norm)
 one_plus  multiply by 1 + weight in fp32, round once (Gemma, Qwen3.5)
 """
-
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from atomc.ops.op import op
-from atomc.ops.op_traits import Kind
+from atomc.ops.op_traits import Arguments, Kind
 
 RMS_NORM_STYLES = ("one_plus", "after", "before")
 
 
-def rounds_once(arguments: Mapping[str, Any]) -> bool:
-    """Whether the meaning in this style rounds nothing but its result."""
+def rounds_once(arguments: Arguments) -> bool:
+    """Whether the reference in this style rounds only its result."""
     return bool(arguments["style"] != "after")
 
 
@@ -47,7 +44,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, style: str = "after") -> Ten
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, style: str = "after"
 ) -> tuple[Tensor, Tensor]:
-    """rms_norm(x + residual), and the sum that the next layer adds to. Both [..., D]."""
+    """rms_norm(x + residual), and the sum, which is the next residual. x and residual [..., D],
+    weight [D] -> both [..., D], the sum in the promoted dtype of x and residual.
+    """
     total = x + residual
     return rms_norm.reference(total, weight, eps, style), total
 
@@ -55,7 +54,7 @@ def add_rms_norm(
 @op(kind=Kind.NORM, rows="x")
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """(x - mean) / sqrt(var + eps) * weight + bias over the last dimension (Ba et al. 2016). x
-    [..., D] -> [..., D].
+    [..., D], weight and bias [D] or None -> [..., D] in x.dtype.
     """
     return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
@@ -64,6 +63,8 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """layer_norm(x + residual), and the sum. Both [..., D]."""
+    """layer_norm(x + residual), and the sum, which is the next residual. x and residual [..., D],
+    weight and bias [D] -> both [..., D].
+    """
     total = x + residual
     return layer_norm.reference(total, weight, bias, eps), total

@@ -1,4 +1,4 @@
-"""A norm that leaves room for the kernels of experts, which want rows of whole tiles."""
+"""A norm with padded rows, for expert kernels that require whole tiles."""
 
 import torch
 import torch.nn.functional as F
@@ -20,8 +20,8 @@ def _add_rms_norm_pad_shape(
 def add_rms_norm_pad(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, columns: int, style: str = "after"
 ) -> tuple[Tensor, Tensor]:
-    """add_rms_norm with so many columns of zeros behind the norm: [..., D + columns], and the sum
-    [..., D].
+    """add_rms_norm with the norm padded by `columns` zeros: x and residual [..., D], weight [D] ->
+    the norm [..., D + columns], and the sum [..., D].
     """
     y, total = add_rms_norm.reference(x, residual, weight, eps, style)
     return F.pad(y, (0, columns)), total

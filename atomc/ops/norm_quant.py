@@ -1,8 +1,8 @@
-"""RMSNorm whose result is quantized before it is written, alone and behind a residual add.
+"""RMSNorm with a quantized result, alone and after a residual add.
 
-The result of the norm itself is rounded to its dtype before it is quantized, as the two ops one
-after the other do. `keep`: the unquantized result is wanted too; without it that output is empty.
-Quantizers: atomc.ops.schemes.
+The result of the norm is rounded to its dtype before it is quantized, as by the two separate ops.
+`keep`: the unquantized norm is returned, too; without it that output is empty, [0]. Shapes and
+dtypes of codes and scales depend on the scheme: atomc.ops.schemes.
 """
 
 import torch
@@ -54,8 +54,8 @@ def rms_norm_quant(
     rounding: str = "even",
     keep: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The codes and scales of rms_norm(x, weight, eps, style), and that norm if `keep`. x [..., D];
-    scale [1] if static.
+    """The codes and scales of rms_norm(x, weight, eps, style), and that norm [..., D] if `keep`. x
+    [..., D], weight [D]; scale [1] fp32 for fp8_static, else None.
     """
     y = rms_norm.reference(x, weight, eps, style)
     codes, scales = quantized(y, scale, scheme, dtype, group, column_major, rounding)
@@ -106,8 +106,8 @@ def add_rms_norm_quant(
     rounding: str = "even",
     keep: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """rms_norm_quant of x + residual, with that sum before the kept norm: codes, scales, sum, norm.
-    All [..., D].
+    """rms_norm_quant of x + residual -> codes, scales, the sum [..., D], and the norm [..., D] if
+    `keep`. x and residual [..., D], weight [D]; scale as in rms_norm_quant.
     """
     total = x + residual
     y = rms_norm.reference(total, weight, eps, style)

@@ -1,10 +1,10 @@
-"""An op is its meaning in PyTorch: schema, shape rule and test truth are one function.
+"""An op is defined by its reference, a function in PyTorch that gives schema, shapes and results.
 
-`@op(...)` registers the function as `torch.ops.atom.<name>`: the meaning is the reference kernel,
-the fake kernel (unless a cheaper shape rule is given) and, when gradients are wanted, what runs
-instead, so that autograd differentiates it. What else the compiler must know of an op is declared
-there, too: no other module lists ops by name. Kernels that compute the same thing faster are added
-with `@ops.<name>.kernel(provider, ...)`.
+`@op(...)` registers the function as `torch.ops.atom.<name>`. The reference is the default kernel,
+the fake kernel (unless a cheaper shape function is given), and what runs while gradients are
+recorded, so that autograd differentiates it. All other properties that the compiler uses are
+declared there, too: no other module lists ops by name. Faster kernels are registered with
+`@ops.<name>.kernel(provider, ...)`.
 """
 
 import inspect
@@ -17,20 +17,23 @@ import torch
 from torch import Tensor
 
 from atomc.ops.op_cost import CostRule, read_and_write
-from atomc.ops.op_traits import Kind, QuantizedWeight, StateBinding
+from atomc.ops.op_traits import Arguments, Kind, QuantizedWeight, StateBinding
 from atomc.platform import Platform
 
 P = ParamSpec("P")
-R = TypeVar("R", covariant=True)
+Results = Tensor | tuple[Tensor, ...]
+R = TypeVar("R", bound=Results, covariant=True)
+Function = TypeVar("Function", bound=Callable[..., Results])
+T = TypeVar("T")
+
 _library = torch.library.Library("atom", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """The numbers of tokens from first to last, both included; without a last one, all from the
-    first.
+    """A range of numbers of tokens, both ends included; last None: no upper bound.
 
-    Raises ValueError if there are no such numbers.
+    Raises ValueError for an empty range.
     """
 
     first: int = 1
@@ -54,7 +57,7 @@ class Tokens:
 
     @classmethod
     def of(cls, spelled: str) -> "Tokens":
-        """What `str` of some Tokens spelled; "any" are all."""
+        """Parses the result of `str`; "any" is the range of all numbers."""
         first, _, rest = spelled.partition(" ")
         if first == "any":
             return cls()
@@ -63,7 +66,7 @@ class Tokens:
         return cls(int(first), int(rest.removeprefix("to ") or first))
 
     def within(self, others: "Tokens") -> bool:
-        """Whether all of these are among the others."""
+        """Whether this range is part of the other."""
         return self.first in others and (
             others.last is None if self.last is None else self.last in others
         )
@@ -89,18 +92,18 @@ Code = Literal[
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a kernel cannot or should not run an op: a code to decide by, and a sentence for the
+    """Why a kernel cannot or should not run an op: a code for the compiler, and a sentence for the
     user.
 
     hardware   the device or its instructions
     library    a library is missing, broken or too old
-    dtype, shape, layout   of a tensor; the layout is how it lies in memory, or how the state does
-    argument   the value of an argument, or one that is given although it may be left out
-    option     an option of the user forbids it
-    tokens     it is meant for other numbers of tokens
+    dtype, shape, layout   of a tensor; layout: its strides, or the memory layout of the state
+    argument   the value of an argument, or an optional argument that the kernel does not support
+    option     an option of the user excludes it
+    tokens     the kernel is for other numbers of tokens
     slower     another way to run the op is as fast or faster
-    copy       the copy of a weight that it wants cannot be kept
-    other      a sentence of a kernel that gives no code
+    copy       the prepared weight that the kernel needs cannot be kept
+    other      a refusal without a code
     """
 
     code: Code
@@ -109,11 +112,11 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a kernel made of weights.
+    """What a kernel computed from weights.
 
-    replaces  the tensors hold all that the kernel reads, in memory of their own: the weights'
-              memory may be freed by their owner if nothing else reads it (other kernels, a second
-              program, a save). False: the weights must stay
+    replaces  the kernel reads only these tensors, which share no memory with the weights: the owner
+              of the weights may free them if nothing else reads them (other kernels, a second
+              program, a save). False: the weights must be kept
     """
 
     tensors: tuple[Tensor, ...]
@@ -121,42 +124,39 @@ class Prepared:
 
 
 class PreferInductor(Enum):
-    """When Inductor's code for the meaning is preferred to a kernel, wherever the glue is
-    compiled.
-    """
+    """When Inductor's code for the reference is preferred to a kernel, if the glue is compiled."""
 
     NEVER = auto()
-    ALWAYS = auto()  # it fuses the meaning with its neighbours
-    FREE_ROUNDING = (
-        auto()
-    )  # the same, unless rounding="hf": fused code may keep fp32 where the model rounds
-    MAX_AUTOTUNE = auto()  # mode="max-autotune" asks it to time several ways to compute it
+    ALWAYS = auto()  # Inductor fuses the reference with its neighbours
+    # ALWAYS, except for rounding="hf": fused code may keep fp32 where the model rounds.
+    FREE_ROUNDING = auto()
+    MAX_AUTOTUNE = auto()  # with mode="max-autotune", where Inductor times several templates
 
 
 @dataclass(frozen=True, eq=False)
 class Kernel:
-    """One way to run an op. `function` takes the op's arguments and returns what the meaning
-    returns.
+    """An implementation of an op. `function` has the arguments and results of the reference.
 
     refuses:   (platform, *args) -> Refusal, or None. The args are fake tensors and numbers. A
                sentence alone has the code "other".
-    tokens:    the numbers of tokens for which the kernel is meant.
-    layout:    the memory layout of the state it reads or writes (atomc.ops.state.LAYOUTS), None if
-               it touches none.
-    prepare:   names of parameters -> function(*weights) -> Prepared; the kernel then receives the
-               prepared tensors as a tuple under the first name. Runs once, after selection; not at
-               all where the first parameter is None.
-    plan:      (step, spec) -> tuple of tensors, once a step into static buffers, before the layers
-               run; the kernel receives it as `plan=`.
+    tokens:    the numbers of tokens that the kernel is for.
+    layout:    the memory layout of the state it reads or writes (atomc.ops.state.LAYOUTS); None: it
+               uses no state.
+    prepare:   names of parameters -> function(*weights) -> Prepared. The kernel then receives the
+               prepared tensors as a tuple for the first name. Runs once, after selection, and not
+               if the first parameter is None.
+    plan:      (step, spec) -> tuple of tensors, computed once per step into static buffers, before
+               the layers run; the kernel receives it as `plan=`.
     workspace: (*args) -> bytes; the kernel receives a uint8 tensor of that size as `workspace=`.
-    rounds:    "as meaning", or "once" if it keeps fp32 where the meaning rounds in between.
-    syncs:     the host waits for the device inside, so that no CUDA graph can hold it.
-    prefer_inductor:  when Inductor's code for the meaning is preferred.
+    rounds:    "as meaning": like the reference; "once": it keeps fp32 where the reference rounds
+               intermediate results.
+    syncs:     the host waits for the device, so that it cannot be captured in a CUDA graph.
+    prefer_inductor:  when Inductor's code for the reference is preferred.
     """
 
     op: str
     provider: str
-    function: Callable[..., Any]
+    function: Callable[..., Results]
     refuses: Callable[..., Refusal | str | None] | None = None
     tokens: Tokens = ALL_TOKENS
     layout: str | None = None
@@ -170,11 +170,11 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Extra:
-    """A graph input that the traced program did not have; whoever calls the graph fills it.
+    """A graph input that the traced program does not have; the caller of the graph passes it.
 
-    kind      "prepared": function(*weights) -> Prepared, once; "plan": function(step, spec), once a
-              step
-    weights   the names of the placeholders of the weights to prepare, None where there is none
+    kind      "prepared": function(*weights) -> Prepared, once; "plan": function(step, spec), once
+              per step
+    weights   the names of the placeholders of the weights to prepare; None for an absent one
     """
 
     kind: str
@@ -183,37 +183,37 @@ class Extra:
     weights: tuple[str | None, ...] = ()
 
 
-# Several calls on one input, each as its arguments by name (tensors are fake ones), with the same
-# optional ones given -> which parameters to pack, row behind row, so that one call returns all
-# results side by side in the last dimension (the other arguments must be the same in all calls); or
-# why that cannot be.
-Concat = Callable[[Sequence[Mapping[str, Any]]], tuple[str, ...] | str]
+# Several calls with the same input and the same optional arguments, as arguments by name (tensors
+# are fake ones) -> the parameters to concatenate along rows, so that one call returns all results
+# concatenated in the last dimension (the other arguments must be equal in all calls); or the reason
+# why they cannot be merged.
+Concat = Callable[[Sequence[Arguments]], tuple[str, ...] | str]
 
 
-# These kinds compute or move something else than one number per operand and result.
+# Kinds whose cost is not that of one operation per element.
 COST_DIFFERS = Kind.LINEAR | Kind.BMM | Kind.ATTENTION | Kind.LOOKUP | Kind.STATE_WRITE
 
 
 class Op:
-    """A registered op as the compiler sees it: `reference` is the PyTorch function that defines
-    it, the other attributes are the arguments of `op`.
+    """A registered op as the compiler sees it. `reference` is its definition in PyTorch; the other
+    attributes are the arguments of `op`.
     """
 
     def __init__(
         self,
-        meaning: Callable[..., Any],
+        reference: Callable[..., Results],
         kind: Kind,
         rows: str | None,
         cost: CostRule | None,
         quantized_weight: QuantizedWeight | Mapping[str, QuantizedWeight] | None,
-        rounds_once: Callable[[Mapping[str, Any]], bool] | None,
+        rounds_once: Callable[[Arguments], bool] | None,
         mutates: Sequence[str],
-        shape: Callable[..., Any] | None,
+        shape: Callable[..., Results] | None,
         concat: Concat | None,
         state: StateBinding | None,
     ):
-        self.name = meaning.__name__
-        self.reference = meaning
+        self.name = reference.__name__
+        self.reference: Callable[..., Results] = reference
         self.kind, self.rows = kind, rows
         self.cost = cost or read_and_write
         self.quantized_weight = quantized_weight
@@ -221,18 +221,18 @@ class Op:
         self.mutates = tuple(mutates)
         self.concat = concat
         self.state = state
-        self.signature = inspect.signature(meaning)
+        self.signature = inspect.signature(reference)
         self.kernels: list[Kernel] = []
-        self.__doc__ = meaning.__doc__
+        self.__doc__ = reference.__doc__
         self._check(cost)
-        schema = torch.library.infer_schema(meaning, mutates_args=self.mutates)
+        schema = torch.library.infer_schema(reference, mutates_args=self.mutates)
         _library.define(self.name + schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
-        _library.impl(self.name, meaning, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-        torch.library.register_fake(f"atom::{self.name}", shape or meaning, lib=_library)
+        _library.impl(self.name, reference, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+        torch.library.register_fake(f"atom::{self.name}", shape or reference, lib=_library)
         self.overload: torch._ops.OpOverload = getattr(torch.ops.atom, self.name).default
 
     def _check(self, cost: CostRule | None) -> None:
-        """Raises ValueError for traits that are missing, or that name no parameter."""
+        """Raises ValueError for a missing trait, or one that names an unknown parameter."""
         parameters = self.signature.parameters
         weight = self.quantized_weight
         weights = weight.values() if isinstance(weight, Mapping) else [weight] if weight else []
@@ -258,15 +258,15 @@ class Op:
     def __repr__(self) -> str:
         return f"<op {self.name}>"
 
-    def handle(self, *args: Any, **kwargs: Any) -> Any:
-        """The state handle of a call; None if it has none."""
+    def handle(self, *args: T, **kwargs: T) -> T | None:
+        """The state handle of a call, or None."""
         return (
             None
             if self.state is None
             else self.signature.bind(*args, **kwargs).arguments.get(self.state.handle)
         )
 
-    def bind(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def bind(self, *args: T, **kwargs: T) -> dict[str, T]:
         """The arguments of a call by parameter, defaults included."""
         bound = self.signature.bind(*args, **kwargs)
         bound.apply_defaults()
@@ -285,8 +285,8 @@ class Op:
         rounds: str = "as meaning",
         syncs: bool = False,
         prefer_inductor: PreferInductor = PreferInductor.NEVER,
-    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Register the decorated function as a way to run this op (see Kernel for the arguments).
+    ) -> Callable[[Function], Function]:
+        """Register the decorated function as a kernel of this op (see Kernel for the arguments).
 
         Raises ValueError if `prepare` names no parameter of the op or the same function is
         registered twice for one layout, TypeError if `tokens` are no Tokens.
@@ -307,7 +307,7 @@ class Op:
                 f"the op has {list(self.signature.parameters)}"
             )
 
-        def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        def register(function: Function) -> Function:
             if any(known.function is function and known.layout == layout for known in self.kernels):
                 raise ValueError(
                     f"kernel {function.__module__}.{function.__qualname__} of {self.name} "
@@ -357,36 +357,43 @@ def op(
     rows: str | None,
     cost: CostRule | None = None,
     quantized_weight: QuantizedWeight | Mapping[str, QuantizedWeight] | None = None,
-    rounds_once: Callable[[Mapping[str, Any]], bool] | None = None,
+    rounds_once: Callable[[Arguments], bool] | None = None,
     mutates: Sequence[str] = (),
-    shape: Callable[..., Any] | None = None,
+    shape: Callable[..., Results] | None = None,
     concat: Concat | None = None,
     state: StateBinding | None = None,
 ) -> Callable[[Callable[P, R]], OpFunction[P, R]]:
-    """Make an op of its meaning, the decorated function.
+    """Define an op by its reference, the decorated function.
 
-    kind      what it does; decides how it is treated wherever ops are not named
-    rows      the parameter [..., K] whose leading dimensions are the tokens of the step, None if
-              that is no parameter's
-    cost      its bytes and flops; may be left out if it reads each operand and writes each result
-              once
-    quantized_weight  of a linear whose weight is stored in few bits; a mapping if the argument
-                      `scheme` decides
-    rounds_once  (arguments by name) -> whether the meaning rounds its result only; default: it
-                 rounds in between
+    kind      what it computes; passes and kernel selection decide by it
+    rows      the parameter [..., K] whose leading dimensions are the tokens of the step; None if no
+              parameter has them
+    cost      its bytes and FLOPs; default: each operand is read and each result written once
+    quantized_weight  of a linear whose weight is quantized; a mapping if it depends on the argument
+                      `scheme`
+    rounds_once  (arguments by name) -> whether the reference rounds only its result; default: it
+                 also rounds intermediate results
     mutates   the parameters written in place
-    shape     replaces the meaning as the fake kernel, where the meaning depends on data or is slow
-              on fake tensors
-    concat    how several calls on one input become one (see Concat)
+    shape     the fake kernel, if the reference depends on data or is slow on fake tensors
+    concat    how several calls with one input become one (see Concat)
     state     how it is bound for the runtime, if it takes a state handle (see StateBinding)
 
-    Raises ValueError if a trait that this kind needs is missing, or a trait names a parameter that
-    the op does not have.
+    Raises ValueError if a trait that this kind requires is missing, or a trait names a parameter
+    that the op does not have.
     """
 
-    def register(meaning: Callable[P, R]) -> OpFunction[P, R]:
+    def register(reference: Callable[P, R]) -> OpFunction[P, R]:
         made: OpFunction[P, R] = OpFunction(
-            meaning, kind, rows, cost, quantized_weight, rounds_once, mutates, shape, concat, state
+            reference,
+            kind,
+            rows,
+            cost,
+            quantized_weight,
+            rounds_once,
+            mutates,
+            shape,
+            concat,
+            state,
         )
         REGISTRY[made.name] = made
         return made
@@ -394,11 +401,9 @@ def op(
     return register
 
 
-def register_kernel(
-    op_name: str, provider: str, **protocol: Any
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Public way to add a kernel from outside: `@atomc.register_kernel("rms_norm", "mine",
-    refuses=...)`.
+def register_kernel(op_name: str, provider: str, **protocol: Any) -> Callable[[Function], Function]:
+    """Register a kernel from another package: `@atomc.register_kernel("rms_norm", "mine",
+    refuses=...)`. protocol: the arguments of `Op.kernel`.
 
     Raises ValueError for an unknown op.
     """
@@ -414,7 +419,7 @@ def op_of(target: object) -> Op | None:
     return None
 
 
-def refusal(kernel: Kernel, platform: Platform, arguments: dict[str, Any]) -> Refusal | None:
-    """Why this kernel cannot serve these arguments on this platform, or None."""
+def refusal(kernel: Kernel, platform: Platform, arguments: Arguments) -> Refusal | None:
+    """Why this kernel cannot run with these arguments on this platform, or None."""
     found = kernel.refuses(platform, **arguments) if kernel.refuses else None
     return Refusal("other", found) if isinstance(found, str) else found

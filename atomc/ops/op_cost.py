@@ -1,19 +1,21 @@
-"""The bytes and flops of one call of an op as formulas of its sizes: the rules that several ops
-share.
+"""Bytes and FLOPs of one call of an op as formulas of its sizes: the rules that several ops share.
 
 An op names its rule with `@op(cost=...)`; atomc.cost.cost applies them to a graph.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
-# Of sympy, or a number. sympy is not imported here: it takes long, and a start from the cache needs
-# none.
-Formula = Any
+from atomc.ops.op_traits import Arguments
+
+if TYPE_CHECKING:  # importing sympy is slow, and a start from the cache does not need it
+    import sympy
+
+Formula: TypeAlias = "sympy.Expr | float"
 Work = tuple[Formula, Formula]  # bytes moved, floating-point operations
 
 
@@ -35,23 +37,25 @@ class Operand:
 
 @dataclass(frozen=True)
 class OpCall:
-    """One call of an op in a graph. `call["x"]` is the argument x: an Operand if it is a tensor.
+    """One call of an op in a graph. `call["x"]` is the tensor argument x.
 
-    arguments  by parameter, defaults included
+    arguments  by parameter, defaults included; an Operand for each tensor
     mutates    the parameters that the op writes in place
-    reads      the tensors that it reads; of a view the memory behind it
+    reads      the tensors that it reads; the base of a view
     results    the tensors that it returns
-    context    the tokens of each sequence that are in the state, the new ones included
+    context    the tokens of each sequence in the state, including the new ones
     """
 
-    arguments: Mapping[str, Any]
+    arguments: Arguments
     mutates: tuple[str, ...]
     reads: tuple[Operand, ...]
     results: tuple[Operand, ...]
     context: Formula
 
-    def __getitem__(self, name: str) -> Any:
-        return self.arguments[name]
+    def __getitem__(self, name: str) -> Operand:
+        found = self.arguments[name]
+        assert isinstance(found, Operand)
+        return found
 
 
 CostRule = Callable[[OpCall], Work]
@@ -69,8 +73,8 @@ def least(a: Formula, b: Formula) -> Formula:
 
 
 def read_and_write(call: OpCall) -> Work:
-    """Each operand is read once, each result written once, with one operation per number
-    written.
+    """Each operand is read once, each result is written once; one operation per element of the
+    results.
     """
     return bytes_of(call.reads) + bytes_of(call.results), sum(
         result.numel for result in call.results
@@ -78,7 +82,7 @@ def read_and_write(call: OpCall) -> Work:
 
 
 def product(call: OpCall) -> Work:
-    """`x` [..., K] times each row of `weight` [..., N, K]; x in uint8 holds two codes a byte."""
+    """`x` [..., K] times each row of `weight` [..., N, K]; uint8 x has two codes per byte."""
     x, weight = call["x"], call["weight"]
     moved, _ = read_and_write(call)
     depth = x.shape[-1] * (2 if x.dtype == torch.uint8 else 1)
@@ -86,14 +90,14 @@ def product(call: OpCall) -> Work:
 
 
 def lookup(call: OpCall) -> Work:
-    """Reads the indices, and of the table only the rows that it returns."""
+    """Reads the indices, and only those rows of the table that it returns."""
     indices = [operand for operand in call.reads if not operand.dtype.is_floating_point]
     return bytes_of(indices) + 2 * bytes_of(call.results), 0
 
 
 def state_write(call: OpCall) -> Work:
-    """Reads its rows and writes as many, one for each of `slots` [T], into the caches, which are
-    not read.
+    """Reads its rows, and writes one row per element of `slots` [T] into the caches, which are not
+    read.
     """
     rows = [
         x
@@ -101,7 +105,9 @@ def state_write(call: OpCall) -> Work:
         if isinstance(x, Operand) and name not in call.mutates
     ]
     caches = [
-        x for name in call.mutates if isinstance(x := call[name], Operand) and len(x.shape) >= 3
+        x
+        for name in call.mutates
+        if isinstance(x := call.arguments[name], Operand) and len(x.shape) >= 3
     ]
     written = sum(
         call["slots"].shape[0] * math.prod(x.shape[2:]) * x.dtype.itemsize for x in caches

@@ -1,4 +1,4 @@
-"""What the compiler must know of an op beyond its reference, declared with `@op(...)`."""
+"""Properties of ops that the compiler uses besides the reference, declared with `@op(...)`."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -8,20 +8,26 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from atomc.ops.state import StateSpec
+
+# The arguments of a call by parameter, of the types in the op's signature. Tensors are fake ones
+# while a graph is compiled, and proxies while a replacement is traced.
+Arguments = Mapping[str, Any]
+
 
 class Kind(Flag):
-    """What an op does. A fused op is the union of what it joins: `Kind.NORM | Kind.QUANTIZE`."""
+    """What an op computes. A fused op has the union of its parts: `Kind.NORM | Kind.QUANTIZE`."""
 
     LINEAR = auto()  # a product of rows with a stored weight
     BMM = auto()  # a product per head
     ATTENTION = auto()
     NORM = auto()
-    GATE = auto()  # a gated activation; its first two parameters are the gate and what it gates
+    GATE = auto()  # a gated activation; its first two parameters are the gate and the gated tensor
     ROPE = auto()
     QUANTIZE = auto()
     LOOKUP = auto()  # rows of a table; its first two parameters are the indices and the table
     STATE_WRITE = auto()
-    COLLECTIVE = auto()  # needs all processes of a group
+    COLLECTIVE = auto()  # all processes of a group take part
     OTHER = auto()
 
 
@@ -29,26 +35,24 @@ class Kind(Flag):
 class QuantizedWeight:
     """How the weight of a linear is stored.
 
-    format  as reports name it: "fp8", "int4"
-    scales  (arguments by name, tensors are fake) -> what shares a scale, for reports: "a scale an
-            output"
-    codes   how many codes one element of the stored weight holds
+    format  the name in reports: "fp8", "int4"
+    scales  (arguments by name, tensors are fake) -> the granularity of the scales, for reports:
+            "one scale per output"
+    codes   the number of codes in one element of the stored weight
     rate    products per second, relative to the peak of bf16
-    stored  the parameters that hold it: first the codes, then what gives them back; one may be None
-            in a call
+    stored  the parameters that contain it: first the codes, then scales and zero points; one may be
+            None in a call
     """
 
     format: str
-    scales: Callable[[Mapping[str, Any]], str]
+    scales: Callable[[Arguments], str]
     codes: int
     rate: int
     stored: tuple[str, ...] = ("weight", "weight_scale")
 
 
 class StepFields(Protocol):
-    """Tensors of a step: those of atomc.ops.Step, and of the layer's own group those of
-    GroupStep.
-    """
+    """Tensors of a step: the fields of atomc.ops.Step, and of GroupStep for the layer's group."""
 
     query_start: Tensor
     seq_lens: Tensor
@@ -59,20 +63,20 @@ class StepFields(Protocol):
 
 @dataclass(frozen=True)
 class StateBinding:
-    """How an op that takes a layer's state handle is compiled for the runtime. `given`: the
-    arguments of a call, by name.
+    """How an op that takes a layer's state handle is compiled for the runtime. `arguments`: of a
+    call, by name.
 
-    handle   the parameter that takes the handle; a call without one keeps nothing
-    tokens   (given, tensors are fake) -> how many new tokens the call has, which may be symbolic
-    spec     (the layer's name, given, the 8-bit dtype that is asked for or None) -> StateSpec.
-             Raises ValueError with the reason for a call that cannot be served
-    form     (given, tensors of the state by role, step) -> what the op would return: the call of an
-             op that returns the same. It, and what it is computed from, are ops of atomc.ops or
-             torch.ops.aten. An op that reads what another has written takes something that the
-             writer returned as an operand; one that does both needs no order
+    handle   the parameter that takes the handle; a call without a handle has no state
+    tokens   (arguments, tensors are fake) -> the number of new tokens, which may be symbolic
+    spec     (name of the layer, arguments, the requested 8-bit dtype or None) -> StateSpec. Raises
+             ValueError with the reason for a call that the runtime does not support
+    form     (arguments, tensors of the state by role, step) -> the result of the op, computed with
+             ops of atomc.ops and torch.ops.aten that read and write these tensors. An op that reads
+             what another op has written takes a result of the writer as an operand, which keeps
+             their order
     """
 
     handle: str
-    tokens: Callable[[Mapping[str, Any]], Any]
-    spec: Callable[[str, Mapping[str, Any], torch.dtype | None], Any]
-    form: Callable[[Mapping[str, Any], Mapping[str, Tensor], StepFields], Tensor]
+    tokens: Callable[[Arguments], int | torch.SymInt]
+    spec: Callable[[str, Arguments, torch.dtype | None], StateSpec]
+    form: Callable[[Arguments, Mapping[str, Tensor], StepFields], Tensor]

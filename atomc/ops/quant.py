@@ -1,11 +1,11 @@
-"""Activations in few bits, with the scales that give them back: x is about q * scale.
+"""Quantization of activations to codes and scales: x is approximately code * scale.
 
-T rows, K columns; a group is a run of columns that shares a scale. All is computed in fp32. A
-dynamic scale is amax * (1 / largest), with an amax of at least AMAX_FLOOR (a product, since torch
-divides by a number on a CPU and multiplies by its reciprocal on a GPU); values are multiplied by
-the reciprocal of the scale (one division a scale, not one a value), cut off at the largest number
-and rounded to nearest even. A group with an infinity or NaN comes back as NaN or infinity, never as
-finite numbers: its scale is not finite (a static scale saturates infinities).
+K columns; a group is a run of columns with a common scale. All computation is in fp32. A dynamic
+scale is amax * (1 / largest), with an amax of at least AMAX_FLOOR (a product, because torch divides
+by a number on a CPU and multiplies by its reciprocal on a GPU). Values are multiplied by the
+reciprocal of the scale (one division per scale, not per value), clamped to the largest number, and
+rounded to nearest even. A group with an infinity or NaN has a scale that is not finite, so that it
+is never dequantized to finite numbers (a static scale saturates infinities).
 """
 
 import math
@@ -31,7 +31,7 @@ INT8_MAX = 127.0
 
 
 def to_fp8(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x, fp32, cut off and rounded."""
+    """x (fp32) clamped and rounded to fp8. Raises ValueError for another dtype."""
     if dtype not in FP8:
         raise ValueError(f"fp8 dtype {dtype} is not one of {FP8}")
     largest = torch.finfo(dtype).max
@@ -46,7 +46,7 @@ def _quant_fp8_static_shape(
 
 @op(kind=Kind.QUANTIZE, rows=None, shape=_quant_fp8_static_shape)
 def quant_fp8_static(x: Tensor, scale: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
-    """x / scale in fp8. x [..., K], scale [1] fp32 -> [..., K]."""
+    """x / scale in fp8, with a given scale. x [..., K], scale [1] fp32 -> [..., K] fp8."""
     return to_fp8(x.to(torch.float32) * (1.0 / scale.to(torch.float32)), dtype).contiguous()
 
 
@@ -64,7 +64,7 @@ def _quant_fp8_per_token_shape(
 def quant_fp8_per_token(
     x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn
 ) -> tuple[Tensor, Tensor]:
-    """Each row in fp8 under a scale of its own. x [..., K] -> [..., K] fp8 and [..., 1] fp32."""
+    """fp8 with one scale per row. x [..., K] -> codes [..., K] fp8 and scales [..., 1] fp32."""
     x_f32 = x.to(torch.float32)
     scale = x_f32.abs().amax(-1, keepdim=True).clamp(min=AMAX_FLOOR) * (
         1.0 / torch.finfo(dtype).max
@@ -73,7 +73,7 @@ def quant_fp8_per_token(
 
 
 def empty_group_scales(x: Tensor, groups: int, column_major: bool) -> Tensor:
-    """An empty fp32 tensor [..., groups], its rows or its columns contiguous."""
+    """An uninitialized fp32 tensor [..., groups] with contiguous rows or columns."""
     rows = math.prod(x.shape[:-1])
     if column_major:
         return x.new_empty((groups, rows), dtype=torch.float32).t().view(*x.shape[:-1], groups)
@@ -97,10 +97,11 @@ def quant_fp8_group(
     column_major_scales: bool = False,
     dtype: torch.dtype = torch.float8_e4m3fn,
 ) -> tuple[Tensor, Tensor]:
-    """Each run of `group` columns in fp8 under a scale of its own; the last run may be shorter.
+    """fp8 with one scale per `group` columns of a row; the last group may be shorter (DeepSeek-V3,
+    section 3.3.2).
 
-    x [..., K] -> [..., K] fp8 and [..., ceil(K / group)] fp32. column_major_scales: the scales of
-    all rows for one group lie side by side, as some GEMMs read them; the shape is the same.
+    x [..., K] -> codes [..., K] fp8 and scales [..., ceil(K / group)] fp32. column_major_scales:
+    the scales of one group are contiguous, as some GEMMs require; the shape is the same.
     """
     width = x.shape[-1]
     groups = -(-width // group)
@@ -121,21 +122,20 @@ def _quant_mxfp4_shape(x: Tensor, rounding: str = "even") -> tuple[Tensor, Tenso
 
 @op(kind=Kind.QUANTIZE, rows=None, shape=_quant_mxfp4_shape)
 def quant_mxfp4(x: Tensor, rounding: str = "even") -> tuple[Tensor, Tensor]:
-    """Each run of 32 columns in e2m1 under an e8m0 scale (OCP Microscaling v1.0). K is a multiple
-    of 32.
+    """MXFP4: e2m1 with one e8m0 scale per 32 columns (OCP Microscaling v1.0, section 6.3).
 
-    x [..., K] -> [..., K/2] uint8, two codes a byte, and [..., K/32] uint8. The scale is the power
-    of two below amax / 4, or the next one if amax is near it; "even" and "up" say from where on
-    (atomc.ops.formats.MX_ROUNDINGS).
+    x [..., K], K a multiple of 32 -> codes [..., K/2] uint8, two per byte, and scales [..., K/32]
+    uint8. The scale is the largest power of two <= amax / 4, or the next one if amax exceeds a
+    threshold that depends on `rounding` (atomc.ops.formats.MX_ROUNDINGS). Raises ValueError for
+    another rounding or K.
     """
     if rounding not in MX_ROUNDINGS:
         raise ValueError(f"quant_mxfp4: rounding {rounding!r} is not one of {tuple(MX_ROUNDINGS)}")
     if x.shape[-1] % 32:
-        raise ValueError(f"quant_mxfp4: {x.shape[-1]} columns are no multiple of 32")
+        raise ValueError(f"quant_mxfp4: {x.shape[-1]} columns are not a multiple of 32")
     blocks = in_groups(x.to(torch.float32), 32)
     scale = e8m0_scales(blocks.abs().amax(-1), rounding)
-    # 254 - code is the code of the reciprocal. Of NaN it would be that of a number, which the scale
-    # corrects.
+    # 254 - code is the code of the reciprocal, except for NaN, which only the scale keeps.
     inverse = e8m0_values((254 - scale.to(torch.int32)).clamp(min=0).to(torch.uint8))
     return pack_e2m1(
         e2m1_codes(blocks * inverse.unsqueeze(-1)).flatten(-2)
@@ -148,8 +148,8 @@ def _quant_int8_per_token_shape(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @op(kind=Kind.QUANTIZE, rows=None, shape=_quant_int8_per_token_shape)
 def quant_int8_per_token(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Each row in -127..127 under a scale of its own. x [..., K] -> [..., K] int8 and [..., 1]
-    fp32.
+    """int8, -127..127, with one scale per row. x [..., K] -> codes [..., K] int8 and scales
+    [..., 1] fp32.
     """
     x_f32 = x.to(torch.float32)
     scale = x_f32.abs().amax(-1, keepdim=True).clamp(min=AMAX_FLOOR) * (1.0 / INT8_MAX)

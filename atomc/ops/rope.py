@@ -1,14 +1,14 @@
-"""Rotary positions (Su et al. 2021), alone, behind the q/k norms, and with the write into the
+"""Rotary position embedding (Su et al. 2021), alone, after the q/k norms, and with the write to the
 cache.
 
 D head width, R rotated width: cos and sin are R wide (neox) or R/2 wide (the other styles) and
-broadcast against x in all dimensions but the last. What lies beyond R passes through. Styles name
-which pairs rotate and where they go:
+broadcast against x in all dimensions but the last. Columns from R on are unchanged. A style says
+which pairs of columns are rotated, and where the results are written:
 neox           (x[i], x[i + R/2]), full-width tables (Llama, Qwen3: `rotate_half`)
 half           the same pairs, half-width tables (GPT-OSS)
 pairs_to_half  (x[2i], x[2i + 1]), written to i and i + R/2 (DeepSeek "interleaved")
 gptj           (x[2i], x[2i + 1]), written back in place
-Scalings (llama3, yarn, linear) live in the tables.
+Scaling (llama3, yarn, linear) is part of cos and sin.
 """
 
 import torch
@@ -24,7 +24,7 @@ ROPE_STYLES = ("neox", "half", "pairs_to_half", "gptj")
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
-    """x with all of its last dimension rotated."""
+    """x with its whole last dimension rotated."""
     half = x.shape[-1] // 2
     if style == "neox":
         return x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin
@@ -41,8 +41,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
 
 
 def _rope_shape(x: Tensor, cos: Tensor, sin: Tensor, style: str = "neox") -> Tensor:
-    """The meaning's result without its ten fake calls: products keep x's strides, cat and stack are
-    contiguous.
+    """Equal to the reference on fake tensors, with one call instead of ten: products keep the
+    strides of x, cat and stack are contiguous.
     """
     dtype = torch.result_type(x, cos)
     if style == "neox" and cos.shape[-1] == x.shape[-1]:
@@ -52,7 +52,9 @@ def _rope_shape(x: Tensor, cos: Tensor, sin: Tensor, style: str = "neox") -> Ten
 
 @op(kind=Kind.ROPE, rows=None, shape=_rope_shape)
 def rope(x: Tensor, cos: Tensor, sin: Tensor, style: str = "neox") -> Tensor:
-    """x with its first R columns rotated. x [..., D], cos and sin [..., R or R/2] -> [..., D]."""
+    """x with its first R columns rotated (Su et al. 2021, eq. 34). x [..., D], cos and sin
+    [..., R or R/2] -> [..., D] in the promoted dtype of x and cos.
+    """
     width = cos.shape[-1] * (1 if style == "neox" else 2)
     if width == x.shape[-1]:
         return rotate(x, cos, sin, style)
@@ -94,7 +96,9 @@ def qk_norm_rope(
     norm_style: str = "after",
     rope_style: str = "neox",
 ) -> tuple[Tensor, Tensor]:
-    """rope(rms_norm(q)) and rope(rms_norm(k)). q [..., N, D], k [..., K, D], weights [D]."""
+    """rope(rms_norm(q)) and rope(rms_norm(k)), as in Qwen3. q [..., N, D], k [..., K, D], weights
+    [D] -> the shapes of q and k; dtypes as in rms_norm and rope.
+    """
     q_normed = rms_norm.reference(q, q_weight, eps, norm_style)
     k_normed = rms_norm.reference(k, k_weight, eps, norm_style)
     return rope.reference(q_normed, cos, sin, rope_style), rope.reference(
@@ -139,7 +143,9 @@ def rope_kv_write(
     v_scale: Tensor | None = None,
     rope_style: str = "neox",
 ) -> tuple[Tensor, Tensor]:
-    """The rotated q, and the token of kv_write(rope(k), v). Shapes as in rope and kv_write."""
+    """rope(q), and the token of kv_write(rope(k), v). q [..., N, D], k and v [..., K, D]; cos and
+    sin as in rope, caches, slots and scales as in kv_write.
+    """
     k_rotated = rope.reference(k, cos, sin, rope_style)
     token = kv_write.reference(k_rotated, v, k_cache, v_cache, slots, k_scale, v_scale)
     return rope.reference(q, cos, sin, rope_style), token
@@ -190,7 +196,9 @@ def qk_norm_rope_kv_write(
     norm_style: str = "after",
     rope_style: str = "neox",
 ) -> tuple[Tensor, Tensor]:
-    """qk_norm_rope, then kv_write of its k and of v: the q, and the token."""
+    """qk_norm_rope, then kv_write of its k and of v -> q [..., N, D] and the token. Shapes as in
+    these ops.
+    """
     q_rotated, k_rotated = qk_norm_rope.reference(
         q, k, q_weight, k_weight, cos, sin, eps, norm_style, rope_style
     )

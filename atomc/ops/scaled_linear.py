@@ -1,12 +1,11 @@
-"""Linear layers whose operands are in few bits: x @ weight.T of what the bits mean, summed in fp32,
+"""Linear layers with quantized operands: x @ weight.T of the dequantized operands, summed in fp32,
 rounded once.
 
-T rows, K inputs, N outputs. Scales multiply: a value is its code times its scale. The weight's
-parameters lie in rows of outputs, [N, ...], so that layers of one input can be stacked.
+K inputs, N outputs. A value is its code times its scale. The parameters of a weight have one row
+per output, [N, ...], so that layers with one input can be concatenated.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -15,42 +14,42 @@ from torch import Tensor
 from atomc.ops.formats import e2m1_values, e8m0_values, in_groups, unpack_e2m1, unpack_int4
 from atomc.ops.op import op
 from atomc.ops.op_cost import product
-from atomc.ops.op_traits import Kind, QuantizedWeight
+from atomc.ops.op_traits import Arguments, Kind, QuantizedWeight
 
 
 def _finish(total: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     return (total if bias is None else total + bias.to(torch.float32)).to(out_dtype)
 
 
-def _with_bias(names: tuple[str, ...], calls: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+def _with_bias(names: tuple[str, ...], calls: Sequence[Arguments]) -> tuple[str, ...]:
     return names if calls[0]["bias"] is None else (*names, "bias")
 
 
-def _per_row(calls: Sequence[Mapping[str, Any]]) -> bool:
+def _per_row(calls: Sequence[Arguments]) -> bool:
     return bool(calls[0]["weight_scale"].dim() == 2)
 
 
-def _of_outputs(arguments: Mapping[str, Any]) -> str:
-    return "one scale" if arguments["weight_scale"].numel() == 1 else "a scale an output"
+def _of_outputs(arguments: Arguments) -> str:
+    return "one scale" if arguments["weight_scale"].numel() == 1 else "one scale per output"
 
 
-def _of_squares(arguments: Mapping[str, Any]) -> str:
-    return f"a scale a square of {arguments['block']}"
+def _of_squares(arguments: Arguments) -> str:
+    return f"one scale per square of {arguments['block']}"
 
 
-def _of_groups(arguments: Mapping[str, Any]) -> str:
+def _of_groups(arguments: Arguments) -> str:
     zeros = "" if arguments["zeros"] is None else ", with zeros"
-    return f"a scale for {arguments['group']} inputs{zeros}"
+    return f"one scale per {arguments['group']} inputs{zeros}"
 
 
-# Products of few bits against the peak of bf16, alike on all machines that have them.
+# Rates of quantized products relative to the bf16 peak, the same on all machines that have them.
 FP8_WEIGHT = QuantizedWeight("fp8", _of_outputs, codes=1, rate=2)
 FP8_BLOCK_WEIGHT = QuantizedWeight("fp8", _of_squares, codes=1, rate=2)
 INT8_WEIGHT = QuantizedWeight("int8", _of_outputs, codes=1, rate=2)
 INT4_WEIGHT = QuantizedWeight(
     "int4", _of_groups, codes=8, rate=1, stored=("weight", "weight_scale", "zeros")
 )
-MXFP4_WEIGHT = QuantizedWeight("mxfp4", lambda _: "a scale for 32 inputs", codes=2, rate=4)
+MXFP4_WEIGHT = QuantizedWeight("mxfp4", lambda _: "one scale per 32 inputs", codes=2, rate=4)
 
 
 def _scaled_linear_shape(
@@ -65,9 +64,9 @@ def _scaled_linear_shape(
     return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype)
 
 
-def _stacked_fp8(calls: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """A scale per output is stacked with its row. One for a whole weight must be the same parameter
-    everywhere.
+def _stacked_fp8(calls: Sequence[Arguments]) -> tuple[str, ...]:
+    """A scale per output is concatenated with its row. One scale per weight must be the same
+    parameter in all calls.
     """
     return _with_bias(("weight", "weight_scale") if _per_row(calls) else ("weight",), calls)
 
@@ -89,10 +88,11 @@ def scaled_linear_fp8(
     *,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """(x @ weight.T) * x_scale * weight_scale + bias. x [..., K] and weight [N, K] fp8 -> [..., N].
+    """(x @ weight.T) * x_scale * weight_scale + bias. x [..., K] and weight [N, K] fp8 -> [..., N]
+    in out_dtype. bias [N].
 
-    x_scale       [1], or [..., 1]: one a row
-    weight_scale  [1], or [N, 1]: one an output
+    x_scale       fp32, [1], or [..., 1]: one per row
+    weight_scale  fp32, [1], or [N, 1]: one per output
     """
     total = F.linear(x.to(torch.float32), weight.to(torch.float32))
     return _finish(total * x_scale * weight_scale.flatten(), bias, out_dtype)
@@ -111,7 +111,7 @@ def _scaled_linear_fp8_block_shape(
     return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype)
 
 
-def _stacked_blocks(calls: Sequence[Mapping[str, Any]]) -> tuple[str, ...] | str:
+def _stacked_blocks(calls: Sequence[Arguments]) -> tuple[str, ...] | str:
     block = calls[0]["block"]
     for arguments in calls[:-1]:
         rows = arguments["weight"].shape[0]
@@ -138,10 +138,11 @@ def scaled_linear_fp8_block(
     out_dtype: torch.dtype,
     block: int = 128,
 ) -> Tensor:
-    """x @ weight.T + bias of what the scales say. x [..., K] and weight [N, K] fp8 -> [..., N].
+    """x @ weight.T + bias of the dequantized operands (DeepSeek-V3, section 3.3.2). x [..., K] and
+    weight [N, K] fp8 -> [..., N] in out_dtype. bias [N].
 
-    x_scale       [..., ceil(K / block)], as quant_fp8_group gives it
-    weight_scale  [ceil(N / block), ceil(K / block)]: one a square
+    x_scale       fp32 [..., ceil(K / block)], from quant_fp8_group
+    weight_scale  fp32 [ceil(N / block), ceil(K / block)]: one per square
     """
     rows, columns = weight.shape
     by_row = x_scale.to(torch.float32).repeat_interleave(block, -1)[..., :columns]
@@ -152,7 +153,7 @@ def scaled_linear_fp8_block(
     )
 
 
-def _stacked_int8(calls: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+def _stacked_int8(calls: Sequence[Arguments]) -> tuple[str, ...]:
     return _with_bias(("weight", "weight_scale"), calls)
 
 
@@ -175,10 +176,10 @@ def scaled_linear_int8(
 ) -> Tensor:
     """(x @ weight.T) * x_scale * weight_scale + bias; the sum of integers is exact.
 
-    x [..., K] and weight [N, K] int8, x_scale [..., 1], weight_scale [N, 1] -> [..., N].
+    x [..., K] and weight [N, K] int8, x_scale [..., 1] and weight_scale [N, 1] fp32, bias [N] ->
+    [..., N] in out_dtype.
     """
-    # Products and sums of this size are exact in fp64, and every device has a matrix product for
-    # it.
+    # Products and sums of this size are exact in fp64, whose matrix product all devices have.
     total = F.linear(x.to(torch.float64), weight.to(torch.float64)).to(torch.float32)
     return _finish(total * x_scale * weight_scale.flatten(), bias, out_dtype)
 
@@ -202,7 +203,7 @@ def _linear_w4a16_shape(
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-def _stacked_int4(calls: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+def _stacked_int4(calls: Sequence[Arguments]) -> tuple[str, ...]:
     names = ("weight", "weight_scale")
     return _with_bias(names if calls[0]["zeros"] is None else (*names, "zeros"), calls)
 
@@ -224,11 +225,12 @@ def linear_w4a16(
     *,
     group: int,
 ) -> Tensor:
-    """x @ ((code - zero) * weight_scale).T + bias, in x.dtype. x [..., K] -> [..., N].
+    """x @ ((code - zero) * weight_scale).T + bias (GPTQ, Frantar et al. 2023; AWQ, Lin et al.
+    2024). x [..., K] of 16 bits or fp32 -> [..., N] in x.dtype. bias [N].
 
-    weight        [N, K/8] int32, eight codes 0..15 a word (atomc.ops.formats)
+    weight        [N, K/8] int32, eight codes 0..15 per word (atomc.ops.formats)
     weight_scale  [N, K/group]; K is a multiple of group
-    zeros         [N, K/group] uint8, 0..15; None: 8 everywhere, the symmetric -8..7
+    zeros         [N, K/group] uint8, 0..15; None: 8 (symmetric, -8..7)
     """
     return _finish(
         F.linear(x.to(torch.float32), int4_weight(weight, weight_scale, zeros, group)),
@@ -272,9 +274,9 @@ def linear_mxfp4(
     *,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """x @ weight.T + bias with an MXFP4 weight -> [..., N].
+    """x @ weight.T + bias with an MXFP4 weight (OCP Microscaling v1.0) -> [..., N] in out_dtype.
 
-    weight        [N, K/2] uint8, two e2m1 codes a byte
+    weight        [N, K/2] uint8, two e2m1 codes per byte
     weight_scale  [N, K/32] uint8, e8m0
     x, x_scale    [..., K] of 16 bits or fp32, and None; or fp8 with [1] or [..., 1]; or MXFP4,
                   [..., K/2] and [..., K/32]

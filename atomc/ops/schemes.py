@@ -1,15 +1,15 @@
-"""One quantizer by the name of its scheme: what fused ops do to their result before they write it.
+"""The quantizers of atomc.ops.quant by the name of their scheme, as fused ops apply them to their
+results.
 
-scheme                one of SCHEMES; the others of these say more about one scheme each
-dtype                 fp8_*: e4m3fn or e4m3fnuz
-group, column_major   fp8_group: columns that share a scale, and how the scales lie
-rounding              mxfp4: how its scales are rounded
+scheme                one of SCHEMES: the quantizer, which says the shapes and dtypes of results
+dtype                 of fp8_*: e4m3fn or e4m3fnuz
+group, column_major   of fp8_group: columns per scale, and the memory layout of the scales
+rounding              of mxfp4: how its scales are rounded
 """
 
 import torch
 from torch import Tensor
 
-from atomc.ops.op import OpFunction
 from atomc.ops.quant import (
     quant_fp8_group,
     quant_fp8_per_token,
@@ -32,25 +32,24 @@ def quantized(
     *,
     shape_only: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """(codes, scales) of y [..., K] as the scheme's quantizer gives them; of fp8_static, which has
-    its scale, no scales.
+    """(codes, scales) of y [..., K] from the scheme's quantizer; for fp8_static, whose scale is
+    given, the scales are empty, [0].
 
-    shape_only: on fake tensors, by the quantizers' shape rules. Raises ValueError for an unknown
-    scheme.
+    shape_only: compute only the shapes, on fake tensors. Raises ValueError for an unknown scheme.
     """
     if scheme == "fp8_static":
         if scale is None:
             raise ValueError("quantization scheme 'fp8_static' needs a scale")
         static = quant_fp8_static if shape_only else quant_fp8_static.reference
         return static(y, scale, dtype), y.new_empty(0, dtype=torch.float32)
-    quantizers: dict[str, tuple[OpFunction[..., tuple[Tensor, Tensor]], tuple[object, ...]]] = {
-        "fp8_per_token": (quant_fp8_per_token, (dtype,)),
-        "fp8_group": (quant_fp8_group, (group, column_major, dtype)),
-        "mxfp4": (quant_mxfp4, (rounding,)),
-        "int8_per_token": (quant_int8_per_token, ()),
-    }
-    if scheme not in quantizers:
-        raise ValueError(f"quantization scheme {scheme!r} is not one of {SCHEMES}")
-    op, attributes = quantizers[scheme]
-    codes, scales = (op if shape_only else op.reference)(y, *attributes)
-    return codes, scales
+    if scheme == "fp8_per_token":
+        per_token = quant_fp8_per_token if shape_only else quant_fp8_per_token.reference
+        return per_token(y, dtype)
+    if scheme == "fp8_group":
+        by_group = quant_fp8_group if shape_only else quant_fp8_group.reference
+        return by_group(y, group, column_major, dtype)
+    if scheme == "mxfp4":
+        return (quant_mxfp4 if shape_only else quant_mxfp4.reference)(y, rounding)
+    if scheme == "int8_per_token":
+        return (quant_int8_per_token if shape_only else quant_int8_per_token.reference)(y)
+    raise ValueError(f"quantization scheme {scheme!r} is not one of {SCHEMES}")

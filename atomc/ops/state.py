@@ -1,25 +1,27 @@
-"""State as a value: the handle a layer owns, the spec the compiler lists, and what one step of the
-runtime carries.
+"""State of layers: the handle that a layer owns, its specification, and the inputs of one step of
+the runtime.
 
-T new tokens, S sequences, R rows of which logits are wanted, B blocks of the longest sequence.
+T new tokens, S sequences, R rows whose logits are computed, B blocks of the longest sequence.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypedDict, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from atomc.ops.formats import FP8
 
+T = TypeVar("T")
+
 
 def state_handle(*shape: int) -> nn.Buffer:
     """The handle of a layer's state: an empty, non-persistent buffer [0, *shape].
 
-    Assign it to the module and pass it to the op that has the state. Outside the runtime it is
-    ignored; the runtime's compiler replaces it by the tensors of the state.
+    Assign it to the module and pass it to the op that uses the state. Outside the runtime it is
+    ignored; the compiler for the runtime replaces it with the tensors of the state.
     """
     return nn.Buffer(torch.empty(0, *shape), persistent=False)
 
@@ -32,33 +34,32 @@ def kv_state(heads: int, head_dim: int) -> nn.Buffer:
 
 
 class Layout(NamedTuple):
-    """How a cache [blocks, block_size, K, D] is laid out in memory; one without heads is contiguous
+    """The memory layout of a cache [blocks, block_size, K, D]; a cache without heads is contiguous
     in all layouts.
     """
 
     name: str
     order: tuple[int, ...]  # memory order of the dimensions, slowest first
-    block_size: int | None  # tokens a block; None: one block holds the longest sequence
+    block_size: int | None  # tokens per block; None: a block has room for the longest sequence
 
 
 LAYOUTS = {
     layout.name: layout
     for layout in (
         Layout("paged", (0, 1, 2, 3), 16),
-        # Each head's keys of one sequence are one dense matrix: what SDPA on a CPU wants.
+        # The keys of a head in one sequence are one dense matrix, as required by SDPA on a CPU.
         Layout("contiguous", (0, 2, 1, 3), None),
     )
 }
 
 
 class StateKind(NamedTuple):
-    """What all states of a kind have in common.
+    """A kind of state.
 
-    roles   their tensors: what the runtime allocates
-    scales  further tensors, [1] fp32, where the state is kept in 8 bits: what its codes are
-            multiplied by
-    per_sequence  False: a row for each token, in blocks. True: one row for each sequence, which
-                  each step replaces
+    roles   the tensors that the runtime allocates
+    scales  additional tensors, [1] fp32, of a state in 8 bits: the factors of its codes
+    per_sequence  False: one row per token, in blocks. True: one row per sequence, which each step
+                  replaces
     """
 
     roles: tuple[str, ...]
@@ -76,10 +77,10 @@ KINDS = {
 
 
 class Paging(NamedTuple):
-    """How state of tokens is kept in blocks. Layers of equal paging share their block tables: they
-    are a group.
+    """How state per token is stored in blocks. Layers with equal paging form a group, which shares
+    its block tables.
 
-    window  0: every token is kept; n: only the last n are read
+    window  0: all tokens are read; n: only the last n
     layout  a name in LAYOUTS
     """
 
@@ -89,7 +90,7 @@ class Paging(NamedTuple):
 
 @dataclass(frozen=True)
 class StateTensor:
-    """One tensor of a layer's state. shape: of one token, or of one sequence."""
+    """One tensor of a layer's state. shape: per token, or per sequence."""
 
     role: str
     shape: tuple[int, ...]
@@ -97,19 +98,36 @@ class StateTensor:
 
     @property
     def nbytes(self) -> int:
-        """Of one token, or of one sequence."""
+        """Bytes per token, or per sequence."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+class PlainTensor(TypedDict):
+    """A StateTensor in the cache of compiled graphs."""
+
+    role: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class PlainSpec(TypedDict):
+    """A StateSpec in the cache of compiled graphs; `paging` has the fields of Paging."""
+
+    name: str
+    kind: str
+    tensors: list[PlainTensor]
+    paging: tuple[int, str] | None
+    group: int | None
 
 
 @dataclass(frozen=True)
 class StateSpec:
-    """What one layer keeps between steps, and all that the runtime asks about it. `StateSpec.of`
-    makes one.
+    """The state of one layer between steps. `StateSpec.of` creates one.
 
     name     the layer's module path
     kind     a name in KINDS
-    paging   how it is kept in blocks; None: it is kept per sequence
-    group    the number of the group, None per sequence
+    paging   how it is stored in blocks; None: per sequence
+    group    the number of the group; None: per sequence
     """
 
     name: str
@@ -129,9 +147,7 @@ class StateSpec:
         window: int = 0,
         layout: str = "paged",
     ) -> "StateSpec":
-        """shapes: of each role of the kind. window and layout are ignored by state that is kept per
-        sequence.
-        """
+        """shapes: of each role of the kind. State per sequence ignores window and layout."""
         roles, _, per_sequence = KINDS[kind]
         tensors = tuple(
             StateTensor(role, tuple(shape), dtype)
@@ -144,19 +160,23 @@ class StateSpec:
         )
 
     @classmethod
-    def of_plain(cls, plain: Mapping[str, Any]) -> "StateSpec":
-        """Of what `to_plain` gave."""
+    def of_plain(cls, plain: PlainSpec) -> "StateSpec":
+        """The spec of a result of `to_plain`."""
         tensors = tuple(StateTensor(**tensor) for tensor in plain["tensors"])
         paging = plain["paging"] and Paging(*plain["paging"])
         return cls(plain["name"], plain["kind"], tensors, paging, plain["group"])
 
-    def to_plain(self) -> dict[str, Any]:
-        """As plain data, for the cache of compiled graphs."""
-        paging = self.paging and tuple(self.paging)
+    def to_plain(self) -> PlainSpec:
+        """Plain data for the cache of compiled graphs."""
         return {
-            **vars(self),
-            "tensors": [dict(vars(tensor)) for tensor in self.tensors],
-            "paging": paging,
+            "name": self.name,
+            "kind": self.kind,
+            "tensors": [
+                {"role": tensor.role, "shape": tensor.shape, "dtype": tensor.dtype}
+                for tensor in self.tensors
+            ],
+            "paging": None if self.paging is None else (self.paging.window, self.paging.layout),
+            "group": self.group,
         }
 
     def __str__(self) -> str:
@@ -174,50 +194,48 @@ class StateSpec:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """The tensors that `allocate` returns."""
+        """The names of the tensors of `allocate`."""
         return tuple(tensor.role for tensor in self.tensors)
 
     @property
     def scales(self) -> tuple[str, ...]:
-        """The roles of its scales, which belong to the model; () if it is not kept in 8 bits."""
+        """The roles of its scales, which belong to the model; () unless it is stored in 8 bits."""
         return (
             KINDS[self.kind].scales if any(tensor.dtype in FP8 for tensor in self.tensors) else ()
         )
 
     @property
     def block_size(self) -> int | None:
-        """Tokens a block; None: one block holds the longest sequence, or there are no blocks."""
+        """Tokens per block; None: a block has room for the longest sequence, or state per
+        sequence.
+        """
         return None if self.paging is None else LAYOUTS[self.paging.layout].block_size
 
     @property
     def why_unshared(self) -> str:
-        """Why requests cannot share it for equal beginnings of their tokens; "": they can."""
+        """Why requests with a common prefix cannot share it; "": they can."""
         if self.paging is None:
             return (
-                f"{self.name} keeps one state a sequence (kind {self.kind!r}), not one a "
-                "token, so that nothing of it "
-                "can be shared"
+                f"{self.name} keeps one state per sequence (kind {self.kind!r}), not one per "
+                "token, so that requests cannot share a part of it"
             )
         if self.block_size is None:
             return (
                 f"in layout {self.paging.layout!r} a block holds a whole sequence, so none can "
-                "be shared; layout "
-                "'paged' has one"
+                "be shared; use layout 'paged'"
             )
         return ""
 
     @property
     def can_roll_back(self) -> bool:
-        """Whether tokens that a step computed can be computed again, or replaced: what they wrote
-        is overwritten.
-        """
+        """Whether computed tokens can be computed again or replaced: their state is overwritten."""
         return not self.per_sequence
 
     def bytes_per_token(self) -> int:
         return 0 if self.per_sequence else self._nbytes
 
     def bytes_per_sequence(self) -> int:
-        """Whatever its length."""
+        """Independent of the length of the sequence."""
         return self._nbytes if self.per_sequence else 0
 
     @property
@@ -225,12 +243,12 @@ class StateSpec:
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def in_layout(self, layout: str) -> "StateSpec":
-        """The same, laid out like this if it is kept in blocks."""
+        """The same state in another layout, if it is stored in blocks."""
         paging = self.paging and self.paging._replace(layout=layout)
         return StateSpec(self.name, self.kind, self.tensors, paging, self.group)
 
-    def leading(self, blocks: Any, block_size: Any, slots: Any) -> tuple[Any, ...]:
-        """The dimensions of each tensor before those of one token or sequence; any of them may be
+    def leading(self, blocks: T, block_size: T, slots: T) -> tuple[T, ...]:
+        """The leading dimensions of each tensor, before those of a token or sequence; they may be
         symbolic.
         """
         return (slots,) if self.per_sequence else (blocks, block_size)
@@ -258,7 +276,7 @@ class StateSpec:
         return torch.zeros([shape[d] for d in order], dtype=dtype, device=device).permute(inverse)
 
     def check(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raises ValueError if these are no tensors for it."""
+        """Raises ValueError for missing tensors, or other shapes or dtypes."""
         leading = self.leading("blocks", "block_size", "slots")
         for tensor in self.tensors:
             given = tensors.get(tensor.role)
@@ -272,16 +290,14 @@ class StateSpec:
 
 
 class StateGroup(NamedTuple):
-    """Layers that share their block tables: the bytes of a token in all of them together, and their
-    window.
-    """
+    """Layers that share their block tables. bytes_per_token: of all these layers together."""
 
     bytes_per_token: int
     window: int
 
 
 def groups_of(specs: Sequence[StateSpec]) -> list[StateGroup]:
-    """The groups of a program, by number; [] if it keeps nothing per token."""
+    """The groups of a program, by number; [] without state per token."""
     pagings = {
         spec.group: spec.paging
         for spec in specs
@@ -297,7 +313,9 @@ def groups_of(specs: Sequence[StateSpec]) -> list[StateGroup]:
 
 
 def block_size_of(specs: Sequence[StateSpec]) -> int | None:
-    """Tokens a block, in all groups of a program; None: one block holds the longest sequence."""
+    """Tokens per block in all groups of a program; None: a block has room for the longest
+    sequence.
+    """
     return next(
         (spec.block_size for spec in specs if not spec.per_sequence), LAYOUTS["paged"].block_size
     )
@@ -306,30 +324,29 @@ def block_size_of(specs: Sequence[StateSpec]) -> int | None:
 def state_before(
     state: Tensor, query_start: Tensor, seq_lens: Tensor, state_slots: Tensor
 ) -> Tensor:
-    """The states [S, ...] of a step's sequences before its tokens, from `state` [slots, ...] of all
-    slots.
+    """The states [S, ...] of the sequences of a step before its tokens; state: [slots, ...].
 
-    Zeros for a sequence whose tokens are all new: it begins with this step, and its slot may hold
-    the state of another.
+    Zeros for a sequence that begins with this step: its slot may still contain the state of another
+    sequence.
     """
     begins = seq_lens == query_start.diff()
     return state[state_slots].masked_fill(begins.view(-1, *[1] * (state.dim() - 1)), 0)
 
 
 class GroupStep(NamedTuple):
-    """One step's view of a group of caches that are paged alike."""
+    """The inputs of a step for one group of caches."""
 
-    slots: Tensor  # [T] i64: where row t is written; -1: nowhere
+    slots: Tensor  # [T] i64: the slot to which row t is written; -1: none
     block_tables: Tensor  # [S, B] i32
 
 
 class Step(NamedTuple):
-    """What one call of the compiled model gets. A sequence may have any number of new tokens."""
+    """The inputs of one call of the compiled model. A sequence has any number of new tokens."""
 
     input_ids: Tensor  # [T] i64
     positions: Tensor  # [T] or [3, T] i64
     query_start: Tensor  # [S + 1] i32
     seq_lens: Tensor  # [S] i32, including the new tokens
-    logits_rows: Tensor  # [R] i64: rows of the hidden states of which logits are wanted
+    logits_rows: Tensor  # [R] i64: rows of the hidden states whose logits are computed
     groups: tuple[GroupStep, ...]
-    state_slots: Tensor  # [S] i64: each sequence's row in state that is kept per sequence
+    state_slots: Tensor  # [S] i64: the row of each sequence in state per sequence

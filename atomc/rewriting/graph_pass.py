@@ -10,13 +10,13 @@ from typing import NamedTuple
 from torch.fx import GraphModule, Node
 
 from atomc.graph.provenance import module_path
-from atomc.graph.signature import Input
 from atomc.ops.op import Extra, Kernel
 from atomc.ops.state import StateSpec
 from atomc.options import Options
 from atomc.platform import Platform
 from atomc.rewriting.matching.near_miss import NearMiss
 from atomc.rewriting.rewrite import Fired, Rewrite
+from atomc.torch_compat.core import Input
 
 
 class Off(NamedTuple):

@@ -13,13 +13,12 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.proxy import GraphAppendingTracer, Proxy
 
-from atomc.graph.canonical import call, value
+from atomc.graph.canonical import Attr, call, value
 from atomc.graph.mutation import mutated
 from atomc.graph.provenance import describe, inherited
 from atomc.graph.sizes import same_shape
 from atomc.graph.strides import Values, same_strides, spread_strides
 from atomc.rewriting.example import ExampleValue, OneOf
-from atomc.rewriting.matching.captures import Attr
 from atomc.rewriting.matching.near_miss import NearMiss, near_misses
 from atomc.rewriting.matching.pattern import Difference, Index, Pattern, Site
 from atomc.rewriting.matching.search import matches

@@ -6,13 +6,12 @@ attention, L latent width, R rotated width, P width of a key that is not rotated
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from atomc import ops
-from atomc.ops.op import Op
+from atomc.ops.op import Op, OpFunction
 from atomc.ops.schemes import SCHEMES
 from atomc.ops.state import LAYOUTS, StateSpec
 
@@ -20,7 +19,9 @@ D, M, N, K, H = 256, 512, 4, 2, 128
 L, R, P = 512, 64, 128
 CONTEXT = 40
 EPS = 1e-6
-Arguments = dict[str, Any]
+Quantizer = OpFunction[..., tuple[Tensor, Tensor]]
+Argument = Tensor | float | str | torch.dtype | None
+Arguments = dict[str, Argument]
 
 
 class RandomInputs:
@@ -38,10 +39,9 @@ class RandomInputs:
     def below(self, high: int, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.randint(high, shape, generator=self.generator).to(dtype).to(self.device)
 
-    def quantized(self, op: Op, *shape: int, **attributes: Any) -> tuple[Tensor, Tensor]:
+    def quantized(self, op: Quantizer, *shape: int) -> tuple[Tensor, Tensor]:
         """Codes and scales of random numbers, by one of the quantizers."""
-        codes, scales = op.reference(self(*shape), **attributes)
-        return codes, scales
+        return op.reference(self(*shape))
 
     def heads(self, *counts: int) -> tuple[Tensor, ...]:
         """[T, count, H] each, as views of the output of one projection."""
@@ -49,7 +49,7 @@ class RandomInputs:
         parts = torch.split(rows, [count * H for count in counts], -1)
         return tuple(part.view(self.T, -1, H) for part in parts)
 
-    def angles(self, width: int = H) -> Arguments:
+    def angles(self, width: int = H) -> dict[str, Tensor]:
         angle = 3 * torch.randn(self.T, 1, width // 2, generator=self.generator).repeat(1, 1, 2)
         return {
             "cos": angle.cos().to(self.dtype).to(self.device),
@@ -62,7 +62,7 @@ class RandomInputs:
         slots[self.T - 1] = -1 if self.T > 1 else slots[0]
         return slots.to(self.device)
 
-    def caches(self) -> Arguments:
+    def caches(self) -> dict[str, Tensor]:
         """Caches of one sequence, with random keys and values."""
         spec = StateSpec.of("kv", "kv", ((K, H), (K, H)), self.dtype, layout=self.layout)
         size = LAYOUTS[self.layout].block_size or CONTEXT
@@ -70,8 +70,8 @@ class RandomInputs:
         return {name: cache.copy_(self(*cache.shape)) for name, cache in made.items()}
 
 
-def _normed(n: RandomInputs, residual: bool = False, **more: Any) -> Arguments:
-    found = {"x": n(n.T, D), "weight": n(D), "eps": EPS, **more}
+def _normed(n: RandomInputs, residual: bool = False, **more: int | str) -> Arguments:
+    found: Arguments = {"x": n(n.T, D), "weight": n(D), "eps": EPS, **more}
     return found | ({"residual": n(n.T, D)} if residual else {})
 
 
@@ -79,7 +79,7 @@ def _layer_normed(n: RandomInputs, residual: bool = False) -> Arguments:
     return _normed(n, residual) | {"bias": n(D)}
 
 
-def _gated(n: RandomInputs, **more: Any) -> Arguments:
+def _gated(n: RandomInputs, **more: str) -> Arguments:
     gate, up = n(n.T, 2 * M).chunk(2, -1)
     return {"gate": gate, "up": up, **more}
 
@@ -95,9 +95,9 @@ def _linear(n: RandomInputs) -> Arguments:
     return {"x": n(n.T, D), "weight": n(M, D) / 16}
 
 
-def _of_codes(op: Op, n: RandomInputs, **weights: Any) -> Arguments:
+def _of_codes(op: Quantizer, n: RandomInputs) -> Arguments:
     x, x_scale = n.quantized(op, n.T, D)
-    weight, weight_scale = n.quantized(op, M, D, **weights)
+    weight, weight_scale = n.quantized(op, M, D)
     return {
         "x": x,
         "weight": weight,
@@ -128,20 +128,16 @@ def _qk(n: RandomInputs) -> Arguments:
 
 
 def _attended(n: RandomInputs) -> Arguments:
-    return dict(zip("qkv", n.heads(N, K, K), strict=True)) | {"scale": H**-0.5}
+    return {**dict(zip("qkv", n.heads(N, K, K), strict=True)), "scale": H**-0.5}
 
 
 def _written(n: RandomInputs) -> Arguments:
-    return dict(zip("kv", n.heads(K, K), strict=True)) | n.caches() | {"slots": n.slots()}
+    return {**dict(zip("kv", n.heads(K, K), strict=True)), **n.caches(), "slots": n.slots()}
 
 
 def _rope_written(n: RandomInputs) -> Arguments:
-    return (
-        dict(zip("qkv", n.heads(N, K, K), strict=True))
-        | n.angles()
-        | n.caches()
-        | {"slots": n.slots()}
-    )
+    heads = dict(zip("qkv", n.heads(N, K, K), strict=True))
+    return {**heads, **n.angles(), **n.caches(), "slots": n.slots()}
 
 
 def _norm_rope_written(n: RandomInputs) -> Arguments:

@@ -7,17 +7,16 @@ or compiler; the tests of the repository use far more inputs.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from atomc import kernels
-from atomc.ops.op import REGISTRY, Kernel, Op, Refusal, refusal
+from atomc.ops.op import REGISTRY, Kernel, Op, Refusal, Results, refusal
 from atomc.ops.op_traits import Kind
 from atomc.platform import Platform
 from atomc.report.render.table import table
-from atomc.testing.examples import EXAMPLES, Arguments, RandomInputs
+from atomc.testing.examples import EXAMPLES, Argument, Arguments, RandomInputs
 
 # One token, and more than the kernels for few tokens accept.
 ROWS = (1, 33)
@@ -115,12 +114,8 @@ def _error(
     result of `make`.
     """
     meant = _upcast(make(numbers))
-    truth = _tensors(op.reference(**meant)) + [
-        meant[name] for name in op.mutates if meant.get(name) is not None
-    ]
-    actual = _tensors(_run(kernel, given)) + [
-        given[name] for name in op.mutates if given.get(name) is not None
-    ]
+    truth = _tensors(op.reference(**meant)) + _written(op, meant)
+    actual = _tensors(_run(kernel, given)) + _written(op, given)
     if len(actual) != len(truth):
         raise ValueError(f"returned {len(actual)} tensors, the reference {len(truth)}")
     return max(
@@ -129,9 +124,14 @@ def _error(
     )
 
 
-def _run(kernel: Kernel, given: Arguments) -> Any:
+def _written(op: Op, arguments: Arguments) -> list[Tensor]:
+    """The tensors that the op has written."""
+    return [x for name in op.mutates if isinstance(x := arguments.get(name), Tensor)]
+
+
+def _run(kernel: Kernel, given: Arguments) -> Results:
     """The result of the kernel, called as lowered code calls it."""
-    arguments = dict(given)
+    arguments: dict[str, Argument | tuple[Tensor, ...]] = {**given}
     for names, prepare in kernel.prepare.items():
         weights = [given.get(name) for name in names]
         if weights[0] is not None:
@@ -157,7 +157,7 @@ def _upcast(arguments: Arguments) -> Arguments:
     return wide | ({"out_dtype": torch.float32} if "out_dtype" in wide else {})
 
 
-def _tensors(result: Any) -> list[Tensor]:
+def _tensors(result: Results) -> list[Tensor]:
     return list(result) if isinstance(result, tuple | list) else [result]
 
 

@@ -6,7 +6,7 @@ Tested, like atomc.torch_compat.tracing and atomc.torch_compat.inductor, with to
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from torch.utils.weak import TensorWeakRef as WeakTensor
 __all__ = [
     "FakeTensor",
     "FakeTensorMode",
+    "GraphFunction",
+    "Input",
+    "Outputs",
     "WeakTensor",
     "autocast_is_on",
     "changed_settings",
@@ -35,6 +38,13 @@ __all__ = [
     "traces_structured",
     "without_autocast",
 ]
+
+
+# An input of a graph; while the graph is traced, tensors are fake ones.
+Input = Tensor | int | float | torch.SymInt | None
+# A compiled graph: takes the inputs one by one; returns the outputs, or the only one.
+Outputs = Input | Sequence["Outputs"]
+GraphFunction = Callable[..., Outputs]
 
 
 def storage_use_count(tensor: Tensor) -> int:

@@ -10,13 +10,12 @@ import functools
 import types
 import weakref
 from collections.abc import Callable, MutableMapping
-from typing import Any
 
 from torch._guards import ChainedSource, Source
 
 Transform = Callable[[Source], Source]
 
-_own_clone: Any = vars(ChainedSource).get(
+_own_clone: Callable[..., Source] | None = vars(ChainedSource).get(
     "clone"
 )  # None before torch 2.12, which does not reuse regions
 _done: MutableMapping[Transform, dict[Source, Source]] = weakref.WeakKeyDictionary()

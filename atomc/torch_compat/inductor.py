@@ -6,26 +6,38 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from atomc.torch_compat.core import GraphFunction, Input
 from atomc.torch_compat.tracing import added_by_aot
+
+if TYPE_CHECKING:
+    from torch._inductor.cpu_vec_isa import VecISA
+    from torch._inductor.output_code import OutputCode
+
+
+# A value of torch._inductor.config.
+Setting = str | int | float | None | Sequence["Setting"] | Mapping[str, "Setting"]
+Patches = Mapping[str, Setting]
 
 
 def inductor(
-    gm: GraphModule, inputs: Sequence[Any], patches: Mapping[str, Any] | None = None
-) -> Callable[..., Any]:
+    gm: GraphModule, inputs: Sequence[Input], patches: Patches | None = None
+) -> GraphFunction:
     """Compile a graph with Inductor, as its own backend does; `patches`: values for
     torch._inductor.config.
     """
     from torch._inductor.compile_fx import compile_fx
 
-    compiled: Any = compile_fx(gm, list(inputs), config_patches=dict(patches or {}))
-    return compiled  # type: ignore[no-any-return]
+    given: Any = list(inputs)  # Inductor's type of inputs has no floats
+    compiled: Any = compile_fx(gm, given, config_patches=dict(patches or {}))
+    function: GraphFunction = compiled
+    return function
 
 
 @dataclass(frozen=True)
@@ -44,29 +56,30 @@ class InductorCode:
 
 
 def inductor_code(
-    gm: GraphModule, inputs: Sequence[Any], patches: Mapping[str, Any]
-) -> tuple[Callable[..., Any], InductorCode | str]:
+    gm: GraphModule, inputs: Sequence[Input], patches: Patches
+) -> tuple[GraphFunction, InductorCode | str]:
     """As `inductor`, for a graph without gradients; also the code, or why the code alone is not
     sufficient.
     """
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-    made: list[tuple[Any, InductorCode | str]] = []
+    compiled: Any
+    made: list[tuple[OutputCode, InductorCode | str]] = []
     returns_tuple = isinstance(
         gm.graph.output_node().args[0], tuple | list
     )  # Inductor always returns a tuple
 
-    def remembering(inner: GraphModule, examples: Sequence[Any], **kwargs: Any) -> Any:
+    def remembering(inner: GraphModule, examples: Any, **kwargs: Any) -> "OutputCode":
         reason = added_by_aot(inner, len(inputs))
         out = compile_fx_inner(inner, examples, **kwargs)
         made.append((out, reason or _code_of(out)))
         return out
 
-    compiled: Any
     # A graph from AOTAutograd's cache has no source code.
+    given: Any = list(inputs)  # Inductor's type of inputs has no floats
     with torch._functorch.config.patch(enable_autograd_cache=False):
         compiled = compile_fx(
-            gm, list(inputs), inner_compile=remembering, config_patches=_without_isa_check(patches)
+            gm, given, inner_compile=remembering, config_patches=_without_isa_check(patches)
         )
     if len(made) != 1:
         return compiled, f"Inductor compiled {len(made)} functions for one graph"
@@ -76,7 +89,7 @@ def inductor_code(
     return _unboxed(out, returns_tuple), code
 
 
-def _code_of(compiled: Any) -> InductorCode | str:
+def _code_of(compiled: "OutputCode") -> InductorCode | str:
     from torch._inductor.output_code import CompiledFxGraph
 
     if type(compiled) is not CompiledFxGraph:
@@ -115,9 +128,7 @@ def _without_unused_imports(source: str) -> str:
     )
 
 
-def from_code(
-    code: InductorCode, returns_tuple: bool, patches: Mapping[str, Any]
-) -> Callable[..., Any]:
+def from_code(code: InductorCode, returns_tuple: bool, patches: Patches) -> GraphFunction:
     """The function that `inductor_code` returned with this code, in another process."""
     from torch._inductor.codecache import PyCodeCache
     from torch._inductor.utils import align_inputs_from_check_idxs
@@ -126,12 +137,11 @@ def from_code(
     with torch._inductor.config.patch(_without_isa_check(patches)):
         key, path = PyCodeCache.write(code.source)
         call = PyCodeCache.load_by_key_path(key, path, attrs=code.constants).call
-    return _unboxed(
-        align_inputs_from_check_idxs(call, code.checked, OrderedSet(code.written)), returns_tuple
-    )
+    aligned: Any = align_inputs_from_check_idxs(call, code.checked, OrderedSet(code.written))
+    return _unboxed(aligned, returns_tuple)
 
 
-def _without_isa_check(patches: Mapping[str, Any]) -> dict[str, Any]:
+def _without_isa_check(patches: Patches) -> dict[str, Setting]:
     """The patches, plus one that skips Inductor's check of each vector ISA, which builds libraries
     for 8 s.
     """
@@ -157,7 +167,7 @@ def _vector_isa_works() -> bool:
     if not _compiler_accepts(" ".join(flags)):
         return False
 
-    def quickly(isa: Any, code: str) -> bool:
+    def quickly(isa: "VecISA", code: str) -> bool:
         return _compiler_accepts(isa.build_arch_flags())
 
     # Inductor caches the result.
@@ -177,7 +187,7 @@ def _compiler_accepts(flags: str) -> bool:
     return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True).returncode == 0
 
 
-def _unboxed(call: Callable[[list[Any]], Any], returns_tuple: bool) -> Callable[..., Any]:
+def _unboxed(call: Callable[[list[Input]], Sequence[Input]], returns_tuple: bool) -> GraphFunction:
     if returns_tuple:
         return lambda *args: call(list(args))
     return lambda *args: call(list(args))[0]
@@ -188,7 +198,7 @@ def num_cache_hits() -> int:
     return int(torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"])
 
 
-def mode_options(mode: str) -> dict[str, Any]:
+def mode_options(mode: str) -> dict[str, Setting]:
     """Inductor's options for torch.compile(mode=...)."""
     import torch._inductor
 

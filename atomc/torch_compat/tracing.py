@@ -4,7 +4,7 @@ import contextlib
 import inspect
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 
 import sympy
 import torch
@@ -29,7 +29,21 @@ from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import bound_sympy
 
 from atomc.errors import OURS
-from atomc.torch_compat.core import FakeTensor, FakeTensorMode, autocast_is_on, outside_of_tracing
+from atomc.torch_compat.core import (
+    FakeTensor,
+    FakeTensorMode,
+    GraphFunction,
+    Input,
+    Outputs,
+    autocast_is_on,
+    outside_of_tracing,
+)
+
+if TYPE_CHECKING:
+    from torch._functorch._aot_autograd.schemas import ViewAndMutationMeta
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 __all__ = [
     "INVOKE_SUBGRAPH",
@@ -225,7 +239,7 @@ def tracing_context(mode: FakeTensorMode | None) -> Iterator[None]:
         yield
 
 
-def with_fresh_code(function: Callable[..., Any]) -> Callable[..., Any]:
+def with_fresh_code(function: Callable[P, T]) -> Callable[P, T]:
     """The function with a code object of its own, so that Dynamo never takes an earlier compile for
     this one.
     """
@@ -238,7 +252,7 @@ def with_fresh_code(function: Callable[..., Any]) -> Callable[..., Any]:
     )
 
 
-def nested_compile_region(function: Callable[..., Any]) -> Callable[..., Any]:
+def nested_compile_region(function: Callable[P, T]) -> Callable[P, T]:
     """The function as a region that Dynamo traces once for all equal calls."""
     # since 2.12; Dynamo raises beyond it: more than the layers of any model
     limit = "max_reuse_entries"
@@ -247,11 +261,11 @@ def nested_compile_region(function: Callable[..., Any]) -> Callable[..., Any]:
         if limit in inspect.signature(torch.compiler.nested_compile_region).parameters
         else {}
     )
-    made: Callable[..., Any] = torch.compiler.nested_compile_region(function, **many)  # type: ignore[arg-type]
+    made: Callable[P, T] = torch.compiler.nested_compile_region(function, **many)  # type: ignore[arg-type]
     return made
 
 
-def forget_region(function: Callable[..., Any]) -> None:
+def forget_region(function: Callable[P, T]) -> None:
     """Remove the attributes that `nested_compile_region` set on the function."""
     for name in [name for name in vars(function) if name.startswith("__marked_compile_region")]:
         delattr(function, name)
@@ -267,7 +281,7 @@ class Functional(NamedTuple):
 
     graph: GraphModule
     around: str | None
-    call: Callable[..., Any]
+    call: GraphFunction
     target: "Target"
 
 
@@ -276,13 +290,13 @@ class Target:
     is compiled.
     """
 
-    function: Callable[..., Any]
+    function: GraphFunction
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Input) -> Outputs:
         return self.function(*args)
 
 
-def functional_graph(gm: GraphModule, fakes: Sequence[Any]) -> Functional:
+def functional_graph(gm: GraphModule, fakes: Sequence[Input]) -> Functional:
     """The functional ATen graph of `gm`: AOTAutograd for inference, without decompositions; input
     mutations stay in it.
     """
@@ -292,7 +306,9 @@ def functional_graph(gm: GraphModule, fakes: Sequence[Any]) -> Functional:
     target = Target()
     found: list[tuple[GraphModule, str | None]] = []
 
-    def inference_compiler(functional: Any, inputs: Any) -> Any:
+    def inference_compiler(
+        functional: GraphModule, inputs: Sequence[Input]
+    ) -> Callable[[list[Input]], Input | Sequence[Input]]:
         found.append((functional, added_by_aot(functional, len(fakes))))
         return make_boxed_func(target)
 
@@ -316,13 +332,13 @@ def added_by_aot(functional: GraphModule, num_inputs: int) -> str | None:
     context = TracingContext.try_get()
     meta = context.fw_metadata if context is not None else None
     if meta is None:
-        return "AOTAutograd does not say what it adds to the graph"
+        return "AOTAutograd has no metadata of what it adds to the graph"
     if autocast_is_on():
         return "autocast is on"
     if meta.mutated_inp_runtime_indices or any(info.mutates_metadata for info in meta.input_info):
-        return "an input is changed behind the graph"
+        return "an input is mutated after the graph"
     if meta.num_intermediate_bases or meta.tokens or meta.is_rng_op_functionalized:
-        return "outputs are made behind the graph"
+        return "outputs are computed after the graph"
     if _returns_view_of_written(meta):
         return "an output is a view of an input that the graph writes"
     if any(type(info).__name__ != "PlainTensorMeta" for info in meta.subclass_inp_meta):
@@ -336,7 +352,7 @@ def added_by_aot(functional: GraphModule, num_inputs: int) -> str | None:
     return None
 
 
-def _returns_view_of_written(meta: Any) -> bool:
+def _returns_view_of_written(meta: "ViewAndMutationMeta") -> bool:
     written = {i for i, info in enumerate(meta.input_info) if info.mutates_data}
     kinds = ("alias_of_input", "is_input")
     return any(
@@ -344,7 +360,7 @@ def _returns_view_of_written(meta: Any) -> bool:
     )
 
 
-def guards_of(mode: FakeTensorMode | None, inputs: Sequence[Any]) -> str | None:
+def guards_of(mode: FakeTensorMode | None, inputs: Sequence[Input]) -> str | None:
     """The guards on the sizes among the inputs so far, as an expression; None without sizes."""
     sizes = _backed_sizes(inputs)
     if mode is None or mode.shape_env is None or not sizes:
@@ -352,7 +368,7 @@ def guards_of(mode: FakeTensorMode | None, inputs: Sequence[Any]) -> str | None:
     return mode.shape_env.produce_guards_expression(placeholders=sizes)
 
 
-def guards_hold(mode: FakeTensorMode | None, inputs: Sequence[Any], guards: str | None) -> bool:
+def guards_hold(mode: FakeTensorMode | None, inputs: Sequence[Input], guards: str | None) -> bool:
     """Whether an expression of `guards_of` holds for these sizes; if so, it is added as a guard."""
     if guards is None:
         return True
@@ -365,7 +381,7 @@ def guards_hold(mode: FakeTensorMode | None, inputs: Sequence[Any], guards: str 
     return bool(mode.shape_env.evaluate_guards_expression(guards, sizes))
 
 
-def _backed_sizes(inputs: Sequence[Any]) -> list[torch.SymInt]:
+def _backed_sizes(inputs: Sequence[Input]) -> list[torch.SymInt]:
     return [x for x in inputs if isinstance(x, torch.SymInt) and x.node.has_hint()]
 
 
@@ -397,7 +413,7 @@ def sizes_stay_symbolic() -> contextlib.AbstractContextManager[None]:
     return found
 
 
-def trace_with_symbolic_sizes(function: Callable[..., Any], *args: Tensor) -> Graph:
+def trace_with_symbolic_sizes(function: Callable[..., T], *args: Tensor) -> Graph:
     """The graph of a function traced with symbolic sizes; equal sizes have one symbol."""
     with outside_of_tracing():
         mode = FakeTensorMode(shape_env=ShapeEnv())

@@ -6,12 +6,13 @@ move them between two calls: `refresh` checks for that before each call. The run
 `materialize` once.
 """
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor, nn
 
-from atomc.torch_compat.core import WeakTensor
+from atomc.torch_compat.core import Input, WeakTensor
 from atomc.weights import registry as weights
 from atomc.weights.packed import pack
 from atomc.weights.prepared import Prepare, prepared_weight
@@ -60,14 +61,14 @@ class WeightInputs:
         self._snapshot: Snapshot | None = None
         self._prepared: list[PreparedWeight] = []
 
-    def refresh(self, args: Sequence[Any]) -> list[Any]:
+    def refresh(self, args: Sequence[Input]) -> list[Tensor | tuple[Tensor, ...]]:
         """As `materialize`. While no weight changes, this only compares addresses, counts of writes
         and samples.
         """
         packed = self.refresh_packed(args)
         if not self.prepared_inputs:
-            return packed
-        parameters = [args[i] for i in self._prepared_parts]
+            return [*packed]
+        parameters = _parameters(args, self._prepared_parts)
         if self._snapshot is None or not self._snapshot.unchanged(parameters):
             with weights.lock:
                 snapshot = Snapshot(
@@ -77,7 +78,7 @@ class WeightInputs:
                 self._snapshot = snapshot
         return [*packed, *(one.tensors for one in self._prepared)]
 
-    def materialize(self, args: Sequence[Any]) -> list[Any]:
+    def materialize(self, args: Sequence[Input]) -> list[Tensor | tuple[Tensor, ...]]:
         """One tensor per packed weight and a tuple of tensors per prepared weight, found or
         computed from these arguments.
 
@@ -87,27 +88,29 @@ class WeightInputs:
         self._prepare([*args, *packed])
         return [*packed, *(one.tensors for one in self._prepared)]
 
-    def refresh_packed(self, args: Sequence[Any]) -> list[Any]:
+    def refresh_packed(self, args: Sequence[Input]) -> list[Tensor]:
         """The packed weights. Parameters that were moved by the user are packed again."""
         known = self._packed
-        if known is not None and [args[i].data_ptr() for i in self._packed_parts] == known[0]:
+        if known is not None and known[0] == [
+            part.data_ptr() for part in _parameters(args, self._packed_parts)
+        ]:
             wholes = [whole for weak in known[1] if (whole := weak()) is not None]
             if len(wholes) == len(known[1]):
                 return wholes
         return self._pack(args)
 
-    def _pack(self, args: Sequence[Any]) -> list[Any]:
+    def _pack(self, args: Sequence[Input]) -> list[Tensor]:
         found, addresses, concatenated = [], [], False
         with (
             weights.lock
         ):  # no other thread packs these parameters while their addresses are recorded
             for group in self.groups.values():
-                parts = [args[i] for i in group]
+                parts = _parameters(args, group)
                 whole = pack(parts)
                 if isinstance(whole, str):
                     concatenated = True
                     self._note(f"weights are concatenated in each call, which is slow: {whole}")
-                    whole = torch.cat(parts)
+                    whole = torch.cat([*parts])
                 found.append(whole)
                 addresses += [part.data_ptr() for part in parts]
         self._packed = None if concatenated else (addresses, [WeakTensor(whole) for whole in found])
@@ -135,10 +138,10 @@ class WeightInputs:
         kept |= {i for number, group in self.groups.items() if number in self.read for i in group}
         return [i for i in dict.fromkeys(replaced) if i not in self.read and i not in kept]
 
-    def copied_bytes(self, args: Sequence[Any]) -> int:
+    def copied_bytes(self, args: Sequence[Input]) -> int:
         """Bytes of the weights that kernels prepare, prepared already or not."""
         distinct = {(one.prepare, one.parts) for one in self.prepared_inputs}
-        return sum(args[i].nbytes for _, parts in distinct for i in parts)
+        return sum(x.nbytes for _, parts in distinct for x in _parameters(args, parts))
 
     def note(self) -> str:
         """For the report: the number and size of the prepared tensors."""
@@ -149,3 +152,8 @@ class WeightInputs:
     def _note(self, note: str) -> None:
         if note not in self.notes:
             self.notes.append(note)
+
+
+def _parameters(args: Sequence[Any], numbers: Iterable[int]) -> list[nn.Parameter]:
+    """The arguments that the compiled graph reads as weights. Runs in each call: without checks."""
+    return [args[i] for i in numbers]

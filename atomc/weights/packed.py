@@ -1,8 +1,8 @@
 """Packed weights: parameters stored as consecutive rows of one tensor, so that one kernel can read
 them together.
 
-    q.weight [N, K], k.weight [M, K]    =>    packed [N + M, K];  q.weight is packed[:N], k.weight
-                                        is packed[N:]
+    q.weight [N, K], k.weight [M, K]
+    =>  packed [N + M, K], where q.weight is packed[:N] and k.weight is packed[N:]
 
 The parts share the memory of the packed weight through DLPack: each part has its own storage, as
 Dynamo and safetensors require, and an in-place write to a part writes the packed weight. The parts
@@ -11,13 +11,12 @@ own the packed weight: it is freed with the last of them. An assignment of new m
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.utils.dlpack
 from torch import Tensor, nn
 
-from atomc.torch_compat.core import WeakTensor, outside_of_tracing, storage_use_count
+from atomc.torch_compat.core import Input, WeakTensor, outside_of_tracing, storage_use_count
 from atomc.weights import registry as weights
 from atomc.weights.registry import PackedWeight, location_of
 
@@ -44,12 +43,12 @@ def packed_together(parameter: nn.Parameter) -> list[nn.Parameter]:
         return packed.parameters() if packed is not None else []
 
 
-def refusal(parameters: Sequence[Any]) -> str | None:
+def refusal(parameters: Sequence[nn.Parameter]) -> str | None:
     """Why these cannot be packed, or None."""
     return mismatch(parameters) or packed_with_others(parameters)
 
 
-def mismatch(parameters: Sequence[Any]) -> str | None:
+def mismatch(parameters: Sequence[Tensor]) -> str | None:
     """Why the dtypes, devices or shapes of these parameters do not allow one packed weight, or
     None.
     """
@@ -79,7 +78,7 @@ def packed_with_others(parameters: Sequence[nn.Parameter]) -> str | None:
     return None
 
 
-def unpackable(parameter: Any) -> str | None:
+def unpackable(parameter: Input) -> str | None:
     """Why this cannot be part of any packed weight, or None."""
     if type(parameter) is not nn.Parameter:
         return f"it is a {type(parameter).__name__}, not a parameter"

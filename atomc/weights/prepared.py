@@ -7,12 +7,11 @@ parameters. They are computed again when the parameters change.
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from torch import Tensor, nn
 
 from atomc.ops.op import Prepared
-from atomc.torch_compat.core import outside_of_tracing
+from atomc.torch_compat.core import Input, outside_of_tracing
 from atomc.weights import registry as weights
 from atomc.weights.registry import PreparedWeight, location_of
 from atomc.weights.snapshot import Snapshot
@@ -20,7 +19,7 @@ from atomc.weights.snapshot import Snapshot
 Prepare = Callable[..., Prepared]
 
 
-def unpreparable(weight: Any) -> str | None:
+def unpreparable(weight: Input) -> str | None:
     """Why no prepared copy of this can be kept, or None."""
     if not isinstance(weight, nn.Parameter):
         return "it is not a parameter, and may be a different tensor at each call"

@@ -1,17 +1,14 @@
 """The memory of parameters: one table, and the only code that allocates memory for a parameter.
 
-    parameter -> Location: its address; the packed weight that contains it; the weights that kernels
-    prepared from it
+    parameter -> Location: its address, the packed weight that contains it, and the weights that
+    kernels prepared from it
 
-| a kernel reads    | in memory                              | created by
-                    |
-|-------------------|----------------------------------------|-------------------------------------------------------|
-| the parameter     | at the parameter's address             | `parameter_of`: the loader and
-                    quantization           |
-| a packed weight   | of its parameters, which are its rows  | atomc.weights.packed, which moves the
-                    parameters      |
-| a prepared weight | of its own, or replacing the parameter | atomc.weights.prepared, with a
-function of the kernel |
+| a kernel reads    | in memory                     | created by                                 |
+|-------------------|-------------------------------|--------------------------------------------|
+| the parameter     | at the parameter's address    | `parameter_of` (loader, quantization)      |
+| a packed weight   | of its parameters (its rows)  | weights.packed, which moves the parameters |
+| a prepared weight | of its own, or instead of the | weights.prepared, by the kernel's function |
+|                   | parameter                     |                                            |
 
 The table holds parameters weakly and prepared weights strongly: an entry is removed with its
 parameter. A user may move a parameter (`.data =`, `.to()`), so that its address changes; packed and
@@ -22,7 +19,6 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -105,8 +101,8 @@ def location_of(parameter: nn.Parameter) -> Location:
     return found
 
 
-def _on_parameter_death(key: int) -> Callable[[Any], None]:
-    def forget(_: Any) -> None:
+def _on_parameter_death(key: int) -> Callable[["weakref.ref[nn.Parameter]"], None]:
+    def forget(_: "weakref.ref[nn.Parameter]") -> None:
         gone = _table.pop(key)
         for (
             made,

@@ -20,7 +20,6 @@ from torch.fx.node import Argument
 
 from atomc.graph.canonical import VIEWS, call, input_name, value
 from atomc.graph.provenance import inherited, layer_of, module_path
-from atomc.graph.signature import Input
 from atomc.graph.strides import Values, spread_strides
 from atomc.ops.op import Op, op_of
 from atomc.ops.op_traits import Kind
@@ -29,6 +28,7 @@ from atomc.rewriting.graph_pass import Context, Outcome, Pass
 from atomc.rewriting.matching.near_miss import NearMiss
 from atomc.rewriting.matching.pattern import Difference
 from atomc.rewriting.rewrite import Fired
+from atomc.torch_compat.core import Input
 from atomc.weights import packed as packed_weights
 
 aten = torch.ops.aten

@@ -6,7 +6,7 @@ empty > slice_scatter(a, dim, 0, n) > slice_scatter(b, dim, n, end)    =>    cat
 import torch
 from torch.fx import GraphModule, Node
 
-from atomc.graph.canonical import call, value
+from atomc.graph.canonical import call, dim_of, value
 from atomc.graph.expressions import Size
 from atomc.graph.sizes import known_equal
 from atomc.rewriting.graph_pass import Context
@@ -25,7 +25,7 @@ def cat_of_slices(gm: GraphModule, context: Context) -> list[Fired]:
         if not parts:
             continue
         with graph.inserting_before(node):
-            cat = graph.call_function(aten.cat.default, (parts, call(node).attrs["dim"]))
+            cat = graph.call_function(aten.cat.default, (parts, dim_of(call(node).attrs["dim"])))
         cat.meta.update(node.meta)
         node.replace_all_uses_with(cat)
         fired.append(Fired("cat_of_slices", node, {}))
@@ -64,5 +64,5 @@ def _parts(node: Node) -> list[Node]:
 def _range(node: Node) -> tuple[Size, Size]:
     """The first column that is written, and the one after the last."""
     attrs = call(node).attrs
-    start = attrs.get("start") or 0
-    return start, start + value(call(node).operands[1]).shape[attrs["dim"]]
+    start: Size = attrs.get("start") or 0  # type: ignore[assignment]
+    return start, start + value(call(node).operands[1]).shape[dim_of(attrs["dim"])]

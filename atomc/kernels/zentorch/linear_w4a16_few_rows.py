@@ -42,4 +42,4 @@ def linear_w4a16(
     *,
     group: int,
 ) -> Tensor:
-    return for_many.linear_w4a16(x, weight, weight_scale, zeros, bias, group=group)  # type: ignore[no-any-return]
+    return for_many.linear_w4a16(x, weight, weight_scale, zeros, bias, group=group)

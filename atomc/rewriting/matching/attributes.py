@@ -5,11 +5,10 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Node
 
-from atomc.graph.canonical import Capture, call
+from atomc.graph.canonical import Attr, Capture, call, names_of
 from atomc.graph.expressions import Size
 from atomc.graph.sizes import known_equal
 from atomc.report.records import MissKind
-from atomc.rewriting.matching.captures import Attr
 from atomc.rewriting.matching.pattern import Deferred, Site
 
 # Kind, what the pattern expects, what was found.
@@ -39,7 +38,7 @@ def attr_differences(site: Site, p: Node, g: Node) -> Iterator[AttrDifference]:
         elif same_attr(expected, here):
             continue
         elif name == "given" and wanted.op == found.op:
-            yield "attribute", *_operands(bare(wanted.op), expected or (), here or ())
+            yield "attribute", *_operands(bare(wanted.op), names_of(expected), names_of(here))
         else:
             yield (
                 "attribute",

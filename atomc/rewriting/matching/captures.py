@@ -11,13 +11,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 from torch.fx import Node
-from torch.fx.node import Argument
 
-from atomc.graph.canonical import Capture, call
+from atomc.graph.canonical import Attr, Capture, call
 from atomc.rewriting.example import ExampleValue, Fixed, OneOf
-
-# An attribute of a canonical call, or a value that stands for one in a trace.
-Attr = Argument | Capture | Fixed | tuple["Attr", ...]
 
 
 def stand_ins(example: Mapping[str, ExampleValue], turn: int) -> dict[str, Fixed]:

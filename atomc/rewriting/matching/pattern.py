@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from atomc.graph.canonical import Capture, call, value
+from atomc.graph.canonical import Attr, Capture, call, value
 from atomc.graph.expressions import Size, expression
 from atomc.report.records import MissKind
 from atomc.rewriting.example import ExampleValue, Fixed, OneOf
-from atomc.rewriting.matching.captures import Attr, capture, differing, stand_ins
+from atomc.rewriting.matching.captures import capture, differing, stand_ins
 from atomc.torch_compat.tracing import trace_with_symbolic_sizes
 
 

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from atomc.graph.canonical import COMMUTATIVE, Call, Capture, call, value
+from atomc.graph.canonical import COMMUTATIVE, Attr, Call, Capture, call, value
 from atomc.graph.expressions import Size, expression, substitute
 from atomc.graph.sizes import known_equal
 from atomc.rewriting.matching.attributes import same_attr
-from atomc.rewriting.matching.captures import Attr
 from atomc.rewriting.matching.pattern import Site
 
 # The same op scores 1, equal attributes up to EQUAL_ATTRS more; operands are added down to DEPTH.
