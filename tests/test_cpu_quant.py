@@ -109,7 +109,7 @@ def test_copies_of_int4_weights_follow_codes_scales_and_zero_points() -> None:
 
 
 @torch.no_grad()
-def test_one_row_of_int8_reads_the_weight_as_it_lies_and_more_read_a_copy_that_follows_it() -> None:
+def test_one_row_of_int8_reads_the_weight_unpacked_and_more_read_a_copy_that_follows_it() -> None:
     model = quantized("int8", torch.bfloat16)
     compiled = torch.compile(model, backend="atom", options=EAGER, dynamic=True)
     for change in (1, -1):
@@ -212,10 +212,10 @@ def test_eight_bit_floats_have_no_kernel_where_inductor_makes_loops_of_the_meani
 def test_int8_has_a_kernel_on_a_cpu_without_instructions_for_it() -> None:
     given = operands("scaled_linear_int8")
     for where in (ZEN3, Platform.named("cpu-neoverse-v2")):
-        packed, as_it_lies, in_fp32 = (
+        packed, unpacked, in_fp32 = (
             refusal_text(kernel, where, given) for kernel in kernels_of("scaled_linear_int8")
         )
-        assert packed == as_it_lies is not None and in_fp32 is None
+        assert packed == unpacked is not None and in_fp32 is None
     assert (
         refusal_text(kernels_of("scaled_linear_int8")[2], Platform.named("h200"), given)
         == "written for the CPU"
@@ -223,7 +223,7 @@ def test_int8_has_a_kernel_on_a_cpu_without_instructions_for_it() -> None:
 
 
 @pytest.mark.parametrize(
-    "kernel", kernels_of("scaled_linear_int8"), ids=["packed", "as it lies", "in fp32"]
+    "kernel", kernels_of("scaled_linear_int8"), ids=["packed", "unpacked", "in fp32"]
 )
 def test_a_row_with_nan_stays_nan_and_spoils_no_other(kernel: ops.Kernel) -> None:
     x = X[:3].clone()

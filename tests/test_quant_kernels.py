@@ -28,9 +28,9 @@ pytest.importorskip("triton")
 assert kernels.load("triton") is None
 assert kernels.load("cuda") is None
 # Only where there is Triton.
-four_bits, int4_pairs, unpacking = (
+w4a16, int4_pairs, unpacking = (
     importlib.import_module(f"atomc.kernels.triton.{name}")
-    for name in ("four_bits", "int4_pairs", "unpacking")
+    for name in ("w4a16", "int4_pairs", "unpacking")
 )
 
 H200 = Platform.named("h200")
@@ -71,7 +71,7 @@ TILES = {
 def test_every_int4_code_at_every_place_of_a_word_is_read_exactly(tile: str, zeros: bool) -> None:
     codes = torch.stack([(torch.arange(32) + shift) % 16 for shift in range(16)])
     offset = torch.arange(16, dtype=torch.uint8)[:, None] if zeros else None
-    out = four_bits.multiply(
+    out = w4a16.multiply(
         one_hot(32),
         pack_int4(codes).to(DEVICE),
         torch.full((16, 1), 0.25, device=DEVICE),
@@ -94,7 +94,7 @@ def test_every_e2m1_code_at_every_place_of_a_word_is_read_exactly_under_every_sc
     )
     magnitudes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     scales = torch.tensor([1, 100, 127, 200, 250], dtype=torch.uint8).repeat_interleave(16)[:, None]
-    out = four_bits.multiply(
+    out = w4a16.multiply(
         one_hot(32),
         unpacking.as_words(pack_e2m1(codes)).to(DEVICE),
         scales.to(DEVICE),
@@ -112,7 +112,7 @@ def test_every_e2m1_code_at_every_place_of_a_word_is_read_exactly_under_every_sc
 def test_a_scale_that_is_not_finite_shows_in_the_outputs_it_belongs_to_and_in_no_others() -> None:
     given = mxfp4_operands(Draw(torch.float32, DEVICE), 1, 64, out=4)
     given["weight_scale"][2, 1] = 255
-    out = kernel_of("linear_mxfp4", "triton.four_bits").function(**given)
+    out = kernel_of("linear_mxfp4", "triton.w4a16").function(**given)
     assert out.isnan().tolist() == [[False, False, True, False]]
 
 
@@ -263,7 +263,7 @@ E4M3 = torch.float8_e4m3fn
         ),
         (
             "linear_w4a16",
-            "triton.four_bits",
+            "triton.w4a16",
             "h200",
             {"group": 16},
             "groups of 16: written for 32, 64 and 128",
@@ -277,7 +277,7 @@ E4M3 = torch.float8_e4m3fn
         ),
         (
             "linear_mxfp4",
-            "triton.four_bits",
+            "triton.w4a16",
             "h200",
             {"x": torch.zeros(3, 128).half()},
             "x is torch.float16: written for torch.float32 or torch.bfloat16 or "
@@ -285,7 +285,7 @@ E4M3 = torch.float8_e4m3fn
         ),
         (
             "linear_mxfp4",
-            "triton.four_bits",
+            "triton.w4a16",
             "sm80",
             {"x": torch.zeros(3, 128).to(E4M3), "x_scale": torch.ones(1)},
             "sm80 has no instructions for fp8, which come with sm89",
@@ -341,7 +341,7 @@ def test_many_rows_find_the_kernel_that_unpacks_once_before_the_one_that_takes_a
     triton = [kernel for kernel in ops.REGISTRY[op].kernels if kernel.provider == "triton"]
     assert [
         (kernel.function.__module__.rpartition(".")[2], 64 in kernel.tokens) for kernel in triton
-    ] == [("dequantized", False), ("four_bits", True)]
+    ] == [("dequantized", False), ("w4a16", True)]
 
 
 def error(out: Tensor, exact: Tensor) -> float:

@@ -68,7 +68,7 @@ def _chunk(
     BLOCK_W: tl.constexpr,
 ):
     """Words of some rows, their scales, and what 128 + code is to be lessened by, as two bf16."""
-    # A thread takes a word at a time, of rows that follow each other: see four_bits._row.
+    # A thread takes a word at a time, of rows that follow each other: see w4a16._row.
     words = tl.load(
         words_ptr + tl.multiple_of(row * WORDS + word, (1, 1)), inside, 0, cache_modifier=".cg"
     )

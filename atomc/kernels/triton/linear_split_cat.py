@@ -13,7 +13,6 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.checks import strided, unknown, unlike, wrong_rank
-from atomc.kernels.triton.few_bits import e2m1_rows, e8m0_numbers
 from atomc.kernels.triton.kv_write import as_numbers, codes_of, in_bytes
 from atomc.kernels.triton.launch import (
     MAX_DIMS,
@@ -25,6 +24,7 @@ from atomc.kernels.triton.launch import (
     row_strides,
     unfit,
 )
+from atomc.kernels.triton.mxfp4 import e2m1_rows, e8m0_values
 from atomc.ops.formats import FP8
 from atomc.ops.mla import SPLIT_CAT_SCHEMES
 from atomc.ops.op import Refusal
@@ -98,8 +98,8 @@ def _linear_split_cat(
                     e2m1_rows(x_ptr + x_at, k, x_there),
                     tl.trans(e2m1_rows(weight_ptr + w_at, k, w_there)),
                 )
-                x_scale = e8m0_numbers(tl.load(x_scale_ptr + s_at + start // 32, row < rows, 127))
-                w_scale = e8m0_numbers(
+                x_scale = e8m0_values(tl.load(x_scale_ptr + s_at + start // 32, row < rows, 127))
+                w_scale = e8m0_values(
                     tl.load(weight_scale_ptr + n * scale_row + start // 32, n < N, 127)
                 )
                 acc += product * x_scale * w_scale[None, :]

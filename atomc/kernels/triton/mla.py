@@ -22,7 +22,6 @@ from atomc.kernels.checks import (
     unknown,
     wrong_rank,
 )
-from atomc.kernels.triton.few_bits import e2m1_numbers, e2m1_rows, e8m0_numbers
 from atomc.kernels.triton.kv_write import (
     as_numbers,
     codes_of,
@@ -41,6 +40,7 @@ from atomc.kernels.triton.launch import (
     row_strides,
     unfit,
 )
+from atomc.kernels.triton.mxfp4 import e2m1_rows, e2m1_values, e8m0_values
 from atomc.kernels.triton.quant import amax_bits, amax_scale, by_bits, e2m1_codes, fp8_codes
 from atomc.kernels.triton.rope import (
     cut_rows,
@@ -458,13 +458,13 @@ def _product(
             amax = amax_bits(q, 1)
             code = tl.maximum(((amax + MX_BIAS) >> 23) - 2, 0)
             code = tl.where(amax >= 0x7F800000, 255, code)[:, None]
-            values = e2m1_numbers(e2m1_codes(q * e8m0_numbers(tl.maximum(254 - code, 0)))).to(
+            values = e2m1_values(e2m1_codes(q * e8m0_values(tl.maximum(254 - code, 0)))).to(
                 tl.float16
             )
             weight = e2m1_rows(weight_ptr + w_at, p[None, :], there)
             s_at = head.to(tl.int64) * s_head + out.to(tl.int64) * s_row + start // 32
-            w_scale = e8m0_numbers(tl.load(weight_scale_ptr + s_at, out < L, 127))
-            acc += tl.dot(values, tl.trans(weight)) * e8m0_numbers(code) * w_scale[None, :]
+            w_scale = e8m0_values(tl.load(weight_scale_ptr + s_at, out < L, 127))
+            acc += tl.dot(values, tl.trans(weight)) * e8m0_values(code) * w_scale[None, :]
     if SCHEME == "fp8":
         EXPONENTS: tl.constexpr = 128.0 * 128.0 if W_CODES == "fnuz" else 256.0 * 256.0
         acc *= tl.load(weight_scale_ptr).to(tl.float32) * EXPONENTS

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from atomc.kernels.checks import FLOATS, unlike
 from atomc.kernels.triton.launch import not_nvidia, scattered
+from atomc.kernels.triton.mxfp4 import e8m0_values
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
@@ -43,18 +44,11 @@ def e2m1_on_top(words):
 
 
 @triton.jit
-def e8m0(codes):
-    bits = codes.to(tl.int32)
-    bits = tl.where(bits == 0, 0x400000, tl.where(bits == 255, 0x7FC00000, bits << 23))
-    return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def scale_of(scale_ptr, at, inside, INT4: tl.constexpr):
     if INT4:
         return tl.load(scale_ptr + at, inside, 0.0).to(tl.float32)
     else:
-        return e8m0(tl.load(scale_ptr + at, inside, 0))
+        return e8m0_values(tl.load(scale_ptr + at, inside, 0))
 
 
 @triton.jit

@@ -164,7 +164,7 @@ def function(name: str) -> Any:
     return getattr(torch.ops.zentorch, name).default
 
 
-def as_it_lies(weight: torch.Tensor) -> Prepared:
+def unpacked(weight: torch.Tensor) -> Prepared:
     """The weight at its own address, by which zentorch keeps what it packs of it: it replaces
     nothing.
 

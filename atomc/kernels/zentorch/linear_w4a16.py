@@ -9,7 +9,7 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.cpu_linears import unlike_int4
-from atomc.kernels.zentorch.library import as_it_lies, function, unfit
+from atomc.kernels.zentorch.library import function, unfit, unpacked
 from atomc.ops.op import Prepared, Refusal
 from atomc.platform import Platform
 
@@ -51,7 +51,7 @@ def unfit_int4(
 
 
 PREPARE: dict[str | tuple[str, ...], Callable[..., Prepared]] = {
-    "weight": as_it_lies,
+    "weight": unpacked,
     ("weight_scale", "zeros"): _by_group,
 }
 

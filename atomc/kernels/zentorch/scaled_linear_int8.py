@@ -5,7 +5,7 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.cpu_linears import finish, unlike_int8
-from atomc.kernels.zentorch.library import as_it_lies, function, unfit
+from atomc.kernels.zentorch.library import function, unfit, unpacked
 from atomc.ops.op import Prepared, Refusal
 from atomc.platform import Platform
 
@@ -37,7 +37,7 @@ def _unfit(
 
 
 @ops.scaled_linear_int8.kernel(
-    "zentorch", refuses=_unfit, prepare={"weight": as_it_lies, "weight_scale": _scales}
+    "zentorch", refuses=_unfit, prepare={"weight": unpacked, "weight_scale": _scales}
 )
 def scaled_linear_int8(
     x: Tensor,

@@ -15,7 +15,13 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.checks import FLOATS, no_bf16_products, unlike
-from atomc.kernels.triton.attention import LOG2_E, MAX_SPLITS, MAX_WIDTH, join, multiprocessors
+from atomc.kernels.triton.attention import (
+    LOG2_E,
+    MAX_SPLITS,
+    MAX_WIDTH,
+    combine_splits,
+    multiprocessors,
+)
 from atomc.kernels.triton.launch import begin, overlap, unfit
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
@@ -256,7 +262,7 @@ def attention(
     )
     if lse is not None:
         block_splits = triton.next_power_of_2(splits)
-        join[(batch * num_new * num_heads,)](
+        combine_splits[(batch * num_new * num_heads,)](
             into,
             lse,
             out,

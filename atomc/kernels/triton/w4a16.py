@@ -15,10 +15,10 @@ from atomc import ops
 from atomc.kernels.checks import FLOATS, no_fp8_products, unlike, wrong_result
 from atomc.kernels.triton import int4_pairs
 from atomc.kernels.triton.launch import by_fours, let_next_start, num_rows, overlap, wait_for_last
+from atomc.kernels.triton.mxfp4 import e8m0_values
 from atomc.kernels.triton.unpacking import (
     as_words,
     e2m1_on_top,
-    e8m0,
     int4_of,
     other_group,
     scale_of,
@@ -91,7 +91,7 @@ def _row(
         zero = zero_of(zeros_ptr, group, inside)
         if CODED:
             codes = tl.load(x_ptr + tl.multiple_of(m * WORDS + word, (1, 1)), there, 0)
-            scale *= e8m0(tl.load(x_scale_ptr + m * GROUPS + word // (GROUP // 8), there, 0))
+            scale *= e8m0_values(tl.load(x_scale_ptr + m * GROUPS + word // (GROUP // 8), there, 0))
         elif SIXTEEN is not None:
             low = tl.load(x_ptr + (m * WORDS + word) * 2, there, 0)
             high = tl.load(x_ptr + (m * WORDS + word) * 2 + 1, there, 0)
@@ -172,7 +172,7 @@ def _rows(
             codes = tl.load(x_ptr + m.to(tl.int64) * (K // 8) + word_now, (m < M) & there, 0)
             group_at = tl.multiple_of(m.to(tl.int64) * (K // GROUP) + group, (1, 1, 1))
             group_at = tl.max_contiguous(group_at, (1, 1, BLOCK_K // 8))
-            of_x = e8m0(tl.load(x_scale_ptr + group_at, (m < M) & there, 0))
+            of_x = e8m0_values(tl.load(x_scale_ptr + group_at, (m < M) & there, 0))
             x = tl.reshape(unpacked(codes, of_x, 0.0, False, NUMBER), (PARTS, BLOCK_M, BLOCK_K))
         else:
             x = tl.load(x_ptr + m.to(tl.int64) * K + start + k, (m < M) & (k < K - start), 0.0).to(
