@@ -196,8 +196,10 @@ def test_a_weight_that_is_made_fp32_in_parts_has_no_seams(
     monkeypatch.setattr(dequantized, "CHUNK", 4 * columns * 20)
     given = make(Draw(torch.float32), 3, columns, out=outputs)
     kernel = kernels_of(op, provider)[-1]
-    found, meaning = kernel.function(**given), ops.REGISTRY[op].reference(**given)
-    torch.testing.assert_close(found, meaning, rtol=1e-5, atol=1e-5 * float(meaning.abs().max()))
+    found, reference = kernel.function(**given), ops.REGISTRY[op].reference(**given)
+    torch.testing.assert_close(
+        found, reference, rtol=1e-5, atol=1e-5 * float(reference.abs().max())
+    )
 
 
 def test_eight_bit_floats_have_no_kernel_where_inductor_makes_loops_of_the_meaning() -> None:
