@@ -9,13 +9,13 @@ import pytest
 import torch
 from kernel_cases import CASES
 from kernel_cases.draw import Draw
-from kernel_grid import KERNELS, grid, name_of
+from kernel_grid import KERNELS, TRIED, grid, name_of
 from memory import PoisonedMemory
 from refusals import refusal_text
 from torch import Tensor
 
 from atomc import kernels, ops
-from atomc.kernels.torch.sequence import on_a_cpu, reads_it_as_it_is
+from atomc.kernels.torch.sequence import refuse_kv_write, refuse_paged_attention
 from atomc.platform import Platform
 
 DEVICES = (
@@ -195,6 +195,11 @@ def test_a_lowered_graph_can_name_the_kernel(kernel: ops.Kernel) -> None:
     assert function.__name__ == kernel.op
 
 
+@pytest.mark.parametrize("kernel", TRIED, ids=name_of)
+def test_the_function_by_which_a_kernel_refuses_is_named_refuse(kernel: ops.Kernel) -> None:
+    assert kernel.refuses is None or kernel.refuses.__name__.startswith("refuse_")
+
+
 @pytest.mark.parametrize("kernel", KERNELS, ids=name_of)
 def test_a_kernel_takes_the_arguments_of_its_op(kernel: ops.Kernel) -> None:
     extra = [name for name in ("plan", "workspace") if getattr(kernel, name) is not None]
@@ -243,7 +248,9 @@ def test_on_a_cpu_a_paged_cache_comes_before_a_contiguous_one(op: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "kernel", [k for k in KERNELS if k.refuses in (on_a_cpu, reads_it_as_it_is)], ids=name_of
+    "kernel",
+    [k for k in KERNELS if k.refuses in (refuse_kv_write, refuse_paged_attention)],
+    ids=name_of,
 )
 def test_a_cache_with_scales_is_refused(kernel: ops.Kernel) -> None:
     arguments = next(iter(CASES[kernel.op].values()))(Draw(torch.float32, layout=kernel.layout))
@@ -254,7 +261,7 @@ def test_a_cache_with_scales_is_refused(kernel: ops.Kernel) -> None:
 
 
 @pytest.mark.parametrize(
-    "kernel", [k for k in KERNELS if k.refuses is reads_it_as_it_is], ids=name_of
+    "kernel", [k for k in KERNELS if k.refuses is refuse_paged_attention], ids=name_of
 )
 def test_a_cache_of_another_dtype_is_refused(kernel: ops.Kernel) -> None:
     arguments = CASES["paged_attention"]["decode"](Draw(torch.float32))

@@ -22,7 +22,7 @@ from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 
-def _out_of_reach(
+def refuse_attention(
     platform: Platform,
     q: Tensor,
     k: Tensor,
@@ -60,7 +60,7 @@ def _unplanned(*tensors: Tensor) -> Refusal | None:
     return Refusal("shape", "cuDNN makes a plan for each length, and here the length varies")
 
 
-@ops.attention.kernel("cuda", refuses=_out_of_reach)
+@ops.attention.kernel("cuda", refuses=refuse_attention)
 def attention(
     q: Tensor,
     k: Tensor,

@@ -12,7 +12,7 @@ from atomc.ops.op import PreferInductor, Refusal
 from atomc.platform import Platform
 
 
-def _not_a_product(
+def refuse_linear(
     platform: Platform, x: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> Refusal | None:
     if not platform.is_cuda:
@@ -20,6 +20,6 @@ def _not_a_product(
     return unlike((*FLOATS, torch.float64), x=x, weight=weight, bias=bias)
 
 
-@ops.linear.kernel("cuda", refuses=_not_a_product, prefer_inductor=PreferInductor.MAX_AUTOTUNE)
+@ops.linear.kernel("cuda", refuses=refuse_linear, prefer_inductor=PreferInductor.MAX_AUTOTUNE)
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)

@@ -17,7 +17,7 @@ from atomc.platform import Platform
 FAST_ROWS = 256
 
 
-def _not_scaled(
+def refuse_scaled_linear_fp8(
     platform: Platform,
     x: Tensor,
     weight: Tensor,
@@ -67,7 +67,7 @@ def _scattered(weight: Tensor) -> Refusal | None:
     return Refusal("layout", "the rows of the weight do not follow each other")
 
 
-@ops.scaled_linear_fp8.kernel("cuda", refuses=_not_scaled)
+@ops.scaled_linear_fp8.kernel("cuda", refuses=refuse_scaled_linear_fp8)
 def scaled_linear_fp8(
     x: Tensor,
     weight: Tensor,

@@ -11,7 +11,7 @@ from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 
-def _unaligned(
+def refuse_paged_attention(
     platform: Platform,
     q: Tensor,
     k_cache: Tensor,
@@ -31,7 +31,7 @@ def _unaligned(
             "argument",
             f"with a window of {window} the first key of a tile depends on the tile's other rows",
         )
-    return varying._out_of_reach(
+    return varying.refuse_paged_attention(
         platform,
         q,
         k_cache,
@@ -45,7 +45,7 @@ def _unaligned(
     )
 
 
-@ops.paged_attention.kernel("invariant", layout="paged", refuses=_unaligned)
+@ops.paged_attention.kernel("invariant", layout="paged", refuses=refuse_paged_attention)
 def paged_attention(
     q: Tensor,
     k_cache: Tensor,

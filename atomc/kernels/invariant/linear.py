@@ -43,7 +43,7 @@ def _multiply(
     tl.store(out_ptr + m.to(tl.int64) * N + n, sums.to(out_ptr.dtype.element_ty), (m < M) & (n < N))
 
 
-def _unlike(
+def refuse_linear(
     platform: Platform, x: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> Refusal | None:
     if reason := unfit(platform, x=x, weight=weight, bias=bias):
@@ -53,7 +53,7 @@ def _unlike(
     return None
 
 
-@ops.linear.kernel("invariant", refuses=_unlike)
+@ops.linear.kernel("invariant", refuses=refuse_linear)
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     rows, (n, k) = x.reshape(-1, x.shape[-1]), weight.shape
     out = x.new_empty((*x.shape[:-1], n))

@@ -22,14 +22,14 @@ def _relayout(weight: Tensor) -> Prepared:
     return blocked(weight, LAID_OUT_FOR)
 
 
-def _no_gain(
+def refuse_linear(
     platform: Platform, x: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> Refusal | None:
     return unfit(platform, torch.float32, x, weight, bias)
 
 
 @ops.linear.kernel(
-    "onednn", tokens=ops.Tokens(FEWEST_ROWS), refuses=_no_gain, prepare={"weight": _relayout}
+    "onednn", tokens=ops.Tokens(FEWEST_ROWS), refuses=refuse_linear, prepare={"weight": _relayout}
 )
 def linear(x: Tensor, weight: tuple[Tensor], bias: Tensor | None = None) -> Tensor:
     return multiply(x, weight[0], bias)

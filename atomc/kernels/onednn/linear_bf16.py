@@ -19,7 +19,7 @@ def _relayout(weight: Tensor) -> Prepared:
     return blocked(weight, LAID_OUT_FOR)
 
 
-def _no_gain(
+def refuse_linear(
     platform: Platform, x: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> Refusal | None:
     if reason := unfit(platform, torch.bfloat16, x, weight, bias):
@@ -31,6 +31,6 @@ def _no_gain(
     return None
 
 
-@ops.linear.kernel("onednn", refuses=_no_gain, prepare={"weight": _relayout})
+@ops.linear.kernel("onednn", refuses=refuse_linear, prepare={"weight": _relayout})
 def linear(x: Tensor, weight: tuple[Tensor], bias: Tensor | None = None) -> Tensor:
     return multiply(x, weight[0], bias)

@@ -13,7 +13,7 @@ from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 
-def _unreadable(
+def refuse_linear_mxfp4(
     platform: Platform,
     x: Tensor,
     weight: Tensor,
@@ -33,7 +33,7 @@ def _values(packed: Tensor, scale: Tensor) -> Tensor:
 
 # Zen 4, 2560x2560, 1 row: 6 ms; what Inductor makes of the meaning takes 35, and the same layer in
 # fp32 2.
-@ops.linear_mxfp4.kernel("onednn", refuses=_unreadable)
+@ops.linear_mxfp4.kernel("onednn", refuses=refuse_linear_mxfp4)
 def linear_mxfp4(
     x: Tensor,
     weight: Tensor,

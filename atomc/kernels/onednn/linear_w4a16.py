@@ -37,7 +37,7 @@ def _scales_and_zeros(weight_scale: Tensor, zeros: Tensor | None) -> Prepared:
     return Prepared((torch.stack((scale, zero.to(scale.dtype)), -1).contiguous(),), replaces=True)
 
 
-def _unfit(
+def refuse_linear_w4a16(
     platform: Platform,
     x: Tensor,
     weight: Tensor,
@@ -53,7 +53,7 @@ def _unfit(
 @ops.linear_w4a16.kernel(
     "onednn",
     tokens=ops.Tokens(1, MOST_ROWS),
-    refuses=_unfit,
+    refuses=refuse_linear_w4a16,
     prepare={"weight": _packed, ("weight_scale", "zeros"): _scales_and_zeros},
 )
 def linear_w4a16(

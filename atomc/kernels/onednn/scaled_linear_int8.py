@@ -15,7 +15,7 @@ from atomc.platform import Platform
 FEWEST_ROWS = 2
 
 
-def inexact(
+def refuse_scaled_linear_int8(
     platform: Platform,
     x: Tensor,
     weight: Tensor,
@@ -42,7 +42,10 @@ def _packed(weight: Tensor) -> Prepared:
 
 
 @ops.scaled_linear_int8.kernel(
-    "onednn", tokens=ops.Tokens(FEWEST_ROWS), refuses=inexact, prepare={"weight": _packed}
+    "onednn",
+    tokens=ops.Tokens(FEWEST_ROWS),
+    refuses=refuse_scaled_linear_int8,
+    prepare={"weight": _packed},
 )
 def scaled_linear_int8(
     x: Tensor,

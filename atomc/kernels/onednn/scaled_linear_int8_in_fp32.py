@@ -15,7 +15,7 @@ from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 
-def _unreadable(
+def refuse_scaled_linear_int8(
     platform: Platform,
     x: Tensor,
     weight: Tensor,
@@ -30,7 +30,7 @@ def _unreadable(
 
 # Zen 4, 2560x2560, 1 row: 2.9 ms. What Inductor makes of the meaning, whose sums are in fp64, takes
 # 33.
-@ops.scaled_linear_int8.kernel("onednn", refuses=_unreadable)
+@ops.scaled_linear_int8.kernel("onednn", refuses=refuse_scaled_linear_int8)
 def scaled_linear_int8(
     x: Tensor,
     weight: Tensor,

@@ -16,7 +16,7 @@ from atomc.platform import Platform
 kv_write = eager(ops.kv_write, __name__, layout="paged")
 
 
-def _sdpa_has_it(
+def refuse_attention(
     platform: Platform,
     q: Tensor,
     mask: Tensor | None = None,
@@ -38,7 +38,7 @@ def _sdpa_has_it(
     return None
 
 
-@ops.attention.kernel("torch", refuses=_sdpa_has_it)
+@ops.attention.kernel("torch", refuses=refuse_attention)
 def attention(
     q: Tensor,
     k: Tensor,

@@ -5,10 +5,10 @@ slice of the cache.
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.torch.sequence import attend, reads_it_as_it_is, sequences
+from atomc.kernels.torch.sequence import attend, refuse_paged_attention, sequences
 
 
-@ops.paged_attention.kernel("torch", layout="contiguous", refuses=reads_it_as_it_is)
+@ops.paged_attention.kernel("torch", layout="contiguous", refuses=refuse_paged_attention)
 def paged_attention(
     q: Tensor,
     k_cache: Tensor,

@@ -5,12 +5,12 @@ one is a sequence.
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.torch.sequence import on_a_cpu, write
+from atomc.kernels.torch.sequence import refuse_kv_write, write
 
 
-@ops.kv_write.kernel("torch", layout="contiguous", refuses=on_a_cpu)
+@ops.kv_write.kernel("torch", layout="contiguous", refuses=refuse_kv_write)
 @ops.kv_write.kernel(
-    "torch", layout="paged", refuses=on_a_cpu
+    "torch", layout="paged", refuses=refuse_kv_write
 )  # the first choice: it is registered first
 def kv_write(
     k: Tensor,
@@ -24,9 +24,9 @@ def kv_write(
     return write(k, v, k_cache, v_cache, slots)
 
 
-@ops.rope_kv_write.kernel("torch", layout="contiguous", refuses=on_a_cpu)
+@ops.rope_kv_write.kernel("torch", layout="contiguous", refuses=refuse_kv_write)
 @ops.rope_kv_write.kernel(
-    "torch", layout="paged", refuses=on_a_cpu
+    "torch", layout="paged", refuses=refuse_kv_write
 )  # the first choice: it is registered first
 def rope_kv_write(
     q: Tensor,
@@ -45,9 +45,9 @@ def rope_kv_write(
     return ops.rope.reference(q, cos, sin, rope_style), token
 
 
-@ops.qk_norm_rope_kv_write.kernel("torch", layout="contiguous", refuses=on_a_cpu)
+@ops.qk_norm_rope_kv_write.kernel("torch", layout="contiguous", refuses=refuse_kv_write)
 @ops.qk_norm_rope_kv_write.kernel(
-    "torch", layout="paged", refuses=on_a_cpu
+    "torch", layout="paged", refuses=refuse_kv_write
 )  # the first choice: it is registered first
 def qk_norm_rope_kv_write(
     q: Tensor,

@@ -21,7 +21,7 @@ def no_scales(
     )
 
 
-def on_a_cpu(
+def refuse_kv_write(
     platform: Platform, k_scale: Tensor | None = None, v_scale: Tensor | None = None, **_: object
 ) -> Refusal | None:
     return (
@@ -31,7 +31,7 @@ def on_a_cpu(
     )
 
 
-def reads_it_as_it_is(
+def refuse_paged_attention(
     platform: Platform,
     q: Tensor,
     k_cache: Tensor,
@@ -43,7 +43,7 @@ def reads_it_as_it_is(
         return Refusal(
             "dtype", f"the cache is {k_cache.dtype}, the query {q.dtype}: nothing is converted"
         )
-    return on_a_cpu(platform, k_scale, v_scale)
+    return refuse_kv_write(platform, k_scale, v_scale)
 
 
 def write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> Tensor:

@@ -79,7 +79,7 @@ def unlike_gate(gate: Tensor, up: Tensor) -> Refusal | None:
     return unlike(FLOATS, gate=gate, up=up) or unlike_shapes(gate, up=up)
 
 
-def _alike(
+def refuse_gated_activation(
     platform: Platform, gate: Tensor, up: Tensor, approximate: str = "none"
 ) -> Refusal | None:
     return (
@@ -113,11 +113,11 @@ def _launch(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     return out
 
 
-@ops.silu_and_mul.kernel("triton", refuses=_alike)
+@ops.silu_and_mul.kernel("triton", refuses=refuse_gated_activation)
 def silu_and_mul(gate: Tensor, up: Tensor) -> Tensor:
     return _launch(gate, up, "silu")
 
 
-@ops.gelu_and_mul.kernel("triton", refuses=_alike)
+@ops.gelu_and_mul.kernel("triton", refuses=refuse_gated_activation)
 def gelu_and_mul(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
     return _launch(gate, up, approximate)

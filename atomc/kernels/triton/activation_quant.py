@@ -115,7 +115,7 @@ def _tile(out: Quantized, rows: int, columns: int) -> dict[str, int]:
     return tile
 
 
-def _unfit(
+def refuse_silu_and_mul_quant(
     platform: Platform,
     gate: Tensor,
     up: Tensor,
@@ -134,7 +134,7 @@ def _unfit(
     )
 
 
-@ops.silu_and_mul_quant.kernel("triton", refuses=_unfit)
+@ops.silu_and_mul_quant.kernel("triton", refuses=refuse_silu_and_mul_quant)
 def silu_and_mul_quant(
     gate: Tensor,
     up: Tensor,

@@ -544,7 +544,7 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _out_of_reach(
+def refuse_paged_attention(
     platform: Platform,
     q: Tensor,
     k_cache: Tensor,
@@ -588,7 +588,7 @@ def _out_of_reach(
     return None
 
 
-@ops.paged_attention.kernel("triton", layout="paged", refuses=_out_of_reach)
+@ops.paged_attention.kernel("triton", layout="paged", refuses=refuse_paged_attention)
 def paged_attention(
     q: Tensor,
     k_cache: Tensor,

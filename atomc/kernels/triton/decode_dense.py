@@ -154,7 +154,7 @@ def _attend(
     )
 
 
-def _many_rows(
+def refuse_attention(
     platform: Platform,
     q: Tensor,
     k: Tensor,
@@ -190,7 +190,7 @@ def _many_rows(
     return None
 
 
-@ops.attention.kernel("triton", refuses=_many_rows)
+@ops.attention.kernel("triton", refuses=refuse_attention)
 def attention(
     q: Tensor,
     k: Tensor,

@@ -76,7 +76,7 @@ def dequantized(
     return out
 
 
-def _unfit_int4(
+def refuse_linear_w4a16(
     platform: Platform,
     x: Tensor,
     weight: Tensor,
@@ -93,7 +93,7 @@ def _unfit_int4(
     )
 
 
-@ops.linear_w4a16.kernel("triton", tokens=MANY, refuses=_unfit_int4)
+@ops.linear_w4a16.kernel("triton", tokens=MANY, refuses=refuse_linear_w4a16)
 def linear_w4a16(
     x: Tensor,
     weight: Tensor,
@@ -106,7 +106,7 @@ def linear_w4a16(
     return F.linear(x, dequantized(weight, weight_scale, zeros, group, x.dtype), bias)
 
 
-def _unfit_mxfp4(
+def refuse_linear_mxfp4(
     platform: Platform,
     x: Tensor,
     weight: Tensor,
@@ -124,7 +124,7 @@ def _unfit_mxfp4(
     )
 
 
-@ops.linear_mxfp4.kernel("triton", tokens=MANY, refuses=_unfit_mxfp4)
+@ops.linear_mxfp4.kernel("triton", tokens=MANY, refuses=refuse_linear_mxfp4)
 def linear_mxfp4(
     x: Tensor,
     weight: Tensor,

@@ -234,7 +234,7 @@ def _not_numbers(**scales: Tensor | None) -> Refusal | None:
     return None
 
 
-def unwritable(
+def refuse_kv_write(
     platform: Platform,
     k: Tensor,
     v: Tensor,
@@ -244,7 +244,6 @@ def unwritable(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> Refusal | None:
-    """Why k and v cannot be written to these caches here."""
     scales = {"k_scale": k_scale, "v_scale": v_scale}
     if reason := unfit(platform, k=k, v=v) or uncachable(
         platform, scales, k_cache=k_cache, v_cache=v_cache
@@ -255,7 +254,7 @@ def unwritable(
     return scattered_slots(slots) or scattered_blocks(k_cache, v_cache)
 
 
-@ops.kv_write.kernel("triton", layout="paged", refuses=unwritable)
+@ops.kv_write.kernel("triton", layout="paged", refuses=refuse_kv_write)
 def kv_write(
     k: Tensor,
     v: Tensor,

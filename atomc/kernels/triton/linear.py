@@ -203,7 +203,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile) -> Tens
     return out
 
 
-def _no_gain(
+def refuse_linear(
     platform: Platform, x: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> Refusal | None:
     if reason := unfit(platform, x=x, weight=weight, bias=bias) or not_nvidia(platform):
@@ -224,6 +224,6 @@ def _no_gain(
     return None
 
 
-@ops.linear.kernel("triton", tokens=ops.Tokens(1, MAX_ROWS), refuses=_no_gain)
+@ops.linear.kernel("triton", tokens=ops.Tokens(1, MAX_ROWS), refuses=refuse_linear)
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return multiply(x, weight, bias, tile_for(num_rows(x), *weight.shape))

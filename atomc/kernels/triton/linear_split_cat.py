@@ -147,7 +147,7 @@ def _linear_split_cat(
         )
 
 
-def _unfit(
+def refuse_linear_split_cat(
     platform: Platform,
     x: Tensor,
     weight: Tensor,
@@ -178,7 +178,7 @@ def _scale_rows(x_scale: Tensor) -> tuple[int, ...]:
     return *inner_sizes(x_scale), *row_strides(x_scale), x_scale.stride(-1)
 
 
-@ops.linear_split_cat.kernel("triton", refuses=_unfit)
+@ops.linear_split_cat.kernel("triton", refuses=refuse_linear_split_cat)
 def linear_split_cat(
     x: Tensor,
     weight: Tensor,

@@ -44,11 +44,11 @@ from atomc.kernels.triton.mxfp4 import e2m1_rows, e2m1_values, e8m0_values
 from atomc.kernels.triton.quant import amax_bits, amax_scale, by_bits, e2m1_codes, fp8_codes
 from atomc.kernels.triton.rope import (
     cut_rows,
+    refuse_rope,
     rotated,
     store_parts,
     table_strides,
     triton_dtype,
-    unrotatable,
 )
 from atomc.ops.formats import FP8, MX_ROUNDINGS
 from atomc.ops.mla import BMM_SCHEMES
@@ -637,15 +637,14 @@ def _bmm_rope_kv_write(
         )
 
 
-def _unwritable(
+def refuse_mla_kv_write(
     platform: Platform,
     kv_c: Tensor,
     k_pe: Tensor,
     kv_cache: Tensor,
     slots: Tensor,
-    scale: Tensor | None,
+    scale: Tensor | None = None,
 ) -> Refusal | None:
-    """Why these tokens cannot be written to this cache here."""
     if reason := unfit(platform, kv_c=kv_c, k_pe=k_pe) or uncachable(
         platform, {"scale": scale}, kv_cache=kv_cache
     ):
@@ -663,18 +662,7 @@ def _latent_rows(kv_c: Tensor) -> tuple[int, int, int, int]:
     return inner_sizes(kv_c)[1], *row_strides(kv_c)
 
 
-def _plainly(
-    platform: Platform,
-    kv_c: Tensor,
-    k_pe: Tensor,
-    kv_cache: Tensor,
-    slots: Tensor,
-    scale: Tensor | None = None,
-) -> Refusal | None:
-    return _unwritable(platform, kv_c, k_pe, kv_cache, slots, scale)
-
-
-@ops.mla_kv_write.kernel("triton", layout="paged", refuses=_plainly)
+@ops.mla_kv_write.kernel("triton", layout="paged", refuses=refuse_mla_kv_write)
 def mla_kv_write(
     kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slots: Tensor, scale: Tensor | None = None
 ) -> Tensor:
@@ -703,7 +691,7 @@ def mla_kv_write(
     return kv_c.new_empty((0,))
 
 
-def _rotated_and_written(
+def refuse_mla_rope_kv_write(
     platform: Platform,
     q_nope: Tensor,
     q_pe: Tensor,
@@ -716,7 +704,7 @@ def _rotated_and_written(
     scale: Tensor | None = None,
     rope_style: str = "neox",
 ) -> Refusal | None:
-    if reason := _unwritable(platform, kv_c, k_pe, kv_cache, slots, scale) or unfit(
+    if reason := refuse_mla_kv_write(platform, kv_c, k_pe, kv_cache, slots, scale) or unfit(
         platform, q_nope=q_nope
     ):
         return reason
@@ -725,7 +713,7 @@ def _rotated_and_written(
             "dtype",
             "queries come as [T, H, .] or [B, T, H, .], and rotate in the dtype of the keys",
         )
-    return unrotatable(platform, q_pe, cos, sin, rope_style) or unrotatable(
+    return refuse_rope(platform, q_pe, cos, sin, rope_style) or refuse_rope(
         platform, k_pe, cos, sin, rope_style
     )
 
@@ -737,7 +725,7 @@ def _result(q_nope: Tensor, latent: int, q_pe: Tensor, cos: Tensor) -> tuple[Ten
     return q_nope.new_empty(shape, dtype=torch.promote_types(q_nope.dtype, turned)), turned
 
 
-@ops.mla_rope_kv_write.kernel("triton", layout="paged", refuses=_rotated_and_written)
+@ops.mla_rope_kv_write.kernel("triton", layout="paged", refuses=refuse_mla_rope_kv_write)
 def mla_rope_kv_write(
     q_nope: Tensor,
     q_pe: Tensor,
@@ -791,7 +779,7 @@ def mla_rope_kv_write(
     return out, kv_c.new_empty((0,))
 
 
-def _multiplied(
+def refuse_bmm_rope_kv_write(
     platform: Platform,
     q_nope: Tensor,
     weight: Tensor,
@@ -812,7 +800,7 @@ def _multiplied(
     rounding: str = "even",
 ) -> Refusal | None:
     if reason := (
-        _rotated_and_written(
+        refuse_mla_rope_kv_write(
             platform, q_nope, q_pe, kv_c, k_pe, cos, sin, kv_cache, slots, scale, rope_style
         )
         or unknown(BMM_SCHEMES, scheme=scheme)
@@ -840,7 +828,7 @@ def _multiplied(
     return None
 
 
-@ops.bmm_rope_kv_write.kernel("triton", layout="paged", refuses=_multiplied)
+@ops.bmm_rope_kv_write.kernel("triton", layout="paged", refuses=refuse_bmm_rope_kv_write)
 def bmm_rope_kv_write(
     q_nope: Tensor,
     weight: Tensor,

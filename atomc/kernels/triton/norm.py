@@ -185,7 +185,7 @@ def tile(rows: int, columns: int) -> dict[str, int]:
     return {"BLOCK": block, "ROWS": 1, "num_warps": min(MAX_WARPS, max(4, block // 1024))}
 
 
-def _normed_rows(
+def refuse_layer_norm(
     platform: Platform,
     x: Tensor,
     residual: Tensor | None = None,
@@ -201,11 +201,11 @@ def _normed_rows(
     )
 
 
-def styled_rows(platform: Platform, style: str = "after", **arguments: Any) -> Refusal | None:
-    return unknown(RMS_NORM_STYLES, style=style) or _normed_rows(platform, **arguments)
+def refuse_rms_norm(platform: Platform, style: str = "after", **arguments: Any) -> Refusal | None:
+    return unknown(RMS_NORM_STYLES, style=style) or refuse_layer_norm(platform, **arguments)
 
 
-@ops.rms_norm.kernel("triton", refuses=styled_rows)
+@ops.rms_norm.kernel("triton", refuses=refuse_rms_norm)
 def rms_norm(x: Tensor, weight: Tensor, eps: float, style: str = "after") -> Tensor:
     out = torch.empty_like(
         x, dtype=torch.promote_types(x.dtype, weight.dtype) if style == "after" else x.dtype
@@ -239,7 +239,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, style: str = "after") -> Ten
     return out
 
 
-@ops.add_rms_norm.kernel("triton", refuses=styled_rows)
+@ops.add_rms_norm.kernel("triton", refuses=refuse_rms_norm)
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, style: str = "after"
 ) -> tuple[Tensor, Tensor]:
@@ -272,7 +272,7 @@ def add_rms_norm(
     return out, total
 
 
-def _padded_rows(
+def refuse_add_rms_norm_pad(
     platform: Platform,
     x: Tensor,
     residual: Tensor,
@@ -286,10 +286,10 @@ def _padded_rows(
             "shape",
             f"rows of {x.shape[-1]} and {columns} do not fit one program (at most {MAX_COLUMNS})",
         )
-    return styled_rows(platform, style, x=x, residual=residual, weight=weight)
+    return refuse_rms_norm(platform, style, x=x, residual=residual, weight=weight)
 
 
-@ops.add_rms_norm_pad.kernel("triton", refuses=_padded_rows)
+@ops.add_rms_norm_pad.kernel("triton", refuses=refuse_add_rms_norm_pad)
 def add_rms_norm_pad(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, columns: int, style: str = "after"
 ) -> tuple[Tensor, Tensor]:
@@ -321,7 +321,7 @@ def add_rms_norm_pad(
     return out, total
 
 
-@ops.layer_norm.kernel("triton", refuses=_normed_rows)
+@ops.layer_norm.kernel("triton", refuses=refuse_layer_norm)
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if rows := num_rows(out):
@@ -354,7 +354,7 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     return out
 
 
-@ops.add_layer_norm.kernel("triton", refuses=_normed_rows)
+@ops.add_layer_norm.kernel("triton", refuses=refuse_layer_norm)
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:

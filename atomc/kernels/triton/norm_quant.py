@@ -20,7 +20,7 @@ from atomc.kernels.triton.launch import (
     row_offset,
     row_strides,
 )
-from atomc.kernels.triton.norm import row_sum, styled_rows, tile, weighted
+from atomc.kernels.triton.norm import refuse_rms_norm, row_sum, tile, weighted
 from atomc.kernels.triton.quant import Quantized, store_quantized, unquantizable
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
@@ -160,7 +160,7 @@ def _launch(
     return out.codes, out.scales, total, kept
 
 
-def _unfit(
+def refuse_rms_norm_quant(
     platform: Platform,
     x: Tensor,
     weight: Tensor,
@@ -177,10 +177,10 @@ def _unfit(
     residual: Tensor | None = None,
 ) -> Refusal | None:
     reason = unquantizable(platform, x, scheme, dtype, group, rounding)
-    return reason or styled_rows(platform, style, x=x, residual=residual, weight=weight)
+    return reason or refuse_rms_norm(platform, style, x=x, residual=residual, weight=weight)
 
 
-@ops.rms_norm_quant.kernel("triton", refuses=_unfit)
+@ops.rms_norm_quant.kernel("triton", refuses=refuse_rms_norm_quant)
 def rms_norm_quant(
     x: Tensor,
     weight: Tensor,
@@ -201,7 +201,7 @@ def rms_norm_quant(
     return codes, scales, kept
 
 
-@ops.add_rms_norm_quant.kernel("triton", refuses=_unfit)
+@ops.add_rms_norm_quant.kernel("triton", refuses=refuse_rms_norm_quant)
 def add_rms_norm_quant(
     x: Tensor,
     residual: Tensor,

@@ -360,31 +360,31 @@ def _launch(x: Tensor, out: Quantized) -> tuple[Tensor, Tensor]:
     return out.codes, out.scales
 
 
-def _static(
+def refuse_quant_fp8_static(
     platform: Platform, x: Tensor, scale: Tensor, dtype: torch.dtype = torch.float8_e4m3fn
 ) -> Refusal | None:
     return unquantizable(platform, x, "fp8_static", dtype)
 
 
-@ops.quant_fp8_static.kernel("triton", refuses=_static)
+@ops.quant_fp8_static.kernel("triton", refuses=refuse_quant_fp8_static)
 def quant_fp8_static(x: Tensor, scale: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
     return _launch(x, Quantized(x, scale, "fp8_static", dtype))[0]
 
 
-def _per_token(
+def refuse_quant_fp8_per_token(
     platform: Platform, x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn
 ) -> Refusal | None:
     return unquantizable(platform, x, "fp8_per_token", dtype)
 
 
-@ops.quant_fp8_per_token.kernel("triton", refuses=_per_token)
+@ops.quant_fp8_per_token.kernel("triton", refuses=refuse_quant_fp8_per_token)
 def quant_fp8_per_token(
     x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn
 ) -> tuple[Tensor, Tensor]:
     return _launch(x, Quantized(x, None, "fp8_per_token", dtype))
 
 
-def _group(
+def refuse_quant_fp8_group(
     platform: Platform,
     x: Tensor,
     group: int = 128,
@@ -394,7 +394,7 @@ def _group(
     return unquantizable(platform, x, "fp8_group", dtype, group)
 
 
-@ops.quant_fp8_group.kernel("triton", refuses=_group)
+@ops.quant_fp8_group.kernel("triton", refuses=refuse_quant_fp8_group)
 def quant_fp8_group(
     x: Tensor,
     group: int = 128,
@@ -404,19 +404,19 @@ def quant_fp8_group(
     return _launch(x, Quantized(x, None, "fp8_group", dtype, group, column_major_scales))
 
 
-def _mxfp4(platform: Platform, x: Tensor, rounding: str = "even") -> Refusal | None:
+def refuse_quant_mxfp4(platform: Platform, x: Tensor, rounding: str = "even") -> Refusal | None:
     return unquantizable(platform, x, "mxfp4", rounding=rounding)
 
 
-@ops.quant_mxfp4.kernel("triton", refuses=_mxfp4)
+@ops.quant_mxfp4.kernel("triton", refuses=refuse_quant_mxfp4)
 def quant_mxfp4(x: Tensor, rounding: str = "even") -> tuple[Tensor, Tensor]:
     return _launch(x, Quantized(x, None, "mxfp4", rounding=rounding))
 
 
-def _int8_rows(platform: Platform, x: Tensor) -> Refusal | None:
+def refuse_quant_int8_per_token(platform: Platform, x: Tensor) -> Refusal | None:
     return unquantizable(platform, x, "int8_per_token")
 
 
-@ops.quant_int8_per_token.kernel("triton", refuses=_int8_rows)
+@ops.quant_int8_per_token.kernel("triton", refuses=refuse_quant_int8_per_token)
 def quant_int8_per_token(x: Tensor) -> tuple[Tensor, Tensor]:
     return _launch(x, Quantized(x, None, "int8_per_token"))

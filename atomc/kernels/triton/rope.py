@@ -20,7 +20,7 @@ from atomc.kernels.triton.kv_write import (
     copy_rows,
     in_bytes,
     inverse_scale,
-    unwritable,
+    refuse_kv_write,
 )
 from atomc.kernels.triton.launch import (
     begin,
@@ -467,10 +467,9 @@ def triton_dtype(dtype: torch.dtype) -> tl.dtype:
     ]
 
 
-def unrotatable(
-    platform: Platform, x: Tensor, cos: Tensor, sin: Tensor, style: str
+def refuse_rope(
+    platform: Platform, x: Tensor, cos: Tensor, sin: Tensor, style: str = "neox"
 ) -> Refusal | None:
-    """Why these rows cannot be rotated by these tables here."""
     if reason := (
         unfit(platform, x=x, cos=cos, sin=sin)
         or unknown(ROPE_STYLES, style=style)
@@ -490,13 +489,7 @@ def unrotatable(
     return None
 
 
-def _one(
-    platform: Platform, x: Tensor, cos: Tensor, sin: Tensor, style: str = "neox"
-) -> Refusal | None:
-    return unrotatable(platform, x, cos, sin, style)
-
-
-@ops.rope.kernel("triton", refuses=_one)
+@ops.rope.kernel("triton", refuses=refuse_rope)
 def rope(x: Tensor, cos: Tensor, sin: Tensor, style: str = "neox") -> Tensor:
     out = _new_rows(x, cos, style, torch.promote_types(x.dtype, cos.dtype))
     if rows := num_rows(x):
@@ -538,7 +531,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, style: str = "neox") -> Tensor:
     return out
 
 
-def _both(
+def _unrotatable_pair(
     platform: Platform,
     q: Tensor,
     k: Tensor,
@@ -559,12 +552,12 @@ def _both(
         return Refusal("dtype", "q and k differ in dtype, rank or width")
     return (
         unlike(FLOATS, q_weight=q_weight, k_weight=k_weight)
-        or unrotatable(platform, q, cos, sin, rope_style)
-        or unrotatable(platform, k, cos, sin, rope_style)
+        or refuse_rope(platform, q, cos, sin, rope_style)
+        or refuse_rope(platform, k, cos, sin, rope_style)
     )
 
 
-def _normed_both(
+def refuse_qk_norm_rope(
     platform: Platform,
     q: Tensor,
     k: Tensor,
@@ -576,10 +569,10 @@ def _normed_both(
     norm_style: str = "after",
     rope_style: str = "neox",
 ) -> Refusal | None:
-    return _both(platform, q, k, cos, sin, q_weight, k_weight, norm_style, rope_style)
+    return _unrotatable_pair(platform, q, k, cos, sin, q_weight, k_weight, norm_style, rope_style)
 
 
-@ops.qk_norm_rope.kernel("triton", refuses=_normed_both)
+@ops.qk_norm_rope.kernel("triton", refuses=refuse_qk_norm_rope)
 def qk_norm_rope(
     q: Tensor,
     k: Tensor,
@@ -629,7 +622,7 @@ def qk_norm_rope(
     return q_out, k_out
 
 
-def _rotated_and_written(
+def refuse_rope_kv_write(
     platform: Platform,
     q: Tensor,
     k: Tensor,
@@ -647,8 +640,10 @@ def _rotated_and_written(
     norm_style: str = "after",
     rope_style: str = "neox",
 ) -> Refusal | None:
-    reason = unwritable(platform, k, v, k_cache, v_cache, slots, k_scale, v_scale)
-    return reason or _both(platform, q, k, cos, sin, q_weight, k_weight, norm_style, rope_style)
+    reason = refuse_kv_write(platform, k, v, k_cache, v_cache, slots, k_scale, v_scale)
+    return reason or _unrotatable_pair(
+        platform, q, k, cos, sin, q_weight, k_weight, norm_style, rope_style
+    )
 
 
 def _launch_with_write(
@@ -719,7 +714,7 @@ def _launch_with_write(
     return q_out, q_out.new_empty((0,))
 
 
-@ops.rope_kv_write.kernel("triton", layout="paged", refuses=_rotated_and_written)
+@ops.rope_kv_write.kernel("triton", layout="paged", refuses=refuse_rope_kv_write)
 def rope_kv_write(
     q: Tensor,
     k: Tensor,
@@ -753,7 +748,7 @@ def rope_kv_write(
     )
 
 
-@ops.qk_norm_rope_kv_write.kernel("triton", layout="paged", refuses=_rotated_and_written)
+@ops.qk_norm_rope_kv_write.kernel("triton", layout="paged", refuses=refuse_rope_kv_write)
 def qk_norm_rope_kv_write(
     q: Tensor,
     k: Tensor,

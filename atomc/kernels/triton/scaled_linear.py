@@ -268,7 +268,7 @@ def multiply(
     return out
 
 
-def unmultipliable(
+def refuse_scaled_linear(
     platform: Platform,
     x: Tensor,
     weight: Tensor,
@@ -279,7 +279,7 @@ def unmultipliable(
     out_dtype: torch.dtype,
     block: int = BLOCK,
 ) -> Refusal | None:
-    """Why no kernel here can multiply these codes."""
+    """Refuse operands that neither the kernel for few rows nor that for many rows can multiply."""
     return (
         not_nvidia(platform)
         or unlike((torch.float8_e4m3fn, torch.int8), x=x, weight=weight)
@@ -292,7 +292,7 @@ def unmultipliable(
     )
 
 
-def _few(
+def refuse_scaled_linear_few_rows(
     platform: Platform,
     x: Tensor,
     weight: Tensor,
@@ -303,7 +303,7 @@ def _few(
     out_dtype: torch.dtype,
     block: int = BLOCK,
 ) -> Refusal | None:
-    reason = unmultipliable(
+    reason = refuse_scaled_linear(
         platform, x, weight, x_scale, weight_scale, bias, out_dtype=out_dtype, block=block
     )
     if (
@@ -319,7 +319,7 @@ def _few(
 FEW = ops.Tokens(1, MAX_ROWS)
 
 
-@ops.scaled_linear_fp8.kernel("triton", tokens=FEW, refuses=_few)
+@ops.scaled_linear_fp8.kernel("triton", tokens=FEW, refuses=refuse_scaled_linear_few_rows)
 def scaled_linear_fp8(
     x: Tensor,
     weight: Tensor,
@@ -334,7 +334,7 @@ def scaled_linear_fp8(
     )
 
 
-@ops.scaled_linear_fp8_block.kernel("triton", tokens=FEW, refuses=_few)
+@ops.scaled_linear_fp8_block.kernel("triton", tokens=FEW, refuses=refuse_scaled_linear_few_rows)
 def scaled_linear_fp8_block(
     x: Tensor,
     weight: Tensor,
@@ -349,7 +349,7 @@ def scaled_linear_fp8_block(
     return multiply(x, weight, x_scale, weight_scale, bias, out_dtype, tile, blocks=True)
 
 
-@ops.scaled_linear_int8.kernel("triton", tokens=FEW, refuses=_few)
+@ops.scaled_linear_int8.kernel("triton", tokens=FEW, refuses=refuse_scaled_linear_few_rows)
 def scaled_linear_int8(
     x: Tensor,
     weight: Tensor,

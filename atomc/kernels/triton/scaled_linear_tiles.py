@@ -15,7 +15,7 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.triton.launch import num_rows
-from atomc.kernels.triton.scaled_linear import BLOCK, finished, steps, unmultipliable
+from atomc.kernels.triton.scaled_linear import BLOCK, finished, refuse_scaled_linear, steps
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
@@ -139,10 +139,10 @@ def multiply(
     return out
 
 
-def _left_by_cublas(
+def refuse_scaled_linear_fp8(
     platform: Platform, x: Tensor, weight: Tensor, *rest: Any, **more: Any
 ) -> Refusal | None:
-    if reason := unmultipliable(platform, x, weight, *rest, **more):
+    if reason := refuse_scaled_linear(platform, x, weight, *rest, **more):
         return reason
     if not any(size % 16 for size in weight.shape):
         return Refusal(
@@ -151,7 +151,7 @@ def _left_by_cublas(
     return None
 
 
-@ops.scaled_linear_fp8.kernel("triton", refuses=_left_by_cublas)
+@ops.scaled_linear_fp8.kernel("triton", refuses=refuse_scaled_linear_fp8)
 def scaled_linear_fp8(
     x: Tensor,
     weight: Tensor,
@@ -164,7 +164,7 @@ def scaled_linear_fp8(
     return multiply(x, weight, x_scale, weight_scale, bias, out_dtype, tile_for(num_rows(x)))
 
 
-@ops.scaled_linear_fp8_block.kernel("triton", refuses=unmultipliable)
+@ops.scaled_linear_fp8_block.kernel("triton", refuses=refuse_scaled_linear)
 def scaled_linear_fp8_block(
     x: Tensor,
     weight: Tensor,
@@ -180,7 +180,7 @@ def scaled_linear_fp8_block(
     )
 
 
-@ops.scaled_linear_int8.kernel("triton", refuses=unmultipliable)
+@ops.scaled_linear_int8.kernel("triton", refuses=refuse_scaled_linear)
 def scaled_linear_int8(
     x: Tensor,
     weight: Tensor,

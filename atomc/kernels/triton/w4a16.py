@@ -303,7 +303,7 @@ def _number(x: Tensor) -> Any:
     return tl.bfloat16 if x.device.type == "cuda" else tl.float32
 
 
-def _unfit_int4(
+def refuse_linear_w4a16(
     platform: Platform,
     x: Tensor,
     weight: Tensor,
@@ -321,7 +321,7 @@ def _unfit_int4(
     )
 
 
-@ops.linear_w4a16.kernel("triton", refuses=_unfit_int4)
+@ops.linear_w4a16.kernel("triton", refuses=refuse_linear_w4a16)
 def linear_w4a16(
     x: Tensor,
     weight: Tensor,
@@ -337,7 +337,7 @@ def linear_w4a16(
     return multiply(x, weight, weight_scale, zeros, None, bias, group, x.dtype, tile)
 
 
-def _unfit_mxfp4(
+def refuse_linear_mxfp4(
     platform: Platform,
     x: Tensor,
     weight: Tensor,
@@ -356,7 +356,7 @@ def _unfit_mxfp4(
     )
 
 
-@ops.linear_mxfp4.kernel("triton", refuses=_unfit_mxfp4)
+@ops.linear_mxfp4.kernel("triton", refuses=refuse_linear_mxfp4)
 def linear_mxfp4(
     x: Tensor,
     weight: Tensor,

@@ -30,7 +30,7 @@ def _by_group(weight_scale: Tensor, zeros: Tensor | None) -> Prepared:
     return Prepared((scale, zero))
 
 
-def unfit_int4(
+def refuse_linear_w4a16(
     platform: Platform,
     x: Tensor,
     weight: Tensor,
@@ -57,7 +57,7 @@ PREPARE: dict[str | tuple[str, ...], Callable[..., Prepared]] = {
 
 
 @ops.linear_w4a16.kernel(
-    "zentorch", tokens=ops.Tokens(FEWEST_ROWS), refuses=unfit_int4, prepare=PREPARE
+    "zentorch", tokens=ops.Tokens(FEWEST_ROWS), refuses=refuse_linear_w4a16, prepare=PREPARE
 )
 def linear_w4a16(
     x: Tensor,

@@ -21,7 +21,7 @@ def _scales(weight_scale: Tensor) -> Prepared:
     )
 
 
-def _unfit(
+def refuse_scaled_linear_int8(
     platform: Platform,
     x: Tensor,
     weight: Tensor,
@@ -37,7 +37,9 @@ def _unfit(
 
 
 @ops.scaled_linear_int8.kernel(
-    "zentorch", refuses=_unfit, prepare={"weight": unpacked, "weight_scale": _scales}
+    "zentorch",
+    refuses=refuse_scaled_linear_int8,
+    prepare={"weight": unpacked, "weight_scale": _scales},
 )
 def scaled_linear_int8(
     x: Tensor,
