@@ -20,6 +20,7 @@ triton = pytest.importorskip("triton")
 from atomc.kernels.triton import attention as kernel  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # there in Triton's interpreter
+CPU = torch.device("cpu")  # where tiles are those of an H200
 H200 = Platform.named("h200")
 
 
@@ -108,7 +109,7 @@ def test_a_tile_holds_a_group_and_a_split_some_keys() -> None:
     for num_rows, num_sequences, group, kv_heads, width, itemsize in shapes:
         for longest in (16, 1024, 131072):
             cut = kernel.tiling(
-                num_rows, num_sequences, group, kv_heads, width, itemsize, longest, 132
+                num_rows, num_sequences, group, kv_heads, width, itemsize, longest, CPU
             )
             assert group <= cut.rows <= 128
             assert 1 <= cut.splits <= kernel.MAX_SPLITS
@@ -118,11 +119,11 @@ def test_a_tile_holds_a_group_and_a_split_some_keys() -> None:
 def test_only_steps_of_one_token_a_sequence_leave_a_sequence_to_one_program() -> None:
     shapes = ((64, 64, 2), (64, 1, 8), (256, 256, 4))
     assert all(
-        kernel.tiling(rows, rows, group, 8, 128, 2, longest, 132).by_sequence
+        kernel.tiling(rows, rows, group, 8, 128, 2, longest, CPU).by_sequence
         for rows, longest, group in shapes
     )
     for rows in (512, 1024, 2048):  # a prompt, captured with room for 256 sequences
-        assert not kernel.tiling(rows, 256, 2, 8, 128, 2, 40960, 132).by_sequence
+        assert not kernel.tiling(rows, 256, 2, 8, 128, 2, 40960, CPU).by_sequence
 
 
 @pytest.mark.parametrize("sequences", [[(90, 90)], [(40, 75)]], ids=["a prompt", "a chunk"])

@@ -150,6 +150,8 @@ class Kernel:
     rounds:    "as meaning", or "once" if it keeps fp32 where the meaning rounds in between.
     syncs:     the host waits for the device inside, so that no CUDA graph can hold it.
     prefer_inductor:  when Inductor's code for the meaning is preferred.
+    tuned_for: the GPU architectures on which its tile sizes were measured; None if there are none
+               to choose.
     """
 
     op: str
@@ -164,6 +166,7 @@ class Kernel:
     rounds: str = "as meaning"
     syncs: bool = False
     prefer_inductor: PreferInductor = PreferInductor.NEVER
+    tuned_for: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -290,6 +293,7 @@ class Op:
         rounds: str = "as meaning",
         syncs: bool = False,
         prefer_inductor: PreferInductor = PreferInductor.NEVER,
+        tuned_for: tuple[str, ...] | None = None,
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Register the decorated function as a way to run this op (see Kernel for the arguments).
 
@@ -332,6 +336,7 @@ class Op:
                     rounds,
                     syncs,
                     prefer_inductor,
+                    tuned_for,
                 )
             )
             return function

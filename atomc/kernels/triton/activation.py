@@ -16,6 +16,7 @@ from atomc.kernels.triton.launch import (
     row_strides,
     unfit,
 )
+from atomc.kernels.triton.tiles import GATED
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
@@ -92,11 +93,8 @@ def refuse_gated_activation(
 def _launch(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     out = torch.empty_like(gate)
     if rows := num_rows(out):
-        # H200, silu_and_mul, us with 512 / 1024 / 2048 columns: 1 x 3072 0.73 / 0.73 / 0.80, 64 x
-        # 12288 2.8 / 2.4 / 2.6,
-        # 1024 x 3072 8.5 / 6.2 / 6.0, 8192 x 12288 238 / - / 143.
-        block = 2048 if rows >= 1024 else 1024
-        _gated[(rows, triton.cdiv(gate.shape[-1], block))](
+        tile = GATED.choose(gate.device, rows)
+        _gated[(rows, triton.cdiv(gate.shape[-1], tile["BLOCK"]))](
             gate,
             up,
             out,
@@ -105,19 +103,18 @@ def _launch(gate: Tensor, up: Tensor, activation: str) -> Tensor:
             *row_strides(up),
             *row_strides(out),
             WIDTH=gate.shape[-1],
-            BLOCK=block,
             ACTIVATION=activation,
-            num_warps=8,
+            **tile,
             **overlap(gate.device),
         )
     return out
 
 
-@ops.silu_and_mul.kernel("triton", refuses=refuse_gated_activation)
+@ops.silu_and_mul.kernel("triton", refuses=refuse_gated_activation, tuned_for=GATED.archs)
 def silu_and_mul(gate: Tensor, up: Tensor) -> Tensor:
     return _launch(gate, up, "silu")
 
 
-@ops.gelu_and_mul.kernel("triton", refuses=refuse_gated_activation)
+@ops.gelu_and_mul.kernel("triton", refuses=refuse_gated_activation, tuned_for=GATED.archs)
 def gelu_and_mul(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
     return _launch(gate, up, approximate)

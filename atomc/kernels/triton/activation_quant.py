@@ -28,6 +28,7 @@ from atomc.kernels.triton.quant import (
     store_quantized,
     unquantizable,
 )
+from atomc.kernels.triton.tiles import GATED_QUANT_WARPS, MAX_WARPS
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
@@ -99,14 +100,8 @@ def _gated_quant(
 def _tile(out: Quantized, rows: int, columns: int) -> dict[str, int]:
     tile = out.tile(rows, columns)
     if out.whole_rows:
-        # H200, us with 4 / 8 / 16 / 32 warps: 1,024 rows of 3,072 6.6 / 5.8 / 6.3 / -, 8,192 of
-        # them 31.7 / 32.8 / - / -,
-        # 1,024 rows of 12,288 20.6 / 19.7 / 20.3 / -, 65,536 of them - / 914 / 1059 / 1033.
-        return tile | {
-            "num_warps": max(
-                8 if tile["BLOCK"] > 2048 and rows <= 4096 else 4, tile["BLOCK"] // 2048
-            )
-        }
+        warps = GATED_QUANT_WARPS.choose(out.codes.device, rows, tile["BLOCK"])
+        return tile | {"num_warps": min(warps, MAX_WARPS)}
     if columns > 1024 and columns % 2048 and out.group <= 1024 <= rows:
         # The last block of 2,048 would do little. H200, rows of 3,072, us in blocks of 2,048 and
         # so: 1,024 rows to mxfp4
@@ -134,7 +129,9 @@ def refuse_silu_and_mul_quant(
     )
 
 
-@ops.silu_and_mul_quant.kernel("triton", refuses=refuse_silu_and_mul_quant)
+@ops.silu_and_mul_quant.kernel(
+    "triton", refuses=refuse_silu_and_mul_quant, tuned_for=GATED_QUANT_WARPS.archs
+)
 def silu_and_mul_quant(
     gate: Tensor,
     up: Tensor,

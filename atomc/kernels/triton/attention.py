@@ -31,6 +31,7 @@ from atomc.kernels.triton.kv_write import (
     uncachable,
 )
 from atomc.kernels.triton.launch import begin, overlap, unfit
+from atomc.kernels.triton.tiles import PAGED_DECODE, PAGED_PREFILL
 from atomc.ops.formats import FP8
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
@@ -387,36 +388,26 @@ def tiling(
     width: int,
     itemsize: int,
     longest: int,
-    num_sms: int,
+    device: torch.device,
 ) -> Tiling:
-    """What suits these shapes. `longest` is the room in the block tables, not the length of any
-    sequence.
+    """The tiling for these shapes. `longest` is the capacity of a row of the block tables, not the
+    length of a sequence.
     """
     per_sequence = triton.cdiv(num_rows, max(num_sequences, 1)) * group
     least = max(16, triton.next_power_of_2(group))
     # More rows than sequences may be drafts for all of them, or in a captured step a prompt beside
     # padding sequences.
     by_sequence = num_rows == num_sequences and group <= 64
-    # H200, bf16, heads of 128, medians of CUDA graph replays; bench/attention.py --sweep found the
-    # best of about ten.
+    num_sms = multiprocessors(device)
     if by_sequence:
+        tile = PAGED_DECODE.choose(device, triton.cdiv(4 * num_sequences * kv_heads, num_sms))
         rows = max(least, triton.next_power_of_2(per_sequence))
-        if num_sequences * kv_heads <= num_sms // 4:
-            # 1 x 1,024 keys over 8 heads: 6.8 us; 7.0 as below, and 8.7 if the tables have room for
-            # 40,960.
-            keys, warps, stages, registers, at_once = 128, 8, 5, None, 1
-        else:
-            # 64 x 1,024 keys over 8 heads: 67 us, 84 with the 155 registers it likes, 80 as above.
-            keys, warps, stages, registers, at_once = 64, 4, 3, 128, 4
     else:
-        rows, keys, warps, stages, registers, at_once = 128, 64, 8, 2, 128, 2
-        tiles = num_rows // max(rows // group, 1) + min(num_sequences, num_rows)
-        if per_sequence <= 64 or tiles * kv_heads <= at_once * num_sms:
-            # 63 decodes and a chunk of 512: 82 us, 129 with 128 rows; 1 x 1,024 tokens: 16 heads 23
-            # us for 34, 32 heads
-            # 32 for 36. But 16 x 1,024 tokens, 32 heads: 535 for 401, or 494 with 128 rows and all
-            # registers that it likes.
-            rows, keys, warps, stages, registers = max(least, 64), 64, 4, 5, None
+        tiles = num_rows // max(128 // group, 1) + min(num_sequences, num_rows)
+        per_sm = triton.cdiv(tiles * kv_heads, num_sms)
+        tile = PAGED_PREFILL.choose(device, per_sequence, per_sm)
+        rows = max(least, tile.rows)
+    keys, warps, stages, registers = tile.keys, tile.warps, tile.stages, tile.registers
     if width * itemsize > 256:
         keys, registers = keys // 2, None
     if itemsize == 4:
@@ -425,7 +416,7 @@ def tiling(
         num_sequences if by_sequence else num_rows // (rows // group) + min(num_sequences, num_rows)
     )
     splits = min(
-        at_once * num_sms // max(tiles * kv_heads, 1), triton.cdiv(longest, keys), MAX_SPLITS
+        tile.programs * num_sms // max(tiles * kv_heads, 1), triton.cdiv(longest, keys), MAX_SPLITS
     )
     return Tiling(rows, keys, max(splits, 1), warps, stages, by_sequence, registers)
 
@@ -588,7 +579,9 @@ def refuse_paged_attention(
     return None
 
 
-@ops.paged_attention.kernel("triton", layout="paged", refuses=refuse_paged_attention)
+@ops.paged_attention.kernel(
+    "triton", layout="paged", refuses=refuse_paged_attention, tuned_for=PAGED_DECODE.archs
+)
 def paged_attention(
     q: Tensor,
     k_cache: Tensor,
@@ -617,7 +610,7 @@ def paged_attention(
         max(rows.shape[2], v_cache.shape[-1]),
         q.element_size(),
         block_tables.shape[1] * block_size,
-        multiprocessors(q.device),
+        q.device,
     )
     if q.is_cuda and not has_room(q.device):
         keys = 4096 // triton.next_power_of_2(rows.shape[2])

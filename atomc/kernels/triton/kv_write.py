@@ -23,7 +23,6 @@ from atomc.kernels.checks import (
 )
 from atomc.kernels.triton.launch import (
     begin,
-    heads_a_program,
     inner_sizes,
     num_rows,
     overlap,
@@ -32,6 +31,7 @@ from atomc.kernels.triton.launch import (
     unfit,
 )
 from atomc.kernels.triton.quant import by_bits, fp8_codes
+from atomc.kernels.triton.tiles import HEAD_ROWS
 from atomc.ops.formats import FP8
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
@@ -254,7 +254,7 @@ def refuse_kv_write(
     return scattered_slots(slots) or scattered_blocks(k_cache, v_cache)
 
 
-@ops.kv_write.kernel("triton", layout="paged", refuses=refuse_kv_write)
+@ops.kv_write.kernel("triton", layout="paged", refuses=refuse_kv_write, tuned_for=HEAD_ROWS.archs)
 def kv_write(
     k: Tensor,
     v: Tensor,
@@ -266,7 +266,7 @@ def kv_write(
 ) -> Tensor:
     if rows := num_rows(k):
         d1, heads = inner_sizes(k)
-        rows_a_program = heads_a_program(rows)
+        rows_a_program = HEAD_ROWS.choose(k.device, rows)
         _kv_write[(triton.cdiv(rows, rows_a_program),)](
             k,
             v,

@@ -79,17 +79,6 @@ def row_strides(x: Tensor) -> tuple[int, int, int]:
     return s[0] if len(s) > 1 else 0, s[1] if len(s) > 3 else 0, s[-2] if len(s) > 2 else 0
 
 
-def heads_a_program(rows: int) -> int:
-    """How many rows as narrow as a head a program takes. With warps in proportion, all are summed
-    in the same order.
-    """
-    # H200, qk_norm_rope_kv_write of 24 heads of 128, us with 1 / 4 / 8 / 16 / 32 rows: 1 token 1.1
-    # / 1.0 / - / - / -,
-    # 64 tokens - / 2.2 / 2.5 / - / 5.0, 1,024 tokens 31 / - / 6.8 / 6.4 / 6.9, 8,192 tokens 238 / -
-    # / 39.5 / 37.6 / 38.0.
-    return 16 if rows > 4096 else 4
-
-
 @functools.cache
 def overlap(device: torch.device) -> dict[str, Any]:
     """Launch arguments of a kernel that waits by itself: from Hopper on, it may start before the

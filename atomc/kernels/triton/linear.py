@@ -6,7 +6,6 @@ order at the end. M rows of x, N rows of the weight, K columns.
 """
 
 import math
-from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -26,6 +25,7 @@ from atomc.kernels.triton.launch import (
     unfit,
     wait_for_last,
 )
+from atomc.kernels.triton.tiles import LINEAR, Tile
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
@@ -132,44 +132,8 @@ def _by_tensor_core(
     )
 
 
-class Tile(NamedTuple):
-    """What a program takes at a time: rows of x, rows and columns of the weight; parts of K, 0: no
-    tensor core.
-    """
-
-    rows: int
-    weight_rows: int
-    columns: int
-    parts: int
-    warps: int
-    stages: int = 1
-
-
-def tile_for(rows: int, n: int, k: int) -> Tile:
-    """What is fastest on an H200, of 40 tiles at ten shapes of Qwen3-0.6B and 8B. Numbers are us,
-    ours / cuBLAS.
-    """
-    narrow = n < 2048  # so that there are more programs than multiprocessors
-    if rows == 1:
-        # 1024->4096 3.7 / 4.9, 3072->1024 3.0 / 7.4, 4096->6144 13.0 / 15.6, 12288->4096 25 / 29,
-        # 4096->151936 273 / 299
-        return Tile(1, 2 if narrow else 4, min(2048, max(1024, triton.next_power_of_2(k))), 0, 4)
-    if rows == 2 and narrow:
-        # 2048->1024 2.8 / 8.3, 3072->1024 3.7 / 7.5; by tensor core 3.5, 4.3
-        return Tile(2, 2, 1024, 0, 4)
-    if rows <= 8:
-        # 8 rows: 2048->1024 3.5 / 5.8, 1024->4096 4.0 / 5.3, 4096->6144 14.4 / 15.4, 4096->24576
-        # 49.3 / 52.7
-        return Tile(8, 16, 64, 4, 4, 6 if narrow else 4) if k < 4096 else Tile(8, 16, 128, 4, 4, 3)
-    # 16 rows: 2048->1024 3.5 / 5.8, 1024->151936 80.8 / 81.3, 4096->6144 15.2 / 15.4, 4096->24576
-    # 52.5 / 50.9
-    if narrow:
-        return Tile(16, 8, 64, 4, 4, 6)
-    return Tile(16, 16, 256, 1, 1, 4) if k < 2048 and n > 8192 else Tile(16, 16, 256, 2, 2, 3)
-
-
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile) -> Tensor:
-    """x @ weight.T + bias, cut as told."""
+    """x @ weight.T + bias, with the given tile."""
     n, k = weight.shape
     out = x.new_empty((*x.shape[:-1], n))
     if rows := num_rows(x):
@@ -224,6 +188,9 @@ def refuse_linear(
     return None
 
 
-@ops.linear.kernel("triton", tokens=ops.Tokens(1, MAX_ROWS), refuses=refuse_linear)
+@ops.linear.kernel(
+    "triton", tokens=ops.Tokens(1, MAX_ROWS), refuses=refuse_linear, tuned_for=LINEAR.archs
+)
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return multiply(x, weight, bias, tile_for(num_rows(x), *weight.shape))
+    tile = LINEAR.choose(x.device, num_rows(x), *weight.shape)
+    return multiply(x, weight, bias, tile)

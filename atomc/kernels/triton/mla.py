@@ -32,7 +32,6 @@ from atomc.kernels.triton.kv_write import (
 )
 from atomc.kernels.triton.launch import (
     begin,
-    heads_a_program,
     inner_sizes,
     num_rows,
     overlap,
@@ -50,13 +49,14 @@ from atomc.kernels.triton.rope import (
     table_strides,
     triton_dtype,
 )
+from atomc.kernels.triton.tiles import HEAD_ROWS
 from atomc.ops.formats import FP8, MX_ROUNDINGS
 from atomc.ops.mla import BMM_SCHEMES
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 MAX_WIDTH = 2048
-# Of the product's tiles: tokens, and columns of the latent. Not timed yet.
+# Of the product's tiles: tokens, and columns of the latent. Not measured on any GPU.
 BLOCK_M, BLOCK_L = 16, 64
 
 
@@ -662,12 +662,14 @@ def _latent_rows(kv_c: Tensor) -> tuple[int, int, int, int]:
     return inner_sizes(kv_c)[1], *row_strides(kv_c)
 
 
-@ops.mla_kv_write.kernel("triton", layout="paged", refuses=refuse_mla_kv_write)
+@ops.mla_kv_write.kernel(
+    "triton", layout="paged", refuses=refuse_mla_kv_write, tuned_for=HEAD_ROWS.archs
+)
 def mla_kv_write(
     kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slots: Tensor, scale: Tensor | None = None
 ) -> Tensor:
     if rows := num_rows(kv_c):
-        rows_a_program = heads_a_program(rows)
+        rows_a_program = HEAD_ROWS.choose(kv_c.device, rows)
         _mla_kv_write[(triton.cdiv(rows, rows_a_program),)](
             kv_c,
             k_pe,
@@ -725,7 +727,9 @@ def _result(q_nope: Tensor, latent: int, q_pe: Tensor, cos: Tensor) -> tuple[Ten
     return q_nope.new_empty(shape, dtype=torch.promote_types(q_nope.dtype, turned)), turned
 
 
-@ops.mla_rope_kv_write.kernel("triton", layout="paged", refuses=refuse_mla_rope_kv_write)
+@ops.mla_rope_kv_write.kernel(
+    "triton", layout="paged", refuses=refuse_mla_rope_kv_write, tuned_for=HEAD_ROWS.archs
+)
 def mla_rope_kv_write(
     q_nope: Tensor,
     q_pe: Tensor,
@@ -742,7 +746,7 @@ def mla_rope_kv_write(
     out, turned = _result(q_nope, latent, q_pe, cos)
     if rows := num_rows(kv_c):
         q_rows = num_rows(q_nope)
-        rows_a_program = heads_a_program(q_rows)
+        rows_a_program = HEAD_ROWS.choose(kv_c.device, q_rows)
         q_programs = triton.cdiv(q_rows, rows_a_program)
         _mla_rope_kv_write[(q_programs + triton.cdiv(rows, rows_a_program),)](
             q_nope,
@@ -828,7 +832,9 @@ def refuse_bmm_rope_kv_write(
     return None
 
 
-@ops.bmm_rope_kv_write.kernel("triton", layout="paged", refuses=refuse_bmm_rope_kv_write)
+@ops.bmm_rope_kv_write.kernel(
+    "triton", layout="paged", refuses=refuse_bmm_rope_kv_write, tuned_for=()
+)
 def bmm_rope_kv_write(
     q_nope: Tensor,
     weight: Tensor,

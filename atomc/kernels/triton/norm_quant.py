@@ -20,8 +20,9 @@ from atomc.kernels.triton.launch import (
     row_offset,
     row_strides,
 )
-from atomc.kernels.triton.norm import refuse_rms_norm, row_sum, tile, weighted
+from atomc.kernels.triton.norm import refuse_rms_norm, row_sum, tile_for, weighted
 from atomc.kernels.triton.quant import Quantized, store_quantized, unquantizable
+from atomc.kernels.triton.tiles import NORM
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
@@ -129,7 +130,7 @@ def _launch(
     total = None if residual is None else torch.empty_like(x)
     kept = torch.empty_like(x, dtype=normed) if keep else x.new_empty(0, dtype=normed)
     if rows := num_rows(x):
-        cut = tile(rows, x.shape[-1])
+        cut = tile_for(x, x.shape[-1])
         cut["BLOCK"] = max(cut["BLOCK"], out.group)
         nowhere = (0, 0, 0)
         _norm_quant[(triton.cdiv(rows, cut["ROWS"]),)](
@@ -180,7 +181,7 @@ def refuse_rms_norm_quant(
     return reason or refuse_rms_norm(platform, style, x=x, residual=residual, weight=weight)
 
 
-@ops.rms_norm_quant.kernel("triton", refuses=refuse_rms_norm_quant)
+@ops.rms_norm_quant.kernel("triton", refuses=refuse_rms_norm_quant, tuned_for=NORM.archs)
 def rms_norm_quant(
     x: Tensor,
     weight: Tensor,
@@ -201,7 +202,7 @@ def rms_norm_quant(
     return codes, scales, kept
 
 
-@ops.add_rms_norm_quant.kernel("triton", refuses=refuse_rms_norm_quant)
+@ops.add_rms_norm_quant.kernel("triton", refuses=refuse_rms_norm_quant, tuned_for=NORM.archs)
 def add_rms_norm_quant(
     x: Tensor,
     residual: Tensor,

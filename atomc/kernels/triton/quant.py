@@ -26,6 +26,7 @@ from atomc.kernels.triton.launch import (
     row_strides,
     unfit,
 )
+from atomc.kernels.triton.tiles import QUANT, QUANT_BLOCK
 from atomc.ops.formats import AMAX_FLOOR, FP8, MX_ROUNDINGS
 from atomc.ops.op import Refusal
 from atomc.ops.quant import empty_group_scales
@@ -33,7 +34,6 @@ from atomc.ops.schemes import SCHEMES
 from atomc.platform import Platform
 
 MAX_COLUMNS = 65536
-MAX_WARPS = 16 if torch.version.hip else 32  # a program has at most 1,024 threads
 FLOOR_BITS = tl.constexpr(struct.unpack("<i", struct.pack("<f", AMAX_FLOOR))[0])
 
 
@@ -302,15 +302,15 @@ class Quantized:
         codes = self.codes if self.codes.dtype == torch.int8 else self.codes.view(torch.uint8)
         return codes, self.scales, self.static
 
-    def tile(self, rows: int, columns: int, most: int = 2048) -> dict[str, int]:
-        """The launch shape for so many rows of so many columns: whole rows, where a row has one
+    def tile(self, rows: int, columns: int) -> dict[str, int]:
+        """The launch arguments for so many rows of so many columns: whole rows, where a row has one
         scale.
         """
-        block = max(triton.next_power_of_2(columns), self.group)
+        block = triton.next_power_of_2(columns)
         if not self.whole_rows:
-            block = max(min(block, most), self.group)
-        tall = max(1, min(16 if rows > 4096 else 4, 1024 // block))
-        return {"BLOCK": block, "ROWS": tall, "num_warps": min(MAX_WARPS, max(4, block // 1024))}
+            block = min(block, QUANT_BLOCK)
+        block = max(block, self.group)
+        return QUANT.choose(self.codes.device, rows, block).launch(block)
 
 
 def unquantizable(
@@ -366,7 +366,7 @@ def refuse_quant_fp8_static(
     return unquantizable(platform, x, "fp8_static", dtype)
 
 
-@ops.quant_fp8_static.kernel("triton", refuses=refuse_quant_fp8_static)
+@ops.quant_fp8_static.kernel("triton", refuses=refuse_quant_fp8_static, tuned_for=QUANT.archs)
 def quant_fp8_static(x: Tensor, scale: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
     return _launch(x, Quantized(x, scale, "fp8_static", dtype))[0]
 
@@ -377,7 +377,7 @@ def refuse_quant_fp8_per_token(
     return unquantizable(platform, x, "fp8_per_token", dtype)
 
 
-@ops.quant_fp8_per_token.kernel("triton", refuses=refuse_quant_fp8_per_token)
+@ops.quant_fp8_per_token.kernel("triton", refuses=refuse_quant_fp8_per_token, tuned_for=QUANT.archs)
 def quant_fp8_per_token(
     x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn
 ) -> tuple[Tensor, Tensor]:
@@ -394,7 +394,7 @@ def refuse_quant_fp8_group(
     return unquantizable(platform, x, "fp8_group", dtype, group)
 
 
-@ops.quant_fp8_group.kernel("triton", refuses=refuse_quant_fp8_group)
+@ops.quant_fp8_group.kernel("triton", refuses=refuse_quant_fp8_group, tuned_for=QUANT.archs)
 def quant_fp8_group(
     x: Tensor,
     group: int = 128,
@@ -408,7 +408,7 @@ def refuse_quant_mxfp4(platform: Platform, x: Tensor, rounding: str = "even") ->
     return unquantizable(platform, x, "mxfp4", rounding=rounding)
 
 
-@ops.quant_mxfp4.kernel("triton", refuses=refuse_quant_mxfp4)
+@ops.quant_mxfp4.kernel("triton", refuses=refuse_quant_mxfp4, tuned_for=QUANT.archs)
 def quant_mxfp4(x: Tensor, rounding: str = "even") -> tuple[Tensor, Tensor]:
     return _launch(x, Quantized(x, None, "mxfp4", rounding=rounding))
 
@@ -417,6 +417,8 @@ def refuse_quant_int8_per_token(platform: Platform, x: Tensor) -> Refusal | None
     return unquantizable(platform, x, "int8_per_token")
 
 
-@ops.quant_int8_per_token.kernel("triton", refuses=refuse_quant_int8_per_token)
+@ops.quant_int8_per_token.kernel(
+    "triton", refuses=refuse_quant_int8_per_token, tuned_for=QUANT.archs
+)
 def quant_int8_per_token(x: Tensor) -> tuple[Tensor, Tensor]:
     return _launch(x, Quantized(x, None, "int8_per_token"))

@@ -24,7 +24,6 @@ from atomc.kernels.triton.kv_write import (
 )
 from atomc.kernels.triton.launch import (
     begin,
-    heads_a_program,
     inner_sizes,
     num_rows,
     overlap,
@@ -33,6 +32,7 @@ from atomc.kernels.triton.launch import (
     unfit,
 )
 from atomc.kernels.triton.norm import weighted
+from atomc.kernels.triton.tiles import HEAD_ROWS
 from atomc.ops.norm import RMS_NORM_STYLES
 from atomc.ops.op import Refusal
 from atomc.ops.rope import ROPE_STYLES
@@ -489,11 +489,11 @@ def refuse_rope(
     return None
 
 
-@ops.rope.kernel("triton", refuses=refuse_rope)
+@ops.rope.kernel("triton", refuses=refuse_rope, tuned_for=HEAD_ROWS.archs)
 def rope(x: Tensor, cos: Tensor, sin: Tensor, style: str = "neox") -> Tensor:
     out = _new_rows(x, cos, style, torch.promote_types(x.dtype, cos.dtype))
     if rows := num_rows(x):
-        rows_a_program = heads_a_program(rows)
+        rows_a_program = HEAD_ROWS.choose(x.device, rows)
         programs = triton.cdiv(rows, rows_a_program)
         _rope[(programs,)](
             x,
@@ -572,7 +572,7 @@ def refuse_qk_norm_rope(
     return _unrotatable_pair(platform, q, k, cos, sin, q_weight, k_weight, norm_style, rope_style)
 
 
-@ops.qk_norm_rope.kernel("triton", refuses=refuse_qk_norm_rope)
+@ops.qk_norm_rope.kernel("triton", refuses=refuse_qk_norm_rope, tuned_for=HEAD_ROWS.archs)
 def qk_norm_rope(
     q: Tensor,
     k: Tensor,
@@ -589,7 +589,7 @@ def qk_norm_rope(
     q_out, k_out = _new_rows(q, cos, rope_style, dtype), _new_rows(k, cos, rope_style, dtype)
     q_rows, k_rows = num_rows(q), num_rows(k)
     if q_rows + k_rows:
-        rows_a_program = heads_a_program(q_rows + k_rows)
+        rows_a_program = HEAD_ROWS.choose(q.device, q_rows + k_rows)
         q_programs = triton.cdiv(q_rows, rows_a_program)
         _rope[(q_programs + triton.cdiv(k_rows, rows_a_program),)](
             q,
@@ -668,7 +668,7 @@ def _launch_with_write(
     if k_rows := num_rows(k):
         (d1, q_heads), (_, k_heads) = inner_sizes(q), inner_sizes(k)
         q_rows = num_rows(q)
-        rows_a_program = heads_a_program(q_rows + k_rows)
+        rows_a_program = HEAD_ROWS.choose(q.device, q_rows + k_rows)
         q_programs = triton.cdiv(q_rows, rows_a_program)
         _rope_kv_write[(q_programs + triton.cdiv(k_rows, rows_a_program),)](
             q,
@@ -714,7 +714,9 @@ def _launch_with_write(
     return q_out, q_out.new_empty((0,))
 
 
-@ops.rope_kv_write.kernel("triton", layout="paged", refuses=refuse_rope_kv_write)
+@ops.rope_kv_write.kernel(
+    "triton", layout="paged", refuses=refuse_rope_kv_write, tuned_for=HEAD_ROWS.archs
+)
 def rope_kv_write(
     q: Tensor,
     k: Tensor,
@@ -748,7 +750,9 @@ def rope_kv_write(
     )
 
 
-@ops.qk_norm_rope_kv_write.kernel("triton", layout="paged", refuses=refuse_rope_kv_write)
+@ops.qk_norm_rope_kv_write.kernel(
+    "triton", layout="paged", refuses=refuse_rope_kv_write, tuned_for=HEAD_ROWS.archs
+)
 def qk_norm_rope_kv_write(
     q: Tensor,
     k: Tensor,

@@ -23,7 +23,7 @@ from atomc.kernels.triton.launch import (
     scattered,
     wait_for_last,
 )
-from atomc.kernels.triton.linear import Tile
+from atomc.kernels.triton.tiles import SCALED_LINEAR, Tile
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
@@ -203,15 +203,6 @@ def _by_tensor_core(
     )
 
 
-def tile_for(rows: int, n: int, k: int) -> Tile:
-    """The tile for so many rows of x and a weight [n, k]."""
-    if rows == 1:
-        return Tile(1, 4, min(2048, max(512, triton.next_power_of_2(k))), 0, 4)
-    if rows <= 8:
-        return Tile(8, 16, BLOCK, 4, 4, 4)
-    return Tile(16, 16, BLOCK, 4, 4, 3)
-
-
 def steps(
     x: Tensor, x_scale: Tensor, weight_scale: Tensor, blocks: bool
 ) -> tuple[Tensor, int, int, int]:
@@ -234,7 +225,7 @@ def multiply(
     tile: Tile,
     blocks: bool = False,
 ) -> Tensor:
-    """The op, cut as told. `blocks`: scales are of blocks of 128."""
+    """The op, with the given tile. `blocks`: scales are of blocks of 128."""
     n, k = weight.shape
     out = x.new_empty((*x.shape[:-1], n), dtype=out_dtype)
     if rows := num_rows(out):
@@ -319,7 +310,9 @@ def refuse_scaled_linear_few_rows(
 FEW = ops.Tokens(1, MAX_ROWS)
 
 
-@ops.scaled_linear_fp8.kernel("triton", tokens=FEW, refuses=refuse_scaled_linear_few_rows)
+@ops.scaled_linear_fp8.kernel(
+    "triton", tokens=FEW, refuses=refuse_scaled_linear_few_rows, tuned_for=SCALED_LINEAR.archs
+)
 def scaled_linear_fp8(
     x: Tensor,
     weight: Tensor,
@@ -329,12 +322,13 @@ def scaled_linear_fp8(
     *,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    return multiply(
-        x, weight, x_scale, weight_scale, bias, out_dtype, tile_for(num_rows(x), *weight.shape)
-    )
+    tile = SCALED_LINEAR.choose(x.device, num_rows(x), weight.shape[1])
+    return multiply(x, weight, x_scale, weight_scale, bias, out_dtype, tile)
 
 
-@ops.scaled_linear_fp8_block.kernel("triton", tokens=FEW, refuses=refuse_scaled_linear_few_rows)
+@ops.scaled_linear_fp8_block.kernel(
+    "triton", tokens=FEW, refuses=refuse_scaled_linear_few_rows, tuned_for=SCALED_LINEAR.archs
+)
 def scaled_linear_fp8_block(
     x: Tensor,
     weight: Tensor,
@@ -345,11 +339,13 @@ def scaled_linear_fp8_block(
     out_dtype: torch.dtype,
     block: int = 128,
 ) -> Tensor:
-    tile = tile_for(num_rows(x), *weight.shape)
+    tile = SCALED_LINEAR.choose(x.device, num_rows(x), weight.shape[1])
     return multiply(x, weight, x_scale, weight_scale, bias, out_dtype, tile, blocks=True)
 
 
-@ops.scaled_linear_int8.kernel("triton", tokens=FEW, refuses=refuse_scaled_linear_few_rows)
+@ops.scaled_linear_int8.kernel(
+    "triton", tokens=FEW, refuses=refuse_scaled_linear_few_rows, tuned_for=SCALED_LINEAR.archs
+)
 def scaled_linear_int8(
     x: Tensor,
     weight: Tensor,
@@ -359,6 +355,5 @@ def scaled_linear_int8(
     *,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    return multiply(
-        x, weight, x_scale, weight_scale, bias, out_dtype, tile_for(num_rows(x), *weight.shape)
-    )
+    tile = SCALED_LINEAR.choose(x.device, num_rows(x), weight.shape[1])
+    return multiply(x, weight, x_scale, weight_scale, bias, out_dtype, tile)

@@ -16,6 +16,7 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.triton.launch import num_rows
 from atomc.kernels.triton.scaled_linear import BLOCK, finished, refuse_scaled_linear, steps
+from atomc.kernels.triton.tiles import SCALED_LINEAR_TILES, Launch
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
@@ -86,27 +87,6 @@ def _tiles(
     )
 
 
-def tile_for(rows: int) -> dict[str, int]:
-    """The launch shape for so many rows of x."""
-    if rows <= 64:
-        return {
-            "BLOCK_M": 64,
-            "BLOCK_N": 64,
-            "BLOCK_K": 128,
-            "TALL": 8,
-            "num_warps": 4,
-            "num_stages": 4,
-        }
-    return {
-        "BLOCK_M": 128,
-        "BLOCK_N": 128,
-        "BLOCK_K": 128,
-        "TALL": 8,
-        "num_warps": 8,
-        "num_stages": 3,
-    }
-
-
 def multiply(
     x: Tensor,
     weight: Tensor,
@@ -114,7 +94,7 @@ def multiply(
     weight_scale: Tensor,
     bias: Tensor | None,
     out_dtype: torch.dtype,
-    tile: dict[str, int],
+    tile: Launch,
     blocks: bool = False,
 ) -> Tensor:
     n, k = weight.shape
@@ -151,7 +131,9 @@ def refuse_scaled_linear_fp8(
     return None
 
 
-@ops.scaled_linear_fp8.kernel("triton", refuses=refuse_scaled_linear_fp8)
+@ops.scaled_linear_fp8.kernel(
+    "triton", refuses=refuse_scaled_linear_fp8, tuned_for=SCALED_LINEAR_TILES.archs
+)
 def scaled_linear_fp8(
     x: Tensor,
     weight: Tensor,
@@ -161,10 +143,20 @@ def scaled_linear_fp8(
     *,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    return multiply(x, weight, x_scale, weight_scale, bias, out_dtype, tile_for(num_rows(x)))
+    return multiply(
+        x,
+        weight,
+        x_scale,
+        weight_scale,
+        bias,
+        out_dtype,
+        SCALED_LINEAR_TILES.choose(x.device, num_rows(x)),
+    )
 
 
-@ops.scaled_linear_fp8_block.kernel("triton", refuses=refuse_scaled_linear)
+@ops.scaled_linear_fp8_block.kernel(
+    "triton", refuses=refuse_scaled_linear, tuned_for=SCALED_LINEAR_TILES.archs
+)
 def scaled_linear_fp8_block(
     x: Tensor,
     weight: Tensor,
@@ -176,11 +168,20 @@ def scaled_linear_fp8_block(
     block: int = BLOCK,
 ) -> Tensor:
     return multiply(
-        x, weight, x_scale, weight_scale, bias, out_dtype, tile_for(num_rows(x)), blocks=True
+        x,
+        weight,
+        x_scale,
+        weight_scale,
+        bias,
+        out_dtype,
+        SCALED_LINEAR_TILES.choose(x.device, num_rows(x)),
+        blocks=True,
     )
 
 
-@ops.scaled_linear_int8.kernel("triton", refuses=refuse_scaled_linear)
+@ops.scaled_linear_int8.kernel(
+    "triton", refuses=refuse_scaled_linear, tuned_for=SCALED_LINEAR_TILES.archs
+)
 def scaled_linear_int8(
     x: Tensor,
     weight: Tensor,
@@ -190,4 +191,12 @@ def scaled_linear_int8(
     *,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    return multiply(x, weight, x_scale, weight_scale, bias, out_dtype, tile_for(num_rows(x)))
+    return multiply(
+        x,
+        weight,
+        x_scale,
+        weight_scale,
+        bias,
+        out_dtype,
+        SCALED_LINEAR_TILES.choose(x.device, num_rows(x)),
+    )

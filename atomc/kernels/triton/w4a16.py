@@ -16,6 +16,7 @@ from atomc.kernels.checks import FLOATS, no_fp8_products, unlike, wrong_result
 from atomc.kernels.triton import int4_pairs
 from atomc.kernels.triton.launch import by_fours, let_next_start, num_rows, overlap, wait_for_last
 from atomc.kernels.triton.mxfp4 import e8m0_values
+from atomc.kernels.triton.tiles import LINEAR_MXFP4, LINEAR_W4A16, Launch, TileTable
 from atomc.kernels.triton.unpacking import (
     as_words,
     e2m1_on_top,
@@ -199,45 +200,19 @@ def _rows(
     )
 
 
-def tile_for(rows: int, k: int, dtype: torch.dtype, int4: bool = False) -> dict[str, int]:
-    """The launch shape for so many rows [k] of this type; without BLOCK_M: one row a program. A
-    warp a part.
+# On CUDA cores; operands are twice as large.
+FP32_TILE = dict(BLOCK_M=16, BLOCK_N=16, BLOCK_K=32, PARTS=4, num_warps=4, num_stages=2)
+
+
+def tile_for(table: TileTable[Launch], x: Tensor, k: int) -> Launch:
+    """The tile for the rows of x, of k columns. A tile without BLOCK_M takes one row per program,
+    another one gives each of the parts of k a warp.
     """
-    if rows == 1:
-        return {"BLOCK_N": 4, "BLOCK_W": min(triton.next_power_of_2(k), 4096) // 8, "num_warps": 4}
-    if dtype == torch.float32:  # not on the tensor core, and twice as large
-        return {
-            "BLOCK_M": 16,
-            "BLOCK_N": 16,
-            "BLOCK_K": 32,
-            "PARTS": 4,
-            "num_warps": 4,
-            "num_stages": 2,
-        }
-    if rows <= 8:
-        # H200, 8 rows, us with 128 columns in 3 stages / 256 in 2: int4 4096 -> 4096 12.4 / 12.4,
-        # 4096 -> 6144 17.7 / 16.4,
-        # 12288 -> 4096 31.9 / 31.0; mxfp4 4096 -> 4096 12.4 / 12.5, 4096 -> 24576 57 / 58. 16 rows
-        # lose: 20 / 25 in 6144.
-        stages = {"BLOCK_K": 256, "num_stages": 2} if int4 else {"BLOCK_K": 128, "num_stages": 3}
-        return {"BLOCK_M": 8, "BLOCK_N": 16, "PARTS": 4, "num_warps": 4, **stages}
-    if rows <= 16:
-        return {
-            "BLOCK_M": 16,
-            "BLOCK_N": 16,
-            "BLOCK_K": 128,
-            "PARTS": 4,
-            "num_warps": 4,
-            "num_stages": 3,
-        }
-    return {
-        "BLOCK_M": 64,
-        "BLOCK_N": 32,
-        "BLOCK_K": 64,
-        "PARTS": 4,
-        "num_warps": 4,
-        "num_stages": 2,
-    }
+    rows = num_rows(x)
+    tile = FP32_TILE if x.dtype == torch.float32 and rows > 1 else table.choose(x.device, rows)
+    if "BLOCK_W" not in tile:
+        return tile
+    return {**tile, "BLOCK_W": min(tile["BLOCK_W"], triton.next_power_of_2(k) // 8)}
 
 
 def multiply(
@@ -249,9 +224,9 @@ def multiply(
     bias: Tensor | None,
     group: int,
     out_dtype: torch.dtype,
-    tile: dict[str, int],
+    tile: Launch,
 ) -> Tensor:
-    """The op, cut as told. words int32 [N, K/8]; of int4 if their scales are floats."""
+    """The op, with the given tile. words int32 [N, K/8]; of int4 if their scales are floats."""
     n, k = words.shape[0], words.shape[1] * 8
     out = x.new_empty((*x.shape[:-1], n), dtype=out_dtype)
     if rows := num_rows(out):
@@ -321,7 +296,7 @@ def refuse_linear_w4a16(
     )
 
 
-@ops.linear_w4a16.kernel("triton", refuses=refuse_linear_w4a16)
+@ops.linear_w4a16.kernel("triton", refuses=refuse_linear_w4a16, tuned_for=LINEAR_W4A16.archs)
 def linear_w4a16(
     x: Tensor,
     weight: Tensor,
@@ -333,7 +308,7 @@ def linear_w4a16(
 ) -> Tensor:
     if int4_pairs.serves(x):
         return int4_pairs.multiply(x, weight, weight_scale, zeros, bias, group)
-    tile = tile_for(num_rows(x), weight.shape[1] * 8, x.dtype, int4=True)
+    tile = tile_for(LINEAR_W4A16, x, weight.shape[1] * 8)
     return multiply(x, weight, weight_scale, zeros, None, bias, group, x.dtype, tile)
 
 
@@ -356,7 +331,7 @@ def refuse_linear_mxfp4(
     )
 
 
-@ops.linear_mxfp4.kernel("triton", refuses=refuse_linear_mxfp4)
+@ops.linear_mxfp4.kernel("triton", refuses=refuse_linear_mxfp4, tuned_for=LINEAR_MXFP4.archs)
 def linear_mxfp4(
     x: Tensor,
     weight: Tensor,
@@ -366,5 +341,5 @@ def linear_mxfp4(
     *,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    tile = tile_for(num_rows(x), weight.shape[1] * 2, x.dtype)
+    tile = tile_for(LINEAR_MXFP4, x, weight.shape[1] * 2)
     return multiply(x, as_words(weight), weight_scale, None, x_scale, bias, 32, out_dtype, tile)
