@@ -156,18 +156,18 @@ def test_other_machines_are_refused(op: str) -> None:
 
 FEW = "linear_w4a16"
 WRONG = [
-    ("scaled_linear_int8", ZEN3, {}, "on a CPU without VNNI oneDNN does not sum products of int8 exactly, or not fast"),
+    ("scaled_linear_int8", ZEN3, {}, "without VNNI, oneDNN sums int8 products inexactly or slowly"),
     ("scaled_linear_int8", CASCADELAKE, {"weight": torch.zeros(64, 32, dtype=torch.int8).t()},
-     "the rows of the weight do not follow each other"),
+     "the weight is not contiguous"),
     ("scaled_linear_int8", CASCADELAKE, {"weight_scale": torch.ones(32)},
-     "the scales of the weight are torch.float32 [32], expected one in fp32 an output"),
+     "the scales of the weight are torch.float32 [32], expected one in fp32 per output"),
     ("scaled_linear_int8", CASCADELAKE, {"x_scale": torch.ones(3, 1).half()},
      "the scales of x are torch.float16: written for torch.float32"),
     (FEW, CASCADELAKE, {"x": torch.zeros(3, 64)}, "x is torch.float32: PyTorch's kernel is fast in torch.bfloat16 only"),
     (FEW, CASCADELAKE, {"weight_scale": torch.ones(32, 2)},
      "weight_scale is torch.float32: PyTorch's kernel is fast in torch.bfloat16 only"),
     (FEW, CASCADELAKE, {"weight": torch.zeros(33, 8, dtype=torch.int32), "weight_scale": torch.ones(33, 2).bfloat16()},
-     "33 outputs are no multiple of 16"),
+     "33 outputs are not a multiple of 16"),
     (FEW, CASCADELAKE, {"group": 16, "weight_scale": torch.ones(32, 4).bfloat16()},
      "groups of 16: written for 32, 64, 128, 256"),
 ]  # fmt: skip

@@ -267,7 +267,7 @@ def test_a_cache_of_another_dtype_is_refused(kernel: ops.Kernel) -> None:
     arguments = CASES["paged_attention"]["decode"](Draw(torch.float32))
     arguments["q"] = arguments["q"].bfloat16()
     assert refusal_text(kernel, Platform.detect("cpu"), arguments) == (
-        "the cache is torch.float32, the query torch.bfloat16: nothing is converted"
+        "the cache is torch.float32, the query torch.bfloat16: mixed dtypes are not supported"
     )
 
 

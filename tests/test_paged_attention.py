@@ -141,19 +141,19 @@ def refusal(**changed: Any) -> str | None:
 
 def test_a_refusal_says_what_came() -> None:
     assert refusal() is None
-    assert refusal(k_scale=torch.ones(1)) == "a cache of torch.float32 takes no k_scale"
+    assert refusal(k_scale=torch.ones(1)) == "a cache of torch.float32 does not support k_scale"
     assert refusal(q=torch.ones(1, 8, 64, dtype=torch.bfloat16)) == (
         "k_cache is torch.float32: written for torch.bfloat16 or torch.float8_e4m3fn or "
         "torch.float8_e4m3fnuz"
     )
     assert refusal(q=torch.ones(1, 258, 64)) == (
-        "129 query heads share a key/value head: more than 128 do not fit one program"
+        "129 query heads share a key/value head, the limit is 128"
     )
-    assert refusal(seq_lens=torch.tensor([5])) == "seq_lens is not of int32, one beside the other"
-    assert refusal(scale=-1.0) == "a scale of -1.0 would turn the highest score into the lowest"
+    assert refusal(seq_lens=torch.tensor([5])) == "seq_lens is not a contiguous int32 tensor"
+    assert refusal(scale=-1.0) == "the scale -1.0 is not positive"
     wide = torch.ones(2, 16, 2, 512)
     assert refusal(q=torch.ones(1, 2, 512), k_cache=wide, v_cache=wide) == (
-        "heads of 512 do not fit one program (at most 256)"
+        "heads of 512 exceed the limit of 256"
     )
 
 

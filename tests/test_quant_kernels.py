@@ -152,14 +152,14 @@ E4M3 = torch.float8_e4m3fn
             "triton.scaled_linear",
             "sm80",
             {},
-            "sm80 has no instructions for fp8, which come with sm89",
+            "sm80 has no fp8 instructions; sm89 and later have",
         ),
         (
             "scaled_linear_fp8",
             "triton.scaled_linear",
             "gfx942",
             {},
-            "its tiles are cut for NVIDIA GPUs",
+            "its tiles are chosen for NVIDIA GPUs",
         ),
         (
             "scaled_linear_fp8",
@@ -174,21 +174,21 @@ E4M3 = torch.float8_e4m3fn
             "h200",
             {"x": torch.zeros(3, 128).to(torch.float8_e5m2)},
             "x is torch.float8_e5m2, weight is torch.float8_e4m3fn: written for "
-            "torch.float8_e4m3fn or torch.int8, all alike",
+            "torch.float8_e4m3fn or torch.int8, all of one dtype",
         ),
         (
             "scaled_linear_fp8",
             "triton.scaled_linear",
             "h200",
             {"x": torch.zeros(17, 128).to(E4M3)},
-            "x has more than 16 rows, which are left to tiles of many",
+            "x has more than 16 rows, for which another kernel is faster",
         ),
         (
             "scaled_linear_fp8",
             "triton.scaled_linear",
             "h200",
             {"weight": torch.zeros(128, 48).to(E4M3).t()},
-            "the rows of the weight do not follow each other, or their number varies",
+            "the weight is not contiguous, or its size is dynamic",
         ),
         (
             "scaled_linear_fp8",
@@ -224,7 +224,7 @@ E4M3 = torch.float8_e4m3fn
             "h200",
             {"x": torch.zeros(3, 128).to(torch.float8_e4m3fnuz)},
             "x is torch.float8_e4m3fnuz, weight is torch.float8_e4m3fn: written for "
-            "torch.float8_e4m3fn, all alike",
+            "torch.float8_e4m3fn, all of one dtype",
         ),
         (
             "scaled_linear_fp8",
@@ -245,14 +245,14 @@ E4M3 = torch.float8_e4m3fn
             "cuda.scaled_linear",
             "sm100",
             {"out_dtype": torch.float16},
-            "the result is torch.float16: with a scale a row, sm100 has bfloat16 only",
+            "the result is torch.float16: with a scale per row, sm100 supports only bfloat16",
         ),
         (
             "scaled_linear_fp8",
             "cuda.scaled_linear",
             "h200",
             {"weight": torch.zeros(128, 48).to(E4M3).t()},
-            "the rows of the weight do not follow each other",
+            "the weight is not contiguous",
         ),
         (
             "scaled_linear_fp8_block",
@@ -288,7 +288,7 @@ E4M3 = torch.float8_e4m3fn
             "triton.w4a16",
             "sm80",
             {"x": torch.zeros(3, 128).to(E4M3), "x_scale": torch.ones(1)},
-            "sm80 has no instructions for fp8, which come with sm89",
+            "sm80 has no fp8 instructions; sm89 and later have",
         ),
         (
             "linear_mxfp4",

@@ -34,7 +34,7 @@ def no_fp8_products(platform: Platform, *dtypes: torch.dtype) -> Refusal | None:
         platform.capability is not None and platform.capability >= FP8_MULTIPLIED
     ):
         return None
-    return Refusal("hardware", f"{platform.arch} has no instructions for fp8, which come with sm89")
+    return Refusal("hardware", f"{platform.arch} has no fp8 instructions; sm89 and later have")
 
 
 def no_bf16_products(platform: Platform, dtype: torch.dtype) -> Refusal | None:
@@ -50,7 +50,8 @@ def unlike(dtypes: Collection[torch.dtype], **tensors: Tensor | None) -> Refusal
         return None
     came = ", ".join(f"{name} is {dtype}" for name, dtype in given.items())
     return Refusal(
-        "dtype", f"{came}: written for {_listed(dtypes)}{', all alike' if len(given) > 1 else ''}"
+        "dtype",
+        f"{came}: written for {_listed(dtypes)}{', all of one dtype' if len(given) > 1 else ''}",
     )
 
 
@@ -86,9 +87,7 @@ def unlike_shapes(x: Tensor, **others: Tensor | None) -> Refusal | None:
 
 def too_wide(width: Any, most: int, what: str = "rows") -> Refusal | None:
     return (
-        Refusal("shape", f"{what} of {width} do not fit one program (at most {most})")
-        if width > most
-        else None
+        Refusal("shape", f"{what} of {width} exceed the limit of {most}") if width > most else None
     )
 
 
@@ -114,7 +113,7 @@ def odd_group(group: int, least: int = 1) -> Refusal | None:
 
 def uneven(width: int, block: int) -> Refusal | None:
     return (
-        Refusal("shape", f"rows of {width} are no whole blocks of {block}")
+        Refusal("shape", f"rows of {width} are not a multiple of {block}")
         if width % block
         else None
     )
@@ -130,7 +129,7 @@ def strided(**tensors: Tensor) -> Refusal | None:
 
 def scattered_slots(slots: Tensor) -> Refusal | None:
     if slots.dim() != 1 or not known_equal(slots.stride(0), 1):
-        return Refusal("layout", "slots are not one contiguous row")
+        return Refusal("layout", "slots are not a contiguous vector")
     return None
 
 
@@ -138,7 +137,7 @@ def scattered_blocks(*caches: Tensor) -> Refusal | None:
     """Unless the blocks [blocks, block_size, ...] of each cache follow each other in memory."""
     for cache in caches:
         if not known_equal(cache.stride(0), cache.shape[1] * cache.stride(1)):
-            return Refusal("layout", "the blocks of the cache do not follow each other")
+            return Refusal("layout", "the blocks of the cache are not contiguous")
     return None
 
 
@@ -146,7 +145,7 @@ def unsupported(kernel: str, **arguments: Any) -> Refusal | None:
     """If one of these optional arguments is given: no tensor, 0 and False are not."""
     for name, value in arguments.items():
         if isinstance(value, Tensor) or value:
-            return Refusal("argument", f"{kernel} takes no {name}")
+            return Refusal("argument", f"{kernel} does not support {name}")
     return None
 
 

@@ -27,7 +27,8 @@ def unlike_int8(
     if weight_scale.dtype != torch.float32 or not sized(weight_scale, weight.shape[0], 1):
         return Refusal(
             "dtype",
-            f"the scales of the weight are {spelled(weight_scale)}, expected one in fp32 an output",
+            f"the scales of the weight are {spelled(weight_scale)}, expected one in fp32 per "
+            "output",
         )
     if x_scale.dtype != torch.float32:
         return Refusal("dtype", f"the scales of x are {x_scale.dtype}: written for torch.float32")
@@ -90,7 +91,7 @@ def unlike_int4pack(
             "shape", f"groups of {group}: written for {', '.join(map(str, INT4PACK_GROUPS))}"
         )
     if weight.shape[0] % 16:
-        return Refusal("shape", f"{weight.shape[0]} outputs are no multiple of 16")
+        return Refusal("shape", f"{weight.shape[0]} outputs are not a multiple of 16")
     return None
 
 
@@ -103,12 +104,8 @@ def elsewhere(platform: Platform) -> Refusal | None:
 def scattered(weight: Tensor) -> Refusal | None:
     """Why a weight is no matrix whose rows follow each other, or None."""
     if weight.dim() != 2 or not all(isinstance(size, int) for size in weight.shape):
-        return Refusal("shape", "the weight is no matrix of constant size")
-    return (
-        None
-        if weight.is_contiguous()
-        else Refusal("layout", "the rows of the weight do not follow each other")
-    )
+        return Refusal("shape", "the weight is not a matrix of static size")
+    return None if weight.is_contiguous() else Refusal("layout", "the weight is not contiguous")
 
 
 def sized(tensor: Tensor, *shape: int) -> bool:

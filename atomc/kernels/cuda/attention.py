@@ -57,7 +57,7 @@ def refuse_attention(
 def _unplanned(*tensors: Tensor) -> Refusal | None:
     if all(isinstance(size, int) for tensor in tensors for size in tensor.shape):
         return None
-    return Refusal("shape", "cuDNN makes a plan for each length, and here the length varies")
+    return Refusal("shape", "cuDNN builds a plan per length, and the length is dynamic")
 
 
 @ops.attention.kernel("cuda", refuses=refuse_attention)

@@ -57,14 +57,15 @@ def _scaled_by_row(platform: Platform, out_dtype: torch.dtype) -> Refusal | None
     if out_dtype == torch.bfloat16 or platform.capability == (9, 0):
         return None
     return Refusal(
-        "dtype", f"the result is {out_dtype}: with a scale a row, {platform.arch} has bfloat16 only"
+        "dtype",
+        f"the result is {out_dtype}: with a scale per row, {platform.arch} supports only bfloat16",
     )
 
 
 def _scattered(weight: Tensor) -> Refusal | None:
     if weight.stride(1) == 1 and weight.stride(0) == weight.shape[1]:
         return None
-    return Refusal("layout", "the rows of the weight do not follow each other")
+    return Refusal("layout", "the weight is not contiguous")
 
 
 @ops.scaled_linear_fp8.kernel("cuda", refuses=refuse_scaled_linear_fp8)

@@ -49,7 +49,9 @@ def refuse_linear(
     if reason := unfit(platform, x=x, weight=weight, bias=bias):
         return reason
     if weight.dtype != x.dtype or (bias is not None and bias.dtype != x.dtype):
-        return Refusal("dtype", f"x is {x.dtype}, the weight {weight.dtype}: nothing is converted")
+        return Refusal(
+            "dtype", f"x is {x.dtype}, the weight {weight.dtype}: mixed dtypes are not supported"
+        )
     return None
 
 

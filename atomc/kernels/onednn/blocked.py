@@ -40,7 +40,7 @@ def unfit(
             f"for {dtype}",
         )
     if weight.dim() != 2 or not all(isinstance(size, int) for size in weight.shape):
-        return Refusal("shape", "the weight is no matrix of constant size")
+        return Refusal("shape", "the weight is not a matrix of static size")
     if not weight.is_contiguous():
-        return Refusal("layout", "the rows of the weight do not follow each other")
+        return Refusal("layout", "the weight is not contiguous")
     return None

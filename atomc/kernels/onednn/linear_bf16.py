@@ -27,7 +27,7 @@ def refuse_linear(
     # Cascade Lake: F.linear's time by ours is 0.8 to 1.0 at 8 rows, and bf16 of many rows takes
     # four times fp32.
     if not platform.has("avx512_bf16"):
-        return Refusal("hardware", "it gains nothing in bf16 on a CPU without avx512_bf16")
+        return Refusal("hardware", "in bf16 it is not faster on a CPU without avx512_bf16")
     return None
 
 

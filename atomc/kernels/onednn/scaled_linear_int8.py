@@ -31,7 +31,7 @@ def refuse_scaled_linear_int8(
         return None
     return Refusal(
         "hardware",
-        "on a CPU without VNNI oneDNN does not sum products of int8 exactly, or not fast",
+        "without VNNI, oneDNN sums int8 products inexactly or slowly",
     )
 
 

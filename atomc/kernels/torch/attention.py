@@ -25,9 +25,9 @@ def refuse_attention(
     **_: object,
 ) -> Refusal | None:
     if softcap:
-        return Refusal("argument", "scaled_dot_product_attention has no softcap")
+        return Refusal("argument", "scaled_dot_product_attention does not support softcap")
     if sinks is not None:
-        return Refusal("argument", "scaled_dot_product_attention has no sinks")
+        return Refusal("argument", "scaled_dot_product_attention does not support sinks")
     # Rounding a wider mask would change which numbers outweigh every score.
     mask_dtypes = (torch.bool, q.dtype, torch.float32) if platform.is_cpu else (torch.bool, q.dtype)
     if mask is not None and mask.dtype not in mask_dtypes:

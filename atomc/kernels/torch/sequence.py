@@ -41,7 +41,8 @@ def refuse_paged_attention(
 ) -> Refusal | None:
     if q.dtype != k_cache.dtype:
         return Refusal(
-            "dtype", f"the cache is {k_cache.dtype}, the query {q.dtype}: nothing is converted"
+            "dtype",
+            f"the cache is {k_cache.dtype}, the query {q.dtype}: mixed dtypes are not supported",
         )
     return refuse_kv_write(platform, k_scale, v_scale)
 

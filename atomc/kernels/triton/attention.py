@@ -562,19 +562,16 @@ def refuse_paged_attention(
         ("block_tables", block_tables),
     ):
         if numbers.dtype != torch.int32 or not known_equal(numbers.stride(-1), 1):
-            return Refusal("dtype", f"{name} is not of int32, one beside the other")
+            return Refusal("dtype", f"{name} is not a contiguous int32 tensor")
     if scale <= 0:
-        return Refusal(
-            "argument", f"a scale of {scale} would turn the highest score into the lowest"
-        )
+        return Refusal("argument", f"the scale {scale} is not positive")
     width, group = max(k_cache.shape[-1], v_cache.shape[-1]), q.shape[-2] // k_cache.shape[-2]
     if reason := too_wide(width, MAX_WIDTH, "heads"):
         return reason
     if group > MAX_GROUP:
         return Refusal(
             "shape",
-            f"{group} query heads share a key/value head: more than {MAX_GROUP} do not fit one "
-            "program",
+            f"{group} query heads share a key/value head, the limit is {MAX_GROUP}",
         )
     return None
 

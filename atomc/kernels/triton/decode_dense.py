@@ -171,20 +171,17 @@ def refuse_attention(
     if not isinstance(q.shape[-3], int) or q.shape[-3] * (q.shape[-2] // k.shape[-2]) > MAX_ROWS:
         return Refusal(
             "shape",
-            f"written for few new tokens: at most {MAX_ROWS} query rows may share a key/value head",
+            f"more than {MAX_ROWS} query rows share a key/value head",
         )
     if reason := unlike(FLOATS, q=q, k=k, v=v):
         return reason
     if q.shape[-1] != v.shape[-1] or q.shape[-1] > MAX_WIDTH:
         return Refusal(
             "shape",
-            f"heads of {q.shape[-1]} and {v.shape[-1]}: written for equal ones of at most "
-            f"{MAX_WIDTH}",
+            f"heads of {q.shape[-1]} and {v.shape[-1]}: written for equal widths up to {MAX_WIDTH}",
         )
     if scale <= 0:
-        return Refusal(
-            "argument", f"a scale of {scale} would turn the highest score into the lowest"
-        )
+        return Refusal("argument", f"the scale {scale} is not positive")
     if mask is not None and mask.dim() > 4:
         return Refusal("shape", f"the mask has {mask.dim()} dimensions")
     return None

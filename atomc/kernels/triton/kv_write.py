@@ -228,8 +228,7 @@ def _not_numbers(**scales: Tensor | None) -> Refusal | None:
         ):
             return Refusal(
                 "dtype",
-                f"{name} is {scale.dtype} {list(scale.shape)}: written for one number of fp32 "
-                "a cache",
+                f"{name} is {scale.dtype} {list(scale.shape)}: expected one number of fp32",
             )
     return None
 
@@ -250,7 +249,7 @@ def refuse_kv_write(
     ):
         return reason
     if k.dim() not in (3, 4) or v.dim() != k.dim():
-        return Refusal("shape", "keys and values come as [T, K, D] or [B, T, K, D]")
+        return Refusal("shape", "keys and values must be [T, K, D] or [B, T, K, D]")
     return scattered_slots(slots) or scattered_blocks(k_cache, v_cache)
 
 

@@ -26,7 +26,7 @@ def not_nvidia(platform: Platform) -> Refusal | None:
     """Why kernels whose tiles are chosen for NVIDIA GPUs do not run there."""
     if platform.is_cpu:
         return Refusal("hardware", "Triton kernels run on a GPU")
-    return Refusal("hardware", "its tiles are cut for NVIDIA GPUs") if platform.is_rocm else None
+    return Refusal("hardware", "its tiles are chosen for NVIDIA GPUs") if platform.is_rocm else None
 
 
 def scattered(weight: Tensor, name: str = "the weight") -> Refusal | None:
@@ -34,7 +34,7 @@ def scattered(weight: Tensor, name: str = "the weight") -> Refusal | None:
     n, k = weight.shape
     if isinstance(n, int) and isinstance(k, int) and known_equal(weight.stride(0), k):
         return None
-    return Refusal("layout", f"the rows of {name} do not follow each other, or their number varies")
+    return Refusal("layout", f"{name} is not contiguous, or its size is dynamic")
 
 
 def unfit(platform: Platform, **tensors: Tensor | None) -> Refusal | None:
@@ -45,15 +45,13 @@ def unfit(platform: Platform, **tensors: Tensor | None) -> Refusal | None:
         if tensor is None:
             continue
         if tensor.dtype not in FLOATS:
-            return Refusal(
-                "dtype", f"{name} is {tensor.dtype}: only fp32, bf16 and fp16 are computed here"
-            )
+            return Refusal("dtype", f"{name} is {tensor.dtype}: supported are fp32, bf16 and fp16")
         if not 1 <= tensor.dim() <= MAX_DIMS:
             return Refusal(
                 "shape", f"{name} has {tensor.dim()} dimensions: written for 1 to {MAX_DIMS}"
             )
         if not isinstance(tensor.shape[-1], int):
-            return Refusal("shape", f"the rows of {name} have no fixed width")
+            return Refusal("shape", f"the last dimension of {name} is dynamic")
         if tensor.shape[-1] > 1 and not known_equal(tensor.stride(-1), 1):
             return Refusal("layout", f"the last dimension of {name} is not contiguous")
     return None

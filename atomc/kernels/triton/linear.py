@@ -179,12 +179,10 @@ def refuse_linear(
         return Refusal("shape", "the weight has no fixed number of rows")
     if k % 8 or not known_equal(weight.stride(0), k):
         return Refusal(
-            "layout", "the rows of the weight are not 16-byte units that follow each other"
+            "layout", "the weight is not contiguous, or its rows are not a multiple of 16 bytes"
         )
     if math.prod(size for size in x.shape[:-1] if isinstance(size, int)) > MAX_ROWS:
-        return Refusal(
-            "slower", f"x has more than {MAX_ROWS} rows, from which on cuBLAS is as fast"
-        )
+        return Refusal("slower", f"x has more than {MAX_ROWS} rows, for which cuBLAS is as fast")
     return None
 
 

@@ -713,7 +713,7 @@ def refuse_mla_rope_kv_write(
     if q_pe.dtype != k_pe.dtype or q_nope.dim() != q_pe.dim() or q_nope.dim() not in (3, 4):
         return Refusal(
             "dtype",
-            "queries come as [T, H, .] or [B, T, H, .], and rotate in the dtype of the keys",
+            "queries must be [T, H, .] or [B, T, H, .], and q_pe of the dtype of k_pe",
         )
     return refuse_rope(platform, q_pe, cos, sin, rope_style) or refuse_rope(
         platform, k_pe, cos, sin, rope_style

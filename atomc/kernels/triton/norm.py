@@ -276,7 +276,7 @@ def refuse_add_rms_norm_pad(
     if x.shape[-1] + columns > MAX_COLUMNS:
         return Refusal(
             "shape",
-            f"rows of {x.shape[-1]} and {columns} do not fit one program (at most {MAX_COLUMNS})",
+            f"rows of {x.shape[-1]} + {columns} exceed the limit of {MAX_COLUMNS}",
         )
     return refuse_rms_norm(platform, style, x=x, residual=residual, weight=weight)
 

@@ -477,15 +477,17 @@ def refuse_rope(
     ):
         return reason
     if style == "neox" and isinstance(cos.shape[-1], int) and cos.shape[-1] % 2:
-        return Refusal("shape", f"{cos.shape[-1]} columns are no pairs")
+        return Refusal("shape", f"{cos.shape[-1]} columns cannot be rotated in pairs")
     if cos.dim() > x.dim():
-        return Refusal("shape", "the tables have more dimensions than what they rotate")
+        return Refusal("shape", "cos and sin have more dimensions than the rotated tensor")
     for mine, size in zip(cos.shape[-2::-1], x.shape[-2::-1], strict=False):
         if not known_equal(mine, 1) and not known_equal(mine, size):
-            return Refusal("shape", f"tables of {mine} rows along a dimension of {size}")
+            return Refusal(
+                "shape", f"cos and sin have size {mine} along a dimension of size {size}"
+            )
     for size, a, b in zip(cos.shape, cos.stride(), sin.stride(), strict=True):
         if not known_equal(size, 1) and not known_equal(a, b):
-            return Refusal("layout", "cos and sin lie differently in memory")
+            return Refusal("layout", "cos and sin have different strides")
     return None
 
 

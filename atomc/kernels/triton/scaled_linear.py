@@ -302,7 +302,7 @@ def refuse_scaled_linear_few_rows(
         and math.prod(size for size in x.shape[:-1] if isinstance(size, int)) > MAX_ROWS
     ):
         return Refusal(
-            "slower", f"x has more than {MAX_ROWS} rows, which are left to tiles of many"
+            "slower", f"x has more than {MAX_ROWS} rows, for which another kernel is faster"
         )
     return reason
 

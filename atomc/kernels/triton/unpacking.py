@@ -108,5 +108,5 @@ def unfit(
         not_nvidia(platform)
         or unlike(FLOATS, bias=bias)
         or scattered(weight, "the weight")
-        or scattered(weight_scale, "the scales of the weight")
+        or scattered(weight_scale, "the scale of the weight")
     )

@@ -47,16 +47,14 @@ def unfit(platform: Platform, kind: str, *, needs_bf16: bool = True) -> Refusal 
     lacking = sorted(flag for flag in needed if not platform.has(flag))
     if lacking:
         return Refusal(
-            "hardware", f"zentorch needs {' and '.join(lacking)}, which this CPU has not"
+            "hardware", f"zentorch needs {' and '.join(lacking)}, which this CPU does not have"
         )
     if platform.vendor != AMD and ("zentorch" not in platform.asked or needs_bf16):
-        allowed = (
-            "its int8 layers for fp32 may be tried here: name zentorch in the option `providers`"
-        )
         return Refusal(
             "hardware",
-            "zentorch is made for AMD's CPUs, this is one of "
-            f"{platform.vendor or 'an unknown maker'}; {allowed}",
+            f"zentorch supports AMD CPUs, this is one of {platform.vendor or 'an unknown vendor'}; "
+            "its int8 layers with fp32 output can be enabled by naming zentorch in the option "
+            "`providers`",
         )
     if not platform.here:
         return None
